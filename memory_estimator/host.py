@@ -113,8 +113,9 @@ class Node(NamedTuple):
 
 
 def cpu_places(root: Path) -> List[Cpu]:
-    """The CPUs that this process may run on, by number: its mask covers taskset, numactl and cpusets. A CPU that /sys
-    does not place is a core of its own on socket 0."""
+    """The CPUs that this process may run on, by number: its mask covers taskset, numactl and cpusets. Their places are
+    from /sys, else from /proc/cpuinfo, as in a container that masks it, else each is a core of its own on socket 0."""
+    listed = {one.get("processor"): one for one in map(_fields, _read(root / "proc/cpuinfo").split("\n\n"))}
     node_of = {
         cpu: int(path.parent.name[4:])
         for path in (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
@@ -125,8 +126,12 @@ def cpu_places(root: Path) -> List[Cpu]:
     cores: Dict[str, int] = {}
     for cpu in sorted({*mask} & _online(root)) or sorted(_online(root)):  # a mask may name CPUs that are not there
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        core = cores.setdefault(_read(topology / "thread_siblings_list") or f"cpu{cpu}", len(cores))
-        socket = _read(topology / "physical_package_id")  # -1 where the machine does not know
+        siblings, socket = (_read(topology / name) for name in ("thread_siblings_list", "physical_package_id"))
+        if not siblings:
+            fields = listed.get(str(cpu), {})
+            socket = fields.get("physical id", "")
+            siblings = f"{socket}/{fields['core id']}" if "core id" in fields else f"cpu{cpu}"
+        core = cores.setdefault(siblings, len(cores))  # the socket is -1 where the machine does not know
         places.append(Cpu(cpu, core, int(socket) if socket.isdigit() else 0, node_of.get(cpu, 0)))
     return places
 
@@ -231,9 +236,10 @@ def _fields(text: str) -> Dict[str, str]:
 
 
 def _online(root: Path) -> Set[int]:
-    """As /sys has them, else as many as /proc/cpuinfo lists."""
-    listed = sum(line.startswith("processor") for line in _read(root / "proc/cpuinfo").splitlines()) or 1
-    return set(cpu_list(_read(root / "sys/devices/system/cpu/online")) or range(listed))
+    """As /sys has them, else those that /proc/cpuinfo lists."""
+    blocks = map(_fields, _read(root / "proc/cpuinfo").split("\n\n"))
+    listed = [int(one["processor"]) for one in blocks if one.get("processor", "").isdigit()]
+    return set(cpu_list(_read(root / "sys/devices/system/cpu/online")) or listed or [0])
 
 
 def _sizes(text: str) -> Dict[str, int]:

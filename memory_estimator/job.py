@@ -286,7 +286,7 @@ def job_of_run(folder: Union[str, Path], auto_engine: str = "itex", engine: str 
             cases=_training_cases(Path(run.store), run.fold) * run.patches_per_case,
         )
     except ValueError as error:
-        raise ValueError(f"run config {path} must be as `train` wrote it: {error}") from None
+        raise ValueError(f"run config {path} must be one that can be estimated: {error}") from None
 
 
 def notes_on_run(folder: Union[str, Path]) -> List[str]:

@@ -135,7 +135,7 @@ def policies_table(record: Result) -> Table:
         if row["predicted"]:
             rows.append(["predicted", *peaks(row["predicted"]), f"{row['predicted']['step_s']:.2f}", ""])
     if record["micro_batch"] < record["batch"]:
-        batch += f" ({record['micro_batch']} at a time, plain Keras and peers all at once)"
+        batch += f" ({record['micro_batch']} at a time, peers all at once)"
     columns = ("", "allocator peak, GiB", "units", "process peak, GiB", "s a step", f"against `{BASELINE}`")
     title = (
         f"{title_of(record, batch)}, {record['engine_name']}, {host_of(record)}; a unit is "

@@ -56,7 +56,7 @@ class WindowOptions:
     overlap: Tuple[float, ...] = option(
         (0.0, OVERLAP), "shares of a window that the next one covers again, each measured", metavar="S"
     )
-    device: str = option(CPU, "of all ways: cpu, or gpu:0 (default: cpu; auto is that too)", metavar="D")
+    device: str = option(CPU, "of all ways: cpu, or gpu:0", metavar="D")
     rounds: int = option(3, "how often, in turn", at_least=1, metavar="N")
 
 

@@ -124,6 +124,7 @@ def _check(options: Options, settings: Json) -> None:
     else:
         wrong = [name for name in ("batches", "learning_rates", "search_share") if name in chosen]
         rule = "come with --resolutions"
+    got = "both" if options.runs or options.resolutions else "it alone"
     budgets = [name for name in ("epochs", "voxels", "minutes") if name in {*settings, *chosen}]
     problems = [
         f"--{name.replace('_', '-')} must {must}, got {got}; {advice}"
@@ -133,7 +134,7 @@ def _check(options: Options, settings: Json) -> None:
             ("seeds", len(set(options.seeds)) == len(options.seeds), "differ", list(options.seeds), "leave one out"),
             ("variant", len(set(names)) == len(names), "have names of their own", ", ".join(names), "rename one"),
             (" and --".join(budgets), wrong or len(budgets) < 2, "be one budget", "several", "leave all but one out"),
-            *((name, False, rule, "both", "leave it out") for name in wrong),
+            *((name, False, rule, got, "leave it out") for name in wrong),
         )
         if not holds
     ]

@@ -189,12 +189,13 @@ def split_hash(split: Mapping[str, Sequence[str]], cases: Sequence[Union[CaseRec
 
 def split_problems(split: Mapping[str, Sequence[str]], cases: Sequence[Union[CaseRecord, RecordHead]]) -> List[str]:
     """A line for each patient, and each image, in more than one split: it would be scored on what was trained on."""
-    place = {case_id: name for name in SPLITS for case_id in split[name]}
-    patients, images = defaultdict(dict), defaultdict(dict)
+    places, patients, images = defaultdict(list), defaultdict(dict), defaultdict(dict)
+    for name in SPLITS:
+        for case_id in split[name]:
+            places[case_id].append(name)
     for case in cases:
-        if case.case_id in place:
-            patients[case.patient_id][place[case.case_id]] = case
-            images[case.image_voxels_sha256][place[case.case_id]] = case
+        for name in places[case.case_id]:
+            patients[case.patient_id][name] = images[case.image_voxels_sha256][name] = case
     problems = [
         f"patient {patient} must be in one split, got {' and '.join(places)}; keep its cases together"
         for patient, places in sorted(patients.items())

@@ -202,10 +202,9 @@ def _reading(store: Store, chosen: Stream, patches: bool) -> Reading:
     if not isinstance(found, Reading):
         how = {"free_bytes": read_host().free_bytes, "read_mode": found, "patches": patches, "share": chosen.share}
         return open_reading(store, (chosen.split,), **how)
-    if found.reader.folder != store.folder:
-        raise InputError(
-            f"read_mode must be a Reading of {store.folder}, got one of {found.reader.folder}; open another"
-        )
+    if found.reader.folder != store.folder or chosen.split not in found.splits:
+        got = f"one of {', '.join(found.splits)} of {found.reader.folder}"
+        raise InputError(f"read_mode must be a Reading of {chosen.split} of {store.folder}, got {got}; open another")
     return found
 
 

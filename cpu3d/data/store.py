@@ -8,14 +8,15 @@ store/cases/<id>.json       the case's record; written after its arrays, so it m
 store/quarantine.jsonl      cases left out, each with its reasons
 """
 
+import contextlib
 import copy
 import dataclasses
-import functools
 import hashlib
 import json
 import os
 import re
 import weakref
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any, Dict, Iterable, Iterator, Mapping, Sequence, Tuple, Type, TypeVar, Union
 
@@ -79,11 +80,12 @@ class CaseIndex(Sequence[CaseRecord]):
         found = len(self._ends) - 1
         if found != len(case_ids):
             raise InputError(f"store file {path} must hold {len(case_ids)} cases, got {found}; {ADVICE}")
-        self._record = functools.lru_cache(KEPT)(self._parsed)
+        self._kept: OrderedDict[int, CaseRecord] = OrderedDict()
 
     def select(self, places: Sequence[int]) -> "CaseIndex":
         """Some of the records, by place, without making them."""
-        selected = copy.copy(self)  # its records are parsed, and kept, by the index that it is of
+        selected = copy.copy(self)
+        selected._whole = self  # whose end closes the file
         selected._places = [self._places[place] for place in places]
         return selected
 
@@ -91,7 +93,15 @@ class CaseIndex(Sequence[CaseRecord]):
         return len(self._places)
 
     def __getitem__(self, place: Union[int, slice]):
-        return self.select(range(len(self))[place]) if isinstance(place, slice) else self._record(self._places[place])
+        if isinstance(place, slice):
+            return self.select(range(len(self))[place])
+        line = self._places[place]
+        record = self._kept.get(line) or self._parsed(line)
+        self._kept[line] = record  # threads may race for the same one: each stores an equal record
+        if len(self._kept) > KEPT:
+            with contextlib.suppress(KeyError):
+                self._kept.popitem(last=False)
+        return record
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))
@@ -172,8 +182,11 @@ class Store:
         """Read every record. Raises InputError where a patient or image is in two splits, or the split is another."""
         manifest, entries = self._made, list(heads(self._made.cases))
         refuse(split_problems(manifest.split, entries))
-        if split_hash(manifest.split, entries) != manifest.split_hash:
-            raise InputError(f"split of store {self.folder} must have hash {manifest.split_hash}; {ADVICE}")
+        found = split_hash(manifest.split, entries)
+        if found != manifest.split_hash:
+            raise InputError(
+                f"split of store {self.folder} must have hash {manifest.split_hash}, got {found}; {ADVICE}"
+            )
 
     def _on_grid(self, case_id: str, part: str) -> np.ndarray:
         record = self.case(case_id)

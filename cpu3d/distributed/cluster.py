@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import math
+import random
 import re
 import socket
 import sys
@@ -194,10 +195,15 @@ def addresses(host: str) -> FrozenSet[str]:
 
 
 def free_ports(count: int) -> Tuple[int, ...]:
-    """Ports of this host that nobody has."""
+    """Ports of this host that nobody has, below those that Linux gives to whoever asks for any."""
     with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.create_server(("", 0))) for _ in range(count)]
-        return tuple(one.getsockname()[1] for one in sockets)
+        found: Dict[int, socket.socket] = {}
+        for port in random.sample(range(20000, 32768), 12768):
+            with contextlib.suppress(OSError):
+                found[port] = held.enter_context(socket.create_server(("", port)))
+            if len(found) == count:
+                break
+        return tuple(found)
 
 
 # --- What Slurm tells a task that `srun` has started, by the variables of srun(1), OUTPUT ENVIRONMENT VARIABLES ---

@@ -132,7 +132,8 @@ class Plan:
 
 def make_plan(options: Options, environ: Mapping[str, str], one_a_socket: int) -> Plan:
     """From --hosts, else TF_CONFIG, else Slurm, else this host alone. Raises InputError where they do not agree."""
-
+    if options.host_index is not None and not options.hosts:
+        raise InputError(f"--host-index must come with --hosts, got {options.host_index} alone; add them")
     hosts, index, found = (LOOPBACK,), 0, options.on_host or "this one"
     here, port = options.workers or one_a_socket, options.port or (PORT if options.on_host else None)
     if options.hosts:

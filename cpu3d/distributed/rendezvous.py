@@ -1,4 +1,4 @@
-"""The workers of a run wait for each other before TensorFlow does, deaf to Ctrl-C for an hour and without a name.
+"""The workers of a run meet before TensorFlow starts: its own wait lasts an hour, ignores Ctrl-C and names nobody.
 
 Each worker first takes its port, which shows that it is free; those of rank 1 and up tell the chief at its port that
 they are there; and when all have come the chief sends its plan, and everyone gives its port free for TensorFlow.
@@ -103,7 +103,8 @@ def _listeners(cluster: Cluster) -> List[socket.socket]:
         if own:
             kinds = [(one, socket.AF_INET6 if ":" in one else socket.AF_INET) for one in own]
             return [socket.create_server((one, port), family=kind, backlog=1024) for one, kind in kinds]
-        return [socket.create_server(("", port), backlog=1024)]
+        both = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
+        return [socket.create_server(("", port), backlog=1024, **both)]
     except OSError as error:
         rule = f"port {port} of worker {cluster.rank} ({address}) must be free, got {os.strerror(error.errno)}"
         todo = "end the process that has it, a former run's perhaps, or choose another port"

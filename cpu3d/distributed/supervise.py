@@ -241,9 +241,12 @@ def _observed(run: Path, show: Callable[[], None], patience: Patience) -> Iterat
 
 def _failure(failed: _Worker, workers: Sequence[_Worker]) -> WorkerFailedError:
     """The error that names the worker, with its last words and how the others ended."""
-    job = failed.job
+    job, words = failed.job, ["(its log cannot be read: the file system does not answer)"]
+    reader = threading.Thread(target=lambda: words.insert(0, last_words(job.log, failed.begin)), daemon=True)
+    reader.start()
+    reader.join(5.0)
     others = "; ".join(f"{one.job.name} {one.ending}" for one in workers if one is not failed)
-    lines = [last_words(job.log, failed.begin), *([f"the others: {others}"] if others else [])]
+    lines = [words[0], *([f"the others: {others}"] if others else [])]
     if failed.followed == 1:
         lines.append("no worker here failed in another way: where there are other hosts, look into their logs")
     place = f"{job.name} on {socket.gethostname()} (process {failed.child.pid})"

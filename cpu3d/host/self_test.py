@@ -63,8 +63,8 @@ def self_test(engine: Optional[str] = None) -> List[Check]:
         with contextlib.suppress(subprocess.TimeoutExpired):
             command = [*PROGRAM, *([engine] if engine else [])]
             done = subprocess.run(command, cwd=ROOT, stdout=words, stderr=errors, timeout=LIMIT_S, check=False)
-            words = last_words(Path(errors.name), count=1).strip()
-            end, todo = ": ".join(filter(None, [how_ended(done.returncode), words])), "run `./run.sh setup`"
+            last = last_words(Path(errors.name), count=1).strip()
+            end, todo = ": ".join(filter(None, [how_ended(done.returncode), last])), "run `./run.sh setup`"
             end = f"the process ended with {end}"
         for line in Path(words.name).read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(TypeError, ValueError):

@@ -181,7 +181,7 @@ def _changes(
     last, saved = {**now, **(starts[-1] if starts else {})}, saved or config
     ways = (  # before, now, in words
         (last["engine"], engine, "on {}"),
-        (last["workers"], workers, "with --workers {}"),
+        (last["workers"], workers, "of {} workers"),
         (last["threads"].get("OMP_NUM_THREADS"), threads.get("OMP_NUM_THREADS"), "with OMP_NUM_THREADS={}"),
         (saved.unet.policy, config.unet.policy, "under policy {}"),
         (saved.device, config.device, "on device {}"),

@@ -18,22 +18,13 @@ def locked(folder: Path, what: str) -> Iterator[None]:
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
-        _lock(handle, folder, what)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            todo = "wait for the other, which may be left over from a command that was killed"
+            raise InputError(f"{what} {folder} must be written by one process at a time; {todo}") from None
+        except OSError:
+            pass
         yield
     finally:
         os.close(handle)
-
-
-# --- Private helpers ---
-
-
-def _lock(handle: int, folder: Path, what: str) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise InputError(
-            f"{what} {folder} must be written by one process at a time; wait for the other, which may be "
-            "left over from a command that was killed"
-        ) from None
-    except OSError:
-        pass

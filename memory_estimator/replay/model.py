@@ -38,7 +38,7 @@ def estimate_model(
     input_shape: Sequence[int],
     *,
     batch: int = 1,
-    loss: Union[str, Callable] = "mean_squared_error",
+    loss: Union[str, Callable, None] = None,
     optimizer: Any = "adam",
     target: Any = None,
     threads: int = 2,
@@ -46,9 +46,10 @@ def estimate_model(
     """The training step of a Keras functional model on samples of `input_shape` (without the batch).
 
     `loss(target, prediction)` gives the loss, or a tuple that begins with it; a name is one of Keras' losses, of each
-    output. `target` is the tf.TensorSpec of what the loss compares with, batch included; None is float32 in the shape
-    of the prediction. `optimizer` is a name or a tf.keras.optimizers.Optimizer. Takes the memory of the weights and of
-    the optimizer's slots. Raises ValueError for shapes that do not fit the model, and for a step with loops.
+    output; None is what the model was compiled with, else the mean squared error. `target` is the tf.TensorSpec of what
+    the loss compares with, batch included; None is float32 in the shape of the prediction. `optimizer` is a name or a
+    tf.keras.optimizers.Optimizer. Takes the memory of the weights and of the optimizer's slots. Raises ValueError for
+    shapes that do not fit the model, and for a step with loops.
     """
     import tensorflow as tf
 
@@ -57,6 +58,7 @@ def estimate_model(
     own = model.inputs[0].shape[0]
     if own not in (None, batch):
         raise ValueError(f"batch must be the model's, {own}, got {batch}; build the model for that batch")
+    loss = loss or getattr(model, "loss", None) or "mean_squared_error"
     optimizer = tf.keras.optimizers.get(optimizer)
     optimizer.build(model.trainable_variables)
     given = tf.TensorSpec((batch, *input_shape), model.inputs[0].dtype, name="input")
@@ -68,7 +70,7 @@ def estimate_model(
     def step(given, target):
         with tf.GradientTape() as tape:
             prediction = model(given, training=True)
-            if callable(loss):
+            if callable(loss) and not isinstance(loss, type):
                 found = loss(target, prediction)
                 found = found[0] if isinstance(found, (list, tuple)) else found
             else:
@@ -111,10 +113,3 @@ def estimate_step(
     hidden = max(op.hidden_bytes for op in program.ops)
     resident, ends = used.resident_bytes + used.small_bytes, (replays[0][0].peak_bytes, replays[-1][0].peak_bytes)
     return Replay(program, timeline(program), used.peak_bytes, resident, hidden, ends)
-
-
-def running_engine() -> str:
-    """ "itex" where this process has loaded ITEX, else "stock"."""
-    from tensorflow.python.framework import op_def_registry
-
-    return "stock" if op_def_registry.get("_ITEXConv3D") is None else "itex"

@@ -124,6 +124,18 @@ def test_without_sys_every_cpu_is_a_core_of_one_socket(tmp_path):
     assert (host.sockets, host.cores, host.logical_cpus, host.numa_nodes, host.available_bytes) == (1, 4, 4, 1, 8192)
 
 
+def test_without_sys_the_cores_come_from_cpuinfo(tmp_path):
+    lines = (
+        "processor: {}\nphysical id: {}\ncore id: {}\nflags: avx".format(*at)
+        for at in ((4, 0, 0), (5, 0, 1), (6, 0, 0), (7, 1, 0))
+    )
+    write(tmp_path, "proc/cpuinfo", "\n\n".join(lines))
+    write(tmp_path, "proc/meminfo", "MemTotal: 8 kB")
+    write(tmp_path, "proc/self/status", "Cpus_allowed_list: 4-7")
+    host = read_host(tmp_path)
+    assert (host.sockets, host.cores, host.logical_cpus, host.numa_nodes, host.available_bytes) == (2, 3, 4, 1, 8192)
+
+
 def test_without_proc_psutil_is_asked(tmp_path):
     host = read_host(tmp_path)
     assert host.cores >= 1

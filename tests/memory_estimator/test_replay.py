@@ -10,19 +10,19 @@ from types import SimpleNamespace
 
 import pytest
 import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
 
 from memory_estimator.job import Job
 from memory_estimator.replay import estimate_model, estimate_step
 from memory_estimator.replay.graph import Node, Output, execution_order
 from memory_estimator.replay.lifetimes import program_of
-from memory_estimator.replay.model import running_engine
 from memory_estimator.step.allocator import SMALL_BYTES, region_bytes, use
 from memory_estimator.step.program import timeline
 from memory_estimator.step.training_step import training_step
 from models.config import DTYPES, NORMS, POLICIES, UPS, UNetConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-ENGINE = running_engine()
+ENGINE = "stock" if op_def_registry.get("_ITEXConv3D") is None else "itex"
 
 layers = tf.keras.layers
 

@@ -5,6 +5,7 @@ A .b2nd file is for slow disks and networks: less is read, and what is read has 
 """
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import io
@@ -113,6 +114,34 @@ def give_back(handle: int) -> None:
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+@functools.lru_cache(None)
+def _libc() -> ctypes.CDLL:
+    library, size, pointer = ctypes.CDLL(None, use_errno=True), ctypes.c_size_t, ctypes.c_void_p
+    library.mmap.argtypes, library.mmap.restype = (pointer, size, *[ctypes.c_int] * 3, ctypes.c_long), pointer
+    library.munmap.argtypes = (pointer, size)
+    return library
+
+
+class _Map:
+    """A file's bytes as read-only uint8, which go with the last array over them. `handle` may be closed.
+
+    Python's own `mmap` would keep a copy of the handle: 500 cases meet the usual limit of 1,024 open files.
+    """
+
+    def __init__(self, handle: int, size_bytes: int, library: ctypes.CDLL):
+        # `munmap` is kept: when Python ends, a module's names may be gone.
+        self._munmap, self._size_bytes, self._address = library.munmap, size_bytes, None
+        address = library.mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, handle, 0)
+        if address == ctypes.c_void_p(-1).value:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self._address = address
+        self.__array_interface__ = {"version": 3, "shape": (size_bytes,), "typestr": "|u1", "data": (address, True)}
+
+    def __del__(self):
+        if self._address:
+            self._munmap(self._address, self._size_bytes)
+
+
 @dataclass(frozen=True)
 class ArrayFile:
     """An open array file and what its case's record says of it. A damaged or shorter file is an InputError."""
@@ -136,8 +165,8 @@ class ArrayFile:
 
     def map(self) -> np.ndarray:
         """The array of a .npy file as a read-only map, which goes with the last of its views."""
-        mapped = mmap.mmap(self.handle, self.size_bytes, access=mmap.ACCESS_READ)
-        return np.frombuffer(mapped, self.dtype, offset=len(self.header)).reshape(self.shape)
+        mapped = np.asarray(_Map(self.handle, self.size_bytes, _libc()))
+        return mapped[len(self.header) :].view(self.dtype).reshape(self.shape)
 
     def read(self) -> np.ndarray:
         """The array of a .npy file, aligned."""

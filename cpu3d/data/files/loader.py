@@ -1,5 +1,6 @@
 """What is read and drawn for one position: a box of a case's arrays and a few numbers, as NumPy; `finish` goes on."""
 
+import contextlib
 import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -41,8 +42,9 @@ class Reading:
     reader: Reader
     plan: ReadPlan
     kept: FrozenSet[str]
-    """Stems of the arrays that stay in memory from one epoch to the next: the first that the page budget holds. They
-    follow from the store and the budget alone, so all workers of a host keep the same."""
+    """Stems of the arrays that stay in memory from one epoch to the next: the first that the page budget holds."""
+    splits: Tuple[str, ...] = ()
+    """Whose arrays were looked at."""
 
 
 def open_reading(
@@ -73,7 +75,7 @@ def open_reading(
     plan = choose_read_mode(read_mode, **facts, patches=patches)
     ends = zip(sizes, itertools.accumulate(sizes.values()))
     kept = frozenset(stem for stem, end in ends if end <= plan.page_budget_bytes)
-    return Reading(Reader(store.folder, plan.mode), plan, kept)
+    return Reading(Reader(store.folder, plan.mode), plan, kept, tuple(splits))
 
 
 def labelled(store: Store, split: str) -> Sequence[CaseRecord]:
@@ -111,7 +113,8 @@ class Loader:
         self._adviser = ThreadPoolExecutor(1, "cpu3d look-ahead")
 
     def __call__(self, sample: int) -> Tuple[np.ndarray, ...]:
-        self._adviser.submit(self._advise, int(sample))
+        with contextlib.suppress(RuntimeError):  # Python ends, and TensorFlow still prefetches
+            self._adviser.submit(self._advise, int(sample))
         record, region = self._place_of(int(sample))
         key = {"seed": self._sampling.seed, "position": self._share.position(int(sample))}
         drawn = draw(self._augment, *normalisation(record), record.spacing_mm, **key)
@@ -137,7 +140,8 @@ class Loader:
         first, end, used = self._samples.start, min(sample + AHEAD + 1, self._samples.stop), sample - self._in_flight
         if used >= first:
             record, _ = self._place_of(used)
-            if record.stem not in self._kept | {self._place_of(other)[0].stem for other in range(used + 1, end)}:
+            in_use = {self._place_of(other)[0].stem for other in range(used + 1, end)}
+            if record.stem not in self._kept and record.stem not in in_use:
                 self._reader.give_back(record)
         for coming in range(sample if sample == first else sample + AHEAD, end):
             record, region = self._place_of(coming)

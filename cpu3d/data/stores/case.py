@@ -57,8 +57,9 @@ def load_case(
     for number, path in enumerate(paths):
         try:
             array, grid = nifti.read_volume(path)
-            geometry = geometry or grid
-            problems += _grid_problems(path, grid, paths[0], geometry)
+            if geometry is None:
+                geometry, first = grid, path
+            problems += _grid_problems(path, grid, first, geometry)
             if number == len(files.images):
                 label = _label(path, array, labels, label_map or {})
                 continue

@@ -162,7 +162,6 @@ def regions_of(labels: Dict[int, str]) -> Dict[str, Tuple[int, ...]]:
 
     Beside those a resection cavity, which is no tumour, is a region RC.
     """
-
     codes = [code for code in sorted(labels) if code != 0]
     patterns = ("cavity", "edema", r"(?<!non-)(?<!non)(?<!non )\benhanc")
     cavity, oedema, enhancing = ([code for code in codes if re.search(one, labels[code].lower())] for one in patterns)

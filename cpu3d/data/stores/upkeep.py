@@ -61,7 +61,7 @@ def info(options: Info) -> int:
     return 0
 
 
-def whole(options: Verify) -> int:
+def run_verify(options: Verify) -> int:
     store = open_store(options.store)
     refuse(verify(store.folder, workers=options.workers))
     print(f"Store {store.folder} is whole: {count(store.manifest.cases, 'case')}")
@@ -81,7 +81,7 @@ def add_cases(options: Append) -> int:
     return 0
 
 
-ACTIONS = {"info": (Info, info), "verify": (Verify, whole), "append": (Append, add_cases)}
+ACTIONS = {"info": (Info, info), "verify": (Verify, run_verify), "append": (Append, add_cases)}
 
 
 def actions() -> Dict[str, str]:

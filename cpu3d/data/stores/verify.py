@@ -9,7 +9,7 @@ import numpy as np
 
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.files.reader import Reader, choose_read_mode, file_system, parts_of
-from cpu3d.data.records import CaseRecord, array_path, case_from_json, record_path, remake
+from cpu3d.data.records import CaseRecord, array_path, case_from_json, record_path
 from cpu3d.data.splits import describe_patients
 from cpu3d.data.store import Store, on_grid, open_store, read_manifest
 from cpu3d.data.stores.case import facts_of
@@ -81,23 +81,30 @@ def verify(store_dir: Union[str, Path], *, workers: Optional[int] = None) -> Tup
     """
     workers, store = worker_count(workers), open_store(store_dir)
     folder, manifest, content = store.folder, store.manifest, read_manifest(store.folder)["records"]
-    problems, records, arrays = [], [], {}
+    problems, facts, arrays = [], [], {}
     if file_sha256(folder / content["file"]) != content["sha256"]:
         problems.append(f"store file {folder}/{content['file']} must be as it was written; restore it")
     for place in range(len(manifest.cases)):
         try:
-            records.append(manifest.cases[place])
+            record = manifest.cases[place]
         except InputError as error:
             problems += error.problems
             continue
-        problems += _entry_problems(store, records[-1], arrays.setdefault(records[-1].stem, records[-1]))
-    try:
-        # What follows from damaged records is not known.
-        again = remake(manifest, cases=records) if len(records) == len(manifest.cases) > 0 else manifest
-        for name in ("largest_shape", "largest_box", "unlabelled", "split_hash"):
-            if getattr(manifest, name) != getattr(again, name):
+        facts.append((record.shape, record.box.size, () if record.has_label else (record.case_id,)))
+        problems += _entry_problems(store, record, arrays.setdefault(record.stem, record))
+    if len(facts) == len(manifest.cases) > 0:  # what follows from damaged records is not known
+        shapes, boxes, unlabelled = zip(*facts)
+        largest = {"largest_shape": shapes, "largest_box": boxes}
+        follows = {name: tuple(map(max, zip(*sizes))) for name, sizes in largest.items()}
+        for name, value in {**follows, "unlabelled": tuple(sorted(sum(unlabelled, ())))}.items():
+            if tuple(getattr(manifest, name)) != value:
                 rule = f"{name} in the manifest of store {folder} must follow from its records"
                 problems.append(f"{rule}, got {_short(getattr(manifest, name))}; restore it")
+    for name, codes in manifest.regions.items():
+        if not {*codes} <= {*manifest.labels}:
+            problems.append(f"region {name} of store {folder} must be of its labels, got {list(codes)}; restore it")
+    try:
+        store.check_split()
     except InputError as error:
         problems += error.problems
     with bar("verify", total=len(arrays)) as advance:

@@ -285,7 +285,7 @@ def test_stores_and_splits_that_cannot_be_read_so_are_refused(phantom_store, tmp
         with pytest.raises(InputError, match=message):
             volume_dataset(open_store(tmp_path), **more)
     other = open_store(shutil.copytree(phantom_store.folder, tmp_path / "other"))
-    with pytest.raises(InputError, match=f"read_mode must be a Reading of {other.folder}, got one of"):
+    with pytest.raises(InputError, match=f"read_mode must be a Reading of train of {other.folder}, got one of"):
         volume_dataset(other, read_mode=reading)
 
 

@@ -1,4 +1,6 @@
+import gc
 import json
+import os
 
 import pytest
 
@@ -106,3 +108,14 @@ def test_a_store_that_is_replaced_while_it_is_opened_opens_as_the_new_one(small_
     opened = open_store(folder)
     assert opened.manifest.name == "name 1"
     assert list(opened.manifest.cases) == list(manifest.cases)
+
+
+def test_a_store_that_is_dropped_closes_its_records_at_once(small_store):
+    gc.disable()
+    try:
+        opened = len(os.listdir("/proc/self/fd"))
+        record = open_store(small_store[0]).manifest.cases[0]
+        assert record.case_id
+        assert len(os.listdir("/proc/self/fd")) == opened
+    finally:
+        gc.enable()

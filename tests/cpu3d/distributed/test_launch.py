@@ -155,6 +155,7 @@ def test_the_exit_code_is_the_failing_workers(program, tmp_path):
     [
         ((), "launch must be followed by its options and then by train and its own, got nothing"),
         (("--workers", 2, "predict"), "got predict"),
+        (("--host-index", 1, "train", "--store", "s", "--run", "r"), "--host-index must come with --hosts, got 1"),
         (("--on-host", "paper-4x20", "train"), "--on-host and --json must come with --dry-run"),
         (("--dry-run", "--on-host", "nowhere", "train", "--store", "s", "--run", "r"), "got nowhere"),
         (("--dry-run", "--on-host", "small-1x2", "--workers", 3, "train", "--store", "s", "--run", "r", "--batch", "3"),

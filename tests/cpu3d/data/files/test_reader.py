@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cpu3d.data.files import arrays
 from cpu3d.data.files.arrays import FORMATS, decode_b2nd, encode, npy_header, voxels_sha256
 from cpu3d.data.files.reader import Reader, choose_read_mode, file_system
 from cpu3d.data.records import array_path
@@ -136,6 +137,7 @@ def test_maps_go_with_their_last_array_and_leave_no_file_open(case):
     folder, record, image, _ = case
     name, opened = str(array_path(folder, record, "x")), len(os.listdir("/proc/self/fd"))
     part = Reader(folder).array(record, "x")[2:3]
+    assert len(os.listdir("/proc/self/fd")) == opened, "else 500 cases meet the usual limit"
     assert name in Path("/proc/self/maps").read_text(encoding="utf-8")
     np.testing.assert_array_equal(part, image[2:3])
     with pytest.raises(ValueError, match="read-only"):
@@ -238,7 +240,7 @@ def test_a_file_cut_while_it_is_read_is_an_error_with_pread(case, monkeypatch):
         Reader(folder, "pread").array(record, "x")
 
 
-@pytest.mark.parametrize(("mode", "module", "name"), [("pread", os, "preadv"), ("ram", mmap, "mmap")])
+@pytest.mark.parametrize(("mode", "module", "name"), [("pread", os, "preadv"), ("ram", arrays, "_Map")])
 def test_a_failing_disk_is_an_error_with_the_files_name(case, monkeypatch, mode, module, name):
     folder, record, _, _ = case
     reader = Reader(folder, mode)

@@ -293,5 +293,6 @@ def test_the_cavity_of_brats_2024_is_a_region_where_it_occurs(tmp_path, brats_ca
         assert manifest.regions == {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,), **extra}
         assert (4 in manifest.labels) == bool(extra)
         assert "4 resection cavity -> RC, where a label holds it" in capsys.readouterr().out
+        (tmp_path / f"{folder}-store/source.json").unlink()  # a finished store says by its manifest whose it is
         assert prepare(tmp_path / folder, tmp_path / f"{folder}-store", **ALL) == manifest
         assert "finished and unchanged" in capsys.readouterr().out

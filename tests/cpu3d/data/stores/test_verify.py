@@ -108,11 +108,18 @@ def test_what_contradicts_itself_between_entries_is_told(store_in, changes, told
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("largest_box", [1] * 3), ("largest_shape", [9, 5, 4]), ("unlabelled", ["nobody"]), ("split_hash", "0" * 12)],
-)
+    [
+        ("largest_box", [1] * 3),
+        ("largest_shape", [9, 5, 4]),
+        ("unlabelled", ["nobody"]),
+        ("split_hash", "0" * 12),
+        ("regions", {"WT": [9]}),
+    ],
+)  # fmt: skip
 def test_a_manifest_that_does_not_follow_from_its_records_is_told_even_where_it_was_sealed(store_in, name, value):
     store = store_in()
     content = json.loads((store / "manifest.json").read_text())
     write_json(store / "manifest.json", sealed({**content, name: value}))
     (problem,) = verify(store, workers=1)
-    assert f"{name} in the manifest" in problem
+    rules = {"split_hash": "must have hash 000000000000, got ", "regions": "region WT of store "}
+    assert rules.get(name, f"{name} in the manifest") in problem
