@@ -231,8 +231,8 @@ def page_sections(comparison: Comparison, record: Json, out: Path) -> List[Tuple
     folders = [run.folder.resolve() for run in runs]
     beside = [path.relative_to(out.resolve()) if out.resolve() in path.parents else path for path in folders]
     rows = [(run.variant, str(run.seed), str(path)) for run, path in zip(runs, beside)]
-    hosts = [dict(pairs) for pairs in dict.fromkeys(tuple(flat(run.host)) for run in runs if run.host)]
-    about = [pair for host in hosts for pair in host.items()] + flat(record["versions"])
+    hosts = dict.fromkeys(tuple(flat(run.host)) for run in runs if run.host)  # each one once
+    about = [*(pair for host in hosts for pair in host), *flat(record["versions"])]
     scores, *tables = results_tables(record)
     sections = [
         ("What was compared", [Table(("", ""), facts, names=2), settings_table(comparison)], []),
