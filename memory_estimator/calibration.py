@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 from memory_estimator.files import read_json, typed
 from memory_estimator.host import Host, read_host
 from memory_estimator.step.program import Program
+from memory_estimator.step.scratch import USUAL, Kernels
 
 SCHEMA = 1
 
@@ -63,6 +64,7 @@ class HostConstants:
     costs: Costs
     measured_threads: int = 0
     """The number of threads that `costs` were worked out from by `for_threads`; 0 where they are as in the file."""
+    kernels: Kernels = USUAL  # of oneDNN
     others: Optional["HostConstants"] = None  # asked for the engines and dtypes that these do not know
 
     def of(self, engine: str, dtype: str) -> "HostConstants":

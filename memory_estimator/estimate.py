@@ -14,6 +14,7 @@ from memory_estimator.files import read_json, typed
 from memory_estimator.job import DTYPE_BYTES, Job
 from memory_estimator.step.allocator import SMALL_BYTES, fits_regions, region_bytes, use
 from memory_estimator.step.program import Program, Tensor, Timeline, rounded, timeline
+from memory_estimator.step.scratch import Kernels
 from memory_estimator.step.timing import op_seconds
 from memory_estimator.step.training_step import training_step, validation_pass
 from models.layer_plan import Shape3
@@ -168,9 +169,9 @@ def estimate(
     """
     accuracy, constants = accuracy or load_accuracy(), constants.of(job.engine, job.unet.dtype)
     region = region_bytes(job.unet, job.shape, job.micro, host_bytes)
-    program, prepared = dataclasses.replace(training_step(job), region_bytes=region), 0
+    program, prepared = dataclasses.replace(training_step(job, constants.kernels), region_bytes=region), 0
     if job.from_store:
-        program, prepared = _with_store(program, job)
+        program, prepared = _with_store(program, job, constants.kernels)
     line = timeline(program)
     allocator = use(program)
     small = sum(rounded(tensor.bytes) for tensor in line.peak_tensors if tensor.bytes < SMALL_BYTES)
@@ -243,7 +244,7 @@ def live_at_peak(line: Timeline) -> List[Component]:
     return [component for _, _, component in sorted(found, key=lambda one: one[:2])]
 
 
-def _with_store(program: Program, job: Job) -> Tuple[Program, int]:
+def _with_store(program: Program, job: Job, kernels: Kernels) -> Tuple[Program, int]:
     """The program of a run that a store feeds, which is validated too, with the next micro-batch; and the bytes of the
     volume in preparation, slabs and what they are put together into, of several volumes a copy, for the upper bound."""
     channels, outputs, value_bytes = job.unet.channels, job.unet.outputs, DTYPE_BYTES[job.unet.dtype]
@@ -252,7 +253,7 @@ def _with_store(program: Program, job: Job) -> Tuple[Program, int]:
     volume, slabs = math.prod(job.shape), RESAMPLED_BYTES if job.resampled else 2 * value_bytes
     prepared = volume * (channels * slabs + 4 + outputs) + (image.bytes + target.bytes if job.micro > 1 else 0)
     resident = (*program.resident, image, target)
-    return dataclasses.replace(program, resident=resident, after=validation_pass(job)), prepared
+    return dataclasses.replace(program, resident=resident, after=validation_pass(job, kernels)), prepared
 
 
 def _resident_bytes(tensor: Tensor) -> int:

@@ -27,6 +27,21 @@ class Buffers:
 
 NONE = Buffers()
 
+
+@dataclass(frozen=True)
+class Kernels:
+    """Which of oneDNN's kernels a host runs, and what sizes their buffers."""
+
+    isa: str = "avx512_core_bf16"
+    """The highest instruction set that oneDNN may use, as it calls it in ONEDNN_VERBOSE: "avx2", "avx512_core",
+    "avx512_core_bf16", "avx512_core_amx" ..."""
+    l1_bytes: int = 48 * 1024  # data cache of a core
+    l2_bytes: int = 2 * 2**20  # of a core
+    cores: int = 2  # physical cores of a socket
+
+
+USUAL = Kernels()
+
 ALIGNMENT_BYTES = 8 * 1024  # barriers, guards and alignment: what the log shows beyond the buffers themselves
 VECTOR = 16  # channels are worked on in blocks of as many float32 values as a register holds
 

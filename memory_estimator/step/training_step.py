@@ -11,15 +11,16 @@ from typing import Any, Tuple
 from memory_estimator.job import Job
 from memory_estimator.step import blocks, layers
 from memory_estimator.step.program import Program, StepOp
+from memory_estimator.step.scratch import USUAL, Kernels
 from memory_estimator.step.writer import SLABS, Writer
 
 SCORE_MAPS = 5
 """float32 maps of a slab that `cpu3d.training.validation` scores at a time: logits, target, three of the loss's."""
 
 
-def training_step(job: Job) -> Program:
-    """The program of `job`. Raises ValueError for a shape that the network cannot take."""
-    writer = Writer(job)
+def training_step(job: Job, kernels: Kernels = USUAL) -> Program:
+    """The program of `job` with these kernels of oneDNN. Raises ValueError for a shape that the network cannot take."""
+    writer = Writer(job, kernels)
     steps = writer.plan if job.policy == "speed" else blocks.in_blocks(writer)
 
     def place(op: Any) -> int:
@@ -47,11 +48,11 @@ def training_step(job: Job) -> Program:
     return writer.program()
 
 
-def validation_pass(job: Job) -> Tuple[StepOp, ...]:
+def validation_pass(job: Job, kernels: Kernels = USUAL) -> Tuple[StepOp, ...]:
     """What `cpu3d.training.validation` does with a volume or a window: the layers one after the other, and the scores.
     Nothing is kept for a gradient. Beside what lives between steps, the held-out volume that comes next is ready."""
     unet = replace(job.unet, policy="speed", deep_supervision=False)
-    writer = Writer(replace(job, unet=unet, batch=1, micro_batch=1))
+    writer = Writer(replace(job, unet=unet, batch=1, micro_batch=1), kernels)
     ready = [writer.tensor(f"validation/{tensor.name}", tensor.bytes, "input") for tensor in writer.resident[-2:]]
     writer.run("validation/next", "pointwise", [], ready)
     for op in writer.plan[1:]:

@@ -8,7 +8,7 @@ from typing import Dict, List, Optional, Sequence, Tuple
 from memory_estimator.job import DTYPE_BYTES, Job
 from memory_estimator.step.allocator import region_bytes
 from memory_estimator.step.program import Program, StepOp, Tensor, buffers_of, inputs_made, kernel_made
-from memory_estimator.step.scratch import NONE, Buffers
+from memory_estimator.step.scratch import NONE, Buffers, Kernels
 from models.layer_plan import LayerOp, layer_plan
 
 SLOTS = {"adam": 2, "sgd": 1}
@@ -24,9 +24,10 @@ CONVOLUTIONS = ("conv", "head", "up_conv", "shortcut")  # kinds of layers that h
 class Writer:
     """A program in the making."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: Job, kernels: Kernels):
         """Writes weights, slots and one input batch down. Raises ValueError for a shape the network cannot take."""
         self.job = job
+        self.kernels = kernels
         self.plan = layer_plan(job.unet, job.shape)
         self.layers = {op.name: op for op in self.plan}
         self.itex = job.engine == "itex"

@@ -43,7 +43,7 @@ def test_the_bill_adds_up_to_the_process_s_peak_whatever_the_job(changes, unet, 
 
 
 def test_a_store_adds_the_next_batch_and_to_the_bound_a_volume_in_preparation(monkeypatch):
-    monkeypatch.setattr(estimate_module, "validation_pass", lambda job: ())
+    monkeypatch.setattr(estimate_module, "validation_pass", lambda *_: ())
     fed, from_store = of(), of(from_store=True)
     held = {line.name: line.bytes for line in from_store.components}
     assert held["input pipeline, next batch"] == 96**3 * (4 * 2 + 3)
