@@ -5,9 +5,9 @@ With it go the bill, which says what every byte of the process's peak is, and ho
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 from memory_estimator.calibration import HostConstants
 from memory_estimator.files import read_json, typed
@@ -17,6 +17,7 @@ from memory_estimator.step.program import Program, Tensor, Timeline, rounded, ti
 from memory_estimator.step.scratch import Kernels
 from memory_estimator.step.timing import op_seconds
 from memory_estimator.step.training_step import training_step, validation_pass
+from memory_estimator.units import format_bytes
 from models.layer_plan import Shape3
 
 SHIPPED = Path(__file__).with_name("accuracy.json")
@@ -67,14 +68,21 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Accuracy:
-    """What held over the measured configurations: the content of accuracy.json."""
+class Kind:
+    """What held over the measured steps of one kind: which those are, how far they were off, and the margin."""
 
-    record: str  # the file that the errors were computed from
-    configurations: int  # measured steps that no constant was fitted to; with 0 the figures below are no errors
-    allocator_peak: Bound
-    process_peak: Bound
-    step_s: Bound
+    engine: str
+    version: str  # of the engine, as of `job.engine_version`
+    dtype: str
+    family: str  # of oneDNN's kernels, as of `family_of`
+    hosts: Tuple[str, ...]  # the CPUs' names
+    threads: Tuple[int, ...]  # numbers of threads that were measured
+    records: int  # measured steps, all of which the margin is made of
+    held_out: int  # of them, those that no constant was fitted to, which the errors are of
+    largest_bytes: int  # the largest process peak among them
+    allocator_peak: Optional[Bound]
+    process_peak: Optional[Bound]
+    step_s: Optional[Bound]  # None where no seconds were recorded
     margin_share: float  # of the process's peak: with `margin_bytes` what the upper bound lies above it
     margin_bytes: int
 
@@ -82,20 +90,53 @@ class Accuracy:
         """What has to be free for a predicted peak: the peak and the margin."""
         return math.ceil(process_peak_bytes * (1 + self.margin_share)) + self.margin_bytes
 
-    def error(self, name: str) -> str:
-        """A figure's error for printing, such as "± 0.4%, worst 2.1%"; `name` is that of a field."""
-        bound = getattr(self, name)
-        return f"± {bound.median:.1%}, worst {bound.worst:.1%}" if self.configurations else "error not measured"
+    def __str__(self) -> str:
+        """Such as "49 steps on AMD EPYC, TensorFlow 2.15.1, bfloat16, 2 threads"."""
+        threads = " or ".join(map(str, self.threads))
+        return f"{self.held_out} steps on {' and '.join(self.hosts)}, {self.version}, {self.dtype}, {threads} threads"
 
 
-def load_accuracy(path: Union[str, Path] = SHIPPED) -> Accuracy:
-    """Read the shipped digest of the validation record. Raises ValueError for a damaged file."""
+@dataclass(frozen=True)
+class Accuracy:
+    """How far predictions are off, by kind of record: the content of accuracy.json, and which engines are in force."""
+
+    kinds: Tuple[Kind, ...]
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Engine -> `job.engine_version`. One that is missing, as of another host, is taken to be what was recorded."""
+
+    def covering(self, job: Job, kernels: Kernels) -> Tuple[Optional[Kind], str]:
+        """The kind of records that a job on a host with these kernels is one of; None, and why, where there is none."""
+        family, dtype = family_of(kernels.isa, job.unet.dtype), job.unet.dtype
+        alike = [one for one in self.kinds if (one.engine, one.dtype, one.family) == (job.engine, dtype, family)]
+        version = self.versions.get(job.engine)
+        same = [one for one in alike if version in (None, one.version)]
+        for one in same:
+            if job.threads in one.threads:
+                return one, ""
+        if not alike:
+            return None, f"{job.engine} in {dtype} with oneDNN's kernels for {family}"
+        return None, f"{job.threads} threads" if same else str(version)
+
+    def widest(self, process_peak_bytes: int) -> int:
+        """As `Kind.upper_bound`, by the widest margin of any kind."""
+        return max((one.upper_bound(process_peak_bytes) for one in self.kinds), default=process_peak_bytes)
+
+
+def load_accuracy(path: Union[str, Path] = SHIPPED, versions: Optional[Mapping[str, str]] = None) -> Accuracy:
+    """Read the shipped digest of the records; `versions` are those of the engines that will run, where they are known.
+    Raises ValueError for a damaged file."""
     try:
-        return typed(read_json(path), Accuracy)
+        return dataclasses.replace(typed(read_json(path), Accuracy), versions=versions or {})
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"accuracy {path} must be complete JSON, got {error}; restore it, or write it anew from the record"
+            f"accuracy {path} must be complete JSON, got {error}; restore it, or write it anew from the records"
         ) from None
+
+
+def family_of(isa: str, dtype: str) -> str:
+    """Which of oneDNN's kernels compute in a dtype on a host whose highest instruction set is `isa`, as oneDNN calls
+    it: float32 has the same ones wherever there is AVX-512."""
+    return "avx512_core" if dtype == "float32" and isa.startswith("avx512") else isa
 
 
 @dataclass(frozen=True)
@@ -124,6 +165,8 @@ class Estimate:
     timeline: Timeline
     accuracy: Accuracy
     constants: HostConstants
+    kind: Optional[Kind] = None  # of records that covers the job; None where none does, and the upper bound is wide
+    uncovered: str = ""  # what of the job or its host was not measured then
     regions_short: bool = False
     """Whether the job would fail for the allocator's regions: they double, and together may take the host's memory."""
 
@@ -137,21 +180,36 @@ class Estimate:
         """None where the number of cases is unknown. Whole batches only, as `train` counts them; no validation."""
         return self.step_s * (self.job.cases // self.job.batch) if self.job.cases else None
 
+    def error(self, figure: str) -> str:
+        """How far a figure was off on steps like this one, such as "± 0.4%, worst 2.1%"; `figure` is a field of Kind.
+        Times on hosts whose speed is assumed are as unknown as that."""
+        bound = getattr(self.kind, figure, None)
+        known = bound and (figure != "step_s" or self.constants.origin == "measured")
+        return f"± {bound.median:.1%}, worst {bound.worst:.1%}" if known else "not measured like this"
+
+    @property
+    def margin(self) -> str:
+        """What the upper bound lies above the process's peak, and why."""
+        if self.kind:
+            return f"{self.kind.margin_share:.1%} and {format_bytes(self.kind.margin_bytes)} above the process peak"
+        return f"wide, as {self.uncovered} was not measured: covers every known family of kernels"
+
     def to_json(self) -> Dict[str, Any]:
         """The figures and what they rest on, as JSON content."""
-        bound = self.accuracy
         names = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s", "volume_s", "epoch_s")
+        errors = {"allocator_peak_bytes": "allocator_peak", "process_peak_bytes": "process_peak"}
+        errors.update(dict.fromkeys(("step_s", "volume_s", "epoch_s"), "step_s"))
+        bounds = {name: getattr(self.kind, figure, None) for name, figure in errors.items()}
+        about = ("hosts", "version", "dtype", "family", "threads", "records", "held_out", "margin_share", "margin_bytes")
         return {
             **{name: getattr(self, name) for name in names},
             "components": [vars(line) for line in self.components],
             "peak_op": self.timeline.peak_op,
             "errors": {
-                "measured": bound.configurations > 0,
-                "allocator_peak_bytes": vars(bound.allocator_peak),
-                "process_peak_bytes": vars(bound.process_peak),
-                "upper_bound_bytes": {name: getattr(bound, name) for name in ("margin_share", "margin_bytes")},
-                **dict.fromkeys(("step_s", "volume_s", "epoch_s"), vars(bound.step_s)),
-                **{name: getattr(bound, name) for name in ("record", "configurations")},
+                "measured": self.kind is not None,
+                **{name: bound and vars(bound) for name, bound in bounds.items()},
+                "records": self.kind and {name: getattr(self.kind, name) for name in about},
+                "upper_bound": self.margin,
             },
             "constants": {name: getattr(self.constants, name) for name in ("name", "origin", "record")},
             "job": self.job.to_json(),
@@ -179,7 +237,9 @@ def estimate(
     baseline = constants.runtime_bytes(job.engine, program)
     process_peak = baseline + allocator.resident_bytes + small + hidden
     validated = process_peak + allocator.validated_bytes - allocator.resident_bytes
-    upper_bound = accuracy.upper_bound(validated) + prepared
+    kind, uncovered = accuracy.covering(job, constants.kernels)
+    upper_bound = prepared
+    upper_bound += kind.upper_bound(validated) if kind else accuracy.widest(validated)
     # What a run has beside its steps and validations and is not modelled: mapped pages of the store, its log.
     upper_bound += int(AROUND_SHARE * process_peak) if job.from_store else 0
     # Regions that fit the host's memory are never cut down; a job too large for it anyway needs no second play.
@@ -204,6 +264,8 @@ def estimate(
         timeline=line,
         accuracy=accuracy,
         constants=constants,
+        kind=kind,
+        uncovered=uncovered,
         regions_short=regions_short,
     )
 

@@ -4,10 +4,12 @@ A job comes from the command line, from a recipe by its name, or from the folder
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import math
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
@@ -130,6 +132,23 @@ def itex_is_installed() -> bool:
 def installed_engine() -> str:
     """ "itex" unless TensorFlow is installed here without it: a laptop without either plans for the fast engine."""
     return "stock" if importlib.util.find_spec("tensorflow") and not itex_is_installed() else "itex"
+
+
+def engine_version(engine: str, versions: Mapping[str, str]) -> str:
+    """An engine by the versions of its packages, such as "TensorFlow 2.15.1, ITEX 2.15.0.0"; "" where one is missing."""
+    packages = {"TensorFlow": "tensorflow", **({"ITEX": "intel-extension-for-tensorflow"} if engine == "itex" else {})}
+    known = all(package in versions for package in packages.values())
+    return ", ".join(f"{name} {versions[package]}" for name, package in packages.items()) if known else ""
+
+
+def installed_versions() -> Dict[str, str]:
+    """Engine -> `engine_version` of those that are installed here. Imports none of them."""
+    found = {}
+    for package in ("tensorflow", "intel-extension-for-tensorflow"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    named = {engine: engine_version(engine, found) for engine in ENGINES}
+    return {engine: version for engine, version in named.items() if version}
 
 
 BRAIN_BOX = (144, 192, 144)
