@@ -12,32 +12,29 @@ import dataclasses
 import datetime
 import gc
 import itertools
-import math
 import statistics
-import tempfile
 import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence
 
-import numpy as np
 import psutil
 
 from cpu3d.bench.harness import Result, facts_of, in_fresh_process
 from cpu3d.bench.step import WARM_UP_STEPS, made_up
 from cpu3d.host.apply import ENGINES, engine_name, in_force, installed, set_up
 from cpu3d.host.memory import peak_rss_bytes
+from cpu3d.host.observe import rows, trace
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.progress import bar
 from memory_estimator.calibration import GROUPS, OWN, HostConstants, runtime_ops, shipped_constants, to_json
+from memory_estimator.fitting import fit_costs, straight_line
 from memory_estimator.host import Host, cache_bytes, read_host
 from memory_estimator.job import Job
 from memory_estimator.schema import option
 from memory_estimator.step.allocator import use
-from memory_estimator.step.program import Program, StepOp
-from memory_estimator.step.timing import CONVOLUTIONS, features, group_of, tensor_bytes
 from memory_estimator.step.training_step import training_step
 from models.config import UNetConfig
 
@@ -48,16 +45,6 @@ still are beyond any cache. Steps timed of each network."""
 BUDGET_S, QUIET = 60, 0.1
 """For one engine in all its dtypes, start-up included; once it is spent no more networks are begun. CPUs that other
 processes may keep busy before the times are called disturbed."""
-
-KIND_BY_TYPE = (
-    ("BiasAddGrad", "bias_gradient"), ("BatchNormGrad", "norm_gradient"), ("BatchNorm", "norm"), ("Concat", "join"),
-    ("MaxPool3DGrad", "pool_gradient"), ("MaxPool3D", "pool"), ("Slice", "slice"), ("ReluGrad", "pointwise"),
-    ("AddN", "pointwise"),
-)  # fmt: skip
-"""Part of TensorFlow's name for a type of operation, and its group; the first that fits counts, none is the loss."""
-
-Costs = Dict[str, Dict[str, float]]
-"""Group -> feature -> seconds a unit."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +58,6 @@ class Options:
 
 
 OPTIONS = (Options,)
-
-
-class Event(NamedTuple):
-    """One operation as the profiler saw it run."""
-
-    name: str
-    type: str
-    seconds: float
 
 
 def run(options: Options) -> int:
@@ -160,57 +139,6 @@ def put_together(results: Sequence[Result], host: Host, busy: float, name: str =
     )
 
 
-# --- From timed operations to what a unit of each kind of work costs ---
-
-
-def fit_costs(measured: Sequence[Mapping[str, Any]]) -> Costs:
-    """Costs of each group from `measure`'s "networks".
-
-    Errors count as a share of the square root of the time: long operations matter more, short ones are not ignored.
-    """
-    by_group: Dict[str, List[Mapping[str, Any]]] = defaultdict(list)
-    for row in (row for network in measured for row in network["rows"]):
-        by_group[row["group"]].append(row)
-    costs = {group: _least_squares(rows) for group, rows in by_group.items()}
-    left = []
-    for network in measured:
-        explained = (
-            costs[row["group"]].get(name, 0.0) * n for row in network["rows"] for name, n in row["features"].items()
-        )
-        left.append((network["step_s"] - sum(explained)) / network["ops"])
-    return {**costs, "every_op": {"seconds": max(0.0, statistics.median(left))}}
-
-
-def straight_line(points: Sequence[Mapping[str, int]]) -> Dict[str, int]:
-    """{"bytes", "op_bytes"}: bytes of no operations, and of each, through the measured {"bytes", "ops"}."""
-    ops, size = (np.array([point[name] for point in points], float) for name in ("ops", "bytes"))
-    slope = max(0.0, float(np.polyfit(ops, size, 1)[0])) if len(set(ops)) > 1 else 0.0
-    return {"bytes": round(float(np.mean(size - slope * ops))), "op_bytes": round(slope)}
-
-
-def _least_squares(rows: Sequence[Mapping[str, Any]]) -> Dict[str, float]:
-    """Seconds a unit of each feature of one group, none of them negative."""
-    from scipy.optimize import nnls  # not into the memory of a measuring process
-
-    there = [row for row in rows if row["seconds"] > 0]
-    names = sorted({name for row in there for name, amount in row["features"].items() if amount})
-    if not names:
-        return {}
-    counted = np.array([[row["features"].get(name, 0.0) for name in names] for row in there])
-    if names == ["cached", "traffic"]:
-        # What lies in the cache is not slower: the second unknown is how much dearer it is beyond.
-        counted[:, 0] += counted[:, 1]
-    weight = np.array([1 / math.sqrt(row["seconds"]) for row in there])
-    scale = np.abs(counted).max(axis=0)
-    found, _ = nnls(counted / scale * weight[:, None], np.array([row["seconds"] for row in there]) * weight)
-    costs = dict(zip(names, (found / scale).tolist()))
-    if names == ["cached", "traffic"]:
-        costs["traffic"] += costs["cached"]
-    elif {"cached", "traffic"} & set(names):  # the same beyond the cache as in it where only one was seen
-        costs = {"cached": costs.get("traffic"), "traffic": costs.get("cached"), **costs}
-    return costs
-
-
 # --- One process: small steps, operation by operation ---
 
 
@@ -255,61 +183,3 @@ def measure(request: Dict[str, Any]) -> Result:
         gc.collect()  # Keras models refer to themselves; the next network must not count this one's weights
     about = {"engine": engine, "threads": intra_op, "cache_bytes": cache, "environment": in_force(threads)}
     return {"networks": found, "left_out": len(left), "runtime": runtime, **facts_of(tf, threads, host), **about}
-
-
-def trace(tf: Any, step: Any) -> Tuple[float, List[Event]]:
-    """Run `step` under the profiler: its seconds, and its operations in the order they began."""
-    # Where TensorFlow keeps the profile's format, from 2.13 to 2.21 at least.
-    from tensorflow.tsl.profiler.protobuf import xplane_pb2
-
-    options, found = tf.profiler.experimental.ProfilerOptions(host_tracer_level=2, python_tracer_level=0), []
-    with tempfile.TemporaryDirectory() as folder:
-        with tf.profiler.experimental.Profile(folder, options):
-            seconds = step()
-        spaces = [xplane_pb2.XSpace.FromString(path.read_bytes()) for path in Path(folder).rglob("*.xplane.pb")]
-    for plane, line in ((one, line) for space in spaces for one in space.planes for line in one.lines):
-        for event in line.events if line.name.startswith("tf_") else ():
-            name, _, kind = plane.event_metadata[event.metadata_id].name.rpartition(":")
-            if name and not name.endswith(":"):
-                begin = line.timestamp_ns * 1000 + event.offset_ps
-                found.append((begin, Event(name, kind, event.duration_ps / 1e12)))
-    return seconds, [event for _, event in sorted(found)]
-
-
-def rows(program: Program, events: List[Event], cache: int) -> List[Dict[str, Any]]:
-    """What the events tell of the program's speed: {"group", "features", "seconds"}, in the same order for every step.
-
-    Operations are told apart by their order, which is the program's: names of gradients do not say whose they are. A
-    row is one operation where as many of its group ran as the program has, else the whole group.
-    Raises RuntimeError where the step ran others than the program says.
-    """
-    sizes = tensor_bytes(program)
-    convolutions = [op for op in program.ops if op.kind in CONVOLUTIONS]
-    ran = [event for event in events if "Conv3D" in event.type]
-    pairs = list(zip(convolutions, ran))
-    same = [op.kind.endswith("filter_gradient") == ("BackpropFilter" in event.type) for op, event in pairs]
-    if len(ran) != len(convolutions) or not all(same):
-        raise RuntimeError(
-            f"a step must run the {len(convolutions)} convolutions of the closed form, got {len(ran)}, "
-            f"{sum(same)} of them in place; this TensorFlow does it otherwise"
-        )
-    seconds_of: Dict[str, List[float]] = defaultdict(list)
-    for event in events:
-        if "Conv3D" not in event.type:
-            is_update = event.name.split("/")[0] in ("Adam", "SGD") or event.name.endswith("/Cast")
-            layer = next((group for part, group in KIND_BY_TYPE if part in event.type), "loss")
-            seconds_of["update" if is_update else layer].append(event.seconds)
-    ops_of: Dict[str, List[StepOp]] = defaultdict(list)
-    for op in program.ops:
-        if op.kind not in CONVOLUTIONS:
-            ops_of[group_of(op).replace("narrow_", "")].append(op)
-    timed, sums = [(op, event.seconds) for op, event in pairs], []
-    for group, ops in ops_of.items():
-        if len(seconds_of[group]) == len(ops):
-            timed += zip(ops, seconds_of[group])
-            continue
-        each = [features(op, sizes, cache) for op in ops]
-        total = {name: sum(one.get(name, 0.0) for one in each) for one in each for name in one}
-        sums.append({"group": group, "features": total, "seconds": sum(seconds_of[group])})
-    found = [{"group": group_of(op), "features": features(op, sizes, cache), "seconds": s} for op, s in timed]
-    return [*found, *sums]
