@@ -7,11 +7,11 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
 
 from memory_estimator.calibration import HostConstants
 from memory_estimator.files import read_json, typed
-from memory_estimator.job import DTYPE_BYTES, Job
+from memory_estimator.job import DTYPE_BYTES, Job, stored_bytes
 from memory_estimator.step.allocator import SMALL_BYTES, fits_regions, region_bytes, use
 from memory_estimator.step.program import Program, Tensor, Timeline, rounded, timeline
 from memory_estimator.step.scratch import Kernels
@@ -22,12 +22,8 @@ from models.layer_plan import Shape3
 
 SHIPPED = Path(__file__).with_name("accuracy.json")
 
-STORE_NOTE = "errors are those of steps given one batch again and again; a store adds some per cent to the peaks"
-"""Stands with the errors of a job that a store feeds: what its pipeline does to the allocator is not replayed. In one
-run the allocator's peak was 4 % and the process's 7 % above the prediction, and below the upper bound."""
-
-AROUND_SHARE = 0.1
-"""Kept free for what surrounds the steps of a run. The demo's process held 11 % more than predicted of its steps."""
+STORE_NOTE = "errors are those of steps given one batch again and again; what a run holds beside is in the upper bound"
+"""Stands with the errors of a job that a store feeds: what its pipeline does to the allocator is not replayed."""
 
 RESAMPLED_BYTES = 13
 """Bytes a value that a volume to be rotated takes at its most: three float32 copies and a mask (cpu3d.data.finish)."""
@@ -101,7 +97,7 @@ class Accuracy:
     """How far predictions are off, by kind of record: the content of accuracy.json, and which engines are in force."""
 
     kinds: Tuple[Kind, ...]
-    versions: Mapping[str, str] = field(default_factory=dict)
+    versions: Dict[str, str] = field(default_factory=dict)
     """Engine -> `job.engine_version`. One that is missing, as of another host, is taken to be what was recorded."""
 
     def covering(self, job: Job, kernels: Kernels) -> Tuple[Optional[Kind], str]:
@@ -126,17 +122,24 @@ def load_accuracy(path: Union[str, Path] = SHIPPED, versions: Optional[Mapping[s
     """Read the shipped digest of the records; `versions` are those of the engines that will run, where they are known.
     Raises ValueError for a damaged file."""
     try:
-        return dataclasses.replace(typed(read_json(path), Accuracy), versions=versions or {})
+        return dataclasses.replace(typed(read_json(path), Accuracy), versions=dict(versions or {}))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"accuracy {path} must be complete JSON, got {error}; restore it, or write it anew from the records"
         ) from None
 
 
+FAMILIES = ("avx2", "avx512_core", "avx512_core_bf16", "avx512_core_amx")
+"""Of oneDNN's kernels, those whose memory is known by rule, named by the instruction set that each begins with."""
+
+
 def family_of(isa: str, dtype: str) -> str:
     """Which of oneDNN's kernels compute in a dtype on a host whose highest instruction set is `isa`, as oneDNN calls
     it: float32 has the same ones wherever there is AVX-512."""
-    return "avx512_core" if dtype == "float32" and isa.startswith("avx512") else isa
+    if not isa.startswith("avx512"):
+        return isa
+    own = "avx512_core_bf16" if isa == "avx512_core_fp16" else isa
+    return own if dtype == "bfloat16" and own in FAMILIES else "avx512_core"
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,8 @@ class Estimate:
     timeline: Timeline
     accuracy: Accuracy
     constants: HostConstants
+    beside: Tuple[Component, ...] = ()
+    """What a run that a store feeds holds beside its steps, at its most: in the upper bound alone."""
     kind: Optional[Kind] = None  # of records that covers the job; None where none does, and the upper bound is wide
     uncovered: str = ""  # what of the job or its host was not measured then
     regions_short: bool = False
@@ -179,6 +184,12 @@ class Estimate:
     def epoch_s(self) -> Optional[float]:
         """None where the number of cases is unknown. Whole batches only, as `train` counts them; no validation."""
         return self.step_s * (self.job.cases // self.job.batch) if self.job.cases else None
+
+    def with_beside(self, *more: Component) -> "Estimate":
+        """The same with more beside the steps; what takes nothing is left out."""
+        more = tuple(one for one in more if one.bytes)
+        bound = self.upper_bound_bytes + sum(one.bytes for one in more)
+        return dataclasses.replace(self, beside=(*self.beside, *more), upper_bound_bytes=bound)
 
     def error(self, figure: str) -> str:
         """How far a figure was off on steps like this one, such as "± 0.4%, worst 2.1%"; `figure` is a field of Kind.
@@ -200,10 +211,21 @@ class Estimate:
         errors = {"allocator_peak_bytes": "allocator_peak", "process_peak_bytes": "process_peak"}
         errors.update(dict.fromkeys(("step_s", "volume_s", "epoch_s"), "step_s"))
         bounds = {name: getattr(self.kind, figure, None) for name, figure in errors.items()}
-        about = ("hosts", "version", "dtype", "family", "threads", "records", "held_out", "margin_share", "margin_bytes")
+        about = (
+            "hosts",
+            "version",
+            "dtype",
+            "family",
+            "threads",
+            "records",
+            "held_out",
+            "margin_share",
+            "margin_bytes",
+        )
         return {
             **{name: getattr(self, name) for name in names},
             "components": [vars(line) for line in self.components],
+            "beside": [vars(line) for line in self.beside],
             "peak_op": self.timeline.peak_op,
             "errors": {
                 "measured": self.kind is not None,
@@ -227,21 +249,23 @@ def estimate(
     """
     accuracy, constants = accuracy or load_accuracy(), constants.of(job.engine, job.unet.dtype)
     region = region_bytes(job.unet, job.shape, job.micro, host_bytes)
-    program, prepared = dataclasses.replace(training_step(job, constants.kernels), region_bytes=region), 0
-    if job.from_store:
-        program, prepared = _with_store(program, job, constants.kernels)
+    program, beside = _program(job, constants.kernels, region)
     line = timeline(program)
     allocator = use(program)
     small = sum(rounded(tensor.bytes) for tensor in line.peak_tensors if tensor.bytes < SMALL_BYTES)
     hidden = max(op.hidden_bytes for op in program.ops)
     baseline = constants.runtime_bytes(job.engine, program)
     process_peak = baseline + allocator.resident_bytes + small + hidden
-    validated = process_peak + allocator.validated_bytes - allocator.resident_bytes
+    validation = allocator.validated_bytes - allocator.resident_bytes
+    beside = (Component("validation", validation, "derived: the allocator replayed through one"), *beside)
     kind, uncovered = accuracy.covering(job, constants.kernels)
-    upper_bound = prepared
-    upper_bound += kind.upper_bound(validated) if kind else accuracy.widest(validated)
-    # What a run has beside its steps and validations and is not modelled: mapped pages of the store, its log.
-    upper_bound += int(AROUND_SHARE * process_peak) if job.from_store else 0
+    if kind:
+        upper_bound = kind.upper_bound(process_peak + validation)
+    else:
+        outside = baseline + small
+        others = (outside + peak for peak in _resident_of_others(job, constants.kernels, region, program))
+        upper_bound = accuracy.widest(max(process_peak + validation, *others, 0))
+    upper_bound += sum(one.bytes for one in beside[1:])
     # Regions that fit the host's memory are never cut down; a job too large for it anyway needs no second play.
     tight = host_bytes is not None and upper_bound <= host_bytes < allocator.reserved_bytes
     regions_short = tight and not fits_regions(program, host_bytes)
@@ -264,6 +288,7 @@ def estimate(
         timeline=line,
         accuracy=accuracy,
         constants=constants,
+        beside=tuple(part for part in beside if part.bytes),
         kind=kind,
         uncovered=uncovered,
         regions_short=regions_short,
@@ -306,16 +331,42 @@ def live_at_peak(line: Timeline) -> List[Component]:
     return [component for _, _, component in sorted(found, key=lambda one: one[:2])]
 
 
-def _with_store(program: Program, job: Job, kernels: Kernels) -> Tuple[Program, int]:
-    """The program of a run that a store feeds, which is validated too, with the next micro-batch; and the bytes of the
-    volume in preparation, slabs and what they are put together into, of several volumes a copy, for the upper bound."""
+def _program(job: Job, kernels: Kernels, region: int) -> Tuple[Program, Tuple[Component, ...]]:
+    """The step of a job with these kernels, and what a run holds beside it where a store feeds it."""
+    program = dataclasses.replace(training_step(job, kernels), region_bytes=region)
+    return _with_store(program, job, kernels) if job.from_store else (program, ())
+
+
+def _resident_of_others(job: Job, kernels: Kernels, region: int, program: Program) -> Iterator[int]:
+    """What the step's tensors and oneDNN's buffers take with the kernels of each other family, where it is not as in
+    `program`."""
+    seen = [program]
+    for isa in FAMILIES:
+        if family_of(isa, job.unet.dtype) == family_of(kernels.isa, job.unet.dtype):
+            continue
+        other, _ = _program(job, dataclasses.replace(kernels, isa=isa), region)
+        if other not in seen:
+            seen.append(other)
+            yield use(other).validated_bytes + max(op.hidden_bytes for op in other.ops)
+
+
+def _with_store(program: Program, job: Job, kernels: Kernels) -> Tuple[Program, Tuple[Component, ...]]:
+    """The program of a run that a store feeds, which is validated too, with the next micro-batch; and what is held
+    beside it outside of TensorFlow's allocator, or at moments that are not replayed."""
     channels, outputs, value_bytes = job.unet.channels, job.unet.outputs, DTYPE_BYTES[job.unet.dtype]
     image = Tensor("next_image", job.voxels * channels * value_bytes, NEXT_BATCH)
     target = Tensor("next_target", job.voxels * outputs, NEXT_BATCH)
     volume, slabs = math.prod(job.shape), RESAMPLED_BYTES if job.resampled else 2 * value_bytes
     prepared = volume * (channels * slabs + 4 + outputs) + (image.bytes + target.bytes if job.micro > 1 else 0)
+    files = job.case_bytes or stored_bytes(job.shape, channels)
+    largest = max(tensor.bytes for tensor in program.resident if tensor.group == "weights")
+    beside = (
+        Component("a volume in preparation", prepared, "derived: slabs, and what they are put together into"),
+        Component("a case's files", files, "exact: mapped or read; counted, though the kernel may drop mapped pages"),
+        Component("saving and restoring", 2 * largest, "exact: the largest variable, as read and as copied"),
+    )
     resident = (*program.resident, image, target)
-    return dataclasses.replace(program, resident=resident, after=validation_pass(job, kernels)), prepared
+    return dataclasses.replace(program, resident=resident, after=validation_pass(job, kernels)), beside
 
 
 def _resident_bytes(tensor: Tensor) -> int:
