@@ -13,8 +13,8 @@ from memory_estimator.calibration import HostConstants
 from memory_estimator.files import read_json, typed
 from memory_estimator.job import DTYPE_BYTES, Job, stored_bytes
 from memory_estimator.step.allocator import SMALL_BYTES, fits_regions, region_bytes, use
+from memory_estimator.step.onednn import Kernels
 from memory_estimator.step.program import Program, Tensor, Timeline, rounded, timeline
-from memory_estimator.step.scratch import Kernels
 from memory_estimator.step.timing import op_seconds
 from memory_estimator.step.training_step import training_step, validation_pass
 from memory_estimator.units import format_bytes
@@ -79,12 +79,12 @@ class Kind:
     allocator_peak: Optional[Bound]
     process_peak: Optional[Bound]
     step_s: Optional[Bound]  # None where no seconds were recorded
-    margin_share: float  # of the process's peak: with `margin_bytes` what the upper bound lies above it
-    margin_bytes: int
+    margin_share: float  # of the process's peak: what the upper bound lies above it
+    margin_bytes: int  # the least that it does
 
     def upper_bound(self, process_peak_bytes: int) -> int:
         """What has to be free for a predicted peak: the peak and the margin."""
-        return math.ceil(process_peak_bytes * (1 + self.margin_share)) + self.margin_bytes
+        return process_peak_bytes + max(math.ceil(process_peak_bytes * self.margin_share), self.margin_bytes)
 
     def __str__(self) -> str:
         """Such as "49 steps on AMD EPYC, TensorFlow 2.15.1, bfloat16, 2 threads"."""
@@ -129,8 +129,8 @@ def load_accuracy(path: Union[str, Path] = SHIPPED, versions: Optional[Mapping[s
         ) from None
 
 
-FAMILIES = ("avx2", "avx512_core", "avx512_core_bf16", "avx512_core_amx")
-"""Of oneDNN's kernels, those whose memory is known by rule, named by the instruction set that each begins with."""
+FAMILIES = ("avx512_core_bf16", "avx512_core_amx")
+"""Of oneDNN's kernels, those whose memory has rules of its own, named by the instruction set that each begins with."""
 
 
 def family_of(isa: str, dtype: str) -> str:
@@ -202,7 +202,9 @@ class Estimate:
     def margin(self) -> str:
         """What the upper bound lies above the process's peak, and why."""
         if self.kind:
-            return f"{self.kind.margin_share:.1%} and {format_bytes(self.kind.margin_bytes)} above the process peak"
+            return (
+                f"{self.kind.margin_share:.1%} above the process peak, {format_bytes(self.kind.margin_bytes)} at least"
+            )
         return f"wide, as {self.uncovered} was not measured: covers every known family of kernels"
 
     def to_json(self) -> Dict[str, Any]:
@@ -252,8 +254,7 @@ def estimate(
     program, beside = _program(job, constants.kernels, region)
     line = timeline(program)
     allocator = use(program)
-    small = sum(rounded(tensor.bytes) for tensor in line.peak_tensors if tensor.bytes < SMALL_BYTES)
-    hidden = max(op.hidden_bytes for op in program.ops)
+    small, hidden = _outside(program, line)
     baseline = constants.runtime_bytes(job.engine, program)
     process_peak = baseline + allocator.resident_bytes + small + hidden
     validation = allocator.validated_bytes - allocator.resident_bytes
@@ -262,8 +263,7 @@ def estimate(
     if kind:
         upper_bound = kind.upper_bound(process_peak + validation)
     else:
-        outside = baseline + small
-        others = (outside + peak for peak in _resident_of_others(job, constants.kernels, region, program))
+        others = (baseline + peak for peak in _peaks_of_others(job, constants.kernels, region, program))
         upper_bound = accuracy.widest(max(process_peak + validation, *others, 0))
     upper_bound += sum(one.bytes for one in beside[1:])
     # Regions that fit the host's memory are never cut down; a job too large for it anyway needs no second play.
@@ -337,7 +337,13 @@ def _program(job: Job, kernels: Kernels, region: int) -> Tuple[Program, Tuple[Co
     return _with_store(program, job, kernels) if job.from_store else (program, ())
 
 
-def _resident_of_others(job: Job, kernels: Kernels, region: int, program: Program) -> Iterator[int]:
+def _outside(program: Program, line: Timeline) -> Tuple[int, int]:
+    """What lies outside TensorFlow's allocator: small tensors, and oneDNN's buffers at their largest."""
+    small = sum(rounded(tensor.bytes) for tensor in line.peak_tensors if tensor.bytes < SMALL_BYTES)
+    return small, max(op.hidden_bytes for op in program.ops)
+
+
+def _peaks_of_others(job: Job, kernels: Kernels, region: int, program: Program) -> Iterator[int]:
     """What the step's tensors and oneDNN's buffers take with the kernels of each other family, where it is not as in
     `program`."""
     seen = [program]
@@ -347,7 +353,7 @@ def _resident_of_others(job: Job, kernels: Kernels, region: int, program: Progra
         other, _ = _program(job, dataclasses.replace(kernels, isa=isa), region)
         if other not in seen:
             seen.append(other)
-            yield use(other).validated_bytes + max(op.hidden_bytes for op in other.ops)
+            yield use(other).validated_bytes + sum(_outside(other, timeline(other)))
 
 
 def _with_store(program: Program, job: Job, kernels: Kernels) -> Tuple[Program, Tuple[Component, ...]]:

@@ -372,8 +372,10 @@ def _of_store(store: Path, run: _Run) -> Dict[str, int]:
     """What a run's store says of its job; nothing where it is gone or cannot be read."""
     try:
         manifest = read_json(store / "manifest.json")
-        stored = stored_bytes(manifest["largest_shape"], len(manifest["channels"]))
-        return {"cases": _training_cases(manifest, run.fold) * run.patches_per_case, "case_bytes": stored}
+        found = {"cases": _training_cases(manifest, run.fold) * run.patches_per_case}
+        if "largest_shape" in manifest:
+            found["case_bytes"] = stored_bytes(manifest["largest_shape"], len(manifest["channels"]))
+        return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 

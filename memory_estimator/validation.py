@@ -19,6 +19,7 @@ from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import Accuracy, Bound, Estimate, Kind, estimate, family_of
 from memory_estimator.files import read_records
 from memory_estimator.job import AUTO, Job, engine_version
+from memory_estimator.step.onednn import USUAL, Kernels, highest_isa
 from models.config import UNetConfig
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "records" / "memory"
@@ -46,7 +47,7 @@ DISTURBED_SPREAD = 0.10
 """Timed steps that lie further apart than this share of their median were disturbed by something."""
 
 MARGIN_BYTES = 64 * 2**20
-"""The fixed part of the upper bound's margin: what a runtime holds more or less from start to start."""
+"""The least margin of an upper bound: what a runtime holds more or less from start to start."""
 
 CONFIDENCE = 0.99
 """That the next record of a kind lies below its upper bound, if its error is one of the same normal distribution."""
@@ -65,7 +66,8 @@ class Measured:
     allocator_peak_bytes: Optional[int] = None  # None where the allocator keeps no count
     failure: str = ""  # what went wrong instead; nothing was measured then
     host: str = ""  # the CPU's name
-    isa: Tuple[str, ...] = ()  # its instruction sets, which choose the constants to predict with
+    isa: Tuple[str, ...] = ()  # its instruction sets
+    kernels: Kernels = USUAL  # that oneDNN took there, which choose the constants to predict with
     version: str = ""  # of the engine, as of `job.engine_version`
     date: str = ""
     step_spread: float = 0.0  # (longest - shortest) / median of the timed steps; 0 where a single one was timed
@@ -144,6 +146,7 @@ def read_measured(path: Path) -> Tuple[Measured, ...]:
             return None
         job, host = job_from(record), record["host"]
         about = {"host": host["cpu"], "isa": tuple(host["isa"]), "date": record.get("date", "")}
+        about["kernels"] = Kernels(**host.get("kernels", {"isa": highest_isa(host["isa"])}))
         about["version"] = engine_version(job.engine, record.get("versions", {}))
         if record.get("error"):
             return Measured(job, failure=record["error"], **about)
@@ -197,7 +200,7 @@ def compare(measured: Iterable[Measured], predict: Callable[[Measured], Estimate
 
 def predicted(one: Measured, accuracy: Optional[Accuracy] = None) -> Estimate:
     """With the constants that are shipped, whatever this host's own are."""
-    return estimate(one.job, _shipped(one.isa), accuracy)
+    return estimate(one.job, _shipped(one.kernels), accuracy)
 
 
 def spread(errors: Iterable[Optional[float]]) -> Spread:
@@ -266,10 +269,10 @@ def covers(rows: Sequence[Row]) -> bool:
 
 
 def margin_share(rows: Sequence[Row]) -> float:
-    """The share of a predicted peak that, with MARGIN_BYTES, lies above every peak of these rows, and above the next
-    one's by CONFIDENCE: the one-sided prediction limit of a normal distribution whose mean and spread are estimated
+    """What share of a predicted peak has to be added for all peaks of these rows to lie below, and the next one by
+    CONFIDENCE: the one-sided prediction limit of a normal distribution whose mean and spread are estimated
     from the rows (Hahn and Meeker, Statistical Intervals, section 4.8), to a tenth of a per cent."""
-    needed = [(row.measured.process_peak_bytes - MARGIN_BYTES) / row.process_peak_bytes - 1 for row in rows]
+    needed = [row.measured.process_peak_bytes / row.process_peak_bytes - 1 for row in rows]
     count, mean = len(needed), statistics.fmean(needed)
     limit = mean + _student(CONFIDENCE, count - 1) * statistics.stdev(needed) * math.sqrt(1 + 1 / count)
     return math.ceil(1000 * max(limit, *needed, 0.0)) / 1000
@@ -281,7 +284,8 @@ def left_out_in_turn(rows: Iterable[Row]) -> Tuple[int, int]:
     for some in filter(covers, by_kind(rows).values()):
         for place, row in enumerate(some):
             share = margin_share(some[:place] + some[place + 1 :])
-            above += row.measured.process_peak_bytes > row.process_peak_bytes * (1 + share) + MARGIN_BYTES
+            margin = max(row.process_peak_bytes * share, MARGIN_BYTES)
+            above += row.measured.process_peak_bytes > row.process_peak_bytes + margin
         count += len(some)
     return above, count
 

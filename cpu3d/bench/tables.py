@@ -32,6 +32,7 @@ from memory_estimator.estimate import estimate
 from memory_estimator.job import Job
 from memory_estimator.scaling.model import read_scaling
 from memory_estimator.schema import option
+from memory_estimator.step.onednn import Kernels, highest_isa
 from memory_estimator.table import Table
 from memory_estimator.validation import (
     Measured,
@@ -128,7 +129,7 @@ def _policies(record: Dict[str, Any]) -> Table:
         if row["kind"] != "policy" or not has_known_engine(record):
             return None
         job = job_from({**record, "unet": {**record["unet"], "policy": row["name"]}})
-        return vars(estimate(job, shipped_constants(tuple(record["host"]["isa"]))))
+        return vars(estimate(job, shipped_constants(Kernels(highest_isa(record["host"]["isa"])))))
 
     return policies_table({**record, "rows": [{**row, "predicted": predicted(row)} for row in record["rows"]]})
 

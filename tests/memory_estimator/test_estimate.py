@@ -9,6 +9,7 @@ from memory_estimator import estimate as estimate_module
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import FAMILIES, SHIPPED, estimate, live_at_peak, load_accuracy
 from memory_estimator.job import RECIPES, Job
+from memory_estimator.step.onednn import Kernels
 from memory_estimator.step.program import Tensor, Timeline
 from memory_estimator.step.timing import op_seconds
 from memory_estimator.step.training_step import training_step
@@ -16,7 +17,7 @@ from memory_estimator.units import format_bytes
 from models.config import POLICIES, UNetConfig
 
 SMALL = Job(UNetConfig(filters=8, depth=4, dtype="bfloat16", policy="speed"), (96, 96, 96), threads=2)
-CONSTANTS = shipped_constants(("avx512_bf16",))
+CONSTANTS = shipped_constants(Kernels())
 
 
 def of(job=SMALL, **changes):
@@ -76,8 +77,9 @@ SHIPPED_KIND = {"engine": "itex", "dtype": "bfloat16", "family": "avx512_core_bf
 )
 @pytest.mark.parametrize("policy", POLICIES)
 def test_where_nothing_like_it_was_measured_the_bound_covers_every_family_of_kernels(changes, versions, what, policy):
-    isa, accuracy = changes.pop("isa", CONSTANTS.kernels.isa), load_accuracy(versions=versions)
-    job = dataclasses.replace(SMALL.with_unet(policy=policy), **changes)
+    isa, accuracy = changes.get("isa", CONSTANTS.kernels.isa), load_accuracy(versions=versions)
+    threads = changes.get("threads", SMALL.threads)
+    job = dataclasses.replace(SMALL.with_unet(policy=policy), threads=threads)
     found = estimate(job, kernels(isa), accuracy)
     assert found.kind is None
     assert what in found.uncovered
