@@ -12,12 +12,12 @@ import re
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Union
 
 from memory_estimator.files import read_json, typed
 from memory_estimator.host import Host, read_host
+from memory_estimator.step.onednn import USUAL, Kernels
 from memory_estimator.step.program import Program
-from memory_estimator.step.scratch import USUAL, Kernels
 
 SCHEMA = 1
 
@@ -67,11 +67,11 @@ class HostConstants:
     op_bytes: Dict[str, int]
     """Engine -> what each operation of the step adds to it: graph nodes, compiled kernels, tiny tensors."""
     costs: Costs
+    kernels: Kernels = USUAL  # of oneDNN
     measured_threads: int = 0
     """The number of threads that `costs` were worked out from by `for_threads`; 0 where they are as in the file."""
     runs: int = 0  # that the costs were fitted to; 0 where that is not known
     note: str = ""  # what went wrong while better ones were looked for
-    kernels: Kernels = USUAL  # of oneDNN
     others: Optional["HostConstants"] = None  # asked for the engines and dtypes that these do not know
 
     def of(self, engine: str, dtype: str) -> "HostConstants":
@@ -192,7 +192,7 @@ def find_constants(threads: int, host: Optional[Host] = None) -> HostConstants:
     """Constants with so many threads: what was measured on this host, of each engine as it is installed; else with
     another number of threads; else the shipped ones. A file that cannot be read is passed over, with a `note`."""
     host = host or read_host()
-    found = shipped_constants(host.isa).for_threads(threads)
+    found = shipped_constants(host.kernels).for_threads(threads)
     for engine in LIBRARIES:
         path = host_file(host, engine, threads)
         if path and not path.is_file():
@@ -218,25 +218,29 @@ def host_file(host: Host, engine: str, threads: int) -> Optional[Path]:
         return None
     if not base.is_absolute():
         return None
-    what = repr((host.cpu_model, host.isa, host.usable_cores)).encode()
+    what = repr((host.cpu_model, host.isa, host.kernels.isa, host.usable_cores)).encode()
     cpu = re.sub(r"[^a-z0-9]+", "-", host.cpu_model.lower()).strip("-")
     place = f"{cpu}.cores-{host.usable_cores}.{hashlib.sha256(what).hexdigest()[:8]}"
     return base / "cpu3d" / "hosts" / f"{place}.{engine}-{version}.threads-{threads}.json"
 
 
-def shipped_constants(isa: Sequence[str]) -> HostConstants:
-    """The shipped constants for hosts of these instruction sets (`Host.isa`)."""
-    return named_constants("amx" if "amx_bf16" in isa else "avx512_bf16" if "avx512_bf16" in isa else "avx512")
+def shipped_constants(kernels: Kernels) -> HostConstants:
+    """The shipped constants for hosts with these kernels of oneDNN."""
+    isa = kernels.isa
+    name = "amx" if isa.endswith("amx") else "avx512_bf16" if isa.endswith(("bf16", "fp16")) else "avx512"
+    return dataclasses.replace(named_constants(name), kernels=kernels)
 
 
 def to_json(constants: HostConstants) -> Dict[str, Any]:
     """What a calibration file holds."""
-    return {"schema": SCHEMA, **{name: getattr(constants, name) for name in FIELDS}}
+    figures = {name: getattr(constants, name) for name in FIELDS}
+    return {"schema": SCHEMA, **figures, "kernels": dataclasses.asdict(constants.kernels)}
 
 
-FIELDS = tuple(field.name for field in dataclasses.fields(HostConstants) if field.default is dataclasses.MISSING)
-FIELDS += ("runs",)
-"""What a file holds; the other fields say what became of it since."""
+BECOMES = ("measured_threads", "note", "others")
+"""Fields that say what became of a file's constants since; it holds all the others."""
+
+FIELDS = tuple(field.name for field in dataclasses.fields(HostConstants) if field.name not in BECOMES)
 
 
 def _constants(content: Mapping[str, Any], path: Path) -> HostConstants:

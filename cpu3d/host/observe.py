@@ -129,7 +129,7 @@ def record(runs: Sequence[Run], host: Host) -> Path:
 
 def constants_of(runs: Sequence[Run], host: Host) -> List[HostConstants]:
     """What `runs`, all on one engine and of equally many threads, say of this host."""
-    shipped = shipped_constants(host.isa)
+    shipped = shipped_constants(host.kernels)
     return fitted(runs, shipped, host.cpu_model, cache_bytes() or shipped.cache_bytes)
 
 

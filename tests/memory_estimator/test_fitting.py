@@ -9,11 +9,12 @@ import pytest
 from memory_estimator.calibration import part_of, shipped_constants
 from memory_estimator.fitting import Run, fitted, undisturbed
 from memory_estimator.job import Job
+from memory_estimator.step.onednn import Kernels
 from memory_estimator.step.timing import op_seconds, step_seconds
 from memory_estimator.step.training_step import training_step
 from models.config import UNetConfig
 
-ASSUMED = shipped_constants(("avx512_bf16",))
+ASSUMED = shipped_constants(Kernels())
 CACHE = ASSUMED.cache_bytes
 
 
