@@ -171,14 +171,13 @@ class Plan:
             return [f"a step takes {format_bytes(_card_bytes(self.config))} of the card; {planner.ASSUMPTIONS}"]
         if found is None:
             return [] if "memory" in self.reasons else ["nothing is known of this engine's memory and time"]
-        constants = found.constants
         return [
             f"allocator peak {format_bytes(found.allocator_peak_bytes)} ({found.error('allocator_peak')}), "
             f"process peak {format_bytes(found.process_peak_bytes)} ({found.error('process_peak')}), up to "
             f"{format_bytes(found.upper_bound_bytes)} of {format_bytes(host.free_bytes)} free ({found.margin})",
             f"{format_seconds(found.step_s)} a step, {format_seconds(found.volume_s)} a volume, "
             f"{format_seconds(found.epoch_s)} an epoch ({found.error('step_s')}), validation aside",
-            f"speed {'; '.join((f'{constants.origin}, {constants.name}', *constants.caveats(host)))}",
+            f"seconds: {found.constants.basis(host)}",
             STORE_NOTE,
         ]
 

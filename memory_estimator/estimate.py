@@ -15,7 +15,7 @@ from memory_estimator.job import DTYPE_BYTES, Job, stored_bytes
 from memory_estimator.step.allocator import SMALL_BYTES, fits_regions, region_bytes, use
 from memory_estimator.step.onednn import Kernels
 from memory_estimator.step.program import Program, Tensor, Timeline, rounded, timeline
-from memory_estimator.step.timing import op_seconds
+from memory_estimator.step.timing import step_seconds
 from memory_estimator.step.training_step import training_step, validation_pass
 from memory_estimator.units import format_bytes
 from models.layer_plan import Shape3
@@ -192,11 +192,14 @@ class Estimate:
         return dataclasses.replace(self, beside=(*self.beside, *more), upper_bound_bytes=bound)
 
     def error(self, figure: str) -> str:
-        """How far a figure was off on steps like this one, such as "± 0.4%, worst 2.1%"; `figure` is a field of Kind.
-        Times on hosts whose speed is assumed are as unknown as that."""
-        bound = getattr(self.kind, figure, None)
-        known = bound and (figure != "step_s" or self.constants.origin == "measured")
-        return f"± {bound.median:.1%}, worst {bound.worst:.1%}" if known else "not measured like this"
+        """How far a figure, a field of Kind, was off on steps like this one, such as "± 0.4%, worst 2.1%"."""
+        bound = self._bound(figure)
+        return f"± {bound.median:.1%}, worst {bound.worst:.1%}" if bound else "not measured like this"
+
+    def _bound(self, figure: str) -> Optional[Bound]:
+        """None where there is none; times on a host whose speed is assumed are as unknown as that."""
+        known = figure != "step_s" or self.constants.origin == "measured"
+        return getattr(self.kind, figure, None) if known else None
 
     @property
     def margin(self) -> str:
@@ -212,7 +215,7 @@ class Estimate:
         names = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s", "volume_s", "epoch_s")
         errors = {"allocator_peak_bytes": "allocator_peak", "process_peak_bytes": "process_peak"}
         errors.update(dict.fromkeys(("step_s", "volume_s", "epoch_s"), "step_s"))
-        bounds = {name: getattr(self.kind, figure, None) for name, figure in errors.items()}
+        bounds = {name: self._bound(figure) for name, figure in errors.items()}
         about = (
             "hosts",
             "version",
@@ -270,20 +273,18 @@ def estimate(
     tight = host_bytes is not None and upper_bound <= host_bytes < allocator.reserved_bytes
     regions_short = tight and not fits_regions(program, host_bytes)
     overhead = allocator.resident_bytes + small - sum(map(_resident_bytes, line.peak_tensors))
+    baseline_origin = constants.origins["baseline_bytes"].partition(":")[0]
     around = (
         Component("scratch outside the allocator", hidden, "derived: oneDNN's buffers, at their largest"),
         Component("allocator overhead", overhead, "derived: TensorFlow's allocator replayed"),
-        Component("runtime baseline", baseline, f"{constants.origin}: {constants.name}"),
+        Component("runtime baseline", baseline, f"{baseline_origin}: {constants.name}"),
     )
-    # The program is that of one micro-batch and, at its end, of the update, which comes once a step.
-    op_s = op_seconds(program, constants, job)
-    part = max(index for index, op in enumerate(program.ops) if op.kind != "update") + 1
     return Estimate(
         job=job,
         allocator_peak_bytes=allocator.peak_bytes,
         process_peak_bytes=process_peak,
         upper_bound_bytes=allocator.reserved_bytes if regions_short else upper_bound,
-        step_s=job.parts * sum(op_s[:part]) + sum(op_s[part:]),
+        step_s=step_seconds(program, constants, job),
         components=tuple(part for part in (*live_at_peak(line), *around) if part.bytes),
         timeline=line,
         accuracy=accuracy,
