@@ -79,8 +79,10 @@ def forward(writer: Writer, block: Block) -> None:
         for entry, part in zip(block.entries, parts):
             _cut_kernel(writer, block, block.shortcut, part)
             layers.convolve(writer, part, entry.name, f"{part.name}/convolved")
-        summed = [*(f"{part.name}/convolved" for part in parts), block.norm2.name]
-        writer.sum_of(block.shortcut.name, summed, writer.map_bytes(block.shortcut))
+        convolved = [f"{part.name}/convolved" for part in parts]
+        # A norm's result is a view of what it wrote, over which nothing is written.
+        over = convolved[0] if writer.norm_reads_source else block.norm2.name
+        writer.sum_of(block.shortcut.name, [*convolved, block.norm2.name], writer.map_bytes(block.shortcut), over)
         layers.forward(writer, block.act)
 
 

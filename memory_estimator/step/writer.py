@@ -123,12 +123,13 @@ class Writer:
         """The gradient of a layer's output, all of it; the layer's own backward pass takes it away."""
         return self.sum_of(f"{op.name}/gradient", self._arrived.pop(op.name), self.map_bytes(op))
 
-    def sum_of(self, name: str, maps: Sequence[str], size_bytes: int) -> str:
-        """Of maps that nobody else reads: of two in the memory of the second; ITEX adds three in new memory."""
+    def sum_of(self, name: str, maps: Sequence[str], size_bytes: int, over: str = "") -> str:
+        """Of maps that nobody else reads: in the memory of `over`, else the second of two, the first of more (AddV2,
+        AddN). ITEX adds three in new memory."""
         if len(maps) == 1:
             return maps[0]
-        over = maps[-1] if len(maps) == 2 or not self.itex else None
-        return self.make(name, "pointwise", maps, size_bytes, takes_over=over)
+        over = over or maps[1 if len(maps) == 2 else 0]
+        return self.make(name, "pointwise", maps, size_bytes, takes_over=None if self.itex and len(maps) > 2 else over)
 
     def kernel_bytes(self, op: LayerOp) -> int:
         """Of a kernel in the compute dtype, and in the layout that oneDNN prefers."""
