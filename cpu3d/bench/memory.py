@@ -74,7 +74,7 @@ def run(given: Dict[str, Any], options: MemoryOptions, turns: Turns, output: Out
 def constants_before(request: Dict[str, Any]) -> HostConstants:
     """What is known of this host before it is measured, which adds to that."""
     host = read_host()
-    return find_constants(request["threads"] or thread_plan(host).intra_op, host)
+    return find_constants(request.get("threads") or thread_plan(host).intra_op, host)
 
 
 def predict(result: Result, constants: HostConstants) -> Optional[Result]:
