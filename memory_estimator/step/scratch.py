@@ -73,9 +73,16 @@ def filter_gradient_buffers(conv: Convolution, on: Setting) -> Buffers:
 
 
 def filter_gradient_bytes(conv: Convolution, on: Setting) -> int:
-    """Scratch of one filter gradient, in bytes. float32 needs next to none: it reads both maps as they are."""
+    """Scratch of one filter gradient, in bytes. float32 needs next to none: it reads both maps as they are; but without
+    AVX-512 a padded one is a matrix product, of the input transposed and a slice of it once a voxel of the kernel
+    (gemm_convolution_utils.cpp, `init_conf`), a sample at a time but for small ones."""
     if on.dtype != "bfloat16":
-        return 0
+        if on.kernels.isa.startswith("avx512") or not any(conv.padding):
+            return 0
+        slice_ = math.prod(conv.target[1:])
+        at_once = on.threads if conv.batch > 1 and slice_ // on.threads < 256 else 1
+        copied = math.prod(conv.source) + conv.taps * slice_
+        return at_once * 4 * (conv.in_channels * copied + 4 * conv.weights)
     (in_blocks, source), (out_blocks, target), weights = _buffers(conv)
     return depth_groups(conv, on.threads) * (in_blocks * source + out_blocks * target + weights) + ALIGNMENT_BYTES
 
@@ -116,7 +123,7 @@ def hidden_filter_gradient_bytes(conv: Convolution, on: Setting) -> int:
     has no barriers, so oneDNN does not share transposed maps: each thread has buffers for one block of channels of both
     maps and fills its share of a sample's depth, or whole samples where there are enough of them."""
     if on.dtype != "bfloat16":
-        return 0
+        return filter_gradient_bytes(conv, on)
     in_block, groups = min(conv.in_channels, VECTOR), depth_groups(conv, on.threads)
     source = in_block * _source_row(conv) * conv.source[0] * conv.source[1]
     target = VECTOR * _even(conv.target[2]) * conv.target[0] * conv.target[1]
