@@ -7,6 +7,7 @@ copies its input once a thread. Both therefore grow with the number of threads. 
 threads on AVX512_BF16, with 2 on AVX-512 without bfloat16 and, in float32, on AVX2; below AVX2 nothing is modelled.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Tuple
@@ -32,9 +33,13 @@ class Buffers:
 
 NONE = Buffers()
 
+_once = functools.lru_cache(maxsize=1024)
+"""A step asks of the same convolution several times, and so do steps under other policies."""
+
 ALIGNMENT_BYTES = 8 * 1024  # barriers, guards and alignment: what the log shows beyond the buffers themselves
 
 
+@_once
 def forward_buffers(conv: Convolution, on: Setting) -> Buffers:
     """Of a convolution, and of an up-convolution's input gradient: of the allocator in stock TensorFlow too, whose
     oneDNN is older and with AMX takes up to a third less."""
@@ -44,6 +49,7 @@ def forward_buffers(conv: Convolution, on: Setting) -> Buffers:
     return Buffers(scratch=(scratch,), touched=touched, comes_first=on.itex, keeps=keeps)
 
 
+@_once
 def input_gradient_buffers(conv: Convolution, on: Setting) -> Buffers:
     """Of an input gradient. With a stride it is an up-convolution, which copies its input, a sample at a time; outside
     the allocator once for all threads."""
@@ -59,6 +65,7 @@ def input_gradient_buffers(conv: Convolution, on: Setting) -> Buffers:
     return Buffers(scratch=scratch, touched=amx.up_convolution_touched(conv, on))
 
 
+@_once
 def filter_gradient_buffers(conv: Convolution, on: Setting) -> Buffers:
     """Of a filter gradient."""
     if not on.itex:
