@@ -20,12 +20,9 @@ def fit_costs(measured: Sequence[Mapping[str, Any]]) -> Costs:
     for row in (row for network in measured for row in network["rows"]):
         by_group[row["group"]].append(row)
     costs = {group: _least_squares(rows) for group, rows in by_group.items()}
-    left = []
-    for network in measured:
-        explained = (
-            costs[row["group"]].get(name, 0.0) * n for row in network["rows"] for name, n in row["features"].items()
-        )
-        left.append((network["step_s"] - sum(explained)) / network["ops"])
+    left = [
+        (network["step_s"] - sum(row["seconds"] for row in network["rows"])) / network["ops"] for network in measured
+    ]
     return {**costs, "every_op": {"seconds": max(0.0, statistics.median(left))}}
 
 

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Tuple
 
 from memory_estimator.step.program import Program, StepOp
-from memory_estimator.step.timing import CONVOLUTIONS, features, group_of, tensor_bytes
+from memory_estimator.step.timing import CONVOLUTIONS, FUSED, features, group_of, tensor_bytes
 
 KIND_BY_TYPE = (
     ("BiasAddGrad", "bias_gradient"), ("BatchNormGrad", "norm_gradient"), ("BatchNorm", "norm"), ("Concat", "join"),
-    ("MaxPool3DGrad", "pool_gradient"), ("MaxPool3D", "pool"), ("Slice", "slice"), ("ReluGrad", "pointwise"),
-    ("AddN", "pointwise"),
+    ("MaxPool3DGrad", "pool_gradient"), ("MaxPool3D", "pool"), ("Slice", "slice"), ("Split", "slice"),
 )  # fmt: skip
-"""Part of TensorFlow's name for a type of operation, and its group; the first that fits counts, none is the loss."""
+"""Part of TensorFlow's name for a type of operation, and its group; the first that fits counts."""
 
 
 class Event(NamedTuple):
@@ -52,7 +51,7 @@ def rows(program: Program, events: List[Event], cache: int) -> List[Dict[str, An
     """
     sizes = tensor_bytes(program)
     convolutions = [op for op in program.ops if op.kind in CONVOLUTIONS]
-    ran = [event for event in events if "Conv3D" in event.type]
+    ran = [event for event in events if _is_convolution(event)]
     pairs = list(zip(convolutions, ran))
     same = [op.kind.endswith("filter_gradient") == ("BackpropFilter" in event.type) for op, event in pairs]
     if len(ran) != len(convolutions) or not all(same):
@@ -62,13 +61,11 @@ def rows(program: Program, events: List[Event], cache: int) -> List[Dict[str, An
         )
     seconds_of: Dict[str, List[float]] = defaultdict(list)
     for event in events:
-        if "Conv3D" not in event.type:
-            is_update = event.name.split("/")[0] in ("Adam", "SGD") or event.name.endswith("/Cast")
-            layer = next((group for part, group in KIND_BY_TYPE if part in event.type), "loss")
-            seconds_of["update" if is_update else layer].append(event.seconds)
+        if not _is_convolution(event):
+            seconds_of[_group_of(event)].append(event.seconds)
     ops_of: Dict[str, List[StepOp]] = defaultdict(list)
     for op in program.ops:
-        if op.kind not in CONVOLUTIONS:
+        if op.kind not in (*CONVOLUTIONS, FUSED):
             ops_of[group_of(op).replace("narrow_", "")].append(op)
     timed, sums = [(op, event.seconds) for op, event in pairs], []
     for group, ops in ops_of.items():
@@ -80,3 +77,17 @@ def rows(program: Program, events: List[Event], cache: int) -> List[Dict[str, An
         sums.append({"group": group, "features": total, "seconds": sum(seconds_of[group])})
     found = [{"group": group_of(op), "features": features(op, sizes, cache), "seconds": s} for op, s in timed]
     return [*found, *sums]
+
+
+def _is_convolution(event: Event) -> bool:
+    """Lean steps have those of two dimensions too, a plane of a filter's gradient each."""
+    return "Conv3D" in event.type or "Conv2D" in event.type
+
+
+def _group_of(event: Event) -> str:
+    """Of an operation that is no convolution. The loss' have names without a path, and no others but sums of gradients,
+    in a step that TensorFlow has compiled."""
+    if event.name.split("/")[0] in ("Adam", "SGD") or event.name.endswith("/Cast"):
+        return "update"
+    of_layer = "pointwise" if "/" in event.name or event.name.startswith("AddN") or "Relu" in event.type else "loss"
+    return next((group for part, group in KIND_BY_TYPE if part in event.type), of_layer)
