@@ -7,12 +7,12 @@ from published peak figures. `calibrate` writes the host's own, which then comes
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Union
 
 from memory_estimator.files import read_json, typed
 from memory_estimator.host import Host, read_host
+from memory_estimator.step.onednn import USUAL, Kernels
 from memory_estimator.step.program import Program
-from memory_estimator.step.scratch import USUAL, Kernels
 
 SCHEMA = 1
 
@@ -55,9 +55,9 @@ class HostConstants:
     op_bytes: Dict[str, int]
     """Engine -> what each operation of the step adds to it: graph nodes, compiled kernels, tiny tensors."""
     costs: Costs
+    kernels: Kernels = USUAL  # of oneDNN
     measured_threads: int = 0
     """The number of threads that `costs` were worked out from by `for_threads`; 0 where they are as in the file."""
-    kernels: Kernels = USUAL  # of oneDNN
     others: Optional["HostConstants"] = None  # asked for the engines and dtypes that these do not know
 
     def of(self, engine: str, dtype: str) -> "HostConstants":
@@ -158,23 +158,28 @@ def find_constants(threads: int, host: Optional[Host] = None, own: Path = OWN) -
     """Constants with so many threads: this host's own where `calibrate` has written them, unless for another CPU, with
     the shipped ones for what was not calibrated; else those. Raises ValueError where the file is damaged."""
     host = host or read_host()
-    shipped = shipped_constants(host.isa).for_threads(threads)
+    shipped = shipped_constants(host.kernels).for_threads(threads)
     mine = load_constants(own).for_threads(threads) if own.is_file() else None
     return dataclasses.replace(mine, others=shipped) if mine and mine.cpu == host.cpu_model else shipped
 
 
-def shipped_constants(isa: Sequence[str]) -> HostConstants:
-    """The shipped constants for hosts of these instruction sets (`Host.isa`)."""
-    return named_constants("amx" if "amx_bf16" in isa else "avx512_bf16" if "avx512_bf16" in isa else "avx512")
+def shipped_constants(kernels: Kernels) -> HostConstants:
+    """The shipped constants for hosts with these kernels of oneDNN."""
+    isa = kernels.isa
+    name = "amx" if isa.endswith("amx") else "avx512_bf16" if isa.endswith(("bf16", "fp16")) else "avx512"
+    return dataclasses.replace(named_constants(name), kernels=kernels)
 
 
 def to_json(constants: HostConstants) -> Dict[str, Any]:
     """What a calibration file holds."""
-    return {"schema": SCHEMA, **{name: getattr(constants, name) for name in FIELDS}}
+    figures = {name: getattr(constants, name) for name in FIELDS}
+    return {"schema": SCHEMA, **figures, "kernels": dataclasses.asdict(constants.kernels)}
 
 
-FIELDS = tuple(field.name for field in dataclasses.fields(HostConstants) if field.default is dataclasses.MISSING)
-"""What a file holds; the other fields say what became of it since."""
+BECOMES = ("measured_threads", "others")
+"""Fields that say what became of a file's constants since; it holds all the others."""
+
+FIELDS = tuple(field.name for field in dataclasses.fields(HostConstants) if field.name not in BECOMES)
 
 
 def _wrong(constants: HostConstants) -> Iterator[str]:

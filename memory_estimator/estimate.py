@@ -13,8 +13,8 @@ from memory_estimator.calibration import HostConstants
 from memory_estimator.files import read_json, typed
 from memory_estimator.job import DTYPE_BYTES, Job
 from memory_estimator.step.allocator import SMALL_BYTES, fits_regions, region_bytes, use
+from memory_estimator.step.onednn import Kernels
 from memory_estimator.step.program import Program, Tensor, Timeline, rounded, timeline
-from memory_estimator.step.scratch import Kernels
 from memory_estimator.step.timing import op_seconds
 from memory_estimator.step.training_step import training_step, validation_pass
 from models.layer_plan import Shape3

@@ -5,10 +5,13 @@ cgroup and CPU mask leave: sizing threads by the machine is what makes 64 thread
 """
 
 import math
+import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
+
+from memory_estimator.step.onednn import USUAL, Kernels, highest_isa
 
 ISA_FLAGS = (
     *("avx", "avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16"),
@@ -34,6 +37,7 @@ class Host:
     cpu_quota: Optional[float]
     """CPUs' worth of time a cgroup grants; None without a limit, or for all CPUs' time, as Kubernetes writes it."""
     isa: Tuple[str, ...]  # those of ISA_FLAGS that the CPU has, in that order
+    kernels: Kernels = USUAL  # that oneDNN takes here
 
     def __post_init__(self):
         if self.cpu_quota is not None and self.cpu_quota >= self.logical_cpus:
@@ -78,12 +82,15 @@ def read_host(root: Union[str, Path] = "/") -> Host:
         cores = psutil.cpu_count(logical=False) or logical
         return Host(platform.processor(), 1, cores, logical, 1, memory.total, memory.available, None, 0, None, ())
     first = _fields(_read(root / "proc/cpuinfo").partition("\n\n")[0])
+    isa = tuple(flag for flag in ISA_FLAGS if flag in first.get("flags", "").split())
     places, memory = cpu_places(root), meminfo(root)
     limit, used = memory_limit(root, memory["MemTotal"])
+    sockets, cores = len({place.socket for place in places}), len({place.core for place in places})
+    each = first.get("cpu cores", "")
     return Host(
         cpu_model=first.get("model name", platform.machine()),
-        sockets=len({place.socket for place in places}),
-        cores=len({place.core for place in places}),
+        sockets=sockets,
+        cores=cores,
         logical_cpus=len(places),
         numa_nodes=len({place.node for place in places}),
         memory_bytes=memory["MemTotal"],
@@ -91,7 +98,8 @@ def read_host(root: Union[str, Path] = "/") -> Host:
         cgroup_limit_bytes=limit,
         cgroup_used_bytes=used,
         cpu_quota=cpu_quota(root),
-        isa=tuple(flag for flag in ISA_FLAGS if flag in first.get("flags", "").split()),
+        isa=isa,
+        kernels=_kernels(root, isa, int(each) if each.isdigit() else cores // sockets),
     )
 
 
@@ -189,9 +197,7 @@ def cpu_quota(root: Path) -> Optional[float]:
 
 def cache_bytes(root: Path = Path("/")) -> Optional[int]:
     """The largest cache of the first CPU, the last level's; None where it is unknown, as outside Linux."""
-    texts = (_read(path) for path in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
-    units = {"K": 2**10, "M": 2**20}
-    return max((int(t[:-1]) * units[t[-1]] for t in texts if t[:-1].isdigit() and t[-1] in units), default=None)
+    return max(_caches(root).values(), default=None)
 
 
 def cpu_list(text: str) -> List[int]:
@@ -203,6 +209,23 @@ def cpu_list(text: str) -> List[int]:
 VERSION_2 = ("memory.max", "memory.current", ("active_file", "inactive_file"))
 VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
 """Of a cgroup: the file of its limit, of what it uses, and what of that are pages of files."""
+
+
+def _caches(root: Path) -> Dict[str, int]:
+    """The first CPU's caches for data: level -> bytes."""
+    found, units = {}, {"K": 2**10, "M": 2**20}
+    for folder in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        level, size = _read(folder / "level"), _read(folder / "size")
+        if _read(folder / "type") != "Instruction" and size[:-1].isdigit() and size[-1] in units:
+            found[level] = int(size[:-1]) * units[size[-1]]
+    return found
+
+
+def _kernels(root: Path, isa: Sequence[str], cores: int) -> Kernels:
+    """What oneDNN takes on a CPU of this `isa`, which the environment may limit, with so many `cores` a socket."""
+    caches, most = _caches(root), os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA")
+    l1, l2 = caches.get("1", USUAL.l1_bytes), caches.get("2", USUAL.l2_bytes)
+    return Kernels(highest_isa(isa, most), l1, l2, cores)
 
 
 def _tightest(root: Path, machine_bytes: int, kinds: Sequence[Tuple]) -> Tuple[Optional[int], int]:

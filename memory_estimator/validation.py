@@ -18,6 +18,7 @@ from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import Accuracy, Bound, estimate
 from memory_estimator.files import read_records
 from memory_estimator.job import AUTO, Job
+from memory_estimator.step.onednn import Kernels, highest_isa
 from models.config import UNetConfig
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "records" / "memory.jsonl"  # which may not be there
@@ -237,7 +238,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     if len(names) != 1:
         print(__doc__, file=sys.stderr)
         return 2
-    constants = functools.lru_cache(maxsize=None)(shipped_constants)
+    constants = functools.lru_cache(maxsize=None)(lambda isa: shipped_constants(Kernels(highest_isa(isa))))
     unknown = Accuracy("", 0, *3 * (Bound(0.0, 0.0),), 0.0, 0)  # stands in while the errors themselves are computed
     try:
         rows = compare(read_measured(Path(names[0])), lambda one: estimate(one.job, constants(one.isa), unknown))

@@ -39,6 +39,7 @@ from cpu3d.settings import load_config, save_config
 from cpu3d.training.checkpoint import load_checkpoint
 from memory_estimator import calibration
 from memory_estimator.__main__ import main as estimate
+from memory_estimator.step.onednn import USUAL
 
 pytestmark = pytest.mark.slow
 
@@ -375,7 +376,7 @@ def make_all():
     config = load_config(Path("other"))
     save_config(replace(config, seed=1, unet=replace(config.unet, seed=1)), Path("other"))
     assert call(COMPARE) == 2  # with its plan kept
-    Path("calibration.json").write_text(json.dumps(calibration.to_json(calibration.shipped_constants(()))))
+    Path("calibration.json").write_text(json.dumps(calibration.to_json(calibration.shipped_constants(USUAL))))
 
 
 # --- The test ---

@@ -107,7 +107,7 @@ def put_together(results: Sequence[Result], host: Host, busy: float, name: str =
     Groups without a time, as where a TensorFlow calls them otherwise, have the costs of the shipped constants.
     """
     today, first, missing = datetime.date.today().isoformat(), results[0], []
-    shipped = shipped_constants(host.isa).for_threads(first["threads"])
+    shipped = shipped_constants(host.kernels).for_threads(first["threads"])
     costs, runtime = defaultdict(dict), defaultdict(list)
     for result in results:
         engine, dtype = result["engine"], result["dtype"]
@@ -137,6 +137,7 @@ def put_together(results: Sequence[Result], host: Host, busy: float, name: str =
         baseline_bytes={engine: line["bytes"] for engine, line in lines.items()},
         op_bytes={engine: line["op_bytes"] for engine, line in lines.items()},
         costs=dict(costs),
+        kernels=host.kernels,
     )
 
 
@@ -156,7 +157,7 @@ def measure(request: Dict[str, Any]) -> Result:
 
     engine = "itex" if "ITEX" in engine_name(tf) else "stock"
     intra_op = tf.config.threading.get_intra_op_parallelism_threads()
-    cache = cache_bytes() or shipped_constants(host.isa).cache_bytes
+    cache = cache_bytes() or shipped_constants(host.kernels).cache_bytes
     found, runtime, left = [], None, list(request["networks"])
     while left and (len(found) == 0 or time.perf_counter() - begin < request["budget_s"]):
         network = left.pop(0)

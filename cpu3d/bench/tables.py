@@ -33,6 +33,7 @@ from memory_estimator.estimate import estimate
 from memory_estimator.job import Job
 from memory_estimator.scaling.model import read_scaling
 from memory_estimator.schema import option
+from memory_estimator.step.onednn import Kernels, highest_isa
 from memory_estimator.table import Table
 from memory_estimator.validation import Measured, Row, compare, has_known_engine, job_from, read_measured, targets
 
@@ -119,7 +120,7 @@ def _policies(record: Dict[str, Any]) -> Table:
         if row["kind"] != "policy" or not has_known_engine(record):
             return None
         job = job_from({**record, "unet": {**record["unet"], "policy": row["name"]}})
-        return vars(estimate(job, shipped_constants(tuple(record["host"]["isa"]))))
+        return vars(estimate(job, shipped_constants(Kernels(highest_isa(record["host"]["isa"])))))
 
     return policies_table({**record, "rows": [{**row, "predicted": predicted(row)} for row in record["rows"]]})
 
@@ -156,7 +157,7 @@ SECTIONS: Dict[str, Tuple[str, Callable[[Path], List[str]]]] = {
 def validation(folder: Path) -> Tuple[Sequence[Measured], List[Row]]:
     """The measured steps, and each beside what the estimator as it stands predicts."""
     # The shipped constants, whatever this host's own are: the page is the same wherever it is made.
-    constants = functools.lru_cache(maxsize=None)(shipped_constants)
+    constants = functools.lru_cache(maxsize=None)(lambda isa: shipped_constants(Kernels(highest_isa(isa))))
     measured = valid(read_measured, folder / VALIDATION)
     return measured, compare(measured, lambda one: estimate(one.job, constants(one.isa)))
 

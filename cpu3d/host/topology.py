@@ -14,6 +14,7 @@ from typing import Dict, Iterable, List, Tuple, Union
 from cpu3d.errors import InputError
 from memory_estimator import host as of_host
 from memory_estimator.host import Cpu, Host, Node
+from memory_estimator.step.onednn import Kernels, highest_isa
 from memory_estimator.units import GIB
 
 
@@ -79,7 +80,8 @@ def _made_up(
         for core in range(all_cores)
     )
     free = int(0.97 * memory_bytes)
-    host = Host(model, sockets, all_cores, len(cpus), all_nodes, memory_bytes, free, None, 0, None, isa)
+    kernels = Kernels(highest_isa(isa), cores=cores)
+    host = Host(model, sockets, all_cores, len(cpus), all_nodes, memory_bytes, free, None, 0, None, isa, kernels)
     each = tuple(Node(node, memory_bytes // all_nodes, free // all_nodes) for node in range(all_nodes))
     return Topology(host, cpus, each, machine_cpus=len(cpus))
 

@@ -10,12 +10,19 @@ from typing import Dict, Optional, Sequence, Tuple
 
 from memory_estimator.replay import op_rules
 from memory_estimator.replay.graph import Node, Output
+from memory_estimator.step.onednn import USUAL, Kernels
 from memory_estimator.step.program import Program, StepOp, Tensor, buffers_of, inputs_made
 
 Source = Tuple[str, int]  # (node, index of its output)
 
 
-def program_of(order: Sequence[Node], variables: Sequence[Tensor], made: Sequence[StepOp], threads: int) -> Program:
+def program_of(
+    order: Sequence[Node],
+    variables: Sequence[Tensor],
+    made: Sequence[StepOp],
+    threads: int = 2,
+    kernels: Kernels = USUAL,
+) -> Program:
     """The program of `order`. Resident are the `variables`, which `made` made, and the graph's inputs and constants."""
 
     def age(node: Node) -> int:
@@ -30,7 +37,7 @@ def program_of(order: Sequence[Node], variables: Sequence[Tensor], made: Sequenc
             given.append((tensors[0], node.outputs[0].dtype))
     for node in order:
         if node.op not in op_rules.STAYS:
-            ops.append(_operation(node, memory, threads))
+            ops.append(_operation(node, memory, threads, kernels))
             memory.finish(node)
     returned = [node.inputs[0] for node in order if node.op == "_Retval"]
     ops.append(StepOp("return", "slice", reads=memory.tensors(returned)))
@@ -97,7 +104,7 @@ class _Memory:
         self._reads_of_tensor.subtract(tensor.name for tensor in read if tensor)
 
 
-def _operation(node: Node, memory: _Memory, threads: int) -> StepOp:
+def _operation(node: Node, memory: _Memory, threads: int, kernels: Kernels) -> StepOp:
     inputs = [memory.outputs[source] for source in node.inputs]
     viewed = op_rules.views(node, inputs)
     if viewed is not None:
@@ -117,5 +124,5 @@ def _operation(node: Node, memory: _Memory, threads: int) -> StepOp:
         traffic_bytes=sum(given.bytes for given in (*inputs, *node.outputs)),
         in_channels=channels[0],
         out_channels=channels[1],
-        **buffers_of(node.name, op_rules.buffers(node, inputs, threads)),
+        **buffers_of(node.name, op_rules.buffers(node, inputs, threads, kernels)),
     )

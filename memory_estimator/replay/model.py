@@ -8,11 +8,13 @@ import TensorFlow with it; for stock TensorFlow, without. Not counted: a second 
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Callable, List, Sequence, Tuple, Union
+from typing import Any, Callable, List, Optional, Sequence, Tuple, Union
 
+from memory_estimator.host import read_host
 from memory_estimator.replay.graph import executed_graph, execution_order
 from memory_estimator.replay.lifetimes import program_of
 from memory_estimator.step.allocator import use
+from memory_estimator.step.onednn import Kernels
 from memory_estimator.step.program import Program, StepOp, Tensor, Timeline, kernel_made, timeline
 
 ORDERS = 5
@@ -86,12 +88,18 @@ def estimate_model(
 
 
 def estimate_step(
-    step: Callable, *specs: Any, variables: Sequence[Any] = (), threads: int = 2, region_bytes: int = 0
+    step: Callable,
+    *specs: Any,
+    variables: Sequence[Any] = (),
+    threads: int = 2,
+    region_bytes: int = 0,
+    kernels: Optional[Kernels] = None,
 ) -> Replay:
     """Any training step: a function or tf.function of tensors like `specs` (tf.TensorSpec). `variables` are those that
     are there in the order they were made, which the allocator's regions depend on; those that the step uses beside them
-    are found. `region_bytes` is as of `memory_estimator.step.program.Program`. Raises ValueError as
-    `estimate_model`."""
+    are found. `region_bytes` is as of `memory_estimator.step.program.Program`, `kernels` are those that oneDNN takes,
+    None for this host's. Raises ValueError as `estimate_model`."""
+    kernels = kernels or read_host().kernels
     nodes, trace = executed_graph(step, specs)
     # By their memory: under mixed precision the same variable comes in two wrappers.
     unique = {id(variable.handle): variable for variable in (*variables, *trace.graph.variables)}
@@ -105,7 +113,7 @@ def estimate_step(
         made += kernel_made(tensor) if is_kernel else [StepOp(tensor.name, "update", writes=(tensor,))]
     replays = []
     for chance in range(ORDERS):
-        program = program_of(execution_order(nodes, chance), held, made, threads)
+        program = program_of(execution_order(nodes, chance), held, made, threads, kernels)
         program = dataclasses.replace(program, region_bytes=region_bytes)
         replays.append((use(program), program))
     replays.sort(key=lambda replay: replay[0].peak_bytes)

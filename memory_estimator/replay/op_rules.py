@@ -8,14 +8,15 @@ import re
 from typing import Optional, Sequence, Tuple
 
 from memory_estimator.replay.graph import Node, Output, plain
+from memory_estimator.step.onednn import Convolution, Kernels, Setting
 from memory_estimator.step.scratch import (
     NONE,
     Buffers,
-    FilterGradient,
     filter_gradient_buffers,
+    forward_buffers,
+    input_gradient_buffers,
     mask_bytes,
     mask_touched,
-    up_convolution_buffers,
 )
 
 STAYS = {"_Arg": "input", "Const": "constants"}
@@ -118,24 +119,17 @@ def outputs(node: Node, inputs: Sequence[Output]) -> Tuple[Output, ...]:
     return node.outputs
 
 
-def buffers(node: Node, inputs: Sequence[Output], threads: int) -> Buffers:
+def buffers(node: Node, inputs: Sequence[Output], threads: int, kernels: Kernels) -> Buffers:
     """What a convolution holds beside its inputs and outputs."""
-    found, itex = kind(node), node.op.startswith("_ITEX")
+    found = kind(node)
     if "conv" not in found or MATRIX.match(plain(node.op)):
         return NONE
+    on = Setting(node.outputs[0].dtype, node.op.startswith("_ITEX"), threads, kernels)
     if found.endswith("filter_gradient"):
-        # A flat convolution has a depth of 1.
-        source, target = (((1,) + grid)[-3:] for grid in (inputs[0].shape[1:-1], inputs[2].shape[1:-1]))
-        shape, with_bias = node.outputs[0].shape, node.op.endswith("WithBias")
-        job = FilterGradient(
-            inputs[0].shape[0], source, target, *shape[-2:], shape[-3], _stride(node), with_bias, len(shape) == 4
-        )
-        return filter_gradient_buffers(job, inputs[0].dtype, threads, node.outputs[0].bytes, itex)
+        return filter_gradient_buffers(_seen(node, inputs[0], node.outputs[0], inputs[2]), on)
     if plain(node.op) in FORWARD:
-        return Buffers(keeps=inputs[1].bytes if itex else 0)
-    # A strided one over three axes, as in an up-convolution, copies its input.
-    copied = inputs[2].bytes // inputs[2].shape[0] if found == "up_conv" and "Conv3D" in node.op else 0
-    return up_convolution_buffers(copied, inputs[1].bytes, threads, itex)
+        return forward_buffers(_seen(node, inputs[0], inputs[1], node.outputs[0]), on)
+    return input_gradient_buffers(_seen(node, node.outputs[0], inputs[1], inputs[2]), on)
 
 
 def filters(node: Node, inputs: Sequence[Output]) -> Tuple[int, ...]:
@@ -159,3 +153,11 @@ def flops(node: Node, inputs: Sequence[Output]) -> int:
 
 def _stride(node: Node) -> int:
     return max(node.attributes["strides"].list.i, default=1) if "strides" in node.attributes else 1
+
+
+def _seen(node: Node, source: Output, kernel: Output, target: Output) -> Convolution:
+    """A convolution, or that of a gradient, as oneDNN sees it: in two dimensions the maps are one voxel deep."""
+    source_grid, target_grid = ((1, *output.shape[1:-1])[-3:] for output in (source, target))
+    channels, planes = kernel.shape[-2:], (1, *kernel.shape[:-2])[-3:]
+    bias = node.op.endswith("WithBias")
+    return Convolution(source.shape[0], source_grid, target_grid, *channels, planes, _stride(node), bias)

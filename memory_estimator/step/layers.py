@@ -7,14 +7,14 @@ it was read off the allocator's log, operation by operation.
 
 from typing import Optional, Sequence
 
+from memory_estimator.step.onednn import Convolution
 from memory_estimator.step.scratch import (
-    Buffers,
-    FilterGradient,
     filter_gradient_buffers,
+    forward_buffers,
+    input_gradient_buffers,
     is_narrow,
     mask_bytes,
     mask_touched,
-    up_convolution_buffers,
 )
 from memory_estimator.step.writer import CONVOLUTIONS, MOST_SAMPLES, Writer, filter_gradient_name
 from models.layer_plan import LayerOp
@@ -81,7 +81,7 @@ def backward(writer: Writer, op: LayerOp) -> None:
 
 def convolve(writer: Writer, op: LayerOp, source: str, result: str, group: str = "transients") -> None:
     """`result` from the map `source`, with the kernel of `op`."""
-    buffers = Buffers(keeps=writer.kernel_bytes(op) if writer.itex else 0)
+    buffers = forward_buffers(_seen(writer, op), writer.setting)
     reads, flops = [source, writer.kernel_read(op)], writer.job.micro * op.flops
     writer.make(result, "conv", reads, writer.map_bytes(op), group, buffers=buffers, flops=flops, layer=op)
 
@@ -91,26 +91,24 @@ def filter_gradient(
     op: LayerOp,
     source: str,
     upstream: str,
-    seen: Optional[FilterGradient] = None,
+    seen: Optional[Convolution] = None,
     name: str = "",
     planes: int = 1,
     samples: int = 1,
 ) -> None:
-    """Of the whole volume at once, or under a `name` of its own one of so many planes of so many samples. `seen` is how
-    oneDNN sees it, where that is not as a convolution on one grid."""
-    job, grid, kind = writer.job, op.shape[:3], "up_conv" if op.kind == "up_conv" else "conv"
-    size, flops = writer.kernel_bytes(op) // planes, job.micro * op.flops // (samples * planes)
-    seen = seen or FilterGradient(job.micro, grid, grid, op.in_channels, op.shape[3], op.kernel, 1, False)
-    more = {"buffers": filter_gradient_buffers(seen, job.unet.dtype, job.threads, size, writer.itex), "flops": flops}
-    name, kind = name or filter_gradient_name(op), f"{kind}_filter_gradient"
-    writer.make(name, kind, [source, upstream], size, "gradients", layer=op, **more)
+    """Of the whole volume at once, or under a `name` of its own one of so many planes of so many samples, which `seen`
+    is to oneDNN."""
+    kind, name = "up_conv" if op.kind == "up_conv" else "conv", name or filter_gradient_name(op)
+    size, flops = writer.kernel_bytes(op) // planes, writer.job.micro * op.flops // (samples * planes)
+    more = {"buffers": filter_gradient_buffers(seen or _seen(writer, op), writer.setting), "flops": flops}
+    writer.make(name, f"{kind}_filter_gradient", [source, upstream], size, "gradients", layer=op, **more)
 
 
 def filter_gradient_by_planes(writer: Writer, op: LayerOp, source: str, upstream: str) -> None:
     """As models/filter_gradient.py: for every sample one two-dimensional gradient a plane of the kernel, joined."""
     planes, *grid = op.shape[:3]
     samples, flat = min(writer.job.micro, MOST_SAMPLES), (1, *grid)
-    seen = FilterGradient(planes, flat, flat, op.in_channels, op.shape[3], op.kernel, 1, False, flat=True)
+    seen = Convolution(planes, flat, flat, op.in_channels, op.shape[3], (1, op.kernel, op.kernel))
     name, size, total = filter_gradient_name(op), writer.kernel_bytes(op), ""
     for sample in range(samples):
         pieces = [f"{name}/sample{sample}/plane{plane}" for plane in range(op.kernel)]
@@ -127,14 +125,13 @@ def filter_gradient_by_planes(writer: Writer, op: LayerOp, source: str, upstream
 
 def input_gradient(writer: Writer, op: LayerOp, below: LayerOp, upstream: str) -> str:
     """Of the convolution's input, a map like that of `below`; returns its name. Of an up-convolution a forward one."""
-    kind = "up_conv" if op.kind == "up_conv" else "conv"
-    kernel = writer.kernel_bytes(op) if writer.itex else 0
+    kind, of = ("up_conv", forward_buffers) if op.kind == "up_conv" else ("conv", input_gradient_buffers)
     return writer.make(
         f"{op.name}/input_gradient",
         f"{kind}_input_gradient",
         [upstream, writer.kernel_read(op)],
         writer.map_bytes(below),
-        buffers=Buffers(keeps=kernel) if kind == "up_conv" else Buffers(scratch=(kernel,)),
+        buffers=of(_seen(writer, op), writer.setting),
         flops=writer.job.micro * op.flops,
         layer=op,
     )
@@ -142,8 +139,7 @@ def input_gradient(writer: Writer, op: LayerOp, below: LayerOp, upstream: str) -
 
 def up_convolve(writer: Writer, op: LayerOp, result: str, group: str = "transients") -> None:
     """A transposed convolution. Its kernel is a convolution's input gradient to oneDNN."""
-    input_bytes = writer.layers[op.inputs[0]].elements * writer.compute_bytes
-    buffers = up_convolution_buffers(input_bytes, writer.kernel_bytes(op), writer.job.threads, writer.itex)
+    buffers = input_gradient_buffers(_seen(writer, op), writer.setting)
     reads, flops = [*op.inputs, writer.kernel_read(op)], writer.job.micro * op.flops
     writer.make(result, "up_conv", reads, writer.map_bytes(op), group, buffers=buffers, flops=flops, layer=op)
 
@@ -151,10 +147,18 @@ def up_convolve(writer: Writer, op: LayerOp, result: str, group: str = "transien
 def up_gradients(writer: Writer, op: LayerOp, upstream: str) -> str:
     """Of an up-convolution; returns the name of its input's gradient. The mirror of a convolution: to its filter
     gradient the output's gradient is the map that the filter slides over."""
-    below, fine = writer.layers[op.inputs[0]], op.shape
-    seen = FilterGradient(writer.job.micro, fine[:3], below.shape[:3], fine[3], below.shape[3], 2, 2, False)
-    filter_gradient(writer, op, below.name, upstream, seen)
+    below = writer.layers[op.inputs[0]]
+    filter_gradient(writer, op, below.name, upstream)
     return input_gradient(writer, op, below, upstream)
+
+
+def _seen(writer: Writer, op: LayerOp) -> Convolution:
+    """A layer as oneDNN sees it: an up-convolution as the convolution whose input gradient it is."""
+    grid, kernel = op.shape[:3], (op.kernel,) * 3
+    if op.kind != "up_conv":
+        return Convolution(writer.job.micro, grid, grid, op.in_channels, op.shape[3], kernel)
+    below = writer.layers[op.inputs[0]].shape
+    return Convolution(writer.job.micro, grid, below[:3], op.shape[3], below[3], kernel, stride=2)
 
 
 def normalise(writer: Writer, op: LayerOp, source: str, result: str, group: str, alone: bool) -> None:

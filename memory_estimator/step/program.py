@@ -35,7 +35,8 @@ class StepOp:
     reads: Tuple[str, ...] = ()
     """Names of tensors that must live until it is done. A tensor goes with the last operation that reads it."""
     writes: Tuple[Tensor, ...] = ()
-    scratch: Tuple[Tensor, ...] = ()  # live during this operation alone, taken after its outputs
+    scratch: Tuple[Tensor, ...] = ()  # live during this operation alone
+    scratch_first: bool = False  # whether it is taken before the outputs, not after them
     takes_over: Optional[str] = None
     """A tensor it reads last and writes its result into: the first of `writes` then takes no new memory."""
     keeps: Tuple[Tensor, ...] = ()
@@ -97,7 +98,8 @@ def buffers_of(name: str, buffers: Buffers) -> Dict[str, Any]:
     sizes = [(f"{name}/scratch{i}", size, () if i else buffers.touched) for i, size in enumerate(buffers.scratch)]
     keeps = (Tensor(f"{name}/reordered", buffers.keeps, "weights, reordered"),) if buffers.keeps else ()
     scratch = tuple(Tensor(part, size, "scratch", touched) for part, size, touched in sizes if size)
-    return {"scratch": scratch, "keeps": keeps, "hidden_bytes": buffers.hidden}
+    about = {"scratch_first": buffers.comes_first, "hidden_bytes": buffers.hidden}
+    return {"scratch": scratch, "keeps": keeps, **about}
 
 
 def timeline(program: Program) -> Timeline:
@@ -158,7 +160,8 @@ def _walk(ops: Sequence[StepOp], stays: Set[str]) -> Iterator[Tuple[StepOp, Tupl
         if name not in stays:
             gone.setdefault(index, []).append(name)
     for index, op in enumerate(ops):
-        taken = (op.writes[1:] if op.takes_over else op.writes) + op.scratch
+        new = op.writes[1:] if op.takes_over else op.writes
+        taken = op.scratch + new if op.scratch_first else new + op.scratch
         given = [tensor.name for tensor in reversed(op.scratch)]
         yield op, taken, given + [name for name in gone.get(index, ()) if name != op.takes_over]
 

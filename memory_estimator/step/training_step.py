@@ -10,8 +10,9 @@ from typing import Any, Tuple
 
 from memory_estimator.job import Job
 from memory_estimator.step import blocks, layers
+from memory_estimator.step.onednn import USUAL, Kernels
 from memory_estimator.step.program import Program, StepOp
-from memory_estimator.step.scratch import USUAL, Kernels
+from memory_estimator.step.scratch import Buffers
 from memory_estimator.step.writer import SLABS, Writer
 
 SCORE_MAPS = 5
@@ -59,7 +60,7 @@ def validation_pass(job: Job, kernels: Kernels = USUAL) -> Tuple[StepOp, ...]:
         layers.forward(writer, op)
     maps = SCORE_MAPS * 4 * writer.job.voxels * unet.outputs // SLABS
     reads = [writer.plan[-1].name, "target", *(tensor.name for tensor in ready)]
-    writer.run("validation/score", "reduce", reads, buffers=layers.Buffers(scratch=(maps,)))
+    writer.run("validation/score", "reduce", reads, buffers=Buffers(scratch=(maps,)))
     # The compiled pass is another graph than the step's, and keeps its own copies of the weights.
     return tuple(
         replace(op, keeps=tuple(replace(kept, name=f"validation/{kept.name}") for kept in op.keeps))

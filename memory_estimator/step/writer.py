@@ -7,8 +7,9 @@ from typing import Dict, List, Optional, Sequence, Tuple
 
 from memory_estimator.job import DTYPE_BYTES, Job
 from memory_estimator.step.allocator import region_bytes
+from memory_estimator.step.onednn import Kernels, Setting
 from memory_estimator.step.program import Program, StepOp, Tensor, buffers_of, inputs_made, kernel_made
-from memory_estimator.step.scratch import NONE, Buffers, Kernels
+from memory_estimator.step.scratch import NONE, Buffers
 from models.layer_plan import LayerOp, layer_plan
 
 SLOTS = {"adam": 2, "sgd": 1}
@@ -27,10 +28,10 @@ class Writer:
     def __init__(self, job: Job, kernels: Kernels):
         """Writes weights, slots and one input batch down. Raises ValueError for a shape the network cannot take."""
         self.job = job
-        self.kernels = kernels
         self.plan = layer_plan(job.unet, job.shape)
         self.layers = {op.name: op for op in self.plan}
         self.itex = job.engine == "itex"
+        self.setting = Setting(job.unet.dtype, self.itex, job.threads, kernels)
         self.mixed = job.unet.dtype == "bfloat16"
         self.compute_bytes = DTYPE_BYTES[job.unet.dtype]
         few = min(job.micro, MOST_SAMPLES)

@@ -19,6 +19,7 @@ from memory_estimator.calibration import (
 from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
 from memory_estimator.job import ENGINES, Job
+from memory_estimator.step.onednn import Kernels
 from memory_estimator.step.timing import FUSED, group_of
 from memory_estimator.step.training_step import training_step
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
@@ -40,18 +41,16 @@ def own(tmp_path):
     return path
 
 
-@pytest.mark.parametrize(("kind", "file"), NAMED.items())
-def test_shipped_constants_know_every_engine_and_dtype_and_say_where_each_figure_is_from(kind, file):
+@pytest.mark.parametrize("file", NAMED.values())
+def test_shipped_constants_know_every_engine_and_dtype_and_say_where_each_figure_is_from(file):
     found = load_constants(SHIPPED / file)
     for engine, dtype in itertools.product(ENGINES, DTYPES):
         assert set(GROUPS) <= set(found.speeds(engine, dtype))
-    for field in ("costs", "baseline_bytes", "op_bytes", "cache_bytes", "saturating_threads"):
+    for field in ("costs", "baseline_bytes", "op_bytes", "cache_bytes", "saturating_threads", "kernels"):
         assert found.origins[field].startswith(("measured: ", "assumed: "))
     assert found.record
     assert found.date
-    assert found == shipped_constants(
-        {"amx": ("avx512_bf16", "amx_bf16"), "avx512_bf16": ("avx512_bf16",)}.get(kind, ())
-    )
+    assert found == shipped_constants(found.kernels)
 
 
 def test_an_assumed_host_differs_from_the_measured_one_by_the_factors_it_states():
@@ -65,7 +64,7 @@ def test_an_assumed_host_differs_from_the_measured_one_by_the_factors_it_states(
 
 
 def test_what_was_not_calibrated_is_answered_by_the_shipped_ones_under_their_own_name(own):
-    here = host(cpu_model="Some CPU", isa=("avx512f", "avx512_bf16"))
+    here = host(cpu_model="Some CPU", kernels=load_constants(EPYC).kernels)
     found, shipped = find_constants(2, here, own), load_constants(EPYC)
     assert found.speeds("itex", "bfloat16") == shipped.speeds("itex", "bfloat16")
     unet = UNetConfig(depth=3)
@@ -91,7 +90,7 @@ def test_every_operation_of_every_network_has_costs_in_every_file():
 def test_a_missing_file_is_refused_and_a_number_of_threads_beyond_the_measured_one_is_said(tmp_path):
     with pytest.raises(ValueError, match=r"none\.json must exist, got none"):
         load_constants(tmp_path / "none.json")
-    measured = shipped_constants(("avx512_bf16",))
+    measured = shipped_constants(Kernels())
     other = host(cpu_model="Another", isa=())
     assert measured.caveats() == measured.for_threads(8).for_threads(measured.threads).caveats() == []
     found = measured.for_threads(56).caveats(other)

@@ -67,6 +67,17 @@ def test_only_the_cpus_in_the_mask_count(xeon, mask, sockets, cores, cpus, nodes
     assert host.isa == ("avx", "avx2", "fma", "avx512f", "avx512_vnni")
 
 
+def test_the_kernels_of_onednn_follow_the_instructions_the_caches_and_the_environment(xeon, monkeypatch):
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    for index, (level, kind, size) in enumerate([(1, "Data", 32), (1, "Instruction", 64), (2, "Unified", 1024)]):
+        for name, text in {"level": level, "type": kind, "size": f"{size}K"}.items():
+            write(xeon, f"sys/devices/system/cpu/cpu0/cache/index{index}/{name}", str(text))
+    kernels = read_host(xeon).kernels
+    assert (kernels.isa, kernels.l1_bytes, kernels.l2_bytes) == ("avx512_core_vnni", 32 * 2**10, 2**20)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert read_host(xeon).kernels.isa == "avx2"
+
+
 def test_a_version_2_container_gets_what_its_cgroup_leaves(big):
     write(big, "proc/self/cgroup", "0::/")
     write(big, "sys/fs/cgroup/cpu.max", "700000 100000")

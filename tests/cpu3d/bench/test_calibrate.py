@@ -25,7 +25,7 @@ def test_each_dtype_is_fitted_by_itself_and_what_was_not_timed_is_the_shipped_co
     assert found.speeds("itex", "float32")["conv"]["work"] == pytest.approx(4e-12)
     assert (found.baseline_bytes, found.op_bytes) == ({"itex": 500}, {"itex": 2})
     assert (found.name, found.threads, found.cpu) == ("a host", 3, read_host().cpu_model)
-    shipped = shipped_constants(read_host().isa).for_threads(3)
+    shipped = shipped_constants(read_host().kernels).for_threads(3)
     assert found.costs["itex"]["bfloat16"]["join"] == shipped.costs["itex"]["bfloat16"]["join"]
     assert "join (itex, bfloat16)" in found.origins["costs"]
     assert "disturbed" not in found.origins["costs"]
