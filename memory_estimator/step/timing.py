@@ -85,7 +85,7 @@ def features(op: StepOp, sizes: Mapping[str, int], cache_bytes: int) -> Dict[str
         passing = {("traffic" if moved > cache_bytes else "cached"): float(moved)}
         if op.kind in BY_VOXEL:
             passing["rows"] = op.traffic_bytes / op.out_channels
-        elif op.kind == "norm" and VECTOR // 2 < op.out_channels and op.out_channels % VECTOR:
+        elif op.kind == "norm" and op.out_channels > VECTOR // 2 and op.out_channels % VECTOR:
             passing["uneven"] = float(op.traffic_bytes)
         return passing
     channels = {"in": op.in_channels, "out": op.out_channels}
