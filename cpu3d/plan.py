@@ -170,7 +170,7 @@ class Plan:
             f"{format_bytes(found.upper_bound_bytes)} of {format_bytes(host.free_bytes)} free",
             f"{format_seconds(found.step_s)} a step, {format_seconds(found.volume_s)} a volume, "
             f"{format_seconds(found.epoch_s)} an epoch ({bound.error('step_s')}), validation aside",
-            f"speed {'; '.join((f'{constants.origin}, {constants.name}', *constants.caveats(host)))}",
+            f"seconds: {constants.basis(host)}",
             STORE_NOTE,
         ]
 

@@ -22,7 +22,7 @@ import math
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 from memory_estimator import planner
 from memory_estimator.calibration import NAMED, find_constants, named_constants
@@ -145,8 +145,8 @@ def _answer(args: argparse.Namespace) -> Answer:
         "policy": {"name": job.policy, "picked": bool(choice), "reason": reason},
         "notes": notes_on_run(options.run) if options.run else [],
     }
-    content["constants"]["caveats"] = found.constants.for_threads(job.threads).caveats(None if named else host())
-    parts = [job.describe(), *_tables(found, content["constants"]["caveats"])]
+    content["constants"]["basis"] = found.constants.for_threads(job.threads).basis(None if named else host())
+    parts = [job.describe(), *_tables(found, content["constants"]["basis"])]
     if choice:
         parts.insert(1, f"policy {job.policy} picked: {reason}")
     notes = (
@@ -185,7 +185,7 @@ def _several_hosts(
     return {**content, "upper_bound_bytes": needed, "fits": not memory_bytes or needed <= memory_bytes}, parts
 
 
-def _tables(found: Estimate, caveats: Sequence[str]) -> List[Union[str, Table]]:
+def _tables(found: Estimate, basis: str) -> List[Union[str, Table]]:
     """The bill, the predictions with their errors, and what speed and baseline rest on."""
     job, bound, constants = found.job, found.accuracy, found.constants
     bill = [(line.name, format_bytes(line.bytes), line.source) for line in found.components]
@@ -202,13 +202,12 @@ def _tables(found: Estimate, caveats: Sequence[str]) -> List[Union[str, Table]]:
         epoch,
     )
     error = f"error over {bound.configurations} larger than any fitted to, {bound.record}: median, worst"
-    origin = "; ".join((f"{constants.origin}, {constants.name}", *caveats))
     return [
         Table(
             ("", "bytes", "how it is known"), bill, f"Held at the peak, while {found.timeline.peak_op} runs", names=3
         ),
         Table(("", "", error), predicted, "Predicted", names=3),
-        f"speed and baseline: {origin} ({constants.record})",
+        f"seconds: {basis} ({constants.record})",
     ]
 
 

@@ -1,11 +1,16 @@
 """What the estimator knows of a host: what its runtime holds in memory, and what a unit of each kind of work costs.
 
 Shipped files lie in `hosts/`: one was measured by `calibrate`, the others state how they differ from it, as assumed
-from published peak figures. `calibrate` writes the host's own, which then comes first.
+from published peak figures. What `train`, `bench` and `calibrate` have seen of a host is kept under the user's data
+directory, one file for each engine and number of threads (`cpu3d.host.observe` writes it), and comes first.
 """
 
 import dataclasses
+import hashlib
+import os
+import re
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Union
 
@@ -16,13 +21,13 @@ from memory_estimator.step.program import Program
 
 SCHEMA = 1
 
-OWN = Path(__file__).resolve().parents[1] / "calibration.json"
-"""Where `calibrate` writes a host's own constants, in the project's root, and where they are looked for."""
-
 SHIPPED = Path(__file__).with_name("hosts")
 
 NAMED = {"amx": "xeon_amx.json", "avx512_bf16": "epyc_avx512_bf16.json", "avx512": "xeon_avx512.json"}
 """What shipped constants are called on the command line. The first whose instructions a host has is its own."""
+
+LIBRARIES = {"itex": ("tensorflow", "intel-extension-for-tensorflow"), "stock": ("tensorflow",)}
+"""Engine -> the packages whose versions say how fast it is."""
 
 GROUPS = (
     *("conv", "conv_filter_gradient", "conv_input_gradient", "first_conv", "first_conv_filter_gradient"),
@@ -43,7 +48,7 @@ class HostConstants:
 
     name: str  # such as "AMD EPYC with AVX512_BF16"
     cpu: str  # the model's name in /proc/cpuinfo; "" for a class of hosts
-    origin: str  # "measured" or "assumed": the weaker of what `origins` says of speed and baseline
+    origin: str  # "measured" or "assumed", of the costs
     origins: Dict[str, str]  # field -> "measured: how" or "assumed: why", for every field of figures
     record: str  # what the figures rest on, for printing
     date: str
@@ -58,6 +63,8 @@ class HostConstants:
     kernels: Kernels = USUAL  # of oneDNN
     measured_threads: int = 0
     """The number of threads that `costs` were worked out from by `for_threads`; 0 where they are as in the file."""
+    runs: int = 0  # that the costs were fitted to; 0 where that is not known
+    note: str = ""  # what went wrong while better ones were looked for
     others: Optional["HostConstants"] = None  # asked for the engines and dtypes that these do not know
 
     def of(self, engine: str, dtype: str) -> "HostConstants":
@@ -70,17 +77,36 @@ class HostConstants:
         known = ", ".join(f"{one} in {each}" for one, by_dtype in self.costs.items() for each in by_dtype)
         raise ValueError(f"calibration {self.name} must know {engine} in {dtype}, got {known}; run `calibrate --all`")
 
+    def before(self, others: "HostConstants") -> "HostConstants":
+        """These constants, with `others` asked last."""
+        return dataclasses.replace(self, others=self.others.before(others) if self.others else others)
+
+    def basis(self, host: Optional[Host] = None) -> str:
+        """Where the costs are from, and why they may be less than measured for `host`, for printing; None is a host
+        that is not this one."""
+        here = host is not None and host.cpu_model == self.cpu
+        if self.origin != "measured":
+            words = f"assumed from {self.name}"
+        elif host and not here:
+            words = f"assumed from measurements on {self.cpu}"
+        else:
+            words = f"measured {'here' if here else f'on {self.cpu}'} on {self.date}"
+            words += f" from {self.runs} run{'s' * (self.runs > 1)}" if self.runs else ""
+        return "; ".join((words, *self.caveats(host)))
+
     def caveats(self, host: Optional[Host] = None) -> List[str]:
-        """Why the figures may be less than measured for `host`, a phrase each; None is a host that is not this one."""
-        found = []
-        if host and host.cpu_model != self.cpu:
-            if self.origin == "measured":
-                found.append(f"measured on {self.cpu}, for {host.cpu_model} assumed")
-            if "avx512f" not in host.isa:
-                found.append("AVX512 assumed, which this CPU is not known to have: without it takes longer")
+        """Why the figures may be less than `basis` says of them, a phrase each."""
+        found = [self.note] if self.note else []
+        if host and "avx512f" not in host.isa and host.cpu_model != self.cpu:
+            found.append("AVX512 assumed, which this CPU is not known to have: without it takes longer")
         if self.measured_threads:
             found.append(f"from {self.measured_threads} threads to {self.threads} by assumption")
         return found
+
+    def of_dtypes(self, engine: str) -> Dict[str, Dict[str, Dict[str, float]]]:
+        """Dtype -> the costs on an engine, of every dtype that is known."""
+        others = self.others.of_dtypes(engine) if self.others else {}
+        return {**others, **self.costs.get(engine, {})}
 
     def runtime_bytes(self, engine: str, program: Program) -> int:
         """Resident memory of the process besides the tensors of `program` and oneDNN's scratch."""
@@ -124,22 +150,19 @@ def runtime_ops(program: Program) -> int:
 
 
 def load_constants(path: Union[str, Path]) -> HostConstants:
-    """Read constants from a file. Raises ValueError for one that is missing, damaged or of another schema. It may name
-    another one beside it as "like", and hold what differs, and in "faster" by how much work and traffic go faster."""
+    """Read constants from a file: shipped ones, those that `calibrate --out` has written, or a host's own. Raises
+    ValueError for one that is missing, damaged or of another schema."""
     path = Path(path)
     try:
         content = read_json(path)
-        if "like" in content:
-            base, faster = read_json(path.with_name(str(content["like"]))), content.get("faster", {})
-            slower = lambda dtype, part: 1 / faster.get(dtype if part == "work" else part, 1.0)  # noqa: E731
-            content = {**base, "costs": _scaled(base["costs"], slower), **content}
         if content.get("schema") != SCHEMA:
             raise ValueError(f"schema {content.get('schema')}")
-        constants = typed({name: content[name] for name in FIELDS if name in content}, HostConstants, "calibration")
-        wrong = ", ".join(_wrong(constants))
-        if wrong:
-            raise ValueError(wrong)
-        return constants
+        found: Optional[HostConstants] = None
+        for one in reversed(content.get("constants", [content])):
+            found = dataclasses.replace(_constants(one, path), others=found)
+        if found is None:
+            raise ValueError("no constants")
+        return found
     except FileNotFoundError:
         raise ValueError(f"calibration {path} must exist, got none; write it with `calibrate --out {path}`") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -154,13 +177,40 @@ def named_constants(name: str) -> HostConstants:
     return load_constants(SHIPPED / NAMED[name] if name in NAMED else name)
 
 
-def find_constants(threads: int, host: Optional[Host] = None, own: Path = OWN) -> HostConstants:
-    """Constants with so many threads: this host's own where `calibrate` has written them, unless for another CPU, with
-    the shipped ones for what was not calibrated; else those. Raises ValueError where the file is damaged."""
+def find_constants(threads: int, host: Optional[Host] = None) -> HostConstants:
+    """Constants with so many threads: what was measured on this host, of each engine as it is installed; else with
+    another number of threads; else the shipped ones. A file that cannot be read is passed over, with a `note`."""
     host = host or read_host()
-    shipped = shipped_constants(host.kernels).for_threads(threads)
-    mine = load_constants(own).for_threads(threads) if own.is_file() else None
-    return dataclasses.replace(mine, others=shipped) if mine and mine.cpu == host.cpu_model else shipped
+    found = shipped_constants(host.kernels).for_threads(threads)
+    for engine in LIBRARIES:
+        path = host_file(host, engine, threads)
+        if path and not path.is_file():
+            others = path.parent.glob(f"{path.name.rpartition('.threads-')[0]}.threads-*.json")
+            path = max(others, key=_threads_of, default=None)
+        if path:
+            try:
+                found = load_constants(path).for_threads(threads).before(found)
+            except ValueError as error:
+                found = dataclasses.replace(found, note=str(error))
+    return found
+
+
+def host_file(host: Host, engine: str, threads: int) -> Optional[Path]:
+    """Where a host's own constants are, by its fingerprint: CPU, instruction sets, cores, the engine and its versions,
+    and threads. Under $XDG_DATA_HOME, else ~/.local/share; None where there is no such folder, and no engine."""
+    base = Path(os.environ.get("XDG_DATA_HOME", ""))
+    if not base.is_absolute():  # such a one is to be ignored
+        base = Path(os.path.expanduser("~")) / ".local" / "share"
+    try:
+        version = "-".join(metadata.version(name) for name in LIBRARIES[engine])
+    except metadata.PackageNotFoundError:
+        return None
+    if not base.is_absolute():
+        return None
+    what = repr((host.cpu_model, host.isa, host.kernels.isa, host.usable_cores)).encode()
+    cpu = re.sub(r"[^a-z0-9]+", "-", host.cpu_model.lower()).strip("-")
+    place = f"{cpu}.cores-{host.usable_cores}.{hashlib.sha256(what).hexdigest()[:8]}"
+    return base / "cpu3d" / "hosts" / f"{place}.{engine}-{version}.threads-{threads}.json"
 
 
 def shipped_constants(kernels: Kernels) -> HostConstants:
@@ -176,10 +226,30 @@ def to_json(constants: HostConstants) -> Dict[str, Any]:
     return {"schema": SCHEMA, **figures, "kernels": dataclasses.asdict(constants.kernels)}
 
 
-BECOMES = ("measured_threads", "others")
+BECOMES = ("measured_threads", "note", "others")
 """Fields that say what became of a file's constants since; it holds all the others."""
 
 FIELDS = tuple(field.name for field in dataclasses.fields(HostConstants) if field.name not in BECOMES)
+
+
+def _constants(content: Mapping[str, Any], path: Path) -> HostConstants:
+    """From the JSON of a file `path`. It may name another one beside it as "like", and hold what differs, and in
+    "faster" by how much work and traffic go faster."""
+    if "like" in content:
+        base, faster = read_json(path.with_name(str(content["like"]))), content.get("faster", {})
+        slower = lambda dtype, part: 1 / faster.get(dtype if part == "work" else part, 1.0)  # noqa: E731
+        content = {**base, "costs": _scaled(base["costs"], slower), **content}
+    constants = typed({name: content[name] for name in FIELDS if name in content}, HostConstants, "calibration")
+    wrong = ", ".join(_wrong(constants))
+    if wrong:
+        raise ValueError(wrong)
+    return constants
+
+
+def _threads_of(path: Path) -> int:
+    """Of a host's own file, by its name; 0 for another one."""
+    threads = path.stem.rpartition("threads-")[2]
+    return int(threads) if threads.isdigit() else 0
 
 
 def _wrong(constants: HostConstants) -> Iterator[str]:

@@ -15,7 +15,7 @@ from memory_estimator.job import DTYPE_BYTES, Job
 from memory_estimator.step.allocator import SMALL_BYTES, fits_regions, region_bytes, use
 from memory_estimator.step.onednn import Kernels
 from memory_estimator.step.program import Program, Tensor, Timeline, rounded, timeline
-from memory_estimator.step.timing import op_seconds
+from memory_estimator.step.timing import step_seconds
 from memory_estimator.step.training_step import training_step, validation_pass
 from models.layer_plan import Shape3
 
@@ -186,20 +186,18 @@ def estimate(
     tight = host_bytes is not None and upper_bound <= host_bytes < allocator.reserved_bytes
     regions_short = tight and not fits_regions(program, host_bytes)
     overhead = allocator.resident_bytes + small - sum(map(_resident_bytes, line.peak_tensors))
+    baseline_origin = constants.origins["baseline_bytes"].partition(":")[0]
     around = (
         Component("scratch outside the allocator", hidden, "derived: oneDNN's buffers, at their largest"),
         Component("allocator overhead", overhead, "derived: TensorFlow's allocator replayed"),
-        Component("runtime baseline", baseline, f"{constants.origin}: {constants.name}"),
+        Component("runtime baseline", baseline, f"{baseline_origin}: {constants.name}"),
     )
-    # The program is that of one micro-batch and, at its end, of the update, which comes once a step.
-    op_s = op_seconds(program, constants, job)
-    part = max(index for index, op in enumerate(program.ops) if op.kind != "update") + 1
     return Estimate(
         job=job,
         allocator_peak_bytes=allocator.peak_bytes,
         process_peak_bytes=process_peak,
         upper_bound_bytes=allocator.reserved_bytes if regions_short else upper_bound,
-        step_s=job.parts * sum(op_s[:part]) + sum(op_s[part:]),
+        step_s=step_seconds(program, constants, job),
         components=tuple(part for part in (*live_at_peak(line), *around) if part.bytes),
         timeline=line,
         accuracy=accuracy,

@@ -1,56 +1,258 @@
-"""What a unit of each kind of work costs on a host, from operations whose seconds were measured there."""
+"""A host's constants from what runs have shown there, beginning with those that are assumed of it.
 
-import math
+One run says little of networks that differ from its own, so nothing is fitted from scratch. The assumed costs are
+first scaled as one, work and traffic apart; then each group of operations by its own seconds, with costs held to the
+assumed proportions (ridge regression) as far as the seconds do not contradict. More runs contradict more.
+"""
+
+import dataclasses
 import statistics
 from collections import defaultdict
-from typing import Any, Dict, List, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-import numpy as np
+from memory_estimator.calibration import HostConstants, part_of, runtime_ops
+from memory_estimator.job import Job
+from memory_estimator.step.program import Program, StepOp
+from memory_estimator.step.timing import FUSED, features, group_of, step_seconds, tensor_bytes
+from memory_estimator.step.training_step import training_step
 
-Costs = Dict[str, Dict[str, float]]
-"""Group -> feature -> seconds a unit."""
+DISTURBED_SHARE = 0.1
+"""A step that took longer than the fastest one by more than this share was disturbed by something."""
+
+FEWEST_STEPS = 3
+"""Undisturbed ones, to call their median a step's seconds."""
+
+HELD = 0.003
+"""How firmly costs are held to the assumed proportions: one that is off by all of itself weighs as much as this share
+of the seconds, squared as those are."""
+
+FURTHEST = 8.0
+"""The most that work and traffic are scaled apart: one run may not tell the two from each other."""
 
 
-def fit_costs(measured: Sequence[Mapping[str, Any]]) -> Costs:
-    """Costs of each group from `measure`'s "networks".
+@dataclass(frozen=True)
+class Run:
+    """What a run has shown of the host that it ran on."""
+
+    job: Job
+    by: str  # the command
+    date: str
+    step_s: Optional[float] = None  # of an undisturbed step; None where none was timed
+    steps: int = 0  # undisturbed ones
+    op_s: Dict[str, float] = field(default_factory=dict)
+    """Operation of the job's program -> its seconds, each time it runs. Empty where the profiler did not tell them."""
+    group_s: Dict[str, float] = field(default_factory=dict)
+    """The same of groups of operations (`timing.group_of`) that are not told apart, all together."""
+    runtime_bytes: Optional[int] = None  # resident memory of the process besides tensors and scratch
+
+
+class Row(NamedTuple):
+    """Operations of one group that were timed together, most often a single one."""
+
+    group: str
+    features: Dict[str, float]  # `timing.features`, summed
+    seconds: float
+
+
+class Seen(NamedTuple):
+    """A run with its program."""
+
+    run: Run
+    program: Program
+    rows: List[Row]
+
+
+def undisturbed(steps_s: Sequence[float]) -> List[float]:
+    """Those of some steps' seconds that lie near the fastest one; [] where they are fewer than FEWEST_STEPS."""
+    near = [seconds for seconds in steps_s if seconds <= (1 + DISTURBED_SHARE) * min(steps_s)]
+    return near if len(near) >= FEWEST_STEPS else []
+
+
+def fitted(runs: Sequence[Run], assumed: HostConstants, cpu: str, cache_bytes: int) -> List[HostConstants]:
+    """Constants of the host `cpu` in each dtype that `runs`, all on one engine and of equally many threads, have timed;
+    and in one that none has timed, `assumed` as much slower as they were in the other. Empty where none was timed."""
+    engine, threads = runs[0].job.engine, runs[0].job.threads
+    assumed = assumed.for_threads(threads)
+    by_dtype: Dict[str, List[Run]] = defaultdict(list)
+    for run in runs:
+        if run.step_s:
+            by_dtype[run.job.unet.dtype].append(run)
+    found, scales = [], []
+    date = max(run.date for run in runs)
+    memory = {name: getattr(assumed, name)[engine] for name in ("baseline_bytes", "op_bytes")}
+    origins = {**assumed.origins, "costs": f"measured: {_commands(runs)}, {date}", "cache_bytes": "measured: /sys"}
+    points = [(runtime_ops(training_step(run.job)), run.runtime_bytes) for run in runs if run.runtime_bytes]
+    if points:
+        memory = dict(zip(memory, straight_line(points, memory["op_bytes"])))
+        origins.update(dict.fromkeys(memory, "measured: calibrate, resident memory less the step's tensors"))
+    about = {"cpu": cpu, "date": date, "threads": threads, "cache_bytes": cache_bytes, "measured_threads": 0}
+    about.update(baseline_bytes={engine: memory["baseline_bytes"]}, op_bytes={engine: memory["op_bytes"]}, others=None)
+    for dtype, some in by_dtype.items():
+        costs, scale = fit_costs(some, assumed, cache_bytes)
+        scales.append(scale)
+        measured = {"name": cpu, "origin": "measured", "runs": len(some), "record": _commands(some)}
+        of_dtype = {**about, **measured, "origins": origins, "costs": {engine: {dtype: costs}}}
+        found.append(dataclasses.replace(assumed, **of_dtype))
+    others = {dtype: groups for dtype, groups in assumed.of_dtypes(engine).items() if dtype not in by_dtype}
+    if found and others:
+        scale = {part: statistics.fmean(one[part] for one in scales) for part in scales[0]}
+        costs = {
+            dtype: {
+                group: {name: cost * scale[part_of(name)] for name, cost in each.items()}
+                for group, each in groups.items()
+            }
+            for dtype, groups in others.items()
+        }
+        name = f"{assumed.name}, as much slower or faster as {' and '.join(by_dtype)} was here"
+        of_others = {**about, "name": name, "origin": "assumed", "costs": {engine: costs}}
+        found.append(dataclasses.replace(assumed, **of_others))
+    return found
+
+
+def fit_costs(
+    runs: Sequence[Run], assumed: HostConstants, cache_bytes: int
+) -> Tuple[Dict[str, Dict[str, float]], Dict[str, float]]:
+    """Group -> feature -> seconds a unit, of runs in one engine and dtype; and by how much work, traffic and overhead
+    are dearer than assumed. Of runs whose operations were not seen only the scale is taken, and only without others."""
+    job = runs[0].job
+    speeds = assumed.speeds(job.engine, job.unet.dtype)
+    seen = [_seen(run, cache_bytes) for run in runs if run.op_s]
+    if not seen:
+        constants = dataclasses.replace(assumed, cache_bytes=cache_bytes)
+        ratios = [run.step_s / step_seconds(training_step(run.job), constants, run.job) for run in runs]
+        scale = dict.fromkeys(("work", "traffic", "overhead"), statistics.median(ratios))
+        return _scaled(speeds, scale), scale
+    by_group: Dict[str, List[Row]] = defaultdict(list)
+    for row in (row for one in seen for row in one.rows):
+        by_group[row.group].append(row)
+    scale = _scale_of_parts([row for rows in by_group.values() for row in rows], speeds)
+    costs = _scaled(speeds, scale)
+    for group, rows in by_group.items():
+        costs[group] = _held_fit(rows, costs.get(group, {}))
+    left = [(one.run.step_s - _op_seconds(one)) / _op_count(one) for one in seen]
+    costs["every_op"] = {"seconds": max(0.0, statistics.median(left))}
+    return costs, scale
+
+
+def straight_line(points: Sequence[Tuple[int, int]], slope: float) -> Tuple[int, int]:
+    """Bytes of no operations, and of each, through measured (operations, bytes); `slope` where it takes two points."""
+    ops, sizes = zip(*points)
+    mean_ops, mean_size = statistics.fmean(ops), statistics.fmean(sizes)
+    spread = sum((one - mean_ops) ** 2 for one in ops)
+    if spread:
+        slope = max(0.0, sum((one - mean_ops) * (size - mean_size) for one, size in points) / spread)
+    return max(0, round(mean_size - slope * mean_ops)), round(slope)
+
+
+# --- Private helpers ---
+
+
+def _seen(run: Run, cache_bytes: int) -> Seen:
+    program = training_step(run.job)
+    sizes, rows, by_group = tensor_bytes(program), [], defaultdict(list)
+    for op in (op for op in program.ops if op.kind != FUSED):
+        if op.name in run.op_s:
+            rows.append(Row(group_of(op), features(op, sizes, cache_bytes), run.op_s[op.name]))
+        else:
+            by_group[wide_group(op)].append(features(op, sizes, cache_bytes))
+    for group, seconds in run.group_s.items():
+        total: Dict[str, float] = defaultdict(float)
+        for name, amount in (item for one in by_group.get(group, ()) for item in one.items()):
+            total[name] += amount
+        if total:
+            rows.append(Row(group, dict(total), seconds))
+    return Seen(run, program, [row for row in rows if row.seconds > 0 and any(row.features.values())])
+
+
+def wide_group(op: StepOp) -> str:
+    """The group of an operation as TensorFlow's types tell it, which do not tell narrow norms from others."""
+    return group_of(op).replace("narrow_", "")
+
+
+def _op_seconds(one: Seen) -> float:
+    """Of all operations of a step."""
+    total, parts = 0.0, one.run.job.parts
+    for op in one.program.ops:
+        total += one.run.op_s.get(op.name, 0.0) * (1 if op.kind == "update" else parts)
+    return total + sum(seconds * (1 if group == "update" else parts) for group, seconds in one.run.group_s.items())
+
+
+def _op_count(one: Seen) -> int:
+    updates = sum(op.kind == "update" for op in one.program.ops)
+    return (len(one.program.ops) - updates) * one.run.job.parts + updates
+
+
+def _commands(runs: Iterable[Run]) -> str:
+    return ", ".join(dict.fromkeys(run.by for run in runs))
+
+
+def _scaled(costs: Mapping[str, Mapping[str, float]], scale: Mapping[str, float]) -> Dict[str, Dict[str, float]]:
+    return {group: {name: cost * scale[part_of(name)] for name, cost in one.items()} for group, one in costs.items()}
+
+
+def _scale_of_parts(rows: Sequence[Row], speeds: Mapping[str, Mapping[str, float]]) -> Dict[str, float]:
+    """By how much work and traffic are dearer than `speeds` say, all rows taken together."""
+    columns = []
+    for row in rows:
+        parts = {"work": 0.0, "traffic": 0.0}
+        for name, amount in row.features.items():
+            parts[part_of(name)] += amount * speeds.get(row.group, {}).get(name, 0.0)
+        columns.append([parts["work"], parts["traffic"]])
+    known = [(column, row.seconds) for column, row in zip(columns, rows) if sum(column) > 0]
+    whole = sum(seconds for _, seconds in known) / sum(sum(column) for column, _ in known)
+    scaled = [[part * whole for part in column] for column, _ in known]
+    work, traffic = _least_squares(scaled, [seconds for _, seconds in known], [1.0, 1.0], HELD)
+    near = lambda factor: min(max(factor, 1 / FURTHEST), FURTHEST)  # noqa: E731
+    return {"work": whole * near(work), "traffic": whole * near(traffic), "overhead": 1.0}
+
+
+def _held_fit(rows: Sequence[Row], assumed: Mapping[str, float]) -> Dict[str, float]:
+    """Costs of one group. What is beyond the cache is never cheaper than what is in it."""
+    names = sorted({name for row in rows for name, amount in row.features.items() if amount} | set(assumed))
+    apart = {"cached", "traffic"} <= set(names)
+    amounts = [[row.features.get(name, 0.0) for name in names] for row in rows]
+    usual = [assumed.get(name, 0.0) for name in names]
+    if apart:  # the second unknown is how much dearer traffic is
+        cached, traffic = names.index("cached"), names.index("traffic")
+        for one in amounts:
+            one[cached] += one[traffic]
+        usual[traffic] = max(0.0, usual[traffic] - usual[cached])
+    seconds = [row.seconds for row in rows]
+    assumed_s = sum(amount * cost for one in amounts for amount, cost in zip(one, usual))
+    ratio = sum(seconds) / assumed_s if assumed_s else 0.0
+    # In units of what is assumed, scaled to the group's seconds; what was assumed to cost nothing in units of them all.
+    totals = [sum(one[index] for one in amounts) for index in range(len(names))]
+    units = [cost * ratio or (sum(seconds) / total if total else 0.0) for cost, total in zip(usual, totals)]
+    columns = [[amount * unit for amount, unit in zip(one, units)] for one in amounts]
+    times = _least_squares(columns, seconds, [1.0 if cost * ratio else 0.0 for cost in usual], HELD)
+    costs = {name: time * unit for name, time, unit in zip(names, times, units)}
+    if apart:
+        costs["traffic"] += costs["cached"]
+    return costs
+
+
+def _least_squares(
+    rows: Sequence[Sequence[float]], seconds: Sequence[float], usual: Sequence[float], held: float
+) -> List[float]:
+    """Factors of the columns, none negative, so that the rows add up to `seconds`, and near to `usual`.
 
     Errors count as a share of the square root of the time: long operations matter more, short ones are not ignored.
+    Coordinate descent on the normal equations: a few unknowns, and no library for it in a training process.
     """
-    by_group: Dict[str, List[Mapping[str, Any]]] = defaultdict(list)
-    for row in (row for network in measured for row in network["rows"]):
-        by_group[row["group"]].append(row)
-    costs = {group: _least_squares(rows) for group, rows in by_group.items()}
-    left = [
-        (network["step_s"] - sum(row["seconds"] for row in network["rows"])) / network["ops"] for network in measured
+    weights, count = [1 / one for one in seconds], range(len(usual))
+    ridge = held * sum(seconds)
+    products = [
+        [sum(w * row[i] * row[j] for w, row in zip(weights, rows)) + ridge * (i == j) for j in count] for i in count
     ]
-    return {**costs, "every_op": {"seconds": max(0.0, statistics.median(left))}}
-
-
-def straight_line(points: Sequence[Mapping[str, int]]) -> Dict[str, int]:
-    """{"bytes", "op_bytes"}: bytes of no operations, and of each, through the measured {"bytes", "ops"}."""
-    ops, size = (np.array([point[name] for point in points], float) for name in ("ops", "bytes"))
-    slope = max(0.0, float(np.polyfit(ops, size, 1)[0])) if len(set(ops)) > 1 else 0.0
-    return {"bytes": round(float(np.mean(size - slope * ops))), "op_bytes": round(slope)}
-
-
-def _least_squares(rows: Sequence[Mapping[str, Any]]) -> Dict[str, float]:
-    """Seconds a unit of each feature of one group, none of them negative."""
-    from scipy.optimize import nnls  # not into the memory of a measuring process
-
-    there = [row for row in rows if row["seconds"] > 0]
-    names = sorted({name for row in there for name, amount in row["features"].items() if amount})
-    if not names:
-        return {}
-    counted = np.array([[row["features"].get(name, 0.0) for name in names] for row in there])
-    if names == ["cached", "traffic"]:
-        # What lies in the cache is not slower: the second unknown is how much dearer it is beyond.
-        counted[:, 0] += counted[:, 1]
-    weight = np.array([1 / math.sqrt(row["seconds"]) for row in there])
-    scale = np.abs(counted).max(axis=0)
-    found, _ = nnls(counted / scale * weight[:, None], np.array([row["seconds"] for row in there]) * weight)
-    costs = dict(zip(names, (found / scale).tolist()))
-    if names == ["cached", "traffic"]:
-        costs["traffic"] += costs["cached"]
-    elif {"cached", "traffic"} & set(names):  # the same beyond the cache as in it where only one was seen
-        costs = {"cached": costs.get("traffic"), "traffic": costs.get("cached"), **costs}
-    return costs
+    goal = [sum(row[i] for row in rows) + ridge * usual[i] for i in count]
+    found = list(usual)
+    for _ in range(2000):
+        moved = 0.0
+        for i in count:
+            rest = sum(products[i][j] * found[j] for j in count if j != i)
+            new = max(0.0, (goal[i] - rest) / products[i][i])
+            moved, found[i] = max(moved, abs(new - found[i])), new
+        if moved < 1e-7:
+            break
+    return found

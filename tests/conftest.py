@@ -1,8 +1,11 @@
 """What all tests share. The host's plan is applied before any test module imports TensorFlow."""
 
+import atexit
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import hypothesis
@@ -30,6 +33,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 hypothesis.settings.register_profile("steady", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile("steady")
+
+
+DATA_HOME = tempfile.mkdtemp(prefix="cpu3d-tests-")
+atexit.register(shutil.rmtree, DATA_HOME, ignore_errors=True)
+os.environ["XDG_DATA_HOME"] = DATA_HOME  # what runs show of this host is kept here, and not with the user's own
+
+
+@pytest.fixture(autouse=True)
+def _empty_data_home(monkeypatch):
+    """No test reads what the runs of another one have shown of the host."""
+    monkeypatch.setenv("XDG_DATA_HOME", tempfile.mkdtemp(dir=DATA_HOME))
 
 
 def pytest_configure(config):

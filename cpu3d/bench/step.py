@@ -19,12 +19,16 @@ from typing import Any, Dict, List, Tuple
 from cpu3d.bench import harness
 from cpu3d.bench.harness import Output, Result, Turns, gib, host_of, title_of, valid, with_range
 from cpu3d.host.apply import ENGINES, set_up
+from cpu3d.host.observe import Observer
 from cpu3d.settings import AUTO, RunConfig, left_open
+from memory_estimator.fitting import FEWEST_STEPS
 from memory_estimator.host import read_host
 from memory_estimator.job import ENGINES as KNOWN_ENGINES
 from memory_estimator.job import Job, JobOptions, job_from, source_job
 from memory_estimator.schema import option
 from memory_estimator.table import Table
+from memory_estimator.validation import has_known_engine
+from memory_estimator.validation import job_from as job_from_record
 from models.config import DTYPES, POLICIES, UNetConfig
 from models.layer_plan import training_flops
 
@@ -107,7 +111,8 @@ def step_table(record: Result) -> Table:
 def measure(request: Dict[str, Any]) -> Result:
     """Do `steps` training steps in the dtype and on the engine of `request`: their time and their memory.
 
-    With `request["matmul"]` the host's matrix product is timed after the steps, and after the peaks are read.
+    What the steps show of this host is kept for the estimator. With `request["matmul"]` the host's matrix product
+    is timed too. Both come after the peaks are read.
     """
     if request.get("threads"):  # else they are the host's own number or the environment's
         os.environ.update(dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(request["threads"])))
@@ -133,13 +138,20 @@ def measure(request: Dict[str, Any]) -> Result:
     while len(timed) < request["steps"] and sum(first + timed) < LONG_ENOUGH_S:
         timed.append(step())
     facts = {"allocator_peak_bytes": allocator_peak_bytes(), **harness.facts_of(tf, threads, host)}
-    best = _matmul_gflops(tf, unet.dtype) if request["matmul"] else None
     step_s = statistics.median(timed)
     gflops = training_flops(unet, grid, batch) / step_s / 1e9
     result = {**request, "step_s": step_s, "step_s_min": min(timed), "step_s_max": max(timed)}
     result.update(first_step_s=[*first, *timed][0], steps_timed=len(timed), volume_s=step_s / batch)
-    result.update(gflops=gflops, matmul_gflops=best, matmul_peak_share=best and gflops / best)
-    return {**result, "parameters": parameter_count(learner.model), **facts}
+    result.update(parameters=parameter_count(learner.model), **facts)
+    if len(timed) >= FEWEST_STEPS and has_known_engine(result):
+        observer = Observer(job_from_record(result), "bench", host, traced=range(len(timed), len(timed) + 2))
+        for seconds in timed:
+            observer.note(seconds)
+        for _ in range(2):
+            observer.note(observer.watch(step))
+        observer.record()
+    best = _matmul_gflops(tf, unet.dtype) if request["matmul"] else None
+    return {**result, "gflops": gflops, "matmul_gflops": best, "matmul_peak_share": best and gflops / best}
 
 
 def config_of(request: Dict[str, Any], workers: int = 1) -> RunConfig:

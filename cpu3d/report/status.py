@@ -27,13 +27,10 @@ from cpu3d.report.run_files import Events, median, numbers, of_kind
 from cpu3d.settings import load_config
 from cpu3d.training.checkpoint import checkpoints, step_of
 from cpu3d.training.heartbeat import BEAT_S, SILENT_S, Heartbeat, beat_age_s, heartbeat_path, read_heartbeats
-from cpu3d.training.run_log import FINISHED, recent_events
+from cpu3d.training.run_log import FINISHED, Pace, recent_events
 from memory_estimator.schema import option
 from memory_estimator.table import Bad, Good, Poor, Table
 from memory_estimator.units import format_bytes, format_seconds
-
-RECENT = 50
-"""Steps that losses and times are of."""
 
 BY_EXIT_CODE = {
     0: "finished",
@@ -150,7 +147,7 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
     run, now = Path(run), time.time() if now is None else now
     heartbeats = read_heartbeats(run)
     config = None if heartbeats and not (run / "config.json").is_file() else load_config(run)
-    events = recent_events(run, RECENT)
+    events = recent_events(run)
     workers = _workers(run, heartbeats, now)
     beats = [one.heartbeat for one in workers if one.heartbeat]
     starts, recent, validations = (of_kind(events, kind) for kind in ("start", "step", "validation"))
@@ -174,7 +171,7 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
         step=step,
         steps=steps,
         step_s=step_s,
-        seconds_left=_seconds_left(events, step, steps, step_s) if first.state in ("running", "starting") else None,
+        seconds_left=Pace(events).seconds_left(step, steps) if first.state in ("running", "starting") else None,
         recent_steps=len(recent),
         loss=_mean(numbers(recent, "loss")),
         dice=_mean_of_each([event.get("dice") or {} for event in recent]),
@@ -292,16 +289,6 @@ def _checkpoint(run: Path, events: Events, now: float) -> Optional[Saved]:
             step = step if step >= 0 else next(reversed(logged), None)
             return Saved(step, max(0.0, now - stat.st_mtime), stat.st_size)
     return None
-
-
-def _seconds_left(events: Events, step: int, steps: Optional[int], step_s: Optional[float]) -> Optional[float]:
-    """At the median step, with the share of time that this attempt has spent on other things."""
-    if not steps or not step_s or step > steps:
-        return None
-    begin = max((number for number, event in enumerate(events) if event["event"] == "start"), default=0)
-    done = step - _whole(events[begin].get("step"))
-    beside = sum(numbers(events[begin + 1 :], "seconds"))
-    return (steps - step) * (step_s + (beside / done if done > 0 else 0.0))
 
 
 def _whole(value: Any) -> int:

@@ -5,6 +5,7 @@ Of several workers each goes through it at the same pace, on its own share of ev
 
 import contextlib
 import dataclasses
+import functools
 import json
 import statistics
 import time
@@ -20,6 +21,7 @@ from cpu3d.distributed.all_reduce import ALONE, Exchange, array_from_chief, text
 from cpu3d.errors import DivergedError, InputError, Interrupted, MemoryRunsOutError, WorkerLostError, WorkersDifferError
 from cpu3d.host.gpu import memory_device
 from cpu3d.host.memory import peak_rss_bytes
+from cpu3d.host.observe import Observer
 from cpu3d.plan import Plan
 from cpu3d.training.checkpoint import checkpoints, newest, set_aside, step_of, write_best, write_next
 from cpu3d.training.feeds import Feeds, Parts
@@ -33,6 +35,9 @@ from memory_estimator.host import Host
 
 MEMORY = 1
 """A worker's note that its memory is running out. The other notes are the numbers of SIGINT and SIGTERM; 0 is none."""
+
+ENOUGH_STEPS = 12
+"""After so many steps of an attempt it is recorded what they took; else at its end."""
 
 TIMED_STEPS = 3
 """Taken to tell a step's time, and taken back; the first one compiles and is not counted."""
@@ -48,6 +53,7 @@ class Fit:
         self.feeds = Feeds(self.store, self.config, Share(exchange.rank, exchange.count, self.config.batch))
         self.learner = Learner(self.config, exchange) if learner is None else learner
         self._exchange, self._guard = exchange, UNGUARDED
+        self._observer: Optional[Observer] = None
         self.step = self.stale_validations = 0
         self.best: Optional[float] = None
         self.owes_validation = False
@@ -104,13 +110,14 @@ class Fit:
             **{**place, **data, **how},
         )
 
-    def run(self, guard: Unguarded = UNGUARDED) -> None:
+    def run(self, guard: Unguarded = UNGUARDED, observer: Optional[Observer] = None) -> None:
         """Train to the last epoch, an early stop, or a stop that one of the workers asks for, and save in each case.
+        `observer` is shown the steps.
 
         Raises Interrupted after a signal and MemoryRunsOutError after the guard's word, once that is saved;
         DivergedError and WorkerLostError for what they say.
         """
-        self._guard = guard
+        self._guard, self._observer = guard, observer
         self._resumed_at, self._trained_before_s = time.monotonic(), self.trained_s
         self._saved_at = self._resumed_at
         parts = self.feeds.training(self.step, self.steps, guard.phase)
@@ -134,6 +141,8 @@ class Fit:
                 late = time.monotonic() - self._saved_at > 60 * self.config.save_minutes
                 if validated or late or stop or self.is_over:
                     self._save()
+            if observer:
+                observer.record()
             reason = self.reason if self.is_over else "memory" if stop == MEMORY else "interrupted"
             self._log(
                 "end",
@@ -196,10 +205,14 @@ class Fit:
         """One step; returns what stops the run after it, 0 for nothing: the same on all workers."""
         config = self.config
         rate = config.rate_at(self.step, self.steps)
-        waited_before_s = parts.waited_s
+        waited_before_s, finished_before_s = parts.waited_s, parts.finished_s
         with self._saved_where_one_is_lost():  # nothing but this step is
-            outcome, step_s = self._compute(parts, rate, wish)
+            step = functools.partial(self._compute, parts, rate, wish)
+            outcome, step_s = self._observer.watch(step) if self._observer else step()
         waited_s = parts.waited_s - waited_before_s
+        own_s = step_s - waited_s - (parts.finished_s - finished_before_s) - outcome.exchange_s
+        if self._observer and self._observer.note(own_s) == ENOUGH_STEPS:
+            self._observer.record()
         self.waited_s += waited_s
         self.exchanged_s += outcome.exchange_s
         self.stepped_s += step_s

@@ -4,16 +4,21 @@ import collections
 import contextlib
 import json
 import os
+import statistics
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping
+from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Mapping, Optional
 
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from cpu3d.util.atomic import atomic_write, sync, sync_folder
 from cpu3d.util.progress import columns
+from cpu3d.util.records import duration
 from memory_estimator.files import open_regular, parse_json, read_regular
 from memory_estimator.units import GIB
+
+RECENT = 50
+"""Steps that losses and times are of."""
 
 FINISHED = ("finished", "early stop")
 """Reasons in the last line of a run that is over. Any other one was stopped, and goes on."""
@@ -38,7 +43,7 @@ def read_events(run: Path) -> List[Dict[str, Any]]:
     return _events(read_regular(path).splitlines()) if path.exists() else []
 
 
-def recent_events(run: Path, steps: int = 100) -> List[Dict[str, Any]]:
+def recent_events(run: Path, steps: int = RECENT) -> List[Dict[str, Any]]:
     """All events but those of steps, and of these the last `steps`; in order. Quick on the log of a long run."""
     path, others, last = Path(run) / "log.jsonl", [], collections.deque(maxlen=steps)
     if not path.exists():
@@ -68,6 +73,41 @@ def forget_after(run: Path, step: int, *, owes_validation: bool = False) -> None
         file.writelines(json.dumps(event) + "\n" for event in kept)
 
 
+class Pace:
+    """How fast the last attempt of a run goes, by the events of its log."""
+
+    def __init__(self, events: Iterable[Mapping[str, Any]] = ()):
+        self._begin = self._step = 0
+        self._beside_s = 0.0
+        self._predicted_s: Optional[float] = None
+        self._steps_s: Deque[float] = collections.deque(maxlen=RECENT)
+        for event in events:
+            self.note(event)
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """Count an event; whatever may be missing from it."""
+        kind, step = event["event"], event.get("step")
+        if kind == "start":
+            self.__init__()
+            self._begin = self._step = step if isinstance(step, int) else 0
+            self._predicted_s = (event.get("predicted") or {}).get("step_s")
+        elif kind == "step" and "step_s" in event:
+            if step != self._begin + 1:  # that one compiles
+                self._steps_s.append(event["step_s"])
+            self._step = step if isinstance(step, int) else self._step
+        elif kind in ("validation", "checkpoint"):
+            self._beside_s += event.get("seconds", 0.0)
+
+    def seconds_left(self, step: int, steps: Optional[int]) -> Optional[float]:
+        """From `step` to the end at the median of the recent steps, and before there are any as predicted; with the
+        share of time that validations and saves have had. None where neither is known."""
+        step_s = statistics.median(self._steps_s) if self._steps_s else self._predicted_s
+        if not steps or step_s is None or step > steps:
+            return None
+        done = self._step - self._begin
+        return (steps - step) * (step_s + (self._beside_s / done if done > 0 else 0.0))
+
+
 # --- What a person watches ---
 
 
@@ -78,21 +118,24 @@ def shown(
     """Yields a function that shows an event of the log: on stderr, as a bar on a terminal, and in run/tensorboard."""
     import tensorflow as tf
 
-    console = Console(stderr=True)
-    bar = Progress(*columns(TextColumn("{task.fields[state]}")), console=console, disable=not console.is_terminal)
-    task = bar.add_task("train", total=steps, completed=done, state="")
+    console, pace = Console(stderr=True), Pace(recent_events(run))
+    shows = columns(TextColumn("{task.fields[state]}"), left=TextColumn("{task.fields[left]}"))
+    bar = Progress(*shows, console=console, disable=not console.is_terminal)
+    task = bar.add_task("train", total=steps, completed=done, state="", left=duration(pace.seconds_left(done, steps)))
     writer = tf.summary.create_file_writer(str(Path(run) / "tensorboard"))
     scalars = {"step": ("loss", "learning_rate", "step_s", "wait_s"), "validation": ("loss", "mean_dice")}
 
     def show(event: Mapping[str, Any]) -> None:
         group, step, line = event["event"], event["step"], ""
+        pace.note(event)
         dice = "  ".join(f"{name} {value:.3f}" for name, value in event.get("dice", {}).items())
         if group == "step":
             speed = f"{event['step_s'] / batch:.2f} s/volume  {event['rss_bytes'] / GIB:.1f} GiB"
             state = f"loss {event['loss']:.3f}  {dice}  {speed}"
-            bar.update(task, completed=step, state=state)
+            left = duration(pace.seconds_left(step, steps))
+            bar.update(task, completed=step, state=state, left=left)
             if not console.is_terminal and step % steps_per_epoch == 0:
-                line = f"epoch {event['epoch'] + 1}, step {step}: {state}"
+                line = f"epoch {event['epoch'] + 1}, step {step}: {state}  {left} left"
         elif group == "validation":
             took = f"{event['seconds']:.1f} s{', best so far' if event['best'] else ''}"
             line = f"validation after step {step}: Dice {dice} on {event['cases']} whole volumes, {took}"

@@ -25,15 +25,16 @@ from cpu3d.distributed.cluster import Cluster, read_cluster
 from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.gpu import HostGpus, fits_memory
+from cpu3d.host.observe import Observer
 from cpu3d.host.thread_plan import describe, share_of
-from cpu3d.plan import check_fits, make_plan, plan_of_chief, save_plan
+from cpu3d.plan import Plan, check_fits, make_plan, plan_of_chief, save_plan
 from cpu3d.settings import SETTINGS, RunConfig, left_open, load_config, save_config
 from cpu3d.training.checkpoint import BEST, checkpoints
 from cpu3d.training.run_log import read_events
 from cpu3d.training.watchdog import Guard
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.lock import locked
-from memory_estimator.host import read_host
+from memory_estimator.host import Host, read_host
 from memory_estimator.schema import option
 from memory_estimator.units import format_seconds
 
@@ -140,7 +141,7 @@ def train(
                         f"{format_seconds(step_s)} each; --epochs {config.epochs} takes all"
                     )
                 fit.log_start(host, engine, in_force(threads), plan.predicted)
-                fit.run(guard)
+                fit.run(guard, _observer(plan, host, cluster))
             exchange.close()
     return config
 
@@ -170,6 +171,20 @@ def _lock_of_chief(cluster: Cluster, run_folder: Path) -> Iterator[None]:
         (run_folder / "checkpoints").mkdir(exist_ok=True)
         remove_partials(run_folder, run_folder / "checkpoints")
         yield
+
+
+def _observer(plan: Plan, host: Host, cluster: Cluster) -> Optional[Observer]:
+    """Of the chief's steps on a CPU. Only steps that are all the network's are profiled: what rotates and resamples
+    patches, and what other workers wait for, is no part of the estimator's step."""
+    if not cluster.is_chief or plan.estimate is None:
+        return None
+    config, workers = plan.config, cluster.workers
+    threads = int(os.environ.get("TF_NUM_INTRAOP_THREADS") or plan.estimate.job.threads)
+    job = dataclasses.replace(
+        plan.estimate.job, batch=config.batch // workers, micro_batch=config.micro, threads=threads, averaged=False
+    )
+    alone = workers == 1 and not config.is_patch and config.resolution == 1
+    return Observer(job, "train", host, warm_up=2, traced=(3, 4) if alone else ())
 
 
 def _changes(

@@ -1,7 +1,7 @@
 """One progress bar for everything that takes long: what, how far, how long so far, how long still."""
 
 import contextlib
-from typing import Callable, Iterator, Tuple
+from typing import Callable, Iterator, Optional, Tuple
 
 from rich.console import Console
 from rich.progress import (
@@ -15,8 +15,8 @@ from rich.progress import (
 )
 
 
-def columns(*more: ProgressColumn) -> Tuple[ProgressColumn, ...]:
-    """What every bar shows, with `more` between the count and the times."""
+def columns(*more: ProgressColumn, left: Optional[ProgressColumn] = None) -> Tuple[ProgressColumn, ...]:
+    """What every bar shows, with `more` before the times; `left` by default is by the last half minute."""
     return (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -24,7 +24,7 @@ def columns(*more: ProgressColumn) -> Tuple[ProgressColumn, ...]:
         *more,
         TimeElapsedColumn(),
         TextColumn("left"),
-        TimeRemainingColumn(),
+        left or TimeRemainingColumn(),
     )
 
 

@@ -52,6 +52,13 @@ def op_seconds(program: Program, constants: HostConstants, job: Job) -> Tuple[fl
     return tuple(op_s)
 
 
+def step_seconds(program: Program, constants: HostConstants, job: Job) -> float:
+    """Of a whole step of `job`, whose program is that of one micro-batch and, at its end, of the update."""
+    op_s = op_seconds(program, constants, job)
+    part = max(index for index, op in enumerate(program.ops) if op.kind != "update") + 1
+    return job.parts * sum(op_s[:part]) + sum(op_s[part:])
+
+
 def group_of(op: StepOp) -> str:
     """What an operation's speed is looked up by: its kind, but for the network's two ends, whose channels are few."""
     layer = op.name.partition("/")[0]

@@ -26,7 +26,6 @@ from cpu3d.plan import (
     save_plan,
 )
 from cpu3d.settings import RunConfig, save_config
-from memory_estimator.calibration import find_constants
 from memory_estimator.estimate import estimate, whole_volume_bytes
 from memory_estimator.host import Host
 from memory_estimator.job import Job
@@ -304,16 +303,6 @@ def test_a_continued_run_is_told_only_of_what_it_may_change(phantom_store, tmp_p
     batch_norm = continued(batch=4, micro_batch=4, norm="batch")
     assert "; what fits: --policy lean: up to 24.00 GiB" in refusal(batch_norm, 30 * GIB)
     assert "as a run in another folder: --micro-batch 1: up to 12.00 GiB" in refusal(batch_norm, 12 * GIB)
-
-
-def test_a_calibration_that_cannot_be_read_is_bad_input_unless_forced(phantom_store, tmp_path, monkeypatch):
-    own = tmp_path / "calibration.json"
-    own.write_text("{")
-    monkeypatch.setattr("cpu3d.plan.find_constants", lambda threads, host: find_constants(threads, host, own))
-    with pytest.raises(InputError, match=r"calibration .*calibration\.json must"):
-        planned(phantom_store, tmp_path)
-    plan = make_plan(phantom_store, tmp_path, HOST, {**SMALL, "engine": "itex"}, force=True)
-    assert "calibration.json must" in plan.reasons["memory"]
 
 
 def test_steps_that_are_timed_before_the_run_hold_its_variables_twice(phantom_store, tmp_path):

@@ -11,6 +11,7 @@ from memory_estimator.calibration import (
     NAMED,
     SHIPPED,
     find_constants,
+    host_file,
     load_constants,
     part_of,
     shipped_constants,
@@ -63,9 +64,13 @@ def test_an_assumed_host_differs_from_the_measured_one_by_the_factors_it_states(
                 assert amx.speeds(engine, dtype)[group][feature] == pytest.approx(cost / factor)
 
 
-def test_what_was_not_calibrated_is_answered_by_the_shipped_ones_under_their_own_name(own):
+def test_what_was_not_measured_is_answered_by_the_shipped_ones_under_their_own_name(own, monkeypatch, tmp_path):
     here = host(cpu_model="Some CPU", kernels=load_constants(EPYC).kernels)
-    found, shipped = find_constants(2, here, own), load_constants(EPYC)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    path = host_file(here, "stock", 2)
+    path.parent.mkdir(parents=True)
+    own.rename(path)
+    found, shipped = find_constants(2, here), load_constants(EPYC)
     assert found.speeds("itex", "bfloat16") == shipped.speeds("itex", "bfloat16")
     unet = UNetConfig(depth=3)
     for engine, dtype, name in (
@@ -75,6 +80,14 @@ def test_what_was_not_calibrated_is_answered_by_the_shipped_ones_under_their_own
         said = estimate(job, found)
         assert said.constants.name == name
         assert said == estimate(job, found.of(engine, dtype))
+
+
+@pytest.mark.parametrize("changes", [{"cpu_model": "Another"}, {"isa": ("avx2",)}, {"cpu_quota": 1.0}])
+def test_another_host_has_another_file(changes):
+    here = host(cpu_model="Some CPU", isa=("avx512f",), cores=2, logical_cpus=2, cpu_quota=None)
+    one = host_file(here, "stock", 2)
+    assert one == host_file(here, "stock", 2)
+    assert len({one, host_file(here, "stock", 1), host_file(dataclasses.replace(here, **changes), "stock", 2)}) == 3
 
 
 def test_every_operation_of_every_network_has_costs_in_every_file():
@@ -93,9 +106,11 @@ def test_a_missing_file_is_refused_and_a_number_of_threads_beyond_the_measured_o
     measured = shipped_constants(Kernels())
     other = host(cpu_model="Another", isa=())
     assert measured.caveats() == measured.for_threads(8).for_threads(measured.threads).caveats() == []
-    found = measured.for_threads(56).caveats(other)
-    assert len(found) == 3
-    assert "56" in found[2]
+    assert measured.basis().startswith(f"measured on {measured.cpu}")
+    found = measured.for_threads(56)
+    assert found.basis(other).startswith(f"assumed from measurements on {measured.cpu}; ")
+    assert len(found.caveats(other)) == 2
+    assert "56" in found.caveats(other)[1]
     with pytest.raises(ValueError, match="must know torch in float32"):
         measured.of("torch", "float32")
 

@@ -1,25 +1,117 @@
-"""Fitting: costs that times were made with are found again."""
+"""Constants from runs on a made-up host whose true costs are known."""
+
+import dataclasses
+import random
+import statistics
 
 import pytest
 
-from memory_estimator.fitting import fit_costs
+from memory_estimator.calibration import part_of, shipped_constants
+from memory_estimator.fitting import Run, fitted, undisturbed
+from memory_estimator.job import Job
+from memory_estimator.step.onednn import Kernels
+from memory_estimator.step.timing import op_seconds, step_seconds
+from memory_estimator.step.training_step import training_step
+from models.config import UNetConfig
+
+ASSUMED = shipped_constants(Kernels())
+CACHE = ASSUMED.cache_bytes
 
 
-def network(rows, ops=10, between_s=1e-4):
-    """Rows of (group, features, costs): operations that take exactly what the costs of their features say."""
-    found = [
-        {"group": group, "features": counted, "seconds": sum(costs[name] * n for name, n in counted.items())}
-        for group, counted, costs in rows
-    ]
-    return {"rows": found, "ops": ops, "step_s": sum(row["seconds"] for row in found) + ops * between_s}
+def scaled(constants, factor_of):
+    """Constants whose costs are `factor_of(group, feature)` times as high."""
+    costs = {
+        engine: {
+            dtype: {
+                group: {name: cost * factor_of(group, name) for name, cost in each.items()}
+                for group, each in groups.items()
+            }
+            for dtype, groups in by_dtype.items()
+        }
+        for engine, by_dtype in constants.costs.items()
+    }
+    return dataclasses.replace(constants, costs=costs)
 
 
-def test_the_costs_that_the_times_were_made_with_are_found_again():
-    conv, norm, pool = {"work": 2e-12, "kernel": 3e-10}, {"cached": 1e-11, "traffic": 4e-11}, {"traffic": 5e-11}
-    rows = [("conv", {"work": 1e10, "kernel": 1e4}, conv), ("conv", {"work": 1e9, "kernel": 1e7}, conv)]
-    rows += [("norm", {"traffic": 1e8}, norm), ("norm", {"cached": 1e7}, norm), ("pool", {"traffic": 1e8}, pool)]
-    found = fit_costs([network(rows, between_s=2e-5)])
-    assert found["conv"] == pytest.approx(conv)
-    assert found["norm"] == pytest.approx(norm)
-    assert found["pool"] == pytest.approx({"traffic": 5e-11, "cached": 5e-11})  # small maps cost as much
-    assert found["every_op"]["seconds"] == pytest.approx(2e-5)
+def other_host(seed):
+    """A host whose work and traffic take 4 to 8 times as long as assumed or as short, its groups 30 % more or less."""
+    chance = random.Random(seed)
+    parts = {part: chance.uniform(4, 8) ** chance.choice((-1, 1)) for part in ("work", "traffic")}
+    parts["overhead"] = 1.0
+    groups = {group: chance.uniform(0.7, 1.3) for group in ASSUMED.speeds("stock", "float32")}
+    return scaled(ASSUMED, lambda group, name: parts[part_of(name)] * groups.get(group, 1.0))
+
+
+def job(**changes):
+    unet = {name: changes.pop(name) for name in list(changes) if name in UNetConfig.__dataclass_fields__}
+    return Job(UNetConfig(**{"filters": 16, **unet}), engine="stock", threads=2, **{"shape": (64, 64, 64), **changes})
+
+
+def run_of(job, truth, seen=True):
+    """What a run of the job shows on a host of these constants."""
+    program = training_step(job)
+    overhead = truth.speeds(job.engine, job.unet.dtype)["every_op"]["seconds"]
+    seconds = {op.name: s - overhead for op, s in zip(program.ops, op_seconds(program, truth, job))}
+    return Run(job, "train", "2026-01-02", step_seconds(program, truth, job), 5, seconds if seen else {})
+
+
+def error(constants, truth, job):
+    program = training_step(job)
+    return step_seconds(program, constants.of(job.engine, job.unet.dtype), job) / step_seconds(program, truth, job) - 1
+
+
+OTHERS = [
+    *(job(filters=filters, depth=4) for filters in (8, 24, 32)),
+    *(job(policy="lean"), job(residual=True), job(norm="batch", batch=2), job(batch=2, micro_batch=1)),
+    *(job(deep_supervision=True), job(shape=(96, 96, 96), channels=1), job(optimizer="sgd", shape=(48, 48, 48))),
+]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_run_on_a_host_that_is_4_to_8_times_off_tells_what_other_jobs_take_there(seed):
+    truth = other_host(seed)
+    (found, _) = fitted([run_of(job(), truth)], ASSUMED, "Some CPU", CACHE)
+    assert abs(error(found, truth, job())) < 0.02
+    errors = sorted(abs(error(found, truth, one)) for one in OTHERS)
+    assert statistics.median(errors) < 0.05
+    assert errors[-1] < 0.2
+    assert max(abs(error(ASSUMED, truth, one)) for one in OTHERS) > 0.3
+
+
+def test_of_a_run_whose_operations_were_not_seen_the_scale_is_taken():
+    truth = scaled(ASSUMED, lambda group, name: 6.0)
+    found, other = fitted([run_of(job(), truth, seen=False)], ASSUMED, "Some CPU", CACHE)
+    for one in OTHERS:
+        assert abs(error(found, truth, one)) < 0.01
+    assert (found.origin, found.runs, found.name, found.date) == ("measured", 1, "Some CPU", "2026-01-02")
+    assert other.origin == "assumed"
+    assert abs(error(other, truth, job(dtype="bfloat16"))) < 0.01  # as much slower as float32 was
+
+
+def test_more_runs_tell_more():
+    truth = scaled(ASSUMED, lambda group, name: 1 + (len(group) + len(name)) % 5)
+    runs = [run_of(one, truth) for one in (job(), job(filters=8), job(filters=24, depth=4, shape=(48, 48, 48)))]
+    worst = lambda runs: max(abs(error(fitted(runs, ASSUMED, "", CACHE)[0], truth, one)) for one in OTHERS)
+    assert worst(runs) < worst(runs[:1])
+
+
+def test_what_the_runtime_holds_is_fitted_where_it_was_measured():
+    run = run_of(job(), ASSUMED)
+    (without, _) = fitted([run], ASSUMED, "", CACHE)
+    assert without.baseline_bytes == {"stock": ASSUMED.baseline_bytes["stock"]}
+    assert without.origins["baseline_bytes"] == ASSUMED.origins["baseline_bytes"]
+    (held, _) = fitted([run, Run(job(), "calibrate", "2026-01-02", runtime_bytes=10**9)], ASSUMED, "", CACHE)
+    program = training_step(job())
+    assert held.runtime_bytes("stock", program) == pytest.approx(10**9, abs=1000)
+
+
+@pytest.mark.parametrize(
+    ("steps_s", "calm"),
+    [
+        ([1.0, 1.05, 1.09, 1.5], [1.0, 1.05, 1.09]),
+        ([1.0, 1.3, 1.05, 1.6], []),  # too few
+        ([], []),
+    ],
+)
+def test_steps_that_took_longer_than_the_fastest_ones_were_disturbed(steps_s, calm):
+    assert undisturbed(steps_s) == calm

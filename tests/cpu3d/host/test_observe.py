@@ -1,8 +1,13 @@
-"""Which operation of the step a profiled event belongs to."""
+"""What steps show of a host: which operation a profiled event belongs to, and what is kept."""
+
+import dataclasses
 
 import pytest
 
-from cpu3d.host.observe import Event, rows
+from cpu3d.host.observe import Event, Observer, read_runs, record, seconds_of
+from memory_estimator.calibration import find_constants, host_file
+from memory_estimator.fitting import Run
+from memory_estimator.host import read_host
 from memory_estimator.job import Job
 from memory_estimator.step.timing import CONVOLUTIONS
 from memory_estimator.step.training_step import training_step
@@ -26,14 +31,81 @@ def test_operations_are_matched_by_order_and_type_and_the_rest_is_loss():
         Event("a", "MaxPool3D", 1.0),
         Event("b", "MaxPool3D", 1.0),
     ]
-    found = rows(PROGRAM, events, 2**25)
-    assert [row["seconds"] for row in found[: len(CONVS)]] == list(range(len(CONVS)))
-    assert [row["group"] for row in found[:2]] == ["first_conv", "conv"]
-    seconds = lambda group: [row["seconds"] for row in found if row["group"] == group]
-    assert seconds("norm") == [1.0 + i for i in range(len(norms))]
-    assert (seconds("loss"), seconds("update")) == ([22.0], [31.0])
-    (pool,) = [row for row in found if row["group"] == "pool"]  # two for one: the group as a whole
-    assert pool["seconds"] == 2.0
-    assert pool["features"] == {"cached": sum(op.traffic_bytes for op in PROGRAM.ops if op.kind == "pool")}
-    with pytest.raises(RuntimeError, match=rf"must run the {len(CONVS)} convolutions .* got {len(CONVS) - 1}"):
-        rows(PROGRAM, events[1:], 2**25)
+    ops, groups = seconds_of(PROGRAM, 1, events)
+    assert [ops[op.name] for op in CONVS] == list(range(len(CONVS)))
+    assert [ops[op.name] for op in norms] == [1.0 + i for i in range(len(norms))]
+    assert (groups["loss"], groups["update"]) == (22.0, 31.0)
+    assert groups["pool"] == 2.0  # two for one: the group as a whole
+    in_parts, of_parts = seconds_of(PROGRAM, 2, [*events[:-1], *events])
+    assert in_parts == ops  # each time that it runs
+    assert of_parts["loss"] == 22.0
+    with pytest.raises(ValueError, match=rf"must run the {len(CONVS)} convolutions .* got {len(CONVS) - 1}"):
+        seconds_of(PROGRAM, 1, events[1:])
+
+
+# --- What is kept ---
+
+JOB = Job(UNetConfig(depth=2, filters=8, policy="speed"), (32, 32, 32), engine="stock", threads=2)
+HOST = read_host()
+
+
+def run_of(job=JOB, step_s=1.0, **more):
+    return Run(job, "train", "2026-01-02", step_s, 5, **more)
+
+
+def filters(number):
+    return dataclasses.replace(JOB, unet=dataclasses.replace(JOB.unet, filters=number))
+
+
+def test_a_run_changes_what_is_found_for_the_host_and_says_so():
+    assumed = find_constants(2, HOST)
+    path = record([run_of()], HOST)
+    assert path == host_file(HOST, "stock", 2)
+    found = find_constants(2, HOST)
+    assert found.of("stock", "float32").basis(HOST) == "measured here on 2026-01-02 from 1 run"
+    assert found.of("stock", "bfloat16").basis(HOST).startswith("assumed from ")
+    assert found.of("itex", "float32") == assumed.of("itex", "float32")
+    with_more = find_constants(6, HOST).of("stock", "float32")
+    assert with_more.basis(HOST) == "measured here on 2026-01-02 from 1 run; from 2 threads to 6 by assumption"
+    assert find_constants(2, dataclasses.replace(HOST, cpu_model="Another")).basis().startswith("assumed from ")
+
+
+def test_the_newest_run_of_each_job_is_kept_and_one_that_says_more_is_not_lost():
+    record([run_of(step_s=1.0), run_of(filters(16), op_s={"head": 0.5})], HOST)
+    path = record([run_of(step_s=2.0), run_of(filters(16), step_s=3.0)], HOST)
+    kept = read_runs(path)
+    assert sorted((run.job.unet.filters, run.step_s) for run in kept) == [(8, 2.0), (16, 1.0)]
+    record([run_of(filters(number)) for number in range(20, 70)], HOST)
+    assert len(read_runs(path)) == 40
+
+
+def test_a_damaged_file_is_said_and_mended_by_the_next_run():
+    path = record([run_of()], HOST)
+    path.write_text(path.read_text()[:-40])
+    runs = path.with_name(path.name.replace(".json", ".runs.jsonl"))
+    runs.write_text(runs.read_text() + '{"job": {}}\n{"jo')
+    (caveat,) = find_constants(2, HOST).caveats(HOST)
+    assert f"calibration {path} must be complete JSON" in caveat
+    record([run_of(filters(16))], HOST)
+    assert find_constants(2, HOST).of("stock", "float32").runs == 2
+
+
+@pytest.mark.parametrize("place", ["file", "missing"])
+def test_where_nothing_can_be_kept_a_line_says_it(place, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "file" / "below") if place == "file" else "")
+    monkeypatch.setenv("HOME", "nowhere")
+    observer = Observer(JOB, "train", HOST)
+    for _ in range(3):
+        observer.note(observer.watch(lambda: 1.0))
+    observer.record()
+    assert capsys.readouterr().err.startswith("warning: ")
+
+
+@pytest.mark.parametrize("steps_s", [[9.0, 1.0, 1.0], [9.0, 1.0, 1.5, 2.0, 1.02]])
+def test_steps_that_are_few_or_were_disturbed_are_not_kept(steps_s):
+    observer = Observer(JOB, "train", HOST, warm_up=1)
+    for seconds in steps_s:
+        observer.note(seconds)
+    observer.record()
+    assert not host_file(HOST, "stock", 2).exists()
