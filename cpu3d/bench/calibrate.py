@@ -40,7 +40,8 @@ from memory_estimator.step.training_step import training_step
 from models.config import UNetConfig
 
 SHAPE, HALF, SMALL, MOST_STEPS = (96, 96, 96), (48, 96, 96), (48, 64, 64), 8
-"""The largest that constants are fitted to: what is larger is for checking them. Less of it saves time. Steps timed of each network, where they are disturbed."""
+"""The largest that constants are fitted to: what is larger is for checking them. Less of it saves time. Steps timed of
+each network, where they are disturbed."""
 
 COMMAND = "calibrate"  # what its runs say they are from
 
