@@ -72,18 +72,17 @@ def forward(writer: Writer, block: Block) -> None:
     """All kernels are cast first; of the maps, the block's output stays and, where it keeps them, the hidden ones."""
     for op in filter(None, (*block.up[:1], block.conv1, block.conv2, block.shortcut)):
         writer.cast_kernel(op)
-    for op in filter(None, (block.conv1, block.shortcut) if block.up else ()):
-        for part in block.parts(op):  # a copy for each of the two maps it meets
-            reads = [writer.kernel_read(op)]
-            writer.make(writer.kernel_read(part), "update", reads, writer.kernel_bytes(part), "weights, parts")
     _hidden1(writer, block, "")
     _output(writer, block, "")
     if block.shortcut:
         parts = block.parts(block.shortcut)
         for entry, part in zip(block.entries, parts):
+            _cut_kernel(writer, block, block.shortcut, part)
             layers.convolve(writer, part, entry.name, f"{part.name}/convolved")
-        summed = [*(f"{part.name}/convolved" for part in parts), block.norm2.name]
-        writer.sum_of(block.shortcut.name, summed, writer.map_bytes(block.shortcut))
+        convolved = [f"{part.name}/convolved" for part in parts]
+        # A norm's result is a view of what it wrote, over which nothing is written.
+        over = convolved[0] if writer.norm_reads_source else block.norm2.name
+        writer.sum_of(block.shortcut.name, [*convolved, block.norm2.name], writer.map_bytes(block.shortcut), over)
         layers.forward(writer, block.act)
 
 
@@ -121,9 +120,10 @@ def backward(writer: Writer, block: Block) -> None:
             _up_gradients(writer, block, writer.sum_of(f"{entry.name}/gradient", downs, writer.map_bytes(entry)))
         else:
             writer.receive(entry.name, *downs)
-    for op, _ in readers if block.up else ():
+    for op, _ in reversed(readers) if block.up else ():
         parts = [filter_gradient_name(part) for part in block.parts(op)]
         writer.make(filter_gradient_name(op), "join", parts, writer.kernel_bytes(op), "gradients")
+        writer.gradient_done(op)
 
 
 def _hidden1(writer: Writer, block: Block, suffix: str) -> None:
@@ -132,11 +132,19 @@ def _hidden1(writer: Writer, block: Block, suffix: str) -> None:
     parts, result = block.parts(op), op.name + suffix
     for entry, part in zip(block.entries, parts):
         up_sampled = block.up and entry is block.up[-1]
+        _cut_kernel(writer, block, op, part)
         source = _up_sampled(writer, block, suffix) if up_sampled else entry.name
         layers.convolve(writer, part, source, part.name + suffix, group)
     if len(parts) > 1:
         reads = [part.name + suffix for part in parts]
         writer.make(result, "pointwise", reads, writer.map_bytes(op), group, takes_over=reads[0])
+
+
+def _cut_kernel(writer: Writer, block: Block, op: LayerOp, part: LayerOp) -> None:
+    """A decoder's kernel is copied for each of the two maps that it meets, once the map before has been convolved."""
+    if block.up:
+        reads, size = [writer.kernel_read(op)], writer.kernel_bytes(part)
+        writer.make(writer.kernel_read(part), "update", reads, size, "weights, parts")
 
 
 def _output(writer: Writer, block: Block, suffix: str) -> None:

@@ -5,6 +5,7 @@ each such rule names the engine, "itex" being TensorFlow with Intel's extension 
 it was read off the allocator's log, operation by operation.
 """
 
+import math
 from typing import Optional, Sequence
 
 from memory_estimator.step.onednn import Convolution
@@ -21,6 +22,9 @@ from models.layer_plan import LayerOp
 
 MOST_PLANES, FEW_PIECES = 256, 8
 """Planes of a map that up-sampling writes down one by one; of more it makes FEW_PIECES, each of many planes."""
+
+
+VIEW_BYTES = 64  # EIGEN_MAX_ALIGN_BYTES of TensorFlow's builds
 
 
 def forward(writer: Writer, op: LayerOp) -> None:
@@ -262,31 +266,36 @@ def cut_target(writer: Writer, head: LayerOp) -> None:
         writer.make(_target(head), "slice", ["target"], writer.job.micro * head.elements)
 
 
-def cast_target(writer: Writer, head: LayerOp) -> None:
-    """A head's target in float32, which the loss keeps: all of it, or the first slab, which waits for nothing."""
-    size = 4 * writer.job.micro * head.elements // writer.slabs
-    writer.make(f"{head.name}/target", "pointwise", [_target(head)], size)
+def cast_target(writer: Writer, head: LayerOp, name: str = "") -> str:
+    """A head's target in float32, which the loss keeps: all of it, or the first slab, which waits for nothing. Under a
+    `name` of its own another slab. Returns the name."""
+    name, size = name or f"{head.name}/target", 4 * writer.job.micro * head.elements // writer.slabs
+    return writer.make(name, "pointwise", [_slab(writer, head, f"{name}/slab", _target(head), 1)], size)
 
 
 def loss(writer: Writer, head: LayerOp) -> None:
     """From a head's output to its gradient: at once, or slab by slab, sums first, as memory is saved."""
     name, elements = f"{head.name}/loss", writer.job.micro * head.elements
     if writer.job.policy == "speed":
-        writer.receive(head.name, _loss_part(writer, head, name, f"{head.name}/target", sums=True, gradient=True))
+        target = f"{head.name}/target"
+        writer.receive(head.name, _loss_part(writer, head, name, target, sums=True, gradient=True, last=True))
         return
     for slab in range(writer.slabs):
         target = "" if slab else f"{head.name}/target"
         _loss_part(writer, head, f"{name}/sums{slab}", target, sums=True, gradient=False)
     pieces = [
-        _loss_part(writer, head, f"{name}/gradient{slab}", "", sums=False, gradient=True)
+        _loss_part(writer, head, f"{name}/gradient{slab}", "", False, gradient=True, last=slab == writer.slabs - 1)
         for slab in range(writer.slabs)
     ]
     writer.receive(head.name, writer.make(f"{name}/gradient", "pointwise", pieces, writer.compute_bytes * elements))
 
 
-def _loss_part(writer: Writer, head: LayerOp, name: str, target: str, sums: bool, gradient: bool) -> str:
+def _loss_part(
+    writer: Writer, head: LayerOp, name: str, target: str, sums: bool, gradient: bool, last: bool = False
+) -> str:
     """Of a slab of the maps, or of all at once, the sums, the gradient in the compute dtype, whose name is returned, or
-    both. Results lie over maps that nobody else will read. Without `target` it is cast here."""
+    both. Results lie over maps that nobody else will read, as after the `last` slab the head's. Without `target` it is
+    cast here, when it is its turn."""
     whole, size = sums and gradient, 4 * writer.job.micro * head.elements // writer.slabs
 
     def make(result: str, *reads: str, over: Optional[str] = None) -> str:
@@ -295,12 +304,21 @@ def _loss_part(writer: Writer, head: LayerOp, name: str, target: str, sums: bool
     def total(of: str) -> None:
         writer.run(f"{of}/sum", "reduce", [of])
 
-    logits = make("float32", head.name) if writer.mixed else head.name
-    target = target or make("target", _target(head))
-    if sums:  # cross-entropy
-        total(make("products", logits, target))
+    slab = _slab(writer, head, f"{name}/logits", head.name, writer.compute_bytes)
+    logits, given = make("float32", slab) if writer.mixed else slab, bool(target)
+
+    def sigmoid() -> str:
+        return make("probability", logits, over=logits if last or logits != head.name else None)
+
+    probability = "" if sums else sigmoid()
+    if sums and not given:  # cross-entropy
         total(make("softplus", logits))
-    probability = make("probability", logits, over=logits if writer.mixed or whole else None)
+    target = target or cast_target(writer, head, f"{name}/target")
+    if sums:
+        total(make("products", logits, target))
+    if sums and given:
+        total(make("softplus", logits))
+    probability = probability or sigmoid()
     weighted = make("weighted", target) if gradient else ""
     if sums:  # Dice
         total(make("overlap", probability, target, over=None if whole else probability))
@@ -310,6 +328,16 @@ def _loss_part(writer: Writer, head: LayerOp, name: str, target: str, sums: bool
     scaled = make("scaled", slope, probability, over=probability)
     result = make("gradient", scaled, make("truth", target, over=target), over=scaled)
     return writer.make(f"{result}/cast", "pointwise", [result], size // 2) if writer.mixed else result
+
+
+def _slab(writer: Writer, head: LayerOp, name: str, source: str, value_bytes: int) -> str:
+    """A slab of a head's map or target, whose name is returned: all of it and a view where rows of Z begin at multiples
+    of VIEW_BYTES, as TensorFlow demands of a view (`IsDim0SliceAligned` in tensorflow/core/kernels/ops_util.h), else a
+    copy under `name`."""
+    values = writer.job.micro * head.elements // writer.slabs
+    if writer.slabs == 1 or math.prod(head.shape[2:]) * value_bytes % VIEW_BYTES == 0:
+        return source
+    return writer.make(name, "slice", [source], values * value_bytes)
 
 
 def _target(head: LayerOp) -> str:

@@ -38,7 +38,8 @@ class StepOp:
     scratch: Tuple[Tensor, ...] = ()  # live during this operation alone
     scratch_first: bool = False  # whether it is taken before the outputs, not after them
     takes_over: Optional[str] = None
-    """A tensor it reads last and writes its result into: the first of `writes` then takes no new memory."""
+    """A tensor it reads last and writes its result into: the first of `writes` then takes no new memory. Where that is
+    one of the program's resident tensors, it moves there and leaves the memory that it had."""
     keeps: Tuple[Tensor, ...] = ()
     """Taken when the operation runs for the first time and never given back: weights in the layout oneDNN prefers."""
     hidden_bytes: int = 0
@@ -116,6 +117,8 @@ def timeline(program: Program) -> Timeline:
         if op.takes_over:
             held -= rounded(live.pop(op.takes_over).bytes)
         for tensor in (op.writes[:1] if op.takes_over else ()) + taken:
+            if tensor.name in live:  # a resident tensor that moves
+                held -= rounded(live[tensor.name].bytes)
             live[tensor.name] = tensor
             held += rounded(tensor.bytes)
         if held > best:
@@ -139,11 +142,20 @@ def requests(program: Program, steps: int, after: bool = False) -> Iterator[Requ
     passes = [(program.before, True)] + [(program.ops, step == 0) for step in range(steps)]
     for ops, first in passes + ([(program.after, True), (program.ops, False)] if after and program.after else []):
         for op, taken, given in _walk(ops, stays):
-            if op.takes_over:
-                holder[op.writes[0].name] = holder.pop(op.takes_over, op.takes_over)
             for tensor in taken + (op.keeps if first else ()):
-                sizes[tensor.name] = tensor.bytes
-                yield Request(tensor.name, tensor.bytes, op.name, tensor.touched)
+                owner = tensor.name
+                while owner in sizes:  # what a resident tensor moved into is still called so
+                    owner += "'"
+                if owner != tensor.name:
+                    holder[tensor.name] = owner
+                sizes[owner] = tensor.bytes
+                yield Request(owner, tensor.bytes, op.name, tensor.touched)
+            if op.takes_over:
+                name, owner = op.writes[0].name, holder.pop(op.takes_over, op.takes_over)
+                if name in stays:
+                    left = holder.pop(name, name)
+                    yield Request(left, -sizes.pop(left), op.name)
+                holder[name] = owner
             for name in given:
                 owner = holder.pop(name, name)
                 yield Request(owner, -sizes.pop(owner), op.name)

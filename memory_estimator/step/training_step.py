@@ -31,6 +31,7 @@ def training_step(job: Job, kernels: Kernels = USUAL) -> Program:
 
     forward = sorted((op for op in steps if op.kind != "input"), key=place)
     *coarse, finest = heads = [op for op in forward if op.kind == "head"]
+    writer.reset_sums()
     for head in heads:
         layers.cut_target(writer, head)
     layers.cast_target(writer, finest)

@@ -48,6 +48,8 @@ class Writer:
         self._bytes: Dict[str, int] = {}
         self._arrived: Dict[str, List[str]] = {}
         """Layer -> the tensors whose sum is the gradient of its output."""
+        self._gradients: Dict[str, str] = {}
+        """Layer -> its kernel's gradient in float32, where it is there."""
         self._make_weights()
         image = self.tensor("image", self.compute_bytes * job.voxels * job.unet.channels, "input")
         target = self.tensor("target", job.voxels * job.unet.outputs, "input")
@@ -121,12 +123,13 @@ class Writer:
         """The gradient of a layer's output, all of it; the layer's own backward pass takes it away."""
         return self.sum_of(f"{op.name}/gradient", self._arrived.pop(op.name), self.map_bytes(op))
 
-    def sum_of(self, name: str, maps: Sequence[str], size_bytes: int) -> str:
-        """Of maps that nobody else reads: of two in the memory of the second; ITEX adds three in new memory."""
+    def sum_of(self, name: str, maps: Sequence[str], size_bytes: int, over: str = "") -> str:
+        """Of maps that nobody else reads: in the memory of `over`, else the second of two, the first of more (AddV2,
+        AddN). ITEX adds three in new memory."""
         if len(maps) == 1:
             return maps[0]
-        over = maps[-1] if len(maps) == 2 or not self.itex else None
-        return self.make(name, "pointwise", maps, size_bytes, takes_over=over)
+        over = over or maps[1 if len(maps) == 2 else 0]
+        return self.make(name, "pointwise", maps, size_bytes, takes_over=None if self.itex and len(maps) > 2 else over)
 
     def kernel_bytes(self, op: LayerOp) -> int:
         """Of a kernel in the compute dtype, and in the layout that oneDNN prefers."""
@@ -142,29 +145,80 @@ class Writer:
             size = 2 * kernel_elements(op)
             self.make(self.kernel_read(op), "update", [f"{op.name}/kernel"], size, "weights, bfloat16 copies")
 
+    def reset_sums(self) -> None:
+        """What begins a step in micro-batches: zeros, into whose memory the sums of gradients move."""
+        for op in self._kernels if self.job.parts > 1 else ():
+            zeros = self.make(f"{op.name}/zeros", "update", [], 4 * kernel_elements(op))
+            self._move(f"{op.name}/gradient_sum", "gradient sums", zeros)
+
+    def gradient_done(self, op: LayerOp) -> None:
+        """A kernel's gradient cast to float32, and what the optimizer makes of it before it has all of them. TensorFlow
+        goes on with what became ready last: it does this at once where nothing else has waited for the gradient, as for
+        the joined ones of blocks, and puts it off to the end of the step elsewhere."""
+        name = filter_gradient_name(op)
+        if self.mixed:
+            name = self.make(f"{name}/float32", "update", [name], 4 * kernel_elements(op), "gradients")
+        self._gradients[op.name] = name
+        if self.job.parts == 1:
+            self._prepare(op)
+
     def update(self) -> None:
-        """What ends a step: all gradients cast and (Adam) squared, then weight by weight, with a temporary of its size.
-        A micro-batch adds its gradients to their sums in place; once all are done, the update reads those."""
-        adam, summed = self.job.optimizer == "adam", self.job.parts > 1
+        """What ends a step: the gradients that are not done yet, whether all are finite, then weight by weight. A
+        micro-batch adds its gradients to their sums in place; once all are done, the update reads those."""
+        sgd, summed = self.job.optimizer == "sgd", self.job.parts > 1
+        written = {tensor.name: index for index, each in enumerate(self._ops) for tensor in each.writes}
+        late = [op for op in self._kernels if op.name not in self._gradients]
+        late.sort(key=lambda op: -written[filter_gradient_name(op)])
+        # Without a cast in between, SGD's negation is put off until nothing else reads the gradient, and is in place.
+        in_place = late if sgd and not (summed or self.mixed) else []
+        for op in late:
+            if in_place:
+                self._gradients[op.name] = filter_gradient_name(op)
+            else:
+                self.gradient_done(op)
+        self.run("gradients/finite", "reduce", list(self._gradients.values()))
+        if summed:
+            for op in self._kernels:
+                total = f"{op.name}/gradient_sum"
+                self.run(f"sums/{op.name}", "pointwise", [self._gradients[op.name], total])
+                self._gradients[op.name] = total
+            for op in self._kernels:
+                self._prepare(op)
+        if sgd:
+            self._descend(in_place)
+        for op in () if sgd else self._kernels:
+            slots = [f"{op.name}/slot{slot}" for slot in range(SLOTS["adam"])]
+            reads = [self._gradients[op.name], *slots, f"{op.name}/square", f"{op.name}/kernel"]
+            self.make(f"{op.name}/update", "update", reads, 4 * kernel_elements(op))
 
-        def cast(op: LayerOp) -> str:
-            name = filter_gradient_name(op)
-            if not self.mixed:
-                return name
-            return self.make(f"{name}/float32", "update", [name], 4 * kernel_elements(op), "gradients")
+    def _prepare(self, op: LayerOp, over: Optional[str] = None) -> None:
+        """Adam squares a gradient, SGD negates it."""
+        name = f"{op.name}/{'negated' if self.job.optimizer == 'sgd' else 'square'}"
+        self.make(name, "update", [self._gradients[op.name]], 4 * kernel_elements(op), takes_over=over)
 
-        gradients = [cast(op) for op in self._kernels] if summed else []
-        for op, gradient in zip(self._kernels, gradients):
-            self.run(f"sums/{op.name}", "pointwise", [gradient, f"{op.name}/gradient_sum"])
-        reads: Dict[str, List[str]] = {}
-        for op in self._kernels:
-            reads[op.name] = [f"{op.name}/gradient_sum" if summed else cast(op)]
-            if adam:
-                self.make(f"{op.name}/square", "update", reads[op.name], 4 * kernel_elements(op))
-        for op in self._kernels:
-            slots = [f"{op.name}/slot{slot}" for slot in range(SLOTS[self.job.optimizer])]
-            every = [*reads[op.name], *slots, *([f"{op.name}/square"] if adam else []), f"{op.name}/kernel"]
-            self.make(f"{op.name}/update", "update", every, 4 * kernel_elements(op))
+    def _descend(self, in_place: Sequence[LayerOp]) -> None:
+        """SGD with Nesterov's momentum: m = d m - r g, w += d m - r g. Each product is a tensor; a sum lies over its
+        first term, and the momentum moves there. Where gradients are negated `in_place`, that comes after the rest."""
+
+        def descend(op: LayerOp) -> None:
+            size, negated, slot = 4 * kernel_elements(op), f"{op.name}/negated", f"{op.name}/slot0"
+            scaled = self.make(f"{op.name}/scaled", "update", [negated], size)
+            self._move(slot, "optimizer slots", scaled, f"{op.name}/decayed")
+            again = self.make(f"{op.name}/decayed_again", "update", [slot], size)
+            self.run(f"{op.name}/update", "update", [negated, again, f"{op.name}/kernel"])
+
+        for op in reversed(self._kernels):
+            self.make(f"{op.name}/decayed", "update", [f"{op.name}/slot0"], 4 * kernel_elements(op))
+            if op not in in_place:
+                descend(op)
+        for op in in_place:
+            self._prepare(op, over=self._gradients[op.name])
+            descend(op)
+
+    def _move(self, name: str, group: str, over: str, *reads: str) -> None:
+        """A resident tensor is computed anew over another one, and lies there from now on."""
+        moved = self.tensor(name, self._bytes[name], group)
+        self.run(f"{name}/moved", "update", [over, *reads], [moved], takes_over=over)
 
     def _make_weights(self) -> None:
         """Kernels, slots as zeros, averages as copies: in the order of `cpu3d.training.learner.Learner`."""

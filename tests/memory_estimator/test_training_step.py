@@ -44,24 +44,25 @@ BFLOAT16, FLOAT32 = {"dtype": "bfloat16"}, {"dtype": "float32"}
 
 MEASURED = [
     # get_memory_info("CPU:0")["peak"] from the third step on: TensorFlow 2.15.1, ITEX 2.15.0.0, two threads, inputs as
-    # `bench memory` makes them. Under policy speed hardly a KiB is off; under the others the kernels' copies come in an
-    # order a little different, so that the allocator's pieces differ.
-    (BFLOAT16, (96, 96, 96), 1, "itex", 643_688_960, 5e-6),
-    (FLOAT32, (96, 96, 96), 1, "itex", 1_049_526_272, 5e-6),
-    (FLOAT32, (96, 96, 96), 1, "stock", 987_004_928, 5e-6),
-    ({**BFLOAT16, "residual": True}, (64, 64, 64), 1, "itex", 266_826_240, 5e-6),
-    ({**FLOAT32, "residual": True}, (64, 64, 64), 1, "stock", 383_254_528, 5e-6),
-    ({**FLOAT32, "residual": True, "norm": "batch", "filters": 8}, (64, 64, 64), 2, "itex", 331_350_016, 5e-6),
-    ({**BFLOAT16, "residual": True}, (96, 64, 64), 2, "stock", 625_999_872, 5e-6),
-    ({**BFLOAT16, "deep_supervision": True}, (64, 64, 64), 1, "itex", 263_192_576, 5e-6),
-    ({**FLOAT32, "policy": "lean"}, (64, 64, 64), 1, "stock", 192_724_992, 5e-6),
-    ({**BFLOAT16, "policy": "lean"}, (64, 64, 64), 1, "itex", 166_035_456, 5e-3),
-    ({**BFLOAT16, "policy": "balanced"}, (64, 64, 64), 1, "itex", 185_712_640, 5e-3),
-    ({**BFLOAT16, "policy": "balanced"}, (64, 64, 64), 1, "stock", 162_971_648, 5e-3),
+    # `bench memory` makes them. Hardly a KiB is off.
+    (BFLOAT16, (96, 96, 96), 1, "itex", 643_688_960),
+    (FLOAT32, (96, 96, 96), 1, "itex", 1_049_526_272),
+    (FLOAT32, (96, 96, 96), 1, "stock", 987_004_928),
+    ({**BFLOAT16, "residual": True}, (64, 64, 64), 1, "itex", 266_826_240),
+    ({**FLOAT32, "residual": True}, (64, 64, 64), 1, "stock", 383_254_528),
+    ({**FLOAT32, "residual": True, "norm": "batch", "filters": 8}, (64, 64, 64), 2, "itex", 331_350_016),
+    ({**BFLOAT16, "residual": True}, (96, 64, 64), 2, "stock", 625_999_872),
+    ({**BFLOAT16, "deep_supervision": True}, (64, 64, 64), 1, "itex", 263_192_576),
+    ({**FLOAT32, "policy": "lean"}, (64, 64, 64), 1, "stock", 192_724_992),
+    # Rows of 96 x 3 bytes: slabs of the target are no views.
+    ({**FLOAT32, "policy": "lean"}, (96, 96, 96), 1, "itex", 558_694_400),
+    ({**BFLOAT16, "policy": "lean"}, (64, 64, 64), 1, "itex", 166_035_456),
+    ({**BFLOAT16, "policy": "balanced"}, (64, 64, 64), 1, "itex", 185_712_640),
+    ({**BFLOAT16, "policy": "balanced"}, (64, 64, 64), 1, "stock", 162_971_648),
 ]
 
 
-@pytest.mark.parametrize(("unet", "shape", "batch", "engine", "measured", "within"), MEASURED)
-def test_the_allocators_peak_is_the_measured_one(unet, shape, batch, engine, measured, within):
+@pytest.mark.parametrize(("unet", "shape", "batch", "engine", "measured"), MEASURED)
+def test_the_allocators_peak_is_the_measured_one(unet, shape, batch, engine, measured):
     job = Job(UNetConfig(**{"policy": "speed", **unet}), shape, batch, micro_batch=batch, engine=engine, threads=2)
-    assert use(training_step(job)).peak_bytes == pytest.approx(measured, rel=within)
+    assert use(training_step(job)).peak_bytes == pytest.approx(measured, rel=5e-6)
