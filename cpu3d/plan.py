@@ -38,9 +38,17 @@ from cpu3d.util.atomic import write_json
 from cpu3d.util.records import by
 from memory_estimator import planner
 from memory_estimator.calibration import HostConstants, find_constants
-from memory_estimator.estimate import STORE_NOTE, Accuracy, Estimate, estimate, whole_volume_bytes
+from memory_estimator.estimate import (
+    STORE_NOTE,
+    Accuracy,
+    Component,
+    Estimate,
+    estimate,
+    load_accuracy,
+    whole_volume_bytes,
+)
 from memory_estimator.host import Host
-from memory_estimator.job import ENGINES, Job, installed_engine, statistics_note
+from memory_estimator.job import ENGINES, Job, installed_engine, installed_versions, statistics_note, stored_bytes
 from memory_estimator.scaling.model import of_one
 from memory_estimator.step.training_step import training_step
 from memory_estimator.units import format_bytes, format_seconds, parse_bytes
@@ -163,14 +171,13 @@ class Plan:
             return [f"a step takes {format_bytes(_card_bytes(self.config))} of the card; {planner.ASSUMPTIONS}"]
         if found is None:
             return [] if "memory" in self.reasons else ["nothing is known of this engine's memory and time"]
-        bound, constants = found.accuracy, found.constants
         return [
-            f"allocator peak {format_bytes(found.allocator_peak_bytes)} ({bound.error('allocator_peak')}), "
-            f"process peak {format_bytes(found.process_peak_bytes)} ({bound.error('process_peak')}), up to "
-            f"{format_bytes(found.upper_bound_bytes)} of {format_bytes(host.free_bytes)} free",
+            f"allocator peak {format_bytes(found.allocator_peak_bytes)} ({found.error('allocator_peak')}), "
+            f"process peak {format_bytes(found.process_peak_bytes)} ({found.error('process_peak')}), up to "
+            f"{format_bytes(found.upper_bound_bytes)} of {format_bytes(host.free_bytes)} free ({found.margin})",
             f"{format_seconds(found.step_s)} a step, {format_seconds(found.volume_s)} a volume, "
-            f"{format_seconds(found.epoch_s)} an epoch ({bound.error('step_s')}), validation aside",
-            f"seconds: {constants.basis(host)}",
+            f"{format_seconds(found.epoch_s)} an epoch ({found.error('step_s')}), validation aside",
+            f"seconds: {found.constants.basis(host)}",
             STORE_NOTE,
         ]
 
@@ -455,8 +462,10 @@ def _with_estimate(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
         if pick and not on_card:
             reasons["policy"] = "policy speed: nothing is known of this engine's memory"
         return dataclasses.replace(plan, config=config.with_policy("speed") if pick else config, reasons=reasons)
+    stored = plan.store.manifest
+    job = dataclasses.replace(job, case_bytes=stored_bytes(stored.largest_shape, len(stored.channels)))
     try:
-        price = _price(plan, host, find_constants(job.threads, host))
+        price = _price(plan, host, find_constants(job.threads, host), load_accuracy(versions=installed_versions()))
         if pick:
             choice = planner.fastest_that_fits(job, price, host.free_bytes)
             config = config.with_policy(choice.policy)
@@ -470,21 +479,28 @@ def _with_estimate(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
     return dataclasses.replace(plan, config=config, estimate=found, reasons=reasons)
 
 
-def _price(plan: Plan, host: Host, constants: HostConstants, accuracy: Optional[Accuracy] = None) -> planner.Price:
+def _price(plan: Plan, host: Host, constants: HostConstants, accuracy: Accuracy) -> planner.Price:
     """What jobs take on this host, the run's whole volumes and the workers' exchange in their upper bound.
 
     Of several workers it is the memory of one, of which `host` is the share, and the time of all of them together,
     their exchange aside. Where steps are timed before the run, its variables are held as they were, beside those that
     the steps change.
     """
-    is_timed = bool(plan.config.budget_minutes) and not plan.config.steps
+    config, store = plan.config, plan.store
+    is_timed = bool(config.budget_minutes) and not config.steps
+    kept = 0
+    if config.read_mode == "ram":  # asked for: else the kernel may drop what it keeps of files
+        cases = [case for split in ("train", "val") for case in store.cases(split)]
+        kept = sum(case.image_bytes + case.label_bytes for case in cases) // plan.workers
 
     def price(job: Job) -> Estimate:
-        found = of_one(estimate(job, constants, accuracy, host.memory_bytes), plan.workers)
-        beside = _whole_volumes(plan, job)
-        if is_timed:
-            beside += sum(one.bytes for one in training_step(job).resident if one.group in VARIABLES)
-        return dataclasses.replace(found, upper_bound_bytes=found.upper_bound_bytes + beside)
+        before = training_step(job).resident if is_timed else ()
+        variables = sum(one.bytes for one in before if one.group in VARIABLES)
+        return of_one(estimate(job, constants, accuracy, host.memory_bytes), plan.workers).with_beside(
+            Component("whole volumes", _whole_volumes(plan, job), "derived: of validation, or to be averaged down"),
+            Component("variables, once more", variables, "exact: as they were before the steps are timed"),
+            Component("files kept in memory", kept, "exact: all that the run reads, in read mode ram"),
+        )
 
     return price
 

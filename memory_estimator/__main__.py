@@ -28,7 +28,16 @@ from memory_estimator import planner
 from memory_estimator.calibration import NAMED, find_constants, named_constants
 from memory_estimator.estimate import STORE_NOTE, Estimate, estimate, load_accuracy
 from memory_estimator.host import read_host
-from memory_estimator.job import Job, JobOptions, job_from, notes_on_run, policy_is_open, source_job, statistics_note
+from memory_estimator.job import (
+    Job,
+    JobOptions,
+    installed_versions,
+    job_from,
+    notes_on_run,
+    policy_is_open,
+    source_job,
+    statistics_note,
+)
 from memory_estimator.scaling.model import of_one
 from memory_estimator.scaling.report import GROUP, ScalingOptions, check_options, several_hosts
 from memory_estimator.schema import add_options, from_args, option
@@ -125,7 +134,9 @@ def _answer(args: argparse.Namespace) -> Answer:
     job = job_from(args, source_job(args))
     named = options.calibration
     constants = named_constants(named) if named else find_constants(job.threads, host())
-    accuracy, host_bytes = load_accuracy(), given_bytes or host().memory_bytes
+    # Of a host that is described nothing is installed here: its engines are taken to be those that were recorded.
+    accuracy = load_accuracy(versions=None if named else installed_versions())
+    host_bytes = given_bytes or host().memory_bytes
     price = functools.lru_cache(maxsize=None)(lambda one: estimate(one, constants, accuracy, host_bytes))
     is_open = policy_is_open(args)
     if scaling.hosts is not None:
@@ -187,25 +198,25 @@ def _several_hosts(
 
 def _tables(found: Estimate, basis: str) -> List[Union[str, Table]]:
     """The bill, the predictions with their errors, and what speed and baseline rest on."""
-    job, bound, constants = found.job, found.accuracy, found.constants
+    job, constants = found.job, found.constants
     bill = [(line.name, format_bytes(line.bytes), line.source) for line in found.components]
-    time, epoch = bound.error("step_s"), ("epoch", "-", "add --cases N")
+    time, epoch = found.error("step_s"), ("epoch", "-", "add --cases N")
     if found.epoch_s is not None:
         epoch = ("epoch", format_seconds(found.epoch_s), f"{time}; {job.cases} cases, validation not counted")
-    margin = f"{bound.margin_share:.1%} and {format_bytes(bound.margin_bytes)} above the process peak"
     predicted = (
-        ("allocator peak", format_bytes(found.allocator_peak_bytes), bound.error("allocator_peak")),
-        ("process peak", format_bytes(found.process_peak_bytes), bound.error("process_peak")),
-        ("upper bound", format_bytes(found.upper_bound_bytes), margin),
+        ("allocator peak", format_bytes(found.allocator_peak_bytes), found.error("allocator_peak")),
+        ("process peak", format_bytes(found.process_peak_bytes), found.error("process_peak")),
+        ("upper bound", format_bytes(found.upper_bound_bytes), found.margin),
         ("step", format_seconds(found.step_s), time),
         ("volume", format_seconds(found.volume_s), time),
         epoch,
     )
-    error = f"error over {bound.configurations} larger than any fitted to, {bound.record}: median, worst"
+    error = f"error, median and worst, over {found.kind}" if found.kind else "error: no step like this one was measured"
+    columns = ("", "bytes", "how it is known")
+    beside = [(line.name, format_bytes(line.bytes), line.source) for line in found.beside]
     return [
-        Table(
-            ("", "bytes", "how it is known"), bill, f"Held at the peak, while {found.timeline.peak_op} runs", names=3
-        ),
+        Table(columns, bill, f"Held at the peak, while {found.timeline.peak_op} runs", names=3),
+        *([Table(columns, beside, "Beside the steps of a run, in the upper bound alone", names=3)] if beside else []),
         Table(("", "", error), predicted, "Predicted", names=3),
         f"seconds: {basis} ({constants.record})",
     ]

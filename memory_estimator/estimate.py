@@ -5,28 +5,25 @@ With it go the bill, which says what every byte of the process's peak is, and ho
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
 
 from memory_estimator.calibration import HostConstants
 from memory_estimator.files import read_json, typed
-from memory_estimator.job import DTYPE_BYTES, Job
+from memory_estimator.job import DTYPE_BYTES, Job, stored_bytes
 from memory_estimator.step.allocator import SMALL_BYTES, fits_regions, region_bytes, use
 from memory_estimator.step.onednn import Kernels
 from memory_estimator.step.program import Program, Tensor, Timeline, rounded, timeline
 from memory_estimator.step.timing import step_seconds
 from memory_estimator.step.training_step import training_step, validation_pass
+from memory_estimator.units import format_bytes
 from models.layer_plan import Shape3
 
 SHIPPED = Path(__file__).with_name("accuracy.json")
 
-STORE_NOTE = "errors are those of steps given one batch again and again; a store adds some per cent to the peaks"
-"""Stands with the errors of a job that a store feeds: what its pipeline does to the allocator is not replayed. In one
-run the allocator's peak was 4 % and the process's 7 % above the prediction, and below the upper bound."""
-
-AROUND_SHARE = 0.1
-"""Kept free for what surrounds the steps of a run. The demo's process held 11 % more than predicted of its steps."""
+STORE_NOTE = "errors are those of steps given one batch again and again; what a run holds beside is in the upper bound"
+"""Stands with the errors of a job that a store feeds: what its pipeline does to the allocator is not replayed."""
 
 RESAMPLED_BYTES = 13
 """Bytes a value that a volume to be rotated takes at its most: three float32 copies and a mask (cpu3d.data.finish)."""
@@ -67,35 +64,82 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Accuracy:
-    """What held over the measured configurations: the content of accuracy.json."""
+class Kind:
+    """What held over the measured steps of one kind: which those are, how far they were off, and the margin."""
 
-    record: str  # the file that the errors were computed from
-    configurations: int  # measured steps that no constant was fitted to; with 0 the figures below are no errors
-    allocator_peak: Bound
-    process_peak: Bound
-    step_s: Bound
-    margin_share: float  # of the process's peak: with `margin_bytes` what the upper bound lies above it
-    margin_bytes: int
+    engine: str
+    version: str  # of the engine, as of `job.engine_version`
+    dtype: str
+    family: str  # of oneDNN's kernels, as of `family_of`
+    hosts: Tuple[str, ...]  # the CPUs' names
+    threads: Tuple[int, ...]  # numbers of threads that were measured
+    records: int  # measured steps, all of which the margin is made of
+    held_out: int  # of them, those that no constant was fitted to, which the errors are of
+    largest_bytes: int  # the largest process peak among them
+    allocator_peak: Optional[Bound]
+    process_peak: Optional[Bound]
+    step_s: Optional[Bound]  # None where no seconds were recorded
+    margin_share: float  # of the process's peak: what the upper bound lies above it
+    margin_bytes: int  # the least that it does
 
     def upper_bound(self, process_peak_bytes: int) -> int:
         """What has to be free for a predicted peak: the peak and the margin."""
-        return math.ceil(process_peak_bytes * (1 + self.margin_share)) + self.margin_bytes
+        return process_peak_bytes + max(math.ceil(process_peak_bytes * self.margin_share), self.margin_bytes)
 
-    def error(self, name: str) -> str:
-        """A figure's error for printing, such as "± 0.4%, worst 2.1%"; `name` is that of a field."""
-        bound = getattr(self, name)
-        return f"± {bound.median:.1%}, worst {bound.worst:.1%}" if self.configurations else "error not measured"
+    def __str__(self) -> str:
+        """Such as "49 steps on AMD EPYC, TensorFlow 2.15.1, bfloat16, 2 threads"."""
+        threads = " or ".join(map(str, self.threads))
+        return f"{self.held_out} steps on {' and '.join(self.hosts)}, {self.version}, {self.dtype}, {threads} threads"
 
 
-def load_accuracy(path: Union[str, Path] = SHIPPED) -> Accuracy:
-    """Read the shipped digest of the validation record. Raises ValueError for a damaged file."""
+@dataclass(frozen=True)
+class Accuracy:
+    """How far predictions are off, by kind of record: the content of accuracy.json, and which engines are in force."""
+
+    kinds: Tuple[Kind, ...]
+    versions: Dict[str, str] = field(default_factory=dict)
+    """Engine -> `job.engine_version`. One that is missing, as of another host, is taken to be what was recorded."""
+
+    def covering(self, job: Job, kernels: Kernels) -> Tuple[Optional[Kind], str]:
+        """The kind of records that a job on a host with these kernels is one of; None, and why, where there is none."""
+        family, dtype = family_of(kernels.isa, job.unet.dtype), job.unet.dtype
+        alike = [one for one in self.kinds if (one.engine, one.dtype, one.family) == (job.engine, dtype, family)]
+        version = self.versions.get(job.engine)
+        same = [one for one in alike if version in (None, one.version)]
+        for one in same:
+            if job.threads in one.threads:
+                return one, ""
+        if not alike:
+            return None, f"{job.engine} in {dtype} with oneDNN's kernels for {family}"
+        return None, f"{job.threads} threads" if same else str(version)
+
+    def widest(self, process_peak_bytes: int) -> int:
+        """As `Kind.upper_bound`, by the widest margin of any kind."""
+        return max((one.upper_bound(process_peak_bytes) for one in self.kinds), default=process_peak_bytes)
+
+
+def load_accuracy(path: Union[str, Path] = SHIPPED, versions: Optional[Mapping[str, str]] = None) -> Accuracy:
+    """Read the shipped digest of the records; `versions` are those of the engines that will run, where they are known.
+    Raises ValueError for a damaged file."""
     try:
-        return typed(read_json(path), Accuracy)
+        return dataclasses.replace(typed(read_json(path), Accuracy), versions=dict(versions or {}))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"accuracy {path} must be complete JSON, got {error}; restore it, or write it anew from the record"
+            f"accuracy {path} must be complete JSON, got {error}; restore it, or write it anew from the records"
         ) from None
+
+
+FAMILIES = ("avx512_core_bf16", "avx512_core_amx")
+"""Of oneDNN's kernels, those whose memory has rules of its own, named by the instruction set that each begins with."""
+
+
+def family_of(isa: str, dtype: str) -> str:
+    """Which of oneDNN's kernels compute in a dtype on a host whose highest instruction set is `isa`, as oneDNN calls
+    it: float32 has the same ones wherever there is AVX-512."""
+    if not isa.startswith("avx512"):
+        return isa
+    own = "avx512_core_bf16" if isa == "avx512_core_fp16" else isa
+    return own if dtype == "bfloat16" and own in FAMILIES else "avx512_core"
 
 
 @dataclass(frozen=True)
@@ -124,6 +168,10 @@ class Estimate:
     timeline: Timeline
     accuracy: Accuracy
     constants: HostConstants
+    beside: Tuple[Component, ...] = ()
+    """What a run that a store feeds holds beside its steps, at its most: in the upper bound alone."""
+    kind: Optional[Kind] = None  # of records that covers the job; None where none does, and the upper bound is wide
+    uncovered: str = ""  # what of the job or its host was not measured then
     regions_short: bool = False
     """Whether the job would fail for the allocator's regions: they double, and together may take the host's memory."""
 
@@ -137,21 +185,58 @@ class Estimate:
         """None where the number of cases is unknown. Whole batches only, as `train` counts them; no validation."""
         return self.step_s * (self.job.cases // self.job.batch) if self.job.cases else None
 
+    def with_beside(self, *more: Component) -> "Estimate":
+        """The same with more beside the steps; what takes nothing is left out."""
+        more = tuple(one for one in more if one.bytes)
+        bound = self.upper_bound_bytes + sum(one.bytes for one in more)
+        return dataclasses.replace(self, beside=(*self.beside, *more), upper_bound_bytes=bound)
+
+    def error(self, figure: str) -> str:
+        """How far a figure, a field of Kind, was off on steps like this one, such as "± 0.4%, worst 2.1%"."""
+        bound = self._bound(figure)
+        return f"± {bound.median:.1%}, worst {bound.worst:.1%}" if bound else "not measured like this"
+
+    def _bound(self, figure: str) -> Optional[Bound]:
+        """None where there is none; times on a host whose speed is assumed are as unknown as that."""
+        known = figure != "step_s" or self.constants.origin == "measured"
+        return getattr(self.kind, figure, None) if known else None
+
+    @property
+    def margin(self) -> str:
+        """What the upper bound lies above the process's peak, and why."""
+        if self.kind:
+            return (
+                f"{self.kind.margin_share:.1%} above the process peak, {format_bytes(self.kind.margin_bytes)} at least"
+            )
+        return f"wide, as {self.uncovered} was not measured: covers every known family of kernels"
+
     def to_json(self) -> Dict[str, Any]:
         """The figures and what they rest on, as JSON content."""
-        bound = self.accuracy
         names = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s", "volume_s", "epoch_s")
+        errors = {"allocator_peak_bytes": "allocator_peak", "process_peak_bytes": "process_peak"}
+        errors.update(dict.fromkeys(("step_s", "volume_s", "epoch_s"), "step_s"))
+        bounds = {name: self._bound(figure) for name, figure in errors.items()}
+        about = (
+            "hosts",
+            "version",
+            "dtype",
+            "family",
+            "threads",
+            "records",
+            "held_out",
+            "margin_share",
+            "margin_bytes",
+        )
         return {
             **{name: getattr(self, name) for name in names},
             "components": [vars(line) for line in self.components],
+            "beside": [vars(line) for line in self.beside],
             "peak_op": self.timeline.peak_op,
             "errors": {
-                "measured": bound.configurations > 0,
-                "allocator_peak_bytes": vars(bound.allocator_peak),
-                "process_peak_bytes": vars(bound.process_peak),
-                "upper_bound_bytes": {name: getattr(bound, name) for name in ("margin_share", "margin_bytes")},
-                **dict.fromkeys(("step_s", "volume_s", "epoch_s"), vars(bound.step_s)),
-                **{name: getattr(bound, name) for name in ("record", "configurations")},
+                "measured": self.kind is not None,
+                **{name: bound and vars(bound) for name, bound in bounds.items()},
+                "records": self.kind and {name: getattr(self.kind, name) for name in about},
+                "upper_bound": self.margin,
             },
             "constants": {name: getattr(self.constants, name) for name in ("name", "origin", "record")},
             "job": self.job.to_json(),
@@ -169,19 +254,21 @@ def estimate(
     """
     accuracy, constants = accuracy or load_accuracy(), constants.of(job.engine, job.unet.dtype)
     region = region_bytes(job.unet, job.shape, job.micro, host_bytes)
-    program, prepared = dataclasses.replace(training_step(job, constants.kernels), region_bytes=region), 0
-    if job.from_store:
-        program, prepared = _with_store(program, job, constants.kernels)
+    program, beside = _program(job, constants.kernels, region)
     line = timeline(program)
     allocator = use(program)
-    small = sum(rounded(tensor.bytes) for tensor in line.peak_tensors if tensor.bytes < SMALL_BYTES)
-    hidden = max(op.hidden_bytes for op in program.ops)
+    small, hidden = _outside(program, line)
     baseline = constants.runtime_bytes(job.engine, program)
     process_peak = baseline + allocator.resident_bytes + small + hidden
-    validated = process_peak + allocator.validated_bytes - allocator.resident_bytes
-    upper_bound = accuracy.upper_bound(validated) + prepared
-    # What a run has beside its steps and validations and is not modelled: mapped pages of the store, its log.
-    upper_bound += int(AROUND_SHARE * process_peak) if job.from_store else 0
+    validation = allocator.validated_bytes - allocator.resident_bytes
+    beside = (Component("validation", validation, "derived: the allocator replayed through one"), *beside)
+    kind, uncovered = accuracy.covering(job, constants.kernels)
+    if kind:
+        upper_bound = kind.upper_bound(process_peak + validation)
+    else:
+        others = (baseline + peak for peak in _peaks_of_others(job, constants.kernels, region, program))
+        upper_bound = accuracy.widest(max(process_peak + validation, *others, 0))
+    upper_bound += sum(one.bytes for one in beside[1:])
     # Regions that fit the host's memory are never cut down; a job too large for it anyway needs no second play.
     tight = host_bytes is not None and upper_bound <= host_bytes < allocator.reserved_bytes
     regions_short = tight and not fits_regions(program, host_bytes)
@@ -202,6 +289,9 @@ def estimate(
         timeline=line,
         accuracy=accuracy,
         constants=constants,
+        beside=tuple(part for part in beside if part.bytes),
+        kind=kind,
+        uncovered=uncovered,
         regions_short=regions_short,
     )
 
@@ -242,16 +332,48 @@ def live_at_peak(line: Timeline) -> List[Component]:
     return [component for _, _, component in sorted(found, key=lambda one: one[:2])]
 
 
-def _with_store(program: Program, job: Job, kernels: Kernels) -> Tuple[Program, int]:
-    """The program of a run that a store feeds, which is validated too, with the next micro-batch; and the bytes of the
-    volume in preparation, slabs and what they are put together into, of several volumes a copy, for the upper bound."""
+def _program(job: Job, kernels: Kernels, region: int) -> Tuple[Program, Tuple[Component, ...]]:
+    """The step of a job with these kernels, and what a run holds beside it where a store feeds it."""
+    program = dataclasses.replace(training_step(job, kernels), region_bytes=region)
+    return _with_store(program, job, kernels) if job.from_store else (program, ())
+
+
+def _outside(program: Program, line: Timeline) -> Tuple[int, int]:
+    """What lies outside TensorFlow's allocator: small tensors, and oneDNN's buffers at their largest."""
+    small = sum(rounded(tensor.bytes) for tensor in line.peak_tensors if tensor.bytes < SMALL_BYTES)
+    return small, max(op.hidden_bytes for op in program.ops)
+
+
+def _peaks_of_others(job: Job, kernels: Kernels, region: int, program: Program) -> Iterator[int]:
+    """What the step's tensors and oneDNN's buffers take with the kernels of each other family, where it is not as in
+    `program`."""
+    seen = [program]
+    for isa in FAMILIES:
+        if family_of(isa, job.unet.dtype) == family_of(kernels.isa, job.unet.dtype):
+            continue
+        other, _ = _program(job, dataclasses.replace(kernels, isa=isa), region)
+        if other not in seen:
+            seen.append(other)
+            yield use(other).validated_bytes + sum(_outside(other, timeline(other)))
+
+
+def _with_store(program: Program, job: Job, kernels: Kernels) -> Tuple[Program, Tuple[Component, ...]]:
+    """The program of a run that a store feeds, which is validated too, with the next micro-batch; and what is held
+    beside it outside of TensorFlow's allocator, or at moments that are not replayed."""
     channels, outputs, value_bytes = job.unet.channels, job.unet.outputs, DTYPE_BYTES[job.unet.dtype]
     image = Tensor("next_image", job.voxels * channels * value_bytes, NEXT_BATCH)
     target = Tensor("next_target", job.voxels * outputs, NEXT_BATCH)
     volume, slabs = math.prod(job.shape), RESAMPLED_BYTES if job.resampled else 2 * value_bytes
     prepared = volume * (channels * slabs + 4 + outputs) + (image.bytes + target.bytes if job.micro > 1 else 0)
+    files = job.case_bytes or stored_bytes(job.shape, channels)
+    largest = max(tensor.bytes for tensor in program.resident if tensor.group == "weights")
+    beside = (
+        Component("a volume in preparation", prepared, "derived: slabs, and what they are put together into"),
+        Component("a case's files", files, "exact: mapped or read; counted, though the kernel may drop mapped pages"),
+        Component("saving and restoring", 2 * largest, "exact: the largest variable, as read and as copied"),
+    )
     resident = (*program.resident, image, target)
-    return dataclasses.replace(program, resident=resident, after=validation_pass(job, kernels)), prepared
+    return dataclasses.replace(program, resident=resident, after=validation_pass(job, kernels)), beside
 
 
 def _resident_bytes(tensor: Tensor) -> int:

@@ -4,6 +4,7 @@ From /proc and /sys, because a container sees the whole machine in them but may 
 cgroup and CPU mask leave: sizing threads by the machine is what makes 64 threads fight over 7 cores.
 """
 
+import dataclasses
 import math
 import os
 import platform
@@ -67,7 +68,7 @@ class Host:
 
     def summary(self) -> Dict[str, Any]:
         """What a log or a record says of the host, as JSON content."""
-        own = {"memory_bytes": self.memory_bytes, "isa": list(self.isa)}
+        own = {"memory_bytes": self.memory_bytes, "isa": list(self.isa), "kernels": dataclasses.asdict(self.kernels)}
         return {"cpu": self.cpu_model, "cores": self.usable_cores, **own}
 
 

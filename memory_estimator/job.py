@@ -4,12 +4,14 @@ A job comes from the command line, from a recipe by its name, or from the folder
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import math
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from memory_estimator.files import read_json, typed
 from memory_estimator.schema import option
@@ -19,6 +21,7 @@ from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 OPTIMIZERS = ("adam", "sgd")
 ENGINES = ("itex", "stock")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+STORED_BYTES = 2  # a voxel and channel in a store, as int16 or float16; of a label it is one a voxel
 
 AUTO = "auto"  # of an option that is to be worked out
 RUN_SCHEMA = 1  # version of the run folder's layout that is understood; `cpu3d.settings` writes it
@@ -41,6 +44,8 @@ class Job:
     """Whether a store feeds the step, as in `train`: one batch ahead and one volume in preparation count too."""
     resampled: bool = False
     """Whether a store's volumes are rotated or scaled, which takes them whole and in float32."""
+    case_bytes: int = 0
+    """Of a store, the largest case's files; 0 is unknown, and then they are as large as the grid."""
     cases: int = 0  # training cases, which make an epoch; 0 is unknown
 
     def __post_init__(self):
@@ -130,6 +135,23 @@ def itex_is_installed() -> bool:
 def installed_engine() -> str:
     """ "itex" unless TensorFlow is installed here without it: a laptop without either plans for the fast engine."""
     return "stock" if importlib.util.find_spec("tensorflow") and not itex_is_installed() else "itex"
+
+
+def engine_version(engine: str, versions: Mapping[str, str]) -> str:
+    """An engine by its packages' versions, such as "TensorFlow 2.15.1, ITEX 2.15.0.0"; "" where one is missing."""
+    packages = {"TensorFlow": "tensorflow", **({"ITEX": "intel-extension-for-tensorflow"} if engine == "itex" else {})}
+    known = all(package in versions for package in packages.values())
+    return ", ".join(f"{name} {versions[package]}" for name, package in packages.items()) if known else ""
+
+
+def installed_versions() -> Dict[str, str]:
+    """Engine -> `engine_version` of those that are installed here. Imports none of them."""
+    found = {}
+    for package in ("tensorflow", "intel-extension-for-tensorflow"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    named = {engine: engine_version(engine, found) for engine in ENGINES}
+    return {engine: version for engine, version in named.items() if version}
 
 
 BRAIN_BOX = (144, 192, 144)
@@ -283,7 +305,7 @@ def job_of_run(folder: Union[str, Path], auto_engine: str = "itex", engine: str 
             averaged=run.ema > 0,
             from_store=True,
             resampled=any(run.augment.get(name) for name in ("rotation_deg", "scaling")),
-            cases=_training_cases(Path(run.store), run.fold) * run.patches_per_case,
+            **_of_store(Path(run.store), run),
         )
     except ValueError as error:
         raise ValueError(f"run config {path} must be one that can be estimated: {error}") from None
@@ -335,15 +357,29 @@ def _read_run(folder: Union[str, Path]) -> Tuple[Path, _Run]:
         raise ValueError(f"run config {path} must be as `train` wrote it, got {error}; restore it") from None
 
 
-def _training_cases(store: Path, fold: str) -> int:
-    """0 where the store is gone or cannot be read: the run's memory does not hang on it. A fold holds out one of its
-    parts of the training and validation cases; counted as if each case had its own patient."""
+def _training_cases(manifest: Mapping[str, Any], fold: str) -> int:
+    """A fold holds out one of its parts of the training and validation cases; counted as if each case had its own
+    patient."""
+    split = manifest["split"]
+    if not fold:
+        return len(split["train"])
+    part, parts = map(int, fold.split("/"))
+    cases = len(split["train"]) + len(split["val"])
+    return cases - len(range(part - 1, cases, parts))
+
+
+def _of_store(store: Path, run: _Run) -> Dict[str, int]:
+    """What a run's store says of its job; nothing where it is gone or cannot be read."""
     try:
-        split = read_json(store / "manifest.json")["split"]
-        if not fold:
-            return len(split["train"])
-        part, parts = map(int, fold.split("/"))
-        cases = len(split["train"]) + len(split["val"])
-        return cases - len(range(part - 1, cases, parts))
+        manifest = read_json(store / "manifest.json")
+        found = {"cases": _training_cases(manifest, run.fold) * run.patches_per_case}
+        if "largest_shape" in manifest:
+            found["case_bytes"] = stored_bytes(manifest["largest_shape"], len(manifest["channels"]))
+        return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return 0
+        return {}
+
+
+def stored_bytes(shape: Sequence[int], channels: int) -> int:
+    """Of a case's files in a store at most: image and label (X, Y, Z), as `prepare` writes them without packing."""
+    return math.prod(shape) * (channels * STORED_BYTES + 1)

@@ -1,8 +1,9 @@
-"""The estimator held against measured steps: what `bench memory` recorded, what is predicted of the same jobs.
+"""The estimator held against measured steps: what `bench validate` recorded, what is predicted of the same jobs.
 
-    python -m memory_estimator.validation records/memory.jsonl > memory_estimator/accuracy.json
+    python -m memory_estimator.validation records/memory > memory_estimator/accuracy.json
 
-works out anew how far predictions are off, and the upper bound's margin: after `bench validate`, and after changes.
+works out anew, kind by kind of records, how far predictions are off, and the upper bound's margin: after a record has
+come in, and after changes.
 """
 
 import functools
@@ -15,40 +16,44 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from memory_estimator.calibration import shipped_constants
-from memory_estimator.estimate import Accuracy, Bound, estimate
+from memory_estimator.estimate import Accuracy, Bound, Estimate, Kind, estimate, family_of
 from memory_estimator.files import read_records
-from memory_estimator.job import AUTO, Job
-from memory_estimator.step.onednn import Kernels, highest_isa
+from memory_estimator.job import AUTO, Job, engine_version
+from memory_estimator.step.onednn import USUAL, Kernels, highest_isa
 from models.config import UNetConfig
 
-PUBLISHED = Path(__file__).resolve().parents[1] / "records" / "memory.jsonl"  # which may not be there
+PUBLISHED = Path(__file__).resolve().parents[1] / "records" / "memory"
+"""The folder of published records, a file a host; it may not be there."""
 
 FITTED_VOXELS = 96**3
 """Constants of a host are fitted to volumes of at most this size; errors are those of larger ones alone."""
 
 TARGETS = {
-    "allocator peak, median error": 0.01,
-    "allocator peak, worst error": 0.03,
+    "allocator peak, median error": 0.005,
+    "allocator peak, worst error": 0.02,
     "process peak, median error": 0.02,
     "process peak, worst error": 0.05,
     "peaks above their upper bound": 0,
     "upper bound above the peak, mean": 0.06,
-    "seconds a step, median error": 0.08,
+    "seconds a step, median error": 0.05,
     "seconds a step, worst error": 0.20,
 }
-"""What is demanded of the errors of held-out steps: the most that each may be."""
+"""What is demanded of the errors over all of a host's records: the most that each may be."""
 
-PROCESS_FLOOR_BYTES = 150 * 2**20
-"""A process's peak that is off by less is no miss: runtimes differ by as much from host to host."""
+ALLOCATOR_TARGETS = {"avx512_core_amx": (0.01, 0.03)}
+"""Of the allocator's peak, median and worst, where the host's kernels are others than those of TARGETS."""
 
 DISTURBED_SPREAD = 0.10
 """Timed steps that lie further apart than this share of their median were disturbed by something."""
 
 MARGIN_BYTES = 64 * 2**20
-"""The fixed part of the upper bound's margin: what a runtime holds more or less from start to start."""
+"""The least margin of an upper bound: what a runtime holds more or less from start to start."""
 
-RESERVE_SHARE = 0.03
-"""Added to what the fitted shapes ask for: half of the 6 % that upper bounds may lie above the peaks on average."""
+CONFIDENCE = 0.99
+"""That the next record of a kind lies below its upper bound, if its error is one of the same normal distribution."""
+
+LEAST_RECORDS = 8
+"""Of a kind: from fewer steps the spread of their errors is not told."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,9 @@ class Measured:
     allocator_peak_bytes: Optional[int] = None  # None where the allocator keeps no count
     failure: str = ""  # what went wrong instead; nothing was measured then
     host: str = ""  # the CPU's name
-    isa: Tuple[str, ...] = ()  # its instruction sets, which choose the constants to predict with
+    isa: Tuple[str, ...] = ()  # its instruction sets
+    kernels: Kernels = USUAL  # that oneDNN took there, which choose the constants to predict with
+    version: str = ""  # of the engine, as of `job.engine_version`
     date: str = ""
     step_spread: float = 0.0  # (longest - shortest) / median of the timed steps; 0 where a single one was timed
 
@@ -82,24 +89,23 @@ class Row:
 
     measured: Measured
     process_peak_bytes: int  # predicted
+    family: str
+    """Of oneDNN's kernels that it was predicted with."""
+    covered: bool
+    """Whether a kind of records covers it; else its upper bound is wide."""
     allocator_error: Optional[float]
     process_error: float
     slack: float  # how far the upper bound lies above the measured peak; negative is a broken promise
-    step_error: float
-
-    @property
-    def is_beyond_floor(self) -> bool:
-        """Whether the process's peak is off by more than runtimes differ."""
-        return abs(self.process_peak_bytes - self.measured.process_peak_bytes) > PROCESS_FLOOR_BYTES
+    step_error: Optional[float]
 
     @property
     def misses(self) -> Tuple[str, ...]:
         """Names of the figures that are further off than they may be."""
         wrong = {
-            "allocator": abs(self.allocator_error or 0) > TARGETS["allocator peak, worst error"],
-            "process": abs(self.process_error) > TARGETS["process peak, worst error"] and self.is_beyond_floor,
+            "allocator": abs(self.allocator_error or 0) > demanded(self.family)["allocator peak, worst error"],
+            "process": abs(self.process_error) > TARGETS["process peak, worst error"],
             "upper bound": self.slack < 0,
-            "time": abs(self.step_error) > TARGETS["seconds a step, worst error"],
+            "time": abs(self.step_error or 0) > TARGETS["seconds a step, worst error"],
         }
         return tuple(name for name, is_wrong in wrong.items() if is_wrong)
 
@@ -114,7 +120,7 @@ class Spread(NamedTuple):
 
 
 class Target(NamedTuple):
-    """The most that a figure may be over all held-out steps, and what was found: NaN, which meets nothing, of none."""
+    """The most that a figure may be over some steps, and what was found: NaN of none."""
 
     name: str
     demanded: float
@@ -122,7 +128,7 @@ class Target(NamedTuple):
 
     @property
     def met(self) -> bool:
-        return self.found <= self.demanded
+        return self.found <= self.demanded or math.isnan(self.found)
 
     @property
     def is_share(self) -> bool:
@@ -131,23 +137,28 @@ class Target(NamedTuple):
 
 
 def read_measured(path: Path) -> Tuple[Measured, ...]:
-    """The measured steps of a record file, one a job and host: the newest, in the place of the oldest. Lines of an
-    engine that the estimator knows nothing of are passed over. Raises ValueError for a missing file, and for a line
-    that is damaged or of another schema."""
+    """The measured steps of a record file, or of all of a folder, one a job and host: the newest, in the place of the
+    oldest. Lines of an engine that the estimator knows nothing of are passed over. A record may lack the seconds, where
+    they were disturbed. Raises ValueError for a missing file, and for a line that is damaged or of another schema."""
 
     def measured_from(record: Mapping[str, Any]) -> Optional[Measured]:
         if not has_known_engine(record):
             return None
-        host = record["host"]
+        job, host = job_from(record), record["host"]
         about = {"host": host["cpu"], "isa": tuple(host["isa"]), "date": record.get("date", "")}
+        about["kernels"] = Kernels(**host.get("kernels", {"isa": highest_isa(host["isa"])}))
+        about["version"] = engine_version(job.engine, record.get("versions", {}))
         if record.get("error"):
-            return Measured(job_from(record), failure=record["error"], **about)
-        step_s = record["step_s"]
-        shortest, longest = (record.get(f"step_s_{end}", step_s) for end in ("min", "max"))
+            return Measured(job, failure=record["error"], **about)
+        if record.get("step_s"):
+            step_s = record["step_s"]
+            shortest, longest = (record.get(f"step_s_{end}", step_s) for end in ("min", "max"))
+            about.update(step_s=step_s, step_spread=(longest - shortest) / step_s)
         peaks = {name: record[name] for name in ("process_peak_bytes", "allocator_peak_bytes")}
-        return Measured(job_from(record), step_s=step_s, step_spread=(longest - shortest) / step_s, **peaks, **about)
+        return Measured(job, **peaks, **about)
 
-    read = read_records(path, "memory", measured_from)
+    files = sorted(Path(path).glob("*.jsonl")) if Path(path).is_dir() else [path]
+    read = [one for file in files for one in read_records(file, "memory", measured_from)]
     return tuple({(one.host, one.isa, one.job): one for one in read}.values())
 
 
@@ -174,15 +185,22 @@ def job_from(record: Mapping[str, Any]) -> Job:
     return by_rule if by_rule.micro == job.micro else job
 
 
-def compare(measured: Iterable[Measured], predict: Callable[[Measured], Any]) -> List[Row]:
-    """A row for every step that was measured; `predict` gives the Estimate of its job. Failures are left out."""
+def compare(measured: Iterable[Measured], predict: Callable[[Measured], Estimate]) -> List[Row]:
+    """A row for every step that was measured; `predict` gives the estimate of its job. Failures are left out."""
     rows = []
     for one in (one for one in measured if not one.failure):
         found, allocator, process = predict(one), one.allocator_peak_bytes, one.process_peak_bytes
+        how = (found.process_peak_bytes, found.constants.kernels.isa, found.kind is not None)
         peak_error = None if allocator is None else found.allocator_peak_bytes / allocator - 1
         errors = (found.process_peak_bytes / process - 1, found.upper_bound_bytes / process - 1)
-        rows.append(Row(one, found.process_peak_bytes, peak_error, *errors, found.step_s / one.step_s - 1))
+        step_error = None if math.isnan(one.step_s) else found.step_s / one.step_s - 1
+        rows.append(Row(one, *how, peak_error, *errors, step_error))
     return rows
+
+
+def predicted(one: Measured, accuracy: Optional[Accuracy] = None) -> Estimate:
+    """With the constants that are shipped, whatever this host's own are."""
+    return estimate(one.job, _shipped(one.kernels), accuracy)
 
 
 def spread(errors: Iterable[Optional[float]]) -> Spread:
@@ -203,46 +221,113 @@ def spreads(rows: Sequence[Row]) -> Dict[str, Spread]:
     }
 
 
+def demanded(family: str) -> Dict[str, float]:
+    """TARGETS of a host with these kernels."""
+    own = dict(zip(TARGETS, ALLOCATOR_TARGETS.get(family, ())))
+    return {**TARGETS, **own}
+
+
 def targets(rows: Sequence[Row]) -> Tuple[Target, ...]:
-    """What is demanded of the errors over `rows`, each beside what was found. Worst ones are sizes, without a sign."""
-    allocator, process, bound, step = spreads(rows).values()
-    beyond = max((abs(row.process_error) for row in rows if row.is_beyond_floor), default=0.0) if rows else math.nan
+    """What is demanded of the errors over `rows`, which are of one host, each beside what was found. Worst ones are
+    sizes, without a sign; the mean reserve is that of rows which some kind covers."""
+    allocator, process, _, step = spreads(rows).values()
     exceeded = sum(row.slack < 0 for row in rows) if rows else math.nan
-    found = (allocator.median, abs(allocator.worst), process.median, beyond, exceeded, bound.mean, step.median)
-    return tuple(Target(*demanded, one) for demanded, one in zip(TARGETS.items(), (*found, abs(step.worst))))
+    slack = spread(row.slack for row in rows if row.covered).mean
+    found = (allocator.median, abs(allocator.worst), process.median, abs(process.worst), exceeded, slack)
+    limits = demanded(rows[0].family if rows else "").items()
+    return tuple(Target(*limit, one) for limit, one in zip(limits, (*found, step.median, abs(step.worst))))
 
 
-def digest(rows: Sequence[Row], record: str) -> Accuracy:
-    """Errors over the rows that no constant was fitted to, and a margin for upper bounds, made without these rows. The
-    margin is the least, in steps of half a per cent, that leaves no peak of the fitted shapes above its bound, and
-    RESERVE_SHARE. Whether it holds is for the held-out rows to say (`targets`). Raises ValueError where the record
-    lacks either."""
+_shipped = functools.lru_cache(maxsize=None)(shipped_constants)
+
+
+# --- Accuracy by kind ---
+
+
+def digest(rows: Iterable[Row]) -> Accuracy:
+    """What the records of each kind say: errors over those that no constant was fitted to, and the margin of the upper
+    bound from all of them. Kinds with fewer than LEAST_RECORDS are left out: nothing covers such jobs."""
+    return Accuracy(tuple(_kind(key, some) for key, some in sorted(by_kind(rows).items()) if covers(some)))
+
+
+Key = Tuple[str, str, str, str]
+
+
+def by_kind(rows: Iterable[Row]) -> Dict[Key, List[Row]]:
+    """(engine, version, dtype, family of kernels) -> its rows."""
+    found: Dict[Key, List[Row]] = {}
+    for row in rows:
+        job = row.measured.job
+        key = (job.engine, row.measured.version, job.unet.dtype, family_of(row.family, job.unet.dtype))
+        found.setdefault(key, []).append(row)
+    return found
+
+
+def covers(rows: Sequence[Row]) -> bool:
+    """Whether these records of a kind are enough to say how far the next one is off."""
+    return len(rows) >= LEAST_RECORDS and any(row.measured.held_out for row in rows)
+
+
+def margin_share(rows: Sequence[Row]) -> float:
+    """What share of a predicted peak has to be added for all peaks of these rows to lie below, and the next one by
+    CONFIDENCE: the one-sided prediction limit of a normal distribution whose mean and spread are estimated
+    from the rows (Hahn and Meeker, Statistical Intervals, section 4.8), to a tenth of a per cent."""
+    needed = [row.measured.process_peak_bytes / row.process_peak_bytes - 1 for row in rows]
+    count, mean = len(needed), statistics.fmean(needed)
+    limit = mean + _student(CONFIDENCE, count - 1) * statistics.stdev(needed) * math.sqrt(1 + 1 / count)
+    return math.ceil(1000 * max(limit, *needed, 0.0)) / 1000
+
+
+def left_out_in_turn(rows: Iterable[Row]) -> Tuple[int, int]:
+    """Of the rows of covered kinds, how many lie above the bound that the others of their kind make; and all."""
+    above = count = 0
+    for some in filter(covers, by_kind(rows).values()):
+        for place, row in enumerate(some):
+            share = margin_share(some[:place] + some[place + 1 :])
+            margin = max(row.process_peak_bytes * share, MARGIN_BYTES)
+            above += row.measured.process_peak_bytes > row.process_peak_bytes + margin
+        count += len(some)
+    return above, count
+
+
+def _kind(key: Key, rows: Sequence[Row]) -> Kind:
     held_out = [row for row in rows if row.measured.held_out]
-    fitted = [row for row in rows if not row.measured.held_out]
-    for some, what in ((held_out, "above"), (fitted, "of at most")):
-        if not some:
-            raise ValueError(
-                f"record {record} must hold steps on volumes {what} {FITTED_VOXELS} voxels, got none; "
-                "let `bench validate` measure its whole list"
-            )
-    bounds = (Bound(round(one.median, 4), round(abs(one.worst), 4)) for one in spreads(held_out).values())
-    allocator, process, _, step = bounds
-    excess = max((row.measured.process_peak_bytes - MARGIN_BYTES) / row.process_peak_bytes - 1 for row in fitted)
-    margin_share = round(max(0, math.ceil(excess * 200)) / 200 + RESERVE_SHARE, 4)
-    return Accuracy(record, len(held_out), allocator, process, step, margin_share, MARGIN_BYTES)
+    found = [Bound(round(one.median, 4), round(abs(one.worst), 4)) if one.count else None for one in _of(held_out)]
+    return Kind(
+        *key,
+        hosts=tuple(sorted({row.measured.host for row in rows})),
+        threads=tuple(sorted({row.measured.job.threads for row in rows})),
+        records=len(rows),
+        held_out=len(held_out),
+        largest_bytes=max(row.measured.process_peak_bytes for row in rows),
+        **dict(zip(("allocator_peak", "process_peak", "step_s"), found)),
+        margin_share=margin_share(rows),
+        margin_bytes=MARGIN_BYTES,
+    )
+
+
+def _of(rows: Sequence[Row]) -> Tuple[Spread, Spread, Spread]:
+    allocator, process, _, step = spreads(rows).values()
+    return allocator, process, step
+
+
+def _student(probability: float, freedom: int) -> float:
+    """Student's quantile, to a per cent from five degrees of freedom on (Abramowitz and Stegun 26.7.5)."""
+    z = statistics.NormalDist().inv_cdf(probability)
+    terms = (z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
+    return sum(term / freedom**power for power, term in enumerate(terms))
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    """Print the digest of a record. Exit codes: 0 done, 2 bad input."""
+    """Print the digest of records, a file or a folder of them. Exit codes: 0 done, 2 bad input."""
     names = sys.argv[1:] if argv is None else argv
     if len(names) != 1:
         print(__doc__, file=sys.stderr)
         return 2
-    constants = functools.lru_cache(maxsize=None)(lambda isa: shipped_constants(Kernels(highest_isa(isa))))
-    unknown = Accuracy("", 0, *3 * (Bound(0.0, 0.0),), 0.0, 0)  # stands in while the errors themselves are computed
     try:
-        rows = compare(read_measured(Path(names[0])), lambda one: estimate(one.job, constants(one.isa), unknown))
-        print(json.dumps(asdict(digest(rows, names[0])), indent=1))
+        unbounded = Accuracy(())  # the margins are what is worked out here
+        rows = compare(read_measured(Path(names[0])), lambda one: predicted(one, unbounded))
+        print(json.dumps({"kinds": asdict(digest(rows))["kinds"]}, indent=1))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -5,11 +5,10 @@
     ./run.sh bench tables --records records --page docs/validation.md
 
 What is predicted is what the estimator says now, with the constants that it ships. The validation page holds every
-measured configuration beside that; its upper bounds follow from accuracy.json, which `python -m
-memory_estimator.validation` makes of the same record: run that first.
+measured configuration beside that, a section a host; its upper bounds follow from accuracy.json, which `python -m
+memory_estimator.validation` makes of the same records: run that first.
 """
 
-import functools
 import json
 import math
 from dataclasses import dataclass
@@ -35,11 +34,21 @@ from memory_estimator.scaling.model import read_scaling
 from memory_estimator.schema import option
 from memory_estimator.step.onednn import Kernels, highest_isa
 from memory_estimator.table import Table
-from memory_estimator.validation import Measured, Row, compare, has_known_engine, job_from, read_measured, targets
+from memory_estimator.validation import (
+    Measured,
+    Row,
+    compare,
+    has_known_engine,
+    job_from,
+    left_out_in_turn,
+    predicted,
+    read_measured,
+    targets,
+)
 
 HELP = "make the pages of results from benchmark records"
 
-VALIDATION = "memory.jsonl"  # in the folder of records, of `bench validate`
+VALIDATION = "memory"  # in the folder of records that of `bench validate`, a file a host
 
 HEAD = """\
 # Results
@@ -51,13 +60,13 @@ to the most of the rounds. How each was measured stands in the help of its comma
 VALIDATION_HEAD = """\
 # The estimator against measured steps
 
-Made by `./run.sh bench tables --records records --page docs/validation.md` from records/memory.jsonl (`bench validate`)
-and the code as it stands. Errors are shares of what was measured: +2% is predicted too high. Of more than one run the
-median size and the worst stand there; of the upper bound how far above the process's peak, the mean and the least.
-Constants of the host and the margin of the upper bound are fitted to volumes of at most 96^3 voxels; the errors in all
-are of the larger ones. The rules (what each operation keeps, the scratch of a kernel, how the allocator grows) are not
-held out: they were found with runs of up to 128^3 voxels in view.
-Disturbed is a measurement whose steps lie further apart than a tenth of their median.
+Made by `./run.sh bench tables --records records --page docs/validation.md` from records/memory (`bench validate`) and
+the code as it stands. Errors are shares of what was measured: +2% is predicted too high. Of more than one run the
+median size and the worst stand there; of the upper bound how far above the process's peak, the mean and the least; it
+is wide where too few records of a kind say how far the next is off. Constants of a host are fitted to other steps, on
+volumes of at most 96^3 voxels. The rules (what each operation keeps, the scratch of a kernel, how the allocator grows)
+are not held out: they were found with runs of up to 128^3 voxels in view. The margin of an upper bound is fitted to all
+records of its kind. Disturbed is a measurement whose steps lie further apart than a tenth of their median.
 """
 
 
@@ -88,8 +97,8 @@ def tables(folder: Path) -> List[str]:
     """The lines of the page of results. What was not recorded has no section."""
     lines = HEAD.splitlines()
     for kind, (heading, section) in SECTIONS.items():
-        path = Path(folder) / f"{kind}.jsonl"
-        if path.is_file():
+        path = Path(folder) / (kind if kind == VALIDATION else f"{kind}.jsonl")
+        if path.exists():
             lines += ["", f"## {heading}", "", *section(path)]
             while not lines[-1]:
                 lines.pop()
@@ -126,7 +135,7 @@ def _policies(record: Dict[str, Any]) -> Table:
 
 
 def _estimator(path: Path) -> List[str]:
-    rows = [row for row in validation(path.parent)[1] if row.measured.held_out]
+    rows = validation(path.parent)[1]
     return [*summary_table(rows).markdown(), "", "Every configuration stands in [validation.md](validation.md)."]
 
 
@@ -140,7 +149,7 @@ SECTIONS: Dict[str, Tuple[str, Callable[[Path], List[str]]]] = {
     "step": ("The training step beside others", _each(step_table, *_STEP)),
     "engines": ("Engines", _each(engines_table, *_STEP)),
     "policies": ("Memory policies", _each(_policies, *_STEP)),
-    "memory": ("The estimator against larger configurations than it was fitted to", _estimator),
+    "memory": ("The estimator against measured steps", _estimator),
     "data": ("Loading", lambda path: page_lines(read_records(path, "data"))),
     "compare": ("Whole volumes against patches", _comparisons),
     "resolutions": ("Resolution, effective batch and learning rate", _comparisons),
@@ -156,32 +165,44 @@ SECTIONS: Dict[str, Tuple[str, Callable[[Path], List[str]]]] = {
 
 def validation(folder: Path) -> Tuple[Sequence[Measured], List[Row]]:
     """The measured steps, and each beside what the estimator as it stands predicts."""
-    # The shipped constants, whatever this host's own are: the page is the same wherever it is made.
-    constants = functools.lru_cache(maxsize=None)(lambda isa: shipped_constants(Kernels(highest_isa(isa))))
     measured = valid(read_measured, folder / VALIDATION)
-    return measured, compare(measured, lambda one: estimate(one.job, constants(one.isa)))
+    return measured, compare(measured, predicted)
 
 
 def page(measured: Sequence[Measured], rows: Sequence[Row]) -> List[str]:
     """The lines of the validation page. `rows` are what `compare` makes of `measured`, which has the failures too."""
-    held_out = [row for row in rows if row.measured.held_out]
+    above, count = left_out_in_turn(rows)
+    lines = [*VALIDATION_HEAD.splitlines(), "", *summary_table(rows).markdown(), ""]
+    lines.append(f"Left out of its kind in turn, {above} of {count} records lie above the bound that the others make.")
+    for host, isa in sorted({(one.host, one.isa) for one in measured}):
+        own = [one for one in measured if (one.host, one.isa) == (host, isa)]
+        lines += ["", f"## {host}", *_host_lines(own, [row for row in rows if row.measured in own])]
+    return lines
+
+
+def _host_lines(measured: Sequence[Measured], rows: Sequence[Row]) -> List[str]:
+    """What is demanded of one host's errors, and every configuration."""
     demanded, details = [], []
-    for one in targets(held_out):
+    for one in targets(rows):
         show = ("{:.1%}" if one.is_share else "{:.0f}").format
         figures = ("-" if math.isnan(value) else show(value) for value in (one.demanded, one.found))
-        demanded.append((one.name, *figures, "met" if one.met else "**not met**"))
+        met = "not recorded" if math.isnan(one.found) else "met" if one.met else "**not met**"
+        demanded.append((one.name, *figures, met))
     for row in sorted(rows, key=lambda row: not row.measured.held_out):
         one, allocator, process = row.measured, row.measured.allocator_peak_bytes, row.measured.process_peak_bytes
         cells = [_name(one.job), gib(allocator, 3), signed(row.allocator_error), gib(process, 3)]
-        cells += [signed(row.process_error), signed(row.slack), f"{one.step_s:.2f}", signed(row.step_error)]
-        details.append([*cells, ", ".join([f"misses {name}" for name in row.misses] + ["disturbed"] * one.disturbed)])
+        cells += [signed(row.process_error), signed(row.slack)]
+        cells += ["-" if math.isnan(one.step_s) else f"{one.step_s:.2f}", signed(row.step_error)]
+        remarks = [f"misses {name}" for name in row.misses] + ["disturbed"] * one.disturbed
+        remarks += ["wide"] * (not row.covered)
+        details.append([*cells, ", ".join(remarks)])
     failed = [one for one in measured if one.failure]
     details += [(_name(one.job), *7 * ["-"], f"not measured: {one.failure}") for one in failed]
-    hosts = "; ".join(sorted({f"{one.host}, {one.job.threads} threads, {one.date}" for one in measured}))
+    about = "; ".join(sorted({f"{one.version}, {one.job.threads} threads, {one.date}" for one in measured}))
     columns = ("configuration", "allocator, GiB", "error", "process, GiB", "error", "bound above", "s a step", "error")
-    found = [summary_table(held_out), Table(("figure", "demanded, at most", "found", ""), demanded)]
-    found.append(Table((*columns, ""), details, title=f"Measured on {hosts}."))
-    return VALIDATION_HEAD.splitlines() + [line for one in found for line in ("", *one.markdown())]
+    found = [Table(("figure", "demanded, at most", "found", ""), demanded)]
+    found.append(Table((*columns, ""), details, title=about))
+    return [line for one in found for line in ("", *one.markdown())]
 
 
 def _name(job: Job) -> str:

@@ -1,11 +1,14 @@
 """Measure the configurations that the estimator is judged by on this host, one fresh process each.
 
-    ./run.sh bench validate --record other-host.jsonl
-    ./run.sh bench validate --record other-host.jsonl --engine stock --first 3
+    ./run.sh bench validate --record my-host.jsonl
+    ./run.sh bench validate --record my-host.jsonl --engine stock --first 12
 
-They are those of the published record, records/memory.jsonl; each fits a host with 24 GB of memory. Some 600 training
-steps, in under an hour on two quiet cores with AVX512_BF16. Cut off, it continues: what the record holds is not
+They are those of the published records, in records/memory; each fits a host with 24 GB of memory. Some 600 training
+steps, in about an hour on two quiet cores with AVX512_BF16. Cut off, it continues: what the record holds is not
 measured again, failures included (remove a line to try again). One record file a host.
+
+Put into records/memory, a file is one of the published records: `python -m memory_estimator.validation records/memory >
+memory_estimator/accuracy.json` then has the errors and the upper bounds of jobs like these on hosts like this one.
 """
 
 import dataclasses
@@ -91,15 +94,17 @@ def measured_record(job: Job, host: Host) -> Dict[str, Any]:
 
 
 def configurations(threads: int) -> Tuple[Job, ...]:
-    """Every job of the published record, as on a host with so many threads."""
-    return tuple(dataclasses.replace(one.job, threads=threads) for one in valid(read_measured, PUBLISHED))
+    """Every job of the published records, as on a host with so many threads."""
+    jobs = (dataclasses.replace(one.job, threads=threads) for one in valid(read_measured, PUBLISHED))
+    return tuple(dict.fromkeys(jobs))
 
 
 def summary_table(rows: Sequence[Row]) -> Table:
-    """Median (of the absolute errors) and worst error of every figure, for all rows and by engine and dtype."""
-    groups: Dict[str, List[Row]] = {"all": list(rows)}
-    for row in sorted(rows, key=lambda row: (row.measured.job.engine, row.measured.job.unet.dtype)):
-        groups.setdefault(f"{row.measured.job.engine}, {row.measured.job.unet.dtype}", []).append(row)
+    """Median (of the absolute errors) and worst error of every figure, for all rows and by host, engine and dtype."""
+    groups: Dict[Tuple[str, ...], List[Row]] = {("all", ""): list(rows)}
+    for row in sorted(rows, key=lambda row: (row.measured.host, row.measured.job.engine, row.measured.job.unet.dtype)):
+        job, kernels = row.measured.job, row.family
+        groups.setdefault((row.measured.host, f"{kernels}, {job.engine}, {job.unet.dtype}"), []).append(row)
     cells = []
     for group, some in groups.items():
         found, least = spreads(some), min((row.slack for row in some), default=math.nan)
@@ -107,10 +112,11 @@ def summary_table(rows: Sequence[Row]) -> Table:
             f"{one.median:.1%}, worst {signed(one.worst)}" if one.count else "-"
             for one in (found[name] for name in ("allocator peak", "process peak", "seconds a step"))
         )
-        bound = f"{signed(found['upper bound'].mean)} ({signed(least)})"
-        cells.append((group, str(len(some)), allocator, process, bound, step))
-    columns = ("engine, dtype", "runs", "allocator peak", "process peak", "upper bound, mean (least)", "seconds a step")
-    return Table(columns, cells)
+        wide = "" if all(row.covered for row in some) else ", wide" if not any(row.covered for row in some) else ""
+        bound = f"{signed(found['upper bound'].mean)} ({signed(least)}){wide}"
+        cells.append((*group, str(len(some)), allocator, process, bound, step))
+    columns = ("host", "kernels, engine, dtype", "runs", "allocator peak", "process peak", "upper bound, mean (least)")
+    return Table((*columns, "seconds a step"), cells, names=2)
 
 
 def signed(share: Optional[float]) -> str:

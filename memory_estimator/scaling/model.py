@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
-from memory_estimator.estimate import Estimate
+from memory_estimator.estimate import Component, Estimate
 from memory_estimator.files import read_records
 
 ALONE, IN_PARTS, TOGETHER, APART, WIDE = "alone", "in parts", "together", "apart", "wide"
@@ -162,8 +162,8 @@ def of_one(whole: Estimate, workers: int) -> Estimate:
     if workers == 1:
         return whole
     sums = sum(part.bytes for part in whole.components if part.name == "gradient sums")
-    bound = whole.upper_bound_bytes + EXCHANGED_COPIES * sums
-    return dataclasses.replace(whole, upper_bound_bytes=bound, step_s=whole.step_s / workers)
+    exchange = Component("exchange of gradients", EXCHANGED_COPIES * sums, "derived: copies of their sums")
+    return dataclasses.replace(whole.with_beside(exchange), step_s=whole.step_s / workers)
 
 
 def read_scaling(path: Path) -> Tuple[Mapping[str, Any], ...]:

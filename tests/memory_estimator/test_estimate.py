@@ -7,7 +7,7 @@ import pytest
 
 from memory_estimator import estimate as estimate_module
 from memory_estimator.calibration import shipped_constants
-from memory_estimator.estimate import SHIPPED, estimate, live_at_peak, load_accuracy
+from memory_estimator.estimate import FAMILIES, SHIPPED, estimate, live_at_peak, load_accuracy
 from memory_estimator.job import RECIPES, Job
 from memory_estimator.step.onednn import Kernels
 from memory_estimator.step.program import Tensor, Timeline
@@ -43,23 +43,66 @@ def test_the_bill_adds_up_to_the_process_s_peak_whatever_the_job(changes, unet, 
     assert found.step_s > 0
 
 
-def test_a_store_adds_the_next_batch_and_to_the_bound_a_volume_in_preparation(monkeypatch):
-    monkeypatch.setattr(estimate_module, "validation_pass", lambda *_: ())
+def test_a_store_adds_the_next_batch_and_to_the_bound_what_a_run_holds_beside_its_steps():
     fed, from_store = of(), of(from_store=True)
     held = {line.name: line.bytes for line in from_store.components}
     assert held["input pipeline, next batch"] == 96**3 * (4 * 2 + 3)
-    prepared = 96**3 * (4 * 2 * 2 + 4 + 3)
-    assert fed.upper_bound_bytes == fed.accuracy.upper_bound(fed.process_peak_bytes)
-    around = int(0.1 * from_store.process_peak_bytes)
-    assert from_store.upper_bound_bytes - prepared - around == fed.accuracy.upper_bound(from_store.process_peak_bytes)
+    assert fed.upper_bound_bytes == fed.kind.upper_bound(fed.process_peak_bytes)
+    beside = {line.name: line.bytes for line in from_store.beside}
+    validation = beside.pop("validation", 0)
+    counted = from_store.kind.upper_bound(from_store.process_peak_bytes + validation) + sum(beside.values())
+    assert from_store.upper_bound_bytes == counted
+    assert beside["a volume in preparation"] == 96**3 * (4 * 2 * 2 + 4 + 3)
+    assert beside["a case's files"] == 96**3 * (4 * 2 + 1)
+    assert of(from_store=True, case_bytes=10**9).upper_bound_bytes - counted == 10**9 - beside["a case's files"]
     # To be rotated it is whole in float32, a few times over.
     rotated = of(from_store=True, resampled=True).upper_bound_bytes
     assert rotated - from_store.upper_bound_bytes == 96**3 * 4 * (13 - 2 * 2)
     # Several volumes lie side by side before they are copied into one batch.
-    both, one = (of(from_store=True, batch=batch, micro_batch=batch) for batch in (2, 1))
-    bound = lambda peak: of().accuracy.upper_bound(peak) + int(0.1 * peak)
-    beyond = lambda found: found.upper_bound_bytes - bound(found.process_peak_bytes)
-    assert beyond(both) - beyond(one) == 2 * 96**3 * (4 * 2 + 3)
+    both, one = (of(from_store=True, batch=batch, micro_batch=batch).beside for batch in (2, 1))
+    prepared = [line.bytes for bill in (both, one) for line in bill if line.name == "a volume in preparation"]
+    assert prepared[0] - prepared[1] == 2 * 96**3 * (4 * 2 + 3)
+
+
+SHIPPED_KIND = {"engine": "itex", "dtype": "bfloat16", "family": "avx512_core_bf16"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "versions", "what"),
+    [
+        ({"threads": 56}, {}, "56 threads"),
+        ({}, {"itex": "TensorFlow 9, ITEX 9"}, "TensorFlow 9, ITEX 9"),
+        ({"isa": "avx2"}, {}, "avx2"),
+    ],
+)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_where_nothing_like_it_was_measured_the_bound_covers_every_family_of_kernels(changes, versions, what, policy):
+    isa, accuracy = changes.get("isa", CONSTANTS.kernels.isa), load_accuracy(versions=versions)
+    threads = changes.get("threads", SMALL.threads)
+    job = dataclasses.replace(SMALL.with_unet(policy=policy), threads=threads)
+    found = estimate(job, kernels(isa), accuracy)
+    assert found.kind is None
+    assert what in found.uncovered
+    assert not found.to_json()["errors"]["measured"]
+    for family in FAMILIES:
+        peak = estimate(job, kernels(family), accuracy).process_peak_bytes
+        assert found.upper_bound_bytes >= max(kind.upper_bound(peak) for kind in accuracy.kinds)
+
+
+def kernels(isa):
+    return dataclasses.replace(CONSTANTS, kernels=dataclasses.replace(CONSTANTS.kernels, isa=isa))
+
+
+def test_a_job_like_those_recorded_has_their_errors_whatever_its_size_and_says_of_which():
+    accuracy = load_accuracy()
+    for job in (SMALL, dataclasses.replace(SMALL, shape=(240, 240, 160), batch=3)):
+        found = estimate(job, CONSTANTS, accuracy)
+        assert {name: getattr(found.kind, name) for name in SHIPPED_KIND} == SHIPPED_KIND
+        assert found.upper_bound_bytes == found.kind.upper_bound(found.process_peak_bytes)
+        errors = found.to_json()["errors"]
+        assert errors["measured"]
+        assert errors["process_peak_bytes"]["median"] <= errors["process_peak_bytes"]["worst"]
+        assert errors["records"]["hosts"]
 
 
 def test_a_step_is_its_micro_batches_and_one_update():
@@ -116,7 +159,7 @@ def test_tensors_are_added_up_by_cause_in_the_order_of_a_bill():
         held(("surprise", 256, "weights, of another kind"))
 
 
-@pytest.mark.parametrize("damaged", [SHIPPED.read_text()[:-20], "[]", "{}", '{"step_s": {"median": 0.1}}'])
+@pytest.mark.parametrize("damaged", [SHIPPED.read_text()[:-20], "[]", "{}", '{"kinds": [{"engine": "itex"}]}'])
 def test_a_damaged_digest_is_refused_by_its_file(damaged, tmp_path):
     path = tmp_path / "accuracy.json"
     path.write_text(damaged)

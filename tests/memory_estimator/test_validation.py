@@ -6,18 +6,36 @@ from types import SimpleNamespace
 
 import pytest
 
+from memory_estimator.estimate import Accuracy
 from memory_estimator.job import Job
-from memory_estimator.validation import RESERVE_SHARE, Measured, compare, digest, main, read_measured, spread, targets
+from memory_estimator.step.onednn import Kernels
+from memory_estimator.validation import (
+    LEAST_RECORDS,
+    Measured,
+    compare,
+    covers,
+    digest,
+    left_out_in_turn,
+    main,
+    margin_share,
+    read_measured,
+    spread,
+    targets,
+)
 from models.config import UNetConfig
 
 GIB = 2**30
 PEAKS = ("process_peak_bytes", "allocator_peak_bytes")
 
 
-def row(allocator=10 * GIB, process=10 * GIB, upper=11 * GIB, step_s=1.0, side=128, measured=10 * GIB):
-    one = Measured(Job(shape=(side,) * 3), step_s=1.0, **dict.fromkeys(PEAKS, measured))
-    predicted = {**dict(zip(PEAKS, (process, allocator))), "upper_bound_bytes": upper, "step_s": step_s}
-    (only,) = compare([one], lambda one: SimpleNamespace(**predicted))
+def row(
+    allocator=10 * GIB, process=10 * GIB, upper=11 * GIB, step_s=1.0, side=128, measured=10 * GIB, took_s=1.0, **about
+):
+    job = Job(shape=(side,) * 3, threads=about.pop("threads", 1))
+    one = Measured(job, step_s=took_s, **dict.fromkeys(PEAKS, measured), **about)
+    made = {**dict(zip(PEAKS, (process, allocator))), "upper_bound_bytes": upper, "step_s": step_s}
+    made.update(kind=True, constants=SimpleNamespace(kernels=Kernels()))
+    (only,) = compare([one], lambda one: SimpleNamespace(**made))
     return only
 
 
@@ -66,8 +84,10 @@ def test_a_record_is_read_as_the_job_that_really_ran(read):
     assert (one.host, one.isa, one.date, one.held_out) == ("some CPU", ("avx",), "2026-11-20", False)
     assert other.failure == "exited with -9"
     assert compare([other], None) == []
-    (stock,) = read({**RECORD, "engine_name": "TensorFlow 2.15.1, oneDNN"})
-    assert stock.job.engine == "stock"
+    (stock,) = read({**RECORD, "engine_name": "TensorFlow 2.15.1, oneDNN", "versions": {"tensorflow": "2.15.1"}})
+    assert (stock.job.engine, stock.version) == ("stock", "TensorFlow 2.15.1")
+    (untimed,) = read({name: value for name, value in RECORD.items() if name != "step_s"})
+    assert math.isnan(untimed.step_s)
 
 
 @pytest.mark.parametrize(
@@ -110,32 +130,52 @@ def test_targets_are_judged_by_medians_worst_errors_and_bounds():
     assert [one.name.partition(",")[0] for one in targets(rows) if not one.met] == [
         *("allocator peak", "peaks above their upper bound", "seconds a step")
     ]
+    assert row(took_s=math.nan).step_error is None
+    assert all(one.met for one in targets([row(took_s=math.nan, upper=10.5 * GIB)]))
 
 
-def test_errors_are_those_of_the_steps_held_out():
-    held_out = [row(process=int(share * GIB), step_s=1.1) for share in (10.1, 9.8, 9.7)]
-    found = digest([*held_out, row(process=5 * GIB, side=64)], "r.jsonl")
-    assert (found.record, found.configurations) == ("r.jsonl", 3)
-    assert (found.process_peak.median, found.process_peak.worst) == (0.02, 0.03)
-    assert (found.step_s.median, found.step_s.worst) == (0.1, 0.1)
-    with pytest.raises(ValueError, match="must hold steps on volumes of at most 884736 voxels"):
-        digest(held_out, "r.jsonl")
+def rows_of(errors, **about):
+    """Steps whose peak is off by these shares."""
+    return [row(process=int(10 * GIB * (1 + error)), **about) for error in errors]
 
 
-@pytest.mark.parametrize("errors", [(-0.031, 0.02), (0.05, 0.04), (-0.0001, 0), (-0.005,)])
-def test_the_margin_covers_every_fitted_shape_with_the_reserve_to_spare(errors):
-    rows = [row(process=int(10 * GIB * (1 + error)), side=96) for error in errors]
-    found = digest([*rows, row()], "r")
-    for one in rows:
-        spared = found.upper_bound(one.process_peak_bytes) - one.measured.process_peak_bytes
-        assert spared >= (RESERVE_SHARE - 1e-4) * one.process_peak_bytes
-    assert found.margin_share <= max(0, -min(errors)) + RESERVE_SHARE + 0.0075
+ERRORS = (-0.031, 0.02, 0.01, 0.0, -0.01, 0.003, -0.002, 0.015, -0.004)
 
 
-def test_the_digest_of_a_file_is_printed_and_a_missing_file_is_bad_input(tmp_path, capsys):
-    path = tmp_path / "memory.jsonl"
-    large = {**RECORD, "shape": [128, 128, 128], "process_peak_bytes": 2 * GIB}
-    path.write_text("".join(json.dumps(one) + "\n" for one in ({**RECORD, "process_peak_bytes": GIB}, large)))
-    assert main([str(path)]) == 0
-    assert json.loads(capsys.readouterr().out)["configurations"] == 1
+@pytest.mark.parametrize("errors", [ERRORS, (0.05, 0.04) * 6, (-0.0001, 0) * 5, (-0.005,) * 9])
+def test_a_margin_lies_above_every_record_and_by_their_spread_above_the_next(errors):
+    rows = rows_of(errors)
+    share = margin_share(rows)
+    assert share >= max(0, 1 / (1 + min(errors)) - 1)
+    assert margin_share(rows_of([3 * error for error in errors])) >= share
+    assert margin_share(rows_of([*errors, -0.1])) > 0.1
+
+
+def test_errors_and_margins_are_those_of_a_kind_and_few_records_are_none():
+    rows = [*rows_of(ERRORS, version="1"), *rows_of((0.0,) * 9, version="2", host="b", threads=4)]
+    few = rows_of((0.3,) * (LEAST_RECORDS - 1), version="3")
+    first, second = digest([*rows, *few]).kinds
+    assert (first.version, first.records, first.held_out, first.threads) == ("1", 9, 9, (1,))
+    assert (first.process_peak.median, first.process_peak.worst) == (0.01, 0.031)
+    assert (second.hosts, second.threads, second.process_peak.worst) == (("b",), (4,), 0.0)
+    assert first.margin_share > second.margin_share == 0
+    assert not covers(few)
+    assert left_out_in_turn([*rows, *few]) == (1, 18)  # the first of ERRORS
+    assert left_out_in_turn(rows_of((*(0.0,) * 9, -0.2))) == (1, 10)
+
+
+def test_the_errors_are_of_steps_that_no_constant_was_fitted_to():
+    (kind,) = digest([*rows_of((0.01,) * 9), *rows_of((0.2,), side=64)]).kinds
+    assert (kind.records, kind.held_out, kind.process_peak.worst) == (10, 9, 0.01)
+    assert digest(rows_of((0.0,) * 9, side=64)) == Accuracy(())
+
+
+def test_the_digest_of_a_folder_is_printed_and_a_missing_file_is_bad_input(tmp_path, capsys):
+    large = {**RECORD, "shape": [128, 128, 128], "batch": 1, "threads": {"TF_NUM_INTRAOP_THREADS": "2"}}
+    for name, cpu in (("one", "some CPU"), ("other", "another")):
+        lines = [{**large, "host": {**RECORD["host"], "cpu": cpu}, "unet": {"filters": n}} for n in range(8, 12)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in lines))
+    assert main([str(tmp_path)]) == 0
+    (kind,) = json.loads(capsys.readouterr().out)["kinds"]
+    assert (kind["records"], kind["hosts"], kind["threads"]) == (8, ["another", "some CPU"], [2])
     assert main([str(tmp_path / "none")]) == main([]) == 2
