@@ -23,9 +23,9 @@ DISTURBED_SHARE = 0.1
 FEWEST_STEPS = 3
 """Undisturbed ones, to call their median a step's seconds."""
 
-HELD = 0.003
-"""How firmly costs are held to the assumed proportions: one that is off by all of itself weighs as much as this share
-of the seconds, squared as those are."""
+HELD = 0.0003
+"""How firmly costs are held to the assumed ones: one that is off by all of itself weighs as much as this share of all
+operations' seconds. Groups of next to no seconds so stay as assumed, for what little was seen of them."""
 
 FURTHEST = 8.0
 """The most that work and traffic are scaled apart: one run may not tell the two from each other."""
@@ -128,8 +128,9 @@ def fit_costs(
         by_group[row.group].append(row)
     scale = _scale_of_parts([row for rows in by_group.values() for row in rows], speeds)
     costs = _scaled(speeds, scale)
+    ridge_s = HELD * sum(row.seconds for rows in by_group.values() for row in rows)
     for group, rows in by_group.items():
-        costs[group] = _held_fit(rows, costs.get(group, {}))
+        costs[group] = _held_fit(rows, costs.get(group, {}), ridge_s)
     left = [(one.run.step_s - _op_seconds(one)) / _op_count(one) for one in seen]
     costs["every_op"] = {"seconds": max(0.0, statistics.median(left))}
     return costs, scale
@@ -202,12 +203,13 @@ def _scale_of_parts(rows: Sequence[Row], speeds: Mapping[str, Mapping[str, float
     known = [(column, row.seconds) for column, row in zip(columns, rows) if sum(column) > 0]
     whole = sum(seconds for _, seconds in known) / sum(sum(column) for column, _ in known)
     scaled = [[part * whole for part in column] for column, _ in known]
-    work, traffic = _least_squares(scaled, [seconds for _, seconds in known], [1.0, 1.0], HELD)
+    seconds = [one for _, one in known]
+    work, traffic = _least_squares(scaled, seconds, [1.0, 1.0], HELD * sum(seconds))
     near = lambda factor: min(max(factor, 1 / FURTHEST), FURTHEST)  # noqa: E731
     return {"work": whole * near(work), "traffic": whole * near(traffic), "overhead": 1.0}
 
 
-def _held_fit(rows: Sequence[Row], assumed: Mapping[str, float]) -> Dict[str, float]:
+def _held_fit(rows: Sequence[Row], assumed: Mapping[str, float], ridge_s: float) -> Dict[str, float]:
     """Costs of one group. What is beyond the cache is never cheaper than what is in it."""
     names = sorted({name for row in rows for name, amount in row.features.items() if amount} | set(assumed))
     apart = {"cached", "traffic"} <= set(names)
@@ -218,14 +220,12 @@ def _held_fit(rows: Sequence[Row], assumed: Mapping[str, float]) -> Dict[str, fl
         for one in amounts:
             one[cached] += one[traffic]
         usual[traffic] = max(0.0, usual[traffic] - usual[cached])
+    # In units of what is assumed; what was assumed to cost nothing in units of all the group's seconds.
     seconds = [row.seconds for row in rows]
-    assumed_s = sum(amount * cost for one in amounts for amount, cost in zip(one, usual))
-    ratio = sum(seconds) / assumed_s if assumed_s else 0.0
-    # In units of what is assumed, scaled to the group's seconds; what was assumed to cost nothing in units of them all.
     totals = [sum(one[index] for one in amounts) for index in range(len(names))]
-    units = [cost * ratio or (sum(seconds) / total if total else 0.0) for cost, total in zip(usual, totals)]
+    units = [cost or (sum(seconds) / total if total else 0.0) for cost, total in zip(usual, totals)]
     columns = [[amount * unit for amount, unit in zip(one, units)] for one in amounts]
-    times = _least_squares(columns, seconds, [1.0 if cost * ratio else 0.0 for cost in usual], HELD)
+    times = _least_squares(columns, seconds, [float(cost > 0) for cost in usual], ridge_s)
     costs = {name: time * unit for name, time, unit in zip(names, times, units)}
     if apart:
         costs["traffic"] += costs["cached"]
@@ -233,7 +233,7 @@ def _held_fit(rows: Sequence[Row], assumed: Mapping[str, float]) -> Dict[str, fl
 
 
 def _least_squares(
-    rows: Sequence[Sequence[float]], seconds: Sequence[float], usual: Sequence[float], held: float
+    rows: Sequence[Sequence[float]], seconds: Sequence[float], usual: Sequence[float], ridge_s: float
 ) -> List[float]:
     """Factors of the columns, none negative, so that the rows add up to `seconds`, and near to `usual`.
 
@@ -241,11 +241,10 @@ def _least_squares(
     Coordinate descent on the normal equations: a few unknowns, and no library for it in a training process.
     """
     weights, count = [1 / one for one in seconds], range(len(usual))
-    ridge = held * sum(seconds)
     products = [
-        [sum(w * row[i] * row[j] for w, row in zip(weights, rows)) + ridge * (i == j) for j in count] for i in count
+        [sum(w * row[i] * row[j] for w, row in zip(weights, rows)) + ridge_s * (i == j) for j in count] for i in count
     ]
-    goal = [sum(row[i] for row in rows) + ridge * usual[i] for i in count]
+    goal = [sum(row[i] for row in rows) + ridge_s * usual[i] for i in count]
     found = list(usual)
     for _ in range(2000):
         moved = 0.0

@@ -21,9 +21,11 @@ from cpu3d.bench import harness
 from cpu3d.bench.harness import HOST_FACTS, Output, Result, Turns, deaths, gib, host_of, title_of, with_range
 from cpu3d.bench.step import MeasuredJob, StepOptions, measure, step_request
 from cpu3d.errors import InputError
+from cpu3d.host.thread_plan import thread_plan
 from cpu3d.util.atomic import writable_folder, write_bytes
-from memory_estimator.calibration import find_constants
+from memory_estimator.calibration import HostConstants, find_constants
 from memory_estimator.estimate import estimate
+from memory_estimator.host import read_host
 from memory_estimator.schema import option
 from memory_estimator.table import PALETTE, Table, new_figure, plain, png
 from memory_estimator.units import GIB, format_bytes
@@ -62,19 +64,25 @@ def run(given: Dict[str, Any], options: MemoryOptions, turns: Turns, output: Out
             write_bytes(options.picture, draw_policies(result))
         output.publish("policies", result, policies_table(result))
     else:
+        constants = constants_before(request)
         result = harness.in_fresh_process(measure, request)
-        result["predicted"] = predict(result)
+        result["predicted"] = predict(result, constants)
         output.publish("memory", result, memory_table(result))
     return 0
 
 
-def predict(result: Result) -> Optional[Result]:
+def constants_before(request: Dict[str, Any]) -> HostConstants:
+    """What is known of this host before it is measured, which adds to that."""
+    host = read_host()
+    return find_constants(request.get("threads") or thread_plan(host).intra_op, host)
+
+
+def predict(result: Result, constants: HostConstants) -> Optional[Result]:
     """The estimator's figures for what was measured; None, with the reason on stderr, where it has none."""
     try:
         if not has_known_engine(result):
             raise ValueError("engine must use oneDNN, got none; the estimator knows itex and stock")
-        job = job_from(result)
-        found = estimate(job, find_constants(job.threads))
+        found = estimate(job_from(result), constants)
         return {name: getattr(found, name) for name in (*FIGURES, "upper_bound_bytes")}
     except ValueError as error:
         print(f"no prediction: {error}", file=sys.stderr)
@@ -100,6 +108,7 @@ def compare_policies(request: Dict[str, Any], peers: Sequence[str], rounds: int)
     """
     requests = {policy: {**request, "unet": {**request["unet"], "policy": policy}} for policy in POLICIES}
     ours = {policy: harness.fresh(measure, one) for policy, one in requests.items()}
+    constants = constants_before(request)
     found, failures = harness.in_turn({**harness.peers(peers), **ours}, rounds, "memory")
     measured = next((one for policy in POLICIES for one in found[policy] if one), None)
     if not measured:
@@ -115,7 +124,7 @@ def compare_policies(request: Dict[str, Any], peers: Sequence[str], rounds: int)
         row["units"] = None if allocator is None else allocator / unit_bytes
         row["rounds"] = [one and {name: one.get(name) for name in FIGURES} for one in found[way]]
         row["error"] = failures[way].reason if way in failures else None
-        row["predicted"] = predict({**requests[way], **facts}) if is_ours else None
+        row["predicted"] = predict({**requests[way], **facts}, constants) if is_ours else None
         rows.append({"name": names.get(way, way), "kind": "policy" if is_ours else "peer", **row})
     return {**request, "rounds": rounds, "unit_bytes": unit_bytes, "rows": rows, **facts}
 

@@ -135,7 +135,7 @@ def shown(
             left = duration(pace.seconds_left(step, steps))
             bar.update(task, completed=step, state=state, left=left)
             if not console.is_terminal and step % steps_per_epoch == 0:
-                line = f"epoch {event['epoch'] + 1}, step {step}: {state}  {left} left"
+                line = f"epoch {event['epoch'] + 1}, step {step}: {state}" + f"  {left} left" * (step < steps)
         elif group == "validation":
             took = f"{event['seconds']:.1f} s{', best so far' if event['best'] else ''}"
             line = f"validation after step {step}: Dice {dice} on {event['cases']} whole volumes, {took}"

@@ -144,7 +144,7 @@ def test_policies_are_compared_within_rounds_and_the_dead_are_rows(monkeypatch):
     predicted = {"allocator_peak_bytes": 40 * unit, "process_peak_bytes": 900 * MIB, "step_s": 2.5}
     monkeypatch.setattr(harness, "in_fresh_process", ours)
     monkeypatch.setattr(harness, "run_peer", lambda command: answers[command].pop(0))
-    monkeypatch.setattr(memory, "predict", lambda result: {**predicted, "policy": result["unet"]["policy"]})
+    monkeypatch.setattr(memory, "predict", lambda result, constants: {**predicted, "policy": result["unet"]["policy"]})
     unet = vars(UNetConfig(filters=8, depth=3, dtype="bfloat16"))
     request = {"shape": [16, 16, 16], "batch": 4, "micro_batch": 1, "unet": unet}
     result = compare_policies(request, list(answers)[3:], 2)
