@@ -135,7 +135,7 @@ def _answer(args: argparse.Namespace) -> Answer:
     named = options.calibration
     constants = named_constants(named) if named else find_constants(job.threads, host())
     # Of a host that is described nothing is installed here: its engines are taken to be those that were recorded.
-    accuracy = load_accuracy(versions=None if named else installed_versions())
+    accuracy = load_accuracy(versions=None if named or given_bytes else installed_versions())
     host_bytes = given_bytes or host().memory_bytes
     price = functools.lru_cache(maxsize=None)(lambda one: estimate(one, constants, accuracy, host_bytes))
     is_open = policy_is_open(args)
@@ -154,7 +154,7 @@ def _answer(args: argparse.Namespace) -> Answer:
         "fits": fits,
         "advice": [f"fits with {option}" for option in smaller] + nothing,
         "policy": {"name": job.policy, "picked": bool(choice), "reason": reason},
-        "notes": notes_on_run(options.run) if options.run else [],
+        "notes": (notes_on_run(options.run) if options.run else []) + _assumed_engine(found),
     }
     content["constants"]["basis"] = found.constants.for_threads(job.threads).basis(None if named else host())
     parts = [job.describe(), *_tables(found, content["constants"]["basis"])]
@@ -174,6 +174,13 @@ def _answer(args: argparse.Namespace) -> Answer:
         content["gpu"], table = _patch(planner.largest_patch(job, gpu_bytes), job, gpu_bytes)
         parts.append(table)
     return content, parts
+
+
+def _assumed_engine(found: Estimate) -> List[str]:
+    """A note where the errors are those of an engine that may not be the one that will run."""
+    if not found.kind or found.job.engine in found.accuracy.versions:
+        return []
+    return [f"the engine is taken to be what was recorded, {found.kind.version}"]
 
 
 def _several_hosts(

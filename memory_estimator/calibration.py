@@ -99,6 +99,8 @@ class HostConstants:
         found = [self.note] if self.note else []
         if host and "avx512f" not in host.isa and host.cpu_model != self.cpu:
             found.append("AVX512 assumed, which this CPU is not known to have: without it takes longer")
+        if self.kernels.isa in ("sse41", "avx"):
+            found.append("AVX2 assumed, which oneDNN may not use: without it a step took 1.3 to 4 times the memory")
         if self.measured_threads:
             found.append(f"from {self.measured_threads} threads to {self.threads} by assumption")
         return found

@@ -1,7 +1,7 @@
 """Measure the configurations that the estimator is judged by on this host, one fresh process each.
 
     ./run.sh bench validate --record my-host.jsonl
-    ./run.sh bench validate --record my-host.jsonl --engine stock --first 12
+    ./run.sh bench validate --record my-host.jsonl --engine itex --first 12
 
 They are those of the published records, in records/memory; each fits a host with 24 GB of memory. Some 600 training
 steps, in about an hour on two quiet cores with AVX512_BF16. Cut off, it continues: what the record holds is not

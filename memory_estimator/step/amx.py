@@ -49,6 +49,18 @@ def filter_gradient_touched(conv: Convolution, on: Setting) -> Spans:
     return (*found, (start, start + 4 * groups * math.prod(conv.blocks) * VECTOR**2 * conv.taps))
 
 
+def hidden_filter_gradient_bytes(conv: Convolution, on: Setting) -> int:
+    """What stock TensorFlow's touches outside the allocator. Its thread pool has no barriers, so each thread transposes
+    for itself, two blocks of channels of both maps at a time, its share of a sample's depth or whole samples; its
+    oneDNN is older and takes all lines of a slice at once."""
+    conv = _in_lines(conv)
+    (groups, _, _), _, _ = _transposed(conv, on)
+    maps = zip(conv.blocks, _rows(conv), (conv.source, conv.target))
+    pairs = sum(min(2, blocks) * 2 * VECTOR * row * math.prod(grid[:2]) for blocks, row, grid in maps)
+    weights = 4 * groups * math.prod(conv.blocks) * VECTOR**2 * conv.taps
+    return up(on.threads, groups) * min(groups, conv.batch) * pairs + weights
+
+
 def kernel_bytes(conv: Convolution) -> int:
     """Of a kernel in the layout that the filter gradient writes."""
     return 2 * conv.taps * padded(conv.in_channels, ROW) * padded(conv.out_channels, VECTOR)
@@ -63,15 +75,9 @@ def _in_lines(conv: Convolution) -> Convolution:
 
 
 def _transposed(conv: Convolution, on: Setting) -> Tuple[Grid, Tuple[int, int], int]:
-    """The split of the threads, bytes of a block of channels of both maps, and the source's row (`init_conf_bwd_w`).
-
-    Rows are padded to whole tiles, the target's to what divides best into them. As many lines of a slice are transposed
-    at a time as fit into the L2 cache, read and transposed.
-    """
-    row = padded(up(conv.source[2] + conv.padding[2], conv.stride), ROW) * conv.stride
-    even, (ins, outs), height = padded(conv.target[2], 2), conv.blocks, conv.target[1]
-    rows = range(even, padded(even, ROW) + 1, 2) if even > ROW else [even]
-    target_row = min(rows, key=lambda n: n // max(part for part in range(2, ROW + 1, 2) if n % part == 0))
+    """The split of the threads, bytes of a block of channels of both maps, and the source's row (`init_conf_bwd_w`). As
+    many lines of a slice are transposed at a time as fit into the L2 cache, read and transposed."""
+    (row, target_row), (ins, outs), height = _rows(conv), conv.blocks, conv.target[1]
     split = _split(conv, row, target_row, on)
     read, met = 64 * row * up(ins, split[2]), 64 * target_row * up(outs, split[1])
     limit = max(1, int((0.8 * on.kernels.l2_bytes - conv.kernel[1] * read) / (read + met)))
@@ -79,6 +85,14 @@ def _transposed(conv: Convolution, on: Setting) -> Tuple[Grid, Tuple[int, int], 
     reach = min(conv.source[1], conv.stride * ((lines - 1) * conv.stride + conv.kernel[1]))
     sizes = row * reach * conv.source[0], target_row * lines * conv.target[0]
     return split, (2 * VECTOR * sizes[0], 2 * VECTOR * sizes[1]), row
+
+
+def _rows(conv: Convolution) -> Tuple[int, int]:
+    """Transposed rows of both maps: padded to whole tiles, the target's to what divides best into them."""
+    even = padded(conv.target[2], 2)
+    rows = range(even, padded(even, ROW) + 1, 2) if even > ROW else [even]
+    target_row = min(rows, key=lambda n: n // max(part for part in range(2, ROW + 1, 2) if n % part == 0))
+    return padded(up(conv.source[2] + conv.padding[2], conv.stride), ROW) * conv.stride, target_row
 
 
 def _split(conv: Convolution, row: int, target_row: int, on: Setting) -> Grid:

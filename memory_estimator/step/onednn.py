@@ -89,6 +89,11 @@ class Setting:
         return 2 if self.dtype == "bfloat16" else 4
 
     @property
+    def emulated(self) -> bool:
+        """Whether bfloat16 is computed by AVX-512 without instructions for it."""
+        return self.dtype == "bfloat16" and self.kernels.isa in ("avx512_core", "avx512_core_vnni")
+
+    @property
     def amx(self) -> bool:
         """Whether AMX's tiles multiply: of bfloat16 alone."""
         return self.dtype == "bfloat16" and self.kernels.isa == "avx512_core_amx"

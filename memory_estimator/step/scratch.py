@@ -7,12 +7,13 @@ copies its input once a thread. Both therefore grow with the number of threads. 
 threads; AMX has kernels of its own, with the same buffers by their source, not checked.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Tuple
 
 from memory_estimator.step import amx
-from memory_estimator.step.onednn import VECTOR, Convolution, Setting, up
+from memory_estimator.step.onednn import VECTOR, Convolution, Setting, padded, up
 
 
 @dataclass(frozen=True)
@@ -32,35 +33,45 @@ class Buffers:
 
 NONE = Buffers()
 
+_once = functools.lru_cache(maxsize=1024)
+"""A step asks of the same convolution several times, and so do steps under other policies."""
+
 ALIGNMENT_BYTES = 8 * 1024  # barriers, guards and alignment: what the log shows beyond the buffers themselves
 
 
+@_once
 def forward_buffers(conv: Convolution, on: Setting) -> Buffers:
-    """Of a convolution, and of an up-convolution's input gradient."""
-    if not on.itex:
-        return NONE
-    scratch = (amx.forward_bytes(conv, on),) if on.amx else ()
-    return Buffers(scratch=scratch, comes_first=True, keeps=_kernel_bytes(conv, on))
+    """Of a convolution, and of an up-convolution's input gradient: of the allocator in stock TensorFlow too, whose
+    oneDNN is older and with AMX takes up to a third less."""
+    scratch = amx.forward_bytes(conv, on) if on.amx else _emulated_head_bytes(conv, on, conv.out_channels)
+    touched = () if on.amx else ((0, 0),)
+    keeps = _kernel_bytes(conv, on) if on.itex else 0
+    return Buffers(scratch=(scratch,), touched=touched, comes_first=on.itex, keeps=keeps)
 
 
+@_once
 def input_gradient_buffers(conv: Convolution, on: Setting) -> Buffers:
     """Of an input gradient. With a stride it is an up-convolution, which copies its input, a sample at a time; outside
     the allocator once for all threads."""
-    strided = conv.stride > 1 and conv.kernel[0] > 1
+    strided = conv.stride > 1 and conv.kernel[0] > 1 and not on.emulated
     if not on.itex:
         return Buffers(hidden=_sample_bytes(conv, on) if strided else 0)
     if not on.amx:
-        return Buffers(scratch=(up_convolution_bytes(conv, on) if strided else 0, _kernel_bytes(conv, on)))
+        scratch = up_convolution_bytes(conv, on) if strided else _emulated_head_bytes(conv, on, conv.in_channels)
+        return Buffers(scratch=(scratch, _kernel_bytes(conv, on)), touched=() if strided else ((0, 0),))
     if conv.stride == 1:
         return Buffers(scratch=(amx.input_gradient_bytes(conv, on), _kernel_bytes(conv, on)))
     scratch = (amx.up_convolution_bytes(conv, on), _kernel_bytes(conv, on))
     return Buffers(scratch=scratch, touched=amx.up_convolution_touched(conv, on))
 
 
+@_once
 def filter_gradient_buffers(conv: Convolution, on: Setting) -> Buffers:
     """Of a filter gradient."""
     if not on.itex:
-        return Buffers(hidden=hidden_filter_gradient_bytes(conv, on))
+        return Buffers(
+            hidden=amx.hidden_filter_gradient_bytes(conv, on) if on.amx else hidden_filter_gradient_bytes(conv, on)
+        )
     if on.amx:
         scratch = (amx.filter_gradient_bytes(conv, on), amx.kernel_bytes(conv))
         return Buffers(scratch=scratch, touched=amx.filter_gradient_touched(conv, on))
@@ -69,9 +80,16 @@ def filter_gradient_buffers(conv: Convolution, on: Setting) -> Buffers:
 
 
 def filter_gradient_bytes(conv: Convolution, on: Setting) -> int:
-    """Scratch of one filter gradient, in bytes. float32 needs next to none: it reads both maps as they are."""
+    """Scratch of one filter gradient, in bytes. float32 needs next to none: it reads both maps as they are; but without
+    AVX-512 a padded one is a matrix product, of the input transposed and a slice of it once a voxel of the kernel
+    (gemm_convolution_utils.cpp, `init_conf`), a sample at a time but for small ones."""
     if on.dtype != "bfloat16":
-        return 0
+        if on.kernels.isa.startswith("avx512") or not any(conv.padding):
+            return 0
+        slice_ = math.prod(conv.target[1:])
+        at_once = on.threads if conv.batch > 1 and slice_ // on.threads < 256 else 1
+        copied = math.prod(conv.source) + conv.taps * slice_
+        return at_once * 4 * (conv.in_channels * copied + 4 * conv.weights)
     (in_blocks, source), (out_blocks, target), weights = _buffers(conv)
     return depth_groups(conv, on.threads) * (in_blocks * source + out_blocks * target + weights) + ALIGNMENT_BYTES
 
@@ -112,7 +130,7 @@ def hidden_filter_gradient_bytes(conv: Convolution, on: Setting) -> int:
     has no barriers, so oneDNN does not share transposed maps: each thread has buffers for one block of channels of both
     maps and fills its share of a sample's depth, or whole samples where there are enough of them."""
     if on.dtype != "bfloat16":
-        return 0
+        return filter_gradient_bytes(conv, on)
     in_block, groups = min(conv.in_channels, VECTOR), depth_groups(conv, on.threads)
     source = in_block * _source_row(conv) * conv.source[0] * conv.source[1]
     target = VECTOR * _even(conv.target[2]) * conv.target[0] * conv.target[1]
@@ -165,6 +183,14 @@ def mask_bytes(elements: int, channels: int, dtype: str, engine: str) -> int:
 def mask_touched(size_bytes: int, engine: str) -> Tuple[Tuple[int, int], ...]:
     """Where a mask of that size is written, as of `Tensor.touched`: of stock's a quarter."""
     return () if engine == "itex" else ((0, size_bytes // 4),)
+
+
+def _emulated_head_bytes(conv: Convolution, on: Setting, channels: int) -> int:
+    """Of a 1x1x1 convolution, or its input gradient, that writes so many channels: sums in float32, all of them once a
+    thread, which only many channels fill (jit_avx512_core_bf16_1x1_conv_kernel.cpp, `init_scratchpad`)."""
+    if not on.emulated or conv.taps > 1:
+        return 0
+    return 4 * on.threads * math.prod(conv.target) * padded(channels, VECTOR)
 
 
 def _kernel_bytes(conv: Convolution, on: Setting) -> int:

@@ -17,6 +17,7 @@ from memory_estimator.replay import estimate_model, estimate_step
 from memory_estimator.replay.graph import Node, Output, execution_order
 from memory_estimator.replay.lifetimes import program_of
 from memory_estimator.step.allocator import SMALL_BYTES, region_bytes, use
+from memory_estimator.step.onednn import USUAL
 from memory_estimator.step.program import timeline
 from memory_estimator.step.training_step import training_step
 from models.config import DTYPES, NORMS, POLICIES, UPS, UNetConfig
@@ -60,7 +61,7 @@ def both(unet, micro, parts=1, side=32):
     image = tf.TensorSpec((micro, *shape, unet.channels), unet.dtype)
     target = tf.TensorSpec((micro, *shape, unet.outputs), tf.uint8)
     variables = [*learner.model.weights, *learner.optimizer.variables, *learner._sums]
-    held = {"variables": variables, "region_bytes": region_bytes(unet, shape, micro)}
+    held = {"variables": variables, "region_bytes": region_bytes(unet, shape, micro), "kernels": USUAL}
     steps = [(learner._step, image, target)]
     if parts > 1:
         steps = [(learner._accumulate, image, target), (learner._apply,)]

@@ -41,7 +41,7 @@ def validate(monkeypatch, tmp_path):
     run.asked, run.record = [], tmp_path / "new" / "memory.jsonl"
     monkeypatch.setattr(bench, "in_fresh_process", measure)
     monkeypatch.setattr(bench, "estimate", lambda job, constants: SimpleNamespace(**PREDICTED))
-    monkeypatch.setattr(bench, "find_constants", lambda threads: SimpleNamespace(name="some", origin="assumed"))
+    monkeypatch.setattr(bench, "find_constants", lambda *_: SimpleNamespace(name="some", origin="assumed"))
     monkeypatch.setattr(bench, "installed", lambda engine: True)
     return run
 
