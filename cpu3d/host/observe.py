@@ -64,7 +64,7 @@ class Observer:
     def __init__(self, job: Job, by: str, host: Host, *, warm_up: int = 0, traced: Sequence[int] = ()):
         """`job` is what this process computes, `by` the command. Of its steps, counted from 0, the first `warm_up` say
         nothing: one compiles, the next still fills slots and caches. Those in `traced` are profiled."""
-        self._job = dataclasses.replace(job, from_store=False, resampled=False, cases=0)
+        self._job = dataclasses.replace(job, from_store=False, resampled=False, case_bytes=0, cases=0)
         self._by, self._host, self._warm_up, self._traced = by, host, warm_up, traced
         self._steps_s: List[float] = []
         self._events: Dict[int, List[Event]] = {}
