@@ -33,17 +33,10 @@ GROUPS = (
     *("conv", "conv_filter_gradient", "conv_input_gradient", "first_conv", "first_conv_filter_gradient"),
     *("head_conv", "head_conv_filter_gradient", "head_conv_input_gradient"),
     *("up_conv", "up_conv_filter_gradient", "up_conv_input_gradient"),
-    *("norm", "norm_gradient", "pool", "pool_gradient", "join", "slice", "pointwise", "loss", "update", "every_op"),
+    *("norm", "norm_gradient", "narrow_norm", "narrow_norm_gradient", "bias_gradient", "pool", "pool_gradient"),
+    *("join", "slice", "pointwise", "loss", "update", "every_op"),
 )
 """Groups of operations (`timing.group_of`) whose costs every calibration holds, for each engine and dtype."""
-
-STAND_INS = {
-    "narrow_norm": ("norm", 20.0),
-    "narrow_norm_gradient": ("norm_gradient", 35.0),
-    "bias_gradient": ("loss", 1.0),
-}
-"""Groups that a calibration may not have seen, and what each is then taken for: another group, and how many times as
-dear its traffic is. Assumed, of narrow norms as measured in bfloat16 (`hosts/epyc_avx512_bf16.json`)."""
 
 Costs = Dict[str, Dict[str, Dict[str, Dict[str, float]]]]
 """Engine -> dtype -> group of operations -> feature (`timing.features`) -> seconds a unit."""
@@ -122,12 +115,8 @@ class HostConstants:
         return self.baseline_bytes[engine] + self.op_bytes[engine] * runtime_ops(program)
 
     def speeds(self, engine: str, dtype: str) -> Mapping[str, Mapping[str, float]]:
-        """Group -> feature -> seconds a unit, stand-ins among them. Raises ValueError where they are not known."""
-        groups = dict(self.of(engine, dtype).costs[engine][dtype])
-        for group, (other, times) in STAND_INS.items():
-            if not groups.get(group):
-                groups[group] = {feature: times * cost for feature, cost in groups.get(other, {}).items()}
-        return groups
+        """Group -> feature -> seconds a unit. Raises ValueError where they are not known."""
+        return self.of(engine, dtype).costs[engine][dtype]
 
     def for_threads(self, threads: int) -> "HostConstants":
         """These constants with another number of threads. Work divides evenly, which a socket full of cores comes close

@@ -14,7 +14,7 @@ from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence
 from memory_estimator.calibration import HostConstants, part_of, runtime_ops
 from memory_estimator.job import Job
 from memory_estimator.step.program import Program, StepOp
-from memory_estimator.step.timing import features, group_of, step_seconds, tensor_bytes
+from memory_estimator.step.timing import FUSED, features, group_of, step_seconds, tensor_bytes
 from memory_estimator.step.training_step import training_step
 
 DISTURBED_SHARE = 0.1
@@ -152,7 +152,7 @@ def straight_line(points: Sequence[Tuple[int, int]], slope: float) -> Tuple[int,
 def _seen(run: Run, cache_bytes: int) -> Seen:
     program = training_step(run.job)
     sizes, rows, by_group = tensor_bytes(program), [], defaultdict(list)
-    for op in program.ops:
+    for op in (op for op in program.ops if op.kind != FUSED):
         if op.name in run.op_s:
             rows.append(Row(group_of(op), features(op, sizes, cache_bytes), run.op_s[op.name]))
         else:

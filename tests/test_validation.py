@@ -17,8 +17,7 @@ EPYC = "AMD EPYC"
 NOT_MET = {
     (EPYC, "allocator peak, worst error"): 0.05,
     (EPYC, "process peak, worst error"): 0.09,
-    (EPYC, "seconds a step, median error"): 0.07,
-    (EPYC, "seconds a step, worst error"): 0.50,
+    (EPYC, "seconds a step, worst error"): 0.43,
 }
 """Host and name of each target that its records miss, and the most that it was found to be: rounded up to a full per
 cent, so that a change for the worse fails."""

@@ -26,7 +26,7 @@ from memory_estimator.fitting import FEWEST_STEPS, Run, fitted, undisturbed, wid
 from memory_estimator.host import Host, cache_bytes
 from memory_estimator.job import Job
 from memory_estimator.step.program import Program, StepOp
-from memory_estimator.step.timing import CONVOLUTIONS
+from memory_estimator.step.timing import CONVOLUTIONS, FUSED
 from memory_estimator.step.training_step import training_step
 
 MOST_RUNS = 40
@@ -37,10 +37,9 @@ NEAR_SHARE = 0.1
 
 KIND_BY_TYPE = (
     ("BiasAddGrad", "bias_gradient"), ("BatchNormGrad", "norm_gradient"), ("BatchNorm", "norm"), ("Concat", "join"),
-    ("MaxPool3DGrad", "pool_gradient"), ("MaxPool3D", "pool"), ("Slice", "slice"), ("ReluGrad", "pointwise"),
-    ("AddN", "pointwise"),
+    ("MaxPool3DGrad", "pool_gradient"), ("MaxPool3D", "pool"), ("Slice", "slice"), ("Split", "slice"),
 )  # fmt: skip
-"""Part of TensorFlow's name for a type of operation, and its group; the first that fits counts, none is the loss."""
+"""Part of TensorFlow's name for a type of operation, and its group; the first that fits counts."""
 
 AVERAGE = "average"
 """Scope of the operations that average the weights, which the estimator's step does not count."""
@@ -65,7 +64,7 @@ class Observer:
     def __init__(self, job: Job, by: str, host: Host, *, warm_up: int = 0, traced: Sequence[int] = ()):
         """`job` is what this process computes, `by` the command. Of its steps, counted from 0, the first `warm_up` say
         nothing: one compiles, the next still fills slots and caches. Those in `traced` are profiled."""
-        self._job = dataclasses.replace(job, from_store=False, resampled=False, cases=0)
+        self._job = dataclasses.replace(job, from_store=False, resampled=False, case_bytes=0, cases=0)
         self._by, self._host, self._warm_up, self._traced = by, host, warm_up, traced
         self._steps_s: List[float] = []
         self._events: Dict[int, List[Event]] = {}
@@ -191,14 +190,11 @@ def seconds_of(program: Program, parts: int, events: Sequence[Event]) -> Tuple[D
         )
     of_group: Dict[str, List[float]] = defaultdict(list)
     for event in events:
-        scope = event.name.split("/")[0]
-        if not (_is_convolution(event) or scope == AVERAGE):
-            is_update = scope in ("Adam", "SGD") or event.name.endswith("/Cast")
-            layer = next((group for part, group in KIND_BY_TYPE if part in event.type), "loss")
-            of_group["update" if is_update else layer].append(event.seconds)
+        if not (_is_convolution(event) or event.name.startswith(f"{AVERAGE}/")):
+            of_group[_group_of(event)].append(event.seconds)
     ops_of: Dict[str, List[StepOp]] = defaultdict(list)
     for op in program.ops:
-        if op.kind not in CONVOLUTIONS:
+        if op.kind not in (*CONVOLUTIONS, FUSED):
             ops_of[wide_group(op)].append(op)
     each = [(convolutions, [event.seconds for event in ran], parts)]
     together: Dict[str, float] = {}
@@ -254,6 +250,15 @@ def _unlikeness(ops: Sequence[StepOp], ran: Sequence[Event]) -> float:
 
 def _is_convolution(event: Event) -> bool:
     return "Conv3D" in event.type or "Conv2D" in event.type  # filter gradients plane by plane
+
+
+def _group_of(event: Event) -> str:
+    """Of an operation that is no convolution. The loss' have names without a path, as sums of gradients do too."""
+    if event.name.split("/")[0] in ("Adam", "SGD") or event.name.endswith("/Cast"):
+        return "update"
+    of_layer = "/" in event.name or event.name.startswith("AddN") or "Relu" in event.type
+    known = (group for part, group in KIND_BY_TYPE if part in event.type)
+    return next(known, "pointwise" if of_layer else "loss")
 
 
 def _medians(found: Sequence[Dict[str, float]]) -> Dict[str, float]:

@@ -168,13 +168,14 @@ def _seen(writer: Writer, op: LayerOp) -> Convolution:
 def normalise(writer: Writer, op: LayerOp, source: str, result: str, group: str, alone: bool) -> None:
     """`result` from the map `source`: one fused operation a sample (instance) or a batch; the last sample comes first.
     The ReLU's mask goes with it. Where it reads `source` `alone`, and last, ITEX writes over it. Network without norms:
-    a bias and a ReLU, which any engine then writes over it."""
+    a bias and a ReLU, which any engine then writes over it, ITEX within the convolution."""
     size, samples, engine = writer.map_bytes(op), writer.normed_apart, writer.job.engine
     if not writer.norm_reads_source:
-        writer.make(result, "pointwise", [source], size, group, takes_over=source if alone else None)
+        kind = "fused" if writer.itex or op.kind == "norm" else "pointwise"
+        writer.make(result, kind, [source], size, group, takes_over=source if alone else None)
         return
     over = source if alone and writer.itex and samples == 1 else None
-    kind = "narrow_norm" if is_narrow(op.shape[3], op.dtype) else "norm"
+    kind = f"{_slow(op, op.kind == 'norm_act')}norm"
     for sample in reversed(range(samples)):
         part = f"/sample{sample}" if samples > 1 else ""
         written = [writer.tensor(result + part, size // samples, group)]
@@ -197,7 +198,7 @@ def norm_gradient(writer: Writer, op: LayerOp, upstream: str, source: str, resul
         down = relu_gradient(writer, op, upstream, result) if op.kind == "norm_act" else upstream
         writer.run(f"{op.name}/bias_gradient", "bias_gradient", [down], layer=op)
         return down
-    kind = "narrow_norm_gradient" if is_narrow(op.shape[3], op.dtype) else "norm_gradient"
+    kind = f"{_slow(op, op.kind == 'norm_act' and writer.itex)}norm_gradient"
     size = writer.map_bytes(op) // samples
     for sample in reversed(range(samples)):
         part = f"/sample{sample}" if samples > 1 else ""
@@ -213,6 +214,11 @@ def norm_gradient(writer: Writer, op: LayerOp, upstream: str, source: str, resul
         parts = [f"{down}/sample{sample}" for sample in range(samples)]
         writer.make(down, "join", parts, writer.map_bytes(op))
     return down
+
+
+def _slow(op: LayerOp, fused: bool) -> str:
+    """What a norm's kind begins with where oneDNN has no vector kernel: in float32 it has one for norms alone."""
+    return "narrow_" if is_narrow(op.shape[3], op.dtype) and (fused or op.dtype == "bfloat16") else ""
 
 
 def relu_gradient(writer: Writer, op: LayerOp, upstream: str, output: str) -> str:

@@ -23,8 +23,11 @@ CONVOLUTIONS = {
 }
 """Kind -> which channels of the layer its kernel writes, and which it reads."""
 
-BY_VOXEL = ("bias_gradient", "narrow_norm", "narrow_norm_gradient")
-"""Kinds without a vector kernel, which take their time for every voxel."""
+NARROW = ("narrow_norm", "narrow_norm_gradient")
+"""Kinds without a vector kernel, which compute value by value."""
+
+FUSED = "fused"
+"""Kind of what the operation before it does on the way, which takes no time of its own."""
 
 
 def op_seconds(program: Program, constants: HostConstants, job: Job) -> Tuple[float, ...]:
@@ -35,6 +38,9 @@ def op_seconds(program: Program, constants: HostConstants, job: Job) -> Tuple[fl
     sizes = tensor_bytes(program)
     op_s: List[float] = []
     for op in program.ops:
+        if op.kind == FUSED:
+            op_s.append(0.0)
+            continue
         group = group_of(op)
         counted = features(op, sizes, cache_bytes)
         seconds = sum(speeds[group].get(name, 0.0) * amount for name, amount in counted.items())
@@ -72,14 +78,25 @@ def features(op: StepOp, sizes: Mapping[str, int], cache_bytes: int) -> Dict[str
     work/out      over the vectors written, and over their square: a kernel that writes few loads its inputs anew
     work/in       over the vectors read
     work, narrowing, narrow   where more channels are read than written; where either is less than a vector
+    work, odd     of filter gradients, which write two vectors at a time, where an odd number of several is written
     kernel        read or written once and bound to no grid
     moved         read and written, of a convolution; of others "traffic" if too large for the cache, else "cached"
+    work, values, voxels      of narrow norms alone: bytes, and bytes a channel
     rows          bytes a channel, where every voxel costs something however few its channels
+    uneven        of norms whose channels are whole vectors of 8, but not of 16
     """
     if op.kind not in CONVOLUTIONS:
-        passing = {("traffic" if op.traffic_bytes > cache_bytes else "cached"): float(op.traffic_bytes)}
-        if op.kind in BY_VOXEL:
-            passing["rows"] = op.traffic_bytes / op.out_channels
+        moved = op.traffic_bytes
+        if group_of(op) == "loss" and op.writes:  # slab by slab, of whole maps
+            most = op.writes[0].bytes
+            moved = sum(tensor.bytes for tensor in op.writes) + sum(min(sizes[name], most) for name in op.reads)
+        if op.kind in NARROW:
+            return {"work, values": float(moved), "work, voxels": moved / op.out_channels}
+        passing = {("traffic" if moved > cache_bytes else "cached"): float(moved)}
+        if op.kind == "bias_gradient":
+            passing["rows"] = moved / op.out_channels
+        elif op.kind == "norm" and op.out_channels > VECTOR // 2 and op.out_channels % VECTOR:
+            passing["uneven"] = float(moved)
         return passing
     channels = {"in": op.in_channels, "out": op.out_channels}
     written, read = (channels[side] for side in CONVOLUTIONS[op.kind])
@@ -98,6 +115,7 @@ def features(op: StepOp, sizes: Mapping[str, int], cache_bytes: int) -> Dict[str
         "work/out^2/in": work / out_vectors**2 / in_vectors,
         "work, narrowing": work if written < read else 0.0,
         "work, narrow": work if min(written, read) < VECTOR else 0.0,
+        "work, odd": work if gradient and out_vectors > 1 and out_vectors % 2 else 0.0,
         "kernel": float(kernel),
         "moved": float(op.traffic_bytes),
     }

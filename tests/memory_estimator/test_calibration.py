@@ -10,7 +10,6 @@ from memory_estimator.calibration import (
     GROUPS,
     NAMED,
     SHIPPED,
-    STAND_INS,
     find_constants,
     host_file,
     load_constants,
@@ -22,7 +21,7 @@ from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
 from memory_estimator.job import ENGINES, Job
 from memory_estimator.step.onednn import Kernels
-from memory_estimator.step.timing import group_of
+from memory_estimator.step.timing import FUSED, group_of
 from memory_estimator.step.training_step import training_step
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 
@@ -98,7 +97,7 @@ def test_every_operation_of_every_network_has_costs_in_every_file():
         more = {"residual": up == "upsampling", "deep_supervision": norm == "batch", "dtype": "bfloat16"}
         unet = UNetConfig(filters=4, depth=3, network=network, norm=norm, up=up, policy=policy, **more)
         groups |= {group_of(op) for op in training_step(Job(unet, (16, 16, 16), batch=2, engine=engine)).ops}
-    assert groups <= {*GROUPS, *STAND_INS}
+    assert groups <= {*GROUPS, FUSED}
 
 
 def test_a_missing_file_is_refused_and_a_number_of_threads_beyond_the_measured_one_is_said(tmp_path):
