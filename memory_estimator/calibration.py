@@ -7,19 +7,20 @@ directory, one file for each engine and number of threads (`cpu3d.host.observe` 
 
 import dataclasses
 import hashlib
+import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Union
 
 from memory_estimator.files import read_json, typed
-from memory_estimator.host import Host, read_host
-from memory_estimator.step.onednn import USUAL, Kernels
+from memory_estimator.host import Host, cache_bytes, read_host
+from memory_estimator.step.onednn import ISAS, USUAL, Kernels
 from memory_estimator.step.program import Program
 
-SCHEMA = 1
+SCHEMA = 2  # of the features that costs are of, too
 
 SHIPPED = Path(__file__).with_name("hosts")
 
@@ -37,6 +38,8 @@ GROUPS = (
     *("join", "slice", "pointwise", "loss", "update", "every_op"),
 )
 """Groups of operations (`timing.group_of`) whose costs every calibration holds, for each engine and dtype."""
+
+MOST_OF_NOTE = 300  # characters of an error that are shown
 
 Costs = Dict[str, Dict[str, Dict[str, Dict[str, float]]]]
 """Engine -> dtype -> group of operations -> feature (`timing.features`) -> seconds a unit."""
@@ -64,16 +67,17 @@ class HostConstants:
     measured_threads: int = 0
     """The number of threads that `costs` were worked out from by `for_threads`; 0 where they are as in the file."""
     runs: int = 0  # that the costs were fitted to; 0 where that is not known
-    note: str = ""  # what went wrong while better ones were looked for
+    own: bool = False  # whether they are of this very host, as what it has run has shown
+    notes: Dict[str, str] = field(default_factory=dict)  # engine -> why its own ones were not taken
     others: Optional["HostConstants"] = None  # asked for the engines and dtypes that these do not know
 
     def of(self, engine: str, dtype: str) -> "HostConstants":
         """These constants, or those of `others`, whichever know an engine in a dtype: figures are never mixed, so that
         name, origin and record are those of what is used. Raises ValueError where neither does."""
         if dtype in self.costs.get(engine, {}):
-            return self
+            return dataclasses.replace(self, notes={name: note for name, note in self.notes.items() if name == engine})
         if self.others:
-            return self.others.of(engine, dtype)
+            return dataclasses.replace(self.others, notes=self.notes).of(engine, dtype)
         known = ", ".join(f"{one} in {each}" for one, by_dtype in self.costs.items() for each in by_dtype)
         raise ValueError(f"calibration {self.name} must know {engine} in {dtype}, got {known}; run `calibrate --all`")
 
@@ -84,23 +88,22 @@ class HostConstants:
     def basis(self, host: Optional[Host] = None) -> str:
         """Where the costs are from, and why they may be less than measured for `host`, for printing; None is a host
         that is not this one."""
-        here = host is not None and host.cpu_model == self.cpu
         if self.origin != "measured":
             words = f"assumed from {self.name}"
-        elif host and not here:
+        elif host and not self.own:
             words = f"assumed from measurements on {self.cpu}"
         else:
-            words = f"measured {'here' if here else f'on {self.cpu}'} on {self.date}"
+            words = f"measured {'here' if self.own else f'on {self.cpu}'} on {self.date}"
             words += f" from {self.runs} run{'s' * (self.runs > 1)}" if self.runs else ""
         return "; ".join((words, *self.caveats(host)))
 
     def caveats(self, host: Optional[Host] = None) -> List[str]:
         """Why the figures may be less than `basis` says of them, a phrase each."""
-        found = [self.note] if self.note else []
-        if host and "avx512f" not in host.isa and host.cpu_model != self.cpu:
+        found = list(self.notes.values())
+        if host and not self.own and not host.kernels.isa.startswith("avx512"):
             found.append("AVX512 assumed, which this CPU is not known to have: without it takes longer")
         if self.kernels.isa in ("sse41", "avx"):
-            found.append("AVX2 assumed, which oneDNN may not use: without it a step took 1.3 to 4 times the memory")
+            found.append("AVX2 assumed, which oneDNN may not use")
         if self.measured_threads:
             found.append(f"from {self.measured_threads} threads to {self.threads} by assumption")
         return found
@@ -129,7 +132,7 @@ class HostConstants:
         return dataclasses.replace(
             self,
             threads=threads,
-            costs=_scaled(self.costs, lambda _, part: slower[part]),
+            costs=_of_each(self.costs, lambda dtype, groups: scaled(groups, slower)),
             measured_threads=0 if measured == threads else measured,
             others=self.others and self.others.for_threads(threads),
         )
@@ -140,6 +143,11 @@ def part_of(feature: str) -> str:
     if feature.startswith("work"):
         return "work"
     return "overhead" if feature == "seconds" else "traffic"
+
+
+def scaled(groups: Mapping[str, Mapping[str, float]], slower: Mapping[str, float]) -> Dict[str, Dict[str, float]]:
+    """Costs of groups of operations in one dtype, times `slower[part_of(feature)]`."""
+    return {group: {name: cost * slower[part_of(name)] for name, cost in one.items()} for group, one in groups.items()}
 
 
 def runtime_ops(program: Program) -> int:
@@ -182,24 +190,26 @@ def named_constants(name: str) -> HostConstants:
 def find_constants(threads: int, host: Optional[Host] = None) -> HostConstants:
     """Constants with so many threads: what was measured on this host, of each engine as it is installed; else with
     another number of threads; else the shipped ones. A file that cannot be read is passed over, with a `note`."""
-    host = host or read_host()
+    host, notes = host or read_host(), {}
     found = shipped_constants(host.kernels).for_threads(threads)
     for engine in LIBRARIES:
         path = host_file(host, engine, threads)
-        if path and not path.is_file():
-            others = path.parent.glob(f"{path.name.rpartition('.threads-')[0]}.threads-*.json")
-            path = max(others, key=_threads_of, default=None)
-        if path:
-            try:
-                found = load_constants(path).for_threads(threads).before(found)
-            except ValueError as error:
-                found = dataclasses.replace(found, note=str(error))
-    return found
+        try:
+            if path and not path.is_file():
+                others = path.parent.glob(f"{path.name.rpartition('.threads-')[0]}.threads-*.json")
+                apart = lambda one: abs(math.log(_threads_of(one) / threads))  # noqa: E731
+                path = min(filter(_threads_of, others), key=apart, default=None)
+            if path:
+                found = _owned(load_constants(path)).for_threads(threads).before(found)
+        except (OSError, ValueError) as error:
+            notes[engine] = str(error)[:MOST_OF_NOTE]
+    return dataclasses.replace(found, notes=notes)
 
 
 def host_file(host: Host, engine: str, threads: int) -> Optional[Path]:
-    """Where a host's own constants are, by its fingerprint: CPU, instruction sets, cores, the engine and its versions,
-    and threads. Under $XDG_DATA_HOME, else ~/.local/share; None where there is no such folder, and no engine."""
+    """Where a host's own constants are, by its fingerprint: CPU, instruction sets, caches, cores, the engine and its
+    versions, and threads. Under $XDG_DATA_HOME, else ~/.local/share; None where there is no such folder, or no engine.
+    """
     base = Path(os.environ.get("XDG_DATA_HOME", ""))
     if not base.is_absolute():  # such a one is to be ignored
         base = Path(os.path.expanduser("~")) / ".local" / "share"
@@ -209,7 +219,7 @@ def host_file(host: Host, engine: str, threads: int) -> Optional[Path]:
         return None
     if not base.is_absolute():
         return None
-    what = repr((host.cpu_model, host.isa, host.kernels.isa, host.usable_cores)).encode()
+    what = repr((host.cpu_model, host.isa, host.kernels, cache_bytes(), host.usable_cores)).encode()
     cpu = re.sub(r"[^a-z0-9]+", "-", host.cpu_model.lower()).strip("-")
     place = f"{cpu}.cores-{host.usable_cores}.{hashlib.sha256(what).hexdigest()[:8]}"
     return base / "cpu3d" / "hosts" / f"{place}.{engine}-{version}.threads-{threads}.json"
@@ -228,7 +238,7 @@ def to_json(constants: HostConstants) -> Dict[str, Any]:
     return {"schema": SCHEMA, **figures, "kernels": dataclasses.asdict(constants.kernels)}
 
 
-BECOMES = ("measured_threads", "note", "others")
+BECOMES = ("measured_threads", "own", "notes", "others")
 """Fields that say what became of a file's constants since; it holds all the others."""
 
 FIELDS = tuple(field.name for field in dataclasses.fields(HostConstants) if field.name not in BECOMES)
@@ -239,13 +249,18 @@ def _constants(content: Mapping[str, Any], path: Path) -> HostConstants:
     "faster" by how much work and traffic go faster."""
     if "like" in content:
         base, faster = read_json(path.with_name(str(content["like"]))), content.get("faster", {})
-        slower = lambda dtype, part: 1 / faster.get(dtype if part == "work" else part, 1.0)  # noqa: E731
-        content = {**base, "costs": _scaled(base["costs"], slower), **content}
+        slower = {part: 1 / faster.get(part, 1.0) for part in ("traffic", "overhead")}
+        of_dtype = lambda dtype, groups: scaled(groups, {**slower, "work": 1 / faster.get(dtype, 1.0)})  # noqa: E731
+        content = {**base, "costs": _of_each(base["costs"], of_dtype), **content}
     constants = typed({name: content[name] for name in FIELDS if name in content}, HostConstants, "calibration")
     wrong = ", ".join(_wrong(constants))
     if wrong:
         raise ValueError(wrong)
     return constants
+
+
+def _owned(constants: HostConstants) -> HostConstants:
+    return dataclasses.replace(constants, own=True, others=constants.others and _owned(constants.others))
 
 
 def _threads_of(path: Path) -> int:
@@ -259,6 +274,9 @@ def _wrong(constants: HostConstants) -> Iterator[str]:
     for name in ("threads", "cache_bytes", "saturating_threads"):
         if getattr(constants, name) < 1:
             yield f"{name} {getattr(constants, name)}"
+    kernels = constants.kernels
+    if kernels.isa not in ISAS or min(kernels.l1_bytes, kernels.l2_bytes, kernels.cores) < 1:
+        yield f"kernels {kernels}"
     if not any(constants.costs.values()):
         yield "no costs"
     for engine, by_dtype in constants.costs.items():
@@ -274,14 +292,9 @@ def _wrong(constants: HostConstants) -> Iterator[str]:
             yield from (f"{engine} {dtype}: {name} {cost}" for name, cost in costs.items() if not 0 <= cost < 1)
 
 
-def _scaled(costs: Costs, slower: Callable[[str, str], float]) -> Costs:
-    """Costs times `slower(dtype, part_of(feature))`."""
-
-    found: Costs = {}
-    for engine, by_dtype in costs.items():
-        for dtype, groups in by_dtype.items():
-            found.setdefault(engine, {})[dtype] = {
-                group: {feature: seconds * slower(dtype, part_of(feature)) for feature, seconds in each.items()}
-                for group, each in groups.items()
-            }
-    return found
+def _of_each(costs: Costs, groups_of: Callable[[str, Any], Any]) -> Costs:
+    """`groups_of(dtype, groups)` in the place of the groups of each engine and dtype."""
+    return {
+        engine: {dtype: groups_of(dtype, groups) for dtype, groups in by_dtype.items()}
+        for engine, by_dtype in costs.items()
+    }

@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from memory_estimator.calibration import HostConstants, part_of, runtime_ops
+from memory_estimator.calibration import HostConstants, part_of, runtime_ops, scaled
 from memory_estimator.job import Job
 from memory_estimator.step.program import Program, StepOp
 from memory_estimator.step.timing import FUSED, features, group_of, step_seconds, tensor_bytes
@@ -20,10 +20,10 @@ from memory_estimator.step.training_step import training_step
 DISTURBED_SHARE = 0.1
 """A step that took longer than the fastest one by more than this share was disturbed by something."""
 
-FEWEST_STEPS = 3
+FEWEST_STEPS = 2
 """Undisturbed ones, to call their median a step's seconds."""
 
-HELD = 0.0003
+HELD = 0.0001
 """How firmly costs are held to the assumed ones: one that is off by all of itself weighs as much as this share of all
 operations' seconds. Groups of next to no seconds so stay as assumed, for what little was seen of them."""
 
@@ -79,31 +79,27 @@ def fitted(runs: Sequence[Run], assumed: HostConstants, cpu: str, cache_bytes: i
         if run.step_s:
             by_dtype[run.job.unet.dtype].append(run)
     found, scales = [], []
-    date = max(run.date for run in runs)
     memory = {name: getattr(assumed, name)[engine] for name in ("baseline_bytes", "op_bytes")}
-    origins = {**assumed.origins, "costs": f"measured: {_commands(runs)}, {date}", "cache_bytes": "measured: /sys"}
+    origins = {**assumed.origins, "cache_bytes": "measured: /sys"}
     points = [(runtime_ops(training_step(run.job)), run.runtime_bytes) for run in runs if run.runtime_bytes]
     if points:
         memory = dict(zip(memory, straight_line(points, memory["op_bytes"])))
         origins.update(dict.fromkeys(memory, "measured: calibrate, resident memory less the step's tensors"))
-    about = {"cpu": cpu, "date": date, "threads": threads, "cache_bytes": cache_bytes, "measured_threads": 0}
+    about = {"cpu": cpu, "threads": threads, "cache_bytes": cache_bytes, "measured_threads": 0}
     about.update(baseline_bytes={engine: memory["baseline_bytes"]}, op_bytes={engine: memory["op_bytes"]}, others=None)
     for dtype, some in by_dtype.items():
         costs, scale = fit_costs(some, assumed, cache_bytes)
         scales.append(scale)
-        measured = {"name": cpu, "origin": "measured", "runs": len(some), "record": _commands(some)}
-        of_dtype = {**about, **measured, "origins": origins, "costs": {engine: {dtype: costs}}}
+        used = [run for run in some if run.op_s] or some
+        measured = {"name": cpu, "origin": "measured", "runs": len(used), "record": _commands(used)}
+        measured["date"] = max(run.date for run in used)
+        measured["origins"] = {**origins, "costs": f"measured: {measured['record']}, {measured['date']}"}
+        of_dtype = {**about, **measured, "costs": {engine: {dtype: costs}}}
         found.append(dataclasses.replace(assumed, **of_dtype))
     others = {dtype: groups for dtype, groups in assumed.of_dtypes(engine).items() if dtype not in by_dtype}
     if found and others:
         scale = {part: statistics.fmean(one[part] for one in scales) for part in scales[0]}
-        costs = {
-            dtype: {
-                group: {name: cost * scale[part_of(name)] for name, cost in each.items()}
-                for group, each in groups.items()
-            }
-            for dtype, groups in others.items()
-        }
+        costs = {dtype: scaled(groups, scale) for dtype, groups in others.items()}
         name = f"{assumed.name}, as much slower or faster as {' and '.join(by_dtype)} was here"
         of_others = {**about, "name": name, "origin": "assumed", "costs": {engine: costs}}
         found.append(dataclasses.replace(assumed, **of_others))
@@ -117,23 +113,27 @@ def fit_costs(
     are dearer than assumed. Of runs whose operations were not seen only the scale is taken, and only without others."""
     job = runs[0].job
     speeds = assumed.speeds(job.engine, job.unet.dtype)
-    seen = [_seen(run, cache_bytes) for run in runs if run.op_s]
+    seen = [one for one in (_seen(run, cache_bytes) for run in runs if run.op_s) if one]
     if not seen:
         constants = dataclasses.replace(assumed, cache_bytes=cache_bytes)
         ratios = [run.step_s / step_seconds(training_step(run.job), constants, run.job) for run in runs]
         scale = dict.fromkeys(("work", "traffic", "overhead"), statistics.median(ratios))
-        return _scaled(speeds, scale), scale
+        return scaled(speeds, scale), scale
     by_group: Dict[str, List[Row]] = defaultdict(list)
     for row in (row for one in seen for row in one.rows):
         by_group[row.group].append(row)
     scale = _scale_of_parts([row for rows in by_group.values() for row in rows], speeds)
-    costs = _scaled(speeds, scale)
-    ridge_s = HELD * sum(row.seconds for rows in by_group.values() for row in rows)
+    costs = scaled(speeds, scale)
+    ridge_s = HELD * sum(row.seconds for rows in by_group.values() for row in rows) / len(seen)
     for group, rows in by_group.items():
         costs[group] = _held_fit(rows, costs.get(group, {}), ridge_s)
     left = [(one.run.step_s - _op_seconds(one)) / _op_count(one) for one in seen]
     costs["every_op"] = {"seconds": max(0.0, statistics.median(left))}
-    return costs, scale
+    # Least squares of uneven seconds add up to less than these: what is left over goes to all costs alike.
+    whole = {engine: {dtype: costs} for engine, dtype in [(job.engine, job.unet.dtype)]}
+    fitted = dataclasses.replace(assumed, costs=whole, cache_bytes=cache_bytes)
+    rest = statistics.median(one.run.step_s / step_seconds(one.program, fitted, one.run.job) for one in seen)
+    return scaled(costs, dict.fromkeys(scale, rest)), scale
 
 
 def straight_line(points: Sequence[Tuple[int, int]], slope: float) -> Tuple[int, int]:
@@ -149,8 +149,11 @@ def straight_line(points: Sequence[Tuple[int, int]], slope: float) -> Tuple[int,
 # --- Private helpers ---
 
 
-def _seen(run: Run, cache_bytes: int) -> Seen:
+def _seen(run: Run, cache_bytes: int) -> Optional[Seen]:
+    """None for a run of a version that wrote the step down with other operations, or whose operations took no time."""
     program = training_step(run.job)
+    if not {op.name for op in program.ops}.issuperset(run.op_s) or not any(run.op_s.values()):
+        return None
     sizes, rows, by_group = tensor_bytes(program), [], defaultdict(list)
     for op in (op for op in program.ops if op.kind != FUSED):
         if op.name in run.op_s:
@@ -186,10 +189,6 @@ def _op_count(one: Seen) -> int:
 
 def _commands(runs: Iterable[Run]) -> str:
     return ", ".join(dict.fromkeys(run.by for run in runs))
-
-
-def _scaled(costs: Mapping[str, Mapping[str, float]], scale: Mapping[str, float]) -> Dict[str, Dict[str, float]]:
-    return {group: {name: cost * scale[part_of(name)] for name, cost in one.items()} for group, one in costs.items()}
 
 
 def _scale_of_parts(rows: Sequence[Row], speeds: Mapping[str, Mapping[str, float]]) -> Dict[str, float]:

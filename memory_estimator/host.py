@@ -59,7 +59,8 @@ class Host:
     @property
     def fast_bfloat16(self) -> bool:
         """Whether bfloat16 runs faster than float32 here; without these instructions it is emulated and slower."""
-        return "avx512_bf16" in self.isa or "amx_bf16" in self.isa
+        own = "avx512_bf16" in self.isa or "amx_bf16" in self.isa
+        return own and self.kernels.isa.endswith(("bf16", "fp16", "amx"))  # ONEDNN_MAX_CPU_ISA may forbid them
 
     @property
     def best_dtype(self) -> str:

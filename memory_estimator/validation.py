@@ -46,11 +46,12 @@ ALLOCATOR_TARGETS = {"avx512_core_amx": (0.01, 0.03)}
 DISTURBED_SPREAD = 0.10
 """Timed steps that lie further apart than this share of their median were disturbed by something."""
 
-MARGIN_BYTES = 64 * 2**20
-"""The least margin of an upper bound: what a runtime holds more or less from start to start."""
+MARGIN_BYTES = 84 * 2**20
+"""The least margin of an upper bound: the most that a runtime was seen to hold beyond what is predicted of small steps,
+82 MiB in one of 1.2 GiB, where that outweighs all else."""
 
-CONFIDENCE = 0.99
-"""That the next record of a kind lies below its upper bound, if its error is one of the same normal distribution."""
+SHARE, CONFIDENCE = 0.99, 0.90
+"""A kind's bound is to hold for this share of the steps that are like its records, with this confidence."""
 
 LEAST_RECORDS = 8
 """Of a kind: from fewer steps the spread of their errors is not told."""
@@ -89,8 +90,7 @@ class Row:
 
     measured: Measured
     process_peak_bytes: int  # predicted
-    family: str
-    """Of oneDNN's kernels that it was predicted with."""
+    isa: str  # of the kernels that it was predicted with
     covered: bool
     """Whether a kind of records covers it; else its upper bound is wide."""
     allocator_error: Optional[float]
@@ -102,7 +102,7 @@ class Row:
     def misses(self) -> Tuple[str, ...]:
         """Names of the figures that are further off than they may be."""
         wrong = {
-            "allocator": abs(self.allocator_error or 0) > demanded(self.family)["allocator peak, worst error"],
+            "allocator": abs(self.allocator_error or 0) > demanded(self.isa)["allocator peak, worst error"],
             "process": abs(self.process_error) > TARGETS["process peak, worst error"],
             "upper bound": self.slack < 0,
             "time": abs(self.step_error or 0) > TARGETS["seconds a step, worst error"],
@@ -221,9 +221,9 @@ def spreads(rows: Sequence[Row]) -> Dict[str, Spread]:
     }
 
 
-def demanded(family: str) -> Dict[str, float]:
+def demanded(isa: str) -> Dict[str, float]:
     """TARGETS of a host with these kernels."""
-    own = dict(zip(TARGETS, ALLOCATOR_TARGETS.get(family, ())))
+    own = dict(zip(TARGETS, ALLOCATOR_TARGETS.get(isa, ())))
     return {**TARGETS, **own}
 
 
@@ -234,7 +234,7 @@ def targets(rows: Sequence[Row]) -> Tuple[Target, ...]:
     exceeded = sum(row.slack < 0 for row in rows) if rows else math.nan
     slack = spread(row.slack for row in rows if row.covered).mean
     found = (allocator.median, abs(allocator.worst), process.median, abs(process.worst), exceeded, slack)
-    limits = demanded(rows[0].family if rows else "").items()
+    limits = demanded(rows[0].isa if rows else "").items()
     return tuple(Target(*limit, one) for limit, one in zip(limits, (*found, step.median, abs(step.worst))))
 
 
@@ -258,7 +258,7 @@ def by_kind(rows: Iterable[Row]) -> Dict[Key, List[Row]]:
     found: Dict[Key, List[Row]] = {}
     for row in rows:
         job = row.measured.job
-        key = (job.engine, row.measured.version, job.unet.dtype, family_of(row.family, job.unet.dtype))
+        key = (job.engine, row.measured.version, job.unet.dtype, family_of(row.isa, job.unet.dtype))
         found.setdefault(key, []).append(row)
     return found
 
@@ -269,13 +269,18 @@ def covers(rows: Sequence[Row]) -> bool:
 
 
 def margin_share(rows: Sequence[Row]) -> float:
-    """What share of a predicted peak has to be added for all peaks of these rows to lie below, and the next one by
-    CONFIDENCE: the one-sided prediction limit of a normal distribution whose mean and spread are estimated
-    from the rows (Hahn and Meeker, Statistical Intervals, section 4.8), to a tenth of a per cent."""
+    """What share of a predicted peak has to be added, to a tenth of a per cent: so much that no peak of these rows lies
+    above both that and MARGIN_BYTES, and that SHARE of all such steps lie below with CONFIDENCE. That is the one-sided
+    tolerance limit of a normal distribution (NIST/SEMATECH Handbook, 7.2.6.3) around the median; its spread is that of
+    the rows above the median, as a peak that is predicted too high harms no bound."""
     needed = [row.measured.process_peak_bytes / row.process_peak_bytes - 1 for row in rows]
-    count, mean = len(needed), statistics.fmean(needed)
-    limit = mean + _student(CONFIDENCE, count - 1) * statistics.stdev(needed) * math.sqrt(1 + 1 / count)
-    return math.ceil(1000 * max(limit, *needed, 0.0)) / 1000
+    beyond = [row.measured.process_peak_bytes > row.process_peak_bytes + MARGIN_BYTES for row in rows]
+    median, quantile = statistics.median(needed), statistics.NormalDist().inv_cdf
+    spread = math.sqrt(statistics.fmean((one - median) ** 2 for one in needed if one >= median))
+    share, sure = quantile(SHARE), quantile(CONFIDENCE)
+    a, b = 1 - sure**2 / (2 * (len(rows) - 1)), share**2 - sure**2 / len(rows)
+    limit = median + (share + math.sqrt(share**2 - a * b)) / a * spread
+    return math.ceil(1000 * max(limit, 0.0, *(one for one, is_beyond in zip(needed, beyond) if is_beyond))) / 1000
 
 
 def left_out_in_turn(rows: Iterable[Row]) -> Tuple[int, int]:
@@ -309,13 +314,6 @@ def _kind(key: Key, rows: Sequence[Row]) -> Kind:
 def _of(rows: Sequence[Row]) -> Tuple[Spread, Spread, Spread]:
     allocator, process, _, step = spreads(rows).values()
     return allocator, process, step
-
-
-def _student(probability: float, freedom: int) -> float:
-    """Student's quantile, to a per cent from five degrees of freedom on (Abramowitz and Stegun 26.7.5)."""
-    z = statistics.NormalDist().inv_cdf(probability)
-    terms = (z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
-    return sum(term / freedom**power for power, term in enumerate(terms))
 
 
 def main(argv: Optional[List[str]] = None) -> int:

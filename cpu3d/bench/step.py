@@ -19,7 +19,7 @@ from typing import Any, Dict, List, Tuple
 from cpu3d.bench import harness
 from cpu3d.bench.harness import Output, Result, Turns, gib, host_of, title_of, valid, with_range
 from cpu3d.host.apply import ENGINES, set_up
-from cpu3d.host.observe import Observer
+from cpu3d.host.observe import ENOUGH, Observer
 from cpu3d.settings import AUTO, RunConfig, left_open
 from memory_estimator.fitting import FEWEST_STEPS
 from memory_estimator.host import read_host
@@ -144,10 +144,10 @@ def measure(request: Dict[str, Any]) -> Result:
     result.update(first_step_s=[*first, *timed][0], steps_timed=len(timed), volume_s=step_s / batch)
     result.update(parameters=parameter_count(learner.model), **facts)
     if len(timed) >= FEWEST_STEPS and has_known_engine(result):
-        observer = Observer(job_from_record(result), "bench", host, traced=range(len(timed), len(timed) + 2))
+        observer = Observer(job_from_record(result), "bench", host, traced=range(len(timed), len(timed) + ENOUGH))
         for seconds in timed:
             observer.note(seconds)
-        for _ in range(2):
+        for _ in range(ENOUGH):
             observer.note(observer.watch(step))
         observer.record()
     best = _matmul_gflops(tf, unet.dtype) if request["matmul"] else None

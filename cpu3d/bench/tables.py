@@ -63,10 +63,10 @@ VALIDATION_HEAD = """\
 Made by `./run.sh bench tables --records records --page docs/validation.md` from records/memory (`bench validate`) and
 the code as it stands. Errors are shares of what was measured: +2% is predicted too high. Of more than one run the
 median size and the worst stand there; of the upper bound how far above the process's peak, the mean and the least; it
-is wide where too few records of a kind say how far the next is off. Constants of a host are fitted to other steps, on
-volumes of at most 96^3 voxels. The rules (what each operation keeps, the scratch of a kernel, how the allocator grows)
-are not held out: they were found with runs of up to 128^3 voxels in view. The margin of an upper bound is fitted to all
-records of its kind. Disturbed is a measurement whose steps lie further apart than a tenth of their median.
+is wide where too few records of a kind say how far the next is off. What of the figures is fitted to some of these
+records stands in [estimator.md](estimator.md): the rules were found with runs of up to 128^3 voxels in view, the margin
+of an upper bound is that of all records of its kind. Disturbed is a measurement whose steps lie further apart than a
+tenth of their median.
 """
 
 
@@ -174,9 +174,9 @@ def page(measured: Sequence[Measured], rows: Sequence[Row]) -> List[str]:
     above, count = left_out_in_turn(rows)
     lines = [*VALIDATION_HEAD.splitlines(), "", *summary_table(rows).markdown(), ""]
     lines.append(f"Left out of its kind in turn, {above} of {count} records lie above the bound that the others make.")
-    for host, isa in sorted({(one.host, one.isa) for one in measured}):
-        own = [one for one in measured if (one.host, one.isa) == (host, isa)]
-        lines += ["", f"## {host}", *_host_lines(own, [row for row in rows if row.measured in own])]
+    for host, isa in sorted({(one.host, one.kernels.isa) for one in measured}):
+        own = [one for one in measured if (one.host, one.kernels.isa) == (host, isa)]
+        lines += ["", f"## {host}, {isa}", *_host_lines(own, [row for row in rows if row.measured in own])]
     return lines
 
 

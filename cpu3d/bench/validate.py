@@ -103,7 +103,7 @@ def summary_table(rows: Sequence[Row]) -> Table:
     """Median (of the absolute errors) and worst error of every figure, for all rows and by host, engine and dtype."""
     groups: Dict[Tuple[str, ...], List[Row]] = {("all", ""): list(rows)}
     for row in sorted(rows, key=lambda row: (row.measured.host, row.measured.job.engine, row.measured.job.unet.dtype)):
-        job, kernels = row.measured.job, row.family
+        job, kernels = row.measured.job, row.isa
         groups.setdefault((row.measured.host, f"{kernels}, {job.engine}, {job.unet.dtype}"), []).append(row)
     cells = []
     for group, some in groups.items():

@@ -9,6 +9,7 @@ import datetime
 import json
 import math
 import re
+import shutil
 import statistics
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 from cpu3d.errors import InputError
-from cpu3d.util.atomic import atomic_write, write_json
+from cpu3d.util.atomic import atomic_write, remove_partials, write_json
 from cpu3d.util.lock import locked
 from memory_estimator.calibration import SCHEMA, HostConstants, host_file, shipped_constants, to_json
 from memory_estimator.files import parse_json, read_regular, typed
@@ -32,6 +33,9 @@ from memory_estimator.step.training_step import training_step
 MOST_RUNS = 40
 """Kept of a host: the newest run of each job. Fitting them takes a second or two."""
 
+ENOUGH = 2
+"""Undisturbed steps that are profiled."""
+
 NEAR_SHARE = 0.1
 """A step under the profiler that took longer or shorter than the others by more than this share tells nothing."""
 
@@ -44,7 +48,7 @@ KIND_BY_TYPE = (
 AVERAGE = "average"
 """Scope of the operations that average the weights, which the estimator's step does not count."""
 
-LOCK_WAIT_S = 20.0
+LOCK_WAIT_S = 2.0
 """For others that record at the same time."""
 
 T = TypeVar("T")
@@ -63,7 +67,7 @@ class Observer:
 
     def __init__(self, job: Job, by: str, host: Host, *, warm_up: int = 0, traced: Sequence[int] = ()):
         """`job` is what this process computes, `by` the command. Of its steps, counted from 0, the first `warm_up` say
-        nothing: one compiles, the next still fills slots and caches. Those in `traced` are profiled."""
+        nothing: they compile. Those in `traced` are profiled, until ENOUGH of them were undisturbed."""
         self._job = dataclasses.replace(job, from_store=False, resampled=False, case_bytes=0, cases=0)
         self._by, self._host, self._warm_up, self._traced = by, host, warm_up, traced
         self._steps_s: List[float] = []
@@ -73,7 +77,7 @@ class Observer:
     def watch(self, step: Callable[[], T]) -> T:
         """What `step` returns, which is profiled where it is its turn. `note` has to follow."""
         number = len(self._steps_s)
-        if number not in self._traced:
+        if number not in self._traced or len(self._calm_traces()) >= ENOUGH:
             return step()
         result, events = trace(step)
         if events is not None:
@@ -93,13 +97,18 @@ class Observer:
         if not calm or not all(any(map(_is_convolution, events)) for events in self._events.values()):
             return None
         step_s, program, seen = statistics.median(calm), training_step(self._job), []
-        for number, events in self._events.items():
-            if abs(self._steps_s[number] / step_s - 1) <= NEAR_SHARE:
-                with contextlib.suppress(ValueError):  # another TensorFlow, which does it otherwise
-                    seen.append(seconds_of(program, self._job.parts, events))
+        for number in self._calm_traces(step_s):
+            with contextlib.suppress(ValueError):  # another TensorFlow, which does it otherwise
+                seen.append(seconds_of(program, self._job.parts, self._events[number]))
         op_s, group_s = (_medians([one[index] for one in seen]) for index in (0, 1))
         today = datetime.date.today().isoformat()
         return Run(self._job, self._by, today, step_s, len(calm), op_s, group_s)
+
+    def _calm_traces(self, step_s: float = 0.0) -> List[int]:
+        """Profiled steps that took about `step_s`, by default what the undisturbed ones took."""
+        calm = undisturbed(self._steps_s[self._warm_up :])
+        step_s = step_s or (statistics.median(calm) if calm else math.inf)
+        return [number for number in self._events if abs(self._steps_s[number] / step_s - 1) <= NEAR_SHARE]
 
     def record(self) -> None:
         """Keep what the steps have shown of the host, once; a line on stderr says what is in the way of it."""
@@ -121,10 +130,12 @@ def record(runs: Sequence[Run], host: Host) -> Path:
         raise InputError("$XDG_DATA_HOME or a home folder must be there for a host's constants, got neither; set one")
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.parent):
+        remove_partials(path.parent)
         kept = _merged(read_runs(path), runs)
+        constants = constants_of(kept, host)  # a run that cannot be fitted is not kept
         with atomic_write(_runs_file(path), "w") as file:
             file.writelines(json.dumps(dataclasses.asdict(run)) + "\n" for run in kept)
-        write_constants(path, constants_of(kept, host))
+        write_constants(path, constants)
     return path
 
 
@@ -151,22 +162,23 @@ def read_runs(path: Path) -> List[Run]:
 
 
 def trace(step: Callable[[], T]) -> Tuple[T, Optional[List[Event]]]:
-    """What `step` returns, and its operations in the order they began; None where the profiler cannot be had."""
+    """What `step` returns, and its operations in the order they began; None where the profiler fails: with no space,
+    where somebody else profiles, or in another TensorFlow. It raises what `step` raises and nothing else."""
     import tensorflow as tf
 
-    options, profiler = tf.profiler.experimental.ProfilerOptions(host_tracer_level=2, python_tracer_level=0), None
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError, tf.errors.OpError):  # no space, or somebody else profiles
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            tf.profiler.experimental.start(folder, options)
-            profiler = tf.profiler.experimental
-        try:
-            result = step()
-        finally:
-            if profiler:
-                with contextlib.suppress(OSError, tf.errors.OpError):
-                    profiler.stop()
-        return result, _events(Path(folder)) if profiler else None
+    profiler, folder, events = tf.profiler.experimental, None, None
+    options = profiler.ProfilerOptions(host_tracer_level=2, python_tracer_level=0)
+    with contextlib.suppress(Exception):
+        folder = Path(tempfile.mkdtemp())
+        profiler.start(str(folder), options)
+    try:
+        result = step()
+    finally:
+        with contextlib.suppress(Exception):
+            profiler.stop()
+            events = _events(folder)
+        shutil.rmtree(folder or "", ignore_errors=True)
+    return result, events
 
 
 def seconds_of(program: Program, parts: int, events: Sequence[Event]) -> Tuple[Dict[str, float], Dict[str, float]]:
@@ -220,7 +232,8 @@ def _events(folder: Path) -> List[Event]:
     found = []
     spaces = [xplane_pb2.XSpace.FromString(path.read_bytes()) for path in folder.rglob("*.xplane.pb")]
     for plane, line in ((one, line) for space in spaces for one in space.planes for line in one.lines):
-        for event in line.events if line.name.startswith("tf_") else ():
+        # Not those of the input pipeline, whose threads are called tf_data.
+        for event in line.events if line.name.startswith("tf_") and "data" not in line.name else ():
             name, _, kind = plane.event_metadata[event.metadata_id].name.rpartition(":")
             if name and not name.endswith(":"):
                 begin = line.timestamp_ns * 1000 + event.offset_ps
@@ -274,7 +287,10 @@ def _merged(old: Sequence[Run], new: Sequence[Run]) -> List[Run]:
             continue
         by_job.pop(key, None)  # to its new place
         by_job[key] = run
-    return list(by_job.values())[-MOST_RUNS:]
+    kept = list(by_job.values())
+    # Those that say what the runtime holds come from `calibrate` alone, and no others replace them.
+    timed = [run for run in kept if run.runtime_bytes is None]
+    return [run for run in kept if run.runtime_bytes is not None] + timed[-MOST_RUNS:]
 
 
 def _runs_file(path: Path) -> Path:

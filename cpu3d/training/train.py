@@ -184,7 +184,7 @@ def _observer(plan: Plan, host: Host, cluster: Cluster) -> Optional[Observer]:
         plan.estimate.job, batch=config.batch // workers, micro_batch=config.micro, threads=threads, averaged=False
     )
     alone = workers == 1 and not config.is_patch and config.resolution == 1
-    return Observer(job, "train", host, warm_up=2, traced=(3, 4) if alone else ())
+    return Observer(job, "train", host, warm_up=1, traced=range(2, 10) if alone else ())
 
 
 def _changes(

@@ -13,6 +13,7 @@ ISAS = {
     "avx": ("avx",),
     "avx2": ("avx", "avx2"),
     "avx2_vnni": ("avx", "avx2", "avx_vnni"),
+    "avx2_vnni_2": ("avx", "avx2", "avx_vnni", "avx_vnni_int8", "avx_ne_convert"),
     "avx512_core": ("avx", "avx2", "avx512f"),
     "avx512_core_vnni": ("avx", "avx2", "avx512f", "avx512_vnni"),
     "avx512_core_bf16": ("avx", "avx2", "avx512f", "avx512_vnni", "avx512_bf16"),

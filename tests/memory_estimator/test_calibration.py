@@ -104,7 +104,7 @@ def test_a_missing_file_is_refused_and_a_number_of_threads_beyond_the_measured_o
     with pytest.raises(ValueError, match=r"none\.json must exist, got none"):
         load_constants(tmp_path / "none.json")
     measured = shipped_constants(Kernels())
-    other = host(cpu_model="Another", isa=())
+    other = host(cpu_model="Another", kernels=Kernels("avx2"))
     assert measured.caveats() == measured.for_threads(8).for_threads(measured.threads).caveats() == []
     assert measured.basis().startswith(f"measured on {measured.cpu}")
     found = measured.for_threads(56)
@@ -133,7 +133,7 @@ def with_costs(group, costs):
     ("damage", "message"),
     [
         (lambda content: json.dumps(content)[:-40], "must be complete JSON"),
-        (changed(schema=2), "must be complete JSON of schema 1, got schema 2"),
+        (changed(schema=1), "must be complete JSON of schema 2, got schema 1"),
         (lambda content: json.dumps({k: v for k, v in content.items() if k != "costs"}), "must be complete"),
         (changed(costs={}), "got no costs"),
         (changed(costs={"stock": {"float32": {"conv": {"work": -1.0}}}}), "stock float32: conv work -1.0"),
@@ -141,6 +141,7 @@ def with_costs(group, costs):
         (with_costs("pool", None), "stock float32: no pool"),
         (with_costs("join", {}), "stock float32: no join cached, stock float32: no join traffic"),
         (with_costs("norm", {"traffic": True}), "norm.traffic must be float, got True"),
+        (changed(kernels={"isa": "avx512_core_amx", "l2_bytes": -5}), "kernels .*-5"),
         (changed(op_bytes={"stock": -1}), "op_bytes of stock -1"),
         (changed(threads=0), "got threads 0"),
         (changed(cache_bytes="32M"), "calibration.cache_bytes must be int, got 32M"),

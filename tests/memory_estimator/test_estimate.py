@@ -72,21 +72,28 @@ SHIPPED_KIND = {"engine": "itex", "dtype": "bfloat16", "family": "avx512_core_bf
     [
         ({"threads": 56}, {}, "56 threads"),
         ({}, {"itex": "TensorFlow 9, ITEX 9"}, "TensorFlow 9, ITEX 9"),
-        ({"isa": "avx2"}, {}, "avx2"),
+        ({"isa": "avx2", "dtype": "float32"}, {}, "avx2"),
     ],
 )
 @pytest.mark.parametrize("policy", POLICIES)
 def test_where_nothing_like_it_was_measured_the_bound_covers_every_family_of_kernels(changes, versions, what, policy):
     isa, accuracy = changes.get("isa", CONSTANTS.kernels.isa), load_accuracy(versions=versions)
     threads = changes.get("threads", SMALL.threads)
-    job = dataclasses.replace(SMALL.with_unet(policy=policy), threads=threads)
+    job = dataclasses.replace(SMALL.with_unet(policy=policy, dtype=changes.get("dtype", "bfloat16")), threads=threads)
     found = estimate(job, kernels(isa), accuracy)
     assert found.kind is None
     assert what in found.uncovered
     assert not found.to_json()["errors"]["measured"]
-    for family in FAMILIES:
+    for family in FAMILIES[job.unet.dtype]:
         peak = estimate(job, kernels(family), accuracy).process_peak_bytes
         assert found.upper_bound_bytes >= max(kind.upper_bound(peak) for kind in accuracy.kinds)
+
+
+def test_bfloat16_is_refused_where_no_kernel_computes_it_and_a_float32_bound_is_wider_without_avx2():
+    with pytest.raises(ValueError, match=r"dtype must be float32 .* got bfloat16"):
+        estimate(SMALL, kernels("avx2"))
+    job = SMALL.with_unet(dtype="float32")
+    assert estimate(job, kernels("sse41")).upper_bound_bytes > 3 * estimate(job, kernels("avx2")).process_peak_bytes
 
 
 def kernels(isa):
