@@ -137,7 +137,7 @@ def _answer(args: argparse.Namespace) -> Answer:
     # Of a host that is described nothing is installed here: its engines are taken to be those that were recorded.
     accuracy = load_accuracy(versions=None if named or given_bytes else installed_versions())
     host_bytes = given_bytes or host().memory_bytes
-    price = functools.lru_cache(maxsize=None)(lambda one: estimate(one, constants, accuracy, host_bytes))
+    price = functools.lru_cache(maxsize=64)(lambda one: estimate(one, constants, accuracy, host_bytes))
     is_open = policy_is_open(args)
     if scaling.hosts is not None:
         return _several_hosts(scaling, job, price, given_bytes and given_bytes // scaling.workers_per_host, is_open)

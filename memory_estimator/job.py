@@ -23,6 +23,8 @@ ENGINES = ("itex", "stock")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 STORED_BYTES = 2  # a voxel and channel in a store, as int16 or float16; of a label it is one a voxel
 
+MOST_THREADS = 4096  # inside one operation; oneDNN's search for a split takes long for more
+
 AUTO = "auto"  # of an option that is to be worked out
 RUN_SCHEMA = 1  # version of the run folder's layout that is understood; `cpu3d.settings` writes it
 
@@ -53,6 +55,8 @@ class Job:
         for name, least in (("batch", 1), ("threads", 1), ("cases", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}; raise it")
+        if self.threads > MOST_THREADS:
+            raise ValueError(f"threads must be at most {MOST_THREADS}, got {self.threads}; lower it")
         check_micro_batch(self.batch, self.micro_batch)
         for name, allowed in (("optimizer", OPTIMIZERS), ("engine", ENGINES)):
             if getattr(self, name) not in allowed:
@@ -316,7 +320,9 @@ def notes_on_run(folder: Union[str, Path]) -> List[str]:
     _, run = _read_run(folder)
     card = f"the run is on {run.device}: this is what its steps would take on a CPU; `train` says what a card's take"
     validation = "the run validates on whole volumes of the store, which is not counted; `train` adds it"
-    return [card] * (run.device != "cpu") + [validation] * (run.mode == "patch" or run.resolution != 1)
+    kept = "the run keeps the files that it reads in memory, which is not counted; `train` adds it"
+    notes = {card: run.device != "cpu", validation: run.mode == "patch" or run.resolution != 1}
+    return [note for note, is_so in {**notes, kept: run.read_mode == "ram"}.items() if is_so]
 
 
 @dataclass(frozen=True)
@@ -337,6 +343,7 @@ class _Run:
     augment: Dict[str, Any] = field(default_factory=dict)
     device: str = "cpu"
     mode: str = ""
+    read_mode: str = ""
     resolution: float = 1
 
 

@@ -33,7 +33,7 @@ class Buffers:
 
 NONE = Buffers()
 
-_once = functools.lru_cache(maxsize=1024)
+_once = functools.lru_cache(maxsize=128)
 """A step asks of the same convolution several times, and so do steps under other policies."""
 
 ALIGNMENT_BYTES = 8 * 1024  # barriers, guards and alignment: what the log shows beyond the buffers themselves
