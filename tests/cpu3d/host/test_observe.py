@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from cpu3d.host.observe import Event, Observer, read_runs, record, seconds_of
+from cpu3d.host import observe
+from cpu3d.host.observe import Event, Observer, read_runs, record, seconds_of, trace
 from memory_estimator.calibration import find_constants, host_file
 from memory_estimator.fitting import Run
 from memory_estimator.host import read_host
@@ -110,3 +111,22 @@ def test_steps_that_are_few_or_were_disturbed_are_not_kept(steps_s):
         observer.note(seconds)
     observer.record()
     assert not host_file(HOST, "stock", 2).exists()
+
+
+def test_a_profiler_that_fails_harms_no_step(monkeypatch):
+    def fails(folder):
+        raise RuntimeError("damaged")
+
+    monkeypatch.setattr(observe, "_events", fails)
+    assert trace(lambda: 7) == (7, None)
+    with pytest.raises(KeyError):
+        trace({}.popitem)
+
+
+def test_what_40_jobs_show_does_not_replace_what_calibrate_saw_of_the_runtime(monkeypatch):
+    monkeypatch.setattr(observe, "MOST_RUNS", 2)
+    held = Run(JOB, "calibrate", "2026-01-02", runtime_bytes=10**9)
+    jobs = [dataclasses.replace(JOB, shape=(16, 16, 16 * n)) for n in (1, 2, 3)]
+    record([held, *(Run(job, "train", "2026-01-03", step_s=1.0, steps=5) for job in jobs)], HOST)
+    kept = read_runs(host_file(HOST, "stock", 2))
+    assert [run.job for run in kept] == [JOB, *jobs[1:]]
