@@ -268,7 +268,7 @@ def estimate(
     if job.unet.dtype == "bfloat16" and not isa.startswith("avx512"):
         raise ValueError(
             f"dtype must be float32 where oneDNN has {isa} and no AVX-512, got bfloat16; give --dtype float32, or for "
-            "another host --calibration"
+            "another host --calibration amx"
         )
     region = region_bytes(job.unet, job.shape, job.micro, host_bytes)
     program, beside = _program(job, constants.kernels, region)
