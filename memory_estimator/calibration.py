@@ -11,12 +11,12 @@ import math
 import os
 import re
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Union
 
 from memory_estimator.files import read_json, typed
 from memory_estimator.host import Host, cache_bytes, read_host
+from memory_estimator.job import ENGINES, installed_versions
 from memory_estimator.step.onednn import ISAS, USUAL, Kernels
 from memory_estimator.step.program import Program
 
@@ -26,9 +26,6 @@ SHIPPED = Path(__file__).with_name("hosts")
 
 NAMED = {"amx": "xeon_amx.json", "avx512_bf16": "epyc_avx512_bf16.json", "avx512": "xeon_avx512.json"}
 """What shipped constants are called on the command line. The first whose instructions a host has is its own."""
-
-LIBRARIES = {"itex": ("tensorflow", "intel-extension-for-tensorflow"), "stock": ("tensorflow",)}
-"""Engine -> the packages whose versions say how fast it is."""
 
 GROUPS = (
     *("conv", "conv_filter_gradient", "conv_input_gradient", "first_conv", "first_conv_filter_gradient"),
@@ -192,7 +189,7 @@ def find_constants(threads: int, host: Optional[Host] = None) -> HostConstants:
     another number of threads; else the shipped ones. A file that cannot be read is passed over, with a `note`."""
     host, notes = host or read_host(), {}
     found = shipped_constants(host.kernels).for_threads(threads)
-    for engine in LIBRARIES:
+    for engine in ENGINES:
         path = host_file(host, engine, threads)
         try:
             if path and not path.is_file():
@@ -213,16 +210,13 @@ def host_file(host: Host, engine: str, threads: int) -> Optional[Path]:
     base = Path(os.environ.get("XDG_DATA_HOME", ""))
     if not base.is_absolute():  # such a one is to be ignored
         base = Path(os.path.expanduser("~")) / ".local" / "share"
-    try:
-        version = "-".join(metadata.version(name) for name in LIBRARIES[engine])
-    except metadata.PackageNotFoundError:
-        return None
-    if not base.is_absolute():
+    version = installed_versions().get(engine)
+    if version is None or not base.is_absolute():
         return None
     what = repr((host.cpu_model, host.isa, host.kernels, cache_bytes(), host.usable_cores)).encode()
-    cpu = re.sub(r"[^a-z0-9]+", "-", host.cpu_model.lower()).strip("-")
+    cpu, software = (re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-") for name in (host.cpu_model, version))
     place = f"{cpu}.cores-{host.usable_cores}.{hashlib.sha256(what).hexdigest()[:8]}"
-    return base / "cpu3d" / "hosts" / f"{place}.{engine}-{version}.threads-{threads}.json"
+    return base / "cpu3d" / "hosts" / f"{place}.{engine}.{software}.threads-{threads}.json"
 
 
 def shipped_constants(kernels: Kernels) -> HostConstants:

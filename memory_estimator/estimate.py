@@ -75,7 +75,6 @@ class Kind:
     threads: Tuple[int, ...]  # numbers of threads that were measured
     records: int  # measured steps, all of which the margin is made of
     held_out: int  # of them, those that no constant was fitted to, which the errors are of
-    largest_bytes: int  # the largest process peak among them
     allocator_peak: Optional[Bound]
     process_peak: Optional[Bound]
     step_s: Optional[Bound]  # None where no seconds were recorded

@@ -39,7 +39,6 @@ class Run:
     by: str  # the command
     date: str
     step_s: Optional[float] = None  # of an undisturbed step; None where none was timed
-    steps: int = 0  # undisturbed ones
     op_s: Dict[str, float] = field(default_factory=dict)
     """Operation of the job's program -> its seconds, each time it runs. Empty where the profiler did not tell them."""
     group_s: Dict[str, float] = field(default_factory=dict)

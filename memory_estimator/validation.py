@@ -304,7 +304,6 @@ def _kind(key: Key, rows: Sequence[Row]) -> Kind:
         threads=tuple(sorted({row.measured.job.threads for row in rows})),
         records=len(rows),
         held_out=len(held_out),
-        largest_bytes=max(row.measured.process_peak_bytes for row in rows),
         **dict(zip(("allocator_peak", "process_peak", "step_s"), found)),
         margin_share=margin_share(rows),
         margin_bytes=MARGIN_BYTES,

@@ -102,7 +102,7 @@ class Observer:
                 seen.append(seconds_of(program, self._job.parts, self._events[number]))
         op_s, group_s = (_medians([one[index] for one in seen]) for index in (0, 1))
         today = datetime.date.today().isoformat()
-        return Run(self._job, self._by, today, step_s, len(calm), op_s, group_s)
+        return Run(self._job, self._by, today, step_s, op_s, group_s)
 
     def _calm_traces(self, step_s: float = 0.0) -> List[int]:
         """Profiled steps that took about `step_s`, by default what the undisturbed ones took."""

@@ -52,7 +52,7 @@ def run_of(job, truth, seen=True):
     program = training_step(job)
     overhead = truth.speeds(job.engine, job.unet.dtype)["every_op"]["seconds"]
     seconds = {op.name: s - overhead for op, s in zip(program.ops, op_seconds(program, truth, job))}
-    return Run(job, "train", "2026-01-02", step_seconds(program, truth, job), 5, seconds if seen else {})
+    return Run(job, "train", "2026-01-02", step_seconds(program, truth, job), seconds if seen else {})
 
 
 def error(constants, truth, job):

@@ -51,7 +51,7 @@ HOST = read_host()
 
 
 def run_of(job=JOB, step_s=1.0, **more):
-    return Run(job, "train", "2026-01-02", step_s, 5, **more)
+    return Run(job, "train", "2026-01-02", step_s, **more)
 
 
 def filters(number):
@@ -127,6 +127,18 @@ def test_what_40_jobs_show_does_not_replace_what_calibrate_saw_of_the_runtime(mo
     monkeypatch.setattr(observe, "MOST_RUNS", 2)
     held = Run(JOB, "calibrate", "2026-01-02", runtime_bytes=10**9)
     jobs = [dataclasses.replace(JOB, shape=(16, 16, 16 * n)) for n in (1, 2, 3)]
-    record([held, *(Run(job, "train", "2026-01-03", step_s=1.0, steps=5) for job in jobs)], HOST)
+    record([held, *(Run(job, "train", "2026-01-03", step_s=1.0) for job in jobs)], HOST)
     kept = read_runs(host_file(HOST, "stock", 2))
     assert [run.job for run in kept] == [JOB, *jobs[1:]]
+
+
+def test_operations_of_the_input_pipeline_are_none_of_the_step_s(tmp_path):
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    space = xplane_pb2.XSpace()
+    plane = space.planes.add()
+    for number, line in enumerate(("tf_Compute/1", "tf_data_private_threadpool/2", "python"), 1):
+        plane.event_metadata[number].name = f"op{number}:Conv3D"
+        plane.lines.add(name=line).events.add(metadata_id=number, duration_ps=10**9)
+    (tmp_path / "host.xplane.pb").write_bytes(space.SerializeToString())
+    assert observe._events(tmp_path) == [Event("op1", "Conv3D", 1e-3)]

@@ -59,7 +59,7 @@ def test_what_steps_show_of_the_host_is_kept_and_changes_no_bit(phantom_store, t
         fit.run(observer=Observer(job, "train", read_host(), warm_up=2, traced=(3, 4)) if name == "watched" else None)
     assert_same_weights(tmp_path / "plain", tmp_path / "watched")
     (run,) = kept_runs()
-    assert (run.by, run.steps, run.job.policy, run.job.parts) == ("train", 6, "lean", 2)
+    assert (run.by, run.job.policy, run.job.parts) == ("train", "lean", 2)
     assert 0 < sum(run.op_s.values()) < run.step_s
 
 
