@@ -96,6 +96,12 @@ def test_bfloat16_is_refused_where_no_kernel_computes_it_and_a_float32_bound_is_
     assert estimate(job, kernels("sse41")).upper_bound_bytes > 3 * estimate(job, kernels("avx2")).process_peak_bytes
 
 
+def test_with_many_threads_all_that_the_allocator_hands_out_counts():
+    job = dataclasses.replace(SMALL.with_unet(filters=16, depth=4), shape=(64, 64, 64), threads=56)
+    found = estimate(job, kernels("avx512_core_amx"))
+    assert found.upper_bound_bytes >= found.allocator_peak_bytes + CONSTANTS.baseline_bytes["itex"]
+
+
 def kernels(isa):
     return dataclasses.replace(CONSTANTS, kernels=dataclasses.replace(CONSTANTS.kernels, isa=isa))
 
