@@ -10,6 +10,9 @@ DTYPES = ("float32", "bfloat16")
 POLICIES = ("speed", "balanced", "lean")
 """What may be traded for memory in a training step, the fastest first."""
 
+PROTOTYPES = ("slabs",)
+"""Policies that the network knows and the planner does not yet."""
+
 EPSILON = 1e-5
 """Added to the variance by every norm."""
 
@@ -58,7 +61,7 @@ class UNetConfig:
             ("norm", NORMS),
             ("up", UPS),
             ("dtype", DTYPES),
-            ("policy", POLICIES),
+            ("policy", POLICIES + PROTOTYPES),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}; pick one")

@@ -6,6 +6,7 @@
 "lean"      a block of the encoder keeps its input and output alone, and convolves again. One of the decoder keeps what
             it keeps under "balanced": the peak is in the finest decoder block, whose backward pass begins where its
             forward pass ended, so there it has all of that at hand anyway; the coarser ones are small beside it.
+"slabs"     the finest level in slabs (models/slabs.py), the others as under "lean".
 """
 
 from models.config import UNetConfig
@@ -13,4 +14,4 @@ from models.config import UNetConfig
 
 def keeps_hidden(config: UNetConfig, decoder: bool) -> bool:
     """Whether a block keeps its convolutions' outputs, or makes them again."""
-    return config.policy != "lean" or decoder
+    return config.policy not in ("lean", "slabs") or decoder

@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from models.blocks import decoder, down, encoder, head
 from models.config import UNetConfig
+from models.slabs import finest_level
 
 
 def build_unet3d(config: UNetConfig, shape: Tuple[int, int, int], batch_size: Optional[int] = None) -> tf.keras.Model:
@@ -19,20 +20,24 @@ def build_unet3d(config: UNetConfig, shape: Tuple[int, int, int], batch_size: Op
     config.check_shape(shape)
     image = x = tf.keras.Input((*shape, config.channels), batch_size, dtype=config.dtype, name="image")
 
-    skips = []
-    for level in range(config.depth):
-        if level:
+    skips, finest = [], None
+    if config.policy == "slabs":
+        finest = finest_level(config, shape, batch_size)
+        x, skip = finest[0](image)
+        skips.append(skip)
+    for level in range(len(skips), config.depth):
+        if level > len(finest or ()) // 2:
             x = down(x, config, f"encoder{level}")
         x = encoder(x, config, level)
         skips.append(x)
 
     coarse = []
-    for level in reversed(range(config.depth - 1)):
+    for level in reversed(range(1 if finest else 0, config.depth - 1)):
         x = decoder(skips[level], x, config, level)
         if config.deep_supervision and level:
             coarse.append((level, x))
 
-    logits = head(x, config, "head")
+    logits = finest[1]({**skips[0], "below": x}) if finest else head(x, config, "head")
     if config.deep_supervision:
         logits = [logits] + [head(source, config, f"head{level}") for level, source in coarse]
     return tf.keras.Model(image, logits, name=config.network)
