@@ -16,6 +16,7 @@ The same weights and functions as the layers of models/blocks.py, the same gradi
 """
 
 import dataclasses
+import os
 from typing import Callable, List, Sequence, Tuple
 
 import tensorflow as tf
@@ -25,6 +26,7 @@ from models.layers import convolution_layer, norm_layer, precision, up_layers
 from models.ordered import HALF, UNIT
 
 UNIT_2D = (1, 1, 1, 1)
+FUSED = not os.environ.get("CPU3D_SLABS_PLAIN")  # of the prototype: to compare
 PRIOR_LOGIT = -2.944  # of models/blocks.py
 SLABS = 16
 """About as many a volume: what is alive beside whole maps is a handful of slabs."""
@@ -154,6 +156,11 @@ def apply_norm(slab, norm: Tuple):
     return tf.nn.bias_add(slab, norm[0]) if len(norm) == 1 else affine(slab, *norm[:2])
 
 
+def norm_relu(slab, norm: Tuple):
+    """Of a slab or of planes of it."""
+    return tf.nn.relu(tf.nn.bias_add(slab, norm[0])) if len(norm) == 1 else affine_relu(slab, *norm[:2])
+
+
 def gradient_sums(upstream, slab, norm: Tuple):
     """(2, C) float32: sums of dy and of dy * x-hat; without a norm of dy alone."""
     total = column_sums(upstream)
@@ -196,12 +203,27 @@ def column_sums(slab, other=None):
     return tf.reduce_sum(tf.reshape(tf.reduce_sum(product, 0), slab.shape[2:]), 0)
 
 
+def fused(function: Callable):
+    """Pointwise arithmetic of slabs as one pass over memory, compiled; of single planes, operation by operation."""
+    compiled = tf.function(function, autograph=False, jit_compile=True)
+    return lambda slab, *others: (compiled if FUSED and slab.shape[0] > 1 else function)(slab, *others)
+
+
+@fused
 def affine(slab, scale, shift):
     """slab * scale + shift, by the channels."""
     y = _rows(slab) * _like_row(scale, slab) + _like_row(shift, slab)
     return tf.reshape(tf.cast(y, slab.dtype), slab.shape)
 
 
+@fused
+def affine_relu(slab, scale, shift):
+    """max(slab * scale + shift, 0), by the channels."""
+    y = tf.nn.relu(_rows(slab) * _like_row(scale, slab) + _like_row(shift, slab))
+    return tf.reshape(tf.cast(y, slab.dtype), slab.shape)
+
+
+@fused
 def combined(upstream, slab, scale, along, shift):
     """upstream * scale + slab * along + shift, by the channels."""
     y = _rows(slab) * _like_row(along, slab) + _like_row(shift, slab)
@@ -327,7 +349,7 @@ class SlabLayer(tf.keras.layers.Layer):
         """A convolution of `kept`, or of their norm and ReLU; settles `of_next`, the norm behind it, unless None."""
 
         def body(parts, norm, kernel):
-            maps = made(parts, (lambda one: tf.nn.relu(apply_norm(one, norm))) if norm else lambda one: one)
+            maps = made(parts, (lambda one: norm_relu(one, norm)) if norm else lambda one: one)
             slab = convolve(maps, kernel)
             return (slab, statistics(slab)) if of_next and of_next.kind != "none" else (slab,)
 
@@ -351,7 +373,7 @@ class SlabLayer(tf.keras.layers.Layer):
         """From the gradient of the second convolution's output to that of the first one's."""
 
         def body(parts, at_output, hidden1, norm, kernel):
-            maps = made(parts, lambda one: tf.nn.relu(apply_norm(one, norm)))
+            maps = made(parts, lambda one: norm_relu(one, norm))
             of_kernel = filter_gradient(maps, at_output[0][0], kernel)
             with tf.control_dependencies([of_kernel]):
                 at_y = input_gradient(made(at_output, tf.identity), kernel)
@@ -464,8 +486,10 @@ class SlabEncoder(SlabLayer):
         """Of the block, as a function of the second convolution's output and of the image (residual)."""
 
         def output(hidden2, *image):
-            y = apply_norm(hidden2, norm)
-            return tf.nn.relu(y + tf.nn.conv2d(*image, kernels["shortcut"][0], UNIT_2D, "SAME") if image else y)
+            if not image:
+                return norm_relu(hidden2, norm)
+            of_image = tf.nn.conv2d(*image, kernels["shortcut"][0], UNIT_2D, "SAME")
+            return tf.nn.relu(apply_norm(hidden2, norm) + of_image)
 
         return output
 
@@ -598,12 +622,12 @@ class SlabDecoder(SlabLayer):
 
     def _output(self, hidden2, norm, beside, weights):
         """A slab of the block's output."""
-        y = apply_norm(hidden2, norm)
-        if beside:
-            of_skip, coarse = beside
-            fine = self._up_sampled(coarse, weights["up"])
-            y = y + of_skip + tf.nn.conv2d(fine, weights["shortcut"][0], UNIT_2D, "SAME")
-        return tf.nn.relu(y)
+        if not beside:
+            return norm_relu(hidden2, norm)
+        of_skip, coarse = beside
+        fine = self._up_sampled(coarse, weights["up"])
+        of_fine = tf.nn.conv2d(fine, weights["shortcut"][0], UNIT_2D, "SAME")
+        return tf.nn.relu(apply_norm(hidden2, norm) + of_skip + of_fine)
 
     def _up_sampled(self, coarse, kernel):
         """A slab of the fine grid."""
