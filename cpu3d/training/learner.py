@@ -222,13 +222,17 @@ class Learner:
             logits = self.model(image, training=True)
             many = isinstance(logits, (list, tuple))
             loss_of = deep_supervision_loss if many else dice_cross_entropy
-            loss, dice = loss_of(target, logits, by_slabs=self.config.unet.policy != "speed")
+            loss, dice = loss_of(target, logits, by_slabs=self._loss_slabs())
             share = loss / self.config.parts if self.config.parts > 1 else loss
         gradients = tape.gradient(share, self.model.trainable_variables)
         # A voxel that is no number can be lost on the way to the loss, in a ReLU, and not on the way back.
         with tf.control_dependencies(gradients):
             finite = tf.math.is_finite(tf.add_n([tf.reduce_sum(gradient) for gradient in gradients]))
         return tf.where(finite, loss, np.nan), dice, gradients
+
+    def _loss_slabs(self):
+        """Whether the loss is computed by slabs, or in how many."""
+        return {"speed": False, "slabs": 32}.get(self.config.unet.policy, True)
 
     def _update(self, gradients):
         # Left alone, updates and gradients take turns by accident; memory is then hard to tell beforehand.

@@ -10,18 +10,18 @@ SMOOTH = 1.0
 and falls towards 0 with every voxel that is, instead of dividing 0 by 0."""
 
 
-def dice_cross_entropy(target, logits, by_slabs: bool = False) -> Tuple[tf.Tensor, tf.Tensor]:
+def dice_cross_entropy(target, logits, by_slabs: int = 0) -> Tuple[tf.Tensor, tf.Tensor]:
     """1 - mean soft Dice + mean binary cross-entropy of `logits` (N, X, Y, Z, R) against a 0/1 `target` alike.
 
     Returns the loss (scalar) and the soft Dice (N, R), which carries no gradient. Dice is taken per sample and region
     and then averaged, so an accumulated batch equals a full one. The gradient is written out: automatic differentiation
-    passes over the maps twice as often. `by_slabs` computes it a slab of X at a time, and again for the gradient: no
-    float32 map of the whole grid is made.
+    passes over the maps twice as often. `by_slabs` (True, or how many) computes it a slab of X at a time, and again
+    for the gradient: no float32 map of the whole grid is made.
     """
     return _weighted_sum([target], [logits], [1.0], by_slabs)
 
 
-def deep_supervision_loss(target, logits: Sequence[tf.Tensor], by_slabs: bool = False) -> Tuple[tf.Tensor, tf.Tensor]:
+def deep_supervision_loss(target, logits: Sequence[tf.Tensor], by_slabs: int = 0) -> Tuple[tf.Tensor, tf.Tensor]:
     """`dice_cross_entropy` at every head, weighted 1, 1/2, 1/4 ... from fine to coarse, the weights summing to 1.
 
     `logits` has the finest first. The target of a coarser head is every 2nd, 4th ... voxel of the full one.
@@ -63,7 +63,11 @@ def _weighted_sum(targets, logits, weights, by_slabs):
         total, dice, gradients = None, None, []
         for target, one, weight in zip(targets, logits, weights):
             with tf.control_dependencies([] if total is None else [total]):
-                loss, own_dice, gradient = (_by_slabs if by_slabs else _at_once)(target, one)
+                loss, own_dice, gradient = (
+                    _by_slabs(target, one, SLABS if by_slabs is True else by_slabs)
+                    if by_slabs
+                    else _at_once(target, one)
+                )
             weighted = loss if weight == 1 else weight * loss
             total, dice = (weighted, own_dice) if total is None else (total + weighted, dice)
             gradients.append(gradient)
@@ -102,12 +106,12 @@ def _at_once(target, logits) -> Tuple[tf.Tensor, tf.Tensor, Gradient]:
     return 1 - tf.reduce_mean(dice) + cross_entropy, dice, gradient
 
 
-def _by_slabs(target, logits) -> Tuple[tf.Tensor, tf.Tensor, Gradient]:
+def _by_slabs(target, logits, count) -> Tuple[tf.Tensor, tf.Tensor, Gradient]:
     """As `_at_once`, slab by slab, each waiting for the one before; nothing is kept."""
     samples, size_x, size_y, size_z, regions = logits.shape
     # Cut along the first axis a piece is a view, no copy.
     z_rows, t_rows = (tf.reshape(m, (samples * size_x * size_y, size_z * regions)) for m in (logits, target))
-    edges = sorted({size_y * (size_x * slab // SLABS) for slab in range(SLABS + 1)})
+    edges = sorted({size_y * (size_x * slab // count) for slab in range(count + 1)})
     slabs = [
         [(size_x * size_y * sample + first, size_x * size_y * sample + last) for first, last in zip(edges, edges[1:])]
         for sample in range(samples)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from models.config import POLICIES, UNetConfig
+from models.config import POLICIES, PROTOTYPES, UNetConfig
 from models.unet3d import build_unet3d
 
-LEANER = POLICIES[1:]
+LEANER = (*POLICIES[1:], *PROTOTYPES)
 GRID = (16, 8, 8)
 
 NETWORKS = {
