@@ -140,6 +140,10 @@ def _by_slabs(target, logits, count) -> Tuple[tf.Tensor, tf.Tensor, Gradient]:
     def gradient(upstream):
         scale = upstream / float(dice.shape.num_elements())
         a, b, c = -2 * scale / size, scale * dice / size, upstream / voxels
+        if count > SLABS:
+            # In one pass over memory, compiled: nothing but the result is made.
+            a, b = (tf.tile(weight, [1, size_z])[:, None] for weight in (a, b))
+            return tf.reshape(_slope_at_once(z_rows, t_rows, a, b, c), logits.shape)
         found = []
         for sample, of_sample in enumerate(slabs):
             own_a, own_b = (tf.tile(weight[sample], [size_z])[None, None] for weight in (a, b))
@@ -160,6 +164,15 @@ def _slope(p, t, a, b, c):
         dz = p * ((1 - p) * dz + c)
     with tf.control_dependencies([dz]):
         return dz - c * t
+
+
+@tf.function(autograph=False, jit_compile=True)
+def _slope_at_once(z, t, a, b, c):
+    """`_slope` of rows (N * X * Y, Z * R), with a and b of each sample (N, 1, Z * R), in the dtype of z."""
+    shape = (a.shape[0], -1, z.shape[1])
+    wide, t = (tf.reshape(tf.cast(m, tf.float32), shape) for m in (z, t))
+    p = tf.sigmoid(wide)
+    return tf.reshape(tf.cast(p * ((1 - p) * (a * t + b) + c) - c * t, z.dtype), z.shape)
 
 
 def _rows(maps):
