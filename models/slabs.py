@@ -113,19 +113,24 @@ class Norm:
             batch_norm = self.layer.batch_norm
             self.mean, variance = [batch_norm.moving_mean], [batch_norm.moving_variance]
         else:
-            self.elements = sum(int(s.shape[:3].num_elements()) for s, of in zip(slabs, self.group_of) if not of)
-            moments = [tf.add_n(mine) / self.elements for mine in self._by_group(sums)]
-            self.mean = [one[0] for one in moments]
-            variance = [tf.maximum(one[1] - one[0] ** 2, 0) for one in moments]
+            sizes = [float(slab.shape[:3].num_elements()) for slab in slabs]
+            self.mean, variance = [], []
+            # Chan et al. 1983: no difference of large sums.
+            for of_slabs, counts in zip(self._by_group(sums), self._by_group(sizes)):
+                self.elements = sum(counts)
+                means, squares = tf.unstack(tf.stack(of_slabs, 1))
+                shares = tf.constant(counts)[:, None]
+                self.mean.append(tf.reduce_sum(means * shares, 0) / self.elements)
+                about = tf.reduce_sum(shares * tf.math.squared_difference(means, self.mean[-1]), 0)
+                variance.append((tf.reduce_sum(squares, 0) + about) / self.elements)
             # What moves a batch norm's statistics is the variance of what the batch is a sample of.
             self.moments = [self.mean[0], variance[0] * (self.elements / (self.elements - 1))]
         self.rate = [tf.math.rsqrt(one + EPSILON) for one in variance]
         scales = [self.values[0] * rate for rate in self.rate]
-        shifts = [self.values[1] - mean * scale for mean, scale in zip(self.mean, scales)]
-        self.factors = list(zip(scales, shifts, self.mean, self.rate))
+        self.factors = [(mean, scale, self.values[1], rate) for mean, scale, rate in zip(self.mean, scales, self.rate)]
 
     def of(self, index: int) -> Tuple:
-        """What `apply_norm` and `gradient_sums` of a slab take: (scale, shift, mean, rate), or (bias,)."""
+        """What `apply_norm` and `gradient_sums` of a slab take: (mean, scale, shift, rate), or (bias,)."""
         return (self.values[0],) if self.kind == "none" else self.factors[self.group_of[index]]
 
     def gradient(self, sums: Sequence) -> Tuple[Callable, List]:
@@ -138,7 +143,7 @@ class Norm:
             of_dy, of_product = tf.unstack(tf.add_n(mine) / self.elements)
             scale = self.values[0] * rate
             along = -scale * rate * of_product
-            found.append((scale, along, -scale * of_dy - mean * along))
+            found.append((scale, mean, along, -scale * of_dy))
         return lambda index: found[self.group_of[index]], [total[1], total[0]]
 
     def _by_group(self, sums: Sequence) -> List[List]:
@@ -147,18 +152,20 @@ class Norm:
 
 
 def statistics(slab):
-    """(2, C) float32: sums of a slab and of its squares."""
-    return tf.stack([column_sums(slab), column_sums(slab, slab)])
+    """(2, C) float32: a slab's means, and its sums of squares about them."""
+    mean = column_sums(slab) / float(slab.shape[:3].num_elements())
+    squares = tf.math.squared_difference(_rows(slab), _like_row(mean, slab))
+    return tf.stack([mean, _by_channel(tf.reduce_sum(squares, 0), slab)])
 
 
 def apply_norm(slab, norm: Tuple):
     """Of a slab or of planes of it, without the ReLU."""
-    return tf.nn.bias_add(slab, norm[0]) if len(norm) == 1 else affine(slab, *norm[:2])
+    return tf.nn.bias_add(slab, norm[0]) if len(norm) == 1 else affine(slab, *norm[:3])
 
 
 def norm_relu(slab, norm: Tuple):
     """Of a slab or of planes of it."""
-    return tf.nn.relu(tf.nn.bias_add(slab, norm[0])) if len(norm) == 1 else affine_relu(slab, *norm[:2])
+    return tf.nn.relu(tf.nn.bias_add(slab, norm[0])) if len(norm) == 1 else affine_relu(slab, *norm[:3])
 
 
 def gradient_sums(upstream, slab, norm: Tuple):
@@ -166,7 +173,7 @@ def gradient_sums(upstream, slab, norm: Tuple):
     total = column_sums(upstream)
     if len(norm) == 1:
         return total[None]
-    *_, mean, rate = norm
+    mean, *_, rate = norm
     return tf.stack([total, (column_sums(upstream, slab) - mean * total) * rate])
 
 
@@ -198,9 +205,8 @@ def finest_level(config: UNetConfig, shape, batch_size: int, height: int = 0):
 
 def column_sums(slab, other=None):
     """Of (X, Y, Z, C), or of its product with `other`: (C,) float32, by the channels."""
-    x = _rows(slab)
-    product = x if other is None else x * (x if other is slab else _rows(other))
-    return tf.reduce_sum(tf.reshape(tf.reduce_sum(product, 0), slab.shape[2:]), 0)
+    product = _rows(slab) if other is None else _rows(slab) * _rows(other)
+    return _by_channel(tf.reduce_sum(product, 0), slab)
 
 
 def fused(function: Callable):
@@ -210,23 +216,24 @@ def fused(function: Callable):
 
 
 @fused
-def affine(slab, scale, shift):
-    """slab * scale + shift, by the channels."""
-    y = _rows(slab) * _like_row(scale, slab) + _like_row(shift, slab)
+def affine(slab, mean, scale, shift):
+    """(slab - mean) * scale + shift, by the channels."""
+    y = (_rows(slab) - _like_row(mean, slab)) * _like_row(scale, slab) + _like_row(shift, slab)
     return tf.reshape(tf.cast(y, slab.dtype), slab.shape)
 
 
 @fused
-def affine_relu(slab, scale, shift):
-    """max(slab * scale + shift, 0), by the channels."""
-    y = tf.nn.relu(_rows(slab) * _like_row(scale, slab) + _like_row(shift, slab))
+def affine_relu(slab, mean, scale, shift):
+    """max((slab - mean) * scale + shift, 0), by the channels."""
+    y = (_rows(slab) - _like_row(mean, slab)) * _like_row(scale, slab) + _like_row(shift, slab)
+    y = tf.nn.relu(y)
     return tf.reshape(tf.cast(y, slab.dtype), slab.shape)
 
 
 @fused
-def combined(upstream, slab, scale, along, shift):
-    """upstream * scale + slab * along + shift, by the channels."""
-    y = _rows(slab) * _like_row(along, slab) + _like_row(shift, slab)
+def combined(upstream, slab, scale, mean, along, shift):
+    """upstream * scale + (slab - mean) * along + shift, by the channels."""
+    y = (_rows(slab) - _like_row(mean, slab)) * _like_row(along, slab) + _like_row(shift, slab)
     y = y + _rows(upstream) * _like_row(scale, slab)
     return tf.reshape(tf.cast(y, slab.dtype), slab.shape)
 
@@ -666,6 +673,11 @@ def _rows(slab):
     """(X, Y, Z, C) -> (X * Y, Z * C) float32: broadcasting a few values over the last axis is slow."""
     x, y, z, c = slab.shape
     return tf.cast(tf.reshape(slab, (x * y, z * c)), tf.float32)
+
+
+def _by_channel(row, slab):
+    """(Z * C,) -> sums over Z, (C,)"""
+    return tf.reduce_sum(tf.reshape(row, slab.shape[2:]), 0)
 
 
 def _like_row(vector, slab):

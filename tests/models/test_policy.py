@@ -122,4 +122,4 @@ def test_a_checkpoint_of_one_policy_is_one_of_every_other(network, policy):
     speed.set_weights(leaner.get_weights())
     image = tf.constant(rng.standard_normal((1, 8, 8, 8, 4)), tf.float32)
     for answers in zip(*(tf.nest.flatten(model(image)) for model in (leaner, speed))):
-        np.testing.assert_allclose(*answers, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(*answers, rtol=3e-6, atol=1e-6)
