@@ -26,6 +26,7 @@ from models.layers import convolution_layer, norm_layer, precision, up_layers
 from models.ordered import HALF, UNIT
 
 UNIT_2D = (1, 1, 1, 1)
+PIECE_BYTES = 4 * 2**20  # of float32 values that a sum is made of at a time
 FUSED = not os.environ.get("CPU3D_SLABS_PLAIN")  # of the prototype: to compare
 PRIOR_LOGIT = -2.944  # of models/blocks.py
 SLABS = 16
@@ -154,8 +155,7 @@ class Norm:
 def statistics(slab):
     """(2, C) float32: a slab's means, and its sums of squares about them."""
     mean = column_sums(slab) / float(slab.shape[:3].num_elements())
-    squares = tf.math.squared_difference(_rows(slab), _like_row(mean, slab))
-    return tf.stack([mean, _by_channel(tf.reduce_sum(squares, 0), slab)])
+    return tf.stack([mean, column_sums(slab, about=mean)])
 
 
 def apply_norm(slab, norm: Tuple):
@@ -203,10 +203,24 @@ def finest_level(config: UNetConfig, shape, batch_size: int, height: int = 0):
 # --- A slab's arithmetic ---
 
 
-def column_sums(slab, other=None):
-    """Of (X, Y, Z, C), or of its product with `other`: (C,) float32, by the channels."""
-    product = _rows(slab) if other is None else _rows(slab) * _rows(other)
-    return _by_channel(tf.reduce_sum(product, 0), slab)
+def column_sums(slab, other=None, about=None):
+    """Of (X, Y, Z, C), of its product with `other`, or of its squares about (C,): (C,) float32, by the channels.
+
+    A few planes at a time: what is made on the way is then small, and stays in the cache.
+    """
+    plane_bytes = 4 * slab.shape[1:].num_elements()
+    planes, total = max(1, PIECE_BYTES // plane_bytes), None
+    for first in range(0, slab.shape[0], planes):
+        with tf.control_dependencies([] if total is None else [total]):
+            piece = slab[first : first + planes]
+            rows = _rows(piece)
+            if other is not None:
+                rows = rows * _rows(other[first : first + planes])
+            if about is not None:
+                rows = tf.math.squared_difference(rows, _like_row(about, slab))
+            row = tf.reduce_sum(rows, 0)
+        total = row if total is None else total + row
+    return tf.reduce_sum(tf.reshape(total, slab.shape[2:]), 0)
 
 
 def fused(function: Callable):
@@ -673,11 +687,6 @@ def _rows(slab):
     """(X, Y, Z, C) -> (X * Y, Z * C) float32: broadcasting a few values over the last axis is slow."""
     x, y, z, c = slab.shape
     return tf.cast(tf.reshape(slab, (x * y, z * c)), tf.float32)
-
-
-def _by_channel(row, slab):
-    """(Z * C,) -> sums over Z, (C,)"""
-    return tf.reduce_sum(tf.reshape(row, slab.shape[2:]), 0)
 
 
 def _like_row(vector, slab):
