@@ -121,5 +121,7 @@ def test_a_checkpoint_of_one_policy_is_one_of_every_other(network, policy):
     leaner.set_weights([rng.uniform(0.5, 1.5, weight.shape) for weight in speed.get_weights()])
     speed.set_weights(leaner.get_weights())
     image = tf.constant(rng.standard_normal((1, 8, 8, 8, 4)), tf.float32)
+    # Slabs have sums of their own, closer to float64's than the fused kernel's; the deepest norm here has 8 voxels.
+    close = {"rtol": 2e-5, "atol": 1e-5} if policy in PROTOTYPES else {"rtol": 1e-6, "atol": 1e-6}
     for answers in zip(*(tf.nest.flatten(model(image)) for model in (leaner, speed))):
-        np.testing.assert_allclose(*answers, rtol=3e-6, atol=1e-6)
+        np.testing.assert_allclose(*answers, **close)
