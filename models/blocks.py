@@ -4,9 +4,8 @@ import tensorflow as tf
 
 from models.config import UNetConfig
 from models.layers import convolution_layer, initial_kernel, norm_layer, precision, up_layers
-from models.lean import LeanBlock
 from models.ordered import Join, ShortcutSum
-from models.policy import keeps_hidden
+from models.recomputed import RecomputedBlock
 
 PRIOR_LOGIT = -2.944
 """First bias of the head: a sigmoid of 0.05 (Lin et al. 2017). Tumour is a few per cent of a brain; from 0.5 the first
@@ -19,7 +18,7 @@ def encoder(x, config: UNetConfig, level: int):
     name, widths = f"encoder{level}", config.encoder_widths(level)
     if config.policy == "speed":
         return _block(x, config, name, widths)
-    return LeanBlock(config, widths, keeps_hidden(config, decoder=False), dtype=precision(config), name=name)(x)
+    return RecomputedBlock(config, widths, dtype=precision(config), name=name)(x)
 
 
 def decoder(skip, x, config: UNetConfig, level: int):
@@ -30,8 +29,7 @@ def decoder(skip, x, config: UNetConfig, level: int):
             x = layer(x)
         x = Join(dtype=precision(config), name=f"{name}_concat")([skip, x])
         return _block(x, config, name, widths)
-    keeps = keeps_hidden(config, decoder=True)
-    return LeanBlock(config, widths, keeps, up_width, dtype=precision(config), name=name)([skip, x])
+    return RecomputedBlock(config, widths, up_width, dtype=precision(config), name=name)([skip, x])
 
 
 def down(x, config: UNetConfig, name: str):

@@ -8,10 +8,13 @@ NORMS = ("instance", "batch", "none")
 UPS = ("transposed", "upsampling")
 DTYPES = ("float32", "bfloat16")
 POLICIES = ("speed", "balanced", "lean")
-"""What may be traded for memory in a training step, the fastest first."""
+"""What may be traded for memory in a training step, the fastest first.
 
-PROTOTYPES = ("slabs",)
-"""Policies that the network knows and the planner does not yet."""
+"speed"     keeps every map that a gradient reads; blocks are single layers (models/blocks.py).
+"balanced"  keeps of an encoder's block its input and output, of a decoder's its convolutions' outputs as well; all else
+            is made again in the backward pass (models/recomputed.py).
+"lean"      as "balanced" from level 1 on; level 0 goes in slabs along X and keeps two maps (models/slabs.py).
+"""
 
 EPSILON = 1e-5
 """Added to the variance by every norm."""
@@ -46,9 +49,8 @@ class UNetConfig:
     dtype: str = "float32"
     """Compute dtype of the hidden layers. Weights, statistics and the loss are float32 either way."""
     policy: str = "speed"
-    """How a training step trades time for memory, with the same gradients to rounding: "speed" keeps every map that the
-    backward pass reads, "balanced" makes norms and up-sampled maps again, "lean" whole blocks of the encoder too
-    (models/policy.py)."""
+    """How a training step trades time for memory, with the same gradients to rounding: one of
+    `POLICIES`."""
 
     def __post_init__(self):
         for name in ("channels", "outputs", "filters"):
@@ -61,7 +63,7 @@ class UNetConfig:
             ("norm", NORMS),
             ("up", UPS),
             ("dtype", DTYPES),
-            ("policy", POLICIES + PROTOTYPES),
+            ("policy", POLICIES),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}; pick one")

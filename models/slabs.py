@@ -185,7 +185,7 @@ def norm_gradient(upstream, slab, factors: Tuple):
 def finest_level(config: UNetConfig, shape, batch_size: int, height: int = 0):
     """The two layers: image -> (pooled, what the decoder's takes up); that and "below" -> logits."""
     if batch_size is None:
-        raise ValueError("batch_size must be known under policy slabs, got None; give it")
+        raise ValueError("batch_size must be known under policy lean, got None; give it")
     height = height or slab_height(shape[0])
     of_head = {"use_bias": True, "bias_initializer": tf.keras.initializers.Constant(PRIOR_LOGIT)}
     head = convolution_layer(config, "head", config.outputs, 1, **of_head)

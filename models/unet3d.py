@@ -21,7 +21,7 @@ def build_unet3d(config: UNetConfig, shape: Tuple[int, int, int], batch_size: Op
     image = x = tf.keras.Input((*shape, config.channels), batch_size, dtype=config.dtype, name="image")
 
     skips, finest = [], None
-    if config.policy == "slabs":
+    if config.policy == "lean":
         finest = finest_level(config, shape, batch_size)
         x, skip = finest[0](image)
         skips.append(skip)

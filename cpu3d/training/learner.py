@@ -232,7 +232,7 @@ class Learner:
 
     def _loss_slabs(self):
         """Whether the loss is computed by slabs, or in how many."""
-        return {"speed": False, "slabs": 32}.get(self.config.unet.policy, True)
+        return {"speed": False, "lean": 32}.get(self.config.unet.policy, True)
 
     def _update(self, gradients):
         # Left alone, updates and gradients take turns by accident; memory is then hard to tell beforehand.

@@ -26,7 +26,7 @@ HANDLE_BYTES = 8
 
 BINS = 21  # bin b holds free chunks of 256 * 2**b bytes up to twice that; the last one all larger ones
 
-REGION_SHARES = {"balanced": 1.15, "lean": 0.9}
+REGION_SHARES = {"balanced": 0.9, "lean": 0.9}
 """Of all the layers' outputs together: enough that what is left at the region's end is larger than any gap."""
 
 COPIES_OF_WEIGHTS = 4  # weights, the optimizer's two slots, gradients: float32 each

@@ -1,5 +1,5 @@
-"""The blocks of models/lean.py, whose backward passes make again what they did not keep: in place of their layers in
-the plan, with rules made of theirs. What is made once more has the layer's name and a suffix.
+"""The blocks of models/recomputed.py, whose backward passes make again what they did not keep: in place of their
+layers in the plan, with rules made of theirs. What is made once more has the layer's name and a suffix.
 """
 
 import itertools
@@ -9,7 +9,6 @@ from typing import List, Optional, Tuple, Union
 from memory_estimator.step import layers
 from memory_estimator.step.writer import Writer, filter_gradient_name
 from models.layer_plan import LayerOp
-from models.policy import keeps_hidden
 
 AGAIN, ONCE_MORE = "/again", "/once_more"
 """Of what a backward pass makes from the inputs, where the convolutions' outputs were not kept; and from them."""
@@ -29,7 +28,6 @@ class Block:
     norm2: LayerOp
     shortcut: Optional[LayerOp]
     act: Optional[LayerOp]  # after the residual sum
-    keeps_hidden: bool
     kind: str = "block"
 
     @property
@@ -64,7 +62,7 @@ def in_blocks(writer: Writer) -> List[Union[LayerOp, Block]]:
         inputs, maps = tuple(writer.layers[source] for source in first), (named["conv1"], named["act1"], named["conv2"])
         # A residual block's second norm is alone, and its ReLU comes after the sum.
         ends = (named["norm2"], named["shortcut"], named["act2"]) if "norm2" in named else (named["act2"], None, None)
-        found.append(Block(name, inputs, up, *maps, *ends, keeps_hidden(writer.job.unet, bool(up))))
+        found.append(Block(name, inputs, up, *maps, *ends))
     return found
 
 
@@ -91,8 +89,8 @@ def backward(writer: Writer, block: Block) -> None:
     upstream = writer.arrived(block.act or block.norm2)
     if block.act:
         upstream = layers.relu_gradient(writer, block.act, upstream, block.act.name)
-    suffix = "" if block.keeps_hidden else AGAIN
-    if not block.keeps_hidden:
+    suffix = "" if block.up else AGAIN
+    if not block.up:
         _hidden1(writer, block, AGAIN)
         if writer.norm_reads_source or block.norm2.kind == "norm_act":  # a bias' gradient alone reads no map
             _output(writer, block, AGAIN)
@@ -128,7 +126,7 @@ def backward(writer: Writer, block: Block) -> None:
 
 def _hidden1(writer: Writer, block: Block, suffix: str) -> None:
     """The first convolution's output: one for each entry, summed; the up-sampled one is made when its turn comes."""
-    op, group = block.conv1, writer.kept_at(block.conv1) if block.keeps_hidden else "transients"
+    op, group = block.conv1, writer.kept_at(block.conv1) if block.up else "transients"
     parts, result = block.parts(op), op.name + suffix
     for entry, part in zip(block.entries, parts):
         up_sampled = block.up and entry is block.up[-1]
@@ -149,10 +147,10 @@ def _cut_kernel(writer: Writer, block: Block, op: LayerOp, part: LayerOp) -> Non
 
 def _output(writer: Writer, block: Block, suffix: str) -> None:
     """From there to the second norm's output: what lies between is not kept. Norms that read alone work in place."""
-    group = writer.kept_at(block.conv2) if block.keeps_hidden else "transients"
+    group = writer.kept_at(block.conv2) if block.up else "transients"
     kept = "transients" if suffix or block.shortcut else writer.kept_at(block.norm2)
     hidden1, y1, hidden2, y2 = (op.name + suffix for op in (block.conv1, block.norm1, block.conv2, block.norm2))
-    alone = not suffix and not block.keeps_hidden
+    alone = not suffix and not block.up
     layers.normalise(writer, block.norm1, hidden1, y1, "transients", alone)
     layers.convolve(writer, block.conv2, y1, hidden2, group)
     layers.normalise(writer, block.norm2, hidden2, y2, kept, alone or not writer.norm_reads_source)

@@ -46,7 +46,7 @@ def test_the_last_slab_may_be_lower():
 
 def test_slabs_of_any_height_answer_alike():
     """Bits of sums apart."""
-    config = UNetConfig(filters=4, depth=2, policy="slabs")
+    config = UNetConfig(filters=4, depth=2, policy="lean")
     image, answers = drawn(1, 12, 4, 4, 4), []
     for height in (2, 8, 12):
         inputs = tf.keras.Input((12, 4, 4, 4), 1)
@@ -63,7 +63,7 @@ def test_a_norm_of_a_large_mean_keeps_its_digits():
     config = UNetConfig(filters=4, depth=2)
     image = drawn(1, 16, 8, 8, 4) + 30
     answers = []
-    for policy in ("speed", "slabs"):
+    for policy in ("speed", "lean"):
         model = build_unet3d(dataclasses.replace(config, policy=policy), (16, 8, 8), 1)
         answers.append(model(image))
     np.testing.assert_allclose(answers[1], answers[0], rtol=1e-3, atol=1e-3)

@@ -7,14 +7,12 @@ import pytest
 import tensorflow as tf
 
 from models.blocks import decoder, encoder
-from models.config import POLICIES, UNetConfig
-from models.lean import LeanBlock
+from models.config import UNetConfig
 from models.norm import NormActivation
 from models.ordered import Convolution, Join, ShortcutSum, UpConvolution
-from models.policy import keeps_hidden
+from models.recomputed import RecomputedBlock
 from models.unet3d import build_unet3d
 
-LEANER = POLICIES[1:]
 GRID = (8, 6, 4)
 SKIP, BELOW = 4, 6
 """Channels of a block's entry and, for a decoder's, of the coarser map."""
@@ -59,11 +57,10 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("policy", LEANER)
 @pytest.mark.parametrize(("kind", "samples", "more"), VARIANTS, ids=str)
-def test_output_and_gradients_are_those_of_the_single_layers(kind, samples, more, policy):
+def test_output_and_gradients_are_those_of_the_single_layers(kind, samples, more):
     steps = []
-    for each in (policy, "speed"):
+    for each in ("balanced", "speed"):
         model, inputs = block(UNetConfig(filters=4, depth=2, policy=each, **more), kind, samples)
         steps.append(step(model)(inputs))
     for found, expected in zip(*steps):
@@ -71,7 +68,7 @@ def test_output_and_gradients_are_those_of_the_single_layers(kind, samples, more
 
 
 def test_without_a_compiled_step_and_with_an_open_batch_size_it_is_the_same():
-    config = UNetConfig(filters=4, depth=2, residual=True, policy="lean")
+    config = UNetConfig(filters=4, depth=2, residual=True, policy="balanced")
     model, inputs = block(config, "decoder", 2)
     compiled = step(model)(inputs)
     for other in (step(model).python_function, step(block(config, "decoder", None)[0])):
@@ -118,24 +115,19 @@ def made(operations):
 
 
 @pytest.mark.parametrize(
-    ("kind", "policy", "maps", "convolutions", "norms"),
+    ("kind", "maps", "convolutions", "norms"),
     [
         # The first norm twice: for the second convolution's output, and for its filter gradient.
-        ("encoder", "lean", {}, 2, 3),
-        ("encoder", "balanced", {"Conv3D": 2}, 0, 1),
+        ("encoder", {}, 2, 3),
         # The first convolution is two, added up. The gradient of an up-convolution's input is a convolution.
-        ("decoder", "lean", {"Conv3D": 1, "AddV2": 1}, 1, 1),
-        ("decoder", "balanced", {"Conv3D": 1, "AddV2": 1}, 1, 1),
+        ("decoder", {"Conv3D": 1, "AddV2": 1}, 1, 1),
     ],
 )
-def test_a_block_keeps_what_its_policy_says_and_makes_the_rest_when_it_is_due(
-    kind, policy, maps, convolutions, norms, waits_for
-):
-    config = UNetConfig(filters=4, depth=2, policy=policy)
+def test_a_block_keeps_little_and_makes_the_rest_when_it_is_due(kind, maps, convolutions, norms, waits_for):
+    config = UNetConfig(filters=4, depth=2, policy="balanced")
     entries = {"encoder": 1, "decoder": 2}[kind]
     forward, backward = passes(config, kind, waits_for)
     assert kept(forward, backward) == {"Placeholder": entries, "Relu": 1, **maps}
-    assert keeps_hidden(config, decoder=kind == "decoder") == ("Conv3D" in maps)
     assert made(forward) == [entries + 1, 2, 2]
     assert made(backward) == [convolutions, norms, norms]
     # Skip and up-sampled are never joined.
@@ -143,9 +135,8 @@ def test_a_block_keeps_what_its_policy_says_and_makes_the_rest_when_it_is_due(
     assert (*GRID, SKIP + config.up_width(0)) not in {shape[1:] for shape in shapes}
 
 
-@pytest.mark.parametrize("policy", LEANER)
-def test_gradients_are_computed_one_after_the_other(policy, waits_for):
-    _, backward = passes(UNetConfig(filters=4, depth=2, residual=True, policy=policy), "decoder", waits_for)
+def test_gradients_are_computed_one_after_the_other(waits_for):
+    _, backward = passes(UNetConfig(filters=4, depth=2, residual=True, policy="balanced"), "decoder", waits_for)
     kinds = ["Conv3D", "Conv2DBackpropFilter", "Conv3DBackpropInputV2"]
     heavy = [op for op in backward if op.type in kinds]
     assert len(heavy) > 9
@@ -155,14 +146,14 @@ def test_gradients_are_computed_one_after_the_other(policy, waits_for):
 # --- As a Keras layer ---
 
 
-@pytest.mark.parametrize("policy", ["speed", "lean"])
+@pytest.mark.parametrize("policy", ["speed", "balanced"])
 def test_a_network_comes_back_from_its_configuration_and_weights(policy):
     config = UNetConfig(filters=2, depth=2, norm="batch", residual=True, policy=policy)
     model = build_unet3d(config, (8, 8, 8), 1)
-    own = (Convolution, Join, LeanBlock, NormActivation, ShortcutSum, UpConvolution)
+    own = (Convolution, Join, NormActivation, RecomputedBlock, ShortcutSum, UpConvolution)
     again = tf.keras.Model.from_config(model.get_config(), custom_objects={layer.__name__: layer for layer in own})
     again.set_weights(model.get_weights())
     image = tf.random.stateless_normal((1, 8, 8, 8, 4), (0, 1))
     np.testing.assert_array_equal(again(image), model(image))
     # A leaner head's filter gradient is by planes.
-    assert {one.by_planes for one in again.layers if one.name == "head"} == {policy == "lean"}
+    assert {one.by_planes for one in again.layers if one.name == "head"} == {policy == "balanced"}

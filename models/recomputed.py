@@ -1,7 +1,6 @@
 """A U-Net's blocks with less memory: backward passes that keep few maps and make the others again when they are due.
 
-Same weights and functions as the layers of models/blocks.py, same gradients to rounding; what a block keeps is
-models/policy.py's choice. Four things make the difference:
+Same weights and functions as the layers of models/blocks.py, same gradients to rounding. Four things differ:
 
 - A convolution's output is enough to keep: norm and ReLU are made again from it.
 - A convolution of "skip and up-sampled" is the sum of two, so the two maps are never joined; and the up-sampled one is
@@ -22,21 +21,18 @@ from models.layers import convolution_layer, norm_layer, up_layers
 from models.ordered import UNIT, convolution, input_gradient, read_after, up_convolution
 
 
-class LeanBlock(tf.keras.layers.Layer):
+class RecomputedBlock(tf.keras.layers.Layer):
     """Two 3x3x3 convolutions, each with norm and ReLU, as one layer; `residual` adds the entry before the last ReLU.
 
     An encoder's block takes its entry; a decoder's takes [skip, below] and doubles the grid of `below` itself, to
-    `up_width` maps. Weights are those of the single layers, in their order. `keeps_hidden` is whether the convolutions'
-    outputs are kept for the backward pass or made again; a decoder's must be.
+    `up_width` maps. Weights are those of the single layers, in their order. An encoder's block keeps nothing
+    else; a decoder's keeps its convolutions' outputs too: the peak is in the finest one, whose backward pass begins
+    where its forward pass ended, so there they are at hand anyway, and the coarser ones are small beside it.
     """
 
-    def __init__(self, unet: UNetConfig, widths: Tuple[int, int], keeps_hidden: bool, up_width: int = 0, **kwargs):
+    def __init__(self, unet: UNetConfig, widths: Tuple[int, int], up_width: int = 0, **kwargs):
         super().__init__(**kwargs)
-        if up_width and not keeps_hidden:
-            raise ValueError(
-                f"keeps_hidden must be true for a decoder's block, got {keeps_hidden}; see models/policy.py"
-            )
-        self.unet, self.widths, self.keeps_hidden, self.up_width = unet, tuple(widths), keeps_hidden, up_width
+        self.unet, self.widths, self.up_width = unet, tuple(widths), up_width
         name, residual = self.name, unet.residual
         self.up = up_layers(unet, name, up_width) if up_width else []
         self.conv1 = convolution_layer(unet, f"{name}_conv1", widths[0], 3)
@@ -87,8 +83,8 @@ class LeanBlock(tf.keras.layers.Layer):
         return y
 
     def get_config(self):
-        more = {"widths": self.widths, "keeps_hidden": self.keeps_hidden, "up_width": self.up_width}
-        return {**super().get_config(), "unet": dataclasses.asdict(self.unet), **more}
+        more = {"unet": dataclasses.asdict(self.unet), "widths": self.widths, "up_width": self.up_width}
+        return {**super().get_config(), **more}
 
     @classmethod
     def from_config(cls, config):
@@ -124,7 +120,7 @@ class LeanBlock(tf.keras.layers.Layer):
         y, statistics, gradient2 = self._normalise(self.norm2, hidden2, weights["norm2"], parts[0])
         if self.shortcut:
             y = tf.nn.relu(y + _convolve([then(part, y) for part in parts], weights["shortcut"]))
-        kept = (hidden1, gradient2) if self.keeps_hidden else None
+        kept = (hidden1, gradient2) if self.up else None
         return (y, *y1_statistics, *statistics), (kept, y if self.shortcut else None)
 
     def _backward(self, upstream, kept, inputs, weights):
