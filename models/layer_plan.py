@@ -94,6 +94,15 @@ def training_flops(config: UNetConfig, shape: Shape3, batch: int = 1) -> int:
     return batch * sum(op.flops * (2 if image in op.inputs else 3) for op in plan)
 
 
+SLABS = 16
+"""About as many a volume, where level 0 goes in slabs: what is alive beside whole maps is a handful of them."""
+
+
+def slab_height(planes: int) -> int:
+    """Planes of a slab: even, for slabs are pooled one by one."""
+    return max(4, 2 * round(planes / (2 * SLABS)))
+
+
 # --- Private helpers ---
 
 

@@ -22,6 +22,7 @@ from typing import Callable, List, Sequence, Tuple
 import tensorflow as tf
 
 from models.config import EPSILON, UNetConfig
+from models.layer_plan import slab_height
 from models.layers import convolution_layer, norm_layer, precision, up_layers
 from models.ordered import HALF, UNIT
 
@@ -29,13 +30,6 @@ UNIT_2D = (1, 1, 1, 1)
 PIECE_BYTES = 4 * 2**20  # of float32 values that a sum is made of at a time
 FUSED = not os.environ.get("CPU3D_SLABS_PLAIN")  # of the prototype: to compare
 PRIOR_LOGIT = -2.944  # of models/blocks.py
-SLABS = 16
-"""About as many a volume: what is alive beside whole maps is a handful of slabs."""
-
-
-def slab_height(planes: int) -> int:
-    """Planes of a slab: even, for slabs are pooled one by one."""
-    return max(2, 2 * round(planes / (2 * SLABS)))
 
 
 @dataclasses.dataclass(frozen=True)

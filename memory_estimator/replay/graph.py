@@ -12,10 +12,12 @@ import math
 import random
 import re
 from collections import deque
-from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
+from dataclasses import dataclass, replace
+from typing import Any, Callable, Dict, Iterator, List, Sequence, Set, Tuple
 
 CONTROL_FLOW = frozenset(("Enter", "Switch", "_SwitchN", "While", "StatelessWhile", "If", "StatelessIf"))
+
+CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 INLINE = frozenset(
     (
@@ -48,6 +50,8 @@ class Node:
     after: Tuple[str, ...]  # nodes it must wait for without reading them: control dependencies
     outputs: Tuple[Output, ...]
     attributes: Any  # TensorFlow's own mapping of them
+    body: "Tuple[Node, ...]" = ()
+    """Of a call, the nodes of the function called. One that XLA compiles is an operation like any other."""
 
 
 def executed_graph(step: Any, specs: Sequence[Any]) -> Tuple[List[Node], Any]:
@@ -57,7 +61,14 @@ def executed_graph(step: Any, specs: Sequence[Any]) -> Tuple[List[Node], Any]:
 
     # Traced anew: the graphs of a function that has run before have been made, and are not handed out again.
     trace = tf.function(getattr(step, "python_function", step)).get_concrete_function(*specs)
-    definitions = list(_optimized(trace).node)
+    captured = list(trace.captured_inputs)
+    given = [tf.zeros((), tensor.dtype) for tensor in trace.inputs[: len(trace.inputs) - len(captured)]]
+    definitions = _optimized(trace.name, [*given, *captured], len(trace.outputs))
+    return _nodes(definitions, trace.graph, {}), trace
+
+
+def _nodes(definitions: Sequence[Any], traced: Any, bodies: Dict[str, Tuple[Node, ...]]) -> List[Node]:
+    """Of a function as it runs, with the graph it was traced as; `bodies` are those of the functions called so far."""
     for definition in definitions:
         if definition.op in CONTROL_FLOW:
             raise ValueError(
@@ -67,7 +78,7 @@ def executed_graph(step: Any, specs: Sequence[Any]) -> Tuple[List[Node], Any]:
     # The passes keep the name of an operation they replace by another kernel or fuse with what was before it. Its last
     # outputs may be unknown: the space that a fused norm reserves for its gradient.
     known: Dict[str, List[Any]] = {}
-    for operation in trace.graph.get_operations():
+    for operation in traced.get_operations():
         fixed = itertools.takewhile(lambda t: t.shape.is_fully_defined() or not t.dtype.size, operation.outputs)
         known[operation.name] = list(fixed)
     known = {name: tensors for name, tensors in known.items() if tensors}
@@ -78,8 +89,23 @@ def executed_graph(step: Any, specs: Sequence[Any]) -> Tuple[List[Node], Any]:
         inputs = tuple((name, int(index or 0)) for name, _, index in inputs)
         after = tuple(source[1:] for source in definition.input if source.startswith("^"))
         outputs = tuple(_output(definition, tensor) for tensor in tensors[definition.name])
-        nodes.append(Node(definition.name, definition.op, inputs, after, outputs, definition.attr))
-    return nodes, trace
+        body = _body(definition, traced, bodies)
+        nodes.append(Node(definition.name, definition.op, inputs, after, outputs, definition.attr, body))
+    return nodes
+
+
+def _body(definition: Any, traced: Any, bodies: Dict[str, Tuple[Node, ...]]) -> Tuple[Node, ...]:
+    """What a call runs, whose function is optimized by itself, once for all calls; () of all other operations."""
+    import tensorflow as tf
+
+    if definition.op not in CALLS or definition.attr["_XlaMustCompile"].b:
+        return ()
+    name = definition.attr["f"].func.name
+    if name not in bodies:
+        graph = traced._get_function(name).graph
+        given = [tf.zeros((), tensor.dtype) for tensor in graph.inputs]
+        bodies[name] = tuple(_nodes(_optimized(name.encode(), given, len(graph.outputs)), graph, bodies))
+    return bodies[name]
 
 
 def plain(op: str) -> str:
@@ -115,11 +141,36 @@ def execution_order(nodes: Sequence[Node], chance: int = 0) -> List[Node]:
         if expensive and not line:
             line.append(expensive.pop())
         stack.extend(expensive)
-    return order
+    constants: Set[str] = set()
+    return [each for node in order for each in (_entered(node, chance, constants) if node.body else [node])]
 
 
-def _optimized(trace: Any) -> Any:
-    """The GraphDef that the executor is given, after all of TensorFlow's and the plug-in's passes."""
+def _entered(call: Node, chance: int, constants: Set[str]) -> Iterator[Node]:
+    """A call as the nodes it runs, in order, and a last one whose outputs are those of the call. Arguments live until
+    then. What is in `constants` has been made by a call before."""
+    arguments: Dict[str, Tuple[str, int]] = {}
+    names: Dict[str, str] = {}
+    returned: Dict[int, Tuple[str, int]] = {}
+    for node in execution_order(call.body, chance):
+        if node.op == "_Arg":
+            arguments[node.name] = call.inputs[node.attributes["index"].i]
+            continue
+        inputs = tuple(arguments.get(name) or (names[name], index) for name, index in node.inputs)
+        if node.op == "_Retval":
+            returned[node.attributes["index"].i] = inputs[0]
+            continue
+        of_function = node.op == "Const"
+        name = names[node.name] = f"{call.attributes['f'].func.name if of_function else call.name}/{node.name}"
+        if name not in constants:
+            yield replace(node, name=name, inputs=inputs, after=())
+        if of_function:
+            constants.add(name)
+    inputs = tuple(returned[index] for index in sorted(returned))
+    yield replace(call, op="IdentityN", inputs=(*inputs, *call.inputs), after=(), body=())
+
+
+def _optimized(name: bytes, inputs: Sequence[Any], outputs: int) -> List[Any]:
+    """The nodes that the executor is given of a function, after all of TensorFlow's and the plug-in's passes."""
     import tensorflow as tf
     from tensorflow.python.eager import cancellation, context
 
@@ -127,12 +178,10 @@ def _optimized(trace: Any) -> Any:
     cancelled = cancellation.CancellationManager()
     cancelled.start_cancel()
     # The runtime looks at neither shapes nor values before it finds the call cancelled.
-    captured = list(trace.captured_inputs)
-    inputs = [tf.zeros((), tensor.dtype) for tensor in trace.inputs[: len(trace.inputs) - len(captured)]]
     runtime.enable_graph_collection()
     try:
         with cancellation.CancellationManagerContext(cancelled):
-            runtime.call_function(trace.name, [*inputs, *captured], len(trace.outputs))
+            runtime.call_function(name, inputs, outputs)
     except tf.errors.CancelledError:
         pass
     finally:
@@ -140,7 +189,7 @@ def _optimized(trace: Any) -> Any:
         tf.zeros(()) + 1
         graphs = runtime.export_run_metadata().function_graphs
         runtime.disable_graph_collection()
-    return max((g for f in graphs for g in f.partition_graphs), key=lambda graph: len(graph.node))
+    return list(max((g for f in graphs for g in f.partition_graphs), key=lambda graph: len(graph.node)).node)
 
 
 def _inferred(definitions: Sequence[Any], known: Dict[str, List[Any]]) -> Dict[str, List[Any]]:

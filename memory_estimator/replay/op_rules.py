@@ -27,9 +27,10 @@ VIEWS = frozenset(
         *("Reshape", "ExpandDims", "Squeeze", "Bitcast", "EnsureShape"),
         *("Identity", "IdentityN", "StopGradient", "PreventGradient", "Snapshot", "CheckNumerics"),
         *("ReadVariableOp", "_Retval"),
+        "InplaceAdd",
     )
 )
-"""The output is the input under another shape or name; of a variable, the variable's own memory."""
+"""The output is the input under another shape or name, or with other values in it; of a variable, its own memory."""
 
 SLICES = {"Slice": 0, "StridedSlice": 0, "Split": 1, "SplitV": 0}
 """Views too where they cut along the first axis only, or take all of the input given; ITEX's own kernels copy."""

@@ -26,7 +26,7 @@ HANDLE_BYTES = 8
 
 BINS = 21  # bin b holds free chunks of 256 * 2**b bytes up to twice that; the last one all larger ones
 
-REGION_SHARES = {"balanced": 0.9, "lean": 0.9}
+REGION_SHARE = 0.9
 """Of all the layers' outputs together: enough that what is left at the region's end is larger than any gap."""
 
 COPIES_OF_WEIGHTS = 4  # weights, the optimizer's two slots, gradients: float32 each
@@ -76,18 +76,20 @@ def fits_regions(program: Program, limit_bytes: int) -> bool:
 def region_bytes(unet: UNetConfig, shape: Tuple[int, int, int], micro: int, host_bytes: Optional[int] = None) -> int:
     """The region that the trainer takes before all else, for steps of `micro` volumes of `shape` (X, Y, Z); 0 is none.
 
-    Maps that are nearly all of one size lie scattered in regions that double; in one region larger than the step needs,
-    gaps are filled first. Nothing but the pages that tensors lie in becomes resident, and the region's table. "speed"
-    gains nothing: its scratch needs gaps of its own (docs/log.md). A power of two, which is what the allocator makes of
-    any size; the largest that a host of `host_bytes` has. Raises ValueError for a shape that the network cannot take.
+    Under "balanced" maps that are nearly all of one size lie scattered in regions that double; in one region larger
+    than the step needs, gaps are filled first. Nothing but the pages that tensors lie in becomes resident, and the
+    region's table. "speed" gains nothing: its scratch needs gaps of its own (docs/log.md). Nor does "lean", whose gaps
+    are slabs: a process held 1,658 MiB without a region and 1,664 to 1,742 with one of 512 to 2,048 MiB. A power of
+    two, which is what the allocator makes of any size; the largest that a host of `host_bytes` has. Raises ValueError
+    for a shape that the network cannot take.
     """
-    if unet.policy not in REGION_SHARES:
+    if unet.policy != "balanced":
         return 0
     plan = layer_plan(unet, shape)
     maps = micro * sum(op.elements for op in plan) * DTYPE_BYTES[unet.dtype]
     weights = 4 * COPIES_OF_WEIGHTS * sum(op.trainable for op in plan)
     size = MIB
-    while size < REGION_SHARES[unet.policy] * maps + weights:
+    while size < REGION_SHARE * maps + weights:
         size *= 2
     while host_bytes is not None and size > host_bytes:
         size //= 2

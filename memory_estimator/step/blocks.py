@@ -46,7 +46,7 @@ class Block:
         return found
 
 
-def in_blocks(writer: Writer) -> List[Union[LayerOp, Block]]:
+def steps(writer: Writer) -> List[Union[LayerOp, Block]]:
     """The plan with a block in place of its layers."""
     found: List[Union[LayerOp, Block]] = []
     single = ("input", "pool", "head")
@@ -75,7 +75,7 @@ def forward(writer: Writer, block: Block) -> None:
     if block.shortcut:
         parts = block.parts(block.shortcut)
         for entry, part in zip(block.entries, parts):
-            _cut_kernel(writer, block, block.shortcut, part)
+            cut_kernel(writer, block, block.shortcut, part)
             layers.convolve(writer, part, entry.name, f"{part.name}/convolved")
         convolved = [f"{part.name}/convolved" for part in parts]
         # A norm's result is a view of what it wrote, over which nothing is written.
@@ -130,7 +130,7 @@ def _hidden1(writer: Writer, block: Block, suffix: str) -> None:
     parts, result = block.parts(op), op.name + suffix
     for entry, part in zip(block.entries, parts):
         up_sampled = block.up and entry is block.up[-1]
-        _cut_kernel(writer, block, op, part)
+        cut_kernel(writer, block, op, part)
         source = _up_sampled(writer, block, suffix) if up_sampled else entry.name
         layers.convolve(writer, part, source, part.name + suffix, group)
     if len(parts) > 1:
@@ -138,7 +138,7 @@ def _hidden1(writer: Writer, block: Block, suffix: str) -> None:
         writer.make(result, "pointwise", reads, writer.map_bytes(op), group, takes_over=reads[0])
 
 
-def _cut_kernel(writer: Writer, block: Block, op: LayerOp, part: LayerOp) -> None:
+def cut_kernel(writer: Writer, block: Block, op: LayerOp, part: LayerOp) -> None:
     """A decoder's kernel is copied for each of the two maps that it meets, once the map before has been convolved."""
     if block.up:
         reads, size = [writer.kernel_read(op)], writer.kernel_bytes(part)

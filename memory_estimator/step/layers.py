@@ -27,6 +27,11 @@ MOST_PLANES, FEW_PIECES = 256, 8
 VIEW_BYTES = 64  # EIGEN_MAX_ALIGN_BYTES of TensorFlow's builds
 
 
+def steps(writer: Writer) -> Sequence[LayerOp]:
+    """The plan, layer by layer."""
+    return writer.plan
+
+
 def forward(writer: Writer, op: LayerOp) -> None:
     """A layer's forward pass: its output, under its name, and what it keeps for the gradient."""
     kind, source, kept = op.kind, op.inputs[0], writer.kept_at(op)
@@ -43,7 +48,7 @@ def forward(writer: Writer, op: LayerOp) -> None:
         group = kept if kind == "norm_act" else "transients"
         normalise(writer, op, source, op.name, group, alone=not writer.norm_reads_source)
     elif kind == "pool":  # which voxel of each window was the largest, a byte each
-        winners = writer.tensor(f"{op.name}/winners", writer.job.micro * op.elements, kept)
+        winners = writer.tensor(f"{op.name}/winners", writer.samples * op.elements, kept)
         writer.run(op.name, "pool", op.inputs, [writer.tensor(op.name, writer.map_bytes(op), kept), winners])
     elif kind == "concat":
         writer.make(op.name, "join", op.inputs, writer.map_bytes(op), kept)
@@ -86,7 +91,7 @@ def backward(writer: Writer, op: LayerOp) -> None:
 def convolve(writer: Writer, op: LayerOp, source: str, result: str, group: str = "transients") -> None:
     """`result` from the map `source`, with the kernel of `op`."""
     buffers = forward_buffers(_seen(writer, op), writer.setting)
-    reads, flops = [source, writer.kernel_read(op)], writer.job.micro * op.flops
+    reads, flops = [source, writer.kernel_read(op)], writer.samples * op.flops
     writer.make(result, "conv", reads, writer.map_bytes(op), group, buffers=buffers, flops=flops, layer=op)
 
 
@@ -103,7 +108,7 @@ def filter_gradient(
     """Of the whole volume at once, or under a `name` of its own one of so many planes of so many samples, which `seen`
     is to oneDNN."""
     kind, name = "up_conv" if op.kind == "up_conv" else "conv", name or filter_gradient_name(op)
-    size, flops = writer.kernel_bytes(op) // planes, writer.job.micro * op.flops // (samples * planes)
+    size, flops = writer.kernel_bytes(op) // planes, writer.samples * op.flops // (samples * planes)
     more = {"buffers": filter_gradient_buffers(seen or _seen(writer, op), writer.setting), "flops": flops}
     writer.make(name, f"{kind}_filter_gradient", [source, upstream], size, "gradients", layer=op, **more)
 
@@ -111,7 +116,7 @@ def filter_gradient(
 def filter_gradient_by_planes(writer: Writer, op: LayerOp, source: str, upstream: str) -> None:
     """As models/filter_gradient.py: for every sample one two-dimensional gradient a plane of the kernel, joined."""
     planes, *grid = op.shape[:3]
-    samples, flat = min(writer.job.micro, MOST_SAMPLES), (1, *grid)
+    samples, flat = min(writer.samples, MOST_SAMPLES), (1, *grid)
     seen = Convolution(planes, flat, flat, op.in_channels, op.shape[3], (1, op.kernel, op.kernel))
     name, size, total = filter_gradient_name(op), writer.kernel_bytes(op), ""
     for sample in range(samples):
@@ -127,16 +132,16 @@ def filter_gradient_by_planes(writer: Writer, op: LayerOp, source: str, upstream
         total = whole
 
 
-def input_gradient(writer: Writer, op: LayerOp, below: LayerOp, upstream: str) -> str:
+def input_gradient(writer: Writer, op: LayerOp, below: LayerOp, upstream: str, result: str = "") -> str:
     """Of the convolution's input, a map like that of `below`; returns its name. Of an up-convolution a forward one."""
     kind, of = ("up_conv", forward_buffers) if op.kind == "up_conv" else ("conv", input_gradient_buffers)
     return writer.make(
-        f"{op.name}/input_gradient",
+        result or f"{op.name}/input_gradient",
         f"{kind}_input_gradient",
         [upstream, writer.kernel_read(op)],
         writer.map_bytes(below),
         buffers=of(_seen(writer, op), writer.setting),
-        flops=writer.job.micro * op.flops,
+        flops=writer.samples * op.flops,
         layer=op,
     )
 
@@ -144,7 +149,7 @@ def input_gradient(writer: Writer, op: LayerOp, below: LayerOp, upstream: str) -
 def up_convolve(writer: Writer, op: LayerOp, result: str, group: str = "transients") -> None:
     """A transposed convolution. Its kernel is a convolution's input gradient to oneDNN."""
     buffers = input_gradient_buffers(_seen(writer, op), writer.setting)
-    reads, flops = [*op.inputs, writer.kernel_read(op)], writer.job.micro * op.flops
+    reads, flops = [*op.inputs, writer.kernel_read(op)], writer.samples * op.flops
     writer.make(result, "up_conv", reads, writer.map_bytes(op), group, buffers=buffers, flops=flops, layer=op)
 
 
@@ -160,9 +165,9 @@ def _seen(writer: Writer, op: LayerOp) -> Convolution:
     """A layer as oneDNN sees it: an up-convolution as the convolution whose input gradient it is."""
     grid, kernel = op.shape[:3], (op.kernel,) * 3
     if op.kind != "up_conv":
-        return Convolution(writer.job.micro, grid, grid, op.in_channels, op.shape[3], kernel)
-    below = writer.layers[op.inputs[0]].shape
-    return Convolution(writer.job.micro, grid, below[:3], op.shape[3], below[3], kernel, stride=2)
+        return Convolution(writer.samples, grid, grid, op.in_channels, op.shape[3], kernel)
+    half = tuple(n // 2 for n in grid)
+    return Convolution(writer.samples, grid, half, op.shape[3], op.in_channels, kernel, stride=2)
 
 
 def normalise(writer: Writer, op: LayerOp, source: str, result: str, group: str, alone: bool) -> None:
@@ -180,7 +185,7 @@ def normalise(writer: Writer, op: LayerOp, source: str, result: str, group: str,
         part = f"/sample{sample}" if samples > 1 else ""
         written = [writer.tensor(result + part, size // samples, group)]
         if op.kind == "norm_act":
-            taken = mask_bytes(writer.job.micro * op.elements, op.shape[3], op.dtype, engine) // samples
+            taken = mask_bytes(writer.samples * op.elements, op.shape[3], op.dtype, engine) // samples
             mask = writer.tensor(f"{result}/mask{sample}", taken, group, mask_touched(taken, engine))
             # Stock TensorFlow takes memory for the mask first, and uses a quarter of it.
             written = [*written, mask] if writer.itex else [mask, *written]
@@ -263,19 +268,19 @@ def _resample(writer: Writer, op: LayerOp, source: str, result: str, group: str,
 def cut_target(writer: Writer, head: LayerOp) -> None:
     """A coarse head's: every 2nd, 4th ... voxel of the full one."""
     if head.level:
-        writer.make(_target(head), "slice", ["target"], writer.job.micro * head.elements)
+        writer.make(_target(head), "slice", ["target"], writer.samples * head.elements)
 
 
 def cast_target(writer: Writer, head: LayerOp, name: str = "") -> str:
     """A head's target in float32, which the loss keeps: all of it, or the first slab, which waits for nothing. Under a
     `name` of its own another slab. Returns the name."""
-    name, size = name or f"{head.name}/target", 4 * writer.job.micro * head.elements // writer.slabs
+    name, size = name or f"{head.name}/target", 4 * writer.samples * head.elements // writer.slabs
     return writer.make(name, "pointwise", [_slab(writer, head, f"{name}/slab", _target(head), 1)], size)
 
 
 def loss(writer: Writer, head: LayerOp) -> None:
     """From a head's output to its gradient: at once, or slab by slab, sums first, as memory is saved."""
-    name, elements = f"{head.name}/loss", writer.job.micro * head.elements
+    name, elements = f"{head.name}/loss", writer.samples * head.elements
     if writer.job.policy == "speed":
         target = f"{head.name}/target"
         writer.receive(head.name, _loss_part(writer, head, name, target, sums=True, gradient=True, last=True))
@@ -296,7 +301,7 @@ def _loss_part(
     """Of a slab of the maps, or of all at once, the sums, the gradient in the compute dtype, whose name is returned, or
     both. Results lie over maps that nobody else will read, as after the `last` slab the head's. Without `target` it is
     cast here, when it is its turn."""
-    whole, size = sums and gradient, 4 * writer.job.micro * head.elements // writer.slabs
+    whole, size = sums and gradient, 4 * writer.samples * head.elements // writer.slabs
 
     def make(result: str, *reads: str, over: Optional[str] = None) -> str:
         return writer.make(f"{name}/{result}", "pointwise", reads, size, takes_over=over)
@@ -334,7 +339,7 @@ def _slab(writer: Writer, head: LayerOp, name: str, source: str, value_bytes: in
     """A slab of a head's map or target, whose name is returned: all of it and a view where rows of Z begin at multiples
     of VIEW_BYTES, as TensorFlow demands of a view (`IsDim0SliceAligned` in tensorflow/core/kernels/ops_util.h), else a
     copy under `name`."""
-    values = writer.job.micro * head.elements // writer.slabs
+    values = writer.samples * head.elements // writer.slabs
     if writer.slabs == 1 or math.prod(head.shape[2:]) * value_bytes % VIEW_BYTES == 0:
         return source
     return writer.make(name, "slice", [source], values * value_bytes)

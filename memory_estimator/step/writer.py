@@ -34,6 +34,8 @@ class Writer:
         self.setting = Setting(job.unet.dtype, self.itex, job.threads, kernels)
         self.mixed = job.unet.dtype == "bfloat16"
         self.compute_bytes = DTYPE_BYTES[job.unet.dtype]
+        self.samples = job.micro  # that an operation works on
+        self._views: Dict[str, str] = {}
         few = min(job.micro, MOST_SAMPLES)
         self.normed_apart = few if job.unet.norm == "instance" else 1
         """Samples that are normalised each for itself."""
@@ -68,13 +70,21 @@ class Writer:
         self._bytes[name] = size_bytes
         return Tensor(name, size_bytes, group, touched)
 
+    def view(self, name: str, whole: str, parts: int) -> str:
+        """One of so many parts of a tensor under a name of its own; reading it keeps all of the tensor."""
+        self._views[name], self._bytes[name] = whole, self._bytes[whole] // parts
+        return name
+
+    def size(self, name: str) -> int:
+        return self._bytes[name]
+
     def kept_at(self, op: LayerOp) -> str:
         """The line of the bill for what a layer keeps for the backward pass."""
         return f"activations, level {op.level}"
 
     def map_bytes(self, op: LayerOp) -> int:
         """Of a layer's output, for all volumes computed at a time."""
-        return self.job.micro * op.elements * DTYPE_BYTES[op.dtype]
+        return self.samples * op.elements * DTYPE_BYTES[op.dtype]
 
     def run(
         self,
@@ -93,7 +103,7 @@ class Writer:
             StepOp(
                 name,
                 kind,
-                tuple(reads),
+                tuple(self._views.get(read, read) for read in reads),
                 tuple(writes),
                 takes_over=takes_over,
                 flops=flops,

@@ -89,7 +89,7 @@ def test_both_engines_of_the_estimator_agree_within_1_percent(unet, batch):
     assert timeline(closed).peak_bytes == pytest.approx(replay.timeline.peak_bytes, rel=0.01)
 
 
-@pytest.mark.parametrize(("policy", "norm", "micro"), [("speed", "instance", 1), ("lean", "batch", 2)])
+@pytest.mark.parametrize(("policy", "norm", "micro"), [("speed", "instance", 1), ("balanced", "batch", 2), ("lean", "instance", 2)])
 def test_they_agree_on_micro_batches_too(policy, norm, micro):
     unet = UNetConfig(filters=16, depth=2, policy=policy, norm=norm, dtype="bfloat16")
     closed, replay = both(unet, micro, parts=2)
@@ -103,7 +103,7 @@ def test_the_loss_has_as_many_slabs_as_the_closed_form_counts():
     assert SLABS == losses.SLABS
 
 
-@pytest.mark.parametrize(("dtype", "policy"), [(dtype, "speed") for dtype in DTYPES] + [("bfloat16", "lean")])
+@pytest.mark.parametrize(("dtype", "policy"), [(dtype, "speed") for dtype in DTYPES] + [("bfloat16", "balanced")])
 def test_both_engines_of_the_estimator_see_the_same_history(dtype, policy):
     closed, replay = both(UNetConfig(filters=16, depth=3, dtype=dtype, policy=policy), 1)
     made = lambda program: [t.bytes for op in program.before for t in op.writes if t.bytes >= SMALL_BYTES]
