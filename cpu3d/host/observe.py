@@ -22,7 +22,7 @@ from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write, remove_partials, write_json
 from cpu3d.util.lock import locked
 from memory_estimator.calibration import SCHEMA, HostConstants, host_file, shipped_constants, to_json
-from memory_estimator.files import parse_json, read_regular, typed
+from memory_estimator.files import RECORD_SCHEMA, of_today, parse_json, read_regular, typed
 from memory_estimator.fitting import FEWEST_STEPS, Run, fitted, undisturbed, wide_group
 from memory_estimator.host import Host, cache_bytes
 from memory_estimator.job import Job
@@ -134,7 +134,8 @@ def record(runs: Sequence[Run], host: Host) -> Path:
         kept = _merged(read_runs(path), runs)
         constants = constants_of(kept, host)  # a run that cannot be fitted is not kept
         with atomic_write(_runs_file(path), "w") as file:
-            file.writelines(json.dumps(dataclasses.asdict(run)) + "\n" for run in kept)
+            lines = ({"schema": RECORD_SCHEMA, **dataclasses.asdict(run)} for run in kept)
+            file.writelines(json.dumps(line) + "\n" for line in lines)
         write_constants(path, constants)
     return path
 
@@ -151,13 +152,16 @@ def write_constants(path: Path, found: Sequence[HostConstants], **more: Any) -> 
 
 
 def read_runs(path: Path) -> List[Run]:
-    """The runs that a host's constants in `path` are fitted to, the oldest first. Damaged lines are left out."""
+    """The runs that a host's constants in `path` are fitted to, the oldest first. Damaged lines are left out, and those
+    of a policy that is no more."""
     runs, lines = [], []
     with contextlib.suppress(OSError):
         lines = read_regular(_runs_file(path)).splitlines()
     for line in lines:
-        with contextlib.suppress(ValueError, TypeError):
-            runs.append(typed(parse_json(line), Run, "run"))
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            record = of_today({"schema": 1, **parse_json(line)})  # the first ones say none
+            if record:
+                runs.append(typed({name: value for name, value in record.items() if name != "schema"}, Run, "run"))
     return runs
 
 
