@@ -6,7 +6,7 @@ import json
 import pytest
 
 from cpu3d.host import observe
-from cpu3d.host.observe import Event, Observer, read_runs, record, seconds_of, trace
+from cpu3d.host.observe import Event, Observer, live_bytes, read_runs, record, seconds_of, trace
 from memory_estimator.calibration import find_constants, host_file
 from memory_estimator.fitting import Run
 from memory_estimator.host import read_host
@@ -136,6 +136,16 @@ def test_a_profiler_that_fails_harms_no_step(monkeypatch):
     assert trace(lambda: 7) == (7, None)
     with pytest.raises(KeyError):
         trace({}.popitem)
+
+
+def test_the_bytes_live_over_a_step_are_those_of_every_request():
+    import tensorflow as tf
+
+    value, found = trace(lambda: tf.reduce_sum(tf.ones([2**22]) + 1.0).numpy(), live_bytes)
+    seconds, sizes = zip(*found)
+    assert value == 2**23
+    assert (sorted(seconds), sizes[-1]) == (list(seconds), min(sizes))
+    assert max(sizes) - min(sizes) in (16 * 2**20, 32 * 2**20)  # the sum may be written over the ones
 
 
 def test_what_40_jobs_show_does_not_replace_what_calibrate_saw_of_the_runtime(monkeypatch):
