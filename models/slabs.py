@@ -16,18 +16,16 @@ The same weights and functions as the layers of models/blocks.py, the same gradi
 """
 
 import dataclasses
-import os
 from typing import Callable, List, Sequence, Tuple
 
 import tensorflow as tf
 
 from models.config import EPSILON, UNetConfig
 from models.layers import convolution_layer, norm_layer, precision, up_layers
+from models.norm import affine, affine_relu, column_sums, combined, statistics
 from models.ordered import HALF, UNIT
 
 UNIT_2D = (1, 1, 1, 1)
-PIECE_BYTES = 4 * 2**20  # of float32 values that a sum is made of at a time
-FUSED = not os.environ.get("CPU3D_SLABS_PLAIN")  # of the prototype: to compare
 PRIOR_LOGIT = -2.944  # of models/blocks.py
 SLABS = 16
 """About as many a volume: what is alive beside whole maps is a handful of slabs."""
@@ -152,12 +150,6 @@ class Norm:
         return [[one for one, of in zip(sums, self.group_of) if of == group] for group in groups]
 
 
-def statistics(slab):
-    """(2, C) float32: a slab's means, and its sums of squares about them."""
-    mean = column_sums(slab) / float(slab.shape[:3].num_elements())
-    return tf.stack([mean, column_sums(slab, about=mean)])
-
-
 def apply_norm(slab, norm: Tuple):
     """Of a slab or of planes of it, without the ReLU."""
     return tf.nn.bias_add(slab, norm[0]) if len(norm) == 1 else affine(slab, *norm[:3])
@@ -201,55 +193,6 @@ def finest_level(config: UNetConfig, shape, batch_size: int, height: int = 0):
 
 
 # --- A slab's arithmetic ---
-
-
-def column_sums(slab, other=None, about=None):
-    """Of (X, Y, Z, C), of its product with `other`, or of its squares about (C,): (C,) float32, by the channels.
-
-    A few planes at a time: what is made on the way is then small, and stays in the cache.
-    """
-    plane_bytes = 4 * slab.shape[1:].num_elements()
-    planes, total = max(1, PIECE_BYTES // plane_bytes), None
-    for first in range(0, slab.shape[0], planes):
-        with tf.control_dependencies([] if total is None else [total]):
-            piece = slab[first : first + planes]
-            rows = _rows(piece)
-            if other is not None:
-                rows = rows * _rows(other[first : first + planes])
-            if about is not None:
-                rows = tf.math.squared_difference(rows, _like_row(about, slab))
-            row = tf.reduce_sum(rows, 0)
-        total = row if total is None else total + row
-    return tf.reduce_sum(tf.reshape(total, slab.shape[2:]), 0)
-
-
-def fused(function: Callable):
-    """Pointwise arithmetic of slabs as one pass over memory, compiled; of single planes, operation by operation."""
-    compiled = tf.function(function, autograph=False, jit_compile=True)
-    return lambda slab, *others: (compiled if FUSED and slab.shape[0] > 1 else function)(slab, *others)
-
-
-@fused
-def affine(slab, mean, scale, shift):
-    """(slab - mean) * scale + shift, by the channels."""
-    y = (_rows(slab) - _like_row(mean, slab)) * _like_row(scale, slab) + _like_row(shift, slab)
-    return tf.reshape(tf.cast(y, slab.dtype), slab.shape)
-
-
-@fused
-def affine_relu(slab, mean, scale, shift):
-    """max((slab - mean) * scale + shift, 0), by the channels."""
-    y = (_rows(slab) - _like_row(mean, slab)) * _like_row(scale, slab) + _like_row(shift, slab)
-    y = tf.nn.relu(y)
-    return tf.reshape(tf.cast(y, slab.dtype), slab.shape)
-
-
-@fused
-def combined(upstream, slab, scale, mean, along, shift):
-    """upstream * scale + (slab - mean) * along + shift, by the channels."""
-    y = (_rows(slab) - _like_row(mean, slab)) * _like_row(along, slab) + _like_row(shift, slab)
-    y = y + _rows(upstream) * _like_row(scale, slab)
-    return tf.reshape(tf.cast(y, slab.dtype), slab.shape)
 
 
 def convolve(parts: Tuple, kernel):
@@ -681,17 +624,6 @@ class SlabDecoder(SlabLayer):
 def _then(x, *before):
     with tf.control_dependencies(before):
         return tf.identity(x)
-
-
-def _rows(slab):
-    """(X, Y, Z, C) -> (X * Y, Z * C) float32: broadcasting a few values over the last axis is slow."""
-    x, y, z, c = slab.shape
-    return tf.cast(tf.reshape(slab, (x * y, z * c)), tf.float32)
-
-
-def _like_row(vector, slab):
-    """(C,) -> (Z * C,)"""
-    return tf.tile(vector, [slab.shape[2]])
 
 
 def _with_edges(output, parts, taps, of_plane):
