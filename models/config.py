@@ -20,6 +20,12 @@ EPSILON = 1e-5
 """Added to the variance by every norm."""
 
 
+def has_fused_norm(channels: int, dtype: str) -> bool:
+    """Whether norms of so many channels take oneDNN's fused kernel: where channels fill its vectors. For others it
+    takes up to 15 times as long as passes of our own (models/passes.py)."""
+    return channels % 16 == 0 or (dtype == "float32" and channels in (4, 8))
+
+
 @dataclass(frozen=True)
 class UNetConfig:
     """A 3D U-Net. The defaults are the network of the paper (Ojika et al. 2020) with instance for batch norm."""

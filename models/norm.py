@@ -1,16 +1,13 @@
 """Normalisation and ReLU in one layer, at the speed of the fused batch-norm kernel."""
 
-from typing import Callable
-
 import tensorflow as tf
 
-from models.config import EPSILON
+from models.config import EPSILON, has_fused_norm
 from models.ordered import add_bias
+from models.passes import affine, normalised, one_pass
 
 MOMENTUM = 0.9
 """Of batch norm's moving statistics: a run sees hundreds of whole volumes, not the 100,000 images of Keras' 0.99."""
-
-PIECE_BYTES = 4 * 2**20  # of float32 values that a sum is made of at a time
 
 
 class NormActivation(tf.keras.layers.Layer):
@@ -20,7 +17,8 @@ class NormActivation(tf.keras.layers.Layer):
 
     The fused batch-norm kernel over one sample *is* instance norm, at no extra cost; Keras' GroupNormalization
     is composed of many passes. Statistics know no layout, so X and Y are folded into one axis first: 4D is the rank for
-    which ITEX fuses the ReLU into the kernel, which saves one pass over the map each way.
+    which ITEX fuses the ReLU into the kernel, which saves one pass over the map each way. Channels for which the kernel
+    is slow, and samples whose number is not known, are normalised in passes of our own (models/passes.py).
     """
 
     def __init__(self, norm: str = "instance", activate: bool = True, **kwargs):
@@ -49,7 +47,7 @@ class NormActivation(tf.keras.layers.Layer):
     def call(self, x, training=None):
         parts = self.fold(x)
         if self.norm == "batch":
-            return self.unfold([self._activate(self.batch_norm(parts[0], training=training))], x)
+            return self.unfold(self._batch_norm(parts, training), x)
         return self.unfold(self.apply(parts, *self.values())[0], x)
 
     def get_config(self):
@@ -72,28 +70,30 @@ class NormActivation(tf.keras.layers.Layer):
         """
         if self.norm == "none":
             return [self._activate(add_bias(part, *values)) for part in parts], []
-        if self.norm == "instance" and parts[0].shape[0] is None:
-            return [self._activate(self._from_moments(part, *values)) for part in parts], []
+        if parts[0].shape.rank == 5:
+            y, *statistics = normalised(parts[0], *values, self.norm == "batch", self.activate)
+            return [y], [each[0] for each in statistics] if self.norm == "batch" else []
         found = [self._fused(part, *values) for part in parts]
         return [self._activate(one[0]) for one in found], list(found[0][1:3]) if self.norm == "batch" else []
 
     def fold(self, x):
         """(N, X, Y, Z, C) -> the parts that are normalised each for itself, each (n, X*Y, Z, C): views, no copies.
 
-        Without a norm it is x: the kernels then take any rank. Whoever computes `apply` twice must fold once, since
+        Without a norm, and for our own passes, it is x. Whoever computes `apply` twice must fold once, since
         ITEX's passes count the readers of a view alone: with one, they write the result over the map behind it.
         """
-        if self.norm == "none":
-            return [x]
         samples, size_x, size_y, size_z, channels = x.shape
+        apart = self.norm == "instance" and samples is None
+        if self.norm == "none" or apart or not has_fused_norm(channels, x.dtype.name):
+            return [x]
         shape = (size_x * size_y, size_z, channels)
-        if self.norm == "batch" or samples in (None, 1):
+        if self.norm == "batch" or samples == 1:
             return [tf.reshape(x, (-1, *shape))]
         return [tf.reshape(part, (1, *shape)) for part in tf.split(x, samples)]
 
     def unfold(self, parts, like):
         """The way back, to the grid of `like` (N, X, Y, Z, ...)."""
-        if self.norm == "none":
+        if parts[0].shape.rank == 5:
             return parts[0]
         grid = like.shape[1:4]
         whole = [tf.reshape(part, (-1 if len(parts) == 1 else 1, *grid, part.shape[-1])) for part in parts]
@@ -106,95 +106,21 @@ class NormActivation(tf.keras.layers.Layer):
 
     # --- Private helpers ---
 
+    def _batch_norm(self, parts, training):
+        if parts[0].shape.rank == 4:
+            return [self._activate(self.batch_norm(parts[0], training=training))]
+        gamma, beta = self.values()
+        if training:
+            parts, statistics = self.apply(parts, gamma, beta)
+            self.move(*statistics)
+            return parts
+        moving = self.batch_norm
+        scale = gamma * tf.math.rsqrt(moving.moving_variance + EPSILON)
+        return [one_pass(affine, parts, moving.moving_mean, scale, beta, relu=self.activate)]
+
     def _activate(self, x):
         return tf.nn.relu(x) if self.activate else x
 
     @staticmethod
     def _fused(sample, gamma, beta):
         return tf.compat.v1.nn.fused_batch_norm(sample, gamma, beta, epsilon=EPSILON, is_training=True)
-
-    @staticmethod
-    def _from_moments(x, gamma, beta):
-        """The definition, for a batch size that is not known when the model is built.
-
-        Row by row, so that no float32 sum has more than a few hundred terms: over millions of voxels, as the fused
-        kernel adds them up, the third digit is lost.
-        """
-
-        def mean_of(values):
-            rows = tf.cast(tf.reduce_mean(values, 2, keepdims=True), tf.float64)
-            return tf.cast(tf.reduce_mean(rows, 1, keepdims=True), tf.float32)
-
-        values = tf.cast(x, tf.float32)
-        mean = mean_of(values)
-        scale = gamma * tf.math.rsqrt(mean_of(tf.math.squared_difference(values, mean)) + EPSILON)
-        return tf.cast(values * scale + (beta - mean * scale), x.dtype)
-
-
-# --- Arithmetic of a slab (X, Y, Z, C), by the channels ---
-
-
-def statistics(slab):
-    """(2, C) float32: a slab's means, and its sums of squares about them."""
-    mean = column_sums(slab) / float(slab.shape[:3].num_elements())
-    return tf.stack([mean, column_sums(slab, about=mean)])
-
-
-def column_sums(slab, other=None, about=None):
-    """Of (X, Y, Z, C), of its product with `other`, or of its squares about (C,): (C,) float32, by the channels.
-
-    A few planes at a time: what is made on the way is then small, and stays in the cache.
-    """
-    plane_bytes = 4 * slab.shape[1:].num_elements()
-    planes, total = max(1, PIECE_BYTES // plane_bytes), None
-    for first in range(0, slab.shape[0], planes):
-        with tf.control_dependencies([] if total is None else [total]):
-            piece = slab[first : first + planes]
-            rows = _rows(piece)
-            if other is not None:
-                rows = rows * _rows(other[first : first + planes])
-            if about is not None:
-                rows = tf.math.squared_difference(rows, _like_row(about, slab))
-            row = tf.reduce_sum(rows, 0)
-        total = row if total is None else total + row
-    return tf.reduce_sum(tf.reshape(total, slab.shape[2:]), 0)
-
-
-def fused(function: Callable):
-    """Pointwise arithmetic of slabs as one pass over memory, compiled; of single planes, operation by operation."""
-    compiled = tf.function(function, autograph=False, jit_compile=True)
-    return lambda slab, *others: (compiled if slab.shape[0] > 1 else function)(slab, *others)
-
-
-@fused
-def affine(slab, mean, scale, shift):
-    """(slab - mean) * scale + shift, by the channels."""
-    y = (_rows(slab) - _like_row(mean, slab)) * _like_row(scale, slab) + _like_row(shift, slab)
-    return tf.reshape(tf.cast(y, slab.dtype), slab.shape)
-
-
-@fused
-def affine_relu(slab, mean, scale, shift):
-    """max((slab - mean) * scale + shift, 0), by the channels."""
-    y = (_rows(slab) - _like_row(mean, slab)) * _like_row(scale, slab) + _like_row(shift, slab)
-    y = tf.nn.relu(y)
-    return tf.reshape(tf.cast(y, slab.dtype), slab.shape)
-
-
-@fused
-def combined(upstream, slab, scale, mean, along, shift):
-    """upstream * scale + (slab - mean) * along + shift, by the channels."""
-    y = (_rows(slab) - _like_row(mean, slab)) * _like_row(along, slab) + _like_row(shift, slab)
-    y = y + _rows(upstream) * _like_row(scale, slab)
-    return tf.reshape(tf.cast(y, slab.dtype), slab.shape)
-
-
-def _rows(slab):
-    """(X, Y, Z, C) -> (X * Y, Z * C) float32: broadcasting a few values over the last axis is slow."""
-    x, y, z, c = slab.shape
-    return tf.cast(tf.reshape(slab, (x * y, z * c)), tf.float32)
-
-
-def _like_row(vector, slab):
-    """(C,) -> (Z * C,)"""
-    return tf.tile(vector, [slab.shape[2]])

@@ -22,8 +22,8 @@ import tensorflow as tf
 
 from models.config import EPSILON, UNetConfig
 from models.layers import convolution_layer, norm_layer, precision, up_layers
-from models.norm import affine, affine_relu, column_sums, combined, statistics
 from models.ordered import HALF, UNIT
+from models.passes import affine, channel_sums, gradient_below, one_pass, product, square_about, value
 
 UNIT_2D = (1, 1, 1, 1)
 PRIOR_LOGIT = -2.944  # of models/blocks.py
@@ -141,8 +141,7 @@ class Norm:
         for mean, rate, mine in zip(self.mean, self.rate, self._by_group(sums)):
             of_dy, of_product = tf.unstack(tf.add_n(mine) / self.elements)
             scale = self.values[0] * rate
-            along = -scale * rate * of_product
-            found.append((scale, mean, along, -scale * of_dy))
+            found.append((mean, scale, self.values[1], -scale * rate * of_product, -scale * of_dy))
         return lambda index: found[self.group_of[index]], [total[1], total[0]]
 
     def _by_group(self, sums: Sequence) -> List[List]:
@@ -150,28 +149,36 @@ class Norm:
         return [[one for one, of in zip(sums, self.group_of) if of == group] for group in groups]
 
 
-def apply_norm(slab, norm: Tuple):
-    """Of a slab or of planes of it, without the ReLU."""
-    return tf.nn.bias_add(slab, norm[0]) if len(norm) == 1 else affine(slab, *norm[:3])
+def statistics(slab):
+    """(2, C) float32: a slab's means, and its sums of squares about them."""
+    mean = channel_sums(value, [slab]) / slab.shape[:3].num_elements()
+    return tf.concat([mean, channel_sums(square_about, [slab], mean)], 0)
+
+
+def apply_norm(slab, norm: Tuple, relu: bool = False):
+    """Of a slab or of planes of it."""
+    if len(norm) > 1:
+        return one_pass(affine, [slab], *norm[:3], relu=relu)
+    y = tf.nn.bias_add(slab, norm[0])
+    return tf.nn.relu(y) if relu else y
 
 
 def norm_relu(slab, norm: Tuple):
-    """Of a slab or of planes of it."""
-    return tf.nn.relu(tf.nn.bias_add(slab, norm[0])) if len(norm) == 1 else affine_relu(slab, *norm[:3])
+    return apply_norm(slab, norm, relu=True)
 
 
 def gradient_sums(upstream, slab, norm: Tuple):
     """(2, C) float32: sums of dy and of dy * x-hat; without a norm of dy alone."""
-    total = column_sums(upstream)
+    total = channel_sums(value, [upstream])
     if len(norm) == 1:
-        return total[None]
-    mean, *_, rate = norm
-    return tf.stack([total, (column_sums(upstream, slab) - mean * total) * rate])
+        return total
+    *factors, rate = norm
+    return tf.concat([total, channel_sums(product, [upstream, slab], *factors, relu=False) * rate], 0)
 
 
 def norm_gradient(upstream, slab, factors: Tuple):
     """Of a norm's input."""
-    return combined(upstream, slab, *factors) if factors else upstream
+    return one_pass(gradient_below, [upstream, slab], *factors, relu=False) if factors else upstream
 
 
 def finest_level(config: UNetConfig, shape, batch_size: int, height: int = 0):
@@ -534,7 +541,7 @@ class SlabDecoder(SlabLayer):
         def sums_of(at_head, *arguments):
             y, at_y = to_output(at_head, *arguments)
             hidden2, norm, *_, weights = arguments
-            of_head = filter_gradient((y, None, None), at_head, weights["head"]), column_sums(at_head)
+            of_head = filter_gradient((y, None, None), at_head, weights["head"]), channel_sums(value, [at_head])[0]
             return (gradient_sums(at_y, hidden2, norm), *of_head)
 
         def with_head(index):
