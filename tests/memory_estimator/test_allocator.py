@@ -112,9 +112,10 @@ def mib(shape=SHAPE, micro=1, host_bytes=None, **changes):
 
 
 def test_it_is_the_first_power_of_two_that_holds_the_share_of_all_maps_and_no_larger_than_the_host():
-    # 0.9 of 14.125 are 12.7.
-    assert mib() == 16
-    assert mib(dtype="bfloat16") == 8
-    assert [mib(micro=micro) for micro in (2, 3)] == [32, 64]
+    # 1.15 of 14.125; 0.9 of them is 12.7.
+    assert mib() == 32
+    assert mib(policy="lean") == 16
+    assert mib(policy="lean", dtype="bfloat16") == 8
+    assert [mib(policy="lean", micro=micro) for micro in (2, 3)] == [32, 64]
     assert [mib(host_bytes=16 * MIB - less) for less in (0, 1)] == [16, 8]
     assert mib(policy="speed") == 0
