@@ -110,8 +110,8 @@ def tables(folder: Path) -> List[str]:
 
 
 def picture(path: Path) -> bytes:
-    """PNG of the newest comparison of policies that has the bytes live over a step. Peers that were measured at the same
-    job in an older one, on whatever host, have their peaks in it. Raises InputError where there is none."""
+    """PNG of the newest comparison of policies that has the bytes live over a step, with the peaks of peers that any
+    comparison at the same job had, on whatever host. Raises InputError where there is none."""
     records = read_records(path, "policies")
     drawn = next((one for one in reversed(records) if any(row.get("live_bytes") for row in one["rows"])), None)
     if not drawn:
