@@ -2,8 +2,9 @@
 
 import tensorflow as tf
 
-from models.config import EPSILON
+from models.config import EPSILON, has_fused_norm
 from models.ordered import add_bias
+from models.passes import affine, normalised, one_pass
 
 MOMENTUM = 0.9
 """Of batch norm's moving statistics: a run sees hundreds of whole volumes, not the 100,000 images of Keras' 0.99."""
@@ -16,7 +17,8 @@ class NormActivation(tf.keras.layers.Layer):
 
     The fused batch-norm kernel over one sample *is* instance norm, at no extra cost; Keras' GroupNormalization
     is composed of many passes. Statistics know no layout, so X and Y are folded into one axis first: 4D is the rank for
-    which ITEX fuses the ReLU into the kernel, which saves one pass over the map each way.
+    which ITEX fuses the ReLU into the kernel, which saves one pass over the map each way. Channels for which the kernel
+    is slow, and samples whose number is not known, are normalised in passes of our own (models/passes.py).
     """
 
     def __init__(self, norm: str = "instance", activate: bool = True, **kwargs):
@@ -45,7 +47,7 @@ class NormActivation(tf.keras.layers.Layer):
     def call(self, x, training=None):
         parts = self.fold(x)
         if self.norm == "batch":
-            return self.unfold([self._activate(self.batch_norm(parts[0], training=training))], x)
+            return self.unfold(self._batch_norm(parts, training), x)
         return self.unfold(self.apply(parts, *self.values())[0], x)
 
     def get_config(self):
@@ -68,28 +70,30 @@ class NormActivation(tf.keras.layers.Layer):
         """
         if self.norm == "none":
             return [self._activate(add_bias(part, *values)) for part in parts], []
-        if self.norm == "instance" and parts[0].shape[0] is None:
-            return [self._activate(self._from_moments(part, *values)) for part in parts], []
+        if parts[0].shape.rank == 5:
+            y, *statistics = normalised(parts[0], *values, self.norm == "batch", self.activate)
+            return [y], [each[0] for each in statistics] if self.norm == "batch" else []
         found = [self._fused(part, *values) for part in parts]
         return [self._activate(one[0]) for one in found], list(found[0][1:3]) if self.norm == "batch" else []
 
     def fold(self, x):
         """(N, X, Y, Z, C) -> the parts that are normalised each for itself, each (n, X*Y, Z, C): views, no copies.
 
-        Without a norm it is x: the kernels then take any rank. Whoever computes `apply` twice must fold once, since
+        Without a norm, and for our own passes, it is x. Whoever computes `apply` twice must fold once, since
         ITEX's passes count the readers of a view alone: with one, they write the result over the map behind it.
         """
-        if self.norm == "none":
-            return [x]
         samples, size_x, size_y, size_z, channels = x.shape
+        apart = self.norm == "instance" and samples is None
+        if self.norm == "none" or apart or not has_fused_norm(channels, x.dtype.name):
+            return [x]
         shape = (size_x * size_y, size_z, channels)
-        if self.norm == "batch" or samples in (None, 1):
+        if self.norm == "batch" or samples == 1:
             return [tf.reshape(x, (-1, *shape))]
         return [tf.reshape(part, (1, *shape)) for part in tf.split(x, samples)]
 
     def unfold(self, parts, like):
         """The way back, to the grid of `like` (N, X, Y, Z, ...)."""
-        if self.norm == "none":
+        if parts[0].shape.rank == 5:
             return parts[0]
         grid = like.shape[1:4]
         whole = [tf.reshape(part, (-1 if len(parts) == 1 else 1, *grid, part.shape[-1])) for part in parts]
@@ -102,26 +106,21 @@ class NormActivation(tf.keras.layers.Layer):
 
     # --- Private helpers ---
 
+    def _batch_norm(self, parts, training):
+        if parts[0].shape.rank == 4:
+            return [self._activate(self.batch_norm(parts[0], training=training))]
+        gamma, beta = self.values()
+        if training:
+            parts, statistics = self.apply(parts, gamma, beta)
+            self.move(*statistics)
+            return parts
+        moving = self.batch_norm
+        scale = gamma * tf.math.rsqrt(moving.moving_variance + EPSILON)
+        return [one_pass(affine, parts, moving.moving_mean, scale, beta, relu=self.activate)]
+
     def _activate(self, x):
         return tf.nn.relu(x) if self.activate else x
 
     @staticmethod
     def _fused(sample, gamma, beta):
         return tf.compat.v1.nn.fused_batch_norm(sample, gamma, beta, epsilon=EPSILON, is_training=True)
-
-    @staticmethod
-    def _from_moments(x, gamma, beta):
-        """The definition, for a batch size that is not known when the model is built.
-
-        Row by row, so that no float32 sum has more than a few hundred terms: over millions of voxels, as the fused
-        kernel adds them up, the third digit is lost.
-        """
-
-        def mean_of(values):
-            rows = tf.cast(tf.reduce_mean(values, 2, keepdims=True), tf.float64)
-            return tf.cast(tf.reduce_mean(rows, 1, keepdims=True), tf.float32)
-
-        values = tf.cast(x, tf.float32)
-        mean = mean_of(values)
-        scale = gamma * tf.math.rsqrt(mean_of(tf.math.squared_difference(values, mean)) + EPSILON)
-        return tf.cast(values * scale + (beta - mean * scale), x.dtype)

@@ -16,7 +16,6 @@ The same weights and functions as the layers of models/blocks.py, the same gradi
 """
 
 import dataclasses
-import os
 from typing import Callable, List, Sequence, Tuple
 
 import tensorflow as tf
@@ -25,10 +24,9 @@ from models.config import EPSILON, UNetConfig
 from models.layer_plan import slab_height
 from models.layers import convolution_layer, norm_layer, precision, up_layers
 from models.ordered import HALF, UNIT
+from models.passes import affine, channel_sums, gradient_below, one_pass, product, square_about, value
 
 UNIT_2D = (1, 1, 1, 1)
-PIECE_BYTES = 4 * 2**20  # of float32 values that a sum is made of at a time
-FUSED = not os.environ.get("CPU3D_SLABS_PLAIN")  # of the prototype: to compare
 PRIOR_LOGIT = -2.944  # of models/blocks.py
 
 
@@ -137,8 +135,7 @@ class Norm:
         for mean, rate, mine in zip(self.mean, self.rate, self._by_group(sums)):
             of_dy, of_product = tf.unstack(tf.add_n(mine) / self.elements)
             scale = self.values[0] * rate
-            along = -scale * rate * of_product
-            found.append((scale, mean, along, -scale * of_dy))
+            found.append((mean, scale, self.values[1], -scale * rate * of_product, -scale * of_dy))
         return lambda index: found[self.group_of[index]], [total[1], total[0]]
 
     def _by_group(self, sums: Sequence) -> List[List]:
@@ -148,32 +145,34 @@ class Norm:
 
 def statistics(slab):
     """(2, C) float32: a slab's means, and its sums of squares about them."""
-    mean = column_sums(slab) / float(slab.shape[:3].num_elements())
-    return tf.stack([mean, column_sums(slab, about=mean)])
+    mean = channel_sums(value, [slab]) / slab.shape[:3].num_elements()
+    return tf.concat([mean, channel_sums(square_about, [slab], mean)], 0)
 
 
-def apply_norm(slab, norm: Tuple):
-    """Of a slab or of planes of it, without the ReLU."""
-    return tf.nn.bias_add(slab, norm[0]) if len(norm) == 1 else affine(slab, *norm[:3])
+def apply_norm(slab, norm: Tuple, relu: bool = False):
+    """Of a slab or of planes of it."""
+    if len(norm) > 1:
+        return one_pass(affine, [slab], *norm[:3], relu=relu)
+    y = tf.nn.bias_add(slab, norm[0])
+    return tf.nn.relu(y) if relu else y
 
 
 def norm_relu(slab, norm: Tuple):
-    """Of a slab or of planes of it."""
-    return tf.nn.relu(tf.nn.bias_add(slab, norm[0])) if len(norm) == 1 else affine_relu(slab, *norm[:3])
+    return apply_norm(slab, norm, relu=True)
 
 
 def gradient_sums(upstream, slab, norm: Tuple):
     """(2, C) float32: sums of dy and of dy * x-hat; without a norm of dy alone."""
-    total = column_sums(upstream)
+    total = channel_sums(value, [upstream])
     if len(norm) == 1:
-        return total[None]
-    mean, *_, rate = norm
-    return tf.stack([total, (column_sums(upstream, slab) - mean * total) * rate])
+        return total
+    *factors, rate = norm
+    return tf.concat([total, channel_sums(product, [upstream, slab], *factors, relu=False) * rate], 0)
 
 
 def norm_gradient(upstream, slab, factors: Tuple):
     """Of a norm's input."""
-    return combined(upstream, slab, *factors) if factors else upstream
+    return one_pass(gradient_below, [upstream, slab], *factors, relu=False) if factors else upstream
 
 
 def finest_level(config: UNetConfig, shape, batch_size: int, height: int = 0):
@@ -195,55 +194,6 @@ def finest_level(config: UNetConfig, shape, batch_size: int, height: int = 0):
 
 
 # --- A slab's arithmetic ---
-
-
-def column_sums(slab, other=None, about=None):
-    """Of (X, Y, Z, C), of its product with `other`, or of its squares about (C,): (C,) float32, by the channels.
-
-    A few planes at a time: what is made on the way is then small, and stays in the cache.
-    """
-    plane_bytes = 4 * slab.shape[1:].num_elements()
-    planes, total = max(1, PIECE_BYTES // plane_bytes), None
-    for first in range(0, slab.shape[0], planes):
-        with tf.control_dependencies([] if total is None else [total]):
-            piece = slab[first : first + planes]
-            rows = _rows(piece)
-            if other is not None:
-                rows = rows * _rows(other[first : first + planes])
-            if about is not None:
-                rows = tf.math.squared_difference(rows, _like_row(about, slab))
-            row = tf.reduce_sum(rows, 0)
-        total = row if total is None else total + row
-    return tf.reduce_sum(tf.reshape(total, slab.shape[2:]), 0)
-
-
-def fused(function: Callable):
-    """Pointwise arithmetic of slabs as one pass over memory, compiled; of single planes, operation by operation."""
-    compiled = tf.function(function, autograph=False, jit_compile=True)
-    return lambda slab, *others: (compiled if FUSED and slab.shape[0] > 1 else function)(slab, *others)
-
-
-@fused
-def affine(slab, mean, scale, shift):
-    """(slab - mean) * scale + shift, by the channels."""
-    y = (_rows(slab) - _like_row(mean, slab)) * _like_row(scale, slab) + _like_row(shift, slab)
-    return tf.reshape(tf.cast(y, slab.dtype), slab.shape)
-
-
-@fused
-def affine_relu(slab, mean, scale, shift):
-    """max((slab - mean) * scale + shift, 0), by the channels."""
-    y = (_rows(slab) - _like_row(mean, slab)) * _like_row(scale, slab) + _like_row(shift, slab)
-    y = tf.nn.relu(y)
-    return tf.reshape(tf.cast(y, slab.dtype), slab.shape)
-
-
-@fused
-def combined(upstream, slab, scale, mean, along, shift):
-    """upstream * scale + (slab - mean) * along + shift, by the channels."""
-    y = (_rows(slab) - _like_row(mean, slab)) * _like_row(along, slab) + _like_row(shift, slab)
-    y = y + _rows(upstream) * _like_row(scale, slab)
-    return tf.reshape(tf.cast(y, slab.dtype), slab.shape)
 
 
 def convolve(parts: Tuple, kernel):
@@ -585,7 +535,7 @@ class SlabDecoder(SlabLayer):
         def sums_of(at_head, *arguments):
             y, at_y = to_output(at_head, *arguments)
             hidden2, norm, *_, weights = arguments
-            of_head = filter_gradient((y, None, None), at_head, weights["head"]), column_sums(at_head)
+            of_head = filter_gradient((y, None, None), at_head, weights["head"]), channel_sums(value, [at_head])[0]
             return (gradient_sums(at_y, hidden2, norm), *of_head)
 
         def with_head(index):
@@ -675,17 +625,6 @@ class SlabDecoder(SlabLayer):
 def _then(x, *before):
     with tf.control_dependencies(before):
         return tf.identity(x)
-
-
-def _rows(slab):
-    """(X, Y, Z, C) -> (X * Y, Z * C) float32: broadcasting a few values over the last axis is slow."""
-    x, y, z, c = slab.shape
-    return tf.cast(tf.reshape(slab, (x * y, z * c)), tf.float32)
-
-
-def _like_row(vector, slab):
-    """(C,) -> (Z * C,)"""
-    return tf.tile(vector, [slab.shape[2]])
 
 
 def _with_edges(output, parts, taps, of_plane):
