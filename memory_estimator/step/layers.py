@@ -182,7 +182,7 @@ def normalise(writer: Writer, op: LayerOp, source: str, result: str, group: str,
         return
     if not has_fused_norm(op.shape[3], op.dtype):
         for of in ("sums", "squares"):
-            _channel_sums(writer, op, f"{result}/{of}", source)
+            channel_sums(writer, op, f"{result}/{of}", source)
         writer.make(result, "pointwise", [source], size, group)
         return
     over = source if alone and writer.itex and samples == 1 else None
@@ -210,7 +210,7 @@ def norm_gradient(writer: Writer, op: LayerOp, upstream: str, source: str, resul
         return down
     if not has_fused_norm(op.shape[3], op.dtype):
         for of in ("sums", "products"):
-            _channel_sums(writer, op, f"{down}/{of}", upstream, source)
+            channel_sums(writer, op, f"{down}/{of}", upstream, source)
         return writer.make(down, "pointwise", [upstream, source], writer.map_bytes(op))
     size = writer.map_bytes(op) // samples
     for sample in reversed(range(samples)):
@@ -229,9 +229,9 @@ def norm_gradient(writer: Writer, op: LayerOp, upstream: str, source: str, resul
     return down
 
 
-def _channel_sums(writer: Writer, op: LayerOp, name: str, *reads: str) -> None:
+def channel_sums(writer: Writer, op: LayerOp, name: str, *reads: str) -> None:
     """Sums of maps like the output of `op`, by blocks of rows."""
-    size = 4 * writer.job.micro * op.elements // norm_block(op.shape[0] * op.shape[1])
+    size = 4 * writer.samples * op.elements // norm_block(op.shape[0] * op.shape[1])
     writer.make(name, "pointwise", reads, size)
 
 

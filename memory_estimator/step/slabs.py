@@ -13,14 +13,11 @@ from typing import Any, Callable, Iterator, List, Sequence, Tuple
 from memory_estimator.step import blocks, layers
 from memory_estimator.step.blocks import AGAIN, Block
 from memory_estimator.step.onednn import Convolution
-from memory_estimator.step.scratch import Buffers
 from memory_estimator.step.writer import Writer, filter_gradient_name
 from models.layer_plan import LayerOp, slab_height
 
 MOST_SAMPLES = 4
 """Whose slabs are written down; of more there are as many, each larger, which changes little."""
-
-ROWS = 8  # `models.passes.BLOCK`: that a pass sums up before it puts a row out, in float32
 
 SIDES = ("encoder0", "decoder0")
 
@@ -98,7 +95,7 @@ class FinestLevel:
         def first(slab: "Slab") -> None:
             share, group = slab.convolve(of_fine, slab.up_sampled(), of_fine.name), writer.kept_at(conv1)
             reads = [share, slab.of(of_skip.name)]
-            slab.statistics(slab.write(conv1.name, "pointwise", reads, conv1.shape[3], group, takes_over=share))
+            slab.statistics(conv1, slab.write(conv1.name, "pointwise", reads, conv1.shape[3], group, takes_over=share))
 
         self.sweep("decoder0/up", first, [of_skip.name], [self.below.name])
         self.second(self.decoder, "", writer.kept_at(conv2))
@@ -119,7 +116,7 @@ class FinestLevel:
         def body(slab: "Slab") -> None:
             found = slab.convolve(conv1, slab.view("image"), conv1.name + suffix)
             if not suffix:
-                slab.statistics(found)
+                slab.statistics(conv1, found)
 
         self.sweep(f"encoder0/first{suffix}", body)
         self.second(self.encoder, suffix)
@@ -131,7 +128,7 @@ class FinestLevel:
         def body(slab: "Slab") -> None:
             found = slab.convolve(conv2, slab.normed(block.norm1, source), conv2.name + suffix, group)
             if not suffix:
-                slab.statistics(found)
+                slab.statistics(conv2, found)
 
         self.sweep(f"{block.name}/second{suffix}", body, [source])
 
@@ -141,8 +138,8 @@ class FinestLevel:
         """From the loss, slab by slab again: its sums for the norm first."""
         writer, block, hidden2 = self.writer, self.decoder, self.decoder.conv2.name
 
-        def to_output(slab: "Slab") -> Tuple[str, str]:
-            """Of a slab, the gradients of its logits and of what the norm puts out."""
+        def to_output(slab: "Slab") -> str:
+            """The gradient of what the norm puts out."""
             y = slab.output(block, hidden2)
             at_logits = slab.slope(slab.convolve(self.head, y, f"{self.head.name}/{slab.sweep}"))
             if slab.sweep == "sums":
@@ -151,7 +148,7 @@ class FinestLevel:
             return slab.behind_relu(at_y, y, self.upstreams[1] if slab.sweep == "back" else "") if block.act else at_y
 
         def sums(slab: "Slab") -> None:
-            slab.gradient_sums(to_output(slab), slab.of(hidden2))
+            slab.statistics(block.conv2, to_output(slab), slab.of(hidden2))
 
         def back(slab: "Slab") -> None:
             slab.below_norm(block.norm2, to_output(slab), hidden2, f"{hidden2}/gradient")
@@ -190,7 +187,7 @@ class FinestLevel:
             if block.act:
                 at_y = slab.behind_relu(at_y, y, f"{name}/relu")
                 slab.filter_gradient(block.shortcut, slab.view("image"), at_y)
-            slab.gradient_sums(at_y, slab.of(hidden2))
+            slab.statistics(block.conv2, at_y, slab.of(hidden2))
 
         self.sweep("encoder0/output", to_output, [hidden2, *self.upstreams], [at_pooled])
         for op in filter(None, (*self.of_skip, block.shortcut)):
@@ -217,7 +214,7 @@ class FinestLevel:
         def body(slab: "Slab") -> None:
             slab.filter_gradient(block.conv2, slab.normed(block.norm1, hidden1), slab.of(at_hidden2))
             at_y = slab.input_gradient(block.conv2, slab.of(at_hidden2), f"{block.norm1.name}/gradient")
-            slab.gradient_sums(at_y, slab.of(hidden1))
+            slab.statistics(block.conv1, at_y, slab.of(hidden1))
 
         self.sweep(f"{block.name}/second/back", body, [hidden1, at_hidden2])
         self.total(block.conv2)
@@ -300,14 +297,11 @@ class Slab:
         """Norm and ReLU, made anew for each sweep that reads them."""
         return self.write(f"{norm.name}/{self.sweep}", "pointwise", [self.of(source)], norm.shape[3])
 
-    def statistics(self, hidden: str) -> None:
-        """What a norm needs of its input."""
-        if self.writer.norm_reads_source:
-            self._sums([hidden], passes=2)
-
-    def gradient_sums(self, upstream: str, hidden: str) -> None:
-        """What a norm's gradient needs of its output's gradient and its input."""
-        self._sums([upstream, hidden], passes=2 if self.writer.norm_reads_source else 1)
+    def statistics(self, op: LayerOp, *maps: str) -> None:
+        """What a norm behind `op` needs of what that put out; its gradient needs it of the gradient behind it too."""
+        parts = ("sums", "squares") if self.writer.norm_reads_source else ("sums",)[: len(maps) - 1]
+        for part in parts:
+            layers.channel_sums(self.writer, self.op(op), f"{maps[0]}/{part}/{self.sweep}", *maps)
 
     def below_norm(self, norm: LayerOp, upstream: str, hidden: str, result: str) -> str:
         """The gradient of a norm's input, from that behind the ReLU."""
@@ -401,11 +395,6 @@ class Slab:
         """The gradient of the logits, in one pass."""
         head = self.level.head
         return self.write(f"{head.name}/slope/{self.sweep}", "pointwise", [logits, self.view("target")], head.shape[3])
-
-    def _sums(self, maps: Sequence[str], passes: int) -> None:
-        size = self.writer.size(maps[0]) * 4 // self.writer.compute_bytes // ROWS
-        name = f"{maps[0]}/sums/{self.sweep}"
-        self.writer.run(name, "reduce", [*maps] * passes, buffers=Buffers(scratch=(size,)))
 
 
 def _pieces(planes: int, samples: int) -> List[Tuple[int, int]]:
