@@ -100,7 +100,7 @@ def test_the_loss_has_as_many_slabs_as_the_closed_form_counts():
     from cpu3d.training import losses
     from memory_estimator.step.writer import SLABS
 
-    assert SLABS == losses.SLABS
+    assert SLABS == supervision.PIECES
 
 
 @pytest.mark.parametrize(("dtype", "policy"), [(dtype, "speed") for dtype in DTYPES] + [("bfloat16", "lean")])
