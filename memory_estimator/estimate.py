@@ -73,6 +73,7 @@ class Kind:
     family: str  # of oneDNN's kernels, as of `family_of`
     hosts: Tuple[str, ...]  # the CPUs' names
     threads: Tuple[int, ...]  # numbers of threads that were measured
+    policies: Tuple[str, ...]  # memory policies that were
     records: int  # measured steps, all of which the margin is made of
     held_out: int  # of them, those that no constant was fitted to, which the errors are of
     allocator_peak: Optional[Bound]
@@ -105,12 +106,15 @@ class Accuracy:
         alike = [one for one in self.kinds if (one.engine, one.dtype, one.family) == (job.engine, dtype, family)]
         version = self.versions.get(job.engine)
         same = [one for one in alike if version in (None, one.version)]
-        for one in same:
-            if job.threads in one.threads:
-                return one, ""
         if not alike:
             return None, f"{job.engine} in {dtype} with oneDNN's kernels for {family}"
-        return None, f"{job.threads} threads" if same else str(version)
+        if not same:
+            return None, str(version)
+        on_threads = [one for one in same if job.threads in one.threads]
+        for one in on_threads:
+            if job.policy in one.policies:
+                return one, ""
+        return None, f"policy {job.policy}" if on_threads else f"{job.threads} threads"
 
     def widest(self, process_peak_bytes: int) -> int:
         """As `Kind.upper_bound`, by the widest margin of any kind."""
@@ -232,6 +236,7 @@ class Estimate:
             "dtype",
             "family",
             "threads",
+            "policies",
             "records",
             "held_out",
             "margin_share",

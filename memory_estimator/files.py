@@ -11,7 +11,10 @@ from typing import Any, Callable, Dict, List, Optional, TypeVar, Union, get_args
 
 T = TypeVar("T")
 
-RECORD_SCHEMA = 1  # of benchmark records, as `cpu3d.util.records` writes them
+RECORD_SCHEMA = 2  # of benchmark records, as `cpu3d.util.records` writes them
+
+POLICIES_OF_SCHEMA_1 = {"speed": "speed", "lean": "balanced"}
+"""What a record of schema 1 calls a memory policy -> its name today. The "balanced" of then is no more."""
 
 
 class NotRegularError(OSError, ValueError):
@@ -64,16 +67,38 @@ def read_records(path: Path, kind: str, use: Callable[[Dict[str, Any]], Optional
         raise ValueError(f"record file {path} must exist, found none; make it with `bench` and --record {path}")
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
-            record = parse_json(line)
-            if record["schema"] != RECORD_SCHEMA:
-                raise ValueError(f"schema {record['schema']}")
-            found.append(use(record) if record["kind"] == kind else None)
+            record = of_today(parse_json(line))
+            found.append(use(record) if record and record["kind"] == kind else None)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
             raise ValueError(
                 f"record {path}:{number} must be JSON of schema {RECORD_SCHEMA} as `bench` writes it, got {error!r}; "
                 "remove the line, or measure again"
             ) from None
     return [one for one in found if one is not None]
+
+
+def of_today(record: Dict[str, Any]) -> Optional[Dict[str, Any]]:
+    """A record under today's names of the memory policies; None where it measured the one that is no more.
+
+    Records are never edited, and those of other hosts cannot be made again: they are read as what they measured. From
+    schema 1 to 2 "lean" became "balanced", as another policy is the leanest now, and what was "balanced" went. The
+    record is one of `bench`, whose comparison of policies has a row for each, or what a run has shown of its host.
+    Raises ValueError for another schema, and KeyError without one.
+    """
+    if record["schema"] == RECORD_SCHEMA:
+        return record
+    if record["schema"] != 1:
+        raise ValueError(f"schema {record['schema']}")
+    names = POLICIES_OF_SCHEMA_1
+    if record.get("kind") == "policies":
+        named = [{**row, "name": names.get(row["name"])} if row["kind"] == "policy" else row for row in record["rows"]]
+        return {**record, "rows": [row for row in named if row["name"]]}
+    job = record.get("job", record)
+    if "unet" not in job:
+        return record
+    policy = names.get({"policy": "speed", **job["unet"]}["policy"])
+    job = {**job, "unet": {**job["unet"], "policy": policy}}
+    return ({**record, "job": job} if "job" in record else job) if policy else None
 
 
 def typed(content: Any, kind: Any, name: str = "content") -> Any:

@@ -20,7 +20,7 @@ from memory_estimator.estimate import Accuracy, Bound, Estimate, Kind, estimate,
 from memory_estimator.files import read_records
 from memory_estimator.job import AUTO, Job, engine_version
 from memory_estimator.step.onednn import USUAL, Kernels, highest_isa
-from models.config import UNetConfig
+from models.config import POLICIES, UNetConfig
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "records" / "memory"
 """The folder of published records, a file a host; it may not be there."""
@@ -173,7 +173,7 @@ def job_from(record: Mapping[str, Any]) -> Job:
     if engine in (None, AUTO):
         engine = "itex" if "ITEX" in record["engine_name"] else "stock"
     job = Job(
-        UNetConfig(**{"policy": record.get("policy", "speed"), **record["unet"]}),
+        UNetConfig(**record["unet"]),
         shape=tuple(record["shape"]),
         batch=record["batch"],
         micro_batch=record.get("micro_batch", record["batch"]),  # older ones computed the whole batch at once
@@ -302,6 +302,7 @@ def _kind(key: Key, rows: Sequence[Row]) -> Kind:
         *key,
         hosts=tuple(sorted({row.measured.host for row in rows})),
         threads=tuple(sorted({row.measured.job.threads for row in rows})),
+        policies=tuple(sorted({row.measured.job.policy for row in rows}, key=POLICIES.index)),
         records=len(rows),
         held_out=len(held_out),
         **dict(zip(("allocator_peak", "process_peak", "step_s"), found)),

@@ -28,6 +28,7 @@ NEED_TENSORFLOW = {
     "models.slabs",
     "models.norm",
     "models.ordered",
+    "models.passes",
     "models.unet3d",
 }
 """The modules that import TensorFlow at the top. Every other one must not: a laptop without TensorFlow plans, prepares,

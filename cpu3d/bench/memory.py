@@ -1,20 +1,21 @@
 """Measure what the real training step takes of memory, in a fresh process, beside what the estimator predicts.
 
     ./run.sh bench memory --shape 128 128 128 --filters 16 --dtype bfloat16 --json
-    ./run.sh bench memory --policies --shape 128 128 128 --rounds 2 --peer "python other.py" --picture policies.png
+    ./run.sh bench memory --policies --shape 128 128 128 --rounds 2 --peer "python other.py" --record r/policies.jsonl
 
 Takes the estimator's arguments; of a --run it measures the step alone, without averaged weights and the store's work.
 The allocator's peak is TensorFlow's own count, in which stock TensorFlow leaves out oneDNN's scratch; the process's is
 the kernel's (VmHWM). Both are exact.
 
 --policies measures the step under every memory policy and beside peers, in turn; a peer is a command whose last line of
-output is JSON with "step_s", and "peak_rss_bytes" if it knows its peak. What a process dies of becomes a row.
+output is JSON with "step_s", and "peak_rss_bytes" if it knows its peak. What a process dies of becomes a row. The bytes
+live over a step are those of one more, of which TensorFlow's profiler tells every request to the allocator; `bench
+tables --picture` draws them.
 """
 
 import math
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
 from cpu3d.bench import harness
@@ -22,7 +23,6 @@ from cpu3d.bench.harness import HOST_FACTS, Output, Result, Turns, deaths, gib, 
 from cpu3d.bench.step import MeasuredJob, StepOptions, measure, step_request
 from cpu3d.errors import InputError
 from cpu3d.host.thread_plan import thread_plan
-from cpu3d.util.atomic import writable_folder, write_bytes
 from memory_estimator.calibration import HostConstants, find_constants
 from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
@@ -44,7 +44,6 @@ class MemoryOptions(StepOptions):
     """What is measured, but for the job."""
 
     policies: bool = option(False, "compare all policies and peers")
-    picture: Optional[Path] = option(None, "draw the policies as PNG", "FILE")
 
 
 OPTIONS = ((MeasuredJob,), MemoryOptions, Turns, Output)
@@ -53,15 +52,11 @@ OPTIONS = ((MeasuredJob,), MemoryOptions, Turns, Output)
 def run(given: Dict[str, Any], options: MemoryOptions, turns: Turns, output: Output) -> int:
     if options.policies and "policy" in given:
         raise InputError("policy must be left out with --policies, got it; drop it")
-    if not options.policies and (turns.peer or turns.rounds > 1 or options.picture):
-        raise InputError("peer, rounds and picture must come with --policies, got one alone; add that")
-    if options.picture:
-        writable_folder(options.picture.parent, "folder")
+    if not options.policies and (turns.peer or turns.rounds > 1):
+        raise InputError("peer and rounds must come with --policies, got one alone; add that")
     request = step_request(given, options)
     if options.policies:
         result = compare_policies(request, turns.peer, turns.rounds)
-        if options.picture:
-            write_bytes(options.picture, draw_policies(result))
         output.publish("policies", result, policies_table(result))
     else:
         constants = constants_before(request)
@@ -106,7 +101,7 @@ def compare_policies(request: Dict[str, Any], peers: Sequence[str], rounds: int)
 
     Raises InputError for a peer without a useful answer, and ProcessFailedError where none of ours could be measured.
     """
-    requests = {policy: {**request, "unet": {**request["unet"], "policy": policy}} for policy in POLICIES}
+    requests = {policy: {**request, "live": True, "unet": {**request["unet"], "policy": policy}} for policy in POLICIES}
     ours = {policy: harness.fresh(measure, one) for policy, one in requests.items()}
     constants = constants_before(request)
     found, failures = harness.in_turn({**harness.peers(peers), **ours}, rounds, "memory")
@@ -122,6 +117,7 @@ def compare_policies(request: Dict[str, Any], peers: Sequence[str], rounds: int)
         row, is_ours = harness.summary(found[way], found[BASELINE]), way in requests
         allocator = row["allocator_peak_bytes"]
         row["units"] = None if allocator is None else allocator / unit_bytes
+        row["live_bytes"] = next((one["live_bytes"] for one in found[way] if one and one.get("live_bytes")), None)
         row["rounds"] = [one and {name: one.get(name) for name in FIGURES} for one in found[way]]
         row["error"] = failures[way].reason if way in failures else None
         row["predicted"] = predict({**requests[way], **facts}, constants) if is_ours else None
@@ -154,26 +150,41 @@ def policies_table(record: Result) -> Table:
 
 
 def draw_policies(record: Result) -> bytes:
-    """Peaks and seconds as bars, row by row from top to bottom, as PNG."""
-    rows, places = record["rows"], range(len(record["rows"]))
-    figure = new_figure(11, 0.42 * len(rows) + 1.2)
-    panels = (
-        ("allocator_peak_bytes", "allocator peak, GiB", GIB, PALETTE[0]),
-        ("process_peak_bytes", "process peak, GiB", GIB, PALETTE[5]),
-        ("ratio", f"seconds a step, relative to {BASELINE}", 1, PALETTE[4]),
-    )
-    for axes, (name, label, unit, colour) in zip(figure.subplots(1, len(panels)), panels):
-        plain(axes, "")
-        values = [(row[name] or 0) / unit for row in rows]
-        # A peer knows no allocator: that is no death.
-        texts = ["died" if row["error"] else "-" if row[name] is None else f"{row[name] / unit:.2f}" for row in rows]
-        axes.bar_label(axes.barh(places, values, 0.62, color=colour), texts, padding=3, fontsize=8)
-        axes.set_yticks(
-            places, [row["name"] if axes.get_subplotspec().is_first_col() else "" for row in rows], fontsize=8
-        )
-        axes.invert_yaxis()
-        axes.set_xlim(0, 1.42 * (max(values) or 1))  # room for the texts
-        axes.set_xlabel(label, fontsize=9)
+    """What the process holds over one step under each policy, panels as wide as their steps take long, and the peaks of
+    peers as lines, as PNG.
+
+    What the allocator has handed out is drawn above all else that the process holds at its peak: so the highest point
+    is the process's peak, which is what is known of a peer.
+    """
+    drawn = [row for row in record["rows"] if row.get("live_bytes")]
+    peers = [row for row in record["rows"] if row["kind"] == "peer" and row["process_peak_bytes"]]
+    highest = 1.15 * max(row["process_peak_bytes"] for row in (*drawn, *peers)) / GIB
+    figure = new_figure(10, 3.9)
+    panels = figure.subplots(
+        1, len(drawn), sharey=True, squeeze=False, gridspec_kw={"width_ratios": [row["ratio"] for row in drawn]}
+    )[0]
+    for axes, row, colour in zip(panels, drawn, PALETTE):
+        beside, live = (row["process_peak_bytes"] - row["allocator_peak_bytes"]) / GIB, row["live_bytes"]
+        # Parts of a step, each as high as the most in it; the step begins with what is live at its end.
+        times = [row["ratio"] * part / len(live) for part in range(len(live) + 1)]
+        held = [beside + size / GIB for size in (live[-1], *live)]
+        axes.fill_between(times, 0, beside, color="#888888", alpha=0.3, linewidth=0)
+        axes.fill_between(times, beside, held, color=colour, alpha=0.3, linewidth=0, step="pre")
+        axes.step(times, held, color=colour, linewidth=1.3, where="pre")
+        plain(axes, f"{row['name']}: {max(held):.2f} GiB, {row['ratio']:.2f} x")
+        for peer in peers:
+            axes.axhline(peer["process_peak_bytes"] / GIB, color="#444444", linewidth=1, linestyle=(0, (5, 3)))
+        axes.set_xlim(0, row["ratio"])
+        axes.set_ylim(0, highest)
+        axes.set_xticks([part / 2 for part in range(1 + int(2 * row["ratio"]))])
+        axes.tick_params(left=axes is panels[0])
+    for peer in peers:
+        text, place = f"{peer['name']}: {gib(peer['process_peak_bytes'])} GiB, {peer['ratio']:.2f} x", (-4, 3)
+        where = (drawn[-1]["ratio"], peer["process_peak_bytes"] / GIB)
+        panels[-1].annotate(text, where, place, textcoords="offset points", color="#444444", fontsize=8, ha="right")
+    panels[0].set_ylabel("held by the process, GiB")
+    panels[0].annotate("beside the allocator", (0.04, 0.06), fontsize=8, color="#444444")
+    figure.supxlabel(f"time, in steps of {BASELINE}", fontsize=9)
     figure.suptitle(f"One training step, {title_of(record)}", fontsize=10, fontweight="bold", x=0.01, ha="left")
-    figure.tight_layout(pad=0.6, w_pad=1.4, rect=(0, 0, 1, 0.98))
+    figure.tight_layout(pad=0.6, w_pad=0.8)
     return png(figure)

@@ -19,7 +19,7 @@ from typing import Any, Dict, List, Tuple
 from cpu3d.bench import harness
 from cpu3d.bench.harness import Output, Result, Turns, gib, host_of, title_of, valid, with_range
 from cpu3d.host.apply import ENGINES, set_up
-from cpu3d.host.observe import ENOUGH, Observer
+from cpu3d.host.observe import ENOUGH, Observer, live_bytes, trace
 from cpu3d.settings import AUTO, RunConfig, left_open
 from memory_estimator.fitting import FEWEST_STEPS
 from memory_estimator.host import read_host
@@ -35,6 +35,8 @@ from models.layer_plan import training_flops
 WARM_UP_STEPS, LONG_ENOUGH_S = 2, 90
 """The first step compiles, the second still fills optimizer slots and caches. Once the steps have taken so long, as
 without oneDNN in bfloat16, no more are done than one to warm up and one to time."""
+
+LIVE_PARTS = 300  # of a step, each with the most that is live in it: as fine as a picture shows
 
 HELP = "time the real training step in a fresh process, alone or in turn with a peer"
 
@@ -111,8 +113,8 @@ def step_table(record: Result) -> Table:
 def measure(request: Dict[str, Any]) -> Result:
     """Do `steps` training steps in the dtype and on the engine of `request`: their time and their memory.
 
-    What the steps show of this host is kept for the estimator. With `request["matmul"]` the host's matrix product
-    is timed too. Both come after the peaks are read.
+    What the steps show of this host is kept for the estimator. With `request["live"]` one more step is profiled for the
+    bytes that are live over it, with `request["matmul"]` the host's matrix product is timed. All come after the peaks.
     """
     if request.get("threads"):  # else they are the host's own number or the environment's
         os.environ.update(dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(request["threads"])))
@@ -143,6 +145,8 @@ def measure(request: Dict[str, Any]) -> Result:
     result = {**request, "step_s": step_s, "step_s_min": min(timed), "step_s_max": max(timed)}
     result.update(first_step_s=[*first, *timed][0], steps_timed=len(timed), volume_s=step_s / batch)
     result.update(parameters=parameter_count(learner.model), **facts)
+    if request.get("live"):
+        result["live_bytes"] = _most_in_each_part(trace(step, live_bytes)[1] or [])
     if len(timed) >= FEWEST_STEPS and has_known_engine(result):
         observer = Observer(job_from_record(result), "bench", host, traced=range(len(timed), len(timed) + ENOUGH))
         for seconds in timed:
@@ -152,6 +156,18 @@ def measure(request: Dict[str, Any]) -> Result:
         observer.record()
     best = _matmul_gflops(tf, unet.dtype) if request["matmul"] else None
     return {**result, "gflops": gflops, "matmul_gflops": best, "matmul_peak_share": best and gflops / best}
+
+
+def _most_in_each_part(requests: List[Tuple[float, int]]) -> List[int]:
+    """The most of the (seconds, bytes) of one step in each of LIVE_PARTS equal parts of it; [] of none."""
+    if not requests:
+        return []
+    found: List[List[int]] = [[] for _ in range(LIVE_PARTS)]
+    begin, end = requests[0][0], requests[-1][0]
+    for second, size in requests:
+        found[min(int(LIVE_PARTS * (second - begin) / (end - begin)), LIVE_PARTS - 1)].append(size)
+    held = itertools.accumulate(found, lambda before, inside: [*before[-1:], *inside])
+    return [max(inside) for inside in held]
 
 
 def config_of(request: Dict[str, Any], workers: int = 1) -> RunConfig:

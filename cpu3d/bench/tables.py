@@ -2,7 +2,7 @@
 
     ./run.sh bench tables --records records                         # prints it
     ./run.sh bench tables --records records --out docs/results.md
-    ./run.sh bench tables --records records --page docs/validation.md
+    ./run.sh bench tables --records records --page docs/validation.md --picture docs/pictures/policies.png
 
 What is predicted is what the estimator says now, with the constants that it ships. The validation page holds every
 measured configuration beside that, a section a host; its upper bounds follow from accuracy.json, which `python -m
@@ -19,12 +19,13 @@ from cpu3d.bench.data import page_lines
 from cpu3d.bench.engines import engines_table
 from cpu3d.bench.faults import faults_table
 from cpu3d.bench.harness import gib, valid
-from cpu3d.bench.memory import policies_table
+from cpu3d.bench.memory import draw_policies, policies_table
 from cpu3d.bench.scaling import scaling_lines
 from cpu3d.bench.step import step_table
 from cpu3d.bench.validate import signed, summary_table
 from cpu3d.bench.windows import windows_table
 from cpu3d.compare.report import comparisons_markdown
+from cpu3d.errors import InputError
 from cpu3d.util.atomic import write_bytes
 from cpu3d.util.records import newest, read_records
 from memory_estimator.calibration import shipped_constants
@@ -77,6 +78,7 @@ class TableOptions:
     records: Path = option(help="folder of .jsonl records", metavar="DIR")
     out: Optional[Path] = option(None, "write the page of results; else it is printed", metavar="FILE")
     page: Optional[Path] = option(None, "write the validation page", metavar="FILE")
+    picture: Optional[Path] = option(None, "draw the newest comparison of policies as PNG", metavar="FILE")
 
 
 OPTIONS = (TableOptions,)
@@ -85,6 +87,12 @@ OPTIONS = (TableOptions,)
 def run(options: TableOptions) -> int:
     if options.page:
         write_bytes(options.page, ("\n".join(page(*validation(options.records))) + "\n").encode())
+    if options.picture:
+        path = options.records / "policies.jsonl"
+        drawn = [one for one in read_records(path, path.stem) if any(row.get("live_bytes") for row in one["rows"])]
+        if not drawn:
+            raise InputError(f"records {path} must have live_bytes, got none; measure with `bench memory --policies`")
+        write_bytes(options.picture, draw_policies(drawn[-1]))
     text = "\n".join(tables(options.records)) + "\n"
     if options.out:
         write_bytes(options.out, text.encode())

@@ -34,6 +34,7 @@ from memory_estimator.schema import option
 from memory_estimator.table import Table
 from memory_estimator.units import format_bytes
 from memory_estimator.validation import PUBLISHED, Measured, Row, compare, read_measured, spreads
+from models.config import POLICIES
 
 HELP = "measure the configurations that the estimator is judged by on this host"
 
@@ -94,9 +95,11 @@ def measured_record(job: Job, host: Host) -> Dict[str, Any]:
 
 
 def configurations(threads: int) -> Tuple[Job, ...]:
-    """Every job of the published records, as on a host with so many threads."""
-    jobs = (dataclasses.replace(one.job, threads=threads) for one in valid(read_measured, PUBLISHED))
-    return tuple(dict.fromkeys(jobs))
+    """Every job of the published records, as on a host with so many threads; what one policy that saves memory was
+    measured with, under the others that do as well."""
+    jobs = [dataclasses.replace(one.job, threads=threads) for one in valid(read_measured, PUBLISHED)]
+    others = [job.with_unet(policy=policy) for job in jobs if job.policy != "speed" for policy in POLICIES[1:]]
+    return tuple(dict.fromkeys([*jobs, *others]))
 
 
 def summary_table(rows: Sequence[Row]) -> Table:

@@ -22,7 +22,7 @@ from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write, remove_partials, write_json
 from cpu3d.util.lock import locked
 from memory_estimator.calibration import SCHEMA, HostConstants, host_file, shipped_constants, to_json
-from memory_estimator.files import parse_json, read_regular, typed
+from memory_estimator.files import RECORD_SCHEMA, of_today, parse_json, read_regular, typed
 from memory_estimator.fitting import FEWEST_STEPS, Run, fitted, undisturbed, wide_group
 from memory_estimator.host import Host, cache_bytes
 from memory_estimator.job import Job
@@ -134,7 +134,8 @@ def record(runs: Sequence[Run], host: Host) -> Path:
         kept = _merged(read_runs(path), runs)
         constants = constants_of(kept, host)  # a run that cannot be fitted is not kept
         with atomic_write(_runs_file(path), "w") as file:
-            file.writelines(json.dumps(dataclasses.asdict(run)) + "\n" for run in kept)
+            lines = ({"schema": RECORD_SCHEMA, **dataclasses.asdict(run)} for run in kept)
+            file.writelines(json.dumps(line) + "\n" for line in lines)
         write_constants(path, constants)
     return path
 
@@ -151,22 +152,26 @@ def write_constants(path: Path, found: Sequence[HostConstants], **more: Any) -> 
 
 
 def read_runs(path: Path) -> List[Run]:
-    """The runs that a host's constants in `path` are fitted to, the oldest first. Damaged lines are left out."""
+    """The runs that a host's constants in `path` are fitted to, the oldest first. Damaged lines are left out, and those
+    of a policy that is no more."""
     runs, lines = [], []
     with contextlib.suppress(OSError):
         lines = read_regular(_runs_file(path)).splitlines()
     for line in lines:
-        with contextlib.suppress(ValueError, TypeError):
-            runs.append(typed(parse_json(line), Run, "run"))
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            record = of_today({"schema": 1, **parse_json(line)})  # the first ones say none
+            if record:
+                runs.append(typed({name: value for name, value in record.items() if name != "schema"}, Run, "run"))
     return runs
 
 
-def trace(step: Callable[[], T]) -> Tuple[T, Optional[List[Event]]]:
-    """What `step` returns, and its operations in the order they began; None where the profiler fails: with no space,
-    where somebody else profiles, or in another TensorFlow. It raises what `step` raises and nothing else."""
+def trace(step: Callable[[], T], read: Optional[Callable[[Path], List]] = None) -> Tuple[T, Optional[List]]:
+    """What `step` returns, and what `read` finds in its profile: by default its operations in the order they began,
+    each an Event. None where the profiler fails: with no space, where somebody else profiles, or in another TensorFlow.
+    It raises what `step` raises and nothing else."""
     import tensorflow as tf
 
-    profiler, folder, events = tf.profiler.experimental, None, None
+    profiler, folder, found = tf.profiler.experimental, None, None
     options = profiler.ProfilerOptions(host_tracer_level=2, python_tracer_level=0)
     with contextlib.suppress(Exception):
         folder = Path(tempfile.mkdtemp())
@@ -176,9 +181,21 @@ def trace(step: Callable[[], T]) -> Tuple[T, Optional[List[Event]]]:
     finally:
         with contextlib.suppress(Exception):
             profiler.stop()
-            events = _events(folder)
+            found = (read or _events)(folder)
         shutil.rmtree(folder or "", ignore_errors=True)
-    return result, events
+    return result, found
+
+
+def live_bytes(folder: Path) -> List[Tuple[float, int]]:
+    """Of a profile: seconds, and the bytes that TensorFlow's allocator has handed out then, at each of its requests."""
+    found = []
+    for plane, line in _lines(folder):
+        events, stats = plane.event_metadata, plane.stat_metadata
+        for event in line.events:
+            if events[event.metadata_id].name in ("MemoryAllocation", "MemoryDeallocation"):
+                held = next(one for one in event.stats if stats[one.metadata_id].name == "bytes_allocated")
+                found.append((line.timestamp_ns / 1e9 + event.offset_ps / 1e12, held.int64_value))
+    return sorted(found)
 
 
 def seconds_of(program: Program, parts: int, events: Sequence[Event]) -> Tuple[Dict[str, float], Dict[str, float]]:
@@ -225,13 +242,18 @@ def seconds_of(program: Program, parts: int, events: Sequence[Event]) -> Tuple[D
 # --- Private helpers ---
 
 
-def _events(folder: Path) -> List[Event]:
+def _lines(folder: Path) -> List[Tuple[Any, Any]]:
+    """Of a profile: each thread's line of events, with the plane that has their names."""
     # Where TensorFlow keeps the profile's format, from 2.13 to 2.21 at least.
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-    found = []
     spaces = [xplane_pb2.XSpace.FromString(path.read_bytes()) for path in folder.rglob("*.xplane.pb")]
-    for plane, line in ((one, line) for space in spaces for one in space.planes for line in one.lines):
+    return [(plane, line) for space in spaces for plane in space.planes for line in plane.lines]
+
+
+def _events(folder: Path) -> List[Event]:
+    found = []
+    for plane, line in _lines(folder):
         # Not those of the input pipeline, whose threads are called tf_data.
         for event in line.events if line.name.startswith("tf_") and "data" not in line.name else ():
             name, _, kind = plane.event_metadata[event.metadata_id].name.rpartition(":")

@@ -130,11 +130,11 @@ SMALL = "--shape 32 32 32 --filters 8 --depth 3 --threads 2 --calibration avx512
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("{", "must be JSON of schema 1"),
-        ({"schema": 2, "kind": "scaling"}, "schema 2"),
-        (record(rows=[]), "must be JSON of schema 1"),
+        ("{", "must be JSON of schema 2"),
+        ({"schema": 3, "kind": "scaling"}, "schema 3"),
+        (record(rows=[]), "must be JSON of schema 2"),
         (record(rows=record()["rows"][:3]), "row apart of 2"),
-        (record(gradient_bytes=0), "must be JSON of schema 1"),
+        (record(gradient_bytes=0), "must be JSON of schema 2"),
     ],
 )
 def test_a_damaged_record_is_refused_by_its_line(line, problem, file_of, capsys):

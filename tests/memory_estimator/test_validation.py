@@ -51,8 +51,8 @@ def test_errors_are_signed_shares_of_what_was_measured():
 
 
 RECORD = {
-    "schema": 1, "kind": "memory", "date": "2026-11-20", "shape": [64, 64, 64], "batch": 2,
-    "unet": {"filters": 8, "dtype": "bfloat16"}, "optimizer": "sgd", "policy": "speed", "engine": "auto",
+    "schema": 2, "kind": "memory", "date": "2026-11-20", "shape": [64, 64, 64], "batch": 2,
+    "unet": {"filters": 8, "dtype": "bfloat16", "policy": "speed"}, "optimizer": "sgd", "engine": "auto",
     "engine_name": "TensorFlow 2.15.1, oneDNN, ITEX 2.15.0.0", "threads": {"TF_NUM_INTRAOP_THREADS": "7"},
     "host": {"cpu": "some CPU", "isa": ["avx"]}, "step_s": 0.5, "process_peak_bytes": 1000,
     "allocator_peak_bytes": 500,
@@ -77,7 +77,7 @@ def read(tmp_path):
 def test_a_record_is_read_as_the_job_that_really_ran(read):
     unknown = {**RECORD, "engine_name": "TensorFlow 2.15.1, no oneDNN"}
     failed = {**RECORD, "batch": 3, "error": "exited with -9", "step_s": None}
-    one, other = read({"schema": 1, "kind": "step"}, RECORD, unknown, failed)
+    one, other = read({"schema": 2, "kind": "step"}, RECORD, unknown, failed)
     unet = UNetConfig(filters=8, dtype="bfloat16", policy="speed")
     assert one.job == Job(unet, (64, 64, 64), 2, 2, "sgd", "itex", threads=7)
     assert (one.step_s, one.process_peak_bytes, one.allocator_peak_bytes) == (0.5, 1000, 500)
@@ -90,12 +90,25 @@ def test_a_record_is_read_as_the_job_that_really_ran(read):
     assert math.isnan(untimed.step_s)
 
 
+def test_records_of_schema_1_are_read_under_today_s_names_of_what_they_measured(read):
+    """What was lean is balanced, what was balanced is no more; the first ones were under speed and did not say so."""
+
+    def under(policy, filters, schema):
+        unet = {"filters": filters, **({"policy": policy} if policy else {})}
+        return {**RECORD, "schema": schema, "unet": unet}
+
+    lines = [under(*one, 1) for one in (("lean", 1), ("balanced", 2), ("speed", 3), ("", 4))]
+    found = read(*lines, under("lean", 5, 2), under("balanced", 6, 2))
+    names = [(one.job.unet.filters, one.job.policy) for one in found]
+    assert names == [(1, "balanced"), (3, "speed"), (4, "speed"), (5, "lean"), (6, "balanced")]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", r":2 must be JSON of schema 1"),
-        ("[]", r":2 must be JSON of schema 1"),
-        ({**RECORD, "schema": 2}, r":2 must be JSON of schema 1 .*schema 2"),
+        ("{", r":2 must be JSON of schema 2"),
+        ("[]", r":2 must be JSON of schema 2"),
+        ({**RECORD, "schema": 3}, r":2 must be JSON of schema 2 .*schema 3"),
         ({**RECORD, "step_s": 1, "unet": {"filters": -1}}, r":2 must be JSON"),
         ({name: value for name, value in RECORD.items() if name != "threads"}, r":2 must be .*threads"),
     ],

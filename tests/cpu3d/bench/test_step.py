@@ -10,7 +10,7 @@ from cpu3d.__main__ import main
 from cpu3d.bench import harness, memory
 from cpu3d.bench.engines import engines_table
 from cpu3d.bench.harness import ProcessFailedError
-from cpu3d.bench.memory import compare_policies, policies_table
+from cpu3d.bench.memory import compare_policies, draw_policies, policies_table
 from cpu3d.bench.step import step_table
 from cpu3d.errors import InputError
 from cpu3d.settings import RunConfig, save_config
@@ -83,7 +83,7 @@ def test_the_job_is_that_of_the_options_the_recipe_or_the_run(requests, tmp_path
         ("memory --policies --record /proc/none/r.jsonl", "folder /proc/none must be a folder to write to"),
         ("memory --policies --policy lean", "policy must be left out with --policies"),
         ("memory --policies --peer echo", "peer 'echo' must end with a line of JSON, exited with 0"),
-        ("memory --peer echo", "peer, rounds and picture must come with --policies"),
+        ("memory --peer echo", "peer and rounds must come with --policies"),
     ],
 )
 def test_bad_settings_are_refused_before_ours_are_measured(arguments, message, requests, capsys):
@@ -139,7 +139,8 @@ def test_policies_are_compared_within_rounds_and_the_dead_are_rows(monkeypatch):
             raise answer
         seconds, units, process = answer
         about = {"engine_name": "TensorFlow", "threads": {}, "host": {"cpu": "made up", "cores": 2}, "versions": {}}
-        return {**about, "step_s": seconds, "allocator_peak_bytes": units * unit, "process_peak_bytes": process * MIB}
+        peaks = {"allocator_peak_bytes": units * unit, "process_peak_bytes": process * MIB}
+        return {**about, "step_s": seconds, **peaks, "live_bytes": [unit, units * unit]}
 
     predicted = {"allocator_peak_bytes": 40 * unit, "process_peak_bytes": 900 * MIB, "step_s": 2.5}
     monkeypatch.setattr(harness, "in_fresh_process", ours)
@@ -158,3 +159,4 @@ def test_policies_are_compared_within_rounds_and_the_dead_are_rows(monkeypatch):
     assert ["speed", "0.00", "31.0", "2.00", "3.00 (2.00 to 4.00)", "1.00"] in table.rows
     assert ["lean", "-", "-", "-", "died", "-"] in table.rows
     assert "lean: killed" in table.caption
+    assert draw_policies(result).startswith(b"\x89PNG")

@@ -1,11 +1,12 @@
 """What steps show of a host: which operation a profiled event belongs to, and what is kept."""
 
 import dataclasses
+import json
 
 import pytest
 
 from cpu3d.host import observe
-from cpu3d.host.observe import Event, Observer, read_runs, record, seconds_of, trace
+from cpu3d.host.observe import Event, Observer, live_bytes, read_runs, record, seconds_of, trace
 from memory_estimator.calibration import find_constants, host_file
 from memory_estimator.fitting import Run
 from memory_estimator.host import read_host
@@ -81,6 +82,20 @@ def test_the_newest_run_of_each_job_is_kept_and_one_that_says_more_is_not_lost()
     assert len(read_runs(path)) == 40
 
 
+def test_runs_of_before_are_kept_under_today_s_names_of_their_policies():
+    path = record([run_of(filters(16))], HOST)
+    runs = path.with_name(path.name.replace(".json", ".runs.jsonl"))
+    old = json.loads(runs.read_text())
+    old.pop("schema")
+    for policy in ("lean", "balanced"):
+        old["job"]["unet"]["policy"] = policy
+        with runs.open("a") as file:
+            file.write(json.dumps(old) + "\n")
+    assert [run.job.policy for run in read_runs(path)] == ["speed", "balanced"]
+    record([run_of(filters(24))], HOST)
+    assert [run.job.policy for run in read_runs(path)] == ["speed", "balanced", "speed"]
+
+
 def test_a_damaged_file_is_said_and_mended_by_the_next_run():
     path = record([run_of()], HOST)
     path.write_text(path.read_text()[:-40])
@@ -121,6 +136,16 @@ def test_a_profiler_that_fails_harms_no_step(monkeypatch):
     assert trace(lambda: 7) == (7, None)
     with pytest.raises(KeyError):
         trace({}.popitem)
+
+
+def test_the_bytes_live_over_a_step_are_those_of_every_request():
+    import tensorflow as tf
+
+    value, found = trace(lambda: tf.reduce_sum(tf.ones([2**22]) + 1.0).numpy(), live_bytes)
+    seconds, sizes = zip(*found)
+    assert value == 2**23
+    assert (sorted(seconds), sizes[-1]) == (list(seconds), min(sizes))
+    assert max(sizes) - min(sizes) in (16 * 2**20, 32 * 2**20)  # the sum may be written over the ones
 
 
 def test_what_40_jobs_show_does_not_replace_what_calibrate_saw_of_the_runtime(monkeypatch):

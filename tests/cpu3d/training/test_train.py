@@ -54,12 +54,12 @@ def test_what_steps_show_of_the_host_is_kept_and_changes_no_bit(phantom_store, t
     monkeypatch.setattr("memory_estimator.fitting.DISTURBED_SHARE", 99.0)  # however busy this machine is
     monkeypatch.setattr("cpu3d.host.observe.NEAR_SHARE", 99.0)
     for name in ("plain", "watched"):
-        fit = start(phantom_store, tmp_path / name, steps=8, depth=2, policy="lean", batch=2, micro_batch=1)
+        fit = start(phantom_store, tmp_path / name, steps=8, depth=2, policy="balanced", batch=2, micro_batch=1)
         job = job_of(fit.config, 2, 0)
         fit.run(observer=Observer(job, "train", read_host(), warm_up=2, traced=(3, 4)) if name == "watched" else None)
     assert_same_weights(tmp_path / "plain", tmp_path / "watched")
     (run,) = kept_runs()
-    assert (run.by, run.job.policy, run.job.parts) == ("train", "lean", 2)
+    assert (run.by, run.job.policy, run.job.parts) == ("train", "balanced", 2)
     assert 0 < sum(run.op_s.values()) < run.step_s
 
 

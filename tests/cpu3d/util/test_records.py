@@ -11,7 +11,7 @@ def test_records_are_appended_and_read_by_their_kind(tmp_path):
     append_record(path, "step", {"step_s": 1})
     append_record(path, "engines", {"rows": []})
     (record,) = read_records(path, "step")
-    assert (record["schema"], record["kind"], record["step_s"]) == (1, "step", 1)
+    assert (record["schema"], record["kind"], record["step_s"]) == (2, "step", 1)
 
 
 def test_the_newest_of_a_key_counts_in_the_place_of_the_first():
