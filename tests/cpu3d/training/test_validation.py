@@ -14,6 +14,7 @@ from memory_estimator.job import Job
 from memory_estimator.step.program import Program, timeline
 from memory_estimator.step.training_step import training_step, validation_pass
 from models.config import UNetConfig
+from models.supervision import Supervision
 
 SMALL, SHAPE = (16, 16, 12), (48, 48, 44)
 
