@@ -149,15 +149,15 @@ def policies_table(record: Result) -> Table:
     return Table(columns, rows, title=title, caption=deaths(record["rows"]))
 
 
-def draw_policies(record: Result) -> bytes:
+def draw_policies(record: Result, peers: Sequence[Result]) -> bytes:
     """What the process holds over one step under each policy, panels as wide as their steps take long, and the peaks of
-    peers as lines, as PNG.
+    `peers`, which are rows too, as lines, as PNG.
 
     What the allocator has handed out is drawn above all else that the process holds at its peak: so the highest point
     is the process's peak, which is what is known of a peer.
     """
     drawn = [row for row in record["rows"] if row.get("live_bytes")]
-    peers = [row for row in record["rows"] if row["kind"] == "peer" and row["process_peak_bytes"]]
+    peers = [row for row in peers if row["process_peak_bytes"]]
     highest = 1.15 * max(row["process_peak_bytes"] for row in (*drawn, *peers)) / GIB
     figure = new_figure(10, 3.9)
     panels = figure.subplots(
@@ -179,7 +179,7 @@ def draw_policies(record: Result) -> bytes:
         axes.set_xticks([part / 2 for part in range(1 + int(2 * row["ratio"]))])
         axes.tick_params(left=axes is panels[0])
     for peer in peers:
-        text, place = f"{peer['name']}: {gib(peer['process_peak_bytes'])} GiB, {peer['ratio']:.2f} x", (-4, 3)
+        text, place = f"{peer['name']}: {gib(peer['process_peak_bytes'])} GiB", (-4, 3)
         where = (drawn[-1]["ratio"], peer["process_peak_bytes"] / GIB)
         panels[-1].annotate(text, where, place, textcoords="offset points", color="#444444", fontsize=8, ha="right")
     panels[0].set_ylabel("held by the process, GiB")

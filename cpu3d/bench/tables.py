@@ -88,11 +88,7 @@ def run(options: TableOptions) -> int:
     if options.page:
         write_bytes(options.page, ("\n".join(page(*validation(options.records))) + "\n").encode())
     if options.picture:
-        path = options.records / "policies.jsonl"
-        drawn = [one for one in read_records(path, path.stem) if any(row.get("live_bytes") for row in one["rows"])]
-        if not drawn:
-            raise InputError(f"records {path} must have live_bytes, got none; measure with `bench memory --policies`")
-        write_bytes(options.picture, draw_policies(drawn[-1]))
+        write_bytes(options.picture, picture(options.records / "policies.jsonl"))
     text = "\n".join(tables(options.records)) + "\n"
     if options.out:
         write_bytes(options.out, text.encode())
@@ -111,6 +107,18 @@ def tables(folder: Path) -> List[str]:
             while not lines[-1]:
                 lines.pop()
     return lines
+
+
+def picture(path: Path) -> bytes:
+    """PNG of the newest comparison of policies that has the bytes live over a step, with the peaks of peers that any
+    comparison at the same job had, on whatever host. Raises InputError where there is none."""
+    records = read_records(path, "policies")
+    drawn = next((one for one in reversed(records) if any(row.get("live_bytes") for row in one["rows"])), None)
+    if not drawn:
+        raise InputError(f"records {path} must have live_bytes, got none; measure with `bench memory --policies`")
+    same = [one for one in records if all(one[name] == drawn[name] for name in ("shape", "batch", "unit_bytes"))]
+    peers = {row["name"]: row for one in same for row in one["rows"] if row["kind"] == "peer"}
+    return draw_policies(drawn, list(peers.values()))
 
 
 # --- Sections of the page of results ---
