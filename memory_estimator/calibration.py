@@ -151,7 +151,10 @@ def runtime_ops(program: Program) -> int:
     """Of a program, the operations that `op_bytes` counts: convolutions, whose kernels are compiled, each once."""
     first = ("", "sample0/plane0")
     return sum(
-        "conv" in op.kind and "shortcut" not in op.name and op.name.partition("/filter_gradient/")[2] in first
+        "conv" in op.kind
+        and not op.again
+        and "shortcut" not in op.name
+        and op.name.partition("/filter_gradient/")[2] in first
         for op in program.ops
     )
 

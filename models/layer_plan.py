@@ -95,11 +95,15 @@ def training_flops(config: UNetConfig, shape: Shape3, batch: int = 1) -> int:
 
 
 SLABS = 16
-"""About as many a volume, where level 0 goes in slabs: what is alive beside whole maps is a handful of them."""
+"""About as many a volume: what is alive beside whole maps is a handful of slabs."""
 
 
 def slab_height(planes: int) -> int:
-    """Planes of a slab: even, for slabs are pooled one by one."""
+    """Planes of a slab, from the grid alone: the same on every run of a plan, for bits depend on it.
+
+    Even, for slabs are pooled one by one, and at least 4: the planes at its edges are 2 / (3 * height) more work in
+    a convolution and its input gradient.
+    """
     return max(4, 2 * round(planes / (2 * SLABS)))
 
 

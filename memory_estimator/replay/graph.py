@@ -50,6 +50,8 @@ class Node:
     after: Tuple[str, ...]  # nodes it must wait for without reading them: control dependencies
     outputs: Tuple[Output, ...]
     attributes: Any  # TensorFlow's own mapping of them
+    place: int = 0  # of a function's argument
+    again: bool = False  # whether the same function has been called before
     body: "Tuple[Node, ...]" = ()
     """Of a call, the nodes of the function called. One that XLA compiles is an operation like any other."""
 
@@ -63,12 +65,13 @@ def executed_graph(step: Any, specs: Sequence[Any]) -> Tuple[List[Node], Any]:
     trace = tf.function(getattr(step, "python_function", step)).get_concrete_function(*specs)
     captured = list(trace.captured_inputs)
     given = [tf.zeros((), tensor.dtype) for tensor in trace.inputs[: len(trace.inputs) - len(captured)]]
-    definitions = _optimized(trace.name, [*given, *captured], len(trace.outputs))
-    return _nodes(definitions, trace.graph, {}), trace
+    return _nodes(_optimized(trace.name, [*given, *captured], len(trace.outputs)), trace.graph, {}), trace
 
 
-def _nodes(definitions: Sequence[Any], traced: Any, bodies: Dict[str, Tuple[Node, ...]]) -> List[Node]:
-    """Of a function as it runs, with the graph it was traced as; `bodies` are those of the functions called so far."""
+def _nodes(executed: Any, traced: Any, bodies: Dict[str, Tuple[Node, ...]]) -> List[Node]:
+    """Of the GraphDef of a function as it runs, and the graph it was traced as; `bodies` are those of the functions
+    called so far."""
+    definitions = list(executed.node)
     for definition in definitions:
         if definition.op in CONTROL_FLOW:
             raise ValueError(
@@ -89,23 +92,39 @@ def _nodes(definitions: Sequence[Any], traced: Any, bodies: Dict[str, Tuple[Node
         inputs = tuple((name, int(index or 0)) for name, _, index in inputs)
         after = tuple(source[1:] for source in definition.input if source.startswith("^"))
         outputs = tuple(_output(definition, tensor) for tensor in tensors[definition.name])
-        body = _body(definition, traced, bodies)
-        nodes.append(Node(definition.name, definition.op, inputs, after, outputs, definition.attr, body))
+        body: Tuple[Node, ...] = ()
+        if definition.op in CALLS and not definition.attr["_XlaMustCompile"].b:
+            body = _body(definition, [tensors[name][index] for name, index in inputs], traced, bodies)
+        nodes.append(Node(definition.name, definition.op, inputs, after, outputs, definition.attr, body=body))
     return nodes
 
 
-def _body(definition: Any, traced: Any, bodies: Dict[str, Tuple[Node, ...]]) -> Tuple[Node, ...]:
-    """What a call runs, whose function is optimized by itself, once for all calls; () of all other operations."""
+def _body(call: Any, inputs: Sequence[Any], traced: Any, bodies: Dict[str, Tuple[Node, ...]]) -> Tuple[Node, ...]:
+    """What a call runs, whose function is optimized by itself, once for all calls."""
     import tensorflow as tf
 
-    if definition.op not in CALLS or definition.attr["_XlaMustCompile"].b:
-        return ()
-    name = definition.attr["f"].func.name
+    name = call.attr["f"].func.name
     if name not in bodies:
-        graph = traced._get_function(name).graph
+        # Grappler makes a function of its own for a call with constants, and passes it the other arguments alone. It
+        # is not handed out, so the function stands for it, with these constants inside.
+        own = name.partition("_specialized_for_")[0]
+        graph, left = traced._get_function(own).graph, list(inputs)
         given = [tf.zeros((), tensor.dtype) for tensor in graph.inputs]
-        bodies[name] = tuple(_nodes(_optimized(name.encode(), given, len(graph.outputs)), graph, bodies))
+        places = {}
+        for index, tensor in enumerate(graph.inputs):
+            if left and (left[0].dtype, left[0].shape) == (tensor.dtype, tensor.shape):
+                places[index] = len(inputs) - len(left)
+                del left[0]
+        if own not in bodies:
+            bodies[own] = tuple(_nodes(_optimized(own.encode(), given, len(graph.outputs)), graph, bodies))
+        bodies[name] = tuple(_placed(node, places) if node.op == "_Arg" else node for node in bodies[own])
     return bodies[name]
+
+
+def _placed(argument: Node, places: Dict[int, int]) -> Node:
+    """An argument with its place among those that a call passes, or a constant."""
+    place = places.get(argument.attributes["index"].i)
+    return replace(argument, op="Const") if place is None else replace(argument, place=place)
 
 
 def plain(op: str) -> str:
@@ -141,36 +160,33 @@ def execution_order(nodes: Sequence[Node], chance: int = 0) -> List[Node]:
         if expensive and not line:
             line.append(expensive.pop())
         stack.extend(expensive)
-    constants: Set[str] = set()
-    return [each for node in order for each in (_entered(node, chance, constants) if node.body else [node])]
+    called: Set[str] = set()
+    return [each for node in order for each in (_entered(node, chance, called) if node.body else [node])]
 
 
-def _entered(call: Node, chance: int, constants: Set[str]) -> Iterator[Node]:
+def _entered(call: Node, chance: int, called: Set[str]) -> Iterator[Node]:
     """A call as the nodes it runs, in order, and a last one whose outputs are those of the call. Arguments live until
-    then. What is in `constants` has been made by a call before."""
-    arguments: Dict[str, Tuple[str, int]] = {}
-    names: Dict[str, str] = {}
-    returned: Dict[int, Tuple[str, int]] = {}
+    then. Constants are made once for all calls."""
+    function, arguments, names, returned = call.attributes["f"].func.name, {}, {}, {}
     for node in execution_order(call.body, chance):
         if node.op == "_Arg":
-            arguments[node.name] = call.inputs[node.attributes["index"].i]
+            arguments[node.name] = call.inputs[node.place]
             continue
         inputs = tuple(arguments.get(name) or (names[name], index) for name, index in node.inputs)
         if node.op == "_Retval":
             returned[node.attributes["index"].i] = inputs[0]
             continue
-        of_function = node.op == "Const"
-        name = names[node.name] = f"{call.attributes['f'].func.name if of_function else call.name}/{node.name}"
-        if name not in constants:
-            yield replace(node, name=name, inputs=inputs, after=())
-        if of_function:
-            constants.add(name)
-    inputs = tuple(returned[index] for index in sorted(returned))
-    yield replace(call, op="IdentityN", inputs=(*inputs, *call.inputs), after=(), body=())
+        constant = node.op == "Const"
+        names[node.name] = f"{function if constant else call.name}/{node.name}"
+        if not (constant and function in called):
+            yield replace(node, name=names[node.name], inputs=inputs, after=(), again=function in called)
+    called.add(function)
+    results = tuple(returned[index] for index in sorted(returned))
+    yield replace(call, op="IdentityN", inputs=(*results, *call.inputs), after=(), body=())
 
 
-def _optimized(name: bytes, inputs: Sequence[Any], outputs: int) -> List[Any]:
-    """The nodes that the executor is given of a function, after all of TensorFlow's and the plug-in's passes."""
+def _optimized(name: bytes, inputs: Sequence[Any], outputs: int) -> Any:
+    """The GraphDef that the executor is given of a function, after all of TensorFlow's and the plug-in's passes."""
     import tensorflow as tf
     from tensorflow.python.eager import cancellation, context
 
@@ -189,7 +205,7 @@ def _optimized(name: bytes, inputs: Sequence[Any], outputs: int) -> List[Any]:
         tf.zeros(()) + 1
         graphs = runtime.export_run_metadata().function_graphs
         runtime.disable_graph_collection()
-    return list(max((g for f in graphs for g in f.partition_graphs), key=lambda graph: len(graph.node)).node)
+    return max((g for f in graphs for g in f.partition_graphs), key=lambda graph: len(graph.node))
 
 
 def _inferred(definitions: Sequence[Any], known: Dict[str, List[Any]]) -> Dict[str, List[Any]]:

@@ -124,5 +124,5 @@ def _operation(node: Node, memory: _Memory, threads: int, kernels: Kernels) -> S
         traffic_bytes=sum(given.bytes for given in (*inputs, *node.outputs)),
         in_channels=channels[0],
         out_channels=channels[1],
-        **buffers_of(node.name, op_rules.buffers(node, inputs, threads, kernels)),
+        **buffers_of(node.name, op_rules.buffers(node, inputs, threads, kernels), node.again),
     )

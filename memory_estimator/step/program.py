@@ -42,6 +42,7 @@ class StepOp:
     one of the program's resident tensors, it moves there and leaves the memory that it had."""
     keeps: Tuple[Tensor, ...] = ()
     """Taken when the operation runs for the first time and never given back: weights in the layout oneDNN prefers."""
+    again: bool = False  # whether its kernel is that of another operation before it, as of one slab after another
     hidden_bytes: int = 0
     """Scratch outside the allocator: in the process's memory, not in the allocator's count."""
     flops: int = 0  # multiply-adds counted as 2
@@ -94,12 +95,12 @@ def rounded(size_bytes: int) -> int:
     return -(-size_bytes // GRANULE_BYTES) * GRANULE_BYTES
 
 
-def buffers_of(name: str, buffers: Buffers) -> Dict[str, Any]:
-    """The fields of the operation `name` that its buffers make."""
+def buffers_of(name: str, buffers: Buffers, again: bool = False) -> Dict[str, Any]:
+    """The fields of the operation `name` that its buffers make; one that runs `again` keeps nothing more."""
     sizes = [(f"{name}/scratch{i}", size, () if i else buffers.touched) for i, size in enumerate(buffers.scratch)]
-    keeps = (Tensor(f"{name}/reordered", buffers.keeps, "weights, reordered"),) if buffers.keeps else ()
+    keeps = (Tensor(f"{name}/reordered", buffers.keeps, "weights, reordered"),) if buffers.keeps and not again else ()
     scratch = tuple(Tensor(part, size, "scratch", touched) for part, size, touched in sizes if size)
-    about = {"scratch_first": buffers.comes_first, "hidden_bytes": buffers.hidden}
+    about = {"scratch_first": buffers.comes_first, "hidden_bytes": buffers.hidden, "again": again}
     return {"scratch": scratch, "keeps": keeps, **about}
 
 

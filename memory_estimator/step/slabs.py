@@ -83,7 +83,7 @@ class FinestLevel:
                 slab.convolve(op, y, op.name, self.writer.kept_at(op))
 
         self.sweep("encoder0/down", body, [encoder.conv2.name])
-        self.join(self.pool, self.writer.kept_at(self.pool))
+        self.join(self.pool.name, self.pool, self.pool.name, self.writer.kept_at(self.pool))
 
     def decode(self) -> None:
         """To the loss, or in inference to the logits."""
@@ -107,7 +107,7 @@ class FinestLevel:
 
         self.sweep("decoder0/logits", logits, [conv2.name], ["target"] if self.learning else [])
         if not self.learning:
-            self.join(self.head, "transients", f"{self.head.name}/logits")
+            self.join(f"{self.head.name}/logits", self.head, self.head.name)
 
     def hidden(self, suffix: str) -> None:
         """What the encoder's convolutions put out."""
@@ -167,8 +167,9 @@ class FinestLevel:
         self.sweep("decoder0/down", down, self.upstreams, [self.below.name])
         for op in (block.up[0], *self.of_fine):
             self.total(op)
-        self.join(self.below, "transients", f"{block.up[0].name}/gradient_below")
-        writer.receive(self.below.name, f"{block.up[0].name}/gradient_below")
+        at_below = f"{block.up[0].name}/gradient_below"
+        self.join(at_below, self.below, at_below)
+        writer.receive(self.below.name, at_below)
 
     def encode_back(self) -> None:
         """With everything made again from the image."""
@@ -243,10 +244,10 @@ class FinestLevel:
             reads = [slab.of(maps) for maps in own] + [f"{maps}/slab{each}" for maps in near for each in slab.around]
             self.writer.run(f"{name}/slab{index}", "fused", [*reads, *given])
 
-    def join(self, op: LayerOp, group: str, maps: str = "") -> None:
-        """Slabs become a whole map, like that of `op`."""
-        parts = [f"{maps or op.name}/slab{index}" for index in range(len(self.pieces))]
-        self.writer.make(maps or op.name, "join", parts, self.writer.map_bytes(op), group)
+    def join(self, maps: str, op: LayerOp, result: str, group: str = "transients") -> None:
+        """The slabs of a map like that of `op` become one tensor."""
+        parts = [f"{maps}/slab{index}" for index in range(len(self.pieces))]
+        self.writer.make(result, "join", parts, self.writer.map_bytes(op), group)
 
     def total(self, op: LayerOp) -> None:
         """A kernel's gradient, from all slabs' shares."""
@@ -266,10 +267,11 @@ class Slab:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """What the layers' rules write down meanwhile is of one sample."""
+        """What is written down meanwhile is of one sample; slabs between two others run the same functions again."""
         samples, self.writer.samples = self.writer.samples, 1
+        self.writer.again = self.index > 1 and self.index < len(self.level.pieces) - 1
         yield
-        self.writer.samples = samples
+        self.writer.samples, self.writer.again = samples, False
 
     def of(self, maps: str) -> str:
         """This slab of a map."""

@@ -18,7 +18,7 @@ SLOTS = {"adam": 2, "sgd": 1}
 MOST_SAMPLES = 8
 """Samples that are normalised one by one; of more there are as many, each larger, which changes next to nothing."""
 
-SLABS = 8  # `cpu3d.training.losses.SLABS`, which a test holds equal: pieces of X that the loss is computed in
+SLABS = 8  # `models.supervision.PIECES`, which a test holds equal: pieces of X that the loss is computed in
 CONVOLUTIONS = ("conv", "head", "up_conv", "shortcut")  # kinds of layers that have a kernel
 
 
@@ -34,8 +34,10 @@ class Writer:
         self.setting = Setting(job.unet.dtype, self.itex, job.threads, kernels)
         self.mixed = job.unet.dtype == "bfloat16"
         self.compute_bytes = DTYPE_BYTES[job.unet.dtype]
-        self.samples = job.micro  # that an operation works on
-        self._views: Dict[str, str] = {}
+        self.samples = job.micro
+        """That an operation works on at a time."""
+        self.again = False
+        """As of `StepOp.again`, of the operations that are written down."""
         few = min(job.micro, MOST_SAMPLES)
         self.normed_apart = few if job.unet.norm == "instance" else 1
         """Samples that are normalised each for itself."""
@@ -48,6 +50,7 @@ class Writer:
         self._before: List[StepOp] = []
         self._ops: List[StepOp] = []
         self._bytes: Dict[str, int] = {}
+        self._views: Dict[str, str] = {}
         self._arrived: Dict[str, List[str]] = {}
         """Layer -> the tensors whose sum is the gradient of its output."""
         self._gradients: Dict[str, str] = {}
@@ -74,9 +77,6 @@ class Writer:
         """One of so many parts of a tensor under a name of its own; reading it keeps all of the tensor."""
         self._views[name], self._bytes[name] = whole, self._bytes[whole] // parts
         return name
-
-    def size(self, name: str) -> int:
-        return self._bytes[name]
 
     def kept_at(self, op: LayerOp) -> str:
         """The line of the bill for what a layer keeps for the backward pass."""
@@ -110,7 +110,7 @@ class Writer:
                 traffic_bytes=sum(self._bytes[read] for read in reads) + sum(tensor.bytes for tensor in writes),
                 in_channels=layer.in_channels if layer else 0,
                 out_channels=layer.shape[3] if layer else 0,
-                **buffers_of(name, buffers),
+                **buffers_of(name, buffers, self.again),
             )
         )
 
