@@ -13,7 +13,7 @@ from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence
 
 from memory_estimator.calibration import HostConstants, part_of, runtime_ops, scaled
 from memory_estimator.job import Job
-from memory_estimator.step.program import Program, StepOp
+from memory_estimator.step.program import Program
 from memory_estimator.step.timing import FUSED, features, group_of, step_seconds, tensor_bytes
 from memory_estimator.step.training_step import training_step
 
@@ -158,7 +158,7 @@ def _seen(run: Run, cache_bytes: int) -> Optional[Seen]:
         if op.name in run.op_s:
             rows.append(Row(group_of(op), features(op, sizes, cache_bytes), run.op_s[op.name]))
         else:
-            by_group[wide_group(op)].append(features(op, sizes, cache_bytes))
+            by_group[group_of(op)].append(features(op, sizes, cache_bytes))
     for group, seconds in run.group_s.items():
         total: Dict[str, float] = defaultdict(float)
         for name, amount in (item for one in by_group.get(group, ()) for item in one.items()):
@@ -166,11 +166,6 @@ def _seen(run: Run, cache_bytes: int) -> Optional[Seen]:
         if total:
             rows.append(Row(group, dict(total), seconds))
     return Seen(run, program, [row for row in rows if row.seconds > 0 and any(row.features.values())])
-
-
-def wide_group(op: StepOp) -> str:
-    """The group of an operation as TensorFlow's types tell it, which do not tell narrow norms from others."""
-    return group_of(op).replace("narrow_", "")
 
 
 def _op_seconds(one: Seen) -> float:

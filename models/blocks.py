@@ -42,8 +42,12 @@ def head(x, config: UNetConfig, name: str):
 
     Casting the head's *input* instead would hold a float32 copy of the widest map of the network.
     """
+    return head_layer(config, name)(x)
+
+
+def head_layer(config: UNetConfig, name: str):
     more = {"use_bias": True, "bias_initializer": tf.keras.initializers.Constant(PRIOR_LOGIT)}
-    return convolution_layer(config, name, config.outputs, 1, by_planes=config.policy != "speed", **more)(x)
+    return convolution_layer(config, name, config.outputs, 1, by_planes=config.policy != "speed", **more)
 
 
 # --- Private helpers ---

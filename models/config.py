@@ -26,6 +26,12 @@ def has_fused_norm(channels: int, dtype: str) -> bool:
     return channels % 16 == 0 or (dtype == "float32" and channels in (4, 8))
 
 
+def norm_block(rows: int) -> int:
+    """How many of the X * Y rows of a map such a pass adds up at a time: of 16 or 32 it takes longer, more streams than
+    a core fetches ahead."""
+    return next(block for block in range(8, 0, -1) if rows % block == 0)
+
+
 @dataclass(frozen=True)
 class UNetConfig:
     """A 3D U-Net. The defaults are the network of the paper (Ojika et al. 2020) with instance for batch norm."""

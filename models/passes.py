@@ -2,8 +2,8 @@
 
 oneDNN's fused batch norm computes value by value where channels leave part of a vector empty. Here a vector is a piece
 of a map's row, Z * C values: XLA compiles each pass into one loop over rows, and what has one value a channel is
-repeated along Z beforehand (inside the loop its index would be a division). A sum is taken over BLOCK rows at a time
-by a pass, in registers, and then over blocks: no sum has many terms, and no pass leaves more than part of a map.
+repeated along Z beforehand (inside the loop its index would be a division). A sum is taken over a block of rows at a
+time by a pass, in registers, and then over blocks: no sum has many terms, and no pass leaves more than part of a map.
 
 A map is (N, X, Y, Z, C), or a slab (X, Y, Z, C); N may be unknown. Values of the channels are (C,), or (N, C) where
 samples are normalised apart. All arithmetic is float32; a pass puts out the dtype of the first map it takes.
@@ -13,10 +13,7 @@ from typing import Callable, Sequence
 
 import tensorflow as tf
 
-from models.config import EPSILON
-
-BLOCK = 8
-"""Rows of a block, at most. Of 16 or 32 a pass takes longer: more streams than a core fetches ahead."""
+from models.config import EPSILON, norm_block
 
 
 def normalised(x, gamma, beta, together: bool, relu: bool):
@@ -24,7 +21,9 @@ def normalised(x, gamma, beta, together: bool, relu: bool):
     C), unbiased as the fused kernel has them. The gradient keeps x, and finds where the ReLU is zero from it."""
 
     @tf.custom_gradient
-    def computed(x, gamma, beta):
+    def computed(*inputs):
+        # Between two tapes TensorFlow would have every compiled pass put out all that its gradient might read.
+        x, gamma, beta = map(tf.stop_gradient, inputs)
         elements = _elements(x, together)
         mean = channel_sums(value, [x], together=together) / elements
         squares = channel_sums(square_about, [x], mean, together=together)
@@ -32,7 +31,7 @@ def normalised(x, gamma, beta, together: bool, relu: bool):
         factors = (mean, gamma * rate, beta)
 
         def gradient(upstream, *_):
-            maps, options = [upstream, x], {"relu": relu}
+            maps, options = [tf.stop_gradient(upstream), x], {"relu": relu}
             # One after the other: each leaves sums of blocks for a moment.
             of_dy = channel_sums(behind_relu, maps, *factors, together=together, **options)
             with tf.control_dependencies([of_dy]):
@@ -115,7 +114,7 @@ def _compiled_sums(function, maps, of_channels, **options):
 def _rows(maps, together: bool = False):
     """(groups, blocks, rows of a block, Z * C), a group being what is summed together: a view."""
     size_x, size_y, size_z, channels = maps.shape[-4:]
-    rows = next(rows for rows in range(BLOCK, 0, -1) if size_x * size_y % rows == 0)
+    rows = norm_block(size_x * size_y)
     block = (rows, size_z * channels)
     return tf.reshape(maps, (1, -1, *block) if together else (-1, size_x * size_y // rows, *block))
 

@@ -22,6 +22,7 @@ NEED_TENSORFLOW = {
     "cpu3d.training.losses",
     "cpu3d.training.validation",
     "models.blocks",
+    "models.finest_level",
     "models.filter_gradient",
     "models.layers",
     "models.recomputed",
@@ -29,6 +30,7 @@ NEED_TENSORFLOW = {
     "models.norm",
     "models.ordered",
     "models.passes",
+    "models.supervision",
     "models.unet3d",
 }
 """The modules that import TensorFlow at the top. Every other one must not: a laptop without TensorFlow plans, prepares,

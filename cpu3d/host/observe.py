@@ -23,11 +23,11 @@ from cpu3d.util.atomic import atomic_write, remove_partials, write_json
 from cpu3d.util.lock import locked
 from memory_estimator.calibration import SCHEMA, HostConstants, host_file, shipped_constants, to_json
 from memory_estimator.files import RECORD_SCHEMA, of_today, parse_json, read_regular, typed
-from memory_estimator.fitting import FEWEST_STEPS, Run, fitted, undisturbed, wide_group
+from memory_estimator.fitting import FEWEST_STEPS, Run, fitted, undisturbed
 from memory_estimator.host import Host, cache_bytes
 from memory_estimator.job import Job
 from memory_estimator.step.program import Program, StepOp
-from memory_estimator.step.timing import CONVOLUTIONS, FUSED
+from memory_estimator.step.timing import CONVOLUTIONS, FUSED, group_of
 from memory_estimator.step.training_step import training_step
 
 MOST_RUNS = 40
@@ -224,7 +224,7 @@ def seconds_of(program: Program, parts: int, events: Sequence[Event]) -> Tuple[D
     ops_of: Dict[str, List[StepOp]] = defaultdict(list)
     for op in program.ops:
         if op.kind not in (*CONVOLUTIONS, FUSED):
-            ops_of[wide_group(op)].append(op)
+            ops_of[group_of(op)].append(op)
     each = [(convolutions, [event.seconds for event in ran], parts)]
     together: Dict[str, float] = {}
     for group, ops in ops_of.items():

@@ -18,10 +18,10 @@ from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
 from cpu3d.host.observe import AVERAGE
 from cpu3d.settings import RunConfig
-from cpu3d.training.losses import deep_supervision_loss, dice_cross_entropy
+from cpu3d.training.losses import DiceCrossEntropy
 from memory_estimator.host import read_host
 from memory_estimator.step.allocator import MIB, region_bytes
-from models.unet3d import build_unet3d
+from models.unet3d import build_unet3d, with_loss
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Learner:
         if config.device == "cpu":
             take_region(region_bytes(config.unet, config.grid, config.micro, read_host().memory_bytes))
         self.model = build_unet3d(config.unet, config.grid, config.micro)
+        self._loss = with_loss(self.model, config.unet, DiceCrossEntropy())
         self.optimizer = optimizer_of(config)
         self.optimizer.build(self.model.trainable_variables)
         self._average = [tf.Variable(v, trainable=False) for v in self.model.trainable_variables] if config.ema else []
@@ -219,20 +220,13 @@ class Learner:
     def _gradients(self, image, target):
         """Loss, soft Dice, and the gradients of the part's share in the loss of the batch."""
         with tf.GradientTape() as tape:
-            logits = self.model(image, training=True)
-            many = isinstance(logits, (list, tuple))
-            loss_of = deep_supervision_loss if many else dice_cross_entropy
-            loss, dice = loss_of(target, logits, by_slabs=self._loss_slabs())
+            loss, dice = self._loss([image, target], training=True)
             share = loss / self.config.parts if self.config.parts > 1 else loss
         gradients = tape.gradient(share, self.model.trainable_variables)
         # A voxel that is no number can be lost on the way to the loss, in a ReLU, and not on the way back.
         with tf.control_dependencies(gradients):
             finite = tf.math.is_finite(tf.add_n([tf.reduce_sum(gradient) for gradient in gradients]))
         return tf.where(finite, loss, np.nan), dice, gradients
-
-    def _loss_slabs(self):
-        """Whether the loss is computed by slabs, or in how many."""
-        return {"speed": False, "lean": 32}.get(self.config.unet.policy, True)
 
     def _update(self, gradients):
         # Left alone, updates and gradients take turns by accident; memory is then hard to tell beforehand.

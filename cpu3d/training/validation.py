@@ -9,8 +9,9 @@ import tensorflow as tf
 from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.training.feeds import Feeds
 from cpu3d.training.learner import Learner
-from cpu3d.training.losses import SLABS, dice_cross_entropy, hard_dice_counts
+from cpu3d.training.losses import DiceCrossEntropy, hard_dice_counts
 from cpu3d.training.sliding_window import sliding_window
+from models.supervision import PIECES, Supervision
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,13 @@ def _whole_logits(feeds: Feeds, logits_of: Callable[[tf.Tensor], tf.Tensor], ima
 def _score(target, logits) -> Tuple[tf.Tensor, tf.Tensor]:
     """Loss and counts (1, R, 3), slab by slab of X: with many regions each map of a whole volume is a large one."""
     logits = tf.convert_to_tensor(logits)
-    size = -(-logits.shape[1] // SLABS)
+    size = -(-logits.shape[1] // PIECES)
     slabs = [slice(first, first + size) for first in range(0, logits.shape[1], size)]
     return _loss(target, logits), sum(_counts(target[:, slab], logits[:, slab]) for slab in slabs)
 
 
-_loss = tf.function(lambda target, logits: dice_cross_entropy(target, logits, by_slabs=True)[0], autograph=False)
+_loss = tf.function(lambda target, logits: _supervision(target, logits)[0], autograph=False)
+_supervision = Supervision(DiceCrossEntropy(), by_pieces=True)
 _counts = tf.function(hard_dice_counts)
 
 

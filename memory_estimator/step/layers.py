@@ -13,11 +13,11 @@ from memory_estimator.step.scratch import (
     filter_gradient_buffers,
     forward_buffers,
     input_gradient_buffers,
-    is_narrow,
     mask_bytes,
     mask_touched,
 )
 from memory_estimator.step.writer import CONVOLUTIONS, MOST_SAMPLES, Writer, filter_gradient_name
+from models.config import has_fused_norm, norm_block
 from models.layer_plan import LayerOp
 
 MOST_PLANES, FEW_PIECES = 256, 8
@@ -168,14 +168,19 @@ def _seen(writer: Writer, op: LayerOp) -> Convolution:
 def normalise(writer: Writer, op: LayerOp, source: str, result: str, group: str, alone: bool) -> None:
     """`result` from the map `source`: one fused operation a sample (instance) or a batch; the last sample comes first.
     The ReLU's mask goes with it. Where it reads `source` `alone`, and last, ITEX writes over it. Network without norms:
-    a bias and a ReLU, which any engine then writes over it, ITEX within the convolution."""
+    a bias and a ReLU, which any engine then writes over it, ITEX within the convolution. Where there is no fused kernel
+    three passes, as models/passes.py, which read the source alone in the backward pass too."""
     size, samples, engine = writer.map_bytes(op), writer.normed_apart, writer.job.engine
     if not writer.norm_reads_source:
         kind = "fused" if writer.itex or op.kind == "norm" else "pointwise"
         writer.make(result, kind, [source], size, group, takes_over=source if alone else None)
         return
+    if not has_fused_norm(op.shape[3], op.dtype):
+        for of in ("sums", "squares"):
+            _channel_sums(writer, op, f"{result}/{of}", source)
+        writer.make(result, "pointwise", [source], size, group)
+        return
     over = source if alone and writer.itex and samples == 1 else None
-    kind = f"{_slow(op, op.kind == 'norm_act')}norm"
     for sample in reversed(range(samples)):
         part = f"/sample{sample}" if samples > 1 else ""
         written = [writer.tensor(result + part, size // samples, group)]
@@ -184,7 +189,7 @@ def normalise(writer: Writer, op: LayerOp, source: str, result: str, group: str,
             mask = writer.tensor(f"{result}/mask{sample}", taken, group, mask_touched(taken, engine))
             # Stock TensorFlow takes memory for the mask first, and uses a quarter of it.
             written = [*written, mask] if writer.itex else [mask, *written]
-        writer.run(result + part, kind, [source], written, layer=op, takes_over=over)
+        writer.run(result + part, "norm", [source], written, layer=op, takes_over=over)
     if samples > 1:
         writer.make(result, "join", [f"{result}/sample{sample}" for sample in range(samples)], size, group)
 
@@ -198,7 +203,10 @@ def norm_gradient(writer: Writer, op: LayerOp, upstream: str, source: str, resul
         down = relu_gradient(writer, op, upstream, result) if op.kind == "norm_act" else upstream
         writer.run(f"{op.name}/bias_gradient", "bias_gradient", [down], layer=op)
         return down
-    kind = f"{_slow(op, op.kind == 'norm_act' and writer.itex)}norm_gradient"
+    if not has_fused_norm(op.shape[3], op.dtype):
+        for of in ("sums", "products"):
+            _channel_sums(writer, op, f"{down}/{of}", upstream, source)
+        return writer.make(down, "pointwise", [upstream, source], writer.map_bytes(op))
     size = writer.map_bytes(op) // samples
     for sample in reversed(range(samples)):
         part = f"/sample{sample}" if samples > 1 else ""
@@ -209,16 +217,17 @@ def norm_gradient(writer: Writer, op: LayerOp, upstream: str, source: str, resul
         elif op.kind == "norm_act":
             relu = writer.make(f"{down}{part}/relu", "pointwise", [cut, result + part], size, takes_over=cut)
             reads = [relu, source, mask]
-        writer.make(down + part, kind, reads, size, layer=op)
+        writer.make(down + part, "norm_gradient", reads, size, layer=op)
     if samples > 1:
         parts = [f"{down}/sample{sample}" for sample in range(samples)]
         writer.make(down, "join", parts, writer.map_bytes(op))
     return down
 
 
-def _slow(op: LayerOp, fused: bool) -> str:
-    """What a norm's kind begins with where oneDNN has no vector kernel: in float32 it has one for norms alone."""
-    return "narrow_" if is_narrow(op.shape[3], op.dtype) and (fused or op.dtype == "bfloat16") else ""
+def _channel_sums(writer: Writer, op: LayerOp, name: str, *reads: str) -> None:
+    """Sums of maps like the output of `op`, by blocks of rows."""
+    size = 4 * writer.job.micro * op.elements // norm_block(op.shape[0] * op.shape[1])
+    writer.make(name, "pointwise", reads, size)
 
 
 def relu_gradient(writer: Writer, op: LayerOp, upstream: str, output: str) -> str:

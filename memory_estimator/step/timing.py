@@ -23,9 +23,6 @@ CONVOLUTIONS = {
 }
 """Kind -> which channels of the layer its kernel writes, and which it reads."""
 
-NARROW = ("narrow_norm", "narrow_norm_gradient")
-"""Kinds without a vector kernel, which compute value by value."""
-
 FUSED = "fused"
 """Kind of what the operation before it does on the way, which takes no time of its own."""
 
@@ -81,22 +78,16 @@ def features(op: StepOp, sizes: Mapping[str, int], cache_bytes: int) -> Dict[str
     work, odd     of filter gradients, which write two vectors at a time, where an odd number of several is written
     kernel        read or written once and bound to no grid
     moved         read and written, of a convolution; of others "traffic" if too large for the cache, else "cached"
-    work, values, voxels      of narrow norms alone: bytes, and bytes a channel
     rows          bytes a channel, where every voxel costs something however few its channels
-    uneven        of norms whose channels are whole vectors of 8, but not of 16
     """
     if op.kind not in CONVOLUTIONS:
         moved = op.traffic_bytes
         if group_of(op) == "loss" and op.writes:  # slab by slab, of whole maps
             most = op.writes[0].bytes
             moved = sum(tensor.bytes for tensor in op.writes) + sum(min(sizes[name], most) for name in op.reads)
-        if op.kind in NARROW:
-            return {"work, values": float(moved), "work, voxels": moved / op.out_channels}
         passing = {("traffic" if moved > cache_bytes else "cached"): float(moved)}
         if op.kind == "bias_gradient":
             passing["rows"] = moved / op.out_channels
-        elif op.kind == "norm" and op.out_channels > VECTOR // 2 and op.out_channels % VECTOR:
-            passing["uneven"] = float(moved)
         return passing
     channels = {"in": op.in_channels, "out": op.out_channels}
     written, read = (channels[side] for side in CONVOLUTIONS[op.kind])

@@ -18,7 +18,7 @@ SLOTS = {"adam": 2, "sgd": 1}
 MOST_SAMPLES = 8
 """Samples that are normalised one by one; of more there are as many, each larger, which changes next to nothing."""
 
-SLABS = 8  # `cpu3d.training.losses.SLABS`, which a test holds equal: pieces of X that the loss is computed in
+SLABS = 8  # `models.supervision.PIECES`, which a test holds equal: pieces of X that the loss is computed in
 CONVOLUTIONS = ("conv", "head", "up_conv", "shortcut")  # kinds of layers that have a kernel
 
 

@@ -97,10 +97,10 @@ def test_they_agree_on_micro_batches_too(policy, norm, micro):
 
 
 def test_the_loss_has_as_many_slabs_as_the_closed_form_counts():
-    from cpu3d.training import losses
     from memory_estimator.step.writer import SLABS
+    from models import supervision
 
-    assert SLABS == losses.SLABS
+    assert SLABS == supervision.PIECES
 
 
 @pytest.mark.parametrize(("dtype", "policy"), [(dtype, "speed") for dtype in DTYPES] + [("bfloat16", "lean")])

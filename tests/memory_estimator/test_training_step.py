@@ -52,6 +52,8 @@ MEASURED = [
     ({**FLOAT32, "residual": True}, (64, 64, 64), 1, "stock", 383_254_528),
     ({**FLOAT32, "residual": True, "norm": "batch", "filters": 8}, (64, 64, 64), 2, "itex", 331_350_016),
     ({**BFLOAT16, "residual": True}, (96, 64, 64), 2, "stock", 625_999_872),
+    # Norms in passes of our own.
+    ({**FLOAT32, "filters": 12}, (64, 64, 64), 1, "itex", 239_075_328),
     ({**BFLOAT16, "deep_supervision": True}, (64, 64, 64), 1, "itex", 263_192_576),
     ({**FLOAT32, "policy": "lean"}, (64, 64, 64), 1, "stock", 192_724_992),
     # Rows of 96 x 3 bytes: slabs of the target are no views.

@@ -7,7 +7,8 @@ import pytest
 import tensorflow as tf
 
 from models.config import UNetConfig
-from models.slabs import Cut, convolve, filter_gradient, finest_level, input_gradient, made, near
+from models.finest_level import finest_level
+from models.slabs import Cut, convolve, filter_gradient, input_gradient, made, near
 from models.unet3d import build_unet3d
 
 SAMPLES, PLANES = 2, 10

@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cpu3d.training.losses import SLABS, SMOOTH, deep_supervision_loss, dice_cross_entropy, hard_dice_counts
+from cpu3d.training.losses import SMOOTH, DiceCrossEntropy, hard_dice_counts
+from models.supervision import PIECES, Supervision
+
+
+def dice_cross_entropy(target, *logits, by_pieces=False):
+    """Loss and soft Dice, of one head or several."""
+    return Supervision(DiceCrossEntropy(), by_pieces)(target, *logits)
 
 
 def volume(values, shape=(1, 2, 2, 1, 1)):
@@ -55,7 +61,7 @@ def test_deep_supervision_weighs_one_half_quarter_and_reads_every_nth_voxel():
     rng = np.random.default_rng(1)
     target = tf.constant(rng.integers(0, 2, (1, 8, 8, 8, 1)), tf.uint8)
     logits = [tf.constant(rng.normal(size=(1, n, n, n, 1)), tf.float32) for n in (8, 2, 4)]
-    loss, dice = deep_supervision_loss(target, logits)
+    loss, dice = dice_cross_entropy(target, *logits)
     parts = [dice_cross_entropy(target[:, ::s, ::s, ::s], x)[0] for s, x in zip((1, 4, 2), logits)]
     np.testing.assert_allclose(loss, (parts[0] + parts[1] / 4 + parts[2] / 2) / 1.75, rtol=1e-6)
     np.testing.assert_array_equal(dice, dice_cross_entropy(target, logits[0])[1])
@@ -74,17 +80,14 @@ def maps(samples, grid, regions=3, seed=0):
     return (rng.random((samples, *grid, regions)) < share).astype("u1"), logits
 
 
-def compiled(target, logits, by_slabs, dtype="float32"):
+def compiled(target, logits, by_pieces, dtype="float32"):
     """Loss, Dice and the gradients of three times the loss; one head, or several."""
 
     @tf.function
     def function(target, logits):
         with tf.GradientTape() as tape:
             tape.watch(logits)
-            if len(logits) == 1:
-                loss, dice = dice_cross_entropy(target, logits[0], by_slabs)
-            else:
-                loss, dice = deep_supervision_loss(target, logits, by_slabs)
+            loss, dice = dice_cross_entropy(target, *logits, by_pieces=by_pieces)
             weighted = 3 * loss
         return loss, dice, tape.gradient(weighted, logits)
 
@@ -99,10 +102,10 @@ def compiled(target, logits, by_slabs, dtype="float32"):
         (2, 3, 12, "bfloat16"),  # some thicker in one head, fewer in the other
     ],
 )
-def test_by_slabs_it_is_what_it_is_at_once(heads, samples, size_x, dtype):
+def test_by_pieces_it_is_what_it_is_at_once(heads, samples, size_x, dtype):
     target, logits = maps(samples, (size_x, 4, 6))
-    _, (loss, dice, gradients) = compiled(target, logits[:heads], by_slabs=True, dtype=dtype)
-    _, (loss_at_once, dice_at_once, gradients_at_once) = compiled(target, logits[:heads], by_slabs=False, dtype=dtype)
+    _, (loss, dice, gradients) = compiled(target, logits[:heads], by_pieces=True, dtype=dtype)
+    _, (loss_at_once, dice_at_once, gradients_at_once) = compiled(target, logits[:heads], by_pieces=False, dtype=dtype)
     np.testing.assert_allclose(loss, loss_at_once, rtol=1e-6)
     np.testing.assert_allclose(dice, dice_at_once, rtol=1e-6)
     assert len(gradients) == heads
@@ -117,11 +120,11 @@ def of_type(graph, kind):
     return [op for op in graph.get_operations() if op.type == kind]
 
 
-def test_no_slab_begins_before_the_one_before_is_done(waits_for):
-    graph, _ = compiled(*maps(2, (20, 4, 6)), by_slabs=True)
-    slabs = 2 * 2 * SLABS  # heads, samples
+def test_no_piece_begins_before_the_one_before_is_done(waits_for):
+    graph, _ = compiled(*maps(2, (20, 4, 6)), by_pieces=True)
+    pieces = 2 * 2 * PIECES  # heads, samples
     softplus, sigmoid = of_type(graph, "Softplus"), of_type(graph, "Sigmoid")
-    for found in (softplus, sigmoid[:slabs], sigmoid[slabs:]):  # cross-entropy, Dice, the gradient
-        assert len(found) == slabs
+    for found in (softplus, sigmoid[:pieces], sigmoid[pieces:]):  # cross-entropy, Dice, the gradient
+        assert len(found) == pieces
         assert all(waits_for(later, earlier) for earlier, later in zip(found, found[1:]))
         assert max(op.outputs[0].shape[1] for op in found) == 3 * 4  # of 20 planes of 4 rows: 2 or 3 in each slab

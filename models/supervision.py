@@ -1,0 +1,141 @@
+"""A network's loss as a layer: of one head or several, each a piece of X at a time or at once, in one fixed order.
+
+A loss is an object with three pure functions. Maps are float32 rows (n, X * Y, Z * R) of a piece of n samples with R
+regions, `t` the target and `p` the sigmoid of the logits `z`.
+
+    sums(t, z, regions)    (n, R, any), what adds up over the pieces of a sample, and p
+    value(sums, voxels)    from those of whole samples of `voxels` each: the loss, a score (N, R) and `factors`, a tuple
+                           of (N, R) or (N, 1)
+    slope(t, p, factors)   d loss / d z, from the factors of the piece's samples and proportional to them
+
+`cpu3d.training.losses.DiceCrossEntropy` is one.
+"""
+
+from typing import Any, Callable, Tuple
+
+import tensorflow as tf
+
+PIECES = 8
+"""Pieces a volume's loss is computed in: their float32 maps are then no larger than the logits of all of it."""
+
+Gradient = Callable[[Any], Any]
+"""Gradient of the loss -> gradient of the logits."""
+
+
+class Supervision(tf.keras.layers.Layer):
+    """(target, logits of each head) -> (loss, score (N, R) of the finest head).
+
+    `target` is (N, X, Y, Z, R), 0 or 1; the first head has its grid, the others every 2nd, 4th ... voxel of it, and the
+    losses are weighted 1, 1/2, 1/4 ... from fine to coarse, the weights summing to 1. In place of the finest logits may
+    stand (loss, score) of them. The gradient is written out: automatic differentiation passes over the maps
+    twice as often. `by_pieces` computes it a piece of X at a time, and again for the gradient: no float32 map of the
+    whole grid is made.
+    """
+
+    def __init__(self, loss, by_pieces: bool = False, **kwargs):
+        super().__init__(dtype="float32", autocast=False, **kwargs)
+        self.loss, self.by_pieces = loss, by_pieces
+
+    @tf.autograph.experimental.do_not_convert
+    def call(self, target, finest, *coarse, training=None):
+        steps = [target.shape[1] // one.shape[1] for one in coarse]
+        weights = [1 / step for step in (1, *steps)]
+        weights = [weight / sum(weights) for weight in weights]
+        targets = [target[:, ::step, ::step, ::step] for step in steps]
+        found = ()
+        if isinstance(finest, (list, tuple)):
+            found = finest[0] * weights[0] if coarse else finest[0], finest[1]
+        else:
+            coarse, targets = (finest, *coarse), [target, *targets]
+        if coarse:
+            weights = weights[-len(coarse) :]
+            total, score = _weighted_sum(self.loss, targets, coarse, weights, self.by_pieces, found)
+            found = (found[0] + total, found[1]) if found else (total, score)
+        return found[0], tf.stop_gradient(found[1])
+
+
+def rows(maps):
+    """(N, X, Y, Z, R) -> (N, X * Y, Z * R) float32: broadcasting three values over the last axis is slow."""
+    samples, size_x, size_y, size_z, regions = maps.shape
+    shape = (-1 if samples is None else samples, size_x * size_y, size_z * regions)
+    return tf.reshape(tf.cast(maps, tf.float32), shape)
+
+
+# --- Private helpers ---
+
+
+def _weighted_sum(loss, targets, logits, weights, by_pieces, before):
+    """The losses' sum and the first one's score, head after head both ways: left alone, chance says which is first."""
+    targets = [tf.stop_gradient(target) for target in targets]
+
+    @tf.custom_gradient
+    def total_and_score(*logits):
+        total, score, gradients = None, None, []
+        for target, one, weight in zip(targets, logits, weights):
+            with tf.control_dependencies(list(before) if total is None else [total]):
+                own, own_score, gradient = (_by_pieces if by_pieces else _at_once)(loss, target, one)
+            weighted = own if weight == 1 else weight * own
+            total, score = (weighted, own_score) if total is None else (total + weighted, score)
+            gradients.append(gradient)
+
+        def gradient(upstream, _):
+            found = []
+            for weight, of_head in zip(weights, gradients):
+                with tf.control_dependencies(found[-1:]):
+                    found.append(of_head(upstream if weight == 1 else weight * upstream))
+            return found
+
+        return (total, score), gradient
+
+    return total_and_score(*logits)
+
+
+def _at_once(loss, target, logits) -> Tuple[tf.Tensor, tf.Tensor, Gradient]:
+    """Loss, score and gradient of one head; what the gradient reads is kept."""
+    z, t = rows(logits), rows(target)
+    sums, p = loss.sums(t, z, logits.shape[-1])
+    own, score, factors = loss.value(sums, float(tf.TensorShape(logits.shape[1:4]).num_elements()))
+
+    def gradient(upstream):
+        slope = loss.slope(t, p, [factor * upstream for factor in factors])
+        return tf.reshape(tf.cast(slope, logits.dtype), tf.shape(logits))
+
+    return own, score, gradient
+
+
+def _by_pieces(loss, target, logits) -> Tuple[tf.Tensor, tf.Tensor, Gradient]:
+    """As `_at_once`, piece by piece, each waiting for the one before; nothing is kept."""
+    samples, size_x, size_y, size_z, regions = logits.shape
+    # Cut along the first axis a piece is a view, no copy.
+    z_rows, t_rows = (tf.reshape(m, (samples * size_x * size_y, size_z * regions)) for m in (logits, target))
+    edges = sorted({size_y * (size_x * piece // PIECES) for piece in range(PIECES + 1)})
+    pieces = [
+        [(size_x * size_y * sample + first, size_x * size_y * sample + last) for first, last in zip(edges, edges[1:])]
+        for sample in range(samples)
+    ]
+
+    def maps(piece, before):
+        with tf.control_dependencies(before):
+            return [tf.cast(each[slice(*piece)], tf.float32)[None] for each in (z_rows, t_rows)]
+
+    sums = []
+    for of_sample in pieces:
+        parts = []
+        for piece in of_sample:
+            z, t = maps(piece, parts[-1:] or sums[-1:])
+            parts.append(loss.sums(t, z, regions)[0])
+        sums.append(tf.add_n(parts))
+    own, score, factors = loss.value(tf.concat(sums, 0), float(size_x * size_y * size_z))
+
+    def gradient(upstream):
+        found, scaled = [], [factor * upstream for factor in factors]
+        for sample, of_sample in enumerate(pieces):
+            mine = [factor[sample : sample + 1] for factor in scaled]
+            for piece in of_sample:
+                z, t = maps(piece, found[-1:] or mine[:1])
+                p = tf.sigmoid(z)
+                with tf.control_dependencies([p]):
+                    found.append(tf.cast(loss.slope(t, p, mine), logits.dtype)[0])
+        return tf.reshape(tf.concat(found, 0), logits.shape)
+
+    return own, score, gradient
