@@ -91,8 +91,8 @@ def test_a_record_is_read_as_the_job_that_really_ran(read):
 
 
 def test_records_of_schema_1_are_read_under_today_s_names_of_what_they_measured(read):
-    """What was lean is balanced, what was balanced is no more; the first ones were under speed and did not say so. Norms
-    of 8 channels in bfloat16 are computed otherwise by now."""
+    """What was lean is balanced, what was balanced is no more, no policy was speed. Norms of 8 channels in bfloat16 are
+    computed otherwise by now."""
 
     def under(policy, vectors, schema):
         unet = {"filters": 16 * vectors, "dtype": "bfloat16", **({"policy": policy} if policy else {})}
