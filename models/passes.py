@@ -21,7 +21,9 @@ def normalised(x, gamma, beta, together: bool, relu: bool):
     C), unbiased as the fused kernel has them. The gradient keeps x, and finds where the ReLU is zero from it."""
 
     @tf.custom_gradient
-    def computed(x, gamma, beta):
+    def computed(*inputs):
+        # Between two tapes TensorFlow would have every compiled pass put out all that its gradient might read.
+        x, gamma, beta = map(tf.stop_gradient, inputs)
         elements = _elements(x, together)
         mean = channel_sums(value, [x], together=together) / elements
         squares = channel_sums(square_about, [x], mean, together=together)
@@ -29,7 +31,7 @@ def normalised(x, gamma, beta, together: bool, relu: bool):
         factors = (mean, gamma * rate, beta)
 
         def gradient(upstream, *_):
-            maps, options = [upstream, x], {"relu": relu}
+            maps, options = [tf.stop_gradient(upstream), x], {"relu": relu}
             # One after the other: each leaves sums of blocks for a moment.
             of_dy = channel_sums(behind_relu, maps, *factors, together=together, **options)
             with tf.control_dependencies([of_dy]):
