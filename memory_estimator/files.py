@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from models.config import UNetConfig, has_fused_norm
+
 T = TypeVar("T")
 
 RECORD_SCHEMA = 2  # of benchmark records, as `cpu3d.util.records` writes them
@@ -78,12 +80,13 @@ def read_records(path: Path, kind: str, use: Callable[[Dict[str, Any]], Optional
 
 
 def of_today(record: Dict[str, Any]) -> Optional[Dict[str, Any]]:
-    """A record under today's names of the memory policies; None where it measured the one that is no more.
+    """A record under today's names of the memory policies; None where it measured a step that is no longer computed.
 
     Records are never edited, and those of other hosts cannot be made again: they are read as what they measured. From
-    schema 1 to 2 "lean" became "balanced", as another policy is the leanest now, and what was "balanced" went. The
-    record is one of `bench`, whose comparison of policies has a row for each, or what a run has shown of its host.
-    Raises ValueError for another schema, and KeyError without one.
+    schema 1 to 2 "lean" became "balanced", as another policy is the leanest now, and what was "balanced" went; and
+    norms of channels that leave a vector empty left oneDNN's fused kernel. The record is one of `bench`, whose
+    comparison of policies has a row for each, or what a run has shown of its host. Raises ValueError for another
+    schema, and KeyError without one.
     """
     if record["schema"] == RECORD_SCHEMA:
         return record
@@ -98,7 +101,15 @@ def of_today(record: Dict[str, Any]) -> Optional[Dict[str, Any]]:
         return record
     policy = names.get({"policy": "speed", **job["unet"]}["policy"])
     job = {**job, "unet": {**job["unet"], "policy": policy}}
-    return ({**record, "job": job} if "job" in record else job) if policy else None
+    found = ({**record, "job": job} if "job" in record else job) if policy else None
+    return None if found and record.get("kind", "memory") == "memory" and _has_other_norms(job["unet"]) else found
+
+
+def _has_other_norms(unet: Dict[str, Any]) -> bool:
+    """Whether a network has norms that were in the fused kernel up to schema 1 and are no more."""
+    config = UNetConfig(**unet)
+    widths = [width for level in range(config.depth) for width in config.encoder_widths(level)]
+    return config.norm != "none" and not all(has_fused_norm(width, config.dtype) for width in widths)
 
 
 def typed(content: Any, kind: Any, name: str = "content") -> Any:

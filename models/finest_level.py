@@ -11,6 +11,8 @@ gradient is written slab by slab while the maps it is made of go, so that two ma
 The same weights and functions as the layers of models/blocks.py, the same gradients to rounding.
 """
 
+import dataclasses
+
 import tensorflow as tf
 
 from models.blocks import head_layer
@@ -36,11 +38,10 @@ from models.slabs import (
 from models.supervision import rows
 
 
-def finest_level(config: UNetConfig, shape, batch_size: int, height: int = 0):
+def finest_level(config: UNetConfig, shape, height: int = 0):
     """The two layers: image -> (pooled, what the decoder's takes up); that and "below" -> logits."""
     height = height or slab_height(shape[0])
     decoder = SlabDecoder(config, height, dtype=precision(config), name="decoder0")
-    decoder.build_for(batch_size, shape)
     encoder = SlabEncoder(decoder, config, height, dtype=precision(config), name="encoder0")
 
     def down(image):
@@ -63,6 +64,13 @@ class SlabLayer(tf.keras.layers.Layer):
         self.conv2 = convolution_layer(unet, f"{name}_conv2", widths[1], 3)
         self.norm2 = norm_layer(unet, f"{name}_norm2" if residual else f"{name}_act2", activate=not residual)
         self.shortcut = convolution_layer(unet, f"{name}_shortcut", widths[1], 1) if residual else None
+
+    def get_config(self):
+        return {**super().get_config(), "unet": dataclasses.asdict(self.unet), "height": self.height}
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(**{**config, "unet": UNetConfig(**config["unet"])})
 
     def build_block(self, shape) -> None:
         """The block's weights, for maps (N, X, Y, Z, any)."""
@@ -155,9 +163,22 @@ class SlabEncoder(SlabLayer):
 
     def __init__(self, decoder: "SlabDecoder", unet: UNetConfig, height: int, **kwargs):
         super().__init__(unet, height, unet.encoder_widths(0), unet.channels, **kwargs)
-        self._decoder = lambda: decoder  # its weights are its own
+        self.use(decoder)  # in a closure: its weights are its own
+
+    def use(self, decoder: "SlabDecoder") -> None:
+        """Take this layer's weights from now on."""
+        self._decoder = lambda: decoder
+
+    @classmethod
+    def from_config(cls, config):
+        """Beside a decoder's layer of its own, until the one that is called on its outputs is there."""
+        unet = UNetConfig(**config["unet"])
+        decoder = SlabDecoder(unet, config["height"], dtype=precision(unet), name="decoder0")
+        return cls(decoder, **{**config, "unet": unet})
 
     def build(self, input_shape):
+        if not self._decoder().conv1.built:
+            self._decoder().build_for(input_shape)
         self.build_block(input_shape)
         super().build(input_shape)
 
@@ -270,8 +291,21 @@ class SlabDecoder(SlabLayer):
         self.head = head_layer(unet, "head")
         self.loss = None
 
-    def build_for(self, batch, shape) -> None:
-        """Weights, before the encoder's layer reads them."""
+    def build(self, input_shape):
+        if not self.conv1.built:
+            batch, *coarse, _ = input_shape["below"]
+            self.build_for((batch, *(2 * n for n in coarse), 0))
+        super().build(input_shape)
+
+    def __call__(self, inputs, *args, **kwargs):
+        outputs = super().__call__(inputs, *args, **kwargs)
+        if hasattr(inputs["sum"][0], "_keras_history"):
+            inputs["sum"][0]._keras_history.layer.use(self)
+        return outputs
+
+    def build_for(self, image) -> None:
+        """Weights, for images of this shape: the encoder's layer reads some of them before this one is called."""
+        batch, *shape, _ = image
         below = (batch, *(n // 2 for n in shape), self.unet.encoder_widths(1)[1])
         if self.unet.depth > 2:
             below = (*below[:-1], self.unet.decoder_widths(1)[1])

@@ -26,7 +26,7 @@ def build_unet3d(config: UNetConfig, shape: Tuple[int, int, int], batch_size: Op
 
     skips, finest = [], None
     if config.policy == "lean":
-        finest = finest_level(config, shape, batch_size)
+        finest = finest_level(config, shape)
         x, skip = finest[0](image)
         skips.append(skip)
     for level in range(len(skips), config.depth):

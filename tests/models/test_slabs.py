@@ -9,7 +9,7 @@ import tensorflow as tf
 from models.config import UNetConfig
 from models.finest_level import finest_level
 from models.slabs import Cut, convolve, filter_gradient, input_gradient, made, near
-from models.unet3d import build_unet3d
+from models.unet3d import build_unet3d, with_loss
 
 SAMPLES, PLANES = 2, 10
 
@@ -51,7 +51,7 @@ def test_slabs_of_any_height_answer_alike():
     image, answers = drawn(1, 12, 4, 4, 4), []
     for height in (2, 8, 12):
         inputs = tf.keras.Input((12, 4, 4, 4), 1)
-        down, up = finest_level(config, (12, 4, 4), 1, height)
+        down, up = finest_level(config, (12, 4, 4), height)
         pooled, held = down(inputs)
         below = tf.keras.layers.Conv3D(8, 1, kernel_initializer="ones")(pooled)
         answers.append(tf.keras.Model(inputs, up({**held, "below": below}))(image))
@@ -68,3 +68,58 @@ def test_a_norm_of_a_large_mean_keeps_its_digits():
         model = build_unet3d(dataclasses.replace(config, policy=policy), (16, 8, 8), 1)
         answers.append(model(image))
     np.testing.assert_allclose(answers[1], answers[0], rtol=1e-3, atol=1e-3)
+
+
+class Halves:
+    """A loss of the simplest kind: the mean of all probabilities."""
+
+    def sums(self, t, z, regions):
+        p = tf.sigmoid(z)
+        return tf.reduce_sum(tf.reshape(p, (p.shape[0], -1, regions)), 1)[..., None], p
+
+    def value(self, sums, voxels):
+        score = sums[..., 0] / voxels
+        return tf.reduce_mean(score), score, (tf.ones_like(score) / (voxels * score.shape.num_elements()),)
+
+    def slope(self, t, p, factors):
+        (factor,) = factors
+        return p * (1 - p) * tf.tile(factor, (1, p.shape[2] // factor.shape[1]))[:, None]
+
+
+def step_of(config, grid, batch):
+    """A compiled step's (loss, score, gradients), and its inputs."""
+    model = build_unet3d(config, grid, batch)
+    learner = with_loss(model, config, Halves())
+
+    @tf.function(autograph=False)
+    def step(image, target):
+        with tf.GradientTape() as tape:
+            loss, score = learner([image, target], training=True)
+        return loss, score, tape.gradient(loss, model.trainable_variables)
+
+    image = tf.cast(drawn(batch, *grid, config.channels), config.dtype)
+    return step, image, tf.zeros((batch, *grid, config.outputs), tf.uint8)
+
+
+@pytest.mark.parametrize("more", [{"deep_supervision": True}, {"residual": True, "norm": "batch"}, {"norm": "none"}])
+def test_a_step_with_the_loss_inside_is_speeds_and_the_same_each_time(more):
+    config, answers = UNetConfig(filters=4, depth=3, **more), []
+    for policy in ("speed", "lean"):
+        step, *inputs = step_of(dataclasses.replace(config, policy=policy), (16, 8, 8), 2)
+        answers.append(step(*inputs))
+    for found, expected in zip(*(tf.nest.flatten(one) for one in answers)):
+        assert tf.norm(found - expected) <= 2e-5 * tf.norm(expected)  # speed's own distance from float64 is 1e-5
+    for again, first in zip(tf.nest.flatten(step(*inputs)), tf.nest.flatten(answers[1])):
+        np.testing.assert_array_equal(again, first)
+
+
+@pytest.mark.parametrize("more", [{}, {"residual": True, "up": "upsampling", "dtype": "bfloat16"}])
+def test_no_tensor_of_a_step_is_a_whole_map_of_the_finest_grid(more):
+    grid = (24, 16, 16)
+    step, image, target = step_of(UNetConfig(filters=8, depth=2, policy="lean", **more), grid, 1)
+    graph = step.get_concrete_function(image, target).graph.as_graph_def(add_shapes=True)
+    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+    shapes = [shape for node in nodes for shape in node.attr["_output_shapes"].list.shape if not shape.unknown_rank]
+    largest = max(int(np.prod([size.size for size in shape.dim])) for shape in shapes)
+    # Of the image (4 channels) and level 1 (16 channels of an eighth), the image's.
+    assert largest == image.shape.num_elements()
