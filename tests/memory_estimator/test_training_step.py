@@ -66,3 +66,11 @@ MEASURED = [
 def test_the_allocators_peak_is_the_measured_one(unet, shape, batch, engine, measured):
     job = Job(UNetConfig(**{"policy": "speed", **unet}), shape, batch, micro_batch=batch, engine=engine, threads=2)
     assert use(training_step(job)).peak_bytes == pytest.approx(measured, rel=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("side", "engine", "measured_mib"), [(96, "stock", 305.5), (128, "stock", 599.3), (128, "itex", 656.0)]
+)
+def test_in_slabs_it_is_within_5_percent_of_the_measured_one(side, engine, measured_mib):
+    job = Job(UNetConfig(policy="lean"), (side,) * 3, engine=engine, threads=2)
+    assert use(training_step(job)).peak_bytes / 2**20 == pytest.approx(measured_mib, rel=0.05)
