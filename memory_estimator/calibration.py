@@ -148,8 +148,8 @@ def scaled(groups: Mapping[str, Mapping[str, float]], slower: Mapping[str, float
 
 
 RUN_AGAIN = 0.28
-"""Of what a convolution adds to the process, what one does that runs another slab of a map in the same function: 0.23 to
-0.32 in five steps under "lean", of 96^3 to 128^3 voxels, of both engines and dtypes, one of a batch of 2."""
+"""Of what a convolution adds to the process, what one adds that runs another slab of a map in the same function: 0.23
+to 0.32 in five steps under "lean", of 96^3 to 128^3 voxels, of both engines and dtypes, one of a batch of 2."""
 
 
 def runtime_ops(program: Program) -> int:

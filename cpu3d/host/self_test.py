@@ -147,7 +147,7 @@ def large_tensor(tf: Any, host: Host, engine: Optional[str]) -> Check:
     found = f"{slices * elements / LIMIT_ELEMENTS:.3f} x 2^31 elements convolved in {format_seconds(seconds)}"
     if all(bool(tf.reduce_all(answer[0, n] == SLICE[-1] * values[n])) for n in (0, slices // 2, -2, -1)):
         return Check("large tensor", "ok", f"{found}: right to its far end")
-    advice = "keep every tensor below 2^31 elements: a smaller --micro-batch, --mode patch or fewer --filters"
+    advice = "keep every tensor below 2^31 elements: --policy lean, --mode patch or fewer --filters"
     return Check("large tensor", "fail", f"{found}: wrong at its far end", advice)
 
 
