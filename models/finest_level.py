@@ -1,4 +1,4 @@
-"""Level 0 of a U-Net in slabs along X: no map of the finest grid is ever one tensor.
+"""Level 0 of a U-Net in slabs along X: between the image and the logits no map of the finest grid is one tensor.
 
 Two layers, one for each side of the network. The first convolution of the decoder's block is a sum: its part that reads
 the skip maps belongs to the encoder's layer, which hands that part's output to the decoder's instead of the skip maps.
@@ -6,7 +6,7 @@ Backward, the gradient of the sum comes back along the same way, and the skip ma
 gradient is written slab by slab while the maps it is made of go, so that two maps take the memory of one.
 
     encoder   keeps nothing but the statistics of its norms
-    decoder   keeps what its two convolutions put out, two maps
+    decoder   keeps what its two convolutions put out, two maps; a third, the skip's share in the sum, with `residual`
 
 The same weights and functions as the layers of models/blocks.py, the same gradients to rounding.
 """
@@ -18,7 +18,7 @@ import tensorflow as tf
 from models.blocks import head_layer
 from models.config import UNetConfig
 from models.layer_plan import slab_height
-from models.layers import convolution_layer, norm_layer, precision, up_layers
+from models.layers import build_by_name, convolution_layer, norm_layer, precision, up_layers
 from models.ordered import HALF
 from models.passes import channel_sums, value
 from models.slabs import (
@@ -76,9 +76,9 @@ class SlabLayer(tf.keras.layers.Layer):
         """The block's weights, for maps (N, X, Y, Z, any)."""
         entry, first, second = ([*shape[:-1], width] for width in (self.entry_width, *self.widths))
         for layer, of in ((self.conv1, entry), (self.norm1, first), (self.conv2, first), (self.norm2, second)):
-            layer.build(tf.TensorShape(of))
+            build_by_name(layer, of)
         if self.shortcut:
-            self.shortcut.build(tf.TensorShape(entry))
+            build_by_name(self.shortcut, entry)
 
     def learn(self, inputs, weights, training: bool, *loss):
         """The outputs of `forward`, with the gradient of `backward`; moves batch norm's statistics."""
@@ -88,7 +88,8 @@ class SlabLayer(tf.keras.layers.Layer):
 
         @tf.custom_gradient
         def computed(*flat):
-            inputs, weights = tf.nest.pack_sequence_as(like, flat)
+            # A tape that is persistent, or eager, would look for the gradients of single operations.
+            inputs, weights = tf.nest.pack_sequence_as(like, [tf.stop_gradient(one) for one in flat])
             outputs, kept = self.forward(inputs, weights, True, *loss)
             moments = [norm.moments for norm in kept["norms"] if norm.kind == "batch"]
             structure[:] = [(outputs, moments)]
@@ -289,7 +290,6 @@ class SlabDecoder(SlabLayer):
         self.skip, up_width = unet.encoder_widths(0)[1], unet.up_width(0)
         super().__init__(unet, height, unet.decoder_widths(0), self.skip + up_width, up_width, **kwargs)
         self.head = head_layer(unet, "head")
-        self.loss = None
 
     def build(self, input_shape):
         if not self.conv1.built:
@@ -309,9 +309,9 @@ class SlabDecoder(SlabLayer):
         below = (batch, *(n // 2 for n in shape), self.unet.encoder_widths(1)[1])
         if self.unet.depth > 2:
             below = (*below[:-1], self.unet.decoder_widths(1)[1])
-        self.up[0].build(tf.TensorShape(below))
+        build_by_name(self.up[0], below)
         self.build_block((batch, *shape, 0))
-        self.head.build(tf.TensorShape((batch, *shape, self.widths[1])))
+        build_by_name(self.head, (batch, *shape, self.widths[1]))
 
     @property
     def weights(self):

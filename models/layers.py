@@ -59,3 +59,9 @@ def up_layers(config: UNetConfig, name: str, width: int):
         convolution_layer(config, f"{name}_up_conv", width, 1),
         tf.keras.layers.UpSampling3D(2, dtype=precision(config), name=f"{name}_up"),
     ]
+
+
+def build_by_name(layer: tf.keras.layers.Layer, shape) -> None:
+    """Make the weights of a layer within another one, under its name: files of weights tell them apart by that."""
+    with tf.name_scope(layer.name):
+        layer.build(tf.TensorShape(shape))

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from models.config import UNetConfig
 from models.filter_gradient import filter_gradient_by_planes
-from models.layers import convolution_layer, norm_layer, up_layers
+from models.layers import build_by_name, convolution_layer, norm_layer, up_layers
 from models.ordered import UNIT, convolution, input_gradient, read_after, up_convolution
 
 
@@ -45,13 +45,13 @@ class RecomputedBlock(tf.keras.layers.Layer):
         entry = input_shape
         if self.up:
             skip, below = input_shape
-            self.up[0].build(below)
+            build_by_name(self.up[0], below)
             entry = [*skip[:-1], skip[-1] + self.up_width]
         first, second = ([*entry[:-1], width] for width in self.widths)
         for layer, shape in ((self.conv1, entry), (self.norm1, first), (self.conv2, first), (self.norm2, second)):
-            layer.build(tf.TensorShape(shape))
+            build_by_name(layer, shape)
         if self.shortcut:
-            self.shortcut.build(tf.TensorShape(entry))
+            build_by_name(self.shortcut, entry)
         super().build(input_shape)
 
     @property

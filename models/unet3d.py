@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from models.blocks import decoder, down, encoder, head
 from models.config import UNetConfig
-from models.finest_level import finest_level
+from models.finest_level import SlabDecoder, finest_level
 from models.supervision import Supervision
 
 
@@ -54,8 +54,9 @@ def with_loss(model: tf.keras.Model, config: UNetConfig, loss) -> tf.keras.Model
     """
     logits = tf.nest.flatten(model.output)
     target = tf.keras.Input(logits[0].shape[1:], logits[0].shape[0], dtype="uint8", name="target")
-    if config.policy == "lean":
-        finest = model.get_layer("decoder0")
-        logits[0] = finest({**finest.get_input_at(0), "target": target}, loss=loss)
-    heads = Supervision(loss, by_pieces=config.policy != "speed", name="loss")
+    for finest in model.layers:
+        if isinstance(finest, SlabDecoder):
+            logits[0] = finest({**finest.get_input_at(0), "target": target}, loss=loss)
+    by_pieces = config.policy != "speed" and target.shape[0] is not None
+    heads = Supervision(loss, by_pieces=by_pieces, name="loss")
     return tf.keras.Model([model.input, target], heads(target, *logits), name=f"{config.network}_loss")

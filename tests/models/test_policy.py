@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from models.config import POLICIES, UNetConfig
+from models.config import EPSILON, POLICIES, UNetConfig
 from models.unet3d import build_unet3d
 
 LEANER = POLICIES[1:]
@@ -124,3 +124,60 @@ def test_a_checkpoint_of_one_policy_is_one_of_every_other(network, policy):
     close = {"rtol": 2e-5, "atol": 1e-5} if policy == "lean" else {"rtol": 1e-6, "atol": 1e-6}
     for answers in zip(*(tf.nest.flatten(model(image)) for model in (leaner, speed))):
         np.testing.assert_allclose(*answers, **close)
+
+
+# --- Against float64 ---
+
+
+def exact_gradients(image, target, weights, depth):
+    """Of the mean squared error, by the definition of an instance-norm U-Net in float64."""
+    weights = [tf.constant(weight, tf.float64) for weight in weights]
+    rest = iter(weights)
+
+    def block(x):
+        for _ in range(2):
+            x = tf.nn.conv3d(x, next(rest), (1,) * 5, "SAME")
+            mean, variance = tf.nn.moments(x, (1, 2, 3), keepdims=True)
+            x = tf.nn.relu((x - mean) * tf.math.rsqrt(variance + EPSILON) * next(rest) + next(rest))
+        return x
+
+    def pooled(x):
+        for axis in (1, 2, 3):
+            shape = [*x.shape[:axis], x.shape[axis] // 2, 2, *x.shape[axis + 1 :]]
+            x = tf.reduce_max(tf.reshape(x, shape), axis + 1)
+        return x
+
+    with tf.GradientTape() as tape:
+        tape.watch(weights)
+        x, skips = tf.constant(image, tf.float64), []
+        for level in range(depth):
+            x = block(pooled(x) if level else x)
+            skips.append(x)
+        for skip in skips[-2::-1]:
+            kernel = next(rest)
+            x = tf.nn.conv3d_transpose(x, kernel, (*skip.shape[:4], kernel.shape[3]), 2, "SAME")
+            x = block(tf.concat([skip, x], -1))
+        logits = tf.nn.conv3d(x, next(rest), (1,) * 5, "SAME") + next(rest)
+        loss = tf.reduce_mean((tf.sigmoid(logits) - target) ** 2)
+    return [gradient.numpy() for gradient in tape.gradient(loss, weights)]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_leans_gradients_are_close_to_float64s(background):
+    """Also where most of an image is zero, as outside a brain: there one ReLU is that of many voxels alike."""
+    config, grid = UNetConfig(filters=4, depth=3, policy="lean"), (32, 24, 16)
+    rng = np.random.default_rng(1)
+    image, target = rng.standard_normal((1, *grid, 4)).astype(np.float32), rng.random((1, *grid, 3)) < 0.1
+    if background:
+        axes = np.meshgrid(*(np.linspace(-1, 1, size) for size in grid), indexing="ij")
+        image *= (sum(axis**2 for axis in axes) < 0.8)[None, ..., None]
+    model = build_unet3d(config, grid, 1)
+
+    @tf.function
+    def gradients():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((tf.sigmoid(model(image, training=True)) - tf.constant(target, tf.float32)) ** 2)
+        return tape.gradient(loss, model.trainable_variables)
+
+    exact = exact_gradients(image, target.astype(float), [w.numpy() for w in model.trainable_variables], config.depth)
+    assert max(distances([gradient.numpy() for gradient in gradients()], exact)) < 1e-5
