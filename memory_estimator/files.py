@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 RECORD_SCHEMA = 2  # of benchmark records, as `cpu3d.util.records` writes them
 
-POLICIES_OF_SCHEMA_1 = {"speed": "speed", "lean": "balanced"}
-"""What a record of schema 1 calls a memory policy -> its name today. The "balanced" of then is no more."""
+POLICIES_OF_SCHEMA_1 = {"speed": "speed", "balanced": None, "lean": "balanced"}
+"""What a record of schema 1 calls a memory policy -> its name today, None for one that is no more."""
 
 
 class NotRegularError(OSError, ValueError):
@@ -86,7 +86,7 @@ def of_today(record: Dict[str, Any]) -> Optional[Dict[str, Any]]:
     schema 1 to 2 "lean" became "balanced", as another policy is the leanest now, and what was "balanced" went; and
     norms of channels that leave a vector empty left oneDNN's fused kernel. The record is one of `bench`, whose
     comparison of policies has a row for each, or what a run has shown of its host. Raises ValueError for another
-    schema, and KeyError without one.
+    schema, and KeyError without one or for an unknown policy.
     """
     if record["schema"] == RECORD_SCHEMA:
         return record
@@ -94,12 +94,12 @@ def of_today(record: Dict[str, Any]) -> Optional[Dict[str, Any]]:
         raise ValueError(f"schema {record['schema']}")
     names = POLICIES_OF_SCHEMA_1
     if record.get("kind") == "policies":
-        named = [{**row, "name": names.get(row["name"])} if row["kind"] == "policy" else row for row in record["rows"]]
+        named = [{**row, "name": names[row["name"]]} if row["kind"] == "policy" else row for row in record["rows"]]
         return {**record, "rows": [row for row in named if row["name"]]}
     job = record.get("job", record)
     if "unet" not in job:
         return record
-    policy = names.get({"policy": "speed", **job["unet"]}["policy"])
+    policy = names[{"policy": job.get("policy", "speed"), **job["unet"]}["policy"]]  # the first ones had it beside
     job = {**job, "unet": {**job["unet"], "policy": policy}}
     found = ({**record, "job": job} if "job" in record else job) if policy else None
     return None if found and record.get("kind", "memory") == "memory" and _has_other_norms(job["unet"]) else found

@@ -101,8 +101,11 @@ def compare_policies(request: Dict[str, Any], peers: Sequence[str], rounds: int)
 
     Raises InputError for a peer without a useful answer, and ProcessFailedError where none of ours could be measured.
     """
-    requests = {policy: {**request, "live": True, "unet": {**request["unet"], "policy": policy}} for policy in POLICIES}
-    ours = {policy: harness.fresh(measure, one) for policy, one in requests.items()}
+    requests = {policy: {**request, "unet": {**request["unet"], "policy": policy}} for policy in POLICIES}
+    ours = {
+        policy: lambda number, one=one: harness.in_fresh_process(measure, {**one, "live": number == 0})
+        for policy, one in requests.items()
+    }
     constants = constants_before(request)
     found, failures = harness.in_turn({**harness.peers(peers), **ours}, rounds, "memory")
     measured = next((one for policy in POLICIES for one in found[policy] if one), None)
@@ -111,13 +114,13 @@ def compare_policies(request: Dict[str, Any], peers: Sequence[str], rounds: int)
     facts = {name: measured[name] for name in HOST_FACTS}
     size = 2 if request["unet"]["dtype"] == "bfloat16" else 4
     unit_bytes = math.prod(request["shape"]) * request["unet"]["filters"] * size
-    names = {peer: "{peer} {options}".format(**harness.peer_of(peer, found[peer])) for peer in peers}
+    names = {peer: "{peer} {options}".format(**harness.peer_of(peer, found[peer])).strip() for peer in peers}
     rows: List[Result] = []
     for way in (*POLICIES, *peers):
         row, is_ours = harness.summary(found[way], found[BASELINE]), way in requests
         allocator = row["allocator_peak_bytes"]
         row["units"] = None if allocator is None else allocator / unit_bytes
-        row["live_bytes"] = next((one["live_bytes"] for one in found[way] if one and one.get("live_bytes")), None)
+        row["live_bytes"] = (found[way][0] or {}).get("live_bytes")  # asked for in the first round
         row["rounds"] = [one and {name: one.get(name) for name in FIGURES} for one in found[way]]
         row["error"] = failures[way].reason if way in failures else None
         row["predicted"] = predict({**requests[way], **facts}, constants) if is_ours else None
@@ -149,42 +152,58 @@ def policies_table(record: Result) -> Table:
     return Table(columns, rows, title=title, caption=deaths(record["rows"]))
 
 
-def draw_policies(record: Result, peers: Sequence[Result]) -> bytes:
+def draw_policies(record: Result, records: Sequence[Result]) -> bytes:
     """What the process holds over one step under each policy, panels as wide as their steps take long, and the peaks of
-    `peers`, which are rows too, as lines, as PNG.
+    the peers of `records` at the same job, as lines, as PNG. Below it stand the hosts, and what a policy died of.
 
     What the allocator has handed out is drawn above all else that the process holds at its peak: so the highest point
     is the process's peak, which is what is known of a peer.
     """
     drawn = [row for row in record["rows"] if row.get("live_bytes")]
-    peers = [row for row in peers if row["process_peak_bytes"]]
-    highest = 1.15 * max(row["process_peak_bytes"] for row in (*drawn, *peers)) / GIB
-    figure = new_figure(10, 3.9)
-    panels = figure.subplots(
-        1, len(drawn), sharey=True, squeeze=False, gridspec_kw={"width_ratios": [row["ratio"] for row in drawn]}
-    )[0]
-    for axes, row, colour in zip(panels, drawn, PALETTE):
+    times = [row["step_s"] / drawn[0]["step_s"] for row in drawn]
+    measured = [(row, one) for one in records for row in one["rows"] if row["kind"] == "peer"]
+    found = {
+        row["name"]: (row["process_peak_bytes"] / GIB, host_of(one))
+        for row, one in measured
+        if row["process_peak_bytes"]
+    }
+    peers = sorted((peak, name) for name, (peak, _) in found.items())
+    highest = 1.15 * max([row["process_peak_bytes"] / GIB for row in drawn] + [peak for peak, _ in peers])
+    figure = new_figure(10, 4.2)
+    widths = {"width_ratios": [max(time, sum(times) / 8) for time in times]}  # a title has room in an eighth
+    panels = figure.subplots(1, len(drawn), sharey=True, squeeze=False, gridspec_kw=widths)[0]
+    for axes, row, time in zip(panels, drawn, times):
         beside, live = (row["process_peak_bytes"] - row["allocator_peak_bytes"]) / GIB, row["live_bytes"]
+        colour = PALETTE[POLICIES.index(row["name"])]
         # Parts of a step, each as high as the most in it; the step begins with what is live at its end.
-        times = [row["ratio"] * part / len(live) for part in range(len(live) + 1)]
+        parts = [time * part / len(live) for part in range(len(live) + 1)]
         held = [beside + size / GIB for size in (live[-1], *live)]
-        axes.fill_between(times, 0, beside, color="#888888", alpha=0.3, linewidth=0)
-        axes.fill_between(times, beside, held, color=colour, alpha=0.3, linewidth=0, step="pre")
-        axes.step(times, held, color=colour, linewidth=1.3, where="pre")
-        plain(axes, f"{row['name']}: {max(held):.2f} GiB, {row['ratio']:.2f} x")
-        for peer in peers:
-            axes.axhline(peer["process_peak_bytes"] / GIB, color="#444444", linewidth=1, linestyle=(0, (5, 3)))
-        axes.set_xlim(0, row["ratio"])
+        axes.fill_between(parts, 0, beside, color="#888888", alpha=0.3, linewidth=0)
+        axes.fill_between(parts, beside, held, color=colour, alpha=0.3, linewidth=0, step="pre")
+        axes.step(parts, held, color=colour, linewidth=1.3, where="pre")
+        plain(axes, f"{row['name']}\n{max(held):.2f} GiB, {time:.2f} x")
+        for peak, _ in peers:
+            axes.axhline(peak, color="#444444", linewidth=1, linestyle=(0, (5, 3)))
+        axes.set_xlim(0, time)
         axes.set_ylim(0, highest)
-        axes.set_xticks([part / 2 for part in range(1 + int(2 * row["ratio"]))])
+        axes.set_xticks([part / 2 for part in range(1 + int(2 * time))])
         axes.tick_params(left=axes is panels[0])
-    for peer in peers:
-        text, place = f"{peer['name']}: {gib(peer['process_peak_bytes'])} GiB", (-4, 3)
-        where = (drawn[-1]["ratio"], peer["process_peak_bytes"] / GIB)
-        panels[-1].annotate(text, where, place, textcoords="offset points", color="#444444", fontsize=8, ha="right")
+    above = -highest
+    for peak, name in peers:
+        above = max(peak, above + highest / 20)  # names do not overlap
+        panels[-1].annotate(
+            f"{name}: {peak:.2f} GiB", (times[-1], above), (-4, 3), textcoords="offset points",
+            color="#444444", fontsize=8, ha="right",
+        )  # fmt: skip
     panels[0].set_ylabel("held by the process, GiB")
     panels[0].annotate("beside the allocator", (0.04, 0.06), fontsize=8, color="#444444")
-    figure.supxlabel(f"time, in steps of {BASELINE}", fontsize=9)
+    below, ours = f"time, in steps of {drawn[0]['name']}", host_of(record)
+    hosts = {host for _, host in found.values()}
+    below += f"; policies on {ours}, peers on {', '.join(sorted(hosts))}" if hosts - {ours} else ""
+    died = [
+        f"{row['name']}: {row['error'][:120]}" for row in record["rows"] if row["kind"] == "policy" and row["error"]
+    ]
+    figure.supxlabel("\n".join((below, *died)), fontsize=9)
     figure.suptitle(f"One training step, {title_of(record)}", fontsize=10, fontweight="bold", x=0.01, ha="left")
     figure.tight_layout(pad=0.6, w_pad=0.8)
     return png(figure)

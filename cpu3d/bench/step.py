@@ -146,7 +146,8 @@ def measure(request: Dict[str, Any]) -> Result:
     result.update(first_step_s=[*first, *timed][0], steps_timed=len(timed), volume_s=step_s / batch)
     result.update(parameters=parameter_count(learner.model), **facts)
     if request.get("live"):
-        result["live_bytes"] = _most_in_each_part(trace(step, live_bytes)[1] or [])
+        requests = trace(step, live_bytes)[1]
+        result["live_bytes"] = requests and _most_in_each_part(requests)  # None where the profiler failed
     if len(timed) >= FEWEST_STEPS and has_known_engine(result):
         observer = Observer(job_from_record(result), "bench", host, traced=range(len(timed), len(timed) + ENOUGH))
         for seconds in timed:
@@ -159,13 +160,11 @@ def measure(request: Dict[str, Any]) -> Result:
 
 
 def _most_in_each_part(requests: List[Tuple[float, int]]) -> List[int]:
-    """The most of the (seconds, bytes) of one step in each of LIVE_PARTS equal parts of it; [] of none."""
-    if not requests:
-        return []
+    """The most of the (seconds, bytes) of one step, one at least, in each of LIVE_PARTS equal parts of it."""
     found: List[List[int]] = [[] for _ in range(LIVE_PARTS)]
     begin, end = requests[0][0], requests[-1][0]
     for second, size in requests:
-        found[min(int(LIVE_PARTS * (second - begin) / (end - begin)), LIVE_PARTS - 1)].append(size)
+        found[min(int(LIVE_PARTS * (second - begin) / ((end - begin) or 1)), LIVE_PARTS - 1)].append(size)
     held = itertools.accumulate(found, lambda before, inside: [*before[-1:], *inside])
     return [max(inside) for inside in held]
 

@@ -46,6 +46,7 @@ from memory_estimator.validation import (
     read_measured,
     targets,
 )
+from models.config import POLICIES, UNetConfig
 
 HELP = "make the pages of results from benchmark records"
 
@@ -85,10 +86,10 @@ OPTIONS = (TableOptions,)
 
 
 def run(options: TableOptions) -> int:
-    if options.page:
-        write_bytes(options.page, ("\n".join(page(*validation(options.records))) + "\n").encode())
     if options.picture:
         write_bytes(options.picture, picture(options.records / "policies.jsonl"))
+    if options.page:
+        write_bytes(options.page, ("\n".join(page(*validation(options.records))) + "\n").encode())
     text = "\n".join(tables(options.records)) + "\n"
     if options.out:
         write_bytes(options.out, text.encode())
@@ -112,13 +113,16 @@ def tables(folder: Path) -> List[str]:
 def picture(path: Path) -> bytes:
     """PNG of the newest comparison of policies that has the bytes live over a step, with the peaks of peers that any
     comparison at the same job had, on whatever host. Raises InputError where there is none."""
+
+    def job(record: Dict[str, Any]) -> Tuple[Any, ...]:
+        unet = UNetConfig(**{**record["unet"], "policy": POLICIES[0]})
+        return unet, *(record[name] for name in ("shape", "batch", "micro_batch"))
+
     records = read_records(path, "policies")
     drawn = next((one for one in reversed(records) if any(row.get("live_bytes") for row in one["rows"])), None)
     if not drawn:
         raise InputError(f"records {path} must have live_bytes, got none; measure with `bench memory --policies`")
-    same = [one for one in records if all(one[name] == drawn[name] for name in ("shape", "batch", "unit_bytes"))]
-    peers = {row["name"]: row for one in same for row in one["rows"] if row["kind"] == "peer"}
-    return draw_policies(drawn, list(peers.values()))
+    return draw_policies(drawn, [one for one in records if job(one) == job(drawn)])
 
 
 # --- Sections of the page of results ---

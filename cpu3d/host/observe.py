@@ -171,17 +171,19 @@ def trace(step: Callable[[], T], read: Optional[Callable[[Path], List]] = None) 
     It raises what `step` raises and nothing else."""
     import tensorflow as tf
 
-    profiler, folder, found = tf.profiler.experimental, None, None
+    profiler, folder, started, found = tf.profiler.experimental, None, False, None
     options = profiler.ProfilerOptions(host_tracer_level=2, python_tracer_level=0)
     with contextlib.suppress(Exception):
         folder = Path(tempfile.mkdtemp())
         profiler.start(str(folder), options)
+        started = True
     try:
         result = step()
     finally:
         with contextlib.suppress(Exception):
-            profiler.stop()
-            found = (read or _events)(folder)
+            if started:
+                profiler.stop()
+                found = (read or _events)(folder)
         shutil.rmtree(folder or "", ignore_errors=True)
     return result, found
 

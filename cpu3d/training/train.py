@@ -104,7 +104,7 @@ def train(
 
         from cpu3d.training.fit import Fit  # imports TensorFlow, so not before the host is set up
 
-        smaller = "a smaller --patch" if config.is_patch else "--policy lean, or fewer --filters in another folder"
+        smaller = "a smaller --patch" if config.is_patch else "a leaner --policy, or fewer --filters in another folder"
         with fits_memory("a training step", f"train with {smaller}"):
             fit = Fit(plan, run_folder, exchange)
             if plan.saved is not None and not fit.is_over:  # one that is over takes no memory any more

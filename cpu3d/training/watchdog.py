@@ -111,8 +111,8 @@ class MemoryFloor:
                 floor, keep = min(floor, spare), min(keep, spare)
             got = (
                 f"{format_bytes(room.free_bytes)} free of {name} and {format_bytes(sample.own_bytes)} in this process, "
-                f"{format_bytes(first.own_bytes)} at the beginning; end other programs, or go on with --policy lean or "
-                "with more memory"
+                f"{format_bytes(first.own_bytes)} at the beginning; end other programs, or go on with a leaner "
+                "--policy or with more memory"
             )
             if room.free_bytes < min(floor // 2, before):
                 return "end", f"memory must last to the end of a step, got {got}"

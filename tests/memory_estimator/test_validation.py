@@ -99,9 +99,10 @@ def test_records_of_schema_1_are_read_under_today_s_names_of_what_they_measured(
         return {**RECORD, "schema": schema, "unet": unet}
 
     lines = [under(*one, 1) for one in (("lean", 1), ("balanced", 2), ("speed", 3), ("", 4))]
-    found = read(*lines, under("speed", 0.5, 1), under("lean", 5, 2), under("balanced", 6, 2))
+    beside = {**RECORD, "schema": 1, "policy": "lean", "unet": {"filters": 112}}
+    found = read(*lines, beside, under("speed", 0.5, 1), under("lean", 5, 2), under("balanced", 6, 2))
     names = [(one.job.unet.filters // 16, one.job.policy) for one in found]
-    assert names == [(1, "balanced"), (3, "speed"), (4, "speed"), (5, "lean"), (6, "balanced")]
+    assert names == [(1, "balanced"), (3, "speed"), (4, "speed"), (7, "balanced"), (5, "lean"), (6, "balanced")]
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,7 @@ def test_records_of_schema_1_are_read_under_today_s_names_of_what_they_measured(
         ("{", r":2 must be JSON of schema 2"),
         ("[]", r":2 must be JSON of schema 2"),
         ({**RECORD, "schema": 3}, r":2 must be JSON of schema 2 .*schema 3"),
+        ({**RECORD, "schema": 1, "unet": {"policy": "leanest"}}, r":2 must be JSON of schema 2 .*leanest"),
         ({**RECORD, "step_s": 1, "unet": {"filters": -1}}, r":2 must be JSON"),
         ({name: value for name, value in RECORD.items() if name != "threads"}, r":2 must be .*threads"),
     ],

@@ -159,4 +159,4 @@ def test_policies_are_compared_within_rounds_and_the_dead_are_rows(monkeypatch):
     assert ["speed", "0.00", "31.0", "2.00", "3.00 (2.00 to 4.00)", "1.00"] in table.rows
     assert ["lean", "-", "-", "-", "died", "-"] in table.rows
     assert "lean: killed" in table.caption
-    assert draw_policies(result, result["rows"][3:]).startswith(b"\x89PNG")
+    assert draw_policies(result, [result]).startswith(b"\x89PNG")

@@ -134,6 +134,8 @@ def test_a_profiler_that_fails_harms_no_step(monkeypatch):
 
     monkeypatch.setattr(observe, "_events", fails)
     assert trace(lambda: 7) == (7, None)
+    within = trace(lambda: trace(lambda: 7, live_bytes), live_bytes)  # while somebody else profiles, who goes on
+    assert (within[0], within[1] is None) == ((7, None), False)
     with pytest.raises(KeyError):
         trace({}.popitem)
 
