@@ -114,7 +114,13 @@ def compare_policies(request: Dict[str, Any], peers: Sequence[str], rounds: int)
     facts = {name: measured[name] for name in HOST_FACTS}
     size = 2 if request["unet"]["dtype"] == "bfloat16" else 4
     unit_bytes = math.prod(request["shape"]) * request["unet"]["filters"] * size
-    names = {peer: "{peer} {options}".format(**harness.peer_of(peer, found[peer])).strip() for peer in peers}
+    abouts = {peer: harness.peer_of(peer, found[peer]) for peer in peers}
+    options = [about["options"].split() for about in abouts.values()]
+    shared = set(options[0]).intersection(*options) if options else ()  # what all peers are told says the job
+    names = {
+        peer: " ".join([about["peer"], *(word for word in about["options"].split() if word not in shared)])
+        for peer, about in abouts.items()
+    }
     rows: List[Result] = []
     for way in (*POLICIES, *peers):
         row, is_ours = harness.summary(found[way], found[BASELINE]), way in requests
@@ -124,7 +130,8 @@ def compare_policies(request: Dict[str, Any], peers: Sequence[str], rounds: int)
         row["rounds"] = [one and {name: one.get(name) for name in FIGURES} for one in found[way]]
         row["error"] = failures[way].reason if way in failures else None
         row["predicted"] = predict({**requests[way], **facts}, constants) if is_ours else None
-        rows.append({"name": names.get(way, way), "kind": "policy" if is_ours else "peer", **row})
+        about = {"name": way, "kind": "policy"} if is_ours else {**abouts[way], "name": names[way], "kind": "peer"}
+        rows.append({**about, **row})
     return {**request, "rounds": rounds, "unit_bytes": unit_bytes, "rows": rows, **facts}
 
 

@@ -150,10 +150,10 @@ def test_policies_are_compared_within_rounds_and_the_dead_are_rows(monkeypatch):
     request = {"shape": [16, 16, 16], "batch": 4, "micro_batch": 1, "unet": unet}
     result = compare_policies(request, list(answers)[3:], 2)
     rows = {row["name"]: row for row in result["rows"]}
-    assert list(rows) == [*POLICIES, "torch python", "torch python --fast"]
+    assert list(rows) == [*POLICIES, "torch", "torch --fast"]
     # Relative to speed: 3/2, 4/4; 4/2; 8/2, 4/4.
-    assert [rows[name]["ratio"] for name in ("speed", "balanced", "lean", "torch python")] == [1, 1.25, 2, 2.5]
-    assert (rows["torch python"]["units"], rows["torch python --fast"]["process_peak_bytes"]) == (None, 5)
+    assert [rows[name]["ratio"] for name in ("speed", "balanced", "lean", "torch")] == [1, 1.25, 2, 2.5]
+    assert (rows["torch"]["units"], rows["torch --fast"]["process_peak_bytes"]) == (None, 5)
     assert [rows[policy]["predicted"]["policy"] for policy in POLICIES] == list(POLICIES)
     table = policies_table(result)
     assert ["speed", "0.00", "31.0", "2.00", "3.00 (2.00 to 4.00)", "1.00"] in table.rows
