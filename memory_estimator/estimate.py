@@ -267,7 +267,7 @@ def estimate(
     without end. Of a job that a store feeds the upper bound is that of its validations too. Raises ValueError where the
     constants know nothing of the job's engine or dtype.
     """
-    accuracy, constants = accuracy or load_accuracy(), constants.of(job.engine, job.unet.dtype)
+    accuracy, constants = accuracy or load_accuracy(), constants.of(job.engine, job.unet.dtype).for_threads(job.threads)
     isa = constants.kernels.isa
     if job.unet.dtype == "bfloat16" and not isa.startswith("avx512"):
         raise ValueError(

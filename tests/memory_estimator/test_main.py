@@ -104,7 +104,7 @@ def test_a_recipe_is_a_job_and_options_win_over_it(capsys):
         ("--shape 64 64 64 --host-memory 64G", "memory must be in one of B, KiB"),
         ("--shape 64 64 64 --gpu-memory 16", "memory must be a number with its unit"),
         ("--shape 64 64 64 --calibration nowhere.json", "nowhere.json"),
-        ("--run nowhere", "must hold a config.json"),
+        ("--run nowhere", "must hold a plan.json"),
         ("--batch 2", "shape must be given, got none"),
         ("--shape 64 64 64 --link 25Gbit/s --epochs 3", "--hosts must be given with --link, --epochs, got none"),
         ("--shape 64 64 64 --hosts 0", "hosts must be at least 1, got 0"),
