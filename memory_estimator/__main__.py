@@ -232,15 +232,12 @@ def _plan(job: Job, price: planner.Price, memory_bytes: int) -> Tuple[List[Dict[
     content, rows = [], []
     for policy in POLICIES:
         found = planner.plan(job.with_unet(policy=policy), price, memory_bytes)
-        content.append({"policy": policy, **dict.fromkeys(found)})
+        content.append({"policy": policy, **{name: one and one.to_json() for name, one in found.items()}})
         for name, one in found.items():
             taken = ("none", "", "")
             if one:
-                its, figures = one.job, ("process_peak_bytes", "upper_bound_bytes", "volume_s")
-                own = {"policy": policy, "batch": its.batch, "micro_batch": its.micro, "filters": its.unet.filters}
-                own.update(shape=list(its.shape), **{figure: getattr(one, figure) for figure in figures})
-                content[-1][name], largest = own, _extent(its) if name == "extent" else str(own[name])
-                taken = (largest, format_bytes(one.upper_bound_bytes), format_seconds(one.volume_s))
+                sizes = {"batch": one.job.batch, "filters": one.job.unet.filters, "extent": _extent(one.job)}
+                taken = (str(sizes[name]), format_bytes(one.upper_bound_bytes), format_seconds(one.volume_s))
             rows.append((policy, "batch at once" if name == "batch" else name, *taken))
     title = f"The largest that fits {format_bytes(memory_bytes)}, all else as asked for"
     note = "batch at once: in parts, by --micro-batch, any larger one takes what one part does and a set of gradients"

@@ -74,7 +74,7 @@ class HostConstants:
             one = one.others
         if one:
             notes = {name: note for name, note in self.notes.items() if name == engine}
-            return dataclasses.replace(one, notes=notes, others=None)
+            return dataclasses.replace(one, notes=notes)
         known = ", ".join(f"{one} in {each}" for one, by_dtype in self.costs.items() for each in by_dtype)
         raise ValueError(f"calibration {self.name} must know {engine} in {dtype}, got {known}; run `calibrate --all`")
 
