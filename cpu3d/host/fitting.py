@@ -7,9 +7,9 @@ assumed proportions (ridge regression) as far as the seconds do not contradict. 
 
 import dataclasses
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -92,9 +92,10 @@ def fitted(runs: Sequence[Run], assumed: HostConstants, cpu: str, cache_bytes: i
         costs, scale = fit_costs(some, assumed, cache_bytes)
         scales.append(scale)
         used = [run for run in some if run.op_s] or some
-        measured = {"name": cpu, "origin": "measured", "runs": len(used), "record": _commands(used)}
+        commands = ", ".join(dict.fromkeys(run.by for run in used))
+        measured = {"name": cpu, "origin": "measured", "runs": len(used), "record": commands}
         measured["date"] = max(run.date for run in used)
-        measured["origins"] = {**origins, "costs": f"measured: {measured['record']}, {measured['date']}"}
+        measured["origins"] = {**origins, "costs": f"measured: {commands}, {measured['date']}"}
         of_dtype = {**about, **measured, "costs": {engine: {dtype: costs}}}
         found.append(dataclasses.replace(assumed, **of_dtype))
     others = {dtype: groups for dtype, groups in assumed.costs.get(engine, {}).items() if dtype not in by_dtype}
@@ -128,8 +129,7 @@ def fit_costs(
     ridge_s = HELD * sum(row.seconds for rows in by_group.values() for row in rows) / len(seen)
     for group, rows in by_group.items():
         costs[group] = _held_fit(rows, costs.get(group, {}), ridge_s)
-    left = [(one.run.step_s - _op_seconds(one)) / _op_count(one) for one in seen]
-    costs["every_op"] = {"seconds": max(0.0, statistics.median(left))}
+    costs["every_op"] = {"seconds": max(0.0, statistics.median(map(_op_overhead_s, seen)))}
     # Least squares of uneven seconds add up to less than these: what is left over goes to all costs alike.
     whole = {engine: {dtype: costs} for engine, dtype in [(job.engine, job.unet.dtype)]}
     fitted = dataclasses.replace(assumed, costs=whole, cache_bytes=cache_bytes)
@@ -162,29 +162,21 @@ def _seen(run: Run, cache_bytes: int) -> Optional[Seen]:
         else:
             by_group[group_of(op)].append(features(op, sizes, cache_bytes))
     for group, seconds in run.group_s.items():
-        total: Dict[str, float] = defaultdict(float)
-        for name, amount in (item for one in by_group.get(group, ()) for item in one.items()):
-            total[name] += amount
+        total: Dict[str, float] = Counter()
+        for one in by_group.get(group, ()):
+            total.update(one)
         if total:
             rows.append(Row(group, dict(total), seconds))
     return Seen(run, program, [row for row in rows if row.seconds > 0 and any(row.features.values())])
 
 
-def _op_seconds(one: Seen) -> float:
-    """Of all operations of a step."""
-    total, parts = 0.0, one.run.job.parts
-    for op in one.program.ops:
-        total += one.run.op_s.get(op.name, 0.0) * (1 if op.kind == "update" else parts)
-    return total + sum(seconds * (1 if group == "update" else parts) for group, seconds in one.run.group_s.items())
-
-
-def _op_count(one: Seen) -> int:
-    updates = sum(op.kind == "update" for op in one.program.ops)
-    return (len(one.program.ops) - updates) * one.run.job.parts + updates
-
-
-def _commands(runs: Iterable[Run]) -> str:
-    return ", ".join(dict.fromkeys(run.by for run in runs))
+def _op_overhead_s(one: Seen) -> float:
+    """Seconds of a step that lie in none of its operations, for each of them."""
+    parts = one.run.job.parts
+    times = [(op.name, 1 if op.kind == "update" else parts) for op in one.program.ops]
+    seconds = sum(one.run.op_s.get(name, 0.0) * number for name, number in times)
+    seconds += sum(one_s * (1 if group == "update" else parts) for group, one_s in one.run.group_s.items())
+    return (one.run.step_s - seconds) / sum(number for _, number in times)
 
 
 def _scale_of_parts(rows: Sequence[Row], speeds: Mapping[str, Mapping[str, float]]) -> Dict[str, float]:
