@@ -48,14 +48,19 @@ from memory_estimator.estimate import (
     whole_volume_bytes,
 )
 from memory_estimator.host import Host
-from memory_estimator.job import ENGINES, Job, installed_engine, installed_versions, statistics_note, stored_bytes
-from memory_estimator.scaling.model import of_one
+from memory_estimator.job import (
+    ENGINES,
+    PLAN_SCHEMA,
+    Job,
+    installed_engine,
+    installed_versions,
+    statistics_note,
+    stored_bytes,
+)
+from memory_estimator.scaling import of_one
 from memory_estimator.step.training_step import training_step
 from memory_estimator.units import format_bytes, format_seconds, parse_bytes
 from models.layer_plan import training_flops
-
-SCHEMA = 1
-"""Version of plan.json."""
 
 USUAL_SCALE = {"sgd": "linear", "adam": "sqrt"}
 """Linear for SGD (Goyal et al. 2017, "Accurate, Large Minibatch SGD"), the square root for Adam (Malladi et al. 2022,
@@ -102,6 +107,13 @@ class Plan:
         return volume_shape(self.store, self.config)
 
     @property
+    def job(self) -> Optional[Job]:
+        """What the estimator is asked for, on one thread; None for an engine that it does not know."""
+        stored = self.store.manifest
+        job = job_of(self.config, threads=1, cases=len(stored.split["train"]) * self.config.patches_per_case)
+        return job and dataclasses.replace(job, case_bytes=stored_bytes(stored.largest_shape, len(stored.channels)))
+
+    @property
     def predicted(self) -> Dict[str, Any]:
         """What a step takes, for the log and the report to hold against what was measured."""
         if self.config.device != "cpu":
@@ -118,7 +130,7 @@ class Plan:
     def to_json(self) -> Dict[str, Any]:
         """What plan.json holds."""
         return {
-            "schema": SCHEMA,
+            "schema": PLAN_SCHEMA,
             "continues": self.saved is not None,
             "workers": self.workers,
             "engine": self.engine,
@@ -129,6 +141,7 @@ class Plan:
             "steps": self.steps,
             "reasons": dict(self.reasons),
             "predicted": self.predicted,
+            "job": self.job and dataclasses.asdict(self.job),  # which `estimate --run` starts from
             "config": dataclasses.asdict(self.config),
         }
 
@@ -455,15 +468,13 @@ def _largest_patch(config: RunConfig, grid: Shape3, given: _Given) -> Shape3:
 
 def _with_estimate(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
     """The plan with its memory policy, picked where that was left open, and what a step takes."""
-    config, reasons = plan.config, dict(plan.reasons)
-    cases, on_card = len(plan.store.cases("train")) * config.patches_per_case, config.device != "cpu"
-    job = None if on_card else job_of(config, thread_plan(host).intra_op, cases)
-    if job is None:
+    config, reasons, job = plan.config, dict(plan.reasons), plan.job
+    on_card = config.device != "cpu"
+    if job is None or on_card:
         if pick and not on_card:
             reasons["policy"] = "policy speed: nothing is known of this engine's memory"
         return dataclasses.replace(plan, config=config.with_policy("speed") if pick else config, reasons=reasons)
-    stored = plan.store.manifest
-    job = dataclasses.replace(job, case_bytes=stored_bytes(stored.largest_shape, len(stored.channels)))
+    job = dataclasses.replace(job, threads=thread_plan(host).intra_op)
     try:
         price = _price(plan, host, find_constants(job.threads, host), load_accuracy(versions=installed_versions()))
         if pick:

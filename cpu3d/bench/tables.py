@@ -31,7 +31,7 @@ from cpu3d.util.records import newest, read_records
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import estimate
 from memory_estimator.job import Job
-from memory_estimator.scaling.model import read_scaling
+from memory_estimator.scaling import read_scaling
 from memory_estimator.schema import option
 from memory_estimator.step.onednn import Kernels, highest_isa
 from memory_estimator.table import Table

@@ -28,7 +28,7 @@ from cpu3d.plan import (
 from cpu3d.settings import RunConfig, save_config
 from memory_estimator.estimate import estimate, whole_volume_bytes
 from memory_estimator.host import Host
-from memory_estimator.job import Job
+from memory_estimator.job import Job, read_run
 from memory_estimator.planner import CONTEXT_BYTES, check_patch, gpu_bytes, patch_shapes, usual_patch
 from models.config import UNetConfig
 from models.layer_plan import layer_plan
@@ -68,6 +68,8 @@ def test_a_plan_is_saved_with_all_that_was_decided(phantom_store, tmp_path):
     assert content["config"]["grid"] == list(plan.config.grid)
     assert content["config"]["unet"]["dtype"] == SMALL["dtype"]
     assert content["predicted"]["upper_bound_bytes"] == plan.estimate.upper_bound_bytes
+    threads = plan.estimate.job.threads
+    assert dataclasses.replace(read_run(tmp_path)[0], threads=threads) == plan.estimate.job
     assert content["reasons"]["policy"].startswith(f"policy {content['config']['unet']['policy']}: ")
     text = " ".join(plan.describe(HOST))
     for word in ("allocator peak", "process peak", "of 20.00 GiB free", "a step", "a volume", "an epoch"):
