@@ -102,10 +102,10 @@ def test_they_agree_on_micro_batches_too(policy, norm, micro):
 
 
 def test_the_loss_has_as_many_slabs_as_the_closed_form_counts():
-    from memory_estimator.step.writer import SLABS
+    from memory_estimator.step.writer import PIECES
     from models import supervision
 
-    assert SLABS == supervision.PIECES
+    assert PIECES == supervision.PIECES
 
 
 @pytest.mark.parametrize(("dtype", "policy"), [(dtype, "speed") for dtype in DTYPES] + [("bfloat16", "balanced")])
