@@ -273,78 +273,87 @@ def cut_target(writer: Writer, head: LayerOp) -> None:
         writer.make(_target(head), "slice", ["target"], writer.elements(head))
 
 
-def cast_target(writer: Writer, head: LayerOp, name: str = "") -> str:
-    """A head's target in float32, which the loss keeps: all of it, or the first slab, which waits for nothing. Under a
-    `name` of its own another slab. Returns the name."""
-    name, size = name or f"{head.name}/target", 4 * writer.elements(head) // writer.pieces
-    return writer.make(name, "pointwise", [_slab(writer, head, f"{name}/slab", _target(head), 1)], size)
+def cast_target(writer: Writer, head: LayerOp) -> str:
+    """A head's target in float32, which the loss keeps: all of it, or a piece; the first piece waits for nothing."""
+    cut = _piece(writer, head, _target(head), 1)
+    return writer.make(f"{head.name}/target", "pointwise", [cut], _piece_bytes(writer, head))
 
 
 def loss(writer: Writer, head: LayerOp) -> None:
-    """From a head's output to its gradient: at once, or slab by slab, sums first, as memory is saved."""
-    name, elements = f"{head.name}/loss", writer.elements(head)
-    if writer.job.policy == "speed":
-        target = f"{head.name}/target"
-        writer.receive(head.name, _loss_part(writer, head, name, target, sums=True, gradient=True, last=True))
-        return
-    for slab in range(writer.pieces):
-        target = "" if slab else f"{head.name}/target"
-        _loss_part(writer, head, f"{name}/sums{slab}", target, sums=True, gradient=False)
-    pieces = [
-        _loss_part(writer, head, f"{name}/gradient{slab}", "", False, gradient=True, last=slab == writer.pieces - 1)
-        for slab in range(writer.pieces)
-    ]
-    writer.receive(head.name, writer.make(f"{name}/gradient", "pointwise", pieces, writer.compute_bytes * elements))
+    """From a head's output to its gradient: at once, or piece by piece, sums first, as memory is saved."""
+    target, at_once, gradients = f"{head.name}/target", writer.pieces == 1, []
+    for piece in range(writer.pieces):
+        probability = loss_sums(writer, head, _logits(writer, head), "" if piece else target, kept=at_once)
+    for piece in range(writer.pieces):
+        if not at_once:
+            logits = _logits(writer, head)
+            over = logits if piece == writer.pieces - 1 or logits != head.name else None
+            probability = _of_loss(writer, head, "probability", logits, over=over)
+            cast_target(writer, head)
+        gradients.append(_slope(writer, head, probability, target, over_slope=at_once))
+    size = writer.map_bytes(head)
+    joined = gradients[0] if at_once else writer.make(f"{head.name}/loss/joined", "pointwise", gradients, size)
+    writer.receive(head.name, joined)
 
 
-def _loss_part(
-    writer: Writer, head: LayerOp, name: str, target: str, sums: bool, gradient: bool, last: bool = False
-) -> str:
-    """Of a slab of the maps, or of all at once, the sums, the gradient in the compute dtype, whose name is returned, or
-    both. Results lie over maps that nobody else will read, as after the `last` slab the head's. Without `target` it is
-    cast here, when it is its turn."""
-    whole, size = sums and gradient, 4 * writer.elements(head) // writer.pieces
+def loss_sums(writer: Writer, head: LayerOp, logits: str, target: str, kept: bool = False) -> str:
+    """What `sums` of `cpu3d.training.losses.DiceCrossEntropy` makes of float32 maps; returns the name of the
+    probabilities, which lie where the logits lay, where nobody else will read those. Without `target` it is cast here,
+    when it is its turn. Sums that no map is made for take next to no time and are left out."""
 
-    def make(result: str, *reads: str, over: Optional[str] = None) -> str:
-        return writer.make(f"{name}/{result}", "pointwise", reads, size, takes_over=over)
+    def total(name: str, *reads: str, over: Optional[str] = None) -> None:
+        writer.run(f"{head.name}/loss/{name}/sum", "reduce", [_of_loss(writer, head, name, *reads, over=over)])
 
-    def total(of: str) -> None:
-        writer.run(f"{of}/sum", "reduce", [of])
-
-    slab = _slab(writer, head, f"{name}/logits", head.name, writer.compute_bytes)
-    logits, given = make("float32", slab) if writer.mixed else slab, bool(target)
-
-    def sigmoid() -> str:
-        return make("probability", logits, over=logits if last or logits != head.name else None)
-
-    probability = "" if sums else sigmoid()
-    if sums and not given:  # cross-entropy
-        total(make("softplus", logits))
-    target = target or cast_target(writer, head, f"{name}/target")
-    if sums:
-        total(make("products", logits, target))
-    if sums and given:
-        total(make("softplus", logits))
-    probability = probability or sigmoid()
-    weighted = make("weighted", target) if gradient else ""
-    if sums:  # Dice
-        total(make("overlap", probability, target, over=None if whole else probability))
-    if not gradient:
-        return ""
-    slope = make("slope", make("rest", probability), weighted, over=weighted)
-    scaled = make("scaled", slope, probability, over=probability)
-    result = make("gradient", scaled, make("truth", target, over=target), over=scaled)
-    return writer.make(f"{result}/cast", "pointwise", [result], size // 2) if writer.mixed else result
+    first = not target
+    if first:
+        total("softplus", logits)
+    target = target or cast_target(writer, head)
+    total("products", logits, target)
+    if not first:
+        total("softplus", logits)
+    over = logits if kept or logits != head.name else None
+    probability = _of_loss(writer, head, "probability", logits, over=over)
+    total("overlap", probability, target, over=None if kept else probability)
+    return probability
 
 
-def _slab(writer: Writer, head: LayerOp, name: str, source: str, value_bytes: int) -> str:
-    """A slab of a head's map or target, whose name is returned: all of it and a view where rows of Z begin at multiples
-    of VIEW_BYTES, as TensorFlow demands of a view (`IsDim0SliceAligned` in tensorflow/core/kernels/ops_util.h), else a
-    copy under `name`."""
-    values = writer.elements(head) // writer.pieces
+def _slope(writer: Writer, head: LayerOp, probability: str, target: str, over_slope: bool) -> str:
+    """What `slope` makes: the gradient of the logits, in the compute dtype; returns its name. Of a product's two maps
+    TensorFlow writes over the one whose name comes first."""
+    weighted = _of_loss(writer, head, "weighted", target)
+    rest = _of_loss(writer, head, "rest", probability)
+    slope = _of_loss(writer, head, "slope", rest, weighted, over=weighted)
+    scaled = _of_loss(writer, head, "scaled", slope, probability, over=slope if over_slope else probability)
+    truth = _of_loss(writer, head, "truth", target, over=target)
+    found = _of_loss(writer, head, "gradient", scaled, truth, over=scaled)
+    if not writer.mixed:
+        return found
+    return writer.make(f"{found}/cast", "pointwise", [found], _piece_bytes(writer, head) // 2)
+
+
+def _of_loss(writer: Writer, head: LayerOp, name: str, *reads: str, over: Optional[str] = None) -> str:
+    """A float32 map of the loss; returns its name."""
+    return writer.make(f"{head.name}/loss/{name}", "pointwise", reads, _piece_bytes(writer, head), takes_over=over)
+
+
+def _logits(writer: Writer, head: LayerOp) -> str:
+    """A head's output in float32, all of it or a piece; returns its name."""
+    cut = _piece(writer, head, head.name, writer.compute_bytes)
+    return _of_loss(writer, head, "float32", cut) if writer.mixed else cut
+
+
+def _piece(writer: Writer, head: LayerOp, whole: str, value_bytes: int) -> str:
+    """The name of a piece of a head's map or target: all of it and a view where rows of Z begin at multiples of
+    VIEW_BYTES, as TensorFlow demands of a view (`IsDim0SliceAligned` in tensorflow/core/kernels/ops_util.h), else of a
+    copy."""
     if writer.pieces == 1 or math.prod(head.shape[2:]) * value_bytes % VIEW_BYTES == 0:
-        return source
-    return writer.make(name, "slice", [source], values * value_bytes)
+        return whole
+    return writer.make(f"{whole}/piece", "slice", [whole], writer.elements(head) // writer.pieces * value_bytes)
+
+
+def _piece_bytes(writer: Writer, head: LayerOp) -> int:
+    """Of a float32 map of the loss."""
+    return 4 * writer.elements(head) // writer.pieces
 
 
 def _target(head: LayerOp) -> str:

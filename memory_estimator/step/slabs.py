@@ -10,8 +10,11 @@ from typing import Any, Callable, List, Sequence, Tuple
 
 from memory_estimator.step import blocks, layers
 from memory_estimator.step.blocks import Block
-from memory_estimator.step.writer import MOST_SAMPLES, Writer, filter_gradient_name
+from memory_estimator.step.writer import Writer, filter_gradient_name
 from models.layer_plan import LayerOp, slab_height
+
+MOST_SAMPLES = 4
+"""Whose slabs are written down; of more there are as many, each larger, which changes little."""
 
 SIDES = ("encoder0", "decoder0")
 

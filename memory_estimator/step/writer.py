@@ -19,8 +19,8 @@ from models.layer_plan import LayerOp, layer_plan
 SLOTS = {"adam": 2, "sgd": 1}
 """Float32 copies of every trainable weight that the optimizer keeps: mean and variance, or momentum."""
 
-MOST_SAMPLES = 4
-"""Samples that are written down one by one; of more there are as many, each larger, which changes next to nothing."""
+MOST_SAMPLES = 8
+"""Samples that are normalised one by one; of more there are as many, each larger, which changes next to nothing."""
 
 PIECES = 8  # `models.supervision.PIECES`, which a test holds equal: of X, that the loss is computed in
 CONVOLUTIONS = ("conv", "head", "up_conv", "shortcut")  # kinds of layers that have a kernel
