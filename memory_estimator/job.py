@@ -294,14 +294,12 @@ def policy_is_open(args: argparse.Namespace) -> bool:
 
 def read_run(folder: Union[str, Path]) -> Tuple[Job, List[str]]:
     """The job of the run in `folder`, as its plan.json has it, and what an estimate of it does not count, a sentence
-    each. Raises ValueError for a folder without a plan, a damaged one, or one that no estimate is made of."""
+    each. Raises ValueError for a folder without a plan, or with a damaged one."""
     path = Path(folder) / "plan.json"
     try:
         content = read_json(path)
         if content["schema"] != PLAN_SCHEMA:
             raise ValueError(f"schema {content['schema']}, not {PLAN_SCHEMA}")
-        if content["job"] is None:
-            raise ValueError(f"engine {content['engine']}, which no estimate is made of")
         config, job = content["config"], typed(content["job"], Job, "job")
         card = f"the run is on {config['device']}: a CPU is estimated; `train` says what its steps take on the card"
         validation = "the run validates on whole volumes of the store, which is not counted; `train` adds it"

@@ -260,13 +260,6 @@ def test_the_fastest_policy_that_fits_is_picked_and_the_reason_is_kept(
     assert "policy" not in asked.reasons
 
 
-def test_an_engine_without_estimates_gets_the_policy_speed_and_is_never_refused(phantom_store, tmp_path):
-    plan = planned(phantom_store, tmp_path, engine="stock-no-onednn", host=with_free(0))
-    assert (plan.config.unet.policy, plan.estimate, plan.predicted) == ("speed", None, {})
-    assert any("nothing is known" in line for line in plan.describe(HOST))
-    check_fits(plan, with_free(0))
-
-
 def refusal(plan, free_bytes):
     with pytest.raises(DoesNotFitError) as caught:
         check_fits(plan, with_free(free_bytes))
@@ -431,7 +424,7 @@ def test_what_a_card_does_not_hold_is_refused_with_what_may_be_changed(phantom_s
 
 
 def test_the_plan_of_a_run_on_a_card_says_what_was_predicted_of_it(phantom_store):
-    needed = gpu_bytes(job_of(ON_CARD, 1, 0, "stock"))
+    needed = gpu_bytes(job_of(ON_CARD, 1, 0))
     predicted = Plan(ON_CARD, phantom_store).predicted
     assert (predicted["card_bytes"], predicted["allocator_peak_bytes"]) == (needed, needed - CONTEXT_BYTES)
     assert "not verified" in predicted["constants"]

@@ -111,7 +111,7 @@ def test_a_run_is_the_job_of_its_plan_and_what_its_estimate_leaves_out_is_said(p
     ("changes", "message"),
     [
         ({"schema": 2}, "got schema 2, not 1"),
-        ({"job": None}, "engine stock, which no estimate is made of"),
+        ({"job": None}, "job must be a Job, got None"),
         ({"job": {"batch": 4, "micro_batch": 3}}, "micro_batch must divide the batch of 4, got 3"),
         ({"job": {"batch": "two"}}, "job.batch must be int, got two"),
         ({"job": {"unet": {"policy": "fast"}}}, "policy must be one of speed, balanced, lean, got 'fast'"),
