@@ -94,6 +94,9 @@ def training_flops(config: UNetConfig, shape: Shape3, batch: int = 1) -> int:
     return batch * sum(op.flops * (2 if image in op.inputs else 3) for op in plan)
 
 
+PIECES = 8
+"""Of X that a volume's loss is computed in, but with "speed": their float32 maps are then no larger than its logits."""
+
 SLABS = 16
 """About as many a volume: what is alive beside whole maps is a handful of slabs."""
 
