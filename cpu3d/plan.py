@@ -48,14 +48,18 @@ from memory_estimator.estimate import (
     whole_volume_bytes,
 )
 from memory_estimator.host import Host
-from memory_estimator.job import ENGINES, Job, installed_engine, installed_versions, statistics_note, stored_bytes
-from memory_estimator.scaling.model import of_one
+from memory_estimator.job import (
+    PLAN_SCHEMA,
+    Job,
+    installed_engine,
+    installed_versions,
+    statistics_note,
+    stored_bytes,
+)
+from memory_estimator.scaling import of_one
 from memory_estimator.step.training_step import training_step
 from memory_estimator.units import format_bytes, format_seconds, parse_bytes
 from models.layer_plan import training_flops
-
-SCHEMA = 1
-"""Version of plan.json."""
 
 USUAL_SCALE = {"sgd": "linear", "adam": "sqrt"}
 """Linear for SGD (Goyal et al. 2017, "Accurate, Large Minibatch SGD"), the square root for Adam (Malladi et al. 2022,
@@ -77,13 +81,13 @@ class Plan:
     """Of the run that is continued; None for a new one."""
     workers: int = 1
     estimate: Optional[Estimate] = None
-    """Memory and time of a step of one worker; None on a card, and for an engine that the estimator does not know."""
+    """Memory and time of a step of one worker; None on a card, and where `reasons` say why there is none."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Why what was left open was decided so, by the name of the setting; under "memory" why there is no estimate."""
 
     @property
     def engine(self) -> str:
-        """ "itex", "stock" or "stock-no-onednn"."""
+        """ "itex" or "stock"."""
         return installed_engine() if self.config.engine == AUTO else self.config.engine
 
     @property
@@ -102,6 +106,13 @@ class Plan:
         return volume_shape(self.store, self.config)
 
     @property
+    def job(self) -> Job:
+        """What the estimator is asked for, on one thread."""
+        stored = self.store.manifest
+        job = job_of(self.config, threads=1, cases=len(stored.split["train"]) * self.config.patches_per_case)
+        return dataclasses.replace(job, case_bytes=stored_bytes(stored.largest_shape, len(stored.channels)))
+
+    @property
     def predicted(self) -> Dict[str, Any]:
         """What a step takes, for the log and the report to hold against what was measured."""
         if self.config.device != "cpu":
@@ -118,7 +129,7 @@ class Plan:
     def to_json(self) -> Dict[str, Any]:
         """What plan.json holds."""
         return {
-            "schema": SCHEMA,
+            "schema": PLAN_SCHEMA,
             "continues": self.saved is not None,
             "workers": self.workers,
             "engine": self.engine,
@@ -129,6 +140,7 @@ class Plan:
             "steps": self.steps,
             "reasons": dict(self.reasons),
             "predicted": self.predicted,
+            "job": dataclasses.asdict(self.job),  # which `estimate --run` starts from
             "config": dataclasses.asdict(self.config),
         }
 
@@ -170,7 +182,7 @@ class Plan:
         if self.config.device != "cpu":
             return [f"a step takes {format_bytes(_card_bytes(self.config))} of the card; {planner.ASSUMPTIONS}"]
         if found is None:
-            return [] if "memory" in self.reasons else ["nothing is known of this engine's memory and time"]
+            return []
         return [
             f"allocator peak {format_bytes(found.allocator_peak_bytes)} ({found.error('allocator_peak')}), "
             f"process peak {format_bytes(found.process_peak_bytes)} ({found.error('process_peak')}), up to "
@@ -279,14 +291,9 @@ def volume_shape(store: Store, config: RunConfig) -> Shape3:
     return field_of(config.grid, config.resolution, at_least=extent)
 
 
-def job_of(config: RunConfig, threads: int, cases: int, engine: str = "") -> Optional[Job]:
-    """The run as a job of the estimator, on its own engine or `engine`; None for one that the estimator does not know.
-
-    `cases` are volumes an epoch, or patches.
-    """
-    engine = engine or (installed_engine() if config.engine == AUTO else config.engine)
-    if engine not in ENGINES:
-        return None
+def job_of(config: RunConfig, threads: int, cases: int) -> Job:
+    """The run as a job of the estimator. `cases` are volumes an epoch, or patches."""
+    engine = installed_engine() if config.engine == AUTO else config.engine
     same = {name: getattr(config, name) for name in ("unet", "batch", "micro_batch", "optimizer")}
     fed = {"averaged": config.ema > 0, "from_store": True, "resampled": config.augment.resamples, "cases": cases}
     return Job(shape=config.grid, engine=engine, threads=threads, **same, **fed)
@@ -445,7 +452,7 @@ def _largest_patch(config: RunConfig, grid: Shape3, given: _Given) -> Shape3:
             )
         name = f"{config.device}, with {format_bytes(memory_bytes)} free,"
     try:
-        return planner.patch_for(job_of(dataclasses.replace(config, grid=grid), 1, 0, "stock"), memory_bytes, name)
+        return planner.patch_for(job_of(dataclasses.replace(config, grid=grid), 1, 0), memory_bytes, name)
     except ValueError as error:
         raise DoesNotFitError(str(error)) from None
 
@@ -456,14 +463,9 @@ def _largest_patch(config: RunConfig, grid: Shape3, given: _Given) -> Shape3:
 def _with_estimate(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
     """The plan with its memory policy, picked where that was left open, and what a step takes."""
     config, reasons = plan.config, dict(plan.reasons)
-    cases, on_card = len(plan.store.cases("train")) * config.patches_per_case, config.device != "cpu"
-    job = None if on_card else job_of(config, thread_plan(host).intra_op, cases)
-    if job is None:
-        if pick and not on_card:
-            reasons["policy"] = "policy speed: nothing is known of this engine's memory"
-        return dataclasses.replace(plan, config=config.with_policy("speed") if pick else config, reasons=reasons)
-    stored = plan.store.manifest
-    job = dataclasses.replace(job, case_bytes=stored_bytes(stored.largest_shape, len(stored.channels)))
+    if config.device != "cpu":
+        return dataclasses.replace(plan, config=config.with_policy("speed") if pick else config)
+    job = dataclasses.replace(plan.job, threads=thread_plan(host).intra_op)
     try:
         price = _price(plan, host, find_constants(job.threads, host), load_accuracy(versions=installed_versions()))
         if pick:
@@ -514,7 +516,7 @@ def _whole_volumes(plan: Plan, job: Job) -> int:
 
 
 def _card_bytes(config: RunConfig) -> int:
-    return planner.gpu_bytes(job_of(config, threads=1, cases=0, engine="stock"))
+    return planner.gpu_bytes(job_of(config, threads=1, cases=0))
 
 
 def _check_card(plan: Plan, card: Gpu) -> None:

@@ -20,10 +20,18 @@ from cpu3d.data.files.reader import READ_MODES
 from cpu3d.data.region import EXTENTS
 from cpu3d.data.splits import parse_fold
 from cpu3d.errors import InputError
-from cpu3d.host.apply import ENGINES
 from cpu3d.util.atomic import write_json
 from memory_estimator.files import read_json, typed
-from memory_estimator.job import AUTO, DEFAULT_RECIPE, OPTIMIZERS, RECIPES, Architecture, check_micro_batch, micro_of
+from memory_estimator.job import (
+    AUTO,
+    DEFAULT_RECIPE,
+    ENGINES,
+    OPTIMIZERS,
+    RECIPES,
+    Architecture,
+    check_micro_batch,
+    micro_of,
+)
 from memory_estimator.schema import check, option, to_command_line
 from models.config import DTYPES, POLICIES, UNetConfig
 

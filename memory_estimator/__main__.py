@@ -33,13 +33,11 @@ from memory_estimator.job import (
     JobOptions,
     installed_versions,
     job_from,
-    notes_on_run,
     policy_is_open,
     source_job,
     statistics_note,
 )
-from memory_estimator.scaling.model import of_one
-from memory_estimator.scaling.report import GROUP, ScalingOptions, check_options, several_hosts
+from memory_estimator.scaling import ScalingOptions, check_options, of_one, several_hosts
 from memory_estimator.schema import add_options, from_args, option
 from memory_estimator.table import Table, new_console
 from memory_estimator.units import format_bytes, format_seconds, parse_bytes
@@ -98,8 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Of the command line."""
     parser = argparse.ArgumentParser(prog="python -m memory_estimator", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add_options(parser, Options)
-    add_options(parser, ScalingOptions, group=GROUP)
+    add_options(parser, Options, ScalingOptions)
     return parser
 
 
@@ -131,7 +128,8 @@ def _answer(args: argparse.Namespace) -> Answer:
     gpu_bytes = parse_bytes(options.gpu_memory) if options.gpu_memory else None
     if options.threads is None:
         args.threads = max(1, host().usable_cores // scaling.workers_per_host)
-    job = job_from(args, source_job(args))
+    source, notes = source_job(args)
+    job = job_from(args, source)
     named = options.calibration
     constants = named_constants(named) if named else find_constants(job.threads, host())
     # Of a host that is described nothing is installed here: its engines are taken to be those that were recorded.
@@ -154,9 +152,9 @@ def _answer(args: argparse.Namespace) -> Answer:
         "fits": fits,
         "advice": [f"fits with {option}" for option in smaller] + nothing,
         "policy": {"name": job.policy, "picked": bool(choice), "reason": reason},
-        "notes": (notes_on_run(options.run) if options.run else []) + _assumed_engine(found),
+        "notes": notes + _assumed_engine(found),
     }
-    content["constants"]["basis"] = found.constants.for_threads(job.threads).basis(None if named else host())
+    content["constants"]["basis"] = found.constants.basis(None if named else host())
     parts = [job.describe(), *_tables(found, content["constants"]["basis"])]
     if choice:
         parts.insert(1, f"policy {job.policy} picked: {reason}")
@@ -187,7 +185,7 @@ def _several_hosts(
     options: ScalingOptions, job: Job, price: planner.Price, memory_bytes: Optional[int], is_open: bool
 ) -> Answer:
     """Time on several hosts. Memory, a worker's, is looked at where it was given: this host's says nothing of it."""
-    workers = options.most_workers
+    workers = max(options.hosts) * options.workers_per_host
 
     def price_of_worker(one: Job) -> Estimate:
         every = dataclasses.replace(one, batch=one.batch * workers, micro_batch=one.micro, cases=0)
@@ -195,8 +193,8 @@ def _several_hosts(
 
     if memory_bytes and is_open:
         job = job.with_unet(policy=planner.fastest_that_fits(job, price_of_worker, memory_bytes).policy)
-    content, tables = several_hosts(options, price(job))
-    worker, parts = price_of_worker(job), [job.describe(), *tables]
+    content, table = several_hosts(options, price(job))
+    worker, parts = price_of_worker(job), [job.describe(), table]
     if memory_bytes:
         parts.append(f"a worker {verdict(worker, memory_bytes, 'its share of a host')}")
     needed = worker.upper_bound_bytes
@@ -234,15 +232,12 @@ def _plan(job: Job, price: planner.Price, memory_bytes: int) -> Tuple[List[Dict[
     content, rows = [], []
     for policy in POLICIES:
         found = planner.plan(job.with_unet(policy=policy), price, memory_bytes)
-        content.append({"policy": policy, **dict.fromkeys(found)})
+        content.append({"policy": policy, **{name: one and one.to_json() for name, one in found.items()}})
         for name, one in found.items():
             taken = ("none", "", "")
             if one:
-                its, figures = one.job, ("process_peak_bytes", "upper_bound_bytes", "volume_s")
-                own = {"policy": policy, "batch": its.batch, "micro_batch": its.micro, "filters": its.unet.filters}
-                own.update(shape=list(its.shape), **{figure: getattr(one, figure) for figure in figures})
-                content[-1][name], largest = own, _extent(its) if name == "extent" else str(own[name])
-                taken = (largest, format_bytes(one.upper_bound_bytes), format_seconds(one.volume_s))
+                sizes = {"batch": one.job.batch, "filters": one.job.unet.filters, "extent": _extent(one.job)}
+                taken = (str(sizes[name]), format_bytes(one.upper_bound_bytes), format_seconds(one.volume_s))
             rows.append((policy, "batch at once" if name == "batch" else name, *taken))
     title = f"The largest that fits {format_bytes(memory_bytes)}, all else as asked for"
     note = "batch at once: in parts, by --micro-batch, any larger one takes what one part does and a set of gradients"

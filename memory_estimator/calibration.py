@@ -36,8 +36,6 @@ GROUPS = (
 )
 """Groups of operations (`timing.group_of`) whose costs every calibration holds, for each engine and dtype."""
 
-MOST_OF_NOTE = 300  # characters of an error that are shown
-
 Costs = Dict[str, Dict[str, Dict[str, Dict[str, float]]]]
 """Engine -> dtype -> group of operations -> feature (`timing.features`) -> seconds a unit."""
 
@@ -69,18 +67,16 @@ class HostConstants:
     others: Optional["HostConstants"] = None  # asked for the engines and dtypes that these do not know
 
     def of(self, engine: str, dtype: str) -> "HostConstants":
-        """These constants, or those of `others`, whichever know an engine in a dtype: figures are never mixed, so that
-        name, origin and record are those of what is used. Raises ValueError where neither does."""
-        if dtype in self.costs.get(engine, {}):
-            return dataclasses.replace(self, notes={name: note for name, note in self.notes.items() if name == engine})
-        if self.others:
-            return dataclasses.replace(self.others, notes=self.notes).of(engine, dtype)
+        """These constants, or else `others`, whichever know an engine in a dtype: figures are never mixed, so name,
+        origin and record are those of what is used. Raises ValueError where neither does."""
+        one: Optional[HostConstants] = self
+        while one and dtype not in one.costs.get(engine, {}):
+            one = one.others
+        if one:
+            notes = {name: note for name, note in self.notes.items() if name == engine}
+            return dataclasses.replace(one, notes=notes)
         known = ", ".join(f"{one} in {each}" for one, by_dtype in self.costs.items() for each in by_dtype)
         raise ValueError(f"calibration {self.name} must know {engine} in {dtype}, got {known}; run `calibrate --all`")
-
-    def before(self, others: "HostConstants") -> "HostConstants":
-        """These constants, with `others` asked last."""
-        return dataclasses.replace(self, others=self.others.before(others) if self.others else others)
 
     def basis(self, host: Optional[Host] = None) -> str:
         """Where the costs are from, and why they may be less than measured for `host`, for printing; None is a host
@@ -105,11 +101,6 @@ class HostConstants:
             found.append(f"from {self.measured_threads} threads to {self.threads} by assumption")
         return found
 
-    def of_dtypes(self, engine: str) -> Dict[str, Dict[str, Dict[str, float]]]:
-        """Dtype -> the costs on an engine, of every dtype that is known."""
-        others = self.others.of_dtypes(engine) if self.others else {}
-        return {**others, **self.costs.get(engine, {})}
-
     def runtime_bytes(self, engine: str, program: Program) -> int:
         """Resident memory of the process besides the tensors of `program` and oneDNN's scratch."""
         return self.baseline_bytes[engine] + self.op_bytes[engine] * runtime_ops(program)
@@ -131,7 +122,6 @@ class HostConstants:
             threads=threads,
             costs=_of_each(self.costs, lambda dtype, groups: scaled(groups, slower)),
             measured_threads=0 if measured == threads else measured,
-            others=self.others and self.others.for_threads(threads),
         )
 
 
@@ -161,20 +151,20 @@ def runtime_ops(program: Program) -> int:
     return round(found)
 
 
-def load_constants(path: Union[str, Path]) -> HostConstants:
-    """Read constants from a file: shipped ones, those that `calibrate --out` has written, or a host's own. Raises
-    ValueError for one that is missing, damaged or of another schema."""
+def load_constants(path: Union[str, Path], others: Optional[HostConstants] = None, own: bool = False) -> HostConstants:
+    """Read constants from a file: shipped ones, those that `calibrate --out` has written, or with `own` a host's own.
+    `others` are asked after them. Raises ValueError for one that is missing, damaged or of another schema."""
     path = Path(path)
     try:
         content = read_json(path)
         if content.get("schema") != SCHEMA:
             raise ValueError(f"schema {content.get('schema')}")
-        found: Optional[HostConstants] = None
-        for one in reversed(content.get("constants", [content])):
-            found = dataclasses.replace(_constants(one, path), others=found)
-        if found is None:
+        each = [_constants(one, path) for one in content.get("constants", [content])]
+        if not each:
             raise ValueError("no constants")
-        return found
+        for one in reversed(each):
+            others = dataclasses.replace(one, own=own, others=others)
+        return others
     except FileNotFoundError:
         raise ValueError(f"calibration {path} must exist, got none; write it with `calibrate --out {path}`") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -190,21 +180,20 @@ def named_constants(name: str) -> HostConstants:
 
 
 def find_constants(threads: int, host: Optional[Host] = None) -> HostConstants:
-    """Constants with so many threads: what was measured on this host, of each engine as it is installed; else with
-    another number of threads; else the shipped ones. A file that cannot be read is passed over, with a `note`."""
+    """What was measured on this host, of each engine as it is installed, with about so many threads; else the shipped
+    constants. A file that cannot be read is passed over, with a `note`."""
     host, notes = host or read_host(), {}
-    found = shipped_constants(host.kernels).for_threads(threads)
+    found = shipped_constants(host.kernels)
     for engine in ENGINES:
         path = host_file(host, engine, threads)
         try:
-            if path and not path.is_file():
-                others = path.parent.glob(f"{path.name.rpartition('.threads-')[0]}.threads-*.json")
-                apart = lambda one: abs(math.log(_threads_of(one) / threads))  # noqa: E731
-                path = min(filter(_threads_of, others), key=apart, default=None)
-            if path:
-                found = _owned(load_constants(path)).for_threads(threads).before(found)
+            files = path.parent.glob(f"{path.name.rpartition('.threads-')[0]}.threads-*.json") if path else ()
+            apart = lambda one: abs(math.log(_threads_of(one) / threads))  # noqa: E731
+            nearest = min(filter(_threads_of, files), key=apart, default=None)
+            if nearest:
+                found = load_constants(nearest, found, own=True)
         except (OSError, ValueError) as error:
-            notes[engine] = str(error)[:MOST_OF_NOTE]
+            notes[engine] = str(error)
     return dataclasses.replace(found, notes=notes)
 
 
@@ -252,14 +241,10 @@ def _constants(content: Mapping[str, Any], path: Path) -> HostConstants:
         of_dtype = lambda dtype, groups: scaled(groups, {**slower, "work": 1 / faster.get(dtype, 1.0)})  # noqa: E731
         content = {**base, "costs": _of_each(base["costs"], of_dtype), **content}
     constants = typed({name: content[name] for name in FIELDS if name in content}, HostConstants, "calibration")
-    wrong = ", ".join(_wrong(constants))
+    wrong = next(_wrong(constants), "")
     if wrong:
         raise ValueError(wrong)
     return constants
-
-
-def _owned(constants: HostConstants) -> HostConstants:
-    return dataclasses.replace(constants, own=True, others=constants.others and _owned(constants.others))
 
 
 def _threads_of(path: Path) -> int:
@@ -287,8 +272,8 @@ def _wrong(constants: HostConstants) -> Iterator[str]:
             # Every program looks these up; other features of a group may be left out and then cost nothing.
             needed = {*costs, "join traffic", "join cached", "every_op seconds"}
             missing = [group for group in GROUPS if group not in groups] + sorted(needed - set(costs))
-            yield from (f"{engine} {dtype}: no {name}" for name in missing)
             yield from (f"{engine} {dtype}: {name} {cost}" for name, cost in costs.items() if not 0 <= cost < 1)
+            yield from (f"{engine} {dtype}: no {name}" for name in missing)
 
 
 def _of_each(costs: Costs, groups_of: Callable[[str, Any], Any]) -> Costs:

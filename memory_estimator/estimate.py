@@ -206,14 +206,10 @@ class Estimate:
 
     def error(self, figure: str) -> str:
         """How far a figure, a field of Kind, was off on steps like this one, such as "± 0.4%, worst 2.1%"."""
-        bound = self._bound(figure)
+        bound, hosts = getattr(self.kind, figure, None), self.kind.hosts if self.kind else ()
+        if figure == "step_s" and (self.constants.own or self.constants.cpu not in hosts):
+            bound = None  # those of seconds are of the shipped constants, on the hosts that these are of
         return f"± {bound.median:.1%}, worst {bound.worst:.1%}" if bound else "not measured like this"
-
-    def _bound(self, figure: str) -> Optional[Bound]:
-        """None where there is none. Those of seconds are of the shipped constants, on the hosts that these are of."""
-        hosts = self.kind.hosts if self.kind else ()
-        known = figure != "step_s" or (self.constants.cpu in hosts and not self.constants.own)
-        return getattr(self.kind, figure, None) if known else None
 
     @property
     def margin(self) -> str:
@@ -227,32 +223,13 @@ class Estimate:
     def to_json(self) -> Dict[str, Any]:
         """The figures and what they rest on, as JSON content."""
         names = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s", "volume_s", "epoch_s")
-        errors = {"allocator_peak_bytes": "allocator_peak", "process_peak_bytes": "process_peak"}
-        errors.update(dict.fromkeys(("step_s", "volume_s", "epoch_s"), "step_s"))
-        bounds = {name: self._bound(figure) for name, figure in errors.items()}
-        about = (
-            "hosts",
-            "version",
-            "dtype",
-            "family",
-            "threads",
-            "policies",
-            "records",
-            "held_out",
-            "margin_share",
-            "margin_bytes",
-        )
+        errors = {figure: self.error(figure) for figure in ("allocator_peak", "process_peak", "step_s")}
         return {
             **{name: getattr(self, name) for name in names},
             "components": [vars(line) for line in self.components],
             "beside": [vars(line) for line in self.beside],
             "peak_op": self.timeline.peak_op,
-            "errors": {
-                "measured": self.kind is not None,
-                **{name: bound and vars(bound) for name, bound in bounds.items()},
-                "records": self.kind and {name: getattr(self.kind, name) for name in about},
-                "upper_bound": self.margin,
-            },
+            "errors": {**errors, "upper_bound": self.margin, "records": self.kind and dataclasses.asdict(self.kind)},
             "constants": {name: getattr(self.constants, name) for name in ("name", "origin", "record")},
             "job": self.job.to_json(),
         }
@@ -267,7 +244,7 @@ def estimate(
     without end. Of a job that a store feeds the upper bound is that of its validations too. Raises ValueError where the
     constants know nothing of the job's engine or dtype.
     """
-    accuracy, constants = accuracy or load_accuracy(), constants.of(job.engine, job.unet.dtype)
+    accuracy, constants = accuracy or load_accuracy(), constants.of(job.engine, job.unet.dtype).for_threads(job.threads)
     isa = constants.kernels.isa
     if job.unet.dtype == "bfloat16" and not isa.startswith("avx512"):
         raise ValueError(

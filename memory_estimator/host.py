@@ -83,7 +83,7 @@ def read_host(root: Union[str, Path] = "/") -> Host:
         memory, logical = psutil.virtual_memory(), psutil.cpu_count() or 1
         cores = psutil.cpu_count(logical=False) or logical
         return Host(platform.processor(), 1, cores, logical, 1, memory.total, memory.available, None, 0, None, ())
-    first = _fields(_read(root / "proc/cpuinfo").partition("\n\n")[0])
+    first = fields(read_text(root / "proc/cpuinfo").partition("\n\n")[0])
     isa = tuple(flag for flag in ISA_FLAGS if flag in first.get("flags", "").split())
     places, memory = cpu_places(root), meminfo(root)
     limit, used = memory_limit(root, memory["MemTotal"])
@@ -114,61 +114,33 @@ class Cpu(NamedTuple):
     node: int  # NUMA node
 
 
-class Node(NamedTuple):
-    """A NUMA node whose memory this process may use."""
-
-    number: int
-    memory_bytes: int  # 0 for a node that has CPUs and no memory
-    free_bytes: int  # unused, and page cache that the kernel can drop
-
-
 def cpu_places(root: Path) -> List[Cpu]:
     """The CPUs that this process may run on, by number: its mask covers taskset, numactl and cpusets. Their places are
     from /sys, else from /proc/cpuinfo, as in a container that masks it, else each is a core of its own on socket 0."""
-    listed = {one.get("processor"): one for one in map(_fields, _read(root / "proc/cpuinfo").split("\n\n"))}
+    listed = {one.get("processor"): one for one in map(fields, read_text(root / "proc/cpuinfo").split("\n\n"))}
     node_of = {
         cpu: int(path.parent.name[4:])
         for path in (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
-        for cpu in cpu_list(_read(path))
+        for cpu in cpu_list(read_text(path))
     }
-    mask = cpu_list(_fields(_read(root / "proc/self/status")).get("Cpus_allowed_list", ""))
+    mask = cpu_list(fields(read_text(root / "proc/self/status")).get("Cpus_allowed_list", ""))
     places: List[Cpu] = []
     cores: Dict[str, int] = {}
-    for cpu in sorted({*mask} & _online(root)) or sorted(_online(root)):  # a mask may name CPUs that are not there
+    for cpu in sorted({*mask} & online(root)) or sorted(online(root)):  # a mask may name CPUs that are not there
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        siblings, socket = (_read(topology / name) for name in ("thread_siblings_list", "physical_package_id"))
+        siblings, socket = (read_text(topology / name) for name in ("thread_siblings_list", "physical_package_id"))
         if not siblings:
-            fields = listed.get(str(cpu), {})
-            socket = fields.get("physical id", "")
-            siblings = f"{socket}/{fields['core id']}" if "core id" in fields else f"cpu{cpu}"
+            named = listed.get(str(cpu), {})
+            socket = named.get("physical id", "")
+            siblings = f"{socket}/{named['core id']}" if "core id" in named else f"cpu{cpu}"
         core = cores.setdefault(siblings, len(cores))  # the socket is -1 where the machine does not know
         places.append(Cpu(cpu, core, int(socket) if socket.isdigit() else 0, node_of.get(cpu, 0)))
     return places
 
 
-def online_cpus(root: Path) -> int:
-    """CPUs of the machine, whether this process may use them or not."""
-    return len(_online(root))
-
-
-def node_memory(root: Path) -> List[Node]:
-    """The NUMA nodes whose memory this process may use, by number; else all of the machine as node 0."""
-    allowed = cpu_list(_fields(_read(root / "proc/self/status")).get("Mems_allowed_list", ""))
-    nodes = []
-    for path in (root / "sys/devices/system/node").glob("node[0-9]*/meminfo"):
-        number = int(path.parent.name[4:])
-        # "Node 0 MemTotal:   24684092 kB"
-        sizes = _sizes("\n".join(line.split(None, 2)[-1] for line in _read(path).splitlines()))
-        if not allowed or number in allowed:
-            dropped = sizes.get("Active(file)", 0) + sizes.get("Inactive(file)", 0)
-            nodes.append(Node(number, sizes.get("MemTotal", 0), sizes.get("MemFree", 0) + dropped))
-    memory = meminfo(root)
-    return sorted(nodes) or [Node(0, memory["MemTotal"], available_bytes(memory))]
-
-
 def meminfo(root: Path) -> Dict[str, int]:
     """/proc/meminfo in bytes."""
-    return _sizes(_read(root / "proc/meminfo"))
+    return sizes(read_text(root / "proc/meminfo"))
 
 
 def available_bytes(memory: Dict[str, int]) -> int:
@@ -190,8 +162,8 @@ def cpu_quota(root: Path) -> Optional[float]:
     """The smallest quota / period on the way up, of either cgroup version."""
     quotas = []
     for folder in _cgroup_folders(root, "cpu"):
-        old = f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
-        quota, _, period = (_read(folder / "cpu.max") or old).partition(" ")
+        old = f"{read_text(folder / 'cpu.cfs_quota_us')} {read_text(folder / 'cpu.cfs_period_us')}"
+        quota, _, period = (read_text(folder / "cpu.max") or old).partition(" ")
         if quota.isdigit() and period.isdigit() and int(period):  # "max" and -1 are no limit
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
@@ -217,8 +189,8 @@ def _caches(root: Path) -> Dict[str, int]:
     """The first CPU's caches for data: level -> bytes."""
     found, units = {}, {"K": 2**10, "M": 2**20}
     for folder in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*"):
-        level, size = _read(folder / "level"), _read(folder / "size")
-        if _read(folder / "type") != "Instruction" and size[:-1].isdigit() and size[-1] in units:
+        level, size = read_text(folder / "level"), read_text(folder / "size")
+        if read_text(folder / "type") != "Instruction" and size[:-1].isdigit() and size[-1] in units:
             found[level] = int(size[:-1]) * units[size[-1]]
     return found
 
@@ -235,18 +207,18 @@ def _tightest(root: Path, machine_bytes: int, kinds: Sequence[Tuple]) -> Tuple[O
     tightest, least = (None, 0), math.inf
     for folder in _cgroup_folders(root, "memory"):
         for limit_name, used_name, file_names in kinds:
-            limit = _read(folder / limit_name)
+            limit = read_text(folder / limit_name)
             if not limit.isdigit() or int(limit) >= machine_bytes:  # "max", or version 1's 2**63
                 continue
-            stat = dict(line.split()[:2] for line in _read(folder / "memory.stat").splitlines())
+            stat = dict(line.split()[:2] for line in read_text(folder / "memory.stat").splitlines())
             cache = sum(int(stat.get(name, 0)) for name in file_names)  # active ones too: a mapped store's are
-            used = max(0, int(_read(folder / used_name) or 0) - cache)
+            used = max(0, int(read_text(folder / used_name) or 0) - cache)
             if int(limit) - used < least:
                 tightest, least = (int(limit), used), int(limit) - used
     return tightest
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
     """The stripped text of a file, "" where it is missing or may not be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
@@ -254,22 +226,22 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _fields(text: str) -> Dict[str, str]:
+def fields(text: str) -> Dict[str, str]:
     """Lines of "name : value"."""
     pairs = (line.partition(":") for line in text.splitlines())
     return {name.strip(): value.strip() for name, colon, value in pairs if colon}
 
 
-def _online(root: Path) -> Set[int]:
+def online(root: Path) -> Set[int]:
     """As /sys has them, else those that /proc/cpuinfo lists."""
-    blocks = map(_fields, _read(root / "proc/cpuinfo").split("\n\n"))
+    blocks = map(fields, read_text(root / "proc/cpuinfo").split("\n\n"))
     listed = [int(one["processor"]) for one in blocks if one.get("processor", "").isdigit()]
-    return set(cpu_list(_read(root / "sys/devices/system/cpu/online")) or listed or [0])
+    return set(cpu_list(read_text(root / "sys/devices/system/cpu/online")) or listed or [0])
 
 
-def _sizes(text: str) -> Dict[str, int]:
+def sizes(text: str) -> Dict[str, int]:
     """The fields that are sizes, in bytes."""
-    return {name: int(value.split()[0]) * 1024 for name, value in _fields(text).items() if value.endswith(" kB")}
+    return {name: int(value.split()[0]) * 1024 for name, value in fields(text).items() if value.endswith(" kB")}
 
 
 def _cgroup_folders(root: Path, controller: str) -> List[Path]:
@@ -277,7 +249,7 @@ def _cgroup_folders(root: Path, controller: str) -> List[Path]:
     tree, version 1 one a controller, and a machine may have both. A container often names a path of the host's in
     /proc/self/cgroup that it cannot see; what it can see is the top, so go all the way."""
     folders: List[Path] = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             mounts = ["sys/fs/cgroup", "sys/fs/cgroup/unified"]

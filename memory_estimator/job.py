@@ -26,7 +26,7 @@ STORED_BYTES = 2  # a voxel and channel in a store, as int16 or float16; of a la
 MOST_THREADS = 4096  # inside one operation; oneDNN's search for a split takes long for more
 
 AUTO = "auto"  # of an option that is to be worked out
-RUN_SCHEMA = 1  # version of the run folder's layout that is understood; `cpu3d.settings` writes it
+PLAN_SCHEMA = 1  # version of plan.json, which `cpu3d.plan` writes into a run's folder
 
 
 @dataclass(frozen=True)
@@ -260,11 +260,11 @@ class JobOptions(Architecture):
     threads: Optional[int] = option(None, "default: this host's physical cores", "N")
 
 
-def source_job(args: argparse.Namespace) -> Optional[Job]:
-    """The job of --recipe or --run, None without them. Raises ValueError for a run that cannot be read."""
+def source_job(args: argparse.Namespace) -> Tuple[Optional[Job], List[str]]:
+    """The job of --recipe or --run, None without them; and notes on it. Raises ValueError as `read_run`."""
     if hasattr(args, "recipe"):
-        return dataclasses.replace(RECIPES[args.recipe].job, engine=installed_engine())
-    return job_of_run(args.run, installed_engine(), getattr(args, "engine", AUTO)) if hasattr(args, "run") else None
+        return dataclasses.replace(RECIPES[args.recipe].job, engine=installed_engine()), []
+    return read_run(args.run) if hasattr(args, "run") else (None, [])
 
 
 def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
@@ -292,99 +292,29 @@ def policy_is_open(args: argparse.Namespace) -> bool:
     return getattr(args, "policy", "" if hasattr(args, "run") else AUTO) == AUTO
 
 
-def job_of_run(folder: Union[str, Path], auto_engine: str = "itex", engine: str = AUTO) -> Job:
-    """What training the run in `folder` asks of a host; `cases` follow from its store where this is there.
-    `engine` replaces the run's own; `auto_engine` stands in where the run left it open. Raises ValueError for a folder
-    without config.json, a damaged one, or one of another version."""
-    path, run = _read_run(folder)
-    engine = run.engine if engine == AUTO else engine
-    try:
-        return Job(
-            unet=run.unet,
-            shape=run.grid,
-            batch=run.batch,
-            micro_batch=run.batch if run.micro_batch is None else run.micro_batch,
-            optimizer=run.optimizer,
-            engine=auto_engine if engine == AUTO else engine,
-            averaged=run.ema > 0,
-            from_store=True,
-            resampled=any(run.augment.get(name) for name in ("rotation_deg", "scaling")),
-            **_of_store(Path(run.store), run),
-        )
-    except ValueError as error:
-        raise ValueError(f"run config {path} must be one that can be estimated: {error}") from None
-
-
-def notes_on_run(folder: Union[str, Path]) -> List[str]:
-    """What the estimate of a run's job does not count, a sentence each. Raises ValueError as `job_of_run`."""
-    _, run = _read_run(folder)
-    card = f"the run is on {run.device}: this is what its steps would take on a CPU; `train` says what a card's take"
-    validation = "the run validates on whole volumes of the store, which is not counted; `train` adds it"
-    kept = "the run keeps the files that it reads in memory, which is not counted; `train` adds it"
-    notes = {card: run.device != "cpu", validation: run.mode == "patch" or run.resolution != 1}
-    return [note for note, is_so in {**notes, kept: run.read_mode == "ram"}.items() if is_so]
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Those fields of config.json that an estimate needs."""
-
-    unet: UNetConfig
-    grid: Tuple[int, int, int]
-    batch: int
-    optimizer: str
-    engine: str
-    ema: float
-    store: str
-    micro_batch: Optional[int] = None
-    """None in a run from before there was a choice, which computes its batch at once."""
-    fold: str = ""
-    patches_per_case: int = 1
-    augment: Dict[str, Any] = field(default_factory=dict)
-    device: str = "cpu"
-    mode: str = ""
-    read_mode: str = ""
-    resolution: float = 1
-
-
-def _read_run(folder: Union[str, Path]) -> Tuple[Path, _Run]:
-    """config.json of a run, and its content."""
-    path = Path(folder) / "config.json"
+def read_run(folder: Union[str, Path]) -> Tuple[Job, List[str]]:
+    """The job of the run in `folder`, as its plan.json has it, and what an estimate of it does not count, a sentence
+    each. Raises ValueError for a folder without a plan, or with a damaged one."""
+    path = Path(folder) / "plan.json"
     try:
         content = read_json(path)
-        if content.get("schema") != RUN_SCHEMA:
-            raise ValueError(f"schema {content.get('schema')}, not {RUN_SCHEMA}")
-        known = {one.name for one in dataclasses.fields(_Run)}
-        return path, typed({name: value for name, value in content.items() if name in known}, _Run, "config")
+        if content["schema"] != PLAN_SCHEMA:
+            raise ValueError(f"schema {content['schema']}, not {PLAN_SCHEMA}")
+        config, job = content["config"], typed(content["job"], Job, "job")
+        card = f"the run is on {config['device']}: a CPU is estimated; `train` says what its steps take on the card"
+        validation = "the run validates on whole volumes of the store, which is not counted; `train` adds it"
+        kept = "the run keeps the files that it reads in memory, which is not counted; `train` adds it"
+        notes = {card: config["device"] != "cpu", validation: config["mode"] == "patch" or config["resolution"] != 1}
+        return job, [note for note, is_so in {**notes, kept: config["read_mode"] == "ram"}.items() if is_so]
     except OSError as error:
         raise ValueError(
-            f"run {folder} must hold a config.json, got {error.strerror}; name a folder that `train` has written"
+            f"run {folder} must hold a plan.json, got {error.strerror}; name a folder that `train` has written"
         ) from None
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"run config {path} must be as `train` wrote it, got {error}; restore it") from None
-
-
-def _training_cases(manifest: Mapping[str, Any], fold: str) -> int:
-    """A fold holds out one of its parts of the training and validation cases; counted as if each case had its own
-    patient."""
-    split = manifest["split"]
-    if not fold:
-        return len(split["train"])
-    part, parts = map(int, fold.split("/"))
-    cases = len(split["train"]) + len(split["val"])
-    return cases - len(range(part - 1, cases, parts))
-
-
-def _of_store(store: Path, run: _Run) -> Dict[str, int]:
-    """What a run's store says of its job; nothing where it is gone or cannot be read."""
-    try:
-        manifest = read_json(store / "manifest.json")
-        found = {"cases": _training_cases(manifest, run.fold) * run.patches_per_case}
-        if "largest_shape" in manifest:
-            found["case_bytes"] = stored_bytes(manifest["largest_shape"], len(manifest["channels"]))
-        return found
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"run plan {path} must be as `train` writes it, got {'no ' * isinstance(error, KeyError)}{error}; continue "
+            "the run, which writes it anew"
+        ) from None
 
 
 def stored_bytes(shape: Sequence[int], channels: int) -> int:

@@ -149,24 +149,20 @@ def nearest(
     kinds = ["policy", "micro-batch"] if same_training else ["policy", "micro-batch", "dtype", "shape", "filters"]
     if same_training and job.unet.norm == "batch":
         kinds = ["policy"]
-    names = {shape: name for name, shape in grids or ()}
 
     def mildest(job: Job, kind: str) -> Optional[Option]:
         """The mildest change that fits; where none does, the strongest; None where there is none."""
-        jobs = _smaller(job, kind, grids)
-        if not jobs:
+        changes = _smaller(job, kind, grids)
+        if not changes:
             return None
         if kind == "policy":
-            leaner = min(price(one).upper_bound_bytes for one in jobs) < price(job).upper_bound_bytes
-            found = fastest_that_fits(job, price, budget_bytes).estimate if leaner else None
-        else:
-            found = _largest(lambda number: jobs[number - 1], price, budget_bytes, len(jobs)) or price(jobs[0])
-        if not found:
-            return None
-        one = found.job
-        values = {"policy": one.policy, "micro-batch": one.micro, "dtype": one.unet.dtype, "filters": one.unet.filters}
-        values["shape"] = " ".join(map(str, one.shape))
-        return Option(names.get(one.shape) if kind == "shape" and names else f"--{kind} {values[kind]}", found)
+            if min(price(one).upper_bound_bytes for _, one in changes) >= price(job).upper_bound_bytes:
+                return None
+            found = fastest_that_fits(job, price, budget_bytes)
+            return Option(f"--policy {found.policy}", found.estimate)
+        cost = lambda number: price(changes[number - 1][1]).upper_bound_bytes  # noqa: E731
+        change, one = changes[max(1, largest_number(cost, budget_bytes, len(changes))) - 1]
+        return Option(change, price(one))
 
     options = [option for option in (mildest(job, kind) for kind in kinds) if option]
     alone = [option for option in options if option.estimate.upper_bound_bytes <= budget_bytes]
@@ -262,18 +258,21 @@ def _largest(chain: Callable[[int], Job], price: Price, budget_bytes: int, last:
     return price(chain(found)) if found else None
 
 
-def _smaller(job: Job, kind: str, grids: Optional[Sequence[Tuple[str, Shape3]]]) -> List[Job]:
-    """The job with one kind of change, each at least as large as the one before; policies as they come."""
+def _smaller(job: Job, kind: str, grids: Optional[Sequence[Tuple[str, Shape3]]]) -> List[Tuple[str, Job]]:
+    """The job with one kind of change, and the change as options, each at least as large as the one before; policies as
+    they come."""
     unet = job.unet
     if kind == "policy":
-        return [job.with_unet(policy=policy) for policy in POLICIES]
+        return [(f"--policy {policy}", job.with_unet(policy=policy)) for policy in POLICIES]
     if kind == "micro-batch":
-        return [dataclasses.replace(job, micro_batch=n) for n in divisors(job.batch) if n < job.micro]
+        numbers = [n for n in divisors(job.batch) if n < job.micro]
+        return [(f"--micro-batch {n}", dataclasses.replace(job, micro_batch=n)) for n in numbers]
     if kind == "dtype":
-        return [job.with_unet(dtype="bfloat16")] if unet.dtype != "bfloat16" else []
+        return [("--dtype bfloat16", job.with_unet(dtype="bfloat16"))] if unet.dtype != "bfloat16" else []
     if kind == "filters":
-        numbers = (1, 2, 4, *range(STEP_OF_FILTERS, unet.filters, STEP_OF_FILTERS))
-        return [job.with_unet(filters=n) for n in numbers if n < unet.filters]
+        numbers = [n for n in (1, 2, 4, *range(STEP_OF_FILTERS, unet.filters, STEP_OF_FILTERS)) if n < unet.filters]
+        return [(f"--filters {n}", job.with_unet(filters=n)) for n in numbers]
     if grids is not None:
-        return [dataclasses.replace(job, shape=shape) for _, shape in grids if shape != job.shape]
-    return [extent(job, number) for number in range(1, max(job.shape) // unet.divisor)]
+        return [(name, dataclasses.replace(job, shape=shape)) for name, shape in grids if shape != job.shape]
+    smaller = [extent(job, number) for number in range(1, max(job.shape) // unet.divisor)]
+    return [(f"--shape {' '.join(map(str, one.shape))}", one) for one in smaller]

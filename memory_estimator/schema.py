@@ -27,10 +27,6 @@ T = TypeVar("T")
 _KEY = "option"
 
 
-class OptionError(ValueError):
-    """An option's value outside its range; a command line ends with its message and exit code 2."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Option:
     """What a field's metadata hold, beside its name, type and default."""
@@ -47,8 +43,6 @@ class Option:
     positional: bool = False
     rest: bool = False  # positional, and takes all words that follow, options of others too
     repeat: bool = False  # given again for each element of a tuple
-    empty: bool = False  # may stand without a value: an empty tuple
-    name: str = ""  # of the option, without dashes, where it is not the field's
 
 
 def option(default: Any = dataclasses.MISSING, help: str = "", metavar: Any = None, **more: Any) -> Any:  # noqa: A002
@@ -58,26 +52,21 @@ def option(default: Any = dataclasses.MISSING, help: str = "", metavar: Any = No
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def add_options(
-    parser: argparse.ArgumentParser,
-    *classes: Union[type, Tuple[type, ...]],
-    group: str = "",
-) -> None:
-    """Add the options of dataclasses; what is not given leaves no attribute. `group` heads options that have none."""
+def add_options(parser: argparse.ArgumentParser, *classes: Union[type, Tuple[type, ...]]) -> None:
+    """Add the options of dataclasses; what is not given leaves no attribute."""
     groups: Dict[str, Any] = {"": parser}
     exclusive: Dict[str, Any] = {}
     each = [cls for part in classes for cls in (part if isinstance(part, tuple) else (part,))]
     fields = [(get_type_hints(cls)[field.name], field, spec) for cls in each for field, spec in _fields(cls)]
     for hint, field, spec in fields:
-        heading = spec.group or group
-        if heading not in groups:
-            groups[heading] = parser.add_argument_group(heading)
-        target = groups[heading]
+        if spec.group not in groups:
+            groups[spec.group] = parser.add_argument_group(spec.group)
+        target = groups[spec.group]
         if spec.one_of:
             if spec.one_of not in exclusive:
                 exclusive[spec.one_of] = target.add_mutually_exclusive_group()
             target = exclusive[spec.one_of]
-        flag = "--" + (spec.name or field.name).replace("_", "-")
+        flag = _flag(field)
         more: Dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field, spec)}
         inner, count = _shape_of(hint)
         if inner is bool:
@@ -90,7 +79,7 @@ def add_options(
             continue
         more.update(type=inner, metavar=spec.metavar, choices=spec.choices)
         if count is not None:
-            more["nargs"] = "*" if spec.empty else count
+            more["nargs"] = count
         if spec.repeat:
             more["action"] = "append"
             if count == "+":
@@ -108,15 +97,15 @@ def given(cls: type, args: argparse.Namespace) -> Dict[str, Any]:
     return {field.name: _frozen(getattr(args, field.name)) for field, _ in _fields(cls) if hasattr(args, field.name)}
 
 
-def from_args(cls: Type[T], args: argparse.Namespace, error: Type[Exception] = OptionError, **more: Any) -> T:
+def from_args(cls: Type[T], args: argparse.Namespace, error: Type[Exception] = ValueError) -> T:
     """The dataclass with the options that were given, its defaults for the others. Raises `error` out of range."""
-    found = cls(**{**given(cls, args), **more})
+    found = cls(**given(cls, args))
     check(found, error)
     return found
 
 
 def arguments(
-    parts: Sequence[Union[type, Tuple[type, ...]]], args: argparse.Namespace, error: Type[Exception] = OptionError
+    parts: Sequence[Union[type, Tuple[type, ...]]], args: argparse.Namespace, error: Type[Exception] = ValueError
 ) -> List[Any]:
     """What a command's `run` takes: its OPTIONS as they were given. Raises `error` for a value out of range."""
     return [
@@ -127,7 +116,7 @@ def arguments(
     ]
 
 
-def check(settings: Any, error: Type[Exception] = OptionError) -> None:
+def check(settings: Any, error: Type[Exception] = ValueError) -> None:
     """Raise `error` for the first field of a dataclass that is outside its range or none of its choices."""
     for field, spec in _fields(type(settings)):
         value = getattr(settings, field.name)
@@ -143,7 +132,7 @@ def to_command_line(cls: type, settings: Mapping[str, Any]) -> List[str]:
     for field, spec in _fields(cls):
         if field.name not in settings:
             continue
-        value, flag = settings[field.name], "--" + (spec.name or field.name).replace("_", "-")
+        value, flag = settings[field.name], _flag(field)
         if isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-"))
         elif spec.repeat:
@@ -152,6 +141,10 @@ def to_command_line(cls: type, settings: Mapping[str, Any]) -> List[str]:
         else:
             words += [*([] if spec.positional or spec.rest else [flag]), *_words(value)]
     return words
+
+
+def _flag(field: dataclasses.Field) -> str:
+    return "--" + field.name.replace("_", "-")
 
 
 def _fields(cls: type) -> Iterator[Tuple[dataclasses.Field, Option]]:

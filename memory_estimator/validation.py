@@ -28,20 +28,12 @@ PUBLISHED = Path(__file__).resolve().parents[1] / "records" / "memory"
 FITTED_VOXELS = 96**3
 """Constants of a host are fitted to volumes of at most this size; errors are those of larger ones alone."""
 
-TARGETS = {
-    "allocator peak, median error": 0.005,
-    "allocator peak, worst error": 0.02,
-    "process peak, median error": 0.02,
-    "process peak, worst error": 0.05,
-    "peaks above their upper bound": 0,
-    "upper bound above the peak, mean": 0.06,
-    "seconds a step, median error": 0.05,
-    "seconds a step, worst error": 0.20,
-}
-"""What is demanded of the errors over all of a host's records: the most that each may be."""
+LIMITS = {"allocator peak": (0.005, 0.02), "process peak": (0.02, 0.05), "seconds a step": (0.05, 0.20)}
+AMX_LIMITS = {**LIMITS, "allocator peak": (0.01, 0.03)}
+"""What is demanded of the errors over all of a host's records: the most that their median and the worst may be. Of AMX
+the kernels' buffers are others."""
 
-ALLOCATOR_TARGETS = {"avx512_core_amx": (0.01, 0.03)}
-"""Of the allocator's peak, median and worst, where the host's kernels are others than those of TARGETS."""
+MOST_SLACK = 0.06  # what the upper bounds may lie above the peaks, on the mean
 
 DISTURBED_SPREAD = 0.10
 """Timed steps that lie further apart than this share of their median were disturbed by something."""
@@ -86,28 +78,32 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """A measured step beside what was predicted of it. Errors are signed shares of what was measured."""
+    """A measured step beside what was predicted of it."""
 
     measured: Measured
     process_peak_bytes: int  # predicted
     isa: str  # of the kernels that it was predicted with
     covered: bool
     """Whether a kind of records covers it; else its upper bound is wide."""
-    allocator_error: Optional[float]
-    process_error: float
-    slack: float  # how far the upper bound lies above the measured peak; negative is a broken promise
-    step_error: Optional[float]
+    errors: Dict[str, Optional[float]]
+    """Of "allocator peak", "process peak", "upper bound" and "seconds a step": signed shares of what was measured, None
+    where that was not recorded. The upper bound's is how far it lies above the measured peak."""
+
+    @property
+    def limits(self) -> Dict[str, Tuple[float, float]]:
+        """What is demanded on a host with these kernels."""
+        return AMX_LIMITS if self.isa == "avx512_core_amx" else LIMITS
+
+    @property
+    def slack(self) -> float:
+        """How far the upper bound lies above the measured peak; negative is a broken promise."""
+        return self.errors["upper bound"]
 
     @property
     def misses(self) -> Tuple[str, ...]:
         """Names of the figures that are further off than they may be."""
-        wrong = {
-            "allocator": abs(self.allocator_error or 0) > demanded(self.isa)["allocator peak, worst error"],
-            "process": abs(self.process_error) > TARGETS["process peak, worst error"],
-            "upper bound": self.slack < 0,
-            "time": abs(self.step_error or 0) > TARGETS["seconds a step, worst error"],
-        }
-        return tuple(name for name, is_wrong in wrong.items() if is_wrong)
+        wrong = [name for name, (_, worst) in self.limits.items() if abs(self.errors[name] or 0) > worst]
+        return (*wrong, *["upper bound"] * (self.slack < 0))
 
 
 class Spread(NamedTuple):
@@ -120,7 +116,7 @@ class Spread(NamedTuple):
 
 
 class Target(NamedTuple):
-    """The most that a figure may be over some steps, and what was found: NaN of none."""
+    """The most that a figure may be over some steps, 0 for a count, and what was found: NaN of none."""
 
     name: str
     demanded: float
@@ -129,11 +125,6 @@ class Target(NamedTuple):
     @property
     def met(self) -> bool:
         return self.found <= self.demanded or math.isnan(self.found)
-
-    @property
-    def is_share(self) -> bool:
-        """False for a count."""
-        return self.demanded != 0
 
 
 def read_measured(path: Path) -> Tuple[Measured, ...]:
@@ -190,11 +181,14 @@ def compare(measured: Iterable[Measured], predict: Callable[[Measured], Estimate
     rows = []
     for one in (one for one in measured if not one.failure):
         found, allocator, process = predict(one), one.allocator_peak_bytes, one.process_peak_bytes
+        errors = {
+            "allocator peak": None if allocator is None else found.allocator_peak_bytes / allocator - 1,
+            "process peak": found.process_peak_bytes / process - 1,
+            "upper bound": found.upper_bound_bytes / process - 1,
+            "seconds a step": None if math.isnan(one.step_s) else found.step_s / one.step_s - 1,
+        }
         how = (found.process_peak_bytes, found.constants.kernels.isa, found.kind is not None)
-        peak_error = None if allocator is None else found.allocator_peak_bytes / allocator - 1
-        errors = (found.process_peak_bytes / process - 1, found.upper_bound_bytes / process - 1)
-        step_error = None if math.isnan(one.step_s) else found.step_s / one.step_s - 1
-        rows.append(Row(one, *how, peak_error, *errors, step_error))
+        rows.append(Row(one, *how, errors))
     return rows
 
 
@@ -212,30 +206,24 @@ def spread(errors: Iterable[Optional[float]]) -> Spread:
 
 
 def spreads(rows: Sequence[Row]) -> Dict[str, Spread]:
-    """The spread of every figure's errors over `rows`, by the figure's name in tables."""
-    return {
-        "allocator peak": spread(row.allocator_error for row in rows),
-        "process peak": spread(row.process_error for row in rows),
-        "upper bound": spread(row.slack for row in rows),
-        "seconds a step": spread(row.step_error for row in rows),
-    }
-
-
-def demanded(isa: str) -> Dict[str, float]:
-    """TARGETS of a host with these kernels."""
-    own = dict(zip(TARGETS, ALLOCATOR_TARGETS.get(isa, ())))
-    return {**TARGETS, **own}
+    """The spread of every figure's errors over `rows`, by the figure's name."""
+    names = ("allocator peak", "process peak", "upper bound", "seconds a step")
+    return {name: spread(row.errors[name] for row in rows) for name in names}
 
 
 def targets(rows: Sequence[Row]) -> Tuple[Target, ...]:
     """What is demanded of the errors over `rows`, which are of one host, each beside what was found. Worst ones are
     sizes, without a sign; the mean reserve is that of rows which some kind covers."""
-    allocator, process, _, step = spreads(rows).values()
+    limits, found = rows[0].limits if rows else LIMITS, spreads(rows)
+    errors = [
+        Target(f"{name}, {of} error", most, value)
+        for name, both in limits.items()
+        for of, most, value in zip(("median", "worst"), both, (found[name].median, abs(found[name].worst)))
+    ]
     exceeded = sum(row.slack < 0 for row in rows) if rows else math.nan
     slack = spread(row.slack for row in rows if row.covered).mean
-    found = (allocator.median, abs(allocator.worst), process.median, abs(process.worst), exceeded, slack)
-    limits = demanded(rows[0].isa if rows else "").items()
-    return tuple(Target(*limit, one) for limit, one in zip(limits, (*found, step.median, abs(step.worst))))
+    above = Target("upper bound above the peak, mean", MOST_SLACK, slack)
+    return (*errors, Target("peaks above their upper bound", 0, exceeded), above)
 
 
 _shipped = functools.lru_cache(maxsize=None)(shipped_constants)
@@ -297,7 +285,11 @@ def left_out_in_turn(rows: Iterable[Row]) -> Tuple[int, int]:
 
 def _kind(key: Key, rows: Sequence[Row]) -> Kind:
     held_out = [row for row in rows if row.measured.held_out]
-    found = [Bound(round(one.median, 4), round(abs(one.worst), 4)) if one.count else None for one in _of(held_out)]
+    found = spreads(held_out)
+    bounds = {
+        name: Bound(round(found[figure].median, 4), round(abs(found[figure].worst), 4)) if found[figure].count else None
+        for name, figure in zip(("allocator_peak", "process_peak", "step_s"), LIMITS)
+    }
     return Kind(
         *key,
         hosts=tuple(sorted({row.measured.host for row in rows})),
@@ -305,15 +297,10 @@ def _kind(key: Key, rows: Sequence[Row]) -> Kind:
         policies=tuple(sorted({row.measured.job.policy for row in rows}, key=POLICIES.index)),
         records=len(rows),
         held_out=len(held_out),
-        **dict(zip(("allocator_peak", "process_peak", "step_s"), found)),
+        **bounds,
         margin_share=margin_share(rows),
         margin_bytes=MARGIN_BYTES,
     )
-
-
-def _of(rows: Sequence[Row]) -> Tuple[Spread, Spread, Spread]:
-    allocator, process, _, step = spreads(rows).values()
-    return allocator, process, step
 
 
 def main(argv: Optional[List[str]] = None) -> int:

@@ -298,7 +298,7 @@ TARGETS = {
     "store begun": Target(("begun/*", "begun/cases/*"), 8, (f"{PREPARE} begun --verify",)),
     "run": Target(
         (
-            *("run/*.json*", "run/config.json", "run/config.json", "run/log.jsonl", "run/heartbeats/*"),
+            *("run/*.json*", "run/config.json", "run/plan.json", "run/log.jsonl", "run/heartbeats/*"),
             *("run/evaluation/scores.json", "run/evaluation/predictions/*"),
         ),
         16,

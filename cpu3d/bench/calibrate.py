@@ -24,6 +24,7 @@ import psutil
 from cpu3d.bench.harness import Result, facts_of, in_fresh_process
 from cpu3d.bench.step import WARM_UP_STEPS, made_up
 from cpu3d.host.apply import ENGINES, engine_name, in_force, installed, set_up
+from cpu3d.host.fitting import Run
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.host.observe import Observer, constants_of, record, write_constants
 from cpu3d.settings import RunConfig
@@ -31,7 +32,6 @@ from cpu3d.util.atomic import writable_folder
 from cpu3d.util.progress import bar
 from cpu3d.util.records import listed
 from memory_estimator.files import typed
-from memory_estimator.fitting import Run
 from memory_estimator.host import read_host
 from memory_estimator.job import Job
 from memory_estimator.schema import option

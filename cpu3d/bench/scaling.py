@@ -27,7 +27,7 @@ from cpu3d.errors import InputError
 from cpu3d.host.apply import set_up
 from cpu3d.host.thread_plan import THREADS, thread_plans
 from cpu3d.host.topology import Topology, read_topology
-from memory_estimator.scaling.model import ALONE, APART, ASSUMED, IN_PARTS, TOGETHER, WIDE, predicted_errors
+from memory_estimator.scaling import ALONE, APART, ASSUMED, IN_PARTS, TOGETHER, WIDE, predicted_errors
 from memory_estimator.schema import option
 from memory_estimator.table import Table
 

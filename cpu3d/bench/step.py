@@ -19,9 +19,9 @@ from typing import Any, Dict, List, Tuple
 from cpu3d.bench import harness
 from cpu3d.bench.harness import Output, Result, Turns, gib, host_of, title_of, valid, with_range
 from cpu3d.host.apply import ENGINES, set_up
+from cpu3d.host.fitting import FEWEST_STEPS
 from cpu3d.host.observe import ENOUGH, Observer, live_bytes, trace
 from cpu3d.settings import AUTO, RunConfig, left_open
-from memory_estimator.fitting import FEWEST_STEPS
 from memory_estimator.host import read_host
 from memory_estimator.job import ENGINES as KNOWN_ENGINES
 from memory_estimator.job import Job, JobOptions, job_from, source_job
@@ -79,7 +79,7 @@ def step_request(given: Dict[str, Any], options: StepOptions, **more: Any) -> Di
     """
     engine = given.get("engine", AUTO)
     known = Namespace(**{**given, "engine": engine if engine in KNOWN_ENGINES else AUTO})
-    whole = valid(source_job, known)
+    whole, _ = valid(source_job, known)
     job = valid(job_from, known, whole or Job(UNetConfig(dtype=read_host().best_dtype)))
     engine = job.engine if whole and engine == AUTO else left_open(engine)
     own = {"engine": engine, "threads": given.get("threads")}

@@ -31,7 +31,7 @@ from cpu3d.util.records import newest, read_records
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import estimate
 from memory_estimator.job import Job
-from memory_estimator.scaling.model import read_scaling
+from memory_estimator.scaling import read_scaling
 from memory_estimator.schema import option
 from memory_estimator.step.onednn import Kernels, highest_isa
 from memory_estimator.table import Table
@@ -204,15 +204,16 @@ def _host_lines(measured: Sequence[Measured], rows: Sequence[Row]) -> List[str]:
     """What is demanded of one host's errors, and every configuration."""
     demanded, details = [], []
     for one in targets(rows):
-        show = ("{:.1%}" if one.is_share else "{:.0f}").format
+        show = ("{:.1%}" if one.demanded else "{:.0f}").format  # none of a count
         figures = ("-" if math.isnan(value) else show(value) for value in (one.demanded, one.found))
         met = "not recorded" if math.isnan(one.found) else "met" if one.met else "**not met**"
         demanded.append((one.name, *figures, met))
     for row in sorted(rows, key=lambda row: not row.measured.held_out):
         one, allocator, process = row.measured, row.measured.allocator_peak_bytes, row.measured.process_peak_bytes
-        cells = [_name(one.job), gib(allocator, 3), signed(row.allocator_error), gib(process, 3)]
-        cells += [signed(row.process_error), signed(row.slack)]
-        cells += ["-" if math.isnan(one.step_s) else f"{one.step_s:.2f}", signed(row.step_error)]
+        error = {name: signed(share) for name, share in row.errors.items()}
+        cells = [_name(one.job), gib(allocator, 3), error["allocator peak"], gib(process, 3)]
+        cells += [error["process peak"], error["upper bound"]]
+        cells += ["-" if math.isnan(one.step_s) else f"{one.step_s:.2f}", error["seconds a step"]]
         remarks = [f"misses {name}" for name in row.misses] + ["disturbed"] * one.disturbed
         remarks += ["wide"] * (not row.covered)
         details.append([*cells, ", ".join(remarks)])

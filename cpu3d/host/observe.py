@@ -16,14 +16,14 @@ import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 from cpu3d.errors import InputError
+from cpu3d.host.fitting import FEWEST_STEPS, Run, fitted, undisturbed
 from cpu3d.util.atomic import atomic_write, remove_partials, write_json
 from cpu3d.util.lock import locked
 from memory_estimator.calibration import SCHEMA, HostConstants, host_file, shipped_constants, to_json
 from memory_estimator.files import RECORD_SCHEMA, of_today, parse_json, read_regular, typed
-from memory_estimator.fitting import FEWEST_STEPS, Run, fitted, undisturbed
 from memory_estimator.host import Host, cache_bytes
 from memory_estimator.job import Job
 from memory_estimator.step.program import Program, StepOp
@@ -205,11 +205,13 @@ def seconds_of(program: Program, parts: int, events: Sequence[Event]) -> Tuple[D
     apart: both each time they run, of the `parts` times that a step in micro-batches runs all but its update.
 
     Operations are told apart by their order, which is the program's: names of gradients do not say whose they are.
-    Raises ValueError where the step ran other convolutions than the program says.
+    Raises ValueError where the step ran other convolutions than the program says, and for deep supervision, whose
+    coarse heads' gradients TensorFlow runs before or after those of their decoder.
     """
     convolutions = [op for op in program.ops if op.kind in CONVOLUTIONS]
     ran = [event for event in events if _is_convolution(event)]
-    convolutions = min(_orders(convolutions), key=lambda ops: _unlikeness(ops * parts, ran))
+    if any(re.match(r"head\d+/.*gradient", op.name) for op in convolutions):
+        raise ValueError("the order of a step must be known, got deep supervision; its step as a whole is timed")
     same = [
         op.kind.endswith("filter_gradient") == ("BackpropFilter" in event.type)
         for op, event in zip(convolutions * parts, ran)
@@ -263,26 +265,6 @@ def _events(folder: Path) -> List[Event]:
                 begin = line.timestamp_ns * 1000 + event.offset_ps
                 found.append((begin, Event(name, kind, event.duration_ps / 1e12)))
     return [event for _, event in sorted(found)]
-
-
-def _orders(convolutions: List[StepOp]) -> Iterator[List[StepOp]]:
-    """The orders in which they may have run: the program's; and of deep supervision each coarse head's gradients in
-    front of their decoder's, for TensorFlow takes either way."""
-    yield convolutions
-    heads = {op.name: re.match(r"head(\d+)/.*gradient", op.name) for op in convolutions}
-    moved: List[StepOp] = [op for op in convolutions if not heads[op.name]]
-    for op in convolutions:
-        if heads[op.name]:
-            decoder = f"decoder{heads[op.name][1]}"
-            place = next(i for i, one in enumerate(moved) if one.name.startswith(decoder) and "gradient" in one.name)
-            moved.insert(place, op)
-    yield moved
-
-
-def _unlikeness(ops: Sequence[StepOp], ran: Sequence[Event]) -> float:
-    """How little the seconds follow the operations' work, in an order."""
-    ratios = [math.log(event.seconds / op.flops) for op, event in zip(ops, ran) if event.seconds and op.flops]
-    return statistics.pvariance(ratios) if ratios else 0.0
 
 
 def _is_convolution(event: Event) -> bool:

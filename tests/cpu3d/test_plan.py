@@ -28,7 +28,7 @@ from cpu3d.plan import (
 from cpu3d.settings import RunConfig, save_config
 from memory_estimator.estimate import estimate, whole_volume_bytes
 from memory_estimator.host import Host
-from memory_estimator.job import Job
+from memory_estimator.job import Job, read_run
 from memory_estimator.planner import CONTEXT_BYTES, check_patch, gpu_bytes, patch_shapes, usual_patch
 from models.config import UNetConfig
 from models.layer_plan import layer_plan
@@ -68,6 +68,8 @@ def test_a_plan_is_saved_with_all_that_was_decided(phantom_store, tmp_path):
     assert content["config"]["grid"] == list(plan.config.grid)
     assert content["config"]["unet"]["dtype"] == SMALL["dtype"]
     assert content["predicted"]["upper_bound_bytes"] == plan.estimate.upper_bound_bytes
+    threads = plan.estimate.job.threads
+    assert dataclasses.replace(read_run(tmp_path)[0], threads=threads) == plan.estimate.job
     assert content["reasons"]["policy"].startswith(f"policy {content['config']['unet']['policy']}: ")
     text = " ".join(plan.describe(HOST))
     for word in ("allocator peak", "process peak", "of 20.00 GiB free", "a step", "a volume", "an epoch"):
@@ -258,13 +260,6 @@ def test_the_fastest_policy_that_fits_is_picked_and_the_reason_is_kept(
     assert "policy" not in asked.reasons
 
 
-def test_an_engine_without_estimates_gets_the_policy_speed_and_is_never_refused(phantom_store, tmp_path):
-    plan = planned(phantom_store, tmp_path, engine="stock-no-onednn", host=with_free(0))
-    assert (plan.config.unet.policy, plan.estimate, plan.predicted) == ("speed", None, {})
-    assert any("nothing is known" in line for line in plan.describe(HOST))
-    check_fits(plan, with_free(0))
-
-
 def refusal(plan, free_bytes):
     with pytest.raises(DoesNotFitError) as caught:
         check_fits(plan, with_free(free_bytes))
@@ -429,7 +424,7 @@ def test_what_a_card_does_not_hold_is_refused_with_what_may_be_changed(phantom_s
 
 
 def test_the_plan_of_a_run_on_a_card_says_what_was_predicted_of_it(phantom_store):
-    needed = gpu_bytes(job_of(ON_CARD, 1, 0, "stock"))
+    needed = gpu_bytes(job_of(ON_CARD, 1, 0))
     predicted = Plan(ON_CARD, phantom_store).predicted
     assert (predicted["card_bytes"], predicted["allocator_peak_bytes"]) == (needed, needed - CONTEXT_BYTES)
     assert "not verified" in predicted["constants"]

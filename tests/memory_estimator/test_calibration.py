@@ -139,7 +139,7 @@ def with_costs(group, costs):
         (changed(costs={"stock": {"float32": {"conv": {"work": -1.0}}}}), "stock float32: conv work -1.0"),
         (changed(baseline_bytes={}), "baseline_bytes of stock missing"),
         (with_costs("pool", None), "stock float32: no pool"),
-        (with_costs("join", {}), "stock float32: no join cached, stock float32: no join traffic"),
+        (with_costs("join", {}), "stock float32: no join cached"),
         (with_costs("norm", {"traffic": True}), "norm.traffic must be float, got True"),
         (changed(kernels={"isa": "avx512_core_amx", "l2_bytes": -5}), "kernels .*-5"),
         (changed(op_bytes={"stock": -1}), "op_bytes of stock -1"),

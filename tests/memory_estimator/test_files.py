@@ -27,16 +27,16 @@ def test_only_regular_files_and_links_to_them_are_opened(tmp_path, monkeypatch):
         read_regular("nothing")
 
 
-@pytest.mark.parametrize("options", [("--run", "."), ("--shape", "16", "16", "16", "--calibration", "config.json")])
+@pytest.mark.parametrize("options", [("--run", "."), ("--shape", "16", "16", "16", "--calibration", "plan.json")])
 def test_what_the_estimator_is_given_in_place_of_a_file_is_bad_input(tmp_path, monkeypatch, capsys, options):
     monkeypatch.chdir(tmp_path)
-    os.mkfifo("config.json")
+    os.mkfifo("plan.json")
     assert main(list(options)) == 2
     assert "FIFO" in capsys.readouterr().err
-    os.remove("config.json")
-    (tmp_path / "config.json").write_text("[" * 100_000)
+    os.remove("plan.json")
+    (tmp_path / "plan.json").write_text("[" * 100_000)
     assert main(list(options)) == 2
-    assert "config.json" in capsys.readouterr().err
+    assert "plan.json" in capsys.readouterr().err
 
 
 @dataclass

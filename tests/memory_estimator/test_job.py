@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from cpu3d.settings import RunConfig, load_config, recipe_config, save_config
-from memory_estimator.job import RECIPES, Job, JobOptions, job_from, job_of_run, notes_on_run, policy_is_open
+from cpu3d.settings import recipe_config
+from memory_estimator.job import RECIPES, Job, JobOptions, job_from, policy_is_open, read_run
 from memory_estimator.schema import add_options
 from models.config import UNetConfig
 
@@ -79,70 +79,53 @@ def test_every_recipe_s_settings_agree_with_its_job():
             assert (job.unet.channels, job.unet.outputs) == (len(config.channels), len(config.regions))
 
 
-CONFIG = RunConfig(
-    grid=(64, 80, 96), unet=UNetConfig(filters=8, dtype="bfloat16", policy="balanced"), batch=4, micro_batch=2,
-    optimizer="sgd", ema=0.9, engine="stock",
+JOB = Job(
+    UNetConfig(filters=8, dtype="bfloat16", policy="balanced"), (64, 80, 96), 4, 2, "sgd", "stock", averaged=True,
+    from_store=True, cases=7, case_bytes=123,
 )  # fmt: skip
+CONFIG = {"device": "cpu", "mode": "whole", "resolution": 1, "read_mode": "auto"}
 
 
-def test_a_saved_run_is_the_job_that_it_trained(tmp_path):
-    save_config(CONFIG, tmp_path)
-    expected = Job(CONFIG.unet, CONFIG.grid, 4, 2, "sgd", "stock", averaged=True, from_store=True)
-    assert job_of_run(tmp_path) == expected
+@pytest.fixture
+def plan_of(tmp_path):
+    """Writes the plan of a run, with changes, and returns its folder."""
+
+    def written(settings=(), **changes):
+        plan = {"schema": 1, "engine": "stock", "job": dataclasses.asdict(JOB), "config": {**CONFIG, **dict(settings)}}
+        (tmp_path / "plan.json").write_text(json.dumps({**plan, **changes}))
+        return tmp_path
+
+    return written
 
 
-@pytest.mark.parametrize(("fold", "cases"), [("", 7), ("1/3", 6), ("2/3", 7), ("odd", 0)])
-def test_the_cases_of_a_saved_run_are_those_that_its_fold_leaves(fold, cases, tmp_path):
-    """Of 7 to train on and 3 to validate on, dealt out to three parts in turn, the first part holds out 4."""
-    split = {"train": list("abcdefg"), "val": list("hij"), "test": ["k"]}
-    (tmp_path / "manifest.json").write_text(json.dumps({"split": split}))
-    save_config(dataclasses.replace(CONFIG, store=str(tmp_path), mode="patch", patches_per_case=5), tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "fold": fold}))
-    assert job_of_run(tmp_path).cases == 5 * cases
-
-
-def test_what_the_estimate_of_a_saved_run_leaves_out_is_said(tmp_path):
-    notes = []
-    for changes in ({}, {"resolution": 0.5}, {"mode": "patch", "device": "gpu:1"}):
-        save_config(dataclasses.replace(CONFIG, **changes), tmp_path)
-        notes.append(" ".join(notes_on_run(tmp_path)))
-    assert notes[0] == ""
-    assert "validates on whole volumes" in notes[1]
-    assert notes[2].startswith("the run is on gpu:1")
-
-
-@pytest.mark.policy_left_open
-def test_a_run_from_before_there_were_policies_is_as_it_was_computed(tmp_path):
-    save_config(CONFIG, tmp_path)
-    content = json.loads((tmp_path / "config.json").read_text())
-    del content["micro_batch"], content["unet"]["policy"]
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    job, config = job_of_run(tmp_path), load_config(tmp_path)
-    assert (job.policy, job.micro) == ("speed", 4) == (config.unet.policy, config.micro)
-
-
-def damaged(**changes):
-    return lambda content: json.dumps({**content, **changes})
+def test_a_run_is_the_job_of_its_plan_and_what_its_estimate_leaves_out_is_said(plan_of):
+    assert read_run(plan_of()) == (JOB, [])
+    (note,) = read_run(plan_of({"resolution": 0.5}))[1]
+    assert "validates on whole volumes" in note
+    assert read_run(plan_of({"mode": "patch", "device": "gpu:1"}))[1] == [
+        "the run is on gpu:1: a CPU is estimated; `train` says what its steps take on the card", note
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("changes", "message"),
     [
-        (lambda content: json.dumps(content)[:-40], "must be as `train` wrote it"),
-        (damaged(schema=2), "got schema 2, not 1"),
-        (damaged(unet={"filters": 8, "colour": 3}), "others in colour"),
-        (lambda content: json.dumps({"schema": 1}), "config must have the fields"),
-        (damaged(batch="two"), "config.batch must be int, got two"),
-        (damaged(micro_batch=3), "micro_batch must divide the batch of 4, got 3"),
-        (damaged(unet={"policy": "fast"}), "policy must be one of speed, balanced, lean, got 'fast'"),
-        (damaged(grid=[64, 64.5, 64]), r"config.grid\[1\] must be int, got 64.5"),
+        ({"schema": 2}, "got schema 2, not 1"),
+        ({"job": None}, "job must be a Job, got None"),
+        ({"job": {"batch": 4, "micro_batch": 3}}, "micro_batch must divide the batch of 4, got 3"),
+        ({"job": {"batch": "two"}}, "job.batch must be int, got two"),
+        ({"job": {"unet": {"policy": "fast"}}}, "policy must be one of speed, balanced, lean, got 'fast'"),
+        ({"job": {"shape": [64, 64.5, 64]}}, r"job.shape\[1\] must be int, got 64.5"),
+        ({"job": {"colour": 3}}, "others in colour"),
+        ({"config": {}}, "got no 'device'"),
     ],
 )
-def test_a_damaged_run_is_refused_by_its_file(damage, message, tmp_path):
-    save_config(CONFIG, tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(damage(json.loads(path.read_text())))
+def test_a_damaged_run_is_refused_by_its_file(changes, message, plan_of):
     with pytest.raises(ValueError, match=message) as error:
-        job_of_run(tmp_path)
-    assert str(tmp_path) in str(error.value)
+        read_run(plan_of(**changes))
+    assert "plan.json" in str(error.value)
+
+
+def test_a_run_without_a_plan_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="must hold a plan"):
+        read_run(tmp_path)

@@ -45,11 +45,11 @@ def test_the_plan_has_the_largest_of_each_kind_for_every_policy(capsys):
     content = answer(f"{SMALL.replace('64GiB', '2GiB')} --plan", capsys)
     assert [one["policy"] for one in content["plan"]] == list(POLICIES)
     for one in content["plan"]:
-        assert one["batch"]["batch"] == one["batch"]["micro_batch"] > 1
+        assert one["batch"]["job"]["batch"] == one["batch"]["job"]["micro_batch"] > 1
         assert one["batch"]["upper_bound_bytes"] <= 2 * 2**30
-        assert one["filters"]["filters"] % 8 == 0
-        assert all(side % 8 == 0 for side in one["extent"]["shape"])
-        assert {one[row]["policy"] for row in ("batch", "filters", "extent")} == {one["policy"]}
+        assert one["filters"]["job"]["unet"]["filters"] % 8 == 0
+        assert all(side % 8 == 0 for side in one["extent"]["job"]["shape"])
+        assert {one[row]["job"]["policy"] for row in ("batch", "filters", "extent")} == {one["policy"]}
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_recipe_is_a_job_and_options_win_over_it(capsys):
         ("--shape 64 64 64 --host-memory 64G", "memory must be in one of B, KiB"),
         ("--shape 64 64 64 --gpu-memory 16", "memory must be a number with its unit"),
         ("--shape 64 64 64 --calibration nowhere.json", "nowhere.json"),
-        ("--run nowhere", "must hold a config.json"),
+        ("--run nowhere", "must hold a plan.json"),
         ("--batch 2", "shape must be given, got none"),
         ("--shape 64 64 64 --link 25Gbit/s --epochs 3", "--hosts must be given with --link, --epochs, got none"),
         ("--shape 64 64 64 --hosts 0", "hosts must be at least 1, got 0"),

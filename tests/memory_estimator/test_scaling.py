@@ -1,22 +1,17 @@
 """Several hosts: truths worked out by hand, the record that constants come from, the command line."""
 
-import dataclasses
 import json
-import math
 import re
 from pathlib import Path
 
 import pytest
 
+from memory_estimator import scaling
 from memory_estimator.__main__ import main
-from memory_estimator.scaling import model
-from memory_estimator.scaling.model import ExchangeCosts, Scaling, largest_of, read_scaling
+from memory_estimator.scaling import ExchangeCosts, largest_of, read_scaling, step_parts
 
 ROOT = Path(__file__).resolve().parents[2]
-FREE = ExchangeCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, "free")
-"""Workers that lose nothing to each other."""
-ENDLESS = {"network_bytes_per_s": math.inf, "latency_s": 0.0}
-WAIT = 1 + model.DATA_WAIT_SHARE
+WAIT = 1 + scaling.DATA_WAIT_SHARE
 
 
 def record(**changes):
@@ -57,12 +52,11 @@ def file_of(tmp_path):
     return written
 
 
-def test_workers_that_lose_nothing_are_as_many_times_as_fast():
-    for hosts in (1, 2, 8):
-        point = Scaling(2.0, 100, FREE, **ENDLESS, batch_per_worker=3).point(hosts)
-        same = Scaling(2.0, 100, FREE, **ENDLESS, batch=24).point(hosts)
-        assert (point.batch, point.step_s, point.efficiency) == (3 * hosts, pytest.approx(6 * WAIT), pytest.approx(1))
-        assert (same.batch, same.step_s) == (24, pytest.approx(48 / hosts * WAIT))
+def test_workers_that_lose_nothing_take_as_long_as_one():
+    free = ExchangeCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, "free")
+    parts = step_parts(6.0, 100, free)
+    assert sum(parts.values()) == pytest.approx(6 * WAIT)
+    assert step_parts(6.0, 0, free, hosts=8) == parts
 
 
 def test_every_part_of_a_step_is_what_it_is_by_hand():
@@ -70,39 +64,28 @@ def test_every_part_of_a_step_is_what_it_is_by_hand():
         endpoint_s_per_byte=1e-9, call_s=0.01, message_s=1e-3, packing_s_per_byte=2e-9, in_parts_s_per_byte=3e-9,
         spread=0.1, contention=0.05, origin="",
     )  # fmt: skip
-    scaling = Scaling(10.0, 80_000_000, costs, workers_per_host=2, network_bytes_per_s=1e9, latency_s=2e-3)
-    one, two = scaling.point(1), scaling.point(2)
-    assert (one.workers, two.workers, two.batch) == (2, 4, 4)
-    assert one.compute_s == two.compute_s == pytest.approx(10.5)  # contention, as two share each host
-    assert two.slowest_s == pytest.approx(1.05 * largest_of(4))
-    assert (two.packing_s, two.in_parts_s) == (pytest.approx(0.16), pytest.approx(0.24))
+    asked = (10.0, 80_000_000, costs)
+    one, two = (step_parts(*asked, hosts, 2, network_bytes_per_s=1e9) for hosts in (1, 2))
+    assert one["compute_s"] == two["compute_s"] == pytest.approx(10.5)  # contention, as two share each host
+    assert two["slowest_s"] == pytest.approx(1.05 * largest_of(4))
+    assert (two["packing_s"], two["in_parts_s"]) == (pytest.approx(0.16), pytest.approx(0.24))
     # 80 MB are five pieces of 16 MiB, each a ring. Inside a host there is no network.
-    assert one.exchange_s == pytest.approx(2 * (40e6 * 1e-9 + 5 * 1e-3) + 5 * 0.01)
-    assert two.exchange_s == pytest.approx(6 * (20e6 * 2e-9 + 5 * 3e-3) + 5 * 0.01)
-    parts = two.compute_s + two.slowest_s + two.packing_s + two.in_parts_s + two.exchange_s + two.data_s
-    assert (two.step_s, two.efficiency) == (pytest.approx(parts), pytest.approx(10 * WAIT / parts))
-    alone = dataclasses.replace(scaling, workers_per_host=1).point(1)
-    assert (alone.slowest_s, alone.in_parts_s, alone.packing_s, alone.exchange_s) == (0, 0, 0, 0)
+    assert one["exchange_s"] == pytest.approx(2 * (40e6 * 1e-9 + 5 * 1e-3) + 5 * 0.01)
+    assert two["exchange_s"] == pytest.approx(6 * (20e6 * 2e-9 + 5 * 1.05e-3) + 5 * 0.01)
+    alone = step_parts(*asked)
+    assert (alone["slowest_s"], alone["in_parts_s"], alone["packing_s"], alone["exchange_s"]) == (0, 0, 0, 0)
     # In several micro-batches, its own step adds gradients up already.
-    assert dataclasses.replace(scaling, in_parts=True).point(2).in_parts_s == 0
+    assert step_parts(*asked, 2, in_parts=True)["in_parts_s"] == 0
 
 
 def test_the_pieces_of_a_sum_are_those_of_the_trainer():
     source = (ROOT / "cpu3d" / "distributed" / "all_reduce.py").read_text(encoding="utf-8")
     millions = int(re.search(r"^PIECE = (\d+) \* 2\*\*20$", source, re.MULTILINE)[1])  # float32; it imports TensorFlow
-    assert 4 * millions * 2**20 == model.PIECE_BYTES
-
-
-def test_epochs_are_whole_batches_and_a_validation_dealt_to_all():
-    scaling = Scaling(2.0, 0, FREE, forward_s=0.5, **ENDLESS, cases=10, epochs=3, validation_cases=5)
-    assert scaling.point(1).epoch_s == pytest.approx(10 * 2 * WAIT + 5 * 0.5)
-    assert scaling.point(4).epoch_s == pytest.approx(2 * 2 * WAIT + 2 * 0.5)  # two steps of four, two cases at most
-    assert scaling.point(4).total_s == pytest.approx(3 * scaling.point(4).epoch_s)
-    assert scaling.point(11).epoch_s is scaling.point(11).total_s is None  # not one batch
+    assert 4 * millions * 2**20 == scaling.PIECE_BYTES
 
 
 def test_a_record_gives_its_constants():
-    found = model.costs_of(record())
+    found = scaling.costs_of(record())
     assert found.endpoint_s_per_byte == pytest.approx(0.020 / 20e6)
     assert (found.call_s, found.message_s) == (0.002, 0.0005)
     assert found.in_parts_s_per_byte == pytest.approx(0.06 / 20e6)
@@ -115,15 +98,16 @@ def test_a_record_gives_its_constants():
 def test_several_records_give_their_medians_and_errors_of_steps_that_gave_no_constant(file_of):
     records = read_scaling(file_of(record(), packing(0.07), {"schema": 1, "kind": "step"}, packing(0.05)))
     assert len(records) == 2  # the newest of a job counts
-    assert model.pooled(records).packing_s_per_byte == pytest.approx(0.04 / 20e6)
+    assert scaling.pooled(records).packing_s_per_byte == pytest.approx(0.04 / 20e6)
     others = [record(batch=2), record(batch=2, micro_batch=2), record(optimizer="sgd")]
     assert len(read_scaling(file_of(record(), *others))) == 4
     by_hand = 2.0 * 1.05 * (1 + 0.1 / 2.2) + 0.06 + 0.03 + 0.026
-    assert model.predicted_errors([record()]) == pytest.approx([by_hand / 2.4 - 1], abs=1e-4)
+    assert scaling.predicted_errors([record()]) == pytest.approx([by_hand / 2.4 - 1], abs=1e-4)
     errors = [(by_hand + 0.2) / 2.4 - 1, by_hand / 2.4 - 1]
-    assert model.predicted_errors([record(), packing(0.23)]) == pytest.approx(errors, abs=1e-4)
+    assert scaling.predicted_errors([record(), packing(0.23)]) == pytest.approx(errors, abs=1e-4)
 
 
+PARTS = ("compute", "slowest", "in_parts", "packing", "exchange", "data")
 SMALL = "--shape 32 32 32 --filters 8 --depth 3 --threads 2 --calibration avx512_bf16"
 
 
@@ -145,23 +129,25 @@ def test_a_damaged_record_is_refused_by_its_line(line, problem, file_of, capsys)
     assert f"{path}:2" in printed
 
 
-def test_the_answer_as_json_has_both_tables_and_what_they_rest_on(file_of, capsys):
-    asked = (
-        f"{SMALL} --hosts 1 2 3 --step-s 2 --batch 2 --global-batch 4 --cases 100 --epochs 2 --link 8Gbit/s "
-        f"--record {file_of(record())}"
-    )
-    assert main([*asked.split(), "--json"]) == 0
+def test_the_answer_has_a_row_for_each_number_of_hosts(file_of, capsys):
+    asked = f"{SMALL} --step-s 2 --batch 2 --epochs 2 --link 8Gbit/s --record {file_of(record())}"
+    assert main(f"{asked} --hosts 1 2 51 --cases 101 --json".split()) == 0
     content = json.loads(capsys.readouterr().out)
-    growing, fixed = content["growing"]["rows"], content["fixed"]["rows"]
-    assert [row["batch"] for row in growing] == [2, 4, 6]
-    assert growing[0]["compute_s"] == 2
-    assert growing[0]["total_s"] == pytest.approx(2 * 50 * 2 * WAIT)
-    assert "problem" in fixed[2]
-    assert growing[1]["exchange_s"] == pytest.approx(content["gradient_bytes"] * (1e-9 + 1e-9) + 2 * 0.00055 + 0.002)
-    assert growing[1]["in_parts_s"] == 0  # two micro-batches each
+    one, two, many = content["rows"]
+    assert [row["batch"] for row in content["rows"]] == [2, 4, 102]
+    assert (one["compute_s"], one["efficiency"]) == (2, pytest.approx(1))
+    assert one["total_s"] == pytest.approx(2 * 50 * 2 * WAIT)  # two epochs of whole batches
+    assert many["epoch_s"] is many["total_s"] is None  # not one batch
+    assert two["exchange_s"] == pytest.approx(content["gradient_bytes"] * (1e-9 + 1e-9) + 2 * 0.00055 + 0.002)
+    assert two["in_parts_s"] == 0  # two micro-batches each
+    assert two["step_s"] == pytest.approx(sum(two[f"{part}_s"] for part in PARTS))
     assert len(content["errors"]) == 1
-    assert main(asked.split()) == 0
-    assert "The batch stays 4" in capsys.readouterr().out
+    assert main(f"{asked} --hosts 1 2 --global-batch 8 --json".split()) == 0
+    assert [row["compute_s"] for row in json.loads(capsys.readouterr().out)["rows"]] == [8, 4]
+    assert main(f"{asked} --hosts 3 --global-batch 8".split()) == 2
+    assert "--global-batch must be a multiple of the 3 workers, got 8" in capsys.readouterr().err
+    assert main(f"{asked} --hosts 1 2".split()) == 0
+    assert "efficiency" in capsys.readouterr().out
 
 
 def test_memory_is_that_of_one_of_several_as_train_counts_it(capsys):
@@ -172,7 +158,7 @@ def test_memory_is_that_of_one_of_several_as_train_counts_it(capsys):
     # One of several adds its gradients up, as one does that has two micro-batches, and has copies of them for the sum.
     in_parts, several = asked("--hosts 1 --batch 2 --micro-batch 1"), asked("--hosts 2")
     copies = several["upper_bound_bytes"] - in_parts["upper_bound_bytes"]
-    assert copies == pytest.approx(model.EXCHANGED_COPIES * several["gradient_bytes"], rel=0.01)
+    assert copies == pytest.approx(scaling.EXCHANGED_COPIES * several["gradient_bytes"], rel=0.01)
     assert asked("--hosts 1")["upper_bound_bytes"] < in_parts["upper_bound_bytes"]
 
 
@@ -182,6 +168,6 @@ def test_the_published_scale_out_stands_in_the_docs(column, threads, kind, capsy
     hosts = "1 2 4 8 16 24 32 64 88"
     assert main(f"{ask} --host-memory 1TiB --hosts {hosts} --cases 48884 --epochs 10 --json".split()) == 0
     page = (ROOT / "docs" / "estimator.md").read_text(encoding="utf-8")
-    for row in json.loads(capsys.readouterr().out)["growing"]["rows"]:
+    for row in json.loads(capsys.readouterr().out)["rows"]:
         (line,) = [line for line in page.splitlines() if line.startswith(f"| {row['hosts']} |")]
         assert line.split("|")[2 + column].strip() == f"{row['total_s'] / 3600:,.3g} h ({row['efficiency']:.0%})"

@@ -41,9 +41,8 @@ def row(
 
 def test_errors_are_signed_shares_of_what_was_measured():
     off = row(allocator=9 * GIB, process=11 * GIB, upper=12 * GIB, step_s=1.5)
-    found = (off.allocator_error, off.process_error, off.slack, off.step_error)
-    assert found == pytest.approx((-0.1, 0.1, 0.2, 0.5))
-    assert off.misses == ("allocator", "process", "time")
+    assert tuple(off.errors.values()) == pytest.approx((-0.1, 0.1, 0.2, 0.5))
+    assert off.misses == ("allocator peak", "process peak", "seconds a step")
     assert row().misses == ()
     both = spread([0.1, -0.3, None, 0.2])
     assert both == (3, pytest.approx(0.2), -0.3, pytest.approx(0.0))  # the median of sizes, the worst with its sign
@@ -144,9 +143,9 @@ def test_targets_are_judged_by_medians_worst_errors_and_bounds():
         "seconds a step, worst error": pytest.approx(0.3),
     }
     assert [one.name.partition(",")[0] for one in targets(rows) if not one.met] == [
-        *("allocator peak", "peaks above their upper bound", "seconds a step")
+        *("allocator peak", "seconds a step", "peaks above their upper bound")
     ]
-    assert row(took_s=math.nan).step_error is None
+    assert row(took_s=math.nan).errors["seconds a step"] is None
     assert all(one.met for one in targets([row(took_s=math.nan, upper=10.5 * GIB)]))
 
 

@@ -10,7 +10,7 @@ from cpu3d.bench.scaling import compare_workers, scaling_lines, ways
 from cpu3d.errors import InputError
 from cpu3d.host.topology import read_topology, topology_of
 from cpu3d.util.records import append_record
-from memory_estimator.scaling.model import read_scaling, row_of
+from memory_estimator.scaling import read_scaling, row_of
 
 
 def answer(step_s, wait_s=(), exchange_s=(), packing_s=(), **more):

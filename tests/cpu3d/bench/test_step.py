@@ -13,10 +13,9 @@ from cpu3d.bench.harness import ProcessFailedError
 from cpu3d.bench.memory import compare_policies, draw_policies, policies_table
 from cpu3d.bench.step import step_table
 from cpu3d.errors import InputError
-from cpu3d.settings import RunConfig, save_config
 from cpu3d.util.records import read_records
 from memory_estimator.host import read_host
-from memory_estimator.job import RECIPES
+from memory_estimator.job import RECIPES, Job
 from memory_estimator.validation import read_measured
 from models.config import POLICIES, UNetConfig
 
@@ -55,8 +54,10 @@ def requests(monkeypatch):
 
 @pytest.mark.policy_left_open
 def test_the_job_is_that_of_the_options_the_recipe_or_the_run(requests, tmp_path):
-    config = RunConfig(grid=(32, 32, 32), unet=UNetConfig(filters=4, depth=3), optimizer="sgd", engine="stock")
-    save_config(config, tmp_path)
+    job = Job(UNetConfig(filters=4, depth=3), (32, 32, 32), optimizer="sgd", engine="stock")
+    config = {"device": "cpu", "mode": "whole", "resolution": 1, "read_mode": "auto"}
+    plan = {"schema": 1, "job": dataclasses.asdict(job), "config": config}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
     recipe = ["--recipe", "paper-2020", "--batch", "1", "--threads", "2", "--steps", "3"]
     own = ["--batch", "4", "--micro-batch", "2", "--policy", "balanced", "--dtype", "auto"]
     run = ["--run", str(tmp_path), "--engine", "stock-no-onednn", "--dtype", "bfloat16"]

@@ -10,8 +10,8 @@ from cpu3d.host import doctor
 from cpu3d.host.doctor import host_checks
 from cpu3d.host.self_test import Check
 from cpu3d.host.thread_plan import THREADS, default_workers, describe, thread_plan, thread_plans
-from cpu3d.host.topology import read_topology, topology_of
-from memory_estimator.host import Host, Node
+from cpu3d.host.topology import Node, read_topology, topology_of
+from memory_estimator.host import Host
 from tests.cpu3d.host.test_thread_plan import masked
 from tests.cpu3d.runs import run_command
 

@@ -6,9 +6,9 @@ import json
 import pytest
 
 from cpu3d.host import observe
+from cpu3d.host.fitting import Run
 from cpu3d.host.observe import Event, Observer, live_bytes, read_runs, record, seconds_of, trace
 from memory_estimator.calibration import find_constants, host_file
-from memory_estimator.fitting import Run
 from memory_estimator.host import read_host
 from memory_estimator.job import Job
 from memory_estimator.step.timing import CONVOLUTIONS
@@ -67,7 +67,7 @@ def test_a_run_changes_what_is_found_for_the_host_and_says_so():
     assert found.of("stock", "float32").basis(HOST) == "measured here on 2026-01-02 from 1 run"
     assert found.of("stock", "bfloat16").basis(HOST).startswith("assumed from ")
     assert found.of("itex", "float32") == assumed.of("itex", "float32")
-    with_more = find_constants(6, HOST).of("stock", "float32")
+    with_more = find_constants(6, HOST).of("stock", "float32").for_threads(6)
     assert with_more.basis(HOST) == "measured here on 2026-01-02 from 1 run; from 2 threads to 6 by assumption"
     other = dataclasses.replace(HOST, cpu_model="Another")
     assert find_constants(2, other).basis(other).startswith("assumed from ")

@@ -14,8 +14,8 @@ from cpu3d.host.thread_plan import (
     thread_plan,
     thread_plans,
 )
-from cpu3d.host.topology import EXAMPLE_HOSTS, cpu_ranges, topology_of
-from memory_estimator.host import Cpu, Host, Node
+from cpu3d.host.topology import EXAMPLE_HOSTS, Node, cpu_ranges, topology_of
+from memory_estimator.host import Cpu, Host
 
 ZEN = Host("Zen", 1, 2, 2, 1, 24 * 2**30, 20 * 2**30, None, 0, None, ("avx2", "avx512_bf16"))
 XEON = Host("Xeon", 2, 56, 112, 2, 1536 * 2**30, 1500 * 2**30, None, 0, None, ("avx2",))

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from cpu3d.errors import InputError
-from cpu3d.host.topology import EXAMPLE_HOSTS, cpu_ranges, read_topology, topology_of
-from memory_estimator.host import Cpu, Node
+from cpu3d.host.topology import EXAMPLE_HOSTS, Node, cpu_ranges, read_topology, topology_of
+from memory_estimator.host import Cpu
 
 GIB = 2**30
 

@@ -51,7 +51,7 @@ def kept_runs():
 
 
 def test_what_steps_show_of_the_host_is_kept_and_changes_no_bit(phantom_store, tmp_path, monkeypatch):
-    monkeypatch.setattr("memory_estimator.fitting.DISTURBED_SHARE", 99.0)  # however busy this machine is
+    monkeypatch.setattr("cpu3d.host.fitting.DISTURBED_SHARE", 99.0)  # however busy this machine is
     monkeypatch.setattr("cpu3d.host.observe.NEAR_SHARE", 99.0)
     for name in ("plain", "watched"):
         fit = start(phantom_store, tmp_path / name, steps=8, depth=2, policy="balanced", batch=2, micro_batch=1)

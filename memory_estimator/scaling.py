@@ -1,4 +1,4 @@
-"""Data-parallel training on several hosts: how long a step and a whole training take, from one worker's measured step.
+"""Data-parallel training on several hosts: how long a step and a whole training take, from one worker's step.
 
 Every worker computes the gradients of its share of the batch, the gradients are summed over all, each worker updates
 its own weights. One after the other come the slowest worker's share (`largest_of`), adding gradients up, packing them
@@ -7,16 +7,25 @@ data: the trainer hides nothing of the exchange behind the backward pass. `bench
 workers lose to each other; without its record it is assumed.
 """
 
+import argparse
 import dataclasses
+import functools
 import json
 import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from memory_estimator.estimate import Component, Estimate
 from memory_estimator.files import read_records
+from memory_estimator.schema import given, option
+from memory_estimator.table import Table
+from memory_estimator.units import count_of, format_bytes, format_seconds, parse_rate
+from models.layer_plan import layer_plan
+
+PUBLISHED = Path(__file__).resolve().parents[1] / "records" / "scaling.jsonl"
+"""The record that comes with the project; it may not be there."""
 
 ALONE, IN_PARTS, TOGETHER, APART, WIDE = "alone", "in parts", "together", "apart", "wide"
 """Rows of a record: one worker; one that adds its gradients up and updates apart, as several do; several that exchange;
@@ -25,11 +34,19 @@ as many that do the same and do not exchange; one with the cores of all of them.
 PIECE_BYTES = 16 * 2**20
 """Of the vector, summed at a time, each piece by a ring of its own (`cpu3d.distributed.all_reduce`)."""
 
+LATENCY_S = 50e-6  # of a message between two hosts; what a message costs inside one comes on top
+
 DATA_WAIT_SHARE = 0.0004
 """Of a step's computing, waiting for data that are read in time (records/data.jsonl, training on whole volumes)."""
 
 EXCHANGED_COPIES = 4
 """Of the gradients, while they are summed: what is sent, what has come, the network's buffers. Not measured."""
+
+HOSTS_HELP = "time on so many hosts; --batch is then of one worker, --threads its cores, --host-memory of one host"
+NOT_COUNTED = (
+    "not counted: validation, start-up, checkpoints, restarts, other traffic, slow storage; whether a larger batch "
+    "learns as much"
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +80,38 @@ ASSUMED = ExchangeCosts(
 """Stands in for a measurement."""
 
 
+# --- The formula ---
+
+
+def step_parts(
+    alone_s: float,
+    gradient_bytes: int,
+    costs: ExchangeCosts,
+    hosts: int = 1,
+    workers_per_host: int = 1,
+    *,
+    network_bytes_per_s: float = math.inf,
+    in_parts: bool = False,
+) -> Dict[str, float]:
+    """Seconds of each part of a step of several workers, which come one after the other. A worker's own share takes
+    `alone_s` where it is alone; with `in_parts` that is several micro-batches, whose gradients it adds up anyway. The
+    network is of one host's link, each way."""
+    workers = hosts * workers_per_host
+    compute_s = alone_s * (1 + costs.contention * (workers_per_host > 1))
+    passed_bytes = gradient_bytes if workers > 1 else 0
+    # A ring whose neighbours lie on the same host but for one link out of each, which is then the slowest.
+    network_s, latency_s = (1 / network_bytes_per_s, LATENCY_S) if hosts > 1 else (0, 0)
+    passing = {"s_per_byte": costs.endpoint_s_per_byte + network_s, "message_s": costs.message_s + latency_s}
+    return {
+        "compute_s": compute_s,  # of the mean worker
+        "slowest_s": compute_s * costs.spread * largest_of(workers),  # what the slowest takes more
+        "in_parts_s": passed_bytes * costs.in_parts_s_per_byte * (not in_parts),
+        "packing_s": passed_bytes * costs.packing_s_per_byte,
+        "exchange_s": exchange_s(gradient_bytes, workers, **passing, call_s=costs.call_s),
+        "data_s": DATA_WAIT_SHARE * compute_s,
+    }
+
+
 def exchange_s(
     vector_bytes: int, workers: int, *, s_per_byte: float, message_s: float = 0.0, call_s: float = 0.0
 ) -> float:
@@ -80,82 +129,6 @@ def largest_of(count: int) -> float:
     return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
-@dataclass(frozen=True)
-class Point:
-    """A number of hosts, and what it comes to. Seconds are of a step."""
-
-    hosts: int
-    workers: int
-    batch: int  # volumes a step, of all workers
-    compute_s: float  # of the mean worker
-    slowest_s: float  # what the slowest takes more: a share of all that it computes in a step
-    in_parts_s: float
-    packing_s: float
-    exchange_s: float
-    data_s: float
-    step_s: float  # all parts one after the other
-    cases_per_s: float
-    network_share: float  # of a step, exchanging
-    efficiency: float
-    """Volumes a second, as a share of what as many workers would do that lose nothing to each other."""
-    epoch_s: Optional[float]
-    """Whole batches only, as `train` counts them, and the validation; None without cases, or of fewer than a batch."""
-    total_s: Optional[float]  # all epochs; None where an epoch's time is unknown
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """One job on any number of hosts, all alike. Either the batch is fixed, or each worker's share of it is."""
-
-    volume_s: float  # seconds of one worker's training step for each of its volumes, the update included
-    gradient_bytes: int  # of all gradients, in float32
-    costs: ExchangeCosts
-    forward_s: float = 0.0  # seconds to predict a volume, for validation
-    in_parts: bool = False
-    """Whether a worker's step is of several micro-batches: adding up their gradients is then in its seconds."""
-    workers_per_host: int = 1
-    network_bytes_per_s: float = 25e9 / 8  # of a host's link, each way, as it is sold
-    latency_s: float = 50e-6  # of a message between two hosts; what a message costs inside one comes on top
-    cases: int = 0  # of an epoch; 0 is unknown
-    epochs: int = 1
-    validation_cases: int = 0  # predicted after every epoch, dealt to all workers
-    batch: int = 0
-    """Volumes a step of all workers together, which is strong scaling; 0: the batch grows, which is weak scaling."""
-    batch_per_worker: int = 1  # where it grows
-
-    def point(self, hosts: int) -> Point:
-        """What so many hosts come to. Raises ValueError where the batch cannot be dealt to their workers evenly."""
-        costs, per_host = self.costs, self.workers_per_host
-        workers = hosts * per_host
-        if self.batch % workers:
-            raise ValueError(f"batch must be a multiple of the {workers} workers, got {self.batch}; see --global-batch")
-        share = self.batch // workers or self.batch_per_worker
-        slower = 1 + costs.contention * (per_host > 1)
-        compute_s = share * self.volume_s * slower
-        passed_bytes = self.gradient_bytes if workers > 1 else 0
-        # A ring whose neighbours lie on the same host but for one link out of each, which is then the slowest.
-        network_s, latency_s = (1 / self.network_bytes_per_s, self.latency_s) if hosts > 1 else (0, 0)
-        passing = {"s_per_byte": costs.endpoint_s_per_byte + network_s, "message_s": costs.message_s + latency_s}
-        slowest_s = compute_s * costs.spread * largest_of(workers)
-        in_parts_s = passed_bytes * costs.in_parts_s_per_byte * (not self.in_parts)
-        packing_s = passed_bytes * costs.packing_s_per_byte
-        exchanging_s = exchange_s(self.gradient_bytes, workers, **passing, call_s=costs.call_s)
-        data_s = DATA_WAIT_SHARE * compute_s
-        step_s = compute_s + slowest_s + in_parts_s + packing_s + exchanging_s + data_s
-        batch, epoch_s = share * workers, None
-        if self.cases >= batch:
-            epoch_s = self.cases // batch * step_s + -(-self.validation_cases // workers) * self.forward_s * slower
-        parts = (compute_s, slowest_s, in_parts_s, packing_s, exchanging_s, data_s)
-        return Point(
-            *(hosts, workers, batch, *parts, step_s),
-            cases_per_s=batch / step_s,
-            network_share=exchanging_s / step_s,
-            efficiency=share * self.volume_s * (1 + DATA_WAIT_SHARE) / step_s,
-            epoch_s=epoch_s,
-            total_s=None if epoch_s is None else self.epochs * epoch_s,
-        )
-
-
 def of_one(whole: Estimate, workers: int) -> Estimate:
     """The estimate of one of so many workers, from that of the whole batch, which is a micro-batch for each at least.
     Each computes its share of the micro-batches; what the exchange takes is in the upper bound. Alone it is `whole`."""
@@ -164,6 +137,9 @@ def of_one(whole: Estimate, workers: int) -> Estimate:
     sums = sum(part.bytes for part in whole.components if part.name == "gradient sums")
     exchange = Component("exchange of gradients", EXCHANGED_COPIES * sums, "derived: copies of their sums")
     return dataclasses.replace(whole.with_beside(exchange), step_s=whole.step_s / workers)
+
+
+# --- The record ---
 
 
 def read_scaling(path: Path) -> Tuple[Mapping[str, Any], ...]:
@@ -225,9 +201,96 @@ def predicted_errors(records: Sequence[Mapping[str, Any]]) -> List[float]:
     errors = []
     for record in records:
         costs = pooled([one for one in records if one is not record] or [record])
-        volume_s = row_of(record, ALONE, 1)["step_s"] / (1 + DATA_WAIT_SHARE)
-        one = Scaling(volume_s, record["gradient_bytes"], costs, in_parts=record["batch"] > record["micro_batch"])
+        alone_s = row_of(record, ALONE, 1)["step_s"] / (1 + DATA_WAIT_SHARE)
+        in_parts = record["batch"] > record["micro_batch"]
         for row in (row for row in record["rows"] if row["name"] == TOGETHER):
-            predicted = dataclasses.replace(one, workers_per_host=row["workers"]).point(1)
-            errors.append(predicted.step_s / row["step_s"] - 1)
+            parts = step_parts(alone_s, record["gradient_bytes"], costs, 1, row["workers"], in_parts=in_parts)
+            errors.append(sum(parts.values()) / row["step_s"] - 1)
     return errors
+
+
+# --- The command line ---
+
+_option = functools.partial(option, group="several hosts, data parallel")
+
+
+@dataclass(frozen=True)
+class ScalingOptions:
+    """--hosts and what belongs to it."""
+
+    hosts: Optional[Tuple[int, ...]] = _option(None, HOSTS_HELP, "N", at_least=1)
+    workers_per_host: int = _option(1, "processes of a host, as one a socket", "W", at_least=1)
+    link: str = _option("25Gbit/s", "of a host's link, as it is sold", "RATE")
+    step_s: Optional[float] = _option(
+        None, "a measured step of one worker, of --batch volumes (default: estimated)", "S", above=0, below=math.inf
+    )
+    epochs: int = _option(1, "of --cases each", "E", at_least=1)
+    global_batch: Optional[int] = _option(
+        None, "volumes a step of all workers together (default: --batch for each, so it grows)", "G", at_least=1
+    )
+    record: str = _option("", f"of `bench scaling` (default: records/{PUBLISHED.name}, if it is there)", "FILE")
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raise ValueError for options that need --hosts, or exclude it, and where a described host has no cores."""
+    found = given(ScalingOptions, args)
+    if "hosts" not in found:
+        if found:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in found)
+            raise ValueError(f"--hosts must be given with {names}, got none; add --hosts")
+        return
+    if hasattr(args, "plan") or hasattr(args, "gpu_memory"):
+        raise ValueError("--hosts must stand without --plan and --gpu-memory, got one of them; ask one at a time")
+    described = ["--host-memory"] if hasattr(args, "host_memory") else []
+    described += ["--workers-per-host"] if "workers_per_host" in found and "step_s" not in found else []
+    if described and not hasattr(args, "threads"):
+        raise ValueError(f"--threads must be given with {described[0]}, got none; add a worker's cores on that host")
+
+
+def several_hosts(options: ScalingOptions, one: Estimate) -> Tuple[Dict[str, Any], Table]:
+    """The answer for `one` worker, a row for each number of hosts, as JSON content and as a table. Raises ValueError
+    for an unreadable rate or record, and for a batch that cannot be dealt to the workers evenly."""
+    job, per_host, costs, errors, records = one.job, options.workers_per_host, ASSUMED, [], ()
+    path = Path(options.record or PUBLISHED)
+    if options.record or path.is_file():
+        records = read_scaling(path)
+        costs, errors = pooled(records), predicted_errors(records)
+        costs = dataclasses.replace(costs, origin=f"{costs.origin} ({path.name})")
+    volume_s = (options.step_s or one.step_s) / job.batch
+    gradient_bytes = 4 * sum(op.trainable for op in layer_plan(job.unet, job.shape))  # in float32
+    link = {"network_bytes_per_s": parse_rate(options.link), "in_parts": job.parts > 1}
+    rows, lines = [], []
+    for hosts in options.hosts:
+        workers = hosts * per_host
+        batch = options.global_batch or workers * job.batch
+        if batch % workers:
+            raise ValueError(f"--global-batch must be a multiple of the {workers} workers, got {batch}; choose another")
+        alone_s = batch // workers * volume_s
+        parts = step_parts(alone_s, gradient_bytes, costs, hosts, per_host, **link)
+        step_s = sum(parts.values())
+        # Whole batches only, as `train` counts them; None without cases, or of fewer than a batch.
+        epoch_s = job.cases // batch * step_s if job.cases >= batch else None
+        row = {
+            "hosts": hosts,
+            "workers": workers,
+            "batch": batch,
+            **parts,
+            "step_s": step_s,
+            "cases_per_s": batch / step_s,
+            "network_share": parts["exchange_s"] / step_s,
+            "efficiency": alone_s * (1 + DATA_WAIT_SHARE) / step_s,  # 1 where workers lose nothing to each other
+            "epoch_s": epoch_s,
+            "total_s": None if epoch_s is None else options.epochs * epoch_s,
+        }
+        rows.append(row)
+        times = ["-" if row[name] is None else format_seconds(row[name]) for name in ("epoch_s", "total_s")]
+        shares = [f"{step_s:.3g}", f"{row['network_share']:.0%}", f"{row['cases_per_s']:.3g}"]
+        lines.append([str(hosts), str(batch), *shares, f"{row['efficiency']:.0%}", *times])
+    worst = f"{max(errors, key=abs):+.1%} of a step, workers on one host" if errors else "not measured"
+    worst += "; of its own record, which flatters" if len(records) == 1 else ""
+    content = {"job": job.to_json(), "volume_s": volume_s, "gradient_bytes": gradient_bytes, **link, "rows": rows}
+    content.update(workers_per_host=per_host, latency_s=LATENCY_S, costs=vars(costs), errors=errors)
+    columns = ("hosts", "batch", "s a step", "exchange", "cases/s", "efficiency", "an epoch", "in all")
+    title = f"{count_of(per_host, 'worker')} a host, {format_bytes(gradient_bytes)} of gradients exchanged"
+    caption = f"costs of the exchange: {costs.origin}\nworst error: {worst}\n{NOT_COUNTED}"
+    return content, Table(columns, lines, title, caption, names=0)

@@ -7,9 +7,11 @@ assumed proportions (ridge regression) as far as the seconds do not contradict. 
 
 import dataclasses
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
 
 from memory_estimator.calibration import HostConstants, part_of, runtime_ops, scaled
 from memory_estimator.job import Job
@@ -90,12 +92,13 @@ def fitted(runs: Sequence[Run], assumed: HostConstants, cpu: str, cache_bytes: i
         costs, scale = fit_costs(some, assumed, cache_bytes)
         scales.append(scale)
         used = [run for run in some if run.op_s] or some
-        measured = {"name": cpu, "origin": "measured", "runs": len(used), "record": _commands(used)}
+        commands = ", ".join(dict.fromkeys(run.by for run in used))
+        measured = {"name": cpu, "origin": "measured", "runs": len(used), "record": commands}
         measured["date"] = max(run.date for run in used)
-        measured["origins"] = {**origins, "costs": f"measured: {measured['record']}, {measured['date']}"}
+        measured["origins"] = {**origins, "costs": f"measured: {commands}, {measured['date']}"}
         of_dtype = {**about, **measured, "costs": {engine: {dtype: costs}}}
         found.append(dataclasses.replace(assumed, **of_dtype))
-    others = {dtype: groups for dtype, groups in assumed.of_dtypes(engine).items() if dtype not in by_dtype}
+    others = {dtype: groups for dtype, groups in assumed.costs.get(engine, {}).items() if dtype not in by_dtype}
     if found and others:
         scale = {part: statistics.fmean(one[part] for one in scales) for part in scales[0]}
         costs = {dtype: scaled(groups, scale) for dtype, groups in others.items()}
@@ -126,8 +129,7 @@ def fit_costs(
     ridge_s = HELD * sum(row.seconds for rows in by_group.values() for row in rows) / len(seen)
     for group, rows in by_group.items():
         costs[group] = _held_fit(rows, costs.get(group, {}), ridge_s)
-    left = [(one.run.step_s - _op_seconds(one)) / _op_count(one) for one in seen]
-    costs["every_op"] = {"seconds": max(0.0, statistics.median(left))}
+    costs["every_op"] = {"seconds": max(0.0, statistics.median(map(_op_overhead_s, seen)))}
     # Least squares of uneven seconds add up to less than these: what is left over goes to all costs alike.
     whole = {engine: {dtype: costs} for engine, dtype in [(job.engine, job.unet.dtype)]}
     fitted = dataclasses.replace(assumed, costs=whole, cache_bytes=cache_bytes)
@@ -160,91 +162,69 @@ def _seen(run: Run, cache_bytes: int) -> Optional[Seen]:
         else:
             by_group[group_of(op)].append(features(op, sizes, cache_bytes))
     for group, seconds in run.group_s.items():
-        total: Dict[str, float] = defaultdict(float)
-        for name, amount in (item for one in by_group.get(group, ()) for item in one.items()):
-            total[name] += amount
+        total: Dict[str, float] = Counter()
+        for one in by_group.get(group, ()):
+            total.update(one)
         if total:
             rows.append(Row(group, dict(total), seconds))
     return Seen(run, program, [row for row in rows if row.seconds > 0 and any(row.features.values())])
 
 
-def _op_seconds(one: Seen) -> float:
-    """Of all operations of a step."""
-    total, parts = 0.0, one.run.job.parts
-    for op in one.program.ops:
-        total += one.run.op_s.get(op.name, 0.0) * (1 if op.kind == "update" else parts)
-    return total + sum(seconds * (1 if group == "update" else parts) for group, seconds in one.run.group_s.items())
-
-
-def _op_count(one: Seen) -> int:
-    updates = sum(op.kind == "update" for op in one.program.ops)
-    return (len(one.program.ops) - updates) * one.run.job.parts + updates
-
-
-def _commands(runs: Iterable[Run]) -> str:
-    return ", ".join(dict.fromkeys(run.by for run in runs))
+def _op_overhead_s(one: Seen) -> float:
+    """Seconds of a step that lie in none of its operations, for each of them."""
+    parts = one.run.job.parts
+    times = [(op.name, 1 if op.kind == "update" else parts) for op in one.program.ops]
+    seconds = sum(one.run.op_s.get(name, 0.0) * number for name, number in times)
+    seconds += sum(one_s * (1 if group == "update" else parts) for group, one_s in one.run.group_s.items())
+    return (one.run.step_s - seconds) / sum(number for _, number in times)
 
 
 def _scale_of_parts(rows: Sequence[Row], speeds: Mapping[str, Mapping[str, float]]) -> Dict[str, float]:
     """By how much work and traffic are dearer than `speeds` say, all rows taken together."""
-    columns = []
-    for row in rows:
-        parts = {"work": 0.0, "traffic": 0.0}
+    columns = np.zeros((len(rows), 2))  # seconds of work and of traffic
+    for column, row in zip(columns, rows):
         for name, amount in row.features.items():
-            parts[part_of(name)] += amount * speeds.get(row.group, {}).get(name, 0.0)
-        columns.append([parts["work"], parts["traffic"]])
-    known = [(column, row.seconds) for column, row in zip(columns, rows) if sum(column) > 0]
-    whole = sum(seconds for _, seconds in known) / sum(sum(column) for column, _ in known)
-    scaled = [[part * whole for part in column] for column, _ in known]
-    seconds = [one for _, one in known]
-    work, traffic = _least_squares(scaled, seconds, [1.0, 1.0], HELD * sum(seconds))
-    near = lambda factor: min(max(factor, 1 / FURTHEST), FURTHEST)  # noqa: E731
-    return {"work": whole * near(work), "traffic": whole * near(traffic), "overhead": 1.0}
+            column[int(part_of(name) != "work")] += amount * speeds.get(row.group, {}).get(name, 0.0)
+    known = columns.sum(1) > 0
+    columns, seconds = columns[known], np.array([row.seconds for row in rows])[known]
+    whole = seconds.sum() / columns.sum()
+    apart = _least_squares(columns * whole, seconds, np.ones(2), HELD * seconds.sum())
+    work, traffic = (whole * np.clip(apart, 1 / FURTHEST, FURTHEST)).tolist()
+    return {"work": work, "traffic": traffic, "overhead": 1.0}
 
 
 def _held_fit(rows: Sequence[Row], assumed: Mapping[str, float], ridge_s: float) -> Dict[str, float]:
     """Costs of one group. What is beyond the cache is never cheaper than what is in it."""
     names = sorted({name for row in rows for name, amount in row.features.items() if amount} | set(assumed))
     apart = {"cached", "traffic"} <= set(names)
-    amounts = [[row.features.get(name, 0.0) for name in names] for row in rows]
-    usual = [assumed.get(name, 0.0) for name in names]
+    amounts = np.array([[row.features.get(name, 0.0) for name in names] for row in rows])
+    usual = np.array([assumed.get(name, 0.0) for name in names])
     if apart:  # the second unknown is how much dearer traffic is
         cached, traffic = names.index("cached"), names.index("traffic")
-        for one in amounts:
-            one[cached] += one[traffic]
+        amounts[:, cached] += amounts[:, traffic]
         usual[traffic] = max(0.0, usual[traffic] - usual[cached])
     # In units of what is assumed; what was assumed to cost nothing in units of all the group's seconds.
-    seconds = [row.seconds for row in rows]
-    totals = [sum(one[index] for one in amounts) for index in range(len(names))]
-    units = [cost or (sum(seconds) / total if total else 0.0) for cost, total in zip(usual, totals)]
-    columns = [[amount * unit for amount, unit in zip(one, units)] for one in amounts]
-    times = _least_squares(columns, seconds, [float(cost > 0) for cost in usual], ridge_s)
-    costs = {name: time * unit for name, time, unit in zip(names, times, units)}
+    seconds, totals = np.array([row.seconds for row in rows]), amounts.sum(0)
+    units = np.where(usual > 0, usual, np.divide(seconds.sum(), totals, out=np.zeros_like(totals), where=totals > 0))
+    times = _least_squares(amounts * units, seconds, (usual > 0).astype(float), ridge_s)
+    costs = dict(zip(names, (times * units).tolist()))
     if apart:
         costs["traffic"] += costs["cached"]
     return costs
 
 
-def _least_squares(
-    rows: Sequence[Sequence[float]], seconds: Sequence[float], usual: Sequence[float], ridge_s: float
-) -> List[float]:
+def _least_squares(rows: np.ndarray, seconds: np.ndarray, usual: np.ndarray, ridge_s: float) -> np.ndarray:
     """Factors of the columns, none negative, so that the rows add up to `seconds`, and near to `usual`.
 
     Errors count as a share of the square root of the time: long operations matter more, short ones are not ignored.
-    Coordinate descent on the normal equations: a few unknowns, and no library for it in a training process.
+    Coordinate descent on the normal equations, of a few unknowns.
     """
-    weights, count = [1 / one for one in seconds], range(len(usual))
-    products = [
-        [sum(w * row[i] * row[j] for w, row in zip(weights, rows)) + ridge_s * (i == j) for j in count] for i in count
-    ]
-    goal = [sum(row[i] for row in rows) + ridge_s * usual[i] for i in count]
-    found = list(usual)
+    products = rows.T @ (rows / seconds[:, None]) + ridge_s * np.eye(len(usual))
+    goal, found = rows.sum(0) + ridge_s * usual, usual.copy()
     for _ in range(2000):
-        moved = 0.0
-        for i in count:
-            rest = sum(products[i][j] * found[j] for j in count if j != i)
-            new = max(0.0, (goal[i] - rest) / products[i][i])
-            moved, found[i] = max(moved, abs(new - found[i])), new
-        if moved < 1e-7:
+        before = found.copy()
+        for i, row in enumerate(products):
+            found[i] = max(0.0, found[i] + (goal[i] - row @ found) / row[i])
+        if abs(found - before).max() < 1e-7:
             break
     return found

@@ -6,8 +6,8 @@ import statistics
 
 import pytest
 
+from cpu3d.host.fitting import Run, fitted, undisturbed
 from memory_estimator.calibration import part_of, shipped_constants
-from memory_estimator.fitting import Run, fitted, undisturbed
 from memory_estimator.job import Job
 from memory_estimator.step.onednn import Kernels
 from memory_estimator.step.timing import op_seconds, step_seconds
