@@ -113,7 +113,7 @@ class SlabEncoder(SlabBlock):
             return (at_y, norms[1].gradient_sums(at_y, read[0].slab, of), *of_kernels)
 
         read, readers = self._read(norms, images, hidden2, weights), weights["readers"]
-        given = readers, tuple(map(Near, at_shares)), cut.of(at_pooled, coarser=2)
+        given = readers, tuple(map(Near, at_shares)), cut.of(at_pooled)
         at_y2, sums, *of_kernels = cut.sweep(body, *read, *given)
         found = {"readers": tuple(map(total, of_kernels, readers))}
         if self.shortcut:
@@ -187,7 +187,7 @@ class SlabDecoder(SlabBlock):
         samples, planes = inputs["below"].shape[:2]
         norms = self._norms(samples, 2 * planes, weights, training)
         cut = norms[0].cut
-        coarse = cut.of(inputs["below"], coarser=2)
+        coarse = cut.of(inputs["below"])
 
         def first(coarse, share, up, kernel):
             return share + convolve(mapped(lambda one: self._up_sampled(one, up), coarse), kernel)
@@ -217,7 +217,7 @@ class SlabDecoder(SlabBlock):
             of_head = cut.of(upstream), ()
         else:
             of_head = cut.of(inputs["target"]), cut.of_sample([factor * upstream[0] for factor in factors])
-        read = (*of_head, *self._read(norms, inputs, cut.of(below, coarser=2), hidden2, weights))
+        read = (*of_head, *self._read(norms, inputs, cut.of(below), hidden2, weights))
 
         def to_output(at_logits, factors, *read):
             """A slab's output, and the gradients of its logits and of what its norm puts out."""
@@ -256,7 +256,7 @@ class SlabDecoder(SlabBlock):
             at_fine, of_kernels = gradients(fine, at_shares, kernels)
             return (*self._up_gradient(at_fine, coarse.slab, up), *of_kernels)
 
-        coarse, at_shares = cut.of(then(below, at_hidden1[-1]), coarser=2), (at_hidden1, *at_shortcut)
+        coarse, at_shares = cut.of(then(below, at_hidden1[-1])), (at_hidden1, *at_shortcut)
         given = Near(coarse), tuple(map(Near, at_shares)), weights["up"], weights["readers"]
         at_below, of_up, *of_kernels = cut.sweep(to_below, *given)
         found.update(up=total(of_up, weights["up"]), readers=tuple(map(total, of_kernels, weights["readers"])))

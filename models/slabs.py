@@ -37,10 +37,10 @@ class Cut:
         self.pieces = [(n, *ends) for n in range(samples) for ends in zip(edges, edges[1:])]
         """(sample, first plane, past the last) of each slab."""
 
-    def of(self, maps, coarser: int = 1) -> List:
-        """The slabs of (N, X, Y, Z, C), or of a `coarser` grid: views."""
+    def of(self, maps) -> List:
+        """The slabs of (N, X, Y, Z, C), or of a coarser grid: views."""
         flat = self.flat(maps)
-        return [flat[planes] for planes in self.planes(coarser)]
+        return [flat[planes] for planes in self.planes(self.size_x // maps.shape[1])]
 
     def flat(self, maps):
         """(N * X, Y, Z, C), of which slabs are views: along any other axis they would be copies."""

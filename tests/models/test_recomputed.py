@@ -84,7 +84,7 @@ def passes(config, kind, waits_for):
 
 def source(tensor):
     """The tensor behind those that are only views of it."""
-    while tensor.op.type in ("Identity", "IdentityN", "Reshape"):
+    while tensor.op.type in ("Identity", "IdentityN", "Reshape", "StopGradient"):
         tensor = tensor.op.inputs[tensor.value_index if tensor.op.type == "IdentityN" else 0]
     return tensor
 
