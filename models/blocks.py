@@ -27,9 +27,10 @@ class Block(tf.keras.layers.Layer):
         backward(upstream, kept, inputs, weights, *more)   gradients of inputs and of weights
     """
 
-    def __init__(self, unet: UNetConfig, side: str, level: int, **kwargs):
+    def __init__(self, unet: UNetConfig, side: str, level: int):
+        """`side` is "encoder" or "decoder"; its name is that and the level."""
         name, own = f"{side}{level}", {"dtype": precision(unet)}
-        super().__init__(name=name, **own, **kwargs)
+        super().__init__(name=name, **own)
         self.unet, self.skip_width, self.below_width, self.up = unet, 0, 0, []
         if side == "decoder":
             self.widths, up_width = unet.decoder_widths(level), unet.up_width(level)
