@@ -1,5 +1,5 @@
 """The blocks of models/recomputed.py, whose backward passes make again what they did not keep: in place of their
-layers in the plan, with rules made of theirs. What is made once more has the layer's name and a suffix.
+layers in the plan, with rules made of theirs.
 """
 
 import itertools
@@ -9,9 +9,6 @@ from typing import List, Optional, Tuple, Union
 from memory_estimator.step import layers
 from memory_estimator.step.writer import Writer, filter_gradient_name
 from models.layer_plan import LayerOp
-
-AGAIN, ONCE_MORE = "/again", "/once_more"
-"""Of what a backward pass makes from the inputs, where the convolutions' outputs were not kept; and from them."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +67,13 @@ def forward(writer: Writer, block: Block) -> None:
     """All kernels are cast first; of the maps, the block's output stays and, where it keeps them, the hidden ones."""
     for op in filter(None, (*block.up[:1], block.conv1, block.conv2, block.shortcut)):
         writer.cast_kernel(op)
-    _hidden1(writer, block, "")
-    _output(writer, block, "")
+    _hidden1(writer, block)
+    _output(writer, block, again=False)
     if block.shortcut:
-        parts = block.parts(block.shortcut)
-        for entry, part in zip(block.entries, parts):
+        convolved = []
+        for entry, part in zip(block.entries, block.parts(block.shortcut)):
             cut_kernel(writer, block, block.shortcut, part)
-            layers.convolve(writer, part, entry.name, f"{part.name}/convolved")
-        convolved = [f"{part.name}/convolved" for part in parts]
+            convolved.append(layers.convolve(writer, part, entry.name))
         # A norm's result is a view of what it wrote, over which nothing is written.
         over = convolved[0] if writer.norm_reads_source else block.norm2.name
         writer.sum_of(block.shortcut.name, [*convolved, block.norm2.name], writer.map_bytes(block.shortcut), over)
@@ -88,54 +84,55 @@ def backward(writer: Writer, block: Block) -> None:
     """Makes again what was not kept, then goes from layer to layer as `layers.backward` does."""
     upstream = writer.arrived(block.act or block.norm2)
     if block.act:
-        upstream = layers.relu_gradient(writer, block.act, upstream, block.act.name)
-    suffix = "" if block.up else AGAIN
+        upstream = layers.relu_gradient(writer, block.act, upstream)
     if not block.up:
-        _hidden1(writer, block, AGAIN)
+        _hidden1(writer, block)
         if writer.norm_reads_source or block.norm2.kind == "norm_act":  # a bias' gradient alone reads no map
-            _output(writer, block, AGAIN)
-    hidden1, hidden2, y2 = (op.name + suffix for op in (block.conv1, block.conv2, block.norm2))
-    at_hidden2 = layers.norm_gradient(writer, block.norm2, upstream, hidden2, y2)
+            _output(writer, block, again=True)
+    conv1, norm1, conv2 = block.conv1, block.norm1, block.conv2
+    at_hidden2 = layers.norm_gradient(writer, block.norm2, upstream, conv2.name)
 
-    y1 = block.norm1.name + ONCE_MORE
-    layers.normalise(writer, block.norm1, hidden1, y1, "transients", alone=not writer.norm_reads_source)
-    layers.filter_gradient_by_planes(writer, block.conv2, y1, at_hidden2)
-    at_y1 = layers.input_gradient(writer, block.conv2, block.norm1, at_hidden2)
-    at_hidden1 = layers.norm_gradient(writer, block.norm1, at_y1, hidden1, y1)
+    layers.normalise(writer, norm1, conv1.name, "transients", alone=not writer.norm_reads_source)
+    layers.filter_gradient_by_planes(writer, conv2, norm1.name, at_hidden2)
+    at_y1 = layers.input_gradient(writer, conv2, at_hidden2)
+    at_hidden1 = layers.norm_gradient(writer, norm1, at_y1, conv1.name)
 
-    readers = [(block.conv1, at_hidden1)] + ([(block.shortcut, upstream)] if block.shortcut else [])
+    readers = [(conv1, at_hidden1)] + ([(block.shortcut, upstream)] if block.shortcut else [])
     # Of the kernels that meet an entry, and of the entry: the up-sampled one's goes on to the coarser grid at once.
     for index, entry in reversed(list(enumerate(block.entries))):
         up_sampled = bool(block.up) and index == 1
-        source = _up_sampled(writer, block, ONCE_MORE) if up_sampled else entry.name
+        source = _up_sampled(writer, block) if up_sampled else entry.name
         meets = [(block.parts(op)[index], at_op) for op, at_op in readers]
         for part, at_op in meets:
             layers.filter_gradient_by_planes(writer, part, source, at_op)
         if entry.kind == "input":
             continue
-        downs = [layers.input_gradient(writer, part, entry, at_op) for part, at_op in meets]
+        downs = [layers.input_gradient(writer, part, at_op) for part, at_op in meets]
         if up_sampled:
             _up_gradients(writer, block, writer.sum_of(f"{entry.name}/gradient", downs, writer.map_bytes(entry)))
         else:
             writer.receive(entry.name, *downs)
     for op, _ in reversed(readers) if block.up else ():
-        parts = [filter_gradient_name(part) for part in block.parts(op)]
-        writer.make(filter_gradient_name(op), "join", parts, writer.kernel_bytes(op), "gradients")
+        join_gradients(writer, block, op)
         writer.gradient_done(op)
 
 
-def _hidden1(writer: Writer, block: Block, suffix: str) -> None:
+def join_gradients(writer: Writer, block: Block, op: LayerOp) -> None:
+    """A kernel's gradient, of those of its parts."""
+    parts = [filter_gradient_name(part) for part in block.parts(op)]
+    writer.make(filter_gradient_name(op), "join", parts, writer.kernel_bytes(op), "gradients")
+
+
+def _hidden1(writer: Writer, block: Block) -> None:
     """The first convolution's output: one for each entry, summed; the up-sampled one is made when its turn comes."""
     op, group = block.conv1, writer.kept_at(block.conv1) if block.up else "transients"
-    parts, result = block.parts(op), op.name + suffix
-    for entry, part in zip(block.entries, parts):
-        up_sampled = block.up and entry is block.up[-1]
+    shares = []
+    for entry, part in zip(block.entries, block.parts(op)):
         cut_kernel(writer, block, op, part)
-        source = _up_sampled(writer, block, suffix) if up_sampled else entry.name
-        layers.convolve(writer, part, source, part.name + suffix, group)
-    if len(parts) > 1:
-        reads = [part.name + suffix for part in parts]
-        writer.make(result, "pointwise", reads, writer.map_bytes(op), group, takes_over=reads[0])
+        source = _up_sampled(writer, block) if block.up and entry is block.up[-1] else entry.name
+        shares.append(layers.convolve(writer, part, source, group))
+    if len(shares) > 1:
+        writer.make(op.name, "pointwise", shares, writer.map_bytes(op), group, takes_over=shares[0])
 
 
 def cut_kernel(writer: Writer, block: Block, op: LayerOp, part: LayerOp) -> None:
@@ -145,36 +142,29 @@ def cut_kernel(writer: Writer, block: Block, op: LayerOp, part: LayerOp) -> None
         writer.make(writer.kernel_read(part), "update", reads, size, "weights, parts")
 
 
-def _output(writer: Writer, block: Block, suffix: str) -> None:
+def _output(writer: Writer, block: Block, again: bool) -> None:
     """From there to the second norm's output: what lies between is not kept. Norms that read alone work in place."""
     group = writer.kept_at(block.conv2) if block.up else "transients"
-    kept = "transients" if suffix or block.shortcut else writer.kept_at(block.norm2)
-    hidden1, y1, hidden2, y2 = (op.name + suffix for op in (block.conv1, block.norm1, block.conv2, block.norm2))
-    alone = not suffix and not block.up
-    layers.normalise(writer, block.norm1, hidden1, y1, "transients", alone)
-    layers.convolve(writer, block.conv2, y1, hidden2, group)
-    layers.normalise(writer, block.norm2, hidden2, y2, kept, alone or not writer.norm_reads_source)
+    kept = "transients" if again or block.shortcut else writer.kept_at(block.norm2)
+    alone = not again and not block.up
+    layers.normalise(writer, block.norm1, block.conv1.name, "transients", alone)
+    layers.convolve(writer, block.conv2, block.norm1.name, group)
+    layers.normalise(writer, block.norm2, block.conv2.name, kept, alone or not writer.norm_reads_source)
 
 
-def _up_sampled(writer: Writer, block: Block, suffix: str) -> str:
+def _up_sampled(writer: Writer, block: Block) -> str:
     """From below to the block's grid; returns its name."""
     *convolved, last = block.up
-    result = last.name + suffix
+    below = block.inputs[1].name
     if convolved:
-        layers.convolve(writer, convolved[0], convolved[0].inputs[0], convolved[0].name + suffix)
-        layers.upsample(writer, last, convolved[0].name + suffix, result)
-    else:
-        layers.up_convolve(writer, last, result)
-    return result
+        return layers.upsample(writer, last, layers.convolve(writer, convolved[0], below))
+    return layers.up_convolve(writer, last, below)
 
 
 def _up_gradients(writer: Writer, block: Block, down: str) -> None:
     """From the up-sampled map's gradient to that of what lies below."""
     *convolved, last = block.up
-    below = block.inputs[1]
+    op, below = block.up[0], block.inputs[1].name
     if convolved:
-        coarse = layers.upsample_gradient(writer, last, down)
-        layers.filter_gradient(writer, convolved[0], below.name, coarse)
-        writer.receive(below.name, layers.input_gradient(writer, convolved[0], below, coarse))
-    else:
-        writer.receive(below.name, layers.up_gradients(writer, last, down))
+        down = layers.upsample_gradient(writer, last, down)
+    writer.receive(below, layers.up_gradients(writer, op, below, down))

@@ -6,7 +6,7 @@ it was read off the allocator's log, operation by operation.
 """
 
 import math
-from typing import Optional, Sequence
+from typing import List, Optional, Sequence, Tuple
 
 from memory_estimator.step.onednn import Convolution
 from memory_estimator.step.scratch import (
@@ -38,24 +38,24 @@ def forward(writer: Writer, op: LayerOp) -> None:
     if kind in CONVOLUTIONS:
         writer.cast_kernel(op)
     if kind in ("conv", "head"):  # a head's bias is added in the same operation
-        convolve(writer, op, source, op.name, kept)
+        convolve(writer, op, source, kept)
     elif kind == "shortcut":  # the convolved entry is added to the block's maps, in their memory
-        convolve(writer, op, op.inputs[1], f"{op.name}/convolved")
-        writer.make(op.name, "pointwise", [source, f"{op.name}/convolved"], writer.map_bytes(op), takes_over=source)
+        reads = [source, convolve(writer, op, op.inputs[1])]
+        writer.make(op.name, "pointwise", reads, writer.map_bytes(op), takes_over=source)
     elif kind == "up_conv":
-        up_convolve(writer, op, op.name, kept)
+        up_convolve(writer, op, source, kept)
     elif kind in ("norm_act", "norm"):  # before a residual sum a norm is alone, and nothing reads its output later
         group = kept if kind == "norm_act" else "transients"
-        normalise(writer, op, source, op.name, group, alone=not writer.norm_reads_source)
+        normalise(writer, op, source, group, alone=not writer.norm_reads_source)
     elif kind == "pool":  # which voxel of each window was the largest, a byte each
-        winners = writer.tensor(f"{op.name}/winners", writer.samples * op.elements, kept)
+        winners = writer.tensor(f"{op.name}/winners", writer.elements(op), kept)
         writer.run(op.name, "pool", op.inputs, [writer.tensor(op.name, writer.map_bytes(op), kept), winners])
     elif kind == "concat":
         writer.make(op.name, "join", op.inputs, writer.map_bytes(op), kept)
     elif kind == "act":  # after a residual sum, in the memory of the sum
         writer.make(op.name, "pointwise", op.inputs, writer.map_bytes(op), kept, takes_over=source)
     elif kind == "upsample":
-        upsample(writer, op, source, op.name, kept)
+        upsample(writer, op, source, kept)
 
 
 def backward(writer: Writer, op: LayerOp) -> None:
@@ -68,13 +68,13 @@ def backward(writer: Writer, op: LayerOp) -> None:
             writer.run(f"{op.name}/bias_gradient", "bias_gradient", [upstream], layer=op)
         (filter_gradient_by_planes if by_planes else filter_gradient)(writer, op, entry, upstream)
         if writer.layers[entry].kind != "input":  # the image needs none
-            writer.receive(entry, input_gradient(writer, op, writer.layers[entry], upstream))
+            writer.receive(entry, input_gradient(writer, op, upstream))
         if kind == "shortcut":  # the long way reads the same gradient
             writer.receive(source, upstream)
     elif kind == "up_conv":
-        writer.receive(source, up_gradients(writer, op, upstream))
+        writer.receive(source, up_gradients(writer, op, source, upstream))
     elif kind in ("norm_act", "norm"):
-        writer.receive(source, norm_gradient(writer, op, upstream, source, op.name))
+        writer.receive(source, norm_gradient(writer, op, upstream, source))
     elif kind == "pool":  # reads both maps too
         reads, size = [upstream, source, op.name, f"{op.name}/winners"], writer.map_bytes(writer.layers[source])
         writer.receive(source, writer.make(f"{op.name}/gradient_below", "pool_gradient", reads, size))
@@ -83,16 +83,16 @@ def backward(writer: Writer, op: LayerOp) -> None:
             size = writer.map_bytes(writer.layers[name])
             writer.receive(name, writer.make(f"{op.name}/gradient_of_{name}", "slice", [upstream], size))
     elif kind == "act":
-        writer.receive(source, relu_gradient(writer, op, upstream, op.name))
+        writer.receive(source, relu_gradient(writer, op, upstream))
     elif kind == "upsample":
         writer.receive(source, upsample_gradient(writer, op, upstream))
 
 
-def convolve(writer: Writer, op: LayerOp, source: str, result: str, group: str = "transients") -> None:
-    """`result` from the map `source`, with the kernel of `op`."""
-    buffers = forward_buffers(_seen(writer, op), writer.setting)
-    reads, flops = [source, writer.kernel_read(op)], writer.samples * op.flops
-    writer.make(result, "conv", reads, writer.map_bytes(op), group, buffers=buffers, flops=flops, layer=op)
+def convolve(writer: Writer, op: LayerOp, source: str, group: str = "transients") -> str:
+    """The map `source` with the kernel of `op`; returns the name of the result."""
+    name = f"{op.name}/convolved" if op.kind == "shortcut" else op.name  # the layer's own is that of the sum
+    more = {"buffers": forward_buffers(_seen(writer, op), writer.setting), "flops": writer.flops(op), "layer": op}
+    return writer.make(name, "conv", [source, writer.kernel_read(op)], writer.map_bytes(op), group, **more)
 
 
 def filter_gradient(
@@ -101,28 +101,25 @@ def filter_gradient(
     source: str,
     upstream: str,
     seen: Optional[Convolution] = None,
-    name: str = "",
+    part: str = "",
     planes: int = 1,
     samples: int = 1,
-) -> None:
-    """Of the whole volume at once, or under a `name` of its own one of so many planes of so many samples, which `seen`
-    is to oneDNN."""
-    kind, name = "up_conv" if op.kind == "up_conv" else "conv", name or filter_gradient_name(op)
-    size, flops = writer.kernel_bytes(op) // planes, writer.samples * op.flops // (samples * planes)
+) -> str:
+    """Of the whole volume at once; or, with `part` in its name, one of so many planes of so many samples, which `seen`
+    is to oneDNN. Returns its name."""
+    kind, name = "up_conv" if op.kind == "up_conv" else "conv", filter_gradient_name(op) + part
+    size, flops = writer.kernel_bytes(op) // planes, writer.flops(op) // (samples * planes)
     more = {"buffers": filter_gradient_buffers(seen or _seen(writer, op), writer.setting), "flops": flops}
-    writer.make(name, f"{kind}_filter_gradient", [source, upstream], size, "gradients", layer=op, **more)
+    return writer.make(name, f"{kind}_filter_gradient", [source, upstream], size, "gradients", layer=op, **more)
 
 
 def filter_gradient_by_planes(writer: Writer, op: LayerOp, source: str, upstream: str) -> None:
     """As models/filter_gradient.py: for every sample one two-dimensional gradient a plane of the kernel, joined."""
-    planes, *grid = op.shape[:3]
-    samples, flat = min(writer.samples, MOST_SAMPLES), (1, *grid)
-    seen = Convolution(planes, flat, flat, op.in_channels, op.shape[3], (1, op.kernel, op.kernel))
+    samples, seen = min(writer.samples, MOST_SAMPLES), in_planes(writer, op)
     name, size, total = filter_gradient_name(op), writer.kernel_bytes(op), ""
     for sample in range(samples):
-        pieces = [f"{name}/sample{sample}/plane{plane}" for plane in range(op.kernel)]
-        for piece in pieces:
-            filter_gradient(writer, op, source, upstream, seen, piece, op.kernel, samples)
+        parts = [f"/sample{sample}/plane{plane}" for plane in range(op.kernel)]
+        pieces = [filter_gradient(writer, op, source, upstream, seen, part, op.kernel, samples) for part in parts]
         last = sample == samples - 1
         whole = name if last and not total else f"{name}/sample{sample}"
         writer.make(whole, "join", pieces, size, "gradients")
@@ -132,80 +129,79 @@ def filter_gradient_by_planes(writer: Writer, op: LayerOp, source: str, upstream
         total = whole
 
 
-def input_gradient(writer: Writer, op: LayerOp, below: LayerOp, upstream: str, result: str = "") -> str:
-    """Of the convolution's input, a map like that of `below`; returns its name. Of an up-convolution a forward one."""
+def in_planes(writer: Writer, op: LayerOp) -> Convolution:
+    """A convolution in two dimensions, of which planes of X are the samples."""
+    planes, *grid = writer.grid(op)
+    return Convolution(planes, (1, *grid), (1, *grid), op.in_channels, op.shape[3], (1, op.kernel, op.kernel))
+
+
+def input_gradient(writer: Writer, op: LayerOp, upstream: str) -> str:
+    """Of the convolution's input; returns its name. Of an up-convolution a forward one."""
     kind, of = ("up_conv", forward_buffers) if op.kind == "up_conv" else ("conv", input_gradient_buffers)
-    return writer.make(
-        result or f"{op.name}/input_gradient",
-        f"{kind}_input_gradient",
-        [upstream, writer.kernel_read(op)],
-        writer.map_bytes(below),
-        buffers=of(_seen(writer, op), writer.setting),
-        flops=writer.samples * op.flops,
-        layer=op,
-    )
+    seen, name = _seen(writer, op), f"{op.name}/input_gradient"
+    size = writer.samples * math.prod(seen.target) * op.in_channels * writer.compute_bytes
+    more = {"buffers": of(seen, writer.setting), "flops": writer.flops(op), "layer": op}
+    return writer.make(name, f"{kind}_input_gradient", [upstream, writer.kernel_read(op)], size, **more)
 
 
-def up_convolve(writer: Writer, op: LayerOp, result: str, group: str = "transients") -> None:
-    """A transposed convolution. Its kernel is a convolution's input gradient to oneDNN."""
-    buffers = input_gradient_buffers(_seen(writer, op), writer.setting)
-    reads, flops = [*op.inputs, writer.kernel_read(op)], writer.samples * op.flops
-    writer.make(result, "up_conv", reads, writer.map_bytes(op), group, buffers=buffers, flops=flops, layer=op)
+def up_convolve(writer: Writer, op: LayerOp, source: str, group: str = "transients") -> str:
+    """A transposed convolution; returns the result's name. Its kernel is a convolution's input gradient to oneDNN."""
+    more = {"buffers": input_gradient_buffers(_seen(writer, op), writer.setting), "flops": writer.flops(op)}
+    reads, size = [source, writer.kernel_read(op)], writer.map_bytes(op)
+    return writer.make(op.name, "up_conv", reads, size, group, layer=op, **more)
 
 
-def up_gradients(writer: Writer, op: LayerOp, upstream: str) -> str:
-    """Of an up-convolution; returns the name of its input's gradient. The mirror of a convolution: to its filter
-    gradient the output's gradient is the map that the filter slides over."""
-    below = writer.layers[op.inputs[0]]
-    filter_gradient(writer, op, below.name, upstream)
-    return input_gradient(writer, op, below, upstream)
+def up_gradients(writer: Writer, op: LayerOp, source: str, upstream: str) -> str:
+    """Of an up-convolution of `source`; returns the name of its input's gradient. The mirror of a convolution: to its
+    filter gradient the output's gradient is the map that the filter slides over."""
+    filter_gradient(writer, op, source, upstream)
+    return input_gradient(writer, op, upstream)
 
 
 def _seen(writer: Writer, op: LayerOp) -> Convolution:
     """A layer as oneDNN sees it: an up-convolution as the convolution whose input gradient it is."""
-    grid, kernel = op.shape[:3], (op.kernel,) * 3
+    grid, kernel = writer.grid(op), (op.kernel,) * 3
     if op.kind != "up_conv":
         return Convolution(writer.samples, grid, grid, op.in_channels, op.shape[3], kernel)
     half = tuple(n // 2 for n in grid)
     return Convolution(writer.samples, grid, half, op.shape[3], op.in_channels, kernel, stride=2)
 
 
-def normalise(writer: Writer, op: LayerOp, source: str, result: str, group: str, alone: bool) -> None:
-    """`result` from the map `source`: one fused operation a sample (instance) or a batch; the last sample comes first.
+def normalise(writer: Writer, op: LayerOp, source: str, group: str, alone: bool) -> None:
+    """The norm of the map `source`: one fused operation a sample (instance) or a batch; the last sample comes first.
     The ReLU's mask goes with it. Where it reads `source` `alone`, and last, ITEX writes over it. Network without norms:
     a bias and a ReLU, which any engine then writes over it, ITEX within the convolution. Where there is no fused kernel
     three passes, as models/passes.py, which read the source alone in the backward pass too."""
     size, samples, engine = writer.map_bytes(op), writer.normed_apart, writer.job.engine
     if not writer.norm_reads_source:
         kind = "fused" if writer.itex or op.kind == "norm" else "pointwise"
-        writer.make(result, kind, [source], size, group, takes_over=source if alone else None)
+        writer.make(op.name, kind, [source], size, group, takes_over=source if alone else None)
         return
     if not has_fused_norm(op.shape[3], op.dtype):
         for of in ("sums", "squares"):
-            channel_sums(writer, op, f"{result}/{of}", source)
-        writer.make(result, "pointwise", [source], size, group)
+            channel_sums(writer, op, f"{op.name}/{of}", source)
+        writer.make(op.name, "pointwise", [source], size, group)
         return
     over = source if alone and writer.itex and samples == 1 else None
-    for sample in reversed(range(samples)):
-        part = f"/sample{sample}" if samples > 1 else ""
-        written = [writer.tensor(result + part, size // samples, group)]
+    for sample, part in _by_sample(samples):
+        written = [writer.tensor(op.name + part, size // samples, group)]
         if op.kind == "norm_act":
-            taken = mask_bytes(writer.samples * op.elements, op.shape[3], op.dtype, engine) // samples
-            mask = writer.tensor(f"{result}/mask{sample}", taken, group, mask_touched(taken, engine))
+            taken = mask_bytes(writer.elements(op), op.shape[3], op.dtype, engine) // samples
+            mask = writer.tensor(f"{op.name}/mask{sample}", taken, group, mask_touched(taken, engine))
             # Stock TensorFlow takes memory for the mask first, and uses a quarter of it.
             written = [*written, mask] if writer.itex else [mask, *written]
-        writer.run(result + part, "norm", [source], written, layer=op, takes_over=over)
+        writer.run(op.name + part, "norm", [source], written, layer=op, takes_over=over)
     if samples > 1:
-        writer.make(result, "join", [f"{result}/sample{sample}" for sample in range(samples)], size, group)
+        writer.make(op.name, "join", [f"{op.name}/sample{sample}" for sample in range(samples)], size, group)
 
 
-def norm_gradient(writer: Writer, op: LayerOp, upstream: str, source: str, result: str) -> str:
-    """Of `source`, whose norm is `result`; returns its name. Sample by sample as the forward pass, each cut out of the
-    gradient; the parts are joined at the end. ITEX takes ReLU and norm at once; stock TensorFlow takes the ReLU first,
-    in place."""
+def norm_gradient(writer: Writer, op: LayerOp, upstream: str, source: str) -> str:
+    """Of `source`, which was normalised last; returns its name. Sample by sample as the forward pass, each cut out of
+    the gradient; the parts are joined at the end. ITEX takes ReLU and norm at once; stock TensorFlow takes the ReLU
+    first, in place."""
     down, samples = f"{op.name}/gradient_below", writer.normed_apart
     if not writer.norm_reads_source:
-        down = relu_gradient(writer, op, upstream, result) if op.kind == "norm_act" else upstream
+        down = relu_gradient(writer, op, upstream) if op.kind == "norm_act" else upstream
         writer.run(f"{op.name}/bias_gradient", "bias_gradient", [down], layer=op)
         return down
     if not has_fused_norm(op.shape[3], op.dtype):
@@ -213,14 +209,13 @@ def norm_gradient(writer: Writer, op: LayerOp, upstream: str, source: str, resul
             channel_sums(writer, op, f"{down}/{of}", upstream, source)
         return writer.make(down, "pointwise", [upstream, source], writer.map_bytes(op))
     size = writer.map_bytes(op) // samples
-    for sample in reversed(range(samples)):
-        part = f"/sample{sample}" if samples > 1 else ""
+    for sample, part in _by_sample(samples):
         cut = writer.make(f"{op.name}/slice{sample}", "slice", [upstream], size) if part else upstream
-        reads, mask = [cut, source], f"{result}/mask{sample}"
+        reads, mask = [cut, source], f"{op.name}/mask{sample}"
         if op.kind == "norm_act" and writer.itex:
-            reads += [result + part, mask]
+            reads += [op.name + part, mask]
         elif op.kind == "norm_act":
-            relu = writer.make(f"{down}{part}/relu", "pointwise", [cut, result + part], size, takes_over=cut)
+            relu = writer.make(f"{down}{part}/relu", "pointwise", [cut, op.name + part], size, takes_over=cut)
             reads = [relu, source, mask]
         writer.make(down + part, "norm_gradient", reads, size, layer=op)
     if samples > 1:
@@ -229,129 +224,136 @@ def norm_gradient(writer: Writer, op: LayerOp, upstream: str, source: str, resul
     return down
 
 
+def _by_sample(samples: int) -> List[Tuple[int, str]]:
+    """Of each sample that is normalised for itself its number, and what its names end in."""
+    return [(sample, f"/sample{sample}" if samples > 1 else "") for sample in reversed(range(samples))]
+
+
 def channel_sums(writer: Writer, op: LayerOp, name: str, *reads: str) -> None:
     """Sums of maps like the output of `op`, by blocks of rows."""
-    size = 4 * writer.samples * op.elements // norm_block(op.shape[0] * op.shape[1])
-    writer.make(name, "pointwise", reads, size)
+    planes, rows, *_ = writer.grid(op)
+    writer.make(name, "pointwise", reads, 4 * writer.elements(op) // norm_block(planes * rows))
 
 
-def relu_gradient(writer: Writer, op: LayerOp, upstream: str, output: str) -> str:
+def relu_gradient(writer: Writer, op: LayerOp, upstream: str) -> str:
     """A ReLU's that no norm is fused with; returns its name. ITEX takes new memory, stock TensorFlow works in place."""
     name, over = f"{op.name}/gradient_below", None if writer.itex else upstream
-    return writer.make(name, "pointwise", [upstream, output], writer.map_bytes(op), takes_over=over)
+    return writer.make(name, "pointwise", [upstream, op.name], writer.map_bytes(op), takes_over=over)
 
 
-def upsample(writer: Writer, op: LayerOp, source: str, result: str, group: str = "transients") -> None:
-    """`result` from the coarser map `source`."""
-    _resample(writer, op, source, result, group, [1, 2, 4, 8])
+def upsample(writer: Writer, op: LayerOp, source: str, group: str = "transients") -> str:
+    """From the coarser map `source`; returns the result's name."""
+    return _resample(writer, op, source, op.name, group, [1, 2, 4, 8])
 
 
 def upsample_gradient(writer: Writer, op: LayerOp, upstream: str) -> str:
     """The same way back: planes cut out, and each added to its twin. Returns its name."""
-    _resample(writer, op, upstream, f"{op.name}/gradient_below", "transients", [8, 4, 2, 1])
-    return f"{op.name}/gradient_below"
+    return _resample(writer, op, upstream, f"{op.name}/gradient_below", "transients", [8, 4, 2, 1])
 
 
-def _resample(writer: Writer, op: LayerOp, source: str, result: str, group: str, eighths: Sequence[int]) -> None:
+def _resample(writer: Writer, op: LayerOp, source: str, result: str, group: str, eighths: Sequence[int]) -> str:
     """From map to map, whose sizes are given as `eighths` of the fine one: an axis at a time, each cut into planes.
     Exact up to MOST_PLANES a side; beyond, live bytes stay exact, and what the allocator counts moves a little."""
     fine, grows = writer.map_bytes(op), eighths[0] == 1
     for axis, (now, then) in enumerate(zip(eighths, eighths[1:])):
-        planes = op.shape[axis] // (2 if grows else 1)
+        planes, last = op.shape[axis] // (2 if grows else 1), axis == 2
         count = planes if planes <= MOST_PLANES else FEW_PIECES
-        cuts = [planes * piece // count for piece in range(count + 1)]
-        plane_bytes = fine * now // 8 // planes
-        pieces = [
-            writer.tensor(f"{result}/axis{axis}/plane{first}", plane_bytes * (last - first))
-            for first, last in zip(cuts, cuts[1:])
-        ]
+        cuts, size = [planes * piece // count for piece in range(count + 1)], fine * now // 8 // planes
+        names = [f"{result}/axis{axis}/plane{first}" for first in cuts[:-1]]
+        pieces = [writer.tensor(name, size * (b - a)) for name, a, b in zip(names, cuts, cuts[1:])]
         writer.run(f"{result}/cut{axis}", "slice", [source], pieces)
-        last = axis == len(eighths) - 2
-        joined = writer.tensor(
-            result if last else f"{result}/{axis}", fine * then // 8, group if last else "transients"
-        )
-        writer.run(f"{result}/join{axis}", "join", [piece.name for piece in pieces], [joined])
-        source = joined.name
+        name, kept = (result, group) if last else (f"{result}/{axis}", "transients")
+        source = writer.make(name, "join", names, fine * then // 8, kept)
+    return source
 
 
 def cut_target(writer: Writer, head: LayerOp) -> None:
     """A coarse head's: every 2nd, 4th ... voxel of the full one."""
     if head.level:
-        writer.make(_target(head), "slice", ["target"], writer.samples * head.elements)
+        writer.make(_target(head), "slice", ["target"], writer.elements(head))
 
 
-def cast_target(writer: Writer, head: LayerOp, name: str = "") -> str:
-    """A head's target in float32, which the loss keeps: all of it, or the first slab, which waits for nothing. Under a
-    `name` of its own another slab. Returns the name."""
-    name, size = name or f"{head.name}/target", 4 * writer.samples * head.elements // writer.slabs
-    return writer.make(name, "pointwise", [_slab(writer, head, f"{name}/slab", _target(head), 1)], size)
+def cast_target(writer: Writer, head: LayerOp) -> str:
+    """A head's target in float32, which the loss keeps: all of it, or a piece; the first piece waits for nothing."""
+    cut = _piece(writer, head, _target(head), 1)
+    return writer.make(f"{head.name}/target", "pointwise", [cut], _piece_bytes(writer, head))
 
 
 def loss(writer: Writer, head: LayerOp) -> None:
-    """From a head's output to its gradient: at once, or slab by slab, sums first, as memory is saved."""
-    name, elements = f"{head.name}/loss", writer.samples * head.elements
-    if writer.job.policy == "speed":
-        target = f"{head.name}/target"
-        writer.receive(head.name, _loss_part(writer, head, name, target, sums=True, gradient=True, last=True))
-        return
-    for slab in range(writer.slabs):
-        target = "" if slab else f"{head.name}/target"
-        _loss_part(writer, head, f"{name}/sums{slab}", target, sums=True, gradient=False)
-    pieces = [
-        _loss_part(writer, head, f"{name}/gradient{slab}", "", False, gradient=True, last=slab == writer.slabs - 1)
-        for slab in range(writer.slabs)
-    ]
-    writer.receive(head.name, writer.make(f"{name}/gradient", "pointwise", pieces, writer.compute_bytes * elements))
+    """From a head's output to its gradient: at once, or piece by piece, sums first, as memory is saved."""
+    target, at_once, gradients = f"{head.name}/target", writer.pieces == 1, []
+    for piece in range(writer.pieces):
+        probability = loss_sums(writer, head, _logits(writer, head), "" if piece else target, kept=at_once)
+    for piece in range(writer.pieces):
+        if not at_once:
+            logits = _logits(writer, head)
+            over = logits if piece == writer.pieces - 1 or logits != head.name else None
+            probability = _of_loss(writer, head, "probability", logits, over=over)
+            cast_target(writer, head)
+        gradients.append(_slope(writer, head, probability, target, over_slope=at_once))
+    size = writer.map_bytes(head)
+    joined = gradients[0] if at_once else writer.make(f"{head.name}/loss/joined", "pointwise", gradients, size)
+    writer.receive(head.name, joined)
 
 
-def _loss_part(
-    writer: Writer, head: LayerOp, name: str, target: str, sums: bool, gradient: bool, last: bool = False
-) -> str:
-    """Of a slab of the maps, or of all at once, the sums, the gradient in the compute dtype, whose name is returned, or
-    both. Results lie over maps that nobody else will read, as after the `last` slab the head's. Without `target` it is
-    cast here, when it is its turn."""
-    whole, size = sums and gradient, 4 * writer.samples * head.elements // writer.slabs
+def loss_sums(writer: Writer, head: LayerOp, logits: str, target: str, kept: bool = False) -> str:
+    """What `sums` of `cpu3d.training.losses.DiceCrossEntropy` makes of float32 maps; returns the name of the
+    probabilities, which lie where the logits lay, where nobody else will read those. Without `target` it is cast here,
+    when it is its turn. Sums that no map is made for take next to no time and are left out."""
 
-    def make(result: str, *reads: str, over: Optional[str] = None) -> str:
-        return writer.make(f"{name}/{result}", "pointwise", reads, size, takes_over=over)
+    def total(name: str, *reads: str, over: Optional[str] = None) -> None:
+        writer.run(f"{head.name}/loss/{name}/sum", "reduce", [_of_loss(writer, head, name, *reads, over=over)])
 
-    def total(of: str) -> None:
-        writer.run(f"{of}/sum", "reduce", [of])
-
-    slab = _slab(writer, head, f"{name}/logits", head.name, writer.compute_bytes)
-    logits, given = make("float32", slab) if writer.mixed else slab, bool(target)
-
-    def sigmoid() -> str:
-        return make("probability", logits, over=logits if last or logits != head.name else None)
-
-    probability = "" if sums else sigmoid()
-    if sums and not given:  # cross-entropy
-        total(make("softplus", logits))
-    target = target or cast_target(writer, head, f"{name}/target")
-    if sums:
-        total(make("products", logits, target))
-    if sums and given:
-        total(make("softplus", logits))
-    probability = probability or sigmoid()
-    weighted = make("weighted", target) if gradient else ""
-    if sums:  # Dice
-        total(make("overlap", probability, target, over=None if whole else probability))
-    if not gradient:
-        return ""
-    slope = make("slope", make("rest", probability), weighted, over=weighted)
-    scaled = make("scaled", slope, probability, over=probability)
-    result = make("gradient", scaled, make("truth", target, over=target), over=scaled)
-    return writer.make(f"{result}/cast", "pointwise", [result], size // 2) if writer.mixed else result
+    first = not target
+    if first:
+        total("softplus", logits)
+    target = target or cast_target(writer, head)
+    total("products", logits, target)
+    if not first:
+        total("softplus", logits)
+    over = logits if kept or logits != head.name else None
+    probability = _of_loss(writer, head, "probability", logits, over=over)
+    total("overlap", probability, target, over=None if kept else probability)
+    return probability
 
 
-def _slab(writer: Writer, head: LayerOp, name: str, source: str, value_bytes: int) -> str:
-    """A slab of a head's map or target, whose name is returned: all of it and a view where rows of Z begin at multiples
-    of VIEW_BYTES, as TensorFlow demands of a view (`IsDim0SliceAligned` in tensorflow/core/kernels/ops_util.h), else a
-    copy under `name`."""
-    values = writer.samples * head.elements // writer.slabs
-    if writer.slabs == 1 or math.prod(head.shape[2:]) * value_bytes % VIEW_BYTES == 0:
-        return source
-    return writer.make(name, "slice", [source], values * value_bytes)
+def _slope(writer: Writer, head: LayerOp, probability: str, target: str, over_slope: bool) -> str:
+    """What `slope` makes: the gradient of the logits, in the compute dtype; returns its name. Of a product's two maps
+    TensorFlow writes over the one whose name comes first."""
+    weighted = _of_loss(writer, head, "weighted", target)
+    rest = _of_loss(writer, head, "rest", probability)
+    slope = _of_loss(writer, head, "slope", rest, weighted, over=weighted)
+    scaled = _of_loss(writer, head, "scaled", slope, probability, over=slope if over_slope else probability)
+    truth = _of_loss(writer, head, "truth", target, over=target)
+    found = _of_loss(writer, head, "gradient", scaled, truth, over=scaled)
+    if not writer.mixed:
+        return found
+    return writer.make(f"{found}/cast", "pointwise", [found], _piece_bytes(writer, head) // 2)
+
+
+def _of_loss(writer: Writer, head: LayerOp, name: str, *reads: str, over: Optional[str] = None) -> str:
+    """A float32 map of the loss; returns its name."""
+    return writer.make(f"{head.name}/loss/{name}", "pointwise", reads, _piece_bytes(writer, head), takes_over=over)
+
+
+def _logits(writer: Writer, head: LayerOp) -> str:
+    """A head's output in float32, all of it or a piece; returns its name."""
+    cut = _piece(writer, head, head.name, writer.compute_bytes)
+    return _of_loss(writer, head, "float32", cut) if writer.mixed else cut
+
+
+def _piece(writer: Writer, head: LayerOp, whole: str, value_bytes: int) -> str:
+    """The name of a piece of a head's map or target: all of it and a view where rows of Z begin at multiples of
+    VIEW_BYTES, as TensorFlow demands of a view (`IsDim0SliceAligned` in tensorflow/core/kernels/ops_util.h), else of a
+    copy."""
+    if writer.pieces == 1 or math.prod(head.shape[2:]) * value_bytes % VIEW_BYTES == 0:
+        return whole
+    return writer.make(f"{whole}/piece", "slice", [whole], writer.elements(head) // writer.pieces * value_bytes)
+
+
+def _piece_bytes(writer: Writer, head: LayerOp) -> int:
+    """Of a float32 map of the loss."""
+    return 4 * writer.elements(head) // writer.pieces
 
 
 def _target(head: LayerOp) -> str:

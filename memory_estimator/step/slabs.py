@@ -5,14 +5,11 @@ given, slabs of neighbours with it, lives until it is done; what it makes goes a
 goes value by value, are passes over memory that take nothing but their result.
 """
 
-import contextlib
-import math
-from dataclasses import dataclass, replace
-from typing import Any, Callable, Iterator, List, Sequence, Tuple
+from dataclasses import dataclass
+from typing import Any, Callable, List, Sequence, Tuple
 
 from memory_estimator.step import blocks, layers
-from memory_estimator.step.blocks import AGAIN, Block
-from memory_estimator.step.onednn import Convolution
+from memory_estimator.step.blocks import Block
 from memory_estimator.step.writer import Writer, filter_gradient_name
 from models.layer_plan import LayerOp, slab_height
 
@@ -61,76 +58,75 @@ class FinestLevel:
         self.readers = [op for op in (decoder.conv1, decoder.shortcut) if op]
         """What reads the skip maps and the up-sampled ones, each as the sum of one for either."""
         self.of_skip, self.of_fine = zip(*(decoder.parts(op) for op in self.readers))
-        self.upstreams = [f"{op.name}/gradient" for op in self.readers]
+        self.upstreams = [f"{op.name}/gradient_below" for op in (decoder.norm1, decoder.act) if op]
+        self.shares: List[str] = []
+        """The shares of the skip maps in what reads them."""
 
     # --- Forward ---
 
     def encode(self) -> None:
         """To the pooled map, and the skip maps' shares in what reads them."""
-        encoder = self.encoder
-        for op in filter(None, (encoder.conv1, encoder.conv2, encoder.shortcut)):
-            self.writer.cast_kernel(op)
+        writer, block, pool = self.writer, self.encoder, self.pool
+        for op in filter(None, (block.conv1, block.conv2, block.shortcut)):
+            writer.cast_kernel(op)
         for op in self.readers:
-            self.writer.cast_kernel(op)
+            writer.cast_kernel(op)
             for part in self.decoder.parts(op):
-                blocks.cut_kernel(self.writer, self.decoder, op, part)
-        self.hidden("")
+                blocks.cut_kernel(writer, self.decoder, op, part)
+        self.hidden()
 
-        def body(slab: "Slab") -> None:
-            y = slab.output(encoder, encoder.conv2.name)
-            slab.write(self.pool.name, "pool", [y], self.pool.shape[3], coarser=1)
-            for op in self.of_skip:
-                slab.convolve(op, y, op.name, self.writer.kept_at(op))
+        def body() -> None:
+            y = self.output(block)
+            self.write(pool.name, [y], pool, kind="pool")
+            self.shares = [layers.convolve(writer, op, y, writer.kept_at(op)) for op in self.of_skip]
 
-        self.sweep("encoder0/down", body, [encoder.conv2.name])
-        self.join(self.pool.name, self.pool, self.pool.name, self.writer.kept_at(self.pool))
+        self.sweep("encoder0/down", body, [block.conv2.name], ["image"])
+        self.join(pool.name, pool, writer.kept_at(pool))
 
     def decode(self) -> None:
         """To the loss, or in inference to the logits."""
         writer, conv1, conv2 = self.writer, self.decoder.conv1, self.decoder.conv2
         for op in (*self.decoder.up[:1], conv2, self.head):
             writer.cast_kernel(op)
-        of_skip, of_fine = self.of_skip[0], self.of_fine[0]
 
-        def first(slab: "Slab") -> None:
-            share, group = slab.convolve(of_fine, slab.up_sampled(), of_fine.name), writer.kept_at(conv1)
-            reads = [share, slab.of(of_skip.name)]
-            slab.statistics(conv1, slab.write(conv1.name, "pointwise", reads, conv1.shape[3], group, takes_over=share))
+        def first() -> None:
+            share = layers.convolve(writer, self.of_fine[0], self.up_sampled())
+            self.write(conv1.name, [share, self.shares[0]], conv1, writer.kept_at(conv1), takes_over=share)
+            self.statistics(conv1, conv1.name)
 
-        self.sweep("decoder0/up", first, [of_skip.name], [self.below.name])
-        self.second(self.decoder, "", writer.kept_at(conv2))
+        self.sweep("decoder0/up", first, self.shares[:1], [self.below.name])
+        self.second(self.decoder, writer.kept_at(conv2))
 
-        def logits(slab: "Slab") -> None:
-            found = slab.convolve(self.head, slab.output(self.decoder, conv2.name), f"{self.head.name}/{slab.sweep}")
+        def logits() -> None:
+            found = layers.convolve(writer, self.head, self.output(self.decoder))
             if self.learning:
-                slab.loss(found)
+                self.loss(found)
 
-        self.sweep("decoder0/logits", logits, [conv2.name], ["target"] if self.learning else [])
+        self.sweep("decoder0/logits", logits, [conv2.name], ["target"] * self.learning + self.beside)
         if not self.learning:
-            self.join(f"{self.head.name}/logits", self.head, self.head.name)
+            self.join(self.head.name, self.head)
 
-    def hidden(self, suffix: str) -> None:
+    def hidden(self, again: bool = False) -> None:
         """What the encoder's convolutions put out."""
         conv1 = self.encoder.conv1
 
-        def body(slab: "Slab") -> None:
-            found = slab.convolve(conv1, slab.view("image"), conv1.name + suffix)
-            if not suffix:
-                slab.statistics(conv1, found)
+        def body() -> None:
+            found = layers.convolve(self.writer, conv1, "image")
+            if not again:
+                self.statistics(conv1, found)
 
-        self.sweep(f"encoder0/first{suffix}", body)
-        self.second(self.encoder, suffix)
+        self.sweep("encoder0/first", body, given=["image"])
+        self.second(self.encoder, again=again)
 
-    def second(self, block: Block, suffix: str, group: str = "transients") -> None:
+    def second(self, block: Block, group: str = "transients", again: bool = False) -> None:
         """What a block's second convolution puts out."""
-        source, conv2 = block.conv1.name + suffix, block.conv2
 
-        def body(slab: "Slab") -> None:
-            found = slab.convolve(conv2, slab.normed(block.norm1, source), conv2.name + suffix, group)
-            if not suffix:
-                slab.statistics(conv2, found)
+        def body() -> None:
+            found = layers.convolve(self.writer, block.conv2, self.normed(block.norm1, block.conv1.name), group)
+            if not again:
+                self.statistics(block.conv2, found)
 
-        self.sweep(f"{block.name}/second{suffix}", body, [source])
+        self.sweep(f"{block.name}/second", body, [block.conv1.name])
 
     # --- Backward ---
 
@@ -138,116 +134,106 @@ class FinestLevel:
         """From the loss, slab by slab again: its sums for the norm first."""
         writer, block, hidden2 = self.writer, self.decoder, self.decoder.conv2.name
 
-        def to_output(slab: "Slab") -> str:
+        def to_output(first: bool) -> str:
             """The gradient of what the norm puts out."""
-            y = slab.output(block, hidden2)
-            at_logits = slab.slope(slab.convolve(self.head, y, f"{self.head.name}/{slab.sweep}"))
-            if slab.sweep == "sums":
-                slab.filter_gradient(self.head, y, at_logits)
-            at_y = slab.input_gradient(self.head, at_logits, f"{block.norm2.name}/gradient/{slab.sweep}")
-            return slab.behind_relu(at_y, y, self.upstreams[1] if slab.sweep == "back" else "") if block.act else at_y
+            y = self.output(block)
+            reads = [layers.convolve(writer, self.head, y), "target"]
+            at_logits = self.write(f"{self.head.name}/slope", reads, self.head)
+            if first:
+                self.filter_gradient(self.head, y, at_logits)
+            at_y = layers.input_gradient(writer, self.head, at_logits)
+            return layers.relu_gradient(writer, block.act, at_y) if block.act else at_y
 
-        def sums(slab: "Slab") -> None:
-            slab.statistics(block.conv2, to_output(slab), slab.of(hidden2))
+        def sums() -> None:
+            self.statistics(block.conv2, to_output(first=True), hidden2)
 
-        def back(slab: "Slab") -> None:
-            slab.below_norm(block.norm2, to_output(slab), hidden2, f"{hidden2}/gradient")
+        def back() -> None:
+            self.below_norm(block.norm2, to_output(first=False), hidden2)
 
-        given = ["target", *([self.below.name] if block.act else [])]
-        beside = [op.name for op in self.of_skip[1:]]
-        self.sweep("decoder0/sums", sums, own=[hidden2, *beside], given=given)
+        given = [hidden2, "target", *self.beside]
+        self.sweep("decoder0/sums", sums, given=given)
         self.total(self.head)
-        self.sweep("decoder0/back", back, own=[hidden2, *beside], given=given)
-        self.through_second(block, "")
-        self.through_norm(block.norm1, f"{block.norm1.name}/gradient", block.conv1.name, self.upstreams[0])
+        self.sweep("decoder0/back", back, given=given)
+        self.through_second(block)
+        self.through_norm(block.norm1, f"{block.conv2.name}/input_gradient", block.conv1.name)
 
-        def down(slab: "Slab") -> None:
-            slab.up_gradients(slab.gradients(self.of_fine, slab.up_sampled()))
+        def down() -> None:
+            self.up_gradients(self.gradients(self.of_fine, self.up_sampled(), self.decoder.up[-1]))
 
         self.sweep("decoder0/down", down, self.upstreams, [self.below.name])
         for op in (block.up[0], *self.of_fine):
             self.total(op)
-        at_below = f"{block.up[0].name}/gradient_below"
-        self.join(at_below, self.below, at_below)
+        at_below = f"{block.up[0].name}/input_gradient"
+        self.join(at_below, self.below)
         writer.receive(self.below.name, at_below)
 
     def encode_back(self) -> None:
         """With everything made again from the image."""
-        writer, block, hidden2 = self.writer, self.encoder, self.encoder.conv2.name + AGAIN
-        at_pooled = writer.arrived(self.pool)
-        self.hidden(AGAIN)
+        writer, block, pool, hidden2 = self.writer, self.encoder, self.pool, self.encoder.conv2.name
+        at_pooled = writer.arrived(pool)
+        upstream = f"{block.norm2.name}/gradient"
+        self.hidden(again=True)
 
-        def to_output(slab: "Slab") -> None:
-            y, channels = slab.output(block, hidden2), block.norm2.shape[3]
-            at_y = slab.gradients(self.of_skip, y)
-            pooled = slab.write(f"{self.pool.name}/again", "pool", [y], channels, coarser=1)
-            reads = [y, pooled, slab.view(at_pooled)]
-            of_pool = slab.write(f"{self.pool.name}/gradient_below", "pool_gradient", reads, channels)
-            name = f"{block.norm2.name}/gradient"
-            at_y = slab.write(name, "pointwise", [at_y, of_pool], channels, takes_over=at_y)
+        def to_output() -> None:
+            y = self.output(block)
+            at_y = self.gradients(self.of_skip, y, block.norm2)
+            reads = [y, self.write(pool.name, [y], pool, kind="pool"), at_pooled]
+            of_pool = self.write(f"{pool.name}/gradient_below", reads, block.norm2, kind="pool_gradient")
+            at_y = self.write(upstream, [at_y, of_pool], block.norm2, takes_over=at_y)
             if block.act:
-                at_y = slab.behind_relu(at_y, y, f"{name}/relu")
-                slab.filter_gradient(block.shortcut, slab.view("image"), at_y)
-            slab.statistics(block.conv2, at_y, slab.of(hidden2))
+                at_y = layers.relu_gradient(writer, block.act, at_y)
+                self.filter_gradient(block.shortcut, "image", at_y)
+            self.statistics(block.conv2, at_y, hidden2)
 
-        self.sweep("encoder0/output", to_output, [hidden2, *self.upstreams], [at_pooled])
+        self.sweep("encoder0/output", to_output, [hidden2, *self.upstreams], [at_pooled, "image"])
         for op in filter(None, (*self.of_skip, block.shortcut)):
             self.total(op)
         for op in self.readers:
-            parts = [filter_gradient_name(part) for part in self.decoder.parts(op)]
-            writer.make(filter_gradient_name(op), "join", parts, writer.kernel_bytes(op), "gradients")
-        upstream = f"{block.norm2.name}/gradient" + ("/relu" if block.act else "")
-        self.through_norm(block.norm2, upstream, hidden2, f"{block.conv2.name}/gradient")
-        self.through_second(block, AGAIN)
+            blocks.join_gradients(writer, self.decoder, op)
+        self.through_norm(block.norm2, f"{block.act.name}/gradient_below" if block.act else upstream, hidden2)
+        self.through_second(block)
+        at_y1 = f"{block.conv2.name}/input_gradient"
 
-        def first(slab: "Slab") -> None:
-            name, hidden1 = f"{block.conv1.name}/gradient", block.conv1.name + AGAIN
-            at_hidden1 = slab.below_norm(block.norm1, slab.of(f"{block.norm1.name}/gradient"), hidden1, name)
-            slab.filter_gradient(block.conv1, slab.view("image"), at_hidden1)
+        def first() -> None:
+            self.filter_gradient(block.conv1, "image", self.below_norm(block.norm1, at_y1, block.conv1.name))
 
-        self.sweep("encoder0/image", first, own=[f"{block.norm1.name}/gradient", block.conv1.name + AGAIN])
+        self.sweep("encoder0/image", first, given=[at_y1, block.conv1.name, "image"])
         self.total(block.conv1)
 
-    def through_second(self, block: Block, suffix: str) -> None:
+    def through_second(self, block: Block) -> None:
         """From the gradient of what the second convolution puts out to that of what the first norm does."""
-        hidden1, at_hidden2 = block.conv1.name + suffix, f"{block.conv2.name}/gradient"
+        hidden1, at_hidden2 = block.conv1.name, f"{block.norm2.name}/gradient_below"
 
-        def body(slab: "Slab") -> None:
-            slab.filter_gradient(block.conv2, slab.normed(block.norm1, hidden1), slab.of(at_hidden2))
-            at_y = slab.input_gradient(block.conv2, slab.of(at_hidden2), f"{block.norm1.name}/gradient")
-            slab.statistics(block.conv1, at_y, slab.of(hidden1))
+        def body() -> None:
+            self.filter_gradient(block.conv2, self.normed(block.norm1, hidden1), at_hidden2)
+            self.statistics(block.conv1, layers.input_gradient(self.writer, block.conv2, at_hidden2), hidden1)
 
         self.sweep(f"{block.name}/second/back", body, [hidden1, at_hidden2])
         self.total(block.conv2)
 
-    def through_norm(self, norm: LayerOp, upstream: str, hidden: str, result: str) -> None:
+    def through_norm(self, norm: LayerOp, upstream: str, hidden: str) -> None:
         """The gradient of a norm's input takes the place of two maps that go."""
-        body = lambda slab: slab.below_norm(norm, slab.of(upstream), hidden, result)  # noqa: E731
-        self.sweep(f"{norm.name}/back", body, own=[upstream, hidden])
+        self.sweep(f"{norm.name}/back", lambda: self.below_norm(norm, upstream, hidden), given=[upstream, hidden])
 
     # --- Sweeps ---
 
-    def sweep(
-        self,
-        name: str,
-        body: Callable[["Slab"], Any],
-        near: Sequence[str] = (),
-        given: Sequence[str] = (),
-        own: Sequence[str] = (),
-    ) -> None:
-        """`body` slab by slab, which is given its slabs of `own` maps, those and their neighbours' of maps in `near`,
-        and views of whole tensors, `given`."""
-        for index in range(len(self.pieces)):
-            slab = Slab(self, name.partition("/")[2], index)
-            with slab.alone():
-                body(slab)
-            reads = [slab.of(maps) for maps in own] + [f"{maps}/slab{each}" for maps in near for each in slab.around]
-            self.writer.run(f"{name}/slab{index}", "fused", [*reads, *given])
+    def sweep(self, name: str, body: Callable[[], Any], near: Sequence[str] = (), given: Sequence[str] = ()) -> None:
+        """`body` slab by slab, which is given its slabs of maps, those and their neighbours' of maps in `near`."""
+        last = len(self.pieces) - 1
+        for index, (sample, planes) in enumerate(self.pieces):
+            around = range(max(0, index - 1), min(last, index + 1) + 1)
+            neighbours = [one for one in around if self.pieces[one][0] == sample]
+            # Slabs between two others run the same functions again.
+            with self.writer.slab(index, planes, again=1 < index < last):
+                for whole in given:
+                    self.writer.view(whole, len(self.pieces))
+                body()
+                self.writer.run(name, "fused", [*given, *(f"{maps}/slab{one}" for maps in near for one in neighbours)])
 
-    def join(self, maps: str, op: LayerOp, result: str, group: str = "transients") -> None:
+    def join(self, maps: str, op: LayerOp, group: str = "transients") -> None:
         """The slabs of a map like that of `op` become one tensor."""
         parts = [f"{maps}/slab{index}" for index in range(len(self.pieces))]
-        self.writer.make(result, "join", parts, self.writer.map_bytes(op), group)
+        self.writer.make(maps, "join", parts, self.writer.map_bytes(op), group)
 
     def total(self, op: LayerOp) -> None:
         """A kernel's gradient, from all slabs' shares."""
@@ -255,148 +241,84 @@ class FinestLevel:
         parts = [f"{name}/slab{index}" for index in range(len(self.pieces))]
         self.writer.make(name, "pointwise", parts, self.writer.kernel_bytes(op), "gradients")
 
+    # --- Of one slab; what returns a name returns that of the map it makes ---
 
-class Slab:
-    """A slab in a sweep. Its methods write operations down and return the name of what the last one made."""
-
-    def __init__(self, level: FinestLevel, sweep: str, index: int):
-        self.level, self.writer, self.sweep, self.index = level, level.writer, sweep, index
-        sample, self.planes = level.pieces[index]
-        near = range(max(0, index - 1), min(len(level.pieces), index + 2))
-        self.around = [other for other in near if level.pieces[other][0] == sample]
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """What is written down meanwhile is of one sample; slabs between two others run the same functions again."""
-        samples, self.writer.samples = self.writer.samples, 1
-        self.writer.again = self.index > 1 and self.index < len(self.level.pieces) - 1
-        yield
-        self.writer.samples, self.writer.again = samples, False
-
-    def of(self, maps: str) -> str:
-        """This slab of a map."""
-        return f"{maps}/slab{self.index}"
-
-    def view(self, whole: str) -> str:
-        """This slab of a map that is one tensor."""
-        return self.writer.view(self.of(whole), whole, len(self.level.pieces))
-
-    def op(self, op: LayerOp) -> LayerOp:
-        """A layer on this slab."""
-        return replace(op, shape=(self.planes >> op.level, *op.shape[1:]))
-
-    def write(
-        self, maps: str, kind: str, reads: Sequence[str], channels: int, group: str = "transients", **more
-    ) -> str:
-        """This slab of a map, of the finest grid or of one `coarser`, in one pass over memory; else as `Writer.run`."""
-        coarser, value_bytes = more.pop("coarser", 0), more.pop("value_bytes", self.writer.compute_bytes)
-        voxels = math.prod(n >> coarser for n in (self.planes, *self.level.head.shape[1:3]))
-        return self.writer.make(self.of(maps), kind, reads, voxels * channels * value_bytes, group, **more)
-
-    # --- Norms ---
+    def write(self, name: str, reads: Sequence[str], like: LayerOp, group: str = "transients", **more) -> str:
+        """A map like that of a layer, in one pass over memory or of another `kind`; else as `Writer.run`."""
+        return self.writer.make(name, more.pop("kind", "pointwise"), reads, self.writer.map_bytes(like), group, **more)
 
     def normed(self, norm: LayerOp, source: str) -> str:
         """Norm and ReLU, made anew for each sweep that reads them."""
-        return self.write(f"{norm.name}/{self.sweep}", "pointwise", [self.of(source)], norm.shape[3])
+        return self.write(norm.name, [source], norm)
 
     def statistics(self, op: LayerOp, *maps: str) -> None:
         """What a norm behind `op` needs of what that put out; its gradient needs it of the gradient behind it too."""
         parts = ("sums", "squares") if self.writer.norm_reads_source else ("sums",)[: len(maps) - 1]
         for part in parts:
-            layers.channel_sums(self.writer, self.op(op), f"{maps[0]}/{part}/{self.sweep}", *maps)
+            layers.channel_sums(self.writer, op, f"{maps[0]}/{part}", *maps)
 
-    def below_norm(self, norm: LayerOp, upstream: str, hidden: str, result: str) -> str:
+    def below_norm(self, norm: LayerOp, upstream: str, hidden: str) -> str:
         """The gradient of a norm's input, from that behind the ReLU."""
-        return self.write(result, "pointwise", [upstream, self.of(hidden)], norm.shape[3])
+        return self.write(f"{norm.name}/gradient_below", [upstream, hidden], norm)
 
-    def output(self, block: Block, source: str) -> str:
+    @property
+    def beside(self) -> List[str]:
+        """What a residual decoder's output is made of beside its second convolution's."""
+        return [*self.shares[1:], self.below.name] if self.decoder.act else []
+
+    def output(self, block: Block) -> str:
         """Of a block, from what its second convolution put out."""
-        y, level = self.normed(block.norm2, source), self.level
+        y = self.normed(block.norm2, block.conv2.name)
         if not block.act:
             return y
         if block.up:
-            op, entry, reads = level.of_fine[1], self.up_sampled(), [self.of(level.of_skip[1].name)]
+            beside = [layers.convolve(self.writer, self.of_fine[1], self.up_sampled()), self.shares[1]]
         else:
-            op, entry, reads = block.shortcut, self.view("image"), []
-        beside = self.convolve(op, entry, f"{op.name}/{self.sweep}")
-        name = f"{block.act.name}/{self.sweep}"
-        return self.write(name, "pointwise", [y, beside, *reads], op.shape[3], takes_over=y)
-
-    def behind_relu(self, upstream: str, output: str, result: str = "") -> str:
-        """Where a ReLU comes after a sum."""
-        over, name = None if self.writer.itex else upstream, result or f"{output.partition('/')[0]}/relu/{self.sweep}"
-        return self.write(name, "pointwise", [upstream, output], self.level.head.in_channels, takes_over=over)
-
-    # --- Convolutions ---
-
-    def convolve(self, op: LayerOp, source: str, result: str, group: str = "transients") -> str:
-        layers.convolve(self.writer, self.op(op), source, self.of(result), group)
-        return self.of(result)
-
-    def input_gradient(self, op: LayerOp, upstream: str, result: str) -> str:
-        below = replace(self.op(op), shape=(*self.op(op).shape[:3], op.in_channels))
-        return layers.input_gradient(self.writer, self.op(op), below, upstream, self.of(result))
+            beside = [layers.convolve(self.writer, block.shortcut, "image")]
+        return self.write(block.act.name, [y, *beside], block.act, takes_over=y)
 
     def filter_gradient(self, op: LayerOp, source: str, upstream: str) -> None:
         """A slab's share in it: a two-dimensional one a plane of the kernel, as one."""
-        flat = (1, *self.level.head.shape[1:3])
-        seen = Convolution(self.planes, flat, flat, op.in_channels, op.shape[3], (1, op.kernel, op.kernel))
-        layers.filter_gradient(self.writer, self.op(op), source, upstream, seen, self.of(filter_gradient_name(op)))
+        layers.filter_gradient(self.writer, op, source, upstream, layers.in_planes(self.writer, op))
 
-    def gradients(self, readers: Sequence[LayerOp], source: str) -> str:
-        """Of the kernels that read a map, and of the map."""
-        upstreams, total = [self.of(maps) for maps in self.level.upstreams], ""
-        for op, upstream in zip(readers, upstreams):
+    def gradients(self, readers: Sequence[LayerOp], source: str, entry: LayerOp) -> str:
+        """Of the kernels that read a map like that of `entry`, and of the map."""
+        for op, upstream in zip(readers, self.upstreams):
             self.filter_gradient(op, source, upstream)
-        for op, upstream in zip(readers, upstreams):
-            one, name = self.input_gradient(op, upstream, f"{op.name}/gradient"), f"{op.name}/gradient/sum"
-            total = self.write(name, "pointwise", [total, one], op.in_channels, takes_over=total) if total else one
-        return total
+        downs = [layers.input_gradient(self.writer, op, upstream) for op, upstream in zip(readers, self.upstreams)]
+        return self.writer.sum_of(f"{entry.name}/gradient_sum", downs, self.writer.map_bytes(entry), over=downs[0])
 
     def up_sampled(self) -> str:
         """The coarser map on this grid."""
-        (up, *nearest), below = self.level.decoder.up, self.view(self.level.below.name)
-        name, own = f"{up.name}/{self.sweep}", replace(self.op(up), inputs=(below,))
+        (up, *nearest), below = self.decoder.up, self.below.name
         if not nearest:
-            layers.up_convolve(self.writer, own, self.of(name))
-            return self.of(name)
-        source, size = self.convolve(up, below, name), self.writer.map_bytes(own)
+            return layers.up_convolve(self.writer, up, below)
+        source, size = layers.convolve(self.writer, up, below), self.writer.map_bytes(up)
         for axis in range(3):  # one after the other, each twice as large
-            source = self.writer.make(self.of(f"{name}/axis{axis}"), "join", [source], size * 2 ** (axis + 1))
+            source = self.writer.make(f"{up.name}/axis{axis}", "join", [source], size * 2 ** (axis + 1))
         return source
 
     def up_gradients(self, upstream: str) -> None:
         """Of the coarser map, and of the kernel it meets."""
-        (up, *nearest), below = self.level.decoder.up, self.level.below
+        up, *nearest = self.decoder.up
         if nearest:
-            upstream = self.write(f"{up.name}/mean", "pool", [upstream], up.shape[3], coarser=1)
-        share = self.of(filter_gradient_name(up))
-        layers.filter_gradient(self.writer, self.op(up), self.view(below.name), upstream, name=share)
-        result = self.of(f"{up.name}/gradient_below")
-        layers.input_gradient(self.writer, self.op(up), self.op(below), upstream, result)
-
-    # --- The loss ---
+            upstream = self.write(f"{up.name}/mean", [upstream], up, kind="pool")
+        layers.up_gradients(self.writer, up, self.below.name, upstream)
 
     def loss(self, logits: str) -> None:
         """Its sums, in float32."""
-        name = f"{self.level.head.name}/loss"
+        writer, size = self.writer, 4 * self.writer.elements(self.head)
 
         def make(result: str, *reads: str, over: str = "") -> str:
-            more = {"value_bytes": 4, "takes_over": over or None}
-            return self.write(f"{name}/{result}", "pointwise", reads, self.level.head.shape[3], **more)
+            return writer.make(f"{self.head.name}/loss/{result}", "pointwise", reads, size, takes_over=over or None)
 
-        target = make("target", self.view("target"))
-        wide = make("float32", logits) if self.writer.mixed else logits
+        target = make("target", "target")
+        wide = make("float32", logits) if writer.mixed else logits
         for each in (make("products", wide, target), make("softplus", wide)):
-            self.writer.run(f"{each}/sum", "reduce", [each])
+            writer.run(f"{each}/sum", "reduce", [each])
         probability = make("probability", wide, over=wide)
         overlap = make("overlap", probability, target, over=probability)
-        self.writer.run(f"{overlap}/sum", "reduce", [overlap])
-
-    def slope(self, logits: str) -> str:
-        """The gradient of the logits, in one pass."""
-        head = self.level.head
-        return self.write(f"{head.name}/slope/{self.sweep}", "pointwise", [logits, self.view("target")], head.shape[3])
+        writer.run(f"{overlap}/sum", "reduce", [overlap])
 
 
 def _pieces(planes: int, samples: int) -> List[Tuple[int, int]]:

@@ -13,7 +13,7 @@ from memory_estimator.step import blocks, layers, slabs
 from memory_estimator.step.onednn import USUAL, Kernels
 from memory_estimator.step.program import Program, StepOp
 from memory_estimator.step.scratch import Buffers
-from memory_estimator.step.writer import SLABS, Writer
+from memory_estimator.step.writer import PIECES, Writer
 
 SCORE_MAPS = 5
 """float32 maps of a slab that `cpu3d.training.validation` scores at a time: logits, target, three of the loss's."""
@@ -68,7 +68,7 @@ def validation_pass(job: Job, kernels: Kernels = USUAL) -> Tuple[StepOp, ...]:
     for op in slabs.steps(writer, learning=False) if in_slabs else writer.plan:
         if op.kind != "input":
             RULES.get(op.kind, layers).forward(writer, op)
-    maps = SCORE_MAPS * 4 * writer.job.voxels * unet.outputs // SLABS
+    maps = SCORE_MAPS * 4 * writer.job.voxels * unet.outputs // PIECES
     reads = [writer.plan[-1].name, "target", *(tensor.name for tensor in ready)]
     writer.run("validation/score", "reduce", reads, buffers=Buffers(scratch=(maps,)))
     # The compiled pass is another graph than the step's, and keeps its own copies of the weights.

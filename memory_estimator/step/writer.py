@@ -1,9 +1,13 @@
 """Writes a job's step down operation by operation: maps, gradients on their way down, weights and their update.
 
-Knows sizes and names, but no layer's rules: those are in `layers.py` and `blocks.py`.
+Knows sizes and names, but no layer's rules: those are in `layers.py`, `blocks.py` and `slabs.py`. What is made again
+has the same name, under which what was made last is read. Within a slab a map is that slab of it.
 """
 
-from typing import Dict, List, Optional, Sequence, Tuple
+import contextlib
+import math
+from collections import Counter
+from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 from memory_estimator.job import DTYPE_BYTES, Job
 from memory_estimator.step.allocator import region_bytes
@@ -18,7 +22,7 @@ SLOTS = {"adam": 2, "sgd": 1}
 MOST_SAMPLES = 8
 """Samples that are normalised one by one; of more there are as many, each larger, which changes next to nothing."""
 
-SLABS = 8  # `models.supervision.PIECES`, which a test holds equal: pieces of X that the loss is computed in
+PIECES = 8  # `models.supervision.PIECES`, which a test holds equal: of X, that the loss is computed in
 CONVOLUTIONS = ("conv", "head", "up_conv", "shortcut")  # kinds of layers that have a kernel
 
 
@@ -36,12 +40,12 @@ class Writer:
         self.compute_bytes = DTYPE_BYTES[job.unet.dtype]
         self.samples = job.micro
         """That an operation works on at a time."""
-        self.again = False
-        """As of `StepOp.again`, of the operations that are written down."""
+        self._slab, self._planes, self._again = "", 0, False
+        """Within a slab: what names end in, planes of the finest grid, and as of `StepOp.again`."""
         few = min(job.micro, MOST_SAMPLES)
         self.normed_apart = few if job.unet.norm == "instance" else 1
         """Samples that are normalised each for itself."""
-        self.slabs = 1 if job.policy == "speed" else SLABS * few
+        self.pieces = 1 if job.policy == "speed" else PIECES * few
         """That the loss is computed in, of all samples."""
         self.norm_reads_source = job.unet.norm != "none"
         """Whether a norm's gradient reads what it normalised: those of a bias and a ReLU do not."""
@@ -50,7 +54,11 @@ class Writer:
         self._before: List[StepOp] = []
         self._ops: List[StepOp] = []
         self._bytes: Dict[str, int] = {}
-        self._views: Dict[str, str] = {}
+        self._latest: Dict[str, str] = {}
+        """Name -> the tensor that it stands for: what was made last under it, or for a view the whole."""
+        self._tensors: Counter = Counter()
+        self._names: Counter = Counter()
+        """How often a tensor, and an operation, of a name was written down."""
         self._arrived: Dict[str, List[str]] = {}
         """Layer -> the tensors whose sum is the gradient of its output."""
         self._gradients: Dict[str, str] = {}
@@ -70,21 +78,45 @@ class Writer:
         self, name: str, size_bytes: int, group: str = "transients", touched: Tuple[Tuple[int, int], ...] = ()
     ) -> Tensor:
         """Under a name that operations can read it by; without a group, of what no gradient reads."""
-        self._bytes[name] = size_bytes
-        return Tensor(name, size_bytes, group, touched)
+        name += self._slab
+        self._bytes[name], self._latest[name] = size_bytes, _counted(name, self._tensors)
+        return Tensor(self._latest[name], size_bytes, group, touched)
 
-    def view(self, name: str, whole: str, parts: int) -> str:
-        """One of so many parts of a tensor under a name of its own; reading it keeps all of the tensor."""
-        self._views[name], self._bytes[name] = whole, self._bytes[whole] // parts
-        return name
+    def view(self, whole: str, parts: int) -> None:
+        """This slab of a tensor is from now on one of so many parts of it, which keeps all of it when it is read. A map
+        that is slabs already stays so."""
+        if whole in self._latest:
+            name = whole + self._slab
+            self._latest[name], self._bytes[name] = self._latest[whole], self._bytes[whole] // parts
+
+    @contextlib.contextmanager
+    def slab(self, index: int, planes: int, again: bool) -> Iterator[None]:
+        """What is written down meanwhile is a slab's, of one sample and so many planes of the finest grid."""
+        samples, self.samples = self.samples, 1
+        self._slab, self._planes, self._again = f"/slab{index}", planes, again
+        yield
+        self.samples, self._slab, self._planes, self._again = samples, "", 0, False
 
     def kept_at(self, op: LayerOp) -> str:
         """The line of the bill for what a layer keeps for the backward pass."""
         return f"activations, level {op.level}"
 
-    def map_bytes(self, op: LayerOp) -> int:
+    def grid(self, op: LayerOp) -> Tuple[int, int, int]:
+        """Voxels X, Y, Z of a layer's output."""
+        size_x, size_y, size_z, _ = op.shape
+        return (self._planes >> op.level if self._planes else size_x, size_y, size_z)
+
+    def elements(self, op: LayerOp) -> int:
         """Of a layer's output, for all volumes computed at a time."""
-        return self.samples * op.elements * DTYPE_BYTES[op.dtype]
+        return self.samples * math.prod(self.grid(op)) * op.shape[3]
+
+    def map_bytes(self, op: LayerOp) -> int:
+        """Of a layer's output."""
+        return self.elements(op) * self.compute_bytes
+
+    def flops(self, op: LayerOp) -> int:
+        """Of a layer's forward pass, and of each of its gradients."""
+        return op.flops // op.elements * self.elements(op)
 
     def run(
         self,
@@ -99,18 +131,19 @@ class Writer:
         layer: Optional[LayerOp] = None,
     ) -> None:
         """Add an operation; `layer` is the one whose channels it works on, where its speed hangs on them."""
+        name, found = _counted(name + self._slab, self._names), [self._known(read) for read in reads]
         self._ops.append(
             StepOp(
                 name,
                 kind,
-                tuple(self._views.get(read, read) for read in reads),
+                tuple(self._latest[read] for read in found),
                 tuple(writes),
-                takes_over=takes_over,
+                takes_over=takes_over and self._latest[self._known(takes_over)],
                 flops=flops,
-                traffic_bytes=sum(self._bytes[read] for read in reads) + sum(tensor.bytes for tensor in writes),
+                traffic_bytes=sum(self._bytes[read] for read in found) + sum(tensor.bytes for tensor in writes),
                 in_channels=layer.in_channels if layer else 0,
                 out_channels=layer.shape[3] if layer else 0,
-                **buffers_of(name, buffers, self.again),
+                **buffers_of(name, buffers, self._again),
             )
         )
 
@@ -227,8 +260,12 @@ class Writer:
 
     def _move(self, name: str, group: str, over: str, *reads: str) -> None:
         """A resident tensor is computed anew over another one, and lies there from now on."""
-        moved = self.tensor(name, self._bytes[name], group)
+        moved = Tensor(name, self._bytes[name], group)
         self.run(f"{name}/moved", "update", [over, *reads], [moved], takes_over=over)
+
+    def _known(self, name: str) -> str:
+        """As there is a tensor of: of this slab, else of all."""
+        return name + self._slab if name + self._slab in self._latest else name
 
     def _make_weights(self) -> None:
         """Kernels, slots as zeros, averages as copies: in the order of `cpu3d.training.learner.Learner`."""
@@ -263,3 +300,9 @@ def kernel_elements(op: LayerOp) -> int:
 def filter_gradient_name(op: LayerOp) -> str:
     """In the compute dtype, as the convolution's gradient writes it."""
     return f"{op.name}/filter_gradient"
+
+
+def _counted(name: str, times: Counter) -> str:
+    """A name of its own: the second of its kind ends in /2."""
+    times[name] += 1
+    return name if times[name] == 1 else f"{name}/{times[name]}"

@@ -102,10 +102,10 @@ def test_they_agree_on_micro_batches_too(policy, norm, micro):
 
 
 def test_the_loss_has_as_many_slabs_as_the_closed_form_counts():
-    from memory_estimator.step.writer import SLABS
+    from memory_estimator.step.writer import PIECES
     from models import supervision
 
-    assert SLABS == supervision.PIECES
+    assert PIECES == supervision.PIECES
 
 
 @pytest.mark.parametrize(("dtype", "policy"), [(dtype, "speed") for dtype in DTYPES] + [("bfloat16", "balanced")])
@@ -114,7 +114,7 @@ def test_both_engines_of_the_estimator_see_the_same_history(dtype, policy):
     made = lambda program: [t.bytes for op in program.before for t in op.writes if t.bytes >= SMALL_BYTES]
     assert made(closed) == made(replay.program)
     assert use(closed).peak_bytes == pytest.approx(replay.allocator_peak_bytes, rel=0.01)
-    assert use(closed).resident_bytes == pytest.approx(use(replay.program).resident_bytes, rel=0.02)
+    assert use(closed).resident_bytes == pytest.approx(use(replay.program).resident_bytes, rel=0.01)
 
 
 def test_a_volume_far_larger_than_the_host_is_estimated_and_nothing_of_it_is_taken():
