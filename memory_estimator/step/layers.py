@@ -283,12 +283,12 @@ def loss(writer: Writer, head: LayerOp) -> None:
     """From a head's output to its gradient: at once, or piece by piece, sums first, as memory is saved."""
     target, at_once, gradients = f"{head.name}/target", writer.pieces == 1, []
     for piece in range(writer.pieces):
-        probability = loss_sums(writer, head, _logits(writer, head), "" if piece else target, kept=at_once)
+        probability = loss_sums(writer, head, logits(writer, head), "" if piece else target, kept=at_once)
     for piece in range(writer.pieces):
         if not at_once:
-            logits = _logits(writer, head)
-            over = logits if piece == writer.pieces - 1 or logits != head.name else None
-            probability = _of_loss(writer, head, "probability", logits, over=over)
+            z = logits(writer, head)
+            over = z if piece == writer.pieces - 1 or z != head.name else None
+            probability = _of_loss(writer, head, "probability", z, over=over)
             cast_target(writer, head)
         gradients.append(_slope(writer, head, probability, target, over_slope=at_once))
     size = writer.map_bytes(head)
@@ -296,23 +296,23 @@ def loss(writer: Writer, head: LayerOp) -> None:
     writer.receive(head.name, joined)
 
 
-def loss_sums(writer: Writer, head: LayerOp, logits: str, target: str, kept: bool = False) -> str:
-    """What `sums` of `cpu3d.training.losses.DiceCrossEntropy` makes of float32 maps; returns the name of the
-    probabilities, which lie where the logits lay, where nobody else will read those. Without `target` it is cast here,
-    when it is its turn. Sums that no map is made for take next to no time and are left out."""
+def loss_sums(writer: Writer, head: LayerOp, z: str, target: str, kept: bool = False) -> str:
+    """What `sums` of `cpu3d.training.losses.DiceCrossEntropy` makes of the float32 logits `z`; returns the name of the
+    probabilities, which lie where those lay unless they are read again. Without `target` it is cast here, when it is
+    its turn. Sums that no map is made for take next to no time and are left out."""
 
     def total(name: str, *reads: str, over: Optional[str] = None) -> None:
         writer.run(f"{head.name}/loss/{name}/sum", "reduce", [_of_loss(writer, head, name, *reads, over=over)])
 
     first = not target
     if first:
-        total("softplus", logits)
+        total("softplus", z)
     target = target or cast_target(writer, head)
-    total("products", logits, target)
+    total("products", z, target)
     if not first:
-        total("softplus", logits)
-    over = logits if kept or logits != head.name else None
-    probability = _of_loss(writer, head, "probability", logits, over=over)
+        total("softplus", z)
+    over = z if writer.pieces == 1 or z != head.name else None
+    probability = _of_loss(writer, head, "probability", z, over=over)
     total("overlap", probability, target, over=None if kept else probability)
     return probability
 
@@ -336,7 +336,7 @@ def _of_loss(writer: Writer, head: LayerOp, name: str, *reads: str, over: Option
     return writer.make(f"{head.name}/loss/{name}", "pointwise", reads, _piece_bytes(writer, head), takes_over=over)
 
 
-def _logits(writer: Writer, head: LayerOp) -> str:
+def logits(writer: Writer, head: LayerOp) -> str:
     """A head's output in float32, all of it or a piece; returns its name."""
     cut = _piece(writer, head, head.name, writer.compute_bytes)
     return _of_loss(writer, head, "float32", cut) if writer.mixed else cut
