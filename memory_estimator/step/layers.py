@@ -55,7 +55,7 @@ def forward(writer: Writer, op: LayerOp) -> None:
     elif kind == "act":  # after a residual sum, in the memory of the sum
         writer.make(op.name, "pointwise", op.inputs, writer.map_bytes(op), kept, takes_over=source)
     elif kind == "upsample":
-        upsample(writer, op, source, kept)
+        resample(writer, op, source, kept)
 
 
 def backward(writer: Writer, op: LayerOp) -> None:
@@ -85,7 +85,7 @@ def backward(writer: Writer, op: LayerOp) -> None:
     elif kind == "act":
         writer.receive(source, relu_gradient(writer, op, upstream))
     elif kind == "upsample":
-        writer.receive(source, upsample_gradient(writer, op, upstream))
+        writer.receive(source, resample(writer, op, upstream, back=True))
 
 
 def convolve(writer: Writer, op: LayerOp, source: str, group: str = "transients") -> str:
@@ -241,22 +241,14 @@ def relu_gradient(writer: Writer, op: LayerOp, upstream: str) -> str:
     return writer.make(name, "pointwise", [upstream, op.name], writer.map_bytes(op), takes_over=over)
 
 
-def upsample(writer: Writer, op: LayerOp, source: str, group: str = "transients") -> str:
-    """From the coarser map `source`; returns the result's name."""
-    return _resample(writer, op, source, op.name, group, [1, 2, 4, 8])
-
-
-def upsample_gradient(writer: Writer, op: LayerOp, upstream: str) -> str:
-    """The same way back: planes cut out, and each added to its twin. Returns its name."""
-    return _resample(writer, op, upstream, f"{op.name}/gradient_below", "transients", [8, 4, 2, 1])
-
-
-def _resample(writer: Writer, op: LayerOp, source: str, result: str, group: str, eighths: Sequence[int]) -> str:
-    """From map to map, whose sizes are given as `eighths` of the fine one: an axis at a time, each cut into planes.
-    Exact up to MOST_PLANES a side; beyond, live bytes stay exact, and what the allocator counts moves a little."""
-    fine, grows = writer.map_bytes(op), eighths[0] == 1
+def resample(writer: Writer, op: LayerOp, source: str, group: str = "transients", back: bool = False) -> str:
+    """Up-sampling of the coarser map `source`, or `back`, where planes are cut out and each is added to its twin: an
+    axis at a time, each cut into planes. Exact up to MOST_PLANES a side; beyond, live bytes stay exact, and what the
+    allocator counts moves a little. Returns the result's name."""
+    fine, result = writer.map_bytes(op), f"{op.name}/gradient_below" if back else op.name
+    eighths = (8, 4, 2, 1) if back else (1, 2, 4, 8)
     for axis, (now, then) in enumerate(zip(eighths, eighths[1:])):
-        planes, last = op.shape[axis] // (2 if grows else 1), axis == 2
+        planes, last = op.shape[axis] // (1 if back else 2), axis == 2
         count = planes if planes <= MOST_PLANES else FEW_PIECES
         cuts, size = [planes * piece // count for piece in range(count + 1)], fine * now // 8 // planes
         names = [f"{result}/axis{axis}/plane{first}" for first in cuts[:-1]]
