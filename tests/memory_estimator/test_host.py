@@ -1,10 +1,13 @@
 """This host, from made-up /proc and /sys."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
+from cpu3d.host.topology import topology_of
 from memory_estimator.host import memory_high, read_host
+from tests.cpu3d.host.test_topology import write_tree
 
 GIB = 2**30
 
@@ -14,43 +17,21 @@ def write(root: Path, path: str, text: str) -> None:
     (root / path).write_text(text + "\n")
 
 
-def make_tree(root, model, flags, sockets, cores_per_socket, threads, memory_kib, available_kib):
-    """A machine's /proc and /sys. CPUs are numbered as by Linux: every core of every socket, then second threads."""
-    cores = sockets * cores_per_socket
-    cpus = range(cores * threads)
-    info = [f"processor\t: {cpu}\nmodel name\t: {model}\nflags\t\t: {flags}" for cpu in cpus]
-    write(root, "proc/cpuinfo", "\n\n".join(info))
-    write(
-        root,
-        "proc/meminfo",
-        f"MemTotal: {memory_kib} kB\nMemFree: 1 kB\nMemAvailable: {available_kib} kB\nHugePages_Total: 0",
-    )
-    write(root, "proc/self/status", f"Name:\tpython\nCpus_allowed_list:\t0-{len(cpus) - 1}")
-    write(root, "sys/devices/system/cpu/online", f"0-{len(cpus) - 1}")
-    for cpu in cpus:
-        topology = f"sys/devices/system/cpu/cpu{cpu}/topology"
-        siblings = ",".join(str(cpu % cores + thread * cores) for thread in range(threads))
-        write(root, f"{topology}/thread_siblings_list", siblings)
-        write(root, f"{topology}/physical_package_id", str(cpu % cores // cores_per_socket))
-    for node in range(sockets):
-        lists = (
-            f"{node * cores_per_socket + t * cores}-{(node + 1) * cores_per_socket - 1 + t * cores}"
-            for t in range(threads)
-        )
-        write(root, f"sys/devices/system/node/node{node}/cpulist", ",".join(lists))
+XEON, CLOUD = topology_of("xeon-2x28"), topology_of("container-7-of-64")
 
 
 @pytest.fixture
 def xeon(tmp_path):
     """Two sockets of 28 cores of two threads, 1.5 TiB."""
-    make_tree(tmp_path, "Xeon 8280", "avx avx2 fma avx512f avx512_vnni", 2, 28, 2, 1536 * 2**20, 1500 * 2**20)
+    write_tree(tmp_path, XEON)
     return tmp_path
 
 
 @pytest.fixture
 def big(tmp_path):
-    """One socket, 64 cores, 256 GiB with 200 GiB available: what containers are cut from."""
-    make_tree(tmp_path, "EPYC", "avx avx2", 1, 64, 1, 256 * 2**20, 200 * 2**20)
+    """One socket, 64 cores, 256 GiB: what containers are cut from."""
+    host = dataclasses.replace(CLOUD.host, cgroup_limit_bytes=None, cpu_quota=None)
+    write_tree(tmp_path, dataclasses.replace(CLOUD, host=host))
     return tmp_path
 
 
@@ -62,9 +43,9 @@ def test_only_the_cpus_in_the_mask_count(xeon, mask, sockets, cores, cpus, nodes
     write(xeon, "proc/self/status", f"Cpus_allowed_list: {mask}")
     host = read_host(xeon)
     assert (host.sockets, host.cores, host.logical_cpus, host.numa_nodes) == (sockets, cores, cpus, nodes)
-    assert (host.cpu_model, host.memory_bytes, host.free_bytes) == ("Xeon 8280", 1536 * GIB, 1500 * GIB)
+    assert (host.cpu_model, host.memory_bytes) == (XEON.host.cpu_model, 1536 * GIB)
     assert (host.cgroup_limit_bytes, host.cpu_quota, host.usable_cores) == (None, None, cores)
-    assert host.isa == ("avx", "avx2", "fma", "avx512f", "avx512_vnni")
+    assert host.isa == XEON.host.isa
 
 
 def test_the_kernels_of_onednn_follow_the_instructions_the_caches_and_the_environment(xeon, monkeypatch):
