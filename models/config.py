@@ -71,13 +71,8 @@ class UNetConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}; give a positive number")
         if not 2 <= self.depth <= 8:
             raise ValueError(f"depth must be between 2 and 8, got {self.depth}; 5 is the paper's")
-        for name, allowed in (
-            ("network", NETWORKS),
-            ("norm", NORMS),
-            ("up", UPS),
-            ("dtype", DTYPES),
-            ("policy", POLICIES),
-        ):
+        choices = {"network": NETWORKS, "norm": NORMS, "up": UPS, "dtype": DTYPES, "policy": POLICIES}
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}; pick one")
 

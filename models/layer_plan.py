@@ -71,15 +71,15 @@ def layer_plan(config: UNetConfig, shape: Shape3) -> Tuple[LayerOp, ...]:
         skips.append(x)
     deep_heads = []
     for level in reversed(range(config.depth - 1)):
-        up = _up(plan, x, level)
+        up = plan.up(x, level)
         channels = skips[level].shape[3] + up.shape[3]
         x = plan.add(f"decoder{level}_concat", "concat", (skips[level], up), level, channels)
         x = plan.block(f"decoder{level}", x, level, config.decoder_widths(level))
         if config.deep_supervision and level:
             deep_heads.append((level, x))
-    plan.convolution("head", "head", x, 0, config.outputs, kernel=1, bias=True)
+    plan.convolution("head", "head", x, 0, config.outputs, kernel=1)
     for level, source in deep_heads:
-        plan.convolution(f"head{level}", "head", source, level, config.outputs, kernel=1, bias=True)
+        plan.convolution(f"head{level}", "head", source, level, config.outputs, kernel=1)
     return tuple(plan.ops)
 
 
@@ -93,6 +93,9 @@ def training_flops(config: UNetConfig, shape: Shape3, batch: int = 1) -> int:
     image = plan[0].name
     return batch * sum(op.flops * (2 if image in op.inputs else 3) for op in plan)
 
+
+PIECES = 8
+"""Of X that a volume's loss is computed in, but with "speed": their float32 maps are then no larger than its logits."""
 
 SLABS = 16
 """About as many a volume: what is alive beside whole maps is a handful of slabs."""
@@ -114,8 +117,7 @@ class _Plan:
     """Collects the layers; knows the shape of each level."""
 
     def __init__(self, config: UNetConfig, shape: Shape3):
-        self.config = config
-        self.shape = shape
+        self.config, self.shape = config, shape
         self.ops: List[LayerOp] = []
 
     def add(self, name: str, kind: str, inputs: Tuple[LayerOp, ...], level: int, channels: int, **more: int) -> LayerOp:
@@ -124,19 +126,9 @@ class _Plan:
         self.ops.append(op)
         return op
 
-    def convolution(
-        self,
-        name: str,
-        kind: str,
-        x: LayerOp,
-        level: int,
-        channels: int,
-        *,
-        kernel: int,
-        bias: bool = False,
-    ) -> LayerOp:
+    def convolution(self, name: str, kind: str, x: LayerOp, level: int, channels: int, kernel: int) -> LayerOp:
         fan_in = x.shape[3]
-        weights = kernel**3 * fan_in * channels + (channels if bias else 0)
+        weights = kernel**3 * fan_in * channels + (channels if kind == "head" else 0)
         return self.add(name, kind, (x,), level, channels, kernel=kernel, in_channels=fan_in, trainable=weights)
 
     def block(self, name: str, entry: LayerOp, level: int, widths: Tuple[int, int]) -> LayerOp:
@@ -159,13 +151,11 @@ class _Plan:
         frozen = 2 * channels if self.config.norm == "batch" else 0
         return self.add(name, kind, (x,), x.level, channels, trainable=trainable, frozen=frozen)
 
-
-def _up(plan: _Plan, x: LayerOp, level: int) -> LayerOp:
-    """Double the resolution on the way into decoder `level`."""
-    width = plan.config.up_width(level)
-    name = f"decoder{level}_up"
-    if plan.config.up == "transposed":
-        weights = 8 * x.shape[3] * width
-        return plan.add(name, "up_conv", (x,), level, width, kernel=2, in_channels=x.shape[3], trainable=weights)
-    x = plan.convolution(f"{name}_conv", "conv", x, level + 1, width, kernel=1)
-    return plan.add(name, "upsample", (x,), level, width)
+    def up(self, x: LayerOp, level: int) -> LayerOp:
+        """Double the resolution on the way into decoder `level`."""
+        width, name = self.config.up_width(level), f"decoder{level}_up"
+        if self.config.up == "transposed":
+            weights = 8 * x.shape[3] * width
+            return self.add(name, "up_conv", (x,), level, width, kernel=2, in_channels=x.shape[3], trainable=weights)
+        x = self.convolution(f"{name}_conv", "conv", x, level + 1, width, kernel=1)
+        return self.add(name, "upsample", (x,), level, width)

@@ -23,45 +23,41 @@ class NormActivation(tf.keras.layers.Layer):
 
     def __init__(self, norm: str = "instance", activate: bool = True, **kwargs):
         super().__init__(**kwargs)
-        self.norm = norm
-        self.activate = activate
-        self.batch_norm = None
-        if norm == "batch":
-            self.batch_norm = tf.keras.layers.BatchNormalization(
-                epsilon=EPSILON, momentum=MOMENTUM, dtype=self._dtype_policy, name="batch_norm"
-            )
+        self.norm, self.activate = norm, activate
 
     def build(self, input_shape):
-        if self.norm == "instance":
-            # Statistics and affine stay float32: the kernel takes a bfloat16 map beside float32 vectors.
-            shared = {"shape": (input_shape[-1],), "dtype": "float32", "experimental_autocast": False}
-            self.gamma = self.add_weight(name="gamma", initializer="ones", **shared)
-            self.beta = self.add_weight(name="beta", initializer="zeros", **shared)
-        if self.norm == "batch":
-            _, size_x, size_y, size_z, channels = input_shape
-            self.batch_norm.build((None, size_x * size_y, size_z, channels))
+        channels = (input_shape[-1],)
+        # Statistics and affine stay float32: the kernel takes a bfloat16 map beside float32 vectors.
+        single = {"shape": channels, "dtype": "float32", "experimental_autocast": False}
         if self.norm == "none":
-            self.bias = self.add_weight(name="bias", shape=(input_shape[-1],), initializer="zeros")
+            self.bias = self.add_weight(name="bias", shape=channels, initializer="zeros")
+        else:
+            self.gamma = self.add_weight(name="gamma", initializer="ones", **single)
+            self.beta = self.add_weight(name="beta", initializer="zeros", **single)
+        if self.norm == "batch":
+            self.moving_mean = self.add_weight(name="moving_mean", initializer="zeros", trainable=False, **single)
+            self.moving_variance = self.add_weight(
+                name="moving_variance", initializer="ones", trainable=False, **single
+            )
         super().build(input_shape)
 
     def call(self, x, training=None):
         parts = self.fold(x)
-        if self.norm == "batch":
-            return self.unfold(self._batch_norm(parts, training), x)
-        return self.unfold(self.apply(parts, *self.values())[0], x)
-
-    def get_config(self):
-        return {**super().get_config(), "norm": self.norm, "activate": self.activate}
+        if self.norm == "batch" and not (training and parts[0].shape.rank == 5):
+            return self.unfold([self._batch_norm(parts[0], bool(training))], x)
+        parts, statistics = self.apply(parts, *self.values())
+        if statistics:
+            self.move(*statistics)
+        return self.unfold(parts, x)
 
     # --- As a function of its weights ---
 
     def values(self, *before):
         """What it multiplies by and adds, as tensors, read once all of `before` is there."""
-        owner = self.batch_norm or self
         with tf.control_dependencies(before):
             if self.norm == "none":
                 return [tf.cast(tf.convert_to_tensor(self.bias), self.compute_dtype)]
-            return [tf.convert_to_tensor(owner.gamma), tf.convert_to_tensor(owner.beta)]
+            return [tf.convert_to_tensor(self.gamma), tf.convert_to_tensor(self.beta)]
 
     def apply(self, parts, *values):
         """The layer in training on a folded map: its parts again, and a batch's mean and variance (or nothing).
@@ -73,8 +69,8 @@ class NormActivation(tf.keras.layers.Layer):
         if parts[0].shape.rank == 5:
             y, *statistics = normalised(parts[0], *values, self.norm == "batch", self.activate)
             return [y], [each[0] for each in statistics] if self.norm == "batch" else []
-        found = [self._fused(part, *values) for part in parts]
-        return [self._activate(one[0]) for one in found], list(found[0][1:3]) if self.norm == "batch" else []
+        found = [tf.compat.v1.nn.fused_batch_norm(part, *values, epsilon=EPSILON) for part in parts]
+        return [self._activate(one[0]) for one in found], list(found[0][1:]) if self.norm == "batch" else []
 
     def fold(self, x):
         """(N, X, Y, Z, C) -> the parts that are normalised each for itself, each (n, X*Y, Z, C): views, no copies.
@@ -101,26 +97,24 @@ class NormActivation(tf.keras.layers.Layer):
 
     def move(self, mean, variance):
         """Move batch norm's statistics towards those of a batch, as training does."""
-        for moving, found in ((self.batch_norm.moving_mean, mean), (self.batch_norm.moving_variance, variance)):
+        for moving, found in ((self.moving_mean, mean), (self.moving_variance, variance)):
             moving.assign_sub((moving - tf.cast(found, moving.dtype)) * (1 - MOMENTUM))
 
     # --- Private helpers ---
 
-    def _batch_norm(self, parts, training):
-        if parts[0].shape.rank == 4:
-            return [self._activate(self.batch_norm(parts[0], training=training))]
-        gamma, beta = self.values()
+    def _batch_norm(self, x, training: bool):
+        """By the fused kernel, which in training moves the statistics as well; in inference by a pass of our own where
+        that is slow."""
+        moving, (gamma, beta) = (self.moving_mean, self.moving_variance), self.values()
+        if x.shape.rank == 5:
+            scale = gamma * tf.math.rsqrt(self.moving_variance + EPSILON)
+            return one_pass(affine, [x], self.moving_mean, scale, beta, relu=self.activate)
+        more = {"epsilon": EPSILON, "is_training": training, "exponential_avg_factor": 1 - MOMENTUM}
+        y, *moved = tf.compat.v1.nn.fused_batch_norm(x, gamma, beta, *moving, **more)
         if training:
-            parts, statistics = self.apply(parts, gamma, beta)
-            self.move(*statistics)
-            return parts
-        moving = self.batch_norm
-        scale = gamma * tf.math.rsqrt(moving.moving_variance + EPSILON)
-        return [one_pass(affine, parts, moving.moving_mean, scale, beta, relu=self.activate)]
+            for variable, found in zip(moving, moved):
+                variable.assign(found)
+        return self._activate(y)
 
     def _activate(self, x):
         return tf.nn.relu(x) if self.activate else x
-
-    @staticmethod
-    def _fused(sample, gamma, beta):
-        return tf.compat.v1.nn.fused_batch_norm(sample, gamma, beta, epsilon=EPSILON, is_training=True)

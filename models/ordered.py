@@ -27,14 +27,12 @@ class Convolution(tf.keras.layers.Conv3D):
         maps = convolution(inputs, read_after(inputs, self.kernel), of_kernel)
         return add_bias(maps, tf.convert_to_tensor(self.bias)) if self.use_bias else maps
 
-    def get_config(self):
-        return {**super().get_config(), "by_planes": self.by_planes}
-
 
 class ShortcutSum(tf.keras.layers.Layer):
     """A residual block's sum: its last maps (N, X, Y, Z, filters) plus a 1x1x1 convolution of its input, without bias.
 
     Takes both as [maps, entry]. One layer, because only then can the shortcut's gradients be told to come first.
+    `entry_learns` is false where the entry is the image: its gradient would be waited for and thrown away.
     """
 
     def __init__(self, filters: int, kernel_initializer="glorot_uniform", entry_learns: bool = True, **kwargs):
@@ -50,12 +48,16 @@ class ShortcutSum(tf.keras.layers.Layer):
 
     def call(self, inputs):
         maps, entry = inputs
-        return _shortcut_sum(maps, entry, read_after(maps, self.kernel), self.entry_learns)
 
-    def get_config(self):
-        initializer = tf.keras.initializers.serialize(self.kernel_initializer)
-        more = {"filters": self.filters, "kernel_initializer": initializer, "entry_learns": self.entry_learns}
-        return {**super().get_config(), **more}
+        @tf.custom_gradient
+        def total(maps, entry, kernel):
+            def gradient(upstream):
+                to_entry, (to_kernel,) = gradients(entry, [(kernel, upstream)])
+                return then(upstream, to_entry if self.entry_learns else to_kernel), to_entry, to_kernel
+
+            return maps + tf.nn.conv3d(then(entry, maps), kernel, UNIT, "SAME"), gradient
+
+        return total(maps, entry, read_after(maps, self.kernel))
 
 
 class UpConvolution(tf.keras.layers.Conv3DTranspose):
@@ -78,10 +80,17 @@ def add_bias(maps, bias):
 
     def gradient(upstream):
         to_bias = tf.raw_ops.BiasAddGrad(out_backprop=upstream)
-        with tf.control_dependencies([to_bias]):
-            return tf.identity(upstream), to_bias
+        return then(upstream, to_bias), to_bias
 
     return tf.nn.bias_add(maps, bias), gradient
+
+
+def then(x, *before):
+    """x, but not until all of `before` is there. A view, no copy."""
+    if not before:
+        return x
+    with tf.control_dependencies(before):
+        return tf.identity(x)
 
 
 def read_after(maps, kernel):
@@ -90,26 +99,36 @@ def read_after(maps, kernel):
         return tf.convert_to_tensor(kernel)
 
 
-def input_gradient(x, kernel, upstream, *before):
-    """Of a convolution of x (N, X, Y, Z, A), stride 1, "same", from its output's gradient (N, X, Y, Z, B).
-
-    Not computed until all of `before` is; of x, only the shape is read.
-    """
-    size = tf.shape(x)
-    with tf.control_dependencies(before):
-        return tf.raw_ops.Conv3DBackpropInputV2(
-            input_sizes=size, filter=kernel, out_backprop=upstream, strides=UNIT, padding="SAME"
-        )
-
-
 def convolution(x, kernel, of_kernel=filter_gradient):
     """(N, X, Y, Z, A), (k, k, k, A, B) -> (N, X, Y, Z, B), stride 1, "same". `of_kernel` computes filter gradients."""
 
     @tf.custom_gradient
     def convolved(x, kernel):
-        return tf.nn.conv3d(x, kernel, UNIT, "SAME"), lambda upstream: _gradients(x, kernel, upstream, of_kernel)
+        def gradient(upstream):
+            to_x, (to_kernel,) = gradients(x, [(kernel, upstream)], of_kernel)
+            return to_x, to_kernel
+
+        return tf.nn.conv3d(x, kernel, UNIT, "SAME"), gradient
 
     return convolved(x, kernel)
+
+
+def gradients(x, meets, of_kernel=filter_gradient):
+    """Of a map (N, X, Y, Z, A), and before that of each kernel that it meets in a convolution, stride 1, "same".
+
+    They are given as (kernel, gradient of that convolution's output).
+    """
+    at_x, to_kernels = None, []
+    for kernel, upstream in meets:
+        to_kernels.append(of_kernel(x, then(upstream, *to_kernels[-1:]), kernel.shape))
+    for kernel, upstream in meets:
+        size = tf.shape(x)
+        with tf.control_dependencies([to_kernels[-1] if at_x is None else at_x]):
+            one = tf.raw_ops.Conv3DBackpropInputV2(
+                input_sizes=size, filter=kernel, out_backprop=upstream, strides=UNIT, padding="SAME"
+            )
+        at_x = one if at_x is None else at_x + one
+    return at_x, to_kernels
 
 
 @tf.custom_gradient
@@ -123,36 +142,12 @@ def up_convolution(x, kernel):
             input=upstream, filter_sizes=kernel.shape, out_backprop=x, strides=HALF, padding="SAME"
         )
         with tf.control_dependencies([to_kernel]):
-            to_x = tf.nn.conv3d(upstream, kernel, HALF, "SAME")
-        return to_x, to_kernel
+            return tf.nn.conv3d(upstream, kernel, HALF, "SAME"), to_kernel
 
     return tf.nn.conv3d_transpose(x, kernel, shape, HALF, "SAME"), gradient
 
 
 # --- Private helpers ---
-
-
-def _gradients(x, kernel, upstream, of_kernel=filter_gradient):
-    """Of a convolution's input and kernel, the kernel's first."""
-    to_kernel = of_kernel(x, upstream, kernel.shape)
-    return input_gradient(x, kernel, upstream, to_kernel), to_kernel
-
-
-def _shortcut_sum(maps, entry, kernel, entry_learns):
-    """`entry_learns` is false where the entry is the image: its gradient would be waited for and thrown away."""
-
-    @tf.custom_gradient
-    def total(maps, entry, kernel):
-        def gradient(upstream):
-            to_entry, to_kernel = _gradients(entry, kernel, upstream)
-            with tf.control_dependencies([to_entry if entry_learns else to_kernel]):
-                return tf.identity(upstream), to_entry, to_kernel
-
-        with tf.control_dependencies([maps]):
-            late = tf.identity(entry)
-        return maps + tf.nn.conv3d(late, kernel, UNIT, "SAME"), gradient
-
-    return total(maps, entry, kernel)
 
 
 @tf.custom_gradient

@@ -27,7 +27,7 @@ def normalised(x, gamma, beta, together: bool, relu: bool):
     def computed(*inputs):
         # Between two tapes TensorFlow would have every compiled pass put out all that its gradient might read.
         x, gamma, beta = map(tf.stop_gradient, inputs)
-        elements = _elements(x, together)
+        elements = x.shape[1:4].num_elements() * (tf.cast(tf.shape(x)[0], tf.float32) if together else 1.0)
         mean = channel_sums(value, [x], together=together) / elements
         squares = channel_sums(square_about, [x], mean, together=together)
         rate = tf.math.rsqrt(squares / elements + EPSILON)
@@ -143,9 +143,3 @@ def _like_rows(of_channels: Sequence, maps):
     """Each (C,) or (groups, C) as (1 or groups, 1, 1, Z * C)."""
     size_z, channels = maps.shape[-2:]
     return [tf.tile(tf.reshape(each, (-1, 1, 1, channels)), (1, 1, 1, size_z)) for each in of_channels]
-
-
-def _elements(maps, together: bool):
-    """That a channel of a group has."""
-    size_x, size_y, size_z, _ = maps.shape[-4:]
-    return size_x * size_y * size_z * (tf.cast(tf.shape(maps)[0], tf.float32) if together else 1.0)

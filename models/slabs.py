@@ -5,128 +5,165 @@ each neighbour. A norm's statistics are summed over slabs in float32, forward as
 backward as (sum of dy, sum of dy * x-hat); what lies behind a norm is made again, slab by slab, wherever it is read.
 """
 
-import dataclasses
-from typing import Callable, List, Sequence, Tuple
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import tensorflow as tf
 
 from models.config import EPSILON
-from models.ordered import UNIT
+from models.filter_gradient import UNIT, UNIT_2D, filter_gradient_of_slab
 from models.passes import affine, behind_relu, channel_sums, gradient_below, one_pass, product, square_about, value
 
-UNIT_2D = (1, 1, 1, 1)
+
+class Halo(NamedTuple):
+    """A slab with the planes before and after it; None beyond the volume's edge."""
+
+    slab: Any
+    before: Optional[Any] = None
+    after: Optional[Any] = None
 
 
-@dataclasses.dataclass(frozen=True)
+class Near(NamedTuple):
+    """Has a sweep give its body the slab with its halo, of a map."""
+
+    slabs: Sequence
+
+
 class Cut:
-    """How a batch of maps (N, X, Y, Z, C) is cut along X."""
+    """How a batch of maps (N, X, Y, Z, C) is cut along X, and sweeps over the slabs, each after the one before."""
 
-    samples: int
-    planes: int
-    height: int
-
-    @property
-    def pieces(self) -> List[Tuple[int, int, int]]:
+    def __init__(self, samples: int, edges: Sequence[int]):
+        """Edges are the first planes of the slabs, and X."""
+        self.samples, self.size_x, self._before = samples, edges[-1], []
+        self.pieces = [(n, *ends) for n in range(samples) for ends in zip(edges, edges[1:])]
         """(sample, first plane, past the last) of each slab."""
-        firsts = range(0, self.planes, self.height)
-        return [(n, first, min(first + self.height, self.planes)) for n in range(self.samples) for first in firsts]
 
-    def of(self, maps, coarser: int = 1) -> List:
-        """The slabs of (N, X, Y, Z, C), or of a `coarser` grid: views."""
-        planes = self.planes // coarser
-        flat = tf.reshape(maps, (self.samples * planes, *maps.shape[2:]))
-        return [flat[n * planes + a // coarser : n * planes + b // coarser] for n, a, b in self.pieces]
+    def of(self, maps) -> List:
+        """The slabs of (N, X, Y, Z, C), or of a coarser grid: views."""
+        flat = self.flat(maps)
+        return [flat[planes] for planes in self.planes(self.size_x // maps.shape[1])]
+
+    def flat(self, maps):
+        """(N * X, Y, Z, C), of which slabs are views: along any other axis they would be copies."""
+        return tf.reshape(maps, (self.samples * maps.shape[1], *maps.shape[2:]))
+
+    def planes(self, coarser: int = 1) -> List[slice]:
+        """Of each slab, in a flat map."""
+        firsts = [(n * self.size_x + a, n * self.size_x + b) for n, a, b in self.pieces]
+        return [slice(first // coarser, past // coarser) for first, past in firsts]
 
     def join(self, slabs: Sequence):
         """The way back, a copy."""
         flat = tf.concat(list(slabs), 0)
         return tf.reshape(flat, (self.samples, -1, *flat.shape[1:]))
 
+    def sum_by_sample(self, sums: Sequence):
+        """(N, ...) from what each slab has, (1, ...)."""
+        of_samples = [[one for one, piece in zip(sums, self.pieces) if piece[0] == n] for n in range(self.samples)]
+        return tf.concat([tf.add_n(of_sample) for of_sample in of_samples], 0)
 
-def near(cut: Cut, index: int, *kept: Sequence) -> Tuple:
-    """(slab, plane before, plane after) of each of `kept`, as three tuples; None beyond the volume's edge. Views."""
-    pieces = cut.pieces
-    first = not pieces[index][1]
-    last = index + 1 == len(pieces) or not pieces[index + 1][1]
-    before = None if first else tuple(slabs[index - 1][-1:] for slabs in kept)
-    after = None if last else tuple(slabs[index + 1][:1] for slabs in kept)
-    return tuple(slabs[index] for slabs in kept), before, after
+    def of_sample(self, values: Sequence) -> List[List]:
+        """For each slab, what its sample has of each of `values` (N, ...)."""
+        of_samples = [[one[n : n + 1] for one in values] for n in range(self.samples)]
+        return [of_samples[piece[0]] for piece in self.pieces]
+
+    def sweep(self, body: Callable, *given: Any) -> Any:
+        """`body` slab by slab, each after the one before and the first after the last sweep; what it returns, as lists.
+
+        Of what is given, a list has one for each slab, `Near` stands for a slab with its halo, and a tuple for each of
+        its own; all else `body` takes as it is. It is a function in the graph, traced once for slabs of one shape.
+        """
+        body = tf.function(body, autograph=False, experimental_attributes={"_noinline": True})
+        found = []
+        for index in range(len(self.pieces)):
+            with tf.control_dependencies(self._before):
+                found.append(body(*(self._pick(one, index) for one in given)))
+            self._before = tf.nest.flatten(found[-1])[:1]
+        return tf.nest.map_structure(lambda *slabs: list(slabs), *found)
+
+    def _pick(self, one, index: int):
+        if isinstance(one, Near):
+            first = not self.pieces[index][1]
+            last = self.pieces[index][2] == self.size_x
+            before = None if first else one.slabs[index - 1][-1:]
+            return Halo(one.slabs[index], before, None if last else one.slabs[index + 1][:1])
+        if isinstance(one, tuple):
+            return tuple(self._pick(each, index) for each in one)
+        return one[index] if isinstance(one, list) else one
 
 
-def made(parts: Tuple, make: Callable) -> Tuple:
-    """`near` as the maps that `make` makes of the kept ones: (slab, plane before or None, plane after or None)."""
-    slab, before, after = parts
-    return make(*slab), before and make(*before)[-1:], after and make(*after)[:1]
-
-
-def whole_slabs(body: Callable):
-    """A slab's part of a sweep as a function in the graph: traced once for all slabs of a shape, and not inlined."""
-    return tf.function(body, autograph=False, experimental_attributes={"_noinline": True})
-
-
-def in_turn(cut: Cut, body: Callable, arguments: Callable, before: Sequence = ()) -> List[List]:
-    """`body` of `arguments(index)` slab by slab, each after the one before; what it returns, by kind."""
-    found, before, body = [], list(before), whole_slabs(body)
-    for index in range(len(cut.pieces)):
-        with tf.control_dependencies(before):
-            found.append(body(*arguments(index)))
-        before = tf.nest.flatten(found[-1])[:1]
-    return [list(each) for each in zip(*found)]
+def mapped(make: Callable, *halos: Halo) -> Halo:
+    """What `make` makes of slabs and of the planes beside them: of these the one next to the slab."""
+    slabs, before, after = zip(*halos)
+    slab = make(*slabs)
+    before = None if before[0] is None else make(*before)[-1:]
+    after = None if after[0] is None else make(*after)[:1]
+    return Halo(slab, before, after)
 
 
 class Norm:
     """A block's norm and ReLU over slabs, as a function of its weights.
 
     A group is what is normalised together: a sample (instance), all of the batch (batch, and none). No norm is one of
-    mean 0 and variance 1. What a slab's passes take, `of` and `gradient` give; that is all that crosses from one sweep
-    to another.
+    mean 0 and variance 1. `of` has for each slab what `apply` takes: (mean, scale, shift, rate).
     """
 
-    def __init__(self, layer, cut: Cut, values):
-        self.kind, self.layer, self.relu = layer.norm, layer, layer.activate
+    def __init__(self, layer, cut: Cut, values, training: bool):
+        self.kind, self.relu, self.cut = layer.norm, layer.activate, cut
         self.values = values if self.kind != "none" else (1.0, tf.cast(values[0], tf.float32))
         self.dtype = values[0].dtype
         self.group_of = [piece[0] if self.kind == "instance" else 0 for piece in cut.pieces]
-
-    def statistics(self, slab) -> Tuple:
-        """() where none are needed, else (2, C) float32: a slab's means, and its sums of squares about them."""
+        self.of, self.statistics = [], []
+        """The latter are a batch's mean and variance, in training with batch norm."""
         if self.kind == "none":
-            return ()
-        mean = channel_sums(value, [slab]) / slab.shape[:3].num_elements()
-        return (tf.concat([mean, channel_sums(square_about, [slab], mean)], 0),)
-
-    def settle(self, sums: Sequence, slabs: Sequence, training: bool) -> None:
-        """Take all slabs' `statistics`, or a batch norm's moving ones."""
-        if self.kind == "none":
-            self.mean, variance = [tf.zeros_like(self.values[1])], None
-            self.rate = [tf.ones_like(self.values[1])]
+            self._settle([tf.zeros_like(self.values[1])], [tf.ones_like(self.values[1])])
         elif self.kind == "batch" and not training:
-            batch_norm = self.layer.batch_norm
-            self.mean, variance = [batch_norm.moving_mean], [batch_norm.moving_variance]
-        else:
-            sizes = [float(slab.shape[:3].num_elements()) for slab in slabs]
-            self.mean, variance = [], []
-            # Chan et al. 1983: no difference of large sums.
-            for of_slabs, counts in zip(self._by_group(sums), self._by_group(sizes)):
-                self.elements = sum(counts)
-                means, squares = tf.unstack(tf.stack(of_slabs, 1))
-                shares = tf.constant(counts)[:, None]
-                self.mean.append(tf.reduce_sum(means * shares, 0) / self.elements)
-                about = tf.reduce_sum(shares * tf.math.squared_difference(means, self.mean[-1]), 0)
-                variance.append((tf.reduce_sum(squares, 0) + about) / self.elements)
-            # What moves a batch norm's statistics is the variance of what the batch is a sample of.
-            self.moments = [self.mean[0], variance[0] * (self.elements / (self.elements - 1))]
-        if variance:
-            self.rate = [tf.math.rsqrt(one + EPSILON) for one in variance]
-        self.factors = [(mean, self.values[0] * rate, self.values[1], rate) for mean, rate in zip(self.mean, self.rate)]
+            mean, variance = tf.convert_to_tensor(layer.moving_mean), tf.convert_to_tensor(layer.moving_variance)
+            self._settle([mean], [tf.math.rsqrt(variance + EPSILON)])
 
-    def of(self, index: int) -> Tuple:
-        """A slab's (mean, scale, shift, rate)."""
-        return self.factors[self.group_of[index]]
+    def sweep(self, make: Callable, *given: Any) -> List:
+        """The slabs that `make` makes of what is given, which this norm reads. The first time statistics are taken,
+        (2, C) float32 a slab: means, and sums of squares about them."""
+
+        def body(*given):
+            slab = make(*given)
+            if self.of:
+                return (slab,)
+            mean = channel_sums(value, [slab]) / slab.shape[:3].num_elements()
+            return slab, tf.concat([mean, channel_sums(square_about, [slab], mean)], 0)
+
+        slabs, *sums = self.cut.sweep(body, *given)
+        if not self.of:
+            self._take(slabs, *sums)
+        return slabs
+
+    def _take(self, slabs: Sequence, sums: Sequence) -> None:
+        sizes = [float(slab.shape[:3].num_elements()) for slab in slabs]
+        means, variances = [], []
+        # Chan et al. 1983: no difference of large sums.
+        for of_slabs, counts in zip(self._by_group(sums), self._by_group(sizes)):
+            self.elements = sum(counts)
+            of_means, squares = tf.unstack(tf.stack(of_slabs, 1))
+            shares = tf.constant(counts)[:, None]
+            means.append(tf.reduce_sum(of_means * shares, 0) / self.elements)
+            about = tf.reduce_sum(shares * tf.math.squared_difference(of_means, means[-1]), 0)
+            variances.append((tf.reduce_sum(squares, 0) + about) / self.elements)
+        if self.kind == "batch":
+            # What moves a batch norm's statistics is the variance of what the batch is a sample of.
+            self.statistics = [means[0], variances[0] * (self.elements / (self.elements - 1))]
+        self._settle(means, [tf.math.rsqrt(one + EPSILON) for one in variances])
+
+    def _settle(self, means: Sequence, rates: Sequence) -> None:
+        scale, shift = self.values
+        self.factors = [(mean, scale * rate, shift, rate) for mean, rate in zip(means, rates)]
+        self.of = [self.factors[group] for group in self.group_of]
 
     def apply(self, slab, of: Tuple):
         """Of a slab or of planes of it."""
         return one_pass(affine, [slab], *of[:3], relu=self.relu)
+
+    def around(self, halo: Halo, of: Tuple) -> Halo:
+        """Of a slab with its halo."""
+        return mapped(lambda one: self.apply(one, of), halo)
 
     def gradient_sums(self, upstream, slab, of: Tuple):
         """(1 or 2, C) float32: sums of dy and of dy * x-hat, the latter with a norm, dy being what the ReLU lets by."""
@@ -136,17 +173,17 @@ class Norm:
             return total
         return tf.concat([total, channel_sums(product, maps, *factors, relu=self.relu) * rate], 0)
 
-    def gradient(self, sums: Sequence) -> Tuple[Callable, List]:
-        """From all slabs' `gradient_sums`: what `gradient_below` takes, by the slab's index; the weights' too."""
+    def gradient(self, sums: Sequence) -> Tuple[List, List]:
+        """From all slabs' `gradient_sums`: what `gradient_below` takes of each slab; the weights' gradients."""
         total = tf.add_n(list(sums))
         if self.kind == "none":
             nothing = tf.zeros_like(total[0])
-            return lambda index: (*self.factors[0][:3], nothing, nothing), [tf.cast(total[0], self.dtype)]
+            return [(*of[:3], nothing, nothing) for of in self.of], [tf.cast(total[0], self.dtype)]
         found = []
         for (mean, scale, shift, rate), mine in zip(self.factors, self._by_group(sums)):
             of_dy, of_product = tf.unstack(tf.add_n(mine) / self.elements)
             found.append((mean, scale, shift, -scale * rate * of_product, -scale * of_dy))
-        return lambda index: found[self.group_of[index]], [total[1], total[0]]
+        return [found[group] for group in self.group_of], [total[1], total[0]]
 
     def gradient_below(self, upstream, slab, of: Tuple):
         """Of a slab of the norm's input."""
@@ -157,16 +194,16 @@ class Norm:
         return [[one for one, of in zip(sums, self.group_of) if of == group] for group in groups]
 
 
-def convolve(parts: Tuple, kernel):
-    """A slab of the convolution, "same", of (slab, plane before, plane after): the slab alone, then the planes."""
+def convolve(halo: Halo, kernel):
+    """A slab of the convolution, "same": of the slab alone, then of the planes."""
     if kernel.shape[0] == 1:
-        return tf.nn.conv2d(parts[0], kernel[0], UNIT_2D, "SAME")
-    output = tf.nn.conv3d(parts[0][None], kernel, UNIT, "SAME")[0]
-    return _with_edges(output, parts, (0, 2), lambda plane, k: tf.nn.conv2d(plane, kernel[k], UNIT_2D, "SAME"))
+        return tf.nn.conv2d(halo.slab, kernel[0], UNIT_2D, "SAME")
+    output = tf.nn.conv3d(halo.slab[None], kernel, UNIT, "SAME")[0]
+    return _with_edges(output, halo, (0, 2), lambda plane, k: tf.nn.conv2d(plane, kernel[k], UNIT_2D, "SAME"))
 
 
-def input_gradient(parts: Tuple, kernel):
-    """A slab of the gradient of a convolution's input, from (slab, plane before, plane after) of its output's."""
+def input_gradient(halo: Halo, kernel):
+    """A slab of the gradient of a convolution's input, from that of its output."""
 
     def of_planes(maps, k):
         size = (*maps.shape[:3], kernel.shape[3])
@@ -175,36 +212,23 @@ def input_gradient(parts: Tuple, kernel):
         )
 
     if kernel.shape[0] == 1:
-        return of_planes(parts[0], 0)
-    size = (1, *parts[0].shape[:3], kernel.shape[3])
+        return of_planes(halo.slab, 0)
+    size = (1, *halo.slab.shape[:3], kernel.shape[3])
     output = tf.raw_ops.Conv3DBackpropInputV2(
-        input_sizes=size, filter=kernel, out_backprop=parts[0][None], strides=UNIT, padding="SAME"
+        input_sizes=size, filter=kernel, out_backprop=halo.slab[None], strides=UNIT, padding="SAME"
     )[0]
-    return _with_edges(output, parts, (2, 0), of_planes)
+    return _with_edges(output, halo, (2, 0), of_planes)
 
 
-def filter_gradient(parts: Tuple, upstream, kernel):
-    """A slab's share in the gradient of a kernel, float32: of (slab, plane before, plane after) and the output's."""
-    (x, before, after), shape = parts, kernel.shape[1:]
-    if kernel.shape[0] == 1:
-        return of_planes(x, upstream, shape)[None]
-    pairs = [[], [(x, upstream)], []]
-    if x.shape[0] > 1:
-        pairs[0].append((x[:-1], upstream[1:]))
-        pairs[2].append((x[1:], upstream[:-1]))
-    if before is not None:
-        pairs[0].append((before, upstream[:1]))
-    if after is not None:
-        pairs[2].append((after, upstream[-1:]))
-    planes, last = [], upstream
-    for each in pairs:
-        found = []
-        for seen, met in each:
-            with tf.control_dependencies([last]):
-                last = of_planes(tf.identity(seen), met, shape)
-            found.append(last)
-        planes.append(tf.add_n(found) if found else tf.zeros(shape))
-    return tf.stack(planes)
+def gradients(maps: Halo, at_outputs: Sequence[Halo], kernels: Sequence) -> Tuple[Any, List]:
+    """Of a slab and, its share, of each kernel that it meets, from those of the convolutions' outputs."""
+    at_maps, of_kernels = None, []
+    for at_output, kernel in zip(at_outputs, kernels):
+        of_kernels.append(filter_gradient_of_slab(maps, at_output.slab, kernel.shape))
+        with tf.control_dependencies(of_kernels):
+            one = input_gradient(mapped(tf.identity, at_output), kernel)
+        at_maps = one if at_maps is None else at_maps + one
+    return at_maps, of_kernels
 
 
 def relu_gradient(upstream, output):
@@ -216,20 +240,12 @@ def total(shares: Sequence, kernel):
     return tf.cast(tf.add_n(shares), kernel.dtype)
 
 
-def of_planes(x, upstream, kernel_shape):
-    """The gradient, float32, of the kernel of a convolution of each plane for itself."""
-    found = tf.raw_ops.Conv2DBackpropFilter(
-        input=x, filter_sizes=kernel_shape, out_backprop=upstream, strides=UNIT_2D, padding="SAME"
-    )
-    return tf.cast(found, tf.float32)
-
-
 # --- Private helpers ---
 
 
-def _with_edges(output, parts, taps, of_plane):
+def _with_edges(output, halo: Halo, taps, of_plane):
     """Add, in place, what the planes before and after make at both edges. Nothing else reads `output`."""
-    for plane, tap, row in ((parts[1], taps[0], 0), (parts[2], taps[1], output.shape[0] - 1)):
+    for plane, tap, row in ((halo.before, taps[0], 0), (halo.after, taps[1], output.shape[0] - 1)):
         if plane is not None:
             output = tf.raw_ops.InplaceAdd(x=output, i=[row], v=of_plane(plane, tap))
     return output

@@ -11,12 +11,13 @@ regions, `t` the target and `p` the sigmoid of the logits `z`.
 `cpu3d.training.losses.DiceCrossEntropy` is one.
 """
 
+import math
 from typing import Any, Callable, Tuple
 
 import tensorflow as tf
 
-PIECES = 8
-"""Pieces a volume's loss is computed in: their float32 maps are then no larger than the logits of all of it."""
+from models.layer_plan import PIECES
+from models.slabs import Cut
 
 Gradient = Callable[[Any], Any]
 """Gradient of the loss -> gradient of the logits."""
@@ -105,37 +106,27 @@ def _at_once(loss, target, logits) -> Tuple[tf.Tensor, tf.Tensor, Gradient]:
 
 def _by_pieces(loss, target, logits) -> Tuple[tf.Tensor, tf.Tensor, Gradient]:
     """As `_at_once`, piece by piece, each waiting for the one before; nothing is kept."""
-    samples, size_x, size_y, size_z, regions = logits.shape
-    # Cut along the first axis a piece is a view, no copy.
-    z_rows, t_rows = (tf.reshape(m, (samples * size_x * size_y, size_z * regions)) for m in (logits, target))
-    edges = sorted({size_y * (size_x * piece // PIECES) for piece in range(PIECES + 1)})
-    pieces = [
-        [(size_x * size_y * sample + first, size_x * size_y * sample + last) for first, last in zip(edges, edges[1:])]
-        for sample in range(samples)
-    ]
+    samples, *grid, regions = logits.shape
+    cut = Cut(samples, sorted({grid[0] * piece // PIECES for piece in range(PIECES + 1)}))
+    flat = [cut.flat(target), cut.flat(logits)]
 
-    def maps(piece, before):
+    def piece(planes, before):
         with tf.control_dependencies(before):
-            return [tf.cast(each[slice(*piece)], tf.float32)[None] for each in (z_rows, t_rows)]
+            return [rows(maps[planes][None]) for maps in flat]
 
     sums = []
-    for of_sample in pieces:
-        parts = []
-        for piece in of_sample:
-            z, t = maps(piece, parts[-1:] or sums[-1:])
-            parts.append(loss.sums(t, z, regions)[0])
-        sums.append(tf.add_n(parts))
-    own, score, factors = loss.value(tf.concat(sums, 0), float(size_x * size_y * size_z))
+    for planes in cut.planes():
+        t, z = piece(planes, sums[-1:])
+        sums.append(loss.sums(t, z, regions)[0])
+    own, score, factors = loss.value(cut.sum_by_sample(sums), float(math.prod(grid)))
 
     def gradient(upstream):
-        found, scaled = [], [factor * upstream for factor in factors]
-        for sample, of_sample in enumerate(pieces):
-            mine = [factor[sample : sample + 1] for factor in scaled]
-            for piece in of_sample:
-                z, t = maps(piece, found[-1:] or mine[:1])
-                p = tf.sigmoid(z)
-                with tf.control_dependencies([p]):
-                    found.append(tf.cast(loss.slope(t, p, mine), logits.dtype)[0])
+        found = []
+        for planes, mine in zip(cut.planes(), cut.of_sample([factor * upstream for factor in factors])):
+            t, z = piece(planes, found[-1:] or mine[:1])
+            p = tf.sigmoid(z)
+            with tf.control_dependencies([p]):
+                found.append(tf.cast(loss.slope(t, p, mine), logits.dtype)[0])
         return tf.reshape(tf.concat(found, 0), logits.shape)
 
     return own, score, gradient

@@ -5,9 +5,10 @@ from typing import Optional, Tuple
 
 import tensorflow as tf
 
-from models.blocks import decoder, down, encoder, head
+from models.blocks import Block, head_layer, precision
 from models.config import UNetConfig
-from models.finest_level import SlabDecoder, finest_level
+from models.finest_level import SlabDecoder, SlabEncoder
+from models.recomputed import RecomputedBlock
 from models.supervision import Supervision
 
 
@@ -22,29 +23,38 @@ def build_unet3d(config: UNetConfig, shape: Tuple[int, int, int], batch_size: Op
     config.check_shape(shape)
     if config.policy == "lean" and batch_size is None:
         config = dataclasses.replace(config, policy="balanced")
+    finest = SlabDecoder(config) if config.policy == "lean" else None
     image = x = tf.keras.Input((*shape, config.channels), batch_size, dtype=config.dtype, name="image")
 
-    skips, finest = [], None
-    if config.policy == "lean":
-        finest = finest_level(config, shape)
-        x, skip = finest[0](image)
+    skips = []
+    for level in range(config.depth - 1):
+        if finest and not level:
+            x, skip = SlabEncoder(finest)(image)
+        else:
+            skip = block(config, "encoder", level, x)
+            x = tf.keras.layers.MaxPool3D(2, dtype=precision(config), name=f"encoder{level + 1}_pool")(skip)
         skips.append(skip)
-    for level in range(len(skips), config.depth):
-        if level > len(finest or ()) // 2:
-            x = down(x, config, f"encoder{level}")
-        x = encoder(x, config, level)
-        skips.append(x)
+    x = block(config, "encoder", config.depth - 1, x)
 
     coarse = []
-    for level in reversed(range(1 if finest else 0, config.depth - 1)):
-        x = decoder(skips[level], x, config, level)
-        if config.deep_supervision and level:
-            coarse.append((level, x))
-
-    logits = finest[1]({**skips[0], "below": x}) if finest else head(x, config, "head")
+    for level in range(config.depth - 2, 0, -1):
+        x = block(config, "decoder", level, skips[level], x)
+        coarse.append((level, x))
+    if finest:
+        logits = finest({"shares": skips[0], "below": x})
+    else:
+        logits = head_layer(config, "head")(block(config, "decoder", 0, skips[0], x))
     if config.deep_supervision:
-        logits = [logits] + [head(source, config, f"head{level}") for level, source in coarse]
+        logits = [logits] + [head_layer(config, f"head{level}")(source) for level, source in coarse]
     return tf.keras.Model(image, logits, name=config.network)
+
+
+def block(config: UNetConfig, side: str, level: int, *inputs):
+    """What the block of a level makes, "encoder" (of the entry) or "decoder" (of skip and below), as the policy has it:
+    single layers, or one."""
+    if config.policy == "speed":
+        return Block(config, side, level).layer_by_layer(*inputs)
+    return RecomputedBlock(config, side, level)(inputs if len(inputs) > 1 else inputs[0])
 
 
 def with_loss(model: tf.keras.Model, config: UNetConfig, loss) -> tf.keras.Model:

@@ -24,7 +24,6 @@ NEED_TENSORFLOW = {
     "models.blocks",
     "models.finest_level",
     "models.filter_gradient",
-    "models.layers",
     "models.recomputed",
     "models.slabs",
     "models.norm",

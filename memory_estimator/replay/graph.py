@@ -9,7 +9,6 @@ tensors live. After executor.cc (ScheduleReady) and Eigen's NonBlockingThreadPoo
 import heapq
 import itertools
 import math
-import random
 import re
 from collections import deque
 from dataclasses import dataclass, replace
@@ -132,10 +131,10 @@ def plain(op: str) -> str:
     return re.sub("^_(ITEX|MklNative|Mkl)", "", op) if not op.startswith(("_Arg", "_Retval")) else op
 
 
-def execution_order(nodes: Sequence[Node], chance: int = 0) -> List[Node]:
+def execution_order(nodes: Sequence[Node]) -> List[Node]:
     """`nodes` of a graph in the order they run. That in which its inputs become ready comes from a set of addresses:
-    each `chance` is one, 0 that of the graph. Of what a finished operation makes ready the inexpensive runs first
-    in, first out; an expensive one at once when nothing waits in line, else from the top of a stack."""
+    here it is that of the graph. Of what a finished operation makes ready the inexpensive runs first in, first out; an
+    expensive one at once when nothing waits in line, else from the top of a stack."""
     # A node's readers become ready in the order in which TensorFlow built them: producers first, and of the nodes that
     # could come next the one listed first.
     place = {node.name: index for index, node in enumerate(nodes)}
@@ -147,8 +146,6 @@ def execution_order(nodes: Sequence[Node], chance: int = 0) -> List[Node]:
         for reader in made_ready(built[-1]):
             heapq.heappush(heap, place[reader.name])
     first, made_ready = _readiness(built)
-    if chance:
-        random.Random(chance).shuffle(first)
     order: List[Node] = []
     stack: List[Node] = []
     line = deque(first)
@@ -161,14 +158,14 @@ def execution_order(nodes: Sequence[Node], chance: int = 0) -> List[Node]:
             line.append(expensive.pop())
         stack.extend(expensive)
     called: Set[str] = set()
-    return [each for node in order for each in (_entered(node, chance, called) if node.body else [node])]
+    return [each for node in order for each in (_entered(node, called) if node.body else [node])]
 
 
-def _entered(call: Node, chance: int, called: Set[str]) -> Iterator[Node]:
+def _entered(call: Node, called: Set[str]) -> Iterator[Node]:
     """A call as the nodes it runs, in order, and a last one whose outputs are those of the call. Arguments live until
     then. Constants are made once for all calls."""
     function, arguments, names, returned = call.attributes["f"].func.name, {}, {}, {}
-    for node in execution_order(call.body, chance):
+    for node in execution_order(call.body):
         if node.op == "_Arg":
             arguments[node.name] = call.inputs[node.place]
             continue

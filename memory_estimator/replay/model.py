@@ -8,7 +8,7 @@ import TensorFlow with it; for stock TensorFlow, without. Not counted: a second 
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Callable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, List, Optional, Sequence, Union
 
 from memory_estimator.host import read_host
 from memory_estimator.replay.graph import executed_graph, execution_order
@@ -17,13 +17,10 @@ from memory_estimator.step.allocator import use
 from memory_estimator.step.onednn import Kernels
 from memory_estimator.step.program import Program, StepOp, Tensor, Timeline, kernel_made, timeline
 
-ORDERS = 5
-"""Orders of execution that are tried. TensorFlow's depends on memory addresses where a model leaves it open."""
-
 
 @dataclass(frozen=True)
 class Replay:
-    """One training step, replayed. Where TensorFlow's order is open: the median of those that were tried."""
+    """One training step, replayed, in one order of those that a model may leave open."""
 
     program: Program
     timeline: Timeline
@@ -31,8 +28,6 @@ class Replay:
     resident_bytes: int  # what the allocator's part of the process's memory grows to
     hidden_bytes: int
     """Scratch that oneDNN takes outside the allocator, at its most: with stock TensorFlow alone."""
-    range_bytes: Tuple[int, int]
-    """Lowest and highest allocator peak of the orders tried: equal where a model fixes its order."""
 
 
 def estimate_model(
@@ -111,13 +106,7 @@ def estimate_step(
         held.append(tensor)
         is_kernel = variable.trainable and len(variable.shape) > 1  # made by Keras' usual three operations
         made += kernel_made(tensor) if is_kernel else [StepOp(tensor.name, "update", writes=(tensor,))]
-    replays = []
-    for chance in range(ORDERS):
-        program = program_of(execution_order(nodes, chance), held, made, threads, kernels)
-        program = dataclasses.replace(program, region_bytes=region_bytes)
-        replays.append((use(program), program))
-    replays.sort(key=lambda replay: replay[0].peak_bytes)
-    used, program = replays[len(replays) // 2]
-    hidden = max(op.hidden_bytes for op in program.ops)
-    resident, ends = used.resident_bytes + used.small_bytes, (replays[0][0].peak_bytes, replays[-1][0].peak_bytes)
-    return Replay(program, timeline(program), used.peak_bytes, resident, hidden, ends)
+    program = program_of(execution_order(nodes), held, made, threads, kernels)
+    program = dataclasses.replace(program, region_bytes=region_bytes)
+    used, hidden = use(program), max(op.hidden_bytes for op in program.ops)
+    return Replay(program, timeline(program), used.peak_bytes, used.resident_bytes + used.small_bytes, hidden)

@@ -157,7 +157,7 @@ def _up_sampled(writer: Writer, block: Block) -> str:
     *convolved, last = block.up
     below = block.inputs[1].name
     if convolved:
-        return layers.upsample(writer, last, layers.convolve(writer, convolved[0], below))
+        return layers.resample(writer, last, layers.convolve(writer, convolved[0], below))
     return layers.up_convolve(writer, last, below)
 
 
@@ -166,5 +166,5 @@ def _up_gradients(writer: Writer, block: Block, down: str) -> None:
     *convolved, last = block.up
     op, below = block.up[0], block.inputs[1].name
     if convolved:
-        down = layers.upsample_gradient(writer, last, down)
+        down = layers.resample(writer, last, down, back=True)
     writer.receive(below, layers.up_gradients(writer, op, below, down))

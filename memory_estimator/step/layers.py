@@ -55,7 +55,7 @@ def forward(writer: Writer, op: LayerOp) -> None:
     elif kind == "act":  # after a residual sum, in the memory of the sum
         writer.make(op.name, "pointwise", op.inputs, writer.map_bytes(op), kept, takes_over=source)
     elif kind == "upsample":
-        upsample(writer, op, source, kept)
+        resample(writer, op, source, kept)
 
 
 def backward(writer: Writer, op: LayerOp) -> None:
@@ -85,7 +85,7 @@ def backward(writer: Writer, op: LayerOp) -> None:
     elif kind == "act":
         writer.receive(source, relu_gradient(writer, op, upstream))
     elif kind == "upsample":
-        writer.receive(source, upsample_gradient(writer, op, upstream))
+        writer.receive(source, resample(writer, op, upstream, back=True))
 
 
 def convolve(writer: Writer, op: LayerOp, source: str, group: str = "transients") -> str:
@@ -241,22 +241,14 @@ def relu_gradient(writer: Writer, op: LayerOp, upstream: str) -> str:
     return writer.make(name, "pointwise", [upstream, op.name], writer.map_bytes(op), takes_over=over)
 
 
-def upsample(writer: Writer, op: LayerOp, source: str, group: str = "transients") -> str:
-    """From the coarser map `source`; returns the result's name."""
-    return _resample(writer, op, source, op.name, group, [1, 2, 4, 8])
-
-
-def upsample_gradient(writer: Writer, op: LayerOp, upstream: str) -> str:
-    """The same way back: planes cut out, and each added to its twin. Returns its name."""
-    return _resample(writer, op, upstream, f"{op.name}/gradient_below", "transients", [8, 4, 2, 1])
-
-
-def _resample(writer: Writer, op: LayerOp, source: str, result: str, group: str, eighths: Sequence[int]) -> str:
-    """From map to map, whose sizes are given as `eighths` of the fine one: an axis at a time, each cut into planes.
-    Exact up to MOST_PLANES a side; beyond, live bytes stay exact, and what the allocator counts moves a little."""
-    fine, grows = writer.map_bytes(op), eighths[0] == 1
+def resample(writer: Writer, op: LayerOp, source: str, group: str = "transients", back: bool = False) -> str:
+    """Up-sampling of the coarser map `source`, or `back`, where planes are cut out and each is added to its twin: an
+    axis at a time, each cut into planes. Exact up to MOST_PLANES a side; beyond, live bytes stay exact, and what the
+    allocator counts moves a little. Returns the result's name."""
+    fine, result = writer.map_bytes(op), f"{op.name}/gradient_below" if back else op.name
+    eighths = (8, 4, 2, 1) if back else (1, 2, 4, 8)
     for axis, (now, then) in enumerate(zip(eighths, eighths[1:])):
-        planes, last = op.shape[axis] // (2 if grows else 1), axis == 2
+        planes, last = op.shape[axis] // (1 if back else 2), axis == 2
         count = planes if planes <= MOST_PLANES else FEW_PIECES
         cuts, size = [planes * piece // count for piece in range(count + 1)], fine * now // 8 // planes
         names = [f"{result}/axis{axis}/plane{first}" for first in cuts[:-1]]
@@ -283,12 +275,12 @@ def loss(writer: Writer, head: LayerOp) -> None:
     """From a head's output to its gradient: at once, or piece by piece, sums first, as memory is saved."""
     target, at_once, gradients = f"{head.name}/target", writer.pieces == 1, []
     for piece in range(writer.pieces):
-        probability = loss_sums(writer, head, _logits(writer, head), "" if piece else target, kept=at_once)
+        probability = loss_sums(writer, head, logits(writer, head), "" if piece else target, kept=at_once)
     for piece in range(writer.pieces):
         if not at_once:
-            logits = _logits(writer, head)
-            over = logits if piece == writer.pieces - 1 or logits != head.name else None
-            probability = _of_loss(writer, head, "probability", logits, over=over)
+            z = logits(writer, head)
+            over = z if piece == writer.pieces - 1 or z != head.name else None
+            probability = _of_loss(writer, head, "probability", z, over=over)
             cast_target(writer, head)
         gradients.append(_slope(writer, head, probability, target, over_slope=at_once))
     size = writer.map_bytes(head)
@@ -296,23 +288,23 @@ def loss(writer: Writer, head: LayerOp) -> None:
     writer.receive(head.name, joined)
 
 
-def loss_sums(writer: Writer, head: LayerOp, logits: str, target: str, kept: bool = False) -> str:
-    """What `sums` of `cpu3d.training.losses.DiceCrossEntropy` makes of float32 maps; returns the name of the
-    probabilities, which lie where the logits lay, where nobody else will read those. Without `target` it is cast here,
-    when it is its turn. Sums that no map is made for take next to no time and are left out."""
+def loss_sums(writer: Writer, head: LayerOp, z: str, target: str, kept: bool = False) -> str:
+    """What `sums` of `cpu3d.training.losses.DiceCrossEntropy` makes of the float32 logits `z`; returns the name of the
+    probabilities, which lie where those lay unless they are read again. Without `target` it is cast here, when it is
+    its turn. Sums that no map is made for take next to no time and are left out."""
 
     def total(name: str, *reads: str, over: Optional[str] = None) -> None:
         writer.run(f"{head.name}/loss/{name}/sum", "reduce", [_of_loss(writer, head, name, *reads, over=over)])
 
     first = not target
     if first:
-        total("softplus", logits)
+        total("softplus", z)
     target = target or cast_target(writer, head)
-    total("products", logits, target)
+    total("products", z, target)
     if not first:
-        total("softplus", logits)
-    over = logits if kept or logits != head.name else None
-    probability = _of_loss(writer, head, "probability", logits, over=over)
+        total("softplus", z)
+    over = z if writer.pieces == 1 or z != head.name else None
+    probability = _of_loss(writer, head, "probability", z, over=over)
     total("overlap", probability, target, over=None if kept else probability)
     return probability
 
@@ -336,7 +328,7 @@ def _of_loss(writer: Writer, head: LayerOp, name: str, *reads: str, over: Option
     return writer.make(f"{head.name}/loss/{name}", "pointwise", reads, _piece_bytes(writer, head), takes_over=over)
 
 
-def _logits(writer: Writer, head: LayerOp) -> str:
+def logits(writer: Writer, head: LayerOp) -> str:
     """A head's output in float32, all of it or a piece; returns its name."""
     cut = _piece(writer, head, head.name, writer.compute_bytes)
     return _of_loss(writer, head, "float32", cut) if writer.mixed else cut

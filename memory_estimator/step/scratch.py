@@ -169,14 +169,9 @@ def depth_groups(conv: Convolution, threads: int) -> int:
     return min(slabs, threads) if threads / 2 < found < threads else found
 
 
-def is_narrow(channels: int, dtype: str) -> bool:
-    """Whether the channels leave part of a vector empty: oneDNN then norms with a plain kernel, many times as slow."""
-    return channels % (16 if dtype == "bfloat16" else 8) != 0
-
-
 def mask_bytes(elements: int, channels: int, dtype: str, engine: str) -> int:
-    """A bit an element where the vector kernel runs, else a byte. Stock TensorFlow takes that number of float32s."""
-    workspace = elements if is_narrow(channels, dtype) else elements // 8
+    """A bit an element where channels fill the vectors, else a byte. Stock TensorFlow takes that number of float32s."""
+    workspace = elements // 8 if channels % (16 if dtype == "bfloat16" else 8) == 0 else elements
     return workspace if engine == "itex" else 4 * workspace
 
 

@@ -98,9 +98,10 @@ class FinestLevel:
         self.second(self.decoder, writer.kept_at(conv2))
 
         def logits() -> None:
-            found = layers.convolve(writer, self.head, self.output(self.decoder))
-            if self.learning:
-                self.loss(found)
+            y, target = self.output(self.decoder), self.learning and layers.cast_target(writer, self.head)
+            layers.convolve(writer, self.head, y)
+            if target:
+                layers.loss_sums(writer, self.head, layers.logits(writer, self.head), target)
 
         self.sweep("decoder0/logits", logits, [conv2.name], ["target"] * self.learning + self.beside)
         if not self.learning:
@@ -304,21 +305,6 @@ class FinestLevel:
         if nearest:
             upstream = self.write(f"{up.name}/mean", [upstream], up, kind="pool")
         layers.up_gradients(self.writer, up, self.below.name, upstream)
-
-    def loss(self, logits: str) -> None:
-        """Its sums, in float32."""
-        writer, size = self.writer, 4 * self.writer.elements(self.head)
-
-        def make(result: str, *reads: str, over: str = "") -> str:
-            return writer.make(f"{self.head.name}/loss/{result}", "pointwise", reads, size, takes_over=over or None)
-
-        target = make("target", "target")
-        wide = make("float32", logits) if writer.mixed else logits
-        for each in (make("products", wide, target), make("softplus", wide)):
-            writer.run(f"{each}/sum", "reduce", [each])
-        probability = make("probability", wide, over=wide)
-        overlap = make("overlap", probability, target, over=probability)
-        writer.run(f"{overlap}/sum", "reduce", [overlap])
 
 
 def _pieces(planes: int, samples: int) -> List[Tuple[int, int]]:

@@ -92,10 +92,10 @@ class Writer:
     @contextlib.contextmanager
     def slab(self, index: int, planes: int, again: bool) -> Iterator[None]:
         """What is written down meanwhile is a slab's, of one sample and so many planes of the finest grid."""
-        samples, self.samples = self.samples, 1
+        samples, pieces, self.samples, self.pieces = self.samples, self.pieces, 1, 1
         self._slab, self._planes, self._again = f"/slab{index}", planes, again
         yield
-        self.samples, self._slab, self._planes, self._again = samples, "", 0, False
+        self.samples, self.pieces, self._slab, self._planes, self._again = samples, pieces, "", 0, False
 
     def kept_at(self, op: LayerOp) -> str:
         """The line of the bill for what a layer keeps for the backward pass."""

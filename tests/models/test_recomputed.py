@@ -6,26 +6,20 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from models.blocks import decoder, encoder
-from models.config import POLICIES, UNetConfig
-from models.finest_level import SlabDecoder, SlabEncoder
-from models.norm import NormActivation
-from models.ordered import Convolution, Join, ShortcutSum, UpConvolution
-from models.recomputed import RecomputedBlock
-from models.unet3d import build_unet3d
+from models.config import UNetConfig
+from models.unet3d import block as block_of
 
 GRID = (8, 6, 4)
-SKIP, BELOW = 4, 6
-"""Channels of a block's entry and, for a decoder's, of the coarser map."""
 
 
 def block(config, kind, samples):
     """A model of one block of `kind`, "encoder" or "decoder", with weights unlike the first ones; and its inputs."""
     rng = np.random.default_rng(0)
-    given = [tf.keras.Input((*GRID, SKIP), samples)]
+    skip, below = (config.encoder_widths(level)[1] for level in (0, 1))
+    given = [tf.keras.Input((*GRID, config.channels if kind == "encoder" else skip), samples)]
     if kind == "decoder":
-        given.append(tf.keras.Input((*(n // 2 for n in GRID), BELOW), samples))
-    model = tf.keras.Model(given, (encoder if kind == "encoder" else decoder)(*given, config, 0))
+        given.append(tf.keras.Input((*(n // 2 for n in GRID), below), samples))
+    model = tf.keras.Model(given, block_of(config, kind, 0, *given))
     model.set_weights([weight + rng.normal(0, 0.1, weight.shape) for weight in model.get_weights()])
     return model, [tf.constant(rng.normal(1, 1, (samples or 2, *one.shape[1:])), tf.float32) for one in given]
 
@@ -90,7 +84,7 @@ def passes(config, kind, waits_for):
 
 def source(tensor):
     """The tensor behind those that are only views of it."""
-    while tensor.op.type in ("Identity", "IdentityN", "Reshape"):
+    while tensor.op.type in ("Identity", "IdentityN", "Reshape", "StopGradient"):
         tensor = tensor.op.inputs[tensor.value_index if tensor.op.type == "IdentityN" else 0]
     return tensor
 
@@ -133,7 +127,7 @@ def test_a_block_keeps_little_and_makes_the_rest_when_it_is_due(kind, maps, conv
     assert made(backward) == [convolutions, norms, norms]
     # Skip and up-sampled are never joined.
     shapes = [tuple(tensor.shape) for op in [*forward, *backward] for tensor in op.outputs if tensor.shape.rank == 5]
-    assert (*GRID, SKIP + config.up_width(0)) not in {shape[1:] for shape in shapes}
+    assert (*GRID, config.filters + config.up_width(0)) not in {shape[1:] for shape in shapes}
 
 
 def test_gradients_are_computed_one_after_the_other(waits_for):
@@ -142,19 +136,3 @@ def test_gradients_are_computed_one_after_the_other(waits_for):
     heavy = [op for op in backward if op.type in kinds]
     assert len(heavy) > 9
     assert all(waits_for(b, a) or waits_for(a, b) for i, a in enumerate(heavy) for b in heavy[:i])
-
-
-# --- As a Keras layer ---
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_network_comes_back_from_its_configuration_and_weights(policy):
-    config = UNetConfig(filters=2, depth=2, norm="batch", residual=True, policy=policy)
-    model = build_unet3d(config, (8, 8, 8), 1)
-    own = (Convolution, Join, NormActivation, RecomputedBlock, ShortcutSum, SlabDecoder, SlabEncoder, UpConvolution)
-    again = tf.keras.Model.from_config(model.get_config(), custom_objects={layer.__name__: layer for layer in own})
-    again.set_weights(model.get_weights())
-    image = tf.random.stateless_normal((1, 8, 8, 8, 4), (0, 1))
-    np.testing.assert_array_equal(again(image), model(image))
-    # A leaner head's filter gradient is by planes.
-    assert {one.by_planes for one in again.layers if one.name == "head"} <= {policy == "balanced"}

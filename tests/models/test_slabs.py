@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from models import finest_level
 from models.config import UNetConfig
-from models.finest_level import finest_level
-from models.slabs import Cut, convolve, filter_gradient, input_gradient, made, near
+from models.slabs import Cut, Near, convolve, gradients
 from models.unet3d import build_unet3d, with_loss
 
 SAMPLES, PLANES = 2, 10
@@ -26,35 +26,27 @@ def test_convolutions_of_slabs_are_those_of_the_whole(height):
         y = tf.nn.conv3d(x, kernel, (1, 1, 1, 1, 1), "SAME")
     expected = (y, *tape.gradient(y, [x, kernel], upstream))
 
-    cut = Cut(SAMPLES, PLANES, height)
+    cut = Cut(SAMPLES, [*range(0, PLANES, height), PLANES])
     xs, ups = cut.of(x), cut.of(upstream)
-    outputs, at_x, of_kernel = [], [], []
-    for index in range(len(cut.pieces)):
-        of_x, of_up = (made(near(cut, index, slabs), tf.identity) for slabs in (xs, ups))
-        outputs.append(convolve(of_x, kernel))
-        at_x.append(input_gradient(of_up, kernel))
-        of_kernel.append(filter_gradient(of_x, ups[index], kernel))
-    for found, one in zip((cut.join(outputs), cut.join(at_x), tf.add_n(of_kernel)), expected):
+    outputs = cut.sweep(convolve, Near(xs), kernel)
+    at_x, of_kernel = cut.sweep(lambda x, up, kernel: gradients(x, [up], [kernel]), Near(xs), Near(ups), kernel)
+    for found, one in zip((cut.join(outputs), cut.join(at_x), tf.add_n(of_kernel[0])), expected):
         np.testing.assert_allclose(found, one, rtol=1e-4, atol=1e-4)
 
 
 def test_the_last_slab_may_be_lower():
-    cut = Cut(2, 10, 4)
+    cut = Cut(2, [0, 4, 8, 10])
     assert cut.pieces == [(0, 0, 4), (0, 4, 8), (0, 8, 10), (1, 0, 4), (1, 4, 8), (1, 8, 10)]
     x = drawn(2, 10, 2, 2, 1)
     np.testing.assert_array_equal(cut.join(cut.of(x)), x)
 
 
-def test_slabs_of_any_height_answer_alike():
+def test_slabs_of_any_height_answer_alike(monkeypatch):
     """Bits of sums apart."""
-    config = UNetConfig(filters=4, depth=2, policy="lean")
     image, answers = drawn(1, 12, 4, 4, 4), []
     for height in (2, 8, 12):
-        inputs = tf.keras.Input((12, 4, 4, 4), 1)
-        down, up = finest_level(config, (12, 4, 4), height)
-        pooled, held = down(inputs)
-        below = tf.keras.layers.Conv3D(8, 1, kernel_initializer="ones")(pooled)
-        answers.append(tf.keras.Model(inputs, up({**held, "below": below}))(image))
+        monkeypatch.setattr(finest_level, "slab_height", lambda planes, height=height: height)
+        answers.append(build_unet3d(UNetConfig(filters=4, depth=2, policy="lean"), (12, 4, 4), 1)(image))
     for answer in answers[1:]:
         np.testing.assert_allclose(answer, answers[0], rtol=1e-5, atol=1e-6)
 
