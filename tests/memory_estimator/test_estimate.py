@@ -179,7 +179,7 @@ def test_a_damaged_digest_is_refused_by_its_file(damaged, tmp_path):
         load_accuracy(path)
 
 
-@pytest.mark.parametrize("policy", POLICIES[:2])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_the_paper_s_job_stands_in_the_docs(policy):
     job = dataclasses.replace(RECIPES["paper-2020"].job, threads=2).with_unet(policy=policy)
     found = (of(job, micro_batch=16), of(job.with_unet(dtype="bfloat16")))
