@@ -19,10 +19,11 @@ NOT_MET = {
     (EPYC, "process peak, worst error"): 0.11,
     (EPYC, "seconds a step, worst error"): 0.22,
     (EPYC, "upper bound above the peak, mean"): 0.09,
-    (XEON, "allocator peak, worst error"): 0.05,
+    (XEON, "allocator peak, median error"): 0.01,
+    (XEON, "allocator peak, worst error"): 0.08,
     (XEON, "process peak, median error"): 0.03,
-    (XEON, "process peak, worst error"): 0.11,
-    (XEON, "upper bound above the peak, mean"): 0.09,
+    (XEON, "process peak, worst error"): 0.16,
+    (XEON, "upper bound above the peak, mean"): 0.10,
 }
 """Kernels of a host and name of each target that its records miss, and the most that it was found to be: rounded up to
 a full per cent, so that a change for the worse fails. The records are of steps whose loss put its maps elsewhere in
