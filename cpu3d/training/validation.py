@@ -11,7 +11,8 @@ from cpu3d.training.feeds import Feeds
 from cpu3d.training.learner import Learner
 from cpu3d.training.losses import DiceCrossEntropy, hard_dice_counts
 from cpu3d.training.sliding_window import sliding_window
-from models.supervision import PIECES, Supervision
+from models.layer_plan import PIECES
+from models.supervision import Supervision
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from memory_estimator.step import blocks, layers, slabs
 from memory_estimator.step.onednn import USUAL, Kernels
 from memory_estimator.step.program import Program, StepOp
 from memory_estimator.step.scratch import Buffers
-from memory_estimator.step.writer import PIECES, Writer
+from memory_estimator.step.writer import Writer
+from models.layer_plan import PIECES
 
 SCORE_MAPS = 5
 """float32 maps of a slab that `cpu3d.training.validation` scores at a time: logits, target, three of the loss's."""

@@ -14,7 +14,7 @@ from memory_estimator.step.allocator import region_bytes
 from memory_estimator.step.onednn import Kernels, Setting
 from memory_estimator.step.program import Program, StepOp, Tensor, buffers_of, inputs_made, kernel_made
 from memory_estimator.step.scratch import NONE, Buffers
-from models.layer_plan import LayerOp, layer_plan
+from models.layer_plan import PIECES, LayerOp, layer_plan
 
 SLOTS = {"adam": 2, "sgd": 1}
 """Float32 copies of every trainable weight that the optimizer keeps: mean and variance, or momentum."""
@@ -22,7 +22,6 @@ SLOTS = {"adam": 2, "sgd": 1}
 MOST_SAMPLES = 8
 """Samples that are normalised one by one; of more there are as many, each larger, which changes next to nothing."""
 
-PIECES = 8  # `models.supervision.PIECES`, which a test holds equal: of X, that the loss is computed in
 CONVOLUTIONS = ("conv", "head", "up_conv", "shortcut")  # kinds of layers that have a kernel
 
 

@@ -101,13 +101,6 @@ def test_they_agree_on_micro_batches_too(policy, norm, micro):
     assert timeline(closed).peak_bytes == pytest.approx(replay.timeline.peak_bytes, rel=near)
 
 
-def test_the_loss_has_as_many_slabs_as_the_closed_form_counts():
-    from memory_estimator.step.writer import PIECES
-    from models import supervision
-
-    assert PIECES == supervision.PIECES
-
-
 @pytest.mark.parametrize(("dtype", "policy"), [(dtype, "speed") for dtype in DTYPES] + [("bfloat16", "balanced")])
 def test_both_engines_of_the_estimator_see_the_same_history(dtype, policy):
     closed, replay = both(UNetConfig(filters=16, depth=3, dtype=dtype, policy=policy), 1)

@@ -5,7 +5,8 @@ import pytest
 import tensorflow as tf
 
 from cpu3d.training.losses import SMOOTH, DiceCrossEntropy, hard_dice_counts
-from models.supervision import PIECES, Supervision
+from models.layer_plan import PIECES
+from models.supervision import Supervision
 
 
 def dice_cross_entropy(target, *logits, by_pieces=False):
