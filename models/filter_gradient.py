@@ -40,9 +40,9 @@ def filter_gradient_by_planes(x, upstream, kernel_shape):
 
 
 def filter_gradient_of_slab(x, upstream, kernel_shape, dtype=tf.float32):
-    """A slab's share in it, in `dtype`: from x as (slab, plane before, plane after), each (X, Y, Z, A), the planes None
-    at the volume's edges, and from the slab of the output's gradient (X, Y, Z, B). Each plane of the kernel waits for
-    the one before."""
+    """A slab's share in the kernel's gradient, in `dtype`: from x as (slab, plane before, plane after), each (X, Y,
+    Z, A), the planes None at the volume's edges, and from the slab of the output's gradient (X, Y, Z, B). Each plane of
+    the kernel waits for the one before."""
     slab, before, after = x
     reach, size = kernel_shape[0] // 2, slab.shape[0]
     planes, last = [], upstream

@@ -219,11 +219,17 @@ class SlabDecoder(SlabBlock):
             of_head = cut.of(inputs["target"]), cut.of_sample([factor * upstream[0] for factor in factors])
         read = (*of_head, *self._read(norms, inputs, cut.of(below), hidden2, weights))
 
+        @tf.function(autograph=False, jit_compile=True)
+        def slope(target, logits, factors):
+            # One pass over memory.
+            found = loss.slope(rows(target[None]), tf.sigmoid(rows(logits[None])), factors)
+            return tf.reshape(tf.cast(found, logits.dtype), logits.shape)
+
         def to_output(at_logits, factors, *read):
             """A slab's output, and the gradients of its logits and of what its norm puts out."""
             y, weights = self._output(norms[1], *read), read[-1]
             if loss is not None:
-                at_logits = _slope(loss, at_logits, self._logits(y, weights), factors)
+                at_logits = slope(at_logits, self._logits(y, weights), factors)
             at_y = input_gradient(Halo(at_logits), weights["head"])
             return y, at_logits, relu_gradient(at_y, y) if self.shortcut else at_y
 
@@ -303,10 +309,3 @@ class SlabDecoder(SlabBlock):
         at_coarse = 8 * tf.nn.avg_pool3d(at_fine[None], HALF, HALF, "VALID")[0]
         of_kernel = filter_gradient_of_slab(Halo(coarse), at_coarse, kernel.shape)
         return input_gradient(Halo(at_coarse), kernel), of_kernel
-
-
-@tf.function(autograph=False, jit_compile=True)
-def _slope(loss, target, logits, factors):
-    """A slab's gradient of the logits, in one pass over memory."""
-    found = loss.slope(rows(target[None]), tf.sigmoid(rows(logits[None])), factors)
-    return tf.reshape(tf.cast(found, logits.dtype), logits.shape)

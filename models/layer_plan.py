@@ -95,7 +95,8 @@ def training_flops(config: UNetConfig, shape: Shape3, batch: int = 1) -> int:
 
 
 PIECES = 8
-"""Of X that a volume's loss is computed in, but with "speed": their float32 maps are then no larger than its logits."""
+"""Parts of X in which a volume's loss is computed, whose float32 maps are then no larger than its logits; under `speed`
+it is computed at once."""
 
 SLABS = 16
 """About as many a volume: what is alive beside whole maps is a handful of slabs."""

@@ -42,7 +42,7 @@ class NormActivation(tf.keras.layers.Layer):
         super().build(input_shape)
 
     def call(self, x, training=None):
-        parts = self.fold(x)
+        parts, training = self.fold(x), training and self.trainable  # frozen, it takes and keeps its moving statistics
         if self.norm == "batch" and not (training and parts[0].shape.rank == 5):
             return self.unfold([self._batch_norm(parts[0], bool(training))], x)
         parts, statistics = self.apply(parts, *self.values())
