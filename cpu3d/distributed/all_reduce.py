@@ -247,20 +247,22 @@ def shared_memory_sum(cluster: Cluster, peers: Mapping[int, socket.socket]) -> C
         """Return when all workers are ready for the same, however long it takes: who hangs is ended by `launch`."""
         if not cluster.is_chief:
             send(size)
+        lost = None
         for rank, peer in peers.items():
             peer.settimeout(None)
             try:
                 word = WORD.unpack(peer.recv(WORD.size))[0]
             except (OSError, struct.error):
-                if cluster.is_chief:
-                    send(-1 - rank)
-                raise lost_worker(cluster, rank, GONE) from None
+                lost = rank  # hear the others first: to close with a word unread would break off what they are told
+                continue
             if word < 0:
                 raise lost_worker(cluster, -1 - word, "no answer to worker 0")
             if cluster.is_chief and word != size:
                 raise ValueError(f"vectors must have one length, got {word} of worker {rank} and {size} of worker 0")
         if cluster.is_chief:
-            send(size)
+            send(size if lost is None else -1 - lost)
+        if lost is not None:
+            raise lost_worker(cluster, lost, GONE)
 
     def sum_over_workers(vector: np.ndarray) -> np.ndarray:
         total = np.empty_like(vector)
