@@ -297,7 +297,10 @@ def config_from_json(content: Dict[str, Any]) -> RunConfig:
     """Raises ValueError and InputError for content that is none, and KeyError for what no run is without."""
     needed = {name: content[name] for name in _NEEDED}
     # A run from before there was a choice goes on as it was.
-    config = typed({"micro_batch": needed["batch"], **content}, RunConfig, "config")
+    content = {"micro_batch": needed["batch"], **content}
+    if content.get("engine") == "stock-no-onednn":  # which training offered once
+        content["engine"] = "stock"
+    config = typed(content, RunConfig, "config")
     if config.store_channels:  # what follows from a store is known
         for name, there in (("channels", config.store_channels), ("regions", config.region_codes)):
             chosen = getattr(config, name)
