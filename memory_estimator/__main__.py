@@ -186,15 +186,21 @@ def _several_hosts(
 ) -> Answer:
     """Time on several hosts. Memory, a worker's, is looked at where it was given: this host's says nothing of it."""
     workers = max(options.hosts) * options.workers_per_host
+    share = job
+    if options.global_batch:  # the fewest workers have the largest share of it
+        share = dataclasses.replace(
+            job, batch=max(1, options.global_batch // (min(options.hosts) * options.workers_per_host))
+        )
 
     def price_of_worker(one: Job) -> Estimate:
         every = dataclasses.replace(one, batch=one.batch * workers, micro_batch=one.micro, cases=0)
         return of_one(price(every), workers) if workers > 1 else price(one)
 
     if memory_bytes and is_open:
-        job = job.with_unet(policy=planner.fastest_that_fits(job, price_of_worker, memory_bytes).policy)
-    content, table = several_hosts(options, price(job))
-    worker, parts = price_of_worker(job), [job.describe(), table]
+        share = share.with_unet(policy=planner.fastest_that_fits(share, price_of_worker, memory_bytes).policy)
+        job = job.with_unet(policy=share.policy)
+    content, table = several_hosts(options, price(job if options.step_s else share))  # seconds given are of --batch
+    worker, parts = price_of_worker(share), [share.describe(), table]
     if memory_bytes:
         parts.append(f"a worker {verdict(worker, memory_bytes, 'its share of a host')}")
     needed = worker.upper_bound_bytes

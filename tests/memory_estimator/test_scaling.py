@@ -160,6 +160,8 @@ def test_memory_is_that_of_one_of_several_as_train_counts_it(capsys):
     copies = several["upper_bound_bytes"] - in_parts["upper_bound_bytes"]
     assert copies == pytest.approx(scaling.EXCHANGED_COPIES * several["gradient_bytes"], rel=0.01)
     assert asked("--hosts 1")["upper_bound_bytes"] < in_parts["upper_bound_bytes"]
+    dealt, given = asked("--norm batch --hosts 2 4 --global-batch 8"), asked("--norm batch --hosts 2 4 --batch 4")
+    assert dealt["upper_bound_bytes"] == given["upper_bound_bytes"]
 
 
 @pytest.mark.parametrize(("column", "threads", "kind"), [(0, 2, "avx512_bf16"), (1, 56, "amx")])
