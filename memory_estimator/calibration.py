@@ -31,7 +31,7 @@ GROUPS = (
     *("conv", "conv_filter_gradient", "conv_input_gradient", "first_conv", "first_conv_filter_gradient"),
     *("head_conv", "head_conv_filter_gradient", "head_conv_input_gradient"),
     *("up_conv", "up_conv_filter_gradient", "up_conv_input_gradient"),
-    *("norm", "norm_gradient", "bias_gradient", "pool", "pool_gradient"),
+    *("norm", "norm_gradient", "pool", "pool_gradient"),
     *("join", "slice", "pointwise", "loss", "update", "every_op"),
 )
 """Groups of operations (`timing.group_of`) whose costs every calibration holds, for each engine and dtype."""

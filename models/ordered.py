@@ -8,6 +8,7 @@ it is the last that reads the convolution's input. The order is also what makes 
 import tensorflow as tf
 
 from models.filter_gradient import UNIT, filter_gradient, filter_gradient_by_planes
+from models.passes import channel_sums, value
 
 HALF = (1, 2, 2, 2, 1)
 
@@ -79,10 +80,15 @@ class Join(tf.keras.layers.Concatenate):
 
 @tf.custom_gradient
 def add_bias(maps, bias):
-    """(N, X, Y, Z, C) plus one value a channel; the bias gradient, which reads a whole map for it, is not put off."""
+    """(N, X, Y, Z, C) plus one value a channel; the bias gradient, which reads a whole map for it, is not put off.
+
+    It is summed in float32. TensorFlow's own, BiasAddGrad, sums in the map's dtype: of 410,000 values in bfloat16 it
+    loses 97 % (docs/log.md).
+    """
 
     def gradient(upstream):
-        to_bias = tf.raw_ops.BiasAddGrad(out_backprop=upstream)
+        # Between two tapes TensorFlow would have the compiled pass put out all that its gradient might read.
+        to_bias = tf.cast(channel_sums(value, [tf.stop_gradient(upstream)])[0], bias.dtype)
         return then(upstream, to_bias), to_bias
 
     return tf.nn.bias_add(maps, bias), gradient

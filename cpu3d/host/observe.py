@@ -40,7 +40,7 @@ NEAR_SHARE = 0.1
 """A step under the profiler that took longer or shorter than the others by more than this share tells nothing."""
 
 KIND_BY_TYPE = (
-    ("BiasAddGrad", "bias_gradient"), ("BatchNormGrad", "norm_gradient"), ("BatchNorm", "norm"), ("Concat", "join"),
+    ("BatchNormGrad", "norm_gradient"), ("BatchNorm", "norm"), ("Concat", "join"),
     ("MaxPool3DGrad", "pool_gradient"), ("MaxPool3D", "pool"), ("Slice", "slice"), ("Split", "slice"),
 )  # fmt: skip
 """Part of TensorFlow's name for a type of operation, and its group; the first that fits counts."""

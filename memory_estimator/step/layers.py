@@ -65,7 +65,7 @@ def backward(writer: Writer, op: LayerOp) -> None:
         entry = op.inputs[-1]
         by_planes = kind == "head" and writer.job.policy != "speed"
         if kind == "head":  # its bias, whose gradient reads the whole map
-            writer.run(f"{op.name}/bias_gradient", "bias_gradient", [upstream], layer=op)
+            channel_sums(writer, op, f"{op.name}/bias_gradient", upstream)
         (filter_gradient_by_planes if by_planes else filter_gradient)(writer, op, entry, upstream)
         if writer.layers[entry].kind != "input":  # the image needs none
             writer.receive(entry, input_gradient(writer, op, upstream))
@@ -202,7 +202,7 @@ def norm_gradient(writer: Writer, op: LayerOp, upstream: str, source: str) -> st
     down, samples = f"{op.name}/gradient_below", writer.normed_apart
     if not writer.norm_reads_source:
         down = relu_gradient(writer, op, upstream) if op.kind == "norm_act" else upstream
-        writer.run(f"{op.name}/bias_gradient", "bias_gradient", [down], layer=op)
+        channel_sums(writer, op, f"{op.name}/bias_gradient", down)
         return down
     if not has_fused_norm(op.shape[3], op.dtype):
         for of in ("sums", "products"):

@@ -78,17 +78,13 @@ def features(op: StepOp, sizes: Mapping[str, int], cache_bytes: int) -> Dict[str
     work, odd     of filter gradients, which write two vectors at a time, where an odd number of several is written
     kernel        read or written once and bound to no grid
     moved         read and written, of a convolution; of others "traffic" if too large for the cache, else "cached"
-    rows          bytes a channel, where every voxel costs something however few its channels
     """
     if op.kind not in CONVOLUTIONS:
         moved = op.traffic_bytes
         if group_of(op) == "loss" and op.writes:  # slab by slab, of whole maps
             most = op.writes[0].bytes
             moved = sum(tensor.bytes for tensor in op.writes) + sum(min(sizes[name], most) for name in op.reads)
-        passing = {("traffic" if moved > cache_bytes else "cached"): float(moved)}
-        if op.kind == "bias_gradient":
-            passing["rows"] = moved / op.out_channels
-        return passing
+        return {("traffic" if moved > cache_bytes else "cached"): float(moved)}
     channels = {"in": op.in_channels, "out": op.out_channels}
     written, read = (channels[side] for side in CONVOLUTIONS[op.kind])
     out_vectors, in_vectors = (max(1, math.ceil(number / VECTOR)) for number in (written, read))
