@@ -17,7 +17,7 @@ from cpu3d.compare.statistics import COSTS, Comparison, RunResult, compare, coun
 from cpu3d.data.store import Store
 from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.inference.scores import METRICS, metric_notes
-from cpu3d.report.page import flat, gib, render_page
+from cpu3d.pages.page import flat, gib, render_page
 from cpu3d.report.pictures import Figures, Line, chart, strips
 from cpu3d.settings import as_options
 from cpu3d.util.atomic import atomic_write

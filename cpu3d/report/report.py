@@ -17,8 +17,8 @@ from cpu3d.data.nifti import read_volume, to_ras
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import ranked, scores_path, summary_table, warning
 from cpu3d.inference.scores import METRICS, metrics_in
+from cpu3d.pages.page import flat, gib, percent, render_page
 from cpu3d.report import pictures
-from cpu3d.report.page import flat, gib, percent, render_page
 from cpu3d.report.pictures import PALETTE, Figures, Line
 from cpu3d.report.run_files import Events, RunFiles, gather, last_end, median, numbers, of_kind
 from cpu3d.util.atomic import atomic_write, writable_folder
