@@ -18,13 +18,12 @@ from typing import Any, Dict, List, Tuple
 
 from cpu3d.bench import harness
 from cpu3d.bench.harness import Output, Result, Turns, gib, host_of, title_of, valid, with_range
-from cpu3d.host.apply import ENGINES, set_up
+from cpu3d.host.apply import NO_ONEDNN, set_up
 from cpu3d.host.fitting import FEWEST_STEPS
 from cpu3d.host.observe import ENOUGH, Observer, live_bytes, trace
 from cpu3d.settings import AUTO, RunConfig, left_open
 from memory_estimator.host import read_host
-from memory_estimator.job import ENGINES as KNOWN_ENGINES
-from memory_estimator.job import Job, JobOptions, job_from, source_job
+from memory_estimator.job import ENGINES, Job, JobOptions, job_from, source_job
 from memory_estimator.schema import option
 from memory_estimator.table import Table
 from memory_estimator.validation import has_known_engine
@@ -47,7 +46,9 @@ class MeasuredJob(JobOptions):
 
     dtype: str = option(AUTO, "compute dtype; auto is the recipe's, the run's or this host's", choices=(AUTO, *DTYPES))
     policy: str = option("speed", "memory policy (default: speed; of a --run its own)", choices=POLICIES)
-    engine: str = option(AUTO, "default: auto, ITEX unless only stock is installed", choices=(AUTO, *ENGINES))
+    engine: str = option(
+        AUTO, "default: auto, ITEX unless only stock is installed", choices=(AUTO, *ENGINES, NO_ONEDNN)
+    )
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def step_request(given: Dict[str, Any], options: StepOptions, **more: Any) -> Di
     Raises InputError for a job that cannot be.
     """
     engine = given.get("engine", AUTO)
-    known = Namespace(**{**given, "engine": engine if engine in KNOWN_ENGINES else AUTO})
+    known = Namespace(**{**given, "engine": engine if engine in ENGINES else AUTO})
     whole, _ = valid(source_job, known)
     job = valid(job_from, known, whole or Job(UNetConfig(dtype=read_host().best_dtype)))
     engine = job.engine if whole and engine == AUTO else left_open(engine)

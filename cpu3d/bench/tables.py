@@ -55,7 +55,7 @@ VALIDATION = "memory"  # in the folder of records that of `bench validate`, a fi
 HEAD = """\
 # Results
 
-Made of [records](../records) by `./run.sh bench tables --records records --out docs/results.md`. Ranges are the least
+Made of `records/` by `./run.sh bench tables --records records --out docs/results.md`. Ranges are the least
 to the most of the rounds. How each was measured stands in the help of its command.
 """
 
