@@ -14,7 +14,7 @@ import statistics
 import time
 from argparse import Namespace
 from dataclasses import dataclass
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Mapping, Tuple
 
 from cpu3d.bench import harness
 from cpu3d.bench.harness import Output, Result, Turns, gib, host_of, title_of, valid, with_range
@@ -26,8 +26,6 @@ from memory_estimator.host import read_host
 from memory_estimator.job import ENGINES, Job, JobOptions, job_from, source_job
 from memory_estimator.schema import option
 from memory_estimator.table import Table
-from memory_estimator.validation import has_known_engine
-from memory_estimator.validation import job_from as job_from_record
 from models.config import DTYPES, POLICIES, UNetConfig
 from models.layer_plan import training_flops
 
@@ -94,6 +92,29 @@ def request_for(job: Job, **more: Any) -> Dict[str, Any]:
     return {**found, **more}
 
 
+def has_known_engine(record: Mapping[str, Any]) -> bool:
+    """Whether the estimator predicts for the engine of a record: any but TensorFlow without oneDNN."""
+    return record.get("engine") != "stock-no-onednn" and "no oneDNN" not in record.get("engine_name", "")
+
+
+def job_of_record(record: Mapping[str, Any]) -> Job:
+    """The job that a record measured, on the engine that really ran."""
+    engine = record["engine"]
+    if engine in (None, AUTO):
+        engine = "itex" if "ITEX" in record["engine_name"] else "stock"
+    job = Job(
+        UNetConfig(**record["unet"]),
+        shape=tuple(record["shape"]),
+        batch=record["batch"],
+        micro_batch=record.get("micro_batch", record["batch"]),  # older ones computed the whole batch at once
+        optimizer=record["optimizer"],
+        engine=engine,
+        threads=int(record["threads"]["TF_NUM_INTRAOP_THREADS"]),
+    )
+    by_rule = dataclasses.replace(job, micro_batch=0)  # so that equal jobs compare equal
+    return by_rule if by_rule.micro == job.micro else job
+
+
 def step_table(record: Result) -> Table:
     """Our step and the peers'."""
     ours, rows = {**record, "peer": "this project,", "options": record["engine_name"], "ratio": None}, []
@@ -150,7 +171,7 @@ def measure(request: Dict[str, Any]) -> Result:
         requests = trace(step, live_bytes)[1]
         result["live_bytes"] = requests and _most_in_each_part(requests)  # None where the profiler failed
     if len(timed) >= FEWEST_STEPS and has_known_engine(result):
-        observer = Observer(job_from_record(result), "bench", host, traced=range(len(timed), len(timed) + ENOUGH))
+        observer = Observer(job_of_record(result), "bench", host, traced=range(len(timed), len(timed) + ENOUGH))
         for seconds in timed:
             observer.note(seconds)
         for _ in range(ENOUGH):
