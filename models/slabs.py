@@ -40,13 +40,13 @@ class Cut:
     def of(self, maps) -> List:
         """The slabs of (N, X, Y, Z, C), or of a coarser grid: views."""
         flat = self.flat(maps)
-        return [flat[planes] for planes in self.planes(self.size_x // maps.shape[1])]
+        return [flat[one] for one in self.slices(self.size_x // maps.shape[1])]
 
     def flat(self, maps):
         """(N * X, Y, Z, C), of which slabs are views: along any other axis they would be copies."""
         return tf.reshape(maps, (self.samples * maps.shape[1], *maps.shape[2:]))
 
-    def planes(self, coarser: int = 1) -> List[slice]:
+    def slices(self, coarser: int = 1) -> List[slice]:
         """Of each slab, in a flat map."""
         firsts = [(n * self.size_x + a, n * self.size_x + b) for n, a, b in self.pieces]
         return [slice(first // coarser, past // coarser) for first, past in firsts]
@@ -87,7 +87,8 @@ class Cut:
             before = None if first else one.slabs[index - 1][-1:]
             return Halo(one.slabs[index], before, None if last else one.slabs[index + 1][:1])
         if isinstance(one, tuple):
-            return tuple(self._pick(each, index) for each in one)
+            picked = [self._pick(each, index) for each in one]
+            return type(one)(*picked) if hasattr(one, "_fields") else tuple(picked)
         return one[index] if isinstance(one, list) else one
 
 

@@ -146,9 +146,9 @@ def constants_of(runs: Sequence[Run], host: Host) -> List[HostConstants]:
     return fitted(runs, shipped, host.cpu_model, cache_bytes() or shipped.cache_bytes)
 
 
-def write_constants(path: Path, found: Sequence[HostConstants], **more: Any) -> None:
-    """Write constants as `memory_estimator.calibration.load_constants` reads them, `more` beside them."""
-    write_json(path, {"schema": SCHEMA, "constants": [to_json(one) for one in found], **more})
+def write_constants(path: Path, found: Sequence[HostConstants]) -> None:
+    """Write constants as `memory_estimator.calibration.load_constants` reads them."""
+    write_json(path, {"schema": SCHEMA, "constants": [to_json(one) for one in found]})
 
 
 def read_runs(path: Path) -> List[Run]:

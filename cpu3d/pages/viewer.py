@@ -31,6 +31,9 @@ COLOURS = {"WT": "#009e73", "TC": "#d55e00", "ET": "#f0e442", "RC": "#cc79a7"}
 """Oedema green, core red, enhancing yellow, as the field draws them, in the tones of Okabe and Ito, which colour-blind
 readers can tell apart."""
 
+SCORES = "standard deviations"
+"""The unit of images that are stored after normalisation."""
+
 OTHERS = ("#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#d55e00", "#f0e442", "#0072b2")
 
 
@@ -52,7 +55,7 @@ class ViewedCase:
     """Such as "best"."""
     scores: str = ""
     unit: str = ""
-    """Of the intensities; scanners give none."""
+    """Of the intensities, such as SCORES; scanners give none."""
 
 
 def viewer(cases: Iterable[ViewedCase]) -> Dict[str, Any]:

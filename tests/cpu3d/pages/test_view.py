@@ -1,9 +1,11 @@
 """`view` from the command line: what it takes and refuses, and its page in a browser, one for the whole module."""
 
+import dataclasses
 import json
 import re
 import shutil
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,9 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.data.nifti import from_ras, write_volume
 from cpu3d.data.records import Geometry
+from cpu3d.pages import viewer as viewer_module
+from cpu3d.pages.page import render_page
+from cpu3d.pages.view import read_case
 from cpu3d.pages.viewer import pack
 
 SHAPE = (14, 18, 10)
@@ -339,6 +344,33 @@ def test_dragging_changes_the_window_and_reset_brings_it_back(page):
     page.find("reset").click()
     page.settle()
     assert (page.pixels(), page.facts(), page.at()) == (first, facts, before)
+
+
+def test_a_case_of_the_list_is_shown_with_what_it_has(driver, case, tmp_path):
+    thick = tmp_path / "thick.nii.gz"
+    write_volume(thick, made_case()[0][:, :12, :, 0], Geometry((14, 12, 10), GEOMETRY.affine, "LPS", 1, 1))
+    cases = [
+        dataclasses.replace(read_case([case], None, [case.parent / "ours.nii.gz"]), note="best", scores="Dice WT 0.9"),
+        dataclasses.replace(read_case([thick], None, []), note="worst"),
+    ]
+    template = Path(viewer_module.__file__).with_name("view.html.j2")
+    out = tmp_path / "page.html"
+    out.write_text(render_page(template, title="two", made_by="view", viewer=viewer_module.viewer(cases)))
+    page = Page(driver, out)
+    listed = page.find("list").find_elements("tag name", "button")
+    assert [one.text.split("\n") for one in listed] == [["Best", CASE_ID, "Dice WT 0.9"], ["Worst", "thick"]]
+    modality = page.find("modality")
+    for press in (listed[1].click, lambda: page.press("c"), lambda: page.press("c")):
+        press()
+        page.settle()
+        is_thick = listed[1].get_attribute("aria-pressed") == "true"
+        assert is_thick == ("truth" not in page.facts())
+        assert page.find("opacity").is_displayed() is not is_thick
+        assert modality.is_displayed() is not is_thick
+        size = page.find("sagittal").size
+        wide, high = (9, 8 * 3) if is_thick else (14, 8 * 3)
+        assert size["width"] / size["height"] == pytest.approx(wide / high, rel=0.05), "mm, not voxels"
+    assert page.errors() == []
 
 
 def test_the_first_picture_comes_fast_and_nothing_is_left_in_the_global_scope(page):

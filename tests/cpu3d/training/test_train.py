@@ -48,7 +48,9 @@ def kept_runs():
     return [run for path in folder.glob("*.threads-*.json") for run in read_runs(path)]
 
 
-def test_training_without_tensorflow_is_bad_input_with_the_way_to_install_it(phantom_store, tmp_path, monkeypatch, capsys):
+def test_training_without_tensorflow_is_bad_input_with_the_way_to_install_it(
+    phantom_store, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setitem(sys.modules, "tensorflow", None)  # as Python has it for what cannot be imported
     assert main(["train", "--store", str(phantom_store.folder), "--run", str(tmp_path / "run")]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
