@@ -315,7 +315,7 @@ def differences(old: RunConfig, new: RunConfig) -> List[str]:
     Of another mode nothing else is named, as other settings follow from it. A micro-batch that batch norm has to keep
     is compared as it is computed, however it is spelled; one of another batch is not, as it follows the batch.
     """
-    left, right = _flat(old), _flat(new)
+    left, right = flat(old), flat(new)
     changeable = set(CHANGEABLE)
     if old.unet.norm == new.unet.norm == "batch" and old.batch == new.batch:
         changeable.remove("micro_batch")
@@ -326,6 +326,13 @@ def differences(old: RunConfig, new: RunConfig) -> List[str]:
         for name in ({**left, **right} if old.mode == new.mode else ("mode",))
         if name not in changeable and left.get(name) != right.get(name)
     ]
+
+
+def flat(config: RunConfig) -> Dict[str, Any]:
+    """All settings by name, those of the network and the augmentation as in "unet.filters"."""
+    parts = ("unet", "augment")
+    nested = {f"{part}.{name}": value for part in parts for name, value in vars(getattr(config, part)).items()}
+    return {**nested, **{name: value for name, value in vars(config).items() if name not in parts}}
 
 
 # --- Private helpers ---
@@ -346,9 +353,3 @@ def _fields_of(cls: type, settings: Mapping[str, Any]) -> Dict[str, Any]:
 def _require(holds: bool, name: str, rule: str, value: Any) -> None:
     if not holds:
         raise InputError(f"{name} must {rule}, got {value}; see `train --help`")
-
-
-def _flat(config: RunConfig) -> Dict[str, Any]:
-    parts = ("unet", "augment")
-    nested = {f"{part}.{name}": value for part in parts for name, value in vars(getattr(config, part)).items()}
-    return {**nested, **{name: value for name, value in vars(config).items() if name not in parts}}

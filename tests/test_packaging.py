@@ -57,15 +57,19 @@ def test_the_wheel_has_the_version_of_records_and_both_commands(wheel):
     assert set(scripts["console_scripts"]) == {"cpu3d", "memory-estimator"}
 
 
-@pytest.mark.parametrize(("extra", "file"), [("itex", "requirements.txt"), ("tensorflow", "requirements-latest.txt")])
-def test_the_requirements_files_pin_what_the_wheel_asks_for(wheel, extra, file):
+@pytest.mark.parametrize(
+    ("extras", "file"),
+    [
+        (("", "itex", "full", "onnx", "test"), "requirements.txt"),
+        (("", "tensorflow", "full", "onnx", "test"), "requirements-latest.txt"),
+        (("mlflow",), "requirements-mlflow.txt"),
+    ],
+)
+def test_the_requirements_files_pin_what_the_wheel_asks_for(wheel, extras, file):
     lines = re.findall(r"^[A-Za-z].*?(?=\s+#|$)", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
     pins = {canonicalize_name(one.name): str(one.specifier)[2:] for one in map(Requirement, lines)}
     asked = map(Requirement, email.message_from_string(about(wheel, "METADATA")).get_all("Requires-Dist"))
     for one in asked:
-        wanted = one.marker is None or any(
-            one.marker.evaluate({"extra": name}) for name in (extra, "full", "onnx", "test")
-        )
-        # What TensorFlow alone brings is pinned where it has to be.
-        if wanted and canonicalize_name(one.name) != "cpu3d":
+        of = [extra for extra in extras if (one.marker.evaluate({"extra": extra}) if one.marker else not extra)]
+        if of and one.name != "cpu3d":
             assert one.specifier.contains(pins[canonicalize_name(one.name)]), one

@@ -27,6 +27,7 @@ from cpu3d.training.checkpoint import checkpoints, newest, set_aside, step_of, w
 from cpu3d.training.feeds import Feeds, Parts
 from cpu3d.training.learner import Learner, Outcome, allocator_peak_bytes
 from cpu3d.training.run_log import append_event, forget_after, read_events, shown
+from cpu3d.training.tracking import Track, tracked
 from cpu3d.training.validation import validate
 from cpu3d.training.watchdog import UNGUARDED, Unguarded, noted_signals
 from cpu3d.util.records import versions
@@ -62,7 +63,8 @@ class Fit:
         """Wall time of earlier attempts and of this one, up to the last checkpoint."""
         self.waited_s = self.exchanged_s = self.stepped_s = 0.0
         self._show: Callable[[Dict[str, Any]], None] = lambda event: None
-        """Given every event as it is logged."""
+        self._track: Track = lambda event, picture=None: None
+        """Both are given every event as it is logged."""
         self.warnings = self._restore()
         """What was wrong with checkpoints, a line each."""
         if exchange.is_chief:
@@ -110,9 +112,9 @@ class Fit:
             **{**place, **data, **how},
         )
 
-    def run(self, guard: Unguarded = UNGUARDED, observer: Optional[Observer] = None) -> None:
+    def run(self, guard: Unguarded = UNGUARDED, observer: Optional[Observer] = None, mlflow: str = "") -> None:
         """Train to the last epoch, an early stop, or a stop that one of the workers asks for, and save in each case.
-        `observer` is shown the steps.
+        `observer` is shown the steps; `mlflow` is the URI where the chief tracks the run too.
 
         Raises Interrupted after a signal and MemoryRunsOutError after the guard's word, once that is saved;
         DivergedError and WorkerLostError for what they say.
@@ -125,6 +127,7 @@ class Fit:
             if self._exchange.is_chief:
                 size = {"steps_per_epoch": self.steps_per_epoch, "batch": self.config.batch}
                 self._show = stack.enter_context(shown(self.folder, steps=self.steps, done=self.step, **size))
+                self._track = stack.enter_context(tracked(self.folder, self.config, mlflow))
 
             def wish() -> int:
                 """What this worker tells the others when its gradients are ready."""
@@ -288,6 +291,7 @@ class Fit:
             self._save_best()
         self._log(
             "validation",
+            found.picture,
             epoch=self.step // self.steps_per_epoch,
             loss=found.loss,
             dice=dict(zip(self.config.regions, map(float, found.dice))),
@@ -353,13 +357,14 @@ class Fit:
             what = f"{there[0]} is whole" if there else "there is no checkpoint yet"
             raise OSError(f"{problem}: {error}; {what}; free some space, and the same command continues") from error
 
-    def _log(self, event: str, **content: Any) -> None:
+    def _log(self, event: str, picture: Optional[np.ndarray] = None, **content: Any) -> None:
         if not self._exchange.is_chief:
             return
         line = {"event": event, "step": self.step, **content}
         with self._writing(f"step {self.step} could not be logged in {self.folder / 'log.jsonl'}"):
             append_event(self.folder, line)
         self._show(line)
+        self._track(line, picture)
 
     def _state(self) -> Dict[str, Any]:
         own = {name: getattr(self, name) for name in (*_State.__annotations__, "owes_validation")}

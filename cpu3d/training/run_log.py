@@ -1,4 +1,4 @@
-"""A run's log.jsonl: one event a line, appended as it happens; and what shows the events, a bar and TensorBoard."""
+"""A run's log.jsonl: one event a line, appended as it happens; and the bar that shows the events."""
 
 import collections
 import contextlib
@@ -115,15 +115,11 @@ class Pace:
 def shown(
     run: Path, *, steps: int, done: int, steps_per_epoch: int, batch: int
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Yields a function that shows an event of the log: on stderr, as a bar on a terminal, and in run/tensorboard."""
-    import tensorflow as tf
-
+    """Yields a function that shows an event of the log on stderr, as a bar on a terminal."""
     console, pace = Console(stderr=True), Pace(recent_events(run))
     shows = columns(TextColumn("{task.fields[state]}"), left=TextColumn("{task.fields[left]}"))
     bar = Progress(*shows, console=console, disable=not console.is_terminal)
     task = bar.add_task("train", total=steps, completed=done, state="", left=duration(pace.seconds_left(done, steps)))
-    writer = tf.summary.create_file_writer(str(Path(run) / "tensorboard"))
-    scalars = {"step": ("loss", "learning_rate", "step_s", "wait_s"), "validation": ("loss", "mean_dice")}
 
     def show(event: Mapping[str, Any]) -> None:
         group, step, line = event["event"], event["step"], ""
@@ -146,13 +142,8 @@ def shown(
             line = f"{event['reason']} after step {step}: {event['seconds']:.0f} s in all, {peak}"
         if line:
             bar.console.print(line, highlight=False, soft_wrap=True)
-        with writer.as_default(step=step):
-            for name in scalars.get(group, ()):
-                tf.summary.scalar(f"{group}/{name}", event[name])
-            for region, value in event.get("dice", {}).items():
-                tf.summary.scalar(f"{group}/dice/{region}", value)
 
-    with bar, contextlib.closing(writer):
+    with bar:
         yield show
 
 

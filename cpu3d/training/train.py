@@ -31,6 +31,7 @@ from cpu3d.plan import Plan, check_fits, make_plan, plan_of_chief, save_plan
 from cpu3d.settings import SETTINGS, RunConfig, left_open, load_config, save_config
 from cpu3d.training.checkpoint import BEST, checkpoints
 from cpu3d.training.run_log import read_events
+from cpu3d.training.tracking import require_mlflow, tracked
 from cpu3d.training.watchdog import Guard
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.lock import locked
@@ -46,18 +47,25 @@ class Options:
     store: Path = option(help="store that `prepare` has written", metavar="DIR")
     run: Path = option(help="folder for the run; continued where it exists", metavar="DIR")
     force: bool = option(False, "train although it may not fit the memory that is free")
+    mlflow: str = option("", "where to track the run too, such as sqlite:///mlflow.db or http://localhost:5000", "URI")
+    """No setting of the run: it may hold a password, and is written nowhere."""
 
 
 OPTIONS = (Options, SETTINGS)
 
 
 def run(options: Options, settings: Dict[str, Any]) -> int:
-    train(options.store, options.run, settings=settings, force=options.force)
+    train(options.store, options.run, settings=settings, force=options.force, mlflow=options.mlflow)
     return 0
 
 
 def train(
-    store_folder: Path, run_folder: Path, *, settings: Optional[Dict[str, Any]] = None, force: bool = False
+    store_folder: Path,
+    run_folder: Path,
+    *,
+    settings: Optional[Dict[str, Any]] = None,
+    force: bool = False,
+    mlflow: str = "",
 ) -> RunConfig:
     """Train, or continue, the run in `run_folder` on the store in `store_folder`; returns the run's configuration.
 
@@ -68,6 +76,8 @@ def train(
 
     Where the environment names other workers (`cluster.read_cluster`) this is one of them. All must be called alike.
     """
+    if mlflow:
+        require_mlflow()
     settings = settings or {}
     cluster = read_cluster(os.environ)
     store = open_store(store_folder)
@@ -119,6 +129,9 @@ def train(
             if fit.is_over:
                 fit.note_end()
                 guard.note_end(fit.reason)
+                if mlflow and cluster.is_chief:
+                    with tracked(run_folder, config, mlflow):
+                        pass  # it gets what it has not
                 _say(f"nothing to do after step {fit.step}; a larger {fit.longer} goes on")
             else:
                 guard.plan(
@@ -141,7 +154,7 @@ def train(
                         f"{format_seconds(step_s)} each; --epochs {config.epochs} takes all"
                     )
                 fit.log_start(host, engine, in_force(threads), plan.predicted)
-                fit.run(guard, _observer(plan, host, cluster))
+                fit.run(guard, _observer(plan, host, cluster), mlflow)
             exchange.close()
     return config
 

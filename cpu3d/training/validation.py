@@ -11,6 +11,7 @@ from cpu3d.training.feeds import Feeds
 from cpu3d.training.learner import Learner
 from cpu3d.training.losses import DiceCrossEntropy, hard_dice_counts
 from cpu3d.training.sliding_window import sliding_window
+from cpu3d.training.tracking import views
 from models.layer_plan import PIECES
 from models.supervision import Supervision
 
@@ -23,6 +24,8 @@ class Validation:
     dice: np.ndarray
     """(R,) hard Dice."""
     cases: int
+    picture: Optional[np.ndarray] = None
+    """Views of the chief's first case; None on the other workers."""
 
 
 def validate(
@@ -40,11 +43,16 @@ def validate(
     """
     count, regions = feeds.held_out, feeds.config.unet.outputs
     rows = np.zeros((count, 1 + regions), np.float32 if exchange.count > 1 else np.float64)
+    picture = None
     learner.swap_average()
     try:
         phase("validating")
         for case, (image, target) in zip(feeds.held_out_share(), feeds.validation()):
-            loss, counts = _score(target, _whole_logits(feeds, learner.logits, image))
+            logits = _whole_logits(feeds, learner.logits, image)
+            loss, counts = _score(target, logits)
+            if picture is None and exchange.is_chief:
+                picture = views(image[0], target[0], logits[0], feeds.config.regions)
+            del logits  # before the next are made
             rows[case] = [float(loss), *_dice(counts.numpy()[0])]
             phase("validating")
             if exchange.count == 1 and wish():
@@ -59,7 +67,7 @@ def validate(
         total = np.asarray(exchange.sum(np.concatenate([rows.ravel(), notes])))
         rows, stop = total[: rows.size].reshape(rows.shape), int(max(total[rows.size :]))
     mean = np.mean(rows, 0, dtype=np.float64)
-    return Validation(float(mean[0]), mean[1:], count), stop
+    return Validation(float(mean[0]), mean[1:], count, picture), stop
 
 
 # --- Private helpers ---

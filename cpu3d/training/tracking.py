@@ -1,0 +1,266 @@
+"""What a run gives to the programs that keep records of experiments: TensorBoard, in run/tensorboard, and MLflow.
+
+    with tracked(run, config, mlflow="sqlite:///mlflow.db") as track:
+        track(event)                 # as it is logged
+        track(event, views(...))     # a validation
+
+Both get the same: the settings, the numbers of every step and validation, and `views` of a held-out case with each
+validation. MLflow also gets the files in FILES. What it was sent before is not sent again.
+"""
+
+import contextlib
+import importlib.util
+import os
+import queue
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Union
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from cpu3d.errors import InputError
+from cpu3d.pages.viewer import COLOURS, OTHERS, STEPS, WINDOW, in_steps
+from cpu3d.settings import RunConfig, flat
+from cpu3d.training.run_log import FINISHED, read_events
+from cpu3d.util.atomic import write_json
+from cpu3d.util.records import VERSION
+from memory_estimator.files import read_json
+
+SCALARS = {"step": ("loss", "learning_rate", "step_s", "wait_s"), "validation": ("loss", "mean_dice")}
+"""Kind of event -> what of it is a curve, besides the Dice of each region."""
+
+FILES = ("config.json", "plan.json", "report.html")
+"""Of the run's folder, as they are when an attempt ends; the report where `report` has written one."""
+
+DERIVED = ("store_channels", "label_names", "region_codes")
+"""Fields of a run's configuration that are the store's, and nobody's choice."""
+
+PATIENCE_S = 60.0
+"""How long the end of a training waits for MLflow to take what is left."""
+
+MOST_METRICS = 1000
+"""That MLflow takes at once."""
+
+Track = Callable[..., None]
+
+
+def require_mlflow() -> None:
+    """Raises InputError where its client is not installed."""
+    if importlib.util.find_spec("mlflow") is None:
+        todo = f"run `{sys.executable} -m pip install mlflow-skinny sqlalchemy alembic`, or leave --mlflow out"
+        raise InputError(f"mlflow must be installed for --mlflow, got none; {todo}")
+
+
+@contextlib.contextmanager
+def tracked(run: Path, config: RunConfig, mlflow: str = "") -> Iterator[Track]:
+    """Yields a function that passes on an event of the log, and with a validation its picture. `mlflow` is the URI of a
+    tracking server or database; "" is none. Nothing that MLflow does ends or delays the training: it is sent to from a
+    thread of its own, and given up, with one line on stderr, when it fails.
+    """
+    sinks: List[Any] = [_TensorBoard(run, config)]
+    if mlflow:
+        sinks.append(_Mlflow(run, config, mlflow))
+
+    def track(event: Mapping[str, Any], picture: Optional[np.ndarray] = None) -> None:
+        for sink in sinks:
+            sink.track(event, picture)
+
+    try:
+        yield track
+    finally:
+        for sink in sinks:
+            sink.close()
+
+
+def scalars(event: Mapping[str, Any]) -> Dict[str, float]:
+    """The curves' names and values in an event of the log; {} for one that has none."""
+    group = event["event"]
+    if group not in SCALARS:
+        return {}
+    named = {f"{group}/{name}": event[name] for name in SCALARS[group] if name in event}
+    return {**named, **{f"{group}/dice/{region}": value for region, value in event.get("dice", {}).items()}}
+
+
+def parameters(config: RunConfig) -> Dict[str, Union[str, float, bool]]:
+    """The settings of a run by name; a tuple as its elements with spaces between. What is empty is left out."""
+    found = {name: value for name, value in flat(config).items() if name not in DERIVED}
+    found = {k: " ".join(map(str, v)) if isinstance(v, (tuple, list)) else v for k, v in found.items()}
+    return {k: v if isinstance(v, (bool, int, float)) else str(v) for k, v in found.items() if v not in ("", None)}
+
+
+def views(image: Any, truth: Any, logits: Any, regions: Sequence[str]) -> np.ndarray:
+    """uint8 `(H, W, 3)`: the axial, coronal and sagittal slice with most of the truth, the middle one where there is
+    none, in radiological convention; with the outlines of the regions, above of the truth and below of the prediction.
+
+    `image` is `(X, Y, Z, C)`, of which the first channel is shown; `truth` `(X, Y, Z, R)` and `logits` alike. Axes are
+    R A S. Only slices of the image and of the logits are read.
+    """
+    lesion = np.asarray(truth).any(-1)
+    places = [int(lesion.sum(axis=tuple({0, 1, 2} - {axis})).argmax()) for axis in range(3)]
+    if not lesion.any():
+        places = [n // 2 for n in lesion.shape]
+    planes = [tuple(places[axis] if axis == at else slice(None) for axis in range(3)) for at in (2, 1, 0)]
+    grey = [np.asarray(image[(*plane, 0)]).astype(np.float32) for plane in planes]
+    seen = np.concatenate([one[one != 0] for one in grey])
+    low, high = np.percentile(seen, WINDOW) if seen.size else (0.0, 1.0)
+    height = max(one.shape[1] for one in grey)
+    others = iter(OTHERS * len(regions))
+    colours = [_rgb(COLOURS.get(region) or next(others)) for region in regions]
+    rows = []
+    for volume in (truth, logits):
+        shown = []
+        for plane, one in zip(planes, grey):
+            drawn = np.repeat(in_steps(one, low, max(high, low + 1e-6), STEPS)[..., None], 3, -1)
+            for region, colour in enumerate(colours):
+                drawn[_outline(np.asarray(volume[(*plane, region)]) > 0)] = colour
+            # Columns from the patient's right to left, or front to back; rows from front to back, or top to bottom.
+            drawn = drawn.transpose(1, 0, 2)[::-1, ::-1]
+            shown.append(np.pad(drawn, ((0, height - len(drawn)), (1, 1), (0, 0))))
+        rows.append(np.concatenate(shown, 1))
+    return np.concatenate(rows)
+
+
+# --- Private helpers ---
+
+
+def _outline(mask: np.ndarray) -> np.ndarray:
+    """The pixels of a mask with one beside them that is none of it."""
+    from scipy.ndimage import binary_erosion
+
+    return mask & ~binary_erosion(mask)
+
+
+def _rgb(colour: str) -> List[int]:
+    return [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+
+
+class _TensorBoard:
+    def __init__(self, run: Path, config: RunConfig):
+        import tensorflow as tf
+        from tensorboard.plugins.hparams import api
+
+        self._summary = tf.summary
+        self._writer = tf.summary.create_file_writer(str(run / "tensorboard"))
+        with self._writer.as_default(step=0):
+            api.hparams(parameters(config), trial_id=run.resolve().name)
+
+    def track(self, event: Mapping[str, Any], picture: Optional[np.ndarray]) -> None:
+        with self._writer.as_default(step=event["step"]):
+            for name, value in scalars(event).items():
+                self._summary.scalar(name, value)
+            if picture is not None:
+                self._summary.image(
+                    "validation/views", picture[None], description="above the truth, below what is predicted"
+                )
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Mlflow:
+    """One run there for one run here, over all its attempts: run/mlflow.json has its id, and nothing of the URI."""
+
+    def __init__(self, run: Path, config: RunConfig, uri: str):
+        # One who waits does so in the thread below, and at the end for PATIENCE_S. Nothing is told to anyone else.
+        for name, value in {
+            "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+            "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            "MLFLOW_LOGGING_LEVEL": "WARNING",
+        }.items():
+            os.environ.setdefault(name, value)
+        self._run, self._config, self._uri = run, config, uri
+        self._events: queue.SimpleQueue = queue.SimpleQueue()
+        self._given_up = False
+        self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
+        self._thread.start()
+
+    def track(self, event: Mapping[str, Any], picture: Optional[np.ndarray]) -> None:
+        if not self._given_up:
+            self._events.put((event, picture))
+
+    def close(self) -> None:
+        self._events.put(None)
+        self._thread.join(PATIENCE_S)
+        if self._thread.is_alive():
+            self._give_up(f"it has not taken all within {PATIENCE_S:g} s of the end")
+
+    # --- In the thread ---
+
+    def _give_up(self, why: str) -> None:
+        if not self._given_up:
+            self._given_up = True
+            password = urlsplit(self._uri).password
+            why = why.replace(password, "***") if password else why
+            again = "training goes on; a later attempt with --mlflow sends what is missing"
+            print(f"warning: MLflow gets no more of this run: {why}; {again}", file=sys.stderr)
+
+    def _work(self) -> None:
+        try:
+            self._send_all()
+        except Exception as error:  # whatever a server or a client does
+            self._give_up(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}")
+
+    def _send_all(self) -> None:
+        from mlflow.tracking import MlflowClient
+
+        client = MlflowClient(self._uri)
+        found = self._open(client)
+        # Restarts repeat steps, with equal numbers; of steps that another attempt could not send the log still knows.
+        sent = {
+            group: max((one.step for one in client.get_metric_history(found, f"{group}/loss")), default=-1)
+            for group in SCALARS
+        }
+        pictured = sent["validation"]
+        self._send(client, found, read_events(self._run), sent)
+        for event, picture in iter(self._events.get, None):
+            self._send(client, found, [event], sent)
+            if picture is not None and event["step"] > pictured:
+                client.log_image(found, picture, key="validation", step=event["step"], synchronous=True)
+        for name in FILES:
+            if (self._run / name).is_file():
+                client.log_artifact(found, str(self._run / name))
+        last = (read_events(self._run) or [{}])[-1]
+        status = "FINISHED" if last.get("reason") in FINISHED else "KILLED" if last.get("event") == "end" else "FAILED"
+        client.set_terminated(found, status)
+
+    def _open(self, client: Any) -> str:
+        """The id of the run there: the one of earlier attempts, else a new one."""
+        from mlflow.entities import Param
+        from mlflow.exceptions import MlflowException
+
+        noted, found = self._run / "mlflow.json", None
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # there is none, or it is damaged
+            try:
+                found = client.get_run(read_json(noted)["run_id"])
+                client.update_run(found.info.run_id, status="RUNNING")
+            except MlflowException as error:
+                found = None
+                if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):  # of another server
+                    raise
+        if found is None:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "cpu3d")
+            experiment = client.get_experiment_by_name(name)
+            place = experiment.experiment_id if experiment else client.create_experiment(name)
+            found = client.create_run(place, run_name=self._run.resolve().name, tags={"cpu3d.version": VERSION})
+            write_json(noted, {"run_id": found.info.run_id})
+        # A parameter there cannot change: of a run that was extended config.json has what is in force.
+        new = {name: str(value) for name, value in parameters(self._config).items() if name not in found.data.params}
+        client.log_batch(found.info.run_id, params=[Param(name, value) for name, value in new.items()])
+        return found.info.run_id
+
+    def _send(self, client: Any, found: str, events: Sequence[Mapping[str, Any]], sent: Dict[str, int]) -> None:
+        """The numbers of events that are newer than those in `sent`, which is brought up to date."""
+        from mlflow.entities import Metric
+
+        now, metrics = int(1000 * time.time()), []
+        for event in events:
+            named = scalars(event)
+            if named and event["step"] > sent[event["event"]]:
+                sent[event["event"]] = event["step"]
+                metrics += [Metric(name, float(value), now, event["step"]) for name, value in named.items()]
+        for first in range(0, len(metrics), MOST_METRICS):
+            client.log_batch(found, metrics=metrics[first : first + MOST_METRICS])

@@ -1,0 +1,121 @@
+"""What TensorBoard and MLflow get of a run: read back by their own programs."""
+
+import threading
+import types
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+from tensorboard.plugins.hparams import plugin_data_pb2
+
+from cpu3d.errors import InputError
+from cpu3d.training import tracking
+from cpu3d.training.checkpoint import checkpoints
+from cpu3d.training.tracking import require_mlflow, views
+from tests.cpu3d import runs
+from tests.cpu3d.runs import NumpyLearner
+
+PASSWORD = "s3cret"
+
+
+def fit(store, folder, **settings):
+    return runs.start(store, folder, learner=NumpyLearner, **settings)
+
+
+def test_views_outline_the_truth_above_and_the_prediction_below_in_radiological_convention():
+    image = np.zeros((8, 12, 10, 2), np.float32)
+    image[1:-1, 1:-1, 1:-1, 0] = 5
+    truth, logits = np.zeros((8, 12, 10, 1), np.uint8), np.full((8, 12, 10, 1), -1.0)
+    truth[5:8, 9:12, 7:10] = 1  # right, in front, on top: in axes R A S the ends
+    logits[0:3, 0:3, 7:10] = 1
+    picture = views(image, truth, logits, ["WT"])
+    assert picture.shape == (2 * 12, 8 + 8 + 12 + 6, 3)
+    green = (picture == [0x00, 0x9E, 0x73]).all(-1)
+    axial = slice(1, 9)
+    expected = np.zeros((24, 8), bool)
+    expected[0:3, 0:3] = True  # the patient's right is on the left, the front on top
+    expected[1, 1] = False  # an outline
+    expected[21:24, 5:8] = True
+    expected[22, 6] = False
+    assert np.array_equal(green[:, axial], expected)
+
+
+def test_views_without_a_lesion_are_of_the_middle_and_outline_nothing():
+    image = np.zeros((4, 4, 4, 1), np.float32)
+    image[2, 2, 2] = 1
+    nothing = np.zeros((4, 4, 4, 3), np.float32)
+    picture = views(image, nothing, nothing - 1, ["WT", "TC", "ET"])
+    assert (picture.any(-1).sum(), np.ptp(picture, -1).max()) == (6, 0)  # the one voxel, grey, in each view
+
+
+def test_tensorboard_has_the_settings_the_scores_and_a_picture_a_validation(phantom_store, tmp_path):
+    fit(phantom_store, tmp_path, epochs=2).run()
+    read = EventMultiplexer().AddRunsFromDirectory(str(tmp_path))
+    read.Reload()
+    (run,) = read.Runs()
+    (content,) = (read.SummaryMetadata(run, "_hparams_/session_start_info").plugin_data.content,)
+    settings = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info
+    assert settings.hparams["learning_rate"].number_value == 0.01
+    assert settings.hparams["unet.norm"].string_value == "instance"
+    scores = {f"validation/dice/{region}" for region in ("WT", "TC", "ET")}
+    assert {"step/loss", "validation/mean_dice", *scores, "validation/views"} <= set(
+        read.PluginRunToTagToContent("scalars")[run]
+    ) | set(read.PluginRunToTagToContent("images")[run])
+    for name in ("validation/views", *scores):
+        assert [one.step for one in read.Tensors(run, name)] == [4, 8]
+
+
+@pytest.mark.filterwarnings("ignore")  # of MLflow's own libraries
+def test_mlflow_has_one_run_with_every_point_once_through_cuts_and_extensions(phantom_store, tmp_path, monkeypatch):
+    tracking_module = pytest.importorskip("mlflow.tracking", reason="needs mlflow: requirements-mlflow.txt")
+    pytest.importorskip("sqlalchemy", reason="needs sqlalchemy: requirements-mlflow.txt")
+    monkeypatch.chdir(tmp_path)  # MLflow keeps files beside a database in ./mlruns
+    folder, uri = tmp_path / "run", f"sqlite:///{tmp_path}/records.db"
+    fit(phantom_store, folder, epochs=1).run()  # not tracked: MLflow learns of it later
+    fit(phantom_store, folder, epochs=2).run(mlflow=uri)
+    checkpoints(folder)[0].unlink()  # as after a kill: steps 5 to 8 are done again
+    fit(phantom_store, folder, epochs=3).run(mlflow=uri)
+    client = tracking_module.MlflowClient(uri)
+    experiment = client.get_experiment_by_name("cpu3d").experiment_id
+    (run,) = client.search_runs([experiment])
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    assert (run.data.params["learning_rate"], run.data.params["unet.norm"]) == ("0.01", "instance")
+
+    def steps(name):
+        return [one.step for one in client.get_metric_history(run.info.run_id, name)]
+
+    assert (steps("step/loss"), steps("validation/dice/WT")) == ([*range(1, 13)], [4, 8, 12])
+    pictures = [one.path for one in client.list_artifacts(run.info.run_id, "images") if one.path.endswith(".png")]
+    assert len(pictures) == 2
+    assert "config.json" in {one.path for one in client.list_artifacts(run.info.run_id)}
+    assert "records.db" not in (folder / "mlflow.json").read_text()
+
+
+@pytest.mark.parametrize("way", ["refuses", "hangs"])
+def test_a_server_that_fails_is_one_warning_and_no_more(phantom_store, tmp_path, monkeypatch, capsys, way):
+    ended = threading.Event()
+
+    def client(uri):
+        if way == "refuses":
+            raise ConnectionError(f"no way to {uri}")
+        ended.wait(60)
+
+    monkeypatch.setitem(tracking.sys.modules, "mlflow", types.ModuleType("mlflow"))
+    monkeypatch.setitem(tracking.sys.modules, "mlflow.tracking", types.SimpleNamespace(MlflowClient=client))
+    monkeypatch.setattr(tracking, "PATIENCE_S", 0.1)
+    try:
+        fit(phantom_store, tmp_path, epochs=2).run(mlflow=f"http://someone:{PASSWORD}@localhost:5000")
+    finally:
+        ended.set()
+    said = capsys.readouterr().err
+    assert said.count("MLflow") == 1
+    assert "finished" in said
+    kept = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert PASSWORD not in said
+    assert PASSWORD.encode() not in kept
+
+
+def test_mlflow_that_is_not_installed_is_bad_input(monkeypatch):
+    monkeypatch.setitem(tracking.sys.modules, "mlflow", None)
+    with pytest.raises(InputError, match="mlflow must be installed"):
+        require_mlflow()
