@@ -14,16 +14,16 @@ import sys
 from pathlib import Path
 from typing import Any, Dict, Iterator, Optional, Tuple
 
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, how_to_install
 from cpu3d.host.gpu import CPU, use_device
 from cpu3d.host.memory import memory_policy, set_memory_policy
 from cpu3d.host.thread_plan import THREADS, ThreadPlan, thread_plans
 from cpu3d.host.topology import read_topology
 from cpu3d.util.records import versions
 from memory_estimator.host import Host
-from memory_estimator.job import itex_is_installed
+from memory_estimator.job import ENGINES, itex_is_installed
 
-ENGINES = ("itex", "stock", "stock-no-onednn")
+NO_ONEDNN = "stock-no-onednn"  # what benchmarks compare with; the estimator and the trainer know the others
 
 
 def apply(plan: ThreadPlan, engine: Optional[str] = None) -> None:
@@ -39,8 +39,8 @@ def apply(plan: ThreadPlan, engine: Optional[str] = None) -> None:
     for name, value in plan.environment.items():
         os.environ.setdefault(name, value)
     if engine is not None:
-        os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0" if engine == "stock-no-onednn" else "1"
-    major, minor, *_ = (installed_versions()[0] or "99.0").split(".")
+        os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0" if engine == NO_ONEDNN else "1"
+    major, minor, *_ = versions().get("tensorflow", "99.0").split(".")
     if (int(major), int(minor)) < (2, 16):
         # There it asks for a tf_keras that is not installed, and importing tf.keras fails; tf.keras is Keras 2 anyway.
         os.environ.pop("TF_USE_LEGACY_KERAS", None)
@@ -61,7 +61,7 @@ def import_tensorflow(engine: Optional[str] = None) -> Any:
     not Keras 2; RuntimeError when TensorFlow is already running on another engine.
     """
     if not installed(engine):
-        todo = "run `./run.sh setup` with Python 3.9 to 3.11 on Linux x86-64, or choose the engine stock"
+        todo = f"{how_to_install('itex')} with Python 3.9 to 3.11 on Linux x86-64, or choose the engine stock"
         raise InputError(f"engine must be installed, got itex without intel-extension-for-tensorflow; {todo}")
     threads = {name: os.environ.get(name, "0") for name in THREADS[:2]}  # 0 leaves it to TensorFlow
     for name, value in threads.items():
@@ -114,20 +114,16 @@ def engine_name(tf: Any) -> str:
     from tensorflow.python.util import _pywrap_util_port
 
     onednn = "oneDNN" if _pywrap_util_port.IsMklEnabled() else "no oneDNN"
-    return f"TensorFlow {tf.__version__}, {onednn}" + f", ITEX {installed_versions()[1]}" * _itex_is_loaded()
+    itex = versions().get("intel-extension-for-tensorflow")
+    return f"TensorFlow {tf.__version__}, {onednn}" + f", ITEX {itex}" * _itex_is_loaded()
 
 
 def installed(engine: Optional[str]) -> bool:
-    """Whether an engine is installed; imports nothing. Raises InputError for what is none of ENGINES, nor None."""
-    if engine not in (None, *ENGINES):
-        raise InputError(f"engine must be one of {', '.join(ENGINES)}, got {engine}; choose one of them")
+    """Whether an engine is installed; imports nothing. Raises InputError for what is no engine, nor None."""
+    known = (*ENGINES, NO_ONEDNN)
+    if engine not in (None, *known):
+        raise InputError(f"engine must be one of {', '.join(known)}, got {engine}; choose one of them")
     return engine != "itex" or itex_is_installed()
-
-
-def installed_versions() -> Tuple[Optional[str], Optional[str]]:
-    """Of TensorFlow and of ITEX, None for what is not installed. Imports neither."""
-    found = versions()
-    return found.get("tensorflow"), found.get("intel-extension-for-tensorflow")
 
 
 # --- Private helpers ---
@@ -161,5 +157,5 @@ def _check_keras(tf: Any) -> None:
     except ImportError as error:
         package, found = "none", str(error)
     if package != "tf_keras" and not found.startswith("keras 2."):
-        todo = "unset TF_USE_LEGACY_KERAS and install tf_keras of TensorFlow's version, or run `./run.sh setup`"
+        todo = f"unset TF_USE_LEGACY_KERAS and install tf_keras of TensorFlow's version, or {how_to_install()}"
         raise InputError(f"tf.keras must be Keras 2, got {found} with TensorFlow {tf.__version__}; {todo}")

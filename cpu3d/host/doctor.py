@@ -18,12 +18,14 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from rich.console import Console
 
-from cpu3d.errors import InputError
-from cpu3d.host.apply import ENGINES, installed, installed_versions
+from cpu3d.errors import InputError, how_to_install
+from cpu3d.host.apply import installed
 from cpu3d.host.self_test import Check, self_test
 from cpu3d.host.thread_plan import LOPSIDED, ThreadPlan, default_workers, describe_plans, host_lines, thread_plans
 from cpu3d.host.topology import EXAMPLE_HOSTS, Topology, read_topology, topology_of
+from cpu3d.util.records import versions
 from memory_estimator.host import memory_high
+from memory_estimator.job import ENGINES
 from memory_estimator.schema import option
 from memory_estimator.table import Bad, Good, Poor, Table
 from memory_estimator.units import GIB, format_bytes
@@ -38,7 +40,7 @@ class Options:
 
     workers: Optional[int] = option(None, help="plan for N workers; default: one a socket", metavar="N")
     on_host: Optional[str] = option(None, f"plan for another host: {', '.join(EXAMPLE_HOSTS)}", "NAME")
-    engine: Optional[str] = option(None, "what to try out; default: ITEX where it is installed", choices=ENGINES[:2])
+    engine: Optional[str] = option(None, "what to try out; default: ITEX where it is installed", choices=ENGINES)
     self_test: bool = option(True, help="only look, start no TensorFlow")
     json: bool = option(False, help="print it as JSON, the host in full")
 
@@ -88,7 +90,7 @@ ADVICE = {
     "ulimit -v": "`ulimit -v unlimited`: at the limit TensorFlow ends the process",
     "memory.high": "raise it to the memory limit, or keep the memory plan below it",
     "environment": "unset them to have the plan's own",
-    "ITEX": "`./run.sh setup` has it for Python 3.9 to 3.11 on Linux x86-64: steps are faster with it",
+    "ITEX": f"{how_to_install('itex')} with Python 3.9 to 3.11 on Linux x86-64: steps are faster with it",
 }
 """What to do where there is a problem."""
 
@@ -131,7 +133,8 @@ def host_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
 def process_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
     """Those of this process and this installation: limits beside the host's own, versions, variables of the user's."""
     addresses, all_bytes = resource.getrlimit(resource.RLIMIT_AS)[0], topology.host.memory_bytes
-    high, (tensorflow, itex) = memory_high(Path("/"), all_bytes)[0], installed_versions()
+    high, found_versions = memory_high(Path("/"), all_bytes)[0], versions()
+    tensorflow, itex = map(found_versions.get, ("tensorflow", "intel-extension-for-tensorflow"))
     slows = high is not None and high < (topology.host.cgroup_limit_bytes or all_bytes)
     limited, planned = addresses != resource.RLIM_INFINITY, plans[0].environment
     own = [f"{name}={os.environ[name]}" for name, value in planned.items() if os.environ.get(name, value) != value]
@@ -141,7 +144,7 @@ def process_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Chec
         "environment": (", ".join(own), "nothing of the plan's is set otherwise"),
     }
     if tensorflow is None:
-        return [*_checks(found), Check("TensorFlow", "fail", "not installed", "run `./run.sh setup`")]
+        return [*_checks(found), Check("TensorFlow", "fail", "not installed", how_to_install())]
     return [*_checks({**found, "ITEX": (not itex and "not installed", itex)}), Check("TensorFlow", "ok", tensorflow)]
 
 
