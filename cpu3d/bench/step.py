@@ -14,7 +14,7 @@ import statistics
 import time
 from argparse import Namespace
 from dataclasses import dataclass
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Mapping, Tuple
 
 from cpu3d.bench import harness
 from cpu3d.bench.harness import Output, Result, Turns, gib, host_of, title_of, valid, with_range
@@ -26,8 +26,6 @@ from memory_estimator.host import read_host
 from memory_estimator.job import ENGINES, Job, JobOptions, job_from, source_job
 from memory_estimator.schema import option
 from memory_estimator.table import Table
-from memory_estimator.validation import has_known_engine
-from memory_estimator.validation import job_from as job_from_record
 from models.config import DTYPES, POLICIES, UNetConfig
 from models.layer_plan import training_flops
 
@@ -36,8 +34,6 @@ WARM_UP_STEPS, LONG_ENOUGH_S = 2, 90
 without oneDNN in bfloat16, no more are done than one to warm up and one to time."""
 
 LIVE_PARTS = 300  # of a step, each with the most that is live in it: as fine as a picture shows
-
-HELP = "time the real training step in a fresh process, alone or in turn with a peer"
 
 
 @dataclass(frozen=True)
@@ -94,6 +90,29 @@ def request_for(job: Job, **more: Any) -> Dict[str, Any]:
     return {**found, **more}
 
 
+def has_known_engine(record: Mapping[str, Any]) -> bool:
+    """Whether the estimator predicts for the engine of a record: any but TensorFlow without oneDNN."""
+    return record.get("engine") != "stock-no-onednn" and "no oneDNN" not in record.get("engine_name", "")
+
+
+def job_of_record(record: Mapping[str, Any]) -> Job:
+    """The job that a record measured, on the engine that really ran."""
+    engine = record["engine"]
+    if engine in (None, AUTO):
+        engine = "itex" if "ITEX" in record["engine_name"] else "stock"
+    job = Job(
+        UNetConfig(**record["unet"]),
+        shape=tuple(record["shape"]),
+        batch=record["batch"],
+        micro_batch=record.get("micro_batch", record["batch"]),  # older ones computed the whole batch at once
+        optimizer=record["optimizer"],
+        engine=engine,
+        threads=int(record["threads"]["TF_NUM_INTRAOP_THREADS"]),
+    )
+    by_rule = dataclasses.replace(job, micro_batch=0)  # so that equal jobs compare equal
+    return by_rule if by_rule.micro == job.micro else job
+
+
 def step_table(record: Result) -> Table:
     """Our step and the peers'."""
     ours, rows = {**record, "peer": "this project,", "options": record["engine_name"], "ratio": None}, []
@@ -120,7 +139,7 @@ def measure(request: Dict[str, Any]) -> Result:
     if request.get("threads"):  # else they are the host's own number or the environment's
         os.environ.update(dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(request["threads"])))
     host, threads, tf = set_up(request["engine"])
-    from cpu3d.training.learner import Learner, allocator_peak_bytes, parameter_count
+    from cpu3d.training.learner import Learner, allocator_peak_bytes
 
     config = config_of(request)
     unet, batch, grid, learner = config.unet, config.batch, config.grid, Learner(config)
@@ -144,13 +163,12 @@ def measure(request: Dict[str, Any]) -> Result:
     step_s = statistics.median(timed)
     gflops = training_flops(unet, grid, batch) / step_s / 1e9
     result = {**request, "step_s": step_s, "step_s_min": min(timed), "step_s_max": max(timed)}
-    result.update(first_step_s=[*first, *timed][0], steps_timed=len(timed), volume_s=step_s / batch)
-    result.update(parameters=parameter_count(learner.model), **facts)
+    result.update(volume_s=step_s / batch, **facts)
     if request.get("live"):
         requests = trace(step, live_bytes)[1]
         result["live_bytes"] = requests and _most_in_each_part(requests)  # None where the profiler failed
     if len(timed) >= FEWEST_STEPS and has_known_engine(result):
-        observer = Observer(job_from_record(result), "bench", host, traced=range(len(timed), len(timed) + ENOUGH))
+        observer = Observer(job_of_record(result), "bench", host, traced=range(len(timed), len(timed) + ENOUGH))
         for seconds in timed:
             observer.note(seconds)
         for _ in range(ENOUGH):
