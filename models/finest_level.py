@@ -86,7 +86,8 @@ class SlabEncoder(SlabBlock):
 
         def down(read, of, kernel, readers):
             y = self._output(norms[1], read, of, kernel)
-            pooled = tf.nn.max_pool3d(y.slab[None], HALF, HALF, "VALID")[0]
+            with tf.control_dependencies([plane for plane in y if plane is not None]):
+                pooled = tf.nn.max_pool3d(y.slab[None], HALF, HALF, "VALID")[0]
             with tf.control_dependencies([pooled]):
                 return (pooled, *(convolve(mapped(tf.identity, y), each) for each in readers))
 
