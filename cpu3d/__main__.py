@@ -22,6 +22,7 @@ COMMANDS = {
     "status": ("cpu3d.report.status", "tell how a run is doing: phase, progress, memory, and what to do next"),
     "evaluate": ("cpu3d.inference.evaluate", "score untouched cases on their full grids, or cross-validate folds"),
     "predict": ("cpu3d.inference.predict", "segment new cases, in their own grids, with one run or several"),
+    "view": ("cpu3d.pages.view", "write a page to scroll through the slices of a case in a browser"),
     "export": ("cpu3d.inference.export.command", "write a trained network for other programs: SavedModel or ONNX"),
     "report": ("cpu3d.report.report", "write one report.html of a run"),
     "compare": ("cpu3d.compare.command", "train whole-volume and patch runs under one budget and compare them"),

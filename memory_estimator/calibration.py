@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Union
 
-from memory_estimator.files import read_json, typed
+from memory_estimator.files import read_json, reason, typed
 from memory_estimator.host import Host, cache_bytes, read_host
 from memory_estimator.job import ENGINES, installed_versions
 from memory_estimator.step.onednn import ISAS, USUAL, Kernels
@@ -157,8 +157,8 @@ def load_constants(path: Union[str, Path], others: Optional[HostConstants] = Non
     path = Path(path)
     try:
         content = read_json(path)
-        if content.get("schema") != SCHEMA:
-            raise ValueError(f"schema {content.get('schema')}")
+        if content["schema"] != SCHEMA:
+            raise ValueError(f"schema {content['schema']}")
         each = [_constants(one, path) for one in content.get("constants", [content])]
         if not each:
             raise ValueError("no constants")
@@ -169,8 +169,8 @@ def load_constants(path: Union[str, Path], others: Optional[HostConstants] = Non
         raise ValueError(f"calibration {path} must exist, got none; write it with `calibrate --out {path}`") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"calibration {path} must be complete JSON of schema {SCHEMA}, got {error}; run `calibrate` again, or "
-            "delete it"
+            f"calibration {path} must be complete JSON of schema {SCHEMA}, got {reason(error)}; run `calibrate` again, "
+            "or delete it"
         ) from None
 
 

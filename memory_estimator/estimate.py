@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
 
 from memory_estimator.calibration import HostConstants
-from memory_estimator.files import read_json, typed
+from memory_estimator.files import read_json, reason, typed
 from memory_estimator.job import DTYPE_BYTES, Job, stored_bytes
 from memory_estimator.step.allocator import SMALL_BYTES, fits_regions, region_bytes, use
 from memory_estimator.step.onednn import Kernels
@@ -128,7 +128,7 @@ def load_accuracy(path: Union[str, Path] = SHIPPED, versions: Optional[Mapping[s
         return dataclasses.replace(typed(read_json(path), Accuracy), versions=dict(versions or {}))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"accuracy {path} must be complete JSON, got {error}; restore it, or write it anew from the records"
+            f"accuracy {path} must be complete JSON, got {reason(error)}; restore it, or write it anew from the records"
         ) from None
 
 

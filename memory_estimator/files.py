@@ -61,6 +61,17 @@ def parse_json(text: Union[str, bytes]) -> Any:
         raise ValueError("brackets that are nested too deep") from None
 
 
+def reason(error: Exception) -> str:
+    """What is wrong with content that was read, for a message that names its file, in no words of Python's."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if isinstance(error, KeyError):
+        return f"no {error.args[0]!r}"
+    if isinstance(error, (TypeError, AttributeError, IndexError, ArithmeticError)):
+        return "a value of another kind"
+    return str(error)
+
+
 def read_records(path: Path, kind: str, use: Callable[[Dict[str, Any]], Optional[T]]) -> List[T]:
     """What `use` makes of each record of a kind in a file of JSON lines, None left out. Raises ValueError for a missing
     file, and for a line that is damaged, of another schema or refused by `use`."""
@@ -73,8 +84,8 @@ def read_records(path: Path, kind: str, use: Callable[[Dict[str, Any]], Optional
             found.append(use(record) if record and record["kind"] == kind else None)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
             raise ValueError(
-                f"record {path}:{number} must be JSON of schema {RECORD_SCHEMA} as `bench` writes it, got {error!r}; "
-                "remove the line, or measure again"
+                f"record {path}:{number} must be JSON of schema {RECORD_SCHEMA} as `bench` writes it, got "
+                f"{reason(error)}; remove the line, or measure again"
             ) from None
     return [one for one in found if one is not None]
 
@@ -147,19 +158,19 @@ def typed(content: Any, kind: Any, name: str = "content") -> Any:
 
 def _typed_record(content: Any, kind: Any, name: str) -> Any:
     if not isinstance(content, dict):
-        raise ValueError(f"{name} must be a {kind.__name__.lstrip('_')}, got {_short(content)}")
+        raise ValueError(f"{name} must be an object, got {_short(content)}")
     hints = get_type_hints(kind)
     needed, known = getattr(kind, "__required_keys__", ()), set(content)
     if dataclasses.is_dataclass(kind):
         fields = dataclasses.fields(kind)
         needed, known = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING], set(hints)
-    wrong = ", ".join(sorted({*needed} - set(content) | set(content) - known))
-    if wrong:
-        words = kind.__name__.lstrip("_")
-        raise ValueError(f"{name} must have the fields of a {words}, got others in {_short(wrong)}")
+    missing, unknown = (", ".join(sorted(names)) for names in ({*needed} - set(content), set(content) - known))
+    if missing or unknown:
+        found = " and ".join([f"no {missing}"] * bool(missing) + [f"unknown {unknown}"] * bool(unknown))
+        raise ValueError(f"{name} must have its fields and no others, got {_short(found)}")
     return kind(**{field: typed(value, hints.get(field, Any), f"{name}.{field}") for field, value in content.items()})
 
 
 def _short(content: Any) -> str:
-    text = content if isinstance(content, str) else repr(content)
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -11,9 +11,9 @@ import math
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypedDict, Union
 
-from memory_estimator.files import read_json, typed
+from memory_estimator.files import read_json, reason, typed
 from memory_estimator.schema import option
 from memory_estimator.units import count_of
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
@@ -292,29 +292,54 @@ def policy_is_open(args: argparse.Namespace) -> bool:
     return getattr(args, "policy", "" if hasattr(args, "run") else AUTO) == AUTO
 
 
+class _Versioned(TypedDict):
+    """Any plan.json."""
+
+    schema: int
+
+
+class _Config(TypedDict):
+    """Of a run's settings, what an estimate does not count."""
+
+    device: str
+    mode: str
+    resolution: float
+    read_mode: str
+
+
+class _SavedPlan(_Versioned):
+    """What plan.json says to the estimator."""
+
+    config: _Config
+    job: Dict[str, Any]
+
+
 def read_run(folder: Union[str, Path]) -> Tuple[Job, List[str]]:
     """The job of the run in `folder`, as its plan.json has it, and what an estimate of it does not count, a sentence
-    each. Raises ValueError for a folder without a plan, or with a damaged one."""
-    path = Path(folder) / "plan.json"
+    each. Raises ValueError for a folder without a plan, or with one that is damaged or of another version."""
+    path, todo = Path(folder) / "plan.json", "continue the run with its store, which writes it anew"
     try:
         content = read_json(path)
-        if content["schema"] != PLAN_SCHEMA:
-            raise ValueError(f"schema {content['schema']}, not {PLAN_SCHEMA}")
-        config, job = content["config"], typed(content["job"], Job, "job")
-        card = f"the run is on {config['device']}: a CPU is estimated; `train` says what its steps take on the card"
-        validation = "the run validates on whole volumes of the store, which is not counted; `train` adds it"
-        kept = "the run keeps the files that it reads in memory, which is not counted; `train` adds it"
-        notes = {card: config["device"] != "cpu", validation: config["mode"] == "patch" or config["resolution"] != 1}
-        return job, [note for note, is_so in {**notes, kept: config["read_mode"] == "ram"}.items() if is_so]
+        schema = typed(content, _Versioned, "plan")["schema"]
+        if schema > PLAN_SCHEMA:
+            todo = "use the version that made it"
+        if schema != PLAN_SCHEMA:
+            raise ValueError(f"schema {schema}, not {PLAN_SCHEMA}")
+        plan = typed(content, _SavedPlan, "plan")
+        config, job = plan["config"], typed(plan["job"], Job, "job")
+        if (set(plan["job"]), set(plan["job"]["unet"])) != (set(vars(job)), set(vars(job.unet))):
+            raise ValueError("a job without all of its fields")  # defaults are not what the run has
     except OSError as error:
-        raise ValueError(
-            f"run {folder} must hold a plan.json, got {error.strerror}; name a folder that `train` has written"
-        ) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"run plan {path} must be as `train` writes it, got {'no ' * isinstance(error, KeyError)}{error}; continue "
-            "the run, which writes it anew"
-        ) from None
+        is_older = (path.parent / "config.json").is_file()
+        todo = todo if is_older else "name a folder that `train` has written"
+        raise ValueError(f"run {folder} must hold a plan.json, got {reason(error)}; {todo}") from None
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"run plan {path} must be as `train` writes it, got {reason(error)}; {todo}") from None
+    card = f"the run is on {config['device']}: a CPU is estimated; `train` says what its steps take on the card"
+    validation = "the run validates on whole volumes of the store, which is not counted; `train` adds it"
+    kept = "the run keeps the files that it reads in memory, which is not counted; `train` adds it"
+    notes = {card: config["device"] != "cpu", validation: config["mode"] == "patch" or config["resolution"] != 1}
+    return job, [note for note, is_so in {**notes, kept: config["read_mode"] == "ram"}.items() if is_so]
 
 
 def stored_bytes(shape: Sequence[int], channels: int) -> int:

@@ -36,15 +36,16 @@ class Block(tf.keras.layers.Layer):
             self.widths, up_width = unet.decoder_widths(level), unet.up_width(level)
             self.skip_width, self.below_width = unet.encoder_widths(level)[1], unet.encoder_widths(level + 1)[1]
             self.entry_width = self.skip_width + up_width
-            self.up = up_layers(unet, name, up_width)
+            self.up = up_layers(unet, f"{name}_up", up_width)
             self.join = Join(name=f"{name}_concat", **own)
         else:
             self.widths = unet.encoder_widths(level)
             self.entry_width = unet.encoder_widths(level - 1)[1] if level else unet.channels
         self.conv1 = convolution_layer(unet, f"{name}_conv1", self.widths[0], 3)
-        self.norm1 = norm_layer(unet, f"{name}_act1")
+        self.norm1 = NormActivation(unet.norm, name=f"{name}_act1", **own)
         self.conv2 = convolution_layer(unet, f"{name}_conv2", self.widths[1], 3)
-        self.norm2 = norm_layer(unet, f"{name}_norm2" if unet.residual else f"{name}_act2", activate=not unet.residual)
+        last = f"{name}_norm2" if unet.residual else f"{name}_act2"
+        self.norm2 = NormActivation(unet.norm, activate=not unet.residual, name=last, **own)
         self.shortcut = None
         if unet.residual:
             shortcut, of_image = f"{name}_shortcut", name == "encoder0"
@@ -125,7 +126,6 @@ def convolution_layer(config: UNetConfig, name: str, channels: int, kernel: int,
     return Convolution(
         channels,
         kernel,
-        padding="same",
         kernel_initializer=initial_kernel(config, name),
         dtype=precision(config),
         name=name,
@@ -133,29 +133,15 @@ def convolution_layer(config: UNetConfig, name: str, channels: int, kernel: int,
     )
 
 
-def norm_layer(config: UNetConfig, name: str, activate: bool = True):
-    return NormActivation(config.norm, activate, dtype=precision(config), name=name)
-
-
 def up_layers(config: UNetConfig, name: str, width: int):
     """Double the grid. Bias-free: the next norm takes a constant out again, and its gradient is a pass over the map."""
     if config.up == "transposed":
         return [
-            UpConvolution(
-                width,
-                2,
-                strides=2,
-                use_bias=False,
-                kernel_initializer=initial_kernel(config, f"{name}_up"),
-                dtype=precision(config),
-                name=f"{name}_up",
-            )
+            UpConvolution(width, kernel_initializer=initial_kernel(config, name), dtype=precision(config), name=name)
         ]
     # The 1x1x1 convolution and nearest-neighbour copying commute; on the coarse grid it costs an eighth.
-    return [
-        convolution_layer(config, f"{name}_up_conv", width, 1),
-        tf.keras.layers.UpSampling3D(2, dtype=precision(config), name=f"{name}_up"),
-    ]
+    copy = tf.keras.layers.UpSampling3D(2, dtype=precision(config), name=name)
+    return [convolution_layer(config, f"{name}_conv", width, 1), copy]
 
 
 def head_layer(config: UNetConfig, name: str):

@@ -11,6 +11,8 @@ gradient is written slab by slab while the maps it is made of go, so that two ma
 The same weights and functions as the layers of models/blocks.py, the same gradients to rounding.
 """
 
+from typing import Any, NamedTuple, Optional, Tuple
+
 import tensorflow as tf
 
 from models.blocks import Block, build_within, head_layer
@@ -58,9 +60,35 @@ class SlabBlock(Block):
         return (at_y, total(of_kernel, kernel), *norm.gradient(sums))
 
 
+class EncoderSource(NamedTuple):
+    """What a slab of the encoder's output is computed from."""
+
+    hidden2: Any
+    """The second convolution's output."""
+    image: Optional[Any]
+    norm2: Tuple
+    """As the norm's `apply` takes it."""
+    shortcut: Optional[Any]
+    """The shortcut's kernel; this and the image with `residual` alone."""
+
+
+class DecoderSource(NamedTuple):
+    """What a slab of the decoder's output, and of the logits, is computed from."""
+
+    hidden2: Any
+    norm2: Tuple
+    skip_share: Optional[Any]
+    """Of the shortcut's output; this, `below` and the kernel of the other share with `residual` alone."""
+    below: Optional[Any]
+    shortcut: Optional[Any]
+    head: Any
+    head_bias: Any
+    up: Any
+
+
 class SlabEncoder(SlabBlock):
-    """Image (N, X, Y, Z, C) -> pooled (N, X/2, Y/2, Z/2, width), and slabs of the skip maps' share in each convolution
-    of the `decoder`, the layer that takes them up, that reads these: its first one, and its shortcut."""
+    """Image (N, X, Y, Z, C) -> pooled (N, X/2, Y/2, Z/2, width), and slabs of the skip maps' share in what each
+    convolution puts out that reads the entry of `decoder`, the other layer: the first one, and the shortcut."""
 
     def __init__(self, decoder: "SlabDecoder"):
         super().__init__(decoder.unet, "encoder", 0)
@@ -75,7 +103,7 @@ class SlabEncoder(SlabBlock):
     def call(self, image, training=None):
         own = {"shortcut": self.shortcut.kernel} if self.shortcut else {}
         weights = self._weights(conv1=self.conv1.kernel, conv2=self.conv2.kernel, **own)
-        weights["readers"] = self._decoder().readers(slice(0, self.widths[1]))
+        weights["entry_kernels"] = self._decoder().entry_kernels(slice(0, self.widths[1]))
         return self.learn(image, weights) if training else self.forward(image, weights, training=False)[0]
 
     def forward(self, image, weights, training=True):
@@ -84,14 +112,15 @@ class SlabEncoder(SlabBlock):
         images = cut.of(image)
         _, hidden2 = self._hidden(norms, images, weights)
 
-        def down(read, of, kernel, readers):
-            y = self._output(norms[1], read, of, kernel)
-            with tf.control_dependencies([plane for plane in y if plane is not None]):
+        def down(source, entry_kernels):
+            y = self._output(norms[1], source)
+            with tf.control_dependencies(y.there):
                 pooled = tf.nn.max_pool3d(y.slab[None], HALF, HALF, "VALID")[0]
             with tf.control_dependencies([pooled]):
-                return (pooled, *(convolve(mapped(tf.identity, y), each) for each in readers))
+                return (pooled, *(convolve(mapped(tf.identity, y), each) for each in entry_kernels))
 
-        pooled, *shares = cut.sweep(down, *self._read(norms, images, hidden2, weights), weights["readers"])
+        source = self._source(norms, images, hidden2, weights)
+        pooled, *shares = cut.sweep(down, source, weights["entry_kernels"])
         return (cut.join(pooled), tuple(shares)), [norm.statistics for norm in norms], norms
 
     def backward(self, upstream, norms, image, weights):
@@ -99,9 +128,9 @@ class SlabEncoder(SlabBlock):
         images = cut.of(then(image, *tf.nest.flatten(upstream)))
         hidden1, hidden2 = self._hidden(norms, images, weights)
 
-        def body(read, of, kernel, readers, at_shares, at_pooled):
-            y = self._output(norms[1], read, of, kernel)
-            at_y, of_kernels = gradients(y, at_shares, readers)
+        def body(source, entry_kernels, at_shares, at_pooled):
+            y = self._output(norms[1], source)
+            at_y, of_kernels = gradients(y, at_shares, entry_kernels)
             pooled = tf.nn.max_pool3d(then(y.slab, at_y)[None], HALF, HALF, "VALID")
             more = {"ksize": HALF, "strides": HALF, "padding": "VALID"}
             of_pool = tf.raw_ops.MaxPool3DGrad(
@@ -110,13 +139,14 @@ class SlabEncoder(SlabBlock):
             at_y += of_pool[0]
             if self.shortcut:
                 at_y = relu_gradient(at_y, y.slab)
-                of_kernels.append(filter_gradient_of_slab(read[1], at_y, kernel.shape))
-            return (at_y, norms[1].gradient_sums(at_y, read[0].slab, of), *of_kernels)
+                of_kernels.append(filter_gradient_of_slab(source.image, at_y, source.shortcut.shape))
+            return (at_y, norms[1].gradient_sums(at_y, source.hidden2.slab, source.norm2), *of_kernels)
 
-        read, readers = self._read(norms, images, hidden2, weights), weights["readers"]
-        given = readers, tuple(map(Near, at_shares)), cut.of(at_pooled)
-        at_y2, sums, *of_kernels = cut.sweep(body, *read, *given)
-        found = {"readers": tuple(map(total, of_kernels, readers))}
+        source, entry_kernels = self._source(norms, images, hidden2, weights), weights["entry_kernels"]
+        at_y2, sums, *of_kernels = cut.sweep(
+            body, source, entry_kernels, tuple(map(Near, at_shares)), cut.of(at_pooled)
+        )
+        found = {"entry_kernels": tuple(map(total, of_kernels, entry_kernels))}
         if self.shortcut:
             found["shortcut"] = total(of_kernels[-1], weights["shortcut"])
         factors, found["norm2"] = norms[1].gradient(sums)
@@ -137,20 +167,21 @@ class SlabEncoder(SlabBlock):
         hidden1 = norms[0].sweep(convolve, Near(images), weights["conv1"])
         return hidden1, self._second(norms, hidden1, weights["conv2"])
 
-    def _read(self, norms, images, hidden2, weights):
-        """What `_output` takes in a sweep."""
-        read = (Near(hidden2), Near(images)) if self.shortcut else (Near(hidden2),)
-        return read, norms[1].of, weights.get("shortcut")
+    def _source(self, norms, images, hidden2, weights):
+        """For a sweep."""
+        image = Near(images) if self.shortcut else None
+        return EncoderSource(Near(hidden2), image, norms[1].of, weights.get("shortcut"))
 
-    @staticmethod
-    def _output(norm, read, of, kernel):
+    def _output(self, norm, source):
         """Of the block: a slab with its halo."""
+        if not self.shortcut:
+            return norm.around(source.hidden2, source.norm2)
 
-        def output(hidden2, *image):
-            y = norm.apply(hidden2, of)
-            return tf.nn.relu(y + tf.nn.conv2d(*image, kernel[0], UNIT_2D, "SAME")) if image else y
+        def output(hidden2, image):
+            y = norm.apply(hidden2, source.norm2)
+            return tf.nn.relu(y + tf.nn.conv2d(image, source.shortcut[0], UNIT_2D, "SAME"))
 
-        return mapped(output, *read)
+        return mapped(output, source.hidden2, source.image)
 
 
 class SlabDecoder(SlabBlock):
@@ -172,15 +203,15 @@ class SlabDecoder(SlabBlock):
     def weights(self):
         return [*super().weights, *self.head.weights]
 
-    def readers(self, rows: slice):
-        """The kernels of what reads skip and up-sampled maps, from the rows of either."""
+    def entry_kernels(self, rows: slice):
+        """Of the convolutions that read the block's entry, skip and up-sampled maps: the rows of either."""
         return tuple(layer.kernel[..., rows, :] for layer in (self.conv1, self.shortcut) if layer)
 
     @tf.autograph.experimental.do_not_convert
     def call(self, inputs, training=None, loss=None):
         own = {"up": self.up[0].kernel, "head": self.head.kernel, "head_bias": self.head.bias}
         weights = self._weights(conv2=self.conv2.kernel, **own)
-        weights["readers"] = self.readers(slice(self.skip_width, None))
+        weights["entry_kernels"] = self.entry_kernels(slice(self.skip_width, None))
         inputs = dict(inputs)
         return self.learn(inputs, weights, loss) if training else self.forward(inputs, weights, loss, training=False)[0]
 
@@ -193,21 +224,21 @@ class SlabDecoder(SlabBlock):
         def first(coarse, share, up, kernel):
             return share + convolve(mapped(lambda one: self._up_sampled(one, up), coarse), kernel)
 
-        given = Near(coarse), inputs["shares"][0], weights["up"], weights["readers"][0]
+        given = Near(coarse), inputs["shares"][0], weights["up"], weights["entry_kernels"][0]
         hidden1 = norms[0].sweep(first, *given)
         hidden2 = self._second(norms, hidden1, weights["conv2"])
-        read, statistics = self._read(norms, inputs, coarse, hidden2, weights), [norm.statistics for norm in norms]
+        source, statistics = self._source(norms, inputs, coarse, hidden2, weights), [norm.statistics for norm in norms]
 
-        def logits(*read):
-            return self._logits(self._output(norms[1], *read), read[-1])
+        def logits(source):
+            return self._logits(self._output(norms[1], source), source)
 
-        def sums(target, *read):
-            z = logits(*read)
+        def sums(target, source):
+            z = logits(source)
             return loss.sums(rows(target[None]), rows(z[None]), z.shape[-1])[0]
 
         if loss is None:
-            return cut.join(cut.sweep(logits, *read)), statistics, (norms, hidden1, hidden2, None)
-        of_samples = cut.sum_by_sample(cut.sweep(sums, cut.of(inputs["target"]), *read))
+            return cut.join(cut.sweep(logits, source)), statistics, (norms, hidden1, hidden2, None)
+        of_samples = cut.sum_by_sample(cut.sweep(sums, cut.of(inputs["target"]), source))
         found, score, factors = loss.value(of_samples, float(inputs["target"].shape[1:4].num_elements()))
         return (found, score), statistics, (norms, hidden1, hidden2, factors)
 
@@ -218,7 +249,7 @@ class SlabDecoder(SlabBlock):
             of_head = cut.of(upstream), ()
         else:
             of_head = cut.of(inputs["target"]), cut.of_sample([factor * upstream[0] for factor in factors])
-        read = (*of_head, *self._read(norms, inputs, cut.of(below), hidden2, weights))
+        source = self._source(norms, inputs, cut.of(below), hidden2, weights)
 
         @tf.function(autograph=False, jit_compile=True)
         def slope(target, logits, factors):
@@ -226,33 +257,30 @@ class SlabDecoder(SlabBlock):
             found = loss.slope(rows(target[None]), tf.sigmoid(rows(logits[None])), factors)
             return tf.reshape(tf.cast(found, logits.dtype), logits.shape)
 
-        def to_output(at_logits, factors, *read):
+        def to_output(at_logits, factors, source):
             """A slab's output, and the gradients of its logits and of what its norm puts out."""
-            y, weights = self._output(norms[1], *read), read[-1]
+            y = self._output(norms[1], source)
             if loss is not None:
-                at_logits = slope(at_logits, self._logits(y, weights), factors)
-            at_y = input_gradient(Halo(at_logits), weights["head"])
+                at_logits = slope(at_logits, self._logits(y, source), factors)
+            at_y = input_gradient(Halo(at_logits), source.head)
             return y, at_logits, relu_gradient(at_y, y) if self.shortcut else at_y
 
-        def sums_of(*read):
-            y, at_logits, at_y = to_output(*read)
-            hidden2, of, *_, weights = read[2:]
-            of_head = (
-                filter_gradient_of_slab(Halo(y), at_logits, weights["head"].shape),
-                channel_sums(value, [at_logits]),
-            )
-            return (norms[1].gradient_sums(at_y, hidden2, of), *of_head)
+        def sums_of(at_logits, factors, source):
+            y, at_logits, at_y = to_output(at_logits, factors, source)
+            of_kernel = filter_gradient_of_slab(Halo(y), at_logits, source.head.shape)
+            of_bias = channel_sums(value, [at_logits])
+            return norms[1].gradient_sums(at_y, source.hidden2, source.norm2), of_kernel, of_bias
 
-        sums, of_kernel, of_bias = cut.sweep(sums_of, *read)
+        sums, of_kernel, of_bias = cut.sweep(sums_of, *of_head, source)
         found = {"head": total(of_kernel, weights["head"]), "head_bias": total(of_bias, weights["head_bias"])[0]}
         factors, found["norm2"] = norms[1].gradient(sums)
 
-        def to_hidden2(factors, *read):
-            at_y = to_output(*read)[-1]
-            slab = norms[1].gradient_below(at_y, read[2], factors)
+        def to_hidden2(norm2, at_logits, factors, source):
+            *_, at_y = to_output(at_logits, factors, source)
+            slab = norms[1].gradient_below(at_y, source.hidden2, norm2)
             return (slab, at_y) if self.shortcut else (slab,)
 
-        at_hidden2, *at_shortcut = cut.sweep(to_hidden2, factors, *read)
+        at_hidden2, *at_shortcut = cut.sweep(to_hidden2, factors, *of_head, source)
         at_y1, found["conv2"], factors, found["norm1"] = self._through_second(
             norms[0], hidden1, at_hidden2, weights["conv2"]
         )
@@ -264,29 +292,30 @@ class SlabDecoder(SlabBlock):
             return (*self._up_gradient(at_fine, coarse.slab, up), *of_kernels)
 
         coarse, at_shares = cut.of(then(below, at_hidden1[-1])), (at_hidden1, *at_shortcut)
-        given = Near(coarse), tuple(map(Near, at_shares)), weights["up"], weights["readers"]
+        given = Near(coarse), tuple(map(Near, at_shares)), weights["up"], weights["entry_kernels"]
         at_below, of_up, *of_kernels = cut.sweep(to_below, *given)
-        found.update(up=total(of_up, weights["up"]), readers=tuple(map(total, of_kernels, weights["readers"])))
+        found["up"] = total(of_up, weights["up"])
+        found["entry_kernels"] = tuple(map(total, of_kernels, weights["entry_kernels"]))
         at_inputs = {"below": cut.join(at_below), "shares": at_shares}
         return {name: at_inputs.get(name) for name in inputs}, found
 
-    def _read(self, norms, inputs, coarse, hidden2, weights):
-        """What `_output` takes in a sweep, the weights last."""
-        beside = (inputs["shares"][1], coarse, weights["readers"][1]) if self.shortcut else ()
-        return hidden2, norms[1].of, beside, {name: weights[name] for name in ("head", "head_bias", "up")}
+    def _source(self, norms, inputs, below, hidden2, weights):
+        """For a sweep."""
+        residual = (inputs["shares"][1], below, weights["entry_kernels"][1]) if self.shortcut else (None, None, None)
+        head = weights["head"], weights["head_bias"], weights["up"]
+        return DecoderSource(hidden2, norms[1].of, *residual, *head)
 
-    def _output(self, norm, hidden2, of, beside, weights):
+    def _output(self, norm, source):
         """A slab of the block's output."""
-        y = norm.apply(hidden2, of)
-        if not beside:
+        y = norm.apply(source.hidden2, source.norm2)
+        if not self.shortcut:
             return y
-        of_skip, coarse, kernel = beside
-        fine = self._up_sampled(coarse, weights["up"])
-        return tf.nn.relu(y + of_skip + tf.nn.conv2d(fine, kernel[0], UNIT_2D, "SAME"))
+        fine = self._up_sampled(source.below, source.up)
+        return tf.nn.relu(y + source.skip_share + tf.nn.conv2d(fine, source.shortcut[0], UNIT_2D, "SAME"))
 
     @staticmethod
-    def _logits(output, weights):
-        return tf.nn.bias_add(tf.nn.conv2d(output, weights["head"][0], UNIT_2D, "SAME"), weights["head_bias"])
+    def _logits(output, source):
+        return tf.nn.bias_add(tf.nn.conv2d(output, source.head[0], UNIT_2D, "SAME"), source.head_bias)
 
     def _up_sampled(self, coarse, kernel):
         """A slab of the fine grid."""

@@ -19,8 +19,8 @@ class Convolution(tf.keras.layers.Conv3D):
     `by_planes` is how its filter gradient is computed: with less memory, as models/filter_gradient.py says.
     """
 
-    def __init__(self, *args, by_planes: bool = False, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self, filters: int, kernel_size: int, by_planes: bool = False, **kwargs):
+        super().__init__(filters, kernel_size, padding="same", **kwargs)
         self.by_planes = by_planes
 
     def call(self, inputs):
@@ -63,6 +63,9 @@ class ShortcutSum(tf.keras.layers.Layer):
 
 class UpConvolution(tf.keras.layers.Conv3DTranspose):
     """A transposed convolution of kernel and stride 2, without bias: (N, X, Y, Z, C) -> (N, 2X, 2Y, 2Z, filters)."""
+
+    def __init__(self, filters: int, **kwargs):
+        super().__init__(filters, 2, strides=2, use_bias=False, **kwargs)
 
     def call(self, inputs):
         return up_convolution(inputs, read_after(inputs, self.kernel))

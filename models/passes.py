@@ -9,9 +9,6 @@ A map is (N, X, Y, Z, C), or a slab (X, Y, Z, C); N may be unknown. Values of th
 samples are normalised apart. All arithmetic is float32; a pass puts out the dtype of the first map it takes.
 """
 
-import contextlib
-import functools
-import os
 from typing import Callable, Sequence
 
 import tensorflow as tf
@@ -51,7 +48,6 @@ def normalised(x, gamma, beta, together: bool, relu: bool):
 def one_pass(function: Callable, maps: Sequence, *of_channels, **options):
     """`function` of the values of `maps` and of the channels, a map. Of a single plane, operation by operation."""
     first = maps[0]
-    _first_compilation()
     compute = _compiled_map.python_function if first.shape[0] == 1 and len(first.shape) == 4 else _compiled_map
     y = compute(function, [_rows(each) for each in maps], _like_rows(of_channels, first), **options)
     return tf.reshape(y, (-1, *first.shape[1:]))
@@ -59,7 +55,6 @@ def one_pass(function: Callable, maps: Sequence, *of_channels, **options):
 
 def channel_sums(function: Callable, maps: Sequence, *of_channels, together: bool = True, **options):
     """`function` of the values of `maps` and of the channels, summed over each sample or over all: (N or 1, C)."""
-    _first_compilation()
     size_z, channels = maps[0].shape[-2:]
     rows = [_rows(each, together) for each in maps]
     blocks = _compiled_sums(function, rows, _like_rows(of_channels, maps[0]), **options)
@@ -96,21 +91,6 @@ def gradient_below(upstream, x, mean, scale, shift, along, constant, relu):
 
 
 # --- Private helpers ---
-
-
-@functools.lru_cache(None)
-def _first_compilation() -> None:
-    """Have XLA say what it says once a process, past TF_CPP_MIN_LOG_LEVEL, where that asks for no such lines."""
-    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "0") == "0":
-        return
-    stderr = os.dup(2)
-    try:
-        with open(os.devnull, "w") as nothing, tf.init_scope(), contextlib.suppress(tf.errors.OpError):
-            os.dup2(nothing.fileno(), 2)
-            tf.function(tf.negative, autograph=False, jit_compile=True)(0.0)
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
 
 
 @tf.function(autograph=False, jit_compile=True)

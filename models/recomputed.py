@@ -58,18 +58,18 @@ class RecomputedBlock(Block):
 
         # An encoder's entry is read beside the gradient, so it waits as it is; told to, ITEX would not fuse the norm's.
         parts, to_up = self._entry([then(one, at_hidden1) for one in inputs] if self.up else inputs, weights)
-        readers = [("conv1", at_hidden1)] + ([("shortcut", upstream)] if self.shortcut else [])
+        at_outputs = {"conv1": at_hidden1, **({"shortcut": upstream} if self.shortcut else {})}
         at_inputs, of_parts = [], []
         # The up-sampled map first: it lives for this alone, and its gradient goes on to the coarser grid at once.
         for part, first in reversed(list(zip(parts, (0, parts[0].shape[-1])))):
             rows = slice(first, first + part.shape[-1])
-            meets = [(weights[name][..., rows, :], at_output) for name, at_output in readers]
+            meets = [(weights[name][..., rows, :], at_output) for name, at_output in at_outputs.items()]
             at_part, of_kernels = gradients(then(part, *at_inputs), meets, by_planes)
             if to_up:
                 (at_part, found["up"]), to_up = to_up(at_part), None
             at_inputs.append(at_part)
             of_parts.append(of_kernels)
-        for number, (name, _) in enumerate(readers):
+        for number, name in enumerate(at_outputs):
             found[name] = tf.concat([of_kernels[number] for of_kernels in reversed(of_parts)], 3)
         return at_inputs[::-1], found
 

@@ -21,6 +21,11 @@ class Halo(NamedTuple):
     before: Optional[Any] = None
     after: Optional[Any] = None
 
+    @property
+    def there(self) -> List:
+        """Without what is beyond the edge."""
+        return [one for one in self if one is not None]
+
 
 class Near(NamedTuple):
     """Has a sweep give its body the slab with its halo, of a map."""
@@ -40,13 +45,13 @@ class Cut:
     def of(self, maps) -> List:
         """The slabs of (N, X, Y, Z, C), or of a coarser grid: views."""
         flat = self.flat(maps)
-        return [flat[planes] for planes in self.planes(self.size_x // maps.shape[1])]
+        return [flat[one] for one in self.slices(self.size_x // maps.shape[1])]
 
     def flat(self, maps):
         """(N * X, Y, Z, C), of which slabs are views: along any other axis they would be copies."""
         return tf.reshape(maps, (self.samples * maps.shape[1], *maps.shape[2:]))
 
-    def planes(self, coarser: int = 1) -> List[slice]:
+    def slices(self, coarser: int = 1) -> List[slice]:
         """Of each slab, in a flat map."""
         firsts = [(n * self.size_x + a, n * self.size_x + b) for n, a, b in self.pieces]
         return [slice(first // coarser, past // coarser) for first, past in firsts]
@@ -87,19 +92,23 @@ class Cut:
             before = None if first else one.slabs[index - 1][-1:]
             return Halo(one.slabs[index], before, None if last else one.slabs[index + 1][:1])
         if isinstance(one, tuple):
-            return tuple(self._pick(each, index) for each in one)
+            picked = [self._pick(each, index) for each in one]
+            return type(one)(*picked) if hasattr(one, "_fields") else tuple(picked)
         return one[index] if isinstance(one, list) else one
 
 
 def mapped(make: Callable, *halos: Halo) -> Halo:
     """What `make` makes of slabs and of the planes beside them: of these the one next to the slab."""
     slabs, before, after = zip(*halos)
-    found = [make(*slabs)]
-    # One after the other, as all of a sweep: else what memory a step takes would differ from process to process.
-    for planes, nearest in ((before, slice(-1, None)), (after, slice(1))):
-        with tf.control_dependencies(_there(found)):
-            found.append(None if planes[0] is None else make(*planes)[nearest])
-    return Halo(*found)
+    halo = Halo(make(*slabs))
+    # One after the other, as all in a sweep: else what comes first, and so the memory, differs from process to process.
+    if before[0] is not None:
+        with tf.control_dependencies(halo.there):
+            halo = halo._replace(before=make(*before)[-1:])
+    if after[0] is not None:
+        with tf.control_dependencies(halo.there):
+            halo = halo._replace(after=make(*after)[:1])
+    return halo
 
 
 class Norm:
@@ -199,7 +208,7 @@ class Norm:
 
 def convolve(halo: Halo, kernel):
     """A slab of the convolution, "same": of the slab alone, then of the planes."""
-    with tf.control_dependencies(_there(halo)):
+    with tf.control_dependencies(halo.there):
         if kernel.shape[0] == 1:
             return tf.nn.conv2d(halo.slab, kernel[0], UNIT_2D, "SAME")
         output = tf.nn.conv3d(halo.slab[None], kernel, UNIT, "SAME")[0]
@@ -228,7 +237,7 @@ def gradients(maps: Halo, at_outputs: Sequence[Halo], kernels: Sequence) -> Tupl
     """Of a slab and, its share, of each kernel that it meets, from those of the convolutions' outputs."""
     at_maps, of_kernels = None, []
     for at_output, kernel in zip(at_outputs, kernels):
-        with tf.control_dependencies(_there(maps) if at_maps is None else [at_maps]):
+        with tf.control_dependencies(maps.there if at_maps is None else [at_maps]):
             of_kernels.append(filter_gradient_of_slab(maps, at_output.slab, kernel.shape))
         with tf.control_dependencies(of_kernels):
             one = input_gradient(mapped(tf.identity, at_output), kernel)
@@ -255,8 +264,3 @@ def _with_edges(output, halo: Halo, taps, of_plane):
             with tf.control_dependencies([output]):
                 output = tf.raw_ops.InplaceAdd(x=output, i=[row], v=of_plane(plane, tap))
     return output
-
-
-def _there(values: Sequence) -> List:
-    """Without those that are None."""
-    return [one for one in values if one is not None]

@@ -110,20 +110,20 @@ def _by_pieces(loss, target, logits) -> Tuple[tf.Tensor, tf.Tensor, Gradient]:
     cut = Cut(samples, sorted({grid[0] * piece // PIECES for piece in range(PIECES + 1)}))
     flat = [cut.flat(target), cut.flat(logits)]
 
-    def piece(planes, before):
+    def piece(where, before):
         with tf.control_dependencies(before):
-            return [rows(maps[planes][None]) for maps in flat]
+            return [rows(maps[where][None]) for maps in flat]
 
     sums = []
-    for planes in cut.planes():
-        t, z = piece(planes, sums[-1:])
+    for where in cut.slices():
+        t, z = piece(where, sums[-1:])
         sums.append(loss.sums(t, z, regions)[0])
     own, score, factors = loss.value(cut.sum_by_sample(sums), float(math.prod(grid)))
 
     def gradient(upstream):
         found = []
-        for planes, mine in zip(cut.planes(), cut.of_sample([factor * upstream for factor in factors])):
-            t, z = piece(planes, found[-1:] or mine[:1])
+        for where, mine in zip(cut.slices(), cut.of_sample([factor * upstream for factor in factors])):
+            t, z = piece(where, found[-1:] or mine[:1])
             p = tf.sigmoid(z)
             with tf.control_dependencies([p]):
                 found.append(tf.cast(loss.slope(t, p, mine), logits.dtype)[0])

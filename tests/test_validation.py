@@ -4,13 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from cpu3d.bench.tables import VALIDATION, page, validation
+from cpu3d.bench.accuracy import VALIDATION, digest, page, targets, validation
 from memory_estimator.estimate import load_accuracy
-from memory_estimator.validation import digest, targets
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = f"records/{VALIDATION}"
-REMAKE_ACCURACY = f"run python -m memory_estimator.validation {RECORD} > memory_estimator/accuracy.json"
+REMAKE_ACCURACY = "run ./run.sh bench tables --records records --accuracy memory_estimator/accuracy.json"
 REMAKE_PAGE = "run ./run.sh bench tables --records records --page docs/validation.md"
 
 EPYC, XEON = "avx512_core_bf16", "avx512_core_vnni"

@@ -21,9 +21,9 @@ from typing import Any, Dict, List, Optional
 
 import psutil
 
-from cpu3d.bench.harness import Result, facts_of, in_fresh_process
+from cpu3d.bench.harness import Result, in_fresh_process
 from cpu3d.bench.step import WARM_UP_STEPS, made_up
-from cpu3d.host.apply import ENGINES, engine_name, in_force, installed, set_up
+from cpu3d.host.apply import engine_name, installed, set_up
 from cpu3d.host.fitting import Run
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.host.observe import Observer, constants_of, record, write_constants
@@ -33,7 +33,7 @@ from cpu3d.util.progress import bar
 from cpu3d.util.records import listed
 from memory_estimator.files import typed
 from memory_estimator.host import read_host
-from memory_estimator.job import Job
+from memory_estimator.job import ENGINES, Job
 from memory_estimator.schema import option
 from memory_estimator.step.allocator import use
 from memory_estimator.step.training_step import training_step
@@ -54,7 +54,7 @@ processes may keep busy before the times are called disturbed."""
 class Options:
     """What `calibrate` measures, and where it writes."""
 
-    engine: Optional[str] = option(None, "default: what `train` would use", choices=ENGINES[:2])
+    engine: Optional[str] = option(None, "default: what `train` would use", choices=ENGINES)
     all: bool = option(False, help="every engine that is installed, a minute each")
     out: Optional[Path] = option(None, "write them to a file, for --calibration (default: keep them)", metavar="FILE")
 
@@ -66,7 +66,7 @@ def run(options: Options) -> int:
     if options.out:
         writable_folder(options.out.parent, "folder")
     host, begin, results, busy = read_host(), time.perf_counter(), [], 0.0
-    engines = [engine for engine in ("itex", "stock") if installed(engine)] if options.all else [options.engine]
+    engines = [engine for engine in ENGINES if installed(engine)] if options.all else [options.engine]
     asked = [(engine, dtype) for engine in engines for dtype in ("bfloat16", "float32")[not host.fast_bfloat16 :]]
     with bar("calibrate", total=len(asked)) as advance:
         for number, (engine, dtype) in enumerate(asked):
@@ -80,8 +80,7 @@ def run(options: Options) -> int:
         by_engine[result["engine"]] += [typed(one, Run, "run") for one in result["runs"]]
     if options.out:
         found = [one for runs in by_engine.values() for one in constants_of(runs, host)]
-        facts = {name: results[-1][name] for name in ("versions", "environment")}
-        write_constants(options.out, found, **facts, cpus_busy_with_others=round(busy, 2))
+        write_constants(options.out, found)
     files = [options.out] if options.out else [record(runs, host) for runs in by_engine.values()]
     left_out, seconds = sum(result["left_out"] for result in results), time.perf_counter() - begin
     if busy > QUIET:
@@ -119,7 +118,7 @@ def measure(request: Dict[str, Any]) -> Result:
     tensors is read. Once `request["budget_s"]` is spent, those left are counted in "left_out".
     """
     begin, today = time.perf_counter(), datetime.date.today().isoformat()
-    host, threads, tf = set_up(request["engine"])
+    host, _, tf = set_up(request["engine"])
     from cpu3d.training.learner import Learner
 
     engine = "itex" if "ITEX" in engine_name(tf) else "stock"
@@ -150,5 +149,4 @@ def measure(request: Dict[str, Any]) -> Result:
             runs.append(observer.run(anyway=True))
         del learner, parts, step
         gc.collect()  # Keras models refer to themselves; the next network must not count this one's weights
-    about = {"engine": engine, "environment": in_force(threads), **facts_of(tf, threads, host)}
-    return {"runs": [dataclasses.asdict(one) for one in runs], "left_out": len(left), **about}
+    return {"runs": [dataclasses.asdict(one) for one in runs], "left_out": len(left), "engine": engine}

@@ -13,6 +13,7 @@ from typing import Any, Dict, Tuple
 from cpu3d.bench.harness import Output, Result, fresh, gib, in_turn
 from cpu3d.bench.step import MeasuredJob, StepOptions, measure, step_request
 from cpu3d.errors import InputError
+from cpu3d.host.apply import NO_ONEDNN
 from cpu3d.util.records import by
 from memory_estimator.schema import option
 from memory_estimator.table import Table
@@ -20,7 +21,7 @@ from models.config import DTYPES
 
 HELP = "time the same step on every engine, in float32 and bfloat16: the paper's Fig. 2"
 
-ENGINE_NAMES = {"stock-no-onednn": "stock, no oneDNN", "stock": "stock, oneDNN", "itex": "ITEX"}
+ENGINE_NAMES = {NO_ONEDNN: "stock, no oneDNN", "stock": "stock, oneDNN", "itex": "ITEX"}
 """In the order they are measured; the first is the baseline."""
 
 
@@ -47,7 +48,7 @@ def run(given: Dict[str, Any], options: Options, output: Output) -> int:
     first = rows[0]["step_s"]
     for row in rows:
         row["speedup"] = first / row["step_s"] if first and row["step_s"] else None
-    result = {"shape": rows[0]["shape"], "baseline": f"stock-no-onednn {options.dtypes[0]}", "rows": rows}
+    result = {"shape": rows[0]["shape"], "baseline": f"{NO_ONEDNN} {options.dtypes[0]}", "rows": rows}
     output.publish("engines", result, engines_table(result))
     return 0
 

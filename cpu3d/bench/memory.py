@@ -20,7 +20,14 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from cpu3d.bench import harness
 from cpu3d.bench.harness import HOST_FACTS, Output, Result, Turns, deaths, gib, host_of, title_of, with_range
-from cpu3d.bench.step import MeasuredJob, StepOptions, measure, step_request
+from cpu3d.bench.step import (
+    MeasuredJob,
+    StepOptions,
+    has_known_engine,
+    job_of_record,
+    measure,
+    step_request,
+)
 from cpu3d.errors import InputError
 from cpu3d.host.thread_plan import thread_plan
 from memory_estimator.calibration import HostConstants, find_constants
@@ -29,7 +36,6 @@ from memory_estimator.host import read_host
 from memory_estimator.schema import option
 from memory_estimator.table import PALETTE, Table, new_figure, plain, png
 from memory_estimator.units import GIB, format_bytes
-from memory_estimator.validation import has_known_engine, job_from
 from models.config import POLICIES
 
 HELP = "measure what the real training step takes of memory, under one policy or all, beside the prediction"
@@ -77,7 +83,7 @@ def predict(result: Result, constants: HostConstants) -> Optional[Result]:
     try:
         if not has_known_engine(result):
             raise ValueError("engine must use oneDNN, got none; the estimator knows itex and stock")
-        found = estimate(job_from(result), constants)
+        found = estimate(job_of_record(result), constants)
         return {name: getattr(found, name) for name in (*FIGURES, "upper_bound_bytes")}
     except ValueError as error:
         print(f"no prediction: {error}", file=sys.stderr)

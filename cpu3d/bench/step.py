@@ -14,21 +14,18 @@ import statistics
 import time
 from argparse import Namespace
 from dataclasses import dataclass
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Mapping, Tuple
 
 from cpu3d.bench import harness
 from cpu3d.bench.harness import Output, Result, Turns, gib, host_of, title_of, valid, with_range
-from cpu3d.host.apply import ENGINES, set_up
+from cpu3d.host.apply import NO_ONEDNN, set_up
 from cpu3d.host.fitting import FEWEST_STEPS
 from cpu3d.host.observe import ENOUGH, Observer, live_bytes, trace
 from cpu3d.settings import AUTO, RunConfig, left_open
 from memory_estimator.host import read_host
-from memory_estimator.job import ENGINES as KNOWN_ENGINES
-from memory_estimator.job import Job, JobOptions, job_from, source_job
+from memory_estimator.job import ENGINES, Job, JobOptions, job_from, source_job
 from memory_estimator.schema import option
 from memory_estimator.table import Table
-from memory_estimator.validation import has_known_engine
-from memory_estimator.validation import job_from as job_from_record
 from models.config import DTYPES, POLICIES, UNetConfig
 from models.layer_plan import training_flops
 
@@ -47,7 +44,9 @@ class MeasuredJob(JobOptions):
 
     dtype: str = option(AUTO, "compute dtype; auto is the recipe's, the run's or this host's", choices=(AUTO, *DTYPES))
     policy: str = option("speed", "memory policy (default: speed; of a --run its own)", choices=POLICIES)
-    engine: str = option(AUTO, "default: auto, ITEX unless only stock is installed", choices=(AUTO, *ENGINES))
+    engine: str = option(
+        AUTO, "default: auto, ITEX unless only stock is installed", choices=(AUTO, *ENGINES, NO_ONEDNN)
+    )
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def step_request(given: Dict[str, Any], options: StepOptions, **more: Any) -> Di
     Raises InputError for a job that cannot be.
     """
     engine = given.get("engine", AUTO)
-    known = Namespace(**{**given, "engine": engine if engine in KNOWN_ENGINES else AUTO})
+    known = Namespace(**{**given, "engine": engine if engine in ENGINES else AUTO})
     whole, _ = valid(source_job, known)
     job = valid(job_from, known, whole or Job(UNetConfig(dtype=read_host().best_dtype)))
     engine = job.engine if whole and engine == AUTO else left_open(engine)
@@ -91,6 +90,29 @@ def request_for(job: Job, **more: Any) -> Dict[str, Any]:
     found = {"shape": list(job.shape), "batch": job.batch, "micro_batch": job.micro, "optimizer": job.optimizer}
     found.update(unet=dataclasses.asdict(job.unet), engine=job.engine, threads=job.threads, matmul=False)
     return {**found, **more}
+
+
+def has_known_engine(record: Mapping[str, Any]) -> bool:
+    """Whether the estimator predicts for the engine of a record: any but TensorFlow without oneDNN."""
+    return record.get("engine") != "stock-no-onednn" and "no oneDNN" not in record.get("engine_name", "")
+
+
+def job_of_record(record: Mapping[str, Any]) -> Job:
+    """The job that a record measured, on the engine that really ran."""
+    engine = record["engine"]
+    if engine in (None, AUTO):
+        engine = "itex" if "ITEX" in record["engine_name"] else "stock"
+    job = Job(
+        UNetConfig(**record["unet"]),
+        shape=tuple(record["shape"]),
+        batch=record["batch"],
+        micro_batch=record.get("micro_batch", record["batch"]),  # older ones computed the whole batch at once
+        optimizer=record["optimizer"],
+        engine=engine,
+        threads=int(record["threads"]["TF_NUM_INTRAOP_THREADS"]),
+    )
+    by_rule = dataclasses.replace(job, micro_batch=0)  # so that equal jobs compare equal
+    return by_rule if by_rule.micro == job.micro else job
 
 
 def step_table(record: Result) -> Table:
@@ -149,7 +171,7 @@ def measure(request: Dict[str, Any]) -> Result:
         requests = trace(step, live_bytes)[1]
         result["live_bytes"] = requests and _most_in_each_part(requests)  # None where the profiler failed
     if len(timed) >= FEWEST_STEPS and has_known_engine(result):
-        observer = Observer(job_from_record(result), "bench", host, traced=range(len(timed), len(timed) + ENOUGH))
+        observer = Observer(job_of_record(result), "bench", host, traced=range(len(timed), len(timed) + ENOUGH))
         for seconds in timed:
             observer.note(seconds)
         for _ in range(ENOUGH):

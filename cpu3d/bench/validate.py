@@ -7,18 +7,18 @@ They are those of the published records, in records/memory; each fits a host wit
 steps, in about an hour on two quiet cores with AVX512_BF16. Cut off, it continues: what the record holds is not
 measured again, failures included (remove a line to try again). One record file a host.
 
-Put into records/memory, a file is one of the published records: `python -m memory_estimator.validation records/memory >
-memory_estimator/accuracy.json` then has the errors and the upper bounds of jobs like these on hosts like this one.
+Put into records/memory, a file is one of the published records: `bench tables --accuracy` then has the errors and the
+upper bounds of jobs like these on hosts like this one.
 """
 
 import dataclasses
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple
 
-from cpu3d.bench.harness import Output, ProcessFailedError, in_fresh_process, valid
+from cpu3d.bench.accuracy import PUBLISHED, Measured, compare, read_measured, summary_table
+from cpu3d.bench.harness import Output, ProcessFailedError, in_fresh_process
 from cpu3d.bench.step import measure, request_for
 from cpu3d.errors import InputError
 from cpu3d.host.apply import installed
@@ -31,9 +31,7 @@ from memory_estimator.estimate import estimate
 from memory_estimator.host import Host, read_host
 from memory_estimator.job import ENGINES, Job
 from memory_estimator.schema import option
-from memory_estimator.table import Table
 from memory_estimator.units import format_bytes
-from memory_estimator.validation import PUBLISHED, Measured, Row, compare, read_measured, spreads
 from models.config import POLICIES
 
 HELP = "measure the configurations that the estimator is judged by on this host"
@@ -97,39 +95,14 @@ def measured_record(job: Job, host: Host) -> Dict[str, Any]:
 def configurations(threads: int) -> Tuple[Job, ...]:
     """Every job of the published records, as on a host with so many threads; what one policy that saves memory was
     measured with, under the others that do as well."""
-    jobs = [dataclasses.replace(one.job, threads=threads) for one in valid(read_measured, PUBLISHED)]
+    jobs = [dataclasses.replace(one.job, threads=threads) for one in read_measured(PUBLISHED)]
     others = [job.with_unet(policy=policy) for job in jobs if job.policy != "speed" for policy in POLICIES[1:]]
     return tuple(dict.fromkeys([*jobs, *others]))
 
 
-def summary_table(rows: Sequence[Row]) -> Table:
-    """Median (of the absolute errors) and worst error of every figure, for all rows and by host, engine and dtype."""
-    groups: Dict[Tuple[str, ...], List[Row]] = {("all", ""): list(rows)}
-    for row in sorted(rows, key=lambda row: (row.measured.host, row.measured.job.engine, row.measured.job.unet.dtype)):
-        job, kernels = row.measured.job, row.isa
-        groups.setdefault((row.measured.host, f"{kernels}, {job.engine}, {job.unet.dtype}"), []).append(row)
-    cells = []
-    for group, some in groups.items():
-        found, least = spreads(some), min((row.slack for row in some), default=math.nan)
-        allocator, process, step = (
-            f"{one.median:.1%}, worst {signed(one.worst)}" if one.count else "-"
-            for one in (found[name] for name in ("allocator peak", "process peak", "seconds a step"))
-        )
-        wide = "" if all(row.covered for row in some) else ", wide" if not any(row.covered for row in some) else ""
-        bound = f"{signed(found['upper bound'].mean)} ({signed(least)}){wide}"
-        cells.append((*group, str(len(some)), allocator, process, bound, step))
-    columns = ("host", "kernels, engine, dtype", "runs", "allocator peak", "process peak", "upper bound, mean (least)")
-    return Table((*columns, "seconds a step"), cells, names=2)
-
-
-def signed(share: Optional[float]) -> str:
-    """For reading, such as "+6.3%"; "-" for what is not known."""
-    return "-" if share is None or math.isnan(share) else f"{share:+.1%}"
-
-
 def _of_this_host(path: Path, host: Host) -> Sequence[Measured]:
     """What the record holds, nothing where there is none yet. Raises InputError where it is another host's."""
-    measured = valid(read_measured, path) if path.exists() else ()
+    measured = read_measured(path) if path.exists() else ()
     others = {one.host for one in measured if (one.host, one.isa) != (host.cpu_model, tuple(host.isa))}
     if others:
         rule = f"be of this host, {host.cpu_model}, got {', '.join(others)}"

@@ -20,8 +20,8 @@ from cpu3d.compare.run import Evaluation, PlannedRun, rounded, step_voxels
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, refuse
 from cpu3d.host.gpu import HostGpus
+from cpu3d.pages.page import flat
 from cpu3d.plan import Plan, make_plan
-from cpu3d.report.page import flat
 from cpu3d.settings import SETTINGS, SIZES_OF_PATCH, RunConfig, as_options, recipe_config, with_settings
 from cpu3d.util.atomic import is_untouched, write_json
 from memory_estimator.files import read_json, typed

@@ -7,8 +7,9 @@ import dataclasses
 import itertools
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
+import numpy as np
 from rich.console import Console
 
 from cpu3d.compare.plan import STUDY, Course, Json, Kept
@@ -17,8 +18,10 @@ from cpu3d.compare.statistics import COSTS, Comparison, RunResult, compare, coun
 from cpu3d.data.store import Store
 from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.inference.scores import METRICS, metric_notes
-from cpu3d.report.page import flat, gib, render_page
+from cpu3d.pages.page import flat, gib, render_page
+from cpu3d.pages.viewer import ViewedCase, viewer
 from cpu3d.report.pictures import Figures, Line, chart, strips
+from cpu3d.report.run_files import best_median_worst, viewed_case
 from cpu3d.settings import as_options
 from cpu3d.util.atomic import atomic_write
 from cpu3d.util.records import append_record, by, count, duration, listed, newest, plus_minus, seconds, versions
@@ -178,7 +181,7 @@ def publish(
 ) -> None:
     """Keep the results, write the page and the record, print the tables. `store` is None where it is not there now.
 
-    A record names no folder and holds nothing of one case; the page is self-contained, pictures inside.
+    A record names no folder and holds nothing of one case; the page is self-contained, pictures and slices inside.
     """
     results = {**comparison.to_json(), **({"search": search} if search else {})}
     kept = dataclasses.replace(kept, results=results)
@@ -206,6 +209,7 @@ def publish(
         title=record["title"],
         sections=page_sections(comparison, record, out),
         warning="" if split == UNTOUCHED else warning(split),
+        viewer=viewer(shown_cases(comparison, store)) if store else None,
     )
     with atomic_write(out / "report.html", "w") as file:
         file.write(page)
@@ -243,6 +247,23 @@ def page_sections(comparison: Comparison, record: Json, out: Path) -> List[Tuple
         ("Host and software", [Table(("", ""), about, names=2)], []),
     ]
     return [section for section in sections if any(section[1:])]
+
+
+def shown_cases(comparison: Comparison, store: Store) -> Iterator[ViewedCase]:
+    """The best, median and worst case by the mean over all variants, with the prediction of each one's first seed."""
+    region = comparison.regions[-1]  # the mean over the regions, or the only one
+    dice = {name: comparison.values(name, region, "dice").mean(0) for name in comparison.runs}
+    of_cases = np.mean(list(dice.values()), axis=0)
+    best_first = sorted(range(len(comparison.cases)), key=lambda case: -of_cases[case])
+    first = {f"{name}, seed {of_variant[0].seed}": of_variant[0] for name, of_variant in comparison.runs.items()}
+    config = comparison.runs[comparison.baseline][0].config
+    regions = {name: config.region_codes[name] for name in config.regions}
+    for case_id, note in best_median_worst([comparison.cases[case] for case in best_first]).items():
+        values = ", ".join(f"{name} {of[comparison.cases.index(case_id)]:.3f}" for name, of in dice.items())
+        folders = {name: run.predictions for name, run in first.items()}
+        case = viewed_case(store, case_id, regions, folders, note=note, scores=f"mean Dice: {values}")
+        if case:
+            yield case
 
 
 def case_strips(comparison: Comparison) -> Figures:

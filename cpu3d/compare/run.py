@@ -27,7 +27,7 @@ from cpu3d.errors import DivergedError, InputError, refuse
 from cpu3d.inference.evaluate import UNTOUCHED, read_scores, scores_path
 from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metrics_in
-from cpu3d.report.page import flat
+from cpu3d.pages.page import flat
 from cpu3d.report.run_files import last_end, numbers, of_kind
 from cpu3d.settings import RunConfig, load_config
 from cpu3d.training.checkpoint import checkpoints

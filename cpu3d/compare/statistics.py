@@ -21,9 +21,9 @@ from cpu3d.compare.run import Failed, step_voxels, unpaired
 from cpu3d.data.region import grid_size
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, refuse
-from cpu3d.inference.evaluate import read_scores, scores_path
+from cpu3d.inference.evaluate import PREDICTIONS, read_scores, scores_path
 from cpu3d.inference.scores import METRICS, metrics_in
-from cpu3d.report.page import gib
+from cpu3d.pages.page import gib
 from cpu3d.report.run_files import last_end, median, numbers, of_kind
 from cpu3d.settings import RunConfig, load_config
 from cpu3d.training.run_log import read_events
@@ -159,6 +159,7 @@ class RunResult:
     config: RunConfig = field(default_factory=RunConfig)
     curve: Tuple[Point, ...] = ()  # the validations, in order
     host: Dict[str, Any] = field(default_factory=dict)  # of the last attempt; empty where the log does not say
+    predictions: Path = Path()  # folder of the label maps that were scored
 
 
 def read_run(
@@ -170,7 +171,8 @@ def read_run(
     that is not the run's. Raises InputError where the run was not trained or scored, or its files are damaged.
     """
     config, events = load_config(folder), read_events(folder)
-    content = read_scores(scores_path(scored or folder, split))
+    path = scores_path(scored or folder, split)
+    content = read_scores(path)
     cases = {case["case_id"]: case["regions"] for case in content["cases"]}
     regions = {
         region: {name: {one: float(of[region][name]) for one, of in cases.items()} for name in metrics_in(content)}
@@ -184,7 +186,8 @@ def read_run(
         elif event["event"] == "validation":
             curve.append(Point(event["step"] * step_voxels(config), steps_s, event["mean_dice"]))
     costs = _costs(events, config, content, host.get("cores"), store)
-    return RunResult(variant, seed, with_mean(regions), costs, Path(folder), config, tuple(curve), host)
+    about = (Path(folder), config, tuple(curve), host, path.parent / PREDICTIONS)
+    return RunResult(variant, seed, with_mean(regions), costs, *about)
 
 
 def with_mean(scores: Scores) -> Scores:

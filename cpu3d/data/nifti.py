@@ -67,6 +67,11 @@ def from_ras(array: np.ndarray, geometry: Geometry) -> np.ndarray:
     return orientations.apply_orientation(array, orientations.ornt_transform(ras, own))
 
 
+def ras_to_file(geometry: Geometry) -> np.ndarray:
+    """The 4 x 4 matrix from a voxel in axes R A S to that of the file."""
+    return orientations.inv_ornt_aff(orientations.axcodes2ornt(geometry.axes), geometry.shape)
+
+
 def ras_shape(geometry: Geometry) -> Tuple[int, int, int]:
     """Voxels along R, A, S."""
     return _in_ras_order(geometry, geometry.shape)

@@ -21,9 +21,9 @@ from cpu3d.host.thread_plan import THREADS, ThreadPlan, thread_plans
 from cpu3d.host.topology import read_topology
 from cpu3d.util.records import versions
 from memory_estimator.host import Host
-from memory_estimator.job import itex_is_installed
+from memory_estimator.job import ENGINES, itex_is_installed
 
-ENGINES = ("itex", "stock", "stock-no-onednn")
+NO_ONEDNN = "stock-no-onednn"  # what benchmarks compare with; the estimator and the trainer know the others
 
 
 def apply(plan: ThreadPlan, engine: Optional[str] = None) -> None:
@@ -39,8 +39,8 @@ def apply(plan: ThreadPlan, engine: Optional[str] = None) -> None:
     for name, value in plan.environment.items():
         os.environ.setdefault(name, value)
     if engine is not None:
-        os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0" if engine == "stock-no-onednn" else "1"
-    major, minor, *_ = (installed_versions()[0] or "99.0").split(".")
+        os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0" if engine == NO_ONEDNN else "1"
+    major, minor, *_ = versions().get("tensorflow", "99.0").split(".")
     if (int(major), int(minor)) < (2, 16):
         # There it asks for a tf_keras that is not installed, and importing tf.keras fails; tf.keras is Keras 2 anyway.
         os.environ.pop("TF_USE_LEGACY_KERAS", None)
@@ -114,20 +114,16 @@ def engine_name(tf: Any) -> str:
     from tensorflow.python.util import _pywrap_util_port
 
     onednn = "oneDNN" if _pywrap_util_port.IsMklEnabled() else "no oneDNN"
-    return f"TensorFlow {tf.__version__}, {onednn}" + f", ITEX {installed_versions()[1]}" * _itex_is_loaded()
+    itex = versions().get("intel-extension-for-tensorflow")
+    return f"TensorFlow {tf.__version__}, {onednn}" + f", ITEX {itex}" * _itex_is_loaded()
 
 
 def installed(engine: Optional[str]) -> bool:
-    """Whether an engine is installed; imports nothing. Raises InputError for what is none of ENGINES, nor None."""
-    if engine not in (None, *ENGINES):
-        raise InputError(f"engine must be one of {', '.join(ENGINES)}, got {engine}; choose one of them")
+    """Whether an engine is installed; imports nothing. Raises InputError for what is no engine, nor None."""
+    known = (*ENGINES, NO_ONEDNN)
+    if engine not in (None, *known):
+        raise InputError(f"engine must be one of {', '.join(known)}, got {engine}; choose one of them")
     return engine != "itex" or itex_is_installed()
-
-
-def installed_versions() -> Tuple[Optional[str], Optional[str]]:
-    """Of TensorFlow and of ITEX, None for what is not installed. Imports neither."""
-    found = versions()
-    return found.get("tensorflow"), found.get("intel-extension-for-tensorflow")
 
 
 # --- Private helpers ---

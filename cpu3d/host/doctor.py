@@ -19,11 +19,13 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 from rich.console import Console
 
 from cpu3d.errors import InputError
-from cpu3d.host.apply import ENGINES, installed, installed_versions
+from cpu3d.host.apply import installed
 from cpu3d.host.self_test import Check, self_test
 from cpu3d.host.thread_plan import LOPSIDED, ThreadPlan, default_workers, describe_plans, host_lines, thread_plans
 from cpu3d.host.topology import EXAMPLE_HOSTS, Topology, read_topology, topology_of
+from cpu3d.util.records import versions
 from memory_estimator.host import memory_high
+from memory_estimator.job import ENGINES
 from memory_estimator.schema import option
 from memory_estimator.table import Bad, Good, Poor, Table
 from memory_estimator.units import GIB, format_bytes
@@ -38,7 +40,7 @@ class Options:
 
     workers: Optional[int] = option(None, help="plan for N workers; default: one a socket", metavar="N")
     on_host: Optional[str] = option(None, f"plan for another host: {', '.join(EXAMPLE_HOSTS)}", "NAME")
-    engine: Optional[str] = option(None, "what to try out; default: ITEX where it is installed", choices=ENGINES[:2])
+    engine: Optional[str] = option(None, "what to try out; default: ITEX where it is installed", choices=ENGINES)
     self_test: bool = option(True, help="only look, start no TensorFlow")
     json: bool = option(False, help="print it as JSON, the host in full")
 
@@ -131,7 +133,8 @@ def host_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
 def process_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
     """Those of this process and this installation: limits beside the host's own, versions, variables of the user's."""
     addresses, all_bytes = resource.getrlimit(resource.RLIMIT_AS)[0], topology.host.memory_bytes
-    high, (tensorflow, itex) = memory_high(Path("/"), all_bytes)[0], installed_versions()
+    high, found_versions = memory_high(Path("/"), all_bytes)[0], versions()
+    tensorflow, itex = map(found_versions.get, ("tensorflow", "intel-extension-for-tensorflow"))
     slows = high is not None and high < (topology.host.cgroup_limit_bytes or all_bytes)
     limited, planned = addresses != resource.RLIM_INFINITY, plans[0].environment
     own = [f"{name}={os.environ[name]}" for name, value in planned.items() if os.environ.get(name, value) != value]

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, NamedTuple, Optional, Sequence, Tuple, Union
 
+from memory_estimator.host import read_text, sizes
+
 
 @dataclass(frozen=True)
 class Resident:
@@ -37,21 +39,16 @@ def peak_rss_bytes() -> int:
 
 def resident(pid: Union[int, str] = "self") -> Optional[Resident]:
     """What a process holds now; None where there is no /proc, or no such process any more."""
-    sizes = _status(pid)
-    if "RssAnon" not in sizes:
+    found = _status(pid)
+    if "RssAnon" not in found:
         return None
-    anonymous = sizes["RssAnon"] + sizes.get("RssShmem", 0)
-    return Resident(time.time(), anonymous, sizes["RssFile"], sizes.get("VmSwap", 0))
+    anonymous = found["RssAnon"] + found.get("RssShmem", 0)
+    return Resident(time.time(), anonymous, found["RssFile"], found.get("VmSwap", 0))
 
 
 def _status(pid: Union[int, str]) -> Dict[str, int]:
     """The fields of /proc/PID/status that are sizes, in bytes; none of them for a process that has ended."""
-    try:
-        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return {}
-    pairs = (line.partition(":") for line in text.splitlines() if line.endswith(" kB"))
-    return {name: int(value.split()[0]) * 1024 for name, _, value in pairs}
+    return sizes(read_text(Path(f"/proc/{pid}/status")))
 
 
 # --- NUMA nodes, by system call without libnuma; of the calling thread, and of what it starts from then on ---

@@ -13,7 +13,6 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
@@ -129,7 +128,7 @@ def record(runs: Sequence[Run], host: Host) -> Path:
     if path is None:
         raise InputError("$XDG_DATA_HOME or a home folder must be there for a host's constants, got neither; set one")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path.parent):
+    with locked(path.parent, "folder", LOCK_WAIT_S):
         remove_partials(path.parent)
         kept = _merged(read_runs(path), runs)
         constants = constants_of(kept, host)  # a run that cannot be fitted is not kept
@@ -146,9 +145,9 @@ def constants_of(runs: Sequence[Run], host: Host) -> List[HostConstants]:
     return fitted(runs, shipped, host.cpu_model, cache_bytes() or shipped.cache_bytes)
 
 
-def write_constants(path: Path, found: Sequence[HostConstants], **more: Any) -> None:
-    """Write constants as `memory_estimator.calibration.load_constants` reads them, `more` beside them."""
-    write_json(path, {"schema": SCHEMA, "constants": [to_json(one) for one in found], **more})
+def write_constants(path: Path, found: Sequence[HostConstants]) -> None:
+    """Write constants as `memory_estimator.calibration.load_constants` reads them."""
+    write_json(path, {"schema": SCHEMA, "constants": [to_json(one) for one in found]})
 
 
 def read_runs(path: Path) -> List[Run]:
@@ -301,19 +300,3 @@ def _merged(old: Sequence[Run], new: Sequence[Run]) -> List[Run]:
 
 def _runs_file(path: Path) -> Path:
     return path.with_suffix(".runs.jsonl")
-
-
-@contextlib.contextmanager
-def _locked(folder: Path):
-    """Hold the folder, after a wait for others that do. Raises InputError where they do not leave."""
-    end = time.monotonic() + LOCK_WAIT_S
-    with contextlib.ExitStack() as stack:
-        while True:
-            try:
-                stack.enter_context(locked(folder, "folder"))
-                break
-            except InputError:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.1)
-        yield

@@ -55,7 +55,10 @@ from memory_estimator.table import Table
 SCHEMA = 1
 """Version of scores.json."""
 
-FILES = ("predictions", "scores.json")
+PREDICTIONS = "predictions"
+"""Folder of the label maps, <case_id>.nii.gz, beside scores.json."""
+
+FILES = (PREDICTIONS, "scores.json")
 """What an evaluation consists of; the scores say whether it is complete."""
 
 UNTOUCHED = "test"

@@ -19,6 +19,7 @@ chooses others.
 Several runs answer together, with the mean of their probabilities; folds have to be all there.
 
 Beside <case_id>.nii.gz lies <case_id>.json: what the codes mean, volumes in ml, sources with their hashes, the runs.
+With --page there is <case_id>.html, too, to scroll through the slices with the prediction over them.
 """
 
 import dataclasses
@@ -47,6 +48,8 @@ from cpu3d.inference.runs import (
     trained_predictors,
     zeroes_nan,
 )
+from cpu3d.pages.view import write_case_page
+from cpu3d.pages.viewer import SCORES, ViewedCase
 from cpu3d.settings import AUTO
 from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.progress import bar
@@ -87,6 +90,7 @@ class Options:
     probabilities: bool = option(
         False, help="write a float32 NIfTI per region, too (<case_id>_<region>_probability.nii.gz)"
     )
+    page: bool = option(False, help="write <case_id>.html, too: a page to scroll through the slices in a browser")
     codes: str = option(
         AUTO,
         help="whose label codes to write: the image's own data set's, where that is known, and else those of the run's "
@@ -137,7 +141,7 @@ def run(chosen: RunOptions, options: Options, background: ZeroNan, inference: In
     done, kind = [], InputError
     with bar("predict", total=len(cases)) as advance:
         for case in cases:
-            how = {"probabilities": options.probabilities, "zero_nan": zero_nan, "about": about}
+            how = {"probabilities": options.probabilities, "page": options.page, "zero_nan": zero_nan, "about": about}
             try:
                 done.append(predict_case(predictor, case, options.out, **how))
             except InputError as error:
@@ -169,6 +173,7 @@ def predict_case(
     out: Path,
     *,
     probabilities: bool = False,
+    page: bool = False,
     zero_nan: bool = False,
     about: Optional[Mapping[str, Any]] = None,
 ) -> Dict[str, Any]:
@@ -184,7 +189,9 @@ def predict_case(
     begin, out, files, codes = time.monotonic(), Path(out), case.files, case.codes
     names = _probability_names(files.case_id, tuple(predictor.regions)) if probabilities else {}
     label_name, sidecar = f"{files.case_id}.nii.gz", out / f"{files.case_id}.json"
-    _check_replaceable(sidecar, [out / name for name in (label_name, *names.values())], files)
+    page_name = f"{files.case_id}.html"
+    outputs = (label_name, *names.values(), *([page_name] if page else []))
+    _check_replaceable(sidecar, [out / name for name in outputs], files)
     out.mkdir(parents=True, exist_ok=True)  # before the work: a folder that cannot be made is an error at once
     folder = Path(files.images[0]).parent
     loaded = load_case(files, channels=case.channels, labels=None, dataset_folder=folder, zero_nan=zero_nan)
@@ -219,6 +226,11 @@ def predict_case(
         # Level 1: probabilities are noise in their last bits, and level 6 takes three times as long for little.
         write_volume(out / names[name], answers[..., position].astype(np.float32), geometry, compression=1)
     write_label(out / label_name, label, geometry)
+    if page:
+        unit, of_case = SCORES if loaded.image.dtype.kind == "f" else "", (codes.regions, codes.labels)
+        answer = {"predictions": {"prediction": label}, "unit": unit}
+        shown = ViewedCase(files.case_id, loaded.image, case.channels, geometry, *of_case, **answer)
+        write_case_page(out / page_name, shown, "predict")
     content.update(complete=True, seconds=round(time.monotonic() - begin, 3))
     write_json(sidecar, content)
     return content

@@ -2,29 +2,36 @@
 
     ./run.sh report --run runs/first
 
-Writes run/report.html: no script, no network, pictures inside, so it can be mailed or put beside a paper. It works with
-what is there, also while a training is under way or before anything was evaluated, and says what is missing.
+Writes run/report.html: no network, pictures and the slices of three cases inside, so it can be mailed or put beside a
+paper. It works with what is there, also while a training is under way or before anything was evaluated, and says what
+is missing.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-import numpy as np
-
-from cpu3d.data.labels import region_mask
-from cpu3d.data.nifti import read_volume, to_ras
-from cpu3d.errors import InputError
-from cpu3d.inference.evaluate import ranked, scores_path, summary_table, warning
+from cpu3d.inference.evaluate import PREDICTIONS, ranked, scores_path, summary_table, warning
 from cpu3d.inference.scores import METRICS, metrics_in
+from cpu3d.pages.page import flat, gib, page_file, percent, render_page
+from cpu3d.pages.viewer import ViewedCase, viewer
 from cpu3d.report import pictures
-from cpu3d.report.page import flat, gib, percent, render_page
-from cpu3d.report.pictures import PALETTE, Figures, Line
-from cpu3d.report.run_files import Events, RunFiles, gather, last_end, median, numbers, of_kind
-from cpu3d.util.atomic import atomic_write, writable_folder
+from cpu3d.report.pictures import Figures, Line
+from cpu3d.report.run_files import (
+    Events,
+    RunFiles,
+    best_median_worst,
+    gather,
+    last_end,
+    median,
+    numbers,
+    of_kind,
+    viewed_case,
+)
+from cpu3d.util.atomic import atomic_write
 from cpu3d.util.records import by, duration, seconds
 from memory_estimator.schema import option
-from memory_estimator.table import Bold, Table
+from memory_estimator.table import PALETTE, Bold, Table
 from memory_estimator.units import GIB
 
 
@@ -52,10 +59,8 @@ def write_report(run_dir: Path, out: Optional[Path] = None) -> Path:
     """
     run_dir = Path(run_dir).resolve()
     out = Path(out) if out else run_dir / "report.html"
-    if out.is_dir():
-        raise InputError(f"--out {out} must be a file, found a folder; add a name such as report.html")
     files = gather(run_dir)
-    writable_folder(out.parent, "folder of --out")
+    page_file(out)
     page = render(files)
     with atomic_write(out, "w") as file:
         file.write(page)
@@ -79,12 +84,11 @@ def render(files: RunFiles) -> str:
         metrics={name: METRICS[name] for name in metrics_in(scores)} if scores else {},
         score_tables=[summary_table(scores), _cases_table(scores)] if scores else [],
         score_pictures=_score_pictures(scores) if scores else [],
-        cases=_overlays(files) if scores else [],
+        viewer=viewer(_shown_cases(files)) if scores and files.store else None,
         curves=_curves(files.events),
         costs=_costs(files.events, files.config, scores),
         predicted=_predicted(starts, files.events),
         split=files.store.manifest.split if files.store else {},
-        colours=(pictures.PREDICTION_ONLY, pictures.TRUTH_ONLY, pictures.BOTH),
     )
 
 
@@ -300,44 +304,13 @@ def _line(name: str, events: Events, key: str, colour: str, unit: float = 1) -> 
     return Line(name, x, y, colour, measured=not (of_steps and name), dots=not of_steps)
 
 
-def _overlays(files: RunFiles) -> Figures:
-    """The best, median and worst case by mean Dice; fewer where there are fewer."""
-    if files.store is None:
-        return []
-    cases = ranked(files.scores["cases"])[::-1]
-    chosen: Dict[str, List[str]] = {}
-    for name, position in (("best", 0), ("median", len(cases) // 2), ("worst", len(cases) - 1)):
-        chosen.setdefault(cases[position]["case_id"], []).append(name)
-    region, codes = next(iter(files.scores["regions"].items()))
-    figures = []
-    for case in cases:
-        names = chosen.get(case["case_id"])
-        png = names and _overlay(files, case["case_id"], codes)
-        if png:
-            each = ", ".join(f"{name} {values['dice']:.3f}" for name, values in case["regions"].items())
-            kind = " and ".join(names) if len(cases) > 1 else "the only"
-            figures.append((f"{kind} case {case['case_id']}: Dice {each}. Shown: {region}", png))
-    return figures
-
-
-def _overlay(files: RunFiles, case_id: str, codes: Sequence[int]) -> Optional[bytes]:
-    """The overlay of one case, None when its files are not there or do not fit any more."""
-    path = scores_path(files.folder, files.scores["split"]).parent / "predictions" / f"{case_id}.nii.gz"
-    try:
-        prediction, geometry = read_volume(path)
-        record = files.store.case(case_id)
-        image, truth = files.store.image(case_id), np.asarray(files.store.label(case_id))
-    except (InputError, KeyError):
-        return None
-    prediction = to_ras(prediction, geometry)
-    if prediction.shape != truth.shape:
-        return None
-    channels = [name.lower() for name in files.store.manifest.channels]
-    channel = channels.index("flair") if "flair" in channels else 0
-    return pictures.overlay(
-        np.asarray(image[..., channel]),
-        region_mask(truth, codes),
-        region_mask(prediction, codes),
-        record.spacing_mm,
-        title=f"{case_id}, {files.store.manifest.channels[channel]}",
-    )
+def _shown_cases(files: RunFiles) -> Iterator[ViewedCase]:
+    """The best, median and worst case by mean Dice whose files are there."""
+    scores = {case["case_id"]: case["regions"] for case in reversed(ranked(files.scores["cases"]))}
+    predictions = scores_path(files.folder, files.scores["split"]).parent / PREDICTIONS
+    for case_id, note in best_median_worst(list(scores)).items():
+        dice = ", ".join(f"{name} {values['dice']:.3f}" for name, values in scores[case_id].items())
+        about = {"note": note, "scores": f"Dice {dice}"}
+        case = viewed_case(files.store, case_id, files.scores["regions"], {"prediction": predictions}, **about)
+        if case:
+            yield case

@@ -1,15 +1,20 @@
-"""What a run folder holds, read back: settings, log, scores and the store they rest on."""
+"""What a run folder holds, read back: settings, log, scores, predictions and the store they rest on."""
 
+import contextlib
 import dataclasses
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
+import numpy as np
+
+from cpu3d.data.nifti import read_volume, to_ras
 from cpu3d.data.splits import with_fold
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import UNTOUCHED, read_scores, scores_path
+from cpu3d.pages.viewer import SCORES, ViewedCase
 from cpu3d.settings import load_config
 from cpu3d.training.run_log import read_events
 
@@ -48,6 +53,38 @@ def gather(run_dir: Path) -> RunFiles:
             except InputError:
                 store = None  # moved or deleted since: the page says so
     return RunFiles(run_dir, config, tuple(events), scores, store)
+
+
+def best_median_worst(case_ids: Sequence[str]) -> Dict[str, str]:
+    """Of cases, the best first: which to show -> "best", "median", "worst" or several of them."""
+    chosen: Dict[str, List[str]] = {}
+    for note, place in (("best", 0), ("median", len(case_ids) // 2), ("worst", len(case_ids) - 1)):
+        chosen.setdefault(case_ids[place], []).append(note)
+    return {case_id: " and ".join(notes) if len(case_ids) > 1 else "" for case_id, notes in chosen.items()}
+
+
+def viewed_case(
+    store: Store, case_id: str, regions: Mapping[str, Sequence[int]], predictions: Mapping[str, Path], **about: str
+) -> Optional[ViewedCase]:
+    """A case of a store under what lies in folders of `predictions`; what is damaged or of another grid is left out.
+
+    None where no prediction is left, or the store no longer has the case.
+    """
+    try:
+        record, image, truth = store.case(case_id), store.image(case_id), np.asarray(store.label(case_id))
+    except (InputError, KeyError):
+        return None
+    answers = {}
+    for name, folder in predictions.items():
+        with contextlib.suppress(InputError):
+            answer = to_ras(*read_volume(folder / f"{case_id}.nii.gz"))
+            if answer.shape == truth.shape:
+                answers[name] = answer.astype(np.uint8)
+    if not answers:
+        return None
+    names, unit = store.manifest.labels, SCORES if image.dtype.kind == "f" else ""
+    of_case = (image, store.manifest.channels, record.geometry, regions, names, truth, answers)
+    return ViewedCase(case_id, *of_case, unit=unit, **about)
 
 
 def of_kind(events: Events, *kinds: str) -> List[Mapping[str, Any]]:

@@ -82,8 +82,11 @@ def _score(target, logits) -> Tuple[tf.Tensor, tf.Tensor]:
     return _loss(target, logits), sum(_counts(target[:, slab], logits[:, slab]) for slab in slabs)
 
 
-_loss = tf.function(lambda target, logits: _supervision(target, logits)[0], autograph=False)
-_supervision = Supervision(DiceCrossEntropy(), by_pieces=True)
+@tf.function(autograph=False)
+def _loss(target, logits):
+    return Supervision(DiceCrossEntropy(), by_pieces=True)(target, logits)[0]
+
+
 _counts = tf.function(hard_dice_counts)
 
 

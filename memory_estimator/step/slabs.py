@@ -318,11 +318,11 @@ class FinestLevel:
         self, readers: Sequence[LayerOp], source: str, entry: LayerOp, halo: Sequence[str], upstreams: Sequence = ()
     ) -> str:
         """Of the kernels that read a map like that of `entry`, and of the map."""
-        met, downs = list(zip(readers, upstreams or self.upstreams)), []
-        for op, upstream in met:
+        downs = []
+        for op, upstream in zip(readers, upstreams or self.upstreams):
             self.filter_gradient(op, source, upstream)
-        self.writer.run(f"{source}/met", "fused", halo)
-        for op, upstream in met:
+            if not downs:
+                self.writer.run(f"{source}/met", "fused", halo)
             downs.append(layers.input_gradient(self.writer, op, upstream))
             self.edges(downs[-1], op)
         return self.writer.sum_of(f"{entry.name}/gradient_sum", downs, self.writer.map_bytes(entry), over=downs[0])

@@ -15,16 +15,10 @@ from cpu3d.data.records import remake
 from cpu3d.data.region import grid_size
 from cpu3d.data.sampling import Share
 from cpu3d.data.store import Store
+from cpu3d.decide import job_of
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu
-from cpu3d.plan import (
-    Plan,
-    check_fits,
-    job_of,
-    make_plan,
-    plan_of_chief,
-    save_plan,
-)
+from cpu3d.plan import Plan, check_fits, make_plan, plan_of_chief, save_plan
 from cpu3d.settings import RunConfig, save_config
 from memory_estimator.estimate import estimate, whole_volume_bytes
 from memory_estimator.host import Host

@@ -140,7 +140,7 @@ def with_costs(group, costs):
         (changed(baseline_bytes={}), "baseline_bytes of stock missing"),
         (with_costs("pool", None), "stock float32: no pool"),
         (with_costs("join", {}), "stock float32: no join cached"),
-        (with_costs("norm", {"traffic": True}), "norm.traffic must be float, got True"),
+        (with_costs("norm", {"traffic": True}), "norm.traffic must be float, got true"),
         (changed(kernels={"isa": "avx512_core_amx", "l2_bytes": -5}), "kernels .*-5"),
         (changed(op_bytes={"stock": -1}), "op_bytes of stock -1"),
         (changed(threads=0), "got threads 0"),

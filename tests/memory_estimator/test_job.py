@@ -110,14 +110,18 @@ def test_a_run_is_the_job_of_its_plan_and_what_its_estimate_leaves_out_is_said(p
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema": 2}, "got schema 2, not 1"),
-        ({"job": None}, "job must be a Job, got None"),
+        ({"schema": 2}, "got schema 2, not 1; use the version that made it"),
+        ({"schema": 0}, "got schema 0, not 1; continue the run with its store"),
+        ({"job": None}, "plan.job must be .*, got null"),
+        ({"job": {}}, "got no 'unet'; continue the run"),
+        ({"job": {**dataclasses.asdict(JOB), "unet": {}}}, "got a job without all of its fields"),
         ({"job": {"batch": 4, "micro_batch": 3}}, "micro_batch must divide the batch of 4, got 3"),
         ({"job": {"batch": "two"}}, "job.batch must be int, got two"),
         ({"job": {"unet": {"policy": "fast"}}}, "policy must be one of speed, balanced, lean, got 'fast'"),
         ({"job": {"shape": [64, 64.5, 64]}}, r"job.shape\[1\] must be int, got 64.5"),
-        ({"job": {"colour": 3}}, "others in colour"),
-        ({"config": {}}, "got no 'device'"),
+        ({"job": {"colour": 3}}, "got unknown colour"),
+        ({"config": {}}, "plan.config must have its fields and no others, got no device"),
+        ({"config": None}, "plan.config must be an object, got null"),
     ],
 )
 def test_a_damaged_run_is_refused_by_its_file(changes, message, plan_of):

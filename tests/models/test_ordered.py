@@ -15,15 +15,12 @@ def plain_shortcut_sum():
     return tf.keras.Model(given, layers.Add()([given[0], layers.Conv3D(5, 1, use_bias=False)(given[1])]))
 
 
-SAME, UP = {"padding": "same"}, {"strides": 2, "use_bias": False}
-
-
 @pytest.mark.parametrize(
     ("ours", "keras", "channels"),
     [
-        (Convolution(5, 3, **SAME), layers.Conv3D(5, 3, **SAME), [3]),
-        (Convolution(5, 1, **SAME), layers.Conv3D(5, 1, **SAME), [3]),
-        (UpConvolution(5, 2, **UP), layers.Conv3DTranspose(5, 2, **UP), [3]),
+        (Convolution(5, 3), layers.Conv3D(5, 3, padding="same"), [3]),
+        (Convolution(5, 1), layers.Conv3D(5, 1), [3]),
+        (UpConvolution(5), layers.Conv3DTranspose(5, 2, strides=2, use_bias=False), [3]),
         (Join(), layers.Concatenate(), [3, 2]),
         (ShortcutSum(5), plain_shortcut_sum(), [5, 3]),
         (ShortcutSum(5, entry_learns=False), plain_shortcut_sum(), [5, 3]),  # of the image
@@ -78,11 +75,11 @@ ONE, TWO = [(1, 4, 4, 4, 2)], [(1, 4, 4, 4, 3), (1, 4, 4, 4, 2)]
     ("layer", "shapes", "late", "early", "readers"),
     [
         # The input's gradient waits for the filter's, and both for that of the bias.
-        (Convolution(3, 3, padding="same"), ONE, "Conv3DBackpropInputV2", "Conv3DBackpropFilterV2", set()),
-        (UpConvolution(3, 2, strides=2, use_bias=False), ONE, "Conv3D", "Conv3DBackpropFilterV2", set()),
+        (Convolution(3, 3), ONE, "Conv3DBackpropInputV2", "Conv3DBackpropFilterV2", set()),
+        (UpConvolution(3), ONE, "Conv3D", "Conv3DBackpropFilterV2", set()),
         (ShortcutSum(3), TWO, "Conv3DBackpropInputV2", "Conv3DBackpropFilterV2", set()),
         (
-            Convolution(3, 3, padding="same"), ONE, "Identity", "StridedSlice",
+            Convolution(3, 3), ONE, "Identity", "StridedSlice",
             {"Conv3DBackpropFilterV2", "Conv3DBackpropInputV2"},
         ),
         # The gradient handed to the block's maps, the long way, waits for all of the shortcut's.

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from models import finest_level
 from models.config import UNetConfig
-from models.slabs import Cut, Near, convolve, gradients
+from models.norm import NormActivation
+from models.slabs import Cut, Near, Norm, convolve, gradients
 from models.unet3d import build_unet3d, with_loss
 
 SAMPLES, PLANES = 2, 10
@@ -41,14 +41,16 @@ def test_the_last_slab_may_be_lower():
     np.testing.assert_array_equal(cut.join(cut.of(x)), x)
 
 
-def test_slabs_of_any_height_answer_alike(monkeypatch):
-    """Bits of sums apart."""
-    image, answers = drawn(1, 12, 4, 4, 4), []
-    for height in (2, 8, 12):
-        monkeypatch.setattr(finest_level, "slab_height", lambda planes, height=height: height)
-        answers.append(build_unet3d(UNetConfig(filters=4, depth=2, policy="lean"), (12, 4, 4), 1)(image))
-    for answer in answers[1:]:
-        np.testing.assert_allclose(answer, answers[0], rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("kind", ["instance", "batch"])
+@pytest.mark.parametrize("height", [2, 4, 10])
+def test_a_norm_of_slabs_is_that_of_the_whole(height, kind):
+    layer, x = NormActivation(kind), drawn(SAMPLES, PLANES, 6, 5, 3)
+    expected = layer(x, training=True)
+    cut = Cut(SAMPLES, [*range(0, PLANES, height), PLANES])
+    norm = Norm(layer, cut, layer.values(), training=True)
+    slabs = norm.sweep(tf.identity, cut.of(x))
+    found = cut.join([norm.apply(slab, of) for slab, of in zip(slabs, norm.of)])
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_norm_of_a_large_mean_keeps_its_digits():

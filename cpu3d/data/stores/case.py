@@ -59,7 +59,7 @@ def load_case(
             array, grid = nifti.read_volume(path)
             if geometry is None:
                 geometry, first = grid, path
-            problems += _grid_problems(path, grid, first, geometry)
+            problems += grid_problems(path, grid, first, geometry)
             if number == len(files.images):
                 label = _label(path, array, labels, label_map or {})
                 continue
@@ -155,7 +155,7 @@ def source_name(path: Path, dataset_folder: Optional[Path]) -> str:
     return path.relative_to(dataset_folder).as_posix() if dataset_folder in path.parents else path.name
 
 
-def _grid_problems(path: Path, found: Geometry, first: Path, expected: Geometry) -> List[str]:
+def grid_problems(path: Path, found: Geometry, first: Path, expected: Geometry) -> List[str]:
     """How the grid of `path` differs from that of `first`; nothing where it is the same."""
     apart = float(np.abs(np.subtract(found.affine, expected.affine)).max())
     if found.shape != expected.shape:

@@ -258,6 +258,41 @@ def grouped_by_case(paths: Sequence[Path], channels: Sequence[str]) -> List[List
     return [[path] for path in paths] if len(channels) == 1 else [paths]
 
 
+def viewed_files(paths: Sequence[Path]) -> Tuple[CaseFiles, Tuple[str, ...]]:
+    """A case to look at and the names of its images: a folder of NIfTI files, one file, or several on one grid.
+
+    Images are called by the modality that their names end in, or else by their names; the label is the segmentation
+    beside them, if there is one. Raises InputError for several cases or none, and where two images have one name.
+    """
+    first = paths[0]
+    files = _volumes(first) if first.is_dir() else list(paths)
+    if len(paths) > 1 and any(path.is_dir() for path in paths):
+        raise InputError(
+            f"--image must be one case, got {first} and {len(paths) - 1} more; give one folder or its files"
+        )
+    images = [path for path in files if _modality(path) != "seg"] or files
+    if not images:
+        raise InputError(f"--image {first} must hold .nii.gz or .nii files, found none; give the folder of a case")
+    labels = [path for path in files if path not in images]
+    names = [_modality(path) or _stem(path) for path in images]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    refuse(f"--image must name one file of {name}, got several; give the files of one case" for name in twice)
+    if len(labels) > 1:
+        raise InputError(f"--image must have one segmentation, got {len(labels)}; give the files of one case")
+    known = all(map(_modality, images))
+    case_id = _name(first) if first.is_dir() else _SUFFIX.sub("", images[0].name) if known else _stem(images[0])
+    order = {channel: place for place, channel in enumerate(FOLDER_LAYOUTS["brats2017"].suffixes.values())}
+    pairs = sorted(zip(names, images), key=lambda pair: order.get(pair[0], len(order)))  # a tie stays as it is given
+    case = CaseFiles(case_id or first.name, case_id, tuple(path for _, path in pairs), labels[0] if labels else None)
+    return case, tuple(name for name, _ in pairs)
+
+
+def channels_of(image: Path, count: int) -> List[str]:
+    """The channels of a 4D file: as the dataset.json above it names them, else by number."""
+    dataset = _decathlon_above(image)
+    return list(dataset[2]) if dataset and len(dataset[2]) == count else [f"channel {n + 1}" for n in range(count)]
+
+
 def label_codes_of(files: CaseFiles) -> Optional[Tuple[str, Dict[int, str]]]:
     """Whose label codes go with the images of a case, and code -> name; None where their files do not tell.
 
@@ -265,14 +300,26 @@ def label_codes_of(files: CaseFiles) -> Optional[Tuple[str, Dict[int, str]]]:
     BraTS-PED has the names of BraTS 2023 and other codes.
     """
     folder = files.images[0].absolute().parent
+    dataset = _decathlon_above(files.images[0])
+    if dataset:
+        return str(folder.parent / "dataset.json"), dataset[3]
     try:
-        if folder.name in ("imagesTr", "imagesTs") and (folder.parent / "dataset.json").is_file():
-            return str(folder.parent / "dataset.json"), _read_decathlon(folder.parent)[3]
         _refuse_other_codes(folder, [files.case_id])
     except InputError:
         return None
     named = [layout for layout in FOLDER_LAYOUTS if all(_modality(path, layout) for path in files.images)]
     return (named[0], LABEL_CODES[named[0]]) if named else None
+
+
+def _decathlon_above(image: Path):
+    """What `_read_decathlon` gives of the data set that an image lies in; None where it lies in none, or a bad one."""
+    folder = image.absolute().parent
+    if folder.name not in ("imagesTr", "imagesTs") or not (folder.parent / "dataset.json").is_file():
+        return None
+    try:
+        return _read_decathlon(folder.parent)
+    except InputError:
+        return None
 
 
 def _read_folders(folder: Path):

@@ -8,6 +8,7 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.bench import harness, memory
+from cpu3d.bench.accuracy import read_measured
 from cpu3d.bench.engines import engines_table
 from cpu3d.bench.harness import ProcessFailedError
 from cpu3d.bench.memory import compare_policies, draw_policies, policies_table
@@ -16,7 +17,6 @@ from cpu3d.errors import InputError
 from cpu3d.util.records import read_records
 from memory_estimator.host import read_host
 from memory_estimator.job import RECIPES, Job
-from memory_estimator.validation import read_measured
 from models.config import POLICIES, UNetConfig
 
 MIB = 2**20

@@ -26,7 +26,12 @@ def test_the_page_holds_all_of_it_and_needs_nothing_else(make_run, tiny_store, t
     assert "NOT untouched" in html
     assert html.count('<img src="data:image/png;base64,') == 4 + 2, "strips, curves"
     assert "<td>runs/patch-seed1</td>" in html, "a page names no folder of the machine"
-    assert not re.search(r"<script|url\(|@import|https?://", html)
+    assert not re.search(r"url\(|@import|https?://", html)
+    shown = json.loads(re.search(r'<script type="application/json"[^>]*>(.*?)</script>', html).group(1))
+    assert [case["note"] for case in shown] == ["best", "median and worst"]
+    for case in shown:
+        assert [one["name"] for one in case["predictions"]] == ["whole, seed 0", "patch, seed 0"]
+        assert re.fullmatch(r"mean Dice: whole \d\.\d{3}, patch \d\.\d{3}", case["scores"])
     assert json.loads((tmp_path / "compare.json").read_text())["results"]["baseline"] == "whole"
 
 

@@ -27,7 +27,7 @@ def tried(monkeypatch):
     """The self-test's results, made up."""
     results = [Check("engine", "ok", "TensorFlow, oneDNN")]
     monkeypatch.setattr(doctor, "self_test", lambda engine: iter(results))
-    monkeypatch.setattr(doctor, "installed_versions", lambda: ("2.15.1", None))
+    monkeypatch.setattr(doctor, "versions", lambda: {"tensorflow": "2.15.1"})
     return results
 
 
@@ -79,7 +79,7 @@ def test_nothing_is_tried_where_tensorflow_is_missing_or_nobody_wants_it(capsys,
     monkeypatch.setattr(doctor, "installed", lambda engine: engine != "itex")
     with pytest.raises(InputError, match="engine must be installed, got itex"):
         run("--engine", "itex")
-    monkeypatch.setattr(doctor, "installed_versions", lambda: (None, None))
+    monkeypatch.setattr(doctor, "versions", dict)
     code, found = printed_json(capsys)
     assert (code, found["checks"][-1]["name"], found["checks"][-1]["state"]) == (1, "TensorFlow", "fail")
 

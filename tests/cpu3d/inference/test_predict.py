@@ -166,6 +166,19 @@ def test_probabilities_are_float32_on_the_sources_grid_one_file_a_region(predict
     assert all((tmp_path / "slashes" / name).is_file() for name in content["probabilities"].values())
 
 
+def test_a_page_lies_beside_the_answer_and_replaces_its_own_alone(call, files, tmp_path):
+    words = ("--image", files.images[0], "--out", tmp_path / "out", "--page")
+    page = tmp_path / "out/a.html"
+    assert call(*words) == call(*words) == 0
+    (shown,) = json.loads(page.read_text().split('data-is="cases">')[1].split("</script>")[0])
+    assert (shown["name"], shown["truth"], len(shown["predictions"])) == ("a", None, 1)
+    assert [one["name"] for one in shown["modalities"]] == list(CHANNELS)
+    (tmp_path / "out/a.json").unlink()
+    page.write_text("another's")
+    with pytest.raises(InputError, match=r"a\.html must not be overwritten"):
+        call(*words)
+
+
 # --- Which files make a case ---
 
 

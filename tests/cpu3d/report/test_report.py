@@ -27,7 +27,7 @@ def read(path):
 @pytest.fixture
 def no_pictures(monkeypatch):
     """They take most of a page's time."""
-    for draw in ("chart", "strips", "overlay"):
+    for draw in ("chart", "strips"):
         monkeypatch.setattr(report.pictures, draw, lambda *args, **kwargs: b"PNG")
 
 
@@ -51,24 +51,33 @@ def relog(run, *ends, start=None, **settings):
     return read(write_report(run))[1]
 
 
-def test_a_whole_run_gives_one_page_that_needs_no_script_and_no_network(tiny_run, evaluated):
+def viewed(run):
+    """The cases whose slices the page shows."""
+    page = (run / "report.html").read_text(encoding="utf-8")
+    return json.loads(re.search(r'<script type="application/json"[^>]*>(.*?)</script>', page).group(1))
+
+
+def test_a_whole_run_gives_one_page_that_needs_no_network(tiny_run, evaluated):
     page, text = read(write_report(tiny_run))
     for word in ("WT", "TC", "ET", evaluated["split_hash"], "ITEX 2.15.0.0", "made up", "mixed_bfloat16", "2.15.1"):
         assert word in text
     assert f"{evaluated['summary']['TC']['dice']['mean']:.3f}" in text
-    for part in ("Best case", "Median and worst case", "3.00 GiB", "2 cases"):
+    for part in ("3.00 GiB", "2 cases"):
         assert part in text
+    assert [case["note"] for case in viewed(tiny_run)] == ["best", "median and worst"]
+    assert all(case["truth"] and len(case["predictions"]) == 1 for case in viewed(tiny_run))
+    assert [region["name"] for region in viewed(tiny_run)[0]["regions"]] == ["WT", "TC", "ET"]
+    dice = {case["case_id"]: case["regions"]["WT"]["dice"] for case in evaluated["cases"]}
+    assert all(f"Dice WT {dice[case['name']]:.3f}, TC " in case["scores"] for case in viewed(tiny_run))
     assert "waiting for data 1.0 %" in text  # 0.02 of 2 s
     assert "9.1 %" in text  # 2 x (3 + 1) s beside 40 x 2 s
-    assert page.count("<img") == 3 + 6 + 2  # strips, curves, overlays
+    assert page.count("<img") == 3 + 6  # strips, curves
     assert "NOT untouched" not in text
-    assert "<script" not in page
     assert all(source.startswith("data:image/png;base64,") for source in re.findall(r'(?:src|href)="([^"]*)', page))
     assert not re.search(r"url\(|@import|https?://", (tiny_run / "report.html").read_text(encoding="utf-8"))
 
 
 def test_a_metric_is_on_the_page_by_its_row_of_the_table_alone(tiny_store, tiny_run, fake_predictor, monkeypatch):
-    monkeypatch.setattr(report.pictures, "overlay", lambda *args, **kwargs: b"PNG")
     volume = Metric("relative volume", lambda masks: 1.5, 1.0, 0.0, "The volume of the prediction over the truth's")
     monkeypatch.setitem(METRICS, "relative_volume", volume)
     evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
@@ -117,11 +126,13 @@ def test_a_run_that_goes_on_again_has_not_ended_yet_and_shows_each_start(tiny_ru
 
 def test_what_is_missing_is_named_and_everything_else_is_there(tiny_store, tiny_run, evaluated, no_pictures):
     (tiny_run / "evaluation/predictions/e.nii.gz").write_bytes(b"not a volume")
-    assert read(write_report(tiny_run))[0].count("<img") == 3 + 6 + 1
+    write_report(tiny_run)
+    assert len(viewed(tiny_run)) == 1
     shutil.rmtree(tiny_store.folder)
     page, text = read(write_report(tiny_run))
     assert "is not there now, so no cases are shown" in text
     assert page.count("<img") == 3 + 6
+    assert "<script" not in page
     shutil.rmtree(tiny_run / "evaluation")
     (tiny_run / "log.jsonl").unlink()
     config = json.loads((tiny_run / "config.json").read_text())

@@ -6,22 +6,23 @@ from types import SimpleNamespace
 
 import pytest
 
-from memory_estimator.estimate import Accuracy
-from memory_estimator.job import Job
-from memory_estimator.step.onednn import Kernels
-from memory_estimator.validation import (
+from cpu3d.__main__ import main
+from cpu3d.bench.accuracy import (
     LEAST_RECORDS,
     Measured,
     compare,
     covers,
     digest,
     left_out_in_turn,
-    main,
     margin_share,
     read_measured,
     spread,
     targets,
 )
+from cpu3d.errors import InputError
+from memory_estimator.estimate import Accuracy, load_accuracy
+from memory_estimator.job import Job
+from memory_estimator.step.onednn import Kernels
 from models.config import UNetConfig
 
 GIB = 2**30
@@ -116,7 +117,7 @@ def test_records_of_schema_1_are_read_under_today_s_names_of_what_they_measured(
     ],
 )
 def test_a_damaged_or_foreign_record_is_refused_with_its_line(read, line, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(InputError, match=message):
         read(RECORD, line)
 
 
@@ -185,12 +186,14 @@ def test_the_errors_are_of_steps_that_no_constant_was_fitted_to():
     assert digest(rows_of((0.0,) * 9, side=64)) == Accuracy(())
 
 
-def test_the_digest_of_a_folder_is_printed_and_a_missing_file_is_bad_input(tmp_path, capsys):
-    large = {**RECORD, "shape": [128, 128, 128], "batch": 1, "threads": {"TF_NUM_INTRAOP_THREADS": "2"}}
+def test_the_accuracy_of_a_folder_of_records_is_written_and_a_missing_folder_is_bad_input(tmp_path):
+    large, folder = {**RECORD, "shape": [128, 128, 128], "batch": 1}, tmp_path / "memory"
+    folder.mkdir()
     for name, cpu in (("one", "some CPU"), ("other", "another")):
         lines = [{**large, "host": {**RECORD["host"], "cpu": cpu}, "unet": {"filters": n}} for n in range(8, 12)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in lines))
-    assert main([str(tmp_path)]) == 0
-    (kind,) = json.loads(capsys.readouterr().out)["kinds"]
-    assert (kind["records"], kind["hosts"], kind["threads"]) == (8, ["another", "some CPU"], [2])
-    assert main([str(tmp_path / "none")]) == main([]) == 2
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in lines))
+    out = tmp_path / "accuracy.json"
+    assert main(["bench", "tables", "--records", str(tmp_path), "--accuracy", str(out)]) == 0
+    (kind,) = load_accuracy(out).kinds
+    assert (kind.records, kind.hosts, kind.threads) == (8, ("another", "some CPU"), (7,))
+    assert main(["bench", "tables", "--records", str(tmp_path / "none"), "--accuracy", str(out)]) == 2

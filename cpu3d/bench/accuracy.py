@@ -1,29 +1,43 @@
 """The estimator held against measured steps: what `bench validate` recorded, what is predicted of the same jobs.
 
-    python -m memory_estimator.validation records/memory > memory_estimator/accuracy.json
-
-works out anew, kind by kind of records, how far predictions are off, and the upper bound's margin: after a record has
-come in, and after changes.
+`bench tables` makes two things of it: the digest that the estimator ships, how far predictions are off, kind by kind of
+records, with the upper bounds' margins; and the validation page, every measured configuration beside its prediction.
 """
 
 import functools
 import json
 import math
 import statistics
-import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+from cpu3d.bench.harness import gib, valid
+from cpu3d.bench.step import has_known_engine, job_of_record
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import Accuracy, Bound, Estimate, Kind, estimate, family_of
 from memory_estimator.files import read_records
-from memory_estimator.job import AUTO, Job, engine_version
+from memory_estimator.job import Job, engine_version
 from memory_estimator.step.onednn import USUAL, Kernels, highest_isa
-from models.config import POLICIES, UNetConfig
+from memory_estimator.table import Table
+from models.config import POLICIES
 
-PUBLISHED = Path(__file__).resolve().parents[1] / "records" / "memory"
+PUBLISHED = Path(__file__).resolve().parents[2] / "records" / "memory"
 """The folder of published records, a file a host; it may not be there."""
+
+VALIDATION = "memory"  # in the folder of records that of `bench validate`, a file a host
+
+VALIDATION_HEAD = """\
+# The estimator against measured steps
+
+Made by `./run.sh bench tables --records records --page docs/validation.md` from records/memory (`bench validate`) and
+the code as it stands. Errors are shares of what was measured: +2% is predicted too high. Of more than one run the
+median size and the worst stand there; of the upper bound how far above the process's peak, the mean and the least; it
+is wide where too few records of a kind say how far the next is off. What of the figures is fitted to some of these
+records stands in [estimator.md](estimator.md): the rules were found with runs of up to 128^3 voxels in view, the margin
+of an upper bound is that of all records of its kind. Disturbed is a measurement whose steps lie further apart than a
+tenth of their median.
+"""
 
 FITTED_VOXELS = 96**3
 """Constants of a host are fitted to volumes of at most this size; errors are those of larger ones alone."""
@@ -130,12 +144,12 @@ class Target(NamedTuple):
 def read_measured(path: Path) -> Tuple[Measured, ...]:
     """The measured steps of a record file, or of all of a folder, one a job and host: the newest, in the place of the
     oldest. Lines of an engine that the estimator knows nothing of are passed over. A record may lack the seconds, where
-    they were disturbed. Raises ValueError for a missing file, and for a line that is damaged or of another schema."""
+    they were disturbed. Raises InputError for a missing file, and for a line that is damaged or of another schema."""
 
     def measured_from(record: Mapping[str, Any]) -> Optional[Measured]:
         if not has_known_engine(record):
             return None
-        job, host = job_from(record), record["host"]
+        job, host = job_of_record(record), record["host"]
         about = {"host": host["cpu"], "isa": tuple(host["isa"]), "date": record.get("date", "")}
         about["kernels"] = Kernels(**host.get("kernels", {"isa": highest_isa(host["isa"])}))
         about["version"] = engine_version(job.engine, record.get("versions", {}))
@@ -149,31 +163,8 @@ def read_measured(path: Path) -> Tuple[Measured, ...]:
         return Measured(job, **peaks, **about)
 
     files = sorted(Path(path).glob("*.jsonl")) if Path(path).is_dir() else [path]
-    read = [one for file in files for one in read_records(file, "memory", measured_from)]
+    read = [one for file in files for one in valid(read_records, file, "memory", measured_from)]
     return tuple({(one.host, one.isa, one.job): one for one in read}.values())
-
-
-def has_known_engine(record: Mapping[str, Any]) -> bool:
-    """Whether the estimator predicts for the engine of a record: any but TensorFlow without oneDNN."""
-    return record.get("engine") != "stock-no-onednn" and "no oneDNN" not in record.get("engine_name", "")
-
-
-def job_from(record: Mapping[str, Any]) -> Job:
-    """The job that a record measured, on the engine that really ran."""
-    engine = record["engine"]
-    if engine in (None, AUTO):
-        engine = "itex" if "ITEX" in record["engine_name"] else "stock"
-    job = Job(
-        UNetConfig(**record["unet"]),
-        shape=tuple(record["shape"]),
-        batch=record["batch"],
-        micro_batch=record.get("micro_batch", record["batch"]),  # older ones computed the whole batch at once
-        optimizer=record["optimizer"],
-        engine=engine,
-        threads=int(record["threads"]["TF_NUM_INTRAOP_THREADS"]),
-    )
-    by_rule = replace(job, micro_batch=0)  # so that equal jobs compare equal
-    return by_rule if by_rule.micro == job.micro else job
 
 
 def compare(measured: Iterable[Measured], predict: Callable[[Measured], Estimate]) -> List[Row]:
@@ -303,21 +294,83 @@ def _kind(key: Key, rows: Sequence[Row]) -> Kind:
     )
 
 
-def main(argv: Optional[List[str]] = None) -> int:
-    """Print the digest of records, a file or a folder of them. Exit codes: 0 done, 2 bad input."""
-    names = sys.argv[1:] if argv is None else argv
-    if len(names) != 1:
-        print(__doc__, file=sys.stderr)
-        return 2
-    try:
-        unbounded = Accuracy(())  # the margins are what is worked out here
-        rows = compare(read_measured(Path(names[0])), lambda one: predicted(one, unbounded))
-        print(json.dumps({"kinds": asdict(digest(rows))["kinds"]}, indent=1))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+# --- Tables and the page ---
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def summary_table(rows: Sequence[Row]) -> Table:
+    """Median (of the absolute errors) and worst error of every figure, for all rows and by host, engine and dtype."""
+    groups: Dict[Tuple[str, ...], List[Row]] = {("all", ""): list(rows)}
+    for row in sorted(rows, key=lambda row: (row.measured.host, row.measured.job.engine, row.measured.job.unet.dtype)):
+        job, kernels = row.measured.job, row.isa
+        groups.setdefault((row.measured.host, f"{kernels}, {job.engine}, {job.unet.dtype}"), []).append(row)
+    cells = []
+    for group, some in groups.items():
+        found, least = spreads(some), min((row.slack for row in some), default=math.nan)
+        allocator, process, step = (
+            f"{one.median:.1%}, worst {signed(one.worst)}" if one.count else "-"
+            for one in (found[name] for name in ("allocator peak", "process peak", "seconds a step"))
+        )
+        wide = "" if all(row.covered for row in some) else ", wide" if not any(row.covered for row in some) else ""
+        bound = f"{signed(found['upper bound'].mean)} ({signed(least)}){wide}"
+        cells.append((*group, str(len(some)), allocator, process, bound, step))
+    columns = ("host", "kernels, engine, dtype", "runs", "allocator peak", "process peak", "upper bound, mean (least)")
+    return Table((*columns, "seconds a step"), cells, names=2)
+
+
+def signed(share: Optional[float]) -> str:
+    """For reading, such as "+6.3%"; "-" for what is not known."""
+    return "-" if share is None or math.isnan(share) else f"{share:+.1%}"
+
+
+def validation(folder: Path) -> Tuple[Sequence[Measured], List[Row]]:
+    """The measured steps, and each beside what the estimator as it stands predicts."""
+    measured = read_measured(folder / VALIDATION)
+    return measured, compare(measured, predicted)
+
+
+def accuracy_json(folder: Path) -> bytes:
+    """The content of the estimator's accuracy.json, from the records."""
+    unbounded = Accuracy(())  # the margins are what is worked out here
+    rows = compare(read_measured(folder / VALIDATION), lambda one: predicted(one, unbounded))
+    return (json.dumps({"kinds": asdict(digest(rows))["kinds"]}, indent=1) + "\n").encode()
+
+
+def page(measured: Sequence[Measured], rows: Sequence[Row]) -> List[str]:
+    """The lines of the validation page. `rows` are what `compare` makes of `measured`, which has the failures too."""
+    above, count = left_out_in_turn(rows)
+    lines = [*VALIDATION_HEAD.splitlines(), "", *summary_table(rows).markdown(), ""]
+    lines.append(f"Left out of its kind in turn, {above} of {count} records lie above the bound that the others make.")
+    for host, isa in sorted({(one.host, one.kernels.isa) for one in measured}):
+        own = [one for one in measured if (one.host, one.kernels.isa) == (host, isa)]
+        lines += ["", f"## {host}, {isa}", *_host_lines(own, [row for row in rows if row.measured in own])]
+    return lines
+
+
+def _host_lines(measured: Sequence[Measured], rows: Sequence[Row]) -> List[str]:
+    """What is demanded of one host's errors, and every configuration."""
+    demanded, details = [], []
+    for one in targets(rows):
+        show = ("{:.1%}" if one.demanded else "{:.0f}").format  # none of a count
+        figures = ("-" if math.isnan(value) else show(value) for value in (one.demanded, one.found))
+        met = "not recorded" if math.isnan(one.found) else "met" if one.met else "**not met**"
+        demanded.append((one.name, *figures, met))
+    for row in sorted(rows, key=lambda row: not row.measured.held_out):
+        one, allocator, process = row.measured, row.measured.allocator_peak_bytes, row.measured.process_peak_bytes
+        error = {name: signed(share) for name, share in row.errors.items()}
+        cells = [_name(one.job), gib(allocator, 3), error["allocator peak"], gib(process, 3)]
+        cells += [error["process peak"], error["upper bound"]]
+        cells += ["-" if math.isnan(one.step_s) else f"{one.step_s:.2f}", error["seconds a step"]]
+        remarks = [f"misses {name}" for name in row.misses] + ["disturbed"] * one.disturbed
+        remarks += ["wide"] * (not row.covered)
+        details.append([*cells, ", ".join(remarks)])
+    failed = [one for one in measured if one.failure]
+    details += [(_name(one.job), *7 * ["-"], f"not measured: {one.failure}") for one in failed]
+    about = "; ".join(sorted({f"{one.version}, {one.job.threads} threads, {one.date}" for one in measured}))
+    columns = ("configuration", "allocator, GiB", "error", "process, GiB", "error", "bound above", "s a step", "error")
+    found = [Table(("figure", "demanded, at most", "found", ""), demanded)]
+    found.append(Table((*columns, ""), details, title=about))
+    return [line for one in found for line in ("", *one.markdown())]
+
+
+def _name(job: Job) -> str:
+    return f"{job.describe()}{', upsampling' * (job.unet.up == 'upsampling')}"

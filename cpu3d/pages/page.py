@@ -7,7 +7,17 @@ import math
 from pathlib import Path
 from typing import Any, List, Tuple
 
+from cpu3d.errors import InputError
+from cpu3d.util.atomic import writable_folder
 from memory_estimator.units import GIB
+
+
+def page_file(out: Path) -> Path:
+    """`out`, in a folder that is made where there is none. Raises InputError unless a page can be written there."""
+    if out.is_dir():
+        raise InputError(f"--out {out} must be a file, found a folder; add a name such as page.html")
+    writable_folder(out.parent, "folder of --out")
+    return out
 
 
 def render_page(template: Path, **content: Any) -> str:

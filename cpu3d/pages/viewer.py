@@ -1,0 +1,167 @@
+"""The slices of cases in a page: what `viewer.html.j2` shows and `viewer.js` decodes.
+
+A volume is cropped to the box of what is not zero and held as one byte a voxel: 0 outside of the brain, from 1 on steps
+of equal width from the 0.1th to the 99.9th percentile of the rest, with what lies beyond at the ends. There are as many
+steps, at most 255, as let all modalities of a case fit 3 MB. Stored is gzip, in base64, of each voxel's difference to
+the mean of the three before it along X, Y and Z, modulo 256: a third less than gzip of the voxels themselves.
+"""
+
+import base64
+import itertools
+import zlib
+from dataclasses import dataclass, field
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+
+import numpy as np
+
+from cpu3d.data.labels import region_mask
+from cpu3d.data.nifti import ras_spacing_mm, ras_to_file
+from cpu3d.data.records import Geometry
+from cpu3d.data.region import Region, bounding_box
+
+CASE_BYTES = 3_000_000
+"""What the modalities and labels of a case may take in the page; more only where LEAST steps take more."""
+
+STEPS, LEAST = 255, 24
+
+RANGE, WINDOW = (0.1, 99.9), (0.5, 99.5)
+"""Percentiles of the voxels that are not zero: what the steps span, and what is black and white at first."""
+
+COLOURS = {"WT": "#009e73", "TC": "#d55e00", "ET": "#f0e442", "RC": "#cc79a7"}
+"""Oedema green, core red, enhancing yellow, as the field draws them, in the tones of Okabe and Ito, which colour-blind
+readers can tell apart."""
+
+SCORES = "standard deviations"
+"""The unit of images that are stored after normalisation."""
+
+OTHERS = ("#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#d55e00", "#f0e442", "#0072b2")
+
+
+@dataclass(frozen=True)
+class ViewedCase:
+    """What is shown of a case; volumes have axes R A S and lie on the grid of `geometry`."""
+
+    name: str
+    image: np.ndarray
+    """`(X, Y, Z, C)`, of which a channel at a time is read."""
+    channels: Sequence[str]
+    geometry: Geometry
+    regions: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    labels: Mapping[int, str] = field(default_factory=dict)
+    truth: Optional[np.ndarray] = None
+    """`(X, Y, Z)` uint8 of label codes, as each of `predictions`."""
+    predictions: Mapping[str, np.ndarray] = field(default_factory=dict)
+    note: str = ""
+    """Such as "best"."""
+    scores: str = ""
+    unit: str = ""
+    """Of the intensities, such as SCORES; scanners give none."""
+
+
+def viewer(cases: Iterable[ViewedCase]) -> Dict[str, Any]:
+    """What `viewer.html.j2` needs as `viewer`: JSON about the cases, and their volumes as base64 by name.
+
+    Takes one case after the other, so that a generator need not hold them all.
+    """
+    shown, volumes = [], {}
+    for number, case in enumerate(cases):
+        about, packed = _case(case, f"case-{number}")
+        shown.append(about)
+        volumes.update({name: base64.b64encode(content).decode("ascii") for name, content in packed.items()})
+    return {"cases": shown, "volumes": volumes}
+
+
+def pack(voxels: np.ndarray) -> bytes:
+    """uint8 `(X, Y, Z)` as the page holds it, before base64."""
+    before = np.zeros(voxels.shape, np.uint16)
+    before[1:] += voxels[:-1]
+    before[:, 1:] += voxels[:, :-1]
+    before[:, :, 1:] += voxels[:, :, :-1]
+    packer = zlib.compressobj(6, zlib.DEFLATED, 31, 9, zlib.Z_FILTERED)  # 31: gzip framing, with a zero time stamp
+    return packer.compress((voxels - before // 3).astype(np.uint8).tobytes()) + packer.flush()
+
+
+def in_steps(volume: np.ndarray, low: float, high: float, steps: int) -> np.ndarray:
+    """uint8: 0 where `volume` is, else 1 for `low` and less up to `steps` for `high` and more."""
+    scaled = np.clip((volume - low) / (high - low), 0, 1) * (steps - 1)
+    return np.where(volume != 0, 1 + np.rint(scaled), 0).astype(np.uint8)
+
+
+# --- Private helpers ---
+
+
+def _case(case: ViewedCase, name: str) -> Tuple[Dict[str, Any], Dict[str, bytes]]:
+    """What the page is told of a case, and its volumes, packed."""
+    box = _box(case)
+    inside = box.slices(case.image.shape[:3])
+    given = {**({f"{name}-truth": case.truth} if case.truth is not None else {})}
+    answers = {f"{name}-prediction-{number}": one for number, one in enumerate(case.predictions.values())}
+    volumes = {key: np.ascontiguousarray(label[inside]) for key, label in {**given, **answers}.items()}
+    start = _start(next(iter(volumes.values()), None), case.regions, box.size)
+    packed = {key: pack(label) for key, label in volumes.items()}
+    spare = CASE_BYTES * 3 / 4 - sum(map(len, packed.values()))  # base64 makes four bytes of three
+    modalities = []
+    for number, channel in enumerate(case.channels):
+        key = f"{name}-image-{number}"
+        about, packed[key] = _modality(case.image[(*inside, number)], spare / len(case.channels))
+        modalities.append({"name": channel, "id": key, "unit": case.unit, **about})
+    to_voxel = ras_to_file(case.geometry)
+    to_voxel[:3, 3] += to_voxel[:3, :3] @ box.start
+    to_mm = np.asarray(case.geometry.affine) @ to_voxel
+    others = itertools.cycle(OTHERS)
+    return {
+        "name": case.name,
+        "note": case.note,
+        "scores": case.scores,
+        "shape": box.size,
+        "spacing": ras_spacing_mm(case.geometry),
+        "to_voxel": to_voxel[:3].tolist(),
+        "to_mm": to_mm[:3].tolist(),
+        "start": start,
+        "modalities": modalities,
+        "labels": {int(code): label for code, label in case.labels.items()},
+        "regions": [
+            {"name": region, "codes": [int(code) for code in codes], "colour": COLOURS.get(region) or next(others)}
+            for region, codes in case.regions.items()
+        ],
+        "truth": next(iter(given), None),
+        "predictions": [{"name": one, "id": key} for one, key in zip(case.predictions, answers)],
+    }, packed
+
+
+def _box(case: ViewedCase) -> Region:
+    """Around all that is not zero in any modality or label."""
+    mask = np.zeros(case.image.shape[:3], bool)
+    channels = (case.image[..., number] for number in range(len(case.channels)))
+    for volume in itertools.chain(channels, [] if case.truth is None else [case.truth], case.predictions.values()):
+        mask |= volume != 0
+    return bounding_box(mask)
+
+
+def _start(label: Optional[np.ndarray], regions: Mapping[str, Sequence[int]], size: Sequence[int]) -> List[int]:
+    """Per axis the slice with most of all regions; the middle where there is none."""
+    codes = sorted({code for those in regions.values() for code in those})
+    mask = None if label is None else region_mask(label, codes)
+    if mask is None or not mask.any():
+        return [n // 2 for n in size]
+    return [int(mask.sum(axis=tuple({0, 1, 2} - {axis})).argmax()) for axis in range(3)]
+
+
+def _modality(volume: np.ndarray, most_bytes: float) -> Tuple[Dict[str, Any], bytes]:
+    """What the page is told of a modality, and its voxels, packed into `most_bytes` where that can be."""
+    volume = np.nan_to_num(np.asarray(volume, np.float32), posinf=0, neginf=0)
+    brain = volume[volume != 0]
+    low, high, black, white = np.percentile(brain, (*RANGE, *WINDOW)).tolist() if brain.size else (0, 1, 0, 1)
+    if not low < high:
+        low, high = low, low + 1
+    if not black < white:
+        black, white = low, high
+    steps, packed = STEPS, b""
+    while True:
+        packed = pack(in_steps(volume, low, high, steps))
+        if len(packed) <= most_bytes or steps == LEAST:
+            break
+        # Half as many steps spare about a bit a voxel of the brain.
+        fewer = 2 ** (-8 * (len(packed) - most_bytes) / max(brain.size, 1))
+        steps = max(LEAST, int(steps * min(0.95, fewer)))
+    return {"low": low, "high": high, "levels": steps, "window": [black, white]}, packed

@@ -1,0 +1,383 @@
+"""`view` from the command line: what it takes and refuses, and its page in a browser, one for the whole module."""
+
+import dataclasses
+import json
+import re
+import shutil
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cpu3d.__main__ import main
+from cpu3d.data.nifti import from_ras, write_volume
+from cpu3d.data.records import Geometry
+from cpu3d.pages import viewer as viewer_module
+from cpu3d.pages.page import render_page
+from cpu3d.pages.view import read_case
+from cpu3d.pages.viewer import pack
+
+SHAPE = (14, 18, 10)
+GEOMETRY = Geometry(
+    shape=SHAPE,
+    affine=((-1.0, 0, 0, 40), (0, -1.0, 0, 60), (0, 0, 3.0, -5), (0, 0, 0, 1)),
+    axes="LPS",
+    sform_code=1,
+    qform_code=1,
+)
+"""Voxels of 1 x 1 x 3 mm, whose X and Y run against the R and A of the arrays."""
+
+CASE_ID = "BraTS-GLI-00007-000<b>"
+STEP = 10
+"""Between two grey values of the case, so that the page's steps are exact."""
+
+
+def made_case():
+    """Two modalities, truth and prediction in axes R A S; a head of 255 values, off the middle of the grid."""
+    rng = np.random.default_rng(3)
+    image = np.zeros((*SHAPE, 2), np.int16)
+    inside = (slice(2, 13), slice(3, 17), slice(1, 9))
+    size = image[(*inside, 0)].shape
+    for channel in range(2):
+        image[(*inside, channel)] = STEP * rng.integers(1, 256, size)
+    truth, prediction = np.zeros(SHAPE, np.uint8), np.zeros(SHAPE, np.uint8)
+    truth[4:10, 5:12, 3:7], truth[6:9, 7:10, 4:6] = 2, 3
+    truth[7, 12, 4] = truth[10, 8, 4] = 2  # most of the tumour is in the slices through (7, 8, 4), where a page begins
+    prediction[5:11, 5:12, 3:7] = 2
+    return image, truth, prediction
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("view") / CASE_ID
+    folder.mkdir()
+    image, truth, prediction = made_case()
+    for channel, name in enumerate(("t2f", "t1c")):
+        write_volume(folder / f"{CASE_ID}-{name}.nii.gz", image[..., channel], GEOMETRY)
+    write_volume(folder / f"{CASE_ID}-seg.nii.gz", truth, GEOMETRY)
+    write_volume(folder.parent / "ours.nii.gz", prediction, GEOMETRY)
+    write_volume(folder.parent / "empty.nii.gz", np.zeros(SHAPE, np.uint8), GEOMETRY)
+    return folder
+
+
+def view(*words):
+    return main(["view", *map(str, words)])
+
+
+def about(page):
+    """The JSON of a page."""
+    return json.loads(re.search(r'<script type="application/json"[^>]*>(.*?)</script>', page.read_text()).group(1))
+
+
+# --- Without a browser ---
+
+
+def test_a_packed_volume_is_smaller_and_comes_back_by_adding_the_mean_of_the_three_before():
+    voxels = np.cumsum(np.random.default_rng(0).integers(0, 3, (9, 8, 30)), axis=2).astype(np.uint8)
+    raw = np.frombuffer(zlib.decompress(pack(voxels), 31), np.uint8).reshape(voxels.shape).copy()
+    for x, y, z in np.ndindex(*voxels.shape):
+        before = [raw[x - 1, y, z] if x else 0, raw[x, y - 1, z] if y else 0, raw[x, y, z - 1] if z else 0]
+        raw[x, y, z] = (int(raw[x, y, z]) + sum(map(int, before)) // 3) % 256
+    np.testing.assert_array_equal(raw, voxels)
+
+
+def test_noise_is_held_in_fewer_steps_so_that_a_case_fits_three_megabytes(tmp_path):
+    noise = np.random.default_rng(0).normal(1000, 200, (160, 160, 150)).astype(np.int16)
+    path = tmp_path / "noise.nii.gz"
+    write_volume(path, noise, Geometry(noise.shape, tuple(map(tuple, np.eye(4).tolist())), "RAS", 1, 1), compression=1)
+    assert view("--image", path, "--out", tmp_path / "page.html") == 0
+    assert 2_000_000 < (tmp_path / "page.html").stat().st_size < 3_100_000
+    assert 24 <= about(tmp_path / "page.html")[0]["modalities"][0]["levels"] < 255
+
+
+def test_any_case_gives_a_page_that_names_no_folder(case, tmp_path, capsys):
+    out, label = tmp_path / "new" / "page.html", case / f"{CASE_ID}-seg.nii.gz"
+    assert view("--image", case, "--prediction", case.parent / "ours.nii.gz", "--out", out) == 0
+    assert str(out) in capsys.readouterr().out
+    text = out.read_text()
+    assert str(case.parent) not in text
+    assert CASE_ID not in text, "a name from outside is escaped"
+    assert not re.search(r"https?://", text)
+    (shown,) = about(out)
+    assert [one["name"] for one in shown["modalities"]] == ["FLAIR", "T1gd"]
+    assert [one["name"] for one in shown["regions"]] == ["WT", "TC", "ET"]
+    assert [one["name"] for one in shown["predictions"]] == ["ours"]
+    assert (shown["shape"], shown["spacing"]) == ([11, 14, 8], [1, 1, 3])
+    one = case / f"{CASE_ID}-t1c.nii.gz"
+    assert view("--image", one, "--out", out) == 0
+    assert (about(out)[0]["truth"], about(out)[0]["predictions"]) == (None, [])
+    shutil.copy(label, tmp_path / "spleen.nii.gz")
+    shutil.copy(one, tmp_path / "scan.nii.gz")
+    assert view("--image", tmp_path / "scan.nii.gz", "--label", tmp_path / "spleen.nii.gz", "--out", out) == 0
+    assert [one["name"] for one in about(out)[0]["regions"]] == ["label 2", "label 3"]
+
+
+def test_bad_input_is_one_line_and_leaves_what_is_there(case, tmp_path, capsys):
+    page, other = tmp_path / "page.html", tmp_path / "other.nii.gz"
+    page.write_text("before")
+    small = Geometry((4, 4, 4), GEOMETRY.affine, "LPS", 1, 1)
+    write_volume(other, np.zeros((4, 4, 4), np.uint8), small)
+    series, halves = tmp_path / "series.nii.gz", tmp_path / "halves.nii.gz"
+    write_volume(series, np.ones((*SHAPE, 40), np.uint8), GEOMETRY)
+    write_volume(halves, np.full(SHAPE, 0.5, np.float32), GEOMETRY)
+    (tmp_path / "text.nii.gz").write_text("no volume")
+    (tmp_path / "none").mkdir()
+    for words, problem in (
+        (("--image", tmp_path / "gone"), "must exist"),
+        (("--image", tmp_path / "none"), "must hold .nii.gz or .nii files"),
+        (("--image", tmp_path / "text.nii.gz"), "must be a NIfTI file"),
+        (("--image", series), "at most 16 channels, got 40"),
+        (("--image", case, "--label", other), "must lie on the grid"),
+        (("--image", case, "--prediction", other), "must lie on the grid"),
+        (("--image", case, "--prediction", series), "must be 3D"),
+        (("--image", case, "--label", halves), "must hold integers"),
+        (("--image", case, "--out", tmp_path), "must be a file, found a folder"),
+        (("--image", halves, "--out", halves), "must not be a file that is shown"),
+    ):
+        assert view(*words, *(() if "--out" in words else ("--out", page))) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1, lines
+        assert problem in lines[0]
+    assert page.read_text() == "before"
+    assert not list(tmp_path.glob(".*partial"))
+
+
+# --- In a browser ---
+
+
+@pytest.fixture(scope="module")
+def driver():
+    """A headless Chromium, in which Chrome's own driver clicks and types."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium: see docs/viewer.md")
+    from selenium.webdriver.chrome.service import Service
+
+    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    chromedriver = shutil.which("chromedriver")
+    if not (binary and chromedriver):
+        pytest.skip("needs chromium and chromedriver: see docs/viewer.md")
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    for word in ("--headless=new", "--no-sandbox", "--window-size=1400,1000", "--force-device-scale-factor=1"):
+        options.add_argument(word)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    browser = webdriver.Chrome(options=options, service=Service(chromedriver))
+    yield browser
+    browser.quit()
+
+
+class Page:
+    """What a reader does with a page, and sees."""
+
+    def __init__(self, driver, path):
+        self.driver = driver
+        driver.get(path.as_uri())
+        self.wait(lambda: self.run("return document.querySelector('.viewer').dataset.firstPictureMs"))
+
+    def run(self, script, *values):
+        return self.driver.execute_script(script, *values)
+
+    def wait(self, holds):
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        return WebDriverWait(self.driver, 20, 0.02).until(lambda _: holds())
+
+    def settle(self):
+        """Until what was chosen is decoded and drawn."""
+        frame = "requestAnimationFrame(() => setTimeout(done, 0))"
+        self.driver.execute_async_script(f"const done = arguments[0]; setTimeout(() => {frame}, 60)")
+
+    def find(self, name):
+        return self.driver.find_element("css selector", f'[data-is="{name}"]')
+
+    def press(self, keys, on="axial"):
+        self.find(on).send_keys(keys)
+        self.settle()
+
+    def at(self):
+        """The crosshair's voxel in the box that the page holds."""
+        return tuple(map(int, self.run("return document.querySelector('.viewer').dataset.at").split()))
+
+    def pixels(self):
+        """What is drawn at the crosshair's voxel in each plane, as (red, green, blue)."""
+        return [
+            tuple(
+                self.run(
+                    "const c = document.querySelector(`[data-is=${arguments[0]}]`), [x, y] = arguments[1];"
+                    "return [...c.getContext('2d').getImageData(x * c.width, y * c.height, 1, 1).data].slice(0, 3)",
+                    name,
+                    [(size - 0.5 - self.at()[axis]) / size for axis, size in axes],
+                )
+            )
+            for name, axes in (
+                ("axial", ((0, 11), (1, 14))),
+                ("coronal", ((0, 11), (2, 8))),
+                ("sagittal", ((1, 14), (2, 8))),
+            )
+        ]
+
+    def facts(self):
+        return self.find("facts").text.replace("\n", " ")
+
+    def errors(self):
+        return [line for line in self.driver.get_log("browser") if line["level"] == "SEVERE"]
+
+
+@pytest.fixture
+def page(driver, case, tmp_path):
+    out = tmp_path / "page.html"
+    answers = [case.parent / "ours.nii.gz", case.parent / "empty.nii.gz"]
+    assert view("--image", case, "--prediction", *answers, "--out", out) == 0
+    page = Page(driver, out)
+    yield page
+    assert page.errors() == []
+
+
+def voxel_of(at):
+    """Of the arrays, from the page's box."""
+    return tuple(np.add(at, (2, 3, 1)))
+
+
+def grey(page, channel):
+    """What the volume's value at the crosshair must look like in a page's first window."""
+    image = made_case()[0][..., channel]
+    low, high = np.percentile(image[image != 0], (0.5, 99.5))
+    value = image[voxel_of(page.at())]
+    return round(float(np.clip((value - low) / (high - low), 0, 1)) * 255)
+
+
+def test_the_pixels_under_the_crosshair_are_the_volumes_in_each_plane_and_modality(page):
+    page.press("o")  # overlays off
+    for keys, channel in (("", 0), ("\ue012\ue012\ue015", 0), ("\ue00e", 0), ("m", 1), ("\ue00f\ue014\ue013\ue013", 1)):
+        page.press(keys) if keys else None
+        for pixel in page.pixels():
+            assert np.ptp(pixel) == 0
+            assert pixel[0] == pytest.approx(grey(page, channel), abs=2)  # half a step of 254 and rounding
+        value = made_case()[0][..., channel][voxel_of(page.at())]
+        shown = float(re.search(r"(?:FLAIR|T1gd) [\u2248\u2264\u2265] (\S+)", page.facts()).group(1))
+        assert shown == pytest.approx(value, abs=0.02 * 2550)
+
+
+def test_a_click_puts_the_crosshair_there_in_all_planes_and_says_voxel_mm_and_label(page):
+    from selenium.webdriver import ActionChains
+
+    canvas = page.find("axial")
+    size = canvas.size
+    # In the box voxel (5, 6): 11 - 5 - 0.5 of 11 columns from the left, as R is there, and 14 - 6 - 0.5 of 14 rows.
+    right, down = (5.5 / 11 - 0.5) * size["width"], (7.5 / 14 - 0.5) * size["height"]
+    ActionChains(page.driver).move_to_element_with_offset(canvas, round(right), round(down)).click().perform()
+    page.settle()
+    x, y, z = voxel_of(page.at())
+    assert (x, y) == (7, 9)
+    facts = page.facts()
+    source = np.argwhere(from_ras(np.arange(np.prod(SHAPE)).reshape(SHAPE), GEOMETRY) == (x * 18 + y) * 10 + z)[0]
+    assert f"voxel {', '.join(map(str, source))}" in facts
+    world = np.asarray(GEOMETRY.affine)[:3] @ (*source, 1)
+    for number, (plus, minus) in zip(world, ("RL", "AP", "SI")):
+        assert f"{plus if number >= 0 else minus} {abs(number):.1f}" in facts
+    truth, prediction = (volume[x, y, z] for volume in made_case()[1:])
+    assert (truth, prediction) == (3, 2)
+    assert "truth enhancing tumour (WT, TC, ET)" in facts
+    assert "prediction oedema (WT)" in facts
+
+
+@pytest.mark.parametrize("plane", ["axial", "coronal", "sagittal"])
+def test_the_wheel_and_the_keys_move_one_slice_and_stop_at_the_end(page, plane):
+    from selenium.webdriver import ActionChains
+    from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
+
+    axis = {"axial": 2, "coronal": 1, "sagittal": 0}[plane]
+    canvas, before = page.find(plane), page.at()
+    origin = ScrollOrigin.from_element(canvas)
+    for turn, expected in ((-100, 1), (100, 0), (100, -1)):
+        ActionChains(page.driver).scroll_from_origin(origin, 0, turn).perform()
+        page.wait(lambda expected=expected: page.at()[axis] == before[axis] + expected)
+        assert [a for a in range(3) if page.at()[a] != before[a]] == ([axis] if expected else [])
+    assert page.run("return window.scrollY") == 0
+    assert page.find(f"{plane}-slice").get_attribute("value") == str(page.at()[axis])
+    page.press("\ue00e", plane)  # Page Up
+    assert page.at() == before
+    page.press("\ue00f" * 20, plane)
+    assert page.at()[axis] == 0
+
+
+def test_overlays_and_regions_toggle_and_predictions_switch(page):
+    def blended(colour):
+        red_green_blue = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+        return [grey(page, 0) + 0.5 * (one - grey(page, 0)) for one in red_green_blue]
+
+    def assert_shown(colour):
+        for pixel in page.pixels():
+            assert pixel == pytest.approx(blended(colour) if colour else [grey(page, 0)] * 3, abs=3)
+
+    page.press("p")  # no prediction: the truth is filled
+    assert_shown("#f0e442")  # enhancing
+    page.press("t")
+    assert_shown(None)
+    page.press("p")
+    assert_shown("#009e73")  # the prediction says oedema
+    page.press("e")
+    assert_shown("#2a66ff")  # missed: a region further in
+    page.press("r")  # WT
+    assert_shown("#c388ff")  # both
+    page.press("n")  # the empty prediction
+    assert_shown("#2a66ff")
+    assert "missed" in page.find("legend").text
+    page.press("o")
+    assert_shown(None)
+    page.press("o")
+    assert_shown("#2a66ff")
+
+
+def test_dragging_changes_the_window_and_reset_brings_it_back(page):
+    from selenium.webdriver import ActionChains
+
+    page.press("o")
+    first, facts = page.pixels(), page.facts()
+    page.find("drag").click()
+    drag = ActionChains(page.driver).move_to_element_with_offset(page.find("coronal"), -20, -20).click_and_hold()
+    drag.move_by_offset(0, 40).release().perform()  # down: a higher level, darker
+    page.settle()
+    before = page.at()
+    assert "window" in page.facts() != facts
+    assert all(now[0] <= then[0] for now, then in zip(page.pixels(), first))
+    page.find("reset").click()
+    page.settle()
+    assert (page.pixels(), page.facts(), page.at()) == (first, facts, before)
+
+
+def test_a_case_of_the_list_is_shown_with_what_it_has(driver, case, tmp_path):
+    thick = tmp_path / "thick.nii.gz"
+    write_volume(thick, made_case()[0][:, :12, :, 0], Geometry((14, 12, 10), GEOMETRY.affine, "LPS", 1, 1))
+    cases = [
+        dataclasses.replace(read_case([case], None, [case.parent / "ours.nii.gz"]), note="best", scores="Dice WT 0.9"),
+        dataclasses.replace(read_case([thick], None, []), note="worst"),
+    ]
+    template = Path(viewer_module.__file__).with_name("view.html.j2")
+    out = tmp_path / "page.html"
+    out.write_text(render_page(template, title="two", made_by="view", viewer=viewer_module.viewer(cases)))
+    page = Page(driver, out)
+    listed = page.find("list").find_elements("tag name", "button")
+    assert [one.text.split("\n") for one in listed] == [["Best", CASE_ID, "Dice WT 0.9"], ["Worst", "thick"]]
+    modality = page.find("modality")
+    for press in (listed[1].click, lambda: page.press("c"), lambda: page.press("c")):
+        press()
+        page.settle()
+        is_thick = listed[1].get_attribute("aria-pressed") == "true"
+        assert is_thick == ("truth" not in page.facts())
+        assert page.find("opacity").is_displayed() is not is_thick
+        assert modality.is_displayed() is not is_thick
+        size = page.find("sagittal").size
+        wide, high = (9, 8 * 3) if is_thick else (14, 8 * 3)
+        assert size["width"] / size["height"] == pytest.approx(wide / high, rel=0.05), "mm, not voxels"
+    assert page.errors() == []
+
+
+def test_the_first_picture_comes_fast_and_nothing_is_left_in_the_global_scope(page):
+    assert page.run("return Number(document.querySelector('.viewer').dataset.firstPictureMs)") < 5000
+    bare = "const f = document.body.appendChild(document.createElement('iframe'));"
+    own = "Object.keys(window).filter(name => !(name in f.contentWindow) && !/^(cdc_|ret_nodes|\\d)/.test(name))"
+    assert page.run(f"{bare} return {own}") == []
+    for name in ("axial", "coronal", "sagittal"):
+        assert page.find(name).get_attribute("tabindex") == "0"
+        assert "patient's right is on the left" in page.find(name).get_attribute("aria-label")
