@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any, Callable, List, Mapping, Optional, Sequence, Tuple
 
-from cpu3d.errors import InputError, Interrupted
+from cpu3d.errors import InputError, Interrupted, how_to_install
 from memory_estimator.files import NotRegularError
 from memory_estimator.schema import add_options, arguments
 
@@ -49,6 +49,13 @@ def main(argv: Optional[List[str]] = None) -> int:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if not package or package in ("cpu3d", "memory_estimator", "models"):
+            raise
+        todo = how_to_install("" if package in ("tensorflow", "tf_keras") else "full")
+        print(f"error: {package} must be installed for this command, got none; {todo}", file=sys.stderr)
+        return InputError.exit_code
     except KeyboardInterrupt as error:
         print(f"interrupted: {str(error) or 'the same command continues where it can'}", file=sys.stderr)
         return error.exit_code if isinstance(error, Interrupted) else 130

@@ -1,6 +1,9 @@
 """The exceptions that mean "your input, your host or your data, not our bug", and what a process ends with for each."""
 
+import platform
 import signal
+import sys
+from pathlib import Path
 from typing import Iterable
 
 
@@ -63,3 +66,11 @@ def refuse(problems: Iterable[str]) -> None:
     problems = tuple(problems)
     if problems:
         raise InputError(*problems)
+
+
+def how_to_install(extra: str = "") -> str:
+    """The command that installs an extra of pyproject.toml, by default this host's engine; run.sh's in a checkout."""
+    if (Path(__file__).resolve().parents[1] / "run.sh").is_file():
+        return "run `./run.sh setup`"
+    has_itex = sys.platform == "linux" and platform.machine() == "x86_64" and sys.version_info < (3, 12)
+    return f"run `pip install 'cpu3d[{extra or ('itex' if has_itex else 'tensorflow')}]'`"

@@ -15,7 +15,6 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypedDic
 
 from memory_estimator.files import read_json, reason, typed
 from memory_estimator.schema import option
-from memory_estimator.units import count_of
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 
 OPTIMIZERS = ("adam", "sgd")
@@ -96,7 +95,7 @@ class Job:
             *["deep supervision"] * unet.deep_supervision,
             f"batch {self.batch}" + (f", {self.micro} at a time" if self.parts > 1 else ""),
             f"{unet.dtype}, {self.optimizer}, {self.engine}, policy {self.policy}",
-            count_of(self.threads, "thread"),
+            f"{self.threads} thread{'s' * (self.threads > 1)}",
         )
         return ", ".join(parts)
 

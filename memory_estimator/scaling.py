@@ -21,7 +21,7 @@ from memory_estimator.estimate import Component, Estimate
 from memory_estimator.files import read_records
 from memory_estimator.schema import given, option
 from memory_estimator.table import Table
-from memory_estimator.units import count_of, format_bytes, format_seconds, parse_rate
+from memory_estimator.units import format_bytes, format_seconds, parse_rate
 from models.layer_plan import layer_plan
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "records" / "scaling.jsonl"
@@ -291,6 +291,6 @@ def several_hosts(options: ScalingOptions, one: Estimate) -> Tuple[Dict[str, Any
     content = {"job": job.to_json(), "volume_s": volume_s, "gradient_bytes": gradient_bytes, **link, "rows": rows}
     content.update(workers_per_host=per_host, latency_s=LATENCY_S, costs=vars(costs), errors=errors)
     columns = ("hosts", "batch", "s a step", "exchange", "cases/s", "efficiency", "an epoch", "in all")
-    title = f"{count_of(per_host, 'worker')} a host, {format_bytes(gradient_bytes)} of gradients exchanged"
+    title = f"{per_host} worker{'s' * (per_host > 1)} a host, {format_bytes(gradient_bytes)} of gradients exchanged"
     caption = f"costs of the exchange: {costs.origin}\nworst error: {worst}\n{NOT_COUNTED}"
     return content, Table(columns, lines, title, caption, names=0)

@@ -45,11 +45,6 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds / 86400:,.1f} days"
 
 
-def count_of(number: int, noun: str) -> str:
-    """For reading: "1 thread", "2 threads"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def parse_rate(text: str) -> float:
     """Bytes a second of a rate such as "25Gbit/s" or "2GB/s". Raises ValueError for others, as "25Gb/s"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kMGT]?)bit|([kMGT]?B|[KMGT]iB))/s", text.strip(), re.ASCII)

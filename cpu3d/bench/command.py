@@ -1,23 +1,30 @@
 """Measure time and memory of the project's parts, each measurement in a fresh process on a quiet machine.
 
-    ./run.sh bench step --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16
-    ./run.sh bench memory --policies --help
-
-A kind is a command that is a module of this folder and has a line `HELP = "..."`.
+./run.sh bench step --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16
+./run.sh bench memory --policies --help
 """
 
 import importlib
-import re
-from pathlib import Path
 from types import ModuleType
 from typing import Dict
 
+KINDS = {
+    "data": "measure how long loading takes: the store against nibabel, with warm and with cold pages",
+    "engines": "time the same step on every engine, in float32 and bfloat16: the paper's Fig. 2",
+    "faults": "kill a small run at random moments and compare what comes of it with an undisturbed one",
+    "memory": "measure what the real training step takes of memory, under one policy or all, beside the prediction",
+    "scaling": "measure one worker against several on this host: computing and exchanging apart",
+    "step": "time the real training step in a fresh process, alone or in turn with a peer",
+    "tables": "make the pages of results from benchmark records",
+    "validate": "measure the configurations that the estimator is judged by on this host",
+    "windows": "measure one pass against a sliding window with the same network: time, memory, Dice",
+}
+"""Kind, which is a module of this folder, and its line of help."""
+
 
 def actions() -> Dict[str, str]:
-    """Kind -> its line of help, read from the modules' text: importing them all would take seconds."""
-    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))}
-    found = {name: re.search(r'^HELP = "(.*)"$', text, re.MULTILINE) for name, text in texts.items()}
-    return {name: match[1] for name, match in found.items() if match}
+    """The kinds, as subcommands."""
+    return KINDS
 
 
 def action(kind: str) -> ModuleType:

@@ -35,8 +35,6 @@ from memory_estimator.host import read_host
 from memory_estimator.schema import option
 from memory_estimator.table import Table
 
-HELP = "measure how long loading takes: the store against nibabel, with warm and with cold pages"
-
 WARM, COLD = "warm", "cold"
 """Whether the files' pages were in memory before the work began, or had been dropped from it."""
 

@@ -19,8 +19,6 @@ from memory_estimator.schema import option
 from memory_estimator.table import Table
 from models.config import DTYPES
 
-HELP = "time the same step on every engine, in float32 and bfloat16: the paper's Fig. 2"
-
 ENGINE_NAMES = {NO_ONEDNN: "stock, no oneDNN", "stock": "stock, oneDNN", "itex": "ITEX"}
 """In the order they are measured; the first is the baseline."""
 

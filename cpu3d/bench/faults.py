@@ -43,8 +43,6 @@ from memory_estimator.host import read_host
 from memory_estimator.schema import option
 from memory_estimator.table import Table
 
-HELP = "kill a small run at random moments and compare what comes of it with an undisturbed one"
-
 WHILE_STARTING, RUN_KILLS = 0.15, 5
 """Share of the kills that come before training has begun; most kills of one run."""
 

@@ -38,8 +38,6 @@ from memory_estimator.table import PALETTE, Table, new_figure, plain, png
 from memory_estimator.units import GIB, format_bytes
 from models.config import POLICIES
 
-HELP = "measure what the real training step takes of memory, under one policy or all, beside the prediction"
-
 FIGURES = ("allocator_peak_bytes", "process_peak_bytes", "step_s")  # measured and predicted
 
 BASELINE = "speed"  # times are relative to its

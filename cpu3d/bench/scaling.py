@@ -31,8 +31,6 @@ from memory_estimator.scaling import ALONE, APART, ASSUMED, IN_PARTS, TOGETHER, 
 from memory_estimator.schema import option
 from memory_estimator.table import Table
 
-HELP = "measure one worker against several on this host: computing and exchanging apart"
-
 PARTS = ("wait_s", "exchange_s", "packing_s")  # of a step, what is not computing
 
 NAMES = {

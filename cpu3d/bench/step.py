@@ -35,8 +35,6 @@ without oneDNN in bfloat16, no more are done than one to warm up and one to time
 
 LIVE_PARTS = 300  # of a step, each with the most that is live in it: as fine as a picture shows
 
-HELP = "time the real training step in a fresh process, alone or in turn with a peer"
-
 
 @dataclass(frozen=True)
 class MeasuredJob(JobOptions):
@@ -141,7 +139,7 @@ def measure(request: Dict[str, Any]) -> Result:
     if request.get("threads"):  # else they are the host's own number or the environment's
         os.environ.update(dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(request["threads"])))
     host, threads, tf = set_up(request["engine"])
-    from cpu3d.training.learner import Learner, allocator_peak_bytes, parameter_count
+    from cpu3d.training.learner import Learner, allocator_peak_bytes
 
     config = config_of(request)
     unet, batch, grid, learner = config.unet, config.batch, config.grid, Learner(config)
@@ -165,8 +163,7 @@ def measure(request: Dict[str, Any]) -> Result:
     step_s = statistics.median(timed)
     gflops = training_flops(unet, grid, batch) / step_s / 1e9
     result = {**request, "step_s": step_s, "step_s_min": min(timed), "step_s_max": max(timed)}
-    result.update(first_step_s=[*first, *timed][0], steps_timed=len(timed), volume_s=step_s / batch)
-    result.update(parameters=parameter_count(learner.model), **facts)
+    result.update(volume_s=step_s / batch, **facts)
     if request.get("live"):
         requests = trace(step, live_bytes)[1]
         result["live_bytes"] = requests and _most_in_each_part(requests)  # None where the profiler failed

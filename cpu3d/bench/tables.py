@@ -36,8 +36,6 @@ from memory_estimator.step.onednn import Kernels, highest_isa
 from memory_estimator.table import Table
 from models.config import POLICIES, UNetConfig
 
-HELP = "make the pages of results from benchmark records"
-
 HEAD = """\
 # Results
 

@@ -34,8 +34,6 @@ from memory_estimator.schema import option
 from memory_estimator.units import format_bytes
 from models.config import POLICIES
 
-HELP = "measure the configurations that the estimator is judged by on this host"
-
 STEPS = 3  # timed, after two more: enough for a median
 
 

@@ -29,13 +29,10 @@ from cpu3d.host.gpu import CPU, HostGpus, memory_device, pick_device
 from cpu3d.inference.runs import Inference, store_of_run, trained_predictor
 from cpu3d.settings import load_config
 from cpu3d.training.checkpoint import weights_file
-from cpu3d.util.records import by
+from cpu3d.util.records import by, count
 from memory_estimator.planner import usual_patch
 from memory_estimator.schema import option
 from memory_estimator.table import Table
-from memory_estimator.units import count_of
-
-HELP = "measure one pass against a sliding window with the same network: time, memory, Dice"
 
 ONE_PASS = "one pass"  # all others are measured against it
 
@@ -184,9 +181,9 @@ def windows_table(record: Result) -> Table:
     trained = f"patches of {grid}" if record["mode"] == "patch" else f"whole volumes, {grid}"
     device = "" if record.get("device", CPU) == CPU else f", on {record['device']}"
     title = (
-        f"{count_of(len(record['cases']), 'case')} of {record['name']}, a network trained on {trained}: "
+        f"{count(record['cases'], 'case')} of {record['name']}, a network trained on {trained}: "
         f"{unet['depth']} levels, {unet['filters']} filters, {unet['dtype']}{device}; {record['engine_name']}, "
-        f"{host_of(record)}, median of {count_of(record['rounds'], 'round')} in turn (least to most)."
+        f"{host_of(record)}, median of {count(record['rounds'], 'round')} in turn (least to most)."
     )
     older = f" The difference is that of the probabilities from {ONE_PASS}, over the brain: mean (99th percentile)."
     title += older if is_older else ""

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any, Dict, Iterator, Optional, Tuple
 
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, how_to_install
 from cpu3d.host.gpu import CPU, use_device
 from cpu3d.host.memory import memory_policy, set_memory_policy
 from cpu3d.host.thread_plan import THREADS, ThreadPlan, thread_plans
@@ -61,7 +61,7 @@ def import_tensorflow(engine: Optional[str] = None) -> Any:
     not Keras 2; RuntimeError when TensorFlow is already running on another engine.
     """
     if not installed(engine):
-        todo = "run `./run.sh setup` with Python 3.9 to 3.11 on Linux x86-64, or choose the engine stock"
+        todo = f"{how_to_install('itex')} with Python 3.9 to 3.11 on Linux x86-64, or choose the engine stock"
         raise InputError(f"engine must be installed, got itex without intel-extension-for-tensorflow; {todo}")
     threads = {name: os.environ.get(name, "0") for name in THREADS[:2]}  # 0 leaves it to TensorFlow
     for name, value in threads.items():
@@ -157,5 +157,5 @@ def _check_keras(tf: Any) -> None:
     except ImportError as error:
         package, found = "none", str(error)
     if package != "tf_keras" and not found.startswith("keras 2."):
-        todo = "unset TF_USE_LEGACY_KERAS and install tf_keras of TensorFlow's version, or run `./run.sh setup`"
+        todo = f"unset TF_USE_LEGACY_KERAS and install tf_keras of TensorFlow's version, or {how_to_install()}"
         raise InputError(f"tf.keras must be Keras 2, got {found} with TensorFlow {tf.__version__}; {todo}")

@@ -18,7 +18,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from rich.console import Console
 
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, how_to_install
 from cpu3d.host.apply import installed
 from cpu3d.host.self_test import Check, self_test
 from cpu3d.host.thread_plan import LOPSIDED, ThreadPlan, default_workers, describe_plans, host_lines, thread_plans
@@ -90,7 +90,7 @@ ADVICE = {
     "ulimit -v": "`ulimit -v unlimited`: at the limit TensorFlow ends the process",
     "memory.high": "raise it to the memory limit, or keep the memory plan below it",
     "environment": "unset them to have the plan's own",
-    "ITEX": "`./run.sh setup` has it for Python 3.9 to 3.11 on Linux x86-64: steps are faster with it",
+    "ITEX": f"{how_to_install('itex')} with Python 3.9 to 3.11 on Linux x86-64: steps are faster with it",
 }
 """What to do where there is a problem."""
 
@@ -144,7 +144,7 @@ def process_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Chec
         "environment": (", ".join(own), "nothing of the plan's is set otherwise"),
     }
     if tensorflow is None:
-        return [*_checks(found), Check("TensorFlow", "fail", "not installed", "run `./run.sh setup`")]
+        return [*_checks(found), Check("TensorFlow", "fail", "not installed", how_to_install())]
     return [*_checks({**found, "ITEX": (not itex and "not installed", itex)}), Check("TensorFlow", "ok", tensorflow)]
 
 

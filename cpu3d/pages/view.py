@@ -145,9 +145,15 @@ def _meanings(
 
 
 def _distinct(paths: Sequence[Path]) -> List[str]:
-    """A name for each file: its own without the ending, with its folder's where another has the same."""
+    """A name for each file: its own without the ending, or of equal ones what tells their paths apart."""
     names = [path.name.split(".nii")[0] for path in paths]
-    names = [
-        f"{path.resolve().parent.name}/{name}" if names.count(name) > 1 else name for path, name in zip(paths, names)
-    ]
-    return [name if names.count(name) == 1 else f"{number}: {name}" for number, name in enumerate(names, 1)]
+    if len(set(names)) == len(names):
+        return names
+    parts = [path.resolve().parts for path in paths]
+    if len(set(parts)) < len(parts):
+        raise InputError(f"--prediction must name different files, got {paths[0]} and others twice; leave one out")
+    while len({one[0] for one in parts}) == 1:
+        parts = [one[1:] for one in parts]
+    while len({one[-1] for one in parts}) == 1:
+        parts = [one[:-1] for one in parts]
+    return ["/".join(one) for one in parts]

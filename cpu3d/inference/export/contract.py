@@ -8,7 +8,7 @@ from typing import Any, Dict, Tuple
 from cpu3d.data.labels import THRESHOLD, code_meanings, paint_order
 from cpu3d.data.region import Shape3
 from cpu3d.data.sampling import OVERLAP
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, how_to_install
 from cpu3d.settings import RunConfig
 from cpu3d.training.sliding_window import SIGMA_SHARE
 
@@ -119,8 +119,8 @@ def require_onnx() -> Any:
         import onnxruntime  # noqa: F401
     except ImportError as error:
         raise InputError(
-            f"onnx and onnxruntime must be installed for --format onnx, got {error}; run `./run.sh setup`, or choose"
-            " --format savedmodel"
+            f"onnx and onnxruntime must be installed for --format onnx, got {error}; {how_to_install('onnx')}, or"
+            " choose --format savedmodel"
         ) from None
     return onnx
 

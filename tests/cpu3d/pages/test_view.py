@@ -13,10 +13,12 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.data.nifti import from_ras, write_volume
 from cpu3d.data.records import Geometry
+from cpu3d.inference.evaluate import evaluate_split, ranked
 from cpu3d.pages import viewer as viewer_module
 from cpu3d.pages.page import render_page
 from cpu3d.pages.view import read_case
 from cpu3d.pages.viewer import pack
+from cpu3d.report.report import write_report
 
 SHAPE = (14, 18, 10)
 GEOMETRY = Geometry(
@@ -104,6 +106,12 @@ def test_any_case_gives_a_page_that_names_no_folder(case, tmp_path, capsys):
     assert [one["name"] for one in shown["regions"]] == ["WT", "TC", "ET"]
     assert [one["name"] for one in shown["predictions"]] == ["ours"]
     assert (shown["shape"], shown["spacing"]) == ([11, 14, 8], [1, 1, 3])
+    both = [tmp_path / run / "predictions" / "same.nii.gz" for run in ("first", "second")]
+    for path in both:
+        path.parent.mkdir(parents=True)
+        shutil.copy(label, path)
+    assert view("--image", case, "--prediction", *both, "--out", out) == 0
+    assert [one["name"] for one in about(out)[0]["predictions"]] == ["first", "second"]
     one = case / f"{CASE_ID}-t1c.nii.gz"
     assert view("--image", one, "--out", out) == 0
     assert (about(out)[0]["truth"], about(out)[0]["predictions"]) == (None, [])
@@ -132,6 +140,7 @@ def test_bad_input_is_one_line_and_leaves_what_is_there(case, tmp_path, capsys):
         (("--image", case, "--prediction", other), "must lie on the grid"),
         (("--image", case, "--prediction", series), "must be 3D"),
         (("--image", case, "--label", halves), "must hold integers"),
+        (("--image", case, "--prediction", other, other), "must name different files"),
         (("--image", case, "--out", tmp_path), "must be a file, found a folder"),
         (("--image", halves, "--out", halves), "must not be a file that is shown"),
     ):
@@ -206,15 +215,16 @@ class Page:
                     "const c = document.querySelector(`[data-is=${arguments[0]}]`), [x, y] = arguments[1];"
                     "return [...c.getContext('2d').getImageData(x * c.width, y * c.height, 1, 1).data].slice(0, 3)",
                     name,
-                    [(size - 0.5 - self.at()[axis]) / size for axis, size in axes],
+                    [1 - (self.at()[axis] + 0.5) / self.shape()[axis] for axis in axes],
                 )
             )
-            for name, axes in (
-                ("axial", ((0, 11), (1, 14))),
-                ("coronal", ((0, 11), (2, 8))),
-                ("sagittal", ((1, 14), (2, 8))),
-            )
+            for name, axes in (("axial", (0, 1)), ("coronal", (0, 2)), ("sagittal", (1, 2)))
         ]
+
+    def shape(self):
+        """Of the box."""
+        sliders = (self.find(f"{name}-slice") for name in ("sagittal", "coronal", "axial"))
+        return [int(slider.get_attribute("max")) + 1 for slider in sliders]
 
     def facts(self):
         return self.find("facts").text.replace("\n", " ")
@@ -358,7 +368,7 @@ def test_a_case_of_the_list_is_shown_with_what_it_has(driver, case, tmp_path):
     out.write_text(render_page(template, title="two", made_by="view", viewer=viewer_module.viewer(cases)))
     page = Page(driver, out)
     listed = page.find("list").find_elements("tag name", "button")
-    assert [one.text.split("\n") for one in listed] == [["Best", CASE_ID, "Dice WT 0.9"], ["Worst", "thick"]]
+    assert [one.text.split("\n")[1:] for one in listed] == [[CASE_ID, "Dice WT 0.9"], ["thick"]]
     modality = page.find("modality")
     for press in (listed[1].click, lambda: page.press("c"), lambda: page.press("c")):
         press()
@@ -370,6 +380,21 @@ def test_a_case_of_the_list_is_shown_with_what_it_has(driver, case, tmp_path):
         size = page.find("sagittal").size
         wide, high = (9, 8 * 3) if is_thick else (14, 8 * 3)
         assert size["width"] / size["height"] == pytest.approx(wide / high, rel=0.05), "mm, not voxels"
+    assert page.errors() == []
+
+
+def test_the_report_of_a_run_shows_the_slices_of_its_cases(driver, tiny_store, tiny_run, fake_predictor):
+    fake_predictor.shift = 1
+    scores = evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+    page = Page(driver, write_report(tiny_run))
+    best, worst = (case["case_id"] for case in reversed(ranked(scores["cases"])))
+    listed = [one.text.lower().split("\n")[:2] for one in page.find("list").find_elements("tag name", "button")]
+    assert listed == [["best", best], ["median and worst", worst]]
+    before = page.pixels()
+    page.press("o")
+    assert page.pixels() != before
+    page.press("c")
+    assert "prediction" in page.facts()
     assert page.errors() == []
 
 

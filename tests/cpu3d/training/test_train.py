@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import nibabel
@@ -12,7 +13,7 @@ from cpu3d.__main__ import main
 from cpu3d.data.splits import with_fold
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.decide import job_of
-from cpu3d.errors import DoesNotFitError, InputError
+from cpu3d.errors import DoesNotFitError, InputError, how_to_install
 from cpu3d.host.observe import Observer, read_runs
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference
@@ -45,6 +46,16 @@ def kept_runs():
     """What is kept of this host, of any engine and number of threads."""
     folder = host_file(read_host(), "stock", 1).parent
     return [run for path in folder.glob("*.threads-*.json") for run in read_runs(path)]
+
+
+def test_training_without_tensorflow_is_bad_input_with_the_way_to_install_it(
+    phantom_store, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setitem(sys.modules, "tensorflow", None)  # as Python has it for what cannot be imported
+    assert main(["train", "--store", str(phantom_store.folder), "--run", str(tmp_path / "run")]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: tensorflow must be installed")
+    assert how_to_install() in last
 
 
 # --- With the real network ---

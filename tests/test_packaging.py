@@ -1,0 +1,71 @@
+"""The wheel: what it holds, and what it asks for beside the requirements files."""
+
+import configparser
+import email
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from cpu3d.util.records import VERSION
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("cpu3d", "memory_estimator", "models")
+
+
+def files_of(*places):
+    """Names of all files of the packages, without what Python has compiled."""
+    paths = (path for place in places for path in (ROOT / place).rglob("*") if path.is_file())
+    return {str(path.relative_to(ROOT)) for path in paths if "__pycache__" not in path.parts}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel, built from a copy: setuptools writes beside its sources."""
+    if importlib.util.find_spec("setuptools") is None or importlib.util.find_spec("wheel") is None:
+        pytest.skip("needs setuptools and wheel, which these requirements do not bring")
+    copy, out = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("wheel")
+    for name in (*files_of(*PACKAGES), "pyproject.toml", "README.md"):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, copy / name)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*command, "-w", out, copy], check=True, capture_output=True, timeout=300)
+    with zipfile.ZipFile(next(out.glob("*.whl"))) as file:
+        yield file
+
+
+def about(wheel, name):
+    """Text of a file of the wheel's metadata."""
+    return wheel.read(next(one for one in wheel.namelist() if one.endswith(f".dist-info/{name}"))).decode()
+
+
+def test_the_wheel_holds_every_file_of_the_packages_and_no_other(wheel):
+    assert {name for name in wheel.namelist() if ".dist-info/" not in name} == files_of(*PACKAGES)
+
+
+def test_the_wheel_has_the_version_of_records_and_both_commands(wheel):
+    assert email.message_from_string(about(wheel, "METADATA"))["Version"] == VERSION
+    scripts = configparser.ConfigParser()
+    scripts.read_string(about(wheel, "entry_points.txt"))
+    assert set(scripts["console_scripts"]) == {"cpu3d", "memory-estimator"}
+
+
+@pytest.mark.parametrize(("extra", "file"), [("itex", "requirements.txt"), ("tensorflow", "requirements-latest.txt")])
+def test_the_requirements_files_pin_what_the_wheel_asks_for(wheel, extra, file):
+    lines = re.findall(r"^[A-Za-z].*?(?=\s+#|$)", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+    pins = {canonicalize_name(one.name): str(one.specifier)[2:] for one in map(Requirement, lines)}
+    asked = map(Requirement, email.message_from_string(about(wheel, "METADATA")).get_all("Requires-Dist"))
+    for one in asked:
+        wanted = one.marker is None or any(
+            one.marker.evaluate({"extra": name}) for name in (extra, "full", "onnx", "test")
+        )
+        # What TensorFlow alone brings is pinned where it has to be.
+        if wanted and canonicalize_name(one.name) != "cpu3d":
+            assert one.specifier.contains(pins[canonicalize_name(one.name)]), one
