@@ -9,7 +9,7 @@ import tensorflow as tf
 from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.training.feeds import Feeds
 from cpu3d.training.learner import Learner
-from cpu3d.training.losses import DiceCrossEntropy, hard_dice_counts
+from cpu3d.training.losses import DiceCrossEntropy, hard_dice, hard_dice_counts
 from cpu3d.training.sliding_window import sliding_window
 from models.layer_plan import PIECES
 from models.supervision import Supervision
@@ -45,7 +45,7 @@ def validate(
         phase("validating")
         for case, (image, target) in zip(feeds.held_out_share(), feeds.validation()):
             loss, counts = _score(target, _whole_logits(feeds, learner.logits, image))
-            rows[case] = [float(loss), *_dice(counts.numpy()[0])]
+            rows[case] = [float(loss), *hard_dice(counts).numpy()[0]]
             phase("validating")
             if exchange.count == 1 and wish():
                 return None, wish()
@@ -88,10 +88,3 @@ def _loss(target, logits):
 
 
 _counts = tf.function(hard_dice_counts)
-
-
-def _dice(counts: np.ndarray) -> np.ndarray:
-    """(R,) from (R, 3) overlap, predicted, true. A region absent from both scores 1: nothing was missed or made up."""
-    overlap, predicted, true = np.moveaxis(counts, -1, 0)
-    total = predicted + true
-    return np.where(total == 0, 1.0, 2 * overlap / np.maximum(total, 1))
