@@ -1,8 +1,9 @@
-"""What the site takes from outside docs/: the README as its first hour, and each file that a page links to.
+"""What the site takes from outside docs/: the README, the notebook, and each file that a page links to.
 
 On its own a page's links work in the repository, `../records/wide.jsonl`; the site has these files under `project/`.
 """
 
+import json
 import re
 from pathlib import Path
 
@@ -22,9 +23,28 @@ def on_files(files, config):
         if (ROOT / path).is_file():
             files.append(File.generated(config, f"project/{path}", abs_src_path=str(ROOT / path)))
     files.append(File.generated(config, "first_hour.md", content=readme))
+    notebook = (ROOT / "examples" / "first_hour.ipynb").read_text(encoding="utf-8")
+    cells = "\n\n".join(as_markdown(cell) for cell in json.loads(notebook)["cells"])
+    files.append(File.generated(config, "first_hour_in_python.md", content=cells.replace("](../docs/", "](")))
     return files
 
 
 def on_page_markdown(markdown, page, **_):
     """Link to what lies outside where the site has it."""
     return markdown if "/" in page.file.src_uri else OUTSIDE.sub(r"](project/\1", markdown)
+
+
+def as_markdown(cell):
+    """A notebook's cell and what it put out."""
+    source = "".join(cell["source"])
+    if cell["cell_type"] != "code":
+        return source
+    parts = [f"```python\n{source}\n```"]
+    for output in cell["outputs"]:
+        if "image/png" in output.get("data", {}):
+            parts.append(f"![output](data:image/png;base64,{''.join(output['data']['image/png'].split())})")
+        else:
+            parts.append(
+                "```text\n" + "".join(output.get("text", output.get("data", {}).get("text/plain", ""))) + "\n```"
+            )
+    return "\n\n".join(parts)

@@ -67,10 +67,11 @@ class UNetConfig:
 
     def __post_init__(self):
         for name in ("channels", "outputs", "filters"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}; give a positive number")
-        if not 2 <= self.depth <= 8:
-            raise ValueError(f"depth must be between 2 and 8, got {self.depth}; 5 is the paper's")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}; give a positive number")
+        if not isinstance(self.depth, int) or not 2 <= self.depth <= 8:
+            raise ValueError(f"depth must be between 2 and 8, got {self.depth!r}; 5 is the paper's")
         choices = {"network": NETWORKS, "norm": NORMS, "up": UPS, "dtype": DTYPES, "policy": POLICIES}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

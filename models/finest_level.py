@@ -114,7 +114,8 @@ class SlabEncoder(SlabBlock):
 
         def down(source, entry_kernels):
             y = self._output(norms[1], source)
-            pooled = tf.nn.max_pool3d(y.slab[None], HALF, HALF, "VALID")[0]
+            with tf.control_dependencies(y.there):
+                pooled = tf.nn.max_pool3d(y.slab[None], HALF, HALF, "VALID")[0]
             with tf.control_dependencies([pooled]):
                 return (pooled, *(convolve(mapped(tf.identity, y), each) for each in entry_kernels))
 

@@ -21,6 +21,11 @@ class Halo(NamedTuple):
     before: Optional[Any] = None
     after: Optional[Any] = None
 
+    @property
+    def there(self) -> List:
+        """Without what is beyond the edge."""
+        return [one for one in self if one is not None]
+
 
 class Near(NamedTuple):
     """Has a sweep give its body the slab with its halo, of a map."""
@@ -95,10 +100,15 @@ class Cut:
 def mapped(make: Callable, *halos: Halo) -> Halo:
     """What `make` makes of slabs and of the planes beside them: of these the one next to the slab."""
     slabs, before, after = zip(*halos)
-    slab = make(*slabs)
-    before = None if before[0] is None else make(*before)[-1:]
-    after = None if after[0] is None else make(*after)[:1]
-    return Halo(slab, before, after)
+    halo = Halo(make(*slabs))
+    # One after the other, as all in a sweep: else what comes first, and so the memory, differs from process to process.
+    if before[0] is not None:
+        with tf.control_dependencies(halo.there):
+            halo = halo._replace(before=make(*before)[-1:])
+    if after[0] is not None:
+        with tf.control_dependencies(halo.there):
+            halo = halo._replace(after=make(*after)[:1])
+    return halo
 
 
 class Norm:
@@ -172,7 +182,8 @@ class Norm:
         total = channel_sums(behind_relu, maps, *factors, relu=self.relu)
         if self.kind == "none":
             return total
-        return tf.concat([total, channel_sums(product, maps, *factors, relu=self.relu) * rate], 0)
+        with tf.control_dependencies([total]):
+            return tf.concat([total, channel_sums(product, maps, *factors, relu=self.relu) * rate], 0)
 
     def gradient(self, sums: Sequence) -> Tuple[List, List]:
         """From all slabs' `gradient_sums`: what `gradient_below` takes of each slab; the weights' gradients."""
@@ -197,9 +208,10 @@ class Norm:
 
 def convolve(halo: Halo, kernel):
     """A slab of the convolution, "same": of the slab alone, then of the planes."""
-    if kernel.shape[0] == 1:
-        return tf.nn.conv2d(halo.slab, kernel[0], UNIT_2D, "SAME")
-    output = tf.nn.conv3d(halo.slab[None], kernel, UNIT, "SAME")[0]
+    with tf.control_dependencies(halo.there):
+        if kernel.shape[0] == 1:
+            return tf.nn.conv2d(halo.slab, kernel[0], UNIT_2D, "SAME")
+        output = tf.nn.conv3d(halo.slab[None], kernel, UNIT, "SAME")[0]
     return _with_edges(output, halo, (0, 2), lambda plane, k: tf.nn.conv2d(plane, kernel[k], UNIT_2D, "SAME"))
 
 
@@ -225,7 +237,8 @@ def gradients(maps: Halo, at_outputs: Sequence[Halo], kernels: Sequence) -> Tupl
     """Of a slab and, its share, of each kernel that it meets, from those of the convolutions' outputs."""
     at_maps, of_kernels = None, []
     for at_output, kernel in zip(at_outputs, kernels):
-        of_kernels.append(filter_gradient_of_slab(maps, at_output.slab, kernel.shape))
+        with tf.control_dependencies(maps.there if at_maps is None else [at_maps]):
+            of_kernels.append(filter_gradient_of_slab(maps, at_output.slab, kernel.shape))
         with tf.control_dependencies(of_kernels):
             one = input_gradient(mapped(tf.identity, at_output), kernel)
         at_maps = one if at_maps is None else at_maps + one
@@ -248,5 +261,6 @@ def _with_edges(output, halo: Halo, taps, of_plane):
     """Add, in place, what the planes before and after make at both edges. Nothing else reads `output`."""
     for plane, tap, row in ((halo.before, taps[0], 0), (halo.after, taps[1], output.shape[0] - 1)):
         if plane is not None:
-            output = tf.raw_ops.InplaceAdd(x=output, i=[row], v=of_plane(plane, tap))
+            with tf.control_dependencies([output]):
+                output = tf.raw_ops.InplaceAdd(x=output, i=[row], v=of_plane(plane, tap))
     return output

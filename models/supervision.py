@@ -12,7 +12,7 @@ regions, `t` the target and `p` the sigmoid of the logits `z`.
 """
 
 import math
-from typing import Any, Callable, Tuple
+from typing import Any, Callable, List, Sequence, Tuple
 
 import tensorflow as tf
 
@@ -39,10 +39,8 @@ class Supervision(tf.keras.layers.Layer):
 
     @tf.autograph.experimental.do_not_convert
     def call(self, target, finest, *coarse, training=None):
-        steps = [target.shape[1] // one.shape[1] for one in coarse]
-        weights = [1 / step for step in (1, *steps)]
-        weights = [weight / sum(weights) for weight in weights]
-        targets = [target[:, ::step, ::step, ::step] for step in steps]
+        weights = head_weights([target, *coarse])
+        targets = [thinned(target, one) for one in coarse]
         found = ()
         if isinstance(finest, (list, tuple)):
             found = finest[0] * weights[0] if coarse else finest[0], finest[1]
@@ -50,9 +48,21 @@ class Supervision(tf.keras.layers.Layer):
             coarse, targets = (finest, *coarse), [target, *targets]
         if coarse:
             weights = weights[-len(coarse) :]
-            total, score = _weighted_sum(self.loss, targets, coarse, weights, self.by_pieces, found)
+            total, score = weighted_sum(self.loss, targets, coarse, weights, self.by_pieces, found)
             found = (found[0] + total, found[1]) if found else (total, score)
         return found[0], tf.stop_gradient(found[1])
+
+
+def head_weights(heads: Sequence) -> List[float]:
+    """Of each head's loss, from their logits, the finest first: 1, 1/2, 1/4 ... by resolution, the sum being 1."""
+    weights = [head.shape[1] / heads[0].shape[1] for head in heads]
+    return [weight / sum(weights) for weight in weights]
+
+
+def thinned(target, logits):
+    """Every 2nd, 4th ... voxel of a target (N, X, Y, Z, R), on the grid of the logits."""
+    step = target.shape[1] // logits.shape[1]
+    return target[:, ::step, ::step, ::step] if step > 1 else target
 
 
 def rows(maps):
@@ -62,10 +72,7 @@ def rows(maps):
     return tf.reshape(tf.cast(maps, tf.float32), shape)
 
 
-# --- Private helpers ---
-
-
-def _weighted_sum(loss, targets, logits, weights, by_pieces, before):
+def weighted_sum(loss, targets, logits, weights=(1,), by_pieces=False, before=()):
     """The losses' sum and the first one's score, head after head both ways: left alone, chance says which is first."""
     targets = [tf.stop_gradient(target) for target in targets]
 
@@ -89,6 +96,9 @@ def _weighted_sum(loss, targets, logits, weights, by_pieces, before):
         return (total, score), gradient
 
     return total_and_score(*logits)
+
+
+# --- Private helpers ---
 
 
 def _at_once(loss, target, logits) -> Tuple[tf.Tensor, tf.Tensor, Gradient]:

@@ -1,7 +1,8 @@
 """The 3D U-Net: down on the left, up on the right, skips across, as in the paper's figure."""
 
 import dataclasses
-from typing import Optional, Tuple
+import sys
+from typing import Any, Dict, Optional, Tuple
 
 import tensorflow as tf
 
@@ -12,15 +13,41 @@ from models.recomputed import RecomputedBlock
 from models.supervision import Supervision
 
 
-def build_unet3d(config: UNetConfig, shape: Tuple[int, int, int], batch_size: Optional[int] = None) -> tf.keras.Model:
+@tf.keras.utils.register_keras_serializable("cpu3d")
+class UNet3D(tf.keras.Model):
+    """What `build_unet3d` makes. It is saved as what it was made of and loaded by being made again, with its weights,
+    `trainable` of each layer, and what it was compiled with: its layers need no configs of their own."""
+
+    def __init__(self, unet: UNetConfig, image, logits):
+        super().__init__(image, logits, name=unet.network)
+        self.unet = unet
+
+    def get_config(self) -> Dict[str, Any]:
+        batch_size, *shape, _ = self.input_shape
+        frozen = [layer.name for layer in self.layers if not layer.trainable]
+        return {"unet": dataclasses.asdict(self.unet), "shape": shape, "batch_size": batch_size, "frozen": frozen}
+
+    @classmethod
+    def from_config(cls, config: Dict[str, Any], custom_objects: Any = None) -> "UNet3D":
+        model = build_unet3d(UNetConfig(**config["unet"]), tuple(config["shape"]), config["batch_size"])
+        for name in config["frozen"]:
+            model.get_layer(name).trainable = False
+        return model
+
+
+def build_unet3d(config: UNetConfig, shape: Tuple[int, int, int], batch_size: Optional[int] = None) -> UNet3D:
     """The Keras model of `config` for images of `shape` (X, Y, Z), after Ojika et al. 2020 and Cicek et al. 2016.
 
     Takes (batch, X, Y, Z, channels) in `config.dtype` and gives logits (batch, X, Y, Z, outputs) in the same dtype;
     with deep supervision a list of logits: the finest first, then each coarser decoder level, deepest first. Give the
     `batch_size` where it is known: instance norm then runs at the speed of batch norm, and "lean" cuts slabs; without,
-    "lean" is "balanced", which has the same weights. Raises ValueError when the shape does not divide.
+    "lean" is "balanced", which has the same weights. The model is compiled, fitted and saved as any of Keras' own;
+    its losses and metrics take logits (cpu3d/training/losses.py has some). Raises ValueError when the shape does not
+    divide, and ImportError where tf.keras is not Keras 2.
     """
+    _check_keras()
     config.check_shape(shape)
+    given = config
     if config.policy == "lean" and batch_size is None:
         config = dataclasses.replace(config, policy="balanced")
     finest = SlabDecoder(config) if config.policy == "lean" else None
@@ -46,7 +73,9 @@ def build_unet3d(config: UNetConfig, shape: Tuple[int, int, int], batch_size: Op
         logits = head_layer(config, "head")(block(config, "decoder", 0, skips[0], x))
     if config.deep_supervision:
         logits = [logits] + [head_layer(config, f"head{level}")(source) for level, source in coarse]
-    return tf.keras.Model(image, logits, name=config.network)
+    model = UNet3D(given, image, logits)
+    model.output_names[0] = "head"  # also where it comes out of a larger layer
+    return model
 
 
 def block(config: UNetConfig, side: str, level: int, *inputs):
@@ -70,3 +99,13 @@ def with_loss(model: tf.keras.Model, config: UNetConfig, loss) -> tf.keras.Model
     by_pieces = config.policy != "speed" and target.shape[0] is not None
     heads = Supervision(loss, by_pieces=by_pieces, name="loss")
     return tf.keras.Model([model.input, target], heads(target, *logits), name=f"{config.network}_loss")
+
+
+# --- Private helpers ---
+
+
+def _check_keras() -> None:
+    package = sys.modules[tf.keras.layers.Layer.__module__.partition(".")[0]]
+    if not package.__version__.startswith("2."):
+        todo = "install tf_keras, and set TF_USE_LEGACY_KERAS=1 before TensorFlow is imported"
+        raise ImportError(f"tf.keras must be Keras 2, got {package.__version__}; {todo}")

@@ -41,6 +41,7 @@ function start(root) {
   const [list, modality, region, answer] = ["list", "modality", "region", "answer"].map(find);
   const [truthOn, answerOn, errorOn, opacity] = ["truth-on", "answer-on", "error-on", "opacity"].map(find);
   const volumes = new Map(); // what has been decoded, as promises
+  const present = new Set(Array.from(root.querySelectorAll("script[id]"), (one) => one.id)); // others follow this script
   const planes = PLANES.map((plane) => ({
     ...plane,
     canvas: find(plane.name),
@@ -55,8 +56,13 @@ function start(root) {
   let opacityBefore = 0.5;
   let asked = 0;
 
+  async function load(id, shape) {
+    if (!present.has(id) && document.readyState === "loading")
+      await new Promise((done) => document.addEventListener("DOMContentLoaded", done));
+    return unpack(document.getElementById(id).textContent, shape);
+  }
   const volume = (id) => {
-    if (!volumes.has(id)) volumes.set(id, unpack(document.getElementById(id).textContent, shown.shape));
+    if (!volumes.has(id)) volumes.set(id, load(id, shown.shape));
     return volumes.get(id);
   };
   const channel = () => shown.modalities[modality.selectedIndex];

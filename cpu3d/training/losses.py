@@ -1,20 +1,44 @@
-"""Soft Dice and cross-entropy over regions: the training loss, float32 whatever the network computes in."""
+"""Soft Dice and cross-entropy over regions: the training loss, float32 whatever the network computes in; and hard Dice.
 
-from typing import Tuple
+    model.compile("adam", loss=DiceCrossEntropy(), metrics=[RegionDice(0, name="WT")])
+
+Both take logits, and a target of 0 and 1 of any dtype. With deep supervision each output is compared with every 2nd,
+4th ... voxel of the same target; `loss_weights=head_weights(model.outputs)` (models/supervision.py) makes of their
+losses what `train` minimises.
+"""
+
+import functools
+from types import SimpleNamespace
+from typing import Any, Dict, Optional, Tuple
 
 import tensorflow as tf
+
+from models.supervision import thinned, weighted_sum
 
 SMOOTH = 1.0
 """Voxels added to both sides of the Dice ratio. A region absent from a case then scores 1 when nothing is predicted
 and falls towards 0 with every voxel that is, instead of dividing 0 by 0."""
 
 
-class DiceCrossEntropy:
-    """1 - mean soft Dice + mean binary cross-entropy, as the three functions that models/supervision.py asks for.
+@tf.keras.utils.register_keras_serializable("cpu3d")
+class DiceCrossEntropy(tf.keras.losses.Loss):
+    """1 - mean soft Dice + mean binary cross-entropy: a loss of Keras, and as models/supervision.py has it.
 
     Its score is the soft Dice (N, R). Dice is taken per sample and region and then averaged, so an accumulated batch
     equals a full one.
     """
+
+    def __init__(self, reduction: str = "auto", name: str = "dice_cross_entropy"):
+        super().__init__(reduction, name)
+
+    @tf.autograph.experimental.do_not_convert
+    def call(self, y_true, y_pred):
+        """(N,) of logits (N, X, Y, Z, R) and a target (N, X, Y, Z, R), whose grid may be a multiple of the logits'."""
+        by_sample = SimpleNamespace(
+            sums=self.sums, value=functools.partial(self.value, by_sample=True), slope=self.slope
+        )
+        targets = [_on_grid_of(y_pred, y_true)]
+        return weighted_sum(by_sample, targets, [y_pred], by_pieces=y_pred.shape[0] is not None)[0][:, 0]
 
     def sums(self, t, z, regions: int):
         """Of each region of a piece, (n, R, 4): cross-entropy, overlap, predicted, true; and the probabilities."""
@@ -24,12 +48,14 @@ class DiceCrossEntropy:
             p = tf.sigmoid(z)
         return tf.stack([cross_entropy, *(_per_region(m, regions) for m in (p * t, p, t))], -1), p
 
-    def value(self, sums, voxels: float) -> Tuple[tf.Tensor, tf.Tensor, Tuple]:
+    def value(self, sums, voxels: float, by_sample: bool = False) -> Tuple[tf.Tensor, tf.Tensor, Tuple]:
+        """The loss of the batch, or (N, 1) of each sample."""
         cross_entropy, overlap, predicted, true = tf.unstack(sums, axis=-1)
         size = predicted + true + SMOOTH
         dice = (2 * overlap + SMOOTH) / size
-        count = tf.cast(tf.size(dice), tf.float32)
-        loss = 1 - tf.reduce_mean(dice) + tf.reduce_mean(cross_entropy) / voxels
+        count = tf.cast(tf.size(dice[0] if by_sample else dice), tf.float32)
+        mean = functools.partial(tf.reduce_mean, axis=1 if by_sample else None, keepdims=by_sample)
+        loss = 1 - mean(dice) + mean(cross_entropy) / voxels
         return loss, dice, (-2 / (size * count), dice / (size * count), tf.ones_like(size[:, :1]) / (voxels * count))
 
     def slope(self, t, p, factors):
@@ -41,6 +67,35 @@ class DiceCrossEntropy:
             dz = p * ((1 - p) * dz + c)
         with tf.control_dependencies([dz]):
             return dz - c * t
+
+
+@tf.keras.utils.register_keras_serializable("cpu3d")
+class RegionDice(tf.keras.metrics.Mean):
+    """Mean hard Dice of the cases, as `hard_dice` has it: of the region at an index of the last axis, or of all."""
+
+    def __init__(self, region: Optional[int] = None, name: str = "dice", dtype: Optional[str] = None):
+        super().__init__(name, dtype)
+        self.region = region
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        """As `DiceCrossEntropy.call`."""
+        dice = hard_dice(hard_dice_counts(_on_grid_of(y_pred, y_true), y_pred))
+        if self.region is not None and not 0 <= self.region < dice.shape[1]:
+            raise ValueError(
+                f"region must be at least 0 and less than {dice.shape[1]}, got {self.region}; give an index"
+            )
+        dice = tf.reduce_mean(dice, 1) if self.region is None else dice[:, self.region]
+        return super().update_state(dice, sample_weight)
+
+    def get_config(self) -> Dict[str, Any]:
+        return {**super().get_config(), "region": self.region}
+
+
+def hard_dice(counts) -> tf.Tensor:
+    """(N, R) of `hard_dice_counts`. A region absent from both scores 1: nothing was missed or made up."""
+    overlap, predicted, true = tf.unstack(counts, axis=-1)
+    total = predicted + true
+    return tf.where(total == 0, tf.ones_like(total), 2 * overlap / tf.maximum(total, 1))
 
 
 def hard_dice_counts(target, logits) -> tf.Tensor:
@@ -56,6 +111,22 @@ def hard_dice_counts(target, logits) -> tf.Tensor:
 
 
 # --- Private helpers ---
+
+
+def _on_grid_of(logits, target):
+    """The target, thinned. Raises ValueError where it is no map of as many regions on that grid or a multiple of it."""
+    if target.shape.rank is None or None in target.shape[1:]:
+        target = tf.ensure_shape(target, logits.shape)
+    steps = {fine / coarse for fine, coarse in zip(target.shape[1:-1], logits.shape[1:-1])}
+    if (
+        len(target.shape) != len(logits.shape)
+        or target.shape[-1] != logits.shape[-1]
+        or len(steps) > 1
+        or max(steps) % 1
+    ):
+        got = f"{tuple(target.shape)} for {tuple(logits.shape)}"
+        raise ValueError(f"y_true must have the shape of y_pred or a finer grid, got {got}; give a map for each region")
+    return thinned(target, logits)
 
 
 def _per_region(rows, regions: int):

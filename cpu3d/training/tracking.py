@@ -95,14 +95,14 @@ def views(image: Any, truth: Any, logits: Any, regions: Sequence[str]) -> np.nda
     """uint8 `(H, W, 3)`: the axial, coronal and sagittal slice with most of the truth, the middle one where there is
     none, in radiological convention; with the outlines of the regions, above of the truth and below of the prediction.
 
-    `image` is `(X, Y, Z, C)`, of which the first channel is shown; `truth` `(X, Y, Z, R)` and `logits` alike. Axes are
-    R A S. Only slices of the image and of the logits are read.
+    `image` is `(1, X, Y, Z, C)`, of which the first channel is shown; `truth` `(1, X, Y, Z, R)`, and `logits` alike. Axes
+    are R A S. Of the image and the logits only these slices are copied.
     """
-    lesion = np.asarray(truth).any(-1)
+    lesion = np.asarray(truth)[0].any(-1)
     places = [int(lesion.sum(axis=tuple({0, 1, 2} - {axis})).argmax()) for axis in range(3)]
     if not lesion.any():
         places = [n // 2 for n in lesion.shape]
-    planes = [tuple(places[axis] if axis == at else slice(None) for axis in range(3)) for at in (2, 1, 0)]
+    planes = [(0, *(places[axis] if axis == at else slice(None) for axis in range(3))) for at in (2, 1, 0)]
     grey = [np.asarray(image[(*plane, 0)]).astype(np.float32) for plane in planes]
     seen = np.concatenate([one[one != 0] for one in grey])
     low, high = np.percentile(seen, WINDOW) if seen.size else (0.0, 1.0)

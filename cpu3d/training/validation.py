@@ -9,7 +9,7 @@ import tensorflow as tf
 from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.training.feeds import Feeds
 from cpu3d.training.learner import Learner
-from cpu3d.training.losses import DiceCrossEntropy, hard_dice_counts
+from cpu3d.training.losses import DiceCrossEntropy, hard_dice, hard_dice_counts
 from cpu3d.training.sliding_window import sliding_window
 from cpu3d.training.tracking import views
 from models.layer_plan import PIECES
@@ -51,9 +51,9 @@ def validate(
             logits = _whole_logits(feeds, learner.logits, image)
             loss, counts = _score(target, logits)
             if picture is None and exchange.is_chief:
-                picture = views(image[0], target[0], logits[0], feeds.config.regions)
+                picture = views(image, target, logits, feeds.config.regions)
             del logits  # before the next are made
-            rows[case] = [float(loss), *_dice(counts.numpy()[0])]
+            rows[case] = [float(loss), *hard_dice(counts).numpy()[0]]
             phase("validating")
             if exchange.count == 1 and wish():
                 return None, wish()
@@ -96,10 +96,3 @@ def _loss(target, logits):
 
 
 _counts = tf.function(hard_dice_counts)
-
-
-def _dice(counts: np.ndarray) -> np.ndarray:
-    """(R,) from (R, 3) overlap, predicted, true. A region absent from both scores 1: nothing was missed or made up."""
-    overlap, predicted, true = np.moveaxis(counts, -1, 0)
-    total = predicted + true
-    return np.where(total == 0, 1.0, 2 * overlap / np.maximum(total, 1))

@@ -139,7 +139,7 @@ def input_gradient(writer: Writer, op: LayerOp, upstream: str) -> str:
     """Of the convolution's input; returns its name. Of an up-convolution a forward one."""
     kind, of = ("up_conv", forward_buffers) if op.kind == "up_conv" else ("conv", input_gradient_buffers)
     seen, name = _seen(writer, op), f"{op.name}/input_gradient"
-    size = writer.samples * math.prod(seen.target) * op.in_channels * writer.compute_bytes
+    size = seen.batch * math.prod(seen.target) * op.in_channels * writer.compute_bytes
     more = {"buffers": of(seen, writer.setting), "flops": writer.flops(op), "layer": op}
     return writer.make(name, f"{kind}_input_gradient", [upstream, writer.kernel_read(op)], size, **more)
 
@@ -159,7 +159,10 @@ def up_gradients(writer: Writer, op: LayerOp, source: str, upstream: str) -> str
 
 
 def _seen(writer: Writer, op: LayerOp) -> Convolution:
-    """A layer as oneDNN sees it: an up-convolution as the convolution whose input gradient it is."""
+    """A layer as oneDNN sees it: an up-convolution as the convolution whose input gradient it is; one of single voxels
+    of a slab in two dimensions."""
+    if writer.in_slab and op.kernel == 1:
+        return in_planes(writer, op)
     grid, kernel = writer.grid(op), (op.kernel,) * 3
     if op.kind != "up_conv":
         return Convolution(writer.samples, grid, grid, op.in_channels, op.shape[3], kernel)

@@ -3,6 +3,9 @@
 A map `m` is the tensors "m/slab0", "m/slab1" ... A sweep is a body of operations, run slab by slab. What a body is
 given, slabs of neighbours with it, lives until it is done; what it makes goes as it is read. Norms, and all else that
 goes value by value, are passes over memory that take nothing but their result.
+
+A convolution reads a plane of each neighbour and makes another of it. Planes are small, but shape what the allocator
+counts: slabs lie in the gaps between them.
 """
 
 from dataclasses import dataclass
@@ -10,6 +13,7 @@ from typing import Any, Callable, List, Sequence, Tuple
 
 from memory_estimator.step import blocks, layers
 from memory_estimator.step.blocks import Block
+from memory_estimator.step.scratch import Buffers
 from memory_estimator.step.writer import Writer, filter_gradient_name
 from models.layer_plan import LayerOp, slab_height
 
@@ -59,6 +63,9 @@ class FinestLevel:
         """What reads the skip maps and the up-sampled ones, each as the sum of one for either."""
         self.of_skip, self.of_fine = zip(*(decoder.parts(op) for op in self.readers))
         self.upstreams = [f"{op.name}/gradient_below" for op in (decoder.norm1, decoder.act) if op]
+        self.sides: List[int] = []
+        """Of the slab that is written, which neighbours it has: -1, 1."""
+        self.planes = 0  # of the finest grid that it has
         self.shares: List[str] = []
         """The shares of the skip maps in what reads them."""
 
@@ -76,9 +83,10 @@ class FinestLevel:
         self.hidden()
 
         def body() -> None:
-            y = self.output(block)
+            y, halo = self.output(block), self.halo(block.norm2)
             self.write(pool.name, [y], pool, kind="pool")
             self.shares = [layers.convolve(writer, op, y, writer.kept_at(op)) for op in self.of_skip]
+            self.edges(self.shares[0], self.of_skip[0], halo)
 
         self.sweep("encoder0/down", body, [block.conv2.name], ["image"])
         self.join(pool.name, pool, writer.kept_at(pool))
@@ -90,11 +98,13 @@ class FinestLevel:
             writer.cast_kernel(op)
 
         def first() -> None:
-            share = layers.convolve(writer, self.of_fine[0], self.up_sampled())
+            fine, halo = self.up_sampled(), self.halo(self.decoder.up[0], planes=2)
+            share = layers.convolve(writer, self.of_fine[0], fine)
+            self.edges(share, self.of_fine[0], halo)
             self.write(conv1.name, [share, self.shares[0]], conv1, writer.kept_at(conv1), takes_over=share)
             self.statistics(conv1, conv1.name)
 
-        self.sweep("decoder0/up", first, self.shares[:1], [self.below.name])
+        self.sweep("decoder0/up", first, given=[*self.shares[:1], self.below.name])
         self.second(self.decoder, writer.kept_at(conv2))
 
         def logits() -> None:
@@ -113,6 +123,7 @@ class FinestLevel:
 
         def body() -> None:
             found = layers.convolve(self.writer, conv1, "image")
+            self.edges(found, conv1)
             if not again:
                 self.statistics(conv1, found)
 
@@ -123,7 +134,9 @@ class FinestLevel:
         """What a block's second convolution puts out."""
 
         def body() -> None:
-            found = layers.convolve(self.writer, block.conv2, self.normed(block.norm1, block.conv1.name), group)
+            y, halo = self.normed(block.norm1, block.conv1.name), self.halo(block.norm1)
+            found = layers.convolve(self.writer, block.conv2, y, group)
+            self.edges(found, block.conv2, halo)
             if not again:
                 self.statistics(block.conv2, found)
 
@@ -159,7 +172,8 @@ class FinestLevel:
         self.through_norm(block.norm1, f"{block.conv2.name}/input_gradient", block.conv1.name)
 
         def down() -> None:
-            self.up_gradients(self.gradients(self.of_fine, self.up_sampled(), self.decoder.up[-1]))
+            fine, halo = self.up_sampled(), self.halo(self.decoder.up[0], planes=2)
+            self.up_gradients(self.gradients(self.of_fine, fine, self.decoder.up[-1], halo))
 
         self.sweep("decoder0/down", down, self.upstreams, [self.below.name])
         for op in (block.up[0], *self.of_fine):
@@ -177,7 +191,7 @@ class FinestLevel:
 
         def to_output() -> None:
             y = self.output(block)
-            at_y = self.gradients(self.of_skip, y, block.norm2)
+            at_y = self.gradients(self.of_skip, y, block.norm2, self.halo(block.norm2))
             reads = [y, self.write(pool.name, [y], pool, kind="pool"), at_pooled]
             of_pool = self.write(f"{pool.name}/gradient_below", reads, block.norm2, kind="pool_gradient")
             at_y = self.write(upstream, [at_y, of_pool], block.norm2, takes_over=at_y)
@@ -206,8 +220,9 @@ class FinestLevel:
         hidden1, at_hidden2 = block.conv1.name, f"{block.norm2.name}/gradient_below"
 
         def body() -> None:
-            self.filter_gradient(block.conv2, self.normed(block.norm1, hidden1), at_hidden2)
-            self.statistics(block.conv1, layers.input_gradient(self.writer, block.conv2, at_hidden2), hidden1)
+            y = self.normed(block.norm1, hidden1)
+            at_y = self.gradients([block.conv2], y, block.norm1, self.halo(block.norm1), [at_hidden2])
+            self.statistics(block.conv1, at_y, hidden1)
 
         self.sweep(f"{block.name}/second/back", body, [hidden1, at_hidden2])
         self.total(block.conv2)
@@ -224,6 +239,7 @@ class FinestLevel:
         for index, (sample, planes) in enumerate(self.pieces):
             around = range(max(0, index - 1), min(last, index + 1) + 1)
             neighbours = [one for one in around if self.pieces[one][0] == sample]
+            self.sides, self.planes = [one - index for one in neighbours if one != index], planes
             # Slabs between two others run the same functions again.
             with self.writer.slab(index, planes, again=1 < index < last):
                 for whole in given:
@@ -258,6 +274,22 @@ class FinestLevel:
         for part in parts:
             layers.channel_sums(self.writer, op, f"{maps[0]}/{part}", *maps)
 
+    def halo(self, like: LayerOp, planes: int = 1) -> List[str]:
+        """So many planes of each neighbour, of a map like that of a layer which is made again: value by value in
+        float32, operation by operation."""
+        size = planes * self.writer.map_bytes(like) // self.planes
+        wide = self.writer.mixed and like.kind != "up_conv"
+        buffers = Buffers(scratch=(2 * size * wide,), comes_first=True)
+        names = [f"{like.name}/plane{side:+}" for side in self.sides]
+        return [self.writer.make(name, "fused", [], size, buffers=buffers) for name in names]
+
+    def edges(self, found: str, op: LayerOp, halo: Sequence[str] = ()) -> None:
+        """What a convolution, or its input gradient, makes of the neighbours' planes, added to what it has `found`."""
+        size = self.writer.size_of(found) // self.planes
+        for index, side in enumerate(self.sides if op.kernel > 1 else ()):
+            plane = self.writer.make(f"{found}/plane{side:+}", "fused", halo[index : index + 1], size)
+            self.writer.run(f"{plane}/added", "fused", [found, plane])
+
     def below_norm(self, norm: LayerOp, upstream: str, hidden: str) -> str:
         """The gradient of a norm's input, from that behind the ReLU."""
         return self.write(f"{norm.name}/gradient_below", [upstream, hidden], norm)
@@ -282,11 +314,17 @@ class FinestLevel:
         """A slab's share in it: a two-dimensional one a plane of the kernel, as one."""
         layers.filter_gradient(self.writer, op, source, upstream, layers.in_planes(self.writer, op))
 
-    def gradients(self, readers: Sequence[LayerOp], source: str, entry: LayerOp) -> str:
+    def gradients(
+        self, readers: Sequence[LayerOp], source: str, entry: LayerOp, halo: Sequence[str], upstreams: Sequence = ()
+    ) -> str:
         """Of the kernels that read a map like that of `entry`, and of the map."""
-        for op, upstream in zip(readers, self.upstreams):
+        downs = []
+        for op, upstream in zip(readers, upstreams or self.upstreams):
             self.filter_gradient(op, source, upstream)
-        downs = [layers.input_gradient(self.writer, op, upstream) for op, upstream in zip(readers, self.upstreams)]
+            if not downs:
+                self.writer.run(f"{source}/met", "fused", halo)
+            downs.append(layers.input_gradient(self.writer, op, upstream))
+            self.edges(downs[-1], op)
         return self.writer.sum_of(f"{entry.name}/gradient_sum", downs, self.writer.map_bytes(entry), over=downs[0])
 
     def up_sampled(self) -> str:

@@ -81,6 +81,10 @@ class Writer:
         self._bytes[name], self._latest[name] = size_bytes, _counted(name, self._tensors)
         return Tensor(self._latest[name], size_bytes, group, touched)
 
+    def size_of(self, name: str) -> int:
+        """Bytes of the tensor that an operation reads by this name."""
+        return self._bytes[self._known(name)]
+
     def view(self, whole: str, parts: int) -> None:
         """This slab of a tensor is from now on one of so many parts of it, which keeps all of it when it is read. A map
         that is slabs already stays so."""
@@ -95,6 +99,11 @@ class Writer:
         self._slab, self._planes, self._again = f"/slab{index}", planes, again
         yield
         self.samples, self.pieces, self._slab, self._planes, self._again = samples, pieces, "", 0, False
+
+    @property
+    def in_slab(self) -> bool:
+        """Whether what is written down is a slab's."""
+        return bool(self._slab)
 
     def kept_at(self, op: LayerOp) -> str:
         """The line of the bill for what a layer keeps for the backward pass."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cpu3d.training.losses import SMOOTH, DiceCrossEntropy, hard_dice_counts
+from cpu3d.training.losses import SMOOTH, DiceCrossEntropy, RegionDice, hard_dice_counts
 from models.layer_plan import PIECES
 from models.supervision import Supervision
 
@@ -66,6 +66,47 @@ def test_deep_supervision_weighs_one_half_quarter_and_reads_every_nth_voxel():
     parts = [dice_cross_entropy(target[:, ::s, ::s, ::s], x)[0] for s, x in zip((1, 4, 2), logits)]
     np.testing.assert_allclose(loss, (parts[0] + parts[1] / 4 + parts[2] / 2) / 1.75, rtol=1e-6)
     np.testing.assert_array_equal(dice, dice_cross_entropy(target, logits[0])[1])
+
+
+@pytest.mark.parametrize("samples", [2, None])
+def test_as_a_loss_of_keras_it_is_of_each_sample_and_of_a_target_on_a_finer_grid(samples):
+    rng = np.random.default_rng(2)
+    target = tf.constant(rng.random((2, 8, 4, 4, 3)) < [0.5, 0.1, 0.0], tf.uint8)
+    logits, weights = tf.constant(rng.normal(0, 2, (2, 4, 2, 2, 3)), tf.float32), tf.constant([1.0, 3.0])
+
+    @tf.function(input_signature=[tf.TensorSpec((samples, *one.shape[1:]), one.dtype) for one in (target, logits)])
+    def by_keras(target, logits):
+        with tf.GradientTape() as tape:
+            tape.watch(logits)
+            loss = DiceCrossEntropy()(target, logits, sample_weight=weights)
+        return loss, tape.gradient(loss, logits)
+
+    with tf.GradientTape() as tape:
+        tape.watch(logits)
+        thin = target[:, ::2, ::2, ::2]
+        each = [dice_cross_entropy(thin[n : n + 1], logits[n : n + 1])[0] for n in range(2)]
+        expected = tf.reduce_mean(tf.stack(each) * weights)
+    for found, one in zip(by_keras(target, logits), (expected, tape.gradient(expected, logits))):
+        np.testing.assert_allclose(found, one, rtol=1e-5, atol=1e-8)
+
+
+def test_a_target_of_other_regions_is_refused():
+    with pytest.raises(ValueError, match=r"y_true must .* got \(1, 4, 4, 4, 2\) for \(1, 4, 4, 4, 3\)"):
+        DiceCrossEntropy()(tf.zeros((1, 4, 4, 4, 2)), tf.zeros((1, 4, 4, 4, 3)))
+
+
+def test_the_metric_is_the_mean_over_cases_of_a_region_or_of_all():
+    """Of the first region 2 * 1 / (1 + 2) and, in a case where it is absent and not predicted, 1; of the second 0."""
+    target = tf.constant([[[1, 1], [0, 0]], [[0, 1], [0, 1]]], tf.uint8)
+    logits = tf.constant([[[2.0, -1], [0, -1]], [[-1, -1], [-1, -1]]])
+    metrics = [RegionDice(), RegionDice(0), RegionDice(1)]
+    for metric in metrics:
+        metric.update_state(*(tf.reshape(one, (2, 2, 1, 1, 2)) for one in (target, logits)))
+    np.testing.assert_allclose(
+        [metric.result() for metric in metrics], [(2 / 3 + 1) / 4, (2 / 3 + 1) / 2, 0], rtol=1e-6
+    )
+    with pytest.raises(ValueError, match="region must be at least 0 and less than 2, got 2"):
+        RegionDice(2).update_state(tf.zeros((1, 1, 1, 1, 2)), tf.zeros((1, 1, 1, 1, 2)))
 
 
 def test_hard_counts_are_voxels_of_at_least_one_half():

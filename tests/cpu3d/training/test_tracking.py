@@ -23,11 +23,11 @@ def fit(store, folder, **settings):
 
 
 def test_views_outline_the_truth_above_and_the_prediction_below_in_radiological_convention():
-    image = np.zeros((8, 12, 10, 2), np.float32)
-    image[1:-1, 1:-1, 1:-1, 0] = 5
-    truth, logits = np.zeros((8, 12, 10, 1), np.uint8), np.full((8, 12, 10, 1), -1.0)
-    truth[5:8, 9:12, 7:10] = 1  # right, in front, on top: in axes R A S the ends
-    logits[0:3, 0:3, 7:10] = 1
+    image = np.zeros((1, 8, 12, 10, 2), np.float32)
+    image[0, 1:-1, 1:-1, 1:-1, 0] = 5
+    truth, logits = np.zeros((1, 8, 12, 10, 1), np.uint8), np.full((1, 8, 12, 10, 1), -1.0)
+    truth[0, 5:8, 9:12, 7:10] = 1  # right, in front, on top: in axes R A S the ends
+    logits[0, 0:3, 0:3, 7:10] = 1
     picture = views(image, truth, logits, ["WT"])
     assert picture.shape == (2 * 12, 8 + 8 + 12 + 6, 3)
     green = (picture == [0x00, 0x9E, 0x73]).all(-1)
@@ -41,9 +41,9 @@ def test_views_outline_the_truth_above_and_the_prediction_below_in_radiological_
 
 
 def test_views_without_a_lesion_are_of_the_middle_and_outline_nothing():
-    image = np.zeros((4, 4, 4, 1), np.float32)
-    image[2, 2, 2] = 1
-    nothing = np.zeros((4, 4, 4, 3), np.float32)
+    image = np.zeros((1, 4, 4, 4, 1), np.float32)
+    image[0, 2, 2, 2] = 1
+    nothing = np.zeros((1, 4, 4, 4, 3), np.float32)
     picture = views(image, nothing, nothing - 1, ["WT", "TC", "ET"])
     assert (picture.any(-1).sum(), np.ptp(picture, -1).max()) == (6, 0)  # the one voxel, grey, in each view
 

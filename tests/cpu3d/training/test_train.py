@@ -261,3 +261,25 @@ def test_one_real_case_is_learnt_in_120_steps(real_cases, tmp_path):
     assert dice["WT"] >= 0.95
     assert dice["TC"] >= 0.90
     assert dice["ET"] >= 0.80
+
+
+@pytest.mark.slow
+def test_a_real_case_named_as_in_2018_without_enhancing_tumour_goes_through_every_command(real_cases, tmp_path):
+    case, run = real_cases / "brats2018-style" / "TCGA-DU-7294", tmp_path / "run"
+    prepare(case.parent, tmp_path / "store", fractions=(1, 0, 0), workers=1)
+    settings = {"epochs": 30, "no_augment": True, "resolution": 0.5, "learning_rate": 0.02, "dtype": "float32"}
+    train(tmp_path / "store", run, settings=settings)
+    assert main(["evaluate", "--run", str(run), "--split", "train"]) == 0
+    scores = json.loads((run / "evaluation" / "train" / "scores.json").read_text())
+    dice = {name: row["dice"]["mean"] for name, row in scores["summary"].items()}
+    assert dice["WT"] >= 0.85
+    assert dice["TC"] >= 0.75
+    assert dice["ET"] == 1, "there is none, and none is found"
+    assert main(["predict", "--run", str(run), "--image", str(case), "--out", str(tmp_path / "predicted")]) == 0
+    predicted = tmp_path / "predicted" / f"{case.name}.nii.gz"
+    truth, found = (nibabel.load(path) for path in (case / f"{case.name}_seg.nii.gz", predicted))
+    np.testing.assert_array_equal(found.affine, truth.affine)
+    assert set(np.unique(found.dataobj)) <= {0, 1, 2}
+    page = tmp_path / "page.html"
+    assert main(["view", "--image", str(case), "--prediction", str(predicted), "--out", str(page)]) == 0
+    assert page.stat().st_size <= 3 * 2**20

@@ -1,0 +1,72 @@
+"""Train on whole volumes by plain Keras: compile, fit, save, load, go on. Half a minute on made-up brains.
+
+PYTHONPATH=. python examples/plain_keras.py --out /tmp/keras                    # makes six brains
+PYTHONPATH=. python examples/plain_keras.py --out /tmp/keras --store STORE      # or a store that `prepare` made
+"""
+
+import argparse
+from pathlib import Path
+
+from cpu3d.host.apply import set_up
+
+set_up()  # before TensorFlow: this host's threads, oneDNN, and Keras 2 where tf.keras would be Keras 3
+
+import tensorflow as tf
+
+from cpu3d.data.source import grid_size, open_store, volume_dataset
+from cpu3d.data.stores.phantom import write_phantom
+from cpu3d.data.stores.prepare import prepare
+from cpu3d.training.losses import DiceCrossEntropy, RegionDice
+from models.config import UNetConfig
+from models.unet3d import build_unet3d
+
+
+def main(store_folder: Path, out: Path, epochs: int) -> list:
+    """Loss of each epoch. `out` gets `best.keras`, by the held-out loss, and `last.keras`."""
+    store = open_store(store_folder)
+    regions, cases = store.manifest.regions, len(store.cases("train"))
+    unet = UNetConfig(channels=len(store.manifest.channels), outputs=len(regions), filters=8, depth=3)
+    grid = grid_size(store, extent="brain", multiple=unet.divisor)
+
+    model = build_unet3d(unet, grid, batch_size=1)
+    model.compile(
+        optimizer=tf.keras.optimizers.Adam(3e-3),
+        loss=DiceCrossEntropy(),
+        metrics=[RegionDice(index, name) for index, name in enumerate(regions)],
+    )
+    held_out = volume_dataset(store, split="val", shuffle=False, grid=grid)
+    fit = {
+        "steps_per_epoch": cases,
+        "validation_data": held_out,
+        "callbacks": [tf.keras.callbacks.ModelCheckpoint(str(out / "best.keras"), save_best_only=True)],
+        "verbose": 2,
+    }
+    # One dataset for all epochs: a dataset of one epoch would give each the same order.
+    half = epochs // 2
+    history = model.fit(volume_dataset(store, stop=half * cases, grid=grid), epochs=half, **fit).history
+    model.save(str(out / "last.keras"))
+
+    # Later, and elsewhere: the same weights, optimizer, loss and metrics, and the volumes that would have come next.
+    model = tf.keras.models.load_model(str(out / "last.keras"))
+    rest = volume_dataset(store, start=half * cases, stop=epochs * cases, grid=grid)
+    again = model.fit(rest, initial_epoch=half, epochs=epochs, **fit).history
+    model.save(str(out / "last.keras"))
+
+    probabilities = tf.sigmoid(model.predict(held_out, verbose=0))  # (cases, X, Y, Z, regions)
+    for index, name in enumerate(regions):
+        print(f"{name}: {100 * float(tf.reduce_mean(probabilities[..., index])):.2f} % of the voxels")
+    return history["loss"] + again["loss"]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--store", type=Path, help="a store that `prepare` made; without it, one of made-up brains")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the models")
+    parser.add_argument("--epochs", type=int, default=6, help="passes over the cases (default 6)")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.store is None:
+        args.store = args.out / "store"
+        write_phantom(args.out / "brains", cases=6, shape=(40, 48, 36), seed=5, workers=1)
+        prepare(args.out / "brains", args.store, workers=1)
+    main(args.store, args.out, args.epochs)

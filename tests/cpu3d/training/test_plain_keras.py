@@ -1,0 +1,96 @@
+"""The network by plain Keras: compiled, fitted, saved and loaded as anyone would write it."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cpu3d.training.losses import DiceCrossEntropy, RegionDice
+from models.config import UNetConfig
+from models.supervision import head_weights
+from models.unet3d import build_unet3d, with_loss
+
+GRID = (8, 8, 8)
+
+DEEP = {"depth": 3, "deep_supervision": True}
+NETWORKS = [
+    ({"policy": "speed", "norm": "none", "dtype": "bfloat16", **DEEP}, 2),
+    ({"policy": "balanced", "norm": "batch", "residual": True, "up": "upsampling"}, None),
+    ({"policy": "lean", "residual": True}, 2),
+]
+"""Every policy, norm and dtype, one output or several, a batch size that is known or not."""
+
+
+def volumes(count=4, batch=2):
+    rng = np.random.default_rng(0)
+    image, target = rng.standard_normal((count, *GRID, 4)), rng.random((count, *GRID, 3)) < 0.3
+    return tf.data.Dataset.from_tensor_slices((image.astype("f4"), target.astype("u1"))).batch(
+        batch, drop_remainder=True
+    )
+
+
+def compiled(more, batch_size):
+    model = build_unet3d(UNetConfig(**{"filters": 4, "depth": 2, **more}), GRID, batch_size)
+    model.layers[1].trainable = False
+    metrics = [RegionDice(0, "WT")]
+    model.compile("adam", loss=DiceCrossEntropy(), loss_weights=head_weights(model.outputs), metrics=metrics)
+    return model
+
+
+def same(found, expected):
+    return all(map(np.array_equal, tf.nest.flatten(found), tf.nest.flatten(expected)))
+
+
+@pytest.mark.parametrize(("more", "batch_size"), NETWORKS, ids=lambda one: str(one))
+def test_a_saved_model_answers_and_goes_on_as_the_one_it_was(more, batch_size, tmp_path):
+    model, given = compiled(more, batch_size), volumes()
+    callback = tf.keras.callbacks.ModelCheckpoint(str(tmp_path / "model.keras"))
+    first = model.fit(given, epochs=2, callbacks=[callback], verbose=0).history
+    assert first["loss"][1] < first["loss"][0]
+    if "deep_supervision" in more:
+        assert set(first) == {"loss", "head_loss", "head1_loss", "head_WT", "head1_WT"}
+
+    again = tf.keras.models.load_model(tmp_path / "model.keras")  # without `custom_objects`
+    assert [layer.name for layer in again.layers if not layer.trainable] == [model.layers[1].name]
+    assert same(again.predict(given, verbose=0), model.predict(given, verbose=0))
+    histories = [one.fit(given, verbose=0).history for one in (again, model)]
+    assert histories[0] == histories[1]
+    assert same(again.get_weights(), model.get_weights())
+
+
+def test_its_loss_is_the_one_that_train_minimises():
+    model, ((image, target),) = compiled(DEEP, 2), volumes(2)
+    expected, _ = with_loss(model, model.unet, DiceCrossEntropy())([image, target], training=True)
+    assert model.evaluate(image, target, batch_size=2, verbose=0)[0] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_clone_is_the_same_network_from_its_first_weights():
+    model = compiled({}, None)
+    first = model.get_weights()
+    model.set_weights([weight + 1 for weight in first])
+    assert same(tf.keras.models.clone_model(model).get_weights(), first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["speed", "lean"])
+def test_a_saved_model_folder_answers_alike(policy, tmp_path):
+    model, given = compiled({"policy": policy}, 2), volumes()
+    model.fit(given, verbose=0)
+    model.save(tmp_path / "folder")
+    assert same(
+        tf.keras.models.load_model(tmp_path / "folder").predict(given, verbose=0), model.predict(given, verbose=0)
+    )
+
+
+def test_the_example_trains_saves_and_goes_on(phantom_store, tmp_path, capsys):
+    file = Path(__file__).resolve().parents[3] / "examples" / "plain_keras.py"
+    spec = importlib.util.spec_from_file_location("plain_keras", file)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    losses = example.main(phantom_store.folder, tmp_path, epochs=4)
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    assert {"best.keras", "last.keras"} <= {path.name for path in tmp_path.iterdir()}
+    assert "WT: " in capsys.readouterr().out
