@@ -95,8 +95,8 @@ def views(image: Any, truth: Any, logits: Any, regions: Sequence[str]) -> np.nda
     """uint8 `(H, W, 3)`: the axial, coronal and sagittal slice with most of the truth, the middle one where there is
     none, in radiological convention; with the outlines of the regions, above of the truth and below of the prediction.
 
-    `image` is `(1, X, Y, Z, C)`, of which the first channel is shown; `truth` and `logits` are `(1, X, Y, Z, R)`. Axes are
-    R A S. Of the image and the logits only these slices are copied.
+    `image` is `(1, X, Y, Z, C)`, of which the first channel is shown; `truth` and `logits` are `(1, X, Y, Z, R)`. Axes
+    are R A S. Of the image and the logits only these slices are copied.
     """
     lesion = np.asarray(truth)[0].any(-1)
     places = [int(lesion.sum(axis=tuple({0, 1, 2} - {axis})).argmax()) for axis in range(3)]
