@@ -17,8 +17,10 @@ GRID = (8, 8, 8)
 DEEP = {"depth": 3, "deep_supervision": True}
 NETWORKS = [
     ({"policy": "speed", "norm": "none", "dtype": "bfloat16", **DEEP}, 2),
-    ({"policy": "balanced", "norm": "batch", "residual": True, "up": "upsampling"}, None),
     ({"policy": "lean", "residual": True}, 2),
+    pytest.param(
+        {"policy": "balanced", "norm": "batch", "residual": True, "up": "upsampling"}, None, marks=pytest.mark.slow
+    ),
 ]
 """Every policy, norm and dtype, one output or several, a batch size that is known or not."""
 
