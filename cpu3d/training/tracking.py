@@ -10,6 +10,7 @@ validation. MLflow also gets the files in FILES. What it was sent before is not 
 
 import contextlib
 import importlib.util
+import logging
 import os
 import queue
 import sys
@@ -21,7 +22,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, how_to_install
 from cpu3d.pages.viewer import COLOURS, OTHERS, STEPS, WINDOW, in_steps
 from cpu3d.settings import RunConfig, flat
 from cpu3d.training.run_log import FINISHED, read_events
@@ -50,8 +51,9 @@ Track = Callable[..., None]
 def require_mlflow() -> None:
     """Raises InputError where its client is not installed."""
     if importlib.util.find_spec("mlflow") is None:
-        todo = f"run `{sys.executable} -m pip install mlflow-skinny sqlalchemy alembic`, or leave --mlflow out"
-        raise InputError(f"mlflow must be installed for --mlflow, got none; {todo}")
+        raise InputError(
+            f"mlflow must be installed for --mlflow, got none; {how_to_install('mlflow')}, or leave it out"
+        )
 
 
 @contextlib.contextmanager
@@ -172,6 +174,8 @@ class _Mlflow:
             "MLFLOW_LOGGING_LEVEL": "WARNING",
         }.items():
             os.environ.setdefault(name, value)
+        # For a new database its client has a line for each of the changes that its tables have ever had.
+        logging.getLogger("alembic.runtime.migration").addFilter(lambda record: record.levelno > logging.INFO)
         self._run, self._config, self._uri = run, config, uri
         self._events: queue.SimpleQueue = queue.SimpleQueue()
         self._given_up = False
