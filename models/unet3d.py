@@ -41,9 +41,10 @@ def build_unet3d(config: UNetConfig, shape: Tuple[int, int, int], batch_size: Op
     Takes (batch, X, Y, Z, channels) in `config.dtype` and gives logits (batch, X, Y, Z, outputs) in the same dtype;
     with deep supervision a list of logits: the finest first, then each coarser decoder level, deepest first. Give the
     `batch_size` where it is known: instance norm then runs at the speed of batch norm, and "lean" cuts slabs; without,
-    "lean" is "balanced", which has the same weights. The model is compiled, fitted and saved as any of Keras' own;
-    its losses and metrics take logits (cpu3d/training/losses.py has some). Raises ValueError when the shape does not
-    divide, and ImportError where tf.keras is not Keras 2.
+    "lean" is "balanced", which has the same weights. The model is compiled, fitted and saved as any of Keras' own; its
+    losses and metrics take logits (cpu3d/training/losses.py has some). Under "lean" `fit` makes the finest logits, and
+    their gradient, as whole maps, which `with_loss` does not. Raises ValueError when the shape does not divide, and
+    ImportError where tf.keras is not Keras 2.
     """
     _check_keras()
     config.check_shape(shape)
