@@ -18,7 +18,6 @@ import threading
 import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Union
-from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from cpu3d.pages.viewer import COLOURS, OTHERS, STEPS, WINDOW, in_steps
 from cpu3d.settings import RunConfig, flat
 from cpu3d.training.run_log import FINISHED, read_events
 from cpu3d.util.atomic import write_json
-from cpu3d.util.records import VERSION
+from cpu3d.util.records import VERSION, without_passwords
 from memory_estimator.files import read_json
 
 SCALARS = {"step": ("loss", "learning_rate", "step_s", "wait_s"), "validation": ("loss", "mean_dice")}
@@ -197,10 +196,8 @@ class _Mlflow:
     def _give_up(self, why: str) -> None:
         if not self._given_up:
             self._given_up = True
-            password = urlsplit(self._uri).password
-            why = why.replace(password, "***") if password else why
             again = "training goes on; a later attempt with --mlflow sends what is missing"
-            print(f"warning: MLflow gets no more of this run: {why}; {again}", file=sys.stderr)
+            print(f"warning: MLflow gets no more of this run: {without_passwords(why)}; {again}", file=sys.stderr)
 
     def _work(self) -> None:
         try:
