@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 from typing import Iterable
 
+IN_CHECKOUT = (Path(__file__).resolve().parents[1] / "run.sh").is_file()
+"""Whether this is the project's own folder, and not what pip has installed of it."""
+
 
 class InputError(Exception):
     """Bad input: one or more problems, each as *name* must *rule*, got *value*; *what to do*.
@@ -70,7 +73,12 @@ def refuse(problems: Iterable[str]) -> None:
 
 def how_to_install(extra: str = "") -> str:
     """The command that installs an extra of pyproject.toml, by default this host's engine; run.sh's in a checkout."""
-    if (Path(__file__).resolve().parents[1] / "run.sh").is_file():
+    if IN_CHECKOUT and extra == "mlflow":
+        return f"run `{sys.executable} -m pip install -r requirements-mlflow.txt`"
+    if IN_CHECKOUT:
         return "run `./run.sh setup`"
     has_itex = sys.platform == "linux" and platform.machine() == "x86_64" and sys.version_info < (3, 12)
-    return f"run `pip install 'cpu3d[{extra or ('itex' if has_itex else 'tensorflow')}]'`"
+    engine = "itex" if has_itex else "tensorflow"
+    # MLflow together with the engine: alone it would bring a protobuf that ITEX cannot take.
+    extras = {"": engine, "mlflow": f"{engine},mlflow"}.get(extra, extra)
+    return f"run `pip install 'cpu3d[{extras}]'`"

@@ -22,6 +22,7 @@ from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional
 from cpu3d.errors import DivergedError, DoesNotFitError, InputError, Interrupted, MemoryRunsOutError, WorkerLostError
 from cpu3d.training.heartbeat import Heartbeat, is_here, is_suspended, read_heartbeats
 from cpu3d.util.child import forward_signals, how_ended, last_words, start
+from cpu3d.util.records import without_passwords
 
 LOST = WorkerLostError.exit_code
 
@@ -159,7 +160,7 @@ class _Worker:
         self.hangs = ""  # how one knows that it does
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         with job.log.open("ab") as file:
-            file.write(f"--- {now} {job.name}: {shlex.join(job.command)}\n".encode())
+            file.write(f"--- {now} {job.name}: {without_passwords(shlex.join(job.command))}\n".encode())
             file.flush()
             self.child, self.begin, self.began_s = start(job.command, file, job.environ), file.tell(), time.monotonic()
 

@@ -10,6 +10,7 @@ validation. MLflow also gets the files in FILES. What it was sent before is not 
 
 import contextlib
 import importlib.util
+import logging
 import os
 import queue
 import sys
@@ -17,16 +18,15 @@ import threading
 import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Union
-from urllib.parse import urlsplit
 
 import numpy as np
 
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, how_to_install
 from cpu3d.pages.viewer import COLOURS, OTHERS, STEPS, WINDOW, in_steps
 from cpu3d.settings import RunConfig, flat
 from cpu3d.training.run_log import FINISHED, read_events
 from cpu3d.util.atomic import write_json
-from cpu3d.util.records import VERSION
+from cpu3d.util.records import VERSION, without_passwords
 from memory_estimator.files import read_json
 
 SCALARS = {"step": ("loss", "learning_rate", "step_s", "wait_s"), "validation": ("loss", "mean_dice")}
@@ -50,8 +50,9 @@ Track = Callable[..., None]
 def require_mlflow() -> None:
     """Raises InputError where its client is not installed."""
     if importlib.util.find_spec("mlflow") is None:
-        todo = f"run `{sys.executable} -m pip install mlflow-skinny sqlalchemy alembic`, or leave --mlflow out"
-        raise InputError(f"mlflow must be installed for --mlflow, got none; {todo}")
+        raise InputError(
+            f"mlflow must be installed for --mlflow, got none; {how_to_install('mlflow')}, or leave it out"
+        )
 
 
 @contextlib.contextmanager
@@ -172,6 +173,8 @@ class _Mlflow:
             "MLFLOW_LOGGING_LEVEL": "WARNING",
         }.items():
             os.environ.setdefault(name, value)
+        # For a new database its client has a line for each of the changes that its tables have ever had.
+        logging.getLogger("alembic.runtime.migration").addFilter(lambda record: record.levelno > logging.INFO)
         self._run, self._config, self._uri = run, config, uri
         self._events: queue.SimpleQueue = queue.SimpleQueue()
         self._given_up = False
@@ -193,10 +196,8 @@ class _Mlflow:
     def _give_up(self, why: str) -> None:
         if not self._given_up:
             self._given_up = True
-            password = urlsplit(self._uri).password
-            why = why.replace(password, "***") if password else why
             again = "training goes on; a later attempt with --mlflow sends what is missing"
-            print(f"warning: MLflow gets no more of this run: {why}; {again}", file=sys.stderr)
+            print(f"warning: MLflow gets no more of this run: {without_passwords(why)}; {again}", file=sys.stderr)
 
     def _work(self) -> None:
         try:

@@ -48,7 +48,7 @@ class Options:
     run: Path = option(help="folder for the run; continued where it exists", metavar="DIR")
     force: bool = option(False, "train although it may not fit the memory that is free")
     mlflow: str = option("", "where to track the run too, such as sqlite:///mlflow.db or http://localhost:5000", "URI")
-    """No setting of the run: it may hold a password, and is written nowhere."""
+    """No setting of the run: it may hold a password, which is written nowhere."""
 
 
 OPTIONS = (Options, SETTINGS)

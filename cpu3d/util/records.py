@@ -3,6 +3,7 @@
 import datetime
 import json
 import platform
+import re
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Callable, Dict, Hashable, Iterable, List, Optional, Sequence, Sized, Union
@@ -52,6 +53,11 @@ def listed(items: Iterable[Any]) -> str:
     """ "a, b and c"; one item alone as it is."""
     words = [str(item) for item in items]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def without_passwords(text: str) -> str:
+    """`text` with *** for the password of a URI in it."""
+    return re.sub(r"(://[^:/@\s]*:)\S*@", r"\1***@", text)
 
 
 def number(value: Optional[float], unit: float = 1) -> str:

@@ -54,6 +54,13 @@ def job(tmp_path):
     return make
 
 
+def test_a_log_names_the_command_without_the_password_of_a_uri(job, tmp_path):
+    one = job(0, "'http://someone:s3cret@localhost:5000'")
+    supervise([one], tmp_path, patience=QUICK)
+    assert "s3cret" not in one.log.read_text()
+    assert "http://someone:***@localhost:5000" in one.log.read_text()
+
+
 def words(job):
     return job.log.read_text().split() if job.log.exists() else []
 
