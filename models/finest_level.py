@@ -103,7 +103,7 @@ class SlabEncoder(SlabBlock):
     def call(self, image, training=None):
         own = {"shortcut": self.shortcut.kernel} if self.shortcut else {}
         weights = self._weights(conv1=self.conv1.kernel, conv2=self.conv2.kernel, **own)
-        weights["entry_kernels"] = self._decoder().entry_kernels(slice(0, self.widths[1]))
+        weights["part_kernels"] = self._decoder().part_kernels(slice(0, self.widths[1]))
         return self.learn(image, weights) if training else self.forward(image, weights, training=False)[0]
 
     def forward(self, image, weights, training=True):
@@ -112,15 +112,15 @@ class SlabEncoder(SlabBlock):
         images = cut.of(image)
         _, hidden2 = self._hidden(norms, images, weights)
 
-        def down(source, entry_kernels):
+        def down(source, part_kernels):
             y = self._output(norms[1], source)
             with tf.control_dependencies(y.there):
                 pooled = tf.nn.max_pool3d(y.slab[None], HALF, HALF, "VALID")[0]
             with tf.control_dependencies([pooled]):
-                return (pooled, *(convolve(mapped(tf.identity, y), each) for each in entry_kernels))
+                return (pooled, *(convolve(mapped(tf.identity, y), each) for each in part_kernels))
 
         source = self._source(norms, images, hidden2, weights)
-        pooled, *shares = cut.sweep(down, source, weights["entry_kernels"])
+        pooled, *shares = cut.sweep(down, source, weights["part_kernels"])
         return (cut.join(pooled), tuple(shares)), [norm.statistics for norm in norms], norms
 
     def backward(self, upstream, norms, image, weights):
@@ -128,9 +128,9 @@ class SlabEncoder(SlabBlock):
         images = cut.of(then(image, *tf.nest.flatten(upstream)))
         hidden1, hidden2 = self._hidden(norms, images, weights)
 
-        def body(source, entry_kernels, at_shares, at_pooled):
+        def body(source, part_kernels, at_shares, at_pooled):
             y = self._output(norms[1], source)
-            at_y, of_kernels = gradients(y, at_shares, entry_kernels)
+            at_y, of_kernels = gradients(y, at_shares, part_kernels)
             pooled = tf.nn.max_pool3d(then(y.slab, at_y)[None], HALF, HALF, "VALID")
             more = {"ksize": HALF, "strides": HALF, "padding": "VALID"}
             of_pool = tf.raw_ops.MaxPool3DGrad(
@@ -142,11 +142,11 @@ class SlabEncoder(SlabBlock):
                 of_kernels.append(filter_gradient_of_slab(source.image, at_y, source.shortcut.shape))
             return (at_y, norms[1].gradient_sums(at_y, source.hidden2.slab, source.norm2), *of_kernels)
 
-        source, entry_kernels = self._source(norms, images, hidden2, weights), weights["entry_kernels"]
+        source, part_kernels = self._source(norms, images, hidden2, weights), weights["part_kernels"]
         at_y2, sums, *of_kernels = cut.sweep(
-            body, source, entry_kernels, tuple(map(Near, at_shares)), cut.of(at_pooled)
+            body, source, part_kernels, tuple(map(Near, at_shares)), cut.of(at_pooled)
         )
-        found = {"entry_kernels": tuple(map(total, of_kernels, entry_kernels))}
+        found = {"part_kernels": tuple(map(total, of_kernels, part_kernels))}
         if self.shortcut:
             found["shortcut"] = total(of_kernels[-1], weights["shortcut"])
         factors, found["norm2"] = norms[1].gradient(sums)
@@ -203,15 +203,15 @@ class SlabDecoder(SlabBlock):
     def weights(self):
         return [*super().weights, *self.head.weights]
 
-    def entry_kernels(self, rows: slice):
-        """Of the convolutions that read the block's entry, skip and up-sampled maps: the rows of either."""
+    def part_kernels(self, rows: slice):
+        """Parts of the kernels that read the block's entry, skip and up-sampled maps: the rows of either."""
         return tuple(layer.kernel[..., rows, :] for layer in (self.conv1, self.shortcut) if layer)
 
     @tf.autograph.experimental.do_not_convert
     def call(self, inputs, training=None, loss=None):
         own = {"up": self.up[0].kernel, "head": self.head.kernel, "head_bias": self.head.bias}
         weights = self._weights(conv2=self.conv2.kernel, **own)
-        weights["entry_kernels"] = self.entry_kernels(slice(self.skip_width, None))
+        weights["part_kernels"] = self.part_kernels(slice(self.skip_width, None))
         inputs = dict(inputs)
         return self.learn(inputs, weights, loss) if training else self.forward(inputs, weights, loss, training=False)[0]
 
@@ -224,7 +224,7 @@ class SlabDecoder(SlabBlock):
         def first(coarse, share, up, kernel):
             return share + convolve(mapped(lambda one: self._up_sampled(one, up), coarse), kernel)
 
-        given = Near(coarse), inputs["shares"][0], weights["up"], weights["entry_kernels"][0]
+        given = Near(coarse), inputs["shares"][0], weights["up"], weights["part_kernels"][0]
         hidden1 = norms[0].sweep(first, *given)
         hidden2 = self._second(norms, hidden1, weights["conv2"])
         source, statistics = self._source(norms, inputs, coarse, hidden2, weights), [norm.statistics for norm in norms]
@@ -292,16 +292,16 @@ class SlabDecoder(SlabBlock):
             return (*self._up_gradient(at_fine, coarse.slab, up), *of_kernels)
 
         coarse, at_shares = cut.of(then(below, at_hidden1[-1])), (at_hidden1, *at_shortcut)
-        given = Near(coarse), tuple(map(Near, at_shares)), weights["up"], weights["entry_kernels"]
+        given = Near(coarse), tuple(map(Near, at_shares)), weights["up"], weights["part_kernels"]
         at_below, of_up, *of_kernels = cut.sweep(to_below, *given)
         found["up"] = total(of_up, weights["up"])
-        found["entry_kernels"] = tuple(map(total, of_kernels, weights["entry_kernels"]))
+        found["part_kernels"] = tuple(map(total, of_kernels, weights["part_kernels"]))
         at_inputs = {"below": cut.join(at_below), "shares": at_shares}
         return {name: at_inputs.get(name) for name in inputs}, found
 
     def _source(self, norms, inputs, below, hidden2, weights):
         """For a sweep."""
-        residual = (inputs["shares"][1], below, weights["entry_kernels"][1]) if self.shortcut else (None, None, None)
+        residual = (inputs["shares"][1], below, weights["part_kernels"][1]) if self.shortcut else (None, None, None)
         head = weights["head"], weights["head_bias"], weights["up"]
         return DecoderSource(hidden2, norms[1].of, *residual, *head)
 
