@@ -143,9 +143,7 @@ class SlabEncoder(SlabBlock):
             return (at_y, norms[1].gradient_sums(at_y, source.hidden2.slab, source.norm2), *of_kernels)
 
         source, part_kernels = self._source(norms, images, hidden2, weights), weights["part_kernels"]
-        at_y2, sums, *of_kernels = cut.sweep(
-            body, source, part_kernels, tuple(map(Near, at_shares)), cut.of(at_pooled)
-        )
+        at_y2, sums, *of_kernels = cut.sweep(body, source, part_kernels, tuple(map(Near, at_shares)), cut.of(at_pooled))
         found = {"part_kernels": tuple(map(total, of_kernels, part_kernels))}
         if self.shortcut:
             found["shortcut"] = total(of_kernels[-1], weights["shortcut"])
