@@ -20,14 +20,14 @@ NOT_MET = {
     (EPYC, "seconds a step, worst error"): 0.29,
     (EPYC, "upper bound above the peak, mean"): 0.09,
     (XEON, "allocator peak, worst error"): 0.06,
-    (XEON, "process peak, median error"): 0.03,
-    (XEON, "process peak, worst error"): 0.16,
+    (XEON, "process peak, worst error"): 0.14,
+    (XEON, "seconds a step, median error"): 0.06,
     (XEON, "upper bound above the peak, mean"): 0.10,
 }
 """Kernels of a host and name of each target that its records miss, and the most that it was found to be: rounded up to
-a full per cent, so that a change for the worse fails. The records are of steps whose loss put its maps elsewhere in
-memory than it does now: of 15 steps measured since, 11 allocator peaks are predicted to the byte. The seconds of EPYC's
-are those of slower bias gradients: without a norm they are up to a quarter above what is predicted now."""
+a full per cent, so that a change for the worse fails. EPYC's records are of steps before: their loss put its maps
+elsewhere in memory, and their bias gradients were slower, so that without a norm they took up to a quarter longer than
+is predicted now. XEON's worst peaks are of "lean", most of them measured when its order differed between processes."""
 
 
 @pytest.fixture(scope="module")

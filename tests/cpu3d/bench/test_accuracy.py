@@ -95,7 +95,7 @@ def test_records_of_schema_1_are_read_under_today_s_names_of_what_they_measured(
     computed otherwise by now."""
 
     def under(policy, vectors, schema):
-        unet = {"filters": 16 * vectors, "dtype": "bfloat16", **({"policy": policy} if policy else {})}
+        unet = {"filters": int(16 * vectors), "dtype": "bfloat16", **({"policy": policy} if policy else {})}
         return {**RECORD, "schema": schema, "unet": unet}
 
     lines = [under(*one, 1) for one in (("lean", 1), ("balanced", 2), ("speed", 3), ("", 4))]
