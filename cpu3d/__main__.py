@@ -1,4 +1,4 @@
-"""python -m cpu3d SUBCOMMAND ...: one module a subcommand, imported when it is asked for."""
+"""./run.sh SUBCOMMAND ...: one module a subcommand, imported when it is asked for."""
 
 import argparse
 import contextlib
@@ -10,7 +10,7 @@ from typing import Any, Callable, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.errors import InputError, Interrupted, how_to_install
 from memory_estimator.files import NotRegularError
-from memory_estimator.schema import add_options, arguments
+from memory_estimator.schema import add_options, arguments, as_typed
 
 COMMANDS = {
     "demo": ("cpu3d.demo", "make phantoms, train on them, score, predict, report: everything once, in minutes"),
@@ -74,7 +74,9 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 def parse(argv: Sequence[str]) -> Tuple[Any, argparse.Namespace]:
     """Read a command line: the command that it names, with `OPTIONS` and `run`, and the options as they were given."""
-    parser = argparse.ArgumentParser(prog="python -m cpu3d", description="Train 3D U-Nets on whole volumes or patches.")
+    parser = argparse.ArgumentParser(
+        prog=as_typed("./run.sh"), description="Train 3D U-Nets on whole volumes or patches."
+    )
     lines = {name: line for name, (_, line) in COMMANDS.items()}
     command = _choose(parser, lines, lambda name: importlib.import_module(COMMANDS[name][0]), argv)
     return command, parser.parse_args(argv)
@@ -92,7 +94,7 @@ def _choose(
         sub = offered.add_parser(name, help=line, formatter_class=argparse.RawDescriptionHelpFormatter)
         if words and words[0] == name:
             chosen = load(name)
-            sub.description = chosen.__doc__
+            sub.description = as_typed(chosen.__doc__)
             if hasattr(chosen, "actions"):
                 chosen = _choose(sub, chosen.actions(), chosen.action, words[1:])
             else:

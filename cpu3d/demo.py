@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import List, Optional
 
 from cpu3d.distributed.cluster import VARIABLES
-from cpu3d.errors import IN_CHECKOUT
-from memory_estimator.schema import option
+from memory_estimator.schema import as_typed, option
 from models.config import POLICIES
 
 CASES = 12
@@ -45,7 +44,7 @@ def run(options: Options) -> int:
         os.environ.pop(name, None)
     out = options.out / "smoke" if options.smoke else options.out
     for command in commands(out, options.smoke, options.policy):
-        print(f"\n$ {'./run.sh' if IN_CHECKOUT else 'cpu3d'} {shlex.join(command)}", file=sys.stderr, flush=True)
+        print(f"\n$ {as_typed('./run.sh')} {shlex.join(command)}", file=sys.stderr, flush=True)
         code = main(command)
         if code:
             return code

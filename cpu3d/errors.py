@@ -3,11 +3,9 @@
 import platform
 import signal
 import sys
-from pathlib import Path
 from typing import Iterable
 
-IN_CHECKOUT = (Path(__file__).resolve().parents[1] / "run.sh").is_file()
-"""Whether this is the project's own folder, and not what pip has installed of it."""
+from memory_estimator.schema import in_checkout
 
 
 class InputError(Exception):
@@ -73,10 +71,10 @@ def refuse(problems: Iterable[str]) -> None:
 
 def how_to_install(extra: str = "") -> str:
     """The command that installs an extra of pyproject.toml, by default this host's engine; run.sh's in a checkout."""
-    if IN_CHECKOUT and extra == "mlflow":
+    if in_checkout() and extra == "mlflow":
         return f"run `{sys.executable} -m pip install -r requirements-mlflow.txt`"
-    if IN_CHECKOUT:
-        return "run `./run.sh setup`"
+    if in_checkout():
+        return f"run `./run.sh setup{' --gpu' if extra == 'gpu' else ''}`"
     has_itex = sys.platform == "linux" and platform.machine() == "x86_64" and sys.version_info < (3, 12)
     engine = "itex" if has_itex else "tensorflow"
     # MLflow together with the engine: alone it would bring a protobuf that ITEX cannot take.

@@ -1,14 +1,14 @@
 """How much memory a training step takes, and how long, before anything is allocated. Needs no TensorFlow.
 
-    python -m memory_estimator --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16
-    python -m memory_estimator --recipe paper-2020 --host-memory 1.5TiB --plan
-    python -m memory_estimator --run runs/first --json
+    ./run.sh estimate --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16
+    ./run.sh estimate --recipe paper-2020 --host-memory 1.5TiB --plan
+    ./run.sh estimate --run runs/first --json
 
 Planning for a host that is not this one: its memory, its kind of CPU and its cores, as in
-    python -m memory_estimator --recipe paper-2020 --host-memory 6TiB --calibration amx --threads 56
+    ./run.sh estimate --recipe paper-2020 --host-memory 6TiB --calibration amx --threads 56
 
 Several hosts that train together, as predicted from one worker's step, its gradients and the network:
-    python -m memory_estimator --shape 240 240 160 --hosts 1 2 4 8 --link 25Gbit/s --cases 484 --epochs 25
+    ./run.sh estimate --shape 240 240 160 --hosts 1 2 4 8 --link 25Gbit/s --cases 484 --epochs 25
 
 Needs rich, unless --json is given, and outside Linux psutil.
 Exit codes: 0 the job fits, 3 it does not, 2 bad input, 1 failed (a full disk, a missing package), 130 interrupted.
@@ -38,7 +38,7 @@ from memory_estimator.job import (
     statistics_note,
 )
 from memory_estimator.scaling import ScalingOptions, check_options, of_one, several_hosts
-from memory_estimator.schema import add_options, from_args, option
+from memory_estimator.schema import add_options, as_typed, from_args, option
 from memory_estimator.table import Table, new_console
 from memory_estimator.units import format_bytes, format_seconds, parse_bytes
 from models.config import POLICIES
@@ -94,7 +94,7 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m memory_estimator", description=__doc__)
+    parser = argparse.ArgumentParser(prog=as_typed("./run.sh estimate"), description=as_typed(__doc__))
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_options(parser, Options, ScalingOptions)
     return parser

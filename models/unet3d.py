@@ -27,6 +27,19 @@ class UNet3D(tf.keras.Model):
         frozen = [layer.name for layer in self.layers if not layer.trainable]
         return {"unet": dataclasses.asdict(self.unet), "shape": shape, "batch_size": batch_size, "frozen": frozen}
 
+    def call(self, inputs, training=None, mask=None):
+        """As Keras calls it. Under "lean" a batch has to have the size that was built for, also where it is only known
+        when the step runs, as for `tf.data` without `drop_remainder`. Raises ValueError, or there TensorFlow's
+        InvalidArgumentError, for another one."""
+        batch_size = self.input_shape[0]
+        if self.unet.policy == "lean" and batch_size is not None:
+            if inputs.shape[0] is None:
+                inputs = tf.ensure_shape(inputs, (batch_size, None, None, None, None))
+            elif inputs.shape[0] != batch_size:
+                todo = "build for that size, or without batch_size"
+                raise ValueError(f"batch must be {batch_size}, as built, got {inputs.shape[0]}; {todo}")
+        return super().call(inputs, training, mask)
+
     @classmethod
     def from_config(cls, config: Dict[str, Any], custom_objects: Any = None) -> "UNet3D":
         model = build_unet3d(UNetConfig(**config["unet"]), tuple(config["shape"]), config["batch_size"])

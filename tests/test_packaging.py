@@ -3,6 +3,7 @@
 import configparser
 import email
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -55,6 +56,24 @@ def test_the_wheel_has_the_version_of_records_and_both_commands(wheel):
     scripts = configparser.ConfigParser()
     scripts.read_string(about(wheel, "entry_points.txt"))
     assert set(scripts["console_scripts"]) == {"cpu3d", "memory-estimator"}
+
+
+@pytest.mark.parametrize(
+    ("words", "usage"),
+    [
+        ("memory_estimator --help", "usage: memory-estimator "),
+        ("cpu3d --help", "usage: cpu3d "),
+        ("cpu3d train --help", "usage: cpu3d train "),
+    ],
+)
+def test_what_pip_installs_calls_itself_as_its_user_types_it(wheel, tmp_path, words, usage):
+    wheel.extractall(tmp_path)
+    where = {**os.environ, "PYTHONPATH": str(tmp_path)}  # before the folder that these tests import from
+    command = [sys.executable, "-m", *words.split()]
+    done = subprocess.run(command, cwd=tmp_path, env=where, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith(usage), done.stderr
+    assert "run.sh" not in done.stdout
+    assert "python -m" not in done.stdout
 
 
 @pytest.mark.parametrize(

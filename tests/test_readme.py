@@ -29,7 +29,7 @@ def test_every_subcommand_that_the_readme_names_exists():
 def shown_commands(path):
     """The command lines that a page or a docstring shows, without ./run.sh; of those in backticks such with options."""
     text = re.sub(r"\\+\n\s*", "", path.read_text(encoding="utf-8"))
-    lines = re.findall(r"^(?:Examples?:)?\s*(?:\./run\.sh|python -m cpu3d) ([a-z].*)$", text, re.MULTILINE)
+    lines = re.findall(r"^(?:Examples?:)?\s*\./run\.sh ([a-z].*)$", text, re.MULTILINE)
     return lines + (re.findall(r"`\./run\.sh ([a-z][^`]* --[^`]*)`", text) if path.suffix == ".md" else [])
 
 

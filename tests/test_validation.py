@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cpu3d.bench.accuracy import VALIDATION, digest, page, targets, validation
+from cpu3d.bench.validate import VALIDATION, digest, page, targets, validation
 from memory_estimator.estimate import load_accuracy
 
 ROOT = Path(__file__).resolve().parents[1]

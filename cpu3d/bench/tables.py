@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
-from cpu3d.bench.accuracy import VALIDATION, accuracy_json, page, summary_table, validation
 from cpu3d.bench.data import page_lines
 from cpu3d.bench.engines import engines_table
 from cpu3d.bench.faults import faults_table
 from cpu3d.bench.harness import valid
+from cpu3d.bench.learning import draw_learning, learning_table
 from cpu3d.bench.memory import draw_policies, policies_table
 from cpu3d.bench.scaling import scaling_lines
 from cpu3d.bench.step import has_known_engine, job_of_record, step_table
+from cpu3d.bench.validate import VALIDATION, accuracy_json, page, summary_table, validation
 from cpu3d.bench.windows import windows_table
 from cpu3d.compare.report import comparisons_markdown
 from cpu3d.errors import InputError
@@ -53,6 +54,7 @@ class TableOptions:
     page: Optional[Path] = option(None, "write the validation page", metavar="FILE")
     accuracy: Optional[Path] = option(None, "write what the estimator says of its errors", metavar="FILE")
     picture: Optional[Path] = option(None, "draw the newest comparison of policies as PNG", metavar="FILE")
+    learning: Optional[Path] = option(None, "draw the newest curves of `bench learning` as PNG", metavar="FILE")
 
 
 OPTIONS = (TableOptions,)
@@ -61,6 +63,8 @@ OPTIONS = (TableOptions,)
 def run(options: TableOptions) -> int:
     if options.picture:
         write_bytes(options.picture, picture(options.records / "policies.jsonl"))
+    if options.learning:
+        write_bytes(options.learning, draw_learning(_newest(options.records / "learning.jsonl", *_LEARNING)))
     if options.accuracy:
         write_bytes(options.accuracy, accuracy_json(options.records))
     if options.page:
@@ -106,15 +110,17 @@ def picture(path: Path) -> bytes:
 def _each(table: Callable[[Dict[str, Any]], Table], *names: str) -> Callable[[Path], List[str]]:
     """A section with a table of the newest record of each job, which the named fields and the CPU tell apart."""
 
-    def section(path: Path) -> List[str]:
-        def job(record: Dict[str, Any]) -> str:
-            cpu = record.get("host", {}).get("cpu")
-            return json.dumps([*(record.get(name, "cpu") for name in names), cpu], sort_keys=True)
+    return lambda path: [line for one in _newest(path, *names) for line in (*table(one).markdown(), "")]
 
-        records = newest(read_records(path, path.stem), job)
-        return [line for record in records for line in (*table(record).markdown(), "")]
 
-    return section
+def _newest(path: Path, *names: str) -> List[Dict[str, Any]]:
+    """The newest record of each job, which the named fields and the CPU tell apart."""
+
+    def job(record: Dict[str, Any]) -> str:
+        cpu = record.get("host", {}).get("cpu")
+        return json.dumps([*(record.get(name, "cpu") for name in names), cpu], sort_keys=True)
+
+    return newest(read_records(path, path.stem), job)
 
 
 def _policies(record: Dict[str, Any]) -> Table:
@@ -140,6 +146,7 @@ def _comparisons(path: Path) -> List[str]:
 
 _STEP = ("shape", "batch", "micro_batch", "unet", "optimizer", "engine_name")
 _WINDOWS = ("name", "cases", "mode", "grid", "unet", "device")
+_LEARNING = ("task", "name", "shape", "steps")
 SECTIONS: Dict[str, Tuple[str, Callable[[Path], List[str]]]] = {
     "step": ("The training step beside others", _each(step_table, *_STEP)),
     "engines": ("Engines", _each(engines_table, *_STEP)),
@@ -148,6 +155,7 @@ SECTIONS: Dict[str, Tuple[str, Callable[[Path], List[str]]]] = {
     "data": ("Loading", lambda path: page_lines(read_records(path, "data"))),
     "compare": ("Whole volumes against patches", _comparisons),
     "resolutions": ("Resolution, effective batch and learning rate", _comparisons),
+    "learning": ("Learning", _each(learning_table, *_LEARNING)),
     "windows": ("One pass against a sliding window", _each(windows_table, *_WINDOWS)),
     "scaling": ("Several workers", lambda path: scaling_lines(valid(read_scaling, path))),
     "faults": ("Killed at random moments", _each(faults_table, "workers")),

@@ -135,7 +135,7 @@ class Runner:
         command += ["--split", self.evaluation.split, "--tolerance", repr(self.evaluation.tolerance_mm)]
         if scored != folder:
             command += ["--out", str(scored)]
-        _call(command, self._log(scored, "evaluate"), f"{label}: evaluate")
+        call(command, self._log(scored, "evaluate"), f"{label}: evaluate")
 
     def _train(self, run: PlannedRun, label: str) -> None:
         last = read_events(run.folder)[-1:]
@@ -147,7 +147,7 @@ class Runner:
         else:
             command = ["train", "--store", str(self.store), "--run", str(run.folder), *run.options]
             command += ["--force"] if self.force else []
-            _call(command, self._log(run.folder, "train"), f"{label}: train", run=run)
+            call(command, self._log(run.folder, "train"), f"{label}: train", run=run.folder, steps=run.steps)
 
     def _log(self, folder: Path, what: str) -> Path:
         return writable_folder(self.out / "logs", "folder of logs") / f"{folder.name}-{what}.txt"
@@ -322,13 +322,13 @@ def _print(line: str) -> None:
     Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _call(command: Sequence[str], log: Path, label: str, *, run: Optional[PlannedRun] = None) -> None:
-    """Do `python -m cpu3d command`, its words added to `log`, with a bar of the steps that the `run` logs.
+def call(command: Sequence[str], log: Path, label: str, *, run: Optional[Path] = None, steps: int = 0) -> None:
+    """Do `python -m cpu3d command`, its words added to `log`, with a bar of the steps that the folder `run` logs.
 
     A signal of ours is sent on as SIGINT; a second one stops the process unsaved. Raises RunFailedError with the last
     words, and KeyboardInterrupt when it ended after a signal.
     """
-    steps, shown, children = run.steps or 1 if run else 1, 0, []
+    steps, shown, children = steps or 1, 0, []
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(log.open("a", encoding="utf-8"))
         file.write(f"$ cpu3d {shlex.join(command)}\n")
@@ -345,7 +345,7 @@ def _call(command: Sequence[str], log: Path, label: str, *, run: Optional[Planne
             while child.poll() is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(POLL_S)
-                step = min(last_step(run.folder), steps) if run else 0
+                step = min(last_step(run), steps) if run else 0
                 advance(step - shown)
                 shown = step
         except BaseException:

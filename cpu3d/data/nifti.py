@@ -72,6 +72,11 @@ def ras_to_file(geometry: Geometry) -> np.ndarray:
     return orientations.inv_ornt_aff(orientations.axcodes2ornt(geometry.axes), geometry.shape)
 
 
+def is_placed(geometry: Geometry) -> bool:
+    """Whether the file says how the patient lies. Where its sform and qform codes are 0 axes and mm are guesses."""
+    return bool(geometry.sform_code or geometry.qform_code)
+
+
 def ras_shape(geometry: Geometry) -> Tuple[int, int, int]:
     """Voxels along R, A, S."""
     return _in_ras_order(geometry, geometry.shape)

@@ -145,7 +145,9 @@ def _horovod_sum() -> Callable[[Any], Any]:
     try:
         import horovod.tensorflow as hvd
     except ImportError as error:
-        raise InputError(f"horovod must be installed, got {error}; run `./run.sh setup --horovod`") from None
+        raise InputError(
+            f"horovod must be installed, got {error}; run `./run.sh setup --horovod` in the project's folder"
+        ) from None
     hvd.init()
     return lambda vector: hvd.allreduce(vector, op=hvd.Sum, name="cpu3d.sum")
 

@@ -46,7 +46,7 @@ from cpu3d.plan import make_plan as plan_training
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT
 from cpu3d.util.records import count as counted
-from memory_estimator.schema import add_options, arguments, option
+from memory_estimator.schema import add_options, arguments, as_typed, option
 from memory_estimator.units import format_seconds
 
 PORT = 29500
@@ -82,7 +82,7 @@ def run(options: Options) -> int:
     from cpu3d.training import train
 
     # Train's own reading of its options: one refusal before anything starts, and not one a worker.
-    parser = argparse.ArgumentParser(prog="python -m cpu3d launch ... train")
+    parser = argparse.ArgumentParser(prog=as_typed("./run.sh launch ... train"))
     add_options(parser, *train.OPTIONS)
     training, settings = arguments(train.OPTIONS, parser.parse_args(options.train[1:]), InputError)
     topology = topology_of(options.on_host) if options.on_host else read_topology()

@@ -26,7 +26,7 @@ from cpu3d.host.topology import EXAMPLE_HOSTS, Topology, read_topology, topology
 from cpu3d.util.records import versions
 from memory_estimator.host import memory_high
 from memory_estimator.job import ENGINES
-from memory_estimator.schema import option
+from memory_estimator.schema import as_typed, option
 from memory_estimator.table import Bad, Good, Poor, Table
 from memory_estimator.units import GIB, format_bytes
 
@@ -78,21 +78,6 @@ def run(options: Options) -> int:
 
 
 # --- What is looked at ---
-
-ADVICE = {
-    "CPU quota": "ask for whole CPUs (a cpuset) instead: threads then keep their caches",
-    "CPU mask": "ask for the same number on every socket, or for one socket",
-    "workers": "choose a number that divides the cores of a socket",
-    "free memory": "end other programs, take fewer workers, or see what fits: python -m memory_estimator --plan",
-    "memory limit": "raise it if the machine is yours: above it a run is killed",
-    "memory of nodes": "put the same memory on every socket, or lift the memory mask",
-    "swap": "`swapoff -a`, or go by the memory plan, which does not count on it",
-    "ulimit -v": "`ulimit -v unlimited`: at the limit TensorFlow ends the process",
-    "memory.high": "raise it to the memory limit, or keep the memory plan below it",
-    "environment": "unset them to have the plan's own",
-    "ITEX": f"{how_to_install('itex')} with Python 3.9 to 3.11 on Linux x86-64: steps are faster with it",
-}
-"""What to do where there is a problem."""
 
 
 def host_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
@@ -148,9 +133,28 @@ def process_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Chec
     return [*_checks({**found, "ITEX": (not itex and "not installed", itex)}), Check("TensorFlow", "ok", tensorflow)]
 
 
+def _advice() -> Dict[str, str]:
+    """What to do where there is a problem, by the check's name."""
+    estimate = as_typed("./run.sh estimate")
+    return {
+        "CPU quota": "ask for whole CPUs (a cpuset) instead: threads then keep their caches",
+        "CPU mask": "ask for the same number on every socket, or for one socket",
+        "workers": "choose a number that divides the cores of a socket",
+        "free memory": f"end other programs, take fewer workers, or see what fits: {estimate} --plan",
+        "memory limit": "raise it if the machine is yours: above it a run is killed",
+        "memory of nodes": "put the same memory on every socket, or lift the memory mask",
+        "swap": "`swapoff -a`, or go by the memory plan, which does not count on it",
+        "ulimit -v": "`ulimit -v unlimited`: at the limit TensorFlow ends the process",
+        "memory.high": "raise it to the memory limit, or keep the memory plan below it",
+        "environment": "unset them to have the plan's own",
+        "ITEX": f"{how_to_install('itex')} with Python 3.9 to 3.11 on Linux x86-64: steps are faster with it",
+    }
+
+
 def _checks(found: Dict[str, Tuple[Any, Any]]) -> List[Check]:
     """A warning with its advice for each problem, else what was found without."""
+    advice = _advice()
     return [
-        Check(name, "warn", problem, ADVICE[name]) if problem else Check(name, "ok", well)
+        Check(name, "warn", problem, advice[name]) if problem else Check(name, "ok", well)
         for name, (problem, well) in found.items()
     ]

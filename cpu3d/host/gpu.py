@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
-from cpu3d.errors import DoesNotFitError, InputError
+from cpu3d.errors import DoesNotFitError, InputError, how_to_install
 
 CPU = "cpu"
 
@@ -125,7 +125,7 @@ def why_no_card(requested: Optional[str], mode: str, gpus: Sequence[Gpu]) -> Lis
     if requested is not None or mode != "patch" or not gpus or cuda_is_installed():
         return []
     device = gpus[0].device
-    why = "this TensorFlow is without CUDA; `./run.sh setup --gpu`, or"
+    why = f"this TensorFlow is without CUDA; {how_to_install('gpu')}, or"
     return [f"{device} ({gpus[0].name}) is not used: {why} --device {device} where CUDA is there in another way"]
 
 
@@ -160,7 +160,7 @@ def use_device(tf: Any, device: str) -> None:
     if device != CPU and not wanted:
         built = f"built {'with' if tf.test.is_built_with_cuda() else 'without'} CUDA, and {len(cards)} seen"
         rule = f"device must be a GPU that TensorFlow sees, got {device} with TensorFlow {tf.__version__}, {built}"
-        raise InputError(f"{rule}; run `./run.sh setup --gpu`, name another, or use --device {CPU}")
+        raise InputError(f"{rule}; {how_to_install('gpu')}, name another, or use --device {CPU}")
     try:
         if cards:
             tf.config.set_visible_devices(wanted, "GPU")

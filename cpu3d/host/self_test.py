@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, List, Optional, Tuple
 
+from cpu3d.errors import how_to_install
 from cpu3d.host.apply import engine_name, installed, set_up
 from cpu3d.util.child import ROOT, how_ended, last_words
 from memory_estimator.host import Host, read_host
@@ -64,7 +65,7 @@ def self_test(engine: Optional[str] = None) -> List[Check]:
             command = [*PROGRAM, *([engine] if engine else [])]
             done = subprocess.run(command, cwd=ROOT, stdout=words, stderr=errors, timeout=LIMIT_S, check=False)
             last = last_words(Path(errors.name), count=1).strip()
-            end, todo = ": ".join(filter(None, [how_ended(done.returncode), last])), "run `./run.sh setup`"
+            end, todo = ": ".join(filter(None, [how_ended(done.returncode), last])), how_to_install()
             end = f"the process ended with {end}"
         for line in Path(words.name).read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(TypeError, ValueError):
@@ -88,7 +89,7 @@ def engine_in_force(tf: Any, host: Host, engine: Optional[str]) -> Check:
     if "no oneDNN" in name:
         return Check("engine", "fail", name, "`unset TF_ENABLE_ONEDNN_OPTS`: a step takes many times as long without")
     if engine in (None, "itex") and installed("itex") and "ITEX" not in name:
-        return Check("engine", "fail", f"{name}, although ITEX is installed", "run `./run.sh setup` again")
+        return Check("engine", "fail", f"{name}, although ITEX is installed", f"{how_to_install('itex')} again")
     return Check("engine", "ok", name)
 
 

@@ -274,16 +274,17 @@ def summary_table(scores: Mapping[str, Any]) -> Table:
     metrics = {name: METRICS[name] for name in metrics_in(scores)}
     rows = []
     for region, values in scores["summary"].items():
-        cells = [region]
         for name, metric in metrics.items():
-            one = values[name]
-            cells += [plus_minus(one["mean"], one["std"], metric.digits), f"{one['median']:.{metric.digits}f}"]
-        rows.append(cells)
+            one, digits = values[name], metric.digits
+            mean, median = plus_minus(one["mean"], one["std"], digits), f"{one['median']:.{digits}f}"
+            rows.append((region, metric.heading, mean, median))
+            region = ""  # in its first row
     return Table(
-        ("region", *(cell for metric in metrics.values() for cell in (metric.heading, "median"))),
+        ("region", "score", "mean \u00b1 sd", "median"),
         rows,
         title=f'{count(scores["cases"], f"{kind} case")} of {scores["name"]}, split "{scores["split"]}"',
-        caption=f"mean \u00b1 sd; {metric_notes(tuple(metrics), scores['tolerance_mm'])}",
+        caption=metric_notes(tuple(metrics), scores["tolerance_mm"]),
+        names=2,
     )
 
 

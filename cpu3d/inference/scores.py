@@ -6,9 +6,20 @@ comparable with published tables:
 - *Surface* of a mask: its voxels with a face neighbour outside the mask; beyond the image is outside.
 - *Surface distances*: from the centre of every surface voxel of one mask to the nearest one of the other, in mm.
 
+Lesions are those of BraTS 2023 for adult glioma (github.com/rachitsaluja/BraTS-2023-Metrics, BraTS-GLI):
+
+- *Lesions* are the parts of the truth that are connected, by 26 neighbours, once it is grown by 3 mm: near parts are
+  one lesion. Those of at most 50 mm3 are neither to be found nor wrong to find.
+- *Found* is a lesion that, grown, shares a voxel with a connected part of the prediction. All such parts are its own,
+  also those that are another lesion's too. A part of any size that no lesion has is a false positive.
+
+Growing is in rounds of a voxel to 18 neighbours. The challenge, all of 1 mm, takes 3 rounds; here an axis takes part in
+as many as 3 mm have voxels, rounded, so that lesions of other spacings are the same ones.
+
 Empty masks, by the rule of the BraTS challenge: both empty is right (Dice 1, HD95 0, surface Dice 1); one empty is as
 wrong as can be (Dice 0, surface Dice 0, HD95 = the diagonal of the image grid: 373.13 mm for 240x240x155 at 1 mm).
-"empty" of a region's scores says which it was, so that a mean can be read knowing what went into it.
+"empty" of a region's scores says which it was, so that a mean can be read knowing what went into it. Where there is no
+lesion to find, sensitivity is 1 whatever was predicted, and lesion-wise Dice 1 without and 0 with false positives.
 
 DeepMind's `surface-distance` weighs surface elements by their area, which matters most for anisotropic voxels. Its only
 release on PyPI (0.1) calls names that numpy 2 and today's scipy have dropped, so it is not used here; a k-d tree of
@@ -17,10 +28,10 @@ scipy over the surface voxels is exact and some sixty times faster than distance
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Sequence, Tuple
 
 import numpy as np
-from scipy.ndimage import binary_erosion
+from scipy.ndimage import binary_dilation, binary_erosion, generate_binary_structure, label
 from scipy.spatial import cKDTree
 
 from cpu3d.data.labels import region_mask
@@ -29,24 +40,52 @@ from cpu3d.data.region import bounding_box
 TOLERANCE_MM = 1.0
 """Default tolerance of the surface Dice: one BraTS voxel, about what two raters differ by."""
 
+LESION_GROWTH_MM, LESION_MM3 = 3.0, 50.0
+"""How far a true lesion reaches, and the volume up to which none is asked for: the challenge's for adult glioma."""
+
 RegionScores = Dict[str, Any]
-"""Metric -> value of one region of one case; truth_voxels, prediction_voxels, truth_ml, prediction_ml; and "empty": ""
-when neither mask is empty, else "both", "truth" or "prediction", which one is."""
+"""Metric -> value of one region of one case; truth_voxels, prediction_voxels, truth_ml, prediction_ml; true_lesions and
+found_lesions, the counts behind the sensitivity; and "empty": "" when neither mask is empty, else "both", "truth" or
+"prediction", which one is."""
+
+
+class Lesions(NamedTuple):
+    """The lesions of a truth, and what was found of them."""
+
+    true: int
+    found: int
+    false_positives: int
+    dice: float
+    """Lesion-wise Dice: the sum over the true lesions, 0 where one is missed, over their count and the false positives'
+    together; 1 where there are none of both."""
+
+    @property
+    def sensitivity(self) -> float:
+        """The share of true lesions that were found; 1 where there is none."""
+        return self.found / self.true if self.true else 1.0
 
 
 @dataclass(frozen=True)
 class Masks:
-    """A truth and a prediction, boolean `(X, Y, Z)`, neither empty, cropped to the box around both."""
+    """A truth and a prediction, boolean `(X, Y, Z)`, cropped to the box around both."""
 
     truth: np.ndarray
     prediction: np.ndarray
     spacing_mm: Sequence[float]
     tolerance_mm: float
+    diagonal_mm: float
+    """Of the whole image grid."""
+    empty: str
+    """Which one is: "", "truth", "prediction" or "both"."""
 
     @cached_property
     def distances_mm(self) -> Tuple[np.ndarray, np.ndarray]:
-        """Surface distances: (truth to prediction, prediction to truth), float64, unordered."""
+        """Surface distances, neither mask empty: (truth to prediction, prediction to truth), float64, unordered."""
         return surface_distances_mm(self.truth, self.prediction, self.spacing_mm)
+
+    @cached_property
+    def lesions(self) -> Lesions:
+        return find_lesions(self.truth, self.prediction, self.spacing_mm)
 
 
 @dataclass(frozen=True)
@@ -56,22 +95,15 @@ class Metric:
     label: str
     """For people."""
     of: Callable[[Masks], float]
-    best: float
-    """Its value where both masks are empty."""
-    worst: Optional[float]
-    """Its value where one of them is; None is the diagonal of the image grid in mm."""
     description: str = ""
-    """What it measures, in a sentence."""
+    """What it measures, in a sentence, and of empty masks."""
+    larger_is_better: bool = True
+    """Then it is a share, from 0 to 1."""
     unit: str = ""
     digits: int = 3
     """After the point, in tables."""
-    has_tolerance: bool = False
-    """Whether it depends on the tolerance of an evaluation."""
-
-    @property
-    def larger_is_better(self) -> bool:
-        """Whether it grows towards the right answer."""
-        return self.worst is not None and self.best > self.worst
+    note: str = ""
+    """What a table says of it; {tolerance_mm} is the evaluation's."""
 
     @property
     def heading(self) -> str:
@@ -83,26 +115,42 @@ METRICS: Dict[str, Metric] = {
     "dice": Metric(
         "Dice",
         lambda masks: dice_coefficient(masks.truth, masks.prediction),
-        1.0,
-        0.0,
-        "Twice the voxels that both masks share over the sum of both",
+        "Twice the voxels that both masks share over the sum of both; 1 where both are empty, 0 where one is",
     ),
     "hd95_mm": Metric(
         "HD95",
-        lambda masks: hausdorff95_mm(*masks.distances_mm),
-        0.0,
-        None,
-        "The larger of the two directed 95th percentiles of surface distances, linear between ranks",
+        lambda masks: hausdorff95_mm(masks),
+        "The larger of the two directed 95th percentiles of surface distances, linear between ranks; 0 where both are "
+        "empty, the diagonal of the image where one is",
+        larger_is_better=False,
         unit="mm",
         digits=2,
     ),
     "surface_dice": Metric(
         "surface Dice",
-        lambda masks: surface_dice_at(*masks.distances_mm, masks.tolerance_mm),
-        1.0,
-        0.0,
-        "The share of all surface voxels, of both masks together, within the tolerance (<=) of the other surface",
-        has_tolerance=True,
+        lambda masks: surface_dice(masks),
+        "The share of all surface voxels, of both masks together, within the tolerance (<=) of the other surface; 1 "
+        "where both are empty, 0 where one is",
+        note="at {tolerance_mm:g} mm",
+    ),
+    "lesion_dice": Metric(
+        "lesion-wise Dice",
+        lambda masks: masks.lesions.dice,
+        "The mean Dice of true lesions and false positives, each alone, by the rule of BraTS 2023: what is missed or "
+        "false has 0; 1 where there are none",
+        note="by the rule of BraTS 2023",
+    ),
+    "lesion_sensitivity": Metric(
+        "lesion sensitivity",
+        lambda masks: masks.lesions.sensitivity,
+        "The share of true lesions above 50 mm\u00b3 that were found; 1 where there are none",
+    ),
+    "false_positives": Metric(
+        "false positives",
+        lambda masks: float(masks.lesions.false_positives),
+        "Connected parts of the prediction that no true lesion, grown by 3 mm, touches; their count in a case",
+        larger_is_better=False,
+        digits=2,
     ),
 }
 """By their names in scores.json."""
@@ -137,23 +185,18 @@ def score_region(
         found = f"{tuple(spacing_mm)} and {tolerance_mm}"
         raise ValueError(f"spacing_mm must be three positive numbers and tolerance_mm a number from 0 on, got {found}")
     shape, box = truth.shape, bounding_box(truth | prediction).slices(truth.shape)
-    masks = Masks(truth[box], prediction[box], spacing_mm, tolerance_mm)  # outside of it there is nothing
-    voxels = {name: int(np.count_nonzero(getattr(masks, name))) for name in ("truth", "prediction")}
-    absent = [name for name, count in voxels.items() if not count]
-    values: Dict[str, float] = {}
-    for name, metric in METRICS.items():
-        if not absent:
-            values[name] = metric.of(masks)
-        elif len(absent) == 2:
-            values[name] = metric.best
-        else:
-            values[name] = diagonal_mm(shape, spacing_mm) if metric.worst is None else metric.worst
+    voxels = {"truth": int(np.count_nonzero(truth)), "prediction": int(np.count_nonzero(prediction))}
+    empty = "both" if not any(voxels.values()) else "".join(name for name, count in voxels.items() if not count)
+    # Outside of the box there is nothing, and what grows together does so inside of the box, too.
+    masks = Masks(truth[box], prediction[box], spacing_mm, tolerance_mm, diagonal_mm(shape, spacing_mm), empty)
     voxel_ml = float(np.prod(spacing_mm)) / 1000.0
     return {
-        **values,
+        **{name: metric.of(masks) for name, metric in METRICS.items()},
         **{f"{name}_voxels": count for name, count in voxels.items()},
         **{f"{name}_ml": count * voxel_ml for name, count in voxels.items()},
-        "empty": "both" if len(absent) == 2 else "".join(absent),
+        "true_lesions": masks.lesions.true,
+        "found_lesions": masks.lesions.found,
+        "empty": empty,
     }
 
 
@@ -167,7 +210,8 @@ def metric_notes(names: Sequence[str], tolerance_mm: float) -> str:
     """What a table of these metrics says below it, as "HD95 in mm; surface Dice at 1 mm"."""
     metrics = [METRICS[name] for name in names]
     notes = [f"{one.label} in {one.unit}" for one in metrics if one.unit]
-    return "; ".join([*notes, *(f"{one.label} at {tolerance_mm:g} mm" for one in metrics if one.has_tolerance)])
+    notes += [f"{one.label} {one.note.format(tolerance_mm=tolerance_mm)}" for one in metrics if one.note]
+    return "; ".join(notes)
 
 
 def dice_coefficient(truth: np.ndarray, prediction: np.ndarray) -> float:
@@ -184,16 +228,47 @@ def surface_distances_mm(
     return cKDTree(points_p).query(points_t)[0], cKDTree(points_t).query(points_p)[0]
 
 
-def hausdorff95_mm(there: np.ndarray, back: np.ndarray) -> float:
-    """The larger of the 95th percentiles of two lists of surface distances, neither empty."""
+def hausdorff95_mm(masks: Masks) -> float:
+    """The larger of the 95th percentiles of the two directed surface distances."""
+    if masks.empty:
+        return 0.0 if masks.empty == "both" else masks.diagonal_mm
+    there, back = masks.distances_mm
     return float(max(np.percentile(there, 95), np.percentile(back, 95)))
 
 
-def surface_dice_at(there: np.ndarray, back: np.ndarray, tolerance_mm: float) -> float:
-    """The share of all distances, of both lists together, that are at most `tolerance_mm`."""
+def surface_dice(masks: Masks) -> float:
+    """The share of all surface distances, of both directions together, that are at most the tolerance."""
+    if masks.empty:
+        return float(masks.empty == "both")
+    there, back = masks.distances_mm
     # Distances are roots of sums of squares: a tolerance of exactly 3 voxels of 0.1 mm must still hold three of them.
-    within = tolerance_mm * (1 + 1e-9)
+    within = masks.tolerance_mm * (1 + 1e-9)
     return float((np.count_nonzero(there <= within) + np.count_nonzero(back <= within)) / (there.size + back.size))
+
+
+def find_lesions(truth: np.ndarray, prediction: np.ndarray, spacing_mm: Sequence[float]) -> Lesions:
+    """Find the lesions of boolean masks `(X, Y, Z)` by the rule at the top of this file."""
+    near, touching = generate_binary_structure(3, 2), generate_binary_structure(3, 3)
+    if not truth.any() and not prediction.any():
+        return Lesions(0, 0, 0, 1.0)  # as below, at once
+    rounds = np.round(LESION_GROWTH_MM / np.asarray(spacing_mm, float)).astype(int)
+    stops, grown = sorted({0, *rounds}), truth
+    for done, stop in zip(stops, stops[1:]):
+        neighbours = near[tuple(slice(None) if done < n else slice(1, 2) for n in rounds)]
+        grown = binary_dilation(grown, neighbours, iterations=int(stop - done))
+    lesions, count = label(grown, touching)  # also of voxels around; 0 is none
+    parts, part_count = label(prediction, touching)
+    truth_size, shared = (np.bincount(lesions[mask], minlength=count + 1) for mask in (truth, truth & prediction))
+    # Every lesion and part that share a voxel, once.
+    both = prediction & grown
+    lesion, part = divmod(np.unique(lesions[both] * np.int64(part_count + 1) + parts[both]), part_count + 1)
+    own_size = np.bincount(lesion, weights=np.bincount(parts[prediction])[part], minlength=count + 1)
+    counted = truth_size * float(np.prod(spacing_mm)) > LESION_MM3
+    false_positives = part_count - len(np.unique(part))
+    dice = 2 * shared[counted] / (truth_size + own_size)[counted]
+    judged = len(dice) + false_positives
+    found = np.count_nonzero(own_size[counted])
+    return Lesions(len(dice), found, false_positives, float(dice.sum() / judged) if judged else 1.0)
 
 
 def diagonal_mm(shape: Sequence[int], spacing_mm: Sequence[float]) -> float:

@@ -9,6 +9,7 @@ from typing import Any, List, Tuple
 
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import writable_folder
+from memory_estimator.schema import as_typed
 from memory_estimator.units import GIB
 
 
@@ -16,6 +17,8 @@ def page_file(out: Path) -> Path:
     """`out`, in a folder that is made where there is none. Raises InputError unless a page can be written there."""
     if out.is_dir():
         raise InputError(f"--out {out} must be a file, found a folder; add a name such as page.html")
+    if out.suffix.lower() not in (".html", ".htm"):  # an image named by mistake would be lost
+        raise InputError(f"--out must end in .html, got {out.name}; give a name such as page.html")
     writable_folder(out.parent, "folder of --out")
     return out
 
@@ -34,7 +37,11 @@ def render_page(template: Path, **content: Any) -> str:
         trim_blocks=True,
     )
     now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-    helpers = {"now": now, "picture": lambda png: "data:image/png;base64," + base64.b64encode(png).decode("ascii")}
+    helpers = {
+        "now": now,
+        "as_typed": as_typed,
+        "picture": lambda png: "data:image/png;base64," + base64.b64encode(png).decode("ascii"),
+    }
     return environment.get_template(template.name).render(**helpers, **content)
 
 

@@ -9,16 +9,17 @@ A case is a folder of NIfTI files on one grid, one 3D or 4D file, or several 3D 
 What the codes mean is known from the files' names, as in `predict`; others are called by their numbers.
 
 The page is one file without network, some 3 MB, that every browser of 2023 or later opens: three linked planes, the
-modalities, truth, prediction and error. It holds the box around the brain, at most 255 grey values, and no path.
+modalities, truth, prediction and error. It holds the box around the brain, at most 255 grey values.
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
-from cpu3d.data.nifti import read_volume, to_ras
+from cpu3d.data.nifti import is_placed, read_volume, to_ras
 from cpu3d.data.records import Geometry
 from cpu3d.data.stores.case import grid_problems
 from cpu3d.data.stores.layouts import channels_of, label_codes_of, labels_in_use, regions_of, viewed_files
@@ -51,9 +52,9 @@ def run(options: Options) -> int:
     inputs = [*options.image, *options.prediction, *([options.label] if options.label else [])]
     refuse(f"{path} must exist, found none; check the path" for path in inputs if not path.exists())
     case = read_case(options.image, options.label, options.prediction)
-    if options.out.resolve() in {path.resolve() for path in inputs}:
-        raise InputError(f"--out {options.out} must not be a file that is shown; choose another name")
     out = page_file(options.out)
+    for note in _notes(case):
+        print(f"note: {note}", file=sys.stderr)
     write_case_page(out, case, "view")
     print(f"written: {out} ({out.stat().st_size / 1e6:.1f} MB)")
     return 0
@@ -111,12 +112,21 @@ def read_case(image: Sequence[Path], label: Optional[Path], predictions: Sequenc
 # --- Private helpers ---
 
 
+def _notes(case: ViewedCase) -> Iterator[str]:
+    for number, channel in enumerate(case.channels):
+        if not case.image[..., number].any():
+            yield f"{channel} of {case.name} is empty: no voxel is a number other than 0"
+    if not is_placed(case.geometry):
+        rule = "does not say how the patient lies (its sform and qform codes are 0)"
+        yield f"{case.name} {rule}: R, L, A, P, S, I and mm are guesses"
+
+
 def _modalities(path: Path, array: np.ndarray, *, alone: bool) -> np.ndarray:
     most = MOST_CHANNELS if alone else 1
     if array.shape[3] > most:
         rule = f"have at most {most} channels" if alone else "be 3D beside other images"
         raise InputError(f"--image {path} must {rule}, got {array.shape[3]} channels; give others or one alone")
-    return array.astype(np.float32) if array.dtype.itemsize > 4 else array
+    return np.nan_to_num(array, posinf=0, neginf=0)
 
 
 def _label_map(path: Path, array: np.ndarray) -> np.ndarray:
@@ -124,11 +134,12 @@ def _label_map(path: Path, array: np.ndarray) -> np.ndarray:
     array = array[..., 0] if array.ndim == 4 and array.shape[3] == 1 else array
     if array.ndim != 3:
         raise InputError(f"label map {path} must be 3D, got shape {array.shape}; give one label map")
-    codes = array.astype(np.uint8) if np.isfinite(array).all() else None
-    if codes is None or not np.array_equal(codes, array):
-        raise InputError(
-            f"label map {path} must hold integers 0..255, got {array.min():g} to {array.max():g}; give a label map"
-        )
+    with np.errstate(invalid="ignore"):
+        codes = array.astype(np.uint8)
+    others = array[codes != array]
+    if others.size:
+        got = f"{others[0]}, one of {others.size} other values"
+        raise InputError(f"label map {path} must hold integers 0..255, got {got}; give a label map")
     return codes
 
 
@@ -145,15 +156,16 @@ def _meanings(
 
 
 def _distinct(paths: Sequence[Path]) -> List[str]:
-    """A name for each file: its own without the ending, or of equal ones what tells their paths apart."""
+    """A name for each file: its own without the ending; of equal ones that of the nearest folder that tells them all
+    apart, or else their number."""
     names = [path.name.split(".nii")[0] for path in paths]
     if len(set(names)) == len(names):
         return names
-    parts = [path.resolve().parts for path in paths]
-    if len(set(parts)) < len(parts):
+    resolved = [path.resolve() for path in paths]
+    if len(set(resolved)) < len(resolved):
         raise InputError(f"--prediction must name different files, got {paths[0]} and others twice; leave one out")
-    while len({one[0] for one in parts}) == 1:
-        parts = [one[1:] for one in parts]
-    while len({one[-1] for one in parts}) == 1:
-        parts = [one[:-1] for one in parts]
-    return ["/".join(one) for one in parts]
+    for folders in zip(*(path.parents for path in resolved)):
+        found = [folder.name for folder in folders]
+        if all(found) and len(set(found)) == len(found):
+            return found
+    return [f"{name} ({number})" for number, name in enumerate(names, 1)]

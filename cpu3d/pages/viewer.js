@@ -35,7 +35,7 @@ async function unpack(base64, [nx, ny, nz]) {
   return voxels;
 }
 
-function start(root) {
+function start(root, fail) {
   const find = (name) => root.querySelector(`[data-is="${name}"]`);
   const cases = JSON.parse(find("cases").textContent);
   const [list, modality, region, answer] = ["list", "modality", "region", "answer"].map(find);
@@ -174,11 +174,15 @@ function start(root) {
     const edge = 4 * ratio;
     context.font = `600 ${13 * ratio}px system-ui, sans-serif`;
     context.fillStyle = "#ffe9a8";
+    context.strokeStyle = "#000"; // around the letters: the crosshair may run through them
+    context.lineWidth = 5 * ratio;
+    context.lineJoin = "round";
     const places = [["left", "middle", edge, height / 2], ["right", "middle", width - edge, height / 2],
                     ["center", "top", width / 2, edge], ["center", "bottom", width / 2, height - edge]];
     places.forEach(([align, baseline, left, top], position) => {
       context.textAlign = align;
       context.textBaseline = baseline;
+      context.strokeText(letters[position], left, top);
       context.fillText(letters[position], left, top);
     });
   }
@@ -196,15 +200,15 @@ function start(root) {
     const clipped = level === 1 ? "\u2264 " : level === one.levels ? "\u2265 " : "\u2248 ";
     const signed = (value, plus, minus) => `${value < 0 ? minus : plus} ${Math.abs(value).toFixed(1)}`;
     const [x, y, z] = times(shown.to_mm, at);
-    const facts = {
-      voxel: times(shown.to_voxel, at).map(Math.round).join(", "),
-      mm: `${signed(x, "R", "L")}, ${signed(y, "A", "P")}, ${signed(z, "S", "I")}`,
-      [one.name]: level ? clipped + number(intensity(level)) + (one.unit && ` ${one.unit}`) : "0 (outside)",
-      window: greyWindow().map(number).join(" to "),
-    };
-    if (truth) facts.truth = nameOf(truth[here]);
-    if (prediction) facts.prediction = nameOf(prediction[here]);
-    find("facts").replaceChildren(...Object.entries(facts).map(([name, value]) => {
+    const facts = [ // pairs: a modality may be called "window" or "truth"
+      ["voxel", times(shown.to_voxel, at).map(Math.round).join(", ")],
+      ["mm", `${signed(x, "R", "L")}, ${signed(y, "A", "P")}, ${signed(z, "S", "I")}`],
+      [one.name, level ? clipped + number(intensity(level)) + (one.unit && ` ${one.unit}`) : "0 (outside)"],
+      ["window", greyWindow().map(number).join(" to ")],
+    ];
+    if (truth) facts.push(["truth", nameOf(truth[here])]);
+    if (prediction) facts.push(["prediction", nameOf(prediction[here])]);
+    find("facts").replaceChildren(...facts.map(([name, value]) => {
       const pair = element("div", "");
       pair.append(element("dt", name), element("dd", value));
       return pair;
@@ -235,18 +239,27 @@ function start(root) {
   async function show() {
     const turn = ++asked, chosen = shown.predictions[answer.selectedIndex];
     const ids = [channel().id, shown.truth, chosen && chosen.id];
-    const decoded = await Promise.all(ids.map((id) => (id ? volume(id) : null)));
-    if (turn !== asked) return; // another choice was made meanwhile
-    [image, truth, prediction] = decoded;
-    legend();
-    draw();
+    image = truth = prediction = null; // what was decoded before may have another shape
+    try {
+      const decoded = await Promise.all(ids.map((id) => (id ? volume(id) : null)));
+      if (turn !== asked) return; // another choice was made meanwhile
+      [image, truth, prediction] = decoded;
+      find("failed").textContent = "";
+      legend();
+      draw();
+    } catch (error) {
+      if (turn === asked) fail(error);
+    }
   }
 
   let waiting = false;
   function redraw() {
     if (waiting || !image) return;
     waiting = true;
-    requestAnimationFrame(() => { waiting = false; legend(); draw(); });
+    requestAnimationFrame(() => {
+      waiting = false;
+      if (image) { legend(); draw(); }
+    });
   }
 
   function options(select, names, values = names.keys()) {
@@ -275,7 +288,10 @@ function start(root) {
       canvas.style.aspectRatio = `${size[across]} / ${size[down]}`;
       canvas.parentElement.style.setProperty("--mm", size[across]);
       slider.max = shown.shape[through] - 1;
+      canvas.width = 1; // black until the case is decoded
     }
+    find("facts").replaceChildren();
+    find("unplaced").hidden = shown.placed;
     find("planes").style.gridTemplateColumns = planes.map((plane) => `${size[plane.across]}fr`).join(" ");
     return show();
   }
@@ -356,7 +372,7 @@ function start(root) {
     n: () => cycle(answer, 1), N: () => cycle(answer, -1), o: hideOverlays,
     t: () => tick(truthOn), p: () => tick(answerOn), e: () => tick(errorOn), w: () => setDrag(!dragsWindow()),
     0: resetWindow, h: () => { at = shown.start.slice(); redraw(); },
-    c: () => take(cases[(cases.indexOf(shown) + 1) % cases.length]),
+    c: () => { if (cases.length > 1) take(cases[(cases.indexOf(shown) + 1) % cases.length]); },
   };
 
   document.addEventListener("keydown", (event) => {
@@ -379,7 +395,7 @@ function start(root) {
   find("drag").addEventListener("click", () => setDrag(!dragsWindow()));
   find("reset").addEventListener("click", resetWindow);
   new ResizeObserver(redraw).observe(find("planes"));
-  return take(shown);
+  take(shown);
 }
 
 for (const root of document.querySelectorAll(".viewer")) {
@@ -388,6 +404,6 @@ for (const root of document.querySelectorAll(".viewer")) {
       `The slices cannot be shown: ${error.message || error}. A browser of 2023 or later is needed.`;
     console.error(error);
   };
-  try { start(root).catch(fail); } catch (error) { fail(error); }
+  try { start(root, fail); } catch (error) { fail(error); }
 }
 })();

@@ -15,7 +15,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 import numpy as np
 
 from cpu3d.data.labels import region_mask
-from cpu3d.data.nifti import ras_spacing_mm, ras_to_file
+from cpu3d.data.nifti import is_placed, ras_spacing_mm, ras_to_file
 from cpu3d.data.records import Geometry
 from cpu3d.data.region import Region, bounding_box
 
@@ -43,7 +43,7 @@ class ViewedCase:
 
     name: str
     image: np.ndarray
-    """`(X, Y, Z, C)`, of which a channel at a time is read."""
+    """`(X, Y, Z, C)` of finite numbers, of which a channel at a time is read."""
     channels: Sequence[str]
     geometry: Geometry
     regions: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -120,6 +120,7 @@ def _case(case: ViewedCase, name: str) -> Tuple[Dict[str, Any], Dict[str, bytes]
         "to_voxel": to_voxel[:3].tolist(),
         "to_mm": to_mm[:3].tolist(),
         "start": start,
+        "placed": is_placed(case.geometry),
         "modalities": modalities,
         "labels": {int(code): label for code, label in case.labels.items()},
         "regions": [
@@ -151,11 +152,13 @@ def _start(label: Optional[np.ndarray], regions: Mapping[str, Sequence[int]], si
 
 def _modality(volume: np.ndarray, most_bytes: float) -> Tuple[Dict[str, Any], bytes]:
     """What the page is told of a modality, and its voxels, packed into `most_bytes` where that can be."""
-    volume = np.nan_to_num(np.asarray(volume, np.float32), posinf=0, neginf=0)
+    dtype = np.float64 if volume.dtype.itemsize > 4 else np.float32
+    most = np.finfo(dtype).max / 1e4  # so that the window and its steps do not overflow
+    volume = np.clip(volume, -most, most).astype(dtype)
     brain = volume[volume != 0]
     low, high, black, white = np.percentile(brain, (*RANGE, *WINDOW)).tolist() if brain.size else (0, 1, 0, 1)
     if not low < high:
-        low, high = low, low + 1
+        high = low + max(1.0, abs(low))
     if not black < white:
         black, white = low, high
     steps, packed = STEPS, b""

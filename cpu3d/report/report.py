@@ -171,21 +171,21 @@ def _host_table(start: Mapping[str, Any]) -> Table:
 
 
 def _cases_table(scores: Mapping[str, Any]) -> Table:
-    """Every case, worst first."""
-    metrics, regions = metrics_in(scores), list(scores["summary"])
+    """Every region of every case, the worst case first."""
+    metrics = {name: METRICS[name] for name in metrics_in(scores)}
     rows = []
     for case in ranked(scores["cases"]):
-        cells = [case["case_id"]]
-        for one in (case["regions"][region] for region in regions):
-            values = [f"{one[name]:.{METRICS[name].digits}f}" for name in metrics]
+        case_id = case["case_id"]  # in its first row
+        for region, one in case["regions"].items():
+            values = [f"{one[name]:.{metric.digits}f}" for name, metric in metrics.items()]
             ml = f"{one['truth_ml']:.1f} \u2192 {one['prediction_ml']:.1f}"
-            cells += [values[0] + "*" * bool(one["empty"]), *values[1:], ml]
-        rows.append(cells)
-    headings = [*(METRICS[name].heading for name in metrics), "ml"]
+            rows.append((case_id, region + "*" * bool(one["empty"]), *values, ml))
+            case_id = ""
     return Table(
-        ("case", *(f"{region} {heading}" for region in regions for heading in headings)),
+        ("case", "region", *(metric.heading for metric in metrics.values()), "ml"),
         rows,
         caption="Worst first. ml: volume of the truth \u2192 of the prediction. * truth, prediction or both are empty.",
+        names=2,
     )
 
 
@@ -265,9 +265,11 @@ def _score_pictures(scores: Mapping[str, Any]) -> Figures:
     figures = []
     for name, metric in ((name, METRICS[name]) for name in metrics_in(scores)):
         values = {region: [case["regions"][region][name] for case in scores["cases"]] for region in scores["summary"]}
-        axis = {"y_label": metric.unit, "y_range": (0, None)} if metric.unit else {"y_range": (-0.02, 1.02)}
+        y_range = (-0.02, 1.02) if metric.larger_is_better else (0, None)
         title = metric.label if metric.larger_is_better else f"{metric.label} (less is better)"
-        figures.append((f"{title} of every case", pictures.strips(values, title=title, **{"y_label": "", **axis})))
+        figures.append(
+            (f"{title} of every case", pictures.strips(values, title=title, y_label=metric.unit, y_range=y_range))
+        )
     return figures
 
 

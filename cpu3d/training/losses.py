@@ -37,8 +37,10 @@ class DiceCrossEntropy(tf.keras.losses.Loss):
         by_sample = SimpleNamespace(
             sums=self.sums, value=functools.partial(self.value, by_sample=True), slope=self.slope
         )
-        targets = [_on_grid_of(y_pred, y_true)]
-        return weighted_sum(by_sample, targets, [y_pred], by_pieces=y_pred.shape[0] is not None)[0][:, 0]
+        y_pred = tf.convert_to_tensor(y_pred)
+        return weighted_sum(by_sample, [_on_grid_of(y_pred, y_true)], [y_pred], by_pieces=y_pred.shape[0] is not None)[
+            0
+        ][:, 0]
 
     def sums(self, t, z, regions: int):
         """Of each region of a piece, (n, R, 4): cross-entropy, overlap, predicted, true; and the probabilities."""
@@ -69,6 +71,9 @@ class DiceCrossEntropy(tf.keras.losses.Loss):
             return dz - c * t
 
 
+tf.keras.utils.get_custom_objects()["dice_cross_entropy"] = DiceCrossEntropy  # compile(loss="dice_cross_entropy")
+
+
 @tf.keras.utils.register_keras_serializable("cpu3d")
 class RegionDice(tf.keras.metrics.Mean):
     """Mean hard Dice of the cases, as `hard_dice` has it: of the region at an index of the last axis, or of all."""
@@ -79,6 +84,7 @@ class RegionDice(tf.keras.metrics.Mean):
 
     def update_state(self, y_true, y_pred, sample_weight=None):
         """As `DiceCrossEntropy.call`."""
+        y_pred = tf.convert_to_tensor(y_pred)
         dice = hard_dice(hard_dice_counts(_on_grid_of(y_pred, y_true), y_pred))
         if self.region is not None and not 0 <= self.region < dice.shape[1]:
             raise ValueError(
@@ -115,6 +121,7 @@ def hard_dice_counts(target, logits) -> tf.Tensor:
 
 def _on_grid_of(logits, target):
     """The target, thinned. Raises ValueError where it is no map of as many regions on that grid or a multiple of it."""
+    target = tf.convert_to_tensor(target)
     if target.shape.rank is None or None in target.shape[1:]:
         target = tf.ensure_shape(target, logits.shape)
     steps = {fine / coarse for fine, coarse in zip(target.shape[1:-1], logits.shape[1:-1])}

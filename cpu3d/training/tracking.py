@@ -262,6 +262,8 @@ class _Mlflow:
             named = scalars(event)
             if named and event["step"] > sent[event["event"]]:
                 sent[event["event"]] = event["step"]
-                metrics += [Metric(name, float(value), now, event["step"]) for name, value in named.items()]
+                # The loss last: where it is known, all of the event is.
+                each = reversed(list(named.items()))
+                metrics += [Metric(name, float(value), now, event["step"]) for name, value in each]
         for first in range(0, len(metrics), MOST_METRICS):
             client.log_batch(found, metrics=metrics[first : first + MOST_METRICS])

@@ -270,9 +270,12 @@ def viewed_files(paths: Sequence[Path]) -> Tuple[CaseFiles, Tuple[str, ...]]:
         raise InputError(
             f"--image must be one case, got {first} and {len(paths) - 1} more; give one folder or its files"
         )
-    images = [path for path in files if _modality(path) != "seg"] or files
-    if not images:
-        raise InputError(f"--image {first} must hold .nii.gz or .nii files, found none; give the folder of a case")
+    images = [path for path in files if _modality(path) != "seg"]
+    if not images and first.is_dir():
+        found = "a segmentation alone" if files else "none"
+        rule = f"--image {first} must hold .nii.gz or .nii files of images, found {found}"
+        raise InputError(f"{rule}; give the folder of a case, or a file")
+    images = images or files  # a segmentation that is named is looked at
     labels = [path for path in files if path not in images]
     names = [_modality(path) or _stem(path) for path in images]
     twice = [name for name, count in Counter(names).items() if count > 1]

@@ -1,10 +1,15 @@
 """A made-up brain tumour data set that is worth learning from, in the Decathlon layout.
 
-Example: python -m cpu3d phantom --out phantom --cases 10 --shape 240 240 155 --seed 0
+Example: ./run.sh phantom --out phantom --cases 10 --shape 240 240 155 --seed 0
 
 With --context count the tumours look alike and only what their rim is called depends on something far away: whether
 there is another lesion. WT and TC are then to be had from a patch, and ET is not, where the patch is shorter than the
 gap in between: of volumes of 240 voxels up to 70 from front to back. dataset.json says how many it is.
+
+With --lesion-size small the whole tumour, in one to three lesions, is 0.2 to 1 % of the box that holds the brain, and
+the enhancing tumour at least 0.02 %: in the middle 0.45 and 0.05 %.
+
+With --warp CASE the cases are warped copies of a real one (cpu3d/data/stores/warp.py) and nothing is drawn.
 
 Nothing here is medicine: the shapes and contrasts are drawn by hand after BraTS volumes. A skull-stripped head lies on
 zero background; grey and white matter fold, ventricles are filled, the field is uneven, the noise Rician. Tumours are
@@ -26,6 +31,7 @@ from cpu3d.data.nifti import write_label, write_volume
 from cpu3d.data.records import Geometry
 from cpu3d.data.region import Shape3
 from cpu3d.data.stores.conversion import claimed
+from cpu3d.data.stores.warp import case_to_warp, smooth_field, warped_case
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import write_json
 from cpu3d.util.child import KILLED, run_jobs, worker_count
@@ -60,12 +66,18 @@ CONTEXTS = ("none", "count")
 RULE = "the lesion is the only one"
 """When a lesion's rim is enhancing tumour (code 3) and not non-enhancing (code 2), in the context "count"."""
 
+LESION_SIZES = ("usual", "small")
+SMALL_WT, SMALL_ET = (0.002, 0.01), 0.0002
+"""Of the brain's box: least and most of the whole tumour, and least of the enhancing one, where lesions are small."""
+
 CLEARANCE = 0.42
 """Share of the head's length, front to back, that is at least between a core and whatever tells its rule."""
 
 Fields = Dict[str, np.ndarray]
 """Substance -> how much of each voxel of the head's box it is, 0 to 1; soft edges are partial volume."""
 
+
+USUAL_SHAPE = (240, 240, 155)
 
 LEAST_VOXELS = 24
 """Voxels along an axis below which the enhancing rim no longer shows."""
@@ -77,10 +89,14 @@ class Options:
 
     out: Path = option(help="folder to write; made if absent, continued if unfinished")
     cases: int = option(10, "how many")
-    shape: Shape3 = option((240, 240, 155), "voxels", metavar=("X", "Y", "Z"))
+    shape: Optional[Shape3] = option(None, "voxels (default: 240 240 155)", metavar=("X", "Y", "Z"))
     seed: int = option(0, "of everything that is random")
     context: str = option(
         "none", "what far away decides whether a rim is called enhancing; in half of the cases it is", choices=CONTEXTS
+    )
+    lesion_size: str = option("usual", "small: a whole tumour is 0.2 to 1 %% of the brain's box", choices=LESION_SIZES)
+    warp: Optional[Path] = option(
+        None, "warped copies of the real case in this folder, which has a label, on its grid", metavar="CASE"
     )
     workers: Optional[int] = option(None, "processes (default: one per usable core)", at_least=1)
 
@@ -98,28 +114,41 @@ def write_phantom(
     out: Union[str, Path],
     *,
     cases: int,
-    shape: Shape3,
+    shape: Optional[Shape3] = None,
     seed: int = 0,
     workers: Optional[int] = None,
     context: str = "none",
+    lesion_size: str = "usual",
+    warp: Optional[Path] = None,
 ) -> Path:
-    """Write `cases` phantom cases below `out` and return that folder.
+    """Write `cases` phantom cases, or warped copies of the one in folder `warp`, below `out` and return that folder.
 
-    Case n depends on (seed, n, shape, context) alone, so more cases can be added later and workers do not matter.
-    dataset.json comes last. Raises InputError for a shape or count that is too small, a shape that is too large for the
-    memory, and a folder that holds anything else or that another process writes.
+    Case n depends on (seed, n) and on shape, context and lesion_size, or `warp`, alone, so more cases can be added
+    later and workers do not matter. dataset.json comes last. Raises InputError for a shape or count that is too small,
+    a shape that is too large for the memory, options that exclude each other, a case that cannot be warped, and a
+    folder that holds anything else or that another process writes.
     """
-    workers, out = worker_count(workers), Path(out)
+    workers, out, grid = worker_count(workers), Path(out), tuple(shape or USUAL_SHAPE)
+    drawn = (shape, context, lesion_size) != (None, "none", "usual")
     rules = (
         ("--cases", "at least 1", cases, cases >= 1),
-        ("--shape", f"from {LEAST_VOXELS} to 32767", tuple(shape), min(shape) >= LEAST_VOXELS and max(shape) <= 32767),
+        ("--shape", f"from {LEAST_VOXELS} to 32767", grid, min(grid) >= LEAST_VOXELS and max(grid) <= 32767),
         ("--seed", "at least 0", seed, seed >= 0),
+        ("--lesion-size", "usual with --context", lesion_size, lesion_size == "usual" or context == "none"),
+        ("--warp", "without --shape, --context and --lesion-size", warp, not (warp and drawn)),
     )
     refuse(f"{name} must be {rule}, got {value}; choose another" for name, rule, value, holds in rules if not holds)
-    settings = {"phantom": VERSION, "seed": seed, "shape": list(shape), "context": context}
-    # "none" was the only context before it was kept.
-    with claimed(out, "phantom folder", "phantom.json", settings, ("imagesTr", "labelsTr"), context="none"):
-        results = run_jobs(functools.partial(_write_case, out, tuple(shape), seed, context), range(cases), workers)
+    settings: Dict[str, Any] = {"phantom": VERSION, "seed": seed}
+    channels = len(CHANNELS)
+    if warp:
+        *grid, channels = case_to_warp(warp)[1].image.shape
+        settings["warp"] = case_to_warp(warp)[1].record.image_voxels_sha256
+    else:
+        settings.update(shape=list(grid), context=context, lesion_size=lesion_size)
+    earlier = {"context": "none", "lesion_size": "usual"}  # the only ones before they were kept
+    with claimed(out, "phantom folder", "phantom.json", settings, ("imagesTr", "labelsTr"), **earlier):
+        write = functools.partial(_write_case, out, seed, warp or (grid, context, lesion_size))
+        results = run_jobs(write, range(cases), workers)
         try:
             with contextlib.closing(results), bar("phantom", cases) as advance:
                 for _, result in results:
@@ -128,38 +157,61 @@ def write_phantom(
                     advance()
         except MemoryError:
             advice = "choose a smaller one or run again with fewer --workers"
-            raise InputError(f"--shape must fit into memory, got {by(shape)}; {advice}") from None
-        write_json(out / "dataset.json", _dataset_json(cases, context, shape))
-    print(f"{cases} phantom cases of {by((*shape, len(CHANNELS)))} in {out}")
+            raise InputError(f"--shape must fit into memory, got {by(grid)}; {advice}") from None
+        write_json(out / "dataset.json", {**_about(grid, context, lesion_size, warp), **_files(cases)})
+    print(f"{cases} phantom cases of {by((*grid, channels))} in {out}")
     return out
 
 
-def _write_case(out: Path, shape: Shape3, seed: int, context: str, index: int) -> None:
-    """Write a case's two files unless both are there; each appears whole or not at all."""
+def _write_case(out: Path, seed: int, source: Union[Path, Tuple[Shape3, str, str]], index: int) -> None:
+    """Write a case's two files unless both are there; each appears whole or not at all.
+
+    `source` is the folder of a case to warp, or shape, context and lesion size.
+    """
     image_path, label_path = (out / f"{kind}Tr/BRATS_{index + 1:03d}.nii.gz" for kind in ("images", "labels"))
     if image_path.is_file() and label_path.is_file():
         return
-    image, label = phantom_case(shape, seed, index, context)
-    geometry = Geometry(shape, tuple(map(tuple, np.eye(4).tolist())), "RAS", sform_code=1, qform_code=1)
+    if isinstance(source, Path):
+        image, label = warped_case(source, seed, index)
+        geometry = case_to_warp(source)[1].record.geometry
+    else:
+        shape, context, lesion_size = source
+        image, label = phantom_case(shape, seed, index, context, lesion_size)
+        geometry = Geometry(shape, tuple(map(tuple, np.eye(4).tolist())), "RAS", sform_code=1, qform_code=1)
     write_volume(image_path, image, geometry, compression=1)
     write_label(label_path, label, geometry)
 
 
-def _dataset_json(cases: int, context: str, shape: Shape3) -> Dict[str, Any]:
-    """A dataset.json like that of MSD Task01_BrainTumour; the description states the rule of a context."""
+def _about(shape: Shape3, context: str, lesion_size: str, warp: Optional[Path]) -> Dict[str, Any]:
+    """What a dataset.json, like that of MSD Task01_BrainTumour, says of all cases; what is not usual is described."""
+    name, channels, labels = "BRATS phantom", CHANNELS, LABELS
     description = "Made-up gliomas in made-up brains, for trials of the software; no patient's data"
+    if warp:
+        dataset, case = case_to_warp(warp)
+        name, channels, labels = f"Warped copies of {case.record.case_id}", dataset.channels, dataset.labels
+        description = "Copies of one real case, warped and with other intensities, for trials of the software"
+    if lesion_size == "small":
+        name += ", small lesions"
+        description += f". Small lesions: a whole tumour is {SMALL_WT[0]:.1%} to {SMALL_WT[1]:.0%} of the brain's box"
     if context == "count":
+        name += ", context count"
         description += (
             f". Context count: a rim is called {LABELS[3]} where {RULE}, else {LABELS[2]}; a patch of up to"
             f" {blind_patch(context, shape)} voxels from front to back has nothing in it that tells which"
         )
-    names = [f"BRATS_{index + 1:03d}.nii.gz" for index in range(cases)]
     return {
-        "name": "BRATS phantom" if context == "none" else f"BRATS phantom, context {context}",
+        "name": name,
         "description": description,
         "tensorImageSize": "4D",
-        "modality": {str(index): name for index, name in enumerate(CHANNELS)},
-        "labels": {str(code): name for code, name in LABELS.items()},
+        "modality": {str(index): name for index, name in enumerate(channels)},
+        "labels": {str(code): name for code, name in labels.items()},
+    }
+
+
+def _files(cases: int) -> Dict[str, Any]:
+    """What a dataset.json says of its files."""
+    names = [f"BRATS_{index + 1:03d}.nii.gz" for index in range(cases)]
+    return {
         "numTraining": cases,
         "numTest": 0,
         "training": [{"image": f"./imagesTr/{name}", "label": f"./labelsTr/{name}"} for name in names],
@@ -168,7 +220,12 @@ def _dataset_json(cases: int, context: str, shape: Shape3) -> Dict[str, Any]:
 
 
 def phantom_case(
-    shape: Shape3, seed: int, index: int, context: str = "none", holds: Optional[bool] = None
+    shape: Shape3,
+    seed: int,
+    index: int,
+    context: str = "none",
+    lesion_size: str = "usual",
+    holds: Optional[bool] = None,
 ) -> Tuple[np.ndarray, np.ndarray]:
     """Draw one case: image `(X, Y, Z, 4)` int16 and label `(X, Y, Z)` uint8, axes R A S, in the order of `CHANNELS`.
 
@@ -182,8 +239,12 @@ def phantom_case(
     head = Head(box, rng)
     tissue = tissues(head)
     roughness = [np.clip(head.field(cells), -1.6, 1.6) for cells in (8, 15)]
-    lesions, rim = usual_lesions(head) if context == "none" else [], ENHANCING
-    if context == "count":
+    rim = ENHANCING
+    if lesion_size == "small":
+        lesions = small_lesions(head, tissue, roughness, np.random.default_rng([VERSION, seed, index, 4]))
+    elif context == "none":
+        lesions = usual_lesions(head)
+    else:
         holds = index % 2 == 0 if holds is None else holds
         lesions = lesions_apart(head, np.random.default_rng([VERSION, seed, index, 3]))[: 1 if holds else 2]
         rim = ENHANCING if holds else NON_ENHANCING
@@ -221,10 +282,7 @@ class Head:
 
     def field(self, cells: int) -> np.ndarray:
         """A smooth random field of about unit spread, with `cells` cubic B-spline cells along every axis."""
-        values = self.rng.standard_normal((cells + 3,) * 3, dtype=np.float32)
-        for axis in (2, 1, 0):  # the last step is the large one, and along the first axis it moves whole planes
-            values = _interpolate(values, axis, self.box[axis], cells)
-        return values * np.float32(2.6)  # a spline averages: 2.6 brings the spread back to one
+        return smooth_field(self.rng, self.box, cells)
 
     def ball(self, centre: Sequence[float], radii: Sequence[float]) -> np.ndarray:
         """Squared distance from `centre` in units of `radii`: below 1 within the ellipsoid."""
@@ -280,26 +338,6 @@ def soft(limit: float, values: np.ndarray, width: float) -> np.ndarray:
     return np.clip((limit - values) * np.float32(0.5 / width) + np.float32(0.5), 0, 1)
 
 
-def _interpolate(values: np.ndarray, axis: int, size: int, cells: int) -> np.ndarray:
-    """Bring `cells + 3` uniform cubic B-spline coefficients along `axis` to `size` voxels, sampled at their middles.
-
-    Four multiplications and additions, because a matrix product's rounding changes with its library's threads.
-    """
-    position = (np.arange(size) + 0.5) / size * cells
-    cell = np.minimum(position.astype(int), cells - 1)
-    t = position - cell
-    weights = ((1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, -3 * t**3 + 3 * t**2 + 3 * t + 1, t**3)
-    along = [1, 1, 1]
-    along[axis] = size
-    result = np.float32(0)
-    for offset, weight in enumerate(weights):
-        part = values.take(cell + offset, axis)
-        part *= (weight / 6).astype(np.float32).reshape(along)
-        part += result
-        result = part
-    return result
-
-
 @dataclass(frozen=True)
 class Lesion:
     """One tumour: an ellipsoid with rough borders, and three smaller ones in it. In the head's coordinates."""
@@ -322,12 +360,41 @@ def usual_lesions(head: Head) -> List[Lesion]:
     for number in range(1 + (rng.random() < 0.3)):
         reach, centre = rng.uniform(0.34, 0.50) if number == 0 else rng.uniform(0.16, 0.24), None
         while centre is None:
-            u, v, w = rng.uniform((0.25, -0.6, -0.25), (0.62, 0.6, 0.55))
-            if u * u + v * v + w * w < 0.42:
-                centre = (float(u) * rng.choice((-1, 1)), float(v), float(w))
+            centre = _in_a_hemisphere(rng)
         radii = rng.uniform(0.85, 1.2, 3) * reach * (1.1, 0.85, 1.1)
         lesions.append(Lesion(centre, radii, reach, rng.uniform(0.55, 0.72), _rim_thickness(head, reach, rng)))
     return lesions
+
+
+def _in_a_hemisphere(rng: np.random.Generator) -> Optional[Tuple[float, float, float]]:
+    """A place off the midline, or None for one too close to the brain's surface."""
+    u, v, w = rng.uniform((0.25, -0.6, -0.25), (0.62, 0.6, 0.55))
+    return (float(u) * rng.choice((-1, 1)), float(v), float(w)) if u * u + v * v + w * w < 0.42 else None
+
+
+def small_lesions(
+    head: Head, tissue: Fields, roughness: Sequence[np.ndarray], rng: np.random.Generator
+) -> List[Lesion]:
+    """One to three lesions of different sizes, which together are within SMALL_WT and SMALL_ET.
+
+    What a lesion's shares of the box are depends on the tissue around it, so it is drawn, looked at and drawn again.
+    """
+    least, most = SMALL_WT
+    box = np.prod([np.count_nonzero(head.brain.any(axis=axes)) for axes in ((1, 2), (0, 2), (0, 1))])
+    while True:
+        wanted = least * (most / least) ** rng.uniform(0.1, 0.9)
+        sizes = (1, 0.75, 0.6)[: rng.integers(1, 4)]
+        centres = [_in_a_hemisphere(rng) for _ in sizes]
+        shapes, edges = rng.uniform(0.85, 1.2, (3, 3)) * (1.1, 0.85, 1.1), rng.uniform(0.45, 0.72, 3)
+        reach = wanted ** (1 / 3)
+        for _ in range(0 if None in centres else 3):
+            rim = max(0.13, 2 * head.voxel / reach)
+            each = zip(centres, (reach * size for size in sizes), shapes, edges)
+            lesions = [Lesion(centre, r * shape, r, edge, rim * reach / r) for centre, r, shape, edge in each]
+            shares = np.bincount(tumours(head, tissue, lesions, roughness, ENHANCING)[0].ravel(), minlength=4)[1:] / box
+            if least <= shares.sum() <= most and shares.all() and shares[ENHANCING - 1] >= SMALL_ET:
+                return lesions
+            reach *= (wanted / max(shares.sum(), wanted / 8)) ** (1 / 3)
 
 
 def lesions_apart(head: Head, rng: np.random.Generator) -> List[Lesion]:

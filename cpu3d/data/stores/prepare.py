@@ -1,6 +1,6 @@
 """Turn a data set of NIfTI volumes into a store that trains at the speed of memory.
 
-Example: python -m cpu3d prepare --dataset Task01_BrainTumour --store store
+Example: ./run.sh prepare --dataset Task01_BrainTumour --store store
 
 Cases are converted in parallel and each is written whole or not at all. A run that was cut, by Ctrl-C, a full disk or a
 lost machine, is continued by the same command; the manifest comes last and marks the store as finished.

@@ -1,8 +1,8 @@
 """Look into a store, check it, add cases to it.
 
-Examples: python -m cpu3d store info store
-          python -m cpu3d store verify store
-          python -m cpu3d store append store --dataset new_cases
+Examples: ./run.sh store info store
+          ./run.sh store verify store
+          ./run.sh store append store --dataset new_cases
 
 None of the old cases moves. `append` can be interrupted: the same command continues.
 """

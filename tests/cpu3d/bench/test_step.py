@@ -8,11 +8,11 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.bench import harness, memory
-from cpu3d.bench.accuracy import read_measured
 from cpu3d.bench.engines import engines_table
 from cpu3d.bench.harness import ProcessFailedError
 from cpu3d.bench.memory import compare_policies, draw_policies, policies_table
 from cpu3d.bench.step import step_table
+from cpu3d.bench.validate import read_measured
 from cpu3d.errors import InputError
 from cpu3d.util.records import read_records
 from memory_estimator.host import read_host

@@ -95,11 +95,11 @@ def stage(make_run, monkeypatch) -> Stage:
     """The same without processes: `stand_in.main` is called."""
     template = make_run("template", shift=1)
 
-    def call(command, log, label, *, run=None):
+    def call(command, log, label, **more):
         code = stand_in.main(template, *command)
         if code:
             why = f"{command[0]} {'diverged' if code == 4 else 'failed'}"
             raise RunFailedError(f"{label} must end well", code, why)
 
-    monkeypatch.setattr(compare_run, "_call", call)
+    monkeypatch.setattr(compare_run, "call", call)
     return Stage(template.parent)

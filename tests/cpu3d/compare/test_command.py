@@ -72,7 +72,7 @@ def test_a_comparison_is_carried_out_added_to_and_kept(stage, chosen, out, tmp_p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(compare_run, "_call", interrupted)
+        patch.setattr(compare_run, "call", interrupted)
         with pytest.raises(KeyboardInterrupt):
             compare(*chosen, "--seeds", 1)
     assert (kept(out)["seeds"], kept(out)["results"]) == ([0, 1], None), "there is no result before all is done"

@@ -1,5 +1,6 @@
 """Scores by hand on tiny volumes, as surface-distance tests its own, and against brute force."""
 
+import itertools
 import math
 
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from cpu3d.inference.scores import diagonal_mm, score_region
+from cpu3d.inference.scores import diagonal_mm, find_lesions, score_region
 
 SHAPE = (20, 20, 20)
 
@@ -97,3 +98,114 @@ def _brute_force(from_mask, to_mask, spacing_mm):
 
     targets = list(surface(to_mask))
     return [min(np.linalg.norm(a - b) for b in targets) for a in surface(from_mask)]
+
+
+# --- Lesions ---
+
+
+def boxes(*corners, shape=(30, 12, 12)):
+    """A mask of boxes, each (start, stop) along X, Y and Z."""
+    mask = np.zeros(shape, bool)
+    for corner in corners:
+        mask[tuple(slice(*pair) for pair in corner)] = True
+    return mask
+
+
+FOUR = (4, 8)  # a cube of them has 64 voxels, more than 50 of 1 mm3
+CUBE = (FOUR, FOUR, FOUR)
+FAR = ((20, 24), FOUR, FOUR)
+SMALL = ((20, 22), FOUR, FOUR)  # 32 voxels
+MM = (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("truth", "prediction", "spacing_mm", "true", "found", "false_positives", "dice"),
+    [
+        pytest.param((CUBE, FAR), (CUBE, FAR), MM, 2, 2, 0, 1, id="right"),
+        pytest.param((CUBE, FAR), (CUBE,), MM, 2, 1, 0, 1 / 2, id="one missed"),
+        pytest.param((CUBE,), (CUBE, FAR), MM, 1, 1, 1, 1 / 2, id="a false positive"),
+        pytest.param((CUBE,), (CUBE, ((20, 21), (4, 5), (4, 5))), MM, 1, 1, 1, 1 / 2, id="of any size"),
+        # Grown by 3 both ways, a gap of 6 closes, and one of 7 does not: 26 neighbours touch across no gap.
+        pytest.param((CUBE, ((14, 18), FOUR, FOUR)), (CUBE,), MM, 1, 1, 0, 2 / 3, id="near lesions are one"),
+        pytest.param((CUBE, ((15, 19), FOUR, FOUR)), (CUBE,), MM, 2, 1, 0, 1 / 2, id="less near ones are two"),
+        pytest.param((CUBE, SMALL), (CUBE,), MM, 1, 1, 0, 1, id="a small one need not be found"),
+        pytest.param((CUBE, SMALL), (CUBE, SMALL), MM, 1, 1, 0, 1, id="and is not false"),
+        pytest.param((CUBE, SMALL), (CUBE, SMALL), (1, 1, 2), 2, 2, 0, 1, id="64 mm3 are not small"),
+        pytest.param((((5, 10), (5, 10), (5, 7)),), (), MM, 0, 0, 0, 1, id="50 mm3 are small"),
+        pytest.param((CUBE,), ((FOUR, FOUR, (4, 5)), (FOUR, FOUR, (7, 8))), MM, 1, 1, 0, 2 / 3, id="split prediction"),
+        pytest.param((CUBE,), (((10, 14), FOUR, FOUR),), MM, 1, 1, 0, 0, id="found beside, 3 mm off"),
+        pytest.param((CUBE,), (((11, 15), FOUR, FOUR),), MM, 1, 0, 1, 0, id="4 mm off"),
+        pytest.param(
+            (CUBE, FAR), (((4, 24), FOUR, FOUR),), MM, 2, 2, 0, 2 * 64 / (64 + 320), id="one part, two lesions"
+        ),
+        # Of 2 mm, 3 mm are 1.5 voxels: 2 of them; of 5 mm 1; of 7 mm none.
+        pytest.param((CUBE, ((12, 16), FOUR, FOUR)), (CUBE,), (2, 1, 1), 1, 1, 0, 2 / 3, id="2 mm, a gap of 4"),
+        pytest.param((CUBE, ((13, 17), FOUR, FOUR)), (CUBE,), (2, 1, 1), 2, 1, 0, 1 / 2, id="2 mm, a gap of 5"),
+        pytest.param((CUBE,), (((8, 12), FOUR, FOUR),), (5, 1, 1), 1, 1, 0, 0, id="5 mm, beside"),
+        pytest.param((CUBE,), (((8, 12), FOUR, FOUR),), (7, 1, 1), 1, 0, 1, 0, id="7 mm, beside"),
+        pytest.param((), (), MM, 0, 0, 0, 1, id="both empty"),
+        pytest.param((), (CUBE, FAR), MM, 0, 0, 2, 0, id="truth empty"),
+        pytest.param((CUBE, FAR), (), MM, 2, 0, 0, 0, id="prediction empty"),
+    ],
+)
+def test_lesions_are_those_of_the_rule(truth, prediction, spacing_mm, true, found, false_positives, dice):
+    masks = boxes(*truth), boxes(*prediction)
+    expected = (true, found, false_positives, pytest.approx(dice))
+    assert find_lesions(*masks, spacing_mm) == expected == _lesions_by_the_rule(*masks, spacing_mm)
+    scores = score_region(*masks, spacing_mm)
+    assert (scores["true_lesions"], scores["found_lesions"], scores["false_positives"]) == expected[:3]
+    assert scores["lesion_sensitivity"] == pytest.approx(found / true if true else 1)
+    assert scores["lesion_dice"] == pytest.approx(dice)
+
+
+SPARSE = st.lists(st.tuples(*[st.integers(0, most - 3) for most in (30, 12, 12)]), max_size=4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(SPARSE, SPARSE, st.tuples(*[st.sampled_from([0.8, 1.0, 2.5])] * 3))
+def test_lesions_are_those_of_brute_force(truth, prediction, spacing_mm):
+    masks = [boxes(*(tuple((at, at + 3) for at in corner) for corner in part)) for part in (truth, prediction)]
+    *counts, dice = _lesions_by_the_rule(*masks, spacing_mm)
+    assert find_lesions(*masks, spacing_mm) == (*counts, pytest.approx(dice))
+    assert score_region(*masks, spacing_mm)["lesion_dice"] == pytest.approx(dice), "and of the box around both"
+
+
+def _lesions_by_the_rule(truth, prediction, spacing_mm):
+    """True, found, false positives and Dice: the published program's steps on sets of voxels, 3 rounds of 1 mm."""
+    offsets = list(itertools.product((-1, 0, 1), repeat=3))
+    rounds = [math.floor(3 / mm + 0.5) for mm in spacing_mm]
+
+    def moved(some, allowed):
+        for (x, y, z), (i, j, k) in itertools.product(some, allowed):
+            yield x + i, y + j, z + k
+
+    def grow(some):
+        for done in range(max(rounds)):
+            steps = [o for o in offsets if sum(map(abs, o)) <= 2 and all(not d or done < n for d, n in zip(o, rounds))]
+            some = {v for v in moved(some, steps) if all(0 <= at < most for at, most in zip(v, truth.shape))}
+        return some
+
+    def components(some):
+        left = set(some)
+        while left:
+            component, edge = set(), {left.pop()}
+            while edge:
+                component |= edge
+                edge = {voxel for voxel in moved(edge, offsets) if voxel in left}
+                left -= edge
+            yield component
+
+    true, predicted = ({tuple(voxel) for voxel in np.argwhere(mask).tolist()} for mask in (truth, prediction))
+    parts = list(components(predicted))
+    matched, scores = [], []
+    for region in components(grow(true)):
+        lesion = true & region
+        near = grow(lesion)
+        own = [part for part in parts if part & near]
+        matched += own
+        if len(lesion) * math.prod(spacing_mm) > 50:
+            union = set().union(*own)
+            scores.append((bool(own), 2 * len(union & lesion) / (len(union) + len(lesion))))
+    false = sum(part not in matched for part in parts)
+    judged = len(scores) + false
+    return len(scores), sum(hit for hit, _ in scores), false, sum(dice for _, dice in scores) / judged if judged else 1

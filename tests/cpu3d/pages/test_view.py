@@ -112,6 +112,10 @@ def test_any_case_gives_a_page_that_names_no_folder(case, tmp_path, capsys):
         shutil.copy(label, path)
     assert view("--image", case, "--prediction", *both, "--out", out) == 0
     assert [one["name"] for one in about(out)[0]["predictions"]] == ["first", "second"]
+    above = tmp_path / "first" / "same.nii.gz"
+    shutil.copy(label, above)
+    assert view("--image", case, "--prediction", above, both[0], "--out", out) == 0
+    assert [one["name"] for one in about(out)[0]["predictions"]] == ["first", "predictions"]
     one = case / f"{CASE_ID}-t1c.nii.gz"
     assert view("--image", one, "--out", out) == 0
     assert (about(out)[0]["truth"], about(out)[0]["predictions"]) == (None, [])
@@ -130,19 +134,27 @@ def test_bad_input_is_one_line_and_leaves_what_is_there(case, tmp_path, capsys):
     write_volume(series, np.ones((*SHAPE, 40), np.uint8), GEOMETRY)
     write_volume(halves, np.full(SHAPE, 0.5, np.float32), GEOMETRY)
     (tmp_path / "text.nii.gz").write_text("no volume")
+    hole, truth = tmp_path / "hole.nii.gz", tmp_path / "truth" / "case-seg.nii.gz"
+    with_hole = np.ones(SHAPE, np.float32)
+    with_hole[3, 4, 5] = np.nan
+    write_volume(hole, with_hole, GEOMETRY)
     (tmp_path / "none").mkdir()
+    truth.parent.mkdir()
+    shutil.copy(case / f"{CASE_ID}-seg.nii.gz", truth)
     for words, problem in (
         (("--image", tmp_path / "gone"), "must exist"),
-        (("--image", tmp_path / "none"), "must hold .nii.gz or .nii files"),
+        (("--image", tmp_path / "none"), "must hold .nii.gz or .nii files of images, found none"),
+        (("--image", truth.parent), "found a segmentation alone"),
         (("--image", tmp_path / "text.nii.gz"), "must be a NIfTI file"),
         (("--image", series), "at most 16 channels, got 40"),
         (("--image", case, "--label", other), "must lie on the grid"),
         (("--image", case, "--prediction", other), "must lie on the grid"),
         (("--image", case, "--prediction", series), "must be 3D"),
-        (("--image", case, "--label", halves), "must hold integers"),
+        (("--image", case, "--label", halves), "must hold integers 0..255, got 0.5"),
+        (("--image", case, "--label", hole), "must hold integers 0..255, got nan, one of 1 "),
         (("--image", case, "--prediction", other, other), "must name different files"),
         (("--image", case, "--out", tmp_path), "must be a file, found a folder"),
-        (("--image", halves, "--out", halves), "must not be a file that is shown"),
+        (("--image", halves, "--out", halves), "must end in .html"),
     ):
         assert view(*words, *(() if "--out" in words else ("--out", page))) == 2
         lines = capsys.readouterr().err.splitlines()
@@ -150,6 +162,38 @@ def test_bad_input_is_one_line_and_leaves_what_is_there(case, tmp_path, capsys):
         assert problem in lines[0]
     assert page.read_text() == "before"
     assert not list(tmp_path.glob(".*partial"))
+
+
+@pytest.mark.parametrize(
+    ("values", "window"),
+    [
+        ((1e300, 2e300, 3e300), (1e300, 3e300)),
+        ((-1e308, 1.0, 1.7e308), (-2e304, 2e304)),  # beyond what a page's steps can be worked out of
+        ((np.nan, 5.0, np.inf), (5.0, 10.0)),
+    ],
+)
+def test_intensities_of_any_size_give_a_window_that_holds_them(tmp_path, values, window):
+    image = np.zeros(SHAPE)
+    image[2:5, 3:6, 4:7] = values
+    write_volume(tmp_path / "scan.nii.gz", image, GEOMETRY)
+    assert view("--image", tmp_path / "scan.nii.gz", "--out", tmp_path / "page.html") == 0
+    (shown,) = about(tmp_path / "page.html")[0]["modalities"]
+    assert (shown["low"], shown["high"]) == pytest.approx(window, rel=0.2)
+
+
+def test_an_empty_image_and_one_of_unknown_orientation_are_told(tmp_path, capsys):
+    for name, value, code, notes in (
+        ("plain", 1, 1, ()),
+        ("zero", 0, 1, ("no voxel is a number other than 0",)),
+        ("nan", np.nan, 0, ("no voxel is a number other than 0", "how the patient lies")),
+    ):
+        geometry = dataclasses.replace(GEOMETRY, sform_code=code, qform_code=code)
+        write_volume(tmp_path / f"{name}.nii.gz", np.full(SHAPE, value, np.float32), geometry)
+        assert view("--image", tmp_path / f"{name}.nii.gz", "--out", tmp_path / "page.html") == 0
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == len(notes)
+        assert all(note in line for note, line in zip(notes, lines))
+        assert about(tmp_path / "page.html")[0]["placed"] is bool(code)
 
 
 # --- In a browser ---
@@ -343,6 +387,10 @@ def test_dragging_changes_the_window_and_reset_brings_it_back(page):
     from selenium.webdriver import ActionChains
 
     page.press("o")
+    page.press("\ue012")
+    moved = page.at()
+    page.press("c")  # the only case
+    assert page.at() == moved
     first, facts = page.pixels(), page.facts()
     page.find("drag").click()
     drag = ActionChains(page.driver).move_to_element_with_offset(page.find("coronal"), -20, -20).click_and_hold()
@@ -380,6 +428,26 @@ def test_a_case_of_the_list_is_shown_with_what_it_has(driver, case, tmp_path):
         size = page.find("sagittal").size
         wide, high = (9, 8 * 3) if is_thick else (14, 8 * 3)
         assert size["width"] / size["height"] == pytest.approx(wide / high, rel=0.05), "mm, not voxels"
+    assert page.errors() == []
+
+
+def test_of_a_case_that_cannot_be_decoded_nothing_is_drawn_and_it_is_said(driver, case, tmp_path):
+    thick = tmp_path / "window.nii.gz"  # called as a row of the read-out
+    write_volume(thick, made_case()[0][:, :12, :, 0], Geometry((14, 12, 10), GEOMETRY.affine, "LPS", 0, 0))
+    content = viewer_module.viewer([read_case([case], None, []), read_case([thick], None, [])])
+    content["volumes"]["case-0-image-1"] = "AAAA"
+    template = Path(viewer_module.__file__).with_name("view.html.j2")
+    out = tmp_path / "page.html"
+    out.write_text(render_page(template, title="two", made_by="view", viewer=content))
+    page = Page(driver, out)
+    page.press("m")
+    page.wait(lambda: "cannot be shown" in page.find("failed").text)
+    page.press("\ue012")  # an arrow, which draws nothing
+    assert len(page.errors()) == 1
+    page.press("c")
+    assert page.find("failed").text == ""
+    assert page.find("unplaced").is_displayed()
+    assert re.search(r"window [\u2248\u2264\u2265] .* window \S+ to ", page.facts())
     assert page.errors() == []
 
 

@@ -71,19 +71,19 @@ def test_a_whole_run_gives_one_page_that_needs_no_network(tiny_run, evaluated):
     assert all(f"Dice WT {dice[case['name']]:.3f}, TC " in case["scores"] for case in viewed(tiny_run))
     assert "waiting for data 1.0 %" in text  # 0.02 of 2 s
     assert "9.1 %" in text  # 2 x (3 + 1) s beside 40 x 2 s
-    assert page.count("<img") == 3 + 6  # strips, curves
+    assert page.count("<img") == len(METRICS) + 6  # strips, curves
     assert "NOT untouched" not in text
     assert all(source.startswith("data:image/png;base64,") for source in re.findall(r'(?:src|href)="([^"]*)', page))
     assert not re.search(r"url\(|@import|https?://", (tiny_run / "report.html").read_text(encoding="utf-8"))
 
 
 def test_a_metric_is_on_the_page_by_its_row_of_the_table_alone(tiny_store, tiny_run, fake_predictor, monkeypatch):
-    volume = Metric("relative volume", lambda masks: 1.5, 1.0, 0.0, "The volume of the prediction over the truth's")
+    volume = Metric("relative volume", lambda masks: 1.5, "The volume of the prediction over the truth's")
     monkeypatch.setitem(METRICS, "relative_volume", volume)
     evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
     _, text = read(write_report(tiny_run))
-    assert "relative volume: The volume of the prediction over the truth's; 1 where both are empty" in text
-    assert "relative volume 1.500 (median)" in text
+    assert "relative volume: The volume of the prediction over the truth's." in text
+    assert "relative volume 1.500 \u00b1 0.000 1.500" in text
 
 
 def test_predictions_stand_beside_what_was_measured(tiny_run, no_pictures):
@@ -131,7 +131,7 @@ def test_what_is_missing_is_named_and_everything_else_is_there(tiny_store, tiny_
     shutil.rmtree(tiny_store.folder)
     page, text = read(write_report(tiny_run))
     assert "is not there now, so no cases are shown" in text
-    assert page.count("<img") == 3 + 6
+    assert page.count("<img") == len(METRICS) + 6
     assert "<script" not in page
     shutil.rmtree(tiny_run / "evaluation")
     (tiny_run / "log.jsonl").unlink()

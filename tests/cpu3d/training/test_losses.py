@@ -170,3 +170,12 @@ def test_no_piece_begins_before_the_one_before_is_done(waits_for):
         assert len(found) == pieces
         assert all(waits_for(later, earlier) for earlier, later in zip(found, found[1:]))
         assert max(op.outputs[0].shape[1] for op in found) == 3 * 4  # of 20 planes of 4 rows: 2 or 3 in each slab
+
+
+def test_compile_takes_the_loss_by_its_name():
+    rng = np.random.default_rng(0)
+    image, target = rng.normal(size=(2, 4, 4, 4, 2)).astype(np.float32), rng.integers(0, 2, (2, 4, 4, 4, 2), np.uint8)
+    model = tf.keras.Sequential([tf.keras.layers.Activation("linear", input_shape=(4, 4, 4, 2))])
+    model.compile("sgd", loss="dice_cross_entropy")
+    found = model.evaluate(image, target, verbose=0)
+    assert found == pytest.approx(float(DiceCrossEntropy()(target, image)), rel=1e-6)

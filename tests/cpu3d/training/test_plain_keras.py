@@ -96,3 +96,26 @@ def test_the_example_trains_saves_and_goes_on(phantom_store, tmp_path, capsys):
     assert losses[-1] < losses[0]
     assert {"best.keras", "last.keras"} <= {path.name for path in tmp_path.iterdir()}
     assert "WT: " in capsys.readouterr().out
+
+
+def test_lean_takes_batches_whose_size_is_known_late_and_says_which_size_it_was_built_for():
+    model = compiled({"policy": "lean"}, 2)
+    data = volumes().unbatch().batch(2)  # (None, X, Y, Z, C) to TensorFlow
+    assert np.isfinite(model.fit(data, verbose=0).history["loss"][0])
+    images = np.concatenate([image for image, _ in data])
+    assert model.predict(images, batch_size=2, verbose=0).shape == (4, *GRID, 3)
+    with pytest.raises(ValueError, match="batch must be 2"):
+        model(images[:1])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="expected shape"):
+        model.predict(images[:3], batch_size=2, verbose=0)
+
+
+def test_losses_and_metrics_take_arrays():
+    rng = np.random.default_rng(0)
+    logits, target = rng.standard_normal((2, *GRID, 3)).astype("f4"), rng.random((2, *GRID, 3)) < 0.3
+    given = [tf.constant(target), tf.constant(logits)]
+    assert float(DiceCrossEntropy()(target, logits)) == float(DiceCrossEntropy()(*given))
+    metrics = [RegionDice(), RegionDice()]
+    metrics[0].update_state(target, logits)
+    metrics[1].update_state(*given)
+    assert float(metrics[0].result()) == float(metrics[1].result())

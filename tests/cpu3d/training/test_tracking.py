@@ -66,7 +66,9 @@ def test_tensorboard_has_the_settings_the_scores_and_a_picture_a_validation(phan
 
 
 @pytest.mark.filterwarnings("ignore")  # of MLflow's own libraries
-def test_mlflow_has_one_run_with_every_point_once_through_cuts_and_extensions(phantom_store, tmp_path, monkeypatch):
+def test_mlflow_has_one_run_with_every_point_once_through_cuts_failures_and_extensions(
+    phantom_store, tmp_path, monkeypatch
+):
     tracking_module = pytest.importorskip("mlflow.tracking", reason="needs mlflow: requirements-mlflow.txt")
     pytest.importorskip("sqlalchemy", reason="needs sqlalchemy: requirements-mlflow.txt")
     monkeypatch.chdir(tmp_path)  # MLflow keeps files beside a database in ./mlruns
@@ -74,7 +76,17 @@ def test_mlflow_has_one_run_with_every_point_once_through_cuts_and_extensions(ph
     fit(phantom_store, folder, epochs=1).run()  # not tracked: MLflow learns of it later
     fit(phantom_store, folder, epochs=2).run(mlflow=uri)
     checkpoints(folder)[0].unlink()  # as after a kill: steps 5 to 8 are done again
-    fit(phantom_store, folder, epochs=3).run(mlflow=uri)
+    log_batch = tracking_module.MlflowClient.log_batch
+
+    def failing(self, found, metrics=(), **more):
+        if any(one.step > 10 for one in metrics):
+            raise ConnectionError("gone")
+        return log_batch(self, found, metrics=metrics, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tracking_module.MlflowClient, "log_batch", failing)
+        fit(phantom_store, folder, epochs=3).run(mlflow=uri)
+    fit(phantom_store, folder, epochs=4).run(mlflow=uri)
     client = tracking_module.MlflowClient(uri)
     experiment = client.get_experiment_by_name("cpu3d").experiment_id
     (run,) = client.search_runs([experiment])
@@ -84,9 +96,9 @@ def test_mlflow_has_one_run_with_every_point_once_through_cuts_and_extensions(ph
     def steps(name):
         return [one.step for one in client.get_metric_history(run.info.run_id, name)]
 
-    assert (steps("step/loss"), steps("validation/dice/WT")) == ([*range(1, 13)], [4, 8, 12])
+    assert (steps("step/loss"), steps("validation/dice/WT")) == ([*range(1, 17)], [4, 8, 12, 16])
     pictures = [one.path for one in client.list_artifacts(run.info.run_id, "images") if one.path.endswith(".png")]
-    assert len(pictures) == 2
+    assert len(pictures) == 2  # of steps 8 and 16
     assert "config.json" in {one.path for one in client.list_artifacts(run.info.run_id)}
     assert "records.db" not in (folder / "mlflow.json").read_text()
 

@@ -8,6 +8,7 @@ from cpu3d.__main__ import main
 from cpu3d.data.stores import phantom as phantom_module
 from cpu3d.data.stores.layouts import read_dataset
 from cpu3d.data.stores.phantom import CLEARANCE, blind_patch, phantom_case, write_phantom
+from cpu3d.data.stores.warp import warped_case
 from cpu3d.errors import InputError
 
 SMALL = (40, 48, 36)
@@ -34,6 +35,15 @@ def test_what_is_drawn_stays_what_it_was():
     assert not label[image[..., 0] == 0].any()
     assert np.bincount(label.ravel()).tolist() == [68193, 732, 64, 131]
     assert np.allclose(image[image[..., 0] > 0].mean(axis=0), [235.441, 444.287, 284.083, 421.204], atol=0.01)
+
+
+@pytest.mark.parametrize(("shape", "seed"), [((80, 106, 70), 0), (SMALL, 7)])
+def test_small_lesions_are_small_shares_of_the_brains_box(shape, seed):
+    for index in range(4):
+        image, label = phantom_case(shape, seed, index, lesion_size="small")
+        box = np.prod([np.ptp(along(axis, image[..., 0] > 0)) + 1 for axis in range(3)])
+        assert 0.002 <= np.count_nonzero(label) / box <= 0.01
+        assert 0.0002 <= np.count_nonzero(label == 3) / box < np.count_nonzero(label > 1) / box
 
 
 def test_it_is_a_decathlon_data_set_whatever_the_workers(tmp_path):
@@ -81,7 +91,9 @@ def test_bad_arguments_are_named_together_and_too_little_memory_is_one(tmp_path,
 def test_nothing_within_a_patch_of_a_lesion_tells_whether_it_is_the_only_one():
     shape = (64, 80, 56)
     for index in range(3):  # of the same random numbers, with the rule and without
-        (image, label), (other, other_label) = (phantom_case(shape, 1, index, "count", one) for one in (True, False))
+        (image, label), (other, other_label) = (
+            phantom_case(shape, 1, index, "count", holds=one) for one in (True, False)
+        )
         length = np.ptp(along(1, image[..., 0] > 0)) + 1
         differ = along(1, (image != other).any(axis=-1))
         core = along(1, label > 1)
@@ -102,6 +114,29 @@ def test_a_data_set_states_its_rule_and_keeps_to_it(tmp_path, capsys):
     assert "called enhancing tumour where the lesion is the only one, else non-enhancing tumor" in description
     assert main([*line, "--context", "none"]) == 2
     assert "context of phantom folder" in capsys.readouterr().err
+    assert main([*line, "--context", "count", "--lesion-size", "small"]) == 2
+    assert "--lesion-size must be usual" in capsys.readouterr().err
     settings = tmp_path / "p/phantom.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "context": "none"}))
     assert main(line) == 0
+
+
+def test_copies_of_a_case_are_other_heads_with_the_tumour_where_it_is(tmp_path, capsys):
+    case, out = write_phantom(tmp_path / "one", cases=1, shape=SMALL, workers=1), tmp_path / "warped"
+    line = ["phantom", "--warp", str(case), "--out", str(out), "--cases", "3", "--workers", "2"]
+    assert main(line) == 0
+    source, dataset = read_dataset(case), read_dataset(out)
+    assert (dataset.channels, dataset.labels, len(dataset.cases)) == (source.channels, source.labels, 3)
+    read = lambda path: np.asarray(nibabel.load(path).dataobj)
+    pairs = [(read(one.images[0]), read(one.label)) for one in (*source.cases, *dataset.cases)]
+    for image, label in pairs:
+        brain = image[..., 0] != 0
+        assert 0.7 < brain.sum() / (pairs[0][0][..., 0] != 0).sum() < 1.4
+        assert label[~brain].mean() < 0.01
+        assert all(0.4 < (label == code).sum() / (pairs[0][1] == code).sum() < 2.5 for code in (1, 2, 3))
+        flair = image[..., 0] / image[brain, 0].mean()
+        assert flair[label == 1].mean() > 1.2, "oedema is bright in FLAIR, in the case and where its label went"
+    assert all(np.mean(a[0] != b[0]) > 0.05 for i, a in enumerate(pairs) for b in pairs[:i])
+    assert np.array_equal(warped_case(case, 0, 2)[0], pairs[3][0])
+    assert main([*line, "--context", "count"]) == main([*line[:2], str(out), *line[3:]]) == 2
+    assert "--warp must be without --shape" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.bench.accuracy import (
+from cpu3d.bench.validate import (
     LEAST_RECORDS,
     Measured,
     compare,

@@ -1,0 +1,184 @@
+"""Dice of untouched cases over steps, voxels and seconds: how fast today's defaults, or other settings, learn.
+
+    ./run.sh bench learning --workdir learning --record records/learning.jsonl -- --recipe demo
+    ./run.sh bench learning --workdir learning --task small --task context --shape 80 106 70 -- --recipe demo
+    ./run.sh bench learning --workdir learning --task CASE --name faster --steps 40 -- --learning-rate 0.01
+    ./run.sh bench tables --records records --learning learning.png
+
+A task is plain, context or small, which are phantoms, or the folder of a real case, of which warped copies are made:
+the untouched ones are warped otherwise. Data and stores stay in the workdir for the next time; runs are made anew by
+`train`, with what follows --, and are not kept. Seconds are of training, without validation and saving. A region that
+an untouched case lacks is left out: one voxel too many makes its Dice 0 there, and none 1.
+"""
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import shlex
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+from cpu3d.bench.harness import Output, Result, host_of
+from cpu3d.compare.run import RunFailedError, call, step_voxels
+from cpu3d.data.region import Shape3
+from cpu3d.data.store import open_store
+from cpu3d.data.stores.phantom import USUAL_SHAPE, write_phantom
+from cpu3d.data.stores.prepare import prepare
+from cpu3d.errors import InputError
+from cpu3d.report.pictures import Line, chart
+from cpu3d.settings import RunConfig, load_config
+from cpu3d.training.run_log import read_events
+from cpu3d.util.atomic import writable_folder
+from cpu3d.util.records import by, listed
+from memory_estimator.schema import option
+from memory_estimator.table import PALETTE, Table
+
+PHANTOMS: Dict[str, Dict[str, str]] = {"plain": {}, "context": {"context": "count"}, "small": {"lesion_size": "small"}}
+"""Task -> what `write_phantom` is given for it."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `bench learning` trains."""
+
+    workdir: Path = option(help="folder for data and stores, used again the next time", metavar="DIR")
+    task: Tuple[str, ...] = option(
+        (), "plain, context, small or the folder of a real case; repeatable (default: plain)", "TASK", repeat=True
+    )
+    shape: Optional[Shape3] = option(None, "of phantoms, voxels (default: 240 240 155)", metavar=("X", "Y", "Z"))
+    cases: Tuple[int, int] = option((8, 4), "to train on, and untouched", metavar=("TRAIN", "VAL"))
+    steps: int = option(64, "of every run", at_least=1, metavar="N")
+    every: int = option(8, "steps between validations, a divisor of --steps", at_least=1, metavar="N")
+    seeds: Tuple[int, ...] = option((0, 1, 2), "of the runs", metavar="S")
+    name: str = option("", "of these settings in tables (default: the options of train)")
+    train: Tuple[str, ...] = option((), "after --: options of train", metavar="-- ...", rest=True)
+
+    def __post_init__(self):
+        if self.steps % self.every:
+            raise InputError(f"--every must divide --steps, {self.steps}, got {self.every}; choose another")
+        for task in self.task:
+            if task not in PHANTOMS and not Path(task).is_dir():
+                rule = f"be one of {', '.join(PHANTOMS)} or the folder of a case"
+                raise InputError(f"--task must {rule}, got {task}; choose one")
+
+
+OPTIONS = (Options, Output)
+
+
+def run(options: Options, output: Output) -> int:
+    workdir = writable_folder(options.workdir, "workdir").resolve()
+    stores = {task: made_store(workdir, task, options.shape, options.cases) for task in options.task or ("plain",)}
+    for task, store in stores.items():
+        result = learned(workdir, store, options, task if task in PHANTOMS else Path(task).resolve().name)
+        output.publish("learning", result, learning_table(result))
+    return 0
+
+
+def made_store(workdir: Path, task: str, shape: Optional[Shape3], cases: Tuple[int, int]) -> Path:
+    """The store of a task with so many cases to train on and untouched, made below `workdir` where it is not there."""
+    name, how = f"{task}-{by(shape or USUAL_SHAPE)}", {"shape": shape, **PHANTOMS.get(task, {})}
+    if task not in PHANTOMS:
+        name, how = Path(task).resolve().name, {"warp": Path(task)}
+    folder = writable_folder(workdir / f"{name}-{cases[0]}-{cases[1]}", "folder")
+    with contextlib.redirect_stdout(io.StringIO()):
+        write_phantom(folder / "data", cases=sum(cases), **how)
+        prepare(folder / "data", folder / "store", fractions=(*cases, 0))
+    return folder / "store"
+
+
+def learned(workdir: Path, store: Path, options: Options, task: str) -> Result:
+    """Train on `store` with each seed in turn; the content of a record.
+
+    A run whose loss diverged keeps the points until then. Raises RunFailedError for one that fails otherwise.
+    """
+    given = [word for word in options.train if word != "--"]
+    length = ["--steps", str(options.steps), "--validations", str(options.steps // options.every)]
+    name, log, curves, about = options.name or shlex.join(given) or "defaults", workdir / "log.txt", [], {}
+    manifest, held_out = open_store(store).manifest, open_store(store).cases("val")
+    scored = [r for r, codes in manifest.regions.items() if all({*codes} & {*one.label_voxels} for one in held_out)]
+    for seed in options.seeds:
+        with tempfile.TemporaryDirectory(prefix="run-", dir=workdir) as folder:
+            run, error = Path(folder) / "run", None
+            command = ["train", "--store", str(store), "--run", str(run), *given, *length, "--seed", str(seed)]
+            try:
+                call(command, log, f"{task}, {name}, seed {seed}", run=run, steps=options.steps)
+            except RunFailedError as failed:
+                if not failed.diverged:
+                    raise
+                error = failed.why
+            events, config = read_events(run), load_config(run)
+            start = next(event for event in events if event["event"] == "start")
+        points = points_of(events, config, scored)
+        curve = {"seed": seed, "learning_rate": config.learning_rate, "points": points}
+        curves.append({**curve, "error": error})
+        about = {name: getattr(config, name) for name in ("mode", "grid", "resolution", "batch", "optimizer", "ema")}
+        about["unet"] = dataclasses.asdict(config.unet)
+        about.update(engine_name=start["engine"], **{one: start[one] for one in ("threads", "host", "versions")})
+    wanted = {"task": task, "name": name, "options": given, "steps": options.steps, "cases": list(options.cases)}
+    return {**wanted, "shape": list(held_out[0].shape), "curves": curves, **about}
+
+
+def points_of(events: Sequence[Mapping[str, Any]], config: RunConfig, regions: Sequence[str]) -> List[Result]:
+    """Of each validation in a run's log: step, voxels and seconds of training until then, and Dice of `regions`."""
+    points, steps, seconds = [], 0, 0.0
+    for event in events:
+        if event["event"] == "validation":
+            spent = {"voxels": steps * step_voxels(config), "seconds": seconds}
+            dice = {name: value for name, value in event["dice"].items() if name in regions}
+            points.append({"step": event["step"], **spent, "dice": dice})
+        elif event["event"] == "step":
+            steps, seconds = steps + 1, seconds + event["step_s"]
+        elif event["event"] not in ("checkpoint", "end"):  # such as a test of learning rates
+            seconds += event.get("seconds", 0.0)
+    return points
+
+
+# --- The record as a table and in a picture ---
+
+
+def named(record: Result) -> str:
+    """Task and settings in a few words."""
+    return f"{record['task']}, {record['name']}"
+
+
+def mean_dice(point: Result) -> float:
+    return statistics.fmean(point["dice"].values())
+
+
+def rows_of(record: Result) -> List[Tuple[Result, ...]]:
+    """The points of each validation, one a seed that came so far."""
+    steps = sorted({point["step"] for curve in record["curves"] for point in curve["points"]})
+    return [tuple(p for curve in record["curves"] for p in curve["points"] if p["step"] == step) for step in steps]
+
+
+def learning_table(record: Result) -> Table:
+    """A row a validation: means over the seeds, and of the mean Dice the range."""
+    rows, regions = [], list(next((points[0]["dice"] for points in rows_of(record)), {}))
+    for points in rows_of(record):
+        each = [mean_dice(point) for point in points]
+        cells = [str(points[0]["step"]), f"{points[0]['voxels'] / 1e6:,.1f}"]
+        cells.append(f"{statistics.fmean(point['seconds'] for point in points):.1f}")
+        cells += [f"{statistics.fmean(point['dice'][region] for point in points):.3f}" for region in regions]
+        rows.append([*cells, f"{statistics.fmean(each):.3f} ({min(each):.3f} to {max(each):.3f})"])
+    train, val = record["cases"]
+    title = f"{named(record)}: {by(record['shape'], ' x ')}, {train} cases to train on, {val} untouched"
+    seeds = f"Seeds {listed(curve['seed'] for curve in record['curves'])}; {host_of(record)}."
+    died = "".join(f" Seed {curve['seed']}: {curve['error']}." for curve in record["curves"] if curve["error"])
+    columns = ("step", "voxels, millions", "seconds", *regions, "mean (range of seeds)")
+    return Table(columns, rows, title=title, caption=seeds + died, names=0)
+
+
+def draw_learning(records: Sequence[Result]) -> bytes:
+    """PNG: mean Dice of the untouched cases over steps, a line for each task and name, the seeds' range shaded."""
+    lines = []
+    for record, colour in zip(records, itertools.cycle(PALETTE)):
+        points = rows_of(record)
+        each = [[mean_dice(point) for point in row] for row in points]
+        band = [min(dice) for dice in each], [max(dice) for dice in each]
+        steps, dice = [row[0]["step"] for row in points], [statistics.fmean(dice) for dice in each]
+        lines.append(Line(named(record), steps, dice, colour, band=band))
+    return chart(lines, title="Dice of untouched cases", y_label="mean Dice", y_range=(0, 1))

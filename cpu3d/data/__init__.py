@@ -1,0 +1,1 @@
+"""From NIfTI to a store of volumes, and from that to tf.data."""

@@ -1,0 +1,1 @@
+"""What this host has, the threads and cards that a run takes of it, `doctor`."""

@@ -1,0 +1,1 @@
+"""Prediction in one pass or by windows, scores, folds and ensembles."""

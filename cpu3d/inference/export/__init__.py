@@ -1,0 +1,1 @@
+"""`export`: a trained network for other programs."""

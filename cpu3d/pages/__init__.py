@@ -1,0 +1,1 @@
+"""The look of all pages, the viewer of slices, `view`."""

@@ -1,0 +1,1 @@
+"""`train`: the loop, the compiled step, losses, checkpoints, validation, log."""

@@ -1,0 +1,1 @@
+"""Atomic files, locks, child processes, progress, benchmark records."""
