@@ -17,7 +17,7 @@ from memory_estimator.files import read_json, reason, typed
 from memory_estimator.schema import option
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 
-OPTIMIZERS = ("adam", "sgd")
+OPTIMIZERS = ("muon", "adam", "sgd")
 ENGINES = ("itex", "stock")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 STORED_BYTES = 2  # a voxel and channel in a store, as int16 or float16; of a label it is one a voxel

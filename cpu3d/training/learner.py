@@ -19,6 +19,7 @@ from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
 from cpu3d.host.observe import AVERAGE
 from cpu3d.settings import RunConfig
 from cpu3d.training.losses import DiceCrossEntropy
+from cpu3d.training.muon import Muon
 from memory_estimator.host import read_host
 from memory_estimator.step.allocator import MIB, region_bytes
 from models.unet3d import build_unet3d, with_loss
@@ -257,7 +258,7 @@ def optimizer_of(config: RunConfig) -> tf.keras.optimizers.Optimizer:
     """The optimizer that a run asks for, fresh."""
     if config.optimizer == "sgd":
         return tf.keras.optimizers.SGD(config.learning_rate, momentum=0.99, nesterov=True)
-    return tf.keras.optimizers.Adam(config.learning_rate)
+    return (Muon if config.optimizer == "muon" else tf.keras.optimizers.Adam)(config.learning_rate)
 
 
 def take_region(size_bytes: int) -> None:

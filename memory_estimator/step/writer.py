@@ -16,7 +16,7 @@ from memory_estimator.step.program import Program, StepOp, Tensor, buffers_of, i
 from memory_estimator.step.scratch import NONE, Buffers
 from models.layer_plan import PIECES, LayerOp, layer_plan
 
-SLOTS = {"adam": 2, "sgd": 1}
+SLOTS = {"muon": 1, "adam": 2, "sgd": 1}
 """Float32 copies of every trainable weight that the optimizer keeps: mean and variance, or momentum."""
 
 MOST_SAMPLES = 8

@@ -1,0 +1,109 @@
+"""Muon: the optimizer whose update of a kernel is its momentum made orthogonal (Jordan 2024, "Muon: an optimizer for
+hidden layers in neural networks").
+
+A step that is small in every direction but one moves a kernel in that one alone; with all singular values made equal, the
+rare directions move as far as the common ones. A network that has few steps needs half as many of these.
+"""
+
+import math
+from typing import Tuple
+
+import tensorflow as tf
+
+ITERATION = (3.4445, -4.7750, 2.0315)
+"""Jordan's polynomial: a x + b x^3 + c x^5 takes singular values of 0.01 to 1 into 0.7 to 1.2 in five times."""
+
+TIMES = 5
+
+
+@tf.keras.utils.register_keras_serializable("cpu3d")
+class Muon(tf.keras.optimizers.Optimizer):
+    """Muon for kernels of more than one voxel, Adam (Kingma 2015) for norms, biases and 1x1x1 kernels, at one rate.
+
+    One float32 slot a kernel, two for what Adam has. Updates come one after another, so that memory holds one at a time.
+    """
+
+    def __init__(
+        self,
+        learning_rate=0.02,
+        momentum: float = 0.95,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        name: str = "Muon",
+        **options,
+    ):
+        """`momentum` is of kernels, with Nesterov's look-ahead; the betas and epsilon are Adam's. `options` are those of
+        every Keras optimizer, such as `clipnorm`."""
+        super().__init__(name=name, **options)
+        self._learning_rate = self._build_learning_rate(learning_rate)
+        self.momentum, self.beta_1, self.beta_2, self.epsilon = momentum, beta_1, beta_2, epsilon
+
+    def build(self, var_list) -> None:
+        """Make the slots, as zeros. A second call does nothing."""
+        super().build(var_list)
+        if getattr(self, "_built", False):
+            return
+        self._means = [self.add_variable_from_reference(v, "mean") for v in var_list]
+        self._squares = [
+            None if is_orthogonal(v.shape) else self.add_variable_from_reference(v, "square") for v in var_list
+        ]
+        self._built = True
+
+    def apply_gradients(self, grads_and_vars, *args, **options):
+        """As of every Keras optimizer."""
+        self._before = []
+        return super().apply_gradients(grads_and_vars, *args, **options)
+
+    def update_step(self, gradient, variable) -> None:
+        """Update one variable, after those before it."""
+        index = self._index_dict[self._var_key(variable)]
+        with tf.control_dependencies(self._before):
+            update = self._muon if is_orthogonal(variable.shape) else self._adam
+            self._before = [variable.assign_sub(update(index, tf.convert_to_tensor(gradient)))]
+
+    def get_config(self):
+        """What makes such an optimizer again."""
+        own = {name: getattr(self, name) for name in ("momentum", "beta_1", "beta_2", "epsilon")}
+        return {**super().get_config(), "learning_rate": self._serialize_hyperparameter(self._learning_rate), **own}
+
+    def _muon(self, index: int, gradient):
+        mean = self._means[index]
+        ahead = gradient + self.momentum * mean.assign(self.momentum * mean + gradient)
+        return tf.cast(self.learning_rate, gradient.dtype) * orthogonal(ahead)
+
+    def _adam(self, index: int, gradient):
+        mean, square = self._means[index], self._squares[index]
+        step = tf.cast(self.iterations + 1, gradient.dtype)
+        corrected = tf.sqrt(1 - tf.pow(self.beta_2, step)) / (1 - tf.pow(self.beta_1, step))
+        mean = mean.assign_add((gradient - mean) * (1 - self.beta_1))
+        square = square.assign_add((tf.square(gradient) - square) * (1 - self.beta_2))
+        return tf.cast(self.learning_rate, gradient.dtype) * corrected * mean / (tf.sqrt(square) + self.epsilon)
+
+
+def is_orthogonal(shape: Tuple[int, ...]) -> bool:
+    """Whether a variable of this shape is a kernel of more than one voxel, whose updates are made orthogonal."""
+    return len(shape) > 2 and math.prod(shape[:-2]) > 1
+
+
+def orthogonal(kernel):
+    """The orthogonal matrix nearest to a kernel (..., A, B) as a matrix of B columns, roughly, in the kernel's shape:
+    singular values of 0.7 to 1.2, times the root of its rows over its columns where that is more than 1.
+
+    Newton and Schulz' iteration X <- X (a + b G + c G^2) with G = X'X, of which only the columns' products are iterated:
+    that is B x B, and X, which has hundreds of times as many rows, is multiplied once.
+    """
+    matrix = tf.reshape(kernel, [-1, kernel.shape[-1]])
+    rows, columns = matrix.shape
+    wide = rows < columns
+    gram = tf.matmul(matrix, matrix, transpose_a=not wide, transpose_b=wide)
+    norm = tf.linalg.trace(gram) + 1e-30
+    gram /= norm
+    unit = tf.eye(min(rows, columns), dtype=matrix.dtype)
+    product, (a, b, c) = unit, ITERATION
+    for _ in range(TIMES):
+        factor = a * unit + tf.matmul(gram, b * unit + c * gram)
+        product = tf.matmul(product, factor)
+        gram = tf.matmul(tf.matmul(factor, gram), factor)
+    found = tf.matmul(product, matrix) if wide else tf.matmul(matrix, product)
+    return tf.reshape(found * (tf.math.rsqrt(norm) * math.sqrt(max(1.0, rows / columns))), kernel.shape)
