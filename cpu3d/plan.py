@@ -289,22 +289,22 @@ def _price(plan: Plan, host: Host, constants: HostConstants, accuracy: Accuracy)
     """What jobs take on this host, the run's whole volumes and the workers' exchange in their upper bound.
 
     Of several workers it is the memory of one, of which `host` is the share, and the time of all of them together,
-    their exchange aside. Where steps are timed before the run, its variables are held as they were, beside those that
-    the steps change.
+    their exchange aside. Where steps are tried before the run, for its learning rate or their time, its variables are
+    held as they were, beside those that the steps change.
     """
     config, store = plan.config, plan.store
-    is_timed = bool(config.budget_minutes) and not config.steps
+    is_tried = not config.peak_rate or (bool(config.budget_minutes) and not config.steps)
     kept = 0
     if config.read_mode == "ram":  # asked for: else the kernel may drop what it keeps of files
         cases = [case for split in ("train", "val") for case in store.cases(split)]
         kept = sum(case.image_bytes + case.label_bytes for case in cases) // plan.workers
 
     def price(job: Job) -> Estimate:
-        before = training_step(job).resident if is_timed else ()
+        before = training_step(job).resident if is_tried else ()
         variables = sum(one.bytes for one in before if one.group in VARIABLES)
         return of_one(estimate(job, constants, accuracy, host.memory_bytes), plan.workers).with_beside(
             Component("whole volumes", _whole_volumes(plan, job), "derived: of validation, or to be averaged down"),
-            Component("variables, once more", variables, "exact: as they were before the steps are timed"),
+            Component("variables, once more", variables, "exact: as they were before steps are tried"),
             Component("files kept in memory", kept, "exact: all that the run reads, in read mode ram"),
         )
 

@@ -125,8 +125,11 @@ class RunConfig:
     )
     """Their gradients are summed. 0 is by rule, as `memory_estimator.job.micro_of` says."""
     optimizer: str = _training("adam", choices=OPTIMIZERS)
-    learning_rate: float = _training(2e-3, "after the warm-up", "R", above=0)
-    """One real glioma was learnt alike with 1e-3 to 5e-3."""
+    learning_rate: float = _training(
+        0.0, "after the warm-up; auto: by a test of a few steps before the first", "R", at_least=0, zero=AUTO
+    )
+    found_rate: float = 0.0
+    """What that test has found; 0 until then, and where a rate was chosen."""
     schedule: str = _training("cosine", "decay of the learning rate", choices=tuple(SCHEDULES))
     warmup_steps: int = _training(10, "of linear rise", "N", at_least=0)
     ema: float = _training(0.0, "decay of averaged weights, such as 0.99; 0 is off", "D", at_least=0, below=1)
@@ -162,6 +165,11 @@ class RunConfig:
         return micro_of(self.unet.norm, self.batch, self.micro_batch)
 
     @property
+    def peak_rate(self) -> float:
+        """The learning rate after the warm-up; 0 while it is to be found."""
+        return self.learning_rate or self.found_rate
+
+    @property
     def is_patch(self) -> bool:
         """Whether the network sees patches."""
         return self.mode == "patch"
@@ -178,8 +186,8 @@ class RunConfig:
         new length, so its rate rises again at the join.
         """
         if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
-        return self.learning_rate * SCHEDULES[self.schedule]((step - self.warmup_steps) / (steps - self.warmup_steps))
+            return self.peak_rate * (step + 1) / self.warmup_steps
+        return self.peak_rate * SCHEDULES[self.schedule]((step - self.warmup_steps) / (steps - self.warmup_steps))
 
     def with_policy(self, policy: str) -> "RunConfig":
         """The same run under another memory policy."""

@@ -184,7 +184,7 @@ RECIPES: Dict[str, Recipe] = {
     "demo": Recipe(
         "A run short enough to watch, on the demo's phantoms.",
         Job(UNetConfig(dtype="bfloat16"), BRAIN_BOX, cases=8),
-        {"epochs": 8, "validate_every": 3, "learning_rate": 3e-3, "warmup_steps": 5, "gain": 0.05, "offset": 0.05},
+        {"epochs": 8, "validate_every": 3, "warmup_steps": 5, "gain": 0.05, "offset": 0.05},
     ),
     # Predicted 6.3 GiB, 5.3 s a volume in bfloat16, 34 minutes an epoch, 14 h in all. The paper (Ojika et al. 2020)
     # reports Dice 0.82 to 0.83 after 25 epochs at batch 16 on the Decathlon's 484 cases.

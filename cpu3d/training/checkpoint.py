@@ -180,6 +180,13 @@ def write_best(run: Path, weights: Mapping[str, Any], state: Dict[str, Any]) -> 
     save_checkpoint(_folder(run) / BEST, weights, state)
 
 
+def drop_after(run: Path, step: int) -> None:
+    """Remove the checkpoints after `step`, but for the oldest one where that would leave none."""
+    for path in checkpoints(run)[:-1]:
+        if step_of(path) > step:
+            path.unlink()
+
+
 def checkpoints(run: Path) -> List[Path]:
     """The files that a run could go on from, the newest first; not looked into.
 

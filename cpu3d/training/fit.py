@@ -23,10 +23,11 @@ from cpu3d.host.gpu import memory_device
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.host.observe import Observer
 from cpu3d.plan import Plan
-from cpu3d.training.checkpoint import checkpoints, newest, set_aside, step_of, write_best, write_next
+from cpu3d.training.checkpoint import checkpoints, drop_after, newest, set_aside, write_best, write_next
 from cpu3d.training.feeds import Feeds, Parts
 from cpu3d.training.learner import Learner, Outcome, allocator_peak_bytes
-from cpu3d.training.run_log import append_event, forget_after, read_events, shown
+from cpu3d.training.learning_rate import FEW, RATES, LossWatch, best_rate, is_over
+from cpu3d.training.run_log import RATE_TEST, WENT_BACK, append_event, forget_after, read_events, shown
 from cpu3d.training.tracking import Track, tracked
 from cpu3d.training.validation import validate
 from cpu3d.training.watchdog import UNGUARDED, Unguarded, noted_signals
@@ -42,6 +43,10 @@ ENOUGH_STEPS = 12
 
 TIMED_STEPS = 3
 """Taken to tell a step's time, and taken back; the first one compiles and is not counted."""
+
+MOST_RETRIES, SAME_STEP = 4, 2
+"""Times in a row that a run goes back from about the same step, at half the rate each time; and from exactly the same
+one with a loss that is not finite, as where a case is at fault."""
 
 
 class Fit:
@@ -61,19 +66,42 @@ class Fit:
         """Whether the run was stopped before it could validate the step it has reached."""
         self.trained_s = 0.0
         """Wall time of earlier attempts and of this one, up to the last checkpoint."""
+        self.rate_share = 1.0
+        """Of the learning rate: halved each time the run went back."""
+        self.diverged_at = self.retries = 0
+        """Step of the last divergence, and how often in a row the run went back from about there."""
+        self.losses = LossWatch()
         self.waited_s = self.exchanged_s = self.stepped_s = 0.0
         self._show: Callable[[Dict[str, Any]], None] = lambda event: None
         self._track: Track = lambda event, picture=None: None
         """Both are given every event as it is logged."""
         self.warnings = self._restore()
         """What was wrong with checkpoints, a line each."""
-        if exchange.is_chief:
-            forget_after(self.folder, self.step, owes_validation=self.owes_validation)
+        self._forget()
 
     @property
     def has_open_length(self) -> bool:
         """Whether a budget of minutes is still to become steps: `fit_budget` does that."""
         return bool(self.config.budget_minutes) and not self.config.steps
+
+    def find_rate(self, guard: Unguarded = UNGUARDED) -> None:
+        """Find the learning rate that was left open by a range test on the first batch, the same on all workers. The
+        weights are left as they were. Raises DivergedError where the loss of that batch is not finite."""
+        self._guard = guard
+        begin, before, losses = time.perf_counter(), self.learner.arrays(), []
+        while not losses or not is_over(losses):
+            rate = (*RATES, 0.0)[len(losses)]
+            outcome, _ = self._compute(self.feeds.training(0, 1, guard.phase), rate)
+            losses.append(outcome.loss)
+        self.learner.restore(before)
+        if not np.isfinite(losses[0]):
+            raise self._diverged(outcome, self.feeds.case_ids(0))
+        rate = float(array_from_chief(self._exchange, np.array([best_rate(losses)]))[0])
+        self.config = dataclasses.replace(self.config, found_rate=rate)
+        seconds = time.perf_counter() - begin
+        self.trained_s += seconds
+        tried = {"rates": list(RATES[: len(losses) - 1]), "losses": [_shown(loss) for loss in losses]}
+        self._log(RATE_TEST, learning_rate=rate, seconds=seconds, **tried)
 
     def fit_budget(self, guard: Unguarded = UNGUARDED) -> float:
         """Cut the run to the steps that its minutes hold, the same on all workers; returns the seconds a step.
@@ -133,17 +161,23 @@ class Fit:
                 """What this worker tells the others when its gradients are ready."""
                 return max(noted, default=MEMORY if guard.why else 0)
 
-            stop = 0
+            stop, due = 0, False
+            if not self.step:
+                self._save()  # there is always one to go back to
             while not (stop or self.is_over):
-                if not self.owes_validation:
-                    stop = self._train_step(parts, wish)
-                    self.owes_validation = self._validation_is_due()
-                validated = self.owes_validation and not stop  # who asks us to stop may not wait for it
-                if validated:
-                    stop = self._validate(wish)
-                late = time.monotonic() - self._saved_at > 60 * self.config.save_minutes
-                if validated or late or stop or self.is_over:
-                    self._save()
+                try:
+                    if not self.owes_validation:
+                        stop = self._train_step(parts, wish)
+                        self.owes_validation = self._validation_is_due()
+                    validated = self.owes_validation and not stop  # who asks us to stop may not wait for it
+                    if validated:
+                        stop = self._validate(wish)
+                    late = time.monotonic() - self._saved_at > 60 * self.config.save_minutes
+                    if validated or stop or self.is_over or (late and self._is_finite()):
+                        self._save()
+                except DivergedError as error:
+                    self._go_back(error)
+                    parts = self.feeds.training(self.step, self.steps, guard.phase)
             if observer:
                 observer.record()
             reason = self.reason if self.is_over else "memory" if stop == MEMORY else "interrupted"
@@ -207,7 +241,7 @@ class Fit:
     def _train_step(self, parts: Parts, wish: Callable[[], int]) -> int:
         """One step; returns what stops the run after it, 0 for nothing: the same on all workers."""
         config = self.config
-        rate = config.rate_at(self.step, self.steps)
+        rate = self.rate_share * config.rate_at(self.step, self.steps)
         waited_before_s, finished_before_s = parts.waited_s, parts.finished_s
         with self._saved_where_one_is_lost():  # nothing but this step is
             step = functools.partial(self._compute, parts, rate, wish)
@@ -220,8 +254,8 @@ class Fit:
         self.exchanged_s += outcome.exchange_s
         self.stepped_s += step_s
         names = self.feeds.case_ids(self.step)
-        if not np.isfinite(outcome.loss):
-            self._diverged(outcome, names)
+        if self.losses.diverges(outcome.loss):
+            raise self._diverged(outcome, names)
         epoch = self.step // self.steps_per_epoch
         self.step += 1
         exchanged = {"exchange_s": outcome.exchange_s} if self._exchange.count > 1 else {}
@@ -247,22 +281,46 @@ class Fit:
         self._phase("computing")
         return outcome, time.perf_counter() - begin
 
-    def _diverged(self, outcome: Outcome, names: List[str]) -> None:
-        """Raise DivergedError with the cases whose loss is not finite, and the weights that still are."""
+    def _diverged(self, outcome: Outcome, names: List[str]) -> DivergedError:
+        """What to raise for a loss that is not finite, with its cases, or for the last one of several too high."""
+        if np.isfinite(outcome.loss):
+            losses = ", ".join(f"{loss:.3f}" for loss in self.losses.recent)
+            return DivergedError(
+                f"loss must fall below that of untrained weights, {self.losses.first:.3f}, got {losses} at step "
+                f"{self.step + 1} after {self.losses.lowest:.3f}; lower --learning-rate and train into another folder"
+            )
         losses = np.repeat(outcome.losses, self.config.micro)  # of a part, for each of its cases
         bad = [name for name, loss in zip(names, losses) if not np.isfinite(loss)]
-        with contextlib.suppress(OSError):  # what is raised says the same
-            self._log("diverged", case_id=" ".join(bad), loss=str(outcome.loss))
-        got = f"{outcome.loss} at step {self.step + 1} on {', '.join(bad)}"
-        raise DivergedError(f"loss and gradients must be finite, got {got}; {self._way_back()}")
+        return DivergedError(
+            f"loss and gradients must be finite, got {outcome.loss} at step {self.step + 1} on {', '.join(bad)}; "
+            "look at these cases, or lower --learning-rate and train into another folder"
+        )
 
-    def _way_back(self) -> str:
-        """What to do when training has diverged."""
-        there = checkpoints(self.folder)
-        if not there:
-            return "lower --learning-rate and train into another folder"
-        kept = f"{there[0]} still holds step {step_of(there[0])}"
-        return f"{kept}; train into another folder with a lower --learning-rate"
+    def _go_back(self, error: DivergedError) -> None:
+        """Go on from the last checkpoint before the divergence, at half the rate. Raises `error` where that has failed
+        MOST_RETRIES times in a row. A run that is cut meanwhile diverges again, and ends in the same bits."""
+        failed, best, share = self.step + 1, self.best, self.rate_share / 2
+        retries = self.retries + 1 if failed <= self.diverged_at + FEW else 1
+        losses, reason = list(self.losses.recent), error.problems[0].partition(";")[0]
+        at_fault = failed == self.diverged_at and not self.losses.high_steps
+        if retries > (SAME_STEP if at_fault else MOST_RETRIES):
+            with contextlib.suppress(OSError):  # what is raised says the same
+                self._log("diverged", reason=reason, losses=losses)
+            raise error
+        if self._exchange.is_chief:
+            # The first loss that was too high is that of the step before; each time it is gone back farther.
+            drop_after(self.folder, self.step - 1 - self.losses.high_steps - FEW * (retries - 1))
+        self._restore()
+        self._forget()
+        self.rate_share, self.diverged_at, self.retries = share, failed, retries
+        self.best = best  # whose weights are kept
+        self._log(WENT_BACK, rate_share=share, diverged_at=failed, losses=losses, reason=reason)
+        self._save()
+
+    def _forget(self) -> None:
+        if self._exchange.is_chief:
+            owes = self.owes_validation
+            forget_after(self.folder, self.step, owes_validation=owes, rate_share=self.rate_share)
 
     def _validation_is_due(self) -> bool:
         count = self.config.validations
@@ -310,19 +368,24 @@ class Fit:
         begin = time.perf_counter()
         self._saved_at = time.monotonic()
         self.trained_s = self._trained_before_s + self._saved_at - self._resumed_at
-        arrays = self.learner.arrays()
-        # A smallest and a largest value are of no size; a mask would be. Both are NaN where one value is.
-        if not all(np.isfinite(extreme(array)) for array in arrays.values() for extreme in (np.min, np.max)):
+        if not self._is_finite():
             # The loss of a step is that of the weights before its update, so an update that overflows shows here first.
-            raise DivergedError(f"weights must be finite, got others after step {self.step}; {self._way_back()}")
+            way = "lower --learning-rate and train into another folder"
+            raise DivergedError(f"weights must be finite, got others after step {self.step}; {way}")
         if not self._exchange.is_chief:
             return
-        if not self.feeds.held_out:
+        if self.step and not self.feeds.held_out:
             self._save_best()
         with self._writing(f"step {self.step} could not be saved"):
-            size = write_next(self.folder, self.step, arrays, self._state(), keep=self.config.keep)
+            size = write_next(self.folder, self.step, self.learner.arrays(), self._state(), keep=self.config.keep)
         self._guard.saved(self.step)
         self._log("checkpoint", seconds=time.perf_counter() - begin, bytes=size)
+
+    def _is_finite(self) -> bool:
+        """Whether all weights are, and what else is saved."""
+        # A smallest and a largest value are of no size; a mask would be. Both are NaN where one value is.
+        arrays = self.learner.arrays().values()
+        return all(np.isfinite(extreme(array)) for array in arrays for extreme in (np.min, np.max))
 
     def _save_best(self) -> None:
         if self._exchange.is_chief:
@@ -367,7 +430,8 @@ class Fit:
         self._track(line, picture)
 
     def _state(self) -> Dict[str, Any]:
-        own = {name: getattr(self, name) for name in (*_State.__annotations__, "owes_validation")}
+        own = {name: getattr(self, name) for name in _State.__annotations__}
+        own["losses"] = dataclasses.asdict(self.losses)
         return {**own, "split_hash": self.config.split_hash, "seed": self.config.seed}
 
     def _restore(self) -> List[str]:
@@ -375,7 +439,7 @@ class Fit:
         found = newest(self.folder) if self._exchange.is_chief else None
         if found:
             try:
-                typed(found.state, _State, "state")
+                typed({**_LATER, **found.state}, _State, "state")
             except ValueError as error:
                 raise InputError(f"checkpoint {found.path} must hold a run's state, got {error}; delete it") from None
             self.learner.restore(found.arrays)
@@ -385,8 +449,8 @@ class Fit:
         if self._exchange.count > 1:
             for variable in self.learner.named_variables().values():
                 variable.assign(array_from_chief(self._exchange, np.asarray(variable.read_value())))
-        state = {"owes_validation": False, **json.loads(text)}  # older checkpoints came after it
-        for name in (*_State.__annotations__, "owes_validation"):
+        state = typed({**_LATER, **json.loads(text)}, _State, "state")
+        for name in _State.__annotations__:
             setattr(self, name, state[name])
         return set_aside(found) if found else []
 
@@ -398,3 +462,17 @@ class _State(TypedDict):
     best: Optional[float]
     stale_validations: int
     trained_s: float
+    owes_validation: bool
+    rate_share: float
+    diverged_at: int
+    retries: int
+    losses: LossWatch
+
+
+_LATER = {"owes_validation": False, "rate_share": 1.0, "diverged_at": 0, "retries": 0, "losses": {}}
+"""What older checkpoints do not have."""
+
+
+def _shown(loss: float) -> Optional[float]:
+    """As JSON has it, which knows no NaN."""
+    return loss if np.isfinite(loss) else None

@@ -1,8 +1,8 @@
 """Muon: the optimizer whose update of a kernel is its momentum made orthogonal (Jordan 2024, "Muon: an optimizer for
 hidden layers in neural networks").
 
-A step that is small in every direction but one moves a kernel in that one alone; with all singular values made equal, the
-rare directions move as far as the common ones. A network that has few steps needs half as many of these.
+With all singular values made equal, directions that few voxels speak for, such as a small lesion's, move as far as
+those that all speak for. docs/log.md has what that saves in steps.
 """
 
 import math
@@ -20,7 +20,7 @@ TIMES = 5
 class Muon(tf.keras.optimizers.Optimizer):
     """Muon for kernels of more than one voxel, Adam (Kingma 2015) for norms, biases and 1x1x1 kernels, at one rate.
 
-    One float32 slot a kernel, two for what Adam has. Updates come one after another, so that memory holds one at a time.
+    One float32 slot a kernel, two for what Adam has. Updates come one after another: memory holds one at a time.
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class Muon(tf.keras.optimizers.Optimizer):
         name: str = "Muon",
         **options,
     ):
-        """`momentum` is of kernels, with Nesterov's look-ahead; the betas and epsilon are Adam's. `options` are those of
-        every Keras optimizer, such as `clipnorm`."""
+        """`momentum` is of kernels, with Nesterov's look-ahead; the betas and epsilon are Adam's. `options` are
+        those of every Keras optimizer, such as `clipnorm`."""
         super().__init__(name=name, **options)
         self._learning_rate = self._build_learning_rate(learning_rate)
         self.momentum, self.beta_1, self.beta_2, self.epsilon = momentum, beta_1, beta_2, epsilon
@@ -90,8 +90,8 @@ def orthogonal(kernel):
     """The orthogonal matrix nearest to a kernel (..., A, B) as a matrix of B columns, roughly, in the kernel's shape:
     singular values of 0.7 to 1.2, times the root of its rows over its columns where that is more than 1.
 
-    Newton and Schulz' iteration X <- X (a + b G + c G^2) with G = X'X, of which only the columns' products are iterated:
-    that is B x B, and X, which has hundreds of times as many rows, is multiplied once.
+    Newton and Schulz' iteration X <- X (a + b G + c G^2) with G = X'X. What X is multiplied with depends on G alone, so
+    only that is iterated, B x B in size, and X, which has many more rows, is multiplied once.
     """
     matrix = tf.reshape(kernel, [-1, kernel.shape[-1]])
     rows, columns = matrix.shape

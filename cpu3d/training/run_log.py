@@ -20,6 +20,9 @@ from memory_estimator.units import GIB
 RECENT = 50
 """Steps that losses and times are of."""
 
+RATE_TEST, WENT_BACK = "rate test", "went back"
+"""Events of `cpu3d.training.fit`: learning rates that were tried, and a return to a checkpoint."""
+
 FINISHED = ("finished", "early stop")
 """Reasons in the last line of a run that is over. Any other one was stopped, and goes on."""
 
@@ -54,11 +57,11 @@ def recent_events(run: Path, steps: int = RECENT) -> List[Dict[str, Any]]:
     return _events(line for _, line in sorted([*others, *last]))
 
 
-def forget_after(run: Path, step: int, *, owes_validation: bool = False) -> None:
-    """Drop what a killed run logged past its last checkpoint, for those steps are about to be done again.
+def forget_after(run: Path, step: int, *, owes_validation: bool = False, rate_share: float = 0.0) -> None:
+    """Drop what a run logged past the checkpoint that it goes on from, for those steps are about to be done again.
 
-    Steps and validations after `step` go, torn lines and, before the first checkpoint, everything. The validation of
-    `step` goes too where the checkpoint is from before it.
+    What was logged after `step` goes, and torn lines; the validation of `step` where the checkpoint is from before it,
+    and a return to a checkpoint at less than its `rate_share`.
     """
     path = Path(run) / "log.jsonl"
     if not path.is_file():
@@ -66,7 +69,8 @@ def forget_after(run: Path, step: int, *, owes_validation: bool = False) -> None
 
     def is_kept(event: Dict[str, Any]) -> bool:
         again = owes_validation and event["event"] == "validation" and event["step"] == step
-        return bool(step) and event["step"] <= step and not again
+        undone = event["event"] == WENT_BACK and event["rate_share"] < rate_share
+        return event["step"] <= step and not (again or undone)
 
     kept = [event for event in read_events(run) if is_kept(event)]
     with atomic_write(path, "w") as file:
@@ -135,6 +139,9 @@ def shown(
         elif group == "validation":
             took = f"{event['seconds']:.1f} s{', best so far' if event['best'] else ''}"
             line = f"validation after step {step}: Dice {dice} on {event['cases']} whole volumes, {took}"
+        elif group == WENT_BACK:
+            line = f"{event['reason']}: back to step {step}, with {event['rate_share']:g} of the learning rate"
+            bar.update(task, completed=step)
         elif group == "end":
             peak = (
                 f"{event['wait_share']:.1%} of the steps waiting for data, peak {event['peak_rss_bytes'] / GIB:.1f} GiB"
@@ -149,15 +156,21 @@ def shown(
 
 # --- Private helpers ---
 
-_NEEDED = {"validation": {"mean_dice"}, "end": {"reason"}}
+_NEEDED = {
+    "validation": {"mean_dice"},
+    "end": {"reason"},
+    RATE_TEST: {"rates", "losses", "learning_rate", "seconds"},
+    WENT_BACK: {"rate_share", "diverged_at", "reason"},
+}
 """What an event of a kind is nothing without, besides its step."""
 
 _KINDS = {
-    **dict.fromkeys(("step", "steps", "epoch", "cases", "workers", "cores", "parameters"), int),
-    **dict.fromkeys(("seconds", "bytes", "mean_dice", "learning_rate", "wait_share", "exchange_share"), float),
+    **dict.fromkeys(("step", "steps", "epoch", "cases", "workers", "cores", "parameters", "diverged_at"), int),
+    **dict.fromkeys(("seconds", "bytes", "mean_dice", "learning_rate"), float),
+    **dict.fromkeys(("wait_share", "exchange_share", "rate_share"), float),
     **dict.fromkeys(("dice", "host", "threads", "versions", "predicted"), dict),
     **dict.fromkeys(("event", "reason", "engine"), str),
-    "grid": list,
+    **dict.fromkeys(("grid", "rates", "losses"), list),
 }
 """What is written under a name; float also under what ends in _s or _bytes."""
 

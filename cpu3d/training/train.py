@@ -13,6 +13,7 @@ one of them.
 import contextlib
 import dataclasses
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional
@@ -142,17 +143,23 @@ def train(
                     here=len(cluster.local_ranks),
                     stall_minutes=config.stall_minutes,
                 )
+                if not fit.config.peak_rate:
+                    begin = time.perf_counter()
+                    fit.find_rate(guard)
+                    took = format_seconds(time.perf_counter() - begin)
+                    _say(f"learning rate: {fit.config.found_rate:g}, found on the first batch in {took}")
                 if fit.has_open_length:
                     whole, step_s = fit.steps, fit.fit_budget(guard)
-                    config = fit.config
-                    if cluster.is_chief:
-                        save_config(config, run_folder)  # a restart keeps these steps
-                        save_plan(dataclasses.replace(plan, config=config), run_folder)
+                    budget, taken = fit.config.budget_minutes, fit.config.steps
                     guard.plan(steps=fit.steps)
                     _say(
-                        f"budget of {config.budget_minutes:g} min: {config.steps} of {whole} steps, "
-                        f"{format_seconds(step_s)} each; --epochs {config.epochs} takes all"
+                        f"budget of {budget:g} min: {taken} of {whole} steps, {format_seconds(step_s)} each; "
+                        f"--epochs {config.epochs} takes all"
                     )
+                if cluster.is_chief and fit.config != config:  # a restart keeps what was found
+                    save_config(fit.config, run_folder)
+                    save_plan(dataclasses.replace(plan, config=fit.config), run_folder)
+                config = fit.config
                 fit.log_start(host, engine, in_force(threads), plan.predicted)
                 fit.run(guard, _observer(plan, host, cluster), mlflow)
             exchange.close()

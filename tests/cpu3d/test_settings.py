@@ -115,7 +115,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("epochs", 0), ("batch", -1), ("learning_rate", 0), ("ema", 1), ("extent", "tile")],
+    [("epochs", 0), ("batch", -1), ("learning_rate", -0.1), ("ema", 1), ("extent", "tile")],
 )
 def test_a_bad_setting_is_refused_by_name(field, value):
     with pytest.raises(InputError, match=f"{field} must be"):

@@ -1,5 +1,7 @@
 """The loop of a run: its order, its ends, and how it goes on. With a learner in NumPy, as no network matters here."""
 
+import contextlib
+import dataclasses
 import os
 import signal
 import time
@@ -167,11 +169,29 @@ def test_a_validation_that_is_owed_is_logged_once(tmp_path):
     assert kept == [("step", 1), ("validation", 1), ("step", 2)]
 
 
+def test_a_rate_that_is_left_open_is_found_on_the_first_batch_and_leaves_the_weights(phantom_store, tmp_path):
+    fit = start(phantom_store, tmp_path, learning_rate=0.0)
+    before = fit.learner.arrays()
+    fit.find_rate()
+    for name, array in fit.learner.arrays().items():
+        np.testing.assert_array_equal(array, before[name])
+    (test,) = read_events(tmp_path)
+    assert fit.config.peak_rate == test["learning_rate"] > 0
+    assert len(test["losses"]) == len(test["rates"]) + 1
+    fit.run()
+    assert max(step["learning_rate"] for step in steps_of(tmp_path)) == test["learning_rate"]
+    start(phantom_store, tmp_path, learning_rate=0.0)
+    assert [one["event"] for one in read_events(tmp_path)].count("rate test") == 1
+
+
 # --- Stops ---
 
 
-def test_an_update_that_overflows_never_replaces_the_last_good_checkpoint(phantom_store, tmp_path, monkeypatch):
-    fit = start(phantom_store, tmp_path, save_minutes=0.0)
+@pytest.mark.parametrize(("save_minutes", "left"), [(0.0, 2), (10.0, 0)])
+def test_an_update_that_overflows_is_not_saved_and_ends_the_run_where_it_comes_back(
+    phantom_store, tmp_path, monkeypatch, save_minutes, left
+):
+    fit = start(phantom_store, tmp_path, save_minutes=save_minutes)
     step = fit.learner.step
 
     def third_overflows(*given):
@@ -181,9 +201,68 @@ def test_an_update_that_overflows_never_replaces_the_last_good_checkpoint(phanto
         return outcome
 
     monkeypatch.setattr(fit.learner, "step", third_overflows)
-    with pytest.raises(DivergedError, match=r"weights must be finite, got others after step 3; .*still holds step 2"):
+    with pytest.raises(DivergedError, match="must be finite, got inf at step 4 on BRATS_"):
         fit.run()
-    assert newest(tmp_path).state["step"] == 2
+    assert newest(tmp_path).state["step"] == left
+    assert read_events(tmp_path)[-1]["event"] == "diverged"
+
+
+RISING = {"learning_rate": 10.0, "warmup_steps": 0, "schedule": "constant", "steps": 16, "validations": 2}
+
+
+def returns_of(folder):
+    return [(one["step"], one["rate_share"]) for one in read_events(folder) if one["event"] == "went back"]
+
+
+def test_a_run_that_diverges_goes_back_at_half_the_rate_until_it_does_not(phantom_store, tmp_path):
+    start(phantom_store, tmp_path, **RISING).run()
+    returns = returns_of(tmp_path)
+    assert len(returns) > 1
+    assert [share for _, share in returns] == [0.5 ** (count + 1) for count in range(len(returns))]
+    assert [step["step"] for step in steps_of(tmp_path)] == list(range(1, 17))
+    assert steps_of(tmp_path)[-1]["learning_rate"] == 10.0 * returns[-1][1]
+    assert max(step["loss"] for step in steps_of(tmp_path)) < 0.1
+    assert read_events(tmp_path)[-1]["reason"] == "finished"
+
+
+@pytest.mark.parametrize("calls", range(1, 7))
+def test_a_run_that_diverges_and_is_cut_ends_as_the_uninterrupted_one(phantom_store, tmp_path, monkeypatch, calls):
+    start(phantom_store, tmp_path / "whole", **RISING).run()
+    cut, left, save = start(phantom_store, tmp_path / "cut", **RISING), [calls], fit_module.write_next
+
+    def die(*given, **options):
+        left[0] -= 1
+        if not left[0]:
+            raise MemoryError
+        return save(*given, **options)
+
+    with monkeypatch.context() as patch, contextlib.suppress(MemoryError):
+        patch.setattr(fit_module, "write_next", die)
+        cut.run()
+    again = start(phantom_store, tmp_path / "cut", **RISING)
+    if not again.is_over:
+        again.run()
+    assert_same_weights(tmp_path / "cut", tmp_path / "whole")
+    assert returns_of(tmp_path / "cut") == returns_of(tmp_path / "whole")
+    assert [one["loss"] for one in steps_of(tmp_path / "cut")] == [one["loss"] for one in steps_of(tmp_path / "whole")]
+
+
+def test_the_best_weights_are_kept_when_a_run_goes_back(phantom_store, tmp_path, monkeypatch):
+    fit = start(phantom_store, tmp_path, validations=8, steps=8, save_minutes=0.0)
+    best, step, diverged = [], fit.learner.step, []
+
+    def once(*given):
+        outcome = step(*given)
+        if fit.step == 5 and not diverged:
+            diverged.append(fit.best)
+            return dataclasses.replace(outcome, losses=outcome.losses * np.nan)
+        return outcome
+
+    monkeypatch.setattr(fit.learner, "step", once)
+    monkeypatch.setattr(fit_module.Fit, "_save_best", lambda self: best.append(self.best))
+    fit.run()
+    assert returns_of(tmp_path) == [(4, 0.5)]
+    assert best == sorted(best)
 
 
 # --- Going on ---

@@ -1,0 +1,75 @@
+"""The learning rate of a run that leaves it open, and whether a run diverges; both are told from losses.
+
+The rate is found by a range test (Smith 2017, "Cyclical Learning Rates for Training Neural Networks").
+"""
+
+import dataclasses
+import itertools
+import math
+import statistics
+from dataclasses import dataclass
+from typing import List, Optional, Sequence
+
+RATES = tuple(0.003 * (1 / 0.003) ** (i / 9) for i in range(10))
+"""Tried one after another on one batch, a step each."""
+
+TOLERANCE = 0.05
+"""By which a loss may lie above the lowest before it and its rate still be good: it wavers by less."""
+
+SHARE = 0.25
+"""Of the highest good rate. That one still learns the batch it is tried on, and is too high for 24 to 64 steps on
+others: docs/log.md has the Dice of a half, a quarter and an eighth."""
+
+FEW = 6
+"""Losses in a row that are too high when a run counts as diverged."""
+
+LEAST_RISE = 0.3
+"""By which losses lie above the lowest, at least, when they are too high: more than they differ between cases."""
+
+
+def best_rate(losses: Sequence[float]) -> float:
+    """The learning rate by a range test: `losses` before the step with each of RATES, and after the last. They may end
+    earlier, with one that is too high or not finite. A share of the lowest rate where none is good."""
+    lowest, best = losses[0], RATES[0]
+    for rate, loss in zip(RATES, losses[1:]):
+        if not loss <= lowest + TOLERANCE:
+            break
+        lowest, best = min(lowest, loss), rate
+    return float(f"{SHARE * best:.2g}")
+
+
+def is_over(losses: Sequence[float]) -> bool:
+    """Whether a range test has seen enough: all rates, or a loss after which no rate is good."""
+    last = losses[-1]
+    return len(losses) > len(RATES) or not math.isfinite(last) or last > min(losses) + TOLERANCE
+
+
+@dataclass
+class LossWatch:
+    """What of a run's losses tells whether it diverges. All of it is in a checkpoint's state."""
+
+    first: Optional[float] = None
+    """Of the weights as they were drawn."""
+    lowest: Optional[float] = None
+    """The first, or the median of FEW in a row."""
+    recent: List[float] = dataclasses.field(default_factory=list)
+
+    def diverges(self, loss: float) -> bool:
+        """Take up the loss of the next step, and tell: it is not finite, or the last FEW are too high, in the upper half
+        between the lowest and the first."""
+        if not math.isfinite(loss):
+            return True
+        if self.first is None:
+            self.first = self.lowest = loss
+        self.recent = [*self.recent, loss][-FEW:]
+        if len(self.recent) == FEW:
+            self.lowest = min(self.lowest, statistics.median(self.recent))
+        return self.high_steps == FEW
+
+    @property
+    def high_steps(self) -> int:
+        """How many of the last losses are too high, in a row."""
+        if self.first is None:
+            return 0
+        level = max((self.first + self.lowest) / 2, self.lowest + LEAST_RISE)
+        return len(list(itertools.takewhile(lambda loss: loss > level, reversed(self.recent))))
