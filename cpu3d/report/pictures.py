@@ -37,6 +37,7 @@ def chart(
     y_label: str,
     x_label: str = "step",
     y_range: Optional[Tuple[float, Optional[float]]] = None,
+    log_x: bool = False,
 ) -> bytes:
     """Curves over a common x axis, as PNG bytes.
 
@@ -57,6 +58,8 @@ def chart(
         else:
             axes.plot(x, y, color=line.colour, alpha=0.22, linewidth=0.8)
             axes.plot(x, _running_median(y), color=line.colour, linewidth=1.4, label=line.name)
+    if log_x:
+        axes.set_xscale("log")
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     _limit(axes, y_range)

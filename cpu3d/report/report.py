@@ -28,6 +28,7 @@ from cpu3d.report.run_files import (
     of_kind,
     viewed_case,
 )
+from cpu3d.training.run_log import RATE_TEST
 from cpu3d.util.atomic import atomic_write
 from cpu3d.util.records import by, duration, seconds
 from memory_estimator.schema import option
@@ -294,6 +295,11 @@ def _curves(events: Events) -> Figures:
     times = [_line("step", steps, "step_s", PALETTE[0]), _line("waiting for data", steps, "wait_s", PALETTE[1])]
     add("Time of a step", times, y_label="s", **from_zero)
     add("Learning rate", [_line("", steps, "learning_rate", PALETTE[2])], y_label="learning rate", **from_zero)
+    for test in of_kind(events, RATE_TEST)[-1:]:
+        tried = [(x, y) for x, y in zip(test["rates"], test["losses"][1:]) if y is not None]
+        title = f"Test of learning rates: {test['learning_rate']:g} taken"
+        line = Line("", *map(list, zip(*tried)), PALETTE[0], dots=True)
+        add(title, [line], y_label="loss after a step", x_label="learning rate", log_x=True)
     add("Memory of the process", [_line("", steps, "rss_bytes", PALETTE[2], GIB)], y_label="GiB", **from_zero)
     return charts
 
