@@ -124,7 +124,7 @@ class RunConfig:
         metavar="M",
     )
     """Their gradients are summed. 0 is by rule, as `memory_estimator.job.micro_of` says."""
-    optimizer: str = _training("adam", choices=OPTIMIZERS)
+    optimizer: str = _training("muon", choices=OPTIMIZERS)
     learning_rate: float = _training(
         0.0, "after the warm-up; auto: by a test of a few steps before the first", "R", at_least=0, zero=AUTO
     )

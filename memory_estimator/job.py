@@ -37,7 +37,7 @@ class Job:
     shape: Tuple[int, int, int] = (128, 128, 128)  # voxels X, Y, Z that the network sees
     batch: int = 1  # volumes a step, for one update
     micro_batch: int = 0  # volumes computed at a time, a divisor of `batch`; 0 is by rule, as `micro_of` says
-    optimizer: str = "adam"
+    optimizer: str = "muon"
     engine: str = "itex"  # "itex": TensorFlow with Intel's extension; "stock": without it. Both with oneDNN
     threads: int = 1  # threads inside one operation: some scratch is taken once a thread
     averaged: bool = False  # whether an exponential moving average of the weights is kept
@@ -197,7 +197,7 @@ RECIPES: Dict[str, Recipe] = {
     # 9.8 GiB under lean, 117 s a volume in float32, 16 h an epoch; the paper's took 1 TB, 30 s.
     "paper-2020": Recipe(
         "The paper's job: Cicek's wide network, batch 16 computed one volume at a time, FLAIR, batch norm, 25 epochs.",
-        Job(_CICEK, (240, 240, 144), 16, 1, cases=484),
+        Job(_CICEK, (240, 240, 144), 16, 1, "adam", cases=484),
         _PAPER,
     ),
     # Predicted 3.4 GiB, 2.4 s a volume in bfloat16, 15 minutes an epoch, 26 h in all. For context: nnU-Net, on patches,
@@ -247,7 +247,7 @@ class JobOptions(Architecture):
         0, "volumes computed at a time, a divisor of the batch (default: 1, or with batch norm the whole batch)", "M"
     )
     dtype: str = option("bfloat16", "compute dtype", choices=DTYPES)
-    optimizer: str = option("adam", choices=OPTIMIZERS)
+    optimizer: str = option("muon", choices=OPTIMIZERS)
     policy: str = option(
         AUTO,
         "memory policy (default: auto, the fastest that fits; with --run the run's own)",

@@ -173,8 +173,10 @@ class Fit:
                     if validated:
                         stop = self._validate(wish)
                     late = time.monotonic() - self._saved_at > 60 * self.config.save_minutes
-                    if validated or stop or self.is_over or (late and self._is_finite()):
-                        self._save()
+                    due = due or validated or late
+                    if stop or self.is_over or (due and not self.losses.high_steps and self._is_finite()):
+                        self._save()  # what may be diverging is not saved; soon the losses say which, to all workers
+                        due = False
                 except DivergedError as error:
                     self._go_back(error)
                     parts = self.feeds.training(self.step, self.steps, guard.phase)

@@ -55,7 +55,7 @@ class LossWatch:
     recent: List[float] = dataclasses.field(default_factory=list)
 
     def diverges(self, loss: float) -> bool:
-        """Take up the loss of the next step, and tell: it is not finite, or the last FEW are too high, in the upper half
+        """Take up the loss of the next step, and tell: it is not finite, or the last FEW all lie in the upper half
         between the lowest and the first."""
         if not math.isfinite(loss):
             return True

@@ -45,6 +45,8 @@ def op_seconds(program: Program, constants: HostConstants, job: Job) -> Tuple[fl
             # A 1x1x1 convolution does too little for the above: it is as slow as its traffic.
             passing = speeds["join"]["traffic" if op.traffic_bytes > cache_bytes else "cached"]
             seconds = max(seconds, op.traffic_bytes * passing)
+        if group == "update" and op.flops:  # of matrices, in float32
+            seconds += op.flops * constants.speeds(job.engine, "float32")["conv"]["work"]
         op_s.append(seconds + speeds["every_op"]["seconds"])
     return tuple(op_s)
 

@@ -16,8 +16,8 @@ from memory_estimator.step.program import Program, StepOp, Tensor, buffers_of, i
 from memory_estimator.step.scratch import NONE, Buffers
 from models.layer_plan import PIECES, LayerOp, layer_plan
 
-SLOTS = {"muon": 1, "adam": 2, "sgd": 1}
-"""Float32 copies of every trainable weight that the optimizer keeps: mean and variance, or momentum."""
+ITERATIONS, PRODUCTS = 5, 4
+"""Of Muon's polynomial: how often it is applied, and products of two square matrices each time."""
 
 MOST_SAMPLES = 8
 """Samples that are normalised one by one; of more there are as many, each larger, which changes next to nothing."""
@@ -216,12 +216,12 @@ class Writer:
     def update(self) -> None:
         """What ends a step: the gradients that are not done yet, whether all are finite, then weight by weight. A
         micro-batch adds its gradients to their sums in place; once all are done, the update reads those."""
-        sgd, summed = self.job.optimizer == "sgd", self.job.parts > 1
+        optimizer, summed = self.job.optimizer, self.job.parts > 1
         written = {tensor.name: index for index, each in enumerate(self._ops) for tensor in each.writes}
         late = [op for op in self._kernels if op.name not in self._gradients]
         late.sort(key=lambda op: -written[filter_gradient_name(op)])
         # Without a cast in between, SGD's negation is put off until nothing else reads the gradient, and is in place.
-        in_place = late if sgd and not (summed or self.mixed) else []
+        in_place = late if optimizer == "sgd" and not (summed or self.mixed) else []
         for op in late:
             if in_place:
                 self._gradients[op.name] = filter_gradient_name(op)
@@ -235,15 +235,21 @@ class Writer:
                 self._gradients[op.name] = total
             for op in self._kernels:
                 self._prepare(op)
-        if sgd:
+        if optimizer == "sgd":
             self._descend(in_place)
-        for op in () if sgd else self._kernels:
-            slots = [f"{op.name}/slot{slot}" for slot in range(SLOTS["adam"])]
+            return
+        for op in self._kernels:
+            if optimizer == "muon":
+                self._turn(op)
+                continue
+            slots = [f"{op.name}/slot{slot}" for slot in range(slots_of(optimizer, op))]
             reads = [self._gradients[op.name], *slots, f"{op.name}/square", f"{op.name}/kernel"]
             self.make(f"{op.name}/update", "update", reads, 4 * kernel_elements(op))
 
     def _prepare(self, op: LayerOp, over: Optional[str] = None) -> None:
-        """Adam squares a gradient, SGD negates it."""
+        """Adam squares a gradient, SGD negates it. Muon does nothing before a kernel's turn."""
+        if self.job.optimizer == "muon":
+            return
         name = f"{op.name}/{'negated' if self.job.optimizer == 'sgd' else 'square'}"
         self.make(name, "update", [self._gradients[op.name]], 4 * kernel_elements(op), takes_over=over)
 
@@ -266,6 +272,20 @@ class Writer:
             self._prepare(op, over=self._gradients[op.name])
             descend(op)
 
+    def _turn(self, op: LayerOp) -> None:
+        """Muon: m = d m + g, then g + d m, made orthogonal. The momentum moves to where it was computed; what is looked
+        ahead at and what is made of it lie beside it. Of a 1x1x1 kernel, which has Adam, it is taken to be the same."""
+        size, gradient, slot = 4 * kernel_elements(op), self._gradients[op.name], f"{op.name}/slot0"
+        decayed = self.make(f"{op.name}/decayed", "update", [slot], size)
+        self._move(slot, "optimizer slots", decayed, gradient)
+        ahead = self.make(f"{op.name}/decayed_again", "update", [slot, gradient], size)
+        columns = op.shape[3] if op.kind != "up_conv" else op.in_channels
+        rows = kernel_elements(op) // columns
+        few = min(rows, columns)
+        multiplied = 2 * rows * columns * few + ITERATIONS * PRODUCTS * few**3
+        turned = self.make(f"{op.name}/orthogonal", "update", [ahead], size, flops=2 * multiplied)
+        self.run(f"{op.name}/update", "update", [turned, f"{op.name}/kernel"])
+
     def _move(self, name: str, group: str, over: str, *reads: str) -> None:
         """A resident tensor is computed anew over another one, and lies there from now on."""
         moved = Tensor(name, self._bytes[name], group)
@@ -277,7 +297,7 @@ class Writer:
 
     def _make_weights(self) -> None:
         """Kernels, slots as zeros, averages as copies: in the order of `cpu3d.training.learner.Learner`."""
-        kernels, slots = self._kernels, SLOTS[self.job.optimizer]
+        kernels, optimizer = self._kernels, self.job.optimizer
         for op in kernels:
             kernel = self.tensor(f"{op.name}/kernel", 4 * kernel_elements(op), "weights")
             self._before += kernel_made(kernel)
@@ -286,7 +306,7 @@ class Writer:
         trained = sum(op.trainable for op in self.plan) - in_kernels
         small = trained + sum(op.frozen for op in self.plan)
         self.resident.append(self.tensor("norms and biases", 4 * small, "weights"))
-        copies = [(op, f"slot{slot}", "optimizer slots") for op in kernels for slot in range(slots)]
+        copies = [(op, f"slot{n}", "optimizer slots") for op in kernels for n in range(slots_of(optimizer, op))]
         if self.job.averaged:
             copies += [(op, "average", "averaged weights") for op in kernels]
         if self.job.parts > 1:
@@ -295,7 +315,8 @@ class Writer:
             copy = self.tensor(f"{op.name}/{suffix}", 4 * kernel_elements(op), group)
             self._before.append(StepOp(copy.name, "update", writes=(copy,)))
             self.resident.append(copy)
-        self.resident.append(self.tensor("slots of norms and biases", 4 * slots * trained, "optimizer slots"))
+        small_slots = 4 * slots_of(optimizer) * trained
+        self.resident.append(self.tensor("slots of norms and biases", small_slots, "optimizer slots"))
         if self.job.parts > 1:
             self.resident.append(self.tensor("sums of norms and biases", 4 * trained, "gradient sums"))
 
@@ -303,6 +324,14 @@ class Writer:
 def kernel_elements(op: LayerOp) -> int:
     """Weights of a layer without its bias, which only the head has."""
     return op.trainable - (op.shape[3] if op.kind == "head" else 0)
+
+
+def slots_of(optimizer: str, op: Optional[LayerOp] = None) -> int:
+    """Float32 copies that the optimizer keeps of a layer's kernel, or of what is no kernel: mean and variance, or the
+    momentum. Muon leaves norms, biases and 1x1x1 kernels to Adam."""
+    if optimizer == "muon":
+        return 1 if op and op.kind in ("conv", "up_conv") and op.kernel > 1 else 2
+    return {"adam": 2, "sgd": 1}[optimizer]
 
 
 def filter_gradient_name(op: LayerOp) -> str:
