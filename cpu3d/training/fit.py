@@ -44,7 +44,7 @@ ENOUGH_STEPS = 12
 TIMED_STEPS = 3
 """Taken to tell a step's time, and taken back; the first one compiles and is not counted."""
 
-MOST_RETRIES, SAME_STEP = 4, 2
+MOST_RETRIES, SAME_STEP = 6, 2
 """Times in a row that a run goes back from about the same step, at half the rate each time; and from exactly the same
 one with a loss that is not finite, as where a case is at fault."""
 

@@ -23,6 +23,9 @@ others: docs/log.md has the Dice of a half, a quarter and an eighth."""
 FEW = 6
 """Losses in a row that are too high when a run counts as diverged."""
 
+FAR = 10.0
+"""Times the first loss: one such loss is enough."""
+
 LEAST_RISE = 0.3
 """By which losses lie above the lowest, at least, when they are too high: more than they differ between cases."""
 
@@ -55,8 +58,8 @@ class LossWatch:
     recent: List[float] = dataclasses.field(default_factory=list)
 
     def diverges(self, loss: float) -> bool:
-        """Take up the loss of the next step, and tell: it is not finite, or the last FEW all lie in the upper half
-        between the lowest and the first."""
+        """Take up the loss of the next step, and tell: it is not finite or FAR too high, or the last FEW all lie in the
+        upper half between the lowest and the first."""
         if not math.isfinite(loss):
             return True
         if self.first is None:
@@ -64,7 +67,7 @@ class LossWatch:
         self.recent = [*self.recent, loss][-FEW:]
         if len(self.recent) == FEW:
             self.lowest = min(self.lowest, statistics.median(self.recent))
-        return self.high_steps == FEW
+        return self.high_steps == FEW or loss > FAR * self.first + LEAST_RISE
 
     @property
     def high_steps(self) -> int:

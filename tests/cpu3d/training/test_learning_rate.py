@@ -35,6 +35,7 @@ FALLING = [1.6, 1.2, 1.0, 0.8, 0.6, 0.5, 0.4, 0.4, 0.3, 0.3, 0.3]
         ([1.6, math.nan], 1),
         ([*FALLING, *[1.3] * FEW], len(FALLING) + FEW - 1),
         ([1.6, 5.0, 9.0, *[9.0] * FEW], FEW),
+        ([1.6, 1.2, 40.0], 2),
         ([*FALLING, *([1.3] * (FEW - 1) + [0.4]) * 3], None),  # single cases are hard
         ([1.60, *[1.65] * 20], None),  # a rate that does nothing
         ([0.2, *[0.4] * 20], None),
