@@ -10,15 +10,15 @@ import statistics
 from dataclasses import dataclass
 from typing import List, Optional, Sequence
 
-RATES = tuple(0.003 * (1 / 0.003) ** (i / 9) for i in range(10))
-"""Tried one after another on one batch, a step each."""
+RATES = tuple(0.001 * 300 ** (i / 9) for i in range(10))
+"""0.001 to 0.3, tried one after another on one batch, a step each."""
 
-TOLERANCE = 0.05
-"""By which a loss may lie above the lowest before it and its rate still be good: it wavers by less."""
+TOLERANCE = 0.1
+"""By which a loss may lie above the lowest before it and its rate still be good: one batch's loss wavers by less."""
 
-SHARE = 0.25
-"""Of the highest good rate. That one still learns the batch it is tried on, and is too high for 24 to 64 steps on
-others: docs/log.md has the Dice of a half, a quarter and an eighth."""
+SHARE = 1 / 8
+"""Of the highest good rate. That one still learns the batch that it is tried on; a quarter of it was worse on untouched
+cases (docs/log.md)."""
 
 FEW = 6
 """Losses in a row that are too high when a run counts as diverged."""

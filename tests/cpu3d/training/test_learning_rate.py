@@ -12,7 +12,7 @@ from cpu3d.training.learning_rate import FEW, RATES, SHARE, LossWatch, best_rate
     [
         ([1.5 - 0.1 * step for step in range(11)], RATES[-1]),
         ([1.5, 1.4, 1.2, 1.0, 1.3], RATES[2]),
-        ([1.5, 1.4, 1.42, 1.0, math.nan], RATES[2]),  # a little higher than the lowest is no end
+        ([1.5, 1.4, 1.45, 1.0, math.nan], RATES[2]),  # a little higher than the lowest is no end
         ([1.5, 1.7], RATES[0]),
     ],
 )
