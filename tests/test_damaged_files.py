@@ -347,7 +347,7 @@ def root(tmp_path_factory):
     root.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
-        patch.setattr(compare_run, "_call", no_process)
+        patch.setattr(compare_run, "call", no_process)
         make_all()
     shutil.copytree(root, root.with_name("whole"))
     return root
@@ -422,7 +422,7 @@ def test_a_damaged_file_is_answered_and_nothing_else_is_changed(name, number, ro
     shutil.rmtree(root)
     shutil.copytree(root.with_name("whole"), root)
     monkeypatch.chdir(root)
-    monkeypatch.setattr(compare_run, "_call", no_process)
+    monkeypatch.setattr(compare_run, "call", no_process)
     rng, target = random.Random(f"{SEED} {name} {number}"), TARGETS[name]
     path = rng.choice(sorted(one for one in root.glob(rng.choice(target.files)) if one.is_file()))
     file, reader = path.relative_to(root), rng.choice(target.readers)

@@ -141,7 +141,7 @@ def _estimator(path: Path) -> List[str]:
 
 
 def _comparisons(path: Path) -> List[str]:
-    return comparisons_markdown(read_records(path, path.stem))
+    return comparisons_markdown(read_records(path, "compare"))
 
 
 _STEP = ("shape", "batch", "micro_batch", "unet", "optimizer", "engine_name")
@@ -154,7 +154,7 @@ SECTIONS: Dict[str, Tuple[str, Callable[[Path], List[str]]]] = {
     "memory": ("The estimator against measured steps", _estimator),
     "data": ("Loading", lambda path: page_lines(read_records(path, "data"))),
     "compare": ("Whole volumes against patches", _comparisons),
-    "resolutions": ("Resolution, effective batch and learning rate", _comparisons),
+    "resolutions": ("Resolution and effective batch", _comparisons),
     "learning": ("Learning", _each(learning_table, *_LEARNING)),
     "windows": ("One pass against a sliding window", _each(windows_table, *_WINDOWS)),
     "scaling": ("Several workers", lambda path: scaling_lines(valid(read_scaling, path))),

@@ -1,1 +1,1 @@
-"""Variants under one budget, paired differences, the resolution study."""
+"""Variants under one budget, paired differences."""

@@ -12,33 +12,24 @@ the baseline that the others are paired with, case by case and seed by seed. Opt
 all variants; those of one are in its own quotes.
 
 Leaves OUT/report.html, OUT/compare.json, ordinary run folders in OUT/runs and what they printed in OUT/logs. The same
-command continues one that was cut off; with more --seeds it adds to one that is done. A run that fails is left out and
-named, and the exit code is 1. Folders of --runs are only read: scores that they lack are in OUT/evaluations.
+command continues one that was cut off; with more --seeds, --resolutions or --batches it adds to one that is done. A run
+that fails is left out and named, and the exit code is 1. Folders of --runs are only read: scores that they lack are in
+OUT/evaluations.
 """
 
 import dataclasses
 import functools
 import itertools
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import List, Optional, Sequence, Tuple
+from typing import Optional, Tuple
 
 from rich.console import Console
 
-from cpu3d.compare.plan import VALIDATIONS, Course, Json, Kept, load_same, merged, planned, planned_run
+from cpu3d.compare.plan import VALIDATIONS, Json, Kept, load_same, planned, planned_run
 from cpu3d.compare.report import plan_table, publish
-from cpu3d.compare.run import (
-    Evaluation,
-    PlannedRun,
-    RunFailedError,
-    Runner,
-    by_dice,
-    grouped,
-    is_evaluated,
-    search_rate,
-)
+from cpu3d.compare.run import Evaluation, Runner, grouped, is_evaluated
 from cpu3d.compare.statistics import compare, read_run
 from cpu3d.data.records import SPLITS
 from cpu3d.data.store import open_store
@@ -46,15 +37,12 @@ from cpu3d.errors import InputError, refuse
 from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.inference.runs import store_of_run
 from cpu3d.inference.scores import TOLERANCE_MM
-from cpu3d.report.run_files import numbers, of_kind
 from cpu3d.settings import SETTINGS, load_config
-from cpu3d.training.run_log import read_events
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.lock import locked
 from memory_estimator.schema import option
 
 a_budget = functools.partial(option, None, above=0, below=math.inf)
-of_study = functools.partial(option, group="resolution study", above=0)
 
 
 @dataclass(frozen=True)
@@ -70,6 +58,10 @@ class Options:
         metavar=("NAME", "OPTIONS"),
         repeat=True,
     )
+    resolutions: Tuple[float, ...] = option(
+        (), help="instead of variants: whole volumes at these shares of the store's resolution", above=0, at_most=1
+    )
+    batches: Tuple[int, ...] = option((), help="of --resolutions, each at each (default: the recipe's)", above=0)
     runs: Tuple[Path, ...] = option((), help="compare these run folders; nothing is trained", metavar="DIR")
     voxels: Optional[float] = a_budget("budget of every run: voxels seen", metavar="V")
     minutes: Optional[float] = a_budget("budget of every run: wall time of its steps", metavar="M")
@@ -82,14 +74,6 @@ class Options:
     record: Optional[Path] = option(None, help="append the result to this .jsonl file", metavar="FILE")
     dry_run: bool = option(False, help="print the plan and stop")
     force: bool = option(False, help="train although memory may not hold it; compare --runs that were cut off")
-    resolutions: Tuple[float, ...] = of_study(
-        (), help="train at these shares of the store's resolution, instead of variants, such as 0.5 0.75 1", at_most=1
-    )
-    batches: Tuple[int, ...] = of_study((), help="effective batches, the second axis (default: the recipe's)")
-    learning_rates: Tuple[float, ...] = of_study(
-        (), help="rates to search, one alone is no search (default: half, once and twice the recipe's, by the batch)"
-    )
-    search_share: float = of_study(0.25, help="part of a full run's steps that a run of the search takes", at_most=1)
 
 
 OPTIONS = (Options, SETTINGS)
@@ -112,17 +96,16 @@ def _check(options: Options, settings: Json) -> None:
     """Raise InputError for options that do not go together, all at once."""
     chosen = [one.name for one in dataclasses.fields(Options) if getattr(options, one.name) != one.default]
     own = [name for name in ("variant", "voxels", "minutes") if name in chosen]
+    axes = [name for name in ("resolutions", "batches") if name in chosen]
     names, validations = [name for name, _ in options.variant], settings.get("validations", VALIDATIONS)
     if options.runs:
-        wrong = [*(name for name in settings if name != "validations"), *own]
-        wrong += ["resolutions"] if options.resolutions else []
+        wrong = [*(name for name in settings if name != "validations"), *own, *axes]
         rule = "come without --runs, where nothing is trained"
     elif options.resolutions:
-        wrong = [*(name for name in ("resolution", "batch") if name in settings), *own]
-        wrong += ["mode patch"] if settings.get("mode", "whole") != "whole" else []
+        wrong = [*(name for name in ("mode", "resolution", "batch") if name in settings), *own]
         rule = "come without --resolutions, which trains whole volumes at --batches for --epochs"
     else:
-        wrong = [name for name in ("batches", "learning_rates", "search_share") if name in chosen]
+        wrong = axes
         rule = "come with --resolutions"
     got = "both" if options.runs or options.resolutions else "it alone"
     budgets = [name for name in ("epochs", "voxels", "minutes") if name in {*settings, *chosen}]
@@ -142,7 +125,7 @@ def _check(options: Options, settings: Json) -> None:
 
 
 def _train_and_compare(options: Options, settings: Json, evaluation: Evaluation) -> int:
-    store, is_study = open_store(options.store), bool(options.resolutions)
+    store = open_store(options.store)
     store.check_split()
     store.check(record for split in store.manifest.split for record in store.cases(split))
     asked, plan, budget = planned(options, settings, store, evaluation)
@@ -152,69 +135,30 @@ def _train_and_compare(options: Options, settings: Json, evaluation: Evaluation)
         """What the folder holds with what is added, or a new plan. Results are of all seeds and variants or none."""
         before = load_same(asked, options.out) or Kept({}, [], [])
         seeds = list(dict.fromkeys((*before.seeds, *options.seeds)))
-        now = merged(before.plan, plan) if is_study else before.plan or plan
-        same = before.seeds == seeds and json.dumps(before.plan) == json.dumps(now)
+        names = [course["name"] for course in before.plan]
+        now = [*before.plan, *(course for course in plan if course["name"] not in names)]
+        same = before.seeds == seeds and len(before.plan) == len(now)
         Console(stderr=True).print(plan_table(now, seeds, words).rich())
-        lasting = {**asked, "search_seed": seeds[0]} if is_study else asked
-        return Kept(lasting, seeds, list(now), before.results if same else None)
+        return Kept(asked, seeds, now, before.results if same else None)
 
     if options.dry_run:
         taken_up()
         return 0
     out = writable_folder(options.out, "folder of --out").resolve()
     runner = Runner(store.folder.resolve(), out, evaluation, options.force)
-    runs, failed, search = [], [], {}
     with locked(out, "comparison"):
         kept = taken_up()
         kept.save(out)
-        if is_study:
-            for arm in kept.plan:
-                of_arm, search[arm["name"]] = _arm_runs(arm, kept.seeds, runner)
-                runs += of_arm
-        else:
-            # Seed by seed, so that what is there when a long comparison is cut off can be compared.
-            order = itertools.product(kept.seeds, kept.plan)
-            runs = [planned_run(course, seed, out, minutes=budget.amount) for seed, course in order]
-            failed = runner.carry_out(runs, keep_going=True)
+        # Seed by seed, so that what is there when a long comparison is cut off can be compared.
+        order = itertools.product(kept.seeds, kept.plan)
+        runs = [planned_run(course, seed, out, minutes=budget.amount) for seed, course in order]
+        failed = runner.carry_out(runs)
         lost = [one[:2] for one in failed]
         ended = [run for run in runs if (run.variant, run.seed) not in lost]
         results = [read_run(run.variant, run.seed, run.folder, options.split, store=store) for run in ended]
         comparison = compare(results, baseline=kept.plan[0]["name"], failed=failed)
-        publish(comparison, kept, store, out, options, budget=words, search=search)
+        publish(comparison, kept, store, out, options, budget=words)
     return 1 if failed else 0
-
-
-def _arm_runs(arm: Course, seeds: Sequence[int], runner: Runner) -> Tuple[List[PlannedRun], Json]:
-    """Search an arm's learning rate, and train and score it with the best for every seed: the runs, and the search.
-
-    A rate that diverges in full length, with any seed, makes place for the next best of the search. Raises
-    RunFailedError where there is no other.
-    """
-
-    def dice_of(rate: float) -> Optional[float]:
-        run = planned_run(arm, seeds[0], runner.out, rate=rate, search=True)
-        try:
-            runner.carry_out([run], score=False)
-        except RunFailedError as error:
-            if error.diverged:
-                return None  # an answer, which is kept, and not a failure of the search
-            raise
-        return max(numbers(of_kind(read_events(run.folder), "validation"), "mean_dice"), default=None)
-
-    trials, diverged = search_rate(arm["rates"], arm["goes_beyond"], dice_of), []
-    rates = by_dice(trials) if trials else list(arm["rates"])
-    while True:
-        runs = [planned_run(arm, seed, runner.out, rate=rates[0]) for seed in seeds]
-        try:
-            runner.carry_out(runs)
-            break
-        except RunFailedError as error:
-            if not error.diverged or len(rates) < 2:
-                raise
-            diverged.append(rates.pop(0))
-    search = {"rate": rates[0], "start_rate": arm["start_rate"], "steps": arm["search_steps"]}
-    tried = [{"rate": rate, "dice": dice} for rate, dice in trials.items()]
-    return runs, {**search, "trials": tried, "diverged": diverged}
 
 
 def _compare_folders(options: Options, evaluation: Evaluation) -> int:

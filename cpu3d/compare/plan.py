@@ -1,13 +1,11 @@
 """What a comparison does, as it is kept in OUT/compare.json: variants, one budget for all, and what each comes to here.
 
 A second call is held to what the first asked for: the same goes on, more seeds are added, anything else is refused.
-Steps, dtype, policy and patch are decided once and then kept, so that every run of a variant is of one kind. The arms
-of a resolution study, a resolution at a batch each, are variants too, each with learning rates to search, and others
-may be added.
+Steps, dtype, policy and patch are decided once and then kept, so that every run of a variant is of one kind. To the
+variants of --resolutions, a resolution at a batch each, others may be added.
 """
 
 import argparse
-import itertools
 import json
 import math
 import re
@@ -16,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, TypedDict
 
-from cpu3d.compare.run import Evaluation, PlannedRun, rounded, step_voxels
+from cpu3d.compare.run import Evaluation, PlannedRun, step_voxels
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, refuse
 from cpu3d.host.gpu import HostGpus
 from cpu3d.pages.page import flat
 from cpu3d.plan import Plan, make_plan
-from cpu3d.settings import SETTINGS, SIZES_OF_PATCH, RunConfig, as_options, recipe_config, with_settings
+from cpu3d.settings import SETTINGS, SIZES_OF_PATCH, as_options, recipe_config
 from cpu3d.util.atomic import is_untouched, write_json
 from memory_estimator.files import read_json, typed
 from memory_estimator.host import read_host
@@ -32,17 +30,10 @@ from memory_estimator.schema import add_options, arguments
 if TYPE_CHECKING:
     from cpu3d.compare.command import Options
 
-SCHEMA, FILE = 1, "compare.json"
+SCHEMA, FILE = 2, "compare.json"
 VALIDATIONS = 4  # of every run, where no number is chosen
-STUDY = "resolutions"  # the kind of a resolution study, and of its records
 WARMUP_SHARE = 10  # the warm-up is at most a tenth of a run: one of large batches or patches may have few steps
 LEAST_STEP_S = 1e-3  # no step is faster: a budget of minutes has the epochs that such steps would fill
-SEARCH_VALIDATIONS = 3  # of a run of a search; all of an arm have equally many, so none has more chances
-FACTORS = (0.5, 1.0, 2.0)  # of the rate that a search starts from, where no rates are named
-
-SCALING = {"adam": 0.5, "sgd": 1.0}
-"""Optimizer -> the power of the batch that its learning rate grows with: with the root for Adam (Krizhevsky 2014;
-Malladi et al. 2022), linearly for SGD (Krizhevsky 2014, Goyal et al. 2017). Both are rules for large batches."""
 
 # Settings of patches alone, those that compare decides for every run, and those that no variant has for itself.
 OF_PATCHES = (*SIZES_OF_PATCH, "patches_per_case", "foreground")
@@ -79,24 +70,6 @@ class Variant(NamedTuple):
 
     name: str
     settings: Json
-
-
-class Search(NamedTuple):
-    """Short runs, of a `share` of a full run's steps, try `rates`, else FACTORS of the rate of `base`, by the batch."""
-
-    base: RunConfig
-    share: float
-    rates: Sequence[float] = ()
-
-    def of(self, batch: int, steps: int) -> Json:
-        """What an arm of so many steps has besides a course."""
-        start = rounded(self.base.learning_rate * (batch / self.base.batch) ** SCALING[self.base.optimizer])
-        return {
-            "start_rate": start,
-            "rates": sorted({rounded(rate) for rate in self.rates or [start * factor for factor in FACTORS]}),
-            "goes_beyond": not self.rates,
-            "search_steps": max(round(self.share * steps), 1),
-        }
 
 
 def refuse_settings(who: str, settings: Json, names: Sequence[str] = DECIDED) -> None:
@@ -150,6 +123,20 @@ def usual_variants(common: Json, store: Store) -> List[Variant]:
     return [whole, Variant("patch-half", {**common, "mode": "patch", "patch": patch})]
 
 
+def resolution_variants(common: Json, shares: Sequence[float], batches: Sequence[int]) -> List[Variant]:
+    """Whole volumes at every share of the store's resolution and every batch, else the recipe's: by batch, the highest
+    resolution first."""
+    axes = [
+        (batch, share)
+        for batch in sorted(set(batches or [recipe_config(common).batch]))
+        for share in sorted(set(shares), reverse=True)
+    ]
+    return [
+        Variant(f"r{share:g}-b{batch}", {**common, "mode": "whole", "resolution": share, "batch": batch})
+        for batch, share in axes
+    ]
+
+
 def resolve_variants(variants: Sequence[Variant], store: Store) -> List[Tuple[Variant, Plan]]:
     """Every variant with its plan on this store and host, and what the host decided among its settings, so that nothing
     is left open that could differ from run to run.
@@ -175,19 +162,7 @@ def resolve_variants(variants: Sequence[Variant], store: Store) -> List[Tuple[Va
 # --- compare.json ---
 
 
-class _Newer(TypedDict, total=False):  # older plans lack it; from `resolution` on of an arm of a study alone
-    steps_per_epoch: int
-    warmup_steps: int
-    validations: int
-    validate_every: int  # in epochs, as older plans had it
-    resolution: float
-    start_rate: float
-    rates: Tuple[float, ...]  # that its search tries first, in ascending order; one alone is not searched
-    goes_beyond: bool  # whether the search goes on where its best is at an end; not where the user named the rates
-    search_steps: int
-
-
-class Course(_Newer):
+class Course(TypedDict):
     """What every run of a variant does."""
 
     name: str
@@ -195,10 +170,13 @@ class Course(_Newer):
     grid: Tuple[int, int, int]
     batch: int
     policy: str
+    steps_per_epoch: int
     step_s: Optional[float]  # predicted, as the next is; None where nothing is known of the engine
     peak_bytes: Optional[int]
+    warmup_steps: int
     steps: Optional[int]  # None under a budget of minutes: each run takes those that fit
     voxels: Optional[int]
+    validations: int
 
 
 @dataclass(frozen=True)
@@ -217,8 +195,8 @@ class Kept:
 def load_same(asked: Json, out: Path) -> Optional[Kept]:
     """What a folder's compare.json holds; None for a folder that is new, or empty.
 
-    Raises InputError for a damaged one, for other files without one, as they are not a comparison's to replace, and,
-    all differences at once, unless what is asked for is what the folder is of.
+    Raises InputError for a damaged one or one of another version, for other files without one, as they are not a
+    comparison's to replace, and, all differences at once, unless what is asked for is what the folder is of.
     """
     path = Path(out) / FILE
     if not path.is_file():
@@ -227,18 +205,16 @@ def load_same(asked: Json, out: Path) -> Optional[Kept]:
         return None
     try:
         content = read_json(path)
-        if content.pop("schema") != SCHEMA:
-            raise ValueError(f"another schema than {SCHEMA}")
-        if "study" in content["asked"]:
-            content["plan"] = [_arm_as_course(one, content["asked"]["validations"]) for one in content["plan"]]
+        schema = content.pop("schema")
+        if schema != SCHEMA:
+            way = "use the version that made it, or another --out"
+            raise InputError(f"comparison {out} must have schema {SCHEMA}, got {schema}; {way}")
         kept = typed(content, Kept)
         if not kept.seeds:
             raise ValueError("no seeds")
         json.dumps(content, allow_nan=False)  # raises ValueError for what could not be written back
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise InputError(f"{path} must be what compare has written, got {error!r}; choose another --out") from None
-    if "search_seed" in asked:  # that of the first call, whichever seeds are added
-        asked = {**asked, "search_seed": kept.seeds[0]}
     before, now = dict(flat(kept.asked)), dict(flat(asked))
     problems = [
         f"{name} must stay as comparison {out} was started, got {now.get(name, 'none')} for {before.get(name, 'none')};"
@@ -253,10 +229,8 @@ def load_same(asked: Json, out: Path) -> Optional[Kept]:
     return kept
 
 
-def courses(
-    found: Sequence[Tuple[Variant, Plan]], budget: Budget, validations: int, search: Optional[Search] = None
-) -> List[Course]:
-    """What every run of each variant does; with a `search` variants are arms of a study.
+def courses(found: Sequence[Tuple[Variant, Plan]], budget: Budget, validations: int) -> List[Course]:
+    """What every run of each variant does.
 
     Under a budget of minutes steps are None: each run times its own. All variants have equally many validations, so
     none has more chances at a lucky one.
@@ -269,35 +243,24 @@ def courses(
         steps = None if budget.kind == "minutes" else max(round(voxels / step_voxels(config)), 1)
         if budget.kind == "passes":
             steps = max(round(cases * budget.amount / config.batch), 1)
-        course = {
-            "name": name,
-            "options": as_options(settings),
-            "grid": config.grid,
-            "batch": config.batch,
-            "policy": config.unet.policy,
-            "steps_per_epoch": cases * config.patches_per_case // config.batch,
-            "step_s": predicted and predicted.step_s,
-            "peak_bytes": predicted and predicted.process_peak_bytes,
-            "warmup_steps": config.warmup_steps,
-            "steps": steps,
-            "voxels": steps and steps * step_voxels(config),
-            "validations": min(validations, steps or validations),
-        }
-        plan.append({**course, "resolution": config.resolution, **search.of(config.batch, steps)} if search else course)
+        plan.append(
+            {
+                "name": name,
+                "options": as_options(settings),
+                "grid": config.grid,
+                "batch": config.batch,
+                "policy": config.unet.policy,
+                "steps_per_epoch": cases * config.patches_per_case // config.batch,
+                "step_s": predicted and predicted.step_s,
+                "peak_bytes": predicted and predicted.process_peak_bytes,
+                "warmup_steps": config.warmup_steps,
+                "steps": steps,
+                "voxels": steps and steps * step_voxels(config),
+                "validations": min(validations, steps or validations),
+            }
+        )
     least = min(course["validations"] for course in plan)
-    return plan if search else [{**course, "validations": least} for course in plan]
-
-
-def merged(before: Sequence[Course], now: Sequence[Course]) -> List[Course]:
-    """The arms planned before, as the host decided them then, with rates named now, and the new ones: by batch, the
-    whole resolution first.
-    """
-    found = {arm["name"]: arm for arm in before}
-    for arm in now:
-        old = found.setdefault(arm["name"], arm)
-        if not arm["goes_beyond"] or "rates" not in old:
-            found[arm["name"]] = {**arm, **old, "rates": sorted({*old.get("rates", ()), *arm["rates"]})}
-    return sorted(found.values(), key=lambda arm: (arm["batch"], -arm["resolution"]))
+    return [{**course, "validations": least} for course in plan]
 
 
 def planned(
@@ -305,66 +268,46 @@ def planned(
 ) -> Tuple[Json, List[Course], Budget]:
     """What tells this comparison from others, its plan and its budget.
 
-    There can always be more seeds, and in a study more resolutions, batches and rates. Raises InputError for settings
+    There can always be more seeds, and with --resolutions more of these and of batches. Raises InputError for settings
     that are compare's to choose, and as `parse_variant` and `resolve_variants`.
     """
     refuse_settings("compare", settings)
     common = {name: value for name, value in settings.items() if name not in ("epochs", "validations")}
-    validations, epochs = settings.get("validations", VALIDATIONS), settings.get("epochs")
-    asked: Json = {"split_hash": store.manifest.split_hash, "validations": validations}
-    asked["evaluation"] = evaluation._asdict()
-    if not options.resolutions:
+    kind = "passes" if options.resolutions else "epochs"
+    if options.resolutions:
+        variants = resolution_variants(common, options.resolutions, options.batches)
+        own: Json = {"settings": {"recipe": None, **common}}
+    else:
         variants = [parse_variant(name, words, common) for name, words in options.variant]
         variants = variants or usual_variants(common, store)
-        found = resolve_variants(variants, store)
-        given = {"epochs": epochs, "voxels": options.voxels, "minutes": options.minutes}
-        usual = ("epochs", found[0][1].config.epochs)
-        budget = Budget(*next(((kind, amount) for kind, amount in given.items() if amount), usual))
         chosen = {variant.name: {"recipe": None, **variant.settings} for variant in variants}
-        asked.update(budget=budget._asdict(), baseline=variants[0].name, variants=chosen)
-        return asked, courses(found, budget, validations), budget
-    if not store.cases("val"):
-        raise InputError(f"split val of {store.folder} must hold cases to choose rates on; prepare with --split")
-    try:
-        base = with_settings(recipe_config(common), common)
-    except ValueError as error:
-        raise InputError(str(error)) from None
-    budget, search = Budget("passes", epochs or base.epochs), Search(base, options.search_share, options.learning_rates)
-    axes = itertools.product(set(options.batches or [base.batch]), set(options.resolutions))
-    arms = [
-        Variant(f"r{share:g}-b{batch}", {**common, "mode": "whole", "resolution": share, "batch": batch})
-        for batch, share in sorted(axes)
-    ]
-    plan = merged((), courses(resolve_variants(arms, store), budget, validations, search))
-    asked.update(study=STUDY, recipe=common.pop("recipe", None), settings=common, epochs=budget.amount)
-    return {**asked, "search_share": options.search_share, "search_seed": options.seeds[0]}, plan, budget
+        own = {"baseline": variants[0].name, "variants": chosen}
+    found, validations = resolve_variants(variants, store), settings.get("validations", VALIDATIONS)
+    given = {kind: settings.get("epochs"), "voxels": options.voxels, "minutes": options.minutes}
+    usual = (kind, found[0][1].config.epochs)
+    budget = Budget(*next(((name, amount) for name, amount in given.items() if amount), usual))
+    asked = {
+        "split_hash": store.manifest.split_hash,
+        "validations": validations,
+        "evaluation": evaluation._asdict(),
+        "budget": budget._asdict(),
+        **own,
+    }
+    return asked, courses(found, budget, validations), budget
 
 
-def planned_run(
-    course: Course, seed: int, out: Path, *, minutes: float = 0.0, rate: Optional[float] = None, search: bool = False
-) -> PlannedRun:
-    """A run of a course: of its steps or, where it has none, of so many minutes.
-
-    Of an arm it has a `rate`, in the folder's name too, as a search over more rates may choose another; in a `search`
-    it is short. A course from before there was a number of validations is validated every few epochs, as it was.
-    """
-    steps, name = course["search_steps"] if search else course["steps"], course["name"]
-    own: Json = {}
-    if rate is not None:
-        own["learning_rate"] = rate
-        name += f"-lr{rate:g}"
+def planned_run(course: Course, seed: int, out: Path, *, minutes: float = 0.0) -> PlannedRun:
+    """A run of a course: of its steps or, where it has none, of so many minutes."""
+    steps = course["steps"]
+    own: Json = {"validations": course["validations"]}
     if steps:
         own["steps"] = steps
+        own["warmup_steps"] = min(course["warmup_steps"], steps // WARMUP_SHARE)
     else:
         epochs = math.ceil(60 * minutes / LEAST_STEP_S / course["steps_per_epoch"])
         own.update(epochs=epochs, budget_minutes=minutes)
-    often = "validate_every" if "validate_every" in course else "validations"
-    own[often] = min(SEARCH_VALIDATIONS, steps) if search else course.get(often, 1)
-    if steps and steps // WARMUP_SHARE < course.get("warmup_steps", 0):
-        own["warmup_steps"] = steps // WARMUP_SHARE
     options = (*course["options"], *as_options({**own, "seed": seed}))  # what comes last holds
-    folder = f"search-{name}" if search else f"{name}-seed{seed}"
-    return PlannedRun(course["name"], seed, Path(out) / "runs" / folder, options)
+    return PlannedRun(course["name"], seed, Path(out) / "runs" / f"{course['name']}-seed{seed}", options)
 
 
 # --- Private helpers ---
@@ -379,15 +322,3 @@ class _Parser(argparse.ArgumentParser):
 
 def _without(settings: Json, names: Sequence[str]) -> Json:
     return {name: value for name, value in settings.items() if name not in names}
-
-
-def _arm_as_course(arm: Json, validations: int) -> Json:
-    """An arm of a study's plan, those from before arms were variants among them."""
-    options, steps = arm["options"], arm["steps"]
-    own = {
-        "name": f"r{arm['resolution']:g}-b{arm['batch']}",
-        "policy": options[options.index("--policy") + 1],
-        "voxels": steps * arm["batch"] * math.prod(arm["grid"]),
-        "validations": min(validations, steps),
-    }
-    return {**own, **(arm if arm.get("rates") else _without(arm, ("rates",)))}

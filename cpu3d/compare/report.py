@@ -7,14 +7,13 @@ import dataclasses
 import itertools
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 from rich.console import Console
 
-from cpu3d.compare.plan import STUDY, Course, Json, Kept
-from cpu3d.compare.run import rate_beyond
-from cpu3d.compare.statistics import COSTS, Comparison, RunResult, compare, counts, millions, with_mean
+from cpu3d.compare.plan import Course, Json, Kept
+from cpu3d.compare.statistics import COSTS, Comparison, counts, millions
 from cpu3d.data.store import Store
 from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.inference.scores import METRICS, metric_notes
@@ -22,7 +21,7 @@ from cpu3d.pages.page import flat, gib, render_page
 from cpu3d.pages.viewer import ViewedCase, viewer
 from cpu3d.report.pictures import Figures, Line, chart, strips
 from cpu3d.report.run_files import best_median_worst, viewed_case
-from cpu3d.settings import as_options
+from cpu3d.settings import AUTO
 from cpu3d.util.atomic import atomic_write
 from cpu3d.util.records import append_record, by, count, duration, listed, newest, plus_minus, seconds, versions
 from memory_estimator.host import read_host
@@ -44,7 +43,10 @@ COSTS_OF = (
     "card's is what TensorFlow's allocator held there."
 )
 
-NOT_SETTINGS = ("seed", "unet.seed", "store", "store_channels", "label_names", "region_codes", "save_minutes")
+NOT_SETTINGS = (
+    *("seed", "unet.seed", "found_rate", "save_minutes"),
+    *("store", "store_channels", "label_names", "region_codes"),
+)
 """Of a run's configuration: what does not tell variants apart, or belongs to the store."""
 
 
@@ -52,13 +54,11 @@ NOT_SETTINGS = ("seed", "unet.seed", "store", "store_channels", "label_names", "
 
 
 def plan_table(plan: Sequence[Course], seeds: Sequence[int], budget: str) -> Table:
-    """What is about to happen, a line a variant; of a study with the rates that are searched."""
-    columns = ("variant", "sees", "steps", "voxels", "policy", "a step", "a run", "memory", "rates x steps")
+    """What is about to happen, a line a variant."""
     rows, all_s = [], []
     for course in plan:
-        steps, step_s, rates = course["steps"], course["step_s"], course.get("rates", ())
-        searched = len(rates) * course["search_steps"] if len(rates) > 1 else 0
-        all_s.append(step_s * (steps * len(seeds) + searched) if steps and step_s else None)
+        steps, step_s = course["steps"], course["step_s"]
+        all_s.append(step_s * steps * len(seeds) if steps and step_s else None)
         rows.append(
             (
                 course["name"],
@@ -69,13 +69,11 @@ def plan_table(plan: Sequence[Course], seeds: Sequence[int], budget: str) -> Tab
                 seconds(step_s),
                 duration(steps and step_s and steps * step_s),
                 gib(course["peak_bytes"]),
-                ", ".join(f"{rate:g}" for rate in rates) + (f" x {course['search_steps']:,}" if searched else ""),
             )
         )
-    shown = len(columns) if any("rates" in course for course in plan) else -1
     return Table(
-        columns[:shown],
-        [row[:shown] for row in rows],
+        ("variant", "sees", "steps", "voxels", "policy", "a step", "a run", "memory"),
+        rows,
         title=f"{count(plan, 'variant')} x {count(seeds, 'seed')}, each for {budget}",
         caption="" if None in all_s else f"predicted: {duration(sum(all_s))} of steps, validation and scoring aside",
     )
@@ -120,28 +118,20 @@ def differences_table(record: Json) -> Table:
 
 
 def costs_table(record: Json) -> Table:
-    """What a run of each variant took; what no run knows has no row."""
+    """The learning rates of each variant's runs, and what one took; what no run knows has no row."""
+
+    def rates(variant: str) -> str:
+        found = sorted({run["learning_rate"] for run in record["runs"] if run["variant"] == variant})
+        return listed(f"{rate:g}" for rate in found)
+
     rows = []
+    if "learning_rate" in record["runs"][0]:
+        rows.append(("learning rate, chosen or found", *map(rates, record["variants"])))
     for name, cost in COSTS.items():
         values = [one["costs"].get(name) for one in record["variants"].values()]
         if any(value is not None for value in values):
             rows.append((cost.label, *("-" if value is None else cost.show(value) for value in values)))
     return Table(("", *record["variants"]), rows, title="Costs of a run", caption=COSTS_OF)
-
-
-def search_table(search: Json) -> Table:
-    """The search of a study's arms: every rate's validation Dice, the rate of the full runs bold."""
-    rates = sorted({trial["rate"] for arm in search.values() for trial in arm["trials"]})
-    rows = []
-    for name, arm in search.items():
-        dice = {one["rate"]: "diverged" if one["dice"] is None else f"{one['dice']:.4f}" for one in arm["trials"]}
-        cells = [Bold(dice[rate]) if rate == arm["rate"] and rate in dice else dice.get(rate, "") for rate in rates]
-        at_end = "no" if rate_beyond({one["rate"]: one["dice"] for one in arm["trials"]}) is None else "yes"
-        diverged = ", ".join(f"{rate:g}" for rate in arm["diverged"]) or "-"
-        rows.append((name, f"{arm['rate']:g}", f"{arm['steps']:,}", *cells, at_end, diverged))
-    columns = ("variant", "rate", "steps", *(f"{rate:g}" for rate in rates), "best at an end", "diverged in full")
-    caption = "Best validation Dice of short runs of one seed, by learning rate. Bold: that of the full runs."
-    return Table(columns, rows, title="Search for the learning rate", caption=caption)
 
 
 def settings_table(comparison: Comparison) -> Table:
@@ -151,6 +141,7 @@ def settings_table(comparison: Comparison) -> Table:
         one = dict(flat(dataclasses.asdict(first.config)))
         if not first.config.is_patch:  # these say nothing of whole volumes
             one.update(foreground="-", patches_per_case="-")
+        one.update({} if first.config.learning_rate else {"learning_rate": AUTO})
         of_variant.append(one)
     names = [name for name in sorted(set().union(*of_variant)) if not name.startswith(NOT_SETTINGS)]
     rows = [(name, *(one.get(name, "-") for one in of_variant)) for name in names]
@@ -162,7 +153,6 @@ def results_tables(record: Json) -> List[Table]:
     """Those of the terminal and the docs: of results with the "evaluation" that they are of."""
     tables = [scores_table(record)]
     tables += [differences_table(record)] if record["differences"] else []
-    tables += [search_table(record["search"])] if record.get("search") else []
     return [*tables, costs_table(record)]
 
 
@@ -177,13 +167,12 @@ def publish(
     options: "Options",
     *,
     budget: str,
-    search: Optional[Json] = None,
 ) -> None:
     """Keep the results, write the page and the record, print the tables. `store` is None where it is not there now.
 
     A record names no folder and holds nothing of one case; the page is self-contained, pictures and slices inside.
     """
-    results = {**comparison.to_json(), **({"search": search} if search else {})}
+    results = comparison.to_json()
     kept = dataclasses.replace(kept, results=results)
     kept.save(out)
     manifest = store and store.manifest
@@ -214,7 +203,7 @@ def publish(
     with atomic_write(out / "report.html", "w") as file:
         file.write(page)
     if options.record and store:
-        append_record(options.record, STUDY if options.resolutions else "compare", record)
+        append_record(options.record, "compare", record)
     for table in results_tables(record):
         Console().print(table.rich())
     for line in (f"written: {out / 'report.html'}", *results["failed"]):
@@ -234,7 +223,7 @@ def page_sections(comparison: Comparison, record: Json, out: Path) -> List[Tuple
     )
     folders = [run.folder.resolve() for run in runs]
     beside = [path.relative_to(out.resolve()) if out.resolve() in path.parents else path for path in folders]
-    rows = [(run.variant, str(run.seed), str(path)) for run, path in zip(runs, beside)]
+    rows = [(run.variant, f"{run.seed}", f"{run.config.peak_rate:g}", str(path)) for run, path in zip(runs, beside)]
     hosts = dict.fromkeys(tuple(flat(run.host)) for run in runs if run.host)  # each one once
     about = [*(pair for host in hosts for pair in host), *flat(record["versions"])]
     scores, *tables = results_tables(record)
@@ -243,7 +232,7 @@ def page_sections(comparison: Comparison, record: Json, out: Path) -> List[Tuple
         ("Scores and differences", [scores, *tables[:-1]], case_strips(comparison)),
         ("Learning, a line a run", [], learning_curves(comparison)),
         ("Costs", tables[-1:], []),
-        ("Runs", [Table(("variant", "seed", "folder"), rows, names=3)], []),
+        ("Runs", [Table(("variant", "seed", "learning rate", "folder"), rows, names=4)], []),
         ("Host and software", [Table(("", ""), about, names=2)], []),
     ]
     return [section for section in sections if any(section[1:])]
@@ -295,10 +284,9 @@ def learning_curves(comparison: Comparison) -> Figures:
 
 
 def comparisons_markdown(records: Sequence[Json]) -> List[str]:
-    """For docs/results.md: the tables of the newest record of each title; those of older studies, too."""
+    """For docs/results.md: the tables of the newest record of each title."""
     lines: List[str] = []
     for record in newest(records, lambda record: record["title"]):
-        record = _study_as_comparison(record) if "arms" in record else record
         host, data = record["host"], record["data"]
         split = ", ".join(f"{size} {name}" for name, size in data["split"].items())
         lines += [
@@ -314,32 +302,3 @@ def comparisons_markdown(records: Sequence[Json]) -> List[str]:
         for table in results_tables(record):
             lines += [*table.markdown(), ""]
     return lines
-
-
-# --- Private helpers ---
-
-
-def _study_as_comparison(record: Json) -> Json:
-    """A record of a resolution study from before its arms were variants, as that of a comparison."""
-    about, results, search = record["about"], [], {}
-    for arm in sorted(record["arms"], key=lambda arm: (arm["batch"], -arm["resolution"])):
-        name = f"r{arm['resolution']:g}-b{arm['batch']}"
-        search[name] = {"diverged": [], **arm, "steps": arm["search_steps"]}
-        for run in arm["runs"]:
-            scores = {
-                region: {metric: dict(enumerate(run[metric][region])) for metric in ("dice", "hd95_mm")}
-                for region in run["dice"]
-            }
-            costs: Dict[str, Any] = {name: run[name] for name in ("step_s", "train_s")}
-            costs.update(steps=arm["steps"], train_peak_bytes=run["peak_bytes"], case_predict_s=run["predict_s"])
-            results.append(RunResult(name, run["seed"], with_mean(scores), costs))
-    return {
-        **{name: record[name] for name in ("title", "date")},
-        **{name: about[name] for name in ("host", "seeds")},
-        "data": {"name": about["data"], "split": about["cases"], "shape": about["shape"]},
-        "budget": f"{about['epochs']:g} epochs each",
-        "evaluation": {name: about[name] for name in ("split", "tolerance_mm")},
-        "options": {"all": shlex.join(as_options(about["settings"]))},
-        **compare(results).to_json(),
-        "search": search if any(arm["trials"] for arm in search.values()) else None,
-    }

@@ -1,6 +1,6 @@
-"""Runs of a comparison: each training and each evaluation in a process of its own, and the search for a learning rate.
+"""Runs of a comparison: each training and each evaluation in a process of its own.
 
-    failed = Runner(store, out, Evaluation()).carry_out(runs, keep_going=True)
+    failed = Runner(store, out, Evaluation()).carry_out(runs)
 
 A fresh process makes the peaks of memory honest and starts every run on equal terms. The same call continues where one
 was cut off: what is trained is not trained again, what is half trained goes on, what has current scores keeps them, and
@@ -18,7 +18,7 @@ import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from rich.console import Console
 
@@ -38,15 +38,15 @@ from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar
 
 POLL_S = 1.0
-EXTENSIONS = 2  # how often a search goes on beyond its range
 UNEQUAL = 1.1  # times more that one run may have spent than another under what counts as one budget
 SHARED = ("split_hash", "fold", "regions")  # of all run folders: else they were trained or scored on other cases
 
 SAME_VARIANT = {
-    *("seed", "unet.seed", "store", "save_minutes", "read_mode"),
+    *("seed", "unet.seed", "found_rate", "store", "save_minutes", "read_mode"),
     *("unet.policy", "device", "validate_every", "validations", "patience", "micro_batch"),
 }
-"""Settings that do not make another variant: where its files are, how a step is computed, how often one looks."""
+"""What does not make another variant: its seed and the rate found with it, files, how a step is computed, how often one
+looks."""
 
 
 class Evaluation(NamedTuple):
@@ -58,7 +58,7 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run to train and perhaps to score."""
+    """A run to train and to score."""
 
     variant: str
     seed: int
@@ -93,7 +93,6 @@ class RunFailedError(InputError):
     def __init__(self, problem: str, exit_code: int, why: str = "failed"):
         super().__init__(problem)
         self.exit_code, self.why = exit_code, why  # in a few words, without paths
-        self.diverged = exit_code == DivergedError.exit_code  # the same run would end so again
 
 
 @dataclass(frozen=True)
@@ -108,23 +107,23 @@ class Runner:
     evaluation: Evaluation
     force: bool = False  # train although memory may not hold it
 
-    def carry_out(self, runs: Sequence[PlannedRun], *, score: bool = True, keep_going: bool = False) -> List[Failed]:
-        """Train and score all of `runs`, in their order.
+    def carry_out(self, runs: Sequence[PlannedRun]) -> List[Failed]:
+        """Train and score all of `runs`, in their order, and return those that failed.
 
-        The first failure ends it with RunFailedError, which has the last lines; a run that diverged before is not tried
-        again. With `keep_going` the others are still done and the failed ones are returned; only where all fail the
-        last one's error is raised. A signal is passed on as SIGINT, the process saves, and KeyboardInterrupt is raised.
+        A run that diverged before, at lower rates too, is not tried again. Where all fail the last one's RunFailedError
+        is raised, with its last lines. A signal is passed on as SIGINT, the process saves, and KeyboardInterrupt is
+        raised.
         """
         failed: List[Failed] = []
         for number, run in enumerate(runs, 1):
             label = f"{number}/{len(runs)} {run}"
             try:
                 self._train(run, label)
-                if score and not is_evaluated(run.folder, self.evaluation):
+                if not is_evaluated(run.folder, self.evaluation):
                     self.evaluate(run.folder, run.folder, label)
             except RunFailedError as error:
                 failed.append(Failed(run.variant, run.seed, error.why))
-                if not keep_going or len(failed) == len(runs):
+                if len(failed) == len(runs):
                     raise
                 _print(f"error: {error}")
         return failed
@@ -262,57 +261,6 @@ def unpaired(seeds: Mapping[str, Sequence[int]], baseline: str) -> Dict[str, str
         for variant, own in seeds.items()
         if not set(own) & set(seeds[baseline])
     }
-
-
-# --- The search for a learning rate ---
-
-
-# Learning rate -> best mean Dice of a short run on the validation cases; None where the loss diverged.
-Trials = Dict[float, Optional[float]]
-
-
-def by_dice(trials: Trials) -> List[float]:
-    """The rates that ended well from the best to the worst, the lower rate first of equals.
-
-    Raises InputError when all diverged.
-    """
-    finished = {rate: dice for rate, dice in trials.items() if dice is not None}
-    if not finished:
-        rates = ", ".join(f"{rate:g}" for rate in trials)
-        raise InputError(f"a learning rate must train to a finite loss, none of {rates} did; lower --learning-rates")
-    return sorted(finished, key=lambda rate: (-finished[rate], rate))
-
-
-def rate_beyond(trials: Trials) -> Optional[float]:
-    """The rate to try next: one more step of the same ratio where the best is the lowest or highest that was tried.
-
-    Where all diverged that is a lower one. None where the best lies inside, or there is no ratio as one rate was tried.
-    """
-    rates = sorted(trials)
-    if len(rates) < 2:
-        return None
-    best = rates[0] if set(trials.values()) == {None} else by_dice(trials)[0]
-    # A higher rate that diverged closes its side: the best is not the highest then.
-    beside = {rates[-1]: rates[-2], rates[0]: rates[1]}.get(best)
-    return rounded(best * best / beside) if beside else None
-
-
-def rounded(rate: float) -> float:
-    """To four digits, so that a rate reads the same in a folder's name, on a command line and in a record."""
-    return float(f"{rate:.4g}")
-
-
-def search_rate(rates: Sequence[float], goes_beyond: bool, dice_of: Callable[[float], Optional[float]]) -> Trials:
-    """Try every rate, and up to EXTENSIONS more where the best is at an end; one rate alone is not searched.
-
-    `dice_of` is the best validation Dice of a short run with a rate, None where its loss diverged.
-    """
-    found = {rate: dice_of(rate) for rate in (rates if len(rates) > 1 else ())}
-    for _ in range(EXTENSIONS if goes_beyond else 0):
-        more = rate_beyond(found)
-        if more is not None:
-            found[more] = dice_of(more)
-    return dict(sorted(found.items()))
 
 
 # --- Private helpers ---

@@ -26,7 +26,7 @@ from cpu3d.inference.scores import METRICS, metrics_in
 from cpu3d.pages.page import gib
 from cpu3d.report.run_files import last_end, median, numbers, of_kind
 from cpu3d.settings import RunConfig, load_config
-from cpu3d.training.run_log import read_events
+from cpu3d.training.run_log import WENT_BACK, read_events
 from cpu3d.util.records import number, seconds
 
 RESAMPLES = 10_000
@@ -127,6 +127,7 @@ COSTS = {
     "step_s": Cost("a step", seconds),
     "case_train_s": Cost("a case trained once", seconds),  # as many voxels as a whole one; not known without a store
     "steps_s": Cost("all steps", seconds),  # with the compilation in the first, and the waiting for data
+    "returns": Cost("returns at half the rate", "{:.0f}".format, max),  # of a run that diverged; None for none
     "validation_s": Cost("validation", seconds),
     "train_s": Cost("training in all", seconds),  # of all attempts; not known where the last one did not end
     "core_hours": Cost("core-hours", number),  # of all cores that the process had; None on a card
@@ -244,7 +245,13 @@ class Comparison:
             },
             "differences": {variant: of_all(self._difference, variant) for variant in list(self.runs)[1:]},
             "runs": [
-                {"variant": run.variant, "seed": run.seed, "folder": run.folder.name, **run.costs}
+                {
+                    "variant": run.variant,
+                    "seed": run.seed,
+                    "folder": run.folder.name,
+                    "learning_rate": run.config.peak_rate,
+                    **run.costs,
+                }
                 for runs in self.runs.values()
                 for run in runs
             ],
@@ -321,6 +328,7 @@ def _costs(
         "step_s": step_s,
         "case_train_s": step_s / a_step * whole if step_s and whole else None,
         "steps_s": math.fsum(numbers(steps, "step_s")),
+        "returns": len(of_kind(events, WENT_BACK)) or None,
         "validation_s": math.fsum(numbers(of_kind(events, "validation"), "seconds")),
         "train_s": train_s,
         "core_hours": train_s * cores / 3600 if train_s is not None and cores and on_cpu else None,

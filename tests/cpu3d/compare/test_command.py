@@ -1,4 +1,4 @@
-"""Comparisons and resolution studies as they are called: what is carried out, continued, added to and refused."""
+"""Comparisons as they are called: what is carried out, continued, added to and refused."""
 
 import json
 import os
@@ -9,7 +9,6 @@ import pytest
 from cpu3d.compare import command, report
 from cpu3d.compare import run as compare_run
 from cpu3d.compare.report import comparisons_markdown
-from cpu3d.compare.run import RunFailedError
 from cpu3d.errors import InputError
 from cpu3d.settings import load_config
 from cpu3d.util.records import read_records
@@ -83,23 +82,6 @@ def test_a_comparison_is_carried_out_added_to_and_kept(stage, chosen, out, tmp_p
     assert {load_config(run).validations for run in (out / "runs").iterdir()} == {4}
 
 
-def test_a_folder_from_before_validations_were_counted_goes_on_as_it_was(no_page, stage, chosen, out):
-    """Planned by epochs between validations, and with no word of the warm-up."""
-    chosen = [*chosen, "--epochs", 2]
-    compare(*chosen, "--seeds", 0)
-    content = kept(out)
-    for course in content["plan"]:
-        del course["validations"], course["warmup_steps"]
-        course["validate_every"] = 3
-    keep(out, {**content, "results": None})
-    stage.calls()
-    assert compare(*chosen, "--seeds", 0) == 0
-    assert stage.calls() == []
-    assert (kept(out)["plan"], kept(out)["results"]) == (content["plan"], content["results"])
-    assert compare(*chosen, "--seeds", 1) == 0
-    assert load_config(out / "runs" / "whole-seed1").validate_every == 3
-
-
 def test_a_run_that_diverges_is_left_out_and_named(no_page, stage, chosen, out, tmp_path, capsys):
     stage.tell("fail", "patch-seed0 4 error: loss must be finite, got nan at step 1")
     chosen, record = [*chosen, "--epochs", 2, "--seeds", 0, 1], tmp_path / "compare.jsonl"
@@ -113,9 +95,17 @@ def test_a_run_that_diverges_is_left_out_and_named(no_page, stage, chosen, out, 
     assert stage.calls() == [], "it is known"
 
 
-@pytest.mark.parametrize(("study", "name"), [((), "patch-half"), (("--resolutions", 0.5, 1), "r0.5-b1")])
-def test_a_dry_run_prints_the_plan_and_writes_nothing(stage, tiny_store, out, capsys, study, name):
-    assert compare("--store", tiny_store.folder, "--out", out, *SMALL, "--dry-run", *study) == 0
+def test_every_variant_finds_its_own_rate_unless_one_is_chosen_for_all(no_page, stage, chosen, out, tmp_path):
+    chosen = [*chosen, "--epochs", 2, "--seeds", 0]
+    compare(*chosen)
+    assert [run["learning_rate"] for run in kept(out)["results"]["runs"]] == [0.25, 0.13]
+    compare(*chosen, "--learning-rate", 0.5, "--out", tmp_path / "other")
+    assert [run["learning_rate"] for run in kept(tmp_path / "other")["results"]["runs"]] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(("shares", "name"), [((), "patch-half"), (("--resolutions", 0.5, 1), "r0.5-b1")])
+def test_a_dry_run_prints_the_plan_and_writes_nothing(stage, tiny_store, out, capsys, shares, name):
+    assert compare("--store", tiny_store.folder, "--out", out, *SMALL, "--dry-run", *shares) == 0
     assert name in capsys.readouterr().err
     assert not out.exists()
     assert stage.calls() == []
@@ -148,7 +138,7 @@ def test_a_damaged_plan_is_refused_by_name_and_nothing_is_trained(stage, chosen,
     for part, value, problem in (
         ("seeds", ["0"], r"seeds\[0\] must be int"),
         ("seeds", [], "no seeds"),
-        ("schema", 2, "another schema than 1"),
+        ("schema", 1, "use the version that made it"),
         ("results", {"difference": float("nan")}, "Out of range float"),
         ("steps", "4", r"plan\[0\].steps must be int, got 4"),
         ("grid", [8, 8], r"plan\[0\].grid must be"),
@@ -185,92 +175,61 @@ def test_folders_that_are_there_are_compared_without_training_or_changing_them(
             compare("--runs", *words, "--out", tmp_path / "new")
 
 
-# --- The resolution study ---
+# --- Resolutions ---
 
 
 @pytest.fixture
-def study(stage, no_page, tiny_store, out):
-    """study("--resolutions", "1"): 40 epochs of 3 cases, 2 seeds; the best rates are 0.004 at 0.5 and 0.002 at 1."""
-    stage.tell("best", json.dumps({"0.5": 0.004, "1": 0.002}))
+def resolutions(stage, no_page, tiny_store, out):
+    """resolutions(0.5, 1): for 40 epochs of 3 cases, 2 seeds."""
 
-    def call(*options):
-        common = ["--store", tiny_store.folder, "--out", out, "--epochs", 40, "--seeds", 0, 1, *SMALL]
-        return compare(*common, *options), kept(out)
+    def call(*shares, seeds=(0, 1), more=()):
+        words = ["--store", tiny_store.folder, "--out", out, "--epochs", 40, *SMALL, "--seeds", *seeds, *more]
+        return compare(*words, "--resolutions", *shares), kept(out)
 
     return call
 
 
-def rates(content):
-    return {name: [trial["rate"] for trial in arm["trials"]] for name, arm in content["results"]["search"].items()}
-
-
-SEARCHED = {"r1-b1": [0.001, 0.002, 0.004], "r0.5-b1": [0.001, 0.002, 0.004, 0.008]}
-
-
-def test_every_arm_is_searched_and_then_trained_with_its_own_rate(study, stage, out, tmp_path):
+def test_resolutions_are_variants_to_which_others_are_added(resolutions, stage, out, tmp_path):
     record = tmp_path / "resolutions.jsonl"
-    code, content = study("--resolutions", "1", "0.5", "--record", record)
+    code, content = resolutions(0.5, 1, more=["--record", record])
     assert code == 0
-    assert rates(content) == SEARCHED
-    full = [call[6:] for call in stage.calls() if call.startswith("train r")]
-    assert full == [f"{arm}-seed{seed}" for arm in ("r1-b1-lr0.002", "r0.5-b1-lr0.004") for seed in (0, 1)]
-    short, long = (load_config(out / "runs" / name) for name in ("search-r1-b1-lr0.002", full[0]))
-    assert (short.steps, short.warmup_steps, short.validations) == (30, 3, 3)
-    assert (long.steps, long.warmup_steps, long.validations, long.learning_rate) == (120, 10, 4, 0.002)
-    assert load_config(out / "runs" / full[2]).resolution == 0.5
+    order = [f"{name}-seed{seed}" for seed in (0, 1) for name in ("r1-b1", "r0.5-b1")]
+    assert stage.calls() == done(*order)
     assert content["results"]["baseline"] == "r1-b1"
-    (line,) = read_records(record, "resolutions")
-    assert str(tmp_path) not in json.dumps(line)
-    assert "| r1-b1 | 0.002 | 30 | 0.7500 | **0.8000** | 0.7500 |  | no | - |" in comparisons_markdown([line])
-
-
-def test_a_rate_that_diverges_in_full_length_makes_place_for_the_next_best_if_there_is_one(study, stage):
-    stage.tell("fail", "r0.5-b1-lr0.004* 4 loss must be finite")
-    _, content = study("--resolutions", "0.5")
-    arm = content["results"]["search"]["r0.5-b1"]
-    assert (arm["rate"], arm["diverged"]) == (0.002, [0.004])
-    assert content["results"]["variants"]["r0.5-b1"]["seeds"] == [0, 1]
-    stage.calls()
-    stage.tell("fail", "r1* 4 loss must be finite")
-    with pytest.raises(RunFailedError):
-        study("--resolutions", "1")
-    tried = [call for call in stage.calls() if call.startswith("train r1")]
-    assert tried == [f"train r1-b1-lr{rate}-seed0" for rate in ("0.002", "0.001", "0.004")], "from the best on"
-
-
-def test_what_was_there_stays_and_is_reported_with_what_is_added(study, stage, out):
-    study("--resolutions", "0.5")
-    _, content = study("--resolutions", "1", "--seeds", "5")
-    seeds = [one["seeds"] for one in content["results"]["variants"].values()]
-    assert seeds == [[0, 1, 5]] * 2
-    assert rates(content) == SEARCHED, "the search keeps its seed"
-    _, content = study("--resolutions", "1", "--learning-rates", "0.0015")
-    assert rates(content) == {**SEARCHED, "r1-b1": [0.001, 0.0015, 0.002, 0.004]}
-    stage.calls()
-    study("--resolutions", "0.5", "--batches", "2", "--learning-rates", "0.003")
-    assert not [call for call in stage.calls() if "search-r0.5-b2" in call], "one rate is no search"
-    config = load_config(out / "runs/r0.5-b2-lr0.003-seed1")
-    assert (config.resolution, config.batch, config.learning_rate, config.steps) == (0.5, 2, 0.003, 60)
-
-
-def test_a_study_from_before_arms_were_variants_goes_on_and_another_one_is_refused(study, stage, out):
-    _, content = study("--resolutions", "0.5")
-    names = ("resolution", "batch", "grid", "options", "start_rate", "steps", "search_steps", "steps_per_epoch")
-    names = (*names, "warmup_steps", "step_s", "peak_bytes")
-    keep(out, {**content, "plan": [{name: arm[name] for name in names} for arm in content["plan"]], "results": {}})
-    stage.calls()
-    _, again = study("--resolutions", "0.5")
+    configs = [load_config(out / "runs" / name) for name in order[:2]]
+    assert [(one.resolution, one.steps, one.validations, one.warmup_steps) for one in configs] == [
+        (1, 120, 4, 10),
+        (0.5, 120, 4, 10),
+    ]
+    (line,) = read_records(record, "compare")
+    assert line["budget"] == "40 epochs each"
+    assert "| learning rate, chosen or found | 0.25 | 0.25 |" in comparisons_markdown([line])
+    _, content = resolutions(0.75, seeds=[5], more=["--batches", 2])
+    seeds = {name: one["seeds"] for name, one in content["results"]["variants"].items()}
+    assert seeds == {name: [0, 1, 5] for name in ("r1-b1", "r0.5-b1", "r0.75-b2")}
+    assert len(stage.calls()) == 2 * (2 + 3)
+    assert load_config(out / "runs/r0.75-b2-seed5").steps == 60
+    resolutions(1)
     assert stage.calls() == []
-    assert again["results"] == content["results"]
+    assert kept(out) == content
+
+
+def test_what_was_asked_for_otherwise_or_in_another_version_is_refused(resolutions, stage, out):
+    _, content = resolutions(0.5, seeds=[0])
+    stage.calls()
     with pytest.raises(InputError) as caught:
-        study("--resolutions", "0.5", "--epochs", "41", "--search-share", "0.5", "--norm", "batch")
-    assert {problem.split()[0] for problem in caught.value.problems} == {"epochs", "search_share", "settings.norm"}
-    assert kept(out) == again
+        resolutions(1, more=["--epochs", 41, "--norm", "batch", "--learning-rate", 0.1])
+    names = {problem.split()[0] for problem in caught.value.problems}
+    assert names == {"budget.amount", "settings.norm", "settings.learning_rate"}
+    keep(out, {**content, "schema": 1})
+    with pytest.raises(InputError, match="must have schema 2, got 1; use the version that made it, or another --out"):
+        resolutions(0.5)
+    assert stage.calls() == []
 
 
 # --- What is refused ---
 
-STORE, STUDY = ["--store", "s"], ["--store", "s", "--resolutions", "1"]
+STORE, SHARES = ["--store", "s"], ["--store", "s", "--resolutions", "1"]
 
 
 @pytest.mark.parametrize(
@@ -284,9 +243,9 @@ STORE, STUDY = ["--store", "s"], ["--store", "s", "--resolutions", "1"]
         ([*STORE, "--minutes", "inf"], "minutes"),
         ([*STORE, "--epochs", "3", "--minutes", "10"], "--epochs"),
         (["--runs", "a", "--epochs", "3", "--resolutions", "1", *VARIANTS], "--epochs --variant --resolutions"),
-        ([*STORE, "--batches", "1", "--search-share", "0.5"], "--batches --search-share"),
-        ([*STUDY, "--resolution", "0.5", "--mode", "patch", "--minutes", "3"], "--resolution --minutes --mode"),
-        ([*STUDY, "--search-share", "0"], "search_share"),
+        ([*STORE, "--batches", "1"], "--batches"),
+        ([*SHARES, "--resolution", "0.5", "--mode", "patch", "--minutes", "3"], "--mode --resolution --minutes"),
+        ([*STORE, "--resolutions", "0"], "resolutions"),
     ],
 )
 def test_options_that_are_out_of_range_or_do_not_suit_are_named(out, options, names):

@@ -8,31 +8,22 @@ import pytest
 
 from cpu3d.compare.plan import (
     Budget,
-    Search,
     Variant,
     courses,
     parse_variant,
     planned_run,
+    resolution_variants,
     resolve_variants,
     usual_variants,
 )
 from cpu3d.compare.run import grouped
 from cpu3d.errors import InputError
-from cpu3d.settings import SETTINGS, RunConfig
+from cpu3d.settings import SETTINGS
 from cpu3d.util.lock import locked
 from memory_estimator.schema import add_options, arguments
 from tests.cpu3d.runs import decided
 
 SMALL = {"filters": 2, "depth": 3, "dtype": "float32"}
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "batch", "base_batch", "expected"),
-    [("adam", 4, 1, 0.004), ("adam", 1, 16, 0.0005), ("sgd", 4, 1, 0.008)],
-)
-def test_the_start_of_a_search_grows_with_the_batch_or_for_adam_with_its_root(optimizer, batch, base_batch, expected):
-    base = RunConfig(learning_rate=0.002, batch=base_batch, optimizer=optimizer)
-    assert Search(base, 0.25).of(batch, 40)["start_rate"] == expected
 
 
 def test_a_variant_is_train_s_options_on_top_of_the_common_ones():
@@ -104,13 +95,32 @@ def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_optio
     assert {course["validations"] for course in few} == {few[0]["steps"]}, "as many as the shortest can have"
 
 
+def test_resolutions_are_variants_of_whole_volumes_for_equally_many_epochs(phantom_store):
+    shares, batches = (0.5, 1, 0.5), (2, 1)
+    variants = resolution_variants({**SMALL, "recipe": "demo"}, shares, batches)
+    assert [variant.name for variant in variants] == ["r1-b1", "r0.5-b1", "r1-b2", "r0.5-b2"]
+    plan = courses(resolve_variants(variants, phantom_store), Budget("passes", 6), 4)
+    assert [course["steps"] for course in plan] == [24, 24, 12, 12], "of 4 cases"
+    assert plan[0]["voxels"] == plan[2]["voxels"] == 6 * 4 * math.prod(plan[0]["grid"])
+    assert plan[1]["voxels"] < plan[0]["voxels"]
+    (alone,) = resolution_variants({"recipe": "paper-flair"}, [1], ())
+    assert alone.settings == {"recipe": "paper-flair", "mode": "whole", "resolution": 1, "batch": 1}
+
+
 def names(*folders, **more):
     return [(variant, seed) for variant, seed, _ in grouped(folders, **more)]
 
 
 def test_runs_that_differ_in_their_seed_or_in_how_they_were_computed_are_one_variant(make_run, tmp_path):
     patch = {"mode": "patch", "grid": (8, 8, 8)}
-    computed = {"policy": "lean", "micro_batch": 1, "validations": 2, "device": "gpu:0", "store": "/elsewhere"}
+    computed = {
+        "policy": "lean",
+        "micro_batch": 1,
+        "found_rate": 0.5,
+        "validations": 2,
+        "device": "gpu:0",
+        "store": "/elsewhere",
+    }
     runs = [make_run("whole", 0), make_run("whole", 1, **computed), make_run("patch", 0, **patch)]
     assert names(*runs) == [("whole", 0), ("whole", 1), ("patch", 0)]
     (tmp_path / "again").mkdir()

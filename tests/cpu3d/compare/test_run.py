@@ -1,4 +1,4 @@
-"""Processes of a comparison, what counts as done, and the search for a learning rate."""
+"""Processes of a comparison, and what counts as done."""
 
 import os
 import signal
@@ -7,17 +7,7 @@ import time
 
 import pytest
 
-from cpu3d.compare.run import (
-    Evaluation,
-    PlannedRun,
-    RunFailedError,
-    Runner,
-    by_dice,
-    is_evaluated,
-    is_trained,
-    rate_beyond,
-)
-from cpu3d.errors import InputError
+from cpu3d.compare.run import Evaluation, PlannedRun, RunFailedError, Runner, is_evaluated, is_trained
 from cpu3d.training.run_log import read_events
 
 OPTIONS = ("--steps", "4", "--seed", "0")
@@ -43,7 +33,7 @@ def test_runs_are_trained_and_scored_once_and_one_that_was_killed_goes_on(proces
     killer = threading.Thread(target=lambda: os.kill(int(processes.waited("waits").split()[0]), signal.SIGKILL))
     killer.start()
     with pytest.raises(RunFailedError, match="got SIGKILL"):
-        runner(out).carry_out(runs)
+        runner(out).carry_out(runs[:1])
     killer.join()
     assert not {"TF_CONFIG", "HOROVOD_RANK"} & set(processes.waited("environ").split()), "it would wait for workers"
     (processes.folder / "cut").unlink()
@@ -54,18 +44,20 @@ def test_runs_are_trained_and_scored_once_and_one_that_was_killed_goes_on(proces
     assert processes.calls() == [], "a third is passed on with all of its digits"
 
 
-def test_a_failed_run_stops_all_with_its_last_words_and_where_they_are(processes, tmp_path):
+def test_failed_runs_are_returned_and_where_all_fail_the_last_words_say_why(processes, tmp_path):
     processes.tell("fail", "a 1 No space left on device")
     out = tmp_path / "out"
     with pytest.raises(RunFailedError, match="No space left") as caught:
-        runner(out).carry_out(planned(out, "a", "b"))
+        runner(out).carry_out(planned(out, "a"))
     assert (caught.value.exit_code, caught.value.why) == (1, "train ended with exit code 1")
     assert str(out / "logs" / "a-train.txt") in str(caught.value)
-    assert processes.calls() == ["train a"]
     processes.tell("fail", "a 4 loss must be finite, got nan")
-    with pytest.raises(RunFailedError, match="be finite, got nan") as caught:
-        runner(out).carry_out(planned(out, "a"), score=False)
+    assert runner(out).carry_out(planned(out, "a", "b")) == [("a", 0, "train diverged")]
+    assert processes.calls() == ["train a", "train a", "train b", "evaluate b"]
+    with pytest.raises(RunFailedError, match="diverged before") as caught:
+        runner(out).carry_out(planned(out, "a"))
     assert (caught.value.exit_code, caught.value.why) == (4, "train diverged")
+    assert processes.calls() == [], "it would end so again"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -78,7 +70,7 @@ def test_a_signal_is_passed_on_once_and_waited_for(processes, tmp_path, number):
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt, match="the same command continues"):
-        runner(tmp_path / "out").carry_out(planned(tmp_path / "out", "a"), score=False)
+        runner(tmp_path / "out").carry_out(planned(tmp_path / "out", "a"))
     assert processes.waited("signals") == str(int(signal.SIGINT))
     assert int(processes.waited("waits").split()[1]) != os.getpgid(0), "else a terminal's Ctrl-C would reach it twice"
 
@@ -113,32 +105,3 @@ def test_scores_that_are_older_of_another_kind_or_another_way_to_predict_do_not_
     path.write_text(scores)
     os.utime(folder / "checkpoints" / "best.npz", (later, later))
     assert not is_evaluated(folder, Evaluation())
-
-
-# --- The search ---
-
-
-def trials(**dice):
-    """trials(r2=0.5): rate 2 had Dice 0.5."""
-    return {float(name[1:]): value for name, value in dice.items()}
-
-
-@pytest.mark.parametrize(
-    ("found", "expected"),
-    [
-        (trials(r1=0.5, r2=0.7, r4=0.6), None),
-        (trials(r1=0.5, r2=0.6, r4=0.7), 8),
-        (trials(r4=0.7, r1=0.5, r2=0.6), 8),  # in any order
-        (trials(r1=0.7, r2=0.6, r4=0.5), 0.5),
-        (trials(r1=0.7, r4=0.6), 0.25),  # the ratio is the range's own
-        (trials(r1=0.5, r2=0.6, r4=None), None),  # what lies beyond would diverge too
-        (trials(r1=0.5, r2=None), 0.5),
-        (trials(r1=None, r2=None), 0.5),
-        (trials(r1=0.5), None),
-    ],
-)
-def test_a_search_goes_on_where_its_best_is_at_an_end(found, expected):
-    assert rate_beyond(found) == expected
-    if set(found.values()) == {None}:
-        with pytest.raises(InputError, match="none of 1, 2 did"):
-            by_dice(found)
