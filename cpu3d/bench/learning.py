@@ -113,7 +113,7 @@ def learned(workdir: Path, store: Path, options: Options, task: str) -> Result:
             events, config = read_events(run), load_config(run)
             start = next(event for event in events if event["event"] == "start")
         points = points_of(events, config, scored)
-        curve = {"seed": seed, "learning_rate": config.learning_rate, "points": points}
+        curve = {"seed": seed, "learning_rate": config.peak_rate, "points": points}
         curves.append({**curve, "error": error})
         about = {name: getattr(config, name) for name in ("mode", "grid", "resolution", "batch", "optimizer", "ema")}
         about["unet"] = dataclasses.asdict(config.unet)
