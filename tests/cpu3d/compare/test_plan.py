@@ -28,7 +28,7 @@ SMALL = {"filters": 2, "depth": 3, "dtype": "float32"}
 
 @pytest.mark.parametrize(
     ("optimizer", "batch", "base_batch", "expected"),
-    [("adam", 4, 1, 0.004), ("adam", 1, 16, 0.0005), ("sgd", 4, 1, 0.008)],
+    [("muon", 4, 1, 0.004), ("adam", 4, 1, 0.004), ("adam", 1, 16, 0.0005), ("sgd", 4, 1, 0.008)],
 )
 def test_the_start_of_a_search_grows_with_the_batch_or_for_adam_with_its_root(optimizer, batch, base_batch, expected):
     base = RunConfig(learning_rate=0.002, batch=base_batch, optimizer=optimizer)
