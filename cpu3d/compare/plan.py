@@ -42,7 +42,8 @@ FACTORS = (0.5, 1.0, 2.0)  # of the rate that a search starts from, where no rat
 
 SCALING = {"muon": 0.5, "adam": 0.5, "sgd": 1.0}
 """Optimizer -> the power of the batch that its learning rate grows with: with the root for Adam (Krizhevsky 2014;
-Malladi et al. 2022) and as a guess for Muon, linearly for SGD (Krizhevsky 2014, Goyal et al. 2017). Both are rules for large batches."""
+Malladi et al. 2022) and as a guess for Muon, linearly for SGD (Krizhevsky
+2014, Goyal et al. 2017). Both are rules for large batches."""
 
 # Settings of patches alone, those that compare decides for every run, and those that no variant has for itself.
 OF_PATCHES = (*SIZES_OF_PATCH, "patches_per_case", "foreground")

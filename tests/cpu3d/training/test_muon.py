@@ -31,7 +31,8 @@ def test_what_is_made_orthogonal_has_singular_values_near_one_times_its_scale(sh
     rows, columns = math.prod(shape[:-1]), shape[-1]
     values = np.linalg.svd(found.reshape(rows, columns), compute_uv=False)
     scale = math.sqrt(max(1.0, rows / columns))
-    assert 0.68 * scale <= values.min() and values.max() <= 1.2 * scale
+    assert values.min() >= 0.68 * scale
+    assert values.max() <= 1.2 * scale
     np.testing.assert_allclose(found, orthogonal_by_hand(noise(*shape)), atol=2e-3 * scale)
 
 
