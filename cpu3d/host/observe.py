@@ -272,7 +272,7 @@ def _is_convolution(event: Event) -> bool:
 
 def _group_of(event: Event) -> str:
     """Of an operation that is no convolution. The loss' have names without a path, as sums of gradients do too."""
-    if event.name.split("/")[0] in ("Adam", "SGD") or event.name.endswith("/Cast"):
+    if event.name.split("/")[0] in ("Adam", "Muon", "SGD") or event.name.endswith("/Cast"):
         return "update"
     of_layer = "/" in event.name or event.name.startswith("AddN") or "Relu" in event.type
     known = (group for part, group in KIND_BY_TYPE if part in event.type)

@@ -308,10 +308,13 @@ class Fit:
         if retries > (SAME_STEP if at_fault else MOST_RETRIES):
             with contextlib.suppress(OSError):  # what is raised says the same
                 self._log("diverged", reason=reason, losses=losses)
-            raise error
+            left = ", ".join(path.name for path in checkpoints(self.folder)[:1])
+            raise DivergedError(f"{error}; {left or 'no checkpoint'} is from before")
         if self._exchange.is_chief:
-            # The first loss that was too high is that of the step before; each time it is gone back farther.
-            drop_after(self.folder, self.step - 1 - self.losses.high_steps - FEW * (retries - 1))
+            # The first loss that is too high is that of weights from the step before. Each time it goes back farther.
+            high = self.losses.high_steps
+            late = 1 + high + FEW * (retries - 1) if high or retries > 1 else 0
+            drop_after(self.folder, self.step - late)
         self._restore()
         self._forget()
         self.rate_share, self.diverged_at, self.retries = share, failed, retries

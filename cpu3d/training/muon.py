@@ -8,6 +8,7 @@ those that all speak for. docs/log.md has what that saves in steps.
 import math
 from typing import Tuple
 
+import numpy as np
 import tensorflow as tf
 
 ITERATION = (3.4445, -4.7750, 2.0315)
@@ -69,7 +70,9 @@ class Muon(tf.keras.optimizers.Optimizer):
 
     def _muon(self, index: int, gradient):
         mean = self._means[index]
-        ahead = gradient + self.momentum * mean.assign(self.momentum * mean + gradient)
+        # Added to where it lies: a new mean in the place of the old one would lie elsewhere after every step.
+        mean = mean.assign_add(gradient - (1 - self.momentum) * mean)
+        ahead = gradient + self.momentum * mean
         return tf.cast(self.learning_rate, gradient.dtype) * orthogonal(ahead)
 
     def _adam(self, index: int, gradient):
@@ -99,11 +102,13 @@ def orthogonal(kernel):
     gram = tf.matmul(matrix, matrix, transpose_a=not wide, transpose_b=wide)
     norm = tf.linalg.trace(gram) + 1e-30
     gram /= norm
-    unit = tf.eye(min(rows, columns), dtype=matrix.dtype)
-    product, (a, b, c) = unit, ITERATION
+    a, b, c = ITERATION
+    with tf.control_dependencies(None):  # so that kernels of equal size share these
+        scaled = {scale: tf.constant(scale * np.eye(min(rows, columns)), matrix.dtype) for scale in (a, b)}
+    product = None
     for _ in range(TIMES):
-        factor = a * unit + tf.matmul(gram, b * unit + c * gram)
-        product = tf.matmul(product, factor)
+        factor = scaled[a] + tf.matmul(gram, scaled[b] + c * gram)
+        product = factor if product is None else tf.matmul(product, factor)
         gram = tf.matmul(tf.matmul(factor, gram), factor)
     found = tf.matmul(product, matrix) if wide else tf.matmul(matrix, product)
     return tf.reshape(found * (tf.math.rsqrt(norm) * math.sqrt(max(1.0, rows / columns))), kernel.shape)

@@ -45,8 +45,6 @@ def op_seconds(program: Program, constants: HostConstants, job: Job) -> Tuple[fl
             # A 1x1x1 convolution does too little for the above: it is as slow as its traffic.
             passing = speeds["join"]["traffic" if op.traffic_bytes > cache_bytes else "cached"]
             seconds = max(seconds, op.traffic_bytes * passing)
-        if group == "update" and op.flops:  # of matrices, in float32
-            seconds += op.flops * constants.speeds(job.engine, "float32")["conv"]["work"]
         op_s.append(seconds + speeds["every_op"]["seconds"])
     return tuple(op_s)
 
@@ -86,7 +84,8 @@ def features(op: StepOp, sizes: Mapping[str, int], cache_bytes: int) -> Dict[str
         if group_of(op) == "loss" and op.writes:  # slab by slab, of whole maps
             most = op.writes[0].bytes
             moved = sum(tensor.bytes for tensor in op.writes) + sum(min(sizes[name], most) for name in op.reads)
-        return {("traffic" if moved > cache_bytes else "cached"): float(moved)}
+        work = {"work": float(op.flops)} if op.flops else {}  # of Muon's matrices
+        return {("traffic" if moved > cache_bytes else "cached"): float(moved), **work}
     channels = {"in": op.in_channels, "out": op.out_channels}
     written, read = (channels[side] for side in CONVOLUTIONS[op.kind])
     out_vectors, in_vectors = (max(1, math.ceil(number / VECTOR)) for number in (written, read))

@@ -16,8 +16,13 @@ from memory_estimator.step.program import Program, StepOp, Tensor, buffers_of, i
 from memory_estimator.step.scratch import NONE, Buffers
 from models.layer_plan import PIECES, LayerOp, layer_plan
 
-ITERATIONS, PRODUCTS = 5, 4
-"""Of Muon's polynomial: how often it is applied, and products of two square matrices each time."""
+SQUARES, SQUARE_PRODUCTS = 7, 19
+"""Of Muon's iteration (`cpu3d.training.muon.orthogonal`): square matrices that are there at once, and products of two
+of them."""
+
+GRAM_THREAD_BYTES, GRAM_BYTES = 1056, 768
+"""What a thread copies of a transposed matrix for each of its columns, and beside them: read off the log with ITEX, two
+threads, and 128 and 256 columns of 512 to 6912 rows."""
 
 MOST_SAMPLES = 8
 """Samples that are normalised one by one; of more there are as many, each larger, which changes next to nothing."""
@@ -67,6 +72,13 @@ class Writer:
         target = self.tensor("target", job.voxels * job.unet.outputs, "input")
         self._before += inputs_made([(image, job.unet.dtype), (target, "uint8")])
         self.resident += [image, target]
+        if job.optimizer == "muon":
+            sides = {min(kernel_sides(op)) for op in self._kernels if slots_of("muon", op) == 1}
+            for side in sorted(sides):
+                for name in (f"diagonal{side}", f"diagonal{side}/2"):
+                    constant = self.tensor(name, 4 * side**2, "optimizer slots")
+                    self._before.append(StepOp(constant.name, "update", writes=(constant,)))
+                    self.resident.append(constant)
 
     def program(self) -> Program:
         """Everything written so far."""
@@ -240,7 +252,7 @@ class Writer:
             return
         for op in self._kernels:
             if optimizer == "muon":
-                self._turn(op)
+                (self._orthogonalise if slots_of(optimizer, op) == 1 else self._adapt)(op)
                 continue
             slots = [f"{op.name}/slot{slot}" for slot in range(slots_of(optimizer, op))]
             reads = [self._gradients[op.name], *slots, f"{op.name}/square", f"{op.name}/kernel"]
@@ -272,19 +284,32 @@ class Writer:
             self._prepare(op, over=self._gradients[op.name])
             descend(op)
 
-    def _turn(self, op: LayerOp) -> None:
-        """Muon: m = d m + g, then g + d m, made orthogonal. The momentum moves to where it was computed; what is looked
-        ahead at and what is made of it lie beside it. Of a 1x1x1 kernel, which has Adam, it is taken to be the same."""
-        size, gradient, slot = 4 * kernel_elements(op), self._gradients[op.name], f"{op.name}/slot0"
+    def _orthogonalise(self, op: LayerOp) -> None:
+        """Muon of a kernel of more than one voxel: its momentum changes in place; what is looked ahead at lies over the
+        gradient where that is the convolution's own. Then the matrices of its fewer side, and the last product."""
+        size, slot, ahead = 4 * kernel_elements(op), f"{op.name}/slot0", self._gradients[op.name]
+        change = self.make(f"{op.name}/change", "update", [slot], size)
+        self.run(f"{op.name}/momentum", "update", [change, ahead, slot])
         decayed = self.make(f"{op.name}/decayed", "update", [slot], size)
-        self._move(slot, "optimizer slots", decayed, gradient)
-        ahead = self.make(f"{op.name}/decayed_again", "update", [slot, gradient], size)
-        columns = op.shape[3] if op.kind != "up_conv" else op.in_channels
-        rows = kernel_elements(op) // columns
-        few = min(rows, columns)
-        multiplied = 2 * rows * columns * few + ITERATIONS * PRODUCTS * few**3
-        turned = self.make(f"{op.name}/orthogonal", "update", [ahead], size, flops=2 * multiplied)
-        self.run(f"{op.name}/update", "update", [turned, f"{op.name}/kernel"])
+        over = decayed if self.mixed or self.job.parts > 1 else ahead
+        ahead = self.make(f"{op.name}/ahead", "update", [ahead, decayed], size, takes_over=over)
+        columns, few = kernel_sides(op)[1], min(kernel_sides(op))
+        copies = GRAM_THREAD_BYTES * columns + GRAM_BYTES if few == columns else 0
+        gram = Buffers(scratch=(self.job.threads * copies if self.itex else 0, *(SQUARES - 1) * (4 * few**2,)))
+        multiplied = 2 * (kernel_elements(op) * few + SQUARE_PRODUCTS * few**3)
+        product = self.make(f"{op.name}/product", "update", [ahead], 4 * few**2, buffers=gram, flops=multiplied)
+        flops = 2 * kernel_elements(op) * few
+        found = self.make(f"{op.name}/orthogonal", "update", [ahead, product], size, flops=flops)
+        self.run(f"{op.name}/update", "update", [found, f"{op.name}/kernel"])
+
+    def _adapt(self, op: LayerOp) -> None:
+        """Adam as Muon has it, of a kernel of one voxel: mean and square change in place, one after the other."""
+        size, slots = 4 * kernel_elements(op), [f"{op.name}/slot{slot}" for slot in range(2)]
+        for slot in reversed(slots):
+            change = self.make(f"{slot}/change", "update", [self._gradients[op.name], slot], size)
+            self.run(f"{slot}/changed", "update", [change, slot])
+        parts = [self.make(f"{slot}/scaled", "update", [slot], size) for slot in slots]
+        self.run(f"{op.name}/update", "update", [*parts, f"{op.name}/kernel"])
 
     def _move(self, name: str, group: str, over: str, *reads: str) -> None:
         """A resident tensor is computed anew over another one, and lies there from now on."""
@@ -307,6 +332,8 @@ class Writer:
         small = trained + sum(op.frozen for op in self.plan)
         self.resident.append(self.tensor("norms and biases", 4 * small, "weights"))
         copies = [(op, f"slot{n}", "optimizer slots") for op in kernels for n in range(slots_of(optimizer, op))]
+        if optimizer == "muon":  # which makes all its means first
+            copies.sort(key=lambda copy: copy[1])
         if self.job.averaged:
             copies += [(op, "average", "averaged weights") for op in kernels]
         if self.job.parts > 1:
@@ -332,6 +359,13 @@ def slots_of(optimizer: str, op: Optional[LayerOp] = None) -> int:
     if optimizer == "muon":
         return 1 if op and op.kind in ("conv", "up_conv") and op.kernel > 1 else 2
     return {"adam": 2, "sgd": 1}[optimizer]
+
+
+def kernel_sides(op: LayerOp) -> Tuple[int, int]:
+    """Rows and columns of a kernel as the matrix that Muon makes orthogonal. An up-convolution's last axis is of what
+    it reads."""
+    columns = op.in_channels if op.kind == "up_conv" else op.shape[3]
+    return kernel_elements(op) // columns, columns
 
 
 def filter_gradient_name(op: LayerOp) -> str:

@@ -25,7 +25,7 @@ def parsed(text):
         ({"shape": (64, 64, 0)}, "input_shape must be three positive numbers"),
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"cases": -1}, "cases must be at least 0, got -1"),
-        ({"optimizer": "lamb"}, "optimizer must be one of adam, sgd, got 'lamb'"),
+        ({"optimizer": "lamb"}, "optimizer must be one of muon, adam, sgd, got 'lamb'"),
         ({"engine": "torch"}, "engine must be one of itex, stock, got 'torch'"),
         ({"batch": 16, "micro_batch": 3}, "micro_batch must divide the batch of 16, got 3; give one of 1, 2, 4, 8, 16"),
     ],

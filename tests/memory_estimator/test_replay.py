@@ -51,13 +51,14 @@ def test_samples_of_a_batch_are_views_and_channels_are_copies():
     assert (peak((1, 1024)), peak((2, 512))) == (8192, 8192 + 4096)
 
 
-def both(unet, micro, parts=1, side=32):
+def both(unet, micro, parts=1, side=32, optimizer="adam"):
     """(closed form, replay) of the trainer's own step; in several parts, of the one that takes more."""
     from cpu3d.settings import RunConfig
     from cpu3d.training.learner import Learner
 
     shape, batch = (side, side, side), micro * parts
-    learner = Learner(RunConfig(grid=shape, unet=unet, batch=batch, micro_batch=micro))
+    config = RunConfig(grid=shape, unet=unet, batch=batch, micro_batch=micro, optimizer=optimizer)
+    learner = Learner(config)
     image = tf.TensorSpec((micro, *shape, unet.channels), unet.dtype)
     target = tf.TensorSpec((micro, *shape, unet.outputs), tf.uint8)
     variables = [*learner.model.weights, *learner.optimizer.variables, *learner._sums]
@@ -66,7 +67,7 @@ def both(unet, micro, parts=1, side=32):
     if parts > 1:
         steps = [(learner._accumulate, image, target), (learner._apply,)]
     replays = [estimate_step(*one, **held) for one in steps]
-    job = Job(unet, shape, batch, micro_batch=micro, engine=ENGINE, threads=2)
+    job = Job(unet, shape, batch, micro_batch=micro, optimizer=optimizer, engine=ENGINE, threads=2)
     return training_step(job), max(replays, key=lambda each: each.timeline.peak_bytes)
 
 
@@ -99,6 +100,13 @@ def test_they_agree_on_micro_batches_too(policy, norm, micro):
     closed, replay = both(unet, micro, parts=2)
     near = 0.1 if policy == "lean" else 0.01
     assert timeline(closed).peak_bytes == pytest.approx(replay.timeline.peak_bytes, rel=near)
+
+
+@pytest.mark.parametrize(("dtype", "policy"), [(dtype, "speed") for dtype in DTYPES] + [("bfloat16", "balanced")])
+def test_they_agree_on_muon_too(dtype, policy):
+    closed, replay = both(UNetConfig(filters=16, depth=3, dtype=dtype, policy=policy), 1, optimizer="muon")
+    assert timeline(closed).peak_bytes == pytest.approx(replay.timeline.peak_bytes, rel=0.01)
+    assert use(closed).peak_bytes == pytest.approx(replay.allocator_peak_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize(("dtype", "policy"), [(dtype, "speed") for dtype in DTYPES] + [("bfloat16", "balanced")])

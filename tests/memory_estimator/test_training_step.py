@@ -14,7 +14,7 @@ from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 BOTH = (False, True)
 UNETS = {"channels": (1, 4), "outputs": (1, 3), "filters": (4, 8, 16, 24), "depth": (2, 3), "network": NETWORKS}
 UNETS.update(norm=NORMS, up=UPS, residual=BOTH, deep_supervision=BOTH, dtype=DTYPES, policy=POLICIES)
-MORE = {"optimizer": ("adam", "sgd"), "engine": ("itex", "stock"), "threads": (1, 2, 8), "averaged": BOTH}
+MORE = {"optimizer": ("muon", "adam", "sgd"), "engine": ("itex", "stock"), "threads": (1, 2, 8), "averaged": BOTH}
 JOBS = st.builds(
     lambda unet, shape, batch, at_once, more: Job(
         UNetConfig(**unet), shape, batch, micro_batch=batch if at_once else 1, **more
@@ -69,11 +69,38 @@ MEASURED = [
 def test_the_allocators_peak_is_the_measured_one(unet, shape, batch, engine, measured):
     unet = {"policy": "speed", "isa": "avx512_core_bf16", **unet}
     kernels = Kernels(unet.pop("isa"))
-    job = Job(UNetConfig(**unet), shape, batch, micro_batch=batch, engine=engine, threads=2)
+    job = Job(UNetConfig(**unet), shape, batch, micro_batch=batch, optimizer="adam", engine=engine, threads=2)
     assert use(training_step(job, kernels)).peak_bytes == pytest.approx(measured, rel=5e-6)
 
 
 @pytest.mark.parametrize(("side", "measured"), [(64, 169_213_952), (128, 632_651_776)])
 def test_in_slabs_it_is_the_measured_one(side, measured):
-    job = Job(UNetConfig(policy="lean", dtype="float32"), (side,) * 3, engine="stock", threads=2)
+    unet = UNetConfig(policy="lean", dtype="float32")
+    job = Job(unet, (side,) * 3, optimizer="adam", engine="stock", threads=2)
     assert use(training_step(job, Kernels("avx512_core_vnni"))).peak_bytes == pytest.approx(measured, rel=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "policy", "engine", "measured"),
+    [
+        ("bfloat16", "speed", "itex", 237_502_464),
+        ("bfloat16", "balanced", "itex", 139_689_984),
+        ("bfloat16", "speed", "stock", 198_705_152),
+        ("float32", "speed", "itex", 347_865_088),
+        ("float32", "speed", "stock", 340_525_056),
+        ("float32", "balanced", "stock", 171_409_408),
+    ],
+)
+def test_with_muon_it_is_the_measured_one(dtype, policy, engine, measured):
+    job = Job(UNetConfig(dtype=dtype, policy=policy), (64,) * 3, optimizer="muon", engine=engine, threads=2)
+    assert use(training_step(job, Kernels("avx512_core_bf16"))).peak_bytes == pytest.approx(measured, rel=5e-6)
+
+
+def test_muon_keeps_one_copy_of_large_kernels_and_two_of_the_rest():
+    slots = {}
+    for optimizer in ("muon", "adam"):
+        program = training_step(Job(UNetConfig(residual=True), (64,) * 3, optimizer=optimizer))
+        slots[optimizer] = {one.name for one in program.resident if "/slot" in one.name}
+    only_adam = slots["adam"] - slots["muon"]
+    assert {"encoder0_conv1/slot1", "decoder0_up/slot1"} <= only_adam
+    assert {"encoder1_shortcut/slot1", "head/slot1"} <= slots["muon"]

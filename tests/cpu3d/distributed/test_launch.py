@@ -189,7 +189,7 @@ def test_a_dry_run_plans_for_a_host_that_is_not_here(alone, monkeypatch, capsys,
 
 def test_a_dry_run_as_json_is_the_plan_that_the_training_writes(alone, phantom_store, tmp_path, capsys):
     options = ["--store", str(phantom_store.folder), "--run", str(tmp_path), "--filters", "4", "--depth", "2"]
-    options += ["--steps", "1", "--dtype", "float32", "--policy", "speed"]
+    options += ["--steps", "1", "--dtype", "float32", "--policy", "speed", "--learning-rate", "0.01"]
     assert launched("--dry-run", "--json", "--workers", 1, "train", *options) == 0
     printed = json.loads(capsys.readouterr().out)
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,95 @@
+"""Muon: what it makes of a kernel, one step by hand, and that it is an optimizer like any of Keras'."""
+
+import math
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cpu3d.training.muon import ITERATION, TIMES, Muon, is_orthogonal, orthogonal
+
+
+def noise(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def orthogonal_by_hand(kernel):
+    """Newton and Schulz' iteration on the matrix itself, in float64."""
+    x = kernel.reshape(-1, kernel.shape[-1]).astype(np.float64)
+    scale = math.sqrt(max(1.0, x.shape[0] / x.shape[1]))
+    x, (a, b, c) = x / np.linalg.norm(x), ITERATION
+    for _ in range(TIMES):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (scale * x).reshape(kernel.shape)
+
+
+@pytest.mark.parametrize("shape", [(3, 3, 3, 4, 16), (3, 3, 3, 1, 64), (2, 2, 2, 16, 32)], ids=["tall", "wide", "up"])
+def test_what_is_made_orthogonal_has_singular_values_near_one_times_its_scale(shape):
+    found = orthogonal(tf.constant(noise(*shape))).numpy()
+    assert found.shape == shape
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    values = np.linalg.svd(found.reshape(rows, columns), compute_uv=False)
+    scale = math.sqrt(max(1.0, rows / columns))
+    assert values.min() >= 0.68 * scale
+    assert values.max() <= 1.2 * scale
+    np.testing.assert_allclose(found, orthogonal_by_hand(noise(*shape)), atol=2e-3 * scale)
+
+
+def test_of_a_gradient_of_zeros_nothing_is_made():
+    assert not orthogonal(tf.zeros((3, 3, 3, 2, 4))).numpy().any()
+
+
+def test_kernels_of_more_than_one_voxel_are_made_orthogonal_and_nothing_else():
+    shapes = {(3, 3, 3, 4, 8): True, (2, 2, 2, 4, 8): True, (1, 1, 1, 4, 8): False, (8,): False, (4, 8): False}
+    assert {shape: is_orthogonal(shape) for shape in shapes} == shapes
+
+
+def stepped(optimizer, steps=2):
+    """Variables after some steps along made-up gradients."""
+    variables = [tf.Variable(noise(3, 3, 3, 2, 4)), tf.Variable(noise(1, 1, 1, 4, 3)), tf.Variable(noise(4))]
+    optimizer.build(variables)
+    for step in range(1, steps + 1):
+        gradients = [tf.constant(noise(*v.shape, seed=step)) for v in variables]
+        optimizer.apply_gradients(zip(gradients, variables))
+    return variables
+
+
+def test_two_steps_are_those_worked_out_by_hand():
+    found, adam = stepped(Muon(0.1, momentum=0.9)), stepped(tf.keras.optimizers.Adam(0.1))
+    kernel, mean = noise(3, 3, 3, 2, 4).astype(np.float64), 0.0
+    for step in (1, 2):
+        gradient = noise(3, 3, 3, 2, 4, seed=step)
+        mean = 0.9 * mean + gradient
+        kernel -= 0.1 * orthogonal_by_hand(gradient + 0.9 * mean)
+    np.testing.assert_allclose(found[0], kernel, atol=1e-3)
+    for one, other in zip(found[1:], adam[1:]):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_it_keeps_one_slot_of_a_kernel_and_two_of_the_rest():
+    optimizer = Muon()
+    optimizer.build([tf.Variable(noise(3, 3, 3, 2, 4)), tf.Variable(noise(1, 1, 1, 4, 3)), tf.Variable(noise(4))])
+    shapes = [tuple(v.shape) for v in optimizer.variables if len(v.shape)]
+    assert sorted(shapes) == sorted([(3, 3, 3, 2, 4), *2 * [(1, 1, 1, 4, 3)], *2 * [(4,)]])
+
+
+def test_two_runs_have_the_same_bits():
+    for one, other in zip(stepped(Muon()), stepped(Muon())):
+        assert np.array_equal(one, other)
+
+
+def test_it_trains_with_fit_and_goes_on_from_a_saved_model_as_if_nothing_had_been(tmp_path):
+    x, y = noise(4, 6, 6, 6, 1), noise(4, 6, 6, 6, 1, seed=1)
+    made = [tf.keras.layers.Conv3D(2, 3, padding="same"), tf.keras.layers.Conv3D(1, 1)]
+    model = tf.keras.Sequential([tf.keras.Input((6, 6, 6, 1)), *made])
+    model.compile(Muon(0.01, momentum=0.8), "mse")
+    losses = model.fit(x, y, batch_size=4, epochs=5, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
+    model.save(tmp_path / "model.keras")
+    again = tf.keras.models.load_model(tmp_path / "model.keras")
+    assert again.optimizer.get_config() == model.optimizer.get_config()
+    for one in (model, again):
+        one.fit(x, y, batch_size=4, epochs=1, verbose=0)
+    for one, other in zip(model.get_weights(), again.get_weights()):
+        np.testing.assert_allclose(one, other, atol=1e-6)
