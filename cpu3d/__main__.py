@@ -36,7 +36,7 @@ COMMANDS = {
 def main(argv: Optional[List[str]] = None) -> int:
     """Run a subcommand; returns what the process ends with:
 
-    0 done; 1 failed, as on a full disk; 2 bad input; 3 does not fit the memory; 4 diverged: loss or weights are not
+    0 done; 1 failed, as on a full disk; 2 bad input; 3 does not fit the memory; 4 diverged: losses too high or not
     finite; 5 memory was running out: stopped and saved; 6 a worker was lost or hangs; 130 SIGINT and 143 SIGTERM:
     stopped and saved. After 1, 5, 6, 130 and 143 the same command continues.
     """

@@ -64,6 +64,8 @@ def decided(given: Given) -> RunConfig:
         config = with_settings(start, settings)
         if saved and config.budget_minutes and config.budget_minutes == saved.budget_minutes:
             config = dataclasses.replace(config, steps=saved.steps)  # as it was timed when the run began
+        if saved and not (config.learning_rate or saved.learning_rate):
+            config = dataclasses.replace(config, found_rate=saved.found_rate)
         if saved and saved.mode != config.mode:
             raise InputError(*differences(saved, config))
         view = with_fold(store, config.fold)
@@ -95,6 +97,11 @@ def _for_workers(config: RunConfig, given: Given, *, scale: bool) -> RunConfig:
     settings, saved, workers = given.settings, given.saved, given.workers
     if "batch_per_worker" in settings:
         config = dataclasses.replace(config, batch=settings["batch_per_worker"] * workers)
+        if "rate_scaling" in settings and not config.learning_rate:
+            raise InputError(
+                f"--rate-scaling must come with a --learning-rate, got {settings['rate_scaling']} for auto, which is "
+                "found for the whole batch; leave it out"
+            )
         if scale or "learning_rate" in settings:
             power = RATE_SCALES[settings.get("rate_scaling") or USUAL_SCALE[config.optimizer]]
             config = dataclasses.replace(config, learning_rate=config.learning_rate * workers**power)

@@ -28,7 +28,7 @@ class DoesNotFitError(InputError):
 
 
 class DivergedError(InputError):
-    """Numbers that are not finite any more: a training's loss or weights, or a network's answers."""
+    """A training whose losses are too high, or numbers that are not finite: its losses or weights, a network's answers."""
 
     exit_code = 4
 

@@ -126,7 +126,12 @@ class RunConfig:
     """Their gradients are summed. 0 is by rule, as `memory_estimator.job.micro_of` says."""
     optimizer: str = _training("muon", choices=OPTIMIZERS)
     learning_rate: float = _training(
-        0.0, "after the warm-up; auto: by a test of a few steps before the first", "R", at_least=0, zero=AUTO
+        0.0,
+        "after the warm-up; auto: by a test of a few steps before the first",
+        "R",
+        above=0,
+        below=math.inf,
+        zero=AUTO,
     )
     found_rate: float = 0.0
     """What that test has found; 0 until then, and where a rate was chosen."""
@@ -224,10 +229,10 @@ class Shorthand:
     )
     gpu_memory: Optional[str] = _patches(None, "the largest patch of such a card, as in 16GiB", "SIZE", one_of="patch")
     batch_per_worker: Optional[int] = _training(
-        None, "volumes a step of each worker; the learning rate grows by --rate-scaling", "N", one_of="batch"
+        None, "volumes a step of each worker; a chosen learning rate grows by --rate-scaling", "N", one_of="batch"
     )
     rate_scaling: Optional[str] = _training(
-        None, "under --batch-per-worker (default: sqrt for adam, linear for sgd)", choices=tuple(RATE_SCALES)
+        None, "under --batch-per-worker (default: sqrt for muon and adam, linear for sgd)", choices=tuple(RATE_SCALES)
     )
     no_augment: bool = option(False, "none at all", group="augmentation")
 
@@ -340,7 +345,8 @@ def flat(config: RunConfig) -> Dict[str, Any]:
     """All settings by name, those of the network and the augmentation as in "unet.filters"."""
     parts = ("unet", "augment")
     nested = {f"{part}.{name}": value for part in parts for name, value in vars(getattr(config, part)).items()}
-    return {**nested, **{name: value for name, value in vars(config).items() if name not in parts}}
+    plain = {name: value for name, value in vars(config).items() if name not in parts}
+    return {**nested, **plain, "learning_rate": config.learning_rate or AUTO}
 
 
 # --- Private helpers ---

@@ -153,7 +153,7 @@ def check(settings: Any, error: Type[Exception] = ValueError) -> None:
     for field, spec in _fields(type(settings)):
         value = getattr(settings, field.name)
         for one in value if isinstance(value, tuple) else () if value is None else (value,):
-            rule = _broken_rule(one, spec)
+            rule = "" if spec.zero and one == 0 else _broken_rule(one, spec)
             if rule:
                 raise error(f"{field.name} must {rule}, got {one!r}; see --help")
 
@@ -188,7 +188,10 @@ def _number_or(zero: str, number: type) -> Callable[[str], Any]:
     """A parser of numbers that takes the word `zero` for 0."""
 
     def parsed(word: str) -> Any:
-        return number(0) if word == zero else number(word)
+        found = number(0 if word == zero else word)
+        if not found and word != zero:
+            raise argparse.ArgumentTypeError(f"must be above 0, or {zero}, got {word}")
+        return found
 
     parsed.__name__ = number.__name__  # which argparse names in an error
     return parsed

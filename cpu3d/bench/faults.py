@@ -34,7 +34,7 @@ from cpu3d.distributed.cluster import read_cluster
 from cpu3d.errors import InputError
 from cpu3d.training.checkpoint import BEST, checkpoints, load_checkpoint
 from cpu3d.training.checkpoint import newest as newest_checkpoint
-from cpu3d.training.run_log import read_events
+from cpu3d.training.run_log import RATE_TEST, WENT_BACK, read_events
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT, how_ended, last_words, start
 from cpu3d.util.progress import bar
@@ -57,6 +57,8 @@ RUN = (
 EXACT = {
     "step": ("step", "epoch", "case_id", "loss", "dice", "learning_rate"),
     "validation": ("step", "epoch", "loss", "dice", "mean_dice", "best", "cases"),
+    RATE_TEST: ("rates", "losses", "learning_rate"),
+    WENT_BACK: ("step", "diverged_at", "rate_share", "losses"),
 }
 """Event -> its fields that follow from the run alone. JSON keeps a float to the bit."""
 

@@ -111,7 +111,11 @@ def learned(workdir: Path, store: Path, options: Options, task: str) -> Result:
                     raise
                 error = failed.why
             events, config = read_events(run), load_config(run)
-            start = next(event for event in events if event["event"] == "start")
+            start = next((event for event in events if event["event"] == "start"), None)
+            if start is None:
+                raise RunFailedError(
+                    f"{task} must have a first batch to learn, got {error}; all of it is in {log}", 4, error
+                )
         points = points_of(events, config, scored)
         curve = {"seed": seed, "learning_rate": config.peak_rate, "points": points}
         curves.append({**curve, "error": error})

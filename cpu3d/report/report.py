@@ -28,7 +28,7 @@ from cpu3d.report.run_files import (
     of_kind,
     viewed_case,
 )
-from cpu3d.training.run_log import RATE_TEST
+from cpu3d.training.run_log import RATE_TEST, WENT_BACK
 from cpu3d.util.atomic import atomic_write
 from cpu3d.util.records import by, duration, seconds
 from memory_estimator.schema import option
@@ -205,6 +205,10 @@ def _costs(events: Events, config: Mapping[str, Any], scores: Optional[Mapping[s
         ("validation and checkpoints", share, "of the whole time"),
         ("whole training", duration(end.get("seconds") or total_s + extra_s), "wall clock, all attempts"),
     ]
+    returns = of_kind(events, WENT_BACK)
+    if returns:
+        told = ", ".join(f"from {one['diverged_at']} to {one['step']}" for one in returns)
+        rows.append(("went back, at half the rate", str(len(returns)), f"as it diverged: {told}"))
     if scores:
         for name, key in (("prediction", "predict_s"), ("scoring", "score_s")):
             rows.append((name, seconds(median(numbers(scores["cases"], key))), "a volume on its full grid, median"))
@@ -297,6 +301,8 @@ def _curves(events: Events) -> Figures:
     add("Learning rate", [_line("", steps, "learning_rate", PALETTE[2])], y_label="learning rate", **from_zero)
     for test in of_kind(events, RATE_TEST)[-1:]:
         tried = [(x, y) for x, y in zip(test["rates"], test["losses"][1:]) if y is not None]
+        if not tried:
+            continue
         title = f"Test of learning rates: {test['learning_rate']:g} taken"
         line = Line("", *map(list, zip(*tried)), PALETTE[0], dots=True)
         add(title, [line], y_label="loss after a step", x_label="learning rate", log_x=True)

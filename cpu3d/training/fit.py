@@ -23,7 +23,7 @@ from cpu3d.host.gpu import memory_device
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.host.observe import Observer
 from cpu3d.plan import Plan
-from cpu3d.training.checkpoint import checkpoints, drop_after, newest, set_aside, write_best, write_next
+from cpu3d.training.checkpoint import checkpoints, newest, set_aside, step_of, write_best, write_next
 from cpu3d.training.feeds import Feeds, Parts
 from cpu3d.training.learner import Learner, Outcome, allocator_peak_bytes
 from cpu3d.training.learning_rate import FEW, RATES, LossWatch, best_rate, is_over
@@ -88,14 +88,20 @@ class Fit:
         """Find the learning rate that was left open by a range test on the first batch, the same on all workers. The
         weights are left as they were. Raises DivergedError where the loss of that batch is not finite."""
         self._guard = guard
-        begin, before, losses = time.perf_counter(), self.learner.arrays(), []
-        while not losses or not is_over(losses):
-            rate = (*RATES, 0.0)[len(losses)]
-            outcome, _ = self._compute(self.feeds.training(0, 1, guard.phase), rate)
-            losses.append(outcome.loss)
+        begin, before, losses, stop = time.perf_counter(), self.learner.arrays(), [], 0
+        with noted_signals() as noted:
+            while not (stop or (losses and is_over(losses))):
+                rate, parts = (*RATES, 0.0)[len(losses)], self.feeds.training(0, 1, guard.phase)
+                outcome, _ = self._compute(parts, rate, lambda: _wish(noted, guard))
+                losses.append(outcome.loss)
+                stop = int(max(outcome.notes))
         self.learner.restore(before)
+        if stop:
+            raise _stopped(stop, guard, "while learning rates were tried; the same command starts anew")
         if not np.isfinite(losses[0]):
-            raise self._diverged(outcome, self.feeds.case_ids(0))
+            error = self._diverged(outcome, self.feeds.case_ids(0))
+            self._log("diverged", reason=error.problems[0].partition(";")[0], losses=[])
+            raise error
         rate = float(array_from_chief(self._exchange, np.array([best_rate(losses)]))[0])
         self.config = dataclasses.replace(self.config, found_rate=rate)
         seconds = time.perf_counter() - begin
@@ -157,10 +163,7 @@ class Fit:
                 self._show = stack.enter_context(shown(self.folder, steps=self.steps, done=self.step, **size))
                 self._track = stack.enter_context(tracked(self.folder, self.config, mlflow))
 
-            def wish() -> int:
-                """What this worker tells the others when its gradients are ready."""
-                return max(noted, default=MEMORY if guard.why else 0)
-
+            wish = functools.partial(_wish, noted, guard)
             stop, due = 0, False
             if not self.step:
                 self._save()  # there is always one to go back to
@@ -169,11 +172,11 @@ class Fit:
                     if not self.owes_validation:
                         stop = self._train_step(parts, wish)
                         self.owes_validation = self._validation_is_due()
-                    validated = self.owes_validation and not stop  # who asks us to stop may not wait for it
-                    if validated:
+                    if self.owes_validation and not stop:  # who asks us to stop may not wait for it
+                        self._check_finite()
                         stop = self._validate(wish)
                     late = time.monotonic() - self._saved_at > 60 * self.config.save_minutes
-                    due = due or validated or late
+                    due = due or late or self._is_mark(self.step)
                     if stop or self.is_over or (due and not self.losses.high_steps and self._is_finite()):
                         self._save()  # what may be diverging is not saved; soon the losses say which, to all workers
                         due = False
@@ -201,11 +204,8 @@ class Fit:
                     raise
         if self.is_over:
             guard.note_end(reason)
-        elif reason == "memory":
-            why = guard.why or "the memory of another worker runs out"
-            raise MemoryRunsOutError(f"{why}; stopped and saved after step {self.step}, the same command continues")
         else:
-            raise Interrupted(f"saved after step {self.step}; the same command continues", stop)
+            raise _stopped(stop, guard, f"saved after step {self.step}; the same command continues")
 
     def note_end(self) -> None:
         """Log the end of a run that was killed between its last checkpoint and that line."""
@@ -288,52 +288,58 @@ class Fit:
         if np.isfinite(outcome.loss):
             losses = ", ".join(f"{loss:.3f}" for loss in self.losses.recent)
             return DivergedError(
-                f"loss must fall below that of untrained weights, {self.losses.first:.3f}, got {losses} at step "
-                f"{self.step + 1} after {self.losses.lowest:.3f}; lower --learning-rate and train into another folder"
+                f"loss must stay below {self.losses.level:.3f}, got {losses} at step {self.step + 1}; lower "
+                f"--learning-rate, which was {self.config.peak_rate:g}, and train into another folder"
             )
         losses = np.repeat(outcome.losses, self.config.micro)  # of a part, for each of its cases
         bad = [name for name, loss in zip(names, losses) if not np.isfinite(loss)]
         return DivergedError(
             f"loss and gradients must be finite, got {outcome.loss} at step {self.step + 1} on {', '.join(bad)}; "
-            "look at these cases, or lower --learning-rate and train into another folder"
+            f"look at them, or lower --learning-rate, which was {self.config.peak_rate:g}, and train into another folder"
         )
 
     def _go_back(self, error: DivergedError) -> None:
-        """Go on from the last checkpoint before the divergence, at half the rate. Raises `error` where that has failed
+        """Go on from the last mark before the divergence, at half the rate. Raises DivergedError where that has failed
         MOST_RETRIES times in a row. A run that is cut meanwhile diverges again, and ends in the same bits."""
-        failed, best, share = self.step + 1, self.best, self.rate_share / 2
+        self._phase("going back")
+        failed, best, share, trained_s = self.step + 1, self.best, self.rate_share / 2, self._trained_until_now_s
+        high, losses, reason = self.losses.high_steps, list(self.losses.recent), error.problems[0].partition(";")[0]
         retries = self.retries + 1 if failed <= self.diverged_at + FEW else 1
-        losses, reason = list(self.losses.recent), error.problems[0].partition(";")[0]
-        at_fault = failed == self.diverged_at and not self.losses.high_steps
-        if retries > (SAME_STEP if at_fault else MOST_RETRIES):
+        if retries > (SAME_STEP if failed == self.diverged_at and not high else MOST_RETRIES):
             with contextlib.suppress(OSError):  # what is raised says the same
                 self._log("diverged", reason=reason, losses=losses)
             left = ", ".join(path.name for path in checkpoints(self.folder)[:1])
             raise DivergedError(f"{error}; {left or 'no checkpoint'} is from before")
-        if self._exchange.is_chief:
-            # The first loss that is too high is that of weights from the step before. Each time it goes back farther.
-            high = self.losses.high_steps
-            late = 1 + high + FEW * (retries - 1) if high or retries > 1 else 0
-            drop_after(self.folder, self.step - late)
-        self._restore()
-        self._forget()
+        # The first loss that is too high is that of weights from the step before. Each time it goes back farther.
+        last_good = self.step - (1 + high + FEW * (retries - 1) if high or retries > 1 else 0)
+        self._restore(last_good)
         self.rate_share, self.diverged_at, self.retries = share, failed, retries
         self.best = best  # whose weights are kept
-        self._log(WENT_BACK, rate_share=share, diverged_at=failed, losses=losses, reason=reason)
+        self._forget()
+        back = {"rate_share": share, "diverged_at": failed, "losses": losses, "best": best}
+        self._log(WENT_BACK, **back, reason=reason, seconds=trained_s - self.trained_s)
         self._save()
+        if self._exchange.is_chief:
+            for path in checkpoints(self.folder):
+                if step_of(path) > self.step:
+                    path.unlink()
 
     def _forget(self) -> None:
         if self._exchange.is_chief:
+            share, is_found = self.rate_share, bool(self.config.found_rate)
             owes = self.owes_validation
-            forget_after(self.folder, self.step, owes_validation=owes, rate_share=self.rate_share)
+            forget_after(self.folder, self.step, owes_validation=owes, rate_share=share, rate_is_found=is_found)
 
-    def _validation_is_due(self) -> bool:
+    def _is_mark(self, step: int) -> bool:
+        """Whether a validation is due after so many steps, or would be if cases were held out for it; and the start.
+        There is a checkpoint of these, whatever the time, so that it is known where a run goes back to."""
         count = self.config.validations
         if count:  # the i-th of them as soon as that share of the steps is done
-            due = self.step * count // self.steps > (self.step - 1) * count // self.steps
-        else:
-            due = self.step % (self.steps_per_epoch * self.config.validate_every) == 0
-        return bool(self.feeds.held_out) and (due or self.step == self.steps)
+            return step * count // self.steps > (step - 1) * count // self.steps
+        return step % (self.steps_per_epoch * self.config.validate_every) == 0
+
+    def _validation_is_due(self) -> bool:
+        return bool(self.feeds.held_out) and (self._is_mark(self.step) or self.step == self.steps)
 
     def _validate(self, wish: Callable[[], int]) -> int:
         """Score the held-out volumes; keeps the weights when their mean Dice is the best so far.
@@ -371,20 +377,33 @@ class Fit:
         """Write a checkpoint. Raises OSError where it cannot, with what is there still; the chief's work alone."""
         self._phase("saving")
         begin = time.perf_counter()
-        self._saved_at = time.monotonic()
-        self.trained_s = self._trained_before_s + self._saved_at - self._resumed_at
-        if not self._is_finite():
-            # The loss of a step is that of the weights before its update, so an update that overflows shows here first.
-            way = "lower --learning-rate and train into another folder"
-            raise DivergedError(f"weights must be finite, got others after step {self.step}; {way}")
+        self._saved_at, self.trained_s = time.monotonic(), self._trained_until_now_s
+        self._check_finite()
         if not self._exchange.is_chief:
             return
         if self.step and not self.feeds.held_out:
             self._save_best()
         with self._writing(f"step {self.step} could not be saved"):
-            size = write_next(self.folder, self.step, self.learner.arrays(), self._state(), keep=self.config.keep)
+            size = write_next(
+                self.folder,
+                self.step,
+                self.learner.arrays(),
+                self._state(),
+                keep=self.config.keep,
+                is_mark=self._is_mark,
+            )
         self._guard.saved(self.step)
         self._log("checkpoint", seconds=time.perf_counter() - begin, bytes=size)
+
+    @property
+    def _trained_until_now_s(self) -> float:
+        return self._trained_before_s + time.monotonic() - self._resumed_at
+
+    def _check_finite(self) -> None:
+        """The loss of a step is that of the weights before its update, so an update that overflows shows here first."""
+        if not self._is_finite():
+            way = "lower --learning-rate and train into another folder"
+            raise DivergedError(f"weights must be finite, got others after step {self.step}; {way}")
 
     def _is_finite(self) -> bool:
         """Whether all weights are, and what else is saved."""
@@ -439,9 +458,16 @@ class Fit:
         own["losses"] = dataclasses.asdict(self.losses)
         return {**own, "split_hash": self.config.split_hash, "seed": self.config.seed}
 
-    def _restore(self) -> List[str]:
-        """Take up the newest whole checkpoint, which the chief reads for all; returns a line about it."""
-        found = newest(self.folder) if self._exchange.is_chief else None
+    def _restore(self, last_good: Optional[int] = None) -> List[str]:
+        """Take up the newest whole checkpoint, which the chief reads for all; returns a line about it. To go back it is
+        the newest mark that is not after `last_good`, else the oldest mark."""
+        found = None
+        if self._exchange.is_chief and last_good is not None:
+            steps = [step_of(path) for path in checkpoints(self.folder)]
+            marks = [step for step in steps if self._is_mark(step)] or steps
+            found = newest(self.folder, lambda step: step in marks and step <= max(last_good, min(marks)))
+        elif self._exchange.is_chief:
+            found = newest(self.folder)
         if found:
             try:
                 typed({**_LATER, **found.state}, _State, "state")
@@ -449,6 +475,8 @@ class Fit:
                 raise InputError(f"checkpoint {found.path} must hold a run's state, got {error}; delete it") from None
             self.learner.restore(found.arrays)
         text = text_from_chief(self._exchange, json.dumps(found.state) if found else "")
+        if not text and last_good is not None:
+            raise InputError(f"run {self.folder} must hold a checkpoint to go back to, found none; train anew")
         if not text:
             return []
         if self._exchange.count > 1:
@@ -476,6 +504,18 @@ class _State(TypedDict):
 
 _LATER = {"owes_validation": False, "rate_share": 1.0, "diverged_at": 0, "retries": 0, "losses": {}}
 """What older checkpoints do not have."""
+
+
+def _wish(noted: List[int], guard: Unguarded) -> int:
+    """What this worker tells the others when its gradients are ready."""
+    return max(noted, default=MEMORY if guard.why else 0)
+
+
+def _stopped(stop: int, guard: Unguarded, what: str) -> Exception:
+    """What to raise for a stop that one of the workers asked for."""
+    if stop == MEMORY:
+        return MemoryRunsOutError(f"{guard.why or 'the memory of another worker runs out'}; stopped, {what}")
+    return Interrupted(what, stop)
 
 
 def _shown(loss: float) -> Optional[float]:

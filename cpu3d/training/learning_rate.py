@@ -6,7 +6,6 @@ The rate is found by a range test (Smith 2017, "Cyclical Learning Rates for Trai
 import dataclasses
 import itertools
 import math
-import statistics
 from dataclasses import dataclass
 from typing import List, Optional, Sequence
 
@@ -23,11 +22,12 @@ cases (docs/log.md)."""
 FEW = 6
 """Losses in a row that are too high when a run counts as diverged."""
 
-FAR = 10.0
-"""Times the first loss: one such loss is enough."""
+NOTHING, RISE = 1.0, 0.2
+"""What a network costs that predicts nothing; and by which a loss has to lie above that, and above the first, to be too
+high. Single cases may cost as much as nothing predicted, however well the network does on others."""
 
-LEAST_RISE = 0.3
-"""By which losses lie above the lowest, at least, when they are too high: more than they differ between cases."""
+FAR = 10.0
+"""Times the level: one such loss is enough."""
 
 
 def best_rate(losses: Sequence[float]) -> float:
@@ -49,30 +49,28 @@ def is_over(losses: Sequence[float]) -> bool:
 
 @dataclass
 class LossWatch:
-    """What of a run's losses tells whether it diverges. All of it is in a checkpoint's state."""
+    """What of a run's losses tells whether it diverges; all of it is in a checkpoint's state. A network that has come
+    to predict nothing is not noticed: single cases may cost as much under a good one."""
 
     first: Optional[float] = None
     """Of the weights as they were drawn."""
-    lowest: Optional[float] = None
-    """The first, or the median of FEW in a row."""
     recent: List[float] = dataclasses.field(default_factory=list)
+    """The last FEW."""
 
-    def diverges(self, loss: float) -> bool:
-        """Take up the loss of the next step, and tell: it is not finite or FAR too high, or the last FEW all lie in the
-        upper half between the lowest and the first."""
-        if not math.isfinite(loss):
-            return True
-        if self.first is None:
-            self.first = self.lowest = loss
-        self.recent = [*self.recent, loss][-FEW:]
-        if len(self.recent) == FEW:
-            self.lowest = min(self.lowest, statistics.median(self.recent))
-        return self.high_steps == FEW or loss > FAR * self.first + LEAST_RISE
+    @property
+    def level(self) -> float:
+        """What losses must not lie above for long."""
+        return max(NOTHING, self.first or 0.0) + RISE
 
     @property
     def high_steps(self) -> int:
         """How many of the last losses are too high, in a row."""
-        if self.first is None:
-            return 0
-        level = max((self.first + self.lowest) / 2, self.lowest + LEAST_RISE)
-        return len(list(itertools.takewhile(lambda loss: loss > level, reversed(self.recent))))
+        return len(list(itertools.takewhile(lambda loss: loss > self.level, reversed(self.recent))))
+
+    def diverges(self, loss: float) -> bool:
+        """Take up the loss of the next step; whether it is not finite or FAR too high, or the last FEW are too high."""
+        if not math.isfinite(loss):
+            return True
+        self.first = loss if self.first is None else self.first
+        self.recent = [*self.recent, loss][-FEW:]
+        return self.high_steps == FEW or loss > FAR * self.level

@@ -36,7 +36,7 @@ class Muon(tf.keras.optimizers.Optimizer):
     ):
         """`momentum` is of kernels, with Nesterov's look-ahead; the betas and epsilon are Adam's. `options` are
         those of every Keras optimizer, such as `clipnorm`."""
-        super().__init__(name=name, **options)
+        super().__init__(name=name, **{"weight_decay": None, **options})
         self._learning_rate = self._build_learning_rate(learning_rate)
         self.momentum, self.beta_1, self.beta_2, self.epsilon = momentum, beta_1, beta_2, epsilon
 
@@ -54,7 +54,10 @@ class Muon(tf.keras.optimizers.Optimizer):
     def apply_gradients(self, grads_and_vars, *args, **options):
         """As of every Keras optimizer."""
         self._before = []
-        return super().apply_gradients(grads_and_vars, *args, **options)
+        try:
+            return super().apply_gradients(grads_and_vars, *args, **options)
+        finally:
+            self._before = []  # what is left in it would be saved with a model
 
     def update_step(self, gradient, variable) -> None:
         """Update one variable, after those before it."""

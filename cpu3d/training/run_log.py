@@ -57,11 +57,13 @@ def recent_events(run: Path, steps: int = RECENT) -> List[Dict[str, Any]]:
     return _events(line for _, line in sorted([*others, *last]))
 
 
-def forget_after(run: Path, step: int, *, owes_validation: bool = False, rate_share: float = 0.0) -> None:
+def forget_after(
+    run: Path, step: int, *, owes_validation: bool = False, rate_share: float = 0.0, rate_is_found: bool = True
+) -> None:
     """Drop what a run logged past the checkpoint that it goes on from, for those steps are about to be done again.
 
-    What was logged after `step` goes, and torn lines; the validation of `step` where the checkpoint is from before it,
-    and a return to a checkpoint at less than its `rate_share`.
+    What was logged after `step` goes, and torn lines; the validation of `step` where the checkpoint is from before it.
+    Returns to a checkpoint stay, but for those at less than `rate_share`, and a test of rates if `rate_is_found`.
     """
     path = Path(run) / "log.jsonl"
     if not path.is_file():
@@ -69,8 +71,9 @@ def forget_after(run: Path, step: int, *, owes_validation: bool = False, rate_sh
 
     def is_kept(event: Dict[str, Any]) -> bool:
         again = owes_validation and event["event"] == "validation" and event["step"] == step
-        undone = event["event"] == WENT_BACK and event["rate_share"] < rate_share
-        return event["step"] <= step and not (again or undone)
+        if event["event"] == WENT_BACK:
+            return event["rate_share"] >= rate_share
+        return event["step"] <= step and not again and (rate_is_found or event["event"] != RATE_TEST)
 
     kept = [event for event in read_events(run) if is_kept(event)]
     with atomic_write(path, "w") as file:
@@ -99,6 +102,8 @@ class Pace:
             if step != self._begin + 1:  # that one compiles
                 self._steps_s.append(event["step_s"])
             self._step = step if isinstance(step, int) else self._step
+        elif kind == WENT_BACK:
+            self._begin, self._step, self._beside_s = step, step, 0.0
         elif kind in ("validation", "checkpoint"):
             self._beside_s += event.get("seconds", 0.0)
 

@@ -31,7 +31,8 @@ from cpu3d.host.thread_plan import describe, share_of
 from cpu3d.plan import Plan, check_fits, make_plan, plan_of_chief, save_plan
 from cpu3d.settings import SETTINGS, RunConfig, left_open, load_config, save_config
 from cpu3d.training.checkpoint import BEST, checkpoints
-from cpu3d.training.run_log import read_events
+from cpu3d.training.learning_rate import RATES
+from cpu3d.training.run_log import flush_log, read_events
 from cpu3d.training.tracking import require_mlflow, tracked
 from cpu3d.training.watchdog import Guard
 from cpu3d.util.atomic import remove_partials, writable_folder
@@ -144,10 +145,13 @@ def train(
                     stall_minutes=config.stall_minutes,
                 )
                 if not fit.config.peak_rate:
+                    step_s = plan.estimate.step_s if plan.estimate else 0.0
+                    about = f", about {format_seconds((len(RATES) + 1) * step_s)}" if step_s else ""
+                    _say(f"learning rate: up to {len(RATES)} are tried on the first batch, a step each{about}")
                     begin = time.perf_counter()
                     fit.find_rate(guard)
                     took = format_seconds(time.perf_counter() - begin)
-                    _say(f"learning rate: {fit.config.found_rate:g}, found on the first batch in {took}")
+                    _say(f"learning rate: {fit.config.found_rate:g}, found in {took}")
                 if fit.has_open_length:
                     whole, step_s = fit.steps, fit.fit_budget(guard)
                     budget, taken = fit.config.budget_minutes, fit.config.steps
@@ -156,7 +160,9 @@ def train(
                         f"budget of {budget:g} min: {taken} of {whole} steps, {format_seconds(step_s)} each; "
                         f"--epochs {config.epochs} takes all"
                     )
+                guard.plan()
                 if cluster.is_chief and fit.config != config:  # a restart keeps what was found
+                    flush_log(run_folder)
                     save_config(fit.config, run_folder)
                     save_plan(dataclasses.replace(plan, config=fit.config), run_folder)
                 config = fit.config

@@ -228,6 +228,7 @@ class Guard(Unguarded):
         """
         self.now.step = self.now.step if step is None else step
         self.now.steps = self.now.steps if steps is None else steps
+        self._in_step_s = 0.0  # of steps that were only tried
         self._stall_s = self._stall_s if stall_minutes is None else 60 * stall_minutes
         self._limits.update({name: value for name, value in limits.items() if value is not None})
         self._floor = MemoryFloor(**self._limits)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cpu3d.errors import DivergedError, InputError, Interrupted, WorkerLostError
-from cpu3d.settings import RunConfig
+from cpu3d.settings import RunConfig, save_config
 from cpu3d.training import fit as fit_module
 from cpu3d.training import validation as validation_module
 from cpu3d.training.checkpoint import checkpoints, newest, write_next
@@ -175,6 +175,7 @@ def test_a_rate_that_is_left_open_is_found_on_the_first_batch_and_leaves_the_wei
     fit.find_rate()
     for name, array in fit.learner.arrays().items():
         np.testing.assert_array_equal(array, before[name])
+    save_config(fit.config, tmp_path)
     (test,) = read_events(tmp_path)
     assert fit.config.peak_rate == test["learning_rate"] > 0
     assert len(test["losses"]) == len(test["rates"]) + 1
@@ -261,7 +262,7 @@ def test_the_best_weights_are_kept_when_a_run_goes_back(phantom_store, tmp_path,
     monkeypatch.setattr(fit.learner, "step", once)
     monkeypatch.setattr(fit_module.Fit, "_save_best", lambda self: best.append(self.best))
     fit.run()
-    assert returns_of(tmp_path) == [(4, 0.5)]
+    assert returns_of(tmp_path) == [(5, 0.5)]
     assert best == sorted(best)
 
 

@@ -33,12 +33,13 @@ FALLING = [1.6, 1.2, 1.0, 0.8, 0.6, 0.5, 0.4, 0.4, 0.3, 0.3, 0.3]
     ("losses", "step"),
     [
         ([1.6, math.nan], 1),
-        ([*FALLING, *[1.3] * FEW], len(FALLING) + FEW - 1),
-        ([1.6, 5.0, 9.0, *[9.0] * FEW], FEW),
         ([1.6, 1.2, 40.0], 2),
-        ([*FALLING, *([1.3] * (FEW - 1) + [0.4]) * 3], None),  # single cases are hard
+        ([*FALLING, *[2.0] * FEW], len(FALLING) + FEW - 1),
+        ([1.6, 5.0, 9.0, *[9.0] * FEW], FEW),
+        ([*FALLING, *([2.0] * (FEW - 1) + [0.4]) * 3], None),  # single cases are hard
+        ([*FALLING, *[1.05] * 20], None),  # cases without any label cost as much as nothing predicted
         ([1.60, *[1.65] * 20], None),  # a rate that does nothing
-        ([0.2, *[0.4] * 20], None),
+        ([0.2, *[0.9] * 20], None),  # of a run from before its losses were kept
     ],
 )
 def test_a_run_diverges_where_losses_are_high_for_a_few_steps_or_not_finite(losses, step):
