@@ -28,7 +28,7 @@ class DoesNotFitError(InputError):
 
 
 class DivergedError(InputError):
-    """A training whose losses are too high, or numbers that are not finite: its losses or weights, a network's answers."""
+    """Losses of a training that are too high, or numbers that are not finite: of a training, or a network's answers."""
 
     exit_code = 4
 

@@ -32,7 +32,7 @@ from cpu3d.data.stores.phantom import write_phantom
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.distributed.cluster import read_cluster
 from cpu3d.errors import InputError
-from cpu3d.training.checkpoint import BEST, checkpoints, load_checkpoint
+from cpu3d.training.checkpoint import BEST, MARKS, checkpoints, load_checkpoint
 from cpu3d.training.checkpoint import newest as newest_checkpoint
 from cpu3d.training.run_log import RATE_TEST, WENT_BACK, read_events
 from cpu3d.util.atomic import writable_folder
@@ -266,8 +266,8 @@ def run_differences(reference: Path, run: Path, keep: int) -> List[str]:
         different = [key for key in sorted({**wanted, **got}) if wanted.get(key) != got.get(key)]
         if different:
             problems.append(f"{name}: {len(different)} of {len(wanted)} arrays differ, the first {different[0]}")
-    if len(checkpoints(run)) > keep:
-        problems.append(f"at most {keep} checkpoints must be kept, got {len(checkpoints(run))}")
+    if len(checkpoints(run)) > keep + MARKS:
+        problems.append(f"at most {keep} + {MARKS} checkpoints must be kept, got {len(checkpoints(run))}")
     partial = (run / "checkpoints").glob(".*.partial")
     return problems + [f"nothing half-written must stay, got {path.name}" for path in partial]
 

@@ -97,7 +97,7 @@ class Fit:
                 stop = int(max(outcome.notes))
         self.learner.restore(before)
         if stop:
-            raise _stopped(stop, guard, "while learning rates were tried; the same command starts anew")
+            raise _stopped(stop, guard, "put the weights back before the first step")
         if not np.isfinite(losses[0]):
             error = self._diverged(outcome, self.feeds.case_ids(0))
             self._log("diverged", reason=error.problems[0].partition(";")[0], losses=[])
@@ -205,7 +205,7 @@ class Fit:
         if self.is_over:
             guard.note_end(reason)
         else:
-            raise _stopped(stop, guard, f"saved after step {self.step}; the same command continues")
+            raise _stopped(stop, guard, f"saved after step {self.step}")
 
     def note_end(self) -> None:
         """Log the end of a run that was killed between its last checkpoint and that line."""
@@ -289,13 +289,13 @@ class Fit:
             losses = ", ".join(f"{loss:.3f}" for loss in self.losses.recent)
             return DivergedError(
                 f"loss must stay below {self.losses.level:.3f}, got {losses} at step {self.step + 1}; lower "
-                f"--learning-rate, which was {self.config.peak_rate:g}, and train into another folder"
+                f"--learning-rate, {self.config.peak_rate:g}, and train into another folder"
             )
         losses = np.repeat(outcome.losses, self.config.micro)  # of a part, for each of its cases
         bad = [name for name, loss in zip(names, losses) if not np.isfinite(loss)]
         return DivergedError(
             f"loss and gradients must be finite, got {outcome.loss} at step {self.step + 1} on {', '.join(bad)}; "
-            f"look at them, or lower --learning-rate, which was {self.config.peak_rate:g}, and train into another folder"
+            f"look at them, or lower --learning-rate, {self.config.peak_rate:g}, and train into another folder"
         )
 
     def _go_back(self, error: DivergedError) -> None:
@@ -511,11 +511,12 @@ def _wish(noted: List[int], guard: Unguarded) -> int:
     return max(noted, default=MEMORY if guard.why else 0)
 
 
-def _stopped(stop: int, guard: Unguarded, what: str) -> Exception:
-    """What to raise for a stop that one of the workers asked for."""
+def _stopped(stop: int, guard: Unguarded, done: str) -> BaseException:
+    """What to raise for a stop that one of the workers asked for, once that is done."""
     if stop == MEMORY:
-        return MemoryRunsOutError(f"{guard.why or 'the memory of another worker runs out'}; stopped, {what}")
-    return Interrupted(what, stop)
+        why = guard.why or "the memory of another worker runs out"
+        return MemoryRunsOutError(f"{why}; stopped and {done}, the same command continues")
+    return Interrupted(f"{done}; the same command continues", stop)
 
 
 def _shown(loss: float) -> Optional[float]:

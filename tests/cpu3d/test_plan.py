@@ -180,6 +180,22 @@ def test_the_batch_grows_with_the_workers_and_the_learning_rate_with_the_batch(p
     assert config.learning_rate == pytest.approx(rate)
 
 
+def test_a_rate_that_is_found_is_that_of_the_whole_batch(phantom_store, tmp_path):
+    with pytest.raises(InputError, match="--rate-scaling must come with a --learning-rate, got sqrt for auto"):
+        planned(phantom_store, tmp_path, 2, batch_per_worker=1, rate_scaling="sqrt", learning_rate=0.0)
+
+
+@pytest.mark.parametrize("recipe", [{}, {"recipe": "demo"}])
+def test_a_run_that_continues_keeps_the_rate_that_was_found(phantom_store, tmp_path, recipe):
+    def again(**settings):
+        return make_plan(phantom_store, tmp_path, HOST, {**recipe, "depth": 3, **settings}).config
+
+    save_config(dataclasses.replace(again(), found_rate=0.04), tmp_path)
+    assert (again().peak_rate, again(epochs=200).peak_rate) == (0.04, 0.04)
+    with pytest.raises(InputError, match=r"learning_rate must stay as the run was started, got 0\.02 for 'auto'"):
+        again(learning_rate=0.02)
+
+
 def test_a_batch_of_all_workers_is_the_same_training_on_any_number_of_them(phantom_store, tmp_path):
     one, two, four = (planned(phantom_store, tmp_path, workers, batch=4).config for workers in (1, 2, 4))
     assert one == two == four

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import math
 import re
 
 import pytest
@@ -115,7 +116,14 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("epochs", 0), ("batch", -1), ("learning_rate", -0.1), ("ema", 1), ("extent", "tile")],
+    [
+        ("epochs", 0),
+        ("batch", -1),
+        ("learning_rate", -0.1),
+        ("learning_rate", math.inf),
+        ("ema", 1),
+        ("extent", "tile"),
+    ],
 )
 def test_a_bad_setting_is_refused_by_name(field, value):
     with pytest.raises(InputError, match=f"{field} must be"):
