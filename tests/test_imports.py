@@ -20,6 +20,7 @@ NEED_TENSORFLOW = {
     "cpu3d.inference.predictor",
     "cpu3d.training.learner",
     "cpu3d.training.losses",
+    "cpu3d.training.muon",
     "cpu3d.training.validation",
     "models.blocks",
     "models.finest_level",

@@ -58,7 +58,7 @@ def make_run(run, *, saved=(2, 4), arrays=ARRAYS, loss=0.1, seconds=7.0):
             found = {"loss": 0.3, "dice": {"WT": 0.5}, "mean_dice": 0.5, "best": True, "cases": 1, "seconds": seconds}
             write_best(run, {"model/000": arrays["model/000"]}, state)
             log(run, {"event": "validation", "step": number, "epoch": 0, **found})
-            write_next(run, number, arrays, state, keep=3)
+            write_next(run, number, arrays, state, keep=4)
             log(run, {"event": "checkpoint", "step": number, "seconds": seconds})
     return log(run, {"event": "end", "step": 4, "reason": "finished"})
 
@@ -80,7 +80,9 @@ def test_a_loss_a_missing_validation_what_is_left_behind_and_no_end_are_differen
     (other / "checkpoints" / ".step-00000002.npz.abc.partial").touch()
     found = run_differences(one, other, keep=3)
     assert [problem.split()[0] for problem in found] == ["steps", "validations", "nothing"]
-    assert len(run_differences(one, one, keep=1)) == 1
+    crowded = make_run(tmp_path / "c", saved=(1, 2, 3, 4))  # of which two may be marks to go back to
+    assert run_differences(crowded, crowded, keep=2) == []
+    assert len(run_differences(crowded, crowded, keep=1)) == 1
     assert "the log must end with the end" in run_differences(one, tmp_path / "none", keep=3)[2]
 
 
