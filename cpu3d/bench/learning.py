@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import math
 import shlex
 import statistics
 import tempfile
@@ -29,13 +30,12 @@ from cpu3d.data.store import open_store
 from cpu3d.data.stores.phantom import USUAL_SHAPE, write_phantom
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.errors import InputError
-from cpu3d.report.pictures import Line, chart
 from cpu3d.settings import RunConfig, load_config
 from cpu3d.training.run_log import read_events
 from cpu3d.util.atomic import writable_folder
-from cpu3d.util.records import by, listed
+from cpu3d.util.records import by, count, listed
 from memory_estimator.schema import option
-from memory_estimator.table import PALETTE, Table
+from memory_estimator.table import PALETTE, Table, new_figure, plain, png
 
 PHANTOMS: Dict[str, Dict[str, str]] = {"plain": {}, "context": {"context": "count"}, "small": {"lesion_size": "small"}}
 """Task -> what `write_phantom` is given for it."""
@@ -144,11 +144,6 @@ def points_of(events: Sequence[Mapping[str, Any]], config: RunConfig, regions: S
 # --- The record as a table and in a picture ---
 
 
-def named(record: Result) -> str:
-    """Task and settings in a few words."""
-    return f"{record['task']}, {record['name']}"
-
-
 def mean_dice(point: Result) -> float:
     return statistics.fmean(point["dice"].values())
 
@@ -169,7 +164,8 @@ def learning_table(record: Result) -> Table:
         cells += [f"{statistics.fmean(point['dice'][region] for point in points):.3f}" for region in regions]
         rows.append([*cells, f"{statistics.fmean(each):.3f} ({min(each):.3f} to {max(each):.3f})"])
     train, val = record["cases"]
-    title = f"{named(record)}: {by(record['shape'], ' x ')}, {train} cases to train on, {val} untouched"
+    length = f"{record['steps']} steps, {train} cases to train on, {val} untouched"
+    title = f"{record['task']}, {record['name']}: {by(record['shape'], ' x ')}, {length}"
     seeds = f"Seeds {listed(curve['seed'] for curve in record['curves'])}; {host_of(record)}."
     died = "".join(f" Seed {curve['seed']}: {curve['error']}." for curve in record["curves"] if curve["error"])
     columns = ("step", "voxels, millions", "seconds", *regions, "mean (range of seeds)")
@@ -177,12 +173,24 @@ def learning_table(record: Result) -> Table:
 
 
 def draw_learning(records: Sequence[Result]) -> bytes:
-    """PNG: mean Dice of the untouched cases over steps, a line for each task and name, the seeds' range shaded."""
-    lines = []
-    for record, colour in zip(records, itertools.cycle(PALETTE)):
-        points = rows_of(record)
-        each = [[mean_dice(point) for point in row] for row in points]
-        band = [min(dice) for dice in each], [max(dice) for dice in each]
-        steps, dice = [row[0]["step"] for row in points], [statistics.fmean(dice) for dice in each]
-        lines.append(Line(named(record), steps, dice, colour, band=band))
-    return chart(lines, title="Dice of untouched cases", y_label="mean Dice", y_range=(0, 1))
+    """PNG: mean Dice of the untouched cases over steps, a panel a task, a line for each name with the seeds' range."""
+    tasks = list(dict.fromkeys(record["task"] for record in records))
+    figure = new_figure(10, 0.4 + 2.6 * math.ceil(len(tasks) / 3))
+    panels = figure.subplots(math.ceil(len(tasks) / 3), min(3, len(tasks)), squeeze=False).flatten()
+    for axes, task in itertools.zip_longest(panels, tasks):
+        if task is None:
+            axes.axis("off")
+            continue
+        shown = sorted((one for one in records if one["task"] == task), key=lambda one: (one["name"], one["steps"]))
+        for record, colour in zip(shown, itertools.cycle(PALETTE)):
+            points = rows_of(record)
+            each = [[mean_dice(point) for point in row] for row in points]
+            steps = [row[0]["step"] for row in points]
+            label = f"{record['name']}; {record['steps']} steps, {count(record['curves'], 'seed')}"
+            axes.fill_between(steps, *zip(*((min(dice), max(dice)) for dice in each)), color=colour, alpha=0.2, lw=0)
+            axes.plot(steps, [statistics.fmean(dice) for dice in each], "o-", color=colour, markersize=3.2, label=label)
+        plain(axes, f"{task}, {by(shown[0]['shape'], ' x ')}")
+        axes.set(ylim=(0, 1), xlim=(0, None), xlabel="step", ylabel="mean Dice" if axes in panels[::3] else None)
+        axes.legend(frameon=False, fontsize=7, loc="lower right")
+    figure.tight_layout(pad=0.6)
+    return png(figure)

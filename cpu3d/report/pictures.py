@@ -26,8 +26,6 @@ class Line:
     """Drawn as it is; False for a dense noisy series: faint, with a running median over it."""
     dots: bool = True
     """Whether a measured line shows its points."""
-    band: Optional[Tuple[Sequence[float], Sequence[float]]] = None
-    """Least and most at each x, shaded."""
 
 
 def chart(
@@ -47,8 +45,6 @@ def chart(
     axes = figure.add_subplot()
     for line in lines:
         x, y = np.asarray(line.x, float), np.asarray(line.y, float)
-        if line.band:
-            axes.fill_between(x, *line.band, color=line.colour, alpha=0.2, linewidth=0)
         good = np.isfinite(x) & np.isfinite(y)
         x, y = x[good], y[good]
         if line.measured or x.size < 8:
