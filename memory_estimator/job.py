@@ -180,7 +180,7 @@ _PAPER = {"channels": ("FLAIR",), "regions": ("WT",), "extent": "full", "epochs"
 # "Predicted" is for 387 training cases, those of the Decathlon's 484 that a split of 8 1 1 leaves, with
 # `--calibration avx512_bf16 --threads 2`; validation comes on top. No score on real data was verified here.
 RECIPES: Dict[str, Recipe] = {
-    # Measured 3.4 GiB and 149 s for its 64 steps, on 2 cores of an AMD EPYC (Zen 5); its Dice is of phantoms alone.
+    # Measured 3.6 GiB and 4.7 s a step, on 2 cores of an AMD EPYC (Zen 4); its Dice is of phantoms alone.
     "demo": Recipe(
         "A run short enough to watch, on the demo's phantoms.",
         Job(UNetConfig(dtype="bfloat16"), BRAIN_BOX, cases=8),
