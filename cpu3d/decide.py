@@ -27,6 +27,7 @@ from cpu3d.settings import (
     recipe_config,
     with_settings,
 )
+from cpu3d.util.records import by
 from memory_estimator import planner
 from memory_estimator.host import Host
 from memory_estimator.job import Job, installed_engine
@@ -35,6 +36,10 @@ from memory_estimator.units import format_bytes, parse_bytes
 USUAL_SCALE = {"sgd": "linear", "adam": "sqrt", "muon": "sqrt"}
 """Linear for SGD (Goyal et al. 2017, "Accurate, Large Minibatch SGD"), the square root for Adam (Malladi et al. 2022,
 "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms") and, a guess, Muon; of rates that were chosen."""
+
+
+NONE = (0, 0, 0)
+"""The coarse grid of a run without a curriculum."""
 
 
 class Given(NamedTuple):
@@ -64,13 +69,13 @@ def decided(given: Given) -> RunConfig:
         config = with_settings(start, settings)
         if saved and config.budget_minutes and config.budget_minutes == saved.budget_minutes:
             config = dataclasses.replace(config, steps=saved.steps)  # as it was timed when the run began
-        if saved and not (config.learning_rate or saved.learning_rate):
-            config = dataclasses.replace(config, found_rate=saved.found_rate)
+        if config.learning_rate is None:
+            config = dataclasses.replace(config, learning_rate=config.peak_rate)
         if saved and saved.mode != config.mode:
             raise InputError(*differences(saved, config))
         view = with_fold(store, config.fold)
         config = _for_store(_for_workers(config, given, scale=is_new), view)
-        config = _with_grid(_for_host(config, given), given)
+        config = _with_curriculum(_with_grid(_for_host(config, given), given), given)
     except ValueError as error:
         raise InputError(str(error)) from None
     refuse(differences(saved, config) if saved else ())
@@ -97,14 +102,10 @@ def _for_workers(config: RunConfig, given: Given, *, scale: bool) -> RunConfig:
     settings, saved, workers = given.settings, given.saved, given.workers
     if "batch_per_worker" in settings:
         config = dataclasses.replace(config, batch=settings["batch_per_worker"] * workers)
-        if "rate_scaling" in settings and not config.learning_rate:
-            raise InputError(
-                f"--rate-scaling must come with a --learning-rate, got {settings['rate_scaling']} for auto, which is "
-                "found for the whole batch; leave it out"
-            )
         if scale or "learning_rate" in settings:
             power = RATE_SCALES[settings.get("rate_scaling") or USUAL_SCALE[config.optimizer]]
-            config = dataclasses.replace(config, learning_rate=config.learning_rate * workers**power)
+            rates = {name: getattr(config, name) * workers**power for name in ("learning_rate", "adam_rate")}
+            config = dataclasses.replace(config, **rates)
     elif "rate_scaling" in settings:
         raise InputError(
             f"--rate-scaling must come with --batch-per-worker, got {settings['rate_scaling']} for a batch that "
@@ -187,6 +188,23 @@ def _with_grid(config: RunConfig, given: Given) -> RunConfig:
     as_many_voxels = max(round(math.prod(grid) / math.prod(patch)), 1)
     each = settings.get("patches_per_case") or (saved.patches_per_case if saved else as_many_voxels)
     return dataclasses.replace(config, grid=patch, patches_per_case=each)
+
+
+def _with_curriculum(config: RunConfig, given: Given) -> RunConfig:
+    """Fill in whether there is a curriculum, and its coarse grid: none where that would leave the deepest level fewer
+    than two voxels along an axis."""
+    if config.curriculum == "off":
+        return dataclasses.replace(config, coarse_grid=NONE)
+    divisor = config.unet.divisor
+    extent = config.grid if config.is_patch else grid_size(given.store, extent=config.extent, multiple=1)
+    coarse = network_grid(extent, (1 if config.is_patch else config.resolution) / 2, divisor)
+    is_wide = min(coarse) >= 2 * divisor
+    if config.curriculum == "half" and not is_wide:
+        raise InputError(
+            f"--curriculum must be off for a network of {config.unet.depth} levels on {by(config.grid)}, got half, "
+            f"which is {by(coarse)} and must be at least {2 * divisor} along each axis; leave it out"
+        )
+    return dataclasses.replace(config, curriculum="half" if is_wide else "off", coarse_grid=coarse if is_wide else NONE)
 
 
 def _largest_patch(config: RunConfig, grid: Shape3, given: Given) -> Shape3:

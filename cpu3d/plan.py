@@ -59,7 +59,9 @@ class Plan:
     """Of the run that is continued; None for a new one."""
     workers: int = 1
     estimate: Optional[Estimate] = None
-    """Memory and time of a step of one worker; None on a card, and where `reasons` say why there is none."""
+    """Memory and time of a step of one worker in full; None on a card, and where `reasons` say why there is none."""
+    coarse: Optional[Estimate] = None
+    """The same of a coarse step; None without a curriculum, and where `estimate` is."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Why what was left open was decided so, by the name of the setting; under "memory" why there is no estimate."""
 
@@ -95,9 +97,25 @@ class Plan:
                 "card_bytes": card_bytes,
                 "constants": "assumed, not verified on a GPU",
             }
+        if not self.estimate:
+            return {}
         names = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s")
-        found = self.estimate
-        return {**{name: getattr(found, name) for name in names}, "constants": found.constants.name} if found else {}
+        full, coarse = ({name: getattr(one, name) for name in names if one} for one in (self.estimate, self.coarse))
+        return {**full, "constants": self.estimate.constants.name, **({"coarse": coarse} if coarse else {})}
+
+    @property
+    def training_s(self) -> Optional[float]:
+        """Predicted seconds of all steps, validations aside; None where no step is predicted."""
+        if not self.estimate:
+            return None
+        coarse_s = self.coarse.step_s if self.coarse else 0.0
+        coarse_steps = self.config.coarse_steps
+        return coarse_steps * coarse_s + (self.steps - coarse_steps) * self.estimate.step_s
+
+    @property
+    def upper_bound_bytes(self) -> Optional[int]:
+        """Of the process over the whole run; None where no step is predicted."""
+        return max((one.upper_bound_bytes for one in (self.estimate, self.coarse) if one), default=None)
 
     def to_json(self) -> Dict[str, Any]:
         """What plan.json holds."""
@@ -111,6 +129,7 @@ class Plan:
             "cases": {name: len(ids) for name, ids in self.store.manifest.split.items()},
             "steps_per_epoch": self.steps_per_epoch,
             "steps": self.steps,
+            "training_s": self.training_s,
             "reasons": dict(self.reasons),
             "predicted": self.predicted,
             "job": dataclasses.asdict(self.job),  # which `estimate --run` starts from
@@ -129,6 +148,10 @@ class Plan:
         length = f"{config.epochs} epochs of {self.steps_per_epoch} steps"
         length += f", cut to {config.budget_minutes:g} minutes" if config.budget_minutes else ""
         length = f"{self.steps} steps, {self.steps_per_epoch} an epoch" if config.steps else length
+        if config.coarse_steps:
+            cost = f"{config.full_steps(self.steps):.1f} full steps"
+            grids = f"on {by(config.coarse_grid, ' x ')}, then {self.steps - config.coarse_steps} on {seen}"
+            length += f": {config.coarse_steps} {grids}, as many voxels as {cost}"
         together = f", {config.micro} at a time" if config.parts > 1 else ""
         workers = f", {self.workers} workers" if self.workers > 1 else ""
         fold = f", fold {config.fold}" if config.fold else ""
@@ -156,12 +179,20 @@ class Plan:
             return [f"a step takes {format_bytes(_card_bytes(self.config))} of the card; {planner.ASSUMPTIONS}"]
         if found is None:
             return []
+        coarse = []
+        if self.coarse:
+            coarse = [
+                f"coarse steps: allocator peak {format_bytes(self.coarse.allocator_peak_bytes)}, process peak "
+                f"{format_bytes(self.coarse.process_peak_bytes)}, {format_seconds(self.coarse.step_s)} a step"
+            ]
         return [
+            *coarse,
             f"allocator peak {format_bytes(found.allocator_peak_bytes)} ({found.error('allocator_peak')}), "
             f"process peak {format_bytes(found.process_peak_bytes)} ({found.error('process_peak')}), up to "
             f"{format_bytes(found.upper_bound_bytes)} of {format_bytes(host.free_bytes)} free ({found.margin})",
             f"{format_seconds(found.step_s)} a step, {format_seconds(found.volume_s)} a volume, "
-            f"{format_seconds(found.epoch_s)} an epoch ({found.error('step_s')}), validation aside",
+            f"{format_seconds(found.epoch_s)} an epoch ({found.error('step_s')}); "
+            f"{format_seconds(self.training_s)} in all, validation aside",
             f"seconds: {found.constants.basis(host)}",
             STORE_NOTE,
         ]
@@ -194,6 +225,10 @@ def make_plan(
         if config.is_patch:
             what, more = f"{seen} patches of an epoch", ", or raise --patches-per-case"
         raise InputError(f"batch must be at most the {what}, got {config.batch}; lower it{more}")
+    config = config.with_coarse_share(plan.steps)
+    if saved and saved.coarse_steps < config.coarse_steps:  # made longer, it goes on in full
+        config = dataclasses.replace(config, coarse_steps=saved.coarse_steps)
+    plan = dataclasses.replace(plan, config=config)
     return _with_estimate(plan, host, pick=given.named("policy") is None, force=force)
 
 
@@ -234,7 +269,7 @@ def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
         _check_card(plan, card_of(plan.config.device, gpus))
         return
     found, free_bytes = plan.estimate, host.free_bytes
-    if found is None or found.upper_bound_bytes <= free_bytes:
+    if found is None or plan.upper_bound_bytes <= free_bytes:
         return
     price = _price(plan, host, found.constants, found.accuracy)
     same = planner.nearest(found.job, price, free_bytes, same_training=True) if plan.saved else []
@@ -277,34 +312,39 @@ def _with_estimate(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
             config = config.with_policy(choice.policy)
             reasons["policy"] = f"policy {choice.policy}: {choice.reason(f'{format_bytes(host.free_bytes)} free')}"
             job = dataclasses.replace(job, unet=config.unet)
-        found = price(job)
+        found, coarse = price(job), None
+        if config.coarse_steps:
+            at_half = dataclasses.replace(plan, config=config.at(0))
+            half_job = dataclasses.replace(job, shape=at_half.config.grid, unet=at_half.config.unet)
+            coarse = _price(at_half, host, found.constants, found.accuracy)(half_job)
     except ValueError as error:
         if not force:
             raise InputError(f"{error}; or --force") from None
         return dataclasses.replace(plan, reasons={**reasons, "memory": f"none, {error}"})
-    return dataclasses.replace(plan, config=config, estimate=found, reasons=reasons)
+    return dataclasses.replace(plan, config=config, estimate=found, coarse=coarse, reasons=reasons)
 
 
 def _price(plan: Plan, host: Host, constants: HostConstants, accuracy: Accuracy) -> planner.Price:
     """What jobs take on this host, the run's whole volumes and the workers' exchange in their upper bound.
 
     Of several workers it is the memory of one, of which `host` is the share, and the time of all of them together,
-    their exchange aside. Where steps are tried before the run, for its learning rate or their time, its variables are
-    held as they were, beside those that the steps change.
+    their exchange aside. Where steps are timed before the run, or its grid changes, its variables are held twice.
     """
     config, store = plan.config, plan.store
-    is_tried = not config.peak_rate or (bool(config.budget_minutes) and not config.steps)
+    is_twice = bool(config.coarse_steps) or (bool(config.budget_minutes) and not config.steps)
     kept = 0
     if config.read_mode == "ram":  # asked for: else the kernel may drop what it keeps of files
         cases = [case for split in ("train", "val") for case in store.cases(split)]
         kept = sum(case.image_bytes + case.label_bytes for case in cases) // plan.workers
 
     def price(job: Job) -> Estimate:
-        before = training_step(job).resident if is_tried else ()
+        before = training_step(job).resident if is_twice else ()
         variables = sum(one.bytes for one in before if one.group in VARIABLES)
         return of_one(estimate(job, constants, accuracy, host.memory_bytes), plan.workers).with_beside(
             Component("whole volumes", _whole_volumes(plan, job), "derived: of validation, or to be averaged down"),
-            Component("variables, once more", variables, "exact: as they were before steps are tried"),
+            Component(
+                "variables, once more", variables, "exact: as they were before steps are timed, or of the other grid"
+            ),
             Component("files kept in memory", kept, "exact: all that the run reads, in read mode ram"),
         )
 

@@ -44,6 +44,9 @@ def left_open(value: Optional[str]) -> Optional[str]:
 SCHEMA = 1
 """Version of the run folder's layout. A run of another version is refused, never guessed at."""
 
+CURRICULA = (AUTO, "off", "half")
+"""Whether a run's first steps are at half its resolution."""
+
 MODES = ("whole", "patch")
 """What a step sees of a case: all of its extent, or a patch of it."""
 
@@ -54,16 +57,24 @@ SCHEDULES: Dict[str, Callable[[float], float]] = {
 }
 """How the learning rate decays: progress after the warm-up, 0 to 1 -> share of the peak."""
 
+LEARNING_RATES = {"muon": 0.02, "adam": 0.01, "sgd": 0.1}
+"""Of each optimizer, where none is chosen: the best of those tried on untouched cases (docs/log.md)."""
+
+COARSE_SHARE = 7 / 8
+"""Of a run's steps that a curriculum takes at half the resolution: about half of its voxels, as such a step has an
+eighth of a full one's (docs/log.md)."""
+
 RATE_SCALES = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 """Power of the number of workers that the learning rate grows by, where the batch grows with them."""
 
 CHANGEABLE = (
-    *("store", "epochs", "steps", "budget_minutes", "patience", "validate_every", "validations", "read_mode"),
-    *("save_minutes", "keep", "stall_minutes", "deterministic", "device", "micro_batch", "unet.policy"),
+    *("store", "epochs", "steps", "coarse_steps", "budget_minutes", "patience", "validate_every", "validations"),
+    *("read_mode", "save_minutes", "keep", "stall_minutes", "deterministic"),
+    *("learning_rate", "adam_rate", "device", "micro_batch", "unet.policy"),
 )
-"""Settings that may change when a run is continued; all others would make it another run. The last three are how a step
-is computed: the run then goes on alike, but not to the bit. With batch norm the micro-batch is none of them, as its
-statistics are of what is computed together."""
+"""Settings that may change when a run is continued; all others would make it another run. The last five change what
+the steps to come compute: the last three to rounding, the rates by more. With batch norm the micro-batch is none of
+them, as its statistics are of what is computed together."""
 
 
 _data, _patches, _training, _network = (
@@ -88,6 +99,10 @@ class RunConfig:
     """Of the store the run was started on: a run never moves to another split."""
     grid: Tuple[int, int, int] = (0, 0, 0)
     """Voxels X, Y, Z that the network sees: the patch, or in mode whole what follows from store, extent, resolution."""
+    coarse_grid: Tuple[int, int, int] = (0, 0, 0)
+    """The same in the first `coarse_steps` steps: half the resolution, or a patch of half the edge."""
+    coarse_steps: int = 0
+    """Steps that a curriculum takes first; 0 without one."""
     unet: UNetConfig = field(default_factory=UNetConfig)
     """The network; its channels, outputs and dtype follow from the store and the host."""
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -109,12 +124,22 @@ class RunConfig:
     patches_per_case: int = _patches(1, "a case an epoch (default: as many as make up its voxels)", "N", at_least=1)
     device: str = _patches("cpu", "cpu, or gpu:0 (default: a GPU where there is one, for patches)", "D")
 
-    epochs: int = _training(100, "passes over the cases; the decay spans them", "N", at_least=1, one_of="length")
-    steps: int = _training(0, "in all, instead of --epochs", "N", at_least=0, one_of="length")
+    epochs: int = _training(
+        100, "passes over the cases, at either resolution; the decay spans them", "N", at_least=1, one_of="length"
+    )
+    steps: int = _training(
+        0, "updates in all, at either resolution, instead of --epochs", "N", at_least=0, one_of="length"
+    )
     budget_minutes: float = _training(
         0.0, "only as many of the epochs' steps as fit; 0: no limit", "M", at_least=0, below=math.inf
     )
     """By the time of the first steps; at least those up to the first validation. The decay spans what is left."""
+    curriculum: str = _training(
+        AUTO,
+        f"half: the first {COARSE_SHARE:.3g} of the steps at half the resolution, or on patches of half the edge, the "
+        "others in full; auto: half, where the network's grid allows it",
+        choices=CURRICULA,
+    )
     batch: int = _training(1, "volumes a step, of all workers together", "N", at_least=1, one_of="batch")
     """An epoch is as many whole batches as the cases fill, so it may leave some to the next."""
     micro_batch: int = _training(
@@ -125,16 +150,16 @@ class RunConfig:
     )
     """Their gradients are summed. 0 is by rule, as `memory_estimator.job.micro_of` says."""
     optimizer: str = _training("muon", choices=OPTIMIZERS)
-    learning_rate: float = _training(
-        0.0,
-        "after the warm-up; auto: by a test of a few steps before the first",
+    learning_rate: Optional[float] = _training(
+        None,
+        f"after the warm-up (default: {', '.join(f'{name} {rate:g}' for name, rate in LEARNING_RATES.items())})",
         "R",
         above=0,
         below=math.inf,
-        zero=AUTO,
     )
-    found_rate: float = 0.0
-    """What that test has found; 0 until then, and where a rate was chosen."""
+    adam_rate: float = _training(
+        0.03, "under muon, of norms, biases and the 1x1x1 head, which have Adam", "R", above=0, below=math.inf
+    )
     schedule: str = _training("cosine", "decay of the learning rate", choices=tuple(SCHEDULES))
     warmup_steps: int = _training(10, "of linear rise", "N", at_least=0)
     ema: float = _training(0.0, "decay of averaged weights, such as 0.99; 0 is off", "D", at_least=0, below=1)
@@ -171,8 +196,8 @@ class RunConfig:
 
     @property
     def peak_rate(self) -> float:
-        """The learning rate after the warm-up; 0 while it is to be found."""
-        return self.learning_rate or self.found_rate
+        """The learning rate after the warm-up."""
+        return self.learning_rate or LEARNING_RATES[self.optimizer]
 
     @property
     def is_patch(self) -> bool:
@@ -185,14 +210,42 @@ class RunConfig:
         return self.batch // self.micro
 
     def rate_at(self, step: int, steps: int) -> float:
-        """The learning rate of step `step` (0 is the first) of `steps`: linear warm-up, then the decay.
+        """The learning rate of step `step` (0 is the first) of `steps`: linear warm-up, then the decay over the voxels
+        that are left, so that under a curriculum steps in full have as large a share of it as they have of the cost.
 
         A pure function, so that a restart needs no state of a schedule. A run extended to more steps decays over its
         new length, so its rate rises again at the join.
         """
         if step < self.warmup_steps:
             return self.peak_rate * (step + 1) / self.warmup_steps
-        return self.peak_rate * SCHEDULES[self.schedule]((step - self.warmup_steps) / (steps - self.warmup_steps))
+        done, begin, end = (self.full_steps(count) for count in (step, self.warmup_steps, steps))
+        return self.peak_rate * SCHEDULES[self.schedule]((done - begin) / (end - begin))
+
+    def full_steps(self, steps: int) -> float:
+        """How many full steps have the voxels of the run's first `steps`: its cost, whatever the host."""
+        coarse = min(steps, self.coarse_steps)
+        return steps - coarse + coarse * (math.prod(self.coarse_grid) / math.prod(self.grid) if coarse else 0)
+
+    def at(self, step: int) -> "RunConfig":
+        """What step `step` (0 is the first) is computed as: the run without its curriculum, at one resolution.
+
+        At half of it the policy is "speed", which takes less memory there than any policy in full."""
+        if step >= self.coarse_steps:
+            return dataclasses.replace(self, coarse_steps=0)
+        resolution = self.resolution if self.is_patch else self.resolution / 2
+        return dataclasses.replace(
+            self.with_policy("speed"), grid=self.coarse_grid, resolution=resolution, coarse_steps=0
+        )
+
+    @property
+    def is_coarse(self) -> bool:
+        """Whether this is what coarse steps are computed as."""
+        return self.grid == self.coarse_grid
+
+    def with_coarse_share(self, steps: int) -> "RunConfig":
+        """The same run with COARSE_SHARE of `steps` at half the resolution, where it has a curriculum; at least one
+        step is in full."""
+        return dataclasses.replace(self, coarse_steps=int(COARSE_SHARE * steps) if self.curriculum == "half" else 0)
 
     def with_policy(self, policy: str) -> "RunConfig":
         """The same run under another memory policy."""
@@ -256,6 +309,14 @@ def as_options(settings: Mapping[str, Any]) -> List[str]:
     """The command line of these settings, the recipe first."""
     parts = ({name: settings[name] for name in settings if (name == "recipe") is first} for first in (True, False))
     return [word for part in parts for cls in SETTINGS for word in to_command_line(cls, part)]
+
+
+def rate_options(config: RunConfig, share: float) -> List[str]:
+    """The command line of a share of the run's learning rates."""
+    own = {"learning_rate": float(f"{share * config.peak_rate:.3g}")}
+    if config.optimizer == "muon":
+        own["adam_rate"] = float(f"{share * config.adam_rate:.3g}")
+    return to_command_line(RunConfig, own)
 
 
 def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
@@ -346,7 +407,7 @@ def flat(config: RunConfig) -> Dict[str, Any]:
     parts = ("unet", "augment")
     nested = {f"{part}.{name}": value for part in parts for name, value in vars(getattr(config, part)).items()}
     plain = {name: value for name, value in vars(config).items() if name not in parts}
-    return {**nested, **plain, "learning_rate": config.learning_rate or AUTO}
+    return {**nested, **plain}
 
 
 # --- Private helpers ---

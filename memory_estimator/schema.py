@@ -23,7 +23,6 @@ import operator
 from pathlib import Path
 from typing import (
     Any,
-    Callable,
     Dict,
     Iterator,
     List,
@@ -53,7 +52,6 @@ class Option:
     at_most: Optional[float] = None
     above: Optional[float] = None
     below: Optional[float] = None
-    zero: str = ""  # the word for 0 of a number, as in --learning-rate auto
     group: str = ""  # heading that --help lists it under
     one_of: str = ""  # options with the same word here exclude each other
     positional: bool = False
@@ -107,9 +105,7 @@ def add_options(parser: argparse.ArgumentParser, *classes: Union[type, Tuple[typ
                 more["help"] = more["help"] if on or not both else f"not {flag}"
                 pair.add_argument(name, dest=field.name, action="store_true" if on else "store_false", **more)
             continue
-        more.update(
-            type=_number_or(spec.zero, inner) if spec.zero else inner, metavar=spec.metavar, choices=spec.choices
-        )
+        more.update(type=inner, metavar=spec.metavar, choices=spec.choices)
         if count is not None:
             more["nargs"] = count
         if spec.repeat:
@@ -153,7 +149,7 @@ def check(settings: Any, error: Type[Exception] = ValueError) -> None:
     for field, spec in _fields(type(settings)):
         value = getattr(settings, field.name)
         for one in value if isinstance(value, tuple) else () if value is None else (value,):
-            rule = "" if spec.zero and one == 0 else _broken_rule(one, spec)
+            rule = _broken_rule(one, spec)
             if rule:
                 raise error(f"{field.name} must {rule}, got {one!r}; see --help")
 
@@ -171,8 +167,7 @@ def to_command_line(cls: type, settings: Mapping[str, Any]) -> List[str]:
             for one in value:
                 words += [flag, *_words(one)]
         else:
-            named = spec.zero if spec.zero and not value else value
-            words += [*([] if spec.positional or spec.rest else [flag]), *_words(named)]
+            words += [*([] if spec.positional or spec.rest else [flag]), *_words(value)]
     return words
 
 
@@ -182,19 +177,6 @@ def _flag(field: dataclasses.Field) -> str:
 
 def _fields(cls: type) -> Iterator[Tuple[dataclasses.Field, Option]]:
     return ((field, field.metadata[_KEY]) for field in dataclasses.fields(cls) if _KEY in field.metadata)
-
-
-def _number_or(zero: str, number: type) -> Callable[[str], Any]:
-    """A parser of numbers that takes the word `zero` for 0."""
-
-    def parsed(word: str) -> Any:
-        found = number(0 if word == zero else word)
-        if not found and word != zero:
-            raise argparse.ArgumentTypeError(f"must be above 0, or {zero}, got {word}")
-        return found
-
-    parsed.__name__ = number.__name__  # which argparse names in an error
-    return parsed
 
 
 def _shape_of(hint: Any) -> Tuple[Any, Union[int, str, None]]:
@@ -212,7 +194,7 @@ def _shape_of(hint: Any) -> Tuple[Any, Union[int, str, None]]:
 
 def _help(field: dataclasses.Field, spec: Option) -> str:
     """The help line, its default added where that is a plain value and not named already."""
-    default = spec.zero if spec.zero and field.default == 0 else field.default
+    default = field.default
     plain = isinstance(default, (int, float, str, Path)) and not isinstance(default, bool) and default != ""
     if isinstance(default, tuple) and default and all(isinstance(one, (int, float, str)) for one in default):
         default, plain = " ".join(map(str, default)), True

@@ -237,7 +237,7 @@ class SlabDecoder(SlabBlock):
         if loss is None:
             return cut.join(cut.sweep(logits, source)), statistics, (norms, hidden1, hidden2, None)
         of_samples = cut.sum_by_sample(cut.sweep(sums, cut.of(inputs["target"]), source))
-        found, score, factors = loss.value(of_samples, float(inputs["target"].shape[1:4].num_elements()))
+        found, score, factors = loss.value(of_samples)
         return (found, score), statistics, (norms, hidden1, hidden2, factors)
 
     def backward(self, upstream, kept, inputs, weights, loss):

@@ -4,14 +4,12 @@ A loss is an object with three pure functions. Maps are float32 rows (n, X * Y, 
 regions, `t` the target and `p` the sigmoid of the logits `z`.
 
     sums(t, z, regions)    (n, R, any), what adds up over the pieces of a sample, and p
-    value(sums, voxels)    from those of whole samples of `voxels` each: the loss, a score (N, R) and `factors`, a tuple
-                           of (N, R) or (N, 1)
+    value(sums)            from those of whole samples: the loss, a score (N, R) and `factors`, a tuple of (N, R)
     slope(t, p, factors)   d loss / d z, from the factors of the piece's samples and proportional to them
 
 `cpu3d.training.losses.DiceCrossEntropy` is one.
 """
 
-import math
 from typing import Any, Callable, List, Sequence, Tuple
 
 import tensorflow as tf
@@ -105,7 +103,7 @@ def _at_once(loss, target, logits) -> Tuple[tf.Tensor, tf.Tensor, Gradient]:
     """Loss, score and gradient of one head; what the gradient reads is kept."""
     z, t = rows(logits), rows(target)
     sums, p = loss.sums(t, z, logits.shape[-1])
-    own, score, factors = loss.value(sums, float(tf.TensorShape(logits.shape[1:4]).num_elements()))
+    own, score, factors = loss.value(sums)
 
     def gradient(upstream):
         slope = loss.slope(t, p, [factor * upstream for factor in factors])
@@ -128,7 +126,7 @@ def _by_pieces(loss, target, logits) -> Tuple[tf.Tensor, tf.Tensor, Gradient]:
     for where in cut.slices():
         t, z = piece(where, sums[-1:])
         sums.append(loss.sums(t, z, regions)[0])
-    own, score, factors = loss.value(cut.sum_by_sample(sums), float(math.prod(grid)))
+    own, score, factors = loss.value(cut.sum_by_sample(sums))
 
     def gradient(upstream):
         found = []

@@ -237,7 +237,8 @@ def courses(found: Sequence[Tuple[Variant, Plan]], budget: Budget, validations: 
     """
     first, voxels, plan = found[0][1], budget.amount, []
     if budget.kind == "epochs":  # patches as many as make up a volume
-        voxels *= len(first.store.cases("train")) * first.config.patches_per_case * math.prod(first.config.grid)
+        an_epoch = len(first.store.cases("train")) * first.config.patches_per_case
+        voxels *= an_epoch * step_voxels(first.config) / first.config.batch
     for (name, settings), planned in found:
         config, cases, predicted = planned.config, len(planned.store.cases("train")), planned.estimate
         steps = None if budget.kind == "minutes" else max(round(voxels / step_voxels(config)), 1)
@@ -251,7 +252,7 @@ def courses(found: Sequence[Tuple[Variant, Plan]], budget: Budget, validations: 
                 "batch": config.batch,
                 "policy": config.unet.policy,
                 "steps_per_epoch": cases * config.patches_per_case // config.batch,
-                "step_s": predicted and predicted.step_s,
+                "step_s": predicted and planned.training_s / planned.steps,
                 "peak_bytes": predicted and predicted.process_peak_bytes,
                 "warmup_steps": config.warmup_steps,
                 "steps": steps,

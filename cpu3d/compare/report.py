@@ -21,7 +21,6 @@ from cpu3d.pages.page import flat, gib, render_page
 from cpu3d.pages.viewer import ViewedCase, viewer
 from cpu3d.report.pictures import Figures, Line, chart, strips
 from cpu3d.report.run_files import best_median_worst, viewed_case
-from cpu3d.settings import AUTO
 from cpu3d.util.atomic import atomic_write
 from cpu3d.util.records import append_record, by, count, duration, listed, newest, plus_minus, seconds, versions
 from memory_estimator.host import read_host
@@ -44,7 +43,7 @@ COSTS_OF = (
 )
 
 NOT_SETTINGS = (
-    *("seed", "unet.seed", "found_rate", "save_minutes"),
+    *("seed", "unet.seed", "save_minutes"),
     *("store", "store_channels", "label_names", "region_codes"),
 )
 """Of a run's configuration: what does not tell variants apart, or belongs to the store."""
@@ -126,7 +125,7 @@ def costs_table(record: Json) -> Table:
 
     rows = []
     if "learning_rate" in record["runs"][0]:
-        rows.append(("learning rate, chosen or found", *map(rates, record["variants"])))
+        rows.append(("learning rate", *map(rates, record["variants"])))
     for name, cost in COSTS.items():
         values = [one["costs"].get(name) for one in record["variants"].values()]
         if any(value is not None for value in values):
@@ -141,7 +140,6 @@ def settings_table(comparison: Comparison) -> Table:
         one = dict(flat(dataclasses.asdict(first.config)))
         if not first.config.is_patch:  # these say nothing of whole volumes
             one.update(foreground="-", patches_per_case="-")
-        one.update({} if first.config.learning_rate else {"learning_rate": AUTO})
         of_variant.append(one)
     names = [name for name in sorted(set().union(*of_variant)) if not name.startswith(NOT_SETTINGS)]
     rows = [(name, *(one.get(name, "-") for one in of_variant)) for name in names]

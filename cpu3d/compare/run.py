@@ -42,11 +42,10 @@ UNEQUAL = 1.1  # times more that one run may have spent than another under what 
 SHARED = ("split_hash", "fold", "regions")  # of all run folders: else they were trained or scored on other cases
 
 SAME_VARIANT = {
-    *("seed", "unet.seed", "found_rate", "store", "save_minutes", "read_mode"),
+    *("seed", "unet.seed", "store", "save_minutes", "read_mode"),
     *("unet.policy", "device", "validate_every", "validations", "patience", "micro_batch"),
 }
-"""What does not make another variant: its seed and the rate found with it, files, how a step is computed, how often one
-looks."""
+"""What does not make another variant: its seed, files, how a step is computed, how often one looks."""
 
 
 class Evaluation(NamedTuple):
@@ -181,8 +180,8 @@ def is_evaluated(run: Path, evaluation: Evaluation, scored: Optional[Path] = Non
 
 
 def step_voxels(config: RunConfig) -> int:
-    """Voxels that the network sees in a step."""
-    return config.batch * math.prod(config.grid)
+    """Voxels that the network sees in a step, in the mean over a whole run."""
+    return round(config.batch * math.prod(config.grid) * config.with_coarse_share(8).full_steps(8) / 8)
 
 
 # --- Run folders that are there already ---
@@ -210,7 +209,7 @@ def grouped(folders: Sequence[Path], *, force: bool = False) -> List[Tuple[str, 
             problems += error.problems
             continue
         steps, end = of_kind(events, "step"), last_end(events).get("reason", "none")
-        spent[folder] = len(steps) * step_voxels(configs[folder]), sum(numbers(steps, "step_s"))
+        spent[folder] = sum(numbers(steps, "voxels")), sum(numbers(steps, "step_s"))
         if end not in FINISHED and not force:
             problems.append(
                 f"run {folder} must have been trained to its end, got end: {end}; continue it with `train`, or add "

@@ -17,7 +17,7 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Seq
 import numpy as np
 
 from cpu3d.compare.plan import Json
-from cpu3d.compare.run import Failed, step_voxels, unpaired
+from cpu3d.compare.run import Failed, unpaired
 from cpu3d.data.region import grid_size
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, refuse
@@ -26,7 +26,7 @@ from cpu3d.inference.scores import METRICS, metrics_in
 from cpu3d.pages.page import gib
 from cpu3d.report.run_files import last_end, median, numbers, of_kind
 from cpu3d.settings import RunConfig, load_config
-from cpu3d.training.run_log import WENT_BACK, read_events
+from cpu3d.training.run_log import read_events
 from cpu3d.util.records import number, seconds
 
 RESAMPLES = 10_000
@@ -127,7 +127,6 @@ COSTS = {
     "step_s": Cost("a step", seconds),
     "case_train_s": Cost("a case trained once", seconds),  # as many voxels as a whole one; not known without a store
     "steps_s": Cost("all steps", seconds),  # with the compilation in the first, and the waiting for data
-    "returns": Cost("returns at half the rate", "{:.0f}".format, max),  # of a run that diverged; None for none
     "validation_s": Cost("validation", seconds),
     "train_s": Cost("training in all", seconds),  # of all attempts; not known where the last one did not end
     "core_hours": Cost("core-hours", number),  # of all cores that the process had; None on a card
@@ -180,12 +179,12 @@ def read_run(
         for region in content["regions"]
     }
     host = next((event.get("host", {}) for event in reversed(events) if event["event"] == "start"), {})
-    curve, steps_s = [], 0.0
+    curve, voxels, steps_s = [], 0, 0.0
     for event in events:
         if event["event"] == "step":
-            steps_s += event.get("step_s", 0.0)
+            voxels, steps_s = voxels + event.get("voxels", 0), steps_s + event.get("step_s", 0.0)
         elif event["event"] == "validation":
-            curve.append(Point(event["step"] * step_voxels(config), steps_s, event["mean_dice"]))
+            curve.append(Point(voxels, steps_s, event["mean_dice"]))
     costs = _costs(events, config, content, host.get("cores"), store)
     about = (Path(folder), config, tuple(curve), host, path.parent / PREDICTIONS)
     return RunResult(variant, seed, with_mean(regions), costs, *about)
@@ -315,8 +314,9 @@ def _costs(
     events: Sequence[Json], config: RunConfig, scores: Json, cores: Optional[int], store: Optional[Store]
 ) -> Dict[str, Optional[float]]:
     """What a log and the content of scores.json say of a run's COSTS."""
-    steps, ends, a_step = of_kind(events, "step"), of_kind(events, "end"), step_voxels(config)
-    step_s, train_s = median(numbers(steps, "step_s")), last_end(events).get("seconds")
+    steps, ends = of_kind(events, "step"), of_kind(events, "end")
+    in_full = [event for event in steps if event["step"] > config.coarse_steps]
+    step_s, train_s = median(numbers(in_full, "step_s")), last_end(events).get("seconds")
     done = int(max(numbers(steps, "step"), default=0))
     whole = None if config.is_patch else math.prod(config.grid)
     if config.is_patch and store is not None:
@@ -324,11 +324,10 @@ def _costs(
     on_cpu, peak_bytes = config.device == "cpu", max(numbers(ends, "allocator_peak_bytes"), default=None)
     return {
         "steps": done,
-        "voxels": done * a_step,
+        "voxels": round(sum(numbers(steps, "voxels"))),
         "step_s": step_s,
-        "case_train_s": step_s / a_step * whole if step_s and whole else None,
+        "case_train_s": step_s / (config.batch * math.prod(config.grid)) * whole if step_s and whole else None,
         "steps_s": math.fsum(numbers(steps, "step_s")),
-        "returns": len(of_kind(events, WENT_BACK)) or None,
         "validation_s": math.fsum(numbers(of_kind(events, "validation"), "seconds")),
         "train_s": train_s,
         "core_hours": train_s * cores / 3600 if train_s is not None and cores and on_cpu else None,

@@ -131,15 +131,18 @@ def load_predictor(run: Path, weights: str = "best", inference: Optional[Inferen
     Raises InputError when the run or its weights are missing, damaged, or do not fit together, and for a window that
     the network cannot take.
     """
-    config = load_config(run)
-    return Predictor(config, load_weights(config, weights_file(run, weights)), inference)
+    config, arrays = load_weights(load_config(run), weights_file(run, weights))
+    return Predictor(config, arrays, inference)
 
 
-def load_weights(config: RunConfig, path: Path) -> List[np.ndarray]:
-    """A run's weights from one of its checkpoints, in Keras' order. Raises InputError as `load_predictor`."""
-    arrays, _ = load_checkpoint(path)
+def load_weights(config: RunConfig, path: Path) -> Tuple[RunConfig, List[np.ndarray]]:
+    """A run's weights from one of its checkpoints, in Keras' order, and the run as its next step would be computed:
+    weights of coarse steps predict on the coarse grid. Raises InputError as `load_predictor`."""
+    arrays, state = load_checkpoint(path)
+    if not isinstance(state.get("step"), int):
+        raise InputError(f"checkpoint {path} must tell its step, got {state.get('step')!r}; restore it")
     expected = build_unet3d(config.unet, (config.unet.divisor,) * 3, 1).weights
     names = weight_names(expected)
     if any(arrays.shapes.get(name) != tuple(weight.shape) for name, weight in zip(names, expected)):
         raise InputError(f"checkpoint {path} must hold the weights of its run's config.json, got others; restore it")
-    return [arrays[name] for name in names]
+    return config.at(state["step"]), [arrays[name] for name in names]

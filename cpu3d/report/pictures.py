@@ -35,9 +35,9 @@ def chart(
     y_label: str,
     x_label: str = "step",
     y_range: Optional[Tuple[float, Optional[float]]] = None,
-    log_x: bool = False,
+    switch: Optional[float] = None,
 ) -> bytes:
-    """Curves over a common x axis, as PNG bytes.
+    """Curves over a common x axis, as PNG bytes; a dashed line at the `switch` on x, where one is named.
 
     Points that are not finite are left out; no line at all is fine. A legend appears where a line has a name.
     """
@@ -54,8 +54,8 @@ def chart(
         else:
             axes.plot(x, y, color=line.colour, alpha=0.22, linewidth=0.8)
             axes.plot(x, _running_median(y), color=line.colour, linewidth=1.4, label=line.name)
-    if log_x:
-        axes.set_xscale("log")
+    if switch:
+        axes.axvline(switch, color="#888888", linewidth=0.8, linestyle="--")
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     _limit(axes, y_range)

@@ -28,7 +28,6 @@ from cpu3d.report.run_files import (
     of_kind,
     viewed_case,
 )
-from cpu3d.training.run_log import RATE_TEST, WENT_BACK
 from cpu3d.util.atomic import atomic_write
 from cpu3d.util.records import by, duration, seconds
 from memory_estimator.schema import option
@@ -86,9 +85,9 @@ def render(files: RunFiles) -> str:
         score_tables=[summary_table(scores), _cases_table(scores)] if scores else [],
         score_pictures=_score_pictures(scores) if scores else [],
         viewer=viewer(_shown_cases(files)) if scores and files.store else None,
-        curves=_curves(files.events),
+        curves=_curves(files.events, files.config["coarse_steps"]),
         costs=_costs(files.events, files.config, scores),
-        predicted=_predicted(starts, files.events),
+        predicted=_predicted(starts, files.events, files.config["coarse_steps"]),
         split=files.store.manifest.split if files.store else {},
     )
 
@@ -109,6 +108,7 @@ def _facts(files: RunFiles, starts: Events) -> List[Tuple[str, str]]:
         *([("fold", config["fold"])] if config["fold"] else []),
         ("started", str(first.get("time") or "-").replace("T", " ")[:19]),
         ("steps", f"{max(steps):,}" if steps else "0"),
+        *_curriculum(config),
         ("ended", f"{end['reason']} after step {end['step']}" if end else "not yet"),
         ("channels", ", ".join(config.get("channels", [])) or "-"),
         *_seen(config, last.get("grid")),
@@ -132,6 +132,13 @@ def _seen(config: Mapping[str, Any], grid: Any) -> List[Tuple[str, str]]:
     share = config["resolution"]
     at = [("resolution", f"{share:g} of the store's")] if share < 1 else []
     return [("mode", "whole volumes"), ("grid", _shape(grid)), *at]
+
+
+def _curriculum(config: Mapping[str, Any]) -> List[Tuple[str, str]]:
+    """The coarse steps of a run; none without a curriculum."""
+    if not config["coarse_steps"]:
+        return []
+    return [("curriculum", f"{config['coarse_steps']:,} steps on {_shape(config['coarse_grid'])}, then in full")]
 
 
 def _inference(scores: Mapping[str, Any]) -> str:
@@ -200,15 +207,12 @@ def _costs(events: Events, config: Mapping[str, Any], scores: Optional[Mapping[s
     rows = [
         ("peak memory of the process", gib(peak), "largest resident set in the log"),
         *_allocated(events, config),
-        ("time per step", seconds(median(step_s)), "median"),
+        ("time per coarse step", seconds(median(step_s[: config["coarse_steps"]])), "median"),
+        ("time per step", seconds(median(step_s[config["coarse_steps"] :])), "median"),
         ("waiting for data", percent(sum(wait_s) / total_s if total_s else None), "of the time of the steps"),
         ("validation and checkpoints", share, "of the whole time"),
         ("whole training", duration(end.get("seconds") or total_s + extra_s), "wall clock, all attempts"),
     ]
-    returns = of_kind(events, WENT_BACK)
-    if returns:
-        told = ", ".join(f"from {one['diverged_at']} to {one['step']}" for one in returns)
-        rows.append(("went back, at half the rate", str(len(returns)), f"as it diverged: {told}"))
     if scores:
         for name, key in (("prediction", "predict_s"), ("scoring", "score_s")):
             rows.append((name, seconds(median(numbers(scores["cases"], key))), "a volume on its full grid, median"))
@@ -236,19 +240,32 @@ def _allocated(events: Events, config: Mapping[str, Any]) -> List[Tuple[str, str
     ]
 
 
-def _predicted(starts: Events, events: Events) -> Table:
+def _predicted(starts: Events, events: Events, coarse_steps: int) -> Table:
     """What was predicted of the last attempt beside what was measured; no rows where nothing was."""
     predicted = starts[-1].get("predicted") or {} if starts else {}
     attempt = events[max((i for i, event in enumerate(events) if event["event"] == "start"), default=0) :]
     steps = of_kind(attempt, "step")
-    step_s = [event["step_s"] - event["wait_s"] for event in steps if "step_s" in event and "wait_s" in event]
+    coarse_s, full_s = (
+        [
+            one["step_s"] - one["wait_s"]
+            for one in steps
+            if "wait_s" in one and (one["step"] <= coarse_steps) == is_coarse
+        ]
+        for is_coarse in (True, False)
+    )
     # The first step compiles; it is left out wherever another one tells the time.
-    measured = {**last_end(events), "step_s": median(step_s[1:] or step_s)}
+    measured = {
+        **last_end(events),
+        "step_s": median(full_s[1:] or full_s),
+        "coarse_s": median(coarse_s[1:] or coarse_s),
+    }
+    predicted = {**predicted, "coarse_s": (predicted.get("coarse") or {}).get("step_s")}
     rows = []
     for name, key, measured_key, show in (
         ("peak of TensorFlow's allocator", "allocator_peak_bytes", "allocator_peak_bytes", gib),
         ("peak memory of the process", "process_peak_bytes", "peak_rss_bytes", gib),
         ("upper bound of it", "upper_bound_bytes", "peak_rss_bytes", gib),
+        ("time per coarse step, waiting for data aside", "coarse_s", "coarse_s", seconds),
         ("time per step, waiting for data aside", "step_s", "step_s", seconds),
     ):
         value, found = predicted.get(key), measured.get(measured_key)
@@ -278,15 +295,15 @@ def _score_pictures(scores: Mapping[str, Any]) -> Figures:
     return figures
 
 
-def _curves(events: Events) -> Figures:
-    """A chart of every curve there is something to draw of."""
+def _curves(events: Events, coarse_steps: int) -> Figures:
+    """A chart of every curve there is something to draw of, with a dashed line where full steps begin."""
     steps, validations = of_kind(events, "step"), of_kind(events, "validation")
     charts: Figures = []
 
     def add(title: str, lines: Sequence[Line], **axis: Any) -> None:
         lines = [line for line in lines if len(line.x)]
         if lines:
-            charts.append((title, pictures.chart(lines, title=title, **axis)))
+            charts.append((title, pictures.chart(lines, title=title, switch=coarse_steps, **axis)))
 
     loss = [_line("training", steps, "loss", PALETTE[0]), _line("validation", validations, "loss", PALETTE[1])]
     add("Loss", loss, y_label="loss")
@@ -299,13 +316,6 @@ def _curves(events: Events) -> Figures:
     times = [_line("step", steps, "step_s", PALETTE[0]), _line("waiting for data", steps, "wait_s", PALETTE[1])]
     add("Time of a step", times, y_label="s", **from_zero)
     add("Learning rate", [_line("", steps, "learning_rate", PALETTE[2])], y_label="learning rate", **from_zero)
-    for test in of_kind(events, RATE_TEST)[-1:]:
-        tried = [(x, y) for x, y in zip(test["rates"], test["losses"][1:]) if y is not None]
-        if not tried:
-            continue
-        title = f"Test of learning rates: {test['learning_rate']:g} taken"
-        line = Line("", *map(list, zip(*tried)), PALETTE[0], dots=True)
-        add(title, [line], y_label="loss after a step", x_label="learning rate", log_x=True)
     add("Memory of the process", [_line("", steps, "rss_bytes", PALETTE[2], GIB)], y_label="GiB", **from_zero)
     return charts
 

@@ -13,6 +13,7 @@ is younger than SILENT_S. Everything may be missing, half-written or of an earli
 import contextlib
 import dataclasses
 import json
+import shlex
 import statistics
 import time
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from cpu3d.report.run_files import Events, median, numbers, of_kind
-from cpu3d.settings import load_config
+from cpu3d.settings import load_config, rate_options
 from cpu3d.training.checkpoint import checkpoints, step_of
 from cpu3d.training.heartbeat import BEAT_S, SILENT_S, Heartbeat, beat_age_s, heartbeat_path, read_heartbeats
 from cpu3d.training.run_log import FINISHED, Pace, recent_events
@@ -55,9 +56,6 @@ IDLE = ("silent", "broken off", "unknown", "interrupted", "finished")
 
 WORKERS_DIFFER = "weights must be the same on all workers"
 """So begins WorkersDifferError: a host computes wrong, which no settings mend."""
-
-DIVERGED = ("loss ", "weights must be finite")
-"""So begins a DivergedError of steps that were too large."""
 
 
 STYLES = {"running": Good, "starting": Good, "finished": Good, "stopping": Poor, "interrupted": Poor}
@@ -138,7 +136,7 @@ class RunStatus:
     validation: Optional[Dict[str, Any]]
     """The last one: step, mean_dice, dice, best."""
     best: Optional[float]
-    """The best mean Dice."""
+    """The mean Dice of the best weights."""
     checkpoint: Optional[Saved]
 
 
@@ -176,7 +174,7 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
         loss=_mean(numbers(recent, "loss")),
         dice=_mean_of_each([event.get("dice") or {} for event in recent]),
         validation=validations[-1] if validations else None,
-        best=max(numbers(validations, "mean_dice"), default=None),
+        best=next(iter(numbers([one for one in reversed(validations) if one.get("best")], "mean_dice")), None),
         checkpoint=checkpoint,
     )
 
@@ -275,8 +273,8 @@ def _advice(run: Path, first: WorkerStatus, reasons: Sequence[str], checkpoint: 
         again = f"when its process has ended, {again}"
     elif any(reason.startswith(WORKERS_DIFFER) for reason in reasons):
         again = f"take the host that is named out of the run; then {again}"
-    elif state == "diverged" and any(reason.startswith(DIVERGED) for reason in reasons):
-        again = "train into another folder with a lower --learning-rate"
+    elif state == "diverged":
+        again = f"{again} at half the rate: add {shlex.join(rate_options(load_config(run), 0.5))}"
     log = run / "logs" / f"worker-{first.rank}.log"
     return f"{again}; its last words are in {log}" if log.is_file() else again
 

@@ -19,7 +19,7 @@ import re
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import numpy as np
 
@@ -32,9 +32,6 @@ SCHEMA = 1
 BEST = "best.npz"
 
 _STATE = "state.json"
-
-MARKS = 2
-"""Checkpoints that are kept to go back to where training diverges."""
 
 _OLD = "last.npz"
 """The only checkpoint of runs from before several were kept; it counts as older than all others."""
@@ -164,26 +161,15 @@ class Found:
     """What is wrong with newer ones, by file."""
 
 
-def write_next(
-    run: Path,
-    step: int,
-    arrays: Mapping[str, Any],
-    state: Dict[str, Any],
-    *,
-    keep: int,
-    is_mark: Callable[[int], bool] = lambda step: False,
-) -> int:
-    """Add the checkpoint of `step`, and remove all but the last `keep` and the last MARKS at a mark; returns its size
-    in bytes.
+def write_next(run: Path, step: int, arrays: Mapping[str, Any], state: Dict[str, Any], *, keep: int) -> int:
+    """Add the checkpoint of `step`, and remove all but the last `keep`; returns its size in bytes.
 
     The log is on the disk before it: after a power cut no checkpoint is there whose steps the log does not have. Raises
     OSError where it cannot be written, as on a full disk: those before stay as they are.
     """
     flush_log(run)
     size = save_checkpoint(_folder(run) / f"step-{step:08d}.npz", arrays, state)
-    there = checkpoints(run)
-    marks = [path for path in there if is_mark(step_of(path))][:MARKS]
-    for old in (path for path in there[keep:] if path not in marks):
+    for old in checkpoints(run)[keep:]:
         with contextlib.suppress(OSError):  # one too many does no harm
             old.unlink()
     return size
@@ -213,13 +199,13 @@ def step_of(path: Path) -> int:
     return int(digits[0]) if digits else -1
 
 
-def newest(run: Path, among: Callable[[int], bool] = lambda step: True) -> Optional[Found]:
-    """The newest checkpoint that is whole, of steps that are `among` the wanted ones; None where there is none at all.
+def newest(run: Path) -> Optional[Found]:
+    """The newest checkpoint that is whole; None where there is none at all.
 
     Raises InputError where there are some and none is whole, or one is of another version, and as `load_checkpoint`
     where one could not be read: it is not passed over for that.
     """
-    there, damaged = [path for path in checkpoints(run) if among(step_of(path))], {}
+    there, damaged = checkpoints(run), {}
     for path in there:
         try:
             arrays, state = load_checkpoint(path)
@@ -230,7 +216,7 @@ def newest(run: Path, among: Callable[[int], bool] = lambda step: True) -> Optio
             if path.is_file():
                 raise
     if there and not set(there) & set(checkpoints(run)):
-        return newest(run, among)  # a run that is going on has meanwhile written others, and removed these
+        return newest(run)  # a run that is going on has meanwhile written others, and removed these
     if damaged:
         raise InputError(*damaged.values())
     return None

@@ -257,8 +257,10 @@ def _fingerprint(weights: Sequence[tf.Variable]) -> tf.Tensor:
 def optimizer_of(config: RunConfig) -> tf.keras.optimizers.Optimizer:
     """The optimizer that a run asks for, fresh."""
     if config.optimizer == "sgd":
-        return tf.keras.optimizers.SGD(config.learning_rate, momentum=0.99, nesterov=True)
-    return (Muon if config.optimizer == "muon" else tf.keras.optimizers.Adam)(config.learning_rate)
+        return tf.keras.optimizers.SGD(config.peak_rate, momentum=0.99, nesterov=True)
+    if config.optimizer == "adam":
+        return tf.keras.optimizers.Adam(config.peak_rate)
+    return Muon(config.peak_rate, config.adam_rate / config.peak_rate)
 
 
 def take_region(size_bytes: int) -> None:

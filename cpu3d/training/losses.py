@@ -1,4 +1,4 @@
-"""Soft Dice and cross-entropy over regions: the training loss, float32 whatever the network computes in; and hard Dice.
+"""Soft Dice and cross-entropy by region: the training loss, float32 whatever the network computes in; and hard Dice.
 
     model.compile("adam", loss=DiceCrossEntropy(), metrics=[RegionDice(0, name="WT")])
 
@@ -22,9 +22,15 @@ and falls towards 0 with every voxel that is, instead of dividing 0 by 0."""
 
 @tf.keras.utils.register_keras_serializable("cpu3d")
 class DiceCrossEntropy(tf.keras.losses.Loss):
-    """1 - mean soft Dice + mean binary cross-entropy: a loss of Keras, and as models/supervision.py has it.
+    """1 - mean soft Dice + mean of each region's cross-entropy over its size: a loss of Keras, and as
+    models/supervision.py has it.
 
-    Its score is the soft Dice (N, R). Dice is taken per sample and region and then averaged, so an accumulated batch
+    Both terms are sums over voxels divided by the region's size, the voxels predicted and true together, and so count a
+    region's errors alike whether it fills a tenth of the volume or a ten-thousandth. A mean over the volume's voxels,
+    as is usual, leaves a small region's cross-entropy without weight, and Dice alone has no slope where its
+    probabilities have come close to 0: such a region was never learnt with some seeds (docs/log.md).
+
+    Its score is the soft Dice (N, R). Both are taken per sample and region and then averaged, so an accumulated batch
     equals a full one.
     """
 
@@ -50,20 +56,19 @@ class DiceCrossEntropy(tf.keras.losses.Loss):
             p = tf.sigmoid(z)
         return tf.stack([cross_entropy, *(_per_region(m, regions) for m in (p * t, p, t))], -1), p
 
-    def value(self, sums, voxels: float, by_sample: bool = False) -> Tuple[tf.Tensor, tf.Tensor, Tuple]:
+    def value(self, sums, by_sample: bool = False) -> Tuple[tf.Tensor, tf.Tensor, Tuple]:
         """The loss of the batch, or (N, 1) of each sample."""
         cross_entropy, overlap, predicted, true = tf.unstack(sums, axis=-1)
         size = predicted + true + SMOOTH
-        dice = (2 * overlap + SMOOTH) / size
+        dice, cost = (2 * overlap + SMOOTH) / size, cross_entropy / size
         count = tf.cast(tf.size(dice[0] if by_sample else dice), tf.float32)
         mean = functools.partial(tf.reduce_mean, axis=1 if by_sample else None, keepdims=by_sample)
-        loss = 1 - mean(dice) + mean(cross_entropy) / voxels
-        return loss, dice, (-2 / (size * count), dice / (size * count), tf.ones_like(size[:, :1]) / (voxels * count))
+        loss = 1 - mean(dice) + mean(cost)
+        return loss, dice, (-2 / (size * count), (dice - cost) / (size * count), 1 / (size * count))
 
     def slope(self, t, p, factors):
         """p (1 - p) (a t + b) + c (p - t), with a, b and c of the factors, in this order."""
-        a, b = (tf.tile(each, (1, p.shape[2] // each.shape[1]))[:, None] for each in factors[:2])
-        c = factors[2][:, None]
+        a, b, c = (tf.tile(each, (1, p.shape[2] // each.shape[1]))[:, None] for each in factors)
         dz = a * t + b
         with tf.control_dependencies([dz]):
             dz = p * ((1 - p) * dz + c)

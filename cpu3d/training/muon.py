@@ -19,14 +19,18 @@ TIMES = 5
 
 @tf.keras.utils.register_keras_serializable("cpu3d")
 class Muon(tf.keras.optimizers.Optimizer):
-    """Muon for kernels of more than one voxel, Adam (Kingma 2015) for norms, biases and 1x1x1 kernels, at one rate.
+    """Muon for kernels of more than one voxel, Adam (Kingma 2015) for norms, biases and 1x1x1 kernels.
 
     One float32 slot a kernel, two for what Adam has. Updates come one after another: memory holds one at a time.
+
+    An update's length does not depend on that of the gradient, so one fixed rate serves every loss and data set. Adam's
+    part has a rate of its own: at a third of it the head and the norms learn too slowly, whatever the kernels do.
     """
 
     def __init__(
         self,
         learning_rate=0.02,
+        adam_scale: float = 1.5,
         momentum: float = 0.95,
         beta_1: float = 0.9,
         beta_2: float = 0.999,
@@ -34,11 +38,13 @@ class Muon(tf.keras.optimizers.Optimizer):
         name: str = "Muon",
         **options,
     ):
-        """`momentum` is of kernels, with Nesterov's look-ahead; the betas and epsilon are Adam's. `options` are
-        those of every Keras optimizer, such as `clipnorm`."""
+        """`learning_rate` is of kernels; Adam's is `adam_scale` times that. `momentum` is of kernels, with Nesterov's
+        look-ahead; the betas and epsilon are Adam's. `options` are those of every Keras optimizer, such as
+        `clipnorm`."""
         super().__init__(name=name, **{"weight_decay": None, **options})
         self._learning_rate = self._build_learning_rate(learning_rate)
-        self.momentum, self.beta_1, self.beta_2, self.epsilon = momentum, beta_1, beta_2, epsilon
+        self.adam_scale, self.momentum = adam_scale, momentum
+        self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
 
     def build(self, var_list) -> None:
         """Make the slots, as zeros. A second call does nothing."""
@@ -68,7 +74,7 @@ class Muon(tf.keras.optimizers.Optimizer):
 
     def get_config(self):
         """What makes such an optimizer again."""
-        own = {name: getattr(self, name) for name in ("momentum", "beta_1", "beta_2", "epsilon")}
+        own = {name: getattr(self, name) for name in ("adam_scale", "momentum", "beta_1", "beta_2", "epsilon")}
         return {**super().get_config(), "learning_rate": self._serialize_hyperparameter(self._learning_rate), **own}
 
     def _muon(self, index: int, gradient):
@@ -84,7 +90,8 @@ class Muon(tf.keras.optimizers.Optimizer):
         corrected = tf.sqrt(1 - tf.pow(self.beta_2, step)) / (1 - tf.pow(self.beta_1, step))
         mean = mean.assign_add((gradient - mean) * (1 - self.beta_1))
         square = square.assign_add((tf.square(gradient) - square) * (1 - self.beta_2))
-        return tf.cast(self.learning_rate, gradient.dtype) * corrected * mean / (tf.sqrt(square) + self.epsilon)
+        rate = tf.cast(self.learning_rate, gradient.dtype) * self.adam_scale
+        return rate * corrected * mean / (tf.sqrt(square) + self.epsilon)
 
 
 def is_orthogonal(shape: Tuple[int, ...]) -> bool:

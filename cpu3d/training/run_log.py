@@ -20,9 +20,6 @@ from memory_estimator.units import GIB
 RECENT = 50
 """Steps that losses and times are of."""
 
-RATE_TEST, WENT_BACK = "rate test", "went back"
-"""Events of `cpu3d.training.fit`: learning rates that were tried, and a return to a checkpoint."""
-
 FINISHED = ("finished", "early stop")
 """Reasons in the last line of a run that is over. Any other one was stopped, and goes on."""
 
@@ -57,37 +54,33 @@ def recent_events(run: Path, steps: int = RECENT) -> List[Dict[str, Any]]:
     return _events(line for _, line in sorted([*others, *last]))
 
 
-def forget_after(
-    run: Path, step: int, *, owes_validation: bool = False, rate_share: float = 0.0, rate_is_found: bool = True
-) -> None:
+def forget_after(run: Path, step: int, *, owes_validation: bool = False) -> None:
     """Drop what a run logged past the checkpoint that it goes on from, for those steps are about to be done again.
 
     What was logged after `step` goes, and torn lines; the validation of `step` where the checkpoint is from before it.
-    Returns to a checkpoint stay, but for those at less than `rate_share`, and a test of rates if `rate_is_found`.
     """
     path = Path(run) / "log.jsonl"
     if not path.is_file():
         return
-
-    def is_kept(event: Dict[str, Any]) -> bool:
-        again = owes_validation and event["event"] == "validation" and event["step"] == step
-        if event["event"] == WENT_BACK:
-            return event["rate_share"] >= rate_share
-        return event["step"] <= step and not again and (rate_is_found or event["event"] != RATE_TEST)
-
-    kept = [event for event in read_events(run) if is_kept(event)]
+    kept = [
+        event
+        for event in read_events(run)
+        if event["step"] <= step
+        and event["event"] != "diverged"
+        and not (owes_validation and event["event"] == "validation" and event["step"] == step)
+    ]
     with atomic_write(path, "w") as file:
         file.writelines(json.dumps(event) + "\n" for event in kept)
 
 
 class Pace:
-    """How fast the last attempt of a run goes, by the events of its log."""
+    """How fast the last attempt of a run goes, by the events of its log: coarse steps and full ones apart."""
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = ()):
-        self._begin = self._step = 0
+        self._begin = self._step = self._coarse_steps = 0
         self._beside_s = 0.0
-        self._predicted_s: Optional[float] = None
-        self._steps_s: Deque[float] = collections.deque(maxlen=RECENT)
+        self._predicted_s: Dict[bool, Optional[float]] = {}
+        self._steps_s: Dict[bool, Deque[float]] = {coarse: collections.deque(maxlen=RECENT) for coarse in (True, False)}
         for event in events:
             self.note(event)
 
@@ -97,24 +90,34 @@ class Pace:
         if kind == "start":
             self.__init__()
             self._begin = self._step = step if isinstance(step, int) else 0
-            self._predicted_s = (event.get("predicted") or {}).get("step_s")
-        elif kind == "step" and "step_s" in event:
-            if step != self._begin + 1:  # that one compiles
-                self._steps_s.append(event["step_s"])
-            self._step = step if isinstance(step, int) else self._step
-        elif kind == WENT_BACK:
-            self._begin, self._step, self._beside_s = step, step, 0.0
+            self._coarse_steps = event.get("coarse_steps") or 0
+            full = event.get("predicted") or {}
+            self._predicted_s = {False: full.get("step_s"), True: (full.get("coarse") or {}).get("step_s")}
+        elif kind == "step" and "step_s" in event and isinstance(step, int):
+            if step - 1 not in (self._begin, self._coarse_steps):  # these compile
+                self._steps_s[step <= self._coarse_steps].append(event["step_s"])
+            self._step = step
         elif kind in ("validation", "checkpoint"):
             self._beside_s += event.get("seconds", 0.0)
 
     def seconds_left(self, step: int, steps: Optional[int]) -> Optional[float]:
-        """From `step` to the end at the median of the recent steps, and before there are any as predicted; with the
-        share of time that validations and saves have had. None where neither is known."""
-        step_s = statistics.median(self._steps_s) if self._steps_s else self._predicted_s
-        if not steps or step_s is None or step > steps:
+        """From `step` to the end at the median of the recent steps, and where there are none yet as predicted, by as
+        much too low or high as the others were; with the time that validations and saves have had, for each step. None
+        where neither is known."""
+        if not steps or step > steps:
             return None
+        seen = {coarse: statistics.median(each) for coarse, each in self._steps_s.items() if each}
+        off = [seen[coarse] / self._predicted_s[coarse] for coarse in seen if self._predicted_s.get(coarse)]
+        left, left_s = {True: max(min(self._coarse_steps, steps) - step, 0)}, 0.0
+        left[False] = steps - step - left[True]
+        for coarse, count in left.items():
+            predicted_s = self._predicted_s.get(coarse)
+            step_s = seen.get(coarse, predicted_s and predicted_s * (off[0] if off else 1.0))
+            if count and step_s is None:
+                return None
+            left_s += count * (step_s or 0.0)
         done = self._step - self._begin
-        return (steps - step) * (step_s + (self._beside_s / done if done > 0 else 0.0))
+        return left_s + (steps - step) * (self._beside_s / done if done > 0 else 0.0)
 
 
 # --- What a person watches ---
@@ -128,6 +131,7 @@ def shown(
     console, pace = Console(stderr=True), Pace(recent_events(run))
     shows = columns(TextColumn("{task.fields[state]}"), left=TextColumn("{task.fields[left]}"))
     bar = Progress(*shows, console=console, disable=not console.is_terminal)
+    seen: List[Optional[int]] = [None]
     task = bar.add_task("train", total=steps, completed=done, state="", left=duration(pace.seconds_left(done, steps)))
 
     def show(event: Mapping[str, Any]) -> None:
@@ -139,14 +143,16 @@ def shown(
             state = f"loss {event['loss']:.3f}  {dice}  {speed}"
             left = duration(pace.seconds_left(step, steps))
             bar.update(task, completed=step, state=state, left=left)
+            if event.get("voxels", seen[0]) != seen[0]:
+                seen[0] = event["voxels"]
+                bar.console.print(f"step {step}: {seen[0]:,} voxels a step from here on", highlight=False)
             if not console.is_terminal and step % steps_per_epoch == 0:
                 line = f"epoch {event['epoch'] + 1}, step {step}: {state}" + f"  {left} left" * (step < steps)
         elif group == "validation":
             took = f"{event['seconds']:.1f} s{', best so far' if event['best'] else ''}"
             line = f"validation after step {step}: Dice {dice} on {event['cases']} whole volumes, {took}"
-        elif group == WENT_BACK:
-            line = f"{event['reason']}: back to step {step}, with {event['rate_share']:g} of the learning rate"
-            bar.update(task, completed=step)
+        elif group == "diverged":
+            line = event["reason"]
         elif group == "end":
             peak = (
                 f"{event['wait_share']:.1%} of the steps waiting for data, peak {event['peak_rss_bytes'] / GIB:.1f} GiB"
@@ -164,18 +170,18 @@ def shown(
 _NEEDED = {
     "validation": {"mean_dice"},
     "end": {"reason"},
-    RATE_TEST: {"rates", "losses", "learning_rate", "seconds"},
-    WENT_BACK: {"rate_share", "diverged_at", "reason"},
+    "diverged": {"reason"},
 }
 """What an event of a kind is nothing without, besides its step."""
 
 _KINDS = {
-    **dict.fromkeys(("step", "steps", "epoch", "cases", "workers", "cores", "parameters", "diverged_at"), int),
+    **dict.fromkeys(("step", "steps", "coarse_steps", "epoch", "cases", "workers", "cores", "parameters"), int),
+    "voxels": int,
     **dict.fromkeys(("seconds", "bytes", "mean_dice", "learning_rate"), float),
-    **dict.fromkeys(("wait_share", "exchange_share", "rate_share"), float),
-    **dict.fromkeys(("dice", "host", "threads", "versions", "predicted"), dict),
+    **dict.fromkeys(("wait_share", "exchange_share"), float),
+    **dict.fromkeys(("dice", "host", "threads", "versions", "predicted", "coarse"), dict),
     **dict.fromkeys(("event", "reason", "engine"), str),
-    **dict.fromkeys(("grid", "rates", "losses"), list),
+    "grid": list,
 }
 """What is written under a name; float also under what ends in _s or _bytes."""
 

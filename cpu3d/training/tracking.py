@@ -24,12 +24,12 @@ import numpy as np
 from cpu3d.errors import InputError, how_to_install
 from cpu3d.pages.viewer import COLOURS, OTHERS, STEPS, WINDOW, in_steps
 from cpu3d.settings import RunConfig, flat
-from cpu3d.training.run_log import FINISHED, WENT_BACK, read_events
+from cpu3d.training.run_log import FINISHED, read_events
 from cpu3d.util.atomic import write_json
 from cpu3d.util.records import VERSION, without_passwords
 from memory_estimator.files import read_json
 
-SCALARS = {"step": ("loss", "learning_rate", "step_s", "wait_s"), "validation": ("loss", "mean_dice")}
+SCALARS = {"step": ("loss", "learning_rate", "step_s", "wait_s", "voxels"), "validation": ("loss", "mean_dice")}
 """Kind of event -> what of it is a curve, besides the Dice of each region."""
 
 FILES = ("config.json", "plan.json", "report.html")
@@ -218,9 +218,6 @@ class _Mlflow:
         pictured = sent["validation"]
         self._send(client, found, read_events(self._run), sent)
         for event, picture in iter(self._events.get, None):
-            if event["event"] == WENT_BACK:  # what comes is done again, with other numbers
-                sent = {group: min(step, event["step"]) for group, step in sent.items()}
-                pictured = min(pictured, event["step"])
             self._send(client, found, [event], sent)
             if picture is not None and event["step"] > pictured:
                 client.log_image(found, picture, key="validation", step=event["step"], synchronous=True)

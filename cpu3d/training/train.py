@@ -13,7 +13,6 @@ one of them.
 import contextlib
 import dataclasses
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional
@@ -31,7 +30,6 @@ from cpu3d.host.thread_plan import describe, share_of
 from cpu3d.plan import Plan, check_fits, make_plan, plan_of_chief, save_plan
 from cpu3d.settings import SETTINGS, RunConfig, left_open, load_config, save_config
 from cpu3d.training.checkpoint import BEST, checkpoints
-from cpu3d.training.learning_rate import RATES
 from cpu3d.training.run_log import flush_log, read_events
 from cpu3d.training.tracking import require_mlflow, tracked
 from cpu3d.training.watchdog import Guard
@@ -144,24 +142,17 @@ def train(
                     here=len(cluster.local_ranks),
                     stall_minutes=config.stall_minutes,
                 )
-                if not fit.config.peak_rate:
-                    step_s = plan.estimate.step_s if plan.estimate else 0.0
-                    about = f", about {format_seconds((len(RATES) + 1) * step_s)}" if step_s else ""
-                    _say(f"learning rate: up to {len(RATES)} are tried on the first batch, a step each{about}")
-                    begin = time.perf_counter()
-                    fit.find_rate(guard)
-                    took = format_seconds(time.perf_counter() - begin)
-                    _say(f"learning rate: {fit.config.found_rate:g}, found in {took}")
                 if fit.has_open_length:
                     whole, step_s = fit.steps, fit.fit_budget(guard)
-                    budget, taken = fit.config.budget_minutes, fit.config.steps
                     guard.plan(steps=fit.steps)
+                    each = ", then ".join(map(format_seconds, step_s))
+                    coarse = f", {fit.config.coarse_steps} of them coarse" if fit.config.coarse_steps else ""
                     _say(
-                        f"budget of {budget:g} min: {taken} of {whole} steps, {format_seconds(step_s)} each; "
-                        f"--epochs {config.epochs} takes all"
+                        f"budget of {config.budget_minutes:g} min: {fit.steps} of {whole} steps{coarse}; "
+                        f"{each} a step; --epochs {config.epochs} takes all"
                     )
                 guard.plan()
-                if cluster.is_chief and fit.config != config:  # a restart keeps what was found
+                if cluster.is_chief and fit.config != config:  # a restart keeps the length that was timed
                     flush_log(run_folder)
                     save_config(fit.config, run_folder)
                     save_plan(dataclasses.replace(plan, config=fit.config), run_folder)
@@ -226,6 +217,7 @@ def _changes(
         (last["threads"].get("OMP_NUM_THREADS"), threads.get("OMP_NUM_THREADS"), "with OMP_NUM_THREADS={}"),
         (saved.unet.policy, config.unet.policy, "under policy {}"),
         (saved.device, config.device, "on device {}"),
+        (f"{saved.peak_rate:g}", f"{config.peak_rate:g}", "at a learning rate of {}"),
         (saved.micro, config.micro, "in micro-batches of {}"),
     )
     before = ", ".join(words.format(then) for then, today, words in ways if then != today)

@@ -16,6 +16,7 @@ from memory_estimator.host import read_host
 from memory_estimator.schema import add_options, arguments
 
 SMALL = {"filters": 4, "depth": 3, "dtype": "float32", "epochs": 3, "warmup_steps": 2, "learning_rate": 0.01}
+SMALL["curriculum"] = "off"
 
 
 class NumpyLearner:
@@ -94,7 +95,7 @@ def start(store, folder, *, learner=shared_learner, **settings):
     plan = make_plan(store, folder, read_host(), {**SMALL, **settings})
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     save_config(plan.config, folder)
-    return Fit(plan, folder, learner=learner(plan.config))
+    return Fit(plan, folder, make_learner=learner)
 
 
 def weights(folder, name="last"):

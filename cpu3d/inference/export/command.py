@@ -88,7 +88,6 @@ OPTIONS = (Options, ZeroNan)
 def run(options: Options, background: ZeroNan) -> int:
     _check_out(options.out)
     config = load_config(options.run)
-    contract = _contract(config, options.format, options.size)
     if options.format == "onnx":
         require_onnx()
     console = Console()
@@ -97,7 +96,8 @@ def run(options: Options, background: ZeroNan) -> int:
     from cpu3d.inference.predictor import Predictor, load_weights
 
     path = weights_file(options.run, options.weights)  # once: while a run goes on, its last one is soon another
-    weights, digest = load_weights(config, path), file_sha256(path)
+    (config, weights), digest = load_weights(config, path), file_sha256(path)
+    contract = _contract(config, options.format, options.size)
     own = Predictor(dataclasses.replace(config, grid=contract.size), weights)
     # A SavedModel has predict's own operations; a program that reads ONNX computes norms by their definition.
     exact = (Predictor if options.format == "savedmodel" else networks.ExactPredictor)(contract.config, weights)

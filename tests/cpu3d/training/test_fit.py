@@ -1,7 +1,7 @@
 """The loop of a run: its order, its ends, and how it goes on. With a learner in NumPy, as no network matters here."""
 
-import contextlib
 import dataclasses
+import math
 import os
 import signal
 import time
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cpu3d.errors import DivergedError, InputError, Interrupted, WorkerLostError
-from cpu3d.settings import RunConfig, save_config
+from cpu3d.settings import RunConfig
 from cpu3d.training import fit as fit_module
 from cpu3d.training import validation as validation_module
 from cpu3d.training.checkpoint import checkpoints, newest, write_next
@@ -87,7 +87,7 @@ def budgeted(store, folder, monkeypatch, step_s, **settings):
 def test_a_budget_of_minutes_becomes_the_steps_of_a_whole_run_and_leaves_no_trace(phantom_store, tmp_path, monkeypatch):
     fit = budgeted(phantom_store, tmp_path / "budget", monkeypatch, step_s=10.0, budget_minutes=190 / 60)
     assert fit.has_open_length
-    assert fit.fit_budget() == pytest.approx(10)
+    assert fit.fit_budget() == pytest.approx([10])
     assert fit.steps == fit.config.steps == 7  # of 12: timing them took 120 of the 190 s
     fit.run()
     start(phantom_store, tmp_path / "whole", steps=7).run()
@@ -169,30 +169,11 @@ def test_a_validation_that_is_owed_is_logged_once(tmp_path):
     assert kept == [("step", 1), ("validation", 1), ("step", 2)]
 
 
-def test_a_rate_that_is_left_open_is_found_on_the_first_batch_and_leaves_the_weights(phantom_store, tmp_path):
-    fit = start(phantom_store, tmp_path, learning_rate=0.0)
-    before = fit.learner.arrays()
-    fit.find_rate()
-    for name, array in fit.learner.arrays().items():
-        np.testing.assert_array_equal(array, before[name])
-    save_config(fit.config, tmp_path)
-    (test,) = read_events(tmp_path)
-    assert fit.config.peak_rate == test["learning_rate"] > 0
-    assert len(test["losses"]) == len(test["rates"]) + 1
-    fit.run()
-    assert max(step["learning_rate"] for step in steps_of(tmp_path)) == test["learning_rate"]
-    start(phantom_store, tmp_path, learning_rate=0.0)
-    assert [one["event"] for one in read_events(tmp_path)].count("rate test") == 1
-
-
 # --- Stops ---
 
 
-@pytest.mark.parametrize(("save_minutes", "left"), [(0.0, 2), (10.0, 0)])
-def test_an_update_that_overflows_is_not_saved_and_ends_the_run_where_it_comes_back(
-    phantom_store, tmp_path, monkeypatch, save_minutes, left
-):
-    fit = start(phantom_store, tmp_path, save_minutes=save_minutes)
+def test_an_update_that_overflows_is_not_saved_and_ends_the_run(phantom_store, tmp_path, monkeypatch):
+    fit = start(phantom_store, tmp_path, save_minutes=0.0)
     step = fit.learner.step
 
     def third_overflows(*given):
@@ -202,68 +183,107 @@ def test_an_update_that_overflows_is_not_saved_and_ends_the_run_where_it_comes_b
         return outcome
 
     monkeypatch.setattr(fit.learner, "step", third_overflows)
-    with pytest.raises(DivergedError, match="must be finite, got inf at step 4 on BRATS_"):
+    with pytest.raises(DivergedError, match=r"weights must be finite.* after step 3.*--learning-rate 0\.005"):
         fit.run()
-    assert newest(tmp_path).state["step"] == left
-    assert read_events(tmp_path)[-1]["event"] == "diverged"
+    assert newest(tmp_path).state["step"] == 2
 
 
-RISING = {"learning_rate": 10.0, "warmup_steps": 0, "schedule": "constant", "steps": 16, "validations": 2}
+@pytest.mark.parametrize(("loss", "save_minutes", "left"), [(np.nan, 0.0, 2), (11.0, 0.0, 2), (np.inf, 10.0, None)])
+def test_a_loss_that_diverges_ends_the_run_and_leaves_what_is_good(
+    phantom_store, tmp_path, monkeypatch, loss, save_minutes, left
+):
+    options = {"save_minutes": save_minutes, "steps": 6, "validations": 1}
+    fit = start(phantom_store, tmp_path / "cut", **options)
+    step = fit.learner.step
 
-
-def returns_of(folder):
-    return [(one["step"], one["rate_share"]) for one in read_events(folder) if one["event"] == "went back"]
-
-
-def test_a_run_that_diverges_goes_back_at_half_the_rate_until_it_does_not(phantom_store, tmp_path):
-    start(phantom_store, tmp_path, **RISING).run()
-    returns = returns_of(tmp_path)
-    assert len(returns) > 1
-    assert [share for _, share in returns] == [0.5 ** (count + 1) for count in range(len(returns))]
-    assert [step["step"] for step in steps_of(tmp_path)] == list(range(1, 17))
-    assert steps_of(tmp_path)[-1]["learning_rate"] == 10.0 * returns[-1][1]
-    assert max(step["loss"] for step in steps_of(tmp_path)) < 0.1
-    assert read_events(tmp_path)[-1]["reason"] == "finished"
-
-
-@pytest.mark.parametrize("calls", range(1, 7))
-def test_a_run_that_diverges_and_is_cut_ends_as_the_uninterrupted_one(phantom_store, tmp_path, monkeypatch, calls):
-    start(phantom_store, tmp_path / "whole", **RISING).run()
-    cut, left, save = start(phantom_store, tmp_path / "cut", **RISING), [calls], fit_module.write_next
-
-    def die(*given, **options):
-        left[0] -= 1
-        if not left[0]:
-            raise MemoryError
-        return save(*given, **options)
-
-    with monkeypatch.context() as patch, contextlib.suppress(MemoryError):
-        patch.setattr(fit_module, "write_next", die)
-        cut.run()
-    again = start(phantom_store, tmp_path / "cut", **RISING)
-    if not again.is_over:
-        again.run()
-    assert_same_weights(tmp_path / "cut", tmp_path / "whole")
-    assert returns_of(tmp_path / "cut") == returns_of(tmp_path / "whole")
-    assert [one["loss"] for one in steps_of(tmp_path / "cut")] == [one["loss"] for one in steps_of(tmp_path / "whole")]
-
-
-def test_the_best_weights_are_kept_when_a_run_goes_back(phantom_store, tmp_path, monkeypatch):
-    fit = start(phantom_store, tmp_path, validations=8, steps=8, save_minutes=0.0)
-    best, step, diverged = [], fit.learner.step, []
-
-    def once(*given):
+    def third_diverges(*given):
         outcome = step(*given)
-        if fit.step == 5 and not diverged:
-            diverged.append(fit.best)
-            return dataclasses.replace(outcome, losses=outcome.losses * np.nan)
-        return outcome
+        return dataclasses.replace(outcome, losses=outcome.losses * 0 + loss) if fit.step == 2 else outcome
 
-    monkeypatch.setattr(fit.learner, "step", once)
-    monkeypatch.setattr(fit_module.Fit, "_save_best", lambda self: best.append(self.best))
+    monkeypatch.setattr(fit.learner, "step", third_diverges)
+    case = fit.feeds.case_ids(2)[0]
+    with pytest.raises(
+        DivergedError, match=rf"got {loss:g} at step 3 on {case}; .*train --store .* --run .*cut"
+    ) as found:
+        fit.run()
+    assert found.value.exit_code == 4
+    assert "--learning-rate 0.005 --adam-rate 0.015" in str(found.value)
+    there = newest(tmp_path / "cut")
+    assert (there and there.state["step"]) == left
+    assert read_events(tmp_path / "cut")[-1]["event"] == "diverged"
+    again = start(phantom_store, tmp_path / "cut", **options, learning_rate=0.005, adam_rate=0.015)
+    assert again.step == (left or 0)
+    again.run()
+    assert [one["step"] for one in steps_of(tmp_path / "cut")] == list(range(1, 7))
+    assert not [one for one in read_events(tmp_path / "cut") if one["event"] == "diverged"]
+
+
+# --- The curriculum ---
+
+HALF = {"curriculum": "half", "steps": 16, "validations": 8}
+"""14 steps at half the resolution, then 2 in full."""
+
+
+def test_the_first_steps_see_half_the_resolution_and_all_validations_the_full_grid(phantom_store, tmp_path):
+    fit = start(phantom_store, tmp_path, **HALF)
+    coarse, full = math.prod(fit.config.coarse_grid), math.prod(fit.config.grid)
+    assert coarse < full / 4
     fit.run()
-    assert returns_of(tmp_path) == [(5, 0.5)]
-    assert best == sorted(best)
+    assert [one["voxels"] for one in steps_of(tmp_path)] == 14 * [coarse] + 2 * [full]
+    assert [one["step"] for one in validations_of(tmp_path)] == list(range(2, 17, 2))
+    assert newest(tmp_path).state["best_step"] >= 14, "coarse weights do not compete with those in full"
+
+
+@pytest.mark.parametrize(
+    ("done", "settings"),
+    [(13, {}), (14, {}), (15, {}), (14, {"mode": "patch", "patch": (16, 16, 16)}), (14, {"batch": 2, "ema": 0.5})],
+)
+def test_a_run_cut_in_or_between_its_grids_ends_with_the_uninterrupted_one_s_weights(
+    phantom_store, tmp_path, monkeypatch, done, settings
+):
+    options = {**HALF, "learner": NumpyLearner, **settings}
+    assert_cut_and_continued_is_uninterrupted(phantom_store, tmp_path, monkeypatch, done=done, **options)
+    whole, cut = (validations_of(tmp_path / name) for name in ("whole", "cut"))
+    assert [(one["step"], one["loss"], one["best"]) for one in whole] == [
+        (one["step"], one["loss"], one["best"]) for one in cut
+    ]
+
+
+def test_patches_of_half_the_edge_come_first(phantom_store, tmp_path):
+    fit = start(phantom_store, tmp_path, mode="patch", patch=(16, 24, 16), **HALF)
+    assert fit.config.coarse_grid == (8, 12, 8)
+    fit.run()
+    assert [one["voxels"] for one in steps_of(tmp_path)] == 14 * [8 * 12 * 8] + 2 * [16 * 24 * 16]
+
+
+def test_a_run_that_is_made_longer_goes_on_in_full(phantom_store, tmp_path):
+    start(phantom_store, tmp_path, **HALF).run()
+    fit = start(phantom_store, tmp_path, **{**HALF, "steps": 24})
+    fit.run()
+    assert {one["voxels"] for one in steps_of(tmp_path)[14:]} == {math.prod(fit.config.grid)}
+
+
+def test_patience_does_not_end_a_run_before_it_is_in_full(phantom_store, tmp_path, monkeypatch):
+    class Constant(NumpyLearner):
+        def logits(self, image):
+            return np.ones((*image.shape[:4], 3), np.float32)
+
+    fit = runs.start(
+        phantom_store, tmp_path, learner=Constant, **{**HALF, "steps": 32, "validations": 32, "patience": 2}
+    )
+    fit.run()
+    assert read_events(tmp_path)[-1]["reason"] == "early stop"
+    assert fit.step == 28 + 2
+
+
+def test_a_curriculum_s_rate_decays_over_the_voxels_that_are_left():
+    config = RunConfig(
+        learning_rate=2.0, warmup_steps=0, curriculum="half", grid=(16, 16, 16), coarse_grid=(8, 8, 8), coarse_steps=8
+    )
+    # 8 coarse steps have the voxels of one in full, and so a third of the three.
+    assert config.full_steps(10) == 3
+    rates = [config.rate_at(step, 10) for step in (0, 4, 8, 9)]
+    assert rates == pytest.approx([1 + math.cos(math.pi * share / 3) for share in (0, 0.5, 1, 2)])
 
 
 # --- Going on ---
@@ -291,7 +311,8 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_and_none_that_is_w
 @pytest.mark.parametrize(("name", "value"), [("step", "2"), ("best", [0.5]), ("trained_s", None)])
 def test_a_checkpoint_whose_state_is_of_another_kind_is_refused_by_name(phantom_store, tmp_path, name, value):
     fit = start(phantom_store, tmp_path)
-    state = {"step": 2, "best": None, "stale_validations": 0, "trained_s": 1.0}
+    state = {"step": 2, "best": None, "best_step": 0, "stale_validations": 0, "trained_s": 1.0}
+    state["owes_validation"] = False
     write_next(tmp_path, 2, fit.learner.arrays(), {**state, name: value}, keep=1)
     with pytest.raises(InputError, match=rf"step-00000002\.npz must hold a run's state, got state.{name} must be"):
         start(phantom_store, tmp_path)
