@@ -1,4 +1,4 @@
-"""Dice of untouched cases over steps, voxels and seconds: how fast today's defaults, or other settings, learn.
+"""Dice of untouched cases over what it cost, in full steps and in seconds: how fast settings learn.
 
     ./run.sh bench learning --workdir learning --record records/learning.jsonl -- --recipe demo
     ./run.sh bench learning --workdir learning --task small --task context --shape 80 106 70 -- --recipe demo
@@ -7,8 +7,9 @@
 
 A task is plain, context or small, which are phantoms, or the folder of a real case, of which warped copies are made:
 the untouched ones are warped otherwise. Data and stores stay in the workdir for the next time; runs are made anew by
-`train`, with what follows --, and are not kept. Seconds are of training, without validation and saving. A region that
-an untouched case lacks is left out: one voxel too many makes its Dice 0 there, and none 1.
+`train`, with what follows --, and are not kept. A full step has the voxels of one at full resolution, a coarse one
+less; seconds are of training, without validation and saving. The weights at the end are scored lesion by lesion too. A
+region that an untouched case lacks is left out: one voxel too many makes its Dice 0 there, and none 1.
 """
 
 import contextlib
@@ -24,18 +25,23 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.bench.harness import Output, Result, host_of
-from cpu3d.compare.run import RunFailedError, call, step_voxels
+from cpu3d.compare.run import call
 from cpu3d.data.region import Shape3
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.phantom import USUAL_SHAPE, write_phantom
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.errors import InputError
+from cpu3d.inference.evaluate import read_scores, scores_path
+from cpu3d.inference.scores import METRICS
 from cpu3d.settings import RunConfig, load_config
 from cpu3d.training.run_log import read_events
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.records import by, count, listed
 from memory_estimator.schema import option
 from memory_estimator.table import PALETTE, Table, new_figure, plain, png
+
+LESIONS = ("lesion_dice", "lesion_sensitivity", "false_positives")
+"""Metrics of the weights at the end."""
 
 PHANTOMS: Dict[str, Dict[str, str]] = {"plain": {}, "context": {"context": "count"}, "small": {"lesion_size": "small"}}
 """Task -> what `write_phantom` is given for it."""
@@ -91,10 +97,7 @@ def made_store(workdir: Path, task: str, shape: Optional[Shape3], cases: Tuple[i
 
 
 def learned(workdir: Path, store: Path, options: Options, task: str) -> Result:
-    """Train on `store` with each seed in turn; the content of a record.
-
-    A run whose loss diverged keeps the points until then. Raises RunFailedError for one that fails otherwise.
-    """
+    """Train on `store` with each seed in turn; the content of a record. Raises RunFailedError for a run that fails."""
     given = [word for word in options.train if word != "--"]
     length = ["--steps", str(options.steps), "--validations", str(options.steps // options.every)]
     name, log, curves, about = options.name or shlex.join(given) or "defaults", workdir / "log.txt", [], {}
@@ -102,24 +105,20 @@ def learned(workdir: Path, store: Path, options: Options, task: str) -> Result:
     scored = [r for r, codes in manifest.regions.items() if all({*codes} & {*one.label_voxels} for one in held_out)]
     for seed in options.seeds:
         with tempfile.TemporaryDirectory(prefix="run-", dir=workdir) as folder:
-            run, error = Path(folder) / "run", None
+            run = Path(folder) / "run"
+            what = f"{task}, {name}, seed {seed}"
             command = ["train", "--store", str(store), "--run", str(run), *given, *length, "--seed", str(seed)]
-            try:
-                call(command, log, f"{task}, {name}, seed {seed}", run=run, steps=options.steps)
-            except RunFailedError as failed:
-                if not failed.diverged:
-                    raise
-                error = failed.why
-            events, config = read_events(run), load_config(run)
-            start = next((event for event in events if event["event"] == "start"), None)
-            if start is None:
-                raise RunFailedError(
-                    f"{task} must have a first batch to learn, got {error}; all of it is in {log}", 4, error
-                )
-        points = points_of(events, config, scored)
-        curve = {"seed": seed, "learning_rate": config.peak_rate, "points": points}
-        curves.append({**curve, "error": error})
-        about = {name: getattr(config, name) for name in ("mode", "grid", "resolution", "batch", "optimizer", "ema")}
+            call(command, log, what, run=run, steps=options.steps)
+            call(["evaluate", "--run", str(run), "--split", "val", "--weights", "last"], log, what)
+            events, config, scores = read_events(run), load_config(run), read_scores(scores_path(run, "val"))
+        start = next(event for event in events if event["event"] == "start")
+        lesions = {
+            region: {metric: scores["summary"][region][metric]["mean"] for metric in LESIONS} for region in scored
+        }
+        curves.append({"seed": seed, "points": points_of(events, config, scored), "lesions": lesions})
+        about = {
+            name: getattr(config, name) for name in ("mode", "grid", "resolution", "batch", "optimizer", "coarse_steps")
+        }
         about["unet"] = dataclasses.asdict(config.unet)
         about.update(engine_name=start["engine"], **{one: start[one] for one in ("threads", "host", "versions")})
     wanted = {"task": task, "name": name, "options": given, "steps": options.steps, "cases": list(options.cases)}
@@ -127,17 +126,15 @@ def learned(workdir: Path, store: Path, options: Options, task: str) -> Result:
 
 
 def points_of(events: Sequence[Mapping[str, Any]], config: RunConfig, regions: Sequence[str]) -> List[Result]:
-    """Of each validation in a run's log: step, voxels and seconds of training until then, and Dice of `regions`."""
-    points, steps, seconds = [], 0, 0.0
+    """Of each validation in a run's log: step, full steps and seconds of training until then, and Dice of `regions`."""
+    points, seconds = [], 0.0
     for event in events:
         if event["event"] == "validation":
-            spent = {"voxels": steps * step_voxels(config), "seconds": seconds}
+            spent = {"full_steps": config.full_steps(event["step"]), "seconds": seconds}
             dice = {name: value for name, value in event["dice"].items() if name in regions}
             points.append({"step": event["step"], **spent, "dice": dice})
         elif event["event"] == "step":
-            steps, seconds = steps + 1, seconds + event["step_s"]
-        elif event["event"] not in ("checkpoint", "end"):  # such as a test of learning rates
-            seconds += event.get("seconds", 0.0)
+            seconds += event["step_s"]
     return points
 
 
@@ -159,7 +156,7 @@ def learning_table(record: Result) -> Table:
     rows, regions = [], list(next((points[0]["dice"] for points in rows_of(record)), {}))
     for points in rows_of(record):
         each = [mean_dice(point) for point in points]
-        cells = [str(points[0]["step"]), f"{points[0]['voxels'] / 1e6:,.1f}"]
+        cells = [str(points[0]["step"]), f"{points[0]['full_steps']:.1f}"]
         cells.append(f"{statistics.fmean(point['seconds'] for point in points):.1f}")
         cells += [f"{statistics.fmean(point['dice'][region] for point in points):.3f}" for region in regions]
         rows.append([*cells, f"{statistics.fmean(each):.3f} ({min(each):.3f} to {max(each):.3f})"])
@@ -167,13 +164,20 @@ def learning_table(record: Result) -> Table:
     length = f"{record['steps']} steps, {train} cases to train on, {val} untouched"
     title = f"{record['task']}, {record['name']}: {by(record['shape'], ' x ')}, {length}"
     seeds = f"Seeds {listed(curve['seed'] for curve in record['curves'])}; {host_of(record)}."
-    died = "".join(f" Seed {curve['seed']}: {curve['error']}." for curve in record["curves"] if curve["error"])
-    columns = ("step", "voxels, millions", "seconds", *regions, "mean (range of seeds)")
-    return Table(columns, rows, title=title, caption=seeds + died, names=0)
+    lesions = "; ".join(
+        f"{METRICS[metric].label} at the end: "
+        + ", ".join(
+            f"{region} {statistics.fmean(curve['lesions'][region][metric] for curve in record['curves']):.3f}"
+            for region in regions
+        )
+        for metric in LESIONS
+    )
+    columns = ("step", "full steps", "seconds", *regions, "mean (range of seeds)")
+    return Table(columns, rows, title=title, caption=f"{seeds} {lesions}.", names=0)
 
 
 def draw_learning(records: Sequence[Result]) -> bytes:
-    """PNG: mean Dice of the untouched cases over steps, a panel a task, a line for each name with the seeds' range."""
+    """PNG: mean Dice of the untouched cases over cost, a panel a task, a line for each name with the seeds' range."""
     tasks = list(dict.fromkeys(record["task"] for record in records))
     figure = new_figure(10, 0.4 + 2.6 * math.ceil(len(tasks) / 3))
     panels = figure.subplots(math.ceil(len(tasks) / 3), min(3, len(tasks)), squeeze=False).flatten()
@@ -185,12 +189,12 @@ def draw_learning(records: Sequence[Result]) -> bytes:
         for record, colour in zip(shown, itertools.cycle(PALETTE)):
             points = rows_of(record)
             each = [[mean_dice(point) for point in row] for row in points]
-            steps = [row[0]["step"] for row in points]
+            cost = [row[0]["full_steps"] for row in points]
             label = f"{record['name']}; {record['steps']} steps, {count(record['curves'], 'seed')}"
-            axes.fill_between(steps, *zip(*((min(dice), max(dice)) for dice in each)), color=colour, alpha=0.2, lw=0)
-            axes.plot(steps, [statistics.fmean(dice) for dice in each], "o-", color=colour, markersize=3.2, label=label)
+            axes.fill_between(cost, *zip(*((min(dice), max(dice)) for dice in each)), color=colour, alpha=0.2, lw=0)
+            axes.plot(cost, [statistics.fmean(dice) for dice in each], "o-", color=colour, markersize=3.2, label=label)
         plain(axes, f"{task}, {by(shown[0]['shape'], ' x ')}")
-        axes.set(ylim=(0, 1), xlim=(0, None), xlabel="step", ylabel="mean Dice" if axes in panels[::3] else None)
+        axes.set(ylim=(0, 1), xlim=(0, None), xlabel="full steps", ylabel="mean Dice" if axes in panels[::3] else None)
         axes.legend(frameon=False, fontsize=7, loc="lower right")
     figure.tight_layout(pad=0.6)
     return png(figure)

@@ -20,17 +20,24 @@ SMOOTH = 1.0
 and falls towards 0 with every voxel that is, instead of dividing 0 by 0."""
 
 
+HARD = 0.3
+"""Weight of the cross-entropy beside Dice: the best of those tried (docs/log.md)."""
+
+
 @tf.keras.utils.register_keras_serializable("cpu3d")
 class DiceCrossEntropy(tf.keras.losses.Loss):
-    """1 - mean soft Dice + mean of each region's cross-entropy over its size: a loss of Keras, and as
-    models/supervision.py has it.
+    """1 - mean soft Dice + HARD times a cross-entropy of hard voxels: a loss of Keras, and as models/supervision.py has
+    it.
 
-    Both terms are sums over voxels divided by the region's size, the voxels predicted and true together, and so count a
-    region's errors alike whether it fills a tenth of the volume or a ten-thousandth. A mean over the volume's voxels,
-    as is usual, leaves a small region's cross-entropy without weight, and Dice alone has no slope where its
-    probabilities have come close to 0: such a region was never learnt with some seeds (docs/log.md).
+    Dice has no slope where probabilities are close to 0 or 1, so it neither finds a small region that is predicted
+    nowhere nor takes away an island that is predicted with certainty; and a mean of the cross-entropy over all voxels
+    gives both the weight of their share of the volume. Here each voxel of a region counts by its error |p - t|, divided
+    by the sum of these errors: d loss / d z is HARD |p - t| (p - t) / sum |p - t|, whatever the region's size.
 
-    Its score is the soft Dice (N, R). Both are taken per sample and region and then averaged, so an accumulated batch
+    As |p - t| (p - t) is the slope of a voxel's cross-entropy less its error, the term is (sum of cross-entropies - sum
+    of errors) / sum of errors, the divisor taken as constant, and needs no map of its own.
+
+    The score is the soft Dice (N, R). All is taken per sample and region and then averaged, so an accumulated batch
     equals a full one.
     """
 
@@ -59,12 +66,13 @@ class DiceCrossEntropy(tf.keras.losses.Loss):
     def value(self, sums, by_sample: bool = False) -> Tuple[tf.Tensor, tf.Tensor, Tuple]:
         """The loss of the batch, or (N, 1) of each sample."""
         cross_entropy, overlap, predicted, true = tf.unstack(sums, axis=-1)
-        size = predicted + true + SMOOTH
-        dice, cost = (2 * overlap + SMOOTH) / size, cross_entropy / size
+        size, errors = predicted + true + SMOOTH, predicted + true - 2 * overlap
+        dice, weight = (2 * overlap + SMOOTH) / size, HARD / (errors + SMOOTH)
         count = tf.cast(tf.size(dice[0] if by_sample else dice), tf.float32)
         mean = functools.partial(tf.reduce_mean, axis=1 if by_sample else None, keepdims=by_sample)
-        loss = 1 - mean(dice) + mean(cost)
-        return loss, dice, (-2 / (size * count), (dice - cost) / (size * count), 1 / (size * count))
+        loss = 1 - mean(dice) + mean(weight * (cross_entropy - errors))
+        # Of errors d / d z is p (1 - p) (1 - 2 t).
+        return loss, dice, ((2 * weight - 2 / size) / count, (dice / size - weight) / count, weight / count)
 
     def slope(self, t, p, factors):
         """p (1 - p) (a t + b) + c (p - t), with a, b and c of the factors, in this order."""

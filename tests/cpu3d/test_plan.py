@@ -180,20 +180,52 @@ def test_the_batch_grows_with_the_workers_and_the_learning_rate_with_the_batch(p
     assert config.learning_rate == pytest.approx(rate)
 
 
-def test_a_rate_that_is_found_is_that_of_the_whole_batch(phantom_store, tmp_path):
-    with pytest.raises(InputError, match="--rate-scaling must come with a --learning-rate, got sqrt for auto"):
-        planned(phantom_store, tmp_path, 2, batch_per_worker=1, rate_scaling="sqrt", learning_rate=0.0)
-
-
-@pytest.mark.parametrize("recipe", [{}, {"recipe": "demo"}])
-def test_a_run_that_continues_keeps_the_rate_that_was_found(phantom_store, tmp_path, recipe):
+def test_a_learning_rate_left_open_is_the_optimizer_s_and_a_run_that_continues_may_change_it(phantom_store, tmp_path):
     def again(**settings):
-        return make_plan(phantom_store, tmp_path, HOST, {**recipe, "depth": 3, **settings}).config
+        return make_plan(phantom_store, tmp_path, HOST, {"depth": 3, **settings}).config
 
-    save_config(dataclasses.replace(again(), found_rate=0.04), tmp_path)
-    assert (again().peak_rate, again(epochs=200).peak_rate) == (0.04, 0.04)
-    with pytest.raises(InputError, match=r"learning_rate must stay as the run was started, got 0\.02 for 'auto'"):
-        again(learning_rate=0.02)
+    assert again().learning_rate == 0.02
+    save_config(again(learning_rate=0.04), tmp_path)
+    assert (again().learning_rate, again(epochs=200).learning_rate) == (0.04, 0.04)
+    assert again(learning_rate=0.02, adam_rate=0.01).adam_rate == 0.01
+
+
+# --- The curriculum ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "coarse", "steps"),
+    [
+        ({}, "half", 7),
+        ({"curriculum": "off"}, "off", 0),
+        ({"depth": 5}, "off", 0),  # half of it would be one voxel at the deepest of five levels
+        ({"steps": 1}, "half", 0),  # which is in full
+        ({"mode": "patch", "patch": (16, 16, 16)}, "half", 7),
+    ],
+)
+def test_seven_steps_of_eight_are_coarse_where_the_grid_allows(phantom_store, tmp_path, settings, coarse, steps):
+    plan = planned(phantom_store, tmp_path, 1, **{"curriculum": "auto", "depth": 3, "steps": 8, **settings})
+    assert (plan.config.curriculum, plan.config.coarse_steps) == (coarse, steps)
+    assert plan.to_json()["config"]["coarse_steps"] == steps
+    if steps:
+        assert plan.config.at(0).grid == plan.config.coarse_grid
+        assert plan.config.at(7).grid == plan.config.grid
+        wanted = steps * plan.coarse.step_s + plan.estimate.step_s
+        assert plan.training_s == pytest.approx(wanted)
+        assert plan.coarse.allocator_peak_bytes < plan.estimate.allocator_peak_bytes
+
+
+def test_a_curriculum_that_the_grid_does_not_allow_is_refused_by_name(phantom_store, tmp_path):
+    with pytest.raises(InputError, match="--curriculum must be off for a network of 5 levels .* got half"):
+        planned(phantom_store, tmp_path, 1, depth=5, curriculum="half")
+
+
+def test_a_run_made_longer_keeps_its_coarse_steps_and_one_made_shorter_has_fewer(phantom_store, tmp_path):
+    def coarse_steps(**settings):
+        return make_plan(phantom_store, tmp_path, HOST, {"depth": 3, **settings}).config.coarse_steps
+
+    save_config(make_plan(phantom_store, tmp_path, HOST, {"depth": 3, "steps": 16}).config, tmp_path)
+    assert [coarse_steps(steps=steps) for steps in (8, 16, 32)] == [7, 14, 14]
 
 
 def test_a_batch_of_all_workers_is_the_same_training_on_any_number_of_them(phantom_store, tmp_path):

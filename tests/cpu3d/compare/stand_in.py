@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import fnmatch
 import json
+import math
 import os
 import shutil
 import signal
@@ -26,7 +27,7 @@ from memory_estimator.schema import add_options, arguments
 BUDGET_STEPS = 6
 """What a budget of minutes comes to."""
 
-FOUND_RATES = {"whole": 0.25, "patch": 0.13}
+RATES = {"whole": 0.25, "patch": 0.13}
 """What a test of learning rates comes to."""
 
 
@@ -60,7 +61,7 @@ def train(template: Path, args: argparse.Namespace) -> int:
     config = with_settings(recipe_config(settings), settings)
     own = {name: getattr(store, name) for name in ("store", "label_names", "region_codes", "split_hash", "regions")}
     own.update(grid=tuple(settings.get("patch", store.grid)), steps=config.steps or BUDGET_STEPS)
-    config = dataclasses.replace(config, found_rate=0.0 if config.learning_rate else FOUND_RATES[config.mode], **own)
+    config = dataclasses.replace(config, learning_rate=config.learning_rate or RATES[config.mode], **own)
     (run / "checkpoints").mkdir(parents=True, exist_ok=True)
     save_config(config, run)
     done = max((event["step"] for event in read_events(run) if "step" in event), default=0)
@@ -69,10 +70,12 @@ def train(template: Path, args: argparse.Namespace) -> int:
     name, code, said = (around / "fail").read_text().split(" ", 2) if (around / "fail").exists() else ("", 0, "")
     for step in range(done + 1, stop + 1):
         step_s = 0.75 if config.is_patch else 2.25
-        append_event(run, {"event": "step", "step": step, "step_s": step_s, "wait_s": 0.25, "rss_bytes": 2**30})
+        voxels = config.batch * math.prod(config.grid)
+        seen = {"step_s": step_s, "wait_s": 0.25, "rss_bytes": 2**30, "voxels": voxels}
+        append_event(run, {"event": "step", "step": step, **seen})
         if fnmatch.fnmatch(run.name, name):
             if int(code) == 4:
-                append_event(run, {"event": "diverged", "step": step, "loss": "nan"})
+                append_event(run, {"event": "diverged", "step": step, "reason": "loss must be finite, got nan"})
             print(said, file=sys.stderr)
             return int(code)
     append_event(run, {"event": "validation", "step": stop, "mean_dice": 0.7, "seconds": 0.5})
