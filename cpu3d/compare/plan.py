@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, TypedDict
 
-from cpu3d.compare.run import Evaluation, PlannedRun, step_voxels
+from cpu3d.compare.run import Evaluation, PlannedRun, run_voxels
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, refuse
 from cpu3d.host.gpu import HostGpus
@@ -159,6 +159,10 @@ def resolve_variants(variants: Sequence[Variant], store: Store) -> List[Tuple[Va
     return found
 
 
+FEW = 8
+"""Steps of which a curriculum's share is whole, so that their voxels are those of any number of steps in proportion."""
+
+
 # --- compare.json ---
 
 
@@ -237,11 +241,11 @@ def courses(found: Sequence[Tuple[Variant, Plan]], budget: Budget, validations: 
     """
     first, voxels, plan = found[0][1], budget.amount, []
     if budget.kind == "epochs":  # patches as many as make up a volume
-        an_epoch = len(first.store.cases("train")) * first.config.patches_per_case
-        voxels *= an_epoch * step_voxels(first.config) / first.config.batch
+        an_epoch = len(first.store.cases("train")) * first.config.patches_per_case // first.config.batch
+        voxels = run_voxels(first.config, voxels * an_epoch)
     for (name, settings), planned in found:
         config, cases, predicted = planned.config, len(planned.store.cases("train")), planned.estimate
-        steps = None if budget.kind == "minutes" else max(round(voxels / step_voxels(config)), 1)
+        steps = None if budget.kind == "minutes" else max(round(voxels * FEW / run_voxels(config, FEW)), 1)
         if budget.kind == "passes":
             steps = max(round(cases * budget.amount / config.batch), 1)
         plan.append(
@@ -256,7 +260,7 @@ def courses(found: Sequence[Tuple[Variant, Plan]], budget: Budget, validations: 
                 "peak_bytes": predicted and predicted.process_peak_bytes,
                 "warmup_steps": config.warmup_steps,
                 "steps": steps,
-                "voxels": steps and steps * step_voxels(config),
+                "voxels": steps and run_voxels(config, steps),
                 "validations": min(validations, steps or validations),
             }
         )

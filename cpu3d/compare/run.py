@@ -179,9 +179,9 @@ def is_evaluated(run: Path, evaluation: Evaluation, scored: Optional[Path] = Non
     )
 
 
-def step_voxels(config: RunConfig) -> int:
-    """Voxels that the network sees in a step, in the mean over a whole run."""
-    return round(config.batch * math.prod(config.grid) * config.with_coarse_share(8).full_steps(8) / 8)
+def run_voxels(config: RunConfig, steps: int) -> int:
+    """Voxels that the network sees in a run of so many steps, of which a curriculum has its share at half."""
+    return round(config.batch * math.prod(config.grid) * config.with_coarse_share(steps).full_steps(steps))
 
 
 # --- Run folders that are there already ---

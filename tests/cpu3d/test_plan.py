@@ -212,11 +212,11 @@ def test_seven_steps_of_eight_are_coarse_where_the_grid_allows(phantom_store, tm
         assert plan.config.at(7).grid == plan.config.grid
         wanted = steps * plan.coarse.step_s + plan.estimate.step_s
         assert plan.training_s == pytest.approx(wanted)
-        assert plan.coarse.allocator_peak_bytes < plan.estimate.allocator_peak_bytes
+        assert plan.coarse.process_peak_bytes < plan.estimate.process_peak_bytes
 
 
 def test_a_curriculum_that_the_grid_does_not_allow_is_refused_by_name(phantom_store, tmp_path):
-    with pytest.raises(InputError, match="--curriculum must be off for a network of 5 levels .* got half"):
+    with pytest.raises(InputError, match=r"--curriculum must be off for a network of 5 levels .* got half"):
         planned(phantom_store, tmp_path, 1, depth=5, curriculum="half")
 
 

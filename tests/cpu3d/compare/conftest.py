@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import sys
 import time
@@ -34,7 +35,8 @@ def make_run(tmp_path, tiny_run, fake_predictor, tiny_store):
         save_config(config, folder)
         lines = [{"event": "start", "step": 0, "host": {"cpu": "made up", "cores": 2}}]
         for step in range(1, 5):
-            lines.append({"event": "step", "step": step, "step_s": step_s if step > 1 else 9.0, "rss_bytes": 2**30})
+            seen = {"voxels": config.batch * math.prod(config.grid), "rss_bytes": 2**30}
+            lines.append({"event": "step", "step": step, "step_s": step_s if step > 1 else 9.0, **seen})
             if step % 2 == 0:
                 lines.append({"event": "validation", "step": step, "mean_dice": mean_dice, "seconds": 0.5})
         default = {"reason": "finished", "step": 4, "seconds": 36.0, "peak_rss_bytes": 3 * 2**30}

@@ -203,7 +203,7 @@ def test_resolutions_are_variants_to_which_others_are_added(resolutions, stage, 
     ]
     (line,) = read_records(record, "compare")
     assert line["budget"] == "40 epochs each"
-    assert "| learning rate, chosen or found | 0.25 | 0.25 |" in comparisons_markdown([line])
+    assert "| learning rate | 0.25 | 0.25 |" in comparisons_markdown([line])
     _, content = resolutions(0.75, seeds=[5], more=["--batches", 2])
     seeds = {name: one["seeds"] for name, one in content["results"]["variants"].items()}
     assert seeds == {name: [0, 1, 5] for name in ("r1-b1", "r0.5-b1", "r0.75-b2")}

@@ -83,6 +83,9 @@ def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_optio
     plan = courses(resolve_variants(variants, phantom_store), Budget("epochs", 7), 3)
     whole = plan[0]["voxels"]
     assert whole == 7 * 4 * math.prod(plan[0]["grid"])
+    halved = courses(resolve_variants([Variant("whole", {**SMALL, "curriculum": "half"})], phantom_store), Budget("epochs", 7), 3)
+    assert halved[0]["steps"] == 7 * 4
+    assert halved[0]["voxels"] < whole / 2, "7 of 8 steps have fewer"
     for course, seed in itertools.product(plan, (0, 5)):
         assert abs(course["voxels"] - whole) <= math.prod(course["grid"]) * course["batch"]
         run = planned_run(course, seed, tmp_path)
@@ -116,7 +119,6 @@ def test_runs_that_differ_in_their_seed_or_in_how_they_were_computed_are_one_var
     computed = {
         "policy": "lean",
         "micro_batch": 1,
-        "found_rate": 0.5,
         "validations": 2,
         "device": "gpu:0",
         "store": "/elsewhere",
