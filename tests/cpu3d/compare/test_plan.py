@@ -23,7 +23,7 @@ from cpu3d.util.lock import locked
 from memory_estimator.schema import add_options, arguments
 from tests.cpu3d.runs import decided
 
-SMALL = {"filters": 2, "depth": 3, "dtype": "float32"}
+SMALL = {"filters": 2, "depth": 3, "dtype": "float32", "curriculum": "off"}
 
 
 def test_a_variant_is_train_s_options_on_top_of_the_common_ones():
@@ -83,7 +83,9 @@ def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_optio
     plan = courses(resolve_variants(variants, phantom_store), Budget("epochs", 7), 3)
     whole = plan[0]["voxels"]
     assert whole == 7 * 4 * math.prod(plan[0]["grid"])
-    halved = courses(resolve_variants([Variant("whole", {**SMALL, "curriculum": "half"})], phantom_store), Budget("epochs", 7), 3)
+    halved = courses(
+        resolve_variants([Variant("whole", {**SMALL, "curriculum": "half"})], phantom_store), Budget("epochs", 7), 3
+    )
     assert halved[0]["steps"] == 7 * 4
     assert halved[0]["voxels"] < whole / 2, "7 of 8 steps have fewer"
     for course, seed in itertools.product(plan, (0, 5)):
