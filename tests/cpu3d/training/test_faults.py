@@ -1,7 +1,7 @@
 """What happens to a run that a full disk, a signal, a bad number, too little memory or a damaged file stops.
 
-Each ends with its own code, says why and what is left, and the same command goes on to the same bits. Kills are the
-matter of `bench faults`, containers that of test_watchdog.
+Each ends with its own code, says why and what is left, and the same command goes on to the same bits. test_kills has
+random moments, test_watchdog containers.
 """
 
 import resource
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.bench.faults import run_differences
 from cpu3d.data.records import array_path
 from cpu3d.data.sampling import sample_at
 from cpu3d.data.store import open_store
@@ -22,7 +21,7 @@ from cpu3d.settings import RunConfig
 from cpu3d.training.checkpoint import checkpoints, newest
 from cpu3d.training.fit import Fit
 from cpu3d.training.run_log import read_events
-from tests.cpu3d.runs import NumpyLearner
+from tests.cpu3d.runs import NumpyLearner, assert_same_run
 
 STEPS, KEEP = 8, 3
 
@@ -78,7 +77,7 @@ def before_step(monkeypatch, number, do):
 
 def assert_continues_to_the_bit(store, run, whole):
     assert main(command(store, run)) == 0
-    assert run_differences(whole, run, KEEP) == []
+    assert_same_run(run, whole, KEEP)
 
 
 # --- Disk ---
