@@ -7,6 +7,7 @@ random moments, test_watchdog containers.
 import resource
 import signal
 
+import nibabel
 import numpy as np
 import pytest
 
@@ -14,7 +15,6 @@ from cpu3d.__main__ import main
 from cpu3d.data.records import array_path
 from cpu3d.data.sampling import sample_at
 from cpu3d.data.store import open_store
-from cpu3d.data.stores.conversion import Settings
 from cpu3d.data.stores.phantom import write_phantom
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.settings import RunConfig
@@ -118,7 +118,10 @@ def test_sigterm_saves_and_ends_with_code_143(phantom_store, whole, tmp_path, mo
 
 def test_a_case_that_gives_nan_is_named_and_the_last_good_weights_stay(tmp_path, capsys):
     write_phantom(tmp_path / "raw", cases=4, shape=(24, 24, 24), seed=5, workers=1)
-    prepare(tmp_path / "raw", tmp_path / "store", fractions=(1, 0, 0), workers=1, settings=Settings(scores=True))
+    for path in (tmp_path / "raw" / "imagesTr").iterdir():  # of halves, so that the store has float16, which holds NaN
+        image = nibabel.load(path)
+        nibabel.save(nibabel.Nifti1Image(np.asarray(image.dataobj) * np.float32(0.5), image.affine), path)
+    prepare(tmp_path / "raw", tmp_path / "store", fractions=(1, 0, 0), workers=1)
     store, run = open_store(tmp_path / "store"), tmp_path / "run"
     cases = store.cases("train")
     in_second_step = cases[sample_at(3, cases=len(cases), seed=RunConfig.seed).index]
