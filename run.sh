@@ -15,7 +15,7 @@ help() {
 Train a 3D U-Net on whole volumes, or on patches of them.
 
   ./run.sh                      set up on the first call, then run the demo
-  ./run.sh setup [--latest | --gpu | --horovod]
+  ./run.sh setup [--latest | --gpu]
                                 make .venv and install the pinned packages, nothing else
   ./run.sh test [--all] [...]   run the tests; --all adds the slow ones; the rest goes to pytest
   ./run.sh demo [--smoke] [--policy P]
@@ -30,8 +30,7 @@ Example:
 
 Engines: TensorFlow 2.15 with Intel's extension (requirements.txt) on Linux x86-64 with Python 3.9 to 3.11,
 TensorFlow 2.21 (requirements-latest.txt) elsewhere; `setup --latest` takes the second in any case, and `setup --gpu`
-the second with CUDA (requirements-gpu.txt, Linux x86-64), for `train --mode patch` on an NVIDIA GPU. `setup --horovod`
-builds Horovod beside the first (requirements-horovod.txt; cmake, make, g++), for `horovodrun`.
+the second with CUDA (requirements-gpu.txt, Linux x86-64), for `train --mode patch` on an NVIDIA GPU.
 PYTHON=/path/to/python ./run.sh setup uses that Python. Another engine or Python version is a fresh .venv.
 HELP
 }
@@ -217,40 +216,10 @@ setup() {
   say "Ready: .venv has Python $version and $requirements."
 }
 
-# Horovod, into the environment of TensorFlow 2.15: into the one that is there, else into a new one.
-setup_horovod() {
-  local tool missing="" wanted built="$venv/horovod" # built: written last, and gone with the environment
-  for tool in cmake make g++; do command -v "$tool" >/dev/null || missing="$missing $tool"; done
-  [ -z "$missing" ] || die "setup --horovod must have cmake, make and g++ to build Horovod, found no$missing; install them, then run this again:" \
-    "  Debian, Ubuntu: sudo apt install cmake make g++" \
-    "  Fedora, RHEL:   sudo dnf install cmake make gcc-c++"
-  if ! is_ready || [ "$requirements" != requirements.txt ]; then
-    [ "${requirements:-}" != requirements.txt ] || kept="${version:-}"
-    choose
-    [ "$requirements" = requirements.txt ] || die "setup --horovod must have TensorFlow 2.15, which Horovod is written for: Linux x86-64 with AVX2 and Python 3.9 to 3.11, got $platform with Python $version; install Python 3.11, or train without Horovod"
-    setup
-  fi
-  wanted="$(checksum requirements-horovod.txt) beside $(cat "$stamp")"
-  is_built() { [ "$(cat "$built" 2>/dev/null)" = "$wanted" ]; }
-  if is_built || { acquire; is_built; }; then
-    say "Ready: .venv has Horovod."
-    return
-  fi
-  rm -f "$built"
-  "$venv/bin/python" -m pip uninstall -y horovod >/dev/null 2>&1 || true # one that was built for another TensorFlow
-  say "Building Horovod, which takes 5 to 15 minutes; details in .venv/install.log"
-  export HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1
-  export CMAKE_POLICY_VERSION_MINIMUM=3.5 # for cmake 4, to which its Gloo is too old
-  install requirements-horovod.txt --no-build-isolation --no-cache-dir # cached, it could be of another TensorFlow
-  say "$wanted" >"$built"
-  say "Ready: .venv has Horovod."
-}
-
-# install FILE [PIP'S OPTION...]: what a requirements file names, into the environment.
+# install FILE: what a requirements file names, into the environment.
 install() {
   local pid status=0 start=$SECONDS file="$1"
-  shift
-  "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "$@" -r "$root/$file" >"$log" 2>&1 &
+  "$venv/bin/python" -m pip install --disable-pip-version-check --no-input -r "$root/$file" >"$log" 2>&1 &
   pid=$!
   trap 'kill "$pid" 2>/dev/null; printf "\nrun.sh: interrupted; the same command goes on from here\n" >&2; exit 130' INT TERM
   while [ -t 1 ] && kill -0 "$pid" 2>/dev/null; do
@@ -289,9 +258,8 @@ case "$command" in
       "") ;;
       --latest) engine=latest ;;
       --gpu) engine=gpu ;;
-      --horovod) setup_horovod; exit ;;
       -h | --help) help; exit ;;
-      *) printf 'run.sh: setup takes --latest, --gpu, --horovod or nothing, got %s\n' "$1" >&2; exit 2 ;;
+      *) printf 'run.sh: setup takes --latest, --gpu or nothing, got %s\n' "$1" >&2; exit 2 ;;
     esac
     setup
     exit

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import List, Optional
 
-from cpu3d.distributed.cluster import VARIABLES
 from memory_estimator.schema import as_typed, option
 from models.config import POLICIES
 
@@ -40,8 +39,7 @@ OPTIONS = (Options,)
 def run(options: Options) -> int:
     from cpu3d.__main__ import main
 
-    for name in VARIABLES:  # left over, it would make the training one of several that nobody has started
-        os.environ.pop(name, None)
+    os.environ.pop("TF_CONFIG", None)  # left over, it would make the training one of several that nobody has started
     out = options.out / "smoke" if options.smoke else options.out
     for command in commands(out, options.smoke, options.policy):
         print(f"\n$ {as_typed('./run.sh')} {shlex.join(command)}", file=sys.stderr, flush=True)

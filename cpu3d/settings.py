@@ -69,7 +69,7 @@ RATE_SCALES = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 CHANGEABLE = (
     *("store", "epochs", "steps", "coarse_steps", "budget_minutes", "patience", "validate_every", "validations"),
-    *("read_mode", "save_minutes", "keep", "stall_minutes", "deterministic"),
+    *("read_mode", "save_minutes", "keep", "stall_minutes"),
     *("learning_rate", "adam_rate", "device", "micro_batch", "unet.policy"),
 )
 """Settings that may change when a run is continued; all others would make it another run. The last five change what
@@ -172,8 +172,6 @@ class RunConfig:
     keep: int = _training(3, "checkpoints to keep, besides the best weights", "K", at_least=1)
     stall_minutes: float = _training(15.0, "a step that takes longer counts as hanging; 0: none", "M", at_least=0)
     """And ten times longer than any before. What is done for the first time may take four times as long."""
-    deterministic: bool = _training(False, "refuse operations that may give other bits next time")
-    """On a CPU the bits are the same without."""
     seed: int = _training(0, "of weights, order and augmentation", "S")
     """The split has the store's own."""
     engine: str = _training(AUTO, "auto: ITEX where it is installed", choices=(AUTO, *ENGINES))

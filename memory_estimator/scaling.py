@@ -3,33 +3,23 @@
 Every worker computes the gradients of its share of the batch, the gradients are summed over all, each worker updates
 its own weights. One after the other come the slowest worker's share (`largest_of`), adding gradients up, packing them
 into one float32 vector, its exchange by a ring over all workers for each 16 MiB (`exchange_s`), and a short wait for
-data: the trainer hides nothing of the exchange behind the backward pass. `bench scaling` measures on one host what
-workers lose to each other; without its record it is assumed.
+data: the trainer hides nothing of the exchange behind the backward pass. What workers lose to each other was measured
+on one host (`MEASURED`).
 """
 
 import argparse
 import dataclasses
 import functools
-import json
 import math
 import statistics
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 from memory_estimator.estimate import Component, Estimate
-from memory_estimator.files import read_records
 from memory_estimator.schema import given, option
 from memory_estimator.table import Table
 from memory_estimator.units import format_bytes, format_seconds, parse_rate
 from models.layer_plan import layer_plan
-
-PUBLISHED = Path(__file__).resolve().parents[1] / "records" / "scaling.jsonl"
-"""The record that comes with the project; it may not be there."""
-
-ALONE, IN_PARTS, TOGETHER, APART, WIDE = "alone", "in parts", "together", "apart", "wide"
-"""Rows of a record: one worker; one that adds its gradients up and updates apart, as several do; several that exchange;
-as many that do the same and do not exchange; one with the cores of all of them."""
 
 PIECE_BYTES = 16 * 2**20
 """Of the vector, summed at a time, each piece by a ring of its own (`cpu3d.distributed.all_reduce`)."""
@@ -37,7 +27,7 @@ PIECE_BYTES = 16 * 2**20
 LATENCY_S = 50e-6  # of a message between two hosts; what a message costs inside one comes on top
 
 DATA_WAIT_SHARE = 0.0004
-"""Of a step's computing, waiting for data that are read in time (records/data.jsonl, training on whole volumes)."""
+"""Of a step's computing, waiting for data that are read in time (docs/log.md, loading)."""
 
 EXCHANGED_COPIES = 4
 """Of the gradients, while they are summed: what is sent, what has come, the network's buffers. Not measured."""
@@ -67,17 +57,20 @@ class ExchangeCosts:
     origin: str  # where these are from, for printing
 
 
-ASSUMED = ExchangeCosts(
-    endpoint_s_per_byte=20e-3 / 22.6e6,  # 22.6 MB between two processes took 10 to 30 ms on the development host
-    call_s=1e-3,
-    message_s=100e-6,
-    packing_s_per_byte=4 / 10e9,  # written and read on the way in and on the way out, at 10 GB/s
-    in_parts_s_per_byte=5 / 10e9,  # set to zero; read, and the sum read and written; read again: at 10 GB/s
-    spread=0.03,
-    contention=0.0,
-    origin="assumed: no record of `bench scaling` is there",
+MEASURED = ExchangeCosts(
+    endpoint_s_per_byte=1.956e-9,
+    call_s=0.8547e-3,
+    message_s=92.56e-6,
+    packing_s_per_byte=0.23e-9,
+    in_parts_s_per_byte=0.0,
+    spread=0.005946,
+    contention=0.0312,
+    origin="measured: 2026-11-21, 2 workers on one AMD EPYC (docs/log.md)",
 )
-"""Stands in for a measurement."""
+"""Medians of two jobs of a core a worker: 240x240x160 and 128^3, 16 filters, 22.6 MB of gradients."""
+
+ERRORS = (0.063, -0.002)
+"""Of the predicted steps of two workers in these two jobs, each by the constants of the other."""
 
 
 # --- The formula ---
@@ -139,76 +132,6 @@ def of_one(whole: Estimate, workers: int) -> Estimate:
     return dataclasses.replace(whole.with_beside(exchange), step_s=whole.step_s / workers)
 
 
-# --- The record ---
-
-
-def read_scaling(path: Path) -> Tuple[Mapping[str, Any], ...]:
-    """The records in a file: the newest of each step, cores, engine and CPU. Raises ValueError for none or damage."""
-
-    def checked(record: Mapping[str, Any]) -> Tuple[str, Mapping[str, Any]]:
-        costs_of(record)
-        if not all(row["step_s"] > 0 for row in record["rows"]):
-            raise ValueError("steps without seconds")
-        names = ("shape", "batch", "micro_batch", "unet", "optimizer", "cores_per_worker", "engine_name")
-        return json.dumps([*(record[name] for name in names), record["host"]["cpu"]], sort_keys=True), record
-
-    found = dict(read_records(path, "scaling", checked))
-    if not found:
-        raise ValueError(f"record file {path} must hold a record of `bench scaling`, got none; name another")
-    return tuple(found.values())
-
-
-def row_of(record: Mapping[str, Any], name: str, workers: int) -> Mapping[str, Any]:
-    """One row of a record. Raises KeyError where there is none."""
-    for row in record["rows"]:
-        if row["name"] == name and row["workers"] == workers:
-            return row
-    raise KeyError(f"row {name} of {workers}")
-
-
-def costs_of(record: Mapping[str, Any]) -> ExchangeCosts:
-    """The constants that one record comes to, from its fewest workers above one. Raises KeyError for what is none."""
-    count = min(row["workers"] for row in record["rows"] if row["name"] == TOGETHER)
-    alone, in_parts = row_of(record, ALONE, 1), row_of(record, IN_PARTS, 1)
-    together, apart = row_of(record, TOGETHER, count), row_of(record, APART, count)
-    size, call_s, message_s = record["gradient_bytes"], together["call_s"], together["message_s"]
-    passing_s = together["exchange_s"] - exchange_s(size, count, s_per_byte=0, message_s=message_s, call_s=call_s)
-    return ExchangeCosts(
-        endpoint_s_per_byte=max(0.0, passing_s) / exchange_s(size, count, s_per_byte=1),
-        call_s=call_s,
-        message_s=message_s,
-        packing_s_per_byte=together["packing_s"] / size,
-        in_parts_s_per_byte=max(0.0, in_parts["compute_s"] - alone["step_s"]) / size,
-        spread=max(0.0, together["wait_s"]) / together["compute_s"] / largest_of(count),
-        contention=max(0.0, apart["compute_s"] / in_parts["compute_s"] - 1),
-        origin=f"measured: bench scaling, {record.get('date', '')}, {count} workers on one {record['host']['cpu']}",
-    )
-
-
-def pooled(records: Sequence[Mapping[str, Any]]) -> ExchangeCosts:
-    """The medians over the records, of which there must be one."""
-    found = [costs_of(record) for record in records]
-    names = [field.name for field in dataclasses.fields(ExchangeCosts) if field.type is float]
-    return dataclasses.replace(
-        found[-1], **{name: statistics.median(getattr(one, name) for one in found) for name in names}
-    )
-
-
-def predicted_errors(records: Sequence[Mapping[str, Any]]) -> List[float]:
-    """How far predicted steps of several workers on one host are off, as signed shares of the measured ones. Each is
-    predicted from its own record's one worker and the constants of the *other* records. Where there is no other, they
-    are its own, which flatters."""
-    errors = []
-    for record in records:
-        costs = pooled([one for one in records if one is not record] or [record])
-        alone_s = row_of(record, ALONE, 1)["step_s"] / (1 + DATA_WAIT_SHARE)
-        in_parts = record["batch"] > record["micro_batch"]
-        for row in (row for row in record["rows"] if row["name"] == TOGETHER):
-            parts = step_parts(alone_s, record["gradient_bytes"], costs, 1, row["workers"], in_parts=in_parts)
-            errors.append(sum(parts.values()) / row["step_s"] - 1)
-    return errors
-
-
 # --- The command line ---
 
 _option = functools.partial(option, group="several hosts, data parallel")
@@ -228,7 +151,6 @@ class ScalingOptions:
     global_batch: Optional[int] = _option(
         None, "volumes a step of all workers together (default: --batch for each, so it grows)", "G", at_least=1
     )
-    record: str = _option("", f"of `bench scaling` (default: records/{PUBLISHED.name}, if it is there)", "FILE")
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -249,13 +171,8 @@ def check_options(args: argparse.Namespace) -> None:
 
 def several_hosts(options: ScalingOptions, one: Estimate) -> Tuple[Dict[str, Any], Table]:
     """The answer for `one` worker, a row for each number of hosts, as JSON content and as a table. Raises ValueError
-    for an unreadable rate or record, and for a batch that cannot be dealt to the workers evenly."""
-    job, per_host, costs, errors, records = one.job, options.workers_per_host, ASSUMED, [], ()
-    path = Path(options.record or PUBLISHED)
-    if options.record or path.is_file():
-        records = read_scaling(path)
-        costs, errors = pooled(records), predicted_errors(records)
-        costs = dataclasses.replace(costs, origin=f"{costs.origin} ({path.name})")
+    for an unreadable rate, and for a batch that cannot be dealt to the workers evenly."""
+    job, per_host = one.job, options.workers_per_host
     volume_s = (options.step_s or one.step_s) / job.batch
     gradient_bytes = 4 * sum(op.trainable for op in layer_plan(job.unet, job.shape))  # in float32
     link = {"network_bytes_per_s": parse_rate(options.link), "in_parts": job.parts > 1}
@@ -266,7 +183,7 @@ def several_hosts(options: ScalingOptions, one: Estimate) -> Tuple[Dict[str, Any
         if batch % workers:
             raise ValueError(f"--global-batch must be a multiple of the {workers} workers, got {batch}; choose another")
         alone_s = batch // workers * volume_s
-        parts = step_parts(alone_s, gradient_bytes, costs, hosts, per_host, **link)
+        parts = step_parts(alone_s, gradient_bytes, MEASURED, hosts, per_host, **link)
         step_s = sum(parts.values())
         # Whole batches only, as `train` counts them; None without cases, or of fewer than a batch.
         epoch_s = job.cases // batch * step_s if job.cases >= batch else None
@@ -286,11 +203,10 @@ def several_hosts(options: ScalingOptions, one: Estimate) -> Tuple[Dict[str, Any
         times = ["-" if row[name] is None else format_seconds(row[name]) for name in ("epoch_s", "total_s")]
         shares = [f"{step_s:.3g}", f"{row['network_share']:.0%}", f"{row['cases_per_s']:.3g}"]
         lines.append([str(hosts), str(batch), *shares, f"{row['efficiency']:.0%}", *times])
-    worst = f"{max(errors, key=abs):+.1%} of a step, workers on one host" if errors else "not measured"
-    worst += "; of its own record, which flatters" if len(records) == 1 else ""
+    worst = f"{max(ERRORS, key=abs):+.1%} of a step, workers on one host"
     content = {"job": job.to_json(), "volume_s": volume_s, "gradient_bytes": gradient_bytes, **link, "rows": rows}
-    content.update(workers_per_host=per_host, latency_s=LATENCY_S, costs=vars(costs), errors=errors)
+    content.update(workers_per_host=per_host, latency_s=LATENCY_S, costs=vars(MEASURED), errors=list(ERRORS))
     columns = ("hosts", "batch", "s a step", "exchange", "cases/s", "efficiency", "an epoch", "in all")
     title = f"{per_host} worker{'s' * (per_host > 1)} a host, {format_bytes(gradient_bytes)} of gradients exchanged"
-    caption = f"costs of the exchange: {costs.origin}\nworst error: {worst}\n{NOT_COUNTED}"
+    caption = f"costs of the exchange: {MEASURED.origin}\nworst error: {worst}\n{NOT_COUNTED}"
     return content, Table(columns, lines, title, caption, names=0)

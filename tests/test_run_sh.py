@@ -73,11 +73,6 @@ class Sandbox(NamedTuple):
             time.sleep(0.05)
         return process
 
-    def compilers(self):
-        """Put what Horovod is built with on the PATH."""
-        for tool in ("cmake", "make", "g++"):
-            (self.bin / tool).symlink_to("/bin/true")
-
     def cut(self, *arguments, **environment):
         """Run ./run.sh and interrupt it while pip installs; its exit code, with `said` for its errors."""
         process = self.installing(*arguments, **environment)
@@ -265,35 +260,6 @@ def test_a_second_run_installs_nothing_until_the_requirements_change(sandbox):
         file.write("# changed\n")
     assert sandbox.run("train")[0] == 0
     assert [line.split()[0] for line in sandbox.calls()] == ["pip", "python3.11"]
-
-
-def test_horovod_is_added_to_an_environment_of_the_first_engine_and_built_again_after_a_failure(sandbox):
-    sandbox.python("python3.11", "3.11")
-    sandbox.compilers()
-    sandbox.run("setup", "--latest")
-    sandbox.calls()
-    code, said = sandbox.run("setup", "--horovod")
-    assert (code, "Building Horovod" in said) == (0, True), said
-    assert sandbox.calls() == [f"pip {sandbox.root}/requirements{part}.txt" for part in ("", "-horovod")]
-    assert sandbox.run("setup", "--horovod") == (0, "Ready: .venv has Horovod.\n")
-    assert (sandbox.installed(), sandbox.calls()) == ("requirements.txt 3.11", [])
-    with (sandbox.root / "requirements-horovod.txt").open("a") as file:
-        file.write("# changed\n")
-    assert sandbox.run("setup", "--horovod", STUB_PIP_FAILS="1")[0] == 1
-    assert not (sandbox.root / ".venv/horovod").exists()
-    assert sandbox.run("train")[0] == 0  # the environment is as whole as before
-    assert "Building Horovod" in sandbox.run("setup", "--horovod")[1]
-
-
-def test_horovod_is_refused_without_its_tools_or_its_tensorflow_before_anything_is_made(sandbox):
-    sandbox.python("python3.12", "3.12")
-    sandbox.compilers()
-    code, said = sandbox.run("setup", "--horovod")
-    assert (code, "got linux-x86_64 with Python 3.12" in said) == (1, True), said
-    (sandbox.bin / "make").unlink()
-    code, said = sandbox.run("setup", "--horovod")
-    assert (code, "found no make; install them" in said) == (1, True), said
-    assert not (sandbox.root / ".venv").exists()
 
 
 def test_a_failed_installation_shows_why_and_is_not_taken_for_whole(sandbox):

@@ -9,16 +9,11 @@ from types import ModuleType
 from typing import Dict
 
 KINDS = {
-    "data": "measure how long loading takes: the store against nibabel, with warm and with cold pages",
-    "engines": "time the same step on every engine, in float32 and bfloat16: the paper's Fig. 2",
-    "faults": "kill a small run at random moments and compare what comes of it with an undisturbed one",
     "learning": "measure the Dice of untouched cases over steps, voxels and seconds of training",
     "memory": "measure what the real training step takes of memory, under one policy or all, beside the prediction",
-    "scaling": "measure one worker against several on this host: computing and exchanging apart",
     "step": "time the real training step in a fresh process, alone or in turn with a peer",
     "tables": "make the pages of results from benchmark records",
     "validate": "measure the configurations that the estimator is judged by on this host",
-    "windows": "measure one pass against a sliding window with the same network: time, memory, Dice",
 }
 """Kind, which is a module of this folder, and its line of help."""
 

@@ -17,7 +17,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, Hashable, List, Mapping, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Callable, Dict, Hashable, List, Optional, Sequence, Tuple, TypeVar
 
 from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force
@@ -103,40 +103,29 @@ def valid(read: Callable[..., T], *arguments: Any) -> T:
 
 def in_fresh_process(work: Work, request: Dict[str, Any]) -> Result:
     """What `work(request)` returns in a new process, where nothing was allocated or compiled before."""
-    return run_together([command_of(work, request)], f"bench, {work.__name__},")[0]
+    command = [sys.executable, "-m", "cpu3d.bench.harness", work.__module__, work.__qualname__]
+    return run_command([*command, json.dumps(request, default=str)], f"bench, {work.__name__},")
 
 
-def command_of(work: Work, request: Dict[str, Any]) -> List[str]:
-    """The command line of a process that does `work(request)`."""
-    content = json.dumps(request, default=str)
-    return [sys.executable, "-m", "cpu3d.bench.harness", work.__module__, work.__qualname__, content]
+def run_command(command: Sequence[str], who: str, cwd: Optional[Path] = ROOT) -> Result:
+    """The JSON object that a command prints as its last line. SIGINT and SIGTERM end it (KeyboardInterrupt).
 
-
-def run_together(
-    commands: Sequence[Sequence[str]], who: str, cwd: Optional[Path] = ROOT, environ: Optional[Mapping[str, str]] = None
-) -> List[Result]:
-    """The JSON object that each command prints as its last line, all running at the same time.
-
-    One that fails (ProcessFailedError), SIGINT and SIGTERM (KeyboardInterrupt) end them all.
+    Raises ProcessFailedError where the command fails, or prints no such line.
     """
     processes: List[subprocess.Popen] = []
-    with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(forward_signals(processes, lambda _: signal.SIGKILL))
-        stack.callback(lambda: [(process.kill(), process.wait()) for process in processes])
-        logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]
-        for command, log in zip(commands, logs):
-            processes.append(start(command, log, environ, cwd))
-        while not signals and None in (codes := [process.poll() for process in processes]) and not any(codes):
-            time.sleep(0.02)
+    with tempfile.TemporaryFile() as log, forward_signals(processes, lambda _: signal.SIGKILL) as signals:
+        process = start(command, log, cwd=cwd)
+        processes.append(process)
+        try:
+            while not signals and process.poll() is None:
+                time.sleep(0.02)
+        finally:
+            process.kill()
+            process.wait()
         if signals:
             raise KeyboardInterrupt
-        failed = [pair for pair in zip(processes, logs) if pair[0].returncode]
-        return [_answer(process, log, who) for process, log in failed or zip(processes, logs)]
-
-
-def _answer(process: subprocess.Popen, log: Any, who: str) -> Result:
-    log.seek(0)
-    lines = log.read().decode("utf-8", errors="replace").strip().splitlines() or ["nothing"]
+        log.seek(0)
+        lines = log.read().decode("utf-8", errors="replace").strip().splitlines() or ["nothing"]
     for line in reversed(lines if process.returncode == 0 else []):  # a library may speak after it
         if line.startswith("{"):
             with contextlib.suppress(ValueError):
@@ -153,7 +142,7 @@ def run_peer(command: str) -> Result:
     program = shutil.which(words[0]) if words else None
     if not program:
         raise InputError(f"peer must be a command that begins with an installed program, got {command!r}; mend it")
-    result = run_together([[program, *words[1:]]], f"peer {command!r}", cwd=None)[0]
+    result = run_command([program, *words[1:]], f"peer {command!r}", cwd=None)
     if not isinstance(result.get("step_s"), (int, float)):
         raise InputError(f"peer must print JSON with step_s, got {sorted(result)} from {command!r}; adapt it")
     script = next((word for word in words if word.endswith(".py")), words[0])

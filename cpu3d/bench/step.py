@@ -18,12 +18,12 @@ from typing import Any, Dict, List, Mapping, Tuple
 
 from cpu3d.bench import harness
 from cpu3d.bench.harness import Output, Result, Turns, gib, host_of, title_of, valid, with_range
-from cpu3d.host.apply import NO_ONEDNN, set_up
+from cpu3d.host.apply import set_up
 from cpu3d.host.fitting import FEWEST_STEPS
 from cpu3d.host.observe import ENOUGH, Observer, live_bytes, trace
 from cpu3d.settings import AUTO, RunConfig, left_open
 from memory_estimator.host import read_host
-from memory_estimator.job import ENGINES, Job, JobOptions, job_from, source_job
+from memory_estimator.job import Job, JobOptions, job_from, source_job
 from memory_estimator.schema import option
 from memory_estimator.table import Table
 from models.config import DTYPES, POLICIES, UNetConfig
@@ -38,13 +38,10 @@ LIVE_PARTS = 300  # of a step, each with the most that is live in it: as fine as
 
 @dataclass(frozen=True)
 class MeasuredJob(JobOptions):
-    """The estimator's options of a job, with all engines and a policy that is not picked."""
+    """The estimator's options of a job, with a policy that is not picked."""
 
     dtype: str = option(AUTO, "compute dtype; auto is the recipe's, the run's or this host's", choices=(AUTO, *DTYPES))
     policy: str = option("speed", "memory policy (default: speed; of a --run its own)", choices=POLICIES)
-    engine: str = option(
-        AUTO, "default: auto, ITEX unless only stock is installed", choices=(AUTO, *ENGINES, NO_ONEDNN)
-    )
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ def step_request(given: Dict[str, Any], options: StepOptions, **more: Any) -> Di
     Raises InputError for a job that cannot be.
     """
     engine = given.get("engine", AUTO)
-    known = Namespace(**{**given, "engine": engine if engine in ENGINES else AUTO})
+    known = Namespace(**{**given, "engine": engine})
     whole, _ = valid(source_job, known)
     job = valid(job_from, known, whole or Job(UNetConfig(dtype=read_host().best_dtype)))
     engine = job.engine if whole and engine == AUTO else left_open(engine)
@@ -92,7 +89,7 @@ def request_for(job: Job, **more: Any) -> Dict[str, Any]:
 
 def has_known_engine(record: Mapping[str, Any]) -> bool:
     """Whether the estimator predicts for the engine of a record: any but TensorFlow without oneDNN."""
-    return record.get("engine") != "stock-no-onednn" and "no oneDNN" not in record.get("engine_name", "")
+    return "no oneDNN" not in record.get("engine_name", "")
 
 
 def job_of_record(record: Mapping[str, Any]) -> Job:

@@ -15,23 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
-from cpu3d.bench.data import page_lines
-from cpu3d.bench.engines import engines_table
-from cpu3d.bench.faults import faults_table
-from cpu3d.bench.harness import valid
 from cpu3d.bench.learning import draw_learning, learning_table
 from cpu3d.bench.memory import draw_policies, policies_table
-from cpu3d.bench.scaling import scaling_lines
 from cpu3d.bench.step import has_known_engine, job_of_record, step_table
 from cpu3d.bench.validate import VALIDATION, accuracy_json, page, summary_table, validation
-from cpu3d.bench.windows import windows_table
 from cpu3d.compare.report import comparisons_markdown
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import write_bytes
 from cpu3d.util.records import newest, read_records
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import estimate
-from memory_estimator.scaling import read_scaling
 from memory_estimator.schema import option
 from memory_estimator.step.onednn import Kernels, highest_isa
 from memory_estimator.table import Table
@@ -118,7 +111,7 @@ def _newest(path: Path, *names: str) -> List[Dict[str, Any]]:
 
     def job(record: Dict[str, Any]) -> str:
         cpu = record.get("host", {}).get("cpu")
-        return json.dumps([*(record.get(name, "cpu") for name in names), cpu], sort_keys=True)
+        return json.dumps([*(record.get(name) for name in names), cpu], sort_keys=True)
 
     return newest(read_records(path, path.stem), job)
 
@@ -145,19 +138,13 @@ def _comparisons(path: Path) -> List[str]:
 
 
 _STEP = ("shape", "batch", "micro_batch", "unet", "optimizer", "engine_name")
-_WINDOWS = ("name", "cases", "mode", "grid", "unet", "device")
 _LEARNING = ("task", "name", "shape", "steps")
 SECTIONS: Dict[str, Tuple[str, Callable[[Path], List[str]]]] = {
     "step": ("The training step beside others", _each(step_table, *_STEP)),
-    "engines": ("Engines", _each(engines_table, *_STEP)),
     "policies": ("Memory policies", _each(_policies, *_STEP)),
     "memory": ("The estimator against measured steps", _estimator),
-    "data": ("Loading", lambda path: page_lines(read_records(path, "data"))),
     "compare": ("Whole volumes against patches", _comparisons),
     "resolutions": ("Resolution and effective batch", _comparisons),
     "learning": ("Learning", _each(learning_table, *_LEARNING)),
-    "windows": ("One pass against a sliding window", _each(windows_table, *_WINDOWS)),
-    "scaling": ("Several workers", lambda path: scaling_lines(valid(read_scaling, path))),
-    "faults": ("Killed at random moments", _each(faults_table, "workers")),
 }
 """Kind of record, which is its file's name too -> heading and lines."""

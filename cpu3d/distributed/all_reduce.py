@@ -5,13 +5,12 @@
     total = exchange.sum(vector)         # float32 (n,); all workers call it, with the same n
 
 Engines (`cluster.ENGINES`): "memory" is for the workers of one host; "tensorflow" is the ring over gRPC of
-`tf.distribute.MultiWorkerMirroredStrategy`, "horovod" is Horovod's over Gloo. In all of them one worker adds up each
-part of the vector and the others copy it, so the bits cannot differ between workers.
+`tf.distribute.MultiWorkerMirroredStrategy`. In both one worker adds up each part of the vector and the others copy it,
+so the bits cannot differ between workers.
 """
 
 import contextlib
 import itertools
-import json
 import mmap
 import os
 import re
@@ -21,9 +20,9 @@ from typing import Any, Callable, Mapping, Optional
 
 import numpy as np
 
-from cpu3d.distributed.cluster import HOROVOD, MEMORY, Cluster
+from cpu3d.distributed.cluster import MEMORY, Cluster
 from cpu3d.distributed.rendezvous import meet
-from cpu3d.errors import InputError, WorkerLostError
+from cpu3d.errors import WorkerLostError
 
 SILENCE_S = 20.0
 """A worker of whom nothing has been heard for so long, or that a signal has stopped for so long, is lost."""
@@ -63,15 +62,11 @@ def join(
     """Wait for the other workers and return the exchange with them, whose `plan` is the chief's, anything of JSON.
 
     Call it before any operation of TensorFlow, which between hosts makes a server. `say` gets a line when the others
-    take long, and a warning of that server. Raises InputError when this worker's port is taken or the engine is not
-    installed, WorkerLostError when a worker does not come within `meeting_s`.
+    take long, and a warning of that server. Raises InputError when this worker's port is taken,
+    WorkerLostError when a worker does not come within `meeting_s`.
     """
     if cluster.workers == 1:
         return ALONE
-    if cluster.engine == HOROVOD:
-        exchange = _Joined(cluster, _horovod_sum(), None)
-        exchange.plan = json.loads(text_from_chief(exchange, json.dumps(plan)))
-        return exchange
     peers, plan = meet(cluster, meeting_s, say, plan)
     if cluster.engine == MEMORY:
         sum_of_arrays = shared_memory_sum(cluster, peers)
@@ -138,18 +133,6 @@ class _Joined(Exchange):
         # When this sum is there, all before it have arrived everywhere; one who leaves right after it may break it off.
         with contextlib.suppress(WorkerLostError):
             self.sum(self._tf.zeros([1]))
-
-
-def _horovod_sum() -> Callable[[Any], Any]:
-    """The function that sums a tensor among the processes of one `horovodrun`. Raises InputError without Horovod."""
-    try:
-        import horovod.tensorflow as hvd
-    except ImportError as error:
-        raise InputError(
-            f"horovod must be installed, got {error}; run `./run.sh setup --horovod` in the project's folder"
-        ) from None
-    hvd.init()
-    return lambda vector: hvd.allreduce(vector, op=hvd.Sum, name="cpu3d.sum")
 
 
 def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:

@@ -18,11 +18,8 @@ import psutil
 from cpu3d.errors import InputError
 from memory_estimator.files import parse_json, typed
 
-ENGINES = MEMORY, TENSORFLOW, HOROVOD = "memory", "tensorflow", "horovod"
+ENGINES = MEMORY, TENSORFLOW = "memory", "tensorflow"
 """What sums over the workers, see `all_reduce`."""
-
-VARIABLES = ("TF_CONFIG", *(f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
-"""Of the environment: they tell a worker of its cluster."""
 
 LOOPBACK = "127.0.0.1"
 """The host of all workers where there is only one."""
@@ -90,21 +87,21 @@ ALONE = Cluster(())
 
 
 def read_cluster(environ: Mapping[str, str]) -> Cluster:
-    """The cluster that the environment tells of: by TF_CONFIG, else by the variables of `horovodrun`, else ALONE.
+    """The cluster that the environment's TF_CONFIG tells of, else ALONE.
 
-    By TF_CONFIG the engine is MEMORY where all workers are on one host; it needs Linux. Raises InputError for variables
-    that are not whole, and for a parameter server or an evaluator.
+    The engine is MEMORY where all workers are on one host; it needs Linux. Raises InputError for a TF_CONFIG that is
+    not whole, and for a parameter server or an evaluator.
     """
-    if environ.get("TF_CONFIG", "").strip():
-        cluster = from_tf_config(environ["TF_CONFIG"])
-        share_memory = len(set(cluster.hosts)) == 1 and sys.platform == "linux"
-        return dataclasses.replace(cluster, engine=MEMORY) if share_memory else cluster
-    return from_horovod(environ) if "HOROVOD_RANK" in environ else ALONE
+    if not environ.get("TF_CONFIG", "").strip():
+        return ALONE
+    cluster = from_tf_config(environ["TF_CONFIG"])
+    share_memory = len(set(cluster.hosts)) == 1 and sys.platform == "linux"
+    return dataclasses.replace(cluster, engine=MEMORY) if share_memory else cluster
 
 
 def without_cluster(environ: Mapping[str, str]) -> Dict[str, str]:
     """The environment of a process that trains by itself, whatever was left over from a cluster."""
-    return {name: value for name, value in environ.items() if name not in VARIABLES}
+    return {name: value for name, value in environ.items() if name != "TF_CONFIG"}
 
 
 def from_tf_config(text: str) -> Cluster:
@@ -127,20 +124,6 @@ def from_tf_config(text: str) -> Cluster:
         got = f"tasks {', '.join(sorted(tasks))} and {kind} {index} of {len(own)}"
         raise InputError(f"TF_CONFIG must name workers, at most one chief, and one of them as task, got {got}; {todo}")
     return Cluster(chiefs + tasks.get("worker", ()), int(index) + (len(chiefs) if kind == "worker" else 0))
-
-
-def from_horovod(environ: Mapping[str, str]) -> Cluster:
-    """The cluster by Horovod's own variables, which name no addresses: those here are for messages and for counting.
-
-    Horovod numbers the workers host by host, so those on this host are around this one.
-    """
-    texts = [environ.get(name, "") for name in VARIABLES[1:]]
-    rank, size, local, here = (int(text) if text.isdigit() else -1 for text in texts)
-    first = rank - local
-    if not (0 <= local < here <= size and 0 <= first <= size - here):
-        raise InputError(f"{', '.join(VARIABLES[1:])} must be of one job, got {texts}; start by horovodrun")
-    hosts = ["this-host" if first <= other < first + here else "another-host" for other in range(size)]
-    return Cluster(tuple(f"{host}:{1 + i}" for i, host in enumerate(hosts)), rank, HOROVOD) if size > 1 else ALONE
 
 
 def from_hosts(hosts: Sequence[str], workers: int, ports: Sequence[int], rank: int = 0) -> Cluster:

@@ -4,8 +4,8 @@
     host, plan, tf = set_up("stock", "gpu:0")
     host, plan, tf = set_up(local=(1, 2))           # the second of two workers on this host
 
-Engines: "itex" is TensorFlow with Intel's extension, "stock" without it, "stock-no-onednn" without oneDNN as well,
-None is "itex" where it is installed and "stock" elsewhere.
+Engines: "itex" is TensorFlow with Intel's extension, "stock" without it, None is "itex" where it is installed and
+"stock" elsewhere.
 """
 
 import contextlib
@@ -23,8 +23,6 @@ from cpu3d.util.records import versions
 from memory_estimator.host import Host
 from memory_estimator.job import ENGINES, itex_is_installed
 
-NO_ONEDNN = "stock-no-onednn"  # what benchmarks compare with; the estimator and the trainer know the others
-
 
 def apply(plan: ThreadPlan, engine: Optional[str] = None) -> None:
     """Set environment, CPUs and memory nodes of this process and its children by `plan`; what the user has set stays.
@@ -39,7 +37,7 @@ def apply(plan: ThreadPlan, engine: Optional[str] = None) -> None:
     for name, value in plan.environment.items():
         os.environ.setdefault(name, value)
     if engine is not None:
-        os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0" if engine == NO_ONEDNN else "1"
+        os.environ["TF_ENABLE_ONEDNN_OPTS"] = "1"
     major, minor, *_ = versions().get("tensorflow", "99.0").split(".")
     if (int(major), int(minor)) < (2, 16):
         # There it asks for a tf_keras that is not installed, and importing tf.keras fails; tf.keras is Keras 2 anyway.
@@ -68,7 +66,7 @@ def import_tensorflow(engine: Optional[str] = None) -> Any:
         if not value.isdigit():
             raise InputError(f"{name} must be a whole number of threads, got {value!r}; unset it")
     fresh = "tensorflow" not in sys.modules
-    with _hidden_plugins() if (engine or "").startswith("stock") else contextlib.nullcontext():
+    with _hidden_plugins() if engine == "stock" else contextlib.nullcontext():
         import tensorflow as tf
     if engine is not None and (engine == "itex") != _itex_is_loaded():
         raise RuntimeError(f"engine must be chosen before TensorFlow is imported, got {engine} on {engine_name(tf)}")
@@ -120,9 +118,8 @@ def engine_name(tf: Any) -> str:
 
 def installed(engine: Optional[str]) -> bool:
     """Whether an engine is installed; imports nothing. Raises InputError for what is no engine, nor None."""
-    known = (*ENGINES, NO_ONEDNN)
-    if engine not in (None, *known):
-        raise InputError(f"engine must be one of {', '.join(known)}, got {engine}; choose one of them")
+    if engine not in (None, *ENGINES):
+        raise InputError(f"engine must be one of {', '.join(ENGINES)}, got {engine}; choose one of them")
     return engine != "itex" or itex_is_installed()
 
 

@@ -109,8 +109,6 @@ def train(
             if plan.saved is None and not cluster.is_chief:
                 refuse_what_does_not_fit()
         config = plan.config
-        if config.deterministic:
-            tf.config.experimental.enable_op_determinism()
 
         from cpu3d.training.fit import Fit  # imports TensorFlow, so not before the host is set up
 

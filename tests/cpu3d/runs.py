@@ -8,7 +8,7 @@ import pytest
 from cpu3d.errors import InputError
 from cpu3d.plan import make_plan
 from cpu3d.settings import save_config
-from cpu3d.training.checkpoint import load_checkpoint, weights_file
+from cpu3d.training.checkpoint import MARKS, checkpoints, load_checkpoint, newest, weights_file
 from cpu3d.training.fit import Fit
 from cpu3d.training.learner import Learner, Outcome
 from cpu3d.training.run_log import read_events
@@ -107,6 +107,34 @@ def assert_same_weights(folder, other):
     expected = weights(other)
     for name, array in weights(folder).items():
         np.testing.assert_array_equal(array, expected[name], err_msg=name)
+
+
+SAME = {
+    "step": ("step", "epoch", "case_id", "loss", "dice", "learning_rate"),
+    "validation": ("step", "epoch", "loss", "dice", "mean_dice", "best", "cases"),
+}
+"""Event -> its fields that follow from the run alone. JSON keeps a float to the bit."""
+
+
+def assert_same_run(run, reference, keep):
+    """A finished run is that of `reference` to the bit: log, last checkpoint, best weights. Nothing else is left."""
+    log, expected = read_events(run), read_events(reference)
+    for kind, names in SAME.items():
+        found, wanted = (
+            [{name: one[name] for name in names} for one in all_ if one["event"] == kind] for all_ in (log, expected)
+        )
+        assert found == wanted
+    assert (log[-1]["event"], log[-1]["reason"]) == ("end", "finished")
+    for name in ("last", "best"):
+        (arrays, state), (wanted, wanted_state) = (load_checkpoint(weights_file(one, name)) for one in (run, reference))
+        assert {**state, "trained_s": 0} == {**wanted_state, "trained_s": 0}
+        assert sorted(arrays) == sorted(wanted)
+        for key, array in arrays.items():
+            one, other = ((a.dtype, a.shape, a.tobytes()) for a in (array, wanted[key]))
+            assert one == other, key
+    assert newest(run).path == checkpoints(run)[0]
+    assert len(checkpoints(run)) <= keep + MARKS
+    assert list((run / "checkpoints").glob(".*.partial")) == []
 
 
 def assert_cut_and_continued_is_uninterrupted(store, folder, monkeypatch, steps, done=5, **settings):

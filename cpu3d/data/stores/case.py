@@ -38,14 +38,13 @@ def load_case(
     channels: Tuple[str, ...],
     labels: Optional[Dict[int, str]] = None,
     dataset_folder: Optional[Path] = None,
-    scores: bool = False,
     zero_nan: bool = False,
     label_map: Optional[Mapping[int, int]] = None,
 ) -> LoadedCase:
     """Read, check and turn one case.
 
-    The image is int16 where every voxel of every channel is integral and in range: exact. Otherwise, and always with
-    `scores`, it is `float16_image`. `zero_nan` makes NaN and infinite voxels background, and counts them. `labels` are
+    The image is int16 where every voxel of every channel is integral and in range: exact. Otherwise it is
+    `float16_image`. `zero_nan` makes NaN and infinite voxels background, and counts them. `labels` are
     the codes that may occur once those in `label_map` are changed; None leaves the label unread. Sources are recorded
     relative to `dataset_folder`. Holds about two volumes. Raises InputError with every problem of the case.
     """
@@ -71,7 +70,7 @@ def load_case(
             problems += error.problems
     refuse(problems)
     volumes, error = [nifti.to_ras(volume, geometry) for volume in volumes], 0.0
-    if scores or any(volume.dtype != np.int16 for volume in volumes):
+    if any(volume.dtype != np.int16 for volume in volumes):
         image, error = float16_image(volumes, [f"channel {name} of {files.case_id}" for name in channels])
     else:
         image = np.stack(volumes, -1, out=np.empty((*volumes[0].shape, len(volumes)), "<i2"))

@@ -31,13 +31,6 @@ from cpu3d.util.progress import bar
 from cpu3d.util.records import count
 from memory_estimator.files import read_json, read_regular, typed
 
-FORMAT_CHOICES = {
-    "npy": {"format": "npy", "scores": False},
-    "float16": {"format": "npy", "scores": True},
-    "b2nd": {"format": "b2nd", "scores": False},
-}
-"""What --format takes -> the two fields of `Settings` that it stands for."""
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -51,8 +44,6 @@ class Settings:
     """NaN and infinite voxels become background; without it they are an error."""
     label_map: Dict[int, int] = field(default_factory=dict)
     """Label codes to change while reading, old -> new."""
-    scores: bool = False
-    """Every image is float16 z-scores, also where int16 would be exact. Packing does not change it back."""
 
     def __post_init__(self):
         if self.format not in FORMATS:
@@ -67,7 +58,7 @@ def convert(
 ) -> Union[CaseRecord, Tuple[str, ...]]:
     """Write a case's arrays, then its record, and return that, or what is wrong with the case. Raises OSError."""
     rule = f"case {files.case_id} must"
-    how = {name: getattr(settings, name) for name in ("scores", "zero_nan", "label_map")}
+    how = {name: getattr(settings, name) for name in ("zero_nan", "label_map")}
     try:
         case = load_case(files, channels=dataset.channels, labels=dataset.labels, dataset_folder=dataset.folder, **how)
     except InputError as error:

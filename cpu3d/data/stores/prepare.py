@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Mapping, Optional, Tuple, Union
 
+from cpu3d.data.files.arrays import FORMATS
 from cpu3d.data.records import SPLITS, Manifest, make_manifest, remake
 from cpu3d.data.splits import Split, describe_patients, split_cases
 from cpu3d.data.store import open_store, write_store
 from cpu3d.data.stores.conversion import (
-    FORMAT_CHOICES,
     USUAL,
     Settings,
     claimed,
@@ -68,9 +68,9 @@ class Options:
     patients: Optional[Path] = option(None, PATIENTS_HELP, metavar="FILE")
     format: str = option(
         "npy",
-        "npy: int16 where exact, else float16 z-scores, read without unpacking; float16: always those; b2nd: as npy,"
-        " packed to a tenth, for slow disks and networks",
-        choices=FORMAT_CHOICES,
+        "npy: int16 where exact, else float16 z-scores, read without unpacking; b2nd: the same packed to a tenth,"
+        " for slow disks and networks",
+        choices=FORMATS,
     )
     crop: bool = option(False, "store each brain's box only; what is outside is 0")
     zero_nan: bool = option(False, "make NaN and infinite voxels background, and count them")
@@ -88,8 +88,7 @@ OPTIONS = (Options,)
 def run(options: Options) -> int:
     given = dict(vars(options))
     settings = Settings(
-        **FORMAT_CHOICES[given.pop("format")],
-        **{name: given.pop(name) for name in ("crop", "zero_nan")},
+        **{name: given.pop(name) for name in ("format", "crop", "zero_nan")},
         label_map=parse_label_map(given.pop("label_map")),
     )
     folders = given.pop("dataset"), given.pop("store")

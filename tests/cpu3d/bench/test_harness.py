@@ -3,11 +3,10 @@
 import functools
 import os
 import sys
-import time
 
 import pytest
 
-from cpu3d.bench.harness import ProcessFailedError, in_turn, peer_of, run_peer, run_together, summary, with_range
+from cpu3d.bench.harness import ProcessFailedError, in_turn, peer_of, run_command, run_peer, summary, with_range
 from cpu3d.errors import InputError
 
 
@@ -59,18 +58,12 @@ def test_ratios_are_taken_within_a_round_and_peaks_are_the_highest():
     assert with_range(summary([None], [None]), "ratio") == "-"
 
 
-def test_processes_run_at_once_and_answer_in_their_order():
-    code = "import sys; print('words'); print('{{\"n\": {n}}}'); print('more words', file=sys.stderr)"
-    assert run_together([python(code.format(n=n)) for n in (1, 2)], "it") == [{"n": 1}, {"n": 2}]
-
-
-def test_one_that_fails_ends_the_others_and_is_named():
-    begin = time.monotonic()
-    commands = [python("import time; time.sleep(60)"), python("raise SystemExit('no torch')")]
+def test_the_last_line_of_json_is_the_answer_and_one_that_fails_is_named():
+    code = "import sys; print('words'); print('{\"n\": 1}'); print('more words', file=sys.stderr)"
+    assert run_command(python(code), "it") == {"n": 1}
     with pytest.raises(ProcessFailedError, match="it must end with a line of JSON") as caught:
-        run_together(commands, "it")
+        run_command(python("raise SystemExit('no torch')"), "it")
     assert caught.value.reason == "exited with 1 saying: no torch"
-    assert time.monotonic() - begin < 30
 
 
 def test_a_peer_tells_its_step_its_name_and_its_peak():

@@ -1,4 +1,4 @@
-"""The trainer's own step is measured: beside peers, on every engine, beside predictions and under every policy."""
+"""The trainer's own step is measured: beside peers, beside predictions and under every policy."""
 
 import dataclasses
 import json
@@ -8,7 +8,6 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.bench import harness, memory
-from cpu3d.bench.engines import engines_table
 from cpu3d.bench.harness import ProcessFailedError
 from cpu3d.bench.memory import compare_policies, draw_policies, policies_table
 from cpu3d.bench.step import step_table
@@ -60,14 +59,14 @@ def test_the_job_is_that_of_the_options_the_recipe_or_the_run(requests, tmp_path
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     recipe = ["--recipe", "paper-2020", "--batch", "1", "--threads", "2", "--steps", "3"]
     own = ["--batch", "4", "--micro-batch", "2", "--policy", "balanced", "--dtype", "auto"]
-    run = ["--run", str(tmp_path), "--engine", "stock-no-onednn", "--dtype", "bfloat16"]
+    run = ["--run", str(tmp_path), "--engine", "itex", "--dtype", "bfloat16"]
     for arguments in (recipe, own, run, run[:2], []):
         assert main(["bench", "memory", *arguments]) == 2
     paper, second, third, fourth, default = requests
     assert (paper["shape"], paper["steps"], paper["threads"]) == ([240, 240, 144], 3, 2)
     assert paper["unet"] == dataclasses.asdict(RECIPES["paper-2020"].job.unet)
     assert (second["unet"]["policy"], second["batch"], second["micro_batch"]) == ("balanced", 4, 2)
-    assert (third["engine"], third["unet"]["dtype"]) == ("stock-no-onednn", "bfloat16")
+    assert (third["engine"], third["unet"]["dtype"]) == ("itex", "bfloat16")
     assert (fourth["shape"], fourth["optimizer"], fourth["engine"]) == ([32, 32, 32], "sgd", "stock")
     assert (default["shape"], default["engine"], default["unet"]["policy"]) == ([128, 128, 128], None, "speed")
     assert default["unet"]["dtype"] == second["unet"]["dtype"] == read_host().best_dtype
@@ -79,8 +78,6 @@ def test_the_job_is_that_of_the_options_the_recipe_or_the_run(requests, tmp_path
         ("step --shape 16 16 17 --depth 3", "input_shape (16, 16, 17) must be divisible by 4"),
         ("step --batch 4 --micro-batch 3", "micro_batch must divide the batch of 4, got 3"),
         ("step --peer no-such-program", "begins with an installed program, got 'no-such-program'"),
-        ("scaling --workers 1", "--workers must have a number above 1, got [1]"),
-        ("engines --dtype float32", "engine and dtype must be left out"),
         ("memory --policies --record /proc/none/r.jsonl", "folder /proc/none must be a folder to write to"),
         ("memory --policies --policy lean", "policy must be left out with --policies"),
         ("memory --policies --peer echo", "peer 'echo' must end with a line of JSON, exited with 0"),
@@ -103,25 +100,10 @@ def test_a_step_is_recorded_beside_its_prediction_where_there_is_one(monkeypatch
     (one,) = read_measured(record)
     assert (one.job.shape, one.process_peak_bytes) == ((16, 16, 16), 2**30)
     assert "predicted" in capsys.readouterr().out
-    assert main([*command, "--engine", "stock-no-onednn"]) == 0
+    facts["engine_name"] = "TensorFlow 2.15.1, no oneDNN"
+    assert main(command) == 0
     assert "no prediction: engine must use oneDNN" in capsys.readouterr().err
     assert [bool(one["predicted"]) for one in read_records(record, "memory")] == [True, False]
-
-
-def test_every_engine_is_measured_and_one_that_cannot_is_a_row(monkeypatch, capsys):
-    def measured(work, request):
-        engine, dtype = request["engine"], request["unet"]["dtype"]
-        if (engine, dtype) == ("stock", "bfloat16"):
-            raise ProcessFailedError("it cannot")
-        seconds = {"stock-no-onednn": 20.0, "stock": 2.0, "itex": 1.0}[engine]
-        return {**request, "step_s": seconds, "process_peak_bytes": 2**30, "host": {"cores": 2}}
-
-    monkeypatch.setattr(harness, "in_fresh_process", measured)
-    assert main(["bench", "engines", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    found = {(row["engine"], row["unet"]["dtype"]): row["speedup"] for row in result["rows"]}
-    assert (found["itex", "bfloat16"], found["stock-no-onednn", "float32"]) == (20, 1)
-    assert ["stock, oneDNN", "bfloat16", "cannot", "-", "-"] in engines_table(result).rows
 
 
 def test_policies_are_compared_within_rounds_and_the_dead_are_rows(monkeypatch):

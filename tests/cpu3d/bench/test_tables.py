@@ -91,19 +91,15 @@ def first(kind):
 
 
 def test_the_newest_record_of_every_job_has_its_rows(tmp_path):
-    policies, windows = first("policies"), first("windows")
+    policies, learning = first("policies"), first("learning")
     for batch, seconds in ((1, 7.0), (2, 8.0), (1, 9.0)):
         row = {**policies["rows"][0], "step_s": seconds, "step_s_min": seconds, "step_s_max": seconds}
         append_record(tmp_path / "policies.jsonl", "policies", {**policies, "batch": batch, "rows": [row]})
-    old = {name: value for name, value in windows.items() if name != "device"}  # from before there was a choice
-    for record in (old, {**windows, "rounds": 7}, {**windows, "device": "gpu:0"}):
-        append_record(tmp_path / "windows.jsonl", "windows", record)
+    append_record(tmp_path / "learning.jsonl", "learning", learning)
     lines = tables(tmp_path)
     assert [line.split(" | ")[4] for line in lines if line.startswith("| plain Keras")] == ["9.00", "8.00"]
-    titles = [line for line in lines if "rounds in turn" in line]
-    assert ["7 rounds" in title for title in titles] == [True, False]
     headings = [line for line in lines if line.startswith("## ")]
-    assert headings == ["## Memory policies", "## One pass against a sliding window"]
+    assert headings == ["## Memory policies", "## Learning"]
 
 
 def test_predictions_are_those_of_now_and_not_the_recorded_ones(tmp_path):

@@ -26,7 +26,6 @@ def runner(out, tolerance_mm=1.0):
 
 def test_runs_are_trained_and_scored_once_and_one_that_was_killed_goes_on(processes, tmp_path, monkeypatch):
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}')
-    monkeypatch.setenv("HOROVOD_RANK", "0")
     out = tmp_path / "out"
     runs = planned(out, "a", "b")
     processes.tell("cut")
@@ -35,7 +34,7 @@ def test_runs_are_trained_and_scored_once_and_one_that_was_killed_goes_on(proces
     with pytest.raises(RunFailedError, match="got SIGKILL"):
         runner(out).carry_out(runs[:1])
     killer.join()
-    assert not {"TF_CONFIG", "HOROVOD_RANK"} & set(processes.waited("environ").split()), "it would wait for workers"
+    assert "TF_CONFIG" not in processes.waited("environ").split(), "it would wait for workers"
     (processes.folder / "cut").unlink()
     runner(out, 1 / 3).carry_out(runs)
     assert [event["step"] for event in read_events(runs[0].folder) if event["event"] == "step"] == [1, 2, 3, 4]

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,8 +13,6 @@ import pytest
 from cpu3d.distributed import all_reduce
 from cpu3d.distributed.all_reduce import (
     ALONE,
-    _horovod_sum,
-    _Joined,
     array_from_chief,
     join,
     lost_by_message,
@@ -169,15 +166,6 @@ def test_the_worker_that_is_lost_is_named_with_its_address_and_how(said, rank, t
 
 
 # --- By engines ---
-
-
-def test_horovod_adds_up_what_its_processes_give(monkeypatch):
-    """With one in its place that finds the same vector in the other process."""
-    other = SimpleNamespace(init=lambda: None, Sum="sum", allreduce=lambda vector, op, name: 2 * vector)
-    monkeypatch.setitem(sys.modules, "horovod", SimpleNamespace(tensorflow=other))
-    monkeypatch.setitem(sys.modules, "horovod.tensorflow", other)
-    exchange = _Joined(Cluster(THREE[:2], engine="horovod"), _horovod_sum(), None)
-    assert exchange.sum(np.arange(3)).numpy().tolist() == [0, 2, 4]
 
 
 WORKER = """

@@ -1,4 +1,4 @@
-"""Who trains together by TF_CONFIG, Horovod's variables and lists of hosts, and which of them this process is."""
+"""Who trains together by TF_CONFIG and lists of hosts, and which of them this process is."""
 
 import json
 import socket
@@ -9,7 +9,6 @@ import pytest
 from cpu3d.distributed import cluster as module
 from cpu3d.distributed.cluster import (
     ALONE,
-    VARIABLES,
     addresses,
     expand_hosts,
     free_ports,
@@ -27,16 +26,12 @@ def tf_config(tasks, kind="worker", index=0, **more):
     return {"TF_CONFIG": json.dumps({"cluster": tasks, "task": {"type": kind, "index": index}, **more})}
 
 
-def horovod(rank, size, local, here):
-    return dict(zip(VARIABLES[1:5], map(str, (rank, size, local, here))))
-
-
 def test_without_variables_a_process_is_alone():
-    for environ in ({}, {"TF_CONFIG": ""}, {"TF_CONFIG": "{}"}, {"TF_CONFIG": '{"cluster": {}}'}, horovod(0, 1, 0, 1)):
+    for environ in ({}, {"TF_CONFIG": ""}, {"TF_CONFIG": "{}"}, {"TF_CONFIG": '{"cluster": {}}'}):
         assert read_cluster(environ) == ALONE
     assert (ALONE.workers, ALONE.rank, ALONE.is_chief) == (1, 0, True)
     assert (ALONE.local_ranks, ALONE.local_index) == ((0,), 0)
-    assert without_cluster({**tf_config({"worker": ["a:1"]}), **horovod(0, 1, 0, 1), "HOME": "/"}) == {"HOME": "/"}
+    assert without_cluster({**tf_config({"worker": ["a:1"]}), "HOME": "/"}) == {"HOME": "/"}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +45,7 @@ def test_without_variables_a_process_is_alone():
     ],
 )
 def test_tf_config_names_the_workers_and_a_chief_comes_first(tasks, kind, index, found, rank):
-    cluster = read_cluster({**tf_config(tasks, kind, index, environment="cloud"), **horovod(1, 2, 0, 1)})
+    cluster = read_cluster(tf_config(tasks, kind, index, environment="cloud"))
     assert (cluster.addresses, cluster.rank, cluster.is_chief) == (found, rank, rank == 0)
     assert read_cluster({"TF_CONFIG": cluster.as_tf_config()}) == cluster
 
@@ -81,24 +76,11 @@ def test_workers_of_one_host_share_memory(found, engine):
         (tf_config({"worker": ["a:1", "a:1"]}), "got a:1 twice"),
         (tf_config({"worker": ["a:65536"]}), "must be host:port"),
         (tf_config({"worker": ["fe80::1:29500"]}), "must be host:port"),
-        (horovod(2, 2, 0, 1), "must be of one job"),
-        ({"HOROVOD_RANK": "0"}, "HOROVOD_SIZE, "),
     ],
 )
 def test_a_cluster_that_is_not_whole_is_refused(environ, said):
     with pytest.raises(InputError, match=said.replace("[", r"\[")):
         read_cluster(environ)
-
-
-@pytest.mark.parametrize(
-    ("variables", "local_ranks", "index"),
-    [((0, 2, 0, 2), (0, 1), 0), ((3, 4, 1, 2), (2, 3), 1), ((2, 3, 0, 1), (2,), 0)],
-)
-def test_horovods_own_variables_count_the_workers_of_a_host(variables, local_ranks, index):
-    cluster = read_cluster(horovod(*variables))
-    assert (cluster.rank, cluster.workers) == variables[:2]
-    assert (cluster.local_ranks, cluster.local_index) == (local_ranks, index)
-    assert cluster.engine == cluster.of_rank(0).engine == "horovod"
 
 
 def test_ranks_are_dealt_host_by_host_and_ports_worker_by_worker():

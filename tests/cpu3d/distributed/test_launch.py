@@ -64,7 +64,7 @@ def test_the_workers_and_those_that_start_here(options, environ, sockets, addres
     assert (tuple(plan.ranks), plan.found) == (ranks, found)
     assert plan.cluster.rank == ranks[0]
     for rank in ranks:
-        told = plan.environ_of(rank, {**TF, "HOROVOD_RANK": "3", "HOME": "/"})
+        told = plan.environ_of(rank, {**TF, "HOME": "/"})
         assert from_tf_config(told.pop("TF_CONFIG")) == plan.cluster.of_rank(rank)
         assert told == {"HOME": "/"}
 
@@ -109,7 +109,7 @@ sys.exit(ends.get(str(cluster.rank), 0))
 @pytest.fixture
 def alone(monkeypatch):
     """No cluster around the tests."""
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "HOROVOD_", "TF_CONFIG"))]:
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "TF_CONFIG"))]:
         monkeypatch.delenv(name)
 
 

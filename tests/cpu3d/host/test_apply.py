@@ -85,7 +85,7 @@ def without_tensorflow(monkeypatch):
     os.environ.update(before)
 
 
-@pytest.mark.parametrize(("engine", "onednn"), [(None, "7"), ("itex", "1"), ("stock", "1"), ("stock-no-onednn", "0")])
+@pytest.mark.parametrize(("engine", "onednn"), [(None, "7"), ("itex", "1"), ("stock", "1")])
 def test_apply_sets_what_is_unset_and_only_onednn_by_the_engine(without_tensorflow, engine, onednn):
     os.environ.pop("KMP_BLOCKTIME", None)
     os.environ.update(OMP_NUM_THREADS="5", TF_ENABLE_ONEDNN_OPTS="7")
@@ -96,7 +96,7 @@ def test_apply_sets_what_is_unset_and_only_onednn_by_the_engine(without_tensorfl
 
 def test_what_cannot_be_set_up_is_refused(without_tensorflow, monkeypatch):
     for function in (lambda: apply(ThreadPlan(1, {}), "mkl"), lambda: import_tensorflow("mkl")):
-        with pytest.raises(InputError, match="engine must be one of itex, stock, stock-no-onednn, got mkl"):
+        with pytest.raises(InputError, match="engine must be one of itex, stock, got mkl"):
             function()
     with pytest.raises(InputError, match="workers must have"):
         set_up(local=(0, 100000))

@@ -37,7 +37,7 @@ def store(data):
     return data / "store"
 
 
-@pytest.mark.parametrize("settings", [Settings(), Settings("b2nd", crop=True, scores=True)])
+@pytest.mark.parametrize("settings", [Settings(), Settings("b2nd", crop=True)])
 def test_new_cases_are_made_as_the_stores_own_and_no_old_case_moves(data, settings):
     store = data / "store"
     prepare(data / "few", store, fractions=(1, 1, 1), workers=1, settings=settings)
