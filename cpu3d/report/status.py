@@ -25,7 +25,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from cpu3d.report.run_files import Events, median, numbers, of_kind
-from cpu3d.settings import load_config, rate_options
+from cpu3d.settings import RunConfig, load_config, rate_options
 from cpu3d.training.checkpoint import checkpoints, step_of
 from cpu3d.training.heartbeat import BEAT_S, SILENT_S, Heartbeat, beat_age_s, heartbeat_path, read_heartbeats
 from cpu3d.training.run_log import FINISHED, Pace, recent_events
@@ -163,7 +163,7 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
         folder=str(run),
         state=first.state,
         details=tuple(dict.fromkeys(_named(one, len(workers)) for one in judged if one.detail)),
-        advice=_advice(run, first, [one.detail for one in judged if one.state == first.state], checkpoint),
+        advice=_advice(run, config, first, [one.detail for one in judged if one.state == first.state], checkpoint),
         is_fine=all(one.state in FINE for one in judged),
         workers=tuple(workers),
         step=step,
@@ -259,7 +259,13 @@ def _named(worker: WorkerStatus, workers: int) -> str:
     return worker.detail if named else f"worker {worker.rank}: {worker.detail}"
 
 
-def _advice(run: Path, first: WorkerStatus, reasons: Sequence[str], checkpoint: Optional[Saved]) -> str:
+def _advice(
+    run: Path,
+    config: Optional[RunConfig],
+    first: WorkerStatus,
+    reasons: Sequence[str],
+    checkpoint: Optional[Saved],
+) -> str:
     """What to do next, a line; "" where nothing is. `reasons` are those of the workers in the state of the `first`."""
     state = first.state
     if state in ("running", "starting", "stopping"):
@@ -274,7 +280,7 @@ def _advice(run: Path, first: WorkerStatus, reasons: Sequence[str], checkpoint: 
     elif any(reason.startswith(WORKERS_DIFFER) for reason in reasons):
         again = f"take the host that is named out of the run; then {again}"
     elif state == "diverged":
-        again = f"{again} at half the rate: add {shlex.join(rate_options(load_config(run), 0.5))}"
+        again += f" at half the rate: add {shlex.join(rate_options(config, 0.5))}" if config else ""
     log = run / "logs" / f"worker-{first.rank}.log"
     return f"{again}; its last words are in {log}" if log.is_file() else again
 
