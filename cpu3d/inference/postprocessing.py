@@ -1,0 +1,453 @@
+"""Which small parts of a predicted region are removed, decided on a run's validation cases.
+
+    decision = decide(run)                                  # writes run/postprocessing.json
+    (chosen,) = postprocessing_of([run], [config])          # as decided, or off and why
+    label = chosen.paint(probabilities, regions, spacing_mm)
+
+A network answers with islands in tissue that looks alike. As in nnU-Net (Isensee et al. 2021), which keeps the largest
+part of a class where that raises the Dice of cross-validation, something is removed only where it helps on cases that
+were not trained on. Here that is judged by the lesion-wise Dice of BraTS 2023 (`cpu3d.inference.scores`):
+
+- *Parts* of a region are connected by 26 neighbours. A rule removes those below a volume in mm3, or below a share of
+  the region's largest part; the latter never removes a whole region.
+- A part that is removed takes the code of the next larger region that holds it: small ET becomes the rest of TC. The
+  smaller regions within it go with it. It is removed from the painted label map, which is what is scored and written.
+- *Nested* answers are cut before they are painted: a voxel of TC outside WT, or of ET outside TC, is not in it.
+
+Chosen are, one after another, whether to nest, and the rule of each region from the largest to the smallest. A choice
+is taken where it raises the mean over the cases, lowers that of no region, and loses no true lesion that was found in
+any case. Equal ones: that which removes the fewest voxels, then a share, then the smaller number.
+"""
+
+import dataclasses
+import gc
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+
+import numpy as np
+from rich.console import Console
+
+from cpu3d.data.files.arrays import file_sha256
+from cpu3d.data.labels import THRESHOLD, label_from_regions, own_codes, region_mask
+from cpu3d.data.region import bounding_box
+from cpu3d.distributed.cluster import read_cluster
+from cpu3d.errors import InputError
+from cpu3d.inference.runs import Inference, store_of_run, trained_predictor
+from cpu3d.inference.scores import Matching, connected_parts, match_lesions
+from cpu3d.settings import RunConfig, load_config
+from cpu3d.training.checkpoint import weights_file
+from cpu3d.training.train import Options
+from cpu3d.util.atomic import write_json
+from cpu3d.util.lock import locked
+from cpu3d.util.progress import bar
+from cpu3d.util.records import count, listed
+from memory_estimator.files import read_json, reason, typed
+
+FILE = "postprocessing.json"
+"""In the run's folder."""
+
+SCHEMA = 1
+
+LEAST_CASES = 3
+"""Labelled validation cases below which nothing is removed."""
+
+Regions = Mapping[str, Sequence[int]]
+"""Region -> its label codes."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which parts of a region are removed: those below either bound. Raises ValueError for a bound that cannot be."""
+
+    mm3: float = 0.0
+    share: float = 0.0
+    """Of the region's largest part."""
+
+    def __post_init__(self):
+        if not (0 <= self.mm3 < np.inf and 0 <= self.share < 1):
+            raise ValueError(f"a rule must have mm3 from 0 on and a share from 0 to 1, got {self.mm3} and {self.share}")
+
+    def __str__(self) -> str:
+        return f"{self.mm3:g} mm\u00b3" if self.mm3 else f"{100 * self.share:g} % of its largest part"
+
+
+RULES = (*(Rule(share=share) for share in (0.001, 0.003, 0.01, 0.03, 0.1)), *map(Rule, (50, 100, 200, 400, 800)))
+"""What is tried."""
+
+
+@dataclass(frozen=True)
+class PostProcessing:
+    """What is done to an answer when it is painted."""
+
+    rules: Mapping[str, Tuple[Rule, ...]] = dataclasses.field(default_factory=dict)
+    """Of each region; several remove what each of them would remove, none removes nothing."""
+    nested: bool = False
+    off: str = ""
+    """Why nothing is done, else empty."""
+
+    def paint(self, answers: np.ndarray, regions: Regions, spacing_mm: Sequence[float]) -> np.ndarray:
+        """Paint `answers`, probabilities or masks `(X, Y, Z, R)` in the order of `regions`, into a label `(X, Y, Z)`.
+
+        As `label_from_regions` does, with the small parts removed; voxels measure `spacing_mm`. `answers` stay as they
+        are.
+        """
+        label = label_from_regions(_nested(answers, regions) if self.nested else answers, regions)
+        part, below, voxel_mm3 = label[_box(label)], _code_below(regions), float(np.prod(spacing_mm))
+        for name in _order(regions):
+            if self.rules.get(name) and below[name] is not None:
+                numbered, _ = connected_parts(region_mask(part, regions[name]))
+                sizes_mm3 = np.bincount(numbered.ravel())[1:] * voxel_mm3
+                removed = np.concatenate([[False], _is_small(sizes_mm3, self.rules[name])])
+                part[removed[numbered]] = below[name]
+        return label
+
+    @property
+    def words(self) -> str:
+        """In a line, such as "removes parts below 1 % of its largest part of WT; nested"."""
+        if self.off:
+            return f"off: {self.off}"
+        removed = [f"{name} below {listed(rules)}" for name, rules in self.rules.items() if rules]
+        parts = [f"removes parts of {', of '.join(removed)}"] if removed else []
+        return "; ".join([*parts, *["cuts each region to the larger ones"] * self.nested])
+
+
+RAW = PostProcessing(off="--raw")
+
+
+def gentlest(several: Sequence[PostProcessing]) -> PostProcessing:
+    """Of several runs that answer together: what all of them remove. Off where one of them is, for its reason."""
+    off = next((one.off for one in several if one.off), "")
+    if off or len(several) == 1:
+        return PostProcessing(off=off) if off else several[0]
+    names = [name for name in several[0].rules if all(one.rules.get(name) for one in several)]
+    rules = {name: tuple(dict.fromkeys(rule for one in several for rule in one.rules[name])) for name in names}
+    nested = all(one.nested for one in several)
+    return PostProcessing(rules, nested, "" if rules or nested else "the runs have no rule in common")
+
+
+# --- What a run has decided ---
+
+
+@dataclass(frozen=True)
+class Means:
+    """Of a region over the validation cases, as `cpu3d.inference.scores` defines them."""
+
+    lesion_dice: float
+    false_positives: float
+    dice: float
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The content of postprocessing.json."""
+
+    schema: int
+    weights_sha256: str
+    """Of the best weights, with which it was decided."""
+    split_hash: str
+    cases: int
+    """Labelled validation cases."""
+    rules: Dict[str, Tuple[Rule, ...]]
+    nested: bool
+    off: str
+    """Why nothing is done, else empty."""
+    before: Dict[str, Means]
+    """Region -> of the answers as they are; empty where none were made."""
+    after: Dict[str, Means]
+
+    @property
+    def chosen(self) -> PostProcessing:
+        return PostProcessing(self.rules, self.nested, self.off)
+
+
+def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:
+    """What the run has decided, with the weights it has now or others; None where it has not.
+
+    Raises InputError for a postprocessing.json that is damaged, of another version or of other regions.
+    """
+    path = Path(run) / FILE
+    if not path.exists():
+        return None
+    try:
+        content = read_json(path)
+        if content["schema"] != SCHEMA:
+            raise ValueError(f"schema {content['schema']}")
+        decision = typed(content, Decision)
+        for part in (decision.rules, decision.before, decision.after):
+            if part and set(part) != set(config.regions):
+                raise ValueError(f"regions {', '.join(part)}")
+        if not decision.off and not (decision.before and decision.after):
+            raise ValueError("no scores")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        rule = f"{path} must be JSON of schema {SCHEMA} for {', '.join(config.regions)}, got {reason(error)}"
+        raise InputError(f"{rule}; delete it and repeat the run's `train`, which decides again") from None
+    return decision
+
+
+def postprocessing_of(
+    runs: Sequence[Path], configs: Sequence[RunConfig], weights: str = "best"
+) -> List[PostProcessing]:
+    """What each run does to its answers with its "best" or "last" weights. Raises InputError as `read_decision`."""
+    found = []
+    for run, config in zip(runs, configs):
+        decision, again = read_decision(run, config), "repeat the run's `train`"
+        if decision is None:
+            found.append(PostProcessing(off=f"not decided; {again}"))
+        elif weights != "best":
+            found.append(PostProcessing(off=f"decided with the best weights, these are the {weights}"))
+        elif not _is_current(decision, run, config):
+            found.append(PostProcessing(off=f"decided with other weights or another split; {again}"))
+        else:
+            found.append(decision.chosen)
+    return found
+
+
+def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
+    """Decide the post-processing of a trained run on its labelled validation cases, and write it into the run.
+
+    What was decided with the weights it has is returned as it is. One case is in memory at a time, beside the network
+    and a few numbers of each case. Raises InputError as `trained_predictor` and `store_of_run`, and where another
+    process writes to the run; OSError where it cannot be written.
+    """
+    run, config = Path(run), load_config(run)
+    with locked(run, "run"):
+        try:
+            decision = read_decision(run, config)
+        except InputError:
+            decision = None  # damaged: it is made again
+        if decision and _is_current(decision, run, config):
+            return decision
+        store = store_of_run(config, store_folder)
+        records, digest = [one for one in store.cases("val") if one.has_label], file_sha256(weights_file(run, "best"))
+        chosen, before, after = PostProcessing(off=_too_few(len(records))), {}, {}
+        if not chosen.off:
+            predictor = trained_predictor(run, "best", Inference(device=config.device))
+            with bar("post-processing", total=len(records)) as advance:
+
+                def answered():
+                    for record in records:
+                        answers = predictor.probabilities(store.image(record.case_id), record)
+                        yield answers, np.asarray(store.label(record.case_id)), record.spacing_mm
+                        advance()
+
+                chosen, before, after = choose(answered(), predictor.regions)
+        rules = {name: chosen.rules.get(name, ()) for name in config.regions}
+        of_run = {"weights_sha256": digest, "split_hash": config.split_hash, "cases": len(records)}
+        decision = Decision(
+            schema=SCHEMA, **of_run, rules=rules, nested=chosen.nested, off=chosen.off, before=before, after=after
+        )
+        write_json(run / FILE, dataclasses.asdict(decision))
+    return decision
+
+
+def after(training: Options, settings: Dict[str, Any]) -> None:
+    """Follow `train`, whose options these are: the chief of a run that is over decides, and prints what.
+
+    A failure is printed and not raised, as the run is whole without. Raises KeyboardInterrupt with nothing written.
+    """
+    if not read_cluster(os.environ).is_chief:
+        return
+    gc.collect()  # the network that was trained
+    try:
+        decision = decide(training.run, training.store)
+        line = decision.chosen.words
+        if not decision.off:
+            pairs = [(name, decision.before[name], one) for name, one in decision.after.items()]
+            changes = ", ".join(f"{name} {was.lesion_dice:.3f} -> {one.lesion_dice:.3f}" for name, was, one in pairs)
+            line += f"; lesion-wise Dice {changes} on {count(decision.cases, 'validation case')}"
+    except (InputError, OSError, MemoryError) as error:
+        line = f"off: it could not be decided, {str(error) or 'memory ran out'}; repeat the same command"
+    except KeyboardInterrupt:
+        done = "the run is whole, its post-processing is not decided"
+        raise KeyboardInterrupt(f"{done}; the same command decides it") from None
+    Console(stderr=True).print(f"post-processing: {line}", highlight=False, markup=False, soft_wrap=True)
+
+
+# --- The choice ---
+
+Case = Tuple[np.ndarray, np.ndarray, Sequence[float]]
+"""Answers (X, Y, Z, R), the true label (X, Y, Z) in the codes of the regions, and mm along X, Y, Z."""
+
+
+def choose(cases: Iterable[Case], regions: Regions) -> Tuple[PostProcessing, Dict[str, Means], Dict[str, Means]]:
+    """The post-processing that the rules at the top of this file choose, and the means before and after it.
+
+    `cases` are taken one by one; kept of each are the sizes of its parts and lesions and which touch. The means are
+    empty where there is no case.
+    """
+    found = [_Case.of(*case, regions) for case in cases]
+    if not found:
+        return PostProcessing(off=_too_few(0)), {}, {}
+    chosen = PostProcessing()
+    best = before = _Outcome.of(found, chosen, regions)
+    ruled = [name for name, code in _code_below(regions).items() if code is not None]
+    for name in (None, *(name for name in _order(regions) if name in ruled)) if len(found) >= LEAST_CASES else ():
+        tried = [dataclasses.replace(chosen, rules={**chosen.rules, name: (rule,)}) for rule in RULES]
+        if name is None:
+            tried = [PostProcessing(nested=True)]
+        outcomes = [(_Outcome.of(found, one, regions), one) for one in tried]
+        better = [pair for pair in outcomes if pair[0].improves(best)]
+        if better:
+            best, chosen = max(better, key=lambda pair: (round(pair[0].mean, 9), -pair[0].removed_mm3))
+    off = _too_few(len(found)) or ("" if chosen != PostProcessing() else "no rule gains on the validation cases")
+    return dataclasses.replace(chosen, off=off), before.means(), best.means()
+
+
+# --- Private helpers: the choice ---
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The predicted parts of a region in a case."""
+
+    matching: Matching
+    sizes_mm3: np.ndarray
+    inside: Dict[str, np.ndarray]
+    """Larger region -> for each part the index of the part of that region that it lies in."""
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What any choice makes of a case can be told from these."""
+
+    parts: Dict[bool, Dict[str, _Parts]]
+    """Whether the answer was nested -> region -> its parts."""
+
+    @classmethod
+    def of(cls, answers: np.ndarray, truth: np.ndarray, spacing_mm: Sequence[float], regions: Regions) -> "_Case":
+        labels = [PostProcessing(nested=nested).paint(answers, regions, spacing_mm) for nested in (False, True)]
+        plain = _parts(labels[0], truth, spacing_mm, regions)
+        same = np.array_equal(*labels)
+        return cls({False: plain, True: plain if same else _parts(labels[1], truth, spacing_mm, regions)})
+
+    def kept(self, chosen: PostProcessing) -> Dict[str, np.ndarray]:
+        """Region -> which of its parts (P,) are left; the same as `PostProcessing.paint` leaves."""
+        kept: Dict[str, np.ndarray] = {}
+        for name, own in sorted(self.parts[chosen.nested].items(), key=lambda pair: len(pair[1].inside)):
+            stays = np.ones(len(own.sizes_mm3), bool)
+            for larger, index in own.inside.items():
+                stays &= kept[larger][index]
+            if chosen.rules.get(name):
+                stays[stays] = ~_is_small(own.sizes_mm3[stays], chosen.rules[name])
+            kept[name] = stays
+        return kept
+
+
+def _parts(label: np.ndarray, truth: np.ndarray, spacing_mm: Sequence[float], regions: Regions) -> Dict[str, _Parts]:
+    box = _box((label > 0) | (truth > 0))  # nothing is outside, and what grows together does so inside
+    label, truth = label[box], truth[box]
+    numbered = {name: connected_parts(region_mask(label, codes)) for name, codes in regions.items()}
+    found = {}
+    for name, (parts, part_count) in numbered.items():
+        there, inside = parts > 0, {}
+        for larger in _larger(regions)[name]:
+            index = np.zeros(part_count + 1, np.int64)
+            index[parts[there]] = numbered[larger][0][there]
+            inside[larger] = index[1:] - 1
+        matching = match_lesions(region_mask(truth, regions[name]), parts, part_count, spacing_mm)
+        found[name] = _Parts(matching, matching.part_voxels * float(np.prod(spacing_mm)), inside)
+    return found
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a choice makes of the cases, each array (R, cases)."""
+
+    regions: Tuple[str, ...]
+    lesion_dice: np.ndarray
+    found: np.ndarray
+    false_positives: np.ndarray
+    dice: np.ndarray
+    removed_mm3: float
+
+    @classmethod
+    def of(cls, cases: Sequence[_Case], chosen: PostProcessing, regions: Regions) -> "_Outcome":
+        values, kept_mm3 = np.zeros((4, len(regions), len(cases))), 0.0
+        for column, case in enumerate(cases):
+            kept = case.kept(chosen)
+            for row, name in enumerate(regions):
+                own = case.parts[chosen.nested][name]
+                lesions = own.matching.lesions(kept[name])
+                dice = own.matching.dice(kept[name])
+                values[:, row, column] = lesions.dice, lesions.found, lesions.false_positives, dice
+                kept_mm3 += float(own.sizes_mm3[kept[name]].sum())
+        return cls(tuple(regions), *values, removed_mm3=-kept_mm3)  # but for a constant
+
+    @property
+    def mean(self) -> float:
+        return float(self.lesion_dice.mean())
+
+    def improves(self, other: "_Outcome") -> bool:
+        """Whether the mean gains, that of no region falls, and no lesion that was found is lost."""
+        change = self.lesion_dice.mean(1) - other.lesion_dice.mean(1)
+        return bool(change.sum() > 1e-9 and change.min() > -1e-9 and (self.found >= other.found).all())
+
+    def means(self) -> Dict[str, Means]:
+        rows = zip(self.regions, self.lesion_dice, self.false_positives, self.dice)
+        return {name: Means(*(float(one.mean()) for one in row)) for name, *row in rows}
+
+
+# --- Private helpers ---
+
+
+def _too_few(cases: int) -> str:
+    return f"{count(cases, 'validation case')}, {LEAST_CASES} are needed" if cases < LEAST_CASES else ""
+
+
+def _is_current(decision: Decision, run: Path, config: RunConfig) -> bool:
+    try:
+        digest = file_sha256(weights_file(run, "best"))
+    except (InputError, OSError):
+        return False  # whoever needs them says so
+    return (decision.weights_sha256, decision.split_hash) == (digest, config.split_hash)
+
+
+def _is_small(sizes_mm3: np.ndarray, rules: Sequence[Rule]) -> np.ndarray:
+    """Which parts are below the bounds of all rules; a sum of products is exact to rounding only."""
+    largest = sizes_mm3.max(initial=0.0)
+    return sizes_mm3 < min(max(rule.mm3, rule.share * largest) for rule in rules) * (1 - 1e-9)
+
+
+def _box(mask: np.ndarray) -> Tuple[slice, slice, slice]:
+    return bounding_box(mask > 0).slices(mask.shape)
+
+
+def _order(regions: Regions) -> List[str]:
+    """The largest set of codes first."""
+    return sorted(regions, key=lambda name: -len(set(regions[name])))
+
+
+def _larger(regions: Regions) -> Dict[str, List[str]]:
+    """Region -> those that hold it and more, the smallest first."""
+    return {
+        name: [other for other in reversed(_order(regions)) if set(regions[other]) > set(codes)]
+        for name, codes in regions.items()
+    }
+
+
+def _code_below(regions: Regions) -> Dict[str, Optional[int]]:
+    """Region -> the code of what is removed from it: the next larger region's own, background where there is none.
+
+    None where that region has no code of its own: what left the smaller one would leave it too, so there is no rule.
+    """
+    own = own_codes(regions)
+    return {
+        name: 0 if not larger else own[larger[0]][0] if own[larger[0]] else None
+        for name, larger in _larger(regions).items()
+    }
+
+
+def _nested(answers: np.ndarray, regions: Regions) -> np.ndarray:
+    """`answers` with 0 where a voxel is in a region and not in one that holds it; a copy where that changes them."""
+    places, larger = {name: place for place, name in enumerate(regions)}, _larger(regions)
+    inside = answers if answers.dtype == bool else answers >= THRESHOLD
+    for name in _order(regions):
+        for other in larger[name]:
+            outside = inside[..., places[name]] & ~inside[..., places[other]]
+            if outside.any():
+                answers = answers.copy()
+                answers[outside, places[name]] = 0
+                inside = answers if answers.dtype == bool else answers >= THRESHOLD
+    return answers
