@@ -24,7 +24,7 @@ import gc
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 from rich.console import Console
@@ -81,8 +81,8 @@ RULES = (*(Rule(share=share) for share in (0.001, 0.003, 0.01, 0.03, 0.1)), *map
 class PostProcessing:
     """What is done to an answer when it is painted."""
 
-    rules: Mapping[str, Tuple[Rule, ...]] = dataclasses.field(default_factory=dict)
-    """Of each region; several remove what each of them would remove, none removes nothing."""
+    rules: Dict[str, Tuple[Rule, ...]] = dataclasses.field(default_factory=dict)
+    """Region -> what is removed from it; of several what each of them would remove."""
     nested: bool = False
     off: str = ""
     """Why nothing is done, else empty."""
@@ -96,7 +96,7 @@ class PostProcessing:
         label = label_from_regions(_nested(answers, regions) if self.nested else answers, regions)
         part, below, voxel_mm3 = label[_box(label)], _code_below(regions), float(np.prod(spacing_mm))
         for name in _order(regions):
-            if self.rules.get(name) and below[name] is not None:
+            if name in self.rules and below[name] is not None:
                 numbered, _ = connected_parts(region_mask(part, regions[name]))
                 sizes_mm3 = np.bincount(numbered.ravel())[1:] * voxel_mm3
                 removed = np.concatenate([[False], _is_small(sizes_mm3, self.rules[name])])
@@ -105,10 +105,10 @@ class PostProcessing:
 
     @property
     def words(self) -> str:
-        """In a line, such as "removes parts below 1 % of its largest part of WT; nested"."""
+        """In a line, such as "removes parts of WT below 1 % of its largest part", or "off: " and why."""
         if self.off:
             return f"off: {self.off}"
-        removed = [f"{name} below {listed(rules)}" for name, rules in self.rules.items() if rules]
+        removed = [f"{name} below {listed(rules)}" for name, rules in self.rules.items()]
         parts = [f"removes parts of {', of '.join(removed)}"] if removed else []
         return "; ".join([*parts, *["cuts each region to the larger ones"] * self.nested])
 
@@ -121,7 +121,7 @@ def gentlest(several: Sequence[PostProcessing]) -> PostProcessing:
     off = next((one.off for one in several if one.off), "")
     if off or len(several) == 1:
         return PostProcessing(off=off) if off else several[0]
-    names = [name for name in several[0].rules if all(one.rules.get(name) for one in several)]
+    names = [name for name in several[0].rules if all(name in one.rules for one in several)]
     rules = {name: tuple(dict.fromkeys(rule for one in several for rule in one.rules[name])) for name in names}
     nested = all(one.nested for one in several)
     return PostProcessing(rules, nested, "" if rules or nested else "the runs have no rule in common")
@@ -149,17 +149,10 @@ class Decision:
     split_hash: str
     cases: int
     """Labelled validation cases."""
-    rules: Dict[str, Tuple[Rule, ...]]
-    nested: bool
-    off: str
-    """Why nothing is done, else empty."""
+    chosen: PostProcessing
     before: Dict[str, Means]
-    """Region -> of the answers as they are; empty where none were made."""
+    """Region -> of the answers as they are; empty where there were too few cases."""
     after: Dict[str, Means]
-
-    @property
-    def chosen(self) -> PostProcessing:
-        return PostProcessing(self.rules, self.nested, self.off)
 
 
 def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:
@@ -175,11 +168,11 @@ def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:
         if content["schema"] != SCHEMA:
             raise ValueError(f"schema {content['schema']}")
         decision = typed(content, Decision)
-        for part in (decision.rules, decision.before, decision.after):
-            if part and set(part) != set(config.regions):
-                raise ValueError(f"regions {', '.join(part)}")
-        if not decision.off and not (decision.before and decision.after):
-            raise ValueError("no scores")
+        for part in (decision.before, decision.after):
+            if set(part) != set(config.regions if part or not decision.chosen.off else ()):
+                raise ValueError(f"scores of {', '.join(part) or 'no region'}")
+        if not set(decision.chosen.rules) <= set(config.regions) or not all(decision.chosen.rules.values()):
+            raise ValueError(f"rules of {', '.join(decision.chosen.rules)}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         rule = f"{path} must be JSON of schema {SCHEMA} for {', '.join(config.regions)}, got {reason(error)}"
         raise InputError(f"{rule}; delete it and repeat the run's `train`, which decides again") from None
@@ -221,8 +214,9 @@ def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
             return decision
         store = store_of_run(config, store_folder)
         records, digest = [one for one in store.cases("val") if one.has_label], file_sha256(weights_file(run, "best"))
-        chosen, before, after = PostProcessing(off=_too_few(len(records))), {}, {}
-        if not chosen.off:
+        few = f"{count(records, 'validation case')}, {LEAST_CASES} are needed"
+        chosen, before, after = PostProcessing(off=few), {}, {}
+        if len(records) >= LEAST_CASES:
             predictor = trained_predictor(run, "best", Inference(device=config.device))
             with bar("post-processing", total=len(records)) as advance:
 
@@ -233,11 +227,7 @@ def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
                         advance()
 
                 chosen, before, after = choose(answered(), predictor.regions)
-        rules = {name: chosen.rules.get(name, ()) for name in config.regions}
-        of_run = {"weights_sha256": digest, "split_hash": config.split_hash, "cases": len(records)}
-        decision = Decision(
-            schema=SCHEMA, **of_run, rules=rules, nested=chosen.nested, off=chosen.off, before=before, after=after
-        )
+        decision = Decision(SCHEMA, digest, config.split_hash, len(records), chosen, before, after)
         write_json(run / FILE, dataclasses.asdict(decision))
     return decision
 
@@ -253,7 +243,7 @@ def after(training: Options, settings: Dict[str, Any]) -> None:
     try:
         decision = decide(training.run, training.store)
         line = decision.chosen.words
-        if not decision.off:
+        if not decision.chosen.off:
             pairs = [(name, decision.before[name], one) for name, one in decision.after.items()]
             changes = ", ".join(f"{name} {was.lesion_dice:.3f} -> {one.lesion_dice:.3f}" for name, was, one in pairs)
             line += f"; lesion-wise Dice {changes} on {count(decision.cases, 'validation case')}"
@@ -274,32 +264,29 @@ Case = Tuple[np.ndarray, np.ndarray, Sequence[float]]
 def choose(cases: Iterable[Case], regions: Regions) -> Tuple[PostProcessing, Dict[str, Means], Dict[str, Means]]:
     """The post-processing that the rules at the top of this file choose, and the means before and after it.
 
-    `cases` are taken one by one; kept of each are the sizes of its parts and lesions and which touch. The means are
-    empty where there is no case.
+    `cases`, at least one, are taken one by one; kept of each are the sizes of its parts and lesions and which touch.
     """
-    found = [_Case.of(*case, regions) for case in cases]
-    if not found:
-        return PostProcessing(off=_too_few(0)), {}, {}
+    found, below = [_parts_of(*case, regions) for case in cases], _code_below(regions)
     chosen = PostProcessing()
-    best = before = _Outcome.of(found, chosen, regions)
-    ruled = [name for name, code in _code_below(regions).items() if code is not None]
-    for name in (None, *(name for name in _order(regions) if name in ruled)) if len(found) >= LEAST_CASES else ():
-        tried = [dataclasses.replace(chosen, rules={**chosen.rules, name: (rule,)}) for rule in RULES]
-        if name is None:
-            tried = [PostProcessing(nested=True)]
-        outcomes = [(_Outcome.of(found, one, regions), one) for one in tried]
-        better = [pair for pair in outcomes if pair[0].improves(best)]
+    best = before = _scores(found, chosen)
+    for name in (None, *(name for name in _order(regions) if below[name] is not None)):
+        tried = [dataclasses.replace(chosen, nested=True)]
+        if name:
+            tried = [dataclasses.replace(chosen, rules={**chosen.rules, name: (rule,)}) for rule in RULES]
+        pairs = [(_scores(found, one), one) for one in tried]
+        better = [pair for pair in pairs if _improves(pair[0], best)]
         if better:
-            best, chosen = max(better, key=lambda pair: (round(pair[0].mean, 9), -pair[0].removed_mm3))
-    off = _too_few(len(found)) or ("" if chosen != PostProcessing() else "no rule gains on the validation cases")
-    return dataclasses.replace(chosen, off=off), before.means(), best.means()
+            best, chosen = max(better, key=lambda pair: (round(pair[0][..., 0].mean(), 9), pair[0][..., 4].sum()))
+    if best is before:
+        chosen = dataclasses.replace(chosen, off="no rule gains on the validation cases")
+    rows = (zip(_order(regions), scores.mean(0).tolist()) for scores in (before, best))
+    return (chosen, *({name: Means(*row[:3]) for name, row in region_rows} for region_rows in rows))
 
 
 # --- Private helpers: the choice ---
 
 
-@dataclass(frozen=True)
-class _Parts:
+class _Parts(NamedTuple):
     """The predicted parts of a region in a case."""
 
     matching: Matching
@@ -308,92 +295,53 @@ class _Parts:
     """Larger region -> for each part the index of the part of that region that it lies in."""
 
 
-@dataclass(frozen=True)
-class _Case:
-    """What any choice makes of a case can be told from these."""
+_Case = Dict[bool, Dict[str, _Parts]]
+"""Whether the answer was nested -> region, the largest first -> its parts: what any choice makes of a case follows."""
 
-    parts: Dict[bool, Dict[str, _Parts]]
-    """Whether the answer was nested -> region -> its parts."""
 
-    @classmethod
-    def of(cls, answers: np.ndarray, truth: np.ndarray, spacing_mm: Sequence[float], regions: Regions) -> "_Case":
-        labels = [PostProcessing(nested=nested).paint(answers, regions, spacing_mm) for nested in (False, True)]
-        plain = _parts(labels[0], truth, spacing_mm, regions)
-        same = np.array_equal(*labels)
-        return cls({False: plain, True: plain if same else _parts(labels[1], truth, spacing_mm, regions)})
+def _parts_of(answers: np.ndarray, truth: np.ndarray, spacing_mm: Sequence[float], regions: Regions) -> _Case:
+    case, labels = {}, [PostProcessing(nested=nested).paint(answers, regions, spacing_mm) for nested in (False, True)]
+    for nested, label in zip((False, True), labels):
+        if nested and np.array_equal(*labels):
+            return {False: case[False], True: case[False]}
+        box = _box((label > 0) | (truth > 0))  # nothing is outside, and what grows together does so inside
+        numbered = {name: connected_parts(region_mask(label[box], regions[name])) for name in _order(regions)}
+        case[nested] = {}
+        for name, (parts, part_count) in numbered.items():
+            there, inside = parts > 0, {}
+            for larger in _larger(regions)[name]:
+                index = np.zeros(part_count + 1, np.int64)
+                index[parts[there]] = numbered[larger][0][there]
+                inside[larger] = index[1:] - 1
+            matching = match_lesions(region_mask(truth[box], regions[name]), parts, part_count, spacing_mm)
+            case[nested][name] = _Parts(matching, matching.part_voxels * float(np.prod(spacing_mm)), inside)
+    return case
 
-    def kept(self, chosen: PostProcessing) -> Dict[str, np.ndarray]:
-        """Region -> which of its parts (P,) are left; the same as `PostProcessing.paint` leaves."""
+
+def _scores(cases: Sequence[_Case], chosen: PostProcessing) -> np.ndarray:
+    """Of what `PostProcessing.paint` leaves, (cases, R, 5): the fields of Means, lesions that are found, and mm3."""
+    rows = []
+    for case in cases:
         kept: Dict[str, np.ndarray] = {}
-        for name, own in sorted(self.parts[chosen.nested].items(), key=lambda pair: len(pair[1].inside)):
-            stays = np.ones(len(own.sizes_mm3), bool)
-            for larger, index in own.inside.items():
+        for name, (matching, sizes_mm3, inside) in case[chosen.nested].items():
+            stays = np.ones(len(sizes_mm3), bool)
+            for larger, index in inside.items():
                 stays &= kept[larger][index]
-            if chosen.rules.get(name):
-                stays[stays] = ~_is_small(own.sizes_mm3[stays], chosen.rules[name])
-            kept[name] = stays
-        return kept
+            if name in chosen.rules:
+                stays[stays] = ~_is_small(sizes_mm3[stays], chosen.rules[name])
+            kept[name], lesions = stays, matching.lesions(stays)
+            own = (lesions.dice, lesions.false_positives, matching.dice(stays), lesions.found, sizes_mm3[stays].sum())
+            rows.append(own)
+    return np.reshape(rows, (len(cases), -1, 5))
 
 
-def _parts(label: np.ndarray, truth: np.ndarray, spacing_mm: Sequence[float], regions: Regions) -> Dict[str, _Parts]:
-    box = _box((label > 0) | (truth > 0))  # nothing is outside, and what grows together does so inside
-    label, truth = label[box], truth[box]
-    numbered = {name: connected_parts(region_mask(label, codes)) for name, codes in regions.items()}
-    found = {}
-    for name, (parts, part_count) in numbered.items():
-        there, inside = parts > 0, {}
-        for larger in _larger(regions)[name]:
-            index = np.zeros(part_count + 1, np.int64)
-            index[parts[there]] = numbered[larger][0][there]
-            inside[larger] = index[1:] - 1
-        matching = match_lesions(region_mask(truth, regions[name]), parts, part_count, spacing_mm)
-        found[name] = _Parts(matching, matching.part_voxels * float(np.prod(spacing_mm)), inside)
-    return found
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What a choice makes of the cases, each array (R, cases)."""
-
-    regions: Tuple[str, ...]
-    lesion_dice: np.ndarray
-    found: np.ndarray
-    false_positives: np.ndarray
-    dice: np.ndarray
-    removed_mm3: float
-
-    @classmethod
-    def of(cls, cases: Sequence[_Case], chosen: PostProcessing, regions: Regions) -> "_Outcome":
-        values, kept_mm3 = np.zeros((4, len(regions), len(cases))), 0.0
-        for column, case in enumerate(cases):
-            kept = case.kept(chosen)
-            for row, name in enumerate(regions):
-                own = case.parts[chosen.nested][name]
-                lesions = own.matching.lesions(kept[name])
-                dice = own.matching.dice(kept[name])
-                values[:, row, column] = lesions.dice, lesions.found, lesions.false_positives, dice
-                kept_mm3 += float(own.sizes_mm3[kept[name]].sum())
-        return cls(tuple(regions), *values, removed_mm3=-kept_mm3)  # but for a constant
-
-    @property
-    def mean(self) -> float:
-        return float(self.lesion_dice.mean())
-
-    def improves(self, other: "_Outcome") -> bool:
-        """Whether the mean gains, that of no region falls, and no lesion that was found is lost."""
-        change = self.lesion_dice.mean(1) - other.lesion_dice.mean(1)
-        return bool(change.sum() > 1e-9 and change.min() > -1e-9 and (self.found >= other.found).all())
-
-    def means(self) -> Dict[str, Means]:
-        rows = zip(self.regions, self.lesion_dice, self.false_positives, self.dice)
-        return {name: Means(*(float(one.mean()) for one in row)) for name, *row in rows}
+def _improves(scores: np.ndarray, other: np.ndarray) -> bool:
+    """Whether the mean lesion-wise Dice gains, that of no region falls, and no lesion that was found is lost."""
+    change = (scores - other)[..., 0].mean(0)
+    return bool(change.sum() > 1e-9 and change.min() > -1e-9 and (scores[..., 3] >= other[..., 3]).all())
 
 
 # --- Private helpers ---
-
-
-def _too_few(cases: int) -> str:
-    return f"{count(cases, 'validation case')}, {LEAST_CASES} are needed" if cases < LEAST_CASES else ""
 
 
 def _is_current(decision: Decision, run: Path, config: RunConfig) -> bool:
@@ -440,14 +388,10 @@ def _code_below(regions: Regions) -> Dict[str, Optional[int]]:
 
 
 def _nested(answers: np.ndarray, regions: Regions) -> np.ndarray:
-    """`answers` with 0 where a voxel is in a region and not in one that holds it; a copy where that changes them."""
-    places, larger = {name: place for place, name in enumerate(regions)}, _larger(regions)
+    """A copy of `answers` with 0 where a voxel is in a region and not in one that holds it."""
+    answers, names, larger = answers.copy(), list(regions), _larger(regions)
     inside = answers if answers.dtype == bool else answers >= THRESHOLD
-    for name in _order(regions):
+    for name in names:
         for other in larger[name]:
-            outside = inside[..., places[name]] & ~inside[..., places[other]]
-            if outside.any():
-                answers = answers.copy()
-                answers[outside, places[name]] = 0
-                inside = answers if answers.dtype == bool else answers >= THRESHOLD
+            answers[~inside[..., names.index(other)], names.index(name)] = 0
     return answers

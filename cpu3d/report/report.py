@@ -203,13 +203,14 @@ def _decision_table(files: RunFiles) -> Optional[Table]:
     if files.postprocessing.off or decision is None:
         return None
     rows = []
-    for name, rules in decision.rules.items():
+    for name in decision.before:
+        rules = decision.chosen.rules.get(name)
         pairs = [
             (METRICS[key], getattr(decision.before[name], key), getattr(decision.after[name], key)) for key in SHOWN
         ]
         values = [f"{was:.{metric.digits}f} \u2192 {is_:.{metric.digits}f}" for metric, was, is_ in pairs]
         rows.append((name, f"below {listed(rules)}" if rules else "-", *values))
-    nested = "; each region is cut to the larger ones" if decision.nested else ""
+    nested = "; each region is cut to the larger ones" if decision.chosen.nested else ""
     return Table(
         ("region", "parts removed", *(METRICS[key].label for key in SHOWN)),
         rows,
