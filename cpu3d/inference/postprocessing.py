@@ -247,8 +247,8 @@ def after(training: Options, settings: Dict[str, Any]) -> None:
             pairs = [(name, decision.before[name], one) for name, one in decision.after.items()]
             changes = ", ".join(f"{name} {was.lesion_dice:.3f} -> {one.lesion_dice:.3f}" for name, was, one in pairs)
             line += f"; lesion-wise Dice {changes} on {count(decision.cases, 'validation case')}"
-    except (InputError, OSError, MemoryError) as error:
-        line = f"off: it could not be decided, {str(error) or 'memory ran out'}; repeat the same command"
+    except Exception as error:  # also what TensorFlow raises: the run is whole, whatever it is
+        line = f"off: it could not be decided, {str(error) or type(error).__name__}; repeat the same command"
     except KeyboardInterrupt:
         done = "the run is whole, its post-processing is not decided"
         raise KeyboardInterrupt(f"{done}; the same command decides it") from None
@@ -271,7 +271,7 @@ def choose(cases: Iterable[Case], regions: Regions) -> Tuple[PostProcessing, Dic
     best = before = _scores(found, chosen)
     for name in (None, *(name for name in _order(regions) if below[name] is not None)):
         tried = [dataclasses.replace(chosen, nested=True)]
-        if name:
+        if name is not None:
             tried = [dataclasses.replace(chosen, rules={**chosen.rules, name: (rule,)}) for rule in RULES]
         pairs = [(_scores(found, one), one) for one in tried]
         better = [pair for pair in pairs if _improves(pair[0], best)]
