@@ -93,15 +93,20 @@ class PostProcessing:
         As `label_from_regions` does, with the small parts removed; voxels measure `spacing_mm`. `answers` stay as they
         are.
         """
-        label = label_from_regions(_nested(answers, regions) if self.nested else answers, regions)
-        part, below, voxel_mm3 = label[_box(label)], _code_below(regions), float(np.prod(spacing_mm))
+        whole = label_from_regions(answers, regions)
+        if self.off or not (self.rules or self.nested):
+            return whole
+        box, below, voxel_mm3 = _box(whole), _code_below(regions), float(np.prod(spacing_mm))
+        if self.nested:  # which paints no voxel that was not
+            whole[box] = label_from_regions(_nested(answers[box], regions), regions)
+        label = whole[box]
         for name in _order(regions):
             if name in self.rules and below[name] is not None:
-                numbered, _ = connected_parts(region_mask(part, regions[name]))
+                numbered, _ = connected_parts(region_mask(label, regions[name]))
                 sizes_mm3 = np.bincount(numbered.ravel())[1:] * voxel_mm3
                 removed = np.concatenate([[False], _is_small(sizes_mm3, self.rules[name])])
-                part[removed[numbered]] = below[name]
-        return label
+                label[removed[numbered]] = below[name]
+        return whole
 
     @property
     def words(self) -> str:
@@ -201,8 +206,9 @@ def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
     """Decide the post-processing of a trained run on its labelled validation cases, and write it into the run.
 
     What was decided with the weights it has is returned as it is. One case is in memory at a time, beside the network
-    and a few numbers of each case. Raises InputError as `trained_predictor` and `store_of_run`, and where another
-    process writes to the run; OSError where it cannot be written.
+    and a few numbers of each case; after a training on 240 x 240 x 155 x 4 that added 0.2 GiB to its peak of 3.0. Raises
+    InputError as `trained_predictor` and `store_of_run`, and where another process writes to the run; OSError where it
+    cannot be written.
     """
     run, config = Path(run), load_config(run)
     with locked(run, "run"):
@@ -222,8 +228,8 @@ def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
 
                 def answered():
                     for record in records:
-                        answers = predictor.probabilities(store.image(record.case_id), record)
-                        yield answers, np.asarray(store.label(record.case_id)), record.spacing_mm
+                        label, image = np.asarray(store.label(record.case_id)), store.image(record.case_id)
+                        yield predictor.probabilities(image, record), label, record.spacing_mm
                         advance()
 
                 chosen, before, after = choose(answered(), predictor.regions)
@@ -266,7 +272,10 @@ def choose(cases: Iterable[Case], regions: Regions) -> Tuple[PostProcessing, Dic
 
     `cases`, at least one, are taken one by one; kept of each are the sizes of its parts and lesions and which touch.
     """
-    found, below = [_parts_of(*case, regions) for case in cases], _code_below(regions)
+    found, below = [], _code_below(regions)
+    for case in cases:
+        found.append(_parts_of(*case, regions))
+        del case  # else it is in memory while the next is predicted
     chosen = PostProcessing()
     best = before = _scores(found, chosen)
     for name in (None, *(name for name in _order(regions) if below[name] is not None)):
