@@ -206,7 +206,7 @@ def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
     """Decide the post-processing of a trained run on its labelled validation cases, and write it into the run.
 
     What was decided with the weights it has is returned as it is. One case is in memory at a time, beside the network
-    and a few numbers of each case; after a training on 240 x 240 x 155 x 4 that added 0.2 GiB to its peak of 3.0. Raises
+    and a few numbers of each case; after a training on 240 x 240 x 155 x 4 that added 0.2 GiB to 3.0. Raises
     InputError as `trained_predictor` and `store_of_run`, and where another process writes to the run; OSError where it
     cannot be written.
     """
