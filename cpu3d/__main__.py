@@ -32,6 +32,9 @@ COMMANDS = {
 }
 """Subcommand -> its module and a line of help."""
 
+AFTER = {"cpu3d.training.train": "cpu3d.inference.postprocessing"}
+"""A command's module -> the one whose `after` follows it, with the same options: its room lies above the command's."""
+
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Run a subcommand; returns what the process ends with:
@@ -44,7 +47,11 @@ def main(argv: Optional[List[str]] = None) -> int:
         faulthandler.enable()  # a file that is cut while it is mapped ends the process: this says where
     try:
         command, args = parse(sys.argv[1:] if argv is None else argv)
-        return command.run(*arguments(command.OPTIONS, args, InputError))
+        options = arguments(command.OPTIONS, args, InputError)
+        code = command.run(*options)
+        if command.__name__ in AFTER:
+            importlib.import_module(AFTER[command.__name__]).after(*options)
+        return code
     except InputError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)

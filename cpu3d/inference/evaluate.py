@@ -12,6 +12,8 @@ run's, and has to where several runs are scored together.
 Several runs answer as in `predict`, with the mean of their probabilities. On "val" folds are cross-validated instead:
 each case by the one run that has not trained on it.
 
+Small parts of regions are removed as the run has decided (`cpu3d.inference.postprocessing`); --raw leaves them.
+
 Scored is what is written: the painted label map, turned back into regions. The store's grid is the original one with
 axes turned, so scores on it are scores on the original grid.
 """
@@ -22,18 +24,19 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypedDict
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, TypedDict
 
 import numpy as np
 from rich.console import Console
 
-from cpu3d.data.labels import code_meanings, label_from_regions
+from cpu3d.data.labels import code_meanings
 from cpu3d.data.nifti import write_label
 from cpu3d.data.records import SPLITS, CaseRecord
 from cpu3d.data.splits import with_fold, with_folds
 from cpu3d.data.store import Store
 from cpu3d.errors import DivergedError, InputError, refuse
 from cpu3d.host.memory import peak_rss_bytes
+from cpu3d.inference.postprocessing import RAW, PostProcessing, gentlest, postprocessing_of
 from cpu3d.inference.runs import (
     Inference,
     RunOptions,
@@ -88,6 +91,7 @@ class Options:
     tolerance: float = option(
         TOLERANCE_MM, help="tolerance of the surface Dice in mm", metavar="MM", at_least=0, below=math.inf
     )
+    raw: bool = option(False, help="leave out the post-processing that the run has decided")
     json: bool = option(False, help="print scores.json instead of a table")
 
 
@@ -107,6 +111,10 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
         raise InputError(f"--split must be test or val for {len(runs)} folds, got train; each has its own there")
     crossed = several_folds and options.split == "val"
     held_out = [with_fold(store, fold).manifest.split["val"] for fold in folds] if crossed else None
+    own = [RAW] if options.raw else postprocessing_of(runs, configs, chosen.weights)
+    together, of_case = gentlest(own), {}
+    if crossed and not options.raw:
+        of_case = {case_id: one for one, case_ids in zip(own, held_out) for case_id in case_ids}
     path = scores_path(out, options.split)
     folder = writable_folder(path.parent, "evaluation")
     if out not in runs:
@@ -115,6 +123,8 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     messages = Console(stderr=True)
     if options.split != UNTOUCHED:
         messages.print(f"[bold yellow]{warning(options.split)}")
+    for words in dict.fromkeys(one.words for one in (own if crossed else [together])):
+        messages.print(f"post-processing: {words}", highlight=False, markup=False, soft_wrap=True)
     with locked(folder, "evaluation"):
         scores = evaluate_split(
             joined(predictors, held_out),
@@ -124,6 +134,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
             weights=chosen.weights,
             tolerance_mm=options.tolerance,
             about=describe(runs, configs, predictors, held_out),
+            postprocessing=lambda case_id: of_case.get(case_id, together),
         )
     if options.json:
         print(json.dumps(scores, indent=1))
@@ -142,11 +153,13 @@ def evaluate_split(
     weights: str = "best",
     tolerance_mm: float = TOLERANCE_MM,
     about: Optional[Mapping[str, Any]] = None,
+    postprocessing: Callable[[str], PostProcessing] = lambda case_id: RAW,
 ) -> Dict[str, Any]:
     """Predict and score every case of `split`, one in memory at a time; returns the content of scores.json.
 
     `predictor` is what `load_predictor` gives: its `probabilities(image, record)` are `(X, Y, Z, R)` on the full grid.
     Of a run of a fold `store` is the fold's view. `about` is what `describe` gives, written into the file as it is.
+    `postprocessing` gives what is done to the answer of a case, by its id.
     Predictions and scores replace earlier ones only when all cases are done: an error or Ctrl-C leaves those whole.
 
     Raises InputError when the split has no cases, when cases have no label (all are listed), when the store's channels
@@ -161,7 +174,8 @@ def evaluate_split(
                 begin = time.monotonic()
                 answers = predictor.probabilities(store.image(record.case_id), record)
                 check_finite(answers, record.case_id)
-                label = label_from_regions(answers, predictor.regions)
+                chosen = postprocessing(record.case_id)
+                label = chosen.paint(answers, predictor.regions, record.spacing_mm)
                 predicted = time.monotonic()
                 truth = np.asarray(store.label(record.case_id))
                 regions = score_case(truth, label, predictor.regions, record.spacing_mm, tolerance_mm)
@@ -172,6 +186,7 @@ def evaluate_split(
                         "mean_dice": float(np.mean([scores["dice"] for scores in regions.values()])),
                         "predict_s": round(predicted - begin, 3),
                         "score_s": round(time.monotonic() - predicted, 3),
+                        "postprocessing": chosen.words,
                         "regions": regions,
                     }
                 )
@@ -330,7 +345,7 @@ class _Run(TypedDict, total=False):
     held_out: List[str]
 
 
-class _Case(TypedDict("_Times", {"predict_s": float, "score_s": float}, total=False)):
+class _Case(TypedDict("_Newest", {"predict_s": float, "score_s": float, "postprocessing": str}, total=False)):
     case_id: str
     mean_dice: float
     regions: Dict[str, _Region]

@@ -18,6 +18,9 @@ chooses others.
 
 Several runs answer together, with the mean of their probabilities; folds have to be all there.
 
+Small parts of regions are removed as the run has decided (`cpu3d.inference.postprocessing`), of several runs where all
+have; --raw leaves them. --probabilities are always as the network gives them.
+
 Beside <case_id>.nii.gz lies <case_id>.json: what the codes mean, volumes in ml, sources with their hashes, the runs.
 With --page there is <case_id>.html, too, to scroll through the slices with the prediction over them.
 """
@@ -33,12 +36,13 @@ import nibabel
 import numpy as np
 from rich.console import Console
 
-from cpu3d.data.labels import THRESHOLD, code_meanings, label_from_regions, own_codes, region_mask
+from cpu3d.data.labels import THRESHOLD, code_meanings, own_codes, region_mask
 from cpu3d.data.nifti import read_volume, write_label, write_volume
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles, case_files, grouped_by_case, label_codes_of, regions_of
 from cpu3d.errors import DoesNotFitError, InputError, refuse
 from cpu3d.inference.evaluate import check_finite
+from cpu3d.inference.postprocessing import RAW, PostProcessing, gentlest, postprocessing_of
 from cpu3d.inference.runs import (
     Inference,
     RunOptions,
@@ -87,6 +91,7 @@ class Options:
         metavar="PATH",
     )
     out: Path = option(help="folder for the predictions", metavar="DIR")
+    raw: bool = option(False, help="leave out the post-processing that the run has decided")
     probabilities: bool = option(
         False, help="write a float32 NIfTI per region, too (<case_id>_<region>_probability.nii.gz)"
     )
@@ -127,6 +132,7 @@ OPTIONS = (RunOptions, Options, ZeroNan, Inference)
 def run(chosen: RunOptions, options: Options, background: ZeroNan, inference: Inference) -> int:
     check_there("--image", options.image)
     configs = load_configs(chosen.run, some_folds=chosen.some_folds)
+    postprocessing = RAW if options.raw else gentlest(postprocessing_of(chosen.run, configs, chosen.weights))
     writable_folder(options.out, "--out")
     predictors = trained_predictors(chosen.run, chosen.weights, inference)
     predictor, about = joined(predictors), {**describe(chosen.run, configs, predictors), "weights": chosen.weights}
@@ -136,12 +142,14 @@ def run(chosen: RunOptions, options: Options, background: ZeroNan, inference: In
     read = {path for case in cases for path in case.files.images}
     unread = [path for path in options.image if path.is_file() and path not in read]
     console = Console()
-    for line in (*(f"not read: {path}" for path in unread), *_mapping(predictor, cases)):
+    lines = [*(f"not read: {path}" for path in unread), f"post-processing: {postprocessing.words}"]
+    for line in (*lines, *_mapping(predictor, cases)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     done, kind = [], InputError
     with bar("predict", total=len(cases)) as advance:
         for case in cases:
             how = {"probabilities": options.probabilities, "page": options.page, "zero_nan": zero_nan, "about": about}
+            how["postprocessing"] = postprocessing
             try:
                 done.append(predict_case(predictor, case, options.out, **how))
             except InputError as error:
@@ -176,6 +184,7 @@ def predict_case(
     page: bool = False,
     zero_nan: bool = False,
     about: Optional[Mapping[str, Any]] = None,
+    postprocessing: PostProcessing = RAW,
 ) -> Dict[str, Any]:
     """Segment one case into `out`; returns the content of its sidecar.
 
@@ -198,7 +207,7 @@ def predict_case(
     record, geometry = loaded.record, loaded.record.geometry
     answers = predictor.probabilities(loaded.image, record, case.channels)
     check_finite(answers, files.case_id)
-    label = label_from_regions(answers, codes.regions)
+    label = postprocessing.paint(answers, codes.regions, record.spacing_mm)
     voxel_ml = float(np.prod(record.spacing_mm)) / 1000.0
     content = {
         "schema": SCHEMA,
@@ -214,6 +223,7 @@ def predict_case(
             for name, of_region in codes.regions.items()
         },
         "threshold": THRESHOLD,
+        "postprocessing": postprocessing.words,
         "probabilities": names,
         "axes": geometry.axes,
         "spacing_mm": list(record.spacing_mm),

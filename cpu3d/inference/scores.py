@@ -28,7 +28,7 @@ scipy over the surface voxels is exact and some sixty times faster than distance
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 from scipy.ndimage import binary_dilation, binary_erosion, generate_binary_structure, label
@@ -63,6 +63,42 @@ class Lesions(NamedTuple):
     def sensitivity(self) -> float:
         """The share of true lesions that were found; 1 where there is none."""
         return self.found / self.true if self.true else 1.0
+
+
+@dataclass(frozen=True)
+class Matching:
+    """The L true lesions and P predicted parts of a region, and the N pairs of them that touch: all that the scores of
+    any choice among the parts need."""
+
+    truth_voxels: np.ndarray
+    """(L,) of each lesion."""
+    counted: np.ndarray
+    """(L,) whether it is large enough to be asked for."""
+    part_voxels: np.ndarray
+    """(P,) of each part."""
+    lesion: np.ndarray
+    """(N,) index of a pair's lesion."""
+    part: np.ndarray
+    """(N,) index of its part."""
+    shared_voxels: np.ndarray
+    """(N,) voxels of the part in the lesion before it was grown."""
+
+    def lesions(self, kept: Optional[np.ndarray] = None) -> Lesions:
+        """The scores where only the parts of `kept` (P,) are predicted, by default all."""
+        kept = np.ones(len(self.part_voxels), bool) if kept is None else kept
+        pairs, count = kept[self.part], len(self.truth_voxels)
+        lesion, part = self.lesion[pairs], self.part[pairs]
+        own = np.bincount(lesion, weights=self.part_voxels[part], minlength=count)
+        shared = np.bincount(lesion, weights=self.shared_voxels[pairs], minlength=count)
+        dice = 2 * shared[self.counted] / (self.truth_voxels + own)[self.counted]
+        false_positives = int(np.count_nonzero(kept)) - len(np.unique(part))
+        judged, found = len(dice) + false_positives, int(np.count_nonzero(own[self.counted]))
+        return Lesions(len(dice), found, false_positives, float(dice.sum() / judged) if judged else 1.0)
+
+    def dice(self, kept: np.ndarray) -> float:
+        """Dice of the whole region where only the parts of `kept` (P,) are predicted."""
+        total = self.truth_voxels.sum() + self.part_voxels[kept].sum()
+        return float(2 * self.shared_voxels[kept[self.part]].sum() / total) if total else 1.0
 
 
 @dataclass(frozen=True)
@@ -248,27 +284,36 @@ def surface_dice(masks: Masks) -> float:
 
 def find_lesions(truth: np.ndarray, prediction: np.ndarray, spacing_mm: Sequence[float]) -> Lesions:
     """Find the lesions of boolean masks `(X, Y, Z)` by the rule at the top of this file."""
-    near, touching = generate_binary_structure(3, 2), generate_binary_structure(3, 3)
-    if not truth.any() and not prediction.any():
-        return Lesions(0, 0, 0, 1.0)  # as below, at once
+    return match_lesions(truth, *connected_parts(prediction), spacing_mm).lesions()
+
+
+def connected_parts(mask: np.ndarray) -> Tuple[np.ndarray, int]:
+    """Number from 1 the parts of a mask `(X, Y, Z)` that are connected by 26 neighbours; also their count."""
+    return label(mask, generate_binary_structure(3, 3))
+
+
+def match_lesions(truth: np.ndarray, parts: np.ndarray, part_count: int, spacing_mm: Sequence[float]) -> Matching:
+    """Match a boolean truth `(X, Y, Z)` and a prediction's `connected_parts` by the rule at the top of this file."""
+    near, prediction = generate_binary_structure(3, 2), parts > 0
     rounds = np.round(LESION_GROWTH_MM / np.asarray(spacing_mm, float)).astype(int)
     stops, grown = sorted({0, *rounds}), truth
     for done, stop in zip(stops, stops[1:]):
         neighbours = near[tuple(slice(None) if done < n else slice(1, 2) for n in rounds)]
         grown = binary_dilation(grown, neighbours, iterations=int(stop - done))
-    lesions, count = label(grown, touching)  # also of voxels around; 0 is none
-    parts, part_count = label(prediction, touching)
-    truth_size, shared = (np.bincount(lesions[mask], minlength=count + 1) for mask in (truth, truth & prediction))
+    lesions, count = connected_parts(grown)  # also of voxels around; 0 is none
+    truth_voxels = np.bincount(lesions[truth], minlength=count + 1)[1:]
     # Every lesion and part that share a voxel, once.
     both = prediction & grown
-    lesion, part = divmod(np.unique(lesions[both] * np.int64(part_count + 1) + parts[both]), part_count + 1)
-    own_size = np.bincount(lesion, weights=np.bincount(parts[prediction])[part], minlength=count + 1)
-    counted = truth_size * float(np.prod(spacing_mm)) > LESION_MM3
-    false_positives = part_count - len(np.unique(part))
-    dice = 2 * shared[counted] / (truth_size + own_size)[counted]
-    judged = len(dice) + false_positives
-    found = np.count_nonzero(own_size[counted])
-    return Lesions(len(dice), found, false_positives, float(dice.sum() / judged) if judged else 1.0)
+    pairs, which = np.unique(lesions[both] * np.int64(part_count + 1) + parts[both], return_inverse=True)
+    lesion, part = divmod(pairs, part_count + 1)
+    return Matching(
+        truth_voxels,
+        truth_voxels * float(np.prod(spacing_mm)) > LESION_MM3,
+        np.bincount(parts[prediction], minlength=part_count + 1)[1:],
+        lesion - 1,
+        part - 1,
+        np.bincount(which, weights=truth[both], minlength=len(pairs)),
+    )
 
 
 def diagonal_mm(shape: Sequence[int], spacing_mm: Sequence[float]) -> float:

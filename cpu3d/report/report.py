@@ -29,7 +29,7 @@ from cpu3d.report.run_files import (
     viewed_case,
 )
 from cpu3d.util.atomic import atomic_write
-from cpu3d.util.records import by, duration, seconds
+from cpu3d.util.records import by, count, duration, listed, seconds
 from memory_estimator.schema import option
 from memory_estimator.table import PALETTE, Bold, Table
 from memory_estimator.units import GIB
@@ -44,6 +44,9 @@ class Options:
 
 
 OPTIONS = (Options,)
+
+SHOWN = ("lesion_dice", "false_positives", "dice")
+"""The METRICS that post-processing is shown by."""
 
 
 def run(options: Options) -> int:
@@ -83,6 +86,8 @@ def render(files: RunFiles) -> str:
         scores=scores,
         metrics={name: METRICS[name] for name in metrics_in(scores)} if scores else {},
         score_tables=[summary_table(scores), _cases_table(scores)] if scores else [],
+        postprocessing=files.postprocessing,
+        decision=_decision_table(files),
         score_pictures=_score_pictures(scores) if scores else [],
         viewer=viewer(_shown_cases(files)) if scores and files.store else None,
         curves=_curves(files.events, files.config["coarse_steps"]),
@@ -119,6 +124,8 @@ def _facts(files: RunFiles, starts: Events) -> List[Tuple[str, str]]:
     ]
     if files.scores:
         facts.append(("inference", _inference(files.scores)))
+        done = dict.fromkeys(case.get("postprocessing", "-") for case in files.scores["cases"])
+        facts.append(("post-processing of the scores", "; ".join(done)))
     if len(starts) > 1:
         facts.append(("restarts", ", ".join(f"at step {event.get('step', '?')}" for event in starts[1:])))
     return facts
@@ -193,6 +200,28 @@ def _cases_table(scores: Mapping[str, Any]) -> Table:
         ("case", "region", *(metric.heading for metric in metrics.values()), "ml"),
         rows,
         caption="Worst first. ml: volume of the truth \u2192 of the prediction. * truth, prediction or both are empty.",
+        names=2,
+    )
+
+
+def _decision_table(files: RunFiles) -> Optional[Table]:
+    """Region by region what is removed, and what that changes on the validation cases; None where nothing is."""
+    decision = files.decision
+    if files.postprocessing.off or decision is None:
+        return None
+    rows = []
+    for name in decision.before:
+        rules = decision.chosen.rules.get(name)
+        pairs = [
+            (METRICS[key], getattr(decision.before[name], key), getattr(decision.after[name], key)) for key in SHOWN
+        ]
+        values = [f"{was:.{metric.digits}f} \u2192 {is_:.{metric.digits}f}" for metric, was, is_ in pairs]
+        rows.append((name, f"below {listed(rules)}" if rules else "-", *values))
+    nested = "; each region is cut to the larger ones" if decision.chosen.nested else ""
+    return Table(
+        ("region", "parts removed", *(METRICS[key].label for key in SHOWN)),
+        rows,
+        caption=f"Means over {count(decision.cases, 'validation case')}, before \u2192 after{nested}.",
         names=2,
     )
 

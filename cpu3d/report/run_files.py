@@ -14,6 +14,7 @@ from cpu3d.data.splits import with_fold
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import UNTOUCHED, read_scores, scores_path
+from cpu3d.inference.postprocessing import Decision, PostProcessing, postprocessing_of, read_decision
 from cpu3d.pages.viewer import SCORES, ViewedCase
 from cpu3d.settings import load_config
 from cpu3d.training.run_log import read_events
@@ -33,15 +34,22 @@ class RunFiles:
     """scores.json of the test cases, else of "val", else of "train"; None before any evaluation."""
     store: Optional[Store]
     """As a run of this fold sees it; None when it is not where it was."""
+    postprocessing: PostProcessing
+    """What is done to the answers of its best weights, or why nothing is."""
+    decision: Optional[Decision]
+    """What that rests on; None where nothing was decided."""
 
 
 def gather(run_dir: Path) -> RunFiles:
     """Read a run folder.
 
-    Raises InputError for a folder that is no run, and for a config.json or scores.json that is damaged or of another
-    version.
+    Raises InputError for a folder that is no run, and for a config.json, postprocessing.json or scores.json that is
+    damaged or of another version.
     """
-    config = dataclasses.asdict(load_config(run_dir))
+    settings = load_config(run_dir)
+    config = dataclasses.asdict(settings)
+    decision = read_decision(run_dir, settings)
+    (postprocessing,) = postprocessing_of([run_dir], [settings])
     events = read_events(run_dir)
     paths = [scores_path(run_dir, split) for split in (UNTOUCHED, "val", "train")]
     scores = next((read_scores(path) for path in paths if path.is_file()), None)
@@ -52,7 +60,7 @@ def gather(run_dir: Path) -> RunFiles:
                 store = with_fold(open_store(folder), config["fold"])
             except InputError:
                 store = None  # moved or deleted since: the page says so
-    return RunFiles(run_dir, config, tuple(events), scores, store)
+    return RunFiles(run_dir, config, tuple(events), scores, store, postprocessing, decision)
 
 
 def best_median_worst(case_ids: Sequence[str]) -> Dict[str, str]:

@@ -90,12 +90,17 @@ def tiny_store(tmp_path) -> Store:
     return make_store(tmp_path / "store", tmp_path / "source")
 
 
-def make_store(folder: Path, source: Path, *, labelled: bool = True) -> Store:
-    split = {"train": ("a", "b", "c"), "val": ("d",), "test": ("e", "f")}
+SPLIT = {"train": ("a", "b", "c"), "val": ("d",), "test": ("e", "f")}
+
+
+def make_store(
+    folder: Path, source: Path, *, labelled: bool = True, split=SPLIT, geometry: Geometry = LPS_2MM
+) -> Store:
     (folder / "cases").mkdir(parents=True)
     records = []
     for seed, case_id in enumerate(sorted(sum(split.values(), ()))):
-        case = load_case(write_case(source, case_id, seed), channels=CHANNELS, labels=LABELS if labelled else None)
+        files = write_case(source, case_id, seed, geometry)
+        case = load_case(files, channels=CHANNELS, labels=LABELS if labelled else None)
         records.append(write_arrays(folder, case.record, case.image, case.label, format_="npy", cropped=False))
     manifest = make_manifest(
         name="tiny", layout="decathlon", channels=CHANNELS, labels=LABELS, regions=REGIONS, split=split, split_seed=0,

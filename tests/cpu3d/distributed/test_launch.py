@@ -195,3 +195,5 @@ def test_a_dry_run_as_json_is_the_plan_that_the_training_writes(alone, phantom_s
     assert list(tmp_path.iterdir()) == []
     assert main(["train", *options]) == 0
     assert json.loads((tmp_path / "plan.json").read_text()) == printed
+    decided = json.loads((tmp_path / "postprocessing.json").read_text())
+    assert (decided["cases"], decided["chosen"]["rules"]) == (1, {})  # too few

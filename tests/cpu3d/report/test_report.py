@@ -8,13 +8,16 @@ import shutil
 
 import pytest
 
+from cpu3d.data.files.arrays import file_sha256
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import evaluate_split
+from cpu3d.inference.postprocessing import FILE, Decision, Means, PostProcessing, Rule
 from cpu3d.inference.scores import METRICS, Metric
 from cpu3d.report import report
 from cpu3d.report.report import write_report
 from cpu3d.settings import load_config, save_config
 from cpu3d.training.run_log import read_events, recent_events
+from cpu3d.util.atomic import write_json
 from tests.cpu3d.runs import run_command
 
 
@@ -84,6 +87,24 @@ def test_a_metric_is_on_the_page_by_its_row_of_the_table_alone(tiny_store, tiny_
     _, text = read(write_report(tiny_run))
     assert "relative volume: The volume of the prediction over the truth's." in text
     assert "relative volume 1.500 \u00b1 0.000 1.500" in text
+
+
+def test_post_processing_is_shown_before_and_after_or_why_it_is_off(tiny_run, no_pictures):
+    assert "Post-processing is off: not decided" in read(write_report(tiny_run))[1]
+    (tiny_run / "checkpoints").mkdir()
+    best = tiny_run / "checkpoints/best.npz"
+    best.write_bytes(b"weights")
+    before, after = (
+        {name: Means(*values) for name in ("WT", "TC", "ET")} for values in ((0.164, 7, 0.925), (0.9, 0, 0.93))
+    )
+    hashes = file_sha256(best), load_config(tiny_run).split_hash
+    decision = Decision(1, *hashes, 3, PostProcessing({"WT": (Rule(share=0.01),)}), before, after)
+    write_json(tiny_run / FILE, dataclasses.asdict(decision))
+    text = read(write_report(tiny_run))[1]
+    assert "3 validation cases" in text
+    assert "WT below 1 % of its largest part 0.164 \u2192 0.900 7.00 \u2192 0.00 0.925 \u2192 0.930" in text
+    best.write_bytes(b"others")
+    assert "Post-processing is off: decided with other weights" in read(write_report(tiny_run))[1]
 
 
 def test_predictions_stand_beside_what_was_measured(tiny_run, no_pictures):

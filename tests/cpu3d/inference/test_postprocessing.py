@@ -1,0 +1,403 @@
+"""Post-processing: what is removed and what it becomes, which rule is chosen, and what becomes of the decision."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from scipy.ndimage import uniform_filter
+
+from cpu3d.data.labels import label_from_regions, region_mask
+from cpu3d.data.nifti import read_volume
+from cpu3d.errors import InputError
+from cpu3d.inference import evaluate, postprocessing, predict
+from cpu3d.inference.evaluate import scores_path
+from cpu3d.inference.postprocessing import (
+    FILE,
+    Means,
+    PostProcessing,
+    Rule,
+    after,
+    choose,
+    decide,
+    gentlest,
+    postprocessing_of,
+    read_decision,
+)
+from cpu3d.inference.scores import dice_coefficient, find_lesions
+from cpu3d.settings import load_config, save_config
+from cpu3d.training.train import Options
+from cpu3d.util.atomic import write_json
+from tests.cpu3d.conftest import LPS_2MM, REGIONS, make_store
+from tests.cpu3d.runs import run_command
+
+MM = (1.0, 1.0, 1.0)
+SHAPE = (60, 40, 40)
+
+
+def label_of(*parts, shape=SHAPE):
+    """A label of boxes, each (code, corner, size along X, Y, Z)."""
+    label = np.zeros(shape, np.uint8)
+    for code, corner, size in parts:
+        label[tuple(slice(at, at + n) for at, n in zip(corner, size))] = code
+    return label
+
+
+def answers_of(label, regions=REGIONS):
+    return np.stack([region_mask(label, codes) for codes in regions.values()], axis=-1) * np.float32(0.9)
+
+
+BIG = (1, (2, 2, 2), (20, 20, 20))  # 8000 voxels
+SMALL = (1, (40, 2, 2), (11, 37, 1))  # 407 voxels: a true lesion
+ISLAND = (1, (40, 20, 20), (10, 10, 3))  # 300 voxels
+
+
+# --- What is removed, and what it becomes ---
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ({}, (1, 2, 3, 3)),
+        ({"WT": Rule(mm3=50)}, (0, 2, 3, 3)),
+        ({"TC": Rule(mm3=50)}, (1, 1, 1, 3)),  # oedema, and the ET within it too
+        ({"ET": Rule(mm3=50)}, (1, 2, 2, 3)),  # the rest of the core
+        ({"ET": Rule(share=0.5)}, (1, 2, 2, 3)),
+        ({"WT": Rule(share=0.9), "TC": Rule(mm3=8001), "ET": Rule()}, (0, 1, 1, 1)),
+    ],
+)
+def test_a_part_that_is_removed_becomes_the_next_larger_region(rules, expected):
+    label = label_of(
+        BIG,
+        (1, (40, 20, 20), (1, 1, 1)),
+        (2, (4, 4, 4), (2, 2, 4)),
+        (3, (4, 4, 4), (2, 2, 2)),
+        (3, (10, 10, 10), (5, 5, 5)),
+    )
+    answers = answers_of(label)
+    found = PostProcessing({name: (rule,) for name, rule in rules.items()}).paint(answers, REGIONS, MM)
+    assert tuple(found[at] for at in ((40, 20, 20), (4, 4, 6), (4, 4, 4), (12, 12, 12))) == expected
+    np.testing.assert_array_equal(answers, answers_of(label))
+
+
+def test_a_bound_is_a_volume_and_not_a_count_of_voxels():
+    label = label_of(BIG, (1, (40, 20, 20), (2, 2, 2)))
+    rule = PostProcessing({"WT": (Rule(mm3=50),)})
+    for spacing_mm, kept in ((MM, False), ((1, 1, 6), False), ((1, 1, 6.25), True), ((1, 1, 7), True)):  # 8, 48, 50, 56
+        assert rule.paint(answers_of(label), REGIONS, spacing_mm)[40, 20, 20] == kept
+
+
+def test_corners_that_touch_are_one_part():
+    label = label_of((1, (2, 2, 2), (4, 4, 4)), (1, (6, 6, 6), (1, 1, 1)))
+    assert PostProcessing({"WT": (Rule(share=0.1),)}).paint(answers_of(label), REGIONS, MM)[6, 6, 6] == 1
+
+
+def test_nested_answers_are_cut_to_the_larger_regions():
+    answers = np.zeros((4, 1, 1, 3), np.float32)  # WT, TC, ET
+    answers[:, 0, 0] = (0.9, 0.9, 0.9), (0.9, 0.1, 0.9), (0.1, 0.9, 0.9), (0.9, 0.9, 0.1)
+    assert PostProcessing().paint(answers, REGIONS, MM).ravel().tolist() == [3, 3, 3, 2]
+    assert PostProcessing(nested=True).paint(answers, REGIONS, MM).ravel().tolist() == [3, 1, 0, 2]
+    assert PostProcessing(nested=True).paint(answers >= 0.5, REGIONS, MM).ravel().tolist() == [3, 1, 0, 2]
+    organs = {"liver": (1,), "spleen": (2,), "kidney": (3,)}  # of one size: none holds another
+    np.testing.assert_array_equal(
+        PostProcessing(nested=True).paint(answers, organs, MM), label_from_regions(answers, organs)
+    )
+
+
+def test_several_runs_remove_what_each_of_them_would():
+    one = PostProcessing({"WT": (Rule(mm3=100),), "TC": (Rule(share=0.1),)}, nested=True)
+    other = PostProcessing({"WT": (Rule(share=0.01),)})
+    both = gentlest([one, other])
+    assert (set(both.rules), both.nested, both.off) == ({"WT"}, False, "")
+    label = label_of(BIG, (1, (40, 20, 20), (3, 3, 10)), (1, (50, 5, 5), (3, 3, 3)))  # 90 voxels: over 1 % of 8000
+    found = both.paint(answers_of(label), REGIONS, MM)
+    assert (found[40, 20, 20], found[50, 5, 5]) == (1, 0)
+    off = PostProcessing(off="why")
+    assert gentlest([one, off]) == gentlest([off, one]) == off
+    assert gentlest([one]) == one
+    assert gentlest([PostProcessing({"WT": (Rule(1),)}), PostProcessing(nested=True)]).off
+
+
+# --- The choice ---
+
+
+def cases(*pairs, spacing_mm=MM, regions=REGIONS):
+    """Cases of (predicted parts, true parts)."""
+    return [(answers_of(label_of(*predicted), regions), label_of(*true), spacing_mm) for predicted, true in pairs]
+
+
+WITH_ISLAND = ((BIG, SMALL, ISLAND), (BIG, SMALL))
+
+
+def test_islands_go_and_a_true_lesion_of_407_voxels_stays():
+    # 1 % of 8000 leaves the island of 300, 10 % takes the lesion of 407, and so does 600 flat; 400 mm3 is between.
+    chosen, before, after_ = choose(cases(*[WITH_ISLAND] * 3), REGIONS)
+    assert (chosen.rules, chosen.nested, chosen.off) == ({"WT": (Rule(mm3=400),)}, False, "")
+    # Two lesions found and a false positive, then two lesions; 2 * 8407 / (8407 + 8707) and 1.
+    assert before["WT"] == Means(pytest.approx(2 / 3), 1, pytest.approx(2 * 8407 / (8407 + 8707)))
+    assert after_["WT"] == Means(1, 0, 1)
+    assert before["ET"] == after_["ET"] == Means(1, 0, 1)  # in no case
+
+
+def test_no_rule_takes_a_lesion_that_is_found_in_one_case_for_the_mean_of_the_others():
+    large = (1, (40, 20, 20), (10, 10, 5))  # an island of 500 voxels, in all but the last
+    only = ((BIG, SMALL), (BIG, SMALL))
+    chosen, before, after_ = choose(cases(*[((BIG, large), (BIG,))] * 3, only), REGIONS)
+    assert chosen.rules == {}
+    assert "no rule gains" in chosen.off
+    assert before == after_
+    chosen, before, after_ = choose(cases(*[((BIG, large), (BIG,))] * 3), REGIONS)
+    # 500 voxels are 6.25 % of 8000: 10 % and 800 mm3 remove them alike, and the share never removes all of a region.
+    assert chosen.rules == {"WT": (Rule(share=0.1),)}
+    assert (before["WT"].lesion_dice, after_["WT"].lesion_dice) == (0.5, 1)
+
+
+def test_of_rules_that_do_the_same_the_smallest_is_taken():
+    tiny = (1, (40, 20, 20), (2, 1, 1))
+    assert choose(cases(*[((BIG, tiny), (BIG,))] * 3), REGIONS)[0].rules == {"WT": (Rule(share=0.001),)}
+
+
+def test_a_region_that_should_be_empty_is_emptied_by_a_volume_alone():
+    false = (3, (10, 10, 10), (3, 3, 3))  # 27 voxels of ET in a tumour without any
+    chosen, before, after_ = choose(cases(*[((BIG, false), (BIG,))] * 3), REGIONS)
+    assert chosen.rules == {"TC": (Rule(mm3=50),)}  # ET goes with it
+    assert (before["ET"].lesion_dice, after_["ET"].lesion_dice) == (0, 1)
+    assert after_["WT"] == Means(1, 0, 1)
+
+
+def test_nesting_is_chosen_where_it_gains_alone():
+    label = label_of(BIG, (2, (4, 4, 4), (9, 9, 9)))
+    answers = answers_of(label)
+    answers[30:40, :10, :10, 1] = 0.9  # TC outside of WT
+    chosen, before, after_ = choose([(answers, label, MM)] * 3, REGIONS)
+    assert (chosen.nested, chosen.rules) == (True, {})
+    assert (before["TC"].lesion_dice, after_["TC"].lesion_dice) == (0.5, 1)
+    right = [(answers_of(label), label, MM)] * 3
+    assert not choose(right, REGIONS)[0].nested
+
+
+def test_organs_and_a_single_region_are_decided_too():
+    for regions in ({"WT": (1,)}, {"a": (1,), "b": (2,)}):
+        chosen, _, after_ = choose(cases(*[WITH_ISLAND] * 3, regions=regions), regions)
+        assert chosen.rules == {next(iter(regions)): (Rule(mm3=400),)}
+        assert len(after_) == len(regions)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_means_are_those_of_the_painted_labels(seed):
+    """The choice never paints a candidate: it adds up what it keeps of each case."""
+    rng = np.random.default_rng(seed)
+    spacing_mm = tuple(rng.choice([0.8, 1.0, 2.5], 3))
+
+    def blobs(share):
+        noise = uniform_filter(rng.random((36, 36, 36)), 5)
+        return noise > np.quantile(noise, 1 - share)
+
+    made = []
+    for _ in range(3):
+        truth = label_from_regions(np.stack([blobs(0.02), blobs(0.01), blobs(0.005)], -1), REGIONS)
+        made.append((answers_of(truth) + np.stack([blobs(0.03), blobs(0.03), blobs(0.02)], -1), truth, spacing_mm))
+    chosen, before, after_ = choose(made, REGIONS)
+    assert chosen.rules or chosen.nested
+    for one, means in ((PostProcessing(), before), (chosen, after_)):
+        labels = [one.paint(answers, REGIONS, spacing_mm) for answers, _, _ in made]
+        for name, codes in REGIONS.items():
+            pairs = [
+                (region_mask(truth, codes), region_mask(label, codes)) for (_, truth, _), label in zip(made, labels)
+            ]
+            lesions = [find_lesions(*pair, spacing_mm) for pair in pairs]
+            assert means[name].lesion_dice == pytest.approx(np.mean([lesion.dice for lesion in lesions]))
+            assert means[name].false_positives == pytest.approx(np.mean([lesion.false_positives for lesion in lesions]))
+            assert means[name].dice == pytest.approx(np.mean([dice_coefficient(*pair) for pair in pairs]))
+
+
+# --- A run's decision ---
+
+
+class Islands:
+    """The fake predictor with a false part of 2 voxels of WT, far from the tumour."""
+
+    def __init__(self, predictor):
+        self.predictor, self.calls = predictor, 0
+
+    def __getattr__(self, name):
+        return getattr(self.predictor, name)
+
+    def probabilities(self, image, record, channels=None):
+        self.calls += 1
+        answers = self.predictor.probabilities(image, record, channels)
+        place = 2 if answers[15:].any() else 26
+        answers[place : place + 2, 5, 4, 0] = 0.9
+        return answers
+
+
+@pytest.fixture
+def predictor(fake_predictor, monkeypatch):
+    islands = Islands(fake_predictor)
+    monkeypatch.setattr(postprocessing, "trained_predictor", lambda *_: islands)
+    for command in (evaluate, predict):
+        monkeypatch.setattr(command, "trained_predictors", lambda runs, *_: [islands] * len(runs))
+    return islands
+
+
+@pytest.fixture
+def run(tiny_run, tmp_path, predictor):
+    """A trained run with three validation cases, whose network answers right but for an island."""
+    split = {"train": ("a",), "val": ("b", "c", "d"), "test": ("e", "f")}
+    geometry = dataclasses.replace(LPS_2MM, shape=(30, 10, 8))
+    store = make_store(tmp_path / "long", tmp_path / "long source", split=split, geometry=geometry)
+    config = load_config(tiny_run)
+    save_config(dataclasses.replace(config, store=str(store.folder), split_hash=store.manifest.split_hash), tiny_run)
+    (tiny_run / "checkpoints").mkdir()
+    (tiny_run / "checkpoints/best.npz").write_bytes(b"weights")
+    return tiny_run
+
+
+def of(run, weights="best"):
+    return postprocessing_of([run], [load_config(run)], weights)[0]
+
+
+def test_a_run_decides_once_and_again_when_its_weights_are_others(run, predictor):
+    assert "not decided" in of(run).off
+    decision = decide(run)
+    # A tumour of 125 voxels and an island of 2, which is 1.6 % of it.
+    assert decision.chosen == PostProcessing({"WT": (Rule(share=0.03),)})
+    assert (decision.cases, predictor.calls) == (3, 3)
+    assert decision.before["WT"] == Means(0.5, 1, pytest.approx(250 / 252))
+    assert decision.after["WT"] == Means(1, 0, 1)
+    assert decide(run) == decision == read_decision(run, load_config(run))
+    assert (of(run), predictor.calls) == (decision.chosen, 3)
+    assert "best weights" in of(run, "last").off
+    (run / "checkpoints/best.npz").write_bytes(b"others")
+    assert "other weights" in of(run).off
+    again = decide(run)
+    assert (again.chosen, predictor.calls) == (decision.chosen, 6)
+    assert again.weights_sha256 != decision.weights_sha256
+
+
+def test_below_three_validation_cases_no_network_is_asked(tiny_run, predictor):
+    (tiny_run / "checkpoints").mkdir()
+    (tiny_run / "checkpoints/best.npz").write_bytes(b"weights")
+    decision = decide(tiny_run)
+    assert (decision.cases, decision.before, predictor.calls) == (1, {}, 0)
+    assert "1 validation case" in of(tiny_run).off
+
+
+@pytest.mark.parametrize(
+    ("spoil", "got"),
+    [
+        (lambda one: one.update(schema=2), "schema 2"),
+        (lambda one: one.pop("chosen"), "chosen"),
+        (lambda one: one["before"].pop("ET"), "WT, TC"),
+        (lambda one: one["chosen"]["rules"].update(NCR=[]), "NCR"),
+        (lambda one: one["chosen"]["rules"].update(WT=[]), "WT"),
+        (lambda one: one["chosen"]["rules"].update(WT=[{"share": 1.5}]), "1.5"),
+        (lambda one: one["chosen"]["rules"].update(WT=[{"mm3": -1}]), "-1"),
+        (lambda one: one["chosen"].update(nested=1), "nested"),
+        (lambda one: one.update(after={}), "no region"),
+    ],
+)
+def test_a_damaged_decision_is_refused_and_made_again(run, spoil, got):
+    decision = decide(run)
+    content = json.loads((run / FILE).read_text())
+    spoil(content)
+    for text in (json.dumps(content), None):
+        (run / FILE).write_text(text or "{")
+        with pytest.raises(InputError, match=got if text else "JSON") as caught:
+            of(run)
+        assert FILE in str(caught.value)
+        assert "train" in str(caught.value)
+    assert decide(run) == decision
+
+
+def test_after_a_training_a_failure_is_printed_and_ctrl_c_leaves_the_run_as_it_was(run, predictor, monkeypatch, capsys):
+    options = Options(store=load_config(run).store, run=run)
+
+    def answer(error):
+        def raise_it(*_):
+            raise error
+
+        monkeypatch.setattr(predictor, "probabilities", raise_it, raising=False)
+
+    before = sorted(path.name for path in run.iterdir())
+    for error, word in (
+        (InputError("the card must be there, got none; look"), "card"),
+        (OSError("disk full"), "disk full"),
+        (MemoryError(), "MemoryError"),
+        (RuntimeError("of TensorFlow"), "of TensorFlow"),
+    ):
+        answer(error)
+        after(options, {})
+        assert word in capsys.readouterr().err
+    answer(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt, match="the same command"):
+        after(options, {})
+    assert sorted(path.name for path in run.iterdir()) == before
+    monkeypatch.undo()
+
+
+def test_of_several_workers_the_chief_decides_alone(run, monkeypatch):
+    cluster = {"worker": ["127.0.0.1:4001", "127.0.0.1:4002"]}
+    options = Options(store=load_config(run).store, run=run)
+    for index in (1, 0):
+        assert not (run / FILE).exists()
+        task = {"type": "worker", "index": index}
+        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+        after(options, {})
+    assert (run / FILE).exists()
+
+
+# --- What uses it ---
+
+
+def test_scores_are_of_what_is_left_and_raw_ones_of_the_answer(run):
+    def scores(*words):
+        assert run_command(evaluate, "--run", run, *words) == 0
+        return json.loads(scores_path(run).read_text())
+
+    assert scores()["summary"]["WT"]["false_positives"]["mean"] == 1  # nothing is decided yet
+    decide(run)
+    found, raw = scores(), scores("--raw")
+    assert (found["summary"]["WT"]["false_positives"]["mean"], found["mean_dice"]) == (0, 1)
+    assert raw["summary"]["WT"]["lesion_dice"]["mean"] == 0.5
+    assert {case["postprocessing"] for case in found["cases"]} == {of(run).words}
+    assert "3 %" in of(run).words
+    assert "--raw" in raw["cases"][0]["postprocessing"]
+
+
+def test_folds_are_cross_validated_each_with_its_own_decision(run, tmp_path):
+    runs = []
+    for fold in ("1/2", "2/2"):
+        runs.append(tmp_path / fold.replace("/", "-"))
+        (runs[-1] / "checkpoints").mkdir(parents=True)
+        save_config(dataclasses.replace(load_config(run), fold=fold), runs[-1])
+        (runs[-1] / "checkpoints/best.npz").write_bytes(fold.encode())
+    decision = decide(runs[0])
+    assert decision.cases == 2
+    decided = dataclasses.replace(decision, chosen=PostProcessing({"WT": (Rule(mm3=50),)}))
+    scored = {"before": {name: Means(0, 0, 0) for name in REGIONS}, "after": {name: Means(1, 0, 1) for name in REGIONS}}
+    write_json(runs[0] / FILE, dataclasses.asdict(dataclasses.replace(decided, **scored)))
+    out = tmp_path / "both"
+    assert run_command(evaluate, "--run", *runs, "--split", "val", "--out", out) == 0
+    scores = json.loads(scores_path(out, "val").read_text())
+    held_out = scores["runs"][0]["held_out"]
+    for case in scores["cases"]:
+        assert case["regions"]["WT"]["false_positives"] == (case["case_id"] not in held_out)
+    assert run_command(evaluate, "--run", *runs, "--out", out) == 0  # together, and 2/2 has decided nothing
+    assert json.loads(scores_path(out).read_text())["summary"]["WT"]["false_positives"]["mean"] == 1
+
+
+def test_predictions_lack_what_is_removed_and_probabilities_keep_it(run, tmp_path, capsys):
+    def predicted(*words):
+        image = tmp_path / "long source/e.nii.gz"
+        assert run_command(predict, "--run", run, "--image", image, "--out", tmp_path / "out", *words) == 0
+        return json.loads((tmp_path / "out/e.json").read_text())
+
+    decide(run)
+    found, printed = predicted("--probabilities"), capsys.readouterr().out
+    assert found["volumes_ml"]["WT"] == pytest.approx(0.25)
+    assert of(run).words == found["postprocessing"]
+    assert of(run).words in " ".join(printed.split())
+    probability = read_volume(tmp_path / "out" / found["probabilities"]["WT"])[0]
+    assert np.count_nonzero(probability >= 0.5) == 127
+    assert predicted("--raw")["volumes_ml"]["WT"] == pytest.approx(0.254)
