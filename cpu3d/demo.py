@@ -60,7 +60,7 @@ def commands(out: Path, smoke: bool, policy: Optional[str] = None) -> List[List[
     new_case = str(Path(data) / "imagesTr" / "BRATS_001.nii.gz")
     return [
         ["phantom", "--out", data, "--cases", str(CASES), "--shape", *shape, "--seed", "0"],
-        ["prepare", "--dataset", data, "--store", store, "--split", "8", "2", "2"],
+        ["prepare", "--dataset", data, "--store", store, "--split", "7", "3", "2"],
         ["train", "--store", store, "--run", run_folder, "--recipe", "demo", *length, *chosen],
         ["evaluate", "--run", run_folder],
         ["predict", "--run", run_folder, "--image", new_case, "--out", str(out / f"predictions{own}")],

@@ -19,13 +19,14 @@ from cpu3d.training.run_log import read_events
 from cpu3d.util.child import PROGRAM, ROOT, start
 from tests.cpu3d.runs import assert_same_run
 
-KEEP, CUTS = 3, (signal.SIGKILL, signal.SIGTERM, "disk", signal.SIGKILL, "disk", signal.SIGTERM)
+KEEP, CUTS = 3, 2 * (signal.SIGKILL, signal.SIGTERM, "disk", signal.SIGKILL, "disk", signal.SIGTERM)
 
 OPTIONS = (
     f"--steps 160 --validations 16 --batch 2 --save-minutes 0.001 --keep {KEEP} --ema 0.9 "
-    "--filters 4 --depth 3 --norm batch --dtype float32 --policy speed"
+    "--filters 4 --depth 3 --norm batch --dtype float32 --policy speed --curriculum half"
 ).split()
-"""Steps of milliseconds, validations and saves often enough that a random moment is as likely one as the other."""
+"""Steps of milliseconds, the first 140 of them coarse, and validations and saves often enough that a random moment is as
+likely one as the other."""
 
 
 def cut(process, how, rng):
