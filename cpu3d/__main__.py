@@ -32,8 +32,8 @@ COMMANDS = {
 }
 """Subcommand -> its module and a line of help."""
 
-AFTER = {"cpu3d.training.train": "cpu3d.inference.postprocessing"}
-"""A command's module -> the one whose `after` follows it, with the same options: its room lies above the command's."""
+AFTER = {"train": "cpu3d.inference.postprocessing"}
+"""Subcommand -> a module whose `after` follows it with the same options: its room lies above the subcommand's."""
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -46,11 +46,12 @@ def main(argv: Optional[List[str]] = None) -> int:
     with contextlib.suppress(OSError, AttributeError):  # of a caller whose stderr is no file
         faulthandler.enable()  # a file that is cut while it is mapped ends the process: this says where
     try:
-        command, args = parse(sys.argv[1:] if argv is None else argv)
+        argv = sys.argv[1:] if argv is None else argv
+        command, args = parse(argv)
         options = arguments(command.OPTIONS, args, InputError)
         code = command.run(*options)
-        if command.__name__ in AFTER:
-            importlib.import_module(AFTER[command.__name__]).after(*options)
+        if argv[0] in AFTER:
+            importlib.import_module(AFTER[argv[0]]).after(*options)
         return code
     except InputError as error:
         for problem in error.problems:
