@@ -208,16 +208,18 @@ class RunConfig:
         return self.batch // self.micro
 
     def rate_at(self, step: int, steps: int) -> float:
-        """The learning rate of step `step` (0 is the first) of `steps`: linear warm-up, then the decay over the voxels
-        that are left, so that under a curriculum steps in full have as large a share of it as they have of the cost.
+        """The learning rate of step `step` (0 is the first) of `steps`: linear warm-up, then the decay, under a
+        curriculum over the coarse steps and again over those in full.
 
         A pure function, so that a restart needs no state of a schedule. A run extended to more steps decays over its
         new length, so its rate rises again at the join.
         """
         if step < self.warmup_steps:
             return self.peak_rate * (step + 1) / self.warmup_steps
-        done, begin, end = (self.full_steps(count) for count in (step, self.warmup_steps, steps))
-        return self.peak_rate * SCHEDULES[self.schedule]((done - begin) / (end - begin))
+        is_coarse = step < self.coarse_steps
+        begin = max(self.warmup_steps, 0 if is_coarse else self.coarse_steps)
+        end = self.coarse_steps if is_coarse else steps
+        return self.peak_rate * SCHEDULES[self.schedule]((step - begin) / (end - begin))
 
     def full_steps(self, steps: int) -> float:
         """How many full steps have the voxels of the run's first `steps`: its cost, whatever the host."""

@@ -276,14 +276,12 @@ def test_patience_does_not_end_a_run_before_it_is_in_full(phantom_store, tmp_pat
     assert fit.step == 28 + 2
 
 
-def test_a_curriculum_s_rate_decays_over_the_voxels_that_are_left():
+def test_a_curriculum_s_rate_decays_over_the_coarse_steps_and_again_over_those_in_full():
     config = RunConfig(
-        learning_rate=2.0, warmup_steps=0, curriculum="half", grid=(16, 16, 16), coarse_grid=(8, 8, 8), coarse_steps=8
+        learning_rate=2.0, warmup_steps=4, curriculum="half", grid=(16, 16, 16), coarse_grid=(8, 8, 8), coarse_steps=12
     )
-    # 8 coarse steps have the voxels of one in full, and so a third of the three.
-    assert config.full_steps(10) == 3
-    rates = [config.rate_at(step, 10) for step in (0, 4, 8, 9)]
-    assert rates == pytest.approx([1 + math.cos(math.pi * share / 3) for share in (0, 0.5, 1, 2)])
+    assert [config.rate_at(step, 16) for step in (0, 4, 8, 12, 14)] == pytest.approx([0.5, 2, 1, 2, 1])
+    assert config.full_steps(16) == 12 / 8 + 4
 
 
 # --- Going on ---
