@@ -103,7 +103,7 @@ def test_the_newest_record_of_every_job_has_its_rows(tmp_path):
 
 
 def test_predictions_are_those_of_now_and_not_the_recorded_ones(tmp_path):
-    record = first("policies")  # of schema 1, whose lean is balanced by now
+    record = first("policies")
     rows = [{**row, "predicted": {**row["predicted"], "step_s": 777}} for row in record["rows"] if row["predicted"]]
     append_record(tmp_path / "policies.jsonl", "policies", {**record, "rows": rows})
     shown = [line.split(" | ") for line in tables(tmp_path) if line.startswith("| ")][1:]
