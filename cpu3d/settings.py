@@ -369,11 +369,9 @@ def load_config(run: Path) -> RunConfig:
 
 def config_from_json(content: Dict[str, Any]) -> RunConfig:
     """Raises ValueError and InputError for content that is none, and KeyError for what no run is without."""
-    needed = {name: content[name] for name in _NEEDED}
-    # A run from before there was a choice goes on as it was.
-    content = {"micro_batch": needed["batch"], **content}
-    if content.get("engine") == "stock-no-onednn":  # which training offered once
-        content["engine"] = "stock"
+    missing = [name for name in _NEEDED if name not in content]
+    if missing:
+        raise KeyError(missing[0])
     config = typed(content, RunConfig, "config")
     if config.store_channels:  # what follows from a store is known
         for name, there in (("channels", config.store_channels), ("regions", config.region_codes)):

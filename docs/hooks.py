@@ -1,10 +1,12 @@
-"""What the site takes from outside docs/: the README, the notebook, and each file that a page links to.
+"""What the site takes from outside docs/: the README, the notebook, tables of the records, each file a page links to.
 
 On its own a page's links work in the repository, `../records/wide.jsonl`; the site has these files under `project/`.
 """
 
 import json
 import re
+import subprocess
+import tempfile
 from pathlib import Path
 
 from mkdocs.structure.files import File
@@ -15,7 +17,7 @@ OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)")
 
 
 def on_files(files, config):
-    """Add the README and what pages link to."""
+    """Add the README, the notebook, the tables and what pages link to."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     readme = re.sub(r"\]\((?!docs/|https?:|#)", "](../", readme).replace("](docs/", "](")
     texts = [page.content_string for page in files.documentation_pages()] + [readme]
@@ -26,7 +28,18 @@ def on_files(files, config):
     notebook = (ROOT / "examples" / "first_hour.ipynb").read_text(encoding="utf-8")
     cells = "\n\n".join(as_markdown(cell) for cell in json.loads(notebook)["cells"])
     files.append(File.generated(config, "first_hour_in_python.md", content=cells.replace("](../docs/", "](")))
+    for name, content in tables().items():
+        files.append(File.generated(config, name, content=content))
     return files
+
+
+def tables():
+    """Name -> content of the pages that `bench tables` makes of records/, in the project's own environment."""
+    with tempfile.TemporaryDirectory() as folder:
+        pages = {"results.md": "--out", "validation.md": "--page"}
+        words = [word for name, option in pages.items() for word in (option, str(Path(folder) / name))]
+        subprocess.run([ROOT / "run.sh", "bench", "tables", "--records", ROOT / "records", *words], check=True)
+        return {name: (Path(folder) / name).read_text(encoding="utf-8") for name in pages}
 
 
 def on_page_markdown(markdown, page, **_):

@@ -9,14 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from models.config import UNetConfig, has_fused_norm
-
 T = TypeVar("T")
 
 RECORD_SCHEMA = 2  # of benchmark records, as `cpu3d.util.records` writes them
-
-POLICIES_OF_SCHEMA_1 = {"speed": "speed", "balanced": None, "lean": "balanced"}
-"""What a record of schema 1 calls a memory policy -> its name today, None for one that is no more."""
 
 
 class NotRegularError(OSError, ValueError):
@@ -80,47 +75,16 @@ def read_records(path: Path, kind: str, use: Callable[[Dict[str, Any]], Optional
         raise ValueError(f"record file {path} must exist, found none; make it with `bench` and --record {path}")
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
-            record = of_today(parse_json(line))
-            found.append(use(record) if record and record["kind"] == kind else None)
+            record = parse_json(line)
+            if record["schema"] != RECORD_SCHEMA:
+                raise ValueError(f"schema {record['schema']}")
+            found.append(use(record) if record["kind"] == kind else None)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
             raise ValueError(
                 f"record {path}:{number} must be JSON of schema {RECORD_SCHEMA} as `bench` writes it, got "
                 f"{reason(error)}; remove the line, or measure again"
             ) from None
     return [one for one in found if one is not None]
-
-
-def of_today(record: Dict[str, Any]) -> Optional[Dict[str, Any]]:
-    """A record under today's names of the memory policies; None where it measured a step that is no longer computed.
-
-    Records are never edited, and those of other hosts cannot be made again: they are read as what they measured. From
-    schema 1 to 2 "lean" became "balanced", as another policy is the leanest now, and what was "balanced" went; and
-    norms of channels that leave a vector empty left oneDNN's fused kernel. The record is one of `bench`, whose
-    comparison of policies has a row for each, or what a run has shown of its host. Raises ValueError for another
-    schema, and KeyError without one or for an unknown policy.
-    """
-    if record["schema"] == RECORD_SCHEMA:
-        return record
-    if record["schema"] != 1:
-        raise ValueError(f"schema {record['schema']}")
-    names = POLICIES_OF_SCHEMA_1
-    if record.get("kind") == "policies":
-        named = [{**row, "name": names[row["name"]]} if row["kind"] == "policy" else row for row in record["rows"]]
-        return {**record, "rows": [row for row in named if row["name"]]}
-    job = record.get("job", record)
-    if "unet" not in job:
-        return record
-    policy = names[{"policy": job.get("policy", "speed"), **job["unet"]}["policy"]]  # the first ones had it beside
-    job = {**job, "unet": {**job["unet"], "policy": policy}}
-    found = ({**record, "job": job} if "job" in record else job) if policy else None
-    return None if found and record.get("kind", "memory") == "memory" and _has_other_norms(job["unet"]) else found
-
-
-def _has_other_norms(unet: Dict[str, Any]) -> bool:
-    """Whether a network has norms that were in the fused kernel up to schema 1 and are no more."""
-    config = UNetConfig(**unet)
-    widths = [width for level in range(config.depth) for width in config.encoder_widths(level)]
-    return config.norm != "none" and not all(has_fused_norm(width, config.dtype) for width in widths)
 
 
 def typed(content: Any, kind: Any, name: str = "content") -> Any:

@@ -4,13 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from cpu3d.bench.validate import VALIDATION, digest, page, targets, validation
+from cpu3d.bench.validate import VALIDATION, digest, targets, validation
 from memory_estimator.estimate import load_accuracy
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = f"records/{VALIDATION}"
 REMAKE_ACCURACY = "run ./run.sh bench tables --records records --accuracy memory_estimator/accuracy.json"
-REMAKE_PAGE = "run ./run.sh bench tables --records records --page docs/validation.md"
 
 EPYC, XEON = "avx512_core_bf16", "avx512_core_vnni"
 NOT_MET = {
@@ -45,11 +44,6 @@ def found(validated):
         for isa in {row.isa for row in validated[1]}
         for one in targets([row for row in validated[1] if row.isa == isa])
     }
-
-
-def test_the_page_is_up_to_date(validated):
-    there = (ROOT / "docs" / "validation.md").read_text(encoding="utf-8").splitlines()
-    assert there == page(*validated), REMAKE_PAGE
 
 
 def test_what_the_estimator_says_of_its_errors_is_what_was_measured(validated):

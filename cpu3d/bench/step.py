@@ -101,7 +101,7 @@ def job_of_record(record: Mapping[str, Any]) -> Job:
         UNetConfig(**record["unet"]),
         shape=tuple(record["shape"]),
         batch=record["batch"],
-        micro_batch=record.get("micro_batch", record["batch"]),  # older ones computed the whole batch at once
+        micro_batch=record["micro_batch"],
         optimizer=record["optimizer"],
         engine=engine,
         threads=int(record["threads"]["TF_NUM_INTRAOP_THREADS"]),

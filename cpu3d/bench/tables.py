@@ -1,9 +1,8 @@
 """Make the page of results from benchmark records: a section a kind, the newest record of each job.
 
     ./run.sh bench tables --records records                         # prints it
-    ./run.sh bench tables --records records --out docs/results.md
-    ./run.sh bench tables --records records --page docs/validation.md --picture docs/pictures/policies.png
-    ./run.sh bench tables --records records --accuracy memory_estimator/accuracy.json --page docs/validation.md
+    ./run.sh bench tables --records records --page validation.md --picture docs/pictures/policies.png
+    ./run.sh bench tables --records records --accuracy memory_estimator/accuracy.json
 
 What is predicted is what the estimator says now, with the constants that it ships. The validation page holds every
 measured configuration beside that, a section a host; its upper bounds follow from accuracy.json, how far predictions
@@ -33,8 +32,8 @@ from models.config import POLICIES, UNetConfig
 HEAD = """\
 # Results
 
-Made of `records/` by `./run.sh bench tables --records records --out docs/results.md`. Ranges are the least
-to the most of the rounds. How each was measured stands in the help of its command.
+Made of `records/` by `./run.sh bench tables --records records`. Ranges are the least to the most of the rounds. How
+each was measured stands in the help of its command.
 """
 
 

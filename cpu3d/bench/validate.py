@@ -51,8 +51,8 @@ VALIDATION = "memory"  # in the folder of records that of `bench validate`, a fi
 VALIDATION_HEAD = """\
 # The estimator against measured steps
 
-Made by `./run.sh bench tables --records records --page docs/validation.md` from records/memory (`bench validate`) and
-the code as it stands. Errors are shares of what was measured: +2% is predicted too high. Of more than one run the
+Made by `./run.sh bench tables --records records --page FILE` from records/memory (`bench validate`) and the code as it
+stands. Errors are shares of what was measured: +2% is predicted too high. Of more than one run the
 median size and the worst stand there; of the upper bound how far above the process's peak, the mean and the least; it
 is wide where too few records of a kind say how far the next is off. What of the figures is fitted to some of these
 records stands in [estimator.md](estimator.md): the rules were found with runs of up to 128^3 voxels in view, the margin

@@ -282,7 +282,7 @@ def learning_curves(comparison: Comparison) -> Figures:
 
 
 def comparisons_markdown(records: Sequence[Json]) -> List[str]:
-    """For docs/results.md: the tables of the newest record of each title."""
+    """For the page of results: the tables of the newest record of each title."""
     lines: List[str] = []
     for record in newest(records, lambda record: record["title"]):
         host, data = record["host"], record["data"]

@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Dict, List, Literal, Mapping, Optional, Sequence, Tuple, Union
+from typing import Annotated, Any, Dict, List, Literal, Mapping, Sequence, Tuple, Union
 
 import msgspec
 import numpy as np
@@ -44,7 +44,7 @@ class Geometry:
     qform_code: Count
     forms: Tuple[float, ...] = ()
     """pixdim[0:4], quatern_b to _d, qoffset_x to _z and srow_x to _z of the NIfTI header. Empty where they say what
-    `affine` says, and in records from before there was this field."""
+    `affine` says."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,7 @@ class SourceFile:
     path: str
     size_bytes: Count
     sha256: str
-    mtime_ns: Optional[int] = None
-    """None in records made before it was kept."""
+    mtime_ns: int
 
 
 @dataclass(frozen=True)

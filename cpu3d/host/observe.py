@@ -22,7 +22,7 @@ from cpu3d.host.fitting import FEWEST_STEPS, Run, fitted, undisturbed
 from cpu3d.util.atomic import atomic_write, remove_partials, write_json
 from cpu3d.util.lock import locked
 from memory_estimator.calibration import SCHEMA, HostConstants, host_file, shipped_constants, to_json
-from memory_estimator.files import RECORD_SCHEMA, of_today, parse_json, read_regular, typed
+from memory_estimator.files import RECORD_SCHEMA, parse_json, read_regular, typed
 from memory_estimator.host import Host, cache_bytes
 from memory_estimator.job import Job
 from memory_estimator.step.program import Program, StepOp
@@ -151,16 +151,15 @@ def write_constants(path: Path, found: Sequence[HostConstants]) -> None:
 
 
 def read_runs(path: Path) -> List[Run]:
-    """The runs that a host's constants in `path` are fitted to, the oldest first. Damaged lines are left out, and those
-    of a policy that is no more."""
+    """The runs that a host's constants in `path` are fitted to, the oldest first. Damaged lines are left out."""
     runs, lines = [], []
     with contextlib.suppress(OSError):
         lines = read_regular(_runs_file(path)).splitlines()
     for line in lines:
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            record = of_today({"schema": 1, **parse_json(line)})  # the first ones say none
-            if record:
-                runs.append(typed({name: value for name, value in record.items() if name != "schema"}, Run, "run"))
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            record = parse_json(line)
+            if record.pop("schema") == RECORD_SCHEMA:
+                runs.append(typed(record, Run, "run"))
     return runs
 
 

@@ -7,7 +7,7 @@
 Ends with 0 for a run that goes on or has finished, with 1 for one that needs somebody: a worker gives no sign of life,
 hangs, or has ended before the run was done; with 2 for a folder that is no run. It reads heartbeats, config.json,
 log.jsonl and checkpoints, on any host that sees the folder, and changes nothing. A worker is alive while its heartbeat
-is younger than SILENT_S. Everything may be missing, half-written or of an earlier version, and is then unknown.
+is younger than SILENT_S. Everything may be missing or half-written, and is then unknown.
 """
 
 import contextlib
@@ -103,8 +103,7 @@ class WorkerStatus:
 class Saved:
     """The last checkpoint."""
 
-    step: Optional[int]
-    """None where neither its name nor the log has it."""
+    step: int
     age_s: float
     size_bytes: int
 
@@ -152,9 +151,9 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
     step = max(map(_whole, [*(event.get("step") for event in events), *(beat.step for beat in beats)]), default=0)
     known = [beat.steps for beat in beats] + [config.steps if config else None]
     steps = next(filter(None, [*known, *(_whole(event.get("steps")) for event in reversed(starts))]), None)
-    checkpoint = _checkpoint(run, events, now)
+    checkpoint = _checkpoint(run, now)
     judged = sorted(workers, key=lambda one: WORST_FIRST.index(one.state))
-    by_log = _state_by_log(run, events, now)
+    by_log = _state_by_log(events)
     if not workers or (by_log.state == "finished" and _is_left_finished(events[-1], workers, step, steps)):
         judged = [by_log]
     first = judged[0]
@@ -231,18 +230,12 @@ def _workers(run: Path, heartbeats: Mapping[int, Any], now: float) -> List[Worke
     return found
 
 
-def _state_by_log(run: Path, events: Events, now: float) -> WorkerStatus:
-    """Of a run without heartbeats, as earlier versions have made them."""
-    if not events:
-        return WorkerStatus(0, "unknown", "nothing is logged and there is no heartbeat")
-    last = events[-1]
-    if last["event"] == "end":
-        finished = last.get("reason") in FINISHED
-        return WorkerStatus(0, "finished") if finished else WorkerStatus(0, "interrupted", str(last.get("reason")))
-    age = max(0.0, now - (run / "log.jsonl").stat().st_mtime)
-    slow = 10 * (median(numbers(of_kind(events, "step"), "step_s")) or 0)
-    detail = f"there is no heartbeat; the last line of the log came {format_seconds(age)} ago"
-    return WorkerStatus(0, "running" if age < max(5 * SILENT_S, slow) else "unknown", detail)
+def _state_by_log(events: Events) -> WorkerStatus:
+    """Of a run without heartbeats: whether it has finished."""
+    last = events[-1] if events else {"event": ""}
+    if last["event"] == "end" and last.get("reason") in FINISHED:
+        return WorkerStatus(0, "finished")
+    return WorkerStatus(0, "unknown", "there is no heartbeat")
 
 
 def _is_left_finished(end: Mapping[str, Any], workers: Sequence[WorkerStatus], step: int, steps: Optional[int]) -> bool:
@@ -274,7 +267,7 @@ def _advice(
         return f"`evaluate --run {run}` scores it, `report --run {run}` shows it; a larger --epochs or --steps goes on"
     again = "there is no checkpoint yet: the same command starts anew"
     if checkpoint:
-        again = f"the same command goes on from step {'?' if checkpoint.step is None else checkpoint.step}"
+        again = f"the same command goes on from step {checkpoint.step}"
     if state in ("stalled", "silent"):
         again = f"when its process has ended, {again}"
     elif any(reason.startswith(WORKERS_DIFFER) for reason in reasons):
@@ -285,13 +278,11 @@ def _advice(
     return f"{again}; its last words are in {log}" if log.is_file() else again
 
 
-def _checkpoint(run: Path, events: Events, now: float) -> Optional[Saved]:
-    logged = [event.get("step") for event in events if event["event"] == "checkpoint"]
+def _checkpoint(run: Path, now: float) -> Optional[Saved]:
     for path in checkpoints(run):
         with contextlib.suppress(OSError):  # it may be removed for newer ones just now
-            stat, step = path.stat(), step_of(path)
-            step = step if step >= 0 else next(reversed(logged), None)
-            return Saved(step, max(0.0, now - stat.st_mtime), stat.st_size)
+            stat = path.stat()
+            return Saved(step_of(path), max(0.0, now - stat.st_mtime), stat.st_size)
     return None
 
 

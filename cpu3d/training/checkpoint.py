@@ -33,9 +33,6 @@ BEST = "best.npz"
 
 _STATE = "state.json"
 
-_OLD = "last.npz"
-"""The only checkpoint of runs from before several were kept; it counts as older than all others."""
-
 
 class DamagedCheckpointError(InputError):
     """A file that is not what was once written."""
@@ -189,14 +186,13 @@ def checkpoints(run: Path) -> List[Path]:
         names = os.listdir(_folder(run))
     except FileNotFoundError:
         return []
-    found = [_folder(run) / name for name in names if name == _OLD or re.fullmatch(r"step-\d{8,}\.npz", name)]
+    found = [_folder(run) / name for name in names if re.fullmatch(r"step-\d{8,}\.npz", name)]
     return sorted(found, key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint's name tells; -1 for one whose name tells none."""
-    digits = re.search(r"\d+", path.stem)
-    return int(digits[0]) if digits else -1
+    """The step that a checkpoint's name tells."""
+    return int(path.stem.partition("-")[2])
 
 
 def newest(run: Path) -> Optional[Found]:

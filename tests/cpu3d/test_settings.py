@@ -83,14 +83,6 @@ def test_a_micro_batch_that_does_not_divide_the_batch_is_refused_with_those_that
         RunConfig(batch=12, micro_batch=micro_batch)
 
 
-def test_a_run_of_an_earlier_version_goes_on_as_it_was_and_without_onednn_on_the_stock_engine(tmp_path):
-    content = {"schema": 1, **dataclasses.asdict(dataclasses.replace(CONFIG, batch=4)), "engine": "stock-no-onednn"}
-    del content["micro_batch"], content["unet"]["policy"]
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    config = load_config(tmp_path)
-    assert (config.unet.policy, config.micro, config.parts, config.engine) == ("speed", 4, 1, "stock")
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

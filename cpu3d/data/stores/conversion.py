@@ -148,12 +148,12 @@ def refuse_bad_cases(problems: Problems, kept: str) -> None:
 
 @contextlib.contextmanager
 def claimed(
-    folder: Path, what: str, name: str, content: Mapping[str, Any], parts: Sequence[str] = ("cases",), **defaults: Any
+    folder: Path, what: str, name: str, content: Mapping[str, Any], parts: Sequence[str] = ("cases",)
 ) -> Iterator[None]:
     """Hold a folder, made if absent, for the work that `content` describes; what killed processes left is removed.
 
-    An empty one is taken by writing `content` into its file `name`; one that has it already is gone on with. `defaults`
-    are fields that the file may lack; `parts` are folders in it. Raises InputError, and touches nothing, where the
+    An empty one is taken by writing `content` into its file `name`; one that has it already is gone on with. `parts`
+    are folders in it. Raises InputError, and touches nothing, where the
     folder holds something else, cannot be written, or is in use.
     """
     path = folder / name
@@ -161,7 +161,7 @@ def claimed(
         writable_folder(folder, what)
     with locked(folder, what):
         if path.is_file():
-            found = {**defaults, **_read_object(path)}
+            found = _read_object(path)
             differences = [
                 f"{field} of {what} {folder} must be {found.get(field)!r}, as it was begun, got {value!r}"
                 for field, value in content.items()

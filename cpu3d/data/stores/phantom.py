@@ -145,8 +145,7 @@ def write_phantom(
         settings["warp"] = case_to_warp(warp)[1].record.image_voxels_sha256
     else:
         settings.update(shape=list(grid), context=context, lesion_size=lesion_size)
-    earlier = {"context": "none", "lesion_size": "usual"}  # the only ones before they were kept
-    with claimed(out, "phantom folder", "phantom.json", settings, ("imagesTr", "labelsTr"), **earlier):
+    with claimed(out, "phantom folder", "phantom.json", settings, ("imagesTr", "labelsTr")):
         write = functools.partial(_write_case, out, seed, warp or (grid, context, lesion_size))
         results = run_jobs(write, range(cases), workers)
         try:

@@ -40,9 +40,7 @@ from cpu3d.data.stores.layouts import (
 )
 from cpu3d.data.stores.verify import describe
 from cpu3d.errors import InputError, refuse
-from cpu3d.util.atomic import write_json
 from cpu3d.util.child import worker_count
-from cpu3d.util.lock import locked
 from cpu3d.util.records import count, versions
 from memory_estimator.host import read_host
 from memory_estimator.schema import option
@@ -127,10 +125,7 @@ def prepare(
     if store_dir.resolve() == dataset.folder.resolve():
         raise InputError(f"store {store_dir} must be another folder than the data set; choose one")
     wanted = identity(dataset, settings)
-    if (store_dir / "manifest.json").is_file() and not (store_dir / "source.json").exists():  # of an earlier version
-        with locked(store_dir, "store"):
-            write_json(store_dir / "source.json", identity(open_store(store_dir).manifest, USUAL))
-    with claimed(store_dir, "store", "source.json", wanted, **dataclasses.asdict(USUAL)):
+    with claimed(store_dir, "store", "source.json", wanted):
         old, cases = None, dataset.cases
         if (store_dir / "manifest.json").exists():
             old = open_store(store_dir).manifest

@@ -14,12 +14,12 @@ from types import SimpleNamespace
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.files.arrays import file_sha256
-from cpu3d.data.records import CaseRecord, Manifest, remake
+from cpu3d.data.records import Manifest, remake
 from cpu3d.data.splits import TABLE, deal_cases, read_patients
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores import conversion
 from cpu3d.data.stores.conversion import settings_of
-from cpu3d.data.stores.layouts import CaseFiles, labels_in_use, patient_of, read_dataset, regions_of, with_label_map
+from cpu3d.data.stores.layouts import CaseFiles, labels_in_use, read_dataset, regions_of, with_label_map
 from cpu3d.data.stores.prepare import PATIENTS_HELP, SKIP_BAD_HELP, WORKERS_HELP, split_sizes, summarise
 from cpu3d.data.stores.verify import verify
 from cpu3d.errors import InputError, refuse
@@ -152,7 +152,7 @@ def append(
             conversion.refuse_bad_cases(problems, "nothing was appended")
         manifest = old
         if records:
-            own = {case.case_id: _patient_of(case, old.layout) for case in old.cases}
+            own = {case.case_id: case.patient_id for case in old.cases}
             added = {case_id: record.patient_id for case_id, record in records.items()}
             rules = Counter(old.patient_rules)
             rules.update(dataset.patient_rules[case_id] for case_id in records)
@@ -167,11 +167,6 @@ def append(
         still_out = {case_id: reasons for case_id, reasons in out.items() if case_id not in {*there, *records}}
         conversion.write_quarantine(store_dir, {**still_out, **problems})
     return Appended(manifest, *(tuple(sorted(ids)) for ids in (records, [one.case_id for one in known], problems)))
-
-
-def _patient_of(case: CaseRecord, layout: str) -> str:
-    """As recorded, or by its name where the record is from before names were read in every layout."""
-    return case.patient_id if case.patient_id != case.case_id else patient_of(case.case_id, layout)[0]
 
 
 def _clashes(store: Store, known: Sequence[CaseFiles], new: Sequence[CaseFiles]) -> List[str]:
@@ -197,8 +192,7 @@ def _patient_clashes(store: Store, patients: Optional[Path]) -> List[str]:
         return [f"--patients must name a table, as store {store.folder} has its patients from one, got none; name one"]
     problems, table = [], read_patients(patients, ()) if patients is not None else {}
     for case in old.cases if table else ():
-        own = _patient_of(case, old.layout)
-        if table.get(case.case_id, own) not in (case.patient_id, own):
-            rule = f"case {case.case_id} must be of the patient that store {store.folder} has, {own}"
+        if table.get(case.case_id, case.patient_id) != case.patient_id:
+            rule = f"case {case.case_id} must be of the patient that store {store.folder} has, {case.patient_id}"
             problems.append(f"{rule}, got {table[case.case_id]}; prepare a new store with this table")
     return problems

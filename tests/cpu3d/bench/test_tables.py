@@ -103,7 +103,7 @@ def test_the_newest_record_of_every_job_has_its_rows(tmp_path):
 
 
 def test_predictions_are_those_of_now_and_not_the_recorded_ones(tmp_path):
-    record = first("policies")  # of schema 1, whose lean is balanced by now
+    record = first("policies")
     rows = [{**row, "predicted": {**row["predicted"], "step_s": 777}} for row in record["rows"] if row["predicted"]]
     append_record(tmp_path / "policies.jsonl", "policies", {**record, "rows": rows})
     shown = [line.split(" | ") for line in tables(tmp_path) if line.startswith("| ")][1:]
@@ -118,3 +118,12 @@ def test_the_page_is_written_or_printed(tmp_path, capsys):
     assert main(command) == 0
     assert main([*command, "--out", str(tmp_path / "r.md")]) == 0
     assert (tmp_path / "r.md").read_text() == capsys.readouterr().out
+
+
+def test_the_page_of_validation_has_each_measured_configuration(tmp_path):
+    (tmp_path / "memory").mkdir()
+    content = (RECORDS / "memory" / "xeon-amx.jsonl").read_text()
+    (tmp_path / "memory" / "xeon-amx.jsonl").write_text(content)
+    assert main(["bench", "tables", "--records", str(tmp_path), "--page", str(tmp_path / "v.md")]) == 0
+    details = (tmp_path / "v.md").read_text().split("| configuration |")[1].splitlines()
+    assert len([line for line in details if line.startswith("| ")]) == len(content.splitlines())

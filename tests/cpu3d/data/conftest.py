@@ -117,7 +117,7 @@ def make_record():
             "channel_std": (0.5,), "channel_min": (1.0,), "channel_max": (2.0,), "channel_voxels": (8,),
             "zeroed_voxels": 0, "label_voxels": {0: 63, 1: 1}, "centres": centres_of(label),
             "geometry": Geometry((4, 4, 4), tuple(map(tuple, np.eye(4).tolist())), "RAS", 1, 1),
-            "sources": (SourceFile(f"{case_id}.nii.gz", 99, digest),), "stem": case_id, "format": "npy",
+            "sources": (SourceFile(f"{case_id}.nii.gz", 99, digest, 0),), "stem": case_id, "format": "npy",
             "stored": Region((0, 0, 0), (4, 4, 4)), "image_bytes": 256, "image_sha256": digest,
             "image_voxels_sha256": digest, "label_bytes": 192, "label_sha256": digest, "label_voxels_sha256": digest,
         }  # fmt: skip

@@ -31,8 +31,6 @@ def test_a_record_survives_json_unchanged(make_record):
     unlabelled = unlabelled_of(make_record())
     assert not unlabelled.has_label
     assert read(unlabelled) == unlabelled
-    before = {name: value for name, value in to_json(record)["geometry"].items() if name != "forms"}
-    assert read(record, geometry=before) == record  # from before both forms were kept
 
 
 @pytest.mark.parametrize(

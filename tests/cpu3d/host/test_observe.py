@@ -1,7 +1,6 @@
 """What steps show of a host: which operation a profiled event belongs to, and what is kept."""
 
 import dataclasses
-import json
 
 import pytest
 
@@ -80,20 +79,6 @@ def test_the_newest_run_of_each_job_is_kept_and_one_that_says_more_is_not_lost()
     assert sorted((run.job.unet.filters, run.step_s) for run in kept) == [(8, 2.0), (16, 1.0)]
     record([run_of(filters(number)) for number in range(20, 70)], HOST)
     assert len(read_runs(path)) == 40
-
-
-def test_runs_of_before_are_kept_under_today_s_names_of_their_policies():
-    path = record([run_of(filters(16))], HOST)
-    runs = path.with_name(path.name.replace(".json", ".runs.jsonl"))
-    old = json.loads(runs.read_text())
-    old.pop("schema")
-    for policy in ("lean", "balanced"):
-        old["job"]["unet"]["policy"] = policy
-        with runs.open("a") as file:
-            file.write(json.dumps(old) + "\n")
-    assert [run.job.policy for run in read_runs(path)] == ["speed", "balanced"]
-    record([run_of(filters(24))], HOST)
-    assert [run.job.policy for run in read_runs(path)] == ["speed", "balanced", "speed"]
 
 
 def test_a_damaged_file_is_said_and_mended_by_the_next_run():

@@ -25,8 +25,8 @@ OPTIONS = (
     f"--steps 160 --validations 16 --batch 2 --save-minutes 0.001 --keep {KEEP} --ema 0.9 "
     "--filters 4 --depth 3 --norm batch --dtype float32 --policy speed --curriculum half"
 ).split()
-"""Steps of milliseconds, the first 140 of them coarse, and validations and saves often enough that a random moment is as
-likely one as the other."""
+"""Steps of milliseconds, the first 140 of them coarse, and validations and saves often enough that a random moment is
+as likely one as the other."""
 
 
 def cut(process, how, rng):
