@@ -56,7 +56,8 @@ def stepped(optimizer, steps=2):
 
 
 def test_two_steps_are_those_worked_out_by_hand():
-    found, adam = stepped(Muon(0.1, momentum=0.9)), stepped(tf.keras.optimizers.Adam(0.1))
+    found = stepped(Muon(0.1, adam_scale=1.5, momentum=0.9))
+    adam = stepped(tf.keras.optimizers.Adam(0.15))
     kernel, mean = noise(3, 3, 3, 2, 4).astype(np.float64), 0.0
     for step in (1, 2):
         gradient = noise(3, 3, 3, 2, 4, seed=step)
