@@ -20,7 +20,7 @@ SMOOTH = 1.0
 and falls towards 0 with every voxel that is, instead of dividing 0 by 0."""
 
 
-HARD = 0.3
+HARD = 0.1
 """Weight of the cross-entropy beside Dice: the best of those tried (docs/log.md)."""
 
 
