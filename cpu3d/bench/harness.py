@@ -203,15 +203,13 @@ def peer_of(command: str, results: Sequence[Optional[Result]]) -> Dict[str, str]
     return {"peer": next((one["peer"] for one in results if one), options), "options": options}
 
 
-def summary(
-    results: Sequence[Optional[Result]], baseline: Sequence[Optional[Result]], seconds: str = "step_s"
-) -> Result:
-    """Median and range of a way's `seconds` and of their ratio to the baseline's in the same round; highest peaks."""
+def summary(results: Sequence[Optional[Result]], baseline: Sequence[Optional[Result]]) -> Result:
+    """Median and range of a way's step_s and of their ratio to the baseline's in the same round; highest peaks."""
     found: Result = {}
     for name in ("allocator_peak_bytes", "process_peak_bytes"):
         found[name] = max((one[name] for one in results if one and one.get(name) is not None), default=None)
-    ratios = [one[seconds] / base[seconds] for one, base in zip(results, baseline) if one and base]
-    for name, values in ((seconds, [one[seconds] for one in results if one]), ("ratio", ratios)):
+    ratios = [one["step_s"] / base["step_s"] for one, base in zip(results, baseline) if one and base]
+    for name, values in (("step_s", [one["step_s"] for one in results if one]), ("ratio", ratios)):
         found[name] = statistics.median(values) if values else None
         found.update({f"{name}_min": min(values, default=None), f"{name}_max": max(values, default=None)})
     return found

@@ -185,11 +185,10 @@ def _most_in_each_part(requests: List[Tuple[float, int]]) -> List[int]:
     return [max(inside) for inside in held]
 
 
-def config_of(request: Dict[str, Any], workers: int = 1) -> RunConfig:
-    """The configuration of a run that trains as `request` asks each of the workers to."""
-    unet, batch = UNetConfig(**request["unet"]), workers * request["batch"]
-    own = {"micro_batch": request["micro_batch"], "optimizer": request["optimizer"]}
-    return RunConfig(grid=tuple(request["shape"]), unet=unet, batch=batch, **own)
+def config_of(request: Dict[str, Any]) -> RunConfig:
+    """The configuration of a run that trains as `request` asks."""
+    own = {name: request[name] for name in ("batch", "micro_batch", "optimizer")}
+    return RunConfig(grid=tuple(request["shape"]), unet=UNetConfig(**request["unet"]), **own)
 
 
 def made_up(tf: Any, unet: UNetConfig, batch: int, grid: Tuple[int, ...]) -> Tuple[Any, Any]:
