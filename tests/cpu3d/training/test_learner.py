@@ -74,7 +74,7 @@ def test_two_steps_in_parts_end_with_the_whole_batch_s_weights_averages_and_coun
     said_of_parts, arrays_of_parts = trained(learner(1, ema=0.9))
     assert list(arrays_of_parts) == list(arrays)
     # Adam divides by the gradient's size: of a small one the rounding shows, which hangs on kernels and threads.
-    assert_alike(arrays_of_parts.values(), arrays.values(), 1e-3)
+    assert_alike(arrays_of_parts.values(), arrays.values(), 3e-3)
     assert arrays_of_parts["updates"] == 2
     for outcome, of_parts in zip(said, said_of_parts):
         assert of_parts.dice.shape == (BATCH, UNET.outputs)
