@@ -66,7 +66,7 @@ class DiceCrossEntropy(tf.keras.losses.Loss):
     def value(self, sums, by_sample: bool = False) -> Tuple[tf.Tensor, tf.Tensor, Tuple]:
         """The loss of the batch, or (N, 1) of each sample."""
         cross_entropy, overlap, predicted, true = tf.unstack(sums, axis=-1)
-        size, errors = predicted + true + SMOOTH, predicted + true - 2 * overlap
+        size, errors = predicted + true + SMOOTH, tf.maximum(predicted + true - 2 * overlap, 0.0)
         dice, weight = (2 * overlap + SMOOTH) / size, HARD / (errors + SMOOTH)
         count = tf.cast(tf.size(dice[0] if by_sample else dice), tf.float32)
         mean = functools.partial(tf.reduce_mean, axis=1 if by_sample else None, keepdims=by_sample)
