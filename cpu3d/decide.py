@@ -102,10 +102,9 @@ def _for_workers(config: RunConfig, given: Given, *, scale: bool) -> RunConfig:
     settings, saved, workers = given.settings, given.saved, given.workers
     if "batch_per_worker" in settings:
         config = dataclasses.replace(config, batch=settings["batch_per_worker"] * workers)
-        if scale or "learning_rate" in settings:
-            power = RATE_SCALES[settings.get("rate_scaling") or USUAL_SCALE[config.optimizer]]
-            rates = {name: getattr(config, name) * workers**power for name in ("learning_rate", "adam_rate")}
-            config = dataclasses.replace(config, **rates)
+        power = RATE_SCALES[settings.get("rate_scaling") or USUAL_SCALE[config.optimizer]]
+        grown = [name for name in ("learning_rate", "adam_rate") if scale or name in settings]
+        config = dataclasses.replace(config, **{name: getattr(config, name) * workers**power for name in grown})
     elif "rate_scaling" in settings:
         raise InputError(
             f"--rate-scaling must come with --batch-per-worker, got {settings['rate_scaling']} for a batch that "

@@ -148,7 +148,7 @@ class Plan:
         length = f"{config.epochs} epochs of {self.steps_per_epoch} steps"
         length += f", cut to {config.budget_minutes:g} minutes" if config.budget_minutes else ""
         length = f"{self.steps} steps, {self.steps_per_epoch} an epoch" if config.steps else length
-        if config.coarse_steps:
+        if config.coarse_steps and (config.steps or not config.budget_minutes):
             cost = f"{config.full_steps(self.steps):.1f} full steps"
             grids = f"on {by(config.coarse_grid, ' x ')}, then {self.steps - config.coarse_steps} on {seen}"
             length += f": {config.coarse_steps} {grids}, as many voxels as {cost}"
@@ -189,7 +189,7 @@ class Plan:
             *coarse,
             f"allocator peak {format_bytes(found.allocator_peak_bytes)} ({found.error('allocator_peak')}), "
             f"process peak {format_bytes(found.process_peak_bytes)} ({found.error('process_peak')}), up to "
-            f"{format_bytes(found.upper_bound_bytes)} of {format_bytes(host.free_bytes)} free ({found.margin})",
+            f"{format_bytes(self.upper_bound_bytes)} of {format_bytes(host.free_bytes)} free ({found.margin})",
             f"{format_seconds(found.step_s)} a step, {format_seconds(found.volume_s)} a volume, "
             f"{format_seconds(found.epoch_s)} an epoch ({found.error('step_s')}); "
             f"{format_seconds(self.training_s)} in all, validation aside",
@@ -284,7 +284,7 @@ def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
     elif 2 * _whole_volumes(plan, found.job) > found.upper_bound_bytes:
         what = "this training, most of it validation on whole volumes,"
     raise DoesNotFitError(
-        f"memory must hold {what} up to {format_bytes(found.upper_bound_bytes)}, got "
+        f"memory must hold {what} up to {format_bytes(plan.upper_bound_bytes)}, got "
         f"{format_bytes(free_bytes)} free; {advice}"
     )
 
@@ -328,18 +328,17 @@ def _price(plan: Plan, host: Host, constants: HostConstants, accuracy: Accuracy)
     """What jobs take on this host, the run's whole volumes and the workers' exchange in their upper bound.
 
     Of several workers it is the memory of one, of which `host` is the share, and the time of all of them together,
-    their exchange aside. Where steps are timed before the run, or its grid changes, its variables are held twice.
+    their exchange aside. Its variables are held once more where its grid changes, and where steps are timed before it.
     """
     config, store = plan.config, plan.store
-    is_twice = bool(config.coarse_steps) or (bool(config.budget_minutes) and not config.steps)
+    again = bool(config.coarse_steps) + (bool(config.budget_minutes) and not config.steps)
     kept = 0
     if config.read_mode == "ram":  # asked for: else the kernel may drop what it keeps of files
         cases = [case for split in ("train", "val") for case in store.cases(split)]
         kept = sum(case.image_bytes + case.label_bytes for case in cases) // plan.workers
 
     def price(job: Job) -> Estimate:
-        before = training_step(job).resident if is_twice else ()
-        variables = sum(one.bytes for one in before if one.group in VARIABLES)
+        variables = again * sum(one.bytes for one in training_step(job).resident if one.group in VARIABLES)
         return of_one(estimate(job, constants, accuracy, host.memory_bytes), plan.workers).with_beside(
             Component("whole volumes", _whole_volumes(plan, job), "derived: of validation, or to be averaged down"),
             Component(

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 import re
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
@@ -32,7 +33,7 @@ from memory_estimator.job import (
     check_micro_batch,
     micro_of,
 )
-from memory_estimator.schema import check, option, to_command_line
+from memory_estimator.schema import as_typed, check, option, to_command_line
 from models.config import DTYPES, POLICIES, UNetConfig
 
 
@@ -124,16 +125,14 @@ class RunConfig:
     patches_per_case: int = _patches(1, "a case an epoch (default: as many as make up its voxels)", "N", at_least=1)
     device: str = _patches("cpu", "cpu, or gpu:0 (default: a GPU where there is one, for patches)", "D")
 
-    epochs: int = _training(
-        100, "passes over the cases, at either resolution; the decay spans them", "N", at_least=1, one_of="length"
-    )
+    epochs: int = _training(100, "passes over the cases, at either resolution", "N", at_least=1, one_of="length")
     steps: int = _training(
         0, "updates in all, at either resolution, instead of --epochs", "N", at_least=0, one_of="length"
     )
     budget_minutes: float = _training(
         0.0, "only as many of the epochs' steps as fit; 0: no limit", "M", at_least=0, below=math.inf
     )
-    """By the time of the first steps; at least those up to the first validation. The decay spans what is left."""
+    """By the time of the first steps; at least those up to the first validation."""
     curriculum: str = _training(
         AUTO,
         f"half: the first {COARSE_SHARE:.3g} of the steps at half the resolution, or on patches of half the edge, the "
@@ -282,7 +281,7 @@ class Shorthand:
     )
     gpu_memory: Optional[str] = _patches(None, "the largest patch of such a card, as in 16GiB", "SIZE", one_of="patch")
     batch_per_worker: Optional[int] = _training(
-        None, "volumes a step of each worker; a chosen learning rate grows by --rate-scaling", "N", one_of="batch"
+        None, "volumes a step of each worker; the learning rates grow by --rate-scaling", "N", one_of="batch"
     )
     rate_scaling: Optional[str] = _training(
         None, "under --batch-per-worker (default: sqrt for muon and adam, linear for sgd)", choices=tuple(RATE_SCALES)
@@ -311,12 +310,13 @@ def as_options(settings: Mapping[str, Any]) -> List[str]:
     return [word for part in parts for cls in SETTINGS for word in to_command_line(cls, part)]
 
 
-def rate_options(config: RunConfig, share: float) -> List[str]:
-    """The command line of a share of the run's learning rates."""
-    own = {"learning_rate": float(f"{share * config.peak_rate:.3g}")}
-    if config.optimizer == "muon":
-        own["adam_rate"] = float(f"{share * config.adam_rate:.3g}")
-    return to_command_line(RunConfig, own)
+def command_at_half_rate(config: RunConfig, run: Path, workers: int) -> str:
+    """What a user types to go on with a run from its last checkpoint at half its learning rates."""
+    names = ("learning_rate", "adam_rate") if config.optimizer == "muon" else ("learning_rate",)
+    rates = to_command_line(RunConfig, {name: float(f"{getattr(config, name) / 2:.3g}") for name in names})
+    launch = ["launch", "--workers", str(workers)] if workers > 1 else []
+    command = shlex.join([*launch, "train", "--store", config.store, "--run", str(run), *rates])
+    return as_typed(f"./run.sh {command}")
 
 
 def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:

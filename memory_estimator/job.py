@@ -303,6 +303,7 @@ class _Config(TypedDict):
     device: str
     mode: str
     resolution: float
+    coarse_steps: int
     read_mode: str
 
 
@@ -337,8 +338,10 @@ def read_run(folder: Union[str, Path]) -> Tuple[Job, List[str]]:
     card = f"the run is on {config['device']}: a CPU is estimated; `train` says what its steps take on the card"
     validation = "the run validates on whole volumes of the store, which is not counted; `train` adds it"
     kept = "the run keeps the files that it reads in memory, which is not counted; `train` adds it"
+    twice = "the run holds its variables once more while its grid changes, which is not counted; `train` adds it"
     notes = {card: config["device"] != "cpu", validation: config["mode"] == "patch" or config["resolution"] != 1}
-    return job, [note for note, is_so in {**notes, kept: config["read_mode"] == "ram"}.items() if is_so]
+    notes.update({kept: config["read_mode"] == "ram", twice: config["coarse_steps"] > 0})
+    return job, [note for note, is_so in notes.items() if is_so]
 
 
 def stored_bytes(shape: Sequence[int], channels: int) -> int:

@@ -20,7 +20,7 @@ from cpu3d.errors import InputError, refuse
 from cpu3d.host.gpu import HostGpus
 from cpu3d.pages.page import flat
 from cpu3d.plan import Plan, make_plan
-from cpu3d.settings import SETTINGS, SIZES_OF_PATCH, as_options, recipe_config
+from cpu3d.settings import SETTINGS, SIZES_OF_PATCH, RunConfig, as_options, recipe_config
 from cpu3d.util.atomic import is_untouched, write_json
 from memory_estimator.files import read_json, typed
 from memory_estimator.host import read_host
@@ -163,6 +163,12 @@ FEW = 8
 """Steps of which a curriculum's share is whole, so that their voxels are those of any number of steps in proportion."""
 
 
+def steps_of(config: RunConfig, voxels: float) -> int:
+    """The steps, 1 or more, whose voxels are nearest to so many."""
+    near = max(round(voxels * FEW / run_voxels(config, FEW)), 1)
+    return min(range(max(near - FEW, 1), near + FEW), key=lambda steps: abs(run_voxels(config, steps) - voxels))
+
+
 # --- compare.json ---
 
 
@@ -245,7 +251,7 @@ def courses(found: Sequence[Tuple[Variant, Plan]], budget: Budget, validations: 
         voxels = run_voxels(first.config, voxels * an_epoch)
     for (name, settings), planned in found:
         config, cases, predicted = planned.config, len(planned.store.cases("train")), planned.estimate
-        steps = None if budget.kind == "minutes" else max(round(voxels * FEW / run_voxels(config, FEW)), 1)
+        steps = None if budget.kind == "minutes" else steps_of(config, voxels)
         if budget.kind == "passes":
             steps = max(round(cases * budget.amount / config.batch), 1)
         plan.append(

@@ -1,5 +1,6 @@
 """A trained run as a function from a volume to probabilities on its full grid: in one pass, or window by window."""
 
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Callable, Dict, List, Optional, Sequence, Tuple
@@ -139,10 +140,11 @@ def load_weights(config: RunConfig, path: Path) -> Tuple[RunConfig, List[np.ndar
     """A run's weights from one of its checkpoints, in Keras' order, and the run as its next step would be computed:
     weights of coarse steps predict on the coarse grid. Raises InputError as `load_predictor`."""
     arrays, state = load_checkpoint(path)
-    if not isinstance(state.get("step"), int):
-        raise InputError(f"checkpoint {path} must tell its step, got {state.get('step')!r}; restore it")
+    at = {name: state.get(name) for name in ("step", "coarse_steps")}
+    if not all(isinstance(value, int) for value in at.values()):
+        raise InputError(f"checkpoint {path} must tell its step and coarse_steps, got {at}; restore it")
     expected = build_unet3d(config.unet, (config.unet.divisor,) * 3, 1).weights
     names = weight_names(expected)
     if any(arrays.shapes.get(name) != tuple(weight.shape) for name, weight in zip(names, expected)):
         raise InputError(f"checkpoint {path} must hold the weights of its run's config.json, got others; restore it")
-    return config.at(state["step"]), [arrays[name] for name in names]
+    return dataclasses.replace(config, coarse_steps=at["coarse_steps"]).at(at["step"]), [arrays[name] for name in names]

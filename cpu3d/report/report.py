@@ -230,14 +230,17 @@ def _costs(events: Events, config: Mapping[str, Any], scores: Optional[Mapping[s
     """Memory and time: what, value, what value it is."""
     steps, end = of_kind(events, "step"), last_end(events)
     step_s, wait_s = numbers(steps, "step_s"), numbers(steps, "wait_s")
+    coarse, in_full = (
+        [one for one in steps if (one["step"] <= config["coarse_steps"]) == half] for half in (True, False)
+    )
     total_s, extra_s = sum(step_s), sum(numbers(of_kind(events, "validation", "checkpoint"), "seconds"))
     peak = max([0, *numbers(of_kind(events, "end"), "peak_rss_bytes"), *numbers(steps, "rss_bytes")])
     share = percent(extra_s / (extra_s + total_s)) if step_s else "-"
     rows = [
         ("peak memory of the process", gib(peak), "largest resident set in the log"),
         *_allocated(events, config),
-        ("time per coarse step", seconds(median(step_s[: config["coarse_steps"]])), "median"),
-        ("time per step", seconds(median(step_s[config["coarse_steps"] :])), "median"),
+        ("time per coarse step", seconds(median(numbers(coarse, "step_s"))), "median"),
+        ("time per step", seconds(median(numbers(in_full, "step_s"))), "median"),
         ("waiting for data", percent(sum(wait_s) / total_s if total_s else None), "of the time of the steps"),
         ("validation and checkpoints", share, "of the whole time"),
         ("whole training", duration(end.get("seconds") or total_s + extra_s), "wall clock, all attempts"),
@@ -278,7 +281,7 @@ def _predicted(starts: Events, events: Events, coarse_steps: int) -> Table:
         [
             one["step_s"] - one["wait_s"]
             for one in steps
-            if "wait_s" in one and (one["step"] <= coarse_steps) == is_coarse
+            if {"step_s", "wait_s"} <= set(one) and (one["step"] <= coarse_steps) == is_coarse
         ]
         for is_coarse in (True, False)
     )

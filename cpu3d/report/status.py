@@ -13,7 +13,6 @@ is younger than SILENT_S. Everything may be missing or half-written, and is then
 import contextlib
 import dataclasses
 import json
-import shlex
 import statistics
 import time
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from cpu3d.report.run_files import Events, median, numbers, of_kind
-from cpu3d.settings import RunConfig, load_config, rate_options
+from cpu3d.settings import RunConfig, command_at_half_rate, load_config
 from cpu3d.training.checkpoint import checkpoints, step_of
 from cpu3d.training.heartbeat import BEAT_S, SILENT_S, Heartbeat, beat_age_s, heartbeat_path, read_heartbeats
 from cpu3d.training.run_log import FINISHED, Pace, recent_events
@@ -157,7 +156,8 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
     if not workers or (by_log.state == "finished" and _is_left_finished(events[-1], workers, step, steps)):
         judged = [by_log]
     first = judged[0]
-    step_s = median(numbers(recent, "step_s"))
+    alike = [event for event in recent if event.get("voxels") == recent[-1].get("voxels")]  # of one grid
+    step_s = median(numbers(alike, "step_s"))
     return RunStatus(
         folder=str(run),
         state=first.state,
@@ -273,7 +273,8 @@ def _advice(
     elif any(reason.startswith(WORKERS_DIFFER) for reason in reasons):
         again = f"take the host that is named out of the run; then {again}"
     elif state == "diverged":
-        again += f" at half the rate: add {shlex.join(rate_options(config, 0.5))}" if config else ""
+        workers = first.heartbeat.workers if first.heartbeat else 1
+        again = f"half the rate: {command_at_half_rate(config, run, workers)}" if config else again
     log = run / "logs" / f"worker-{first.rank}.log"
     return f"{again}; its last words are in {log}" if log.is_file() else again
 

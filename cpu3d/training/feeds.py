@@ -5,6 +5,7 @@ from typing import Any, Callable, Iterable, Iterator, List, Optional, Tuple
 
 import tensorflow as tf
 
+from cpu3d.data.files.reader import Reading
 from cpu3d.data.resolution import Resizing
 from cpu3d.data.sampling import ALL, Share, sample_at
 from cpu3d.data.source import Batches, finish_of, open_reading, patch_dataset, volume_dataset
@@ -20,12 +21,13 @@ PREPARING_FOR_A_CARD = 4
 class Feeds:
     """The data of a run. Everything is at the volumes' own resolution, but for what `finish` gives to a step."""
 
-    def __init__(self, store: Store, config: RunConfig, share: Share = ALL):
-        """`share` is this worker's part of every batch, and of the held-out cases."""
+    def __init__(self, store: Store, config: RunConfig, share: Share = ALL, reading: Optional[Reading] = None):
+        """`share` is this worker's part of every batch, and of the held-out cases; `reading` is that of other feeds of
+        the run, by default a new one."""
         self.config = config
         self._store, self._share = store, share
         self._train_cases, self.held_out = store.cases("train"), len(store.cases("val"))
-        self.reading = open_reading(
+        self.reading = reading or open_reading(
             store,
             [split for split in ("train", "val") if store.cases(split)],
             free_bytes=read_host().free_bytes,

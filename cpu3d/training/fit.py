@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import json
 import math
-import shlex
 import statistics
 import time
 from datetime import datetime, timezone
@@ -21,6 +20,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, TypedDi
 import numpy as np
 import psutil
 
+from cpu3d.data.files.reader import Reading
 from cpu3d.data.sampling import Share
 from cpu3d.distributed.all_reduce import ALONE, Exchange, array_from_chief, text_from_chief
 from cpu3d.errors import DivergedError, InputError, Interrupted, MemoryRunsOutError, WorkerLostError, WorkersDifferError
@@ -28,7 +28,7 @@ from cpu3d.host.gpu import memory_device
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.host.observe import Observer
 from cpu3d.plan import Plan
-from cpu3d.settings import RunConfig, rate_options
+from cpu3d.settings import RunConfig, command_at_half_rate
 from cpu3d.training.checkpoint import checkpoints, newest, set_aside, write_best, write_next
 from cpu3d.training.feeds import Feeds, Parts
 from cpu3d.training.learner import Learner, Outcome, allocator_peak_bytes
@@ -39,7 +39,6 @@ from cpu3d.training.watchdog import UNGUARDED, Unguarded, noted_signals
 from cpu3d.util.records import versions
 from memory_estimator.files import typed
 from memory_estimator.host import Host
-from memory_estimator.schema import as_typed
 
 MEMORY = 1
 """A worker's note that its memory is running out. The other notes are the numbers of SIGINT and SIGTERM; 0 is none."""
@@ -51,7 +50,7 @@ TIMED_STEPS = 3
 """Taken to tell a step's time, and taken back; the first one compiles and is not counted."""
 
 HIGHEST_LOSS = 10.0
-"""A loss above this has diverged, as one that is not finite: a network that predicts nothing costs about 1."""
+"""A loss above this has diverged, as one that is not finite: a network that predicts nothing costs 1 to 2."""
 
 
 class Fit:
@@ -72,9 +71,9 @@ class Fit:
         self._observer: Optional[Observer] = None
         self.step = self.stale_validations = 0
         self.best: Optional[float] = None
-        self.best_step = 0
-        """The highest mean Dice of a validation so far, and when that was. Coarse weights do not compete with full
-        ones, which end the run."""
+        self.best_is_coarse = False
+        """The highest mean Dice of a validation so far, and of which weights. Coarse ones do not compete with those in
+        full, which end the run."""
         self.owes_validation = False
         """Whether the run was stopped before it could validate the step it has reached."""
         self.trained_s = 0.0
@@ -83,6 +82,7 @@ class Fit:
         self._show: Callable[[Dict[str, Any]], None] = lambda event: None
         self._track: Track = lambda event, picture=None: None
         """Both are given every event as it is logged."""
+        self._reading: Optional[Reading] = None
         self._full_learner: Optional[Learner] = None
         """Made before its steps begin, where their time was measured."""
         self.warnings = self._restore()
@@ -111,13 +111,13 @@ class Fit:
         first = 1 if self.config.validations else self.config.validate_every * self.steps_per_epoch
 
         def remaining_s(steps: int) -> float:
-            coarse = max(self.config.with_coarse_share(steps).coarse_steps - self.step, 0)
+            coarse = max(self._cut_to(steps).coarse_steps - self.step, 0)
             return coarse * step_s[0] + (steps - self.step - coarse) * step_s[-1]
 
         most = next((n for n in range(self.steps, self.step, -1) if remaining_s(n) <= left_s), self.step + (left_s > 0))
-        steps = min(max(most, first), self.steps)
+        steps = min(max(most, first, self.step + self.learner.config.is_coarse), self.steps)
         self.steps = int(array_from_chief(self._exchange, np.array([steps]))[0])
-        self.config = dataclasses.replace(self.config, steps=self.steps).with_coarse_share(self.steps)
+        self.config = self._cut_to(self.steps)
         if self.learner.config.is_coarse and self.step >= self.config.coarse_steps:
             self._move_to_full()
         return step_s
@@ -227,6 +227,22 @@ class Fit:
 
     # --- The two grids ---
 
+    def _keep_coarse_steps(self, saved: int) -> None:
+        """Have the run, which may have another length than before, as many coarse steps as it has done: those of the
+        checkpoint where it is in full already, and at least those done where it is not. Raises InputError where none
+        would be left to do in full."""
+        coarse = saved if self.step >= saved else max(self.config.coarse_steps, self.step)
+        if self.step < saved and self.steps <= self.step:
+            rule = f"steps must be above the {self.step} that the run has done at half the resolution"
+            raise InputError(f"{rule}, got {self.steps}; raise it, so that it ends in full")
+        self.config = dataclasses.replace(self.config, coarse_steps=coarse)
+
+    def _cut_to(self, steps: int) -> RunConfig:
+        """The run with so many steps; none that is in full becomes coarse."""
+        config = dataclasses.replace(self.config, steps=steps)
+        coarse = min(config.with_coarse_share(steps).coarse_steps, config.coarse_steps)
+        return dataclasses.replace(config, coarse_steps=max(coarse, min(self.step, config.coarse_steps)))
+
     def _enter(self) -> None:
         """Make what computes the step to come: its learner, with weights as they were drawn, and its data."""
         config, made = self.config.at(self.step), None
@@ -237,13 +253,17 @@ class Fit:
 
     def _move_to_full(self) -> None:
         """Go on at the full grid with all that was learnt at the coarse one: weights, momentum, averages."""
+        self._guard.new_pace()
         self._phase("building the network in full")
         arrays = self.learner.arrays()
         self._enter()
         self.learner.restore(arrays)
 
     def _feeds_of(self, config: RunConfig) -> Feeds:
-        return Feeds(self.store, config, Share(self._exchange.rank, self._exchange.count, config.batch))
+        share = Share(self._exchange.rank, self._exchange.count, config.batch)
+        feeds = Feeds(self.store, config, share, self._reading)
+        self._reading = feeds.reading
+        return feeds
 
     def _parts(self) -> Parts:
         """What the steps to come are given, until the grid changes or the run ends."""
@@ -312,22 +332,17 @@ class Fit:
         return outcome, time.perf_counter() - begin
 
     def _diverged(self, outcome: Outcome, names: List[str]) -> DivergedError:
-        """Log a step whose loss is too high or not finite, and return what to raise: the weights are from before it."""
+        """Log a step whose loss is too high or not finite, and return what to raise. Nothing of it is saved."""
         losses = np.repeat(outcome.losses, self.config.micro)  # of a part, for each of its cases
         bad = ", ".join(dict.fromkeys(name for name, loss in zip(names, losses) if not loss <= HIGHEST_LOSS))
-        left = ", ".join(path.name for path in checkpoints(self.folder)[:1]) or "there is no checkpoint yet"
+        there = checkpoints(self.folder)[:1]
+        left = f"{there[0].name} is the last good checkpoint" if there else "there is no checkpoint yet"
         reason = f"loss must be finite and at most {HIGHEST_LOSS:g}, got {outcome.loss:g} at step {self.step + 1}"
         reason += f" on {bad or ', '.join(names)}"
         with contextlib.suppress(OSError):  # what is raised says the same
             self._log("diverged", reason=reason)
-        return DivergedError(f"{reason}; {left}. Look at these cases, or go on at half the rate: {self._at_half_rate}")
-
-    @property
-    def _at_half_rate(self) -> str:
-        """The command that goes on from the last checkpoint at half the learning rate."""
-        config = self.config
-        words = ["train", "--store", config.store, "--run", str(self.folder), *rate_options(config, 0.5)]
-        return as_typed(f"./run.sh {shlex.join(words)}")
+        again = command_at_half_rate(self.config, self.folder, self._exchange.count)
+        return DivergedError(f"{reason}; {left}. Look at these cases, or go on at half the rate: {again}")
 
     def _is_validation_step(self, step: int) -> bool:
         """Whether a validation is due after so many steps, or would be if cases were held out for it."""
@@ -350,12 +365,12 @@ class Fit:
         if found is None:
             return stop
         mean_dice = float(found.dice.mean())
-        is_first = self.best is None or self.best_step < self.config.coarse_steps <= self.step
+        is_first = self.best is None or self.best_is_coarse > self.learner.config.is_coarse
         better = is_first or mean_dice > self.best
         self.stale_validations = 0 if better else self.stale_validations + 1
         self.owes_validation = False
         if better:
-            self.best, self.best_step = mean_dice, self.step
+            self.best, self.best_is_coarse = mean_dice, self.learner.config.is_coarse
             self._save_best()
         self._log(
             "validation",
@@ -403,7 +418,8 @@ class Fit:
         arrays = self.learner.arrays().values()
         if not all(np.isfinite(extreme(array)) for array in arrays for extreme in (np.min, np.max)):
             rule = f"weights must be finite, got others after step {self.step}"
-            raise DivergedError(f"{rule}; go on at half the rate: {self._at_half_rate}")
+            again = command_at_half_rate(self.config, self.folder, self._exchange.count)
+            raise DivergedError(f"{rule}; go on at half the rate: {again}")
 
     def _save_best(self) -> None:
         if self._exchange.is_chief:
@@ -449,7 +465,8 @@ class Fit:
 
     def _state(self) -> Dict[str, Any]:
         own = {name: getattr(self, name) for name in _State.__annotations__}
-        return {**own, "split_hash": self.config.split_hash, "seed": self.config.seed}
+        config = self.config
+        return {**own, "coarse_steps": config.coarse_steps, "split_hash": config.split_hash, "seed": config.seed}
 
     def _restore(self) -> List[str]:
         """Take up the newest whole checkpoint, which the chief reads for all, where there is one; returns a line about
@@ -457,12 +474,14 @@ class Fit:
         found = newest(self.folder) if self._exchange.is_chief else None
         text = text_from_chief(self._exchange, json.dumps(found.state) if found else "")
         try:
-            state = typed(json.loads(text), _State, "state") if text else {}
+            state = typed(json.loads(text), _SavedState, "state") if text else {}
         except ValueError as error:
             of = found.path if found else "of the chief"
             raise InputError(f"checkpoint {of} must hold a run's state, got {error}; delete it") from None
         for name in state and _State.__annotations__:
             setattr(self, name, state[name])
+        if state:
+            self._keep_coarse_steps(state["coarse_steps"])
         self._enter()
         if found:
             self.learner.restore(found.arrays)
@@ -473,14 +492,19 @@ class Fit:
 
 
 class _State(TypedDict):
-    """What of a checkpoint's state a run goes on from."""
+    """What of a checkpoint's state a run goes on from, by the names that it has here."""
 
     step: int
     best: Optional[float]
-    best_step: int
+    best_is_coarse: bool
     stale_validations: int
     trained_s: float
     owes_validation: bool
+
+
+class _SavedState(_State):
+    coarse_steps: int
+    """Of the run as it was when it was saved."""
 
 
 def _wish(noted: List[int], guard: Unguarded) -> int:

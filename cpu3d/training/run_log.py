@@ -143,8 +143,8 @@ def shown(
             state = f"loss {event['loss']:.3f}  {dice}  {speed}"
             left = duration(pace.seconds_left(step, steps))
             bar.update(task, completed=step, state=state, left=left)
-            if event.get("voxels", seen[0]) != seen[0]:
-                seen[0] = event["voxels"]
+            before, seen[0] = seen[0], event.get("voxels", seen[0])
+            if before not in (None, seen[0]):
                 bar.console.print(f"step {step}: {seen[0]:,} voxels a step from here on", highlight=False)
             if not console.is_terminal and step % steps_per_epoch == 0:
                 line = f"epoch {event['epoch'] + 1}, step {step}: {state}" + f"  {left} left" * (step < steps)

@@ -117,9 +117,10 @@ def train(
             fit = Fit(plan, run_folder, exchange)
             if plan.saved is not None and not fit.is_over:  # one that is over takes no memory any more
                 refuse_what_does_not_fit()
+            config = fit.config  # whose coarse steps are those that were done
             if cluster.is_chief:
                 save_config(config, run_folder)
-                save_plan(plan, run_folder)
+                save_plan(dataclasses.replace(plan, config=config), run_folder)
             changes = _changes(run_folder, engine, in_force(threads), cluster.workers, plan.saved, config)
             going_on = [f"run: continued after step {fit.step}"] if fit.step else []
             reads = f"reads: {fit.feeds.reading.plan.reason}"
@@ -135,7 +136,7 @@ def train(
                 guard.plan(
                     step=fit.step,
                     steps=fit.steps,
-                    bound_bytes=plan.estimate.upper_bound_bytes if plan.estimate else None,  # on a card nothing is
+                    bound_bytes=plan.upper_bound_bytes,  # None on a card
                     save_bytes=fit.learner.largest_bytes,
                     here=len(cluster.local_ranks),
                     stall_minutes=config.stall_minutes,
@@ -216,6 +217,7 @@ def _changes(
         (saved.unet.policy, config.unet.policy, "under policy {}"),
         (saved.device, config.device, "on device {}"),
         (f"{saved.peak_rate:g}", f"{config.peak_rate:g}", "at a learning rate of {}"),
+        (f"{saved.adam_rate:g}", f"{config.adam_rate:g}", "at an Adam rate of {}"),
         (saved.micro, config.micro, "in micro-batches of {}"),
     )
     before = ", ".join(words.format(then) for then, today, words in ways if then != today)

@@ -147,7 +147,7 @@ class Unguarded:
     def phase(self, *_: Any, **__: Any) -> None:
         """Do nothing."""
 
-    saved = plan = note_end = phase
+    saved = plan = note_end = new_pace = phase
 
 
 UNGUARDED = Unguarded()
@@ -234,6 +234,11 @@ class Guard(Unguarded):
         self._floor = MemoryFloor(**self._limits)
         self.now.bound_bytes = self._limits.get("bound_bytes")
         self._changed.set()
+
+    def new_pace(self) -> None:
+        """Forget how long phases took: those to come are of another size, and the first of each may take longer."""
+        self._longest_s.clear()
+        self._in_step_s, self.now.longest_step_s = 0.0, None
 
     def saved(self, step: int) -> None:
         """Note a checkpoint that is on the disk."""

@@ -83,7 +83,7 @@ JOB = Job(
     UNetConfig(filters=8, dtype="bfloat16", policy="balanced"), (64, 80, 96), 4, 2, "sgd", "stock", averaged=True,
     from_store=True, cases=7, case_bytes=123,
 )  # fmt: skip
-CONFIG = {"device": "cpu", "mode": "whole", "resolution": 1, "read_mode": "auto"}
+CONFIG = {"device": "cpu", "mode": "whole", "resolution": 1, "coarse_steps": 0, "read_mode": "auto"}
 
 
 @pytest.fixture

@@ -88,6 +88,7 @@ OPTIONS = (Options, ZeroNan)
 def run(options: Options, background: ZeroNan) -> int:
     _check_out(options.out)
     config = load_config(options.run)
+    _contract(config, options.format, options.size)  # before TensorFlow is loaded
     if options.format == "onnx":
         require_onnx()
     console = Console()

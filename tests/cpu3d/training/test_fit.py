@@ -231,7 +231,7 @@ def test_the_first_steps_see_half_the_resolution_and_all_validations_the_full_gr
     fit.run()
     assert [one["voxels"] for one in steps_of(tmp_path)] == 14 * [coarse] + 2 * [full]
     assert [one["step"] for one in validations_of(tmp_path)] == list(range(2, 17, 2))
-    assert newest(tmp_path).state["best_step"] >= 14, "coarse weights do not compete with those in full"
+    assert not newest(tmp_path).state["best_is_coarse"], "coarse weights do not compete with those in full"
 
 
 @pytest.mark.parametrize(
@@ -261,6 +261,28 @@ def test_a_run_that_is_made_longer_goes_on_in_full(phantom_store, tmp_path):
     fit = start(phantom_store, tmp_path, **{**HALF, "steps": 24})
     fit.run()
     assert {one["voxels"] for one in steps_of(tmp_path)[14:]} == {math.prod(fit.config.grid)}
+
+
+@pytest.mark.parametrize(("done", "steps", "coarse"), [(10, 12, 10), (10, 24, 14), (15, 40, 14), (10, 16, 14)])
+def test_a_run_of_another_length_has_as_many_coarse_steps_as_it_has_done_and_no_fewer(
+    phantom_store, tmp_path, done, steps, coarse
+):
+    fit = start(phantom_store, tmp_path, **HALF, save_minutes=0.0)
+    fit.steps = done  # as if it was cut there
+    fit.run()
+    fit = start(phantom_store, tmp_path, **{**HALF, "steps": steps})
+    assert (fit.step, fit.config.coarse_steps) == (done, coarse)
+    fit.run()
+    full = math.prod(fit.config.grid)
+    assert [one["step"] for one in steps_of(tmp_path) if one["voxels"] == full] == list(range(coarse + 1, steps + 1))
+
+
+def test_a_run_that_would_end_at_half_the_resolution_is_refused(phantom_store, tmp_path):
+    fit = start(phantom_store, tmp_path, **HALF, save_minutes=0.0)
+    fit.steps = 10
+    fit.run()
+    with pytest.raises(InputError, match=r"steps must be above the 10 .* got 8"):
+        start(phantom_store, tmp_path, **{**HALF, "steps": 8})
 
 
 def test_patience_does_not_end_a_run_before_it_is_in_full(phantom_store, tmp_path, monkeypatch):
@@ -309,8 +331,8 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_and_none_that_is_w
 @pytest.mark.parametrize(("name", "value"), [("step", "2"), ("best", [0.5]), ("trained_s", None)])
 def test_a_checkpoint_whose_state_is_of_another_kind_is_refused_by_name(phantom_store, tmp_path, name, value):
     fit = start(phantom_store, tmp_path)
-    state = {"step": 2, "best": None, "best_step": 0, "stale_validations": 0, "trained_s": 1.0}
-    state["owes_validation"] = False
+    state = {"step": 2, "best": None, "best_is_coarse": False, "stale_validations": 0, "trained_s": 1.0}
+    state.update(owes_validation=False, coarse_steps=0)
     write_next(tmp_path, 2, fit.learner.arrays(), {**state, name: value}, keep=1)
     with pytest.raises(InputError, match=rf"step-00000002\.npz must hold a run's state, got state.{name} must be"):
         start(phantom_store, tmp_path)

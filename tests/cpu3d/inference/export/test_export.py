@@ -50,7 +50,9 @@ def make_run(store, folder, **settings):
         0 * array if "head" in weight.name and "bias" in weight.name else array  # regions are rare no more
         for weight, array in zip(weights, arrays)
     ]
-    save_checkpoint(folder / "checkpoints/best.npz", dict(zip(weight_names(weights), arrays)), {"step": 1})
+    save_checkpoint(
+        folder / "checkpoints/best.npz", dict(zip(weight_names(weights), arrays)), {"step": 1, "coarse_steps": 0}
+    )
     return folder
 
 
