@@ -35,7 +35,7 @@ from memory_estimator.units import format_bytes, parse_bytes
 
 USUAL_SCALE = {"sgd": "linear", "adam": "sqrt", "muon": "sqrt"}
 """Linear for SGD (Goyal et al. 2017, "Accurate, Large Minibatch SGD"), the square root for Adam (Malladi et al. 2022,
-"On the SDEs and Scaling Rules for Adaptive Gradient Algorithms") and, a guess, Muon; of rates that were chosen."""
+"On the SDEs and Scaling Rules for Adaptive Gradient Algorithms") and, a guess, Muon."""
 
 
 NONE = (0, 0, 0)

@@ -109,7 +109,7 @@ class Runner:
     def carry_out(self, runs: Sequence[PlannedRun]) -> List[Failed]:
         """Train and score all of `runs`, in their order, and return those that failed.
 
-        A run that diverged before, at lower rates too, is not tried again. Where all fail the last one's RunFailedError
+        A run that diverged before is not tried again. Where all fail the last one's RunFailedError
         is raised, with its last lines. A signal is passed on as SIGINT, the process saves, and KeyboardInterrupt is
         raised.
         """
