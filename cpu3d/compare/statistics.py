@@ -124,7 +124,7 @@ def millions(voxels: float) -> str:
 COSTS = {
     "steps": Cost("steps", "{:,.0f}".format),
     "voxels": Cost("voxels seen", millions),
-    "step_s": Cost("a step", seconds),
+    "step_s": Cost("a step in full", seconds),
     "case_train_s": Cost("a case trained once", seconds),  # as many voxels as a whole one; not known without a store
     "steps_s": Cost("all steps", seconds),  # with the compilation in the first, and the waiting for data
     "validation_s": Cost("validation", seconds),

@@ -180,6 +180,13 @@ def test_the_batch_grows_with_the_workers_and_the_learning_rate_with_the_batch(p
     assert config.learning_rate == pytest.approx(rate)
 
 
+def test_the_same_command_again_grows_both_rates_once(phantom_store, tmp_path):
+    for _ in range(3):
+        config = planned(phantom_store, tmp_path, 4, batch_per_worker=1, learning_rate=0.01).config
+        assert (config.learning_rate, config.adam_rate) == pytest.approx((0.02, 0.06))
+        save_config(config, tmp_path)
+
+
 def test_a_learning_rate_left_open_is_the_optimizer_s_and_a_run_that_continues_may_change_it(phantom_store, tmp_path):
     def again(**settings):
         return make_plan(phantom_store, tmp_path, HOST, {"depth": 3, **settings}).config
