@@ -306,22 +306,25 @@ def _with_estimate(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
         return dataclasses.replace(plan, config=config.with_policy("speed") if pick else config)
     job = dataclasses.replace(plan.job, threads=thread_plan(host).intra_op)
     try:
-        price = _price(plan, host, find_constants(job.threads, host), load_accuracy(versions=installed_versions()))
+        known = find_constants(job.threads, host), load_accuracy(versions=installed_versions())
+        coarse = None
+        if config.coarse_steps:
+            at_half = dataclasses.replace(plan, config=config.at(0))
+            half_job = dataclasses.replace(job, shape=at_half.config.grid, unet=at_half.config.unet)
+            coarse = _price(at_half, host, *known)(half_job)
+        plan = dataclasses.replace(plan, coarse=coarse)
+        price = _price(plan, host, *known)
         if pick:
             choice = planner.fastest_that_fits(job, price, host.free_bytes)
             config = config.with_policy(choice.policy)
             reasons["policy"] = f"policy {choice.policy}: {choice.reason(f'{format_bytes(host.free_bytes)} free')}"
             job = dataclasses.replace(job, unet=config.unet)
-        found, coarse = price(job), None
-        if config.coarse_steps:
-            at_half = dataclasses.replace(plan, config=config.at(0))
-            half_job = dataclasses.replace(job, shape=at_half.config.grid, unet=at_half.config.unet)
-            coarse = _price(at_half, host, found.constants, found.accuracy)(half_job)
+        found = price(job)
     except ValueError as error:
         if not force:
             raise InputError(f"{error}; or --force") from None
         return dataclasses.replace(plan, reasons={**reasons, "memory": f"none, {error}"})
-    return dataclasses.replace(plan, config=config, estimate=found, coarse=coarse, reasons=reasons)
+    return dataclasses.replace(plan, config=config, estimate=found, reasons=reasons)
 
 
 def _price(plan: Plan, host: Host, constants: HostConstants, accuracy: Accuracy) -> planner.Price:
@@ -332,7 +335,7 @@ def _price(plan: Plan, host: Host, constants: HostConstants, accuracy: Accuracy)
     """
     config, store = plan.config, plan.store
     again = bool(config.coarse_steps) + (bool(config.budget_minutes) and not config.steps)
-    kept = 0
+    kept, left = 0, plan.coarse.allocator_peak_bytes if plan.coarse else 0
     if config.read_mode == "ram":  # asked for: else the kernel may drop what it keeps of files
         cases = [case for split in ("train", "val") for case in store.cases(split)]
         kept = sum(case.image_bytes + case.label_bytes for case in cases) // plan.workers
@@ -344,6 +347,7 @@ def _price(plan: Plan, host: Host, constants: HostConstants, accuracy: Accuracy)
             Component(
                 "variables, once more", variables, "exact: as they were before steps are timed, or of the other grid"
             ),
+            Component("left by coarse steps", left, "at most: pages that lie too scattered for maps of full size"),
             Component("files kept in memory", kept, "exact: all that the run reads, in read mode ram"),
         )
 

@@ -9,6 +9,7 @@ Of several workers each goes through it at the same pace, on its own share of ev
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import math
 import statistics
@@ -258,6 +259,8 @@ class Fit:
         arrays = self.learner.arrays()
         self._enter()
         self.learner.restore(arrays)
+        del arrays
+        gc.collect()  # the coarse network, whose layers and functions name each other
 
     def _feeds_of(self, config: RunConfig) -> Feeds:
         share = Share(self._exchange.rank, self._exchange.count, config.batch)
