@@ -5,7 +5,7 @@ from typing import Any, Callable, Iterable, Iterator, List, Optional, Tuple
 
 import tensorflow as tf
 
-from cpu3d.data.files.reader import Reading
+from cpu3d.data.files.loader import Reading
 from cpu3d.data.resolution import Resizing
 from cpu3d.data.sampling import ALL, Share, sample_at
 from cpu3d.data.source import Batches, finish_of, open_reading, patch_dataset, volume_dataset

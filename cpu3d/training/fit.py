@@ -21,7 +21,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, TypedDi
 import numpy as np
 import psutil
 
-from cpu3d.data.files.reader import Reading
+from cpu3d.data.files.loader import Reading
 from cpu3d.data.sampling import Share
 from cpu3d.distributed.all_reduce import ALONE, Exchange, array_from_chief, text_from_chief
 from cpu3d.errors import DivergedError, InputError, Interrupted, MemoryRunsOutError, WorkerLostError, WorkersDifferError
