@@ -9,8 +9,8 @@ import sys
 from typing import Any, Callable, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.errors import InputError, Interrupted, how_to_install
-from memory_estimator.files import NotRegularError
-from memory_estimator.schema import add_options, arguments, as_typed
+from memory_estimator.common.files import NotRegularError
+from memory_estimator.common.schema import add_options, arguments, as_typed
 
 COMMANDS = {
     "demo": ("cpu3d.demo", "make phantoms, train on them, score, predict, report: everything once, in minutes"),
@@ -22,7 +22,7 @@ COMMANDS = {
     "status": ("cpu3d.report.status", "tell how a run is doing: phase, progress, memory, and what to do next"),
     "evaluate": ("cpu3d.inference.evaluate", "score untouched cases on their full grids, or cross-validate folds"),
     "predict": ("cpu3d.inference.predict", "segment new cases, in their own grids, with one run or several"),
-    "view": ("cpu3d.pages.view", "write a page to scroll through the slices of a case in a browser"),
+    "view": ("cpu3d.report.view", "write a page to scroll through the slices of a case in a browser"),
     "export": ("cpu3d.inference.export.command", "write a trained network for other programs: SavedModel or ONNX"),
     "report": ("cpu3d.report.report", "write one report.html of a run"),
     "compare": ("cpu3d.compare.command", "train whole-volume and patch runs under one budget and compare them"),

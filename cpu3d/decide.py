@@ -11,10 +11,10 @@ import dataclasses
 import math
 from typing import Any, Mapping, NamedTuple, Optional, Sequence
 
-from cpu3d.data.region import Shape3, grid_size
+from cpu3d.data.region import Shape3
 from cpu3d.data.resolution import network_grid
 from cpu3d.data.splits import with_fold
-from cpu3d.data.store import Store, check_names
+from cpu3d.data.store import Store, check_names, grid_size
 from cpu3d.errors import DoesNotFitError, InputError, refuse
 from cpu3d.host.gpu import Gpu, best_dtype, card_of, pick_device
 from cpu3d.settings import (
@@ -29,9 +29,9 @@ from cpu3d.settings import (
 )
 from cpu3d.util.records import by
 from memory_estimator import planner
+from memory_estimator.common.units import format_bytes, parse_bytes
 from memory_estimator.host import Host
 from memory_estimator.job import Job, installed_engine
-from memory_estimator.units import format_bytes, parse_bytes
 
 USUAL_SCALE = {"sgd": "linear", "adam": "sqrt", "muon": "sqrt"}
 """Linear for SGD (Goyal et al. 2017, "Accurate, Large Minibatch SGD"), the square root for Adam (Malladi et al. 2022,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import List, Optional
 
-from memory_estimator.schema import as_typed, option
+from memory_estimator.common.schema import as_typed, option
 from models.config import POLICIES
 
 CASES = 12

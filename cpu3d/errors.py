@@ -5,7 +5,7 @@ import signal
 import sys
 from typing import Iterable
 
-from memory_estimator.schema import in_checkout
+from memory_estimator.common.schema import in_checkout
 
 
 class InputError(Exception):

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from cpu3d.data.region import Shape3, grid_size
+from cpu3d.data.region import Shape3
 from cpu3d.data.resolution import field_of
 from cpu3d.data.splits import with_fold
-from cpu3d.data.store import Store
+from cpu3d.data.store import Store, grid_size
 from cpu3d.decide import Given, decided, job_of
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu, card_of, why_no_card
@@ -27,6 +27,7 @@ from cpu3d.util.atomic import write_json
 from cpu3d.util.records import by
 from memory_estimator import planner
 from memory_estimator.calibration import HostConstants, find_constants
+from memory_estimator.common.units import format_bytes, format_seconds
 from memory_estimator.estimate import (
     STORE_NOTE,
     Accuracy,
@@ -40,7 +41,6 @@ from memory_estimator.host import Host
 from memory_estimator.job import PLAN_SCHEMA, Job, installed_versions, statistics_note, stored_bytes
 from memory_estimator.scaling import of_one
 from memory_estimator.step.training_step import training_step
-from memory_estimator.units import format_bytes, format_seconds
 from models.layer_plan import training_flops
 
 VARIABLES = ("weights", "optimizer slots", "averaged weights")

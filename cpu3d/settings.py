@@ -22,7 +22,8 @@ from cpu3d.data.region import EXTENTS
 from cpu3d.data.splits import parse_fold
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import write_json
-from memory_estimator.files import read_json, typed
+from memory_estimator.common.files import read_json, typed
+from memory_estimator.common.schema import as_typed, check, option, to_command_line
 from memory_estimator.job import (
     AUTO,
     DEFAULT_RECIPE,
@@ -33,7 +34,6 @@ from memory_estimator.job import (
     check_micro_batch,
     micro_of,
 )
-from memory_estimator.schema import as_typed, check, option, to_command_line
 from models.config import DTYPES, POLICIES, UNetConfig
 
 

@@ -26,6 +26,9 @@ from typing import Any, Dict, List, Optional, Tuple, Union
 
 from memory_estimator import planner
 from memory_estimator.calibration import NAMED, find_constants, named_constants
+from memory_estimator.common.schema import add_options, as_typed, from_args, option
+from memory_estimator.common.table import Table, new_console
+from memory_estimator.common.units import format_bytes, format_seconds, parse_bytes
 from memory_estimator.estimate import STORE_NOTE, Estimate, estimate, load_accuracy
 from memory_estimator.host import read_host
 from memory_estimator.job import (
@@ -38,9 +41,6 @@ from memory_estimator.job import (
     statistics_note,
 )
 from memory_estimator.scaling import ScalingOptions, check_options, of_one, several_hosts
-from memory_estimator.schema import add_options, as_typed, from_args, option
-from memory_estimator.table import Table, new_console
-from memory_estimator.units import format_bytes, format_seconds, parse_bytes
 from models.config import POLICIES
 
 FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130  # exit codes

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Union
 
-from memory_estimator.files import read_json, reason, typed
+from memory_estimator.common.files import read_json, reason, typed
 from memory_estimator.host import Host, cache_bytes, read_host
 from memory_estimator.job import ENGINES, installed_versions
 from memory_estimator.step.onednn import ISAS, USUAL, Kernels

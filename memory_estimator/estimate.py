@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
 
 from memory_estimator.calibration import HostConstants
-from memory_estimator.files import read_json, reason, typed
+from memory_estimator.common.files import read_json, reason, typed
+from memory_estimator.common.units import format_bytes
 from memory_estimator.job import DTYPE_BYTES, Job, stored_bytes
 from memory_estimator.step.allocator import SMALL_BYTES, fits_regions, region_bytes, use
 from memory_estimator.step.onednn import Kernels
 from memory_estimator.step.program import Program, Tensor, Timeline, rounded, timeline
 from memory_estimator.step.timing import step_seconds
 from memory_estimator.step.training_step import training_step, validation_pass
-from memory_estimator.units import format_bytes
 from models.layer_plan import Shape3
 
 SHIPPED = Path(__file__).with_name("accuracy.json")

@@ -13,8 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypedDict, Union
 
-from memory_estimator.files import read_json, reason, typed
-from memory_estimator.schema import option
+from memory_estimator.common.files import read_json, reason, typed
+from memory_estimator.common.schema import option
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 
 OPTIMIZERS = ("muon", "adam", "sgd")

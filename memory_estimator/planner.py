@@ -9,11 +9,11 @@ import math
 from dataclasses import dataclass
 from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
+from memory_estimator.common.units import format_bytes, format_seconds
 from memory_estimator.estimate import Estimate
 from memory_estimator.job import USUAL_PATCH, Job, divisors
 from memory_estimator.step.program import StepOp, Tensor, timeline
 from memory_estimator.step.training_step import training_step
-from memory_estimator.units import format_bytes, format_seconds
 from models.config import POLICIES
 from models.layer_plan import Shape3
 

@@ -15,10 +15,10 @@ import statistics
 from dataclasses import dataclass
 from typing import Any, Dict, Optional, Tuple
 
+from memory_estimator.common.schema import given, option
+from memory_estimator.common.table import Table
+from memory_estimator.common.units import format_bytes, format_seconds, parse_rate
 from memory_estimator.estimate import Component, Estimate
-from memory_estimator.schema import given, option
-from memory_estimator.table import Table
-from memory_estimator.units import format_bytes, format_seconds, parse_rate
 from models.layer_plan import layer_plan
 
 PIECE_BYTES = 16 * 2**20

@@ -35,8 +35,8 @@ from cpu3d.compare import run as compare_run
 from cpu3d.data.nifti import read_volume, write_volume
 from cpu3d.data.store import open_store, sealed
 from cpu3d.errors import InputError
+from cpu3d.run.checkpoint import load_checkpoint
 from cpu3d.settings import load_config, save_config
-from cpu3d.training.checkpoint import load_checkpoint
 from memory_estimator import calibration
 from memory_estimator.__main__ import main as estimate
 from memory_estimator.step.onednn import USUAL

@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 ORDER = (
-    *({"models"}, {"memory_estimator"}, {"errors"}, {"util"}, {"data"}, {"pages"}, {"host"}, {"settings"}),
+    *({"models"}, {"memory_estimator"}, {"errors"}, {"util"}, {"data"}, {"run"}, {"pages"}, {"host"}, {"settings"}),
     *({"training", "distributed"}, {"inference"}, {"report"}, {"compare"}, {"bench"}, {"__main__", "demo"}),
 )
 """Rooms beside each other stand in one set; "settings" is what else lies in cpu3d/ itself."""

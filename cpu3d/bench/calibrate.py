@@ -31,10 +31,10 @@ from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.progress import bar
 from cpu3d.util.records import listed
-from memory_estimator.files import typed
+from memory_estimator.common.files import typed
+from memory_estimator.common.schema import option
 from memory_estimator.host import read_host
 from memory_estimator.job import ENGINES, Job
-from memory_estimator.schema import option
 from memory_estimator.step.allocator import use
 from memory_estimator.step.training_step import training_step
 from models.config import UNetConfig

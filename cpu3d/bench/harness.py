@@ -25,9 +25,9 @@ from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import ROOT, forward_signals, start
 from cpu3d.util.records import append_record, by, versions
-from memory_estimator.schema import option
-from memory_estimator.table import Table, new_console
-from memory_estimator.units import GIB
+from memory_estimator.common.schema import option
+from memory_estimator.common.table import Table, new_console
+from memory_estimator.common.units import GIB
 
 HOST_FACTS = ("engine_name", "threads", "host", "versions")  # the same in all measurements of a record
 

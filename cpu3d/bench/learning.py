@@ -33,12 +33,12 @@ from cpu3d.data.stores.prepare import prepare
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import read_scores, scores_path
 from cpu3d.inference.scores import METRICS
+from cpu3d.run.log import read_events
 from cpu3d.settings import RunConfig, load_config
-from cpu3d.training.run_log import read_events
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.records import by, count, listed
-from memory_estimator.schema import option
-from memory_estimator.table import PALETTE, Table, new_figure, plain, png
+from memory_estimator.common.schema import option
+from memory_estimator.common.table import PALETTE, Table, new_figure, plain, png
 
 LESIONS = ("lesion_dice", "lesion_sensitivity", "false_positives")
 """Metrics of the weights at the end."""

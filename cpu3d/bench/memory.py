@@ -31,11 +31,11 @@ from cpu3d.bench.step import (
 from cpu3d.errors import InputError
 from cpu3d.host.thread_plan import thread_plan
 from memory_estimator.calibration import HostConstants, find_constants
+from memory_estimator.common.schema import option
+from memory_estimator.common.table import PALETTE, Table, new_figure, plain, png
+from memory_estimator.common.units import GIB, format_bytes
 from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
-from memory_estimator.schema import option
-from memory_estimator.table import PALETTE, Table, new_figure, plain, png
-from memory_estimator.units import GIB, format_bytes
 from models.config import POLICIES
 
 FIGURES = ("allocator_peak_bytes", "process_peak_bytes", "step_s")  # measured and predicted

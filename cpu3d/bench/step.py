@@ -22,10 +22,10 @@ from cpu3d.host.apply import set_up
 from cpu3d.host.fitting import FEWEST_STEPS
 from cpu3d.host.observe import ENOUGH, Observer, live_bytes, trace
 from cpu3d.settings import AUTO, RunConfig, left_open
+from memory_estimator.common.schema import option
+from memory_estimator.common.table import Table
 from memory_estimator.host import read_host
 from memory_estimator.job import Job, JobOptions, job_from, source_job
-from memory_estimator.schema import option
-from memory_estimator.table import Table
 from models.config import DTYPES, POLICIES, UNetConfig
 from models.layer_plan import training_flops
 

@@ -23,10 +23,10 @@ from cpu3d.errors import InputError
 from cpu3d.util.atomic import write_bytes
 from cpu3d.util.records import newest, read_records
 from memory_estimator.calibration import shipped_constants
+from memory_estimator.common.schema import option
+from memory_estimator.common.table import Table
 from memory_estimator.estimate import estimate
-from memory_estimator.schema import option
 from memory_estimator.step.onednn import Kernels, highest_isa
-from memory_estimator.table import Table
 from models.config import POLICIES, UNetConfig
 
 HEAD = """\

@@ -33,14 +33,14 @@ from cpu3d.util.atomic import writable_folder
 from cpu3d.util.progress import bar
 from cpu3d.util.records import append_record
 from memory_estimator.calibration import find_constants, shipped_constants
+from memory_estimator.common.files import read_records
+from memory_estimator.common.schema import option
+from memory_estimator.common.table import Table
+from memory_estimator.common.units import format_bytes
 from memory_estimator.estimate import Accuracy, Bound, Estimate, Kind, estimate, family_of
-from memory_estimator.files import read_records
 from memory_estimator.host import Host, read_host
 from memory_estimator.job import ENGINES, Job, engine_version
-from memory_estimator.schema import option
 from memory_estimator.step.onednn import USUAL, Kernels, highest_isa
-from memory_estimator.table import Table
-from memory_estimator.units import format_bytes
 from models.config import POLICIES
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "records" / "memory"

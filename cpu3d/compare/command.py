@@ -40,7 +40,8 @@ from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.settings import SETTINGS, load_config
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.lock import locked
-from memory_estimator.schema import option
+from cpu3d.util.progress import say
+from memory_estimator.common.schema import option
 
 a_budget = functools.partial(option, None, above=0, below=math.inf)
 
@@ -165,7 +166,7 @@ def _compare_folders(options: Options, evaluation: Evaluation) -> int:
     found = grouped([folder.resolve() for folder in options.runs], force=options.force)
     asked = {"runs": [str(folder) for _, _, folder in found], "evaluation": evaluation._asdict()}
     for variant, seed, folder in found:
-        Console(stderr=True).print(f"{variant}, seed {seed}: {folder}", highlight=False, markup=False, soft_wrap=True)
+        say(f"{variant}, seed {seed}: {folder}")
     if options.dry_run:
         load_same(asked, options.out)
         return 0

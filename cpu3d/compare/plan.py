@@ -22,10 +22,10 @@ from cpu3d.pages.page import flat
 from cpu3d.plan import Plan, make_plan
 from cpu3d.settings import SETTINGS, SIZES_OF_PATCH, RunConfig, as_options, recipe_config
 from cpu3d.util.atomic import is_untouched, write_json
-from memory_estimator.files import read_json, typed
+from memory_estimator.common.files import read_json, typed
+from memory_estimator.common.schema import add_options, arguments
 from memory_estimator.host import read_host
 from memory_estimator.planner import BOTTOM
-from memory_estimator.schema import add_options, arguments
 
 if TYPE_CHECKING:
     from cpu3d.compare.command import Options

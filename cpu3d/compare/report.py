@@ -22,9 +22,10 @@ from cpu3d.pages.viewer import ViewedCase, viewer
 from cpu3d.report.pictures import Figures, Line, chart, strips
 from cpu3d.report.run_files import best_median_worst, viewed_case
 from cpu3d.util.atomic import atomic_write
+from cpu3d.util.progress import say
 from cpu3d.util.records import append_record, by, count, duration, listed, newest, plus_minus, seconds, versions
+from memory_estimator.common.table import PALETTE, Bold, Table
 from memory_estimator.host import read_host
-from memory_estimator.table import PALETTE, Bold, Table
 
 if TYPE_CHECKING:
     from cpu3d.compare.command import Options
@@ -204,8 +205,7 @@ def publish(
         append_record(options.record, "compare", record)
     for table in results_tables(record):
         Console().print(table.rich())
-    for line in (f"written: {out / 'report.html'}", *results["failed"]):
-        Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
+    say(f"written: {out / 'report.html'}", *results["failed"])
 
 
 def page_sections(comparison: Comparison, record: Json, out: Path) -> List[Tuple[str, List[Table], Figures]]:

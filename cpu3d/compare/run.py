@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from rich.console import Console
-
 from cpu3d.distributed.cluster import without_cluster
 from cpu3d.errors import DivergedError, InputError, refuse
 from cpu3d.inference.evaluate import UNTOUCHED, read_scores, scores_path
@@ -29,13 +27,13 @@ from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metrics_in
 from cpu3d.pages.page import flat
 from cpu3d.report.run_files import last_end, numbers, of_kind
+from cpu3d.run.checkpoint import checkpoints
+from cpu3d.run.log import FINISHED, read_events
 from cpu3d.settings import RunConfig, load_config
-from cpu3d.training.checkpoint import checkpoints
-from cpu3d.training.run_log import FINISHED, read_events
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT, forward_signals, how_ended, last_step, last_words, start
 from cpu3d.util.lock import locked
-from cpu3d.util.progress import bar
+from cpu3d.util.progress import bar, say
 
 POLL_S = 1.0
 UNEQUAL = 1.1  # times more that one run may have spent than another under what counts as one budget
@@ -124,7 +122,7 @@ class Runner:
                 failed.append(Failed(run.variant, run.seed, error.why))
                 if len(failed) == len(runs):
                     raise
-                _print(f"error: {error}")
+                say(f"error: {error}")
         return failed
 
     def evaluate(self, folder: Path, scored: Path, label: str) -> None:
@@ -138,7 +136,7 @@ class Runner:
     def _train(self, run: PlannedRun, label: str) -> None:
         last = read_events(run.folder)[-1:]
         if is_trained(run):
-            _print(f"{label}: trained already")
+            say(f"{label}: trained already")
         elif last and last[0]["event"] == "diverged":
             problem = f"{run} diverged before, in {run.folder}; remove that to try again"
             raise RunFailedError(problem, DivergedError.exit_code, "train diverged")
@@ -263,10 +261,6 @@ def unpaired(seeds: Mapping[str, Sequence[int]], baseline: str) -> Dict[str, str
 
 
 # --- Private helpers ---
-
-
-def _print(line: str) -> None:
-    Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def call(command: Sequence[str], log: Path, label: str, *, run: Optional[Path] = None, steps: int = 0) -> None:

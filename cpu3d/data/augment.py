@@ -11,7 +11,7 @@ from typing import Dict, Sequence, Tuple
 import numpy as np
 
 from cpu3d.data.sampling import random_units
-from memory_estimator.schema import option
+from memory_estimator.common.schema import option
 
 
 @dataclass(frozen=True)

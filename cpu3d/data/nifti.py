@@ -19,7 +19,7 @@ from nibabel import orientations
 from cpu3d.data.records import Geometry
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import atomic_write
-from memory_estimator.files import read_regular
+from memory_estimator.common.files import read_regular
 
 EXTENSIONS = (".nii.gz", ".nii")
 

@@ -3,15 +3,11 @@
 import math
 import numbers
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import numpy as np
 
 from cpu3d.errors import refuse
-
-if TYPE_CHECKING:
-    from cpu3d.data.records import CaseRecord
-    from cpu3d.data.store import Store
 
 Shape3 = Tuple[int, int, int]
 
@@ -107,20 +103,3 @@ def paste(part: np.ndarray, region: Region, shape: Shape3) -> np.ndarray:
     inside = tuple(slice(before, n - after) for (before, after), n in zip(region.padding(shape), region.size))
     full[region.slices(shape)] = part[inside]
     return full
-
-
-def grid_size(store: "Store", *, extent: str, multiple: int) -> Shape3:
-    """The size (X, Y, Z) that `volume_dataset` gives every case: the largest box, or grid, of the store, rounded up.
-
-    Raises InputError for an unknown extent and for a multiple below 1.
-    """
-    require(
-        ("extent", f"one of {', '.join(EXTENTS)}", extent, extent in EXTENTS),
-        ("multiple", "an integer of at least 1", multiple, is_integer(multiple, 1)),
-    )
-    return round_up(store.manifest.largest_box if extent == "brain" else store.manifest.largest_shape, multiple)
-
-
-def case_region(record: "CaseRecord", size: Shape3, extent: str) -> Region:
-    """Where a region of `size` lies in a case: around the brain, or around the whole grid."""
-    return centred(record.box if extent == "brain" else whole(record.shape), size, record.shape)

@@ -19,7 +19,8 @@ from functools import cached_property, lru_cache
 from typing import Iterator, NamedTuple, Optional, Sequence, Tuple
 
 from cpu3d.data.records import CaseRecord
-from cpu3d.data.region import EXTENTS, Region, Shape3, case_region, centred, is_integer, require, whole
+from cpu3d.data.region import EXTENTS, Region, Shape3, centred, is_integer, require, whole
+from cpu3d.data.store import case_region
 
 MASK = 2**64 - 1
 

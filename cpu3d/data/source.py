@@ -23,9 +23,9 @@ from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.files.loader import BOX, Loader, Reading, labelled, normalise, open_reading
 from cpu3d.data.finish import Finish, padded
 from cpu3d.data.pipeline import Batches, python_op
-from cpu3d.data.region import Shape3, case_region, grid_size, is_integer, require
+from cpu3d.data.region import Shape3, is_integer, require
 from cpu3d.data.sampling import ALL, PatchSampling, Share, patch_at
-from cpu3d.data.store import Store, check_names, open_store
+from cpu3d.data.store import Store, case_region, check_names, grid_size, open_store
 from cpu3d.errors import InputError
 from cpu3d.util.records import by
 from memory_estimator.host import read_host

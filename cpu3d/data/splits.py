@@ -16,7 +16,7 @@ from cpu3d.data.records import SPLITS, split_problems
 from cpu3d.data.store import Store, heads
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.records import count
-from memory_estimator.files import read_regular
+from memory_estimator.common.files import read_regular
 
 Split = Dict[str, Tuple[str, ...]]
 

@@ -35,10 +35,10 @@ from cpu3d.data.records import (
     split_problems,
     to_json,
 )
-from cpu3d.data.region import paste, whole
+from cpu3d.data.region import EXTENTS, Region, Shape3, centred, is_integer, paste, require, round_up, whole
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import PARTIAL, atomic_write, write_json
-from memory_estimator.files import NotRegularError, open_regular, read_json, typed
+from memory_estimator.common.files import NotRegularError, open_regular, read_json, typed
 
 T = TypeVar("T")
 
@@ -281,3 +281,20 @@ def _opened(folder: Path, content: Mapping[str, Any]) -> Store:
         return Store(folder, dataclasses.replace(manifest, cases=cases))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"store manifest {folder}/manifest.json must be complete, got {error!r}; {ADVICE}") from None
+
+
+def grid_size(store: Store, *, extent: str, multiple: int) -> Shape3:
+    """The size (X, Y, Z) that `volume_dataset` gives every case: the largest box, or grid, of the store, rounded up.
+
+    Raises InputError for an unknown extent and for a multiple below 1.
+    """
+    require(
+        ("extent", f"one of {', '.join(EXTENTS)}", extent, extent in EXTENTS),
+        ("multiple", "an integer of at least 1", multiple, is_integer(multiple, 1)),
+    )
+    return round_up(store.manifest.largest_box if extent == "brain" else store.manifest.largest_shape, multiple)
+
+
+def case_region(record: CaseRecord, size: Shape3, extent: str) -> Region:
+    """Where a region of `size` lies in a case: around the brain, or around the whole grid."""
+    return centred(record.box if extent == "brain" else whole(record.shape), size, record.shape)

@@ -16,7 +16,7 @@ from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tupl
 import psutil
 
 from cpu3d.errors import InputError
-from memory_estimator.files import parse_json, typed
+from memory_estimator.common.files import parse_json, typed
 
 ENGINES = MEMORY, TENSORFLOW = "memory", "tensorflow"
 """What sums over the workers, see `all_reduce`."""

@@ -45,9 +45,10 @@ from cpu3d.host.topology import EXAMPLE_HOSTS, Topology, read_topology, topology
 from cpu3d.plan import make_plan as plan_training
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT
+from cpu3d.util.progress import say
 from cpu3d.util.records import count as counted
-from memory_estimator.schema import add_options, arguments, as_typed, option
-from memory_estimator.units import format_seconds
+from memory_estimator.common.schema import add_options, arguments, as_typed, option
+from memory_estimator.common.units import format_seconds
 
 PORT = 29500
 """Of the first worker on each host where there are several hosts and none is chosen: all have to know it."""
@@ -196,8 +197,3 @@ def _launch(plan: Plan, train: Sequence[str], run: Path) -> None:
 
     supervise(jobs, run, show=show, say=say)
     say(f"launch: {plan.words}: ended well after {format_seconds(time.monotonic() - began_s)}; logs in {logs}")
-
-
-def say(line: str, stderr: bool = True) -> None:
-    """Print a line as it is."""
-    Console(stderr=stderr).print(line, highlight=False, markup=False, soft_wrap=True)

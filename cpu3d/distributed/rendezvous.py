@@ -18,7 +18,7 @@ from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 from cpu3d.distributed.cluster import MEMORY, Cluster, addresses, host_and_port, own_addresses
 from cpu3d.errors import InputError, WorkerLostError
-from memory_estimator.files import parse_json
+from memory_estimator.common.files import parse_json
 
 POLL_S, TRY_AGAIN_S = 0.05, 0.5
 SAY_AFTER_S = 10.0

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from cpu3d.errors import DivergedError, DoesNotFitError, InputError, Interrupted, MemoryRunsOutError, WorkerLostError
-from cpu3d.training.heartbeat import Heartbeat, is_here, is_suspended, read_heartbeats
+from cpu3d.run.heartbeat import Heartbeat, is_here, is_suspended, read_heartbeats
 from cpu3d.util.child import forward_signals, how_ended, last_words, start
 from cpu3d.util.records import without_passwords
 

@@ -24,11 +24,11 @@ from cpu3d.host.self_test import Check, self_test
 from cpu3d.host.thread_plan import LOPSIDED, ThreadPlan, default_workers, describe_plans, host_lines, thread_plans
 from cpu3d.host.topology import EXAMPLE_HOSTS, Topology, read_topology, topology_of
 from cpu3d.util.records import versions
+from memory_estimator.common.schema import as_typed, option
+from memory_estimator.common.table import Bad, Good, Poor, Table
+from memory_estimator.common.units import GIB, format_bytes
 from memory_estimator.host import memory_high
 from memory_estimator.job import ENGINES
-from memory_estimator.schema import as_typed, option
-from memory_estimator.table import Bad, Good, Poor, Table
-from memory_estimator.units import GIB, format_bytes
 
 FEW_BYTES = 8 * GIB
 """Free for a worker: less than a whole brain in the reference network takes without a tighter policy."""

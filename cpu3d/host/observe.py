@@ -22,7 +22,7 @@ from cpu3d.host.fitting import FEWEST_STEPS, Run, fitted, undisturbed
 from cpu3d.util.atomic import atomic_write, remove_partials, write_json
 from cpu3d.util.lock import locked
 from memory_estimator.calibration import SCHEMA, HostConstants, host_file, shipped_constants, to_json
-from memory_estimator.files import RECORD_SCHEMA, parse_json, read_regular, typed
+from memory_estimator.common.files import RECORD_SCHEMA, parse_json, read_regular, typed
 from memory_estimator.host import Host, cache_bytes
 from memory_estimator.job import Job
 from memory_estimator.step.program import Program, StepOp

@@ -15,9 +15,9 @@ from cpu3d.errors import InputError
 from cpu3d.host.memory import memory_policy
 from cpu3d.host.topology import Cpu, Topology, cpu_ranges
 from cpu3d.util.records import count
+from memory_estimator.common.table import Table
+from memory_estimator.common.units import format_bytes
 from memory_estimator.host import Host
-from memory_estimator.table import Table
-from memory_estimator.units import format_bytes
 
 Cores = Sequence[Tuple[Cpu, ...]]
 """The CPUs of each core, in the order of sockets and nodes."""

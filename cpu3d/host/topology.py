@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Dict, Iterable, List, NamedTuple, Tuple, Union
 
 from cpu3d.errors import InputError
+from memory_estimator.common.units import GIB
 from memory_estimator.host import (
     Cpu,
     Host,
@@ -26,7 +27,6 @@ from memory_estimator.host import (
     sizes,
 )
 from memory_estimator.step.onednn import Kernels, highest_isa
-from memory_estimator.units import GIB
 
 
 class Node(NamedTuple):

@@ -49,11 +49,11 @@ from cpu3d.inference.runs import (
 from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metric_notes, metrics_in, score_case
 from cpu3d.util.atomic import OLD, replace_files, writable_folder, write_json
 from cpu3d.util.lock import locked
-from cpu3d.util.progress import bar
+from cpu3d.util.progress import bar, say
 from cpu3d.util.records import count, plus_minus
-from memory_estimator.files import read_json, typed
-from memory_estimator.schema import option
-from memory_estimator.table import Table
+from memory_estimator.common.files import read_json, typed
+from memory_estimator.common.schema import option
+from memory_estimator.common.table import Table
 
 SCHEMA = 1
 """Version of scores.json."""
@@ -120,11 +120,10 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     if out not in runs:
         _refuse_others(folder)
     predictors = trained_predictors(runs, chosen.weights, inference)
-    messages = Console(stderr=True)
     if options.split != UNTOUCHED:
-        messages.print(f"[bold yellow]{warning(options.split)}")
+        Console(stderr=True).print(f"[bold yellow]{warning(options.split)}")
     for words in dict.fromkeys(one.words for one in (own if crossed else [together])):
-        messages.print(f"post-processing: {words}", highlight=False, markup=False, soft_wrap=True)
+        say(f"post-processing: {words}")
     with locked(folder, "evaluation"):
         scores = evaluate_split(
             joined(predictors, held_out),
@@ -140,7 +139,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
         print(json.dumps(scores, indent=1))
     else:
         print_scores(scores, Console())
-        messages.print(f"written: {path}", soft_wrap=True)
+        say(f"written: {path}")
     return 0
 
 

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
-from rich.console import Console
 
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import THRESHOLD, label_from_regions, own_codes, region_mask
@@ -36,14 +35,14 @@ from cpu3d.distributed.cluster import read_cluster
 from cpu3d.errors import InputError
 from cpu3d.inference.runs import Inference, store_of_run, trained_predictor
 from cpu3d.inference.scores import Matching, connected_parts, match_lesions
+from cpu3d.run.checkpoint import weights_file
 from cpu3d.settings import RunConfig, load_config
-from cpu3d.training.checkpoint import weights_file
 from cpu3d.training.train import Options
 from cpu3d.util.atomic import write_json
 from cpu3d.util.lock import locked
-from cpu3d.util.progress import bar
+from cpu3d.util.progress import bar, say
 from cpu3d.util.records import count, listed
-from memory_estimator.files import read_json, reason, typed
+from memory_estimator.common.files import read_json, reason, typed
 
 FILE = "postprocessing.json"
 """In the run's folder."""
@@ -258,7 +257,7 @@ def after(training: Options, settings: Dict[str, Any]) -> None:
     except KeyboardInterrupt:
         done = "the run is whole, its post-processing is not decided"
         raise KeyboardInterrupt(f"{done}; the same command decides it") from None
-    Console(stderr=True).print(f"post-processing: {line}", highlight=False, markup=False, soft_wrap=True)
+    say(f"post-processing: {line}")
 
 
 # --- The choice ---

@@ -39,8 +39,9 @@ from rich.console import Console
 from cpu3d.data.labels import THRESHOLD, code_meanings, own_codes, region_mask
 from cpu3d.data.nifti import read_volume, write_label, write_volume
 from cpu3d.data.stores.case import load_case
-from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles, case_files, grouped_by_case, label_codes_of, regions_of
+from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles, regions_of
 from cpu3d.errors import DoesNotFitError, InputError, refuse
+from cpu3d.inference.cases import case_files, grouped_by_case, label_codes_of
 from cpu3d.inference.evaluate import check_finite
 from cpu3d.inference.postprocessing import RAW, PostProcessing, gentlest, postprocessing_of
 from cpu3d.inference.runs import (
@@ -52,15 +53,14 @@ from cpu3d.inference.runs import (
     trained_predictors,
     zeroes_nan,
 )
-from cpu3d.pages.view import write_case_page
-from cpu3d.pages.viewer import SCORES, ViewedCase
+from cpu3d.pages.viewer import SCORES, ViewedCase, write_case_page
 from cpu3d.settings import AUTO
 from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.progress import bar
 from cpu3d.util.records import count
-from memory_estimator.files import read_json
-from memory_estimator.schema import option
-from memory_estimator.table import Table
+from memory_estimator.common.files import read_json
+from memory_estimator.common.schema import option
+from memory_estimator.common.table import Table
 
 SCHEMA = 1
 """Version of the sidecar."""

@@ -10,15 +10,16 @@ import tensorflow as tf
 
 from cpu3d.data.files.loader import normalise
 from cpu3d.data.records import CaseRecord
-from cpu3d.data.region import Region, Shape3, case_region, paste, round_up
+from cpu3d.data.region import Region, Shape3, paste, round_up
 from cpu3d.data.resolution import Resizing, resizing_for
+from cpu3d.data.store import case_region
+from cpu3d.data.windows import sliding_window
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import fits_memory
 from cpu3d.inference.runs import Inference, check_inference, window_of
+from cpu3d.run.checkpoint import load_checkpoint, weights_file
 from cpu3d.settings import RunConfig, load_config
-from cpu3d.training.checkpoint import load_checkpoint, weights_file
 from cpu3d.training.learner import finest, weight_names
-from cpu3d.training.sliding_window import sliding_window
 from models.unet3d import build_unet3d
 
 

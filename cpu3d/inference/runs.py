@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
-from rich.console import Console
 
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Shape3
@@ -27,8 +26,9 @@ from cpu3d.errors import InputError, refuse
 from cpu3d.host.apply import set_up
 from cpu3d.host.gpu import CPU, HostGpus, pick_device, why_no_card
 from cpu3d.settings import AUTO, RunConfig, left_open, load_config
+from cpu3d.util.progress import say
 from cpu3d.util.records import listed
-from memory_estimator.schema import check, option
+from memory_estimator.common.schema import check, option
 
 COMMON = ("store_channels", "label_names", "region_codes", "regions", "split_hash")
 """Settings that runs must share to be averaged. The split is one of them: with another, test cases of one run are
@@ -180,8 +180,8 @@ def trained_predictors(runs: Sequence[Path], weights: str = "best", inference: O
     mode = "patch" if all(window_of(config, inference) for config in configs) else "whole"
     chosen, gpus = left_open(inference.device), HostGpus()
     device = pick_device(chosen, mode, gpus)
-    for line in why_no_card(chosen, mode, gpus) if device == CPU else ():
-        Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
+    if device == CPU:
+        say(*why_no_card(chosen, mode, gpus))
     set_up(device=device)
     from cpu3d.inference.predictor import load_predictor  # imports TensorFlow, so not before
 

@@ -1,1 +1,1 @@
-"""The look of all pages, the viewer of slices, `view`."""
+"""The look of all pages, the viewer of slices."""

@@ -9,8 +9,8 @@ from typing import Any, List, Tuple
 
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import writable_folder
-from memory_estimator.schema import as_typed
-from memory_estimator.units import GIB
+from memory_estimator.common.schema import as_typed
+from memory_estimator.common.units import GIB
 
 
 def page_file(out: Path) -> Path:

@@ -10,6 +10,7 @@ import base64
 import itertools
 import zlib
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
@@ -18,6 +19,8 @@ from cpu3d.data.labels import region_mask
 from cpu3d.data.nifti import is_placed, ras_spacing_mm, ras_to_file
 from cpu3d.data.records import Geometry
 from cpu3d.data.region import Region, bounding_box
+from cpu3d.pages.page import render_page
+from cpu3d.util.atomic import atomic_write
 
 CASE_BYTES = 3_000_000
 """What the modalities and labels of a case may take in the page; more only where LEAST steps take more."""
@@ -69,6 +72,14 @@ def viewer(cases: Iterable[ViewedCase]) -> Dict[str, Any]:
         shown.append(about)
         volumes.update({name: base64.b64encode(content).decode("ascii") for name, content in packed.items()})
     return {"cases": shown, "volumes": volumes}
+
+
+def write_case_page(out: Path, case: ViewedCase, made_by: str) -> None:
+    """Write the page of one case, atomically."""
+    template = Path(__file__).with_name("view.html.j2")
+    page = render_page(template, title=case.name, made_by=made_by, viewer=viewer([case]))
+    with atomic_write(out, "w") as file:
+        file.write(page)
 
 
 def pack(voxels: np.ndarray) -> bytes:

@@ -1,1 +1,1 @@
-"""One page of a run; `status`."""
+"""One page of a run; `status`; `view`."""

@@ -8,7 +8,7 @@ from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
-from memory_estimator.table import PALETTE, new_figure, plain, png
+from memory_estimator.common.table import PALETTE, new_figure, plain, png
 
 Figures = List[Tuple[str, bytes]]
 """(what it shows, PNG) each."""

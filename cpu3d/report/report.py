@@ -30,9 +30,9 @@ from cpu3d.report.run_files import (
 )
 from cpu3d.util.atomic import atomic_write
 from cpu3d.util.records import by, count, duration, listed, seconds
-from memory_estimator.schema import option
-from memory_estimator.table import PALETTE, Bold, Table
-from memory_estimator.units import GIB
+from memory_estimator.common.schema import option
+from memory_estimator.common.table import PALETTE, Bold, Table
+from memory_estimator.common.units import GIB
 
 
 @dataclass(frozen=True)

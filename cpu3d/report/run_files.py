@@ -16,8 +16,8 @@ from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import UNTOUCHED, read_scores, scores_path
 from cpu3d.inference.postprocessing import Decision, PostProcessing, postprocessing_of, read_decision
 from cpu3d.pages.viewer import SCORES, ViewedCase
+from cpu3d.run.log import read_events
 from cpu3d.settings import load_config
-from cpu3d.training.run_log import read_events
 
 Events = Sequence[Mapping[str, Any]]
 

@@ -29,16 +29,16 @@ from cpu3d.host.gpu import memory_device
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.host.observe import Observer
 from cpu3d.plan import Plan
+from cpu3d.run.checkpoint import checkpoints, newest, set_aside, write_best, write_next
+from cpu3d.run.log import append_event, forget_after, read_events, shown
 from cpu3d.settings import RunConfig, command_at_half_rate
-from cpu3d.training.checkpoint import checkpoints, newest, set_aside, write_best, write_next
 from cpu3d.training.feeds import Feeds, Parts
 from cpu3d.training.learner import Learner, Outcome, allocator_peak_bytes
-from cpu3d.training.run_log import append_event, forget_after, read_events, shown
 from cpu3d.training.tracking import Track, tracked
 from cpu3d.training.validation import validate
 from cpu3d.training.watchdog import UNGUARDED, Unguarded, noted_signals
 from cpu3d.util.records import versions
-from memory_estimator.files import typed
+from memory_estimator.common.files import typed
 from memory_estimator.host import Host
 
 MEMORY = 1

@@ -23,11 +23,11 @@ import numpy as np
 
 from cpu3d.errors import InputError, how_to_install
 from cpu3d.pages.viewer import COLOURS, OTHERS, STEPS, WINDOW, in_steps
+from cpu3d.run.log import FINISHED, read_events
 from cpu3d.settings import RunConfig, flat
-from cpu3d.training.run_log import FINISHED, read_events
 from cpu3d.util.atomic import write_json
 from cpu3d.util.records import VERSION, without_passwords
-from memory_estimator.files import read_json
+from memory_estimator.common.files import read_json
 
 SCALARS = {"step": ("loss", "learning_rate", "step_s", "wait_s", "voxels"), "validation": ("loss", "mean_dice")}
 """Kind of event -> what of it is a curve, besides the Dice of each region."""

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional
 
-from rich.console import Console
-
 from cpu3d.data.store import open_store
 from cpu3d.distributed.all_reduce import join
 from cpu3d.distributed.cluster import Cluster, read_cluster
@@ -28,16 +26,17 @@ from cpu3d.host.gpu import HostGpus, fits_memory
 from cpu3d.host.observe import Observer
 from cpu3d.host.thread_plan import describe, share_of
 from cpu3d.plan import Plan, check_fits, make_plan, plan_of_chief, save_plan
+from cpu3d.run.checkpoint import BEST, checkpoints
+from cpu3d.run.log import flush_log, read_events
 from cpu3d.settings import SETTINGS, RunConfig, left_open, load_config, save_config
-from cpu3d.training.checkpoint import BEST, checkpoints
-from cpu3d.training.run_log import flush_log, read_events
 from cpu3d.training.tracking import require_mlflow, tracked
 from cpu3d.training.watchdog import Guard
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.lock import locked
+from cpu3d.util.progress import say
+from memory_estimator.common.schema import option
+from memory_estimator.common.units import format_seconds
 from memory_estimator.host import Host, read_host
-from memory_estimator.schema import option
-from memory_estimator.units import format_seconds
 
 
 @dataclass(frozen=True)
@@ -93,17 +92,17 @@ def train(
 
     if cluster.is_chief:  # the others get its plan once they are together
         plan = make_plan(store, run_folder, host, settings, gpus=gpus, workers=cluster.workers, force=force)
-        _say(*plan.describe(host))
+        say(*plan.describe(host))
         engine, device = left_open(plan.config.engine), plan.config.device
         if plan.saved is None:
             refuse_what_does_not_fit()
     elif "engine" not in settings and (run_folder / "config.json").is_file():
         engine = left_open(load_config(run_folder).engine)
-    watched = Guard(run_folder, say=_say, rank=cluster.rank, workers=cluster.workers)
+    watched = Guard(run_folder, say=say, rank=cluster.rank, workers=cluster.workers)
     with _lock_of_chief(cluster, run_folder), watched as guard:
         _, threads, tf = set_up(engine, device, local=place)
         engine = engine_name(tf)
-        exchange = join(cluster, plan=plan and {**plan.to_json(), "engine_name": engine}, say=_say)
+        exchange = join(cluster, plan=plan and {**plan.to_json(), "engine_name": engine}, say=say)
         if cluster.workers > 1:
             plan = plan or plan_of_chief(exchange.plan, store, host, engine)
             if plan.saved is None and not cluster.is_chief:
@@ -124,14 +123,14 @@ def train(
             changes = _changes(run_folder, engine, in_force(threads), cluster.workers, plan.saved, config)
             going_on = [f"run: continued after step {fit.step}"] if fit.step else []
             reads = f"reads: {fit.feeds.reading.plan.reason}"
-            _say(*describe(host, threads, engine), *fit.warnings, reads, *going_on, *changes)
+            say(*describe(host, threads, engine), *fit.warnings, reads, *going_on, *changes)
             if fit.is_over:
                 fit.note_end()
                 guard.note_end(fit.reason)
                 if mlflow and cluster.is_chief:
                     with tracked(run_folder, config, mlflow):
                         pass  # it gets what it has not
-                _say(f"nothing to do after step {fit.step}; a larger {fit.longer} goes on")
+                say(f"nothing to do after step {fit.step}; a larger {fit.longer} goes on")
             else:
                 guard.plan(
                     step=fit.step,
@@ -146,7 +145,7 @@ def train(
                     guard.plan(steps=fit.steps)
                     each = ", then ".join(map(format_seconds, step_s))
                     coarse = f", {fit.config.coarse_steps} of them coarse" if fit.config.coarse_steps else ""
-                    _say(
+                    say(
                         f"budget of {config.budget_minutes:g} min: {fit.steps} of {whole} steps{coarse}; "
                         f"{each} a step; --epochs {config.epochs} takes all"
                     )
@@ -163,13 +162,6 @@ def train(
 
 
 # --- Private helpers ---
-
-_console = Console(stderr=True)
-
-
-def _say(*lines: str) -> None:
-    for line in lines:
-        _console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -6,11 +6,11 @@ from typing import Callable, Optional, Tuple
 import numpy as np
 import tensorflow as tf
 
+from cpu3d.data.windows import sliding_window
 from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.training.feeds import Feeds
 from cpu3d.training.learner import Learner
 from cpu3d.training.losses import DiceCrossEntropy, hard_dice, hard_dice_counts
-from cpu3d.training.sliding_window import sliding_window
 from cpu3d.training.tracking import views
 from models.layer_plan import PIECES
 from models.supervision import Supervision

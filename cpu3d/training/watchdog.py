@@ -22,7 +22,7 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tu
 
 from cpu3d.errors import MemoryRunsOutError, WorkerLostError
 from cpu3d.host.memory import peak_rss_bytes, resident
-from cpu3d.training.heartbeat import (
+from cpu3d.run.heartbeat import (
     BEAT_S,
     STEP_PHASES,
     WAITING_PHASES,
@@ -31,8 +31,8 @@ from cpu3d.training.heartbeat import (
     this_place,
     write_heartbeat,
 )
+from memory_estimator.common.units import format_bytes, format_seconds
 from memory_estimator.host import available_bytes, meminfo, memory_limit
-from memory_estimator.units import format_bytes, format_seconds
 
 # --- Memory ---
 

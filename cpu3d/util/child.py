@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any, Callable, Deque, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.errors import InputError
-from memory_estimator.files import open_regular, parse_json
+from memory_estimator.common.files import open_regular, parse_json
 
 ROOT = Path(__file__).resolve().parents[2]
 """The folder that holds the package, where PROGRAM is started."""

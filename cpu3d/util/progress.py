@@ -1,4 +1,4 @@
-"""One progress bar for everything that takes long: what, how far, how long so far, how long still."""
+"""What a command prints on stderr while it works: lines, and one progress bar for everything that takes long."""
 
 import contextlib
 from typing import Callable, Iterator, Optional, Tuple
@@ -13,6 +13,13 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+
+
+def say(*lines: str, stderr: bool = True) -> None:
+    """Print lines as they are: not wrapped, nothing in them taken for markup."""
+    console = Console(stderr=stderr)
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def columns(*more: ProgressColumn, left: Optional[ProgressColumn] = None) -> Tuple[ProgressColumn, ...]:

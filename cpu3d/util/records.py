@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Hashable, Iterable, List, Optional, Sequence, Sized, Union
 
 from cpu3d.errors import InputError
-from memory_estimator import files
+from memory_estimator.common import files
 
 VERSION = "0.1.0"
 """Of this project."""

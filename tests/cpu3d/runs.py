@@ -7,13 +7,13 @@ import pytest
 
 from cpu3d.errors import InputError
 from cpu3d.plan import make_plan
+from cpu3d.run.checkpoint import checkpoints, load_checkpoint, newest, weights_file
+from cpu3d.run.log import read_events
 from cpu3d.settings import save_config
-from cpu3d.training.checkpoint import checkpoints, load_checkpoint, newest, weights_file
 from cpu3d.training.fit import Fit
 from cpu3d.training.learner import Learner, Outcome
-from cpu3d.training.run_log import read_events
+from memory_estimator.common.schema import add_options, arguments
 from memory_estimator.host import read_host
-from memory_estimator.schema import add_options, arguments
 
 SMALL = {
     "filters": 4, "depth": 3, "dtype": "float32", "epochs": 3, "warmup_steps": 2, "learning_rate": 0.01,

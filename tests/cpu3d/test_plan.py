@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from cpu3d.data.augment import AugmentConfig
 from cpu3d.data.records import remake
-from cpu3d.data.region import grid_size
 from cpu3d.data.sampling import Share
-from cpu3d.data.store import Store
+from cpu3d.data.store import Store, grid_size
 from cpu3d.decide import job_of
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu

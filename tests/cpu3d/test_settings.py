@@ -19,8 +19,8 @@ from cpu3d.settings import (
     save_config,
     with_settings,
 )
+from memory_estimator.common.schema import add_options, arguments
 from memory_estimator.job import RECIPES
-from memory_estimator.schema import add_options, arguments
 from models.config import UNetConfig
 
 CONFIG = RunConfig(

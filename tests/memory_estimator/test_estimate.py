@@ -7,13 +7,13 @@ import pytest
 
 from memory_estimator import estimate as estimate_module
 from memory_estimator.calibration import shipped_constants
+from memory_estimator.common.units import format_bytes
 from memory_estimator.estimate import FAMILIES, SHIPPED, estimate, live_at_peak, load_accuracy
 from memory_estimator.job import RECIPES, Job
 from memory_estimator.step.onednn import Kernels
 from memory_estimator.step.program import Tensor, Timeline
 from memory_estimator.step.timing import op_seconds
 from memory_estimator.step.training_step import training_step
-from memory_estimator.units import format_bytes
 from models.config import POLICIES, UNetConfig
 
 SMALL = Job(UNetConfig(filters=8, depth=4, dtype="bfloat16", policy="speed"), (96, 96, 96), threads=2)

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from cpu3d.settings import recipe_config
+from memory_estimator.common.schema import add_options
 from memory_estimator.job import RECIPES, Job, JobOptions, job_from, policy_is_open, read_run
-from memory_estimator.schema import add_options
 from models.config import UNetConfig
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from memory_estimator.__main__ import main
+from memory_estimator.common.units import format_bytes
 from memory_estimator.estimate import estimate
-from memory_estimator.units import format_bytes
 from models.config import POLICIES
 
 ROOT = Path(__file__).resolve().parents[2]

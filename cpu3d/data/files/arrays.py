@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, List, Optional, Sequence, Tuple, Union
 import numpy as np
 
 from cpu3d.errors import InputError
-from memory_estimator.files import open_regular
+from memory_estimator.common.files import open_regular
 
 if TYPE_CHECKING:
     from cpu3d.data.records import CaseRecord

@@ -21,7 +21,7 @@ import psutil
 from cpu3d.data.files.arrays import ArrayFile, aligned_empty, array_file, bring_in, give_back
 from cpu3d.data.records import CaseRecord, array_path
 from cpu3d.errors import InputError
-from memory_estimator.files import NotRegularError, open_regular
+from memory_estimator.common.files import NotRegularError, open_regular
 
 Slices = Tuple[slice, slice, slice]
 

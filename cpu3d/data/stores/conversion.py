@@ -29,7 +29,7 @@ from cpu3d.util.child import KILLED, run_jobs
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar
 from cpu3d.util.records import count
-from memory_estimator.files import read_json, read_regular, typed
+from memory_estimator.common.files import read_json, read_regular, typed
 
 
 @dataclass(frozen=True)

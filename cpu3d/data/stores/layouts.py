@@ -18,7 +18,7 @@ import msgspec
 
 from cpu3d.data.splits import TABLE, read_patients
 from cpu3d.errors import InputError, refuse
-from memory_estimator.files import read_regular
+from memory_estimator.common.files import read_regular
 
 UNKNOWN = "not known from the name: each case counts as a patient of its own"
 
@@ -74,7 +74,7 @@ CHANNEL_NAMES = {
 }
 """What files and data sets call a channel, in lower case -> its name in stores, or "seg"."""
 
-_SUFFIX = re.compile(
+MODALITY_SUFFIX = re.compile(
     rf"(?:^|[_-])({'|'.join(sorted(CHANNEL_NAMES, key=len, reverse=True))})\.nii(\.gz)?$", re.IGNORECASE
 )
 
@@ -127,7 +127,7 @@ def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> D
     folder = Path(folder)
     if not folder.is_dir():
         raise InputError(f"data set {folder} must be a folder, found {'a file' if folder.exists() else 'none'}")
-    read = _read_decathlon if (folder / "dataset.json").is_file() else _read_folders
+    read = read_decathlon if (folder / "dataset.json").is_file() else _read_folders
     name, layout, channels, labels, cases, problems = read(folder)
     times = Counter(case.case_id for case in cases)
     refuse(f"case id {one} in {folder} must be used once; rename one of them" for one, n in times.items() if n > 1)
@@ -205,126 +205,6 @@ def with_label_map(dataset: Dataset, label_map: Mapping[int, int]) -> Dataset:
     return replace(dataset, labels=dict(sorted(labels.items())))
 
 
-def case_files(paths: Sequence[Path], channels: Sequence[str]) -> CaseFiles:
-    """The image files of one case to predict: a BraTS case folder, one 4D file, or one 3D file per channel.
-
-    Files that all end in a known modality (`_flair`, `-t1c`, ...) are put in the order of `channels`, those of other
-    modalities left out; others must be given in it. Segmentations are left out: `label` is None. Raises InputError when
-    a channel is missing or double.
-    """
-    first, own = paths[0], [CHANNEL_NAMES.get(name.lower()) for name in channels]
-    folder, named = first.is_dir(), all(own) and all(map(_modality, paths))
-    case_id = _name(first) if folder else _stem(first)
-    apart = not folder and (len(paths) > 1 or len(channels) == 1)
-    if apart:
-        paths = [path for path in paths if _modality(path) != "seg"]
-        if named:
-            case_id = _SUFFIX.sub("", f"{case_id}.nii") or _name(first.parent)
-        elif len(paths) != len(channels):
-            rule = f"one 4D file or one for each of {', '.join(channels)}"
-            raise InputError(f"--image must name {rule}, got {len(paths)} files; name them all")
-        else:
-            rule = f"must be the file of its channel by its place among {', '.join(channels)}"
-            others = [
-                (path, _modality(path)) for path, one in zip(paths, own) if _modality(path) in {*own} - {None, one}
-            ]
-            refuse(f"{path} {rule}, got a name of {other}; give files in that order" for path, other in others)
-    if folder or (named and apart):
-        wanted = [known or name for known, name in zip(own, channels)]
-        files, wrong = _one_each(_volumes(first) if folder else paths, wanted, first if folder else first.parent)
-        refuse(wrong)
-        paths = [files[name] for name in wanted]
-    return CaseFiles(case_id, case_id, tuple(paths), None)
-
-
-def grouped_by_case(paths: Sequence[Path], channels: Sequence[str]) -> List[List[Path]]:
-    """3D files to predict, those of one case together; `channels` are what each case needs.
-
-    Files that all end in a known modality belong together where the rest of their names is the same. Others are a case
-    each for a single channel, and else one case. Segmentations are left out. Raises InputError where it cannot be told
-    which files make up a case.
-    """
-    paths = [path for path in paths if _modality(path) != "seg"] or list(paths)
-    named = [path for path in paths if _modality(path) and all(name.lower() in CHANNEL_NAMES for name in channels)]
-    if len(named) == len(paths):
-        groups: Dict[str, List[Path]] = defaultdict(list)
-        for path in paths:
-            groups[_SUFFIX.sub("", path.name) or str(path.parent)].append(path)
-        return list(groups.values())
-    several = len(channels) > 1 and len(paths) > len(channels) and len(paths) % len(channels) == 0
-    if several or (len(channels) == 1 and named):
-        found = ", ".join(path.name for path in paths)
-        raise InputError(f"3D files must be of one case, or all named after modalities, got {found}; predict each")
-    return [[path] for path in paths] if len(channels) == 1 else [paths]
-
-
-def viewed_files(paths: Sequence[Path]) -> Tuple[CaseFiles, Tuple[str, ...]]:
-    """A case to look at and the names of its images: a folder of NIfTI files, one file, or several on one grid.
-
-    Images are called by the modality that their names end in, or else by their names; the label is the segmentation
-    beside them, if there is one. Raises InputError for several cases or none, and where two images have one name.
-    """
-    first = paths[0]
-    files = _volumes(first) if first.is_dir() else list(paths)
-    if len(paths) > 1 and any(path.is_dir() for path in paths):
-        raise InputError(
-            f"--image must be one case, got {first} and {len(paths) - 1} more; give one folder or its files"
-        )
-    images = [path for path in files if _modality(path) != "seg"]
-    if not images and first.is_dir():
-        found = "a segmentation alone" if files else "none"
-        rule = f"--image {first} must hold .nii.gz or .nii files of images, found {found}"
-        raise InputError(f"{rule}; give the folder of a case, or a file")
-    images = images or files  # a segmentation that is named is looked at
-    labels = [path for path in files if path not in images]
-    names = [_modality(path) or _stem(path) for path in images]
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    refuse(f"--image must name one file of {name}, got several; give the files of one case" for name in twice)
-    if len(labels) > 1:
-        raise InputError(f"--image must have one segmentation, got {len(labels)}; give the files of one case")
-    known = all(map(_modality, images))
-    case_id = _name(first) if first.is_dir() else _SUFFIX.sub("", images[0].name) if known else _stem(images[0])
-    order = {channel: place for place, channel in enumerate(FOLDER_LAYOUTS["brats2017"].suffixes.values())}
-    pairs = sorted(zip(names, images), key=lambda pair: order.get(pair[0], len(order)))  # a tie stays as it is given
-    case = CaseFiles(case_id or first.name, case_id, tuple(path for _, path in pairs), labels[0] if labels else None)
-    return case, tuple(name for name, _ in pairs)
-
-
-def channels_of(image: Path, count: int) -> List[str]:
-    """The channels of a 4D file: as the dataset.json above it names them, else by number."""
-    dataset = _decathlon_above(image)
-    return list(dataset[2]) if dataset and len(dataset[2]) == count else [f"channel {n + 1}" for n in range(count)]
-
-
-def label_codes_of(files: CaseFiles) -> Optional[Tuple[str, Dict[int, str]]]:
-    """Whose label codes go with the images of a case, and code -> name; None where their files do not tell.
-
-    Those of the dataset.json above imagesTr/ or imagesTs/, else of the release that all files are named as in.
-    BraTS-PED has the names of BraTS 2023 and other codes.
-    """
-    folder = files.images[0].absolute().parent
-    dataset = _decathlon_above(files.images[0])
-    if dataset:
-        return str(folder.parent / "dataset.json"), dataset[3]
-    try:
-        _refuse_other_codes(folder, [files.case_id])
-    except InputError:
-        return None
-    named = [layout for layout in FOLDER_LAYOUTS if all(_modality(path, layout) for path in files.images)]
-    return (named[0], LABEL_CODES[named[0]]) if named else None
-
-
-def _decathlon_above(image: Path):
-    """What `_read_decathlon` gives of the data set that an image lies in; None where it lies in none, or a bad one."""
-    folder = image.absolute().parent
-    if folder.name not in ("imagesTr", "imagesTs") or not (folder.parent / "dataset.json").is_file():
-        return None
-    try:
-        return _read_decathlon(folder.parent)
-    except InputError:
-        return None
-
-
 def _read_folders(folder: Path):
     found = _case_folders(folder)
     layouts = sorted({layout for _, layout in found if layout})
@@ -332,22 +212,24 @@ def _read_folders(folder: Path):
         rule = f"data set {folder} must hold a dataset.json or case folders of one layout ({', '.join(FOLDER_LAYOUTS)})"
         raise InputError(f"{rule}, found {' and '.join(layouts) or 'neither'}; give the folder of one")
     layout = FOLDER_LAYOUTS[layouts[0]]
-    _refuse_other_codes(folder, [_name(case) for case, _ in found])
+    refuse_other_codes(folder, [name_of(case) for case, _ in found])
     cases, problems = [], {}
     for case, _ in found:
-        case_id, files, wrong = _name(case), *_one_each(_volumes(case), layout.suffixes.values(), case, layouts[0])
+        case_id, files, wrong = name_of(case), *one_each(volumes_in(case), layout.suffixes.values(), case, layouts[0])
         if wrong:
             problems[case_id] = wrong
         *images, label = (files.get(channel) for channel in layout.suffixes.values())
         cases.append(CaseFiles(case_id, case_id, tuple(images), label))
-    return _name(folder), layouts[0], tuple(layout.suffixes.values())[:-1], layout.labels, cases, problems
+    return name_of(folder), layouts[0], tuple(layout.suffixes.values())[:-1], layout.labels, cases, problems
 
 
 def _case_folders(folder: Path) -> List[Tuple[Path, Optional[str]]]:
     """(case folder, its layout) in `folder` itself, its subfolders, or theirs. The layout of an empty case is None."""
 
     def layout_of(case: Path) -> Optional[str]:
-        counts = {name: sum(_modality(path, name) is not None for path in _volumes(case)) for name in FOLDER_LAYOUTS}
+        counts = {
+            name: sum(modality_of(path, name) is not None for path in volumes_in(case)) for name in FOLDER_LAYOUTS
+        }
         best = max(counts, key=counts.get)
         return best if counts[best] else None
 
@@ -356,7 +238,7 @@ def _case_folders(folder: Path) -> List[Tuple[Path, Optional[str]]]:
         return [(path, layout_of(path)) for path in paths]
 
     def went_wrong(case: Path) -> bool:  # a folder that is empty, or that holds volumes but none with a known name
-        return not any(case.iterdir()) or bool(_volumes(case))
+        return not any(case.iterdir()) or bool(volumes_in(case))
 
     if layout_of(folder):
         return [(folder, layout_of(folder))]
@@ -368,7 +250,7 @@ def _case_folders(folder: Path) -> List[Tuple[Path, Optional[str]]]:
     return found
 
 
-def _refuse_other_codes(folder: Path, ids: Sequence[str]) -> None:
+def refuse_other_codes(folder: Path, ids: Sequence[str]) -> None:
     """BraTS-PED has the layout of BraTS 2023, but codes of its own: read as a glioma's they would train nonsense."""
     rule = "must have the label codes of BraTS gliomas, got those of BraTS-PED"
     other = [f"case {one} of {folder} {rule}" for one in ids if one.upper().startswith("BRATS-PED-")]
@@ -390,7 +272,7 @@ class _DatasetJson(msgspec.Struct):
     name: Optional[str] = None
 
 
-def _read_decathlon(folder: Path):
+def read_decathlon(folder: Path):
     path = folder / "dataset.json"
     try:
         content = msgspec.json.decode(read_regular(path), type=_DatasetJson)
@@ -416,43 +298,43 @@ def _read_decathlon(folder: Path):
     refuse(problems)
     cases, bad = [], defaultdict(list)
     for entry in content.training:
-        case_id, files = _stem(Path(entry.image)), (entry.image, entry.label)
+        case_id, files = stem_of(Path(entry.image)), (entry.image, entry.label)
         cases.append(CaseFiles(case_id, case_id, (folder / entry.image,), folder / (entry.label or "")))
         for what, name in zip(("image", "label"), files):
             if name is None or not (folder / name).is_file():
                 rule = f"{what} of case {case_id} in {path} must be a file, got {name or 'none'}"
                 bad[case_id].append(f"{rule}; fetch it again, or leave the case out")
     ordered = tuple(channels[index] for index in range(len(channels)))
-    return content.name or _name(folder), "decathlon", ordered, labels, cases, bad
+    return content.name or name_of(folder), "decathlon", ordered, labels, cases, bad
 
 
-def _volumes(folder: Path) -> List[Path]:
+def volumes_in(folder: Path) -> List[Path]:
     """NIfTI files in `folder`, without the "._" companions that macOS leaves in archives."""
     named = (path for path in sorted(folder.iterdir()) if path.name.endswith((".nii", ".nii.gz")))
     return [path for path in named if not path.name.startswith(".") and path.is_file()]
 
 
-def _name(folder: Path) -> str:
+def name_of(folder: Path) -> str:
     return folder.resolve().name
 
 
-def _stem(path: Path) -> str:
+def stem_of(path: Path) -> str:
     return re.sub(r"\.nii(\.gz)?$", "", path.name)
 
 
-def _modality(path: Path, layout: Optional[str] = None) -> Optional[str]:
+def modality_of(path: Path, layout: Optional[str] = None) -> Optional[str]:
     """The channel that a file's name ends in, or "seg"; None where it says nothing, or not as in `layout`."""
-    match, how = _SUFFIX.search(path.name), FOLDER_LAYOUTS.get(layout)
+    match, how = MODALITY_SUFFIX.search(path.name), FOLDER_LAYOUTS.get(layout)
     if not match or (how and match[0][0] != how.separator):
         return None
     return (how.suffixes if how else CHANNEL_NAMES).get(match[1].lower())
 
 
-def _one_each(
+def one_each(
     paths: Sequence[Path], channels: Iterable[str], where: Path, layout: Optional[str] = None
 ) -> Tuple[Dict[str, Path], List[str]]:
     """The file of each channel, or "seg", by their names; and what is wrong where there is none or are several."""
-    found = {channel: [path for path in paths if _modality(path, layout) == channel] for channel in channels}
+    found = {channel: [path for path in paths if modality_of(path, layout) == channel] for channel in channels}
     wrong = [
         f"{channel} of {where} must have one file named after it, found"
         f" {', '.join(path.name for path in those) or 'none'}; mend the case or leave it out"

@@ -37,7 +37,7 @@ from cpu3d.util.atomic import write_json
 from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.progress import bar
 from cpu3d.util.records import by
-from memory_estimator.schema import option
+from memory_estimator.common.schema import option
 
 VERSION = 1
 """Of what is drawn: the same version, seed, shape and NumPy give the same volumes."""

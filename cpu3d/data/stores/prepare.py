@@ -42,8 +42,8 @@ from cpu3d.data.stores.verify import describe
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.child import worker_count
 from cpu3d.util.records import count, versions
+from memory_estimator.common.schema import option
 from memory_estimator.host import read_host
-from memory_estimator.schema import option
 
 Fractions = Tuple[float, float, float]
 

@@ -27,7 +27,7 @@ from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.child import worker_count
 from cpu3d.util.lock import locked
 from cpu3d.util.records import count, versions
-from memory_estimator.schema import option
+from memory_estimator.common.schema import option
 
 
 @dataclass(frozen=True)

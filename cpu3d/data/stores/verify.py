@@ -17,7 +17,7 @@ from cpu3d.errors import InputError
 from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.progress import bar
 from cpu3d.util.records import by, count
-from memory_estimator.files import read_regular
+from memory_estimator.common.files import read_regular
 
 OF_ENTRY = ("case_id", "patient_id", "geometry", "spacing_mm", "sources", "zeroed_voxels")
 """Fields of a record that say something of the entry, and not of its arrays, which entries may share."""

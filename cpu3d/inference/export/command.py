@@ -31,6 +31,7 @@ from cpu3d.data.labels import label_from_regions
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Region, Shape3, crop, paste
 from cpu3d.data.stores.case import load_case
+from cpu3d.data.windows import sliding_window
 from cpu3d.errors import InputError, refuse
 from cpu3d.host.apply import set_up
 from cpu3d.inference.evaluate import check_finite
@@ -38,14 +39,13 @@ from cpu3d.inference.export.contract import FILES, Contract, require_onnx, usage
 from cpu3d.inference.export.segment import load_network
 from cpu3d.inference.predict import ZeroNan, check_there, find_cases
 from cpu3d.inference.runs import store_of_run, zeroes_nan
+from cpu3d.run.checkpoint import weights_file
 from cpu3d.settings import RunConfig, load_config
-from cpu3d.training.checkpoint import weights_file
-from cpu3d.training.sliding_window import sliding_window
 from cpu3d.util.atomic import PARTIAL, write_json
 from cpu3d.util.lock import locked
 from cpu3d.util.records import by, versions
-from memory_estimator.schema import option
-from memory_estimator.table import Table
+from memory_estimator.common.schema import option
+from memory_estimator.common.table import Table
 
 TOLERANCE = 1e-4
 """Largest difference of a probability from the same network in float32. In a brain of 144 x 176 x 128 voxels it is 2e-6

@@ -20,9 +20,9 @@ from pathlib import Path
 
 sys.path.insert(0, os.getcwd())
 
+from cpu3d.run.log import append_event, read_events
 from cpu3d.settings import SETTINGS, load_config, recipe_config, save_config, with_settings
-from cpu3d.training.run_log import append_event, read_events
-from memory_estimator.schema import add_options, arguments
+from memory_estimator.common.schema import add_options, arguments
 
 BUDGET_STEPS = 6
 """What a budget of minutes comes to."""

@@ -20,7 +20,7 @@ from cpu3d.compare.run import grouped
 from cpu3d.errors import InputError
 from cpu3d.settings import SETTINGS
 from cpu3d.util.lock import locked
-from memory_estimator.schema import add_options, arguments
+from memory_estimator.common.schema import add_options, arguments
 from tests.cpu3d.runs import decided
 
 SMALL = {"filters": 2, "depth": 3, "dtype": "float32", "curriculum": "off"}

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from cpu3d.compare.run import Evaluation, PlannedRun, RunFailedError, Runner, is_evaluated, is_trained
-from cpu3d.training.run_log import read_events
+from cpu3d.run.log import read_events
 
 OPTIONS = ("--steps", "4", "--seed", "0")
 

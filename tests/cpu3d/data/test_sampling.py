@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpu3d.data import sampling as module
-from cpu3d.data.region import Region, case_region
+from cpu3d.data.region import Region
 from cpu3d.data.sampling import PatchSampling, Share, grid_starts, patch_at, patch_grid, sample_at
+from cpu3d.data.store import case_region
 from cpu3d.errors import InputError
 
 SHAPES = st.tuples(*[st.integers(1, 12)] * 3)

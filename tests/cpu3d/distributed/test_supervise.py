@@ -12,7 +12,7 @@ import pytest
 
 from cpu3d.distributed.supervise import Job, Patience, WorkerFailedError, supervise, wait_for_earlier
 from cpu3d.errors import InputError, Interrupted
-from cpu3d.training.heartbeat import process_start, write_heartbeat
+from cpu3d.run.heartbeat import process_start, write_heartbeat
 from tests.cpu3d.training.beats import beat
 
 QUICK = Patience(poll_s=0.02, settle_s=0.6, grace_s=8.0)

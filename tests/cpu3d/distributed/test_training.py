@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpu3d.training.checkpoint import newest
-from cpu3d.training.run_log import read_events
+from cpu3d.run.checkpoint import newest
+from cpu3d.run.log import read_events
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -3,7 +3,7 @@
 import os
 import time
 
-from cpu3d.training.heartbeat import Heartbeat, process_start, this_place
+from cpu3d.run.heartbeat import Heartbeat, process_start, this_place
 
 GIB = 2**30
 

@@ -17,10 +17,10 @@ from cpu3d.data.sampling import sample_at
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.phantom import write_phantom
 from cpu3d.data.stores.prepare import prepare
+from cpu3d.run.checkpoint import checkpoints, newest
+from cpu3d.run.log import read_events
 from cpu3d.settings import RunConfig
-from cpu3d.training.checkpoint import checkpoints, newest
 from cpu3d.training.fit import Fit
-from cpu3d.training.run_log import read_events
 from tests.cpu3d.runs import NumpyLearner, assert_same_run
 
 STEPS, KEEP = 8, 3

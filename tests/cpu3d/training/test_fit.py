@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from cpu3d.errors import DivergedError, InputError, Interrupted, WorkerLostError
+from cpu3d.run.checkpoint import checkpoints, newest, write_next
+from cpu3d.run.log import append_event, forget_after, read_events
 from cpu3d.settings import RunConfig
 from cpu3d.training import fit as fit_module
 from cpu3d.training import validation as validation_module
-from cpu3d.training.checkpoint import checkpoints, newest, write_next
-from cpu3d.training.run_log import append_event, forget_after, read_events
 from memory_estimator.host import read_host
 from tests.cpu3d import runs
 from tests.cpu3d.runs import NumpyLearner, assert_cut_and_continued_is_uninterrupted, assert_same_weights

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.training.checkpoint import load_checkpoint, newest
-from cpu3d.training.run_log import read_events
+from cpu3d.run.checkpoint import load_checkpoint, newest
+from cpu3d.run.log import read_events
 from cpu3d.util.child import PROGRAM, ROOT, start
 from tests.cpu3d.runs import assert_same_run
 

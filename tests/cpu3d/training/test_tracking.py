@@ -9,8 +9,8 @@ from tensorboard.backend.event_processing.event_multiplexer import EventMultiple
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from cpu3d.errors import InputError
+from cpu3d.run.checkpoint import checkpoints
 from cpu3d.training import tracking
-from cpu3d.training.checkpoint import checkpoints
 from cpu3d.training.tracking import require_mlflow, views
 from tests.cpu3d import runs
 from tests.cpu3d.runs import NumpyLearner

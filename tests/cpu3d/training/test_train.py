@@ -17,9 +17,9 @@ from cpu3d.errors import DoesNotFitError, InputError, how_to_install
 from cpu3d.host.observe import Observer, read_runs
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference
-from cpu3d.training.checkpoint import newest
+from cpu3d.run.checkpoint import newest
+from cpu3d.run.log import read_events
 from cpu3d.training.fit import Fit
-from cpu3d.training.run_log import read_events
 from cpu3d.training.train import train
 from cpu3d.util.lock import locked
 from memory_estimator.calibration import host_file

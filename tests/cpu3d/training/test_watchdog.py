@@ -8,8 +8,8 @@ import time
 import pytest
 
 from cpu3d.errors import DivergedError, Interrupted
+from cpu3d.run.heartbeat import read_heartbeats
 from cpu3d.training import watchdog
-from cpu3d.training.heartbeat import read_heartbeats
 from cpu3d.training.watchdog import CGROUP, MACHINE, Guard, MemoryFloor, Room, Sample, noted_signals, take_sample
 
 MIB, GIB = 2**20, 2**30

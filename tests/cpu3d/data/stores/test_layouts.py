@@ -4,15 +4,13 @@ import numpy as np
 import pytest
 
 from cpu3d.data.stores.layouts import (
-    case_files,
-    grouped_by_case,
-    label_codes_of,
     parse_label_map,
     read_dataset,
     regions_of,
     with_label_map,
 )
 from cpu3d.errors import InputError
+from cpu3d.inference.cases import case_files, grouped_by_case, label_codes_of
 
 CANONICAL = ("FLAIR", "T1w", "T1gd", "T2w")
 

@@ -15,13 +15,13 @@ from cpu3d.data.nifti import read_volume, write_volume
 from cpu3d.data.region import bounding_box, centred, crop, paste, whole
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import CaseFiles
+from cpu3d.data.windows import sliding_window
 from cpu3d.inference.export import network, segment
 from cpu3d.inference.export.contract import Contract
 from cpu3d.inference.predictor import load_predictor
+from cpu3d.run.checkpoint import save_checkpoint
 from cpu3d.settings import RunConfig, load_config, save_config
-from cpu3d.training.checkpoint import save_checkpoint
 from cpu3d.training.learner import weight_names
-from cpu3d.training.sliding_window import sliding_window
 from cpu3d.util.lock import locked
 from models.config import UNetConfig
 from models.unet3d import build_unet3d

@@ -16,9 +16,9 @@ from cpu3d.data.records import Geometry
 from cpu3d.inference.evaluate import evaluate_split, ranked
 from cpu3d.pages import viewer as viewer_module
 from cpu3d.pages.page import render_page
-from cpu3d.pages.view import read_case
 from cpu3d.pages.viewer import pack
 from cpu3d.report.report import write_report
+from cpu3d.report.view import read_case
 
 SHAPE = (14, 18, 10)
 GEOMETRY = Geometry(

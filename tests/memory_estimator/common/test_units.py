@@ -2,7 +2,7 @@
 
 import pytest
 
-from memory_estimator.units import format_bytes, format_seconds, parse_bytes, parse_rate
+from memory_estimator.common.units import format_bytes, format_seconds, parse_bytes, parse_rate
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typing import Any, Dict, Optional
 
 import psutil
 
-from memory_estimator.files import read_json, typed
+from memory_estimator.common.files import read_json, typed
 
 SCHEMA = 1
 

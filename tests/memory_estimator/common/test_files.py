@@ -8,7 +8,7 @@ from typing import Dict, Optional, Tuple
 import pytest
 
 from memory_estimator.__main__ import main
-from memory_estimator.files import NotRegularError, read_regular, typed
+from memory_estimator.common.files import NotRegularError, read_regular, typed
 
 
 def test_only_regular_files_and_links_to_them_are_opened(tmp_path, monkeypatch):

@@ -22,12 +22,12 @@ import numpy as np
 from cpu3d.data.nifti import is_placed, read_volume, to_ras
 from cpu3d.data.records import Geometry
 from cpu3d.data.stores.case import grid_problems
-from cpu3d.data.stores.layouts import channels_of, label_codes_of, labels_in_use, regions_of, viewed_files
+from cpu3d.data.stores.layouts import labels_in_use, regions_of
 from cpu3d.errors import InputError, refuse
-from cpu3d.pages.page import page_file, render_page
-from cpu3d.pages.viewer import ViewedCase, viewer
-from cpu3d.util.atomic import atomic_write
-from memory_estimator.schema import option
+from cpu3d.inference.cases import channels_of, label_codes_of, viewed_files
+from cpu3d.pages.page import page_file
+from cpu3d.pages.viewer import ViewedCase, write_case_page
+from memory_estimator.common.schema import option
 
 MOST_CHANNELS = 16
 """More are time points, say, and no modalities."""
@@ -58,14 +58,6 @@ def run(options: Options) -> int:
     write_case_page(out, case, "view")
     print(f"written: {out} ({out.stat().st_size / 1e6:.1f} MB)")
     return 0
-
-
-def write_case_page(out: Path, case: ViewedCase, made_by: str) -> None:
-    """Write the page of one case, atomically."""
-    template = Path(__file__).with_name("view.html.j2")
-    page = render_page(template, title=case.name, made_by=made_by, viewer=viewer([case]))
-    with atomic_write(out, "w") as file:
-        file.write(page)
 
 
 def read_case(image: Sequence[Path], label: Optional[Path], predictions: Sequence[Path]) -> ViewedCase:

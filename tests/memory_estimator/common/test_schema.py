@@ -7,8 +7,8 @@ from typing import Optional, Tuple
 
 import pytest
 
-from memory_estimator.schema import add_options, from_args, given, option, to_command_line
-from memory_estimator.table import PALETTE, Bold, Table, new_figure, plain, png
+from memory_estimator.common.schema import add_options, from_args, given, option, to_command_line
+from memory_estimator.common.table import PALETTE, Bold, Table, new_figure, plain, png
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cpu3d.training.sliding_window import sliding_window
+from cpu3d.data.windows import sliding_window
 
 PATCH = (8, 6, 4)
 

@@ -14,8 +14,8 @@ from rich.progress import Progress, TextColumn
 from cpu3d.util.atomic import atomic_write, sync, sync_folder
 from cpu3d.util.progress import columns
 from cpu3d.util.records import duration
-from memory_estimator.files import open_regular, parse_json, read_regular
-from memory_estimator.units import GIB
+from memory_estimator.common.files import open_regular, parse_json, read_regular
+from memory_estimator.common.units import GIB
 
 RECENT = 50
 """Steps that losses and times are of."""

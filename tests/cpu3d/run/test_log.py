@@ -2,7 +2,7 @@
 
 import pytest
 
-from cpu3d.training.run_log import Pace
+from cpu3d.run.log import Pace
 
 START = {"event": "start", "step": 20, "predicted": {"step_s": 5.0}}
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cpu3d.errors import InputError
-from cpu3d.training.checkpoint import (
+from cpu3d.run.checkpoint import (
     DamagedCheckpointError,
     checkpoints,
     load_checkpoint,
@@ -20,7 +20,7 @@ from cpu3d.training.checkpoint import (
     set_aside,
     write_next,
 )
-from cpu3d.training.run_log import append_event, read_events
+from cpu3d.run.log import append_event, read_events
 
 ARRAYS = {"model/000": np.arange(6, dtype="f4").reshape(2, 3), "updates": np.array(7)}
 

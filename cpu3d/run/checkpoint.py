@@ -24,7 +24,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 import numpy as np
 
 from cpu3d.errors import InputError
-from cpu3d.training.run_log import flush_log
+from cpu3d.run.log import flush_log
 from cpu3d.util.atomic import atomic_write
 
 SCHEMA = 1

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from cpu3d.training.heartbeat import (
+from cpu3d.run.heartbeat import (
     Heartbeat,
     beat_age_s,
     heartbeat_path,

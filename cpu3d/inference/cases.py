@@ -1,0 +1,143 @@
+"""The files of cases to predict or to look at, as a user names them: folders, 4D files, or a file a channel."""
+
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Dict, List, Optional, Sequence, Tuple
+
+from cpu3d.data.stores.layouts import (
+    CHANNEL_NAMES,
+    FOLDER_LAYOUTS,
+    LABEL_CODES,
+    MODALITY_SUFFIX,
+    CaseFiles,
+    modality_of,
+    name_of,
+    one_each,
+    read_decathlon,
+    refuse_other_codes,
+    stem_of,
+    volumes_in,
+)
+from cpu3d.errors import InputError, refuse
+
+
+def case_files(paths: Sequence[Path], channels: Sequence[str]) -> CaseFiles:
+    """The image files of one case to predict: a BraTS case folder, one 4D file, or one 3D file per channel.
+
+    Files that all end in a known modality (`_flair`, `-t1c`, ...) are put in the order of `channels`, those of other
+    modalities left out; others must be given in it. Segmentations are left out: `label` is None. Raises InputError when
+    a channel is missing or double.
+    """
+    first, own = paths[0], [CHANNEL_NAMES.get(name.lower()) for name in channels]
+    folder, named = first.is_dir(), all(own) and all(map(modality_of, paths))
+    case_id = name_of(first) if folder else stem_of(first)
+    apart = not folder and (len(paths) > 1 or len(channels) == 1)
+    if apart:
+        paths = [path for path in paths if modality_of(path) != "seg"]
+        if named:
+            case_id = MODALITY_SUFFIX.sub("", f"{case_id}.nii") or name_of(first.parent)
+        elif len(paths) != len(channels):
+            rule = f"one 4D file or one for each of {', '.join(channels)}"
+            raise InputError(f"--image must name {rule}, got {len(paths)} files; name them all")
+        else:
+            rule = f"must be the file of its channel by its place among {', '.join(channels)}"
+            others = [
+                (path, modality_of(path)) for path, one in zip(paths, own) if modality_of(path) in {*own} - {None, one}
+            ]
+            refuse(f"{path} {rule}, got a name of {other}; give files in that order" for path, other in others)
+    if folder or (named and apart):
+        wanted = [known or name for known, name in zip(own, channels)]
+        files, wrong = one_each(volumes_in(first) if folder else paths, wanted, first if folder else first.parent)
+        refuse(wrong)
+        paths = [files[name] for name in wanted]
+    return CaseFiles(case_id, case_id, tuple(paths), None)
+
+
+def grouped_by_case(paths: Sequence[Path], channels: Sequence[str]) -> List[List[Path]]:
+    """3D files to predict, those of one case together; `channels` are what each case needs.
+
+    Files that all end in a known modality belong together where the rest of their names is the same. Others are a case
+    each for a single channel, and else one case. Segmentations are left out. Raises InputError where it cannot be told
+    which files make up a case.
+    """
+    paths = [path for path in paths if modality_of(path) != "seg"] or list(paths)
+    named = [path for path in paths if modality_of(path) and all(name.lower() in CHANNEL_NAMES for name in channels)]
+    if len(named) == len(paths):
+        groups: Dict[str, List[Path]] = defaultdict(list)
+        for path in paths:
+            groups[MODALITY_SUFFIX.sub("", path.name) or str(path.parent)].append(path)
+        return list(groups.values())
+    several = len(channels) > 1 and len(paths) > len(channels) and len(paths) % len(channels) == 0
+    if several or (len(channels) == 1 and named):
+        found = ", ".join(path.name for path in paths)
+        raise InputError(f"3D files must be of one case, or all named after modalities, got {found}; predict each")
+    return [[path] for path in paths] if len(channels) == 1 else [paths]
+
+
+def viewed_files(paths: Sequence[Path]) -> Tuple[CaseFiles, Tuple[str, ...]]:
+    """A case to look at and the names of its images: a folder of NIfTI files, one file, or several on one grid.
+
+    Images are called by the modality that their names end in, or else by their names; the label is the segmentation
+    beside them, if there is one. Raises InputError for several cases or none, and where two images have one name.
+    """
+    first = paths[0]
+    files = volumes_in(first) if first.is_dir() else list(paths)
+    if len(paths) > 1 and any(path.is_dir() for path in paths):
+        raise InputError(
+            f"--image must be one case, got {first} and {len(paths) - 1} more; give one folder or its files"
+        )
+    images = [path for path in files if modality_of(path) != "seg"]
+    if not images and first.is_dir():
+        found = "a segmentation alone" if files else "none"
+        rule = f"--image {first} must hold .nii.gz or .nii files of images, found {found}"
+        raise InputError(f"{rule}; give the folder of a case, or a file")
+    images = images or files  # a segmentation that is named is looked at
+    labels = [path for path in files if path not in images]
+    names = [modality_of(path) or stem_of(path) for path in images]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    refuse(f"--image must name one file of {name}, got several; give the files of one case" for name in twice)
+    if len(labels) > 1:
+        raise InputError(f"--image must have one segmentation, got {len(labels)}; give the files of one case")
+    known = all(map(modality_of, images))
+    case_id = (
+        name_of(first) if first.is_dir() else MODALITY_SUFFIX.sub("", images[0].name) if known else stem_of(images[0])
+    )
+    order = {channel: place for place, channel in enumerate(FOLDER_LAYOUTS["brats2017"].suffixes.values())}
+    pairs = sorted(zip(names, images), key=lambda pair: order.get(pair[0], len(order)))  # a tie stays as it is given
+    case = CaseFiles(case_id or first.name, case_id, tuple(path for _, path in pairs), labels[0] if labels else None)
+    return case, tuple(name for name, _ in pairs)
+
+
+def channels_of(image: Path, count: int) -> List[str]:
+    """The channels of a 4D file: as the dataset.json above it names them, else by number."""
+    dataset = _decathlon_above(image)
+    return list(dataset[2]) if dataset and len(dataset[2]) == count else [f"channel {n + 1}" for n in range(count)]
+
+
+def label_codes_of(files: CaseFiles) -> Optional[Tuple[str, Dict[int, str]]]:
+    """Whose label codes go with the images of a case, and code -> name; None where their files do not tell.
+
+    Those of the dataset.json above imagesTr/ or imagesTs/, else of the release that all files are named as in.
+    BraTS-PED has the names of BraTS 2023 and other codes.
+    """
+    folder = files.images[0].absolute().parent
+    dataset = _decathlon_above(files.images[0])
+    if dataset:
+        return str(folder.parent / "dataset.json"), dataset[3]
+    try:
+        refuse_other_codes(folder, [files.case_id])
+    except InputError:
+        return None
+    named = [layout for layout in FOLDER_LAYOUTS if all(modality_of(path, layout) for path in files.images)]
+    return (named[0], LABEL_CODES[named[0]]) if named else None
+
+
+def _decathlon_above(image: Path):
+    """What `read_decathlon` gives of the data set that an image lies in; None where it lies in none, or a bad one."""
+    folder = image.absolute().parent
+    if folder.name not in ("imagesTr", "imagesTs") or not (folder.parent / "dataset.json").is_file():
+        return None
+    try:
+        return read_decathlon(folder.parent)
+    except InputError:
+        return None
