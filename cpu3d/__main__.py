@@ -8,8 +8,7 @@ import os
 import sys
 from typing import Any, Callable, List, Mapping, Optional, Sequence, Tuple
 
-from cpu3d.errors import InputError, Interrupted, how_to_install
-from memory_estimator.common.files import NotRegularError
+from cpu3d.errors import ENDINGS, InputError, exit_code_of, how_to_install
 from memory_estimator.common.schema import add_options, arguments, as_typed
 
 COMMANDS = {
@@ -37,12 +36,7 @@ AFTER = {"train": "cpu3d.inference.postprocessing"}
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    """Run a subcommand; returns what the process ends with:
-
-    0 done; 1 failed, as on a full disk; 2 bad input; 3 does not fit the memory; 4 diverged: losses too high or not
-    finite; 5 memory was running out: stopped and saved; 6 a worker was lost or hangs; 130 SIGINT and 143 SIGTERM:
-    stopped and saved. After 1, 5, 6, 130 and 143 the same command continues.
-    """
+    """Run a subcommand; returns the exit code, one of `cpu3d.errors.ENDINGS`."""
     with contextlib.suppress(OSError, AttributeError):  # of a caller whose stderr is no file
         faulthandler.enable()  # a file that is cut while it is mapped ends the process: this says where
     try:
@@ -53,37 +47,24 @@ def main(argv: Optional[List[str]] = None) -> int:
         if argv[0] in AFTER:
             importlib.import_module(AFTER[argv[0]]).after(*options)
         return code
-    except InputError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        return error.exit_code
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if not package or package in ("cpu3d", "memory_estimator", "models"):
-            raise
-        todo = how_to_install("" if package in ("tensorflow", "tf_keras") else "full")
-        print(f"error: {package} must be installed for this command, got none; {todo}", file=sys.stderr)
-        return InputError.exit_code
-    except KeyboardInterrupt as error:
-        print(f"interrupted: {str(error) or 'the same command continues where it can'}", file=sys.stderr)
-        return error.exit_code if isinstance(error, Interrupted) else 130
     except BrokenPipeError:
-        # The reader of our output went away, as `head` does; nothing is left to say and nowhere to say it.
+        # The reader of our output went away, as `head` does: there is nobody to print to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return InputError.exit_code if isinstance(error, NotRegularError) else 1
-    except MemoryError as error:
-        got = str(error) or "too little"
-        print(f"error: memory must hold what the command needs, got {got}; free some", file=sys.stderr)
-        return 1
+    except (InputError, ModuleNotFoundError, KeyboardInterrupt, OSError, MemoryError) as error:
+        for line in _explained(error):
+            print(line, file=sys.stderr)
+        return exit_code_of(error)
 
 
 def parse(argv: Sequence[str]) -> Tuple[Any, argparse.Namespace]:
     """Read a command line: the command that it names, with `OPTIONS` and `run`, and the options as they were given."""
+    endings = (f"  {code:<3}  {ending.words}" for code, ending in ENDINGS.items() if code >= 0)
     parser = argparse.ArgumentParser(
-        prog=as_typed("./run.sh"), description="Train 3D U-Nets on whole volumes or patches."
+        prog=as_typed("./run.sh"),
+        description="Train 3D U-Nets on whole volumes or patches.",
+        epilog="\n".join(["exit codes:", *endings]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     lines = {name: line for name, (_, line) in COMMANDS.items()}
     command = _choose(parser, lines, lambda name: importlib.import_module(COMMANDS[name][0]), argv)
@@ -91,6 +72,27 @@ def parse(argv: Sequence[str]) -> Tuple[Any, argparse.Namespace]:
 
 
 # --- Private helpers ---
+
+
+def _explained(error: BaseException) -> List[str]:
+    """The lines to print of an exception. Raises it again where it is a bug of ours: a module of this project that is
+    not there."""
+    if isinstance(error, InputError):
+        return [f"error: {problem}" for problem in error.problems]
+    if isinstance(error, KeyboardInterrupt):
+        return [f"interrupted: {str(error) or 'the same command continues where it can'}"]
+    if isinstance(error, MemoryError):
+        return [
+            f"error: memory must hold what the command needs, got {str(error) or 'too little'}; end other programs, or "
+            "use a host with more"
+        ]
+    if isinstance(error, ModuleNotFoundError):
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "cpu3d", "memory_estimator", "models"):
+            raise error
+        todo = how_to_install("" if package in ("tensorflow", "tf_keras") else "full")
+        return [f"error: {package} must be installed for this command, got none; {todo}"]
+    return [f"error: {error}"]
 
 
 def _choose(

@@ -1,10 +1,15 @@
-"""The exceptions that mean "your input, your host or your data, not our bug", and what a process ends with for each."""
+"""What a process ends with: the table of endings, and the exceptions that lead to them.
+
+The exceptions mean "your input, your host or your data, not our bug".
+"""
 
 import platform
 import signal
 import sys
-from typing import Iterable
+from dataclasses import dataclass
+from typing import Dict, Iterable, Optional
 
+from memory_estimator.common.files import NotRegularError
 from memory_estimator.common.schema import in_checkout
 
 
@@ -28,7 +33,7 @@ class DoesNotFitError(InputError):
 
 
 class DivergedError(InputError):
-    """Losses of a training that are too high, or numbers that are not finite: of a training, or a network's answers."""
+    """Losses that are too high, or numbers that are not finite: of a training, or a network's answers."""
 
     exit_code = 4
 
@@ -40,7 +45,7 @@ class MemoryRunsOutError(InputError):
 
 
 class WorkerLostError(InputError):
-    """Another worker of the run, or the way to it, is gone, or this one hangs."""
+    """Another worker of the run, or the connection to it, is gone, or this one hangs."""
 
     exit_code = 6
 
@@ -60,6 +65,58 @@ class Interrupted(KeyboardInterrupt):
     def exit_code(self) -> int:
         """130 after SIGINT, 143 after SIGTERM."""
         return 128 + self.signal_number
+
+
+@dataclass(frozen=True)
+class Ending:
+    """One way for a process to end."""
+
+    state: str
+    """Of a worker that ended so, as `status` shows it."""
+    words: str
+    """What happened, for --help and for `launch`."""
+    advice: str = "{again}"
+    """What to do next. {again} says that the same command continues, and from where."""
+
+
+ENDINGS: Dict[int, Ending] = {
+    0: Ending("finished", "done", "a larger --epochs or --steps continues"),
+    1: Ending("failed", "failed, as on a full disk", "correct what the error names; then {again}"),
+    InputError.exit_code: Ending("failed", "bad input", "correct what the error names; then {again}"),
+    DoesNotFitError.exit_code: Ending(
+        "too large", "does not fit the memory", "choose smaller settings, end other programs, or --force; then {again}"
+    ),
+    DivergedError.exit_code: Ending(
+        "diverged",
+        "diverged: losses too high or not finite",
+        "halve the learning rates, or correct the case; then {again}",
+    ),
+    MemoryRunsOutError.exit_code: Ending(
+        "out of memory",
+        "memory was running out: stopped and saved",
+        "end other programs, or take a leaner --policy or a larger host; then {again}",
+    ),
+    WorkerLostError.exit_code: Ending("broken off", "lost another worker, or hung"),
+    128 + signal.SIGINT: Ending("interrupted", "stopped by SIGINT, and saved"),
+    128 + signal.SIGTERM: Ending("interrupted", "stopped by SIGTERM, and saved"),
+    -signal.SIGTERM: Ending("failed", "ended before it could save"),
+    -signal.SIGKILL: Ending("failed", "killed by a user, or by the kernel for want of memory"),
+}
+"""Exit code, or a signal's number below 0, -> what it means: the one table, for --help, `status` and `launch`."""
+
+
+def ending_of(code: int) -> Ending:
+    """The ending of an exit code; of one that no command of this program has, without words."""
+    return ENDINGS.get(code, Ending("failed", ""))
+
+
+def exit_code_of(error: Optional[BaseException]) -> int:
+    """What a process ends with that this exception ends; 0 for None."""
+    if error is None:
+        return 0
+    if isinstance(error, (NotRegularError, ModuleNotFoundError)):
+        return InputError.exit_code
+    return getattr(error, "exit_code", 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def refuse(problems: Iterable[str]) -> None:

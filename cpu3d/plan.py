@@ -5,29 +5,41 @@
     check_fits(plan, host, gpus)             # raises DoesNotFitError with the nearest settings that fit
     save_plan(plan, run_folder)              # run/plan.json
 
-Whatever a setting leaves open is decided here, the memory policy and what a step takes in memory and time, and in
-`cpu3d.decide`, all else; nowhere else.
+Only here is a setting decided that was left open: names, channels and outputs from the store; batch and learning rate
+from the workers, where they grow with them; device and dtype from the host; the grid, or the patch, from both; and the
+memory policy from what the estimator says of a step.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from cpu3d.data.region import Shape3
-from cpu3d.data.resolution import field_of
+from cpu3d.data.resolution import field_of, network_grid
 from cpu3d.data.splits import with_fold
-from cpu3d.data.store import Store, grid_size
-from cpu3d.decide import Given, decided, job_of
-from cpu3d.errors import DoesNotFitError, InputError
-from cpu3d.host.gpu import Gpu, card_of, why_no_card
+from cpu3d.data.store import Store, check_names, grid_size
+from cpu3d.errors import DoesNotFitError, InputError, refuse
+from cpu3d.host.gpu import Gpu, best_dtype, card_of, pick_device, why_no_card
 from cpu3d.host.thread_plan import thread_plan
-from cpu3d.settings import RunConfig, config_from_json, load_config
+from cpu3d.settings import (
+    AUTO,
+    RATE_SCALES,
+    SIZES_OF_PATCH,
+    RunConfig,
+    config_from_json,
+    differences,
+    left_open,
+    load_config,
+    recipe_config,
+    with_settings,
+)
 from cpu3d.util.atomic import write_json
 from cpu3d.util.records import by
 from memory_estimator import planner
 from memory_estimator.calibration import HostConstants, find_constants
-from memory_estimator.common.units import format_bytes, format_seconds
+from memory_estimator.common.units import format_bytes, format_seconds, parse_bytes
 from memory_estimator.estimate import (
     STORE_NOTE,
     Accuracy,
@@ -38,13 +50,14 @@ from memory_estimator.estimate import (
     whole_volume_bytes,
 )
 from memory_estimator.host import Host
-from memory_estimator.job import PLAN_SCHEMA, Job, installed_versions, statistics_note, stored_bytes
+from memory_estimator.job import PLAN_SCHEMA, Job, installed_engine, installed_versions, statistics_note, stored_bytes
 from memory_estimator.scaling import of_one
 from memory_estimator.step.training_step import training_step
 from models.layer_plan import training_flops
 
-VARIABLES = ("weights", "optimizer slots", "averaged weights")
-"""Groups of the estimator's tensors that a checkpoint holds."""
+USUAL_SCALE = {"sgd": "linear", "adam": "sqrt", "muon": "sqrt"}
+"""Linear for SGD (Goyal et al. 2017, "Accurate, Large Minibatch SGD"), the square root for Adam (Malladi et al. 2022,
+"On the SDEs and Scaling Rules for Adaptive Gradient Algorithms") and, a guess, Muon."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +79,14 @@ class Plan:
     """Why what was left open was decided so, by the name of the setting; under "memory" why there is no estimate."""
 
     @property
+    def samples_per_epoch(self) -> int:
+        """Training cases, or their patches."""
+        return len(self.store.manifest.split["train"]) * self.config.patches_per_case
+
+    @property
     def steps_per_epoch(self) -> int:
-        """Whole batches that the training cases, or their patches, fill."""
-        return len(self.store.manifest.split["train"]) * self.config.patches_per_case // self.config.batch
+        """Whole batches that an epoch's samples fill."""
+        return self.samples_per_epoch // self.config.batch
 
     @property
     def steps(self) -> int:
@@ -76,27 +94,20 @@ class Plan:
         return self.config.steps or self.config.epochs * self.steps_per_epoch
 
     @property
-    def volume_shape(self) -> Shape3:
-        """Voxels X, Y, Z of a whole volume."""
-        return volume_shape(self.store, self.config)
-
-    @property
     def job(self) -> Job:
-        """What the estimator is asked for, on one thread."""
-        stored = self.store.manifest
-        job = job_of(self.config, threads=1, cases=len(stored.split["train"]) * self.config.patches_per_case)
-        return dataclasses.replace(job, case_bytes=stored_bytes(stored.largest_shape, len(stored.channels)))
+        """The run as a job of the estimator, on one thread."""
+        manifest = self.store.manifest
+        job = job_of(self.config, threads=1, cases=self.samples_per_epoch)
+        return dataclasses.replace(job, case_bytes=stored_bytes(manifest.largest_shape, len(manifest.channels)))
 
     @property
     def predicted(self) -> Dict[str, Any]:
-        """What a step takes, for the log and the report to hold against what was measured."""
+        """What a step takes, for the log and the report to compare with what was measured."""
         if self.config.device != "cpu":
-            card_bytes = _card_bytes(self.config)
-            return {
-                "allocator_peak_bytes": card_bytes - planner.CONTEXT_BYTES,  # its allocator holds all but the context
-                "card_bytes": card_bytes,
-                "constants": "assumed, not verified on a GPU",
-            }
+            card_bytes = planner.gpu_bytes(self.job)
+            allocator_bytes = card_bytes - planner.CONTEXT_BYTES  # it holds all but the context
+            sizes = {"allocator_peak_bytes": allocator_bytes, "card_bytes": card_bytes}
+            return {**sizes, "constants": "assumed, not verified on a GPU"}
         if not self.estimate:
             return {}
         names = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s")
@@ -108,8 +119,7 @@ class Plan:
         """Predicted seconds of all steps, validations aside; None where no step is predicted."""
         if not self.estimate:
             return None
-        coarse_s = self.coarse.step_s if self.coarse else 0.0
-        coarse_steps = self.config.coarse_steps
+        coarse_s, coarse_steps = self.coarse.step_s if self.coarse else 0.0, self.config.coarse_steps
         return coarse_steps * coarse_s + (self.steps - coarse_steps) * self.estimate.step_s
 
     @property
@@ -125,7 +135,7 @@ class Plan:
             "workers": self.workers,
             "engine": self.job.engine,
             "micro_batch": self.config.micro,
-            "volume_shape": list(self.volume_shape),
+            "volume_shape": list(volume_shape(self.store, self.config)),
             "cases": {name: len(ids) for name, ids in self.store.manifest.split.items()},
             "steps_per_epoch": self.steps_per_epoch,
             "steps": self.steps,
@@ -139,62 +149,27 @@ class Plan:
     def describe(self, host: Host) -> List[str]:
         """Lines to print before the run starts."""
         config, unet, manifest = self.config, self.config.unet, self.store.manifest
-        volume, seen = by(self.volume_shape, " x "), by(config.grid, " x ")
-        at = f", at {config.resolution:g} of the resolution of {volume}" if config.resolution < 1 else ""
-        sees = f"volumes: {seen} ({config.extent}){at}"
-        if config.is_patch:
-            sees = f"patches: {seen} of {volume} ({config.extent}), {config.patches_per_case} of a case an epoch, "
-            sees += f"{config.foreground:.0%} around labels, on {config.device}"
-        length = f"{config.epochs} epochs of {self.steps_per_epoch} steps"
-        length += f", cut to {config.budget_minutes:g} minutes" if config.budget_minutes else ""
-        length = f"{self.steps} steps, {self.steps_per_epoch} an epoch" if config.steps else length
-        if config.coarse_steps and (config.steps or not config.budget_minutes):
-            cost = f"{config.full_steps(self.steps):.1f} full steps"
-            grids = f"on {by(config.coarse_grid, ' x ')}, then {self.steps - config.coarse_steps} on {seen}"
-            length += f": {config.coarse_steps} {grids}, as many voxels as {cost}"
-        together = f", {config.micro} at a time" if config.parts > 1 else ""
-        workers = f", {self.workers} workers" if self.workers > 1 else ""
-        fold = f", fold {config.fold}" if config.fold else ""
         cases = ", ".join(f"{len(ids)} {name}" for name, ids in manifest.split.items())
-        note = statistics_note(unet.norm, config.batch, config.micro)
-        notes = [f"note: {note}"] if note else []
+        fold = f", fold {config.fold}" if config.fold else ""
+        sees = f"{by(config.grid, ' x ')} of {by(volume_shape(self.store, config), ' x ')} ({config.extent})"
+        if config.is_patch:
+            sees += f", {config.patches_per_case} of a case an epoch, {config.foreground:.0%} around labels"
+        length = f"{self.steps} steps, {self.steps_per_epoch} an epoch"
+        if config.budget_minutes and not config.steps:
+            length += f", cut to {config.budget_minutes:g} minutes"
+        elif config.coarse_steps:
+            length += f", {config.coarse_steps} of them on {by(config.coarse_grid, ' x ')}"
+        notes = [statistics_note(unet.norm, config.batch, config.micro)]
         if not manifest.split["val"]:
             notes.append("no validation cases in this split: the last weights count as the best")
         return [
             f"store: {self.store.folder}, {len(manifest.cases)} cases, split {config.split_hash}{fold}: {cases}",
-            f"{sees}, {', '.join(config.channels)} -> {', '.join(config.regions)}",
+            f"{config.mode}: {sees}, on {config.device}, {', '.join(config.channels)} -> {', '.join(config.regions)}",
             f"network: {unet.network}, {unet.depth} levels, {unet.filters} filters, {unet.norm} norm, {unet.dtype}, "
             f"policy {unet.policy}, {training_flops(unet, config.grid, config.batch) / 1e9:,.0f} GFLOP a step",
-            f"run: {length} at batch {config.batch}{together}{workers}",
-            *notes,
-            *(f"plan: {line}" for line in (*self._memory(host), *self.reasons.values())),
-        ]
-
-    # --- Private helpers ---
-
-    def _memory(self, host: Host) -> List[str]:
-        """Memory and time of a step."""
-        found = self.estimate
-        if self.config.device != "cpu":
-            return [f"a step takes {format_bytes(_card_bytes(self.config))} of the card; {planner.ASSUMPTIONS}"]
-        if found is None:
-            return []
-        coarse = []
-        if self.coarse:
-            coarse = [
-                f"coarse steps: allocator peak {format_bytes(self.coarse.allocator_peak_bytes)}, process peak "
-                f"{format_bytes(self.coarse.process_peak_bytes)}, {format_seconds(self.coarse.step_s)} a step"
-            ]
-        return [
-            *coarse,
-            f"allocator peak {format_bytes(found.allocator_peak_bytes)} ({found.error('allocator_peak')}), "
-            f"process peak {format_bytes(found.process_peak_bytes)} ({found.error('process_peak')}), up to "
-            f"{format_bytes(self.upper_bound_bytes)} of {format_bytes(host.free_bytes)} free ({found.margin})",
-            f"{format_seconds(found.step_s)} a step, {format_seconds(found.volume_s)} a volume, "
-            f"{format_seconds(found.epoch_s)} an epoch ({found.error('step_s')}); "
-            f"{format_seconds(self.training_s)} in all, validation aside",
-            f"seconds: {found.constants.basis(host)}",
-            STORE_NOTE,
+            f"run: {length}; batch {config.batch}, {config.micro} at a time, workers {self.workers}",
+            *(f"note: {note}" for note in notes if note),
+            *(f"plan: {line}" for line in (*_memory_and_time(self, host), *self.reasons.values())),
         ]
 
 
@@ -215,21 +190,18 @@ def make_plan(
     cannot continue under them, or, unless `force`, where the host's calibration cannot be read.
     """
     saved = load_config(run_folder) if (run_folder / "config.json").is_file() else None
-    given = Given(store, host, settings, saved, gpus, workers)
-    config = decided(given)
-    unused = why_no_card(given.named("device"), config.mode, gpus) if config.device == "cpu" else []
-    plan = Plan(config, with_fold(store, config.fold), saved, workers, None, dict(zip(["device"], unused)))
+    inputs = Inputs(store, host, settings, saved, gpus, workers)
+    config = _decided(inputs)
+    unused = why_no_card(inputs.chosen("device"), config.mode, gpus) if config.device == "cpu" else []
+    plan = Plan(config, with_fold(store, config.fold), saved, workers, None, reasons=dict(zip(["device"], unused)))
     if not plan.steps_per_epoch:
-        seen = len(plan.store.manifest.split["train"]) * config.patches_per_case
-        what, more = f"{seen} training cases", ""
-        if config.is_patch:
-            what, more = f"{seen} patches of an epoch", ", or raise --patches-per-case"
-        raise InputError(f"batch must be at most the {what}, got {config.batch}; lower it{more}")
+        samples = f"{plan.samples_per_epoch} {'patches of an epoch' if config.is_patch else 'training cases'}"
+        raise InputError(f"batch must be at most the {samples}, got {config.batch}; choose a smaller --batch")
     config = config.with_coarse_share(plan.steps)
     if saved and saved.coarse_steps < config.coarse_steps:  # made longer, it goes on in full
         config = dataclasses.replace(config, coarse_steps=saved.coarse_steps)
     plan = dataclasses.replace(plan, config=config)
-    return _with_estimate(plan, host, pick=given.named("policy") is None, force=force)
+    return _with_estimate(plan, host, pick=inputs.chosen("policy") is None, force=force)
 
 
 def plan_of_chief(content: Mapping[str, Any], store: Store, host: Host, engine: str) -> Plan:
@@ -239,17 +211,13 @@ def plan_of_chief(content: Mapping[str, Any], store: Store, host: Host, engine: 
     """
     config = dataclasses.replace(config_from_json(dict(content["config"])), store=str(store.folder.resolve()))
     if engine != content["engine_name"]:
-        raise InputError(
-            f"engine must be the chief's, {content['engine_name']}, got {engine}; give all workers the same --engine, "
-            "and their hosts the same packages"
-        )
+        rule = f"engine must be the chief's, {content['engine_name']}, got {engine}"
+        raise InputError(f"{rule}; give all workers the same --engine, and their hosts the same packages")
     if config.split_hash != store.manifest.split_hash:
-        raise InputError(
-            f"store {store.folder} must be the chief's, got split {store.manifest.split_hash} for {config.split_hash}; "
-            "copy that one to this host, or name a folder that all hosts see"
-        )
+        got = f"split {store.manifest.split_hash} for {config.split_hash}"
+        raise InputError(f"store {store.folder} must be the chief's, got {got}; copy that one to this host")
     saved = config if content["continues"] else None
-    plan = Plan(config, with_fold(store, config.fold), saved, content["workers"], None, {})
+    plan = Plan(config, with_fold(store, config.fold), saved, content["workers"])
     return _with_estimate(plan, host, pick=False, force=True)
 
 
@@ -259,34 +227,34 @@ def save_plan(plan: Plan, run_folder: Path) -> None:
 
 
 def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
-    """Raise DoesNotFitError where a run may take more than is free; the error names the nearest settings that do fit.
+    """Raise DoesNotFitError where the upper bound of a run is more than is free: between the predicted peak and the
+    bound it may be killed. The error names the nearest settings that do fit.
 
-    A run that continues may change its policy and, but for batch norm, its micro-batch; it has to keep its other
-    settings: else it is another run. Between the predicted peak and the upper bound it is a matter of luck whether a
-    run is killed: luck is not for long runs.
+    A run that continues may change its policy and, but for batch norm, its micro-batch: else it is another run.
     """
     if plan.config.device != "cpu":
         _check_card(plan, card_of(plan.config.device, gpus))
         return
-    found, free_bytes = plan.estimate, host.free_bytes
-    if found is None or plan.upper_bound_bytes <= free_bytes:
+    full, free_bytes = plan.estimate, host.free_bytes
+    if full is None or plan.upper_bound_bytes <= free_bytes:
         return
-    price = _price(plan, host, found.constants, found.accuracy)
-    same = planner.nearest(found.job, price, free_bytes, same_training=True) if plan.saved else []
-    other = planner.nearest(found.job, price, free_bytes, grids=_other_grids(plan))
-    fits = "; ".join(map(str, same or other)) or "nothing smaller does"
-    advice = f"what fits: {fits}; or --force"
-    if plan.saved and not same:
-        advice = f"free some, continue on a host with more, or --force; what fits, as a run in another folder: {fits}"
-    what = "this training,"
-    if found.regions_short:
-        what = "the allocator's regions, which double in size,"
-    elif 2 * _whole_volumes(plan, found.job) > found.upper_bound_bytes:
-        what = "this training, most of it validation on whole volumes,"
+    price = _price(plan, host, full.constants, full.accuracy)
+    options = planner.nearest(full.job, price, free_bytes, same_training=True) if plan.saved else []
+    where = ", as a run in another folder" if plan.saved and not options else ""
+    options = options or planner.nearest(full.job, price, free_bytes, grids=_other_grids(plan))
     raise DoesNotFitError(
-        f"memory must hold {what} up to {format_bytes(plan.upper_bound_bytes)}, got "
-        f"{format_bytes(free_bytes)} free; {advice}"
+        f"memory must hold this training, up to {format_bytes(plan.upper_bound_bytes)}, got {format_bytes(free_bytes)} "
+        f"free; what fits{where}: {'; '.join(map(str, options)) or 'nothing smaller does'}; end other programs, use a "
+        "host with more memory, or --force"
     )
+
+
+def job_of(config: RunConfig, threads: int, cases: int) -> Job:
+    """The run as a job of the estimator. `cases` are volumes an epoch, or patches."""
+    engine = installed_engine() if config.engine == AUTO else config.engine
+    same = {name: getattr(config, name) for name in ("unet", "batch", "micro_batch", "optimizer")}
+    fed = {"averaged": config.ema > 0, "from_store": True, "resampled": config.augment.resamples, "cases": cases}
+    return Job(shape=config.grid, engine=engine, threads=threads, **same, **fed)
 
 
 def volume_shape(store: Store, config: RunConfig) -> Shape3:
@@ -296,7 +264,176 @@ def volume_shape(store: Store, config: RunConfig) -> Shape3:
     return field_of(config.grid, config.resolution, at_least=extent)
 
 
-# --- Private helpers ---
+# --- What is decided ---
+
+
+class Inputs(NamedTuple):
+    """What a run's settings are decided from."""
+
+    store: Store
+    host: Host
+    settings: Mapping[str, Any]
+    saved: Optional[RunConfig]
+    gpus: Sequence[Gpu]
+    workers: int
+
+    def chosen(self, name: str) -> Optional[str]:
+        """The device, dtype or policy that a setting names, or else the saved run; None where it is left open."""
+        own = self.saved and {**vars(self.saved), **vars(self.saved.unet)}[name]
+        return left_open(self.settings.get(name, own))
+
+
+def _decided(inputs: Inputs) -> RunConfig:
+    """Every setting but the memory policy of a new run."""
+    settings, saved = inputs.settings, inputs.saved
+    is_new = saved is None or "recipe" in settings
+    start = recipe_config(settings) if is_new else saved
+    if saved and "micro_batch" not in settings:
+        start = dataclasses.replace(start, micro_batch=0)  # it is the saved one again where the batch is
+    try:
+        config = with_settings(start, settings)
+        if saved and config.budget_minutes and config.budget_minutes == saved.budget_minutes:
+            config = dataclasses.replace(config, steps=saved.steps)  # as it was timed when the run began
+        if config.learning_rate is None:
+            config = dataclasses.replace(config, learning_rate=config.peak_rate)
+        if saved and saved.mode != config.mode:
+            raise InputError(*differences(saved, config))
+        config = _for_workers(config, inputs, scale=is_new)
+        config = _for_store(config, with_fold(inputs.store, config.fold))
+        config = _with_curriculum(_with_grid(_for_host(config, inputs), inputs), inputs)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    refuse(differences(saved, config) if saved else ())
+    return config
+
+
+def _for_workers(config: RunConfig, inputs: Inputs, *, scale: bool) -> RunConfig:
+    """Fill in what follows from the number of workers: batch and learning rate, where the batch grows with it, and what
+    is computed together.
+
+    The rate of a run that continues has grown already, unless it is given again: by a setting, or with `scale`.
+    """
+    settings, saved, workers = inputs.settings, inputs.saved, inputs.workers
+    if "batch_per_worker" in settings:
+        config = dataclasses.replace(config, batch=settings["batch_per_worker"] * workers)
+        power = RATE_SCALES[settings.get("rate_scaling") or USUAL_SCALE[config.optimizer]]
+        grown = [name for name in ("learning_rate", "adam_rate") if scale or name in settings]
+        config = dataclasses.replace(config, **{name: getattr(config, name) * workers**power for name in grown})
+    elif "rate_scaling" in settings:
+        rule = f"--rate-scaling must come with --batch-per-worker, got {settings['rate_scaling']} without"
+        raise InputError(f"{rule}; add it, or choose --learning-rate")
+    if config.batch % workers:
+        rule = f"batch must be a multiple of the {workers} workers, got {config.batch}"
+        raise InputError(f"{rule}; choose --batch-per-worker, or another --batch")
+    share = config.batch // workers
+    if saved and "micro_batch" not in settings and saved.batch == config.batch:
+        config = dataclasses.replace(config, micro_batch=saved.micro_batch)
+    if workers > 1 and config.unet.norm == "batch" and not config.micro_batch:
+        config = dataclasses.replace(config, micro_batch=share)
+    if share % config.micro:
+        rule = f"micro-batch must divide the {share} volumes of a worker, got {config.micro}"
+        raise InputError(f"{rule}; choose another --micro-batch, or fewer workers")
+    return config
+
+
+def _for_store(config: RunConfig, store: Store) -> RunConfig:
+    """Fill in what follows from the store: names, the network's channels and outputs."""
+    manifest = store.manifest
+    if not manifest.split["train"]:
+        raise InputError(f"split train of {store.folder} must hold cases, it is empty; prepare with another --split")
+    channels, regions = config.channels or manifest.channels, config.regions or tuple(manifest.regions)
+    check_names("channels", channels, manifest.channels)
+    check_names("regions", regions, tuple(manifest.regions))
+    return dataclasses.replace(
+        config,
+        store=str(store.folder.resolve()),
+        store_channels=manifest.channels,
+        label_names=manifest.labels,
+        region_codes=manifest.regions,
+        split_hash=manifest.split_hash,
+        channels=tuple(channels),
+        regions=tuple(regions),
+        unet=dataclasses.replace(config.unet, channels=len(channels), outputs=len(regions), seed=config.seed),
+    )
+
+
+def _for_host(config: RunConfig, inputs: Inputs) -> RunConfig:
+    """Fill in what follows from the host: the device, and the dtype that is fast on it; the saved ones stay."""
+    settings, saved, gpus = inputs.settings, inputs.saved, inputs.gpus
+    named = inputs.chosen("device")
+    if "device" not in settings and not saved and config.device != "cpu":
+        named = config.device  # the recipe's
+    device = pick_device(named, config.mode, gpus)
+    if device != "cpu" and config.engine == "itex":
+        raise InputError(f"engine must be auto or stock on {device}, got itex, which computes on CPUs; leave it out")
+    if device != "cpu" and inputs.workers > 1:
+        raise InputError(f"device must be cpu for several workers, got {device}; give --device cpu")
+    fast = inputs.host.best_dtype if device == "cpu" else best_dtype(card_of(device, gpus))
+    unet = dataclasses.replace(config.unet, dtype=inputs.chosen("dtype") or fast)
+    if saved and "policy" not in settings:
+        unet = dataclasses.replace(unet, policy=saved.unet.policy)
+    return dataclasses.replace(config, device=device, unet=unet)
+
+
+def _with_grid(config: RunConfig, inputs: Inputs) -> RunConfig:
+    """Fill in what the network sees: the extent's grid at the run's resolution, or a patch of it."""
+    settings, saved, divisor = inputs.settings, inputs.saved, config.unet.divisor
+    grid = network_grid(grid_size(inputs.store, extent=config.extent, multiple=1), config.resolution, divisor)
+    if not config.is_patch:
+        for name in (*SIZES_OF_PATCH, "patches_per_case", "foreground"):
+            if name in settings:
+                raise InputError(f"--{name.replace('_', '-')} must come with --mode patch, got mode whole; add it")
+        return dataclasses.replace(config, grid=grid, patches_per_case=1)
+    if "patch" in settings:
+        patch = tuple(settings["patch"])
+    elif "gpu_memory" in settings or (saved is None and config.device != "cpu"):
+        patch = _largest_patch(dataclasses.replace(config, grid=grid), inputs)
+    else:
+        patch = saved.grid if saved else planner.usual_patch(grid, divisor)
+    planner.check_patch(patch, grid, divisor)
+    as_many_voxels = max(round(math.prod(grid) / math.prod(patch)), 1)
+    each = settings.get("patches_per_case") or (saved.patches_per_case if saved else as_many_voxels)
+    return dataclasses.replace(config, grid=patch, patches_per_case=each)
+
+
+def _largest_patch(config: RunConfig, inputs: Inputs) -> Shape3:
+    """The largest patch of `config.grid` that the card, or one of --gpu-memory, trains."""
+    if "gpu_memory" in inputs.settings:
+        name = "--gpu-memory"
+        try:
+            memory_bytes = parse_bytes(inputs.settings["gpu_memory"])
+        except ValueError as error:
+            raise InputError(f"--gpu-{error}") from None
+    else:
+        memory_bytes = card_of(config.device, inputs.gpus).free_bytes
+        if memory_bytes is None:
+            rule = f"the free memory of {config.device} must be known, got none from its driver"
+            raise InputError(f"{rule}; give --gpu-memory or --patch")
+        name = f"{config.device}, with {format_bytes(memory_bytes)} free,"
+    try:
+        return planner.patch_for(job_of(config, 1, 0), memory_bytes, name)
+    except ValueError as error:
+        raise DoesNotFitError(str(error)) from None
+
+
+def _with_curriculum(config: RunConfig, inputs: Inputs) -> RunConfig:
+    """Fill in whether there is a curriculum, and its coarse grid: none where that would leave the deepest level fewer
+    than two voxels along an axis."""
+    without = dataclasses.replace(config, curriculum="off", coarse_grid=(0, 0, 0))
+    if config.curriculum == "off":
+        return without
+    divisor = config.unet.divisor
+    extent = config.grid if config.is_patch else grid_size(inputs.store, extent=config.extent, multiple=1)
+    coarse = network_grid(extent, config.resolution / 2, divisor)  # the resolution of patches is 1
+    if min(coarse) >= 2 * divisor:
+        return dataclasses.replace(config, curriculum="half", coarse_grid=coarse)
+    if config.curriculum == "half":
+        rule = f"--curriculum must be off where half of {by(config.grid)} is below {2 * divisor} along an axis"
+        raise InputError(f"{rule}, got half, a grid of {by(coarse)}; leave it out, or choose a smaller --depth")
+    return without
+
+
+# --- What a step takes ---
 
 
 def _with_estimate(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
@@ -307,48 +444,45 @@ def _with_estimate(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
     job = dataclasses.replace(plan.job, threads=thread_plan(host).intra_op)
     try:
         known = find_constants(job.threads, host), load_accuracy(versions=installed_versions())
-        coarse = None
         if config.coarse_steps:
-            at_half = dataclasses.replace(plan, config=config.at(0))
-            half_job = dataclasses.replace(job, shape=at_half.config.grid, unet=at_half.config.unet)
-            coarse = _price(at_half, host, *known)(half_job)
-        plan = dataclasses.replace(plan, coarse=coarse)
+            coarse = dataclasses.replace(plan, config=config.at(0))
+            coarse_job = dataclasses.replace(job, shape=coarse.config.grid, unet=coarse.config.unet)
+            plan = dataclasses.replace(plan, coarse=_price(coarse, host, *known)(coarse_job))
         price = _price(plan, host, *known)
         if pick:
             choice = planner.fastest_that_fits(job, price, host.free_bytes)
             config = config.with_policy(choice.policy)
             reasons["policy"] = f"policy {choice.policy}: {choice.reason(f'{format_bytes(host.free_bytes)} free')}"
             job = dataclasses.replace(job, unet=config.unet)
-        found = price(job)
+        return dataclasses.replace(plan, config=config, estimate=price(job), reasons=reasons)
     except ValueError as error:
         if not force:
             raise InputError(f"{error}; or --force") from None
         return dataclasses.replace(plan, reasons={**reasons, "memory": f"none, {error}"})
-    return dataclasses.replace(plan, config=config, estimate=found, reasons=reasons)
 
 
 def _price(plan: Plan, host: Host, constants: HostConstants, accuracy: Accuracy) -> planner.Price:
-    """What jobs take on this host, the run's whole volumes and the workers' exchange in their upper bound.
+    """What jobs take on this host, with what the run holds beside its steps in their upper bound.
 
     Of several workers it is the memory of one, of which `host` is the share, and the time of all of them together,
-    their exchange aside. Its variables are held once more where its grid changes, and where steps are timed before it.
+    their exchange aside. The variables are held once more where the run's grid changes, and where steps are timed
+    before it.
     """
-    config, store = plan.config, plan.store
-    again = bool(config.coarse_steps) + (bool(config.budget_minutes) and not config.steps)
-    kept, left = 0, plan.coarse.allocator_peak_bytes if plan.coarse else 0
+    config, kept_bytes = plan.config, 0
+    copies = bool(config.coarse_steps) + (bool(config.budget_minutes) and not config.steps)
+    left_bytes = plan.coarse.allocator_peak_bytes if plan.coarse else 0
     if config.read_mode == "ram":  # asked for: else the kernel may drop what it keeps of files
-        cases = [case for split in ("train", "val") for case in store.cases(split)]
-        kept = sum(case.image_bytes + case.label_bytes for case in cases) // plan.workers
+        cases = [case for split in ("train", "val") for case in plan.store.cases(split)]
+        kept_bytes = sum(case.image_bytes + case.label_bytes for case in cases) // plan.workers
 
     def price(job: Job) -> Estimate:
-        variables = again * sum(one.bytes for one in training_step(job).resident if one.group in VARIABLES)
+        saved = ("weights", "optimizer slots", "averaged weights")  # what a checkpoint holds
+        variables = sum(tensor.bytes for tensor in training_step(job).resident if tensor.group in saved)
         return of_one(estimate(job, constants, accuracy, host.memory_bytes), plan.workers).with_beside(
             Component("whole volumes", _whole_volumes(plan, job), "derived: of validation, or to be averaged down"),
-            Component(
-                "variables, once more", variables, "exact: as they were before steps are timed, or of the other grid"
-            ),
-            Component("left by coarse steps", left, "at most: pages that lie too scattered for maps of full size"),
-            Component("files kept in memory", kept, "exact: all that the run reads, in read mode ram"),
+            Component("variables, once more", copies * variables, "exact: of before the timing, or of another grid"),
+            Component("left by coarse steps", left_bytes, "at most: pages too scattered for maps of full size"),
+            Component("files kept in memory", kept_bytes, "exact: all that the run reads, in read mode ram"),
         )
 
     return price
@@ -359,25 +493,17 @@ def _whole_volumes(plan: Plan, job: Job) -> int:
     config = plan.config
     if config.resolution == 1 and not (config.is_patch and plan.store.manifest.split["val"]):
         return 0
-    return whole_volume_bytes(job, plan.volume_shape, config.resolution)
-
-
-def _card_bytes(config: RunConfig) -> int:
-    return planner.gpu_bytes(job_of(config, threads=1, cases=0))
+    return whole_volume_bytes(job, volume_shape(plan.store, config), config.resolution)
 
 
 def _check_card(plan: Plan, card: Gpu) -> None:
-    config, needed = plan.config, _card_bytes(plan.config)
-    if card.free_bytes is None or needed <= card.free_bytes:
-        return
-    what = ["another --device" if plan.saved else "a smaller --patch" if config.is_patch else "--mode patch"]
-    if config.micro > 1 and not (plan.saved and config.unet.norm == "batch"):  # which has to keep it
-        what.append("a smaller --micro-batch")
-    what += [] if plan.saved else ["fewer --filters"]
-    raise DoesNotFitError(
-        f"{config.device} must hold a step of {format_bytes(needed)}, got {format_bytes(card.free_bytes)} free of "
-        f"{format_bytes(card.memory_bytes)}; choose {', '.join(what)}, or --force"
-    )
+    config, needed = plan.config, planner.gpu_bytes(plan.job)
+    if card.free_bytes is not None and needed > card.free_bytes:
+        smaller = "another --device" if plan.saved else "fewer --filters, a smaller --patch or --micro-batch"
+        raise DoesNotFitError(
+            f"{config.device} must hold a step of {format_bytes(needed)}, got {format_bytes(card.free_bytes)} free of "
+            f"{format_bytes(card.memory_bytes)}; choose {smaller}, or --force"
+        )
 
 
 def _other_grids(plan: Plan) -> List[Tuple[str, Shape3]]:
@@ -389,3 +515,26 @@ def _other_grids(plan: Plan) -> List[Tuple[str, Shape3]]:
     brain = grid_size(plan.store, extent="brain", multiple=config.unet.divisor)
     smaller = config.resolution == 1 and config.extent == "full" and brain != config.grid
     return [("--extent brain", brain)] if smaller else []
+
+
+def _memory_and_time(plan: Plan, host: Host) -> List[str]:
+    """What a step takes, and the run."""
+    if plan.config.device != "cpu":
+        return [f"a step takes {format_bytes(planner.gpu_bytes(plan.job))} of the card; {planner.ASSUMPTIONS}"]
+    full = plan.estimate
+    if full is None:
+        return []
+    steps = [
+        f"{name}: allocator peak {format_bytes(one.allocator_peak_bytes)}, process peak "
+        f"{format_bytes(one.process_peak_bytes)}, {format_seconds(one.step_s)}"
+        for name, one in (("a coarse step", plan.coarse), ("a step", full))
+        if one
+    ]
+    return [
+        *steps,
+        f"errors: {', '.join(f'{name} {full.error(name)}' for name in ('allocator_peak', 'process_peak', 'step_s'))}",
+        f"up to {format_bytes(plan.upper_bound_bytes)} of {format_bytes(host.free_bytes)} free ({full.margin})",
+        f"{format_seconds(full.volume_s)} a volume, {format_seconds(full.epoch_s)} an epoch, "
+        f"{format_seconds(plan.training_s)} in all, validation aside; seconds: {full.constants.basis(host)}",
+        STORE_NOTE,
+    ]

@@ -45,12 +45,6 @@ def left_open(value: Optional[str]) -> Optional[str]:
 SCHEMA = 1
 """Version of the run folder's layout. A run of another version is refused, never guessed at."""
 
-CURRICULA = (AUTO, "off", "half")
-"""Whether a run's first steps are at half its resolution."""
-
-MODES = ("whole", "patch")
-"""What a step sees of a case: all of its extent, or a patch of it."""
-
 SCHEDULES: Dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
     "polynomial": lambda progress: (1 - progress) ** 0.9,  # nnU-Net's exponent
@@ -73,9 +67,8 @@ CHANGEABLE = (
     *("read_mode", "save_minutes", "keep", "stall_minutes"),
     *("learning_rate", "adam_rate", "device", "micro_batch", "unet.policy"),
 )
-"""Settings that may change when a run is continued; all others would make it another run. The last five change what
-the steps to come compute: the last three to rounding, the rates by more. With batch norm the micro-batch is none of
-them, as its statistics are of what is computed together."""
+"""Settings that may change when a run is continued; all others would make it another run. With batch norm the
+micro-batch is none of them, as its statistics are of what is computed together."""
 
 
 _data, _patches, _training, _network = (
@@ -120,7 +113,7 @@ class RunConfig:
         1.0, "share of the store's that the network sees; scores are on the full grid", "R", above=0, at_most=1
     )
 
-    mode: str = _patches("whole", "what a step sees: whole volumes, or patches of them", choices=MODES)
+    mode: str = _patches("whole", "what a step sees: whole volumes, or patches of them", choices=("whole", "patch"))
     foreground: float = _patches(1 / 3, "share of patches around labels (default: 1/3)", "F", at_least=0, at_most=1)
     patches_per_case: int = _patches(1, "a case an epoch (default: as many as make up its voxels)", "N", at_least=1)
     device: str = _patches("cpu", "cpu, or gpu:0 (default: a GPU where there is one, for patches)", "D")
@@ -137,7 +130,7 @@ class RunConfig:
         AUTO,
         f"half: the first {COARSE_SHARE:.3g} of the steps at half the resolution, or on patches of half the edge, the "
         "others in full; auto: half, where the network's grid allows it",
-        choices=CURRICULA,
+        choices=(AUTO, "off", "half"),
     )
     batch: int = _training(1, "volumes a step, of all workers together", "N", at_least=1, one_of="batch")
     """An epoch is as many whole batches as the cases fill, so it may leave some to the next."""
@@ -301,7 +294,7 @@ def recipe_config(settings: Mapping[str, Any]) -> RunConfig:
     """What chosen settings start from: their "recipe", or DEFAULT_RECIPE. dtype and grid follow from host and store."""
     recipe = RECIPES[settings.get("recipe") or DEFAULT_RECIPE]
     names = ("unet", "batch", "micro_batch", "optimizer")
-    return with_settings(RunConfig(**{one: getattr(recipe.job, one) for one in names}), recipe.settings)
+    return with_settings(RunConfig(**{name: getattr(recipe.job, name) for name in names}), recipe.settings)
 
 
 def as_options(settings: Mapping[str, Any]) -> List[str]:
@@ -321,8 +314,8 @@ def command_at_half_rate(config: RunConfig, run: Path, workers: int) -> str:
 
 def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     """`config` with the chosen settings in their places, but for what is "auto" and for `Shorthand`, which the plan
-    decides. A length, or validations, chosen in one way take the place of those that `config` has in another. Raises
-    ValueError or InputError for values out of range.
+    decides. A length, or validations, chosen in one way replace those that `config` has in another. Raises ValueError
+    or InputError for values out of range.
     """
     augment = NO_AUGMENT if settings.get("no_augment") else config.augment
     augment = dataclasses.replace(augment, **_fields_of(AugmentConfig, settings))
@@ -355,28 +348,27 @@ def load_config(run: Path) -> RunConfig:
     if not path.is_file():
         raise InputError(f"run {run} must hold a config.json, found none; name a folder that `train` has written")
     try:
-        content = read_json(path)
-        schema = content.pop("schema")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise InputError(f"run config {path} must be JSON with a schema, got {error!r}; restore it") from None
-    if schema != SCHEMA:
+        content = typed(read_json(path), Dict[str, Any], "config")
+        schema = content.pop("schema", None)
+        config = config_from_json(content) if schema == SCHEMA else None
+    except (InputError, ValueError) as error:
+        raise InputError(
+            f"run config {path} must be JSON with a schema and all settings, got {error}; restore it"
+        ) from None
+    if config is None:
         raise InputError(f"run {run} must have schema {SCHEMA}, got {schema}; use the version that made it, or retrain")
-    try:
-        return config_from_json(content)
-    except (InputError, KeyError, ValueError) as error:
-        raise InputError(f"run config {path} must be complete, got {error}; restore it") from None
+    return config
 
 
-def config_from_json(content: Dict[str, Any]) -> RunConfig:
-    """Raises ValueError and InputError for content that is none, and KeyError for what no run is without."""
-    missing = [name for name in _NEEDED if name not in content]
-    if missing:
-        raise KeyError(missing[0])
+def config_from_json(content: Mapping[str, Any]) -> RunConfig:
+    """The configuration that `dataclasses.asdict` gave. Raises ValueError or InputError where it is not whole."""
     config = typed(content, RunConfig, "config")
+    missing = [name for name in _NEEDED if name not in content]
+    _require(not missing, "config", "be complete", f"no {', '.join(missing)}")
     if config.store_channels:  # what follows from a store is known
-        for name, there in (("channels", config.store_channels), ("regions", config.region_codes)):
+        for name, known in (("channels", config.store_channels), ("regions", config.region_codes)):
             chosen = getattr(config, name)
-            _require(bool(chosen) and set(chosen) <= set(there), name, f"be some of {', '.join(there)}", chosen)
+            _require(bool(chosen) and set(chosen) <= set(known), name, f"be some of {', '.join(known)}", chosen)
         _require(min(config.grid) >= 1, "grid", "be positive", config.grid)
     return config
 

@@ -12,11 +12,11 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.data.splits import with_fold
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.decide import job_of
 from cpu3d.errors import DoesNotFitError, InputError, how_to_install
 from cpu3d.host.observe import Observer, read_runs
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference
+from cpu3d.plan import job_of
 from cpu3d.run.checkpoint import newest
 from cpu3d.run.log import read_events
 from cpu3d.training.fit import Fit
