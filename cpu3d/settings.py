@@ -305,10 +305,13 @@ def as_options(settings: Mapping[str, Any]) -> List[str]:
 
 def command_at_half_rate(config: RunConfig, run: Path, workers: int) -> str:
     """What a user types to go on with a run from its last checkpoint at half its learning rates."""
-    names = ("learning_rate", "adam_rate") if config.optimizer == "muon" else ("learning_rate",)
-    rates = to_command_line(RunConfig, {name: float(f"{getattr(config, name) / 2:.3g}") for name in names})
+    rates = {
+        "learning_rate": config.peak_rate,
+        **({"adam_rate": config.adam_rate} if config.optimizer == "muon" else {}),
+    }
+    halves = to_command_line(RunConfig, {name: float(f"{rate / 2:.3g}") for name, rate in rates.items()})
     launch = ["launch", "--workers", str(workers)] if workers > 1 else []
-    command = shlex.join([*launch, "train", "--store", config.store, "--run", str(run), *rates])
+    command = shlex.join([*launch, "train", "--store", config.store, "--run", str(run), *halves])
     return as_typed(f"./run.sh {command}")
 
 

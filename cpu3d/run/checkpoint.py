@@ -26,12 +26,16 @@ import numpy as np
 from cpu3d.errors import InputError
 from cpu3d.run.log import flush_log
 from cpu3d.util.atomic import atomic_write
+from memory_estimator.common.files import open_regular
 
 SCHEMA = 1
 
 BEST = "best.npz"
 
 _STATE = "state.json"
+
+STATE_BYTES = 2**20
+"""More than any state has: what is read of one whose arrays are not checked."""
 
 
 class DamagedCheckpointError(InputError):
@@ -175,6 +179,17 @@ def write_next(run: Path, step: int, arrays: Mapping[str, Any], state: Dict[str,
 def write_best(run: Path, weights: Mapping[str, Any], state: Dict[str, Any]) -> None:
     """Keep the network's weights alone as the best so far."""
     save_checkpoint(_folder(run) / BEST, weights, state)
+
+
+def best_score(run: Path) -> Optional[float]:
+    """The mean Dice of a run's best weights, as their file says, of which only the state is read; None without such a
+    file, for a damaged one, and for a run without validation."""
+    with contextlib.suppress(Exception):  # a damaged file may raise anything
+        with os.fdopen(open_regular(_folder(run) / BEST), "rb") as file, zipfile.ZipFile(file) as archive:
+            state = io.BytesIO(archive.open(f"{_STATE}.npy").read(STATE_BYTES))
+        best = json.loads(np.lib.format.read_array(state).tobytes())["best"]
+        return best if isinstance(best, float) and math.isfinite(best) else None
+    return None
 
 
 def checkpoints(run: Path) -> List[Path]:

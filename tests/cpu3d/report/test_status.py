@@ -11,6 +11,7 @@ from rich.console import Console
 
 from cpu3d.__main__ import main
 from cpu3d.report.status import describe, run_status
+from cpu3d.run.checkpoint import write_best
 from cpu3d.run.heartbeat import heartbeat_path, write_heartbeat
 from cpu3d.run.log import append_event
 from cpu3d.settings import RunConfig, save_config
@@ -35,6 +36,7 @@ def run(tmp_path):
     checkpoint = folder / "checkpoints" / "step-00000100.npz"
     checkpoint.write_bytes(b"12345")
     os.utime(checkpoint, (time.time() - 240, time.time() - 240))
+    write_best(folder, {}, {"best": 0.8})
     return folder
 
 
@@ -63,12 +65,12 @@ def test_a_run_that_goes_on(run, capsys):
     # 240 s beside 120 steps: 2 s more for each of the 3880 that are left.
     assert found.seconds_left == pytest.approx(3880 * 4)
     assert (found.recent_steps, found.loss) == (50, pytest.approx(0.955))
-    assert (found.best, found.validation["step"]) == (0.8, 100)
+    assert (found.best, found.validation["step"], found.dice) == (0.8, 100, {"WT": 0.5, "TC": 0.25})
     assert (found.checkpoint.step, found.checkpoint.size_bytes) == (100, 5)
     text = printed(run)
     for part in (
         "run: running",
-        "step: 120 of 4,000 (3.0%), 2 s a step, about 4.31 h to go, until",
+        "step: 120 of 4,000 (3.0%), 2 s a step, about 4.31 h left, until",
         "validation after step 100: Dice WT 0.900 TC 0.700, mean 0.800, best 0.800",
         "checkpoint: step 100, 4",
         "memory: 14.00 GiB free of this machine, 24.00 GiB",
@@ -79,24 +81,30 @@ def test_a_run_that_goes_on(run, capsys):
     assert json.loads(capsys.readouterr().out)["workers"][0]["heartbeat"]["phase"] == "computing"
 
 
-DIFFER = "weights must be the same on all workers, got others on worker 1"
-AGAIN = "next: the same command goes on from step 100"
+AGAIN = "the same command continues from step 100"
 
 
 @pytest.mark.parametrize(
     ("changes", "state", "line"),
     [
         ({"phase": "starting"}, "starting", ""),
-        ({"stop": "memory must keep 1 GiB"}, "stopping", "note: memory must keep 1 GiB"),
+        ({"stop": "memory must keep 1 GiB"}, "stopping", "note: worker 0: memory must keep 1 GiB"),
         ({"exit_code": 0, "reason": "finished"}, "finished", "next: `evaluate --run"),
-        ({"stalled": "the run must give a sign"}, "stalled", "next: when its process has ended, the same command"),
-        ({"exit_code": 1, "reason": "OSError: full"}, "failed", f"why: OSError: full {AGAIN}"),
-        ({"exit_code": 3}, "too large", AGAIN),
+        ({"stalled": "the run must give a sign"}, "stalled", f"next: when its process has ended, {AGAIN}"),
+        (
+            {"exit_code": 1, "reason": "OSError: full"},
+            "failed",
+            f"why: worker 0: OSError: full next: correct what the error names; then {AGAIN}",
+        ),
+        ({"exit_code": 3}, "too large", f"then {AGAIN}"),
         ({"exit_code": 4, "reason": "loss must be finite"}, "diverged", "--learning-rate 0.01 --adam-rate 0.015"),
-        ({"exit_code": 5, "reason": "memory must keep"}, "out of memory", f"why: memory must keep {AGAIN}"),
-        ({"exit_code": 6, "reason": "worker 1 is lost"}, "broken off", f"why: worker 1 is lost {AGAIN}"),
-        ({"exit_code": 6, "reason": DIFFER}, "broken off", "next: take the host that is named out of the run; then"),
-        ({"exit_code": 143, "reason": "saved"}, "interrupted", AGAIN),
+        ({"exit_code": 5, "reason": "memory must keep"}, "out of memory", f"or a larger host; then {AGAIN}"),
+        (
+            {"exit_code": 6, "reason": "worker 1 is lost"},
+            "broken off",
+            f"why: worker 0: worker 1 is lost next: {AGAIN}",
+        ),
+        ({"exit_code": 143, "reason": "saved"}, "interrupted", f"next: {AGAIN}"),
     ],
 )
 def test_every_state_has_its_word_its_exit_code_and_its_advice(run, changes, state, line):
@@ -106,7 +114,19 @@ def test_every_state_has_its_word_its_exit_code_and_its_advice(run, changes, sta
     assert line in text
     fine = state in ("starting", "running", "stopping", "finished")
     assert main(["status", "--run", str(run)]) == (0 if fine else 1)
-    assert ("to go, until" in text) is (state == "starting")
+    assert ("left, until" in text) is (state == "starting")
+
+
+def test_the_best_score_is_that_of_the_best_weights_and_not_of_what_is_left_in_the_log(run):
+    write_best(run, {}, {"best": 0.85})  # the log was cut back to a checkpoint from before it
+    assert run_status(run).best == 0.85
+    write_best(run, {}, {"best": None})  # no validation cases
+    assert run_status(run).best is None
+    (run / "checkpoints/best.npz").write_bytes(b"damaged")
+    assert run_status(run).best is None
+    (run / "checkpoints/best.npz").unlink()
+    os.mkfifo(run / "checkpoints/best.npz")
+    assert run_status(run).best is None
 
 
 @pytest.mark.parametrize(
@@ -128,7 +148,7 @@ def test_a_worker_is_alive_while_its_beat_is_young(run, beat_s_ago, written_s_ag
         text = printed(run)
         assert "0 silent computing, 0 s 120 - 8.00G 9.00G -" in text
         assert "free of" not in text
-        assert "look on node-17 whether process" in text
+        assert "look on node-17 for process" in text
 
 
 def test_the_worst_worker_decides_the_state_and_causes_come_first(run):
@@ -142,7 +162,7 @@ def test_the_worst_worker_decides_the_state_and_causes_come_first(run):
     assert [worker.state for worker in found.workers] == ["broken off", "silent", "running"]
     text = printed(run)
     assert text.index("why: worker 1: no beat") < text.index("why: worker 0: worker 1 is lost")
-    assert f"its last words are in {run}/logs/worker-1.log" in text
+    assert f"its last lines are in {run}/logs/worker-1.log" in text
     write_heartbeat(run, beat(workers=1, started=time.time() - 100))
     write_silent(run, 1, workers=2, started=time.time() - 9000)
     assert run_status(run).state == "running", "files of more workers than the latest attempt has are old"
