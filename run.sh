@@ -151,7 +151,7 @@ acquire() {
       still=0
     fi
     still=$((still + 1))
-    [ "$still" -le 60 ] || die "the set-up of .venv must show signs of life, got none for a minute of ${seen:-an unknown process};" \
+    [ "$still" -le 60 ] || die "the set-up of .venv must change its lock within a minute, which ${seen:-an unknown process} did not;" \
       "  let it go on, or end it; where there is none any more, remove its lock and run this again: rm -r '$lock'"
     sleep 1
   done
@@ -200,7 +200,7 @@ setup() {
   say "Using $python (Python $version) and $requirements."
   [ "$requirements" = requirements.txt ] || cost_of_latest
   # One for the same engine and Python that was cut short, or whose requirements changed, is completed. Any other is
-  # made anew: pip would leave the packages of the other engine beside the new ones.
+  # made again: pip would leave the packages of the other engine beside the new ones.
   [ ! -f "$stamp" ] || mv "$stamp" "$stamp.partial"
   if ! grep -qs "^$requirements $version " "$stamp.partial" || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     rm -rf "$venv"

@@ -43,7 +43,7 @@ class Cluster:
             found = form.fullmatch(address)
             if not found or not 0 < int(found[1]) < 65536:
                 rule = "worker address must be host:port or [IPv6]:port"
-                raise InputError(f"{rule}, got {address!r}; mend TF_CONFIG or --hosts")
+                raise InputError(f"{rule}, got {address!r}; correct TF_CONFIG or --hosts")
             if times > 1:
                 raise InputError(f"workers must each have an address, got {address} twice; change its port")
 
@@ -109,7 +109,7 @@ def from_tf_config(text: str) -> Cluster:
 
     A chief that is named apart has rank 0 and the workers follow. Without a cluster, or an empty one, it is ALONE.
     """
-    todo = "mend it, or unset it to train alone"
+    todo = "correct it, or unset it to train alone"
     try:
         content = typed(parse_json(text), Dict[str, Any])
         tasks = typed(content.get("cluster") or {}, Dict[str, Tuple[str, ...]], "cluster")

@@ -6,9 +6,9 @@
     ./run.sh launch --hosts node1,node2 train --store store --run runs/first --batch 8        (on each of them)
     srun --ntasks-per-node=1 --exclusive ./run.sh launch train --store store --run runs/first --batch 8
 
-The workers share each batch, and learn what one would with the same --batch. What each of them says is added to
-RUN/logs/worker-RANK.log; the first one's is shown too. The first that fails ends all, is named with its last words, and
-gives its exit code. The same command again continues.
+The workers share each batch, and learn what one would with the same --batch. What each of them prints is added to
+RUN/logs/worker-RANK.log; the first one's is shown too. The first that fails ends all, is named with the end of its log,
+and gives its exit code. The same command again continues.
 
 Hosts are those of --hosts, else of TF_CONFIG (then this is one worker, as it says), else of Slurm's step, else this
 one. On several hosts the command is the same on each: the first worker, the chief, writes the run; store and program
@@ -196,4 +196,4 @@ def _launch(plan: Plan, train: Sequence[str], run: Path) -> None:
                 say(line.decode("utf-8", errors="replace").rstrip("\n"))
 
     supervise(jobs, run, show=show, say=say)
-    say(f"launch: {plan.words}: ended well after {format_seconds(time.monotonic() - began_s)}; logs in {logs}")
+    say(f"launch: {plan.words}: finished after {format_seconds(time.monotonic() - began_s)}; logs in {logs}")

@@ -66,7 +66,7 @@ def meet(
                     to_chief.pop_all()
                     return {0: connection}, answer.get("plan")
             if "wrong" in answer:
-                raise InputError(f"{answer['wrong']}; start them all by `launch`, or mend TF_CONFIG")
+                raise InputError(f"{answer['wrong']}; start them all by `launch`, or correct TF_CONFIG")
             wait_for(answer.get("missing", [0]), "missing" in answer)
             time.sleep(TRY_AGAIN_S)
 

@@ -7,6 +7,7 @@ WorkerLostError. So that code is never the cause where a worker ended in another
 """
 
 import contextlib
+import functools
 import shlex
 import signal
 import socket
@@ -19,26 +20,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from cpu3d.errors import DivergedError, DoesNotFitError, InputError, Interrupted, MemoryRunsOutError, WorkerLostError
+from cpu3d.errors import ENDINGS, InputError, Interrupted, WorkerLostError, ending_of
 from cpu3d.run.heartbeat import Heartbeat, is_here, is_suspended, read_heartbeats
 from cpu3d.util.child import forward_signals, how_ended, last_words, start
 from cpu3d.util.records import without_passwords
 
 LOST = WorkerLostError.exit_code
-
-WORDS = {
-    1: "it failed",
-    InputError.exit_code: "bad input",
-    DoesNotFitError.exit_code: "it does not fit the memory",
-    DivergedError.exit_code: "it diverged",
-    MemoryRunsOutError.exit_code: "memory was running out, and it saved",
-    LOST: "it lost another worker, or hung",
-    128 + signal.SIGINT: "stopped by SIGINT",
-    128 + signal.SIGTERM: "stopped by SIGTERM, and it saved",
-    -signal.SIGTERM: "ended before it could save",
-    -signal.SIGKILL: "killed by someone, or by the kernel for want of memory",
-}
-"""What exit codes say, and signals, as negative numbers."""
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
 """How a worker ends that was asked to."""
@@ -56,7 +43,7 @@ class Patience:
 
 
 class WorkerFailedError(InputError):
-    """A worker that did not end well, and so all others with it."""
+    """A worker that failed, and so all others with it."""
 
     def __init__(self, problem: str, exit_code: int):
         super().__init__(problem)
@@ -64,7 +51,7 @@ class WorkerFailedError(InputError):
 
 
 class Job(NamedTuple):
-    """A worker to start, such as "worker 1": its whole environment, and the log that what it says is added to."""
+    """A worker to start, such as "worker 1": its whole environment, and the log that its output is added to."""
 
     name: str
     command: Tuple[str, ...]
@@ -80,62 +67,40 @@ def supervise(
     say: Callable[[str], None] = lambda line: None,
     patience: Patience = Patience(),
 ) -> None:
-    """Run all `jobs` of a run until each has ended well. Call it in the main thread.
+    """Run all `jobs` of a run until each has finished. Call it in the main thread.
 
     `show` is called many times a second, in another thread. SIGINT and SIGTERM are passed on, and when all have ended
-    so raised as Interrupted. Raises WorkerFailedError, of the first that failed. When we are killed the workers get
-    SIGTERM.
+    raised as Interrupted. Raises WorkerFailedError, of the first that failed. When this process is killed the workers
+    get SIGTERM.
     """
     workers: List[_Worker] = []
     children: List[subprocess.Popen] = []
-
-    def passed_on(number: int) -> int:  # a closed terminal is a request to end like any other
-        return signal.SIGTERM if number == signal.SIGHUP else number
-
-    def watch(hanging: Mapping[int, str]) -> None:
-        """Return when all have ended. Where one has failed, the others are asked to, and in the end made to."""
-        is_printed = False
-        while True:
-            left, now = [worker for worker in workers if not worker.has_ended()], time.monotonic()
-            if not left:
-                return
-            failed = [worker for worker in workers if worker.ended_s and worker.failed(signals)]
-            if failed and not is_printed:
-                say(f"launch: {failed[0].job.name} has ended with {failed[0].ending}; waiting for the others to end")
-            is_printed = bool(failed)
-            for worker in left:
-                if any(now - other.ended_s >= patience.settle_s for other in failed):
-                    worker.ask_to_end()
-                hangs = hanging.get(worker.child.pid, "")
-                if hangs or (worker.asked_s is not None and now - worker.asked_s > patience.grace_s):
-                    worker.kill(hangs)
-            time.sleep(patience.poll_s)
-
-    with forward_signals(children, as_signal=passed_on) as signals, _observed(run, show, patience) as hanging:
+    with forward_signals(children, as_signal=_passed_on) as signals, _observed(run, show, patience) as hanging:
+        watch = functools.partial(_watch, workers, signals, hanging, say, patience)
         try:
             for job in jobs:
                 workers.append(_Worker(job))
                 children.append(workers[-1].child)
                 if signals:  # while it was being started
-                    workers[-1].child.send_signal(passed_on(signals[0]))
-            watch(hanging)
+                    workers[-1].child.send_signal(_passed_on(signals[0]))
+            watch()
         except BaseException:
             for worker in workers:
                 worker.ask_to_end()
-            watch(hanging)
+            watch()
             raise
     failed = [worker for worker in workers if worker.failed(signals)]
     if failed:
         # Before those that lost a worker, who then is on another host, and these before those that we have ended.
-        raise _failure(min(failed, key=lambda one: (one.followed, one.ended_s)), workers)
+        raise _failure(min(failed, key=lambda worker: (worker.followed, worker.ended_s)), workers)
     if signals and any(worker.code for worker in workers):  # else it came when all was done
-        raise Interrupted("all workers have ended; the same command continues", passed_on(signals[0]))
+        raise Interrupted("all workers have ended; the same command continues", _passed_on(signals[0]))
 
 
 def wait_for_earlier(run: Path, say: Callable[[str], None], most_s: float = 60.0) -> None:
     """Return when `run` has no workers here: those of a launch that was killed still finish their step and save.
 
-    Raises InputError where they go on for `most_s` and three of their steps, as those of a run that lives do.
+    Raises InputError where they go on for longer than `most_s` and three of their steps.
     """
     began_s, is_printed = time.monotonic(), False
     while left := _beats_here(run):
@@ -151,13 +116,18 @@ def wait_for_earlier(run: Path, say: Callable[[str], None], most_s: float = 60.0
 # --- Private helpers ---
 
 
+def _passed_on(number: int) -> int:
+    """The signal that workers get: a closed terminal is a request to end like any other."""
+    return signal.SIGTERM if number == signal.SIGHUP else number
+
+
 class _Worker:
     """A worker that was started, and what is known of it until it has ended."""
 
     def __init__(self, job: Job):
         self.job, self.ended_s = job, 0.0
         self.asked_s: Optional[float] = None  # when it was asked to end, because others had failed
-        self.hangs = ""  # how one knows that it does
+        self.hangs = ""  # by what it shows
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         with job.log.open("ab") as file:
             file.write(f"--- {now} {job.name}: {without_passwords(shlex.join(job.command))}\n".encode())
@@ -176,7 +146,7 @@ class _Worker:
         return self.child.returncode or 0
 
     def ask_to_end(self) -> None:
-        """Once, where it has not ended; one that is suspended would not hear it."""
+        """Send SIGTERM once, where it has not ended; a process that is suspended would not get it."""
         if self.asked_s is None and not self.has_ended():
             self.asked_s = time.monotonic()
             if is_suspended(self.child.pid):
@@ -201,15 +171,40 @@ class _Worker:
 
     @property
     def ending(self) -> str:
-        """In words, such as "exit code 4 (it diverged)"."""
+        """In words, such as "exit code 2 (bad input)"."""
         if self.hangs or not self.code:
-            return f"hangs, {self.hangs}" if self.hangs else "ended well"
-        return how_ended(self.code) + (f" ({WORDS[self.code]})" if self.code in WORDS else "")
+            return f"hangs, {self.hangs}" if self.hangs else "finished"
+        words = ending_of(self.code).words
+        return how_ended(self.code) + (f" ({words})" if words else "")
+
+
+def _watch(
+    workers: Sequence[_Worker],
+    signals: Sequence[int],
+    hanging: Mapping[int, str],
+    say: Callable[[str], None],
+    patience: Patience,
+) -> None:
+    """Return when all have ended. Where one has failed, the others are asked to end, and in the end made to."""
+    is_printed = False
+    while left := [worker for worker in workers if not worker.has_ended()]:
+        now = time.monotonic()
+        failed = [worker for worker in workers if worker.ended_s and worker.failed(signals)]
+        if failed and not is_printed:
+            say(f"launch: {failed[0].job.name} has ended with {failed[0].ending}; waiting for the others to end")
+        is_printed = bool(failed)
+        for worker in left:
+            if any(now - other.ended_s >= patience.settle_s for other in failed):
+                worker.ask_to_end()
+            hangs = hanging.get(worker.child.pid, "")
+            if hangs or (worker.asked_s is not None and now - worker.asked_s > patience.grace_s):
+                worker.kill(hangs)
+        time.sleep(patience.poll_s)
 
 
 @contextlib.contextmanager
 def _observed(run: Path, show: Callable[[], None], patience: Patience) -> Iterator[Dict[int, str]]:
-    """Read heartbeats and call `show` in a thread. Yields process -> how one knows that it hangs, which grows."""
+    """Read heartbeats and call `show` in a thread. Yields process -> why it counts as hanging, which grows."""
     seen: Dict[int, Tuple[float, float]] = {}  # process -> last beat, and when that came: the time of day may jump
     hanging: Dict[int, str] = {}
     done = threading.Event()
@@ -225,7 +220,7 @@ def _observed(run: Path, show: Callable[[], None], patience: Patience) -> Iterat
                         seen[beat.pid] = beat.beat, time.monotonic()
                     silent_s, suspended = time.monotonic() - seen[beat.pid][1], is_suspended(beat.pid)
                     is_silent = silent_s > (patience.suspended_s if suspended else patience.silent_s)
-                    if is_silent and (suspended or beat.exit_code is None):  # one that has ended waits for the chief
+                    if is_silent and (suspended or beat.exit_code is None):  # else it waits for the chief
                         with tempfile.TemporaryFile(dir=run) as file:  # raises on a full disk, where beats are lost
                             file.write(bytes(2**16))
                         why = "as a signal has stopped it" if suspended else "though it lives"
@@ -241,19 +236,20 @@ def _observed(run: Path, show: Callable[[], None], patience: Patience) -> Iterat
 
 
 def _failure(failed: _Worker, workers: Sequence[_Worker]) -> WorkerFailedError:
-    """The error that names the worker, with its last words and how the others ended."""
-    job, words = failed.job, ["(its log cannot be read: the file system does not answer)"]
-    reader = threading.Thread(target=lambda: words.insert(0, last_words(job.log, failed.begin)), daemon=True)
+    """The error that names the worker, with the last lines of its log and how the others ended."""
+    job, tail = failed.job, ["(its log cannot be read: the file system does not answer)"]
+    reader = threading.Thread(target=lambda: tail.insert(0, last_words(job.log, failed.begin)), daemon=True)
     reader.start()
     reader.join(5.0)
-    others = "; ".join(f"{one.job.name} {one.ending}" for one in workers if one is not failed)
-    lines = [words[0], *([f"the others: {others}"] if others else [])]
+    lines = [tail[0]]
+    if len(workers) > 1:
+        lines.append(f"others: {'; '.join(f'{one.job.name} {one.ending}' for one in workers if one is not failed)}")
     if failed.followed == 1:
         lines.append("no worker here failed in another way: where there are other hosts, look into their logs")
-    place = f"{job.name} on {socket.gethostname()} (process {failed.child.pid})"
-    got = f"{failed.ending}, after {failed.ended_s - failed.began_s:.0f} s; all of it is in {job.log}, which ends:"
-    code = LOST if failed.hangs or failed.code < 0 else failed.code if failed.code in WORDS else 1
-    return WorkerFailedError("\n  ".join([f"{place} must end well, got {got}", *lines]), code)
+    rule = f"{job.name} on {socket.gethostname()} (process {failed.child.pid}) must finish"
+    got = f"{failed.ending}, after {failed.ended_s - failed.began_s:.0f} s; its log {job.log} ends:"
+    code = LOST if failed.hangs or failed.code < 0 else failed.code if failed.code in ENDINGS else 1
+    return WorkerFailedError("\n  ".join([f"{rule}, got {got}", *lines]), code)
 
 
 def _beats_here(run: Path) -> List[Heartbeat]:

@@ -119,7 +119,7 @@ def writable_folder(path: Union[str, Path], what: str) -> Path:
     except OSError as error:
         reason = "a file" if path.is_file() else error.strerror
         raise InputError(
-            f"{what} {path} must be a folder to write to, got {reason}; choose another or mend its permissions"
+            f"{what} {path} must be a folder to write to, got {reason}; choose another, or change its permissions"
         ) from None
 
 

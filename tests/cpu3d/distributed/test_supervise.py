@@ -96,8 +96,8 @@ def test_the_first_failure_stops_the_others_and_is_named_with_its_last_words(job
     told = str(error)
     assert told.startswith("worker 1 on ")
     assert "got exit code 2 (bad input)" in told
-    assert f"all of it is in {jobs[1].log}, which ends:\n  error: no case is left" in told
-    assert told.count("stopped by SIGTERM, and it saved") == 2
+    assert f"its log {jobs[1].log} ends:\n  error: no case is left" in told
+    assert told.count("stopped by SIGTERM, and saved") == 2
     assert "saved" in words(jobs[0])
     assert "no case is left" not in str(failure([job(1, "import sys; sys.exit(1)")])), "of another attempt"
 

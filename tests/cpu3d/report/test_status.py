@@ -94,7 +94,7 @@ AGAIN = "the same command continues from step 100"
         (
             {"exit_code": 1, "reason": "OSError: full"},
             "failed",
-            f"why: worker 0: OSError: full next: correct what the error names; then {AGAIN}",
+            f"OSError: full next: correct what the error names; then {AGAIN}",
         ),
         ({"exit_code": 3}, "too large", f"then {AGAIN}"),
         ({"exit_code": 4, "reason": "loss must be finite"}, "diverged", "--learning-rate 0.01 --adam-rate 0.015"),
@@ -102,7 +102,7 @@ AGAIN = "the same command continues from step 100"
         (
             {"exit_code": 6, "reason": "worker 1 is lost"},
             "broken off",
-            f"why: worker 0: worker 1 is lost next: {AGAIN}",
+            f"worker 1 is lost next: {AGAIN}",
         ),
         ({"exit_code": 143, "reason": "saved"}, "interrupted", f"next: {AGAIN}"),
     ],
