@@ -290,6 +290,21 @@ SETTINGS = (RunConfig, Shorthand, Network, AugmentConfig)
 Chosen settings are a dict of field name -> value."""
 
 
+@dataclass(frozen=True)
+class TrainOptions:
+    """What `train` is given besides the settings of a run."""
+
+    store: Path = option(help="store that `prepare` has written", metavar="DIR")
+    run: Path = option(help="folder for the run; continued where it exists", metavar="DIR")
+    force: bool = option(False, "train although it may not fit the memory that is free")
+    mlflow: str = option("", "where to track the run too, such as sqlite:///mlflow.db or http://localhost:5000", "URI")
+    """No setting of the run: it may hold a password, which is written nowhere."""
+
+
+TRAIN_OPTIONS = (TrainOptions, SETTINGS)
+""""OPTIONS" of `train`, which `launch` reads too."""
+
+
 def recipe_config(settings: Mapping[str, Any]) -> RunConfig:
     """What chosen settings start from: their "recipe", or DEFAULT_RECIPE. dtype and grid follow from host and store."""
     recipe = RECIPES[settings.get("recipe") or DEFAULT_RECIPE]

@@ -7,7 +7,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 ORDER = (
     *({"models"}, {"memory_estimator"}, {"errors"}, {"util"}, {"data"}, {"run"}, {"pages"}, {"host"}, {"settings"}),
-    *({"training", "distributed"}, {"inference"}, {"report"}, {"compare"}, {"bench"}, {"__main__", "demo"}),
+    *({"distributed"}, {"training"}, {"inference"}, {"report"}, {"compare"}, {"bench"}, {"__main__", "demo"}),
 )
 """Rooms beside each other stand in one set; "settings" is what else lies in cpu3d/ itself."""
 

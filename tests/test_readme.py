@@ -1,5 +1,6 @@
-"""The commands, files and links that the README and the pages name exist."""
+"""The commands, files and links that the README and the pages name exist, and what users read is in plain words."""
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -52,6 +53,21 @@ def test_every_command_line_that_is_shown_is_one(path, capsys):
             if ended.code:
                 refused.append(f"{line}: {capsys.readouterr().err}")
     assert not refused
+
+
+NOT_PLAIN = re.compile(
+    r"\bmend|\banew\b|signs? of life|free some|goes on alike|said so|end(?:s|ed)? well|\bluck|what anybody|for ever"
+)
+
+
+@pytest.mark.parametrize("path", [*PAGES, *MODULES, *sorted((ROOT / "models").rglob("*.py"))], ids=str)
+def test_users_read_plain_words(path):
+    """In pages, and in a module's strings, of which --help and errors are made."""
+    texts = [path.read_text(encoding="utf-8")]
+    if path.suffix == ".py":
+        nodes = ast.walk(ast.parse(texts[0]))
+        texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    assert [found for text in texts for found in NOT_PLAIN.findall(" ".join(text.lower().split()))] == []
 
 
 def test_the_tree_has_every_room():

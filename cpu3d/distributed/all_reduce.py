@@ -25,7 +25,7 @@ from cpu3d.distributed.rendezvous import meet
 from cpu3d.errors import WorkerLostError
 
 SILENCE_S = 20.0
-"""A worker of whom nothing has been heard for so long, or that a signal has stopped for so long, is lost."""
+"""A worker that has sent nothing for so long, or that a signal has stopped for so long, is lost."""
 
 MEETING_S = 300.0  # how long a worker waits for the others at the start: the hosts of a queue do not start together
 
@@ -50,7 +50,7 @@ class Exchange:
         return vector
 
     def close(self) -> None:
-        """Take leave of the others, who are at the same point and know what the chief has written: one may be gone."""
+        """Leave the others, who are at the same point and know what the chief has written; one may be gone."""
 
 
 ALONE = Exchange()
@@ -69,8 +69,8 @@ def join(
         return ALONE
     peers, plan = meet(cluster, meeting_s, say, plan)
     if cluster.engine == MEMORY:
-        sum_of_arrays = shared_memory_sum(cluster, peers)
-        return _Joined(cluster, lambda vector: sum_of_arrays(np.asarray(vector)), plan)
+        memory = SharedMemory(cluster, peers)
+        return _Joined(cluster, lambda vector: memory.sum(np.asarray(vector)), plan)
     for peer in peers.values():
         peer.close()
     say(
@@ -130,7 +130,7 @@ class _Joined(Exchange):
             raise lost_by_message(str(error), self._cluster) from error
 
     def close(self) -> None:
-        # When this sum is there, all before it have arrived everywhere; one who leaves right after it may break it off.
+        # When this sum has come, all before it have arrived everywhere; a worker that leaves after it may break it off.
         with contextlib.suppress(WorkerLostError):
             self.sum(self._tf.zeros([1]))
 
@@ -189,81 +189,91 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
 
 # --- The sum between workers of one host, in memory that they share ---
 
-# Each worker copies a piece of its vector to its part of the memory, adds up its share of all parts in the order of
-# ranks, and copies the whole sum. Where one waits for the others, each tells the chief, and the chief tells all.
-
 MEMORY_BYTES = 32 * 2**20  # of all parts
 
 WORD = struct.Struct("<q")
-"""The numbers of the vector, from one who is ready; -1 - rank where the chief has lost a worker."""
+"""The numbers of the vector, from a worker that is ready; -1 - rank where the chief has lost a worker."""
 
 
-def shared_memory_sum(cluster: Cluster, peers: Mapping[int, socket.socket]) -> Callable[[np.ndarray], np.ndarray]:
-    """The function that sums a float32 array (n,) over all workers; `peers` are the connections of `meet`.
+class SharedMemory:
+    """Memory that the workers of a host share; `peers` are the connections of `meet`.
 
-    It raises WorkerLostError when a worker is gone, and ValueError on the chief for vectors of different lengths.
+    Each worker copies a piece of its vector to its part of the memory, adds up its share of all parts in the order of
+    ranks, and copies the whole sum. Where one waits for the others, each tells the chief, and the chief tells all.
     """
-    try:
-        if cluster.is_chief:  # makes the memory, a file without a name, and hands it to the others
-            handle = os.memfd_create("cpu3d")
-            os.posix_fallocate(handle, 0, MEMORY_BYTES)  # a page that cannot be had later would end the process
-        else:
-            peers[0].settimeout(SILENCE_S)
-            handle = socket.recv_fds(peers[0], WORD.size, 1)[1][0]
-    except (OSError, IndexError):
-        raise lost_worker(cluster, 0, GONE) from None
-    for peer in peers.values() if cluster.is_chief else ():
-        with contextlib.suppress(OSError):  # who is gone is noticed by the first sum
-            socket.send_fds(peer, [b"memory"], [handle])
-    try:
-        memory = np.frombuffer(mmap.mmap(handle, MEMORY_BYTES), np.float32)
-    finally:
-        os.close(handle)
-    length = memory.size // (2 * cluster.workers)
-    # In turns: when one half is written again, all workers have been ready in the other, so have read this one.
-    halves = itertools.cycle(memory[: 2 * cluster.workers * length].reshape(2, cluster.workers, length))
 
-    def send(word: int) -> None:
-        for peer in peers.values():
-            with contextlib.suppress(OSError):  # who is gone is noticed when he is heard
+    def __init__(self, cluster: Cluster, peers: Mapping[int, socket.socket]):
+        """Raises WorkerLostError when the chief is gone."""
+        self._cluster, self._peers = cluster, peers
+        try:
+            handle = self._made() if cluster.is_chief else self._received()
+        except (OSError, IndexError):
+            raise lost_worker(cluster, 0, GONE) from None
+        try:
+            memory = np.frombuffer(mmap.mmap(handle, MEMORY_BYTES), np.float32)
+        finally:
+            os.close(handle)
+        self._length = memory.size // (2 * cluster.workers)
+        # In turns: when one half is written again, all workers have been ready in the other, so have read this one.
+        halves = memory[: 2 * cluster.workers * self._length].reshape(2, cluster.workers, self._length)
+        self._halves = itertools.cycle(halves)
+
+    def sum(self, vector: np.ndarray) -> np.ndarray:
+        """A float32 array (n,) summed over all workers.
+
+        Raises WorkerLostError when a worker is gone, and ValueError on the chief for vectors of different lengths.
+        """
+        total, rank, workers = np.empty_like(vector), self._cluster.rank, self._cluster.workers
+        for start in range(0, vector.size, self._length):
+            piece = vector[start : start + self._length]
+            parts = next(self._halves)[:, : piece.size]
+            parts[rank] = piece
+            self._wait_for_all(vector.size)
+            first, last = piece.size * rank // workers, piece.size * (rank + 1) // workers
+            for part in parts[1:, first:last]:
+                parts[0, first:last] += part
+            self._wait_for_all(vector.size)
+            total[start : start + self._length] = parts[0]
+        return total
+
+    def _made(self) -> int:
+        """The chief's memory, a file without a name, whose handle it sends to the others."""
+        handle = os.memfd_create("cpu3d")
+        os.posix_fallocate(handle, 0, MEMORY_BYTES)  # a page that cannot be had later would end the process
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):  # a peer that is gone is noticed by the first sum
+                socket.send_fds(peer, [b"memory"], [handle])
+        return handle
+
+    def _received(self) -> int:
+        self._peers[0].settimeout(SILENCE_S)
+        return socket.recv_fds(self._peers[0], WORD.size, 1)[1][0]
+
+    def _send(self, word: int) -> None:
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):  # a peer that is gone is noticed when its word is read
                 peer.send(WORD.pack(word))
 
-    def wait_for_all(size: int) -> None:
-        """Return when all workers are ready for the same, however long it takes: who hangs is ended by `launch`."""
-        if not cluster.is_chief:
-            send(size)
-        lost = None
-        for rank, peer in peers.items():
+    def _wait_for_all(self, size: int) -> None:
+        """Return when all workers are ready for the same, however long it takes: `launch` ends one that hangs."""
+        is_chief, lost = self._cluster.is_chief, None
+        if not is_chief:
+            self._send(size)
+        for rank, peer in self._peers.items():
             peer.settimeout(None)
             try:
                 word = WORD.unpack(peer.recv(WORD.size))[0]
             except (OSError, struct.error):
-                lost = rank  # hear the others first: to close with a word unread would break off what they are told
+                lost = rank  # read the others first: closing with a word unread would drop what is sent to them
                 continue
             if word < 0:
-                raise lost_worker(cluster, -1 - word, "no answer to worker 0")
-            if cluster.is_chief and word != size:
+                raise lost_worker(self._cluster, -1 - word, "no answer to worker 0")
+            if is_chief and word != size:
                 raise ValueError(f"vectors must have one length, got {word} of worker {rank} and {size} of worker 0")
-        if cluster.is_chief:
-            send(size if lost is None else -1 - lost)
+        if is_chief:
+            self._send(size if lost is None else -1 - lost)
         if lost is not None:
-            raise lost_worker(cluster, lost, GONE)
-
-    def sum_over_workers(vector: np.ndarray) -> np.ndarray:
-        total = np.empty_like(vector)
-        for start in range(0, vector.size, length):
-            piece = vector[start : start + length]
-            parts = next(halves)[:, : piece.size]
-            parts[cluster.rank] = piece
-            wait_for_all(vector.size)
-            first, last = (piece.size * rank // cluster.workers for rank in (cluster.rank, cluster.rank + 1))
-            for part in parts[1:, first:last]:
-                parts[0, first:last] += part
-            wait_for_all(vector.size)
-            total[start : start + length] = parts[0]
-        return total
-
-    return sum_over_workers
+            raise lost_worker(self._cluster, lost, GONE)
 
 
 # --- A worker that is lost ---
@@ -286,4 +296,4 @@ def lost_by_message(message: str, cluster: Cluster) -> WorkerLostError:
     if not named and "CoordinationService/" in message and not cluster.is_chief:
         named = {0}  # that service is the chief's
     known = sorted(named & set(range(cluster.workers)), key=lambda rank: rank == cluster.rank)
-    return lost_worker(cluster, known[0] if known else None, text[:160] or "an error without words")
+    return lost_worker(cluster, known[0] if known else None, text[:160] or "an error without a message")

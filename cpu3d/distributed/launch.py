@@ -43,6 +43,7 @@ from cpu3d.host.gpu import HostGpus
 from cpu3d.host.thread_plan import default_workers, describe_plans, share_of, thread_plans
 from cpu3d.host.topology import EXAMPLE_HOSTS, Topology, read_topology, topology_of
 from cpu3d.plan import make_plan as plan_training
+from cpu3d.settings import TRAIN_OPTIONS
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT
 from cpu3d.util.progress import say
@@ -80,12 +81,10 @@ def run(options: Options) -> int:
     if options.train[:1] != ("train",):
         got = options.train[0] if options.train else "nothing"
         raise InputError(f"launch must be followed by its options and then by train and its own, got {got}; see --help")
-    from cpu3d.training import train
-
-    # Train's own reading of its options: one refusal before anything starts, and not one a worker.
+    # As `train` reads its options: one refusal before anything starts, and not one a worker.
     parser = argparse.ArgumentParser(prog=as_typed("./run.sh launch ... train"))
-    add_options(parser, *train.OPTIONS)
-    training, settings = arguments(train.OPTIONS, parser.parse_args(options.train[1:]), InputError)
+    add_options(parser, *TRAIN_OPTIONS)
+    training, settings = arguments(TRAIN_OPTIONS, parser.parse_args(options.train[1:]), InputError)
     topology = topology_of(options.on_host) if options.on_host else read_topology()
     plan = make_plan(options, os.environ, default_workers(topology))
     if options.json:

@@ -13,7 +13,6 @@ one of them.
 import contextlib
 import dataclasses
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional
 
@@ -28,29 +27,17 @@ from cpu3d.host.thread_plan import describe, share_of
 from cpu3d.plan import Plan, check_fits, make_plan, plan_of_chief, save_plan
 from cpu3d.run.checkpoint import BEST, checkpoints
 from cpu3d.run.log import flush_log, read_events
-from cpu3d.settings import SETTINGS, RunConfig, left_open, load_config, save_config
+from cpu3d.settings import TRAIN_OPTIONS, RunConfig, left_open, load_config, save_config
+from cpu3d.settings import TrainOptions as Options
 from cpu3d.training.tracking import require_mlflow, tracked
 from cpu3d.training.watchdog import Guard
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import say
-from memory_estimator.common.schema import option
 from memory_estimator.common.units import format_seconds
 from memory_estimator.host import Host, read_host
 
-
-@dataclass(frozen=True)
-class Options:
-    """What `train` is given besides the settings of a run."""
-
-    store: Path = option(help="store that `prepare` has written", metavar="DIR")
-    run: Path = option(help="folder for the run; continued where it exists", metavar="DIR")
-    force: bool = option(False, "train although it may not fit the memory that is free")
-    mlflow: str = option("", "where to track the run too, such as sqlite:///mlflow.db or http://localhost:5000", "URI")
-    """No setting of the run: it may hold a password, which is written nowhere."""
-
-
-OPTIONS = (Options, SETTINGS)
+OPTIONS = TRAIN_OPTIONS
 
 
 def run(options: Options, settings: Dict[str, Any]) -> int:

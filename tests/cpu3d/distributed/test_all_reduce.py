@@ -13,10 +13,10 @@ import pytest
 from cpu3d.distributed import all_reduce
 from cpu3d.distributed.all_reduce import (
     ALONE,
+    SharedMemory,
     array_from_chief,
     join,
     lost_by_message,
-    shared_memory_sum,
     text_from_chief,
 )
 from cpu3d.distributed.cluster import ALONE as ALONE_CLUSTER
@@ -86,7 +86,7 @@ def workers(monkeypatch):
                 for peer in peers.values():
                     stack.enter_context(peer)
                 try:
-                    return work(rank, shared_memory_sum(cluster, peers))
+                    return work(rank, SharedMemory(cluster, peers).sum)
                 except (WorkerLostError, ValueError) as error:
                     return error
 
@@ -150,7 +150,7 @@ STOPPED = "Error reported from /job:worker/task:2: Task /job:worker/replica:0/ta
         ("Deadline Exceeded\n\nRPC: /tensorflow.CoordinationService/Heartbeat", 1, "worker 0 (h0:29500) must answer"),
         ("/job:worker/task:1 lost /job:worker/replica:0/task:2", 1, "worker 2 (h2:29500) must answer worker 1"),
         ("/job:worker/task:7 failed: no", 1, "all 3 workers must answer worker 1, got /job:worker/task:7 failed: no"),
-        ("", 1, "all 3 workers must answer worker 1, got an error without words"),
+        ("", 1, "all 3 workers must answer worker 1, got an error without a message"),
         ("x" * 5000, 1, "all 3 workers must answer worker 1, got xxx"),
     ],
 )
