@@ -181,7 +181,7 @@ def _submit(pool: ProcessPoolExecutor, function: Callable[[Any], Any], job: Any)
 
 
 def _end_with_parent() -> None:
-    """In a worker: end when the parent does. One whose parent was killed would wait for work for ever."""
+    """In a worker: end when the parent does. One whose parent was killed would wait for work without end."""
     parent = multiprocessing.parent_process()
 
     def watch():
