@@ -47,11 +47,8 @@ def about(wheel, name):
     return wheel.read(next(one for one in wheel.namelist() if one.endswith(f".dist-info/{name}"))).decode()
 
 
-def test_the_wheel_holds_every_file_of_the_packages_and_no_other(wheel):
+def test_the_wheel_holds_every_file_of_the_packages_the_version_and_both_commands(wheel):
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == files_of(*PACKAGES)
-
-
-def test_the_wheel_has_the_version_of_records_and_both_commands(wheel):
     assert email.message_from_string(about(wheel, "METADATA"))["Version"] == VERSION
     scripts = configparser.ConfigParser()
     scripts.read_string(about(wheel, "entry_points.txt"))
@@ -62,7 +59,6 @@ def test_the_wheel_has_the_version_of_records_and_both_commands(wheel):
     ("words", "usage"),
     [
         ("memory_estimator --help", "usage: memory-estimator "),
-        ("cpu3d --help", "usage: cpu3d "),
         ("cpu3d train --help", "usage: cpu3d train "),
     ],
 )

@@ -91,7 +91,7 @@ class Sandbox(NamedTuple):
         return lines
 
     def installed(self):
-        """ "requirements.txt 3.11", as the environment's stamp says."""
+        """Such as "requirements.txt 3.11", by the environment's stamp."""
         return " ".join((self.root / ".venv/installed").read_text().split()[:2])
 
 
@@ -155,13 +155,9 @@ def test_latest_and_gpu_make_another_environment_and_a_plain_setup_goes_back(san
         left_over = sandbox.root / ".venv/left-over"
         assert not left_over.exists()
         left_over.touch()
-    sandbox.calls()
     code, said = sandbox.run("setup", "--gpu")
     assert (code, "TensorFlow 2.21 with CUDA" in said, left_over.exists()) == (0, True, False), said
     assert sandbox.installed() == "requirements-gpu.txt 3.12"
-    assert sandbox.calls() == [f"pip {sandbox.root}/requirements-gpu.txt"]
-    assert sandbox.run("train") == (0, "")
-    assert sandbox.run("setup", "--gpu") == (0, "Ready: .venv has Python 3.12 and requirements-gpu.txt.\n")
     sandbox.calls()
     for changed in ("requirements-gpu.txt", "requirements-latest.txt"):  # the one includes the other
         with (sandbox.root / changed).open("a") as file:
@@ -170,27 +166,11 @@ def test_latest_and_gpu_make_another_environment_and_a_plain_setup_goes_back(san
         assert sandbox.calls()[0] == f"pip {sandbox.root}/requirements-gpu.txt"
 
 
-def test_the_gpu_s_requirements_are_the_second_engine_s_and_name_the_same_tensorflow():
-    latest, gpu = (
-        [line.split("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
-        for name in ("requirements-latest.txt", "requirements-gpu.txt")
-    )
-    engine = next(line for line in latest if line.startswith("tensorflow=="))
-    assert [line for line in gpu if line] == [
-        "-r requirements-latest.txt",
-        engine.replace("tensorflow", "tensorflow[and-cuda]"),
-    ]
-
-
-@pytest.mark.parametrize(("name", "version"), [("python3", "3.8"), ("python3.11", "0.0")])
-def test_a_python_that_will_not_do_counts_as_none(sandbox, name, version):
-    sandbox.python(name, version)
+def test_a_python_that_will_not_do_counts_as_none_and_what_is_missing_is_named(sandbox):
+    sandbox.python("python3", "3.8")
+    sandbox.python("python3.11", "0.0")
     code, said = sandbox.run()
     assert (code, "CPython 3.9 to 3.13 must be installed, found none" in said) == (1, True)
-    assert "sudo apt install python3 python3-venv" in said
-
-
-def test_a_python_without_venv_says_which_package_brings_it_and_a_slower_one_is_taken(sandbox):
     sandbox.python("python3.11", "3.11", tools="bare")
     code, said = sandbox.run("setup")
     assert (code, "sudo apt install python3.11-venv" in said) == (1, True)
@@ -229,12 +209,9 @@ def test_words_go_where_they_belong_after_a_set_up(sandbox, arguments, call):
 
 def test_it_works_from_another_folder_and_leaves_relative_paths_to_the_caller(sandbox, tmp_path):
     sandbox.python("python3.11", "3.11")
-    elsewhere = tmp_path / "else where"
-    elsewhere.mkdir()
-    assert sandbox.run("train", "--store", "store", cwd=elsewhere)[0] == 0
-    assert sandbox.calls()[-1] == f"python3.11 -m cpu3d train --store store [{elsewhere}] [{sandbox.root}]"
-    assert sandbox.run("test", cwd=elsewhere)[0] == 0
-    assert sandbox.calls()[-1] == f"python3.11 -m pytest -n auto --maxprocesses 4 [{sandbox.root}] [{sandbox.root}]"
+    for command, folder in (("train --store store", tmp_path), ("test", sandbox.root)):
+        assert sandbox.run(*command.split(), cwd=tmp_path)[0] == 0
+        assert sandbox.calls()[-1].endswith(f"[{folder}] [{sandbox.root}]")
 
 
 def test_an_estimate_needs_no_environment_where_a_python_has_what_it_takes(sandbox, tmp_path):
@@ -286,7 +263,7 @@ def test_who_comes_while_another_sets_up_waits_and_finds_it_ready(sandbox):
     assert [path.name for path in sandbox.root.glob(".venv*")] == [".venv"]
 
 
-def test_a_lock_whose_holder_shows_no_sign_of_life_is_named_with_the_way_out(sandbox):
+def test_a_lock_that_does_not_change_is_named_with_the_way_out(sandbox):
     sandbox.python("python3.11", "3.11")
     (sandbox.bin / "sleep").unlink()
     (sandbox.bin / "sleep").symlink_to("/bin/true")
@@ -318,7 +295,7 @@ def test_any_command_completes_a_setup_that_was_cut_with_its_engine_and_its_pyth
     assert (sandbox.root / ".venv/downloaded").exists()
 
 
-def test_an_environment_of_unknown_making_or_without_its_python_is_made_anew(sandbox):
+def test_an_environment_of_unknown_making_or_without_its_python_is_made_again(sandbox):
     sandbox.python("python3.11", "3.11")
     (sandbox.root / ".venv/lib").mkdir(parents=True)
     (sandbox.root / ".venv/lib/half").touch()
@@ -338,7 +315,6 @@ def test_help_needs_nothing_and_setup_refuses_what_it_does_not_know(sandbox):
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="a Python that run.sh does not take")
 def test_the_probe_is_answered_by_a_real_python(sandbox):
-    """The one question that the stubs answer from a script, put to this very Python."""
     probe = (ROOT / "run.sh").read_text().split("probe='")[1].split("'\n")[0]
     answer = subprocess.run([sys.executable, "-c", probe], stdout=subprocess.PIPE, text=True, check=True).stdout.split()
     assert answer[0] == f"{sys.version_info[0]}.{sys.version_info[1]}"

@@ -146,12 +146,6 @@ def test_settings_that_do_not_suit_are_refused(phantom_store, tmp_path, settings
     assert not (tmp_path / "run").exists()
 
 
-def test_the_paper_s_recipe_is_one_channel_and_one_region(phantom_store, tmp_path):
-    config = decided(phantom_store, tmp_path, recipe="paper-flair")
-    assert (config.unet.channels, config.unet.outputs, config.extent, config.unet.norm) == (1, 1, "full", "batch")
-    assert config.grid == (48, 48, 48)
-
-
 def test_at_a_lower_resolution_the_network_sees_no_more_than_the_extent_takes(phantom_store, tmp_path):
     extent, seen = phantom_store.manifest.largest_box, {}
     for resolution in (0.55, 0.65, 0.8):
