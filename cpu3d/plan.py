@@ -525,9 +525,9 @@ def _memory_and_time(plan: Plan, host: Host) -> List[str]:
     if full is None:
         return []
     steps = [
-        f"{name}: allocator peak {format_bytes(one.allocator_peak_bytes)}, process peak "
-        f"{format_bytes(one.process_peak_bytes)}, {format_seconds(one.step_s)}"
-        for name, one in (("a coarse step", plan.coarse), ("a step", full))
+        f"{name}allocator peak {format_bytes(one.allocator_peak_bytes)}, process peak "
+        f"{format_bytes(one.process_peak_bytes)}, {format_seconds(one.step_s)} a step"
+        for name, one in (("coarse steps: ", plan.coarse), ("", full))
         if one
     ]
     return [

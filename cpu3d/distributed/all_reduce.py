@@ -75,7 +75,7 @@ def join(
         peer.close()
     say(
         f"warning: TensorFlow serves port {cluster.addresses[cluster.rank].rpartition(':')[2]} of this host on all "
-        "networks, with no password: whoever reaches it can read and write files as you (docs/workers.md)"
+        "networks, without a password: anyone who reaches it can read and write files as you (docs/workers.md)"
     )
     return _Joined(cluster, _tensorflow_sum(cluster), plan)
 
@@ -282,7 +282,7 @@ GONE = "no connection: its process has ended or its host is gone"
 
 
 def lost_worker(cluster: Cluster, rank: Optional[int], reason: str) -> WorkerLostError:
-    """The error for the user: worker `rank` is gone, None where nobody knows which, by what `reason` tells of it."""
+    """The error for the user: worker `rank` is gone, None where it is not known which, for `reason`."""
     name = f"all {cluster.workers} workers" if rank is None else f"worker {rank} ({cluster.addresses[rank]})"
     rule = "must reach the others" if rank == cluster.rank else f"must answer worker {cluster.rank}"
     todo = "see the logs, the same command continues from the last checkpoint"
@@ -290,7 +290,7 @@ def lost_worker(cluster: Cluster, rank: Optional[int], reason: str) -> WorkerLos
 
 
 def lost_by_message(message: str, cluster: Cluster) -> WorkerLostError:
-    """The same from an engine's message, some twenty lines from C++: which worker is gone, as far as known, and how."""
+    """The error from an engine's message, some twenty lines of C++: which worker is gone, as far as known, and how."""
     text = message.partition("aborted by:")[2].split("\n")[0].strip() or message.strip().split("\n")[0]
     named = {int(rank) for rank in re.findall(r"/job:worker(?:/replica:\d+)?/task:(\d+)", message)}
     if not named and "CoordinationService/" in message and not cluster.is_chief:

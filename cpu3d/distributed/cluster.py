@@ -178,7 +178,7 @@ def addresses(host: str) -> FrozenSet[str]:
 
 
 def free_ports(count: int) -> Tuple[int, ...]:
-    """Ports of this host that nobody has, below those that Linux gives to whoever asks for any."""
+    """Ports of this host that are free, below those that Linux hands out by itself."""
     with contextlib.ExitStack() as held:
         found: Dict[int, socket.socket] = {}
         for port in random.sample(range(20000, 32768), 12768):
@@ -189,7 +189,7 @@ def free_ports(count: int) -> Tuple[int, ...]:
         return tuple(found)
 
 
-# --- What Slurm tells a task that `srun` has started, by the variables of srun(1), OUTPUT ENVIRONMENT VARIABLES ---
+# --- Slurm: the variables that srun(1), OUTPUT ENVIRONMENT VARIABLES, sets for a task ---
 
 # By hand, as TensorFlow's SlurmClusterResolver needs TensorFlow imported and asks for NVIDIA cards.
 

@@ -22,8 +22,8 @@ from memory_estimator.common.files import parse_json
 
 POLL_S, TRY_AGAIN_S = 0.05, 0.5
 SAY_AFTER_S = 10.0
-HELLO_S = 5.0  # for whoever has connected to say who he is
-HELLO_BYTES, PLAN_BYTES = 4096, 2**24  # the most that a caller may say, and the chief
+HELLO_S = 5.0  # for a caller that has connected to send its rank
+HELLO_BYTES, PLAN_BYTES = 4096, 2**24  # the most that a caller may send, and the chief
 PIECE_BYTES = 2**15  # sent at a time: a socket of the host takes no larger message
 
 
@@ -41,12 +41,12 @@ def meet(
     until_s, say_at_s = time.monotonic() + limit_s, time.monotonic() + SAY_AFTER_S
 
     def wait_for(missing: Sequence[int], is_over: bool = False) -> None:
-        """Say once, after a while, for whom we wait. Raises WorkerLostError when the time is over."""
+        """Say once, after a while, which workers are missing. Raises WorkerLostError when the time is over."""
         nonlocal say_at_s
         workers = ", ".join(f"worker {rank} ({cluster.addresses[rank]})" for rank in missing)
         if is_over or time.monotonic() >= until_s:
             todo = "see whether it runs and whether worker 0 can be reached, then give the same command again"
-            raise WorkerLostError(f"{workers} must come within {limit_s:g} s, got no sign; {todo}")
+            raise WorkerLostError(f"{workers} must come within {limit_s:g} s, got nothing from it; {todo}")
         if time.monotonic() >= say_at_s:
             say(f"waiting for {workers}, of this run by TF_CONFIG; without that variable it has one worker")
             say_at_s = float("inf")
@@ -123,7 +123,7 @@ def _of_host(cluster: Cluster, rank: int, method: str) -> socket.socket:
 
 
 def _is_stranger(cluster: Cluster, connection: socket.socket) -> bool:
-    """Whether, by the kernel's word, another user of this host is at the other end."""
+    """Whether another user of this host is at the other end, as the kernel says."""
     if cluster.engine != MEMORY:
         return False
     _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -133,7 +133,7 @@ def _is_stranger(cluster: Cluster, connection: socket.socket) -> bool:
 def _gather(
     listeners: Sequence[socket.socket], cluster: Cluster, wait_for: Callable[[Sequence[int]], None], plan: Any
 ) -> Dict[int, socket.socket]:
-    """The chief's part. Each caller is heard in a thread of its own, so that a silent one holds up nobody."""
+    """The chief's part. Each caller is read in a thread of its own, so that a silent one delays nobody."""
     here: Dict[int, socket.socket] = {}
     turn, others = threading.Lock(), range(1, cluster.workers)
 
@@ -155,11 +155,11 @@ def _gather(
             wait_for(missing)
             for listener in select.select(listeners, [], [], POLL_S)[0]:
                 listener.settimeout(POLL_S)
-                with contextlib.suppress(OSError):  # who has gone again by now
+                with contextlib.suppress(OSError):  # the caller has gone again
                     threading.Thread(target=hear, args=(listener.accept()[0],), daemon=True).start()
             with turn:
                 for rank in [rank for rank, one in here.items() if select.select([one], [], [], 0)[0]]:
-                    here.pop(rank).close()  # they have nothing to say while they wait: this one has gone again
+                    here.pop(rank).close()  # they send nothing while they wait: this one has gone again
                 missing = [rank for rank in others if rank not in here]
         for connection in here.values():
             _send(connection, {"go": True, "plan": plan})
@@ -174,7 +174,7 @@ def _gather(
 def _send(connection: socket.socket, content: Any) -> None:
     line = json.dumps(content).encode() + b"\n"
     connection.settimeout(HELLO_S)
-    with contextlib.suppress(OSError):  # who is gone is noticed when TensorFlow wants him
+    with contextlib.suppress(OSError):  # a worker that is gone is noticed when TensorFlow needs it
         for start in range(0, len(line), PIECE_BYTES):
             connection.sendall(line[start : start + PIECE_BYTES])
 

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
-from cpu3d.errors import MemoryRunsOutError, WorkerLostError
+from cpu3d.errors import MemoryRunsOutError, WorkerLostError, exit_code_of
 from cpu3d.host.memory import peak_rss_bytes, resident
 from cpu3d.run.heartbeat import (
     BEAT_S,
@@ -344,10 +344,9 @@ def how_it_ended(error: Optional[BaseException]) -> Tuple[str, int]:
     """(reason, exit code) of a process that ends by this exception, as the command line has it."""
     if error is None:
         return "finished", 0
-    default = 130 if isinstance(error, KeyboardInterrupt) else 1
     first, name = str(error).strip().partition("\n")[0][:400], type(error).__name__
     reason = first if hasattr(error, "exit_code") else ": ".join(filter(None, (name, first)))
-    return reason or name, getattr(error, "exit_code", default)
+    return reason or name, exit_code_of(error)
 
 
 @contextlib.contextmanager

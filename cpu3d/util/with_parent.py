@@ -3,7 +3,7 @@
     python with_parent.py PARENT_PID COMMAND ...
 
 The command takes this process's place and gets SIGTERM when its parent has died, so that a training whose caller
-was killed saves and ends instead of going on unseen. On systems other than Linux it is run as it is.
+was killed saves and ends. On systems other than Linux it is run as it is.
 """
 
 import ctypes
