@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 
 import nibabel
 import numpy as np
@@ -9,6 +10,10 @@ import pytest
 
 from cpu3d import demo
 from cpu3d.__main__ import main
+from cpu3d.errors import DivergedError, Interrupted
+from cpu3d.report import report
+from cpu3d.training.watchdog import how_it_ended
+from memory_estimator.common.files import NotRegularError
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +72,25 @@ def test_bad_input_exits_with_2_and_says_why(arguments, message, capsys, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupt_exits_with_130_and_says_what_to_do(monkeypatch, capsys):
-    from cpu3d.report import report
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted: the same command continues"),
+        (Interrupted("saved", signal.SIGTERM), 143, "interrupted: saved"),
+        (DivergedError("loss must be finite"), 4, "error: loss must be finite"),
+        (NotRegularError(0, "a FIFO", "x"), 2, "error: x must be a regular file, got a FIFO"),
+        (ModuleNotFoundError(name="tensorflow"), 2, "error: tensorflow must be installed"),
+        (OSError(28, "No space left on device"), 1, "No space left on device"),
+        (MemoryError(), 1, "error: memory must hold what the command needs"),
+    ],
+)
+def test_the_command_line_and_the_heartbeat_end_with_one_code(error, code, line, monkeypatch, capsys):
+    def fails(options):
+        raise error
 
-    def interrupted(options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(report, "run", interrupted)
-    assert main(["report", "--run", "r"]) == 130
-    assert "the same command continues" in capsys.readouterr().err
+    monkeypatch.setattr(report, "run", fails)
+    assert main(["report", "--run", "r"]) == how_it_ended(error)[1] == code
+    assert line in capsys.readouterr().err
 
 
 def test_a_demo_is_of_no_cluster_that_is_left_over(monkeypatch, tmp_path):

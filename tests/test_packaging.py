@@ -15,7 +15,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from cpu3d.errors import how_to_install
 from cpu3d.util.records import VERSION
+from memory_estimator.common.schema import as_typed
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("cpu3d", "memory_estimator", "models")
@@ -88,3 +90,8 @@ def test_the_requirements_files_pin_what_the_wheel_asks_for(wheel, extras, file)
         of = [extra for extra in extras if (one.marker.evaluate({"extra": extra}) if one.marker else not extra)]
         if of and one.name != "cpu3d":
             assert one.specifier.contains(pins[canonicalize_name(one.name)]), one
+
+
+def test_a_checkout_calls_itself_as_its_user_types_it():
+    assert as_typed("./run.sh estimate, ./run.sh train") == "./run.sh estimate, ./run.sh train"
+    assert how_to_install() == "run `./run.sh setup`"
