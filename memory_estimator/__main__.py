@@ -131,7 +131,7 @@ def _answer(args: argparse.Namespace) -> Answer:
     source, notes = source_job(args)
     job = job_from(args, source)
     named = options.calibration
-    constants = named_constants(named) if named else find_constants(job.threads, host())
+    constants = named_constants(named) if named else find_constants(host())
     # Of a host that is described nothing is installed here: its engines are taken to be those that were recorded.
     accuracy = load_accuracy(versions=None if named or given_bytes else installed_versions())
     host_bytes = given_bytes or host().memory_bytes

@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
-from cpu3d.host.observe import AVERAGE
 from cpu3d.settings import RunConfig
 from cpu3d.training.losses import DiceCrossEntropy
 from cpu3d.training.muon import Muon
@@ -236,7 +235,7 @@ class Learner:
         self._updates.assign_add(1)
         # The early average is a plain mean: 1 - 1/n until the decay is reached, so that it never starts from noise.
         updates = tf.cast(self._updates, tf.float32)
-        with tf.name_scope(AVERAGE):
+        with tf.name_scope("average"):
             for mean, variable in zip(self._average, self.model.trainable_variables):
                 decay = tf.minimum(self.config.ema, 1 - 1 / updates)
                 mean.assign(decay * mean + (1 - decay) * variable)
