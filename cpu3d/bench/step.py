@@ -73,7 +73,7 @@ def step_request(given: Dict[str, Any], options: StepOptions, **more: Any) -> Di
     """
     engine = given.get("engine", AUTO)
     known = Namespace(**{**given, "engine": engine})
-    whole, _ = valid(source_job, known)
+    whole = valid(source_job, known).job
     job = valid(job_from, known, whole or Job(UNetConfig(dtype=read_host().best_dtype)))
     engine = job.engine if whole and engine == AUTO else left_open(engine)
     own = {"engine": engine, "threads": given.get("threads")}

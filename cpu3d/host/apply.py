@@ -9,7 +9,11 @@ Engines: "itex" is TensorFlow with Intel's extension, "stock" without it, None i
 """
 
 import contextlib
+import ctypes
+import importlib.util
+import mmap
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any, Dict, Iterator, Optional, Tuple
@@ -66,6 +70,8 @@ def import_tensorflow(engine: Optional[str] = None) -> Any:
         if not value.isdigit():
             raise InputError(f"{name} must be a whole number of threads, got {value!r}; unset it")
     fresh = "tensorflow" not in sys.modules
+    if fresh:
+        _limit_log()
     with _hidden_plugins() if engine == "stock" else contextlib.nullcontext():
         import tensorflow as tf
     if engine is not None and (engine == "itex") != _itex_is_loaded():
@@ -124,6 +130,25 @@ def installed(engine: Optional[str]) -> bool:
 
 
 # --- Private helpers ---
+
+
+def _limit_log() -> None:
+    """Have XLA and newer TensorFlows log by TF_CPP_MIN_LOG_LEVEL too: they log through absl, which reads no variable.
+
+    So it is told by its own function, before TensorFlow is imported. The function's name has absl's version in it;
+    where there is none the log stays as it is. A crash still writes its last words, whatever the level.
+    """
+    level = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "")
+    package = importlib.util.find_spec("tensorflow")
+    if not level.isdigit() or package is None or package.origin is None:
+        return
+    library = Path(package.origin).with_name("libtensorflow_framework.so.2")
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            found = re.search(rb"_ZN4absl\d+lts_\d+14SetMinLogLevelE\w+", content)
+            name = found[0].decode() if found else ""
+        if name:
+            getattr(ctypes.CDLL(str(library)), name)(min(int(level), 3))  # 0 is all, 3 is fatal errors alone
 
 
 @contextlib.contextmanager
