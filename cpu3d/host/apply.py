@@ -9,11 +9,8 @@ Engines: "itex" is TensorFlow with Intel's extension, "stock" without it, None i
 """
 
 import contextlib
-import ctypes
-import importlib.util
-import mmap
 import os
-import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Dict, Iterator, Optional, Tuple
@@ -70,9 +67,7 @@ def import_tensorflow(engine: Optional[str] = None) -> Any:
         if not value.isdigit():
             raise InputError(f"{name} must be a whole number of threads, got {value!r}; unset it")
     fresh = "tensorflow" not in sys.modules
-    if fresh:
-        _limit_log()
-    with _hidden_plugins() if engine == "stock" else contextlib.nullcontext():
+    with without_notices(), _hidden_plugins() if engine == "stock" else contextlib.nullcontext():
         import tensorflow as tf
     if engine is not None and (engine == "itex") != _itex_is_loaded():
         raise RuntimeError(f"engine must be chosen before TensorFlow is imported, got {engine} on {engine_name(tf)}")
@@ -105,6 +100,43 @@ def set_up(
     return topology.host, plan, tf
 
 
+NOTICES = (
+    "All log messages before absl::InitializeLog",
+    "Compiled cluster using XLA!",
+    "oneDNN custom operations are on",
+    "Could not find cuda drivers",
+    "Unable to register cu",
+)
+"""Parts of lines that TensorFlow and XLA write to stderr whatever TF_CPP_MIN_LOG_LEVEL says."""
+
+
+@contextlib.contextmanager
+def without_notices() -> Iterator[None]:
+    """Keep NOTICES out of stderr, for the import of TensorFlow and for the first computation.
+
+    Libraries write them to the file descriptor, so a process of its own passes on all other lines: those of a crash
+    come through. Where there is no `grep`, and where the user wants all of TensorFlow's log, all lines do.
+    """
+    command = ["grep", "--line-buffered", "-v", *(word for notice in NOTICES for word in ("-e", notice))]
+    try:
+        if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "0":
+            raise OSError
+        stderr = os.dup(2)
+        filtered = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stderr, start_new_session=True)
+    except OSError:
+        yield
+        return
+    os.dup2(filtered.stdin.fileno(), 2)
+    filtered.stdin.close()
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that was started meanwhile keeps it open
+            filtered.wait(1)
+
+
 def in_force(plan: ThreadPlan) -> Dict[str, str]:
     """The plan's variables as they are in this process: a user's own setting has won over the plan's."""
     return {name: os.environ[name] for name in plan.environment if name in os.environ}
@@ -130,25 +162,6 @@ def installed(engine: Optional[str]) -> bool:
 
 
 # --- Private helpers ---
-
-
-def _limit_log() -> None:
-    """Have XLA and newer TensorFlows log by TF_CPP_MIN_LOG_LEVEL too: they log through absl, which reads no variable.
-
-    So it is told by its own function, before TensorFlow is imported. The function's name has absl's version in it;
-    where there is none the log stays as it is. A crash still writes its last words, whatever the level.
-    """
-    level = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "")
-    package = importlib.util.find_spec("tensorflow")
-    if not level.isdigit() or package is None or package.origin is None:
-        return
-    library = Path(package.origin).with_name("libtensorflow_framework.so.2")
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            found = re.search(rb"_ZN4absl\d+lts_\d+14SetMinLogLevelE\w+", content)
-            name = found[0].decode() if found else ""
-        if name:
-            getattr(ctypes.CDLL(str(library)), name)(min(int(level), 3))  # 0 is all, 3 is fatal errors alone
 
 
 @contextlib.contextmanager

@@ -110,12 +110,13 @@ def test_what_cannot_be_set_up_is_refused(without_tensorflow, monkeypatch):
 
 QUIET = """
 import faulthandler, sys
-from cpu3d.host.apply import set_up
+from cpu3d.host.apply import set_up, without_notices
 tf = set_up()[2]
-print(tf.function(lambda x: x + 1, jit_compile=True)(tf.ones(())).numpy())
 faulthandler.enable()
-if sys.argv[1:]:
-    faulthandler._sigabrt()
+with without_notices():
+    print(tf.function(lambda x: x + 1, jit_compile=True)(tf.ones(())).numpy(), flush=True)
+    if sys.argv[1:]:
+        faulthandler._sigabrt()
 """
 
 
