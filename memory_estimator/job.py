@@ -357,10 +357,10 @@ def read_run(folder: Union[str, Path]) -> Source:
             raise ValueError(f"schema {schema}, not {PLAN_SCHEMA}")
         plan = typed(content, _SavedPlan, "plan")
         config, job = plan["config"], typed(plan["job"], Job, "job")
-        if plan["workers"] < 1 or job.batch % plan["workers"]:
-            raise ValueError(f"{plan['workers']} workers for batches of {job.batch}")
         if (set(plan["job"]), set(plan["job"]["unet"])) != (set(vars(job)), set(vars(job.unet))):
             raise ValueError("a job without all of its fields")  # defaults are not what the run has
+        if plan["workers"] < 1 or job.batch % plan["workers"]:
+            raise ValueError(f"{plan['workers']} workers for batches of {job.batch}")
     except OSError as error:
         is_older = (path.parent / "config.json").is_file()
         todo = todo if is_older else "name a folder that `train` has written"

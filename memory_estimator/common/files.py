@@ -109,9 +109,12 @@ def typed(content: Any, kind: Any, name: str = "content") -> Any:
 def _check_rest(record: Any, content: Any, name: str) -> None:
     """Raise ValueError for what msgspec lets pass: unknown fields of a dataclass, numbers that are too large."""
     if dataclasses.is_dataclass(record):
-        unknown = ", ".join(sorted(set(content) - {field.name for field in dataclasses.fields(record)}))
+        names = [field.name for field in dataclasses.fields(record)]
+        unknown = ", ".join(sorted(set(content) - set(names)))
         if unknown:
             raise ValueError(f"{name} must have its fields and no others, got unknown {unknown}")
+        for missing in set(names) - set(vars(record)):  # msgspec leaves plain defaults to the class
+            object.__setattr__(record, missing, getattr(record, missing))
         parts = [(f".{key}", getattr(record, key), value) for key, value in content.items()]
     elif isinstance(record, dict):
         parts = [(f".{key}", value, content.get(key, content.get(str(key)))) for key, value in record.items()]
