@@ -155,7 +155,7 @@ def _answer(args: argparse.Namespace) -> Answer:
     content: Dict[str, Any] = {
         **found.to_json(),
         "host_memory_bytes": memory_bytes * workers,
-        "workers": workers,
+        **({"workers": workers} if workers > 1 else {}),
         "fits": fits,
         "advice": [f"fits with {option}" for option in smaller] + nothing,
         "policy": {"name": job.policy, "picked": bool(choice), "reason": reason},
