@@ -50,14 +50,18 @@ from memory_estimator.estimate import (
     whole_volume_bytes,
 )
 from memory_estimator.host import Host
-from memory_estimator.job import PLAN_SCHEMA, Job, installed_engine, installed_versions, statistics_note, stored_bytes
+from memory_estimator.job import (
+    OPTIMIZERS,
+    PLAN_SCHEMA,
+    Job,
+    installed_engine,
+    installed_versions,
+    statistics_note,
+    stored_bytes,
+)
 from memory_estimator.scaling import of_one
 from memory_estimator.step.training_step import training_step
 from models.layer_plan import training_flops
-
-USUAL_SCALE = {"sgd": "linear", "adam": "sqrt", "muon": "sqrt"}
-"""Linear for SGD (Goyal et al. 2017, "Accurate, Large Minibatch SGD"), the square root for Adam (Malladi et al. 2022,
-"On the SDEs and Scaling Rules for Adaptive Gradient Algorithms") and, a guess, Muon."""
 
 
 @dataclass(frozen=True)
@@ -316,7 +320,7 @@ def _for_workers(config: RunConfig, inputs: Inputs, *, scale: bool) -> RunConfig
     settings, saved, workers = inputs.settings, inputs.saved, inputs.workers
     if "batch_per_worker" in settings:
         config = dataclasses.replace(config, batch=settings["batch_per_worker"] * workers)
-        power = RATE_SCALES[settings.get("rate_scaling") or USUAL_SCALE[config.optimizer]]
+        power = RATE_SCALES[settings.get("rate_scaling") or OPTIMIZERS[config.optimizer].rate_scaling]
         grown = [name for name in ("learning_rate", "adam_rate") if scale or name in settings]
         config = dataclasses.replace(config, **{name: getattr(config, name) * workers**power for name in grown})
     elif "rate_scaling" in settings:
@@ -443,7 +447,7 @@ def _with_estimate(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
         return dataclasses.replace(plan, config=config.with_policy("speed") if pick else config)
     job = dataclasses.replace(plan.job, threads=thread_plan(host).intra_op)
     try:
-        known = find_constants(job.threads, host), load_accuracy(versions=installed_versions())
+        known = find_constants(host), load_accuracy(versions=installed_versions())
         if config.coarse_steps:
             coarse = dataclasses.replace(plan, config=config.at(0))
             coarse_job = dataclasses.replace(job, shape=coarse.config.grid, unet=coarse.config.unet)

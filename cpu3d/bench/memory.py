@@ -29,13 +29,11 @@ from cpu3d.bench.step import (
     step_request,
 )
 from cpu3d.errors import InputError
-from cpu3d.host.thread_plan import thread_plan
 from memory_estimator.calibration import HostConstants, find_constants
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import PALETTE, Table, new_figure, plain, png
 from memory_estimator.common.units import GIB, format_bytes
 from memory_estimator.estimate import estimate
-from memory_estimator.host import read_host
 from models.config import POLICIES
 
 FIGURES = ("allocator_peak_bytes", "process_peak_bytes", "step_s")  # measured and predicted
@@ -63,17 +61,11 @@ def run(given: Dict[str, Any], options: MemoryOptions, turns: Turns, output: Out
         result = compare_policies(request, turns.peer, turns.rounds)
         output.publish("policies", result, policies_table(result))
     else:
-        constants = constants_before(request)
+        constants = find_constants()
         result = harness.in_fresh_process(measure, request)
         result["predicted"] = predict(result, constants)
         output.publish("memory", result, memory_table(result))
     return 0
-
-
-def constants_before(request: Dict[str, Any]) -> HostConstants:
-    """What is known of this host before it is measured, which adds to that."""
-    host = read_host()
-    return find_constants(request.get("threads") or thread_plan(host).intra_op, host)
 
 
 def predict(result: Result, constants: HostConstants) -> Optional[Result]:
@@ -110,7 +102,7 @@ def compare_policies(request: Dict[str, Any], peers: Sequence[str], rounds: int)
         policy: lambda number, one=one: harness.in_fresh_process(measure, {**one, "live": number == 0})
         for policy, one in requests.items()
     }
-    constants = constants_before(request)
+    constants = find_constants()
     found, failures = harness.in_turn({**harness.peers(peers), **ours}, rounds, "memory")
     measured = next((one for policy in POLICIES for one in found[policy] if one), None)
     if not measured:

@@ -11,16 +11,16 @@ import dataclasses
 import itertools
 import os
 import statistics
+import tempfile
 import time
 from argparse import Namespace
 from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, Tuple
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Mapping, Tuple
 
 from cpu3d.bench import harness
 from cpu3d.bench.harness import Output, Result, Turns, gib, host_of, title_of, valid, with_range
 from cpu3d.host.apply import set_up
-from cpu3d.host.fitting import FEWEST_STEPS
-from cpu3d.host.observe import ENOUGH, Observer, live_bytes, trace
 from cpu3d.settings import AUTO, RunConfig, left_open
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table
@@ -73,7 +73,7 @@ def step_request(given: Dict[str, Any], options: StepOptions, **more: Any) -> Di
     """
     engine = given.get("engine", AUTO)
     known = Namespace(**{**given, "engine": engine})
-    whole, _ = valid(source_job, known)
+    whole = valid(source_job, known).job
     job = valid(job_from, known, whole or Job(UNetConfig(dtype=read_host().best_dtype)))
     engine = job.engine if whole and engine == AUTO else left_open(engine)
     own = {"engine": engine, "threads": given.get("threads")}
@@ -130,8 +130,8 @@ def step_table(record: Result) -> Table:
 def measure(request: Dict[str, Any]) -> Result:
     """Do `steps` training steps in the dtype and on the engine of `request`: their time and their memory.
 
-    What the steps show of this host is kept for the estimator. With `request["live"]` one more step is profiled for the
-    bytes that are live over it, with `request["matmul"]` the host's matrix product is timed. All come after the peaks.
+    With `request["live"]` one more step is profiled for the bytes that are live over it, with `request["matmul"]` the
+    host's matrix product is timed. Both come after the peaks.
     """
     if request.get("threads"):  # else they are the host's own number or the environment's
         os.environ.update(dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(request["threads"])))
@@ -162,17 +162,31 @@ def measure(request: Dict[str, Any]) -> Result:
     result = {**request, "step_s": step_s, "step_s_min": min(timed), "step_s_max": max(timed)}
     result.update(volume_s=step_s / batch, **facts)
     if request.get("live"):
-        requests = trace(step, live_bytes)[1]
-        result["live_bytes"] = requests and _most_in_each_part(requests)  # None where the profiler failed
-    if len(timed) >= FEWEST_STEPS and has_known_engine(result):
-        observer = Observer(job_of_record(result), "bench", host, traced=range(len(timed), len(timed) + ENOUGH))
-        for seconds in timed:
-            observer.note(seconds)
-        for _ in range(ENOUGH):
-            observer.note(observer.watch(step))
-        observer.record()
+        requests = _live_bytes(tf, step)
+        result["live_bytes"] = requests and _most_in_each_part(requests)
     best = _matmul_gflops(tf, unet.dtype) if request["matmul"] else None
     return {**result, "gflops": gflops, "matmul_gflops": best, "matmul_peak_share": best and gflops / best}
+
+
+def _live_bytes(tf: Any, step: Callable[[], Any]) -> List[Tuple[float, int]]:
+    """Seconds, and the bytes that TensorFlow's allocator has handed out then, at each of its requests in a step."""
+    # Where TensorFlow keeps the profile's format, from 2.13 to 2.21 at least.
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    profiler = tf.profiler.experimental
+    with tempfile.TemporaryDirectory() as folder:
+        with profiler.Profile(folder, profiler.ProfilerOptions(host_tracer_level=2, python_tracer_level=0)):
+            step()
+        spaces = [xplane_pb2.XSpace.FromString(path.read_bytes()) for path in Path(folder).rglob("*.xplane.pb")]
+    held = []
+    for plane in (plane for space in spaces for plane in space.planes):
+        names, stats = plane.event_metadata, plane.stat_metadata
+        for line in plane.lines:
+            for event in line.events:
+                if names[event.metadata_id].name in ("MemoryAllocation", "MemoryDeallocation"):
+                    size = next(one for one in event.stats if stats[one.metadata_id].name == "bytes_allocated")
+                    held.append((line.timestamp_ns / 1e9 + event.offset_ps / 1e12, size.int64_value))
+    return sorted(held)
 
 
 def _most_in_each_part(requests: List[Tuple[float, int]]) -> List[int]:

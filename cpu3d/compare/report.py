@@ -17,7 +17,7 @@ from cpu3d.compare.statistics import COSTS, Comparison, counts, millions
 from cpu3d.data.store import Store
 from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.inference.scores import METRICS, metric_notes
-from cpu3d.pages.page import flat, gib, render_page
+from cpu3d.pages.page import flat, render_page
 from cpu3d.pages.viewer import ViewedCase, viewer
 from cpu3d.report.pictures import Figures, Line, chart, strips
 from cpu3d.report.run_files import best_median_worst, viewed_case
@@ -25,6 +25,7 @@ from cpu3d.util.atomic import atomic_write
 from cpu3d.util.progress import say
 from cpu3d.util.records import append_record, by, count, duration, listed, newest, plus_minus, seconds, versions
 from memory_estimator.common.table import PALETTE, Bold, Table
+from memory_estimator.common.units import format_bytes
 from memory_estimator.host import read_host
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def plan_table(plan: Sequence[Course], seeds: Sequence[int], budget: str) -> Tab
                 course["policy"],
                 seconds(step_s),
                 duration(steps and step_s and steps * step_s),
-                gib(course["peak_bytes"]),
+                format_bytes(course["peak_bytes"]),
             )
         )
     return Table(

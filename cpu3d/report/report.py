@@ -13,7 +13,7 @@ from typing import Any, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.inference.evaluate import PREDICTIONS, ranked, scores_path, summary_table, warning
 from cpu3d.inference.scores import METRICS, metrics_in
-from cpu3d.pages.page import flat, gib, page_file, percent, render_page
+from cpu3d.pages.page import flat, page_file, percent, render_page
 from cpu3d.pages.viewer import ViewedCase, viewer
 from cpu3d.report import pictures
 from cpu3d.report.pictures import Figures, Line
@@ -32,7 +32,7 @@ from cpu3d.util.atomic import atomic_write
 from cpu3d.util.records import by, count, duration, listed, seconds
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import PALETTE, Bold, Table
-from memory_estimator.common.units import GIB
+from memory_estimator.common.units import GIB, format_bytes
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def _costs(events: Events, config: Mapping[str, Any], scores: Optional[Mapping[s
     peak = max([0, *numbers(of_kind(events, "end"), "peak_rss_bytes"), *numbers(steps, "rss_bytes")])
     share = percent(extra_s / (extra_s + total_s)) if step_s else "-"
     rows = [
-        ("peak memory of the process", gib(peak), "largest resident set in the log"),
+        ("peak memory of the process", format_bytes(peak or None), "largest resident set in the log"),
         *_allocated(events, config),
         ("time per coarse step", seconds(median(numbers(coarse, "step_s"))), "median"),
         ("time per step", seconds(median(numbers(in_full, "step_s"))), "median"),
@@ -265,9 +265,9 @@ def _allocated(events: Events, config: Mapping[str, Any]) -> List[Tuple[str, str
     what = "peak of TensorFlow's allocator"
     of_card = "cuDNN's workspaces are in it, CUDA's context is not"
     return [
-        (what, gib(peak), "with ITEX it holds oneDNN's scratch")
+        (what, format_bytes(peak or None), "with ITEX it holds oneDNN's scratch")
         if device == "cpu"
-        else (f"{what} on {device}", gib(peak), of_card)
+        else (f"{what} on {device}", format_bytes(peak or None), of_card)
         for device, peak in peaks.items()
     ]
 
@@ -294,9 +294,9 @@ def _predicted(starts: Events, events: Events, coarse_steps: int) -> Table:
     predicted = {**predicted, "coarse_s": (predicted.get("coarse") or {}).get("step_s")}
     rows = []
     for name, key, measured_key, show in (
-        ("peak of TensorFlow's allocator", "allocator_peak_bytes", "allocator_peak_bytes", gib),
-        ("peak memory of the process", "process_peak_bytes", "peak_rss_bytes", gib),
-        ("upper bound of it", "upper_bound_bytes", "peak_rss_bytes", gib),
+        ("peak of TensorFlow's allocator", "allocator_peak_bytes", "allocator_peak_bytes", format_bytes),
+        ("peak memory of the process", "process_peak_bytes", "peak_rss_bytes", format_bytes),
+        ("upper bound of it", "upper_bound_bytes", "peak_rss_bytes", format_bytes),
         ("time per coarse step, waiting for data aside", "coarse_s", "coarse_s", seconds),
         ("time per step, waiting for data aside", "step_s", "step_s", seconds),
     ):
