@@ -179,9 +179,9 @@ def test_older_scores_are_read_though_they_lack_folds_memory_or_a_metric(tiny_ru
     for spoil, problem in (
         (lambda one: one["cases"][0]["regions"]["WT"].pop("hd95_mm"), r"e\.WT\.hd95_mm must be float"),
         (lambda one: one["summary"].pop("ET"), r"summary must be of WT, TC, ET, got WT, TC"),
-        (lambda one: one.update(split="all"), "a split, regions and cases must be there"),
-        (lambda one: one.update(schema=99), "must have schema 1, got 99"),
-        (lambda one: one.pop("schema"), "must be JSON with a schema"),
+        (lambda one: one.update(split="all"), "no split, regions or cases"),
+        (lambda one: one.update(schema=99), "must be complete JSON of schema 1, got schema 99"),
+        (lambda one: one.pop("schema"), "of schema 1, got no 'schema'"),
     ):
         damaged = json.loads(json.dumps(scores))
         spoil(damaged)

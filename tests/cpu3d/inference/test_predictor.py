@@ -62,6 +62,6 @@ def test_memory_that_runs_out_names_a_smaller_way(phantom_store, networks, monke
 
     for how, told in (({}, "slide a --window X Y Z"), ({"window": (16, 16, 16)}, "a --window smaller than 16 16 16")):
         predictor = networks(**how)
-        monkeypatch.setattr(predictor, "_network", lambda size: full)
+        monkeypatch.setattr(predictor, "_kept_network", lambda size: full)
         with pytest.raises(DoesNotFitError, match=f"the prediction of case {record.case_id}, got out of.*{told}"):
             predictor.probabilities(phantom_store.image(record.case_id), record)
