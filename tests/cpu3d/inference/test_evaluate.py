@@ -81,7 +81,7 @@ def test_the_summary_is_worked_out_by_hand():
 def test_scores_of_seen_cases_are_marked_and_never_replace_those_of_untouched_ones(tiny_run, trained, capsys):
     assert run_command(evaluate, "--run", tiny_run) == 0
     test, (out, err) = read(tiny_run), capsys.readouterr()
-    assert "WT Dice 1.000 ± 0.000 1.000 HD95, mm 0.00 ± 0.00 0.00" in " ".join(out.split())
+    assert "Dice 1.000 ± 0.000 1.000 HD95, mm 0.00 ± 0.00 0.00" in " ".join(out.split())
     assert "NOT untouched" not in err
     assert trained == [(tiny_run, "best", Inference())]
     assert run_command(evaluate, "--run", tiny_run, "--json", "--split", "train") == 0
