@@ -5,8 +5,8 @@
     ./run.sh evaluate --run runs/fold-1 runs/fold-2 runs/fold-3 --out runs/folds
 
 Writes, for the test split, run/evaluation/scores.json and run/evaluation/predictions/<case_id>.nii.gz; for "val" and
-"train", whose scores say less, the same below run/evaluation/val and run/evaluation/train, so that they can never be
-taken for the others. What is there is replaced when all is done and not before. --out names another folder than the
+"train", whose scores say less, the same below run/evaluation/val and run/evaluation/train, so that they are never
+taken for the others. Earlier scores are replaced when all is done and not before. --out names another folder than the
 run's, and has to where several runs are scored together.
 
 Several runs answer as in `predict`, with the mean of their probabilities. On "val" folds are cross-validated instead:
@@ -24,7 +24,7 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, TypedDict
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict
 
 import numpy as np
 from rich.console import Console
@@ -51,7 +51,7 @@ from cpu3d.util.atomic import OLD, replace_files, writable_folder, write_json
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar, say
 from cpu3d.util.records import count, plus_minus
-from memory_estimator.common.files import read_json, typed
+from memory_estimator.common.files import read_json, reason, typed
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table
 
@@ -104,17 +104,13 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     if len(runs) > 1 and not options.out:
         raise InputError(f"--out must name a folder for the scores of {len(runs)} runs together, got none; add it")
     out = options.out.resolve() if options.out else runs[0]
-    store = store_of_run(configs[0], options.store)
-    folds = [config.fold for config in configs]
+    store, folds = store_of_run(configs[0], options.store), [config.fold for config in configs]
     several_folds = len(runs) > 1 and any(folds)
     if several_folds and options.split == "train":
         raise InputError(f"--split must be test or val for {len(runs)} folds, got train; each has its own there")
     crossed = several_folds and options.split == "val"
     held_out = [with_fold(store, fold).manifest.split["val"] for fold in folds] if crossed else None
-    own = [RAW] if options.raw else postprocessing_of(runs, configs, chosen.weights)
-    together, of_case = gentlest(own), {}
-    if crossed and not options.raw:
-        of_case = {case_id: one for one, case_ids in zip(own, held_out) for case_id in case_ids}
+    own = [RAW if options.raw else postprocessing_of(*one, chosen.weights) for one in zip(runs, configs)]
     path = scores_path(out, options.split)
     folder = writable_folder(path.parent, "evaluation")
     if out not in runs:
@@ -122,18 +118,21 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     predictors = trained_predictors(runs, chosen.weights, inference)
     if options.split != UNTOUCHED:
         Console(stderr=True).print(f"[bold yellow]{warning(options.split)}")
-    for words in dict.fromkeys(one.words for one in (own if crossed else [together])):
+    together = Answerer(joined(predictors), gentlest(own))
+    by_fold = list(map(Answerer, predictors, own)) if crossed else []
+    for words in dict.fromkeys(one.postprocessing.words for one in by_fold or [together]):
         say(f"post-processing: {words}")
     with locked(folder, "evaluation"):
         scores = evaluate_split(
-            joined(predictors, held_out),
+            together.predictor,
             with_folds(store, folds) if crossed else with_fold(store, folds[0]),
             options.split,
             out,
             weights=chosen.weights,
             tolerance_mm=options.tolerance,
             about=describe(runs, configs, predictors, held_out),
-            postprocessing=lambda case_id: of_case.get(case_id, together),
+            postprocessing=together.postprocessing,
+            held_out={case_id: one for one, ids in zip(by_fold, held_out or ()) for case_id in ids},
         )
     if options.json:
         print(json.dumps(scores, indent=1))
@@ -141,6 +140,13 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
         print_scores(scores, Console())
         say(f"written: {path}")
     return 0
+
+
+class Answerer(NamedTuple):
+    """Whose answer a case gets, and what is done to it."""
+
+    predictor: Any
+    postprocessing: PostProcessing
 
 
 def evaluate_split(
@@ -152,44 +158,29 @@ def evaluate_split(
     weights: str = "best",
     tolerance_mm: float = TOLERANCE_MM,
     about: Optional[Mapping[str, Any]] = None,
-    postprocessing: Callable[[str], PostProcessing] = lambda case_id: RAW,
+    postprocessing: PostProcessing = RAW,
+    held_out: Optional[Mapping[str, Answerer]] = None,
 ) -> Dict[str, Any]:
     """Predict and score every case of `split`, one in memory at a time; returns the content of scores.json.
 
     `predictor` is what `load_predictor` gives: its `probabilities(image, record)` are `(X, Y, Z, R)` on the full grid.
-    Of a run of a fold `store` is the fold's view. `about` is what `describe` gives, written into the file as it is.
-    `postprocessing` gives what is done to the answer of a case, by its id.
+    Cases of `held_out` have one of their own, by case id. Of a run of a fold `store` is the fold's view. `about` is
+    what `describe` gives, written into the file as it is.
     Predictions and scores replace earlier ones only when all cases are done: an error or Ctrl-C leaves those whole.
 
     Raises InputError when the split has no cases, when cases have no label (all are listed), when the store's channels
     or labels are not the run's, and when the network's answer is not finite.
     """
     records = _cases_to_score(predictor, store, split)
-    cases: List[Dict[str, Any]] = []
+    together, cases = Answerer(predictor, postprocessing), []
     with replace_files(scores_path(run_dir, split).parent, FILES) as folder:
-        (folder / "predictions").mkdir()
+        (folder / PREDICTIONS).mkdir()
         with bar(f"evaluate {split}", total=len(records)) as advance:
             for record in records:
-                begin = time.monotonic()
-                answers = predictor.probabilities(store.image(record.case_id), record)
-                check_finite(answers, record.case_id)
-                chosen = postprocessing(record.case_id)
-                label = chosen.paint(answers, predictor.regions, record.spacing_mm)
-                predicted = time.monotonic()
-                truth = np.asarray(store.label(record.case_id))
-                regions = score_case(truth, label, predictor.regions, record.spacing_mm, tolerance_mm)
-                write_label(folder / "predictions" / f"{record.case_id}.nii.gz", label, record.geometry)
-                cases.append(
-                    {
-                        "case_id": record.case_id,
-                        "mean_dice": float(np.mean([scores["dice"] for scores in regions.values()])),
-                        "predict_s": round(predicted - begin, 3),
-                        "score_s": round(time.monotonic() - predicted, 3),
-                        "postprocessing": chosen.words,
-                        "regions": regions,
-                    }
-                )
+                answerer = (held_out or {}).get(record.case_id, together)
+                cases.append(_score(answerer, store, record, tolerance_mm, folder / PREDICTIONS))
                 advance()
+        regions, manifest = predictor.regions, store.manifest
         content = {
             "schema": SCHEMA,
             "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -197,13 +188,13 @@ def evaluate_split(
             **(about or {}),
             "weights": weights,
             "store": str(store.folder),
-            "name": store.manifest.name,
+            "name": manifest.name,
             "split": split,
             "untouched": split == UNTOUCHED,
-            "split_hash": store.manifest.split_hash,
+            "split_hash": manifest.split_hash,
             "tolerance_mm": tolerance_mm,
-            "regions": {name: list(codes) for name, codes in predictor.regions.items()},
-            "label_codes": {str(c): name for c, name in code_meanings(predictor.regions, predictor.labels).items()},
+            "regions": {name: list(codes) for name, codes in regions.items()},
+            "label_codes": {str(code): name for code, name in code_meanings(regions, predictor.labels).items()},
             "mean_dice": float(np.mean([case["mean_dice"] for case in cases])),
             "peak_rss_bytes": peak_rss_bytes(),
             "summary": summarise(cases),
@@ -212,6 +203,28 @@ def evaluate_split(
         }
         write_json(folder / "scores.json", content)
     return content
+
+
+def _score(
+    answerer: Answerer, store: Store, record: CaseRecord, tolerance_mm: float, predictions: Path
+) -> Dict[str, Any]:
+    """Write the label map of a case into `predictions`; returns its entry in scores.json."""
+    (predictor, postprocessing), begin = answerer, time.monotonic()
+    answers = predictor.probabilities(store.image(record.case_id), record)
+    check_finite(answers, record.case_id)
+    label = postprocessing.paint(answers, predictor.regions, record.spacing_mm)
+    predicted = time.monotonic()
+    truth = np.asarray(store.label(record.case_id))
+    regions = score_case(truth, label, predictor.regions, record.spacing_mm, tolerance_mm)
+    write_label(predictions / f"{record.case_id}.nii.gz", label, record.geometry)
+    return {
+        "case_id": record.case_id,
+        "mean_dice": float(np.mean([scores["dice"] for scores in regions.values()])),
+        "predict_s": round(predicted - begin, 3),
+        "score_s": round(time.monotonic() - predicted, 3),
+        "postprocessing": postprocessing.words,
+        "regions": regions,
+    }
 
 
 def check_finite(answers: np.ndarray, case_id: str) -> None:
@@ -235,23 +248,21 @@ def read_scores(path: Path) -> Dict[str, Any]:
         raise InputError(f"run must have scores in {path}, found none; run `evaluate`")
     try:
         scores = read_json(path)
-        schema = scores["schema"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} must be JSON with a schema, got {error!r}; run `evaluate` again") from None
-    if schema != SCHEMA:
-        raise InputError(f"{path} must have schema {SCHEMA}, got {schema}; run `evaluate` again with this version")
-    try:
+        if scores["schema"] != SCHEMA:
+            raise ValueError(f"schema {scores['schema']}")
         typed(scores, _Scores, "scores")
         if scores["split"] not in SPLITS or not scores["regions"] or not scores["cases"]:
-            raise ValueError("a split, regions and cases must be there")
+            raise ValueError("no split, regions or cases")
         for name, part in (("summary", scores["summary"]), *((c["case_id"], c["regions"]) for c in scores["cases"])):
             if set(part) != set(scores["regions"]):
-                raise ValueError(f"{name} must be of {', '.join(scores['regions'])}, got {', '.join(part) or 'none'}")
+                rule = f"{name} must be of {', '.join(scores['regions'])}"
+                raise ValueError(f"{rule}, got {', '.join(part) or 'none'}")
             kind = _Statistics if name == "summary" else float
             for region, values in part.items():
                 typed({one: values.get(one) for one in metrics_in(scores)}, Dict[str, kind], f"{name}.{region}")
-    except ValueError as error:
-        raise InputError(f"{path} must be complete, got {error}; run `evaluate` again") from None
+    except (ValueError, KeyError, TypeError) as error:
+        rule = f"{path} must be complete JSON of schema {SCHEMA}, got {reason(error)}"
+        raise InputError(f"{rule}; run `evaluate` again") from None
     return scores
 
 
@@ -268,12 +279,15 @@ def summarise(cases: Sequence[Mapping[str, Any]]) -> Dict[str, Dict[str, Any]]:
     """
     summary: Dict[str, Dict[str, Any]] = {}
     for region in cases[0]["regions"]:
-        column = [case["regions"][region] for case in cases]
+        rows = [case["regions"][region] for case in cases]
+        values = {metric: [row[metric] for row in rows] for metric in METRICS}
         summary[region] = {
-            metric: {name: float(of([scores[metric] for scores in column])) for name, of in STATISTICS.items()}
-            for metric in METRICS
+            **{
+                metric: {name: float(of(column)) for name, of in STATISTICS.items()}
+                for metric, column in values.items()
+            },
+            "empty": {kind: sum(row["empty"] == kind for row in rows) for kind in EMPTY},
         }
-        summary[region]["empty"] = {kind: sum(scores["empty"] == kind for scores in column) for kind in EMPTY}
     return summary
 
 
@@ -287,10 +301,10 @@ def summary_table(scores: Mapping[str, Any]) -> Table:
     kind = "untouched" if scores["untouched"] else "NOT untouched"
     metrics = {name: METRICS[name] for name in metrics_in(scores)}
     rows = []
-    for region, values in scores["summary"].items():
+    for region, summary in scores["summary"].items():
         for name, metric in metrics.items():
-            one, digits = values[name], metric.digits
-            mean, median = plus_minus(one["mean"], one["std"], digits), f"{one['median']:.{digits}f}"
+            values, digits = summary[name], metric.digits
+            mean, median = plus_minus(values["mean"], values["std"], digits), f"{values['median']:.{digits}f}"
             rows.append((region, metric.heading, mean, median))
             region = ""  # in its first row
     return Table(
@@ -309,16 +323,13 @@ def print_scores(scores: Dict[str, Any], console: Console) -> None:
         worst = ", ".join(f"{case['case_id']} {case['mean_dice']:.3f}" for case in scores["worst"])
         console.print(f"worst by mean Dice: {worst}")
     dice = {case["case_id"]: case["mean_dice"] for case in scores["cases"]}
-    by_fold = [
-        f"{one['fold']} {np.mean([dice[case_id] for case_id in one['held_out']]):.3f}"
-        for one in scores.get("runs", [])
-        if "held_out" in one
-    ]
-    if by_fold:
-        console.print(f"mean Dice of each fold on the cases it held out: {', '.join(by_fold)}")
+    folds = [(run["fold"], run["held_out"]) for run in scores.get("runs", []) if "held_out" in run]
+    if folds:
+        means = ", ".join(f"{fold} {np.mean([dice[case_id] for case_id in ids]):.3f}" for fold, ids in folds)
+        console.print(f"mean Dice of each fold on the cases it held out: {means}")
 
 
-# --- Private helpers: what scores.json holds, as far as it is read ---
+# --- Private helpers: what scores.json holds, as far as it is read; what older files lack is not required ---
 
 _Statistics = TypedDict("_Statistics", dict.fromkeys(STATISTICS, float))
 _Empty = TypedDict("_Empty", dict.fromkeys(EMPTY, int))
@@ -344,18 +355,22 @@ class _Run(TypedDict, total=False):
     held_out: List[str]
 
 
-class _Case(TypedDict("_Newest", {"predict_s": float, "score_s": float, "postprocessing": str}, total=False)):
-    case_id: str
-    mean_dice: float
-    regions: Dict[str, _Region]
+class _NewerCase(TypedDict, total=False):
+    predict_s: float
+    score_s: float
+    postprocessing: str
 
 
 class _Newer(TypedDict, total=False):
-    """What older files may lack."""
-
     inference: Optional[_Inference]
     runs: List[_Run]
     peak_rss_bytes: Optional[int]
+
+
+class _Case(_NewerCase):
+    case_id: str
+    mean_dice: float
+    regions: Dict[str, _Region]
 
 
 class _Scores(_Newer):
@@ -377,28 +392,27 @@ class _Scores(_Newer):
 
 def _refuse_others(folder: Path) -> None:
     """Raise InputError where files that an evaluation would replace were not written by one."""
-    there = [folder / name for name in FILES if (folder / name).exists()]
-    if not there or (folder / OLD).is_dir():  # one that was cut off while it replaced its own
+    present = [folder / name for name in FILES if (folder / name).exists()]
+    if not present or (folder / OLD).is_dir():  # one that was cut off while it replaced its own
         return
     try:
-        ours = {"schema", "split_hash", "cases"} <= set(json.loads((folder / FILES[-1]).read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError, TypeError):
+        ours = {"schema", "split_hash", "cases"} <= set(read_json(folder / FILES[-1]))
+    except (OSError, ValueError, TypeError):
         ours = False
     if not ours:
-        raise InputError(
-            f"{there[0]} must not be replaced, it was not written by evaluate; move it away, or choose another --out"
-        )
+        rule = f"{present[0]} must not be replaced, it was not written by evaluate"
+        raise InputError(f"{rule}; move it away, or choose another --out")
 
 
 def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecord, ...]:
     manifest = store.manifest
     problems = [
-        f"{what} of store {store.folder} must be the run's {own}, got {there}; name the run's own store"
-        for what, own, there in (
+        f"{what} of store {store.folder} must be the run's {own}, got {stored}; name the run's own store"
+        for what, own, stored in (
             ("channels", tuple(predictor.channels), tuple(manifest.channels)),
             ("labels", dict(predictor.labels), dict(manifest.labels)),
         )
-        if own != there
+        if own != stored
     ]
     records = store.cases(split)
     if not records:

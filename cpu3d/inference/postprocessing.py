@@ -1,7 +1,7 @@
 """Which small parts of a predicted region are removed, decided on a run's validation cases.
 
     decision = decide(run)                                  # writes run/postprocessing.json
-    (chosen,) = postprocessing_of([run], [config])          # as decided, or off and why
+    chosen = postprocessing_of(run, config)                 # as decided, or off and why
     label = chosen.paint(probabilities, regions, spacing_mm)
 
 A network answers with islands in tissue that looks alike. As in nnU-Net (Isensee et al. 2021), which keeps the largest
@@ -16,7 +16,7 @@ were not trained on. Here that is judged by the lesion-wise Dice of BraTS 2023 (
 
 Chosen are, one after another, whether to nest, and the rule of each region from the largest to the smallest. A choice
 is taken where it raises the mean over the cases, lowers that of no region, and loses no true lesion that was found in
-any case. Equal ones: that which removes the fewest voxels, then a share, then the smaller number.
+any case. Of equal choices the one that removes the fewest voxels is taken, then a share, then the smaller number.
 """
 
 import dataclasses
@@ -30,10 +30,11 @@ import numpy as np
 
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import THRESHOLD, label_from_regions, own_codes, region_mask
+from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import bounding_box
 from cpu3d.distributed.cluster import read_cluster
 from cpu3d.errors import InputError
-from cpu3d.inference.runs import Inference, store_of_run, trained_predictor
+from cpu3d.inference.runs import Inference, store_of_run, trained_predictors
 from cpu3d.inference.scores import Matching, connected_parts, match_lesions
 from cpu3d.run.checkpoint import weights_file
 from cpu3d.settings import RunConfig, load_config
@@ -58,7 +59,7 @@ Regions = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class Rule:
-    """Which parts of a region are removed: those below either bound. Raises ValueError for a bound that cannot be."""
+    """Which parts of a region are removed: those below either bound. Raises ValueError for a bound out of range."""
 
     mm3: float = 0.0
     share: float = 0.0
@@ -73,7 +74,7 @@ class Rule:
 
 
 RULES = (*(Rule(share=share) for share in (0.001, 0.003, 0.01, 0.03, 0.1)), *map(Rule, (50, 100, 200, 400, 800)))
-"""What is tried."""
+"""The rules that are tried."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class PostProcessing:
     """What is done to an answer when it is painted."""
 
     rules: Dict[str, Tuple[Rule, ...]] = dataclasses.field(default_factory=dict)
-    """Region -> what is removed from it; of several what each of them would remove."""
+    """Region -> rules; a part is removed where each of them would remove it."""
     nested: bool = False
     off: str = ""
     """Why nothing is done, else empty."""
@@ -89,23 +90,21 @@ class PostProcessing:
     def paint(self, answers: np.ndarray, regions: Regions, spacing_mm: Sequence[float]) -> np.ndarray:
         """Paint `answers`, probabilities or masks `(X, Y, Z, R)` in the order of `regions`, into a label `(X, Y, Z)`.
 
-        As `label_from_regions` does, with the small parts removed; voxels measure `spacing_mm`. `answers` stay as they
-        are.
+        As `label_from_regions` does, without the small parts. Voxels measure `spacing_mm`. `answers` stay as they are.
         """
-        whole = label_from_regions(answers, regions)
+        label = label_from_regions(answers, regions)
         if self.off or not (self.rules or self.nested):
-            return whole
-        box, below, voxel_mm3 = _box(whole), _code_below(regions), float(np.prod(spacing_mm))
-        if self.nested:  # which paints no voxel that was not
-            whole[box] = label_from_regions(_nested(answers[box], regions), regions)
-        label = whole[box]
-        for name in _order(regions):
-            if name in self.rules and below[name] is not None:
-                numbered, _ = connected_parts(region_mask(label, regions[name]))
-                sizes_mm3 = np.bincount(numbered.ravel())[1:] * voxel_mm3
+            return label
+        box = _box(label)  # nested answers paint no voxel outside of it
+        if self.nested:
+            label[box] = label_from_regions(_nested(answers[box], regions), regions)
+        for name, code_below in _codes_below(regions).items():
+            if name in self.rules:
+                parts, _ = connected_parts(region_mask(label[box], regions[name]))
+                sizes_mm3 = np.bincount(parts.ravel())[1:] * float(np.prod(spacing_mm))
                 removed = np.concatenate([[False], _is_small(sizes_mm3, self.rules[name])])
-                label[removed[numbered]] = below[name]
-        return whole
+                label[box][removed[parts]] = code_below
+        return label
 
     @property
     def words(self) -> str:
@@ -121,22 +120,22 @@ RAW = PostProcessing(off="--raw")
 
 
 def gentlest(several: Sequence[PostProcessing]) -> PostProcessing:
-    """Of several runs that answer together: what all of them remove. Off where one of them is, for its reason."""
-    off = next((one.off for one in several if one.off), "")
-    if off or len(several) == 1:
-        return PostProcessing(off=off) if off else several[0]
+    """What all of several runs remove, for their joint answer. Off where one of them is, for its reason."""
+    for one in several:
+        if one.off:
+            return one
     names = [name for name in several[0].rules if all(name in one.rules for one in several)]
     rules = {name: tuple(dict.fromkeys(rule for one in several for rule in one.rules[name])) for name in names}
     nested = all(one.nested for one in several)
     return PostProcessing(rules, nested, "" if rules or nested else "the runs have no rule in common")
 
 
-# --- What a run has decided ---
+# --- A run's decision ---
 
 
 @dataclass(frozen=True)
 class Means:
-    """Of a region over the validation cases, as `cpu3d.inference.scores` defines them."""
+    """Means of a region over the validation cases, as `cpu3d.inference.scores` defines them."""
 
     lesion_dice: float
     false_positives: float
@@ -155,12 +154,13 @@ class Decision:
     """Labelled validation cases."""
     chosen: PostProcessing
     before: Dict[str, Means]
-    """Region -> of the answers as they are; empty where there were too few cases."""
+    """Region -> means of the raw answers; empty where there were too few cases."""
     after: Dict[str, Means]
+    """The same after `chosen`."""
 
 
 def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:
-    """What the run has decided, with the weights it has now or others; None where it has not.
+    """What the run has decided, with its present weights or earlier ones; None where it has not.
 
     Raises InputError for a postprocessing.json that is damaged, of another version or of other regions.
     """
@@ -172,9 +172,9 @@ def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:
         if content["schema"] != SCHEMA:
             raise ValueError(f"schema {content['schema']}")
         decision = typed(content, Decision)
-        for part in (decision.before, decision.after):
-            if set(part) != set(config.regions if part or not decision.chosen.off else ()):
-                raise ValueError(f"scores of {', '.join(part) or 'no region'}")
+        for means in (decision.before, decision.after):
+            if set(means) != set(config.regions) and (means or not decision.chosen.off):
+                raise ValueError(f"scores of {', '.join(means) or 'no region'}")
         if not set(decision.chosen.rules) <= set(config.regions) or not all(decision.chosen.rules.values()):
             raise ValueError(f"rules of {', '.join(decision.chosen.rules)}")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -183,30 +183,24 @@ def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:
     return decision
 
 
-def postprocessing_of(
-    runs: Sequence[Path], configs: Sequence[RunConfig], weights: str = "best"
-) -> List[PostProcessing]:
-    """What each run does to its answers with its "best" or "last" weights. Raises InputError as `read_decision`."""
-    found = []
-    for run, config in zip(runs, configs):
-        decision, again = read_decision(run, config), "repeat the run's `train`"
-        if decision is None:
-            found.append(PostProcessing(off=f"not decided; {again}"))
-        elif weights != "best":
-            found.append(PostProcessing(off=f"decided with the best weights, these are the {weights}"))
-        elif not _is_current(decision, run, config):
-            found.append(PostProcessing(off=f"decided with other weights or another split; {again}"))
-        else:
-            found.append(decision.chosen)
-    return found
+def postprocessing_of(run: Path, config: RunConfig, weights: str = "best") -> PostProcessing:
+    """What a run does to its answers with its "best" or "last" weights. Raises InputError as `read_decision`."""
+    decision = read_decision(run, config)
+    if decision is None:
+        return PostProcessing(off="not decided; repeat the run's `train`")
+    if weights != "best":
+        return PostProcessing(off=f"decided with the best weights, these are the {weights}")
+    if not _is_current(decision, run, config):
+        return PostProcessing(off="decided with other weights or another split; repeat the run's `train`")
+    return decision.chosen
 
 
 def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
     """Decide the post-processing of a trained run on its labelled validation cases, and write it into the run.
 
-    What was decided with the weights it has is returned as it is. One case is in memory at a time, beside the network
+    A decision with the run's present weights is returned as it is. One case is in memory at a time, beside the network
     and a few numbers of each case; after a training on 240 x 240 x 155 x 4 that added 0.2 GiB to 3.0. Raises
-    InputError as `trained_predictor` and `store_of_run`, and where another process writes to the run; OSError where it
+    InputError as `trained_predictors` and `store_of_run`, and where another process writes to the run; OSError where it
     cannot be written.
     """
     run, config = Path(run), load_config(run)
@@ -214,50 +208,58 @@ def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
         try:
             decision = read_decision(run, config)
         except InputError:
-            decision = None  # damaged: it is made again
+            decision = None  # damaged: decided again
         if decision and _is_current(decision, run, config):
             return decision
-        store = store_of_run(config, store_folder)
-        records, digest = [one for one in store.cases("val") if one.has_label], file_sha256(weights_file(run, "best"))
-        few = f"{count(records, 'validation case')}, {LEAST_CASES} are needed"
-        chosen, before, after = PostProcessing(off=few), {}, {}
-        if len(records) >= LEAST_CASES:
-            predictor = trained_predictor(run, "best", Inference(device=config.device))
+        store, digest = store_of_run(config, store_folder), file_sha256(weights_file(run, "best"))
+        records = [record for record in store.cases("val") if record.has_label]
+        if len(records) < LEAST_CASES:
+            off = f"{count(records, 'validation case')}, {LEAST_CASES} are needed"
+            chosen, before, after = PostProcessing(off=off), {}, {}
+        else:
+            (predictor,) = trained_predictors([run], "best", Inference(device=config.device))
             with bar("post-processing", total=len(records)) as advance:
 
-                def answered():
-                    for record in records:
-                        label, image = np.asarray(store.label(record.case_id)), store.image(record.case_id)
-                        yield predictor.probabilities(image, record), label, record.spacing_mm
-                        advance()
+                def answered(record: CaseRecord) -> Case:
+                    probabilities = predictor.probabilities(store.image(record.case_id), record)
+                    advance()
+                    return probabilities, np.asarray(store.label(record.case_id)), record.spacing_mm
 
-                chosen, before, after = choose(answered(), predictor.regions)
+                chosen, before, after = choose(map(answered, records), predictor.regions)
         decision = Decision(SCHEMA, digest, config.split_hash, len(records), chosen, before, after)
         write_json(run / FILE, dataclasses.asdict(decision))
     return decision
 
 
 def after(training: Options, settings: Dict[str, Any]) -> None:
-    """Follow `train`, whose options these are: the chief of a run that is over decides, and prints what.
+    """Follow `train`, whose options these are: the chief of a finished run decides, and prints the choice.
 
     A failure is printed and not raised, as the run is whole without. Raises KeyboardInterrupt with nothing written.
     """
     if not read_cluster(os.environ).is_chief:
         return
-    gc.collect()  # the network that was trained
+    gc.collect()  # frees the network that was trained
     try:
         decision = decide(training.run, training.store)
         line = decision.chosen.words
         if not decision.chosen.off:
-            pairs = [(name, decision.before[name], one) for name, one in decision.after.items()]
-            changes = ", ".join(f"{name} {was.lesion_dice:.3f} -> {one.lesion_dice:.3f}" for name, was, one in pairs)
+            pairs = [(name, decision.before[name], means) for name, means in decision.after.items()]
+            changes = ", ".join(f"{name} {was.lesion_dice:.3f} -> {now.lesion_dice:.3f}" for name, was, now in pairs)
             line += f"; lesion-wise Dice {changes} on {count(decision.cases, 'validation case')}"
-    except Exception as error:  # also what TensorFlow raises: the run is whole, whatever it is
+    except Exception as error:  # also TensorFlow's own: whatever it is, the run is whole
         line = f"off: it could not be decided, {str(error) or type(error).__name__}; repeat the same command"
     except KeyboardInterrupt:
         done = "the run is whole, its post-processing is not decided"
         raise KeyboardInterrupt(f"{done}; the same command decides it") from None
     say(f"post-processing: {line}")
+
+
+def _is_current(decision: Decision, run: Path, config: RunConfig) -> bool:
+    try:
+        digest = file_sha256(weights_file(run, "best"))
+    except (InputError, OSError):
+        return False  # whoever needs the weights reports it
+    return (decision.weights_sha256, decision.split_hash) == (digest, config.split_hash)
 
 
 # --- The choice ---
@@ -266,102 +268,103 @@ Case = Tuple[np.ndarray, np.ndarray, Sequence[float]]
 """Answers (X, Y, Z, R), the true label (X, Y, Z) in the codes of the regions, and mm along X, Y, Z."""
 
 
+class _Parts(NamedTuple):
+    """The P predicted parts of a region in a case: enough to score any choice among them."""
+
+    matching: Matching
+    sizes_mm3: np.ndarray
+    """(P,)"""
+    inside: Dict[str, np.ndarray]
+    """Larger region -> (P,) index of the part of that region that holds each part."""
+
+
+LESION_DICE, FALSE_POSITIVES, DICE, FOUND, LEFT_MM3 = range(5)
+"""Columns of `_scores`; the first three are those of Means."""
+
+
 def choose(cases: Iterable[Case], regions: Regions) -> Tuple[PostProcessing, Dict[str, Means], Dict[str, Means]]:
     """The post-processing that the rules at the top of this file choose, and the means before and after it.
 
     `cases`, at least one, are taken one by one; kept of each are the sizes of its parts and lesions and which touch.
     """
-    found, below = [], _code_below(regions)
-    for case in cases:
-        found.append(_parts_of(*case, regions))
-        del case  # else it is in memory while the next is predicted
-    chosen = PostProcessing()
-    best = before = _scores(found, chosen)
-    for name in (None, *(name for name in _order(regions) if below[name] is not None)):
-        tried = [dataclasses.replace(chosen, nested=True)]
-        if name is not None:
-            tried = [dataclasses.replace(chosen, rules={**chosen.rules, name: (rule,)}) for rule in RULES]
-        pairs = [(_scores(found, one), one) for one in tried]
-        better = [pair for pair in pairs if _improves(pair[0], best)]
+    plain, nested = [], []
+    for answers, truth, spacing_mm in cases:
+        label, cut = (PostProcessing(nested=cut).paint(answers, regions, spacing_mm) for cut in (False, True))
+        del answers  # else they are in memory while the next case is predicted
+        plain.append(_parts_of(label, truth, spacing_mm, regions))
+        same = np.array_equal(label, cut)
+        nested.append(plain[-1] if same else _parts_of(cut, truth, spacing_mm, regions))
+    measured, chosen = plain, PostProcessing()
+    best = before = _scores(plain, {})
+    scores = _scores(nested, {})
+    if _improves(scores, best):
+        best, measured, chosen = scores, nested, PostProcessing(nested=True)
+    for name in _codes_below(regions):
+        candidates = [{**chosen.rules, name: (rule,)} for rule in RULES]
+        pairs = [(_scores(measured, rules), rules) for rules in candidates]
+        better = [(scores, rules) for scores, rules in pairs if _improves(scores, best)]
         if better:
-            best, chosen = max(better, key=lambda pair: (round(pair[0][..., 0].mean(), 9), pair[0][..., 4].sum()))
+            best, rules = max(better, key=lambda pair: _rank(pair[0]))
+            chosen = dataclasses.replace(chosen, rules=rules)
     if best is before:
-        chosen = dataclasses.replace(chosen, off="no rule gains on the validation cases")
-    rows = (zip(_order(regions), scores.mean(0).tolist()) for scores in (before, best))
-    return (chosen, *({name: Means(*row[:3]) for name, row in region_rows} for region_rows in rows))
+        chosen = PostProcessing(off="no rule gains on the validation cases")
+    return chosen, _means(before, regions), _means(best, regions)
 
 
-# --- Private helpers: the choice ---
+def _parts_of(label: np.ndarray, truth: np.ndarray, spacing_mm: Sequence[float], regions: Regions) -> Dict[str, _Parts]:
+    """Region, the largest first -> its parts in a painted label."""
+    box = _box((label > 0) | (truth > 0))  # lesions that grow together do so inside of it
+    numbered, found = {}, {}
+    for name, larger in _larger(regions).items():
+        parts, part_count = numbered[name] = connected_parts(region_mask(label[box], regions[name]))
+        inside = {}
+        for other in larger:
+            index = np.zeros(part_count + 1, np.int64)
+            index[parts] = numbered[other][0]  # index[0], of what is in no part, means nothing
+            inside[other] = index[1:] - 1
+        matching = match_lesions(region_mask(truth[box], regions[name]), parts, part_count, spacing_mm)
+        found[name] = _Parts(matching, matching.part_voxels * float(np.prod(spacing_mm)), inside)
+    return found
 
 
-class _Parts(NamedTuple):
-    """The predicted parts of a region in a case."""
-
-    matching: Matching
-    sizes_mm3: np.ndarray
-    inside: Dict[str, np.ndarray]
-    """Larger region -> for each part the index of the part of that region that it lies in."""
-
-
-_Case = Dict[bool, Dict[str, _Parts]]
-"""Whether the answer was nested -> region, the largest first -> its parts: what any choice makes of a case follows."""
-
-
-def _parts_of(answers: np.ndarray, truth: np.ndarray, spacing_mm: Sequence[float], regions: Regions) -> _Case:
-    case, labels = {}, [PostProcessing(nested=nested).paint(answers, regions, spacing_mm) for nested in (False, True)]
-    for nested, label in zip((False, True), labels):
-        if nested and np.array_equal(*labels):
-            return {False: case[False], True: case[False]}
-        box = _box((label > 0) | (truth > 0))  # nothing is outside, and what grows together does so inside
-        numbered = {name: connected_parts(region_mask(label[box], regions[name])) for name in _order(regions)}
-        case[nested] = {}
-        for name, (parts, part_count) in numbered.items():
-            there, inside = parts > 0, {}
-            for larger in _larger(regions)[name]:
-                index = np.zeros(part_count + 1, np.int64)
-                index[parts[there]] = numbered[larger][0][there]
-                inside[larger] = index[1:] - 1
-            matching = match_lesions(region_mask(truth[box], regions[name]), parts, part_count, spacing_mm)
-            case[nested][name] = _Parts(matching, matching.part_voxels * float(np.prod(spacing_mm)), inside)
-    return case
-
-
-def _scores(cases: Sequence[_Case], chosen: PostProcessing) -> np.ndarray:
-    """Of what `PostProcessing.paint` leaves, (cases, R, 5): the fields of Means, lesions that are found, and mm3."""
+def _scores(cases: Sequence[Dict[str, _Parts]], rules: Mapping[str, Sequence[Rule]]) -> np.ndarray:
+    """Scores of what `PostProcessing.paint` leaves under `rules`, (cases, regions from the largest on, 5)."""
     rows = []
     for case in cases:
         kept: Dict[str, np.ndarray] = {}
-        for name, (matching, sizes_mm3, inside) in case[chosen.nested].items():
+        for name, (matching, sizes_mm3, inside) in case.items():
             stays = np.ones(len(sizes_mm3), bool)
             for larger, index in inside.items():
                 stays &= kept[larger][index]
-            if name in chosen.rules:
-                stays[stays] = ~_is_small(sizes_mm3[stays], chosen.rules[name])
+            if name in rules:
+                stays[stays] = ~_is_small(sizes_mm3[stays], rules[name])
             kept[name], lesions = stays, matching.lesions(stays)
-            own = (lesions.dice, lesions.false_positives, matching.dice(stays), lesions.found, sizes_mm3[stays].sum())
-            rows.append(own)
+            left_mm3 = sizes_mm3[stays].sum()
+            rows.append((lesions.dice, lesions.false_positives, matching.dice(stays), lesions.found, left_mm3))
     return np.reshape(rows, (len(cases), -1, 5))
 
 
 def _improves(scores: np.ndarray, other: np.ndarray) -> bool:
     """Whether the mean lesion-wise Dice gains, that of no region falls, and no lesion that was found is lost."""
-    change = (scores - other)[..., 0].mean(0)
-    return bool(change.sum() > 1e-9 and change.min() > -1e-9 and (scores[..., 3] >= other[..., 3]).all())
+    change = (scores - other)[..., LESION_DICE].mean(0)
+    lost = (scores[..., FOUND] < other[..., FOUND]).any()
+    return bool(change.sum() > 1e-9 and change.min() > -1e-9 and not lost)
 
 
-# --- Private helpers ---
+def _rank(scores: np.ndarray) -> Tuple[float, float]:
+    """More is better: the mean lesion-wise Dice, then the volume that is left."""
+    return round(scores[..., LESION_DICE].mean(), 9), scores[..., LEFT_MM3].sum()
 
 
-def _is_current(decision: Decision, run: Path, config: RunConfig) -> bool:
-    try:
-        digest = file_sha256(weights_file(run, "best"))
-    except (InputError, OSError):
-        return False  # whoever needs them says so
-    return (decision.weights_sha256, decision.split_hash) == (digest, config.split_hash)
+def _means(scores: np.ndarray, regions: Regions) -> Dict[str, Means]:
+    return {name: Means(*row[: DICE + 1]) for name, row in zip(_larger(regions), scores.mean(0).tolist())}
+
+
+# --- Private helpers: parts and regions ---
 
 
 def _is_small(sizes_mm3: np.ndarray, rules: Sequence[Rule]) -> np.ndarray:
-    """Which parts are below the bounds of all rules; a sum of products is exact to rounding only."""
+    """Which parts are below the bounds of all rules; sizes are exact to rounding only."""
     largest = sizes_mm3.max(initial=0.0)
     return sizes_mm3 < min(max(rule.mm3, rule.share * largest) for rule in rules) * (1 - 1e-9)
 
@@ -370,36 +373,27 @@ def _box(mask: np.ndarray) -> Tuple[slice, slice, slice]:
     return bounding_box(mask > 0).slices(mask.shape)
 
 
-def _order(regions: Regions) -> List[str]:
-    """The largest set of codes first."""
-    return sorted(regions, key=lambda name: -len(set(regions[name])))
-
-
 def _larger(regions: Regions) -> Dict[str, List[str]]:
-    """Region -> those that hold it and more, the smallest first."""
-    return {
-        name: [other for other in reversed(_order(regions)) if set(regions[other]) > set(codes)]
-        for name, codes in regions.items()
-    }
+    """Region, the one of the most codes first -> the regions that hold it and more, the smallest first."""
+    names = sorted(regions, key=lambda name: -len(set(regions[name])))
+    return {name: [other for other in reversed(names) if set(regions[other]) > set(regions[name])] for name in names}
 
 
-def _code_below(regions: Regions) -> Dict[str, Optional[int]]:
-    """Region -> the code of what is removed from it: the next larger region's own, background where there is none.
+def _codes_below(regions: Regions) -> Dict[str, int]:
+    """Region, the largest first -> the code of what is removed from it: the next larger region's own, or background.
 
-    None where that region has no code of its own: what left the smaller one would leave it too, so there is no rule.
+    Without regions whose next larger one has no code of its own: what leaves them would leave that one too.
     """
     own = own_codes(regions)
-    return {
-        name: 0 if not larger else own[larger[0]][0] if own[larger[0]] else None
-        for name, larger in _larger(regions).items()
-    }
+    codes = {name: own[larger[0]] if larger else (0,) for name, larger in _larger(regions).items()}
+    return {name: code[0] for name, code in codes.items() if code}
 
 
 def _nested(answers: np.ndarray, regions: Regions) -> np.ndarray:
-    """A copy of `answers` with 0 where a voxel is in a region and not in one that holds it."""
-    answers, names, larger = answers.copy(), list(regions), _larger(regions)
+    """A copy of `answers` with 0 where a voxel is in a region and not in every one that holds it."""
+    names, nested = list(regions), answers.copy()
     inside = answers if answers.dtype == bool else answers >= THRESHOLD
-    for name in names:
-        for other in larger[name]:
-            answers[~inside[..., names.index(other)], names.index(name)] = 0
-    return answers
+    for name, larger in _larger(regions).items():
+        for other in larger:
+            nested[~inside[..., names.index(other)], names.index(name)] = 0
+    return nested

@@ -6,8 +6,8 @@
     ./run.sh predict --run runs/flair --image a.nii.gz b.nii.gz --codes brats2023 --out predictions
 
 An image is a case folder, one 4D file, or one 3D file per channel. Several folders or 4D files are cases of their own,
-done one after another: a bad one is reported at the end and costs nothing else. No label is needed or read. A run that
-was trained on some of its store's channels takes images of those alone, too, such as one 3D FLAIR file.
+done one after another: a bad one is reported at the end and the others are predicted. No label is needed or read. A run
+that was trained on some of its store's channels also takes images of those alone, such as one 3D FLAIR file.
 
 3D files named after their modality (x_flair, x_t1, ...) are sorted into cases and channels by that. Others must be
 given in the order of the channels, those of one case; for a run of one channel each of them is a case.
@@ -16,12 +16,12 @@ Labels are written in the codes of the image's own data set: of the BraTS releas
 the dataset.json above its imagesTr or imagesTs. Where neither is known they are those of the run's store. --codes
 chooses others.
 
-Several runs answer together, with the mean of their probabilities; folds have to be all there.
+Several runs answer together, with the mean of their probabilities; folds have to be complete.
 
 Small parts of regions are removed as the run has decided (`cpu3d.inference.postprocessing`), of several runs where all
 have; --raw leaves them. --probabilities are always as the network gives them.
 
-Beside <case_id>.nii.gz lies <case_id>.json: what the codes mean, volumes in ml, sources with their hashes, the runs.
+Beside <case_id>.nii.gz is <case_id>.json: what the codes mean, volumes in ml, sources with their hashes, the runs.
 With --page there is <case_id>.html, too, to scroll through the slices with the prediction over them.
 """
 
@@ -38,6 +38,7 @@ from rich.console import Console
 
 from cpu3d.data.labels import THRESHOLD, code_meanings, own_codes, region_mask
 from cpu3d.data.nifti import read_volume, write_label, write_volume
+from cpu3d.data.records import CaseRecord
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles, regions_of
 from cpu3d.errors import DoesNotFitError, InputError, refuse
@@ -132,39 +133,35 @@ OPTIONS = (RunOptions, Options, ZeroNan, Inference)
 def run(chosen: RunOptions, options: Options, background: ZeroNan, inference: Inference) -> int:
     check_there("--image", options.image)
     configs = load_configs(chosen.run, some_folds=chosen.some_folds)
-    postprocessing = RAW if options.raw else gentlest(postprocessing_of(chosen.run, configs, chosen.weights))
+    decided = [RAW if options.raw else postprocessing_of(*one, chosen.weights) for one in zip(chosen.run, configs)]
     writable_folder(options.out, "--out")
     predictors = trained_predictors(chosen.run, chosen.weights, inference)
-    predictor, about = joined(predictors), {**describe(chosen.run, configs, predictors), "weights": chosen.weights}
+    predictor, postprocessing = joined(predictors), gentlest(decided)
     cases, problems = find_cases(options.image, predictor, options.codes)
     check_out(options.out, options.image, cases)
-    zero_nan = background.zero_nan or zeroes_nan(configs)
     read = {path for case in cases for path in case.files.images}
     unread = [path for path in options.image if path.is_file() and path not in read]
     console = Console()
     lines = [*(f"not read: {path}" for path in unread), f"post-processing: {postprocessing.words}"]
     for line in (*lines, *_mapping(predictor, cases)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+    how = {
+        "probabilities": options.probabilities,
+        "page": options.page,
+        "zero_nan": background.zero_nan or zeroes_nan(configs),
+        "about": {**describe(chosen.run, configs, predictors), "weights": chosen.weights},
+        "postprocessing": postprocessing,
+    }
     done, kind = [], InputError
     with bar("predict", total=len(cases)) as advance:
         for case in cases:
-            how = {"probabilities": options.probabilities, "page": options.page, "zero_nan": zero_nan, "about": about}
-            how["postprocessing"] = postprocessing
             try:
                 done.append(predict_case(predictor, case, options.out, **how))
             except InputError as error:
                 problems += error.problems
                 kind = DoesNotFitError if isinstance(error, DoesNotFitError) else kind
             advance()
-    regions = tuple(predictor.regions)
-    rows = [
-        (one["label"], *(f"{one['volumes_ml'][name]:.2f}" for name in regions), f"{one['seconds']:.1f}") for one in done
-    ]
-    if done:
-        console.print(Table(("file", *(f"{name} ml" for name in regions), "seconds"), rows, title="predictions").rich())
-    for content in done:
-        if content["zeroed_voxels"]:
-            console.print(f"{content['case_id']}: {content['zeroed_voxels']} NaN or infinite voxels made background")
+    _print_predictions(console, done)
     if problems:
         raise kind(*problems)
     return 0
@@ -197,10 +194,9 @@ def predict_case(
     """
     begin, out, files, codes = time.monotonic(), Path(out), case.files, case.codes
     names = _probability_names(files.case_id, tuple(predictor.regions)) if probabilities else {}
-    label_name, sidecar = f"{files.case_id}.nii.gz", out / f"{files.case_id}.json"
-    page_name = f"{files.case_id}.html"
-    outputs = (label_name, *names.values(), *([page_name] if page else []))
-    _check_replaceable(sidecar, [out / name for name in outputs], files)
+    label_file, sidecar, page_file = (out / f"{files.case_id}.{end}" for end in ("nii.gz", "json", "html"))
+    outputs = (label_file, *(out / name for name in names.values()), *([page_file] if page else []))
+    _check_replaceable(sidecar, outputs, files)
     out.mkdir(parents=True, exist_ok=True)  # before the work: a folder that cannot be made is an error at once
     folder = Path(files.images[0]).parent
     loaded = load_case(files, channels=case.channels, labels=None, dataset_folder=folder, zero_nan=zero_nan)
@@ -208,39 +204,25 @@ def predict_case(
     answers = predictor.probabilities(loaded.image, record, case.channels)
     check_finite(answers, files.case_id)
     label = postprocessing.paint(answers, codes.regions, record.spacing_mm)
-    voxel_ml = float(np.prod(record.spacing_mm)) / 1000.0
-    content = {
-        "schema": SCHEMA,
-        "written_by": WRITER,
-        "complete": False,
-        "case_id": files.case_id,
-        "label": label_name,
-        "codes_of": codes.of,
-        "label_codes": {str(code): name for code, name in code_meanings(codes.regions, codes.labels).items()},
-        "regions": {name: list(of_region) for name, of_region in codes.regions.items()},
-        "volumes_ml": {
-            name: round(int(np.count_nonzero(region_mask(label, of_region))) * voxel_ml, 4)
-            for name, of_region in codes.regions.items()
-        },
-        "threshold": THRESHOLD,
-        "postprocessing": postprocessing.words,
-        "probabilities": names,
-        "axes": geometry.axes,
-        "spacing_mm": list(record.spacing_mm),
-        "zeroed_voxels": record.zeroed_voxels,
-        "sources": [dataclasses.asdict(source) for source in record.sources],
-        **(about or {}),
-    }
+    content = _sidecar(case, record, label, postprocessing=postprocessing.words, probabilities=names)
+    content.update(about or {})
     write_json(sidecar, content)  # first, so that a label cut off by a crash is known as ours and can be redone
     for position, name in enumerate(names):
         # Level 1: probabilities are noise in their last bits, and level 6 takes three times as long for little.
         write_volume(out / names[name], answers[..., position].astype(np.float32), geometry, compression=1)
-    write_label(out / label_name, label, geometry)
+    write_label(label_file, label, geometry)
     if page:
-        unit, of_case = SCORES if loaded.image.dtype.kind == "f" else "", (codes.regions, codes.labels)
-        answer = {"predictions": {"prediction": label}, "unit": unit}
-        shown = ViewedCase(files.case_id, loaded.image, case.channels, geometry, *of_case, **answer)
-        write_case_page(out / page_name, shown, "predict")
+        shown = ViewedCase(
+            name=files.case_id,
+            image=loaded.image,
+            channels=case.channels,
+            geometry=geometry,
+            regions=codes.regions,
+            labels=codes.labels,
+            predictions={"prediction": label},
+            unit=SCORES if loaded.image.dtype.kind == "f" else "",
+        )
+        write_case_page(page_file, shown, "predict")
     content.update(complete=True, seconds=round(time.monotonic() - begin, 3))
     write_json(sidecar, content)
     return content
@@ -284,17 +266,20 @@ def codes_for(predictor: Any, files: CaseFiles, choice: str = AUTO) -> Codes:
     the run. Raises InputError where codes that were chosen lack one.
     """
     stores = Codes(STORE, predictor.labels, predictor.regions)
-    of, labels = (choice, LABEL_CODES.get(choice)) if choice != AUTO else label_codes_of(files) or (STORE, None)
+    if choice == AUTO:
+        of, labels = label_codes_of(files) or (STORE, None)
+    else:
+        of, labels = choice, LABEL_CODES.get(choice)
     if labels is None:
         return stores
     regions = {**{name: (code,) for code, name in labels.items() if code}, **regions_of(labels)}
     missing = [name for name in predictor.regions if name not in regions]
     if missing and choice == AUTO:
         return stores
-    there = ", ".join(f"{code} {label}" for code, label in labels.items())
+    known = ", ".join(f"{code} {label}" for code, label in labels.items())
     refuse(
-        f"region {name} of the run must have a code among those of {of}, in which case {files.case_id} is to be"
-        f" written, got {there}; choose other --codes"
+        f"region {name} of the run must have a code among those of {of} for case {files.case_id}, got {known}; "
+        "choose other --codes"
         for name in missing
     )
     return Codes(of, labels, {name: regions[name] for name in predictor.regions})
@@ -321,8 +306,43 @@ def check_out(out: Path, inputs: Sequence[Path], cases: Sequence[Case]) -> None:
 # --- Private helpers ---
 
 
+def _sidecar(case: Case, record: CaseRecord, label: np.ndarray, **about: Any) -> Dict[str, Any]:
+    """What a case's sidecar holds of its label, grid and sources, before it is complete."""
+    codes, voxel_ml = case.codes, float(np.prod(record.spacing_mm)) / 1000.0
+    voxels = {name: np.count_nonzero(region_mask(label, of_region)) for name, of_region in codes.regions.items()}
+    return {
+        "schema": SCHEMA,
+        "written_by": WRITER,
+        "complete": False,
+        "case_id": case.files.case_id,
+        "label": f"{case.files.case_id}.nii.gz",
+        "codes_of": codes.of,
+        "label_codes": {str(code): name for code, name in code_meanings(codes.regions, codes.labels).items()},
+        "regions": {name: list(of_region) for name, of_region in codes.regions.items()},
+        "volumes_ml": {name: round(int(count) * voxel_ml, 4) for name, count in voxels.items()},
+        "threshold": THRESHOLD,
+        **about,
+        "axes": record.geometry.axes,
+        "spacing_mm": list(record.spacing_mm),
+        "zeroed_voxels": record.zeroed_voxels,
+        "sources": [dataclasses.asdict(source) for source in record.sources],
+    }
+
+
+def _print_predictions(console: Console, done: Sequence[Mapping[str, Any]]) -> None:
+    if done:
+        head = ("file", *(f"{name} ml" for name in done[0]["volumes_ml"]), "seconds")
+        rows = [
+            (one["label"], *(f"{ml:.2f}" for ml in one["volumes_ml"].values()), f"{one['seconds']:.1f}") for one in done
+        ]
+        console.print(Table(head, rows, title="predictions").rich())
+    for content in done:
+        if content["zeroed_voxels"]:
+            console.print(f"{content['case_id']}: {content['zeroed_voxels']} NaN or infinite voxels made background")
+
+
 def _mapping(predictor: Any, cases: Sequence[Case]) -> List[str]:
-    """The codes that are written, as lines; cases in codes of their own are told apart."""
+    """The codes that are written, as lines; once for all cases with the same codes."""
     by_owner: Dict[str, List[Case]] = {}
     for case in cases:
         by_owner.setdefault(case.codes.of, []).append(case)
@@ -332,10 +352,9 @@ def _mapping(predictor: Any, cases: Sequence[Case]) -> List[str]:
         more = f" and {count(others, 'more case')}" if others else ""
         lines.append(f"{case.files.case_id}{more}: label codes of {of}{'; --codes chooses others' * (of == STORE)}")
         was = {own[name][0]: in_store[name][0] for name in own if own[name] and in_store[name]}
-        lines += [
-            f"  code {code}: {meaning}" + (f" ({was[code]} in {STORE})" if was.get(code, code) != code else "")
-            for code, meaning in code_meanings(codes.regions, codes.labels).items()
-        ]
+        for code, meaning in code_meanings(codes.regions, codes.labels).items():
+            changed = f" ({was[code]} in {STORE})" if was.get(code, code) != code else ""
+            lines.append(f"  code {code}: {meaning}{changed}")
     return lines
 
 
@@ -351,13 +370,13 @@ def _files(paths: List[Path], channels: Tuple[str, ...], inputs: Tuple[str, ...]
 
 
 def _channel_count(path: Path) -> int:
-    """Channels that the header of a file tells. Raises InputError, saying what is wrong, where it tells nothing."""
+    """Channels of a file by its header. Raises InputError with the reason where it has none."""
     try:
         shape = nibabel.load(path).shape
     except Exception:  # nibabel raises its own errors, zlib's, numpy's and OSError for bytes that are no image
         shape = ()
     if len(shape) not in (3, 4):
-        shape = read_volume(path)[0].shape
+        shape = read_volume(path)[0].shape  # raises it
     return shape[3] if len(shape) == 4 else 1
 
 
@@ -370,12 +389,11 @@ def _probability_names(case_id: str, regions: Sequence[str]) -> Dict[str, str]:
 
 
 def _check_replaceable(sidecar: Path, outputs: Sequence[Path], files: CaseFiles) -> None:
-    """Raise InputError when an output is a source, or is there and no sidecar says that it was written here."""
-    sources = {Path(path).resolve() for path in (*files.images, *([files.label] if files.label else []))}
+    """Raise InputError when an output is a source, or exists and no sidecar says that it was written here."""
+    sources = {path.resolve() for path in files.paths}
     try:
-        found = read_json(sidecar)
-        ours = isinstance(found, dict) and found.get("written_by") == WRITER
-    except (OSError, ValueError):
+        ours = read_json(sidecar).get("written_by") == WRITER
+    except (OSError, ValueError, AttributeError):
         ours = False
     reasons = {path: "is a source image" for path in (sidecar, *outputs) if path.resolve() in sources}
     if not ours:

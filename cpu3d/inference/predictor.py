@@ -1,6 +1,7 @@
 """A trained run as a function from a volume to probabilities on its full grid: in one pass, or window by window."""
 
 import dataclasses
+import functools
 import itertools
 from pathlib import Path
 from typing import Callable, Dict, List, Optional, Sequence, Tuple
@@ -16,26 +17,27 @@ from cpu3d.data.store import case_region
 from cpu3d.data.windows import sliding_window
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import fits_memory
-from cpu3d.inference.runs import Inference, check_inference, window_of
+from cpu3d.inference.runs import AS_TRAINED, Inference, window_of
 from cpu3d.run.checkpoint import load_checkpoint, weights_file
 from cpu3d.settings import RunConfig, load_config
 from cpu3d.training.learner import finest, weight_names
 from models.unet3d import build_unet3d
 
+NETWORKS = 2
+"""Grids of which a predictor keeps the network: the training grid, which most cases share, and the last other one."""
+
 
 class Predictor:
-    """The best weights of a run, ready for any case with the same channels."""
+    """A run's weights, ready for any case with the same channels."""
 
-    def __init__(self, config: RunConfig, weights: List[np.ndarray], inference: Optional[Inference] = None):
-        """Raises InputError where the network cannot be applied as `inference` says."""
-        self.config = config
-        self.inference = inference or Inference()
-        check_inference(config, self.inference)
-        listed, has = (len(config.channels), len(config.regions)), (config.unet.channels, config.unet.outputs)
-        if listed != has or not set(config.channels) <= set(config.store_channels):
+    def __init__(self, config: RunConfig, weights: List[np.ndarray], inference: Inference = AS_TRAINED):
+        """Raises InputError where the settings and the network do not fit together."""
+        self.config, self.inference = config, inference
+        names, sizes = (config.channels, config.regions), (config.unet.channels, config.unet.outputs)
+        if tuple(map(len, names)) != sizes:
             raise InputError(
                 f"network must have an input for each of {', '.join(config.channels)} and an output for each of "
-                f"{', '.join(config.regions)}, got {has[0]} and {has[1]}; restore the run's config.json"
+                f"{', '.join(config.regions)}, got {sizes[0]} and {sizes[1]}; restore the run's config.json"
             )
         self.channels: Tuple[str, ...] = config.store_channels
         """Of the store the run was trained on."""
@@ -46,7 +48,7 @@ class Predictor:
         self.window = window_of(config, self.inference)
         """Voxels X, Y, Z of the window that slides; None is one pass."""
         self.weights = weights  # in the order of Keras
-        self._model = self._size = None
+        self._kept_network = functools.lru_cache(maxsize=NETWORKS)(self._network)
 
     def probabilities(
         self, image: np.ndarray, record: CaseRecord, channels: Optional[Sequence[str]] = None
@@ -59,10 +61,10 @@ class Predictor:
         probability is 0. Raises DoesNotFitError where memory runs out.
         """
         region, resizing = self.region(record), self._resizing(record)
-        there = tuple(self.channels if channels is None else channels)
-        picked = [there.index(name) for name in self.inputs]
+        present = tuple(self.channels if channels is None else channels)
+        picked = [present.index(name) for name in self.inputs]
         logits_of = lambda image: self._logits(image, resizing)  # noqa: E731
-        with fits_memory(f"the prediction of case {record.case_id}", self._smaller()):
+        with fits_memory(f"the prediction of case {record.case_id}", self._advice()):
             part = tf.cast(normalise(image, record, region)[None, ..., picked], self.config.unet.dtype)
             logits = over_mirror_images(logits_of, part) if self.inference.flips else logits_of(part)
             return paste(tf.sigmoid(logits).numpy(), region, record.shape)
@@ -81,12 +83,12 @@ class Predictor:
             size = round_up(tuple(max(pair) for pair in zip(config.grid, needed)), config.unet.divisor)
         return case_region(record, size, config.extent)
 
-    def _smaller(self) -> str:
+    def _advice(self) -> str:
         """What to do where memory has run out."""
-        on_cpu = "--device cpu if a card ran out"
+        on_cpu = "take --device cpu if a card ran out"
         if self.window:
             return f"take a --window smaller than {' '.join(map(str, self.window))}, or {on_cpu}"
-        return f"take {on_cpu}" if self.config.resolution < 1 else f"slide a --window X Y Z, or take {on_cpu}"
+        return on_cpu if self.config.resolution < 1 else f"slide a --window X Y Z, or {on_cpu}"
 
     def _needed(self, record: CaseRecord) -> Shape3:
         return record.box.size if self.config.extent == "brain" else record.shape
@@ -101,19 +103,16 @@ class Predictor:
     def _logits(self, image, resizing: Optional[Resizing]) -> np.ndarray:
         """Logits float32 (X, Y, Z, R) of one image (1, X, Y, Z, C)."""
         if self.window:
-            return sliding_window(self._network(self.window), image, self.window, self.inference.overlap)
+            return sliding_window(self._kept_network(self.window), image, self.window, self.inference.overlap)
         if resizing:
-            return resizing.grow(self._network(resizing.seen)(resizing.shrink(image))).numpy()[0]
-        return self._network(tuple(image.shape[1:4]))(image).numpy()[0]
+            return resizing.grow(self._kept_network(resizing.seen)(resizing.shrink(image))).numpy()[0]
+        return self._kept_network(tuple(image.shape[1:4]))(image).numpy()[0]
 
-    def _network(self, size: Shape3):
-        """The compiled network for one grid; kept, since most cases share the training grid."""
-        if size != self._size:
-            model = build_unet3d(self.config.unet, size, batch_size=1)
-            model.set_weights(self.weights)
-            self._model = tf.function(lambda image: tf.cast(finest(model(image, training=False)), tf.float32))
-            self._size = size
-        return self._model
+    def _network(self, size: Shape3) -> Callable:
+        """A compiled network for one grid: image (1, *size, C) -> logits float32 (1, *size, R)."""
+        model = build_unet3d(self.config.unet, size, batch_size=1)
+        model.set_weights(self.weights)
+        return tf.function(lambda image: tf.cast(finest(model(image, training=False)), tf.float32))
 
 
 def over_mirror_images(logits_of: Callable, image) -> np.ndarray:
@@ -127,11 +126,11 @@ def over_mirror_images(logits_of: Callable, image) -> np.ndarray:
     return mean
 
 
-def load_predictor(run: Path, weights: str = "best", inference: Optional[Inference] = None) -> Predictor:
+def load_predictor(run: Path, weights: str = "best", inference: Inference = AS_TRAINED) -> Predictor:
     """The predictor of the run in `run`, with its "best" or "last" weights.
 
-    Raises InputError when the run or its weights are missing, damaged, or do not fit together, and for a window that
-    the network cannot take.
+    Raises InputError when the run or its weights are missing, damaged, or do not fit together. Whether the network can
+    be applied as `inference` says is checked by `check_inference`.
     """
     config, arrays = load_weights(load_config(run), weights_file(run, weights))
     return Predictor(config, arrays, inference)

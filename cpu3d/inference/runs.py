@@ -1,18 +1,18 @@
-"""Trained runs made ready to answer: their options, store, device and predictors, alone or several as one.
+"""Trained runs made ready to predict: their options, store, device and predictors, alone or several as one.
 
-    configs = load_configs(runs)  # and check that they may be put together
+    configs = load_configs(runs)  # and check that they may answer together
     predictor = joined(trained_predictors(runs, "best", Inference(window=(96, 96, 96))))
 
-Of several runs the answer is the mean of their probabilities; of folds, for cross-validation, that of the one that has
-not seen the case. Logits are averaged over windows and mirror images, probabilities over runs, as in nnU-Net. Importing
-this does not import TensorFlow.
+Several runs answer with the mean of their probabilities. Logits are averaged over windows and mirror images,
+probabilities over runs, as in nnU-Net. Importing this does not import TensorFlow.
 """
 
 import contextlib
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -49,7 +49,7 @@ class RunOptions:
     run: Tuple[Path, ...] = option(
         help="run folder written by train; of several the mean, such as of all folds", metavar="DIR"
     )
-    some_folds: bool = option(False, help="go on although folds are missing among the runs")
+    some_folds: bool = option(False, help="accept that folds are missing among the runs")
     weights: str = option("best", help="checkpoint", choices=("best", "last"))
 
 
@@ -117,24 +117,25 @@ def check_inference(config: RunConfig, inference: Inference) -> None:
         except ValueError as error:
             problems.append(str(error))
     if inference.flips and not config.augment.flip:
-        problems.append(
-            "--flips must come with a run that was trained on mirror images, got one without (--no-flip or "
-            "--no-augment); leave it out"
-        )
+        rule = "--flips must come with a run that was trained on mirror images, got one without (--no-flip or"
+        problems.append(f"{rule} --no-augment); leave it out")
     refuse(problems)
+
+
+AS_TRAINED = Inference()
 
 
 # --- The store ---
 
 
-def store_of_run(config: RunConfig, given: Optional[Path] = None, *, way_out: str = STORE_HAS_MOVED) -> Store:
-    """The store of a run, as its fold sees it: in the folder `given`, or in the one that the run names.
+def store_of_run(config: RunConfig, folder: Optional[Path] = None, *, advice: str = STORE_HAS_MOVED) -> Store:
+    """The store of a run, as its fold sees it: in `folder`, or where the run's settings have it.
 
-    Raises InputError where there is none, and where its split is not the one that the run was trained with: its test
-    cases may have been seen then. Where no folder is given, `way_out` is said besides.
+    Raises InputError where there is none, with `advice` if no `folder` was named, and where its split is not the one
+    that the run was trained with: its test cases may have been seen then.
     """
     try:
-        store = open_store(given or config.store)
+        store = open_store(folder or config.store)
         store.check_split()
         if store.manifest.split_hash != config.split_hash:
             raise InputError(
@@ -142,7 +143,7 @@ def store_of_run(config: RunConfig, given: Optional[Path] = None, *, way_out: st
                 f"{store.manifest.split_hash}; its test cases may have been trained on, so name the run's own store"
             )
     except InputError as error:
-        raise InputError(*error.problems, *([] if given else [way_out])) from None
+        raise InputError(*error.problems, *([] if folder else [advice])) from None
     return with_fold(store, config.fold)
 
 
@@ -161,27 +162,21 @@ def zeroes_nan(configs: Sequence[RunConfig]) -> bool:
 # --- Predictors ---
 
 
-def trained_predictor(run: Path, weights: str = "best", inference: Optional[Inference] = None) -> Any:
-    """`load_predictor` of a run, with the host set up for TensorFlow first where this process has not done so yet."""
-    return trained_predictors([run], weights, inference)[0]
-
-
-def trained_predictors(runs: Sequence[Path], weights: str = "best", inference: Optional[Inference] = None) -> List[Any]:
-    """The predictor of each run, all on the device that `inference` asks for.
+def trained_predictors(runs: Sequence[Path], weights: str = "best", inference: Inference = AS_TRAINED) -> List[Any]:
+    """The predictor of each run, all on the device of `inference`, for which the host is set up where it is not yet.
 
     Raises InputError, before TensorFlow is imported, for what a run cannot be applied as and for a device that is not
     there; and as `load_predictor`.
     """
-    inference = inference or Inference()
     configs = [load_config(run) for run in runs]
     for config in configs:
         check_inference(config, inference)
     # Left open it is a card only where every run slides a window: a whole volume in one pass is for a CPU's memory.
     mode = "patch" if all(window_of(config, inference) for config in configs) else "whole"
-    chosen, gpus = left_open(inference.device), HostGpus()
-    device = pick_device(chosen, mode, gpus)
+    requested, gpus = left_open(inference.device), HostGpus()
+    device = pick_device(requested, mode, gpus)
     if device == CPU:
-        say(*why_no_card(chosen, mode, gpus))
+        say(*why_no_card(requested, mode, gpus))
     set_up(device=device)
     from cpu3d.inference.predictor import load_predictor  # imports TensorFlow, so not before
 
@@ -189,37 +184,30 @@ def trained_predictors(runs: Sequence[Path], weights: str = "best", inference: O
 
 
 class Ensemble:
-    """Predictors as one, with the interface of each. Their networks are small and all stay in memory."""
+    """The mean of several predictors, with the interface of each. Their networks are small and all stay in memory."""
 
-    def __init__(self, predictors: Sequence[Any], held_out: Optional[Sequence[Sequence[str]]] = None):
-        """`held_out` are the case ids of each predictor's fold: each is answered by that one alone, which has not
-        trained on it. Without, the answer is the mean."""
+    def __init__(self, predictors: Sequence[Any]):
         first, self.predictors = predictors[0], tuple(predictors)
         self.channels, self.labels, self.regions = first.channels, first.labels, first.regions
         self.inputs = tuple(name for name in first.channels if any(name in one.inputs for one in predictors))
         """What any of the runs needs: they may have learnt from different channels."""
-        self._of: Optional[Mapping[str, Any]] = held_out and {
-            case_id: predictor for predictor, case_ids in zip(predictors, held_out) for case_id in case_ids
-        }
 
     def probabilities(
         self, image: np.ndarray, record: CaseRecord, channels: Optional[Sequence[str]] = None
     ) -> np.ndarray:
         """The mean of the runs' probabilities, float32 (X, Y, Z, R), on the full grid; of equal ones it is each.
 
-        Twice the memory of one run's answer, however many there are. KeyError for a case that no fold has held out.
+        Takes twice the memory of one run's answer, however many there are.
         """
-        if self._of is not None:
-            return self._of[record.case_id].probabilities(image, record, channels)
         mean = self.predictors[0].probabilities(image, record, channels)
         for count, predictor in enumerate(self.predictors[1:], start=2):
             mean = mean + (predictor.probabilities(image, record, channels) - mean) / np.float32(count)
         return mean
 
 
-def joined(predictors: Sequence[Any], held_out: Optional[Sequence[Sequence[str]]] = None) -> Any:
+def joined(predictors: Sequence[Any]) -> Any:
     """Several as an `Ensemble`, or the only one."""
-    return predictors[0] if len(predictors) == 1 else Ensemble(predictors, held_out)
+    return predictors[0] if len(predictors) == 1 else Ensemble(predictors)
 
 
 def describe(
@@ -228,14 +216,14 @@ def describe(
     predictors: Sequence[Any],
     held_out: Optional[Sequence[Sequence[str]]] = None,
 ) -> Dict[str, Any]:
-    """What is written beside an answer, as JSON: the folder, the fold, and how the network was applied.
+    """What is written beside an answer, as JSON: the run's folder, its fold, and how the network was applied.
 
-    Of several runs that is a list, "runs", with the cases that each has held out.
+    Of several runs that is a list, "runs", with the ids of the cases that each fold has held out, if they are given.
     """
     about = []
-    for number, (run, config, predictor) in enumerate(zip(runs, configs, predictors)):
-        window = predictor.window
-        how = {**predictor.inference.to_json(), "window": window and list(window), "one_pass": not window}
+    for number, (run, config) in enumerate(zip(runs, configs)):
+        window, inference = predictors[number].window, predictors[number].inference
+        how = {**inference.to_json(), "window": window and list(window), "one_pass": not window}
         own = {"run": str(Path(run).resolve()), "fold": config.fold, "inference": how}
         about.append({**own, "held_out": list(held_out[number])} if held_out else own)
     return about[0] if len(about) == 1 else {"runs": about}
@@ -245,62 +233,50 @@ def describe(
 
 
 def load_configs(runs: Sequence[Path], *, some_folds: bool = False) -> List[RunConfig]:
-    """The settings of each run. Raises InputError, with all that is wrong, unless the runs can be one answer.
+    """The settings of each run. Raises InputError, with all that is wrong, unless the runs can answer together.
 
     They must differ, and share store, regions and split. Where they are folds they must be all folds of one K, each
     once, or with `some_folds` some of them. A single run always can.
     """
-    configs, problems = [], []
-    for run in runs:
-        try:
-            configs.append(load_config(run))
-        except InputError as error:
-            problems += error.problems
-    if len(runs) > 1 and not problems:
-        folders = [Path(run).resolve() for run in runs]
-        problems += [
-            f"runs must differ, got {folder} {folders.count(folder)} times; name it once"
-            for folder in sorted({folder for folder in folders if folders.count(folder) > 1})
-        ]
-        problems += [
-            f"{name} of run {run} must be {_words(getattr(configs[0], name))}, as of run {runs[0]}, got "
-            f"{_words(getattr(config, name))}; put runs of one store and of the same regions together"
-            for run, config in zip(runs[1:], configs[1:])
-            for name in COMMON
-            if getattr(config, name) != getattr(configs[0], name)
-        ]
-        problems += _fold_problems(runs, [config.fold for config in configs], some_folds)
-    refuse(problems)
+    configs, folders = [load_config(run) for run in runs], [Path(run).resolve() for run in runs]
+    if len(runs) == 1:
+        return configs
+    problems = [
+        f"runs must differ, got {folder} {times} times; name it once"
+        for folder, times in Counter(folders).items()
+        if times > 1
+    ]
+    for run, config in zip(runs[1:], configs[1:]):
+        for name in COMMON:
+            first, other = getattr(configs[0], name), getattr(config, name)
+            if first != other:
+                rule = f"{name} of run {run} must be {first}, as of run {runs[0]}, got {other}"
+                problems.append(f"{rule}; put runs of one store and of the same regions together")
+    refuse([*problems, *_fold_problems(runs, [config.fold for config in configs], some_folds)])
     return configs
-
-
-# --- Private helpers ---
-
-
-def _words(value: Any) -> str:
-    return ", ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _fold_problems(runs: Sequence[Path], folds: Sequence[str], some_folds: bool) -> List[str]:
     if not any(folds):
         return []
-    by_fold: Dict[str, List[str]] = {}
+    runs_of: Dict[str, List[str]] = {}
     for run, fold in zip(runs, folds):
-        by_fold.setdefault(fold, []).append(str(run))
-    if "" in by_fold:
-        bare = " and ".join(by_fold[""])
-        return [f"runs must all be of folds, or none of them, got no fold for {bare}; leave out one kind"]
+        runs_of.setdefault(fold, []).append(str(run))
+    if "" in runs_of:
+        rule = f"runs must all be of folds, or none of them, got no fold for {listed(runs_of[''])}"
+        return [f"{rule}; leave out one kind"]
     problems = [
-        f"runs must be of different folds, got {fold} for {' and '.join(same)}; leave one out"
-        for fold, same in by_fold.items()
+        f"runs must be of different folds, got {fold} for {listed(same)}; leave one out"
+        for fold, same in runs_of.items()
         if len(same) > 1
     ]
-    parsed = sorted(map(parse_fold, by_fold))
-    there, parts = [f"{part}/{parts}" for part, parts in parsed], parsed[0][1]
+    parsed = sorted(map(parse_fold, runs_of))
+    present, parts = [f"{part}/{parts}" for part, parts in parsed], parsed[0][1]
+    missing = [f"{part}/{parts}" for part in range(1, parts + 1) if (part, parts) not in parsed]
     if any(other != parts for _, other in parsed):
-        return [*problems, f"runs must be folds of one number of parts, got {listed(there)}; leave some out"]
-    missing = ", ".join(fold for fold in (f"{part}/{parts}" for part in range(1, parts + 1)) if fold not in there)
-    if missing and not some_folds:
-        rule = f"runs must be all folds of {parts}, got {listed(there)}, missing {missing}"
+        rule = f"runs must be folds of one number of parts, got {listed(present)}"
+        problems.append(f"{rule}; leave some out")
+    elif missing and not some_folds:
+        rule = f"runs must be all folds of {parts}, got {listed(present)}, missing {', '.join(missing)}"
         problems.append(f"{rule}; train those, or add --some-folds")
     return problems

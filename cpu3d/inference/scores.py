@@ -17,13 +17,12 @@ Growing is in rounds of a voxel to 18 neighbours. The challenge, all of 1 mm, ta
 as many as 3 mm have voxels, rounded, so that lesions of other spacings are the same ones.
 
 Empty masks, by the rule of the BraTS challenge: both empty is right (Dice 1, HD95 0, surface Dice 1); one empty is as
-wrong as can be (Dice 0, surface Dice 0, HD95 = the diagonal of the image grid: 373.13 mm for 240x240x155 at 1 mm).
-"empty" of a region's scores says which it was, so that a mean can be read knowing what went into it. Where there is no
-lesion to find, sensitivity is 1 whatever was predicted, and lesion-wise Dice 1 without and 0 with false positives.
+wrong as possible (Dice 0, surface Dice 0, HD95 = the diagonal of the image grid: 373.13 mm for 240x240x155 at 1 mm).
+"empty" of a region's scores is which. Where there is no lesion to find, sensitivity is 1 whatever was predicted, and
+lesion-wise Dice 1 without and 0 with false positives.
 
-DeepMind's `surface-distance` weighs surface elements by their area, which matters most for anisotropic voxels. Its only
-release on PyPI (0.1) calls names that numpy 2 and today's scipy have dropped, so it is not used here; a k-d tree of
-scipy over the surface voxels is exact and some sixty times faster than distance transforms of a whole BraTS volume.
+DeepMind's `surface-distance` is not used: its only release on PyPI (0.1) calls names that numpy 2 and today's scipy
+have dropped. A k-d tree over the surface voxels is exact, and much faster than distance transforms of a whole volume.
 """
 
 from dataclasses import dataclass
@@ -45,8 +44,7 @@ LESION_GROWTH_MM, LESION_MM3 = 3.0, 50.0
 
 RegionScores = Dict[str, Any]
 """Metric -> value of one region of one case; truth_voxels, prediction_voxels, truth_ml, prediction_ml; true_lesions and
-found_lesions, the counts behind the sensitivity; and "empty": "" when neither mask is empty, else "both", "truth" or
-"prediction", which one is."""
+found_lesions, the counts behind the sensitivity; and "empty": which mask is, as in `Masks`."""
 
 
 class Lesions(NamedTuple):
@@ -117,16 +115,42 @@ class Masks:
     @cached_property
     def distances_mm(self) -> Tuple[np.ndarray, np.ndarray]:
         """Surface distances, neither mask empty: (truth to prediction, prediction to truth), float64, unordered."""
-        return surface_distances_mm(self.truth, self.prediction, self.spacing_mm)
+        spacing_mm = np.asarray(self.spacing_mm, float)
+        true, predicted = (
+            np.argwhere(mask & ~binary_erosion(mask)) * spacing_mm for mask in (self.truth, self.prediction)
+        )
+        return cKDTree(predicted).query(true)[0], cKDTree(true).query(predicted)[0]
 
     @cached_property
     def lesions(self) -> Lesions:
         return find_lesions(self.truth, self.prediction, self.spacing_mm)
 
 
+def dice(masks: Masks) -> float:
+    """Twice the voxels that both masks share over the sum of both."""
+    total = np.count_nonzero(masks.truth) + np.count_nonzero(masks.prediction)
+    return float(2 * np.count_nonzero(masks.truth & masks.prediction) / total) if total else 1.0
+
+
+def hausdorff95_mm(masks: Masks) -> float:
+    """The larger of the 95th percentiles of the two directed surface distances."""
+    if masks.empty:
+        return 0.0 if masks.empty == "both" else masks.diagonal_mm
+    return float(max(np.percentile(distances, 95) for distances in masks.distances_mm))
+
+
+def surface_dice(masks: Masks) -> float:
+    """The share of all surface distances, of both directions together, that are at most the tolerance."""
+    if masks.empty:
+        return float(masks.empty == "both")
+    # Distances are roots of sums of squares: a tolerance of exactly 3 voxels of 0.1 mm must still hold three of them.
+    within = np.concatenate(masks.distances_mm) <= masks.tolerance_mm * (1 + 1e-9)
+    return float(np.count_nonzero(within) / within.size)
+
+
 @dataclass(frozen=True)
 class Metric:
-    """A number that says how well a region was found. Cases are aggregated by their mean."""
+    """A number that says how well a region was segmented. Cases are aggregated by their mean."""
 
     label: str
     """For people."""
@@ -139,7 +163,7 @@ class Metric:
     digits: int = 3
     """After the point, in tables."""
     note: str = ""
-    """What a table says of it; {tolerance_mm} is the evaluation's."""
+    """Below tables; {tolerance_mm} is the evaluation's."""
 
     @property
     def heading(self) -> str:
@@ -150,12 +174,12 @@ class Metric:
 METRICS: Dict[str, Metric] = {
     "dice": Metric(
         "Dice",
-        lambda masks: dice_coefficient(masks.truth, masks.prediction),
+        dice,
         "Twice the voxels that both masks share over the sum of both; 1 where both are empty, 0 where one is",
     ),
     "hd95_mm": Metric(
         "HD95",
-        lambda masks: hausdorff95_mm(masks),
+        hausdorff95_mm,
         "The larger of the two directed 95th percentiles of surface distances, linear between ranks; 0 where both are "
         "empty, the diagonal of the image where one is",
         larger_is_better=False,
@@ -164,7 +188,7 @@ METRICS: Dict[str, Metric] = {
     ),
     "surface_dice": Metric(
         "surface Dice",
-        lambda masks: surface_dice(masks),
+        surface_dice,
         "The share of all surface voxels, of both masks together, within the tolerance (<=) of the other surface; 1 "
         "where both are empty, 0 where one is",
         note="at {tolerance_mm:g} mm",
@@ -211,20 +235,16 @@ def score_region(
 ) -> RegionScores:
     """Score boolean masks `(X, Y, Z)` on the full image grid; voxels measure `spacing_mm`.
 
-    The rule for empty masks is at the top of this file. Raises ValueError for masks of different shapes and for a
-    spacing or tolerance that cannot be one.
+    The rule for empty masks is at the top of this file. Raises ValueError for anything but boolean masks of one shape.
     """
-    if truth.dtype != bool or prediction.dtype != bool or truth.ndim != 3 or truth.shape != prediction.shape:
-        found = f"{truth.dtype} {truth.shape} and {prediction.dtype} {prediction.shape}"
-        raise ValueError(f"truth and prediction must be boolean masks of one 3D shape, got {found}")
-    if len(spacing_mm) != 3 or not (np.isfinite(spacing_mm).all() and min(spacing_mm) > 0 <= tolerance_mm < np.inf):
-        found = f"{tuple(spacing_mm)} and {tolerance_mm}"
-        raise ValueError(f"spacing_mm must be three positive numbers and tolerance_mm a number from 0 on, got {found}")
-    shape, box = truth.shape, bounding_box(truth | prediction).slices(truth.shape)
+    if truth.dtype != bool or prediction.dtype != bool or truth.shape != prediction.shape:
+        got = f"{truth.dtype} {truth.shape} and {prediction.dtype} {prediction.shape}"
+        raise ValueError(f"truth and prediction must be boolean masks of one shape, got {got}")
     voxels = {"truth": int(np.count_nonzero(truth)), "prediction": int(np.count_nonzero(prediction))}
     empty = "both" if not any(voxels.values()) else "".join(name for name, count in voxels.items() if not count)
-    # Outside of the box there is nothing, and what grows together does so inside of the box, too.
-    masks = Masks(truth[box], prediction[box], spacing_mm, tolerance_mm, diagonal_mm(shape, spacing_mm), empty)
+    box = bounding_box(truth | prediction).slices(truth.shape)  # lesions that grow together do so inside of it
+    diagonal_mm = float(np.linalg.norm(np.multiply(truth.shape, spacing_mm, dtype=float)))
+    masks = Masks(truth[box], prediction[box], spacing_mm, tolerance_mm, diagonal_mm, empty)
     voxel_ml = float(np.prod(spacing_mm)) / 1000.0
     return {
         **{name: metric.of(masks) for name, metric in METRICS.items()},
@@ -243,43 +263,11 @@ def metrics_in(scores: Mapping[str, Any]) -> Tuple[str, ...]:
 
 
 def metric_notes(names: Sequence[str], tolerance_mm: float) -> str:
-    """What a table of these metrics says below it, as "HD95 in mm; surface Dice at 1 mm"."""
+    """What a table of these metrics has below it, as "HD95 in mm; surface Dice at 1 mm"."""
     metrics = [METRICS[name] for name in names]
-    notes = [f"{one.label} in {one.unit}" for one in metrics if one.unit]
-    notes += [f"{one.label} {one.note.format(tolerance_mm=tolerance_mm)}" for one in metrics if one.note]
+    notes = [f"{metric.label} in {metric.unit}" for metric in metrics if metric.unit]
+    notes += [f"{metric.label} {metric.note.format(tolerance_mm=tolerance_mm)}" for metric in metrics if metric.note]
     return "; ".join(notes)
-
-
-def dice_coefficient(truth: np.ndarray, prediction: np.ndarray) -> float:
-    """Dice of two boolean masks, 2 |T and P| / (|T| + |P|), 0 to 1; 1 when both are empty."""
-    total = np.count_nonzero(truth) + np.count_nonzero(prediction)
-    return float(2 * np.count_nonzero(truth & prediction) / total) if total else 1.0
-
-
-def surface_distances_mm(
-    truth: np.ndarray, prediction: np.ndarray, spacing_mm: Sequence[float]
-) -> Tuple[np.ndarray, np.ndarray]:
-    """Surface distances of two masks, neither empty: (truth to prediction, prediction to truth), float64, unordered."""
-    points_t, points_p = (np.argwhere(_surface(mask)) * np.asarray(spacing_mm, float) for mask in (truth, prediction))
-    return cKDTree(points_p).query(points_t)[0], cKDTree(points_t).query(points_p)[0]
-
-
-def hausdorff95_mm(masks: Masks) -> float:
-    """The larger of the 95th percentiles of the two directed surface distances."""
-    if masks.empty:
-        return 0.0 if masks.empty == "both" else masks.diagonal_mm
-    there, back = masks.distances_mm
-    return float(max(np.percentile(there, 95), np.percentile(back, 95)))
-
-
-def surface_dice(masks: Masks) -> float:
-    """The share of all surface distances, of both directions together, that are at most the tolerance."""
-    if masks.empty:
-        return float(masks.empty == "both")
-    there, back = masks.distances_mm
-    # Distances are roots of sums of squares: a tolerance of exactly 3 voxels of 0.1 mm must still hold three of them.
-    within = masks.tolerance_mm * (1 + 1e-9)
-    return float((np.count_nonzero(there <= within) + np.count_nonzero(back <= within)) / (there.size + back.size))
 
 
 def find_lesions(truth: np.ndarray, prediction: np.ndarray, spacing_mm: Sequence[float]) -> Lesions:
@@ -314,15 +302,3 @@ def match_lesions(truth: np.ndarray, parts: np.ndarray, part_count: int, spacing
         part - 1,
         np.bincount(which, weights=truth[both], minlength=len(pairs)),
     )
-
-
-def diagonal_mm(shape: Sequence[int], spacing_mm: Sequence[float]) -> float:
-    """Length of the diagonal of an image grid: the HD95 given when one of two masks is empty."""
-    return float(np.linalg.norm(np.asarray(shape, float) * np.asarray(spacing_mm, float)))
-
-
-# --- Private helpers ---
-
-
-def _surface(mask: np.ndarray) -> np.ndarray:
-    return mask & ~binary_erosion(mask)

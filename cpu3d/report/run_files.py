@@ -49,7 +49,7 @@ def gather(run_dir: Path) -> RunFiles:
     settings = load_config(run_dir)
     config = dataclasses.asdict(settings)
     decision = read_decision(run_dir, settings)
-    (postprocessing,) = postprocessing_of([run_dir], [settings])
+    postprocessing = postprocessing_of(run_dir, settings)
     events = read_events(run_dir)
     paths = [scores_path(run_dir, split) for split in (UNTOUCHED, "val", "train")]
     scores = next((read_scores(path) for path in paths if path.is_file()), None)

@@ -15,14 +15,13 @@ modalities, truth, prediction and error. It holds the box around the brain, at m
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
 from cpu3d.data.nifti import is_placed, read_volume, to_ras
-from cpu3d.data.records import Geometry
 from cpu3d.data.stores.case import grid_problems
-from cpu3d.data.stores.layouts import labels_in_use, regions_of
+from cpu3d.data.stores.layouts import labels_in_use, regions_of, stem_of
 from cpu3d.errors import InputError, refuse
 from cpu3d.inference.cases import channels_of, label_codes_of, viewed_files
 from cpu3d.pages.page import page_file
@@ -30,7 +29,7 @@ from cpu3d.pages.viewer import ViewedCase, write_case_page
 from memory_estimator.common.schema import option
 
 MOST_CHANNELS = 16
-"""More are time points, say, and no modalities."""
+"""Of an image; more are time points, say, and no modalities."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,12 @@ def run(options: Options) -> int:
     refuse(f"{path} must exist, found none; check the path" for path in inputs if not path.exists())
     case = read_case(options.image, options.label, options.prediction)
     out = page_file(options.out)
-    for note in _notes(case):
-        print(f"note: {note}", file=sys.stderr)
+    for number, channel in enumerate(case.channels):
+        if not case.image[..., number].any():
+            print(f"note: {channel} of {case.name} is empty: no voxel is a number other than 0", file=sys.stderr)
+    if not is_placed(case.geometry):
+        rule = "does not say how the patient lies (its sform and qform codes are 0)"
+        print(f"note: {case.name} {rule}: R, L, A, P, S, I and mm are guesses", file=sys.stderr)
     write_case_page(out, case, "view")
     print(f"written: {out} ({out.stat().st_size / 1e6:.1f} MB)")
     return 0
@@ -67,35 +70,33 @@ def read_case(image: Sequence[Path], label: Optional[Path], predictions: Sequenc
     """
     files, names = viewed_files(image)
     label = label or files.label
+    labels = [*([label] if label else []), *predictions]
     answers = dict(zip(_distinct(predictions), predictions))
-    volumes, channels, maps, problems = [], [], {}, []
-    geometry: Optional[Geometry] = None
-    for path, name in (
-        *zip(files.images, names),
-        *((path, None) for path in [*([label] if label else []), *predictions]),
-    ):
+    images, maps, problems, first = {}, {}, [], None
+    for path, is_label in [*((path, False) for path in files.images), *((path, True) for path in labels)]:
         try:
-            array, grid = read_volume(path)
-            if geometry is None:
-                geometry, first = grid, path
-            refuse(grid_problems(path, grid, first, geometry))
-            if name is None:
+            array, geometry = read_volume(path)
+            first = first or (path, geometry)
+            refuse(grid_problems(path, geometry, *first))
+            if is_label:
                 maps[path] = to_ras(_label_map(path, array), geometry)
             else:
-                array = array if array.ndim == 4 else array[..., None]
-                volumes.append(to_ras(_modalities(path, array, alone=len(names) == 1), geometry))
-                channels += [name] if array.shape[3] == 1 else channels_of(path, array.shape[3])
+                images[path] = to_ras(_modalities(path, array, alone=len(names) == 1), geometry)
         except InputError as error:
             problems += error.problems
     refuse(problems)
-    labels, regions = _meanings(label_codes_of(files), maps.values())
+    channels = []
+    for name, (path, volume) in zip(names, images.items()):
+        channels += [name] if volume.shape[3] == 1 else channels_of(path, volume.shape[3])
+    meanings, regions = _meanings(label_codes_of(files), list(maps.values()))
+    volumes = list(images.values())
     return ViewedCase(
         name=files.case_id,
         image=volumes[0] if len(volumes) == 1 else np.concatenate(volumes, axis=-1),
         channels=channels,
-        geometry=geometry,
+        geometry=first[1],
         regions=regions,
-        labels=labels,
+        labels=meanings,
         truth=maps[label] if label else None,
         predictions={name: maps[path] for name, path in answers.items()},
     )
@@ -104,16 +105,9 @@ def read_case(image: Sequence[Path], label: Optional[Path], predictions: Sequenc
 # --- Private helpers ---
 
 
-def _notes(case: ViewedCase) -> Iterator[str]:
-    for number, channel in enumerate(case.channels):
-        if not case.image[..., number].any():
-            yield f"{channel} of {case.name} is empty: no voxel is a number other than 0"
-    if not is_placed(case.geometry):
-        rule = "does not say how the patient lies (its sform and qform codes are 0)"
-        yield f"{case.name} {rule}: R, L, A, P, S, I and mm are guesses"
-
-
 def _modalities(path: Path, array: np.ndarray, *, alone: bool) -> np.ndarray:
+    """As `(X, Y, Z, C)` of finite numbers."""
+    array = array if array.ndim == 4 else array[..., None]
     most = MOST_CHANNELS if alone else 1
     if array.shape[3] > most:
         rule = f"have at most {most} channels" if alone else "be 3D beside other images"
@@ -136,28 +130,25 @@ def _label_map(path: Path, array: np.ndarray) -> np.ndarray:
 
 
 def _meanings(
-    known: Optional[Tuple[str, Dict[int, str]]], maps: Any
+    known: Optional[Tuple[str, Dict[int, str]]], maps: Sequence[np.ndarray]
 ) -> Tuple[Mapping[int, str], Mapping[str, Sequence[int]]]:
     """Code -> name and region -> codes; codes that the files' names do not explain are regions of their own."""
-    codes = sorted({int(code) for one in maps for code in np.unique(one)} - {0})
-    if not known:
-        return {0: "background"}, {f"label {code}": (code,) for code in codes}
-    labels = labels_in_use(*known, codes)
+    codes = sorted({int(code) for label in maps for code in np.unique(label)} - {0})
+    labels = labels_in_use(*known, codes) if known else {0: "background"}
     others = {f"label {code}": (code,) for code in codes if code not in labels}
-    return labels, {**regions_of(labels), **others}
+    return labels, {**(regions_of(labels) if known else {}), **others}
 
 
 def _distinct(paths: Sequence[Path]) -> List[str]:
-    """A name for each file: its own without the ending; of equal ones that of the nearest folder that tells them all
-    apart, or else their number."""
-    names = [path.name.split(".nii")[0] for path in paths]
-    if len(set(names)) == len(names):
-        return names
-    resolved = [path.resolve() for path in paths]
+    """A name for each file: its own without the ending, or where some are equal that of the nearest folders that all
+    differ, or else numbered."""
+    names, resolved = [stem_of(path) for path in paths], [path.resolve() for path in paths]
     if len(set(resolved)) < len(resolved):
         raise InputError(f"--prediction must name different files, got {paths[0]} and others twice; leave one out")
-    for folders in zip(*(path.parents for path in resolved)):
-        found = [folder.name for folder in folders]
-        if all(found) and len(set(found)) == len(found):
-            return found
+    for candidates in (
+        names,
+        *([folder.name for folder in level] for level in zip(*(path.parents for path in resolved))),
+    ):
+        if all(candidates) and len(set(candidates)) == len(paths):
+            return list(candidates)
     return [f"{name} ({number})" for number, name in enumerate(names, 1)]

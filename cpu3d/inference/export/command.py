@@ -236,7 +236,7 @@ def _given_case(paths: Sequence[Path], predictor: Any, *, zero_nan: bool) -> Cas
 
 def _stores_case(config: RunConfig) -> Case:
     """The first case of the run's store that was not trained on, or else that was."""
-    store = store_of_run(config, way_out="--case must name a case to try it on if the store is gone or changed")
+    store = store_of_run(config, advice="--case must name a case to try it on if the store is gone or changed")
     if store.manifest.channels != config.store_channels:
         raise InputError(
             f"channels of store {store.folder} must be the run's {config.store_channels}, got"

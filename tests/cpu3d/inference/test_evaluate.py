@@ -61,11 +61,8 @@ def test_a_shifted_answer_scores_what_was_worked_out_by_hand(tiny_store, tiny_ru
     scores = evaluate_split(fake_predictor, tiny_store, "test", tiny_run, tolerance_mm=0.5)
     # ET is one voxel, one voxel of 1 mm along X off; TC is a cube of 3, so 18 of 27 voxels stay.
     for case in scores["cases"]:
-        assert [case["regions"]["ET"][name] for name in ("dice", "hd95_mm", "surface_dice")] == [
-            0,
-            pytest.approx(1.0),
-            0,
-        ]
+        tumour = case["regions"]["ET"]
+        assert (tumour["dice"], tumour["hd95_mm"], tumour["surface_dice"]) == (0, pytest.approx(1), 0)
         assert case["regions"]["TC"]["dice"] == pytest.approx(18 / 27)
         assert case["regions"]["TC"]["truth_ml"] == pytest.approx(27 * 2e-3)
     assert scores["summary"]["TC"]["dice"]["mean"] == pytest.approx(18 / 27)
@@ -84,7 +81,7 @@ def test_the_summary_is_worked_out_by_hand():
 def test_scores_of_seen_cases_are_marked_and_never_replace_those_of_untouched_ones(tiny_run, trained, capsys):
     assert run_command(evaluate, "--run", tiny_run) == 0
     test, (out, err) = read(tiny_run), capsys.readouterr()
-    assert "WT Dice 1.000 ± 0.000 1.000 HD95, mm 0.00 ± 0.00 0.00" in " ".join(out.split())
+    assert "Dice 1.000 ± 0.000 1.000 HD95, mm 0.00 ± 0.00 0.00" in " ".join(out.split())
     assert "NOT untouched" not in err
     assert trained == [(tiny_run, "best", Inference())]
     assert run_command(evaluate, "--run", tiny_run, "--json", "--split", "train") == 0
@@ -97,25 +94,22 @@ def test_scores_of_seen_cases_are_marked_and_never_replace_those_of_untouched_on
     assert not (tiny_run / "evaluation/predictions/a.nii.gz").exists()
 
 
-@pytest.mark.parametrize("position", range(4))
-@pytest.mark.parametrize("killed", [False, True], ids=["Ctrl-C", "killed"])
-def test_scores_and_predictions_are_replaced_together_or_not_at_all(
-    tiny_store, tiny_run, fake_predictor, monkeypatch, position, killed
-):
-    def content():
-        return {path.name: path.read_bytes() for path in (tiny_run / "evaluation").rglob("*") if path.is_file()}
+def content_of(run):
+    return {path.name: path.read_bytes() for path in (run / "evaluation").rglob("*") if path.is_file()}
 
+
+@pytest.mark.parametrize("renames", range(4))
+def test_scores_and_predictions_are_replaced_together_or_not_at_all(
+    tiny_store, tiny_run, fake_predictor, monkeypatch, renames
+):
     evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
-    before = content()
+    before, done, rename = content_of(tiny_run), [], Path.rename
     fake_predictor.shift = 1
-    done, rename, bring_back = [], Path.rename, atomic._bring_back
 
     def cut_off(path, target):
         if atomic.NEW in path.parts or atomic.OLD in target.parts:
             done.append(path)
-        if len(done) > position:
-            if killed:  # nothing is put in order any more
-                monkeypatch.setattr(atomic, "_bring_back", lambda *_: None)
+        if len(done) > renames:
             monkeypatch.setattr(Path, "rename", rename)
             raise KeyboardInterrupt
         return rename(path, target)
@@ -123,17 +117,20 @@ def test_scores_and_predictions_are_replaced_together_or_not_at_all(
     monkeypatch.setattr(Path, "rename", cut_off)
     with pytest.raises(KeyboardInterrupt):
         evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
-    if killed:
-        assert position == 0 or not scores_path(tiny_run).exists()
-        monkeypatch.setattr(atomic, "_bring_back", bring_back)
-        fake_predictor.sure = np.nan  # the next attempt fails early
-        with pytest.raises(InputError, match="case e must be finite"):
-            evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
-        fake_predictor.sure = 0.9
-    assert content() == before
+    assert content_of(tiny_run) == before
     evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
-    assert sorted(path.name for path in (tiny_run / "evaluation").iterdir()) == ["predictions", "scores.json"]
-    assert content()["e.nii.gz"] != before["e.nii.gz"]
+    assert content_of(tiny_run)["e.nii.gz"] != before["e.nii.gz"]
+
+
+def test_what_a_killed_evaluation_moved_away_is_brought_back(tiny_store, tiny_run, fake_predictor):
+    evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+    before, folder = content_of(tiny_run), tiny_run / "evaluation"
+    (folder / atomic.OLD).mkdir()
+    (folder / "scores.json").rename(folder / atomic.OLD / "scores.json")
+    fake_predictor.sure = np.nan  # the next attempt fails early
+    with pytest.raises(InputError, match="case e must be finite"):
+        evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+    assert content_of(tiny_run) == before
 
 
 # --- What is refused ---
@@ -179,9 +176,9 @@ def test_older_scores_are_read_though_they_lack_folds_memory_or_a_metric(tiny_ru
     for spoil, problem in (
         (lambda one: one["cases"][0]["regions"]["WT"].pop("hd95_mm"), r"e\.WT\.hd95_mm must be float"),
         (lambda one: one["summary"].pop("ET"), r"summary must be of WT, TC, ET, got WT, TC"),
-        (lambda one: one.update(split="all"), "a split, regions and cases must be there"),
-        (lambda one: one.update(schema=99), "must have schema 1, got 99"),
-        (lambda one: one.pop("schema"), "must be JSON with a schema"),
+        (lambda one: one.update(split="all"), "no split, regions or cases"),
+        (lambda one: one.update(schema=99), "must be complete JSON of schema 1, got schema 99"),
+        (lambda one: one.pop("schema"), "of schema 1, got no 'schema'"),
     ):
         damaged = json.loads(json.dumps(scores))
         spoil(damaged)

@@ -24,7 +24,7 @@ from cpu3d.inference.postprocessing import (
     postprocessing_of,
     read_decision,
 )
-from cpu3d.inference.scores import dice_coefficient, find_lesions
+from cpu3d.inference.scores import score_case
 from cpu3d.settings import load_config, save_config
 from cpu3d.training.train import Options
 from cpu3d.util.atomic import write_json
@@ -80,28 +80,19 @@ def test_a_part_that_is_removed_becomes_the_next_larger_region(rules, expected):
     np.testing.assert_array_equal(answers, answers_of(label))
 
 
-def test_a_bound_is_a_volume_and_not_a_count_of_voxels():
-    label = label_of(BIG, (1, (40, 20, 20), (2, 2, 2)))
+def test_a_bound_is_a_volume_and_parts_touch_at_corners():
+    label = label_of(BIG, (1, (40, 20, 20), (2, 2, 1)), (1, (42, 22, 21), (2, 2, 1)))
     rule = PostProcessing({"WT": (Rule(mm3=50),)})
-    for spacing_mm, kept in ((MM, False), ((1, 1, 6), False), ((1, 1, 6.25), True), ((1, 1, 7), True)):  # 8, 48, 50, 56
+    for spacing_mm, kept in (((1, 1, 6), False), ((1, 1, 6.25), True), ((1, 1, 7), True)):  # 8 voxels: 48, 50, 56 mm3
         assert rule.paint(answers_of(label), REGIONS, spacing_mm)[40, 20, 20] == kept
-
-
-def test_corners_that_touch_are_one_part():
-    label = label_of((1, (2, 2, 2), (4, 4, 4)), (1, (6, 6, 6), (1, 1, 1)))
-    assert PostProcessing({"WT": (Rule(share=0.1),)}).paint(answers_of(label), REGIONS, MM)[6, 6, 6] == 1
 
 
 def test_nested_answers_are_cut_to_the_larger_regions():
     answers = np.zeros((4, 1, 1, 3), np.float32)  # WT, TC, ET
     answers[:, 0, 0] = (0.9, 0.9, 0.9), (0.9, 0.1, 0.9), (0.1, 0.9, 0.9), (0.9, 0.9, 0.1)
-    assert PostProcessing().paint(answers, REGIONS, MM).ravel().tolist() == [3, 3, 3, 2]
-    assert PostProcessing(nested=True).paint(answers, REGIONS, MM).ravel().tolist() == [3, 1, 0, 2]
-    assert PostProcessing(nested=True).paint(answers >= 0.5, REGIONS, MM).ravel().tolist() == [3, 1, 0, 2]
-    organs = {"liver": (1,), "spleen": (2,), "kidney": (3,)}  # of one size: none holds another
-    np.testing.assert_array_equal(
-        PostProcessing(nested=True).paint(answers, organs, MM), label_from_regions(answers, organs)
-    )
+    for one in (answers, answers >= 0.5):
+        assert PostProcessing().paint(one, REGIONS, MM).ravel().tolist() == [3, 3, 3, 2]
+        assert PostProcessing(nested=True).paint(one, REGIONS, MM).ravel().tolist() == [3, 1, 0, 2]
 
 
 def test_several_runs_remove_what_each_of_them_would():
@@ -150,10 +141,7 @@ def test_no_rule_takes_a_lesion_that_is_found_in_one_case_for_the_mean_of_the_ot
     # 500 voxels are 6.25 % of 8000: 10 % and 800 mm3 remove them alike, and the share never removes all of a region.
     assert chosen.rules == {"WT": (Rule(share=0.1),)}
     assert (before["WT"].lesion_dice, after_["WT"].lesion_dice) == (0.5, 1)
-
-
-def test_of_rules_that_do_the_same_the_smallest_is_taken():
-    tiny = (1, (40, 20, 20), (2, 1, 1))
+    tiny = (1, (40, 20, 20), (2, 1, 1))  # every rule removes it: the smallest share is taken
     assert choose(cases(*[((BIG, tiny), (BIG,))] * 3), REGIONS)[0].rules == {"WT": (Rule(share=0.001),)}
 
 
@@ -172,8 +160,6 @@ def test_nesting_is_chosen_where_it_gains_alone():
     chosen, before, after_ = choose([(answers, label, MM)] * 3, REGIONS)
     assert (chosen.nested, chosen.rules) == (True, {})
     assert (before["TC"].lesion_dice, after_["TC"].lesion_dice) == (0.5, 1)
-    right = [(answers_of(label), label, MM)] * 3
-    assert not choose(right, REGIONS)[0].nested
 
 
 def test_organs_and_a_single_region_are_decided_too():
@@ -183,7 +169,7 @@ def test_organs_and_a_single_region_are_decided_too():
         assert len(after_) == len(regions)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_means_are_those_of_the_painted_labels(seed):
     """The choice never paints a candidate: it adds up what it keeps of each case."""
     rng = np.random.default_rng(seed)
@@ -200,15 +186,13 @@ def test_the_means_are_those_of_the_painted_labels(seed):
     chosen, before, after_ = choose(made, REGIONS)
     assert chosen.rules or chosen.nested
     for one, means in ((PostProcessing(), before), (chosen, after_)):
-        labels = [one.paint(answers, REGIONS, spacing_mm) for answers, _, _ in made]
-        for name, codes in REGIONS.items():
-            pairs = [
-                (region_mask(truth, codes), region_mask(label, codes)) for (_, truth, _), label in zip(made, labels)
-            ]
-            lesions = [find_lesions(*pair, spacing_mm) for pair in pairs]
-            assert means[name].lesion_dice == pytest.approx(np.mean([lesion.dice for lesion in lesions]))
-            assert means[name].false_positives == pytest.approx(np.mean([lesion.false_positives for lesion in lesions]))
-            assert means[name].dice == pytest.approx(np.mean([dice_coefficient(*pair) for pair in pairs]))
+        scores = [
+            score_case(truth, one.paint(answers, REGIONS, spacing_mm), REGIONS, spacing_mm)
+            for answers, truth, _ in made
+        ]
+        for name in REGIONS:
+            for metric, mean in dataclasses.asdict(means[name]).items():
+                assert mean == pytest.approx(np.mean([case[name][metric] for case in scores]))
 
 
 # --- A run's decision ---
@@ -218,13 +202,15 @@ class Islands:
     """The fake predictor with a false part of 2 voxels of WT, far from the tumour."""
 
     def __init__(self, predictor):
-        self.predictor, self.calls = predictor, 0
+        self.predictor, self.calls, self.error = predictor, 0, None
 
     def __getattr__(self, name):
         return getattr(self.predictor, name)
 
     def probabilities(self, image, record, channels=None):
         self.calls += 1
+        if self.error:
+            raise self.error
         answers = self.predictor.probabilities(image, record, channels)
         place = 2 if answers[15:].any() else 26
         answers[place : place + 2, 5, 4, 0] = 0.9
@@ -234,8 +220,7 @@ class Islands:
 @pytest.fixture
 def predictor(fake_predictor, monkeypatch):
     islands = Islands(fake_predictor)
-    monkeypatch.setattr(postprocessing, "trained_predictor", lambda *_: islands)
-    for command in (evaluate, predict):
+    for command in (evaluate, postprocessing, predict):
         monkeypatch.setattr(command, "trained_predictors", lambda runs, *_: [islands] * len(runs))
     return islands
 
@@ -254,7 +239,7 @@ def run(tiny_run, tmp_path, predictor):
 
 
 def of(run, weights="best"):
-    return postprocessing_of([run], [load_config(run)], weights)[0]
+    return postprocessing_of(run, load_config(run), weights)
 
 
 def test_a_run_decides_once_and_again_when_its_weights_are_others(run, predictor):
@@ -289,11 +274,9 @@ def test_below_three_validation_cases_no_network_is_asked(tiny_run, predictor):
         (lambda one: one.update(schema=2), "schema 2"),
         (lambda one: one.pop("chosen"), "chosen"),
         (lambda one: one["before"].pop("ET"), "WT, TC"),
-        (lambda one: one["chosen"]["rules"].update(NCR=[]), "NCR"),
+        (lambda one: one["chosen"]["rules"].update(NCR=[{"mm3": 1}]), "NCR"),
         (lambda one: one["chosen"]["rules"].update(WT=[]), "WT"),
         (lambda one: one["chosen"]["rules"].update(WT=[{"share": 1.5}]), "1.5"),
-        (lambda one: one["chosen"]["rules"].update(WT=[{"mm3": -1}]), "-1"),
-        (lambda one: one["chosen"].update(nested=1), "nested"),
         (lambda one: one.update(after={}), "no region"),
     ],
 )
@@ -312,38 +295,23 @@ def test_a_damaged_decision_is_refused_and_made_again(run, spoil, got):
 
 def test_after_a_training_a_failure_is_printed_and_ctrl_c_leaves_the_run_as_it_was(run, predictor, monkeypatch, capsys):
     options = Options(store=load_config(run).store, run=run)
-
-    def answer(error):
-        def raise_it(*_):
-            raise error
-
-        monkeypatch.setattr(predictor, "probabilities", raise_it, raising=False)
-
     before = sorted(path.name for path in run.iterdir())
-    for error, word in (
-        (InputError("the card must be there, got none; look"), "card"),
-        (OSError("disk full"), "disk full"),
-        (MemoryError(), "MemoryError"),
-        (RuntimeError("of TensorFlow"), "of TensorFlow"),
-    ):
-        answer(error)
+    for error, word in ((OSError("disk full"), "disk full"), (MemoryError(), "MemoryError")):
+        monkeypatch.setattr(predictor, "error", error)
         after(options, {})
         assert word in capsys.readouterr().err
-    answer(KeyboardInterrupt())
+    monkeypatch.setattr(predictor, "error", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt, match="the same command"):
         after(options, {})
     assert sorted(path.name for path in run.iterdir()) == before
-    monkeypatch.undo()
 
 
 def test_of_several_workers_the_chief_decides_alone(run, monkeypatch):
     cluster = {"worker": ["127.0.0.1:4001", "127.0.0.1:4002"]}
-    options = Options(store=load_config(run).store, run=run)
     for index in (1, 0):
         assert not (run / FILE).exists()
-        task = {"type": "worker", "index": index}
-        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
-        after(options, {})
+        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}}))
+        after(Options(store=load_config(run).store, run=run), {})
     assert (run / FILE).exists()
 
 
@@ -366,23 +334,20 @@ def test_scores_are_of_what_is_left_and_raw_ones_of_the_answer(run):
 
 
 def test_folds_are_cross_validated_each_with_its_own_decision(run, tmp_path):
-    runs = []
-    for fold in ("1/2", "2/2"):
-        runs.append(tmp_path / fold.replace("/", "-"))
-        (runs[-1] / "checkpoints").mkdir(parents=True)
-        save_config(dataclasses.replace(load_config(run), fold=fold), runs[-1])
-        (runs[-1] / "checkpoints/best.npz").write_bytes(fold.encode())
-    decision = decide(runs[0])
-    assert decision.cases == 2
-    decided = dataclasses.replace(decision, chosen=PostProcessing({"WT": (Rule(mm3=50),)}))
-    scored = {"before": {name: Means(0, 0, 0) for name in REGIONS}, "after": {name: Means(1, 0, 1) for name in REGIONS}}
-    write_json(runs[0] / FILE, dataclasses.asdict(dataclasses.replace(decided, **scored)))
+    runs = [tmp_path / "first", tmp_path / "second"]
+    for folder, fold in zip(runs, ("1/2", "2/2")):
+        (folder / "checkpoints").mkdir(parents=True)
+        save_config(dataclasses.replace(load_config(run), fold=fold), folder)
+        (folder / "checkpoints/best.npz").write_bytes(fold.encode())
+    means = dict.fromkeys(REGIONS, Means(1, 0, 1))
+    chosen = PostProcessing({"WT": (Rule(mm3=50),)})
+    decided = dataclasses.replace(decide(runs[0]), chosen=chosen, before=means, after=means)
+    write_json(runs[0] / FILE, dataclasses.asdict(decided))
     out = tmp_path / "both"
     assert run_command(evaluate, "--run", *runs, "--split", "val", "--out", out) == 0
     scores = json.loads(scores_path(out, "val").read_text())
-    held_out = scores["runs"][0]["held_out"]
     for case in scores["cases"]:
-        assert case["regions"]["WT"]["false_positives"] == (case["case_id"] not in held_out)
+        assert case["regions"]["WT"]["false_positives"] == (case["case_id"] not in scores["runs"][0]["held_out"])
     assert run_command(evaluate, "--run", *runs, "--out", out) == 0  # together, and 2/2 has decided nothing
     assert json.loads(scores_path(out).read_text())["summary"]["WT"]["false_positives"]["mean"] == 1
 

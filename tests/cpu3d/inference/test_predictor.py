@@ -1,6 +1,8 @@
 """A network over a case: in one pass, by a window, over mirror images."""
 
 import dataclasses
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import tensorflow as tf
 
 from cpu3d.data.region import Region, crop, whole
 from cpu3d.errors import DoesNotFitError
+from cpu3d.inference import predictor as predictor_module
 from cpu3d.inference.predictor import Predictor, over_mirror_images
 from cpu3d.inference.runs import Inference
 from models.unet3d import build_unet3d
@@ -54,6 +57,27 @@ def test_the_mean_over_mirror_images_undoes_each_mirror():
     assert len(set(calls)) == 8
 
 
+def test_cases_of_one_grid_share_a_network_and_networks_of_two_grids_are_kept(phantom_store, networks, monkeypatch):
+    record, built, alive = phantom_store.cases("test")[0], [], weakref.WeakSet()
+
+    def build(config, size, **how):
+        built.append(size)
+        alive.add(model := build_unet3d(config, size, **how))
+        return model
+
+    monkeypatch.setattr(predictor_module, "build_unet3d", build)
+    predictor = networks()
+    small, large, larger = (8, 8, 8), (8, 8, 12), (8, 12, 8)
+    predictor.config = dataclasses.replace(predictor.config, grid=small)
+    for shape in (small, large, small, large, larger, small):
+        image = np.zeros((*shape, len(predictor.channels)), np.int16)
+        case = dataclasses.replace(record, shape=shape, box=whole(shape))
+        assert predictor.probabilities(image, case).shape[:3] == shape
+    assert built == [small, large, larger, small]
+    gc.collect()
+    assert len(alive) <= 2
+
+
 def test_memory_that_runs_out_names_a_smaller_way(phantom_store, networks, monkeypatch):
     record = phantom_store.cases("test")[0]
 
@@ -62,6 +86,6 @@ def test_memory_that_runs_out_names_a_smaller_way(phantom_store, networks, monke
 
     for how, told in (({}, "slide a --window X Y Z"), ({"window": (16, 16, 16)}, "a --window smaller than 16 16 16")):
         predictor = networks(**how)
-        monkeypatch.setattr(predictor, "_network", lambda size: full)
+        monkeypatch.setattr(predictor, "_kept_network", lambda size: full)
         with pytest.raises(DoesNotFitError, match=f"the prediction of case {record.case_id}, got out of.*{told}"):
             predictor.probabilities(phantom_store.image(record.case_id), record)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from cpu3d.inference.scores import diagonal_mm, find_lesions, score_region
+from cpu3d.inference.scores import find_lesions, score_region
 
 SHAPE = (20, 20, 20)
 
@@ -50,7 +50,6 @@ def test_one_empty_mask_is_as_wrong_as_the_image_is_large(missing):
     scores = score_region(*pair, (3, 4, 0.5))
     assert (scores["dice"], scores["surface_dice"], scores["empty"]) == (0, 0, missing)
     assert scores["hd95_mm"] == pytest.approx(math.sqrt(60**2 + 80**2 + 10**2))
-    assert diagonal_mm((240, 240, 155), (1, 1, 1)) == pytest.approx(373.13, abs=0.005)  # the challenge's penalty
 
 
 @pytest.mark.parametrize(
@@ -58,8 +57,6 @@ def test_one_empty_mask_is_as_wrong_as_the_image_is_large(missing):
     [
         (voxels(), voxels(shape=(20, 20, 21)), (1, 1, 1), 1),
         (voxels().astype(np.uint8), voxels(), (1, 1, 1), 1),
-        (voxels(), voxels(), (1, 1, 0), 1),
-        (voxels(), voxels(), (1, 1, 1), -1),
     ],
 )
 def test_what_cannot_be_scored_is_refused(truth, prediction, spacing_mm, tolerance_mm):

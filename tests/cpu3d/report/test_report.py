@@ -195,7 +195,7 @@ def test_a_page_stays_where_another_cannot_be_written(tiny_run, tmp_path, evalua
     ):
         with pytest.raises(InputError, match=problem):
             write_report(tiny_run, out)
-    for content, problem in (("[]", "must be JSON with a schema"), ('{"schema": 99}', "must have schema 1, got 99")):
+    for content, problem in (("[]", "must be complete JSON"), ('{"schema": 99}', "of schema 1, got schema 99")):
         (tiny_run / "evaluation/scores.json").write_text(content)
         with pytest.raises(InputError, match=problem):
             write_report(tiny_run, page)

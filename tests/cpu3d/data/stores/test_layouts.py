@@ -1,6 +1,5 @@
 import json
 
-import numpy as np
 import pytest
 
 from cpu3d.data.stores.layouts import (
@@ -10,7 +9,6 @@ from cpu3d.data.stores.layouts import (
     with_label_map,
 )
 from cpu3d.errors import InputError
-from cpu3d.inference.cases import case_files, grouped_by_case, label_codes_of
 
 CANONICAL = ("FLAIR", "T1w", "T1gd", "T2w")
 
@@ -72,9 +70,6 @@ def test_paediatric_cases_are_all_named_and_never_read_with_the_codes_of_gliomas
         read_dataset(tmp_path)
     cases = [problem.split()[1] for problem in error.value.problems[:-1]]
     assert cases == ["BraTS-PED-00001-000", "BraTS-PED-00002-000"]
-    files = case_files([tmp_path / "BraTS-PED-00001-000"], CANONICAL)  # an image has no codes
-    assert label_codes_of(files) is None
-    assert label_codes_of(case_files([tmp_path / "BraTS-GLI-00001-000"], CANONICAL))[0] == "brats2023"
 
 
 def test_every_missing_or_double_file_of_every_case_is_named_and_good_cases_stay(tmp_path, brats_case, decathlon):
@@ -160,45 +155,6 @@ def test_a_damaged_list_is_refused_by_name(tmp_path, change):
     (tmp_path / "dataset.json").write_text(json.dumps({**GOOD, **change}))
     with pytest.raises(InputError, match=r"dataset\.json"):
         read_dataset(tmp_path)
-
-
-def test_a_case_to_predict_may_be_a_folder_of_either_release_in_any_channel_spelling(tmp_path, brats_case):
-    brats_case(tmp_path / "x", "brats2017")
-    files = case_files([tmp_path / "x"], ("T2w", "t1gd", "FLAIR"))
-    assert names(files.images) == ["x_t2.nii.gz", "x_t1ce.nii.gz", "x_flair.nii.gz"]
-    assert (files.case_id, files.label) == ("x", None)
-
-
-def test_files_to_predict_are_put_in_order_by_their_names_or_taken_in_theirs(tmp_path, brats_case, write_nifti):
-    files = brats_case(tmp_path / "x")
-    shuffled = [files[suffix] for suffix in ("seg", "t2w", "t1c", "t1n", "t2f")]
-    found = case_files(shuffled, CANONICAL)
-    assert names(found.images) == [f"x-{suffix}.nii.gz" for suffix in ("t2f", "t1n", "t1c", "t2w")]
-    assert found.case_id == "x"
-    plain = [write_nifti(tmp_path / f"{name}.nii.gz", np.zeros((2, 2, 2), np.int16)) for name in "cab"]
-    assert names(case_files(plain, ("one", "two", "three")).images) == ["c.nii.gz", "a.nii.gz", "b.nii.gz"]
-    assert case_files(plain[:1], CANONICAL).case_id == "c"
-    other = list(brats_case(tmp_path / "z").values())
-    assert grouped_by_case([*shuffled, *other], CANONICAL) == [shuffled[1:], other[:4]]
-    assert grouped_by_case(plain, ("CT",)) == [[path] for path in plain]
-    assert grouped_by_case(plain, ("one", "two", "three")) == [plain]
-
-
-def test_files_to_predict_that_do_not_match_the_channels_are_refused(tmp_path, brats_case, write_nifti):
-    files = brats_case(tmp_path / "x")
-    files["t1c"].unlink()
-    files["t2w"].unlink()
-    with pytest.raises(InputError) as error:
-        case_files([tmp_path / "x"], CANONICAL)
-    assert [problem.split()[0] for problem in error.value.problems] == ["T1gd", "T2w"]
-    plain = [write_nifti(tmp_path / f"{name}.nii.gz", np.zeros((2, 2, 2), np.int16)) for name in "abcd"]
-    with pytest.raises(InputError, match="got 2 files"):
-        case_files(plain[:2], CANONICAL)
-    with pytest.raises(InputError, match="its channel by its place among FLAIR, T1w, got a name of T1w"):
-        case_files([files["t1n"], plain[0]], ("FLAIR", "T1w"))
-    for given, channels in ((plain, ("CT", "PET")), ([files["t1n"], plain[0]], ("FLAIR",))):
-        with pytest.raises(InputError, match="3D files must be of one case"):
-            grouped_by_case(given, channels)
 
 
 @pytest.mark.parametrize("pair", ["", "4=", "-1=3", "4=3.0", "256=1", "4=3=2", "0=1"])
