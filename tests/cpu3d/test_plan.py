@@ -402,7 +402,7 @@ def test_whole_and_patch_runs_share_everything_else(phantom_store, tmp_path):
         ({"patch": [16, 18, 16]}, r"^--patch 16 18 16 must be divisible by 4, .*; give 16 20 16$"),
         ({"patch": [10, 10, 90]}, r"must lie within .* and be divisible by 4, .*; give 12 12 32, [^\n]*$"),
         ({"patch": [16, 0, 16]}, r"--patch must be three positive numbers, got \(16, 0, 16\)"),
-        ({"gpu_memory": "16"}, "--gpu-memory must be a number with its unit, got '16'"),
+        ({"gpu_memory": "16"}, "--gpu-memory must be a number with its unit, .* got '16'"),
         ({"resolution": 0.5}, "resolution must be 1 with --mode patch"),
         ({"device": "gpu:0"}, "device must be a GPU of this host, got gpu:0 with none found"),
         ({"device": "tpu"}, "device must be"),
