@@ -10,7 +10,7 @@ from cpu3d.data.windows import sliding_window
 from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.training.feeds import Feeds
 from cpu3d.training.learner import Learner
-from cpu3d.training.losses import DiceCrossEntropy, hard_dice, hard_dice_counts
+from cpu3d.training.losses import TrainingLoss, hard_dice, hard_dice_counts
 from cpu3d.training.tracking import views
 from models.layer_plan import PIECES
 from models.supervision import Supervision
@@ -92,7 +92,7 @@ def _score(target, logits) -> Tuple[tf.Tensor, tf.Tensor]:
 
 @tf.function(autograph=False)
 def _loss(target, logits):
-    return Supervision(DiceCrossEntropy(), by_pieces=True)(target, logits)[0]
+    return Supervision(TrainingLoss(), by_pieces=True)(target, logits)[0]
 
 
 _counts = tf.function(hard_dice_counts)
