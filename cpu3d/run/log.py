@@ -156,7 +156,6 @@ def shown(
     console, pace = Console(stderr=True), Pace(recent_events(run))
     shows = columns(TextColumn("{task.fields[state]}"), left=TextColumn("{task.fields[left]}"))
     bar = Progress(*shows, console=console, disable=not console.is_terminal)
-    seen: List[Optional[int]] = [None]
     task = bar.add_task("train", total=steps, completed=done, state="", left=duration(pace.seconds_left(done, steps)))
 
     def show(event: Mapping[str, Any]) -> None:
@@ -168,9 +167,6 @@ def shown(
             state = f"loss {event['loss']:.3f}  {dice}  {speed}"
             left = duration(pace.seconds_left(step, steps))
             bar.update(task, completed=step, state=state, left=left)
-            before, seen[0] = seen[0], event.get("voxels", seen[0])
-            if before not in (None, seen[0]):
-                bar.console.print(f"step {step}: {seen[0]:,} voxels a step from here on", highlight=False)
             if not console.is_terminal and step % steps_per_epoch == 0:
                 line = f"epoch {event['epoch'] + 1}, step {step}: {state}" + f"  {left} left" * (step < steps)
         elif group == "validation":
