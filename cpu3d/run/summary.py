@@ -47,22 +47,15 @@ class Costs:
     """What a run has taken in all its attempts. None is not known."""
 
     steps: int
-    voxels: int
-    """That the network has seen in them."""
-    step_s: Optional[float]
-    """Median of the full steps, waiting for data included."""
-    coarse_step_s: Optional[float]
-    """Median of the coarse steps."""
-    steps_s: float
-    """Of all steps, the compilation in the first ones included."""
-    wait_s: float
-    """Of it, waiting for data."""
+    voxels: int  # that the network has seen in them
+    step_s: Optional[float]  # median of the full steps, waiting for data included
+    coarse_step_s: Optional[float]  # of the coarse ones
+    steps_s: float  # of all steps, the compilation in the first ones included
+    wait_s: float  # of it, waiting for data
     validation_s: float
     checkpoint_s: float
-    train_s: Optional[float]
-    """Wall time of all attempts; None where the last one has not ended."""
+    train_s: Optional[float]  # wall time of all attempts; None where the last one has not ended
     peak_rss_bytes: Optional[float]
-    """Largest resident set in the log."""
     allocator_peak_bytes: Optional[float]
 
 

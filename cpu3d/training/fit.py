@@ -36,7 +36,8 @@ from cpu3d.training.feeds import Feeds, Parts
 from cpu3d.training.learner import Learner, Outcome, allocator_peak_bytes
 from cpu3d.training.tracking import Track, tracked
 from cpu3d.training.validation import validate
-from cpu3d.training.watchdog import UNGUARDED, Unguarded, noted_signals
+from cpu3d.training.watchdog import Guard, noted_signals
+from cpu3d.util.progress import say
 from cpu3d.util.records import versions
 from memory_estimator.common.files import typed
 from memory_estimator.host import Host
@@ -59,12 +60,13 @@ class Fit:
         plan: Plan,
         folder: Path,
         exchange: Exchange = ALONE,
+        guard: Optional[Guard] = None,
         make_learner: Optional[Callable[[RunConfig], Learner]] = None,
     ):
         """`make_learner` makes, by default, the network of a configuration without a curriculum."""
         self.store, self.folder, self.config = plan.store, Path(folder), plan.config
         self.steps_per_epoch, self.steps = plan.steps_per_epoch, plan.steps
-        self._exchange, self._guard = exchange, UNGUARDED
+        self._exchange, self._guard = exchange, guard or Guard(self.folder, say=say)
         self._make_learner = make_learner or (lambda config: Learner(config, exchange))
         self._observer: Optional[Observer] = None
         self.step = self.stale_validations = 0
@@ -93,14 +95,13 @@ class Fit:
         """Whether a budget of minutes is still to become steps: `fit_budget` does that."""
         return bool(self.config.budget_minutes) and not self.config.steps
 
-    def fit_budget(self, guard: Unguarded = UNGUARDED) -> List[float]:
+    def fit_budget(self) -> List[float]:
         """Cut the run to the steps that its minutes hold, the same on all workers; returns the seconds of a full step,
         after those of a coarse one where coarse ones are left.
 
         The minutes include earlier attempts and the timing itself, not the validations. The steps up to the first
         validation are kept in any case. The weights stay as they were.
         """
-        self._guard = guard
         begin, step_s = time.perf_counter(), [self._timed(self.learner)]
         if self.step < self.config.coarse_steps:
             self._full_learner = self._make_learner(self.config.at(self.steps))
@@ -145,14 +146,14 @@ class Fit:
             policy=config.unet.policy,
         )
 
-    def run(self, guard: Unguarded = UNGUARDED, observer: Optional[Observer] = None, mlflow: str = "") -> None:
+    def run(self, observer: Optional[Observer] = None, mlflow: str = "") -> None:
         """Train to the last step, an early stop, or a stop that one of the workers asks for, and save in each case.
         `observer` is given the time of full steps; `mlflow` is the URI where the chief tracks the run too.
 
         Raises Interrupted after a signal and MemoryRunsOutError where the guard asks for a stop, each once the run is
         saved; DivergedError, and WorkerLostError.
         """
-        self._guard, self._observer = guard, observer
+        self._observer = observer
         self._resumed_at, self._trained_before_s = time.monotonic(), self.trained_s
         self._saved_at = self._resumed_at
         with noted_signals() as noted, contextlib.ExitStack() as stack:
@@ -160,18 +161,20 @@ class Fit:
                 size = {"steps_per_epoch": self.steps_per_epoch, "batch": self.config.batch}
                 self._show = stack.enter_context(shown(self.folder, steps=self.steps, done=self.step, **size))
                 self._track = stack.enter_context(tracked(self.folder, self.config, mlflow))
-            stop = self._loop(lambda: max(noted, default=MEMORY if guard.why else 0))
+            stop = self._loop(lambda: max(noted, default=MEMORY if self._guard.why else 0))
             if observer:
                 observer.record()
             self._log_end(stop)
         if self._exchange.count > 1:
             self._wait_for_chief()
         if self.is_over:
-            guard.note_end(self.reason)
+            self._guard.note_end(self.reason)
             return
         saved = f"saved after step {self.step}; the same command continues"
         if stop == MEMORY:
-            raise MemoryRunsOutError(f"{guard.why or 'the memory of another worker runs out'}; stopped and {saved}")
+            raise MemoryRunsOutError(
+                f"{self._guard.why or 'the memory of another worker runs out'}; stopped and {saved}"
+            )
         raise Interrupted(saved, stop)
 
     def note_end(self) -> None:

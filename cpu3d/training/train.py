@@ -86,7 +86,7 @@ def train(
         is_patch = attempt.plan.config.is_patch
         smaller = "a smaller --patch" if is_patch else "a leaner --policy, or fewer --filters in another folder"
         with fits_memory("a training step", f"train with {smaller}"):
-            fit = attempt.open(exchange)
+            fit = attempt.open(exchange, guard)
             attempt.carry_out(fit, guard)
             exchange.close()
     return fit.config
@@ -135,11 +135,11 @@ class _Attempt:
                 self._refuse_what_does_not_fit()
         return exchange
 
-    def open(self, exchange: Exchange) -> "Fit":  # noqa: F821
+    def open(self, exchange: Exchange, guard: Guard) -> "Fit":  # noqa: F821
         """The run from its last checkpoint, or from its start. Saves its settings and plan."""
         from cpu3d.training.fit import Fit  # imports TensorFlow, so not before the host is set up
 
-        fit = Fit(self.plan, self.folder, exchange)
+        fit = Fit(self.plan, self.folder, exchange, guard)
         if self.plan.saved is not None and not fit.is_over:  # one that is over takes no memory
             self._refuse_what_does_not_fit()
         self._save(fit.config)  # its coarse steps may be those of the checkpoint
@@ -170,7 +170,7 @@ class _Attempt:
             stall_minutes=fit.config.stall_minutes,
         )
         if fit.has_open_length:
-            whole, step_s = fit.steps, fit.fit_budget(guard)
+            whole, step_s = fit.steps, fit.fit_budget()
             each = ", then ".join(map(format_seconds, step_s))
             coarse = f", {fit.config.coarse_steps} of them coarse" if fit.config.coarse_steps else ""
             say(
@@ -180,7 +180,7 @@ class _Attempt:
             self._save(fit.config)  # a restart keeps this length
         guard.plan(steps=fit.steps)
         fit.log_start(self.host, self.engine, in_force(self.threads), self.plan.predicted)
-        fit.run(guard, _observer(self.plan, self.host, self.cluster), self.mlflow)
+        fit.run(_observer(self.plan, self.host, self.cluster), self.mlflow)
 
     def _save(self, config: RunConfig) -> None:
         """Have the chief write config.json and plan.json."""

@@ -138,23 +138,8 @@ LAST_WORDS_S = 3.0
 """The longest that a process which must end at once waits for its message and heartbeat to be written."""
 
 
-class Unguarded:
-    """In place of a Guard: watches and writes nothing."""
-
-    why = ""
-    """Why the run must save and stop after this step; "" while it need not."""
-
-    def phase(self, *_: Any, **__: Any) -> None:
-        """Do nothing."""
-
-    saved = plan = note_end = new_pace = phase
-
-
-UNGUARDED = Unguarded()
-
-
-class Guard(Unguarded):
-    """A context manager around a training."""
+class Guard:
+    """A context manager around a training. Outside of its block it watches and writes nothing."""
 
     def __init__(self, run: Path, *, say: Callable[[str], None], rank=0, workers=1, end=os._exit, **known: Any):
         """`end(exit_code)` ends the process; `known` is as in `plan`."""
@@ -178,7 +163,7 @@ class Guard(Unguarded):
 
     @property
     def why(self) -> str:
-        """As in Unguarded."""
+        """Why the run must save and stop after this step; "" while it need not."""
         return self.now.stop
 
     def __enter__(self) -> "Guard":
