@@ -1,7 +1,7 @@
 """The checkpoints of a run: its last few, each a whole file named by its step, and the best weights.
 
     write_next(run, 120, arrays, state, keep=3)      run/checkpoints/step-00000120.npz; older ones than the last 3 go
-    found = newest(run)                              the newest whole one, and the damaged ones after it; None without any
+    found = newest(run)                              the newest whole one, with the damaged ones after it
     path = weights_file(run, "last")                 what prediction reads: "best", or the newest whole one
 
 A checkpoint is one uncompressed .npz: every variable as an array, and the run's state as JSON. No pickle. It is written

@@ -108,8 +108,7 @@ def read_heartbeats(run: Path) -> Dict[int, Any]:
 
 
 def beat_age_s(run: Path, beat: Heartbeat, now: float) -> float:
-    """Since the last beat, by the clock of the worker's host or of the file system, whichever makes it younger. A worker
-    is alive while this is below SILENT_S."""
+    """Since the last beat, by the clock of the worker's host or of the file system, whichever makes it younger."""
     ages = [now - beat.beat]
     with contextlib.suppress(OSError):
         ages.append(now - os.stat(heartbeat_path(run, beat.rank)).st_mtime)

@@ -172,9 +172,8 @@ class Fit:
             return
         saved = f"saved after step {self.step}; the same command continues"
         if stop == MEMORY:
-            raise MemoryRunsOutError(
-                f"{self._guard.why or 'the memory of another worker runs out'}; stopped and {saved}"
-            )
+            why = self._guard.why or "the memory of another worker runs out"
+            raise MemoryRunsOutError(f"{why}; stopped and {saved}")
         raise Interrupted(saved, stop)
 
     def note_end(self) -> None:
@@ -182,10 +181,8 @@ class Fit:
         events = read_events(self.folder)
         if not events or events[-1]["event"] == "end":
             return
-        peak_bytes = costs_of(events).peak_rss_bytes
-        self._log(
-            "end", reason=self.reason, seconds=self.trained_s, peak_rss_bytes=peak_bytes, allocator_peak_bytes=None
-        )
+        peak = {"peak_rss_bytes": costs_of(events).peak_rss_bytes, "allocator_peak_bytes": None}
+        self._log("end", reason=self.reason, seconds=self.trained_s, **peak)
 
     @property
     def is_over(self) -> bool:
@@ -233,8 +230,8 @@ class Fit:
 
     def _parts(self) -> Parts:
         """The data of the next steps, until the grid changes or the run ends."""
-        is_coarse = self.step < self.config.coarse_steps
-        return self.feeds.training(self.step, self.config.coarse_steps if is_coarse else self.steps, self._guard.phase)
+        stop = self.config.coarse_steps if self.step < self.config.coarse_steps else self.steps
+        return self.feeds.training(self.step, stop, self._guard.phase)
 
     def _timed(self, learner: Learner) -> float:
         """Seconds of a step of a learner, whose variables stay as they were."""
