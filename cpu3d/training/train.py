@@ -135,8 +135,8 @@ class _Attempt:
                 self._refuse_what_does_not_fit()
         return exchange
 
-    def open(self, exchange: Exchange, guard: Guard) -> "Fit":  # noqa: F821
-        """The run from its last checkpoint, or from its start. Saves its settings and plan."""
+    def open(self, exchange: Exchange, guard: Guard) -> Any:
+        """The run, a Fit, from its last checkpoint or its start. Saves its settings and plan."""
         from cpu3d.training.fit import Fit  # imports TensorFlow, so not before the host is set up
 
         fit = Fit(self.plan, self.folder, exchange, guard)
@@ -151,7 +151,7 @@ class _Attempt:
         say(*describe(self.host, self.threads, self.engine), *fit.warnings, reads, *continued, *changes)
         return fit
 
-    def carry_out(self, fit: "Fit", guard: Guard) -> None:  # noqa: F821
+    def carry_out(self, fit: Any, guard: Guard) -> None:
         """Train to the end, or note the end of a run that is over."""
         if fit.is_over:
             fit.note_end()

@@ -237,10 +237,8 @@ def test_a_run_cut_after_any_step_ends_with_the_uninterrupted_one_s_weights(
     assert_cut_and_continued_is_uninterrupted(
         phantom_store, tmp_path, monkeypatch, done=done, learner=NumpyLearner, **settings
     )
-    whole, cut = (
-        [(one["step"], one["loss"], one["best"]) for one in validations_of(tmp_path / name)]
-        for name in ("whole", "cut")
-    )
+    scores = (validations_of(tmp_path / name) for name in ("whole", "cut"))
+    whole, cut = ([(one["step"], one["loss"], one["best"]) for one in each] for each in scores)
     assert whole == cut
 
 
