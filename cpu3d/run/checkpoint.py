@@ -1,12 +1,12 @@
 """The checkpoints of a run: its last few, each a whole file named by its step, and the best weights.
 
     write_next(run, 120, arrays, state, keep=3)      run/checkpoints/step-00000120.npz; older ones than the last 3 go
-    found = newest(run)                              the newest whole one, and what was passed over; None where none is
+    found = newest(run)                              the newest whole one, with the damaged ones after it
     path = weights_file(run, "last")                 what prediction reads: "best", or the newest whole one
 
 A checkpoint is one uncompressed .npz: every variable as an array, and the run's state as JSON. No pickle. It is written
-and read one array at a time, so that neither takes more memory than its largest array. It is there whole or not at all
-(`cpu3d.util.atomic`), and a damaged one is passed over for the one before.
+atomically, and read, one array at a time, so that neither takes more memory than the largest array. In place of a
+damaged one the one before is taken.
 """
 
 import contextlib
@@ -39,13 +39,13 @@ STATE_BYTES = 2**20
 
 
 class DamagedCheckpointError(InputError):
-    """A file that is not what was once written."""
+    """A checkpoint file whose content is not what was written."""
 
 
 class SavedArrays(Mapping[str, np.ndarray]):
     """The arrays of a checkpoint by name, each read when it is asked for and not kept.
 
-    All of the file has been checked by then. It stays open, so whoever removes or replaces it does no harm.
+    The constructor checks all of the file and keeps it open, so that it may be removed or replaced meanwhile.
     """
 
     def __init__(self, path: Path):
@@ -55,7 +55,7 @@ class SavedArrays(Mapping[str, np.ndarray]):
         with self._damage():
             self._file = file = zipfile.ZipFile(self._buffered)
             members, size_bytes = file.infolist(), os.fstat(self._raw.fileno()).st_size
-            if any(one.compress_type for one in members) or sum(one.compress_size for one in members) > size_bytes:
+            if any(m.compress_type for m in members) or sum(m.compress_size for m in members) > size_bytes:
                 raise ValueError("a directory of another file")
             bad = file.testzip()  # every byte against its CRC, a piece at a time
             if bad:
@@ -85,7 +85,7 @@ class SavedArrays(Mapping[str, np.ndarray]):
             self._buffered.close()
 
     def _shape_of(self, name: str) -> Tuple[int, ...]:
-        """What a member's header says, which must be as long as the member is."""
+        """The shape in a member's header, which must suit the member's size."""
         with self._file.open(name) as member:
             version = np.lib.format.read_magic(member)
             shape, _, dtype = np.lib.format.read_array_header_1_0(member)
@@ -96,10 +96,8 @@ class SavedArrays(Mapping[str, np.ndarray]):
 
     @contextlib.contextmanager
     def _damage(self) -> Iterator[None]:
-        """Turn what a damaged file's reader trips over, which may be anything, into DamagedCheckpointError.
-
-        A disk that fails and memory that runs out prove nothing of what the file holds.
-        """
+        """Raise DamagedCheckpointError for any error of reading, but for one of the disk or of memory: these say
+        nothing of what the file holds."""
         try:
             yield
         except MemoryError:
@@ -113,7 +111,7 @@ class SavedArrays(Mapping[str, np.ndarray]):
 
 
 def save_checkpoint(path: Path, arrays: Mapping[str, Any], state: Dict[str, Any]) -> int:
-    """Write `arrays` and `state` to `path`; the file there before stays whole until the new one is on the disk.
+    """Write `arrays` and `state` to `path`; an earlier file stays whole until the new one is on the disk.
 
     A tensor among `arrays` becomes an array when its turn comes. Returns the size in bytes. Raises OSError when the
     disk is full, with the old file untouched.
@@ -128,7 +126,7 @@ def save_checkpoint(path: Path, arrays: Mapping[str, Any], state: Dict[str, Any]
                     np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
             archive.close()
         except BaseException:
-            archive.fp = None  # else its end would be written, when it is collected, to a file that is closed by then
+            archive.fp = None  # else its destructor writes to the closed file
             raise
     return Path(path).stat().st_size
 
@@ -136,15 +134,17 @@ def save_checkpoint(path: Path, arrays: Mapping[str, Any], state: Dict[str, Any]
 def load_checkpoint(path: Path) -> Tuple[SavedArrays, Dict[str, Any]]:
     """The arrays and the state of `save_checkpoint`, every byte checked against its CRC.
 
-    Raises InputError when the file is missing or of another version, DamagedCheckpointError when its content shows that
-    it is damaged, and OSError or MemoryError when it could not be read, which says nothing of its content.
+    Raises InputError when the file is missing or of another version, DamagedCheckpointError when it is damaged, and
+    OSError or MemoryError when it could not be read, which says nothing of its content.
     """
     path = Path(path)
     if not path.is_file():
         raise InputError(f"checkpoint {path} must exist, found none; train first, or name another run")
     arrays = SavedArrays(path)
     if arrays.schema != SCHEMA:
-        raise InputError(f"checkpoint {path} must have schema {SCHEMA}, got {arrays.schema}; use what made it")
+        raise InputError(
+            f"checkpoint {path} must have schema {SCHEMA}, got {arrays.schema}; use the version that made it"
+        )
     return arrays, arrays.state
 
 
@@ -153,13 +153,13 @@ def load_checkpoint(path: Path) -> Tuple[SavedArrays, Dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that is whole."""
+    """The newest checkpoint that is whole."""
 
     path: Path
     arrays: SavedArrays
     state: Dict[str, Any]
     damaged: Dict[Path, str]
-    """What is wrong with newer ones, by file."""
+    """Newer file -> its problem."""
 
 
 def write_next(run: Path, step: int, arrays: Mapping[str, Any], state: Dict[str, Any], *, keep: int) -> int:
@@ -193,20 +193,18 @@ def best_score(run: Path) -> Optional[float]:
 
 
 def checkpoints(run: Path) -> List[Path]:
-    """The files that a run could go on from, the newest first; not looked into.
-
-    Raises OSError where the folder is there and cannot be listed: that is not to have none.
-    """
+    """The files of a run's checkpoints, the newest first, not opened; [] without a folder of them. Raises OSError where
+    the folder cannot be listed."""
     try:
         names = os.listdir(_folder(run))
     except FileNotFoundError:
         return []
-    found = [_folder(run) / name for name in names if re.fullmatch(r"step-\d{8,}\.npz", name)]
-    return sorted(found, key=step_of, reverse=True)
+    paths = [_folder(run) / name for name in names if re.fullmatch(r"step-\d{8,}\.npz", name)]
+    return sorted(paths, key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint's name tells."""
+    """The step in a checkpoint's name."""
     return int(path.stem.partition("-")[2])
 
 
@@ -214,10 +212,10 @@ def newest(run: Path) -> Optional[Found]:
     """The newest checkpoint that is whole; None where there is none at all.
 
     Raises InputError where there are some and none is whole, or one is of another version, and as `load_checkpoint`
-    where one could not be read: it is not passed over for that.
+    where one could not be read: an older one is not taken for that.
     """
-    there, damaged = checkpoints(run), {}
-    for path in there:
+    paths, damaged = checkpoints(run), {}
+    for path in paths:
         try:
             arrays, state = load_checkpoint(path)
             return Found(path, arrays, state, damaged)
@@ -226,30 +224,31 @@ def newest(run: Path) -> Optional[Found]:
         except (InputError, FileNotFoundError):
             if path.is_file():
                 raise
-    if there and not set(there) & set(checkpoints(run)):
-        return newest(run)  # a run that is going on has meanwhile written others, and removed these
+    if paths and not set(paths) & set(checkpoints(run)):
+        return newest(run)  # a running training has replaced all of them meanwhile
     if damaged:
         raise InputError(*damaged.values())
     return None
 
 
 def set_aside(found: Found) -> List[str]:
-    """Rename damaged checkpoints, so that they are never in the way again; returns a line for each to print."""
+    """Rename the damaged checkpoints; returns a line for each to print."""
     for path in found.damaged:
         names = (path.with_suffix(f".damaged{number or ''}") for number in itertools.count())
         path.rename(next(name for name in names if not name.exists()))
-    return [f"warning: {problem}; now .damaged, going on from {found.path.name}" for problem in found.damaged.values()]
+    return [
+        f"warning: {problem}; renamed to .damaged, continuing from {found.path.name}"
+        for problem in found.damaged.values()
+    ]
 
 
 def weights_file(run: Path, weights: str) -> Path:
-    """The file that holds the "best" weights of a run, or its "last": the newest whole checkpoint.
-
-    Raises InputError where there is none.
-    """
+    """The file of the "best" weights of a run, or of the "last": its newest whole checkpoint. Raises InputError where
+    there is none."""
     path = _folder(run) / BEST
     if weights == "last":
-        found = newest(run)
-        path = found and found.path
+        last = newest(run)
+        path = last and last.path
     if path is None or not path.is_file():
         raise InputError(f"run {run} must hold its {weights} weights, found none; train it first, or name another run")
     return path
@@ -259,7 +258,7 @@ def weights_file(run: Path, weights: str) -> Path:
 
 
 class _File(io.RawIOBase):
-    """A file that keeps its I/O error, which `zipfile` would take for a file that is no zip."""
+    """A file that keeps its I/O error, which `zipfile` would report as a file that is no zip."""
 
     error: Optional[OSError] = None
 

@@ -1,7 +1,7 @@
 """run/heartbeats/worker-RANK.json: what a worker of a run is doing, written every few seconds while it lives.
 
-It is no result of a run: replaced in one move but not flushed to the disk. Whether a worker is alive is told by its
-heartbeat's age, for `status` and `launch` alike, on the worker's host or on another one that sees the folder.
+It is replaced in one move but not flushed to the disk. A worker is alive while its heartbeat is young, for `status` and
+`launch` alike, on the worker's host or on another one that sees the folder.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ from memory_estimator.common.files import read_json, typed
 SCHEMA = 1
 
 STEP_PHASES = ("waiting for data", "computing", "exchanging")
-"""Those that make up a step."""
+"""The phases of a step."""
 
 WAITING_PHASES = ("exchanging", "waiting for the others' validation", "waiting for the last checkpoint")
-"""Those in which a worker waits for the others."""
+"""The phases in which a worker waits for the others."""
 
 BEAT_S = 5.0
 """Time between two beats, and the most between a change of phase and the file."""
 
 SILENT_S = 60.0
-"""A worker whose last beat is older is not alive: twelve beats are missing, and network file systems lag by seconds."""
+"""A worker whose last beat is older is not alive. Network file systems lag by seconds."""
 
 
 @dataclass
@@ -42,9 +42,9 @@ class Heartbeat:
     """Workers of the run."""
     pid: int
     process_start: int
-    """Tells the process from a later one with its number; see `process_start`."""
+    """Tells the process from a later one of the same pid; see `process_start`."""
     place: str
-    """The running system and its numbering of processes, see `this_place`; only there the pid means anything."""
+    """The system and pid namespace that the pid is of; see `this_place`."""
     host_name: str
     started: float
     beat: float
@@ -61,14 +61,14 @@ class Heartbeat:
     peak_bytes: Optional[int] = None  # the most that was in memory, files included
     bound_bytes: Optional[int] = None  # the plan's upper bound
     free_bytes: Optional[int] = None
-    """What is left by the limit that leaves least, `free_of`, whose size is `limit_bytes`."""
+    """Left by the tightest limit, `free_of`, whose size is `limit_bytes`."""
     free_of: str = ""
     limit_bytes: Optional[int] = None
     checkpoint_step: Optional[int] = None
     """Of the last checkpoint of this attempt, at `checkpoint_time`."""
     checkpoint_time: Optional[float] = None
     stalled: str = ""
-    """Why the worker hangs, in a sentence."""
+    """Why the worker counts as hanging, in a sentence."""
     stop: str = ""
     """Why the run is to stop after this step."""
     reason: str = ""
@@ -83,7 +83,7 @@ def heartbeat_path(run: Path, rank: int) -> Path:
 
 
 def write_heartbeat(run: Path, heartbeat: Heartbeat) -> None:
-    """Replace the worker's file in one move. Raises OSError, with the old one as it was, where that cannot be."""
+    """Replace the worker's file in one move. Raises OSError, with the old file unchanged, where that fails."""
     path = heartbeat_path(run, heartbeat.rank)
     path.parent.mkdir(exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")  # one writer a rank, so one name: a killed one leaves one behind
@@ -97,21 +97,18 @@ def write_heartbeat(run: Path, heartbeat: Heartbeat) -> None:
 
 
 def read_heartbeats(run: Path) -> Dict[int, Any]:
-    """By rank, each worker's Heartbeat, or a str of what is wrong with its file; {} for a run without any."""
-    found: Dict[int, Any] = {}
+    """Rank -> the worker's Heartbeat, or a str, the problem of its file; {} for a run without any."""
+    heartbeats: Dict[int, Any] = {}
     with contextlib.suppress(OSError):
         for path in sorted((Path(run) / "heartbeats").iterdir()):
             rank = re.fullmatch(r"worker-(\d+)\.json", path.name)
             if rank:
-                found[int(rank[1])] = _read(path)
-    return found
+                heartbeats[int(rank[1])] = _read(path)
+    return heartbeats
 
 
 def beat_age_s(run: Path, beat: Heartbeat, now: float) -> float:
-    """Since the last beat, by the clock of the worker's host or of the file system, whichever makes it younger.
-
-    A worker is alive while this is below SILENT_S, whatever host looks.
-    """
+    """Since the last beat, by the clock of the worker's host or of the file system, whichever makes it younger."""
     ages = [now - beat.beat]
     with contextlib.suppress(OSError):
         ages.append(now - os.stat(heartbeat_path(run, beat.rank)).st_mtime)
@@ -119,12 +116,12 @@ def beat_age_s(run: Path, beat: Heartbeat, now: float) -> float:
 
 
 def is_here(beat: Heartbeat) -> bool:
-    """Whether the heartbeat's process lives at this place: numbers repeat on other hosts, and here after its end."""
+    """Whether the heartbeat's process runs at this place: pids repeat on other hosts, and here after its end."""
     return beat.place == this_place() and process_start(beat.pid) == beat.process_start
 
 
 def this_place() -> str:
-    """The running system and its numbering of processes: host names repeat, as those of containers do."""
+    """The running system and its pid namespace; host names may repeat, as those of containers do."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -156,4 +153,4 @@ def _read(path: Path) -> Any:
             return f"{path} must have schema {SCHEMA}; look with the version that runs"
         return typed(content, Heartbeat, "heartbeat")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        return f"{path} must be a whole heartbeat, got {error!r}; a worker that lives soon writes another"
+        return f"{path} must be a whole heartbeat, got {error!r}; a running worker soon replaces it"

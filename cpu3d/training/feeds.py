@@ -1,4 +1,4 @@
-"""What a run's steps and validations are given: whole volumes or patches, in an order that position alone decides."""
+"""The data of a run's steps and validations: whole volumes or patches, in an order that follows from the position."""
 
 import time
 from typing import Any, Callable, Iterable, Iterator, List, Optional, Tuple
@@ -19,11 +19,11 @@ PREPARING_FOR_A_CARD = 4
 
 
 class Feeds:
-    """The data of a run. Everything is at the volumes' own resolution, but for what `finish` gives to a step."""
+    """The data of a run, at the resolution of the volumes; steps get it at that of the network."""
 
     def __init__(self, store: Store, config: RunConfig, share: Share = ALL, reading: Optional[Reading] = None):
-        """`share` is this worker's part of every batch, and of the held-out cases; `reading` is that of other feeds of
-        the run, by default a new one."""
+        """`share` is this worker's part of every batch and of the held-out cases; `reading` is shared with other feeds
+        of the run."""
         self.config = config
         self._store, self._share = store, share
         self._train_cases, self.held_out = store.cases("train"), len(store.cases("val"))
@@ -38,7 +38,7 @@ class Feeds:
         self.volume_shape = volume_shape(store, config)
         """Voxels X, Y, Z of a whole volume."""
         self.resizing: Optional[Resizing] = None
-        """Between a volume and what the network sees of it; None where that is the same."""
+        """Between a volume and the network's grid; None where they are the same."""
         if config.resolution < 1:
             self.resizing = Resizing(config.grid, config.resolution, at_least=self.volume_shape)
         self._common = {
@@ -52,13 +52,13 @@ class Feeds:
     def training(self, start: int, stop: int, watch: Callable[[str], None] = lambda phase: None) -> "Parts":
         """This worker's micro-batches (image, target) from step `start` to step `stop`, as the network sees them.
 
-        `watch` is called when one is waited for, and when it has come.
+        `watch` is called before and after each wait for one.
         """
         config, finish = self.config, None
         span = {"start": start * config.batch, "stop": stop * config.batch, "seed": config.seed, "batch": config.micro}
-        given = {"augment": config.augment, "share": self._share, **span, **self._common}
+        options = {"augment": config.augment, "share": self._share, **span, **self._common}
         if not config.is_patch:
-            dataset = volume_dataset(self._store, split="train", grid=self.volume_shape, **given)
+            dataset = volume_dataset(self._store, split="train", grid=self.volume_shape, **options)
             finish = self.resizing and tf.function(self.resizing.shrink_pair)
         else:
             dataset = patch_dataset(
@@ -69,19 +69,19 @@ class Feeds:
                 multiple=config.unet.divisor,
                 threads=1 if config.device == "cpu" else PREPARING_FOR_A_CARD,
                 finished=False,
-                **given,
+                **options,
             )
             finish = finish_of(self._store, regions=config.regions, augment=config.augment, dtype=config.unet.dtype)
             finish = tf.function(finish)
         return Parts(dataset, finish, watch)
 
     def validation(self) -> Iterable[Tuple[tf.Tensor, tf.Tensor]]:
-        """This worker's held-out cases (1, X, Y, Z, ...), as they are, whole and at their own resolution."""
-        given = {"stop": self.held_out, "shuffle": False, "share": self._share.singly(), **self._common}
-        return Batches(volume_dataset(self._store, split="val", grid=self.volume_shape, **given))
+        """This worker's held-out cases (1, X, Y, Z, ...), whole, at their own resolution, not augmented."""
+        options = {"stop": self.held_out, "shuffle": False, "share": self._share.singly(), **self._common}
+        return Batches(volume_dataset(self._store, split="val", grid=self.volume_shape, **options))
 
     def held_out_share(self) -> Tuple[int, ...]:
-        """Which of the `held_out` cases of all workers `validation` gives, in its order."""
+        """The indices of `validation`'s cases among all `held_out` ones, in its order."""
         return self._share.singly().positions(0, self.held_out)
 
     def case_ids(self, step: int) -> List[str]:
@@ -92,9 +92,9 @@ class Feeds:
 
 
 class Parts:
-    """An iterator over micro-batches that counts the seconds spent waiting for them, and keeps none of them.
+    """An iterator over micro-batches that counts the seconds spent waiting for them, and keeps none.
 
-    `finish` turns what the dataset gives into (image, target) where the step runs; its seconds are counted too.
+    `finish` turns an element of the dataset into (image, target) where the step runs; its seconds are counted too.
     """
 
     def __init__(self, dataset: tf.data.Dataset, finish: Optional[Callable], watch: Callable[[str], None]):

@@ -18,7 +18,7 @@ from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
 from cpu3d.host.apply import without_notices
 from cpu3d.settings import RunConfig
-from cpu3d.training.losses import DiceCrossEntropy
+from cpu3d.training.losses import TrainingLoss
 from cpu3d.training.muon import Muon
 from memory_estimator.host import read_host
 from memory_estimator.step.allocator import MIB, region_bytes
@@ -46,14 +46,14 @@ class Outcome:
 
 
 class Learner:
-    """What a run learns with. Everything a restart needs is in `arrays()`."""
+    """The network of a run with its optimizer and averaged weights. `arrays()` is all that a restart needs."""
 
     def __init__(self, config: RunConfig, exchange: Exchange = ALONE):
         self.config, self._exchange = config, exchange
         if config.device == "cpu":
             take_region(region_bytes(config.unet, config.grid, config.micro, read_host().memory_bytes))
         self.model = build_unet3d(config.unet, config.grid, config.micro)
-        self._loss = with_loss(self.model, config.unet, DiceCrossEntropy())
+        self._loss = with_loss(self.model, config.unet, TrainingLoss())
         self.optimizer = optimizer_of(config)
         self.optimizer.build(self.model.trainable_variables)
         self._average = [tf.Variable(v, trainable=False) for v in self.model.trainable_variables] if config.ema else []
@@ -122,21 +122,21 @@ class Learner:
         return self._predict(image)
 
     def arrays(self) -> Dict[str, tf.Tensor]:
-        """Every variable by a stable name, as a tensor that lies where it lies: a step that changes it copies it."""
+        """Every variable by a stable name, as a tensor on the same memory: a step that changes it copies it first."""
         return {name: variable.read_value() for name, variable in self.named_variables().items()}
 
     @property
     def largest_bytes(self) -> int:
-        """Of the largest of `arrays()`, which is what saving takes at most: they are written one after another."""
+        """Of the largest of `arrays()`: the memory of a save, which writes one after another."""
         return max(v.dtype.size * v.shape.num_elements() for v in self.named_variables().values())
 
     @property
     def parameters(self) -> int:
         """Trainable ones."""
-        return parameter_count(self.model)
+        return sum(v.shape.num_elements() for v in self.model.trainable_variables)
 
     def restore(self, arrays: Mapping[str, Any]) -> None:
-        """The way back from `arrays()`, one array at a time. Raises InputError when names or shapes are another's."""
+        """Assign `arrays()`, one at a time. Raises InputError for names or shapes of another run."""
         variables, todo = self.named_variables(), "it belongs to another run"
         others = ", ".join(sorted(set(arrays) ^ set(variables))[:3])
         if others:
@@ -187,8 +187,8 @@ class Learner:
         others = ", ".join(f"worker {rank}" for rank in np.flatnonzero(prints != prints[0]))
         if others:
             raise WorkersDifferError(
-                f"weights must be the same on all workers, got others on {others} than on the chief; a host that "
-                "computes wrong has to leave: the same command continues from the last checkpoint"
+                f"weights must be the same on all workers, got others on {others} than on the chief; take out the host "
+                "that computes wrong, then the same command continues from the last checkpoint"
             )
         self._take(total)
         return losses, dice.reshape(self.config.batch, -1), notes
@@ -217,7 +217,7 @@ class Learner:
 
     def _add_part(self, image, target):
         loss, dice, gradients = self._gradients(image, target)
-        # All of them first: an addition in between would have its turn by accident, and memory with it.
+        # All gradients first: additions in between would run in any order, and memory could not be predicted.
         with tf.control_dependencies(gradients):
             for total, gradient in zip(self._sums, gradients):
                 total.assign_add(gradient)
@@ -232,13 +232,13 @@ class Learner:
             loss, dice = self._loss([image, target], training=True)
             share = loss / self.config.parts if self.config.parts > 1 else loss
         gradients = tape.gradient(share, self.model.trainable_variables)
-        # A voxel that is no number can be lost on the way to the loss, in a ReLU, and not on the way back.
+        # A voxel that is NaN may not reach the loss, through a ReLU, but then it reaches a gradient.
         with tf.control_dependencies(gradients):
             finite = tf.math.is_finite(tf.add_n([tf.reduce_sum(gradient) for gradient in gradients]))
         return tf.where(finite, loss, np.nan), dice, gradients
 
     def _update(self, gradients):
-        # Left alone, updates and gradients take turns by accident; memory is then hard to tell beforehand.
+        # Without this TensorFlow mixes updates and gradients in any order, and memory cannot be predicted.
         with tf.control_dependencies(gradients):
             self.optimizer.apply_gradients(zip(gradients, self.model.trainable_variables))
         self._updates.assign_add(1)
@@ -263,7 +263,7 @@ def _fingerprint(weights: Sequence[tf.Variable]) -> tf.Tensor:
 
 
 def optimizer_of(config: RunConfig) -> tf.keras.optimizers.Optimizer:
-    """The optimizer that a run asks for, fresh."""
+    """A new optimizer, as the run's settings say."""
     if config.optimizer == "sgd":
         return tf.keras.optimizers.SGD(config.peak_rate, momentum=0.99, nesterov=True)
     if config.optimizer == "adam":
@@ -272,25 +272,20 @@ def optimizer_of(config: RunConfig) -> tf.keras.optimizers.Optimizer:
 
 
 def take_region(size_bytes: int) -> None:
-    """Have the allocator make a region of whole MiB; nothing is written to it. One that is refused is done without."""
+    """Have the allocator reserve a region of whole MiB, where it can; nothing is written to it."""
     if size_bytes:
         with contextlib.suppress(tf.errors.ResourceExhaustedError), tf.device("CPU:0"):
             tf.raw_ops.Empty(shape=[size_bytes // MIB, MIB], dtype=tf.uint8)
 
 
 def finest(logits) -> tf.Tensor:
-    """The full-resolution logits of a network's answer, which is a list under deep supervision."""
+    """The full-resolution logits of a network's output, which is a list under deep supervision."""
     return logits[0] if isinstance(logits, (list, tuple)) else logits
 
 
 def weight_names(weights: Sequence[tf.Variable]) -> List[str]:
     """What a checkpoint calls a network's weights, in Keras' order."""
     return [f"model/{index:03d}" for index in range(len(weights))]
-
-
-def parameter_count(model: tf.keras.Model) -> int:
-    """Trainable parameters."""
-    return int(sum(np.prod(v.shape) for v in model.trainable_variables))
 
 
 def allocator_peak_bytes(device: str = "CPU:0") -> Optional[int]:

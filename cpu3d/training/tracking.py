@@ -1,11 +1,11 @@
-"""What a run gives to the programs that keep records of experiments: TensorBoard, in run/tensorboard, and MLflow.
+"""Sends a run to TensorBoard, in run/tensorboard, and to MLflow.
 
     with tracked(run, config, mlflow="sqlite:///mlflow.db") as track:
         track(event)                 # as it is logged
         track(event, views(...))     # a validation
 
-Both get the same: the settings, the numbers of every step and validation, and `views` of a held-out case with each
-validation. MLflow also gets the files in FILES. What it was sent before is not sent again.
+Both get the settings, the numbers of every step and validation, and `views` of a held-out case with each validation.
+MLflow also gets the files in FILES. Nothing is sent twice.
 """
 
 import contextlib
@@ -30,19 +30,19 @@ from cpu3d.util.records import VERSION, without_passwords
 from memory_estimator.common.files import read_json
 
 SCALARS = {"step": ("loss", "learning_rate", "step_s", "wait_s", "voxels"), "validation": ("loss", "mean_dice")}
-"""Kind of event -> what of it is a curve, besides the Dice of each region."""
+"""Kind of event -> its fields that are curves, besides the Dice of each region."""
 
 FILES = ("config.json", "plan.json", "report.html")
-"""Of the run's folder, as they are when an attempt ends; the report where `report` has written one."""
+"""Of the run's folder, as they are when an attempt ends."""
 
 DERIVED = ("store_channels", "label_names", "region_codes")
-"""Fields of a run's configuration that are the store's, and nobody's choice."""
+"""Fields of a run's configuration that follow from the store."""
 
 PATIENCE_S = 60.0
-"""How long the end of a training waits for MLflow to take what is left."""
+"""How long the end of a training waits for MLflow."""
 
 MOST_METRICS = 1000
-"""That MLflow takes at once."""
+"""The most that MLflow takes in one call."""
 
 Track = Callable[..., None]
 
@@ -57,9 +57,9 @@ def require_mlflow() -> None:
 
 @contextlib.contextmanager
 def tracked(run: Path, config: RunConfig, mlflow: str = "") -> Iterator[Track]:
-    """Yields a function that passes on an event of the log, and with a validation its picture. `mlflow` is the URI of a
-    tracking server or database; "" is none. Nothing that MLflow does ends or delays the training: it is sent to from a
-    thread of its own, and given up, with one line on stderr, when it fails.
+    """Yields a function that sends an event of the log, and with a validation its picture. `mlflow` is the URI of a
+    tracking server or database; "" is none. MLflow neither ends nor delays a training: a thread of its own sends, and
+    stops with one line on stderr when MLflow fails.
     """
     sinks: List[Any] = [_TensorBoard(run, config)]
     if mlflow:
@@ -86,10 +86,10 @@ def scalars(event: Mapping[str, Any]) -> Dict[str, float]:
 
 
 def parameters(config: RunConfig) -> Dict[str, Union[str, float, bool]]:
-    """The settings of a run by name; a tuple as its elements with spaces between. What is empty is left out."""
-    found = {name: value for name, value in flat(config).items() if name not in DERIVED}
-    found = {k: " ".join(map(str, v)) if isinstance(v, (tuple, list)) else v for k, v in found.items()}
-    return {k: v if isinstance(v, (bool, int, float)) else str(v) for k, v in found.items() if v not in ("", None)}
+    """The settings of a run by name; a tuple as its elements with spaces between. Empty ones are left out."""
+    named = {name: value for name, value in flat(config).items() if name not in DERIVED}
+    named = {k: " ".join(map(str, v)) if isinstance(v, (tuple, list)) else v for k, v in named.items()}
+    return {k: v if isinstance(v, (bool, int, float)) else str(v) for k, v in named.items() if v not in ("", None)}
 
 
 def views(image: Any, truth: Any, logits: Any, regions: Sequence[str]) -> np.ndarray:
@@ -128,7 +128,7 @@ def views(image: Any, truth: Any, logits: Any, regions: Sequence[str]) -> np.nda
 
 
 def _outline(mask: np.ndarray) -> np.ndarray:
-    """The pixels of a mask with one beside them that is none of it."""
+    """The pixels of a mask that touch one outside."""
     from scipy.ndimage import binary_erosion
 
     return mask & ~binary_erosion(mask)
@@ -162,10 +162,10 @@ class _TensorBoard:
 
 
 class _Mlflow:
-    """One run there for one run here, over all its attempts: run/mlflow.json has its id, and nothing of the URI."""
+    """One run in MLflow for all attempts of a run: run/mlflow.json has its id, and nothing of the URI."""
 
     def __init__(self, run: Path, config: RunConfig, uri: str):
-        # One who waits does so in the thread below, and at the end for PATIENCE_S. Nothing is told to anyone else.
+        # Short timeouts for the thread below; no telemetry.
         for name, value in {
             "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
             "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
@@ -173,7 +173,7 @@ class _Mlflow:
             "MLFLOW_LOGGING_LEVEL": "WARNING",
         }.items():
             os.environ.setdefault(name, value)
-        # For a new database its client has a line for each of the changes that its tables have ever had.
+        # For a new database its client prints a line for each migration of its tables.
         logging.getLogger("alembic.runtime.migration").addFilter(lambda record: record.levelno > logging.INFO)
         self._run, self._config, self._uri = run, config, uri
         self._events: queue.SimpleQueue = queue.SimpleQueue()
@@ -189,20 +189,20 @@ class _Mlflow:
         self._events.put(None)
         self._thread.join(PATIENCE_S)
         if self._thread.is_alive():
-            self._give_up(f"it has not taken all within {PATIENCE_S:g} s of the end")
+            self._give_up(f"it did not finish within {PATIENCE_S:g} s of the end")
 
     # --- In the thread ---
 
     def _give_up(self, why: str) -> None:
         if not self._given_up:
             self._given_up = True
-            again = "training goes on; a later attempt with --mlflow sends what is missing"
-            print(f"warning: MLflow gets no more of this run: {without_passwords(why)}; {again}", file=sys.stderr)
+            again = "the training continues; a later call with --mlflow sends what is missing"
+            print(f"warning: nothing more is sent to MLflow: {without_passwords(why)}; {again}", file=sys.stderr)
 
     def _work(self) -> None:
         try:
             self._send_all()
-        except Exception as error:  # whatever a server or a client does
+        except Exception as error:  # of the server or the client
             self._give_up(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}")
 
     def _send_all(self) -> None:
@@ -210,7 +210,7 @@ class _Mlflow:
 
         client = MlflowClient(self._uri)
         found = self._open(client)
-        # Restarts repeat steps, with equal numbers; of steps that another attempt could not send the log still knows.
+        # Restarts repeat steps, with equal numbers. The log has the steps that earlier attempts could not send.
         sent = {
             group: max((one.step for one in client.get_metric_history(found, f"{group}/loss")), default=-1)
             for group in SCALARS
@@ -229,12 +229,12 @@ class _Mlflow:
         client.set_terminated(found, status)
 
     def _open(self, client: Any) -> str:
-        """The id of the run there: the one of earlier attempts, else a new one."""
+        """The id of the run in MLflow: that of earlier attempts, else a new one."""
         from mlflow.entities import Param
         from mlflow.exceptions import MlflowException
 
         noted, found = self._run / "mlflow.json", None
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # there is none, or it is damaged
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no file, or a damaged one
             try:
                 found = client.get_run(read_json(noted)["run_id"])
                 client.update_run(found.info.run_id, status="RUNNING")
@@ -248,13 +248,13 @@ class _Mlflow:
             place = experiment.experiment_id if experiment else client.create_experiment(name)
             found = client.create_run(place, run_name=self._run.resolve().name, tags={"cpu3d.version": VERSION})
             write_json(noted, {"run_id": found.info.run_id})
-        # A parameter there cannot change: of a run that was extended config.json has what is in force.
+        # A parameter in MLflow cannot change; of an extended run config.json has the present ones.
         new = {name: str(value) for name, value in parameters(self._config).items() if name not in found.data.params}
         client.log_batch(found.info.run_id, params=[Param(name, value) for name, value in new.items()])
         return found.info.run_id
 
     def _send(self, client: Any, found: str, events: Sequence[Mapping[str, Any]], sent: Dict[str, int]) -> None:
-        """The numbers of events that are newer than those in `sent`, which is brought up to date."""
+        """Send the numbers of events that are newer than those in `sent`, and update it."""
         from mlflow.entities import Metric
 
         now, metrics = int(1000 * time.time()), []
@@ -262,7 +262,7 @@ class _Mlflow:
             named = scalars(event)
             if named and event["step"] > sent[event["event"]]:
                 sent[event["event"]] = event["step"]
-                # The loss last: where it is known, all of the event is.
+                # The loss last: where MLflow has it, it has all of the event.
                 each = reversed(list(named.items()))
                 metrics += [Metric(name, float(value), now, event["step"]) for name, value in each]
         for first in range(0, len(metrics), MOST_METRICS):

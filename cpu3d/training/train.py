@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional
 
 from cpu3d.data.store import open_store
-from cpu3d.distributed.all_reduce import join
+from cpu3d.distributed.all_reduce import Exchange, join
 from cpu3d.distributed.cluster import Cluster, read_cluster
 from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force, set_up
@@ -27,6 +27,7 @@ from cpu3d.host.thread_plan import describe, share_of
 from cpu3d.plan import Plan, check_fits, make_plan, plan_of_chief, save_plan
 from cpu3d.run.checkpoint import BEST, checkpoints
 from cpu3d.run.log import flush_log, read_events
+from cpu3d.run.summary import of_kind
 from cpu3d.settings import TRAIN_OPTIONS, RunConfig, left_open, load_config, save_config
 from cpu3d.settings import TrainOptions as Options
 from cpu3d.training.tracking import require_mlflow, tracked
@@ -64,105 +65,135 @@ def train(
     """
     if mlflow:
         require_mlflow()
-    settings = settings or {}
-    cluster = read_cluster(os.environ)
-    store = open_store(store_folder)
-    store.check_split()
-    place = (cluster.local_index, len(cluster.local_ranks))
-    host = share_of(read_host(), place[1])
-    gpus = HostGpus()
-    engine, device, plan = left_open(settings.get("engine")), "cpu", None
-
-    def refuse_what_does_not_fit() -> None:
-        if not force:
-            check_fits(plan, host, gpus)
-
-    if cluster.is_chief:  # the others get its plan once they are together
-        plan = make_plan(store, run_folder, host, settings, gpus=gpus, workers=cluster.workers, force=force)
-        say(*plan.describe(host))
-        engine, device = left_open(plan.config.engine), plan.config.device
-        if plan.saved is None:
-            refuse_what_does_not_fit()
-    elif "engine" not in settings and (run_folder / "config.json").is_file():
-        engine = left_open(load_config(run_folder).engine)
-    watched = Guard(run_folder, say=say, rank=cluster.rank, workers=cluster.workers)
-    with _lock_of_chief(cluster, run_folder), watched as guard:
-        _, threads, tf = set_up(engine, device, local=place)
-        engine = engine_name(tf)
-        exchange = join(cluster, plan=plan and {**plan.to_json(), "engine_name": engine}, say=say)
-        if cluster.workers > 1:
-            plan = plan or plan_of_chief(exchange.plan, store, host, engine)
-            if plan.saved is None and not cluster.is_chief:
-                refuse_what_does_not_fit()
-        config = plan.config
-
-        from cpu3d.training.fit import Fit  # imports TensorFlow, so not before the host is set up
-
-        smaller = "a smaller --patch" if config.is_patch else "a leaner --policy, or fewer --filters in another folder"
+    attempt = _Attempt(Path(store_folder), Path(run_folder), settings or {}, force, mlflow)
+    attempt.decide()
+    guard = Guard(attempt.folder, say=say, rank=attempt.cluster.rank, workers=attempt.cluster.workers)
+    with _lock_of_chief(attempt.cluster, attempt.folder), guard:
+        exchange = attempt.join()
+        is_patch = attempt.plan.config.is_patch
+        smaller = "a smaller --patch" if is_patch else "a leaner --policy, or fewer --filters in another folder"
         with fits_memory("a training step", f"train with {smaller}"):
-            fit = Fit(plan, run_folder, exchange)
-            if plan.saved is not None and not fit.is_over:  # one that is over takes no memory any more
-                refuse_what_does_not_fit()
-            config = fit.config  # whose coarse steps are those that were done
-            if cluster.is_chief:
-                save_config(config, run_folder)
-                save_plan(dataclasses.replace(plan, config=config), run_folder)
-            changes = _changes(run_folder, engine, in_force(threads), cluster.workers, plan.saved, config)
-            going_on = [f"run: continued after step {fit.step}"] if fit.step else []
-            reads = f"reads: {fit.feeds.reading.plan.reason}"
-            say(*describe(host, threads, engine), *fit.warnings, reads, *going_on, *changes)
-            if fit.is_over:
-                fit.note_end()
-                guard.note_end(fit.reason)
-                if mlflow and cluster.is_chief:
-                    with tracked(run_folder, config, mlflow):
-                        pass  # it gets what it has not
-                say(f"nothing to do after step {fit.step}; a larger {fit.longer} goes on")
-            else:
-                guard.plan(
-                    step=fit.step,
-                    steps=fit.steps,
-                    bound_bytes=plan.upper_bound_bytes,  # None on a card
-                    save_bytes=fit.learner.largest_bytes,
-                    here=len(cluster.local_ranks),
-                    stall_minutes=config.stall_minutes,
-                )
-                if fit.has_open_length:
-                    whole, step_s = fit.steps, fit.fit_budget(guard)
-                    guard.plan(steps=fit.steps)
-                    each = ", then ".join(map(format_seconds, step_s))
-                    coarse = f", {fit.config.coarse_steps} of them coarse" if fit.config.coarse_steps else ""
-                    say(
-                        f"budget of {config.budget_minutes:g} min: {fit.steps} of {whole} steps{coarse}; "
-                        f"{each} a step; --epochs {config.epochs} takes all"
-                    )
-                guard.plan()
-                if cluster.is_chief and fit.config != config:  # a restart keeps the length that was timed
-                    flush_log(run_folder)
-                    save_config(fit.config, run_folder)
-                    save_plan(dataclasses.replace(plan, config=fit.config), run_folder)
-                config = fit.config
-                fit.log_start(host, engine, in_force(threads), plan.predicted)
-                fit.run(guard, _observer(plan, host, cluster), mlflow)
+            fit = attempt.open(exchange, guard)
+            attempt.carry_out(fit, guard)
             exchange.close()
-    return config
+    return fit.config
 
 
 # --- Private helpers ---
 
 
+class _Attempt:
+    """One call of `train`, by one worker of a run, in four steps."""
+
+    def __init__(self, store_folder: Path, folder: Path, settings: Dict[str, Any], force: bool, mlflow: str):
+        self.folder, self.settings, self.force, self.mlflow = folder, settings, force, mlflow
+        self.cluster = read_cluster(os.environ)
+        self.store = open_store(store_folder)
+        self.store.check_split()
+        self.host = share_of(read_host(), len(self.cluster.local_ranks))
+        self.gpus = HostGpus()
+        self.engine, self.device = left_open(settings.get("engine")), "cpu"
+        self.plan: Optional[Plan] = None
+        """Of a worker that is not the chief, once it has joined."""
+
+    def decide(self) -> None:
+        """Plan the run, and refuse a new one that may not fit. The chief alone does it; the others get its plan."""
+        if self.cluster.is_chief:
+            more = {"gpus": self.gpus, "workers": self.cluster.workers, "force": self.force}
+            self.plan = make_plan(self.store, self.folder, self.host, self.settings, **more)
+            say(*self.plan.describe(self.host))
+            self.engine, self.device = left_open(self.plan.config.engine), self.plan.config.device
+            if self.plan.saved is None:
+                self._refuse_what_does_not_fit()
+        elif "engine" not in self.settings and (self.folder / "config.json").is_file():
+            self.engine = left_open(load_config(self.folder).engine)
+
+    def join(self) -> Exchange:
+        """Set up this process for TensorFlow, meet the other workers, and take the chief's plan."""
+        cluster = self.cluster
+        place = (cluster.local_index, len(cluster.local_ranks))
+        _, self.threads, tf = set_up(self.engine, self.device, local=place)
+        self.engine = engine_name(tf)
+        plan = self.plan and {**self.plan.to_json(), "engine_name": self.engine}
+        exchange = join(cluster, plan=plan, say=say)
+        if not cluster.is_chief:
+            self.plan = plan_of_chief(exchange.plan, self.store, self.host, self.engine)
+            if self.plan.saved is None:
+                self._refuse_what_does_not_fit()
+        return exchange
+
+    def open(self, exchange: Exchange, guard: Guard) -> Any:
+        """The run, a Fit, from its last checkpoint or its start. Saves its settings and plan."""
+        from cpu3d.training.fit import Fit  # imports TensorFlow, so not before the host is set up
+
+        fit = Fit(self.plan, self.folder, exchange, guard)
+        if self.plan.saved is not None and not fit.is_over:  # one that is over takes no memory
+            self._refuse_what_does_not_fit()
+        self._save(fit.config)  # its coarse steps may be those of the checkpoint
+        changes = _changes(
+            self.folder, self.engine, in_force(self.threads), self.cluster.workers, self.plan.saved, fit.config
+        )
+        continued = [f"run: continued after step {fit.step}"] if fit.step else []
+        reads = f"reads: {fit.feeds.reading.plan.reason}"
+        say(*describe(self.host, self.threads, self.engine), *fit.warnings, reads, *continued, *changes)
+        return fit
+
+    def carry_out(self, fit: Any, guard: Guard) -> None:
+        """Train to the end, or note the end of a run that is over."""
+        if fit.is_over:
+            fit.note_end()
+            guard.note_end(fit.reason)
+            if self.mlflow and self.cluster.is_chief:
+                with tracked(self.folder, fit.config, self.mlflow):
+                    pass  # sends what is missing there
+            say(f"nothing to do after step {fit.step}; raise {fit.longer} to continue")
+            return
+        guard.plan(
+            step=fit.step,
+            steps=fit.steps,
+            bound_bytes=self.plan.upper_bound_bytes,  # None on a card
+            save_bytes=fit.learner.largest_bytes,
+            here=len(self.cluster.local_ranks),
+            stall_minutes=fit.config.stall_minutes,
+        )
+        if fit.has_open_length:
+            whole, step_s = fit.steps, fit.fit_budget()
+            each = ", then ".join(map(format_seconds, step_s))
+            coarse = f", {fit.config.coarse_steps} of them coarse" if fit.config.coarse_steps else ""
+            say(
+                f"budget of {fit.config.budget_minutes:g} min: {fit.steps} of {whole} steps{coarse}; "
+                f"{each} a step; --epochs {fit.config.epochs} takes all"
+            )
+            self._save(fit.config)  # a restart keeps this length
+        guard.plan(steps=fit.steps)
+        fit.log_start(self.host, self.engine, in_force(self.threads), self.plan.predicted)
+        fit.run(_observer(self.plan, self.host, self.cluster), self.mlflow)
+
+    def _save(self, config: RunConfig) -> None:
+        """Have the chief write config.json and plan.json."""
+        if self.cluster.is_chief:
+            flush_log(self.folder)
+            save_config(config, self.folder)
+            save_plan(dataclasses.replace(self.plan, config=config), self.folder)
+
+    def _refuse_what_does_not_fit(self) -> None:
+        if not self.force:
+            check_fits(self.plan, self.host, self.gpus)
+
+
 @contextlib.contextmanager
 def _lock_of_chief(cluster: Cluster, run_folder: Path) -> Iterator[None]:
-    """Hold the run's folder, as one process alone may write to it."""
+    """Hold the run's folder, which only one process may write to."""
     if not cluster.is_chief:
         yield
         return
     writable_folder(run_folder, "run")
     with locked(run_folder, "run"):
-        for path in (run_folder / "log.jsonl", run_folder / "checkpoints" / BEST, *checkpoints(run_folder)):
-            if path.is_file() and path.stat().st_size and not (run_folder / "config.json").is_file():
-                rule = f"run {run_folder} must hold a config.json beside {path.relative_to(run_folder)}, found none"
-                raise InputError(f"{rule}; restore it, or choose another --run")
+        written = (run_folder / "log.jsonl", run_folder / "checkpoints" / BEST, *checkpoints(run_folder))
+        foreign = [path for path in written if path.is_file() and path.stat().st_size]
+        if foreign and not (run_folder / "config.json").is_file():
+            rule = f"run {run_folder} must hold a config.json beside {foreign[0].relative_to(run_folder)}, found none"
+            raise InputError(f"{rule}; restore it, or choose another --run")
         (run_folder / "checkpoints").mkdir(exist_ok=True)
         remove_partials(run_folder, run_folder / "checkpoints")
         yield
@@ -183,10 +214,12 @@ def _observer(plan: Plan, host: Host, cluster: Cluster) -> Optional[Observer]:
 def _changes(
     run_folder: Path, engine: str, threads: Dict[str, str], workers: int, saved: Optional[RunConfig], config: RunConfig
 ) -> List[str]:
-    """A line of warning where the run was computed in another way before."""
-    starts = [event for event in read_events(run_folder) if event["event"] == "start"]
-    now = {"engine": engine, "workers": 1 if starts else workers, "threads": threads}  # earlier versions said less
-    last, saved = {**now, **(starts[-1] if starts else {})}, saved or config
+    """A note where the run was computed in another way before."""
+    starts = of_kind(read_events(run_folder), "start")
+    if not starts:
+        return []
+    last = {"engine": engine, "workers": 1, "threads": threads, **starts[-1]}  # earlier versions logged less
+    saved = saved or config
     ways = (  # before, now, in words
         (last["engine"], engine, "on {}"),
         (last["workers"], workers, "of {} workers"),
@@ -197,5 +230,5 @@ def _changes(
         (f"{saved.adam_rate:g}", f"{config.adam_rate:g}", "at an Adam rate of {}"),
         (saved.micro, config.micro, "in micro-batches of {}"),
     )
-    before = ", ".join(words.format(then) for then, today, words in ways if then != today)
-    return [f"note: this run was {before} before, so it goes on alike but not to the bit"] if before else []
+    before = ", ".join(words.format(then) for then, now, words in ways if then != now)
+    return [f"note: this run was {before} before, so its weights will not be the same to the bit"] if before else []

@@ -1,4 +1,4 @@
-"""Scores on whole held-out volumes while a run trains: each worker takes its share of the cases, all learn of all."""
+"""Scores on whole held-out volumes while a run trains: each worker scores its share, and all get all scores."""
 
 from dataclasses import dataclass
 from typing import Callable, Optional, Tuple
@@ -10,7 +10,7 @@ from cpu3d.data.windows import sliding_window
 from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.training.feeds import Feeds
 from cpu3d.training.learner import Learner
-from cpu3d.training.losses import DiceCrossEntropy, hard_dice, hard_dice_counts
+from cpu3d.training.losses import TrainingLoss, hard_dice, hard_dice_counts
 from cpu3d.training.tracking import views
 from models.layer_plan import PIECES
 from models.supervision import Supervision
@@ -35,11 +35,11 @@ def validate(
     phase: Callable[[str], None] = lambda name: None,
     wish: Callable[[], int] = lambda: 0,
 ) -> Tuple[Optional[Validation], int]:
-    """Score all held-out cases with the averaged weights, where the run averages; the learner is as before then.
+    """Score all held-out cases, with the averaged weights where the run averages; returns the scores, and what stops
+    the run, 0 for nothing, the same on all workers.
 
-    `phase` is called for each volume. `wish` gives what should stop the run, 0 for nothing; the answer, the same on all
-    workers, is returned too: one that is alone breaks off between two volumes, with no scores; several finish.
-    Raises WorkerLostError where another worker is gone.
+    `phase` is called for each volume, `wish` returns what should stop the run. A single worker then stops between two
+    volumes, without scores; several finish. Raises WorkerLostError where another worker is gone.
     """
     count, regions = feeds.held_out, feeds.config.unet.outputs
     rows = np.zeros((count, 1 + regions), np.float32 if exchange.count > 1 else np.float64)
@@ -92,7 +92,7 @@ def _score(target, logits) -> Tuple[tf.Tensor, tf.Tensor]:
 
 @tf.function(autograph=False)
 def _loss(target, logits):
-    return Supervision(DiceCrossEntropy(), by_pieces=True)(target, logits)[0]
+    return Supervision(TrainingLoss(), by_pieces=True)(target, logits)[0]
 
 
 _counts = tf.function(hard_dice_counts)

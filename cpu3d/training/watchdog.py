@@ -5,8 +5,7 @@
         guard.phase("computing", step=12)
         if guard.why: ...  # save, then raise MemoryRunsOutError(guard.why)
 
-One thread takes samples and decides, another writes the heartbeat: a file system that does not answer must not keep the
-watch from saying so.
+One thread takes samples and decides, another writes the heartbeat: a file system that hangs must not stop the first.
 """
 
 import contextlib
@@ -40,37 +39,37 @@ MACHINE, CGROUP = "this machine", "the limit of this container or job"
 """The limits, as messages name them."""
 
 FLOOR_BYTES, HIGHEST_FLOOR_BYTES = 64 * 2**20, 2**30
-"""Kept free of the smallest and of the largest host, beside what a save needs."""
+"""Kept free on the smallest and on the largest host, beside the memory of a save."""
 
 
 class Room(NamedTuple):
-    """What a limit leaves. Pages of files count as free, a mapped store's among them: the kernel drops them."""
+    """What a limit leaves free. Pages of files, of a mapped store too, count as free: the kernel drops them."""
 
     free_bytes: int
     total_bytes: int
 
     @property
     def floor_bytes(self) -> int:
-        """What is kept free: on a large host other programs vary by more."""
+        """Memory to keep free: on a large host other programs vary by more."""
         return min(max(FLOOR_BYTES, self.total_bytes // 500), HIGHEST_FLOOR_BYTES)
 
 
 class Sample(NamedTuple):
-    """A process's memory and what is left to it, at one moment."""
+    """A process's memory and what its limits leave, at one moment."""
 
     rooms: Dict[str, Room]
     """By limit: that of the machine always, that of a cgroup where set."""
     own_bytes: int = 0
-    """The process's own data, in memory or swapped out: nobody can take it back."""
+    """The process's own data, in memory or swapped out."""
     file_bytes: int = 0
-    """Pages of files that it has mapped: the libraries' code, a store."""
+    """Mapped pages of files: libraries, a store."""
     swapped_bytes: int = 0
 
 
 def take_sample(root: Path = Path("/")) -> Sample:
-    """This process's memory, now; `root` is where /proc and /sys lie.
+    """This process's memory now; `root` is the folder of /proc and /sys.
 
-    Swap counts as free memory of the machine, for the kernel kills nobody while there is some, and not of a cgroup.
+    Free swap counts as free memory of the machine, as the kernel kills no process while it has some; not of a cgroup.
     """
     memory, process = meminfo(root), resident()
     total = memory["MemTotal"]
@@ -83,11 +82,11 @@ def take_sample(root: Path = Path("/")) -> Sample:
 
 
 class MemoryFloor:
-    """Decides by samples whether a process goes on, stops after its step, or ends before the kernel kills it.
+    """Decides by samples whether a process continues, stops after its step, or ends before the kernel kills it.
 
-    At the top of a step, where the process holds again the most that it has held, a limit's floor and what a save takes
-    must be free. Of a run with a plan, which was let in while its bound fitted to the byte, it asks no more than half
-    of what the plan leaves free, and FLOOR_BYTES at least: else the same command would stop again.
+    At the peak of the next step, which is taken to be the highest one so far, a limit's floor and the memory of a save
+    must be free. A run with a plan may have started with no more free than its bound: it must keep half of what the
+    bound left free, at least FLOOR_BYTES, or the same command would stop again.
     """
 
     def __init__(self, bound_bytes: Optional[int] = None, save_bytes: int = 0, here: int = 1):
@@ -98,10 +97,10 @@ class MemoryFloor:
         self._free_bytes: Dict[str, int] = {}
 
     def judge(self, sample: Sample) -> Tuple[str, str]:
-        """("", "") to go on, ("stop", why) to save after this step, or ("end", why) to end at once."""
+        """("", "") to continue, ("stop", why) to save after this step, or ("end", why) to end at once."""
         first = self._first = self._first or sample
         self._most_bytes = max(self._most_bytes, sample.own_bytes)
-        to_come, found = self._most_bytes - sample.own_bytes, ("", "")
+        to_come, action = self._most_bytes - sample.own_bytes, ("", "")
         for name, room in sample.rooms.items():
             before, self._free_bytes[name] = self._free_bytes.get(name, 0), room.free_bytes
             floor, keep = room.floor_bytes, room.floor_bytes + self._save_bytes
@@ -111,50 +110,36 @@ class MemoryFloor:
                 floor, keep = min(floor, spare), min(keep, spare)
             got = (
                 f"{format_bytes(room.free_bytes)} free of {name} and {format_bytes(sample.own_bytes)} in this process, "
-                f"{format_bytes(first.own_bytes)} at the beginning; end other programs, or go on with a leaner "
+                f"{format_bytes(first.own_bytes)} at the beginning; end other programs, or continue with a leaner "
                 "--policy or with more memory"
             )
             if room.free_bytes < min(floor // 2, before):
                 return "end", f"memory must last to the end of a step, got {got}"
-            if room.free_bytes - to_come < keep and not found[0]:
-                found = "stop", f"memory must keep {format_bytes(keep + to_come)} free for the next step, got {got}"
-        return found
+            if room.free_bytes - to_come < keep and not action[0]:
+                action = "stop", f"memory must keep {format_bytes(keep + to_come)} free for the next step, got {got}"
+        return action
 
 
 # --- The watch ---
 
 SAMPLE_EVERY_S, SAMPLE_SOON_S = 0.5, 0.05
-"""Time between two samples: as a rule, and where less than eight floors are free."""
+"""Time between two samples, and where less than eight floors are free."""
 
 LONGER_THAN_BEFORE, FIRST_TIME, WHILE_OTHERS_WORK = 10, 4, 1.5
-"""A silence is a stall beyond `stall_minutes` and beyond so many times the longest step or wait in its phase so far.
-What was never done yet, such as the step that is compiled, has so many times the minutes. A wait for other workers has
-so many times the most that any of their phases may have: the one that hangs is found first, and the chief can save."""
+"""A process hangs when no progress is noted for longer than `stall_minutes` and than 10 times the longest step or wait
+of its phase so far. A phase that is new, such as the step that compiles, may take 4 times the minutes. A wait for other
+workers may take 1.5 times as long as any of their phases: the worker that hangs is found first, and the chief can
+save."""
 
 UNSEEN_S = 5.0
-"""A wait may be longer than what was seen of it, by the time to the next look on a busy host."""
+"""A wait may be longer than its samples show, by the time to the next one on a busy host."""
 
 LAST_WORDS_S = 3.0
-"""A process that has to end at once waits no longer than this for its message and its heartbeat to be written."""
+"""The longest that a process which must end at once waits for its message and heartbeat to be written."""
 
 
-class Unguarded:
-    """Stands where no Guard is wanted: nothing is watched, nothing is written."""
-
-    why = ""
-    """Why the run is to save and stop after this step; "" while it is not."""
-
-    def phase(self, *_: Any, **__: Any) -> None:
-        """Do nothing."""
-
-    saved = plan = note_end = new_pace = phase
-
-
-UNGUARDED = Unguarded()
-
-
-class Guard(Unguarded):
-    """A context manager around a training."""
+class Guard:
+    """A context manager around a training. Outside of its block it watches and writes nothing."""
 
     def __init__(self, run: Path, *, say: Callable[[str], None], rank=0, workers=1, end=os._exit, **known: Any):
         """`end(exit_code)` ends the process; `known` is as in `plan`."""
@@ -163,12 +148,12 @@ class Guard(Unguarded):
         place = {"pid": pid, "process_start": process_start(pid) or 0, "place": this_place()}
         times = {"started": now, "beat": now, "phase": "starting", "phase_since": now, "step": 0, "steps": 0}
         self.now = Heartbeat(rank=rank, workers=workers, host_name=socket.gethostname(), **place, **times)
-        """What the heartbeat's file will say: `phase` notes it, for the threads to read."""
+        """The heartbeat, which `phase` updates and the threads read."""
         self._limits: Dict[str, Any] = {}
         self._stall_s = 60 * 15.0
         self._signs, self._called_at, self._in_step_s = 0, time.perf_counter(), 0.0
         self._longest_s: Dict[str, float] = {}
-        """By phase, the longest time between two signs of life, of waits that have ended."""
+        """Phase -> the longest time between two calls of `phase` so far."""
         self._silent_s, self._seen_sign, self._looked_at = 0.0, -1, time.monotonic()
         self._messages = set()
         self._done, self._changed = threading.Event(), threading.Event()
@@ -178,7 +163,7 @@ class Guard(Unguarded):
 
     @property
     def why(self) -> str:
-        """As in Unguarded."""
+        """Why the run must save and stop after this step; "" while it need not."""
         return self.now.stop
 
     def __enter__(self) -> "Guard":
@@ -196,18 +181,18 @@ class Guard(Unguarded):
             thread.join(LAST_WORDS_S)  # one that a file system holds is left behind; it is a daemon
 
     def phase(self, name: str, step: Optional[int] = None) -> None:
-        """Note what begins now, such as "computing", and how many steps are done. Every call is a sign of life.
+        """Note what begins now, such as "computing", and how many steps are done. Every call counts as progress.
 
         Takes a few microseconds: call it for every volume of a long phase.
         """
         now, time_s = self.now, time.perf_counter()
-        # Only time that this process has had: not while it was suspended, or a laptop slept.
+        # Not the time while this process was suspended, or the host slept.
         spent_s = min(time_s - self._called_at, self._silent_s + UNSEEN_S)
         self._longest_s[now.phase] = max(self._longest_s.get(now.phase, 0.0), spent_s)
         if now.phase in STEP_PHASES:
             self._in_step_s += spent_s
         if step is not None and step != now.step:
-            if step > now.step and self._in_step_s:  # a smaller one takes up a checkpoint
+            if step > now.step and self._in_step_s:  # a smaller one is a checkpoint's
                 now.longest_step_s = max(now.longest_step_s or 0.0, self._in_step_s)
             now.step, self._in_step_s = step, 0.0
         if name != now.phase:
@@ -222,13 +207,13 @@ class Guard(Unguarded):
         stall_minutes: Optional[float] = None,
         **limits: Any,
     ) -> None:
-        """Set what was not known when the guard was made; what is None stays. 0 `stall_minutes` never find a stall.
+        """Set what is not None. With 0 `stall_minutes` nothing counts as hanging.
 
-        `limits` are those of MemoryFloor, which begins anew.
+        `limits` are those of MemoryFloor, which restarts from the next sample.
         """
         self.now.step = self.now.step if step is None else step
         self.now.steps = self.now.steps if steps is None else steps
-        self._in_step_s = 0.0  # of steps that were only tried
+        self._in_step_s = 0.0  # of steps that were only timed
         self._stall_s = self._stall_s if stall_minutes is None else 60 * stall_minutes
         self._limits.update({name: value for name, value in limits.items() if value is not None})
         self._floor = MemoryFloor(**self._limits)
@@ -236,7 +221,7 @@ class Guard(Unguarded):
         self._changed.set()
 
     def new_pace(self) -> None:
-        """Forget how long phases took: those to come are of another size, and the first of each may take longer."""
+        """Forget how long phases took: the next ones are of another size, and the first of each may take longer."""
         self._longest_s.clear()
         self._in_step_s, self.now.longest_step_s = 0.0, None
 
@@ -245,28 +230,28 @@ class Guard(Unguarded):
         self.now.checkpoint_step, self.now.checkpoint_time = step, time.time()
 
     def note_end(self, reason: str, exit_code: int = 0) -> None:
-        """Note how the run ends. Without it the exception which leaves the block says so, if any."""
+        """Note how the run ends; without it the exception that leaves the block decides."""
         self.phase("ended")
         self.now.reason, self.now.exit_code = reason, exit_code
         self._changed.set()
 
     def allowed_s(self, phase: str) -> float:
-        """The silence that is no stall in `phase`."""
+        """How long `phase` may take without progress."""
         step_s, seen = self.now.longest_step_s, dict(self._longest_s)
-        if phase in WAITING_PHASES:  # what the others do is not known: all that any phase has taken here stands for it
+        if phase in WAITING_PHASES:  # the phases of the others are taken to be as long as those here
             longest_s = max([step_s or 0.0, *(seconds for name, seconds in seen.items() if name != "starting")])
             return WHILE_OTHERS_WORK * max(FIRST_TIME * self._stall_s, LONGER_THAN_BEFORE * longest_s)
         times = 1 if phase in seen and step_s is not None else FIRST_TIME
         return max(times * self._stall_s, LONGER_THAN_BEFORE * max(seen.get(phase, 0.0), step_s or 0.0))
 
     def look(self, since_s: float = SAMPLE_EVERY_S) -> float:
-        """Take a sample, about `since_s` after the last, and do what it calls for; returns the time to the next."""
+        """Take a sample, about `since_s` after the last, and act on it; returns the time to the next."""
         now, sample = self.now, take_sample()
         action, why = self._floor.judge(sample)
         now.free_of, (now.free_bytes, now.limit_bytes) = min(sample.rooms.items(), key=lambda item: item[1].free_bytes)
         now.anonymous_bytes, now.swapped_bytes = sample.own_bytes - sample.swapped_bytes, sample.swapped_bytes
         now.file_bytes = sample.file_bytes
-        # A gap between two looks is nobody's silence: the process did not run.
+        # In a long gap between two samples the process did not run: it does not count.
         time_s, sign = time.monotonic(), self._signs
         passed_s = min(max(0.0, time_s - self._looked_at), 4 * since_s + 0.5)
         self._silent_s = self._silent_s + passed_s if sign == self._seen_sign else 0.0
@@ -274,7 +259,7 @@ class Guard(Unguarded):
         if now.exit_code is None:
             if action == "end":
                 self._end_at_once(why, MemoryRunsOutError.exit_code)
-            elif action == "stop" and not now.stop and now.phase != "starting":  # nothing is to be saved then
+            elif action == "stop" and not now.stop and now.phase != "starting":  # there is nothing to save yet
                 now.stop = why
                 self._say_once("stop", f"warning: {why}; saving after this step, then ending")
                 self._changed.set()
@@ -290,7 +275,7 @@ class Guard(Unguarded):
         while not self._done.wait(wait_s):
             try:
                 wait_s = self.look(wait_s)
-            except Exception as error:  # the watch must not be what ends a run of days
+            except Exception as error:  # a fault of the watch must not end a run of days
                 self._say_once("watch", f"warning: memory and stalls cannot be watched, {error!r}; the run goes on")
 
     def _beat(self) -> None:
@@ -306,28 +291,28 @@ class Guard(Unguarded):
             with self._writing:
                 self.now.beat, self.now.peak_bytes = time.time(), peak_rss_bytes()
                 write_heartbeat(self._run, self.now)
-        except Exception as error:  # a disk that is full, a folder that is gone, and what nobody thought of
+        except Exception as error:  # a full disk, a folder that is gone, or anything else
             self._say_once("heartbeat", f"warning: no heartbeat can be written, {error}; the run goes on without")
 
     def _stall(self, phase: str) -> None:
         who = f"worker {self.now.rank} of {self.now.workers}" if self.now.workers > 1 else "the run"
         self.now.stalled = (
-            f"{who} must give a sign of life within {format_seconds(self.allowed_s(phase))}, got none for "
+            f"{who} must make progress within {format_seconds(self.allowed_s(phase))}, got none for "
             f"{format_seconds(self._silent_s)}, {phase}; look at the stacks in its log, and whether file systems and "
-            "other workers answer. The same command goes on from the last checkpoint"
+            "other workers answer. The same command continues from the last checkpoint"
         )
         with contextlib.suppress(OSError, ValueError, AttributeError):  # of a stderr that is no file
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         self._end_at_once(self.now.stalled, WorkerLostError.exit_code)
 
     def _end_at_once(self, why: str, exit_code: int) -> None:
-        """Say why, note it, and end the process, whatever holds the console or the file."""
+        """Print and note why, and end the process, even where the console or the file hangs."""
         self.now.reason, self.now.exit_code = why, exit_code
         step = self.now.checkpoint_step
         line = f"error: {why}{'' if step is None else f'; the checkpoint of step {step} is good'}; ending at once"
-        words = threading.Thread(target=lambda: (self._say_once("end", line), self._write()), daemon=True)
-        words.start()
-        words.join(LAST_WORDS_S)
+        writer = threading.Thread(target=lambda: (self._say_once("end", line), self._write()), daemon=True)
+        writer.start()
+        writer.join(LAST_WORDS_S)
         self._end(exit_code)
 
     def _say_once(self, kind: str, line: str) -> None:
@@ -341,7 +326,7 @@ class Guard(Unguarded):
 
 
 def how_it_ended(error: Optional[BaseException]) -> Tuple[str, int]:
-    """(reason, exit code) of a process that ends by this exception, as the command line has it."""
+    """(reason, exit code) of a process that ends by this exception, as on the command line."""
     if error is None:
         return "finished", 0
     first, name = str(error).strip().partition("\n")[0][:400], type(error).__name__
@@ -351,9 +336,9 @@ def how_it_ended(error: Optional[BaseException]) -> Tuple[str, int]:
 
 @contextlib.contextmanager
 def noted_signals() -> Iterator[List[int]]:
-    """A list that is given the number of every SIGINT and SIGTERM, to read between two steps.
+    """Yields a list that gets the number of every SIGINT and SIGTERM, to read between two steps.
 
-    A second SIGINT raises. Another SIGTERM does not: of a parent with threads that is killed several arrive.
+    A second SIGINT raises. Another SIGTERM does not: several arrive when a parent with threads is killed.
     """
     noted: List[int] = []
 

@@ -1,10 +1,75 @@
-"""How long a run still takes, by its own log."""
+"""A run's log: what is damaged in it is left out with a warning; what it costs, and how long it still takes."""
+
+import json
 
 import pytest
 
-from cpu3d.run.log import Pace
+from cpu3d.run.log import read_events, recent_events
+from cpu3d.run.summary import Costs, Pace, costs_of
 
-START = {"event": "start", "step": 20, "predicted": {"step_s": 5.0}}
+START = {"event": "start", "step": 20, "predicted": {"step_s": 5.0, "coarse": {"step_s": 1.0}}, "coarse_steps": 2}
+STEP = {"event": "step", "step": 1, "loss": 0.5, "dice": {"WT": 0.5}, "voxels": 8, "step_s": 2, "rss_bytes": 9}
+END = {"event": "end", "step": 3, "reason": "finished", "seconds": 20.0, "peak_rss_bytes": None}
+SCORE = {"event": "validation", "step": 2, "mean_dice": 0.5, "dice": {"WT": 0.5}, "best": True, "seconds": 3.0}
+
+
+def without(event, name):
+    return {key: value for key, value in event.items() if key != name}
+
+
+DAMAGED = [
+    *({**STEP, name: {}} for name in ("step", "loss", "voxels", "step_s", "rss_bytes", "case_id")),
+    *({**STEP, "loss": value} for value in ("0.5", None, True, [], float("nan"), float("inf"), 10**400, 1e300)),
+    *({**STEP, "step": value} for value in (-1, 1.5, True, 2**64)),
+    *({**STEP, "dice": value} for value in (0.5, {"WT": {}}, {"WT": None})),
+    *({**START, "predicted": value} for value in ("x", {"step_s": -1.0}, {"coarse": {"step_s": {}}})),
+    *({**START, name: {}} for name in ("grid", "engine", "coarse_steps", "workers")),
+    {**START, "host": {"cores": "two"}},
+    {**SCORE, "best": 1},
+    {**END, "peak_rss_bytes": "many"},
+    *(without(STEP, "step"), without(STEP, "event"), without(SCORE, "mean_dice"), without(END, "reason")),
+    *([], 5, {"event": "diverged", "step": 3, "reason": {}}),
+]
+
+
+@pytest.mark.parametrize("damaged", DAMAGED, ids=str)
+def test_an_event_with_a_value_of_another_type_is_left_out_with_a_warning(tmp_path, capsys, damaged):
+    good = [START, STEP, {**SCORE, "added by a later version": [1]}, END]
+    lines = [json.dumps(event) for event in (*good[:2], damaged, *good[2:])]
+    (tmp_path / "log.jsonl").write_text("\n".join(lines) + "\n")
+    assert read_events(tmp_path) == recent_events(tmp_path) == good
+    warnings = capsys.readouterr().err.splitlines()
+    assert all(str(tmp_path / "log.jsonl") in line and "line 3" in line for line in warnings)
+    assert len(warnings) == 2, "one for each reading"
+
+
+@pytest.mark.parametrize("torn", [b'{"event": "step", "st', b"\xff", b"{" * 100_000])
+def test_a_last_line_that_was_cut_off_is_left_out_in_silence_and_another_one_is_not(tmp_path, capsys, torn):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(json.dumps(STEP).encode() + b"\n" + torn)
+    assert read_events(tmp_path) == [STEP]
+    assert not capsys.readouterr().err
+    path.write_bytes(torn + b"\n" + json.dumps(STEP).encode())
+    assert read_events(tmp_path) == [STEP]
+    assert "line 1" in capsys.readouterr().err
+
+
+def test_of_a_long_log_the_last_steps_are_read_and_all_other_events(tmp_path):
+    assert read_events(tmp_path) == []
+    events = [START, *({**STEP, "step": step} for step in range(1, 5)), SCORE, {**STEP, "step": 5}, END]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert read_events(tmp_path, steps=2) == [START, events[4], SCORE, events[6], END]
+
+
+def test_costs_are_of_all_attempts_with_coarse_steps_apart():
+    steps = [{**STEP, "step": n, "step_s": s, "wait_s": 0.5} for n, s in ((1, 9), (2, 1), (3, 8), (4, 4), (5, 6))]
+    saved = {"event": "checkpoint", "step": 5, "seconds": 1.5}
+    costs = costs_of([START, *steps[:2], SCORE, START, *steps[2:], saved, END], coarse_steps=2)
+    known = {"steps": 5, "voxels": 40, "step_s": 6, "coarse_step_s": 5, "steps_s": 28, "wait_s": 2.5}
+    other = {"validation_s": 3, "checkpoint_s": 1.5, "train_s": 20, "peak_rss_bytes": 9, "allocator_peak_bytes": None}
+    assert costs == Costs(**known, **other)
+    assert costs_of([START, *steps]).train_s is None, "it has not ended"
+    assert costs_of([]).step_s is None
 
 
 def steps(first, *seconds):
@@ -19,7 +84,7 @@ def steps(first, *seconds):
         ([START, *steps(21, 60.0)], 5.0),  # the first one compiles
         ([START, *steps(21, 60.0, 2.0, 3.0, 2.0)], 2.0),
         # 6 s beside 4 steps. An earlier attempt does not count.
-        ([START, *steps(21, 60, 9, 9), START, *steps(21, 60, 2, 2, 2), {"event": "validation", "seconds": 6.0}], 3.5),
+        ([START, *steps(21, 60, 9, 9), START, *steps(21, 60, 2, 2, 2), {**SCORE, "step": 24, "seconds": 6.0}], 3.5),
         ([{"event": "start", "step": 20, "predicted": {}}, *steps(21, 60.0)], None),
     ],
 )

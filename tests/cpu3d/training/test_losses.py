@@ -46,16 +46,17 @@ def test_a_voxel_pulls_by_its_error_and_the_square_of_it():
     np.testing.assert_allclose(np.ravel(tape.gradient(loss, logits)), np.array(for_dice) + hard, rtol=1e-4, atol=1e-7)
 
 
-def test_soft_dice_of_four_voxels():
-    # overlap 0.5 + 1 = 1.5, sizes 0.5 + 1 + 0.5 = 2 and 2: (2 * 1.5 + 1) / (2 + 2 + 1)
-    _, dice = dice_cross_entropy(volume([1, 1, 0, 0]), logit([0.5, 1, 0.5, 0]))
-    np.testing.assert_allclose(dice, [[0.8]], rtol=1e-6)
-
-
-def test_an_absent_region_scores_one_when_nothing_is_predicted_and_less_for_every_voxel_that_is():
-    nothing = volume([0, 0, 0, 0])
-    np.testing.assert_allclose(dice_cross_entropy(nothing, logit([0, 0, 0, 0]))[1], [[1]], rtol=1e-6)
-    np.testing.assert_allclose(dice_cross_entropy(nothing, logit([1, 1, 1, 0]))[1], [[1 / 4]], rtol=1e-6)
+@pytest.mark.parametrize(
+    ("target", "probabilities", "dice"),
+    [
+        # overlap 0.5 + 1 = 1.5, sizes 0.5 + 1 + 0.5 = 2 and 2: (2 * 1.5 + 1) / (2 + 2 + 1)
+        ([1, 1, 0, 0], [0.5, 1, 0.5, 0], 0.8),
+        ([0, 0, 0, 0], [0, 0, 0, 0], 1),  # absent, and not predicted
+        ([0, 0, 0, 0], [1, 1, 1, 0], 1 / 4),
+    ],
+)
+def test_soft_dice_of_four_voxels(target, probabilities, dice):
+    np.testing.assert_allclose(dice_cross_entropy(volume(target), logit(probabilities))[1], [[dice]], rtol=1e-6)
 
 
 def test_loss_and_gradient_are_those_of_the_definition():
@@ -187,10 +188,11 @@ def test_no_piece_begins_before_the_one_before_is_done(waits_for):
         assert max(op.outputs[0].shape[1] for op in found) == 3 * 4  # of 20 planes of 4 rows: 2 or 3 in each slab
 
 
-def test_compile_takes_the_loss_by_its_name():
+def test_compile_takes_the_loss_by_its_name_and_arrays():
     rng = np.random.default_rng(0)
     image, target = rng.normal(size=(2, 4, 4, 4, 2)).astype(np.float32), rng.integers(0, 2, (2, 4, 4, 4, 2), np.uint8)
     model = tf.keras.Sequential([tf.keras.layers.Activation("linear", input_shape=(4, 4, 4, 2))])
     model.compile("sgd", loss="dice_cross_entropy")
-    found = model.evaluate(image, target, verbose=0)
-    assert found == pytest.approx(float(DiceCrossEntropy()(target, image)), rel=1e-6)
+    loss = float(DiceCrossEntropy()(tf.constant(target), tf.constant(image)))
+    assert model.evaluate(image, target, verbose=0) == pytest.approx(loss, rel=1e-6)
+    assert float(DiceCrossEntropy()(target, image)) == loss

@@ -108,14 +108,3 @@ def test_lean_takes_batches_whose_size_is_known_late_and_says_which_size_it_was_
         model(images[:1])
     with pytest.raises(tf.errors.InvalidArgumentError, match="expected shape"):
         model.predict(images[:3], batch_size=2, verbose=0)
-
-
-def test_losses_and_metrics_take_arrays():
-    rng = np.random.default_rng(0)
-    logits, target = rng.standard_normal((2, *GRID, 3)).astype("f4"), rng.random((2, *GRID, 3)) < 0.3
-    given = [tf.constant(target), tf.constant(logits)]
-    assert float(DiceCrossEntropy()(target, logits)) == float(DiceCrossEntropy()(*given))
-    metrics = [RegionDice(), RegionDice()]
-    metrics[0].update_state(target, logits)
-    metrics[1].update_state(*given)
-    assert float(metrics[0].result()) == float(metrics[1].result())
