@@ -11,7 +11,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("models", "memory_estimator", "cpu3d")
 
 NEED_TENSORFLOW = {
-    "cpu3d.data.pipeline",
     "cpu3d.data.finish",
     "cpu3d.data.source",
     "cpu3d.inference.export.network",

@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Dict, List, Literal, Mapping, Sequence, Tuple, Union
+from typing import Annotated, Any, Dict, Iterable, List, Literal, Mapping, Sequence, Tuple, Union
 
 import msgspec
 import numpy as np
@@ -87,7 +87,7 @@ class CaseRecord:
     geometry: Geometry
     sources: Tuple[SourceFile, ...]
     stem: BareName
-    """Name of the arrays' files up to the first dot. Entries may share arrays."""
+    """Name of the arrays' files up to the first dot."""
     format: Literal["", "npy", "b2nd"]
     """How the arrays lie in their files; "" for a case that is in no store."""
     stored: Region
@@ -107,16 +107,6 @@ class CaseRecord:
     @property
     def channels(self) -> int:
         return len(self.channel_mean)
-
-
-class RecordHead(msgspec.Struct, frozen=True):
-    """What of a record the split, its hash and the sharing of arrays need."""
-
-    case_id: str
-    patient_id: str
-    stem: str
-    image_voxels_sha256: str
-    label_voxels_sha256: str
 
 
 @dataclass(frozen=True)
@@ -144,23 +134,14 @@ class Manifest:
     """Sorted by case id; those of a store are parsed when they are asked for."""
     versions: Dict[str, str]
     patient_rules: Dict[str, int] = field(default_factory=dict)
-    """How patients are known -> of how many cases; those that came before it was kept are in none."""
+    """How patients are known -> of how many cases. Cases of stores older than this field are not counted."""
     schema: int = SCHEMA
 
 
 def make_manifest(*, split: Mapping[str, Sequence[str]], cases: Sequence[CaseRecord], **fields: Any) -> Manifest:
-    """The manifest of `cases`, with what follows from them worked out; there must be at least one.
-
-    Raises InputError as `split_problems` says, and for records that contradict themselves.
-    """
+    """The manifest of `cases`, at least one, and `split`. Raises InputError for the lines of `split_problems`."""
     cases = tuple(sorted(cases, key=lambda case: case.case_id))
-    problems = []
-    for case in cases:
-        try:
-            case_from_json(msgspec.json.encode(case))
-        except ValueError as error:
-            problems.append(f"record of case {case.case_id} must be one, got {error}; make the case anew")
-    refuse([*problems, *split_problems(split, cases)])
+    refuse(split_problems(split, cases))
     return Manifest(
         split={name: tuple(sorted(split[name])) for name in SPLITS},
         split_hash=split_hash(split, cases),
@@ -173,36 +154,35 @@ def make_manifest(*, split: Mapping[str, Sequence[str]], cases: Sequence[CaseRec
 
 
 def remake(manifest: Manifest, **changes: Any) -> Manifest:
-    """The manifest with other cases or another split, and what follows from them worked out anew."""
+    """The manifest with other cases or another split, and the fields that follow from them."""
     follows = ("split_hash", "largest_shape", "largest_box", "unlabelled", "schema")
     kept = {one.name: getattr(manifest, one.name) for one in dataclasses.fields(Manifest) if one.name not in follows}
     return make_manifest(**{**kept, **changes})
 
 
-def split_hash(split: Mapping[str, Sequence[str]], cases: Sequence[Union[CaseRecord, RecordHead]]) -> str:
+def split_hash(split: Mapping[str, Sequence[str]], cases: Iterable[CaseRecord]) -> str:
     """Twelve hex digits of which case with which voxels is in which split."""
     content = {case.case_id: (case.image_voxels_sha256, case.label_voxels_sha256) for case in cases}
     listed = {name: [(case_id, content.get(case_id)) for case_id in sorted(split[name])] for name in SPLITS}
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:12]
 
 
-def split_problems(split: Mapping[str, Sequence[str]], cases: Sequence[Union[CaseRecord, RecordHead]]) -> List[str]:
-    """A line for each patient, and each image, in more than one split: it would be scored on what was trained on."""
-    places, patients, images = defaultdict(list), defaultdict(dict), defaultdict(dict)
-    for name in SPLITS:
-        for case_id in split[name]:
-            places[case_id].append(name)
+def split_problems(split: Mapping[str, Sequence[str]], cases: Iterable[CaseRecord]) -> List[str]:
+    """A line for each patient and each image in more than one split: it would be trained on and scored."""
+    split_of = {case_id: name for name in SPLITS for case_id in split[name]}
+    patients, images = defaultdict(dict), defaultdict(dict)
     for case in cases:
-        for name in places[case.case_id]:
-            patients[case.patient_id][name] = images[case.image_voxels_sha256][name] = case
+        if case.case_id in split_of:
+            entry, name = (case.case_id, case.patient_id), split_of[case.case_id]
+            patients[case.patient_id][name] = images[case.image_voxels_sha256][name] = entry
     problems = [
         f"patient {patient} must be in one split, got {' and '.join(places)}; keep its cases together"
         for patient, places in sorted(patients.items())
         if len(places) > 1
     ]
     for _, places in sorted(images.items()):
-        if len({case.patient_id for case in places.values()}) > 1:
-            names = " and ".join(f"{case.case_id} ({name})" for name, case in places.items())
+        if len({patient_id for _, patient_id in places.values()}) > 1:
+            names = " and ".join(f"{case_id} ({name})" for name, (case_id, _) in places.items())
             advice = "leave all but one out, or `prepare` with --patients FILE that gives them one patient"
             problems.append(f"image of cases {names} must be in one split, got identical voxels; {advice}")
     return problems

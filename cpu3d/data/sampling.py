@@ -16,7 +16,9 @@ import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Iterator, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
 
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import EXTENTS, Region, Shape3, centred, is_integer, require, whole
@@ -158,6 +160,43 @@ def patch_grid(region: Region, patch: Shape3, overlap: float) -> Tuple[Region, .
     """The patches that cover `region`, X slowest, as the "grid" sampling takes them."""
     offsets = itertools.product(*grid_starts(region.size, patch, overlap))
     return tuple(Region(tuple(a + b for a, b in zip(region.start, offset)), tuple(patch)) for offset in offsets)
+
+
+# --- Sliding a network over a volume ---
+
+SIGMA_SHARE = 1 / 8
+"""Standard deviation of a tile's Gaussian weights in sizes of the patch: nnU-Net's (Isensee et al. 2021) and MONAI's."""
+
+
+def sliding_window(network: Callable[[Any], Any], image: Any, patch: Shape3, overlap: float = OVERLAP) -> np.ndarray:
+    """Logits float32 (X, Y, Z, R) of `image` (1, X, Y, Z, C), an array or tensor no smaller than `patch` on any axis.
+
+    `network` takes a tile (1, *patch, C) and gives its logits (1, *patch, R). Tiles are those of `patch_grid`. Their
+    logits are averaged by Gaussian weights, as a tile's border has seen the least around it. The mean is a running one:
+    where all tiles agree the result is their logits to the bit. Raises ValueError for an image smaller than the patch.
+    """
+    shape = tuple(int(n) for n in image.shape[1:4])
+    if any(n < want for n, want in zip(shape, patch)):
+        raise ValueError(f"image must be at least as large as the patch {tuple(patch)}, got {shape}; pad it")
+    weight = gaussian(patch)
+    weights = np.zeros(shape, np.float32)
+    mean = None
+    for tile in patch_grid(whole(shape), patch, overlap):
+        here = tile.slices(shape)
+        answer = np.array(network(image[(slice(None), *here)]), np.float32)[0]
+        if mean is None:
+            mean = np.zeros((*shape, answer.shape[-1]), np.float32)
+        weights[here] += weight
+        answer -= mean[here]
+        answer *= (weight / weights[here])[..., None]
+        mean[here] += answer
+    return mean
+
+
+def gaussian(patch: Shape3) -> np.ndarray:
+    """Weights float32 (X, Y, Z) of a tile's voxels: 1 in the middle, positive everywhere."""
+    axes = [np.exp(-0.5 * ((np.arange(n) - (n - 1) / 2) / (n * SIGMA_SHARE)) ** 2) for n in patch]
+    return np.einsum("x,y,z->xyz", *axes).astype(np.float32)
 
 
 # --- Shares of several workers ---

@@ -14,15 +14,20 @@ in the endless stream of epochs: `start=k` gives exactly what an uninterrupted r
 threads, the read mode and the store's format. Iterate through `Batches` to get a loader's errors as they are.
 """
 
+import collections
+import itertools
+import os
+import weakref
 from dataclasses import dataclass
-from typing import Any, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Deque, Dict, Iterable, Mapping, Optional, Sequence, Tuple, Union
 
+import numpy as np
 import tensorflow as tf
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
+from cpu3d.data.files.arrays import aligned_empty
 from cpu3d.data.files.loader import BOX, Loader, Reading, labelled, normalise, open_reading
 from cpu3d.data.finish import Finish, padded
-from cpu3d.data.pipeline import Batches, python_op
 from cpu3d.data.region import Shape3, is_integer, require
 from cpu3d.data.sampling import ALL, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store, case_region, check_names, grid_size, open_store
@@ -167,9 +172,9 @@ def _dataset(store: Store, chosen: Stream, sampling: PatchSampling, patches: boo
     finish = finish_of(store, regions=chosen.regions, augment=chosen.augment, dtype=chosen.dtype)
     share, size, epoch = chosen.share, sampling.shape, len(records) * sampling.per_case
     stop = epoch - epoch % (share.batch or 1) if chosen.stop is None else chosen.stop
-    own = share.indices(chosen.start, max(stop, chosen.start))
+    own, reading = share.indices(chosen.start, max(stop, chosen.start)), _reading(store, chosen, patches)
     how = {"augment": chosen.augment, "samples": own, "threads": chosen.threads, "share": share}
-    load = Loader(_reading(store, chosen, patches), records, sampling, **how)
+    load = Loader(reading, records, sampling, **how)
     box_of, channels = python_op(load, BOX), len(picked)
     shapes = {"bits": (*size, channels), "label": size, "scale": (channels,), "shift": (channels,)}
 
@@ -226,3 +231,76 @@ def _pick(what: str, wanted: Optional[Sequence[str]], there: Sequence[str]) -> T
         return tuple(range(len(there)))
     check_names(what, wanted, there)
     return tuple(there.index(name) for name in wanted)
+
+
+# --- NumPy code as an op of a pipeline ---
+
+KEY_VALUES = 256
+"""Length of the tensor that holds a function. TensorFlow copies tensors of up to 128 values into its graphs."""
+
+_functions: Dict[int, Callable] = {}
+"""Number in the tensor that holds a function -> the function."""
+
+_numbers = itertools.count(int.from_bytes(os.urandom(6), "little"))
+"""Begins at random, so that a pipeline that was made in another process finds no function here."""
+
+_failures: Deque[Tuple[str, BaseException]] = collections.deque(maxlen=64)
+"""(mark in the text of TensorFlow's error, the error as it was raised)."""
+
+
+def python_op(
+    function: Callable[[np.ndarray], Tuple], outputs: Mapping[str, Tuple[str, Tuple]]
+) -> Callable[[tf.Tensor], Dict[str, tf.Tensor]]:
+    """`function` of one number, giving a tuple of arrays, as an op of `outputs`: name -> dtype and shape.
+
+    `Batches` raises its InputError and OSError as they were. TensorFlow keeps a Python function of a pipeline, with its
+    files and threads, until the process ends or the Python object of the dataset goes, which iterators outlive. Here a
+    tensor that the pipeline captures holds the function: it lives as long as any pipeline that calls it.
+    """
+    number = next(_numbers)
+    array = aligned_empty((KEY_VALUES,), np.int64)  # TensorFlow would copy an unaligned array and drop it
+    array[:] = number
+    _functions[number] = function
+    weakref.finalize(array, _functions.pop, number, None).atexit = False
+    with tf.init_scope():  # an eager tensor, also where a dataset is made while a graph is traced
+        key = tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+
+    def op(number: tf.Tensor) -> Dict[str, tf.Tensor]:
+        # A stateful op would make a deterministic pipeline serial.
+        arrays = tf.numpy_function(_call, [key, number], [dtype for dtype, _ in outputs.values()], stateful=False)
+        return {name: tf.ensure_shape(array, shape) for array, (name, (_, shape)) in zip(arrays, outputs.items())}
+
+    return op
+
+
+class Batches:
+    """An iterator over a dataset that raises its loader's InputError and OSError as they were. It keeps no batch."""
+
+    def __init__(self, dataset: Iterable[Any]):
+        self._elements = iter(dataset)
+
+    def __iter__(self) -> "Batches":
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._elements)
+        except tf.errors.OpError as error:
+            own = next((failure for mark, failure in list(_failures) if mark in str(error.message)), None)
+            if own is None:
+                raise
+            raise own.with_traceback(None) from None
+
+
+@tf.autograph.experimental.do_not_convert
+def _call(key: np.ndarray, number: np.ndarray) -> Any:
+    try:
+        function = _functions.get(int(key[0]))
+        if function is None:
+            rule = "dataset of a store must be used in the process that made it, got one whose files are closed"
+            raise InputError(f"{rule}; keep a reference to the dataset, or make it again")
+        return function(number)
+    except (InputError, OSError) as error:
+        mark = f"loader failure {next(_numbers)}:"
+        _failures.append((mark, error))
+        raise RuntimeError(f"{mark} {error}") from None

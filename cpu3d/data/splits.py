@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Collection, Dict, Iterable, List, Mapping, Sequence, Tuple
 
 from cpu3d.data.records import SPLITS, split_problems
-from cpu3d.data.store import Store, heads
+from cpu3d.data.store import Store
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.records import count
 from memory_estimator.common.files import read_regular
@@ -122,11 +122,10 @@ def with_folds(store: Store, folds: Sequence[str]) -> Store:
     """
     manifest = store.manifest
     own = {*manifest.split["train"], *manifest.split["val"]}
-    entries = list(heads(manifest.cases))
-    patients = {entry.case_id: entry.patient_id for entry in entries if entry.case_id in own}
+    patients = {case.case_id: case.patient_id for case in manifest.cases if case.case_id in own}
     held_out = {case_id for fold in folds for case_id in deal(patients, fold, seed=manifest.split_seed)}
     split = {"train": tuple(sorted(own - held_out)), "val": tuple(sorted(held_out)), "test": manifest.split["test"]}
-    refuse(split_problems(split, entries))
+    refuse(split_problems(split, manifest.cases))
     return store.with_split(split)
 
 

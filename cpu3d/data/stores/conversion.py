@@ -1,7 +1,7 @@
-"""One case into a store, whole or not at all; and what an unfinished store is, has and needs.
+"""Converting cases into a store, each whole or not at all, and the files of a store that is not finished.
 
-source.json says whose store it is and how its arrays are made; a case's record is written after its arrays and marks
-them as good; quarantine.jsonl lists the cases that were left out.
+source.json names the data set and the settings; a case's record is written after its arrays and marks them as good;
+quarantine.jsonl lists the cases that were left out.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import numpy as np
 
 from cpu3d.data.files.arrays import FORMATS, decode_b2nd, encode, file_sha256, give_back
 from cpu3d.data.files.reader import Reader, parts_of
-from cpu3d.data.records import SCHEMA, CaseRecord, Manifest, array_path, case_from_json, record_path, to_json
+from cpu3d.data.records import SCHEMA, CaseRecord, array_path, case_from_json, record_path, to_json
 from cpu3d.data.region import crop, whole
 from cpu3d.data.stores.case import load_case, source_name
 from cpu3d.data.stores.layouts import CaseFiles, Dataset, Problems, labels_in_use
@@ -34,7 +34,7 @@ from memory_estimator.common.files import read_json, read_regular, typed
 
 @dataclass(frozen=True)
 class Settings:
-    """How cases become arrays. They are part of what a store is: it is never continued with others."""
+    """How cases become arrays. A store is continued with the same settings only."""
 
     format: str = "npy"
     """Of the files, "npy" or "b2nd"."""
@@ -58,17 +58,24 @@ def convert(
 ) -> Union[CaseRecord, Tuple[str, ...]]:
     """Write a case's arrays, then its record, and return that, or what is wrong with the case. Raises OSError."""
     rule = f"case {files.case_id} must"
-    how = {name: getattr(settings, name) for name in ("zero_nan", "label_map")}
     try:
-        case = load_case(files, channels=dataset.channels, labels=dataset.labels, dataset_folder=dataset.folder, **how)
+        case = load_case(
+            files,
+            channels=dataset.channels,
+            labels=dataset.labels,
+            dataset_folder=dataset.folder,
+            zero_nan=settings.zero_nan,
+            label_map=settings.label_map,
+        )
     except InputError as error:
         return error.problems
     except MemoryError:
         return (f"{rule} fit into memory, got too little; run again with fewer --workers",)
-    except Exception as error:  # whatever is wrong with one case, the others are still converted
-        return (f"{rule} be readable, got {type(error).__name__}: {error}; mend it or leave it out",)
-    how = {"format_": settings.format, "cropped": settings.crop}
-    record = write_arrays(store_dir, case.record, case.image, case.label, **how)
+    except Exception as error:  # any failure of one case leaves the others to be converted
+        return (f"{rule} be readable, got {type(error).__name__}: {error}; repair it or leave it out",)
+    record = write_arrays(
+        store_dir, case.record, case.image, case.label, format_=settings.format, cropped=settings.crop
+    )
     write_json(record_path(store_dir, record.case_id), to_json(record))
     return record
 
@@ -76,9 +83,9 @@ def convert(
 def write_arrays(
     store: Path, record: CaseRecord, image: np.ndarray, label: Optional[np.ndarray], *, format_: str, cropped: bool
 ) -> CaseRecord:
-    """Write a case's arrays, given on its whole grid, and return its record as it stands in this store.
+    """Write a case's arrays, given on its whole grid, and return its record with what follows from the files.
 
-    `cropped` keeps only the brain's box; all outside is 0. Files are read back and compared. Raises OSError.
+    `cropped` keeps only the brain's box; outside it the voxels are 0. Files are read back and compared. Raises OSError.
     """
     stored = record.box if cropped else whole(record.shape)
     record, changes = dataclasses.replace(record, format=format_, stored=stored), {}
@@ -95,7 +102,7 @@ def write_arrays(
                 file.write(piece)
                 digest.update(piece)
         with open(path, "rb") as file:
-            give_back(file.fileno())  # the kernel's copies are right whatever the disk has made of them
+            give_back(file.fileno())  # so that the disk is read and not the kernel's copy
         if file_sha256(path) != digest.hexdigest():
             path.unlink()
             raise OSError(errno.EIO, "what was read back is not what was written, the disk may be failing", str(path))
@@ -111,9 +118,9 @@ def convert_all(
     workers: int,
     finished: Mapping[str, CaseRecord],
 ) -> Tuple[Dict[str, CaseRecord], Problems]:
-    """Records of all good cases by case id, those of `finished` ones too, and the problems of the bad ones.
+    """The records of all good cases, `finished` ones included, and the problems of the bad ones, by case id.
 
-    Raises OSError, as on a full disk, and KeyboardInterrupt with how many cases are kept; the same command continues.
+    Raises OSError, as on a full disk, and KeyboardInterrupt, both with the number of cases that are kept.
     """
     records, problems = dict(finished), {}
     bare = dataclasses.replace(dataset, cases=(), problems={}, patient_rules={})
@@ -126,7 +133,9 @@ def convert_all(
                 if isinstance(outcome, CaseRecord):
                     records[files.case_id] = outcome
                 else:
-                    killed = f"case {files.case_id} must fit into memory, but its process was killed; free some"
+                    killed = (
+                        f"case {files.case_id} must fit into memory, but its process was killed; use fewer --workers"
+                    )
                     problems[files.case_id] = [killed] if outcome is KILLED else list(outcome)
                 advance()
     except (OSError, KeyboardInterrupt) as error:
@@ -140,8 +149,8 @@ def convert_all(
 
 
 def refuse_bad_cases(problems: Problems, kept: str) -> None:
-    """Raise InputError with all the problems of a data set's cases, where there are any, and what was kept."""
-    advice = "mend the bad and run again, or leave them out with --skip-bad"
+    """Raise InputError with all problems of a data set's cases, if any; `kept` says what was kept."""
+    advice = "repair the bad cases and run again, or leave them out with --skip-bad"
     rule = f"the data set must be without bad cases, got {count(problems, 'bad case')}; {kept}: {advice}"
     refuse([*(reason for case_id in sorted(problems) for reason in problems[case_id]), rule] if problems else ())
 
@@ -150,22 +159,22 @@ def refuse_bad_cases(problems: Problems, kept: str) -> None:
 def claimed(
     folder: Path, what: str, name: str, content: Mapping[str, Any], parts: Sequence[str] = ("cases",)
 ) -> Iterator[None]:
-    """Hold a folder, made if absent, for the work that `content` describes; what killed processes left is removed.
+    """Lock a folder, made if absent, for the work that `content` describes; remove what killed processes left.
 
-    An empty one is taken by writing `content` into its file `name`; one that has it already is gone on with. `parts`
-    are folders in it. Raises InputError, and touches nothing, where the
-    folder holds something else, cannot be written, or is in use.
+    An empty folder gets `content` as its file `name`; a folder that has the same content is continued. `parts` are
+    folders in it. Raises InputError, and changes nothing, where the folder holds other files, cannot be written, or is
+    in use.
     """
     path = folder / name
-    if not (folder / "manifest.json").exists():  # a finished store may lie where nobody writes any more
+    if not (folder / "manifest.json").exists():  # a finished store may be read-only
         writable_folder(folder, what)
     with locked(folder, what):
         if path.is_file():
-            found = _read_object(path)
+            begun = _read_object(path)
             differences = [
-                f"{field} of {what} {folder} must be {found.get(field)!r}, as it was begun, got {value!r}"
+                f"{field} of {what} {folder} must be {begun.get(field)!r}, as it was begun, got {value!r}"
                 for field, value in content.items()
-                if found.get(field) != value
+                if begun.get(field) != value
             ]
             refuse([*differences, f"choose another {what}; nothing was touched"] if differences else ())
         elif not is_untouched(folder, name):
@@ -181,10 +190,10 @@ def claimed(
 def finished_cases(
     store_dir: Path, cases: Sequence[CaseFiles], dataset_folder: Path, verify: bool
 ) -> Dict[str, CaseRecord]:
-    """The records of the cases that need not be done again, by case id.
+    """The records of the cases that need not be converted again, by case id.
 
-    They are of the recorded patient, their arrays have the recorded lengths, their sources the recorded sizes and
-    dates; another date is settled by hash. `verify` compares the hashes of all of them.
+    Their patient is the recorded one, their arrays have the recorded lengths and their sources are `same_sources`.
+    `verify` compares the hashes of all files.
     """
     finished, reader = {}, Reader(store_dir, "pread")
     for files in cases:
@@ -202,7 +211,8 @@ def finished_cases(
 
 
 def same_sources(files: CaseFiles, record: CaseRecord, dataset_folder: Path, verify: bool) -> bool:
-    """Whether a case still has the sources that it was made from."""
+    """Whether a case has the sources that it was made from, by size and date; by hash where the date is another, or
+    with `verify`."""
     same = [source_name(path, dataset_folder) for path in files.paths] == [source.path for source in record.sources]
     for path, source in zip(files.paths, record.sources) if same else ():
         status = path.stat()
@@ -211,8 +221,8 @@ def same_sources(files: CaseFiles, record: CaseRecord, dataset_folder: Path, ver
     return same
 
 
-def identity(content: Union[Dataset, Manifest], settings: Settings) -> Dict[str, Any]:
-    """What source.json says: whose store it is and how its arrays are made."""
+def identity(content: Dataset, settings: Settings) -> Dict[str, Any]:
+    """The content of source.json: the data set and the settings of a store."""
     labels = labels_in_use(content.layout, content.labels, ())
     return {
         "schema": SCHEMA,
@@ -226,7 +236,7 @@ def identity(content: Union[Dataset, Manifest], settings: Settings) -> Dict[str,
 
 
 def settings_of(store_dir: Path) -> Settings:
-    """Those that a store was begun with, by its source.json, or USUAL. Raises InputError where that is damaged."""
+    """The settings in a store's source.json, USUAL where it has none. Raises InputError where that is damaged."""
     path = store_dir / "source.json"
     content = _read_object(path) if path.is_file() else {}
     try:
@@ -235,28 +245,26 @@ def settings_of(store_dir: Path) -> Settings:
         raise InputError(f"{path} must be as `prepare` wrote it, got: {error}") from None
 
 
-class _LeftOut(msgspec.Struct):
+class _BadCase(msgspec.Struct):
     """A line of quarantine.jsonl."""
 
     case_id: str
     reasons: List[str]
 
 
-def left_out(store_dir: Path) -> Problems:
+def read_quarantine(store_dir: Path) -> Problems:
     """The cases that were left out of the store, with the reasons. Raises InputError where the list is damaged."""
-    path, problems = store_dir / "quarantine.jsonl", {}
-    for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else (), 1):
-        try:
-            found = msgspec.json.decode(line, type=_LeftOut)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            rule = f"{path} must be JSON with a case_id and its reasons in line {number}, got {error}"
-            raise InputError(f"{rule}; restore or delete the file") from None
-        problems.setdefault(found.case_id, []).extend(found.reasons)
-    return problems
+    path = store_dir / "quarantine.jsonl"
+    try:
+        bad = msgspec.json.Decoder(_BadCase).decode_lines(path.read_bytes() if path.is_file() else b"")
+    except (msgspec.MsgspecError, RecursionError) as error:
+        rule = f"{path} must be JSON lines of a case_id and its reasons, got {error}"
+        raise InputError(f"{rule}; restore or delete the file") from None
+    return {case.case_id: case.reasons for case in bad}
 
 
 def write_quarantine(store_dir: Path, problems: Problems) -> None:
-    """One JSON object a bad case; no file where there is none."""
+    """Write a JSON line for each bad case; no file without bad cases."""
     path = store_dir / "quarantine.jsonl"
     if not problems:
         path.unlink(missing_ok=True)

@@ -6,14 +6,13 @@ Cases are converted in parallel and each is written whole or not at all. A run t
 lost machine, is continued by the same command; the manifest comes last and marks the store as finished.
 """
 
-import dataclasses
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Mapping, Optional, Tuple, Union
 
 from cpu3d.data.files.arrays import FORMATS
-from cpu3d.data.records import SPLITS, Manifest, make_manifest, remake
+from cpu3d.data.records import SPLITS, CaseRecord, Manifest, make_manifest, remake
 from cpu3d.data.splits import Split, describe_patients, split_cases
 from cpu3d.data.store import open_store, write_store
 from cpu3d.data.stores.conversion import (
@@ -23,7 +22,7 @@ from cpu3d.data.stores.conversion import (
     convert_all,
     finished_cases,
     identity,
-    left_out,
+    read_quarantine,
     refuse_bad_cases,
     same_sources,
     write_quarantine,
@@ -84,13 +83,17 @@ OPTIONS = (Options,)
 
 
 def run(options: Options) -> int:
-    given = dict(vars(options))
-    settings = Settings(
-        **{name: given.pop(name) for name in ("format", "crop", "zero_nan")},
-        label_map=parse_label_map(given.pop("label_map")),
+    prepare(
+        options.dataset,
+        options.store,
+        fractions=options.split,
+        seed=options.seed,
+        workers=options.workers,
+        skip_bad=options.skip_bad,
+        verify=options.verify,
+        settings=Settings(options.format, options.crop, options.zero_nan, parse_label_map(options.label_map)),
+        patients=options.patients,
     )
-    folders = given.pop("dataset"), given.pop("store")
-    prepare(*folders, fractions=given.pop("split"), settings=settings, **given)
     return 0
 
 
@@ -106,74 +109,89 @@ def prepare(
     settings: Settings = USUAL,
     patients: Optional[Path] = None,
 ) -> Manifest:
-    """Write the store of the data set in `dataset_dir` and return its manifest; print what is found and what was made.
+    """Write the store of the data set in `dataset_dir`, print a summary and return its manifest.
 
-    A finished case is not done again while it and its sources are as recorded: by size and date, or by hash with
+    A finished case is not converted again while it and its sources are as recorded: by size and date, or by hash with
     `verify`. A store is continued with its own `settings` only. `patients` is a table of the cases' patients, else
     their names tell them. More than one worker means processes that import the calling script: guard its start with
     `if __name__ == "__main__"`.
 
-    Raises InputError when cases are bad (the good ones are written, no manifest is) unless `skip_bad`, when data set or
-    split are no good, identical images fall into two splits, or the store is another's or of other settings; OSError
-    when writing fails, as on a full disk, and KeyboardInterrupt on Ctrl-C. Finished cases are kept then.
+    Raises InputError when cases are bad (the good ones are kept, the manifest is not written) unless `skip_bad`, for a
+    bad data set or split, identical images in two splits, and a store of other content or settings; OSError when
+    writing fails, as on a full disk, and KeyboardInterrupt on Ctrl-C. Finished cases are kept then.
     """
     workers, store_dir = worker_count(workers), Path(store_dir)
-    found = read_dataset(dataset_dir, patients)
-    dataset = with_label_map(found, settings.label_map)
-    _announce(dataset, settings, found.labels)
+    in_files = read_dataset(dataset_dir, patients)
+    dataset = with_label_map(in_files, settings.label_map)
+    _announce(dataset, settings, in_files.labels)
     _split({case.case_id: case.patient_id for case in dataset.cases}, fractions, seed, dataset.problems)  # fail early
     if store_dir.resolve() == dataset.folder.resolve():
         raise InputError(f"store {store_dir} must be another folder than the data set; choose one")
-    wanted = identity(dataset, settings)
-    with claimed(store_dir, "store", "source.json", wanted):
-        old, cases = None, dataset.cases
+    with claimed(store_dir, "store", "source.json", identity(dataset, settings)):
         if (store_dir / "manifest.json").exists():
             old = open_store(store_dir).manifest
             _refuse_other_content(store_dir, old, dataset, fractions, seed, verify)
-            own = {case.case_id: case.patient_id for case in old.cases}
-            cases = [dataclasses.replace(one, patient_id=own[one.case_id]) for one in cases if one.case_id in own]
-        finished = finished_cases(store_dir, cases, dataset.folder, verify)
-        if old is not None and len(finished) == len(old.cases):
-            print(f"Nothing to do: store {store_dir} is finished and unchanged.")
-            return old
-        records, problems = convert_all(cases, dataset, store_dir, settings, workers, finished)
-        problems = {**problems, **(dataset.problems if old is None else {})}
-        if not skip_bad or old is not None:
-            refuse_bad_cases(problems, f"{count(records, 'good case')} kept in {store_dir}")
-        if old is None:
-            patients_of = {case_id: record.patient_id for case_id, record in records.items()}
-            codes = {code for record in records.values() for code in record.label_voxels}
-            labels = labels_in_use(dataset.layout, dataset.labels, codes)
-            manifest = make_manifest(
-                name=dataset.name,
-                layout=dataset.layout,
-                channels=dataset.channels,
-                labels=labels,
-                regions=regions_of(labels),
-                split=_split(patients_of, fractions, seed, problems),
-                split_seed=seed,
-                cases=list(records.values()),
-                versions=versions(),
-                patient_rules=Counter(dataset.patient_rules[case_id] for case_id in sorted(records)),
-            )
-            write_quarantine(store_dir, problems)
+            manifest = _repaired(store_dir, old, dataset, settings, workers, verify)
+            if manifest is old:
+                print(f"Nothing to do: store {store_dir} is finished and unchanged.")
+                return old
         else:
-            manifest = remake(old, cases=list(records.values()))
-            if manifest.split_hash != old.split_hash:  # files may differ: other versions may pack them differently
-                rule = f"the cases of {store_dir} that were damaged must get back the voxels that they had"
-                raise InputError(f"{rule}, got others; use the versions in manifest.json")
+            finished = finished_cases(store_dir, dataset.cases, dataset.folder, verify)
+            records, problems = convert_all(dataset.cases, dataset, store_dir, settings, workers, finished)
+            problems.update(dataset.problems)
+            if not skip_bad:
+                refuse_bad_cases(problems, f"{count(records, 'good case')} kept in {store_dir}")
+            patients_of = {case_id: record.patient_id for case_id, record in records.items()}
+            manifest = _new_manifest(dataset, records, _split(patients_of, fractions, seed, problems), seed)
+            write_quarantine(store_dir, problems)
         write_store(store_dir, manifest)
     summarise(store_dir)
     return manifest
 
 
+def _repaired(
+    store_dir: Path, old: Manifest, dataset: Dataset, settings: Settings, workers: int, verify: bool
+) -> Manifest:
+    """The manifest of a finished store after its damaged cases were made again; `old` itself where none is damaged."""
+    own = {case.case_id: case.patient_id for case in old.cases}
+    cases = [replace(files, patient_id=own[files.case_id]) for files in dataset.cases if files.case_id in own]
+    finished = finished_cases(store_dir, cases, dataset.folder, verify)
+    if len(finished) == len(old.cases):
+        return old
+    records, problems = convert_all(cases, dataset, store_dir, settings, workers, finished)
+    refuse_bad_cases(problems, f"{count(records, 'good case')} kept in {store_dir}")
+    manifest = remake(old, cases=list(records.values()))
+    if manifest.split_hash != old.split_hash:  # of the voxels: other versions may pack them into other files
+        rule = f"the damaged cases of {store_dir} must get back the voxels that they had"
+        raise InputError(f"{rule}, got others; use the versions in manifest.json")
+    return manifest
+
+
+def _new_manifest(dataset: Dataset, records: Mapping[str, CaseRecord], split: Split, seed: int) -> Manifest:
+    labels = labels_in_use(
+        dataset.layout, dataset.labels, {code for one in records.values() for code in one.label_voxels}
+    )
+    return make_manifest(
+        name=dataset.name,
+        layout=dataset.layout,
+        channels=dataset.channels,
+        labels=labels,
+        regions=regions_of(labels),
+        split=split,
+        split_seed=seed,
+        cases=list(records.values()),
+        versions=versions(),
+        patient_rules=Counter(dataset.patient_rules[case_id] for case_id in sorted(records)),
+    )
+
+
 def summarise(store_dir: Path) -> None:
-    """Print what a finished store holds, and what was left out of it."""
+    """Print the summary of a finished store, and how many cases were left out of it."""
     print(*describe(open_store(store_dir), free_bytes=read_host().free_bytes), sep="\n")
-    bad = left_out(store_dir)
+    bad = read_quarantine(store_dir)
     if bad:
         path = store_dir / "quarantine.jsonl"
-        print(f"  left out {count(bad, 'bad case')}, see {path}; once mended they can be added with `store append`")
+        print(f"  left out {count(bad, 'bad case')}, see {path}; once repaired they can be added with `store append`")
 
 
 def split_sizes(manifest: Manifest) -> str:
@@ -182,7 +200,7 @@ def split_sizes(manifest: Manifest) -> str:
 
 
 def _announce(dataset: Dataset, settings: Settings, names: Mapping[int, str]) -> None:
-    """Print what was found: cases, channels, patients, what each label code means; `names` are those in the files."""
+    """Print the data set's cases, channels, patients and label codes; `names` are those of the codes in the files."""
     channels, regions = ", ".join(dataset.channels), regions_of(dataset.labels)
     always = labels_in_use(dataset.layout, dataset.labels, ())
     print(f"{dataset.name}: {count(dataset.cases, 'case')}, layout {dataset.layout}, channels {channels}")
@@ -201,22 +219,22 @@ def _announce(dataset: Dataset, settings: Settings, names: Mapping[int, str]) ->
 def _refuse_other_content(
     store_dir: Path, old: Manifest, dataset: Dataset, fractions: Fractions, seed: int, verify: bool
 ) -> None:
-    """A finished store is fixed: raise, naming every difference, where this run would make another one of it."""
-    found, known_as, differences = {files.case_id: files for files in dataset.cases}, defaultdict(set), []
+    """Raise InputError, naming every difference, where this run would change the content of a finished store."""
+    files_of, recorded_as, differences = {files.case_id: files for files in dataset.cases}, defaultdict(set), []
     patients = {record.case_id: record.patient_id for record in old.cases}
-    for case_id in sorted(set(found) - {*patients, *left_out(store_dir)}):
+    for case_id in sorted(set(files_of) - {*patients, *read_quarantine(store_dir)}):
         differences.append(f"case {case_id} is new in {dataset.folder}")
     for record in old.cases:
-        files = found.get(record.case_id)
+        files = files_of.get(record.case_id)
         if files is None:
             differences.append(f"case {record.case_id} is no longer whole in {dataset.folder}")
             continue
-        known_as[files.patient_id].add(record.patient_id)
+        recorded_as[files.patient_id].add(record.patient_id)
         if not same_sources(files, record, dataset.folder, verify):
             differences.append(f"the source of case {record.case_id} has changed")
-    for patient, those in known_as.items():
-        if len(those) > 1:
-            differences.append(f"patient {patient} counts as several, {', '.join(sorted(those))}")
+    for patient, names_in_store in recorded_as.items():
+        if len(names_in_store) > 1:
+            differences.append(f"patient {patient} counts as several, {', '.join(sorted(names_in_store))}")
     if seed != old.split_seed or _split(patients, fractions, seed, {}) != old.split:
         differences.append(f"--split and --seed ask for another split than {split_sizes(old)}, seed {old.split_seed}")
     rule = f"store {store_dir} is finished and must keep its content"
@@ -225,7 +243,7 @@ def _refuse_other_content(
 
 
 def _split(patients: Mapping[str, str], fractions: Fractions, seed: int, problems: Problems) -> Split:
-    """`split_cases`, naming the bad cases too where too few are left."""
+    """`split_cases`, with the problems of the bad cases where too few good ones are left."""
     try:
         return split_cases(patients, fractions=fractions, seed=seed)
     except InputError as error:
