@@ -165,7 +165,7 @@ def patch_grid(region: Region, patch: Shape3, overlap: float) -> Tuple[Region, .
 # --- Sliding a network over a volume ---
 
 SIGMA_SHARE = 1 / 8
-"""Standard deviation of a tile's Gaussian weights in sizes of the patch: nnU-Net's (Isensee et al. 2021) and MONAI's."""
+"""Standard deviation of a tile's weights in sizes of the patch, as in nnU-Net (Isensee et al. 2021) and MONAI."""
 
 
 def sliding_window(network: Callable[[Any], Any], image: Any, patch: Shape3, overlap: float = OVERLAP) -> np.ndarray:

@@ -2,8 +2,8 @@
 
 mmap   Pages of the file are the array: no copy, and only touched pages are read. A file that is cut while it is mapped
        ends the process (SIGBUS), and so does a network that fails.
-pread  Reads into memory: one copy more, but every failure is an error that names the file. Boxes are read so in any mode.
-ram    As mmap, but the kernel is asked for all of a file when it is first opened. It may drop the pages like any file's.
+pread  Reads into memory: one copy more, but every failure is an error that names the file. Boxes always are read so.
+ram    As mmap, but the kernel is asked for all of a file when it is first opened.
 
 A file's length is compared with its record before it is mapped, because a map past the end of its file ends the
 process. Stores replace files and never change them in place.
@@ -130,7 +130,7 @@ class Reader:
                 give_back(file.handle)
 
     def problems(self, record: CaseRecord) -> List[str]:
-        """A line for each of a case's files that is missing, of another length or header, or changed. Reads no voxel."""
+        """A line for each of a case's files that is missing, changed or of another length or header."""
         problems: List[str] = []
         for part in parts_of(record):
             try:

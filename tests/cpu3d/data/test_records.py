@@ -6,7 +6,6 @@ import pytest
 
 from cpu3d.data.records import CENTRES, case_from_json, centres_of, remake, to_json
 from cpu3d.data.region import Region, whole
-from cpu3d.errors import InputError
 
 
 def read(record, **changes):
@@ -66,15 +65,6 @@ def test_a_manifest_works_out_what_follows_from_its_cases(make_record, manifest_
     assert manifest.largest_shape == (9, 8, 5)
     assert manifest.largest_box == (9, 5, 5)
     assert manifest.unlabelled == ("a",)
-
-
-def test_a_manifest_is_made_of_whole_records_alone(make_record, manifest_of):
-    records = [make_record("a", stem="../a"), make_record("b"), make_record("../c"), make_record("d", format="zip")]
-    with pytest.raises(InputError) as caught:
-        manifest_of(records)
-    assert [problem.split()[3] for problem in caught.value.problems] == ["../c", "a", "d"]
-    with pytest.raises(InputError, match="box must lie in stored"):
-        remake(manifest_of([records[1]]), cases=[make_record("b", stored=Region((2, 2, 2), (2, 2, 2)))])
 
 
 def test_centres_are_the_middles_of_even_steps_through_a_codes_voxels():

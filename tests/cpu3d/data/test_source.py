@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cpu3d.data import pipeline, source
+from cpu3d.data import source
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import Geometry, array_path, remake
@@ -61,7 +61,7 @@ def other_stores(phantom_store, tmp_path_factory):
 
 def test_the_tensor_is_the_mapped_page_itself(phantom_store):
     maps = [Reader(phantom_store.folder).array(phantom_store.cases("train")[0], "x")]
-    op = pipeline.python_op(lambda _: maps, {"bits": ("int16", (None,) * 4)})
+    op = source.python_op(lambda _: maps, {"bits": ("int16", (None,) * 4)})
     (tensor,) = tf.data.Dataset.range(1).map(lambda index: op(index)["bits"])
     assert tensor._numpy().__array_interface__["data"][0] == maps[0].__array_interface__["data"][0]
     assert not maps[0].flags.writeable
@@ -236,7 +236,7 @@ def test_a_dataset_that_is_gone_leaves_no_thread_behind(phantom_store):
 def test_a_dataset_whose_files_are_closed_says_what_to_do(phantom_store, monkeypatch):
     dataset = volume_dataset(phantom_store)
     with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "_functions", {})
+        patched.setattr(source, "_functions", {})
         with pytest.raises(InputError, match="keep a reference to the dataset"):
             next(Batches(dataset))
     assert len(hashes(dataset)) == 4

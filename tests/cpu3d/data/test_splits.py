@@ -99,7 +99,6 @@ def test_a_view_holds_out_its_part_and_leaves_test_store_and_hash_as_they_are(ti
         assert [record.case_id for record in view.cases("val")] == list(view.manifest.split["val"])
         assert [record.case_id for record in view.cases("test")] == ["e", "f"]
         assert view.manifest.split_hash == before.split_hash
-        view.check_split()
     assert sorted(held_out) == ["a", "b", "c", "d"]
     assert tiny_store.manifest == before
     assert with_fold(tiny_store, "") is tiny_store

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from cpu3d.data.windows import sliding_window
+
+from cpu3d.data.sampling import sliding_window
 
 PATCH = (8, 6, 4)
 

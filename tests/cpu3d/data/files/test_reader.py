@@ -15,8 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cpu3d.data.files import arrays
-from cpu3d.data.files.arrays import FORMATS, decode_b2nd, encode, npy_header, voxels_sha256
+from cpu3d.data.files.arrays import FORMATS, decode_b2nd, encode, voxels_sha256
 from cpu3d.data.files.reader import Reader, choose_read_mode, file_system
 from cpu3d.data.records import array_path
 from cpu3d.errors import InputError
@@ -64,15 +63,6 @@ def test_what_is_encoded_comes_back_bit_by_bit_with_the_same_hash(format_, shape
     assert back.flags.c_contiguous
     assert back.tobytes() == array.tobytes()
     assert voxels_sha256(back) == voxels_sha256(np.asfortranarray(array)) == voxels_sha256(array)
-
-
-def test_a_npy_file_is_numpy_s_and_the_hash_tells_dtype_shape_and_every_voxel():
-    label, theirs = voxels()[1], io.BytesIO()
-    np.save(theirs, label)
-    assert b"".join(bytes(piece) for piece in encode(label, "npy")) == theirs.getvalue()
-    assert {len(npy_header("<i2", shape)) % 64 for shape in [(1, 1, 1), (512, 512, 1000, 4)]} == {0}
-    others = [label.astype(np.int8), label.reshape(6, 7, 5), label ^ (np.arange(210).reshape(SHAPE) == 7)]
-    assert len({voxels_sha256(one) for one in [label, *others]}) == 4
 
 
 # --- Reading ---
@@ -133,15 +123,12 @@ def test_a_box_that_reaches_beyond_the_array_is_refused(case, bad):
             reader.advise(record, slices)
 
 
-def test_maps_go_with_their_last_array_and_leave_no_file_open(case):
+def test_a_map_and_its_file_are_closed_with_its_last_array(case):
     folder, record, image, _ = case
     name, opened = str(array_path(folder, record, "x")), len(os.listdir("/proc/self/fd"))
     part = Reader(folder).array(record, "x")[2:3]
-    assert len(os.listdir("/proc/self/fd")) == opened, "else 500 cases meet the usual limit"
     assert name in Path("/proc/self/maps").read_text(encoding="utf-8")
     np.testing.assert_array_equal(part, image[2:3])
-    with pytest.raises(ValueError, match="read-only"):
-        part[...] = 0
     del part
     assert name not in Path("/proc/self/maps").read_text(encoding="utf-8")
     assert len(os.listdir("/proc/self/fd")) == opened
@@ -240,7 +227,7 @@ def test_a_file_cut_while_it_is_read_is_an_error_with_pread(case, monkeypatch):
         Reader(folder, "pread").array(record, "x")
 
 
-@pytest.mark.parametrize(("mode", "module", "name"), [("pread", os, "preadv"), ("ram", arrays, "_Map")])
+@pytest.mark.parametrize(("mode", "module", "name"), [("pread", os, "preadv"), ("ram", mmap, "mmap")])
 def test_a_failing_disk_is_an_error_with_the_files_name(case, monkeypatch, mode, module, name):
     folder, record, _, _ = case
     reader = Reader(folder, mode)

@@ -5,7 +5,6 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.prepare import prepare
-from tests.cpu3d.data.conftest import repeat_entries
 
 
 @pytest.fixture
@@ -34,8 +33,6 @@ def test_info_adds_up_what_the_records_say(store, printed):
     assert "3 int16 .npy; exact" in out
     assert f"1 train, 1 val, 1 test, seed 0, hash {open_store(store).manifest.split_hash}" in out
     assert re.search(r"label 3 +enhancing tumour -> WT, TC, ET: 3 cases, 0.833% of the voxels", out)
-    repeat_entries(store, 2)
-    assert "6 of 3 patients sharing the arrays of 3" in printed("info", store).out
 
 
 def test_verify_ends_with_0_for_a_good_store_and_2_for_a_damaged_one(store, printed):
