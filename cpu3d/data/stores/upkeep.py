@@ -17,10 +17,10 @@ from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.records import CaseRecord, Manifest, remake
 from cpu3d.data.splits import TABLE, deal_cases, read_patients
 from cpu3d.data.store import Store, open_store, write_store
-from cpu3d.data.stores import conversion
+from cpu3d.data.stores import prepare
 from cpu3d.data.stores.layouts import CaseFiles, Dataset, labels_in_use, read_dataset, regions_of, with_label_map
-from cpu3d.data.stores.prepare import PATIENTS_HELP, SKIP_BAD_HELP, WORKERS_HELP, split_sizes, summarise
-from cpu3d.data.stores.verify import verify
+from cpu3d.data.stores.prepare import PATIENTS_HELP, SKIP_BAD_HELP, WORKERS_HELP, split_sizes
+from cpu3d.data.stores.verify import read_quarantine, summarise, verify
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.child import worker_count
@@ -122,7 +122,7 @@ def append(
     for bad cases unless `skip_bad`. OSError and KeyboardInterrupt as `prepare`.
     """
     workers, store_dir = worker_count(workers), Path(store_dir)
-    settings, old = conversion.settings_of(store_dir), open_store(store_dir).manifest
+    settings, old = prepare.settings_of(store_dir), open_store(store_dir).manifest
     dataset = with_label_map(read_dataset(dataset_dir, patients), settings.label_map)
     labels = labels_in_use(dataset.layout, dataset.labels, old.labels)
     for what, value in (("channels", dataset.channels), ("labels", labels), ("regions", regions_of(labels))):
@@ -137,25 +137,24 @@ def append(
         known = [files for files in dataset.cases if files.case_id in in_store]
         new = [files for files in dataset.cases if files.case_id not in in_store]
         refuse([*_clashes(store, known), *(_patient_clashes(store, patients) if new else ())])
-        finished = conversion.finished_cases(store_dir, new, dataset.folder, verify=True)
-        records, problems = conversion.convert_all(new, dataset, store_dir, settings, workers, finished)
+        finished = prepare.finished_cases(store_dir, new, dataset.folder, verify=True)
+        records, problems = prepare.convert_all(new, dataset, store_dir, settings, workers, finished)
         problems.update((case_id, why) for case_id, why in dataset.problems.items() if case_id not in in_store)
         for case_id, record in sorted(records.items()):
-            other = ", ".join(
-                f"{code} {dataset.labels[code]}" for code in record.label_voxels if code not in old.labels
-            )
-            if other:
+            unknown = set(record.label_voxels) - set(old.labels)
+            if unknown:
+                other = ", ".join(f"{code} {dataset.labels[code]}" for code in sorted(unknown))
                 rule = f"label of case {case_id} must hold the store's codes alone, got {other}"
                 problems[case_id] = [f"{rule}; prepare a store of its own"]
                 del records[case_id]
         if not skip_bad:
-            conversion.refuse_bad_cases(problems, "nothing was appended")
+            prepare.refuse_bad_cases(problems, "nothing was appended")
         manifest = _grown(store.manifest, records, dataset) if records else store.manifest
         if records:
             write_store(store_dir, manifest)
-        before = conversion.read_quarantine(store_dir)
+        before = read_quarantine(store_dir)
         still_out = {case_id: why for case_id, why in before.items() if case_id not in {*in_store, *records}}
-        conversion.write_quarantine(store_dir, {**still_out, **problems})
+        prepare.write_quarantine(store_dir, {**still_out, **problems})
     return Appended(manifest, *(tuple(sorted(ids)) for ids in (records, [one.case_id for one in known], problems)))
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, List, Optional, Tuple, Union
 
+import msgspec
 import numpy as np
 
 from cpu3d.data.files.arrays import file_sha256
@@ -13,16 +14,36 @@ from cpu3d.data.records import CaseRecord, array_path, case_from_json, record_pa
 from cpu3d.data.splits import describe_patients
 from cpu3d.data.store import Store, on_grid, open_store
 from cpu3d.data.stores.case import facts_of
+from cpu3d.data.stores.layouts import Problems
 from cpu3d.errors import InputError
 from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.progress import bar
 from cpu3d.util.records import by, count
 from memory_estimator.common.files import read_regular
+from memory_estimator.host import read_host
 
 CLOSE = 1e-9
 """Relative difference of a mean or deviation that another order of additions, as in another NumPy, may make."""
 
 ADVICE = "restore it, or make the case again with `prepare --verify`"
+
+
+class _BadCase(msgspec.Struct):
+    """A line of quarantine.jsonl."""
+
+    case_id: str
+    reasons: List[str]
+
+
+def read_quarantine(store_dir: Path) -> Problems:
+    """The cases that were left out of the store, with the reasons. Raises InputError where the list is damaged."""
+    path = store_dir / "quarantine.jsonl"
+    try:
+        bad = msgspec.json.Decoder(_BadCase).decode_lines(path.read_bytes() if path.is_file() else b"")
+    except (msgspec.MsgspecError, RecursionError) as error:
+        rule = f"{path} must be JSON lines of a case_id and its reasons, got {error}"
+        raise InputError(f"{rule}; restore or delete the file") from None
+    return {case.case_id: case.reasons for case in bad}
 
 
 def describe(store: Store, *, free_bytes: int) -> List[str]:
@@ -65,6 +86,15 @@ def describe(store: Store, *, free_bytes: int) -> List[str]:
         lines[f"label {code}"] = f"{name} -> {regions}: {count(cases[code], 'case')}, {share} of the voxels"
     head = f"Store {store.folder}: {manifest.name}, layout {manifest.layout}"
     return [head, *(f"  {name:<8} {line}" for name, line in lines.items() if line)]
+
+
+def summarise(store_dir: Path) -> None:
+    """Print the summary of a finished store, and how many cases were left out of it."""
+    print(*describe(open_store(store_dir), free_bytes=read_host().free_bytes), sep="\n")
+    bad = read_quarantine(store_dir)
+    if bad:
+        path = store_dir / "quarantine.jsonl"
+        print(f"  left out {count(bad, 'bad case')}, see {path}; once repaired they can be added with `store append`")
 
 
 def verify(store_dir: Union[str, Path], *, workers: Optional[int] = None) -> Tuple[str, ...]:

@@ -99,7 +99,7 @@ def test_nothing_within_a_patch_of_a_lesion_tells_whether_it_is_the_only_one():
         core = along(1, label > 1)
         gap = max(differ.min() - core.max(), core.min() - differ.max())
         assert gap > CLEARANCE * length
-        assert gap >= blind_patch("count", shape), "what a patch must span to hold both"
+        assert gap >= blind_patch(shape), "what a patch must span to hold both"
         beside = np.ones(shape, bool)
         beside[:, differ.min() : differ.max() + 1] = False
         # There the lesion is the same voxel by voxel, but for what its rim is called.

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from cpu3d.data.store import open_store
-from cpu3d.data.stores import conversion
-from cpu3d.data.stores.conversion import Settings
-from cpu3d.data.stores.prepare import prepare
+from cpu3d.data.stores import prepare as module
+from cpu3d.data.stores.prepare import Settings, prepare
 from cpu3d.errors import InputError
 
 THIRDS = {"fractions": (0.4, 0.3, 0.3), "workers": 1}
@@ -35,10 +34,8 @@ def store(tmp_path, dataset):
 def counted(monkeypatch):
     """The ids of the cases that are converted, in order."""
     done = []
-    real = conversion.load_case
-    monkeypatch.setattr(
-        conversion, "load_case", lambda files, **more: done.append(files.case_id) or real(files, **more)
-    )
+    real = module.load_case
+    monkeypatch.setattr(module, "load_case", lambda files, **more: done.append(files.case_id) or real(files, **more))
     return done
 
 
@@ -53,7 +50,7 @@ def test_a_store_says_what_it_is_and_two_processes_write_what_one_does(tmp_path,
     assert content_of(tmp_path / "one") == content_of(tmp_path / "two")
 
 
-def cut_after_two(*given, real=conversion.run_jobs):
+def cut_after_two(*given, real=module.run_jobs):
     """Runs jobs as the real one does, until Ctrl-C after two."""
     results = real(*given)
     yield from (next(results), next(results))
@@ -61,7 +58,7 @@ def cut_after_two(*given, real=conversion.run_jobs):
 
 
 def test_what_was_cut_is_continued_and_ends_as_if_it_had_not_been(tmp_path, dataset, store, counted, monkeypatch):
-    partial, real = tmp_path / "cut/cases/.BRATS_002.x.npy.xyz.cpu3d.partial", conversion.run_jobs
+    partial, real = tmp_path / "cut/cases/.BRATS_002.x.npy.xyz.cpu3d.partial", module.run_jobs
 
     def cut(*given):
         try:
@@ -69,12 +66,12 @@ def test_what_was_cut_is_continued_and_ends_as_if_it_had_not_been(tmp_path, data
         finally:
             partial.write_bytes(b"left by a killed worker")
 
-    monkeypatch.setattr(conversion, "run_jobs", cut)
+    monkeypatch.setattr(module, "run_jobs", cut)
     with pytest.raises(KeyboardInterrupt, match=r"2 finished cases kept .* run the same command again"):
         prepare(dataset, tmp_path / "cut", **THIRDS)
     assert not (tmp_path / "cut/manifest.json").exists()
     assert not list((tmp_path / "cut").rglob("*.partial"))
-    monkeypatch.setattr(conversion, "run_jobs", real)
+    monkeypatch.setattr(module, "run_jobs", real)
     counted.clear()
     partial.write_bytes(b"left by a killed process")
     prepare(dataset, tmp_path / "cut", **THIRDS)
@@ -220,7 +217,7 @@ def test_a_damaged_list_of_bad_cases_is_refused(dataset, store, line):
 
 
 def test_a_case_of_a_finished_store_that_comes_out_otherwise_is_refused_whatever_is_wrong(dataset, store, monkeypatch):
-    manifest, real = (store / "manifest.json").read_bytes(), conversion.load_case
+    manifest, real = (store / "manifest.json").read_bytes(), module.load_case
     (store / "cases/BRATS_001.x.npy").unlink()
 
     def other(files, **options):
@@ -230,7 +227,7 @@ def test_a_case_of_a_finished_store_that_comes_out_otherwise_is_refused_whatever
         return dataclasses.replace(case, record=dataclasses.replace(case.record, image_voxels_sha256="0" * 64))
 
     errors = [MemoryError(), RuntimeError("so it is")]
-    monkeypatch.setattr(conversion, "load_case", other)
+    monkeypatch.setattr(module, "load_case", other)
     for rule in ("must be readable, got RuntimeError: so it is", "must fit into memory", "must get back the voxels"):
         with pytest.raises(InputError, match=rule):
             prepare(dataset, store, **THIRDS)
@@ -238,7 +235,7 @@ def test_a_case_of_a_finished_store_that_comes_out_otherwise_is_refused_whatever
 
 
 def test_a_disk_that_gives_back_other_bytes_is_an_error_and_leaves_no_such_file(tmp_path, dataset, monkeypatch):
-    real = conversion.give_back
+    real = module.give_back
 
     def failing(handle):
         real(handle)
@@ -246,7 +243,7 @@ def test_a_disk_that_gives_back_other_bytes_is_an_error_and_leaves_no_such_file(
             file.seek(-1, os.SEEK_END)
             file.write(b"\x07")
 
-    monkeypatch.setattr(conversion, "give_back", failing)
+    monkeypatch.setattr(module, "give_back", failing)
     with pytest.raises(OSError, match="what was read back is not what was written, the disk may be failing"):
         prepare(dataset, tmp_path / "store", **THIRDS)
     assert not list((tmp_path / "store/cases").iterdir())

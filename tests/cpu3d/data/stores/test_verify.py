@@ -4,8 +4,7 @@ import json
 import pytest
 
 from cpu3d.data.store import sealed
-from cpu3d.data.stores.conversion import Settings
-from cpu3d.data.stores.prepare import prepare
+from cpu3d.data.stores.prepare import Settings, prepare
 from cpu3d.data.stores.verify import verify
 from cpu3d.util.atomic import write_json
 
