@@ -9,8 +9,8 @@ With --lesion-size small the whole tumour, in one to three lesions, is 0.2 to 1 
 tumour at least 0.02 %. With --warp CASE the cases are warped copies of a real case (warp.py).
 
 Shapes and contrasts are drawn by hand after BraTS volumes: a skull-stripped head with folded grey and white matter,
-ventricles, an uneven field and Rician noise; tumours of oedema around a core around an enhancing rim around necrosis. No
-channel shows the tumour by its brightness alone: fluid is bright in T2, vessels in T1 with contrast agent, spots and
+ventricles, an uneven field and Rician noise; tumours of oedema around a core around an enhancing rim around necrosis.
+No channel shows the tumour by brightness alone: fluid is bright in T2, vessels in T1 with contrast agent, spots and
 cortex in FLAIR. Coordinates run from -1 to 1 across the head's box: u to the right, v to the front, w up.
 """
 
