@@ -1,4 +1,4 @@
-"""What a store knows of its cases, as frozen records, and their way into JSON and back."""
+"""The records of a store and its cases, and their JSON."""
 
 import dataclasses
 import hashlib
@@ -16,24 +16,24 @@ from cpu3d.data.region import Region, Shape3
 from cpu3d.errors import refuse
 
 SCHEMA = 2
-"""Version of the store's layout and of its records. A store of another version is refused, never guessed at."""
+"""Version of the store's layout and records. A store of another version is refused."""
 
 SPLITS = ("train", "val", "test")
 
 CENTRES = 32
-"""Voxels of each label code that a record keeps: enough, as a patch is shifted around its centre."""
+"""Most voxels of each label code in a record; patches are shifted around them."""
 
 Count = Annotated[int, Meta(ge=0)]
 Code = Annotated[int, Meta(ge=0, le=255)]
 Positive = Annotated[float, Meta(gt=0)]
 BareName = Annotated[str, Meta(pattern=r"\A(?!\.{0,2}\Z)[^/\0]*\Z")]
-"""A file of this name lies in the folder that it is looked for in."""
+"""The name of a file without a folder."""
 Row = Tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The grid a case came in, along its own axes: what it takes to write a prediction on top of its source."""
+    """The grid of a case's source, along its own axes; predictions are written on it."""
 
     shape: Shape3
     affine: Tuple[Row, Row, Row, Row]
@@ -43,8 +43,8 @@ class Geometry:
     sform_code: Count
     qform_code: Count
     forms: Tuple[float, ...] = ()
-    """pixdim[0:4], quatern_b to _d, qoffset_x to _z and srow_x to _z of the NIfTI header. Empty where they say what
-    `affine` says."""
+    """pixdim[0:4], quatern_b to _d, qoffset_x to _z and srow_x to _z of the NIfTI header. Empty where they follow from
+    `affine`."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ class CaseRecord:
     stem: BareName
     """Name of the arrays' files up to the first dot."""
     format: Literal["", "npy", "b2nd"]
-    """How the arrays lie in their files; "" for a case that is in no store."""
+    """Of the arrays' files; "" for a case that is in no store."""
     stored: Region
     """The part of the grid that the arrays hold. Outside it, image and label are 0."""
     image_bytes: Count
     image_sha256: str
     image_voxels_sha256: str
-    """Of the whole grid's voxels with dtype and shape: the same in every format, cropped or not."""
+    """Of dtype, shape and voxels of the whole grid: the same in every format, cropped or not."""
     label_bytes: Count
     label_sha256: str
     label_voxels_sha256: str
@@ -111,7 +111,7 @@ class CaseRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a store holds. A store changes only by getting new cases; what it had stays."""
+    """What a store holds. A store changes only by getting new cases."""
 
     name: str
     layout: str
@@ -122,10 +122,10 @@ class Manifest:
     regions: Dict[str, Tuple[int, ...]]
     """Region -> its label codes, such as {"WT": (1, 2, 3)}; the order is the order of outputs."""
     split: Dict[str, Tuple[str, ...]]
-    """"train", "val", "test" -> case ids, sorted. Every case is in one, and stays there."""
+    """"train", "val", "test" -> case ids, sorted. Every case is in one of them, and stays there."""
     split_seed: int
     split_hash: str
-    """Twelve hex digits that change whenever a case moves between, into or out of the splits, or its voxels change."""
+    """Twelve hex digits of which case with which voxels is in which split."""
     largest_shape: Shape3
     """Of the cases' grids, axis by axis."""
     largest_box: Shape3
@@ -189,7 +189,7 @@ def split_problems(split: Mapping[str, Sequence[str]], cases: Iterable[CaseRecor
 
 
 def centres_of(label: np.ndarray) -> Dict[int, Tuple[Shape3, ...]]:
-    """Up to `CENTRES` voxels of each code but 0 of a label map (X, Y, Z): the middle ones of even steps in C order."""
+    """Up to `CENTRES` voxels of each code but 0 of a label map (X, Y, Z), at even steps in C order."""
     flat, centres = label.reshape(-1), {}
     inside = np.flatnonzero(flat)
     codes = flat[inside]
@@ -208,7 +208,7 @@ def array_path(folder: Path, record: CaseRecord, part: str) -> Path:
 
 
 def record_path(folder: Path, case_id: str) -> Path:
-    """The file of a case's own record, from which an unfinished store goes on."""
+    """The file of a case's own record, with which an unfinished store is continued."""
     return Path(folder) / "cases" / f"{case_id}.json"
 
 
@@ -220,7 +220,7 @@ def to_json(record: Union[Manifest, CaseRecord]) -> Dict[str, Any]:
 
 
 def case_from_json(content: bytes) -> CaseRecord:
-    """The record that JSON is. Raises ValueError where it is none, or contradicts itself without a look at voxels."""
+    """The record in JSON. Raises ValueError for other content and for a record that contradicts itself."""
     try:
         record = msgspec.json.decode(content, type=CaseRecord)
     except (msgspec.MsgspecError, RecursionError) as error:

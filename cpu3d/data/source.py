@@ -163,8 +163,7 @@ def _dataset(store: Store, chosen: Stream, sampling: PatchSampling, patches: boo
     share, size, epoch = chosen.share, sampling.shape, len(records) * sampling.per_case
     stop = epoch - epoch % (share.batch or 1) if chosen.stop is None else chosen.stop
     own, reading = share.indices(chosen.start, max(stop, chosen.start)), _reading(store, chosen, patches)
-    how = {"augment": chosen.augment, "samples": own, "threads": chosen.threads, "share": share}
-    load = Loader(reading, records, sampling, **how)
+    load = Loader(reading, records, sampling, augment=chosen.augment, share=share)
     box_of, channels = python_op(load, BOX), len(picked)
     shapes = {"bits": (*size, channels), "label": size, "scale": (channels,), "shift": (channels,)}
 

@@ -1,4 +1,4 @@
-"""The store: arrays that are read as they lie, beside records that say everything else.
+"""The store: arrays beside their records.
 
 store/manifest.json         what the store is, with a SHA-256 of its own content; written last
 store/cases-<hash>.jsonl    the records of its cases, one a line

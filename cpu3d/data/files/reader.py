@@ -20,7 +20,7 @@ from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tu
 import numpy as np
 import psutil
 
-from cpu3d.data.files.arrays import aligned_empty, bring_in, decode_b2nd, give_back, npy_header
+from cpu3d.data.files.arrays import aligned_empty, bring_in, decode_b2nd, npy_header
 from cpu3d.data.records import CaseRecord, array_path
 from cpu3d.errors import InputError
 from memory_estimator.common.files import NotRegularError, open_regular
@@ -34,10 +34,9 @@ NETWORK = ("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre",
 
 
 class ReadPlan(NamedTuple):
-    """How to read a store's files, how many bytes of them to leave in memory at most, and why, in one line."""
+    """How to read a store's files, and why, in one line."""
 
     mode: str
-    page_budget_bytes: int
     reason: str
 
 
@@ -47,8 +46,8 @@ def choose_read_mode(
     """How to read files of `needed_bytes` on a file system of this type; `asked` is one of `READ_MODES`, or None.
 
     None: pread from a network, because a failing map ends the process; ram for patches whose files fit a quarter of the
-    free memory; else mmap. The page budget is half of the free memory, with ram all files. Raises InputError for an
-    unknown mode, and for "ram" when the files do not fit the free memory.
+    free memory; else mmap. Raises InputError for an unknown mode, and for "ram" when the files do not fit the free
+    memory.
     """
     needed, kind = f"{needed_bytes / 2**30:.1f} GiB", file_system or "an unknown file system"
     if asked not in (None, *READ_MODES):
@@ -64,9 +63,7 @@ def choose_read_mode(
         mode, why = "ram", "patches of files that fit a quarter of the free memory"
     else:
         mode, why = "mmap", f"{kind} is local"
-    budget = needed_bytes if mode == "ram" else free_bytes // 2
-    kept = "all" if budget >= needed_bytes else f"{budget / 2**30:.1f} GiB at most"
-    return ReadPlan(mode, budget, f"{mode} ({why}); {needed} of files, {kept} of it kept in memory")
+    return ReadPlan(mode, f"{mode} ({why}); {needed} of files")
 
 
 def file_system(path: Union[str, Path]) -> str:
@@ -112,22 +109,6 @@ class Reader:
             if any(one.start == one.stop for one in slices):
                 return aligned_empty([one.stop - one.start for one in slices], file.dtype)
             return self._unpacked(file, slices) if record.format == "b2nd" else file.read_box(slices)
-
-    def advise(self, record: CaseRecord, slices: Slices) -> None:
-        """Ask the kernel to read a box of a case's .npy files, or its .b2nd files, ahead."""
-        for part in parts_of(record):
-            with self._open(record, part) as file:
-                box = _within(file.shape, slices)
-                if record.format == "b2nd":
-                    bring_in(file.handle, 0, file.size_bytes)
-                else:
-                    file.ask_for(box)
-
-    def give_back(self, record: CaseRecord) -> None:
-        """Let the kernel drop the pages of a case's files."""
-        for part in parts_of(record):
-            with self._open(record, part) as file:
-                give_back(file.handle)
 
     def problems(self, record: CaseRecord) -> List[str]:
         """A line for each of a case's files that is missing, changed or of another length or header."""
