@@ -1,9 +1,7 @@
 """The tf.data source against the arrays it streams from."""
 
-import gc
 import hashlib
 import shutil
-import threading
 import zlib
 
 import numpy as np
@@ -216,21 +214,6 @@ def test_a_file_cut_while_a_run_reads_is_named_after_what_was_good(phantom_store
     with pytest.raises(InputError, match=f"store file {cut} must be .* bytes long") as caught:
         next(batches)
     assert len(caught.value.problems) == 1
-
-
-def test_a_dataset_that_is_gone_leaves_no_thread_behind(phantom_store):
-    def threads():
-        gc.collect()
-        return {thread for thread in threading.enumerate() if "look-ahead" in thread.name}
-
-    before, elements = threads(), iter(volume_dataset(phantom_store))
-    gc.collect()
-    assert len(list(elements)) == 4
-    (thread,) = threads() - before
-    del elements
-    gc.collect()
-    thread.join(60)
-    assert not thread.is_alive()
 
 
 def test_a_dataset_whose_files_are_closed_says_what_to_do(phantom_store, monkeypatch):
