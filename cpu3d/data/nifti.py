@@ -30,9 +30,9 @@ _FORMS = ["quatern_b", "quatern_c", "quatern_d", "qoffset_x", "qoffset_y", "qoff
 def read_volume(path: Union[str, Path]) -> Tuple[np.ndarray, Geometry]:
     """Read the volume in `path`: `(X, Y, Z)` or `(X, Y, Z, C)` along the file's own axes, and its grid.
 
-    The array is Fortran-ordered, read-only and in native byte order. Its dtype is the file's where there is no scaling
+    The array is Fortran-ordered, read-only, in native byte order, of the file's dtype where the header has no scaling
     (slope 0, NaN or 1 with intercept 0), else float64. Raises InputError for a file that is missing, damaged or no
-    NIfTI-1 or -2 in one file, voxels that are not real numbers, other numbers of axes, and an affine without an inverse.
+    single NIfTI-1 or -2 file, voxels that are not real numbers, other numbers of axes, and a singular affine.
     """
     path = Path(path)
     content = _read_bytes(path)

@@ -68,16 +68,13 @@ THIRD = np.arange(4) == 2
     [
         (lambda file, _: flip(file, len(file) // 2), GZIP),
         (lambda file, _: flip(file, len(file) - 6), GZIP),
-        (lambda file, _: file[:-8], GZIP),
         (lambda file, _: file[: len(file) // 2], GZIP),
         # Without gzip's frame, whatever the name says.
         (lambda file, _: gzip.decompress(file)[:-1], r"must hold 1312 bytes for shape \(6, 5, 4, 4\), got 1311; fetch"),
         (lambda _, image: image * ~THIRD, r"channel t1gd of .*2\.nii\.gz must not be empty, got zeros only; fetch"),
         (lambda _, image: np.where(THIRD & (image != 0), 7, image), "must vary over its non-zero .*, got 7 everywhere"),
         (lambda _, image: image[..., 0].astype(RGB), r"002\.nii\.gz must hold real numbers"),
-        (lambda _, image: image[..., 0].astype("c8"), "must hold real numbers, got complex64; convert it to int16"),
         (lambda _, image: image[..., None], r"must have 3 axes, or 4 .*, got shape \(6, 5, 4, 4, 1"),
-        (lambda _, image: image[:, :, 0, 0], r"must have 3 axes, or 4 with the channels last, got shape \(6, 5\)"),
         (lambda _, image: image[..., :3], r"must hold 4 channel\(s\), got 3; give one 4D file or one 3D file for each"),
     ],
 )
@@ -118,10 +115,9 @@ SHIFTED[0, 3] = 0.01
 @pytest.mark.parametrize(
     ("suffix", "affine", "planes", "rule"),
     [
-        ("t1c", np.eye(4), 3, r"shape \(6, 5, 4\), got \(6, 5, 3\); resample it"),
         ("seg", np.eye(4), 3, r"shape \(6, 5, 4\), got \(6, 5, 3\); resample it"),
         ("t1c", SHIFTED, 4, r"affines differ by 0\.01 mm, more than 0\.001; resample it"),
-        ("seg", LPS, 4, r"axes RAS, got LPS; resample it, mend its header"),
+        ("seg", LPS, 4, r"axes RAS, got LPS; resample it, correct its header"),
     ],
 )
 def test_a_modality_or_label_on_another_grid_is_refused(

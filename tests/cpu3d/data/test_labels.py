@@ -18,9 +18,6 @@ NAMES = {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tu
     [
         (DECATHLON, (0.4, 0.3, 0.2), 0),
         (DECATHLON, (0.9, 0.3, 0.2), 1),
-        (DECATHLON, (0.9, 0.9, 0.2), 2),
-        (DECATHLON, (0.9, 0.9, 0.9), 3),
-        (BRATS_2021, (0.9, 0.3, 0.2), 2),
         (BRATS_2021, (0.9, 0.9, 0.2), 1),
         (BRATS_2021, (0.9, 0.9, 0.9), 4),
         (DECATHLON, (0.1, 0.1, 0.9), 3),  # the most specific region is believed when the larger ones deny it

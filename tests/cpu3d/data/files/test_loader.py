@@ -1,4 +1,4 @@
-"""What a loader brings into memory ahead and gives back, and for how long it stays."""
+"""What a loader gives for a sample: the map of an array, a copy of a box, or one voxel of background."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -20,9 +20,9 @@ def test_a_large_part_is_the_map_a_small_one_a_copy_and_outside_of_the_brain_not
     image = np.arange(8 * 8 * 8 * 2).reshape(8, 8, 8, 2).astype(np.int16)
     record = stored_case(tmp_path, image, image[..., 0].astype(np.uint8), kind=kind)
     record = dataclasses.replace(record, box=Region((1, 1, 1), (6, 6, 6)), channel_std=(2.0, 4.0))
-    reading = SimpleNamespace(reader=Reader(tmp_path, mode), kept=frozenset())
+    reading = SimpleNamespace(reader=Reader(tmp_path, mode))
     for size, start, found in (((12, 12, 12), (1, 1, 1), (6, 6, 6)), ((2, 2, 2), (3, 3, 3), (2, 2, 2))):
-        loader = Loader(reading, [record], PatchSampling(size, "centre"), augment=NO_AUGMENT, samples=range(1))
+        loader = Loader(reading, [record], PatchSampling(size, "centre"), augment=NO_AUGMENT)
         box = dict(zip(BOX, loader(0)))
         is_map = kind == "npy" and mode != "pread" and size == (12, 12, 12)
         assert (box["bits"].shape[:3] == (8, 8, 8), not box["bits"].flags.writeable) == (is_map, is_map)
@@ -33,6 +33,6 @@ def test_a_large_part_is_the_map_a_small_one_a_copy_and_outside_of_the_brain_not
         assert box["padding"].sum(1).tolist() == [a - b for a, b in zip(size, found)]
         np.testing.assert_allclose(box["scale"], (0.5, 0.25))
     corner = PatchSampling((1, 1, 1), "grid", extent="full", grid=(8, 8, 8), overlap=0)
-    box = dict(zip(BOX, Loader(reading, [record], corner, augment=NO_AUGMENT, samples=range(9))(0)))
+    box = dict(zip(BOX, Loader(reading, [record], corner, augment=NO_AUGMENT)(0)))
     assert not box["bits"].any()
     assert box["bits"].shape == (1, 1, 1, 2)

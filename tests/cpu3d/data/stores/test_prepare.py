@@ -145,39 +145,23 @@ def test_the_store_of_another_data_set_version_or_owner_is_refused_untouched(tmp
     assert content_of(store) == before
     (tmp_path / "home").mkdir()
     (tmp_path / "home/letter.txt").write_text("dear")
-    for folder, rule in (
-        (tmp_path / "home", "must be empty or begun by this command"),
-        (dataset, "another folder than the data set"),
-        (tmp_path / "home/letter.txt", "folder to write to"),
-    ):
-        with pytest.raises(InputError, match=rule):
+    for folder in (tmp_path / "home", dataset, tmp_path / "home/letter.txt"):
+        with pytest.raises(InputError, match=f"store {folder} must be"):
             prepare(dataset, folder, **THIRDS)
     assert os.listdir(tmp_path / "home") == ["letter.txt"]
-    for content, rule in (("[]", "got no JSON object"), ('{"format": "zip"}', "format of store")):
-        (store / "source.json").write_text(content)
-        with pytest.raises(InputError, match=rule):
-            prepare(dataset, store, **THIRDS)
+    (store / "source.json").write_text("[]")
+    with pytest.raises(InputError, match="got no JSON object"):
+        prepare(dataset, store, **THIRDS)
 
 
-@pytest.mark.parametrize(
-    ("changes", "rule"),
-    [
-        ({"format": "b2nd"}, "format of .* must be 'npy', as it was begun, got 'b2nd'"),
-        (
-            {"zero_nan": True, "crop": True},
-            "crop of .* must be False, as it was begun, got True\nzero_nan of .* got True",
-        ),
-        ({"label_map": {4: 3}}, "label_map of .* must be {}, as it was begun, got {'4': 3}"),
-    ],
-)
 @pytest.mark.parametrize("finished", [True, False])
-def test_a_store_is_not_continued_with_other_settings(dataset, store, changes, rule, finished):
+def test_a_store_is_not_continued_with_other_settings(dataset, store, finished):
     if not finished:
         (store / "manifest.json").unlink()
     before = content_of(store)
-    with pytest.raises(InputError, match=rule) as error:
-        prepare(dataset, store, **THIRDS, settings=Settings(**changes))
-    assert error.value.problems[-1] == "choose another store; nothing was touched"
+    with pytest.raises(InputError) as error:
+        prepare(dataset, store, **THIRDS, settings=Settings("b2nd", crop=True, zero_nan=True, label_map={4: 3}))
+    assert [problem.split()[0] for problem in error.value.problems[:-1]] == ["format", "crop", "zero_nan", "label_map"]
     assert content_of(store) == before
 
 
