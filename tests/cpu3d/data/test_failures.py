@@ -6,9 +6,7 @@ store that can be used once the bad one is left out.
 
 import gzip
 import json
-import os
 import re
-import signal
 
 import numpy as np
 import pytest
@@ -132,15 +130,3 @@ def test_a_modality_or_label_on_another_grid_is_refused(
     ) as error:
         prepare(tmp_path / "data", tmp_path / "store", fractions=(1, 0, 0), workers=1)
     assert "1 good case kept" in error.value.problems[1]
-
-
-@pytest.mark.parametrize("name", ["manifest.json", "cases-*.jsonl", "cases/BRATS_000.x.npy", "cases/BRATS_000.json"])
-def test_a_fifo_in_place_of_a_store_file_is_named_and_never_opened(work, name):
-    assert work.prepare()[0] == 0
-    (path,) = work.store.glob(name)
-    path.unlink()
-    os.mkfifo(path)
-    signal.alarm(60)  # nobody writes into it: to open it would take for ever
-    assert main(["store", "verify", str(work.store), "--workers", "1"]) == 2
-    signal.alarm(0)
-    assert path.name in work.capsys.readouterr().err

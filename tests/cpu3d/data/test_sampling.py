@@ -136,15 +136,6 @@ def test_samples_are_dealt_to_workers_by_hand():
     assert Share(2, 3).positions(0, 2) == ()
 
 
-@given(WORKERS, st.integers(1, 5), st.integers(0, 7), st.integers(0, 4))
-def test_the_shares_of_a_step_in_the_order_of_the_ranks_are_the_step(workers, part, first, steps):
-    batch = workers * part
-    for step in range(first, first + steps):
-        dealt = [share.positions(step * batch, (step + 1) * batch) for share in shares(workers, batch)]
-        assert [len(one) for one in dealt] == [part] * workers
-        assert [position for one in dealt for position in one] == list(range(step * batch, (step + 1) * batch))
-
-
 @given(WORKERS, st.integers(0, 4), st.integers(0, 60), st.integers(0, 60))
 def test_any_span_is_dealt_once_to_each_in_its_own_order(workers, part, start, length):
     dealt = [share.positions(start, start + length) for share in shares(workers, workers * part)]

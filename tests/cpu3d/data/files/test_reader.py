@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import io
 import mmap
 import os
 import re
@@ -15,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cpu3d.data.files.arrays import FORMATS, decode_b2nd, encode, voxels_sha256
+from cpu3d.data.files.arrays import FORMATS, decode_b2nd
 from cpu3d.data.files.reader import Reader, choose_read_mode, file_system
 from cpu3d.data.records import array_path
 from cpu3d.errors import InputError
@@ -43,26 +42,6 @@ def refuses(folder, record, box, match, mode="mmap"):
     for read in (lambda reader: reader.array(record, "x"), lambda reader: reader.box(record, "x", (box,) * 3)):
         with pytest.raises(InputError, match=match):
             read(Reader(folder, mode))
-
-
-# --- Files ---
-
-
-@pytest.mark.parametrize("format_", FORMATS)
-@settings(max_examples=40)
-@given(
-    shape=st.tuples(*[st.integers(1, 40)] * 3, st.integers(1, 4)) | st.tuples(*[st.integers(1, 40)] * 3),
-    dtype=st.sampled_from(["<i2", "<f2", "|u1"]),
-    seed=st.integers(0, 99),
-)
-def test_what_is_encoded_comes_back_bit_by_bit_with_the_same_hash(format_, shape, dtype, seed):
-    array = np.random.default_rng(seed).integers(0, 200, shape).astype(dtype)
-    content = b"".join(bytes(piece) for piece in encode(array, format_))
-    back = decode_b2nd(content) if format_ == "b2nd" else np.load(io.BytesIO(content), allow_pickle=False)
-    assert back.dtype == array.dtype
-    assert back.flags.c_contiguous
-    assert back.tobytes() == array.tobytes()
-    assert voxels_sha256(back) == voxels_sha256(np.asfortranarray(array)) == voxels_sha256(array)
 
 
 # --- Reading ---
@@ -173,9 +152,7 @@ def test_a_damaged_packed_file_is_named(tmp_path, stored_case, flipped):
         decode_b2nd(content[: len(content) // 2])
 
 
-@pytest.mark.parametrize(
-    "place", [{"local_abspath": "secret.b2nd"}, {"urlpath": ["a", "http://localhost:9", None]}, None]
-)
+@pytest.mark.parametrize("place", [{"local_abspath": "secret.b2nd"}, None])
 def test_a_packed_file_that_leads_to_another_is_refused_and_not_followed(tmp_path, stored_case, monkeypatch, place):
     blosc2 = pytest.importorskip("blosc2")
     image, label = voxels()
@@ -193,18 +170,15 @@ def test_a_packed_file_that_leads_to_another_is_refused_and_not_followed(tmp_pat
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_file_replaced_under_a_reader_is_refused(case, mode):
-    folder, record, image, label = case
+    folder, record, image, _ = case
     reader = Reader(folder, mode)
-    before = reader.array(record, "x")
-    path = array_path(folder, record, "x")
+    before, path = reader.array(record, "x"), array_path(folder, record, "x")
     new = path.with_suffix(".new")
     new.write_bytes(path.read_bytes())
     os.replace(new, path)
-    for _ in range(2):
-        with pytest.raises(InputError, match=re.escape(f"store file {path} must stay as it was while it is read, got")):
-            reader.box(record, "x", (slice(0, 1),) * 3)
-    np.testing.assert_array_equal(before, image)  # what was given out before lives on
-    np.testing.assert_array_equal(reader.array(record, "y"), label)
+    with pytest.raises(InputError, match=re.escape(f"store file {path} must stay as it was while it is read, got")):
+        reader.box(record, "x", (slice(0, 1),) * 3)
+    np.testing.assert_array_equal(before, image)  # the old map is good
     np.testing.assert_array_equal(Reader(folder, mode).array(record, "x"), image)
 
 

@@ -1,6 +1,5 @@
 import json
 import os
-import shutil
 from collections import Counter
 
 import pytest
@@ -8,12 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpu3d.data.store import open_store
-from cpu3d.data.stores import prepare as module
 from cpu3d.data.stores.prepare import Settings, prepare, settings_of
 from cpu3d.data.stores.upkeep import append, deal_cases
 from cpu3d.data.stores.verify import verify
 from cpu3d.errors import InputError
-from tests.cpu3d.data.stores.test_prepare import content_of, cut_after_two
+from tests.cpu3d.data.stores.test_prepare import content_of
 
 SPLITS = ("train", "val", "test")
 IDS = tuple(f"BRATS_00{number}" for number in range(6))
@@ -89,22 +87,6 @@ def test_bad_cases_are_named_and_nothing_is_appended_unless_they_may_be_left_out
     assert (done.new, done.bad) == (("BRATS_005",), ("BRATS_003", "BRATS_004"))
     listed = [json.loads(line)["case_id"] for line in (store / "quarantine.jsonl").read_text().splitlines()]
     assert listed == ["BRATS_003", "BRATS_004"]
-
-
-def test_a_cut_run_leaves_the_store_usable_and_is_continued(data, store, monkeypatch):
-    shutil.copytree(store, data / "twin")
-    append(data / "twin", data / "many", workers=1)
-    before, real = open_store(store).manifest, module.run_jobs
-
-    monkeypatch.setattr(module, "run_jobs", cut_after_two)
-    with pytest.raises(KeyboardInterrupt, match="run the same command again"):
-        append(store, data / "many", workers=1)
-    assert open_store(store).manifest == before
-    done = []
-    monkeypatch.setattr(module, "run_jobs", lambda f, jobs, n: done.extend(jobs) or real(f, jobs, n))
-    append(store, data / "many", workers=1)
-    assert [files.case_id for files in done] == ["BRATS_005"]
-    assert content_of(store) == content_of(data / "twin")
 
 
 @given(

@@ -91,21 +91,13 @@ def test_all_problems_of_a_case_are_told_with_their_files(files, tiny_image, tin
     assert "got 9 (1 voxels)" in codes
 
 
-@pytest.mark.parametrize(
-    ("images", "label", "rule"),
-    [
-        (3, (6, 5, 4), r"case c must have a file for each of .*, got 3"),
-        (2, (6, 5, 4, 2), "must be 3D, got shape"),
-        (2, (6, 5, 4, 1), None),
-    ],
-)
-def test_a_case_has_a_file_for_each_channel_and_one_label_map(files, tiny_image, images, label, rule):
-    case = files(*map(tiny_image, range(images)), label=np.ones(label, np.uint8))
-    if rule is None:
-        assert load_case(case, channels=("a", "b"), labels=LABELS).label.shape == (6, 5, 4)
-        return
-    with pytest.raises(InputError, match=rule):
-        load_case(case, channels=("a", "b"), labels=LABELS)
+def test_a_case_has_a_file_for_each_channel_and_one_label_map(files, tiny_image):
+    case = files(*map(tiny_image, range(2)), label=np.ones((6, 5, 4, 1), np.uint8))
+    assert load_case(case, channels=("a", "b"), labels=LABELS).label.shape == (6, 5, 4)
+    for channels, depth, rule in (("abc", 1, r"a file for each of .*, got 2"), ("ab", 2, "must be 3D, got shape")):
+        case = files(*map(tiny_image, range(2)), label=np.ones((6, 5, 4, depth), np.uint8))
+        with pytest.raises(InputError, match=rule):
+            load_case(case, channels=tuple(channels), labels=LABELS)
 
 
 def test_scores_that_float16_cannot_hold_are_refused(files):

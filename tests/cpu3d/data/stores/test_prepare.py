@@ -85,7 +85,6 @@ def test_what_was_cut_is_continued_and_ends_as_if_it_had_not_been(tmp_path, data
         (lambda path: path.unlink(), True, "x", False),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), False, "y", False),
         (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\x07"), True, "y", True),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\x07"), False, "x", True),
     ],
 )
 def test_only_the_case_whose_array_is_damaged_is_done_again(dataset, store, counted, damage, finished, name, verify):
@@ -210,9 +209,9 @@ def test_a_case_of_a_finished_store_that_comes_out_otherwise_is_refused_whatever
         case = real(files, **options)
         return dataclasses.replace(case, record=dataclasses.replace(case.record, image_voxels_sha256="0" * 64))
 
-    errors = [MemoryError(), RuntimeError("so it is")]
+    errors = [MemoryError(), RuntimeError("a bug")]
     monkeypatch.setattr(module, "load_case", other)
-    for rule in ("must be readable, got RuntimeError: so it is", "must fit into memory", "must get back the voxels"):
+    for rule in ("must be readable, got RuntimeError: a bug", "must fit into memory", "must get back the voxels"):
         with pytest.raises(InputError, match=rule):
             prepare(dataset, store, **THIRDS)
     assert (store / "manifest.json").read_bytes() == manifest
