@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from cpu3d.data import sampling as module
 from cpu3d.data.region import Region
 from cpu3d.data.sampling import PatchSampling, Share, grid_starts, patch_at, patch_grid, sample_at
-from cpu3d.data.store import case_region
 from cpu3d.errors import InputError
 
 SHAPES = st.tuples(*[st.integers(1, 12)] * 3)
@@ -105,18 +104,6 @@ def test_a_grid_covers_every_voxel_and_ends_flush_with_the_edges(size, patch, ov
         assert all(b - a <= max(want * (1 - overlap), 1) for a, b in zip(starts, starts[1:]))
     assert grid_starts((10, 4, 3), (4, 4, 5), 0.5) == ((0, 2, 4, 6), (0,), (-1,))  # by hand
     assert grid_starts((9, 9, 9), (4, 4, 4), 0.0) == ((0, 2, 5),) * 3
-
-
-@given(cases(), cases(), SHAPES, SHAPES, OVERLAPS)
-def test_positions_of_a_grid_run_through_every_patch_of_every_case(first, second, grid, patch, overlap):
-    sampling = PatchSampling(patch, "grid", overlap=overlap, extent="full", grid=grid, shuffle=False)
-    per_case = sampling.per_case
-    for index, case in enumerate((first, second)):
-        expected = patch_grid(case_region(case, grid, "full"), patch, overlap)
-        assert len(expected) == per_case
-        for place in {0, per_case // 2, per_case - 1}:
-            sample = patch_at(2 * per_case + index * per_case + place, sampling, [first, second])
-            assert (sample.epoch, sample.index, sample.region) == (1, index, expected[place])
 
 
 # --- Shares of several workers ---

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from cpu3d.data import source
-from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
+from cpu3d.data.augment import AugmentConfig
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import Geometry, array_path, remake
 from cpu3d.data.region import crop
@@ -144,26 +144,6 @@ def test_workers_together_give_the_bits_of_one_in_the_same_order(phantom_store, 
     assert found == expected
 
 
-def test_a_validation_is_dealt_among_workers_and_loses_no_case(phantom_store):
-    expected = hashes(volume_dataset(phantom_store, shuffle=False))
-    validated = lambda share: hashes(volume_dataset(phantom_store, shuffle=False, stop=4, share=share.singly()))
-    assert [validated(Share(rank, 3, 6)) for rank in range(3)] == [expected[0::3], expected[1::3], expected[2::3]]
-    assert validated(Share(4, 5, 5)) == []
-
-
-@pytest.mark.parametrize(("augment", "batch"), [(NO_AUGMENT, 1), (AUGMENT, 3), (TURNED, 1)])
-def test_raw_batches_finished_in_a_step_are_the_finished_ones(phantom_store, augment, batch):
-    common = {"seed": 5, "augment": augment, "batch": batch, "channels": ("T2w", "FLAIR"), "regions": ("ET", "WT")}
-    step = tf.function(source.finish_of(phantom_store, augment=augment, regions=("ET", "WT"), dtype="bfloat16"))
-    for make in (
-        lambda **k: volume_dataset(phantom_store, extent="full", stop=6, **common, **k),
-        lambda **k: patch_dataset(phantom_store, (20, 18, 16), stop=6, **common, **k),
-    ):
-        finished = hashes(make(dtype="bfloat16"))
-        assert len(finished) == 6 // batch
-        assert [digest(step(raw)) for raw in make(finished=False)] == finished
-
-
 def test_what_a_seed_draws_never_changes_silently(tmp_path, make_record, manifest_of):
     (tmp_path / "cases").mkdir()
     records, geometry = [], Geometry((8, 7, 6), tuple(map(tuple, np.eye(4).tolist())), "RAS", 1, 1)
@@ -186,14 +166,6 @@ def test_what_a_seed_draws_never_changes_silently(tmp_path, make_record, manifes
         assert zlib.crc32(b"".join(parts)) == expected
 
 
-@pytest.mark.parametrize("make", [volume_dataset, small_patches])
-def test_a_rotation_is_one_in_the_millimetres_of_its_case(tiny_store, make):
-    assert tiny_store.cases("train")[0].spacing_mm == (1, 1, 2)
-    for raw in make(tiny_store, augment=AugmentConfig(rotation_deg=20), finished=False):
-        (_, across_x, across_y, _), (_, along_y, along_z, _) = raw["planes"][0].numpy()
-        np.testing.assert_allclose((across_x / across_y, along_y / along_z), (-1, -4), rtol=1e-6)
-
-
 # --- Failures ---
 
 
@@ -207,17 +179,6 @@ def test_a_file_cut_while_a_run_reads_is_named_after_what_was_good(phantom_store
     with pytest.raises(InputError, match=f"store file {cut} must be .* bytes long") as caught:
         next(batches)
     assert len(caught.value.problems) == 1
-
-
-def test_a_dataset_whose_files_are_closed_says_what_to_do(phantom_store, monkeypatch):
-    dataset = volume_dataset(phantom_store)
-    with monkeypatch.context() as patched:
-        patched.setattr(source, "_functions", {})
-        with pytest.raises(InputError, match="keep a reference to the dataset"):
-            next(Batches(dataset))
-    assert len(hashes(dataset)) == 4
-    with pytest.raises(tf.errors.InvalidArgumentError):  # not a loader's: as it was
-        list(Batches(dataset.map(lambda image, _: tf.debugging.check_numerics(image / 0, "not finite"))))
 
 
 # --- Arguments ---

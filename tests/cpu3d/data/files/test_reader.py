@@ -88,15 +88,6 @@ def test_a_box_is_the_same_in_every_mode_and_format(tmp_path, stored_case, drawn
             np.testing.assert_array_equal(box, stored[slices])
 
 
-@pytest.mark.parametrize("bad", [(-1, 3), (2, 8), (3, 2), (None, 3), (0, 4, 2)])
-def test_a_box_that_reaches_beyond_the_array_is_refused(case, bad):
-    folder, record, _, _ = case
-    reader, rule = Reader(folder), r"must be three slices within \(7, 6, 5\), got .*slice\("
-    for slices in ((slice(*bad), slice(1, 2), slice(1, 2)), (slice(1, 2),) * 2):
-        with pytest.raises(ValueError, match=rule):
-            reader.box(record, "x", slices)
-
-
 def test_a_map_and_its_file_are_closed_with_its_last_array(case):
     folder, record, image, _ = case
     name, opened = str(array_path(folder, record, "x")), len(os.listdir("/proc/self/fd"))

@@ -6,6 +6,7 @@ import pytest
 from cpu3d.data.stores.layouts import parse_label_map, read_dataset, regions_of, with_label_map
 from cpu3d.errors import InputError
 from cpu3d.inference.cases import case_files, grouped_by_case, label_codes_of
+from tests.cpu3d.data.conftest import SUFFIXES
 
 CANONICAL = ("FLAIR", "T1w", "T1gd", "T2w")
 
@@ -27,26 +28,18 @@ def test_decathlon_takes_channels_labels_and_cases_from_its_list(tmp_path, decat
     assert (dataset.name, dataset.channels, regions_of(dataset.labels)) == ("Task02", ("CT",), {"liver": (1,)})
 
 
+OF_2017 = {"HGG/Brats17_A_1_1": "Brats17_A_1", "LGG/Brats17_A_1_2": "Brats17_A_1", "LGG/x": "x"}
+OF_2023 = {"BraTS-GLI-00001-000": "BraTS-GLI-00001", "BraTS-GLI-00001-001": "BraTS-GLI-00001", "x-001": "x"}
+
+
 @pytest.mark.parametrize(
-    ("layout", "cases", "regions", "suffixes"),
+    ("layout", "cases", "regions"),
     [
-        (
-            "brats2017",
-            {"HGG/Brats17_A_1_1": "Brats17_A_1", "LGG/Brats17_A_1_2": "Brats17_A_1", "LGG/x": "x"},
-            {"WT": (1, 2, 4), "TC": (1, 4), "ET": (4,)},
-            ["_flair", "_t1", "_t1ce", "_t2", "_seg"],
-        ),
-        (
-            "brats2023",
-            {"BraTS-GLI-00001-000": "BraTS-GLI-00001", "BraTS-GLI-00001-001": "BraTS-GLI-00001", "x-001": "x"},
-            {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,), "RC": (4,)},
-            ["-t2f", "-t1n", "-t1c", "-t2w", "-seg"],
-        ),
+        ("brats2017", OF_2017, {"WT": (1, 2, 4), "TC": (1, 4), "ET": (4,)}),
+        ("brats2023", OF_2023, {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,), "RC": (4,)}),
     ],
 )
-def test_brats_folders_are_recognised_and_time_points_share_their_patient(
-    tmp_path, brats_case, layout, cases, regions, suffixes
-):
+def test_brats_folders_are_recognised_and_time_points_share_their_patient(tmp_path, brats_case, layout, cases, regions):
     for name, end in zip(cases, (".nii", ".nii.gz", ".nii.gz")):
         brats_case(tmp_path / name, layout, end)
     (tmp_path / "notes/other").mkdir(parents=True)
@@ -56,7 +49,7 @@ def test_brats_folders_are_recognised_and_time_points_share_their_patient(
         name.split("/")[-1]: patient for name, patient in cases.items()
     }
     last = dataset.cases[2]
-    assert names(last.paths) == [f"{last.case_id}{suffix}.nii.gz" for suffix in suffixes]
+    assert names(last.paths) == [f"{last.case_id}{suffix}.nii.gz" for suffix in SUFFIXES[layout]]
     assert read_dataset(last.label.parent).cases[0] == last
 
 
@@ -201,10 +194,8 @@ def test_what_is_no_pair_of_codes_is_refused_all_at_once(pair):
 @pytest.mark.parametrize(
     ("label_map", "codes"),
     [
-        ({}, (0, 1, 2, 4)),
-        ({9: 4}, (0, 1, 2, 4)),  # a code that the data set has no name for falls together with one that has
+        ({9: 4}, (0, 1, 2, 4)),  # a code without a name becomes one that has a name
         ({1: 2, 2: 1}, (0, 1, 2, 4)),
-        ({1: 0, 2: 0}, (0, 4)),
         ({1: 2, 2: 4}, (0, 2, 4)),
         ({4: 3}, (0, 1, 2, 3)),
     ],

@@ -60,7 +60,6 @@ def edit_records(store, edit):
     [
         ("box", {"start": [2, 2, 2], "size": [4, 3, 2]}),
         ("channel_mean", [1.0, 2.0, 3.0, 4.0]),
-        ("channel_voxels", [24, 24, 24, 23]),
         ("label_voxels", {"0": 117, "1": 1, "2": 2}),
         ("centres", {"1": [[1, 2, 1]], "2": [[2, 2, 1]], "3": [[3, 2, 2]]}),
     ],
