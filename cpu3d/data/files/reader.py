@@ -99,7 +99,7 @@ class Reader:
         """
         with self._open(record, part) as file:
             if record.format == "b2nd":
-                return self._unpacked(file)
+                return file.unpack(self._hashed)
             return file.read() if self.mode == "pread" else file.map()
 
     def box(self, record: CaseRecord, part: str, slices: Slices) -> np.ndarray:
@@ -108,7 +108,7 @@ class Reader:
             slices = _within(file.shape, slices)
             if any(one.start == one.stop for one in slices):
                 return aligned_empty([one.stop - one.start for one in slices], file.dtype)
-            return self._unpacked(file, slices) if record.format == "b2nd" else file.read_box(slices)
+            return file.unpack(self._hashed, slices) if record.format == "b2nd" else file.read_box(slices)
 
     def problems(self, record: CaseRecord) -> List[str]:
         """A line for each of a case's files that is missing, changed or of another length or header."""
@@ -151,11 +151,6 @@ class Reader:
             raise
         finally:
             os.close(handle)
-
-    def _unpacked(self, file: "_ArrayFile", slices: Optional[Tuple[slice, ...]] = None) -> np.ndarray:
-        array = file.unpack(slices, check=file.path not in self._hashed)
-        self._hashed.add(file.path)
-        return array
 
 
 class _ArrayFile:
@@ -215,13 +210,14 @@ class _ArrayFile:
             bring_in(self.handle, start, length)
         return starts, length
 
-    def unpack(self, slices: Optional[Sequence[slice]] = None, *, check: bool) -> np.ndarray:
-        """A .b2nd file's array, or a box of it, aligned. `check` compares its bytes with their hash: a flipped bit
-        gives wrong voxels more often than an error."""
+    def unpack(self, hashed: Set[Path], slices: Optional[Sequence[slice]] = None) -> np.ndarray:
+        """A .b2nd file's array, or a box of it, aligned. Unless its path is in `hashed`, its bytes
+        are compared with their hash: a flipped bit gives wrong voxels more often than an error."""
         content = np.empty(self.size_bytes, np.uint8)
         self._fill(content, 0)
-        if check and hashlib.sha256(content).hexdigest() != self.sha256:
+        if self.path not in hashed and hashlib.sha256(content).hexdigest() != self.sha256:
             raise self._damaged("other bytes than were written")
+        hashed.add(self.path)
         try:
             return decode_b2nd(content.tobytes(), slices, (self.shape, self.dtype))
         except ValueError as error:

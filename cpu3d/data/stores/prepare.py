@@ -238,10 +238,10 @@ def _refuse_other_content(
     store_dir: Path, old: Manifest, dataset: Dataset, fractions: Fractions, seed: int, verify: bool
 ) -> None:
     """Raise InputError, naming every difference, where this run would change the content of a finished store."""
-    files_of, recorded_as, differences = {files.case_id: files for files in dataset.cases}, defaultdict(set), []
+    files_of, recorded_as = {files.case_id: files for files in dataset.cases}, defaultdict(set)
     patients = {record.case_id: record.patient_id for record in old.cases}
-    for case_id in sorted(set(files_of) - {*patients, *read_quarantine(store_dir)}):
-        differences.append(f"case {case_id} is new in {dataset.folder}")
+    new = sorted(set(files_of) - {*patients, *read_quarantine(store_dir)})
+    differences = [f"case {case_id} is new in {dataset.folder}" for case_id in new]
     for record in old.cases:
         files = files_of.get(record.case_id)
         if files is None:
@@ -350,11 +350,11 @@ def convert_all(
             for files, outcome in results:
                 if isinstance(outcome, CaseRecord):
                     records[files.case_id] = outcome
+                elif outcome is KILLED:
+                    rule = f"case {files.case_id} must fit into memory, but its process was killed"
+                    problems[files.case_id] = [f"{rule}; use fewer --workers"]
                 else:
-                    killed = (
-                        f"case {files.case_id} must fit into memory, but its process was killed; use fewer --workers"
-                    )
-                    problems[files.case_id] = [killed] if outcome is KILLED else list(outcome)
+                    problems[files.case_id] = list(outcome)
                 advance()
     except (OSError, KeyboardInterrupt) as error:
         kept = f"{count(records, 'finished case')} kept in {store_dir}; run the same command again to continue"
