@@ -211,8 +211,8 @@ class _ArrayFile:
         return starts, length
 
     def unpack(self, hashed: Set[Path], slices: Optional[Sequence[slice]] = None) -> np.ndarray:
-        """A .b2nd file's array, or a box of it, aligned. Unless its path is in `hashed`, its bytes
-        are compared with their hash: a flipped bit gives wrong voxels more often than an error."""
+        """A .b2nd file's array, or a box of it, aligned. Its bytes are compared with their hash unless its path is in
+        `hashed`, to which it is added: a flipped bit gives wrong voxels more often than an error."""
         content = np.empty(self.size_bytes, np.uint8)
         self._fill(content, 0)
         if self.path not in hashed and hashlib.sha256(content).hexdigest() != self.sha256:

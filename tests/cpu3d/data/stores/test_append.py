@@ -124,5 +124,6 @@ def test_a_case_with_a_resection_cavity_does_not_join_a_store_without_that_regio
     done = append(tmp_path / "store", tmp_path / "more", workers=1, skip_bad=True)
     assert (done.new, done.bad) == (("BraTS-GLI-00006-100",), ("BraTS-GLI-00007-100",))
     assert verify(tmp_path / "store", workers=1) == ()
+    assert "RC" not in done.manifest.regions
     prepare(tmp_path / "more", tmp_path / "rc", fractions=(1, 0, 0), workers=1)
     assert append(tmp_path / "rc", tmp_path / "few", workers=1).manifest.regions["RC"] == (4,)

@@ -79,18 +79,6 @@ def test_a_voxel_of_exactly_the_mean_does_not_become_background(files):
     assert np.array_equal(case.image[..., 0] != 0, volume != 0)
 
 
-def test_all_problems_of_a_case_are_told_with_their_files(files, tiny_image, tiny_label):
-    sick = tiny_image(0).astype(np.float32)
-    sick[1, 1, 1], sick[2, 2, 2] = np.nan, np.inf
-    with pytest.raises(InputError) as error:
-        load_case(files(sick, np.zeros_like(sick), label=tiny_label(1, 9)), channels=("a", "b"), labels=LABELS)
-    finite, empty, codes = error.value.problems
-    assert "c_0.nii.gz must be finite, got 2 NaN" in finite
-    assert "c_1.nii.gz must not be empty" in empty
-    assert "c_seg.nii.gz must hold only the codes 0 background, 1 core" in codes
-    assert "got 9 (1 voxels)" in codes
-
-
 def test_a_case_has_a_file_for_each_channel_and_one_label_map(files, tiny_image):
     case = files(*map(tiny_image, range(2)), label=np.ones((6, 5, 4, 1), np.uint8))
     assert load_case(case, channels=("a", "b"), labels=LABELS).label.shape == (6, 5, 4)

@@ -230,17 +230,3 @@ def test_a_disk_that_gives_back_other_bytes_is_an_error_and_leaves_no_such_file(
     with pytest.raises(OSError, match="what was read back is not what was written, the disk may be failing"):
         prepare(dataset, tmp_path / "store", **THIRDS)
     assert not list((tmp_path / "store/cases").iterdir())
-
-
-def test_the_cavity_of_brats_2024_is_a_region_where_it_occurs(tmp_path, brats_case, write_nifti, tiny_label, capsys):
-    for folder, case_id in (("one", "BraTS-GLI-00006-100"), ("both", "BraTS-GLI-00006-100")):
-        brats_case(tmp_path / folder / case_id)
-    files = brats_case(tmp_path / "both/BraTS-GLI-00005-100")
-    write_nifti(files["seg"], tiny_label(1, 2, 3, 4))
-    for folder, extra in (("both", {"RC": (4,)}), ("one", {})):
-        manifest = prepare(tmp_path / folder, tmp_path / f"{folder}-store", **ALL)
-        assert manifest.regions == {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,), **extra}
-        assert (4 in manifest.labels) == bool(extra)
-        assert "4 resection cavity -> RC, where a label holds it" in capsys.readouterr().out
-        assert prepare(tmp_path / folder, tmp_path / f"{folder}-store", **ALL) == manifest
-        assert "finished and unchanged" in capsys.readouterr().out
