@@ -25,7 +25,7 @@ AUGMENT = AugmentConfig(flip=True, gain=0.2, offset=0.2)
 TURNED = AugmentConfig(rotation_deg=10, scaling=0.1)
 FORMATS = {"b2nd": ("b2nd", False), "cropped": ("npy", True), "cropped b2nd": ("b2nd", True)}
 
-# Golden: integers only, which every machine and version computes alike.
+
 GOLDEN_PATCHES, GOLDEN_VOLUMES = 311911526, 946245552
 
 
