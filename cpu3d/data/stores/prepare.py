@@ -139,9 +139,8 @@ def prepare(
     """Write the store of the data set in `dataset_dir`, print a summary and return its manifest.
 
     A finished case is not converted again while it and its sources are as recorded: by size and date, or by hash with
-    `verify`. A store is continued with its own `settings` only. `patients` is a table of the cases' patients, else
-    their names tell them. More than one worker means processes that import the calling script: guard its start with
-    `if __name__ == "__main__"`.
+    `verify`. A store is continued with its own `settings` only. `patients` is a table of the cases' patients. Several
+    workers are processes that import the calling script: guard its start with `if __name__ == "__main__"`.
 
     Raises InputError when cases are bad (the good ones are kept, the manifest is not written) unless `skip_bad`, for a
     bad data set or split, identical images in two splits, and a store of other content or settings; OSError when

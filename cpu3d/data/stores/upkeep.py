@@ -18,7 +18,15 @@ from cpu3d.data.records import CaseRecord, Manifest, remake
 from cpu3d.data.splits import TABLE, deal_cases, read_patients
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores import prepare
-from cpu3d.data.stores.layouts import CaseFiles, Dataset, labels_in_use, read_dataset, regions_of, with_label_map
+from cpu3d.data.stores.layouts import (
+    CaseFiles,
+    Dataset,
+    Problems,
+    labels_in_use,
+    read_dataset,
+    regions_of,
+    with_label_map,
+)
 from cpu3d.data.stores.prepare import PATIENTS_HELP, SKIP_BAD_HELP, WORKERS_HELP, split_sizes
 from cpu3d.data.stores.verify import read_quarantine, summarise, verify
 from cpu3d.errors import InputError, refuse
@@ -140,13 +148,8 @@ def append(
         finished = prepare.finished_cases(store_dir, new, dataset.folder, verify=True)
         records, problems = prepare.convert_all(new, dataset, store_dir, settings, workers, finished)
         problems.update((case_id, why) for case_id, why in dataset.problems.items() if case_id not in in_store)
-        for case_id, record in sorted(records.items()):
-            unknown = set(record.label_voxels) - set(old.labels)
-            if unknown:
-                other = ", ".join(f"{code} {dataset.labels[code]}" for code in sorted(unknown))
-                rule = f"label of case {case_id} must hold the store's codes alone, got {other}"
-                problems[case_id] = [f"{rule}; prepare a store of its own"]
-                del records[case_id]
+        problems.update(_other_codes(records, dataset, labels))
+        records = {case_id: record for case_id, record in records.items() if case_id not in problems}
         if not skip_bad:
             prepare.refuse_bad_cases(problems, "nothing was appended")
         manifest = _grown(store.manifest, records, dataset) if records else store.manifest
@@ -156,6 +159,18 @@ def append(
         still_out = {case_id: why for case_id, why in before.items() if case_id not in {*in_store, *records}}
         prepare.write_quarantine(store_dir, {**still_out, **problems})
     return Appended(manifest, *(tuple(sorted(ids)) for ids in (records, [one.case_id for one in known], problems)))
+
+
+def _other_codes(records: Dict[str, CaseRecord], dataset: Dataset, labels: Dict[int, str]) -> Problems:
+    """The problems of cases whose label has codes that the store does not have."""
+    problems = {}
+    for case_id, record in records.items():
+        codes = sorted(set(record.label_voxels) - set(labels))
+        if codes:
+            got = ", ".join(f"{code} {dataset.labels[code]}" for code in codes)
+            rule = f"label of case {case_id} must hold the store's codes alone, got {got}"
+            problems[case_id] = [f"{rule}; prepare a store of its own"]
+    return problems
 
 
 def _grown(old: Manifest, records: Dict[str, CaseRecord], dataset: Dataset) -> Manifest:
