@@ -19,7 +19,7 @@ from typing import Any, Dict, Iterable, Mapping, Sequence, Tuple, Union
 import numpy as np
 
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.records import SCHEMA, SPLITS, CaseRecord, Manifest, case_from_json, to_json
+from cpu3d.data.records import SCHEMA, SPLITS, CaseRecord, Manifest, case_from_json, split_hash, split_problems, to_json
 from cpu3d.data.region import EXTENTS, Region, Shape3, centred, is_integer, paste, require, round_up, whole
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import PARTIAL, atomic_write, write_json
@@ -70,7 +70,8 @@ class Store:
     """A store open for reading. Records are parsed and arrays are read on demand."""
 
     def __init__(self, folder: Path, manifest: Manifest):
-        self.folder, self.manifest = Path(folder), manifest
+        self.folder = Path(folder)
+        self.manifest = self._made = manifest
         self._reader = Reader(self.folder)
 
     def case(self, case_id: str) -> CaseRecord:
@@ -95,10 +96,18 @@ class Store:
         refuse(problem for record in records for problem in self._reader.problems(record))
 
     def with_split(self, split: Dict[str, Tuple[str, ...]]) -> "Store":
-        """A view of the store with another split of its cases."""
+        """A view of the store with another split of its cases; `check_split` of a view checks the store's own."""
         view = copy.copy(self)
         view.manifest = dataclasses.replace(self.manifest, split=split)
         return view
+
+    def check_split(self) -> None:
+        """Raise InputError where a patient or image is in two splits, or the split's hash is another."""
+        manifest = self._made
+        refuse(split_problems(manifest.split, manifest.cases))
+        got = split_hash(manifest.split, manifest.cases)
+        if got != manifest.split_hash:
+            raise InputError(f"split of store {self.folder} must have hash {manifest.split_hash}, got {got}; {ADVICE}")
 
     def _on_grid(self, case_id: str, part: str) -> np.ndarray:
         record = self.case(case_id)

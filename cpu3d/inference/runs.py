@@ -135,6 +135,7 @@ def store_of_run(config: RunConfig, given: Optional[Path] = None, *, way_out: st
     """
     try:
         store = open_store(given or config.store)
+        store.check_split()
         if store.manifest.split_hash != config.split_hash:
             raise InputError(
                 f"store {store.folder} must have the split {config.split_hash} that the run was trained with, got "

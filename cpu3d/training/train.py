@@ -80,6 +80,7 @@ def train(
     settings = settings or {}
     cluster = read_cluster(os.environ)
     store = open_store(store_folder)
+    store.check_split()
     place = (cluster.local_index, len(cluster.local_ranks))
     host = share_of(read_host(), place[1])
     gpus = HostGpus()

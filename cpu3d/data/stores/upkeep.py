@@ -141,6 +141,7 @@ def append(
     with locked(store_dir, "store"):
         remove_partials(store_dir, store_dir / "cases")
         store = open_store(store_dir)
+        store.check_split()
         in_store = {case_id for ids in store.manifest.split.values() for case_id in ids}
         known = [files for files in dataset.cases if files.case_id in in_store]
         new = [files for files in dataset.cases if files.case_id not in in_store]

@@ -3,14 +3,14 @@
 import functools
 from collections import Counter
 from pathlib import Path
-from typing import Any, List, Optional, Tuple, Union
+from typing import Any, List, Optional, Sequence, Tuple, Union
 
 import msgspec
 import numpy as np
 
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.files.reader import Reader, choose_read_mode, file_system, parts_of
-from cpu3d.data.records import CaseRecord, array_path, case_from_json, record_path
+from cpu3d.data.records import CaseRecord, Manifest, array_path, case_from_json, record_path
 from cpu3d.data.splits import describe_patients
 from cpu3d.data.store import Store, on_grid, open_store
 from cpu3d.data.stores.case import facts_of
@@ -101,17 +101,47 @@ def verify(store_dir: Union[str, Path], *, workers: Optional[int] = None) -> Tup
     """Compare a store's arrays with its records, case by case in processes, and return all problems.
 
     Of each file: length and SHA-256. Of the voxels, unpacked and on their whole grid: SHA-256, statistics, box, label
-    counts and centres. Of a case's own record: that it is the store's. Raises InputError as `open_store`, which
-    compares manifest and records with their SHA-256, and for a record that contradicts itself.
+    counts and centres. Of a case's own record: that it is the store's. Of the manifest: that it follows from the
+    records. Raises InputError as `open_store`, which compares manifest and records with their SHA-256, and for a record
+    that contradicts itself.
     """
     workers, store = worker_count(workers), open_store(store_dir)
-    records, problems = list(store.manifest.cases), []
+    records = list(store.manifest.cases)
+    problems = _manifest_problems(store.folder, store.manifest, records)
+    try:
+        store.check_split()
+    except InputError as error:
+        problems += error.problems
     with bar("verify", total=len(records)) as advance:
         for record, found in run_jobs(functools.partial(_case_problems, store.folder), records, workers):
             killed = f"case {record.case_id} must fit into memory, but its process was killed; use fewer --workers"
             problems += [killed] if found is KILLED else found
             advance()
     return tuple(problems)
+
+
+def _manifest_problems(folder: Path, manifest: Manifest, records: Sequence[CaseRecord]) -> List[str]:
+    """What in a manifest does not follow from its records, and what in the records is not in the manifest."""
+    follows = {
+        "largest_shape": tuple(map(max, zip(*(record.shape for record in records)))),
+        "largest_box": tuple(map(max, zip(*(record.box.size for record in records)))),
+        "unlabelled": tuple(record.case_id for record in records if not record.has_label),
+    }
+    problems = [
+        f"{name} in the manifest of {folder} must be {_short(value)}, got {_short(getattr(manifest, name))}; restore it"
+        for name, value in follows.items()
+        if tuple(getattr(manifest, name)) != value
+    ]
+    for name, codes in manifest.regions.items():
+        if not {*codes} <= {*manifest.labels}:
+            problems.append(f"region {name} of store {folder} must be of its labels, got {list(codes)}; {ADVICE}")
+    for record in records:
+        if record.channels != len(manifest.channels) or not {*record.label_voxels} <= {*manifest.labels}:
+            got = f"{record.channels} channels and codes {[*record.label_voxels]}"
+            problems.append(
+                f"record of case {record.case_id} must have the store's channels and codes, got {got}; {ADVICE}"
+            )
+    return problems
 
 
 def _case_problems(folder: Path, record: CaseRecord) -> List[str]:

@@ -69,3 +69,33 @@ def test_a_record_that_does_not_follow_from_its_voxels_is_told(store_in, name, v
     edit_records(store, lambda lines: lines[1].update({name: value}))
     (problem,) = verify(store, workers=1)
     assert f"{name} in the record of case BRATS_001 must follow from its voxels" in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("largest_box", [1] * 3, "largest_box in the manifest"),
+        ("unlabelled", ["nobody"], "unlabelled in the manifest"),
+        ("split_hash", "0" * 12, "must have hash 000000000000, got "),
+        ("regions", {"WT": [9]}, "region WT of store "),
+    ],
+)  # fmt: skip
+def test_a_manifest_that_does_not_follow_from_its_records_is_refused_though_sealed(store_in, name, value, problem):
+    store = store_in()
+    content = json.loads((store / "manifest.json").read_text())
+    write_json(store / "manifest.json", sealed({**content, name: value}))
+    (found,) = verify(store, workers=1)
+    assert problem in found
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"label_voxels": {"0": 117, "9": 3}}, "must have the store's channels and codes"),
+        ({"patient_id": "BRATS_000"}, "patient BRATS_000 must be in one split"),
+    ],
+)
+def test_a_record_that_contradicts_the_store_is_refused(store_in, changes, problem):
+    store = store_in()
+    edit_records(store, lambda lines: lines[1].update(changes))
+    assert problem in "\n".join(verify(store, workers=1))
