@@ -1,7 +1,7 @@
-"""Augmentation: how far it goes, and what is drawn for a sample, as plain numbers. `finish` applies them.
+"""Augmentation: its settings, and the numbers drawn for a sample, which finish.py applies.
 
-Intensity scales and shifts each channel's normalised values, which costs nothing: both fold into the normalisation.
-Rotation and scaling, off by default, are drawn in millimetres, so that a rotation is one on a grid of any spacing.
+Gain and offset fold into the normalisation and cost nothing. Rotation and scaling, off by default, are in millimetres,
+so that a rotation does not shear on a grid of unequal spacing.
 """
 
 import math
@@ -16,7 +16,7 @@ from memory_estimator.common.schema import option
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    """How far augmentation goes. All zero (and no flips) turns it off."""
+    """The settings of augmentation. All zero (and no flips) turns it off."""
 
     flip: bool = option(True, "no mirroring: where left and right differ", group="augmentation")
     """Mirror along X, Y and Z, each with probability 1/2."""
@@ -67,7 +67,7 @@ def draw(
     def within(limit: float) -> float:
         return (2 * next(units) - 1) * limit
 
-    # Every number is drawn whether it is used or not, so that one option does not shift the others' streams.
+    # Every number is always drawn, so that one option does not shift the others.
     flips = [next(units) < 0.5 and config.flip for _ in range(3)]
     about_z, about_x = (math.radians(within(config.rotation_deg)) for _ in range(2))
     zoom_xy, zoom_z = (1 + within(config.scaling) for _ in range(2))
@@ -80,10 +80,9 @@ def draw(
 
 
 def _inverse(angle_rad: float, zoom_first: float, zoom_second: float, ratio: float) -> Tuple[float, ...]:
-    """Rows of the 2x2 matrix from output to input that undoes a zoom after a turn, both in mm, as one of voxels.
+    """Rows of the 2x2 matrix, in voxels, from output to input that undoes a zoom after a turn, both in mm.
 
-    Their size along the second axis is `ratio` times that along the first. It is taken to six digits: a header's affine
-    gives 0.9999999 for 1, and 1 changes no bit.
+    `ratio` is a voxel's size along the second axis over the first, taken to six digits: a header may give 0.9999999.
     """
     cos, sin, ratio = math.cos(angle_rad), math.sin(angle_rad), float(f"{ratio:.6g}")
     return cos / zoom_first, sin / zoom_first * ratio, -sin / zoom_second / ratio, cos / zoom_second

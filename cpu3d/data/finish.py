@@ -1,9 +1,9 @@
-"""From stored voxels to what the network is fed: the part of the data path that may run anywhere, as TensorFlow ops.
+"""From stored voxels to the network's input, as TensorFlow ops that run anywhere.
 
-`raw` holds integers and a few drawn numbers, half the bytes of what it becomes: a GPU finishes within the `tf.function`
-of its step, a CPU in the dataset, in slabs that stay in the cache. Both give the same bits.
+A raw sample holds integers and a few drawn numbers, half the bytes of the result. A GPU finishes it within the
+`tf.function` of its step, a CPU in the dataset, in slabs that stay in the cache. Both give the same bits.
 
-raw["bits"]     (..., X, Y, Z, C) int16, `...` nothing or a batch: stored values, where raw["is_half"] bits of float16
+raw["bits"]     (..., X, Y, Z, C) int16, `...` nothing or a batch: stored values; with raw["is_half"] bits of float16
 raw["label"]    (..., X, Y, Z) uint8, label codes
 raw["is_half"]  (...) bool
 raw["scale"], raw["shift"]  (..., C) float32: normalisation and drawn intensity in one, value * scale + shift
@@ -21,19 +21,19 @@ from cpu3d.errors import InputError
 from models.config import DTYPES
 
 SLAB_VALUES = 1 << 19
-"""Values that are computed at a time on the way: 2 MiB of float32. A whole volume at once took twice as long."""
+"""Values computed at a time: 2 MiB of float32. A whole volume at once took twice as long."""
 
 
 @dataclass(frozen=True)
 class Finish:
-    """How raw samples are finished: everything that is the same for all of them."""
+    """What finishes raw samples: the settings that are the same for all of them."""
 
     codes: Tuple[Tuple[int, ...], ...]
     """Label codes of each region, in the order of the target's last axis."""
     dtype: str = "float32"
-    """Of the image. Everything before is computed in float32."""
+    """Of the image; it is computed in float32."""
     resamples: bool = False
-    """Whether to rotate and scale by raw["planes"]: not where nothing was drawn, as it is costly."""
+    """Whether to rotate and scale by raw["planes"], which is costly."""
 
     def __post_init__(self):
         if self.dtype not in DTYPES:
@@ -47,22 +47,22 @@ class Finish:
             image = resample(image, *planes, linear=True)
             label = resample(label[..., None], *planes, linear=False)[..., 0]
         image = flip(tf.cast(image, self.dtype), raw["flips"])
-        label = flip(tf.cast(label, tf.float32), raw["flips"])  # not every operation on uint8 has a GPU's kernel
+        label = flip(tf.cast(label, tf.float32), raw["flips"])  # some operations on uint8 have no GPU kernel
         inside = [tf.reduce_any([tf.equal(label, code) for code in codes], 0) for codes in self.codes]
         return image, tf.cast(tf.stack(inside, -1), tf.uint8)
 
     def from_box(self, box: Dict[str, Any]) -> Tuple[tf.Tensor, tf.Tensor]:
-        """One sample from a box of its case's arrays: the same as `self(padded(box))`, in a third of the time on a CPU.
+        """One sample from a box of its case's arrays: the bits of `self(padded(box))` in a third of the time on a CPU.
 
-        `box` is as a raw sample, but says what of its arrays to take: from box["start"] (3,) on box["size"] (3,) voxels
-        of the channels in the tuple box["channels"], with box["padding"] (3, 2) zeros around.
+        `box` is a raw sample with the part of its arrays to take: from box["start"] (3,) on box["size"] (3,) voxels of
+        the channels in the tuple box["channels"], with box["padding"] (3, 2) zeros around.
         """
         if self.resamples:
             return self(padded(box))
         return self._image_in_slabs(box), self._target_by_rows(box)
 
     def _image_in_slabs(self, box: Dict[str, Any]) -> tf.Tensor:
-        """Slabs of a few X planes, each finished before the next is begun, then put together along X."""
+        """Slabs of a few X planes, finished one after another and put together along X."""
         size, padding, flips, channels = box["size"], box["padding"], box["flips"], len(box["channels"])
         before, after = tf.unstack(tf.where(flips[0], padding[0, ::-1], padding[0]))
         across = tf.concat([[[0, 0]], padding[1:], [[0, 0]]], 0)
@@ -89,7 +89,7 @@ class Finish:
         return parts.write(count + 1, zeros(after)).concat()
 
     def _target_by_rows(self, box: Dict[str, Any]) -> tf.Tensor:
-        """Only rows along Z with a label in them are looked up: a tumour crosses one in ten."""
+        """The target, looked up in the rows along Z that have a label: a tumour crosses one in ten."""
         label = flip(tf.pad(tf.slice(box["label"], box["start"], box["size"]), box["padding"]), box["flips"])
         shape = tf.shape(label, tf.int64)
         rows = tf.reshape(label, (shape[0] * shape[1], shape[2]))
@@ -140,10 +140,8 @@ def _normalise(bits, is_half, scale, shift):
 
 
 def flip(volume, flips):
-    """Mirror a tensor (X, Y, Z, ...) along the axes whose entry in the boolean tensor `flips` (3,) is true.
-
-    With `flips` (B, 3) the tensor is a batch (B, X, Y, Z, ...), and each sample is mirrored as its row says.
-    """
+    """Mirror a tensor (X, Y, Z, ...) along the axes where the boolean tensor `flips` (3,) is true, or with (B, 3) each
+    sample of a batch (B, X, Y, Z, ...) by its row."""
     if flips.shape.rank == 1:
         axes = tf.boolean_mask(tf.range(3), flips)
         return tf.cond(tf.size(axes) > 0, lambda: tf.reverse(volume, axes), lambda: volume)
@@ -157,8 +155,7 @@ def resample(volume, plane_xy, plane_yz, *, linear: bool):
     """Turn and zoom a tensor (X, Y, Z, C) about its centre: first in the XY plane, then in the YZ plane.
 
     `plane_xy` and `plane_yz` are float tensors (4,), the rows of `planes`; with (B, 4) the tensor is a batch
-    (B, X, Y, Z, C). Linear interpolation for images, the nearest voxel for labels; what comes from outside is
-    zero. Two 2D passes of TensorFlow's own kernel, no 3D gather.
+    (B, X, Y, Z, C). Linear interpolation for images, the nearest voxel for labels; outside is zero.
     """
     whole, plane_xy, plane_yz = tf.shape(volume), tf.reshape(plane_xy, (-1, 4)), tf.reshape(plane_yz, (-1, 4))
     size_x, size_y, size_z, channels = tf.unstack(whole[-4:])

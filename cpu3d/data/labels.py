@@ -1,14 +1,13 @@
-"""Regions and label codes: a network answers in regions (WT, TC, ET), a file speaks in a data set's own codes.
+"""Regions and label codes: a network predicts regions (WT, TC, ET), a label file holds a data set's own codes.
 
-A region is a set of codes, and regions may be nested (ET within TC within WT). The way back needs only those sets:
+A region is a set of codes, and regions may be nested (ET within TC within WT). From regions to codes:
 
 - A region's *own codes* are the codes that no smaller region contains: 1 (oedema) for WT = {1, 2, 3} when TC = {2, 3}.
-- Regions are painted from the largest set of codes to the smallest, each with its smallest own code, so a later,
-  smaller one overrides. A region without a code of its own paints nothing: the smaller regions say it already.
-- A voxel in ET but outside TC and WT is painted as enhancing: the most specific answer is believed.
-- Regions of equal size (one per organ, say) compete: the highest probability wins, the first named one in a tie.
-- Several own codes cannot be told apart. A network that only knows WT writes 1 where it means "1, 2 or 3":
-  `code_meanings` says so, and whoever writes a label file puts that beside it.
+- Regions are painted from the largest set of codes to the smallest, each with its smallest own code, so that a smaller
+  region overrides. A region without a code of its own paints nothing.
+- Regions of equal size (one per organ, say) compete: the highest probability wins, the first named region in a tie.
+- Several own codes cannot be told apart. A network that only knows WT writes 1 for "1, 2 or 3"; `code_meanings` gives
+  the words for that.
 """
 
 from collections import defaultdict
@@ -29,7 +28,7 @@ def region_mask(label: np.ndarray, codes: Sequence[int]) -> np.ndarray:
 
 
 def own_codes(regions: Mapping[str, Sequence[int]]) -> Dict[str, Tuple[int, ...]]:
-    """For each region the codes that no smaller region contains, ascending; empty when smaller regions say it all."""
+    """For each region the codes that no smaller region contains, ascending; it may have none."""
     own = {}
     for name, codes in regions.items():
         smaller = [set(other) for other in regions.values() if len(set(other)) < len(set(codes))]
@@ -61,7 +60,7 @@ def label_from_regions(answers: np.ndarray, regions: Mapping[str, Sequence[int]]
 
 
 def paint_order(regions: Mapping[str, Sequence[int]]) -> List[List[Tuple[int, int]]]:
-    """What `label_from_regions` paints: (position of a region, its code) in groups that compete, the largest first."""
+    """(position of a region, its code) in the groups that compete, in the order that `label_from_regions` paints."""
     groups = defaultdict(list)
     for position, (name, own) in enumerate(own_codes(regions).items()):
         if own:
@@ -70,10 +69,9 @@ def paint_order(regions: Mapping[str, Sequence[int]]) -> List[List[Tuple[int, in
 
 
 def code_meanings(regions: Mapping[str, Sequence[int]], labels: Mapping[int, str]) -> Dict[int, str]:
-    """What each code that `label_from_regions` can write stands for, such as {1: "edema"}, background included.
+    """The meaning of each code that `label_from_regions` can write, such as {0: "background", 1: "edema"}.
 
-    `labels` are the data set's code -> name. A code that stands for several reads like
-    "WT (edema, non-enhancing tumor, enhancing tumour)": the network cannot tell these apart.
+    `labels` are the data set's code -> name. A code for several reads like "WT (edema, enhancing tumour)".
     """
     meanings = {0: labels.get(0, "background")}
     for name, codes in own_codes(regions).items():

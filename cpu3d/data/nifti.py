@@ -1,7 +1,7 @@
-"""NIfTI files: read one whole with its checksum checked, turn it to axes R A S and back, write one on a grid.
+"""NIfTI files: read with their checksum checked, turned to axes R A S and back, written on a grid.
 
-nibabel parses the header and knows the orientations. The bytes are read here, because nibabel stops at the last voxel
-and so never sees the CRC that gzip puts after it: a flipped bit then gives wrong voxels without an error.
+nibabel parses headers and knows orientations. The bytes are read here, because nibabel stops at the last voxel and
+never checks gzip's CRC behind it: a flipped bit then gives wrong voxels without an error.
 """
 
 import dataclasses
@@ -28,13 +28,11 @@ _FORMS = ["quatern_b", "quatern_c", "quatern_d", "qoffset_x", "qoffset_y", "qoff
 
 
 def read_volume(path: Union[str, Path]) -> Tuple[np.ndarray, Geometry]:
-    """Read the 3D or 4D volume in `path` as it lies there: `(X, Y, Z)` or `(X, Y, Z, C)` along the file's own axes.
+    """Read the volume in `path`: `(X, Y, Z)` or `(X, Y, Z, C)` along the file's own axes, and its grid.
 
-    The array is Fortran-ordered, read-only and in native byte order. It keeps the file's dtype where the header has no
-    scaling (slope 0, NaN or 1 with intercept 0); scaled it is float64, which keeps integral values integral.
-
-    Raises InputError for a file that is missing, truncated, damaged or no NIfTI-1 or -2 in one file, for voxels that
-    are not plain numbers (RGB, complex), neither three nor four axes, and an affine without an inverse.
+    The array is Fortran-ordered, read-only, in native byte order, of the file's dtype where the header has no scaling
+    (slope 0, NaN or 1 with intercept 0), else float64. Raises InputError for a file that is missing, damaged or no
+    single NIfTI-1 or -2 file, voxels that are not real numbers, other numbers of axes, and a singular affine.
     """
     path = Path(path)
     content = _read_bytes(path)
@@ -73,7 +71,7 @@ def ras_to_file(geometry: Geometry) -> np.ndarray:
 
 
 def is_placed(geometry: Geometry) -> bool:
-    """Whether the file says how the patient lies. Where its sform and qform codes are 0 axes and mm are guesses."""
+    """Whether the file gives the patient's position: with sform and qform codes of 0, axes and mm are guesses."""
     return bool(geometry.sform_code or geometry.qform_code)
 
 
@@ -89,10 +87,8 @@ def ras_spacing_mm(geometry: Geometry) -> Tuple[float, float, float]:
 
 
 def write_label(path: Union[str, Path], label_ras: np.ndarray, geometry: Geometry) -> None:
-    """Write a label map `(X, Y, Z)` given in axes R A S as uint8 NIfTI on the source's own grid.
-
-    Shape, axes, sform and qform with their codes are those of `geometry`. Codes must be integers from 0 to 255.
-    """
+    """Write a label map `(X, Y, Z)` in axes R A S as uint8 NIfTI on the grid of `geometry`, with its sform and qform.
+    Codes must be integers from 0 to 255."""
     label = label_ras.astype(np.uint8)
     if label.ndim != 3 or not np.array_equal(label, label_ras):
         raise ValueError(f"label must be 3D with integers 0..255, got {label_ras.ndim}D of {label_ras.dtype}")
@@ -100,10 +96,10 @@ def write_label(path: Union[str, Path], label_ras: np.ndarray, geometry: Geometr
 
 
 def write_volume(path: Union[str, Path], volume_ras: np.ndarray, geometry: Geometry, *, compression: int = 6) -> None:
-    """Write `(X, Y, Z)` or `(X, Y, Z, C)` given in axes R A S, in its own dtype, on the grid of `geometry`, atomically.
+    """Write `(X, Y, Z)` or `(X, Y, Z, C)` in axes R A S, in its own dtype, on the grid of `geometry`, atomically.
 
-    The same input gives the same bytes. `compression` is gzip's level: 1 takes a third of the time for noisy images.
-    Raises InputError for another ending than .nii.gz or .nii.
+    The same input gives the same bytes. `compression` is gzip's level. Raises InputError for another ending than
+    .nii.gz or .nii.
     """
     path = Path(path)
     if not path.name.endswith(EXTENSIONS):
@@ -128,7 +124,7 @@ def write_volume(path: Union[str, Path], volume_ras: np.ndarray, geometry: Geome
 
 
 def _read_bytes(path: Path) -> bytes:
-    """All of a file, unpacked where it is gzip by content: to the end, so that its CRC and length are checked."""
+    """All of a file, unpacked where it is gzip by content; its CRC and length are checked."""
     try:
         content = read_regular(path)
         return gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
@@ -139,8 +135,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _parse_header(path: Path, content: bytes):
-    """The NIfTI-1 or -2 header, known by its size field in either byte order, and shape, dtype, offset and
-    (slope, intercept) of the voxels, checked."""
+    """The NIfTI-1 or -2 header, and shape, dtype, offset and (slope, intercept) of the voxels, checked."""
     kind = nibabel.Nifti2Header if content[:4] in (b"\x1c\x02\0\0", b"\0\0\x02\x1c") else nibabel.Nifti1Header
     try:
         header = kind.from_fileobj(io.BytesIO(content), check=True)
@@ -148,7 +143,7 @@ def _parse_header(path: Path, content: bytes):
         shape = tuple(int(n) for n in header.get_data_shape())
         dtype, offset = header.get_data_dtype(), int(header.get_data_offset())
         slope, inter = header.get_slope_inter()
-    except Exception as error:  # nibabel raises its own errors, numpy's and struct's for bytes that are no header
+    except Exception as error:  # nibabel's own, numpy's and struct's, for bytes that are no header
         reason = str(error).strip() or type(error).__name__
         raise InputError(f"{path} must be a NIfTI file, got {reason}; convert it to .nii.gz") from None
     rules = (
@@ -165,11 +160,11 @@ def _parse_header(path: Path, content: bytes):
 def _geometry(path: Path, header: nibabel.Nifti1Header, shape: Tuple[int, int, int]) -> Geometry:
     try:
         affine = np.asarray(header.get_best_affine(), np.float64)
-    except Exception as error:  # as above: an impossible quaternion is a bare ValueError
-        raise InputError(f"{path} must have a valid qform, got {error}; mend its header") from None
+    except Exception as error:  # as above
+        raise InputError(f"{path} must have a valid qform, got {error}; correct its header") from None
     axes = orientations.aff2axcodes(affine) if np.isfinite(affine).all() else (None,)
     if None in axes or abs(np.linalg.det(affine[:3, :3])) < 1e-9:
-        raise InputError(f"{path} must have an invertible affine, got {affine.tolist()}; mend its header")
+        raise InputError(f"{path} must have an invertible affine, got {affine.tolist()}; correct its header")
     codes = int(header["sform_code"]), int(header["qform_code"])
     geometry = Geometry(shape, tuple(map(tuple, affine.tolist())), "".join(axes), *codes)
     forms = _forms(header)
@@ -179,14 +174,14 @@ def _geometry(path: Path, header: nibabel.Nifti1Header, shape: Tuple[int, int, i
 
 
 def _in_ras_order(geometry: Geometry, values) -> tuple:
-    """Values given along the source's axes, put in the order R, A, S."""
+    """Values along the source's axes in the order R, A, S."""
     return tuple(values[axis] for axis in np.argsort(orientations.axcodes2ornt(geometry.axes)[:, 0]))
 
 
 def _forms(header: nibabel.Nifti1Header) -> Tuple[float, ...]:
-    """The numbers of `Geometry.forms`, in the float32 of NIfTI-1, which is what is written."""
+    """The numbers of `Geometry.forms`, in the float32 of NIfTI-1."""
     parts = [header["pixdim"][:4], *(np.ravel(header[name]) for name in _FORMS)]
-    with np.errstate(all="ignore"):  # beyond float32 is infinite, which is looked for
+    with np.errstate(all="ignore"):  # beyond float32 is infinite, which the caller looks for
         return tuple(np.concatenate(parts).astype(np.float32).tolist())
 
 

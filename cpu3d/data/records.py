@@ -1,4 +1,4 @@
-"""What a store knows of its cases, as frozen records, and their way into JSON and back."""
+"""The records of a store and its cases, and their JSON."""
 
 import dataclasses
 import hashlib
@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Dict, List, Literal, Mapping, Sequence, Tuple, Union
+from typing import Annotated, Any, Dict, Iterable, List, Literal, Mapping, Sequence, Tuple, Union
 
 import msgspec
 import numpy as np
@@ -16,24 +16,24 @@ from cpu3d.data.region import Region, Shape3
 from cpu3d.errors import refuse
 
 SCHEMA = 2
-"""Version of the store's layout and of its records. A store of another version is refused, never guessed at."""
+"""Version of the store's layout and records. A store of another version is refused."""
 
 SPLITS = ("train", "val", "test")
 
 CENTRES = 32
-"""Voxels of each label code that a record keeps: enough, as a patch is shifted around its centre."""
+"""Most voxels of each label code in a record; patches are shifted around them."""
 
 Count = Annotated[int, Meta(ge=0)]
 Code = Annotated[int, Meta(ge=0, le=255)]
 Positive = Annotated[float, Meta(gt=0)]
 BareName = Annotated[str, Meta(pattern=r"\A(?!\.{0,2}\Z)[^/\0]*\Z")]
-"""A file of this name lies in the folder that it is looked for in."""
+"""The name of a file without a folder."""
 Row = Tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The grid a case came in, along its own axes: what it takes to write a prediction on top of its source."""
+    """The grid of a case's source, along its own axes; predictions are written on it."""
 
     shape: Shape3
     affine: Tuple[Row, Row, Row, Row]
@@ -43,8 +43,8 @@ class Geometry:
     sform_code: Count
     qform_code: Count
     forms: Tuple[float, ...] = ()
-    """pixdim[0:4], quatern_b to _d, qoffset_x to _z and srow_x to _z of the NIfTI header. Empty where they say what
-    `affine` says."""
+    """pixdim[0:4], quatern_b to _d, qoffset_x to _z and srow_x to _z of the NIfTI header. Empty where they follow from
+    `affine`."""
 
 
 @dataclass(frozen=True)
@@ -87,15 +87,15 @@ class CaseRecord:
     geometry: Geometry
     sources: Tuple[SourceFile, ...]
     stem: BareName
-    """Name of the arrays' files up to the first dot. Entries may share arrays."""
+    """Name of the arrays' files up to the first dot."""
     format: Literal["", "npy", "b2nd"]
-    """How the arrays lie in their files; "" for a case that is in no store."""
+    """Of the arrays' files; "" for a case that is in no store."""
     stored: Region
     """The part of the grid that the arrays hold. Outside it, image and label are 0."""
     image_bytes: Count
     image_sha256: str
     image_voxels_sha256: str
-    """Of the whole grid's voxels with dtype and shape: the same in every format, cropped or not."""
+    """Of dtype, shape and voxels of the whole grid: the same in every format, cropped or not."""
     label_bytes: Count
     label_sha256: str
     label_voxels_sha256: str
@@ -109,19 +109,9 @@ class CaseRecord:
         return len(self.channel_mean)
 
 
-class RecordHead(msgspec.Struct, frozen=True):
-    """What of a record the split, its hash and the sharing of arrays need."""
-
-    case_id: str
-    patient_id: str
-    stem: str
-    image_voxels_sha256: str
-    label_voxels_sha256: str
-
-
 @dataclass(frozen=True)
 class Manifest:
-    """What a store holds. A store changes only by getting new cases; what it had stays."""
+    """What a store holds. A store changes only by getting new cases."""
 
     name: str
     layout: str
@@ -132,10 +122,10 @@ class Manifest:
     regions: Dict[str, Tuple[int, ...]]
     """Region -> its label codes, such as {"WT": (1, 2, 3)}; the order is the order of outputs."""
     split: Dict[str, Tuple[str, ...]]
-    """"train", "val", "test" -> case ids, sorted. Every case is in one, and stays there."""
+    """"train", "val", "test" -> case ids, sorted. Every case is in one of them, and stays there."""
     split_seed: int
     split_hash: str
-    """Twelve hex digits that change whenever a case moves between, into or out of the splits, or its voxels change."""
+    """Twelve hex digits of which case with which voxels is in which split."""
     largest_shape: Shape3
     """Of the cases' grids, axis by axis."""
     largest_box: Shape3
@@ -144,23 +134,14 @@ class Manifest:
     """Sorted by case id; those of a store are parsed when they are asked for."""
     versions: Dict[str, str]
     patient_rules: Dict[str, int] = field(default_factory=dict)
-    """How patients are known -> of how many cases; those that came before it was kept are in none."""
+    """How patients are known -> of how many cases. Cases of stores older than this field are not counted."""
     schema: int = SCHEMA
 
 
 def make_manifest(*, split: Mapping[str, Sequence[str]], cases: Sequence[CaseRecord], **fields: Any) -> Manifest:
-    """The manifest of `cases`, with what follows from them worked out; there must be at least one.
-
-    Raises InputError as `split_problems` says, and for records that contradict themselves.
-    """
+    """The manifest of `cases`, at least one, and `split`. Raises InputError for the lines of `split_problems`."""
     cases = tuple(sorted(cases, key=lambda case: case.case_id))
-    problems = []
-    for case in cases:
-        try:
-            case_from_json(msgspec.json.encode(case))
-        except ValueError as error:
-            problems.append(f"record of case {case.case_id} must be one, got {error}; make the case anew")
-    refuse([*problems, *split_problems(split, cases)])
+    refuse(split_problems(split, cases))
     return Manifest(
         split={name: tuple(sorted(split[name])) for name in SPLITS},
         split_hash=split_hash(split, cases),
@@ -173,43 +154,42 @@ def make_manifest(*, split: Mapping[str, Sequence[str]], cases: Sequence[CaseRec
 
 
 def remake(manifest: Manifest, **changes: Any) -> Manifest:
-    """The manifest with other cases or another split, and what follows from them worked out anew."""
+    """The manifest with other cases or another split, and the fields that follow from them."""
     follows = ("split_hash", "largest_shape", "largest_box", "unlabelled", "schema")
     kept = {one.name: getattr(manifest, one.name) for one in dataclasses.fields(Manifest) if one.name not in follows}
     return make_manifest(**{**kept, **changes})
 
 
-def split_hash(split: Mapping[str, Sequence[str]], cases: Sequence[Union[CaseRecord, RecordHead]]) -> str:
+def split_hash(split: Mapping[str, Sequence[str]], cases: Iterable[CaseRecord]) -> str:
     """Twelve hex digits of which case with which voxels is in which split."""
     content = {case.case_id: (case.image_voxels_sha256, case.label_voxels_sha256) for case in cases}
     listed = {name: [(case_id, content.get(case_id)) for case_id in sorted(split[name])] for name in SPLITS}
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:12]
 
 
-def split_problems(split: Mapping[str, Sequence[str]], cases: Sequence[Union[CaseRecord, RecordHead]]) -> List[str]:
-    """A line for each patient, and each image, in more than one split: it would be scored on what was trained on."""
-    places, patients, images = defaultdict(list), defaultdict(dict), defaultdict(dict)
-    for name in SPLITS:
-        for case_id in split[name]:
-            places[case_id].append(name)
+def split_problems(split: Mapping[str, Sequence[str]], cases: Iterable[CaseRecord]) -> List[str]:
+    """A line for each patient and each image in more than one split: it would be trained on and scored."""
+    split_of = {case_id: name for name in SPLITS for case_id in split[name]}
+    patients, images = defaultdict(dict), defaultdict(dict)
     for case in cases:
-        for name in places[case.case_id]:
-            patients[case.patient_id][name] = images[case.image_voxels_sha256][name] = case
+        if case.case_id in split_of:
+            entry, name = (case.case_id, case.patient_id), split_of[case.case_id]
+            patients[case.patient_id][name] = images[case.image_voxels_sha256][name] = entry
     problems = [
         f"patient {patient} must be in one split, got {' and '.join(places)}; keep its cases together"
         for patient, places in sorted(patients.items())
         if len(places) > 1
     ]
     for _, places in sorted(images.items()):
-        if len({case.patient_id for case in places.values()}) > 1:
-            names = " and ".join(f"{case.case_id} ({name})" for name, case in places.items())
+        if len({patient_id for _, patient_id in places.values()}) > 1:
+            names = " and ".join(f"{case_id} ({name})" for name, (case_id, _) in places.items())
             advice = "leave all but one out, or `prepare` with --patients FILE that gives them one patient"
             problems.append(f"image of cases {names} must be in one split, got identical voxels; {advice}")
     return problems
 
 
 def centres_of(label: np.ndarray) -> Dict[int, Tuple[Shape3, ...]]:
-    """Up to `CENTRES` voxels of each code but 0 of a label map (X, Y, Z): the middle ones of even steps in C order."""
+    """Up to `CENTRES` voxels of each code but 0 of a label map (X, Y, Z), at even steps in C order."""
     flat, centres = label.reshape(-1), {}
     inside = np.flatnonzero(flat)
     codes = flat[inside]
@@ -228,7 +208,7 @@ def array_path(folder: Path, record: CaseRecord, part: str) -> Path:
 
 
 def record_path(folder: Path, case_id: str) -> Path:
-    """The file of a case's own record, from which an unfinished store goes on."""
+    """The file of a case's own record, with which an unfinished store is continued."""
     return Path(folder) / "cases" / f"{case_id}.json"
 
 
@@ -240,7 +220,7 @@ def to_json(record: Union[Manifest, CaseRecord]) -> Dict[str, Any]:
 
 
 def case_from_json(content: bytes) -> CaseRecord:
-    """The record that JSON is. Raises ValueError where it is none, or contradicts itself without a look at voxels."""
+    """The record in JSON. Raises ValueError for other content and for a record that contradicts itself."""
     try:
         record = msgspec.json.decode(content, type=CaseRecord)
     except (msgspec.MsgspecError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Boxes in a volume: cropping, padding and the way back, and how much of a case the network sees of it."""
+"""Boxes in a volume: cropping, padding and the way back."""
 
 import math
 import numbers
@@ -12,7 +12,7 @@ from cpu3d.errors import refuse
 Shape3 = Tuple[int, int, int]
 
 EXTENTS = ("brain", "full")
-"""How much of a case the network sees: its brain's box or its whole grid. Lossless either way, never downsampled."""
+"""What the network sees of a case: its brain's box or its whole grid."""
 
 
 def require(*rules: Tuple[str, str, Any, bool]) -> None:
@@ -27,7 +27,7 @@ def is_integer(value: Any, at_least: float = -math.inf) -> bool:
 
 @dataclass(frozen=True)
 class Region:
-    """A box of voxels along X, Y, Z. It may reach out of the volume: what is outside reads as zero."""
+    """A box of voxels along X, Y, Z. Voxels outside the volume are zero."""
 
     start: Shape3
     size: Shape3
@@ -52,7 +52,7 @@ class Region:
         return tuple((p.start - a, b - p.stop) if p.stop > p.start else (0, b - a) for p, a, b in ends)
 
     def overlap(self, other: "Region") -> Optional["Region"]:
-        """What this box and another have in common; None where they do not meet."""
+        """The common box of this and another; None where they do not meet."""
         start = tuple(map(max, self.start, other.start))
         size = tuple(b - a for a, b in zip(start, map(min, self.stop, other.stop)))
         return Region(start, size) if min(size) > 0 else None

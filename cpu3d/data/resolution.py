@@ -1,8 +1,7 @@
-"""Training at a share of the store's resolution: what the network sees of a volume, and the way back to the full grid.
+"""Training at a share of the store's resolution: averaging a volume, and interpolating predictions back.
 
-Network voxel j of an axis is centred at store voxel (j + 1/2) / resolution - 1/2, so n of them cover n / resolution
-store voxels, and nothing drifts along a volume. Seeing averages, so that nothing folds over; answers are interpolated
-linearly.
+Network voxel j of an axis is centred at store voxel (j + 1/2) / resolution - 1/2: n of them cover n / resolution store
+voxels.
 """
 
 import math
@@ -13,16 +12,16 @@ import numpy as np
 from cpu3d.data.region import Shape3, round_up
 
 TIE = 1e-4
-"""Rounding that a mean of a mask may be off: one that is a half counts as one on every engine."""
+"""Rounding error of a mask's mean: a mean of 1/2 counts as inside on every engine."""
 
 
 def network_grid(grid: Shape3, resolution: float, divisor: int) -> Shape3:
-    """Voxels X, Y, Z in which the network sees an extent of `grid`: all of it, rounded up to the network's divisor."""
+    """The network's voxels X, Y, Z for an extent of `grid`, rounded up to the network's divisor."""
     return round_up(tuple(max(_ceil(n * resolution), 1) for n in grid), divisor)
 
 
 def field_of(seen: Shape3, resolution: float, at_least: Shape3 = (1, 1, 1)) -> Shape3:
-    """Store voxels X, Y, Z, `at_least` so many, that `seen` network voxels cover; those covered in part among them."""
+    """Store voxels X, Y, Z, at least `at_least`, that `seen` network voxels cover in full or in part."""
     return tuple(max(_ceil(n / resolution), least) for n, least in zip(seen, at_least))
 
 
@@ -30,7 +29,7 @@ def shrinking(seen: int, field: int, resolution: float) -> np.ndarray:
     """(seen, field) float32: the weights with which one axis of store voxels becomes network voxels; rows sum to 1.
 
     A network voxel is the mean, over 1 / resolution - 1 voxels around its centre, of the linear interpolation between
-    store voxels: at 1/2 of pairs, at 1/3 of three by 1/4, 1/2, 1/4. Ramps stay ramps; area weights shift one at 3/4.
+    store voxels: at 1/2 the mean of two, at 1/3 of three by 1/4, 1/2, 1/4. Ramps stay ramps.
     """
 
     def integral(at: np.ndarray) -> np.ndarray:  # of max(1 - |x|, 0) from -infinity to `at`
@@ -50,7 +49,7 @@ def growing(field: int, seen: int, resolution: float) -> np.ndarray:
 
 
 class Resizing:
-    """Between the store voxels of a field and the fewer voxels that the network sees of it: a resolution below 1."""
+    """Between the store voxels of a field and the network's fewer voxels, for a resolution below 1."""
 
     def __init__(self, seen: Shape3, resolution: float, at_least: Shape3 = (1, 1, 1)):
         self.seen: Shape3 = tuple(seen)
@@ -65,7 +64,7 @@ class Resizing:
         return _along(image, self._down, (1, 2, 3), image.dtype)
 
     def shrink_pair(self, image, target) -> Tuple:
-        """`shrink`, and with it a target (N, X, Y, Z, R) uint8 of masks: 1 where half a voxel's mean or more is."""
+        """`shrink` of an image and of a target (N, X, Y, Z, R) uint8 of masks: 1 where the mean is at least 1/2."""
         import tensorflow as tf
 
         means = _along(target, self._down, (1, 2, 3), tf.float32)
@@ -73,17 +72,17 @@ class Resizing:
 
     def grow(self, logits):
         """Logits (N, x, y, z, R) of the network -> float32 (N, X, Y, Z, R) of the field."""
-        return _along(logits, self._up, (3, 2, 1), "float32")  # the axis that is one flat product while there is least
+        return _along(logits, self._up, (3, 2, 1), "float32")  # Z first, while there is least
 
 
 def resizing_for(grid: Shape3, resolution: float, divisor: int, at_least: Optional[Shape3] = None) -> Resizing:
-    """The resizing that lets the network see an extent of `grid`, in no fewer network voxels than `at_least`."""
+    """The resizing of an extent of `grid`, to at least `at_least` network voxels."""
     seen = network_grid(grid, resolution, divisor)
     return Resizing(tuple(map(max, seen, at_least or seen)), resolution, grid)
 
 
 def _ceil(length: float) -> int:
-    """Up to the next whole number, but not for a rounding error: 0.7 * 10 is 7."""
+    """The next whole number, but for a rounding error: 7 for 0.7 * 10."""
     return math.ceil(length - 1e-9)
 
 
@@ -94,7 +93,7 @@ def _along(volume, matrices, axes: Tuple[int, ...], dtype):
     volume = tf.cast(volume, tf.float32)
     for axis in axes:
         matrix, sizes = matrices[axis - 1], volume.shape.as_list()
-        if axis == 3:  # with the channels at once: products of rows as short as they would take ten times as long
+        if axis == 3:  # all channels at once: products of short rows take ten times as long
             both = np.kron(matrix.T, np.eye(sizes[4], dtype=np.float32))
             volume = tf.reshape(volume, (-1, sizes[3] * sizes[4])) @ both
         else:

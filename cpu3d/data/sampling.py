@@ -1,10 +1,10 @@
-"""Which case, and which patch of it, comes at which position of a run, and whose sample it is. No TensorFlow.
+"""Which case, and which patch of it, comes at which position of a run, and which worker takes it. No TensorFlow.
 
-Everything random about a training sample is a pure function of (seed, position), so that a restart is one integer. The
-generator is SplitMix64 (Steele, Lea, Flood 2014), written out because NumPy's streams may change between versions.
+Everything random about a sample is a pure function of (seed, position), so that a restart needs one integer. The
+generator is SplitMix64 (Steele, Lea, Flood 2014), as NumPy's streams may change between versions.
 
-Several workers deal the positions out among them: the order depends on the batch and never on the workers. Step s takes
-the positions s * batch up to (s + 1) * batch in contiguous blocks, in the order of the ranks:
+The order of samples depends on the batch and never on the workers. Step s takes the positions s * batch up to
+(s + 1) * batch in contiguous blocks, in the order of the ranks:
 
     batch 6     step 0              step 1
     2 workers   0  0  0  1  1  1    0  0  0  1  1  1
@@ -16,7 +16,9 @@ import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Iterator, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
 
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import EXTENTS, Region, Shape3, centred, is_integer, require, whole
@@ -27,13 +29,13 @@ MASK = 2**64 - 1
 SAMPLINGS = ("random", "foreground", "grid", "centre")
 
 OVERLAP = 0.5
-"""Of the patches of a grid, and of the windows that a network slides, by default: nnU-Net's."""
+"""Default overlap of a grid's patches and of sliding windows, as a share of a patch: nnU-Net's."""
 
 # --- Volumes ---
 
 
 class Sample(NamedTuple):
-    """What is drawn at a position of the run: in which pass over the cases, which of them, where a patch is."""
+    """What is drawn at a position: the pass over the cases, the index of the case, and the place of a patch."""
 
     position: int
     epoch: int
@@ -42,19 +44,14 @@ class Sample(NamedTuple):
 
 
 def sample_at(position: int, *, cases: int, seed: int, shuffle: bool = True) -> Sample:
-    """The sample at `position` of an endless stream over `cases` cases: every epoch holds each case once.
-
-    Raises ValueError for a negative position or no cases.
-    """
-    if position < 0 or cases < 1:
-        raise ValueError(f"position must be >= 0 and cases >= 1, got position {position} of {cases} cases")
+    """The sample at `position` of an endless stream over `cases` cases: every epoch holds each case once."""
     epoch, place = divmod(position, cases)
     return Sample(position, epoch, permutation(cases, seed=seed, epoch=epoch)[place] if shuffle else place)
 
 
 @lru_cache(maxsize=4)
 def permutation(count: int, *, seed: int, epoch: int) -> Tuple[int, ...]:
-    """0 .. count - 1 in the order of one epoch: Fisher-Yates, the same on every machine."""
+    """0 .. count - 1 in the order of one epoch, by Fisher-Yates."""
     order = list(range(count))
     words = random_words(seed, epoch, 0x6F72646572)
     for last in range(count - 1, 0, -1):
@@ -64,7 +61,7 @@ def permutation(count: int, *, seed: int, epoch: int) -> Tuple[int, ...]:
 
 
 def random_words(*key: int) -> Iterator[int]:
-    """An endless stream of 64-bit words that depends on every integer of `key` and nothing else."""
+    """An endless stream of 64-bit words, a function of the integers of `key`."""
     state = 0
     for part in key:
         state = _mix((state ^ (int(part) & MASK)) + 0x9E3779B97F4A7C15 & MASK)
@@ -91,14 +88,14 @@ class PatchSampling:
     """ "random": anywhere in the case's extent. "foreground": a share of them around labelled voxels, the others
     random. "grid": one after another until the extent is covered. "centre": the one around the extent's middle."""
     foreground: float = 1 / 3
-    """With "foreground": share of patches around labelled voxels, 0 to 1; nnU-Net's and that of MONAI's examples."""
+    """With "foreground": share of patches around labelled voxels, 0 to 1; nnU-Net's."""
     codes: Tuple[Tuple[int, ...], ...] = ()
-    """With "foreground": label codes of each region to be found."""
+    """With "foreground": label codes of each region."""
     overlap: float = OVERLAP
-    """With "grid": least share of a patch that the next one along an axis covers again, 0 or more and below 1."""
+    """With "grid": least share of a patch that the next one along an axis covers again, in [0, 1)."""
     extent: str = "brain"
     grid: Shape3 = (1, 1, 1)
-    """With "grid": the common size of all cases' extents, so that each has equally many patches."""
+    """With "grid": the common size of all cases' extents."""
     seed: int = 0
     shuffle: bool = True
     """Whether cases come in another order every epoch. The patches of a grid stay together and in order."""
@@ -124,7 +121,7 @@ def patch_at(position: int, sampling: PatchSampling, records: Sequence[CaseRecor
     """The patch at `position` of an endless stream over `records`: an epoch takes `per_case` patches of each.
 
     With "foreground", any number of successive positions has its share of foreground patches, to the nearest one; a
-    case without the regions gives a random patch. Raises ValueError for a negative position or no records.
+    case without the regions gives a random patch.
     """
     visit, place = divmod(position, sampling.per_case)
     drawn = sample_at(visit, cases=len(records), seed=sampling.seed, shuffle=sampling.shuffle)
@@ -141,8 +138,7 @@ def patch_at(position: int, sampling: PatchSampling, records: Sequence[CaseRecor
 def grid_starts(size: Shape3, patch: Shape3, overlap: float) -> Tuple[Tuple[int, ...], ...]:
     """First voxels, along X, Y and Z, of the fewest evenly spread patches that cover `size` with at least `overlap`.
 
-    The first patch begins where the volume begins and the last ends where it ends. An axis that is no longer than the
-    patch takes one patch, which lies around it.
+    The first and the last patch end with the volume. An axis no longer than the patch takes one patch around it.
     """
 
     def along(n: int, want: int) -> Tuple[int, ...]:
@@ -160,25 +156,60 @@ def patch_grid(region: Region, patch: Shape3, overlap: float) -> Tuple[Region, .
     return tuple(Region(tuple(a + b for a, b in zip(region.start, offset)), tuple(patch)) for offset in offsets)
 
 
+# --- Sliding a network over a volume ---
+
+SIGMA_SHARE = 1 / 8
+"""Standard deviation of a tile's weights in sizes of the patch, as in nnU-Net (Isensee et al. 2021) and MONAI."""
+
+
+def sliding_window(network: Callable[[Any], Any], image: Any, patch: Shape3, overlap: float = OVERLAP) -> np.ndarray:
+    """Logits float32 (X, Y, Z, R) of `image` (1, X, Y, Z, C), an array or tensor no smaller than `patch` on any axis.
+
+    `network` takes a tile (1, *patch, C) and gives its logits (1, *patch, R). Tiles are those of `patch_grid`. Their
+    logits are averaged by Gaussian weights, as a tile's border has seen the least around it. The mean is a running one:
+    where all tiles agree the result is their logits to the bit. Raises ValueError for an image smaller than the patch.
+    """
+    shape = tuple(int(n) for n in image.shape[1:4])
+    if any(n < want for n, want in zip(shape, patch)):
+        raise ValueError(f"image must be at least as large as the patch {tuple(patch)}, got {shape}; pad it")
+    weight = gaussian(patch)
+    weights = np.zeros(shape, np.float32)
+    mean = None
+    for tile in patch_grid(whole(shape), patch, overlap):
+        here = tile.slices(shape)
+        answer = np.array(network(image[(slice(None), *here)]), np.float32)[0]
+        if mean is None:
+            mean = np.zeros((*shape, answer.shape[-1]), np.float32)
+        weights[here] += weight
+        answer -= mean[here]
+        answer *= (weight / weights[here])[..., None]
+        mean[here] += answer
+    return mean
+
+
+def gaussian(patch: Shape3) -> np.ndarray:
+    """Weights float32 (X, Y, Z) of a tile's voxels: 1 in the middle, positive everywhere."""
+    axes = [np.exp(-0.5 * ((np.arange(n) - (n - 1) / 2) / (n * SIGMA_SHARE)) ** 2) for n in patch]
+    return np.einsum("x,y,z->xyz", *axes).astype(np.float32)
+
+
 # --- Shares of several workers ---
 
 
 @dataclass(frozen=True)
 class Share:
-    """The samples of one worker. A sample's index counts this worker's own, from the run's first step on."""
+    """The samples of one worker. Their indices count this worker's own samples from the run's first step on."""
 
     rank: int = 0
     workers: int = 1
-    """Of the run, on all hosts."""
     batch: int = 0
-    """Samples of a step over all workers, equally many for each. 0 where there are no steps, as in a validation:
-    samples are dealt one at a time, none is left out, and some workers may have one fewer."""
+    """Samples of a step over all workers, equally many for each. 0 for a validation, which has no steps: samples are
+    dealt one at a time, and some workers may have one fewer."""
 
     def __post_init__(self):
-        least = {"rank": 0, "workers": 1, "batch": 0}.items()
-        require(
-            *((n, f"an integer of at least {m}", getattr(self, n), is_integer(getattr(self, n), m)) for n, m in least)
-        )
+        for name, least in (("rank", 0), ("workers", 1), ("batch", 0)):
+            value = getattr(self, name)
+            require((name, f"an integer of at least {least}", value, is_integer(value, least)))
         require(
             ("rank", f"below the {self.workers} workers", self.rank, self.rank < self.workers),
             ("batch", f"a multiple of the {self.workers} workers", self.batch, self.batch % self.workers == 0),
@@ -190,36 +221,35 @@ class Share:
         return self.batch // self.workers or 1
 
     def singly(self) -> "Share":
-        """The same workers, where there are no steps."""
+        """The same worker's share of a validation."""
         return dataclasses.replace(self, batch=0)
 
     def position(self, index: int) -> int:
-        """Where in the order of all samples the sample `index` of this worker is."""
+        """The position, in the order of all samples, of this worker's sample `index`."""
         step, place = divmod(index, self.part)
         return (step * self.workers + self.rank) * self.part + place
 
     def indices(self, start: int, stop: int) -> range:
-        """This worker's samples at the positions `start` up to `stop`."""
+        """The indices of this worker's samples at the positions `start` up to `stop`."""
         steps = [divmod(position, self.workers * self.part) for position in (start, stop)]
         return range(*(step * self.part + min(max(n - self.rank * self.part, 0), self.part) for step, n in steps))
 
     def positions(self, start: int, stop: int) -> Tuple[int, ...]:
-        """The positions from `start` up to `stop` that are this worker's; without steps, rank, rank + workers, ..."""
+        """The positions from `start` up to `stop` that are this worker's."""
         return tuple(map(self.position, self.indices(start, stop)))
 
 
 ALL = Share()
-"""Of a single worker: all samples, in any number."""
-
+"""The share of a single worker: all samples."""
 
 _PLACE, _CENTRE = 0x706C616365, 0x63656E747265
-"""Keys of the random streams, so that one draw does not shift another's."""
+"""Keys of the random streams of a patch."""
 
 
 def _drawn_start(position: int, sampling: PatchSampling, record: CaseRecord) -> Shape3:
-    """Where a patch begins: anywhere in the extent, or around a voxel of a region that occurs in the case."""
+    """The first voxel of a patch: anywhere in the extent, or around a voxel of a region that occurs in the case."""
     shape, inside = sampling.shape, record.box if sampling.extent == "brain" else whole(record.shape)
-    # First and last place along each axis: within the extent, or one place around it.
+    # First and last place along each axis: within the extent, or the one place around a shorter extent.
     room = [
         (start, start) if want >= n else (a, a + n - want)
         for start, want, a, n in zip(centred(inside, shape, record.shape).start, shape, inside.start, inside.size)

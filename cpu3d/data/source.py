@@ -6,23 +6,26 @@
     for image, target in volume_dataset(store, split="train", stop=100):
         ...  # image (1, X, Y, Z, C) float32, target (1, X, Y, Z, R) uint8
 
-Voxels go from the page cache into TensorFlow without a copy: the tensor *is* the map of a .npy file. What is not
-touched (outside the patch, outside the brain's box) is not read.
-
-What is drawn for a sample, its case, place and augmentation, is a pure function of the seed and the sample's position
-in the endless stream of epochs: `start=k` gives exactly what an uninterrupted run gives from sample k on, whatever the
-threads, the read mode and the store's format. Iterate through `Batches` to get a loader's errors as they are.
+Voxels go from the page cache into TensorFlow without a copy: the tensor *is* the map of a .npy file, and voxels outside
+the patch or the brain's box are not read. A sample's case, place and augmentation are a pure function of the seed and
+of its position in the endless stream of epochs: `start=k` gives what an uninterrupted run gives from sample k on,
+whatever the threads, the read mode and the store's format. `Batches` raises a loader's errors as they are.
 """
 
+import collections
+import itertools
+import os
+import weakref
 from dataclasses import dataclass
-from typing import Any, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Deque, Dict, Iterable, Mapping, Optional, Sequence, Tuple, Union
 
+import numpy as np
 import tensorflow as tf
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
+from cpu3d.data.files.arrays import aligned_empty
 from cpu3d.data.files.loader import BOX, Loader, Reading, labelled, normalise, open_reading
 from cpu3d.data.finish import Finish, padded
-from cpu3d.data.pipeline import Batches, python_op
 from cpu3d.data.region import Shape3, is_integer, require
 from cpu3d.data.sampling import ALL, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store, case_region, check_names, grid_size, open_store
@@ -38,21 +41,21 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Stream:
-    """Which samples a dataset gives, and how: what `volume_dataset` and `patch_dataset` take in common."""
+    """The arguments that `volume_dataset` and `patch_dataset` have in common."""
 
     split: str = "train"
     start: int = 0
-    """Position of the first sample in the endless stream of epochs, counted in samples."""
+    """Position of the first sample in the endless stream of epochs."""
     stop: Optional[int] = None
-    """Position after the last; the end of the first epoch by default, or of its last whole step of `share`."""
+    """Position after the last sample; by default the end of the first epoch, or of its last whole step of `share`."""
     seed: int = 0
     batch: int = 1
-    """Samples of a batch; a last incomplete one is dropped. It divides the worker's samples of a step."""
+    """Samples of a batch; an incomplete last batch is dropped. It divides the worker's samples of a step."""
     share: Share = ALL
-    """Of several workers, whose samples. `start` and `stop` stay positions in the stream of all."""
+    """This worker's samples. `start` and `stop` are positions in the stream of all workers."""
     channels: Optional[Sequence[str]] = None
     regions: Optional[Sequence[str]] = None
-    """Names of those wanted, in this order; None for all of the store's."""
+    """Names, in the order wanted; None for all of the store's."""
     augment: AugmentConfig = NO_AUGMENT
     dtype: str = "float32"
     """Of images, "float32" or "bfloat16"."""
@@ -70,14 +73,11 @@ class Stream:
             *((name, f"an integer of at least {low}", n, is_integer(n, low)) for name, low, n in least),
             ("seed", "an integer", self.seed, is_integer(self.seed)),
         )
-        whole, divisor = (
-            f"a multiple of the {step} samples of a step",
-            f"a divisor of a worker's {part} samples of a step",
-        )
+        steps, divides = f"a multiple of the {step} samples of a step", not self.share.batch or part % self.batch == 0
         require(
-            ("start", whole, self.start, self.start % step == 0),
-            ("stop", whole, stop, stop % step == 0),
-            ("batch", divisor, self.batch, not self.share.batch or part % self.batch == 0),
+            ("start", steps, self.start, self.start % step == 0),
+            ("stop", steps, stop, stop % step == 0),
+            ("batch", f"a divisor of a worker's {part} samples of a step", self.batch, divides),
         )
 
 
@@ -95,13 +95,12 @@ def volume_dataset(
     image: (batch, X, Y, Z, C) in `dtype`: per channel (value - mean) / std over the whole volume's non-zero voxels, 0
     where the voxel is 0. target: (batch, X, Y, Z, R) uint8, 1 inside the region. `stream` are the fields of `Stream`.
 
-    `extent` "brain" cuts the same box size out of every case, around its brain, large enough to lose no voxel; "full"
-    keeps the whole grid. Both are padded with zeros to a multiple of `multiple`; `grid` asks for a size (X, Y, Z) of
-    your own, which must hold that much. Raises InputError for arguments out of range and unknown names, for an empty
-    split, cases without labels, and files that are damaged.
+    `extent` "brain" cuts a box of the same size out of every case, around its brain, large enough to lose no voxel;
+    "full" keeps the whole grid. Both are padded with zeros to a multiple of `multiple`, or to `grid` (X, Y, Z), which
+    must hold as much. Raises InputError for arguments out of range, unknown names, an empty split, cases without
+    labels, and damaged files.
     """
     chosen, size = Stream(**stream), _volume_size(store, grid, extent, multiple)
-    # What lies around the middle of the extent, and is as large as the largest of them, is a whole volume.
     return _dataset(store, chosen, PatchSampling(size, "centre", extent=extent, seed=chosen.seed, shuffle=shuffle))
 
 
@@ -119,10 +118,9 @@ def patch_dataset(
 ) -> tf.data.Dataset:
     """Patches of a split's cases as batches `(image, target)` of size `patch_shape`; only their own bytes are read.
 
-    A patch is exactly what `crop` would cut out of its volume, 0 outside of it; rotation and scaling turn it about
-    its own centre. An epoch is one patch of each case, or with "grid" all the patches that cover the common grid of the
-    extent, rounded up to `multiple`, one case after another. `PatchSampling` says what `sampling`, `foreground` and
-    `overlap` mean, and `patch_at` which patch comes at a position. All else is as for `volume_dataset`.
+    A patch is the crop of its normalised volume, 0 outside of it; rotation and scaling turn it about its own centre. An
+    epoch is one patch of each case, or with "grid" all patches that cover the common grid of the extent, rounded up to
+    `multiple`. `PatchSampling` describes `sampling`, `foreground` and `overlap`; the rest is as for `volume_dataset`.
     """
     chosen = Stream(**stream)
     how = {"sampling": sampling, "foreground": foreground, "overlap": overlap, "shuffle": shuffle, "seed": chosen.seed}
@@ -139,10 +137,7 @@ def patch_sampling(
     regions: Optional[Sequence[str]] = None,
     **drawn: Any,
 ) -> PatchSampling:
-    """How `patch_dataset` draws patches from this store, given the same arguments; `drawn` are PatchSampling's own.
-
-    Raises InputError for values out of range and unknown names.
-    """
+    """How `patch_dataset` draws patches from this store, given its arguments; `drawn` are those of PatchSampling."""
     codes, grid = finish_of(store, regions=regions).codes, grid_size(store, extent=extent, multiple=multiple)
     return PatchSampling(tuple(patch_shape), extent=extent, codes=codes, grid=grid, **drawn)
 
@@ -154,7 +149,7 @@ def finish_of(
     augment: AugmentConfig = NO_AUGMENT,
     dtype: str = "float32",
 ) -> Finish:
-    """What turns raw batches of this store (`finished=False`) into `(image, target)`, given the dataset's arguments."""
+    """The function from raw batches of this store (`finished=False`) to `(image, target)`, given the same arguments."""
     codes = tuple(store.manifest.regions.values())
     picked = _pick("regions", regions, tuple(store.manifest.regions))
     return Finish(tuple(codes[index] for index in picked), dtype, augment.resamples)
@@ -167,9 +162,8 @@ def _dataset(store: Store, chosen: Stream, sampling: PatchSampling, patches: boo
     finish = finish_of(store, regions=chosen.regions, augment=chosen.augment, dtype=chosen.dtype)
     share, size, epoch = chosen.share, sampling.shape, len(records) * sampling.per_case
     stop = epoch - epoch % (share.batch or 1) if chosen.stop is None else chosen.stop
-    own = share.indices(chosen.start, max(stop, chosen.start))
-    how = {"augment": chosen.augment, "samples": own, "threads": chosen.threads, "share": share}
-    load = Loader(_reading(store, chosen, patches), records, sampling, **how)
+    own, reading = share.indices(chosen.start, max(stop, chosen.start)), _reading(store, chosen, patches)
+    load = Loader(reading, records, sampling, augment=chosen.augment, share=share)
     box_of, channels = python_op(load, BOX), len(picked)
     shapes = {"bits": (*size, channels), "label": size, "scale": (channels,), "shift": (channels,)}
 
@@ -198,14 +192,14 @@ def _dataset(store: Store, chosen: Stream, sampling: PatchSampling, patches: boo
 
 
 def _reading(store: Store, chosen: Stream, patches: bool) -> Reading:
-    found = chosen.read_mode
-    if not isinstance(found, Reading):
-        how = {"free_bytes": read_host().free_bytes, "read_mode": found, "patches": patches, "share": chosen.share}
+    mode = chosen.read_mode
+    if not isinstance(mode, Reading):
+        how = {"free_bytes": read_host().free_bytes, "read_mode": mode, "patches": patches, "share": chosen.share}
         return open_reading(store, (chosen.split,), **how)
-    if found.reader.folder != store.folder or chosen.split not in found.splits:
-        got = f"one of {', '.join(found.splits)} of {found.reader.folder}"
+    if mode.reader.folder != store.folder or chosen.split not in mode.splits:
+        got = f"one of {', '.join(mode.splits)} of {mode.reader.folder}"
         raise InputError(f"read_mode must be a Reading of {chosen.split} of {store.folder}, got {got}; open another")
-    return found
+    return mode
 
 
 def _volume_size(store: Store, grid: Optional[Sequence[int]], extent: str, multiple: int) -> Shape3:
@@ -226,3 +220,76 @@ def _pick(what: str, wanted: Optional[Sequence[str]], there: Sequence[str]) -> T
         return tuple(range(len(there)))
     check_names(what, wanted, there)
     return tuple(there.index(name) for name in wanted)
+
+
+# --- NumPy code as an op of a pipeline ---
+
+KEY_VALUES = 256
+"""Length of the tensor that holds a function. TensorFlow copies tensors of up to 128 values into its graphs."""
+
+_functions: Dict[int, Callable] = {}
+"""Number in the tensor that holds a function -> the function."""
+
+_numbers = itertools.count(int.from_bytes(os.urandom(6), "little"))
+"""Begins at random, so that a pipeline that was made in another process finds no function here."""
+
+_failures: Deque[Tuple[str, BaseException]] = collections.deque(maxlen=64)
+"""(mark in the text of TensorFlow's error, the error as it was raised)."""
+
+
+def python_op(
+    function: Callable[[np.ndarray], Tuple], outputs: Mapping[str, Tuple[str, Tuple]]
+) -> Callable[[tf.Tensor], Dict[str, tf.Tensor]]:
+    """`function` of one number, giving a tuple of arrays, as an op of `outputs`: name -> dtype and shape.
+
+    `Batches` raises its InputError and OSError as they were. TensorFlow keeps a Python function of a pipeline, with its
+    files and threads, until the process ends or the Python object of the dataset goes, which iterators outlive. Here a
+    tensor that the pipeline captures holds the function: it lives as long as any pipeline that calls it.
+    """
+    number = next(_numbers)
+    array = aligned_empty((KEY_VALUES,), np.int64)  # TensorFlow would copy an unaligned array and drop it
+    array[:] = number
+    _functions[number] = function
+    weakref.finalize(array, _functions.pop, number, None).atexit = False
+    with tf.init_scope():  # an eager tensor, also where a dataset is made while a graph is traced
+        key = tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+
+    def op(number: tf.Tensor) -> Dict[str, tf.Tensor]:
+        # A stateful op would make a deterministic pipeline serial.
+        arrays = tf.numpy_function(_call, [key, number], [dtype for dtype, _ in outputs.values()], stateful=False)
+        return {name: tf.ensure_shape(array, shape) for array, (name, (_, shape)) in zip(arrays, outputs.items())}
+
+    return op
+
+
+class Batches:
+    """An iterator over a dataset that raises its loader's InputError and OSError as they were. It keeps no batch."""
+
+    def __init__(self, dataset: Iterable[Any]):
+        self._elements = iter(dataset)
+
+    def __iter__(self) -> "Batches":
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._elements)
+        except tf.errors.OpError as error:
+            own = next((failure for mark, failure in list(_failures) if mark in str(error.message)), None)
+            if own is None:
+                raise
+            raise own.with_traceback(None) from None
+
+
+@tf.autograph.experimental.do_not_convert
+def _call(key: np.ndarray, number: np.ndarray) -> Any:
+    try:
+        function = _functions.get(int(key[0]))
+        if function is None:
+            rule = "dataset of a store must be used in the process that made it, got one whose files are closed"
+            raise InputError(f"{rule}; keep a reference to the dataset, or make it again")
+        return function(number)
+    except (InputError, OSError) as error:
+        mark = f"loader failure {next(_numbers)}:"
+        _failures.append((mark, error))
+        raise RuntimeError(f"{mark} {error}") from None

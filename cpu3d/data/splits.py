@@ -1,7 +1,7 @@
-"""Which patient a case is of, and which cases are for training, validation and testing: pure functions of a seed.
+"""Which patient a case is of, and which cases are for training, validation and testing.
 
-A patient's cases stay in one split, and in one part of a fold. Patients are put in the order of SHA-256 of
-"seed:patient", which no library's random numbers can change, and dealt out in that order.
+A patient's cases stay in one split, and in one part of a fold. Patients are dealt out in the order of the SHA-256 of
+"seed:patient", which is the same in every version of every library.
 """
 
 import csv
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Collection, Dict, Iterable, List, Mapping, Sequence, Tuple
 
 from cpu3d.data.records import SPLITS, split_problems
-from cpu3d.data.store import Store, heads
+from cpu3d.data.store import Store
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.records import count
 from memory_estimator.common.files import read_regular
@@ -21,14 +21,14 @@ from memory_estimator.common.files import read_regular
 Split = Dict[str, Tuple[str, ...]]
 
 TABLE = "table"
-"""The rule by which a case's patient is known, where a table tells it."""
+"""The rule for a patient that a table names."""
 
 
 def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
-    """Case id -> patient from a table of two columns, separated by commas, semicolons or tabs.
+    """Case id -> patient from all lines of a table of two columns, separated by commas, semicolons or tabs.
 
-    All of its lines, a header among them. Raises InputError for a file that cannot be read, for lines that are no pair,
-    for a case with two patients, and for one of `case_ids` that has none.
+    Raises InputError for a file that cannot be read, lines that are no pair, a case with two patients, and one of
+    `case_ids` without a patient.
     """
     name = f"--patients {path}"
     try:
@@ -37,12 +37,12 @@ def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
         rows = [[cell.strip() for cell in row] for row in csv.reader(lines, delimiter=delimiter)]
     except (OSError, ValueError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"{name} must be a table in UTF-8 that can be read, got {reason}; mend it") from None
+        raise InputError(f"{name} must be a table in UTF-8 that can be read, got {reason}; correct it") from None
     patients: Dict[str, str] = {}
     problems = []
     for number, row in enumerate(rows, 1):
         if any(row) and (len(row) != 2 or not all(row)):
-            problems.append(f"{name}:{number} must be a case and its patient, got {row}; mend the line")
+            problems.append(f"{name}:{number} must be a case and its patient, got {row}; correct the line")
         elif any(row) and patients.setdefault(*row) != row[1]:
             problems.append(f"{name}:{number} must give case {row[0]} one patient, got {row[1]} too; keep one")
     lacking = sorted(set(case_ids) - set(patients)) if not problems else ()
@@ -51,16 +51,16 @@ def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
 
 
 def describe_patients(rules: Mapping[str, int], cases: int) -> List[str]:
-    """How the patients of `cases` are known, a line a rule, such as "3 cases: table". `rules`: rule -> its cases."""
-    found = {**rules, "not recorded": cases - sum(rules.values())}
-    return [f"{count(number, 'case')}: {rule}" for rule, number in found.items() if number]
+    """Lines such as "3 cases: table". `rules`: how patients are known -> of how many of all `cases`."""
+    counts = {**rules, "not recorded": cases - sum(rules.values())}
+    return [f"{count(number, 'case')}: {rule}" for rule, number in counts.items() if number]
 
 
 def split_cases(patients: Mapping[str, str], *, fractions: Tuple[float, float, float], seed: int) -> Split:
-    """Share the cases out to "train", "val" and "test" in the ratio of `fractions`, whole patients.
+    """Deal the patients' cases to "train", "val" and "test" in the ratio of `fractions`; ids come back sorted.
 
-    `patients` maps case id -> patient id. Every split with a fraction above 0 gets at least one patient, then always
-    the one furthest behind its share. Case ids come back sorted. Raises InputError for bad shares or too few patients.
+    `patients` maps case id -> patient id. Every split with a fraction above 0 gets a patient, then always the split
+    furthest behind its share. Raises InputError for bad shares or too few patients.
     """
     total = sum(fractions)
     if min(fractions) < 0 or not 0 < total < math.inf:
@@ -80,10 +80,10 @@ def split_cases(patients: Mapping[str, str], *, fractions: Tuple[float, float, f
 def deal_cases(
     split: Mapping[str, Sequence[str]], patients: Mapping[str, str], new: Mapping[str, str], *, seed: int
 ) -> Split:
-    """The split with the new cases in it; nothing moves. `patients` and `new` map case id -> patient id.
+    """The split with the new cases in it. `patients` and `new` map case id -> patient id.
 
-    A case of a known patient goes where that patient is. The others are dealt as `split_cases` deals: as many to each
-    split as brings it nearest to the share of the patients that it had; a split that had none gets none.
+    A case of a known patient goes where that patient is. The others are dealt so that each split keeps its share of the
+    patients; a split without patients gets none.
     """
     place = {patients[case_id]: name for name in SPLITS for case_id in split[name]}
     have = Counter(place.values())
@@ -100,41 +100,36 @@ def deal_cases(
 
 
 def parse_fold(fold: str) -> Tuple[int, int]:
-    """ "2/5" as (2, 5): the second of five parts. Raises InputError for what is no fold."""
-    found = re.fullmatch(r"([1-9][0-9]{0,8})/([1-9][0-9]{0,8})", fold)
-    part, parts = map(int, found.groups()) if found else (0, 0)
+    """ "2/5" as (2, 5): the second of five parts. Raises InputError for other text."""
+    match = re.fullmatch(r"([1-9][0-9]{0,8})/([1-9][0-9]{0,8})", fold)
+    part, parts = map(int, match.groups()) if match else (0, 0)
     if not 1 <= part <= parts or parts < 2:
         raise InputError(f"fold must be I/K with 1 <= I <= K and K >= 2, got {fold}; 1/5 holds out the first of five")
     return part, parts
 
 
 def with_fold(store: Store, fold: str) -> Store:
-    """The store as a run of `fold` sees it; "" is the store itself. As `with_folds`."""
+    """The store as a run of `fold` sees it; "" is the store itself. Raises InputError as `with_folds`."""
     return with_folds(store, [fold]) if fold else store
 
 
 def with_folds(store: Store, folds: Sequence[str]) -> Store:
-    """The store with the parts of `folds` of its training and validation cases in "val", and the rest in "train".
+    """A view of the store with the parts of `folds` of its training and validation cases in "val", the rest in "train".
 
-    Only the view's `split` differs: test cases and split hash are the store's own, and the validation cases of the K
-    views are between them all other cases, each once. Raises InputError for what is no fold, for more parts than there
-    are patients to deal out, and where identical images come apart.
+    Test cases and split hash stay. Raises InputError for text that is no fold, for more parts than patients, and where
+    identical images would be in two splits.
     """
     manifest = store.manifest
     own = {*manifest.split["train"], *manifest.split["val"]}
-    entries = list(heads(manifest.cases))
-    patients = {entry.case_id: entry.patient_id for entry in entries if entry.case_id in own}
+    patients = {case.case_id: case.patient_id for case in manifest.cases if case.case_id in own}
     held_out = {case_id for fold in folds for case_id in deal(patients, fold, seed=manifest.split_seed)}
     split = {"train": tuple(sorted(own - held_out)), "val": tuple(sorted(held_out)), "test": manifest.split["test"]}
-    refuse(split_problems(split, entries))
+    refuse(split_problems(split, manifest.cases))
     return store.with_split(split)
 
 
 def deal(patients: Mapping[str, str], fold: str, *, seed: int) -> Tuple[str, ...]:
-    """The cases that `fold` holds out, sorted. `patients` maps case id -> patient id.
-
-    Patients are dealt out one to each part in turn: parts differ by one at most. Raises InputError as `with_folds`.
-    """
+    """The cases that `fold` holds out, sorted; parts differ by at most one patient."""
     part, parts = parse_fold(fold)
     order = _dealing_order(patients.values(), seed)
     if parts > len(order):

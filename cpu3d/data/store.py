@@ -1,4 +1,4 @@
-"""The store: arrays that are read as they lie, beside records that say everything else.
+"""The store: arrays beside their records.
 
 store/manifest.json         what the store is, with a SHA-256 of its own content; written last
 store/cases-<hash>.jsonl    the records of its cases, one a line
@@ -8,160 +8,83 @@ store/cases/<id>.json       the case's record; written after its arrays, so it m
 store/quarantine.jsonl      cases left out, each with its reasons
 """
 
-import contextlib
 import copy
 import dataclasses
 import hashlib
 import json
-import os
 import re
-import weakref
-from collections import OrderedDict
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, Mapping, Sequence, Tuple, Type, TypeVar, Union
+from typing import Any, Dict, Iterable, Mapping, Sequence, Tuple, Union
 
-import msgspec
 import numpy as np
 
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.records import (
-    SCHEMA,
-    SPLITS,
-    CaseRecord,
-    Manifest,
-    RecordHead,
-    case_from_json,
-    split_hash,
-    split_problems,
-    to_json,
-)
+from cpu3d.data.records import SCHEMA, SPLITS, CaseRecord, Manifest, case_from_json, split_hash, split_problems, to_json
 from cpu3d.data.region import EXTENTS, Region, Shape3, centred, is_integer, paste, require, round_up, whole
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import PARTIAL, atomic_write, write_json
-from memory_estimator.common.files import NotRegularError, open_regular, read_json, typed
-
-T = TypeVar("T")
-
-TRIES = 5
-"""Manifests that may follow each other while a store is opened."""
+from memory_estimator.common.files import NotRegularError, read_json, read_regular, typed
 
 ADVICE = "restore it, or delete manifest.json and run `prepare` again"
-
-KEPT = 2048
-"""Parsed records that stay in memory: all of most data sets, some 20 MB at most."""
 
 _RECORDS = re.compile(r"cases-[0-9a-f]+\.jsonl")
 
 
-class CaseIndex(Sequence[CaseRecord]):
-    """The records in a file of JSON lines, in the order of `case_ids`, parsed when they are asked for.
+class CaseRecords(Sequence[CaseRecord]):
+    """The records of a store's cases, each parsed when it is asked for: parsed, 50,000 of them fill half a GiB.
 
-    Half a million records would fill the memory that volumes need; their places in the file fill four megabytes.
-    Raises InputError where the file is not `size_bytes` long or holds other cases.
+    `lines` are case id -> its line of the file `path`. Raises InputError for a line that is no record of its case.
     """
 
-    def __init__(self, path: Path, case_ids: Sequence[str], size_bytes: int):
-        self._path, self._ids, self._places = path, tuple(case_ids), range(len(case_ids))
-        try:
-            self._handle = open_regular(path)
-            weakref.finalize(self, os.close, self._handle)
-            found = os.fstat(self._handle).st_size
-        except (FileNotFoundError, NotRegularError) as error:
-            found = "none" if isinstance(error, FileNotFoundError) else error.strerror
-        if found != size_bytes:
-            raise InputError(f"store file {path} must be {size_bytes} bytes long, got {found}; {ADVICE}")
-        ends, start = [np.zeros(1, np.int64)], 0
-        with open(self._handle, "rb", closefd=False) as file:
-            for piece in iter(lambda: file.read(1 << 20), b""):
-                ends.append(np.flatnonzero(np.frombuffer(piece, np.uint8) == ord("\n")) + start + 1)
-                start += len(piece)
-        self._ends = np.concatenate(ends)
-        """In bytes from the start: 0, then of each line one past its newline."""
-        found = len(self._ends) - 1
-        if found != len(case_ids):
-            raise InputError(f"store file {path} must hold {len(case_ids)} cases, got {found}; {ADVICE}")
-        self._kept: OrderedDict[int, CaseRecord] = OrderedDict()
-
-    def select(self, places: Sequence[int]) -> "CaseIndex":
-        """Some of the records, by place, without making them."""
-        selected = copy.copy(self)
-        selected._whole = self  # whose end closes the file
-        selected._places = [self._places[place] for place in places]
-        return selected
+    def __init__(self, path: Path, lines: Mapping[str, bytes]):
+        self._path, self._lines, self._ids = path, lines, tuple(lines)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._ids)
 
-    def __getitem__(self, place: Union[int, slice]):
-        if isinstance(place, slice):
-            return self.select(range(len(self))[place])
-        line = self._places[place]
-        record = self._kept.get(line) or self._parsed(line)
-        self._kept[line] = record  # threads may race for the same one: each stores an equal record
-        if len(self._kept) > KEPT:
-            with contextlib.suppress(KeyError):
-                self._kept.popitem(last=False)
-        return record
+    def __getitem__(self, place: int) -> CaseRecord:
+        return self.of(self._ids[place])
+
+    def of(self, case_id: str) -> CaseRecord:
+        """The record of a case; KeyError where there is none."""
+        try:
+            record = case_from_json(self._lines[case_id])
+            if record.case_id == case_id:
+                return record
+            got = f"case {record.case_id}"
+        except ValueError as error:
+            got = str(error)
+        raise InputError(f"store file {self._path} must hold the record of case {case_id}, got {got}; {ADVICE}")
+
+    def select(self, case_ids: Iterable[str]) -> "CaseRecords":
+        """The records of some of the cases."""
+        return CaseRecords(self._path, {case_id: self._lines[case_id] for case_id in case_ids})
 
     def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))
+        return isinstance(other, Sequence) and list(self) == list(other)
 
     __hash__ = None
 
-    def _parsed(self, place: int, kind: Type[T] = CaseRecord) -> T:
-        """The record in a line as `kind`. Raises InputError where it is none, or that of another case."""
-        start, end = map(int, self._ends[place : place + 2])
-        line = os.pread(self._handle, end - start, start)
-        try:
-            record = case_from_json(line) if kind is CaseRecord else msgspec.json.decode(line, type=kind)
-            if record.case_id == self._ids[place]:
-                return record
-            reason = f"case {record.case_id}"
-        except (ValueError, msgspec.MsgspecError, RecursionError) as error:
-            reason = str(error)[:300]
-        rule = f"store file {self._path} must hold case {self._ids[place]} in line {place + 1}"
-        raise InputError(f"{rule}, got {reason}; {ADVICE}")
-
-
-def heads(cases: Sequence[CaseRecord]) -> Iterator[RecordHead]:
-    """That of every case, in a tenth of the time that whole records take where they lie in a file."""
-    if isinstance(cases, CaseIndex):
-        return (cases._parsed(place, RecordHead) for place in cases._places)
-    return (RecordHead(*(getattr(case, name) for name in RecordHead.__struct_fields__)) for case in cases)
-
-
-def distinct(cases: Sequence[CaseRecord]) -> Iterator[CaseRecord]:
-    """The first record of every stem; those that share its arrays are not made."""
-    first: Dict[str, int] = {}
-    for place, head in enumerate(heads(cases)):
-        if first.setdefault(head.stem, place) == place:
-            yield cases[place]
-
 
 class Store:
-    """A store open for reading. Opens in the time it takes to find its records' lines; the rest is read on demand."""
+    """A store open for reading. Records are parsed and arrays are read on demand."""
 
     def __init__(self, folder: Path, manifest: Manifest):
         self.folder = Path(folder)
         self.manifest = self._made = manifest
-        ids = sorted(case_id for name in SPLITS for case_id in manifest.split[name])
-        self._places = {case_id: place for place, case_id in enumerate(ids)}
         self._reader = Reader(self.folder)
 
     def case(self, case_id: str) -> CaseRecord:
         """The record of `case_id`; KeyError if the store has no such case."""
-        return self.manifest.cases[self._places[case_id]]
+        return self.manifest.cases.of(case_id)
 
     def cases(self, split: str) -> Sequence[CaseRecord]:
         """The records of "train", "val" or "test", sorted by case id."""
-        return self.manifest.cases.select([self._places[case_id] for case_id in self.manifest.split[split]])
+        return self.manifest.cases.select(self.manifest.split[split])
 
     def image(self, case_id: str) -> np.ndarray:
-        """The image `(X, Y, Z, C)` on the whole grid, read-only.
-
-        A map, where a .npy file holds the whole grid; else a copy in memory. Raises InputError when the file is not as
-        long as its record says, so a short file is never mapped.
-        """
+        """The image `(X, Y, Z, C)` on the whole grid, read-only: a map where a .npy file holds the whole grid, else a
+        copy in memory. Raises InputError for a damaged file."""
         return self._on_grid(case_id, "x")
 
     def label(self, case_id: str) -> np.ndarray:
@@ -169,24 +92,22 @@ class Store:
         return self._on_grid(case_id, "y")
 
     def check(self, records: Iterable[CaseRecord]) -> None:
-        """Look at every array's file of `records` once, at no voxel. Raises InputError naming all that are damaged."""
-        refuse(dict.fromkeys(problem for record in records for problem in self._reader.problems(record)))
+        """Check the arrays' files of `records` without reading voxels. Raises InputError naming all damaged files."""
+        refuse(problem for record in records for problem in self._reader.problems(record))
 
     def with_split(self, split: Dict[str, Tuple[str, ...]]) -> "Store":
-        """A view of the store with another split of its cases; what `check_split` checks is the one that was made."""
+        """A view of the store with another split of its cases; `check_split` of a view checks the store's own."""
         view = copy.copy(self)
         view.manifest = dataclasses.replace(self.manifest, split=split)
         return view
 
     def check_split(self) -> None:
-        """Read every record. Raises InputError where a patient or image is in two splits, or the split is another."""
-        manifest, entries = self._made, list(heads(self._made.cases))
-        refuse(split_problems(manifest.split, entries))
-        found = split_hash(manifest.split, entries)
-        if found != manifest.split_hash:
-            raise InputError(
-                f"split of store {self.folder} must have hash {manifest.split_hash}, got {found}; {ADVICE}"
-            )
+        """Raise InputError where a patient or image is in two splits, or the split's hash is another."""
+        manifest = self._made
+        refuse(split_problems(manifest.split, manifest.cases))
+        got = split_hash(manifest.split, manifest.cases)
+        if got != manifest.split_hash:
+            raise InputError(f"split of store {self.folder} must have hash {manifest.split_hash}, got {got}; {ADVICE}")
 
     def _on_grid(self, case_id: str, part: str) -> np.ndarray:
         record = self.case(case_id)
@@ -201,24 +122,20 @@ def on_grid(array: np.ndarray, record: CaseRecord) -> np.ndarray:
 
 
 def open_store(folder: Union[str, Path]) -> Store:
-    """Open the store in `folder` for reading, also while another process puts a new manifest in its place.
-
-    Raises InputError when there is no manifest, when it was edited or the records beside it are damaged, when it is of
-    another schema, or when a case is in two splits.
-    """
-    folder, before = Path(folder), None
-    for tried in range(TRIES + 1):
-        content = read_manifest(folder)
-        try:
-            return _opened(folder, content)
-        except InputError:
-            if content == before or tried == TRIES:
-                raise
-            before = content
+    """Open the store in `folder` for reading. Raises InputError when there is no manifest, when manifest or records
+    are not as they were written, when the schema is another, or when a case is in two splits."""
+    folder = Path(folder)
+    content = _read_manifest(folder)
+    try:
+        return _opened(folder, content)
+    except InputError:
+        newer = _read_manifest(folder)
+        if newer == content:
+            raise
+        return _opened(folder, newer)  # `append` has replaced both files between the two reads
 
 
-def read_manifest(folder: Path) -> Dict[str, Any]:
-    """What manifest.json holds, as it was written, with its `records`: file, bytes and sha256. Raises InputError."""
+def _read_manifest(folder: Path) -> Dict[str, Any]:
     path = folder / "manifest.json"
     if not path.is_file():
         raise InputError(f"store {folder} must hold a finished manifest.json, found none; run `prepare` (again)")
@@ -235,7 +152,7 @@ def read_manifest(folder: Path) -> Dict[str, Any]:
 
 
 def sealed(content: Mapping[str, Any]) -> Dict[str, Any]:
-    """The content of a manifest.json with the SHA-256 of all else in it, in the order in which it stands there."""
+    """The content of a manifest.json with the SHA-256 of its other fields, in their order."""
     bare = {name: value for name, value in content.items() if name != "sha256"}
     text = json.dumps(bare, separators=(",", ":"))
     return {**bare, "sha256": hashlib.sha256(text.encode()).hexdigest()}
@@ -244,7 +161,7 @@ def sealed(content: Mapping[str, Any]) -> Dict[str, Any]:
 def write_store(folder: Union[str, Path], manifest: Manifest) -> None:
     """Write the manifest and its records, so that a reader sees the old store or the whole new one.
 
-    The arrays must be there already. Records of an earlier manifest are removed; who has them open keeps them.
+    The arrays must have been written. The records of an earlier manifest are removed.
     """
     folder = Path(folder)
     digest, size_bytes = hashlib.sha256(), 0
@@ -276,11 +193,25 @@ def _opened(folder: Path, content: Mapping[str, Any]) -> Store:
         ids = sorted(case_id for name in SPLITS for case_id in fields["split"][name])
         twice = dict.fromkeys(case_id for case_id, following in zip(ids, ids[1:]) if case_id == following)
         refuse(f"case {case_id} of store {folder} must be in one split, got two; restore it" for case_id in twice)
-        cases = CaseIndex(folder / content["records"]["file"], ids, content["records"]["bytes"])
+        cases = _read_records(folder / content["records"]["file"], content["records"]["sha256"], ids)
         manifest = typed({**fields, "cases": []}, Manifest, "manifest")
         return Store(folder, dataclasses.replace(manifest, cases=cases))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"store manifest {folder}/manifest.json must be complete, got {error!r}; {ADVICE}") from None
+
+
+def _read_records(path: Path, sha256: str, case_ids: Sequence[str]) -> CaseRecords:
+    try:
+        content = read_regular(path)
+    except (FileNotFoundError, NotRegularError) as error:
+        got = "none" if isinstance(error, FileNotFoundError) else error.strerror
+        raise InputError(f"store file {path} must exist, got {got}; {ADVICE}") from None
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise InputError(f"store file {path} must be as it was written, got other bytes; {ADVICE}")
+    lines = content.splitlines()
+    if len(lines) != len(case_ids):
+        raise InputError(f"store file {path} must hold {len(case_ids)} cases, got {len(lines)}; {ADVICE}")
+    return CaseRecords(path, dict(zip(case_ids, lines)))
 
 
 def grid_size(store: Store, *, extent: str, multiple: int) -> Shape3:

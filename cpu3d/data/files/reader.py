@@ -1,24 +1,26 @@
 """Reading the arrays of a store's cases, whole or a box of them: mapped, with pread, or from pages that stay in memory.
 
-mmap   Pages of the file are the array: no copy, nothing read that is not touched. A file that is cut while it is mapped
+mmap   Pages of the file are the array: no copy, and only touched pages are read. A file that is cut while it is mapped
        ends the process (SIGBUS), and so does a network that fails.
-pread  Reads into memory: one copy more, and whatever fails is an error that names the file. So are boxes in any mode.
-ram    As mmap, but the kernel is asked for all of a file when it is first opened: while there is memory no read waits
-       for a disk again. It may take the pages back like any file's, so no plan of a run's memory has to count them.
+pread  Reads into memory: one copy more, but every failure is an error that names the file. Boxes always are read so.
+ram    As mmap, but the kernel is asked for all of a file when it is first opened.
 
-A file's length is compared with its record before a byte of it is used, because a map that reaches past the end of its
-file ends the process. Stores are written so that a new file takes the old one's place, never its content.
+A file's length is compared with its record before it is mapped, because a map past the end of its file ends the
+process. Stores replace files and never change them in place.
 """
 
 import contextlib
+import hashlib
+import math
+import mmap
 import os
 from pathlib import Path
-from typing import Dict, Iterator, List, NamedTuple, Optional, Set, Tuple, Union
+from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 import numpy as np
 import psutil
 
-from cpu3d.data.files.arrays import ArrayFile, aligned_empty, array_file, bring_in, give_back
+from cpu3d.data.files.arrays import aligned_empty, bring_in, decode_b2nd, npy_header
 from cpu3d.data.records import CaseRecord, array_path
 from cpu3d.errors import InputError
 from memory_estimator.common.files import NotRegularError, open_regular
@@ -29,25 +31,24 @@ Slices = Tuple[slice, slice, slice]
 READ_MODES = ("mmap", "pread", "ram")
 
 NETWORK = ("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "orangefs", "panfs", "wekafs")
-"""Types of file systems whose reads can fail for reasons outside this host; nfs*, smb* and fuse* besides."""
+"""Types of file systems whose reads can fail for reasons outside this host; so are nfs*, smb* and fuse*."""
 
 
 class ReadPlan(NamedTuple):
-    """How to read a store's files, how many of their pages to leave in memory at most, and why, in one line."""
+    """How to read a store's files, and why, in one line."""
 
     mode: str
-    page_budget_bytes: int
     reason: str
 
 
 def choose_read_mode(
     asked: Optional[str], *, file_system: str, needed_bytes: int, free_bytes: int, patches: bool
 ) -> ReadPlan:
-    """The way to read files of `needed_bytes` on a file system of this type; `asked` is one of `READ_MODES`, or None.
+    """How to read files of `needed_bytes` on a file system of this type; `asked` is one of `READ_MODES`, or None.
 
-    None: pread from a network, because a map turns its failures into the end of the process; ram for patches whose
-    files fit a quarter of the free memory; else mmap. A budget is half of what is free. Raises InputError for an
-    unknown mode, and for "ram" when the files do not fit the free memory.
+    None: pread from a network, because a failing map ends the process; ram for patches whose files fit a quarter of the
+    free memory; else mmap. Raises InputError for an unknown mode, and for "ram" when the files do not fit the free
+    memory.
     """
     needed, kind = format_bytes(needed_bytes), file_system or "an unknown file system"
     if asked not in (None, *READ_MODES):
@@ -63,25 +64,23 @@ def choose_read_mode(
         mode, why = "ram", "patches of files that fit a quarter of the free memory"
     else:
         mode, why = "mmap", f"{kind} is local"
-    budget = needed_bytes if mode == "ram" else free_bytes // 2
-    kept = "all" if budget >= needed_bytes else f"{format_bytes(budget)} at most"
-    return ReadPlan(mode, budget, f"{mode} ({why}); {needed} of files, {kept} of it kept in memory")
+    return ReadPlan(mode, f"{mode} ({why}); {needed} of files")
 
 
 def file_system(path: Union[str, Path]) -> str:
-    """The type of the file system that `path` lies on, such as "ext4" or "nfs4"; "" where the host does not tell."""
-    path, found, longest = os.path.realpath(path), "", 0
+    """The type of the file system of `path`, such as "ext4" or "nfs4"; "" where it is not known."""
+    path, kind, longest = os.path.realpath(path), "", 0
     with contextlib.suppress(OSError):
         for mount in psutil.disk_partitions(all=True):
             point = mount.mountpoint
             # A later mount on the same point hides the earlier.
             if len(point) >= longest and (path == point or path.startswith(point.rstrip("/") + "/")):
-                found, longest = mount.fstype, len(point)
-    return found
+                kind, longest = mount.fstype, len(point)
+    return kind
 
 
 class Reader:
-    """Reads the arrays of a store's cases in one of `READ_MODES`. Threads may share one; each process makes its own.
+    """Reads the arrays of a store's cases in one of `READ_MODES`. Threads may share a reader; a process makes its own.
 
     Reading raises InputError for a file that is missing, too long or short, changed since it was first opened or
     damaged, and for a label of a case without one; OSError, with the file's name, where the disk fails; ValueError for
@@ -91,7 +90,8 @@ class Reader:
     def __init__(self, folder: Union[str, Path], mode: str = "mmap"):
         self.folder, self.mode = Path(folder), mode
         self._seen: Dict[Path, Tuple[int, int, int]] = {}
-        self._whole: Set[Path] = set()  # packed files whose bytes were compared with their hash
+        self._hashed: Set[Path] = set()
+        """Packed files whose bytes were compared with their hash."""
 
     def array(self, record: CaseRecord, part: str) -> np.ndarray:
         """The whole stored image `(X, Y, Z, C)`, `part` "x", or label `(X, Y, Z)` uint8, "y". C order, aligned.
@@ -100,53 +100,31 @@ class Reader:
         """
         with self._open(record, part) as file:
             if record.format == "b2nd":
-                return self._unpacked(file)
+                return file.unpack(self._hashed)
             return file.read() if self.mode == "pread" else file.map()
 
     def box(self, record: CaseRecord, part: str, slices: Slices) -> np.ndarray:
-        """A box of the stored array as a copy, C order, aligned; of the file little more than its bytes are read.
-
-        Of a .b2nd file the box's chunks are read, and at a reader's first use all of it, to compare its hash.
-        """
+        """A box of the stored array as a copy, C order, aligned. Of a .npy file only the box's rows are read."""
         with self._open(record, part) as file:
             slices = _within(file.shape, slices)
             if any(one.start == one.stop for one in slices):
                 return aligned_empty([one.stop - one.start for one in slices], file.dtype)
-            return self._unpacked(file, slices) if record.format == "b2nd" else file.read_box(slices)
-
-    def advise(self, record: CaseRecord, slices: Slices) -> None:
-        """Have a box of a case's files, of a .b2nd file all, on its way into memory; returns at once."""
-        for part in parts_of(record):
-            with self._open(record, part) as file:
-                box = _within(file.shape, slices)
-                if record.format == "b2nd":
-                    bring_in(file.handle, 0, file.size_bytes)
-                else:
-                    file.ask_for(box)
-
-    def give_back(self, record: CaseRecord) -> None:
-        """Let the kernel take the pages of a case's files."""
-        for part in parts_of(record):
-            with self._open(record, part) as file:
-                give_back(file.handle)
+            return file.unpack(self._hashed, slices) if record.format == "b2nd" else file.read_box(slices)
 
     def problems(self, record: CaseRecord) -> List[str]:
-        """A line for each of a case's files that is missing, of another length, changed or of another kind.
-
-        Reads no voxel: damage inside them is seen by `store verify`, that of a packed file when it is first read.
-        """
-        found: List[str] = []
+        """A line for each of a case's files that is missing, changed or of another length or header."""
+        problems: List[str] = []
         for part in parts_of(record):
             try:
                 with self._open(record, part):
                     pass
             except InputError as error:
-                found.extend(error.problems)
-        return found
+                problems += error.problems
+        return problems
 
     @contextlib.contextmanager
-    def _open(self, record: CaseRecord, part: str) -> Iterator[ArrayFile]:
-        """A case's file, open, after everything about it that can be checked without its voxels."""
+    def _open(self, record: CaseRecord, part: str) -> Iterator["_ArrayFile"]:
+        """A case's file, open, after every check that needs no voxels."""
         if part == "y" and not record.has_label:
             raise InputError(f"case {record.case_id} must have a label, the store has none; choose a labelled case")
         path = array_path(self.folder, record, part)
@@ -156,13 +134,12 @@ class Reader:
             rule = "exist, found none" if isinstance(error, FileNotFoundError) else f"be a file, got {error.strerror}"
             raise InputError(f"store file {path} must {rule}; run `prepare` again") from None
         try:
-            file, status = array_file(record, part, path, handle), os.fstat(handle)
+            file, status = _ArrayFile(record, part, path, handle), os.fstat(handle)
             if status.st_size != file.size_bytes:
                 rule = f"store file {path} must be {file.size_bytes} bytes long, got {status.st_size}"
                 raise InputError(f"{rule}; delete it and run `prepare` again")
-            # Everybody who opens a file later compares with what the first saw; checking it twice does no harm.
             now = (status.st_ino, status.st_size, status.st_mtime_ns)
-            if path not in self._seen:
+            if path not in self._seen:  # several threads may check a file: it does no harm
                 file.check_header()
                 if self.mode == "ram":
                     bring_in(handle, 0, file.size_bytes)
@@ -170,16 +147,96 @@ class Reader:
                 rule = f"store file {path} must stay as it was while it is read"
                 raise InputError(f"{rule}, got a changed one; start this run again")
             yield file
-        except OSError as error:  # of a handle, without a name
+        except OSError as error:  # an operation on a handle does not know the file's name
             error.filename = error.filename or str(path)
             raise
         finally:
             os.close(handle)
 
-    def _unpacked(self, file: ArrayFile, slices: Optional[Tuple[slice, ...]] = None) -> np.ndarray:
-        array = file.unpack(slices, check=file.path not in self._whole)
-        self._whole.add(file.path)
+
+class _ArrayFile:
+    """The open file of a case's image, `part` "x", or label, "y", and what its record says of it."""
+
+    def __init__(self, record: CaseRecord, part: str, path: Path, handle: int):
+        self.path, self.handle = path, handle
+        if part == "x":
+            self.shape = (*record.stored.size, record.channels)
+            self.dtype = np.dtype(record.image_dtype).newbyteorder("<")
+            self.size_bytes, self.sha256 = record.image_bytes, record.image_sha256
+        else:
+            self.shape, self.dtype = tuple(record.stored.size), np.dtype("u1")
+            self.size_bytes, self.sha256 = record.label_bytes, record.label_sha256
+        self.header = npy_header(self.dtype, self.shape) if record.format == "npy" else b""
+
+    def check_header(self) -> None:
+        """Refuse a .npy file of another array: it would be read as nonsense, or past its end."""
+        start = np.empty(min(len(self.header), self.size_bytes), np.uint8)
+        self._fill(start, 0)
+        size_bytes = len(self.header) + math.prod(self.shape) * self.dtype.itemsize
+        if self.header and (start.tobytes(), self.size_bytes) != (self.header, size_bytes):
+            raise self._damaged("another header")
+
+    def map(self) -> np.ndarray:
+        """The array of a .npy file as a read-only map, which is closed with the last of its views."""
+        pages = mmap.mmap(self.handle, self.size_bytes, access=mmap.ACCESS_READ)
+        return np.frombuffer(pages, self.dtype, offset=len(self.header)).reshape(self.shape)
+
+    def read(self) -> np.ndarray:
+        """The array of a .npy file, aligned."""
+        array = aligned_empty(self.shape, self.dtype)
+        self._fill(array, len(self.header))
         return array
+
+    def read_box(self, slices: Sequence[slice]) -> np.ndarray:
+        """A box of a .npy file, aligned, read a plane of X at a time: a map would take longer, for its page faults."""
+        out = aligned_empty([one.stop - one.start for one in slices], self.dtype)
+        rows = np.empty((out.shape[1], *self.shape[2:]), self.dtype)
+        starts, length = self.ask_for(slices)
+        for plane, start in zip(out, starts):
+            self._fill(rows, start, length)
+            plane[...] = rows[:, : out.shape[2]]
+        return out
+
+    def ask_for(self, slices: Sequence[slice]) -> Tuple[range, int]:
+        """(first bytes, their length) of a box's planes in a .npy file, all of which the kernel begins to read.
+
+        Reading one plane after another without it takes 5 times as long for a 96^3 patch of a CT.
+        """
+        (x, y, z), voxel_bytes = slices[:3], self.dtype.itemsize * math.prod(self.shape[3:])
+        row = self.shape[2] * voxel_bytes
+        plane, corner = self.shape[1] * row, len(self.header) + y.start * row + z.start * voxel_bytes
+        length = (y.stop - y.start - 1) * row + (z.stop - z.start) * voxel_bytes
+        starts = range(corner + x.start * plane, corner + x.stop * plane, plane)
+        for start in starts:
+            bring_in(self.handle, start, length)
+        return starts, length
+
+    def unpack(self, hashed: Set[Path], slices: Optional[Sequence[slice]] = None) -> np.ndarray:
+        """A .b2nd file's array, or a box of it, aligned. Its bytes are compared with their hash unless its path is in
+        `hashed`, to which it is added: a flipped bit gives wrong voxels more often than an error."""
+        content = np.empty(self.size_bytes, np.uint8)
+        self._fill(content, 0)
+        if self.path not in hashed and hashlib.sha256(content).hexdigest() != self.sha256:
+            raise self._damaged("other bytes than were written")
+        hashed.add(self.path)
+        try:
+            return decode_b2nd(content.tobytes(), slices, (self.shape, self.dtype))
+        except ValueError as error:
+            raise self._damaged(error) from None
+
+    def _fill(self, array: np.ndarray, offset: int, length: Optional[int] = None) -> None:
+        """Fill an array, or its first `length` bytes, from `offset` of the file on."""
+        into, done = memoryview(array.reshape(-1).view(np.uint8))[:length], 0
+        while done < len(into):  # one call reads 2 GiB at most, and a network may give less than was asked for
+            count = os.preadv(self.handle, [into[done:]], offset + done)
+            if count == 0:
+                rule = f"store file {self.path} must be {self.size_bytes} bytes long, it ended at byte"
+                raise InputError(f"{rule} {offset + done} while it was read; restore it, or `prepare` again")
+            done += count
+
+    def _damaged(self, got) -> InputError:
+        kind = f"a {self.path.suffix} array of {self.dtype} {self.shape}"
+        return InputError(f"store file {self.path} must be {kind}, got {got}; delete it and run `prepare` again")
 
 
 def parts_of(record: CaseRecord) -> Tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""One case from its files to what the store holds: checked, on one grid in axes R A S, with its statistics."""
+"""One case read from its files: checked, on one grid in axes R A S, with its statistics."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ class LoadedCase:
     label: Optional[np.ndarray]
     """`(X, Y, Z)` uint8 in the data set's own codes, or None."""
     record: CaseRecord
-    """In no store yet: without a format, and without lengths and hashes of files."""
+    """Without format, lengths and hashes of the store's files."""
 
 
 def load_case(
@@ -43,38 +43,19 @@ def load_case(
 ) -> LoadedCase:
     """Read, check and turn one case.
 
-    The image is int16 where every voxel of every channel is integral and in range: exact. Otherwise it is
-    `float16_image`. `zero_nan` makes NaN and infinite voxels background, and counts them. `labels` are
-    the codes that may occur once those in `label_map` are changed; None leaves the label unread. Sources are recorded
-    relative to `dataset_folder`. Holds about two volumes. Raises InputError with every problem of the case.
+    The image is int16 where every voxel is integral and in range, else `float16_image`. `zero_nan` makes NaN and
+    infinite voxels background, and counts them. `labels` are the codes that may occur after `label_map` is applied;
+    None leaves the label unread. Sources are recorded relative to `dataset_folder`. Holds about two volumes. Raises
+    InputError with every problem of the case.
     """
-    if len(files.images) not in (1, len(channels)):
-        raise InputError(f"case {files.case_id} must have a file for each of {channels}, got {len(files.images)}")
-    names = [channels] if len(files.images) == 1 else [(name,) for name in channels]
     paths = files.images if labels is None else files.paths
-    volumes, label, geometry, zeroed_voxels, problems = [], None, None, 0, []
-    for number, path in enumerate(paths):
-        try:
-            array, grid = nifti.read_volume(path)
-            if geometry is None:
-                geometry, first = grid, path
-            problems += grid_problems(path, grid, first, geometry)
-            if number == len(files.images):
-                label = _label(path, array, labels, label_map or {})
-                continue
-            if zero_nan and not np.isfinite(array).all():
-                zeroed_voxels += int(np.count_nonzero(~np.isfinite(array)))
-                array = np.where(np.isfinite(array), array, 0)
-            volumes += _channels(path, array, names[number])
-        except InputError as error:
-            problems += error.problems
-    refuse(problems)
+    volumes, label, geometry, zeroed_voxels = _read(files, paths, channels, labels, label_map or {}, zero_nan)
     volumes, error = [nifti.to_ras(volume, geometry) for volume in volumes], 0.0
     if any(volume.dtype != np.int16 for volume in volumes):
         image, error = float16_image(volumes, [f"channel {name} of {files.case_id}" for name in channels])
     else:
         image = np.stack(volumes, -1, out=np.empty((*volumes[0].shape, len(volumes)), "<i2"))
-    del volumes, array
+    del volumes
     if label is not None:
         label = np.ascontiguousarray(nifti.to_ras(label, geometry))
     sources = [
@@ -101,10 +82,42 @@ def load_case(
     return LoadedCase(image, label, record)
 
 
+def _read(
+    files: CaseFiles,
+    paths: Sequence[Path],
+    channels: Tuple[str, ...],
+    labels: Optional[Dict[int, str]],
+    label_map: Mapping[int, int],
+    zero_nan: bool,
+) -> Tuple[List[np.ndarray], Optional[np.ndarray], Geometry, int]:
+    """(volume of each channel, label, grid, voxels that were zeroed), on the grid of the files."""
+    if len(files.images) not in (1, len(channels)):
+        raise InputError(f"case {files.case_id} must have a file for each of {channels}, got {len(files.images)}")
+    names = [channels] if len(files.images) == 1 else [(name,) for name in channels]
+    volumes, label, geometry, zeroed_voxels, problems = [], None, None, 0, []
+    for number, path in enumerate(paths):
+        try:
+            array, grid = nifti.read_volume(path)
+            if geometry is None:
+                geometry, first = grid, path
+            problems += grid_problems(path, grid, first, geometry)
+            if number == len(files.images):
+                label = _label(path, array, labels, label_map)
+                continue
+            if zero_nan and not np.isfinite(array).all():
+                zeroed_voxels += int(np.count_nonzero(~np.isfinite(array)))
+                array = np.where(np.isfinite(array), array, 0)
+            volumes += _channels(path, array, names[number])
+        except InputError as error:
+            problems += error.problems
+    refuse(problems)
+    return volumes, label, geometry, zeroed_voxels
+
+
 def float16_image(volumes: Sequence[np.ndarray], names: Sequence[str]) -> Tuple[np.ndarray, float]:
     """Channels stacked last, float16 of (value - mean) / std over each one's non-zero voxels, 0 elsewhere.
 
-    A score that rounds to 0 becomes the smallest number above it: 0 is background. Returned with the largest rounding
+    A score that rounds to 0 becomes the smallest positive number: 0 is background. Returned with the largest rounding
     error, in standard deviations. Raises InputError, with their `names`, for channels whose scores float16 cannot hold.
     """
     image = np.zeros((*volumes[0].shape, len(volumes)), "<f2")
@@ -112,7 +125,7 @@ def float16_image(volumes: Sequence[np.ndarray], names: Sequence[str]) -> Tuple[
     for index, volume in enumerate(volumes):
         inside = volume != 0
         values = volume[inside].astype(np.float64)
-        with np.errstate(all="ignore"):  # what overflows is named below
+        with np.errstate(all="ignore"):  # an overflow is refused below
             std = values.std()
             scores = (values - values.mean()) / std
             largest = float(np.abs(scores).max())
@@ -150,27 +163,29 @@ def facts_of(image: np.ndarray, label: Optional[np.ndarray]) -> Dict[str, Any]:
 
 
 def source_name(path: Path, dataset_folder: Optional[Path]) -> str:
-    """The path as a record tells it: relative to the data set's folder, or the bare name where it lies outside."""
+    """The path in a record: relative to the data set's folder, or the bare name where it is outside."""
     return path.relative_to(dataset_folder).as_posix() if dataset_folder in path.parents else path.name
 
 
-def grid_problems(path: Path, found: Geometry, first: Path, expected: Geometry) -> List[str]:
-    """How the grid of `path` differs from that of `first`; nothing where it is the same."""
-    apart = float(np.abs(np.subtract(found.affine, expected.affine)).max())
-    if found.shape != expected.shape:
-        difference = f"shape {expected.shape}, got {found.shape}"
-    elif found.axes != expected.axes:
-        difference = f"axes {expected.axes}, got {found.axes}"
+def grid_problems(path: Path, grid: Geometry, first: Path, expected: Geometry) -> List[str]:
+    """How the grid of `path` differs from that of `first`; empty where it is the same."""
+    apart = float(np.abs(np.subtract(grid.affine, expected.affine)).max())
+    if grid.shape != expected.shape:
+        difference = f"shape {expected.shape}, got {grid.shape}"
+    elif grid.axes != expected.axes:
+        difference = f"axes {expected.axes}, got {grid.axes}"
     elif apart > AFFINE_TOLERANCE:
         difference = f"affines differ by {apart:g} mm, more than {AFFINE_TOLERANCE:g}"
     else:
         return []
-    return [f"{path} must lie on the grid of {first.name}: {difference}; resample it, mend its header or leave it out"]
+    return [
+        f"{path} must lie on the grid of {first.name}: {difference}; resample it, correct its header or leave it out"
+    ]
 
 
 def _channels(path: Path, array: np.ndarray, names: Sequence[str]) -> List[np.ndarray]:
-    """The channels of a file, int16 where that is exact. Raises InputError for those without contrast, which no
-    normalisation can mend, for NaN and infinity and another number of channels."""
+    """The channels of a file, int16 where that is exact. Raises InputError for channels without contrast, for NaN and
+    infinity, and for another number of channels."""
     array = array if array.ndim == 4 else array[..., None]
     if array.shape[3] != len(names):
         advice = "give one 4D file or one 3D file for each channel"
@@ -181,7 +196,7 @@ def _channels(path: Path, array: np.ndarray, names: Sequence[str]) -> List[np.nd
         advice = "fetch it again or leave the case out"
         bad, inside = volume.size - int(np.count_nonzero(np.isfinite(volume))), volume[volume != 0]
         if bad:
-            advice = "mend it, leave it out, or make them background with --zero-nan"
+            advice = "repair it, leave it out, or make them background with --zero-nan"
             problems.append(f"{rule} be finite, got {bad} NaN or infinite voxels; {advice}")
         elif inside.size == 0:
             problems.append(f"{rule} not be empty, got zeros only; {advice}")
@@ -207,7 +222,7 @@ def _label(path: Path, label: np.ndarray, labels: Mapping[int, str], label_map: 
     if unknown:
         known = ", ".join(f"{code} {name}" for code, name in sorted(labels.items()))
         rule = f"label {path} must hold only the codes {known}; got {', '.join(unknown[:8])}"
-        raise InputError(f"{rule}; mend it, or say what they are with --label-map")
+        raise InputError(f"{rule}; correct it, or map them with --label-map")
     changed = label.astype(np.uint8)
     for value, code in zip(values, codes):
         if code != value:

@@ -4,8 +4,8 @@
     brats2017   <id>/<id>_flair _t1 _t1ce _t2 _seg .nii or .nii.gz, also below HGG/ and LGG/ (BraTS 2017-2021)
     brats2023   <id>/<id>-t2f -t1n -t1c -t2w -seg .nii or .nii.gz (BraTS 2023 and later)
 
-A layout of a folder a case is an entry of `FOLDER_LAYOUTS`. Label codes differ between releases: they come from
-dataset.json or the layout, never from voxels. Code 4 of brats2023, the resection cavity, is a region RC.
+Label codes differ between releases: they come from dataset.json or the layout, never from voxels. Code 4 of brats2023,
+the resection cavity, is a region RC.
 """
 
 import re
@@ -32,7 +32,7 @@ class FolderLayout:
     """Suffix -> channel, in the store's order, or "seg"."""
     labels: Dict[int, str]
     optional: Tuple[int, ...] = ()
-    """Codes of which a store has those alone that occur in its cases."""
+    """Codes that a store has only where they occur in its cases."""
     patients: Dict[str, str] = field(default_factory=dict)
     """As PATIENT_NAMES, for this layout alone."""
 
@@ -65,14 +65,14 @@ PATIENT_NAMES = {
     "BraTS 2020 and 2021, one case a patient": r"(BraTS(?:20_[a-z]+|2021)_\d+)",
     "TCGA-<site>-<patient>": r"(TCGA-\w\w-\w{4})(?![a-z0-9])",
 }
-"""Names in any layout -> the patient in them, as group 1; what follows, such as a modality, is ignored."""
+"""Rule -> pattern of a case's name in any layout, whose group 1 is the patient."""
 
 CHANNEL_NAMES = {
     **{suffix: channel for layout in FOLDER_LAYOUTS.values() for suffix, channel in layout.suffixes.items()},
     "t1w": "T1w",
     "t1gd": "T1gd",
 }
-"""What files and data sets call a channel, in lower case -> its name in stores, or "seg"."""
+"""Name of a channel in files and data sets, in lower case -> its name in stores, or "seg"."""
 
 MODALITY_SUFFIX = re.compile(
     rf"(?:^|[_-])({'|'.join(sorted(CHANNEL_NAMES, key=len, reverse=True))})\.nii(\.gz)?$", re.IGNORECASE
@@ -110,9 +110,9 @@ class Dataset:
     labels: Dict[int, str]
     """Label code -> name; 0 is background."""
     cases: Tuple[CaseFiles, ...]
-    """The complete ones, by case id."""
+    """The complete cases, by case id."""
     problems: Problems
-    """Of those with a file missing or double; none of them is in `cases`."""
+    """Of the cases with a file missing or double, which are not in `cases`."""
     patient_rules: Dict[str, str]
     """Case id -> how its patient is known: the rule of `patient_of`, or TABLE."""
 
@@ -120,9 +120,8 @@ class Dataset:
 def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> Dataset:
     """Recognise the layout of `folder` and list its cases. A single BraTS case folder is a data set of one.
 
-    `patients` is a table of the cases' patients, instead of their names. Links are followed wherever they lead. Cases
-    that lack a file are in `problems`. Raises InputError for what concerns the whole: no folder, no cases, two layouts,
-    a case id twice, a dataset.json that is damaged or names files outside its folder.
+    `patients` is a table of the cases' patients, else their names tell them. Links are followed. Raises InputError for
+    no folder, no cases, two layouts, a case id twice, a dataset.json that is damaged or names files outside its folder.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -134,34 +133,31 @@ def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> D
     cases = sorted((case for case in cases if case.case_id not in problems), key=lambda case: case.case_id)
     known = {case.case_id: patient_of(case.case_id, layout) for case in cases}
     if patients is not None:
-        table = read_patients(patients, list(known))
-        known = {case_id: (table[case_id], TABLE) for case_id in known}
+        known = {case_id: (patient, TABLE) for case_id, patient in read_patients(patients, list(known)).items()}
     cases = tuple(replace(case, patient_id=known[case.case_id][0]) for case in cases)
-    rules = {case_id: rule for case_id, (_, rule) in known.items()}
+    rules = {case.case_id: known[case.case_id][1] for case in cases}
     return Dataset(folder, name, layout, channels, labels, cases, problems, rules)
 
 
 def patient_of(case_id: str, layout: str) -> Tuple[str, str]:
-    """(patient, the rule that tells it) from the name of a case; (the case itself, UNKNOWN) where that says nothing."""
+    """(patient, rule that tells it) from the name of a case; (case_id, UNKNOWN) where no rule matches."""
     own = FOLDER_LAYOUTS[layout].patients if layout in FOLDER_LAYOUTS else {}
     for rule, pattern in {**PATIENT_NAMES, **own}.items():
-        found = re.match(pattern, case_id, re.IGNORECASE)
-        if found:
-            return found[1], rule
+        match = re.match(pattern, case_id, re.IGNORECASE)
+        if match:
+            return match[1], rule
     return case_id, UNKNOWN
 
 
 def labels_in_use(layout: str, labels: Dict[int, str], codes: Container[int]) -> Dict[int, str]:
-    """`labels` without those that only some releases of `layout` have, unless they are among `codes`."""
+    """`labels` without the optional ones of `layout`, unless they are among `codes`."""
     optional = FOLDER_LAYOUTS[layout].optional if layout in FOLDER_LAYOUTS else ()
     return {code: name for code, name in labels.items() if code not in optional or code in codes}
 
 
 def regions_of(labels: Dict[int, str]) -> Dict[str, Tuple[int, ...]]:
-    """Region -> codes: WT, TC, ET where the names tell one oedema and one enhancing tumour; else each label is its own.
-
-    Beside those a resection cavity, which is no tumour, is a region RC.
-    """
+    """Region -> codes: WT, TC, ET where the names tell one oedema and one enhancing tumour, and RC where they tell a
+    resection cavity; else each label is a region."""
     codes = [code for code in sorted(labels) if code != 0]
     patterns = ("cavity", "edema", r"(?<!non-)(?<!non)(?<!non )\benhanc")
     cavity, oedema, enhancing = ([code for code in codes if re.search(one, labels[code].lower())] for one in patterns)
@@ -169,17 +165,17 @@ def regions_of(labels: Dict[int, str]) -> Dict[str, Tuple[int, ...]]:
     if not (len(oedema) == len(enhancing) == 1 and len(tumour) == 3 and {*oedema, *enhancing} <= {*tumour}):
         return {labels[code]: (code,) for code in codes}
     regions = {"WT": tumour, "TC": [code for code in tumour if code not in oedema], "ET": enhancing, "RC": cavity}
-    return {name: tuple(those) for name, those in regions.items() if name != "RC" or tumour != codes}
+    return {name: tuple(members) for name, members in regions.items() if name != "RC" or tumour != codes}
 
 
 def parse_label_map(pairs: Sequence[str]) -> Dict[int, int]:
-    """{4: 3} for "4=3". Raises InputError for what is no pair of codes 0..255, or gives one code two meanings."""
+    """{4: 3} for "4=3". Raises InputError for other text than pairs of codes, and for a code with two meanings."""
     problems, label_map = [], {}
     for pair in pairs:
         match = re.fullmatch(r"(\d{1,3})=(\d{1,3})", pair)
         old, new = map(int, match.groups()) if match else (0, 0)
         if max(old, new) > 255 or old == 0:
-            problems.append(f"--label-map must be pairs OLD=NEW of codes 1..255 and 0..255, got {pair!r}; mend it")
+            problems.append(f"--label-map must be pairs OLD=NEW of codes 1..255 and 0..255, got {pair!r}; correct it")
         elif label_map.setdefault(old, new) != new:
             problems.append(f"--label-map must give code {old} one meaning, got {label_map[old]} and {new}; keep one")
     refuse(problems)
@@ -187,10 +183,10 @@ def parse_label_map(pairs: Sequence[str]) -> Dict[int, int]:
 
 
 def with_label_map(dataset: Dataset, label_map: Mapping[int, int]) -> Dataset:
-    """The data set with the codes and names that its labels have once `label_map` is applied to them.
+    """The data set with the codes and names that its labels have once `label_map` is applied.
 
-    All codes change at once, so 1=2 with 2=1 swaps them. A code that has a name keeps it under a new code that has
-    none; a code onto which nothing falls any more is gone. Raises InputError where a new code would have no name.
+    All codes change at once: 1=2 with 2=1 swaps them. A new code without a name takes the old code's. Raises InputError
+    where a new code would have no name, and where no label beside the background is left.
     """
     before = dataset.labels
     labels = {code: name for code, name in before.items() if code not in label_map or code in label_map.values()}
@@ -198,7 +194,7 @@ def with_label_map(dataset: Dataset, label_map: Mapping[int, int]) -> Dataset:
     for old, new in sorted(label_map.items()):
         labels[new] = labels.get(new, before.get(old))
         if labels[new] is None:
-            problems.append(f"--label-map {old}={new} must lead to a code with a name ({known}), got {new}; mend it")
+            problems.append(f"--label-map {old}={new} must lead to a code with a name ({known}), got {new}; correct it")
     if len(labels) < 2:
         problems.append("--label-map must leave a label beside the background, got none; map fewer codes")
     refuse(problems)
@@ -206,15 +202,15 @@ def with_label_map(dataset: Dataset, label_map: Mapping[int, int]) -> Dataset:
 
 
 def _read_folders(folder: Path):
-    found = _case_folders(folder)
-    layouts = sorted({layout for _, layout in found if layout})
+    folders = _case_folders(folder)
+    layouts = sorted({layout for _, layout in folders if layout})
     if len(layouts) != 1:
         rule = f"data set {folder} must hold a dataset.json or case folders of one layout ({', '.join(FOLDER_LAYOUTS)})"
         raise InputError(f"{rule}, found {' and '.join(layouts) or 'neither'}; give the folder of one")
     layout = FOLDER_LAYOUTS[layouts[0]]
-    refuse_other_codes(folder, [name_of(case) for case, _ in found])
+    refuse_other_codes(folder, [name_of(case) for case, _ in folders])
     cases, problems = [], {}
-    for case, _ in found:
+    for case, _ in folders:
         case_id, files, wrong = name_of(case), *one_each(volumes_in(case), layout.suffixes.values(), case, layouts[0])
         if wrong:
             problems[case_id] = wrong
@@ -224,12 +220,11 @@ def _read_folders(folder: Path):
 
 
 def _case_folders(folder: Path) -> List[Tuple[Path, Optional[str]]]:
-    """(case folder, its layout) in `folder` itself, its subfolders, or theirs. The layout of an empty case is None."""
+    """(case folder, its layout) in `folder` itself, its subfolders, or theirs. The layout of a bad case is None."""
 
     def layout_of(case: Path) -> Optional[str]:
-        counts = {
-            name: sum(modality_of(path, name) is not None for path in volumes_in(case)) for name in FOLDER_LAYOUTS
-        }
+        paths = volumes_in(case)
+        counts = {name: sum(modality_of(path, name) is not None for path in paths) for name in FOLDER_LAYOUTS}
         best = max(counts, key=counts.get)
         return best if counts[best] else None
 
@@ -237,21 +232,18 @@ def _case_folders(folder: Path) -> List[Tuple[Path, Optional[str]]]:
         paths = (path for path in sorted(parent.iterdir()) if path.is_dir() and not path.name.startswith("."))
         return [(path, layout_of(path)) for path in paths]
 
-    def went_wrong(case: Path) -> bool:  # a folder that is empty, or that holds volumes but none with a known name
-        return not any(case.iterdir()) or bool(volumes_in(case))
-
     if layout_of(folder):
         return [(folder, layout_of(folder))]
-    found = []
+    cases = []
     for child, layout in subfolders(folder):
         below = [] if layout else subfolders(child)
-        cases = below if any(kind for _, kind in below) else [(child, layout)]
-        found += [(path, kind) for path, kind in cases if kind or went_wrong(path)]
-    return found
+        cases += below if any(kind for _, kind in below) else [(child, layout)]
+    # A bad case is a folder that is empty, or that holds volumes but none with a known name.
+    return [(case, layout) for case, layout in cases if layout or volumes_in(case) or not any(case.iterdir())]
 
 
 def refuse_other_codes(folder: Path, ids: Sequence[str]) -> None:
-    """BraTS-PED has the layout of BraTS 2023, but codes of its own: read as a glioma's they would train nonsense."""
+    """Refuse cases of BraTS-PED, which has the layout of BraTS 2023 and other label codes."""
     rule = "must have the label codes of BraTS gliomas, got those of BraTS-PED"
     other = [f"case {one} of {folder} {rule}" for one in ids if one.upper().startswith("BRATS-PED-")]
     advice = "bring them into the Decathlon layout with a dataset.json that names their codes, or leave them out"
@@ -282,16 +274,18 @@ def read_decathlon(folder: Path):
         raise InputError(f"{path} must be readable, got {error.strerror}; check the file") from None
     except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         rule = f'{path} must be JSON with "modality" or "channel_names", "labels" and "training" with image and label'
-        raise InputError(f"{rule}, got {error}; mend it") from None
+        raise InputError(f"{rule}, got {error}; correct it") from None
     channels, labels = content.modality or content.channel_names, {0: "background", **dict(sorted(codes))}
     distinct = len(dict(codes)) == len(codes) and len(set(labels.values())) == len(labels)
     problems = []
     if not channels or sorted(channels) != list(range(len(channels))):
-        problems.append(f"channels of {path} must be numbered 0, 1, ... without gaps, got {sorted(channels)}; mend it")
+        problems.append(
+            f"channels of {path} must be numbered 0, 1, ... without gaps, got {sorted(channels)}; correct it"
+        )
     if not distinct or min(labels) < 0 or max(labels) > 255 or len(labels) < 2:
         rule = f"labels of {path} must be distinct names with distinct codes 0..255, one beside the background"
-        problems.append(f"{rule}, got {content.labels}; mend it")
-    # A download must not reach beyond its folder. A link in it may: its owner keeps volumes elsewhere.
+        problems.append(f"{rule}, got {content.labels}; correct it")
+    # A downloaded list must not reach beyond its folder; a link may, as it is the owner's.
     named = [one for entry in content.training for one in (entry.image, entry.label) if one is not None]
     outside = [one for one in named if PurePosixPath(one).is_absolute() or ".." in PurePosixPath(one).parts]
     problems += [f"path {one!r} in {path} must stay inside its folder; make it relative" for one in outside]
@@ -323,22 +317,24 @@ def stem_of(path: Path) -> str:
 
 
 def modality_of(path: Path, layout: Optional[str] = None) -> Optional[str]:
-    """The channel that a file's name ends in, or "seg"; None where it says nothing, or not as in `layout`."""
-    match, how = MODALITY_SUFFIX.search(path.name), FOLDER_LAYOUTS.get(layout)
-    if not match or (how and match[0][0] != how.separator):
+    """The channel, or "seg", that a file's name ends in, as `layout` names files or in any way; else None."""
+    match, names = MODALITY_SUFFIX.search(path.name), FOLDER_LAYOUTS.get(layout)
+    if not match or (names and match[0][0] != names.separator):
         return None
-    return (how.suffixes if how else CHANNEL_NAMES).get(match[1].lower())
+    return (names.suffixes if names else CHANNEL_NAMES).get(match[1].lower())
 
 
 def one_each(
     paths: Sequence[Path], channels: Iterable[str], where: Path, layout: Optional[str] = None
 ) -> Tuple[Dict[str, Path], List[str]]:
-    """The file of each channel, or "seg", by their names; and what is wrong where there is none or are several."""
-    found = {channel: [path for path in paths if modality_of(path, layout) == channel] for channel in channels}
-    wrong = [
-        f"{channel} of {where} must have one file named after it, found"
-        f" {', '.join(path.name for path in those) or 'none'}; mend the case or leave it out"
-        for channel, those in found.items()
-        if len(those) != 1
-    ]
-    return {channel: those[0] for channel, those in found.items() if len(those) == 1}, wrong
+    """The file of each channel, or "seg", by their names, and a problem for each channel of no or several files."""
+    files, problems = {}, []
+    for channel in channels:
+        own = [path for path in paths if modality_of(path, layout) == channel]
+        if len(own) == 1:
+            files[channel] = own[0]
+        else:
+            rule = f"{channel} of {where} must have one file named after it"
+            got = ", ".join(path.name for path in own) or "none"
+            problems.append(f"{rule}, got {got}; repair the case or leave it out")
+    return files, problems

@@ -2,21 +2,16 @@
 
 Example: ./run.sh phantom --out phantom --cases 10 --shape 240 240 155 --seed 0
 
-With --context count the tumours look alike and only what their rim is called depends on something far away: whether
-there is another lesion. WT and TC are then to be had from a patch, and ET is not, where the patch is shorter than the
-gap in between: of volumes of 240 voxels up to 70 from front to back. dataset.json says how many it is.
+With --context count all tumours look alike, and the code of their rim depends on something far away: whether there is
+another lesion. A patch shorter than the gap between lesions shows WT and TC, but not ET; dataset.json has the length.
 
-With --lesion-size small the whole tumour, in one to three lesions, is 0.2 to 1 % of the box that holds the brain, and
-the enhancing tumour at least 0.02 %: in the middle 0.45 and 0.05 %.
+With --lesion-size small the whole tumour, in one to three lesions, is 0.2 to 1 % of the brain's box, and the enhancing
+tumour at least 0.02 %. With --warp CASE the cases are warped copies of a real case (warp.py).
 
-With --warp CASE the cases are warped copies of a real one (cpu3d/data/stores/warp.py) and nothing is drawn.
-
-Nothing here is medicine: the shapes and contrasts are drawn by hand after BraTS volumes. A skull-stripped head lies on
-zero background; grey and white matter fold, ventricles are filled, the field is uneven, the noise Rician. Tumours are
-an oedema around a core around an enhancing rim around necrosis, with the contrasts of MRI. No channel tells the tumour
-by its brightness alone: fluid is bright in T2, vessels in T1 with contrast agent, spots and folds of cortex in FLAIR.
-
-Coordinates run from -1 to 1 across the head's box, whatever its voxels: u to the right, v to the front, w up.
+Shapes and contrasts are drawn by hand after BraTS volumes: a skull-stripped head with folded grey and white matter,
+ventricles, an uneven field and Rician noise; tumours of oedema around a core around an enhancing rim around necrosis.
+No channel shows the tumour by brightness alone: fluid is bright in T2, vessels in T1 with contrast agent, spots and
+cortex in FLAIR. Coordinates run from -1 to 1 across the head's box: u to the right, v to the front, w up.
 """
 
 import contextlib
@@ -30,7 +25,7 @@ import numpy as np
 from cpu3d.data.nifti import write_label, write_volume
 from cpu3d.data.records import Geometry
 from cpu3d.data.region import Shape3
-from cpu3d.data.stores.conversion import claimed
+from cpu3d.data.stores.prepare import claimed
 from cpu3d.data.stores.warp import case_to_warp, smooth_field, warped_case
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import write_json
@@ -40,7 +35,7 @@ from cpu3d.util.records import by
 from memory_estimator.common.schema import option
 
 VERSION = 1
-"""Of what is drawn: the same version, seed, shape and NumPy give the same volumes."""
+"""The same version, seed, shape and NumPy give the same volumes."""
 
 CHANNELS = ("FLAIR", "T1w", "t1gd", "T2w")
 LABELS = {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"}
@@ -48,10 +43,10 @@ LABELS = {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing t
 EDEMA, NON_ENHANCING, ENHANCING = 1, 2, 3
 
 SHARES = (135 / 240, 174 / 240, 136 / 155)
-"""Of a volume's voxels along each axis that a middling head takes."""
+"""Size of an average head along each axis, as a share of the volume."""
 
 SMALLEST, LARGEST = 0.96, 1.04
-"""Of a middling head along any axis."""
+"""Sizes of heads, as a share of an average head."""
 
 SUBSTANCES = ("fluid", "grey", "white", "vessel", "caps", "oedema", "core", "rim", "necrosis")
 SIGNALS = {
@@ -62,25 +57,19 @@ SIGNALS = {
 }
 """Channel -> brightness of each of `SUBSTANCES`, in the arbitrary units of BraTS volumes."""
 
-CONTEXTS = ("none", "count")
-RULE = "the lesion is the only one"
-"""When a lesion's rim is enhancing tumour (code 3) and not non-enhancing (code 2), in the context "count"."""
-
-LESION_SIZES = ("usual", "small")
 SMALL_WT, SMALL_ET = (0.002, 0.01), 0.0002
-"""Of the brain's box: least and most of the whole tumour, and least of the enhancing one, where lesions are small."""
+"""Shares of the brain's box of small lesions: least and most of the whole tumour, least of the enhancing tumour."""
 
 CLEARANCE = 0.42
-"""Share of the head's length, front to back, that is at least between a core and whatever tells its rule."""
+"""Least distance between the cores of two lesions apart, as a share of the head's length from front to back."""
 
 Fields = Dict[str, np.ndarray]
-"""Substance -> how much of each voxel of the head's box it is, 0 to 1; soft edges are partial volume."""
-
+"""Substance -> its share of each voxel of the head's box, 0 to 1; soft edges are partial volume."""
 
 USUAL_SHAPE = (240, 240, 155)
 
 LEAST_VOXELS = 24
-"""Voxels along an axis below which the enhancing rim no longer shows."""
+"""Least voxels along an axis: below, the enhancing rim does not show."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +81,13 @@ class Options:
     shape: Optional[Shape3] = option(None, "voxels (default: 240 240 155)", metavar=("X", "Y", "Z"))
     seed: int = option(0, "of everything that is random")
     context: str = option(
-        "none", "what far away decides whether a rim is called enhancing; in half of the cases it is", choices=CONTEXTS
+        "none",
+        "count: a rim is called enhancing where its lesion is the only one, in half of the cases",
+        choices=("none", "count"),
     )
-    lesion_size: str = option("usual", "small: a whole tumour is 0.2 to 1 %% of the brain's box", choices=LESION_SIZES)
+    lesion_size: str = option(
+        "usual", "small: a whole tumour is 0.2 to 1 %% of the brain's box", choices=("usual", "small")
+    )
     warp: Optional[Path] = option(
         None, "warped copies of the real case in this folder, which has a label, on its grid", metavar="CASE"
     )
@@ -124,9 +117,8 @@ def write_phantom(
     """Write `cases` phantom cases, or warped copies of the one in folder `warp`, below `out` and return that folder.
 
     Case n depends on (seed, n) and on shape, context and lesion_size, or `warp`, alone, so more cases can be added
-    later and workers do not matter. dataset.json comes last. Raises InputError for a shape or count that is too small,
-    a shape that is too large for the memory, options that exclude each other, a case that cannot be warped, and a
-    folder that holds anything else or that another process writes.
+    later. dataset.json is written last. Raises InputError for options out of range or that exclude each other, a shape
+    that does not fit into memory, a case that cannot be warped, and a folder with other files or in use.
     """
     workers, out, grid = worker_count(workers), Path(out), tuple(shape or USUAL_SHAPE)
     drawn = (shape, context, lesion_size) != (None, "none", "usual")
@@ -157,16 +149,13 @@ def write_phantom(
         except MemoryError:
             advice = "choose a smaller one or run again with fewer --workers"
             raise InputError(f"--shape must fit into memory, got {by(grid)}; {advice}") from None
-        write_json(out / "dataset.json", {**_about(grid, context, lesion_size, warp), **_files(cases)})
+        write_json(out / "dataset.json", _dataset_json(cases, grid, context, lesion_size, warp))
     print(f"{cases} phantom cases of {by((*grid, channels))} in {out}")
     return out
 
 
 def _write_case(out: Path, seed: int, source: Union[Path, Tuple[Shape3, str, str]], index: int) -> None:
-    """Write a case's two files unless both are there; each appears whole or not at all.
-
-    `source` is the folder of a case to warp, or shape, context and lesion size.
-    """
+    """Write a case's two files unless both exist. `source`: a folder to warp, or shape, context and lesion size."""
     image_path, label_path = (out / f"{kind}Tr/BRATS_{index + 1:03d}.nii.gz" for kind in ("images", "labels"))
     if image_path.is_file() and label_path.is_file():
         return
@@ -181,8 +170,8 @@ def _write_case(out: Path, seed: int, source: Union[Path, Tuple[Shape3, str, str
     write_label(label_path, label, geometry)
 
 
-def _about(shape: Shape3, context: str, lesion_size: str, warp: Optional[Path]) -> Dict[str, Any]:
-    """What a dataset.json, like that of MSD Task01_BrainTumour, says of all cases; what is not usual is described."""
+def _dataset_json(cases: int, shape: Shape3, context: str, lesion_size: str, warp: Optional[Path]) -> Dict[str, Any]:
+    """The content of dataset.json, in the form of MSD Task01_BrainTumour."""
     name, channels, labels = "BRATS phantom", CHANNELS, LABELS
     description = "Made-up gliomas in made-up brains, for trials of the software; no patient's data"
     if warp:
@@ -195,22 +184,16 @@ def _about(shape: Shape3, context: str, lesion_size: str, warp: Optional[Path]) 
     if context == "count":
         name += ", context count"
         description += (
-            f". Context count: a rim is called {LABELS[3]} where {RULE}, else {LABELS[2]}; a patch of up to"
-            f" {blind_patch(context, shape)} voxels from front to back has nothing in it that tells which"
+            f". Context count: a rim is called {LABELS[3]} where the lesion is the only one, else {LABELS[2]}; a patch"
+            f" of up to {blind_patch(shape)} voxels from front to back has nothing in it that tells which"
         )
+    names = [f"BRATS_{index + 1:03d}.nii.gz" for index in range(cases)]
     return {
         "name": name,
         "description": description,
         "tensorImageSize": "4D",
         "modality": {str(index): name for index, name in enumerate(channels)},
         "labels": {str(code): name for code, name in labels.items()},
-    }
-
-
-def _files(cases: int) -> Dict[str, Any]:
-    """What a dataset.json says of its files."""
-    names = [f"BRATS_{index + 1:03d}.nii.gz" for index in range(cases)]
-    return {
         "numTraining": cases,
         "numTest": 0,
         "training": [{"image": f"./imagesTr/{name}", "label": f"./labelsTr/{name}"} for name in names],
@@ -228,11 +211,11 @@ def phantom_case(
 ) -> Tuple[np.ndarray, np.ndarray]:
     """Draw one case: image `(X, Y, Z, 4)` int16 and label `(X, Y, Z)` uint8, axes R A S, in the order of `CHANNELS`.
 
-    Non-zero voxels are exactly the brain, the same in all channels. The rule of `context` holds as given, or else in
-    every other case, from the first one on. Every case has all three tumour codes from 40 voxels along each axis on.
+    Non-zero voxels are exactly the brain, the same in all channels. In the context "count" the lesion is the only one
+    where `holds`, by default in every other case. From 40 voxels along each axis on, every case has all tumour codes.
     """
     rng = np.random.default_rng([VERSION, seed, index])
-    # 135x174x136 of 240x240x155, give or take, and near the middle.
+    # About 135x174x136 of 240x240x155, near the middle.
     box = tuple(round(float(n * s)) for n, s in zip(shape, np.array(SHARES) * rng.uniform(SMALLEST, LARGEST, 3)))
     inside = tuple(slice(a, a + n) for n, a in ((n, int((m - n) * rng.uniform(0.4, 0.6))) for m, n in zip(shape, box)))
     head = Head(box, rng)
@@ -247,24 +230,21 @@ def phantom_case(
         holds = index % 2 == 0 if holds is None else holds
         lesions = lesions_apart(head, np.random.default_rng([VERSION, seed, index, 3]))[: 1 if holds else 2]
         rim = ENHANCING if holds else NON_ENHANCING
-    found, tumour = tumours(head, tissue, lesions, roughness, rim)
+    code, tumour = tumours(head, tissue, lesions, roughness, rim)
     image, label = np.zeros((*shape, len(CHANNELS)), np.int16), np.zeros(shape, np.uint8)
     for number, name in enumerate(CHANNELS):
         image[(*inside, number)] = signal_of(name, head, {**tissue, **tumour})
-    label[inside] = found
+    label[inside] = code
     return image, label
 
 
-def blind_patch(context: str, shape: Shape3) -> Optional[int]:
-    """Voxels from front to back of the longest patch that cannot tell the rule in any head of volumes of this shape.
-
-    CLEARANCE of the shortest head: 70 of 240. None where there is nothing to tell.
-    """
-    return int(CLEARANCE * SMALLEST * SHARES[1] * shape[1]) if context == "count" else None
+def blind_patch(shape: Shape3) -> int:
+    """Voxels from front to back of the longest patch that never holds parts of two lesions apart: 70 of 240."""
+    return int(CLEARANCE * SMALLEST * SHARES[1] * shape[1])
 
 
 class Head:
-    """The grid of a head, the random numbers that it is drawn from and smooth random fields of them."""
+    """The grid of a head, its brain and the generator that it is drawn with."""
 
     def __init__(self, box: Shape3, rng: np.random.Generator):
         self.box, self.rng = box, rng
@@ -333,7 +313,7 @@ def tissues(head: Head) -> Fields:
 
 
 def soft(limit: float, values: np.ndarray, width: float) -> np.ndarray:
-    """1 well below `limit`, 0 well above, a straight ramp over `width` on both sides: cheaper than a sigmoid."""
+    """1 well below `limit`, 0 well above, a linear ramp over `width` on both sides."""
     return np.clip((limit - values) * np.float32(0.5 / width) + np.float32(0.5), 0, 1)
 
 
@@ -343,14 +323,14 @@ class Lesion:
 
     centre: Sequence[float]
     radii: Sequence[float]
-    """Of the oedema, along the axes; what follows but `reach` are shares of them."""
+    """Of the oedema, along the axes; the radii below, except `reach`, are shares of them."""
     reach: float
     """A middling radius, which the width of soft edges follows."""
     core_edge: float
     rim: float
-    """How thick it is."""
+    """Thickness."""
     kernel: float = 0.0
-    """Radius of one in the necrosis that is always enhancing: a region without voxels has no gradient in a Dice."""
+    """Radius of an always enhancing ball in the necrosis: a region without voxels has no gradient in a Dice."""
 
 
 def usual_lesions(head: Head) -> List[Lesion]:
@@ -376,7 +356,7 @@ def small_lesions(
 ) -> List[Lesion]:
     """One to three lesions of different sizes, which together are within SMALL_WT and SMALL_ET.
 
-    What a lesion's shares of the box are depends on the tissue around it, so it is drawn, looked at and drawn again.
+    Their shares of the box depend on the tissue around them, so they are drawn until the shares are right.
     """
     least, most = SMALL_WT
     box = np.prod([np.count_nonzero(head.brain.any(axis=axes)) for axes in ((1, 2), (0, 2), (0, 1))])
@@ -397,11 +377,8 @@ def small_lesions(
 
 
 def lesions_apart(head: Head, rng: np.random.Generator) -> List[Lesion]:
-    """One lesion near the front or the back, and another at the other end.
-
-    They are flat from front to back, so that as much as possible lies between them.
-    """
-    lesions, (pole, side), _ = [], rng.choice((-1.0, 1.0), 2), rng.random(2)  # two numbers that nothing needs any more
+    """One lesion near the front or the back, and another at the other end, both flat from front to back."""
+    lesions, (pole, side), _ = [], rng.choice((-1.0, 1.0), 2), rng.random(2)  # two unused numbers, part of VERSION 1
     for sign in (1, -1):
         u, v, w = rng.uniform((0.25, 0.63, -0.05), (0.42, 0.67, 0.25))
         reach = rng.uniform(0.28, 0.32)
@@ -414,10 +391,8 @@ def lesions_apart(head: Head, rng: np.random.Generator) -> List[Lesion]:
 def tumours(
     head: Head, tissue: Fields, lesions: Sequence[Lesion], roughness: Sequence[np.ndarray], rim: int
 ) -> Tuple[np.ndarray, Fields]:
-    """Labels, with code `rim` for the rims, and oedema, core, necrosis, rim and kernel.
-
-    `roughness` is a coarse and a fine field that the borders follow.
-    """
+    """Labels, with code `rim` for the rims, and the fields oedema, core, necrosis, rim and kernel. `roughness` is a
+    coarse and a fine field that the borders follow."""
     rough, fine = roughness
     share = {name: np.zeros(head.box, np.float32) for name in ("oedema", "core", "necrosis", "rim", "kernel")}
     allowed = head.brain & (tissue["ventricle"] < 0.5)
@@ -445,7 +420,7 @@ def tumours(
 
 
 def _rim_thickness(head: Head, reach: float, rng: np.random.Generator) -> float:
-    """Of a rim that shows at any size: at least 1.3 voxels."""
+    """A rim's thickness, at least 1.3 voxels."""
     return max(rng.uniform(0.10, 0.16), 1.3 * head.voxel / reach)
 
 

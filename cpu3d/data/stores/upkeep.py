@@ -4,7 +4,7 @@ Examples: ./run.sh store info store
           ./run.sh store verify store
           ./run.sh store append store --dataset new_cases
 
-None of the old cases moves. `append` can be interrupted: the same command continues.
+The old cases stay where they are. `append` can be interrupted: the same command continues.
 """
 
 from collections import Counter
@@ -14,14 +14,21 @@ from types import SimpleNamespace
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.files.arrays import file_sha256
-from cpu3d.data.records import Manifest, remake
+from cpu3d.data.records import CaseRecord, Manifest, remake
 from cpu3d.data.splits import TABLE, deal_cases, read_patients
 from cpu3d.data.store import Store, open_store, write_store
-from cpu3d.data.stores import conversion
-from cpu3d.data.stores.conversion import settings_of
-from cpu3d.data.stores.layouts import CaseFiles, labels_in_use, read_dataset, regions_of, with_label_map
-from cpu3d.data.stores.prepare import PATIENTS_HELP, SKIP_BAD_HELP, WORKERS_HELP, split_sizes, summarise
-from cpu3d.data.stores.verify import verify
+from cpu3d.data.stores import prepare
+from cpu3d.data.stores.layouts import (
+    CaseFiles,
+    Dataset,
+    Problems,
+    labels_in_use,
+    read_dataset,
+    regions_of,
+    with_label_map,
+)
+from cpu3d.data.stores.prepare import PATIENTS_HELP, SKIP_BAD_HELP, WORKERS_HELP, split_sizes
+from cpu3d.data.stores.verify import read_quarantine, summarise, verify
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.child import worker_count
@@ -32,7 +39,7 @@ from memory_estimator.common.schema import option
 
 @dataclass(frozen=True)
 class Info:
-    """What it holds, and how it would be read here."""
+    """Print what a store holds, and how it would be read here."""
 
     store: Path = option(help="folder made by `prepare`", positional=True)
 
@@ -56,7 +63,7 @@ class Append:
     workers: Optional[int] = option(None, WORKERS_HELP, at_least=1)
 
 
-def info(options: Info) -> int:
+def run_info(options: Info) -> int:
     summarise(options.store)
     return 0
 
@@ -68,10 +75,11 @@ def run_verify(options: Verify) -> int:
     return 0
 
 
-def add_cases(options: Append) -> int:
-    before, settings = open_store(options.store).manifest, dict(vars(options))
-    folder = settings.pop("store")
-    done = append(folder, settings.pop("dataset"), **settings)
+def run_append(options: Append) -> int:
+    folder, before = options.store, open_store(options.store).manifest
+    done = append(
+        folder, options.dataset, workers=options.workers, skip_bad=options.skip_bad, patients=options.patients
+    )
     print(f"Store {folder}: {count(done.new, 'new case')}, {count(done.known, 'case')} it had already, skipped")
     if done.bad:
         print(f"  left out {count(done.bad, 'bad case')}, see {folder / 'quarantine.jsonl'}")
@@ -81,7 +89,7 @@ def add_cases(options: Append) -> int:
     return 0
 
 
-ACTIONS = {"info": (Info, info), "verify": (Verify, run_verify), "append": (Append, add_cases)}
+ACTIONS = {"info": (Info, run_info), "verify": (Verify, run_verify), "append": (Append, run_append)}
 
 
 def actions() -> Dict[str, str]:
@@ -96,7 +104,7 @@ def action(name: str) -> SimpleNamespace:
 
 
 class Appended(NamedTuple):
-    """What became of a data set's cases: the store's manifest now, and ids that were new, there, and left out."""
+    """What `append` did: the store's manifest now, and the ids that were new, already in the store, and left out."""
 
     manifest: Manifest
     new: Tuple[str, ...]
@@ -112,17 +120,17 @@ def append(
     skip_bad: bool = False,
     patients: Optional[Path] = None,
 ) -> Appended:
-    """Add the cases of a data set that a finished store does not have, and say what became of each.
+    """Add the cases of a data set that a finished store does not have.
 
     They are made with the store's own settings: format, crop, NaN and label codes. The split of the old cases stays,
-    new ones are dealt by `deal_cases`. The manifest is replaced at the end; the same call continues where one was cut.
+    new ones are dealt by `deal_cases`. The manifest is replaced at the end; the same call continues an interrupted one.
 
-    Raises InputError, and leaves the store as it was, when channels or labels differ, when an id is that of a case, or
-    of arrays, made from other files, when a patient or identical images would be in two splits, without a table of
-    patients where the store has one, and for bad cases unless `skip_bad`. OSError and KeyboardInterrupt as `prepare`.
+    Raises InputError, and leaves the store as it was, when channels or labels differ, when a known id has other files,
+    when a patient or identical images would be in two splits, without a table of patients where the store has one, and
+    for bad cases unless `skip_bad`. OSError and KeyboardInterrupt as `prepare`.
     """
     workers, store_dir = worker_count(workers), Path(store_dir)
-    settings, old = settings_of(store_dir), open_store(store_dir).manifest  # raises unless finished and whole
+    settings, old = prepare.settings_of(store_dir), open_store(store_dir).manifest
     dataset = with_label_map(read_dataset(dataset_dir, patients), settings.label_map)
     labels = labels_in_use(dataset.layout, dataset.labels, old.labels)
     for what, value in (("channels", dataset.channels), ("labels", labels), ("regions", regions_of(labels))):
@@ -134,59 +142,64 @@ def append(
         remove_partials(store_dir, store_dir / "cases")
         store = open_store(store_dir)
         store.check_split()
-        old, out = store.manifest, conversion.left_out(store_dir)
-        there = {case_id for ids in old.split.values() for case_id in ids}
-        known = [files for files in dataset.cases if files.case_id in there]
-        new = [files for files in dataset.cases if files.case_id not in there]
-        refuse([*_clashes(store, known, new), *(_patient_clashes(store, patients) if new else ())])
-        finished = conversion.finished_cases(store_dir, new, dataset.folder, verify=True)
-        records, problems = conversion.convert_all(new, dataset, store_dir, settings, workers, finished)
-        problems.update((case_id, reasons) for case_id, reasons in dataset.problems.items() if case_id not in there)
-        for case_id, record in sorted(records.items()):
-            other = ", ".join(f"{one} {dataset.labels[one]}" for one in record.label_voxels if one not in old.labels)
-            if other:
-                rule = f"label of case {case_id} must hold the store's codes alone, got {other}"
-                problems[case_id] = [f"{rule}; prepare a store of its own"]
-                del records[case_id]
+        in_store = {case_id for ids in store.manifest.split.values() for case_id in ids}
+        known = [files for files in dataset.cases if files.case_id in in_store]
+        new = [files for files in dataset.cases if files.case_id not in in_store]
+        refuse([*_clashes(store, known), *(_patient_clashes(store, patients) if new else ())])
+        finished = prepare.finished_cases(store_dir, new, dataset.folder, verify=True)
+        records, problems = prepare.convert_all(new, dataset, store_dir, settings, workers, finished)
+        problems.update((case_id, why) for case_id, why in dataset.problems.items() if case_id not in in_store)
+        problems.update(_other_codes(records, dataset, labels))
+        records = {case_id: record for case_id, record in records.items() if case_id not in problems}
         if not skip_bad:
-            conversion.refuse_bad_cases(problems, "nothing was appended")
-        manifest = old
+            prepare.refuse_bad_cases(problems, "nothing was appended")
+        manifest = _grown(store.manifest, records, dataset) if records else store.manifest
         if records:
-            own = {case.case_id: case.patient_id for case in old.cases}
-            added = {case_id: record.patient_id for case_id, record in records.items()}
-            rules = Counter(old.patient_rules)
-            rules.update(dataset.patient_rules[case_id] for case_id in records)
-            manifest = remake(
-                old,
-                cases=[*old.cases, *records.values()],
-                split=deal_cases(old.split, own, added, seed=old.split_seed),
-                versions=versions(),
-                patient_rules=dict(rules),
-            )
             write_store(store_dir, manifest)
-        still_out = {case_id: reasons for case_id, reasons in out.items() if case_id not in {*there, *records}}
-        conversion.write_quarantine(store_dir, {**still_out, **problems})
+        before = read_quarantine(store_dir)
+        still_out = {case_id: why for case_id, why in before.items() if case_id not in {*in_store, *records}}
+        prepare.write_quarantine(store_dir, {**still_out, **problems})
     return Appended(manifest, *(tuple(sorted(ids)) for ids in (records, [one.case_id for one in known], problems)))
 
 
-def _clashes(store: Store, known: Sequence[CaseFiles], new: Sequence[CaseFiles]) -> List[str]:
-    """Where a known case was made from other files, by content, as their folder may be another, and where a new case's
-    files would replace arrays that entries of other ids share."""
-    problems, advice = [], "give it another id, or prepare a new store"
+def _other_codes(records: Dict[str, CaseRecord], dataset: Dataset, labels: Dict[int, str]) -> Problems:
+    """The problems of cases whose label has codes that the store does not have."""
+    problems = {}
+    for case_id, record in records.items():
+        codes = sorted(set(record.label_voxels) - set(labels))
+        if codes:
+            got = ", ".join(f"{code} {dataset.labels[code]}" for code in codes)
+            rule = f"label of case {case_id} must hold the store's codes alone, got {got}"
+            problems[case_id] = [f"{rule}; prepare a store of its own"]
+    return problems
+
+
+def _grown(old: Manifest, records: Dict[str, CaseRecord], dataset: Dataset) -> Manifest:
+    """The manifest with new cases dealt into its split."""
+    own = {case.case_id: case.patient_id for case in old.cases}
+    added = {case_id: record.patient_id for case_id, record in records.items()}
+    return remake(
+        old,
+        cases=[*old.cases, *records.values()],
+        split=deal_cases(old.split, own, added, seed=old.split_seed),
+        versions=versions(),
+        patient_rules=dict(Counter(old.patient_rules) + Counter(dataset.patient_rules[one] for one in records)),
+    )
+
+
+def _clashes(store: Store, known: Sequence[CaseFiles]) -> List[str]:
+    """Where a known case has other files than those it was made from, by content: their folder may be another."""
+    problems = []
     for files in known:
         made_of = [(source.size_bytes, source.sha256) for source in store.case(files.case_id).sources]
         if made_of != [(path.stat().st_size, file_sha256(path)) for path in files.paths]:
-            problems.append(f"case {files.case_id} must be the one of store {store.folder}, got other files; {advice}")
-    entry_of = {record.stem: record.case_id for record in store.manifest.cases} if new else {}
-    for files in new:
-        if files.case_id in entry_of:
-            rule = f"case {files.case_id} must have an id that names no arrays of store {store.folder}"
-            problems.append(f"{rule}, got that of the arrays of case {entry_of[files.case_id]}; {advice}")
+            rule = f"case {files.case_id} must be the one of store {store.folder}, got other files"
+            problems.append(f"{rule}; give it another id, or prepare a new store")
     return problems
 
 
 def _patient_clashes(store: Store, patients: Optional[Path]) -> List[str]:
-    """Where the store's patients come from a table and there is none, or another, for the new cases."""
+    """Where the store's patients come from a table and `patients` is no table, or a table of other patients."""
     old = store.manifest
     if TABLE in old.patient_rules and patients is None:
         return [f"--patients must name a table, as store {store.folder} has its patients from one, got none; name one"]

@@ -1,8 +1,8 @@
-"""Warped copies of a real case: another head of the same kind for each seed and index, with the label warped along.
+"""Warped copies of a real case and its label, a pure function of the case, a seed and an index.
 
-A copy is turned, scaled and shifted a little and deformed by a smooth random field; every channel gets another gain,
-gamma, uneven field and noise of its own. The background stays zero. It is no new patient: what lies where in the brain
-is as in the case. It tells how fast a network learns what a real tumour looks like, not how well it will do on others.
+A copy is turned, scaled, shifted and deformed by a smooth random field; every channel gets a gain, gamma, uneven field
+and noise of its own; the background stays zero. Copies show how fast a network learns what a real tumour looks like,
+not how well it does on other patients.
 """
 
 import functools
@@ -19,30 +19,27 @@ from cpu3d.data.stores.layouts import Dataset, labels_in_use, read_dataset
 from cpu3d.errors import InputError, refuse
 
 ANGLE, SCALE, SHIFT = 0.15, 0.08, 0.03
-"""At most, either way: radians around each axis, share of the size along each axis, share of the brain's box."""
+"""Largest, either way: radians around each axis, share of the size along each axis, share of the brain's box."""
 
 BEND, BENDS = 0.018, 6
 """Standard deviation of the deformation as a share of the brain's box, and cells of its field along every axis."""
 
 GAMMA, UNEVEN, NOISE = 0.25, 0.16, (0.05, 0.2)
-"""Of a channel: natural logarithm of gamma, at most; spread of the field's logarithm; noise in deviations."""
+"""Of a channel: largest logarithm of gamma, spread of the field's logarithm, noise in deviations."""
 
 MARGIN = 0.15
-"""Of the brain's box, that is added to each of its sides: no copy is larger."""
+"""Share of the brain's box that is added to each of its sides: no copy is larger."""
 
 
 @functools.lru_cache(maxsize=1)
 def case_to_warp(folder: Path) -> Tuple[Dataset, LoadedCase]:
-    """The one case with a label in `folder`, a case's folder or a data set of one, and that data set.
-
-    Raises InputError for another number of cases, a case without a label or with an empty one, and all that `load_case`
-    refuses.
-    """
+    """A data set of one case and that case. Raises InputError for another number of cases, a case without a label or
+    with an empty one, and as `load_case`."""
     dataset = read_dataset(folder)
     refuse(problem for problems in dataset.problems.values() for problem in problems)
     if len(dataset.cases) != 1 or not dataset.cases[0].label:
-        found = f"{len(dataset.cases)} cases" if len(dataset.cases) != 1 else "one without"
-        raise InputError(f"--warp {folder} must be the folder of one case with a label, got {found}; name such a one")
+        got = f"{len(dataset.cases)} cases" if len(dataset.cases) != 1 else "one without a label"
+        raise InputError(f"--warp {folder} must be the folder of one case with a label, got {got}; name another")
     case = load_case(dataset.cases[0], channels=dataset.channels, labels=dataset.labels)
     if not case.label.any():
         raise InputError(f"--warp {folder} must have a label with voxels, got background alone; name another case")
@@ -52,16 +49,16 @@ def case_to_warp(folder: Path) -> Tuple[Dataset, LoadedCase]:
 def warped_case(folder: Path, seed: int, index: int) -> Tuple[np.ndarray, np.ndarray]:
     """Copy `index` of the case in `folder`: image `(X, Y, Z, C)` int16, label `(X, Y, Z)` uint8, on its grid, R A S.
 
-    A pure function of the case, `seed` and `index`. Channels are zero where the source's were; brain is at least 1.
+    Brain voxels are at least 1.
     """
     _, case = case_to_warp(folder)
     rng = np.random.default_rng([seed, index])
     image, label = np.zeros(case.image.shape, np.int16), np.zeros(case.label.shape, np.uint8)
     start, size = np.array(case.record.box.start), np.array(case.record.box.size)
     margin = np.ceil(MARGIN * size).astype(int)
-    there = Region(tuple(start - margin), tuple(size + 2 * margin)).slices(label.shape)
-    places = _places(there, start + (size - 1) / 2, size, rng)
-    label[there] = map_coordinates(case.label, places, order=0)
+    around = Region(tuple(start - margin), tuple(size + 2 * margin)).slices(label.shape)
+    places = _places(around, start + (size - 1) / 2, size, rng)
+    label[around] = map_coordinates(case.label, places, order=0)
     for channel in range(image.shape[-1]):
         source = case.image[..., channel].astype(np.float32)
         inside = source != 0
@@ -72,12 +69,12 @@ def warped_case(folder: Path, seed: int, index: int) -> Tuple[np.ndarray, np.nda
         level = np.maximum(level, 0.01) ** np.exp(rng.uniform(-GAMMA, GAMMA))
         level *= np.exp(UNEVEN * smooth_field(rng, brain.shape, 3)[brain]) * rng.uniform(0.7, 1.4)
         level += 0.2 * rng.uniform(*NOISE) * rng.standard_normal(level.size, np.float32)
-        image[(*there, channel)][brain] = np.clip(np.rint(1000 * level), 1, 32767)
+        image[(*around, channel)][brain] = np.clip(np.rint(1000 * level), 1, 32767)
     return image, label
 
 
-def _places(there: Tuple[slice, ...], centre: np.ndarray, size: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """(3, x, y, z): from which voxel of the source each voxel of a copy comes."""
+def _places(box: Tuple[slice, ...], centre: np.ndarray, size: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """(3, x, y, z): the voxel of the source from which each voxel of the copy's `box` comes."""
     turn = np.eye(3)
     for (a, b), angle in zip(((0, 1), (0, 2), (1, 2)), rng.uniform(-ANGLE, ANGLE, 3)):
         plane = np.eye(3)
@@ -85,7 +82,7 @@ def _places(there: Tuple[slice, ...], centre: np.ndarray, size: np.ndarray, rng:
         turn = turn @ plane
     affine = turn * rng.uniform(1 - SCALE, 1 + SCALE, 3)
     offset = centre + rng.uniform(-SHIFT, SHIFT, 3) * size
-    axes = [(np.arange(one.start, one.stop) - c).astype(np.float32) for one, c in zip(there, centre)]
+    axes = [(np.arange(one.start, one.stop) - c).astype(np.float32) for one, c in zip(box, centre)]
     places = np.empty((3, *map(len, axes)), np.float32)
     for axis, (row, start, extent) in enumerate(zip(affine.astype(np.float32), offset.astype(np.float32), size)):
         u, v, w = (weight * along for weight, along in zip(row, np.ix_(*axes)))
@@ -97,15 +94,15 @@ def _places(there: Tuple[slice, ...], centre: np.ndarray, size: np.ndarray, rng:
 def smooth_field(rng: np.random.Generator, shape: Shape3, cells: int) -> np.ndarray:
     """A smooth random field of about unit spread, float32, with `cells` cubic B-spline cells along every axis."""
     values = rng.standard_normal((cells + 3,) * 3, dtype=np.float32)
-    for axis in (2, 1, 0):  # the last step is the large one, and along the first axis it moves whole planes
+    for axis in (2, 1, 0):  # the largest step last: along the first axis it moves whole planes
         values = _interpolate(values, axis, shape[axis], cells)
-    return values * np.float32(2.6)  # a spline averages: 2.6 brings the spread back to one
+    return values * np.float32(2.6)  # the spline averages: 2.6 restores the spread
 
 
 def _interpolate(values: np.ndarray, axis: int, size: int, cells: int) -> np.ndarray:
-    """Bring `cells + 3` uniform cubic B-spline coefficients along `axis` to `size` voxels, sampled at their middles.
+    """`cells + 3` uniform cubic B-spline coefficients along `axis`, sampled at the middles of `size` voxels.
 
-    Four multiplications and additions, because a matrix product's rounding changes with its library's threads.
+    No matrix product: its rounding changes with the threads.
     """
     position = (np.arange(size) + 0.5) / size * cells
     cell = np.minimum(position.astype(int), cells - 1)

@@ -7,8 +7,7 @@ from typing import Any, Dict, Tuple
 
 from cpu3d.data.labels import THRESHOLD, code_meanings, paint_order
 from cpu3d.data.region import Shape3
-from cpu3d.data.sampling import OVERLAP
-from cpu3d.data.windows import SIGMA_SHARE
+from cpu3d.data.sampling import OVERLAP, SIGMA_SHARE
 from cpu3d.errors import InputError, how_to_install
 from cpu3d.settings import RunConfig
 

@@ -1,6 +1,5 @@
 """Data sets a few voxels large, written with nibabel itself and not with what is under test."""
 
-import dataclasses
 import hashlib
 import json
 import zlib
@@ -11,9 +10,8 @@ import numpy as np
 import pytest
 
 from cpu3d.data.files.arrays import encode
-from cpu3d.data.records import CaseRecord, Geometry, Manifest, SourceFile, array_path, centres_of, make_manifest, remake
+from cpu3d.data.records import CaseRecord, Geometry, Manifest, SourceFile, array_path, centres_of, make_manifest
 from cpu3d.data.region import Region, whole
-from cpu3d.data.store import open_store, write_store
 
 SUFFIXES = {
     "brats2017": ("_flair", "_t1", "_t1ce", "_t2", "_seg"),
@@ -159,12 +157,3 @@ def stored_case(make_record):
         return record
 
     return write
-
-
-def repeat_entries(folder, times):
-    """Turn every case of a store into entries `id-000`, `id-001`, ... that share its arrays, patient and split."""
-    old = open_store(folder).manifest
-    cases = [dataclasses.replace(one, case_id=f"{one.case_id}-{n:03d}") for one in old.cases for n in range(times)]
-    split = {name: [f"{one}-{n:03d}" for one in ids for n in range(times)] for name, ids in old.split.items()}
-    rules = {rule: times * number for rule, number in old.patient_rules.items()}
-    write_store(folder, remake(old, cases=cases, split=split, patient_rules=rules))

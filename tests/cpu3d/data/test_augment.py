@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from cpu3d.data.augment import AugmentConfig, draw
-from cpu3d.data.finish import flip, resample
+from cpu3d.data.finish import resample
 
 
 def drawn(config, position, seed=1, channels=2, spacing_mm=(1, 1, 1)):
@@ -61,17 +60,3 @@ def test_a_sphere_in_mm_stays_one_on_a_grid_of_1_x_1_x_5_mm(position):
 def test_voxels_of_equal_sides_are_turned_to_the_bit_as_those_of_1_mm(spacing_mm):
     config = AugmentConfig(rotation_deg=15, scaling=0.1)
     np.testing.assert_equal(drawn(config, 2, spacing_mm=spacing_mm), drawn(config, 2))
-
-
-def test_a_batch_is_mirrored_and_turned_sample_by_sample():
-    volumes = tf.constant(np.random.default_rng(0).normal(size=(8, 5, 6, 7, 2)).astype("f4"))
-    each = [drawn(AugmentConfig(rotation_deg=20, scaling=0.2), position) for position in range(8)]
-    flips, planes = tf.constant([one["flips"] for one in each]), np.stack([one["planes"] for one in each], axis=1)
-    mirrored, turned = flip(volumes, flips), resample(volumes, *planes, linear=True)
-    for index in range(8):
-        axes = np.flatnonzero(flips[index])
-        np.testing.assert_array_equal(mirrored[index], np.flip(volumes[index], axes))
-        np.testing.assert_array_equal(flip(volumes[index], flips[index]), np.flip(volumes[index], axes))
-        alone = resample(volumes[index], *(plane[index] for plane in planes), linear=True)
-        np.testing.assert_array_equal(turned[index], alone)
-    assert not np.array_equal(mirrored, volumes)

@@ -1,14 +1,8 @@
-"""What goes wrong with medical data and disks: it is told exactly, and the rest stays whole.
-
-Every case here is a real damaged file. A data set of four good cases loses one; the others must be kept, and become a
-store that can be used once the bad one is left out.
-"""
+"""A damaged file in a data set of four cases is named with its reason, and the good cases become a store."""
 
 import gzip
 import json
-import os
 import re
-import signal
 
 import numpy as np
 import pytest
@@ -22,36 +16,24 @@ GOOD = ("BRATS_000", "BRATS_001", "BRATS_003")
 BAD = "BRATS_002"
 
 
-class Work:
-    """A data set in the Decathlon layout whose third case a test spoils, and the store that is made of it."""
+@pytest.fixture
+def prepare_cli(tmp_path, capsys):
+    """prepare_cli(*options): exit code, errors and output of `prepare` of the data set in "data"."""
 
-    def __init__(self, folder, decathlon, write_nifti, tiny_image, tiny_label, capsys):
-        self.data, self.store = decathlon(folder / "data", 4), folder / "store"
-        self.image = self.data / f"imagesTr/{BAD}.nii.gz"
-        self.write, self.tiny_image, self.tiny_label, self.capsys = write_nifti, tiny_image, tiny_label, capsys
-
-    def channels(self, number=2, dtype=np.int16):
-        """The image of a case as it was written."""
-        return np.stack([self.tiny_image(10 * number + channel) for channel in range(4)], -1).astype(dtype)
-
-    def prepare(self, *options):
-        """Run the command line. Returns its exit code and the errors that it printed."""
-        self.capsys.readouterr()
-        where = ["--dataset", str(self.data), "--store", str(self.store)]
+    def call(*options):
+        capsys.readouterr()
+        where = ["--dataset", str(tmp_path / "data"), "--store", str(tmp_path / "store")]
         code = main(["prepare", *where, "--split", "1", "0", "0", "--workers", "1", *options])
-        self.printed = self.capsys.readouterr()
-        lines = self.printed.err.splitlines()
-        return code, [line[len("error: ") :] for line in lines if line.startswith("error: ")]
+        printed = capsys.readouterr()
+        return code, [line[7:] for line in printed.err.splitlines() if line.startswith("error: ")], printed.out
 
-    def check_good(self, store):
-        for case_id in GOOD:
-            assert np.array_equal(store.image(case_id), self.channels(int(case_id[-1])))
-            assert np.array_equal(store.label(case_id), self.tiny_label(1, 2, 3))
+    return call
 
 
 @pytest.fixture
-def work(tmp_path, decathlon, write_nifti, tiny_image, tiny_label, capsys):
-    return Work(tmp_path, decathlon, write_nifti, tiny_image, tiny_label, capsys)
+def channels(tiny_image):
+    """channels(number): the image of a case of `decathlon`."""
+    return lambda number: np.stack([tiny_image(10 * number + channel) for channel in range(4)], -1)
 
 
 def flip(content, at):
@@ -68,47 +50,49 @@ THIRD = np.arange(4) == 2
     [
         (lambda file, _: flip(file, len(file) // 2), GZIP),
         (lambda file, _: flip(file, len(file) - 6), GZIP),
-        (lambda file, _: file[:-8], GZIP),
         (lambda file, _: file[: len(file) // 2], GZIP),
         # Without gzip's frame, whatever the name says.
         (lambda file, _: gzip.decompress(file)[:-1], r"must hold 1312 bytes for shape \(6, 5, 4, 4\), got 1311; fetch"),
         (lambda _, image: image * ~THIRD, r"channel t1gd of .*2\.nii\.gz must not be empty, got zeros only; fetch"),
         (lambda _, image: np.where(THIRD & (image != 0), 7, image), "must vary over its non-zero .*, got 7 everywhere"),
         (lambda _, image: image[..., 0].astype(RGB), r"002\.nii\.gz must hold real numbers"),
-        (lambda _, image: image[..., 0].astype("c8"), "must hold real numbers, got complex64; convert it to int16"),
         (lambda _, image: image[..., None], r"must have 3 axes, or 4 .*, got shape \(6, 5, 4, 4, 1"),
-        (lambda _, image: image[:, :, 0, 0], r"must have 3 axes, or 4 with the channels last, got shape \(6, 5\)"),
         (lambda _, image: image[..., :3], r"must hold 4 channel\(s\), got 3; give one 4D file or one 3D file for each"),
     ],
 )
-def test_a_bad_image_is_refused_for_its_reason_and_the_good_cases_are_kept(work, spoil, rule):
-    bad = spoil(work.image.read_bytes(), work.channels())
+def test_a_bad_image_is_refused_for_its_reason_and_the_good_cases_are_kept(
+    tmp_path, decathlon, write_nifti, channels, prepare_cli, spoil, rule
+):
+    path = decathlon(tmp_path / "data", 4) / f"imagesTr/{BAD}.nii.gz"
+    bad = spoil(path.read_bytes(), channels(2))
     if isinstance(bad, bytes):
-        work.image.write_bytes(bad)
+        path.write_bytes(bad)
     else:
-        work.write(work.image, bad)
-    code, (reason, advice) = work.prepare()
+        write_nifti(path, bad)
+    code, (reason, advice), _ = prepare_cli()
     assert code == 2
     assert re.search(rule, reason), reason
     assert "got 1 bad case; 3 good cases kept" in advice
-    assert work.prepare("--skip-bad") == (0, [])
-    store = open_store(work.store)
+    assert prepare_cli("--skip-bad")[:2] == (0, [])
+    store = open_store(tmp_path / "store")
     assert [case.case_id for case in store.cases("train")] == list(GOOD)
-    work.check_good(store)
-    (line,) = (work.store / "quarantine.jsonl").read_text().splitlines()
+    assert all(np.array_equal(store.image(case_id), channels(int(case_id[-1]))) for case_id in GOOD)
+    (line,) = (tmp_path / "store/quarantine.jsonl").read_text().splitlines()
     assert json.loads(line) == {"case_id": BAD, "reasons": [reason]}
 
 
-def test_nan_and_infinite_voxels_become_background_when_asked_and_are_counted(work):
-    sick = work.channels(dtype=np.float32)
+def test_nan_and_infinite_voxels_become_background_when_asked_and_are_counted(
+    tmp_path, decathlon, write_nifti, channels, prepare_cli
+):
+    sick = channels(2).astype(np.float32)
     sick[1, 1, 1, 0], sick[2, 2, 2, 0], sick[0, 0, 0, 3] = np.nan, np.inf, -np.inf
-    work.write(work.image, sick)
-    assert work.prepare("--zero-nan") == (0, [])
-    assert "zeroed   3 NaN or infinite voxels made background" in work.printed.out
-    store = open_store(work.store)
+    write_nifti(decathlon(tmp_path / "data", 4) / f"imagesTr/{BAD}.nii.gz", sick)
+    code, _, out = prepare_cli("--zero-nan")
+    assert code == 0
+    assert "zeroed   3 NaN or infinite voxels made background" in out
+    store = open_store(tmp_path / "store")
     assert [case.zeroed_voxels for case in store.cases("train")] == [0, 0, 3, 0]
     assert np.array_equal(store.image(BAD), np.where(np.isfinite(sick), sick, 0))
-    work.check_good(store)
 
 
 SHIFTED, LPS = np.eye(4), np.diag([-1.0, -1.0, 1.0, 1.0])
@@ -118,10 +102,9 @@ SHIFTED[0, 3] = 0.01
 @pytest.mark.parametrize(
     ("suffix", "affine", "planes", "rule"),
     [
-        ("t1c", np.eye(4), 3, r"shape \(6, 5, 4\), got \(6, 5, 3\); resample it"),
         ("seg", np.eye(4), 3, r"shape \(6, 5, 4\), got \(6, 5, 3\); resample it"),
         ("t1c", SHIFTED, 4, r"affines differ by 0\.01 mm, more than 0\.001; resample it"),
-        ("seg", LPS, 4, r"axes RAS, got LPS; resample it, mend its header"),
+        ("seg", LPS, 4, r"axes RAS, got LPS; resample it, correct its header"),
     ],
 )
 def test_a_modality_or_label_on_another_grid_is_refused(
@@ -136,15 +119,3 @@ def test_a_modality_or_label_on_another_grid_is_refused(
     ) as error:
         prepare(tmp_path / "data", tmp_path / "store", fractions=(1, 0, 0), workers=1)
     assert "1 good case kept" in error.value.problems[1]
-
-
-@pytest.mark.parametrize("name", ["manifest.json", "cases-*.jsonl", "cases/BRATS_000.x.npy", "cases/BRATS_000.json"])
-def test_a_fifo_in_place_of_a_store_file_is_named_and_never_opened(work, name):
-    assert work.prepare()[0] == 0
-    (path,) = work.store.glob(name)
-    path.unlink()
-    os.mkfifo(path)
-    signal.alarm(60)  # nobody writes into it: to open it would take for ever
-    assert main(["store", "verify", str(work.store), "--workers", "1"]) == 2
-    signal.alarm(0)
-    assert path.name in work.capsys.readouterr().err

@@ -18,9 +18,6 @@ NAMES = {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tu
     [
         (DECATHLON, (0.4, 0.3, 0.2), 0),
         (DECATHLON, (0.9, 0.3, 0.2), 1),
-        (DECATHLON, (0.9, 0.9, 0.2), 2),
-        (DECATHLON, (0.9, 0.9, 0.9), 3),
-        (BRATS_2021, (0.9, 0.3, 0.2), 2),
         (BRATS_2021, (0.9, 0.9, 0.2), 1),
         (BRATS_2021, (0.9, 0.9, 0.9), 4),
         (DECATHLON, (0.1, 0.1, 0.9), 3),  # the most specific region is believed when the larger ones deny it
@@ -37,12 +34,6 @@ NAMES = {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tu
 def test_the_code_that_is_painted_for_one_voxel(regions, answers, code):
     answers = np.array(answers, np.float32).reshape(1, 1, 1, -1)
     assert label_from_regions(answers, regions)[0, 0, 0] == code
-
-
-@pytest.mark.parametrize("regions", [{"WT": (1,)}, {"WT": (1,), "ET": (256,)}])
-def test_answers_that_do_not_match_the_regions_or_uint8_are_refused(regions):
-    with pytest.raises(ValueError, match=r"codes lie in 0\.\.255"):
-        label_from_regions(np.zeros((1, 1, 1, 2)), regions)
 
 
 def test_what_a_code_means_where_a_network_tells_several_apart_or_not():

@@ -1,17 +1,15 @@
 """The tf.data source against the arrays it streams from."""
 
-import gc
 import hashlib
 import shutil
-import threading
 import zlib
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from cpu3d.data import pipeline, source
-from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
+from cpu3d.data import source
+from cpu3d.data.augment import AugmentConfig
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import Geometry, array_path, remake
 from cpu3d.data.region import crop
@@ -19,7 +17,7 @@ from cpu3d.data.sampling import Share
 from cpu3d.data.source import Batches, grid_size, open_store, patch_dataset, volume_dataset
 from cpu3d.data.store import write_store
 from cpu3d.data.stores.case import facts_of
-from cpu3d.data.stores.conversion import write_arrays
+from cpu3d.data.stores.prepare import write_arrays
 from cpu3d.errors import InputError
 from cpu3d.util.records import by
 
@@ -27,7 +25,7 @@ AUGMENT = AugmentConfig(flip=True, gain=0.2, offset=0.2)
 TURNED = AugmentConfig(rotation_deg=10, scaling=0.1)
 FORMATS = {"b2nd": ("b2nd", False), "cropped": ("npy", True), "cropped b2nd": ("b2nd", True)}
 
-# Golden: integers only, which every machine and version computes alike.
+
 GOLDEN_PATCHES, GOLDEN_VOLUMES = 311911526, 946245552
 
 
@@ -61,7 +59,7 @@ def other_stores(phantom_store, tmp_path_factory):
 
 def test_the_tensor_is_the_mapped_page_itself(phantom_store):
     maps = [Reader(phantom_store.folder).array(phantom_store.cases("train")[0], "x")]
-    op = pipeline.python_op(lambda _: maps, {"bits": ("int16", (None,) * 4)})
+    op = source.python_op(lambda _: maps, {"bits": ("int16", (None,) * 4)})
     (tensor,) = tf.data.Dataset.range(1).map(lambda index: op(index)["bits"])
     assert tensor._numpy().__array_interface__["data"][0] == maps[0].__array_interface__["data"][0]
     assert not maps[0].flags.writeable
@@ -80,13 +78,6 @@ def test_a_volume_is_its_case_normalised_over_the_brain(phantom_store, extent):
             np.testing.assert_array_equal(target[0, ..., index], np.isin(label, codes))
         brain = image[0].numpy()[expected != 0]
         assert (brain.mean(), brain.std()) == (pytest.approx(0, abs=0.05), pytest.approx(1, abs=0.05))
-
-
-def test_channels_and_regions_are_picked_by_name(phantom_store):
-    full = next(iter(volume_dataset(phantom_store)))
-    image, target = next(iter(volume_dataset(phantom_store, channels=("T2w", "FLAIR"), regions=("ET",))))
-    np.testing.assert_array_equal(image, tf.gather(full[0], [3, 0], axis=-1))
-    np.testing.assert_array_equal(target, full[1][..., 2:])
 
 
 @pytest.mark.parametrize("extent", ["brain", "full"])
@@ -153,26 +144,6 @@ def test_workers_together_give_the_bits_of_one_in_the_same_order(phantom_store, 
     assert found == expected
 
 
-def test_a_validation_is_dealt_among_workers_and_loses_no_case(phantom_store):
-    expected = hashes(volume_dataset(phantom_store, shuffle=False))
-    validated = lambda share: hashes(volume_dataset(phantom_store, shuffle=False, stop=4, share=share.singly()))
-    assert [validated(Share(rank, 3, 6)) for rank in range(3)] == [expected[0::3], expected[1::3], expected[2::3]]
-    assert validated(Share(4, 5, 5)) == []
-
-
-@pytest.mark.parametrize(("augment", "batch"), [(NO_AUGMENT, 1), (AUGMENT, 3), (TURNED, 1)])
-def test_raw_batches_finished_in_a_step_are_the_finished_ones(phantom_store, augment, batch):
-    common = {"seed": 5, "augment": augment, "batch": batch, "channels": ("T2w", "FLAIR"), "regions": ("ET", "WT")}
-    step = tf.function(source.finish_of(phantom_store, augment=augment, regions=("ET", "WT"), dtype="bfloat16"))
-    for make in (
-        lambda **k: volume_dataset(phantom_store, extent="full", stop=6, **common, **k),
-        lambda **k: patch_dataset(phantom_store, (20, 18, 16), stop=6, **common, **k),
-    ):
-        finished = hashes(make(dtype="bfloat16"))
-        assert len(finished) == 6 // batch
-        assert [digest(step(raw)) for raw in make(finished=False)] == finished
-
-
 def test_what_a_seed_draws_never_changes_silently(tmp_path, make_record, manifest_of):
     (tmp_path / "cases").mkdir()
     records, geometry = [], Geometry((8, 7, 6), tuple(map(tuple, np.eye(4).tolist())), "RAS", 1, 1)
@@ -195,14 +166,6 @@ def test_what_a_seed_draws_never_changes_silently(tmp_path, make_record, manifes
         assert zlib.crc32(b"".join(parts)) == expected
 
 
-@pytest.mark.parametrize("make", [volume_dataset, small_patches])
-def test_a_rotation_is_one_in_the_millimetres_of_its_case(tiny_store, make):
-    assert tiny_store.cases("train")[0].spacing_mm == (1, 1, 2)
-    for raw in make(tiny_store, augment=AugmentConfig(rotation_deg=20), finished=False):
-        (_, across_x, across_y, _), (_, along_y, along_z, _) = raw["planes"][0].numpy()
-        np.testing.assert_allclose((across_x / across_y, along_y / along_z), (-1, -4), rtol=1e-6)
-
-
 # --- Failures ---
 
 
@@ -218,36 +181,9 @@ def test_a_file_cut_while_a_run_reads_is_named_after_what_was_good(phantom_store
     assert len(caught.value.problems) == 1
 
 
-def test_a_dataset_that_is_gone_leaves_no_thread_behind(phantom_store):
-    def threads():
-        gc.collect()
-        return {thread for thread in threading.enumerate() if "look-ahead" in thread.name}
-
-    before, elements = threads(), iter(volume_dataset(phantom_store))
-    gc.collect()
-    assert len(list(elements)) == 4
-    (thread,) = threads() - before
-    del elements
-    gc.collect()
-    thread.join(60)
-    assert not thread.is_alive()
-
-
-def test_a_dataset_whose_files_are_closed_says_what_to_do(phantom_store, monkeypatch):
-    dataset = volume_dataset(phantom_store)
-    with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "_functions", {})
-        with pytest.raises(InputError, match="keep a reference to the dataset"):
-            next(Batches(dataset))
-    assert len(hashes(dataset)) == 4
-    with pytest.raises(tf.errors.InvalidArgumentError):  # not a loader's: as it was
-        list(Batches(dataset.map(lambda image, _: tf.debugging.check_numerics(image / 0, "not finite"))))
-
-
 # --- Arguments ---
 
 
-@pytest.mark.parametrize("make", [volume_dataset, small_patches])
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -256,11 +192,8 @@ def test_a_dataset_whose_files_are_closed_says_what_to_do(phantom_store, monkeyp
         ({"regions": ()}, "regions must be among WT, TC, ET, each once, got none"),
         ({"extent": "tile"}, "extent must be one of brain, full, got 'tile'"),
         ({"dtype": "float64"}, "dtype must be one of float32, bfloat16, got 'float64'"),
-        ({"threads": 1.5}, "threads must be an integer of at least 1, got 1.5"),
         ({"batch": 0}, "batch must be an integer of at least 1, got 0"),
         ({"start": True}, "start must be an integer of at least 0, got True"),
-        ({"stop": -1}, "stop must be an integer of at least 0, got -1"),
-        ({"seed": 1.5}, "seed must be an integer, got 1.5"),
         ({"multiple": 0}, "multiple must be an integer of at least 1, got 0"),
         ({"read_mode": "disk"}, "read mode must be one of mmap, pread, ram, got 'disk'"),
         ({"share": Share(0, 2, 4), "start": 2}, "start must be a multiple of the 4 samples of a step, got 2"),
@@ -268,9 +201,9 @@ def test_a_dataset_whose_files_are_closed_says_what_to_do(phantom_store, monkeyp
         ({"share": Share(0, 2, 4), "batch": 4}, "batch must be a divisor of a worker's 2 samples of a step, got 4"),
     ],
 )
-def test_arguments_out_of_range_are_refused_by_name(phantom_store, make, wrong, message):
+def test_arguments_out_of_range_are_refused_by_name(phantom_store, wrong, message):
     with pytest.raises(InputError, match=message) as caught:
-        make(phantom_store, **wrong)
+        small_patches(phantom_store, **wrong)
     assert len(caught.value.problems) == 1
 
 

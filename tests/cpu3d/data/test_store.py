@@ -1,6 +1,5 @@
-import gc
+import hashlib
 import json
-import os
 
 import pytest
 
@@ -8,8 +7,8 @@ from cpu3d.data import store as store_module
 from cpu3d.data.records import remake
 from cpu3d.data.store import open_store, sealed, write_store
 from cpu3d.data.stores.case import load_case
-from cpu3d.data.stores.conversion import write_arrays
 from cpu3d.data.stores.layouts import CaseFiles
+from cpu3d.data.stores.prepare import write_arrays
 from cpu3d.errors import InputError
 
 ALONE = {"train": ["a"], "val": [], "test": []}
@@ -58,13 +57,11 @@ def change_manifest(folder, change):
         (lambda content: {"schema": 2}, "complete JSON, got KeyError"),
         (lambda content: content.update(split=["a", "b"]), "complete"),
         (lambda content: content.pop("labels") and None, "complete"),
-        (lambda content: content.update(records=None), "complete"),
-        (lambda content: content.update(unlabelled=3), "manifest.unlabelled must be"),
         (lambda content: content.update(largest_box=[1, "x", 1]), r"manifest.largest_box\[1\] must be int, got x"),
         (lambda content: content["split"]["val"].append("a"), "case a of store .* must be in one split, got two"),
         (lambda content: content["split"]["val"].append("c"), "must hold 3 cases, got 2"),
-        (lambda content: content["records"].update(bytes=7), "must be 7 bytes long"),
-        (lambda content: content["records"].update(file="cases-0.jsonl"), "got none"),
+        (lambda content: content["records"].update(sha256="0"), "must be as it was written, got other bytes"),
+        (lambda content: content["records"].update(file="cases-0.jsonl"), "must exist, got none"),
     ],
 )
 def test_a_manifest_that_is_damaged_or_of_another_version_is_refused(small_store, change, told):
@@ -84,7 +81,7 @@ def test_a_manifest_that_is_cut_edited_or_gone_is_refused(small_store):
         (folder / "manifest.json").write_text(json.dumps({**content, **change}))
         with pytest.raises(InputError, match=r"must be as it was written, got an edited one; restore it"):
             open_store(folder)
-    for other in ('{"schema": 2', '["no object"]', "7", "{}"):
+    for other in ('{"schema": 2', "7", "{}"):
         (folder / "manifest.json").write_text(other)
         with pytest.raises(InputError, match="complete JSON"):
             open_store(folder)
@@ -95,27 +92,33 @@ def test_a_manifest_that_is_cut_edited_or_gone_is_refused(small_store):
 
 def test_a_store_that_is_replaced_while_it_is_opened_opens_as_the_new_one(small_store, monkeypatch):
     folder, manifest = small_store
-    newer = [remake(manifest, name=f"name {number}", cases=manifest.cases[:1], split=ALONE) for number in range(2)]
-    newer[1] = remake(manifest, name="name 1")
-    real = store_module.CaseIndex
+    newer, real = [remake(manifest, name="newer", cases=manifest.cases[:1], split=ALONE)], store_module.read_regular
 
-    def slow(*arguments):
+    def slow(path):
         if newer:
-            write_store(folder, newer.pop(0))
-        return real(*arguments)
+            write_store(folder, newer.pop())
+        return real(path)
 
-    monkeypatch.setattr(store_module, "CaseIndex", slow)
-    opened = open_store(folder)
-    assert opened.manifest.name == "name 1"
-    assert list(opened.manifest.cases) == list(manifest.cases)
+    monkeypatch.setattr(store_module, "read_regular", slow)
+    opened = open_store(folder).manifest
+    assert (opened.name, opened.cases) == ("newer", manifest.cases[:1])
 
 
-def test_a_store_that_is_dropped_closes_its_records_at_once(small_store):
-    gc.disable()
-    try:
-        opened = len(os.listdir("/proc/self/fd"))
-        record = open_store(small_store[0]).manifest.cases[0]
-        assert record.case_id
-        assert len(os.listdir("/proc/self/fd")) == opened
-    finally:
-        gc.enable()
+@pytest.mark.parametrize(
+    ("old", "new", "got"),
+    [
+        (b'{"case_id":"b"', b'#"case_id":"b",', "JSON is malformed"),
+        (b'{"case_id":"b"', b'{"case_id":"x"', "case x"),
+        (b'patient_id":"b"', b'patient_id":["b"]', "Expected `str`"),
+    ],
+)
+def test_a_bad_record_is_named_when_it_is_asked_for_and_the_others_are_good(small_store, old, new, got):
+    folder, manifest = small_store
+    (path,) = folder.glob("cases-*.jsonl")
+    path.write_bytes(path.read_bytes().replace(old, new))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    change_manifest(folder, lambda content: content["records"].update(sha256=digest))
+    store = open_store(folder)
+    assert (store.case("a"), len(store.cases("val"))) == (manifest.cases[0], 1)
+    with pytest.raises(InputError, match=f"must hold the record of case b, got {got}"):
+        store.case("b")

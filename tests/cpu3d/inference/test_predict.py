@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cpu3d.data.nifti import read_volume, write_volume
-from cpu3d.data.stores.conversion import Settings, identity
+from cpu3d.data.stores.prepare import Settings, identity
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.inference import predict
 from cpu3d.inference.predict import Case, codes_for, find_cases

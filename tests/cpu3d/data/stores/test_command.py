@@ -5,7 +5,6 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.prepare import prepare
-from tests.cpu3d.data.conftest import repeat_entries
 
 
 @pytest.fixture
@@ -34,8 +33,6 @@ def test_info_adds_up_what_the_records_say(store, printed):
     assert "3 int16 .npy; exact" in out
     assert f"1 train, 1 val, 1 test, seed 0, hash {open_store(store).manifest.split_hash}" in out
     assert re.search(r"label 3 +enhancing tumour -> WT, TC, ET: 3 cases, 0.833% of the voxels", out)
-    repeat_entries(store, 2)
-    assert "6 of 3 patients sharing the arrays of 3" in printed("info", store).out
 
 
 def test_verify_ends_with_0_for_a_good_store_and_2_for_a_damaged_one(store, printed):
@@ -44,15 +41,3 @@ def test_verify_ends_with_0_for_a_good_store_and_2_for_a_damaged_one(store, prin
     (store / "cases/BRATS_001.x.npy").write_bytes(b"")
     err = printed("verify", store, "--workers", 1, code=2).err
     assert len(re.findall("^error: ", err, re.MULTILINE)) == 2
-
-
-def test_append_tells_what_came_what_was_there_and_why_old_runs_refuse(tmp_path, store, printed, decathlon):
-    decathlon(tmp_path / "more", 5)
-    (tmp_path / "more/labelsTr/BRATS_004.nii.gz").write_bytes(b"")
-    append = ("append", store, "--dataset", tmp_path / "more", "--workers", 1)
-    assert "nothing was appended" in printed(*append, code=2).err
-    out = printed(*append, "--skip-bad").out
-    assert "1 new case, 3 cases it had already, skipped" in out
-    assert "left out 1 bad case" in out
-    assert f"{open_store(store).manifest.split_hash} now" in out
-    assert "hash" not in printed(*append, "--skip-bad").out

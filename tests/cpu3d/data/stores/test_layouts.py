@@ -2,13 +2,9 @@ import json
 
 import pytest
 
-from cpu3d.data.stores.layouts import (
-    parse_label_map,
-    read_dataset,
-    regions_of,
-    with_label_map,
-)
+from cpu3d.data.stores.layouts import parse_label_map, read_dataset, regions_of, with_label_map
 from cpu3d.errors import InputError
+from tests.cpu3d.data.conftest import SUFFIXES
 
 CANONICAL = ("FLAIR", "T1w", "T1gd", "T2w")
 
@@ -30,26 +26,18 @@ def test_decathlon_takes_channels_labels_and_cases_from_its_list(tmp_path, decat
     assert (dataset.name, dataset.channels, regions_of(dataset.labels)) == ("Task02", ("CT",), {"liver": (1,)})
 
 
+OF_2017 = {"HGG/Brats17_A_1_1": "Brats17_A_1", "LGG/Brats17_A_1_2": "Brats17_A_1", "LGG/x": "x"}
+OF_2023 = {"BraTS-GLI-00001-000": "BraTS-GLI-00001", "BraTS-GLI-00001-001": "BraTS-GLI-00001", "x-001": "x"}
+
+
 @pytest.mark.parametrize(
-    ("layout", "cases", "regions", "suffixes"),
+    ("layout", "cases", "regions"),
     [
-        (
-            "brats2017",
-            {"HGG/Brats17_A_1_1": "Brats17_A_1", "LGG/Brats17_A_1_2": "Brats17_A_1", "LGG/x": "x"},
-            {"WT": (1, 2, 4), "TC": (1, 4), "ET": (4,)},
-            ["_flair", "_t1", "_t1ce", "_t2", "_seg"],
-        ),
-        (
-            "brats2023",
-            {"BraTS-GLI-00001-000": "BraTS-GLI-00001", "BraTS-GLI-00001-001": "BraTS-GLI-00001", "x-001": "x"},
-            {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,), "RC": (4,)},
-            ["-t2f", "-t1n", "-t1c", "-t2w", "-seg"],
-        ),
+        ("brats2017", OF_2017, {"WT": (1, 2, 4), "TC": (1, 4), "ET": (4,)}),
+        ("brats2023", OF_2023, {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,), "RC": (4,)}),
     ],
 )
-def test_brats_folders_are_recognised_and_time_points_share_their_patient(
-    tmp_path, brats_case, layout, cases, regions, suffixes
-):
+def test_brats_folders_are_recognised_and_time_points_share_their_patient(tmp_path, brats_case, layout, cases, regions):
     for name, end in zip(cases, (".nii", ".nii.gz", ".nii.gz")):
         brats_case(tmp_path / name, layout, end)
     (tmp_path / "notes/other").mkdir(parents=True)
@@ -59,7 +47,7 @@ def test_brats_folders_are_recognised_and_time_points_share_their_patient(
         name.split("/")[-1]: patient for name, patient in cases.items()
     }
     last = dataset.cases[2]
-    assert names(last.paths) == [f"{last.case_id}{suffix}.nii.gz" for suffix in suffixes]
+    assert names(last.paths) == [f"{last.case_id}{suffix}.nii.gz" for suffix in SUFFIXES[layout]]
     assert read_dataset(last.label.parent).cases[0] == last
 
 
@@ -108,7 +96,7 @@ def test_what_is_no_data_set_is_refused(tmp_path, brats_case, decathlon):
         read_dataset(tmp_path / "same")
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd.nii.gz", "../out.nii.gz", "link/../../out.nii.gz"])
+@pytest.mark.parametrize("path", ["/etc/passwd.nii.gz", "link/../../out.nii.gz"])
 def test_a_list_that_points_outside_its_folder_is_refused(tmp_path, decathlon, path):
     folder = decathlon(tmp_path / "d")
     (tmp_path / "out.nii.gz").write_bytes(b"")
@@ -140,15 +128,12 @@ GOOD = {"labels": {"0": "b", "1": "t"}, "modality": {"0": "CT"}, "training": [{"
 @pytest.mark.parametrize(
     "change",
     [
-        {"training": None},
         {"training": []},
         {"training": [{"image": 3}]},
         {"modality": {"1": "CT"}},
         {"labels": {"a": 1, "b": 1}},
-        {"labels": {"a": "one"}},
         {"labels": {"0": "b"}},
         {"labels": {"0": "b", "300": "t"}},
-        {"labels": {"all": [1, 2]}},
     ],
 )
 def test_a_damaged_list_is_refused_by_name(tmp_path, change):
@@ -157,7 +142,7 @@ def test_a_damaged_list_is_refused_by_name(tmp_path, change):
         read_dataset(tmp_path)
 
 
-@pytest.mark.parametrize("pair", ["", "4=", "-1=3", "4=3.0", "256=1", "4=3=2", "0=1"])
+@pytest.mark.parametrize("pair", ["4=", "-1=3", "256=1", "0=1"])
 def test_what_is_no_pair_of_codes_is_refused_all_at_once(pair):
     with pytest.raises(InputError, match=r"OLD=NEW of codes 1\.\.255 and 0\.\.255") as error:
         parse_label_map([pair, "1=2", "x"])
@@ -169,10 +154,8 @@ def test_what_is_no_pair_of_codes_is_refused_all_at_once(pair):
 @pytest.mark.parametrize(
     ("label_map", "codes"),
     [
-        ({}, (0, 1, 2, 4)),
-        ({9: 4}, (0, 1, 2, 4)),  # a code that the data set has no name for falls together with one that has
+        ({9: 4}, (0, 1, 2, 4)),  # a code without a name becomes one that has a name
         ({1: 2, 2: 1}, (0, 1, 2, 4)),
-        ({1: 0, 2: 0}, (0, 4)),
         ({1: 2, 2: 4}, (0, 2, 4)),
         ({4: 3}, (0, 1, 2, 3)),
     ],

@@ -19,14 +19,6 @@ def along(axis, mask):
     return np.flatnonzero(mask.any(axis=tuple({0, 1, 2} - {axis})))
 
 
-@pytest.mark.parametrize("shape", [(24, 24, 24), (24, 60, 24)])
-def test_small_shapes_have_all_three_codes(shape):
-    for index in range(6):
-        image, label = phantom_case(shape, seed=3, index=index)
-        assert set(np.unique(label)) == {0, 1, 2, 3}
-        assert all(image[..., channel].std() > 0 for channel in range(4))
-
-
 def test_what_is_drawn_stays_what_it_was():
     """The numbers of version 1 as it was first written: whoever changes them makes a version 2."""
     image, label = phantom_case(SMALL, seed=5, index=0)
@@ -80,8 +72,6 @@ def test_bad_arguments_are_named_together_and_too_little_memory_is_one(tmp_path,
     with pytest.raises(InputError) as error:
         write_phantom(tmp_path / "p", cases=0, shape=(0, 64, -1), seed=-1)
     assert [problem.split()[0] for problem in error.value.problems] == ["--cases", "--shape", "--seed"]
-    with pytest.raises(InputError, match="from 24"):
-        write_phantom(tmp_path / "p", cases=1, shape=(64, 64, 23))
     assert not (tmp_path / "p").exists()
     monkeypatch.setattr(phantom_module, "phantom_case", lambda *_: np.empty(1 << 62, np.uint8))
     with pytest.raises(InputError, match="--shape must fit"):
@@ -99,7 +89,7 @@ def test_nothing_within_a_patch_of_a_lesion_tells_whether_it_is_the_only_one():
         core = along(1, label > 1)
         gap = max(differ.min() - core.max(), core.min() - differ.max())
         assert gap > CLEARANCE * length
-        assert gap >= blind_patch("count", shape), "what a patch must span to hold both"
+        assert gap >= blind_patch(shape), "what a patch must span to hold both"
         beside = np.ones(shape, bool)
         beside[:, differ.min() : differ.max() + 1] = False
         # There the lesion is the same voxel by voxel, but for what its rim is called.
@@ -116,9 +106,6 @@ def test_a_data_set_states_its_rule_and_keeps_to_it(tmp_path, capsys):
     assert "context of phantom folder" in capsys.readouterr().err
     assert main([*line, "--context", "count", "--lesion-size", "small"]) == 2
     assert "--lesion-size must be usual" in capsys.readouterr().err
-    settings = tmp_path / "p/phantom.json"
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "context": "none"}))
-    assert main(line) == 0
 
 
 def test_copies_of_a_case_are_other_heads_with_the_tumour_where_it_is(tmp_path, capsys):

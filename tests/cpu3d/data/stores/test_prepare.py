@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from cpu3d.data.store import open_store
-from cpu3d.data.stores import conversion
-from cpu3d.data.stores.conversion import Settings
-from cpu3d.data.stores.prepare import prepare
+from cpu3d.data.stores import prepare as module
+from cpu3d.data.stores.prepare import Settings, prepare
 from cpu3d.errors import InputError
 
 THIRDS = {"fractions": (0.4, 0.3, 0.3), "workers": 1}
@@ -35,10 +34,8 @@ def store(tmp_path, dataset):
 def counted(monkeypatch):
     """The ids of the cases that are converted, in order."""
     done = []
-    real = conversion.load_case
-    monkeypatch.setattr(
-        conversion, "load_case", lambda files, **more: done.append(files.case_id) or real(files, **more)
-    )
+    real = module.load_case
+    monkeypatch.setattr(module, "load_case", lambda files, **more: done.append(files.case_id) or real(files, **more))
     return done
 
 
@@ -53,7 +50,7 @@ def test_a_store_says_what_it_is_and_two_processes_write_what_one_does(tmp_path,
     assert content_of(tmp_path / "one") == content_of(tmp_path / "two")
 
 
-def cut_after_two(*given, real=conversion.run_jobs):
+def cut_after_two(*given, real=module.run_jobs):
     """Runs jobs as the real one does, until Ctrl-C after two."""
     results = real(*given)
     yield from (next(results), next(results))
@@ -61,7 +58,7 @@ def cut_after_two(*given, real=conversion.run_jobs):
 
 
 def test_what_was_cut_is_continued_and_ends_as_if_it_had_not_been(tmp_path, dataset, store, counted, monkeypatch):
-    partial, real = tmp_path / "cut/cases/.BRATS_002.x.npy.xyz.cpu3d.partial", conversion.run_jobs
+    partial, real = tmp_path / "cut/cases/.BRATS_002.x.npy.xyz.cpu3d.partial", module.run_jobs
 
     def cut(*given):
         try:
@@ -69,12 +66,12 @@ def test_what_was_cut_is_continued_and_ends_as_if_it_had_not_been(tmp_path, data
         finally:
             partial.write_bytes(b"left by a killed worker")
 
-    monkeypatch.setattr(conversion, "run_jobs", cut)
+    monkeypatch.setattr(module, "run_jobs", cut)
     with pytest.raises(KeyboardInterrupt, match=r"2 finished cases kept .* run the same command again"):
         prepare(dataset, tmp_path / "cut", **THIRDS)
     assert not (tmp_path / "cut/manifest.json").exists()
     assert not list((tmp_path / "cut").rglob("*.partial"))
-    monkeypatch.setattr(conversion, "run_jobs", real)
+    monkeypatch.setattr(module, "run_jobs", real)
     counted.clear()
     partial.write_bytes(b"left by a killed process")
     prepare(dataset, tmp_path / "cut", **THIRDS)
@@ -88,7 +85,6 @@ def test_what_was_cut_is_continued_and_ends_as_if_it_had_not_been(tmp_path, data
         (lambda path: path.unlink(), True, "x", False),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), False, "y", False),
         (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\x07"), True, "y", True),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\x07"), False, "x", True),
     ],
 )
 def test_only_the_case_whose_array_is_damaged_is_done_again(dataset, store, counted, damage, finished, name, verify):
@@ -148,39 +144,23 @@ def test_the_store_of_another_data_set_version_or_owner_is_refused_untouched(tmp
     assert content_of(store) == before
     (tmp_path / "home").mkdir()
     (tmp_path / "home/letter.txt").write_text("dear")
-    for folder, rule in (
-        (tmp_path / "home", "must be empty or begun by this command"),
-        (dataset, "another folder than the data set"),
-        (tmp_path / "home/letter.txt", "folder to write to"),
-    ):
-        with pytest.raises(InputError, match=rule):
+    for folder in (tmp_path / "home", dataset, tmp_path / "home/letter.txt"):
+        with pytest.raises(InputError, match=f"store {folder} must be"):
             prepare(dataset, folder, **THIRDS)
     assert os.listdir(tmp_path / "home") == ["letter.txt"]
-    for content, rule in (("[]", "got no JSON object"), ('{"format": "zip"}', "format of store")):
-        (store / "source.json").write_text(content)
-        with pytest.raises(InputError, match=rule):
-            prepare(dataset, store, **THIRDS)
+    (store / "source.json").write_text("[]")
+    with pytest.raises(InputError, match="got no JSON object"):
+        prepare(dataset, store, **THIRDS)
 
 
-@pytest.mark.parametrize(
-    ("changes", "rule"),
-    [
-        ({"format": "b2nd"}, "format of .* must be 'npy', as it was begun, got 'b2nd'"),
-        (
-            {"zero_nan": True, "crop": True},
-            "crop of .* must be False, as it was begun, got True\nzero_nan of .* got True",
-        ),
-        ({"label_map": {4: 3}}, "label_map of .* must be {}, as it was begun, got {'4': 3}"),
-    ],
-)
 @pytest.mark.parametrize("finished", [True, False])
-def test_a_store_is_not_continued_with_other_settings(dataset, store, changes, rule, finished):
+def test_a_store_is_not_continued_with_other_settings(dataset, store, finished):
     if not finished:
         (store / "manifest.json").unlink()
     before = content_of(store)
-    with pytest.raises(InputError, match=rule) as error:
-        prepare(dataset, store, **THIRDS, settings=Settings(**changes))
-    assert error.value.problems[-1] == "choose another store; nothing was touched"
+    with pytest.raises(InputError) as error:
+        prepare(dataset, store, **THIRDS, settings=Settings("b2nd", crop=True, zero_nan=True, label_map={4: 3}))
+    assert [problem.split()[0] for problem in error.value.problems[:-1]] == ["format", "crop", "zero_nan", "label_map"]
     assert content_of(store) == before
 
 
@@ -212,33 +192,15 @@ def test_all_bad_cases_are_named_and_the_good_are_kept(tmp_path, dataset, write_
     assert "Nothing to do" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("crop", [False, True])
-@pytest.mark.parametrize("format_", ["npy", "b2nd"])
-def test_every_format_gives_the_same_cases_cropped_or_not(tmp_path, dataset, tiny_image, tiny_label, format_, crop):
-    prepare(dataset, tmp_path / "store", **ALL, settings=Settings(format_, crop=crop))
-    store = open_store(tmp_path / "store")
-    for number, record in enumerate(store.manifest.cases):
-        assert (record.format, record.image_dtype) == (format_, "int16")
-        assert record.stored.size == ((4, 3, 2) if crop else (6, 5, 4))
-        assert np.array_equal(store.label(record.case_id), tiny_label(1, 2, 3))
-        image = store.image(record.case_id).astype(np.float64)
-        for channel in range(4):
-            assert np.array_equal(image[..., channel], tiny_image(10 * number + channel))
-        assert record.max_abs_error == 0
-
-
-@pytest.mark.parametrize("line", ["", "{", "[1]", '{"case_id": "x"}', '{"case_id": "x", "reasons": "bad"}'])
-def test_a_damaged_list_of_what_was_left_out_is_refused_with_its_line(dataset, store, line):
-    before = content_of(store)
+@pytest.mark.parametrize("line", ["{", "[1]", '{"case_id": "x", "reasons": "bad"}'])
+def test_a_damaged_list_of_bad_cases_is_refused(dataset, store, line):
     (store / "quarantine.jsonl").write_text('{"case_id": "a", "reasons": ["b", "c"]}\n' + line + "\n")
-    with pytest.raises(InputError, match=r"quarantine\.jsonl must be JSON with a case_id and its reasons in line 2"):
+    with pytest.raises(InputError, match=r"quarantine\.jsonl must be JSON lines of a case_id and its reasons"):
         prepare(dataset, store, **THIRDS)
-    (store / "quarantine.jsonl").unlink()
-    assert content_of(store) == before
 
 
 def test_a_case_of_a_finished_store_that_comes_out_otherwise_is_refused_whatever_is_wrong(dataset, store, monkeypatch):
-    manifest, real = (store / "manifest.json").read_bytes(), conversion.load_case
+    manifest, real = (store / "manifest.json").read_bytes(), module.load_case
     (store / "cases/BRATS_001.x.npy").unlink()
 
     def other(files, **options):
@@ -247,16 +209,16 @@ def test_a_case_of_a_finished_store_that_comes_out_otherwise_is_refused_whatever
         case = real(files, **options)
         return dataclasses.replace(case, record=dataclasses.replace(case.record, image_voxels_sha256="0" * 64))
 
-    errors = [MemoryError(), RuntimeError("so it is")]
-    monkeypatch.setattr(conversion, "load_case", other)
-    for rule in ("must be readable, got RuntimeError: so it is", "must fit into memory", "must get back the voxels"):
+    errors = [MemoryError(), RuntimeError("a bug")]
+    monkeypatch.setattr(module, "load_case", other)
+    for rule in ("must be readable, got RuntimeError: a bug", "must fit into memory", "must get back the voxels"):
         with pytest.raises(InputError, match=rule):
             prepare(dataset, store, **THIRDS)
     assert (store / "manifest.json").read_bytes() == manifest
 
 
 def test_a_disk_that_gives_back_other_bytes_is_an_error_and_leaves_no_such_file(tmp_path, dataset, monkeypatch):
-    real = conversion.give_back
+    real = module.give_back
 
     def failing(handle):
         real(handle)
@@ -264,21 +226,7 @@ def test_a_disk_that_gives_back_other_bytes_is_an_error_and_leaves_no_such_file(
             file.seek(-1, os.SEEK_END)
             file.write(b"\x07")
 
-    monkeypatch.setattr(conversion, "give_back", failing)
+    monkeypatch.setattr(module, "give_back", failing)
     with pytest.raises(OSError, match="what was read back is not what was written, the disk may be failing"):
         prepare(dataset, tmp_path / "store", **THIRDS)
     assert not list((tmp_path / "store/cases").iterdir())
-
-
-def test_the_cavity_of_brats_2024_is_a_region_where_it_occurs(tmp_path, brats_case, write_nifti, tiny_label, capsys):
-    for folder, case_id in (("one", "BraTS-GLI-00006-100"), ("both", "BraTS-GLI-00006-100")):
-        brats_case(tmp_path / folder / case_id)
-    files = brats_case(tmp_path / "both/BraTS-GLI-00005-100")
-    write_nifti(files["seg"], tiny_label(1, 2, 3, 4))
-    for folder, extra in (("both", {"RC": (4,)}), ("one", {})):
-        manifest = prepare(tmp_path / folder, tmp_path / f"{folder}-store", **ALL)
-        assert manifest.regions == {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,), **extra}
-        assert (4 in manifest.labels) == bool(extra)
-        assert "4 resection cavity -> RC, where a label holds it" in capsys.readouterr().out
-        assert prepare(tmp_path / folder, tmp_path / f"{folder}-store", **ALL) == manifest
-        assert "finished and unchanged" in capsys.readouterr().out
