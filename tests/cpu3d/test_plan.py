@@ -122,7 +122,8 @@ def test_a_run_is_computed_as_it_was_before_unless_a_setting_says_otherwise(phan
 def test_a_store_with_the_same_names_and_other_volumes_is_another_split(phantom_store, tmp_path):
     save_config(decided(phantom_store, tmp_path, **SMALL), tmp_path)
     cases = phantom_store.manifest.cases
-    other = (dataclasses.replace(cases[0], image_voxels_sha256="0" * 64), *cases[1:])
+    first, *others = cases
+    other = (dataclasses.replace(first, image_voxels_sha256="0" * 64), *others)
     changed = Store(phantom_store.folder, remake(phantom_store.manifest, cases=other))
     with pytest.raises(InputError, match="split_hash must stay as the run was started"):
         decided(changed, tmp_path)
