@@ -8,7 +8,6 @@ those that all speak for. docs/log.md has what that saves in steps.
 import math
 from typing import Tuple
 
-import numpy as np
 import tensorflow as tf
 
 ITERATION = (3.4445, -4.7750, 2.0315)
@@ -118,12 +117,16 @@ def orthogonal(kernel):
     norm = tf.linalg.trace(gram) + 1e-30
     gram /= norm
     a, b, c = ITERATION
-    with tf.control_dependencies(None):  # so that kernels of equal size share these
-        scaled = {scale: tf.constant(scale * np.eye(min(rows, columns)), matrix.dtype) for scale in (a, b)}
     product = None
     for _ in range(TIMES):
-        factor = scaled[a] + tf.matmul(gram, scaled[b] + c * gram)
+        factor = _plus_identity(tf.matmul(gram, _plus_identity(c * gram, b)), a)
         product = factor if product is None else tf.matmul(product, factor)
         gram = tf.matmul(tf.matmul(factor, gram), factor)
     found = tf.matmul(product, matrix) if wide else tf.matmul(matrix, product)
     return tf.reshape(found * (tf.math.rsqrt(norm) * math.sqrt(max(1.0, rows / columns))), kernel.shape)
+
+
+def _plus_identity(matrix, scale: float):
+    """`matrix` + `scale` I, on the diagonal alone: an identity matrix would be a constant of the graph, of which each
+    pass of TensorFlow over the graph keeps a copy outside the allocator."""
+    return tf.linalg.set_diag(matrix, tf.linalg.diag_part(matrix) + scale)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Callable, List, Optional, Sequence, Union
 
 from memory_estimator.host import read_host
-from memory_estimator.replay.graph import executed_graph, execution_order
-from memory_estimator.replay.lifetimes import program_of
+from tests.reference.graph import executed_graph, execution_order
+from tests.reference.lifetimes import program_of
 from memory_estimator.step.allocator import use
 from memory_estimator.step.onednn import Kernels
 from memory_estimator.step.program import Program, StepOp, Tensor, Timeline, kernel_made, timeline

@@ -7,7 +7,7 @@ import math
 import re
 from typing import Optional, Sequence, Tuple
 
-from memory_estimator.replay.graph import Node, Output, plain
+from tests.reference.graph import Node, Output, plain
 from memory_estimator.step.onednn import Convolution, Kernels, Setting
 from memory_estimator.step.scratch import (
     NONE,

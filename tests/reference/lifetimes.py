@@ -8,8 +8,8 @@ import sys
 from collections import Counter
 from typing import Dict, Optional, Sequence, Tuple
 
-from memory_estimator.replay import op_rules
-from memory_estimator.replay.graph import Node, Output
+from tests.reference import op_rules
+from tests.reference.graph import Node, Output
 from memory_estimator.step.onednn import USUAL, Kernels
 from memory_estimator.step.program import Program, StepOp, Tensor, buffers_of, inputs_made
 
