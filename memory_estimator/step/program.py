@@ -1,7 +1,6 @@
 """A training step as a list of operations that make and read tensors, and the memory that is live over its time.
 
-Both engines of the estimator produce a `Program`: `training_step.py` writes it down from the layer plan, replay/ reads
-it off a traced graph. A tensor lives from the operation that writes it to the last one that reads it. `allocator.py`
+`training_step.py` writes a `Program` down from the layer plan; the tests read another one off a traced graph. A tensor lives from the operation that writes it to the last one that reads it. `allocator.py`
 replays its requests, `timing.py` turns it into seconds.
 """
 

@@ -17,9 +17,6 @@ from memory_estimator.step.scratch import Buffers
 from memory_estimator.step.writer import Writer, filter_gradient_name
 from models.layer_plan import LayerOp, slab_height
 
-MOST_SAMPLES = 4
-"""Whose slabs are written down; of more there are as many, each larger, which changes little."""
-
 SIDES = ("encoder0", "decoder0")
 
 
@@ -346,7 +343,6 @@ class FinestLevel:
 
 
 def _pieces(planes: int, samples: int) -> List[Tuple[int, int]]:
-    """(sample, planes) of each slab, of MOST_SAMPLES at most, which are then as much larger."""
-    height, few = slab_height(planes), min(samples, MOST_SAMPLES)
-    firsts = range(0, planes, height)
-    return [(n, min(height, planes - first) * samples // few) for n in range(few) for first in firsts]
+    """(sample, planes) of each slab."""
+    height = slab_height(planes)
+    return [(n, min(height, planes - first)) for n in range(samples) for first in range(0, planes, height)]

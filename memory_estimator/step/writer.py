@@ -24,6 +24,10 @@ GRAM_THREAD_BYTES, GRAM_BYTES = 1056, 768
 """What a thread copies of a transposed matrix for each of its columns, and beside them: read off the log with ITEX, two
 threads, and 128 and 256 columns of 512 to 6912 rows."""
 
+HIDDEN_COPIES = 2
+"""Of a kernel, that stock TensorFlow's product of it with itself holds outside the allocator: what the process had beyond
+the prediction in six steps with 24 to 48 filters, to within a copy (records/memory/epyc-avx512-bf16.jsonl)."""
+
 MOST_SAMPLES = 8
 """Samples that are normalised one by one; of more there are as many, each larger, which changes next to nothing."""
 
@@ -295,7 +299,9 @@ class Writer:
         ahead = self.make(f"{op.name}/ahead", "update", [ahead, decayed], size, takes_over=over)
         columns, few = kernel_sides(op)[1], min(kernel_sides(op))
         copies = GRAM_THREAD_BYTES * columns + GRAM_BYTES if few == columns else 0
-        gram = Buffers(scratch=(self.job.threads * copies if self.itex else 0, *(SQUARES - 1) * (4 * few**2,)))
+        packed = self.job.threads * copies if self.itex else 0
+        hidden = 0 if self.itex else HIDDEN_COPIES * size
+        gram = Buffers(scratch=(packed, *(SQUARES - 1) * (4 * few**2,)), hidden=hidden)
         multiplied = 2 * (kernel_elements(op) * few + SQUARE_PRODUCTS * few**3)
         product = self.make(f"{op.name}/product", "update", [ahead], 4 * few**2, buffers=gram, flops=multiplied)
         flops = 2 * kernel_elements(op) * few

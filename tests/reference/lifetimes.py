@@ -8,10 +8,10 @@ import sys
 from collections import Counter
 from typing import Dict, Optional, Sequence, Tuple
 
-from tests.reference import op_rules
-from tests.reference.graph import Node, Output
 from memory_estimator.step.onednn import USUAL, Kernels
 from memory_estimator.step.program import Program, StepOp, Tensor, buffers_of, inputs_made
+from tests.reference import op_rules
+from tests.reference.graph import Node, Output
 
 Source = Tuple[str, int]  # (node, index of its output)
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Callable, List, Optional, Sequence, Union
 
 from memory_estimator.host import read_host
-from tests.reference.graph import executed_graph, execution_order
-from tests.reference.lifetimes import program_of
 from memory_estimator.step.allocator import use
 from memory_estimator.step.onednn import Kernels
 from memory_estimator.step.program import Program, StepOp, Tensor, Timeline, kernel_made, timeline
+from tests.reference.graph import executed_graph, execution_order
+from tests.reference.lifetimes import program_of
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import math
 import re
 from typing import Optional, Sequence, Tuple
 
-from tests.reference.graph import Node, Output, plain
 from memory_estimator.step.onednn import Convolution, Kernels, Setting
 from memory_estimator.step.scratch import (
     NONE,
@@ -18,6 +17,7 @@ from memory_estimator.step.scratch import (
     mask_bytes,
     mask_touched,
 )
+from tests.reference.graph import Node, Output, plain
 
 STAYS = {"_Arg": "input", "Const": "constants"}
 """What lives before and after the step, and the line of the bill it counts under."""
