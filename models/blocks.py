@@ -8,6 +8,7 @@ import tensorflow as tf
 from models.config import UNetConfig
 from models.norm import NormActivation
 from models.ordered import Convolution, Join, ShortcutSum, UpConvolution
+from models.passes import custom_gradient
 
 PRIOR_LOGIT = -2.944
 """First bias of the head: a sigmoid of 0.05 (Lin et al. 2017). Tumour is a few per cent of a brain; from 0.5 the first
@@ -86,7 +87,7 @@ class Block(tf.keras.layers.Layer):
         """The outputs of `forward`, with the gradients of `backward`; moves batch norm's statistics."""
         given, structure = (inputs, weights), []
 
-        @tf.custom_gradient
+        @custom_gradient
         def computed(*flat):
             # A tape that is persistent, or eager, would look for the gradients of single operations.
             inputs, weights = tf.nest.pack_sequence_as(given, [tf.stop_gradient(one) for one in flat])

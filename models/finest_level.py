@@ -28,15 +28,15 @@ from models.supervision import rows
 class SlabBlock(Block):
     """What both sides share."""
 
-    def _norms(self, samples: int, planes: int, weights, training: bool):
+    def _norms(self, samples: int, planes: int, weights):
         """Both norms, over slabs as maps of so many planes are cut into."""
         cut = Cut(samples, [*range(0, planes, slab_height(planes)), planes])
-        return [Norm(layer, cut, weights[n], training) for n, layer in (("norm1", self.norm1), ("norm2", self.norm2))]
+        return [Norm(layer, cut, weights[n]) for n, layer in (("norm1", self.norm1), ("norm2", self.norm2))]
 
-    def _weights(self, **more):
+    def _weights(self, training, **more):
         """As tensors, in the dtype they are read in."""
         more = {name: tf.convert_to_tensor(weight) for name, weight in more.items()}
-        return {"norm1": self.norm1.values(), "norm2": self.norm2.values(), **more}
+        return {"norm1": self.norm1.values(training), "norm2": self.norm2.values(training), **more}
 
     @staticmethod
     def _second(norms, hidden1, kernel):
@@ -102,12 +102,12 @@ class SlabEncoder(SlabBlock):
     @tf.autograph.experimental.do_not_convert
     def call(self, image, training=None):
         own = {"shortcut": self.shortcut.kernel} if self.shortcut else {}
-        weights = self._weights(conv1=self.conv1.kernel, conv2=self.conv2.kernel, **own)
+        weights = self._weights(training, conv1=self.conv1.kernel, conv2=self.conv2.kernel, **own)
         weights["part_kernels"] = self._decoder().part_kernels(slice(0, self.widths[1]))
-        return self.learn(image, weights) if training else self.forward(image, weights, training=False)[0]
+        return self.learn(image, weights) if training else self.forward(image, weights)[0]
 
-    def forward(self, image, weights, training=True):
-        norms = self._norms(*image.shape[:2], weights, training)
+    def forward(self, image, weights):
+        norms = self._norms(*image.shape[:2], weights)
         cut = norms[0].cut
         images = cut.of(image)
         _, hidden2 = self._hidden(norms, images, weights)
@@ -208,14 +208,14 @@ class SlabDecoder(SlabBlock):
     @tf.autograph.experimental.do_not_convert
     def call(self, inputs, training=None, loss=None):
         own = {"up": self.up[0].kernel, "head": self.head.kernel, "head_bias": self.head.bias}
-        weights = self._weights(conv2=self.conv2.kernel, **own)
+        weights = self._weights(training, conv2=self.conv2.kernel, **own)
         weights["part_kernels"] = self.part_kernels(slice(self.skip_width, None))
         inputs = dict(inputs)
-        return self.learn(inputs, weights, loss) if training else self.forward(inputs, weights, loss, training=False)[0]
+        return self.learn(inputs, weights, loss) if training else self.forward(inputs, weights, loss)[0]
 
-    def forward(self, inputs, weights, loss, training=True):
+    def forward(self, inputs, weights, loss):
         samples, planes = inputs["below"].shape[:2]
-        norms = self._norms(samples, 2 * planes, weights, training)
+        norms = self._norms(samples, 2 * planes, weights)
         cut = norms[0].cut
         coarse = cut.of(inputs["below"])
 

@@ -8,7 +8,7 @@ it is the last that reads the convolution's input. The order is also what makes 
 import tensorflow as tf
 
 from models.filter_gradient import UNIT, filter_gradient, filter_gradient_by_planes
-from models.passes import channel_sums, value
+from models.passes import channel_sums, custom_gradient, value
 
 HALF = (1, 2, 2, 2, 1)
 
@@ -50,7 +50,7 @@ class ShortcutSum(tf.keras.layers.Layer):
     def call(self, inputs):
         maps, entry = inputs
 
-        @tf.custom_gradient
+        @custom_gradient
         def total(maps, entry, kernel):
             def gradient(upstream):
                 to_entry, (to_kernel,) = gradients(entry, [(kernel, upstream)])
@@ -78,7 +78,7 @@ class Join(tf.keras.layers.Concatenate):
         return _join(*inputs)
 
 
-@tf.custom_gradient
+@custom_gradient
 def add_bias(maps, bias):
     """(N, X, Y, Z, C) plus one value a channel; the bias gradient, which reads a whole map for it, is not put off.
 
@@ -111,7 +111,7 @@ def read_after(maps, kernel):
 def convolution(x, kernel, of_kernel=filter_gradient):
     """(N, X, Y, Z, A), (k, k, k, A, B) -> (N, X, Y, Z, B), stride 1, "same". `of_kernel` computes filter gradients."""
 
-    @tf.custom_gradient
+    @custom_gradient
     def convolved(x, kernel):
         def gradient(upstream):
             to_x, (to_kernel,) = gradients(x, [(kernel, upstream)], of_kernel)
@@ -140,7 +140,7 @@ def gradients(x, meets, of_kernel=filter_gradient):
     return at_x, to_kernels
 
 
-@tf.custom_gradient
+@custom_gradient
 def up_convolution(x, kernel):
     """A transposed convolution of kernel and stride 2: (N, X, Y, Z, A), (2, 2, 2, B, A) -> (N, 2X, 2Y, 2Z, B)."""
     samples, size_x, size_y, size_z, _ = tf.unstack(tf.shape(x))
@@ -159,7 +159,7 @@ def up_convolution(x, kernel):
 # --- Private helpers ---
 
 
-@tf.custom_gradient
+@custom_gradient
 def _join(first, second):
     def gradient(upstream):
         # Both halves at once: cut apart where each is needed, the whole would live until the encoder's backward pass.

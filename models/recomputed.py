@@ -52,7 +52,7 @@ class RecomputedBlock(Block):
             _, _, gradient2 = self._normalise(self.norm2, hidden2, weights["norm2"], upstream)
         at_hidden2, *found["norm2"] = gradient2(upstream)
         # What waits are the norm's weights, not the map: ITEX fuses no operation that waits itself.
-        y1, _, gradient1 = self._normalise(self.norm1, hidden1, self.norm1.values(at_hidden2), upstream)
+        y1, _, gradient1 = self._normalise(self.norm1, hidden1, self.norm1.values(True, at_hidden2), upstream)
         at_y1, (found["conv2"],) = gradients(y1, [(weights["conv2"], at_hidden2)], by_planes)
         at_hidden1, *found["norm1"] = gradient1(at_y1)
 
@@ -77,7 +77,7 @@ class RecomputedBlock(Block):
 
     def _read_weights(self, entry):
         """As tensors; kernels in the compute dtype, cast one after the other once the maps they meet are there."""
-        weights = {"norm1": self.norm1.values(), "norm2": self.norm2.values()}
+        weights = {"norm1": self.norm1.values(True), "norm2": self.norm2.values(True)}
         layers = {"up": self.up and self.up[0], "conv1": self.conv1, "conv2": self.conv2, "shortcut": self.shortcut}
         before = entry
         for name, layer in layers.items():

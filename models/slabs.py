@@ -118,17 +118,18 @@ class Norm:
     mean 0 and variance 1. `of` has for each slab what `apply` takes: (mean, scale, shift, rate).
     """
 
-    def __init__(self, layer, cut: Cut, values, training: bool):
+    def __init__(self, layer, cut: Cut, values):
+        """`values` are those of the layer: with a batch norm's moving statistics the batch's are not taken."""
         self.kind, self.relu, self.cut = layer.norm, layer.activate, cut
-        self.values = values if self.kind != "none" else (1.0, tf.cast(values[0], tf.float32))
-        self.dtype = values[0].dtype
+        self.values = values[:2] if self.kind != "none" else (1.0, tf.cast(values[0], tf.float32))
+        self.dtype, self.moving = values[0].dtype, values[2:]
         self.group_of = [piece[0] if self.kind == "instance" else 0 for piece in cut.pieces]
         self.of, self.statistics = [], []
         """The latter are a batch's mean and variance, in training with batch norm."""
         if self.kind == "none":
             self._settle([tf.zeros_like(self.values[1])], [tf.ones_like(self.values[1])])
-        elif self.kind == "batch" and not training:
-            mean, variance = tf.convert_to_tensor(layer.moving_mean), tf.convert_to_tensor(layer.moving_variance)
+        elif self.moving:
+            mean, variance = self.moving
             self._settle([mean], [tf.math.rsqrt(variance + EPSILON)])
 
     def sweep(self, make: Callable, *given: Any) -> List:
@@ -188,9 +189,10 @@ class Norm:
     def gradient(self, sums: Sequence) -> Tuple[List, List]:
         """From all slabs' `gradient_sums`: what `gradient_below` takes of each slab; the weights' gradients."""
         total = tf.add_n(list(sums))
-        if self.kind == "none":
+        if self.kind == "none" or self.moving:
             nothing = tf.zeros_like(total[0])
-            return [(*of[:3], nothing, nothing) for of in self.of], [tf.cast(total[0], self.dtype)]
+            of_weights = [tf.cast(total[0], self.dtype)] if self.kind == "none" else [total[1], total[0], None, None]
+            return [(*of[:3], nothing, nothing) for of in self.of], of_weights
         found = []
         for (mean, scale, shift, rate), mine in zip(self.factors, self._by_group(sums)):
             of_dy, of_product = tf.unstack(tf.add_n(mine) / self.elements)

@@ -15,6 +15,7 @@ from typing import Any, Callable, List, Sequence, Tuple
 import tensorflow as tf
 
 from models.layer_plan import PIECES
+from models.passes import custom_gradient
 from models.slabs import Cut
 
 Gradient = Callable[[Any], Any]
@@ -74,7 +75,7 @@ def weighted_sum(loss, targets, logits, weights=(1,), by_pieces=False, before=()
     """The losses' sum and the first one's score, head after head both ways: left alone, chance says which is first."""
     targets = [tf.stop_gradient(target) for target in targets]
 
-    @tf.custom_gradient
+    @custom_gradient
     def total_and_score(*logits):
         total, score, gradients = None, None, []
         for target, one, weight in zip(targets, logits, weights):
