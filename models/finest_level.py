@@ -11,15 +11,12 @@ gradient is written slab by slab while the maps it is made of go, so that two ma
 The same weights and functions as the layers of models/blocks.py, the same gradients to rounding.
 """
 
-from typing import Any, NamedTuple, Optional, Tuple
-
 import tensorflow as tf
 
 from models.blocks import Block, build_within, head_layer
 from models.config import UNetConfig
-from models.filter_gradient import UNIT_2D, filter_gradient_of_slab
 from models.layer_plan import slab_height
-from models.ordered import HALF, then
+from models.ordered import HALF, UNIT_2D, filter_gradient_of_slab, then
 from models.passes import channel_sums, value
 from models.slabs import Cut, Halo, Near, Norm, convolve, gradients, input_gradient, mapped, relu_gradient, total
 from models.supervision import rows
@@ -58,32 +55,6 @@ class SlabBlock(Block):
 
         at_y, sums, of_kernel = norm.cut.sweep(body, Near(hidden1), Near(at_hidden2), norm.of, kernel)
         return (at_y, total(of_kernel, kernel), *norm.gradient(sums))
-
-
-class EncoderSource(NamedTuple):
-    """What a slab of the encoder's output is computed from."""
-
-    hidden2: Any
-    """The second convolution's output."""
-    image: Optional[Any]
-    norm2: Tuple
-    """As the norm's `apply` takes it."""
-    shortcut: Optional[Any]
-    """The shortcut's kernel; this and the image with `residual` alone."""
-
-
-class DecoderSource(NamedTuple):
-    """What a slab of the decoder's output, and of the logits, is computed from."""
-
-    hidden2: Any
-    norm2: Tuple
-    skip_share: Optional[Any]
-    """Of the shortcut's output; this, `below` and the kernel of the other share with `residual` alone."""
-    below: Optional[Any]
-    shortcut: Optional[Any]
-    head: Any
-    head_bias: Any
-    up: Any
 
 
 class SlabEncoder(SlabBlock):
@@ -139,8 +110,8 @@ class SlabEncoder(SlabBlock):
             at_y += of_pool[0]
             if self.shortcut:
                 at_y = relu_gradient(at_y, y.slab)
-                of_kernels.append(filter_gradient_of_slab(source.image, at_y, source.shortcut.shape))
-            return (at_y, norms[1].gradient_sums(at_y, source.hidden2.slab, source.norm2), *of_kernels)
+                of_kernels.append(filter_gradient_of_slab(source["image"], at_y, source["shortcut"].shape))
+            return (at_y, norms[1].gradient_sums(at_y, source["hidden2"].slab, source["norm2"]), *of_kernels)
 
         source, part_kernels = self._source(norms, images, hidden2, weights), weights["part_kernels"]
         at_y2, sums, *of_kernels = cut.sweep(body, source, part_kernels, tuple(map(Near, at_shares)), cut.of(at_pooled))
@@ -166,20 +137,20 @@ class SlabEncoder(SlabBlock):
         return hidden1, self._second(norms, hidden1, weights["conv2"])
 
     def _source(self, norms, images, hidden2, weights):
-        """For a sweep."""
-        image = Near(images) if self.shortcut else None
-        return EncoderSource(Near(hidden2), image, norms[1].of, weights.get("shortcut"))
+        """For a sweep, what `_output` computes a slab of the block's output from."""
+        residual = {"image": Near(images), "shortcut": weights["shortcut"]} if self.shortcut else {}
+        return {"hidden2": Near(hidden2), "norm2": norms[1].of, **residual}
 
     def _output(self, norm, source):
         """Of the block: a slab with its halo."""
         if not self.shortcut:
-            return norm.around(source.hidden2, source.norm2)
+            return norm.around(source["hidden2"], source["norm2"])
 
         def output(hidden2, image):
-            y = norm.apply(hidden2, source.norm2)
-            return tf.nn.relu(y + tf.nn.conv2d(image, source.shortcut[0], UNIT_2D, "SAME"))
+            y = norm.apply(hidden2, source["norm2"])
+            return tf.nn.relu(y + tf.nn.conv2d(image, source["shortcut"][0], UNIT_2D, "SAME"))
 
-        return mapped(output, source.hidden2, source.image)
+        return mapped(output, source["hidden2"], source["image"])
 
 
 class SlabDecoder(SlabBlock):
@@ -260,14 +231,14 @@ class SlabDecoder(SlabBlock):
             y = self._output(norms[1], source)
             if loss is not None:
                 at_logits = slope(at_logits, self._logits(y, source), factors)
-            at_y = input_gradient(Halo(at_logits), source.head)
+            at_y = input_gradient(Halo(at_logits), source["head"])
             return y, at_logits, relu_gradient(at_y, y) if self.shortcut else at_y
 
         def sums_of(at_logits, factors, source):
             y, at_logits, at_y = to_output(at_logits, factors, source)
-            of_kernel = filter_gradient_of_slab(Halo(y), at_logits, source.head.shape)
+            of_kernel = filter_gradient_of_slab(Halo(y), at_logits, source["head"].shape)
             of_bias = channel_sums(value, [at_logits])
-            return norms[1].gradient_sums(at_y, source.hidden2, source.norm2), of_kernel, of_bias
+            return norms[1].gradient_sums(at_y, source["hidden2"], source["norm2"]), of_kernel, of_bias
 
         sums, of_kernel, of_bias = cut.sweep(sums_of, *of_head, source)
         found = {"head": total(of_kernel, weights["head"]), "head_bias": total(of_bias, weights["head_bias"])[0]}
@@ -275,7 +246,7 @@ class SlabDecoder(SlabBlock):
 
         def to_hidden2(norm2, at_logits, factors, source):
             *_, at_y = to_output(at_logits, factors, source)
-            slab = norms[1].gradient_below(at_y, source.hidden2, norm2)
+            slab = norms[1].gradient_below(at_y, source["hidden2"], norm2)
             return (slab, at_y) if self.shortcut else (slab,)
 
         at_hidden2, *at_shortcut = cut.sweep(to_hidden2, factors, *of_head, source)
@@ -298,22 +269,24 @@ class SlabDecoder(SlabBlock):
         return {name: at_inputs.get(name) for name in inputs}, found
 
     def _source(self, norms, inputs, below, hidden2, weights):
-        """For a sweep."""
-        residual = (inputs["shares"][1], below, weights["part_kernels"][1]) if self.shortcut else (None, None, None)
-        head = weights["head"], weights["head_bias"], weights["up"]
-        return DecoderSource(hidden2, norms[1].of, *residual, *head)
+        """For a sweep, what `_output` and `_logits` compute a slab from."""
+        source = {"hidden2": hidden2, "norm2": norms[1].of, "head": weights["head"], "head_bias": weights["head_bias"]}
+        if self.shortcut:
+            shortcut = {"shortcut": weights["part_kernels"][1], "up": weights["up"]}
+            source |= {"skip_share": inputs["shares"][1], "below": below, **shortcut}
+        return source
 
     def _output(self, norm, source):
         """A slab of the block's output."""
-        y = norm.apply(source.hidden2, source.norm2)
+        y = norm.apply(source["hidden2"], source["norm2"])
         if not self.shortcut:
             return y
-        fine = self._up_sampled(source.below, source.up)
-        return tf.nn.relu(y + source.skip_share + tf.nn.conv2d(fine, source.shortcut[0], UNIT_2D, "SAME"))
+        fine = self._up_sampled(source["below"], source["up"])
+        return tf.nn.relu(y + source["skip_share"] + tf.nn.conv2d(fine, source["shortcut"][0], UNIT_2D, "SAME"))
 
     @staticmethod
     def _logits(output, source):
-        return tf.nn.bias_add(tf.nn.conv2d(output, source.head[0], UNIT_2D, "SAME"), source.head_bias)
+        return tf.nn.bias_add(tf.nn.conv2d(output, source["head"][0], UNIT_2D, "SAME"), source["head_bias"])
 
     def _up_sampled(self, coarse, kernel):
         """A slab of the fine grid."""

@@ -5,7 +5,7 @@ Same weights and functions as the layers of models/blocks.py, same gradients to 
 - A convolution's output is enough to keep: norm and ReLU are made again from it.
 - A convolution of "skip and up-sampled" is the sum of two, so the two maps are never joined; and the up-sampled one is
   made again from the coarser.
-- Filter gradients go plane by plane (models/filter_gradient.py).
+- Filter gradients go plane by plane (models/ordered.py).
 - Every operation of a backward pass waits for the one before. Left alone, TensorFlow would make everything again at
   once, as soon as a step begins.
 """
@@ -13,8 +13,7 @@ Same weights and functions as the layers of models/blocks.py, same gradients to 
 import tensorflow as tf
 
 from models.blocks import Block
-from models.filter_gradient import filter_gradient_by_planes as by_planes
-from models.ordered import UNIT, convolution, gradients, read_after, then, up_convolution
+from models.ordered import UNIT, convolution, filter_gradient_by_planes, gradients, read_after, then, up_convolution
 
 
 class RecomputedBlock(Block):
@@ -53,7 +52,7 @@ class RecomputedBlock(Block):
         at_hidden2, *found["norm2"] = gradient2(upstream)
         # What waits are the norm's weights, not the map: ITEX fuses no operation that waits itself.
         y1, _, gradient1 = self._normalise(self.norm1, hidden1, self.norm1.values(True, at_hidden2), upstream)
-        at_y1, (found["conv2"],) = gradients(y1, [(weights["conv2"], at_hidden2)], by_planes)
+        at_y1, (found["conv2"],) = gradients(y1, [(weights["conv2"], at_hidden2)], filter_gradient_by_planes)
         at_hidden1, *found["norm1"] = gradient1(at_y1)
 
         # An encoder's entry is read beside the gradient, so it waits as it is; told to, ITEX would not fuse the norm's.
@@ -64,7 +63,7 @@ class RecomputedBlock(Block):
         for part, first in reversed(list(zip(parts, (0, parts[0].shape[-1])))):
             rows = slice(first, first + part.shape[-1])
             meets = [(weights[name][..., rows, :], at_output) for name, at_output in at_outputs.items()]
-            at_part, of_kernels = gradients(then(part, *at_inputs), meets, by_planes)
+            at_part, of_kernels = gradients(then(part, *at_inputs), meets, filter_gradient_by_planes)
             if to_up:
                 (at_part, found["up"]), to_up = to_up(at_part), None
             at_inputs.append(at_part)

@@ -10,7 +10,7 @@ from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 import tensorflow as tf
 
 from models.config import EPSILON
-from models.filter_gradient import UNIT, UNIT_2D, filter_gradient_of_slab
+from models.ordered import UNIT, UNIT_2D, filter_gradient_of_slab
 from models.passes import affine, behind_relu, channel_sums, gradient_below, one_pass, product, square_about, value
 
 
@@ -74,8 +74,9 @@ class Cut:
     def sweep(self, body: Callable, *given: Any) -> Any:
         """`body` slab by slab, each after the one before and the first after the last sweep; what it returns, as lists.
 
-        Of what is given, a list has one for each slab, `Near` stands for a slab with its halo, and a tuple for each of
-        its own; all else `body` takes as it is. It is a function in the graph, traced once for slabs of one shape.
+        Of the arguments, a list has one entry a slab, `Near` stands for a slab with its halo, tuples and dicts hold
+        such arguments, and `body` takes all else as it is. It is a function in the graph, traced once for slabs of one
+        shape.
         """
         body = tf.function(body, autograph=False, experimental_attributes={"_noinline": True})
         found = []
@@ -92,8 +93,9 @@ class Cut:
             before = None if first else one.slabs[index - 1][-1:]
             return Halo(one.slabs[index], before, None if last else one.slabs[index + 1][:1])
         if isinstance(one, tuple):
-            picked = [self._pick(each, index) for each in one]
-            return type(one)(*picked) if hasattr(one, "_fields") else tuple(picked)
+            return tuple(self._pick(each, index) for each in one)
+        if isinstance(one, dict):
+            return {name: self._pick(each, index) for name, each in one.items()}
         return one[index] if isinstance(one, list) else one
 
 

@@ -24,7 +24,6 @@ NEED_TENSORFLOW = {
     "cpu3d.training.validation",
     "models.blocks",
     "models.finest_level",
-    "models.filter_gradient",
     "models.recomputed",
     "models.slabs",
     "models.norm",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from models.filter_gradient import filter_gradient, filter_gradient_by_planes
+from models.ordered import filter_gradient, filter_gradient_by_planes
 
 GRIDS = [(5, 4, 6), (2, 3, 1), (1, 4, 3)]
 """One has fewer planes than the kernel, one a single plane."""
