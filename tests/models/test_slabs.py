@@ -107,9 +107,8 @@ def test_a_step_with_the_loss_inside_is_speeds_and_the_same_each_time(more):
         np.testing.assert_array_equal(again, first)
 
 
-@pytest.mark.parametrize("more", [{}, {"residual": True, "up": "upsampling", "dtype": "bfloat16"}])
-def test_no_tensor_of_a_step_is_a_whole_map_of_the_finest_grid(more):
-    grid = (24, 16, 16)
+def test_no_tensor_of_a_step_is_a_whole_map_of_the_finest_grid():
+    grid, more = (24, 16, 16), {"residual": True, "up": "upsampling", "dtype": "bfloat16"}
     config = UNetConfig(channels=1, filters=8, depth=2, policy="lean", **more)
     step, image, target = step_of(config, grid, 1)
     graph = step.get_concrete_function(image, target).graph.as_graph_def(add_shapes=True)
