@@ -2,7 +2,7 @@
 
 Two layers, one for each side of the network. The first convolution of the decoder's block is a sum: its part that reads
 the skip maps belongs to the encoder's layer, which hands that part's output to the decoder's instead of the skip maps.
-Backward, the gradient of the sum comes back along the same way, and the skip maps are made again from the image. A
+Backward, the gradient of the sum returns the same way, and the skip maps are recomputed from the image. A
 gradient is written slab by slab while the maps it is made of go, so that two maps take the memory of one.
 
     encoder   keeps nothing but the statistics of its norms
@@ -47,7 +47,7 @@ class SlabBlock(Block):
     @staticmethod
     def _through_second(norm, hidden1, at_hidden2, kernel):
         """From the gradient of what the second convolution puts out to that of what the first norm does; the kernel's
-        gradient; what `Norm.gradient` says of the norm."""
+        gradient; the results of `Norm.gradient`."""
 
         def body(hidden1, at_hidden2, of, kernel):
             at_y, (of_kernel,) = gradients(norm.around(hidden1, of), [at_hidden2], [kernel])
@@ -154,7 +154,7 @@ class SlabEncoder(SlabBlock):
 
 
 class SlabDecoder(SlabBlock):
-    """{"below": what lies below, "shares": the encoder's} -> logits (N, X, Y, Z, outputs).
+    """{"below": the coarser maps, "shares": the encoder's} -> logits (N, X, Y, Z, outputs).
 
     With "target" among what it takes, and a `loss` as models/supervision.py has it: (loss, score (N, R)) of it.
     The logits are then made slab by slab: once for the loss, and again for each sweep that reads their gradient.

@@ -15,10 +15,9 @@ class NormActivation(tf.keras.layers.Layer):
 
     Without a norm it adds a bias, so that convolutions never need one.
 
-    The fused batch-norm kernel over one sample *is* instance norm, at no extra cost; Keras' GroupNormalization
-    is composed of many passes. Statistics know no layout, so X and Y are folded into one axis first: 4D is the rank for
-    which ITEX fuses the ReLU into the kernel, which saves one pass over the map each way. Channels for which the kernel
-    is slow, and samples whose number is not known, are normalised in passes of our own (models/passes.py).
+    The fused batch-norm kernel over one sample is instance norm. X and Y are folded into one axis first: 4D is the rank
+    for which ITEX fuses the ReLU into the kernel. Channels for which the kernel is slow, and samples whose number is
+    not known, are normalised in passes of our own (models/passes.py).
     """
 
     def __init__(self, norm: str = "instance", activate: bool = True, **kwargs):
@@ -78,10 +77,10 @@ class NormActivation(tf.keras.layers.Layer):
         return [self._activate(one[0]) for one in found], list(found[0][1:]) if self.norm == "batch" else []
 
     def fold(self, x):
-        """(N, X, Y, Z, C) -> the parts that are normalised each for itself, each (n, X*Y, Z, C): views, no copies.
+        """(N, X, Y, Z, C) -> views (n, X*Y, Z, C) that are normalised separately; x for passes of our own.
 
-        Without a norm, and for our own passes, it is x. Whoever computes `apply` twice must fold once, since
-        ITEX's passes count the readers of a view alone: with one, they write the result over the map behind it.
+        To compute `apply` twice, fold once: ITEX counts the readers of each view, and writes the result of its only
+        reader over the map behind it.
         """
         samples, size_x, size_y, size_z, channels = x.shape
         apart = self.norm == "instance" and samples is None
@@ -102,8 +101,8 @@ class NormActivation(tf.keras.layers.Layer):
 
     def move(self, mean, variance):
         """Move batch norm's statistics towards those of a batch, as training does."""
-        for moving, found in ((self.moving_mean, mean), (self.moving_variance, variance)):
-            moving.assign_sub((moving - tf.cast(found, moving.dtype)) * (1 - MOMENTUM))
+        for moving, moment in ((self.moving_mean, mean), (self.moving_variance, variance)):
+            moving.assign_sub((moving - tf.cast(moment, moving.dtype)) * (1 - MOMENTUM))
 
     # --- Private helpers ---
 
@@ -118,8 +117,8 @@ class NormActivation(tf.keras.layers.Layer):
         moving = (self.moving_mean, self.moving_variance)
         more = {"epsilon": EPSILON, "exponential_avg_factor": 1 - MOMENTUM}
         y, *moved = tf.compat.v1.nn.fused_batch_norm(x, gamma, beta, *moving, **more)
-        for variable, found in zip(moving, moved):
-            variable.assign(found)
+        for variable, value in zip(moving, moved):
+            variable.assign(value)
         return self._activate(y)
 
     def _activate(self, x):

@@ -1,7 +1,7 @@
 """Convolution, up-convolution and join whose backward passes run in one fixed order: the one that frees maps earliest.
 
-Left alone, TensorFlow runs whichever gradient became ready last and puts the others off; with ITEX that is every filter
-gradient of the network, and each keeps two maps alive until the end of the step. Here the filter gradient comes first:
+TensorFlow runs the gradient that became ready last and defers the others; with ITEX that is every filter gradient of
+the network, and each keeps two maps alive until the end of the step. Here the filter gradient comes first:
 it is the last that reads the convolution's input. The order is also what makes a step's memory predictable.
 
 oneDNN's bfloat16 kernel of the filter gradient first copies one sample of the maps and one of their gradient,
@@ -38,8 +38,8 @@ class Convolution(tf.keras.layers.Conv3D):
 class ShortcutSum(tf.keras.layers.Layer):
     """A residual block's sum: its last maps (N, X, Y, Z, filters) plus a 1x1x1 convolution of its input, without bias.
 
-    Takes both as [maps, entry]. One layer, because only then can the shortcut's gradients be told to come first.
-    `entry_learns` is false where the entry is the image: its gradient would be waited for and thrown away.
+    Takes both as [maps, entry]. It is one layer so that the shortcut's gradients can come first.
+    `entry_learns` is false where the entry is the image: nothing waits for its gradient, which nobody reads.
     """
 
     def __init__(self, filters: int, kernel_initializer="glorot_uniform", entry_learns: bool = True, **kwargs):
@@ -86,7 +86,7 @@ class Join(tf.keras.layers.Concatenate):
 
 @custom_gradient
 def add_bias(maps, bias):
-    """(N, X, Y, Z, C) plus one value a channel; the bias gradient, which reads a whole map for it, is not put off.
+    """(N, X, Y, Z, C) plus one value a channel; the bias gradient, which reads a whole map, comes first.
 
     It is summed in float32. TensorFlow's own, BiasAddGrad, sums in the map's dtype: of 410,000 values in bfloat16 it
     loses 97 % (docs/log.md).

@@ -1,13 +1,12 @@
-"""A U-Net's blocks with less memory: backward passes that keep few maps and make the others again when they are due.
+"""A U-Net's blocks with less memory: backward passes that keep few maps and recompute the others when they are due.
 
 Same weights and functions as the layers of models/blocks.py, same gradients to rounding. Four things differ:
 
-- A convolution's output is enough to keep: norm and ReLU are made again from it.
-- A convolution of "skip and up-sampled" is the sum of two, so the two maps are never joined; and the up-sampled one is
-  made again from the coarser.
+- Of a convolution, norm and ReLU the convolution's output is kept, and the rest recomputed from it.
+- A convolution of "skip and up-sampled" is the sum of two, so the two maps are never joined; the up-sampled one is
+  recomputed from the coarser.
 - Filter gradients go plane by plane (models/ordered.py).
-- Every operation of a backward pass waits for the one before. Left alone, TensorFlow would make everything again at
-  once, as soon as a step begins.
+- Every operation of a backward pass waits for the one before; otherwise TensorFlow recomputes everything at the start.
 """
 
 import tensorflow as tf
@@ -17,10 +16,9 @@ from models.ordered import UNIT, convolution, filter_gradient_by_planes, gradien
 
 
 class RecomputedBlock(Block):
-    """An encoder's block keeps nothing but what it takes and gives.
+    """An encoder's block keeps its inputs and output alone, a decoder's its convolutions' outputs too.
 
-    A decoder's keeps its convolutions' outputs too: the peak is in the finest one, whose backward pass begins where its
-    forward pass ended, so there they are at hand anyway, and the coarser ones are small beside it.
+    The peak is in the finest decoder, whose backward pass follows its forward pass at once, so they are there anyway.
     """
 
     def call(self, inputs, training=None):
@@ -39,7 +37,7 @@ class RecomputedBlock(Block):
         return y, [statistics1, statistics2], (kept, y if self.shortcut else None)
 
     def backward(self, upstream, kept, inputs, weights):
-        """Gradients of (inputs, weights), with no more maps alive at a time than must be."""
+        """Gradients of (inputs, weights)."""
         hidden, y = kept
         found = {}
         if self.shortcut:
@@ -55,7 +53,7 @@ class RecomputedBlock(Block):
         at_y1, (found["conv2"],) = gradients(y1, [(weights["conv2"], at_hidden2)], filter_gradient_by_planes)
         at_hidden1, *found["norm1"] = gradient1(at_y1)
 
-        # An encoder's entry is read beside the gradient, so it waits as it is; told to, ITEX would not fuse the norm's.
+        # An encoder's entry is read beside the gradient, so it waits already; with a dependency ITEX fuses no norm.
         parts, to_up = self._entry([then(one, at_hidden1) for one in inputs] if self.up else inputs, weights)
         at_outputs = {"conv1": at_hidden1, **({"shortcut": upstream} if self.shortcut else {})}
         at_inputs, of_parts = [], []
@@ -75,7 +73,7 @@ class RecomputedBlock(Block):
     # --- Private helpers ---
 
     def _read_weights(self, entry):
-        """As tensors; kernels in the compute dtype, cast one after the other once the maps they meet are there."""
+        """As tensors; kernels in the compute dtype, cast one after the other."""
         weights = {"norm1": self.norm1.values(True), "norm2": self.norm2.values(True)}
         layers = {"up": self.up and self.up[0], "conv1": self.conv1, "conv2": self.conv2, "shortcut": self.shortcut}
         before = entry
@@ -120,7 +118,7 @@ class RecomputedBlock(Block):
 
 
 def _convolve(parts, kernel):
-    """The convolution of `parts` side by side, without putting them there: a sum of one for each."""
+    """The convolution of `parts` joined along the channels: the sum of one convolution each."""
     total, first = None, 0
     for part in parts:
         rows = kernel[..., first : first + part.shape[-1], :]

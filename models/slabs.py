@@ -2,7 +2,7 @@
 
 A map is a list of slabs (planes, Y, Z, C), those of one sample after those of another. A convolution reads one plane of
 each neighbour. A norm's statistics are summed over slabs in float32, forward as (mean, sum of squares about it),
-backward as (sum of dy, sum of dy * x-hat); what lies behind a norm is made again, slab by slab, wherever it is read.
+backward as (sum of dy, sum of dy * x-hat); a norm's output is recomputed slab by slab wherever it is read.
 """
 
 from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple

@@ -15,8 +15,8 @@ from models.supervision import Supervision
 
 @tf.keras.utils.register_keras_serializable("cpu3d")
 class UNet3D(tf.keras.Model):
-    """What `build_unet3d` makes. It is saved as what it was made of and loaded by being made again, with its weights,
-    `trainable` of each layer, and what it was compiled with: its layers need no configs of their own."""
+    """The model of `build_unet3d`. Its file holds the arguments of that function, from which it is built on loading, its
+    weights, `trainable` of each layer and what it was compiled with: its layers need no configs of their own."""
 
     def __init__(self, unet: UNetConfig, image, logits):
         super().__init__(image, logits, name=unet.network)

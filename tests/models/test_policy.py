@@ -111,7 +111,7 @@ def test_in_bfloat16_gradients_are_no_farther_from_float32s_than_speeds(policy):
 @pytest.mark.parametrize("policy", LEANER)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_a_checkpoint_of_one_policy_is_one_of_every_other(network, policy):
-    """Variables are told apart by their order alone, in the network, the optimizer and the averages."""
+    """Variables are identified by their order alone, in the network, the optimizer and the averages."""
     configs = [dataclasses.replace(NETWORKS[network][0], policy=each) for each in ("speed", policy)]
     speed, leaner = (build_unet3d(config, (8, 8, 8), 1) for config in configs)
     assert [w.shape for w in leaner.trainable_variables] == [w.shape for w in speed.trainable_variables]

@@ -137,5 +137,5 @@ Save the program below as `segment.py` beside `export.json` and run it (pip inst
 ```python
 {program}```
 
-The label lies on the image's own place in space, with axes R A S; codes: {codes}.
+The label has the image's place in space, with axes R A S; codes: {codes}.
 """

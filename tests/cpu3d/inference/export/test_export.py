@@ -46,7 +46,7 @@ def make_run(store, folder, **settings):
     weights = build_unet3d(config.unet, config.grid, 1).weights
     arrays = [weight.numpy() + rng.normal(0, 0.3, weight.shape).astype(np.float32) for weight in weights]
     arrays = [
-        0 * array if "head" in weight.name and "bias" in weight.name else array  # regions are rare no more
+        0 * array if "head" in weight.name and "bias" in weight.name else array  # no region is rare
         for weight, array in zip(weights, arrays)
     ]
     save_checkpoint(
@@ -120,7 +120,7 @@ def statistics(image):
 
 
 def made_up_logits(image, mean, std):
-    """They depend on the normalised voxel and on where in its image it lies."""
+    """They depend on the normalised voxel and on its place in the image."""
     scores = np.where(image == 0, 0, (image - mean) / std)
     waves = np.sin(np.einsum("ixyz,i->xyz", np.indices(scores.shape[:3]), [1, 2, 3]))[..., None]
     first, second = scores[..., 0], scores[..., 1]
