@@ -15,7 +15,7 @@ from models.supervision import Supervision
 
 @tf.keras.utils.register_keras_serializable("cpu3d")
 class UNet3D(tf.keras.Model):
-    """The model of `build_unet3d`. Its file holds the arguments of that function, from which it is built on loading, its
+    """The model of `build_unet3d`. Its file holds that function's arguments, from which it is built on loading, its
     weights, `trainable` of each layer and what it was compiled with: its layers need no configs of their own."""
 
     def __init__(self, unet: UNetConfig, image, logits):
