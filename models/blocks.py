@@ -1,5 +1,4 @@
-"""The block of a U-Net's level: its single layers, as the configuration has them, and what layers that compute it with
-less memory have in common."""
+"""The block of a U-Net's level: its single layers, and the base of layers that compute it with less memory."""
 
 import zlib
 
@@ -8,20 +7,19 @@ import tensorflow as tf
 from models.config import UNetConfig
 from models.norm import NormActivation
 from models.ordered import Convolution, Join, ShortcutSum, UpConvolution
+from models.passes import custom_gradient
 
 PRIOR_LOGIT = -2.944
-"""First bias of the head: a sigmoid of 0.05 (Lin et al. 2017). Tumour is a few per cent of a brain; from 0.5 the first
-hundred steps do little but learn that. Dice WT/TC/ET of one real glioma after 40 steps: 0.88/0.84/0.71 from 0.5, so
-0.96/0.93/0.75."""
+"""First bias of the head: a sigmoid of 0.05 (Lin et al. 2017), as tumour is a few per cent of a brain. Dice WT/TC/ET of
+one real glioma after 40 steps: 0.96/0.93/0.75, from 0.5 0.88/0.84/0.71."""
 
 
 class Block(tf.keras.layers.Layer):
     """Two 3x3x3 convolutions, each with norm and ReLU; `residual` adds the entry before the last ReLU.
 
-    An encoder's block, or the bottom's, takes its entry; a decoder's takes [skip, below], doubles the grid of `below`
-    and joins the two, the skip's maps first.
+    An encoder's block takes its entry; a decoder's takes [skip, below], doubles the grid of `below` and joins the two.
 
-    A subclass computes it as one layer, whose weights are those of the single layers in their order, from
+    A subclass is one layer, with the weights of the single layers in their order, and has the methods
 
         forward(inputs, weights, *more)                    outputs, each norm's statistics of the batch, what is kept
         backward(upstream, kept, inputs, weights, *more)   gradients of inputs and of weights
@@ -54,7 +52,7 @@ class Block(tf.keras.layers.Layer):
             self.last = tf.keras.layers.ReLU(name=f"{name}_act2", **own)
 
     def layer_by_layer(self, *inputs):
-        """The single layers, one after the other."""
+        """The block from its single layers."""
         y = inputs[-1]
         for layer in self.up:
             y = layer(y)
@@ -84,12 +82,12 @@ class Block(tf.keras.layers.Layer):
 
     def learn(self, inputs, weights, *more):
         """The outputs of `forward`, with the gradients of `backward`; moves batch norm's statistics."""
-        given, structure = (inputs, weights), []
+        arguments, structure = (inputs, weights), []
 
-        @tf.custom_gradient
+        @custom_gradient
         def computed(*flat):
             # A tape that is persistent, or eager, would look for the gradients of single operations.
-            inputs, weights = tf.nest.pack_sequence_as(given, [tf.stop_gradient(one) for one in flat])
+            inputs, weights = tf.nest.pack_sequence_as(arguments, [tf.stop_gradient(tensor) for tensor in flat])
             outputs, statistics, kept = self.forward(inputs, weights, *more)
             structure[:] = [(outputs, statistics)]
 
@@ -99,11 +97,11 @@ class Block(tf.keras.layers.Layer):
 
             return tf.nest.flatten(structure[0]), gradient
 
-        flat = computed(*tf.nest.flatten(given))
+        flat = computed(*tf.nest.flatten(arguments))
         outputs, statistics = tf.nest.pack_sequence_as(structure[0], flat)
-        for norm, found in zip((self.norm1, self.norm2), statistics):
-            if found:
-                norm.move(*found)
+        for norm, moments in zip((self.norm1, self.norm2), statistics):
+            if moments:
+                norm.move(*moments)
         return outputs
 
 
@@ -115,8 +113,7 @@ def precision(config: UNetConfig) -> str:
 def initial_kernel(config: UNetConfig, name: str):
     """Glorot's uniform, from the network's seed and the layer's name: no layer depends on what was built before.
 
-    A norm follows every convolution, so the scale only sets how fast it turns: on one real glioma Glorot's smaller
-    kernels reach in 20 steps what He's reach in 30.
+    On one real glioma Glorot's smaller kernels reach in 20 steps what He's reach in 30.
     """
     return tf.keras.initializers.GlorotUniform(seed=zlib.crc32(f"{config.seed}/{name}".encode()) & 0x7FFFFFFF)
 
@@ -134,7 +131,7 @@ def convolution_layer(config: UNetConfig, name: str, channels: int, kernel: int,
 
 
 def up_layers(config: UNetConfig, name: str, width: int):
-    """Double the grid. Bias-free: the next norm takes a constant out again, and its gradient is a pass over the map."""
+    """Layers that double the grid, without bias: the next norm removes a constant."""
     if config.up == "transposed":
         return [
             UpConvolution(width, kernel_initializer=initial_kernel(config, name), dtype=precision(config), name=name)

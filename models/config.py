@@ -12,7 +12,7 @@ POLICIES = ("speed", "balanced", "lean")
 
 "speed"     keeps every map that a gradient reads; blocks are single layers (models/blocks.py).
 "balanced"  keeps of an encoder's block its input and output, of a decoder's its convolutions' outputs as well; all else
-            is made again in the backward pass (models/recomputed.py).
+            is recomputed in the backward pass (models/recomputed.py).
 "lean"      as "balanced" from level 1 on; level 0 goes in slabs along X and keeps two maps, with residual blocks
             three (models/finest_level.py).
 """

@@ -2,7 +2,7 @@
 
 Two layers, one for each side of the network. The first convolution of the decoder's block is a sum: its part that reads
 the skip maps belongs to the encoder's layer, which hands that part's output to the decoder's instead of the skip maps.
-Backward, the gradient of the sum comes back along the same way, and the skip maps are made again from the image. A
+Backward, the gradient of the sum returns the same way, and the skip maps are recomputed from the image. A
 gradient is written slab by slab while the maps it is made of go, so that two maps take the memory of one.
 
     encoder   keeps nothing but the statistics of its norms
@@ -11,15 +11,12 @@ gradient is written slab by slab while the maps it is made of go, so that two ma
 The same weights and functions as the layers of models/blocks.py, the same gradients to rounding.
 """
 
-from typing import Any, NamedTuple, Optional, Tuple
-
 import tensorflow as tf
 
 from models.blocks import Block, build_within, head_layer
 from models.config import UNetConfig
-from models.filter_gradient import UNIT_2D, filter_gradient_of_slab
 from models.layer_plan import slab_height
-from models.ordered import HALF, then
+from models.ordered import HALF, UNIT_2D, filter_gradient_of_slab, then
 from models.passes import channel_sums, value
 from models.slabs import Cut, Halo, Near, Norm, convolve, gradients, input_gradient, mapped, relu_gradient, total
 from models.supervision import rows
@@ -28,15 +25,15 @@ from models.supervision import rows
 class SlabBlock(Block):
     """What both sides share."""
 
-    def _norms(self, samples: int, planes: int, weights, training: bool):
+    def _norms(self, samples: int, planes: int, weights):
         """Both norms, over slabs as maps of so many planes are cut into."""
         cut = Cut(samples, [*range(0, planes, slab_height(planes)), planes])
-        return [Norm(layer, cut, weights[n], training) for n, layer in (("norm1", self.norm1), ("norm2", self.norm2))]
+        return [Norm(layer, cut, weights[n]) for n, layer in (("norm1", self.norm1), ("norm2", self.norm2))]
 
-    def _weights(self, **more):
+    def _weights(self, training, **more):
         """As tensors, in the dtype they are read in."""
         more = {name: tf.convert_to_tensor(weight) for name, weight in more.items()}
-        return {"norm1": self.norm1.values(), "norm2": self.norm2.values(), **more}
+        return {"norm1": self.norm1.values(training), "norm2": self.norm2.values(training), **more}
 
     @staticmethod
     def _second(norms, hidden1, kernel):
@@ -50,7 +47,7 @@ class SlabBlock(Block):
     @staticmethod
     def _through_second(norm, hidden1, at_hidden2, kernel):
         """From the gradient of what the second convolution puts out to that of what the first norm does; the kernel's
-        gradient; what `Norm.gradient` says of the norm."""
+        gradient; the results of `Norm.gradient`."""
 
         def body(hidden1, at_hidden2, of, kernel):
             at_y, (of_kernel,) = gradients(norm.around(hidden1, of), [at_hidden2], [kernel])
@@ -58,32 +55,6 @@ class SlabBlock(Block):
 
         at_y, sums, of_kernel = norm.cut.sweep(body, Near(hidden1), Near(at_hidden2), norm.of, kernel)
         return (at_y, total(of_kernel, kernel), *norm.gradient(sums))
-
-
-class EncoderSource(NamedTuple):
-    """What a slab of the encoder's output is computed from."""
-
-    hidden2: Any
-    """The second convolution's output."""
-    image: Optional[Any]
-    norm2: Tuple
-    """As the norm's `apply` takes it."""
-    shortcut: Optional[Any]
-    """The shortcut's kernel; this and the image with `residual` alone."""
-
-
-class DecoderSource(NamedTuple):
-    """What a slab of the decoder's output, and of the logits, is computed from."""
-
-    hidden2: Any
-    norm2: Tuple
-    skip_share: Optional[Any]
-    """Of the shortcut's output; this, `below` and the kernel of the other share with `residual` alone."""
-    below: Optional[Any]
-    shortcut: Optional[Any]
-    head: Any
-    head_bias: Any
-    up: Any
 
 
 class SlabEncoder(SlabBlock):
@@ -102,12 +73,12 @@ class SlabEncoder(SlabBlock):
     @tf.autograph.experimental.do_not_convert
     def call(self, image, training=None):
         own = {"shortcut": self.shortcut.kernel} if self.shortcut else {}
-        weights = self._weights(conv1=self.conv1.kernel, conv2=self.conv2.kernel, **own)
+        weights = self._weights(training, conv1=self.conv1.kernel, conv2=self.conv2.kernel, **own)
         weights["part_kernels"] = self._decoder().part_kernels(slice(0, self.widths[1]))
-        return self.learn(image, weights) if training else self.forward(image, weights, training=False)[0]
+        return self.learn(image, weights) if training else self.forward(image, weights)[0]
 
-    def forward(self, image, weights, training=True):
-        norms = self._norms(*image.shape[:2], weights, training)
+    def forward(self, image, weights):
+        norms = self._norms(*image.shape[:2], weights)
         cut = norms[0].cut
         images = cut.of(image)
         _, hidden2 = self._hidden(norms, images, weights)
@@ -139,8 +110,8 @@ class SlabEncoder(SlabBlock):
             at_y += of_pool[0]
             if self.shortcut:
                 at_y = relu_gradient(at_y, y.slab)
-                of_kernels.append(filter_gradient_of_slab(source.image, at_y, source.shortcut.shape))
-            return (at_y, norms[1].gradient_sums(at_y, source.hidden2.slab, source.norm2), *of_kernels)
+                of_kernels.append(filter_gradient_of_slab(source["image"], at_y, source["shortcut"].shape))
+            return (at_y, norms[1].gradient_sums(at_y, source["hidden2"].slab, source["norm2"]), *of_kernels)
 
         source, part_kernels = self._source(norms, images, hidden2, weights), weights["part_kernels"]
         at_y2, sums, *of_kernels = cut.sweep(body, source, part_kernels, tuple(map(Near, at_shares)), cut.of(at_pooled))
@@ -166,24 +137,24 @@ class SlabEncoder(SlabBlock):
         return hidden1, self._second(norms, hidden1, weights["conv2"])
 
     def _source(self, norms, images, hidden2, weights):
-        """For a sweep."""
-        image = Near(images) if self.shortcut else None
-        return EncoderSource(Near(hidden2), image, norms[1].of, weights.get("shortcut"))
+        """For a sweep, what `_output` computes a slab of the block's output from."""
+        residual = {"image": Near(images), "shortcut": weights["shortcut"]} if self.shortcut else {}
+        return {"hidden2": Near(hidden2), "norm2": norms[1].of, **residual}
 
     def _output(self, norm, source):
         """Of the block: a slab with its halo."""
         if not self.shortcut:
-            return norm.around(source.hidden2, source.norm2)
+            return norm.around(source["hidden2"], source["norm2"])
 
         def output(hidden2, image):
-            y = norm.apply(hidden2, source.norm2)
-            return tf.nn.relu(y + tf.nn.conv2d(image, source.shortcut[0], UNIT_2D, "SAME"))
+            y = norm.apply(hidden2, source["norm2"])
+            return tf.nn.relu(y + tf.nn.conv2d(image, source["shortcut"][0], UNIT_2D, "SAME"))
 
-        return mapped(output, source.hidden2, source.image)
+        return mapped(output, source["hidden2"], source["image"])
 
 
 class SlabDecoder(SlabBlock):
-    """{"below": what lies below, "shares": the encoder's} -> logits (N, X, Y, Z, outputs).
+    """{"below": the coarser maps, "shares": the encoder's} -> logits (N, X, Y, Z, outputs).
 
     With "target" among what it takes, and a `loss` as models/supervision.py has it: (loss, score (N, R)) of it.
     The logits are then made slab by slab: once for the loss, and again for each sweep that reads their gradient.
@@ -208,14 +179,14 @@ class SlabDecoder(SlabBlock):
     @tf.autograph.experimental.do_not_convert
     def call(self, inputs, training=None, loss=None):
         own = {"up": self.up[0].kernel, "head": self.head.kernel, "head_bias": self.head.bias}
-        weights = self._weights(conv2=self.conv2.kernel, **own)
+        weights = self._weights(training, conv2=self.conv2.kernel, **own)
         weights["part_kernels"] = self.part_kernels(slice(self.skip_width, None))
         inputs = dict(inputs)
-        return self.learn(inputs, weights, loss) if training else self.forward(inputs, weights, loss, training=False)[0]
+        return self.learn(inputs, weights, loss) if training else self.forward(inputs, weights, loss)[0]
 
-    def forward(self, inputs, weights, loss, training=True):
+    def forward(self, inputs, weights, loss):
         samples, planes = inputs["below"].shape[:2]
-        norms = self._norms(samples, 2 * planes, weights, training)
+        norms = self._norms(samples, 2 * planes, weights)
         cut = norms[0].cut
         coarse = cut.of(inputs["below"])
 
@@ -260,14 +231,14 @@ class SlabDecoder(SlabBlock):
             y = self._output(norms[1], source)
             if loss is not None:
                 at_logits = slope(at_logits, self._logits(y, source), factors)
-            at_y = input_gradient(Halo(at_logits), source.head)
+            at_y = input_gradient(Halo(at_logits), source["head"])
             return y, at_logits, relu_gradient(at_y, y) if self.shortcut else at_y
 
         def sums_of(at_logits, factors, source):
             y, at_logits, at_y = to_output(at_logits, factors, source)
-            of_kernel = filter_gradient_of_slab(Halo(y), at_logits, source.head.shape)
+            of_kernel = filter_gradient_of_slab(Halo(y), at_logits, source["head"].shape)
             of_bias = channel_sums(value, [at_logits])
-            return norms[1].gradient_sums(at_y, source.hidden2, source.norm2), of_kernel, of_bias
+            return norms[1].gradient_sums(at_y, source["hidden2"], source["norm2"]), of_kernel, of_bias
 
         sums, of_kernel, of_bias = cut.sweep(sums_of, *of_head, source)
         found = {"head": total(of_kernel, weights["head"]), "head_bias": total(of_bias, weights["head_bias"])[0]}
@@ -275,7 +246,7 @@ class SlabDecoder(SlabBlock):
 
         def to_hidden2(norm2, at_logits, factors, source):
             *_, at_y = to_output(at_logits, factors, source)
-            slab = norms[1].gradient_below(at_y, source.hidden2, norm2)
+            slab = norms[1].gradient_below(at_y, source["hidden2"], norm2)
             return (slab, at_y) if self.shortcut else (slab,)
 
         at_hidden2, *at_shortcut = cut.sweep(to_hidden2, factors, *of_head, source)
@@ -298,22 +269,24 @@ class SlabDecoder(SlabBlock):
         return {name: at_inputs.get(name) for name in inputs}, found
 
     def _source(self, norms, inputs, below, hidden2, weights):
-        """For a sweep."""
-        residual = (inputs["shares"][1], below, weights["part_kernels"][1]) if self.shortcut else (None, None, None)
-        head = weights["head"], weights["head_bias"], weights["up"]
-        return DecoderSource(hidden2, norms[1].of, *residual, *head)
+        """For a sweep, what `_output` and `_logits` compute a slab from."""
+        source = {"hidden2": hidden2, "norm2": norms[1].of, "head": weights["head"], "head_bias": weights["head_bias"]}
+        if self.shortcut:
+            shortcut = {"shortcut": weights["part_kernels"][1], "up": weights["up"]}
+            source |= {"skip_share": inputs["shares"][1], "below": below, **shortcut}
+        return source
 
     def _output(self, norm, source):
         """A slab of the block's output."""
-        y = norm.apply(source.hidden2, source.norm2)
+        y = norm.apply(source["hidden2"], source["norm2"])
         if not self.shortcut:
             return y
-        fine = self._up_sampled(source.below, source.up)
-        return tf.nn.relu(y + source.skip_share + tf.nn.conv2d(fine, source.shortcut[0], UNIT_2D, "SAME"))
+        fine = self._up_sampled(source["below"], source["up"])
+        return tf.nn.relu(y + source["skip_share"] + tf.nn.conv2d(fine, source["shortcut"][0], UNIT_2D, "SAME"))
 
     @staticmethod
     def _logits(output, source):
-        return tf.nn.bias_add(tf.nn.conv2d(output, source.head[0], UNIT_2D, "SAME"), source.head_bias)
+        return tf.nn.bias_add(tf.nn.conv2d(output, source["head"][0], UNIT_2D, "SAME"), source["head_bias"])
 
     def _up_sampled(self, coarse, kernel):
         """A slab of the fine grid."""

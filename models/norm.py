@@ -15,10 +15,9 @@ class NormActivation(tf.keras.layers.Layer):
 
     Without a norm it adds a bias, so that convolutions never need one.
 
-    The fused batch-norm kernel over one sample *is* instance norm, at no extra cost; Keras' GroupNormalization
-    is composed of many passes. Statistics know no layout, so X and Y are folded into one axis first: 4D is the rank for
-    which ITEX fuses the ReLU into the kernel, which saves one pass over the map each way. Channels for which the kernel
-    is slow, and samples whose number is not known, are normalised in passes of our own (models/passes.py).
+    The fused batch-norm kernel over one sample is instance norm. X and Y are folded into one axis first: 4D is the rank
+    for which ITEX fuses the ReLU into the kernel. Channels for which the kernel is slow, and samples whose number is
+    not known, are normalised in passes of our own (models/passes.py).
     """
 
     def __init__(self, norm: str = "instance", activate: bool = True, **kwargs):
@@ -42,30 +41,35 @@ class NormActivation(tf.keras.layers.Layer):
         super().build(input_shape)
 
     def call(self, x, training=None):
-        parts, training = self.fold(x), training and self.trainable  # frozen, it takes and keeps its moving statistics
-        if self.norm == "batch" and not (training and parts[0].shape.rank == 5):
-            return self.unfold([self._batch_norm(parts[0], bool(training))], x)
-        parts, statistics = self.apply(parts, *self.values())
+        parts, values = self.fold(x), self.values(training)
+        if self.norm == "batch" and len(values) == 2 and parts[0].shape.rank == 4:
+            return self.unfold([self._fused_batch_norm(parts[0], *values)], x)
+        parts, statistics = self.apply(parts, *values)
         if statistics:
             self.move(*statistics)
         return self.unfold(parts, x)
 
     # --- As a function of its weights ---
 
-    def values(self, *before):
-        """What it multiplies by and adds, as tensors, read once all of `before` is there."""
+    def values(self, training, *before):
+        """Its weights as tensors, read once all of `before` is there: what it multiplies by and adds. A batch norm's
+        moving mean and variance are among them in inference, and in training where it is frozen."""
         with tf.control_dependencies(before):
             if self.norm == "none":
                 return [tf.cast(tf.convert_to_tensor(self.bias), self.compute_dtype)]
-            return [tf.convert_to_tensor(self.gamma), tf.convert_to_tensor(self.beta)]
+            weights = [self.gamma, self.beta]
+            if self.norm == "batch" and not (training and self.trainable):
+                weights += [self.moving_mean, self.moving_variance]
+            return [tf.convert_to_tensor(weight) for weight in weights]
 
     def apply(self, parts, *values):
-        """The layer in training on a folded map: its parts again, and a batch's mean and variance (or nothing).
-
-        `values` stand for its weights. Changes no variable, so it may be computed twice.
+        """The layer as a function of `values` on a folded map: its parts again, and the mean and variance of the batch
+        where they are to move the moving ones. Changes no variable, so it may be computed twice.
         """
         if self.norm == "none":
             return [self._activate(add_bias(part, *values)) for part in parts], []
+        if len(values) == 4:
+            return [self._with_moving_statistics(parts[0], *values)], []
         if parts[0].shape.rank == 5:
             y, *statistics = normalised(parts[0], *values, self.norm == "batch", self.activate)
             return [y], [each[0] for each in statistics] if self.norm == "batch" else []
@@ -73,10 +77,10 @@ class NormActivation(tf.keras.layers.Layer):
         return [self._activate(one[0]) for one in found], list(found[0][1:]) if self.norm == "batch" else []
 
     def fold(self, x):
-        """(N, X, Y, Z, C) -> the parts that are normalised each for itself, each (n, X*Y, Z, C): views, no copies.
+        """(N, X, Y, Z, C) -> views (n, X*Y, Z, C) that are normalised separately; x for passes of our own.
 
-        Without a norm, and for our own passes, it is x. Whoever computes `apply` twice must fold once, since
-        ITEX's passes count the readers of a view alone: with one, they write the result over the map behind it.
+        To compute `apply` twice, fold once: ITEX counts the readers of each view, and writes the result of its only
+        reader over the map behind it.
         """
         samples, size_x, size_y, size_z, channels = x.shape
         apart = self.norm == "instance" and samples is None
@@ -97,23 +101,24 @@ class NormActivation(tf.keras.layers.Layer):
 
     def move(self, mean, variance):
         """Move batch norm's statistics towards those of a batch, as training does."""
-        for moving, found in ((self.moving_mean, mean), (self.moving_variance, variance)):
-            moving.assign_sub((moving - tf.cast(found, moving.dtype)) * (1 - MOMENTUM))
+        for moving, moment in ((self.moving_mean, mean), (self.moving_variance, variance)):
+            moving.assign_sub((moving - tf.cast(moment, moving.dtype)) * (1 - MOMENTUM))
 
     # --- Private helpers ---
 
-    def _batch_norm(self, x, training: bool):
-        """By the fused kernel, which in training moves the statistics as well; in inference by a pass of our own where
-        that is slow."""
-        moving, (gamma, beta) = (self.moving_mean, self.moving_variance), self.values()
+    def _with_moving_statistics(self, x, gamma, beta, mean, variance):
         if x.shape.rank == 5:
-            scale = gamma * tf.math.rsqrt(self.moving_variance + EPSILON)
-            return one_pass(affine, [x], self.moving_mean, scale, beta, relu=self.activate)
-        more = {"epsilon": EPSILON, "is_training": training, "exponential_avg_factor": 1 - MOMENTUM}
+            return one_pass(affine, [x], mean, gamma * tf.math.rsqrt(variance + EPSILON), beta, relu=self.activate)
+        y, *_ = tf.compat.v1.nn.fused_batch_norm(x, gamma, beta, mean, variance, epsilon=EPSILON, is_training=False)
+        return self._activate(y)
+
+    def _fused_batch_norm(self, x, gamma, beta):
+        """By the fused kernel in training, which computes the moved statistics as well."""
+        moving = (self.moving_mean, self.moving_variance)
+        more = {"epsilon": EPSILON, "exponential_avg_factor": 1 - MOMENTUM}
         y, *moved = tf.compat.v1.nn.fused_batch_norm(x, gamma, beta, *moving, **more)
-        if training:
-            for variable, found in zip(moving, moved):
-                variable.assign(found)
+        for variable, value in zip(moving, moved):
+            variable.assign(value)
         return self._activate(y)
 
     def _activate(self, x):

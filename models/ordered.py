@@ -1,22 +1,28 @@
 """Convolution, up-convolution and join whose backward passes run in one fixed order: the one that frees maps earliest.
 
-Left alone, TensorFlow runs whichever gradient became ready last and puts the others off; with ITEX that is every filter
-gradient of the network, and each keeps two maps alive until the end of the step. Here the filter gradient comes first:
+TensorFlow runs the gradient that became ready last and defers the others; with ITEX that is every filter gradient of
+the network, and each keeps two maps alive until the end of the step. Here the filter gradient comes first:
 it is the last that reads the convolution's input. The order is also what makes a step's memory predictable.
+
+oneDNN's bfloat16 kernel of the filter gradient first copies one sample of the maps and one of their gradient,
+transposed, and once more for every group of threads: at full resolution that is more than all else in the step. A
+sample may as well be one plane: each of a kernel's planes is the kernel of a two-dimensional convolution over pairs of
+planes of the volume, and these are views. The copies are then a plane's, in about the same time (docs/log.md).
 """
 
 import tensorflow as tf
 
-from models.filter_gradient import UNIT, filter_gradient, filter_gradient_by_planes
-from models.passes import channel_sums, value
+from models.passes import channel_sums, custom_gradient, value
 
+UNIT = (1, 1, 1, 1, 1)
+UNIT_2D = (1, 1, 1, 1)
 HALF = (1, 2, 2, 2, 1)
 
 
 class Convolution(tf.keras.layers.Conv3D):
     """A convolution that keeps the grid: (N, X, Y, Z, C) -> (N, X, Y, Z, filters). Stride 1, padding "same".
 
-    `by_planes` is how its filter gradient is computed: with less memory, as models/filter_gradient.py says.
+    `by_planes` is how its filter gradient is computed: with less memory, as `filter_gradient_by_planes`.
     """
 
     def __init__(self, filters: int, kernel_size: int, by_planes: bool = False, **kwargs):
@@ -32,8 +38,8 @@ class Convolution(tf.keras.layers.Conv3D):
 class ShortcutSum(tf.keras.layers.Layer):
     """A residual block's sum: its last maps (N, X, Y, Z, filters) plus a 1x1x1 convolution of its input, without bias.
 
-    Takes both as [maps, entry]. One layer, because only then can the shortcut's gradients be told to come first.
-    `entry_learns` is false where the entry is the image: its gradient would be waited for and thrown away.
+    Takes both as [maps, entry]. It is one layer so that the shortcut's gradients can come first.
+    `entry_learns` is false where the entry is the image: nothing waits for its gradient, which nobody reads.
     """
 
     def __init__(self, filters: int, kernel_initializer="glorot_uniform", entry_learns: bool = True, **kwargs):
@@ -50,7 +56,7 @@ class ShortcutSum(tf.keras.layers.Layer):
     def call(self, inputs):
         maps, entry = inputs
 
-        @tf.custom_gradient
+        @custom_gradient
         def total(maps, entry, kernel):
             def gradient(upstream):
                 to_entry, (to_kernel,) = gradients(entry, [(kernel, upstream)])
@@ -78,9 +84,9 @@ class Join(tf.keras.layers.Concatenate):
         return _join(*inputs)
 
 
-@tf.custom_gradient
+@custom_gradient
 def add_bias(maps, bias):
-    """(N, X, Y, Z, C) plus one value a channel; the bias gradient, which reads a whole map for it, is not put off.
+    """(N, X, Y, Z, C) plus one value a channel; the bias gradient, which reads a whole map, comes first.
 
     It is summed in float32. TensorFlow's own, BiasAddGrad, sums in the map's dtype: of 410,000 values in bfloat16 it
     loses 97 % (docs/log.md).
@@ -108,10 +114,60 @@ def read_after(maps, kernel):
         return tf.convert_to_tensor(kernel)
 
 
+def filter_gradient(x, upstream, kernel_shape):
+    """Of a convolution of x (N, X, Y, Z, A), stride 1, "same", whose output's gradient is `upstream` (N, X, Y, Z, B).
+
+    `kernel_shape` is (k, k, k, A, B), with a k of 1 or 3.
+    """
+    if x.shape[1] == 2 and kernel_shape[0] > 1:
+        # oneDNN's bfloat16 kernel leaves a part unwritten there (TensorFlow 2.15 to 2.21): the bottom of a patch of 32.
+        return filter_gradient_by_planes(x, upstream, kernel_shape)
+    return _of_volume(x, upstream, kernel_shape)
+
+
+def filter_gradient_by_planes(x, upstream, kernel_shape):
+    """The same, to rounding, from planes of Y and Z; as `filter_gradient` where the number of samples is not known."""
+    samples, planes = x.shape[:2]
+    if samples is None:
+        return _of_volume(x, upstream, kernel_shape)
+    # Cut along the first axis a piece is a view; along any other it is a copy.
+    x, upstream = (tf.reshape(one, (samples * planes, *one.shape[2:])) for one in (x, upstream))
+    total = None
+    for first in range(0, samples * planes, planes):
+        with tf.control_dependencies([upstream if total is None else total]):
+            of_sample, at_sample = x[first : first + planes], upstream[first : first + planes]
+        whole = filter_gradient_of_slab((of_sample, None, None), at_sample, kernel_shape, x.dtype)
+        total = whole if total is None else total + whole
+    return total
+
+
+def filter_gradient_of_slab(x, upstream, kernel_shape, dtype=tf.float32):
+    """A slab's share in the kernel's gradient, in `dtype`: from x as (slab, plane before, plane after), each (X, Y,
+    Z, A), the planes None at the volume's edges, and from the slab of the output's gradient (X, Y, Z, B). Each plane of
+    the kernel waits for the one before."""
+    slab, before, after = x
+    reach, size = kernel_shape[0] // 2, slab.shape[0]
+    planes, last = [], upstream
+    for shift in range(-reach, reach + 1):
+        meets = slice(max(0, -shift), size - max(0, shift))
+        pairs = [(slab, slice(meets.start + shift, meets.stop + shift), meets)]
+        if shift < 0 and before is not None:
+            pairs.append((before, slice(0, 1), slice(0, 1)))
+        if shift > 0 and after is not None:
+            pairs.append((after, slice(0, 1), slice(size - 1, size)))
+        found = []
+        for maps, seen, met in pairs:
+            with tf.control_dependencies([last]):
+                last = _of_planes(maps[seen], upstream[met], kernel_shape[1:], dtype)
+            found.append(last)
+        planes.append(tf.add_n(found))
+    return tf.stack(planes)
+
+
 def convolution(x, kernel, of_kernel=filter_gradient):
     """(N, X, Y, Z, A), (k, k, k, A, B) -> (N, X, Y, Z, B), stride 1, "same". `of_kernel` computes filter gradients."""
 
-    @tf.custom_gradient
+    @custom_gradient
     def convolved(x, kernel):
         def gradient(upstream):
             to_x, (to_kernel,) = gradients(x, [(kernel, upstream)], of_kernel)
@@ -140,7 +196,7 @@ def gradients(x, meets, of_kernel=filter_gradient):
     return at_x, to_kernels
 
 
-@tf.custom_gradient
+@custom_gradient
 def up_convolution(x, kernel):
     """A transposed convolution of kernel and stride 2: (N, X, Y, Z, A), (2, 2, 2, B, A) -> (N, 2X, 2Y, 2Z, B)."""
     samples, size_x, size_y, size_z, _ = tf.unstack(tf.shape(x))
@@ -159,7 +215,20 @@ def up_convolution(x, kernel):
 # --- Private helpers ---
 
 
-@tf.custom_gradient
+def _of_volume(x, upstream, kernel_shape):
+    return tf.raw_ops.Conv3DBackpropFilterV2(
+        input=x, filter_sizes=kernel_shape, out_backprop=upstream, strides=UNIT, padding="SAME"
+    )
+
+
+def _of_planes(x, upstream, kernel_shape, dtype):
+    found = tf.raw_ops.Conv2DBackpropFilter(
+        input=x, filter_sizes=kernel_shape, out_backprop=upstream, strides=UNIT_2D, padding="SAME"
+    )
+    return tf.cast(found, dtype)
+
+
+@custom_gradient
 def _join(first, second):
     def gradient(upstream):
         # Both halves at once: cut apart where each is needed, the whole would live until the encoder's backward pass.

@@ -1,27 +1,24 @@
-"""A U-Net's blocks with less memory: backward passes that keep few maps and make the others again when they are due.
+"""A U-Net's blocks with less memory: backward passes that keep few maps and recompute the others when they are due.
 
 Same weights and functions as the layers of models/blocks.py, same gradients to rounding. Four things differ:
 
-- A convolution's output is enough to keep: norm and ReLU are made again from it.
-- A convolution of "skip and up-sampled" is the sum of two, so the two maps are never joined; and the up-sampled one is
-  made again from the coarser.
-- Filter gradients go plane by plane (models/filter_gradient.py).
-- Every operation of a backward pass waits for the one before. Left alone, TensorFlow would make everything again at
-  once, as soon as a step begins.
+- Of a convolution, norm and ReLU the convolution's output is kept, and the rest recomputed from it.
+- A convolution of "skip and up-sampled" is the sum of two, so the two maps are never joined; the up-sampled one is
+  recomputed from the coarser.
+- Filter gradients go plane by plane (models/ordered.py).
+- Every operation of a backward pass waits for the one before; otherwise TensorFlow recomputes everything at the start.
 """
 
 import tensorflow as tf
 
 from models.blocks import Block
-from models.filter_gradient import filter_gradient_by_planes as by_planes
-from models.ordered import UNIT, convolution, gradients, read_after, then, up_convolution
+from models.ordered import UNIT, convolution, filter_gradient_by_planes, gradients, read_after, then, up_convolution
 
 
 class RecomputedBlock(Block):
-    """An encoder's block keeps nothing but what it takes and gives.
+    """An encoder's block keeps its inputs and output alone, a decoder's its convolutions' outputs too.
 
-    A decoder's keeps its convolutions' outputs too: the peak is in the finest one, whose backward pass begins where its
-    forward pass ended, so there they are at hand anyway, and the coarser ones are small beside it.
+    The peak is in the finest decoder, whose backward pass follows its forward pass at once, so they are there anyway.
     """
 
     def call(self, inputs, training=None):
@@ -40,7 +37,7 @@ class RecomputedBlock(Block):
         return y, [statistics1, statistics2], (kept, y if self.shortcut else None)
 
     def backward(self, upstream, kept, inputs, weights):
-        """Gradients of (inputs, weights), with no more maps alive at a time than must be."""
+        """Gradients of (inputs, weights)."""
         hidden, y = kept
         found = {}
         if self.shortcut:
@@ -52,11 +49,11 @@ class RecomputedBlock(Block):
             _, _, gradient2 = self._normalise(self.norm2, hidden2, weights["norm2"], upstream)
         at_hidden2, *found["norm2"] = gradient2(upstream)
         # What waits are the norm's weights, not the map: ITEX fuses no operation that waits itself.
-        y1, _, gradient1 = self._normalise(self.norm1, hidden1, self.norm1.values(at_hidden2), upstream)
-        at_y1, (found["conv2"],) = gradients(y1, [(weights["conv2"], at_hidden2)], by_planes)
+        y1, _, gradient1 = self._normalise(self.norm1, hidden1, self.norm1.values(True, at_hidden2), upstream)
+        at_y1, (found["conv2"],) = gradients(y1, [(weights["conv2"], at_hidden2)], filter_gradient_by_planes)
         at_hidden1, *found["norm1"] = gradient1(at_y1)
 
-        # An encoder's entry is read beside the gradient, so it waits as it is; told to, ITEX would not fuse the norm's.
+        # An encoder's entry is read beside the gradient, so it waits already; with a dependency ITEX fuses no norm.
         parts, to_up = self._entry([then(one, at_hidden1) for one in inputs] if self.up else inputs, weights)
         at_outputs = {"conv1": at_hidden1, **({"shortcut": upstream} if self.shortcut else {})}
         at_inputs, of_parts = [], []
@@ -64,7 +61,7 @@ class RecomputedBlock(Block):
         for part, first in reversed(list(zip(parts, (0, parts[0].shape[-1])))):
             rows = slice(first, first + part.shape[-1])
             meets = [(weights[name][..., rows, :], at_output) for name, at_output in at_outputs.items()]
-            at_part, of_kernels = gradients(then(part, *at_inputs), meets, by_planes)
+            at_part, of_kernels = gradients(then(part, *at_inputs), meets, filter_gradient_by_planes)
             if to_up:
                 (at_part, found["up"]), to_up = to_up(at_part), None
             at_inputs.append(at_part)
@@ -76,8 +73,8 @@ class RecomputedBlock(Block):
     # --- Private helpers ---
 
     def _read_weights(self, entry):
-        """As tensors; kernels in the compute dtype, cast one after the other once the maps they meet are there."""
-        weights = {"norm1": self.norm1.values(), "norm2": self.norm2.values()}
+        """As tensors; kernels in the compute dtype, cast one after the other."""
+        weights = {"norm1": self.norm1.values(True), "norm2": self.norm2.values(True)}
         layers = {"up": self.up and self.up[0], "conv1": self.conv1, "conv2": self.conv2, "shortcut": self.shortcut}
         before = entry
         for name, layer in layers.items():
@@ -121,7 +118,7 @@ class RecomputedBlock(Block):
 
 
 def _convolve(parts, kernel):
-    """The convolution of `parts` side by side, without putting them there: a sum of one for each."""
+    """The convolution of `parts` joined along the channels: the sum of one convolution each."""
     total, first = None, 0
     for part in parts:
         rows = kernel[..., first : first + part.shape[-1], :]

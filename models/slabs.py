@@ -2,7 +2,7 @@
 
 A map is a list of slabs (planes, Y, Z, C), those of one sample after those of another. A convolution reads one plane of
 each neighbour. A norm's statistics are summed over slabs in float32, forward as (mean, sum of squares about it),
-backward as (sum of dy, sum of dy * x-hat); what lies behind a norm is made again, slab by slab, wherever it is read.
+backward as (sum of dy, sum of dy * x-hat); a norm's output is recomputed slab by slab wherever it is read.
 """
 
 from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
@@ -10,7 +10,7 @@ from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 import tensorflow as tf
 
 from models.config import EPSILON
-from models.filter_gradient import UNIT, UNIT_2D, filter_gradient_of_slab
+from models.ordered import UNIT, UNIT_2D, filter_gradient_of_slab
 from models.passes import affine, behind_relu, channel_sums, gradient_below, one_pass, product, square_about, value
 
 
@@ -74,8 +74,9 @@ class Cut:
     def sweep(self, body: Callable, *given: Any) -> Any:
         """`body` slab by slab, each after the one before and the first after the last sweep; what it returns, as lists.
 
-        Of what is given, a list has one for each slab, `Near` stands for a slab with its halo, and a tuple for each of
-        its own; all else `body` takes as it is. It is a function in the graph, traced once for slabs of one shape.
+        Of the arguments, a list has one entry a slab, `Near` stands for a slab with its halo, tuples and dicts hold
+        such arguments, and `body` takes all else as it is. It is a function in the graph, traced once for slabs of one
+        shape.
         """
         body = tf.function(body, autograph=False, experimental_attributes={"_noinline": True})
         found = []
@@ -92,8 +93,9 @@ class Cut:
             before = None if first else one.slabs[index - 1][-1:]
             return Halo(one.slabs[index], before, None if last else one.slabs[index + 1][:1])
         if isinstance(one, tuple):
-            picked = [self._pick(each, index) for each in one]
-            return type(one)(*picked) if hasattr(one, "_fields") else tuple(picked)
+            return tuple(self._pick(each, index) for each in one)
+        if isinstance(one, dict):
+            return {name: self._pick(each, index) for name, each in one.items()}
         return one[index] if isinstance(one, list) else one
 
 
@@ -118,17 +120,18 @@ class Norm:
     mean 0 and variance 1. `of` has for each slab what `apply` takes: (mean, scale, shift, rate).
     """
 
-    def __init__(self, layer, cut: Cut, values, training: bool):
+    def __init__(self, layer, cut: Cut, values):
+        """`values` are those of the layer: with a batch norm's moving statistics the batch's are not taken."""
         self.kind, self.relu, self.cut = layer.norm, layer.activate, cut
-        self.values = values if self.kind != "none" else (1.0, tf.cast(values[0], tf.float32))
-        self.dtype = values[0].dtype
+        self.values = values[:2] if self.kind != "none" else (1.0, tf.cast(values[0], tf.float32))
+        self.dtype, self.moving = values[0].dtype, values[2:]
         self.group_of = [piece[0] if self.kind == "instance" else 0 for piece in cut.pieces]
         self.of, self.statistics = [], []
         """The latter are a batch's mean and variance, in training with batch norm."""
         if self.kind == "none":
             self._settle([tf.zeros_like(self.values[1])], [tf.ones_like(self.values[1])])
-        elif self.kind == "batch" and not training:
-            mean, variance = tf.convert_to_tensor(layer.moving_mean), tf.convert_to_tensor(layer.moving_variance)
+        elif self.moving:
+            mean, variance = self.moving
             self._settle([mean], [tf.math.rsqrt(variance + EPSILON)])
 
     def sweep(self, make: Callable, *given: Any) -> List:
@@ -188,9 +191,10 @@ class Norm:
     def gradient(self, sums: Sequence) -> Tuple[List, List]:
         """From all slabs' `gradient_sums`: what `gradient_below` takes of each slab; the weights' gradients."""
         total = tf.add_n(list(sums))
-        if self.kind == "none":
+        if self.kind == "none" or self.moving:
             nothing = tf.zeros_like(total[0])
-            return [(*of[:3], nothing, nothing) for of in self.of], [tf.cast(total[0], self.dtype)]
+            of_weights = [tf.cast(total[0], self.dtype)] if self.kind == "none" else [total[1], total[0], None, None]
+            return [(*of[:3], nothing, nothing) for of in self.of], of_weights
         found = []
         for (mean, scale, shift, rate), mine in zip(self.factors, self._by_group(sums)):
             of_dy, of_product = tf.unstack(tf.add_n(mine) / self.elements)

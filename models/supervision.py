@@ -1,4 +1,4 @@
-"""A network's loss as a layer: of one head or several, each a piece of X at a time or at once, in one fixed order.
+"""A network's loss as a layer: of one head or several, at once or in pieces along X, in one fixed order.
 
 A loss is an object with three pure functions. Maps are float32 rows (n, X * Y, Z * R) of a piece of n samples with R
 regions, `t` the target and `p` the sigmoid of the logits `z`.
@@ -15,6 +15,7 @@ from typing import Any, Callable, List, Sequence, Tuple
 import tensorflow as tf
 
 from models.layer_plan import PIECES
+from models.passes import custom_gradient
 from models.slabs import Cut
 
 Gradient = Callable[[Any], Any]
@@ -25,10 +26,9 @@ class Supervision(tf.keras.layers.Layer):
     """(target, logits of each head) -> (loss, score (N, R) of the finest head).
 
     `target` is (N, X, Y, Z, R), 0 or 1; the first head has its grid, the others every 2nd, 4th ... voxel of it, and the
-    losses are weighted 1, 1/2, 1/4 ... from fine to coarse, the weights summing to 1. In place of the finest logits may
-    stand (loss, score) of them. The gradient is written out: automatic differentiation passes over the maps
-    twice as often. `by_pieces` computes it a piece of X at a time, and again for the gradient: no float32 map of the
-    whole grid is made.
+    losses are weighted as `head_weights`. (loss, score) may stand for the finest logits. The gradient is written out:
+    automatic differentiation passes over the maps twice as often. With `by_pieces` no float32 map of the whole grid is
+    made: the loss is computed a piece of X at a time, and again for the gradient.
     """
 
     def __init__(self, loss, by_pieces: bool = False, **kwargs):
@@ -39,16 +39,14 @@ class Supervision(tf.keras.layers.Layer):
     def call(self, target, finest, *coarse, training=None):
         weights = head_weights([target, *coarse])
         targets = [thinned(target, one) for one in coarse]
-        found = ()
-        if isinstance(finest, (list, tuple)):
-            found = finest[0] * weights[0] if coarse else finest[0], finest[1]
+        if not isinstance(finest, (list, tuple)):
+            total, score = weighted_sum(self.loss, [target, *targets], [finest, *coarse], weights, self.by_pieces)
         else:
-            coarse, targets = (finest, *coarse), [target, *targets]
-        if coarse:
-            weights = weights[-len(coarse) :]
-            total, score = weighted_sum(self.loss, targets, coarse, weights, self.by_pieces, found)
-            found = (found[0] + total, found[1]) if found else (total, score)
-        return found[0], tf.stop_gradient(found[1])
+            total, score = finest
+            if coarse:
+                total *= weights[0]
+                total += weighted_sum(self.loss, targets, coarse, weights[1:], self.by_pieces, (total, score))[0]
+        return total, tf.stop_gradient(score)
 
 
 def head_weights(heads: Sequence) -> List[float]:
@@ -71,10 +69,10 @@ def rows(maps):
 
 
 def weighted_sum(loss, targets, logits, weights=(1,), by_pieces=False, before=()):
-    """The losses' sum and the first one's score, head after head both ways: left alone, chance says which is first."""
+    """The losses' weighted sum and the first one's score, after `before` and head after head both ways."""
     targets = [tf.stop_gradient(target) for target in targets]
 
-    @tf.custom_gradient
+    @custom_gradient
     def total_and_score(*logits):
         total, score, gradients = None, None, []
         for target, one, weight in zip(targets, logits, weights):

@@ -15,8 +15,8 @@ from models.supervision import Supervision
 
 @tf.keras.utils.register_keras_serializable("cpu3d")
 class UNet3D(tf.keras.Model):
-    """What `build_unet3d` makes. It is saved as what it was made of and loaded by being made again, with its weights,
-    `trainable` of each layer, and what it was compiled with: its layers need no configs of their own."""
+    """The model of `build_unet3d`. Its file holds that function's arguments, from which it is built on loading, its
+    weights, `trainable` of each layer and what it was compiled with: its layers need no configs of their own."""
 
     def __init__(self, unet: UNetConfig, image, logits):
         super().__init__(image, logits, name=unet.network)
@@ -32,11 +32,11 @@ class UNet3D(tf.keras.Model):
         when the step runs, as for `tf.data` without `drop_remainder`. Raises ValueError, or there TensorFlow's
         InvalidArgumentError, for another one."""
         batch_size = self.input_shape[0]
-        if self.unet.policy == "lean" and batch_size is not None:
+        if self.unet.policy == "lean":
             if inputs.shape[0] is None:
                 inputs = tf.ensure_shape(inputs, (batch_size, None, None, None, None))
             elif inputs.shape[0] != batch_size:
-                todo = "build for that size, or without batch_size"
+                todo = "build for that size, or under another policy"
                 raise ValueError(f"batch must be {batch_size}, as built, got {inputs.shape[0]}; {todo}")
         return super().call(inputs, training, mask)
 
@@ -53,17 +53,15 @@ def build_unet3d(config: UNetConfig, shape: Tuple[int, int, int], batch_size: Op
 
     Takes (batch, X, Y, Z, channels) in `config.dtype` and gives logits (batch, X, Y, Z, outputs) in the same dtype;
     with deep supervision a list of logits: the finest first, then each coarser decoder level, deepest first. Give the
-    `batch_size` where it is known: instance norm then runs at the speed of batch norm, and "lean" cuts slabs; without,
-    "lean" is "balanced", which has the same weights. The model is compiled, fitted and saved as any of Keras' own; its
-    losses and metrics take logits (cpu3d/training/losses.py has some). Under "lean" `fit` makes the finest logits, and
-    their gradient, as whole maps, which `with_loss` does not. Raises ValueError when the shape does not divide, and
-    ImportError where tf.keras is not Keras 2.
+    `batch_size` where it is known: instance norm then runs at the speed of batch norm. The model is compiled, fitted
+    and saved as any of Keras' own; its losses and metrics take logits (cpu3d/training/losses.py has some). Under "lean"
+    `fit` makes the finest logits, and their gradient, as whole maps, which `with_loss` does not. Raises ValueError when
+    the shape does not divide and for "lean" without a `batch_size`, and ImportError where tf.keras is not Keras 2.
     """
     _check_keras()
     config.check_shape(shape)
-    given = config
     if config.policy == "lean" and batch_size is None:
-        config = dataclasses.replace(config, policy="balanced")
+        raise ValueError("batch_size must be given under the policy lean, got None; give it, or take balanced")
     finest = SlabDecoder(config) if config.policy == "lean" else None
     image = x = tf.keras.Input((*shape, config.channels), batch_size, dtype=config.dtype, name="image")
 
@@ -87,7 +85,7 @@ def build_unet3d(config: UNetConfig, shape: Tuple[int, int, int], batch_size: Op
         logits = head_layer(config, "head")(block(config, "decoder", 0, skips[0], x))
     if config.deep_supervision:
         logits = [logits] + [head_layer(config, f"head{level}")(source) for level, source in coarse]
-    model = UNet3D(given, image, logits)
+    model = UNet3D(config, image, logits)
     model.output_names[0] = "head"  # also where it comes out of a larger layer
     return model
 

@@ -114,7 +114,7 @@ def filter_gradient(
 
 
 def filter_gradient_by_planes(writer: Writer, op: LayerOp, source: str, upstream: str) -> None:
-    """As models/filter_gradient.py: for every sample one two-dimensional gradient a plane of the kernel, joined."""
+    """As models/ordered.py: for every sample one two-dimensional gradient a plane of the kernel, joined."""
     samples, seen = min(writer.samples, MOST_SAMPLES), in_planes(writer, op)
     name, size, total = filter_gradient_name(op), writer.kernel_bytes(op), ""
     for sample in range(samples):

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from models.config import DTYPES, EPSILON, NORMS
+from models.config import DTYPES, EPSILON
 from models.norm import MOMENTUM, NormActivation
 
-GRID = (4, 6, 8)
-CHANNELS = (5, 8, 16, 24)  # of some the fused kernel takes care, which differ with the dtype
+GRID = (4, 6, 4)
+CHANNELS = (5, 16)  # of the latter alone the fused kernel takes care
 
 
 def built(norm, samples, activate=True, channels=5, dtype="float32"):
@@ -22,11 +22,16 @@ def built(norm, samples, activate=True, channels=5, dtype="float32"):
     return layer, model, tf.cast(rng.normal(1, 2, (samples or 2, *GRID, channels)), dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("channels", CHANNELS)
 @pytest.mark.parametrize(
-    ("norm", "samples", "activate"),
-    [("instance", 1, True), ("instance", 2, False), ("instance", None, True), ("batch", 1, False), ("batch", 3, True)],
+    ("norm", "samples", "activate", "channels", "dtype"),
+    [
+        ("instance", 1, True, 16, "float32"),
+        ("instance", 2, False, 16, "bfloat16"),
+        ("instance", None, True, 16, "float32"),
+        ("instance", 2, True, 5, "float32"),
+        ("batch", 3, True, 8, "float32"),  # fused in float32 alone
+        ("batch", 3, False, 8, "bfloat16"),
+    ],
 )
 def test_a_norm_is_its_definition_and_so_are_its_gradients(norm, samples, activate, channels, dtype):
     layer, model, x = built(norm, samples, activate, channels, dtype)
@@ -65,8 +70,7 @@ def test_a_norm_is_its_definition_and_so_are_its_gradients(norm, samples, activa
         np.testing.assert_array_equal(tf.cast(found, tf.float32), tf.cast(again, tf.float32))  # to the last bit
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("channels", CHANNELS)
+@pytest.mark.parametrize(("channels", "dtype"), zip(CHANNELS, DTYPES))
 def test_in_inference_a_batch_norm_takes_its_moving_statistics(channels, dtype):
     layer, model, x = built("batch", 2, True, channels, dtype)
     gamma, beta, mean, variance = layer.get_weights()
@@ -85,13 +89,14 @@ def test_a_norm_of_a_large_mean_keeps_its_digits(channels):
     np.testing.assert_allclose(y, expected, atol=1e-3)
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("channels", CHANNELS)
-@pytest.mark.parametrize(("samples", "activate"), [(1, True), (2, False), (None, True)])
+@pytest.mark.parametrize(
+    ("norm", "samples", "activate", "channels"),
+    [("instance", 2, False, 16), ("batch", 2, True, 16), ("batch", None, True, 5), ("none", 1, True, 5)],
+)
 def test_as_a_function_of_its_weights_it_is_the_layer_in_training(norm, samples, activate, channels):
     layer, model, x = built(norm, samples, activate, channels)
     first = layer.get_weights()
-    parts, statistics = layer.apply(layer.fold(x), *layer.values())
+    parts, statistics = layer.apply(layer.fold(x), *layer.values(True))
     for weight, before in zip(layer.get_weights(), first):  # which moves nothing
         np.testing.assert_array_equal(weight, before)
     np.testing.assert_allclose(layer.unfold(parts, x), model(x, training=True), rtol=1e-5, atol=1e-5)

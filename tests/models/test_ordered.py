@@ -1,10 +1,18 @@
-"""The ordered layers are Keras' own layers, and their backward passes run in the order they promise."""
+"""The ordered layers are Keras' own layers, and a kernel's gradient is its definition."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from models.ordered import Convolution, Join, ShortcutSum, UpConvolution, add_bias
+from models.ordered import (
+    Convolution,
+    Join,
+    ShortcutSum,
+    UpConvolution,
+    add_bias,
+    filter_gradient,
+    filter_gradient_by_planes,
+)  # fmt: skip
 
 layers = tf.keras.layers
 
@@ -55,41 +63,67 @@ def test_a_bias_gradient_in_bfloat16_is_the_sum_of_all_voxels():
     np.testing.assert_allclose(found, tf.reduce_sum(tf.cast(upstream, tf.float32), (0, 1, 2, 3)), rtol=4e-3)
 
 
-def operations(layer, *shapes):
-    """The graph of a layer's backward pass, for all its inputs and weights."""
+# --- The gradient of a kernel ---
 
-    @tf.function
-    def backward(*inputs):
-        with tf.GradientTape() as tape:
-            tape.watch(inputs)
-            output = layer(list(inputs) if len(inputs) > 1 else inputs[0])
-        return tape.gradient(output, [*inputs, *layer.trainable_weights])
-
-    return backward.get_concrete_function(*(tf.TensorSpec(shape) for shape in shapes)).graph.get_operations()
+GRIDS = [(5, 4, 6), (2, 3, 1), (1, 4, 3)]
+"""One has fewer planes than the kernel, one a single plane."""
 
 
-ONE, TWO = [(1, 4, 4, 4, 2)], [(1, 4, 4, 4, 3), (1, 4, 4, 4, 2)]
+def maps(samples, grid, seed=0):
+    """What a convolution from 3 to 2 channels read, and the gradient of what it wrote."""
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal((samples, *grid, channels)).astype("f4") for channels in (3, 2)]
+
+
+def by_definition(x, upstream, side):
+    """Each tap meets the map shifted by its place in the kernel; beyond the edge there is nothing."""
+    reach, grid = side // 2, x.shape[1:4]
+    padded = np.pad(x.astype("f8"), [(0, 0), *[(reach, reach)] * 3, (0, 0)])
+    gradient = np.zeros((side, side, side, x.shape[-1], upstream.shape[-1]))
+    for i, j, k in np.ndindex(side, side, side):
+        seen = padded[:, i : i + grid[0], j : j + grid[1], k : k + grid[2]]
+        gradient[i, j, k] = np.tensordot(seen, upstream, ([0, 1, 2, 3], [0, 1, 2, 3]))
+    return gradient
+
+
+def distance(found, expected):
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("function", [filter_gradient, filter_gradient_by_planes])
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize(("side", "samples"), [(3, 2), (1, 3)])
+def test_it_is_the_sum_over_all_voxels_of_what_a_tap_saw_times_the_gradient_there(function, grid, side, samples):
+    x, upstream = maps(samples, grid)
+    found = function(tf.constant(x), tf.constant(upstream), (side, side, side, 3, 2))
+    assert found.shape == (side, side, side, 3, 2)
+    assert distance(found.numpy(), by_definition(x, upstream, side)) < 1e-6
 
 
 @pytest.mark.parametrize(
-    ("layer", "shapes", "late", "early", "readers"),
+    ("function", "grid", "channels"),
     [
-        # The input's gradient waits for the filter's, and both for that of the bias.
-        (Convolution(3, 3), ONE, "Conv3DBackpropInputV2", "Conv3DBackpropFilterV2", set()),
-        (UpConvolution(3), ONE, "Conv3D", "Conv3DBackpropFilterV2", set()),
-        (ShortcutSum(3), TWO, "Conv3DBackpropInputV2", "Conv3DBackpropFilterV2", set()),
-        (
-            Convolution(3, 3), ONE, "Identity", "StridedSlice",
-            {"Conv3DBackpropFilterV2", "Conv3DBackpropInputV2"},
-        ),
-        # The gradient handed to the block's maps, the long way, waits for all of the shortcut's.
-        (ShortcutSum(3), TWO, "Identity", "Conv3DBackpropInputV2", set()),
-        (ShortcutSum(3, entry_learns=False), TWO, "Identity", "Conv3DBackpropFilterV2", set()),
-        # The shortcut waits for the block's maps.
-        (ShortcutSum(3), TWO, "Identity", "Placeholder", {"Conv3D"}),
+        (filter_gradient_by_planes, (6, 5, 4), (3, 2)),
+        # The smallest grids, whatever lay in memory before.
+        *((filter_gradient, grid, (64, 64)) for grid in [(1, 2, 2), (2, 1, 2), (2, 2, 2), (3, 2, 2)]),
     ],
-)  # fmt: skip
-def test_what_is_late_waits_for_what_is_early_without_reading_it(layer, shapes, late, early, readers):
-    found = operations(layer, *shapes)
-    (waiting,) = [op for op in found if op.type == late and early in [other.type for other in op.control_inputs]]
-    assert readers <= {reader.type for reader in waiting.outputs[0].consumers()}
+)
+def test_in_bfloat16_it_is_the_definitions_to_that_precision(function, grid, channels):
+    rng = np.random.default_rng(0)
+    gradient = tf.function(lambda x, upstream: function(x, upstream, (3, 3, 3, *channels)))
+    for _ in range(3):
+        tf.random.normal((200, 1000)) * 1e30
+        x, upstream = (tf.cast(rng.standard_normal((1, *grid, n)), tf.bfloat16) for n in channels)
+        expected = by_definition(*(tf.cast(one, tf.float32).numpy() for one in (x, upstream)), 3)
+        found = gradient(x, upstream)
+        assert found.dtype == tf.bfloat16
+        assert distance(tf.cast(found, tf.float32).numpy(), expected) < 2**-6
+
+
+def test_with_an_open_number_of_samples_it_is_the_same():
+    gradient = tf.function(
+        lambda x, upstream: filter_gradient_by_planes(x, upstream, (3, 3, 3, 3, 2)),
+        input_signature=[tf.TensorSpec((None, 4, 3, 2, channels)) for channels in (3, 2)],
+    )
+    x, upstream = maps(2, (4, 3, 2))
+    assert distance(gradient(x, upstream).numpy(), by_definition(x, upstream, 3)) < 1e-6

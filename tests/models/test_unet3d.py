@@ -1,6 +1,7 @@
 """What the network computes."""
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from models.config import UNetConfig
@@ -22,6 +23,11 @@ def test_deep_supervision_gives_a_map_for_each_decoder_and_bfloat16_keeps_weight
     assert [tuple(logits.shape[1:4]) for logits in model.outputs] == [(16, 16, 8), (4, 4, 2), (8, 8, 4)]
     assert {layer.output.dtype for layer in model.layers} == {tf.bfloat16}
     assert {weight.dtype for weight in model.weights} == {tf.float32}
+
+
+def test_lean_without_a_batch_size_is_refused():
+    with pytest.raises(ValueError, match="batch_size must be given under the policy lean, got None"):
+        build_unet3d(UNetConfig(policy="lean"), (16, 16, 16))
 
 
 def test_initial_weights_depend_on_the_seed_and_the_layer_alone():

@@ -4,24 +4,22 @@
     ./run.sh export --run runs/first --format onnx --out exported-onnx --case data/BraTS-GLI-00001-000
 
 The network takes the image as it is in the file, cropped to a fixed size: normalisation is inside, and everything is
-float32. OUT/export.json says the rest: channels, how to crop and pad, what the outputs mean and how to paint a label
+float32. OUT/export.json describes it: channels, how to crop and pad, what the outputs mean and how to paint a label
 from them, weights, versions. OUT/USAGE.md is a short program that does all of it with nibabel.
 
-A run on patches is exported at its patch's size; whoever slides it over a volume gives the volume's statistics.
+A run on patches is exported at its patch's size; the caller slides it over a volume and gives the volume's statistics.
 
-At the end the files are read again and tried on a case, the store's first of test, val or train or --case; the answer
-must be that of `predict`. Else the exit code is 1 and there is no export.json.
+At the end the files are read back and tried on a case, the store's first of test, val or train or --case; the answer
+must be that of `predict`. If it is not, the exit code is 1 and there is no export.json.
 """
 
-import contextlib
 import dataclasses
 import datetime
 import shutil
-import time
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Dict, Iterator, Optional, Sequence, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple
 
 import numpy as np
 from rich.console import Console
@@ -41,8 +39,7 @@ from cpu3d.inference.predict import ZeroNan, check_there, find_cases
 from cpu3d.inference.runs import store_of_run, zeroes_nan
 from cpu3d.run.checkpoint import weights_file
 from cpu3d.settings import RunConfig, load_config
-from cpu3d.util.atomic import PARTIAL, write_json
-from cpu3d.util.lock import locked
+from cpu3d.util.atomic import write_json
 from cpu3d.util.records import by, versions
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table
@@ -54,7 +51,7 @@ in ONNX and 0 as a SavedModel."""
 
 @dataclass(frozen=True)
 class Options:
-    """What is exported, where to, and the case that it is tried on."""
+    """Options of `export`."""
 
     run: Path = option(help="run folder written by train", metavar="DIR")
     format: str = option(help="SavedModel of TensorFlow, or ONNX", choices=tuple(FILES))
@@ -73,30 +70,28 @@ class Options:
 
 @dataclass(frozen=True)
 class Case:
-    """What the exported network and ours are asked about."""
+    """The case that the exported network and `predict` both segment."""
 
     record: CaseRecord
     image: np.ndarray
     """(X, Y, Z, C), as `predict` has it: int16, or float16 after normalisation."""
     channels: Sequence[str]
-    """Names of the image's channels."""
 
 
 OPTIONS = (Options, ZeroNan)
 
 
 def run(options: Options, background: ZeroNan) -> int:
-    _check_out(options.out)
+    _check_empty(options.out)
     config = load_config(options.run)
     _contract(config, options.format, options.size)  # before TensorFlow is loaded
     if options.format == "onnx":
         require_onnx()
-    console = Console()
     set_up()
     from cpu3d.inference.export import network as networks  # imports TensorFlow, so not before
     from cpu3d.inference.predictor import Predictor, load_weights
 
-    path = weights_file(options.run, options.weights)  # once: while a run goes on, its last one is soon another
+    path = weights_file(options.run, options.weights)  # once: a run that goes on replaces its last one
     (config, weights), digest = load_weights(config, path), file_sha256(path)
     contract = _contract(config, options.format, options.size)
     own = Predictor(dataclasses.replace(config, grid=contract.size), weights)
@@ -117,19 +112,24 @@ def run(options: Options, background: ZeroNan) -> int:
         "checkpoint": path.name,
         "weights_sha256": digest,
     }
-    with _finished_folder(options.out) as folder:
+    options.out.mkdir(parents=True, exist_ok=True)
+    try:
         network = networks.exported_network(contract, weights)
         write = networks.write_onnx if options.format == "onnx" else networks.write_saved_model
-        write(contract, network, folder / contract.file)
-        (folder / "USAGE.md").write_text(usage(contract), encoding="utf-8")
-        with console.status(f"trying it on {case.record.case_id}"):
-            found = verify(contract, folder, case, exact, own)
-        if found["passed"]:
-            files = sorted(path.name for path in folder.iterdir())
-            write_json(folder / "export.json", {**about, "files": files, "verification": found})
-    rows = [(name.replace("_", " "), str(value)) for name, value in found.items()]
+        write(contract, network, options.out / contract.file)
+        (options.out / "USAGE.md").write_text(usage(contract), encoding="utf-8")
+        verification = verify(contract, options.out, case, exact, own)
+        if verification["passed"]:
+            about |= {"files": sorted(path.name for path in options.out.iterdir()), "verification": verification}
+            write_json(options.out / "export.json", about)
+    except BaseException:
+        for path in options.out.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        raise
+    console = Console()
+    rows = [(name.replace("_", " "), str(value)) for name, value in verification.items()]
     console.print(Table(("", ""), rows, title="Against predict, and the same network in float32").rich())
-    if not found["passed"]:
+    if not verification["passed"]:
         console.print(f"[bold red]failed: {options.out} has no export.json and is not to be used", soft_wrap=True)
         return 1
     console.print(f"written: {options.out}", highlight=False, soft_wrap=True)
@@ -137,50 +137,43 @@ def run(options: Options, background: ZeroNan) -> int:
 
 
 def check_fits(case: Case, exact: Any) -> None:
-    """Raise InputError unless the network's size holds all that `predict` would show it of the case."""
+    """Raise InputError unless the region of the case that `predict` would read is of the network's size."""
     config, record = exact.config, case.record
-    found = tuple(exact.region(record).size)
-    if not config.is_patch and found != tuple(config.grid):
+    size = tuple(exact.region(record).size)
+    if not config.is_patch and size != tuple(config.grid):
         what, needed = ("brain", record.box.size) if config.extent == "brain" else ("volume", record.shape)
         raise InputError(
             f"case {record.case_id} must fit into {by(config.grid, ' x ')}, got a {what} of {by(needed, ' x ')}; "
-            f"export with --size {by(found, ' ')}, or name another --case"
+            f"export with --size {by(size, ' ')}, or name another --case"
         )
 
 
 def verify(contract: Contract, folder: Path, case: Case, exact: Any, own: Any) -> Dict[str, Any]:
-    """What export.json holds of the verification; "passed" is whether the network may be used.
+    """Differences of the exported network from `predict`, as in export.json; "passed" is whether it may be used.
 
-    `exact` and `own` are predictors at the exported size: in float32 and as `predict` has it, in the run's own dtype.
-    Voxels are compared where the network looks. Raises InputError where the run's own answer is not finite.
+    `exact` and `own` are predictors at the exported size: in float32, and in the run's own dtype as `predict` computes.
+    Raises InputError where the run's own answer is not finite.
     """
     record, regions = case.record, contract.regions
-    region, begin = exact.region(record), time.monotonic()
-    try:
-        answer = paste(_answer(contract, folder, case, region), region, record.shape)
-    except Exception as error:  # TensorFlow, onnxruntime and protobuf each have their own
-        return {"case_id": record.case_id, "passed": False, "error": f"the exported network could not be run: {error}"}
-    seconds = time.monotonic() - begin
+    region = exact.region(record)
+    answer = paste(_answer(contract, folder, case, region), region, record.shape)
     expected, in_own_dtype = (one.probabilities(case.image, record, case.channels) for one in (exact, own))
     check_finite(expected, record.case_id)
-    label, voxels = label_from_regions(answer, regions), int(np.prod(region.size))
-    different = {
-        name: int(np.count_nonzero(label != label_from_regions(other, regions)))
-        for name, other in (("float32", expected), ("predict", in_own_dtype))
-    }
+    label = label_from_regions(answer, regions)
     finite = bool(np.isfinite(answer).all())
-    largest = float(np.abs(answer - expected).max()) if finite else None
+    largest, from_predict = (float(np.abs(answer - other).max()) for other in (expected, in_own_dtype))
     return {
         "case_id": record.case_id,
         "passed": finite and largest <= TOLERANCE,
         "tolerance": TOLERANCE,
-        "largest_difference": largest,
-        "largest_difference_from_predict": float(np.abs(answer - in_own_dtype).max()) if finite else None,
-        "voxels": voxels,
-        "different_labels": different,
-        "equal_labels": {name: 1 - count / voxels for name, count in different.items()},
+        "largest_difference": largest if finite else None,
+        "largest_difference_from_predict": from_predict if finite else None,
+        "voxels": int(np.prod(region.size)),
+        "different_labels": {
+            name: int(np.count_nonzero(label != label_from_regions(other, regions)))
+            for name, other in (("float32", expected), ("predict", in_own_dtype))
+        },
         "label_voxels": int(np.count_nonzero(label)),
-        "seconds": round(seconds, 3),
     }
 
 
@@ -199,19 +192,20 @@ def _answer(contract: Contract, folder: Path, case: Case, region: Region) -> np.
     return (0.5 + 0.5 * np.tanh(logits.astype(np.float64) / 2)).astype(np.float32)  # a sigmoid that overflows nowhere
 
 
-def _check_out(out: Path) -> None:
-    """Raise InputError unless `out` can be made, or is an empty folder."""
-    found = f"{len(list(out.iterdir()))} entries in it" if out.is_dir() else "a file"
-    if (out.exists() or out.is_symlink()) and not found.startswith("0 "):
-        raise InputError(f"--out {out} must be a new or an empty folder, got {found}; choose another, or empty it")
+def _check_empty(out: Path) -> None:
+    """Raise InputError where `out` is a file or holds one."""
+    entries = len(list(out.iterdir())) if out.is_dir() else 0
+    if entries or (out.exists() and not out.is_dir()):
+        got = f"{entries} entries in it" if entries else "a file"
+        raise InputError(f"--out {out} must be a new or an empty folder, got {got}; choose another, or empty it")
 
 
 def _contract(config: RunConfig, format_: str, size: Optional[Shape3]) -> Contract:
-    """Raises InputError for a size that the network cannot take, and for a run that no file can stand for."""
+    """Raises InputError for a size that the network cannot take, and for a run at a lower resolution."""
     if config.resolution != 1:
         raise InputError(
-            f"export must have a run of resolution 1, got {config.resolution:g}: its images are made smaller before the"
-            " network, which no exported file does; export another run"
+            f"export must have a run of resolution 1, got {config.resolution:g}: an exported network does not make"
+            " images smaller; export another run"
         )
     size = tuple(size or config.grid)
     try:
@@ -244,25 +238,3 @@ def _stores_case(config: RunConfig) -> Case:
         )
     record = next(record for split in ("test", "val", "train") for record in store.cases(split))
     return Case(record, store.image(record.case_id), store.manifest.channels)
-
-
-@contextlib.contextmanager
-def _finished_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder beside `out` that becomes it at the end; on an error it is removed and `out` is as it was.
-
-    What a killed export has left there is removed first. Raises InputError while another one writes there.
-    """
-    out = out.resolve()
-    partial = out.with_name(f".{out.name}{PARTIAL}")
-    partial.mkdir(parents=True, exist_ok=True)
-    with locked(partial, "unfinished export"):
-        try:
-            for left in partial.iterdir():
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
-            yield partial
-            if out.is_dir():
-                out.rmdir()
-            partial.rename(out)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise

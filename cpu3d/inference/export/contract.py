@@ -11,11 +11,6 @@ from cpu3d.data.sampling import OVERLAP, SIGMA_SHARE
 from cpu3d.errors import InputError, how_to_install
 from cpu3d.settings import RunConfig
 
-SCHEMA = 1
-"""Version of export.json."""
-
-WRITER = "cpu3d export"
-
 FILES = {"savedmodel": "saved_model", "onnx": "model.onnx"}
 """Format -> what holds the network."""
 
@@ -25,23 +20,21 @@ PACKAGES = {"savedmodel": "tensorflow", "onnx": "onnxruntime"}
 
 @dataclass(frozen=True)
 class Contract:
-    """One exported network. What a run on whole volumes and one on patches promise differs in one thing only:
+    """What one exported network takes and gives.
 
-    Statistics are those of the whole volume's non-zero voxels. Where the network sees all of them at once, they are
-    worked out inside and the answer is probabilities. A window does not see them, so whoever slides it gives them, and
-    gets logits, because those are what windows are blended by.
+    Statistics are those of the whole volume's non-zero voxels. A network of whole volumes computes them and gives
+    probabilities. A window does not see the volume: the caller passes the statistics, and gets logits to blend.
     """
 
     config: RunConfig
     """Of the run; its network is float32 here and its grid is `size`."""
     trained_dtype: str
-    """Compute dtype of the run's own network."""
     format: str
     """One of FILES."""
 
     @property
     def file(self) -> str:
-        """What holds the network, beside export.json."""
+        """Name of the network's file or folder, beside export.json."""
         return FILES[self.format]
 
     @property
@@ -61,7 +54,6 @@ class Contract:
 
     @property
     def output(self) -> str:
-        """Name of the answer."""
         return "logits" if self.slides else "probabilities"
 
     def inputs(self) -> Dict[str, Dict[str, Any]]:
@@ -86,8 +78,8 @@ class Contract:
         """Everything in export.json that follows from the run's settings."""
         config, unet = self.config, dataclasses.asdict(self.config.unet)
         return {
-            "schema": SCHEMA,
-            "written_by": WRITER,
+            "schema": 1,
+            "written_by": "cpu3d export",
             "file": self.file,
             "inputs": self.inputs(),
             "outputs": {
@@ -144,5 +136,5 @@ Save the program below as `segment.py` beside `export.json` and run it (pip inst
 ```python
 {program}```
 
-The label lies on the image's own place in space, with axes R A S; codes: {codes}.
+The label has the image's place in space, with axes R A S; codes: {codes}.
 """

@@ -6,9 +6,8 @@ mode, which is what instance norm is here (models/norm.py). ONNX has channels fi
 in and the answer on the way out.
 """
 
-import contextlib
 from pathlib import Path
-from typing import Any, BinaryIO, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Dict, List, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -23,9 +22,6 @@ from models.unet3d import build_unet3d
 
 OPSET, IR_VERSION = 17, 8
 """Of 2022: every onnxruntime from 1.12 on reads them."""
-
-MOST_BYTES = 2**31 - 2**24
-"""Of weights in one file: protobuf writes 2 GiB at most, the graph's nodes included."""
 
 Weights = Mapping[str, Mapping[str, np.ndarray]]
 """Layer -> weight -> array as Keras has it: {"encoder0_conv1": {"kernel": (3, 3, 3, in, out)}, ...}."""
@@ -73,22 +69,17 @@ class ExactPredictor(Predictor):
 
 
 def write_onnx(contract: Contract, network: tf.keras.Model, path: Path) -> None:
-    """Write the network of `contract` to `path`, weights of more than MOST_BYTES to a file of their own: `path`.data.
-
-    It is checked: names, shapes and dtypes fit together.
-    """
-    onnx, weights = require_onnx(), layer_weights(network)
-    apart = sum(array.nbytes for layer in weights.values() for array in layer.values()) > MOST_BYTES
-    with path.with_name(f"{path.name}.data").open("wb") if apart else contextlib.nullcontext() as data:
-        model = onnx_model(contract, weights, data)
+    """Write the network of `contract` to `path`. Names, shapes and dtypes are checked to fit together."""
+    onnx, model = require_onnx(), onnx_model(contract, layer_weights(network))
     path.write_bytes(model.SerializeToString())
     onnx.checker.check_model(str(path), full_check=True)
 
 
-def onnx_model(contract: Contract, weights: Weights, data: Optional[BinaryIO] = None) -> Any:
-    """The ModelProto of `contract`; its weights go to the file `data`, if there is one, which it then refers to."""
-    graph = _Graph(require_onnx(), data)
-    image = _channels_first(graph, _normalised(graph, contract))
+def onnx_model(contract: Contract, weights: Weights) -> Any:
+    """The ModelProto of `contract` with these weights."""
+    graph = _Graph(require_onnx())
+    channels_first = graph.add("Transpose", [_normalised(graph, contract)], perm=[3, 0, 1, 2])
+    image = graph.add("Unsqueeze", [channels_first, graph.constant(np.int64([0]))])
     logits = _network(graph, contract.config.unet, contract.size, weights, image)
     answer = logits if contract.slides else graph.add("Sigmoid", [logits])
     turned = graph.add("Transpose", [answer], perm=[0, 2, 3, 4, 1])
@@ -135,10 +126,10 @@ def _normalised_tensor(image, mean: Any = None, std: Any = None):
 
 
 class _Graph:
-    """Collects nodes and constants; every tensor has a name of its own."""
+    """The nodes and constants of an ONNX graph."""
 
-    def __init__(self, onnx: Any, data: Optional[BinaryIO] = None):
-        self._onnx, self._data = onnx, data
+    def __init__(self, onnx: Any):
+        self._onnx = onnx
         self._nodes: List[Any] = []
         self._constants: List[Any] = []
 
@@ -149,16 +140,9 @@ class _Graph:
         return name
 
     def constant(self, array: np.ndarray, name: str = "") -> str:
-        """A given tensor. Weights have names; what has none is the graph's own and stays in it."""
-        array, proto = np.ascontiguousarray(array), self._onnx.TensorProto
-        if self._data is None or not name:
-            tensor = self._onnx.numpy_helper.from_array(array, name or f"constant_{len(self._constants)}")
-        else:
-            tensor = proto(name=name, dims=array.shape, data_type=proto.FLOAT, data_location=proto.EXTERNAL)
-            place = {"location": Path(self._data.name).name, "offset": self._data.tell(), "length": array.nbytes}
-            for key, value in place.items():
-                tensor.external_data.add(key=key, value=str(value))
-            self._data.write(array)
+        """An initializer; weights have names."""
+        array, name = np.ascontiguousarray(array), name or f"constant_{len(self._constants)}"
+        tensor = self._onnx.numpy_helper.from_array(array, name)
         self._constants.append(tensor)
         return tensor.name
 
@@ -175,49 +159,30 @@ class _Graph:
 
 
 def _normalised(graph: _Graph, contract: Contract) -> str:
-    """(value - mean) / std where a voxel is not 0, else 0: (X, Y, Z, C) float32. A channel without contrast is 0.
-
-    Statistics are float64, as in a store's records: a sum over millions of voxels loses digits in float32.
-    """
-    zero = graph.constant(np.float32(0))
-    present = graph.add("Not", [graph.add("Equal", ["image", zero])])
+    """As `_normalised_tensor`."""
+    zero, one = graph.constant(np.float64(0)), graph.constant(np.float64(1))
+    nothing = graph.constant(np.float32(0))
+    present = graph.add("Not", [graph.add("Equal", ["image", nothing])])
     if contract.slides:
         mean, std = graph.cast("mean", "DOUBLE"), graph.cast("std", "DOUBLE")
     else:
-        mean, std = _statistics(graph, present)
-    varies = graph.add("Greater", [std, graph.constant(np.float64(0))])
-    inverse = graph.add("Div", [graph.constant(np.float64(1)), std])
+        grid = graph.constant(np.int64([0, 1, 2]))
+        values, mask = graph.cast("image", "DOUBLE"), graph.cast(present, "DOUBLE")
+        count = graph.add("Max", [graph.add("ReduceSum", [mask, grid], keepdims=0), one])
+        mean = graph.add("Div", [graph.add("ReduceSum", [values, grid], keepdims=0), count])
+        off = graph.add("Mul", [graph.add("Sub", [values, mean]), mask])
+        squares = graph.add("ReduceSum", [graph.add("Mul", [off, off]), grid], keepdims=0)
+        std = graph.add("Sqrt", [graph.add("Div", [squares, count])])
+    varies = graph.add("Greater", [std, zero])
+    inverse = graph.add("Div", [one, std])
     shift = graph.add("Neg", [graph.add("Mul", [mean, inverse])])
-    scale, shift = (
-        graph.add("Where", [varies, graph.cast(one, "FLOAT"), zero], name)
-        for one, name in ((inverse, "scale"), (shift, "shift"))
-    )
+    scale, shift = (graph.add("Where", [varies, graph.cast(each, "FLOAT"), nothing]) for each in (inverse, shift))
     scores = graph.add("Add", [graph.add("Mul", ["image", scale]), shift])
-    return graph.add("Where", [present, scores, zero], "normalised")
-
-
-def _statistics(graph: _Graph, present: str) -> Sequence[str]:
-    """Mean and standard deviation (C,) float64 of each channel's non-zero voxels."""
-    grid = graph.constant(np.int64([0, 1, 2]))
-    values, mask = graph.cast("image", "DOUBLE"), graph.cast(present, "DOUBLE")
-
-    def total(tensor: str) -> str:
-        return graph.add("ReduceSum", [tensor, grid], keepdims=0)
-
-    count = graph.add("Max", [total(mask), graph.constant(np.float64(1))])
-    mean = graph.add("Div", [total(values), count])
-    off = graph.add("Mul", [graph.add("Sub", [values, mean]), mask])
-    variance = graph.add("Div", [total(graph.add("Mul", [off, off])), count])
-    return mean, graph.add("Sqrt", [variance])
-
-
-def _channels_first(graph: _Graph, image: str) -> str:
-    """(X, Y, Z, C) -> (1, C, X, Y, Z)."""
-    return graph.add("Unsqueeze", [graph.add("Transpose", [image], perm=[3, 0, 1, 2]), graph.constant(np.int64([0]))])
+    return graph.add("Where", [present, scores, nothing])
 
 
 def _network(graph: _Graph, unet: UNetConfig, size: Sequence[int], weights: Weights, image: str) -> str:
-    """The layers of the plan, but for the heads that only a loss reads; returns the logits (1, R, X, Y, Z)."""
+    """The layers of the plan, without the heads that only a loss reads; returns the logits (1, R, X, Y, Z)."""
     tensors: Dict[str, str] = {}
     for op in layer_plan(unet, tuple(size)):
         if op.kind == "input":
@@ -229,42 +194,34 @@ def _network(graph: _Graph, unet: UNetConfig, size: Sequence[int], weights: Weig
 
 
 def _layer(graph: _Graph, op: LayerOp, norm: str, inputs: List[str], weights: Mapping[str, np.ndarray]) -> str:
-    """The nodes of one layer of the plan. Every kind but a norm's is one node of ONNX."""
-    if op.kind in ("conv", "shortcut", "head", "up_conv"):
-        bias = [graph.constant(weights["bias"], f"{op.name}/bias")] if op.kind == "head" else []
+    """The nodes of one layer of the plan; returns its output."""
+    weight = {name: graph.constant(array, f"{op.name}/{name}") for name, array in weights.items() if name != "kernel"}
+    if "kernel" in weights:
         # (x, y, z, in, out) -> (out, in, x, y, z); a transposed one has (..., out, in) in Keras
         kernel = graph.constant(np.transpose(weights["kernel"], (4, 3, 0, 1, 2)), f"{op.name}/kernel")
         if op.kind == "up_conv":
-            return graph.add("ConvTranspose", [inputs[0], kernel], op.name, strides=[2, 2, 2])
-        name = "" if op.kind == "shortcut" else op.name
-        convolved = graph.add("Conv", [inputs[-1], kernel, *bias], name, pads=[op.kernel // 2] * 6)
-        return graph.add("Add", [inputs[0], convolved], op.name) if op.kind == "shortcut" else convolved
-    if op.kind == "norm":
-        return _norm(graph, norm, inputs[0], op, weights, op.name)
-    if op.kind == "norm_act":
-        return graph.add("Relu", [_norm(graph, norm, inputs[0], op, weights)], op.name)
-    if op.kind == "act":
-        return graph.add("Relu", inputs, op.name)
-    if op.kind == "pool":
-        return graph.add("MaxPool", inputs, op.name, kernel_shape=[2, 2, 2], strides=[2, 2, 2])
+            return graph.add("ConvTranspose", [inputs[0], kernel], strides=[2, 2, 2])
+        convolved = graph.add("Conv", [inputs[-1], kernel, *weight.values()], pads=[op.kernel // 2] * 6)
+        return graph.add("Add", [inputs[0], convolved]) if op.kind == "shortcut" else convolved
+    if op.kind in ("norm", "norm_act"):
+        if norm == "none":
+            column = graph.constant(np.int64([1, -1, 1, 1, 1]))
+            y = graph.add("Add", [inputs[0], graph.add("Reshape", [weight["bias"], column])])
+        else:
+            batch = [weight[name] for name in ("moving_mean", "moving_variance") if norm == "batch"]
+            moments = batch or _moments(graph, inputs[0])
+            y = graph.add("BatchNormalization", [*inputs, weight["gamma"], weight["beta"], *moments], epsilon=EPSILON)
+        return y if op.kind == "norm" else graph.add("Relu", [y])
     if op.kind == "upsample":
         scales = graph.constant(np.float32([1, 1, 2, 2, 2]))
         nearest = {"mode": "nearest", "nearest_mode": "floor", "coordinate_transformation_mode": "asymmetric"}
-        return graph.add("Resize", [inputs[0], "", scales], op.name, **nearest)
-    if op.kind == "concat":
-        return graph.add("Concat", inputs, op.name, axis=1)
-    raise NotImplementedError(f"layer {op.name} is of a kind that has no ONNX yet: {op.kind}; add it here")
-
-
-def _norm(graph: _Graph, norm: str, tensor: str, op: LayerOp, weights: Mapping[str, np.ndarray], name: str = "") -> str:
-    def weight(one: str) -> str:
-        return graph.constant(weights[one], f"{op.name}/{one}")
-
-    if norm == "none":
-        column = graph.constant(np.int64([1, -1, 1, 1, 1]))
-        return graph.add("Add", [tensor, graph.add("Reshape", [weight("bias"), column])], name)
-    moments = list(map(weight, ("moving_mean", "moving_variance"))) if norm == "batch" else _moments(graph, tensor)
-    return graph.add("BatchNormalization", [tensor, weight("gamma"), weight("beta"), *moments], name, epsilon=EPSILON)
+        return graph.add("Resize", [inputs[0], "", scales], **nearest)
+    kind, attributes = {
+        "act": ("Relu", {}),
+        "pool": ("MaxPool", {"kernel_shape": [2, 2, 2], "strides": [2, 2, 2]}),
+        "concat": ("Concat", {"axis": 1}),
+    }[op.kind]
+    return graph.add(kind, inputs, **attributes)
 
 
 def _moments(graph: _Graph, tensor: str) -> Sequence[str]:

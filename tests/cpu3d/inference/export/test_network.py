@@ -125,5 +125,5 @@ def test_a_channel_that_is_empty_or_constant_counts_as_background_and_gives_no_n
 
 def test_without_onnx_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnx", None)
-    with pytest.raises(InputError, match=r"onnx and onnxruntime must be installed .* run `\./run\.sh setup`"):
+    with pytest.raises(InputError, match="onnx and onnxruntime must be installed"):
         require_onnx()
