@@ -26,9 +26,9 @@ from cpu3d.inference.evaluate import UNTOUCHED, read_scores, scores_path
 from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metrics_in
 from cpu3d.pages.page import flat
-from cpu3d.report.run_files import last_end, numbers, of_kind
 from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.log import FINISHED, read_events
+from cpu3d.run.summary import last_end, numbers, of_kind
 from cpu3d.settings import RunConfig, load_config
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT, forward_signals, how_ended, last_step, last_words, start

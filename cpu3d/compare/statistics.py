@@ -23,8 +23,8 @@ from cpu3d.errors import InputError, refuse
 from cpu3d.inference.evaluate import PREDICTIONS, read_scores, scores_path
 from cpu3d.inference.scores import METRICS, metrics_in
 from cpu3d.pages.page import gib
-from cpu3d.report.run_files import last_end, median, numbers, of_kind
 from cpu3d.run.log import read_events
+from cpu3d.run.summary import last_end, median, numbers, of_kind
 from cpu3d.settings import RunConfig, load_config
 from cpu3d.util.records import number, seconds
 

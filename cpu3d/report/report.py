@@ -17,17 +17,8 @@ from cpu3d.pages.page import flat, gib, page_file, percent, render_page
 from cpu3d.pages.viewer import ViewedCase, viewer
 from cpu3d.report import pictures
 from cpu3d.report.pictures import Figures, Line
-from cpu3d.report.run_files import (
-    Events,
-    RunFiles,
-    best_median_worst,
-    gather,
-    last_end,
-    median,
-    numbers,
-    of_kind,
-    viewed_case,
-)
+from cpu3d.report.run_files import RunFiles, best_median_worst, gather, viewed_case
+from cpu3d.run.summary import Events, last_end, median, numbers, of_kind
 from cpu3d.util.atomic import atomic_write
 from cpu3d.util.records import by, count, duration, listed, seconds
 from memory_estimator.common.schema import option

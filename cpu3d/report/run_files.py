@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
@@ -18,8 +17,6 @@ from cpu3d.inference.postprocessing import Decision, PostProcessing, postprocess
 from cpu3d.pages.viewer import SCORES, ViewedCase
 from cpu3d.run.log import read_events
 from cpu3d.settings import load_config
-
-Events = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -93,25 +90,3 @@ def viewed_case(
     names, unit = store.manifest.labels, SCORES if image.dtype.kind == "f" else ""
     of_case = (image, store.manifest.channels, record.geometry, regions, names, truth, answers)
     return ViewedCase(case_id, *of_case, unit=unit, **about)
-
-
-def of_kind(events: Events, *kinds: str) -> List[Mapping[str, Any]]:
-    """The events of these kinds, in order."""
-    return [event for event in events if event["event"] in kinds]
-
-
-def numbers(events: Events, key: str) -> List[float]:
-    """What events hold under a key, where that is a number; True and False are none."""
-    values = [event.get(key) for event in events]
-    return [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
-
-
-def median(values: Sequence[float]) -> Optional[float]:
-    """None for none."""
-    return float(statistics.median(values)) if values else None
-
-
-def last_end(events: Events) -> Mapping[str, Any]:
-    """The event that ended the last attempt; empty when it has not ended, or was killed."""
-    last = next((event for event in reversed(events) if event["event"] in ("start", "step", "end")), {})
-    return last if last.get("event") == "end" else {}

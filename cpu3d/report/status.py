@@ -23,10 +23,10 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 from rich.console import Console, Group
 from rich.text import Text
 
-from cpu3d.report.run_files import Events, median, numbers, of_kind
 from cpu3d.run.checkpoint import checkpoints, step_of
 from cpu3d.run.heartbeat import BEAT_S, SILENT_S, Heartbeat, beat_age_s, heartbeat_path, read_heartbeats
-from cpu3d.run.log import FINISHED, Pace, recent_events
+from cpu3d.run.log import FINISHED, recent_events
+from cpu3d.run.summary import Events, Pace, median, numbers, of_kind
 from cpu3d.settings import RunConfig, command_at_half_rate, load_config
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Bad, Good, Poor, Table

@@ -1,27 +1,85 @@
-"""A run's log.jsonl: one event a line, appended as it happens; and the bar that shows the events."""
+"""A run's log.jsonl: one event a line, appended as it happens; and the bar that shows the events.
+
+What an event of each kind holds is declared here once. A line that holds anything else is left out with a warning, so
+that whoever reads events can count with what they hold.
+"""
 
 import collections
 import contextlib
 import json
 import os
-import statistics
 from pathlib import Path
-from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Mapping, Optional
+from typing import Annotated, Any, Callable, Dict, Iterator, List, Mapping, Optional
 
+import msgspec
+from msgspec import Meta
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
+from cpu3d.run.summary import RECENT, Pace
 from cpu3d.util.atomic import atomic_write, sync, sync_folder
-from cpu3d.util.progress import columns
+from cpu3d.util.progress import columns, say
 from cpu3d.util.records import duration
-from memory_estimator.common.files import open_regular, parse_json, read_regular
+from memory_estimator.common.files import open_regular
 from memory_estimator.common.units import GIB
-
-RECENT = 50
-"""Steps that losses and times are of."""
 
 FINISHED = ("finished", "early stop")
 """Reasons in the last line of a run that is over. Any other one was stopped, and goes on."""
+
+# --- What events hold ---
+
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Number = Annotated[float, Meta(ge=-1e9, le=1e9)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Bytes = Annotated[float, Meta(ge=0, le=1e18)]
+
+PREDICTED = {
+    "step_s": Seconds,
+    **dict.fromkeys(("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "card_bytes"), Bytes),
+}
+
+KINDS = {
+    "start": {  # of an attempt: where and with what it runs
+        **dict.fromkeys(("time", "engine", "store", "split_hash", "read_mode"), str),
+        **dict.fromkeys(("mode", "device", "precision", "policy"), str),
+        **dict.fromkeys(("steps", "coarse_steps", "parameters", "micro_batch", "workers"), Count),
+        "grid": List[Count],
+        "host": {"cores": Count},
+        "versions": Dict[str, str],
+        "threads": Dict[str, Any],
+        "predicted": {**PREDICTED, "coarse": PREDICTED},
+    },
+    "step": {
+        "epoch": Count,
+        "case_id": str,  # of all its cases, with spaces between
+        **dict.fromkeys(("loss", "learning_rate"), Number),
+        "dice": Dict[str, Number],  # soft, by region
+        "voxels": Count,
+        **dict.fromkeys(("step_s", "wait_s", "exchange_s"), Seconds),  # of a step, and of it waiting for data, workers
+        "rss_bytes": Bytes,
+    },
+    "validation": {
+        **dict.fromkeys(("epoch", "cases"), Count),
+        **dict.fromkeys(("loss", "mean_dice"), Number),
+        "dice": Dict[str, Number],  # hard, by region
+        "seconds": Seconds,
+        "best": bool,
+    },
+    "checkpoint": {"seconds": Seconds, "bytes": Bytes},
+    "diverged": {"reason": str},
+    "end": {  # of an attempt that was not killed
+        "reason": str,
+        "seconds": Seconds,  # of all attempts
+        **dict.fromkeys(("peak_rss_bytes", "allocator_peak_bytes"), Optional[Bytes]),
+        **dict.fromkeys(("wait_share", "exchange_share"), Number),
+    },
+}
+"""Kind of event -> what it holds, besides its kind under "event" and the steps done by then under "step"."""
+
+NEEDED = ("event", "step", "mean_dice", "reason")
+"""What no event is without that has a place for it. All else may be missing."""
+
+# --- The file ---
 
 
 def append_event(run: Path, event: Dict[str, Any]) -> None:
@@ -37,21 +95,35 @@ def flush_log(run: Path) -> None:
     sync_folder(run)
 
 
-def read_events(run: Path) -> List[Dict[str, Any]]:
-    """All lines that are events; [] for a run that has none yet. Raises as `open_regular`."""
-    path = Path(run) / "log.jsonl"
-    return _events(read_regular(path).splitlines()) if path.exists() else []
+def read_events(run: Path, steps: Optional[int] = None) -> List[Dict[str, Any]]:
+    """The events of a run, in order; of those of steps only the last `steps`, where that is given: quick on the log of
+    a long run. [] for a run that has none yet.
 
-
-def recent_events(run: Path, steps: int = RECENT) -> List[Dict[str, Any]]:
-    """All events but those of steps, and of these the last `steps`; in order. Quick on the log of a long run."""
+    A line that is no event is left out, with one warning for all of them; a last line that was cut off without one.
+    Raises as `open_regular`.
+    """
     path, others, last = Path(run) / "log.jsonl", [], collections.deque(maxlen=steps)
     if not path.exists():
         return []
     with os.fdopen(open_regular(path), "rb") as file:
-        for numbered in enumerate(file):
+        for numbered in enumerate(file, 1):
             (last if numbered[1].startswith(b'{"event": "step"') else others).append(numbered)
-    return _events(line for _, line in sorted([*others, *last]))
+    events, problems = [], []
+    for number, line in sorted([*others, *last]):
+        try:
+            events.append(_event(line))
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            if line.endswith(b"\n"):
+                problems.append(f"line {number}: {error}")
+    if problems:
+        rule = f"log {path} must hold events, got {len(problems)} other lines, such as {problems[0]}"
+        say(f"warning: {rule}; they are left out")
+    return events
+
+
+def recent_events(run: Path) -> List[Dict[str, Any]]:
+    """All events but those of steps, and of these the last RECENT."""
+    return read_events(run, steps=RECENT)
 
 
 def forget_after(run: Path, step: int, *, owes_validation: bool = False) -> None:
@@ -71,53 +143,6 @@ def forget_after(run: Path, step: int, *, owes_validation: bool = False) -> None
     ]
     with atomic_write(path, "w") as file:
         file.writelines(json.dumps(event) + "\n" for event in kept)
-
-
-class Pace:
-    """How fast the last attempt of a run goes, by the events of its log: coarse steps and full ones apart."""
-
-    def __init__(self, events: Iterable[Mapping[str, Any]] = ()):
-        self._begin = self._step = self._coarse_steps = 0
-        self._beside_s = 0.0
-        self._predicted_s: Dict[bool, Optional[float]] = {}
-        self._steps_s: Dict[bool, Deque[float]] = {coarse: collections.deque(maxlen=RECENT) for coarse in (True, False)}
-        for event in events:
-            self.note(event)
-
-    def note(self, event: Mapping[str, Any]) -> None:
-        """Count an event; whatever may be missing from it."""
-        kind, step = event["event"], event.get("step")
-        if kind == "start":
-            self.__init__()
-            self._begin = self._step = step if isinstance(step, int) else 0
-            self._coarse_steps = event.get("coarse_steps") or 0
-            full = event.get("predicted") or {}
-            self._predicted_s = {False: full.get("step_s"), True: (full.get("coarse") or {}).get("step_s")}
-        elif kind == "step" and "step_s" in event and isinstance(step, int):
-            if step - 1 not in (self._begin, self._coarse_steps):  # these compile
-                self._steps_s[step <= self._coarse_steps].append(event["step_s"])
-            self._step = step
-        elif kind in ("validation", "checkpoint"):
-            self._beside_s += event.get("seconds", 0.0)
-
-    def seconds_left(self, step: int, steps: Optional[int]) -> Optional[float]:
-        """From `step` to the end at the median of the recent steps, and where there are none yet as predicted, by as
-        much too low or high as the others were; with the time that validations and saves have had, for each step. None
-        where neither is known."""
-        if not steps or step > steps:
-            return None
-        seen = {coarse: statistics.median(each) for coarse, each in self._steps_s.items() if each}
-        off = [seen[coarse] / self._predicted_s[coarse] for coarse in seen if self._predicted_s.get(coarse)]
-        left, left_s = {True: max(min(self._coarse_steps, steps) - step, 0)}, 0.0
-        left[False] = steps - step - left[True]
-        for coarse, count in left.items():
-            predicted_s = self._predicted_s.get(coarse)
-            step_s = seen.get(coarse, predicted_s and predicted_s * (off[0] if off else 1.0))
-            if count and step_s is None:
-                return None
-            left_s += count * (step_s or 0.0)
-        done = self._step - self._begin
-        return left_s + (steps - step) * (self._beside_s / done if done > 0 else 0.0)
 
 
 # --- What a person watches ---
@@ -167,46 +192,23 @@ def shown(
 
 # --- Private helpers ---
 
-_NEEDED = {
-    "validation": {"mean_dice"},
-    "end": {"reason"},
-    "diverged": {"reason"},
-}
-"""What an event of a kind is nothing without, besides its step."""
 
-_KINDS = {
-    **dict.fromkeys(("step", "steps", "coarse_steps", "epoch", "cases", "workers", "cores", "parameters"), int),
-    "voxels": int,
-    **dict.fromkeys(("seconds", "bytes", "mean_dice", "learning_rate"), float),
-    **dict.fromkeys(("wait_share", "exchange_share"), float),
-    **dict.fromkeys(("dice", "host", "threads", "versions", "predicted", "coarse"), dict),
-    **dict.fromkeys(("event", "reason", "engine"), str),
-    "grid": list,
-}
-"""What is written under a name; float also under what ends in _s or _bytes."""
-
-_UNKNOWN = ("peak_rss_bytes", "allocator_peak_bytes")
-"""Those that may be null."""
+def _struct(name: str, content: Mapping[str, Any]) -> type:
+    """A type of msgspec that holds such content."""
+    fields = []
+    for key, kind in content.items():
+        kind = _struct(key, kind) if isinstance(kind, dict) else kind
+        fields.append((key, kind) if key in NEEDED else (key, kind, None))
+    return msgspec.defstruct(name, fields, kw_only=True)
 
 
-def _events(lines: Iterable[bytes]) -> List[Dict[str, Any]]:
-    """The events in lines; one that was torn or damaged since is left out."""
-    events = []
-    for line in lines:
-        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-            event = parse_json(line)
-            whole = {"step", *_NEEDED.get(event["event"], ())} <= set(event)
-            if whole and all(_is_as_logged(name, value) for name, value in event.items()):
-                events.append(event)
-    return events
+_COMMON = {"event": str, "step": Count}
+_DECODERS = {kind: msgspec.json.Decoder(_struct(kind, {**_COMMON, **content})) for kind, content in KINDS.items()}
+_OTHER = msgspec.json.Decoder(_struct("event", _COMMON))
 
 
-def _is_as_logged(name: str, value: Any) -> bool:
-    """Whether a value is of the kind that is written under its name, so that readers can count with it."""
-    kind = _KINDS.get(name, float if name.endswith(("_s", "_bytes")) else None)
-    if kind in (int, float):
-        is_number = isinstance(value, (int, kind)) and not isinstance(value, bool) and abs(value) < 2**63
-        return (value is None and name in _UNKNOWN) or (is_number and (kind is float or value >= 0))
-    if kind is dict and isinstance(value, dict):
-        return all(_is_as_logged("seconds" if name == "dice" else below, one) for below, one in value.items())
-    return kind is None or isinstance(value, kind)
+def _event(line: bytes) -> Dict[str, Any]:
+    """The event of a line, with what is not declared. Raises MsgspecError, ValueError and RecursionError."""
+    event = msgspec.json.decode(line)
+    _DECODERS.get(_OTHER.decode(line).event, _OTHER).decode(line)
+    return event
