@@ -24,7 +24,7 @@ from cpu3d.inference.evaluate import PREDICTIONS, read_scores, scores_path
 from cpu3d.inference.scores import METRICS, metrics_in
 from cpu3d.pages.page import gib
 from cpu3d.run.log import read_events
-from cpu3d.run.summary import last_end, median, numbers, of_kind
+from cpu3d.run.summary import costs_of, median, numbers, of_kind
 from cpu3d.settings import RunConfig, load_config
 from cpu3d.util.records import number, seconds
 
@@ -177,13 +177,11 @@ def read_run(
         region: {name: {one: float(of[region][name]) for one, of in cases.items()} for name in metrics_in(content)}
         for region in content["regions"]
     }
-    host = next((event.get("host", {}) for event in reversed(events) if event["event"] == "start"), {})
-    curve, voxels, steps_s = [], 0, 0.0
-    for event in events:
-        if event["event"] == "step":
-            voxels, steps_s = voxels + event.get("voxels", 0), steps_s + event.get("step_s", 0.0)
-        elif event["event"] == "validation":
-            curve.append(Point(voxels, steps_s, event["mean_dice"]))
+    starts, curve, steps = of_kind(events, "start"), [], of_kind(events, "step")
+    host = starts[-1].get("host", {}) if starts else {}
+    for event in of_kind(events, "validation"):
+        until = costs_of([step for step in steps if step["step"] <= event["step"]])
+        curve.append(Point(until.voxels, until.steps_s, event["mean_dice"]))
     costs = _costs(events, config, content, host.get("cores"), store)
     about = (Path(folder), config, tuple(curve), host, path.parent / PREDICTIONS)
     return RunResult(variant, seed, with_mean(regions), costs, *about)
@@ -282,7 +280,7 @@ def compare(
     for result in sorted(results, key=lambda run: run.seed):
         runs[result.variant].append(result)
     if not runs[baseline]:
-        raise InputError(f"the baseline {baseline} must have a run that ended well, got none", *map(str, failed))
+        raise InputError(f"the baseline {baseline} must have a run that succeeded, got none", *map(str, failed))
     first = runs[baseline][0]
     cases = list(next(iter(first.scores.values()))["dice"])
     problems = [
@@ -312,27 +310,23 @@ def compare(
 def _costs(
     events: Sequence[Json], config: RunConfig, scores: Json, cores: Optional[int], store: Optional[Store]
 ) -> Dict[str, Optional[float]]:
-    """What a log and the content of scores.json say of a run's COSTS."""
-    steps, ends = of_kind(events, "step"), of_kind(events, "end")
-    in_full = [event for event in steps if event["step"] > config.coarse_steps]
-    step_s, train_s = median(numbers(in_full, "step_s")), last_end(events).get("seconds")
-    done = int(max(numbers(steps, "step"), default=0))
-    whole = None if config.is_patch else math.prod(config.grid)
-    if config.is_patch and store is not None:
-        whole = math.prod(grid_size(store, extent=config.extent, multiple=config.unet.divisor))
-    on_cpu, peak_bytes = config.device == "cpu", max(numbers(ends, "allocator_peak_bytes"), default=None)
+    """A run's COSTS, of its log and the content of scores.json."""
+    costs, on_cpu, whole = costs_of(events, config.coarse_steps), config.device == "cpu", math.prod(config.grid)
+    if config.is_patch:
+        whole = math.prod(grid_size(store, extent=config.extent, multiple=config.unet.divisor)) if store else None
+    a_voxel_s = costs.step_s and costs.step_s / (config.batch * math.prod(config.grid))
     return {
-        "steps": done,
-        "voxels": round(sum(numbers(steps, "voxels"))),
-        "step_s": step_s,
-        "case_train_s": step_s / (config.batch * math.prod(config.grid)) * whole if step_s and whole else None,
-        "steps_s": math.fsum(numbers(steps, "step_s")),
-        "validation_s": math.fsum(numbers(of_kind(events, "validation"), "seconds")),
-        "train_s": train_s,
-        "core_hours": train_s * cores / 3600 if train_s is not None and cores and on_cpu else None,
-        "train_peak_bytes": max([*numbers(ends, "peak_rss_bytes"), *numbers(steps, "rss_bytes")], default=None),
-        "allocator_peak_bytes": peak_bytes if on_cpu else None,
-        "card_peak_bytes": None if on_cpu else peak_bytes,
+        "steps": costs.steps,
+        "voxels": costs.voxels,
+        "step_s": costs.step_s,
+        "case_train_s": a_voxel_s * whole if a_voxel_s and whole else None,
+        "steps_s": costs.steps_s,
+        "validation_s": costs.validation_s,
+        "train_s": costs.train_s,
+        "core_hours": costs.train_s * cores / 3600 if costs.train_s is not None and cores and on_cpu else None,
+        "train_peak_bytes": costs.peak_rss_bytes,
+        "allocator_peak_bytes": costs.allocator_peak_bytes if on_cpu else None,
+        "card_peak_bytes": None if on_cpu else costs.allocator_peak_bytes,
         "case_predict_s": median(numbers(scores["cases"], "predict_s")),
         "predict_peak_bytes": scores.get("peak_rss_bytes"),
     }

@@ -137,9 +137,7 @@ def test_a_damaged_plan_is_refused_by_name_and_nothing_is_trained(stage, chosen,
     whole = kept(out)
     for part, value, problem in (
         ("seeds", ["0"], r"seeds\[0\] must be int"),
-        ("seeds", [], "no seeds"),
         ("schema", 1, "use the version that made it"),
-        ("results", {"difference": float("nan")}, "Out of range float"),
         ("steps", "4", r"plan\[0\].steps must be int, got 4"),
         ("grid", [8, 8], r"plan\[0\].grid must be"),
         ("name", "../whole", "plan of comparison .* must be of its variants, got ../whole, patch"),
@@ -212,6 +210,27 @@ def test_resolutions_are_variants_to_which_others_are_added(resolutions, stage, 
     resolutions(1)
     assert stage.calls() == []
     assert kept(out) == content
+
+
+def test_added_variants_have_as_many_validations_or_are_refused(resolutions, stage, out):
+    """2 epochs of 3 cases: 6 steps at batch 1, 2 at batch 3; a run is validated at most once a step."""
+
+    def call(*batches):
+        _, content = resolutions(1, seeds=[0], more=["--epochs", 2, "--batches", *batches])
+        return {course["name"]: course["validations"] for course in content["plan"]}
+
+    wanted = {"r1-b1": 2, "r1-b3": 2}
+    assert call(1, 3) == wanted
+    shutil.rmtree(out)
+    call(3)
+    assert call(1) == wanted
+    assert {load_config(run).validations for run in (out / "runs").iterdir()} == {2}
+    shutil.rmtree(out)
+    assert call(1) == {"r1-b1": 4}
+    stage.calls()
+    with pytest.raises(InputError, match="variant r1-b3 must have 4 validations, .* got 2 steps"):
+        call(3)
+    assert stage.calls() == []
 
 
 def test_what_was_asked_for_otherwise_or_in_another_version_is_refused(resolutions, stage, out):
