@@ -96,16 +96,13 @@ def learned(workdir: Path, options: Options, task: str) -> Result:
 
 def made_store(workdir: Path, options: Options, task: str, log: Path) -> Store:
     """The store of a task below `workdir`, made where it is missing."""
+    name, words, cases = Path(task).resolve().name, ["--warp", str(Path(task).resolve())], [*map(str, options.cases)]
     if task in PHANTOMS:
-        words = [*PHANTOMS[task], "--shape", *map(str, options.shape)]
-        folder = workdir / f"{task}-{by(options.shape)}-{by(options.cases, '-')}"
-    else:
-        words = ["--warp", str(Path(task).resolve())]
-        folder = workdir / f"{Path(task).resolve().name}-{by(options.cases, '-')}"
-    data, store = (str(writable_folder(folder, "folder") / name) for name in ("data", "store"))
+        name, words = f"{task}-{by(options.shape)}", [*PHANTOMS[task], "--shape", *map(str, options.shape)]
+    folder = writable_folder(workdir / "-".join([name, *cases]), "folder")
+    data, store = str(folder / "data"), str(folder / "store")
     call(["phantom", "--out", data, "--cases", str(sum(options.cases)), *words], log, f"{task}: phantom")
-    split = map(str, (*options.cases, 0))
-    call(["prepare", "--dataset", data, "--store", store, "--split", *split], log, f"{task}: prepare")
+    call(["prepare", "--dataset", data, "--store", store, "--split", *cases, "0"], log, f"{task}: prepare")
     return open_store(Path(store))
 
 
@@ -141,11 +138,11 @@ def draw_learning(records: Sequence[Result]) -> bytes:
         name = f"{record['task']}, {record['name']}"
         for points in (curve["points"] for curve in record["curves"]):
             cost, dice = [point["full_steps"] for point in points], [mean_dice(point) for point in points]
-            lines.append(Line(name, cost, dice, colour))
-            name = ""  # once in the legend
-    title = "Dice of untouched cases"
-    return chart(lines, title=title, x_label="full steps", y_label="mean Dice", y_range=(0, 1))
+            lines.append(Line("" if lines and lines[-1].colour == colour else name, cost, dice, colour))
+    about = {"x_label": "full steps", "y_label": "mean Dice", "y_range": (0, 1)}
+    return chart(lines, title="Dice of untouched cases", **about)
 
 
 def mean_dice(point: Result) -> float:
+    """Over the regions."""
     return statistics.fmean(point["dice"].values())

@@ -35,7 +35,7 @@ VALIDATIONS = 4  # of every run, where no number is chosen
 WARMUP_SHARE = 10  # the warm-up is at most a tenth of a run: one of large batches or patches may have few steps
 LEAST_STEP_S = 1e-3  # no step is faster: a budget of minutes has the epochs that such steps would fill
 
-# Settings of patches alone, those that compare decides for every run, and those that no variant has for itself.
+# Settings of patches alone, those that compare decides for every run, and those that are one for all variants.
 OF_PATCHES = (*SIZES_OF_PATCH, "patches_per_case", "foreground")
 DECIDED = ("seed", "steps", "budget_minutes", "validate_every", "patience")
 FOR_ALL = (*DECIDED, "epochs", "validations", "fold", "regions")
@@ -83,7 +83,7 @@ class Options:
 
 
 class Budget(NamedTuple):
-    """What every run may spend."""
+    """The budget of every run."""
 
     kind: str
     """ "epochs": voxels of so many epochs of the baseline; "voxels"; "minutes": wall time of the steps; "passes" over
@@ -109,7 +109,7 @@ class Variant(NamedTuple):
 
 
 def refuse_settings(who: str, settings: Json, names: Sequence[str] = DECIDED) -> None:
-    """Raise InputError for settings of these names, which are not for `who` to choose."""
+    """Raise InputError for settings of these names, which `who` may not choose."""
     refuse(
         f"{who} must be without --{name.replace('_', '-')}, got {settings[name]}; compare itself has --seeds, a budget "
         "and --validations for all variants"
@@ -121,7 +121,7 @@ def refuse_settings(who: str, settings: Json, names: Sequence[str] = DECIDED) ->
 def parse_variant(name: str, options: str, common: Json) -> Variant:
     """The variant `name` of train's `options`, such as "--mode patch --patch 64 64 64", on top of the common settings.
 
-    Raises InputError, which names the variant, for what is no name of a folder or what train would not take.
+    Raises InputError, with the variant's name, for an invalid name and for options that train would refuse.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
         raise InputError(
@@ -174,10 +174,9 @@ def resolution_variants(common: Json, shares: Sequence[float], batches: Sequence
 
 
 def resolve_variants(variants: Sequence[Variant], store: Store) -> List[Tuple[Variant, Plan]]:
-    """Every variant with its plan on this store and host, and what the host decided among its settings, so that nothing
-    is left open that could differ from run to run.
+    """Every variant with its plan on this store and host, whose decisions become its settings.
 
-    Raises InputError with the problems of all of them, each by name.
+    So nothing can differ from run to run. Raises InputError with the problems of all variants, each by name.
     """
     host, gpus, resolved, problems = read_host(), HostGpus(), [], []
     for variant in variants:
@@ -196,11 +195,11 @@ def resolve_variants(variants: Sequence[Variant], store: Store) -> List[Tuple[Va
 
 
 FEW = 8
-"""Steps of which a curriculum's share is whole, so that their voxels are those of any number of steps in proportion."""
+"""Steps whose voxels are in proportion to those of many: a curriculum's share of them is whole."""
 
 
 def steps_of(config: RunConfig, voxels: float) -> int:
-    """The steps, 1 or more, whose voxels are nearest to so many."""
+    """The number of steps, 1 or more, with the nearest number of voxels."""
     near = max(round(voxels * FEW / run_voxels(config, FEW)), 1)
     return min(range(max(near - FEW, 1), near + FEW), key=lambda steps: abs(run_voxels(config, steps) - voxels))
 
@@ -209,7 +208,7 @@ def steps_of(config: RunConfig, voxels: float) -> int:
 
 
 class Course(TypedDict):
-    """What every run of a variant does."""
+    """The training of every run of a variant."""
 
     name: str
     options: List[str]  # of `train`
@@ -227,9 +226,9 @@ class Course(TypedDict):
 
 @dataclass(frozen=True)
 class Kept:
-    """What compare.json holds."""
+    """The content of compare.json."""
 
-    asked: Json  # what another call must ask for alike
+    asked: Json  # what a later call must ask for too
     seeds: List[int]
     plan: List[Course]  # one a variant; empty for runs that were there already
     results: Optional[Json] = None  # None before the last run is done
@@ -239,10 +238,10 @@ class Kept:
 
 
 def load_same(asked: Json, out: Path) -> Optional[Kept]:
-    """What a folder's compare.json holds; None for a folder that is new, or empty.
+    """The content of a folder's compare.json; None for a folder that is new, or empty.
 
-    Raises InputError for a damaged one or one of another version, for other files without one, as they are not a
-    comparison's to replace, and, all differences at once, unless what is asked for is what the folder is of.
+    Raises InputError for a damaged file or one of another version, for a folder of other files, and where another
+    comparison was asked for there, with all differences at once.
     """
     path = Path(out) / FILE
     if not path.is_file():
@@ -329,7 +328,7 @@ def courses(variants: Sequence[Tuple[Variant, Plan]], budget: Budget, validation
 def planned(
     options: Options, settings: Json, store: Store, evaluation: Evaluation
 ) -> Tuple[Json, List[Course], Budget]:
-    """What another call must ask for alike, the variants' courses and the budget.
+    """What a later call must ask for too, the variants' courses and the budget.
 
     There can always be more seeds, and with --resolutions more of these and of batches. Raises InputError for settings
     that are compare's to choose, and as `parse_variant` and `resolve_variants`.
@@ -354,7 +353,7 @@ def planned(
 
 
 def planned_run(course: Course, seed: int, out: Path, *, minutes: float = 0.0) -> PlannedRun:
-    """A run of a course: of its steps or, where it has none, of so many minutes."""
+    """The run of a course with this seed: of its steps or, where it has none, of so many minutes."""
     steps = course["steps"]
     own: Json = {"validations": course["validations"]}
     if steps:

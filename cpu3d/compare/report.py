@@ -1,4 +1,4 @@
-"""What a comparison leaves: results in compare.json, report.html, a record, tables on the terminal and in the docs.
+"""The results of a comparison: compare.json, report.html, a record, tables on the terminal and in the docs.
 
 Every table is made of the results as compare.json and the records hold them, so that all places show the same rows.
 """
@@ -30,29 +30,29 @@ from memory_estimator.host import read_host
 
 DIFFERENCES = (
     "On the same case and seed: mean (95 % interval), and cases better / worse / equal. Intervals: bootstrap of the "
-    "mean over seeds and cases, crossed. With few seeds they are too narrow: of 3 seeds 2.7 times narrower than "
-    "Student's t makes them. So a difference counts, in bold, where its interval leaves out 0 and it is larger than "
-    "seeds alone make it once in 20 times by Student's t; with one seed none counts."
+    "mean over seeds and cases, crossed; with 3 seeds 2.7 times narrower than Student's t. So a difference counts, in "
+    "bold, where its interval leaves out 0 and it exceeds the bound of Student's t over the seeds (seeds alone). "
+    "With one seed none counts."
 )
 
 COSTS_OF = (
     "Of one run: the median of the seeds for times, the largest for memory. A case trained: as many voxels as a whole "
-    "case has. Memory is the largest resident set of the process, with what read mode ram keeps of the files; a "
-    "card's is what TensorFlow's allocator held there."
+    "case has. Memory is the largest resident set of the process, with the files that read mode ram keeps; a card's is "
+    "the peak of TensorFlow's allocator there."
 )
 
 NOT_SETTINGS = (
     *("seed", "unet.seed", "save_minutes"),
     *("store", "store_channels", "label_names", "region_codes"),
 )
-"""Of a run's configuration: what does not tell variants apart, or belongs to the store."""
+"""Settings that do not tell variants apart, or belong to the store."""
 
 
 # --- Tables ---
 
 
 def plan_table(plan: Sequence[Course], seeds: Sequence[int], budget: str) -> Table:
-    """What is about to happen, a line a variant."""
+    """The runs to come, a row a variant."""
     rows, run_s = [], []
     for course in plan:
         steps, step_s = course["steps"], course["step_s"]

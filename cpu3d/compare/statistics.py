@@ -1,11 +1,10 @@
-"""What came out of the runs: scores and costs of each, and paired differences between variants with their intervals.
+"""The results of the runs: scores and costs of each, and paired differences between variants with their intervals.
 
 A difference is taken on the same case and seed. Its interval is a percentile bootstrap that resamples seeds and cases
 crossed (Owen 2007, "The pigeonhole bootstrap", Annals of Applied Statistics 1:386), so it speaks of other cases and
-other seeds. With few values it is too narrow, as it knows nothing of Student's t: of 2 seeds 9.2 times, of 3 seeds 2.7
-times, of 5 seeds 1.6 times. So one rule says what counts, everywhere: the interval leaves out 0, and the mean is larger
-than seeds alone may make it, which is what a t-test of the seeds' means asks. With one seed nothing counts. Nothing is
-corrected for the number of differences.
+other seeds. With few seeds it is too narrow beside Student's t: 9.2 times with 2 seeds, 2.7 times with 3, 1.6 times
+with 5. So a difference counts where the interval leaves out 0 and the mean is significant in a t-test of the seeds'
+means. With one seed none counts. Nothing is corrected for the number of differences.
 """
 
 import math
@@ -62,13 +61,13 @@ def paired_difference(values: np.ndarray, baseline: np.ndarray, *, larger_is_bet
 
 
 def counts(difference: Mapping[str, Any]) -> bool:
-    """Whether its interval leaves out 0, and seeds alone do not make as much. Records from before had no bound."""
+    """Whether its interval leaves out 0 and its mean exceeds the "seed_bound", which older records lack."""
     bound, (low, high) = difference.get("seed_bound"), difference["interval"] or (0, 0)
     return (low > 0 or high < 0) and bound is not None and abs(difference["mean"]) > bound
 
 
 def seed_bound(of_seeds: Sequence[float]) -> Optional[float]:
-    """What the mean of the seeds' differences must exceed: half of Student's 95 % interval. None for one seed.
+    """The least significant mean of the seeds' differences: half of Student's 95 % interval. None for one seed.
 
     t(0.975, n - 1) * sd / sqrt(n): of 3 seeds 2.48 standard deviations, of 5 seeds 1.24.
     """
@@ -108,7 +107,7 @@ def mean_and_sd(of_seeds: Sequence[float]) -> Tuple[float, Optional[float]]:
 
 
 class Cost(NamedTuple):
-    """Something that a run takes."""
+    """A cost of a run."""
 
     label: str
     show: Callable[[float], str]
@@ -174,7 +173,7 @@ def read_run(
     content = read_scores(path)
     cases = {case["case_id"]: case["regions"] for case in content["cases"]}
     regions = {
-        region: {name: {one: float(of[region][name]) for one, of in cases.items()} for name in metrics_in(content)}
+        region: {name: {case: float(of[region][name]) for case, of in cases.items()} for name in metrics_in(content)}
         for region in content["regions"]
     }
     starts, curve, steps = of_kind(events, "start"), [], of_kind(events, "step")
@@ -225,7 +224,7 @@ class Comparison:
         """The scores, differences and costs, as compare.json and the records hold them."""
 
         def of_all(value_of: Callable[[str, str, str], Any], variant: str) -> Dict[str, Dict[str, Any]]:
-            return {one: {metric: value_of(variant, one, metric) for metric in self.metrics} for one in self.regions}
+            return {name: {metric: value_of(variant, name, metric) for metric in self.metrics} for name in self.regions}
 
         return {
             "baseline": self.baseline,
@@ -251,7 +250,7 @@ class Comparison:
                 for runs in self.runs.values()
                 for run in runs
             ],
-            "failed": [str(one) for one in self.failed],
+            "failed": [str(failure) for failure in self.failed],
         }
 
     def _score(self, *where: str) -> Dict[str, Optional[float]]:
@@ -315,18 +314,15 @@ def _costs(
     if config.is_patch:
         whole = math.prod(grid_size(store, extent=config.extent, multiple=config.unet.divisor)) if store else None
     a_voxel_s = costs.step_s and costs.step_s / (config.batch * math.prod(config.grid))
-    return {
-        "steps": costs.steps,
-        "voxels": costs.voxels,
-        "step_s": costs.step_s,
+    core_hours = costs.train_s * cores / 3600 if costs.train_s is not None and cores and on_cpu else None
+    found = {
+        **vars(costs),
         "case_train_s": a_voxel_s * whole if a_voxel_s and whole else None,
-        "steps_s": costs.steps_s,
-        "validation_s": costs.validation_s,
-        "train_s": costs.train_s,
-        "core_hours": costs.train_s * cores / 3600 if costs.train_s is not None and cores and on_cpu else None,
+        "core_hours": core_hours,
         "train_peak_bytes": costs.peak_rss_bytes,
         "allocator_peak_bytes": costs.allocator_peak_bytes if on_cpu else None,
         "card_peak_bytes": None if on_cpu else costs.allocator_peak_bytes,
         "case_predict_s": median(numbers(scores["cases"], "predict_s")),
         "predict_peak_bytes": scores.get("peak_rss_bytes"),
     }
+    return {name: found[name] for name in COSTS}

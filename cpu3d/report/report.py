@@ -36,8 +36,10 @@ class Options:
 
 OPTIONS = (Options,)
 
-STARTED_WITH = ("precision", "policy", "micro_batch", "engine")
-"""Facts of the last attempt."""
+OF_PATCHES, OF_WHOLE = ("patches_per_case", "foreground"), ("resolution",)
+SETTINGS = ("split_hash", "fold", "mode", "grid", "coarse_steps", "coarse_grid", *OF_PATCHES, *OF_WHOLE)
+STARTED_WITH = ("parameters", "precision", "policy", "micro_batch", "engine")
+"""The facts of a run: settings, and those of its last attempt."""
 
 SHOWN = ("lesion_dice", "false_positives", "dice")
 """The METRICS that post-processing is shown by."""
@@ -127,16 +129,15 @@ def _facts(files: RunFiles, starts: Events) -> List[Tuple[str, str]]:
     """Name and value of what tells this run from others."""
     config, manifest = files.config, files.store.manifest if files.store else None
     end, last = last_end(files.events), starts[-1] if starts else {}
+    hidden = OF_WHOLE if config["mode"] == "patch" else OF_PATCHES
     facts = [
         ("run", str(files.folder)),
         ("data", f"{manifest.name} ({manifest.layout}), {len(manifest.cases)} cases" if manifest else "-"),
-        ("split hash", str(config["split_hash"] or "-") + (f", fold {config['fold']}" if config["fold"] else "")),
         ("steps", f"{max(numbers(of_kind(files.events, 'step'), 'step'), default=0):,}"),
         ("ended", f"{end['reason']} after step {end['step']}" if end else "not yet"),
-        *_seen(config),
-        ("parameters", f"{last['parameters']:,}" if "parameters" in last else "-"),
-        *((name.replace("_", "-"), str(last.get(name, "-"))) for name in STARTED_WITH),
-        ("device", last.get("device") or config["device"]),
+        *((name, value) for name, value in flat(config) if name in SETTINGS and name not in hidden),
+        *((name, str(last.get(name, "-"))) for name in STARTED_WITH),
+        ("device", last.get("device", config["device"])),
     ]
     if files.scores:
         facts.append(("inference", _inference(files.scores)))
@@ -145,34 +146,19 @@ def _facts(files: RunFiles, starts: Events) -> List[Tuple[str, str]]:
     return facts
 
 
-def _seen(config: Mapping[str, Any]) -> List[Tuple[str, str]]:
-    """What a step saw of a case."""
-    facts = [("mode", "whole volumes"), ("grid", _shape(config["grid"]))]
-    if config["mode"] == "patch":
-        foreground = f"{config['patches_per_case']} an epoch, {percent(config['foreground'])} around labels"
-        facts = [("mode", "patches"), ("patch", _shape(config["grid"])), ("patches of a case", foreground)]
-    elif config["resolution"] < 1:
-        facts.append(("resolution", f"{config['resolution']:g} of the store's"))
-    if config["coarse_steps"]:
-        coarse = f"{config['coarse_steps']:,} steps on {_shape(config['coarse_grid'])}, then in full"
-        facts.append(("curriculum", coarse))
-    return facts
-
-
 def _inference(scores: Mapping[str, Any]) -> str:
     """How the network was applied to the cases that were scored; "-" where the scores are too old to say."""
     runs = scores.get("runs") or [scores]
-    ways = []
-    for inference in (run.get("inference") or {} for run in runs):
-        way = "in one pass" if inference else "-"
-        if inference.get("window"):
-            way = f"window of {_shape(inference['window'])}, {100 * inference.get('overlap', 0):g} % overlap"
-        ways.append(f"{way}, mean of 8 mirror images" if inference.get("flips") else way)
-    found = "; ".join(dict.fromkeys(ways))
-    if len(runs) == 1:
-        return found
-    crossed = all("held_out" in run for run in runs)
-    return f"{found}; {'each case by the fold that held it out' if crossed else f'mean of {len(runs)} runs'}"
+    ways = {}
+    for how in (run.get("inference") or {} for run in runs):
+        way = "in one pass" if how else "-"
+        if how.get("window"):
+            way = f"window of {by(how['window'], ' x ')}, {100 * how.get('overlap', 0):g} % overlap"
+        ways[way + ", mean of 8 mirror images" * bool(how.get("flips"))] = None  # each once
+    if len(runs) > 1:
+        crossed = all("held_out" in run for run in runs)
+        ways["each case by the fold that held it out" if crossed else f"mean of {len(runs)} runs"] = None
+    return "; ".join(ways)
 
 
 def _missing(files: RunFiles) -> List[str]:
@@ -310,10 +296,6 @@ def _predicted(starts: Events, events: Events, coarse_steps: int) -> Table:
     caption = "Of the last attempt, without waiting for data. The process's peak includes mapped pages of the store."
     title = "Predicted before the start, and measured"
     return Table(("", "predicted", "measured", "predicted is off by"), rows, title=title, caption=caption)
-
-
-def _shape(shape: Any) -> str:
-    return by(shape, " \u00d7 ") if shape else "-"
 
 
 # --- Private helpers: pictures ---

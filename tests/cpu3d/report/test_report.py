@@ -118,12 +118,12 @@ def test_predictions_are_beside_what_was_measured(tiny_run, no_pictures):
 
 def test_the_page_says_what_steps_saw_and_where(tiny_run, no_pictures):
     _, text = read(write_report(tiny_run))  # its log is from before there were patches and cards
-    assert "policy - micro-batch - engine ITEX 2.15.0.0 device cpu" in text
-    assert "resolution 0.5 of the store's" in relog(tiny_run, resolution=0.5)
+    assert "policy - micro_batch - engine ITEX 2.15.0.0 device cpu" in text
+    assert "mode whole resolution 0.5" in relog(tiny_run, resolution=0.5)
     patch = {"mode": "patch", "resolution": 1.0, "grid": (8, 8, 16), "patches_per_case": 4, "foreground": 0.25}
     end = {**END, "allocator_peak_bytes": 2**32}
     text = relog(tiny_run, end, start={"device": "gpu:1"}, **patch, fold="1/2", device="gpu:1")
-    for part in ("patch 8 \u00d7 8 \u00d7 16", "25.0 % around labels", "fold 1/2", "allocator on gpu:1 4.00 GiB"):
+    for part in ("grid 8, 8, 16", "foreground 0.25", "fold 1/2", "allocator on gpu:1 4.00 GiB"):
         assert part in text
 
 
@@ -134,7 +134,7 @@ def test_a_run_that_was_restarted_has_not_ended_yet_and_shows_each_start(tiny_ru
         assert part in text
     again = {"event": "start", "step": 40, "host": {"cpu": "another"}, "policy": "lean", "micro_batch": 2}
     text = relog(tiny_run, again)
-    for part in ("ended not yet", "5.00 GiB", "made up", "Started at step 40", "another", "policy lean micro-batch 2"):
+    for part in ("ended not yet", "5.00 GiB", "made up", "Started at step 40", "another", "policy lean micro_batch 2"):
         assert part in text
 
 
@@ -179,7 +179,7 @@ def test_scores_of_seen_cases_carry_a_warning_and_those_of_untouched_ones_go_fir
         (
             "test",
             {"inference": window},
-            "inference window of 8 \u00d7 8 \u00d7 16, 50 % overlap, mean of 8 mirror images",
+            "inference window of 8 x 8 x 16, 50 % overlap, mean of 8 mirror images",
         ),
         ("test", {"runs": [one_pass] * 2}, "in one pass; each case by the fold that held it"),
     ):
