@@ -19,16 +19,7 @@ def steps(first, *seconds):
         ([START, *steps(21, 60.0)], 5.0),  # the first one compiles
         ([START, *steps(21, 60.0, 2.0, 3.0, 2.0)], 2.0),
         # 6 s beside 4 steps. An earlier attempt does not count.
-        (
-            [
-                START,
-                *steps(21, 60, 9, 9),
-                START,
-                *steps(21, 60, 2, 2, 2),
-                {"event": "validation", "step": 24, "seconds": 6.0},
-            ],
-            3.5,
-        ),
+        ([START, *steps(21, 60, 9, 9), START, *steps(21, 60, 2, 2, 2), {"event": "validation", "step": 24, "seconds": 6.0}], 3.5),
         ([{"event": "start", "step": 20, "predicted": {}}, *steps(21, 60.0)], None),
     ],
 )
