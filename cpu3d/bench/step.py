@@ -307,7 +307,7 @@ def measure(request: Dict[str, Any]) -> Result:
     result.update(about, versions=versions())
     if request.get("live"):
         requests = trace(step, live_bytes)[1]
-        result["live_bytes"] = requests and _most_in_each_part(requests)  # None where the profiler failed
+        result["live_bytes"] = requests and most_in_each_part(requests)  # None where the profiler failed
     if len(timed) >= FEWEST_STEPS and has_known_engine(result):
         observer = Observer(job_of_record(result), "bench", host, traced=range(len(timed), len(timed) + ENOUGH))
         for seconds in timed:
@@ -318,7 +318,7 @@ def measure(request: Dict[str, Any]) -> Result:
     return result
 
 
-def _most_in_each_part(requests: List[Tuple[float, int]]) -> List[int]:
+def most_in_each_part(requests: List[Tuple[float, int]]) -> List[int]:
     """The most of the (seconds, bytes) of one step in each of LIVE_PARTS equal parts of it."""
     seconds, sizes = np.array(requests).T
     begins = np.linspace(seconds[0], seconds[-1], LIVE_PARTS, endpoint=False)

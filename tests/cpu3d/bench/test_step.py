@@ -174,6 +174,6 @@ def test_an_engine_that_the_estimator_does_not_know_has_no_prediction(answers, m
 
 def test_the_bytes_live_over_a_step_are_the_most_in_each_of_its_parts():
     """A step of 3 s: 10 bytes, at 1 s for an instant 30, then 20; each part begins with what was held before it."""
-    parts = step._most_in_each_part([(0.0, 10), (1.0, 30), (1.001, 20), (3.0, 20)])
+    parts = step.most_in_each_part([(0.0, 10), (1.0, 30), (1.001, 20), (3.0, 20)])
     assert (len(parts), parts[0], parts[99], parts[100], parts[101], parts[-1]) == (300, 10, 10, 30, 20, 20)
     assert math.fsum(part == 30 for part in parts) == 1

@@ -119,7 +119,7 @@ def test_predictions_are_beside_what_was_measured(tiny_run, no_pictures):
 def test_the_page_says_what_steps_saw_and_where(tiny_run, no_pictures):
     _, text = read(write_report(tiny_run))  # its log is from before there were patches and cards
     assert "policy - micro_batch - engine ITEX 2.15.0.0 device cpu" in text
-    assert "mode whole resolution 0.5" in relog(tiny_run, resolution=0.5)
+    assert "resolution 0.5 mode whole" in relog(tiny_run, resolution=0.5)
     patch = {"mode": "patch", "resolution": 1.0, "grid": (8, 8, 16), "patches_per_case": 4, "foreground": 0.25}
     end = {**END, "allocator_peak_bytes": 2**32}
     text = relog(tiny_run, end, start={"device": "gpu:1"}, **patch, fold="1/2", device="gpu:1")
