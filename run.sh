@@ -20,7 +20,7 @@ Train a 3D U-Net on whole volumes, or on patches of them.
   ./run.sh test [--all] [...]   run the tests; --all adds the slow ones; the rest goes to pytest
   ./run.sh demo [--smoke] [--policy P]
                                 phantom volumes, training, scores, report; --smoke is a small form, P a memory policy
-  ./run.sh estimate ...         what a training step takes: python -m memory_estimator ...; any Python with rich will do
+  ./run.sh estimate ...         what a training step takes: python -m memory_estimator ...; any Python with rich and msgspec will do
   ./run.sh SUBCOMMAND ...       python -m cpu3d SUBCOMMAND ..., set up first where needed
   ./run.sh help                 this text; ./run.sh SUBCOMMAND --help explains a subcommand
 
@@ -75,9 +75,10 @@ find_python() {
   return 1
 }
 
-# find_rich: sets python to the first one that prints tables, and outside Linux tells the memory. Fails where none does.
-find_rich() {
-  local needs="import sys, rich; assert sys.version_info >= (3, 9); sys.platform == 'linux' or __import__('psutil')"
+# find_light_python: sets python to the first one with what `estimate` needs: rich, msgspec, and outside Linux psutil. Fails where
+# none has.
+find_light_python() {
+  local needs="import sys, rich, msgspec; assert sys.version_info >= (3, 9); sys.platform == 'linux' or __import__('psutil')"
   for python in "${PYTHON:-python3}" python3 python; do
     "$python" -c "$needs" >/dev/null 2>&1 && return
   done
@@ -268,7 +269,7 @@ esac
 
 if ! is_ready; then
   # A laptop that only plans needs no TensorFlow.
-  if [ "$command" = estimate ] && find_rich; then run_with "$python" memory_estimator "$@"; fi
+  if [ "$command" = estimate ] && find_light_python; then run_with "$python" memory_estimator "$@"; fi
   acquire
   if ! is_ready; then
     case "${requirements:-}" in # as it was chosen before

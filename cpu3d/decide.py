@@ -31,12 +31,7 @@ from cpu3d.util.records import by
 from memory_estimator import planner
 from memory_estimator.common.units import format_bytes, parse_bytes
 from memory_estimator.host import Host
-from memory_estimator.job import Job, installed_engine
-
-USUAL_SCALE = {"sgd": "linear", "adam": "sqrt", "muon": "sqrt"}
-"""Linear for SGD (Goyal et al. 2017, "Accurate, Large Minibatch SGD"), the square root for Adam (Malladi et al. 2022,
-"On the SDEs and Scaling Rules for Adaptive Gradient Algorithms") and, a guess, Muon."""
-
+from memory_estimator.job import OPTIMIZERS, Job, installed_engine
 
 NONE = (0, 0, 0)
 """The coarse grid of a run without a curriculum."""
@@ -102,7 +97,7 @@ def _for_workers(config: RunConfig, given: Given, *, scale: bool) -> RunConfig:
     settings, saved, workers = given.settings, given.saved, given.workers
     if "batch_per_worker" in settings:
         config = dataclasses.replace(config, batch=settings["batch_per_worker"] * workers)
-        power = RATE_SCALES[settings.get("rate_scaling") or USUAL_SCALE[config.optimizer]]
+        power = RATE_SCALES[settings.get("rate_scaling") or OPTIMIZERS[config.optimizer].rate_scaling]
         grown = [name for name in ("learning_rate", "adam_rate") if scale or name in settings]
         config = dataclasses.replace(config, **{name: getattr(config, name) * workers**power for name in grown})
     elif "rate_scaling" in settings:

@@ -306,7 +306,7 @@ def _with_estimate(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
         return dataclasses.replace(plan, config=config.with_policy("speed") if pick else config)
     job = dataclasses.replace(plan.job, threads=thread_plan(host).intra_op)
     try:
-        known = find_constants(job.threads, host), load_accuracy(versions=installed_versions())
+        known = find_constants(host), load_accuracy(versions=installed_versions())
         coarse = None
         if config.coarse_steps:
             at_half = dataclasses.replace(plan, config=config.at(0))

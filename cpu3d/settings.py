@@ -58,9 +58,6 @@ SCHEDULES: Dict[str, Callable[[float], float]] = {
 }
 """How the learning rate decays: progress after the warm-up, 0 to 1 -> share of the peak."""
 
-LEARNING_RATES = {"muon": 0.02, "adam": 0.01, "sgd": 0.1}
-"""Of each optimizer, where none is chosen: the best of those tried on untouched cases (docs/log.md)."""
-
 COARSE_SHARE = 7 / 8
 """Of a run's steps that a curriculum takes at half the resolution: about half of its voxels, as such a step has an
 eighth of a full one's (docs/log.md)."""
@@ -148,10 +145,10 @@ class RunConfig:
         metavar="M",
     )
     """Their gradients are summed. 0 is by rule, as `memory_estimator.job.micro_of` says."""
-    optimizer: str = _training("muon", choices=OPTIMIZERS)
+    optimizer: str = _training("muon", choices=tuple(OPTIMIZERS))
     learning_rate: Optional[float] = _training(
         None,
-        f"after the warm-up (default: {', '.join(f'{name} {rate:g}' for name, rate in LEARNING_RATES.items())})",
+        f"after the warm-up (default: {', '.join(f'{name} {o.learning_rate:g}' for name, o in OPTIMIZERS.items())})",
         "R",
         above=0,
         below=math.inf,
@@ -194,7 +191,7 @@ class RunConfig:
     @property
     def peak_rate(self) -> float:
         """The learning rate after the warm-up."""
-        return self.learning_rate or LEARNING_RATES[self.optimizer]
+        return self.learning_rate or OPTIMIZERS[self.optimizer].learning_rate
 
     @property
     def is_patch(self) -> bool:
@@ -312,7 +309,7 @@ def as_options(settings: Mapping[str, Any]) -> List[str]:
 
 def command_at_half_rate(config: RunConfig, run: Path, workers: int) -> str:
     """What a user types to go on with a run from its last checkpoint at half its learning rates."""
-    names = ("learning_rate", "adam_rate") if config.optimizer == "muon" else ("learning_rate",)
+    names = ("learning_rate", "adam_rate") if OPTIMIZERS[config.optimizer].orthogonal else ("learning_rate",)
     rates = to_command_line(RunConfig, {name: float(f"{getattr(config, name) / 2:.3g}") for name in names})
     launch = ["launch", "--workers", str(workers)] if workers > 1 else []
     command = shlex.join([*launch, "train", "--store", config.store, "--run", str(run), *rates])

@@ -10,7 +10,7 @@ Planning for a host that is not this one: its memory, its kind of CPU and its co
 Several hosts that train together, as predicted from one worker's step, its gradients and the network:
     ./run.sh estimate --shape 240 240 160 --hosts 1 2 4 8 --link 25Gbit/s --cases 484 --epochs 25
 
-Needs rich, unless --json is given, and outside Linux psutil.
+Needs msgspec and rich, which prints its tables, and outside Linux psutil.
 Exit codes: 0 the job fits, 3 it does not, 2 bad input, 1 failed (a full disk, a missing package), 130 interrupted.
 """
 
@@ -40,7 +40,7 @@ from memory_estimator.job import (
     source_job,
     statistics_note,
 )
-from memory_estimator.scaling import ScalingOptions, check_options, of_one, several_hosts
+from memory_estimator.scaling import ScalingOptions, check_options, of_worker, several_hosts, share_of
 from models.config import POLICIES
 
 FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130  # exit codes
@@ -79,7 +79,7 @@ def main(argv: Optional[List[str]] = None) -> int:
                 console.print(part)
         sys.stdout.flush()  # a reader that went away is noticed here, not when Python ends
         return FITS if content["fits"] else DOES_NOT_FIT
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         return _failed(str(error), BAD_INPUT)
     except ModuleNotFoundError as error:
         package = (error.name or "?").partition(".")[0]
@@ -126,36 +126,44 @@ def _answer(args: argparse.Namespace) -> Answer:
     host = functools.lru_cache(maxsize=None)(read_host)  # not asked where everything is given
     given_bytes = parse_bytes(options.host_memory) if options.host_memory else None
     gpu_bytes = parse_bytes(options.gpu_memory) if options.gpu_memory else None
+    source = source_job(args)
     if options.threads is None:
-        args.threads = max(1, host().usable_cores // scaling.workers_per_host)
-    source, notes = source_job(args)
-    job = job_from(args, source)
+        workers_here = source.workers if scaling.hosts is None else scaling.workers_per_host
+        args.threads = max(1, host().usable_cores // workers_here)
+    job = job_from(args, source.job)
+    workers = 1 if hasattr(args, "batch") else source.workers  # another batch is one worker's
+    job = share_of(job, workers)
     named = options.calibration
-    constants = named_constants(named) if named else find_constants(job.threads, host())
+    constants = named_constants(named) if named else find_constants(host())
     # Of a host that is described nothing is installed here: its engines are taken to be those that were recorded.
     accuracy = load_accuracy(versions=None if named or given_bytes else installed_versions())
     host_bytes = given_bytes or host().memory_bytes
-    price = functools.lru_cache(maxsize=64)(lambda one: estimate(one, constants, accuracy, host_bytes))
+    price = functools.lru_cache(maxsize=None)(lambda one: estimate(one, constants, accuracy, host_bytes))
     is_open = policy_is_open(args)
     if scaling.hosts is not None:
         return _several_hosts(scaling, job, price, given_bytes and given_bytes // scaling.workers_per_host, is_open)
     memory_bytes, whose = (given_bytes, "given") if given_bytes else (host().free_bytes, "free on this host")
+    if workers > 1:  # as `launch` has them on one host
+        price, whose = of_worker(price, workers), f"for each of {workers} workers on one host"
+        memory_bytes //= workers
     choice = planner.fastest_that_fits(job, price, memory_bytes) if is_open else None
     found = choice.estimate if choice else price(job)
-    job, fits = found.job, found.upper_bound_bytes <= memory_bytes
+    job, fits = job.with_unet(policy=found.job.policy), found.upper_bound_bytes <= memory_bytes
     smaller = [] if fits else planner.nearest(job, price, memory_bytes)
     nothing = [] if fits or smaller else ["nothing smaller fits either; use another host"]
     reason = choice.reason(f"{format_bytes(memory_bytes)} {whose}") if choice else "given"
     content: Dict[str, Any] = {
         **found.to_json(),
-        "host_memory_bytes": memory_bytes,
+        "host_memory_bytes": memory_bytes * workers,
+        **({"workers": workers} if workers > 1 else {}),
         "fits": fits,
         "advice": [f"fits with {option}" for option in smaller] + nothing,
         "policy": {"name": job.policy, "picked": bool(choice), "reason": reason},
-        "notes": notes + _assumed_engine(found),
+        "notes": [*source.notes, *_assumed_engine(found)],
     }
     content["constants"]["basis"] = found.constants.basis(None if named else host())
-    parts = [job.describe(), *_tables(found, content["constants"]["basis"])]
+    shared = [f"of one of {workers} workers, memory and time of its share of each batch"] if workers > 1 else []
+    parts = [job.describe(), *shared, *_tables(found, content["constants"]["basis"])]
     if choice:
         parts.insert(1, f"policy {job.policy} picked: {reason}")
     notes = (
@@ -192,10 +200,7 @@ def _several_hosts(
             job, batch=max(1, options.global_batch // (min(options.hosts) * options.workers_per_host))
         )
 
-    def price_of_worker(one: Job) -> Estimate:
-        every = dataclasses.replace(one, batch=one.batch * workers, micro_batch=one.micro, cases=0)
-        return of_one(price(every), workers) if workers > 1 else price(one)
-
+    price_of_worker = of_worker(price, workers)
     if memory_bytes and is_open:
         share = share.with_unet(policy=planner.fastest_that_fits(share, price_of_worker, memory_bytes).policy)
         job = job.with_unet(policy=share.policy)

@@ -1,13 +1,13 @@
 """What the estimator knows of a host: what its runtime holds in memory, and what a unit of each kind of work costs.
 
-Shipped files lie in `hosts/`: one was measured by `calibrate`, the others state how they differ from it, as assumed
-from published peak figures. What `train`, `bench` and `calibrate` have seen of a host is kept under the user's data
-directory, one file for each engine and number of threads (`cpu3d.host.observe` writes it), and comes first.
+Shipped files are in `hosts/`: some were measured by `calibrate`, the others state how they differ from one of these, as
+assumed from published peak figures. A host's own file is in the user's data directory, one for each engine
+(`cpu3d.host.speed` writes it), and comes first: the constants that `calibrate` has measured, and the scale that brings
+predicted seconds to those of a training.
 """
 
 import dataclasses
 import hashlib
-import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from memory_estimator.host import Host, cache_bytes, read_host
 from memory_estimator.job import ENGINES, installed_versions
 from memory_estimator.step.onednn import ISAS, USUAL, Kernels
 from memory_estimator.step.program import Program
+from models.config import DTYPES
 
 SCHEMA = 2  # of the features that costs are of, too
 
@@ -38,6 +39,29 @@ GROUPS = (
 
 Costs = Dict[str, Dict[str, Dict[str, Dict[str, float]]]]
 """Engine -> dtype -> group of operations -> feature (`timing.features`) -> seconds a unit."""
+
+PARTS = ("work", "traffic", "overhead")
+"""What of a host an operation keeps busy: its arithmetic, its memory, TensorFlow's own code."""
+
+FURTHEST = 8.0
+"""Measured seconds are at most so many times the predicted ones, and at least that part of them: beyond it something
+other than the host's speed was measured."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The seconds of a training's steps beside those that were predicted for them."""
+
+    scale: float  # measured / predicted, within FURTHEST
+    quiet: bool  # whether the CPUs had next to nothing else to do
+    threads: int
+    date: str
+    job: str  # for printing, such as "240 x 240 x 160 in bfloat16"
+    constants: str  # `HostConstants.identity` of those that predicted
+
+    def __post_init__(self):
+        if not (1 / FURTHEST <= self.scale <= FURTHEST and self.threads >= 1):
+            raise ValueError(f"scale {self.scale} of {self.threads} threads")
 
 
 @dataclass(frozen=True)
@@ -61,9 +85,9 @@ class HostConstants:
     kernels: Kernels = USUAL  # of oneDNN
     measured_threads: int = 0
     """The number of threads that `costs` were worked out from by `for_threads`; 0 where they are as in the file."""
-    runs: int = 0  # that the costs were fitted to; 0 where that is not known
-    own: bool = False  # whether they are of this very host, as what it has run has shown
-    notes: Dict[str, str] = field(default_factory=dict)  # engine -> why its own ones were not taken
+    own: bool = False  # whether `calibrate` or a training has measured this very host
+    trained: Optional[Trained] = None  # what the costs were scaled by
+    notes: Dict[str, str] = field(default_factory=dict)  # engine -> why the host's own file was not read
     others: Optional["HostConstants"] = None  # asked for the engines and dtypes that these do not know
 
     def of(self, engine: str, dtype: str) -> "HostConstants":
@@ -78,28 +102,36 @@ class HostConstants:
         known = ", ".join(f"{one} in {each}" for one, by_dtype in self.costs.items() for each in by_dtype)
         raise ValueError(f"calibration {self.name} must know {engine} in {dtype}, got {known}; run `calibrate --all`")
 
+    @property
+    def identity(self) -> str:
+        """Tells these costs from others, whatever they were scaled by."""
+        return f"{self.name}, {self.date}"
+
     def basis(self, host: Optional[Host] = None) -> str:
-        """Where the costs are from, and why they may be less than measured for `host`, for printing; None is a host
-        that is not this one."""
-        if self.origin != "measured":
+        """Where the costs are from, and why they may be less exact for `host`, for printing; None is a host that is not
+        this one."""
+        if self.trained:
+            words = f"scaled by {self.trained.scale:.2f} to a training here on {self.trained.date}, {self.trained.job}"
+        elif self.origin != "measured":
             words = f"assumed from {self.name}"
         elif host and not self.own:
             words = f"assumed from measurements on {self.cpu}"
         else:
             words = f"measured {'here' if self.own else f'on {self.cpu}'} on {self.date}"
-            words += f" from {self.runs} run{'s' * (self.runs > 1)}" if self.runs else ""
         return "; ".join((words, *self.caveats(host)))
 
     def caveats(self, host: Optional[Host] = None) -> List[str]:
-        """Why the figures may be less than `basis` says of them, a phrase each."""
-        found = list(self.notes.values())
+        """Why the figures may be less exact than `basis` says, a phrase each."""
+        caveats = list(self.notes.values())
+        if self.trained and not self.trained.quiet:
+            caveats.append("other programs kept its CPUs busy")
         if host and not self.own and not host.kernels.isa.startswith("avx512"):
-            found.append("AVX512 assumed, which this CPU is not known to have: without it takes longer")
+            caveats.append("AVX512 assumed, which this CPU is not known to have: without it takes longer")
         if self.kernels.isa in ("sse41", "avx"):
-            found.append("AVX2 assumed, which oneDNN may not use")
+            caveats.append("AVX2 assumed, which oneDNN may not use")
         if self.measured_threads:
-            found.append(f"from {self.measured_threads} threads to {self.threads} by assumption")
-        return found
+            caveats.append(f"from {self.measured_threads} threads to {self.threads} by assumption")
+        return caveats
 
     def runtime_bytes(self, engine: str, program: Program) -> int:
         """Resident memory of the process besides the tensors of `program` and oneDNN's scratch."""
@@ -161,20 +193,25 @@ def runtime_ops(program: Program) -> int:
     return round(found)
 
 
-def load_constants(path: Union[str, Path], others: Optional[HostConstants] = None, own: bool = False) -> HostConstants:
-    """Read constants from a file: shipped ones, those that `calibrate --out` has written, or with `own` a host's own.
-    `others` are asked after them. Raises ValueError for one that is missing, damaged or of another schema."""
-    path = Path(path)
+def load_constants(path: Union[str, Path]) -> HostConstants:
+    """Read constants from a file, shipped or written by `calibrate --out`. Raises ValueError for one that is missing,
+    damaged or of another schema."""
+    return _load(Path(path))
+
+
+def _load(path: Path, engine: str = "", others: Optional[HostConstants] = None) -> HostConstants:
+    """Constants from a file, before `others`. With `engine` it is the file of this host for that engine, which may have
+    the scale of a training."""
     try:
         content = read_json(path)
         if content["schema"] != SCHEMA:
             raise ValueError(f"schema {content['schema']}")
         each = [_constants(one, path) for one in content.get("constants", [content])]
-        if not each:
-            raise ValueError("no constants")
         for one in reversed(each):
-            others = dataclasses.replace(one, own=own, others=others)
-        return others
+            others = dataclasses.replace(one, own=bool(engine), others=others)
+        if others is None:
+            raise ValueError("no constants")
+        return _scaled_to(typed(content.get("trained", {}), Dict[str, Trained]), others, engine) if engine else others
     except FileNotFoundError:
         raise ValueError(f"calibration {path} must exist, got none; write it with `calibrate --out {path}`") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -189,30 +226,27 @@ def named_constants(name: str) -> HostConstants:
     return load_constants(SHIPPED / NAMED[name] if name in NAMED else name)
 
 
-def find_constants(threads: int, host: Optional[Host] = None) -> HostConstants:
-    """What was measured on this host, of each engine as it is installed, with about so many threads; else the shipped
-    constants. A file that cannot be read is passed over, with a `note`."""
+def find_constants(host: Optional[Host] = None) -> HostConstants:
+    """What was measured on this host, of each engine as it is installed; else the shipped constants. A file that cannot
+    be read is left out, with a note."""
     host, notes = host or read_host(), {}
-    found = shipped_constants(host.kernels)
+    constants = shipped_constants(host.kernels)
     for engine in ENGINES:
-        path = host_file(host, engine, threads)
+        path = host_file(host, engine)
         try:
-            files = path.parent.glob(f"{path.name.rpartition('.threads-')[0]}.threads-*.json") if path else ()
-            apart = lambda one: abs(math.log(_threads_of(one) / threads))  # noqa: E731
-            nearest = min(filter(_threads_of, files), key=apart, default=None)
-            if nearest:
-                found = load_constants(nearest, found, own=True)
+            if path and path.exists():
+                constants = _load(path, engine, constants)
         except (OSError, ValueError) as error:
             notes[engine] = str(error)
-    return dataclasses.replace(found, notes=notes)
+    return dataclasses.replace(constants, notes=notes)
 
 
-def host_file(host: Host, engine: str, threads: int) -> Optional[Path]:
-    """Where a host's own constants are, by its fingerprint: CPU, instruction sets, caches, cores, the engine and its
-    versions, and threads. Under $XDG_DATA_HOME, else ~/.local/share; None where there is no such folder, or no engine.
-    """
+def host_file(host: Host, engine: str) -> Optional[Path]:
+    """The file of a host's own speed, by its fingerprint: CPU, instruction sets, caches, cores, the engine and its
+    versions. In $XDG_DATA_HOME, else ~/.local/share; None where there is no such folder, or no engine. Earlier versions
+    have theirs in another folder, cpu3d/hosts, and keep it."""
     base = Path(os.environ.get("XDG_DATA_HOME", ""))
-    if not base.is_absolute():  # such a one is to be ignored
+    if not base.is_absolute():  # the XDG specification: ignore it then
         base = Path(os.path.expanduser("~")) / ".local" / "share"
     version = installed_versions().get(engine)
     if version is None or not base.is_absolute():
@@ -220,7 +254,7 @@ def host_file(host: Host, engine: str, threads: int) -> Optional[Path]:
     what = repr((host.cpu_model, host.isa, host.kernels, cache_bytes(), host.usable_cores)).encode()
     cpu, software = (re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-") for name in (host.cpu_model, version))
     place = f"{cpu}.cores-{host.usable_cores}.{hashlib.sha256(what).hexdigest()[:8]}"
-    return base / "cpu3d" / "hosts" / f"{place}.{engine}.{software}.threads-{threads}.json"
+    return base / "cpu3d" / "speed" / f"{place}.{engine}.{software}.json"
 
 
 def shipped_constants(kernels: Kernels) -> HostConstants:
@@ -236,8 +270,8 @@ def to_json(constants: HostConstants) -> Dict[str, Any]:
     return {"schema": SCHEMA, **figures, "kernels": dataclasses.asdict(constants.kernels)}
 
 
-BECOMES = ("measured_threads", "own", "notes", "others")
-"""Fields that say what became of a file's constants since; it holds all the others."""
+BECOMES = ("measured_threads", "own", "trained", "notes", "others")
+"""Fields that are set after a file is read; it holds all the others."""
 
 FIELDS = tuple(field.name for field in dataclasses.fields(HostConstants) if field.name not in BECOMES)
 
@@ -257,10 +291,18 @@ def _constants(content: Mapping[str, Any], path: Path) -> HostConstants:
     return constants
 
 
-def _threads_of(path: Path) -> int:
-    """Of a host's own file, by its name; 0 for another one."""
-    threads = path.stem.rpartition("threads-")[2]
-    return int(threads) if threads.isdigit() else 0
+def _scaled_to(trained: Mapping[str, Trained], constants: HostConstants, engine: str) -> HostConstants:
+    """Constants in each dtype scaled to a training in it, else to one in the other dtype. Trainings whose seconds were
+    predicted by other constants are left out."""
+    base = {dtype: constants.of(engine, dtype) for dtype in DTYPES}
+    known = {dtype: one for dtype, one in trained.items() if dtype in base and one.constants == base[dtype].identity}
+    for dtype in DTYPES if known else ():
+        one = known.get(dtype) or next(iter(known.values()))
+        here = base[dtype].for_threads(one.threads)
+        costs = scaled(here.speeds(engine, dtype), dict.fromkeys(PARTS, one.scale))
+        costs, about = {engine: {dtype: costs}}, {"measured_threads": 0, "own": True, "trained": one}
+        constants = dataclasses.replace(here, costs=costs, others=constants, **about)
+    return constants
 
 
 def _wrong(constants: HostConstants) -> Iterator[str]:

@@ -4,10 +4,12 @@ From /proc and /sys, because a container sees the whole machine in them but may 
 cgroup and CPU mask leave: sizing threads by the machine is what makes 64 threads fight over 7 cores.
 """
 
+import contextlib
 import dataclasses
 import math
 import os
 import platform
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
@@ -31,7 +33,7 @@ class Host:
     logical_cpus: int  # CPUs this process may run on, hyper-threads counted
     numa_nodes: int  # NUMA nodes that hold at least one CPU of this process
     memory_bytes: int  # memory of the machine
-    available_bytes: int  # of it, what can be had without swapping: MemAvailable
+    available_bytes: int  # of it, what this process can have without swapping: MemAvailable, of the nodes it may use
     cgroup_limit_bytes: Optional[int]  # the tightest memory limit above this process; None without one
     cgroup_used_bytes: int
     """What counts against that limit now, less the page cache the kernel can drop; 0 without a limit."""
@@ -85,7 +87,10 @@ def read_host(root: Union[str, Path] = "/") -> Host:
         return Host(platform.processor(), 1, cores, logical, 1, memory.total, memory.available, None, 0, None, ())
     first = fields(read_text(root / "proc/cpuinfo").partition("\n\n")[0])
     isa = tuple(flag for flag in ISA_FLAGS if flag in first.get("flags", "").split())
-    places, memory = cpu_places(root), meminfo(root)
+    places, memory, nodes = cpu_places(root), meminfo(root), node_memory(root)
+    available = available_bytes(memory)
+    if len(nodes) < len(_nodes(root)):
+        available = min(available, sum(node.free_bytes for node in nodes))
     limit, used = memory_limit(root, memory["MemTotal"])
     sockets, cores = len({place.socket for place in places}), len({place.core for place in places})
     each = first.get("cpu cores", "")
@@ -96,7 +101,7 @@ def read_host(root: Union[str, Path] = "/") -> Host:
         logical_cpus=len(places),
         numa_nodes=len({place.node for place in places}),
         memory_bytes=memory["MemTotal"],
-        available_bytes=available_bytes(memory),
+        available_bytes=available,
         cgroup_limit_bytes=limit,
         cgroup_used_bytes=used,
         cpu_quota=cpu_quota(root),
@@ -136,6 +141,47 @@ def cpu_places(root: Path) -> List[Cpu]:
         core = cores.setdefault(siblings, len(cores))  # the socket is -1 where the machine does not know
         places.append(Cpu(cpu, core, int(socket) if socket.isdigit() else 0, node_of.get(cpu, 0)))
     return places
+
+
+class Node(NamedTuple):
+    """A NUMA node whose memory this process may use."""
+
+    number: int
+    memory_bytes: int  # 0 for a node that has CPUs and no memory
+    free_bytes: int  # unused, and page cache that the kernel can drop
+
+
+def node_memory(root: Path) -> List[Node]:
+    """The NUMA nodes whose memory this process may use, by number; all of the machine as node 0 where /sys tells of
+    none."""
+    allowed, memory = _allowed_nodes(root), meminfo(root)
+    nodes = [node for node in _nodes(root) if not allowed or node.number in allowed]
+    return nodes or [Node(0, memory["MemTotal"], available_bytes(memory))]
+
+
+def _nodes(root: Path) -> List[Node]:
+    """The machine's."""
+    nodes = []
+    for path in (root / "sys/devices/system/node").glob("node[0-9]*/meminfo"):
+        # "Node 0 MemTotal:   24684092 kB"
+        lines = sizes("\n".join(line.split(None, 2)[-1] for line in read_text(path).splitlines()))
+        dropped = lines.get("Active(file)", 0) + lines.get("Inactive(file)", 0)
+        nodes.append(Node(int(path.parent.name[4:]), lines.get("MemTotal", 0), lines.get("MemFree", 0) + dropped))
+    return sorted(nodes)
+
+
+def _allowed_nodes(root: Path) -> Set[int]:
+    """Those of this process's cpuset, as Slurm sets it, and of these the ones that it is bound to, as by
+    `numactl --membind`; empty where neither is known."""
+    allowed = set(cpu_list(fields(read_text(root / "proc/self/status")).get("Mems_allowed_list", "")))
+    policy = ""
+    with contextlib.suppress(OSError), open(root / "proc/self/numa_maps", encoding="utf-8") as file:
+        policy = file.readline()  # "561bbaff2000 bind:1 file=..."; the next lines are as slow as memory is large
+    bound = re.match(r"\S+ bind\S*:(\S+)", policy)
+    if not bound:
+        return allowed
+    nodes = set(cpu_list(bound[1]))
+    return nodes & allowed or nodes
 
 
 def meminfo(root: Path) -> Dict[str, int]:

@@ -11,13 +11,33 @@ import math
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypedDict, Union
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict, Union
 
 from memory_estimator.common.files import read_json, reason, typed
 from memory_estimator.common.schema import option
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 
-OPTIMIZERS = ("muon", "adam", "sgd")
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer as everything but TensorFlow knows it; `cpu3d.training.learner.optimizer_of` makes the Keras one."""
+
+    learning_rate: float  # where none is chosen: the best of those tried on untouched cases (docs/log.md)
+    rate_scaling: str  # of the rate where the batch grows with the workers: "linear" or "sqrt"
+    slots: int  # float32 copies that it keeps of a weight: mean and variance, or the momentum
+    kernel_slots: int  # the same of a kernel of more than one voxel
+    prepared: str = ""  # what it makes of each gradient as soon as it is there; "" for nothing
+    orthogonal: bool = False  # whether kernels of more than one voxel have orthogonal updates, and a rate of their own
+
+
+OPTIMIZERS = {
+    # The square root is a guess.
+    "muon": Optimizer(0.02, "sqrt", slots=2, kernel_slots=1, orthogonal=True),
+    # Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms".
+    "adam": Optimizer(0.01, "sqrt", slots=2, kernel_slots=2, prepared="square"),
+    # With momentum. Goyal et al. 2017, "Accurate, Large Minibatch SGD".
+    "sgd": Optimizer(0.1, "linear", slots=1, kernel_slots=1, prepared="negated"),
+}
 ENGINES = ("itex", "stock")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 STORED_BYTES = 2  # a voxel and channel in a store, as int16 or float16; of a label it is one a voxel
@@ -248,7 +268,7 @@ class JobOptions(Architecture):
         0, "volumes computed at a time, a divisor of the batch (default: 1, or with batch norm the whole batch)", "M"
     )
     dtype: str = option("bfloat16", "compute dtype", choices=DTYPES)
-    optimizer: str = option("muon", choices=OPTIMIZERS)
+    optimizer: str = option("muon", choices=tuple(OPTIMIZERS))
     policy: str = option(
         AUTO,
         "memory policy (default: auto, the fastest that fits; with --run the run's own)",
@@ -260,11 +280,19 @@ class JobOptions(Architecture):
     threads: Optional[int] = option(None, "default: this host's physical cores", "N")
 
 
-def source_job(args: argparse.Namespace) -> Tuple[Optional[Job], List[str]]:
-    """The job of --recipe or --run, None without them; and notes on it. Raises ValueError as `read_run`."""
+class Source(NamedTuple):
+    """The job of --recipe or --run."""
+
+    job: Optional[Job] = None  # None without them; of several workers all that they compute together
+    notes: Sequence[str] = ()  # what an estimate of it does not count, a sentence each
+    workers: int = 1  # of the run
+
+
+def source_job(args: argparse.Namespace) -> Source:
+    """Where a job comes from. Raises ValueError as `read_run`."""
     if hasattr(args, "recipe"):
-        return dataclasses.replace(RECIPES[args.recipe].job, engine=installed_engine()), []
-    return read_run(args.run) if hasattr(args, "run") else (None, [])
+        return Source(dataclasses.replace(RECIPES[args.recipe].job, engine=installed_engine()))
+    return read_run(args.run) if hasattr(args, "run") else Source()
 
 
 def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
@@ -311,14 +339,15 @@ class _Config(TypedDict):
 class _SavedPlan(_Versioned):
     """What plan.json says to the estimator."""
 
+    workers: int
     config: _Config
     job: Dict[str, Any]
 
 
-def read_run(folder: Union[str, Path]) -> Tuple[Job, List[str]]:
-    """The job of the run in `folder`, as its plan.json has it, and what an estimate of it does not count, a sentence
-    each. Raises ValueError for a folder without a plan, or with one that is damaged or of another version."""
-    path, todo = Path(folder) / "plan.json", "continue the run with its store, which writes it anew"
+def read_run(folder: Union[str, Path]) -> Source:
+    """The job of the run in `folder`, as its plan.json has it. Raises ValueError for a folder without a plan, or with
+    one that is damaged or of another version."""
+    path, todo = Path(folder) / "plan.json", "continue the run with its store, which writes it again"
     try:
         content = read_json(path)
         schema = typed(content, _Versioned, "plan")["schema"]
@@ -330,6 +359,8 @@ def read_run(folder: Union[str, Path]) -> Tuple[Job, List[str]]:
         config, job = plan["config"], typed(plan["job"], Job, "job")
         if (set(plan["job"]), set(plan["job"]["unet"])) != (set(vars(job)), set(vars(job.unet))):
             raise ValueError("a job without all of its fields")  # defaults are not what the run has
+        if plan["workers"] < 1 or job.batch % plan["workers"]:
+            raise ValueError(f"{plan['workers']} workers for batches of {job.batch}")
     except OSError as error:
         is_older = (path.parent / "config.json").is_file()
         todo = todo if is_older else "name a folder that `train` has written"
@@ -342,7 +373,7 @@ def read_run(folder: Union[str, Path]) -> Tuple[Job, List[str]]:
     twice = "the run holds its variables once more while its grid changes, which is not counted; `train` adds it"
     notes = {card: config["device"] != "cpu", validation: config["mode"] == "patch" or config["resolution"] != 1}
     notes.update({kept: config["read_mode"] == "ram", twice: config["coarse_steps"] > 0})
-    return job, [note for note, is_so in notes.items() if is_so]
+    return Source(job, [note for note, is_so in notes.items() if is_so], plan["workers"])
 
 
 def stored_bytes(shape: Sequence[int], channels: int) -> int:

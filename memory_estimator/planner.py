@@ -1,6 +1,7 @@
 """What fits: the fastest policy, the largest micro-batch, filters and extent, the mildest change, a GPU's patch.
 
-Memory grows with each of them, but for the allocator's rounding, so a few guesses find the largest. `price` is asked
+Memory grows with each of them, but for the allocator's rounding and wide upper bounds, so a few guesses find nearly the
+largest, and those below it are looked at. `price` is asked
 for estimates: `estimate` with a host's constants in it, or a table in a test.
 """
 
@@ -21,6 +22,9 @@ Price = Callable[[Job], Estimate]
 
 STEP_OF_FILTERS = 8
 """Convolutions are computed in vectors of channels: numbers between cost as much as the next multiple."""
+
+LOOKED_AT = 32
+"""Jobs smaller than the largest that fits: as many volumes at once, 256 filters, 512 voxels along an axis."""
 
 LARGEST = 2**20  # no search goes on past this number: the memory would then be without end
 CONTEXT_BYTES = 2**30  # of a GPU: CUDA's context, cuDNN's and cuBLAS's handles and kernels
@@ -253,9 +257,19 @@ def gpu_bytes(job: Job) -> int:
 
 
 def _largest(chain: Callable[[int], Job], price: Price, budget_bytes: int, last: int) -> Optional[Estimate]:
-    """The largest of a chain's jobs, from 1 to `last`, whose upper bound is within the budget; None where none is."""
-    found = largest_number(lambda number: price(chain(number)).upper_bound_bytes, budget_bytes, last)
-    return price(chain(found)) if found else None
+    """The largest of a chain's jobs, from 1 to `last`, that is within the budget as all smaller ones are; None where
+    the first is not. Wide upper bounds go up and down, so the smaller jobs are looked at too: LOOKED_AT of the
+    smallest, and as many just below the answer."""
+
+    def fits(number: int) -> bool:
+        return price(chain(number)).upper_bound_bytes <= budget_bytes
+
+    largest = largest_number(lambda number: price(chain(number)).upper_bound_bytes, budget_bytes, last)
+    for number in range(1, largest):
+        if (number <= LOOKED_AT or number >= largest - LOOKED_AT) and not fits(number):
+            largest = number - 1
+            break
+    return price(chain(largest)) if largest else None
 
 
 def _smaller(job: Job, kind: str, grids: Optional[Sequence[Tuple[str, Shape3]]]) -> List[Tuple[str, Job]]:

@@ -13,12 +13,13 @@ import functools
 import math
 import statistics
 from dataclasses import dataclass
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 from memory_estimator.common.schema import given, option
 from memory_estimator.common.table import Table
 from memory_estimator.common.units import format_bytes, format_seconds, parse_rate
 from memory_estimator.estimate import Component, Estimate
+from memory_estimator.job import Job
 from models.layer_plan import layer_plan
 
 PIECE_BYTES = 16 * 2**20
@@ -130,6 +131,21 @@ def of_one(whole: Estimate, workers: int) -> Estimate:
     sums = sum(part.bytes for part in whole.components if part.name == "gradient sums")
     exchange = Component("exchange of gradients", EXCHANGED_COPIES * sums, "derived: copies of their sums")
     return dataclasses.replace(whole.with_beside(exchange), step_s=whole.step_s / workers)
+
+
+def share_of(job: Job, workers: int) -> Job:
+    """What one of so many workers computes of a job's batches."""
+    return dataclasses.replace(job, batch=job.batch // workers, micro_batch=job.micro) if workers > 1 else job
+
+
+def of_worker(price: Callable[[Job], Estimate], workers: int) -> Callable[[Job], Estimate]:
+    """As `price`, of one of so many workers, each of which computes the job that is asked for."""
+
+    def price_of_worker(job: Job) -> Estimate:
+        whole = dataclasses.replace(job, batch=job.batch * workers, micro_batch=job.micro)
+        return of_one(price(whole), workers)
+
+    return price_of_worker if workers > 1 else price
 
 
 # --- The command line ---

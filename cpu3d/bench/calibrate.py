@@ -3,51 +3,66 @@
     ./run.sh calibrate
     ./run.sh calibrate --all --out other.json
 
-Runs a few small training steps under TensorFlow's profiler, in a fresh process for each dtype, within a minute for each
-engine: a slow host does fewer. What they show is kept with what `train` and `bench` have seen on this host; estimates
-use it by themselves. With --out the constants are written to a file instead, from these steps alone. Wants a quiet
-machine. Scratch of operations is not fitted: `bench validate --first 3` shows whether its rules hold here.
+Times training steps of a few small networks, which differ in arithmetic and traffic, in a fresh process for each dtype,
+within a minute for each engine: a slow host does fewer. What they show is kept for this host, and estimates use it.
+With --out it is written to a file instead. Run it while nothing else runs. Memory that operations take is not fitted:
+`bench validate --first 3` shows whether its rules hold here.
 """
 
 import dataclasses
 import datetime
 import gc
 import itertools
+import math
+import statistics
 import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
+import numpy as np
 import psutil
+from scipy.optimize import lsq_linear
 
 from cpu3d.bench.harness import Result, in_fresh_process
 from cpu3d.bench.step import WARM_UP_STEPS, made_up
 from cpu3d.host.apply import engine_name, installed, set_up
-from cpu3d.host.fitting import Run
 from cpu3d.host.memory import peak_rss_bytes
-from cpu3d.host.observe import Observer, constants_of, record, write_constants
+from cpu3d.host.speed import QUIET_SHARE, keep_constants, write_constants
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.progress import bar
 from cpu3d.util.records import listed
+from memory_estimator.calibration import FURTHEST, PARTS, HostConstants, runtime_ops, scaled, shipped_constants
 from memory_estimator.common.files import typed
 from memory_estimator.common.schema import option
-from memory_estimator.host import read_host
+from memory_estimator.host import Host, cache_bytes, read_host
 from memory_estimator.job import ENGINES, Job
 from memory_estimator.step.allocator import use
+from memory_estimator.step.timing import step_seconds
 from memory_estimator.step.training_step import training_step
 from models.config import UNetConfig
 
-SHAPE, HALF, SMALL, MOST_STEPS = (96, 96, 96), (48, 96, 96), (48, 64, 64), 8
-"""The largest that constants are fitted to: what is larger is for checking them. Less of it saves time. Steps timed of
-each network, where they are disturbed."""
+SHAPE, HALF, SMALL = (96, 96, 96), (48, 96, 96), (48, 64, 64)
+"""The largest that constants are fitted to: what is larger is for checking them. Less of it saves time."""
 
-COMMAND = "calibrate"  # what its runs say they are from
+TIMED_STEPS = 4  # of each network, of which the two fastest count
 
-BUDGET_S, QUIET = 60, 0.1
-"""For one engine in all its dtypes, start-up included; once it is spent no more networks are begun. CPUs that other
-processes may keep busy before the times are called disturbed."""
+BUDGET_S = 60  # for one engine in all its dtypes, start-up included; once it is spent no more networks are begun
+
+HELD = 0.01
+"""How firmly work, traffic and overhead are held to one common factor: one that differs from it by all of itself weighs
+as much as an error of a tenth in one network's seconds. Networks that do not tell them apart leave them alike."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What was measured of one network."""
+
+    job: Job
+    step_s: Optional[float] = None  # None where it was not timed
+    runtime_bytes: Optional[int] = None  # resident memory of the process besides tensors and scratch
 
 
 @dataclass(frozen=True)
@@ -70,21 +85,23 @@ def run(options: Options) -> int:
     asked = [(engine, dtype) for engine in engines for dtype in ("bfloat16", "float32")[not host.fast_bfloat16 :]]
     with bar("calibrate", total=len(asked)) as advance:
         for number, (engine, dtype) in enumerate(asked):
-            busy = max(busy, psutil.cpu_percent(0.5) / 100 * psutil.cpu_count())  # with others: nothing of ours runs
+            busy = max(busy, psutil.cpu_percent(0.5) / 100)  # with others: nothing of ours runs
             left_s = (BUDGET_S * len(engines) - (time.perf_counter() - begin)) / (len(asked) - number)
             request = {"engine": engine, "networks": networks(dtype), "budget_s": left_s}
             results.append(in_fresh_process(measure, request))
             advance()
-    by_engine: Dict[str, List[Run]] = defaultdict(list)
+    by_engine: Dict[str, List[Timing]] = defaultdict(list)
     for result in results:
-        by_engine[result["engine"]] += [typed(one, Run, "run") for one in result["runs"]]
+        by_engine[result["engine"]] += typed(result["timings"], List[Timing])
+    constants = {engine: fitted(timings, host) for engine, timings in by_engine.items()}
     if options.out:
-        found = [one for runs in by_engine.values() for one in constants_of(runs, host)]
-        write_constants(options.out, found)
-    files = [options.out] if options.out else [record(runs, host) for runs in by_engine.values()]
+        write_constants(options.out, [one for each in constants.values() for one in each])
+    files = [options.out] if options.out else [keep_constants(each, host, name) for name, each in constants.items()]
     left_out, seconds = sum(result["left_out"] for result in results), time.perf_counter() - begin
-    if busy > QUIET:
-        print(f"other processes kept {busy:.1f} CPUs busy: times are too long, calibrate again when quiet")
+    if busy > QUIET_SHARE:
+        print(
+            f"other programs took {busy:.0%} of the CPUs: times are too long, calibrate again while nothing else runs"
+        )
     print(f"{listed(files)} written after {seconds:.0f} s, {left_out} networks left out for want of time")
     return 0
 
@@ -108,45 +125,108 @@ def networks(dtype: str) -> List[Dict[str, Any]]:
     return [{"unet": dataclasses.asdict(UNetConfig(**unet, dtype=dtype)), "shape": shape} for unet, shape in found]
 
 
-# --- One process: small steps, operation by operation ---
+# --- One process: a few steps of each network ---
 
 
 def measure(request: Dict[str, Any]) -> Result:
-    """Time the operations of a few steps of each of `request["networks"]`, {"unet", "shape"} each.
+    """Time a few steps of each of `request["networks"]`, {"unet", "shape"} each.
 
-    The result's "runs" hold what `Run` does. The first network is not timed: after it the process's memory besides
-    tensors is read. Once `request["budget_s"]` is spent, those left are counted in "left_out".
+    The result's "timings" hold what `Timing` does. The first network is not timed: after it the process's memory
+    besides tensors is read. Once `request["budget_s"]` is spent, those left are counted in "left_out".
     """
-    begin, today = time.perf_counter(), datetime.date.today().isoformat()
-    host, _, tf = set_up(request["engine"])
+    begin = time.perf_counter()
+    _, _, tf = set_up(request["engine"])
     from cpu3d.training.learner import Learner
 
     engine = "itex" if "ITEX" in engine_name(tf) else "stock"
     intra_op = tf.config.threading.get_intra_op_parallelism_threads()
-    runs: List[Run] = []
+    timings: List[Timing] = []
     left = list(request["networks"])
-    while left and (len(runs) < 2 or time.perf_counter() - begin < request["budget_s"]):
+    while left and (len(timings) < 2 or time.perf_counter() - begin < request["budget_s"]):
         network = left.pop(0)
         job = Job(UNetConfig(**network["unet"]), tuple(network["shape"]), engine=engine, threads=intra_op)
         learner = Learner(RunConfig(grid=job.shape, unet=job.unet))
         parts = itertools.repeat(made_up(tf, job.unet, 1, job.shape))
-
-        def step(learner=learner, parts=parts) -> float:
-            begin = time.perf_counter()
+        steps_s = []
+        for _ in range(WARM_UP_STEPS + (TIMED_STEPS if timings else 0)):
+            step_begin = time.perf_counter()
             learner.step(parts, 1e-4)
-            return time.perf_counter() - begin
-
-        for _ in range(WARM_UP_STEPS):
-            step()
-        if not runs:
+            steps_s.append(time.perf_counter() - step_begin)
+        if timings:
+            timings.append(Timing(job, step_s=statistics.fmean(sorted(steps_s[WARM_UP_STEPS:])[:2])))
+        else:
             program = training_step(job)
             held = use(program).resident_bytes + max(op.hidden_bytes for op in program.ops)
-            runs.append(Run(job, COMMAND, today, runtime_bytes=peak_rss_bytes() - held))
-        else:
-            observer, found = Observer(job, COMMAND, host, traced=range(1, MOST_STEPS)), None
-            while observer.note(observer.watch(step)) < MOST_STEPS and not (found and found.op_s):
-                found = observer.run()
-            runs.append(observer.run(anyway=True))
-        del learner, parts, step
+            timings.append(Timing(job, runtime_bytes=peak_rss_bytes() - held))
+        del learner, parts
         gc.collect()  # Keras models refer to themselves; the next network must not count this one's weights
-    return {"runs": [dataclasses.asdict(one) for one in runs], "left_out": len(left), "engine": engine}
+    return {"timings": [dataclasses.asdict(one) for one in timings], "left_out": len(left), "engine": engine}
+
+
+# --- From seconds to constants ---
+
+
+def fitted(timings: Sequence[Timing], host: Host) -> List[HostConstants]:
+    """Constants of a host in each dtype of `timings`, all on one engine and number of threads: those that are shipped
+    for its kind, their work, traffic and overhead each times a factor. A dtype that was not timed has the factors of
+    the other."""
+    engine, threads, today = timings[0].job.engine, timings[0].job.threads, datetime.date.today().isoformat()
+    shipped = shipped_constants(host.kernels)
+    origins = {**shipped.origins, "cache_bytes": "measured: /sys", "costs": f"measured: calibrate, {today}"}
+    memory = {name: getattr(shipped, name)[engine] for name in ("baseline_bytes", "op_bytes")}
+    points = [(runtime_ops(training_step(one.job)), one.runtime_bytes) for one in timings if one.runtime_bytes]
+    if points:
+        memory = dict(zip(memory, straight_line(points, memory["op_bytes"])))
+        origins.update(dict.fromkeys(memory, "measured: calibrate, resident memory less the step's tensors"))
+    base = dataclasses.replace(
+        shipped.for_threads(threads),
+        cpu=host.cpu_model,
+        cache_bytes=cache_bytes() or shipped.cache_bytes,
+        measured_threads=0,
+        **{name: {engine: size} for name, size in memory.items()},
+    )
+    by_dtype: Dict[str, List[Timing]] = defaultdict(list)
+    for timing in timings:
+        if timing.step_s:
+            by_dtype[timing.job.unet.dtype].append(timing)
+    factors = {dtype: _factors(some, base) for dtype, some in by_dtype.items()}
+    constants = []
+    for dtype in shipped.costs[engine]:
+        about = {"name": host.cpu_model, "origin": "measured", "origins": origins, "record": "calibrate", "date": today}
+        if dtype not in factors:
+            name = f"{shipped.name}, as much slower or faster as {' and '.join(factors)} was here"
+            about = {"name": name, "origin": "assumed"}
+        factor = factors.get(dtype) or next(iter(factors.values()))
+        costs = {engine: {dtype: scaled(base.speeds(engine, dtype), factor)}}
+        constants.append(dataclasses.replace(base, costs=costs, **about))
+    return constants
+
+
+def straight_line(points: Sequence[Tuple[int, int]], slope: float) -> Tuple[int, int]:
+    """Bytes of no operations, and of each, through measured (operations, bytes); `slope` where it takes two points."""
+    ops, sizes = zip(*points)
+    if len(set(ops)) > 1:
+        slope = max(0.0, np.polyfit(ops, sizes, 1)[0])
+    return max(0, round(statistics.fmean(sizes) - slope * statistics.fmean(ops))), round(slope)
+
+
+def _factors(timings: Sequence[Timing], shipped: HostConstants) -> Dict[str, float]:
+    """By how much each of PARTS takes longer than with shipped constants, from steps in one dtype: least squares of the
+    relative errors, held to one factor for all (ridge regression)."""
+    seconds = np.array([one.step_s for one in timings])
+    parts = [[_step_s(one.job, shipped, {part: 1.0}) for part in PARTS] for one in timings] / seconds[:, None]
+    whole = 1 / np.median(parts.sum(1))
+    held = math.sqrt(HELD) * np.eye(len(PARTS))
+    goal = [*np.ones(len(timings)), *np.diag(held)]
+    apart = lsq_linear(np.vstack([parts * whole, held]), goal, (1 / FURTHEST, FURTHEST)).x
+    factors = dict(zip(PARTS, (apart * whole).tolist()))
+    # Of some operations the longer of two parts counts, which adding them up misses.
+    rest = statistics.median(one.step_s / _step_s(one.job, shipped, factors) for one in timings)
+    return {part: factor * rest for part, factor in factors.items()}
+
+
+def _step_s(job: Job, constants: HostConstants, factors: Dict[str, float]) -> float:
+    """Predicted seconds of a step, its parts times `factors`; those without one do not count."""
+    costs = scaled(constants.speeds(job.engine, job.unet.dtype), {**dict.fromkeys(PARTS, 0.0), **factors})
+    costs = {job.engine: {job.unet.dtype: costs}}
+    return step_seconds(training_step(job), dataclasses.replace(constants, costs=costs), job)

@@ -20,10 +20,12 @@ import os
 import shlex
 import statistics
 import sys
+import tempfile
 import time
 from argparse import Namespace
 from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -31,10 +33,7 @@ from cpu3d.bench import harness
 from cpu3d.bench.harness import Output, ProcessFailedError, Result, gib, host_of, run_peer, valid
 from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force, set_up
-from cpu3d.host.fitting import FEWEST_STEPS
 from cpu3d.host.memory import peak_rss_bytes
-from cpu3d.host.observe import ENOUGH, Observer, live_bytes, trace
-from cpu3d.host.thread_plan import thread_plan
 from cpu3d.settings import AUTO, RunConfig, left_open
 from cpu3d.util.records import by, versions
 from memory_estimator.calibration import HostConstants, find_constants
@@ -84,11 +83,10 @@ OPTIONS = ((MeasuredJob,), StepOptions, Output)
 def run(given: Dict[str, Any], options: StepOptions, output: Output) -> int:
     if options.policies and "policy" in given:
         raise InputError(f"policy must be left out with --policies, got {given['policy']}; leave it out")
-    request, host = step_request(given, options), read_host()
-    # Read before the measurement, which adds to what is known of this host.
-    constants = find_constants(request["threads"] or thread_plan(host).intra_op, host)
+    request = step_request(given, options)
     policies = POLICIES if options.policies else (request["unet"]["policy"],)
-    result = with_predictions(compare_policies(request, policies, options.peer, options.rounds), constants)
+    result = compare_policies(request, policies, options.peer, options.rounds)
+    result = with_predictions(result, find_constants())
     output.publish("policies", result, step_table(result))
     return 0
 
@@ -100,7 +98,7 @@ def step_request(given: Dict[str, Any], options: StepOptions) -> Dict[str, Any]:
     """
     engine = given.get("engine", AUTO)
     known = Namespace(**{**given, "engine": engine})
-    whole, _ = valid(source_job, known)
+    whole = valid(source_job, known).job
     job = valid(job_from, known, whole or Job(UNetConfig(dtype=read_host().best_dtype)))
     engine = job.engine if whole and engine == AUTO else left_open(engine)
     own = {"engine": engine, "threads": given.get("threads")}
@@ -273,8 +271,7 @@ def draw_policies(records: Sequence[Result]) -> bytes:
 def measure(request: Dict[str, Any]) -> Result:
     """Do `steps` training steps in the dtype and on the engine of `request`: their time and their memory.
 
-    Their times are kept for the estimator's constants of this host. With `request["live"]` one more step is profiled
-    for the bytes that are live over it. Both come after the peaks.
+    With `request["live"]` one more step, after the peaks, is profiled for the bytes that are live over it.
     """
     if request.get("threads"):  # else they are the host's own number or the environment's
         os.environ.update(dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(request["threads"])))
@@ -306,16 +303,30 @@ def measure(request: Dict[str, Any]) -> Result:
     about = {"engine_name": engine_name(tf), "threads": in_force(threads), "host": host.summary()}
     result.update(about, versions=versions())
     if request.get("live"):
-        requests = trace(step, live_bytes)[1]
-        result["live_bytes"] = requests and most_in_each_part(requests)  # None where the profiler failed
-    if len(timed) >= FEWEST_STEPS and has_known_engine(result):
-        observer = Observer(job_of_record(result), "bench", host, traced=range(len(timed), len(timed) + ENOUGH))
-        for seconds in timed:
-            observer.note(seconds)
-        for _ in range(ENOUGH):
-            observer.note(observer.watch(step))
-        observer.record()
+        requests = _live_bytes(tf, step)
+        result["live_bytes"] = requests and most_in_each_part(requests)
     return result
+
+
+def _live_bytes(tf: Any, step: Callable[[], Any]) -> List[Tuple[float, int]]:
+    """Seconds, and the bytes that TensorFlow's allocator has handed out then, at each of its requests in a step."""
+    # Where TensorFlow keeps the profile's format, from 2.13 to 2.21 at least.
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    profiler = tf.profiler.experimental
+    with tempfile.TemporaryDirectory() as folder:
+        with profiler.Profile(folder, profiler.ProfilerOptions(host_tracer_level=2, python_tracer_level=0)):
+            step()
+        spaces = [xplane_pb2.XSpace.FromString(path.read_bytes()) for path in Path(folder).rglob("*.xplane.pb")]
+    held = []
+    for plane in (plane for space in spaces for plane in space.planes):
+        names, stats = plane.event_metadata, plane.stat_metadata
+        for line in plane.lines:
+            for event in line.events:
+                if names[event.metadata_id].name in ("MemoryAllocation", "MemoryDeallocation"):
+                    size = next(one for one in event.stats if stats[one.metadata_id].name == "bytes_allocated")
+                    held.append((line.timestamp_ns / 1e9 + event.offset_ps / 1e12, size.int64_value))
+    return sorted(held)
 
 
 def most_in_each_part(requests: List[Tuple[float, int]]) -> List[int]:

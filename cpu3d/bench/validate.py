@@ -110,7 +110,7 @@ def run(options: Options) -> int:
     engines = [one for one in ENGINES if options.engine in (None, one) and installed(one)]
     wanted = [job for job in configurations(threads) if job.engine in engines][: options.first]
     todo = [job for job in wanted if job not in done]
-    constants = find_constants(threads, host)
+    constants = find_constants(host)
     with bar("validate", total=len(todo)) as advance:
         for job in todo:
             needed, free = estimate(job, constants).upper_bound_bytes, read_host().free_bytes

@@ -18,7 +18,7 @@ from cpu3d.compare.statistics import COSTS, Comparison, counts, millions
 from cpu3d.data.store import Store
 from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.inference.scores import METRICS, metric_notes
-from cpu3d.pages.page import flat, gib
+from cpu3d.pages.page import flat
 from cpu3d.pages.viewer import viewer
 from cpu3d.report.pictures import Figures, Line, chart, strips
 from cpu3d.report.report import Section, write_page
@@ -26,6 +26,7 @@ from cpu3d.report.run_files import shown_cases
 from cpu3d.util.progress import say
 from cpu3d.util.records import append_record, by, count, duration, listed, newest, plus_minus, seconds, versions
 from memory_estimator.common.table import PALETTE, Bold, Table
+from memory_estimator.common.units import format_bytes
 from memory_estimator.host import read_host
 
 DIFFERENCES = (
@@ -66,7 +67,7 @@ def plan_table(plan: Sequence[Course], seeds: Sequence[int], budget: str) -> Tab
                 course["policy"],
                 seconds(step_s),
                 duration(run_s[-1]),
-                gib(course["peak_bytes"]),
+                format_bytes(course["peak_bytes"]),
             )
         )
     all_s = duration(sum(run_s) * len(seeds)) if all(run_s) else ""

@@ -21,11 +21,11 @@ from cpu3d.data.store import Store, grid_size
 from cpu3d.errors import InputError, refuse
 from cpu3d.inference.evaluate import PREDICTIONS, read_scores, scores_path
 from cpu3d.inference.scores import METRICS, metrics_in
-from cpu3d.pages.page import gib
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import costs_of, median, numbers, of_kind
 from cpu3d.settings import RunConfig, load_config
 from cpu3d.util.records import number, seconds
+from memory_estimator.common.units import format_bytes
 
 RESAMPLES = 10_000
 SEED = 20_201  # of the resamples: the same values give the same interval
@@ -128,11 +128,11 @@ COSTS = {
     "validation_s": Cost("validation", seconds),
     "train_s": Cost("training in all", seconds),  # of all attempts; not known where the last one did not end
     "core_hours": Cost("core-hours", number),  # of all cores that the process had; None on a card
-    "train_peak_bytes": Cost("peak memory, training", gib, max),
-    "allocator_peak_bytes": Cost("of it TensorFlow's allocator", gib, max),
-    "card_peak_bytes": Cost("card's memory, training", gib, max),
+    "train_peak_bytes": Cost("peak memory, training", format_bytes, max),
+    "allocator_peak_bytes": Cost("of it TensorFlow's allocator", format_bytes, max),
+    "card_peak_bytes": Cost("card's memory, training", format_bytes, max),
     "case_predict_s": Cost("a case predicted", seconds),  # the median over the cases: the first one compiles
-    "predict_peak_bytes": Cost("peak memory, prediction", gib, max),
+    "predict_peak_bytes": Cost("peak memory, prediction", format_bytes, max),
 }
 """By their names in compare.json and the records. Seconds are of the wall clock, memory the largest resident set."""
 

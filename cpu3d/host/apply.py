@@ -10,6 +10,7 @@ Engines: "itex" is TensorFlow with Intel's extension, "stock" without it, None i
 
 import contextlib
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Dict, Iterator, Optional, Tuple
@@ -66,7 +67,7 @@ def import_tensorflow(engine: Optional[str] = None) -> Any:
         if not value.isdigit():
             raise InputError(f"{name} must be a whole number of threads, got {value!r}; unset it")
     fresh = "tensorflow" not in sys.modules
-    with _hidden_plugins() if engine == "stock" else contextlib.nullcontext():
+    with without_notices(), _hidden_plugins() if engine == "stock" else contextlib.nullcontext():
         import tensorflow as tf
     if engine is not None and (engine == "itex") != _itex_is_loaded():
         raise RuntimeError(f"engine must be chosen before TensorFlow is imported, got {engine} on {engine_name(tf)}")
@@ -97,6 +98,43 @@ def set_up(
     tf = import_tensorflow(engine)
     use_device(tf, device)
     return topology.host, plan, tf
+
+
+NOTICES = (
+    "All log messages before absl::InitializeLog",
+    "Compiled cluster using XLA!",
+    "oneDNN custom operations are on",
+    "Could not find cuda drivers",
+    "Unable to register cu",
+)
+"""Parts of lines that TensorFlow and XLA write to stderr whatever TF_CPP_MIN_LOG_LEVEL says."""
+
+
+@contextlib.contextmanager
+def without_notices() -> Iterator[None]:
+    """Keep NOTICES out of stderr, for the import of TensorFlow and for the first computation.
+
+    Libraries write them to the file descriptor, so a process of its own passes on all other lines: those of a crash
+    come through. Where there is no `grep`, and where the user wants all of TensorFlow's log, all lines do.
+    """
+    command = ["grep", "--line-buffered", "-v", *(word for notice in NOTICES for word in ("-e", notice))]
+    try:
+        if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "0":
+            raise OSError
+        stderr = os.dup(2)
+        filtered = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stderr, start_new_session=True)
+    except OSError:
+        yield
+        return
+    os.dup2(filtered.stdin.fileno(), 2)
+    filtered.stdin.close()
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that was started meanwhile keeps it open
+            filtered.wait(1)
 
 
 def in_force(plan: ThreadPlan) -> Dict[str, str]:

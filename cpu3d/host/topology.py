@@ -9,32 +9,12 @@ Most of the project needs its sum alone, the estimator's `Host`; whoever lays wo
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, Iterable, List, NamedTuple, Tuple, Union
+from typing import Dict, Iterable, List, Tuple, Union
 
 from cpu3d.errors import InputError
 from memory_estimator.common.units import GIB
-from memory_estimator.host import (
-    Cpu,
-    Host,
-    available_bytes,
-    cpu_list,
-    cpu_places,
-    fields,
-    meminfo,
-    online,
-    read_host,
-    read_text,
-    sizes,
-)
+from memory_estimator.host import Cpu, Host, Node, cpu_places, meminfo, node_memory, online, read_host
 from memory_estimator.step.onednn import Kernels, highest_isa
-
-
-class Node(NamedTuple):
-    """A NUMA node whose memory this process may use."""
-
-    number: int
-    memory_bytes: int  # 0 for a node that has CPUs and no memory
-    free_bytes: int  # unused, and page cache that the kernel can drop
 
 
 @dataclass(frozen=True)
@@ -68,21 +48,6 @@ def read_topology(root: Union[str, Path] = "/") -> Topology:
         return Topology(host, cpus, (Node(0, host.memory_bytes, host.available_bytes),), host.logical_cpus)
     swap_bytes = meminfo(root).get("SwapTotal", 0)
     return Topology(host, tuple(cpu_places(root)), tuple(node_memory(root)), len(online(root)), swap_bytes)
-
-
-def node_memory(root: Path) -> List[Node]:
-    """The NUMA nodes whose memory this process may use, by number; else all of the machine as node 0."""
-    allowed = cpu_list(fields(read_text(root / "proc/self/status")).get("Mems_allowed_list", ""))
-    nodes = []
-    for path in (root / "sys/devices/system/node").glob("node[0-9]*/meminfo"):
-        number = int(path.parent.name[4:])
-        # "Node 0 MemTotal:   24684092 kB"
-        found = sizes("\n".join(line.split(None, 2)[-1] for line in read_text(path).splitlines()))
-        if not allowed or number in allowed:
-            dropped = found.get("Active(file)", 0) + found.get("Inactive(file)", 0)
-            nodes.append(Node(number, found.get("MemTotal", 0), found.get("MemFree", 0) + dropped))
-    memory = meminfo(root)
-    return sorted(nodes) or [Node(0, memory["MemTotal"], available_bytes(memory))]
 
 
 def cpu_ranges(numbers: Iterable[int]) -> str:

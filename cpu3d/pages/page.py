@@ -10,7 +10,7 @@ from typing import Any, List, Tuple
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import writable_folder
 from memory_estimator.common.schema import as_typed
-from memory_estimator.common.units import GIB
+from memory_estimator.common.units import format_bytes
 
 
 def page_file(out: Path) -> Path:
@@ -54,13 +54,8 @@ def flat(content: Any, prefix: str = "") -> List[Tuple[str, str]]:
     if isinstance(content, (list, tuple)) and not any(isinstance(value, (dict, list, tuple)) for value in content):
         return [(prefix, ", ".join(map(str, content)) or "-")]
     if prefix.endswith("_bytes") and isinstance(content, int):
-        return [(prefix[: -len("_bytes")], gib(content))]
+        return [(prefix[: -len("_bytes")], format_bytes(content))]
     return [(prefix, content if isinstance(content, str) else json.dumps(content))]
-
-
-def gib(size_bytes: Any) -> str:
-    """ "1.50 GiB", and "-" for nothing or what is not known."""
-    return f"{size_bytes / GIB:.2f} GiB" if size_bytes else "-"
 
 
 def percent(share: Any) -> str:

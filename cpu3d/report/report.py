@@ -13,7 +13,7 @@ from typing import Any, List, Mapping, Optional, Sequence, Tuple, Union
 
 from cpu3d.inference.evaluate import PREDICTIONS, ranked, scores_path, summary_table, warning
 from cpu3d.inference.scores import METRICS, metrics_in
-from cpu3d.pages.page import flat, gib, page_file, percent, render_page
+from cpu3d.pages.page import flat, page_file, percent, render_page
 from cpu3d.pages.viewer import viewer
 from cpu3d.report import pictures
 from cpu3d.report.pictures import Figures, Line
@@ -23,7 +23,7 @@ from cpu3d.util.atomic import atomic_write
 from cpu3d.util.records import by, count, duration, listed, seconds
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import PALETTE, Bold, Table
-from memory_estimator.common.units import GIB
+from memory_estimator.common.units import GIB, format_bytes
 
 
 @dataclass(frozen=True)
@@ -261,8 +261,8 @@ def _costs(files: RunFiles) -> Table:
     wait_share = costs.wait_s / costs.steps_s if costs.steps_s else None
     beside_share = beside_s / all_s if all_s else None
     rows = [
-        ("peak memory of the process", gib(costs.peak_rss_bytes), "largest resident set in the log"),
-        (f"peak of TensorFlow's allocator on {device}", gib(costs.allocator_peak_bytes), held),
+        ("peak memory of the process", format_bytes(costs.peak_rss_bytes), "largest resident set in the log"),
+        (f"peak of TensorFlow's allocator on {device}", format_bytes(costs.allocator_peak_bytes), held),
         ("time per coarse step", seconds(costs.coarse_step_s), "median"),
         ("time per step", seconds(costs.step_s), "median"),
         ("waiting for data", percent(wait_share), "of the time of the steps"),
@@ -277,20 +277,22 @@ def _costs(files: RunFiles) -> Table:
 
 def _predicted(starts: Events, events: Events, coarse_steps: int) -> Table:
     """What was predicted of the last attempt beside what was measured; no rows where nothing was."""
-    predicted = starts[-1].get("predicted", {}) if starts else {}
+    predicted = dict(starts[-1].get("predicted", {})) if starts else {}
+    predicted["coarse_step_s"] = predicted.get("coarse", {}).get("step_s")
     begin = max((place for place, event in enumerate(events) if event["event"] == "start"), default=0)
     computing = [
         {**event, "step_s": event["step_s"] - event.get("wait_s", 0)} if "step_s" in event else event
         for event in events[begin:]
     ]
     costs, rows = costs_of(computing, coarse_steps), []
-    for name, value, measured, show in (
-        ("peak of TensorFlow's allocator", predicted.get("allocator_peak_bytes"), costs.allocator_peak_bytes, gib),
-        ("peak memory of the process", predicted.get("process_peak_bytes"), costs.peak_rss_bytes, gib),
-        ("upper bound of it", predicted.get("upper_bound_bytes"), costs.peak_rss_bytes, gib),
-        ("time per coarse step", predicted.get("coarse", {}).get("step_s"), costs.coarse_step_s, seconds),
-        ("time per step", predicted.get("step_s"), costs.step_s, seconds),
+    for name, key, measured, show in (
+        ("peak of TensorFlow's allocator", "allocator_peak_bytes", costs.allocator_peak_bytes, format_bytes),
+        ("peak memory of the process", "process_peak_bytes", costs.peak_rss_bytes, format_bytes),
+        ("upper bound of it", "upper_bound_bytes", costs.peak_rss_bytes, format_bytes),
+        ("time per coarse step", "coarse_step_s", costs.coarse_step_s, seconds),
+        ("time per step", "step_s", costs.step_s, seconds),
     ):
+        value = predicted.get(key)
         if value:
             rows.append((name, show(value), show(measured), f"{value / measured - 1:+.1%}" if measured else "-"))
     caption = "Of the last attempt, without waiting for data. The process's peak includes mapped pages of the store."

@@ -21,7 +21,7 @@ from cpu3d.util.atomic import atomic_write, sync, sync_folder
 from cpu3d.util.progress import columns, say
 from cpu3d.util.records import duration
 from memory_estimator.common.files import open_regular
-from memory_estimator.common.units import GIB
+from memory_estimator.common.units import format_bytes
 
 FINISHED = ("finished", "early stop")
 """Reasons in the last line of a run that is over. Any other one was stopped, and goes on."""
@@ -164,7 +164,7 @@ def shown(
         pace.note(event)
         dice = "  ".join(f"{name} {value:.3f}" for name, value in event.get("dice", {}).items())
         if group == "step":
-            speed = f"{event['step_s'] / batch:.2f} s/volume  {event['rss_bytes'] / GIB:.1f} GiB"
+            speed = f"{event['step_s'] / batch:.2f} s/volume  {format_bytes(event['rss_bytes'])}"
             state = f"loss {event['loss']:.3f}  {dice}  {speed}"
             left = duration(pace.seconds_left(step, steps))
             bar.update(task, completed=step, state=state, left=left)
@@ -180,7 +180,7 @@ def shown(
             line = event["reason"]
         elif group == "end":
             peak = (
-                f"{event['wait_share']:.1%} of the steps waiting for data, peak {event['peak_rss_bytes'] / GIB:.1f} GiB"
+                f"{event['wait_share']:.1%} of the steps waiting for data, peak {format_bytes(event['peak_rss_bytes'])}"
             )
             line = f"{event['reason']} after step {step}: {event['seconds']:.0f} s in all, {peak}"
         if line:

@@ -27,7 +27,7 @@ from cpu3d.distributed.all_reduce import ALONE, Exchange, array_from_chief, text
 from cpu3d.errors import DivergedError, InputError, Interrupted, MemoryRunsOutError, WorkerLostError, WorkersDifferError
 from cpu3d.host.gpu import memory_device
 from cpu3d.host.memory import peak_rss_bytes
-from cpu3d.host.observe import Observer
+from cpu3d.host.speed import Observer
 from cpu3d.plan import Plan
 from cpu3d.run.checkpoint import checkpoints, newest, set_aside, write_best, write_next
 from cpu3d.run.log import append_event, forget_after, read_events, shown
@@ -294,8 +294,7 @@ class Fit:
         rate, observer = config.rate_at(self.step, self.steps), None if is_coarse else self._observer
         waited_before_s, finished_before_s = parts.waited_s, parts.finished_s
         with self._saved_where_one_is_lost():  # nothing but this step is
-            step = functools.partial(self._compute, self.learner, parts, rate, wish)
-            outcome, step_s = observer.watch(step) if observer else step()
+            outcome, step_s = self._compute(self.learner, parts, rate, wish)
         waited_s = parts.waited_s - waited_before_s
         own_s = step_s - waited_s - (parts.finished_s - finished_before_s) - outcome.exchange_s
         if observer and observer.note(own_s) == ENOUGH_STEPS:

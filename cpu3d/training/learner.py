@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
-from cpu3d.host.observe import AVERAGE
+from cpu3d.host.apply import without_notices
 from cpu3d.settings import RunConfig
 from cpu3d.training.losses import DiceCrossEntropy
 from cpu3d.training.muon import Muon
@@ -60,6 +60,7 @@ class Learner:
         self._updates = tf.Variable(0, dtype=tf.int64, trainable=False)
         summed = self.model.trainable_variables if config.parts > 1 else []  # not in a checkpoint: zero at each step
         self._sums = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in summed]
+        self._has_computed = False
         compiled = functools.partial(tf.function, autograph=False)  # nothing in them branches on a tensor
         self._step = compiled(self._train)
         self._accumulate = compiled(self._add_part)
@@ -85,7 +86,7 @@ class Learner:
         config = self.config
         self.optimizer.learning_rate.assign(learning_rate)
         if config.parts == 1:
-            loss, dice = self._step(*next(parts))
+            loss, dice = self._computed(self._step, *next(parts))
             return Outcome(np.array([float(loss)]), dice.numpy(), np.array([note()]))
         for total in self._sums:
             total.assign(tf.zeros(total.shape))
@@ -95,7 +96,7 @@ class Learner:
         losses, dice = np.zeros(config.parts, np.float32), np.zeros((config.batch, config.unet.outputs), np.float32)
         for part in range(first, first + share):
             # No name is kept for a part: it would live beside the next one.
-            loss, own_dice = self._accumulate(*next(parts))
+            loss, own_dice = self._computed(self._accumulate, *next(parts))
             losses[part] = loss
             dice[part * config.micro : (part + 1) * config.micro] = own_dice
             if not np.isfinite(losses[part]):
@@ -165,6 +166,13 @@ class Learner:
         groups = {"model": self.model.weights, "optimizer": self.optimizer.variables, "average": self._average}
         named = {f"{group}/{i:03d}": v for group, found in groups.items() for i, v in enumerate(found)}
         return {**named, "updates": self._updates}
+
+    def _computed(self, function: Callable, *parts: tf.Tensor) -> Any:
+        """What a compiled function gives, the first time without the notices that XLA writes to stderr then."""
+        notices = contextlib.nullcontext() if self._has_computed else without_notices()
+        self._has_computed = True
+        with notices:
+            return function(*parts)
 
     # --- Workers ---
 
@@ -236,7 +244,7 @@ class Learner:
         self._updates.assign_add(1)
         # The early average is a plain mean: 1 - 1/n until the decay is reached, so that it never starts from noise.
         updates = tf.cast(self._updates, tf.float32)
-        with tf.name_scope(AVERAGE):
+        with tf.name_scope("average"):
             for mean, variable in zip(self._average, self.model.trainable_variables):
                 decay = tf.minimum(self.config.ema, 1 - 1 / updates)
                 mean.assign(decay * mean + (1 - decay) * variable)

@@ -23,7 +23,7 @@ from cpu3d.distributed.cluster import Cluster, read_cluster
 from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.gpu import HostGpus, fits_memory
-from cpu3d.host.observe import Observer
+from cpu3d.host.speed import Observer
 from cpu3d.host.thread_plan import describe, share_of
 from cpu3d.plan import Plan, check_fits, make_plan, plan_of_chief, save_plan
 from cpu3d.run.checkpoint import BEST, checkpoints
@@ -182,8 +182,7 @@ def _lock_of_chief(cluster: Cluster, run_folder: Path) -> Iterator[None]:
 
 
 def _observer(plan: Plan, host: Host, cluster: Cluster) -> Optional[Observer]:
-    """Of the chief's steps on a CPU. Only steps that are all the network's are profiled: what rotates and resamples
-    patches, and what other workers wait for, is no part of the estimator's step."""
+    """Of the chief's steps on a CPU."""
     if not cluster.is_chief or plan.estimate is None:
         return None
     config, workers = plan.config, cluster.workers
@@ -191,8 +190,7 @@ def _observer(plan: Plan, host: Host, cluster: Cluster) -> Optional[Observer]:
     job = dataclasses.replace(
         plan.estimate.job, batch=config.batch // workers, micro_batch=config.micro, threads=threads, averaged=False
     )
-    alone = workers == 1 and not config.is_patch and config.resolution == 1
-    return Observer(job, "train", host, warm_up=1, traced=range(2, 10) if alone else ())
+    return Observer(job, host, warm_up=1)
 
 
 def _changes(

@@ -4,10 +4,12 @@ import dataclasses
 import json
 import math
 import os
+import re
 import stat
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Callable, Dict, List, Optional, TypeVar, Union
+
+import msgspec
 
 T = TypeVar("T")
 
@@ -88,51 +90,70 @@ def read_records(path: Path, kind: str, use: Callable[[Dict[str, Any]], Optional
 
 
 def typed(content: Any, kind: Any, name: str = "content") -> Any:
-    """Parsed JSON as `kind`: a dataclass or TypedDict, a Tuple, Sequence, List, Dict or Optional of them, a plain type.
+    """Parsed JSON as `kind`: a dataclass or TypedDict, a tuple, list, dict or Optional of them, a plain type.
 
     Lists become tuples where `kind` has tuples, text becomes int where keys are int, and an int is a float too. Fields
     with defaults may be missing, and a TypedDict may have more fields. Raises ValueError, with the dotted name, where a
-    value is none of its kind: of another type, no finite number, an integer beyond 64 bits, a field missing or unknown.
+    value is not of its kind: of another type, no finite number, an integer beyond 64 bits, a field missing or unknown.
     """
-    origin, inner = get_origin(kind), get_args(kind)
-    if kind is Any or (origin is Union and content is None):
-        return content
-    if origin is Union:  # Optional
-        return typed(content, inner[0], name)
-    if dataclasses.is_dataclass(kind) or hasattr(kind, "__required_keys__"):
-        return _typed_record(content, kind, name)
-    if origin in (tuple, Sequence, list) and isinstance(content, list):
-        made, is_open = list if origin is list else tuple, origin is not tuple or inner[-1] is ...
-        if is_open and inner[0] is str and set(map(type, content)) <= {str}:
-            return made(content)  # in no time, as there may be half a million ids of cases
-        kinds = inner[:1] * len(content) if is_open else inner
-        if len(kinds) == len(content):
-            return made(typed(one, of, f"{name}[{i}]") for i, (one, of) in enumerate(zip(content, kinds)))
-    elif origin is dict and isinstance(content, dict):
-        if inner[0] is not int or all(key.isdecimal() and key.isascii() and len(key) < 19 for key in content):
-            return {inner[0](key): typed(value, inner[1], f"{name}.{key}") for key, value in content.items()}
-    elif origin is None and isinstance(content, (int, float) if kind is float else kind):
-        if kind is bool or not isinstance(content, (bool, int, float)):
-            return content
-        if not isinstance(content, bool) and abs(content) < (2**63 if isinstance(content, int) else math.inf):
-            return content
-    words = str(kind).replace("typing.", "") if origin else kind.__name__
-    raise ValueError(f"{name} must be {words}, got {_short(content)}")
+    try:
+        record = msgspec.convert(content, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ValueError):  # of a dataclass's own check
+            raise error.__cause__ from None
+        raise ValueError(_message(str(error), content, name)) from None
+    _check_rest(record, content, name)
+    return record
 
 
-def _typed_record(content: Any, kind: Any, name: str) -> Any:
-    if not isinstance(content, dict):
-        raise ValueError(f"{name} must be an object, got {_short(content)}")
-    hints = get_type_hints(kind)
-    needed, known = getattr(kind, "__required_keys__", ()), set(content)
-    if dataclasses.is_dataclass(kind):
-        fields = dataclasses.fields(kind)
-        needed, known = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING], set(hints)
-    missing, unknown = (", ".join(sorted(names)) for names in ({*needed} - set(content), set(content) - known))
-    if missing or unknown:
-        found = " and ".join([f"no {missing}"] * bool(missing) + [f"unknown {unknown}"] * bool(unknown))
-        raise ValueError(f"{name} must have its fields and no others, got {_short(found)}")
-    return kind(**{field: typed(value, hints.get(field, Any), f"{name}.{field}") for field, value in content.items()})
+def _check_rest(record: Any, content: Any, name: str) -> None:
+    """Raise ValueError for what msgspec lets pass: unknown fields of a dataclass, numbers that are too large."""
+    if dataclasses.is_dataclass(record):
+        names = [field.name for field in dataclasses.fields(record)]
+        unknown = ", ".join(sorted(set(content) - set(names)))
+        if unknown:
+            raise ValueError(f"{name} must have its fields and no others, got unknown {unknown}")
+        for missing in set(names) - set(vars(record)):  # msgspec leaves plain defaults to the class
+            object.__setattr__(record, missing, getattr(record, missing))
+        parts = [(f".{key}", getattr(record, key), value) for key, value in content.items()]
+    elif isinstance(record, dict):
+        parts = [(f".{key}", value, content.get(key, content.get(str(key)))) for key, value in record.items()]
+    elif isinstance(record, (list, tuple)) and not all(type(one) is str for one in record):
+        parts = [(f"[{index}]", *both) for index, both in enumerate(zip(record, content))]
+    else:
+        parts = []
+        is_number = isinstance(record, (int, float)) and not isinstance(record, bool)
+        if is_number and not abs(record) < (2**63 if isinstance(record, int) else math.inf):
+            raise ValueError(f"{name} must be {type(record).__name__}, got {_short(record)}")
+    for place, part, value in parts:
+        _check_rest(part, value, name + place)
+
+
+def _message(error: str, content: Any, name: str) -> str:
+    """What msgspec says of content, with the name of the place and the value there."""
+    rule, _, path = error.partition(" - at ")
+    places = [(name, content)]
+    for key, index in re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", path):
+        if index == "...":  # one of a dict's values
+            places = [(f"{place}.{key}", value) for place, parts in places for key, value in parts.items()]
+        elif index:
+            places = [(f"{place}[{index}]", parts[int(index)]) for place, parts in places if int(index) < len(parts)]
+        else:
+            places = [(f"{place}.{key}", parts[key]) for place, parts in places if key in parts]
+    missing = re.match(r"Object missing required field `(.+)`", rule)
+    if missing:
+        place = next(place for place, value in places if missing[1] not in value)
+        return f"{place} must have its fields and no others, got no {missing[1]}"
+    expected = re.sub(r"Expected (.+?)(, got .*)?$", r"must be \1", rule).replace("`", "")
+    kinds = re.findall(r"\w+", expected)
+    place, value = next((one for one in places if _kind_of(one[1]) not in kinds), places[0])
+    return f"{place} {expected}, got {_short(value)}"
+
+
+def _kind_of(value: Any) -> str:
+    """As msgspec calls the type of a value of JSON."""
+    names = {type(None): "null", dict: "object", list: "array"}
+    return names.get(type(value), type(value).__name__)
 
 
 def _short(content: Any) -> str:

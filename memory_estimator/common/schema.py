@@ -62,7 +62,7 @@ class Option:
 @functools.cache
 def in_checkout() -> bool:
     """Whether this is the project's own folder, and not what pip has installed of it."""
-    return (Path(__file__).resolve().parents[1] / "run.sh").is_file()
+    return (Path(__file__).resolve().parents[2] / "run.sh").is_file()
 
 
 def as_typed(text: str) -> str:

@@ -7,11 +7,7 @@ console.print(table), table.markdown(), table.html()
 import html
 import io
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, List, Sequence
-
-if TYPE_CHECKING:
-    import rich.console
-    import rich.table
+from typing import Any, List, Sequence
 
 WIDTH = 120  # columns where the output is no terminal, as in a log
 
@@ -44,8 +40,8 @@ class Table:
     caption: str = ""  # what holds for all rows, below the table
     names: int = 1
 
-    def rich(self) -> "rich.table.Table":
-        """For a `rich` console; brackets in cells are text, not markup."""
+    def rich(self) -> Any:
+        """A table of `rich`, for its console; brackets in cells are text, not markup."""
         from rich import box
         from rich.table import Table as RichTable
         from rich.text import Text
@@ -91,8 +87,8 @@ class Table:
         )
 
 
-def new_console() -> "rich.console.Console":
-    """For printing text as it is and tables: as wide as the terminal, or as WIDTH."""
+def new_console() -> Any:
+    """A `rich` console for printing text as it is and tables: as wide as the terminal, or as WIDTH."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, soft_wrap=True)

@@ -1,6 +1,7 @@
 """Amounts of memory and time as people write and read them; bytes and seconds everywhere else."""
 
 import re
+from typing import Optional
 
 UNITS = {
     "B": 1,
@@ -15,9 +16,11 @@ GIB = UNITS["GiB"]  # for dividing by, where a figure has a unit of its own, as 
 def parse_bytes(text: str) -> int:
     """Bytes of an amount such as "1.5TiB" or "384 GB". Raises ValueError unless it is a positive number with a unit. A
     bare "64G" is refused rather than guessed at: it is 7 % more in GiB than in GB, which decides whether a job fits."""
-    match = re.fullmatch(r"(\d+)(?:\.(\d+))?\s*([A-Za-z]+)", text.strip(), re.ASCII)
+    match = re.fullmatch(r"(\d{1,18})(?:\.(\d{1,18}))?\s*([A-Za-z]+)", text.strip(), re.ASCII)
     if not match:
-        raise ValueError(f"memory must be a number with its unit, got {text!r}; write it like 384GiB or 1.5TiB")
+        shown = text if len(text) <= 60 else f"{text[:57]}..."
+        rule = "memory must be a number with its unit, of 18 digits at most"
+        raise ValueError(f"{rule}, got {shown!r}; write it like 384GiB or 1.5TiB")
     whole, fraction, unit = match[1], match[2] or "", match[3].lower()
     units = {name.lower(): size for name, size in UNITS.items()}
     if unit not in units:
@@ -28,8 +31,10 @@ def parse_bytes(text: str) -> int:
     return size
 
 
-def format_bytes(size_bytes: int) -> str:
-    """For reading: the unit that leaves no more than four digits before the point. Keeps the sign."""
+def format_bytes(size_bytes: Optional[float]) -> str:
+    """For reading: the unit that leaves no more than four digits before the point; "-" for None. Keeps the sign."""
+    if size_bytes is None:
+        return "-"
     size = abs(size_bytes)
     for unit, below, digits in (("KiB", 2**20, 0), ("MiB", 2**30, 0), ("GiB", 2**40, 2)):
         if size < below:
@@ -47,7 +52,7 @@ def format_seconds(seconds: float) -> str:
 
 def parse_rate(text: str) -> float:
     """Bytes a second of a rate such as "25Gbit/s" or "2GB/s". Raises ValueError for others, as "25Gb/s"."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kMGT]?)bit|([kMGT]?B|[KMGT]iB))/s", text.strip(), re.ASCII)
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([kMGT]?)bit|([kMGT]?B|[KMGT]iB))/s", text.strip(), re.ASCII)
     if not match or not float(match[1]):
         raise ValueError(f"rate must be a positive number with its unit, got {text!r}; write it like 25Gbit/s or 2GB/s")
     unit = UNITS[match[3]] if match[3] else 1000 ** ("", "k", "M", "G", "T").index(match[2]) / 8

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
-from memory_estimator.job import DTYPE_BYTES, Job
+from memory_estimator.job import DTYPE_BYTES, OPTIMIZERS, Job, Optimizer
 from memory_estimator.step.allocator import region_bytes
 from memory_estimator.step.onednn import Kernels, Setting
 from memory_estimator.step.program import Program, StepOp, Tensor, buffers_of, inputs_made, kernel_made
@@ -35,7 +35,7 @@ class Writer:
 
     def __init__(self, job: Job, kernels: Kernels):
         """Writes weights, slots and one input batch down. Raises ValueError for a shape the network cannot take."""
-        self.job = job
+        self.job, self._optimizer = job, OPTIMIZERS[job.optimizer]
         self.plan = layer_plan(job.unet, job.shape)
         self.layers = {op.name: op for op in self.plan}
         self.itex = job.engine == "itex"
@@ -72,8 +72,8 @@ class Writer:
         target = self.tensor("target", job.voxels * job.unet.outputs, "input")
         self._before += inputs_made([(image, job.unet.dtype), (target, "uint8")])
         self.resident += [image, target]
-        if job.optimizer == "muon":
-            sides = {min(kernel_sides(op)) for op in self._kernels if slots_of("muon", op) == 1}
+        if self._optimizer.orthogonal:
+            sides = {min(kernel_sides(op)) for op in self._kernels if is_orthogonal(op)}
             for side in sorted(sides):
                 for name in (f"diagonal{side}", f"diagonal{side}/2"):
                     constant = self.tensor(name, 4 * side**2, "optimizer slots")
@@ -228,12 +228,12 @@ class Writer:
     def update(self) -> None:
         """What ends a step: the gradients that are not done yet, whether all are finite, then weight by weight. A
         micro-batch adds its gradients to their sums in place; once all are done, the update reads those."""
-        optimizer, summed = self.job.optimizer, self.job.parts > 1
+        optimizer, summed = self._optimizer, self.job.parts > 1
         written = {tensor.name: index for index, each in enumerate(self._ops) for tensor in each.writes}
         late = [op for op in self._kernels if op.name not in self._gradients]
         late.sort(key=lambda op: -written[filter_gradient_name(op)])
         # Without a cast in between, SGD's negation is put off until nothing else reads the gradient, and is in place.
-        in_place = late if optimizer == "sgd" and not (summed or self.mixed) else []
+        in_place = late if optimizer.prepared == "negated" and not (summed or self.mixed) else []
         for op in late:
             if in_place:
                 self._gradients[op.name] = filter_gradient_name(op)
@@ -247,12 +247,12 @@ class Writer:
                 self._gradients[op.name] = total
             for op in self._kernels:
                 self._prepare(op)
-        if optimizer == "sgd":
+        if optimizer.prepared == "negated":
             self._descend(in_place)
             return
         for op in self._kernels:
-            if optimizer == "muon":
-                (self._orthogonalise if slots_of(optimizer, op) == 1 else self._adapt)(op)
+            if optimizer.orthogonal:
+                (self._orthogonalise if is_orthogonal(op) else self._adapt)(op)
                 continue
             slots = [f"{op.name}/slot{slot}" for slot in range(slots_of(optimizer, op))]
             reads = [self._gradients[op.name], *slots, f"{op.name}/square", f"{op.name}/kernel"]
@@ -260,9 +260,9 @@ class Writer:
 
     def _prepare(self, op: LayerOp, over: Optional[str] = None) -> None:
         """Adam squares a gradient, SGD negates it. Muon does nothing before a kernel's turn."""
-        if self.job.optimizer == "muon":
+        if not self._optimizer.prepared:
             return
-        name = f"{op.name}/{'negated' if self.job.optimizer == 'sgd' else 'square'}"
+        name = f"{op.name}/{self._optimizer.prepared}"
         self.make(name, "update", [self._gradients[op.name]], 4 * kernel_elements(op), takes_over=over)
 
     def _descend(self, in_place: Sequence[LayerOp]) -> None:
@@ -322,7 +322,7 @@ class Writer:
 
     def _make_weights(self) -> None:
         """Kernels, slots as zeros, averages as copies: in the order of `cpu3d.training.learner.Learner`."""
-        kernels, optimizer = self._kernels, self.job.optimizer
+        kernels, optimizer = self._kernels, self._optimizer
         for op in kernels:
             kernel = self.tensor(f"{op.name}/kernel", 4 * kernel_elements(op), "weights")
             self._before += kernel_made(kernel)
@@ -332,7 +332,7 @@ class Writer:
         small = trained + sum(op.frozen for op in self.plan)
         self.resident.append(self.tensor("norms and biases", 4 * small, "weights"))
         copies = [(op, f"slot{n}", "optimizer slots") for op in kernels for n in range(slots_of(optimizer, op))]
-        if optimizer == "muon":  # which makes all its means first
+        if optimizer.orthogonal:  # Muon makes all its means first
             copies.sort(key=lambda copy: copy[1])
         if self.job.averaged:
             copies += [(op, "average", "averaged weights") for op in kernels]
@@ -342,7 +342,7 @@ class Writer:
             copy = self.tensor(f"{op.name}/{suffix}", 4 * kernel_elements(op), group)
             self._before.append(StepOp(copy.name, "update", writes=(copy,)))
             self.resident.append(copy)
-        small_slots = 4 * slots_of(optimizer) * trained
+        small_slots = 4 * optimizer.slots * trained
         self.resident.append(self.tensor("slots of norms and biases", small_slots, "optimizer slots"))
         if self.job.parts > 1:
             self.resident.append(self.tensor("sums of norms and biases", 4 * trained, "gradient sums"))
@@ -353,12 +353,14 @@ def kernel_elements(op: LayerOp) -> int:
     return op.trainable - (op.shape[3] if op.kind == "head" else 0)
 
 
-def slots_of(optimizer: str, op: Optional[LayerOp] = None) -> int:
-    """Float32 copies that the optimizer keeps of a layer's kernel, or of what is no kernel: mean and variance, or the
-    momentum. Muon leaves norms, biases and 1x1x1 kernels to Adam."""
-    if optimizer == "muon":
-        return 1 if op and op.kind in ("conv", "up_conv") and op.kernel > 1 else 2
-    return {"adam": 2, "sgd": 1}[optimizer]
+def slots_of(optimizer: Optimizer, op: LayerOp) -> int:
+    """Float32 copies that the optimizer keeps of a layer's kernel."""
+    return optimizer.kernel_slots if is_orthogonal(op) else optimizer.slots
+
+
+def is_orthogonal(op: LayerOp) -> bool:
+    """Whether Muon updates a layer's kernel; it leaves norms, biases and 1x1x1 kernels to Adam."""
+    return op.kind in ("conv", "up_conv") and op.kernel > 1
 
 
 def kernel_sides(op: LayerOp) -> Tuple[int, int]:

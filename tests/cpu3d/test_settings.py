@@ -133,7 +133,7 @@ SAVED = dataclasses.replace(
         ("grid", [16, 16], "config.grid must be"),
         ("grid", [16, 0, 16], "grid must be positive"),
         ("seed", True, "config.seed must be int, got true"),
-        ("ema", float("nan"), "config.ema must be float, got NaN"),
+        ("ema", float("nan"), "ema must be at least 0, got nan"),
         ("steps", 10**30, "config.steps must be int"),
         ("unet", {"filters": "8"}, "config.unet.filters must be int, got 8"),
         ("augment", {"flop": True}, "config.augment must have its fields and no others, got unknown flop"),

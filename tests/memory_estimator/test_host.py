@@ -48,6 +48,24 @@ def test_only_the_cpus_in_the_mask_count(xeon, mask, sockets, cores, cpus, nodes
     assert host.isa == XEON.host.isa
 
 
+@pytest.mark.parametrize(
+    ("status", "numa_maps", "nodes"),
+    [
+        ("", "", 2),
+        ("Mems_allowed_list: 1", "", 1),  # a cpuset, as Slurm sets it
+        ("Mems_allowed_list: 0-1", "561bbaff2000 bind:0 file=/usr/bin/python3\n7f0000000000 default\n", 1),  # numactl
+        ("Mems_allowed_list: 0-1", "561bbaff2000 interleave:0-1 file=/usr/bin/python3\n", 2),
+    ],
+)
+def test_only_the_memory_of_allowed_nodes_is_free(xeon, status, numa_maps, nodes):
+    """Two nodes of 768 GiB, 97 % of each free."""
+    write(xeon, "proc/self/status", f"Cpus_allowed_list: 0-111\n{status}")
+    write(xeon, "proc/self/numa_maps", numa_maps)
+    host = read_host(xeon)
+    assert host.free_bytes == pytest.approx(nodes * 0.97 * 768 * GIB, abs=GIB)
+    assert host.memory_bytes == 1536 * GIB
+
+
 def test_the_kernels_of_onednn_follow_the_instructions_the_caches_and_the_environment(xeon, monkeypatch):
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     for index, (level, kind, size) in enumerate([(1, "Data", 32), (1, "Instruction", 64), (2, "Unified", 1024)]):

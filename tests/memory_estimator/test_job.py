@@ -91,7 +91,13 @@ def plan_of(tmp_path):
     """Writes the plan of a run, with changes, and returns its folder."""
 
     def written(settings=(), **changes):
-        plan = {"schema": 1, "engine": "stock", "job": dataclasses.asdict(JOB), "config": {**CONFIG, **dict(settings)}}
+        plan = {
+            "schema": 1,
+            "workers": 2,
+            "engine": "stock",
+            "job": dataclasses.asdict(JOB),
+            "config": {**CONFIG, **dict(settings)},
+        }
         (tmp_path / "plan.json").write_text(json.dumps({**plan, **changes}))
         return tmp_path
 
@@ -99,10 +105,10 @@ def plan_of(tmp_path):
 
 
 def test_a_run_is_the_job_of_its_plan_and_what_its_estimate_leaves_out_is_said(plan_of):
-    assert read_run(plan_of()) == (JOB, [])
-    (note,) = read_run(plan_of({"resolution": 0.5}))[1]
+    assert read_run(plan_of()) == (JOB, [], 2)
+    (note,) = read_run(plan_of({"resolution": 0.5})).notes
     assert "validates on whole volumes" in note
-    assert read_run(plan_of({"mode": "patch", "device": "gpu:1"}))[1] == [
+    assert read_run(plan_of({"mode": "patch", "device": "gpu:1"})).notes == [
         "the run is on gpu:1: a CPU is estimated; `train` says what its steps take on the card", note
     ]  # fmt: skip
 
@@ -116,12 +122,13 @@ def test_a_run_is_the_job_of_its_plan_and_what_its_estimate_leaves_out_is_said(p
         ({"job": {}}, "got no 'unet'; continue the run"),
         ({"job": {**dataclasses.asdict(JOB), "unet": {}}}, "got a job without all of its fields"),
         ({"job": {"batch": 4, "micro_batch": 3}}, "micro_batch must divide the batch of 4, got 3"),
+        ({"workers": 3}, "got 3 workers for batches of 4"),
         ({"job": {"batch": "two"}}, "job.batch must be int, got two"),
         ({"job": {"unet": {"policy": "fast"}}}, "policy must be one of speed, balanced, lean, got 'fast'"),
         ({"job": {"shape": [64, 64.5, 64]}}, r"job.shape\[1\] must be int, got 64.5"),
         ({"job": {"colour": 3}}, "got unknown colour"),
         ({"config": {}}, "plan.config must have its fields and no others, got no device"),
-        ({"config": None}, "plan.config must be an object, got null"),
+        ({"config": None}, "plan.config must be object, got null"),
     ],
 )
 def test_a_damaged_run_is_refused_by_its_file(changes, message, plan_of):

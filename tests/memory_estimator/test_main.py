@@ -14,7 +14,8 @@ import pytest
 from memory_estimator.__main__ import main
 from memory_estimator.common.units import format_bytes
 from memory_estimator.estimate import estimate
-from models.config import POLICIES
+from memory_estimator.job import Job
+from models.config import POLICIES, UNetConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -94,6 +95,34 @@ def test_a_recipe_is_a_job_and_options_win_over_it(capsys):
     assert content["process_peak_bytes"] < at_once["process_peak_bytes"] / 8
 
 
+def test_a_run_of_several_workers_is_estimated_as_one_of_them(tmp_path, capsys):
+    unet = UNetConfig(filters=8, depth=4, dtype="bfloat16")
+    job = Job(unet, (64, 64, 64), batch=4, micro_batch=1, cases=8)
+    config = {"device": "cpu", "mode": "whole", "resolution": 1, "coarse_steps": 0, "read_mode": "auto"}
+
+    def of_workers(workers, options="", code=0):
+        plan = {"schema": 1, "workers": workers, "job": dataclasses.asdict(job), "config": config}
+        (tmp_path / "plan.json").write_text(json.dumps(plan))
+        return answer(f"--run {tmp_path} --threads 2 --host-memory 8GiB {options}", capsys, code)
+
+    alone, shared = of_workers(1), of_workers(2)
+    gradients = next(line["bytes"] for line in alone["components"] if line["name"] == "gradient sums")
+    # Each computes one of four volumes at a time as before, and has four copies of the gradients for their exchange.
+    assert shared["upper_bound_bytes"] == alone["upper_bound_bytes"] + 4 * gradients
+    assert shared["step_s"] == pytest.approx(alone["step_s"] / 2)
+    assert shared["epoch_s"] == pytest.approx(2 * shared["step_s"])
+    assert (shared["workers"], shared["fits"]) == (2, True)
+    # Both share the host's memory.
+    memory = f"--host-memory {2 * shared['upper_bound_bytes'] - 2}B"
+    assert not of_workers(2, memory, code=3)["fits"]
+    assert of_workers(1, memory)["fits"]
+    of_workers(2)
+    assert main(f"--run {tmp_path} --threads 2 --host-memory 8GiB".split()) == 0
+    printed = capsys.readouterr().out
+    assert "batch 2, 1 at a time" in printed
+    assert "4.00 GiB for each of 2 workers on one host" in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -102,6 +131,10 @@ def test_a_recipe_is_a_job_and_options_win_over_it(capsys):
         ("--shape 64 64 64 --cases 3 --batch 16", "batch must be at most the 3 training cases, got 16"),
         ("--shape 64 64 64 --batch 4 --micro-batch 3", "micro_batch must divide the batch of 4, got 3; give one of"),
         ("--shape 64 64 64 --host-memory 64G", "memory must be in one of B, KiB"),
+        (
+            f"--shape 64 64 64 --host-memory {'9' * 400}GiB",
+            "memory must be a number with its unit, of 18 digits at most",
+        ),
         ("--shape 64 64 64 --gpu-memory 16", "memory must be a number with its unit"),
         ("--shape 64 64 64 --calibration nowhere.json", "nowhere.json"),
         ("--run nowhere", "must hold a plan.json"),

@@ -22,6 +22,7 @@ from cpu3d.data.files.arrays import ArrayFile, aligned_empty, array_file, bring_
 from cpu3d.data.records import CaseRecord, array_path
 from cpu3d.errors import InputError
 from memory_estimator.common.files import NotRegularError, open_regular
+from memory_estimator.common.units import format_bytes
 
 Slices = Tuple[slice, slice, slice]
 
@@ -48,11 +49,11 @@ def choose_read_mode(
     files fit a quarter of the free memory; else mmap. A budget is half of what is free. Raises InputError for an
     unknown mode, and for "ram" when the files do not fit the free memory.
     """
-    needed, kind = f"{needed_bytes / 2**30:.1f} GiB", file_system or "an unknown file system"
+    needed, kind = format_bytes(needed_bytes), file_system or "an unknown file system"
     if asked not in (None, *READ_MODES):
         raise InputError(f"read mode must be one of {', '.join(READ_MODES)}, got {asked!r}; leave it out")
     if asked == "ram" and needed_bytes > free_bytes:
-        rule = f"read mode ram must hold {needed} of files in memory, got {free_bytes / 2**30:.1f} GiB free"
+        rule = f"read mode ram must hold {needed} of files in memory, got {format_bytes(free_bytes)} free"
         raise InputError(f"{rule}; leave it out, or make a smaller store (--crop, --format b2nd)")
     if asked:
         mode, why = asked, "as asked"
@@ -63,7 +64,7 @@ def choose_read_mode(
     else:
         mode, why = "mmap", f"{kind} is local"
     budget = needed_bytes if mode == "ram" else free_bytes // 2
-    kept = "all" if budget >= needed_bytes else f"{budget / 2**30:.1f} GiB at most"
+    kept = "all" if budget >= needed_bytes else f"{format_bytes(budget)} at most"
     return ReadPlan(mode, budget, f"{mode} ({why}); {needed} of files, {kept} of it kept in memory")
 
 

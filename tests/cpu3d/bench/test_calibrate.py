@@ -1,10 +1,18 @@
-"""`calibrate`, once for real on tiny networks."""
+"""`calibrate`: once for real on tiny networks, and its fit of made-up seconds."""
+
+import dataclasses
+
+import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.bench import calibrate
-from cpu3d.host.observe import read_runs
-from memory_estimator.calibration import find_constants, host_file, load_constants
+from cpu3d.bench.calibrate import Timing, fitted, straight_line
+from memory_estimator.calibration import find_constants, load_constants, scaled, shipped_constants
 from memory_estimator.host import read_host
+from memory_estimator.job import Job
+from memory_estimator.step.onednn import Kernels
+from memory_estimator.step.timing import step_seconds
+from memory_estimator.step.training_step import training_step
 from models.config import UNetConfig
 
 
@@ -15,10 +23,10 @@ def test_a_calibration_is_measured_and_found_again(monkeypatch, tmp_path):
     monkeypatch.setattr(calibrate, "BUDGET_S", 0)
     out = tmp_path / "other.json"
     assert main(["calibrate", "--out", str(out)]) == 0
-    host, threads = read_host(), load_constants(out).threads
-    assert find_constants(threads, host).of("stock", "float32").basis(host).startswith("assumed from ")
+    host = read_host()
+    assert find_constants(host).of("stock", "float32").basis(host).startswith("assumed from ")
     assert main(["calibrate", "--engine", "stock"]) == 0
-    found = find_constants(threads, host).of("stock", "float32")
+    found = find_constants(host).of("stock", "float32")
     for constants in (load_constants(out), found):
         (engine,) = constants.costs
         for costs in constants.costs[engine].values():
@@ -26,5 +34,43 @@ def test_a_calibration_is_measured_and_found_again(monkeypatch, tmp_path):
         assert constants.baseline_bytes[engine] > 0
         assert constants.origins["baseline_bytes"].startswith("measured")
     assert found.basis(host).startswith("measured here on ")
-    runs = read_runs(host_file(host, "stock", threads))
-    assert sorted((run.step_s is None, run.runtime_bytes is None) for run in runs)[0] == (False, True)
+
+
+SHIPPED = shipped_constants(Kernels())
+HOST = dataclasses.replace(read_host(), cpu_model="Some CPU", kernels=Kernels())
+
+
+def seconds(job, constants):
+    return step_seconds(training_step(job), constants, job)
+
+
+def jobs_of(dtype):
+    """The networks that `calibrate` times, on the threads that shipped constants are of."""
+    networks = calibrate.networks(dtype)[1:]
+    return [Job(UNetConfig(**one["unet"]), one["shape"], engine="stock", threads=SHIPPED.threads) for one in networks]
+
+
+@pytest.mark.parametrize(
+    "slower", [{"work": 2, "traffic": 2, "overhead": 2}, {"work": 3, "traffic": 0.5, "overhead": 1}]
+)
+def test_work_and_traffic_are_told_apart_by_whole_steps(slower, monkeypatch):
+    monkeypatch.setattr(calibrate, "cache_bytes", lambda: SHIPPED.cache_bytes)
+    costs = {"stock": {"float32": scaled(SHIPPED.speeds("stock", "float32"), slower)}}
+    truth = dataclasses.replace(SHIPPED, costs=costs)
+    timings = [Timing(job, step_s=seconds(job, truth)) for job in jobs_of("float32")]
+    found = {next(iter(one.costs["stock"])): one for one in fitted(timings, HOST)}
+    for shape, filters in (((128, 128, 128), 16), ((240, 240, 160), 16), ((96, 96, 96), 40)):
+        job = Job(UNetConfig(filters=filters), shape, engine="stock", threads=2)
+        assert seconds(job, found["float32"]) == pytest.approx(seconds(job, truth), rel=0.05)
+    assert (found["float32"].name, found["float32"].origin) == ("Some CPU", "measured")
+    # What was not timed has the same factors, and is called assumed.
+    in_bfloat16 = Job(UNetConfig(dtype="bfloat16"), (96, 96, 96), engine="stock", threads=2)
+    assert found["bfloat16"].origin == "assumed"
+    ratio = seconds(in_bfloat16, found["bfloat16"]) / seconds(in_bfloat16, SHIPPED)
+    assert min(slower.values()) * 0.9 <= ratio <= max(slower.values()) * 1.1
+
+
+def test_memory_lies_on_the_line_through_what_was_measured():
+    # 10 operations take 400, 20 take 700: each takes 30, and none take 100.
+    assert straight_line([(10, 400), (20, 700)], 5) == (100, 30)
+    assert straight_line([(10, 400)], 5) == (350, 5)

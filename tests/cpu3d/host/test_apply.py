@@ -108,6 +108,31 @@ def test_what_cannot_be_set_up_is_refused(without_tensorflow, monkeypatch):
         apply(ThreadPlan(1, {}))
 
 
+QUIET = """
+import faulthandler, sys
+from cpu3d.host.apply import set_up, without_notices
+tf = set_up()[2]
+faulthandler.enable()
+with without_notices():
+    print(tf.function(lambda x: x + 1, jit_compile=True)(tf.ones(())).numpy(), flush=True)
+    if sys.argv[1:]:
+        faulthandler._sigabrt()
+"""
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_stderr_has_no_lines_of_tensorflow_but_a_crash_s(crash):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TF_")}
+    command = [sys.executable, "-c", QUIET, *["crash"] * crash]
+    environment = {**clean, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "2.0\n"
+    if crash:
+        assert "Fatal Python error: Aborted" in done.stderr
+    else:
+        assert (done.returncode, done.stderr) == (0, "")
+
+
 # --- CPUs and memory nodes, in processes of their own: they are of a whole process and not given back ---
 
 

@@ -14,7 +14,7 @@ from cpu3d.data.splits import with_fold
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.decide import job_of
 from cpu3d.errors import DoesNotFitError, InputError, how_to_install
-from cpu3d.host.observe import Observer, read_runs
+from cpu3d.host.speed import Observer
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference
 from cpu3d.run.checkpoint import newest
@@ -22,7 +22,7 @@ from cpu3d.run.log import read_events
 from cpu3d.training.fit import Fit
 from cpu3d.training.train import train
 from cpu3d.util.lock import locked
-from memory_estimator.calibration import host_file
+from memory_estimator.calibration import find_constants
 from memory_estimator.host import read_host
 from tests.cpu3d.runs import (
     SMALL,
@@ -42,12 +42,6 @@ def steps_of(folder):
     return [event for event in read_events(folder) if event["event"] == "step"]
 
 
-def kept_runs():
-    """What is kept of this host, of any engine and number of threads."""
-    folder = host_file(read_host(), "stock", 1).parent
-    return [run for path in folder.glob("*.threads-*.json") for run in read_runs(path)]
-
-
 def test_training_without_tensorflow_is_bad_input_with_the_way_to_install_it(
     phantom_store, tmp_path, monkeypatch, capsys
 ):
@@ -62,16 +56,13 @@ def test_training_without_tensorflow_is_bad_input_with_the_way_to_install_it(
 
 
 def test_what_steps_show_of_the_host_is_kept_and_changes_no_bit(phantom_store, tmp_path, monkeypatch):
-    monkeypatch.setattr("cpu3d.host.fitting.DISTURBED_SHARE", 99.0)  # however busy this machine is
-    monkeypatch.setattr("cpu3d.host.observe.NEAR_SHARE", 99.0)
+    monkeypatch.setattr("cpu3d.host.speed.LEAST_VOXELS", 1)
     for name in ("plain", "watched"):
         fit = start(phantom_store, tmp_path / name, steps=8, depth=2, policy="balanced", batch=2, micro_batch=1)
         job = job_of(fit.config, 2, 0)
-        fit.run(observer=Observer(job, "train", read_host(), warm_up=2, traced=(3, 4)) if name == "watched" else None)
+        fit.run(observer=Observer(job, read_host(), warm_up=2) if name == "watched" else None)
     assert_same_weights(tmp_path / "plain", tmp_path / "watched")
-    (run,) = kept_runs()
-    assert (run.by, run.job.policy, run.job.parts) == ("train", "balanced", 2)
-    assert 0 < sum(run.op_s.values()) < run.step_s
+    assert find_constants().of(job.engine, job.unet.dtype).trained.threads == 2
 
 
 @pytest.fixture(scope="module")
@@ -194,13 +185,6 @@ def test_a_log_or_checkpoint_of_another_program_is_refused_and_left_as_it_is(pha
 def test_two_trainings_in_one_folder_are_refused(phantom_store, tmp_path):
     with locked(tmp_path, "run"), pytest.raises(InputError, match=r"must be written by one .* at a time"):
         train(phantom_store.folder, tmp_path, settings={**SMALL, "epochs": 1})
-
-
-@pytest.mark.usefixtures("without_network")
-def test_steps_of_no_network_say_nothing_of_the_host(phantom_store, tmp_path):
-    train(phantom_store.folder, tmp_path, settings={**SMALL, "steps": 14})
-    assert len(steps_of(tmp_path)) == 14
-    assert kept_runs() == []
 
 
 @pytest.mark.usefixtures("without_network")

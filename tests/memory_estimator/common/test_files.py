@@ -56,6 +56,7 @@ class Whole:
 def test_json_becomes_records_of_the_kinds_that_their_fields_have():
     content = {"parts": [{"name": "a", "weight": 2}], "size": [3, 4], "codes": {"7": "x"}, "note": "n"}
     assert typed(content, Whole) == Whole((Part("a", 2),), (3, 4), {7: "x"}, "n")
+    assert vars(typed({"name": "a"}, Part)) == {"name": "a", "weight": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,9 @@ def test_json_becomes_records_of_the_kinds_that_their_fields_have():
         ({"parts": [{}]}, r"content.parts\[0\] must have its fields and no others, got no name"),
         ({"parts": [{"name": "a", "weight": float("inf")}]}, "weight must be float, got Infinity"),
         ({"size": [3, True]}, r"content.size\[1\] must be int, got true"),
+        ({"size": [3]}, "content.size must be array of length 2, got"),
+        ({"size": [3, 10**30]}, r"content.size\[1\] must be int, got 10000"),
+        ({"codes": {"7": "y", "8": 9}}, "content.codes.8 must be str, got 9"),
         ({"codes": {"x": "y"}}, "content.codes must be"),
         ({"more": 1}, "content must have its fields and no others, got unknown more"),
     ],

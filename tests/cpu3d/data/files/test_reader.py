@@ -278,7 +278,7 @@ def test_the_mode_follows_the_disk_the_memory_and_what_is_read(facts, mode):
 def test_the_budget_is_half_of_what_is_free_and_all_the_files_in_ram():
     assert choose("mmap", needed=300).page_budget_bytes == choose("pread", needed=3).page_budget_bytes == 50 * 2**30
     assert choose("ram", needed=100).page_budget_bytes == 100 * 2**30
-    with pytest.raises(InputError, match=r"ram must hold 101\.0 GiB .* got 100\.0 GiB free"):
+    with pytest.raises(InputError, match=r"ram must hold 101\.00 GiB .* got 100\.00 GiB free"):
         choose("ram", needed=101)
 
 
