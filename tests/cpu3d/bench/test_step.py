@@ -71,7 +71,7 @@ def requests(monkeypatch):
 def test_the_job_is_that_of_the_options_the_recipe_or_the_run(requests, tmp_path):
     job = Job(UNetConfig(filters=4, depth=3), (32, 32, 32), optimizer="sgd", engine="stock")
     config = {"device": "cpu", "mode": "whole", "resolution": 1, "coarse_steps": 0, "read_mode": "auto"}
-    plan = {"schema": 1, "job": dataclasses.asdict(job), "config": config}
+    plan = {"schema": 1, "workers": 1, "job": dataclasses.asdict(job), "config": config}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     recipe = ["--recipe", "paper-2020", "--batch", "1", "--threads", "2", "--steps", "3"]
     own = ["--batch", "4", "--micro-batch", "2", "--policy", "balanced", "--dtype", "auto"]
