@@ -10,12 +10,12 @@ from typing import Dict
 
 KINDS = {
     "learning": "measure the Dice of untouched cases over steps, voxels and seconds of training",
-    "memory": "measure what the real training step takes of memory, under one policy or all, beside the prediction",
-    "step": "time the real training step in a fresh process, alone or in turn with a peer",
+    "memory": "measure time and memory of the training step, under one policy or all, beside the prediction",
+    "step": "the same as memory",
     "tables": "make the pages of results from benchmark records",
     "validate": "measure the configurations that the estimator is judged by on this host",
 }
-"""Kind, which is a module of this folder, and its line of help."""
+"""Kind and its line of help."""
 
 
 def actions() -> Dict[str, str]:
@@ -25,4 +25,4 @@ def actions() -> Dict[str, str]:
 
 def action(kind: str) -> ModuleType:
     """The module of a kind."""
-    return importlib.import_module(f"cpu3d.bench.{kind}")
+    return importlib.import_module(f"cpu3d.bench.{'step' if kind == 'memory' else kind}")

@@ -1,39 +1,58 @@
-"""Time the real training step in a fresh process, alone or in turn with a peer.
+"""Measure time and memory of the real training step in a fresh process, beside the estimator's prediction.
 
     ./run.sh bench step --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16 --json
+    ./run.sh bench memory --policies --shape 128 128 128 --rounds 2 --peer "python other.py" --record r/policies.jsonl
 
-The step is the trainer's own: network, loss, gradients, optimizer; of a --recipe or a --run it is the step alone. A
-peer is any command whose last line of output is JSON with "step_s"; the ratio is taken round by round.
+The step is the trainer's own: network, loss, gradients, optimizer; of a --recipe or a --run it is the step alone,
+without averaged weights and the store's work. `bench step` and `bench memory` are one command. The allocator's peak is
+TensorFlow's own count, in which stock TensorFlow leaves out oneDNN's scratch; the process's is the kernel's (VmHWM).
+
+--policies measures the step under every memory policy, in turn. A peer is any command whose last line of output is JSON
+with "step_s", and "peak_rss_bytes" if it knows its peak. A process of ours that dies becomes a row. The bytes live over
+a step are those of one more, in which TensorFlow's profiler records every request to the allocator; `bench tables
+--picture` draws them.
 """
 
 import contextlib
 import dataclasses
 import itertools
 import os
+import shlex
 import statistics
+import sys
 import tempfile
 import time
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import numpy as np
 
 from cpu3d.bench import harness
-from cpu3d.bench.harness import Output, Result, Turns, gib, host_of, title_of, valid, with_range
-from cpu3d.host.apply import set_up
+from cpu3d.bench.harness import Output, ProcessFailedError, Result, gib, host_of, run_peer, valid
+from cpu3d.errors import InputError
+from cpu3d.host.apply import engine_name, in_force, set_up
+from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.settings import AUTO, RunConfig, left_open
+from cpu3d.util.records import by, versions
+from memory_estimator.calibration import HostConstants, find_constants
 from memory_estimator.common.schema import option
-from memory_estimator.common.table import Table
+from memory_estimator.common.table import PALETTE, Table, new_figure, plain, png
+from memory_estimator.common.units import GIB
+from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
 from memory_estimator.job import Job, JobOptions, job_from, source_job
 from models.config import DTYPES, POLICIES, UNetConfig
-from models.layer_plan import training_flops
 
 WARM_UP_STEPS, LONG_ENOUGH_S = 2, 90
 """The first step compiles, the second still fills optimizer slots and caches. Once the steps have taken so long, as
 without oneDNN in bfloat16, no more are done than one to warm up and one to time."""
 
 LIVE_PARTS = 300  # of a step, each with the most that is live in it: as fine as a picture shows
+
+HOST_FACTS = ("engine_name", "threads", "host", "versions")  # the same in all measurements of a record
+PREDICTED = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s")
 
 
 @dataclass(frozen=True)
@@ -46,28 +65,34 @@ class MeasuredJob(JobOptions):
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How often the step is done."""
+    """How often the step is done, and what is measured in turn with it."""
 
     steps: int = option(5, "steps timed", at_least=1, metavar="N")
     warm_up: int = option(WARM_UP_STEPS, "steps before those, not timed", at_least=0, metavar="N")
+    policies: bool = option(False, "compare all policies")
+    peer: Tuple[str, ...] = option(
+        (), 'command whose last line is JSON with "step_s", in turn with ours; repeatable', metavar="COMMAND",
+        repeat=True,
+    )  # fmt: skip
+    rounds: int = option(1, "how often, in turn", at_least=1, metavar="N")
 
 
-OPTIONS = ((MeasuredJob,), StepOptions, Turns, Output)
+OPTIONS = ((MeasuredJob,), StepOptions, Output)
 
 
-def run(given: Dict[str, Any], options: StepOptions, turns: Turns, output: Output) -> int:
-    request = step_request(given, options, matmul=True)
-    ways = {**harness.peers(turns.peer), "": harness.fresh(measure, request)}
-    found, _ = harness.in_turn(ways, turns.rounds, "step", keep_going=False)
-    ours = found.pop("")
-    others = [{**harness.summary(each, ours), **harness.peer_of(peer, each)} for peer, each in found.items()]
-    result = {**harness.middle(ours), "rounds": [one["step_s"] for one in ours], "peers": others}
-    output.publish("step", result, step_table(result))
+def run(given: Dict[str, Any], options: StepOptions, output: Output) -> int:
+    if options.policies and "policy" in given:
+        raise InputError(f"policy must be left out with --policies, got {given['policy']}; leave it out")
+    request = step_request(given, options)
+    policies = POLICIES if options.policies else (request["unet"]["policy"],)
+    result = compare_policies(request, policies, options.peer, options.rounds)
+    result = with_predictions(result, find_constants())
+    output.publish("policies", result, step_table(result))
     return 0
 
 
-def step_request(given: Dict[str, Any], options: StepOptions, **more: Any) -> Dict[str, Any]:
-    """What `measure` is to do for `given` options of `MeasuredJob`, 128^3 voxels where no shape is given.
+def step_request(given: Dict[str, Any], options: StepOptions) -> Dict[str, Any]:
+    """The request to `measure` of `given` options of `MeasuredJob`, 128^3 voxels where no shape is given.
 
     Raises InputError for a job that cannot be.
     """
@@ -77,14 +102,57 @@ def step_request(given: Dict[str, Any], options: StepOptions, **more: Any) -> Di
     job = valid(job_from, known, whole or Job(UNetConfig(dtype=read_host().best_dtype)))
     engine = job.engine if whole and engine == AUTO else left_open(engine)
     own = {"engine": engine, "threads": given.get("threads")}
-    return request_for(job, **own, steps=options.steps, warm_up=options.warm_up, **more)
+    return request_for(job, **own, steps=options.steps, warm_up=options.warm_up)
+
+
+def compare_policies(request: Dict[str, Any], policies: Sequence[str], peers: Sequence[str], rounds: int) -> Result:
+    """Measure the step of `request` under each policy, and the peers, in turn; the content of a record, with "rows".
+
+    Seconds are medians, peaks the highest; the bytes live over a step are of the first round. A policy whose process
+    died is not tried again, and its row has the "error". Raises ProcessFailedError for a peer that fails, and where no
+    policy could be measured.
+    """
+    from cpu3d.util.progress import bar  # not into the memory of a measuring process
+
+    results: Dict[str, List[Optional[Result]]] = {name: [] for name in (*policies, *peers)}
+    errors: Dict[str, ProcessFailedError] = {}
+    with bar("bench step", total=rounds * len(results)) as advance:
+        # Peers first: one that is wrong is seen before ours take their time.
+        for number, name in itertools.product(range(rounds), (*peers, *policies)):
+            result = run_peer(name) if name in peers else None
+            if name in policies and name not in errors:
+                own = {"unet": {**request["unet"], "policy": name}, "live": number == 0}
+                try:
+                    result = harness.in_fresh_process(measure, {**request, **own})
+                except ProcessFailedError as error:
+                    errors[name] = error
+            results[name].append(result)
+            advance()
+    measured = next((result for name in policies for result in results[name] if result), None)
+    if not measured:
+        raise next(iter(errors.values()))
+    rows: List[Result] = []
+    for name, each in results.items():
+        done, row = [result for result in each if result], {"name": name, "kind": "policy"}
+        if name in peers:
+            words = [word for word in shlex.split(name)[1:] if "/" not in word]  # paths are of one machine
+            row = {"name": " ".join([done[0].get("peer", ""), *words]).strip(), "kind": "peer"}
+        row.update(error=str(errors[name]) if name in errors else None, rounds=[result["step_s"] for result in done])
+        row.update(step_s=statistics.median(row["rounds"]) if done else None)
+        for peak in ("allocator_peak_bytes", "process_peak_bytes"):
+            row[peak] = max((result[peak] for result in done if result.get(peak) is not None), default=None)
+        rows.append({**row, "live_bytes": done[0].get("live_bytes") if done else None})
+    return {**request, "rounds": rounds, "rows": rows, **{name: measured[name] for name in HOST_FACTS}}
+
+
+# --- Records, as measured and as the estimator predicts them ---
 
 
 def request_for(job: Job, **more: Any) -> Dict[str, Any]:
-    """What `measure` is to do to measure a job; `more` win over it."""
-    found = {"shape": list(job.shape), "batch": job.batch, "micro_batch": job.micro, "optimizer": job.optimizer}
-    found.update(unet=dataclasses.asdict(job.unet), engine=job.engine, threads=job.threads, matmul=False)
-    return {**found, **more}
+    """The request to `measure` of a job, with `more` in it."""
+    request = {"shape": list(job.shape), "batch": job.batch, "micro_batch": job.micro, "optimizer": job.optimizer}
+    request.update(unet=dataclasses.asdict(job.unet), engine=job.engine, threads=job.threads)
+    return {**request, **more}
 
 
 def has_known_engine(record: Mapping[str, Any]) -> bool:
@@ -110,18 +178,91 @@ def job_of_record(record: Mapping[str, Any]) -> Job:
     return by_rule if by_rule.micro == job.micro else job
 
 
+def with_predictions(record: Result, constants: HostConstants) -> Result:
+    """The record with the estimator's figures as "predicted" in each row; None for a peer, and where it has none.
+
+    The reason is printed on stderr then.
+    """
+
+    def predicted(policy: str) -> Optional[Result]:
+        try:
+            if not has_known_engine(record):
+                raise ValueError("engine must use oneDNN, got none; the estimator knows itex and stock")
+            found = estimate(job_of_record({**record, "unet": {**record["unet"], "policy": policy}}), constants)
+            return {name: getattr(found, name) for name in PREDICTED}
+        except ValueError as error:
+            print(f"no prediction: {error}", file=sys.stderr)
+            return None
+
+    return {
+        **record,
+        "rows": [
+            {**row, "predicted": predicted(row["name"]) if row["kind"] == "policy" else None} for row in record["rows"]
+        ],
+    }
+
+
 def step_table(record: Result) -> Table:
-    """Our step and the peers'."""
-    ours, rows = {**record, "peer": "this project,", "options": record["engine_name"], "ratio": None}, []
-    for one in (ours, *record["peers"]):
-        figures = (f"{one['step_s']:.2f}", gib(one["process_peak_bytes"]), with_range(one, "ratio"))
-        rows.append((f"{one['peer']} {one['options']}", *figures))
-    rate = (
-        f"Our step runs at {record['gflops']:.0f} GFLOP/s, {record['matmul_peak_share']:.0%} of the matrix product of "
-        f"this host ({record['matmul_gflops']:.0f})."
-    )
-    title, columns = f"{title_of(record)}, {host_of(record)}:", ("", "s a step", "process peak, GiB", "against ours")
-    return Table(columns, rows, title=title, caption=rate)
+    """Peaks and seconds of each policy and peer, the prediction below it."""
+    cells, died = [], []
+    for row in record["rows"]:
+        for name, figures in ((row["name"], row), ("predicted", row["predicted"])):
+            if figures:
+                peaks = [gib(figures.get(peak)) for peak in PREDICTED[:3]]
+                cells.append([name, *peaks, f"{figures['step_s']:.2f}" if figures["step_s"] else "-"])
+        died += [f"{row['name']} died: {row['error']}."] if row["error"] else []
+    columns = ("", "allocator peak, GiB", "process peak, GiB", "upper bound, GiB", "s a step")
+    title = f"{title_of(record)}, {record['engine_name']}, {host_of(record)}"
+    return Table(columns, cells, title=title, caption=" ".join(died))
+
+
+def title_of(record: Result) -> str:
+    """The step that was measured, in one line."""
+    unet, batch = record["unet"], f"batch {record['batch']}"
+    if record["micro_batch"] < record["batch"]:
+        batch += f" ({record['micro_batch']} at a time)"
+    shape = by([*record["shape"], unet["channels"]], " x ")
+    return f"{shape}, {unet['filters']} filters, {batch}, {unet['dtype']}, {unet['norm']} norm"
+
+
+def draw_policies(records: Sequence[Result]) -> bytes:
+    """PNG: the memory of the process over one step under each policy, panels as wide as their steps take long.
+
+    That is of the newest record with the bytes live over a step; lines are the peaks of peers in any record of that
+    job. The live bytes are drawn on top of all else that the process holds at its peak, so the highest point is the
+    process's peak, as a peer's line is. Raises InputError where no record has live bytes.
+    """
+    alive = [record for record in records if any(row.get("live_bytes") for row in record["rows"])]
+    if not alive:
+        raise InputError("records of policies must have live_bytes, got none; measure with `bench step --policies`")
+    shown = [row for row in alive[-1]["rows"] if row.get("live_bytes")]
+    same = [record for record in records if title_of(record) == title_of(alive[-1])]
+    peaks = [
+        (row["process_peak_bytes"] / GIB, f"{row['name']}: {gib(row['process_peak_bytes'])} GiB\n{host_of(record)}")
+        for record in same
+        for row in record["rows"]
+        if row["kind"] == "peer" and row["process_peak_bytes"]
+    ]
+    figure, widths = new_figure(10, 4.2), [row["step_s"] / shown[0]["step_s"] for row in shown]
+    panels = figure.subplots(1, len(shown), sharey=True, squeeze=False, gridspec_kw={"width_ratios": widths})[0]
+    for axes, row, width in zip(panels, shown, widths):
+        beside = (row["process_peak_bytes"] - row["allocator_peak_bytes"]) / GIB
+        # Parts of a step, each as high as the most in it; the step begins with what is live at its end.
+        held = [beside + size / GIB for size in (row["live_bytes"][-1], *row["live_bytes"])]
+        parts, colour = np.linspace(0, width, len(held)), PALETTE[POLICIES.index(row["name"])]
+        axes.fill_between(parts, 0, beside, color="#888888", alpha=0.3, linewidth=0)
+        axes.fill_between(parts, beside, held, color=colour, alpha=0.3, linewidth=0, step="pre")
+        axes.step(parts, held, color=colour, linewidth=1.3, where="pre")
+        for (peak, name), dashes in zip(peaks, itertools.cycle(("--", ":", "-."))):
+            axes.axhline(peak, color="#444444", linestyle=dashes, label=name)
+        plain(axes, f"{row['name']}\n{max(held):.2f} GiB, {width:.2f} x")
+        axes.set(xlim=(0, width), ylim=(0, None))
+    panels[0].set_ylabel("held by the process, GiB; grey: beside the allocator")
+    if peaks:
+        panels[-1].legend(fontsize=7, loc="center right")
+    figure.supxlabel(f"{title_of(alive[-1])}, {host_of(alive[-1])}; time in steps of {shown[0]['name']}", fontsize=8)
+    figure.tight_layout(pad=0.6, w_pad=0.8)
+    return png(figure)
 
 
 # --- In the measuring process ---
@@ -130,17 +271,18 @@ def step_table(record: Result) -> Table:
 def measure(request: Dict[str, Any]) -> Result:
     """Do `steps` training steps in the dtype and on the engine of `request`: their time and their memory.
 
-    With `request["live"]` one more step is profiled for the bytes that are live over it, with `request["matmul"]` the
-    host's matrix product is timed. Both come after the peaks.
+    With `request["live"]` one more step, after the peaks, is profiled for the bytes that are live over it.
     """
     if request.get("threads"):  # else they are the host's own number or the environment's
         os.environ.update(dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(request["threads"])))
     host, threads, tf = set_up(request["engine"])
     from cpu3d.training.learner import Learner, allocator_peak_bytes
 
-    config = config_of(request)
-    unet, batch, grid, learner = config.unet, config.batch, config.grid, Learner(config)
-    parts = itertools.repeat(made_up(tf, unet, config.micro, grid))  # as with a store, one micro-batch is in memory
+    own = {name: request[name] for name in ("batch", "micro_batch", "optimizer")}
+    config = RunConfig(grid=tuple(request["shape"]), unet=UNetConfig(**request["unet"]), **own)
+    learner = Learner(config)
+    # As with a store, one micro-batch is in memory.
+    parts = itertools.repeat(made_up(tf, config.unet, config.micro, config.grid))
 
     def step() -> float:
         begin = time.perf_counter()
@@ -156,16 +298,14 @@ def measure(request: Dict[str, Any]) -> Result:
     timed = [step()]
     while len(timed) < request["steps"] and sum(first + timed) < LONG_ENOUGH_S:
         timed.append(step())
-    facts = {"allocator_peak_bytes": allocator_peak_bytes(), **harness.facts_of(tf, threads, host)}
-    step_s = statistics.median(timed)
-    gflops = training_flops(unet, grid, batch) / step_s / 1e9
-    result = {**request, "step_s": step_s, "step_s_min": min(timed), "step_s_max": max(timed)}
-    result.update(volume_s=step_s / batch, **facts)
+    result = {**request, "step_s": statistics.median(timed), "step_s_min": min(timed), "step_s_max": max(timed)}
+    result.update(allocator_peak_bytes=allocator_peak_bytes(), process_peak_bytes=peak_rss_bytes())
+    about = {"engine_name": engine_name(tf), "threads": in_force(threads), "host": host.summary()}
+    result.update(about, versions=versions())
     if request.get("live"):
         requests = _live_bytes(tf, step)
-        result["live_bytes"] = requests and _most_in_each_part(requests)
-    best = _matmul_gflops(tf, unet.dtype) if request["matmul"] else None
-    return {**result, "gflops": gflops, "matmul_gflops": best, "matmul_peak_share": best and gflops / best}
+        result["live_bytes"] = requests and most_in_each_part(requests)
+    return result
 
 
 def _live_bytes(tf: Any, step: Callable[[], Any]) -> List[Tuple[float, int]]:
@@ -189,20 +329,12 @@ def _live_bytes(tf: Any, step: Callable[[], Any]) -> List[Tuple[float, int]]:
     return sorted(held)
 
 
-def _most_in_each_part(requests: List[Tuple[float, int]]) -> List[int]:
-    """The most of the (seconds, bytes) of one step, one at least, in each of LIVE_PARTS equal parts of it."""
-    found: List[List[int]] = [[] for _ in range(LIVE_PARTS)]
-    begin, end = requests[0][0], requests[-1][0]
-    for second, size in requests:
-        found[min(int(LIVE_PARTS * (second - begin) / ((end - begin) or 1)), LIVE_PARTS - 1)].append(size)
-    held = itertools.accumulate(found, lambda before, inside: [*before[-1:], *inside])
-    return [max(inside) for inside in held]
-
-
-def config_of(request: Dict[str, Any]) -> RunConfig:
-    """The configuration of a run that trains as `request` asks."""
-    own = {name: request[name] for name in ("batch", "micro_batch", "optimizer")}
-    return RunConfig(grid=tuple(request["shape"]), unet=UNetConfig(**request["unet"]), **own)
+def most_in_each_part(requests: List[Tuple[float, int]]) -> List[int]:
+    """The most of the (seconds, bytes) of one step in each of LIVE_PARTS equal parts of it."""
+    seconds, sizes = np.array(requests).T
+    begins = np.linspace(seconds[0], seconds[-1], LIVE_PARTS, endpoint=False)
+    # Each part begins with what the last request before it has left.
+    return np.maximum.reduceat(sizes, np.searchsorted(seconds, begins, side="right") - 1).astype(int).tolist()
 
 
 def made_up(tf: Any, unet: UNetConfig, batch: int, grid: Tuple[int, ...]) -> Tuple[Any, Any]:
@@ -213,21 +345,3 @@ def made_up(tf: Any, unet: UNetConfig, batch: int, grid: Tuple[int, ...]) -> Tup
     noise = tf.random.stateless_normal((batch, *grid, unet.channels), (0, 1))
     drawn = tf.random.stateless_uniform((batch, *grid, unet.outputs), (0, 2), 0, 10, tf.int32)
     return tf.cast(noise, unet.dtype), tf.cast(tf.equal(drawn, 9), tf.uint8)
-
-
-def _matmul_gflops(tf: Any, dtype: str) -> float:
-    """The best rate of a square matrix product in `dtype`, over a few sizes; stops growing where a product is slow."""
-    best = 0.0
-    for side in (1024, 2048, 4096):
-        matrix = tf.cast(tf.random.stateless_normal((side, side), (1, 2)), dtype)
-        product = tf.function(lambda m: tf.matmul(m, m))
-        product(matrix)
-        seconds = []
-        while len(seconds) < 6 and sum(seconds) <= 2:
-            begin = time.perf_counter()
-            product(matrix)[0, 0].numpy()
-            seconds.append(time.perf_counter() - begin)
-        best = max(best, 2 * side**3 / min(seconds) / 1e9)
-        if min(seconds) > 0.5:
-            break
-    return best

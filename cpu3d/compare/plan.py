@@ -1,41 +1,41 @@
-"""What a comparison does, as it is kept in OUT/compare.json: variants, one budget for all, and what each comes to here.
+"""The plan of a comparison, as it is kept in OUT/compare.json: variants, one budget for all, and the runs of each.
 
-A second call is held to what the first asked for: the same goes on, more seeds are added, anything else is refused.
+A second call must ask for what the first did: then it continues, and more seeds are added; anything else is refused.
 Steps, dtype, policy and patch are decided once and then kept, so that every run of a variant is of one kind. To the
 variants of --resolutions, a resolution at a batch each, others may be added.
 """
 
 import argparse
-import json
+import functools
 import math
 import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, TypedDict
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, TypedDict
 
 from cpu3d.compare.run import Evaluation, PlannedRun, run_voxels
+from cpu3d.data.records import SPLITS
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, refuse
 from cpu3d.host.gpu import HostGpus
+from cpu3d.inference.evaluate import UNTOUCHED
+from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.pages.page import flat
 from cpu3d.plan import Plan, make_plan
 from cpu3d.settings import SETTINGS, SIZES_OF_PATCH, RunConfig, as_options, recipe_config
 from cpu3d.util.atomic import is_untouched, write_json
 from memory_estimator.common.files import read_json, typed
-from memory_estimator.common.schema import add_options, arguments
+from memory_estimator.common.schema import add_options, arguments, option
 from memory_estimator.host import read_host
 from memory_estimator.planner import BOTTOM
-
-if TYPE_CHECKING:
-    from cpu3d.compare.command import Options
 
 SCHEMA, FILE = 2, "compare.json"
 VALIDATIONS = 4  # of every run, where no number is chosen
 WARMUP_SHARE = 10  # the warm-up is at most a tenth of a run: one of large batches or patches may have few steps
 LEAST_STEP_S = 1e-3  # no step is faster: a budget of minutes has the epochs that such steps would fill
 
-# Settings of patches alone, those that compare decides for every run, and those that no variant has for itself.
+# Settings of patches alone, those that compare decides for every run, and those that are one for all variants.
 OF_PATCHES = (*SIZES_OF_PATCH, "patches_per_case", "foreground")
 DECIDED = ("seed", "steps", "budget_minutes", "validate_every", "patience")
 FOR_ALL = (*DECIDED, "epochs", "validations", "fold", "regions")
@@ -43,11 +43,47 @@ FOR_ALL = (*DECIDED, "epochs", "validations", "fold", "regions")
 Json = Dict[str, Any]
 
 
+# --- Options ---
+
+a_budget = functools.partial(option, None, above=0, below=math.inf)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `compare` but those of training, which are for all variants."""
+
+    out: Path = option(help="folder to write; continued where it is", metavar="DIR")
+    store: Optional[Path] = option(None, help="store that `prepare` has written", metavar="DIR")
+    variant: Tuple[Tuple[str, str], ...] = option(
+        (),
+        help='a way to train, such as: patch-64 "--mode patch --patch 64 64 64"; again for each '
+        "(default: whole volumes, and patches of half their size)",
+        metavar=("NAME", "OPTIONS"),
+        repeat=True,
+    )
+    resolutions: Tuple[float, ...] = option(
+        (), help="instead of variants: whole volumes at these shares of the store's resolution", above=0, at_most=1
+    )
+    batches: Tuple[int, ...] = option((), help="of --resolutions, each at each (default: the recipe's)", above=0)
+    runs: Tuple[Path, ...] = option((), help="compare these run folders; nothing is trained", metavar="DIR")
+    voxels: Optional[float] = a_budget("budget of every run: voxels seen", metavar="V")
+    minutes: Optional[float] = a_budget("budget of every run: wall time of its steps", metavar="M")
+    seeds: Tuple[int, ...] = option((0, 1, 2), metavar="S", at_least=0)
+    split: str = option(UNTOUCHED, help="cases to score", choices=SPLITS)
+    tolerance: float = option(
+        TOLERANCE_MM, help="tolerance of the surface Dice in mm", metavar="MM", at_least=0, below=math.inf
+    )
+    title: Optional[str] = option(None, help="of the page and the record (default: the data's name)", metavar="TEXT")
+    record: Optional[Path] = option(None, help="append the result to this .jsonl file", metavar="FILE")
+    dry_run: bool = option(False, help="print the plan and stop")
+    force: bool = option(False, help="train although memory may not hold it; compare --runs that were cut off")
+
+
 # --- What is asked for ---
 
 
 class Budget(NamedTuple):
-    """What every run may spend."""
+    """The budget of every run."""
 
     kind: str
     """ "epochs": voxels of so many epochs of the baseline; "voxels"; "minutes": wall time of the steps; "passes" over
@@ -73,7 +109,7 @@ class Variant(NamedTuple):
 
 
 def refuse_settings(who: str, settings: Json, names: Sequence[str] = DECIDED) -> None:
-    """Raise InputError for settings of these names, which are not for `who` to choose."""
+    """Raise InputError for settings of these names, which `who` may not choose."""
     refuse(
         f"{who} must be without --{name.replace('_', '-')}, got {settings[name]}; compare itself has --seeds, a budget "
         "and --validations for all variants"
@@ -85,7 +121,7 @@ def refuse_settings(who: str, settings: Json, names: Sequence[str] = DECIDED) ->
 def parse_variant(name: str, options: str, common: Json) -> Variant:
     """The variant `name` of train's `options`, such as "--mode patch --patch 64 64 64", on top of the common settings.
 
-    Raises InputError, which names the variant, for what is no name of a folder or what train would not take.
+    Raises InputError, with the variant's name, for an invalid name and for options that train would refuse.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
         raise InputError(
@@ -138,12 +174,11 @@ def resolution_variants(common: Json, shares: Sequence[float], batches: Sequence
 
 
 def resolve_variants(variants: Sequence[Variant], store: Store) -> List[Tuple[Variant, Plan]]:
-    """Every variant with its plan on this store and host, and what the host decided among its settings, so that nothing
-    is left open that could differ from run to run.
+    """Every variant with its plan on this store and host, whose decisions become its settings.
 
-    Raises InputError with the problems of all of them, each by name.
+    So nothing can differ from run to run. Raises InputError with the problems of all variants, each by name.
     """
-    host, gpus, found, problems = read_host(), HostGpus(), [], []
+    host, gpus, resolved, problems = read_host(), HostGpus(), [], []
     for variant in variants:
         try:
             plan = make_plan(store, Path("/nonexistent"), host, variant.settings, gpus=gpus)
@@ -154,17 +189,17 @@ def resolve_variants(variants: Sequence[Variant], store: Store) -> List[Tuple[Va
         settings.update(mode=config.mode, dtype=config.unet.dtype, policy=config.unet.policy, device=config.device)
         if config.is_patch:
             settings.update(patch=list(config.grid), patches_per_case=config.patches_per_case)
-        found.append((variant._replace(settings=settings), plan))
+        resolved.append((variant._replace(settings=settings), plan))
     refuse(problems)
-    return found
+    return resolved
 
 
 FEW = 8
-"""Steps of which a curriculum's share is whole, so that their voxels are those of any number of steps in proportion."""
+"""Steps whose voxels are in proportion to those of many: a curriculum's share of them is whole."""
 
 
 def steps_of(config: RunConfig, voxels: float) -> int:
-    """The steps, 1 or more, whose voxels are nearest to so many."""
+    """The number of steps, 1 or more, with the nearest number of voxels."""
     near = max(round(voxels * FEW / run_voxels(config, FEW)), 1)
     return min(range(max(near - FEW, 1), near + FEW), key=lambda steps: abs(run_voxels(config, steps) - voxels))
 
@@ -173,7 +208,7 @@ def steps_of(config: RunConfig, voxels: float) -> int:
 
 
 class Course(TypedDict):
-    """What every run of a variant does."""
+    """The training of every run of a variant."""
 
     name: str
     options: List[str]  # of `train`
@@ -191,9 +226,9 @@ class Course(TypedDict):
 
 @dataclass(frozen=True)
 class Kept:
-    """What compare.json holds."""
+    """The content of compare.json."""
 
-    asked: Json  # what another call must ask for alike
+    asked: Json  # what a later call must ask for too
     seeds: List[int]
     plan: List[Course]  # one a variant; empty for runs that were there already
     results: Optional[Json] = None  # None before the last run is done
@@ -203,10 +238,10 @@ class Kept:
 
 
 def load_same(asked: Json, out: Path) -> Optional[Kept]:
-    """What a folder's compare.json holds; None for a folder that is new, or empty.
+    """The content of a folder's compare.json; None for a folder that is new, or empty.
 
-    Raises InputError for a damaged one or one of another version, for other files without one, as they are not a
-    comparison's to replace, and, all differences at once, unless what is asked for is what the folder is of.
+    Raises InputError for a damaged file or one of another version, for a folder of other files, and where another
+    comparison was asked for there, with all differences at once.
     """
     path = Path(out) / FILE
     if not path.is_file():
@@ -220,11 +255,8 @@ def load_same(asked: Json, out: Path) -> Optional[Kept]:
             way = "use the version that made it, or another --out"
             raise InputError(f"comparison {out} must have schema {SCHEMA}, got {schema}; {way}")
         kept = typed(content, Kept)
-        if not kept.seeds:
-            raise ValueError("no seeds")
-        json.dumps(content, allow_nan=False)  # raises ValueError for what could not be written back
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise InputError(f"{path} must be what compare has written, got {error!r}; choose another --out") from None
+        raise InputError(f"{path} must be as compare writes it, got {error!r}; choose another --out") from None
     before, now = dict(flat(kept.asked)), dict(flat(asked))
     problems = [
         f"{name} must stay as comparison {out} was started, got {now.get(name, 'none')} for {before.get(name, 'none')};"
@@ -239,76 +271,89 @@ def load_same(asked: Json, out: Path) -> Optional[Kept]:
     return kept
 
 
-def courses(found: Sequence[Tuple[Variant, Plan]], budget: Budget, validations: int) -> List[Course]:
-    """What every run of each variant does.
+def extended(before: Optional[Kept], asked: Json, seeds: Sequence[int], plan: Sequence[Course]) -> Kept:
+    """A new comparison, or the one that a folder holds with more seeds and variants, then without results.
 
-    Under a budget of minutes steps are None: each run times its own. All variants have equally many validations, so
-    none has more chances at a lucky one.
+    All variants have equally many validations, so none has more chances at a lucky one: as many as the shortest new
+    one can have, or as many as those before had. Raises InputError for a variant that is too short for these.
     """
-    first, voxels, plan = found[0][1], budget.amount, []
+    before = before or Kept({}, [], [])
+    names = [course["name"] for course in before.plan]
+    new = [course for course in plan if course["name"] not in names]
+    least = min(course["validations"] for course in before.plan or plan)
+    refuse(
+        f"variant {course['name']} must have {least} validations, as the others in --out have, got {course['steps']} "
+        "steps; choose a smaller batch, or compare all of them in one call with another --out"
+        for course in new
+        if course["validations"] < least
+    )
+    all_seeds = list(dict.fromkeys((*before.seeds, *seeds)))
+    now = [*before.plan, *({**course, "validations": least} for course in new)]
+    return Kept(asked, all_seeds, now, None if new or all_seeds != before.seeds else before.results)
+
+
+def courses(variants: Sequence[Tuple[Variant, Plan]], budget: Budget, validations: int) -> List[Course]:
+    """What every run of each variant does, with as many validations as its steps allow.
+
+    Under a budget of minutes steps are None: each run times its own.
+    """
+    first, voxels, plan = variants[0][1], budget.amount, []
     if budget.kind == "epochs":  # patches as many as make up a volume
         an_epoch = len(first.store.cases("train")) * first.config.patches_per_case // first.config.batch
         voxels = run_voxels(first.config, voxels * an_epoch)
-    for (name, settings), planned in found:
+    for (name, settings), planned in variants:
         config, cases, predicted = planned.config, len(planned.store.cases("train")), planned.estimate
         steps = None if budget.kind == "minutes" else steps_of(config, voxels)
         if budget.kind == "passes":
             steps = max(round(cases * budget.amount / config.batch), 1)
         plan.append(
-            {
-                "name": name,
-                "options": as_options(settings),
-                "grid": config.grid,
-                "batch": config.batch,
-                "policy": config.unet.policy,
-                "steps_per_epoch": cases * config.patches_per_case // config.batch,
-                "step_s": predicted and planned.training_s / planned.steps,
-                "peak_bytes": predicted and predicted.process_peak_bytes,
-                "warmup_steps": config.warmup_steps,
-                "steps": steps,
-                "voxels": steps and run_voxels(config, steps),
-                "validations": min(validations, steps or validations),
-            }
+            Course(
+                name=name,
+                options=as_options(settings),
+                grid=config.grid,
+                batch=config.batch,
+                policy=config.unet.policy,
+                steps_per_epoch=cases * config.patches_per_case // config.batch,
+                step_s=predicted and planned.training_s / planned.steps,
+                peak_bytes=predicted and predicted.process_peak_bytes,
+                warmup_steps=config.warmup_steps,
+                steps=steps,
+                voxels=steps and run_voxels(config, steps),
+                validations=min(validations, steps or validations),
+            )
         )
-    least = min(course["validations"] for course in plan)
-    return [{**course, "validations": least} for course in plan]
+    return plan
 
 
 def planned(
-    options: "Options", settings: Json, store: Store, evaluation: Evaluation
+    options: Options, settings: Json, store: Store, evaluation: Evaluation
 ) -> Tuple[Json, List[Course], Budget]:
-    """What tells this comparison from others, its plan and its budget.
+    """What a later call must ask for too, the variants' courses and the budget.
 
     There can always be more seeds, and with --resolutions more of these and of batches. Raises InputError for settings
     that are compare's to choose, and as `parse_variant` and `resolve_variants`.
     """
     refuse_settings("compare", settings)
-    common = {name: value for name, value in settings.items() if name not in ("epochs", "validations")}
-    kind = "passes" if options.resolutions else "epochs"
+    common = _without(settings, ("epochs", "validations"))
     if options.resolutions:
         variants = resolution_variants(common, options.resolutions, options.batches)
-        own: Json = {"settings": {"recipe": None, **common}}
+        asked: Json = {"settings": {"recipe": None, **common}}
     else:
         variants = [parse_variant(name, words, common) for name, words in options.variant]
         variants = variants or usual_variants(common, store)
         chosen = {variant.name: {"recipe": None, **variant.settings} for variant in variants}
-        own = {"baseline": variants[0].name, "variants": chosen}
-    found, validations = resolve_variants(variants, store), settings.get("validations", VALIDATIONS)
-    given = {kind: settings.get("epochs"), "voxels": options.voxels, "minutes": options.minutes}
-    usual = (kind, found[0][1].config.epochs)
-    budget = Budget(*next(((name, amount) for name, amount in given.items() if amount), usual))
-    asked = {
-        "split_hash": store.manifest.split_hash,
-        "validations": validations,
-        "evaluation": evaluation._asdict(),
-        "budget": budget._asdict(),
-        **own,
-    }
-    return asked, courses(found, budget, validations), budget
+        asked = {"baseline": variants[0].name, "variants": chosen}
+    resolved, validations = resolve_variants(variants, store), settings.get("validations", VALIDATIONS)
+    budget = Budget("passes" if options.resolutions else "epochs", settings.get("epochs", resolved[0][1].config.epochs))
+    if options.voxels or options.minutes:
+        budget = Budget("voxels", options.voxels) if options.voxels else Budget("minutes", options.minutes)
+    asked.update(split_hash=store.manifest.split_hash, validations=validations)
+    asked.update(evaluation=evaluation._asdict(), budget=budget._asdict())
+    return asked, courses(resolved, budget, validations), budget
 
 
 def planned_run(course: Course, seed: int, out: Path, *, minutes: float = 0.0) -> PlannedRun:
-    """A run of a course: of its steps or, where it has none, of so many minutes."""
+    """The run of a course with this seed: of its steps or, where it has none, of so many minutes."""
     steps = course["steps"]
     own: Json = {"validations": course["validations"]}
     if steps:

@@ -1,65 +1,63 @@
-"""What a comparison leaves: results in compare.json, report.html, a record, tables on the terminal and in the docs.
+"""The results of a comparison: compare.json, report.html, a record, tables on the terminal and in the docs.
 
 Every table is made of the results as compare.json and the records hold them, so that all places show the same rows.
 """
 
 import dataclasses
 import itertools
+import math
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Iterator, List, Optional, Sequence, Tuple
+from typing import List, Optional, Sequence
 
 import numpy as np
 from rich.console import Console
 
-from cpu3d.compare.plan import Course, Json, Kept
+from cpu3d.compare.plan import Course, Json, Kept, Options
 from cpu3d.compare.statistics import COSTS, Comparison, counts, millions
 from cpu3d.data.store import Store
 from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.inference.scores import METRICS, metric_notes
-from cpu3d.pages.page import flat, render_page
-from cpu3d.pages.viewer import ViewedCase, viewer
+from cpu3d.pages.page import flat
+from cpu3d.pages.viewer import viewer
 from cpu3d.report.pictures import Figures, Line, chart, strips
-from cpu3d.report.run_files import best_median_worst, viewed_case
-from cpu3d.util.atomic import atomic_write
+from cpu3d.report.report import Section, write_page
+from cpu3d.report.run_files import shown_cases
 from cpu3d.util.progress import say
 from cpu3d.util.records import append_record, by, count, duration, listed, newest, plus_minus, seconds, versions
 from memory_estimator.common.table import PALETTE, Bold, Table
 from memory_estimator.common.units import format_bytes
 from memory_estimator.host import read_host
 
-if TYPE_CHECKING:
-    from cpu3d.compare.command import Options
-
 DIFFERENCES = (
     "On the same case and seed: mean (95 % interval), and cases better / worse / equal. Intervals: bootstrap of the "
-    "mean over seeds and cases, crossed. With few seeds they are too narrow: of 3 seeds 2.7 times narrower than "
-    "Student's t makes them. So a difference counts, in bold, where its interval leaves out 0 and it is larger than "
-    "seeds alone make it once in 20 times by Student's t; with one seed none counts."
+    "mean over seeds and cases, crossed; with 3 seeds 2.7 times narrower than Student's t. So a difference counts, in "
+    "bold, where its interval leaves out 0 and it exceeds the bound of Student's t over the seeds (seeds alone). "
+    "With one seed none counts."
 )
 
 COSTS_OF = (
     "Of one run: the median of the seeds for times, the largest for memory. A case trained: as many voxels as a whole "
-    "case has. Memory is the largest resident set of the process, with what read mode ram keeps of the files; a "
-    "card's is what TensorFlow's allocator held there."
+    "case has. Memory is the largest resident set of the process, with the files that read mode ram keeps; a card's is "
+    "the peak of TensorFlow's allocator there."
 )
 
 NOT_SETTINGS = (
     *("seed", "unet.seed", "save_minutes"),
     *("store", "store_channels", "label_names", "region_codes"),
 )
-"""Of a run's configuration: what does not tell variants apart, or belongs to the store."""
+"""Settings that do not tell variants apart, or belong to the store."""
 
 
 # --- Tables ---
 
 
 def plan_table(plan: Sequence[Course], seeds: Sequence[int], budget: str) -> Table:
-    """What is about to happen, a line a variant."""
-    rows, all_s = [], []
+    """The runs to come, a row a variant."""
+    rows, run_s = [], []
     for course in plan:
         steps, step_s = course["steps"], course["step_s"]
-        all_s.append(step_s * steps * len(seeds) if steps and step_s else None)
+        run_s.append(steps and step_s and steps * step_s)
         rows.append(
             (
                 course["name"],
@@ -68,32 +66,31 @@ def plan_table(plan: Sequence[Course], seeds: Sequence[int], budget: str) -> Tab
                 millions(course["voxels"]) if course["voxels"] else "by time",
                 course["policy"],
                 seconds(step_s),
-                duration(steps and step_s and steps * step_s),
+                duration(run_s[-1]),
                 format_bytes(course["peak_bytes"]),
             )
         )
+    all_s = duration(sum(run_s) * len(seeds)) if all(run_s) else ""
     return Table(
         ("variant", "sees", "steps", "voxels", "policy", "a step", "a run", "memory"),
         rows,
         title=f"{count(plan, 'variant')} x {count(seeds, 'seed')}, each for {budget}",
-        caption="" if None in all_s else f"predicted: {duration(sum(all_s))} of steps, validation and scoring aside",
+        caption=f"predicted: {all_s} of steps, without validation and scoring" if all_s else "",
     )
 
 
 def scores_table(record: Json) -> Table:
     """The mean over cases and seeds of every region and variant, and how the seeds differ."""
-    first = next(iter(record["variants"].values()))["scores"][record["regions"][0]]
-    metrics = [name for name in METRICS if name in first]
+    metrics = [
+        name for name in METRICS if name in record["variants"][record["baseline"]]["scores"][record["regions"][0]]
+    ]
+    rows = []
+    for region, variant in itertools.product(record["regions"], record["variants"]):
+        scores = record["variants"][variant]["scores"][region]
+        rows.append((region, variant, *(plus_minus(**scores[name], digits=METRICS[name].digits) for name in metrics)))
     return Table(
-        ("region", "variant", *(METRICS[metric].label for metric in metrics)),
-        [
-            (
-                *(region, variant),
-                *(plus_minus(**one["scores"][region][name], digits=METRICS[name].digits) for name in metrics),
-            )
-            for region in record["regions"]
-            for variant, one in record["variants"].items()
-        ],
+        ("region", "variant", *(METRICS[name].label for name in metrics)),
+        rows,
         title="Scores",
         caption=f"Mean over {count(record['cases'], 'case')}, full grids, and seeds \u00b1 standard deviation of the "
         f"seeds\u2019 means. {metric_notes(metrics, record['evaluation']['tolerance_mm'])}. Scored are the weights of "
@@ -106,30 +103,28 @@ def differences_table(record: Json) -> Table:
     """Every difference to the baseline; bold counts."""
     rows = []
     for variant, regions in record["differences"].items():
-        for region, metric, one in ((region, *pair) for region, found in regions.items() for pair in found.items()):
-            digits, bound = METRICS[metric].digits, one.get("seed_bound")
-            text = f"{one['mean']:+.{digits}f}"
-            if one["interval"]:
-                text += " ({:+.{digits}f} to {:+.{digits}f})".format(*one["interval"], digits=digits)
-            cases = f"{one['better']} / {one['worse']} / {one['equal']}"
-            text, bound = Bold(text) if counts(one) else text, "-" if bound is None else f"{bound:.{digits}f}"
-            rows.append((region, variant, METRICS[metric].label, text, bound, cases))
+        for region, name, difference in ((region, *pair) for region, of in regions.items() for pair in of.items()):
+            digits, bound = METRICS[name].digits, difference.get("seed_bound")
+            text = f"{difference['mean']:+.{digits}f}"
+            if difference["interval"]:
+                low, high = difference["interval"]
+                text += f" ({low:+.{digits}f} to {high:+.{digits}f})"
+            text = Bold(text) if counts(difference) else text
+            alone = "-" if bound is None else f"{bound:.{digits}f}"
+            cases = f"{difference['better']} / {difference['worse']} / {difference['equal']}"
+            rows.append((region, variant, METRICS[name].label, text, alone, cases))
     columns = ("region", "variant", "score", "difference", "seeds alone", "cases")
     return Table(columns, rows, title=f"Differences to {record['baseline']}", caption=DIFFERENCES, names=3)
 
 
 def costs_table(record: Json) -> Table:
-    """The learning rates of each variant's runs, and what one took; what no run knows has no row."""
-
-    def rates(variant: str) -> str:
-        found = sorted({run["learning_rate"] for run in record["runs"] if run["variant"] == variant})
-        return listed(f"{rate:g}" for rate in found)
-
-    rows = []
-    if "learning_rate" in record["runs"][0]:
-        rows.append(("learning rate", *map(rates, record["variants"])))
+    """The learning rates of each variant's runs, and the costs of one; a cost that no run knows has no row."""
+    rates = {variant: {} for variant in record["variants"]}
+    for run in record["runs"]:  # which had no learning rate in records from before
+        rates[run["variant"]][f"{run.get('learning_rate', math.nan):g}"] = None  # each once
+    rows = [("learning rate", *(", ".join(of_variant) for of_variant in rates.values()))]
     for name, cost in COSTS.items():
-        values = [one["costs"].get(name) for one in record["variants"].values()]
+        values = [of_variant["costs"].get(name) for of_variant in record["variants"].values()]
         if any(value is not None for value in values):
             rows.append((cost.label, *("-" if value is None else cost.show(value) for value in values)))
     return Table(("", *record["variants"]), rows, title="Costs of a run", caption=COSTS_OF)
@@ -137,20 +132,19 @@ def costs_table(record: Json) -> Table:
 
 def settings_table(comparison: Comparison) -> Table:
     """The settings that differ, a column a variant."""
-    of_variant = []
-    for first, *_ in comparison.runs.values():
-        one = dict(flat(dataclasses.asdict(first.config)))
-        if not first.config.is_patch:  # these say nothing of whole volumes
-            one.update(foreground="-", patches_per_case="-")
-        of_variant.append(one)
-    names = [name for name in sorted(set().union(*of_variant)) if not name.startswith(NOT_SETTINGS)]
-    rows = [(name, *(one.get(name, "-") for one in of_variant)) for name in names]
+    configs = [runs[0].config for runs in comparison.runs.values()]
+    columns = [dict(flat(dataclasses.asdict(config))) for config in configs]
+    for config, settings in zip(configs, columns):
+        if not config.is_patch:  # these say nothing of whole volumes
+            settings.update(foreground="-", patches_per_case="-")
+    names = [name for name in sorted(set().union(*columns)) if not name.startswith(NOT_SETTINGS)]
+    rows = [(name, *(settings.get(name, "-") for settings in columns)) for name in names]
     differing = [row for row in rows if len(set(row[1:])) > 1]
     return Table(("setting", *comparison.runs), differing, title="Settings that differ")
 
 
 def results_tables(record: Json) -> List[Table]:
-    """Those of the terminal and the docs: of results with the "evaluation" that they are of."""
+    """The tables of the terminal and the docs, that of costs last."""
     tables = [scores_table(record)]
     tables += [differences_table(record)] if record["differences"] else []
     return [*tables, costs_table(record)]
@@ -160,28 +154,20 @@ def results_tables(record: Json) -> List[Table]:
 
 
 def publish(
-    comparison: Comparison,
-    kept: Kept,
-    store: Optional[Store],
-    out: Path,
-    options: "Options",
-    *,
-    budget: str,
+    comparison: Comparison, kept: Kept, store: Optional[Store], out: Path, options: Options, *, budget: str
 ) -> None:
     """Keep the results, write the page and the record, print the tables. `store` is None where it is not there now.
 
     A record names no folder and holds nothing of one case; the page is self-contained, pictures and slices inside.
     """
     results = comparison.to_json()
-    kept = dataclasses.replace(kept, results=results)
-    kept.save(out)
-    manifest = store and store.manifest
-    data = {
-        "name": manifest.name,
-        "split": {name: len(ids) for name, ids in manifest.split.items()},
-        "shape": manifest.largest_shape,
-    } if manifest else {"name": "data that is not there now"}  # fmt: skip
-    record = {
+    dataclasses.replace(kept, results=results).save(out)
+    data: Json = {"name": "data that is not there now"}
+    if store:
+        manifest = store.manifest
+        split = {name: len(ids) for name, ids in manifest.split.items()}
+        data = {"name": manifest.name, "split": split, "shape": manifest.largest_shape}
+    content = {
         "title": options.title or f"{' against '.join(comparison.runs)}: {data['name']}",
         "host": comparison.runs[comparison.baseline][0].host or read_host().summary(),
         "versions": versions(),
@@ -192,27 +178,21 @@ def publish(
         "options": {course["name"]: shlex.join(course["options"]) for course in kept.plan},
         **results,
     }
-    split = record["evaluation"]["split"]
-    page = render_page(
-        Path(__file__).with_name("report.html.j2"),
-        title=record["title"],
-        sections=page_sections(comparison, record, out),
-        warning="" if split == UNTOUCHED else warning(split),
-        viewer=viewer(shown_cases(comparison, store)) if store else None,
-    )
-    with atomic_write(out / "report.html", "w") as file:
-        file.write(page)
+    split = kept.asked["evaluation"]["split"]
+    sections = page_sections(comparison, content, out, store)
+    alert = "" if split == UNTOUCHED else warning(split)
+    write_page(out / "report.html", content["title"], "./run.sh compare", sections, alert=alert)
     if options.record and store:
-        append_record(options.record, "compare", record)
-    for table in results_tables(record):
+        append_record(options.record, "compare", content)
+    for table in results_tables(content):
         Console().print(table.rich())
     say(f"written: {out / 'report.html'}", *results["failed"])
 
 
-def page_sections(comparison: Comparison, record: Json, out: Path) -> List[Tuple[str, List[Table], Figures]]:
-    """(heading, tables, figures) of what was compared, came out and cost. Folders in `out` are named from there."""
-    config = comparison.runs[comparison.baseline][0].config
+def page_sections(comparison: Comparison, record: Json, out: Path, store: Optional[Store]) -> List[Section]:
+    """All that the page shows, in order. Folders in `out` are named from there."""
     runs = [run for of_variant in comparison.runs.values() for run in of_variant]
+    config = runs[0].config
     facts = (
         ("data", record["data"]["name"]),
         ("scored", f'{count(comparison.cases, "case")} of "{record["evaluation"]["split"]}", full original grids'),
@@ -220,63 +200,60 @@ def page_sections(comparison: Comparison, record: Json, out: Path) -> List[Tuple
         ("split hash", config.split_hash + (f", fold {config.fold}" if config.fold else "")),
         *(("left out", line) for line in record["failed"]),
     )
-    folders = [run.folder.resolve() for run in runs]
-    beside = [path.relative_to(out.resolve()) if out.resolve() in path.parents else path for path in folders]
-    rows = [(run.variant, f"{run.seed}", f"{run.config.peak_rate:g}", str(path)) for run, path in zip(runs, beside)]
+    folders = [str(run.folder.resolve()).replace(f"{out.resolve()}/", "") for run in runs]
+    rows = [(run.variant, f"{run.seed}", f"{run.config.peak_rate:g}", path) for run, path in zip(runs, folders)]
     hosts = dict.fromkeys(tuple(flat(run.host)) for run in runs if run.host)  # each one once
     about = [*(pair for host in hosts for pair in host), *flat(record["versions"])]
-    scores, *tables = results_tables(record)
-    sections = [
-        ("What was compared", [Table(("", ""), facts, names=2), settings_table(comparison)], []),
-        ("Scores and differences", [scores, *tables[:-1]], case_strips(comparison)),
-        ("Learning, a line a run", [], learning_curves(comparison)),
-        ("Costs", tables[-1:], []),
-        ("Runs", [Table(("variant", "seed", "learning rate", "folder"), rows, names=4)], []),
-        ("Host and software", [Table(("", ""), about, names=2)], []),
+    *tables, costs = results_tables(record)
+    return [
+        ("What was compared", [Table(("", ""), facts, names=2), settings_table(comparison)]),
+        ("Scores and differences", [*tables, case_strips(comparison)]),
+        ("Cases", [_cases(comparison, store)] if store else []),
+        ("Learning, a line a run", [learning_curves(comparison)]),
+        ("Costs", [costs]),
+        ("Runs", [Table(("variant", "seed", "learning rate", "folder"), rows, names=4)]),
+        ("Host and software", [Table(("", ""), about, names=2)]),
     ]
-    return [section for section in sections if any(section[1:])]
 
 
-def shown_cases(comparison: Comparison, store: Store) -> Iterator[ViewedCase]:
+def _cases(comparison: Comparison, store: Store) -> Json:
     """The best, median and worst case by the mean over all variants, with the prediction of each one's first seed."""
     region = comparison.regions[-1]  # the mean over the regions, or the only one
     dice = {name: comparison.values(name, region, "dice").mean(0) for name in comparison.runs}
-    of_cases = np.mean(list(dice.values()), axis=0)
-    best_first = sorted(range(len(comparison.cases)), key=lambda case: -of_cases[case])
-    first = {f"{name}, seed {of_variant[0].seed}": of_variant[0] for name, of_variant in comparison.runs.items()}
+    means = np.mean(list(dice.values()), axis=0)
+    scores = {
+        comparison.cases[case]: "mean Dice: " + ", ".join(f"{name} {values[case]:.3f}" for name, values in dice.items())
+        for case in sorted(range(len(means)), key=lambda case: -means[case])
+    }
+    predictions = {f"{name}, seed {runs[0].seed}": runs[0].predictions for name, runs in comparison.runs.items()}
     config = comparison.runs[comparison.baseline][0].config
     regions = {name: config.region_codes[name] for name in config.regions}
-    for case_id, note in best_median_worst([comparison.cases[case] for case in best_first]).items():
-        values = ", ".join(f"{name} {of[comparison.cases.index(case_id)]:.3f}" for name, of in dice.items())
-        folders = {name: run.predictions for name, run in first.items()}
-        case = viewed_case(store, case_id, regions, folders, note=note, scores=f"mean Dice: {values}")
-        if case:
-            yield case
+    return viewer(shown_cases(store, scores, regions, predictions))
 
 
 def case_strips(comparison: Comparison) -> Figures:
     """Dice of every case by variant, the mean over its seeds; a picture for each region."""
-    found = []
+    figures = []
     for region in comparison.regions:
         columns = {name: comparison.values(name, region, "dice").mean(0).tolist() for name in comparison.runs}
         title = f"Dice of every case, {region}"
-        found.append((title, strips(columns, title=title, y_label="Dice", y_range=(-0.02, 1.02))))
-    return found
+        figures.append((title, strips(columns, title=title, y_label="Dice", y_range=(-0.02, 1.02))))
+    return figures
 
 
 def learning_curves(comparison: Comparison) -> Figures:
     """Validation Dice over voxels seen and over seconds, a line a run; none without validations."""
-    colours, found = dict(zip(comparison.runs, itertools.cycle(PALETTE))), []
-    runs = [run for of_variant in comparison.runs.values() for run in of_variant if run.curve]
-    for label, unit, column in (("voxels seen, millions", 1e6, 0), ("seconds of steps", 1, 1)) if runs else ():
+    figures: Figures = []
+    for label, unit, column in (("voxels seen, millions", 1e6, 0), ("seconds of steps", 1, 1)):
         lines = []
-        for run in runs:
-            name = run.variant if run is comparison.runs[run.variant][0] else ""
-            x, dice = [point[column] / unit for point in run.curve], [point.mean_dice for point in run.curve]
-            lines.append(Line(name, x, dice, colours[run.variant]))
-        title = f"Validation Dice over {label}"
-        found.append((title, chart(lines, title=title, y_label="mean Dice", x_label=label, y_range=(0, 1))))
-    return found
+        for (name, runs), colour in zip(comparison.runs.items(), itertools.cycle(PALETTE)):
+            for run in (run for run in runs if run.curve):
+                x, dice = [point[column] / unit for point in run.curve], [point.mean_dice for point in run.curve]
+                lines.append(Line(name if run is runs[0] else "", x, dice, colour))
+        if lines:
+            title = f"Validation Dice over {label}"
+            figures.append((title, chart(lines, title=title, y_label="mean Dice", x_label=label, y_range=(0, 1))))
+    return figures
 
 
 # --- Markdown of records ---

@@ -2,14 +2,15 @@
 
     failed = Runner(store, out, Evaluation()).carry_out(runs)
 
-A fresh process makes the peaks of memory honest and starts every run on equal terms. The same call continues where one
-was cut off: what is trained is not trained again, what is half trained goes on, what has current scores keeps them, and
-what diverged is reported as such. Folders that are there already become variants by `grouped`: runs that differ in
-their seed alone are one.
+A fresh process has its own peak of memory and starts every run on equal terms. The same call continues where another
+was cut off: a run that is trained is not trained again, one that is half trained continues, current scores are kept,
+and a run that diverged is reported as such. `grouped` makes variants of run folders that are there already: runs that
+differ in their seed alone are one.
 """
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import re
@@ -28,7 +29,7 @@ from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metrics_in
 from cpu3d.pages.page import flat
 from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.log import FINISHED, read_events
-from cpu3d.run.summary import last_end, numbers, of_kind
+from cpu3d.run.summary import costs_of, last_end
 from cpu3d.settings import RunConfig, load_config
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT, forward_signals, how_ended, last_step, last_words, start
@@ -43,7 +44,7 @@ SAME_VARIANT = {
     *("seed", "unet.seed", "store", "save_minutes", "read_mode"),
     *("unet.policy", "device", "validate_every", "validations", "patience", "micro_batch"),
 }
-"""What does not make another variant: its seed, files, how a step is computed, how often one looks."""
+"""Settings that do not make another variant: seed, files, how a step is computed, how often it is validated."""
 
 
 class Evaluation(NamedTuple):
@@ -85,7 +86,7 @@ class Failed(NamedTuple):
 
 
 class RunFailedError(InputError):
-    """A process that did not end well."""
+    """A process that failed."""
 
     def __init__(self, problem: str, exit_code: int, why: str = "failed"):
         super().__init__(problem)
@@ -107,9 +108,8 @@ class Runner:
     def carry_out(self, runs: Sequence[PlannedRun]) -> List[Failed]:
         """Train and score all of `runs`, in their order, and return those that failed.
 
-        A run that diverged before is not tried again. Where all fail the last one's RunFailedError
-        is raised, with its last lines. A signal is passed on as SIGINT, the process saves, and KeyboardInterrupt is
-        raised.
+        A run that diverged before is not tried again. Raises the last RunFailedError where all fail, and
+        KeyboardInterrupt after a signal, which the process has got as SIGINT and answered by saving.
         """
         failed: List[Failed] = []
         for number, run in enumerate(runs, 1):
@@ -188,14 +188,40 @@ def run_voxels(config: RunConfig, steps: int) -> int:
 def grouped(folders: Sequence[Path], *, force: bool = False) -> List[Tuple[str, int, Path]]:
     """The variant, seed and folder of every run. The first one's variant is the baseline.
 
-    A variant is named as its first run's folder is, less what follows "-seed". Raises InputError, all offenders at
-    once, for folders that are no runs, were not trained or are being trained, for runs of different splits, folds or
-    regions, for two runs of equal settings and seed, and for a variant that shares no seed with the baseline; unless
-    `force`, for runs that were cut off or stopped, and for runs that had neither as many voxels nor as much time, too.
+    A variant is named as its first run's folder is, less what follows "-seed". Raises InputError as `_trained`, and for
+    two runs of equal settings and seed and a variant that shares no seed with the baseline.
+    """
+    problems: List[str] = []
+    names: Dict[str, str] = {}  # settings -> name of the variant
+    runs: Dict[Tuple[str, int], Path] = {}
+    for folder, config in _trained(folders, force).items():
+        settings = sorted(pair for pair in flat(dataclasses.asdict(config)) if pair[0] not in SAME_VARIANT)
+        # Under batch norm the network learns from what is computed together.
+        kind = str((settings, config.micro if config.unet.norm == "batch" else None))
+        if kind not in names:
+            name = re.sub(r"[-_]?seed[-_]?\d+$", "", folder.name) or folder.name
+            free = (f"{name}-{number}" if number > 1 else name for number in itertools.count(1))
+            names[kind] = next(name for name in free if name not in names.values())
+        run = (names[kind], config.seed)
+        if run in runs:
+            both = f"{runs[run]} and {folder}, alike with seed {config.seed}"
+            problems.append(f"runs must differ in a setting or their seed, got {both}; leave one out")
+        runs[run] = folder
+    seeds = {name: [seed for variant, seed in runs if variant == name] for name in names.values()}
+    refuse([*problems, *unpaired(seeds, next(iter(seeds))).values()])
+    return [(variant, seed, folder) for (variant, seed), folder in runs.items()]
+
+
+def _trained(folders: Sequence[Path], force: bool) -> Dict[Path, RunConfig]:
+    """The configuration of each run.
+
+    Raises InputError, all offenders at once, for folders that are no runs, were not trained or are being trained, and
+    for runs of different splits, folds or regions; unless `force`, also for runs that were cut off or stopped, and
+    for runs that had neither as many voxels nor as much time.
     """
     problems: List[str] = []
     configs: Dict[Path, RunConfig] = {}
-    spent: Dict[Path, Tuple[float, float]] = {}  # voxels seen, seconds of steps
+    spent: Dict[Path, Tuple[int, float]] = {}  # voxels seen, seconds of steps
     for folder in folders:
         try:
             configs[folder] = load_config(folder)
@@ -206,48 +232,24 @@ def grouped(folders: Sequence[Path], *, force: bool = False) -> List[Tuple[str, 
         except InputError as error:
             problems += error.problems
             continue
-        steps, end = of_kind(events, "step"), last_end(events).get("reason", "none")
-        spent[folder] = sum(numbers(steps, "voxels")), sum(numbers(steps, "step_s"))
+        costs, end = costs_of(events), last_end(events).get("reason", "none")
+        spent[folder] = costs.voxels, costs.steps_s
         if end not in FINISHED and not force:
-            problems.append(
-                f"run {folder} must have been trained to its end, got end: {end}; continue it with `train`, or add "
-                "--force"
-            )
-    first = next(iter(configs), None)
-    problems += [
-        f"runs must share their {name}, got {getattr(configs[first], name) or 'none'} in {first} and "
-        f"{getattr(config, name) or 'none'} in {folder}; compare runs of one split"
-        for folder, config in configs.items()
-        for name in SHARED
-        if getattr(config, name) != getattr(configs[first], name)
-    ]
+            rule = f"must have been trained to its end, got end: {end}"
+            problems.append(f"run {folder} {rule}; continue it with `train`, or add --force")
+    for name in SHARED:
+        values = {getattr(config, name): folder for folder, config in configs.items()}
+        if len(values) > 1:
+            got = " and ".join(f"{value or 'none'} in {folder}" for value, folder in values.items())
+            problems.append(f"runs must share their {name}, got {got}; compare runs of one split")
     if not force and spent and all(max(column) > UNEQUAL * min(column) for column in zip(*spent.values())):
         most, least = max(spent, key=spent.__getitem__), min(spent, key=spent.__getitem__)
-        words = (
-            f"{spent[one][0] / 1e6:,.4g} million voxels in {spent[one][1]:,.0f} s in {one}" for one in (most, least)
+        got = " and ".join(
+            f"{spent[run][0] / 1e6:,.4g} million voxels in {spent[run][1]:,.0f} s in {run}" for run in (most, least)
         )
-        problems.append(f"runs must have had one budget, got {' and '.join(words)}; leave some out, or add --force")
+        problems.append(f"runs must have had one budget, got {got}; leave some out, or add --force")
     refuse(problems)
-    found, names, seeds = [], {}, {}
-    for folder, config in configs.items():
-        settings = sorted(pair for pair in flat(dataclasses.asdict(config)) if pair[0] not in SAME_VARIANT)
-        # Under batch norm what is computed together is what is learnt.
-        kind = str((settings, config.micro if config.unet.norm == "batch" else None))
-        if kind not in names:
-            name = re.sub(r"[-_]?seed[-_]?\d+$", "", folder.name) or folder.name
-            free = (f"{name}-{number}" if number > 1 else name for number in range(1, len(configs) + 2))
-            names[kind] = next(one for one in free if one not in names.values())
-        own = seeds.setdefault(names[kind], {})
-        if config.seed in own:
-            problems.append(
-                f"runs must differ in a setting or their seed, got {own[config.seed]} and {folder}, alike with seed "
-                f"{config.seed}; leave one out"
-            )
-        own[config.seed] = folder
-        found.append((names[kind], config.seed, folder))
-    problems += unpaired({name: list(own) for name, own in seeds.items()}, found[0][0]).values()
-    refuse(problems)
-    return found
+    return configs
 
 
 def unpaired(seeds: Mapping[str, Sequence[int]], baseline: str) -> Dict[str, str]:
@@ -264,10 +266,10 @@ def unpaired(seeds: Mapping[str, Sequence[int]], baseline: str) -> Dict[str, str
 
 
 def call(command: Sequence[str], log: Path, label: str, *, run: Optional[Path] = None, steps: int = 0) -> None:
-    """Do `python -m cpu3d command`, its words added to `log`, with a bar of the steps that the folder `run` logs.
+    """Run `python -m cpu3d command`, its output added to `log`, with a bar of the steps that the folder `run` logs.
 
-    A signal of ours is sent on as SIGINT; a second one stops the process unsaved. Raises RunFailedError with the last
-    words, and KeyboardInterrupt when it ended after a signal.
+    Our signals are sent on as SIGINT. Raises RunFailedError with the last lines it printed, and KeyboardInterrupt when
+    it ended after a signal.
     """
     steps, shown, children = steps or 1, 0, []
     with contextlib.ExitStack() as stack:
@@ -282,24 +284,17 @@ def call(command: Sequence[str], log: Path, label: str, *, run: Optional[Path] =
         stack.callback(child.wait)
         if signals:  # while it was being started
             child.send_signal(signal.SIGINT)
-        try:
-            while child.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.wait(POLL_S)
-                step = min(last_step(run), steps) if run else 0
-                advance(step - shown)
-                shown = step
-        except BaseException:
-            if not signals:  # a second signal would stop it unsaved
-                child.terminate()
-            raise
-        if child.returncode == 0:
-            advance(steps - shown)
+        while child.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(POLL_S)
+            step = min(last_step(run), steps) if run else 0
+            advance(step - shown)
+            shown = step
+        advance(steps - shown if child.returncode == 0 else 0)
     if signals:
         raise KeyboardInterrupt("the same command continues")
-    if child.returncode == 0:
-        return
-    code, what, ended = child.returncode, command[0], how_ended(child.returncode)
-    problem = f"{label} must end well, got {ended}; all of it is in {log}, which ends:\n  {last_words(log, begin)}"
-    why = f"{what} diverged" if code == DivergedError.exit_code else f"{what} ended with {ended}"
-    raise RunFailedError(problem, code if code in range(1, 7) else 1, why)
+    if child.returncode:
+        code, ended = child.returncode, how_ended(child.returncode)
+        problem = f"{label} must succeed, got {ended}; all of it is in {log}, which ends:\n  {last_words(log, begin)}"
+        why = f"{command[0]} diverged" if code == DivergedError.exit_code else f"{command[0]} ended with {ended}"
+        raise RunFailedError(problem, code if code in range(1, 7) else 1, why)

@@ -1,11 +1,10 @@
-"""What came out of the runs: scores and costs of each, and paired differences between variants with their intervals.
+"""The results of the runs: scores and costs of each, and paired differences between variants with their intervals.
 
 A difference is taken on the same case and seed. Its interval is a percentile bootstrap that resamples seeds and cases
 crossed (Owen 2007, "The pigeonhole bootstrap", Annals of Applied Statistics 1:386), so it speaks of other cases and
-other seeds. With few values it is too narrow, as it knows nothing of Student's t: of 2 seeds 9.2 times, of 3 seeds 2.7
-times, of 5 seeds 1.6 times. So one rule says what counts, everywhere: the interval leaves out 0, and the mean is larger
-than seeds alone may make it, which is what a t-test of the seeds' means asks. With one seed nothing counts. Nothing is
-corrected for the number of differences.
+other seeds. With few seeds it is too narrow beside Student's t: 9.2 times with 2 seeds, 2.7 times with 3, 1.6 times
+with 5. So a difference counts where the interval leaves out 0 and the mean is significant in a t-test of the seeds'
+means. With one seed none counts. Nothing is corrected for the number of differences.
 """
 
 import math
@@ -23,7 +22,7 @@ from cpu3d.errors import InputError, refuse
 from cpu3d.inference.evaluate import PREDICTIONS, read_scores, scores_path
 from cpu3d.inference.scores import METRICS, metrics_in
 from cpu3d.run.log import read_events
-from cpu3d.run.summary import last_end, median, numbers, of_kind
+from cpu3d.run.summary import costs_of, median, numbers, of_kind
 from cpu3d.settings import RunConfig, load_config
 from cpu3d.util.records import number, seconds
 from memory_estimator.common.units import format_bytes
@@ -62,13 +61,13 @@ def paired_difference(values: np.ndarray, baseline: np.ndarray, *, larger_is_bet
 
 
 def counts(difference: Mapping[str, Any]) -> bool:
-    """Whether its interval leaves out 0, and seeds alone do not make as much. Records from before had no bound."""
+    """Whether its interval leaves out 0 and its mean exceeds the "seed_bound", which older records lack."""
     bound, (low, high) = difference.get("seed_bound"), difference["interval"] or (0, 0)
     return (low > 0 or high < 0) and bound is not None and abs(difference["mean"]) > bound
 
 
 def seed_bound(of_seeds: Sequence[float]) -> Optional[float]:
-    """What the mean of the seeds' differences must exceed: half of Student's 95 % interval. None for one seed.
+    """The least significant mean of the seeds' differences: half of Student's 95 % interval. None for one seed.
 
     t(0.975, n - 1) * sd / sqrt(n): of 3 seeds 2.48 standard deviations, of 5 seeds 1.24.
     """
@@ -108,7 +107,7 @@ def mean_and_sd(of_seeds: Sequence[float]) -> Tuple[float, Optional[float]]:
 
 
 class Cost(NamedTuple):
-    """Something that a run takes."""
+    """A cost of a run."""
 
     label: str
     show: Callable[[float], str]
@@ -174,16 +173,14 @@ def read_run(
     content = read_scores(path)
     cases = {case["case_id"]: case["regions"] for case in content["cases"]}
     regions = {
-        region: {name: {one: float(of[region][name]) for one, of in cases.items()} for name in metrics_in(content)}
+        region: {name: {case: float(of[region][name]) for case, of in cases.items()} for name in metrics_in(content)}
         for region in content["regions"]
     }
-    host = next((event.get("host", {}) for event in reversed(events) if event["event"] == "start"), {})
-    curve, voxels, steps_s = [], 0, 0.0
-    for event in events:
-        if event["event"] == "step":
-            voxels, steps_s = voxels + event.get("voxels", 0), steps_s + event.get("step_s", 0.0)
-        elif event["event"] == "validation":
-            curve.append(Point(voxels, steps_s, event["mean_dice"]))
+    starts, curve, steps = of_kind(events, "start"), [], of_kind(events, "step")
+    host = starts[-1].get("host", {}) if starts else {}
+    for event in of_kind(events, "validation"):
+        until = costs_of([step for step in steps if step["step"] <= event["step"]])
+        curve.append(Point(until.voxels, until.steps_s, event["mean_dice"]))
     costs = _costs(events, config, content, host.get("cores"), store)
     about = (Path(folder), config, tuple(curve), host, path.parent / PREDICTIONS)
     return RunResult(variant, seed, with_mean(regions), costs, *about)
@@ -227,7 +224,7 @@ class Comparison:
         """The scores, differences and costs, as compare.json and the records hold them."""
 
         def of_all(value_of: Callable[[str, str, str], Any], variant: str) -> Dict[str, Dict[str, Any]]:
-            return {one: {metric: value_of(variant, one, metric) for metric in self.metrics} for one in self.regions}
+            return {name: {metric: value_of(variant, name, metric) for metric in self.metrics} for name in self.regions}
 
         return {
             "baseline": self.baseline,
@@ -253,7 +250,7 @@ class Comparison:
                 for runs in self.runs.values()
                 for run in runs
             ],
-            "failed": [str(one) for one in self.failed],
+            "failed": [str(failure) for failure in self.failed],
         }
 
     def _score(self, *where: str) -> Dict[str, Optional[float]]:
@@ -282,7 +279,7 @@ def compare(
     for result in sorted(results, key=lambda run: run.seed):
         runs[result.variant].append(result)
     if not runs[baseline]:
-        raise InputError(f"the baseline {baseline} must have a run that ended well, got none", *map(str, failed))
+        raise InputError(f"the baseline {baseline} must have a run that succeeded, got none", *map(str, failed))
     first = runs[baseline][0]
     cases = list(next(iter(first.scores.values()))["dice"])
     problems = [
@@ -312,27 +309,20 @@ def compare(
 def _costs(
     events: Sequence[Json], config: RunConfig, scores: Json, cores: Optional[int], store: Optional[Store]
 ) -> Dict[str, Optional[float]]:
-    """What a log and the content of scores.json say of a run's COSTS."""
-    steps, ends = of_kind(events, "step"), of_kind(events, "end")
-    in_full = [event for event in steps if event["step"] > config.coarse_steps]
-    step_s, train_s = median(numbers(in_full, "step_s")), last_end(events).get("seconds")
-    done = int(max(numbers(steps, "step"), default=0))
-    whole = None if config.is_patch else math.prod(config.grid)
-    if config.is_patch and store is not None:
-        whole = math.prod(grid_size(store, extent=config.extent, multiple=config.unet.divisor))
-    on_cpu, peak_bytes = config.device == "cpu", max(numbers(ends, "allocator_peak_bytes"), default=None)
-    return {
-        "steps": done,
-        "voxels": round(sum(numbers(steps, "voxels"))),
-        "step_s": step_s,
-        "case_train_s": step_s / (config.batch * math.prod(config.grid)) * whole if step_s and whole else None,
-        "steps_s": math.fsum(numbers(steps, "step_s")),
-        "validation_s": math.fsum(numbers(of_kind(events, "validation"), "seconds")),
-        "train_s": train_s,
-        "core_hours": train_s * cores / 3600 if train_s is not None and cores and on_cpu else None,
-        "train_peak_bytes": max([*numbers(ends, "peak_rss_bytes"), *numbers(steps, "rss_bytes")], default=None),
-        "allocator_peak_bytes": peak_bytes if on_cpu else None,
-        "card_peak_bytes": None if on_cpu else peak_bytes,
+    """A run's COSTS, of its log and the content of scores.json."""
+    costs, on_cpu, whole = costs_of(events, config.coarse_steps), config.device == "cpu", math.prod(config.grid)
+    if config.is_patch:
+        whole = math.prod(grid_size(store, extent=config.extent, multiple=config.unet.divisor)) if store else None
+    a_voxel_s = costs.step_s and costs.step_s / (config.batch * math.prod(config.grid))
+    core_hours = costs.train_s * cores / 3600 if costs.train_s is not None and cores and on_cpu else None
+    found = {
+        **vars(costs),
+        "case_train_s": a_voxel_s * whole if a_voxel_s and whole else None,
+        "core_hours": core_hours,
+        "train_peak_bytes": costs.peak_rss_bytes,
+        "allocator_peak_bytes": costs.allocator_peak_bytes if on_cpu else None,
+        "card_peak_bytes": None if on_cpu else costs.allocator_peak_bytes,
         "case_predict_s": median(numbers(scores["cases"], "predict_s")),
         "predict_peak_bytes": scores.get("peak_rss_bytes"),
     }
+    return {name: found[name] for name in COSTS}

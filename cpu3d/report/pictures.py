@@ -4,7 +4,7 @@ Nothing here touches pyplot or any other state of the process: every function ma
 """
 
 from dataclasses import dataclass
-from typing import Any, List, Mapping, Optional, Sequence, Tuple
+from typing import List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from memory_estimator.common.table import PALETTE, new_figure, plain, png
 
 Figures = List[Tuple[str, bytes]]
 """(what it shows, PNG) each."""
+
+YRange = Optional[Tuple[float, Optional[float]]]
+"""(bottom, top) of an axis; a top of None leaves some room above the data."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,15 @@ def chart(
     title: str,
     y_label: str,
     x_label: str = "step",
-    y_range: Optional[Tuple[float, Optional[float]]] = None,
+    y_range: YRange = None,
     switch: Optional[float] = None,
 ) -> bytes:
-    """Curves over a common x axis, as PNG bytes; a dashed line at the `switch` on x, where one is named.
+    """Curves over a common x axis, as PNG bytes, with a dashed line at x = `switch`.
 
     Points that are not finite are left out; no line at all is fine. A legend appears where a line has a name.
     """
+    from scipy.ndimage import median_filter  # on use: importing this module stays cheap
+
     figure = new_figure(5.4, 2.8)
     axes = figure.add_subplot()
     for line in lines:
@@ -48,32 +53,25 @@ def chart(
         good = np.isfinite(x) & np.isfinite(y)
         x, y = x[good], y[good]
         if line.measured or x.size < 8:
-            axes.plot(
-                x, y, "o-" if line.dots else "-", color=line.colour, markersize=3.2, linewidth=1.6, label=line.name
-            )
+            marks = "o-" if line.dots else "-"
+            axes.plot(x, y, marks, color=line.colour, markersize=3.2, linewidth=1.6, label=line.name)
         else:
             axes.plot(x, y, color=line.colour, alpha=0.22, linewidth=0.8)
-            axes.plot(x, _running_median(y), color=line.colour, linewidth=1.4, label=line.name)
+            axes.plot(x, median_filter(y, y.size // 20 + 5), color=line.colour, linewidth=1.4, label=line.name)
     if switch:
         axes.axvline(switch, color="#888888", linewidth=0.8, linestyle="--")
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-    _limit(axes, y_range)
+    axes.set_ylim(y_range)
     plain(axes, title)
     if any(line.name for line in lines):
-        axes.legend(frameon=False, fontsize=8, ncols=min(3, len(lines)))
+        axes.legend(frameon=False, fontsize=8)
     figure.tight_layout(pad=0.6)
     return png(figure)
 
 
-def strips(
-    values: Mapping[str, Sequence[float]],
-    *,
-    title: str,
-    y_label: str,
-    y_range: Optional[Tuple[float, Optional[float]]] = None,
-) -> bytes:
-    """One column per name: every value as a dot, and a box of the quartiles from five values on. PNG bytes."""
+def strips(values: Mapping[str, Sequence[float]], *, title: str, y_label: str, y_range: YRange = None) -> bytes:
+    """One column per name: every value as a dot, and the quartiles as a box. PNG bytes."""
     figure = new_figure(3.3, 2.6)
     axes = figure.add_subplot()
     for position, (name, column) in enumerate(values.items()):
@@ -82,38 +80,15 @@ def strips(
         # Golden-ratio offsets: dots keep apart and the picture is the same every time.
         x = position + 0.34 * ((np.arange(y.size) * 0.618034) % 1.0 - 0.5) * (y.size > 1)
         axes.plot(x, y, "o", color=colour, alpha=0.75, markersize=4.5, markeredgewidth=0, label=name)
-        if y.size >= 5:
-            axes.boxplot(
-                [y], positions=[position], widths=0.55, showfliers=False,
-                medianprops={"color": "#222222", "linewidth": 1.6}, boxprops={"color": "#555555"},
-                whiskerprops={"color": "#555555"}, capprops={"color": "#555555"},
-            )  # fmt: skip
-        elif y.size:
-            axes.plot([position - 0.25, position + 0.25], [np.median(y)] * 2, color="#222222", linewidth=1.6)
+        axes.boxplot(
+            [y], positions=[position], widths=0.55, showfliers=False,
+            medianprops={"color": "#222222", "linewidth": 1.6}, boxprops={"color": "#555555"},
+            whiskerprops={"color": "#555555"}, capprops={"color": "#555555"},
+        )  # fmt: skip
     axes.set_xticks(range(len(values)), list(values))
     axes.set_xlim(-0.6, max(len(values), 1) - 0.4)
     axes.set_ylabel(y_label)
-    _limit(axes, y_range)
+    axes.set_ylim(y_range)
     plain(axes, title)
     figure.tight_layout(pad=0.6)
     return png(figure)
-
-
-# --- Private helpers ---
-
-
-def _limit(axes: Any, y_range: Optional[Tuple[float, Optional[float]]]) -> None:
-    """Set the y axis to (bottom, top); a top of None leaves some room above the data."""
-    if y_range:
-        bottom, top = y_range
-        highest = axes.dataLim.y1 if np.isfinite(axes.dataLim.y1) and axes.dataLim.y1 > bottom else bottom + 1
-        axes.set_ylim(bottom, bottom + 1.08 * (highest - bottom) if top is None else top)
-
-
-def _running_median(y: np.ndarray) -> np.ndarray:
-    """Median over about a twentieth of the series around every point; ends use what there is."""
-    half = max(2, y.size // 40)
-    padded = np.pad(y, half, mode="reflect") if y.size > half else y
-    if padded.size == y.size:
-        return y
-    return np.median(np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1), axis=1)

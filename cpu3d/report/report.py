@@ -9,16 +9,16 @@ is missing.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, List, Mapping, Optional, Sequence, Tuple, Union
 
 from cpu3d.inference.evaluate import PREDICTIONS, ranked, scores_path, summary_table, warning
 from cpu3d.inference.scores import METRICS, metrics_in
 from cpu3d.pages.page import flat, page_file, percent, render_page
-from cpu3d.pages.viewer import ViewedCase, viewer
+from cpu3d.pages.viewer import viewer
 from cpu3d.report import pictures
 from cpu3d.report.pictures import Figures, Line
-from cpu3d.report.run_files import RunFiles, best_median_worst, gather, viewed_case
-from cpu3d.run.summary import Events, last_end, median, numbers, of_kind
+from cpu3d.report.run_files import RunFiles, gather, shown_cases
+from cpu3d.run.summary import Events, costs_of, last_end, median, numbers, of_kind
 from cpu3d.util.atomic import atomic_write
 from cpu3d.util.records import by, count, duration, listed, seconds
 from memory_estimator.common.schema import option
@@ -36,8 +36,28 @@ class Options:
 
 OPTIONS = (Options,)
 
+OF_PATCHES, OF_WHOLE = ("patches_per_case", "foreground"), ("resolution",)
+SETTINGS = ("split_hash", "fold", "mode", "grid", "coarse_steps", "coarse_grid", *OF_PATCHES, *OF_WHOLE)
+STARTED_WITH = ("parameters", "precision", "policy", "micro_batch", "engine")
+"""The facts of a run: settings, and those of its last attempt."""
+
 SHOWN = ("lesion_dice", "false_positives", "dice")
 """The METRICS that post-processing is shown by."""
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A table that opens on a click on its title."""
+
+    title: str
+    table: Table
+
+
+Part = Union[Table, Folded, Figures, str, Mapping[str, Any]]
+"""Of a section: a table, pictures beside each other, a paragraph, or the cases of `viewer`. Empty ones are left out."""
+
+Section = Tuple[str, Sequence[Part]]
+"""Its heading and parts; left out where it has none."""
 
 
 def run(options: Options) -> int:
@@ -55,108 +75,94 @@ def write_report(run_dir: Path, out: Optional[Path] = None) -> Path:
     out = Path(out) if out else run_dir / "report.html"
     files = gather(run_dir)
     page_file(out)
-    page = render(files)
-    with atomic_write(out, "w") as file:
-        file.write(page)
+    seen = files.scores and not files.scores["untouched"]
+    alert = warning(files.scores["split"]) if seen else ""
+    title, command = f"Report of {files.folder.name}", "./run.sh report"
+    write_page(out, title, command, page_sections(files), notes=_missing(files), alert=alert)
     return out
 
 
-def render(files: RunFiles) -> str:
-    """The page as HTML."""
-    scores, starts = files.scores, of_kind(files.events, "start")
-    return render_page(
-        Path(__file__).with_name("report.html.j2"),
-        title=f"Report of {files.folder.name}",
-        files=files,
-        config=Table(("", ""), sorted(flat(files.config)), names=2),
-        mode=files.config["mode"],
-        hosts=[(start, _host_table(start)) for start in starts],
-        facts=_facts(files, starts),
-        missing=_missing(files),
-        warning=warning(scores["split"]) if scores and not scores["untouched"] else "",
-        scores=scores,
-        metrics={name: METRICS[name] for name in metrics_in(scores)} if scores else {},
-        score_tables=[summary_table(scores), _cases_table(scores)] if scores else [],
-        postprocessing=files.postprocessing,
-        decision=_decision_table(files),
-        score_pictures=_score_pictures(scores) if scores else [],
-        viewer=viewer(_shown_cases(files)) if scores and files.store else None,
-        curves=_curves(files.events, files.config["coarse_steps"]),
-        costs=_costs(files.events, files.config, scores),
-        predicted=_predicted(starts, files.events, files.config["coarse_steps"]),
-        split=files.store.manifest.split if files.store else {},
-    )
+def write_page(
+    out: Path, title: str, command: str, sections: Sequence[Section], *, notes: Sequence[str] = (), alert: str = ""
+) -> None:
+    """Write a self-contained page of sections, atomically; `alert` and `notes` are above them."""
+    filled = [(heading, [part for part in parts if _is_filled(part)]) for heading, parts in sections]
+    content = {"sections": [section for section in filled if section[1]], "notes": notes, "alert": alert}
+    page = render_page(Path(__file__).with_name("report.html.j2"), title=title, command=command, **content)
+    with atomic_write(out, "w") as file:
+        file.write(page)
+
+
+def page_sections(files: RunFiles) -> List[Section]:
+    """All that the page shows, in order. An element is added here."""
+    scores, config, events = files.scores, files.config, files.events
+    starts = of_kind(events, "start")
+    scored = _scores_section(files) if scores else []
+    decided = _decision_table(files) or f"Post-processing is {files.postprocessing.words}."
+    hosts = [_host_table(start, f"Started at step {start['step']}, {start.get('time', '')}") for start in starts]
+    split = files.store.manifest.split if files.store else {}
+    ids = Table(("", ""), [(name, ", ".join(cases) or "none") for name, cases in split.items()], names=2)
+    return [
+        ("The run", [Table(("", ""), _facts(files, starts), names=2)]),
+        ("Scores", scored),
+        ("Post-processing", [decided]),
+        ("Cases", [_cases(files)] if scores and files.store else []),
+        ("Training", [_curves(events, config["coarse_steps"])]),
+        ("Memory and time", [_costs(files), _predicted(starts, events, config["coarse_steps"])]),
+        ("Host and software", hosts),
+        ("Settings", [Folded("config.json", Table(("", ""), sorted(flat(config)), names=2)), Folded("split", ids)]),
+    ]
 
 
 # --- Private helpers: numbers and tables ---
 
 
+def _is_filled(part: Part) -> bool:
+    """Whether a part has anything to show."""
+    table = part.table if isinstance(part, Folded) else part
+    if isinstance(table, Table):
+        return bool(table.rows)
+    return bool(part["cases"] if isinstance(part, dict) else part)
+
+
 def _facts(files: RunFiles, starts: Events) -> List[Tuple[str, str]]:
     """Name and value of what tells this run from others."""
     config, manifest = files.config, files.store.manifest if files.store else None
-    end, steps = last_end(files.events), numbers(of_kind(files.events, "step"), "step")
-    first, last = (starts[0], starts[-1]) if starts else ({}, {})
+    end, last = last_end(files.events), starts[-1] if starts else {}
+    hidden = OF_WHOLE if config["mode"] == "patch" else OF_PATCHES
     facts = [
         ("run", str(files.folder)),
         ("data", f"{manifest.name} ({manifest.layout}), {len(manifest.cases)} cases" if manifest else "-"),
-        ("store", str(config.get("store", "-"))),
-        ("split hash", str(config.get("split_hash") or first.get("split_hash") or "-")),
-        *([("fold", config["fold"])] if config["fold"] else []),
-        ("started", str(first.get("time") or "-").replace("T", " ")[:19]),
-        ("steps", f"{max(steps):,}" if steps else "0"),
-        *_curriculum(config),
+        ("steps", f"{max(numbers(of_kind(files.events, 'step'), 'step'), default=0):,}"),
         ("ended", f"{end['reason']} after step {end['step']}" if end else "not yet"),
-        ("channels", ", ".join(config.get("channels", [])) or "-"),
-        *_seen(config, last.get("grid")),
-        ("parameters", f"{last['parameters']:,}" if isinstance(last.get("parameters"), int) else "-"),
-        *((name, str(last.get(name.replace("-", "_"), "-"))) for name in ("precision", "policy", "micro-batch")),
-        ("engine", str(last.get("engine", "-"))),
-        ("device", str(last.get("device") or config["device"])),
+        *((name, value) for name, value in flat(config) if name in SETTINGS and name not in hidden),
+        *((name, str(last.get(name, "-"))) for name in STARTED_WITH),
+        ("device", last.get("device", config["device"])),
     ]
     if files.scores:
         facts.append(("inference", _inference(files.scores)))
         done = dict.fromkeys(case.get("postprocessing", "-") for case in files.scores["cases"])
         facts.append(("post-processing of the scores", "; ".join(done)))
-    if len(starts) > 1:
-        facts.append(("restarts", ", ".join(f"at step {event.get('step', '?')}" for event in starts[1:])))
     return facts
-
-
-def _seen(config: Mapping[str, Any], grid: Any) -> List[Tuple[str, str]]:
-    """What a step saw of a case."""
-    if config["mode"] == "patch":
-        count = f"{config['patches_per_case']} an epoch, {percent(config['foreground'])} around labels"
-        return [("mode", "patches"), ("patch", _shape(grid)), ("patches of a case", count)]
-    share = config["resolution"]
-    at = [("resolution", f"{share:g} of the store's")] if share < 1 else []
-    return [("mode", "whole volumes"), ("grid", _shape(grid)), *at]
-
-
-def _curriculum(config: Mapping[str, Any]) -> List[Tuple[str, str]]:
-    """The coarse steps of a run; none without a curriculum."""
-    if not config["coarse_steps"]:
-        return []
-    return [("curriculum", f"{config['coarse_steps']:,} steps on {_shape(config['coarse_grid'])}, then in full")]
 
 
 def _inference(scores: Mapping[str, Any]) -> str:
     """How the network was applied to the cases that were scored; "-" where the scores are too old to say."""
     runs = scores.get("runs") or [scores]
-    ways = []
-    for inference in (run.get("inference") or {} for run in runs):
-        way = "in one pass" if inference else "-"
-        if inference.get("window"):
-            way = f"window of {_shape(inference['window'])}, {100 * inference.get('overlap', 0):g} % overlap"
-        ways.append(f"{way}, mean of 8 mirror images" if inference.get("flips") else way)
-    found = "; ".join(dict.fromkeys(ways))
-    if len(runs) == 1:
-        return found
-    crossed = all("held_out" in run for run in runs)
-    return f"{found}; {'each case by the fold that held it out' if crossed else f'mean of {len(runs)} runs'}"
+    ways = {}
+    for how in (run.get("inference") or {} for run in runs):
+        way = "in one pass" if how else "-"
+        if how.get("window"):
+            way = f"window of {by(how['window'], ' x ')}, {100 * how.get('overlap', 0):g} % overlap"
+        ways[way + ", mean of 8 mirror images" * bool(how.get("flips"))] = None  # each once
+    if len(runs) > 1:
+        crossed = all("held_out" in run for run in runs)
+        ways["each case by the fold that held it out" if crossed else f"mean of {len(runs)} runs"] = None
+    return "; ".join(ways)
 
 
 def _missing(files: RunFiles) -> List[str]:
-    """What is not there and how to make it, one sentence each."""
+    """What is missing and how to make it, one sentence each."""
     notes = []
     if files.scores is None:
         notes.append(f"No scores yet: run `evaluate --run {files.folder}` and then `report` again.")
@@ -170,10 +176,37 @@ def _missing(files: RunFiles) -> List[str]:
     return notes
 
 
-def _host_table(start: Mapping[str, Any]) -> Table:
-    groups = ("engine", "precision", "host", "versions", "threads", "memory")
-    rows = [pair for group in groups if start.get(group) for pair in flat(start[group], group)]
-    return Table(("", ""), rows, names=2)
+def _host_table(start: Mapping[str, Any], title: str) -> Table:
+    rows = [pair for group in ("host", "versions", "threads") if start.get(group) for pair in flat(start[group], group)]
+    return Table(("", ""), rows, title=title, names=2)
+
+
+def _scores_section(files: RunFiles) -> List[Part]:
+    scores = files.scores
+    every = [f"{metric.label}: {metric.description}." for name, metric in METRICS.items() if name in metrics_in(scores)]
+    empty = [
+        f"{name} {values['empty']['truth']} / {values['empty']['prediction']} / {values['empty']['both']}"
+        for name, values in scores["summary"].items()
+    ]
+    about = f"Weights \u201c{scores['weights']}\u201d, on the full original grid. Empty truth / prediction / both: "
+    codes = "; ".join(f"{code} {name}" for code, name in scores["label_codes"].items())
+    return [
+        summary_table(scores),
+        f"{about}{', '.join(empty)}. Label codes written: {codes}.",
+        _score_pictures(scores),
+        Folded("Every case", _cases_table(scores)),
+        f"{' '.join(every)} Surfaces are voxels with a face neighbour outside. Empty masks score as in BraTS.",
+    ]
+
+
+def _cases(files: RunFiles) -> Mapping[str, Any]:
+    """The best, median and worst case by mean Dice."""
+    scores = {
+        case["case_id"]: "Dice " + ", ".join(f"{name} {one['dice']:.3f}" for name, one in case["regions"].items())
+        for case in reversed(ranked(files.scores["cases"]))
+    }
+    predictions = scores_path(files.folder, files.scores["split"]).parent / PREDICTIONS
+    return viewer(shown_cases(files.store, scores, files.scores["regions"], {"prediction": predictions}))
 
 
 def _cases_table(scores: Mapping[str, Any]) -> Table:
@@ -217,89 +250,54 @@ def _decision_table(files: RunFiles) -> Optional[Table]:
     )
 
 
-def _costs(events: Events, config: Mapping[str, Any], scores: Optional[Mapping[str, Any]]) -> Table:
+def _costs(files: RunFiles) -> Table:
     """Memory and time: what, value, what value it is."""
-    steps, end = of_kind(events, "step"), last_end(events)
-    step_s, wait_s = numbers(steps, "step_s"), numbers(steps, "wait_s")
-    coarse, in_full = (
-        [one for one in steps if (one["step"] <= config["coarse_steps"]) == half] for half in (True, False)
+    costs, device = costs_of(files.events, files.config["coarse_steps"]), files.config["device"]
+    beside_s = costs.validation_s + costs.checkpoint_s
+    all_s = costs.steps_s + beside_s
+    held = (
+        "with ITEX it holds oneDNN's scratch" if device == "cpu" else "with cuDNN's workspaces, without CUDA's context"
     )
-    total_s, extra_s = sum(step_s), sum(numbers(of_kind(events, "validation", "checkpoint"), "seconds"))
-    peak = max([0, *numbers(of_kind(events, "end"), "peak_rss_bytes"), *numbers(steps, "rss_bytes")])
-    share = percent(extra_s / (extra_s + total_s)) if step_s else "-"
+    wait_share = costs.wait_s / costs.steps_s if costs.steps_s else None
+    beside_share = beside_s / all_s if all_s else None
     rows = [
-        ("peak memory of the process", format_bytes(peak or None), "largest resident set in the log"),
-        *_allocated(events, config),
-        ("time per coarse step", seconds(median(numbers(coarse, "step_s"))), "median"),
-        ("time per step", seconds(median(numbers(in_full, "step_s"))), "median"),
-        ("waiting for data", percent(sum(wait_s) / total_s if total_s else None), "of the time of the steps"),
-        ("validation and checkpoints", share, "of the whole time"),
-        ("whole training", duration(end.get("seconds") or total_s + extra_s), "wall clock, all attempts"),
+        ("peak memory of the process", format_bytes(costs.peak_rss_bytes), "largest resident set in the log"),
+        (f"peak of TensorFlow's allocator on {device}", format_bytes(costs.allocator_peak_bytes), held),
+        ("time per coarse step", seconds(costs.coarse_step_s), "median"),
+        ("time per step", seconds(costs.step_s), "median"),
+        ("waiting for data", percent(wait_share), "of the time of the steps"),
+        ("validation and checkpoints", percent(beside_share), "of the whole time"),
+        ("whole training", duration(costs.train_s or all_s), "wall clock, all attempts"),
     ]
-    if scores:
-        for name, key in (("prediction", "predict_s"), ("scoring", "score_s")):
-            rows.append((name, seconds(median(numbers(scores["cases"], key))), "a volume on its full grid, median"))
+    for name, key in (("prediction", "predict_s"), ("scoring", "score_s")) if files.scores else ():
+        took = seconds(median(numbers(files.scores["cases"], key)))
+        rows.append((name, took, "a volume on its full grid, median"))
     return Table(("", "", ""), [(name, Bold(value), how) for name, value, how in rows if value != "-"], names=3)
-
-
-def _allocated(events: Events, config: Mapping[str, Any]) -> List[Tuple[str, str, str]]:
-    """The allocator's peak on every device that an attempt ended on: TensorFlow has one allocator for each.
-
-    Starts in older logs do not name their device: they were on the CPU, as the settings are.
-    """
-    device, peaks = config["device"], {}
-    for event in of_kind(events, "start", "end"):
-        if event["event"] == "start":
-            device = event.get("device") or config["device"]
-        else:
-            peaks[device] = max([peaks.get(device, 0), *numbers([event], "allocator_peak_bytes")])
-    what = "peak of TensorFlow's allocator"
-    of_card = "cuDNN's workspaces are in it, CUDA's context is not"
-    return [
-        (what, format_bytes(peak or None), "with ITEX it holds oneDNN's scratch")
-        if device == "cpu"
-        else (f"{what} on {device}", format_bytes(peak or None), of_card)
-        for device, peak in peaks.items()
-    ]
 
 
 def _predicted(starts: Events, events: Events, coarse_steps: int) -> Table:
     """What was predicted of the last attempt beside what was measured; no rows where nothing was."""
-    predicted = starts[-1].get("predicted") or {} if starts else {}
-    attempt = events[max((i for i, event in enumerate(events) if event["event"] == "start"), default=0) :]
-    steps = of_kind(attempt, "step")
-    coarse_s, full_s = (
-        [
-            one["step_s"] - one["wait_s"]
-            for one in steps
-            if {"step_s", "wait_s"} <= set(one) and (one["step"] <= coarse_steps) == is_coarse
-        ]
-        for is_coarse in (True, False)
-    )
-    # The first step compiles; it is left out wherever another one tells the time.
-    measured = {
-        **last_end(events),
-        "step_s": median(full_s[1:] or full_s),
-        "coarse_s": median(coarse_s[1:] or coarse_s),
-    }
-    predicted = {**predicted, "coarse_s": (predicted.get("coarse") or {}).get("step_s")}
-    rows = []
-    for name, key, measured_key, show in (
-        ("peak of TensorFlow's allocator", "allocator_peak_bytes", "allocator_peak_bytes", format_bytes),
-        ("peak memory of the process", "process_peak_bytes", "peak_rss_bytes", format_bytes),
-        ("upper bound of it", "upper_bound_bytes", "peak_rss_bytes", format_bytes),
-        ("time per coarse step, waiting for data aside", "coarse_s", "coarse_s", seconds),
-        ("time per step, waiting for data aside", "step_s", "step_s", seconds),
+    predicted = dict(starts[-1].get("predicted", {})) if starts else {}
+    predicted["coarse_step_s"] = predicted.get("coarse", {}).get("step_s")
+    begin = max((place for place, event in enumerate(events) if event["event"] == "start"), default=0)
+    computing = [
+        {**event, "step_s": event["step_s"] - event.get("wait_s", 0)} if "step_s" in event else event
+        for event in events[begin:]
+    ]
+    costs, rows = costs_of(computing, coarse_steps), []
+    for name, key, measured, show in (
+        ("peak of TensorFlow's allocator", "allocator_peak_bytes", costs.allocator_peak_bytes, format_bytes),
+        ("peak memory of the process", "process_peak_bytes", costs.peak_rss_bytes, format_bytes),
+        ("upper bound of it", "upper_bound_bytes", costs.peak_rss_bytes, format_bytes),
+        ("time per coarse step", "coarse_step_s", costs.coarse_step_s, seconds),
+        ("time per step", "step_s", costs.step_s, seconds),
     ):
-        value, found = predicted.get(key), measured.get(measured_key)
+        value = predicted.get(key)
         if value:
-            rows.append((name, show(value), show(found), f"{value / found - 1:+.1%}" if found else "-"))
-    caption = "Of the last attempt; the measured peak of the process includes mapped pages of the store."
-    return Table(("", "predicted", "measured", "predicted is off by"), rows, caption=caption)
-
-
-def _shape(shape: Any) -> str:
-    return by(shape, " \u00d7 ") if shape else "-"
+            rows.append((name, show(value), show(measured), f"{value / measured - 1:+.1%}" if measured else "-"))
+    caption = "Of the last attempt, without waiting for data. The process's peak includes mapped pages of the store."
+    title = "Predicted before the start, and measured"
+    return Table(("", "predicted", "measured", "predicted is off by"), rows, title=title, caption=caption)
 
 
 # --- Private helpers: pictures ---
@@ -330,9 +328,9 @@ def _curves(events: Events, coarse_steps: int) -> Figures:
 
     loss = [_line("training", steps, "loss", PALETTE[0]), _line("validation", validations, "loss", PALETTE[1])]
     add("Loss", loss, y_label="loss")
-    regions = dict.fromkeys(name for event in (*validations, *steps) for name in event.get("dice") or {})
+    regions = dict.fromkeys(name for event in (*validations, *steps) for name in event.get("dice", {}))
     for kind, source in (("validation, whole volumes", validations), ("training steps", steps)):
-        dice = [{**event, **(event.get("dice") or {})} for event in source]
+        dice = [{**event, **event.get("dice", {})} for event in source]
         lines = [_line(name, dice, name, colour) for name, colour in zip(regions, PALETTE * len(regions))]
         add(f"Dice, {kind}", lines, y_label="Dice", y_range=(0, 1))
     from_zero = {"y_range": (0, None)}
@@ -349,15 +347,3 @@ def _line(name: str, events: Events, key: str, colour: str, unit: float = 1) -> 
     x, y = [event["step"] for event in known], [event[key] / unit for event in known]
     of_steps = bool(known) and known[0]["event"] == "step"
     return Line(name, x, y, colour, measured=not (of_steps and name), dots=not of_steps)
-
-
-def _shown_cases(files: RunFiles) -> Iterator[ViewedCase]:
-    """The best, median and worst case by mean Dice whose files are there."""
-    scores = {case["case_id"]: case["regions"] for case in reversed(ranked(files.scores["cases"]))}
-    predictions = scores_path(files.folder, files.scores["split"]).parent / PREDICTIONS
-    for case_id, note in best_median_worst(list(scores)).items():
-        dice = ", ".join(f"{name} {values['dice']:.3f}" for name, values in scores[case_id].items())
-        about = {"note": note, "scores": f"Dice {dice}"}
-        case = viewed_case(files.store, case_id, files.scores["regions"], {"prediction": predictions}, **about)
-        if case:
-            yield case

@@ -1,10 +1,10 @@
-"""What a run folder holds, read back: settings, log, scores, predictions and the store they rest on."""
+"""The content of a run folder, read back: settings, log, scores, predictions and the store that they rest on."""
 
 import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -21,20 +21,20 @@ from cpu3d.settings import load_config
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a run folder holds, read and not yet judged."""
+    """The content of a run folder."""
 
     folder: Path
     config: Dict[str, Any]
     events: Tuple[Dict[str, Any], ...]
-    """The events of log.jsonl, in order; a line that was cut off is left out."""
+    """The events of log.jsonl, in order."""
     scores: Optional[Dict[str, Any]]
     """scores.json of the test cases, else of "val", else of "train"; None before any evaluation."""
     store: Optional[Store]
-    """As a run of this fold sees it; None when it is not where it was."""
+    """With the run's fold; None when it is not where it was."""
     postprocessing: PostProcessing
-    """What is done to the answers of its best weights, or why nothing is."""
+    """Of the answers of its best weights, or why there is none."""
     decision: Optional[Decision]
-    """What that rests on; None where nothing was decided."""
+    """The scores behind it; None where nothing was decided."""
 
 
 def gather(run_dir: Path) -> RunFiles:
@@ -60,33 +60,33 @@ def gather(run_dir: Path) -> RunFiles:
     return RunFiles(run_dir, config, tuple(events), scores, store, postprocessing, decision)
 
 
-def best_median_worst(case_ids: Sequence[str]) -> Dict[str, str]:
-    """Of cases, the best first: which to show -> "best", "median", "worst" or several of them."""
-    chosen: Dict[str, List[str]] = {}
-    for note, place in (("best", 0), ("median", len(case_ids) // 2), ("worst", len(case_ids) - 1)):
-        chosen.setdefault(case_ids[place], []).append(note)
-    return {case_id: " and ".join(notes) if len(case_ids) > 1 else "" for case_id, notes in chosen.items()}
+def shown_cases(
+    store: Store,
+    scores: Mapping[str, str],
+    regions: Mapping[str, Sequence[int]],
+    predictions: Mapping[str, Path],
+) -> Iterator[ViewedCase]:
+    """The best, the median and the worst case, under the files in folders of `predictions`.
 
-
-def viewed_case(
-    store: Store, case_id: str, regions: Mapping[str, Sequence[int]], predictions: Mapping[str, Path], **about: str
-) -> Optional[ViewedCase]:
-    """A case of a store under what lies in folders of `predictions`; what is damaged or of another grid is left out.
-
-    None where no prediction is left, or the store no longer has the case.
+    `scores` is case id -> its scores in words, the best case first. A prediction that is damaged or on another grid is
+    left out, and a case that has none or that the store no longer has.
     """
-    try:
-        record, image, truth = store.case(case_id), store.image(case_id), np.asarray(store.label(case_id))
-    except (InputError, KeyError):
-        return None
-    answers = {}
-    for name, folder in predictions.items():
-        with contextlib.suppress(InputError):
-            answer = to_ras(*read_volume(folder / f"{case_id}.nii.gz"))
-            if answer.shape == truth.shape:
-                answers[name] = answer.astype(np.uint8)
-    if not answers:
-        return None
-    names, unit = store.manifest.labels, SCORES if image.dtype.kind == "f" else ""
-    of_case = (image, store.manifest.channels, record.geometry, regions, names, truth, answers)
-    return ViewedCase(case_id, *of_case, unit=unit, **about)
+    notes: Dict[str, List[str]] = {}
+    ids, labels = list(scores), store.manifest.labels
+    for note, place in (("best", 0), ("median", len(ids) // 2), ("worst", len(ids) - 1)):
+        notes.setdefault(ids[place], []).append(note)
+    for case_id, of_case in notes.items():
+        try:
+            record, image, truth = store.case(case_id), store.image(case_id), np.asarray(store.label(case_id))
+        except (InputError, KeyError):
+            continue
+        answers = {}
+        for name, folder in predictions.items():
+            with contextlib.suppress(InputError):
+                answer = to_ras(*read_volume(folder / f"{case_id}.nii.gz"))
+                if answer.shape == truth.shape:
+                    answers[name] = answer.astype(np.uint8)
+        if answers:
+            note, unit = " and ".join(of_case) if len(ids) > 1 else "", SCORES if image.dtype.kind == "f" else ""
+            volumes = (image, store.manifest.channels, record.geometry, regions, labels, truth, answers)
+            yield ViewedCase(case_id, *volumes, note=note, scores=scores[case_id], unit=unit)

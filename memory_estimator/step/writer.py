@@ -25,7 +25,7 @@ GRAM_THREAD_BYTES, GRAM_BYTES = 1056, 768
 threads, and 128 and 256 columns of 512 to 6912 rows."""
 
 HIDDEN_COPIES = 2
-"""Of a kernel, that stock TensorFlow holds outside the allocator while it multiplies it with itself: what the process had
+"""Of a kernel, that stock TensorFlow holds outside the allocator while it is multiplied with itself: what processes had
 beyond the prediction in six steps of 24 to 48 filters, to within a copy (records/memory/epyc-avx512-bf16.jsonl)."""
 
 MOST_SAMPLES = 8

@@ -2,16 +2,15 @@
 
 import dataclasses
 import json
+import math
 import sys
 
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.bench import harness, memory
+from cpu3d.bench import harness, step
 from cpu3d.bench.harness import ProcessFailedError
-from cpu3d.bench.memory import compare_policies, draw_policies, policies_table
-from cpu3d.bench.step import step_table
-from cpu3d.bench.validate import read_measured
+from cpu3d.bench.step import compare_policies, draw_policies, job_of_record, request_for, step_table
 from cpu3d.errors import InputError
 from cpu3d.util.records import read_records
 from memory_estimator.host import read_host
@@ -24,38 +23,55 @@ PEER = f'{sys.executable} -c "print(\'{{\\"step_s\\": 1000, \\"peer\\": \\"slow 
 
 
 def test_a_step_is_measured_beside_a_peer_and_recorded(tmp_path, capsys):
-    record = tmp_path / "step.jsonl"
-    more = ["--batch", "2", "--policy", "lean", "--json", "--record", str(record), "--peer", PEER]
+    record = tmp_path / "new" / "step.jsonl"
+    more = [
+        "--shape",
+        "32",
+        "32",
+        "32",
+        "--filters",
+        "8",
+        "--batch",
+        "2",
+        "--policy",
+        "lean",
+        "--json",
+        "--record",
+        str(record),
+        "--peer",
+        PEER,
+    ]
     assert main(["bench", "step", *TINY, *more]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert (result["batch"], result["micro_batch"], result["unet"]["policy"]) == (2, 1, "lean")
-    assert result["volume_s"] == pytest.approx(result["step_s"] / 2)
-    assert result["matmul_peak_share"] == pytest.approx(result["gflops"] / result["matmul_gflops"])
-    (peer,) = result["peers"]
-    assert (peer["peer"], peer["step_s"]) == ("slow one", 1000)
-    assert peer["ratio"] == peer["ratio_max"] == pytest.approx(1000 / result["rounds"][0])
-    (kept,) = read_records(record, "step")
-    assert [row[1:3] for row in step_table(kept).rows][1] == ("1000.00", "-")
+    assert (result["batch"], result["micro_batch"]) == (2, 1)
+    ours, peer = result["rows"]
+    assert (ours["name"], peer["name"].split(" -c")[0], peer["step_s"]) == ("lean", "slow one", 1000)
+    assert 0 < ours["allocator_peak_bytes"] < ours["process_peak_bytes"]
+    assert 0 < ours["predicted"]["process_peak_bytes"] < ours["predicted"]["upper_bound_bytes"]
+    assert len(ours["live_bytes"]) == 300
+    assert max(ours["live_bytes"]) <= ours["allocator_peak_bytes"]
+    (kept,) = read_records(record, "policies")
+    assert [row[1:] for row in step_table(kept).rows][2] == ["-", "-", "-", "1000.00"]
 
 
 @pytest.fixture
 def requests(monkeypatch):
     """What would have been measured."""
-    found = []
+    asked = []
 
-    def measure(work, request):
-        found.append(request)
+    def refused(work, request):
+        asked.append(request)
         raise InputError("nothing is measured")
 
-    monkeypatch.setattr(harness, "in_fresh_process", measure)
-    return found
+    monkeypatch.setattr(harness, "in_fresh_process", refused)
+    return asked
 
 
 @pytest.mark.policy_left_open
 def test_the_job_is_that_of_the_options_the_recipe_or_the_run(requests, tmp_path):
     job = Job(UNetConfig(filters=4, depth=3), (32, 32, 32), optimizer="sgd", engine="stock")
     config = {"device": "cpu", "mode": "whole", "resolution": 1, "coarse_steps": 0, "read_mode": "auto"}
-    plan = {"schema": 1, "job": dataclasses.asdict(job), "config": config}
+    plan = {"schema": 1, "workers": 1, "job": dataclasses.asdict(job), "config": config}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     recipe = ["--recipe", "paper-2020", "--batch", "1", "--threads", "2", "--steps", "3"]
     own = ["--batch", "4", "--micro-batch", "2", "--policy", "balanced", "--dtype", "auto"]
@@ -75,71 +91,89 @@ def test_the_job_is_that_of_the_options_the_recipe_or_the_run(requests, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("step --shape 16 16 17 --depth 3", "input_shape (16, 16, 17) must be divisible by 4"),
-        ("step --batch 4 --micro-batch 3", "micro_batch must divide the batch of 4, got 3"),
-        ("step --peer no-such-program", "begins with an installed program, got 'no-such-program'"),
-        ("memory --policies --record /proc/none/r.jsonl", "folder /proc/none must be a folder to write to"),
-        ("memory --policies --policy lean", "policy must be left out with --policies"),
-        ("memory --policies --peer echo", "peer 'echo' must end with a line of JSON, exited with 0"),
-        ("memory --peer echo", "peer and rounds must come with --policies"),
+        ("--shape 16 16 17 --depth 3", "input_shape (16, 16, 17) must be divisible by 4"),
+        ("--batch 4 --micro-batch 3", "micro_batch must divide the batch of 4, got 3"),
+        ("--peer no-such-program", "peer 'no-such-program' must end with a line of JSON"),
+        ("--policies --record /proc/none/r.jsonl", "folder /proc/none must be a folder to write to"),
+        ("--policies --policy lean", "policy must be left out with --policies"),
     ],
 )
 def test_bad_settings_are_refused_before_ours_are_measured(arguments, message, requests, capsys):
-    assert main(["bench", *arguments.split()]) == 2
+    assert main(["bench", "step", *arguments.split()]) == 2
     assert message in capsys.readouterr().err
     assert not requests
 
 
-def test_a_step_is_recorded_beside_its_prediction_where_there_is_one(monkeypatch, tmp_path, capsys):
-    facts = {"threads": {"TF_NUM_INTRAOP_THREADS": "2"}, "host": read_host().summary(), "engine_name": "ITEX"}
-    figures = {"allocator_peak_bytes": None, "process_peak_bytes": 2**30, "step_s": 1.0}
-    monkeypatch.setattr(harness, "in_fresh_process", lambda work, request: {**request, **facts, **figures})
-    record = tmp_path / "r" / "memory.jsonl"
-    command = ["bench", "memory", *TINY, "--record", str(record)]
-    assert main(command) == 0
-    (one,) = read_measured(record)
-    assert (one.job.shape, one.process_peak_bytes) == ((16, 16, 16), 2**30)
-    assert "predicted" in capsys.readouterr().out
-    facts["engine_name"] = "TensorFlow 2.15.1, no oneDNN"
-    assert main(command) == 0
-    assert "no prediction: engine must use oneDNN" in capsys.readouterr().err
-    assert [bool(one["predicted"]) for one in read_records(record, "memory")] == [True, False]
+FACTS = {
+    "threads": {"TF_NUM_INTRAOP_THREADS": "2"}, "versions": {}, "engine_name": "TensorFlow 2.15.1, oneDNN",
+}  # fmt: skip
 
 
-def test_policies_are_compared_within_rounds_and_the_dead_are_rows(monkeypatch):
-    unit = 16**3 * 8 * 2
-    answers = {
-        "speed": [(2, 30, 1024), (4, 31, 2048)],
-        "balanced": [(3, 20, 600), (4, 20, 600)],
-        "lean": [(4, 10, 500), ProcessFailedError("dead", -9, "")],
-        "python /x/peer.py": [{"step_s": 8, "peer": "torch"}, {"step_s": 4, "peer": "torch"}],
-        "python /x/peer.py --fast": [{"step_s": 8, "peer": "torch", "process_peak_bytes": 5}, {"step_s": 4}],
-    }
+@pytest.fixture
+def answers(monkeypatch):
+    """Way -> answers of its rounds, an exception by raising it."""
+    scripted = {}
+
+    def answer(name):
+        result = scripted[name].pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def ours(work, request):
-        answer = answers[request["unet"]["policy"]].pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        seconds, units, process = answer
-        about = {"engine_name": "TensorFlow", "threads": {}, "host": {"cpu": "made up", "cores": 2}, "versions": {}}
-        peaks = {"allocator_peak_bytes": units * unit, "process_peak_bytes": process * MIB}
-        return {**about, "step_s": seconds, **peaks, "live_bytes": [unit, units * unit]}
+        seconds, allocator, process = answer(request["unet"]["policy"])
+        peaks = {"allocator_peak_bytes": allocator * MIB, "process_peak_bytes": process * MIB}
+        live = {"live_bytes": [MIB, allocator * MIB]} if request["live"] else {}
+        return {"step_s": seconds, **peaks, **FACTS, "host": read_host().summary(), **live}
 
-    predicted = {"allocator_peak_bytes": 40 * unit, "process_peak_bytes": 900 * MIB, "step_s": 2.5}
     monkeypatch.setattr(harness, "in_fresh_process", ours)
-    monkeypatch.setattr(harness, "run_peer", lambda command: answers[command].pop(0))
-    monkeypatch.setattr(memory, "predict", lambda result, constants: {**predicted, "policy": result["unet"]["policy"]})
-    unet = vars(UNetConfig(filters=8, depth=3, dtype="bfloat16"))
-    request = {"shape": [16, 16, 16], "batch": 4, "micro_batch": 1, "unet": unet}
-    result = compare_policies(request, list(answers)[3:], 2)
-    rows = {row["name"]: row for row in result["rows"]}
+    monkeypatch.setattr(step, "run_peer", answer)
+    return scripted
+
+
+JOB = Job(UNetConfig(filters=8, depth=3), (16, 16, 16), batch=4, micro_batch=1)
+
+
+def test_policies_are_compared_in_turn_and_the_dead_are_rows(answers):
+    answers.update(
+        {
+            "speed": [(2, 30, 1024), (4, 31, 2048)],
+            "balanced": [(3, 20, 600), (5, 20, 600)],
+            "lean": [(4, 10, 500), ProcessFailedError("got SIGKILL"), None],
+            "python /x/peer.py": [{"step_s": 8, "peer": "torch"}, {"step_s": 4, "peer": "torch"}],
+            "python /x/peer.py --fast": [{"step_s": 8, "peer": "torch", "process_peak_bytes": 5}, {"step_s": 4}],
+        }
+    )
+    result = compare_policies(request_for(JOB), POLICIES, list(answers)[3:], 2)
+    rows = {row["name"]: {**row, "predicted": None} for row in result["rows"]}
     assert list(rows) == [*POLICIES, "torch", "torch --fast"]
-    # Relative to speed: 3/2, 4/4; 4/2; 8/2, 4/4.
-    assert [rows[name]["ratio"] for name in ("speed", "balanced", "lean", "torch")] == [1, 1.25, 2, 2.5]
-    assert (rows["torch"]["units"], rows["torch --fast"]["process_peak_bytes"]) == (None, 5)
-    assert [rows[policy]["predicted"]["policy"] for policy in POLICIES] == list(POLICIES)
-    table = policies_table(result)
-    assert ["speed", "0.00", "31.0", "2.00", "3.00 (2.00 to 4.00)", "1.00"] in table.rows
-    assert ["lean", "-", "-", "-", "died", "-"] in table.rows
-    assert "lean: killed" in table.caption
-    assert draw_policies(result, [result]).startswith(b"\x89PNG")
+    assert [row["step_s"] for row in rows.values()] == [3, 4, 4, 6, 6]
+    assert [rows["speed"][peak] for peak in ("allocator_peak_bytes", "process_peak_bytes")] == [31 * MIB, 2048 * MIB]
+    assert rows["torch --fast"]["process_peak_bytes"] == 5
+    assert job_of_record({**result, "engine": "stock"}) == dataclasses.replace(
+        JOB, micro_batch=0, engine="stock", threads=2
+    )
+    table = step_table({**result, "rows": list(rows.values())})
+    assert ["speed", "0.03", "2.00", "-", "3.00"] in table.rows
+    assert "lean died: got SIGKILL" in table.caption
+    assert draw_policies([result, {**result, "rows": []}]).startswith(b"\x89PNG")
+    with pytest.raises(InputError, match="must have live_bytes"):
+        draw_policies([{**result, "rows": result["rows"][3:]}])
+    answers.update(speed=[ProcessFailedError("got SIGKILL")])
+    with pytest.raises(ProcessFailedError, match="SIGKILL"):
+        compare_policies(request_for(JOB), ["speed"], [], 1)
+
+
+def test_an_engine_that_the_estimator_does_not_know_has_no_prediction(answers, monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(FACTS, "engine_name", "TensorFlow 2.15.1, no oneDNN")
+    answers["speed"] = [(1.0, 10, 20)]
+    assert main(["bench", "memory", *TINY, "--record", str(tmp_path / "r.jsonl")]) == 0
+    assert "no prediction: engine must use oneDNN" in capsys.readouterr().err
+    assert read_records(tmp_path / "r.jsonl", "policies")[0]["rows"][0]["predicted"] is None
+
+
+def test_the_bytes_live_over_a_step_are_the_most_in_each_of_its_parts():
+    """A step of 3 s: 10 bytes, at 1 s for an instant 30, then 20; each part begins with what was held before it."""
+    parts = step.most_in_each_part([(0.0, 10), (1.0, 30), (1.001, 20), (3.0, 20)])
+    assert (len(parts), parts[0], parts[99], parts[100], parts[101], parts[-1]) == (300, 10, 10, 30, 20, 20)
+    assert math.fsum(part == 30 for part in parts) == 1

@@ -1,4 +1,4 @@
-"""Stands in for `python -m cpu3d` where a test is about who is called when: it makes up what a run leaves behind.
+"""Stands in for `python -m cpu3d`: it makes up what a run leaves behind, so that a test need not train.
 
 stand_in.py TEMPLATE train|evaluate ...: train writes a run of its options, continuing one that is there, and evaluate
 copies the template's scores. Every call is added to "calls.txt" beside the template. Other files there make train
@@ -26,9 +26,6 @@ from memory_estimator.common.schema import add_options, arguments
 
 BUDGET_STEPS = 6
 """What a budget of minutes comes to."""
-
-RATES = {"whole": 0.25, "patch": 0.13}
-"""What a test of learning rates comes to."""
 
 
 def main(template: Path, command: str, *words: str) -> int:
@@ -61,7 +58,7 @@ def train(template: Path, args: argparse.Namespace) -> int:
     config = with_settings(recipe_config(settings), settings)
     own = {name: getattr(store, name) for name in ("store", "label_names", "region_codes", "split_hash", "regions")}
     own.update(grid=tuple(settings.get("patch", store.grid)), steps=config.steps or BUDGET_STEPS)
-    config = dataclasses.replace(config, learning_rate=config.learning_rate or RATES[config.mode], **own)
+    config = dataclasses.replace(config, learning_rate=config.learning_rate or 0.1, **own)
     (run / "checkpoints").mkdir(parents=True, exist_ok=True)
     save_config(config, run)
     done = max((event["step"] for event in read_events(run) if "step" in event), default=0)

@@ -10,6 +10,7 @@ from cpu3d.compare.plan import (
     Budget,
     Variant,
     courses,
+    extended,
     parse_variant,
     planned_run,
     resolution_variants,
@@ -97,7 +98,9 @@ def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_optio
         assert (config.validations, config.warmup_steps) == (3, min(10, course["steps"] // 10))
     few = courses(resolve_variants(variants[:2], phantom_store), Budget("voxels", 3 * 40 * 48 * 36), 9)
     assert few[0]["steps"] < 9 < few[1]["steps"]
-    assert {course["validations"] for course in few} == {few[0]["steps"]}, "as many as the shortest can have"
+    assert [course["validations"] for course in few] == [few[0]["steps"], 9]
+    kept = extended(None, {}, [0], few)
+    assert {course["validations"] for course in kept.plan} == {few[0]["steps"]}, "as many as the shortest can have"
 
 
 def test_resolutions_are_variants_of_whole_volumes_for_equally_many_epochs(phantom_store):

@@ -43,13 +43,11 @@ def evaluated(tiny_store, tiny_run, fake_predictor):
 END = {"event": "end", "step": 40, "reason": "finished", "seconds": 90.0}
 
 
-def relog(run, *ends, start=None, **settings):
-    """Give a run other settings, what its start logs too, and attempts on devices that ended with a peak."""
+def relog(run, *events, start=None, **settings):
+    """The page of a run with other settings, what its start logs, and more events."""
     save_config(dataclasses.replace(load_config(run), **settings), run)
-    first, *lines = (json.loads(line) for line in (run / "log.jsonl").read_text().splitlines() if line.endswith("}"))
-    events = [{**first, **settings, **(start or {})}, *lines]
-    for device, end in ends:
-        events += [{**first, "step": 40, "device": device}, {**END, **end}]
+    first, *others = read_events(run)
+    events = [{**first, **(start or {})}, *others, *events]
     (run / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     return read(write_report(run))[1]
 
@@ -65,7 +63,7 @@ def test_a_whole_run_gives_one_page_that_needs_no_network(tiny_run, evaluated):
     for word in ("WT", "TC", "ET", evaluated["split_hash"], "ITEX 2.15.0.0", "made up", "mixed_bfloat16", "2.15.1"):
         assert word in text
     assert f"{evaluated['summary']['TC']['dice']['mean']:.3f}" in text
-    for part in ("3.00 GiB", "2 cases"):
+    for part in ("3.00 GiB", "2 untouched cases"):
         assert part in text
     assert [case["note"] for case in viewed(tiny_run)] == ["best", "median and worst"]
     assert all(case["truth"] and len(case["predictions"]) == 1 for case in viewed(tiny_run))
@@ -107,42 +105,49 @@ def test_post_processing_is_shown_before_and_after_or_why_it_is_off(tiny_run, no
     assert "Post-processing is off: decided with other weights" in read(write_report(tiny_run))[1]
 
 
-def test_predictions_stand_beside_what_was_measured(tiny_run, no_pictures):
-    path = tiny_run / "log.jsonl"
-    path.write_text(path.read_text().replace('"step_s": 2.0', '"step_s": 30.0', 1))  # compiles
+def test_predictions_are_beside_what_was_measured(tiny_run, no_pictures):
+    """Each step takes 2 s, of which it waits 0.02 s."""
     peaks = {"allocator_peak_bytes": 3 * 2**30, "process_peak_bytes": 4 * 2**30, "upper_bound_bytes": 5 * 2**30}
     end = {**END, "wait_share": 0.01, "allocator_peak_bytes": 2 * 2**30, "peak_rss_bytes": 5 * 2**30}
-    with path.open("a") as file:
-        file.write("\n" + json.dumps(end) + "\n")
-    text = relog(tiny_run, start={"predicted": {**peaks, "step_s": 2.178}})
+    text = relog(tiny_run, end, start={"predicted": {**peaks, "step_s": 2.178}})
     assert "peak of TensorFlow's allocator 3.00 GiB 2.00 GiB +50.0%" in text
     assert "peak memory of the process 4.00 GiB 5.00 GiB -20.0%" in text
     assert "upper bound of it 5.00 GiB 5.00 GiB +0.0%" in text
-    assert "time per step, waiting for data aside 2.18 s 1.98 s +10.0%" in text
+    assert "time per step 2.18 s 1.98 s +10.0%" in text
 
 
-def test_a_run_says_what_its_steps_saw_and_where(tiny_run, no_pictures):
+def test_the_page_says_what_steps_saw_and_where(tiny_run, no_pictures):
     _, text = read(write_report(tiny_run))  # its log is from before there were patches and cards
-    assert "policy - micro-batch - engine ITEX 2.15.0.0 device cpu" in text
-    assert "resolution 0.5 of the store's" in relog(tiny_run, resolution=0.5)
+    assert "policy - micro_batch - engine ITEX 2.15.0.0 device cpu" in text
+    assert "resolution 0.5 mode whole" in relog(tiny_run, resolution=0.5)
     patch = {"mode": "patch", "resolution": 1.0, "grid": (8, 8, 16), "patches_per_case": 4, "foreground": 0.25}
-    text = relog(tiny_run, **patch, fold="1/2", device="gpu:1")
-    for part in ("patch 8 \u00d7 8 \u00d7 16", "25.0 % around labels", "fold 1/2", "gpu:1"):
+    end = {**END, "allocator_peak_bytes": 2**32}
+    text = relog(tiny_run, end, start={"device": "gpu:1"}, **patch, fold="1/2", device="gpu:1")
+    for part in ("grid 8, 8, 16", "foreground 0.25", "fold 1/2", "allocator on gpu:1 4.00 GiB"):
         assert part in text
 
 
-def test_a_run_that_goes_on_again_has_not_ended_yet_and_shows_each_start(tiny_run, no_pictures):
-    end = {"reason": "interrupted", "seconds": 3700.0, "peak_rss_bytes": 5 * 2**30}
-    text = relog(tiny_run, ("cpu", {"allocator_peak_bytes": 2**31}), ("gpu:0", {**end, "allocator_peak_bytes": 2**32}))
-    of_devices = ("allocator 2.00 GiB with ITEX it holds oneDNN's scratch", "allocator on gpu:0 4.00 GiB cuDNN's")
-    for part in ("interrupted after step 40", "1:01:40", "5.00 GiB", "Restarted at step 40", *of_devices):
+def test_a_run_that_was_restarted_has_not_ended_yet_and_shows_each_start(tiny_run, no_pictures):
+    end = {**END, "reason": "interrupted", "seconds": 3700.0, "peak_rss_bytes": 5 * 2**30}
+    text = relog(tiny_run, end)
+    for part in ("interrupted after step 40", "1:01:40", "5.00 GiB"):
         assert part in text
+    again = {"event": "start", "step": 40, "host": {"cpu": "another"}, "policy": "lean", "micro_batch": 2}
+    text = relog(tiny_run, again)
+    for part in ("ended not yet", "5.00 GiB", "made up", "Started at step 40", "another", "policy lean micro_batch 2"):
+        assert part in text
+
+
+def test_a_log_with_damaged_values_still_gives_a_page(tiny_run, no_pictures):
+    """A line of each kind for each of its fields, with a value of another type there."""
+    kinds = {event["event"]: event for event in [*read_events(tiny_run), {**END, "peak_rss_bytes": 2**30}]}
+    kinds["start"].update(device="cpu", predicted={"step_s": 1.0})
+    damaged = [{**event, name: value} for event in kinds.values() for name in event for value in ({}, [{}], "x")]
     with (tiny_run / "log.jsonl").open("a") as file:
-        again = {"event": "start", "step": 40, "host": {"cpu": "another"}, "policy": "lean", "micro_batch": 2}
-        file.write(json.dumps(again) + "\n")
+        file.write("\n" + "".join(json.dumps(event) + "\n" for event in damaged))
     text = read(write_report(tiny_run))[1]
-    for part in ("not yet", "5.00 GiB", "made up", "another", "policy lean micro-batch 2"):
-        assert part in text
+    assert "steps 40 " in text
+    assert "time per step 2 s median" in text
 
 
 def test_what_is_missing_is_named_and_everything_else_is_there(tiny_store, tiny_run, evaluated, no_pictures):
@@ -174,7 +179,7 @@ def test_scores_of_seen_cases_carry_a_warning_and_those_of_untouched_ones_go_fir
         (
             "test",
             {"inference": window},
-            "inference window of 8 \u00d7 8 \u00d7 16, 50 % overlap, mean of 8 mirror images",
+            "inference window of 8 x 8 x 16, 50 % overlap, mean of 8 mirror images",
         ),
         ("test", {"runs": [one_pass] * 2}, "in one pass; each case by the fold that held it"),
     ):
