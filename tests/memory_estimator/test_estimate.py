@@ -186,3 +186,17 @@ def test_the_paper_s_job_stands_in_the_docs(policy):
     peaks = [size for one in found for size in (one.allocator_peak_bytes, one.process_peak_bytes)]
     page = (Path(__file__).resolve().parents[2] / "docs" / "estimator.md").read_text(encoding="utf-8")
     assert f"| {policy} | {' | '.join(map(format_bytes, peaks))} |" in page
+
+
+@pytest.mark.parametrize(
+    ("job", "measured_mib"),  # of the process, records/memory/epyc-avx512-bf16.jsonl
+    [
+        (Job(UNetConfig(policy="lean"), (16, 16, 16), batch=16, micro_batch=16, optimizer="adam", threads=2), 1766),
+        (Job(UNetConfig(policy="speed", filters=48), (48, 48, 48), engine="stock", threads=2), 1719),
+        (Job(UNetConfig(policy="balanced", filters=48), (48, 48, 48), threads=2), 2076),
+    ],
+    ids=["many volumes at once in slabs", "a wide network, stock", "a wide network"],
+)
+def test_the_bound_holds_for_many_volumes_at_once_and_for_wide_networks(job, measured_mib):
+    bill = estimate(job, CONSTANTS, load_accuracy())
+    assert measured_mib < bill.upper_bound_bytes / 2**20 < 1.15 * measured_mib
