@@ -128,7 +128,7 @@ def load_accuracy(path: Union[str, Path] = SHIPPED, versions: Optional[Mapping[s
         return dataclasses.replace(typed(read_json(path), Accuracy), versions=dict(versions or {}))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"accuracy {path} must be complete JSON, got {reason(error)}; restore it, or write it anew from the records"
+            f"accuracy {path} must be complete JSON, got {reason(error)}; restore it, or write it again"
         ) from None
 
 

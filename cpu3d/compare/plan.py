@@ -274,8 +274,8 @@ def load_same(asked: Json, out: Path) -> Optional[Kept]:
 def extended(before: Optional[Kept], asked: Json, seeds: Sequence[int], plan: Sequence[Course]) -> Kept:
     """A new comparison, or the one that a folder holds with more seeds and variants, then without results.
 
-    All variants have equally many validations, so none has more chances at a lucky one: as many as the shortest new
-    one can have, or as many as those before had. Raises InputError for a variant that is too short for these.
+    All variants have equally many validations to choose their best weights from: as many as the shortest new variant
+    can have, or as many as those before had. Raises InputError for a variant that is too short for these.
     """
     before = before or Kept({}, [], [])
     names = [course["name"] for course in before.plan]

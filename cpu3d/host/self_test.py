@@ -28,7 +28,7 @@ from memory_estimator.host import Host, read_host
 PROGRAM = (sys.executable, "-m", "cpu3d.host.self_test")
 
 LIMIT_S = 600.0
-"""For all tests: a slow machine takes a minute or two, one that hangs takes for ever."""
+"""For all tests: a slow machine takes a minute or two, one that hangs never ends."""
 
 STEP_SHAPE, STEP_CHANNELS = (64, 64, 64), 32
 """Voxels and channels of the step that bfloat16 is measured by."""

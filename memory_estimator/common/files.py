@@ -17,7 +17,7 @@ RECORD_SCHEMA = 2  # of benchmark records, as `cpu3d.util.records` writes them
 
 
 class NotRegularError(OSError, ValueError):
-    """A FIFO, device, socket or folder in place of a file: opening one may wait for ever, or do something."""
+    """A FIFO, device, socket or folder in place of a file: opening one may wait without end, or do something."""
 
     def __str__(self) -> str:
         return f"{self.filename} must be a regular file, got {self.strerror}; put a file there, or name another"

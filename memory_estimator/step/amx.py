@@ -173,7 +173,7 @@ def forward_bytes(conv: Convolution, on: Setting) -> int:
     deep, high, wide = (size + pad for size, pad in zip(conv.source, conv.padding))
     deep = min(deep, (slab - 1) * conv.stride + conv.kernel[0]) + conv.padding[0]
     high = min(high, (lines - 1) * conv.stride + conv.kernel[1]) + conv.padding[1]
-    tiled = 0  # voxels of a slice of the block in whole tiles, of each line anew
+    tiled = 0  # voxels of a slice of the block in whole tiles, of each line again
     while tiled < width * lines + skipped * (lines - 1):
         tiled += 16 if tiled % (width + skipped) < width else 1
     high = up(padded(high * wide, tiled), wide) + conv.kernel[1]

@@ -114,7 +114,7 @@ def timeline(program: Program) -> Timeline:
     for op, taken, given in _walk(program.ops, {tensor.name for tensor in program.resident}):
         missing = [name for name in op.reads if name not in live]
         if missing:
-            raise ValueError(f"{op.name} must read tensors that are live, got {missing[0]}; mend the program")
+            raise ValueError(f"{op.name} must read tensors that are live, got {missing[0]}; correct the program")
         if op.takes_over:
             held -= rounded(live.pop(op.takes_over).bytes)
         for tensor in (op.writes[:1] if op.takes_over else ()) + taken:

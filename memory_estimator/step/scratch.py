@@ -20,7 +20,7 @@ from memory_estimator.step.onednn import VECTOR, Convolution, Setting, padded, u
 class Buffers:
     """Memory of an operation that is neither its input nor its output, in bytes. ITEX takes it from the allocator, and
     with it the kernel once more in the layout that oneDNN prefers: its forward kernels keep that copy, the others take
-    it anew each time. Stock TensorFlow leaves both to oneDNN, outside the allocator."""
+    it again each time. Stock TensorFlow leaves both to oneDNN, outside the allocator."""
 
     scratch: Tuple[int, ...] = ()  # of the allocator, for the duration of the operation
     touched: Tuple[Tuple[int, int], ...] = ()

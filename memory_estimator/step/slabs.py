@@ -262,7 +262,7 @@ class FinestLevel:
         return self.writer.make(name, more.pop("kind", "pointwise"), reads, self.writer.map_bytes(like), group, **more)
 
     def normed(self, norm: LayerOp, source: str) -> str:
-        """Norm and ReLU, made anew for each sweep that reads them."""
+        """Norm and ReLU, made again for each sweep that reads them."""
         return self.write(norm.name, [source], norm)
 
     def statistics(self, op: LayerOp, *maps: str) -> None:

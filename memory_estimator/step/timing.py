@@ -72,7 +72,7 @@ def features(op: StepOp, sizes: Mapping[str, int], cache_bytes: int) -> Dict[str
     """What is counted of an operation. Names that begin with "work" are multiply-adds, the others are bytes.
 
     work          at full vectors: what is written is rounded up to whole vectors of channels
-    work/out      over the vectors written, and over their square: a kernel that writes few loads its inputs anew
+    work/out      over the vectors written, and over their square: a kernel that writes few loads its inputs again
     work/in       over the vectors read
     work, narrowing, narrow   where more channels are read than written; where either is less than a vector
     work, odd     of filter gradients, which write two vectors at a time, where an odd number of several is written

@@ -318,7 +318,7 @@ class Writer:
         self.run(f"{op.name}/update", "update", [*parts, f"{op.name}/kernel"])
 
     def _move(self, name: str, group: str, over: str, *reads: str) -> None:
-        """A resident tensor is computed anew over another one, and lies there from now on."""
+        """A resident tensor is computed over another one, and is there from now on."""
         moved = Tensor(name, self._bytes[name], group)
         self.run(f"{name}/moved", "update", [over, *reads], [moved], takes_over=over)
 

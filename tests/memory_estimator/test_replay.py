@@ -13,14 +13,14 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
 from memory_estimator.job import Job
-from memory_estimator.replay import estimate_model, estimate_step
-from memory_estimator.replay.graph import Node, Output, execution_order
-from memory_estimator.replay.lifetimes import program_of
 from memory_estimator.step.allocator import SMALL_BYTES, region_bytes, use
 from memory_estimator.step.onednn import USUAL
 from memory_estimator.step.program import timeline
 from memory_estimator.step.training_step import training_step
 from models.config import DTYPES, NORMS, POLICIES, UPS, UNetConfig
+from tests.reference.graph import Node, Output, execution_order
+from tests.reference.lifetimes import program_of
+from tests.reference.model import estimate_model, estimate_step
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = "stock" if op_def_registry.get("_ITEXConv3D") is None else "itex"
@@ -165,7 +165,7 @@ for i in range(4):
         tf.config.experimental.reset_memory_stats("CPU:0")
     step(x, y)
 measured = tf.config.experimental.get_memory_info("CPU:0")["peak"]
-from memory_estimator.replay import estimate_model
+from tests.reference.model import estimate_model
 found = estimate_model(model, (96, 96, 3), batch=32, loss=loss, optimizer=optimizer)
 print(json.dumps([measured, found.allocator_peak_bytes]))
 """
