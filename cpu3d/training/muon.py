@@ -117,16 +117,14 @@ def orthogonal(kernel):
     norm = tf.linalg.trace(gram) + 1e-30
     gram /= norm
     a, b, c = ITERATION
+    # An operation: a constant would be part of the graph, and each of TensorFlow's passes over it keeps a copy, outside
+    # the allocator. Without control dependencies, so that kernels of equal size share it.
+    with tf.control_dependencies(None):
+        scaled = {scale: scale * tf.eye(min(rows, columns), dtype=matrix.dtype) for scale in (a, b)}
     product = None
     for _ in range(TIMES):
-        factor = _plus_identity(tf.matmul(gram, _plus_identity(c * gram, b)), a)
+        factor = scaled[a] + tf.matmul(gram, scaled[b] + c * gram)
         product = factor if product is None else tf.matmul(product, factor)
         gram = tf.matmul(tf.matmul(factor, gram), factor)
     found = tf.matmul(product, matrix) if wide else tf.matmul(matrix, product)
     return tf.reshape(found * (tf.math.rsqrt(norm) * math.sqrt(max(1.0, rows / columns))), kernel.shape)
-
-
-def _plus_identity(matrix, scale: float):
-    """`matrix` + `scale` I, on the diagonal alone: an identity matrix would be a constant of the graph, of which each
-    pass of TensorFlow over the graph keeps a copy outside the allocator."""
-    return tf.linalg.set_diag(matrix, tf.linalg.diag_part(matrix) + scale)

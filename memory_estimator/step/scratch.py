@@ -128,13 +128,16 @@ def up_convolution_bytes(conv: Convolution, on: Setting) -> int:
 def hidden_filter_gradient_bytes(conv: Convolution, on: Setting) -> int:
     """What stock TensorFlow's filter gradient touches of its scratch, which lies outside the allocator. Its thread pool
     has no barriers, so oneDNN does not share transposed maps: each thread has buffers for one block of channels of both
-    maps and fills its share of a sample's depth, or whole samples where there are enough of them."""
+    maps and fills its share of a sample's depth, or whole samples where there are enough of them. The gradient is
+    summed once a thread, in float32: on wide networks of few voxels that is the most, of 32 to 48 filters twice the
+    largest kernel with two threads."""
+    sums = on.threads * 4 * conv.weights
     if on.dtype != "bfloat16":
-        return filter_gradient_bytes(conv, on)
+        return filter_gradient_bytes(conv, on) + sums
     in_block, groups = min(conv.in_channels, VECTOR), depth_groups(conv, on.threads)
     source = in_block * _source_row(conv) * conv.source[0] * conv.source[1]
     target = VECTOR * _even(conv.target[2]) * conv.target[0] * conv.target[1]
-    return up(on.threads, groups) * min(groups, conv.batch) * 2 * (source + target)
+    return up(on.threads, groups) * min(groups, conv.batch) * 2 * (source + target) + sums
 
 
 def depth_groups(conv: Convolution, threads: int) -> int:
