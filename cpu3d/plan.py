@@ -38,15 +38,14 @@ from cpu3d.settings import (
 from cpu3d.util.atomic import write_json
 from cpu3d.util.records import by
 from memory_estimator import planner
+from memory_estimator.accuracy import Accuracy, load_accuracy
 from memory_estimator.calibration import HostConstants, find_constants
 from memory_estimator.common.units import format_bytes, format_seconds, parse_bytes
 from memory_estimator.estimate import (
     STORE_NOTE,
-    Accuracy,
     Component,
     Estimate,
     estimate,
-    load_accuracy,
     whole_volume_bytes,
 )
 from memory_estimator.host import Host

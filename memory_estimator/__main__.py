@@ -25,11 +25,12 @@ from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Tuple, Union
 
 from memory_estimator import planner
+from memory_estimator.accuracy import load_accuracy
 from memory_estimator.calibration import NAMED, find_constants, named_constants
 from memory_estimator.common.schema import add_options, as_typed, from_args, option
 from memory_estimator.common.table import Table, new_console
 from memory_estimator.common.units import format_bytes, format_seconds, parse_bytes
-from memory_estimator.estimate import STORE_NOTE, Estimate, estimate, load_accuracy
+from memory_estimator.estimate import STORE_NOTE, Estimate, estimate
 from memory_estimator.host import read_host
 from memory_estimator.job import (
     Job,

@@ -5,12 +5,11 @@ With it go the bill, which says what every byte of the process's peak is, and ho
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
+from dataclasses import dataclass
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
+from memory_estimator.accuracy import FAMILIES, Accuracy, Kind, family_of, load_accuracy
 from memory_estimator.calibration import HostConstants
-from memory_estimator.common.files import read_json, reason, typed
 from memory_estimator.common.units import format_bytes
 from memory_estimator.job import DTYPE_BYTES, Job, stored_bytes
 from memory_estimator.step.allocator import SMALL_BYTES, fits_regions, region_bytes, use
@@ -19,8 +18,6 @@ from memory_estimator.step.program import Program, Tensor, Timeline, rounded, ti
 from memory_estimator.step.timing import step_seconds
 from memory_estimator.step.training_step import training_step, validation_pass
 from models.layer_plan import Shape3
-
-SHIPPED = Path(__file__).with_name("accuracy.json")
 
 STORE_NOTE = "errors are those of steps given one batch again and again; what a run holds beside is in the upper bound"
 """Stands with the errors of a job that a store feeds: what its pipeline does to the allocator is not replayed."""
@@ -55,104 +52,9 @@ NAMED_SINGLY = ("transients", "scratch")
 """Groups that live during few operations alone: the bill says which tensors they are."""
 
 
-@dataclass(frozen=True)
-class Bound:
-    """Errors as shares of what was measured, without their signs."""
-
-    median: float
-    worst: float
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What held over the measured steps of one kind: which those are, how far they were off, and the margin."""
-
-    engine: str
-    version: str  # of the engine, as of `job.engine_version`
-    dtype: str
-    family: str  # of oneDNN's kernels, as of `family_of`
-    hosts: Tuple[str, ...]  # the CPUs' names
-    threads: Tuple[int, ...]  # numbers of threads that were measured
-    policies: Tuple[str, ...]  # memory policies that were
-    records: int  # measured steps, all of which the margin is made of
-    held_out: int  # of them, those that no constant was fitted to, which the errors are of
-    allocator_peak: Optional[Bound]
-    process_peak: Optional[Bound]
-    step_s: Optional[Bound]  # None where no seconds were recorded
-    margin_share: float  # of the process's peak: what the upper bound lies above it
-    margin_bytes: int  # the least that it does
-
-    def upper_bound(self, process_peak_bytes: int) -> int:
-        """What has to be free for a predicted peak: the peak and the margin."""
-        return process_peak_bytes + max(math.ceil(process_peak_bytes * self.margin_share), self.margin_bytes)
-
-    def __str__(self) -> str:
-        """Such as "49 steps on AMD EPYC, TensorFlow 2.15.1, bfloat16, 2 threads"."""
-        threads = " or ".join(map(str, self.threads))
-        return f"{self.held_out} steps on {' and '.join(self.hosts)}, {self.version}, {self.dtype}, {threads} threads"
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """How far predictions are off, by kind of record: the content of accuracy.json, and which engines are in force."""
-
-    kinds: Tuple[Kind, ...]
-    versions: Dict[str, str] = field(default_factory=dict)
-    """Engine -> `job.engine_version`. One that is missing, as of another host, is taken to be what was recorded."""
-
-    def covering(self, job: Job, kernels: Kernels) -> Tuple[Optional[Kind], str]:
-        """The kind of records that a job on a host with these kernels is one of; None, and why, where there is none."""
-        family, dtype = family_of(kernels.isa, job.unet.dtype), job.unet.dtype
-        alike = [one for one in self.kinds if (one.engine, one.dtype, one.family) == (job.engine, dtype, family)]
-        version = self.versions.get(job.engine)
-        same = [one for one in alike if version in (None, one.version)]
-        if not alike:
-            return None, f"{job.engine} in {dtype} with oneDNN's kernels for {family}"
-        if not same:
-            return None, str(version)
-        on_threads = [one for one in same if job.threads in one.threads]
-        for one in on_threads:
-            if job.policy in one.policies:
-                return one, ""
-        return None, f"policy {job.policy}" if on_threads else f"{job.threads} threads"
-
-    def widest(self, process_peak_bytes: int) -> int:
-        """As `Kind.upper_bound`, by the widest margin of any kind."""
-        return max((one.upper_bound(process_peak_bytes) for one in self.kinds), default=process_peak_bytes)
-
-
-def load_accuracy(path: Union[str, Path] = SHIPPED, versions: Optional[Mapping[str, str]] = None) -> Accuracy:
-    """Read the shipped digest of the records; `versions` are those of the engines that will run, where they are known.
-    Raises ValueError for a damaged file."""
-    try:
-        return dataclasses.replace(typed(read_json(path), Accuracy), versions=dict(versions or {}))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"accuracy {path} must be complete JSON, got {reason(error)}; restore it, or write it again"
-        ) from None
-
-
-FAMILIES = {
-    "float32": ("avx2", "avx512_core"),
-    "bfloat16": ("avx512_core", "avx512_core_bf16", "avx512_core_amx"),
-}
-"""Dtype -> the families of oneDNN's kernels whose memory has rules of its own, named by the instruction set that each
-begins with: float32 has the same wherever there is AVX-512, bfloat16 is emulated where there is nothing more."""
-
 BELOW_AVX2 = 4
 """Times the predicted peak that a step may take without AVX2, whose kernels have no rules here: a float32 step of 64^3
 voxels took 2.7 times as much under ONEDNN_MAX_CPU_ISA=SSE41."""
-
-
-def family_of(isa: str, dtype: str) -> str:
-    """Which of FAMILIES computes in a dtype on a host whose highest instruction set is `isa`, as oneDNN calls it; the
-    set itself where it is below all of them."""
-    if isa.startswith("avx2"):
-        return "avx2"
-    if not isa.startswith("avx512"):
-        return isa
-    own = "avx512_core_bf16" if isa.endswith("fp16") else isa
-    return own if own in FAMILIES[dtype] else "avx512_core"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from cpu3d.bench.learning import draw_learning, learning_table
 from cpu3d.bench.step import draw_policies, step_table, with_predictions
-from cpu3d.bench.validate import VALIDATION, accuracy_json, page, summary_table, validation
+from cpu3d.bench.validate import VALIDATION, accuracy_of, page, summary_table, validation
 from cpu3d.compare.report import comparisons_markdown
 from cpu3d.util.atomic import write_bytes
 from cpu3d.util.records import newest, read_records
@@ -52,7 +52,7 @@ def run(options: TableOptions) -> int:
     if options.learning:
         write_bytes(options.learning, draw_learning(_newest(options.records / "learning.jsonl", LEARNING)))
     if options.accuracy:
-        write_bytes(options.accuracy, accuracy_json(options.records))
+        write_bytes(options.accuracy, accuracy_of(options.records))
     if options.page:
         write_bytes(options.page, ("\n".join(page(*validation(options.records))) + "\n").encode())
     text = "\n".join(tables(options.records)) + "\n"

@@ -1,0 +1,110 @@
+"""Errors of predictions and the margin that is made of them, by hand; the shipped ones are those of the records."""
+
+from pathlib import Path
+
+import pytest
+
+from cpu3d.bench.validate import VALIDATION, validation
+from memory_estimator.accuracy import (
+    LEAST_RECORDS,
+    SHIPPED,
+    Accuracy,
+    Measured,
+    Row,
+    digest,
+    left_out_in_turn,
+    load_accuracy,
+    margin_share,
+    spread,
+)
+from memory_estimator.job import Job
+
+GIB = 2**30
+
+
+def row(process, side=128, threads=1, measured=10 * GIB, **about):
+    """A step whose peak was predicted so."""
+    one = Measured(Job(shape=(side,) * 3, threads=threads), 1.0, measured, measured, **about)
+    errors = {"allocator_peak": 0.0, "process_peak": process / measured - 1, "step_s": None, "upper_bound": 0.1}
+    return Row(one, process, "avx512_core_bf16", True, errors)
+
+
+def rows_of(errors, **about):
+    """Steps whose peak is off by these shares."""
+    return [row(process=int(10 * GIB * (1 + error)), **about) for error in errors]
+
+
+ERRORS = (-0.031, 0.02, 0.01, 0.0, -0.01, 0.003, -0.002, 0.015, -0.004)
+
+
+@pytest.mark.parametrize("errors", [ERRORS, (0.05, 0.04) * 6, (-0.0001, 0) * 5, (-0.005,) * 9])
+def test_a_margin_lies_above_every_record_and_by_their_spread_above_the_next(errors):
+    rows = rows_of(errors)
+    share = margin_share(rows)
+    assert share >= max(0, 1 / (1 + min(errors)) - 1)
+    assert margin_share(rows_of([3 * error for error in errors])) >= share
+    assert margin_share(rows_of([*errors, -0.1])) > 0.1
+
+
+def test_errors_and_margins_are_those_of_a_kind_and_few_records_are_none():
+    rows = [*rows_of(ERRORS, version="1"), *rows_of((0.0,) * 9, version="2", host="b", threads=4)]
+    few = rows_of((0.3,) * (LEAST_RECORDS - 1), version="3")
+    first, second = digest([*rows, *few]).kinds
+    assert (first.version, first.records, first.held_out, first.threads) == ("1", 9, 9, (1,))
+    assert (first.process_peak.median, first.process_peak.worst) == (0.01, 0.031)
+    assert (second.hosts, second.threads, second.process_peak.worst) == (("b",), (4,), 0.0)
+    assert first.margin_share > second.margin_share == 0
+    assert left_out_in_turn([*rows, *few]) == (1, 18)  # the first of ERRORS
+    assert left_out_in_turn(rows_of((*(0.0,) * 9, -0.2))) == (1, 10)
+
+
+def test_the_errors_are_of_steps_that_no_constant_was_fitted_to():
+    (kind,) = digest([*rows_of((0.01,) * 9), *rows_of((0.2,), side=64)]).kinds
+    assert (kind.records, kind.held_out, kind.process_peak.worst) == (10, 9, 0.01)
+    assert digest(rows_of((0.0,) * 9, side=64)) == Accuracy(())
+
+
+def test_the_median_is_of_sizes_and_the_worst_error_has_its_sign():
+    found = spread(rows_of((0.1, -0.3, 0.2)), "process_peak")
+    assert found == (3, pytest.approx(0.2), pytest.approx(-0.3), pytest.approx(0.0, abs=1e-9))
+    assert spread(rows_of((0.1,)), "step_s").count == 0
+
+
+@pytest.mark.parametrize("damaged", [SHIPPED.read_text()[:-20], "[]", "{}", '{"kinds": [{"engine": "itex"}]}'])
+def test_a_damaged_digest_is_refused_by_its_file(damaged, tmp_path):
+    path = tmp_path / "accuracy.json"
+    path.write_text(damaged)
+    with pytest.raises(ValueError, match=r"accuracy .*accuracy\.json must be complete JSON"):
+        load_accuracy(path)
+
+
+# --- The published records ---
+
+
+RECORDS = Path(__file__).resolve().parents[2] / "records"
+
+
+@pytest.fixture(scope="module")
+def validated():
+    if not (RECORDS / VALIDATION).is_dir():
+        pytest.skip(f"needs records/{VALIDATION}, files that `./run.sh bench validate` makes in an hour each")
+    return validation(RECORDS)[1]
+
+
+def test_what_the_estimator_says_of_its_errors_is_what_was_measured(validated):
+    remake = "run ./run.sh bench tables --records records --accuracy memory_estimator/accuracy.json"
+    assert load_accuracy() == digest(validated), remake
+
+
+def test_no_peak_lies_above_its_bound(validated):
+    assert all(row.errors["upper_bound"] >= 0 for row in validated)
+
+
+@pytest.mark.parametrize(
+    ("figure", "median", "worst"),
+    [("allocator_peak", 0.001, 0.09), ("process_peak", 0.02, 0.14), ("step_s", 0.06, 0.29)],
+)
+def test_errors_over_all_records_are_as_small_as_the_docs_have_them(validated, figure, median, worst):
+    found = spread(validated, figure)
+    assert found.median <= median
+    assert abs(found.worst) <= worst
