@@ -65,6 +65,15 @@ def test_a_store_adds_the_next_batch_and_to_the_bound_what_a_run_holds_beside_it
     assert prepared[0] - prepared[1] == 2 * 96**3 * (4 * 2 + 3)
 
 
+def test_under_lean_every_slab_of_the_graph_takes_memory_of_more_than_four_volumes_at_once_too():
+    """One process had 1,766 MiB, ITEX with two threads; counted as four volumes it was 1,154."""
+    unet = UNetConfig(dtype="float32", policy="lean")
+    job = Job(unet, (16, 16, 16), 16, micro_batch=16, optimizer="adam", engine="itex", threads=2)
+    found = estimate(job, CONSTANTS)
+    assert found.process_peak_bytes == pytest.approx(1766 * 2**20, rel=0.02)
+    assert found.upper_bound_bytes > 1766 * 2**20
+
+
 SHIPPED_KIND = {"engine": "itex", "dtype": "bfloat16", "family": "avx512_core_bf16"}
 
 

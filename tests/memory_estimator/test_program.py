@@ -69,5 +69,5 @@ def test_what_an_operation_keeps_is_taken_in_the_first_step_and_never_given_back
 
 
 def test_reading_what_is_not_there_is_refused():
-    with pytest.raises(ValueError, match="b must read tensors that are live, got x; mend the program"):
+    with pytest.raises(ValueError, match="b must read tensors that are live, got x; correct the program"):
         timeline(Program((), (StepOp("a", "conv"), StepOp("b", "reduce", ("x",)))))

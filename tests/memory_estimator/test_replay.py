@@ -166,7 +166,7 @@ for i in range(4):
     step(x, y)
 measured = tf.config.experimental.get_memory_info("CPU:0")["peak"]
 from tests.reference.model import estimate_model
-found = estimate_model(model, (96, 96, 3), batch=32, loss=loss, optimizer=optimizer)
+found = estimate_model(model, (96, 96, 3), batch=32, optimizer=optimizer)
 print(json.dumps([measured, found.allocator_peak_bytes]))
 """
 

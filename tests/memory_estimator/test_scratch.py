@@ -99,6 +99,14 @@ def test_it_agrees_with_measured_processes(side, filters, measured_mib):
     assert measured_mib[0] - 8 <= found <= measured_mib[1] + 8
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stock_tensorflow_sums_a_filter_gradient_once_a_thread(dtype):
+    """A process of 48 filters held twice its largest kernel more than one of 16 for each MiB of that."""
+    wide = maps((3, 3, 3), 768, 768)
+    hidden = filter_gradient_buffers(wide, Setting(dtype, itex=False, threads=2)).hidden
+    assert hidden == pytest.approx(2 * 4 * 27 * 768**2, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("buffers", "job", "threads", "recorded"),
     # Requests of 256 KiB and more beside the output: a Xeon with AMX, 48 KiB and 2 MiB of cache a core.

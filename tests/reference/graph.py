@@ -60,7 +60,7 @@ def executed_graph(step: Any, specs: Sequence[Any]) -> Tuple[List[Node], Any]:
     Raises ValueError where the size of a tensor is not fixed by `specs`, or the step has a loop or a branch."""
     import tensorflow as tf
 
-    # Traced anew: the graphs of a function that has run before have been made, and are not handed out again.
+    # Traced again: the graphs of a function that has run before have been made, and are not handed out again.
     trace = tf.function(getattr(step, "python_function", step)).get_concrete_function(*specs)
     captured = list(trace.captured_inputs)
     given = [tf.zeros((), tensor.dtype) for tensor in trace.inputs[: len(trace.inputs) - len(captured)]]
@@ -241,11 +241,6 @@ def _stand_in(definition: Any) -> Any:
     node = type(definition)()
     node.CopyFrom(definition)
     node.device = ""
-    if node.op == "_ITEXFusedRandom":
-        # A dropout's mask: random numbers of a shape, compared and cast.
-        node.op = "RandomUniform"
-        del node.input[1:]
-        node.attr["dtype"].CopyFrom(definition.attr["DstT"])
     node.op = plain(node.op)
     known = op_def_registry.get(node.op)
     if known is None:

@@ -110,19 +110,8 @@ def _operation(node: Node, memory: _Memory, threads: int, kernels: Kernels) -> S
     if viewed is not None:
         memory.view(node, viewed)
         return StepOp(node.name, "slice", reads=memory.tensors(node.inputs))
-    kind, over, reads = op_rules.kind(node), memory.overwritable(node), memory.tensors(node.inputs)
-    writes = memory.place(node, op_rules.outputs(node, inputs), kind)
+    over, reads = memory.overwritable(node), memory.tensors(node.inputs)
+    writes = memory.place(node, op_rules.outputs(node, inputs), node.op)
     writes = writes[::-1] if node.op in op_rules.LAST_FIRST else writes
-    channels = op_rules.filters(node, inputs)[-2:] or (0, 0)
-    return StepOp(
-        node.name,
-        kind,
-        reads,
-        writes,
-        takes_over=over,
-        flops=op_rules.flops(node, inputs),
-        traffic_bytes=sum(given.bytes for given in (*inputs, *node.outputs)),
-        in_channels=channels[0],
-        out_channels=channels[1],
-        **buffers_of(node.name, op_rules.buffers(node, inputs, threads, kernels), node.again),
-    )
+    buffers = buffers_of(node.name, op_rules.buffers(node, inputs, threads, kernels), node.again)
+    return StepOp(node.name, node.op, reads, writes, takes_over=over, **buffers)

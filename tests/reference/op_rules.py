@@ -1,10 +1,9 @@
-"""What each type of TensorFlow's operations does on a CPU: views, results in place, hidden outputs, buffers, work.
+"""What each type of TensorFlow's operations does on a CPU: views, results in place, hidden outputs, buffers.
 
 Read from the kernels' sources and held against the profiler's list of allocations.
 """
 
 import math
-import re
 from typing import Optional, Sequence, Tuple
 
 from memory_estimator.step.onednn import Convolution, Kernels, Setting
@@ -58,32 +57,6 @@ IN_PLACE = frozenset(
 
 FORWARD = ("Conv2D", "Conv3D", "FusedConv2D", "FusedConv3D")
 
-KINDS = (
-    (r"\w*(Conv[23]D|Conv2dNative)BackpropFilter", "conv_filter_gradient"),
-    (r"\w*(Conv[23]D|Conv2dNative)BackpropInput", "conv_input_gradient"),
-    (r"_?(Fused)?(Conv[23]D|DepthwiseConv2dNative|(Batch)?MatMul)", "conv"),
-    (r"FusedBatchNormGrad", "norm_gradient"),
-    (r"FusedBatchNorm|LayerNorm", "norm"),
-    (r"(Max|Avg)Pool\w*Grad", "pool_gradient"),
-    (r"(Max|Avg)Pool", "pool"),
-    (r"Concat|Pack$|Tile$|Pad", "join"),
-    (r"Slice|Split|Unpack|Gather|Transpose", "slice"),
-    (r"(Sum|Mean|Max|Min|Prod|All|Any|ArgMax|BiasAddGrad)$", "reduce"),
-    (r"Assign|ResourceApply", "update"),
-)
-"""Kind of operation by the start of its type, without the engine's prefix; what is not listed is pointwise."""
-
-MIRRORED = {"conv": "up_conv_input_gradient", "conv_input_gradient": "up_conv"}
-"""What a strided convolution counts as: the up-convolution's that it is the mirror of."""
-
-MATRIX = re.compile(r"_?(Fused)?(Batch)?MatMul")
-
-
-def kind(node: Node) -> str:
-    """As of `StepOp.kind`."""
-    found = next((kind for pattern, kind in KINDS if re.match(pattern, plain(node.op))), "pointwise")
-    return MIRRORED.get(found, f"up_{found}") if found.startswith("conv") and _stride(node) > 1 else found
-
 
 def views(node: Node, inputs: Sequence[Output]) -> Optional[Tuple[int, ...]]:
     """For each output the input whose memory it lies in; None where the outputs have memory of their own."""
@@ -122,43 +95,20 @@ def outputs(node: Node, inputs: Sequence[Output]) -> Tuple[Output, ...]:
 
 def buffers(node: Node, inputs: Sequence[Output], threads: int, kernels: Kernels) -> Buffers:
     """What a convolution holds beside its inputs and outputs."""
-    found = kind(node)
-    if "conv" not in found or MATRIX.match(plain(node.op)):
+    name = plain(node.op)
+    if name not in FORWARD and not name.startswith(("Conv2DBackprop", "Conv3DBackprop")):
         return NONE
     on = Setting(node.outputs[0].dtype, node.op.startswith("_ITEX"), threads, kernels)
-    if found.endswith("filter_gradient"):
-        return filter_gradient_buffers(_seen(node, inputs[0], node.outputs[0], inputs[2]), on)
-    if plain(node.op) in FORWARD:
+    if name in FORWARD:
         return forward_buffers(_seen(node, inputs[0], inputs[1], node.outputs[0]), on)
+    if "BackpropFilter" in name:
+        return filter_gradient_buffers(_seen(node, inputs[0], node.outputs[0], inputs[2]), on)
     return input_gradient_buffers(_seen(node, node.outputs[0], inputs[1], inputs[2]), on)
-
-
-def filters(node: Node, inputs: Sequence[Output]) -> Tuple[int, ...]:
-    """The shape of a convolution's filter (..., in, out) or of a matrix; empty for all else."""
-    found = kind(node)
-    if "conv" not in found:
-        return ()
-    return (node.outputs[0] if "filter" in found else inputs[1]).shape
-
-
-def flops(node: Node, inputs: Sequence[Output]) -> int:
-    """Of convolutions and matrix products, a multiply-add counted as 2; of all else memory traffic sets the time."""
-    if MATRIX.match(plain(node.op)):
-        return 2 * math.isqrt(math.prod(math.prod(each.shape) for each in (inputs[0], inputs[1], node.outputs[0])))
-    shape = filters(node, inputs)
-    if not shape:
-        return 0
-    coarse = inputs[2] if "Backprop" in node.op else node.outputs[0]
-    return 2 * math.prod(shape) * math.prod(coarse.shape[:-1])
-
-
-def _stride(node: Node) -> int:
-    return max(node.attributes["strides"].list.i, default=1) if "strides" in node.attributes else 1
 
 
 def _seen(node: Node, source: Output, kernel: Output, target: Output) -> Convolution:
     """A convolution, or that of a gradient, as oneDNN sees it: in two dimensions the maps are one voxel deep."""
     source_grid, target_grid = ((1, *output.shape[1:-1])[-3:] for output in (source, target))
     channels, planes = kernel.shape[-2:], (1, *kernel.shape[:-2])[-3:]
-    bias = node.op.endswith("WithBias")
-    return Convolution(source.shape[0], source_grid, target_grid, *channels, planes, _stride(node), bias)
+    stride, bias = max(node.attributes["strides"].list.i), node.op.endswith("WithBias")
+    return Convolution(source.shape[0], source_grid, target_grid, *channels, planes, stride, bias)
