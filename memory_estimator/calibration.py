@@ -187,7 +187,7 @@ def runtime_ops(program: Program) -> int:
     first, found = ("", "sample0/plane0"), 0.0
     for op in program.ops:
         if "conv" in op.kind and "shortcut" not in op.name and op.name.partition("/filter_gradient/")[2] in first:
-            found += RUN_AGAIN if op.again else 1
+            found += (RUN_AGAIN if op.again else 1) + RUN_AGAIN * (op.copies - 1)
         elif op.kind == "update" and op.name.endswith("/orthogonal"):
             found += ORTHOGONAL
     return round(found)

@@ -43,6 +43,7 @@ class StepOp:
     keeps: Tuple[Tensor, ...] = ()
     """Taken when the operation runs for the first time and never given back: weights in the layout oneDNN prefers."""
     again: bool = False  # whether its kernel is that of another operation before it, as of one slab after another
+    copies: float = 1.0  # operations of the graph that it stands for, as one slab does for those of several samples
     hidden_bytes: int = 0
     """Scratch outside the allocator: in the process's memory, not in the allocator's count."""
     flops: int = 0  # multiply-adds counted as 2

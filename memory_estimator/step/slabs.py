@@ -17,6 +17,10 @@ from memory_estimator.step.scratch import Buffers
 from memory_estimator.step.writer import Writer, filter_gradient_name
 from models.layer_plan import LayerOp, slab_height
 
+MOST_SAMPLES = 4
+"""Whose slabs are written down; of more there are as many, each larger, and each stands for several: the tensors live
+then are nearly the same, but every slab of the graph takes memory of its own (`calibration.runtime_ops`)."""
+
 SIDES = ("encoder0", "decoder0")
 
 
@@ -232,13 +236,14 @@ class FinestLevel:
 
     def sweep(self, name: str, body: Callable[[], Any], near: Sequence[str] = (), given: Sequence[str] = ()) -> None:
         """`body` slab by slab, which is given its slabs of maps, those and their neighbours' of maps in `near`."""
-        last = len(self.pieces) - 1
+        last, micro = len(self.pieces) - 1, self.writer.job.micro
+        copies = micro / min(micro, MOST_SAMPLES)
         for index, (sample, planes) in enumerate(self.pieces):
             around = range(max(0, index - 1), min(last, index + 1) + 1)
             neighbours = [one for one in around if self.pieces[one][0] == sample]
             self.sides, self.planes = [one - index for one in neighbours if one != index], planes
             # Slabs between two others run the same functions again.
-            with self.writer.slab(index, planes, again=1 < index < last):
+            with self.writer.slab(index, planes, 1 < index < last, copies):
                 for whole in given:
                     self.writer.view(whole, len(self.pieces))
                 body()
@@ -343,6 +348,7 @@ class FinestLevel:
 
 
 def _pieces(planes: int, samples: int) -> List[Tuple[int, int]]:
-    """(sample, planes) of each slab."""
-    height = slab_height(planes)
-    return [(n, min(height, planes - first)) for n in range(samples) for first in range(0, planes, height)]
+    """(sample, planes) of each slab, of MOST_SAMPLES at most, which are then as much larger."""
+    height, few = slab_height(planes), min(samples, MOST_SAMPLES)
+    firsts = range(0, planes, height)
+    return [(n, min(height, planes - first) * samples // few) for n in range(few) for first in firsts]

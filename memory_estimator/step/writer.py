@@ -24,10 +24,6 @@ GRAM_THREAD_BYTES, GRAM_BYTES = 1056, 768
 """What a thread copies of a transposed matrix for each of its columns, and beside them: read off the log with ITEX, two
 threads, and 128 and 256 columns of 512 to 6912 rows."""
 
-HIDDEN_COPIES = 2
-"""Of a kernel, that stock TensorFlow holds outside the allocator while it is multiplied with itself: what processes had
-beyond the prediction in six steps of 24 to 48 filters, to within a copy (records/memory/epyc-avx512-bf16.jsonl)."""
-
 MOST_SAMPLES = 8
 """Samples that are normalised one by one; of more there are as many, each larger, which changes next to nothing."""
 
@@ -48,8 +44,8 @@ class Writer:
         self.compute_bytes = DTYPE_BYTES[job.unet.dtype]
         self.samples = job.micro
         """That an operation works on at a time."""
-        self._slab, self._planes, self._again = "", 0, False
-        """Within a slab: what names end in, planes of the finest grid, and as of `StepOp.again`."""
+        self._slab, self._planes, self._again, self._copies = "", 0, False, 1.0
+        """Within a slab: what names end in, planes of the finest grid, and as of `StepOp.again` and `copies`."""
         few = min(job.micro, MOST_SAMPLES)
         self.normed_apart = few if job.unet.norm == "instance" else 1
         """Samples that are normalised each for itself."""
@@ -109,12 +105,14 @@ class Writer:
             self._latest[name], self._bytes[name] = self._latest[whole], self._bytes[whole] // parts
 
     @contextlib.contextmanager
-    def slab(self, index: int, planes: int, again: bool) -> Iterator[None]:
-        """What is written down meanwhile is a slab's, of one sample and so many planes of the finest grid."""
+    def slab(self, index: int, planes: int, again: bool, copies: float) -> Iterator[None]:
+        """What is written down meanwhile is a slab's, of one sample and so many planes of the finest grid, which stands
+        for so many of the graph's slabs."""
         samples, pieces, self.samples, self.pieces = self.samples, self.pieces, 1, 1
-        self._slab, self._planes, self._again = f"/slab{index}", planes, again
+        self._slab, self._planes, self._again, self._copies = f"/slab{index}", planes, again, copies
         yield
         self.samples, self.pieces, self._slab, self._planes, self._again = samples, pieces, "", 0, False
+        self._copies = 1.0
 
     @property
     def in_slab(self) -> bool:
@@ -167,6 +165,7 @@ class Writer:
                 traffic_bytes=sum(self._bytes[read] for read in found) + sum(tensor.bytes for tensor in writes),
                 in_channels=layer.in_channels if layer else 0,
                 out_channels=layer.shape[3] if layer else 0,
+                copies=self._copies,
                 **buffers_of(name, buffers, self._again),
             )
         )
@@ -300,8 +299,7 @@ class Writer:
         columns, few = kernel_sides(op)[1], min(kernel_sides(op))
         copies = GRAM_THREAD_BYTES * columns + GRAM_BYTES if few == columns else 0
         packed = self.job.threads * copies if self.itex else 0
-        hidden = 0 if self.itex else HIDDEN_COPIES * size
-        gram = Buffers(scratch=(packed, *(SQUARES - 1) * (4 * few**2,)), hidden=hidden)
+        gram = Buffers(scratch=(packed, *(SQUARES - 1) * (4 * few**2,)))
         multiplied = 2 * (kernel_elements(op) * few + SQUARE_PRODUCTS * few**3)
         product = self.make(f"{op.name}/product", "update", [ahead], 4 * few**2, buffers=gram, flops=multiplied)
         flops = 2 * kernel_elements(op) * few

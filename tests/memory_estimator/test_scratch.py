@@ -101,7 +101,7 @@ def test_it_agrees_with_measured_processes(side, filters, measured_mib):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_stock_tensorflow_sums_a_filter_gradient_once_a_thread(dtype):
-    """A process of 48 filters held twice its largest kernel more than one of 16 for each MiB of that."""
+    """In processes with two threads, 32 and 48 filters held twice their largest kernel beside what is counted else."""
     wide = maps((3, 3, 3), 768, 768)
     hidden = filter_gradient_buffers(wide, Setting(dtype, itex=False, threads=2)).hidden
     assert hidden == pytest.approx(2 * 4 * 27 * 768**2, rel=0.01)
