@@ -34,14 +34,14 @@ def estimate_model(model: Any, input_shape: Sequence[int], *, batch: int = 1, op
     optimizer's slots. Raises ValueError as `estimate_step`."""
     import tensorflow as tf
 
-    loss, optimizer = tf.keras.losses.MeanSquaredError(), optimizer or tf.keras.optimizers.Adam()
+    optimizer = optimizer or tf.keras.optimizers.Adam()
     optimizer.build(model.trainable_variables)
     given = tf.TensorSpec((batch, *input_shape), model.inputs[0].dtype, name="input")
     target = tf.TensorSpec(model.compute_output_shape(given.shape))
 
     def step(given, target):
         with tf.GradientTape() as tape:
-            found = loss(target, model(given, training=True))
+            found = tf.reduce_mean(tf.keras.losses.mean_squared_error(target, model(given, training=True)))
         optimizer.apply_gradients(zip(tape.gradient(found, model.trainable_variables), model.trainable_variables))
         return found
 
