@@ -98,7 +98,7 @@ def add_options(parser: argparse.ArgumentParser, *classes: Union[type, Tuple[typ
         more: Dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field, spec)}
         inner, count = _shape_of(hint)
         if inner is bool:
-            both = hint is Optional[bool]
+            both = hint == Optional[bool]  # not "is": typing caches only the last of its types
             pair = target.add_mutually_exclusive_group() if both and not spec.one_of else target
             for on in (True, False) if both else (field.default is not True,):
                 name = flag if on else flag.replace("--", "--no-")
