@@ -135,7 +135,7 @@ def _facts(files: RunFiles, starts: Events) -> List[Tuple[str, str]]:
         ("data", f"{manifest.name} ({manifest.layout}), {len(manifest.cases)} cases" if manifest else "-"),
         ("steps", f"{max(numbers(of_kind(files.events, 'step'), 'step'), default=0):,}"),
         ("ended", f"{end['reason']} after step {end['step']}" if end else "not yet"),
-        *((name, value) for name, value in flat(config) if name in SETTINGS and name not in hidden),
+        *((name, value) for name, value in flat(config) if value and name in SETTINGS and name not in hidden),
         *((name, str(last.get(name, "-"))) for name in STARTED_WITH),
         ("device", last.get("device", config["device"])),
     ]
@@ -147,7 +147,7 @@ def _facts(files: RunFiles, starts: Events) -> List[Tuple[str, str]]:
 
 
 def _inference(scores: Mapping[str, Any]) -> str:
-    """How the network was applied to the cases that were scored; "-" where the scores are too old to say."""
+    """How the network was applied to the cases that were scored; "-" where scores.json does not have it."""
     runs = scores.get("runs") or [scores]
     ways = {}
     for how in (run.get("inference") or {} for run in runs):

@@ -19,7 +19,7 @@ from rich.progress import Progress, TextColumn
 from cpu3d.run.summary import RECENT, Pace
 from cpu3d.util.atomic import atomic_write, sync, sync_folder
 from cpu3d.util.progress import columns, say
-from cpu3d.util.records import duration
+from cpu3d.util.records import count, duration
 from memory_estimator.common.files import open_regular
 from memory_estimator.common.units import format_bytes
 
@@ -116,8 +116,8 @@ def read_events(run: Path, steps: Optional[int] = None) -> List[Dict[str, Any]]:
             if line.endswith(b"\n"):
                 problems.append(f"line {number}: {error}")
     if problems:
-        rule = f"log {path} must hold events, got {len(problems)} other lines, such as {problems[0]}"
-        say(f"warning: {rule}; they are left out")
+        rule = f"log {path} must hold events, got {count(problems, 'other line')}, such as {problems[0]}"
+        say(f"warning: {rule}; left out")
     return events
 
 
