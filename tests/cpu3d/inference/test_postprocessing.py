@@ -24,7 +24,7 @@ from cpu3d.inference.postprocessing import (
     postprocessing_of,
     read_decision,
 )
-from cpu3d.inference.scores import score_case
+from cpu3d.inference.scores import score_region
 from cpu3d.settings import load_config, save_config
 from cpu3d.training.train import Options
 from cpu3d.util.atomic import write_json
@@ -186,13 +186,11 @@ def test_the_means_are_those_of_the_painted_labels(seed):
     chosen, before, after_ = choose(made, REGIONS)
     assert chosen.rules or chosen.nested
     for one, means in ((PostProcessing(), before), (chosen, after_)):
-        scores = [
-            score_case(truth, one.paint(answers, REGIONS, spacing_mm), REGIONS, spacing_mm)
-            for answers, truth, _ in made
-        ]
-        for name in REGIONS:
+        labels = [(truth, one.paint(answers, REGIONS, spacing_mm)) for answers, truth, _ in made]
+        for name, codes in REGIONS.items():
+            scores = [score_region(*(region_mask(label, codes) for label in pair), spacing_mm) for pair in labels]
             for metric, mean in dataclasses.asdict(means[name]).items():
-                assert mean == pytest.approx(np.mean([case[name][metric] for case in scores]))
+                assert mean == pytest.approx(np.mean([case[metric] for case in scores]))
 
 
 # --- A run's decision ---
