@@ -1,6 +1,6 @@
 """The files of cases to predict or to look at, as a user names them: folders, 4D files, or a file a channel."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import Dict, List, Optional, Sequence, Tuple
 
@@ -19,6 +19,7 @@ from cpu3d.data.stores.layouts import (
     volumes_in,
 )
 from cpu3d.errors import InputError, refuse
+from cpu3d.util.records import listed
 
 
 def case_files(paths: Sequence[Path], channels: Sequence[str]) -> CaseFiles:
@@ -54,24 +55,12 @@ def case_files(paths: Sequence[Path], channels: Sequence[str]) -> CaseFiles:
 
 
 def grouped_by_case(paths: Sequence[Path], channels: Sequence[str]) -> List[List[Path]]:
-    """3D files to predict, those of one case together; `channels` are what each case needs.
-
-    Files that all end in a known modality belong together where the rest of their names is the same. Others are a case
-    each for a single channel, and else one case. Segmentations are left out. Raises InputError where it cannot be told
-    which files make up a case.
-    """
-    paths = [path for path in paths if modality_of(path) != "seg"] or list(paths)
-    named = [path for path in paths if modality_of(path) and all(name.lower() in CHANNEL_NAMES for name in channels)]
-    if len(named) == len(paths):
-        groups: Dict[str, List[Path]] = defaultdict(list)
-        for path in paths:
-            groups[MODALITY_SUFFIX.sub("", path.name) or str(path.parent)].append(path)
-        return list(groups.values())
-    several = len(channels) > 1 and len(paths) > len(channels) and len(paths) % len(channels) == 0
-    if several or (len(channels) == 1 and named):
-        found = ", ".join(path.name for path in paths)
-        raise InputError(f"3D files must be of one case, or all named after modalities, got {found}; predict each")
-    return [[path] for path in paths] if len(channels) == 1 else [paths]
+    """3D files to predict, those of one case together: one case, or for a single channel a case each, without the files
+    of other modalities."""
+    if len(channels) > 1 or not paths:
+        return [list(paths)] if paths else []
+    own = CHANNEL_NAMES.get(channels[0].lower())
+    return [[path] for path in paths if own is None or modality_of(path) in (own, None)] or [[path] for path in paths]
 
 
 def viewed_files(paths: Sequence[Path]) -> Tuple[CaseFiles, Tuple[str, ...]]:
@@ -81,11 +70,9 @@ def viewed_files(paths: Sequence[Path]) -> Tuple[CaseFiles, Tuple[str, ...]]:
     beside them, if there is one. Raises InputError for several cases or none, and where two images have one name.
     """
     first = paths[0]
-    files = volumes_in(first) if first.is_dir() else list(paths)
     if len(paths) > 1 and any(path.is_dir() for path in paths):
-        raise InputError(
-            f"--image must be one case, got {first} and {len(paths) - 1} more; give one folder or its files"
-        )
+        raise InputError(f"--image must be one case, got {listed(paths)}; give one folder or its files")
+    files = volumes_in(first) if first.is_dir() else list(paths)
     images = [path for path in files if modality_of(path) != "seg"]
     if not images and first.is_dir():
         found = "a segmentation alone" if files else "none"

@@ -45,53 +45,39 @@ from cpu3d.util.progress import bar, say
 from cpu3d.util.records import count, listed
 from memory_estimator.common.files import read_json, reason, typed
 
-FILE = "postprocessing.json"
-"""In the run's folder."""
-
+FILE = "postprocessing.json"  # in the run's folder
 SCHEMA = 1
+LEAST_CASES = 3  # labelled validation cases below which nothing is removed
 
-LEAST_CASES = 3
-"""Labelled validation cases below which nothing is removed."""
-
-Regions = Mapping[str, Sequence[int]]
-"""Region -> its label codes."""
+Regions = Mapping[str, Sequence[int]]  # region -> its label codes
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Which parts of a region are removed: those below either bound. Raises ValueError for a bound out of range."""
+    """Which parts of a region are removed: those below either bound."""
 
     mm3: float = 0.0
-    share: float = 0.0
-    """Of the region's largest part."""
-
-    def __post_init__(self):
-        if not (0 <= self.mm3 < np.inf and 0 <= self.share < 1):
-            raise ValueError(f"a rule must have mm3 from 0 on and a share from 0 to 1, got {self.mm3} and {self.share}")
+    share: float = 0.0  # of the region's largest part, below 1
 
     def __str__(self) -> str:
         return f"{self.mm3:g} mm\u00b3" if self.mm3 else f"{100 * self.share:g} % of its largest part"
 
 
+# The rules that are tried.
 RULES = (*(Rule(share=share) for share in (0.001, 0.003, 0.01, 0.03, 0.1)), *map(Rule, (50, 100, 200, 400, 800)))
-"""The rules that are tried."""
 
 
 @dataclass(frozen=True)
 class PostProcessing:
     """What is done to an answer when it is painted."""
 
-    rules: Dict[str, Tuple[Rule, ...]] = dataclasses.field(default_factory=dict)
-    """Region -> rules; a part is removed where each of them would remove it."""
+    rules: Dict[str, Tuple[Rule, ...]] = dataclasses.field(default_factory=dict)  # a part goes where each removes it
     nested: bool = False
-    off: str = ""
-    """Why nothing is done, else empty."""
+    off: str = ""  # why nothing is done, else empty
 
     def paint(self, answers: np.ndarray, regions: Regions, spacing_mm: Sequence[float]) -> np.ndarray:
-        """Paint `answers`, probabilities or masks `(X, Y, Z, R)` in the order of `regions`, into a label `(X, Y, Z)`.
-
-        As `label_from_regions` does, without the small parts. Voxels measure `spacing_mm`. `answers` stay as they are.
-        """
+        """Paint probabilities `(X, Y, Z, R)` in the order of `regions` into a label `(X, Y, Z)`, as
+        `label_from_regions` does, without the small parts. Voxels measure `spacing_mm`. `answers` stay as they are."""
         label = label_from_regions(answers, regions)
         if self.off or not (self.rules or self.nested):
             return label
@@ -147,16 +133,12 @@ class Decision:
     """The content of postprocessing.json."""
 
     schema: int
-    weights_sha256: str
-    """Of the best weights, with which it was decided."""
+    weights_sha256: str  # of the best weights, with which it was decided
     split_hash: str
-    cases: int
-    """Labelled validation cases."""
+    cases: int  # labelled validation cases
     chosen: PostProcessing
-    before: Dict[str, Means]
-    """Region -> means of the raw answers; empty where there were too few cases."""
-    after: Dict[str, Means]
-    """The same after `chosen`."""
+    before: Dict[str, Means]  # region -> means of the raw answers; empty where there were too few cases
+    after: Dict[str, Means]  # the same after `chosen`
 
 
 def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:
@@ -172,11 +154,9 @@ def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:
         if content["schema"] != SCHEMA:
             raise ValueError(f"schema {content['schema']}")
         decision = typed(content, Decision)
-        for means in (decision.before, decision.after):
-            if set(means) != set(config.regions) and (means or not decision.chosen.off):
-                raise ValueError(f"scores of {', '.join(means) or 'no region'}")
-        if not set(decision.chosen.rules) <= set(config.regions) or not all(decision.chosen.rules.values()):
-            raise ValueError(f"rules of {', '.join(decision.chosen.rules)}")
+        rules, before = decision.chosen.rules, set(decision.before)
+        if before != set(decision.after) or not {*before, *rules} <= set(config.regions) or not all(rules.values()):
+            raise ValueError("means or rules of other regions")
     except (OSError, ValueError, KeyError, TypeError) as error:
         rule = f"{path} must be JSON of schema {SCHEMA} for {', '.join(config.regions)}, got {reason(error)}"
         raise InputError(f"{rule}; delete it and repeat the run's `train`, which decides again") from None
@@ -198,10 +178,9 @@ def postprocessing_of(run: Path, config: RunConfig, weights: str = "best") -> Po
 def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
     """Decide the post-processing of a trained run on its labelled validation cases, and write it into the run.
 
-    A decision with the run's present weights is returned as it is. One case is in memory at a time, beside the network
-    and a few numbers of each case; after a training on 240 x 240 x 155 x 4 that added 0.2 GiB to 3.0. Raises
-    InputError as `trained_predictors` and `store_of_run`, and where another process writes to the run; OSError where it
-    cannot be written.
+    A decision with the run's present weights is returned as it is. One case is in memory at a time. Raises InputError
+    as `trained_predictors` and `store_of_run`, and where another process writes to the run; OSError where it cannot be
+    written.
     """
     run, config = Path(run), load_config(run)
     with locked(run, "run"):
@@ -264,22 +243,18 @@ def _is_current(decision: Decision, run: Path, config: RunConfig) -> bool:
 
 # --- The choice ---
 
-Case = Tuple[np.ndarray, np.ndarray, Sequence[float]]
-"""Answers (X, Y, Z, R), the true label (X, Y, Z) in the codes of the regions, and mm along X, Y, Z."""
+Case = Tuple[np.ndarray, np.ndarray, Sequence[float]]  # answers (X, Y, Z, R), true label (X, Y, Z), mm along X, Y, Z
 
 
 class _Parts(NamedTuple):
     """The P predicted parts of a region in a case: enough to score any choice among them."""
 
     matching: Matching
-    sizes_mm3: np.ndarray
-    """(P,)"""
-    inside: Dict[str, np.ndarray]
-    """Larger region -> (P,) index of the part of that region that holds each part."""
+    sizes_mm3: np.ndarray  # (P,)
+    inside: Dict[str, np.ndarray]  # larger region -> (P,) index of the part of that region that holds each part
 
 
-LESION_DICE, FALSE_POSITIVES, DICE, FOUND, LEFT_MM3 = range(5)
-"""Columns of `_scores`; the first three are those of Means."""
+LESION_DICE, FALSE_POSITIVES, DICE, FOUND, LEFT_MM3 = range(5)  # columns of `_scores`, the first three as in Means
 
 
 def choose(cases: Iterable[Case], regions: Regions) -> Tuple[PostProcessing, Dict[str, Means], Dict[str, Means]]:
@@ -289,7 +264,7 @@ def choose(cases: Iterable[Case], regions: Regions) -> Tuple[PostProcessing, Dic
     """
     plain, nested = [], []
     for answers, truth, spacing_mm in cases:
-        label, cut = (PostProcessing(nested=cut).paint(answers, regions, spacing_mm) for cut in (False, True))
+        label, cut = (PostProcessing(nested=nest).paint(answers, regions, spacing_mm) for nest in (False, True))
         del answers  # else they are in memory while the next case is predicted
         plain.append(_parts_of(label, truth, spacing_mm, regions))
         same = np.array_equal(label, cut)
@@ -392,8 +367,7 @@ def _codes_below(regions: Regions) -> Dict[str, int]:
 def _nested(answers: np.ndarray, regions: Regions) -> np.ndarray:
     """A copy of `answers` with 0 where a voxel is in a region and not in every one that holds it."""
     names, nested = list(regions), answers.copy()
-    inside = answers if answers.dtype == bool else answers >= THRESHOLD
     for name, larger in _larger(regions).items():
         for other in larger:
-            nested[~inside[..., names.index(other)], names.index(name)] = 0
+            nested[~(answers[..., names.index(other)] >= THRESHOLD), names.index(name)] = 0
     return nested
