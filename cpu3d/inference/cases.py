@@ -55,12 +55,12 @@ def case_files(paths: Sequence[Path], channels: Sequence[str]) -> CaseFiles:
 
 
 def grouped_by_case(paths: Sequence[Path], channels: Sequence[str]) -> List[List[Path]]:
-    """3D files to predict, those of one case together: one case, or for a single channel a case each, without the files
-    of other modalities."""
-    if len(channels) > 1 or not paths:
+    """3D files to predict, those of one case together: they are one case, or for a single channel a case each, without
+    the files of other modalities and segmentations."""
+    if len(channels) > 1:
         return [list(paths)] if paths else []
-    own = CHANNEL_NAMES.get(channels[0].lower())
-    return [[path] for path in paths if own is None or modality_of(path) in (own, None)] or [[path] for path in paths]
+    wanted = (None, CHANNEL_NAMES.get(channels[0].lower()))
+    return [[path] for path in paths if modality_of(path) in wanted] or [[path] for path in paths]
 
 
 def viewed_files(paths: Sequence[Path]) -> Tuple[CaseFiles, Tuple[str, ...]]:
