@@ -11,11 +11,8 @@ from cpu3d.data.sampling import OVERLAP, SIGMA_SHARE
 from cpu3d.errors import InputError, how_to_install
 from cpu3d.settings import RunConfig
 
-FILES = {"savedmodel": "saved_model", "onnx": "model.onnx"}
-"""Format -> what holds the network."""
-
-PACKAGES = {"savedmodel": "tensorflow", "onnx": "onnxruntime"}
-"""What reads each format."""
+FILES = {"savedmodel": "saved_model", "onnx": "model.onnx"}  # format -> what holds the network
+PACKAGES = {"savedmodel": "tensorflow", "onnx": "onnxruntime"}  # what reads each format
 
 
 @dataclass(frozen=True)
@@ -26,11 +23,9 @@ class Contract:
     probabilities. A window does not see the volume: the caller passes the statistics, and gets logits to blend.
     """
 
-    config: RunConfig
-    """Of the run; its network is float32 here and its grid is `size`."""
+    config: RunConfig  # of the run; its network is float32 here and its grid is `size`
     trained_dtype: str
-    format: str
-    """One of FILES."""
+    format: str  # one of FILES
 
     @property
     def file(self) -> str:
@@ -65,26 +60,22 @@ class Contract:
             "axes": "X, Y, Z towards right, anterior, superior; then the channels",
             "values": "intensities as in the file; 0 is background",
         }
-        if not self.slides:
-            return {"image": image}
+        given = {"dtype": "float32", "shape": [channels]}
         rest = "of each channel over the non-zero voxels of the whole volume, intensities as in the file"
-        return {
-            "image": image,
-            "mean": {"dtype": "float32", "shape": [channels], "values": f"mean {rest}"},
-            "std": {"dtype": "float32", "shape": [channels], "values": f"standard deviation (division by n) {rest}"},
-        }
+        mean = {**given, "values": f"mean {rest}"}
+        std = {**given, "values": f"standard deviation (division by n) {rest}"}
+        return {"image": image, "mean": mean, "std": std} if self.slides else {"image": image}
 
     def to_json(self) -> Dict[str, Any]:
         """Everything in export.json that follows from the run's settings."""
         config, unet = self.config, dataclasses.asdict(self.config.unet)
+        answer = {"dtype": "float32", "shape": [*self.size, len(config.regions)], "regions": config.regions}
         return {
             "schema": 1,
             "written_by": "cpu3d export",
             "file": self.file,
             "inputs": self.inputs(),
-            "outputs": {
-                self.output: {"dtype": "float32", "shape": [*self.size, len(config.regions)], "regions": config.regions}
-            },
+            "outputs": {self.output: answer},
             "channels": config.channels,
             "regions": self.regions,
             "threshold": THRESHOLD,

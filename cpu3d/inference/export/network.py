@@ -20,11 +20,10 @@ from models.config import EPSILON, UNetConfig
 from models.layer_plan import LayerOp, layer_plan
 from models.unet3d import build_unet3d
 
-OPSET, IR_VERSION = 17, 8
-"""Of 2022: every onnxruntime from 1.12 on reads them."""
+OPSET, IR_VERSION = 17, 8  # of 2022: every onnxruntime from 1.12 on reads them
 
+# Layer -> weight -> array as Keras has it: {"encoder0_conv1": {"kernel": (3, 3, 3, in, out)}, ...}.
 Weights = Mapping[str, Mapping[str, np.ndarray]]
-"""Layer -> weight -> array as Keras has it: {"encoder0_conv1": {"kernel": (3, 3, 3, in, out)}, ...}."""
 
 
 def exported_network(contract: Contract, weights: List[np.ndarray]) -> tf.keras.Model:
