@@ -34,15 +34,7 @@ from cpu3d.data.store import Store
 from cpu3d.errors import DivergedError, InputError, refuse
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.inference.postprocessing import RAW, PostProcessing, gentlest, postprocessing_of
-from cpu3d.inference.runs import (
-    Inference,
-    RunOptions,
-    describe,
-    joined,
-    load_configs,
-    store_of_run,
-    trained_predictors,
-)
+from cpu3d.inference.runs import Inference, RunOptions, describe, joined, load_configs, store_of_run, trained_predictors
 from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metric_notes, score_region
 from cpu3d.util.atomic import OLD, replace_files, writable_folder, write_json
 from cpu3d.util.lock import locked

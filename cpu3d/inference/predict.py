@@ -45,14 +45,7 @@ from cpu3d.errors import DoesNotFitError, InputError, refuse
 from cpu3d.inference.cases import case_files, grouped_by_case, label_codes_of
 from cpu3d.inference.evaluate import check_finite
 from cpu3d.inference.postprocessing import RAW, PostProcessing, gentlest, postprocessing_of
-from cpu3d.inference.runs import (
-    Inference,
-    RunOptions,
-    describe,
-    joined,
-    load_configs,
-    trained_predictors,
-)
+from cpu3d.inference.runs import Inference, RunOptions, describe, joined, load_configs, trained_predictors
 from cpu3d.pages.viewer import SCORES, ViewedCase, write_case_page
 from cpu3d.settings import AUTO
 from cpu3d.util.atomic import writable_folder, write_json
