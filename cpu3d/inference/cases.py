@@ -85,12 +85,10 @@ def viewed_files(paths: Sequence[Path]) -> Tuple[CaseFiles, Tuple[str, ...]]:
     refuse(f"--image must name one file of {name}, got several; give the files of one case" for name in twice)
     if len(labels) > 1:
         raise InputError(f"--image must have one segmentation, got {len(labels)}; give the files of one case")
-    known = all(map(modality_of, images))
-    case_id = (
-        name_of(first) if first.is_dir() else MODALITY_SUFFIX.sub("", images[0].name) if known else stem_of(images[0])
-    )
-    order = {channel: place for place, channel in enumerate(FOLDER_LAYOUTS["brats2017"].suffixes.values())}
-    pairs = sorted(zip(names, images), key=lambda pair: order.get(pair[0], len(order)))  # a tie stays as it is given
+    named = MODALITY_SUFFIX.sub("", images[0].name) if all(map(modality_of, images)) else stem_of(images[0])
+    case_id = name_of(first) if first.is_dir() else named
+    order = list(FOLDER_LAYOUTS["brats2017"].suffixes.values())
+    pairs = sorted(zip(names, images), key=lambda one: order.index(one[0]) if one[0] in order else len(order))
     case = CaseFiles(case_id or first.name, case_id, tuple(path for _, path in pairs), labels[0] if labels else None)
     return case, tuple(name for name, _ in pairs)
 

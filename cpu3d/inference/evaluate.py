@@ -21,7 +21,7 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypedDict
 
 import numpy as np
 from rich.console import Console
@@ -96,32 +96,25 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     predictors = trained_predictors(runs, chosen.weights, inference)
     if options.split != UNTOUCHED:
         Console(stderr=True).print(f"[bold yellow]{warning(options.split)}")
-    together = Answerer(joined(predictors), gentlest(own))
-    by_fold = list(map(Answerer, predictors, own)) if crossed else []
-    for words in dict.fromkeys(one.postprocessing.words for one in by_fold or [together]):
+    together = (joined(predictors), gentlest(own))
+    by_fold = list(zip(predictors, own)) if crossed else []
+    for words in dict.fromkeys(postprocessing.words for _, postprocessing in by_fold or [together]):
         say(f"post-processing: {words}")
     with locked(folder, "evaluation"):
         scores = evaluate_split(
-            together.predictor,
+            together[0],
             with_folds(store, folds) if crossed else with_fold(store, folds[0]),
             options.split,
             out,
             weights=chosen.weights,
             tolerance_mm=options.tolerance,
             about=describe(runs, configs, predictors, held_out),
-            postprocessing=together.postprocessing,
+            postprocessing=together[1],
             held_out={case_id: one for one, ids in zip(by_fold, held_out or ()) for case_id in ids},
         )
     print_scores(scores, Console())
     say(f"written: {path}")
     return 0
-
-
-class Answerer(NamedTuple):
-    """Whose answer a case gets, and what is done to it."""
-
-    predictor: Any
-    postprocessing: PostProcessing
 
 
 def evaluate_split(
@@ -134,25 +127,25 @@ def evaluate_split(
     tolerance_mm: float = TOLERANCE_MM,
     about: Optional[Mapping[str, Any]] = None,
     postprocessing: PostProcessing = RAW,
-    held_out: Optional[Mapping[str, Answerer]] = None,
+    held_out: Optional[Mapping[str, Tuple[Any, PostProcessing]]] = None,
 ) -> Dict[str, Any]:
     """Predict and score every case of `split`, one in memory at a time; returns the content of scores.json.
 
-    `predictor` is what `load_predictor` gives; cases of `held_out` have one of their own, by case id. Of a run of a
-    fold `store` is the fold's view. `about` is what `describe` gives, written into the file as it is. Predictions and
-    scores replace earlier ones only when all cases are done: an error or Ctrl-C leaves those whole.
+    `predictor` is what `load_predictor` gives; a case of `held_out` has its own, and its own post-processing. Of a run
+    of a fold `store` is the fold's view. `about` is what `describe` gives, written into the file as it is. Predictions
+    and scores replace earlier ones only when all cases are done: an error or Ctrl-C leaves those whole.
 
-    Raises InputError when the split has no cases, when cases have no label (all are listed), when the store's channels
-    or labels are not the run's, and when the network's answer is not finite.
+    Raises InputError when the split has no cases or one without a label, when the store's channels or labels are not
+    the run's, and when the network's answer is not finite.
     """
     records = _cases_to_score(predictor, store, split)
-    together, cases = Answerer(predictor, postprocessing), []
+    cases = []
     with replace_files(scores_path(run_dir, split).parent, FILES) as folder:
         (folder / PREDICTIONS).mkdir()
         with bar(f"evaluate {split}", total=len(records)) as advance:
             for record in records:
-                answerer = (held_out or {}).get(record.case_id, together)
-                cases.append(_score(answerer, store, record, tolerance_mm, folder / PREDICTIONS))
+                who = (held_out or {}).get(record.case_id, (predictor, postprocessing))
+                cases.append(_score(*who, store, record, tolerance_mm, folder / PREDICTIONS))
                 advance()
         regions, manifest = predictor.regions, store.manifest
         content = {
@@ -180,10 +173,15 @@ def evaluate_split(
 
 
 def _score(
-    answerer: Answerer, store: Store, record: CaseRecord, tolerance_mm: float, predictions: Path
+    predictor: Any,
+    postprocessing: PostProcessing,
+    store: Store,
+    record: CaseRecord,
+    tolerance_mm: float,
+    predictions: Path,
 ) -> Dict[str, Any]:
     """Write the label map of a case into `predictions`; returns its entry in scores.json."""
-    (predictor, postprocessing), begin = answerer, time.monotonic()
+    begin = time.monotonic()
     answers = predictor.probabilities(store.image(record.case_id), record)
     check_finite(answers, record.case_id)
     label = postprocessing.paint(answers, predictor.regions, record.spacing_mm)
@@ -242,10 +240,7 @@ def warning(split: str) -> str:
 
 
 def summarise(cases: Sequence[Mapping[str, Any]]) -> Dict[str, Dict[str, Any]]:
-    """Per region and metric the STATISTICS over the "cases" of scores.json.
-
-    Empty cases are in all of them by the rule of `scores`; "empty" counts how many there were of each kind.
-    """
+    """Per region and metric the STATISTICS over the "cases" of scores.json, empty ones too; "empty" counts these."""
     summary: Dict[str, Dict[str, Any]] = {}
     for region in cases[0]["regions"]:
         rows = [case["regions"][region] for case in cases]
@@ -301,27 +296,17 @@ _Empty = TypedDict("_Empty", dict.fromkeys(EMPTY, int))
 _Summary = TypedDict("_Summary", {**dict.fromkeys(METRICS, _Statistics), "empty": _Empty})
 _VOXELS = {f"{name}_{unit}": kind for unit, kind in (("voxels", int), ("ml", float)) for name in EMPTY[1:]}
 _Region = TypedDict("_Region", {**dict.fromkeys(METRICS, float), **_VOXELS, "empty": str})
-
-
-class _Inference(TypedDict):
-    window: Optional[List[int]]
-    overlap: float
-    flips: bool
+_HOW = {"window": Optional[List[int]], "overlap": float, "flips": bool}
+_CASE = {"case_id": str, "mean_dice": float, "predict_s": float, "score_s": float, "postprocessing": str}
 
 
 class _Run(TypedDict, total=False):
-    inference: _Inference
+    inference: TypedDict("_Inference", _HOW)
     held_out: List[str]
     runs: List["_Run"]
 
 
-class _Case(TypedDict):
-    case_id: str
-    mean_dice: float
-    predict_s: float
-    score_s: float
-    postprocessing: str
-    regions: Dict[str, _Region]
+_Case = TypedDict("_Case", {**_CASE, "regions": Dict[str, _Region]})
 
 
 class _Scores(_Run):
@@ -345,10 +330,9 @@ class _Scores(_Run):
 def _refuse_others(path: Path) -> None:
     """Raise InputError where the files that an evaluation with its scores in `path` replaces are not of one."""
     present = [path.with_name(name) for name in FILES if path.with_name(name).exists()]
-    if not present or path.with_name(OLD).is_dir():  # one that was cut off while it replaced its own
-        return
     try:
-        read_scores(path)
+        if present and not path.with_name(OLD).is_dir():  # of one that was cut off while it replaced its own
+            read_scores(path)
     except InputError:
         rule = f"{present[0]} must not be replaced, it was not written by evaluate"
         raise InputError(f"{rule}; move it away, or choose another --out") from None

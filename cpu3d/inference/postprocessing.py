@@ -4,14 +4,14 @@
     chosen = postprocessing_of(run, config)                 # as decided, or off and why
     label = chosen.paint(probabilities, regions, spacing_mm)
 
-A network answers with islands in tissue that looks alike. As in nnU-Net (Isensee et al. 2021), which keeps the largest
-part of a class where that raises the Dice of cross-validation, something is removed only where it helps on cases that
-were not trained on. Here that is judged by the lesion-wise Dice of BraTS 2023 (`cpu3d.inference.scores`):
+A network answers with islands in tissue that looks alike. As in nnU-Net (Isensee et al. 2021), something is removed
+only where it helps on cases that were not trained on. Here that is judged by the lesion-wise Dice of BraTS 2023
+(`cpu3d.inference.scores`):
 
 - *Parts* of a region are connected by 26 neighbours. A rule removes those below a volume in mm3, or below a share of
   the region's largest part; the latter never removes a whole region.
 - A part that is removed takes the code of the next larger region that holds it: small ET becomes the rest of TC. The
-  smaller regions within it go with it. It is removed from the painted label map, which is what is scored and written.
+  smaller regions within it go with it.
 - *Nested* answers are cut before they are painted: a voxel of TC outside WT, or of ET outside TC, is not in it.
 
 Chosen are, one after another, whether to nest, and the rule of each region from the largest to the smallest. A choice
@@ -81,7 +81,7 @@ class PostProcessing:
         label = label_from_regions(answers, regions)
         if self.off or not (self.rules or self.nested):
             return label
-        box = _box(label)  # nested answers paint no voxel outside of it
+        box = bounding_box(label > 0).slices(label.shape)  # nested answers paint no voxel outside of it
         if self.nested:
             label[box] = label_from_regions(_nested(answers[box], regions), regions)
         for name, code_below in _codes_below(regions).items():
@@ -275,11 +275,11 @@ def choose(cases: Iterable[Case], regions: Regions) -> Tuple[PostProcessing, Dic
     if _improves(scores, best):
         best, measured, chosen = scores, nested, PostProcessing(nested=True)
     for name in _codes_below(regions):
-        candidates = [{**chosen.rules, name: (rule,)} for rule in RULES]
-        pairs = [(_scores(measured, rules), rules) for rules in candidates]
+        pairs = [(_scores(measured, rules), rules) for rules in ({**chosen.rules, name: (rule,)} for rule in RULES)]
         better = [(scores, rules) for scores, rules in pairs if _improves(scores, best)]
         if better:
-            best, rules = max(better, key=lambda pair: _rank(pair[0]))
+            rank = lambda one: (round(one[0][..., LESION_DICE].mean(), 9), one[0][..., LEFT_MM3].sum())  # noqa: E731
+            best, rules = max(better, key=rank)
             chosen = dataclasses.replace(chosen, rules=rules)
     if best is before:
         chosen = PostProcessing(off="no rule gains on the validation cases")
@@ -288,7 +288,7 @@ def choose(cases: Iterable[Case], regions: Regions) -> Tuple[PostProcessing, Dic
 
 def _parts_of(label: np.ndarray, truth: np.ndarray, spacing_mm: Sequence[float], regions: Regions) -> Dict[str, _Parts]:
     """Region, the largest first -> its parts in a painted label."""
-    box = _box((label > 0) | (truth > 0))  # lesions that grow together do so inside of it
+    box = bounding_box((label > 0) | (truth > 0)).slices(label.shape)  # lesions grow together inside of it
     numbered, found = {}, {}
     for name, larger in _larger(regions).items():
         parts, part_count = numbered[name] = connected_parts(region_mask(label[box], regions[name]))
@@ -326,11 +326,6 @@ def _improves(scores: np.ndarray, other: np.ndarray) -> bool:
     return bool(change.sum() > 1e-9 and change.min() > -1e-9 and not lost)
 
 
-def _rank(scores: np.ndarray) -> Tuple[float, float]:
-    """More is better: the mean lesion-wise Dice, then the volume that is left."""
-    return round(scores[..., LESION_DICE].mean(), 9), scores[..., LEFT_MM3].sum()
-
-
 def _means(scores: np.ndarray, regions: Regions) -> Dict[str, Means]:
     return {name: Means(*row[: DICE + 1]) for name, row in zip(_larger(regions), scores.mean(0).tolist())}
 
@@ -342,10 +337,6 @@ def _is_small(sizes_mm3: np.ndarray, rules: Sequence[Rule]) -> np.ndarray:
     """Which parts are below the bounds of all rules; sizes are exact to rounding only."""
     largest = sizes_mm3.max(initial=0.0)
     return sizes_mm3 < min(max(rule.mm3, rule.share * largest) for rule in rules) * (1 - 1e-9)
-
-
-def _box(mask: np.ndarray) -> Tuple[slice, slice, slice]:
-    return bounding_box(mask > 0).slices(mask.shape)
 
 
 def _larger(regions: Regions) -> Dict[str, List[str]]:

@@ -65,21 +65,19 @@ class Options:
     """What is predicted, and what is written."""
 
     image: Tuple[Path, ...] = option(
-        help="case folders, 4D files, or a 3D file per channel: named after its modality, or in the store's or the "
+        help="case folders, 4D files, or a 3D file per channel, named after its modality or in the store's or the "
         "run's order; for a run of one channel 3D files are a case each",
         metavar="PATH",
     )
     out: Path = option(help="folder for the predictions", metavar="DIR")
     raw: bool = option(False, help="leave out the post-processing that the run has decided")
     zero_nan: bool = option(False, help="make NaN and infinite voxels background")
-    probabilities: bool = option(
-        False, help="write a float32 NIfTI per region, too (<case_id>_<region>_probability.nii.gz)"
-    )
+    probabilities: bool = option(False, help="write <case_id>_<region>_probability.nii.gz, too, in float32")
     page: bool = option(False, help="write <case_id>.html, too: a page to scroll through the slices in a browser")
     codes: str = option(
         AUTO,
-        help="whose label codes to write: the image's own data set's, where that is known, and else those of the run's "
-        "store (auto, default); those of the store; or those of a layout",
+        help="whose label codes to write: of the image's own data set where it is known, else of the run's store "
+        "(auto, default); of the store; or of a layout",
         choices=(AUTO, "store", *LABEL_CODES),
     )
 
@@ -178,15 +176,9 @@ def predict_case(
     write_label(label_file, label, geometry)
     if options.page:
         shown = ViewedCase(
-            name=files.case_id,
-            image=loaded.image,
-            channels=case.channels,
-            geometry=geometry,
-            regions=codes.regions,
-            labels=codes.labels,
-            predictions={"prediction": label},
-            unit=SCORES if loaded.image.dtype.kind == "f" else "",
-        )
+            files.case_id, loaded.image, case.channels, geometry, codes.regions, codes.labels,
+            predictions={"prediction": label}, unit=SCORES if loaded.image.dtype.kind == "f" else "",
+        )  # fmt: skip
         write_case_page(page_file, shown, "predict")
     content.update(complete=True, seconds=round(time.monotonic() - begin, 3))
     write_json(sidecar, content)
@@ -223,17 +215,14 @@ def codes_for(predictor: Any, files: CaseFiles, choice: str = AUTO) -> Codes:
     Left open they are those of the case's own data set, or the store's where those are not known or lack a region of
     the run. Raises InputError where codes that were chosen lack one.
     """
-    stores = Codes(STORE, predictor.labels, predictor.regions)
     if choice == AUTO:
         of, labels = label_codes_of(files) or (STORE, None)
     else:
         of, labels = choice, LABEL_CODES.get(choice)
-    if labels is None:
-        return stores
-    regions = {**{name: (code,) for code, name in labels.items() if code}, **regions_of(labels)}
+    regions = {**{name: (code,) for code, name in (labels or {}).items() if code}, **regions_of(labels or {})}
     missing = [name for name in predictor.regions if name not in regions]
-    if missing and choice == AUTO:
-        return stores
+    if labels is None or (missing and choice == AUTO):
+        return Codes(STORE, predictor.labels, predictor.regions)
     known = ", ".join(f"{code} {label}" for code, label in labels.items())
     refuse(
         f"region {name} of the run must have a code among those of {of} for case {files.case_id}, got {known}; "

@@ -24,6 +24,7 @@ from cpu3d.training.learner import finest, weight_names
 from models.unet3d import build_unet3d
 
 NETWORKS = 2  # grids of which the network is kept: the training grid, which most cases share, and the last other one
+ADVICE = "slide a smaller --window X Y Z where the run is at full resolution, or take --device cpu if a card ran out"
 
 
 class Predictor:
@@ -53,7 +54,7 @@ class Predictor:
         present = tuple(self.channels if channels is None else channels)
         picked = [present.index(name) for name in self.inputs]
         logits_of = lambda image: self._logits(image, resizing)  # noqa: E731
-        with fits_memory(f"the prediction of case {record.case_id}", self._advice()):
+        with fits_memory(f"the prediction of case {record.case_id}", ADVICE):
             part = tf.cast(normalise(image, record, region)[None, ..., picked], self.config.unet.dtype)
             logits = over_mirror_images(logits_of, part) if self.inference.flips else logits_of(part)
             return paste(tf.sigmoid(logits).numpy(), region, record.shape)
@@ -71,13 +72,6 @@ class Predictor:
         else:
             size = round_up(tuple(max(pair) for pair in zip(config.grid, needed)), config.unet.divisor)
         return case_region(record, size, config.extent)
-
-    def _advice(self) -> str:
-        """What to do where memory has run out."""
-        on_cpu = "take --device cpu if a card ran out"
-        if self.window:
-            return f"take a --window smaller than {' '.join(map(str, self.window))}, or {on_cpu}"
-        return on_cpu if self.config.resolution < 1 else f"slide a --window X Y Z, or {on_cpu}"
 
     def _needed(self, record: CaseRecord) -> Shape3:
         return record.box.size if self.config.extent == "brain" else record.shape

@@ -3,8 +3,7 @@
     configs = load_configs(runs)  # and check that they may answer together
     predictor = joined(trained_predictors(runs, "best", Inference(window=(96, 96, 96))))
 
-Several runs answer with the mean of their probabilities. Logits are averaged over windows and mirror images,
-probabilities over runs, as in nnU-Net. Importing this does not import TensorFlow.
+Logits are averaged over windows and mirror images, probabilities over runs, as in nnU-Net. Imports no TensorFlow.
 """
 
 import dataclasses
@@ -30,6 +29,9 @@ from memory_estimator.common.schema import check, option
 # Settings that runs must share to be averaged. With another split, test cases of one are training cases of the other.
 COMMON = ("store_channels", "label_names", "region_codes", "regions", "split_hash")
 GROUP = "inference (default: as the run was trained)"
+_WINDOW = "slide a window of so many voxels, also for a run on whole volumes"
+_OVERLAP = "least share of a window that the next one along an axis covers again; in one pass it is ignored"
+_DEVICE = "auto, cpu, or gpu:0 (default: auto, a GPU where there is one and every run slides a window)"
 
 
 # --- Options ---
@@ -53,34 +55,11 @@ class Inference:
     Raises InputError for values out of range.
     """
 
-    window: Optional[Shape3] = option(
-        None,
-        help="slide a window of so many voxels, also for a run on whole volumes",
-        metavar=("X", "Y", "Z"),
-        at_least=1,
-        group=GROUP,
-        one_of="size",
-    )
-    one_pass: bool = option(
-        False, help="the whole volume at once, also for a run on patches", group=GROUP, one_of="size"
-    )
-    overlap: float = option(
-        OVERLAP,
-        help="least share of a window that the next one along an axis covers again; in one pass it is ignored",
-        metavar="S",
-        at_least=0,
-        below=1,
-        group=GROUP,
-    )
-    flips: bool = option(
-        False, help="mean of the logits over eight mirror images, in eight times the time", group=GROUP
-    )
-    device: str = option(
-        AUTO,
-        help="auto, cpu, or gpu:0 (default: auto, a GPU where there is one and every run slides a window)",
-        metavar="D",
-        group=GROUP,
-    )
+    window: Optional[Shape3] = option(None, _WINDOW, metavar=("X", "Y", "Z"), at_least=1, group=GROUP, one_of="size")
+    one_pass: bool = option(False, "the whole volume at once, also for a run on patches", group=GROUP, one_of="size")
+    overlap: float = option(OVERLAP, _OVERLAP, metavar="S", at_least=0, below=1, group=GROUP)
+    flips: bool = option(False, "mean of the logits over eight mirror images, in eight times the time", group=GROUP)
+    device: str = option(AUTO, _DEVICE, metavar="D", group=GROUP)
 
     def __post_init__(self):
         check(self, InputError)
@@ -108,8 +87,7 @@ def check_inference(config: RunConfig, inference: Inference) -> None:
         except ValueError as error:
             problems.append(str(error))
     if inference.flips and not config.augment.flip:
-        rule = "--flips must come with a run that was trained on mirror images, got one without (--no-flip or"
-        problems.append(f"{rule} --no-augment); leave it out")
+        problems.append("--flips must come with a run that was trained on mirror images, got --no-flip; leave it out")
     refuse(problems)
 
 
@@ -128,14 +106,14 @@ def store_of_run(config: RunConfig, folder: Optional[Path] = None) -> Store:
     try:
         store = open_store(folder or config.store)
         store.check_split()
-        if store.manifest.split_hash != config.split_hash:
-            raise InputError(
-                f"store {store.folder} must have the split {config.split_hash} that the run was trained with, got "
-                f"{store.manifest.split_hash}; its test cases may have been trained on, so name the run's own store"
-            )
     except InputError as error:
         moved = "if the store is no longer there, name its folder with --store, or in `export` a case with --case"
         raise InputError(*error.problems, *([] if folder else [moved])) from None
+    if store.manifest.split_hash != config.split_hash:
+        raise InputError(
+            f"store {store.folder} must have the split {config.split_hash} that the run was trained with, got "
+            f"{store.manifest.split_hash}; its test cases may have been trained on, so name the run's own store"
+        )
     return with_fold(store, config.fold)
 
 
@@ -198,11 +176,10 @@ def describe(
     Of several runs that is a list, "runs", with the ids of the cases that each fold has held out, if they are given.
     """
     about = []
-    for number, (run, config) in enumerate(zip(runs, configs)):
-        window, inference = predictors[number].window, predictors[number].inference
-        how = {**inference.to_json(), "window": window and list(window), "one_pass": not window}
+    for number, (run, config, predictor) in enumerate(zip(runs, configs, predictors)):
+        how = {**predictor.inference.to_json(), "window": predictor.window, "one_pass": not predictor.window}
         own = {"run": str(Path(run).resolve()), "fold": config.fold, "inference": how}
-        about.append({**own, "held_out": list(held_out[number])} if held_out else own)
+        about.append({**own, "held_out": held_out[number]} if held_out else own)
     return about[0] if len(about) == 1 else {"runs": about}
 
 

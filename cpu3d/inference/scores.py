@@ -3,8 +3,8 @@
 A metric is added in METRICS alone: `evaluate` computes it, and all tables and pages show it. Definitions are MONAI's,
 comparable with published tables:
 
-- *Surface* of a mask: its voxels with a face neighbour outside the mask; beyond the image is outside.
-- *Surface distances*: from the centre of every surface voxel of one mask to the nearest one of the other, in mm.
+- *Surface* of a mask: its voxels with a face neighbour outside the mask; beyond the image is outside. *Surface
+  distances*: from the centre of every surface voxel of one mask to the nearest one of the other, in mm.
 
 Lesions are those of BraTS 2023 for adult glioma (github.com/rachitsaluja/BraTS-2023-Metrics, BraTS-GLI):
 
@@ -18,8 +18,8 @@ as many as 3 mm have voxels, rounded, so that lesions of other spacings are the 
 
 Empty masks, by the rule of the BraTS challenge: both empty is right (Dice 1, HD95 0, surface Dice 1); one empty is as
 wrong as possible (Dice 0, surface Dice 0, HD95 = the diagonal of the image grid: 373.13 mm for 240x240x155 at 1 mm).
-"empty" of a region's scores is which. Where there is no lesion to find, sensitivity is 1 whatever was predicted, and
-lesion-wise Dice 1 without and 0 with false positives.
+Where there is no lesion to find, sensitivity is 1 whatever was predicted, and lesion-wise Dice 1 without and 0 with
+false positives.
 
 DeepMind's `surface-distance` is not used: its only release on PyPI (0.1) calls names that numpy 2 and today's scipy
 have dropped. A k-d tree over the surface voxels is exact, and much faster than distance transforms of a whole volume.

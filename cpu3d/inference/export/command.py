@@ -5,9 +5,8 @@
 
 The network takes the image as it is in the file, cropped to a fixed size: normalisation is inside, and everything is
 float32. OUT/export.json describes it: channels, how to crop and pad, what the outputs mean and how to paint a label
-from them, weights, versions. OUT/USAGE.md is a short program that does all of it with nibabel.
-
-A run on patches is exported at its patch's size; the caller slides it over a volume and gives the volume's statistics.
+from them, weights, versions. OUT/USAGE.md is a short program that does all of it with nibabel. A run on patches is
+exported at its patch's size; the caller slides it over a volume and gives the volume's statistics.
 
 At the end the files are read back and tried on a case, the store's first of test, val or train or --case; the answer
 must be that of `predict`. If it is not, the exit code is 1 and there is no export.json.
@@ -19,7 +18,7 @@ import shutil
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 from rich.console import Console
@@ -70,8 +69,7 @@ class Options:
     )
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """The case that the exported network and `predict` both segment."""
 
     record: CaseRecord
@@ -152,12 +150,11 @@ def verify(contract: Contract, folder: Path, case: Case, exact: Any, own: Any) -
     `exact` and `own` are predictors at the exported size: in float32, and in the run's own dtype as `predict` computes.
     Raises InputError where the run's own answer is not finite.
     """
-    record, regions = case.record, contract.regions
-    region = exact.region(record)
+    record, regions, region = case.record, contract.regions, exact.region(case.record)
     answer = paste(_answer(contract, folder, case, region), region, record.shape)
     expected, in_own_dtype = (one.probabilities(case.image, record, case.channels) for one in (exact, own))
     check_finite(expected, record.case_id)
-    label = label_from_regions(answer, regions)
+    label, *others = (label_from_regions(one, regions) for one in (answer, expected, in_own_dtype))
     finite = bool(np.isfinite(answer).all())
     largest, from_predict = (float(np.abs(answer - other).max()) for other in (expected, in_own_dtype))
     return {
@@ -168,8 +165,7 @@ def verify(contract: Contract, folder: Path, case: Case, exact: Any, own: Any) -
         "largest_difference_from_predict": from_predict if finite else None,
         "voxels": int(np.prod(region.size)),
         "different_labels": {
-            name: int(np.count_nonzero(label != label_from_regions(other, regions)))
-            for name, other in (("float32", expected), ("predict", in_own_dtype))
+            name: int(np.count_nonzero(label != other)) for name, other in zip(("float32", "predict"), others)
         },
         "label_voxels": int(np.count_nonzero(label)),
     }
@@ -193,10 +189,8 @@ def _answer(contract: Contract, folder: Path, case: Case, region: Region) -> np.
 def _contract(config: RunConfig, format_: str, size: Optional[Shape3]) -> Contract:
     """Raises InputError for a size that the network cannot take, and for a run at a lower resolution."""
     if config.resolution != 1:
-        raise InputError(
-            f"export must have a run of resolution 1, got {config.resolution:g}: an exported network does not make"
-            " images smaller; export another run"
-        )
+        rule = f"export must have a run of resolution 1, got {config.resolution:g}"
+        raise InputError(f"{rule}: an exported network does not make images smaller; export another run")
     size = tuple(size or config.grid)
     try:
         config.unet.check_shape(size, "--size")

@@ -100,10 +100,8 @@ def require_onnx() -> Any:
         import onnx
         import onnxruntime  # noqa: F401
     except ImportError as error:
-        raise InputError(
-            f"onnx and onnxruntime must be installed for --format onnx, got {error}; {how_to_install('onnx')}, or"
-            " choose --format savedmodel"
-        ) from None
+        rule = f"onnx and onnxruntime must be installed for --format onnx, got {error}"
+        raise InputError(f"{rule}; {how_to_install('onnx')}, or choose --format savedmodel") from None
     return onnx
 
 

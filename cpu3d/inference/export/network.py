@@ -44,7 +44,15 @@ def layer_weights(network: tf.keras.Model) -> Dict[str, Dict[str, np.ndarray]]:
 
 def write_saved_model(contract: Contract, network: tf.keras.Model, folder: Path) -> None:
     """Write the network of `contract` to `folder`, with the one signature "serving_default"."""
-    module = _Module(contract, network)
+
+    def answer(image, mean=None, std=None):
+        logits = network(_normalised_tensor(image, mean, std)[None], training=False)[0]
+        return {contract.output: logits if contract.slides else tf.sigmoid(logits)}
+
+    module = tf.Module()
+    module.weights = network.weights  # and not the Keras model, whose layers would be written down as well
+    signature = [tf.TensorSpec(one["shape"], one["dtype"], name=name) for name, one in contract.inputs().items()]
+    module.answer = tf.function(answer, input_signature=signature)
     # Gradients would be saved as well, twice the graph, and nothing is trained any more.
     options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
     tf.saved_model.save(module, str(folder), signatures={"serving_default": module.answer}, options=options)
@@ -83,26 +91,11 @@ def onnx_model(contract: Contract, weights: Weights) -> Any:
     answer = logits if contract.slides else graph.add("Sigmoid", [logits])
     turned = graph.add("Transpose", [answer], perm=[0, 2, 3, 4, 1])
     graph.add("Squeeze", [turned, graph.constant(np.int64([0]))], contract.output)
-    shape = (*contract.size, len(contract.regions))
-    return graph.model(contract.inputs(), contract.output, shape)
+    given = {contract.output: {"shape": [*contract.size, len(contract.regions)]}}
+    return graph.model(contract.inputs(), given)
 
 
 # --- Private helpers: SavedModel ---
-
-
-class _Module(tf.Module):
-    """What is saved. It holds the variables and not the Keras model, whose layers would be written down as well."""
-
-    def __init__(self, contract: Contract, network: tf.keras.Model):
-        super().__init__()
-        self.weights = network.weights
-        signature = [tf.TensorSpec(one["shape"], one["dtype"], name=name) for name, one in contract.inputs().items()]
-
-        def answer(image, mean=None, std=None):
-            logits = network(_normalised_tensor(image, mean, std)[None], training=False)[0]
-            return {contract.output: logits if contract.slides else tf.sigmoid(logits)}
-
-        self.answer = tf.function(answer, input_signature=signature)
 
 
 def _normalised_tensor(image, mean: Any = None, std: Any = None):
@@ -140,19 +133,21 @@ class _Graph:
 
     def constant(self, array: np.ndarray, name: str = "") -> str:
         """An initializer; weights have names."""
-        array, name = np.ascontiguousarray(array), name or f"constant_{len(self._constants)}"
-        tensor = self._onnx.numpy_helper.from_array(array, name)
-        self._constants.append(tensor)
-        return tensor.name
+        name = name or f"constant_{len(self._constants)}"
+        self._constants.append(self._onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
+        return name
 
     def cast(self, tensor: str, dtype: str) -> str:
         return self.add("Cast", [tensor], to=getattr(self._onnx.TensorProto, dtype))
 
-    def model(self, inputs: Mapping[str, Mapping[str, Any]], output: str, shape: Sequence[int]) -> Any:
+    def model(self, *inputs_and_outputs: Mapping[str, Mapping[str, Any]]) -> Any:
+        """The ModelProto; inputs and outputs are name -> shape."""
         helper, float32 = self._onnx.helper, self._onnx.TensorProto.FLOAT
-        taken = [helper.make_tensor_value_info(name, float32, one["shape"]) for name, one in inputs.items()]
-        given = [helper.make_tensor_value_info(output, float32, list(shape))]
-        graph = helper.make_graph(self._nodes, "cpu3d", taken, given, self._constants)
+        ends = [
+            [helper.make_tensor_value_info(name, float32, one["shape"]) for name, one in some.items()]
+            for some in inputs_and_outputs
+        ]
+        graph = helper.make_graph(self._nodes, "cpu3d", *ends, self._constants)
         opsets = [helper.make_opsetid("", OPSET)]
         return helper.make_model(graph, producer_name="cpu3d", ir_version=IR_VERSION, opset_imports=opsets)
 

@@ -96,16 +96,13 @@ def test_nested_answers_are_cut_to_the_larger_regions():
 
 def test_several_runs_remove_what_each_of_them_would():
     one = PostProcessing({"WT": (Rule(mm3=100),), "TC": (Rule(share=0.1),)}, nested=True)
-    other = PostProcessing({"WT": (Rule(share=0.01),)})
-    both = gentlest([one, other])
+    both = gentlest([one, PostProcessing({"WT": (Rule(share=0.01),)})])
     assert (set(both.rules), both.nested, both.off) == ({"WT"}, False, "")
     label = label_of(BIG, (1, (40, 20, 20), (3, 3, 10)), (1, (50, 5, 5), (3, 3, 3)))  # 90 voxels: over 1 % of 8000
     found = both.paint(answers_of(label), REGIONS, MM)
     assert (found[40, 20, 20], found[50, 5, 5]) == (1, 0)
     off = PostProcessing(off="why")
-    assert gentlest([one, off]) == gentlest([off, one]) == off
-    assert gentlest([one]) == one
-    assert gentlest([PostProcessing({"WT": (Rule(1),)}), PostProcessing(nested=True)]).off
+    assert (gentlest([one, off]), gentlest([one])) == (off, one)
 
 
 # --- The choice ---
@@ -168,11 +165,9 @@ def test_organs_and_a_single_region_are_decided_too():
         assert len(after_) == len(regions)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_the_means_are_those_of_the_painted_labels(seed):
+def test_the_means_are_those_of_the_painted_labels():
     """The choice never paints a candidate: it adds up what it keeps of each case."""
-    rng = np.random.default_rng(seed)
-    spacing_mm = tuple(rng.choice([0.8, 1.0, 2.5], 3))
+    rng, spacing_mm = np.random.default_rng(0), (0.8, 1.0, 2.5)
 
     def blobs(share):
         noise = uniform_filter(rng.random((36, 36, 36)), 5)
@@ -260,31 +255,24 @@ def test_a_run_decides_once_and_again_when_its_weights_are_others(run, predictor
 def test_below_three_validation_cases_no_network_is_asked(tiny_run, predictor):
     (tiny_run / "checkpoints").mkdir()
     (tiny_run / "checkpoints/best.npz").write_bytes(b"weights")
-    decision = decide(tiny_run)
-    assert (decision.cases, decision.before, predictor.calls) == (1, {}, 0)
+    assert (decide(tiny_run).cases, predictor.calls) == (1, 0)
     assert "1 validation case" in of(tiny_run).off
 
 
-@pytest.mark.parametrize(
-    ("spoil", "got"),
-    [
+def test_a_damaged_decision_is_refused_and_made_again(run):
+    decision = decide(run)
+    for spoil, got in (
         (lambda one: one.update(schema=2), "schema 2"),
         (lambda one: one.pop("chosen"), "chosen"),
         (lambda one: one["before"].pop("ET"), "other regions"),
         (lambda one: one["chosen"]["rules"].update(NCR=[{"mm3": 1}]), "other regions"),
-    ],
-)
-def test_a_damaged_decision_is_refused_and_made_again(run, spoil, got):
-    decision = decide(run)
-    content = json.loads((run / FILE).read_text())
-    spoil(content)
-    for text in (json.dumps(content), None):
-        (run / FILE).write_text(text or "{")
-        with pytest.raises(InputError, match=got if text else "JSON") as caught:
+    ):
+        content = json.loads((run / FILE).read_text())
+        spoil(content)
+        (run / FILE).write_text(json.dumps(content))
+        with pytest.raises(InputError, match=rf"{FILE} must be .* got .*{got}.*`train`"):
             of(run)
-        assert FILE in str(caught.value)
-        assert "train" in str(caught.value)
-    assert decide(run) == decision
+        assert decide(run) == decision
 
 
 def test_after_a_training_a_failure_is_printed_and_ctrl_c_leaves_the_run_as_it_was(run, predictor, monkeypatch, capsys):

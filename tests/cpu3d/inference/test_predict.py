@@ -131,9 +131,6 @@ def test_a_region_without_a_code_there_has_the_stores_and_is_refused_for_chosen_
     assert content("old")["codes_of"] == predict.STORE
     new = content("new")  # the codes of the release, and one more
     assert (new["codes_of"], new["label_codes"]["4"]) == ("brats2023", "resection cavity")
-    predictor.labels, predictor.regions = {0: "background", 5: "oedema"}, {"oedema": (5,)}  # a label for a region
-    assert call("--image", images["old"], "--out", tmp_path / "out") == 0
-    assert content("old")["regions"] == {"oedema": [2]}
 
 
 # --- Other files ---
@@ -159,9 +156,8 @@ def test_probabilities_are_float32_on_the_sources_grid_one_file_a_region(predict
         assert (volume.dtype, geometry) == (np.float32, LPS_2MM)
         np.testing.assert_array_equal(volume, np.isin(label, codes) * np.float32(0.9))
     predictor.regions = {"left / right": (1,), "left : right": (2,)}
-    content = predict_case(predictor, files, tmp_path / "slashes", probabilities=True)
-    assert len({path.name for path in (tmp_path / "slashes").glob("*_probability.nii.gz")}) == 2
-    assert all((tmp_path / "slashes" / name).is_file() for name in content["probabilities"].values())
+    predict_case(predictor, files, tmp_path / "slashes", probabilities=True)
+    assert len(list((tmp_path / "slashes").glob("*_probability.nii.gz"))) == 2
 
 
 def test_a_page_lies_beside_the_answer_and_replaces_its_own_alone(call, files, tmp_path):
@@ -187,19 +183,17 @@ def test_a_run_of_flair_alone_takes_the_stores_images_and_flair_alone(predictor,
     thick = tmp_path / "in/thick.nii.gz"
     write_volume(thick, read_volume(flair)[0][::-1, ::-1, :, None], LPS_2MM)
     truth = read_volume(files.label)[0]
-    for kind, images, name, sources in (
-        ("4D of the store", files.images, "a", 1),
-        ("3D", [flair], "case", 1),
-        ("4D of one", [thick], "thick", 1),
-        ("3D of the store", [flair, t1gd], "case", 1),
-        ("folder", [flair.parent], "case", 2),
-        ("folder of FLAIR", [flair.parent], "case", 1),
+    for number, (images, name, sources) in enumerate(
+        (
+            (files.images, "a", 1),
+            ([thick], "thick", 1),
+            ([flair, t1gd], "case", 1),
+            ([flair.parent], "case", 2),
+        )
     ):
-        if kind == "folder of FLAIR":
-            t1gd.unlink()
-        out = tmp_path / kind
+        out = tmp_path / f"out {number}"
         assert call("--image", *images, "--out", out, "--codes", "store") == 0
-        np.testing.assert_array_equal(read_volume(out / f"{name}.nii.gz")[0], truth, kind)
+        np.testing.assert_array_equal(read_volume(out / f"{name}.nii.gz")[0], truth)
         assert len(json.loads((out / f"{name}.json").read_text())["sources"]) == sources
 
 
@@ -213,6 +207,7 @@ def test_a_run_of_flair_alone_takes_the_stores_images_and_flair_alone(predictor,
         ("FLAIR T1w", "one_t1 one_flair", "one:one_flair,one_t1"),
         ("FLAIR T1gd", "a b c", ""),
         ("FLAIR T1gd", "a_t1ce b", ""),
+        ("FLAIR T1w", "x-t1n a", ""),
         ("FLAIR T1gd", "one_flair one_t1ce two_flair two_t1ce", ""),
         ("FLAIR", "a_t1", ""),
     ],

@@ -15,13 +15,12 @@ from cpu3d.inference import predictor, runs
 from cpu3d.inference.runs import (
     Ensemble,
     Inference,
-    check_inference,
     joined,
     load_configs,
     store_of_run,
     trained_predictors,
 )
-from cpu3d.settings import RunConfig, load_config, save_config
+from cpu3d.settings import load_config, save_config
 from tests.cpu3d.conftest import LABELS, REGIONS, FakePredictor
 
 CARD = Gpu(0, "made up", 2**34, 2**34, (8, 0))
@@ -104,13 +103,6 @@ def test_a_card_is_taken_where_every_run_slides_a_window_or_where_it_is_asked_fo
     assert devices == [device]
 
 
-def test_a_card_that_is_not_used_for_want_of_cuda_is_named(host, run_of, capsys):
-    devices = host((CARD,), cuda=False)
-    trained_predictors([run_of("patch")])
-    assert devices == ["cpu"]
-    assert "gpu:0 (made up) is not used" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("how", "names"),
     [
@@ -190,8 +182,3 @@ def test_runs_that_are_the_same_or_of_other_stores_splits_or_regions_are_refused
     assert [problem.split()[:4] for problem in caught.value.problems] == [
         [name, "of", "run", str(second)] for name in other
     ]
-
-
-def test_a_window_goes_with_a_run_at_full_resolution_alone():
-    with pytest.raises(InputError, match=r"--window must come with a run at full resolution, got 0\.5"):
-        check_inference(RunConfig(resolution=0.5), Inference(window=(16, 16, 16)))
