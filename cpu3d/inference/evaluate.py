@@ -279,13 +279,13 @@ def summary_table(scores: Mapping[str, Any]) -> Table:
 def print_scores(scores: Dict[str, Any], console: Console) -> None:
     """The summary as a table, the worst cases, and of folds the mean Dice of each."""
     console.print(summary_table(scores).rich())
-    if len(scores["cases"]) > 1:
+    dice = {case["case_id"]: case["mean_dice"] for case in scores["cases"]}
+    if len(dice) > 1:
         worst = ", ".join(f"{case['case_id']} {case['mean_dice']:.3f}" for case in scores["worst"])
         console.print(f"worst by mean Dice: {worst}")
-    dice = {case["case_id"]: case["mean_dice"] for case in scores["cases"]}
-    folds = [(run["fold"], run["held_out"]) for run in scores.get("runs", []) if "held_out" in run]
+    folds = {run["fold"]: run["held_out"] for run in scores.get("runs", []) if "held_out" in run}
     if folds:
-        means = ", ".join(f"{fold} {np.mean([dice[case_id] for case_id in ids]):.3f}" for fold, ids in folds)
+        means = ", ".join(f"{fold} {np.mean([dice[case_id] for case_id in ids]):.3f}" for fold, ids in folds.items())
         console.print(f"mean Dice of each fold on the cases it held out: {means}")
 
 
@@ -322,9 +322,6 @@ class _Scores(_Run):
     label_codes: Dict[int, str]
     summary: Dict[str, _Summary]
     cases: List[_Case]
-
-
-# --- Private helpers ---
 
 
 def _refuse_others(path: Path) -> None:

@@ -330,9 +330,6 @@ def _means(scores: np.ndarray, regions: Regions) -> Dict[str, Means]:
     return {name: Means(*row[: DICE + 1]) for name, row in zip(_larger(regions), scores.mean(0).tolist())}
 
 
-# --- Private helpers: parts and regions ---
-
-
 def _is_small(sizes_mm3: np.ndarray, rules: Sequence[Rule]) -> np.ndarray:
     """Which parts are below the bounds of all rules; sizes are exact to rounding only."""
     largest = sizes_mm3.max(initial=0.0)

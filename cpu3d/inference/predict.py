@@ -28,6 +28,7 @@ With --page there is <case_id>.html, too, to scroll through the slices with the 
 import dataclasses
 import re
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
@@ -50,7 +51,7 @@ from cpu3d.pages.viewer import SCORES, ViewedCase, write_case_page
 from cpu3d.settings import AUTO
 from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.progress import bar, say
-from cpu3d.util.records import count
+from cpu3d.util.records import listed
 from memory_estimator.common.files import read_json
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table
@@ -234,22 +235,12 @@ def codes_for(predictor: Any, files: CaseFiles, choice: str = AUTO) -> Codes:
 
 def check_out(out: Path, inputs: Sequence[Path], cases: Sequence[Case]) -> None:
     """Raise InputError, all problems together, when `out` cannot take the predictions without harm."""
-    folders = [path for path in inputs if path.is_dir() and path.resolve() == out.resolve()]
-    problems = [
-        f"--out {out} must not be a folder that is predicted on, got {path}; choose another" for path in folders
-    ]
-    by_id: Dict[str, List[str]] = {}
-    for case in cases:
-        by_id.setdefault(case.files.case_id, []).append(str(case.files.images[0]))
-    problems += [
-        f"case ids must differ, got {case_id} for each of {', '.join(same)}; predict them into folders apart"
-        for case_id, same in by_id.items()
-        if len(same) > 1
-    ]
-    refuse(problems)
-
-
-# --- Private helpers ---
+    problems = []
+    if out.resolve() in (path.resolve() for path in inputs):
+        problems.append(f"--out must not be a folder that is predicted on, got {out}; choose another")
+    ids = Counter(case.files.case_id for case in cases)
+    twice = [case_id for case_id, times in ids.items() if times > 1]
+    refuse([*problems, *(f"case ids must differ, got {one} twice; predict them into folders apart" for one in twice)])
 
 
 def _sidecar(case: Case, record: CaseRecord, label: np.ndarray, **about: Any) -> Dict[str, Any]:
@@ -277,17 +268,11 @@ def _sidecar(case: Case, record: CaseRecord, label: np.ndarray, **about: Any) ->
 
 def _mapping(cases: Sequence[Case]) -> List[str]:
     """The codes that are written, a line for all cases with the same codes."""
-    by_owner: Dict[str, List[Case]] = {}
-    for case in cases:
-        by_owner.setdefault(case.codes.of, []).append(case)
     lines = []
-    for of, (case, *others) in by_owner.items():
-        more = f" and {count(others, 'more case')}" if others else ""
-        meanings = code_meanings(case.codes.regions, case.codes.labels)
-        codes = ", ".join(f"{code} {meaning}" for code, meaning in meanings.items())
-        lines.append(
-            f"{case.files.case_id}{more}: label codes of {of}: {codes}{'; --codes chooses others' * (of == STORE)}"
-        )
+    for of, codes in {case.codes.of: case.codes for case in cases}.items():
+        ids = listed(case.files.case_id for case in cases if case.codes.of == of)
+        meanings = ", ".join(f"{code} {name}" for code, name in code_meanings(codes.regions, codes.labels).items())
+        lines.append(f"{ids}: label codes of {of}: {meanings}{'; --codes chooses others' * (of == STORE)}")
     return lines
 
 

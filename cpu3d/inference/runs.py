@@ -34,9 +34,6 @@ _OVERLAP = "least share of a window that the next one along an axis covers again
 _DEVICE = "auto, cpu, or gpu:0 (default: auto, a GPU where there is one and every run slides a window)"
 
 
-# --- Options ---
-
-
 @dataclass(frozen=True)
 class RunOptions:
     """Which runs answer, and with which of their weights."""
@@ -94,9 +91,6 @@ def check_inference(config: RunConfig, inference: Inference) -> None:
 AS_TRAINED = Inference()
 
 
-# --- The store ---
-
-
 def store_of_run(config: RunConfig, folder: Optional[Path] = None) -> Store:
     """The store of a run, as its fold sees it: in `folder`, or where the run's settings have it.
 
@@ -115,9 +109,6 @@ def store_of_run(config: RunConfig, folder: Optional[Path] = None) -> Store:
             f"{store.manifest.split_hash}; its test cases may have been trained on, so name the run's own store"
         )
     return with_fold(store, config.fold)
-
-
-# --- Predictors ---
 
 
 def trained_predictors(runs: Sequence[Path], weights: str = "best", inference: Inference = AS_TRAINED) -> List[Any]:
@@ -181,9 +172,6 @@ def describe(
         own = {"run": str(Path(run).resolve()), "fold": config.fold, "inference": how}
         about.append({**own, "held_out": held_out[number]} if held_out else own)
     return about[0] if len(about) == 1 else {"runs": about}
-
-
-# --- Which runs may answer together ---
 
 
 def load_configs(runs: Sequence[Path], *, some_folds: bool = False) -> List[RunConfig]:

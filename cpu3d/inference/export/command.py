@@ -171,9 +171,6 @@ def verify(contract: Contract, folder: Path, case: Case, exact: Any, own: Any) -
     }
 
 
-# --- Private helpers ---
-
-
 def _answer(contract: Contract, folder: Path, case: Case, region: Region) -> np.ndarray:
     """Probabilities (X, Y, Z, R) of `region`, from the exported files and the voxels alone."""
     network = load_network(folder, contract.to_json())

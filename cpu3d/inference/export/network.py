@@ -95,9 +95,6 @@ def onnx_model(contract: Contract, weights: Weights) -> Any:
     return graph.model(contract.inputs(), given)
 
 
-# --- Private helpers: SavedModel ---
-
-
 def _normalised_tensor(image, mean: Any = None, std: Any = None):
     """(value - mean) / std where a voxel is not 0, else 0: (X, Y, Z, C) float32. A channel without contrast is 0.
 
@@ -112,9 +109,6 @@ def _normalised_tensor(image, mean: Any = None, std: Any = None):
     mean, std = tf.cast(mean, tf.float64), tf.cast(std, tf.float64)
     scale = tf.math.divide_no_nan(tf.ones_like(std), std)
     return tf.where(present, image * tf.cast(scale, tf.float32) + tf.cast(-mean * scale, tf.float32), 0.0)
-
-
-# --- Private helpers: ONNX ---
 
 
 class _Graph:

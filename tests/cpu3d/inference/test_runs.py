@@ -15,12 +15,13 @@ from cpu3d.inference import predictor, runs
 from cpu3d.inference.runs import (
     Ensemble,
     Inference,
+    check_inference,
     joined,
     load_configs,
     store_of_run,
     trained_predictors,
 )
-from cpu3d.settings import load_config, save_config
+from cpu3d.settings import RunConfig, load_config, save_config
 from tests.cpu3d.conftest import LABELS, REGIONS, FakePredictor
 
 CARD = Gpu(0, "made up", 2**34, 2**34, (8, 0))
@@ -182,3 +183,8 @@ def test_runs_that_are_the_same_or_of_other_stores_splits_or_regions_are_refused
     assert [problem.split()[:4] for problem in caught.value.problems] == [
         [name, "of", "run", str(second)] for name in other
     ]
+
+
+def test_a_window_goes_with_a_run_at_full_resolution_alone():
+    with pytest.raises(InputError, match=r"--window must come with a run at full resolution, got 0\.5"):
+        check_inference(RunConfig(resolution=0.5), Inference(window=(16, 16, 16)))
