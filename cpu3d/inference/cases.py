@@ -23,12 +23,9 @@ from cpu3d.util.records import listed
 
 
 def case_files(paths: Sequence[Path], channels: Sequence[str]) -> CaseFiles:
-    """The image files of one case to predict: a BraTS case folder, one 4D file, or one 3D file per channel.
-
-    Files that all end in a known modality (`_flair`, `-t1c`, ...) are put in the order of `channels`, those of other
-    modalities left out; others must be given in it. Segmentations are left out: `label` is None. Raises InputError when
-    a channel is missing or double.
-    """
+    """The image files of one case to predict: a BraTS case folder, one 4D file, or one 3D file per channel. Files that
+    all end in a known modality (`_flair`, `-t1c`, ...) are put in the order of `channels`, others must be given in it.
+    Segmentations are left out: `label` is None. Raises InputError when a channel is missing or double."""
     first, own = paths[0], [CHANNEL_NAMES.get(name.lower()) for name in channels]
     folder, named = first.is_dir(), all(own) and all(map(modality_of, paths))
     case_id = name_of(first) if folder else stem_of(first)
@@ -64,11 +61,9 @@ def grouped_by_case(paths: Sequence[Path], channels: Sequence[str]) -> List[List
 
 
 def viewed_files(paths: Sequence[Path]) -> Tuple[CaseFiles, Tuple[str, ...]]:
-    """A case to look at and the names of its images: a folder of NIfTI files, one file, or several on one grid.
-
-    Images are called by the modality that their names end in, or else by their names; the label is the segmentation
-    beside them, if there is one. Raises InputError for several cases or none, and where two images have one name.
-    """
+    """A case to look at and the names of its images: their modality, or else their file's name. The label is the
+    segmentation beside them, if there is one. Raises InputError for several cases or none, and for images of one
+    name."""
     first = paths[0]
     if len(paths) > 1 and any(path.is_dir() for path in paths):
         raise InputError(f"--image must be one case, got {listed(paths)}; give one folder or its files")
@@ -100,11 +95,9 @@ def channels_of(image: Path, count: int) -> List[str]:
 
 
 def label_codes_of(files: CaseFiles) -> Optional[Tuple[str, Dict[int, str]]]:
-    """Whose label codes go with the images of a case, and code -> name; None where their files do not tell.
-
-    Those of the dataset.json above imagesTr/ or imagesTs/, else of the release that all files are named as in.
-    BraTS-PED has the names of BraTS 2023 and other codes.
-    """
+    """Whose label codes go with the images of a case, and code -> name: those of the dataset.json above imagesTr/ or
+    imagesTs/, else of the release that all files are named as in; None for others, and for BraTS-PED, which has the
+    names of BraTS 2023 and other codes."""
     folder = files.images[0].absolute().parent
     dataset = _decathlon_above(files.images[0])
     if dataset:

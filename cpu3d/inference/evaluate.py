@@ -34,7 +34,15 @@ from cpu3d.data.store import Store
 from cpu3d.errors import DivergedError, InputError, refuse
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.inference.postprocessing import RAW, PostProcessing, gentlest, postprocessing_of
-from cpu3d.inference.runs import Inference, RunOptions, describe, joined, load_configs, store_of_run, trained_predictors
+from cpu3d.inference.runs import (
+    Ensemble,
+    Inference,
+    RunOptions,
+    describe,
+    load_configs,
+    store_of_run,
+    trained_predictors,
+)
 from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metric_notes, score_region
 from cpu3d.util.atomic import OLD, replace_files, writable_folder, write_json
 from cpu3d.util.lock import locked
@@ -96,7 +104,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     predictors = trained_predictors(runs, chosen.weights, inference)
     if options.split != UNTOUCHED:
         Console(stderr=True).print(f"[bold yellow]{warning(options.split)}")
-    together = (joined(predictors), gentlest(own))
+    together = (Ensemble(predictors), gentlest(own))
     by_fold = list(zip(predictors, own)) if crossed else []
     for words in dict.fromkeys(postprocessing.words for _, postprocessing in by_fold or [together]):
         say(f"post-processing: {words}")

@@ -142,10 +142,8 @@ class Decision:
 
 
 def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:
-    """What the run has decided, with its present weights or earlier ones; None where it has not.
-
-    Raises InputError for a postprocessing.json that is damaged, of another version or of other regions.
-    """
+    """What the run has decided, with its present weights or earlier ones; None where it has not. Raises InputError for
+    a postprocessing.json that is damaged, of another version or of other regions."""
     path = Path(run) / FILE
     if not path.exists():
         return None
@@ -176,12 +174,9 @@ def postprocessing_of(run: Path, config: RunConfig, weights: str = "best") -> Po
 
 
 def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
-    """Decide the post-processing of a trained run on its labelled validation cases, and write it into the run.
-
-    A decision with the run's present weights is returned as it is. One case is in memory at a time. Raises InputError
-    as `trained_predictors` and `store_of_run`, and where another process writes to the run; OSError where it cannot be
-    written.
-    """
+    """Decide the post-processing of a trained run on its labelled validation cases, one in memory at a time, and write
+    it into the run. A decision with the present weights is returned as it is. Raises InputError as `trained_predictors`
+    and `store_of_run`, and where another process writes to the run."""
     run, config = Path(run), load_config(run)
     with locked(run, "run"):
         try:
@@ -211,10 +206,8 @@ def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
 
 
 def after(training: Options, settings: Dict[str, Any]) -> None:
-    """Follow `train`, whose options these are: the chief of a finished run decides, and prints the choice.
-
-    A failure is printed and not raised, as the run is whole without. Raises KeyboardInterrupt with nothing written.
-    """
+    """Follow `train`, whose options these are: the chief of a finished run decides, and prints the choice or why there
+    is none. Raises KeyboardInterrupt with nothing written."""
     if not read_cluster(os.environ).is_chief:
         return
     gc.collect()  # frees the network that was trained
@@ -258,10 +251,8 @@ LESION_DICE, FALSE_POSITIVES, DICE, FOUND, LEFT_MM3 = range(5)  # columns of `_s
 
 
 def choose(cases: Iterable[Case], regions: Regions) -> Tuple[PostProcessing, Dict[str, Means], Dict[str, Means]]:
-    """The post-processing that the rules at the top of this file choose, and the means before and after it.
-
-    `cases`, at least one, are taken one by one; kept of each are the sizes of its parts and lesions and which touch.
-    """
+    """The post-processing that the rules at the top of this file choose, and the means before and after it. `cases`, at
+    least one, are taken one by one; kept are the sizes of their parts and lesions and which touch."""
     plain, nested = [], []
     for answers, truth, spacing_mm in cases:
         label, cut = (PostProcessing(nested=nest).paint(answers, regions, spacing_mm) for nest in (False, True))
@@ -344,9 +335,7 @@ def _larger(regions: Regions) -> Dict[str, List[str]]:
 
 def _codes_below(regions: Regions) -> Dict[str, int]:
     """Region, the largest first -> the code of what is removed from it: the next larger region's own, or background.
-
-    Without regions whose next larger one has no code of its own: what leaves them would leave that one too.
-    """
+    Without regions whose next larger one has no code of its own: what leaves them would leave that one too."""
     own = own_codes(regions)
     codes = {name: own[larger[0]] if larger else (0,) for name, larger in _larger(regions).items()}
     return {name: code[0] for name, code in codes.items() if code}

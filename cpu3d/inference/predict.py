@@ -46,7 +46,7 @@ from cpu3d.errors import DoesNotFitError, InputError, refuse
 from cpu3d.inference.cases import case_files, grouped_by_case, label_codes_of
 from cpu3d.inference.evaluate import check_finite
 from cpu3d.inference.postprocessing import RAW, PostProcessing, gentlest, postprocessing_of
-from cpu3d.inference.runs import Inference, RunOptions, describe, joined, load_configs, trained_predictors
+from cpu3d.inference.runs import Ensemble, Inference, RunOptions, describe, load_configs, trained_predictors
 from cpu3d.pages.viewer import SCORES, ViewedCase, write_case_page
 from cpu3d.settings import AUTO
 from cpu3d.util.atomic import writable_folder, write_json
@@ -110,7 +110,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     decided = [RAW if options.raw else postprocessing_of(*one, chosen.weights) for one in zip(chosen.run, configs)]
     writable_folder(options.out, "--out")
     predictors = trained_predictors(chosen.run, chosen.weights, inference)
-    predictor, postprocessing = joined(predictors), gentlest(decided)
+    predictor, postprocessing = Ensemble(predictors), gentlest(decided)
     cases, problems = find_cases(options.image, predictor, options.codes)
     check_out(options.out, options.image, cases)
     read = {path for case in cases for path in case.files.images}
@@ -151,12 +151,9 @@ def predict_case(
     about: Optional[Mapping[str, Any]] = None,
     postprocessing: PostProcessing = RAW,
 ) -> Dict[str, Any]:
-    """Segment one case into `options.out`; returns the content of its sidecar.
-
-    `predictor` is what `load_predictor` gives; `about` says whose answer it is and goes into the sidecar. A label among
-    the case's files is not read. Raises InputError for an image that cannot be read or that does not fit the run, and
-    where a file would be overwritten whose sidecar does not say that it was written here.
-    """
+    """Segment one case into `options.out`; returns the content of its sidecar, `about` included: whose answer it is. A
+    label among the case's files is not read. Raises InputError for an image that cannot be read or does not fit the
+    run, and where a file would be overwritten whose sidecar does not say that it was written here."""
     begin, out, files, codes = time.monotonic(), options.out, case.files, case.codes
     names = _probability_names(files.case_id, tuple(predictor.regions)) if options.probabilities else {}
     label_file, sidecar, page_file = (out / f"{files.case_id}.{end}" for end in ("nii.gz", "json", "html"))
@@ -187,11 +184,8 @@ def predict_case(
 
 
 def find_cases(paths: Sequence[Path], predictor: Any, codes: str = AUTO) -> Tuple[List[Case], List[str]]:
-    """The cases that `paths` name, and what is wrong with those that cannot be one.
-
-    A folder is a case, a 4D file is a case, 3D files are put together as `grouped_by_case` says. A case has a file for
-    each of the channels of the run's store, or else for each of the run's own. `codes` is what --codes takes.
-    """
+    """The cases that `paths` name, and what is wrong with those that cannot be one: a folder, a 4D file, or 3D files as
+    `grouped_by_case` has them. A case has each of the channels of the run's store, or else of the run's own."""
     together, groups, cases, problems = [], [], [], []
     for path in paths:
         try:
@@ -211,11 +205,8 @@ def find_cases(paths: Sequence[Path], predictor: Any, codes: str = AUTO) -> Tupl
 
 
 def codes_for(predictor: Any, files: CaseFiles, choice: str = AUTO) -> Codes:
-    """The label codes that a case is written in; `choice` is what --codes takes.
-
-    Left open they are those of the case's own data set, or the store's where those are not known or lack a region of
-    the run. Raises InputError where codes that were chosen lack one.
-    """
+    """The label codes that a case is written in: those of --codes, or of the case's own data set, or the store's where
+    that is not known or lacks a region of the run. Raises InputError where codes that were chosen lack one."""
     if choice == AUTO:
         of, labels = label_codes_of(files) or (STORE, None)
     else:

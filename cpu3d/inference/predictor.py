@@ -110,10 +110,8 @@ def over_mirror_images(logits_of: Callable, image) -> np.ndarray:
 
 
 def load_predictor(run: Path, weights: str = "best", inference: Inference = AS_TRAINED) -> Predictor:
-    """The predictor of the run in `run`, with its "best" or "last" weights.
-
-    Raises InputError when the run or its weights are missing, damaged, or do not fit together.
-    """
+    """The predictor of a run with its "best" or "last" weights. Raises InputError when the run or its weights are
+    missing, damaged, or do not fit together."""
     config, arrays = load_weights(load_config(run), weights_file(run, weights))
     return Predictor(config, arrays, inference)
 

@@ -1,7 +1,7 @@
 """Trained runs made ready to predict: their options, store, device and predictors, alone or several as one.
 
     configs = load_configs(runs)  # and check that they may answer together
-    predictor = joined(trained_predictors(runs, "best", Inference(window=(96, 96, 96))))
+    predictor = Ensemble(trained_predictors(runs, "best", Inference(window=(96, 96, 96))))
 
 Logits are averaged over windows and mirror images, probabilities over runs, as in nnU-Net. Imports no TensorFlow.
 """
@@ -92,11 +92,8 @@ AS_TRAINED = Inference()
 
 
 def store_of_run(config: RunConfig, folder: Optional[Path] = None) -> Store:
-    """The store of a run, as its fold sees it: in `folder`, or where the run's settings have it.
-
-    Raises InputError where there is none, and where its split is not the one that the run was trained with: its test
-    cases may have been seen then.
-    """
+    """The store of a run, as its fold sees it: in `folder`, or where the run's settings have it. Raises InputError
+    where there is none, and where its split is not that of the training: its test cases may have been seen then."""
     try:
         store = open_store(folder or config.store)
         store.check_split()
@@ -112,11 +109,9 @@ def store_of_run(config: RunConfig, folder: Optional[Path] = None) -> Store:
 
 
 def trained_predictors(runs: Sequence[Path], weights: str = "best", inference: Inference = AS_TRAINED) -> List[Any]:
-    """The predictor of each run, all on the device of `inference`, for which the host is set up where it is not yet.
-
-    Raises InputError, before TensorFlow is imported, for what a run cannot be applied as and for a device that is not
-    there; and as `load_predictor`.
-    """
+    """The predictor of each run, all on the device of `inference`, for which the host is set up. Raises InputError,
+    before TensorFlow is imported, for what a run cannot be applied as or a device that is not there; and as
+    `load_predictor`."""
     configs = [load_config(run) for run in runs]
     for config in configs:
         check_inference(config, inference)
@@ -133,7 +128,7 @@ def trained_predictors(runs: Sequence[Path], weights: str = "best", inference: I
 
 
 class Ensemble:
-    """The mean of several predictors, with the interface of each. Their networks are small and all stay in memory."""
+    """The mean of predictors, with the interface of each; of one it is that. Their networks all stay in memory."""
 
     def __init__(self, predictors: Sequence[Any]):
         first, self.predictors = predictors[0], tuple(predictors)
@@ -151,21 +146,14 @@ class Ensemble:
         return mean
 
 
-def joined(predictors: Sequence[Any]) -> Any:
-    """Several as an `Ensemble`, or the only one."""
-    return predictors[0] if len(predictors) == 1 else Ensemble(predictors)
-
-
 def describe(
     runs: Sequence[Path],
     configs: Sequence[RunConfig],
     predictors: Sequence[Any],
     held_out: Optional[Sequence[Sequence[str]]] = None,
 ) -> Dict[str, Any]:
-    """What is written beside an answer, as JSON: the run's folder, its fold, and how the network was applied.
-
-    Of several runs that is a list, "runs", with the ids of the cases that each fold has held out, if they are given.
-    """
+    """What is written beside an answer: the run's folder, its fold, and how the network was applied. Of several runs
+    that is a list, "runs", with the ids of the cases that each fold has held out, if they are given."""
     about = []
     for number, (run, config, predictor) in enumerate(zip(runs, configs, predictors)):
         how = {**predictor.inference.to_json(), "window": predictor.window, "one_pass": not predictor.window}
@@ -175,11 +163,8 @@ def describe(
 
 
 def load_configs(runs: Sequence[Path], *, some_folds: bool = False) -> List[RunConfig]:
-    """The settings of each run. Raises InputError, with all that is wrong, unless the runs can answer together.
-
-    They must differ, and share store, regions and split. Where they are folds they must be all folds of one K, each
-    once, or with `some_folds` some of them. A single run always can.
-    """
+    """The settings of each run. Raises InputError, with all that is wrong, unless they differ and share store, regions
+    and split, and folds are all folds of one K, each once, or with `some_folds` some of them."""
     configs = [load_config(run) for run in runs]
     if len(runs) == 1:
         return configs

@@ -145,11 +145,9 @@ def check_fits(case: Case, exact: Any) -> None:
 
 
 def verify(contract: Contract, folder: Path, case: Case, exact: Any, own: Any) -> Dict[str, Any]:
-    """Differences of the exported network from `predict`, as in export.json; "passed" is whether it may be used.
-
-    `exact` and `own` are predictors at the exported size: in float32, and in the run's own dtype as `predict` computes.
-    Raises InputError where the run's own answer is not finite.
-    """
+    """Differences of the exported network from `exact`, the predictor in float32, and from `own`, in the run's dtype as
+    `predict` computes, as in export.json; "passed" is whether it may be used. Raises InputError where `exact`'s answer
+    is not finite."""
     record, regions, region = case.record, contract.regions, exact.region(case.record)
     answer = paste(_answer(contract, folder, case, region), region, record.shape)
     expected, in_own_dtype = (one.probabilities(case.image, record, case.channels) for one in (exact, own))

@@ -17,11 +17,9 @@ PACKAGES = {"savedmodel": "tensorflow", "onnx": "onnxruntime"}  # what reads eac
 
 @dataclass(frozen=True)
 class Contract:
-    """What one exported network takes and gives.
-
-    Statistics are those of the whole volume's non-zero voxels. A network of whole volumes computes them and gives
-    probabilities. A window does not see the volume: the caller passes the statistics, and gets logits to blend.
-    """
+    """What one exported network takes and gives. A network of whole volumes computes the statistics of their non-zero
+    voxels and gives probabilities. A window does not see the volume: the caller passes the statistics, and gets logits
+    to blend."""
 
     config: RunConfig  # of the run; its network is float32 here and its grid is `size`
     trained_dtype: str

@@ -97,9 +97,7 @@ def onnx_model(contract: Contract, weights: Weights) -> Any:
 
 def _normalised_tensor(image, mean: Any = None, std: Any = None):
     """(value - mean) / std where a voxel is not 0, else 0: (X, Y, Z, C) float32. A channel without contrast is 0.
-
-    Statistics are float64, as in a store's records: a sum over millions of voxels loses digits in float32.
-    """
+    Statistics are float64, as in a store's records: a sum over millions of voxels loses digits in float32."""
     present = tf.not_equal(image, 0)
     if mean is None:
         values, mask = tf.cast(image, tf.float64), tf.cast(present, tf.float64)
@@ -213,11 +211,8 @@ def _layer(graph: _Graph, op: LayerOp, norm: str, inputs: List[str], weights: Ma
 
 
 def _moments(graph: _Graph, tensor: str) -> Sequence[str]:
-    """Mean and variance (C,) of one sample's maps, axis by axis, so that no sum has more than a few hundred terms.
-
-    onnxruntime's InstanceNormalization adds up a whole map in float32: with 144 x 176 x 128 voxels that put
-    probabilities off by 0.03.
-    """
+    """Mean and variance (C,) of one sample's maps, axis by axis, so that no sum has more than a few hundred terms:
+    onnxruntime's InstanceNormalization adds up a whole map in float32, which put probabilities off by 0.03."""
     mean, grid = tensor, graph.constant(np.int64([0, 2, 3, 4]))
     for axis in (4, 3, 2):
         mean = graph.add("ReduceMean", [mean], axes=[axis])

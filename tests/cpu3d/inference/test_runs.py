@@ -16,7 +16,6 @@ from cpu3d.inference.runs import (
     Ensemble,
     Inference,
     check_inference,
-    joined,
     load_configs,
     store_of_run,
     trained_predictors,
@@ -141,7 +140,6 @@ def test_the_answer_is_the_mean_of_the_probabilities_and_of_equal_ones_each(tiny
     same = Ensemble([fake(sure=0.7)] * 3).probabilities(image, record)
     np.testing.assert_array_equal(same, fake(sure=0.7).probabilities(image, record))
     assert same.dtype == np.float32
-    assert joined([three]) is three
 
 
 @pytest.mark.parametrize(
