@@ -69,15 +69,8 @@ class Options:
 
     split: str = option(UNTOUCHED, help="cases to score", choices=SPLITS)
     store: Optional[Path] = option(None, help="store folder, if it is no longer where it was", metavar="DIR")
-    out: Optional[Path] = option(
-        None,
-        help="folder for evaluation/ (default: the run's); `report` makes a page of a run's own folder alone, not of "
-        "what several runs score together",
-        metavar="DIR",
-    )
-    tolerance: float = option(
-        TOLERANCE_MM, help="tolerance of the surface Dice in mm", metavar="MM", at_least=0, below=math.inf
-    )
+    out: Optional[Path] = option(None, "folder for evaluation/ (default: the run's, as `report` needs it)", "DIR")
+    tolerance: float = option(TOLERANCE_MM, "tolerance of the surface Dice in mm", "MM", at_least=0, below=math.inf)
     raw: bool = option(False, help="leave out the post-processing that the run has decided")
 
 
@@ -153,7 +146,7 @@ def evaluate_split(
         with bar(f"evaluate {split}", total=len(records)) as advance:
             for record in records:
                 who = (held_out or {}).get(record.case_id, (predictor, postprocessing))
-                cases.append(_score(*who, store, record, tolerance_mm, folder / PREDICTIONS))
+                cases.append(_score(who, store, record, tolerance_mm, folder / PREDICTIONS))
                 advance()
         regions, manifest = predictor.regions, store.manifest
         content = {
@@ -181,15 +174,10 @@ def evaluate_split(
 
 
 def _score(
-    predictor: Any,
-    postprocessing: PostProcessing,
-    store: Store,
-    record: CaseRecord,
-    tolerance_mm: float,
-    predictions: Path,
+    who: Tuple[Any, PostProcessing], store: Store, record: CaseRecord, tolerance_mm: float, predictions: Path
 ) -> Dict[str, Any]:
     """Write the label map of a case into `predictions`; returns its entry in scores.json."""
-    begin = time.monotonic()
+    (predictor, postprocessing), begin = who, time.monotonic()
     answers = predictor.probabilities(store.image(record.case_id), record)
     check_finite(answers, record.case_id)
     label = postprocessing.paint(answers, predictor.regions, record.spacing_mm)
@@ -333,14 +321,16 @@ class _Scores(_Run):
 
 
 def _refuse_others(path: Path) -> None:
-    """Raise InputError where the files that an evaluation with its scores in `path` replaces are not of one."""
+    """Raise InputError where the files that an evaluation with its scores in `path` replaces are not of one, of this or
+    another version."""
     present = [path.with_name(name) for name in FILES if path.with_name(name).exists()]
     try:
-        if present and not path.with_name(OLD).is_dir():  # of one that was cut off while it replaced its own
-            read_scores(path)
-    except InputError:
+        ours = {"schema", "split_hash", "cases"} <= set(read_json(path))
+    except (OSError, ValueError, TypeError):
+        ours = path.with_name(OLD).is_dir()  # one that was cut off while it replaced its own
+    if present and not ours:
         rule = f"{present[0]} must not be replaced, it was not written by evaluate"
-        raise InputError(f"{rule}; move it away, or choose another --out") from None
+        raise InputError(f"{rule}; move it away, or choose another --out")
 
 
 def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecord, ...]:

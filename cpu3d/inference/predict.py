@@ -31,7 +31,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 import nibabel
 import numpy as np
@@ -122,7 +122,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     with bar("predict", total=len(cases)) as advance:
         for case in cases:
             try:
-                done.append(predict_case(predictor, case, options, about=about, postprocessing=postprocessing))
+                done.append(predict_case(predictor, case, options, about, postprocessing))
             except InputError as error:
                 problems += error.problems
                 kind = DoesNotFitError if isinstance(error, DoesNotFitError) else kind
@@ -144,12 +144,7 @@ def check_there(name: str, paths: Sequence[Path]) -> None:
 
 
 def predict_case(
-    predictor: Any,
-    case: Case,
-    options: Options,
-    *,
-    about: Optional[Mapping[str, Any]] = None,
-    postprocessing: PostProcessing = RAW,
+    predictor: Any, case: Case, options: Options, about: Mapping[str, Any], postprocessing: PostProcessing
 ) -> Dict[str, Any]:
     """Segment one case into `options.out`; returns the content of its sidecar, `about` included: whose answer it is. A
     label among the case's files is not read. Raises InputError for an image that cannot be read or does not fit the
@@ -166,7 +161,7 @@ def predict_case(
     check_finite(answers, files.case_id)
     label = postprocessing.paint(answers, codes.regions, record.spacing_mm)
     content = _sidecar(case, record, label, postprocessing=postprocessing.words, probabilities=names)
-    content.update(about or {})
+    content.update(about)
     write_json(sidecar, content)  # first, so that a label cut off by a crash is known as ours and can be redone
     for position, name in enumerate(names):
         # Level 1: probabilities are noise in their last bits, and level 6 takes three times as long for little.

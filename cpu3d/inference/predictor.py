@@ -61,16 +61,14 @@ class Predictor:
 
     def region(self, record: CaseRecord) -> Region:
         """What of a case is predicted, in the voxels of its image, padding included."""
-        config, needed = self.config, self._needed(record)
-        resizing = self._resizing(record)
+        config, needed, resizing = self.config, self._needed(record), self._resizing(record)
         if resizing:
             size = resizing.field
         elif self.window:
             size = tuple(max(pair) for pair in zip(self.window, needed))
-        elif config.is_patch:
-            size = round_up(needed, config.unet.divisor)
         else:
-            size = round_up(tuple(max(pair) for pair in zip(config.grid, needed)), config.unet.divisor)
+            at_least = needed if config.is_patch else config.grid
+            size = round_up(tuple(max(pair) for pair in zip(at_least, needed)), config.unet.divisor)
         return case_region(record, size, config.extent)
 
     def _needed(self, record: CaseRecord) -> Shape3:

@@ -6,7 +6,6 @@
 Logits are averaged over windows and mirror images, probabilities over runs, as in nnU-Net. Imports no TensorFlow.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
@@ -63,7 +62,7 @@ class Inference:
 
     def to_json(self) -> Dict[str, Any]:
         """What decides the answer: the device changes its last bits alone, so scores do not depend on it."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "device"}
+        return {name: value for name, value in vars(self).items() if name != "device"}
 
 
 def window_of(config: RunConfig, inference: Inference) -> Optional[Shape3]:

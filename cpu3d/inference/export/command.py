@@ -62,10 +62,7 @@ class Options:
     zero_nan: bool = option(False, help="make the NaN and infinite voxels of that case background")
     weights: str = option("best", help="checkpoint", choices=("best", "last"))
     size: Optional[Shape3] = option(
-        None,
-        help="voxels of the image that it takes (default: what the network was trained on)",
-        metavar=("X", "Y", "Z"),
-        at_least=1,
+        None, "voxels of the image that it takes (default: as the network was trained)", ("X", "Y", "Z"), at_least=1
     )
 
 
@@ -82,7 +79,9 @@ OPTIONS = (Options,)
 
 def run(options: Options) -> int:
     if options.out.exists() and not (options.out.is_dir() and not any(options.out.iterdir())):
-        raise InputError(f"--out {options.out} must be a new or an empty folder, got another; choose one, or empty it")
+        raise InputError(
+            f"--out {options.out} must be a new or an empty folder, got a file or a full one; choose another"
+        )
     config = load_config(options.run)
     _contract(config, options.format, options.size)  # before TensorFlow is loaded
     if options.format == "onnx":
@@ -94,7 +93,7 @@ def run(options: Options) -> int:
     path = weights_file(options.run, options.weights)  # once: a run that goes on replaces its last one
     (config, weights), digest = load_weights(config, path), file_sha256(path)
     contract = _contract(config, options.format, options.size)
-    own = Predictor(dataclasses.replace(config, grid=contract.size), weights)
+    own = Predictor(dataclasses.replace(config, grid=contract.config.grid), weights)
     # A SavedModel has predict's own operations; a program that reads ONNX computes norms by their definition.
     exact = (Predictor if options.format == "savedmodel" else networks.ExactPredictor)(contract.config, weights)
     case = _case_to_try(options, config, own)
@@ -113,7 +112,7 @@ def run(options: Options) -> int:
     try:
         network = networks.exported_network(contract, weights)
         write = networks.write_onnx if options.format == "onnx" else networks.write_saved_model
-        write(contract, network, options.out / contract.file)
+        write(contract, network, options.out / FILES[contract.format])
         (options.out / "USAGE.md").write_text(usage(contract), encoding="utf-8")
         verification = verify(contract, options.out, case, exact, own)
         if verification["passed"]:
@@ -174,10 +173,12 @@ def _answer(contract: Contract, folder: Path, case: Case, region: Region) -> np.
     network = load_network(folder, contract.to_json())
     picked = [list(case.channels).index(name) for name in contract.config.channels]
     image = crop(case.image, region)[..., picked].astype(np.float32)
-    if not contract.slides:
+    if not contract.config.is_patch:
         return network(image=image)
     mean, std = (np.float32(one)[picked] for one in (case.record.channel_mean, case.record.channel_std))
-    logits = sliding_window(lambda tile: network(image=tile[0], mean=mean, std=std)[None], image[None], contract.size)
+    logits = sliding_window(
+        lambda tile: network(image=tile[0], mean=mean, std=std)[None], image[None], contract.config.grid
+    )
     return (0.5 + 0.5 * np.tanh(logits.astype(np.float64) / 2)).astype(np.float32)  # a sigmoid that overflows nowhere
 
 

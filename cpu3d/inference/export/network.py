@@ -28,7 +28,7 @@ Weights = Mapping[str, Mapping[str, np.ndarray]]
 
 def exported_network(contract: Contract, weights: List[np.ndarray]) -> tf.keras.Model:
     """The Keras model of `contract` with the run's weights, in Keras' order: one answer, the finest."""
-    model = build_unet3d(contract.config.unet, contract.size, batch_size=1)
+    model = build_unet3d(contract.config.unet, contract.config.grid, batch_size=1)
     model.set_weights(weights)
     return tf.keras.Model(model.input, finest(model.output))
 
@@ -47,7 +47,7 @@ def write_saved_model(contract: Contract, network: tf.keras.Model, folder: Path)
 
     def answer(image, mean=None, std=None):
         logits = network(_normalised_tensor(image, mean, std)[None], training=False)[0]
-        return {contract.output: logits if contract.slides else tf.sigmoid(logits)}
+        return {contract.output: logits if contract.config.is_patch else tf.sigmoid(logits)}
 
     module = tf.Module()
     module.weights = network.weights  # and not the Keras model, whose layers would be written down as well
@@ -87,11 +87,11 @@ def onnx_model(contract: Contract, weights: Weights) -> Any:
     graph = _Graph(require_onnx())
     channels_first = graph.add("Transpose", [_normalised(graph, contract)], perm=[3, 0, 1, 2])
     image = graph.add("Unsqueeze", [channels_first, graph.constant(np.int64([0]))])
-    logits = _network(graph, contract.config.unet, contract.size, weights, image)
-    answer = logits if contract.slides else graph.add("Sigmoid", [logits])
+    logits = _network(graph, contract.config.unet, contract.config.grid, weights, image)
+    answer = logits if contract.config.is_patch else graph.add("Sigmoid", [logits])
     turned = graph.add("Transpose", [answer], perm=[0, 2, 3, 4, 1])
     graph.add("Squeeze", [turned, graph.constant(np.int64([0]))], contract.output)
-    given = {contract.output: {"shape": [*contract.size, len(contract.regions)]}}
+    given = {contract.output: {"shape": [*contract.config.grid, len(contract.regions)]}}
     return graph.model(contract.inputs(), given)
 
 
@@ -149,7 +149,7 @@ def _normalised(graph: _Graph, contract: Contract) -> str:
     zero, one = graph.constant(np.float64(0)), graph.constant(np.float64(1))
     nothing = graph.constant(np.float32(0))
     present = graph.add("Not", [graph.add("Equal", ["image", nothing])])
-    if contract.slides:
+    if contract.config.is_patch:
         mean, std = graph.cast("mean", "DOUBLE"), graph.cast("std", "DOUBLE")
     else:
         grid = graph.constant(np.int64([0, 1, 2]))

@@ -145,14 +145,14 @@ def test_the_program_crops_pads_blends_and_paints_as_predict_does(mode, extent, 
     contract = Contract(config, "float32", "onnx")
     region = centred(box, tuple(max(pair) for pair in zip(box.size, size)), shape)
     stats, part = statistics(image), crop(image, region)
-    window = size if contract.slides else region.size
+    window = size if contract.config.is_patch else region.size
     logits = sliding_window(lambda tile: made_up_logits(tile[0], *stats)[None], part[None], window)
     expected = label_from_regions(paste(1 / (1 + np.exp(-logits)), region, shape), REGIONS)
     assert len(np.unique(expected)) == 5
 
     def made_up(image, mean=None, std=None):
         logits = made_up_logits(image, *(statistics(image) if mean is None else (mean, std)))
-        return logits if contract.slides else 1 / (1 + np.exp(-logits))
+        return logits if contract.config.is_patch else 1 / (1 + np.exp(-logits))
 
     about = json.loads(json.dumps(contract.to_json()))
     np.testing.assert_array_equal(segment.painted(segment.probabilities_of(made_up, about, image), about), expected)
