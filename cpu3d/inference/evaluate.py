@@ -285,8 +285,7 @@ def print_scores(scores: Dict[str, Any], console: Console) -> None:
         console.print(f"mean Dice of each fold on the cases it held out: {means}")
 
 
-# --- Private helpers: what is read of scores.json ---
-
+# What is read of scores.json.
 _Statistics = TypedDict("_Statistics", dict.fromkeys(STATISTICS, float))
 _Empty = TypedDict("_Empty", dict.fromkeys(EMPTY, int))
 _Summary = TypedDict("_Summary", {**dict.fromkeys(METRICS, _Statistics), "empty": _Empty})

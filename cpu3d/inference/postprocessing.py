@@ -116,9 +116,6 @@ def gentlest(several: Sequence[PostProcessing]) -> PostProcessing:
     return PostProcessing(rules, nested, "" if rules or nested else "the runs have no rule in common")
 
 
-# --- A run's decision ---
-
-
 @dataclass(frozen=True)
 class Means:
     """Means of a region over the validation cases, as `cpu3d.inference.scores` defines them."""
@@ -233,8 +230,6 @@ def _is_current(decision: Decision, run: Path, config: RunConfig) -> bool:
         return False  # whoever needs the weights reports it
     return (decision.weights_sha256, decision.split_hash) == (digest, config.split_hash)
 
-
-# --- The choice ---
 
 Case = Tuple[np.ndarray, np.ndarray, Sequence[float]]  # answers (X, Y, Z, R), true label (X, Y, Z), mm along X, Y, Z
 

@@ -72,9 +72,6 @@ class ExactPredictor(Predictor):
         return tf.function(lambda image: finest(model(image, training=False)), input_signature=[image])
 
 
-# --- ONNX ---
-
-
 def write_onnx(contract: Contract, network: tf.keras.Model, path: Path) -> None:
     """Write the network of `contract` to `path`. Names, shapes and dtypes are checked to fit together."""
     onnx, model = require_onnx(), onnx_model(contract, layer_weights(network))

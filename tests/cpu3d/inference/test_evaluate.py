@@ -14,6 +14,7 @@ from cpu3d.data.store import open_store, write_store
 from cpu3d.errors import InputError
 from cpu3d.inference import evaluate
 from cpu3d.inference.evaluate import evaluate_split, read_scores, scores_path, summarise
+from cpu3d.inference.postprocessing import PostProcessing
 from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import METRICS
 from cpu3d.util import atomic
@@ -129,9 +130,6 @@ def test_what_a_killed_evaluation_moved_away_is_brought_back(tiny_store, tiny_ru
     assert content_of(tiny_run) == before
 
 
-# --- What is refused ---
-
-
 @pytest.mark.parametrize("name", ["predictions/mine.nii.gz", "scores.json"])
 def test_files_of_others_are_never_replaced(tiny_run, tmp_path, trained, name):
     mine = tmp_path / "out/evaluation" / name
@@ -180,9 +178,6 @@ def test_damaged_scores_are_refused(tiny_store, tiny_run, fake_predictor, spoil,
         read_scores(path)
 
 
-# --- Inference, folds and several runs ---
-
-
 def test_several_runs_are_scored_together_on_test_into_a_folder_of_their_own(fold_runs, trained, tmp_path):
     first, last, out = *fold_runs("1/3", "3/3"), tmp_path / "both"
     for words, problem in (
@@ -220,6 +215,7 @@ def test_folds_are_cross_validated_each_case_by_the_run_that_has_not_seen_it(
 
     own = [Own("1/2"), Own("2/2")]
     monkeypatch.setattr(evaluate, "trained_predictors", lambda *_: own)
+    monkeypatch.setattr(evaluate, "postprocessing_of", lambda run, config, _: PostProcessing(off=config.fold))
     runs = fold_runs("1/2", "2/2")
     assert run_command(evaluate, "--run", *runs, "--split", "val", "--out", tmp_path / "both") == 0
     scores = read(tmp_path / "both", "val")
@@ -227,6 +223,6 @@ def test_folds_are_cross_validated_each_case_by_the_run_that_has_not_seen_it(
     assert not scores["untouched"]
     assert [tuple(one["held_out"]) for one in scores["runs"]] == [one.held_out for one in own]
     right = {case["case_id"] for case in scores["cases"] if case["mean_dice"] == 1}
-    assert right == set(own[0].held_out)
+    assert right == set(own[0].held_out) == {c["case_id"] for c in scores["cases"] if c["postprocessing"] == "off: 1/2"}
     printed = " ".join(capsys.readouterr().out.split())
     assert "mean Dice of each fold on the cases it held out: 1/2 1.000, 2/2 0." in printed

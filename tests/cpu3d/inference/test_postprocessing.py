@@ -27,7 +27,6 @@ from cpu3d.inference.postprocessing import (
 from cpu3d.inference.scores import score_region
 from cpu3d.settings import load_config, save_config
 from cpu3d.training.train import Options
-from cpu3d.util.atomic import write_json
 from tests.cpu3d.conftest import LPS_2MM, REGIONS, make_store
 from tests.cpu3d.runs import run_command
 
@@ -50,9 +49,6 @@ def answers_of(label, regions=REGIONS):
 BIG = (1, (2, 2, 2), (20, 20, 20))  # 8000 voxels
 SMALL = (1, (40, 2, 2), (11, 37, 1))  # 407 voxels: a true lesion
 ISLAND = (1, (40, 20, 20), (10, 10, 3))  # 300 voxels
-
-
-# --- What is removed, and what it becomes ---
 
 
 @pytest.mark.parametrize(
@@ -103,9 +99,6 @@ def test_several_runs_remove_what_each_of_them_would():
     assert (found[40, 20, 20], found[50, 5, 5]) == (1, 0)
     off = PostProcessing(off="why")
     assert (gentlest([one, off]), gentlest([one])) == (off, one)
-
-
-# --- The choice ---
 
 
 def cases(*pairs, spacing_mm=MM, regions=REGIONS):
@@ -185,9 +178,6 @@ def test_the_means_are_those_of_the_painted_labels():
             scores = [score_region(*(region_mask(label, codes) for label in pair), spacing_mm) for pair in labels]
             for metric, mean in dataclasses.asdict(means[name]).items():
                 assert mean == pytest.approx(np.mean([case[metric] for case in scores]))
-
-
-# --- A run's decision ---
 
 
 class Islands:
@@ -297,9 +287,6 @@ def test_of_several_workers_the_chief_decides_alone(run, monkeypatch):
     assert (run / FILE).exists()
 
 
-# --- What uses it ---
-
-
 def test_scores_are_of_what_is_left_and_raw_ones_of_the_answer(run):
     def scores(*words):
         assert run_command(evaluate, "--run", run, *words) == 0
@@ -313,25 +300,6 @@ def test_scores_are_of_what_is_left_and_raw_ones_of_the_answer(run):
     assert {case["postprocessing"] for case in found["cases"]} == {of(run).words}
     assert "3 %" in of(run).words
     assert "--raw" in raw["cases"][0]["postprocessing"]
-
-
-def test_folds_are_cross_validated_each_with_its_own_decision(run, tmp_path):
-    runs = [tmp_path / "first", tmp_path / "second"]
-    for folder, fold in zip(runs, ("1/2", "2/2")):
-        (folder / "checkpoints").mkdir(parents=True)
-        save_config(dataclasses.replace(load_config(run), fold=fold), folder)
-        (folder / "checkpoints/best.npz").write_bytes(fold.encode())
-    means = dict.fromkeys(REGIONS, Means(1, 0, 1))
-    chosen = PostProcessing({"WT": (Rule(mm3=50),)})
-    decided = dataclasses.replace(decide(runs[0]), chosen=chosen, before=means, after=means)
-    write_json(runs[0] / FILE, dataclasses.asdict(decided))
-    out = tmp_path / "both"
-    assert run_command(evaluate, "--run", *runs, "--split", "val", "--out", out) == 0
-    scores = json.loads(scores_path(out, "val").read_text())
-    for case in scores["cases"]:
-        assert case["regions"]["WT"]["false_positives"] == (case["case_id"] not in scores["runs"][0]["held_out"])
-    assert run_command(evaluate, "--run", *runs, "--out", out) == 0  # together, and 2/2 has decided nothing
-    assert json.loads(scores_path(out).read_text())["summary"]["WT"]["false_positives"]["mean"] == 1
 
 
 def test_predictions_lack_what_is_removed_and_probabilities_keep_it(run, tmp_path, capsys):

@@ -70,8 +70,6 @@ def test_the_answer_has_the_sources_grid_and_codes_and_the_sidecar_says_whose_it
     assert content["inference"] == {"window": None, "one_pass": True, "overlap": 0.5, "flips": False}
 
 
-# --- Codes ---
-
 OF_LAYOUT = {
     "old": ("brats2017", [0, 2, 1, 4]),
     "new": ("brats2023", [0, 2, 1, 3]),
@@ -130,9 +128,6 @@ def test_a_region_without_a_code_there_has_the_stores_and_is_refused_for_chosen_
     assert (new["codes_of"], new["label_codes"]["4"]) == ("brats2023", "resection cavity")
 
 
-# --- Other files ---
-
-
 def test_nan_is_refused_or_made_background(files, tmp_path, call):
     image = files.images[0]
     voxels = read_volume(image)[0][::-1, ::-1].astype(np.float32)
@@ -166,9 +161,6 @@ def test_a_page_lies_beside_the_answer_and_replaces_its_own_alone(call, files, t
     (tmp_path / "out/a.json").unlink()
     with pytest.raises(InputError, match=r"a\.html must not be overwritten"):
         call(*words)
-
-
-# --- Which files make a case ---
 
 
 def test_a_run_of_flair_alone_takes_the_stores_images_and_flair_alone(predictor, files, call, tmp_path):
@@ -214,9 +206,6 @@ def test_3d_files_are_one_case_or_one_each_for_a_single_channel(files, inputs, n
     assert bool(problems) == (not cases)
     stems = {one.files.case_id: ",".join(path.name[:-7] for path in one.files.images) for one in found}
     assert " ".join(f"{name}:{stem}" for name, stem in stems.items()) == cases
-
-
-# --- What is refused, and what stays ---
 
 
 def test_files_of_others_are_never_overwritten(predictor, files, tmp_path, call):

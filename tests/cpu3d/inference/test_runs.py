@@ -28,9 +28,6 @@ CARD = Gpu(0, "made up", 2**34, 2**34, (8, 0))
 OTHER_SPLIT = {"train": ("a", "b", "e"), "val": ("d",), "test": ("c", "f")}
 
 
-# --- The store ---
-
-
 def test_a_run_finds_its_store_as_its_fold_sees_it_also_where_it_was_moved_to(tiny_store, tiny_run, tmp_path):
     config = load_config(tiny_run)
     assert store_of_run(config).manifest == tiny_store.manifest
@@ -53,22 +50,15 @@ def test_a_store_with_another_split_is_refused_because_its_test_cases_may_have_b
         store_of_run(load_config(tiny_run))
 
 
-# --- The device ---
-
-
 @pytest.fixture
-def host(monkeypatch):
-    """host(cards, cuda=True): a made-up host; returns the devices that processes on it were set up with."""
-
-    def make(cards, cuda=True):
-        devices = []
-        monkeypatch.setattr(runs, "HostGpus", lambda: cards)
-        monkeypatch.setattr(gpu, "cuda_is_installed", lambda: cuda)
-        monkeypatch.setattr(runs, "set_up", lambda *, device: devices.append(device))
-        monkeypatch.setattr(predictor, "load_predictor", lambda run, weights, how: (run, weights, how))
-        return devices
-
-    return make
+def devices(monkeypatch):
+    """What processes on a made-up host with one card are set up with."""
+    devices = []
+    monkeypatch.setattr(runs, "HostGpus", lambda: (CARD,))
+    monkeypatch.setattr(gpu, "cuda_is_installed", lambda: True)
+    monkeypatch.setattr(runs, "set_up", lambda *, device: devices.append(device))
+    monkeypatch.setattr(predictor, "load_predictor", lambda run, weights, how: (run, weights, how))
+    return devices
 
 
 @pytest.fixture
@@ -96,8 +86,8 @@ def run_of(tiny_run):
         (["whole"], {"device": "gpu:0"}, "gpu:0"),
     ],
 )
-def test_a_card_is_taken_where_every_run_slides_a_window_or_where_it_is_asked_for(host, run_of, modes, how, device):
-    devices, inference = host((CARD,)), Inference(**how)
+def test_a_card_is_taken_where_every_run_slides_a_window_or_where_it_is_asked_for(devices, run_of, modes, how, device):
+    inference = Inference(**how)
     folders = [run_of(mode) for mode in modes]
     assert trained_predictors(folders, "last", inference) == [(folder, "last", inference) for folder in folders]
     assert devices == [device]
@@ -111,8 +101,7 @@ def test_a_card_is_taken_where_every_run_slides_a_window_or_where_it_is_asked_fo
         ({"window": (16, 18, 16), "flips": True}, ["--window", "--flips"]),
     ],
 )
-def test_what_cannot_be_applied_is_refused_before_tensorflow_is_set_up(host, run_of, how, names):
-    devices = host((CARD,))
+def test_what_cannot_be_applied_is_refused_before_tensorflow_is_set_up(devices, run_of, how, names):
     with pytest.raises(InputError) as caught:
         trained_predictors([run_of("whole", augment=NO_AUGMENT)], "best", Inference(**how))
     assert [problem.split()[0] for problem in caught.value.problems] == names
@@ -123,9 +112,6 @@ def test_what_cannot_be_applied_is_refused_before_tensorflow_is_set_up(host, run
 def test_values_out_of_range_are_refused(how):
     with pytest.raises(InputError, match=next(iter(how))):
         Inference(**how)
-
-
-# --- Several as one ---
 
 
 def fake(**more):

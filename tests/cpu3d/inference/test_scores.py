@@ -84,9 +84,6 @@ def _brute_force(from_mask, to_mask, spacing_mm):
     return [min(np.linalg.norm(a - b) for b in targets) for a in surface(from_mask)]
 
 
-# --- Lesions ---
-
-
 def boxes(*corners, shape=(30, 12, 12)):
     """A mask of boxes, each (start, stop) along X, Y and Z."""
     mask = np.zeros(shape, bool)

@@ -73,7 +73,7 @@ def export(request, store, tmp_path_factory):
     return run, folder / "out"
 
 
-def test_the_program_in_usage_md_segments_a_file_as_predict_does(export, store, tmp_path):
+def test_the_program_in_usage_md_segments_a_file_as_predict_does_and_export_json_says_how(export, store, tmp_path):
     run, out = export
     image, config = store.folder.parent / "source/f.nii.gz", load_config(run)
     if config.channels == ("T1gd",):
@@ -90,13 +90,9 @@ def test_the_program_in_usage_md_segments_a_file_as_predict_does(export, store, 
     found, geometry = read_volume(tmp_path / "label.nii.gz")
     assert geometry.axes == "RAS"
     assert np.mean(found != expected) < (0.02 if config.unet.dtype == "bfloat16" else 1e-9)
-
-
-def test_export_json_holds_what_is_needed_to_use_it(export, store):
-    run, out = export
-    config, about = load_config(run), json.loads((out / "export.json").read_text())
-    image = about["inputs"]["image"]
-    assert (image["dtype"], image["shape"]) == ("float32", [*config.grid, len(config.channels)])
+    about = json.loads((out / "export.json").read_text())
+    taken = about["inputs"]["image"]
+    assert (taken["dtype"], taken["shape"]) == ("float32", [*config.grid, len(config.channels)])
     assert about["paint"] == [[{"output": 0, "code": 1}], [{"output": 1, "code": 2}], [{"output": 2, "code": 3}]]
     assert about["weights_sha256"] == file_sha256(run / "checkpoints/best.npz")
     assert sorted(path.name for path in out.iterdir()) == sorted(["export.json", *about["files"]])
