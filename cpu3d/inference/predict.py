@@ -5,9 +5,9 @@
     ./run.sh predict --run runs/fold-1 runs/fold-2 runs/fold-3 --image data/BraTS-GLI-00001-000 --out predictions
     ./run.sh predict --run runs/flair --image a.nii.gz b.nii.gz --codes brats2023 --out predictions
 
-An image is a case folder, one 4D file, or one 3D file per channel. Several folders or 4D files are cases of their own,
-done one after another: a bad one is reported at the end and the others are predicted. No label is needed or read. A run
-that was trained on some of its store's channels also takes images of those alone, such as one 3D FLAIR file.
+An image is a case folder, one 4D file, or one 3D file per channel. Several folders or 4D files are cases of their own:
+a bad one is reported at the end and the others are predicted. No label is needed or read. A run that was trained on
+some of its store's channels also takes images of those alone, such as one 3D FLAIR file.
 
 3D files are of one case. Named after their modality (x_flair, x_t1, ...) they are sorted by that, others must be given
 in the order of the channels. For a run of one channel each of them is a case, but for those of other modalities.
@@ -16,13 +16,11 @@ Labels are written in the codes of the image's own data set: of the BraTS releas
 the dataset.json above its imagesTr or imagesTs. Where neither is known they are those of the run's store. --codes
 chooses others.
 
-Several runs answer together, with the mean of their probabilities; folds have to be complete.
-
-Small parts of regions are removed as the run has decided (`cpu3d.inference.postprocessing`), of several runs where all
-have; --raw leaves them. --probabilities are always as the network gives them.
+Several runs answer together, with the mean of their probabilities; folds have to be complete. Small parts of regions
+are removed as the runs have decided (`cpu3d.inference.postprocessing`), where all have; --raw leaves them.
 
 Beside <case_id>.nii.gz is <case_id>.json: what the codes mean, volumes in ml, sources with their hashes, the runs.
-With --page there is <case_id>.html, too, to scroll through the slices with the prediction over them.
+--page adds <case_id>.html, to scroll through the slices; --probabilities are as the network gives them.
 """
 
 import dataclasses
@@ -66,9 +64,7 @@ class Options:
     """What is predicted, and what is written."""
 
     image: Tuple[Path, ...] = option(
-        help="case folders, 4D files, or a 3D file per channel, named after its modality or in the store's or the "
-        "run's order; for a run of one channel 3D files are a case each",
-        metavar="PATH",
+        help="case folders, 4D files, or a 3D file per channel: named after it, or in their order", metavar="PATH"
     )
     out: Path = option(help="folder for the predictions", metavar="DIR")
     raw: bool = option(False, help="leave out the post-processing that the run has decided")
@@ -77,8 +73,7 @@ class Options:
     page: bool = option(False, help="write <case_id>.html, too: a page to scroll through the slices in a browser")
     codes: str = option(
         AUTO,
-        help="whose label codes to write: of the image's own data set where it is known, else of the run's store "
-        "(auto, default); of the store; or of a layout",
+        help="whose label codes to write: the image's own where known, else the store's (auto, default); or choose",
         choices=(AUTO, "store", *LABEL_CODES),
     )
 

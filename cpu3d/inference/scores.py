@@ -21,8 +21,7 @@ wrong as possible (Dice 0, surface Dice 0, HD95 = the diagonal of the image grid
 Where there is no lesion to find, sensitivity is 1 whatever was predicted, and lesion-wise Dice 1 without and 0 with
 false positives.
 
-DeepMind's `surface-distance` is not used: its only release on PyPI (0.1) calls names that numpy 2 and today's scipy
-have dropped. A k-d tree over the surface voxels is exact, and much faster than distance transforms of a whole volume.
+DeepMind's `surface-distance` is not used: its only release (0.1) calls names that numpy 2 and scipy have dropped.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,8 @@
 """The network of a run in the two formats: a SavedModel of TensorFlow, and an ONNX graph written from the layer plan.
 
-A SavedModel is a graph and its weights, readable by TensorFlow alone, without this project or Keras. The ONNX graph
-needs no converter: tf2onnx pins a protobuf older than TensorFlow's and does not know the fused batch norm in training
-mode, which is what instance norm is here (models/norm.py). ONNX has channels first, so the image is turned on the way
-in and the answer on the way out.
+A SavedModel is readable by TensorFlow alone, without this project or Keras. The ONNX graph needs no converter: tf2onnx
+pins a protobuf older than TensorFlow's and does not know the fused batch norm in training mode, which is what instance
+norm is here. ONNX has channels first, so the image is turned on the way in and the answer on the way out.
 """
 
 from pathlib import Path
