@@ -120,7 +120,8 @@ def load_weights(config: RunConfig, path: Path) -> Tuple[RunConfig, List[np.ndar
     arrays, state = load_checkpoint(path)
     expected = build_unet3d(config.unet, (config.unet.divisor,) * 3, 1).weights
     names = weight_names(expected)
-    if any(arrays.shapes.get(name) != tuple(weight.shape) for name, weight in zip(names, expected)):
-        raise InputError(f"checkpoint {path} must hold the weights of its run's config.json, got others; restore it")
+    sizes = (config.unet.channels, config.unet.outputs) == (len(config.channels), len(config.regions))
+    if not sizes or any(arrays.shapes.get(name) != tuple(one.shape) for name, one in zip(names, expected)):
+        raise InputError(f"checkpoint {path} must hold the weights of its run's config.json, got others; restore both")
     config = dataclasses.replace(config, coarse_steps=state["coarse_steps"]).at(state["step"])
     return config, [arrays[name] for name in names]
