@@ -47,11 +47,6 @@ class Lesions(NamedTuple):
     false_positives: int
     dice: float  # the sum over true lesions, 0 of a missed one, over the count of these and of false positives
 
-    @property
-    def sensitivity(self) -> float:
-        """The share of true lesions that were found; 1 where there is none."""
-        return self.found / self.true if self.true else 1.0
-
 
 @dataclass(frozen=True)
 class Matching:
@@ -177,7 +172,7 @@ METRICS: Dict[str, Metric] = {
     ),
     "lesion_sensitivity": Metric(
         "lesion sensitivity",
-        lambda masks: masks.lesions.sensitivity,
+        lambda masks: masks.lesions.found / masks.lesions.true if masks.lesions.true else 1.0,
         "The share of true lesions above 50 mm\u00b3 that were found; 1 where there are none",
     ),
     "false_positives": Metric(

@@ -81,10 +81,7 @@ def test_memory_that_runs_out_names_a_smaller_way(phantom_store, networks, monke
     def full(*_):
         raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
 
-    for how in ({}, {"window": (16, 16, 16)}):
-        predictor = networks(**how)
-        monkeypatch.setattr(predictor, "_kept_network", lambda size: full)
-        with pytest.raises(
-            DoesNotFitError, match=f"the prediction of case {record.case_id}, got out of.*smaller --window X Y Z"
-        ):
-            predictor.probabilities(phantom_store.image(record.case_id), record)
+    predictor = networks()
+    monkeypatch.setattr(predictor, "_kept_network", lambda size: full)
+    with pytest.raises(DoesNotFitError, match=f"of case {record.case_id}, got out of.*smaller --window X Y Z"):
+        predictor.probabilities(phantom_store.image(record.case_id), record)
