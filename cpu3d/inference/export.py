@@ -32,10 +32,10 @@ from cpu3d.data.stores.case import load_case
 from cpu3d.errors import InputError, refuse
 from cpu3d.host.apply import set_up
 from cpu3d.inference.evaluate import check_finite
-from cpu3d.inference.export.contract import FILES, Contract, require_onnx, usage
-from cpu3d.inference.export.segment import load_network
+from cpu3d.inference.export_contract import FILES, Contract, require_onnx, usage
 from cpu3d.inference.predict import check_there, find_cases
 from cpu3d.inference.runs import store_of_run
+from cpu3d.inference.segment import load_network
 from cpu3d.run.checkpoint import weights_file
 from cpu3d.settings import RunConfig, load_config
 from cpu3d.util.atomic import write_json
@@ -87,7 +87,7 @@ def run(options: Options) -> int:
     if options.format == "onnx":
         require_onnx()
     set_up()
-    from cpu3d.inference.export import network as networks  # imports TensorFlow, so not before
+    from cpu3d.inference import export_network as networks  # imports TensorFlow, so not before
     from cpu3d.inference.predictor import Predictor, load_weights
 
     path = weights_file(options.run, options.weights)  # once: a run that goes on replaces its last one

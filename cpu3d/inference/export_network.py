@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from cpu3d.data.region import Shape3
-from cpu3d.inference.export.contract import Contract, require_onnx
+from cpu3d.inference.export_contract import Contract, require_onnx
 from cpu3d.inference.predictor import Predictor
 from cpu3d.training.learner import finest
 from models.config import EPSILON, UNetConfig

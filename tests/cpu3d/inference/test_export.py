@@ -16,8 +16,9 @@ from cpu3d.data.region import bounding_box, centred, crop, paste, whole
 from cpu3d.data.sampling import sliding_window
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import CaseFiles
-from cpu3d.inference.export import network, segment
-from cpu3d.inference.export.contract import Contract
+from cpu3d.inference import export_network as network
+from cpu3d.inference import segment
+from cpu3d.inference.export_contract import Contract
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.run.checkpoint import save_checkpoint
 from cpu3d.settings import RunConfig, load_config, save_config
