@@ -64,7 +64,9 @@ class Options:
     """What is predicted, and what is written."""
 
     image: Tuple[Path, ...] = option(
-        help="case folders, 4D files, or a 3D file per channel: named after it, or in their order", metavar="PATH"
+        help="case folders, 4D files, or a 3D file per channel, named after its modality or in the order of the channels; "
+        "for a run of one channel 3D files are a case each",
+        metavar="PATH",
     )
     out: Path = option(help="folder for the predictions", metavar="DIR")
     raw: bool = option(False, help="leave out the post-processing that the run has decided")
@@ -73,7 +75,7 @@ class Options:
     page: bool = option(False, help="write <case_id>.html, too: a page to scroll through the slices in a browser")
     codes: str = option(
         AUTO,
-        help="whose label codes to write: the image's own where known, else the store's (auto, default); or choose",
+        help="whose label codes to write; auto: those of the image's own data set where known, else of the run's store",
         choices=(AUTO, "store", *LABEL_CODES),
     )
 
