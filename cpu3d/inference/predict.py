@@ -64,7 +64,7 @@ class Options:
     """What is predicted, and what is written."""
 
     image: Tuple[Path, ...] = option(
-        help="case folders, 4D files, or a 3D file per channel, named after its modality or in the order of the channels; "
+        help="case folders, 4D files, or a 3D file per channel, named after its modality or in the channels' order; "
         "for a run of one channel 3D files are a case each",
         metavar="PATH",
     )
