@@ -20,7 +20,7 @@ from cpu3d.distributed.cluster import without_cluster
 from cpu3d.errors import DivergedError, InputError
 from cpu3d.inference.evaluate import UNTOUCHED, read_scores, scores_path
 from cpu3d.inference.runs import Inference
-from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metrics_in
+from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import last_end
@@ -120,8 +120,7 @@ def is_trained(run: PlannedRun) -> bool:
 
 
 def is_evaluated(run: Path, evaluation: Evaluation) -> bool:
-    """Whether a run has scores of this kind, with all METRICS, younger than its weights and of the network applied as
-    it was trained."""
+    """Whether a run has scores of this kind, younger than its weights and of the network applied as it was trained."""
     path, weights = scores_path(run, evaluation.split), run / "checkpoints" / "best.npz"
     try:
         scores, is_younger = read_scores(path), path.stat().st_mtime >= weights.stat().st_mtime
@@ -135,7 +134,6 @@ def is_evaluated(run: Path, evaluation: Evaluation) -> bool:
         and scores["split_hash"] == config.split_hash
         and scores["tolerance_mm"] == evaluation.tolerance_mm
         and scores["weights"] == "best"
-        and len(metrics_in(scores)) == len(METRICS)
     )
 
 
