@@ -276,9 +276,6 @@ def continued(new: Kept, out: Path) -> Kept:
         if content.pop("schema") != SCHEMA:
             raise ValueError("another version's")
         kept = typed(content, Kept)
-        names = [course["name"] for course in kept.plan]  # they name folders
-        if names != [course["name"] for course in new.plan] and kept.asked == new.asked:
-            raise ValueError(f"a plan of {', '.join(names)}")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise InputError(f"{path} must be as compare writes it, got {error!r}; choose another --out") from None
     before, now = dict(flat(kept.asked)), dict(flat(new.asked))
@@ -288,6 +285,9 @@ def continued(new: Kept, out: Path) -> Kept:
         for name in {**before, **now}
         if before.get(name) != now.get(name)
     )
+    names = [course["name"] for course in kept.plan]  # they name folders
+    if names != [course["name"] for course in new.plan]:
+        raise InputError(f"{path} must be as compare writes it, got a plan of {', '.join(names)}; choose another --out")
     seeds = list(dict.fromkeys((*kept.seeds, *new.seeds)))
     return Kept(kept.asked, seeds, kept.plan, kept.results if seeds == kept.seeds else None)
 

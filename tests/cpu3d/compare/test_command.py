@@ -145,8 +145,8 @@ def test_what_was_asked_for_otherwise_is_refused(stage, chosen, no_page, out):
     stage.calls()
     with pytest.raises(InputError) as caught:
         compare(*chosen, "--epochs", 3, "--norm", "batch")
-    names = [problem.split()[0] for problem in caught.value.problems]
-    assert names == ["variants.whole.norm", "variants.patch.norm", "budget.amount"]
+    names = {problem.split()[0] for problem in caught.value.problems}
+    assert names == {"variants.whole.norm", "variants.patch.norm", "budget.amount"}
     assert stage.calls() == []
 
 
@@ -201,7 +201,7 @@ def test_a_variant_is_really_trained_and_scored(phantom_store, out):
     (run,), (course,) = kept(out)["results"]["runs"], kept(out)["plan"]
     config = load_config(out / "runs/p-seed3")
     assert (course["steps"], config.budget_minutes, config.validations) == (None, 0.02, 1)
-    assert config.epochs >= 0.02 * 60 / 1e-3 / course["steps_per_epoch"], "they are no limit"
+    assert config.epochs >= 0.02 * 60 / 1e-3 / 4, "they are no limit"
     assert (run["variant"], run["seed"]) == ("p", 3)
     assert run["steps"] >= 1
     assert run["train_peak_bytes"] > run["allocator_peak_bytes"] > 0
