@@ -118,9 +118,7 @@ def _finished(options: Options) -> Tuple[Store, Kept, List[PlannedRun]]:
             problems.append(f"run {folder} must have been trained to its end, got end: {end}; continue it with `train`")
         elif not is_evaluated(folder, evaluation):
             command = f"evaluate --run {folder} --split {evaluation.split} --tolerance {evaluation.tolerance_mm:g}"
-            problems.append(
-                f"run {folder} must have been scored so since it was trained, got other scores; `{command}`"
-            )
+            problems.append(f"run {folder} must have current scores of this kind, got others or none; `{command}`")
     refuse(problems)
     ordered = list(runs.values())
     store = store_of_run(load_config(ordered[0].folder), options.store)

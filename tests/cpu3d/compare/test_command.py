@@ -201,7 +201,7 @@ def test_a_variant_is_really_trained_and_scored(phantom_store, out):
     (run,), (course,) = kept(out)["results"]["runs"], kept(out)["plan"]
     config = load_config(out / "runs/p-seed3")
     assert (course["steps"], config.budget_minutes, config.validations) == (None, 0.02, 1)
-    assert config.epochs >= 0.02 * 60 / 1e-3 / 4, "they are no limit"
+    assert config.epochs >= 0.02 * 60 / 1e-3 / (4 * config.patches_per_case), "they are no limit"
     assert (run["variant"], run["seed"]) == ("p", 3)
     assert run["steps"] >= 1
     assert run["train_peak_bytes"] > run["allocator_peak_bytes"] > 0
