@@ -25,7 +25,7 @@ COMMANDS = {
     "export": ("cpu3d.inference.export", "write a trained network for other programs: SavedModel or ONNX"),
     "report": ("cpu3d.report.report", "write one report.html of a run"),
     "compare": ("cpu3d.compare.command", "train whole-volume and patch runs under one budget and compare them"),
-    "bench": ("cpu3d.bench.command", "measure time and memory of training, loading and inference"),
+    "bench": ("cpu3d.bench", "measure time and memory of the training step, and how fast settings learn"),
     "calibrate": ("cpu3d.bench.calibrate", "measure this host's constants for the estimator, within a minute"),
     "doctor": ("cpu3d.host.doctor", "look at this host: what it has, what would be set, a self-test of the engine"),
 }

@@ -4,9 +4,8 @@
     ./run.sh bench learning --workdir learning --task CASE --name faster --steps 40 -- --learning-rate 0.01
 
 A task is plain, context or small, which are phantoms, or the folder of a real case, of which warped copies are made.
-Data and stores stay in the workdir; runs are not kept. A full step has the voxels of one at full resolution; seconds
-are of training, without validation and saving. The last weights are scored lesion by lesion too. A region that an
-untouched case lacks is left out: its Dice there is 0 or 1. `bench tables --learning` draws the records.
+Data and stores stay in the workdir, runs do not. A full step has the voxels of one at full resolution; seconds are of
+training alone. A region that an untouched case lacks is left out: its Dice there is 0 or 1.
 """
 
 import dataclasses
@@ -23,22 +22,20 @@ from cpu3d.compare.run import call
 from cpu3d.data.region import Shape3
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.phantom import USUAL_SHAPE
-from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import read_scores, scores_path
 from cpu3d.report.pictures import Line, chart
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import numbers, of_kind
-from cpu3d.settings import RunConfig, as_options, load_config
+from cpu3d.settings import RunConfig, load_config
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.records import by
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import PALETTE, Table
 
+# Task -> options of `phantom`; then what a record has of the scores and of the settings of a run.
 PHANTOMS = {"plain": [], "context": ["--context", "count"], "small": ["--lesion-size", "small"]}
-"""Task -> options of `phantom`."""
-
 LESIONS = ("lesion_dice", "lesion_sensitivity", "false_positives")
-SETTINGS = ("mode", "grid", "resolution", "batch", "optimizer", "coarse_steps")  # of a run, in the record
+SETTINGS = ("mode", "grid", "resolution", "batch", "optimizer", "coarse_steps")
 
 
 @dataclass(frozen=True)
@@ -46,11 +43,10 @@ class Options:
     """What `bench learning` trains."""
 
     workdir: Path = option(help="folder for data and stores, used again the next time", metavar="DIR")
-    task: Tuple[str, ...] = option(("plain",), "name or folder of a case; repeatable", "TASK", repeat=True)
+    task: str = option("plain", "name or folder of a case")
     shape: Shape3 = option(USUAL_SHAPE, "of phantoms, voxels", metavar=("X", "Y", "Z"))
     cases: Tuple[int, int] = option((8, 4), "to train on, and untouched", metavar=("TRAIN", "VAL"))
     steps: int = option(64, "of every run", at_least=1, metavar="N")
-    every: int = option(8, "steps between validations, a divisor of --steps", at_least=1, metavar="N")
     seeds: Tuple[int, ...] = option((0, 1, 2), "of the runs", metavar="S")
     name: str = option("", "of these settings in tables (default: the options of train)")
     train: Tuple[str, ...] = option((), "after --: options of train", metavar="-- ...", rest=True)
@@ -60,49 +56,40 @@ OPTIONS = (Options, Output)
 
 
 def run(options: Options, output: Output) -> int:
-    if options.steps % options.every:
-        raise InputError(f"--every must divide --steps, {options.steps}, got {options.every}; choose another")
-    workdir = writable_folder(options.workdir, "workdir").resolve()
-    for task in options.task:
-        result = learned(workdir, options, task)
-        output.publish("learning", result, learning_table([result]))
-    return 0
-
-
-def learned(workdir: Path, options: Options, task: str) -> Result:
-    """Train on a task with each seed in turn; the content of a record. Raises RunFailedError where a process fails."""
-    train, log = [word for word in options.train if word != "--"], workdir / "log.txt"
-    name, store = options.name or shlex.join(train) or "defaults", made_store(workdir, options, task, log)
-    train_for = [*train, *as_options({"steps": options.steps, "validations": options.steps // options.every})]
-    untouched, curves, about = store.cases("val"), [], {}
-    held = [{*case.label_voxels} for case in untouched]
-    regions = [region for region, codes in store.manifest.regions.items() if all({*codes} & labels for labels in held)]
+    """Train on the task with each seed in turn. Raises RunFailedError where a process fails."""
+    train, workdir = [w for w in options.train if w != "--"], writable_folder(options.workdir, "workdir").resolve()
+    name, log, curves, about = options.name or shlex.join(train) or "defaults", workdir / "log.txt", [], {}
+    store = made_store(workdir, options, log)
+    untouched, command = store.cases("val"), ["train", "--store", str(store.folder), "--validations", "8"]
+    regions = [r for r, codes in store.manifest.regions.items() if all({*codes} & {*c.label_voxels} for c in untouched)]
     for seed in options.seeds:
         with tempfile.TemporaryDirectory(prefix="run-", dir=workdir) as folder:
-            run, label = Path(folder) / "run", f"{task}, {name}, seed {seed}"
-            command = ["train", "--store", str(store.folder), "--run", str(run), *train_for, "--seed", str(seed)]
-            call(command, log, label, run=run, steps=options.steps)
+            run, label = Path(folder) / "run", f"{options.task}, {name}, seed {seed}"
+            words = [*command, "--run", str(run), *train, "--steps", str(options.steps), "--seed", str(seed)]
+            call(words, log, label, run=run, steps=options.steps)
             call(["evaluate", "--run", str(run), "--split", "val", "--weights", "last"], log, label)
             events, config, scores = read_events(run), load_config(run), read_scores(scores_path(run, "val"))
         lesions = {name: {metric: scores["summary"][name][metric]["mean"] for metric in LESIONS} for name in regions}
         curves.append({"seed": seed, "points": points_of(events, config, regions), "lesions": lesions})
-        start = of_kind(events, "start")[0]
-        about = {name: getattr(config, name) for name in SETTINGS}
-        about.update({name: start[name] for name in ("threads", "host", "versions")}, engine_name=start["engine"])
-    asked = {"task": Path(task).resolve().name, "name": name, "options": train, "steps": options.steps}
+        start, facts = of_kind(events, "start")[0], ("threads", "host", "versions")
+        about = {**{name: getattr(config, name) for name in SETTINGS}, **{name: start[name] for name in facts}}
     about.update(cases=options.cases, shape=untouched[0].shape, unet=dataclasses.asdict(config.unet))
-    return {**asked, "curves": curves, **about}
+    result = {"task": Path(options.task).resolve().name, "name": name, "options": train, "steps": options.steps}
+    result.update(curves=curves, engine_name=start["engine"], **about)
+    output.publish("learning", result, learning_table([result]))
+    return 0
 
 
-def made_store(workdir: Path, options: Options, task: str, log: Path) -> Store:
-    """The store of a task below `workdir`, made where it is missing."""
-    name, words, cases = Path(task).resolve().name, ["--warp", str(Path(task).resolve())], [*map(str, options.cases)]
-    if task in PHANTOMS:
-        name, words = f"{task}-{by(options.shape)}", [*PHANTOMS[task], "--shape", *map(str, options.shape)]
+def made_store(workdir: Path, options: Options, log: Path) -> Store:
+    """The store of the task below `workdir`, made where it is missing."""
+    task, cases = Path(options.task).resolve(), [*map(str, options.cases)]
+    name, words = task.name, ["--warp", str(task)]
+    if options.task in PHANTOMS:
+        name, words = f"{name}-{by(options.shape)}", [*PHANTOMS[name], "--shape", *map(str, options.shape)]
     folder = writable_folder(workdir / "-".join([name, *cases]), "folder")
     data, store = str(folder / "data"), str(folder / "store")
-    call(["phantom", "--out", data, "--cases", str(sum(options.cases)), *words], log, f"{task}: phantom")
-    call(["prepare", "--dataset", data, "--store", store, "--split", *cases, "0"], log, f"{task}: prepare")
+    call(["phantom", "--out", data, "--cases", str(sum(options.cases)), *words], log, f"{options.task}: phantom")
+    call(["prepare", "--dataset", data, "--store", store, "--split", *cases, "0"], log, f"{options.task}: prepare")
     return open_store(Path(store))
 
 
@@ -111,12 +98,10 @@ def points_of(events: Sequence[Mapping[str, Any]], config: RunConfig, regions: S
     points, step_s = [], numbers(of_kind(events, "step"), "step_s")
     for event in of_kind(events, "validation"):
         step, dice = event["step"], {name: event["dice"][name] for name in regions}
-        cost = {"full_steps": config.full_steps(step), "seconds": sum(step_s[:step])}
-        points.append({"step": step, **cost, "dice": dice})
+        points.append(
+            {"step": step, "full_steps": config.full_steps(step), "seconds": sum(step_s[:step]), "dice": dice}
+        )
     return points
-
-
-# --- The records as a table and in a picture ---
 
 
 def learning_table(records: Sequence[Result]) -> Table:
@@ -125,7 +110,7 @@ def learning_table(records: Sequence[Result]) -> Table:
     for record in records:
         ends = [curve["points"][-1] for curve in record["curves"]]
         full_steps, seconds = (statistics.fmean(end[cost] for end in ends) for cost in ("full_steps", "seconds"))
-        dice = [mean_dice(end) for end in ends]
+        dice = [statistics.fmean(end["dice"].values()) for end in ends]
         scores = (f"{statistics.fmean(dice):.3f}", f"{min(dice):.3f} to {max(dice):.3f}")
         rows.append((record["task"], record["name"], f"{full_steps:.1f}", f"{seconds:.1f}", *scores))
     return Table(("task", "settings", "full steps", "seconds", "mean Dice", "of the seeds"), rows, names=2)
@@ -135,14 +120,8 @@ def draw_learning(records: Sequence[Result]) -> bytes:
     """PNG: mean Dice of the untouched cases over cost, a line a seed, a colour a record."""
     lines = []
     for record, colour in zip(records, itertools.cycle(PALETTE)):
-        name = f"{record['task']}, {record['name']}"
-        for points in (curve["points"] for curve in record["curves"]):
-            cost, dice = [point["full_steps"] for point in points], [mean_dice(point) for point in points]
-            lines.append(Line("" if lines and lines[-1].colour == colour else name, cost, dice, colour))
-    about = {"x_label": "full steps", "y_label": "mean Dice", "y_range": (0, 1)}
-    return chart(lines, title="Dice of untouched cases", **about)
-
-
-def mean_dice(point: Result) -> float:
-    """Over the regions."""
-    return statistics.fmean(point["dice"].values())
+        for number, curve in enumerate(record["curves"]):
+            name, points = "" if number else f"{record['task']}, {record['name']}", curve["points"]
+            dice = [statistics.fmean(point["dice"].values()) for point in points]
+            lines.append(Line(name, [point["full_steps"] for point in points], dice, colour))
+    return chart(lines, title="Dice of untouched cases", x_label="full steps", y_label="mean Dice", y_range=(0, 1))

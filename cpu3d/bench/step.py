@@ -1,11 +1,11 @@
 """Measure time and memory of the real training step in a fresh process, beside the estimator's prediction.
 
     ./run.sh bench step --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16 --json
-    ./run.sh bench memory --policies --shape 128 128 128 --rounds 2 --peer "python other.py" --record r/policies.jsonl
+    ./run.sh bench step --policies --shape 128 128 128 --rounds 2 --peer "python other.py" --record r/policies.jsonl
 
-The step is the trainer's own: network, loss, gradients, optimizer; of a --recipe or a --run it is the step alone,
-without averaged weights and the store's work. `bench step` and `bench memory` are one command. The allocator's peak is
-TensorFlow's own count, in which stock TensorFlow leaves out oneDNN's scratch; the process's is the kernel's (VmHWM).
+The step is the trainer's own: network, loss, gradients, optimizer, without averaged weights and the store's work. The
+allocator's peak is TensorFlow's own count, in which stock TensorFlow leaves out oneDNN's scratch; the process's is the
+kernel's (VmHWM).
 
 --policies measures the step under every memory policy, in turn. A peer is any command whose last line of output is JSON
 with "step_s", and "peak_rss_bytes" if it knows its peak. A process of ours that dies becomes a row. The bytes live over
@@ -34,6 +34,7 @@ from cpu3d.bench.harness import Output, ProcessFailedError, Result, gib, host_of
 from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.memory import peak_rss_bytes
+from cpu3d.run.summary import median, numbers
 from cpu3d.settings import AUTO, RunConfig, left_open
 from cpu3d.util.records import by, versions
 from memory_estimator.calibration import HostConstants, find_constants
@@ -45,12 +46,8 @@ from memory_estimator.host import read_host
 from memory_estimator.job import Job, JobOptions, job_from, source_job
 from models.config import DTYPES, POLICIES, UNetConfig
 
-WARM_UP_STEPS, LONG_ENOUGH_S = 2, 90
-"""The first step compiles, the second still fills optimizer slots and caches. Once the steps have taken so long, as
-without oneDNN in bfloat16, no more are done than one to warm up and one to time."""
-
+WARM_UP_STEPS = 2  # the first step compiles, the second still fills optimizer slots and caches
 LIVE_PARTS = 300  # of a step, each with the most that is live in it: as fine as a picture shows
-
 HOST_FACTS = ("engine_name", "threads", "host", "versions")  # the same in all measurements of a record
 PREDICTED = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s")
 
@@ -70,10 +67,7 @@ class StepOptions:
     steps: int = option(5, "steps timed", at_least=1, metavar="N")
     warm_up: int = option(WARM_UP_STEPS, "steps before those, not timed", at_least=0, metavar="N")
     policies: bool = option(False, "compare all policies")
-    peer: Tuple[str, ...] = option(
-        (), 'command whose last line is JSON with "step_s", in turn with ours; repeatable', metavar="COMMAND",
-        repeat=True,
-    )  # fmt: skip
+    peer: Tuple[str, ...] = option((), 'command whose last line is JSON with "step_s"; repeatable', "CMD", repeat=True)
     rounds: int = option(1, "how often, in turn", at_least=1, metavar="N")
 
 
@@ -83,26 +77,17 @@ OPTIONS = ((MeasuredJob,), StepOptions, Output)
 def run(given: Dict[str, Any], options: StepOptions, output: Output) -> int:
     if options.policies and "policy" in given:
         raise InputError(f"policy must be left out with --policies, got {given['policy']}; leave it out")
-    request = step_request(given, options)
-    policies = POLICIES if options.policies else (request["unet"]["policy"],)
-    result = compare_policies(request, policies, options.peer, options.rounds)
-    result = with_predictions(result, find_constants())
-    output.publish("policies", result, step_table(result))
-    return 0
-
-
-def step_request(given: Dict[str, Any], options: StepOptions) -> Dict[str, Any]:
-    """The request to `measure` of `given` options of `MeasuredJob`, 128^3 voxels where no shape is given.
-
-    Raises InputError for a job that cannot be.
-    """
     engine = given.get("engine", AUTO)
     known = Namespace(**{**given, "engine": engine})
     whole = valid(source_job, known).job
     job = valid(job_from, known, whole or Job(UNetConfig(dtype=read_host().best_dtype)))
-    engine = job.engine if whole and engine == AUTO else left_open(engine)
-    own = {"engine": engine, "threads": given.get("threads")}
-    return request_for(job, **own, steps=options.steps, warm_up=options.warm_up)
+    own = {"engine": job.engine if whole and engine == AUTO else left_open(engine), "threads": given.get("threads")}
+    request = request_for(job, **own, steps=options.steps, warm_up=options.warm_up)
+    policies = POLICIES if options.policies else (job.policy,)
+    result = compare_policies(request, policies, options.peer, options.rounds)
+    result = with_predictions(result, find_constants())
+    output.publish("policies", result, step_table(result))
+    return 0
 
 
 def compare_policies(request: Dict[str, Any], policies: Sequence[str], peers: Sequence[str], rounds: int) -> Result:
@@ -114,33 +99,35 @@ def compare_policies(request: Dict[str, Any], policies: Sequence[str], peers: Se
     """
     from cpu3d.util.progress import bar  # not into the memory of a measuring process
 
-    results: Dict[str, List[Optional[Result]]] = {name: [] for name in (*policies, *peers)}
+    results: Dict[str, List[Result]] = {name: [] for name in (*policies, *peers)}
     errors: Dict[str, ProcessFailedError] = {}
     with bar("bench step", total=rounds * len(results)) as advance:
         # Peers first: one that is wrong is seen before ours take their time.
         for number, name in itertools.product(range(rounds), (*peers, *policies)):
-            result = run_peer(name) if name in peers else None
-            if name in policies and name not in errors:
-                own = {"unet": {**request["unet"], "policy": name}, "live": number == 0}
-                try:
-                    result = harness.in_fresh_process(measure, {**request, **own})
-                except ProcessFailedError as error:
-                    errors[name] = error
-            results[name].append(result)
+            own = {"unet": {**request["unet"], "policy": name}, "live": number == 0}
+            try:
+                if name in peers:
+                    results[name].append(run_peer(name))
+                elif name not in errors:
+                    results[name].append(harness.in_fresh_process(measure, {**request, **own}))
+            except ProcessFailedError as error:
+                if name in peers:
+                    raise
+                errors[name] = error
             advance()
-    measured = next((result for name in policies for result in results[name] if result), None)
+    measured = next((results[name][0] for name in policies if results[name]), None)
     if not measured:
         raise next(iter(errors.values()))
     rows: List[Result] = []
-    for name, each in results.items():
-        done, row = [result for result in each if result], {"name": name, "kind": "policy"}
+    for name, done in results.items():
+        row = {"name": name, "kind": "policy", "error": str(errors[name]) if name in errors else None}
         if name in peers:
             words = [word for word in shlex.split(name)[1:] if "/" not in word]  # paths are of one machine
-            row = {"name": " ".join([done[0].get("peer", ""), *words]).strip(), "kind": "peer"}
-        row.update(error=str(errors[name]) if name in errors else None, rounds=[result["step_s"] for result in done])
-        row.update(step_s=statistics.median(row["rounds"]) if done else None)
+            row.update(name=" ".join([done[0].get("peer", ""), *words]).strip(), kind="peer")
+        row["rounds"] = numbers(done, "step_s")
+        row["step_s"] = median(row["rounds"])
         for peak in ("allocator_peak_bytes", "process_peak_bytes"):
-            row[peak] = max((result[peak] for result in done if result.get(peak) is not None), default=None)
+            row[peak] = max(numbers(done, peak), default=None)
         rows.append({**row, "live_bytes": done[0].get("live_bytes") if done else None})
     return {**request, "rounds": rounds, "rows": rows, **{name: measured[name] for name in HOST_FACTS}}
 
@@ -165,41 +152,26 @@ def job_of_record(record: Mapping[str, Any]) -> Job:
     engine = record["engine"]
     if engine in (None, AUTO):
         engine = "itex" if "ITEX" in record["engine_name"] else "stock"
-    job = Job(
-        UNetConfig(**record["unet"]),
-        shape=tuple(record["shape"]),
-        batch=record["batch"],
-        micro_batch=record["micro_batch"],
-        optimizer=record["optimizer"],
-        engine=engine,
-        threads=int(record["threads"]["TF_NUM_INTRAOP_THREADS"]),
-    )
+    sizes = {name: record[name] for name in ("batch", "micro_batch", "optimizer")}
+    threads = int(record["threads"]["TF_NUM_INTRAOP_THREADS"])
+    job = Job(UNetConfig(**record["unet"]), tuple(record["shape"]), **sizes, engine=engine, threads=threads)
     by_rule = dataclasses.replace(job, micro_batch=0)  # so that equal jobs compare equal
     return by_rule if by_rule.micro == job.micro else job
 
 
 def with_predictions(record: Result, constants: HostConstants) -> Result:
-    """The record with the estimator's figures as "predicted" in each row; None for a peer, and where it has none.
+    """The record with the estimator's figures as "predicted" in each row; None for a peer, and of an engine that the
+    estimator does not know, which is said on stderr."""
+    if not has_known_engine(record):
+        print("no prediction: engine must use oneDNN, got none; the estimator knows itex and stock", file=sys.stderr)
 
-    The reason is printed on stderr then.
-    """
-
-    def predicted(policy: str) -> Optional[Result]:
-        try:
-            if not has_known_engine(record):
-                raise ValueError("engine must use oneDNN, got none; the estimator knows itex and stock")
-            found = estimate(job_of_record({**record, "unet": {**record["unet"], "policy": policy}}), constants)
-            return {name: getattr(found, name) for name in PREDICTED}
-        except ValueError as error:
-            print(f"no prediction: {error}", file=sys.stderr)
+    def predicted(row: Result) -> Optional[Result]:
+        if row["kind"] != "policy" or not has_known_engine(record):
             return None
+        found = estimate(job_of_record({**record, "unet": {**record["unet"], "policy": row["name"]}}), constants)
+        return {name: getattr(found, name) for name in PREDICTED}
 
-    return {
-        **record,
-        "rows": [
-            {**row, "predicted": predicted(row["name"]) if row["kind"] == "policy" else None} for row in record["rows"]
-        ],
-    }
+    return {**record, "rows": [{**row, "predicted": predicted(row)} for row in record["rows"]]}
 
 
 def step_table(record: Result) -> Table:
@@ -228,21 +200,15 @@ def title_of(record: Result) -> str:
 def draw_policies(records: Sequence[Result]) -> bytes:
     """PNG: the memory of the process over one step under each policy, panels as wide as their steps take long.
 
-    That is of the newest record with the bytes live over a step; lines are the peaks of peers in any record of that
-    job. The live bytes are drawn on top of all else that the process holds at its peak, so the highest point is the
-    process's peak, as a peer's line is. Raises InputError where no record has live bytes.
+    That is of the newest record with the bytes live over a step, which are drawn on top of all else that the process
+    holds at its peak; lines are the peaks of peers in any record of that job. Raises InputError without such a record.
     """
     alive = [record for record in records if any(row.get("live_bytes") for row in record["rows"])]
     if not alive:
         raise InputError("records of policies must have live_bytes, got none; measure with `bench step --policies`")
-    shown = [row for row in alive[-1]["rows"] if row.get("live_bytes")]
-    same = [record for record in records if title_of(record) == title_of(alive[-1])]
-    peaks = [
-        (row["process_peak_bytes"] / GIB, f"{row['name']}: {gib(row['process_peak_bytes'])} GiB\n{host_of(record)}")
-        for record in same
-        for row in record["rows"]
-        if row["kind"] == "peer" and row["process_peak_bytes"]
-    ]
+    shown, title = [row for row in alive[-1]["rows"] if row.get("live_bytes")], title_of(alive[-1])
+    of_job = [(record, row) for record in records if title_of(record) == title for row in record["rows"]]
+    peers = [(record, row) for record, row in of_job if row["kind"] == "peer" and row["process_peak_bytes"]]
     figure, widths = new_figure(10, 4.2), [row["step_s"] / shown[0]["step_s"] for row in shown]
     panels = figure.subplots(1, len(shown), sharey=True, squeeze=False, gridspec_kw={"width_ratios": widths})[0]
     for axes, row, width in zip(panels, shown, widths):
@@ -253,14 +219,16 @@ def draw_policies(records: Sequence[Result]) -> bytes:
         axes.fill_between(parts, 0, beside, color="#888888", alpha=0.3, linewidth=0)
         axes.fill_between(parts, beside, held, color=colour, alpha=0.3, linewidth=0, step="pre")
         axes.step(parts, held, color=colour, linewidth=1.3, where="pre")
-        for (peak, name), dashes in zip(peaks, itertools.cycle(("--", ":", "-."))):
-            axes.axhline(peak, color="#444444", linestyle=dashes, label=name)
+        for (record, peer), dashes in zip(peers, itertools.cycle(("--", ":", "-."))):
+            peak_bytes = peer["process_peak_bytes"]
+            label = f"{peer['name']}: {gib(peak_bytes)} GiB\n{host_of(record)}"
+            axes.axhline(peak_bytes / GIB, color="#444444", linestyle=dashes, label=label)
         plain(axes, f"{row['name']}\n{max(held):.2f} GiB, {width:.2f} x")
         axes.set(xlim=(0, width), ylim=(0, None))
     panels[0].set_ylabel("held by the process, GiB; grey: beside the allocator")
-    if peaks:
+    if peers:
         panels[-1].legend(fontsize=7, loc="center right")
-    figure.supxlabel(f"{title_of(alive[-1])}, {host_of(alive[-1])}; time in steps of {shown[0]['name']}", fontsize=8)
+    figure.supxlabel(f"{title}, {host_of(alive[-1])}; time in steps of {shown[0]['name']}", fontsize=8)
     figure.tight_layout(pad=0.6, w_pad=0.8)
     return png(figure)
 
@@ -289,15 +257,12 @@ def measure(request: Dict[str, Any]) -> Result:
         learner.step(parts, 1e-4)
         return time.perf_counter() - begin
 
-    first: List[float] = []
-    while len(first) < request.get("warm_up", WARM_UP_STEPS) and sum(first) < LONG_ENOUGH_S:
-        first.append(step())
+    for _ in range(request.get("warm_up", WARM_UP_STEPS)):
+        step()
     # An engine without oneDNN keeps no statistics, and reports none.
     with contextlib.suppress(ValueError, tf.errors.OpError):
         tf.config.experimental.reset_memory_stats("CPU:0")
-    timed = [step()]
-    while len(timed) < request["steps"] and sum(first + timed) < LONG_ENOUGH_S:
-        timed.append(step())
+    timed = [step() for _ in range(request["steps"])]
     result = {**request, "step_s": statistics.median(timed), "step_s_min": min(timed), "step_s_max": max(timed)}
     result.update(allocator_peak_bytes=allocator_peak_bytes(), process_peak_bytes=peak_rss_bytes())
     about = {"engine_name": engine_name(tf), "threads": in_force(threads), "host": host.summary()}

@@ -4,9 +4,9 @@
     ./run.sh bench tables --records records --page validation.md --picture docs/pictures/policies.png
     ./run.sh bench tables --records records --accuracy memory_estimator/accuracy.json
 
-Predictions are those of the estimator as it is now, with the constants that it ships. The validation page holds every
-measured configuration beside its prediction, a section a host; its upper bounds follow from accuracy.json, how far
-predictions are off, which --accuracy writes first: do so after a record has come in, and after changes.
+Predictions are those of the estimator as it is now, with the constants that it ships. The upper bounds of the
+validation page follow from accuracy.json, how far predictions are off: write that after a record has come in, and after
+changes of the estimator.
 """
 
 import json
@@ -66,12 +66,9 @@ def run(options: TableOptions) -> int:
 def tables(folder: Path) -> List[str]:
     """The lines of the page of results. A kind without records has no section."""
     lines = HEAD.splitlines()
-    for kind, (heading, section) in SECTIONS.items():
-        path = Path(folder) / (kind if kind == VALIDATION else f"{kind}.jsonl")
-        if path.exists():
-            lines += ["", f"## {heading}", "", *section(path)]
-            while not lines[-1]:
-                lines.pop()
+    for name, (heading, section) in SECTIONS.items():
+        if (folder / name).exists():
+            lines += ["", f"## {heading}", "", *section(folder / name)]
     return lines
 
 
@@ -91,8 +88,8 @@ def _policies(path: Path) -> List[str]:
     lines: List[str] = []
     for record in _newest(path, STEP):
         constants = shipped_constants(Kernels(highest_isa(record["host"]["isa"])))
-        lines += [*step_table(with_predictions(record, constants)).markdown(), ""]
-    return lines
+        lines += ["", *step_table(with_predictions(record, constants)).markdown()]
+    return lines[1:]
 
 
 def _estimator(path: Path) -> List[str]:
@@ -102,10 +99,14 @@ def _estimator(path: Path) -> List[str]:
 
 STEP = ("shape", "batch", "micro_batch", "unet", "optimizer", "engine_name")
 LEARNING = ("task", "name", "shape", "steps")
+
+# File or folder of records -> heading, and the lines of it.
 SECTIONS = {
-    "policies": ("Memory policies", _policies),
-    "memory": ("The estimator against measured steps", _estimator),
-    "compare": ("Whole volumes against patches", lambda path: comparisons_markdown(read_records(path, "compare"))),
-    "learning": ("Learning", lambda path: learning_table(_newest(path, LEARNING)).markdown()),
+    "policies.jsonl": ("Memory policies", _policies),
+    VALIDATION: ("The estimator against measured steps", _estimator),
+    "compare.jsonl": (
+        "Whole volumes against patches",
+        lambda path: comparisons_markdown(read_records(path, "compare")),
+    ),
+    "learning.jsonl": ("Learning", lambda path: learning_table(_newest(path, LEARNING)).markdown()),
 }
-"""Kind of record, which is its file's name too -> heading, and the lines of a file."""

@@ -7,11 +7,8 @@ They are those of the published records, in records/memory; each fits a host wit
 steps, in about an hour on two quiet cores with AVX512_BF16. Cut off, it continues: what the record holds is not
 measured again, failures included (remove a line to try again). One record file a host.
 
-Put into records/memory, a file is one of the published records: `bench tables --accuracy` then has the errors and the
-upper bounds of jobs like these on hosts like this one.
-
-`bench tables` makes two things of the records: accuracy.json, which the estimator ships (`memory_estimator.accuracy`),
-and the validation page, every measured configuration beside its prediction.
+Put into records/memory, a file is one of the published records, of which `bench tables` makes accuracy.json, which the
+estimator ships, and the validation page, every measured configuration beside its prediction.
 """
 
 import dataclasses
@@ -51,10 +48,9 @@ from memory_estimator.job import ENGINES, Job, engine_version
 from memory_estimator.step.onednn import Kernels, highest_isa
 from models.config import POLICIES
 
-PUBLISHED = Path(__file__).resolve().parents[2] / "records" / "memory"
-"""The folder of published records, a file a host; it may not be there."""
-
+PUBLISHED = Path(__file__).resolve().parents[2] / "records" / "memory"  # a file a host; it may not be there
 VALIDATION = "memory"  # in the folder of records that of `bench validate`, a file a host
+STEPS = 3  # timed, after two more: enough for a median
 
 VALIDATION_HEAD = """\
 # The estimator against measured steps
@@ -66,8 +62,6 @@ and the least; it is wide where too few records of a kind tell how far the next 
 names the figures that are fitted to some of these records: the rules were found with runs of up to 128^3 voxels in
 view, and the margin of an upper bound is that of all records of its kind.
 """
-
-STEPS = 3  # timed, after two more: enough for a median
 
 
 @dataclass(frozen=True)
@@ -100,9 +94,14 @@ def run(options: Options) -> int:
             needed, free = estimate(job, constants).upper_bound_bytes, read_host().free_bytes
             outcome = f"left out, needs {format_bytes(needed)} where {format_bytes(free)} are free"
             if needed <= free:
-                record = measured_record(job, host)
+                request = request_for(job, steps=STEPS)
+                try:
+                    record, outcome = in_fresh_process(measure, request), "measured"
+                except ProcessFailedError as error:
+                    environment = {**thread_plan(host).environment, "TF_NUM_INTRAOP_THREADS": str(job.threads)}
+                    about, outcome = {"threads": environment, "host": host.summary()}, str(error)
+                    record = {**request, "error": outcome, **about}
                 append_record(options.record, "memory", record)
-                outcome = record.get("error", "measured")
             print(f"{job.describe()}: {outcome}", file=sys.stderr)
             advance()
     held_out = [one for one in _of_this_host(options.record, host) if one.held_out]
@@ -110,19 +109,6 @@ def run(options: Options) -> int:
     rows = compare(held_out, lambda one: estimate(one.job, constants))
     Output().publish("memory", {}, summary_table(rows))
     return 0
-
-
-def measured_record(job: Job, host: Host) -> Dict[str, Any]:
-    """What the record keeps of one configuration: the measurement, or what the process died of.
-
-    Raises InputError where no process was started, which says nothing of the job.
-    """
-    request = request_for(job, steps=STEPS)
-    try:
-        return in_fresh_process(measure, request)
-    except ProcessFailedError as error:
-        environment = {**thread_plan(host).environment, "TF_NUM_INTRAOP_THREADS": str(job.threads)}
-        return {**request, "error": str(error), "threads": environment, "host": host.summary()}
 
 
 def configurations(threads: int) -> Tuple[Job, ...]:
@@ -172,15 +158,14 @@ def compare(measured: Iterable[Measured], predict: Callable[[Measured], Estimate
     """A row for every step that was measured; `predict` gives the estimate of its job. Failures are left out."""
     rows = []
     for one in (one for one in measured if not one.failure):
-        prediction, allocator, process = predict(one), one.allocator_peak_bytes, one.process_peak_bytes
+        found, allocator, process = predict(one), one.allocator_peak_bytes, one.process_peak_bytes
         errors = {
-            "allocator_peak": None if allocator is None else prediction.allocator_peak_bytes / allocator - 1,
-            "process_peak": prediction.process_peak_bytes / process - 1,
-            "upper_bound": prediction.upper_bound_bytes / process - 1,
-            "step_s": None if math.isnan(one.step_s) else prediction.step_s / one.step_s - 1,
+            "allocator_peak": None if allocator is None else found.allocator_peak_bytes / allocator - 1,
+            "process_peak": found.process_peak_bytes / process - 1,
+            "upper_bound": found.upper_bound_bytes / process - 1,
+            "step_s": None if math.isnan(one.step_s) else found.step_s / one.step_s - 1,
         }
-        isa, is_covered = prediction.constants.kernels.isa, prediction.kind is not None
-        rows.append(Row(one, prediction.process_peak_bytes, isa, is_covered, errors))
+        rows.append(Row(one, found.process_peak_bytes, found.constants.kernels.isa, found.kind is not None, errors))
     return rows
 
 
@@ -192,6 +177,17 @@ def predicted(one: Measured, accuracy: Optional[Accuracy] = None) -> Estimate:
 _shipped = functools.lru_cache(maxsize=None)(shipped_constants)
 
 
+def validation(folder: Path) -> Tuple[Sequence[Measured], List[Row]]:
+    """The measured steps in a folder of records, and each beside what the estimator as it stands predicts."""
+    measured = read_measured(folder / VALIDATION)
+    return measured, compare(measured, predicted)
+
+
+def accuracy_of(folder: Path) -> bytes:
+    """The content of the estimator's accuracy.json, from the records; its margins are what is worked out here."""
+    return accuracy_json(digest(compare(read_measured(folder / VALIDATION), lambda one: predicted(one, Accuracy(())))))
+
+
 # --- Tables and the page ---
 
 
@@ -199,18 +195,16 @@ def summary_table(rows: Sequence[Row]) -> Table:
     """Median (of the absolute errors) and worst error of every figure, for all rows and by host, engine and dtype."""
     groups: Dict[Tuple[str, ...], List[Row]] = {("all", ""): list(rows)}
     for row in sorted(rows, key=lambda row: (row.measured.host, row.measured.job.engine, row.measured.job.unet.dtype)):
-        job, kernels = row.measured.job, row.isa
-        groups.setdefault((row.measured.host, f"{kernels}, {job.engine}, {job.unet.dtype}"), []).append(row)
+        job = row.measured.job
+        groups.setdefault((row.measured.host, f"{row.isa}, {job.engine}, {job.unet.dtype}"), []).append(row)
     cells = []
     for group, some in groups.items():
-        least = min((row.errors["upper_bound"] for row in some), default=math.nan)
         spreads = [spread(some, figure) for figure in FIGURES]
-        allocator, process, step = (
-            f"{one.median:.1%}, worst {signed(one.worst)}" if one.count else "-" for one in spreads
-        )
+        errors = [f"{one.median:.1%}, worst {signed(one.worst)}" if one.count else "-" for one in spreads]
+        least = min((row.errors["upper_bound"] for row in some), default=math.nan)
         bound = f"{signed(spread(some, 'upper_bound').mean)} ({signed(least)})"
-        bound += ", wide" * (not any(row.covered for row in some))
-        cells.append((*group, str(len(some)), allocator, process, bound, step))
+        bound += "" if any(row.covered for row in some) else ", wide"
+        cells.append((*group, str(len(some)), *errors[:2], bound, errors[2]))
     columns = ("host", "kernels, engine, dtype", "runs", "allocator peak", "process peak", "upper bound, mean (least)")
     return Table((*columns, "seconds a step"), cells, names=2)
 
@@ -220,44 +214,27 @@ def signed(share: Optional[float]) -> str:
     return "-" if share is None or math.isnan(share) else f"{share:+.1%}"
 
 
-def validation(folder: Path) -> Tuple[Sequence[Measured], List[Row]]:
-    """The measured steps, and each beside what the estimator as it stands predicts."""
-    measured = read_measured(folder / VALIDATION)
-    return measured, compare(measured, predicted)
-
-
-def accuracy_of(folder: Path) -> bytes:
-    """The content of the estimator's accuracy.json, from the records."""
-    unbounded = Accuracy(())  # the margins are what is worked out here
-    return accuracy_json(digest(compare(read_measured(folder / VALIDATION), lambda one: predicted(one, unbounded))))
-
-
 def page(measured: Sequence[Measured], rows: Sequence[Row]) -> List[str]:
     """The lines of the validation page. `rows` are what `compare` makes of `measured`, which has the failures too."""
-    above, count = left_out_in_turn(rows)
+    (above, count), row_of = left_out_in_turn(rows), {row.measured: row for row in rows}
     lines = [*VALIDATION_HEAD.splitlines(), "", *summary_table(rows).markdown(), ""]
     lines.append(f"Left out of its kind in turn, {above} of {count} records lie above the bound that the others make.")
+    columns = ("configuration", "allocator, GiB", "error", "process, GiB", "error", "bound above", "s a step", "error")
     for host, isa in sorted({(one.host, one.kernels.isa) for one in measured}):
         own = [one for one in measured if (one.host, one.kernels.isa) == (host, isa)]
-        lines += ["", f"## {host}, {isa}", *_host_lines(own, [row for row in rows if row.measured in own])]
+        own.sort(key=lambda one: (bool(one.failure), not one.held_out))
+        about = "; ".join(sorted({f"{one.version}, {one.job.threads} threads, {one.date}" for one in own}))
+        cells = [_cells(one, row_of.get(one)) for one in own]
+        lines += ["", f"## {host}, {isa}", "", *Table((*columns, ""), cells, title=about).markdown()]
     return lines
 
 
-def _host_lines(measured: Sequence[Measured], rows: Sequence[Row]) -> List[str]:
-    """Every configuration of one host."""
-    cells = []
-    for row in sorted(rows, key=lambda row: not row.measured.held_out):
-        one, error = row.measured, {name: signed(share) for name, share in row.errors.items()}
-        allocator, process = gib(one.allocator_peak_bytes, 3), gib(one.process_peak_bytes, 3)
-        step_s = "-" if math.isnan(one.step_s) else f"{one.step_s:.2f}"
-        memory = [allocator, error["allocator_peak"], process, error["process_peak"], error["upper_bound"]]
-        cells.append([_name(one.job), *memory, step_s, error["step_s"], "" if row.covered else "wide"])
-    failed = [one for one in measured if one.failure]
-    cells += [(_name(one.job), *7 * ["-"], f"not measured: {one.failure}") for one in failed]
-    about = "; ".join(sorted({f"{one.version}, {one.job.threads} threads, {one.date}" for one in measured}))
-    columns = ("configuration", "allocator, GiB", "error", "process, GiB", "error", "bound above", "s a step", "error")
-    return ["", *Table((*columns, ""), cells, title=about).markdown()]
-
-
-def _name(job: Job) -> str:
-    return f"{job.describe()}{', upsampling' * (job.unet.up == 'upsampling')}"
+def _cells(one: Measured, row: Optional[Row]) -> Sequence[str]:
+    """A configuration, and its errors; it has no row where it failed."""
+    name = f"{one.job.describe()}{', upsampling' * (one.job.unet.up == 'upsampling')}"
+    if row is None:
+        return (name, *7 * ["-"], f"not measured: {one.failure}")
+    allocator, process, bound, step = map(signed, row.errors.values())
+    step_s = "-" if math.isnan(one.step_s) else f"{one.step_s:.2f}"
+    sizes = gib(one.allocator_peak_bytes, 3), gib(one.process_peak_bytes, 3)
+    return (name, sizes[0], allocator, sizes[1], process, bound, step_s, step, "" if row.covered else "wide")

@@ -45,7 +45,7 @@ BFLOAT16, FLOAT32 = {"dtype": "bfloat16"}, {"dtype": "float32"}
 
 MEASURED = [
     # get_memory_info("CPU:0")["peak"] from the third step on: TensorFlow 2.15.1, ITEX 2.15.0.0, two threads, inputs as
-    # `bench memory` makes them. Hardly a KiB is off.
+    # `bench step` makes them. Hardly a KiB is off.
     (BFLOAT16, (96, 96, 96), 1, "itex", 643_688_960),
     (FLOAT32, (96, 96, 96), 1, "itex", 1_038_909_440),
     (FLOAT32, (96, 96, 96), 1, "stock", 987_004_928),

@@ -77,7 +77,7 @@ def test_the_job_is_that_of_the_options_the_recipe_or_the_run(requests, tmp_path
     own = ["--batch", "4", "--micro-batch", "2", "--policy", "balanced", "--dtype", "auto"]
     run = ["--run", str(tmp_path), "--engine", "itex", "--dtype", "bfloat16"]
     for arguments in (recipe, own, run, run[:2], []):
-        assert main(["bench", "memory", *arguments]) == 2
+        assert main(["bench", "step", *arguments]) == 2
     paper, second, third, fourth, default = requests
     assert (paper["shape"], paper["steps"], paper["threads"]) == ([240, 240, 144], 3, 2)
     assert paper["unet"] == dataclasses.asdict(RECIPES["paper-2020"].job.unet)
@@ -167,7 +167,7 @@ def test_policies_are_compared_in_turn_and_the_dead_are_rows(answers):
 def test_an_engine_that_the_estimator_does_not_know_has_no_prediction(answers, monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(FACTS, "engine_name", "TensorFlow 2.15.1, no oneDNN")
     answers["speed"] = [(1.0, 10, 20)]
-    assert main(["bench", "memory", *TINY, "--record", str(tmp_path / "r.jsonl")]) == 0
+    assert main(["bench", "step", *TINY, "--record", str(tmp_path / "r.jsonl")]) == 0
     assert "no prediction: engine must use oneDNN" in capsys.readouterr().err
     assert read_records(tmp_path / "r.jsonl", "policies")[0]["rows"][0]["predicted"] is None
 
