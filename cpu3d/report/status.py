@@ -27,25 +27,20 @@ from cpu3d.errors import ENDINGS, ending_of
 from cpu3d.run.checkpoint import best_score, checkpoints, step_of
 from cpu3d.run.heartbeat import BEAT_S, SILENT_S, Heartbeat, beat_age_s, heartbeat_path, read_heartbeats
 from cpu3d.run.log import FINISHED, recent_events
-from cpu3d.run.summary import Events, Pace, median, numbers, of_kind
+from cpu3d.run.summary import Pace, median, numbers, of_kind
 from cpu3d.settings import RunConfig, command_at_half_rate, load_config
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Bad, Good, Poor, Table
 from memory_estimator.common.units import format_bytes, format_seconds
 
+# The run's state is the first of WORST_FIRST that a worker is in: a cause comes before what it does to other workers.
+# Those of workers that have ended are of `cpu3d.errors.ENDINGS`. FINE need no attention; IDLE workers do nothing for a
+# run whose log says that it is finished.
 FINE = ("stopping", "starting", "running", "finished")
-"""States that need no attention."""
-
 WORST_FIRST = ("diverged", "out of memory", "too large", "failed", "stalled", "silent", "broken off", "unknown")
 WORST_FIRST += ("interrupted", *FINE)
-"""The run's state is the first of these that a worker is in: a cause comes before what it does to other workers. Those
-of workers that have ended are of `cpu3d.errors.ENDINGS`."""
-
 IDLE = ("silent", "broken off", "unknown", "interrupted", "finished")
-"""States of workers that do nothing for a run whose log says that it is finished."""
-
-STYLES = {"running": Good, "starting": Good, "finished": Good, "stopping": Poor, "interrupted": Poor}
-"""Of states; all others need attention now."""
+STYLES = {"running": Good, "starting": Good, "finished": Good, "stopping": Poor, "interrupted": Poor}  # else Bad
 
 
 @dataclass(frozen=True)
@@ -73,14 +68,16 @@ class WorkerStatus:
     """One worker."""
 
     rank: int
-    state: str
-    """One of WORST_FIRST."""
-    detail: str = ""
-    """What is known besides, and what to look at."""
+    state: str  # one of WORST_FIRST
+    detail: str = ""  # what is known besides, and what to look at
     beat_age_s: Optional[float] = None
-    phase_s: Optional[float] = None
-    """How long the phase had gone on at the last beat."""
+    phase_s: Optional[float] = None  # how long the phase had gone on at the last beat
     heartbeat: Optional[Heartbeat] = None
+
+    @property
+    def lives(self) -> bool:
+        """Whether it holds memory, as far as is known."""
+        return self.heartbeat is not None and self.heartbeat.exit_code is None and self.state != "silent"
 
 
 @dataclass(frozen=True)
@@ -97,29 +94,20 @@ class RunStatus:
     """A run, now."""
 
     folder: str
-    state: str
-    """The worst of its workers', see WORST_FIRST; of a run without heartbeats by its log."""
-    details: Tuple[str, ...]
-    """What is known of a state that needs attention, a sentence each."""
-    advice: str
-    """What to do next; "" for nothing."""
-    is_fine: bool
-    """Whether it runs or has finished."""
+    state: str  # the worst of its workers', see WORST_FIRST; of a run without heartbeats by its log
+    details: Tuple[str, ...]  # what is known of a state that needs attention, a sentence each
+    advice: str  # what to do next; "" for nothing
+    is_fine: bool  # whether it runs or has finished
     workers: Tuple[WorkerStatus, ...]
     step: int
     steps: Optional[int]
-    step_s: Optional[float]
-    """Median of the recent ones."""
-    seconds_left: Optional[float]
-    """At the pace of this attempt, its validations and saves included; None unless it runs."""
-    recent_steps: int
-    """Steps that loss and Dice are means of."""
+    step_s: Optional[float]  # median of the recent ones
+    seconds_left: Optional[float]  # at the pace of this attempt, validations and saves included; None unless it runs
+    recent_steps: int  # that loss and Dice are means of
     loss: Optional[float]
     dice: Dict[str, float]
-    validation: Optional[Dict[str, Any]]
-    """The last one: step, mean_dice, dice, best."""
-    best: Optional[float]
-    """The mean Dice of the best weights, as their file says; None without validation."""
+    validation: Optional[Dict[str, Any]]  # the last one: step, mean_dice, dice, best
+    best: Optional[float]  # the mean Dice of the best weights, as their file says; None without validation
     checkpoint: Optional[Saved]
 
 
@@ -136,9 +124,10 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
     known = [beat.steps for beat in beats] + [config.steps if config else None]
     steps = next(filter(None, [*known, *(_whole(event.get("steps")) for event in reversed(starts))]), None)
     judged = sorted(workers, key=lambda worker: WORST_FIRST.index(worker.state))
-    by_log = _state_by_log(events)
-    if not workers or (by_log.state == "finished" and _stays_finished(events[-1], workers, step, steps)):
-        judged = [by_log]
+    ends_finished = bool(events) and events[-1]["event"] == "end" and events[-1].get("reason") in FINISHED
+    if ends_finished and (not workers or _stays_finished(events[-1], workers, step, steps)):
+        judged = [WorkerStatus(0, "finished")]
+    judged = judged or [WorkerStatus(0, "unknown", "there is no heartbeat")]
     worst = judged[0]
     of_one_grid = [event for event in recent if event.get("voxels") == recent[-1].get("voxels")]
     losses, dice = numbers(recent, "loss"), [event.get("dice") or {} for event in recent]
@@ -182,8 +171,7 @@ def worker_status(run: Path, beat: Heartbeat, now: float) -> WorkerStatus:
 
 def describe(status: RunStatus) -> Group:
     """What is printed: the run in a line, its workers in a table, then progress and what to do."""
-    lines = [*_progress(status), *_memory_notes(status)]
-    lines += [("note" if status.is_fine else "why", detail) for detail in status.details]
+    lines = [*_progress(status), *(("note" if status.is_fine else "why", detail) for detail in status.details)]
     lines += [("next", status.advice)] if status.advice else []
     state = STYLES.get(status.state, Bad)(status.state)
     first = Text.assemble(("run: ", "bold"), f"{status.folder}: ", (state, state.style))
@@ -212,13 +200,6 @@ def _workers(run: Path, heartbeats: Mapping[int, Any], now: float) -> List[Worke
         else:
             workers.append(WorkerStatus(rank, "unknown", f"{heartbeat_path(run, rank)} was never written"))
     return workers
-
-
-def _state_by_log(events: Events) -> WorkerStatus:
-    """Of a run without heartbeats: whether it has finished."""
-    if events and events[-1]["event"] == "end" and events[-1].get("reason") in FINISHED:
-        return WorkerStatus(0, "finished")
-    return WorkerStatus(0, "unknown", "there is no heartbeat")
 
 
 def _stays_finished(end: Mapping[str, Any], workers: Sequence[WorkerStatus], step: int, steps: Optional[int]) -> bool:
@@ -268,22 +249,25 @@ def _cells(worker: WorkerStatus) -> Tuple[str, ...]:
     beat, state = worker.heartbeat, STYLES.get(worker.state, Bad)(worker.state)
     if beat is None:
         return (str(worker.rank), state, *["-"] * 6)
-    lives = _lives(worker)
     phase = f"{beat.phase}, {_rounded(worker.phase_s)}" if beat.exit_code is None else f"ended, code {beat.exit_code}"
     now = None if beat.anonymous_bytes is None else beat.anonymous_bytes + (beat.file_bytes or 0)
-    sizes = (now if lives else None, beat.peak_bytes, beat.bound_bytes, beat.free_bytes if lives else None)
+    sizes = (
+        now if worker.lives else None,
+        beat.peak_bytes,
+        beat.bound_bytes,
+        beat.free_bytes if worker.lives else None,
+    )
     return (str(worker.rank), state, phase, str(beat.step), *map(_short, sizes))
-
-
-def _lives(worker: WorkerStatus) -> bool:
-    return worker.heartbeat is not None and worker.heartbeat.exit_code is None and worker.state != "silent"
 
 
 def _progress(status: RunStatus) -> List[Tuple[str, str]]:
     """(name, text) of each line on progress."""
     of = f" of {status.steps:,} ({status.step / status.steps:.1%})" if status.steps else ""
     pace = f", {format_seconds(status.step_s)} a step" if status.step_s else ""
-    lines = [("step", f"{status.step:,}{of}{pace}{_end_time(status.seconds_left)}")]
+    if status.seconds_left is not None:
+        end = datetime.now() + timedelta(seconds=status.seconds_left)
+        pace += f", about {_rounded(status.seconds_left)} left, until {end:%a %d %b %H:%M}"
+    lines = [("step", f"{status.step:,}{of}{pace}")]
     if status.loss is not None:
         lines.append((f"mean of {status.recent_steps} steps", f"loss {status.loss:.3f}, Dice {_dice(status.dice)}"))
     if status.validation:
@@ -295,29 +279,12 @@ def _progress(status: RunStatus) -> List[Tuple[str, str]]:
     saved, text = status.checkpoint, "none yet"
     if saved:
         text = f"step {saved.step:,}, {_rounded(saved.age_s)} ago, {format_bytes(saved.size_bytes)}"
-    return [*lines, ("checkpoint", text)]
-
-
-def _memory_notes(status: RunStatus) -> List[Tuple[str, str]]:
-    """What the table does not hold of memory: the limit that leaves least, and a worker above the plan."""
-    beats = [worker.heartbeat for worker in status.workers if _lives(worker)]
-    lines = []
-    least = min((beat for beat in beats if beat.free_bytes is not None), key=lambda beat: beat.free_bytes, default=None)
-    if least:
-        limit = f", {format_bytes(least.limit_bytes)}" if least.limit_bytes else ""
-        lines.append(("memory", f"{format_bytes(least.free_bytes)} free of {least.free_of}{limit}"))
-    over = {beat.rank: beat.peak_bytes - beat.bound_bytes for beat in beats if beat.bound_bytes and beat.peak_bytes}
-    worst = max(over, key=over.get, default=None)
-    if worst is not None and over[worst] > 0:
-        more = format_bytes(over[worst])
-        lines.append(("memory", f"worker {worst} has held {more} above the plan's upper bound, mapped files included"))
+    lines.append(("checkpoint", text))
+    free = [worker.heartbeat for worker in status.workers if worker.lives and worker.heartbeat.free_bytes is not None]
+    for beat in sorted(free, key=lambda beat: beat.free_bytes)[:1]:  # what leaves least, which the table does not name
+        limit = f", {format_bytes(beat.limit_bytes)}" if beat.limit_bytes else ""
+        lines.append(("memory", f"{format_bytes(beat.free_bytes)} free of {beat.free_of}{limit}"))
     return lines
-
-
-def _end_time(seconds: Optional[float]) -> str:
-    if seconds is None:
-        return ""
-    return f", about {_rounded(seconds)} left, until {datetime.now() + timedelta(seconds=seconds):%a %d %b %H:%M}"
 
 
 def _rounded(seconds: Optional[float]) -> str:
