@@ -44,16 +44,13 @@ from memory_estimator.step.timing import step_seconds
 from memory_estimator.step.training_step import training_step
 from models.config import UNetConfig
 
-SHAPE, HALF, SMALL = (96, 96, 96), (48, 96, 96), (48, 64, 64)
-"""The largest that constants are fitted to: what is larger is for checking them. Less of it saves time."""
-
+SHAPE, HALF, SMALL = (96, 96, 96), (48, 96, 96), (48, 64, 64)  # the largest that constants are fitted to, and less
 TIMED_STEPS = 4  # of each network, of which the two fastest count
-
 BUDGET_S = 60  # for one engine in all its dtypes, start-up included; once it is spent no more networks are begun
 
+# How firmly work, traffic and overhead are held to one common factor: one that differs from it by all of itself weighs
+# as much as an error of a tenth in one network's seconds. Networks that do not tell them apart leave them alike.
 HELD = 0.01
-"""How firmly work, traffic and overhead are held to one common factor: one that differs from it by all of itself weighs
-as much as an error of a tenth in one network's seconds. Networks that do not tell them apart leave them alike."""
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table, new_console
 from memory_estimator.common.units import GIB
 
-Result = Dict[str, Any]
-"""The JSON object that a measuring process ends with."""
+Result = Dict[str, Any]  # the JSON object that a measuring process ends with
 
 
 class ProcessFailedError(InputError):

@@ -21,8 +21,7 @@ from cpu3d.inference.scores import METRICS, metric_notes
 from cpu3d.pages.page import flat
 from cpu3d.pages.viewer import viewer
 from cpu3d.report.pictures import Figures, Line, chart, strips
-from cpu3d.report.report import Section, write_page
-from cpu3d.report.run_files import shown_cases
+from cpu3d.report.report import Section, shown_cases, write_page
 from cpu3d.util.progress import say
 from cpu3d.util.records import append_record, by, count, duration, listed, newest, plus_minus, seconds, versions
 from memory_estimator.common.table import PALETTE, Bold, Table

@@ -22,21 +22,17 @@ from cpu3d.data.region import Region, bounding_box
 from cpu3d.pages.page import render_page
 from cpu3d.util.atomic import atomic_write
 
-CASE_BYTES = 3_000_000
-"""What the modalities and labels of a case may take in the page; more only where LEAST steps take more."""
-
+CASE_BYTES = 3_000_000  # of the modalities and labels of a case in the page; more only where LEAST steps take more
 STEPS, LEAST = 255, 24
+RANGE, WINDOW = (
+    (0.1, 99.9),
+    (0.5, 99.5),
+)  # percentiles of the brain: what the steps span, what is black and white at first
+SCORES = "standard deviations"  # the unit of images that are stored after normalisation
 
-RANGE, WINDOW = (0.1, 99.9), (0.5, 99.5)
-"""Percentiles of the voxels that are not zero: what the steps span, and what is black and white at first."""
-
+# Oedema green, core red, enhancing yellow, as the field draws them, in the tones of Okabe and Ito, which colour-blind
+# readers can tell apart; then of other regions.
 COLOURS = {"WT": "#009e73", "TC": "#d55e00", "ET": "#f0e442", "RC": "#cc79a7"}
-"""Oedema green, core red, enhancing yellow, as the field draws them, in the tones of Okabe and Ito, which colour-blind
-readers can tell apart."""
-
-SCORES = "standard deviations"
-"""The unit of images that are stored after normalisation."""
-
 OTHERS = ("#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#d55e00", "#f0e442", "#0072b2")
 
 
@@ -45,20 +41,16 @@ class ViewedCase:
     """What is shown of a case; volumes have axes R A S and lie on the grid of `geometry`."""
 
     name: str
-    image: np.ndarray
-    """`(X, Y, Z, C)` of finite numbers, of which a channel at a time is read."""
+    image: np.ndarray  # (X, Y, Z, C) of finite numbers, of which a channel at a time is read
     channels: Sequence[str]
     geometry: Geometry
     regions: Mapping[str, Sequence[int]] = field(default_factory=dict)
     labels: Mapping[int, str] = field(default_factory=dict)
-    truth: Optional[np.ndarray] = None
-    """`(X, Y, Z)` uint8 of label codes, as each of `predictions`."""
+    truth: Optional[np.ndarray] = None  # (X, Y, Z) uint8 of label codes, as each of `predictions`
     predictions: Mapping[str, np.ndarray] = field(default_factory=dict)
-    note: str = ""
-    """Such as "best"."""
+    note: str = ""  # such as "best"
     scores: str = ""
-    unit: str = ""
-    """Of the intensities, such as SCORES; scanners give none."""
+    unit: str = ""  # of the intensities, such as SCORES; scanners give none
 
 
 def viewer(cases: Iterable[ViewedCase]) -> Dict[str, Any]:
@@ -107,7 +99,7 @@ def _case(case: ViewedCase, name: str) -> Tuple[Dict[str, Any], Dict[str, bytes]
     """What the page is told of a case, and its volumes, packed."""
     box = _box(case)
     inside = box.slices(case.image.shape[:3])
-    given = {**({f"{name}-truth": case.truth} if case.truth is not None else {})}
+    given = {} if case.truth is None else {f"{name}-truth": case.truth}
     answers = {f"{name}-prediction-{number}": one for number, one in enumerate(case.predictions.values())}
     volumes = {key: np.ascontiguousarray(label[inside]) for key, label in {**given, **answers}.items()}
     start = _start(next(iter(volumes.values()), None), case.regions, box.size)
@@ -172,12 +164,10 @@ def _modality(volume: np.ndarray, most_bytes: float) -> Tuple[Dict[str, Any], by
         high = low + max(1.0, abs(low))
     if not black < white:
         black, white = low, high
-    steps, packed = STEPS, b""
-    while True:
-        packed = pack(in_steps(volume, low, high, steps))
-        if len(packed) <= most_bytes or steps == LEAST:
-            break
+    steps, packed = STEPS, pack(in_steps(volume, low, high, STEPS))
+    while len(packed) > most_bytes and steps > LEAST:
         # Half as many steps spare about a bit a voxel of the brain.
         fewer = 2 ** (-8 * (len(packed) - most_bytes) / max(brain.size, 1))
         steps = max(LEAST, int(steps * min(0.95, fewer)))
+        packed = pack(in_steps(volume, low, high, steps))
     return {"low": low, "high": high, "levels": steps, "window": [black, white]}, packed

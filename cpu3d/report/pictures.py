@@ -10,11 +10,8 @@ import numpy as np
 
 from memory_estimator.common.table import PALETTE, new_figure, plain, png
 
-Figures = List[Tuple[str, bytes]]
-"""(what it shows, PNG) each."""
-
-YRange = Optional[Tuple[float, Optional[float]]]
-"""(bottom, top) of an axis; a top of None leaves some room above the data."""
+Figures = List[Tuple[str, bytes]]  # (what it shows, PNG) each
+YRange = Optional[Tuple[float, Optional[float]]]  # (bottom, top) of an axis; a top of None leaves room above the data
 
 
 @dataclass(frozen=True)
@@ -25,10 +22,8 @@ class Line:
     x: Sequence[float]
     y: Sequence[float]
     colour: str
-    measured: bool = True
-    """Drawn as it is; False for a dense noisy series: faint, with a running median over it."""
-    dots: bool = True
-    """Whether a measured line shows its points."""
+    measured: bool = True  # drawn as it is; False for a dense noisy series: faint, with a running median over it
+    dots: bool = True  # whether a measured line shows its points
 
 
 def chart(

@@ -7,18 +7,28 @@ paper. It works with what is there, also while a training is under way or before
 is missing.
 """
 
+import contextlib
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
-from cpu3d.inference.evaluate import PREDICTIONS, ranked, scores_path, summary_table, warning
+import numpy as np
+
+from cpu3d.data.nifti import read_volume, to_ras
+from cpu3d.data.splits import with_fold
+from cpu3d.data.store import Store, open_store
+from cpu3d.errors import InputError
+from cpu3d.inference.evaluate import PREDICTIONS, UNTOUCHED, ranked, read_scores, scores_path, summary_table, warning
+from cpu3d.inference.postprocessing import Decision, PostProcessing, postprocessing_of, read_decision
 from cpu3d.inference.scores import METRICS
 from cpu3d.pages.page import flat, page_file, percent, render_page
-from cpu3d.pages.viewer import viewer
+from cpu3d.pages.viewer import SCORES, ViewedCase, viewer
 from cpu3d.report import pictures
 from cpu3d.report.pictures import Figures, Line
-from cpu3d.report.run_files import RunFiles, gather, shown_cases
+from cpu3d.run.log import read_events
 from cpu3d.run.summary import Events, costs_of, last_end, median, numbers, of_kind
+from cpu3d.settings import load_config
 from cpu3d.util.atomic import atomic_write
 from cpu3d.util.records import by, count, duration, listed, seconds
 from memory_estimator.common.schema import option
@@ -36,13 +46,23 @@ class Options:
 
 OPTIONS = (Options,)
 
-OF_PATCHES, OF_WHOLE = ("patches_per_case", "foreground"), ("resolution",)
-SETTINGS = ("split_hash", "fold", "mode", "grid", "coarse_steps", "coarse_grid", *OF_PATCHES, *OF_WHOLE)
+# The facts of a run: settings, and those of its last attempt. Then the METRICS that post-processing is shown by.
+SETTINGS = ("split_hash", "fold", "mode", "grid", "resolution", "coarse_steps", "coarse_grid")
 STARTED_WITH = ("parameters", "precision", "policy", "micro_batch", "engine")
-"""The facts of a run: settings, and those of its last attempt."""
-
 SHOWN = ("lesion_dice", "false_positives", "dice")
-"""The METRICS that post-processing is shown by."""
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The content of a run folder."""
+
+    folder: Path
+    config: Dict[str, Any]
+    events: Events  # of log.jsonl, in order
+    scores: Optional[Dict[str, Any]]  # scores.json of the test cases, else of "val", else of "train"
+    store: Optional[Store]  # with the run's fold; None when it is not where it was
+    postprocessing: PostProcessing  # of the answers of its best weights, or why there is none
+    decision: Optional[Decision]  # the scores behind it; None where nothing was decided
 
 
 @dataclass(frozen=True)
@@ -53,11 +73,10 @@ class Folded:
     table: Table
 
 
+# Of a section: a table, pictures beside each other, a paragraph, or the cases of `viewer`. Empty ones are left out, and
+# so is a section, a heading and its parts, that has none.
 Part = Union[Table, Folded, Figures, str, Mapping[str, Any]]
-"""Of a section: a table, pictures beside each other, a paragraph, or the cases of `viewer`. Empty ones are left out."""
-
 Section = Tuple[str, Sequence[Part]]
-"""Its heading and parts; left out where it has none."""
 
 
 def run(options: Options) -> int:
@@ -93,6 +112,53 @@ def write_page(
         file.write(page)
 
 
+def gather(run_dir: Path) -> RunFiles:
+    """Read a run folder.
+
+    Raises InputError for a folder that is no run, and for a config.json, postprocessing.json or scores.json that is
+    damaged or of another version.
+    """
+    config = load_config(run_dir)
+    paths = [scores_path(run_dir, split) for split in (UNTOUCHED, "val", "train")]
+    scores = next((read_scores(path) for path in paths if path.is_file()), None)
+    store = None
+    for folder in (scores["store"] if scores else None, config.store):
+        if folder and store is None:
+            with contextlib.suppress(InputError):  # moved or deleted since: the page says so
+                store = with_fold(open_store(folder), config.fold)
+    decided = postprocessing_of(run_dir, config), read_decision(run_dir, config)
+    return RunFiles(run_dir, dataclasses.asdict(config), read_events(run_dir), scores, store, *decided)
+
+
+def shown_cases(
+    store: Store, scores: Mapping[str, str], regions: Mapping[str, Sequence[int]], predictions: Mapping[str, Path]
+) -> Iterator[ViewedCase]:
+    """The best, the median and the worst case, under the files in folders of `predictions`.
+
+    `scores` is case id -> its scores in words, the best case first. A prediction that is damaged or on another grid is
+    left out, and a case that has none or that the store no longer has.
+    """
+    notes: Dict[str, List[str]] = {}
+    ids, labels = list(scores), store.manifest.labels
+    for note, place in (("best", 0), ("median", len(ids) // 2), ("worst", len(ids) - 1)):
+        notes.setdefault(ids[place], []).append(note)
+    for case_id, of_case in notes.items():
+        try:
+            record, image, truth = store.case(case_id), store.image(case_id), np.asarray(store.label(case_id))
+        except (InputError, KeyError):
+            continue
+        answers = {}
+        for name, folder in predictions.items():
+            with contextlib.suppress(InputError):
+                answer = to_ras(*read_volume(folder / f"{case_id}.nii.gz"))
+                if answer.shape == truth.shape:
+                    answers[name] = answer.astype(np.uint8)
+        if answers:
+            note, unit = " and ".join(of_case) if len(ids) > 1 else "", SCORES if image.dtype.kind == "f" else ""
+            volumes = (image, store.manifest.channels, record.geometry, regions, labels, truth, answers)
+            yield ViewedCase(case_id, *volumes, note=note, scores=scores[case_id], unit=unit)
+
+
 def page_sections(files: RunFiles) -> List[Section]:
     """All that the page shows, in order. An element is added here."""
     scores, config, events = files.scores, files.config, files.events
@@ -108,7 +174,7 @@ def page_sections(files: RunFiles) -> List[Section]:
         ("Post-processing", [decided]),
         ("Cases", [_cases(files)] if scores and files.store else []),
         ("Training", [_curves(events, config["coarse_steps"])]),
-        ("Memory and time", [_costs(files), _predicted(starts, events, config["coarse_steps"])]),
+        ("Memory and time", [_costs(files, starts)]),
         ("Host and software", hosts),
         ("Settings", [Folded("config.json", Table(("", ""), sorted(flat(config)), names=2)), Folded("split", ids)]),
     ]
@@ -129,13 +195,12 @@ def _facts(files: RunFiles, starts: Events) -> List[Tuple[str, str]]:
     """Name and value of what tells this run from others."""
     config, manifest = files.config, files.store.manifest if files.store else None
     end, last = last_end(files.events), starts[-1] if starts else {}
-    hidden = OF_WHOLE if config["mode"] == "patch" else OF_PATCHES
     facts = [
         ("run", str(files.folder)),
         ("data", f"{manifest.name} ({manifest.layout}), {len(manifest.cases)} cases" if manifest else "-"),
         ("steps", f"{max(numbers(of_kind(files.events, 'step'), 'step'), default=0):,}"),
         ("ended", f"{end['reason']} after step {end['step']}" if end else "not yet"),
-        *((name, value) for name, value in flat(config) if value and name in SETTINGS and name not in hidden),
+        *((name, value) for name, value in flat(config) if value and name in SETTINGS),
         *((name, str(last.get(name, "-"))) for name in STARTED_WITH),
         ("device", last.get("device", config["device"])),
     ]
@@ -148,8 +213,7 @@ def _facts(files: RunFiles, starts: Events) -> List[Tuple[str, str]]:
 
 def _inference(scores: Mapping[str, Any]) -> str:
     """How the network was applied to the cases that were scored; "-" where scores.json does not have it."""
-    runs = scores.get("runs") or [scores]
-    ways = {}
+    runs, ways = scores.get("runs") or [scores], {}
     for how in (run.get("inference") or {} for run in runs):
         way = "in one pass" if how else "-"
         if how.get("window"):
@@ -183,20 +247,11 @@ def _host_table(start: Mapping[str, Any], title: str) -> Table:
 
 def _scores_section(files: RunFiles) -> List[Part]:
     scores = files.scores
-    every = [f"{metric.label}: {metric.description}." for metric in METRICS.values()]
-    empty = [
-        f"{name} {values['empty']['truth']} / {values['empty']['prediction']} / {values['empty']['both']}"
-        for name, values in scores["summary"].items()
-    ]
-    about = f"Weights \u201c{scores['weights']}\u201d, on the full original grid. Empty truth / prediction / both: "
-    codes = "; ".join(f"{code} {name}" for code, name in scores["label_codes"].items())
-    return [
-        summary_table(scores),
-        f"{about}{', '.join(empty)}. Label codes written: {codes}.",
-        _score_pictures(scores),
-        Folded("Every case", _cases_table(scores)),
-        f"{' '.join(every)} Surfaces are voxels with a face neighbour outside. Empty masks score as in BraTS.",
-    ]
+    every = " ".join(f"{metric.label}: {metric.description}." for metric in METRICS.values())
+    about = (
+        f"Weights \u201c{scores['weights']}\u201d, on the full original grid. {every} Empty masks score as in BraTS."
+    )
+    return [summary_table(scores), about, _score_pictures(scores), Folded("Every case", _cases_table(scores))]
 
 
 def _cases(files: RunFiles) -> Mapping[str, Any]:
@@ -249,54 +304,43 @@ def _decision_table(files: RunFiles) -> Optional[Table]:
     )
 
 
-def _costs(files: RunFiles) -> Table:
-    """Memory and time: what, value, what value it is."""
-    costs, device = costs_of(files.events, files.config["coarse_steps"]), files.config["device"]
-    beside_s = costs.validation_s + costs.checkpoint_s
-    all_s = costs.steps_s + beside_s
-    held = (
-        "with ITEX it holds oneDNN's scratch" if device == "cpu" else "with cuDNN's workspaces, without CUDA's context"
-    )
-    wait_share = costs.wait_s / costs.steps_s if costs.steps_s else None
-    beside_share = beside_s / all_s if all_s else None
-    rows = [
-        ("peak memory of the process", format_bytes(costs.peak_rss_bytes), "largest resident set in the log"),
-        (f"peak of TensorFlow's allocator on {device}", format_bytes(costs.allocator_peak_bytes), held),
-        ("time per coarse step", seconds(costs.coarse_step_s), "median"),
-        ("time per step", seconds(costs.step_s), "median"),
-        ("waiting for data", percent(wait_share), "of the time of the steps"),
-        ("validation and checkpoints", percent(beside_share), "of the whole time"),
-        ("whole training", duration(costs.train_s or all_s), "wall clock, all attempts"),
+def _costs(files: RunFiles, starts: Events) -> Table:
+    """Memory and time: what, value, what value it is; what was predicted of the last attempt and by how much it is off.
+
+    Time is predicted of a step alone, so its waiting for data is a row of its own.
+    """
+    computing = [
+        {**one, "step_s": one["step_s"] - one.get("wait_s", 0)} if "step_s" in one else one for one in files.events
     ]
-    for name, key in (("prediction", "predict_s"), ("scoring", "score_s")) if files.scores else ():
-        took = seconds(median(numbers(files.scores["cases"], key)))
-        rows.append((name, took, "a volume on its full grid, median"))
-    return Table(("", "", ""), [(name, Bold(value), how) for name, value, how in rows if value != "-"], names=3)
-
-
-def _predicted(starts: Events, events: Events, coarse_steps: int) -> Table:
-    """What was predicted of the last attempt beside what was measured; no rows where nothing was."""
+    costs, alone = (costs_of(events, files.config["coarse_steps"]) for events in (files.events, computing))
+    device, beside_s = files.config["device"], costs.validation_s + costs.checkpoint_s
+    scratch = "with oneDNN's scratch, by ITEX" if device == "cpu" else "with cuDNN's workspaces, without CUDA's context"
     predicted = dict(starts[-1].get("predicted", {})) if starts else {}
     predicted["coarse_step_s"] = predicted.get("coarse", {}).get("step_s")
-    begin = max((place for place, event in enumerate(events) if event["event"] == "start"), default=0)
-    computing = [
-        {**event, "step_s": event["step_s"] - event.get("wait_s", 0)} if "step_s" in event else event
-        for event in events[begin:]
-    ]
-    costs, rows = costs_of(computing, coarse_steps), []
-    for name, key, measured, show in (
-        ("peak of TensorFlow's allocator", "allocator_peak_bytes", costs.allocator_peak_bytes, format_bytes),
-        ("peak memory of the process", "process_peak_bytes", costs.peak_rss_bytes, format_bytes),
-        ("upper bound of it", "upper_bound_bytes", costs.peak_rss_bytes, format_bytes),
-        ("time per coarse step", "coarse_step_s", costs.coarse_step_s, seconds),
-        ("time per step", "step_s", costs.step_s, seconds),
+    rows = []
+    for name, value, key, show, how in (
+        ("peak memory of the process", costs.peak_rss_bytes, "process_peak_bytes", format_bytes, "with mapped files"),
+        ("upper bound of it", costs.peak_rss_bytes, "upper_bound_bytes", format_bytes, ""),
+        (f"allocator on {device}", costs.allocator_peak_bytes, "allocator_peak_bytes", format_bytes, scratch),
+        ("time per coarse step", alone.coarse_step_s, "coarse_step_s", seconds, "median, without waiting"),
+        ("time per step", alone.step_s, "step_s", seconds, "median, without waiting"),
     ):
-        value = predicted.get(key)
-        if value:
-            rows.append((name, show(value), show(measured), f"{value / measured - 1:+.1%}" if measured else "-"))
-    caption = "Of the last attempt, without waiting for data. The process's peak includes mapped pages of the store."
-    title = "Predicted before the start, and measured"
-    return Table(("", "predicted", "measured", "predicted is off by"), rows, title=title, caption=caption)
+        guess = predicted.get(key)
+        if key != "upper_bound_bytes" or guess:
+            off = f"{guess / value - 1:+.1%}" if guess and value else ""
+            rows.append((name, show(value), how, show(guess) if guess else "", off))
+    wait_share = costs.wait_s / costs.steps_s if costs.steps_s else None
+    all_s = costs.steps_s + beside_s
+    rows.append(("waiting for data", percent(wait_share), "of the time of the steps", "", ""))
+    rows.append(
+        ("validation and checkpoints", percent(beside_s / all_s if all_s else None), "of the whole time", "", "")
+    )
+    rows.append(("whole training", duration(costs.train_s or all_s), "wall clock, all attempts", "", ""))
+    for name, key in (("prediction", "predict_s"), ("scoring", "score_s")) if files.scores else ():
+        took = seconds(median(numbers(files.scores["cases"], key)))
+        rows.append((name, took, "a volume on its full grid, median", "", ""))
+    cells = [(row[0], Bold(row[1]), *row[2:]) for row in rows if row[1] != "-" or row[3]]
+    return Table(("", "measured", "", "predicted", "predicted is off by"), cells, names=3)
 
 
 # --- Private helpers: pictures ---

@@ -28,8 +28,7 @@ from cpu3d.pages.page import page_file
 from cpu3d.pages.viewer import ViewedCase, write_case_page
 from memory_estimator.common.schema import option
 
-MOST_CHANNELS = 16
-"""Of an image; more are time points, say, and no modalities."""
+MOST_CHANNELS = 16  # of an image; more are time points, say, and no modalities
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,7 @@ class Options:
 
     image: Tuple[Path, ...] = option(help="the case: a folder, a 4D file, or 3D files on one grid", metavar="PATH")
     out: Path = option(help="page to write", metavar="FILE")
-    label: Optional[Path] = option(
-        None, help="the true label map (default: the segmentation beside it)", metavar="FILE"
-    )
+    label: Optional[Path] = option(None, "the true label map (default: the segmentation beside it)", metavar="FILE")
     prediction: Tuple[Path, ...] = option((), help="label maps to hold against it", metavar="FILE")
 
 
@@ -140,15 +137,11 @@ def _meanings(
 
 
 def _distinct(paths: Sequence[Path]) -> List[str]:
-    """A name for each file: its own without the ending, or where some are equal that of the nearest folders that all
-    differ, or else numbered."""
-    names, resolved = [stem_of(path) for path in paths], [path.resolve() for path in paths]
-    if len(set(resolved)) < len(resolved):
+    """A name for each file: its own without the ending, or where some are equal its folder's, or else numbered."""
+    resolved, names = [path.resolve() for path in paths], [stem_of(path) for path in paths]
+    if len(set(resolved)) < len(paths):
         raise InputError(f"--prediction must name different files, got {paths[0]} and others twice; leave one out")
-    for candidates in (
-        names,
-        *([folder.name for folder in level] for level in zip(*(path.parents for path in resolved))),
-    ):
-        if all(candidates) and len(set(candidates)) == len(paths):
-            return list(candidates)
+    for candidates in (names, [path.parent.name for path in resolved]):
+        if len(set(candidates)) == len(paths):
+            return candidates
     return [f"{name} ({number})" for number, name in enumerate(names, 1)]

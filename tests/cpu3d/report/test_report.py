@@ -12,10 +12,10 @@ from cpu3d.data.files.arrays import file_sha256
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.inference.postprocessing import FILE, Decision, Means, PostProcessing, Rule
-from cpu3d.inference.scores import METRICS, Metric
+from cpu3d.inference.scores import METRICS
 from cpu3d.report import report
 from cpu3d.report.report import write_report
-from cpu3d.run.log import read_events, recent_events
+from cpu3d.run.log import read_events
 from cpu3d.settings import load_config, save_config
 from cpu3d.util.atomic import write_json
 from tests.cpu3d.runs import run_command
@@ -78,15 +78,6 @@ def test_a_whole_run_gives_one_page_that_needs_no_network(tiny_run, evaluated):
     assert not re.search(r"url\(|@import|https?://", (tiny_run / "report.html").read_text(encoding="utf-8"))
 
 
-def test_a_metric_is_on_the_page_by_its_row_of_the_table_alone(tiny_store, tiny_run, fake_predictor, monkeypatch):
-    volume = Metric("relative volume", lambda masks: 1.5, "The volume of the prediction over the truth's")
-    monkeypatch.setitem(METRICS, "relative_volume", volume)
-    evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
-    _, text = read(write_report(tiny_run))
-    assert "relative volume: The volume of the prediction over the truth's." in text
-    assert "relative volume 1.500 \u00b1 0.000 1.500" in text
-
-
 def test_post_processing_is_shown_before_and_after_or_why_it_is_off(tiny_run, no_pictures):
     assert "Post-processing is off: not decided" in read(write_report(tiny_run))[1]
     (tiny_run / "checkpoints").mkdir()
@@ -110,10 +101,10 @@ def test_predictions_are_beside_what_was_measured(tiny_run, no_pictures):
     peaks = {"allocator_peak_bytes": 3 * 2**30, "process_peak_bytes": 4 * 2**30, "upper_bound_bytes": 5 * 2**30}
     end = {**END, "wait_share": 0.01, "allocator_peak_bytes": 2 * 2**30, "peak_rss_bytes": 5 * 2**30}
     text = relog(tiny_run, end, start={"predicted": {**peaks, "step_s": 2.178}})
-    assert "peak of TensorFlow's allocator 3.00 GiB 2.00 GiB +50.0%" in text
-    assert "peak memory of the process 4.00 GiB 5.00 GiB -20.0%" in text
+    assert "allocator on cpu 2.00 GiB with oneDNN's scratch, by ITEX 3.00 GiB +50.0%" in text
+    assert "peak memory of the process 5.00 GiB with mapped files 4.00 GiB -20.0%" in text
     assert "upper bound of it 5.00 GiB 5.00 GiB +0.0%" in text
-    assert "time per step 2.18 s 1.98 s +10.0%" in text
+    assert "time per step 1.98 s median, without waiting 2.18 s +10.0%" in text
 
 
 def test_the_page_says_what_steps_saw_and_where(tiny_run, no_pictures):
@@ -136,18 +127,6 @@ def test_a_run_that_was_restarted_has_not_ended_yet_and_shows_each_start(tiny_ru
     text = relog(tiny_run, again)
     for part in ("ended not yet", "5.00 GiB", "made up", "Started at step 40", "another", "policy lean micro_batch 2"):
         assert part in text
-
-
-def test_a_log_with_damaged_values_still_gives_a_page(tiny_run, no_pictures):
-    """A line of each kind for each of its fields, with a value of another type there."""
-    kinds = {event["event"]: event for event in [*read_events(tiny_run), {**END, "peak_rss_bytes": 2**30}]}
-    kinds["start"].update(device="cpu", predicted={"step_s": 1.0})
-    damaged = [{**event, name: value} for event in kinds.values() for name in event for value in ({}, [{}], "x")]
-    with (tiny_run / "log.jsonl").open("a") as file:
-        file.write("\n" + "".join(json.dumps(event) + "\n" for event in damaged))
-    text = read(write_report(tiny_run))[1]
-    assert "steps 40 " in text
-    assert "time per step 2 s median" in text
 
 
 def test_what_is_missing_is_named_and_everything_else_is_there(tiny_store, tiny_run, evaluated, no_pictures):
@@ -208,18 +187,3 @@ def test_a_page_stays_where_another_cannot_be_written(tiny_run, tmp_path, evalua
         write_report(tmp_path / "no run")
     assert page.read_bytes() == before
     assert not (tmp_path / "no run").exists()
-
-
-def test_lines_of_the_log_that_are_no_events_are_left_out_by_all_who_read_it(tiny_run):
-    before = read_events(tiny_run)
-    assert before[-1]["event"] == "checkpoint"  # and not the torn 41st step
-    for line in (
-        *("3", '"x"', "[]", "{}", "[" * 100_000, '{"event": "step"}', '{"event": ["step"], "step": 43}'),
-        *('{"event": "step", "step": "43"}', '{"event": "step", "step": NaN}', '{"event": "validation", "step": 43}'),
-        *('{"event": "step", "step": 43, "step_s": []}', '{"event": "end", "step": 43, "seconds": 1}'),
-        *('{"event": "step", "step": 43, "dice": {"WT": "x"}}', '{"event": "start", "step": 43, "host": 1}'),
-        '{"event": "start", "step": 43, "predicted": {"step_s": "x"}}',
-    ):
-        with open(tiny_run / "log.jsonl", "a") as file:
-            file.write(f"\n{line}\n")
-        assert read_events(tiny_run) == before == recent_events(tiny_run), line

@@ -13,11 +13,9 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.data.nifti import from_ras, write_volume
 from cpu3d.data.records import Geometry
-from cpu3d.inference.evaluate import evaluate_split, ranked
 from cpu3d.pages import viewer as viewer_module
 from cpu3d.pages.page import render_page
 from cpu3d.pages.viewer import pack
-from cpu3d.report.report import write_report
 from cpu3d.report.view import read_case
 
 SHAPE = (14, 18, 10)
@@ -116,7 +114,7 @@ def test_predictions_of_one_name_are_called_by_their_folders_and_unknown_labels_
     scan = shutil.copy(case / f"{CASE_ID}-t1c.nii.gz", tmp_path / "scan.nii.gz")
     assert view("--image", scan, "--out", out) == 0
     assert (about(out)[0]["truth"], about(out)[0]["predictions"]) == (None, [])
-    for chosen, names in ((paths[1:], ["first", "second"]), (paths[:2], ["first", "below"])):
+    for chosen, names in ((paths[1:], ["same (1)", "same (2)"]), (paths[:2], ["first", "below"])):
         assert view("--image", scan, "--label", paths[0], "--prediction", *chosen, "--out", out) == 0
         assert [one["name"] for one in about(out)[0]["predictions"]] == names
     assert [one["name"] for one in about(out)[0]["regions"]] == ["label 2", "label 3"]
@@ -454,27 +452,3 @@ def test_of_a_case_that_cannot_be_decoded_nothing_is_drawn_and_the_page_names_th
     assert page.find("unplaced").is_displayed()
     assert re.search(r"window [\u2248\u2264\u2265] .* window \S+ to ", page.facts())
     assert page.errors() == []
-
-
-def test_the_report_of_a_run_shows_the_slices_of_its_cases(driver, tiny_store, tiny_run, fake_predictor):
-    fake_predictor.shift = 1
-    scores = evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
-    page = Page(driver, write_report(tiny_run))
-    best, worst = (case["case_id"] for case in reversed(ranked(scores["cases"])))
-    listed = [one.text.lower().split("\n")[:2] for one in page.find("list").find_elements("tag name", "button")]
-    assert listed == [["best", best], ["median and worst", worst]]
-    before = page.pixels()
-    page.press("o")
-    assert page.pixels() != before
-    page.press("c")
-    assert "prediction" in page.facts()
-    assert page.errors() == []
-
-
-def test_nothing_is_left_in_the_global_scope_and_each_plane_can_be_reached_by_keys(page):
-    bare = "const f = document.body.appendChild(document.createElement('iframe'));"
-    own = "Object.keys(window).filter(name => !(name in f.contentWindow) && !/^(cdc_|ret_nodes|\\d)/.test(name))"
-    assert page.run(f"{bare} return {own}") == []
-    for name in ("axial", "coronal", "sagittal"):
-        assert page.find(name).get_attribute("tabindex") == "0"
-        assert "radiological" in page.find(name).get_attribute("aria-label")
