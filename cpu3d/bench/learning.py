@@ -9,7 +9,6 @@ training alone. A region that an untouched case lacks is left out: its Dice ther
 """
 
 import dataclasses
-import itertools
 import shlex
 import statistics
 import tempfile
@@ -32,7 +31,7 @@ from cpu3d.util.records import by
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import PALETTE, Table
 
-# Task -> options of `phantom`; then what a record has of the scores and of the settings of a run.
+# Task -> options of `phantom`; then what a record has of a run's scores and settings.
 PHANTOMS = {"plain": [], "context": ["--context", "count"], "small": ["--lesion-size", "small"]}
 LESIONS = ("lesion_dice", "lesion_sensitivity", "false_positives")
 SETTINGS = ("mode", "grid", "resolution", "batch", "optimizer", "coarse_steps")
@@ -119,7 +118,7 @@ def learning_table(records: Sequence[Result]) -> Table:
 def draw_learning(records: Sequence[Result]) -> bytes:
     """PNG: mean Dice of the untouched cases over cost, a line a seed, a colour a record."""
     lines = []
-    for record, colour in zip(records, itertools.cycle(PALETTE)):
+    for record, colour in zip(records, PALETTE * len(records)):
         for number, curve in enumerate(record["curves"]):
             name, points = "" if number else f"{record['task']}, {record['name']}", curve["points"]
             dice = [statistics.fmean(point["dice"].values()) for point in points]

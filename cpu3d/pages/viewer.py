@@ -155,9 +155,7 @@ def _start(label: Optional[np.ndarray], regions: Mapping[str, Sequence[int]], si
 
 def _modality(volume: np.ndarray, most_bytes: float) -> Tuple[Dict[str, Any], bytes]:
     """What the page is told of a modality, and its voxels, packed into `most_bytes` where that can be."""
-    dtype = np.float64 if volume.dtype.itemsize > 4 else np.float32
-    most = np.finfo(dtype).max / 1e4  # so that the window and its steps do not overflow
-    volume = np.clip(volume, -most, most).astype(dtype)
+    volume = np.clip(volume, -1e30, 1e30).astype(np.float32)  # so that the window and its steps do not overflow
     brain = volume[volume != 0]
     low, high, black, white = np.percentile(brain, (*RANGE, *WINDOW)).tolist() if brain.size else (0, 1, 0, 1)
     if not low < high:

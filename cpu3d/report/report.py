@@ -90,9 +90,7 @@ def write_report(run_dir: Path, out: Optional[Path] = None) -> Path:
     Raises InputError when `run_dir` holds no readable config.json, for a scores.json that is damaged or of another
     version, and when the page cannot be written there. What else is missing is named on the page.
     """
-    run_dir = Path(run_dir).resolve()
-    out = Path(out) if out else run_dir / "report.html"
-    files = gather(run_dir)
+    files, out = gather(run_dir.resolve()), out or run_dir / "report.html"
     page_file(out)
     seen = files.scores and not files.scores["untouched"]
     alert = warning(files.scores["split"]) if seen else ""
@@ -165,7 +163,11 @@ def page_sections(files: RunFiles) -> List[Section]:
     starts = of_kind(events, "start")
     scored = _scores_section(files) if scores else []
     decided = _decision_table(files) or f"Post-processing is {files.postprocessing.words}."
-    hosts = [_host_table(start, f"Started at step {start['step']}, {start.get('time', '')}") for start in starts]
+    hosts = []
+    for start in starts:
+        about = flat({group: start[group] for group in ("host", "versions", "threads") if start.get(group)})
+        title = f"Started at step {start['step']}, {start.get('time', '')}"
+        hosts.append(Table(("", ""), about, title=title, names=2))
     split = files.store.manifest.split if files.store else {}
     ids = Table(("", ""), [(name, ", ".join(cases) or "none") for name, cases in split.items()], names=2)
     return [
@@ -240,11 +242,6 @@ def _missing(files: RunFiles) -> List[str]:
     return notes
 
 
-def _host_table(start: Mapping[str, Any], title: str) -> Table:
-    rows = [pair for group in ("host", "versions", "threads") if start.get(group) for pair in flat(start[group], group)]
-    return Table(("", ""), rows, title=title, names=2)
-
-
 def _scores_section(files: RunFiles) -> List[Part]:
     scores = files.scores
     every = " ".join(f"{metric.label}: {metric.description}." for metric in METRICS.values())
@@ -290,10 +287,14 @@ def _decision_table(files: RunFiles) -> Optional[Table]:
     rows = []
     for name in decision.before:
         rules = decision.chosen.rules.get(name)
-        pairs = [
-            (METRICS[key], getattr(decision.before[name], key), getattr(decision.after[name], key)) for key in SHOWN
-        ]
-        values = [f"{was:.{metric.digits}f} \u2192 {is_:.{metric.digits}f}" for metric, was, is_ in pairs]
+        values = []
+        for key in SHOWN:
+            was, is_, digits = (
+                getattr(decision.before[name], key),
+                getattr(decision.after[name], key),
+                METRICS[key].digits,
+            )
+            values.append(f"{was:.{digits}f} \u2192 {is_:.{digits}f}")
         rows.append((name, f"below {listed(rules)}" if rules else "-", *values))
     nested = "; each region is cut to the larger ones" if decision.chosen.nested else ""
     return Table(
@@ -305,19 +306,16 @@ def _decision_table(files: RunFiles) -> Optional[Table]:
 
 
 def _costs(files: RunFiles, starts: Events) -> Table:
-    """Memory and time: what, value, what value it is; what was predicted of the last attempt and by how much it is off.
-
-    Time is predicted of a step alone, so its waiting for data is a row of its own.
-    """
+    """Memory and time: what, value, what value it is; what was predicted, the most of all attempts, and by how much
+    that is off. Time is predicted of a step alone, so its waiting for data is a row of its own."""
     computing = [
         {**one, "step_s": one["step_s"] - one.get("wait_s", 0)} if "step_s" in one else one for one in files.events
     ]
     costs, alone = (costs_of(events, files.config["coarse_steps"]) for events in (files.events, computing))
     device, beside_s = files.config["device"], costs.validation_s + costs.checkpoint_s
     scratch = "with oneDNN's scratch, by ITEX" if device == "cpu" else "with cuDNN's workspaces, without CUDA's context"
-    predicted = dict(starts[-1].get("predicted", {})) if starts else {}
-    predicted["coarse_step_s"] = predicted.get("coarse", {}).get("step_s")
-    rows = []
+    guesses, rows = [start.get("predicted", {}) for start in starts], []
+    guesses += [{"coarse_step_s": one["coarse"].get("step_s")} for one in guesses if "coarse" in one]
     for name, value, key, show, how in (
         ("peak memory of the process", costs.peak_rss_bytes, "process_peak_bytes", format_bytes, "with mapped files"),
         ("upper bound of it", costs.peak_rss_bytes, "upper_bound_bytes", format_bytes, ""),
@@ -325,7 +323,7 @@ def _costs(files: RunFiles, starts: Events) -> Table:
         ("time per coarse step", alone.coarse_step_s, "coarse_step_s", seconds, "median, without waiting"),
         ("time per step", alone.step_s, "step_s", seconds, "median, without waiting"),
     ):
-        guess = predicted.get(key)
+        guess = max(numbers(guesses, key), default=None)
         if key != "upper_bound_bytes" or guess:
             off = f"{guess / value - 1:+.1%}" if guess and value else ""
             rows.append((name, show(value), how, show(guess) if guess else "", off))
@@ -353,9 +351,8 @@ def _score_pictures(scores: Mapping[str, Any]) -> Figures:
         values = {region: [case["regions"][region][name] for case in scores["cases"]] for region in scores["summary"]}
         y_range = (-0.02, 1.02) if metric.larger_is_better else (0, None)
         title = metric.label if metric.larger_is_better else f"{metric.label} (less is better)"
-        figures.append(
-            (f"{title} of every case", pictures.strips(values, title=title, y_label=metric.unit, y_range=y_range))
-        )
+        png = pictures.strips(values, title=title, y_label=metric.unit, y_range=y_range)
+        figures.append((f"{title} of every case", png))
     return figures
 
 

@@ -81,15 +81,6 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True)
-class Saved:
-    """The last checkpoint."""
-
-    step: int
-    age_s: float
-    size_bytes: int
-
-
-@dataclass(frozen=True)
 class RunStatus:
     """A run, now."""
 
@@ -108,7 +99,7 @@ class RunStatus:
     dice: Dict[str, float]
     validation: Optional[Dict[str, Any]]  # the last one: step, mean_dice, dice, best
     best: Optional[float]  # the mean Dice of the best weights, as their file says; None without validation
-    checkpoint: Optional[Saved]
+    checkpoint: Optional[Dict[str, Any]]  # the last one: step, age_s, size_bytes
 
 
 def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
@@ -120,12 +111,13 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
     starts, recent, validations = (of_kind(events, kind) for kind in ("start", "step", "validation"))
     workers, checkpoint = _workers(run, heartbeats, now), _checkpoint(run, now)
     beats = [worker.heartbeat for worker in workers if worker.heartbeat]
-    step = max(map(_whole, [*(event.get("step") for event in events), *(beat.step for beat in beats)]), default=0)
+    step = max([*(event["step"] for event in events), *(beat.step for beat in beats)], default=0)
     known = [beat.steps for beat in beats] + [config.steps if config else None]
-    steps = next(filter(None, [*known, *(_whole(event.get("steps")) for event in reversed(starts))]), None)
+    steps = next(filter(None, [*known, *(event.get("steps") for event in reversed(starts))]), None)
     judged = sorted(workers, key=lambda worker: WORST_FIRST.index(worker.state))
-    ends_finished = bool(events) and events[-1]["event"] == "end" and events[-1].get("reason") in FINISHED
-    if ends_finished and (not workers or _stays_finished(events[-1], workers, step, steps)):
+    last = events[-1] if events else {"event": "none"}
+    finished = last["event"] == "end" and last["reason"] in FINISHED
+    if finished and (not workers or _stays_finished(last, workers, step, steps)):
         judged = [WorkerStatus(0, "finished")]
     judged = judged or [WorkerStatus(0, "unknown", "there is no heartbeat")]
     worst = judged[0]
@@ -205,11 +197,11 @@ def _workers(run: Path, heartbeats: Mapping[int, Any], now: float) -> List[Worke
 def _stays_finished(end: Mapping[str, Any], workers: Sequence[WorkerStatus], step: int, steps: Optional[int]) -> bool:
     """Whether a run that has finished was begun again with nothing to do, however that attempt ended. Not so for one
     that was made longer, nor where a worker is busy or has noted an error."""
-    longer = end.get("reason") == "finished" and bool(steps) and _whole(end.get("step")) < steps
-    return _whole(end.get("step")) >= step and not longer and all(worker.state in IDLE for worker in workers)
+    longer = end["reason"] == "finished" and bool(steps) and end["step"] < steps
+    return end["step"] >= step and not longer and all(worker.state in IDLE for worker in workers)
 
 
-def _advice(run: Path, config: Optional[RunConfig], worst: WorkerStatus, checkpoint: Optional[Saved]) -> str:
+def _advice(run: Path, config: Optional[RunConfig], worst: WorkerStatus, checkpoint: Optional[Dict[str, Any]]) -> str:
     """What to do next about the worker that decides the run's state, a line; "" for nothing."""
     state, beat = worst.state, worst.heartbeat
     if state in ("running", "starting", "stopping"):
@@ -218,7 +210,7 @@ def _advice(run: Path, config: Optional[RunConfig], worst: WorkerStatus, checkpo
         return f"`evaluate --run {run}` scores it, `report --run {run}` shows it; {ENDINGS[0].advice}"
     again = "the same command starts from step 0, as there is no checkpoint yet"
     if checkpoint:
-        again = f"the same command continues from step {checkpoint.step}"
+        again = f"the same command continues from step {checkpoint['step']}"
     advice = again
     if state in ("stalled", "silent"):
         advice = f"when its process has ended, {again}"
@@ -230,16 +222,12 @@ def _advice(run: Path, config: Optional[RunConfig], worst: WorkerStatus, checkpo
     return f"{advice}; its last lines are in {log}" if log.is_file() else advice
 
 
-def _checkpoint(run: Path, now: float) -> Optional[Saved]:
+def _checkpoint(run: Path, now: float) -> Optional[Dict[str, Any]]:
     for path in checkpoints(run):
         with contextlib.suppress(OSError):  # it may be removed for newer ones just now
             stat = path.stat()
-            return Saved(step_of(path), max(0.0, now - stat.st_mtime), stat.st_size)
+            return {"step": step_of(path), "age_s": max(0.0, now - stat.st_mtime), "size_bytes": stat.st_size}
     return None
-
-
-def _whole(value: Any) -> int:
-    return value if isinstance(value, int) else 0
 
 
 # --- Private helpers: what is printed ---
@@ -278,7 +266,7 @@ def _progress(status: RunStatus) -> List[Tuple[str, str]]:
         lines.append((f"validation after step {status.validation.get('step')}", text))
     saved, text = status.checkpoint, "none yet"
     if saved:
-        text = f"step {saved.step:,}, {_rounded(saved.age_s)} ago, {format_bytes(saved.size_bytes)}"
+        text = f"step {saved['step']:,}, {_rounded(saved['age_s'])} ago, {format_bytes(saved['size_bytes'])}"
     lines.append(("checkpoint", text))
     free = [worker.heartbeat for worker in status.workers if worker.lives and worker.heartbeat.free_bytes is not None]
     for beat in sorted(free, key=lambda beat: beat.free_bytes)[:1]:  # what leaves least, which the table does not name

@@ -155,11 +155,7 @@ def test_scores_of_seen_cases_carry_a_warning_and_those_of_untouched_ones_go_fir
     one_pass = {"inference": {"window": None, "one_pass": True, "overlap": 0.5, "flips": False}, "held_out": ["a"]}
     for split, about, words in (
         ("train", {}, "inference -"),
-        (
-            "test",
-            {"inference": window},
-            "inference window of 8 x 8 x 16, 50 % overlap, mean of 8 mirror images",
-        ),
+        ("test", {"inference": window}, "inference window of 8 x 8 x 16, 50 % overlap, mean of 8 mirror images"),
         ("test", {"runs": [one_pass] * 2}, "in one pass; each case by the fold that held it"),
     ):
         evaluate_split(fake_predictor, tiny_store, split, tiny_run, about=about)
