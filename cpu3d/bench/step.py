@@ -102,19 +102,18 @@ def compare_policies(request: Dict[str, Any], policies: Sequence[str], peers: Se
     results: Dict[str, List[Result]] = {name: [] for name in (*policies, *peers)}
     errors: Dict[str, ProcessFailedError] = {}
     with bar("bench step", total=rounds * len(results)) as advance:
-        # Peers first: one that is wrong is seen before ours take their time.
-        for number, name in itertools.product(range(rounds), (*peers, *policies)):
-            own = {"unet": {**request["unet"], "policy": name}, "live": number == 0}
-            try:
-                if name in peers:
-                    results[name].append(run_peer(name))
-                elif name not in errors:
-                    results[name].append(harness.in_fresh_process(measure, {**request, **own}))
-            except ProcessFailedError as error:
-                if name in peers:
-                    raise
-                errors[name] = error
-            advance()
+        for number in range(rounds):
+            for name in peers:  # first: one that is wrong is seen before ours take their time
+                results[name].append(run_peer(name))
+                advance()
+            for name in policies:
+                own = {"unet": {**request["unet"], "policy": name}, "live": number == 0}
+                try:
+                    if name not in errors:
+                        results[name].append(harness.in_fresh_process(measure, {**request, **own}))
+                except ProcessFailedError as error:
+                    errors[name] = error
+                advance()
     measured = next((results[name][0] for name in policies if results[name]), None)
     if not measured:
         raise next(iter(errors.values()))

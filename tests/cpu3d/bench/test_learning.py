@@ -1,14 +1,10 @@
 """`bench learning`: a small run from phantoms to its record, and the table and picture of a record."""
 
 import dataclasses
-import sys
-
-import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.bench.learning import learning_table, points_of
 from cpu3d.bench.tables import tables
-from cpu3d.compare import run as compare_run
 from cpu3d.settings import load_config
 from cpu3d.util.records import append_record, read_records
 
@@ -31,24 +27,6 @@ def test_a_run_on_phantoms_is_recorded(tmp_path, capsys):
     assert 0 < first["seconds"] < last["seconds"]
     assert not list(workdir.glob("run-*"))
     assert "--filters 4" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("code", [4, 1])
-def test_a_run_that_fails_gives_one_error_and_its_code(tmp_path, phantom_store, monkeypatch, capsys, code):
-    """A process of its own stands for `train`: code 4 is that of one that diverged."""
-    fails = f"import sys; print('error: loss must be finite, got nan'); sys.exit({code} * ('train' in sys.argv))"
-    monkeypatch.setattr(compare_run, "PROGRAM", (sys.executable, "-c", fails))
-    folder = tmp_path / "plain-32x40x32-2-1"
-    folder.mkdir()
-    (folder / "store").symlink_to(phantom_store.folder)
-    record = tmp_path / "learning.jsonl"
-    assert main(["bench", "learning", "--workdir", str(tmp_path), "--record", str(record), *SMALL]) == code
-    error = capsys.readouterr().err
-    assert error.count("error: plain, defaults, seed 0") == 1
-    assert f"exit code {code}" in error
-    assert "loss must be finite, got nan" in error
-    assert "Traceback" not in error
-    assert not record.exists()
 
 
 def test_a_point_has_the_full_steps_and_the_seconds_of_training_until_then(tiny_run):
