@@ -96,18 +96,16 @@ def run(options: Options) -> int:
     files = [options.out] if options.out else [keep_constants(each, host, name) for name, each in constants.items()]
     left_out, seconds = sum(result["left_out"] for result in results), time.perf_counter() - begin
     if busy > QUIET_SHARE:
-        print(
-            f"other programs took {busy:.0%} of the CPUs: times are too long, calibrate again while nothing else runs"
-        )
+        print(f"other programs took {busy:.0%} of the CPUs: times are too long, calibrate again on a quiet host")
     print(f"{listed(files)} written after {seconds:.0f} s, {left_out} networks left out for want of time")
     return 0
 
 
 def networks(dtype: str) -> List[Dict[str, Any]]:
-    """A tiny network for the runtime's memory, then some for the costs, which differ in width and in what they have.
+    """A tiny network for the runtime's memory, of another depth in each dtype to tell apart what grows with it.
 
-    The two dtypes' tiny networks differ in depth, which tells apart what grows with it. Where time is short the last
-    are left out. Norms of 12 channels are slow in float32; in bfloat16 those of 8 are, which the second has.
+    Then some for the costs, which differ in width and in what they have. Where time is short the last are left out.
+    Norms of 12 channels are slow in float32; in bfloat16 those of 8 are, which the second has.
     """
     narrow = [({"filters": 12, "depth": 3}, SMALL)] if dtype == "float32" else []
     found = (
@@ -137,8 +135,7 @@ def measure(request: Dict[str, Any]) -> Result:
 
     engine = "itex" if "ITEX" in engine_name(tf) else "stock"
     intra_op = tf.config.threading.get_intra_op_parallelism_threads()
-    timings: List[Timing] = []
-    left = list(request["networks"])
+    timings, left = [], list(request["networks"])
     while left and (len(timings) < 2 or time.perf_counter() - begin < request["budget_s"]):
         network = left.pop(0)
         job = Job(UNetConfig(**network["unet"]), tuple(network["shape"]), engine=engine, threads=intra_op)
@@ -175,13 +172,9 @@ def fitted(timings: Sequence[Timing], host: Host) -> List[HostConstants]:
     if points:
         memory = dict(zip(memory, straight_line(points, memory["op_bytes"])))
         origins.update(dict.fromkeys(memory, "measured: calibrate, resident memory less the step's tensors"))
-    base = dataclasses.replace(
-        shipped.for_threads(threads),
-        cpu=host.cpu_model,
-        cache_bytes=cache_bytes() or shipped.cache_bytes,
-        measured_threads=0,
-        **{name: {engine: size} for name, size in memory.items()},
-    )
+    memory = {name: {engine: size} for name, size in memory.items()}
+    own = {"cpu": host.cpu_model, "cache_bytes": cache_bytes() or shipped.cache_bytes, "measured_threads": 0, **memory}
+    base = dataclasses.replace(shipped.for_threads(threads), **own)
     by_dtype: Dict[str, List[Timing]] = defaultdict(list)
     for timing in timings:
         if timing.step_s:
