@@ -20,9 +20,6 @@ from memory_estimator.common.files import read_json, typed
 
 SCHEMA = 1
 
-STEP_PHASES = ("waiting for data", "computing", "exchanging")
-"""The phases of a step."""
-
 WAITING_PHASES = ("exchanging", "waiting for the others' validation", "waiting for the last checkpoint")
 """The phases in which a worker waits for the others."""
 

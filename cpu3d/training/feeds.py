@@ -1,7 +1,7 @@
 """The data of a run's steps and validations: whole volumes or patches, in an order that follows from the position."""
 
 import time
-from typing import Any, Callable, Iterable, Iterator, List, Optional, Tuple
+from typing import Callable, Iterable, Iterator, List, Optional, Tuple
 
 import tensorflow as tf
 
@@ -14,8 +14,7 @@ from cpu3d.plan import volume_shape
 from cpu3d.settings import RunConfig, left_open
 from memory_estimator.host import read_host
 
-PREPARING_FOR_A_CARD = 4
-"""Patches prepared at a time where a card computes and the CPU is free for them."""
+PREPARING_FOR_A_CARD = 4  # patches prepared at a time where a card computes and the CPU is free for them
 
 
 class Feeds:
@@ -35,10 +34,8 @@ class Feeds:
             patches=config.is_patch,
             share=share,
         )
-        self.volume_shape = volume_shape(store, config)
-        """Voxels X, Y, Z of a whole volume."""
-        self.resizing: Optional[Resizing] = None
-        """Between a volume and the network's grid; None where they are the same."""
+        self.volume_shape = volume_shape(store, config)  # voxels X, Y, Z of a whole volume
+        self.resizing: Optional[Resizing] = None  # between a volume and the network's grid, where they differ
         if config.resolution < 1:
             self.resizing = Resizing(config.grid, config.resolution, at_least=self.volume_shape)
         self._common = {
@@ -105,20 +102,14 @@ class Parts:
         return self
 
     def __next__(self) -> Tuple[tf.Tensor, tf.Tensor]:
-        raw = self._awaited()
-        if self._finish is None:
-            return raw
-        begin = time.perf_counter()
-        try:
-            return self._finish(raw) if isinstance(raw, dict) else self._finish(*raw)
-        finally:
-            self.finished_s += time.perf_counter() - begin
-
-    def _awaited(self) -> Any:
         self._watch("waiting for data")
         begin = time.perf_counter()
-        try:
-            return next(self._parts)
-        finally:
-            self.waited_s += time.perf_counter() - begin
-            self._watch("computing")
+        raw = next(self._parts)
+        waited = time.perf_counter()
+        self.waited_s += waited - begin
+        self._watch("computing")
+        if self._finish is None:
+            return raw
+        part = self._finish(raw) if isinstance(raw, dict) else self._finish(*raw)
+        self.finished_s += time.perf_counter() - waited
+        return part

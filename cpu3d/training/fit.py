@@ -28,7 +28,6 @@ from cpu3d.host.speed import Observer
 from cpu3d.plan import Plan
 from cpu3d.run.checkpoint import checkpoints, newest, set_aside, write_best, write_next
 from cpu3d.run.log import append_event, forget_after, read_events, shown
-from cpu3d.run.summary import costs_of
 from cpu3d.settings import RunConfig, command_at_half_rate
 from cpu3d.training.curriculum import TIMED_STEPS, continued, cut, measured_step_s, steps_within
 from cpu3d.training.feeds import Feeds, Parts
@@ -44,8 +43,8 @@ from memory_estimator.host import Host
 MEMORY = 1
 """What a worker notes when its memory is running out. Other notes are the numbers of SIGINT and SIGTERM; 0 is none."""
 
-ENOUGH_STEPS = 12
-"""After so many full steps of an attempt their time is recorded, or at its end."""
+WAYS = ("engine", "workers", "policy", "device", "micro_batch", "OMP_NUM_THREADS")
+"""How a run is computed: with another one its weights are not the same to the bit."""
 
 HIGHEST_LOSS = 10.0
 """A run whose loss is above this, or not finite, has diverged. A network that predicts nothing has 1 to 2."""
@@ -73,19 +72,15 @@ class Fit:
         self.best_is_coarse = False
         """The highest mean Dice of a validation so far, and whether it is of a coarse step. The first validation in
         full replaces it, whatever its Dice."""
-        self.owes_validation = False
-        """Whether the run was stopped before it could validate the step it has reached."""
-        self.trained_s = 0.0
-        """Wall time of earlier attempts and of this one, up to the last checkpoint."""
+        self.owes_validation = False  # whether the run was stopped before it could validate the step it has reached
+        self.trained_s = 0.0  # wall time of earlier attempts and of this one, up to the last checkpoint
         self.waited_s = self.exchanged_s = self.stepped_s = 0.0
+        # Both get every event as it is logged.
         self._show: Callable[[Dict[str, Any]], None] = lambda event: None
         self._track: Track = lambda event, picture=None: None
-        """Both get every event as it is logged."""
         self._reading: Optional[Reading] = None
-        self._full_learner: Optional[Learner] = None
-        """Made early where the time of its steps was measured."""
-        self.warnings = self._restore()
-        """A line for each damaged checkpoint."""
+        self._full_learner: Optional[Learner] = None  # made early where the time of its steps was measured
+        self.warnings = self._restore()  # a line for each damaged checkpoint
         if exchange.is_chief:
             forget_after(self.folder, self.step, owes_validation=self.owes_validation)
 
@@ -120,39 +115,47 @@ class Fit:
         return step_s
 
     def log_start(self, host: Host, engine: str, threads: Dict[str, str], predicted: Dict[str, Any]) -> None:
-        """Log where and with what this attempt runs, and what it was predicted to take."""
-        config = self.config
-        self._log(
-            "start",
-            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            parameters=self.learner.parameters,
-            read_mode=self.feeds.reading.plan.mode,
-            micro_batch=config.micro,
-            workers=self._exchange.count,
-            steps=self.steps,
-            coarse_steps=config.coarse_steps,
-            predicted=predicted,
-            host=host.summary(),
-            versions=versions(),
-            engine=engine,
-            threads=threads,
-            store=str(self.store.folder),
-            split_hash=config.split_hash,
-            grid=list(config.grid),
-            mode=config.mode,
-            device=config.device,
-            precision=config.unet.dtype,
-            policy=config.unet.policy,
-        )
+        """Log where and with what this attempt runs, and what it was predicted to take; a note where the run was
+        computed in another way before."""
+        config, way = self.config, {}
+        for event in read_events(self.folder) if self._exchange.is_chief else ():
+            way = {**event, **event.get("threads", {})} if event["event"] == "start" else way
+        start = {
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "parameters": self.learner.parameters,
+            "read_mode": self.feeds.reading.plan.mode,
+            "micro_batch": config.micro,
+            "workers": self._exchange.count,
+            "steps": self.steps,
+            "coarse_steps": config.coarse_steps,
+            "predicted": predicted,
+            "host": host.summary(),
+            "versions": versions(),
+            "engine": engine,
+            "threads": threads,
+            "store": str(self.store.folder),
+            "split_hash": config.split_hash,
+            "grid": list(config.grid),
+            "mode": config.mode,
+            "device": config.device,
+            "precision": config.unet.dtype,
+            "policy": config.unet.policy,
+        }
+        now = {**start, **threads}
+        before = ", ".join(f"{name} {way[name]}" for name in WAYS if name in way and way[name] != now.get(name))
+        if before:
+            say(f"note: this run had {before} before, so its weights will not be the same to the bit")
+        self._log("start", **start)
 
     def run(self, observer: Optional[Observer] = None, mlflow: str = "") -> None:
         """Train to the last step, an early stop, or a stop that one of the workers asks for, and save in each case.
         `observer` is given the time of full steps; `mlflow` is the URI where the chief tracks the run too.
 
+        Of a run that is over only its end is logged, where a kill has lost that.
         Raises Interrupted after a signal and MemoryRunsOutError where the guard asks for a stop, each once the run is
         saved; DivergedError, and WorkerLostError.
         """
-        self._observer = observer
+        self._observer, was_over = observer, self.is_over
         self._resumed_at, self._trained_before_s = time.monotonic(), self.trained_s
         self._saved_at = self._resumed_at
         with noted_signals() as noted, contextlib.ExitStack() as stack:
@@ -161,9 +164,9 @@ class Fit:
                 self._show = stack.enter_context(shown(self.folder, steps=self.steps, done=self.step, **size))
                 self._track = stack.enter_context(tracked(self.folder, self.config, mlflow))
             stop = self._loop(lambda: max(noted, default=MEMORY if self._guard.why else 0))
-            if observer:
-                observer.record()
-            self._log_end(stop)
+            events = read_events(self.folder) if was_over else []
+            if not was_over or (events and events[-1]["event"] != "end"):
+                self._log_end(stop)
         if self._exchange.count > 1:
             self._wait_for_chief()
         if self.is_over:
@@ -175,14 +178,6 @@ class Fit:
             raise MemoryRunsOutError(f"{why}; stopped and {saved}")
         raise Interrupted(saved, stop)
 
-    def note_end(self) -> None:
-        """Log the end of a run that was killed between its last checkpoint and that line."""
-        events = read_events(self.folder)
-        if not events or events[-1]["event"] == "end":
-            return
-        peak = {"peak_rss_bytes": costs_of(events).peak_rss_bytes, "allocator_peak_bytes": None}
-        self._log("end", reason=self.reason, seconds=self.trained_s, **peak)
-
     @property
     def is_over(self) -> bool:
         """Whether the last epoch is done or patience has run out: nothing is left to do."""
@@ -193,13 +188,6 @@ class Fit:
     def reason(self) -> str:
         """Why a run that is over is over."""
         return "finished" if self.step >= self.steps else "early stop"
-
-    @property
-    def longer(self) -> str:
-        """The option that lets a run go on which is over."""
-        if self.step < self.steps:
-            return "--patience"
-        return "--steps" if self.config.steps else "--epochs"
 
     # --- The two grids ---
 
@@ -282,8 +270,9 @@ class Fit:
             outcome, step_s = self._compute(self.learner, parts, rate, wish)
         waited_s = parts.waited_s - waited_before_s
         own_s = step_s - waited_s - (parts.finished_s - finished_before_s) - outcome.exchange_s
-        if observer and observer.note(own_s) == ENOUGH_STEPS:
-            observer.record()
+        if observer:
+            observer.note(own_s)
+        self._guard.stepped(step_s)
         self.waited_s += waited_s
         self.exchanged_s += outcome.exchange_s
         self.stepped_s += step_s
@@ -383,6 +372,8 @@ class Fit:
         self._check_finite()
         if not self._exchange.is_chief:
             return
+        if self._observer:
+            self._observer.record()
         if self.step and not self.feeds.held_out:
             self._save_best()
         with self._writing(f"step {self.step} could not be saved"):

@@ -38,15 +38,13 @@ class Muon(tf.keras.optimizers.Optimizer):
         **options,
     ):
         """`learning_rate` is of kernels; Adam's is `adam_scale` times that. `momentum` is of kernels, with Nesterov's
-        look-ahead; the betas and epsilon are Adam's. `options` are those of every Keras optimizer, such as
-        `clipnorm`."""
+        look-ahead; `options` are those of every Keras optimizer, such as `clipnorm`."""
         super().__init__(name=name, **{"weight_decay": None, **options})
         self._learning_rate = self._build_learning_rate(learning_rate)
         self.adam_scale, self.momentum = adam_scale, momentum
         self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
 
     def build(self, var_list) -> None:
-        """Make the slots, as zeros. A second call does nothing."""
         super().build(var_list)
         if getattr(self, "_built", False):
             return
@@ -57,7 +55,6 @@ class Muon(tf.keras.optimizers.Optimizer):
         self._built = True
 
     def apply_gradients(self, grads_and_vars, *args, **options):
-        """As of every Keras optimizer."""
         self._before = []
         try:
             return super().apply_gradients(grads_and_vars, *args, **options)
@@ -72,7 +69,6 @@ class Muon(tf.keras.optimizers.Optimizer):
             self._before = [variable.assign_sub(update(index, tf.convert_to_tensor(gradient)))]
 
     def get_config(self):
-        """What makes such an optimizer again."""
         own = {name: getattr(self, name) for name in ("adam_scale", "momentum", "beta_1", "beta_2", "epsilon")}
         return {**super().get_config(), "learning_rate": self._serialize_hyperparameter(self._learning_rate), **own}
 

@@ -32,17 +32,10 @@ from memory_estimator.common.files import read_json
 SCALARS = {"step": ("loss", "learning_rate", "step_s", "wait_s", "voxels"), "validation": ("loss", "mean_dice")}
 """Kind of event -> its fields that are curves, besides the Dice of each region."""
 
-FILES = ("config.json", "plan.json", "report.html")
-"""Of the run's folder, as they are when an attempt ends."""
-
-DERIVED = ("store_channels", "label_names", "region_codes")
-"""Fields of a run's configuration that follow from the store."""
-
-PATIENCE_S = 60.0
-"""How long the end of a training waits for MLflow."""
-
-MOST_METRICS = 1000
-"""The most that MLflow takes in one call."""
+FILES = ("config.json", "plan.json", "report.html")  # of the run's folder, as they are when an attempt ends
+DERIVED = ("store_channels", "label_names", "region_codes")  # settings of a run that follow from the store
+PATIENCE_S = 60.0  # how long the end of a training waits for MLflow
+MOST_METRICS = 1000  # the most that MLflow takes in one call
 
 Track = Callable[..., None]
 
@@ -61,9 +54,7 @@ def tracked(run: Path, config: RunConfig, mlflow: str = "") -> Iterator[Track]:
     tracking server or database; "" is none. MLflow neither ends nor delays a training: a thread of its own sends, and
     stops with one line on stderr when MLflow fails.
     """
-    sinks: List[Any] = [_TensorBoard(run, config)]
-    if mlflow:
-        sinks.append(_Mlflow(run, config, mlflow))
+    sinks = [_TensorBoard(run, config), *([_Mlflow(run, config, mlflow)] if mlflow else [])]
 
     def track(event: Mapping[str, Any], picture: Optional[np.ndarray] = None) -> None:
         for sink in sinks:
@@ -153,9 +144,8 @@ class _TensorBoard:
             for name, value in scalars(event).items():
                 self._summary.scalar(name, value)
             if picture is not None:
-                self._summary.image(
-                    "validation/views", picture[None], description="above the truth, below what is predicted"
-                )
+                about = "above the truth, below what is predicted"
+                self._summary.image("validation/views", picture[None], description=about)
 
     def close(self) -> None:
         self._writer.close()
@@ -166,12 +156,8 @@ class _Mlflow:
 
     def __init__(self, run: Path, config: RunConfig, uri: str):
         # Short timeouts for the thread below; no telemetry.
-        for name, value in {
-            "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-            "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
-            "MLFLOW_DISABLE_TELEMETRY": "true",
-            "MLFLOW_LOGGING_LEVEL": "WARNING",
-        }.items():
+        short = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
+        for name, value in {**short, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "WARNING"}.items():
             os.environ.setdefault(name, value)
         # For a new database its client prints a line for each migration of its tables.
         logging.getLogger("alembic.runtime.migration").addFilter(lambda record: record.levelno > logging.INFO)

@@ -21,11 +21,9 @@ class Validation:
     """Of one moment of a run, means over the cases."""
 
     loss: float
-    dice: np.ndarray
-    """(R,) hard Dice."""
+    dice: np.ndarray  # (R,) hard Dice
     cases: int
-    picture: Optional[np.ndarray] = None
-    """Views of the chief's first case; None on the other workers."""
+    picture: Optional[np.ndarray] = None  # views of the chief's first case; None on the other workers
 
 
 def validate(
