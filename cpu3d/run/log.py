@@ -71,7 +71,6 @@ KINDS = {
         "reason": str,
         "seconds": Seconds,  # of all attempts
         **dict.fromkeys(("peak_rss_bytes", "allocator_peak_bytes"), Optional[Bytes]),
-        **dict.fromkeys(("wait_share", "exchange_share"), Number),
     },
 }
 """Kind of event -> what it holds, besides its kind under "event" and the steps done by then under "step"."""
@@ -175,10 +174,8 @@ def shown(
         elif group == "diverged":
             line = event["reason"]
         elif group == "end":
-            peak = (
-                f"{event['wait_share']:.1%} of the steps waiting for data, peak {format_bytes(event['peak_rss_bytes'])}"
-            )
-            line = f"{event['reason']} after step {step}: {event['seconds']:.0f} s in all, {peak}"
+            peak = format_bytes(event["peak_rss_bytes"])
+            line = f"{event['reason']} after step {step}: {event['seconds']:.0f} s in all, peak {peak}"
         if line:
             bar.console.print(line, highlight=False, soft_wrap=True)
 

@@ -96,7 +96,12 @@ class Parts:
 
     def __init__(self, dataset: tf.data.Dataset, finish: Optional[Callable], watch: Callable[[str], None]):
         self._parts, self._finish, self._watch = Batches(dataset), finish, watch
-        self.waited_s = self.finished_s = 0.0
+        self._waited_s = self._finished_s = 0.0
+
+    def spent_s(self) -> Tuple[float, float]:
+        """Seconds of waiting, and of `finish`, since the last call."""
+        spent, self._waited_s, self._finished_s = (self._waited_s, self._finished_s), 0.0, 0.0
+        return spent
 
     def __iter__(self) -> Iterator[Tuple[tf.Tensor, tf.Tensor]]:
         return self
@@ -106,10 +111,10 @@ class Parts:
         begin = time.perf_counter()
         raw = next(self._parts)
         waited = time.perf_counter()
-        self.waited_s += waited - begin
+        self._waited_s += waited - begin
         self._watch("computing")
         if self._finish is None:
             return raw
         part = self._finish(raw) if isinstance(raw, dict) else self._finish(*raw)
-        self.finished_s += time.perf_counter() - waited
+        self._finished_s += time.perf_counter() - waited
         return part

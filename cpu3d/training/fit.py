@@ -40,8 +40,7 @@ from cpu3d.util.records import versions
 from memory_estimator.common.files import typed
 from memory_estimator.host import Host
 
-MEMORY = 1
-"""What a worker notes when its memory is running out. Other notes are the numbers of SIGINT and SIGTERM; 0 is none."""
+MEMORY = 1  # what a worker notes when its memory is running out; others are SIGINT's and SIGTERM's numbers, 0 is none
 
 WAYS = ("engine", "workers", "policy", "device", "micro_batch", "OMP_NUM_THREADS")
 """How a run is computed: with another one its weights are not the same to the bit."""
@@ -74,7 +73,6 @@ class Fit:
         full replaces it, whatever its Dice."""
         self.owes_validation = False  # whether the run was stopped before it could validate the step it has reached
         self.trained_s = 0.0  # wall time of earlier attempts and of this one, up to the last checkpoint
-        self.waited_s = self.exchanged_s = self.stepped_s = 0.0
         # Both get every event as it is logged.
         self._show: Callable[[Dict[str, Any]], None] = lambda event: None
         self._track: Track = lambda event, picture=None: None
@@ -90,12 +88,9 @@ class Fit:
         return bool(self.config.budget_minutes) and not self.config.steps
 
     def fit_budget(self) -> List[float]:
-        """Cut the run to the steps that its minutes hold, the same on all workers; returns the seconds of a full step,
-        after those of a coarse one where coarse ones are left.
-
-        The minutes include earlier attempts and the timing itself, not the validations. The steps up to the first
-        validation are kept in any case. The weights stay as they were.
-        """
+        """Cut the run to the steps that its minutes hold, earlier attempts and the timing included, validations not;
+        those up to the first validation are kept. The weights stay as they were. Returns the seconds of a full step,
+        after those of a coarse one where coarse ones are left."""
         begin, step_s = time.perf_counter(), [self._timed(self.learner)]
         if self.step < self.config.coarse_steps:
             self._full_learner = self._make_learner(self.config.at(self.steps))
@@ -115,8 +110,7 @@ class Fit:
         return step_s
 
     def log_start(self, host: Host, engine: str, threads: Dict[str, str], predicted: Dict[str, Any]) -> None:
-        """Log where and with what this attempt runs, and what it was predicted to take; a note where the run was
-        computed in another way before."""
+        """Log where and with what this attempt runs; a note where the run was computed in another way before."""
         config, way = self.config, {}
         for event in read_events(self.folder) if self._exchange.is_chief else ():
             way = {**event, **event.get("threads", {})} if event["event"] == "start" else way
@@ -149,23 +143,22 @@ class Fit:
 
     def run(self, observer: Optional[Observer] = None, mlflow: str = "") -> None:
         """Train to the last step, an early stop, or a stop that one of the workers asks for, and save in each case.
-        `observer` is given the time of full steps; `mlflow` is the URI where the chief tracks the run too.
+        `observer` is given the time of full steps; `mlflow` is the URI where the chief tracks the run too. Of a run
+        that is over its end is logged, where a kill has lost that.
 
-        Of a run that is over only its end is logged, where a kill has lost that.
         Raises Interrupted after a signal and MemoryRunsOutError where the guard asks for a stop, each once the run is
         saved; DivergedError, and WorkerLostError.
         """
         self._observer, was_over = observer, self.is_over
-        self._resumed_at, self._trained_before_s = time.monotonic(), self.trained_s
-        self._saved_at = self._resumed_at
+        self._saved_at = time.monotonic()
+        self._began_at = self._saved_at - self.trained_s  # had there been one attempt alone
         with noted_signals() as noted, contextlib.ExitStack() as stack:
             if self._exchange.is_chief:
                 size = {"steps_per_epoch": self.steps_per_epoch, "batch": self.config.batch}
                 self._show = stack.enter_context(shown(self.folder, steps=self.steps, done=self.step, **size))
                 self._track = stack.enter_context(tracked(self.folder, self.config, mlflow))
-            stop = self._loop(lambda: max(noted, default=MEMORY if self._guard.why else 0))
-            events = read_events(self.folder) if was_over else []
-            if not was_over or (events and events[-1]["event"] != "end"):
+            stop = 0 if was_over else self._loop(lambda: max(noted, default=MEMORY if self._guard.why else 0))
+            if not was_over or [event["event"] for event in read_events(self.folder)][-1:] != ["end"]:
                 self._log_end(stop)
         if self._exchange.count > 1:
             self._wait_for_chief()
@@ -261,27 +254,21 @@ class Fit:
 
     def _train_step(self, parts: Parts, wish: Callable[[], int]) -> int:
         """One step; returns as `_loop`."""
-        config, is_coarse = self.config, self.step < self.config.coarse_steps
+        config = self.config
         if self.step == config.coarse_steps:  # coarse validations do not count for patience
             self.stale_validations = 0
-        rate, observer = config.rate_at(self.step, self.steps), None if is_coarse else self._observer
-        waited_before_s, finished_before_s = parts.waited_s, parts.finished_s
+        rate = config.rate_at(self.step, self.steps)
         with self._saved_where_one_is_lost():  # nothing but this step is
             outcome, step_s = self._compute(self.learner, parts, rate, wish)
-        waited_s = parts.waited_s - waited_before_s
-        own_s = step_s - waited_s - (parts.finished_s - finished_before_s) - outcome.exchange_s
-        if observer:
-            observer.note(own_s)
+        waited_s, finished_s = parts.spent_s()
+        if self._observer and self.step >= config.coarse_steps:
+            self._observer.note(step_s - waited_s - finished_s - outcome.exchange_s)
         self._guard.stepped(step_s)
-        self.waited_s += waited_s
-        self.exchanged_s += outcome.exchange_s
-        self.stepped_s += step_s
         names = self.feeds.case_ids(self.step)
         if not outcome.loss <= HIGHEST_LOSS:
             raise self._diverged(outcome, names)
         epoch = self.step // self.steps_per_epoch
         self.step += 1
-        exchanged = {"exchange_s": outcome.exchange_s} if self._exchange.count > 1 else {}
         self._log(
             "step",
             epoch=epoch,
@@ -292,7 +279,7 @@ class Fit:
             voxels=config.batch * math.prod(self.learner.config.grid),
             step_s=step_s,
             wait_s=waited_s,
-            **exchanged,
+            exchange_s=outcome.exchange_s,
             rss_bytes=psutil.Process().memory_info().rss,
         )
         return int(max(outcome.notes))
@@ -368,7 +355,7 @@ class Fit:
         self._phase("saving")
         begin = time.perf_counter()
         self._saved_at = time.monotonic()
-        self.trained_s = self._trained_before_s + self._saved_at - self._resumed_at
+        self.trained_s = self._saved_at - self._began_at
         self._check_finite()
         if not self._exchange.is_chief:
             return
@@ -430,8 +417,6 @@ class Fit:
             seconds=self.trained_s,
             peak_rss_bytes=peak_rss_bytes(),
             allocator_peak_bytes=allocator_peak_bytes(memory_device(self.config.device)),
-            wait_share=self.waited_s / self.stepped_s if self.stepped_s else 0.0,
-            exchange_share=self.exchanged_s / self.stepped_s if self.stepped_s else 0.0,
         )
 
     def _log(self, event: str, picture: Optional[np.ndarray] = None, **content: Any) -> None:

@@ -2,9 +2,9 @@
 
     with tracked(run, config, mlflow="sqlite:///mlflow.db") as track:
         track(event)                 # as it is logged
-        track(event, views(...))     # a validation
+        track(event, view(...))      # a validation
 
-Both get the settings, the numbers of every step and validation, and `views` of a held-out case with each validation.
+Both get the settings, the numbers of every step and validation, and the `view` of a held-out case with each validation.
 MLflow also gets the files in FILES. Nothing is sent twice.
 """
 
@@ -83,35 +83,25 @@ def parameters(config: RunConfig) -> Dict[str, Union[str, float, bool]]:
     return {k: v if isinstance(v, (bool, int, float)) else str(v) for k, v in named.items() if v not in ("", None)}
 
 
-def views(image: Any, truth: Any, logits: Any, regions: Sequence[str]) -> np.ndarray:
-    """uint8 `(H, W, 3)`: the axial, coronal and sagittal slice with most of the truth, the middle one where there is
-    none, in radiological convention; with the outlines of the regions, above of the truth and below of the prediction.
+def view(image: Any, truth: Any, logits: Any, regions: Sequence[str]) -> np.ndarray:
+    """uint8 `(2 Y, X, 3)`: the axial slice with most of the truth, the middle one where there is none, in radiological
+    convention; with the outlines of the regions, above of the truth and below of the prediction.
 
     `image` is `(1, X, Y, Z, C)`, of which the first channel is shown; `truth` and `logits` are `(1, X, Y, Z, R)`. Axes
-    are R A S. Of the image and the logits only these slices are copied.
+    are R A S. Of the image and the logits only this slice is copied.
     """
     lesion = np.asarray(truth)[0].any(-1)
-    places = [int(lesion.sum(axis=tuple({0, 1, 2} - {axis})).argmax()) for axis in range(3)]
-    if not lesion.any():
-        places = [n // 2 for n in lesion.shape]
-    planes = [(0, *(places[axis] if axis == at else slice(None) for axis in range(3))) for at in (2, 1, 0)]
-    grey = [np.asarray(image[(*plane, 0)]).astype(np.float32) for plane in planes]
-    seen = np.concatenate([one[one != 0] for one in grey])
-    low, high = np.percentile(seen, WINDOW) if seen.size else (0.0, 1.0)
-    height = max(one.shape[1] for one in grey)
+    z = int(lesion.sum((0, 1)).argmax()) if lesion.any() else lesion.shape[2] // 2
+    grey = np.asarray(image[0, :, :, z, 0]).astype(np.float32)
+    low, high = np.percentile(grey[grey != 0], WINDOW) if grey.any() else (0.0, 1.0)
     others = iter(OTHERS * len(regions))
     colours = [_rgb(COLOURS.get(region) or next(others)) for region in regions]
     rows = []
     for volume in (truth, logits):
-        shown = []
-        for plane, one in zip(planes, grey):
-            drawn = np.repeat(in_steps(one, low, max(high, low + 1e-6), STEPS)[..., None], 3, -1)
-            for region, colour in enumerate(colours):
-                drawn[_outline(np.asarray(volume[(*plane, region)]) > 0)] = colour
-            # Columns from the patient's right to left, or front to back; rows from front to back, or top to bottom.
-            drawn = drawn.transpose(1, 0, 2)[::-1, ::-1]
-            shown.append(np.pad(drawn, ((0, height - len(drawn)), (1, 1), (0, 0))))
-        rows.append(np.concatenate(shown, 1))
+        drawn = np.repeat(in_steps(grey, low, max(high, low + 1e-6), STEPS)[..., None], 3, -1)
+        for region, colour in enumerate(colours):
+            drawn[_outline(np.asarray(volume[0, :, :, z, region]) > 0)] = colour
+        rows.append(drawn.transpose(1, 0, 2)[::-1, ::-1])  # from the patient's right to left, from front to back
     return np.concatenate(rows)
 
 
@@ -145,7 +135,7 @@ class _TensorBoard:
                 self._summary.scalar(name, value)
             if picture is not None:
                 about = "above the truth, below what is predicted"
-                self._summary.image("validation/views", picture[None], description=about)
+                self._summary.image("validation/view", picture[None], description=about)
 
     def close(self) -> None:
         self._writer.close()

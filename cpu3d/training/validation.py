@@ -11,7 +11,7 @@ from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.training.feeds import Feeds
 from cpu3d.training.learner import Learner
 from cpu3d.training.losses import TrainingLoss, hard_dice, hard_dice_counts
-from cpu3d.training.tracking import views
+from cpu3d.training.tracking import view
 from models.layer_plan import PIECES
 from models.supervision import Supervision
 
@@ -23,7 +23,7 @@ class Validation:
     loss: float
     dice: np.ndarray  # (R,) hard Dice
     cases: int
-    picture: Optional[np.ndarray] = None  # views of the chief's first case; None on the other workers
+    picture: Optional[np.ndarray] = None  # of the chief's first case; None on the other workers
 
 
 def validate(
@@ -49,7 +49,7 @@ def validate(
             logits = _whole_logits(feeds, learner.logits, image)
             loss, counts = _score(target, logits)
             if picture is None and exchange.is_chief:
-                picture = views(image, target, logits, feeds.config.regions)
+                picture = view(image, target, logits, feeds.config.regions)
             del logits  # before the next are made
             rows[case] = [float(loss), *hard_dice(counts).numpy()[0]]
             phase("validating")
