@@ -109,7 +109,6 @@ def test_early_stopping_ends_after_patience_validations_without_gain(phantom_sto
     fit.run()
     assert read_events(tmp_path)[-1]["reason"] == "early stop"
     assert fit.step == 3 * fit.steps_per_epoch
-    assert fit.longer == "--patience"
 
 
 def test_a_signal_during_a_validation_breaks_it_off_and_the_next_start_makes_up_for_it(

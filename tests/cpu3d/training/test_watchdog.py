@@ -107,19 +107,6 @@ def guard(stage, tmp_path):
     return Guard(tmp_path, say=stage.said.append, end=stage.ended.append, bound_bytes=2 * GIB, stall_minutes=1)
 
 
-def test_steps_are_timed_without_what_comes_between(guard, stage):
-    for step in range(4):
-        guard.phase("waiting for data", step=step)
-        stage.live(guard, 1)
-        guard.phase("computing")
-        stage.live(guard, 2 + step)
-        guard.phase("validating")
-        stage.live(guard, 50)
-    guard.phase("computing", step=4)
-    assert guard.now.longest_step_s == 6.0
-    assert (guard.now.step, guard.now.phase) == (4, "computing")
-
-
 def test_memory_that_runs_low_asks_for_a_stop_once_and_not_before_there_is_something_to_save(guard, stage):
     stage.free = 50 * MIB
     stage.live(guard, 2)
@@ -170,7 +157,6 @@ def test_a_long_first_step_a_suspended_process_signs_of_life_and_no_limit_are_no
         guard.look()
     assert stage.ended == []
     guard.phase("computing", step=1)
-    assert guard.now.longest_step_s < 300, "ten times the longest step is what may pass"
     for _ in range(20):
         guard.phase("validating", step=1)
         stage.live(guard, 50)
