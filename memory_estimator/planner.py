@@ -20,20 +20,16 @@ from models.layer_plan import Shape3
 
 Price = Callable[[Job], Estimate]
 
-STEP_OF_FILTERS = 8
-"""Convolutions are computed in vectors of channels: numbers between cost as much as the next multiple."""
+STEP_OF_FILTERS = 8  # convolutions compute vectors of channels: numbers between cost as much as the next multiple
 
-LOOKED_AT = 32
-"""Jobs smaller than the largest that fits: as many volumes at once, 256 filters, 512 voxels along an axis."""
+LOOKED_AT = 32  # jobs smaller than the largest that fits: volumes at once, 256 filters, 512 voxels of an axis
 
 LARGEST = 2**20  # no search goes on past this number: the memory would then be without end
 CONTEXT_BYTES = 2**30  # of a GPU: CUDA's context, cuDNN's and cuBLAS's handles and kernels
 
-WORKSPACE_BYTES = 4 * 2**30
-"""The most that TensorFlow lets cuDNN take for one convolution (TF_CUDNN_WORKSPACE_LIMIT_IN_MB)."""
+WORKSPACE_BYTES = 4 * 2**30  # TensorFlow's limit for one convolution of cuDNN (TF_CUDNN_WORKSPACE_LIMIT_IN_MB)
 
-BOTTOM = 2
-"""Least voxels of the deepest level along an axis: a norm leaves nothing of a single voxel but zero."""
+BOTTOM = 2  # least voxels of the deepest level along an axis: a norm leaves nothing of a single voxel but zero
 
 ASSUMPTIONS = (
     "assumed, not verified on a GPU: policy speed, the same step and order as on the CPU without oneDNN's scratch, for "

@@ -22,16 +22,13 @@ from memory_estimator.estimate import Component, Estimate
 from memory_estimator.job import Job
 from models.layer_plan import layer_plan
 
-PIECE_BYTES = 16 * 2**20
-"""Of the vector, summed at a time, each piece by a ring of its own (`cpu3d.distributed.all_reduce`)."""
+PIECE_BYTES = 16 * 2**20  # of the vector, summed at a time by a ring of its own (`cpu3d.distributed.all_reduce`)
 
 LATENCY_S = 50e-6  # of a message between two hosts; what a message costs inside one comes on top
 
-DATA_WAIT_SHARE = 0.0004
-"""Of a step's computing, waiting for data that are read in time (docs/log.md, loading)."""
+DATA_WAIT_SHARE = 0.0004  # of a step's computing, waiting for data that are read in time (docs/log.md, loading)
 
-EXCHANGED_COPIES = 4
-"""Of the gradients, while they are summed: what is sent, what has come, the network's buffers. Not measured."""
+EXCHANGED_COPIES = 4  # of the gradients, while they are summed: sent, received, the network's buffers; not measured
 
 HOSTS_HELP = "time on so many hosts; --batch is then of one worker, --threads its cores, --host-memory of one host"
 NOT_COUNTED = (
@@ -70,8 +67,7 @@ MEASURED = ExchangeCosts(
 )
 """Medians of two jobs of a core a worker: 240x240x160 and 128^3, 16 filters, 22.6 MB of gradients."""
 
-ERRORS = (0.063, -0.002)
-"""Of the predicted steps of two workers in these two jobs, each by the constants of the other."""
+ERRORS = (0.063, -0.002)  # of the predicted steps of two workers in these two jobs, each by the constants of the other
 
 
 # --- The formula ---
