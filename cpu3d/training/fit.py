@@ -28,7 +28,7 @@ from cpu3d.host.speed import Observer
 from cpu3d.plan import Plan
 from cpu3d.run.checkpoint import checkpoints, newest, set_aside, write_best, write_next
 from cpu3d.run.log import append_event, forget_after, read_events, shown
-from cpu3d.settings import RunConfig, command_at_half_rate
+from cpu3d.settings import RunConfig, half_rates
 from cpu3d.training.curriculum import TIMED_STEPS, continued, cut, measured_step_s, steps_within
 from cpu3d.training.feeds import Feeds, Parts
 from cpu3d.training.learner import Learner, Outcome, allocator_peak_bytes
@@ -42,11 +42,10 @@ from memory_estimator.host import Host
 
 MEMORY = 1  # what a worker notes when its memory is running out; others are SIGINT's and SIGTERM's numbers, 0 is none
 
+# How a run is computed: with another one its weights are not the same to the bit.
 WAYS = ("engine", "workers", "policy", "device", "micro_batch", "OMP_NUM_THREADS")
-"""How a run is computed: with another one its weights are not the same to the bit."""
 
-HIGHEST_LOSS = 10.0
-"""A run whose loss is above this, or not finite, has diverged. A network that predicts nothing has 1 to 2."""
+HIGHEST_LOSS = 10.0  # above this a run has diverged; a network that predicts nothing has 1 to 2
 
 
 class Fit:
@@ -67,15 +66,13 @@ class Fit:
         self._make_learner = make_learner or (lambda config: Learner(config, exchange))
         self._observer: Optional[Observer] = None
         self.step = self.stale_validations = 0
-        self.best: Optional[float] = None
-        self.best_is_coarse = False
-        """The highest mean Dice of a validation so far, and whether it is of a coarse step. The first validation in
-        full replaces it, whatever its Dice."""
+        self.best: Optional[float] = None  # the highest mean Dice of a validation so far
+        self.best_is_coarse = False  # then the first validation in full replaces it, whatever its Dice
         self.owes_validation = False  # whether the run was stopped before it could validate the step it has reached
         self.trained_s = 0.0  # wall time of earlier attempts and of this one, up to the last checkpoint
         # Both get every event as it is logged.
         self._show: Callable[[Dict[str, Any]], None] = lambda event: None
-        self._track: Track = lambda event, picture=None: None
+        self._track: Track = lambda event: None
         self._reading: Optional[Reading] = None
         self._full_learner: Optional[Learner] = None  # made early where the time of its steps was measured
         self.warnings = self._restore()  # a line for each damaged checkpoint
@@ -304,11 +301,8 @@ class Fit:
         reason += f" on {bad or ', '.join(names)}"
         with contextlib.suppress(OSError):  # the error has the same message
             self._log("diverged", reason=reason)
-        return DivergedError(f"{reason}; {left}. Look at these cases, or continue at {self._half_the_rate}")
-
-    @property
-    def _half_the_rate(self) -> str:
-        return f"half the rate: {command_at_half_rate(self.config, self.folder, self._exchange.count)}"
+        todo = f"look at these cases, or add {half_rates(self.config)}, half the rates, to the command"
+        return DivergedError(f"{reason}; {left}; {todo}")
 
     def _is_validation_step(self, step: int) -> bool:
         """Whether a validation is due after `step` steps, or would be if cases were held out for it."""
@@ -337,7 +331,6 @@ class Fit:
             self._save_best()
         self._log(
             "validation",
-            scores.picture,
             epoch=self.step // self.steps_per_epoch,
             loss=scores.loss,
             dice=dict(zip(self.config.regions, map(float, scores.dice))),
@@ -375,7 +368,7 @@ class Fit:
         arrays = self.learner.arrays().values()
         if not all(np.isfinite(extreme(array)) for array in arrays for extreme in (np.min, np.max)):
             rule = f"weights must be finite, got others after step {self.step}"
-            raise DivergedError(f"{rule}; continue at {self._half_the_rate}")
+            raise DivergedError(f"{rule}; add {half_rates(self.config)}, half the rates, to the command")
 
     def _save_best(self) -> None:
         if self._exchange.is_chief:
@@ -419,14 +412,14 @@ class Fit:
             allocator_peak_bytes=allocator_peak_bytes(memory_device(self.config.device)),
         )
 
-    def _log(self, event: str, picture: Optional[np.ndarray] = None, **content: Any) -> None:
+    def _log(self, event: str, **content: Any) -> None:
         if not self._exchange.is_chief:
             return
         line = {"event": event, "step": self.step, **content}
         with self._writing(f"step {self.step} could not be logged in {self.folder / 'log.jsonl'}"):
             append_event(self.folder, line)
         self._show(line)
-        self._track(line, picture)
+        self._track(line)
 
     def _state(self) -> Dict[str, Any]:
         own = {name: getattr(self, name) for name in _State.__annotations__}

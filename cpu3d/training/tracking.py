@@ -2,10 +2,9 @@
 
     with tracked(run, config, mlflow="sqlite:///mlflow.db") as track:
         track(event)                 # as it is logged
-        track(event, view(...))      # a validation
 
-Both get the settings, the numbers of every step and validation, and the `view` of a held-out case with each validation.
-MLflow also gets the files in FILES. Nothing is sent twice.
+Both get the settings and the numbers of every step and validation, MLflow also the files in FILES. Nothing is sent
+twice.
 """
 
 import contextlib
@@ -17,12 +16,9 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Union
-
-import numpy as np
+from typing import Any, Callable, Dict, Iterator, Mapping, Sequence, Union
 
 from cpu3d.errors import InputError, how_to_install
-from cpu3d.pages.viewer import COLOURS, OTHERS, STEPS, WINDOW, in_steps
 from cpu3d.run.log import FINISHED, read_events
 from cpu3d.settings import RunConfig, flat
 from cpu3d.util.atomic import write_json
@@ -37,7 +33,7 @@ DERIVED = ("store_channels", "label_names", "region_codes")  # settings of a run
 PATIENCE_S = 60.0  # how long the end of a training waits for MLflow
 MOST_METRICS = 1000  # the most that MLflow takes in one call
 
-Track = Callable[..., None]
+Track = Callable[[Mapping[str, Any]], None]
 
 
 def require_mlflow() -> None:
@@ -50,15 +46,14 @@ def require_mlflow() -> None:
 
 @contextlib.contextmanager
 def tracked(run: Path, config: RunConfig, mlflow: str = "") -> Iterator[Track]:
-    """Yields a function that sends an event of the log, and with a validation its picture. `mlflow` is the URI of a
-    tracking server or database; "" is none. MLflow neither ends nor delays a training: a thread of its own sends, and
-    stops with one line on stderr when MLflow fails.
-    """
+    """Yields a function that sends an event of the log. `mlflow` is the URI of a tracking server or database; "" is
+    none. MLflow neither ends nor delays a training: a thread of its own sends, and stops with one line on stderr when
+    MLflow fails."""
     sinks = [_TensorBoard(run, config), *([_Mlflow(run, config, mlflow)] if mlflow else [])]
 
-    def track(event: Mapping[str, Any], picture: Optional[np.ndarray] = None) -> None:
+    def track(event: Mapping[str, Any]) -> None:
         for sink in sinks:
-            sink.track(event, picture)
+            sink.track(event)
 
     try:
         yield track
@@ -83,40 +78,7 @@ def parameters(config: RunConfig) -> Dict[str, Union[str, float, bool]]:
     return {k: v if isinstance(v, (bool, int, float)) else str(v) for k, v in named.items() if v not in ("", None)}
 
 
-def view(image: Any, truth: Any, logits: Any, regions: Sequence[str]) -> np.ndarray:
-    """uint8 `(2 Y, X, 3)`: the axial slice with most of the truth, the middle one where there is none, in radiological
-    convention; with the outlines of the regions, above of the truth and below of the prediction.
-
-    `image` is `(1, X, Y, Z, C)`, of which the first channel is shown; `truth` and `logits` are `(1, X, Y, Z, R)`. Axes
-    are R A S. Of the image and the logits only this slice is copied.
-    """
-    lesion = np.asarray(truth)[0].any(-1)
-    z = int(lesion.sum((0, 1)).argmax()) if lesion.any() else lesion.shape[2] // 2
-    grey = np.asarray(image[0, :, :, z, 0]).astype(np.float32)
-    low, high = np.percentile(grey[grey != 0], WINDOW) if grey.any() else (0.0, 1.0)
-    others = iter(OTHERS * len(regions))
-    colours = [_rgb(COLOURS.get(region) or next(others)) for region in regions]
-    rows = []
-    for volume in (truth, logits):
-        drawn = np.repeat(in_steps(grey, low, max(high, low + 1e-6), STEPS)[..., None], 3, -1)
-        for region, colour in enumerate(colours):
-            drawn[_outline(np.asarray(volume[0, :, :, z, region]) > 0)] = colour
-        rows.append(drawn.transpose(1, 0, 2)[::-1, ::-1])  # from the patient's right to left, from front to back
-    return np.concatenate(rows)
-
-
 # --- Private helpers ---
-
-
-def _outline(mask: np.ndarray) -> np.ndarray:
-    """The pixels of a mask that touch one outside."""
-    from scipy.ndimage import binary_erosion
-
-    return mask & ~binary_erosion(mask)
-
-
-def _rgb(colour: str) -> List[int]:
-    return [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
 
 
 class _TensorBoard:
@@ -129,13 +91,10 @@ class _TensorBoard:
         with self._writer.as_default(step=0):
             api.hparams(parameters(config), trial_id=run.resolve().name)
 
-    def track(self, event: Mapping[str, Any], picture: Optional[np.ndarray]) -> None:
+    def track(self, event: Mapping[str, Any]) -> None:
         with self._writer.as_default(step=event["step"]):
             for name, value in scalars(event).items():
                 self._summary.scalar(name, value)
-            if picture is not None:
-                about = "above the truth, below what is predicted"
-                self._summary.image("validation/view", picture[None], description=about)
 
     def close(self) -> None:
         self._writer.close()
@@ -157,9 +116,9 @@ class _Mlflow:
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
         self._thread.start()
 
-    def track(self, event: Mapping[str, Any], picture: Optional[np.ndarray]) -> None:
+    def track(self, event: Mapping[str, Any]) -> None:
         if not self._given_up:
-            self._events.put((event, picture))
+            self._events.put(event)
 
     def close(self) -> None:
         self._events.put(None)
@@ -191,12 +150,9 @@ class _Mlflow:
             group: max((one.step for one in client.get_metric_history(found, f"{group}/loss")), default=-1)
             for group in SCALARS
         }
-        pictured = sent["validation"]
         self._send(client, found, read_events(self._run), sent)
-        for event, picture in iter(self._events.get, None):
+        for event in iter(self._events.get, None):
             self._send(client, found, [event], sent)
-            if picture is not None and event["step"] > pictured:
-                client.log_image(found, picture, key="validation", step=event["step"], synchronous=True)
         for name in FILES:
             if (self._run / name).is_file():
                 client.log_artifact(found, str(self._run / name))

@@ -55,10 +55,8 @@ class Sample(NamedTuple):
 
 
 def take_sample(root: Path = Path("/")) -> Sample:
-    """This process's memory now; `root` is the folder of /proc and /sys.
-
-    Free swap counts as free memory of the machine, as the kernel kills no process while it has some; not of a cgroup.
-    """
+    """This process's memory now, by /proc and /sys in `root`. Free swap counts for the machine, as the kernel kills no
+    process while it has some; not for a cgroup."""
     memory, process = meminfo(root), resident()
     total = memory["MemTotal"]
     rooms = {MACHINE: Room(available_bytes(memory) + memory.get("SwapFree", 0), total)}
@@ -129,12 +127,9 @@ class Guard:
         place = {"pid": pid, "process_start": process_start(pid) or 0, "place": this_place()}
         times = {"started": now, "beat": now, "phase": "starting", "phase_since": now, "step": 0, "steps": 0}
         self.now = Heartbeat(rank=rank, workers=workers, host_name=socket.gethostname(), **place, **times)
-        """The heartbeat, which `phase` updates and the threads read."""
         self._awake_s = self._called_at_s = 0.0
-        """How long the watch has watched, and how long it had at the last progress: so a time while this process was
-        suspended, or the host slept, does not count."""
-        self._longest_s: Dict[str, float] = {}
-        """Phase -> the longest time between two calls of `phase` so far."""
+        """How long the watch has watched, now and at the last progress: without the time of a suspended process."""
+        self._seen, self._longest_s = set(), 0.0  # phases so far, and the longest time between two calls of `phase`
         self._wait_s, self._messages = SAMPLE_EVERY_S, set()
         self._done, self._changed = threading.Event(), threading.Event()
         self._writing = threading.Lock()
@@ -161,22 +156,18 @@ class Guard:
             thread.join(LAST_WORDS_S)  # one that a file system holds is left behind; it is a daemon
 
     def phase(self, name: str, step: Optional[int] = None) -> None:
-        """Note what begins now, such as "computing", and how many steps are done. Every call counts as progress.
-
-        Takes a few microseconds: call it for every volume of a long phase.
-        """
+        """Note what begins now, such as "computing", and the steps done. Every call, of microseconds, is progress."""
         now = self.now
-        self._longest_s[now.phase] = max(self._longest_s.get(now.phase, 0.0), self._awake_s - self._called_at_s)
+        if now.phase != "starting":
+            self._seen.add(now.phase)
+            self._longest_s = max(self._longest_s, self._awake_s - self._called_at_s)
         self._called_at_s = self._awake_s
         if name != now.phase:
             now.phase_since = time.time()
         now.phase, now.step = name, now.step if step is None else step
 
     def plan(self, *, step: int = 0, steps: int = 0, stall_minutes: float = 15.0, **limits: Any) -> None:
-        """Set what is known of the run. With 0 `stall_minutes` nothing counts as hanging.
-
-        `limits` are those of MemoryFloor, which restarts from the next sample.
-        """
+        """Set what is known of the run; with 0 `stall_minutes` nothing hangs. `limits` are MemoryFloor's."""
         self.now.step, self.now.steps, self.now.bound_bytes = step, steps, limits.get("bound_bytes")
         self._stall_s, self._floor = 60 * stall_minutes, MemoryFloor(**limits)
         self._changed.set()
@@ -187,8 +178,7 @@ class Guard:
 
     def new_pace(self) -> None:
         """Forget how long phases took: the next ones are of another size, and the first of each may take longer."""
-        self._longest_s.clear()
-        self.now.longest_step_s = None
+        self._seen, self._longest_s, self.now.longest_step_s = set(), 0.0, None
 
     def saved(self, step: int) -> None:
         """Note a checkpoint that is on the disk."""
@@ -202,11 +192,10 @@ class Guard:
 
     def allowed_s(self, phase: str) -> float:
         """How long `phase` may take without progress."""
-        seen = {name: seconds for name, seconds in dict(self._longest_s).items() if name != "starting"}
-        longest_s = LONGER_THAN_BEFORE * max(seen.values(), default=0.0)
+        longest_s = LONGER_THAN_BEFORE * self._longest_s
         if phase in WAITING_PHASES:  # the phases of the others are taken to be as long as those here
             return WHILE_OTHERS_WORK * max(FIRST_TIME * self._stall_s, longest_s)
-        is_first = phase not in seen or self.now.longest_step_s is None
+        is_first = phase not in self._seen or self.now.longest_step_s is None
         return max((FIRST_TIME if is_first else 1) * self._stall_s, longest_s)
 
     def look(self) -> None:

