@@ -21,8 +21,7 @@ class Feeds:
     """The data of a run, at the resolution of the volumes; steps get it at that of the network."""
 
     def __init__(self, store: Store, config: RunConfig, share: Share = ALL, reading: Optional[Reading] = None):
-        """`share` is this worker's part of every batch and of the held-out cases; `reading` is shared with other feeds
-        of the run."""
+        """`share` is this worker's part of batches and held-out cases; `reading` is shared with other feeds."""
         self.config = config
         self._store, self._share = store, share
         self._train_cases, self.held_out = store.cases("train"), len(store.cases("val"))
@@ -47,10 +46,8 @@ class Feeds:
         }
 
     def training(self, start: int, stop: int, watch: Callable[[str], None] = lambda phase: None) -> "Parts":
-        """This worker's micro-batches (image, target) from step `start` to step `stop`, as the network sees them.
-
-        `watch` is called before and after each wait for one.
-        """
+        """This worker's micro-batches (image, target) from step `start` to step `stop`, as the network sees them;
+        `watch` is called before and after each wait for one."""
         config, finish = self.config, None
         span = {"start": start * config.batch, "stop": stop * config.batch, "seed": config.seed, "batch": config.micro}
         options = {"augment": config.augment, "share": self._share, **span, **self._common}
@@ -89,10 +86,8 @@ class Feeds:
 
 
 class Parts:
-    """An iterator over micro-batches that counts the seconds spent waiting for them, and keeps none.
-
-    `finish` turns an element of the dataset into (image, target) where the step runs; its seconds are counted too.
-    """
+    """An iterator over micro-batches that counts the seconds spent waiting for them, and those of `finish`, which turns
+    an element of the dataset into (image, target) where the step runs."""
 
     def __init__(self, dataset: tf.data.Dataset, finish: Optional[Callable], watch: Callable[[str], None]):
         self._parts, self._finish, self._watch = Batches(dataset), finish, watch

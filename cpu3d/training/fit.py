@@ -176,7 +176,7 @@ class Fit:
 
     @property
     def reason(self) -> str:
-        """Why a run that is over is over."""
+        """Of a run that is over."""
         return "finished" if self.step >= self.steps else "early stop"
 
     # --- The two grids ---
@@ -224,7 +224,8 @@ class Fit:
         while not (stop or self.is_over):
             if not self.owes_validation:
                 stop = self._train_step(parts, wish)
-                self.owes_validation = self._validation_is_due()
+                is_due = self.step == self.steps or self._is_validation_step(self.step)
+                self.owes_validation = bool(self.feeds.held_out) and is_due
                 if self.step == self.config.coarse_steps and not stop:
                     parts = None  # frees its volumes before others are read
                     self._move_to_full()
@@ -310,9 +311,6 @@ class Fit:
         if count:  # the i-th of them as soon as that share of the steps is done
             return step * count // self.steps > (step - 1) * count // self.steps
         return step % (self.steps_per_epoch * self.config.validate_every) == 0
-
-    def _validation_is_due(self) -> bool:
-        return bool(self.feeds.held_out) and (self._is_validation_step(self.step) or self.step == self.steps)
 
     def _validate(self, wish: Callable[[], int]) -> int:
         """Score the held-out volumes, and keep the weights of the best mean Dice so far; returns as `_loop`."""

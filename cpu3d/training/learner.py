@@ -30,8 +30,8 @@ class Outcome:
     """Of one step, the same on all workers."""
 
     losses: np.ndarray
-    """(parts,) loss of each micro-batch before the update; not finite also where its gradients are not. Such a one is
-    the last that its worker has computed: those after it are 0."""
+    """(parts,) loss of each micro-batch before the update; not finite also where its gradients are not. After such a
+    one its worker computes no more: those are 0."""
     dice: np.ndarray  # (batch, R) soft Dice before the update
     notes: np.ndarray  # (workers,) each worker's `note`
     exchange_s: float = 0.0  # of summing the workers' gradients, waiting for the slowest included

@@ -18,10 +18,8 @@ import tensorflow as tf
 
 from models.supervision import thinned, weighted_sum
 
+# Voxels added to both sides of the Dice ratio: an absent region scores 1, and less with every voxel that is predicted.
 SMOOTH = 1.0
-"""Voxels added to both sides of the Dice ratio. A region absent from a case then scores 1 when nothing is predicted
-and falls towards 0 with every voxel that is, instead of dividing 0 by 0."""
-
 HARD = 0.1  # weight of the cross-entropy beside Dice: the best of those tried (docs/log.md)
 
 
@@ -139,12 +137,8 @@ def _on_grid_of(logits, target):
     if target.shape.rank is None or None in target.shape[1:]:
         target = tf.ensure_shape(target, logits.shape)
     steps = {fine / coarse for fine, coarse in zip(target.shape[1:-1], logits.shape[1:-1])}
-    if (
-        len(target.shape) != len(logits.shape)
-        or target.shape[-1] != logits.shape[-1]
-        or len(steps) > 1
-        or max(steps) % 1
-    ):
+    is_other = len(target.shape) != len(logits.shape) or target.shape[-1] != logits.shape[-1]
+    if is_other or len(steps) > 1 or max(steps) % 1:
         got = f"{tuple(target.shape)} for {tuple(logits.shape)}"
         raise ValueError(f"y_true must have the shape of y_pred or a finer grid, got {got}; give a map for each region")
     return thinned(target, logits)

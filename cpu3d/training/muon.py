@@ -10,10 +10,8 @@ from typing import Tuple
 
 import tensorflow as tf
 
-ITERATION = (3.4445, -4.7750, 2.0315)
-"""Jordan's polynomial: a x + b x^3 + c x^5 takes singular values of 0.01 to 1 into 0.7 to 1.2 in five times."""
-
-TIMES = 5
+# Jordan's polynomial: a x + b x^3 + c x^5 takes singular values of 0.01 to 1 into 0.7 to 1.2 in five times.
+ITERATION, TIMES = (3.4445, -4.7750, 2.0315), 5
 
 
 @tf.keras.utils.register_keras_serializable("cpu3d")
@@ -98,10 +96,8 @@ def orthogonal(kernel):
     """The orthogonal matrix nearest to a kernel (..., A, B) as a matrix of B columns, roughly, in the kernel's shape:
     singular values of 0.7 to 1.2, times the root of its rows over its columns where that is more than 1.
 
-    A kernel's rows are its voxels times its inputs, A. Jordan's scale is the root of columns over rows where that is
-    more than 1, so 1 for nearly every kernel here: all then need a rate of their own size, 0.1, and a decoder's first
-    convolution, which has twice the rows, learns more slowly than the others. At equal steps this scale was as good or
-    better with every seed (docs/log.md).
+    A kernel's rows are its voxels times its inputs, A. Jordan's scale is the root of columns over rows: a decoder's
+    first convolution, which has twice the rows, then learns more slowly than the others (docs/log.md).
 
     Newton and Schulz' iteration X <- X (a + b G + c G^2) with G = X'X. What X is multiplied with depends on G alone, so
     only that is iterated, B x B in size, and X, which has many more rows, is multiplied once.

@@ -54,13 +54,10 @@ def train(
     mlflow: str = "",
 ) -> RunConfig:
     """Train, or continue, the run in `run_folder` on the store in `store_folder`; returns the run's configuration.
-
-    SIGINT and SIGTERM finish the step, save, and raise Interrupted. Before anything is written it raises InputError for
-    bad settings and, unless `force`, DoesNotFitError for a run that the free memory may not hold; a finished run asks
-    for none. While it trains it raises DivergedError, MemoryRunsOutError and WorkerLostError, each once what is good is
-    saved.
-
     Where the environment names other workers (`cluster.read_cluster`) this is one of them. All must be called alike.
+
+    Before anything is written it raises InputError and, unless `force`, DoesNotFitError; then, each once what is good
+    is saved, Interrupted after SIGINT and SIGTERM, DivergedError, MemoryRunsOutError and WorkerLostError.
     """
     if mlflow:
         require_mlflow()
@@ -146,13 +143,9 @@ class _Attempt:
             stall_minutes=fit.config.stall_minutes,
         )
         if fit.has_open_length:
-            whole, step_s = fit.steps, fit.fit_budget()
-            each = ", then ".join(map(format_seconds, step_s))
-            coarse = f", {fit.config.coarse_steps} of them coarse" if fit.config.coarse_steps else ""
-            say(
-                f"budget of {fit.config.budget_minutes:g} min: {fit.steps} of {whole} steps{coarse}; "
-                f"{each} a step; --epochs {fit.config.epochs} takes all"
-            )
+            whole, each = fit.steps, ", then ".join(map(format_seconds, fit.fit_budget()))
+            length = f"{fit.steps} of {whole} steps, {fit.config.coarse_steps} of them coarse, {each} a step"
+            say(f"budget of {fit.config.budget_minutes:g} min: {length}; --epochs {fit.config.epochs} takes all")
             self._save(fit.config)  # a restart keeps this length
         guard.now.steps = fit.steps
         fit.log_start(self.host, self.engine, in_force(self.threads), self.plan.predicted)
@@ -192,9 +185,7 @@ def _observer(plan: Plan, host: Host, cluster: Cluster) -> Optional[Observer]:
     """Of the chief's steps on a CPU."""
     if not cluster.is_chief or plan.estimate is None:
         return None
-    config, workers = plan.config, cluster.workers
-    threads = int(os.environ.get("TF_NUM_INTRAOP_THREADS") or plan.estimate.job.threads)
-    job = dataclasses.replace(
-        plan.estimate.job, batch=config.batch // workers, micro_batch=config.micro, threads=threads, averaged=False
-    )
-    return Observer(job, host, warm_up=1)
+    config, job = plan.config, plan.estimate.job
+    own = {"batch": config.batch // cluster.workers, "micro_batch": config.micro, "averaged": False}
+    threads = int(os.environ.get("TF_NUM_INTRAOP_THREADS") or job.threads)
+    return Observer(dataclasses.replace(job, **own, threads=threads), host, warm_up=1)

@@ -29,8 +29,8 @@ from memory_estimator.host import available_bytes, meminfo, memory_limit
 
 MACHINE, CGROUP = "this machine", "the limit of this container or job"  # the limits, as messages name them
 
+# Kept free on the smallest and on the largest host, where other programs vary by more, beside the memory of a save.
 FLOOR_BYTES, HIGHEST_FLOOR_BYTES = 64 * 2**20, 2**30
-"""Kept free on the smallest and on the largest host, where other programs vary by more, beside the memory of a save."""
 
 
 class Room(NamedTuple):

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu3d.data.augment import AugmentConfig
 from cpu3d.data.records import remake
 from cpu3d.data.store import Store, grid_size
 from cpu3d.errors import DoesNotFitError, InputError
@@ -20,7 +19,7 @@ from cpu3d.settings import RunConfig, save_config
 from memory_estimator.estimate import estimate, whole_volume_bytes
 from memory_estimator.host import Host
 from memory_estimator.job import Job, read_run
-from memory_estimator.planner import CONTEXT_BYTES, check_patch, gpu_bytes, patch_shapes, usual_patch
+from memory_estimator.planner import check_patch, gpu_bytes, patch_shapes, usual_patch
 from models.config import UNetConfig
 from models.layer_plan import layer_plan
 from tests.cpu3d.runs import SMALL, decided
@@ -40,15 +39,6 @@ def with_free(free_bytes):
 
 def planned(store, folder, workers=1, host=HOST, **settings):
     return make_plan(store, folder, host, {**SMALL, "engine": "itex", **settings}, workers=workers)
-
-
-def test_a_run_is_the_job_that_the_estimator_knows():
-    assert job_of(RUN, threads=2, cases=9) == Job(
-        RUN.unet, (240, 240, 160), batch=4, micro_batch=4, engine="itex", threads=2, averaged=True, from_store=True,
-        cases=9,
-    )  # fmt: skip
-    turned = dataclasses.replace(RUN, augment=AugmentConfig(rotation_deg=10))
-    assert job_of(turned, threads=2, cases=9).resampled
 
 
 def test_a_plan_is_saved_with_all_that_was_decided(phantom_store, tmp_path):
@@ -441,13 +431,6 @@ def test_what_a_card_does_not_hold_is_refused_with_what_may_be_changed(phantom_s
             check_fits(Plan(ON_CARD, phantom_store, saved), HOST, [CARD])
         assert smaller in str(caught.value)
     check_fits(Plan(ON_CARD, phantom_store), HOST, [dataclasses.replace(CARD, free_bytes=None)])
-
-
-def test_the_plan_of_a_run_on_a_card_says_what_was_predicted_of_it(phantom_store):
-    needed = gpu_bytes(job_of(ON_CARD, 1, 0))
-    predicted = Plan(ON_CARD, phantom_store).predicted
-    assert (predicted["card_bytes"], predicted["allocator_peak_bytes"]) == (needed, needed - CONTEXT_BYTES)
-    assert "not verified" in predicted["constants"]
 
 
 def test_a_card_sets_device_dtype_and_patch(phantom_store, tmp_path):
