@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Training cases, or their patches."""
+        """Training cases, or patches of them."""
         return len(self.store.manifest.split["train"]) * self.config.patches_per_case
 
     @property
