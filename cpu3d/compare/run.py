@@ -159,7 +159,8 @@ def call(command: Sequence[str], log: Path, label: str, *, run: Optional[Path] =
         while child.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(POLL_S)
-            step = min([*numbers(read_events(run, steps=1), "step")[-1:], steps]) if run else 0
+            done = numbers(read_events(run, steps=1), "step") if run else []
+            step = min(done[-1], steps) if done else 0
             advance(step - shown)
             shown = step
         advance(steps - shown if child.returncode == 0 else 0)

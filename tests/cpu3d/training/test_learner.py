@@ -62,7 +62,7 @@ def trained(one, steps=2):
 
 
 def test_gradients_summed_over_parts_are_those_of_the_whole_batch():
-    assert_alike(gradients(learner(1, ema=0.9), volumes()), gradients(learner(BATCH, ema=0.9), volumes()), 1e-5)
+    assert_alike(gradients(learner(1, ema=0.9), volumes()), gradients(learner(BATCH, ema=0.9), volumes()), 1e-4)
 
 
 def test_two_steps_in_parts_end_with_the_whole_batch_s_weights_averages_and_counters():
