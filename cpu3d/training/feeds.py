@@ -1,7 +1,7 @@
 """The data of a run's steps and validations: whole volumes or patches, in an order that follows from the position."""
 
 import time
-from typing import Any, Callable, Iterable, Iterator, List, Optional, Tuple
+from typing import Callable, Iterable, Iterator, List, Optional, Tuple
 
 import tensorflow as tf
 
@@ -14,16 +14,14 @@ from cpu3d.plan import volume_shape
 from cpu3d.settings import RunConfig, left_open
 from memory_estimator.host import read_host
 
-PREPARING_FOR_A_CARD = 4
-"""Patches prepared at a time where a card computes and the CPU is free for them."""
+PREPARING_FOR_A_CARD = 4  # patches prepared at a time where a card computes and the CPU is free for them
 
 
 class Feeds:
     """The data of a run, at the resolution of the volumes; steps get it at that of the network."""
 
     def __init__(self, store: Store, config: RunConfig, share: Share = ALL, reading: Optional[Reading] = None):
-        """`share` is this worker's part of every batch and of the held-out cases; `reading` is shared with other feeds
-        of the run."""
+        """`share` is this worker's part of batches and held-out cases; `reading` is shared with other feeds."""
         self.config = config
         self._store, self._share = store, share
         self._train_cases, self.held_out = store.cases("train"), len(store.cases("val"))
@@ -35,10 +33,8 @@ class Feeds:
             patches=config.is_patch,
             share=share,
         )
-        self.volume_shape = volume_shape(store, config)
-        """Voxels X, Y, Z of a whole volume."""
-        self.resizing: Optional[Resizing] = None
-        """Between a volume and the network's grid; None where they are the same."""
+        self.volume_shape = volume_shape(store, config)  # voxels X, Y, Z of a whole volume
+        self.resizing: Optional[Resizing] = None  # between a volume and the network's grid, where they differ
         if config.resolution < 1:
             self.resizing = Resizing(config.grid, config.resolution, at_least=self.volume_shape)
         self._common = {
@@ -50,10 +46,8 @@ class Feeds:
         }
 
     def training(self, start: int, stop: int, watch: Callable[[str], None] = lambda phase: None) -> "Parts":
-        """This worker's micro-batches (image, target) from step `start` to step `stop`, as the network sees them.
-
-        `watch` is called before and after each wait for one.
-        """
+        """This worker's micro-batches (image, target) from step `start` to step `stop`, as the network sees them;
+        `watch` is called before and after each wait for one."""
         config, finish = self.config, None
         span = {"start": start * config.batch, "stop": stop * config.batch, "seed": config.seed, "batch": config.micro}
         options = {"augment": config.augment, "share": self._share, **span, **self._common}
@@ -92,33 +86,30 @@ class Feeds:
 
 
 class Parts:
-    """An iterator over micro-batches that counts the seconds spent waiting for them, and keeps none.
-
-    `finish` turns an element of the dataset into (image, target) where the step runs; its seconds are counted too.
-    """
+    """An iterator over micro-batches that counts the seconds spent waiting for them, and those of `finish`, which turns
+    an element of the dataset into (image, target) where the step runs."""
 
     def __init__(self, dataset: tf.data.Dataset, finish: Optional[Callable], watch: Callable[[str], None]):
         self._parts, self._finish, self._watch = Batches(dataset), finish, watch
-        self.waited_s = self.finished_s = 0.0
+        self._waited_s = self._finished_s = 0.0
+
+    def spent_s(self) -> Tuple[float, float]:
+        """Seconds of waiting, and of `finish`, since the last call."""
+        spent, self._waited_s, self._finished_s = (self._waited_s, self._finished_s), 0.0, 0.0
+        return spent
 
     def __iter__(self) -> Iterator[Tuple[tf.Tensor, tf.Tensor]]:
         return self
 
     def __next__(self) -> Tuple[tf.Tensor, tf.Tensor]:
-        raw = self._awaited()
-        if self._finish is None:
-            return raw
-        begin = time.perf_counter()
-        try:
-            return self._finish(raw) if isinstance(raw, dict) else self._finish(*raw)
-        finally:
-            self.finished_s += time.perf_counter() - begin
-
-    def _awaited(self) -> Any:
         self._watch("waiting for data")
         begin = time.perf_counter()
-        try:
-            return next(self._parts)
-        finally:
-            self.waited_s += time.perf_counter() - begin
-            self._watch("computing")
+        raw = next(self._parts)
+        waited = time.perf_counter()
+        self._waited_s += waited - begin
+        self._watch("computing")
+        if self._finish is None:
+            return raw
+        part = self._finish(raw) if isinstance(raw, dict) else self._finish(*raw)
+        self._finished_s += time.perf_counter() - waited
+        return part
