@@ -39,15 +39,15 @@ def door_library() -> Optional[Path]:
     return _existing("door")
 
 
-def build(extra: Sequence[str] = (), folder: Path = BUILT) -> List[Path]:
+def build(extra: Sequence[str] = (), folder: Optional[Path] = None) -> List[Path]:
     """Compile what is not built yet, and return the libraries: the second one only where TensorFlow is installed.
 
-    `extra` are more options for compiler and linker. Raises OSError where there is no x86-64 Linux or no compiler, and
+    `extra` are more options for compiler and linker, `folder` is BUILT by default. Raises OSError where there is no x86-64 Linux or no compiler, and
     subprocess.CalledProcessError where the compiler fails.
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise OSError(f"own kernels must be built on Linux x86-64, got {sys.platform} {platform.machine()}")
-    compiler, tensorflow = _compiler(), _tensorflow()
+    folder, compiler, tensorflow = folder or BUILT, _compiler(), _tensorflow()
     wanted = {"kernels": _path("kernels", folder), **({"door": _path("door", folder)} if tensorflow else {})}
     if extra or not all(path.exists() for path in wanted.values()):
         folder.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,9 @@ def _compile(compiler: List[str], tensorflow: Optional[Path], scratch: Path, ext
         jobs[name] = ["operations.c", *options, f"-DKERNELS=kernels_{name}", f'-DKERNELS_NAME="{name}"']
     if tensorflow:
         jobs["door"] = ["door.c", "-isystem", str(tensorflow / "include")]
-    commands = [[*compiler, *OPTIONS, *extra, "-c", *job, "-o", str(scratch / f"{name}.o")] for name, job in jobs.items()]
+    commands = [
+        [*compiler, *OPTIONS, *extra, "-c", *job, "-o", str(scratch / f"{name}.o")] for name, job in jobs.items()
+    ]
     running = [subprocess.Popen(command, cwd=HERE) for command in commands]
     for process, command in zip(running, commands):
         if process.wait():
@@ -98,7 +100,7 @@ def _tensorflow() -> Optional[Path]:
     return next((Path(folder) for folder in folders if any(Path(folder).glob("libtensorflow_framework.so.2*"))), None)
 
 
-def _path(name: str, folder: Path = BUILT) -> Path:
+def _path(name: str, folder: Path) -> Path:
     digest = hashlib.sha256(repr((OPTIONS, INSTRUCTION_SETS)).encode())
     for source in SOURCES:
         digest.update((HERE / source).read_bytes())
@@ -106,7 +108,7 @@ def _path(name: str, folder: Path = BUILT) -> Path:
 
 
 def _existing(name: str) -> Optional[Path]:
-    path = _path(name)
+    path = _path(name, BUILT)
     return path if path.exists() else None
 
 

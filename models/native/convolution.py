@@ -1,4 +1,4 @@
-"""Own convolutions of 3 x 3 x 3, stride 1, "same" padding, with norm and ReLU formed on load: forward, and both gradients.
+"""Own convolutions of 3 x 3 x 3, stride 1, "same" padding, norm and ReLU formed on load: forward and both gradients.
 
 Maps are (batch, x, y, z, channels), float32 or bfloat16, channels a multiple of 4; filters (3, 3, 3, in, out), float32.
 Norms are given a channel of each sample: tensors of shape (batch, channels), float32. Products of bfloat16 maps are of
@@ -119,7 +119,7 @@ def filter_gradient(
 # --- The library ---
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _loaded() -> Optional[Any]:
     """TensorFlow's module of the operations; None where they are not built or of no use here."""
     path = door_library()

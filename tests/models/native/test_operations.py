@@ -145,8 +145,14 @@ def test_input_gradient_through_a_norm_added_to_a_map_with_the_sums_of_the_norm_
         coefficients, below = coefficients_of(rng, shape, outputs), coefficients_of(rng, shape, channels, 4)
         values = formed([gradient], coefficients, raw)
         result, sums = kernel.convolve(
-            *(shape, threads, given([gradient], coefficients, raw), filters),
-            **{"transposed": True, "sums": NORM_SUMS, "add": add, "below": (raw_below, below)},
+            shape,
+            threads,
+            given([gradient], coefficients, raw),
+            filters,
+            transposed=True,
+            sums=NORM_SUMS,
+            add=add,
+            below=(raw_below, below),
         )
         flipped = np.swapaxes(filters[::-1, ::-1, ::-1], 3, 4)
         truth = convolved(values, flipped) + add.astype(np.float64)
@@ -259,7 +265,9 @@ def test_no_sanitizer_finds_anything(tmp_path):
         path = build(sanitizers, tmp_path)[0]
     except OSError as error:
         pytest.skip(str(error))
-    runtime = subprocess.run(["cc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout.strip()
+    runtime = subprocess.run(
+        ["cc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     environment = {**os.environ, "CPU3D_KERNELS": str(path), "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
