@@ -220,7 +220,7 @@ setup() {
 }
 
 # build_kernels: the own convolutions, where they are not built from these sources; one line where that cannot be.
-build_kernels() { (cd "$root" && "$venv/bin/python" -m models.native.build); }
+build_kernels() { [ ! -d "$root/models/native" ] || (cd "$root" && "$venv/bin/python" -m models.native.build) || true; }
 
 # install FILE: what a requirements file names, into the environment.
 install() {

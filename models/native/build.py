@@ -42,8 +42,8 @@ def door_library() -> Optional[Path]:
 def build(extra: Sequence[str] = (), folder: Optional[Path] = None) -> List[Path]:
     """Compile what is not built yet, and return the libraries: the second one only where TensorFlow is installed.
 
-    `extra` are more options for compiler and linker, `folder` is BUILT by default. Raises OSError where there is no x86-64 Linux or no compiler, and
-    subprocess.CalledProcessError where the compiler fails.
+    `extra` are more options for compiler and linker, `folder` is BUILT by default. Raises OSError where there is no
+    x86-64 Linux or no compiler, and subprocess.CalledProcessError where the compiler fails.
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise OSError(f"own kernels must be built on Linux x86-64, got {sys.platform} {platform.machine()}")

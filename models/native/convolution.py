@@ -3,7 +3,8 @@
 Maps are (batch, x, y, z, channels), float32 or bfloat16, channels a multiple of 4; filters (3, 3, 3, in, out), float32.
 Norms are given a channel of each sample: tensors of shape (batch, channels), float32. Products of bfloat16 maps are of
 bfloat16 values where the CPU multiplies those, sums always float32. Equal inputs and threads give equal bits.
-TF_NUM_INTRAOP_THREADS threads take part, by default one for each CPU that the process may use.
+TF_NUM_INTRAOP_THREADS threads take part, by default one for each CPU that the process may use. CPU3D_INSTRUCTION_SET
+(avx2, avx512, avx512_bf16) takes other kernels than the fastest.
 """
 
 import ctypes

@@ -5,9 +5,12 @@
 
 extern const struct kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16;
 
-/* Kernels by name, for maps of a dtype; the best that the machine has where the name is NULL. NULL: there are none. */
+/* Kernels by name, for maps of a dtype; without one by CPU3D_INSTRUCTION_SET, else the best that the machine has. NULL where
+   there are none. "avx512" for bfloat16 maps, which have better ones, multiplies in float32. */
 const struct kernels *native_kernels(const char *name, int dtype)
 {
+    if (!name)
+        name = getenv("CPU3D_INSTRUCTION_SET");
     __builtin_cpu_init();
     int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -46,16 +46,29 @@ ALWAYS_INLINE halves to_bfloat16(vec value)
 /* Reads `n` values of a map from element `at` on, n <= LANES; lanes beyond them are 0. */
 ALWAYS_INLINE vec load_values(const void *map, size_t at, int n, int dtype)
 {
-    if (dtype == FLOAT32) {
-        if (n == LANES)
-            return load((const float *)map + at);
-        float some[LANES] = {0};
-        memcpy(some, (const float *)map + at, sizeof(float) * n);
-        return load(some);
-    }
+    const float *floats = (const float *)map + at;
+    const uint16_t *shorts = (const uint16_t *)map + at;
     halves some = {0};
-    memcpy(&some, (const uint16_t *)map + at, n == LANES ? sizeof some : sizeof(uint16_t) * n);
+    if (n == LANES) {
+        if (dtype == FLOAT32)
+            return load(floats);
+        memcpy(&some, shorts, sizeof some);
+        return from_bfloat16(some);
+    }
+#ifdef __AVX512F__ /* a copy of so few would wait for its own stores */
+    __mmask16 lanes = (__mmask16)((1u << n) - 1);
+    if (dtype == FLOAT32)
+        return (vec)_mm512_maskz_loadu_ps(lanes, floats);
+    return from_bfloat16((halves)_mm256_maskz_loadu_epi16(lanes, shorts));
+#else
+    vec value = {0};
+    if (dtype == FLOAT32) {
+        memcpy(&value, floats, sizeof(float) * n);
+        return value;
+    }
+    memcpy(&some, shorts, sizeof(uint16_t) * n);
     return from_bfloat16(some);
+#endif
 }
 
 /* Writes `n` values, n <= LANES; returns them as they were written: rounded where the map is bfloat16. */
