@@ -42,22 +42,24 @@ def engine(values, filters):
 def test_value_and_gradients_are_the_engines_in_a_graph_with_known_shapes(dtype, tolerance):
     values, filters = tf.cast(normal(1, 2, 6, 7, 19, 16), dtype), normal(2, 3, 3, 3, 16, 8) / 10
 
-    @tf.function(autograph=False, jit_compile=False)
-    def step(function, values, filters):
-        with tf.GradientTape() as tape:
-            tape.watch([values, filters])
-            result = function(values, filters)
-            loss = tf.reduce_sum(tf.square(tf.cast(result, tf.float32)))
-        return result, *tape.gradient(loss, [values, filters])
+    def step_of(function):
+        @tf.function(autograph=False, jit_compile=False)
+        def step(values, filters):
+            with tf.GradientTape() as tape:
+                tape.watch([values, filters])
+                result = function(values, filters)
+                loss = tf.reduce_sum(tf.square(tf.cast(result, tf.float32)))
+            return result, *tape.gradient(loss, [values, filters])
 
-    found = step(own, values, filters)
-    expected = step(engine, tf.cast(values, tf.float32), filters)
+        return step
+
+    found = step_of(own)(values, filters)
+    expected = step_of(engine)(tf.cast(values, tf.float32), filters)
     for one, other in zip(found, expected):
         assert one.shape == other.shape
         assert float(tf.norm(tf.cast(one, tf.float32) - other) / tf.norm(other)) < tolerance
-    assert [one.shape for one in step.get_concrete_function(own, values, filters).outputs] == [
-        one.shape for one in found
-    ]
+    outputs = step_of(own).get_concrete_function(values, filters).outputs
+    assert [one.shape for one in outputs] == [one.shape for one in found]
 
 
 def test_a_norm_with_relu_before_and_after_a_convolution_has_the_gradients_of_plain_operations():
