@@ -1,9 +1,32 @@
 /* Which instruction set this machine has, and the way in. */
+#include <cpuid.h>
 #include <stdlib.h>
 #include <string.h>
 #include "native.h"
 
 extern const struct kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16;
+
+enum { AVX2 = 1, AVX512 = 2, AVX512_BF16 = 4 };
+
+static int has(unsigned reg, int bit) { return reg >> bit & 1; }
+
+/* What the CPU has and the system saves: by cpuid and xgetbv, as not every compiler brings __builtin_cpu_supports. */
+static int instruction_sets(void)
+{
+    unsigned a, b, c, d, b7, a71 = 0, saved, high;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !has(c, 27) || !has(c, 12)) /* OSXSAVE, FMA */
+        return 0;
+    if (!__get_cpuid_count(7, 0, &a, &b7, &c, &d))
+        return 0;
+    if (a >= 1)
+        __get_cpuid_count(7, 1, &a71, &b, &c, &d);
+    __asm__ volatile("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+    int found = (saved & 0x06) == 0x06 && has(b7, 5) ? AVX2 : 0;
+    int avx512 = has(b7, 16) && has(b7, 17) && has(b7, 30) && has(b7, 31); /* F, DQ, BW, VL */
+    if (found && avx512 && (saved & 0xe6) == 0xe6)
+        found |= AVX512 | (has(a71, 5) ? AVX512_BF16 : 0);
+    return found;
+}
 
 /* Kernels by name, for maps of a dtype; without one by CPU3D_INSTRUCTION_SET, else the best that the machine has. NULL where
    there are none. "avx512" for bfloat16 maps, which have better ones, multiplies in float32. */
@@ -11,12 +34,12 @@ const struct kernels *native_kernels(const char *name, int dtype)
 {
     if (!name)
         name = getenv("CPU3D_INSTRUCTION_SET");
-    __builtin_cpu_init();
-    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    int bf16 = avx512 && dtype == BFLOAT16 && __builtin_cpu_supports("avx512bf16");
-    const struct kernels *found[] = {bf16 ? &kernels_avx512_bf16 : NULL, avx512 ? &kernels_avx512 : NULL, avx2 ? &kernels_avx2 : NULL};
+    int sets = instruction_sets();
+    const struct kernels *found[] = {
+        sets & AVX512_BF16 && dtype == BFLOAT16 ? &kernels_avx512_bf16 : NULL,
+        sets & AVX512 ? &kernels_avx512 : NULL,
+        sets & AVX2 ? &kernels_avx2 : NULL,
+    };
     for (int i = 0; i < 3; i++)
         if (found[i] && (!name || !strcmp(name, found[i]->name)))
             return found[i];
