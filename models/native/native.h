@@ -12,10 +12,10 @@ enum dtype { FLOAT32, BFLOAT16 };
 enum form {
     RAW,               /* r */
     NORM_RELU,         /* max(scale * r + shift, 0) */
-    NORM_RELU_GRADIENT /* a * (g where scale * r + shift > 0, else 0) + b * r + c */
+    NORM_RELU_GRADIENT /* of_gradient * (g where scale * r + shift > 0, else 0) + of_raw * r + constant */
 };
 
-enum { SCALE, SHIFT, A, B, C, COEFFICIENTS };
+enum { SCALE, SHIFT, OF_GRADIENT, OF_RAW, CONSTANT, COEFFICIENTS };
 
 struct input {
     int form;

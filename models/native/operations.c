@@ -330,13 +330,15 @@ static void convolve_plane(struct thread *t, void *argument, int batch, int x, i
     int units = l->inputs / UNIT, chunks = (l->tiles + MOST_TILES - 1) / MOST_TILES;
     size_t next_group = (size_t)l->tiles * GROUP_UNITS, stream = next_group * (l->width / GROUP);
     for (int y = y0; y < y1; y++) {
-        const unit *weights = c->weights, *rows[9];
+        const unit *weights = c->weights, *around[9], *rows[9];
+        for (int tap = 0; tap < 9; tap++)
+            around[tap] = ring_row(t, x + tap / 3 - 1, y + tap % 3 - 1, y0);
         for (int block = 0; block < l->output_width / 16; block++) {
             for (int k = 0; k < STREAMS; k++, weights += 9 * units * 16)
                 for (int done = 0, i = 0; i < chunks; i++) {
                     int n = round_up((l->tiles - done + chunks - i - 1) / (chunks - i), STEP);
                     for (int tap = 0; tap < 9; tap++)
-                        rows[tap] = ring_row(t, x + tap / 3 - 1, y + tap % 3 - 1, y0) + k * stream + (size_t)done * GROUP_UNITS;
+                        rows[tap] = around[tap] + k * stream + (size_t)done * GROUP_UNITS;
                     multiply(n, t->sums + ((size_t)k * l->tiles + done) * 16, rows, weights, units, next_group);
                     done += n;
                 }

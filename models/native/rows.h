@@ -116,7 +116,7 @@ ALWAYS_INLINE void form_channels(float *line, int width, const void *map, size_t
         } else if (form == NORM_RELU_GRADIENT) {
             vec raw = load_values(in->raw, at + (size_t)i * stride, n, dtype);
             value = keep_where(raw * k[SCALE] + k[SHIFT] > 0, value);
-            value = k[A] * value + (k[B] * raw + k[C]);
+            value = k[OF_GRADIENT] * value + (k[OF_RAW] * raw + k[CONSTANT]);
         }
         memcpy(line + (size_t)i * width + c, &value, n == LANES ? sizeof value : sizeof(float) * n);
     }
