@@ -12,7 +12,7 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Container, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Annotated, Container, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 import msgspec
 
@@ -168,39 +168,6 @@ def regions_of(labels: Dict[int, str]) -> Dict[str, Tuple[int, ...]]:
     return {name: tuple(members) for name, members in regions.items() if name != "RC" or tumour != codes}
 
 
-def parse_label_map(pairs: Sequence[str]) -> Dict[int, int]:
-    """{4: 3} for "4=3". Raises InputError for other text than pairs of codes, and for a code with two meanings."""
-    problems, label_map = [], {}
-    for pair in pairs:
-        match = re.fullmatch(r"(\d{1,3})=(\d{1,3})", pair)
-        old, new = map(int, match.groups()) if match else (0, 0)
-        if max(old, new) > 255 or old == 0:
-            problems.append(f"--label-map must be pairs OLD=NEW of codes 1..255 and 0..255, got {pair!r}; correct it")
-        elif label_map.setdefault(old, new) != new:
-            problems.append(f"--label-map must give code {old} one meaning, got {label_map[old]} and {new}; keep one")
-    refuse(problems)
-    return label_map
-
-
-def with_label_map(dataset: Dataset, label_map: Mapping[int, int]) -> Dataset:
-    """The data set with the codes and names that its labels have once `label_map` is applied.
-
-    All codes change at once: 1=2 with 2=1 swaps them. A new code without a name takes the old code's. Raises InputError
-    where a new code would have no name, and where no label beside the background is left.
-    """
-    before = dataset.labels
-    labels = {code: name for code, name in before.items() if code not in label_map or code in label_map.values()}
-    known, problems = ", ".join(f"{code} {name}" for code, name in sorted(before.items())), []
-    for old, new in sorted(label_map.items()):
-        labels[new] = labels.get(new, before.get(old))
-        if labels[new] is None:
-            problems.append(f"--label-map {old}={new} must lead to a code with a name ({known}), got {new}; correct it")
-    if len(labels) < 2:
-        problems.append("--label-map must leave a label beside the background, got none; map fewer codes")
-    refuse(problems)
-    return replace(dataset, labels=dict(sorted(labels.items())))
-
-
 def _read_folders(folder: Path):
     folders = _case_folders(folder)
     layouts = sorted({layout for _, layout in folders if layout})
@@ -256,11 +223,9 @@ class _Entry(msgspec.Struct):
 
 
 class _DatasetJson(msgspec.Struct):
-    labels: Dict[str, Union[str, int]]
-    """{"0": "background"} as in the Decathlon, or the reverse as in nnU-Net."""
+    modality: Annotated[Dict[int, str], msgspec.Meta(min_length=1)]
+    labels: Dict[int, str]
     training: Annotated[List[_Entry], msgspec.Meta(min_length=1)]
-    modality: Dict[int, str] = {}
-    channel_names: Dict[int, str] = {}
     name: Optional[str] = None
 
 
@@ -268,22 +233,17 @@ def read_decathlon(folder: Path):
     path = folder / "dataset.json"
     try:
         content = msgspec.json.decode(read_regular(path), type=_DatasetJson)
-        by_code = all(re.fullmatch(r"\d+", key) for key in content.labels)
-        codes = [(int(a), str(b)) if by_code else (int(b), a) for a, b in content.labels.items()]
     except OSError as error:
         raise InputError(f"{path} must be readable, got {error.strerror}; check the file") from None
     except (ValueError, msgspec.MsgspecError, RecursionError) as error:
-        rule = f'{path} must be JSON with "modality" or "channel_names", "labels" and "training" with image and label'
+        rule = f'{path} must be JSON with "modality", "labels" and "training" with image and label'
         raise InputError(f"{rule}, got {error}; correct it") from None
-    channels, labels = content.modality or content.channel_names, {0: "background", **dict(sorted(codes))}
-    distinct = len(dict(codes)) == len(codes) and len(set(labels.values())) == len(labels)
-    problems = []
-    if not channels or sorted(channels) != list(range(len(channels))):
-        problems.append(
-            f"channels of {path} must be numbered 0, 1, ... without gaps, got {sorted(channels)}; correct it"
-        )
-    if not distinct or min(labels) < 0 or max(labels) > 255 or len(labels) < 2:
-        rule = f"labels of {path} must be distinct names with distinct codes 0..255, one beside the background"
+    channels, labels, problems = content.modality, {0: "background", **dict(sorted(content.labels.items()))}, []
+    if sorted(channels) != list(range(len(channels))):
+        rule = f"channels of {path} must be numbered 0, 1, ... without gaps"
+        problems.append(f"{rule}, got {sorted(channels)}; correct it")
+    if len(set(labels.values())) < len(labels) or min(labels) < 0 or max(labels) > 255 or len(labels) < 2:
+        rule = f"labels of {path} must be distinct names of codes 0..255, one beside the background"
         problems.append(f"{rule}, got {content.labels}; correct it")
     # A downloaded list must not reach beyond its folder; a link may, as it is the owner's.
     named = [one for entry in content.training for one in (entry.image, entry.label) if one is not None]
@@ -298,7 +258,7 @@ def read_decathlon(folder: Path):
             if name is None or not (folder / name).is_file():
                 rule = f"{what} of case {case_id} in {path} must be a file, got {name or 'none'}"
                 bad[case_id].append(f"{rule}; fetch it again, or leave the case out")
-    ordered = tuple(channels[index] for index in range(len(channels)))
+    ordered = tuple(name for _, name in sorted(channels.items()))
     return content.name or name_of(folder), "decathlon", ordered, labels, cases, bad
 
 

@@ -6,7 +6,7 @@ With --context count all tumours look alike, and the code of their rim depends o
 another lesion. A patch shorter than the gap between lesions shows WT and TC, but not ET; dataset.json has the length.
 
 With --lesion-size small the whole tumour, in one to three lesions, is 0.2 to 1 % of the brain's box, and the enhancing
-tumour at least 0.02 %. With --warp CASE the cases are warped copies of a real case (warp.py).
+tumour at least 0.02 %.
 
 Shapes and contrasts are drawn by hand after BraTS volumes: a skull-stripped head with folded grey and white matter,
 ventricles, an uneven field and Rician noise; tumours of oedema around a core around an enhancing rim around necrosis.
@@ -26,7 +26,6 @@ from cpu3d.data.nifti import write_label, write_volume
 from cpu3d.data.records import Geometry
 from cpu3d.data.region import Shape3
 from cpu3d.data.stores.prepare import claimed
-from cpu3d.data.stores.warp import case_to_warp, smooth_field, warped_case
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import write_json
 from cpu3d.util.child import KILLED, run_jobs, worker_count
@@ -34,20 +33,15 @@ from cpu3d.util.progress import bar
 from cpu3d.util.records import by
 from memory_estimator.common.schema import option
 
-VERSION = 1
-"""The same version, seed, shape and NumPy give the same volumes."""
-
-CHANNELS = ("FLAIR", "T1w", "t1gd", "T2w")
+VERSION = 1  # the same version, seed, shape and NumPy give the same volumes
+CHANNELS = ("FLAIR", "T1w", "t1gd", "T2w")  # names, spelling and codes are those of MSD Task01_BrainTumour
 LABELS = {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"}
-"""Names, spelling and codes of MSD Task01_BrainTumour."""
 EDEMA, NON_ENHANCING, ENHANCING = 1, 2, 3
+USUAL_SHAPE = (240, 240, 155)
+LEAST_VOXELS = 24  # along an axis: below, the enhancing rim does not show
 
-SHARES = (135 / 240, 174 / 240, 136 / 155)
-"""Size of an average head along each axis, as a share of the volume."""
-
-SMALLEST, LARGEST = 0.96, 1.04
-"""Sizes of heads, as a share of an average head."""
-
+SHARES = (135 / 240, 174 / 240, 136 / 155)  # size of an average head along each axis, as a share of the volume
+SMALLEST, LARGEST = 0.96, 1.04  # sizes of heads, as a share of an average head
 SUBSTANCES = ("fluid", "grey", "white", "vessel", "caps", "oedema", "core", "rim", "necrosis")
 SIGNALS = {
     "FLAIR": (70, 275, 225, 190, 380, 360, 320, 340, 200),
@@ -60,16 +54,10 @@ SIGNALS = {
 SMALL_WT, SMALL_ET = (0.002, 0.01), 0.0002
 """Shares of the brain's box of small lesions: least and most of the whole tumour, least of the enhancing tumour."""
 
-CLEARANCE = 0.42
-"""Least distance between the cores of two lesions apart, as a share of the head's length from front to back."""
+CLEARANCE = 0.42  # least distance between the cores of two lesions apart, as a share of the head's length
 
 Fields = Dict[str, np.ndarray]
 """Substance -> its share of each voxel of the head's box, 0 to 1; soft edges are partial volume."""
-
-USUAL_SHAPE = (240, 240, 155)
-
-LEAST_VOXELS = 24
-"""Least voxels along an axis: below, the enhancing rim does not show."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +66,7 @@ class Options:
 
     out: Path = option(help="folder to write; made if absent, continued if unfinished")
     cases: int = option(10, "how many")
-    shape: Optional[Shape3] = option(None, "voxels (default: 240 240 155)", metavar=("X", "Y", "Z"))
+    shape: Shape3 = option(USUAL_SHAPE, "voxels", metavar=("X", "Y", "Z"))
     seed: int = option(0, "of everything that is random")
     context: str = option(
         "none",
@@ -87,9 +75,6 @@ class Options:
     )
     lesion_size: str = option(
         "usual", "small: a whole tumour is 0.2 to 1 %% of the brain's box", choices=("usual", "small")
-    )
-    warp: Optional[Path] = option(
-        None, "warped copies of the real case in this folder, which has a label, on its grid", metavar="CASE"
     )
     workers: Optional[int] = option(None, "processes (default: one per usable core)", at_least=1)
 
@@ -107,77 +92,63 @@ def write_phantom(
     out: Union[str, Path],
     *,
     cases: int,
-    shape: Optional[Shape3] = None,
+    shape: Shape3 = USUAL_SHAPE,
     seed: int = 0,
     workers: Optional[int] = None,
     context: str = "none",
     lesion_size: str = "usual",
-    warp: Optional[Path] = None,
 ) -> Path:
-    """Write `cases` phantom cases, or warped copies of the one in folder `warp`, below `out` and return that folder.
+    """Write `cases` phantom cases below `out` and return that folder.
 
-    Case n depends on (seed, n) and on shape, context and lesion_size, or `warp`, alone, so more cases can be added
-    later. dataset.json is written last. Raises InputError for options out of range or that exclude each other, a shape
-    that does not fit into memory, a case that cannot be warped, and a folder with other files or in use.
+    Case n depends on (seed, n) and on shape, context and lesion_size alone, so more cases can be added later.
+    dataset.json is written last. Raises InputError for options out of range or that exclude each other, a shape that
+    does not fit into memory, and a folder with other files or in use.
     """
-    workers, out, grid = worker_count(workers), Path(out), tuple(shape or USUAL_SHAPE)
-    drawn = (shape, context, lesion_size) != (None, "none", "usual")
+    workers, out, shape = worker_count(workers), Path(out), tuple(shape)
     rules = (
         ("--cases", "at least 1", cases, cases >= 1),
-        ("--shape", f"from {LEAST_VOXELS} to 32767", grid, min(grid) >= LEAST_VOXELS and max(grid) <= 32767),
+        ("--shape", f"from {LEAST_VOXELS} to 32767", shape, min(shape) >= LEAST_VOXELS and max(shape) <= 32767),
         ("--seed", "at least 0", seed, seed >= 0),
         ("--lesion-size", "usual with --context", lesion_size, lesion_size == "usual" or context == "none"),
-        ("--warp", "without --shape, --context and --lesion-size", warp, not (warp and drawn)),
     )
     refuse(f"{name} must be {rule}, got {value}; choose another" for name, rule, value, holds in rules if not holds)
-    settings: Dict[str, Any] = {"phantom": VERSION, "seed": seed}
-    channels = len(CHANNELS)
-    if warp:
-        *grid, channels = case_to_warp(warp)[1].image.shape
-        settings["warp"] = case_to_warp(warp)[1].record.image_voxels_sha256
-    else:
-        settings.update(shape=list(grid), context=context, lesion_size=lesion_size)
+    settings = {"phantom": VERSION, "seed": seed, "shape": list(shape), "context": context, "lesion_size": lesion_size}
     with claimed(out, "phantom folder", "phantom.json", settings, ("imagesTr", "labelsTr")):
-        write = functools.partial(_write_case, out, seed, warp or (grid, context, lesion_size))
-        results = run_jobs(write, range(cases), workers)
+        write = functools.partial(_write_case, out, shape, seed, context, lesion_size)
         try:
-            with contextlib.closing(results), bar("phantom", cases) as advance:
+            with (
+                contextlib.closing(run_jobs(write, range(cases), workers)) as results,
+                bar("phantom", cases) as advance,
+            ):
                 for _, result in results:
                     if result is KILLED:
                         raise MemoryError
                     advance()
         except MemoryError:
             advice = "choose a smaller one or run again with fewer --workers"
-            raise InputError(f"--shape must fit into memory, got {by(grid)}; {advice}") from None
-        write_json(out / "dataset.json", _dataset_json(cases, grid, context, lesion_size, warp))
-    print(f"{cases} phantom cases of {by((*grid, channels))} in {out}")
+            raise InputError(f"--shape must fit into memory, got {by(shape)}; {advice}") from None
+        write_json(out / "dataset.json", _dataset_json(cases, shape, context, lesion_size))
+    print(f"{cases} phantom cases of {by((*shape, len(CHANNELS)))} in {out}")
     return out
 
 
-def _write_case(out: Path, seed: int, source: Union[Path, Tuple[Shape3, str, str]], index: int) -> None:
-    """Write a case's two files unless both exist. `source`: a folder to warp, or shape, context and lesion size."""
+def _write_case(out: Path, shape: Shape3, seed: int, context: str, lesion_size: str, index: int) -> None:
+    """Write a case's two files unless both exist."""
     image_path, label_path = (out / f"{kind}Tr/BRATS_{index + 1:03d}.nii.gz" for kind in ("images", "labels"))
     if image_path.is_file() and label_path.is_file():
         return
-    if isinstance(source, Path):
-        image, label = warped_case(source, seed, index)
-        geometry = case_to_warp(source)[1].record.geometry
-    else:
-        shape, context, lesion_size = source
-        image, label = phantom_case(shape, seed, index, context, lesion_size)
-        geometry = Geometry(shape, tuple(map(tuple, np.eye(4).tolist())), "RAS", sform_code=1, qform_code=1)
+    image, label = phantom_case(shape, seed, index, context, lesion_size)
+    geometry = Geometry(shape, tuple(map(tuple, np.eye(4).tolist())), "RAS", sform_code=1, qform_code=1)
     write_volume(image_path, image, geometry, compression=1)
     write_label(label_path, label, geometry)
 
 
-def _dataset_json(cases: int, shape: Shape3, context: str, lesion_size: str, warp: Optional[Path]) -> Dict[str, Any]:
+def _dataset_json(cases: int, shape: Shape3, context: str, lesion_size: str) -> Dict[str, Any]:
     """The content of dataset.json, in the form of MSD Task01_BrainTumour."""
-    name, channels, labels = "BRATS phantom", CHANNELS, LABELS
-    description = "Made-up gliomas in made-up brains, for trials of the software; no patient's data"
-    if warp:
-        dataset, case = case_to_warp(warp)
-        name, channels, labels = f"Warped copies of {case.record.case_id}", dataset.channels, dataset.labels
-        description = "Copies of one real case, warped and with other intensities, for trials of the software"
+    name, description = (
+        "BRATS phantom",
+        "Made-up gliomas in made-up brains, for trials of the software; no patient's data",
+    )
     if lesion_size == "small":
         name += ", small lesions"
         description += f". Small lesions: a whole tumour is {SMALL_WT[0]:.1%} to {SMALL_WT[1]:.0%} of the brain's box"
@@ -187,16 +158,16 @@ def _dataset_json(cases: int, shape: Shape3, context: str, lesion_size: str, war
             f". Context count: a rim is called {LABELS[3]} where the lesion is the only one, else {LABELS[2]}; a patch"
             f" of up to {blind_patch(shape)} voxels from front to back has nothing in it that tells which"
         )
-    names = [f"BRATS_{index + 1:03d}.nii.gz" for index in range(cases)]
+    files = [f"BRATS_{index + 1:03d}.nii.gz" for index in range(cases)]
     return {
         "name": name,
         "description": description,
         "tensorImageSize": "4D",
-        "modality": {str(index): name for index, name in enumerate(channels)},
-        "labels": {str(code): name for code, name in labels.items()},
+        "modality": {str(index): channel for index, channel in enumerate(CHANNELS)},
+        "labels": {str(code): label for code, label in LABELS.items()},
         "numTraining": cases,
         "numTest": 0,
-        "training": [{"image": f"./imagesTr/{name}", "label": f"./labelsTr/{name}"} for name in names],
+        "training": [{"image": f"./imagesTr/{file}", "label": f"./labelsTr/{file}"} for file in files],
         "test": [],
     }
 
@@ -260,13 +231,36 @@ class Head:
         self.voxel = 2 / min(box)
 
     def field(self, cells: int) -> np.ndarray:
-        """A smooth random field of about unit spread, with `cells` cubic B-spline cells along every axis."""
-        return smooth_field(self.rng, self.box, cells)
+        """A smooth random field of about unit spread, float32, with `cells` cubic B-spline cells along every axis."""
+        values = self.rng.standard_normal((cells + 3,) * 3, dtype=np.float32)
+        for axis in (2, 1, 0):  # the largest step last: along the first axis it moves whole planes
+            values = _interpolate(values, axis, self.box[axis], cells)
+        return values * np.float32(2.6)  # the spline averages: 2.6 restores the spread
 
     def ball(self, centre: Sequence[float], radii: Sequence[float]) -> np.ndarray:
         """Squared distance from `centre` in units of `radii`: below 1 within the ellipsoid."""
         u, v, w = (((x - c) / r) ** 2 for x, c, r in zip((self.u, self.v, self.w), centre, radii))
         return (u + v + w).astype(np.float32)
+
+
+def _interpolate(values: np.ndarray, axis: int, size: int, cells: int) -> np.ndarray:
+    """`cells + 3` uniform cubic B-spline coefficients along `axis`, sampled at the middles of `size` voxels.
+
+    No matrix product: its rounding changes with the threads.
+    """
+    position = (np.arange(size) + 0.5) / size * cells
+    cell = np.minimum(position.astype(int), cells - 1)
+    t = position - cell
+    weights = ((1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, -3 * t**3 + 3 * t**2 + 3 * t + 1, t**3)
+    along = [1, 1, 1]
+    along[axis] = size
+    result = np.float32(0)
+    for offset, weight in enumerate(weights):
+        part = values.take(cell + offset, axis)
+        part *= (weight / 6).astype(np.float32).reshape(along)
+        part += result
+        result = part
+    return result
 
 
 def tissues(head: Head) -> Fields:
