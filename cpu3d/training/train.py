@@ -134,7 +134,7 @@ class _Attempt:
             self.folder, self.engine, in_force(self.threads), self.cluster.workers, self.plan.saved, fit.config
         )
         continued = [f"run: continued after step {fit.step}"] if fit.step else []
-        reads = f"reads: {fit.feeds.reading.plan.reason}"
+        reads = f"reads: {fit.feeds.reader.mode}"
         say(*describe(self.host, self.threads, self.engine), *fit.warnings, reads, *continued, *changes)
         return fit
 
