@@ -81,7 +81,6 @@ def _problems(options: Options, settings: Json) -> Iterator[str]:
 
 def _train_and_compare(options: Options, settings: Json, evaluation: Evaluation) -> int:
     store = open_store(options.store)
-    store.check_split()
     store.check(record for split in store.manifest.split for record in store.cases(split))
     asked, plan, budget = planned(options, settings, store, evaluation)
     words = budget.words(plan[0]["name"])

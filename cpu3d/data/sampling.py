@@ -4,11 +4,7 @@ Everything random about a sample is a pure function of (seed, position), so that
 generator is SplitMix64 (Steele, Lea, Flood 2014), as NumPy's streams may change between versions.
 
 The order of samples depends on the batch and never on the workers. Step s takes the positions s * batch up to
-(s + 1) * batch in contiguous blocks, in the order of the ranks:
-
-    batch 6     step 0              step 1
-    2 workers   0  0  0  1  1  1    0  0  0  1  1  1
-    3 workers   0  0  1  1  2  2    0  0  1  1  2  2
+(s + 1) * batch in contiguous blocks, in the order of the ranks: of batch 6, 2 workers take 0 0 0 1 1 1.
 """
 
 import itertools
@@ -80,19 +76,15 @@ def random_units(*key: int) -> Iterator[float]:
 class PatchSampling:
     """How patches are drawn from cases."""
 
-    shape: Shape3
-    """Voxels X, Y, Z of a patch."""
+    shape: Shape3  # voxels X, Y, Z of a patch
     sampling: str = "random"
     """ "random": anywhere in the case's extent. "foreground": a share of them around labelled voxels, the others
     random. "centre": the one around the extent's middle."""
-    foreground: float = 1 / 3
-    """With "foreground": share of patches around labelled voxels, 0 to 1; nnU-Net's."""
-    codes: Tuple[Tuple[int, ...], ...] = ()
-    """With "foreground": label codes of each region."""
+    foreground: float = 1 / 3  # with "foreground": share of patches around labelled voxels, 0 to 1; nnU-Net's
+    codes: Tuple[Tuple[int, ...], ...] = ()  # with "foreground": label codes of each region
     extent: str = "brain"
     seed: int = 0
-    shuffle: bool = True
-    """Whether cases come in another order every epoch."""
+    shuffle: bool = True  # whether cases come in another order every epoch
 
     def __post_init__(self):
         size = len(self.shape) == 3 and all(is_integer(n, 1) for n in self.shape)

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
-from cpu3d.data.files.loader import BOX, Loader, labelled, normalise, open_reading
+from cpu3d.data.files.loader import BOX, labelled, loader, normalise, open_reading
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.finish import Finish, padded
 from cpu3d.data.region import Shape3, is_integer, require
@@ -41,35 +41,26 @@ class Stream:
     """The arguments that `volume_dataset` and `patch_dataset` have in common."""
 
     split: str = "train"
-    start: int = 0
-    """Position of the first sample in the endless stream of epochs."""
+    start: int = 0  # position of the first sample in the endless stream of epochs
     stop: Optional[int] = None
     """Position after the last sample; by default the end of the first epoch, or of its last whole step of `share`."""
     seed: int = 0
     batch: int = 1
     """Samples of a batch; an incomplete last batch is dropped. It divides the worker's samples of a step."""
-    share: Share = ALL
-    """This worker's samples. `start` and `stop` are positions in the stream of all workers."""
+    share: Share = ALL  # this worker's samples. `start` and `stop` are positions in the stream of all workers
     channels: Optional[Sequence[str]] = None
-    regions: Optional[Sequence[str]] = None
-    """Names, in the order wanted; None for all of the store's."""
+    regions: Optional[Sequence[str]] = None  # names, in the order wanted; None for all of the store's
     augment: AugmentConfig = NO_AUGMENT
-    dtype: str = "float32"
-    """Of images, "float32" or "bfloat16"."""
+    dtype: str = "float32"  # of images, "float32" or "bfloat16"
     read_mode: Union[str, Reader, None] = None
     """One of READ_MODES, or a reader of the store, from `open_reading`, that several datasets share."""
-    threads: int = 1
-    """Samples prepared at a time."""
-    finished: bool = True
-    """False for raw batches, for `finish_of` to be applied where the model runs."""
+    threads: int = 1  # samples prepared at a time
+    finished: bool = True  # False for raw batches, for `finish_of` to be applied where the model runs
 
     def __post_init__(self):
         stop, step, part = 0 if self.stop is None else self.stop, self.share.batch or 1, self.share.part
         least = (("start", 0, self.start), ("stop", 0, stop), ("batch", 1, self.batch), ("threads", 1, self.threads))
-        require(
-            *((name, f"an integer of at least {low}", n, is_integer(n, low)) for name, low, n in least),
-            ("seed", "an integer", self.seed, is_integer(self.seed)),
-        )
+        require(*((name, f"an integer of at least {low}", n, is_integer(n, low)) for name, low, n in least))
         steps, divides = f"a multiple of the {step} samples of a step", not self.share.batch or part % self.batch == 0
         require(
             ("start", steps, self.start, self.start % step == 0),
@@ -152,7 +143,7 @@ def _dataset(store: Store, chosen: Stream, sampling: PatchSampling) -> tf.data.D
     own = share.indices(chosen.start, max(stop, chosen.start))
     if not isinstance(reader, Reader):
         reader = open_reading(store, (chosen.split,), read_mode=reader, share=share)
-    load = _keeping_errors(Loader(reader, records, sampling, augment=chosen.augment, share=share))
+    load = _keeping_errors(loader(reader, records, sampling, chosen.augment, share))
     shapes = {"bits": (*size, channels), "label": size, "scale": (channels,), "shift": (channels,)}
 
     def sample(index):
@@ -209,7 +200,7 @@ _failures: Deque[Tuple[str, BaseException]] = collections.deque(maxlen=64)
 """(mark in the text of TensorFlow's error, the error as it was raised)."""
 
 
-def _keeping_errors(load: Loader) -> Callable[[np.ndarray], Tuple[np.ndarray, ...]]:
+def _keeping_errors(load: Callable) -> Callable[[np.ndarray], Tuple[np.ndarray, ...]]:
     """The loader, whose InputError and OSError `Batches` raises as they were: TensorFlow keeps their text alone."""
 
     @tf.autograph.experimental.do_not_convert

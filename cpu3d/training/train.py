@@ -89,7 +89,6 @@ class _Attempt:
         self.folder, self.settings, self.force, self.mlflow = folder, settings, force, mlflow
         self.cluster = read_cluster(os.environ)
         self.store = open_store(store_folder)
-        self.store.check_split()
         self.host = share_of(read_host(), len(self.cluster.local_ranks))
         self.gpus = HostGpus()
         self.engine, self.device = left_open(settings.get("engine")), "cpu"

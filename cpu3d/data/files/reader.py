@@ -14,7 +14,7 @@ import math
 import mmap
 import os
 from pathlib import Path
-from typing import Dict, Iterator, List, Optional, Sequence, Set, Tuple, Union
+from typing import Iterator, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import psutil
@@ -51,30 +51,27 @@ def file_system(path: Union[str, Path]) -> str:
 class Reader:
     """Reads the arrays of a store's cases in one of `READ_MODES`. Threads may share a reader; a process makes its own.
 
-    Reading raises InputError for a file that is missing, too long or short, changed since it was first opened or
-    damaged, and for a label of a case without one; OSError, with the file's name, where the disk fails.
+    Reading raises InputError for a file that is missing, too long or short, of another header or damaged, and for a
+    label of a case without one; OSError, with the file's name, where the disk fails.
     """
 
     def __init__(self, folder: Union[str, Path], mode: str = "mmap"):
         self.folder, self.mode = Path(folder), mode
-        self._seen: Dict[Path, Tuple[int, int, int]] = {}
-        self._hashed: Set[Path] = set()  # packed files whose bytes were compared with their hash
 
-    def array(self, record: CaseRecord, part: str) -> np.ndarray:
-        """The whole stored image `(X, Y, Z, C)`, `part` "x", or label `(X, Y, Z)` uint8, "y". C order, aligned.
+    def array(self, record: CaseRecord, part: str, slices: Optional[Slices] = None) -> np.ndarray:
+        """The stored image `(X, Y, Z, C)`, `part` "x", or label `(X, Y, Z)` uint8, "y", or a box; C order, aligned.
 
-        A .npy file in mode "mmap" is the read-only map itself: its voxels are read when they are touched.
+        A whole .npy file in mode "mmap" is the read-only map itself: its voxels are read when they are touched. For a
+        box of one only the box's rows are read.
         """
         with self._open(record, part) as file:
+            if slices:
+                slices = (*slices, *(slice(0, n) for n in file.shape[3:]))
             if record.format == "b2nd":
-                return file.unpack(self._hashed)
-            return file.read() if self.mode == "pread" else file.map()
-
-    def box(self, record: CaseRecord, part: str, slices: Slices) -> np.ndarray:
-        """A box within the stored array as a copy, C order, aligned. Of a .npy file only the box's rows are read."""
-        with self._open(record, part) as file:
-            slices = (*slices, *(slice(0, n) for n in file.shape[3:]))
-            return file.unpack(self._hashed, slices) if record.format == "b2nd" else file.read_box(slices)
+                return file.unpack(slices)
+            if slices:
+                return file.read_box(slices)
+            return file.map() if self.mode == "mmap" else file.read()
 
     def problems(self, record: CaseRecord, contents: bool = False) -> List[str]:
         """A line for each of a case's files that is missing, changed or of another length or header; with `contents`
@@ -101,16 +98,11 @@ class Reader:
             rule = "exist, found none" if isinstance(error, FileNotFoundError) else f"be a file, got {error.strerror}"
             raise InputError(f"store file {path} must {rule}; run `prepare` again") from None
         try:
-            file, status = _ArrayFile(record, part, path, handle), os.fstat(handle)
-            if status.st_size != file.size_bytes:
-                rule = f"store file {path} must be {file.size_bytes} bytes long, got {status.st_size}"
+            file, size_bytes = _ArrayFile(record, part, path, handle), os.fstat(handle).st_size
+            if size_bytes != file.size_bytes:
+                rule = f"store file {path} must be {file.size_bytes} bytes long, got {size_bytes}"
                 raise InputError(f"{rule}; delete it and run `prepare` again")
-            now = (status.st_ino, status.st_size, status.st_mtime_ns)
-            if path not in self._seen:  # several threads may check a file: it does no harm
-                file.check_header()
-            if self._seen.setdefault(path, now) != now:
-                rule = f"store file {path} must stay as it was while it is read"
-                raise InputError(f"{rule}, got a changed one; start this run again")
+            file.check_header()
             yield file
         except OSError as error:  # an operation on a handle does not know the file's name
             error.filename = error.filename or str(path)
@@ -168,14 +160,13 @@ class _ArrayFile:
             plane[...] = rows[:, : out.shape[2]]
         return out
 
-    def unpack(self, hashed: Set[Path], slices: Optional[Sequence[slice]] = None) -> np.ndarray:
-        """A .b2nd file's array, or a box of it, aligned. Its bytes are compared with their hash unless its path is in
-        `hashed`, to which it is added: a flipped bit gives wrong voxels more often than an error."""
+    def unpack(self, slices: Optional[Sequence[slice]] = None) -> np.ndarray:
+        """A .b2nd file's array, or a box of it, aligned. Its bytes are compared with their hash: a flipped bit gives
+        wrong voxels more often than an error."""
         content = np.empty(self.size_bytes, np.uint8)
         self._fill(content, 0)
-        if self.path not in hashed and hashlib.sha256(content).hexdigest() != self.sha256:
+        if hashlib.sha256(content).hexdigest() != self.sha256:
             raise self.damaged("other bytes than were written")
-        hashed.add(self.path)
         try:
             return decode_b2nd(content.tobytes(), slices, (self.shape, self.dtype))
         except ValueError as error:

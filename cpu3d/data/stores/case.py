@@ -22,12 +22,9 @@ FLOAT16_SMALLEST = np.float16(2**-24)
 class LoadedCase:
     """A case in memory, ready to be stored or predicted."""
 
-    image: np.ndarray
-    """`(X, Y, Z, C)` int16 as in the source, or float16 after normalisation; C order, axes R A S."""
-    label: Optional[np.ndarray]
-    """`(X, Y, Z)` uint8 in the data set's own codes, or None."""
-    record: CaseRecord
-    """Without format, lengths and hashes of the store's files."""
+    image: np.ndarray  # `(X, Y, Z, C)` int16 as in the source, or float16 after normalisation; C order, axes R A S
+    label: Optional[np.ndarray]  # `(X, Y, Z)` uint8 in the data set's own codes, or None
+    record: CaseRecord  # without format, lengths and hashes of the store's files
 
 
 def load_case(

@@ -28,13 +28,10 @@ class FolderLayout:
     """A layout with a folder of 3D files for each case, named <case><separator><suffix>."""
 
     separator: str
-    suffixes: Dict[str, str]
-    """Suffix -> channel, in the store's order, or "seg"."""
+    suffixes: Dict[str, str]  # suffix -> channel, in the store's order, or "seg"
     labels: Dict[int, str]
-    optional: Tuple[int, ...] = ()
-    """Codes that a store has only where they occur in its cases."""
-    patients: Dict[str, str] = field(default_factory=dict)
-    """As PATIENT_NAMES, for this layout alone."""
+    optional: Tuple[int, ...] = ()  # codes that a store has only where they occur in its cases
+    patients: Dict[str, str] = field(default_factory=dict)  # as PATIENT_NAMES, for this layout alone
 
 
 _GLIOMA = {0: "background", 1: "necrotic and non-enhancing tumour core", 2: "oedema"}
@@ -53,33 +50,29 @@ FOLDER_LAYOUTS = {
     ),
 }
 
+# Layout -> code -> name of its brain tumour labels; those of "decathlon" are Task01's.
 LABEL_CODES = {
     **{name: layout.labels for name, layout in FOLDER_LAYOUTS.items()},
     "decathlon": {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"},
 }
-"""Layout -> code -> name of its brain tumour labels; those of "decathlon" are Task01's."""
-
+# Rule -> pattern of a case's name in any layout, whose group 1 is the patient.
 PATIENT_NAMES = {
     "BraTS 2023 and later, <patient>-<time point>": r"(BraTS(?:-[a-z]+)+-\d+)-\d{1,3}(?!\d)",
     "BraTS 2017 to 2019, <patient>_<time point>": r"(BraTS1[5-9]_[^_]+_[^_]+)_\d+(?!\d)",
     "BraTS 2020 and 2021, one case a patient": r"(BraTS(?:20_[a-z]+|2021)_\d+)",
     "TCGA-<site>-<patient>": r"(TCGA-\w\w-\w{4})(?![a-z0-9])",
 }
-"""Rule -> pattern of a case's name in any layout, whose group 1 is the patient."""
-
+# Name of a channel in files and data sets, in lower case -> its name in stores, or "seg".
 CHANNEL_NAMES = {
     **{suffix: channel for layout in FOLDER_LAYOUTS.values() for suffix, channel in layout.suffixes.items()},
     "t1w": "T1w",
     "t1gd": "T1gd",
 }
-"""Name of a channel in files and data sets, in lower case -> its name in stores, or "seg"."""
-
 MODALITY_SUFFIX = re.compile(
     rf"(?:^|[_-])({'|'.join(sorted(CHANNEL_NAMES, key=len, reverse=True))})\.nii(\.gz)?$", re.IGNORECASE
 )
 
-Problems = Dict[str, List[str]]
-"""Case that cannot be used -> the reasons why."""
+Problems = Dict[str, List[str]]  # case that cannot be used -> the reasons why
 
 
 @dataclass(frozen=True)
@@ -104,17 +97,12 @@ class Dataset:
 
     folder: Path
     name: str
-    layout: str
-    """"decathlon", or one of FOLDER_LAYOUTS."""
+    layout: str  # "decathlon", or one of FOLDER_LAYOUTS
     channels: Tuple[str, ...]
-    labels: Dict[int, str]
-    """Label code -> name; 0 is background."""
-    cases: Tuple[CaseFiles, ...]
-    """The complete cases, by case id."""
-    problems: Problems
-    """Of the cases with a file missing or double, which are not in `cases`."""
-    patient_rules: Dict[str, str]
-    """Case id -> how its patient is known: the rule of `patient_of`, or TABLE."""
+    labels: Dict[int, str]  # label code -> name; 0 is background
+    cases: Tuple[CaseFiles, ...]  # the complete cases, by case id
+    problems: Problems  # of the cases with a file missing or double, which are not in `cases`
+    patient_rules: Dict[str, str]  # case id -> how its patient is known: the rule of `patient_of`, or TABLE
 
 
 def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> Dataset:

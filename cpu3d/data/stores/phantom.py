@@ -128,11 +128,9 @@ def write_phantom(
         settings = {"phantom": VERSION, "seed": seed, "warp": voxels}
     with claimed(out, "phantom folder", "phantom.json", settings, ("imagesTr", "labelsTr")):
         write = functools.partial(_write_case, out, shape, seed, context, lesion_size, warp)
+        results = run_jobs(write, range(cases), workers)
         try:
-            with (
-                contextlib.closing(run_jobs(write, range(cases), workers)) as results,
-                bar("phantom", cases) as advance,
-            ):
+            with contextlib.closing(results), bar("phantom", cases) as advance:
                 for _, result in results:
                     if result is KILLED:
                         raise MemoryError
@@ -342,13 +340,10 @@ class Lesion:
     """One tumour: an ellipsoid with rough borders, and three smaller ones in it. In the head's coordinates."""
 
     centre: Sequence[float]
-    radii: Sequence[float]
-    """Of the oedema, along the axes; the radii below, except `reach`, are shares of them."""
-    reach: float
-    """A middling radius, which the width of soft edges follows."""
+    radii: Sequence[float]  # of the oedema, along the axes; the radii below, except `reach`, are shares of them
+    reach: float  # a middling radius, which the width of soft edges follows
     core_edge: float
-    rim: float
-    """Thickness."""
+    rim: float  # thickness
     kernel: float = 0.0
     """Radius of an always enhancing ball in the necrosis: a region without voxels has no gradient in a Dice."""
 

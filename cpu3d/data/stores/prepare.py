@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
+import msgspec
 import numpy as np
 
 from cpu3d.data.files.arrays import FORMATS, encode, file_sha256, give_back
@@ -34,7 +35,7 @@ from cpu3d.data.records import (
     to_json,
 )
 from cpu3d.data.region import crop, whole
-from cpu3d.data.splits import Split, describe_patients, split_cases
+from cpu3d.data.splits import describe_patients, split_cases
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import UNKNOWN, CaseFiles, Dataset, Problems, labels_in_use, read_dataset, regions_of
@@ -44,7 +45,7 @@ from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar
 from cpu3d.util.records import by, count, versions
-from memory_estimator.common.files import parse_json, read_json, read_regular, reason, typed
+from memory_estimator.common.files import read_json, read_regular, typed
 from memory_estimator.common.schema import option
 
 Fractions = Tuple[float, float, float]
@@ -61,12 +62,18 @@ SKIP_BAD_HELP = "leave bad cases out and list them in quarantine.jsonl"
 class Settings:
     """How cases become arrays. A store is continued with the same settings only."""
 
-    format: str = "npy"
-    """Of the files, "npy" or "b2nd"."""
-    crop: bool = False
-    """Store each brain's box and not the whole grid."""
-    zero_nan: bool = False
-    """NaN and infinite voxels become background; without it they are an error."""
+    format: str = option(
+        "npy",
+        "npy: int16 where exact, else float16 z-scores, read without unpacking; b2nd: the same packed to a tenth,"
+        " for slow disks and networks",
+        choices=FORMATS,
+    )
+    crop: bool = option(False, "store each brain's box only; what is outside is 0")
+    zero_nan: bool = option(False, "make NaN and infinite voxels background, and count them")
+
+    def __post_init__(self):
+        if self.format not in FORMATS:
+            raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {self.format!r}")
 
 
 USUAL = Settings()
@@ -81,22 +88,14 @@ class Options:
     split: Fractions = option((0.8, 0.1, 0.1), "shares of the patients", metavar=("TRAIN", "VAL", "TEST"))
     seed: int = option(0, "of the split")
     patients: Optional[Path] = option(None, PATIENTS_HELP, metavar="FILE")
-    format: str = option(
-        "npy",
-        "npy: int16 where exact, else float16 z-scores, read without unpacking; b2nd: the same packed to a tenth,"
-        " for slow disks and networks",
-        choices=FORMATS,
-    )
-    crop: bool = option(False, "store each brain's box only; what is outside is 0")
-    zero_nan: bool = option(False, "make NaN and infinite voxels background, and count them")
     workers: Optional[int] = option(None, WORKERS_HELP, at_least=1)
     skip_bad: bool = option(False, SKIP_BAD_HELP)
 
 
-OPTIONS = (Options,)
+OPTIONS = (Options, Settings)
 
 
-def run(options: Options) -> int:
+def run(options: Options, settings: Settings) -> int:
     prepare(
         options.dataset,
         options.store,
@@ -104,7 +103,7 @@ def run(options: Options) -> int:
         seed=options.seed,
         workers=options.workers,
         skip_bad=options.skip_bad,
-        settings=Settings(options.format, options.crop, options.zero_nan),
+        settings=settings,
         patients=options.patients,
     )
     return 0
@@ -123,9 +122,9 @@ def prepare(
 ) -> Manifest:
     """Write the store of the data set in `dataset_dir`, print a summary and return its manifest.
 
-    A finished store stays as it is; an unfinished one is continued with its own `settings` only. `patients` is a table
-    of the cases' patients. Several workers are processes that import the calling script: guard its start with
-    `if __name__ == "__main__"`.
+    A finished store stays as it is, but for cases whose files are gone or of another length, which are made again; an
+    unfinished one is continued with its own `settings` only. `patients` is a table of the cases' patients. Several
+    workers are processes that import the calling script: guard its start with `if __name__ == "__main__"`.
 
     Raises InputError when cases are bad (the good ones are kept, the manifest is not written) unless `skip_bad`, for a
     bad data set or split, identical images in two splits, and a store of other content or settings; OSError when
@@ -134,15 +133,16 @@ def prepare(
     workers, store_dir = worker_count(workers), Path(store_dir)
     dataset = read_dataset(dataset_dir, patients)
     _announce(dataset)
-    _split({case.case_id: case.patient_id for case in dataset.cases}, fractions, seed, dataset.problems)  # fail early
+    split_cases({case.case_id: case.patient_id for case in dataset.cases}, fractions=fractions, seed=seed)  # fail early
     if store_dir.resolve() == dataset.folder.resolve():
         raise InputError(f"store {store_dir} must be another folder than the data set; choose one")
     with claimed(store_dir, "store", "source.json", identity(dataset, settings)):
         if (store_dir / "manifest.json").exists():
-            manifest = open_store(store_dir).manifest
+            manifest, reader = open_store(store_dir).manifest, Reader(store_dir, "pread")
             _refuse_other_content(store_dir, manifest, dataset, fractions, seed)
-            print(f"Nothing to do: store {store_dir} is finished and unchanged.")
-            return manifest
+            if not any(map(reader.problems, manifest.cases)):
+                print(f"Nothing to do: store {store_dir} is finished and unchanged.")
+                return manifest
         records, problems = convert_all(dataset.cases, dataset, store_dir, settings, workers)
         problems.update(dataset.problems)
         if not skip_bad:
@@ -157,7 +157,7 @@ def prepare(
             channels=dataset.channels,
             labels=labels,
             regions=regions_of(labels),
-            split=_split(patients_of, fractions, seed, problems),
+            split=split_cases(patients_of, fractions=fractions, seed=seed),
             split_seed=seed,
             cases=list(records.values()),
             versions=versions(),
@@ -183,7 +183,7 @@ def _announce(dataset: Dataset) -> None:
     for code, name in sorted(dataset.labels.items()):
         within = ", ".join(region for region, codes in regions.items() if code in codes) or "no region"
         print(f"  {code} {name} -> {within}{'' if code in always else ', where a label holds it'}")
-    rules = describe_patients(Counter(dataset.patient_rules.values()), len(dataset.cases))
+    rules = describe_patients(Counter(dataset.patient_rules.values()))
     print(f"Patients: {len({case.patient_id for case in dataset.cases})}", *rules, sep="\n  ")
     if UNKNOWN in dataset.patient_rules.values():
         print("  where a patient has several cases, name them with --patients FILE: scores on them would be too good")
@@ -204,19 +204,11 @@ def _refuse_other_content(store_dir: Path, old: Manifest, dataset: Dataset, frac
         elif not same_sources(files, record):
             differences.append(f"the source of case {record.case_id} has changed")
     differences += [f"case {case_id} is new in {dataset.folder}" for case_id in files_of if case_id not in left_out]
-    if seed != old.split_seed or _split(patients, fractions, seed, {}) != old.split:
+    if seed != old.split_seed or split_cases(patients, fractions=fractions, seed=seed) != old.split:
         differences.append(f"--split and --seed ask for another split than {split_sizes(old)}, seed {old.split_seed}")
     rule = f"store {store_dir} is finished and must keep its content"
     advice = "give another --store for the new content, or add new cases with `store append`; it is untouched"
     refuse([*(f"{rule}, but {one}" for one in differences), advice] if differences else ())
-
-
-def _split(patients: Mapping[str, str], fractions: Fractions, seed: int, problems: Problems) -> Split:
-    """`split_cases`, with the problems of the bad cases where too few good ones are left."""
-    try:
-        return split_cases(patients, fractions=fractions, seed=seed)
-    except InputError as error:
-        raise InputError(*(one for reasons in problems.values() for one in reasons), *error.problems) from None
 
 
 # --- Cases into arrays ---
@@ -243,10 +235,9 @@ def convert(
         )
     except InputError as error:
         return error.problems
-    except MemoryError:
-        return (f"{rule} fit into memory, got too little; run again with fewer --workers",)
-    except Exception as error:  # any failure of one case leaves the others to be converted
-        return (f"{rule} be readable, got {type(error).__name__}: {error}; repair it or leave it out",)
+    except Exception as error:  # any failure of one case, too little memory too, leaves the others to be converted
+        got = f"{type(error).__name__}: {error}"
+        return (f"{rule} be readable in memory, got {got}; repair it, leave it out, or use fewer --workers",)
     record = write_arrays(
         store_dir, case.record, case.image, case.label, format_=settings.format, cropped=settings.crop
     )
@@ -401,15 +392,22 @@ def settings_of(store_dir: Path) -> Settings:
         raise InputError(f"{path} must be as `prepare` wrote it, got: {error}") from None
 
 
+class _BadCase(msgspec.Struct):
+    """A line of quarantine.jsonl."""
+
+    case_id: str
+    reasons: List[str]
+
+
 def read_quarantine(store_dir: Path) -> Problems:
     """The cases that were left out of the store, with the reasons. Raises InputError where the list is damaged."""
     path = store_dir / "quarantine.jsonl"
     try:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else ()
-        return {case["case_id"]: case["reasons"] for case in map(parse_json, lines)}
-    except (ValueError, KeyError, TypeError) as error:
-        rule = f"{path} must be JSON lines of a case_id and its reasons, got {reason(error)}"
+        bad = msgspec.json.Decoder(_BadCase).decode_lines(path.read_bytes() if path.is_file() else b"")
+    except (msgspec.MsgspecError, RecursionError) as error:
+        rule = f"{path} must be JSON lines of a case_id and its reasons, got {error}"
         raise InputError(f"{rule}; restore or delete the file") from None
+    return {case.case_id: case.reasons for case in bad}
 
 
 def write_quarantine(store_dir: Path, problems: Problems) -> None:
@@ -449,7 +447,7 @@ def describe(store: Store) -> List[str]:
     kind = file_system(store.folder)
     lines = {
         "cases": f"{len(manifest.cases)} of {count(patients, 'patient')}, {len(manifest.unlabelled)} unlabelled",
-        "patients": "; ".join(describe_patients(manifest.patient_rules, len(manifest.cases))),
+        "patients": "; ".join(describe_patients(manifest.patient_rules)),
         "split": f"{split_sizes(manifest)}, seed {manifest.split_seed}, hash {manifest.split_hash}",
         "channels": ", ".join(manifest.channels),
         "images": f"{', '.join(f'{n} {what}' for what, n in formats.most_common())}; {exact}",

@@ -9,7 +9,7 @@ The old cases stay where they are. `append` can be interrupted: the same command
 
 import functools
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
@@ -19,7 +19,7 @@ from cpu3d.data.records import CaseRecord, Manifest, remake
 from cpu3d.data.splits import TABLE, deal_cases, read_patients
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores import prepare
-from cpu3d.data.stores.layouts import CaseFiles, Dataset, Problems, labels_in_use, read_dataset, regions_of
+from cpu3d.data.stores.layouts import CaseFiles, Dataset, labels_in_use, read_dataset, regions_of
 from cpu3d.data.stores.prepare import PATIENTS_HELP, SKIP_BAD_HELP, WORKERS_HELP, split_sizes
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import remove_partials, writable_folder
@@ -98,11 +98,9 @@ def action(name: str) -> SimpleNamespace:
 def verify(store_dir: Union[str, Path], *, workers: Optional[int] = None) -> Tuple[str, ...]:
     """Compare the arrays of a store with their records, length, header and SHA-256, and return all problems.
 
-    Raises InputError as `open_store`, which compares manifest and records with their SHA-256, and for a split that is
-    not what the manifest says.
+    Raises InputError as `open_store`, which compares manifest and records with their SHA-256.
     """
     store, problems = open_store(store_dir), []
-    store.check_split()
     check = functools.partial(Reader(store.folder, "pread").problems, contents=True)
     with bar("verify", total=len(store.manifest.cases)) as advance:
         for record, found in run_jobs(check, store.manifest.cases, worker_count(workers)):
@@ -150,15 +148,12 @@ def append(
     with locked(store_dir, "store"):
         remove_partials(store_dir, store_dir / "cases")
         store = open_store(store_dir)
-        store.check_split()
         in_store = {case.case_id for case in store.manifest.cases}
         known = [files for files in dataset.cases if files.case_id in in_store]
         new = [files for files in dataset.cases if files.case_id not in in_store]
         refuse([*_clashes(store, known), *(_patient_clashes(store, patients) if new else ())])
-        records, problems = prepare.convert_all(new, dataset, store_dir, settings, workers)
+        records, problems = prepare.convert_all(new, replace(dataset, labels=labels), store_dir, settings, workers)
         problems.update((case_id, why) for case_id, why in dataset.problems.items() if case_id not in in_store)
-        problems.update(_other_codes(records, dataset, labels))
-        records = {case_id: record for case_id, record in records.items() if case_id not in problems}
         if not skip_bad:
             prepare.refuse_bad_cases(problems, "nothing was appended")
         manifest = _grown(store.manifest, records, dataset) if records else store.manifest
@@ -168,18 +163,6 @@ def append(
         still_out = {case_id: why for case_id, why in before.items() if case_id not in {*in_store, *records}}
         prepare.write_quarantine(store_dir, {**still_out, **problems})
     return Appended(manifest, *(tuple(sorted(ids)) for ids in (records, [one.case_id for one in known], problems)))
-
-
-def _other_codes(records: Dict[str, CaseRecord], dataset: Dataset, labels: Dict[int, str]) -> Problems:
-    """The problems of cases whose label has codes that the store does not have."""
-    problems = {}
-    for case_id, record in records.items():
-        codes = sorted(set(record.label_voxels) - set(labels))
-        if codes:
-            got = ", ".join(f"{code} {dataset.labels[code]}" for code in codes)
-            rule = f"label of case {case_id} must hold the store's codes alone, got {got}"
-            problems[case_id] = [f"{rule}; prepare a store of its own"]
-    return problems
 
 
 def _grown(old: Manifest, records: Dict[str, CaseRecord], dataset: Dataset) -> Manifest:
