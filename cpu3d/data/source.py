@@ -6,10 +6,9 @@
     for image, target in volume_dataset(store, split="train", stop=100):
         ...  # image (1, X, Y, Z, C) float32, target (1, X, Y, Z, R) uint8
 
-Voxels go from the page cache into TensorFlow without a copy: the tensor *is* the map of a .npy file, and voxels outside
-the patch or the brain's box are not read. A sample's case, place and augmentation are a pure function of the seed and
-of its position in the endless stream of epochs: `start=k` gives what an uninterrupted run gives from sample k on,
-whatever the threads, the read mode and the store's format. `Batches` raises a loader's errors as they are.
+The tensor *is* the map of a .npy file, and voxels outside the patch or the brain's box are not read. A sample's case,
+place and augmentation are a pure function of the seed and of its position in the endless stream of epochs: `start=k`
+gives what an uninterrupted run gives from sample k on, whatever the threads, the read mode and the store's format.
 """
 
 import collections

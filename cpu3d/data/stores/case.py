@@ -37,10 +37,9 @@ def load_case(
 ) -> LoadedCase:
     """Read, check and turn one case.
 
-    The image is int16 where every voxel is integral and in range, else `float16_image`. `zero_nan` makes NaN and
-    infinite voxels background, and counts them. `labels` are the codes that may occur; None leaves the label unread.
-    Sources are recorded relative to `dataset_folder`. Holds about two volumes. Raises InputError with every problem of
-    the case.
+    The image is int16 where every voxel is integral and in range, else `float16_image`. `labels` are the codes that may
+    occur; None leaves the label unread. Sources are recorded relative to `dataset_folder`. Holds about two volumes.
+    Raises InputError with every problem of the case.
     """
     paths = files.images if labels is None else files.paths
     volumes, label, geometry, zeroed_voxels = _read(files, paths, channels, labels, zero_nan)
@@ -52,15 +51,10 @@ def load_case(
     del volumes
     if label is not None:
         label = np.ascontiguousarray(nifti.to_ras(label, geometry))
-    sources = [
-        SourceFile(
-            path.relative_to(dataset_folder).as_posix() if dataset_folder in path.parents else path.name,
-            path.stat().st_size,
-            file_sha256(path),
-            path.stat().st_mtime_ns,
-        )
-        for path in paths
-    ]
+    sources = []
+    for path in paths:
+        name = path.relative_to(dataset_folder).as_posix() if dataset_folder in path.parents else path.name
+        sources.append(SourceFile(name, path.stat().st_size, file_sha256(path), path.stat().st_mtime_ns))
     record = CaseRecord(
         case_id=files.case_id,
         patient_id=files.patient_id,

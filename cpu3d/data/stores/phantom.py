@@ -9,10 +9,9 @@ With --lesion-size small the whole tumour, in one to three lesions, is 0.2 to 1 
 tumour at least 0.02 %. With --warp CASE the cases are warped copies of a real case: they show how fast a network learns
 what a real tumour looks like, not how well it does on other patients.
 
-Shapes and contrasts are drawn by hand after BraTS volumes: a skull-stripped head with folded grey and white matter,
-ventricles, an uneven field and Rician noise; tumours of oedema around a core around an enhancing rim around necrosis.
-No channel shows the tumour by brightness alone: fluid is bright in T2, vessels in T1 with contrast agent, spots and
-cortex in FLAIR. Coordinates run from -1 to 1 across the head's box: u to the right, v to the front, w up.
+Shapes and contrasts are drawn by hand after BraTS volumes, skull-stripped. No channel shows the tumour by brightness
+alone: fluid is bright in T2, vessels in T1 with contrast agent, spots and cortex in FLAIR. Coordinates run from -1 to 1
+across the head's box: u to the right, v to the front, w up.
 """
 
 import contextlib
@@ -108,9 +107,9 @@ def write_phantom(
 ) -> Path:
     """Write `cases` phantom cases, or warped copies of the one in folder `warp`, below `out` and return that folder.
 
-    Case n depends on (seed, n) and on shape, context and lesion_size, or `warp`, alone, so more cases can be added
-    later. dataset.json is written last. Raises InputError for options out of range or that exclude each other, a shape
-    that does not fit into memory, a case that cannot be warped, and a folder with other files or in use.
+    Case n depends on (seed, n) and on shape, context and lesion_size, or `warp`, alone, so more can be added later.
+    Raises InputError for options out of range or that exclude each other, a shape that does not fit into memory, a case
+    that cannot be warped, and a folder with other files or in use.
     """
     drawn = (tuple(shape), context, lesion_size) != (USUAL_SHAPE, "none", "usual")
     workers, out, shape = worker_count(workers), Path(out), tuple(shape)

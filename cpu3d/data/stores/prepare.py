@@ -2,10 +2,9 @@
 
 Example: ./run.sh prepare --dataset Task01_BrainTumour --store store
 
-Cases are converted in parallel and each is written whole or not at all: its record is written after its arrays and
-marks them as good. A run that was cut, by Ctrl-C, a full disk or a lost machine, is continued by the same command; the
-manifest comes last and marks the store as finished. source.json names the data set and the settings, quarantine.jsonl
-the cases that were left out.
+Each case is written whole or not at all: its record comes after its arrays and marks them as good, and the manifest
+comes last and marks the store as finished. A run that was cut is continued by the same command. source.json names the
+data set and the settings, quarantine.jsonl the cases that were left out.
 """
 
 import contextlib
@@ -123,12 +122,10 @@ def prepare(
     """Write the store of the data set in `dataset_dir`, print a summary and return its manifest.
 
     A finished store stays as it is, but for cases whose files are gone or of another length, which are made again; an
-    unfinished one is continued with its own `settings` only. `patients` is a table of the cases' patients. Several
-    workers are processes that import the calling script: guard its start with `if __name__ == "__main__"`.
-
-    Raises InputError when cases are bad (the good ones are kept, the manifest is not written) unless `skip_bad`, for a
-    bad data set or split, identical images in two splits, and a store of other content or settings; OSError when
-    writing fails, as on a full disk, and KeyboardInterrupt on Ctrl-C. Finished cases are kept then.
+    unfinished one is continued with its own `settings` only. Several workers are processes that import the calling
+    script: guard its start with `if __name__ == "__main__"`. Raises InputError for bad cases unless `skip_bad`, a bad
+    data set or split, and a store of other content or settings; OSError when writing fails, KeyboardInterrupt on
+    Ctrl-C. Finished cases are kept then.
     """
     workers, store_dir = worker_count(workers), Path(store_dir)
     dataset = read_dataset(dataset_dir, patients)
@@ -343,9 +340,8 @@ def claimed(
 ) -> Iterator[None]:
     """Lock a folder, made if absent, for the work that `content` describes; remove what killed processes left.
 
-    An empty folder gets `content` as its file `name`; a folder that has the same content is continued. `parts` are
-    folders in it. Raises InputError, and changes nothing, where the folder holds other files, cannot be written, or is
-    in use.
+    An empty folder gets `content` as its file `name`; one that has the same content is continued. `parts` are folders
+    in it. Raises InputError, and changes nothing, where it holds other files, cannot be written, or is in use.
     """
     path = folder / name
     if not (folder / "manifest.json").exists():  # a finished store may be read-only

@@ -96,10 +96,8 @@ def action(name: str) -> SimpleNamespace:
 
 
 def verify(store_dir: Union[str, Path], *, workers: Optional[int] = None) -> Tuple[str, ...]:
-    """Compare the arrays of a store with their records, length, header and SHA-256, and return all problems.
-
-    Raises InputError as `open_store`, which compares manifest and records with their SHA-256.
-    """
+    """All problems of a store's arrays, whose length, header and SHA-256 are compared with their records. Raises
+    InputError as `open_store`."""
     store, problems = open_store(store_dir), []
     check = functools.partial(Reader(store.folder, "pread").problems, contents=True)
     with bar("verify", total=len(store.manifest.cases)) as advance:
@@ -129,12 +127,10 @@ def append(
 ) -> Appended:
     """Add the cases of a data set that a finished store does not have.
 
-    They are made with the store's own settings: format, crop and NaN. The split of the old cases stays, new ones are
-    dealt by `deal_cases`. The manifest is replaced at the end; the same call continues an interrupted one.
-
-    Raises InputError, and leaves the store as it was, when channels or labels differ, when a known id has other files,
-    when a patient or identical images would be in two splits, without a table of patients where the store has one, and
-    for bad cases unless `skip_bad`. OSError and KeyboardInterrupt as `prepare`.
+    They are made with the store's own settings. The split of the old cases stays, new ones are dealt by `deal_cases`.
+    The manifest is replaced at the end; the same call continues an interrupted one. Raises InputError, and leaves the
+    store as it was, when channels or labels differ, a known id has other files, a patient or identical images would be
+    in two splits, and for bad cases unless `skip_bad`; OSError and KeyboardInterrupt as `prepare`.
     """
     workers, store_dir = worker_count(workers), Path(store_dir)
     settings, old = prepare.settings_of(store_dir), open_store(store_dir).manifest
@@ -180,9 +176,9 @@ def _grown(old: Manifest, records: Dict[str, CaseRecord], dataset: Dataset) -> M
 
 def _clashes(store: Store, known: Sequence[CaseFiles]) -> List[str]:
     """Where a known case has other files than those it was made from."""
-    rule, advice = f"must be the one of store {store.folder}, got other files", "give it another id, or prepare a new"
+    rule = f"must be the one of store {store.folder}, got other files; give it another id, or prepare a new store"
     other = (files.case_id for files in known if not prepare.same_sources(files, store.case(files.case_id)))
-    return [f"case {case_id} {rule}; {advice} store" for case_id in other]
+    return [f"case {case_id} {rule}" for case_id in other]
 
 
 def _patient_clashes(store: Store, patients: Optional[Path]) -> List[str]:

@@ -27,13 +27,6 @@ def test_the_network_sees_all_of_an_extent_and_the_field_is_what_that_covers(gri
         assert resizing.seen == (max(seen[0], 9), *seen[1:])
 
 
-def test_half_the_resolution_averages_pairs_and_a_third_weighs_three():
-    np.testing.assert_allclose(shrinking(2, 4, 0.5), [[0.5, 0.5, 0, 0], [0, 0, 0.5, 0.5]], atol=1e-7)
-    np.testing.assert_allclose(
-        shrinking(2, 6, 1 / 3), [[0.25, 0.5, 0.25, 0, 0, 0], [0, 0, 0, 0.25, 0.5, 0.25]], atol=1e-7
-    )
-
-
 @pytest.mark.parametrize("resolution", SHARES)
 def test_growing_gives_a_ramp_back_between_the_outermost_centres(resolution):
     resizing = Resizing((8, 6, 4), resolution)

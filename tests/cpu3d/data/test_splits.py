@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpu3d.data.splits import TABLE, deal, parse_fold, read_patients, split_cases, with_fold
-from cpu3d.data.store import open_store
 from cpu3d.data.stores.layouts import UNKNOWN, patient_of
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.upkeep import append
@@ -165,13 +164,6 @@ def test_a_table_that_does_not_give_each_case_one_patient_is_refused(tmp_path, c
         read_patients(tmp_path / "table", ["a", "b"])
     with pytest.raises(InputError, match="--patients"):
         read_patients(tmp_path, ["a", "b"])
-
-
-def test_time_points_of_a_patient_stay_together_in_the_decathlon_layout(tmp_path, dataset):
-    names = [f"BraTS-PED-0000{patient}-00{time}" for patient in range(3) for time in range(2)]
-    manifest = prepare(dataset(*names), tmp_path / "store", **EACH_ONE)
-    assert [len({case_id[:-4] for case_id in ids}) for ids in manifest.split.values()] == [1, 1, 1]
-    assert list(open_store(tmp_path / "store").manifest.patient_rules.values()) == [6]
 
 
 def test_identical_images_in_two_splits_are_refused_until_they_have_one_patient(tmp_path, dataset):

@@ -96,12 +96,11 @@ def test_only_the_case_whose_array_is_damaged_is_done_again(dataset, store, coun
     assert content_of(store) == before
 
 
-@pytest.mark.parametrize("by_s", [100, -100], ids=["later", "earlier"])
-def test_a_source_that_changed_without_changing_its_size_is_found_by_its_date_and_hash(dataset, store, by_s, capsys):
+def test_a_source_that_changed_without_changing_its_size_is_found_by_its_date_and_hash(dataset, store, capsys):
     prepare(dataset, store, **THIRDS)
     assert "finished and unchanged" in capsys.readouterr().out
     path = dataset / "labelsTr/BRATS_000.nii.gz"
-    content, then_s = path.read_bytes(), path.stat().st_mtime + by_s
+    content, then_s = path.read_bytes(), path.stat().st_mtime - 100
     path.write_bytes(content[:4] + b"time" + content[8:])  # gzip's own time stamp
     os.utime(path, (then_s, then_s))
     with pytest.raises(InputError, match="source of case BRATS_000 has changed"):
