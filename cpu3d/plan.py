@@ -440,13 +440,10 @@ def _with_estimate(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
 def _price(plan: Plan, host: Host, constants: HostConstants, accuracy: Accuracy) -> planner.Price:
     """What jobs take on this host, with what the run holds beside its steps in their upper bound: the memory of one
     worker, and the time of all of them together, their exchange aside."""
-    config, kept_bytes = plan.config, 0
+    config = plan.config
     # The variables are held once more where the run's grid changes, and where steps are timed before it.
     copies = bool(config.coarse_steps) + (bool(config.budget_minutes) and not config.steps)
     left_bytes = plan.coarse.allocator_peak_bytes if plan.coarse else 0
-    if config.read_mode == "ram":  # asked for: else the kernel may drop what it keeps of files
-        cases = [case for split in ("train", "val") for case in plan.store.cases(split)]
-        kept_bytes = sum(case.image_bytes + case.label_bytes for case in cases) // plan.workers
 
     def price(job: Job) -> Estimate:
         saved = ("weights", "optimizer slots", "averaged weights")  # what a checkpoint holds
@@ -455,7 +452,6 @@ def _price(plan: Plan, host: Host, constants: HostConstants, accuracy: Accuracy)
             Component("whole volumes", _whole_volumes(plan, job), "derived: of validation, or to be averaged down"),
             Component("variables, once more", copies * variables, "exact: of before the timing, or of another grid"),
             Component("left by coarse steps", left_bytes, "at most: pages too scattered for maps of full size"),
-            Component("files kept in memory", kept_bytes, "exact: all that the run reads, in read mode ram"),
         )
 
     return price

@@ -5,14 +5,13 @@ from typing import Callable, Iterable, Iterator, List, Optional, Tuple
 
 import tensorflow as tf
 
-from cpu3d.data.files.loader import Reading
+from cpu3d.data.files.reader import Reader
 from cpu3d.data.resolution import Resizing
 from cpu3d.data.sampling import ALL, Share, sample_at
 from cpu3d.data.source import Batches, finish_of, open_reading, patch_dataset, volume_dataset
 from cpu3d.data.store import Store
 from cpu3d.plan import volume_shape
 from cpu3d.settings import RunConfig, left_open
-from memory_estimator.host import read_host
 
 PREPARING_FOR_A_CARD = 4  # patches prepared at a time where a card computes and the CPU is free for them
 
@@ -20,17 +19,15 @@ PREPARING_FOR_A_CARD = 4  # patches prepared at a time where a card computes and
 class Feeds:
     """The data of a run, at the resolution of the volumes; steps get it at that of the network."""
 
-    def __init__(self, store: Store, config: RunConfig, share: Share = ALL, reading: Optional[Reading] = None):
-        """`share` is this worker's part of batches and held-out cases; `reading` is shared with other feeds."""
+    def __init__(self, store: Store, config: RunConfig, share: Share = ALL, reader: Optional[Reader] = None):
+        """`share` is this worker's part of batches and held-out cases; `reader` is shared with other feeds."""
         self.config = config
         self._store, self._share = store, share
         self._train_cases, self.held_out = store.cases("train"), len(store.cases("val"))
-        self.reading = reading or open_reading(
+        self.reader = reader or open_reading(
             store,
             [split for split in ("train", "val") if store.cases(split)],
-            free_bytes=read_host().free_bytes,
             read_mode=left_open(config.read_mode),
-            patches=config.is_patch,
             share=share,
         )
         self.volume_shape = volume_shape(store, config)  # voxels X, Y, Z of a whole volume
@@ -42,7 +39,7 @@ class Feeds:
             "channels": config.channels,
             "regions": config.regions,
             "dtype": config.unet.dtype,
-            "read_mode": self.reading,
+            "read_mode": self.reader,
         }
 
     def training(self, start: int, stop: int, watch: Callable[[str], None] = lambda phase: None) -> "Parts":
@@ -60,7 +57,6 @@ class Feeds:
                 config.grid,
                 sampling="foreground",
                 foreground=config.foreground,
-                multiple=config.unet.divisor,
                 threads=1 if config.device == "cpu" else PREPARING_FOR_A_CARD,
                 finished=False,
                 **options,

@@ -18,7 +18,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, TypedDi
 import numpy as np
 import psutil
 
-from cpu3d.data.files.loader import Reading
+from cpu3d.data.files.reader import Reader
 from cpu3d.data.sampling import Share
 from cpu3d.distributed.all_reduce import ALONE, Exchange, array_from_chief, text_from_chief
 from cpu3d.errors import DivergedError, InputError, Interrupted, MemoryRunsOutError, WorkerLostError, WorkersDifferError
@@ -73,7 +73,7 @@ class Fit:
         # Both get every event as it is logged.
         self._show: Callable[[Dict[str, Any]], None] = lambda event: None
         self._track: Track = lambda event: None
-        self._reading: Optional[Reading] = None
+        self._reader: Optional[Reader] = None
         self._full_learner: Optional[Learner] = None  # made early where the time of its steps was measured
         self.warnings = self._restore()  # a line for each damaged checkpoint
         if exchange.is_chief:
@@ -114,7 +114,7 @@ class Fit:
         start = {
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "parameters": self.learner.parameters,
-            "read_mode": self.feeds.reading.plan.mode,
+            "read_mode": self.feeds.reader.mode,
             "micro_batch": config.micro,
             "workers": self._exchange.count,
             "steps": self.steps,
@@ -201,8 +201,8 @@ class Fit:
 
     def _feeds_of(self, config: RunConfig) -> Feeds:
         share = Share(self._exchange.rank, self._exchange.count, config.batch)
-        feeds = Feeds(self.store, config, share, self._reading)
-        self._reading = feeds.reading
+        feeds = Feeds(self.store, config, share, self._reader)
+        self._reader = feeds.reader
         return feeds
 
     def _parts(self) -> Parts:

@@ -85,7 +85,6 @@ class _Attempt:
         self.folder, self.settings, self.force, self.mlflow = folder, settings, force, mlflow
         self.cluster = read_cluster(os.environ)
         self.store = open_store(store_folder)
-        self.store.check_split()
         self.host = share_of(read_host(), len(self.cluster.local_ranks))
         self.gpus = HostGpus()
         self.engine, self.device = left_open(settings.get("engine")), "cpu"
@@ -124,7 +123,7 @@ class _Attempt:
             self._refuse_what_does_not_fit()
         self._save(fit.config)  # its coarse steps may be those of the checkpoint
         continued = [f"run: continued after step {fit.step}"] if fit.step else []
-        reads = f"reads: {fit.feeds.reading.plan.reason}"
+        reads = f"reads: {fit.feeds.reader.mode}"
         say(*describe(self.host, self.threads, self.engine), *fit.warnings, reads, *continued)
         return fit
 
