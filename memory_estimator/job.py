@@ -326,7 +326,6 @@ class _Config(TypedDict):
     mode: str
     resolution: float
     coarse_steps: int
-    read_mode: str
 
 
 class _SavedPlan(_Versioned):
@@ -362,10 +361,9 @@ def read_run(folder: Union[str, Path]) -> Source:
         raise ValueError(f"run plan {path} must be as `train` writes it, got {reason(error)}; {todo}") from None
     card = f"the run is on {config['device']}: a CPU is estimated; `train` says what its steps take on the card"
     validation = "the run validates on whole volumes of the store, which is not counted; `train` adds it"
-    kept = "the run keeps the files that it reads in memory, which is not counted; `train` adds it"
     twice = "the run holds its variables once more while its grid changes, which is not counted; `train` adds it"
     notes = {card: config["device"] != "cpu", validation: config["mode"] == "patch" or config["resolution"] != 1}
-    notes.update({kept: config["read_mode"] == "ram", twice: config["coarse_steps"] > 0})
+    notes[twice] = config["coarse_steps"] > 0
     return Source(job, [note for note, is_so in notes.items() if is_so], plan["workers"])
 
 

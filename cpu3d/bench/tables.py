@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
+from cpu3d.bench.kernels import kernels_table
 from cpu3d.bench.learning import draw_learning, learning_table
 from cpu3d.bench.step import draw_policies, step_table, with_predictions
 from cpu3d.bench.validate import VALIDATION, accuracy_of, page, summary_table, validation
@@ -69,6 +70,8 @@ def tables(folder: Path) -> List[str]:
     for name, (heading, section) in SECTIONS.items():
         if (folder / name).exists():
             lines += ["", f"## {heading}", "", *section(folder / name)]
+            while not lines[-1]:
+                lines.pop()
     return lines
 
 
@@ -88,13 +91,20 @@ def _policies(path: Path) -> List[str]:
     lines: List[str] = []
     for record in _newest(path, STEP):
         constants = shipped_constants(Kernels(highest_isa(record["host"]["isa"])))
-        lines += ["", *step_table(with_predictions(record, constants)).markdown()]
-    return lines[1:]
+        lines += [*step_table(with_predictions(record, constants)).markdown(), ""]
+    return lines
 
 
 def _estimator(path: Path) -> List[str]:
     rows = validation(path.parent)[1]
     return [*summary_table(rows).markdown(), "", "Every configuration is in [validation.md](validation.md)."]
+
+
+def _kernels(path: Path) -> List[str]:
+    lines: List[str] = []
+    for record in _newest(path, ("threads", "engine_name")):
+        lines += [*kernels_table(record).markdown(), ""]
+    return lines
 
 
 STEP = ("shape", "batch", "micro_batch", "unet", "optimizer", "engine_name")
@@ -108,5 +118,6 @@ SECTIONS = {
         "Whole volumes against patches",
         lambda path: comparisons_markdown(read_records(path, "compare")),
     ),
+    "kernels.jsonl": ("Own convolutions beside the engine's", _kernels),
     "learning.jsonl": ("Learning", lambda path: learning_table(_newest(path, LEARNING)).markdown()),
 }

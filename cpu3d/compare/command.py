@@ -49,7 +49,6 @@ def run(options: Options, settings: Json) -> int:
         budget = "that of the runs"
     else:
         store = open_store(options.store)
-        store.check_split()
         store.check(record for split in store.manifest.split for record in store.cases(split))
         asked, plan, chosen = planned(options, settings, store)
         new, budget = Kept(asked, list(options.seeds), plan), chosen.words(plan[0]["name"])

@@ -22,7 +22,7 @@ from cpu3d.inference.evaluate import UNTOUCHED
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.pages.page import flat
 from cpu3d.plan import Plan, make_plan
-from cpu3d.settings import SETTINGS, SIZES_OF_PATCH, RunConfig, as_options, recipe_config
+from cpu3d.settings import SETTINGS, RunConfig, as_options, recipe_config
 from cpu3d.util.atomic import is_untouched, write_json
 from memory_estimator.common.files import read_json, typed
 from memory_estimator.common.schema import add_options, arguments, option
@@ -36,7 +36,7 @@ LEAST_STEP_S = 1e-3  # no step is faster: a budget of minutes has the epochs tha
 FEW = 8  # steps whose voxels are in proportion to those of many: a curriculum's share of them is whole
 
 # Settings of patches alone, those that compare decides for every run, and those that are one for all variants.
-OF_PATCHES = (*SIZES_OF_PATCH, "patches_per_case", "foreground")
+OF_PATCHES = ("patch", "patches_per_case", "foreground")
 DECIDED = ("seed", "steps", "budget_minutes", "validate_every", "patience")
 FOR_ALL = (*DECIDED, "epochs", "validations", "fold", "regions")
 
@@ -96,8 +96,8 @@ def parse_variant(name: str, options: str, common: Json) -> Json:
         problem = f"variant {name} must have options of train, got {options!r}: {error}; see `train --help`"
         raise InputError(problem) from None
     _refuse_settings(f"variant {name}", own, FOR_ALL)
-    if set(own) & set(SIZES_OF_PATCH):
-        common = _without(common, SIZES_OF_PATCH)
+    if "patch" in own:
+        common = _without(common, ("patch",))
     if own.get("mode", common.get("mode", recipe_config({**common, **own}).mode)) == "whole":
         common = _without(common, OF_PATCHES)
     return {**common, **own}
@@ -112,7 +112,7 @@ def usual_variants(common: Json, store: Store) -> Dict[str, Json]:
     if "mode" in common:
         raise InputError(f"--mode must be left to the variants, got {common['mode']}; compare has one of each")
     whole, patch = {**_without(common, OF_PATCHES), "mode": "whole"}, {**common, "mode": "patch"}
-    if set(common) & set(SIZES_OF_PATCH):
+    if "patch" in common:
         return {"whole": whole, "patch": patch}
     config = resolve_variants({"whole": whole}, store)["whole"][1].config
     divisor = config.unet.divisor
@@ -132,7 +132,7 @@ def resolve_variants(variants: Mapping[str, Json], store: Store) -> Dict[str, Tu
         except InputError as error:
             problems += [f"variant {name}: {problem}" for problem in error.problems]
             continue
-        config, settings = plan.config, _without(chosen, ("gpu_memory",))
+        config, settings = plan.config, dict(chosen)
         settings.update(mode=config.mode, dtype=config.unet.dtype, policy=config.unet.policy, device=config.device)
         if config.is_patch:
             settings.update(patch=list(config.grid), patches_per_case=config.patches_per_case)

@@ -37,8 +37,7 @@ DIFFERENCES = (
 
 COSTS_OF = (
     "Of one run: the median of the seeds for times, the largest for memory. A case trained: as many voxels as a whole "
-    "case has. Memory is the largest resident set of the process, with the files that read mode ram keeps; a card's is "
-    "the peak of TensorFlow's allocator there."
+    "case has. Memory is the largest resident set of the process; a card's is the peak of TensorFlow's allocator there."
 )
 
 # Settings that do not tell variants apart, or belong to the store.

@@ -23,10 +23,10 @@ from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.log import read_events
-from cpu3d.run.summary import last_end
+from cpu3d.run.summary import last_end, numbers
 from cpu3d.settings import load_config
 from cpu3d.util.atomic import writable_folder
-from cpu3d.util.child import PROGRAM, ROOT, forward_signals, how_ended, last_step, last_words, start
+from cpu3d.util.child import PROGRAM, ROOT, forward_signals, how_ended, last_words, start
 from cpu3d.util.progress import bar, say
 
 POLL_S = 1.0
@@ -159,7 +159,8 @@ def call(command: Sequence[str], log: Path, label: str, *, run: Optional[Path] =
         while child.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(POLL_S)
-            step = min(last_step(run), steps) if run else 0
+            done = numbers(read_events(run, steps=1), "step") if run else []
+            step = min(done[-1], steps) if done else 0
             advance(step - shown)
             shown = step
         advance(steps - shown if child.returncode == 0 else 0)

@@ -89,7 +89,6 @@ def run(options: Options) -> int:
     plan = make_plan(options, os.environ, default_workers(topology))
     if options.json:
         store = open_store(training.store)
-        store.check_split()
         share = share_of(topology.host, len(plan.cluster.local_ranks))
         more = {"gpus": HostGpus(), "workers": plan.cluster.workers, "force": training.force}
         planned = plan_training(store, training.run, share, settings, **more)

@@ -16,9 +16,9 @@ SMALL = {"filters": 2, "depth": 3, "dtype": "float32", "curriculum": "off"}
 
 def test_a_variant_is_train_s_options_on_top_of_the_common_ones():
     common = {"filters": 8, "patch": [64, 64, 64], "foreground": 0.5, "learning_rate": 0.1, "recipe": "demo"}
-    variant = parse_variant("p", "--mode patch --gpu-memory 8GiB --learning-rate 0.2", common)
+    variant = parse_variant("p", "--mode patch --patch 32 32 32 --learning-rate 0.2", common)
     kept = {"filters": 8, "foreground": 0.5, "recipe": "demo"}
-    assert variant == {**kept, "learning_rate": 0.2, "mode": "patch", "gpu_memory": "8GiB"}
+    assert variant == {**kept, "learning_rate": 0.2, "mode": "patch", "patch": (32, 32, 32)}
     whole = parse_variant("w", "--recipe paper-flair", common)
     assert whole == {"filters": 8, "learning_rate": 0.1, "recipe": "paper-flair"}, "what is for patches is left out"
     assert "patch" in parse_variant("r", "--recipe gpu-patch", common)
