@@ -22,7 +22,7 @@ COMMANDS = {
     "evaluate": ("cpu3d.inference.evaluate", "score untouched cases on their full grids, or cross-validate folds"),
     "predict": ("cpu3d.inference.predict", "segment new cases, in their own grids, with one run or several"),
     "view": ("cpu3d.report.view", "write a page to scroll through the slices of a case in a browser"),
-    "export": ("cpu3d.inference.export.command", "write a trained network for other programs: SavedModel or ONNX"),
+    "export": ("cpu3d.inference.export", "write a trained network for other programs: SavedModel or ONNX"),
     "report": ("cpu3d.report.report", "write one report.html of a run"),
     "compare": ("cpu3d.compare.command", "train whole-volume and patch runs under one budget and compare them"),
     "bench": ("cpu3d.bench.command", "measure time and memory of training, loading and inference"),

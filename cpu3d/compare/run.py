@@ -25,7 +25,7 @@ from cpu3d.distributed.cluster import without_cluster
 from cpu3d.errors import DivergedError, InputError, refuse
 from cpu3d.inference.evaluate import UNTOUCHED, read_scores, scores_path
 from cpu3d.inference.runs import Inference
-from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metrics_in
+from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.pages.page import flat
 from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.log import FINISHED, read_events
@@ -157,7 +157,7 @@ def is_trained(run: PlannedRun) -> bool:
 
 
 def is_evaluated(run: Path, evaluation: Evaluation, scored: Optional[Path] = None) -> bool:
-    """Whether `scored`, by default the run's own folder, holds scores of this kind, with all METRICS, younger than the
+    """Whether `scored`, by default the run's own folder, holds scores of this kind, younger than the
     run's weights and of the network applied as it was trained.
     """
     path, weights = scores_path(scored or run, evaluation.split), run / "checkpoints" / "best.npz"
@@ -173,7 +173,6 @@ def is_evaluated(run: Path, evaluation: Evaluation, scored: Optional[Path] = Non
         and scores["split_hash"] == config.split_hash
         and scores["tolerance_mm"] == evaluation.tolerance_mm
         and scores["weights"] == "best"
-        and len(metrics_in(scores)) == len(METRICS)
     )
 
 

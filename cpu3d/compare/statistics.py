@@ -20,7 +20,7 @@ from cpu3d.compare.run import Failed, unpaired
 from cpu3d.data.store import Store, grid_size
 from cpu3d.errors import InputError, refuse
 from cpu3d.inference.evaluate import PREDICTIONS, read_scores, scores_path
-from cpu3d.inference.scores import METRICS, metrics_in
+from cpu3d.inference.scores import METRICS
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import costs_of, median, numbers, of_kind
 from cpu3d.settings import RunConfig, load_config
@@ -173,7 +173,7 @@ def read_run(
     content = read_scores(path)
     cases = {case["case_id"]: case["regions"] for case in content["cases"]}
     regions = {
-        region: {name: {case: float(of[region][name]) for case, of in cases.items()} for name in metrics_in(content)}
+        region: {name: {case: float(of[region][name]) for case, of in cases.items()} for name in METRICS}
         for region in content["regions"]
     }
     starts, curve, steps = of_kind(events, "start"), [], of_kind(events, "step")

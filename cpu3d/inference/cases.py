@@ -1,6 +1,6 @@
 """The files of cases to predict or to look at, as a user names them: folders, 4D files, or a file a channel."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import Dict, List, Optional, Sequence, Tuple
 
@@ -19,15 +19,13 @@ from cpu3d.data.stores.layouts import (
     volumes_in,
 )
 from cpu3d.errors import InputError, refuse
+from cpu3d.util.records import listed
 
 
 def case_files(paths: Sequence[Path], channels: Sequence[str]) -> CaseFiles:
-    """The image files of one case to predict: a BraTS case folder, one 4D file, or one 3D file per channel.
-
-    Files that all end in a known modality (`_flair`, `-t1c`, ...) are put in the order of `channels`, those of other
-    modalities left out; others must be given in it. Segmentations are left out: `label` is None. Raises InputError when
-    a channel is missing or double.
-    """
+    """The image files of one case to predict: a BraTS case folder, one 4D file, or one 3D file per channel. Files that
+    all end in a known modality (`_flair`, `-t1c`, ...) are put in the order of `channels`, others must be given in it.
+    Segmentations are left out: `label` is None. Raises InputError when a channel is missing or double."""
     first, own = paths[0], [CHANNEL_NAMES.get(name.lower()) for name in channels]
     folder, named = first.is_dir(), all(own) and all(map(modality_of, paths))
     case_id = name_of(first) if folder else stem_of(first)
@@ -54,38 +52,22 @@ def case_files(paths: Sequence[Path], channels: Sequence[str]) -> CaseFiles:
 
 
 def grouped_by_case(paths: Sequence[Path], channels: Sequence[str]) -> List[List[Path]]:
-    """3D files to predict, those of one case together; `channels` are what each case needs.
-
-    Files that all end in a known modality belong together where the rest of their names is the same. Others are a case
-    each for a single channel, and else one case. Segmentations are left out. Raises InputError where it cannot be told
-    which files make up a case.
-    """
-    paths = [path for path in paths if modality_of(path) != "seg"] or list(paths)
-    named = [path for path in paths if modality_of(path) and all(name.lower() in CHANNEL_NAMES for name in channels)]
-    if len(named) == len(paths):
-        groups: Dict[str, List[Path]] = defaultdict(list)
-        for path in paths:
-            groups[MODALITY_SUFFIX.sub("", path.name) or str(path.parent)].append(path)
-        return list(groups.values())
-    several = len(channels) > 1 and len(paths) > len(channels) and len(paths) % len(channels) == 0
-    if several or (len(channels) == 1 and named):
-        found = ", ".join(path.name for path in paths)
-        raise InputError(f"3D files must be of one case, or all named after modalities, got {found}; predict each")
-    return [[path] for path in paths] if len(channels) == 1 else [paths]
+    """3D files to predict, those of one case together: they are one case, or for a single channel a case each, without
+    the files of other modalities and segmentations."""
+    if len(channels) > 1:
+        return [list(paths)] if paths else []
+    wanted = (None, CHANNEL_NAMES.get(channels[0].lower()))
+    return [[path] for path in paths if modality_of(path) in wanted] or [[path] for path in paths]
 
 
 def viewed_files(paths: Sequence[Path]) -> Tuple[CaseFiles, Tuple[str, ...]]:
-    """A case to look at and the names of its images: a folder of NIfTI files, one file, or several on one grid.
-
-    Images are called by the modality that their names end in, or else by their names; the label is the segmentation
-    beside them, if there is one. Raises InputError for several cases or none, and where two images have one name.
-    """
+    """A case to look at and the names of its images: their modality, or else their file's name. The label is the
+    segmentation beside them, if there is one. Raises InputError for several cases or none, and for images of one
+    name."""
     first = paths[0]
-    files = volumes_in(first) if first.is_dir() else list(paths)
     if len(paths) > 1 and any(path.is_dir() for path in paths):
-        raise InputError(
-            f"--image must be one case, got {first} and {len(paths) - 1} more; give one folder or its files"
-        )
+        raise InputError(f"--image must be one case, got {listed(paths)}; give one folder or its files")
+    files = volumes_in(first) if first.is_dir() else list(paths)
     images = [path for path in files if modality_of(path) != "seg"]
     if not images and first.is_dir():
         found = "a segmentation alone" if files else "none"
@@ -98,12 +80,10 @@ def viewed_files(paths: Sequence[Path]) -> Tuple[CaseFiles, Tuple[str, ...]]:
     refuse(f"--image must name one file of {name}, got several; give the files of one case" for name in twice)
     if len(labels) > 1:
         raise InputError(f"--image must have one segmentation, got {len(labels)}; give the files of one case")
-    known = all(map(modality_of, images))
-    case_id = (
-        name_of(first) if first.is_dir() else MODALITY_SUFFIX.sub("", images[0].name) if known else stem_of(images[0])
-    )
-    order = {channel: place for place, channel in enumerate(FOLDER_LAYOUTS["brats2017"].suffixes.values())}
-    pairs = sorted(zip(names, images), key=lambda pair: order.get(pair[0], len(order)))  # a tie stays as it is given
+    named = MODALITY_SUFFIX.sub("", images[0].name) if all(map(modality_of, images)) else stem_of(images[0])
+    case_id = name_of(first) if first.is_dir() else named
+    order = list(FOLDER_LAYOUTS["brats2017"].suffixes.values())
+    pairs = sorted(zip(names, images), key=lambda one: order.index(one[0]) if one[0] in order else len(order))
     case = CaseFiles(case_id or first.name, case_id, tuple(path for _, path in pairs), labels[0] if labels else None)
     return case, tuple(name for name, _ in pairs)
 
@@ -115,11 +95,9 @@ def channels_of(image: Path, count: int) -> List[str]:
 
 
 def label_codes_of(files: CaseFiles) -> Optional[Tuple[str, Dict[int, str]]]:
-    """Whose label codes go with the images of a case, and code -> name; None where their files do not tell.
-
-    Those of the dataset.json above imagesTr/ or imagesTs/, else of the release that all files are named as in.
-    BraTS-PED has the names of BraTS 2023 and other codes.
-    """
+    """Whose label codes go with the images of a case, and code -> name: those of the dataset.json above imagesTr/ or
+    imagesTs/, else of the release that all files are named as in; None for others, and for BraTS-PED, which has the
+    names of BraTS 2023 and other codes."""
     folder = files.images[0].absolute().parent
     dataset = _decathlon_above(files.images[0])
     if dataset:

@@ -1,35 +1,32 @@
 """Score a trained network on cases it has never seen, on their full original grid.
 
     ./run.sh evaluate --run runs/first
-    ./run.sh evaluate --run runs/first --split val --tolerance 2 --json
+    ./run.sh evaluate --run runs/first --split val --tolerance 2
     ./run.sh evaluate --run runs/fold-1 runs/fold-2 runs/fold-3 --out runs/folds
 
-Writes, for the test split, run/evaluation/scores.json and run/evaluation/predictions/<case_id>.nii.gz; for "val" and
-"train", whose scores say less, the same below run/evaluation/val and run/evaluation/train, so that they are never
-taken for the others. Earlier scores are replaced when all is done and not before. --out names another folder than the
-run's, and has to where several runs are scored together.
+Writes run/evaluation/scores.json and run/evaluation/predictions/<case_id>.nii.gz; for the splits "val" and "train",
+whose scores say less, the same below run/evaluation/val and run/evaluation/train. Earlier scores are replaced when all
+is done and not before. --out names another folder than the run's, and has to where several runs are scored together.
 
 Several runs answer as in `predict`, with the mean of their probabilities. On "val" folds are cross-validated instead:
 each case by the one run that has not trained on it.
 
-Small parts of regions are removed as the run has decided (`cpu3d.inference.postprocessing`); --raw leaves them.
-
-Scored is what is written: the painted label map, turned back into regions. The store's grid is the original one with
-axes turned, so scores on it are scores on the original grid.
+Scored is what is written: the painted label map, turned back into regions, without the small parts that the run has
+decided to remove (`cpu3d.inference.postprocessing`); --raw leaves them. The store's grid is the original one with axes
+turned, so scores on it are scores on the original grid.
 """
 
 import datetime
-import json
 import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypedDict
 
 import numpy as np
 from rich.console import Console
 
-from cpu3d.data.labels import code_meanings
+from cpu3d.data.labels import code_meanings, region_mask
 from cpu3d.data.nifti import write_label
 from cpu3d.data.records import SPLITS, CaseRecord
 from cpu3d.data.splits import with_fold, with_folds
@@ -38,15 +35,15 @@ from cpu3d.errors import DivergedError, InputError, refuse
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.inference.postprocessing import RAW, PostProcessing, gentlest, postprocessing_of
 from cpu3d.inference.runs import (
+    Ensemble,
     Inference,
     RunOptions,
     describe,
-    joined,
     load_configs,
     store_of_run,
     trained_predictors,
 )
-from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metric_notes, metrics_in, score_case
+from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metric_notes, score_region
 from cpu3d.util.atomic import OLD, replace_files, writable_folder, write_json
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar, say
@@ -55,25 +52,15 @@ from memory_estimator.common.files import read_json, reason, typed
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table
 
-SCHEMA = 1
-"""Version of scores.json."""
-
-PREDICTIONS = "predictions"
-"""Folder of the label maps, <case_id>.nii.gz, beside scores.json."""
-
-FILES = (PREDICTIONS, "scores.json")
-"""What an evaluation consists of; the scores say whether it is complete."""
-
-UNTOUCHED = "test"
-"""The one split that neither training nor the choice of the best checkpoint has seen."""
-
-WORST = 5
-"""How many of the worst cases the summary names."""
-
-STATISTICS = {"mean": np.mean, "median": np.median, "std": np.std, "min": np.min, "max": np.max}
-"""Of a metric over the cases; the deviation is of these cases, n in the denominator."""
-
+SCHEMA = 1  # version of scores.json
+PREDICTIONS = "predictions"  # folder of the label maps, <case_id>.nii.gz, beside scores.json
+FILES = (PREDICTIONS, "scores.json")  # what an evaluation consists of; the scores say whether it is complete
+UNTOUCHED = "test"  # the one split that neither training nor the choice of the best checkpoint has seen
+WORST = 5  # how many of the worst cases the summary names
 EMPTY = ("both", "truth", "prediction")
+
+# Of a metric over the cases; the deviation is of these cases, n in the denominator.
+STATISTICS = {"mean": np.mean, "median": np.median, "std": np.std, "min": np.min, "max": np.max}
 
 
 @dataclass(frozen=True)
@@ -82,17 +69,9 @@ class Options:
 
     split: str = option(UNTOUCHED, help="cases to score", choices=SPLITS)
     store: Optional[Path] = option(None, help="store folder, if it is no longer where it was", metavar="DIR")
-    out: Optional[Path] = option(
-        None,
-        help="folder for evaluation/ (default: the run's); `report` makes a page of a run's own folder alone, not of "
-        "what several runs score together",
-        metavar="DIR",
-    )
-    tolerance: float = option(
-        TOLERANCE_MM, help="tolerance of the surface Dice in mm", metavar="MM", at_least=0, below=math.inf
-    )
+    out: Optional[Path] = option(None, "folder for evaluation/ (default: the run's, as `report` needs it)", "DIR")
+    tolerance: float = option(TOLERANCE_MM, "tolerance of the surface Dice in mm", "MM", at_least=0, below=math.inf)
     raw: bool = option(False, help="leave out the post-processing that the run has decided")
-    json: bool = option(False, help="print scores.json instead of a table")
 
 
 OPTIONS = (RunOptions, Options, Inference)
@@ -114,39 +93,29 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     path = scores_path(out, options.split)
     folder = writable_folder(path.parent, "evaluation")
     if out not in runs:
-        _refuse_others(folder)
+        _refuse_others(path)
     predictors = trained_predictors(runs, chosen.weights, inference)
     if options.split != UNTOUCHED:
         Console(stderr=True).print(f"[bold yellow]{warning(options.split)}")
-    together = Answerer(joined(predictors), gentlest(own))
-    by_fold = list(map(Answerer, predictors, own)) if crossed else []
-    for words in dict.fromkeys(one.postprocessing.words for one in by_fold or [together]):
+    together = (Ensemble(predictors), gentlest(own))
+    by_fold = list(zip(predictors, own)) if crossed else []
+    for words in dict.fromkeys(postprocessing.words for _, postprocessing in by_fold or [together]):
         say(f"post-processing: {words}")
     with locked(folder, "evaluation"):
         scores = evaluate_split(
-            together.predictor,
+            together[0],
             with_folds(store, folds) if crossed else with_fold(store, folds[0]),
             options.split,
             out,
             weights=chosen.weights,
             tolerance_mm=options.tolerance,
             about=describe(runs, configs, predictors, held_out),
-            postprocessing=together.postprocessing,
+            postprocessing=together[1],
             held_out={case_id: one for one, ids in zip(by_fold, held_out or ()) for case_id in ids},
         )
-    if options.json:
-        print(json.dumps(scores, indent=1))
-    else:
-        print_scores(scores, Console())
-        say(f"written: {path}")
+    print_scores(scores, Console())
+    say(f"written: {path}")
     return 0
-
-
-class Answerer(NamedTuple):
-    """Whose answer a case gets, and what is done to it."""
-
-    predictor: Any
-    postprocessing: PostProcessing
 
 
 def evaluate_split(
@@ -159,26 +128,25 @@ def evaluate_split(
     tolerance_mm: float = TOLERANCE_MM,
     about: Optional[Mapping[str, Any]] = None,
     postprocessing: PostProcessing = RAW,
-    held_out: Optional[Mapping[str, Answerer]] = None,
+    held_out: Optional[Mapping[str, Tuple[Any, PostProcessing]]] = None,
 ) -> Dict[str, Any]:
     """Predict and score every case of `split`, one in memory at a time; returns the content of scores.json.
 
-    `predictor` is what `load_predictor` gives: its `probabilities(image, record)` are `(X, Y, Z, R)` on the full grid.
-    Cases of `held_out` have one of their own, by case id. Of a run of a fold `store` is the fold's view. `about` is
-    what `describe` gives, written into the file as it is.
-    Predictions and scores replace earlier ones only when all cases are done: an error or Ctrl-C leaves those whole.
+    `predictor` is what `load_predictor` gives; a case of `held_out` has its own, and its own post-processing. Of a run
+    of a fold `store` is the fold's view. `about` is what `describe` gives, written into the file as it is. Predictions
+    and scores replace earlier ones only when all cases are done: an error or Ctrl-C leaves those whole.
 
-    Raises InputError when the split has no cases, when cases have no label (all are listed), when the store's channels
-    or labels are not the run's, and when the network's answer is not finite.
+    Raises InputError when the split has no cases or one without a label, when the store's channels or labels are not
+    the run's, and when the network's answer is not finite.
     """
     records = _cases_to_score(predictor, store, split)
-    together, cases = Answerer(predictor, postprocessing), []
+    cases = []
     with replace_files(scores_path(run_dir, split).parent, FILES) as folder:
         (folder / PREDICTIONS).mkdir()
         with bar(f"evaluate {split}", total=len(records)) as advance:
             for record in records:
-                answerer = (held_out or {}).get(record.case_id, together)
-                cases.append(_score(answerer, store, record, tolerance_mm, folder / PREDICTIONS))
+                who = (held_out or {}).get(record.case_id, (predictor, postprocessing))
+                cases.append(_score(who, store, record, tolerance_mm, folder / PREDICTIONS))
                 advance()
         regions, manifest = predictor.regions, store.manifest
         content = {
@@ -206,16 +174,19 @@ def evaluate_split(
 
 
 def _score(
-    answerer: Answerer, store: Store, record: CaseRecord, tolerance_mm: float, predictions: Path
+    who: Tuple[Any, PostProcessing], store: Store, record: CaseRecord, tolerance_mm: float, predictions: Path
 ) -> Dict[str, Any]:
     """Write the label map of a case into `predictions`; returns its entry in scores.json."""
-    (predictor, postprocessing), begin = answerer, time.monotonic()
+    (predictor, postprocessing), begin = who, time.monotonic()
     answers = predictor.probabilities(store.image(record.case_id), record)
     check_finite(answers, record.case_id)
     label = postprocessing.paint(answers, predictor.regions, record.spacing_mm)
     predicted = time.monotonic()
     truth = np.asarray(store.label(record.case_id))
-    regions = score_case(truth, label, predictor.regions, record.spacing_mm, tolerance_mm)
+    regions = {
+        name: score_region(region_mask(truth, codes), region_mask(label, codes), record.spacing_mm, tolerance_mm)
+        for name, codes in predictor.regions.items()
+    }
     write_label(predictions / f"{record.case_id}.nii.gz", label, record.geometry)
     return {
         "case_id": record.case_id,
@@ -230,10 +201,8 @@ def _score(
 def check_finite(answers: np.ndarray, case_id: str) -> None:
     """Raise DivergedError unless all probabilities are finite."""
     if not np.isfinite(answers).all():
-        raise DivergedError(
-            f"probabilities for case {case_id} must be finite, got NaN or infinity; the training has diverged, "
-            "train again with a lower learning rate or in float32"
-        )
+        rule = f"probabilities for case {case_id} must be finite, got NaN or infinity; the training has diverged"
+        raise DivergedError(f"{rule}, train again with a lower learning rate or in float32")
 
 
 def scores_path(run_dir: Path, split: str = UNTOUCHED) -> Path:
@@ -251,15 +220,9 @@ def read_scores(path: Path) -> Dict[str, Any]:
         if scores["schema"] != SCHEMA:
             raise ValueError(f"schema {scores['schema']}")
         typed(scores, _Scores, "scores")
-        if scores["split"] not in SPLITS or not scores["regions"] or not scores["cases"]:
-            raise ValueError("no split, regions or cases")
-        for name, part in (("summary", scores["summary"]), *((c["case_id"], c["regions"]) for c in scores["cases"])):
-            if set(part) != set(scores["regions"]):
-                rule = f"{name} must be of {', '.join(scores['regions'])}"
-                raise ValueError(f"{rule}, got {', '.join(part) or 'none'}")
-            kind = _Statistics if name == "summary" else float
-            for region, values in part.items():
-                typed({one: values.get(one) for one in metrics_in(scores)}, Dict[str, kind], f"{name}.{region}")
+        parts = [scores["summary"], *(case["regions"] for case in scores["cases"])]
+        if scores["split"] not in SPLITS or len(parts) == 1 or any(set(one) != set(scores["regions"]) for one in parts):
+            raise ValueError("another split, no cases, or cases of other regions")
     except (ValueError, KeyError, TypeError) as error:
         rule = f"{path} must be complete JSON of schema {SCHEMA}, got {reason(error)}"
         raise InputError(f"{rule}; run `evaluate` again") from None
@@ -273,19 +236,13 @@ def warning(split: str) -> str:
 
 
 def summarise(cases: Sequence[Mapping[str, Any]]) -> Dict[str, Dict[str, Any]]:
-    """Per region and metric the STATISTICS over the "cases" of scores.json.
-
-    Empty cases are in all of them by the rule of `scores`; "empty" counts how many there were of each kind.
-    """
+    """Per region and metric the STATISTICS over the "cases" of scores.json, empty ones too; "empty" counts these."""
     summary: Dict[str, Dict[str, Any]] = {}
     for region in cases[0]["regions"]:
         rows = [case["regions"][region] for case in cases]
-        values = {metric: [row[metric] for row in rows] for metric in METRICS}
+        columns = {metric: [row[metric] for row in rows] for metric in METRICS}
         summary[region] = {
-            **{
-                metric: {name: float(of(column)) for name, of in STATISTICS.items()}
-                for metric, column in values.items()
-            },
+            **{one: {name: float(of(columns[one])) for name, of in STATISTICS.items()} for one in METRICS},
             "empty": {kind: sum(row["empty"] == kind for row in rows) for kind in EMPTY},
         }
     return summary
@@ -299,10 +256,9 @@ def ranked(cases: Sequence[Mapping[str, Any]]) -> List[Mapping[str, Any]]:
 def summary_table(scores: Mapping[str, Any]) -> Table:
     """Every metric of every region: mean, standard deviation and median over the cases."""
     kind = "untouched" if scores["untouched"] else "NOT untouched"
-    metrics = {name: METRICS[name] for name in metrics_in(scores)}
     rows = []
     for region, summary in scores["summary"].items():
-        for name, metric in metrics.items():
+        for name, metric in METRICS.items():
             values, digits = summary[name], metric.digits
             mean, median = plus_minus(values["mean"], values["std"], digits), f"{values['median']:.{digits}f}"
             rows.append((region, metric.heading, mean, median))
@@ -311,7 +267,7 @@ def summary_table(scores: Mapping[str, Any]) -> Table:
         ("region", "score", "mean \u00b1 sd", "median"),
         rows,
         title=f'{count(scores["cases"], f"{kind} case")} of {scores["name"]}, split "{scores["split"]}"',
-        caption=metric_notes(tuple(metrics), scores["tolerance_mm"]),
+        caption=metric_notes(tuple(METRICS), scores["tolerance_mm"]),
         names=2,
     )
 
@@ -319,61 +275,36 @@ def summary_table(scores: Mapping[str, Any]) -> Table:
 def print_scores(scores: Dict[str, Any], console: Console) -> None:
     """The summary as a table, the worst cases, and of folds the mean Dice of each."""
     console.print(summary_table(scores).rich())
-    if len(scores["cases"]) > 1:
+    dice = {case["case_id"]: case["mean_dice"] for case in scores["cases"]}
+    if len(dice) > 1:
         worst = ", ".join(f"{case['case_id']} {case['mean_dice']:.3f}" for case in scores["worst"])
         console.print(f"worst by mean Dice: {worst}")
-    dice = {case["case_id"]: case["mean_dice"] for case in scores["cases"]}
-    folds = [(run["fold"], run["held_out"]) for run in scores.get("runs", []) if "held_out" in run]
+    folds = {run["fold"]: run["held_out"] for run in scores.get("runs", []) if "held_out" in run}
     if folds:
-        means = ", ".join(f"{fold} {np.mean([dice[case_id] for case_id in ids]):.3f}" for fold, ids in folds)
+        means = ", ".join(f"{fold} {np.mean([dice[case_id] for case_id in ids]):.3f}" for fold, ids in folds.items())
         console.print(f"mean Dice of each fold on the cases it held out: {means}")
 
 
-# --- Private helpers: what scores.json holds, as far as it is read; what older files lack is not required ---
-
+# What is read of scores.json.
 _Statistics = TypedDict("_Statistics", dict.fromkeys(STATISTICS, float))
 _Empty = TypedDict("_Empty", dict.fromkeys(EMPTY, int))
-
-
-class _Summary(TypedDict):
-    dice: _Statistics
-    empty: _Empty
-
-
-_Voxels = {f"{name}_{unit}": kind for unit, kind in (("voxels", int), ("ml", float)) for name in EMPTY[1:]}
-_Region = TypedDict("_Region", {"dice": float, **_Voxels, "empty": str})
-
-
-class _Inference(TypedDict, total=False):
-    window: Optional[List[int]]
-    overlap: float
-    flips: bool
+_Summary = TypedDict("_Summary", {**dict.fromkeys(METRICS, _Statistics), "empty": _Empty})
+_VOXELS = {f"{name}_{unit}": kind for unit, kind in (("voxels", int), ("ml", float)) for name in EMPTY[1:]}
+_Region = TypedDict("_Region", {**dict.fromkeys(METRICS, float), **_VOXELS, "empty": str})
+_HOW = {"window": Optional[List[int]], "overlap": float, "flips": bool}
+_CASE = {"case_id": str, "mean_dice": float, "predict_s": float, "score_s": float, "postprocessing": str}
 
 
 class _Run(TypedDict, total=False):
-    inference: Optional[_Inference]
+    inference: TypedDict("_Inference", _HOW)
     held_out: List[str]
+    runs: List["_Run"]
 
 
-class _NewerCase(TypedDict, total=False):
-    predict_s: float
-    score_s: float
-    postprocessing: str
+_Case = TypedDict("_Case", {**_CASE, "regions": Dict[str, _Region]})
 
 
-class _Newer(TypedDict, total=False):
-    inference: Optional[_Inference]
-    runs: List[_Run]
-    peak_rss_bytes: Optional[int]
-
-
-class _Case(_NewerCase):
-    case_id: str
-    mean_dice: float
-    regions: Dict[str, _Region]
-
-
-class _Scores(_Newer):
+class _Scores(_Run):
     name: str
     weights: str
     store: str
@@ -381,50 +312,39 @@ class _Scores(_Newer):
     untouched: bool
     split_hash: str
     tolerance_mm: float
+    peak_rss_bytes: Optional[int]
     regions: Dict[str, List[int]]
     label_codes: Dict[int, str]
     summary: Dict[str, _Summary]
     cases: List[_Case]
 
 
-# --- Private helpers ---
-
-
-def _refuse_others(folder: Path) -> None:
-    """Raise InputError where files that an evaluation would replace were not written by one."""
-    present = [folder / name for name in FILES if (folder / name).exists()]
-    if not present or (folder / OLD).is_dir():  # one that was cut off while it replaced its own
-        return
+def _refuse_others(path: Path) -> None:
+    """Raise InputError where the files that an evaluation with its scores in `path` replaces are not of one, of this or
+    another version."""
+    present = [path.with_name(name) for name in FILES if path.with_name(name).exists()]
     try:
-        ours = {"schema", "split_hash", "cases"} <= set(read_json(folder / FILES[-1]))
+        ours = {"schema", "split_hash", "cases"} <= set(read_json(path))
     except (OSError, ValueError, TypeError):
-        ours = False
-    if not ours:
+        ours = path.with_name(OLD).is_dir()  # one that was cut off while it replaced its own
+    if present and not ours:
         rule = f"{present[0]} must not be replaced, it was not written by evaluate"
         raise InputError(f"{rule}; move it away, or choose another --out")
 
 
 def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecord, ...]:
-    manifest = store.manifest
-    problems = [
-        f"{what} of store {store.folder} must be the run's {own}, got {stored}; name the run's own store"
-        for what, own, stored in (
-            ("channels", tuple(predictor.channels), tuple(manifest.channels)),
-            ("labels", dict(predictor.labels), dict(manifest.labels)),
-        )
-        if own != stored
-    ]
-    records = store.cases(split)
+    manifest, records = store.manifest, store.cases(split)
+    own, stored = ((tuple(one.channels), dict(one.labels)) for one in (predictor, manifest))
+    if own != stored:
+        rule = f"store {store.folder} must have the run's channels and labels {own}, got {stored}"
+        raise InputError(f"{rule}; name the run's own store")
     if not records:
         filled = [name for name in SPLITS if manifest.split[name]]
-        problems.append(
-            f'split "{split}" of store {store.folder} must hold cases, got none; choose --split {" or ".join(filled)} '
-            "or run `prepare` with other fractions"
-        )
-    problems += [
+        rule = f'split "{split}" of store {store.folder} must hold cases, got none'
+        raise InputError(f"{rule}; choose --split {' or '.join(filled)}, or `prepare` with other fractions")
+    refuse(
         f"case {record.case_id} must have a label to be scored, the store has none; predict does without"
         for record in records
         if not record.has_label
-    ]
-    refuse(problems)
+    )
     return records

@@ -4,14 +4,14 @@
     chosen = postprocessing_of(run, config)                 # as decided, or off and why
     label = chosen.paint(probabilities, regions, spacing_mm)
 
-A network answers with islands in tissue that looks alike. As in nnU-Net (Isensee et al. 2021), which keeps the largest
-part of a class where that raises the Dice of cross-validation, something is removed only where it helps on cases that
-were not trained on. Here that is judged by the lesion-wise Dice of BraTS 2023 (`cpu3d.inference.scores`):
+A network answers with islands in tissue that looks alike. As in nnU-Net (Isensee et al. 2021), something is removed
+only where it helps on cases that were not trained on. Here that is judged by the lesion-wise Dice of BraTS 2023
+(`cpu3d.inference.scores`):
 
 - *Parts* of a region are connected by 26 neighbours. A rule removes those below a volume in mm3, or below a share of
   the region's largest part; the latter never removes a whole region.
 - A part that is removed takes the code of the next larger region that holds it: small ET becomes the rest of TC. The
-  smaller regions within it go with it. It is removed from the painted label map, which is what is scored and written.
+  smaller regions within it go with it.
 - *Nested* answers are cut before they are painted: a voxel of TC outside WT, or of ET outside TC, is not in it.
 
 Chosen are, one after another, whether to nest, and the rule of each region from the largest to the smallest. A choice
@@ -45,57 +45,43 @@ from cpu3d.util.progress import bar, say
 from cpu3d.util.records import count, listed
 from memory_estimator.common.files import read_json, reason, typed
 
-FILE = "postprocessing.json"
-"""In the run's folder."""
-
+FILE = "postprocessing.json"  # in the run's folder
 SCHEMA = 1
+LEAST_CASES = 3  # labelled validation cases below which nothing is removed
 
-LEAST_CASES = 3
-"""Labelled validation cases below which nothing is removed."""
-
-Regions = Mapping[str, Sequence[int]]
-"""Region -> its label codes."""
+Regions = Mapping[str, Sequence[int]]  # region -> its label codes
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Which parts of a region are removed: those below either bound. Raises ValueError for a bound out of range."""
+    """Which parts of a region are removed: those below either bound."""
 
     mm3: float = 0.0
-    share: float = 0.0
-    """Of the region's largest part."""
-
-    def __post_init__(self):
-        if not (0 <= self.mm3 < np.inf and 0 <= self.share < 1):
-            raise ValueError(f"a rule must have mm3 from 0 on and a share from 0 to 1, got {self.mm3} and {self.share}")
+    share: float = 0.0  # of the region's largest part, below 1
 
     def __str__(self) -> str:
         return f"{self.mm3:g} mm\u00b3" if self.mm3 else f"{100 * self.share:g} % of its largest part"
 
 
+# The rules that are tried.
 RULES = (*(Rule(share=share) for share in (0.001, 0.003, 0.01, 0.03, 0.1)), *map(Rule, (50, 100, 200, 400, 800)))
-"""The rules that are tried."""
 
 
 @dataclass(frozen=True)
 class PostProcessing:
     """What is done to an answer when it is painted."""
 
-    rules: Dict[str, Tuple[Rule, ...]] = dataclasses.field(default_factory=dict)
-    """Region -> rules; a part is removed where each of them would remove it."""
+    rules: Dict[str, Tuple[Rule, ...]] = dataclasses.field(default_factory=dict)  # a part goes where each removes it
     nested: bool = False
-    off: str = ""
-    """Why nothing is done, else empty."""
+    off: str = ""  # why nothing is done, else empty
 
     def paint(self, answers: np.ndarray, regions: Regions, spacing_mm: Sequence[float]) -> np.ndarray:
-        """Paint `answers`, probabilities or masks `(X, Y, Z, R)` in the order of `regions`, into a label `(X, Y, Z)`.
-
-        As `label_from_regions` does, without the small parts. Voxels measure `spacing_mm`. `answers` stay as they are.
-        """
+        """Paint probabilities `(X, Y, Z, R)` in the order of `regions` into a label `(X, Y, Z)`, as
+        `label_from_regions` does, without the small parts. Voxels measure `spacing_mm`. `answers` stay as they are."""
         label = label_from_regions(answers, regions)
         if self.off or not (self.rules or self.nested):
             return label
-        box = _box(label)  # nested answers paint no voxel outside of it
+        box = bounding_box(label > 0).slices(label.shape)  # nested answers paint no voxel outside of it
         if self.nested:
             label[box] = label_from_regions(_nested(answers[box], regions), regions)
         for name, code_below in _codes_below(regions).items():
@@ -130,9 +116,6 @@ def gentlest(several: Sequence[PostProcessing]) -> PostProcessing:
     return PostProcessing(rules, nested, "" if rules or nested else "the runs have no rule in common")
 
 
-# --- A run's decision ---
-
-
 @dataclass(frozen=True)
 class Means:
     """Means of a region over the validation cases, as `cpu3d.inference.scores` defines them."""
@@ -147,23 +130,17 @@ class Decision:
     """The content of postprocessing.json."""
 
     schema: int
-    weights_sha256: str
-    """Of the best weights, with which it was decided."""
+    weights_sha256: str  # of the best weights, with which it was decided
     split_hash: str
-    cases: int
-    """Labelled validation cases."""
+    cases: int  # labelled validation cases
     chosen: PostProcessing
-    before: Dict[str, Means]
-    """Region -> means of the raw answers; empty where there were too few cases."""
-    after: Dict[str, Means]
-    """The same after `chosen`."""
+    before: Dict[str, Means]  # region -> means of the raw answers; empty where there were too few cases
+    after: Dict[str, Means]  # the same after `chosen`
 
 
 def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:
-    """What the run has decided, with its present weights or earlier ones; None where it has not.
-
-    Raises InputError for a postprocessing.json that is damaged, of another version or of other regions.
-    """
+    """What the run has decided, with its present weights or earlier ones; None where it has not. Raises InputError for
+    a postprocessing.json that is damaged, of another version or of other regions."""
     path = Path(run) / FILE
     if not path.exists():
         return None
@@ -172,11 +149,9 @@ def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:
         if content["schema"] != SCHEMA:
             raise ValueError(f"schema {content['schema']}")
         decision = typed(content, Decision)
-        for means in (decision.before, decision.after):
-            if set(means) != set(config.regions) and (means or not decision.chosen.off):
-                raise ValueError(f"scores of {', '.join(means) or 'no region'}")
-        if not set(decision.chosen.rules) <= set(config.regions) or not all(decision.chosen.rules.values()):
-            raise ValueError(f"rules of {', '.join(decision.chosen.rules)}")
+        rules, before = decision.chosen.rules, set(decision.before)
+        if before != set(decision.after) or not {*before, *rules} <= set(config.regions) or not all(rules.values()):
+            raise ValueError("means or rules of other regions")
     except (OSError, ValueError, KeyError, TypeError) as error:
         rule = f"{path} must be JSON of schema {SCHEMA} for {', '.join(config.regions)}, got {reason(error)}"
         raise InputError(f"{rule}; delete it and repeat the run's `train`, which decides again") from None
@@ -196,13 +171,9 @@ def postprocessing_of(run: Path, config: RunConfig, weights: str = "best") -> Po
 
 
 def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
-    """Decide the post-processing of a trained run on its labelled validation cases, and write it into the run.
-
-    A decision with the run's present weights is returned as it is. One case is in memory at a time, beside the network
-    and a few numbers of each case; after a training on 240 x 240 x 155 x 4 that added 0.2 GiB to 3.0. Raises
-    InputError as `trained_predictors` and `store_of_run`, and where another process writes to the run; OSError where it
-    cannot be written.
-    """
+    """Decide the post-processing of a trained run on its labelled validation cases, one in memory at a time, and write
+    it into the run. A decision with the present weights is returned as it is. Raises InputError as `trained_predictors`
+    and `store_of_run`, and where another process writes to the run."""
     run, config = Path(run), load_config(run)
     with locked(run, "run"):
         try:
@@ -232,10 +203,8 @@ def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
 
 
 def after(training: Options, settings: Dict[str, Any]) -> None:
-    """Follow `train`, whose options these are: the chief of a finished run decides, and prints the choice.
-
-    A failure is printed and not raised, as the run is whole without. Raises KeyboardInterrupt with nothing written.
-    """
+    """Follow `train`, whose options these are: the chief of a finished run decides, and prints the choice or why there
+    is none. Raises KeyboardInterrupt with nothing written."""
     if not read_cluster(os.environ).is_chief:
         return
     gc.collect()  # frees the network that was trained
@@ -262,34 +231,26 @@ def _is_current(decision: Decision, run: Path, config: RunConfig) -> bool:
     return (decision.weights_sha256, decision.split_hash) == (digest, config.split_hash)
 
 
-# --- The choice ---
-
-Case = Tuple[np.ndarray, np.ndarray, Sequence[float]]
-"""Answers (X, Y, Z, R), the true label (X, Y, Z) in the codes of the regions, and mm along X, Y, Z."""
+Case = Tuple[np.ndarray, np.ndarray, Sequence[float]]  # answers (X, Y, Z, R), true label (X, Y, Z), mm along X, Y, Z
 
 
 class _Parts(NamedTuple):
     """The P predicted parts of a region in a case: enough to score any choice among them."""
 
     matching: Matching
-    sizes_mm3: np.ndarray
-    """(P,)"""
-    inside: Dict[str, np.ndarray]
-    """Larger region -> (P,) index of the part of that region that holds each part."""
+    sizes_mm3: np.ndarray  # (P,)
+    inside: Dict[str, np.ndarray]  # larger region -> (P,) index of the part of that region that holds each part
 
 
-LESION_DICE, FALSE_POSITIVES, DICE, FOUND, LEFT_MM3 = range(5)
-"""Columns of `_scores`; the first three are those of Means."""
+LESION_DICE, FALSE_POSITIVES, DICE, FOUND, LEFT_MM3 = range(5)  # columns of `_scores`, the first three as in Means
 
 
 def choose(cases: Iterable[Case], regions: Regions) -> Tuple[PostProcessing, Dict[str, Means], Dict[str, Means]]:
-    """The post-processing that the rules at the top of this file choose, and the means before and after it.
-
-    `cases`, at least one, are taken one by one; kept of each are the sizes of its parts and lesions and which touch.
-    """
+    """The post-processing that the rules at the top of this file choose, and the means before and after it. `cases`, at
+    least one, are taken one by one; kept are the sizes of their parts and lesions and which touch."""
     plain, nested = [], []
     for answers, truth, spacing_mm in cases:
-        label, cut = (PostProcessing(nested=cut).paint(answers, regions, spacing_mm) for cut in (False, True))
+        label, cut = (PostProcessing(nested=nest).paint(answers, regions, spacing_mm) for nest in (False, True))
         del answers  # else they are in memory while the next case is predicted
         plain.append(_parts_of(label, truth, spacing_mm, regions))
         same = np.array_equal(label, cut)
@@ -300,11 +261,11 @@ def choose(cases: Iterable[Case], regions: Regions) -> Tuple[PostProcessing, Dic
     if _improves(scores, best):
         best, measured, chosen = scores, nested, PostProcessing(nested=True)
     for name in _codes_below(regions):
-        candidates = [{**chosen.rules, name: (rule,)} for rule in RULES]
-        pairs = [(_scores(measured, rules), rules) for rules in candidates]
+        pairs = [(_scores(measured, rules), rules) for rules in ({**chosen.rules, name: (rule,)} for rule in RULES)]
         better = [(scores, rules) for scores, rules in pairs if _improves(scores, best)]
         if better:
-            best, rules = max(better, key=lambda pair: _rank(pair[0]))
+            rank = lambda one: (round(one[0][..., LESION_DICE].mean(), 9), one[0][..., LEFT_MM3].sum())  # noqa: E731
+            best, rules = max(better, key=rank)
             chosen = dataclasses.replace(chosen, rules=rules)
     if best is before:
         chosen = PostProcessing(off="no rule gains on the validation cases")
@@ -313,7 +274,7 @@ def choose(cases: Iterable[Case], regions: Regions) -> Tuple[PostProcessing, Dic
 
 def _parts_of(label: np.ndarray, truth: np.ndarray, spacing_mm: Sequence[float], regions: Regions) -> Dict[str, _Parts]:
     """Region, the largest first -> its parts in a painted label."""
-    box = _box((label > 0) | (truth > 0))  # lesions that grow together do so inside of it
+    box = bounding_box((label > 0) | (truth > 0)).slices(label.shape)  # lesions grow together inside of it
     numbered, found = {}, {}
     for name, larger in _larger(regions).items():
         parts, part_count = numbered[name] = connected_parts(region_mask(label[box], regions[name]))
@@ -351,26 +312,14 @@ def _improves(scores: np.ndarray, other: np.ndarray) -> bool:
     return bool(change.sum() > 1e-9 and change.min() > -1e-9 and not lost)
 
 
-def _rank(scores: np.ndarray) -> Tuple[float, float]:
-    """More is better: the mean lesion-wise Dice, then the volume that is left."""
-    return round(scores[..., LESION_DICE].mean(), 9), scores[..., LEFT_MM3].sum()
-
-
 def _means(scores: np.ndarray, regions: Regions) -> Dict[str, Means]:
     return {name: Means(*row[: DICE + 1]) for name, row in zip(_larger(regions), scores.mean(0).tolist())}
-
-
-# --- Private helpers: parts and regions ---
 
 
 def _is_small(sizes_mm3: np.ndarray, rules: Sequence[Rule]) -> np.ndarray:
     """Which parts are below the bounds of all rules; sizes are exact to rounding only."""
     largest = sizes_mm3.max(initial=0.0)
     return sizes_mm3 < min(max(rule.mm3, rule.share * largest) for rule in rules) * (1 - 1e-9)
-
-
-def _box(mask: np.ndarray) -> Tuple[slice, slice, slice]:
-    return bounding_box(mask > 0).slices(mask.shape)
 
 
 def _larger(regions: Regions) -> Dict[str, List[str]]:
@@ -381,9 +330,7 @@ def _larger(regions: Regions) -> Dict[str, List[str]]:
 
 def _codes_below(regions: Regions) -> Dict[str, int]:
     """Region, the largest first -> the code of what is removed from it: the next larger region's own, or background.
-
-    Without regions whose next larger one has no code of its own: what leaves them would leave that one too.
-    """
+    Without regions whose next larger one has no code of its own: what leaves them would leave that one too."""
     own = own_codes(regions)
     codes = {name: own[larger[0]] if larger else (0,) for name, larger in _larger(regions).items()}
     return {name: code[0] for name, code in codes.items() if code}
@@ -392,8 +339,7 @@ def _codes_below(regions: Regions) -> Dict[str, int]:
 def _nested(answers: np.ndarray, regions: Regions) -> np.ndarray:
     """A copy of `answers` with 0 where a voxel is in a region and not in every one that holds it."""
     names, nested = list(regions), answers.copy()
-    inside = answers if answers.dtype == bool else answers >= THRESHOLD
     for name, larger in _larger(regions).items():
         for other in larger:
-            nested[~inside[..., names.index(other)], names.index(name)] = 0
+            nested[~(answers[..., names.index(other)] >= THRESHOLD), names.index(name)] = 0
     return nested

@@ -5,38 +5,37 @@
     ./run.sh predict --run runs/fold-1 runs/fold-2 runs/fold-3 --image data/BraTS-GLI-00001-000 --out predictions
     ./run.sh predict --run runs/flair --image a.nii.gz b.nii.gz --codes brats2023 --out predictions
 
-An image is a case folder, one 4D file, or one 3D file per channel. Several folders or 4D files are cases of their own,
-done one after another: a bad one is reported at the end and the others are predicted. No label is needed or read. A run
-that was trained on some of its store's channels also takes images of those alone, such as one 3D FLAIR file.
+An image is a case folder, one 4D file, or one 3D file per channel. Several folders or 4D files are cases of their own:
+a bad one is reported at the end and the others are predicted. No label is needed or read. A run that was trained on
+some of its store's channels also takes images of those alone, such as one 3D FLAIR file.
 
-3D files named after their modality (x_flair, x_t1, ...) are sorted into cases and channels by that. Others must be
-given in the order of the channels, those of one case; for a run of one channel each of them is a case.
+3D files are of one case. Named after their modality (x_flair, x_t1, ...) they are sorted by that, others must be given
+in the order of the channels. For a run of one channel each of them is a case, but for those of other modalities.
 
 Labels are written in the codes of the image's own data set: of the BraTS release that its files are named as in, or of
 the dataset.json above its imagesTr or imagesTs. Where neither is known they are those of the run's store. --codes
 chooses others.
 
-Several runs answer together, with the mean of their probabilities; folds have to be complete.
-
-Small parts of regions are removed as the run has decided (`cpu3d.inference.postprocessing`), of several runs where all
-have; --raw leaves them. --probabilities are always as the network gives them.
+Several runs answer together, with the mean of their probabilities; folds have to be complete. Small parts of regions
+are removed as the runs have decided (`cpu3d.inference.postprocessing`), where all have; --raw leaves them.
 
 Beside <case_id>.nii.gz is <case_id>.json: what the codes mean, volumes in ml, sources with their hashes, the runs.
-With --page there is <case_id>.html, too, to scroll through the slices with the prediction over them.
+--page adds <case_id>.html, to scroll through the slices; --probabilities are as the network gives them.
 """
 
 import dataclasses
 import re
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 import nibabel
 import numpy as np
 from rich.console import Console
 
-from cpu3d.data.labels import THRESHOLD, code_meanings, own_codes, region_mask
+from cpu3d.data.labels import THRESHOLD, code_meanings, region_mask
 from cpu3d.data.nifti import read_volume, write_label, write_volume
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.stores.case import load_case
@@ -45,41 +44,19 @@ from cpu3d.errors import DoesNotFitError, InputError, refuse
 from cpu3d.inference.cases import case_files, grouped_by_case, label_codes_of
 from cpu3d.inference.evaluate import check_finite
 from cpu3d.inference.postprocessing import RAW, PostProcessing, gentlest, postprocessing_of
-from cpu3d.inference.runs import (
-    Inference,
-    RunOptions,
-    describe,
-    joined,
-    load_configs,
-    trained_predictors,
-    zeroes_nan,
-)
+from cpu3d.inference.runs import Ensemble, Inference, RunOptions, describe, load_configs, trained_predictors
 from cpu3d.pages.viewer import SCORES, ViewedCase, write_case_page
 from cpu3d.settings import AUTO
 from cpu3d.util.atomic import writable_folder, write_json
-from cpu3d.util.progress import bar
-from cpu3d.util.records import count
+from cpu3d.util.progress import bar, say
+from cpu3d.util.records import listed
 from memory_estimator.common.files import read_json
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table
 
-SCHEMA = 1
-"""Version of the sidecar."""
-
-WRITER = "cpu3d predict"
-"""How a sidecar says that the label beside it was made here and may be replaced."""
-
-STORE = "the run's store"
-"""Whose label codes they are where a case says nothing of its own."""
-
-
-@dataclass(frozen=True)
-class ZeroNan:
-    """What becomes of voxels that are no numbers."""
-
-    zero_nan: bool = option(
-        False, help="make NaN and infinite voxels background (default: as the run's store was made, if it is there)"
-    )
+SCHEMA = 1  # version of the sidecar
+WRITER = "cpu3d predict"  # how a sidecar says that the label beside it was made here and may be replaced
+STORE = "the run's store"  # whose label codes they are where a case says nothing of its own
 
 
 @dataclass(frozen=True)
@@ -87,20 +64,18 @@ class Options:
     """What is predicted, and what is written."""
 
     image: Tuple[Path, ...] = option(
-        help="case folders, 4D files, or a 3D file per channel: named after its modality, or in the store's or the "
-        "run's order; for a run of one channel 3D files of other names are a case each",
+        help="case folders, 4D files, or a 3D file per channel, named after its modality or in the channels' order; "
+        "for a run of one channel 3D files are a case each",
         metavar="PATH",
     )
     out: Path = option(help="folder for the predictions", metavar="DIR")
     raw: bool = option(False, help="leave out the post-processing that the run has decided")
-    probabilities: bool = option(
-        False, help="write a float32 NIfTI per region, too (<case_id>_<region>_probability.nii.gz)"
-    )
+    zero_nan: bool = option(False, help="make NaN and infinite voxels background")
+    probabilities: bool = option(False, help="write <case_id>_<region>_probability.nii.gz, too, in float32")
     page: bool = option(False, help="write <case_id>.html, too: a page to scroll through the slices in a browser")
     codes: str = option(
         AUTO,
-        help="whose label codes to write: the image's own data set's, where that is known, and else those of the run's "
-        "store (auto, default); those of the store; or those of a layout",
+        help="whose label codes to write; auto: those of the image's own data set where known, else of the run's store",
         choices=(AUTO, "store", *LABEL_CODES),
     )
 
@@ -109,12 +84,9 @@ class Options:
 class Codes:
     """The label codes that a case is written in."""
 
-    of: str
-    """Whose they are: STORE, a layout, or the path of a dataset.json."""
-    labels: Mapping[int, str]
-    """Code -> name."""
-    regions: Mapping[str, Tuple[int, ...]]
-    """The run's regions, in its order, in these codes."""
+    of: str  # whose they are: STORE, a layout, or the path of a dataset.json
+    labels: Mapping[int, str]  # code -> name
+    regions: Mapping[str, Tuple[int, ...]]  # the run's regions, in its order, in these codes
 
 
 @dataclass(frozen=True)
@@ -122,46 +94,42 @@ class Case:
     """A case to predict."""
 
     files: CaseFiles
-    channels: Tuple[str, ...]
-    """Of its image: those of the run's store, or just the run's own."""
+    channels: Tuple[str, ...]  # of its image: those of the run's store, or just the run's own
     codes: Codes
 
 
-OPTIONS = (RunOptions, Options, ZeroNan, Inference)
+OPTIONS = (RunOptions, Options, Inference)
 
 
-def run(chosen: RunOptions, options: Options, background: ZeroNan, inference: Inference) -> int:
+def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     check_there("--image", options.image)
     configs = load_configs(chosen.run, some_folds=chosen.some_folds)
     decided = [RAW if options.raw else postprocessing_of(*one, chosen.weights) for one in zip(chosen.run, configs)]
     writable_folder(options.out, "--out")
     predictors = trained_predictors(chosen.run, chosen.weights, inference)
-    predictor, postprocessing = joined(predictors), gentlest(decided)
+    predictor, postprocessing = Ensemble(predictors), gentlest(decided)
     cases, problems = find_cases(options.image, predictor, options.codes)
     check_out(options.out, options.image, cases)
     read = {path for case in cases for path in case.files.images}
     unread = [path for path in options.image if path.is_file() and path not in read]
-    console = Console()
     lines = [*(f"not read: {path}" for path in unread), f"post-processing: {postprocessing.words}"]
-    for line in (*lines, *_mapping(predictor, cases)):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    how = {
-        "probabilities": options.probabilities,
-        "page": options.page,
-        "zero_nan": background.zero_nan or zeroes_nan(configs),
-        "about": {**describe(chosen.run, configs, predictors), "weights": chosen.weights},
-        "postprocessing": postprocessing,
-    }
+    say(*lines, *_mapping(cases), stderr=False)
+    about = {**describe(chosen.run, configs, predictors), "weights": chosen.weights}
     done, kind = [], InputError
     with bar("predict", total=len(cases)) as advance:
         for case in cases:
             try:
-                done.append(predict_case(predictor, case, options.out, **how))
+                done.append(predict_case(predictor, case, options, about, postprocessing))
             except InputError as error:
                 problems += error.problems
                 kind = DoesNotFitError if isinstance(error, DoesNotFitError) else kind
             advance()
-    _print_predictions(console, done)
+    if done:
+        head = ("file", *(f"{name} ml" for name in done[0]["volumes_ml"]), "seconds")
+        rows = [
+            (one["label"], *(f"{ml:.2f}" for ml in one["volumes_ml"].values()), f"{one['seconds']:.1f}") for one in done
+        ]
+        Console().print(Table(head, rows, title="predictions").rich())
     if problems:
         raise kind(*problems)
     return 0
@@ -173,55 +141,34 @@ def check_there(name: str, paths: Sequence[Path]) -> None:
 
 
 def predict_case(
-    predictor: Any,
-    case: Case,
-    out: Path,
-    *,
-    probabilities: bool = False,
-    page: bool = False,
-    zero_nan: bool = False,
-    about: Optional[Mapping[str, Any]] = None,
-    postprocessing: PostProcessing = RAW,
+    predictor: Any, case: Case, options: Options, about: Mapping[str, Any], postprocessing: PostProcessing
 ) -> Dict[str, Any]:
-    """Segment one case into `out`; returns the content of its sidecar.
-
-    `predictor` is what `load_predictor` gives; `about` says whose answer it is and goes into the sidecar. A label among
-    the case's files is not read. Files that are there are replaced only when their sidecar says that they were written
-    here.
-
-    Raises InputError for an image that cannot be read or that does not fit the run, and where a file would be
-    overwritten that was not written here.
-    """
-    begin, out, files, codes = time.monotonic(), Path(out), case.files, case.codes
-    names = _probability_names(files.case_id, tuple(predictor.regions)) if probabilities else {}
+    """Segment one case into `options.out`; returns the content of its sidecar, `about` included: whose answer it is. A
+    label among the case's files is not read. Raises InputError for an image that cannot be read or does not fit the
+    run, and where a file would be overwritten whose sidecar does not say that it was written here."""
+    begin, out, files, codes = time.monotonic(), options.out, case.files, case.codes
+    names = _probability_names(files.case_id, tuple(predictor.regions)) if options.probabilities else {}
     label_file, sidecar, page_file = (out / f"{files.case_id}.{end}" for end in ("nii.gz", "json", "html"))
-    outputs = (label_file, *(out / name for name in names.values()), *([page_file] if page else []))
+    outputs = (sidecar, label_file, *(out / name for name in names.values()), *([page_file] if options.page else []))
     _check_replaceable(sidecar, outputs, files)
-    out.mkdir(parents=True, exist_ok=True)  # before the work: a folder that cannot be made is an error at once
     folder = Path(files.images[0]).parent
-    loaded = load_case(files, channels=case.channels, labels=None, dataset_folder=folder, zero_nan=zero_nan)
+    loaded = load_case(files, channels=case.channels, labels=None, dataset_folder=folder, zero_nan=options.zero_nan)
     record, geometry = loaded.record, loaded.record.geometry
     answers = predictor.probabilities(loaded.image, record, case.channels)
     check_finite(answers, files.case_id)
     label = postprocessing.paint(answers, codes.regions, record.spacing_mm)
     content = _sidecar(case, record, label, postprocessing=postprocessing.words, probabilities=names)
-    content.update(about or {})
+    content.update(about)
     write_json(sidecar, content)  # first, so that a label cut off by a crash is known as ours and can be redone
     for position, name in enumerate(names):
         # Level 1: probabilities are noise in their last bits, and level 6 takes three times as long for little.
         write_volume(out / names[name], answers[..., position].astype(np.float32), geometry, compression=1)
     write_label(label_file, label, geometry)
-    if page:
+    if options.page:
         shown = ViewedCase(
-            name=files.case_id,
-            image=loaded.image,
-            channels=case.channels,
-            geometry=geometry,
-            regions=codes.regions,
-            labels=codes.labels,
-            predictions={"prediction": label},
-            unit=SCORES if loaded.image.dtype.kind == "f" else "",
-        )
+            files.case_id, loaded.image, case.channels, geometry, codes.regions, codes.labels,
+            predictions={"prediction": label}, unit=SCORES if loaded.image.dtype.kind == "f" else "",
+        )  # fmt: skip
         write_case_page(page_file, shown, "predict")
     content.update(complete=True, seconds=round(time.monotonic() - begin, 3))
     write_json(sidecar, content)
@@ -229,30 +176,20 @@ def predict_case(
 
 
 def find_cases(paths: Sequence[Path], predictor: Any, codes: str = AUTO) -> Tuple[List[Case], List[str]]:
-    """The cases that `paths` name, and what is wrong with those that cannot be one.
-
-    A folder is a case, a 4D file is a case, 3D files are put together as `grouped_by_case` says. A case has a file for
-    each of the channels of the run's store, or else for each of the run's own. `codes` is what --codes takes.
-    """
-    alone, together, groups, cases, problems = [], [], [], [], []
+    """The cases that `paths` name, and what is wrong with those that cannot be one: a folder, a 4D file, or 3D files as
+    `grouped_by_case` has them. A case has each of the channels of the run's store, or else of the run's own."""
+    together, groups, cases, problems = [], [], [], []
     for path in paths:
         try:
-            (alone if path.is_dir() or _channel_count(path) > 1 else together).append(path)
+            if path.is_dir() or _channel_count(path) > 1:
+                groups.append([path])
+            else:
+                together.append(path)
         except InputError as error:
             problems.extend(error.problems)
-    damaged = bool(problems)
-    try:
-        groups = grouped_by_case(together, predictor.inputs)
-    except InputError as error:
-        problems.extend(error.problems)
-    for group in [*([path] for path in alone), *groups]:
+    for group in [*groups, *grouped_by_case(together, predictor.inputs)]:
         try:
             files, channels = _files(group, tuple(predictor.channels), tuple(predictor.inputs))
-        except InputError as error:
-            if len(group) == 1 or not damaged:  # a damaged file is the reason why the others make no case
-                problems.extend(error.problems)
-            continue
-        try:
             cases.append(Case(files, channels, codes_for(predictor, files, codes)))
         except InputError as error:
             problems.extend(error.problems)
@@ -260,22 +197,16 @@ def find_cases(paths: Sequence[Path], predictor: Any, codes: str = AUTO) -> Tupl
 
 
 def codes_for(predictor: Any, files: CaseFiles, choice: str = AUTO) -> Codes:
-    """The label codes that a case is written in; `choice` is what --codes takes.
-
-    Left open they are those of the case's own data set, or the store's where those are not known or lack a region of
-    the run. Raises InputError where codes that were chosen lack one.
-    """
-    stores = Codes(STORE, predictor.labels, predictor.regions)
+    """The label codes that a case is written in: those of --codes, or of the case's own data set, or the store's where
+    that is not known or lacks a region of the run. Raises InputError where codes that were chosen lack one."""
     if choice == AUTO:
         of, labels = label_codes_of(files) or (STORE, None)
     else:
         of, labels = choice, LABEL_CODES.get(choice)
-    if labels is None:
-        return stores
-    regions = {**{name: (code,) for code, name in labels.items() if code}, **regions_of(labels)}
+    regions = {**{name: (code,) for code, name in (labels or {}).items() if code}, **regions_of(labels or {})}
     missing = [name for name in predictor.regions if name not in regions]
-    if missing and choice == AUTO:
-        return stores
+    if labels is None or (missing and choice == AUTO):
+        return Codes(STORE, predictor.labels, predictor.regions)
     known = ", ".join(f"{code} {label}" for code, label in labels.items())
     refuse(
         f"region {name} of the run must have a code among those of {of} for case {files.case_id}, got {known}; "
@@ -287,23 +218,12 @@ def codes_for(predictor: Any, files: CaseFiles, choice: str = AUTO) -> Codes:
 
 def check_out(out: Path, inputs: Sequence[Path], cases: Sequence[Case]) -> None:
     """Raise InputError, all problems together, when `out` cannot take the predictions without harm."""
-    problems = [
-        f"--out {out} must not be a folder that is predicted on, got {path}; choose another folder"
-        for path in inputs
-        if path.is_dir() and path.resolve() == out.resolve()
-    ]
-    by_id: Dict[str, List[str]] = {}
-    for case in cases:
-        by_id.setdefault(case.files.case_id, []).append(str(case.files.images[0]))
-    problems += [
-        f"case ids must differ, got {case_id} for each of {', '.join(same)}; predict them into folders apart"
-        for case_id, same in by_id.items()
-        if len(same) > 1
-    ]
-    refuse(problems)
-
-
-# --- Private helpers ---
+    problems = []
+    if out.resolve() in (path.resolve() for path in inputs):
+        problems.append(f"--out must not be a folder that is predicted on, got {out}; choose another")
+    ids = Counter(case.files.case_id for case in cases)
+    twice = [case_id for case_id, times in ids.items() if times > 1]
+    refuse([*problems, *(f"case ids must differ, got {one} twice; predict them into folders apart" for one in twice)])
 
 
 def _sidecar(case: Case, record: CaseRecord, label: np.ndarray, **about: Any) -> Dict[str, Any]:
@@ -329,32 +249,13 @@ def _sidecar(case: Case, record: CaseRecord, label: np.ndarray, **about: Any) ->
     }
 
 
-def _print_predictions(console: Console, done: Sequence[Mapping[str, Any]]) -> None:
-    if done:
-        head = ("file", *(f"{name} ml" for name in done[0]["volumes_ml"]), "seconds")
-        rows = [
-            (one["label"], *(f"{ml:.2f}" for ml in one["volumes_ml"].values()), f"{one['seconds']:.1f}") for one in done
-        ]
-        console.print(Table(head, rows, title="predictions").rich())
-    for content in done:
-        if content["zeroed_voxels"]:
-            console.print(f"{content['case_id']}: {content['zeroed_voxels']} NaN or infinite voxels made background")
-
-
-def _mapping(predictor: Any, cases: Sequence[Case]) -> List[str]:
-    """The codes that are written, as lines; once for all cases with the same codes."""
-    by_owner: Dict[str, List[Case]] = {}
-    for case in cases:
-        by_owner.setdefault(case.codes.of, []).append(case)
-    lines, in_store = [], own_codes(predictor.regions)
-    for of, (case, *others) in by_owner.items():
-        codes, own = case.codes, own_codes(case.codes.regions)
-        more = f" and {count(others, 'more case')}" if others else ""
-        lines.append(f"{case.files.case_id}{more}: label codes of {of}{'; --codes chooses others' * (of == STORE)}")
-        was = {own[name][0]: in_store[name][0] for name in own if own[name] and in_store[name]}
-        for code, meaning in code_meanings(codes.regions, codes.labels).items():
-            changed = f" ({was[code]} in {STORE})" if was.get(code, code) != code else ""
-            lines.append(f"  code {code}: {meaning}{changed}")
+def _mapping(cases: Sequence[Case]) -> List[str]:
+    """The codes that are written, a line for all cases with the same codes."""
+    lines = []
+    for of, codes in {case.codes.of: case.codes for case in cases}.items():
+        ids = listed(case.files.case_id for case in cases if case.codes.of == of)
+        meanings = ", ".join(f"{code} {name}" for code, name in code_meanings(codes.regions, codes.labels).items())
+        lines.append(f"{ids}: label codes of {of}: {meanings}{'; --codes chooses others' * (of == STORE)}")
     return lines
 
 
@@ -395,8 +296,6 @@ def _check_replaceable(sidecar: Path, outputs: Sequence[Path], files: CaseFiles)
         ours = read_json(sidecar).get("written_by") == WRITER
     except (OSError, ValueError, AttributeError):
         ours = False
-    reasons = {path: "is a source image" for path in (sidecar, *outputs) if path.resolve() in sources}
-    if not ours:
-        others = [path for path in (sidecar, *outputs) if path.exists() and path not in reasons]
-        reasons.update(dict.fromkeys(others, "was not written by predict"))
+    reasons = {path: "was not written by predict" for path in outputs if path.exists() and not ours}
+    reasons.update({path: "is a source image" for path in outputs if path.resolve() in sources})
     refuse(f"{path} must not be overwritten, it {why}; choose another --out" for path, why in reasons.items())

@@ -23,30 +23,20 @@ from cpu3d.settings import RunConfig, load_config
 from cpu3d.training.learner import finest, weight_names
 from models.unet3d import build_unet3d
 
-NETWORKS = 2
-"""Grids of which a predictor keeps the network: the training grid, which most cases share, and the last other one."""
+NETWORKS = 2  # grids of which the network is kept: the training grid, which most cases share, and the last other one
+ADVICE = "slide a smaller --window X Y Z where the run is at full resolution, or take --device cpu if a card ran out"
 
 
 class Predictor:
     """A run's weights, ready for any case with the same channels."""
 
     def __init__(self, config: RunConfig, weights: List[np.ndarray], inference: Inference = AS_TRAINED):
-        """Raises InputError where the settings and the network do not fit together."""
         self.config, self.inference = config, inference
-        names, sizes = (config.channels, config.regions), (config.unet.channels, config.unet.outputs)
-        if tuple(map(len, names)) != sizes:
-            raise InputError(
-                f"network must have an input for each of {', '.join(config.channels)} and an output for each of "
-                f"{', '.join(config.regions)}, got {sizes[0]} and {sizes[1]}; restore the run's config.json"
-            )
-        self.channels: Tuple[str, ...] = config.store_channels
-        """Of the store the run was trained on."""
-        self.inputs: Tuple[str, ...] = config.channels
-        """The run's own among them: what an image must have."""
+        self.channels: Tuple[str, ...] = config.store_channels  # of the store the run was trained on
+        self.inputs: Tuple[str, ...] = config.channels  # the run's own among them: what an image must have
         self.labels: Dict[int, str] = config.label_names
         self.regions: Dict[str, Tuple[int, ...]] = {name: config.region_codes[name] for name in config.regions}
-        self.window = window_of(config, self.inference)
-        """Voxels X, Y, Z of the window that slides; None is one pass."""
+        self.window = window_of(config, self.inference)  # voxels X, Y, Z of what slides; None is one pass
         self.weights = weights  # in the order of Keras
         self._kept_network = functools.lru_cache(maxsize=NETWORKS)(self._network)
 
@@ -64,31 +54,22 @@ class Predictor:
         present = tuple(self.channels if channels is None else channels)
         picked = [present.index(name) for name in self.inputs]
         logits_of = lambda image: self._logits(image, resizing)  # noqa: E731
-        with fits_memory(f"the prediction of case {record.case_id}", self._advice()):
+        with fits_memory(f"the prediction of case {record.case_id}", ADVICE):
             part = tf.cast(normalise(image, record, region)[None, ..., picked], self.config.unet.dtype)
             logits = over_mirror_images(logits_of, part) if self.inference.flips else logits_of(part)
             return paste(tf.sigmoid(logits).numpy(), region, record.shape)
 
     def region(self, record: CaseRecord) -> Region:
         """What of a case is predicted, in the voxels of its image, padding included."""
-        config, needed = self.config, self._needed(record)
-        resizing = self._resizing(record)
+        config, needed, resizing = self.config, self._needed(record), self._resizing(record)
         if resizing:
             size = resizing.field
         elif self.window:
             size = tuple(max(pair) for pair in zip(self.window, needed))
-        elif config.is_patch:
-            size = round_up(needed, config.unet.divisor)
         else:
-            size = round_up(tuple(max(pair) for pair in zip(config.grid, needed)), config.unet.divisor)
+            at_least = needed if config.is_patch else config.grid
+            size = round_up(tuple(max(pair) for pair in zip(at_least, needed)), config.unet.divisor)
         return case_region(record, size, config.extent)
-
-    def _advice(self) -> str:
-        """What to do where memory has run out."""
-        on_cpu = "take --device cpu if a card ran out"
-        if self.window:
-            return f"take a --window smaller than {' '.join(map(str, self.window))}, or {on_cpu}"
-        return on_cpu if self.config.resolution < 1 else f"slide a --window X Y Z, or {on_cpu}"
 
     def _needed(self, record: CaseRecord) -> Shape3:
         return record.box.size if self.config.extent == "brain" else record.shape
@@ -127,11 +108,8 @@ def over_mirror_images(logits_of: Callable, image) -> np.ndarray:
 
 
 def load_predictor(run: Path, weights: str = "best", inference: Inference = AS_TRAINED) -> Predictor:
-    """The predictor of the run in `run`, with its "best" or "last" weights.
-
-    Raises InputError when the run or its weights are missing, damaged, or do not fit together. Whether the network can
-    be applied as `inference` says is checked by `check_inference`.
-    """
+    """The predictor of a run with its "best" or "last" weights. Raises InputError when the run or its weights are
+    missing, damaged, or do not fit together."""
     config, arrays = load_weights(load_config(run), weights_file(run, weights))
     return Predictor(config, arrays, inference)
 
@@ -140,11 +118,10 @@ def load_weights(config: RunConfig, path: Path) -> Tuple[RunConfig, List[np.ndar
     """A run's weights from one of its checkpoints, in Keras' order, and the run as its next step would be computed:
     weights of coarse steps predict on the coarse grid. Raises InputError as `load_predictor`."""
     arrays, state = load_checkpoint(path)
-    at = {name: state.get(name) for name in ("step", "coarse_steps")}
-    if not all(isinstance(value, int) for value in at.values()):
-        raise InputError(f"checkpoint {path} must tell its step and coarse_steps, got {at}; restore it")
     expected = build_unet3d(config.unet, (config.unet.divisor,) * 3, 1).weights
     names = weight_names(expected)
-    if any(arrays.shapes.get(name) != tuple(weight.shape) for name, weight in zip(names, expected)):
-        raise InputError(f"checkpoint {path} must hold the weights of its run's config.json, got others; restore it")
-    return dataclasses.replace(config, coarse_steps=at["coarse_steps"]).at(at["step"]), [arrays[name] for name in names]
+    sizes = (config.unet.channels, config.unet.outputs) == (len(config.channels), len(config.regions))
+    if not sizes or any(arrays.shapes.get(name) != tuple(one.shape) for name, one in zip(names, expected)):
+        raise InputError(f"checkpoint {path} must hold the weights of its run's config.json, got others; restore both")
+    config = dataclasses.replace(config, coarse_steps=state["coarse_steps"]).at(state["step"])
+    return config, [arrays[name] for name in names]

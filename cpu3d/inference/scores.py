@@ -3,8 +3,8 @@
 A metric is added in METRICS alone: `evaluate` computes it, and all tables and pages show it. Definitions are MONAI's,
 comparable with published tables:
 
-- *Surface* of a mask: its voxels with a face neighbour outside the mask; beyond the image is outside.
-- *Surface distances*: from the centre of every surface voxel of one mask to the nearest one of the other, in mm.
+- *Surface* of a mask: its voxels with a face neighbour outside the mask; beyond the image is outside. *Surface
+  distances*: from the centre of every surface voxel of one mask to the nearest one of the other, in mm.
 
 Lesions are those of BraTS 2023 for adult glioma (github.com/rachitsaluja/BraTS-2023-Metrics, BraTS-GLI):
 
@@ -18,33 +18,25 @@ as many as 3 mm have voxels, rounded, so that lesions of other spacings are the 
 
 Empty masks, by the rule of the BraTS challenge: both empty is right (Dice 1, HD95 0, surface Dice 1); one empty is as
 wrong as possible (Dice 0, surface Dice 0, HD95 = the diagonal of the image grid: 373.13 mm for 240x240x155 at 1 mm).
-"empty" of a region's scores is which. Where there is no lesion to find, sensitivity is 1 whatever was predicted, and
-lesion-wise Dice 1 without and 0 with false positives.
+Where there is no lesion to find, sensitivity is 1 whatever was predicted, and lesion-wise Dice 1 without and 0 with
+false positives.
 
-DeepMind's `surface-distance` is not used: its only release on PyPI (0.1) calls names that numpy 2 and today's scipy
-have dropped. A k-d tree over the surface voxels is exact, and much faster than distance transforms of a whole volume.
+DeepMind's `surface-distance` is not used: its only release (0.1) calls names that numpy 2 and scipy have dropped.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 from scipy.ndimage import binary_dilation, binary_erosion, generate_binary_structure, label
 from scipy.spatial import cKDTree
 
-from cpu3d.data.labels import region_mask
 from cpu3d.data.region import bounding_box
 
-TOLERANCE_MM = 1.0
-"""Default tolerance of the surface Dice: one BraTS voxel, about what two raters differ by."""
+TOLERANCE_MM = 1.0  # of the surface Dice, unless another is chosen: one BraTS voxel, about what two raters differ by
 
-LESION_GROWTH_MM, LESION_MM3 = 3.0, 50.0
-"""How far a true lesion reaches, and the volume up to which none is asked for: the challenge's for adult glioma."""
-
-RegionScores = Dict[str, Any]
-"""Metric -> value of one region of one case; truth_voxels, prediction_voxels, truth_ml, prediction_ml; true_lesions and
-found_lesions, the counts behind the sensitivity; and "empty": which mask is, as in `Masks`."""
+LESION_GROWTH_MM, LESION_MM3 = 3.0, 50.0  # how far a true lesion reaches, and the volume up to which none is asked for
 
 
 class Lesions(NamedTuple):
@@ -53,14 +45,7 @@ class Lesions(NamedTuple):
     true: int
     found: int
     false_positives: int
-    dice: float
-    """Lesion-wise Dice: the sum over the true lesions, 0 where one is missed, over their count and the false positives'
-    together; 1 where there are none of both."""
-
-    @property
-    def sensitivity(self) -> float:
-        """The share of true lesions that were found; 1 where there is none."""
-        return self.found / self.true if self.true else 1.0
+    dice: float  # the sum over true lesions, 0 of a missed one, over the count of these and of false positives
 
 
 @dataclass(frozen=True)
@@ -68,18 +53,12 @@ class Matching:
     """The L true lesions and P predicted parts of a region, and the N pairs of them that touch: all that the scores of
     any choice among the parts need."""
 
-    truth_voxels: np.ndarray
-    """(L,) of each lesion."""
-    counted: np.ndarray
-    """(L,) whether it is large enough to be asked for."""
-    part_voxels: np.ndarray
-    """(P,) of each part."""
-    lesion: np.ndarray
-    """(N,) index of a pair's lesion."""
-    part: np.ndarray
-    """(N,) index of its part."""
-    shared_voxels: np.ndarray
-    """(N,) voxels of the part in the lesion before it was grown."""
+    truth_voxels: np.ndarray  # (L,)
+    counted: np.ndarray  # (L,) whether the lesion is large enough to be asked for
+    part_voxels: np.ndarray  # (P,)
+    lesion: np.ndarray  # (N,) index of a pair's lesion
+    part: np.ndarray  # (N,) index of its part
+    shared_voxels: np.ndarray  # (N,) voxels of the part in the lesion before it was grown
 
     def lesions(self, kept: Optional[np.ndarray] = None) -> Lesions:
         """The scores where only the parts of `kept` (P,) are predicted, by default all."""
@@ -107,10 +86,8 @@ class Masks:
     prediction: np.ndarray
     spacing_mm: Sequence[float]
     tolerance_mm: float
-    diagonal_mm: float
-    """Of the whole image grid."""
-    empty: str
-    """Which one is: "", "truth", "prediction" or "both"."""
+    diagonal_mm: float  # of the whole image grid
+    empty: str  # which one is: "", "truth", "prediction" or "both"
 
     @cached_property
     def distances_mm(self) -> Tuple[np.ndarray, np.ndarray]:
@@ -123,24 +100,21 @@ class Masks:
 
     @cached_property
     def lesions(self) -> Lesions:
-        return find_lesions(self.truth, self.prediction, self.spacing_mm)
+        return match_lesions(self.truth, *connected_parts(self.prediction), self.spacing_mm).lesions()
 
 
 def dice(masks: Masks) -> float:
-    """Twice the voxels that both masks share over the sum of both."""
     total = np.count_nonzero(masks.truth) + np.count_nonzero(masks.prediction)
     return float(2 * np.count_nonzero(masks.truth & masks.prediction) / total) if total else 1.0
 
 
 def hausdorff95_mm(masks: Masks) -> float:
-    """The larger of the 95th percentiles of the two directed surface distances."""
     if masks.empty:
         return 0.0 if masks.empty == "both" else masks.diagonal_mm
     return float(max(np.percentile(distances, 95) for distances in masks.distances_mm))
 
 
 def surface_dice(masks: Masks) -> float:
-    """The share of all surface distances, of both directions together, that are at most the tolerance."""
     if masks.empty:
         return float(masks.empty == "both")
     # Distances are roots of sums of squares: a tolerance of exactly 3 voxels of 0.1 mm must still hold three of them.
@@ -152,18 +126,13 @@ def surface_dice(masks: Masks) -> float:
 class Metric:
     """A number that says how well a region was segmented. Cases are aggregated by their mean."""
 
-    label: str
-    """For people."""
+    label: str  # for people
     of: Callable[[Masks], float]
-    description: str = ""
-    """What it measures, in a sentence, and of empty masks."""
-    larger_is_better: bool = True
-    """Then it is a share, from 0 to 1."""
+    description: str = ""  # what it measures, in a sentence, and of empty masks
+    larger_is_better: bool = True  # then it is a share, from 0 to 1
     unit: str = ""
-    digits: int = 3
-    """After the point, in tables."""
-    note: str = ""
-    """Below tables; {tolerance_mm} is the evaluation's."""
+    digits: int = 3  # after the point, in tables
+    note: str = ""  # below tables; {tolerance_mm} is the evaluation's
 
     @property
     def heading(self) -> str:
@@ -171,6 +140,7 @@ class Metric:
         return f"{self.label}, {self.unit}" if self.unit else self.label
 
 
+# By their names in scores.json.
 METRICS: Dict[str, Metric] = {
     "dice": Metric(
         "Dice",
@@ -202,7 +172,7 @@ METRICS: Dict[str, Metric] = {
     ),
     "lesion_sensitivity": Metric(
         "lesion sensitivity",
-        lambda masks: masks.lesions.sensitivity,
+        lambda masks: masks.lesions.found / masks.lesions.true if masks.lesions.true else 1.0,
         "The share of true lesions above 50 mm\u00b3 that were found; 1 where there are none",
     ),
     "false_positives": Metric(
@@ -213,33 +183,16 @@ METRICS: Dict[str, Metric] = {
         digits=2,
     ),
 }
-"""By their names in scores.json."""
-
-
-def score_case(
-    truth: np.ndarray,
-    prediction: np.ndarray,
-    regions: Mapping[str, Sequence[int]],
-    spacing_mm: Sequence[float],
-    tolerance_mm: float = TOLERANCE_MM,
-) -> Dict[str, RegionScores]:
-    """Score a predicted label against the true one, both `(X, Y, Z)` in the same codes, for each region's codes."""
-    return {
-        name: score_region(region_mask(truth, codes), region_mask(prediction, codes), spacing_mm, tolerance_mm)
-        for name, codes in regions.items()
-    }
 
 
 def score_region(
     truth: np.ndarray, prediction: np.ndarray, spacing_mm: Sequence[float], tolerance_mm: float = TOLERANCE_MM
-) -> RegionScores:
-    """Score boolean masks `(X, Y, Z)` on the full image grid; voxels measure `spacing_mm`.
+) -> Dict[str, Any]:
+    """Score boolean masks `(X, Y, Z)` of one region on the full image grid; voxels measure `spacing_mm`.
 
-    The rule for empty masks is at the top of this file. Raises ValueError for anything but boolean masks of one shape.
+    Metric -> value; truth_voxels, prediction_voxels, truth_ml, prediction_ml; true_lesions and found_lesions, the
+    counts behind the sensitivity; and "empty": which mask is, as in `Masks`.
     """
-    if truth.dtype != bool or prediction.dtype != bool or truth.shape != prediction.shape:
-        got = f"{truth.dtype} {truth.shape} and {prediction.dtype} {prediction.shape}"
-        raise ValueError(f"truth and prediction must be boolean masks of one shape, got {got}")
     voxels = {"truth": int(np.count_nonzero(truth)), "prediction": int(np.count_nonzero(prediction))}
     empty = "both" if not any(voxels.values()) else "".join(name for name, count in voxels.items() if not count)
     box = bounding_box(truth | prediction).slices(truth.shape)  # lesions that grow together do so inside of it
@@ -256,23 +209,12 @@ def score_region(
     }
 
 
-def metrics_in(scores: Mapping[str, Any]) -> Tuple[str, ...]:
-    """The METRICS that a scores.json holds: those of later versions are not in files from before."""
-    summary = next(iter(scores["summary"].values()))
-    return tuple(name for name in METRICS if name in summary)
-
-
 def metric_notes(names: Sequence[str], tolerance_mm: float) -> str:
     """What a table of these metrics has below it, as "HD95 in mm; surface Dice at 1 mm"."""
     metrics = [METRICS[name] for name in names]
     notes = [f"{metric.label} in {metric.unit}" for metric in metrics if metric.unit]
     notes += [f"{metric.label} {metric.note.format(tolerance_mm=tolerance_mm)}" for metric in metrics if metric.note]
     return "; ".join(notes)
-
-
-def find_lesions(truth: np.ndarray, prediction: np.ndarray, spacing_mm: Sequence[float]) -> Lesions:
-    """Find the lesions of boolean masks `(X, Y, Z)` by the rule at the top of this file."""
-    return match_lesions(truth, *connected_parts(prediction), spacing_mm).lesions()
 
 
 def connected_parts(mask: np.ndarray) -> Tuple[np.ndarray, int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, List, Mapping, Optional, Sequence, Tuple, Union
 
 from cpu3d.inference.evaluate import PREDICTIONS, ranked, scores_path, summary_table, warning
-from cpu3d.inference.scores import METRICS, metrics_in
+from cpu3d.inference.scores import METRICS
 from cpu3d.pages.page import flat, page_file, percent, render_page
 from cpu3d.pages.viewer import viewer
 from cpu3d.report import pictures
@@ -183,7 +183,7 @@ def _host_table(start: Mapping[str, Any], title: str) -> Table:
 
 def _scores_section(files: RunFiles) -> List[Part]:
     scores = files.scores
-    every = [f"{metric.label}: {metric.description}." for name, metric in METRICS.items() if name in metrics_in(scores)]
+    every = [f"{metric.label}: {metric.description}." for metric in METRICS.values()]
     empty = [
         f"{name} {values['empty']['truth']} / {values['empty']['prediction']} / {values['empty']['both']}"
         for name, values in scores["summary"].items()
@@ -211,17 +211,16 @@ def _cases(files: RunFiles) -> Mapping[str, Any]:
 
 def _cases_table(scores: Mapping[str, Any]) -> Table:
     """Every region of every case, the worst case first."""
-    metrics = {name: METRICS[name] for name in metrics_in(scores)}
     rows = []
     for case in ranked(scores["cases"]):
         case_id = case["case_id"]  # in its first row
         for region, one in case["regions"].items():
-            values = [f"{one[name]:.{metric.digits}f}" for name, metric in metrics.items()]
+            values = [f"{one[name]:.{metric.digits}f}" for name, metric in METRICS.items()]
             ml = f"{one['truth_ml']:.1f} \u2192 {one['prediction_ml']:.1f}"
             rows.append((case_id, region + "*" * bool(one["empty"]), *values, ml))
             case_id = ""
     return Table(
-        ("case", "region", *(metric.heading for metric in metrics.values()), "ml"),
+        ("case", "region", *(metric.heading for metric in METRICS.values()), "ml"),
         rows,
         caption="Worst first. ml: volume of the truth \u2192 of the prediction. * truth, prediction or both are empty.",
         names=2,
@@ -306,7 +305,7 @@ def _predicted(starts: Events, events: Events, coarse_steps: int) -> Table:
 def _score_pictures(scores: Mapping[str, Any]) -> Figures:
     """Every case as a dot, a picture a metric."""
     figures = []
-    for name, metric in ((name, METRICS[name]) for name in metrics_in(scores)):
+    for name, metric in METRICS.items():
         values = {region: [case["regions"][region][name] for case in scores["cases"]] for region in scores["summary"]}
         y_range = (-0.02, 1.02) if metric.larger_is_better else (0, None)
         title = metric.label if metric.larger_is_better else f"{metric.label} (less is better)"

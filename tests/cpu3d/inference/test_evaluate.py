@@ -7,17 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpu3d.__main__ import main
 from cpu3d.data.nifti import read_volume
 from cpu3d.data.records import remake
 from cpu3d.data.splits import with_fold
 from cpu3d.data.store import open_store, write_store
 from cpu3d.errors import InputError
 from cpu3d.inference import evaluate
-from cpu3d.inference.evaluate import evaluate_split, read_scores, scores_path, summarise, summary_table
+from cpu3d.inference.evaluate import evaluate_split, read_scores, scores_path, summarise
+from cpu3d.inference.postprocessing import PostProcessing
 from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import METRICS
-from cpu3d.report.run_files import gather
 from cpu3d.util import atomic
 from tests.cpu3d.conftest import LABELS
 from tests.cpu3d.runs import run_command
@@ -84,11 +83,9 @@ def test_scores_of_seen_cases_are_marked_and_never_replace_those_of_untouched_on
     assert "Dice 1.000 ± 0.000 1.000 HD95, mm 0.00 ± 0.00 0.00" in " ".join(out.split())
     assert "NOT untouched" not in err
     assert trained == [(tiny_run, "best", Inference())]
-    assert run_command(evaluate, "--run", tiny_run, "--json", "--split", "train") == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out) == read(tiny_run, "train")
-    assert "NOT untouched" in err
-    assert (test["untouched"], json.loads(out)["untouched"]) == (True, False)
+    assert run_command(evaluate, "--run", tiny_run, "--split", "train") == 0
+    assert "NOT untouched" in capsys.readouterr().err
+    assert (test["untouched"], read(tiny_run, "train")["untouched"]) == (True, False)
     assert read(tiny_run) == test
     assert (tiny_run / "evaluation/train/predictions/a.nii.gz").is_file()
     assert not (tiny_run / "evaluation/predictions/a.nii.gz").exists()
@@ -133,16 +130,13 @@ def test_what_a_killed_evaluation_moved_away_is_brought_back(tiny_store, tiny_ru
     assert content_of(tiny_run) == before
 
 
-# --- What is refused ---
-
-
 @pytest.mark.parametrize("name", ["predictions/mine.nii.gz", "scores.json"])
-def test_files_of_others_are_never_replaced(tiny_run, tmp_path, trained, capsys, name):
+def test_files_of_others_are_never_replaced(tiny_run, tmp_path, trained, name):
     mine = tmp_path / "out/evaluation" / name
     mine.parent.mkdir(parents=True)
     mine.write_text('{"schema": 3}')
-    assert main(["evaluate", "--run", str(tiny_run), "--out", str(tmp_path / "out")]) == 2
-    assert "must not be replaced" in capsys.readouterr().err
+    with pytest.raises(InputError, match="must not be replaced"):
+        run_command(evaluate, "--run", tiny_run, "--out", tmp_path / "out")
     assert mine.read_text() == '{"schema": 3}'
     assert trained == []
 
@@ -157,52 +151,42 @@ def test_a_store_that_cannot_be_scored_is_refused_with_every_reason(tiny_store, 
     bare = {"label_bytes": 0, "label_sha256": "", "label_voxels": {}}
     found = problems(cases=[dataclasses.replace(case, **bare) for case in tiny_store.manifest.cases])
     assert [problem[:27] for problem in found] == ["case e must have a label to", "case f must have a label to"]
-    (problem,) = problems(split={"train": ("a", "b", "c", "d", "e", "f"), "val": (), "test": ()})
-    assert "must hold cases, got none; choose --split train" in problem
+    assert "choose --split train" in problems(split={"train": tuple("abcdef"), "val": (), "test": ()})[0]
     fake_predictor.channels, fake_predictor.labels = ("T2w",), {0: "background", 1: "liver"}
-    assert [problem.split()[0] for problem in problems()] == ["channels", "labels"]
+    assert "must have the run's channels and labels" in problems()[0]
     assert not scores_path(tiny_run).exists()
 
 
-def test_older_scores_are_read_though_they_lack_folds_memory_or_a_metric(tiny_run, trained, monkeypatch):
-    run_command(evaluate, "--run", tiny_run)
-    scores = read(tiny_run)
-    for name in ("fold", "inference", "peak_rss_bytes"):
-        del scores[name]
-    scores_path(tiny_run).write_text(json.dumps(scores))
-    monkeypatch.setitem(METRICS, "newer", METRICS["dice"])
-    assert gather(tiny_run).scores == scores
-    assert len(summary_table(scores).rows) == 3 * (len(METRICS) - 1)
-    for spoil, problem in (
-        (lambda one: one["cases"][0]["regions"]["WT"].pop("hd95_mm"), r"e\.WT\.hd95_mm must be float"),
-        (lambda one: one["summary"].pop("ET"), r"summary must be of WT, TC, ET, got WT, TC"),
-        (lambda one: one.update(split="all"), "no split, regions or cases"),
-        (lambda one: one.update(schema=99), "must be complete JSON of schema 1, got schema 99"),
-        (lambda one: one.pop("schema"), "of schema 1, got no 'schema'"),
-    ):
-        damaged = json.loads(json.dumps(scores))
-        spoil(damaged)
-        scores_path(tiny_run).write_text(json.dumps(damaged))
-        with pytest.raises(InputError, match=problem):
-            read_scores(scores_path(tiny_run))
-    scores_path(tiny_run).unlink()
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (lambda one: one["cases"][0]["regions"]["WT"].pop("hd95_mm"), "no hd95_mm"),
+        (lambda one: one["summary"].pop("ET"), "cases of other regions"),
+        (lambda one: one.update(split="all"), "another split"),
+        (lambda one: one.update(schema=99), "schema 99"),
+        (lambda one: one.pop("schema"), "no 'schema'"),
+    ],
+)
+def test_damaged_scores_are_refused(tiny_store, tiny_run, fake_predictor, spoil, problem):
+    path = scores_path(tiny_run)
     with pytest.raises(InputError, match="found none; run `evaluate`"):
-        read_scores(scores_path(tiny_run))
-
-
-# --- Inference, folds and several runs ---
+        read_scores(path)
+    scores = evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
+    spoil(scores)
+    path.write_text(json.dumps(scores))
+    with pytest.raises(InputError, match=f"must be complete JSON of schema 1, got .*{problem}"):
+        read_scores(path)
 
 
 def test_several_runs_are_scored_together_on_test_into_a_folder_of_their_own(fold_runs, trained, tmp_path):
     first, last, out = *fold_runs("1/3", "3/3"), tmp_path / "both"
     for words, problem in (
-        ((), "--out must name a folder for the scores of 2 runs together"),
         (("--some-folds",), "--out must name a folder"),
         (("--out", out), "all folds of 3"),
         (("--out", out, "--some-folds", "--split", "train"), "--split must be test or val"),
     ):
         with pytest.raises(InputError, match=problem):
-            run_command(evaluate, "--run", first, last, *words, *(() if words else ("--some-folds",)))
+            run_command(evaluate, "--run", first, last, *words)
     assert trained == []
     assert run_command(evaluate, "--run", first, last, "--out", out, "--some-folds") == 0
     scores = read(out)
@@ -231,6 +215,7 @@ def test_folds_are_cross_validated_each_case_by_the_run_that_has_not_seen_it(
 
     own = [Own("1/2"), Own("2/2")]
     monkeypatch.setattr(evaluate, "trained_predictors", lambda *_: own)
+    monkeypatch.setattr(evaluate, "postprocessing_of", lambda run, config, _: PostProcessing(off=config.fold))
     runs = fold_runs("1/2", "2/2")
     assert run_command(evaluate, "--run", *runs, "--split", "val", "--out", tmp_path / "both") == 0
     scores = read(tmp_path / "both", "val")
@@ -238,6 +223,6 @@ def test_folds_are_cross_validated_each_case_by_the_run_that_has_not_seen_it(
     assert not scores["untouched"]
     assert [tuple(one["held_out"]) for one in scores["runs"]] == [one.held_out for one in own]
     right = {case["case_id"] for case in scores["cases"] if case["mean_dice"] == 1}
-    assert right == set(own[0].held_out)
+    assert right == set(own[0].held_out) == {c["case_id"] for c in scores["cases"] if c["postprocessing"] == "off: 1/2"}
     printed = " ".join(capsys.readouterr().out.split())
     assert "mean Dice of each fold on the cases it held out: 1/2 1.000, 2/2 0." in printed

@@ -5,9 +5,8 @@
 
 The network takes the image as it is in the file, cropped to a fixed size: normalisation is inside, and everything is
 float32. OUT/export.json describes it: channels, how to crop and pad, what the outputs mean and how to paint a label
-from them, weights, versions. OUT/USAGE.md is a short program that does all of it with nibabel.
-
-A run on patches is exported at its patch's size; the caller slides it over a volume and gives the volume's statistics.
+from them, weights, versions. OUT/USAGE.md is a short program that does all of it with nibabel. A run on patches is
+exported at its patch's size; the caller slides it over a volume and gives the volume's statistics.
 
 At the end the files are read back and tried on a case, the store's first of test, val or train or --case; the answer
 must be that of `predict`. If it is not, the exit code is 1 and there is no export.json.
@@ -19,7 +18,7 @@ import shutil
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 from rich.console import Console
@@ -33,20 +32,21 @@ from cpu3d.data.stores.case import load_case
 from cpu3d.errors import InputError, refuse
 from cpu3d.host.apply import set_up
 from cpu3d.inference.evaluate import check_finite
-from cpu3d.inference.export.contract import FILES, Contract, require_onnx, usage
-from cpu3d.inference.export.segment import load_network
-from cpu3d.inference.predict import ZeroNan, check_there, find_cases
-from cpu3d.inference.runs import store_of_run, zeroes_nan
+from cpu3d.inference.export_contract import FILES, Contract, require_onnx, usage
+from cpu3d.inference.predict import check_there, find_cases
+from cpu3d.inference.runs import store_of_run
+from cpu3d.inference.segment import load_network
 from cpu3d.run.checkpoint import weights_file
 from cpu3d.settings import RunConfig, load_config
 from cpu3d.util.atomic import write_json
+from cpu3d.util.progress import say
 from cpu3d.util.records import by, versions
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table
 
+# Largest difference of a probability from the same network in float32. In a brain of 144 x 176 x 128 voxels it is 2e-6
+# in ONNX and 0 as a SavedModel.
 TOLERANCE = 1e-4
-"""Largest difference of a probability from the same network in float32. In a brain of 144 x 176 x 128 voxels it is 2e-6
-in ONNX and 0 as a SavedModel."""
 
 
 @dataclass(frozen=True)
@@ -59,48 +59,44 @@ class Options:
     case: Tuple[Path, ...] = option(
         (), help="case to try it on, as predict's --image (default: the first of the store)", metavar="PATH"
     )
+    zero_nan: bool = option(False, help="make the NaN and infinite voxels of that case background")
     weights: str = option("best", help="checkpoint", choices=("best", "last"))
     size: Optional[Shape3] = option(
-        None,
-        help="voxels of the image that it takes (default: what the network was trained on)",
-        metavar=("X", "Y", "Z"),
-        at_least=1,
+        None, "voxels of the image that it takes (default: as the network was trained)", ("X", "Y", "Z"), at_least=1
     )
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """The case that the exported network and `predict` both segment."""
 
     record: CaseRecord
-    image: np.ndarray
-    """(X, Y, Z, C), as `predict` has it: int16, or float16 after normalisation."""
+    image: np.ndarray  # (X, Y, Z, C), as `predict` has it: int16, or float16 after normalisation
     channels: Sequence[str]
 
 
-OPTIONS = (Options, ZeroNan)
+OPTIONS = (Options,)
 
 
-def run(options: Options, background: ZeroNan) -> int:
-    _check_empty(options.out)
+def run(options: Options) -> int:
+    if options.out.exists() and not (options.out.is_dir() and not any(options.out.iterdir())):
+        raise InputError(
+            f"--out {options.out} must be a new or an empty folder, got a file or a full one; choose another"
+        )
     config = load_config(options.run)
     _contract(config, options.format, options.size)  # before TensorFlow is loaded
     if options.format == "onnx":
         require_onnx()
     set_up()
-    from cpu3d.inference.export import network as networks  # imports TensorFlow, so not before
+    from cpu3d.inference import export_network as networks  # imports TensorFlow, so not before
     from cpu3d.inference.predictor import Predictor, load_weights
 
     path = weights_file(options.run, options.weights)  # once: a run that goes on replaces its last one
     (config, weights), digest = load_weights(config, path), file_sha256(path)
     contract = _contract(config, options.format, options.size)
-    own = Predictor(dataclasses.replace(config, grid=contract.size), weights)
+    own = Predictor(dataclasses.replace(config, grid=contract.config.grid), weights)
     # A SavedModel has predict's own operations; a program that reads ONNX computes norms by their definition.
     exact = (Predictor if options.format == "savedmodel" else networks.ExactPredictor)(contract.config, weights)
-    if options.case:
-        case = _given_case(options.case, own, zero_nan=background.zero_nan or zeroes_nan([config]))
-    else:
-        case = _stores_case(config)
+    case = _case_to_try(options, config, own)
     check_fits(case, exact)
     packages = {name: metadata.version(name) for name in ("onnx", "onnxruntime") if options.format == "onnx"}
     about = {
@@ -116,7 +112,7 @@ def run(options: Options, background: ZeroNan) -> int:
     try:
         network = networks.exported_network(contract, weights)
         write = networks.write_onnx if options.format == "onnx" else networks.write_saved_model
-        write(contract, network, options.out / contract.file)
+        write(contract, network, options.out / FILES[contract.format])
         (options.out / "USAGE.md").write_text(usage(contract), encoding="utf-8")
         verification = verify(contract, options.out, case, exact, own)
         if verification["passed"]:
@@ -126,13 +122,12 @@ def run(options: Options, background: ZeroNan) -> int:
         for path in options.out.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         raise
-    console = Console()
     rows = [(name.replace("_", " "), str(value)) for name, value in verification.items()]
-    console.print(Table(("", ""), rows, title="Against predict, and the same network in float32").rich())
+    Console().print(Table(("", ""), rows, title="Against predict, and the same network in float32").rich())
     if not verification["passed"]:
-        console.print(f"[bold red]failed: {options.out} has no export.json and is not to be used", soft_wrap=True)
+        say(f"failed: {options.out} has no export.json and is not to be used", stderr=False)
         return 1
-    console.print(f"written: {options.out}", highlight=False, soft_wrap=True)
+    say(f"written: {options.out}", stderr=False)
     return 0
 
 
@@ -149,17 +144,14 @@ def check_fits(case: Case, exact: Any) -> None:
 
 
 def verify(contract: Contract, folder: Path, case: Case, exact: Any, own: Any) -> Dict[str, Any]:
-    """Differences of the exported network from `predict`, as in export.json; "passed" is whether it may be used.
-
-    `exact` and `own` are predictors at the exported size: in float32, and in the run's own dtype as `predict` computes.
-    Raises InputError where the run's own answer is not finite.
-    """
-    record, regions = case.record, contract.regions
-    region = exact.region(record)
+    """Differences of the exported network from `exact`, the predictor in float32, and from `own`, in the run's dtype as
+    `predict` computes, as in export.json; "passed" is whether it may be used. Raises InputError where `exact`'s answer
+    is not finite."""
+    record, regions, region = case.record, contract.regions, exact.region(case.record)
     answer = paste(_answer(contract, folder, case, region), region, record.shape)
     expected, in_own_dtype = (one.probabilities(case.image, record, case.channels) for one in (exact, own))
     check_finite(expected, record.case_id)
-    label = label_from_regions(answer, regions)
+    label, *others = (label_from_regions(one, regions) for one in (answer, expected, in_own_dtype))
     finite = bool(np.isfinite(answer).all())
     largest, from_predict = (float(np.abs(answer - other).max()) for other in (expected, in_own_dtype))
     return {
@@ -170,14 +162,10 @@ def verify(contract: Contract, folder: Path, case: Case, exact: Any, own: Any) -
         "largest_difference_from_predict": from_predict if finite else None,
         "voxels": int(np.prod(region.size)),
         "different_labels": {
-            name: int(np.count_nonzero(label != label_from_regions(other, regions)))
-            for name, other in (("float32", expected), ("predict", in_own_dtype))
+            name: int(np.count_nonzero(label != other)) for name, other in zip(("float32", "predict"), others)
         },
         "label_voxels": int(np.count_nonzero(label)),
     }
-
-
-# --- Private helpers ---
 
 
 def _answer(contract: Contract, folder: Path, case: Case, region: Region) -> np.ndarray:
@@ -185,28 +173,20 @@ def _answer(contract: Contract, folder: Path, case: Case, region: Region) -> np.
     network = load_network(folder, contract.to_json())
     picked = [list(case.channels).index(name) for name in contract.config.channels]
     image = crop(case.image, region)[..., picked].astype(np.float32)
-    if not contract.slides:
+    if not contract.config.is_patch:
         return network(image=image)
     mean, std = (np.float32(one)[picked] for one in (case.record.channel_mean, case.record.channel_std))
-    logits = sliding_window(lambda tile: network(image=tile[0], mean=mean, std=std)[None], image[None], contract.size)
+    logits = sliding_window(
+        lambda tile: network(image=tile[0], mean=mean, std=std)[None], image[None], contract.config.grid
+    )
     return (0.5 + 0.5 * np.tanh(logits.astype(np.float64) / 2)).astype(np.float32)  # a sigmoid that overflows nowhere
-
-
-def _check_empty(out: Path) -> None:
-    """Raise InputError where `out` is a file or holds one."""
-    entries = len(list(out.iterdir())) if out.is_dir() else 0
-    if entries or (out.exists() and not out.is_dir()):
-        got = f"{entries} entries in it" if entries else "a file"
-        raise InputError(f"--out {out} must be a new or an empty folder, got {got}; choose another, or empty it")
 
 
 def _contract(config: RunConfig, format_: str, size: Optional[Shape3]) -> Contract:
     """Raises InputError for a size that the network cannot take, and for a run at a lower resolution."""
     if config.resolution != 1:
-        raise InputError(
-            f"export must have a run of resolution 1, got {config.resolution:g}: an exported network does not make"
-            " images smaller; export another run"
-        )
+        rule = f"export must have a run of resolution 1, got {config.resolution:g}"
+        raise InputError(f"{rule}: an exported network does not make images smaller; export another run")
     size = tuple(size or config.grid)
     try:
         config.unet.check_shape(size, "--size")
@@ -216,25 +196,18 @@ def _contract(config: RunConfig, format_: str, size: Optional[Shape3]) -> Contra
     return Contract(dataclasses.replace(config, grid=size, unet=unet), config.unet.dtype, format_)
 
 
-def _given_case(paths: Sequence[Path], predictor: Any, *, zero_nan: bool) -> Case:
-    check_there("--case", paths)
-    cases, problems = find_cases(paths, predictor)
+def _case_to_try(options: Options, config: RunConfig, predictor: Any) -> Case:
+    """The case of --case, else the first of the run's store: one that was not trained on, where there is one."""
+    if not options.case:
+        store = store_of_run(config)
+        record = next(record for split in ("test", "val", "train") for record in store.cases(split))
+        return Case(record, store.image(record.case_id), store.manifest.channels)
+    check_there("--case", options.case)
+    cases, problems = find_cases(options.case, predictor)
     refuse(problems)
     if len(cases) != 1:
         raise InputError(f"--case must be one case, got {len(cases)}; one is enough to try the network on")
     files, channels = cases[0].files, cases[0].channels
     folder = Path(files.images[0]).parent
-    loaded = load_case(files, channels=channels, labels=None, dataset_folder=folder, zero_nan=zero_nan)
+    loaded = load_case(files, channels=channels, labels=None, dataset_folder=folder, zero_nan=options.zero_nan)
     return Case(loaded.record, loaded.image, channels)
-
-
-def _stores_case(config: RunConfig) -> Case:
-    """The first case of the run's store that was not trained on, or else that was."""
-    store = store_of_run(config, advice="--case must name a case to try it on if the store is gone or changed")
-    if store.manifest.channels != config.store_channels:
-        raise InputError(
-            f"channels of store {store.folder} must be the run's {config.store_channels}, got"
-            f" {store.manifest.channels}; name a case with --case"
-        )
-    record = next(record for split in ("test", "val", "train") for record in store.cases(split))
-    return Case(record, store.image(record.case_id), store.manifest.channels)

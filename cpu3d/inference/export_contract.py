@@ -6,46 +6,23 @@ from pathlib import Path
 from typing import Any, Dict, Tuple
 
 from cpu3d.data.labels import THRESHOLD, code_meanings, paint_order
-from cpu3d.data.region import Shape3
 from cpu3d.data.sampling import OVERLAP, SIGMA_SHARE
 from cpu3d.errors import InputError, how_to_install
 from cpu3d.settings import RunConfig
 
-FILES = {"savedmodel": "saved_model", "onnx": "model.onnx"}
-"""Format -> what holds the network."""
-
-PACKAGES = {"savedmodel": "tensorflow", "onnx": "onnxruntime"}
-"""What reads each format."""
+FILES = {"savedmodel": "saved_model", "onnx": "model.onnx"}  # format -> what holds the network
+PACKAGES = {"savedmodel": "tensorflow", "onnx": "onnxruntime"}  # what reads each format
 
 
 @dataclass(frozen=True)
 class Contract:
-    """What one exported network takes and gives.
+    """What one exported network takes and gives. A network of whole volumes computes the statistics of their non-zero
+    voxels and gives probabilities. A window does not see the volume: the caller passes the statistics, and gets logits
+    to blend."""
 
-    Statistics are those of the whole volume's non-zero voxels. A network of whole volumes computes them and gives
-    probabilities. A window does not see the volume: the caller passes the statistics, and gets logits to blend.
-    """
-
-    config: RunConfig
-    """Of the run; its network is float32 here and its grid is `size`."""
+    config: RunConfig  # of the run; its network is float32 here and its grid is what it takes
     trained_dtype: str
-    format: str
-    """One of FILES."""
-
-    @property
-    def file(self) -> str:
-        """Name of the network's file or folder, beside export.json."""
-        return FILES[self.format]
-
-    @property
-    def size(self) -> Shape3:
-        """Voxels X, Y, Z of the image that the network takes."""
-        return tuple(self.config.grid)
-
-    @property
-    def slides(self) -> bool:
-        """Whether the network takes windows of a volume rather than all of it."""
-        return self.config.is_patch
+    format: str  # one of FILES
 
     @property
     def regions(self) -> Dict[str, Tuple[int, ...]]:
@@ -54,37 +31,33 @@ class Contract:
 
     @property
     def output(self) -> str:
-        return "logits" if self.slides else "probabilities"
+        return "logits" if self.config.is_patch else "probabilities"
 
     def inputs(self) -> Dict[str, Dict[str, Any]]:
         """Name -> dtype, shape and meaning, as in export.json."""
         channels = len(self.config.channels)
         image = {
             "dtype": "float32",
-            "shape": [*self.size, channels],
+            "shape": [*self.config.grid, channels],
             "axes": "X, Y, Z towards right, anterior, superior; then the channels",
             "values": "intensities as in the file; 0 is background",
         }
-        if not self.slides:
-            return {"image": image}
+        given = {"dtype": "float32", "shape": [channels]}
         rest = "of each channel over the non-zero voxels of the whole volume, intensities as in the file"
-        return {
-            "image": image,
-            "mean": {"dtype": "float32", "shape": [channels], "values": f"mean {rest}"},
-            "std": {"dtype": "float32", "shape": [channels], "values": f"standard deviation (division by n) {rest}"},
-        }
+        mean = {**given, "values": f"mean {rest}"}
+        std = {**given, "values": f"standard deviation (division by n) {rest}"}
+        return {"image": image, "mean": mean, "std": std} if self.config.is_patch else {"image": image}
 
     def to_json(self) -> Dict[str, Any]:
         """Everything in export.json that follows from the run's settings."""
         config, unet = self.config, dataclasses.asdict(self.config.unet)
+        answer = {"dtype": "float32", "shape": [*self.config.grid, len(config.regions)], "regions": config.regions}
         return {
             "schema": 1,
             "written_by": "cpu3d export",
-            "file": self.file,
+            "file": FILES[self.format],
             "inputs": self.inputs(),
-            "outputs": {
-                self.output: {"dtype": "float32", "shape": [*self.size, len(config.regions)], "regions": config.regions}
-            },
+            "outputs": {self.output: answer},
             "channels": config.channels,
             "regions": self.regions,
             "threshold": THRESHOLD,
@@ -94,9 +67,9 @@ class Contract:
             "axes": "RAS",
             "extent": config.extent,
             "mode": config.mode,
-            "size": self.size,
-            "overlap": OVERLAP if self.slides else None,
-            "sigma": SIGMA_SHARE if self.slides else None,
+            "size": self.config.grid,
+            "overlap": OVERLAP if self.config.is_patch else None,
+            "sigma": SIGMA_SHARE if self.config.is_patch else None,
             "network": {name: value for name, value in unet.items() if name != "policy"},
             "trained_dtype": self.trained_dtype,
             "format": self.format,
@@ -109,10 +82,8 @@ def require_onnx() -> Any:
         import onnx
         import onnxruntime  # noqa: F401
     except ImportError as error:
-        raise InputError(
-            f"onnx and onnxruntime must be installed for --format onnx, got {error}; {how_to_install('onnx')}, or"
-            " choose --format savedmodel"
-        ) from None
+        rule = f"onnx and onnxruntime must be installed for --format onnx, got {error}"
+        raise InputError(f"{rule}; {how_to_install('onnx')}, or choose --format savedmodel") from None
     return onnx
 
 
@@ -124,7 +95,7 @@ def usage(contract: Contract) -> str:
     program = Path(__file__).with_name("segment.py").read_text(encoding="utf-8")
     return f"""# How to use this network
 
-`{contract.file}` holds the network, `export.json` its inputs, outputs, size and label codes, its origin and how well it
+`{about["file"]}` holds the network, `export.json` its inputs, outputs, size and label codes, its origin and how well it
 agrees with `predict`. Keep the files of this folder together.
 
 It takes {channels}, each a 3D file in this order, or together a 4D file. `predict` rounds images whose voxels are not

@@ -1,9 +1,8 @@
 """The network of a run in the two formats: a SavedModel of TensorFlow, and an ONNX graph written from the layer plan.
 
-A SavedModel is a graph and its weights, readable by TensorFlow alone, without this project or Keras. The ONNX graph
-needs no converter: tf2onnx pins a protobuf older than TensorFlow's and does not know the fused batch norm in training
-mode, which is what instance norm is here (models/norm.py). ONNX has channels first, so the image is turned on the way
-in and the answer on the way out.
+A SavedModel is readable by TensorFlow alone, without this project or Keras. The ONNX graph needs no converter: tf2onnx
+pins a protobuf older than TensorFlow's and does not know the fused batch norm in training mode, which is what instance
+norm is here. ONNX has channels first, so the image is turned on the way in and the answer on the way out.
 """
 
 from pathlib import Path
@@ -13,23 +12,22 @@ import numpy as np
 import tensorflow as tf
 
 from cpu3d.data.region import Shape3
-from cpu3d.inference.export.contract import Contract, require_onnx
+from cpu3d.inference.export_contract import Contract, require_onnx
 from cpu3d.inference.predictor import Predictor
 from cpu3d.training.learner import finest
 from models.config import EPSILON, UNetConfig
 from models.layer_plan import LayerOp, layer_plan
 from models.unet3d import build_unet3d
 
-OPSET, IR_VERSION = 17, 8
-"""Of 2022: every onnxruntime from 1.12 on reads them."""
+OPSET, IR_VERSION = 17, 8  # of 2022: every onnxruntime from 1.12 on reads them
 
+# Layer -> weight -> array as Keras has it: {"encoder0_conv1": {"kernel": (3, 3, 3, in, out)}, ...}.
 Weights = Mapping[str, Mapping[str, np.ndarray]]
-"""Layer -> weight -> array as Keras has it: {"encoder0_conv1": {"kernel": (3, 3, 3, in, out)}, ...}."""
 
 
 def exported_network(contract: Contract, weights: List[np.ndarray]) -> tf.keras.Model:
     """The Keras model of `contract` with the run's weights, in Keras' order: one answer, the finest."""
-    model = build_unet3d(contract.config.unet, contract.size, batch_size=1)
+    model = build_unet3d(contract.config.unet, contract.config.grid, batch_size=1)
     model.set_weights(weights)
     return tf.keras.Model(model.input, finest(model.output))
 
@@ -45,7 +43,15 @@ def layer_weights(network: tf.keras.Model) -> Dict[str, Dict[str, np.ndarray]]:
 
 def write_saved_model(contract: Contract, network: tf.keras.Model, folder: Path) -> None:
     """Write the network of `contract` to `folder`, with the one signature "serving_default"."""
-    module = _Module(contract, network)
+
+    def answer(image, mean=None, std=None):
+        logits = network(_normalised_tensor(image, mean, std)[None], training=False)[0]
+        return {contract.output: logits if contract.config.is_patch else tf.sigmoid(logits)}
+
+    module = tf.Module()
+    module.weights = network.weights  # and not the Keras model, whose layers would be written down as well
+    signature = [tf.TensorSpec(one["shape"], one["dtype"], name=name) for name, one in contract.inputs().items()]
+    module.answer = tf.function(answer, input_signature=signature)
     # Gradients would be saved as well, twice the graph, and nothing is trained any more.
     options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
     tf.saved_model.save(module, str(folder), signatures={"serving_default": module.answer}, options=options)
@@ -65,9 +71,6 @@ class ExactPredictor(Predictor):
         return tf.function(lambda image: finest(model(image, training=False)), input_signature=[image])
 
 
-# --- ONNX ---
-
-
 def write_onnx(contract: Contract, network: tf.keras.Model, path: Path) -> None:
     """Write the network of `contract` to `path`. Names, shapes and dtypes are checked to fit together."""
     onnx, model = require_onnx(), onnx_model(contract, layer_weights(network))
@@ -80,37 +83,17 @@ def onnx_model(contract: Contract, weights: Weights) -> Any:
     graph = _Graph(require_onnx())
     channels_first = graph.add("Transpose", [_normalised(graph, contract)], perm=[3, 0, 1, 2])
     image = graph.add("Unsqueeze", [channels_first, graph.constant(np.int64([0]))])
-    logits = _network(graph, contract.config.unet, contract.size, weights, image)
-    answer = logits if contract.slides else graph.add("Sigmoid", [logits])
+    logits = _network(graph, contract.config.unet, contract.config.grid, weights, image)
+    answer = logits if contract.config.is_patch else graph.add("Sigmoid", [logits])
     turned = graph.add("Transpose", [answer], perm=[0, 2, 3, 4, 1])
     graph.add("Squeeze", [turned, graph.constant(np.int64([0]))], contract.output)
-    shape = (*contract.size, len(contract.regions))
-    return graph.model(contract.inputs(), contract.output, shape)
-
-
-# --- Private helpers: SavedModel ---
-
-
-class _Module(tf.Module):
-    """What is saved. It holds the variables and not the Keras model, whose layers would be written down as well."""
-
-    def __init__(self, contract: Contract, network: tf.keras.Model):
-        super().__init__()
-        self.weights = network.weights
-        signature = [tf.TensorSpec(one["shape"], one["dtype"], name=name) for name, one in contract.inputs().items()]
-
-        def answer(image, mean=None, std=None):
-            logits = network(_normalised_tensor(image, mean, std)[None], training=False)[0]
-            return {contract.output: logits if contract.slides else tf.sigmoid(logits)}
-
-        self.answer = tf.function(answer, input_signature=signature)
+    given = {contract.output: {"shape": [*contract.config.grid, len(contract.regions)]}}
+    return graph.model(contract.inputs(), given)
 
 
 def _normalised_tensor(image, mean: Any = None, std: Any = None):
     """(value - mean) / std where a voxel is not 0, else 0: (X, Y, Z, C) float32. A channel without contrast is 0.
-
-    Statistics are float64, as in a store's records: a sum over millions of voxels loses digits in float32.
-    """
+    Statistics are float64, as in a store's records: a sum over millions of voxels loses digits in float32."""
     present = tf.not_equal(image, 0)
     if mean is None:
         values, mask = tf.cast(image, tf.float64), tf.cast(present, tf.float64)
@@ -120,9 +103,6 @@ def _normalised_tensor(image, mean: Any = None, std: Any = None):
     mean, std = tf.cast(mean, tf.float64), tf.cast(std, tf.float64)
     scale = tf.math.divide_no_nan(tf.ones_like(std), std)
     return tf.where(present, image * tf.cast(scale, tf.float32) + tf.cast(-mean * scale, tf.float32), 0.0)
-
-
-# --- Private helpers: ONNX ---
 
 
 class _Graph:
@@ -141,19 +121,21 @@ class _Graph:
 
     def constant(self, array: np.ndarray, name: str = "") -> str:
         """An initializer; weights have names."""
-        array, name = np.ascontiguousarray(array), name or f"constant_{len(self._constants)}"
-        tensor = self._onnx.numpy_helper.from_array(array, name)
-        self._constants.append(tensor)
-        return tensor.name
+        name = name or f"constant_{len(self._constants)}"
+        self._constants.append(self._onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
+        return name
 
     def cast(self, tensor: str, dtype: str) -> str:
         return self.add("Cast", [tensor], to=getattr(self._onnx.TensorProto, dtype))
 
-    def model(self, inputs: Mapping[str, Mapping[str, Any]], output: str, shape: Sequence[int]) -> Any:
+    def model(self, *inputs_and_outputs: Mapping[str, Mapping[str, Any]]) -> Any:
+        """The ModelProto; inputs and outputs are name -> shape."""
         helper, float32 = self._onnx.helper, self._onnx.TensorProto.FLOAT
-        taken = [helper.make_tensor_value_info(name, float32, one["shape"]) for name, one in inputs.items()]
-        given = [helper.make_tensor_value_info(output, float32, list(shape))]
-        graph = helper.make_graph(self._nodes, "cpu3d", taken, given, self._constants)
+        ends = [
+            [helper.make_tensor_value_info(name, float32, one["shape"]) for name, one in some.items()]
+            for some in inputs_and_outputs
+        ]
+        graph = helper.make_graph(self._nodes, "cpu3d", *ends, self._constants)
         opsets = [helper.make_opsetid("", OPSET)]
         return helper.make_model(graph, producer_name="cpu3d", ir_version=IR_VERSION, opset_imports=opsets)
 
@@ -163,7 +145,7 @@ def _normalised(graph: _Graph, contract: Contract) -> str:
     zero, one = graph.constant(np.float64(0)), graph.constant(np.float64(1))
     nothing = graph.constant(np.float32(0))
     present = graph.add("Not", [graph.add("Equal", ["image", nothing])])
-    if contract.slides:
+    if contract.config.is_patch:
         mean, std = graph.cast("mean", "DOUBLE"), graph.cast("std", "DOUBLE")
     else:
         grid = graph.constant(np.int64([0, 1, 2]))
@@ -225,11 +207,8 @@ def _layer(graph: _Graph, op: LayerOp, norm: str, inputs: List[str], weights: Ma
 
 
 def _moments(graph: _Graph, tensor: str) -> Sequence[str]:
-    """Mean and variance (C,) of one sample's maps, axis by axis, so that no sum has more than a few hundred terms.
-
-    onnxruntime's InstanceNormalization adds up a whole map in float32: with 144 x 176 x 128 voxels that put
-    probabilities off by 0.03.
-    """
+    """Mean and variance (C,) of one sample's maps, axis by axis, so that no sum has more than a few hundred terms:
+    onnxruntime's InstanceNormalization adds up a whole map in float32, which put probabilities off by 0.03."""
     mean, grid = tensor, graph.constant(np.int64([0, 2, 3, 4]))
     for axis in (4, 3, 2):
         mean = graph.add("ReduceMean", [mean], axes=[axis])

@@ -1,1 +1,0 @@
-"""`export`: a trained network for other programs."""
