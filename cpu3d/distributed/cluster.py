@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import random
 import re
 import socket
 import sys
@@ -150,10 +151,13 @@ def is_own(host: str) -> bool:
 
 
 def free_ports(count: int) -> Tuple[int, ...]:
-    """Ports of this host that are free now."""
-    with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
-        return tuple(one.getsockname()[1] for one in held)
+    """Ports of this host that are free, below those that Linux hands out by itself: they are bound only later."""
+    found: List[int] = []
+    for port in random.sample(range(20000, 32768), 12768):
+        if len(found) < count:
+            with contextlib.suppress(OSError), socket.create_server(("", port)):
+                found.append(port)
+    return tuple(found)
 
 
 # --- Slurm: the variables that srun(1), OUTPUT ENVIRONMENT VARIABLES, sets for a task ---
@@ -169,14 +173,17 @@ def read_slurm(environ: Mapping[str, str]) -> Optional[Tuple[Tuple[str, ...], in
     """
     if not {"SLURM_STEP_NODELIST", "SLURM_PROCID"} <= set(environ):
         return None
-    hosts, rank = expand_hosts(environ["SLURM_STEP_NODELIST"]), int(environ["SLURM_PROCID"])
-    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    one_each = tasks in ("1", f"1(x{len(hosts)})") and rank < len(hosts)
+    todo = "start by srun --ntasks-per-node=1 --distribution=block, or name --hosts"
+    try:
+        rank, job = int(environ["SLURM_PROCID"]), int(environ.get("SLURM_JOB_ID", "0"))
+    except ValueError as error:
+        raise InputError(f"SLURM_PROCID and SLURM_JOB_ID must be whole numbers, got {error}; {todo}") from None
+    hosts, tasks = expand_hosts(environ["SLURM_STEP_NODELIST"]), environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    one_each = tasks in ("1", f"1(x{len(hosts)})") and 0 <= rank < len(hosts)
     if not one_each or environ.get("SLURM_NODEID", str(rank)) != str(rank):
         got = f"SLURM_PROCID {rank} of {tasks} tasks on {len(hosts)} hosts"
-        todo = "start by srun --ntasks-per-node=1 --distribution=block, or name --hosts"
         raise InputError(f"Slurm's step must have one task on each of its hosts, in order, got {got}; {todo}")
-    return hosts, rank, 15000 + int(environ["SLURM_JOB_ID"]) % 1000 * 16  # below Linux's range for connections
+    return hosts, rank, 15000 + job % 1000 * 16  # below Linux's range for connections
 
 
 def expand_hosts(text: str) -> Tuple[str, ...]:

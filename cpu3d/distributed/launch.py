@@ -2,6 +2,7 @@
 
     ./run.sh launch train --store store --run runs/first --batch-per-worker 1
     ./run.sh launch --workers 2 train --store store --run runs/first --batch 4
+    ./run.sh launch --dry-run train --store store --run runs/first --batch 4                  (what would be started)
     ./run.sh launch --hosts node1,node2 train --store store --run runs/first --batch 8        (on each of them)
     srun --ntasks-per-node=1 --exclusive ./run.sh launch train --store store --run runs/first --batch 8
 
@@ -16,6 +17,7 @@ have to be on each.
 
 import argparse
 import os
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +36,7 @@ from cpu3d.distributed.cluster import (
 )
 from cpu3d.distributed.supervise import Job, supervise, wait_for_earlier
 from cpu3d.errors import InputError
-from cpu3d.host.thread_plan import default_workers, read_topology, thread_plans
+from cpu3d.host.thread_plan import default_workers, plan_lines, read_topology, thread_plans
 from cpu3d.settings import TRAIN_OPTIONS
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT
@@ -56,6 +58,7 @@ class Options:
     port: Optional[int] = option(
         None, "of each host's first worker (default: free, or 29500 with --hosts)", "P", at_least=1024, at_most=65535
     )
+    dry_run: bool = option(False, "say what would be started, and start nothing")
     train: Tuple[str, ...] = option((), "train and its options", metavar="train ...", rest=True)
 
 
@@ -63,7 +66,7 @@ OPTIONS = (Options,)
 
 
 def run(options: Options) -> int:
-    """Start the workers of this host and wait for their end."""
+    """Start the workers of this host and wait for their end, or print what would be started."""
     if options.train[:1] != ("train",):
         got = options.train[0] if options.train else "nothing"
         raise InputError(f"launch must be followed by its options and then by train and its own, got {got}; see --help")
@@ -73,8 +76,14 @@ def run(options: Options) -> int:
     training, _ = arguments(TRAIN_OPTIONS, parser.parse_args(options.train[1:]), InputError)
     topology = read_topology()
     plan = make_plan(options, os.environ, default_workers(topology))
-    thread_plans(topology, len(plan.cluster.local_ranks))  # else each worker would refuse
-    _launch(plan, options.train, training.run)
+    threads = thread_plans(topology, len(plan.cluster.local_ranks))  # refused here, or each worker would refuse
+    if not options.dry_run:
+        _launch(plan, options.train, training.run)
+        return 0
+    print(f"{plan.words}; a dry run, nothing is started", *plan_lines(threads), sep="\n")
+    for rank in plan.ranks:
+        given = [f"{name}={shlex.quote(value)}" for name, value in plan.environ_of(rank, {}).items()]
+        print(f"worker {rank}: {' '.join([*given, shlex.join([*PROGRAM, *options.train])])}")
     return 0
 
 

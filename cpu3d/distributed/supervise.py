@@ -63,7 +63,7 @@ def supervise(
     say: Callable[[str], None] = lambda line: None,
     patience: Patience = Patience(),
 ) -> None:
-    """Run all `jobs` of a run until each has finished. Call it in the main thread; `show` is called many times a second.
+    """Run all `jobs` of a run until each has finished. Call it in the main thread; `show` is called often.
 
     SIGINT and SIGTERM are passed on, and when all have ended raised as Interrupted. Raises WorkerFailedError, of the
     first that failed. When this process is killed the workers get SIGTERM.

@@ -18,7 +18,7 @@ from cpu3d.errors import InputError
 from cpu3d.host.memory import memory_policy
 from cpu3d.util.records import count
 from memory_estimator.common.units import format_bytes
-from memory_estimator.host import Cpu, Host, Node, cpu_places, meminfo, node_memory, online, read_host
+from memory_estimator.host import Cpu, Host, Node, cpu_places, meminfo, node_memory, read_host
 
 Cores = Sequence[Tuple[Cpu, ...]]  # the CPUs of each core, in the order of sockets and nodes
 
@@ -202,6 +202,18 @@ def describe(host: Host, plan: ThreadPlan, engine: str) -> List[str]:
         if tuning.get(name) != plan.tuning.get(name):
             rule = f"must be {plan.tuning[name]} to use this host as planned, got {tuning[name]} from your environment"
             lines.append(f"warning: {name} {rule}; `unset {name}`, unless you want it so")
+    return lines
+
+
+def plan_lines(plans: Sequence[ThreadPlan]) -> List[str]:
+    """A line a worker: its CPUs, where its memory comes from and its variables."""
+    lines = []
+    for index, plan in enumerate(plans):
+        places = [f"CPUs {cpu_ranges(plan.cpus)}" if plan.cpus else "CPUs not bound"]
+        if plan.memory_nodes:
+            places.append(f"memory {plan.memory_policy} on NUMA nodes {cpu_ranges(plan.memory_nodes)}")
+        tuning = [f"{name}={value}" for name, value in plan.tuning.items()]
+        lines.append(f"plan of worker {index}: {', '.join(places + tuning)}")
     return lines
 
 

@@ -13,8 +13,7 @@ import pytest
 from cpu3d.errors import InputError
 from cpu3d.host.apply import apply, import_tensorflow, set_up
 from cpu3d.host.memory import memory_policy
-from cpu3d.host.thread_plan import KMP_AFFINITY, ThreadPlan, thread_plans
-from cpu3d.host.topology import cpu_ranges, read_topology
+from cpu3d.host.thread_plan import KMP_AFFINITY, ThreadPlan, cpu_ranges, read_topology, thread_plans
 from memory_estimator.host import read_host
 
 ROOT = Path(__file__).resolve().parents[3]
