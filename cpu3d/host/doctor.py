@@ -37,8 +37,7 @@ from memory_estimator.common.units import GIB, format_bytes
 from memory_estimator.host import memory_high
 from memory_estimator.job import ENGINES
 
-FEW_BYTES = 8 * GIB
-"""Free for a worker: less than a whole brain in the reference network takes without a tighter policy."""
+FEW_BYTES = 8 * GIB  # free for a worker: less than a whole brain takes in the reference network at policy speed
 
 
 @dataclass(frozen=True)
