@@ -195,6 +195,7 @@ is_ready() {
 setup() {
   choose
   if is_whole || { acquire; is_whole; }; then
+    build_kernels
     say "Ready: .venv has Python $version and $requirements."
     return
   fi
@@ -214,8 +215,12 @@ setup() {
   say "Installing into .venv, about $size; details in .venv/install.log"
   install "$requirements"
   mv "$stamp.partial" "$stamp"
+  build_kernels
   say "Ready: .venv has Python $version and $requirements."
 }
+
+# build_kernels: the own convolutions, where they are not built from these sources; one line where that cannot be.
+build_kernels() { [ ! -d "$root/models/native" ] || (cd "$root" && "$venv/bin/python" -m models.native.build) || true; }
 
 # install FILE: what a requirements file names, into the environment.
 install() {

@@ -14,10 +14,7 @@ from memory_estimator.common.schema import in_checkout
 
 
 class InputError(Exception):
-    """Bad input: one or more problems, each as *name* must *rule*, got *value*; *what to do*.
-
-    The command line prints them, one a line, and exits with `exit_code`.
-    """
+    """Bad input: one or more problems, each as *name* must *rule*, got *value*; *what to do*."""
 
     exit_code = 2
 
@@ -71,12 +68,9 @@ class Interrupted(KeyboardInterrupt):
 class Ending:
     """One way for a process to end."""
 
-    state: str
-    """Of a worker that ended so, as `status` shows it."""
-    words: str
-    """What happened, for --help and for `launch`."""
-    advice: str = "{again}"
-    """What to do next. {again} says that the same command continues, and from where."""
+    state: str  # of a worker that ended so, as `status` shows it
+    words: str  # what happened, for --help and for `launch`
+    advice: str = "{again}"  # what to do next; {again} says that the same command continues, and from where
 
 
 ENDINGS: Dict[int, Ending] = {

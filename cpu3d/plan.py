@@ -1,7 +1,7 @@
 """What a training run will be, decided before anything is computed: settings -> plan -> run.
 
     plan = make_plan(store, run_folder, host, settings, gpus=gpus, workers=2)
-    print(*plan.describe(host), sep="\\n")
+    print(*plan.describe(host))
     check_fits(plan, host, gpus)             # raises DoesNotFitError with the nearest settings that fit
     save_plan(plan, run_folder)              # run/plan.json
 
@@ -25,8 +25,6 @@ from cpu3d.host.gpu import Gpu, best_dtype, card_of, pick_device, why_no_card
 from cpu3d.host.thread_plan import thread_plan
 from cpu3d.settings import (
     AUTO,
-    RATE_SCALES,
-    SIZES_OF_PATCH,
     RunConfig,
     config_from_json,
     differences,
@@ -40,7 +38,7 @@ from cpu3d.util.records import by
 from memory_estimator import planner
 from memory_estimator.accuracy import Accuracy, load_accuracy
 from memory_estimator.calibration import HostConstants, find_constants
-from memory_estimator.common.units import format_bytes, format_seconds, parse_bytes
+from memory_estimator.common.units import format_bytes, format_seconds
 from memory_estimator.estimate import (
     STORE_NOTE,
     Component,
@@ -68,22 +66,17 @@ class Plan:
     """A run, all of it decided."""
 
     config: RunConfig
-    """Every setting."""
-    store: Store
-    """As the run's fold sees it."""
-    saved: Optional[RunConfig] = None
-    """Of the run that is continued; None for a new one."""
+    store: Store  # as the run's fold sees it
+    saved: Optional[RunConfig] = None  # of the run that is continued; None for a new one
     workers: int = 1
-    estimate: Optional[Estimate] = None
-    """Memory and time of a step of one worker in full; None on a card, and where `reasons` say why there is none."""
-    coarse: Optional[Estimate] = None
-    """The same of a coarse step; None without a curriculum, and where `estimate` is."""
+    estimate: Optional[Estimate] = None  # of a full step of one worker; None on a card, and where `reasons` say why
+    coarse: Optional[Estimate] = None  # of a coarse step; None without a curriculum, and where `estimate` is
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Why what was left open was decided so, by the name of the setting; under "memory" why there is no estimate."""
 
     @property
     def samples_per_epoch(self) -> int:
-        """Training cases, or their patches."""
+        """Training cases, or patches of them."""
         return len(self.store.manifest.split["train"]) * self.config.patches_per_case
 
     @property
@@ -186,11 +179,11 @@ def make_plan(
     workers: int = 1,
     force: bool = False,
 ) -> Plan:
-    """The plan of a run: recipe or saved run, then the chosen settings, then what store and host decide.
+    """The plan of a run: recipe or saved run, then the chosen settings, then what store and host, this worker's share
+    of one, decide. Device, dtype, policy and micro-batch of a saved run only a setting changes, no recipe.
 
-    `host` is this worker's share of one. How a saved run computes its steps, in device, dtype, policy and micro-batch,
-    only a setting changes, no recipe. Raises InputError when the settings do not suit the store, when a saved run
-    cannot continue under them, or, unless `force`, where the host's calibration cannot be read.
+    Raises InputError for settings that do not suit the store or the saved run, and, unless `force`, where the host's
+    calibration cannot be read.
     """
     saved = load_config(run_folder) if (run_folder / "config.json").is_file() else None
     inputs = Inputs(store, host, settings, saved, gpus, workers)
@@ -208,10 +201,8 @@ def make_plan(
 
 
 def plan_of_chief(content: Mapping[str, Any], store: Store, host: Host, engine: str) -> Plan:
-    """The chief's plan, as `to_json` gave it with the name of its engine, on this worker's store, host and engine.
-
-    Raises InputError for a store or an engine that is not the chief's.
-    """
+    """The chief's plan, as `to_json` gave it with the name of its engine, on this worker's store, host and engine, both
+    of which must be the chief's."""
     config = dataclasses.replace(config_from_json(dict(content["config"])), store=str(store.folder.resolve()))
     if engine != content["engine_name"]:
         rule = f"engine must be the chief's, {content['engine_name']}, got {engine}"
@@ -230,11 +221,8 @@ def save_plan(plan: Plan, run_folder: Path) -> None:
 
 
 def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
-    """Raise DoesNotFitError where the upper bound of a run is more than is free: between the predicted peak and the
-    bound it may be killed. The error names the nearest settings that do fit.
-
-    A run that continues may change its policy and, but for batch norm, its micro-batch: else it is another run.
-    """
+    """Raise DoesNotFitError, with the nearest settings that fit, where the upper bound of a run is more than is free. A
+    run that continues may change its policy and, but for batch norm, its micro-batch: else it is another run."""
     if plan.config.device != "cpu":
         _check_card(plan, card_of(plan.config.device, gpus))
         return
@@ -312,19 +300,13 @@ def _decided(inputs: Inputs) -> RunConfig:
 
 def _for_workers(config: RunConfig, inputs: Inputs, *, scale: bool) -> RunConfig:
     """Fill in what follows from the number of workers: batch and learning rate, where the batch grows with it, and what
-    is computed together.
-
-    The rate of a run that continues has grown already, unless it is given again: by a setting, or with `scale`.
-    """
+    is computed together. The rate of a run that continues has grown already, unless a setting or `scale` gives it."""
     settings, saved, workers = inputs.settings, inputs.saved, inputs.workers
     if "batch_per_worker" in settings:
         config = dataclasses.replace(config, batch=settings["batch_per_worker"] * workers)
-        power = RATE_SCALES[settings.get("rate_scaling") or OPTIMIZERS[config.optimizer].rate_scaling]
+        power = 1.0 if OPTIMIZERS[config.optimizer].rate_scaling == "linear" else 0.5
         grown = [name for name in ("learning_rate", "adam_rate") if scale or name in settings]
         config = dataclasses.replace(config, **{name: getattr(config, name) * workers**power for name in grown})
-    elif "rate_scaling" in settings:
-        rule = f"--rate-scaling must come with --batch-per-worker, got {settings['rate_scaling']} without"
-        raise InputError(f"{rule}; add it, or choose --learning-rate")
     if config.batch % workers:
         rule = f"batch must be a multiple of the {workers} workers, got {config.batch}"
         raise InputError(f"{rule}; choose --batch-per-worker, or another --batch")
@@ -383,13 +365,13 @@ def _with_grid(config: RunConfig, inputs: Inputs) -> RunConfig:
     settings, saved, divisor = inputs.settings, inputs.saved, config.unet.divisor
     grid = network_grid(grid_size(inputs.store, extent=config.extent, multiple=1), config.resolution, divisor)
     if not config.is_patch:
-        for name in (*SIZES_OF_PATCH, "patches_per_case", "foreground"):
+        for name in ("patch", "patches_per_case", "foreground"):
             if name in settings:
                 raise InputError(f"--{name.replace('_', '-')} must come with --mode patch, got mode whole; add it")
         return dataclasses.replace(config, grid=grid, patches_per_case=1)
     if "patch" in settings:
         patch = tuple(settings["patch"])
-    elif "gpu_memory" in settings or (saved is None and config.device != "cpu"):
+    elif saved is None and config.device != "cpu":
         patch = _largest_patch(dataclasses.replace(config, grid=grid), inputs)
     else:
         patch = saved.grid if saved else planner.usual_patch(grid, divisor)
@@ -400,21 +382,12 @@ def _with_grid(config: RunConfig, inputs: Inputs) -> RunConfig:
 
 
 def _largest_patch(config: RunConfig, inputs: Inputs) -> Shape3:
-    """The largest patch of `config.grid` that the card, or one of --gpu-memory, trains."""
-    if "gpu_memory" in inputs.settings:
-        name = "--gpu-memory"
-        try:
-            memory_bytes = parse_bytes(inputs.settings["gpu_memory"])
-        except ValueError as error:
-            raise InputError(f"--gpu-{error}") from None
-    else:
-        memory_bytes = card_of(config.device, inputs.gpus).free_bytes
-        if memory_bytes is None:
-            rule = f"the free memory of {config.device} must be known, got none from its driver"
-            raise InputError(f"{rule}; give --gpu-memory or --patch")
-        name = f"{config.device}, with {format_bytes(memory_bytes)} free,"
+    """The largest patch of `config.grid` that the card trains."""
+    free_bytes = card_of(config.device, inputs.gpus).free_bytes
+    if free_bytes is None:
+        raise InputError(f"the free memory of {config.device} must be known, got none from its driver; give --patch")
     try:
-        return planner.patch_for(job_of(config, 1, 0), memory_bytes, name)
+        return planner.patch_for(job_of(config, 1, 0), free_bytes, f"{config.device}, of which that is free,")
     except ValueError as error:
         raise DoesNotFitError(str(error)) from None
 
@@ -465,18 +438,12 @@ def _with_estimate(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
 
 
 def _price(plan: Plan, host: Host, constants: HostConstants, accuracy: Accuracy) -> planner.Price:
-    """What jobs take on this host, with what the run holds beside its steps in their upper bound.
-
-    Of several workers it is the memory of one, of which `host` is the share, and the time of all of them together,
-    their exchange aside. The variables are held once more where the run's grid changes, and where steps are timed
-    before it.
-    """
-    config, kept_bytes = plan.config, 0
+    """What jobs take on this host, with what the run holds beside its steps in their upper bound: the memory of one
+    worker, and the time of all of them together, their exchange aside."""
+    config = plan.config
+    # The variables are held once more where the run's grid changes, and where steps are timed before it.
     copies = bool(config.coarse_steps) + (bool(config.budget_minutes) and not config.steps)
     left_bytes = plan.coarse.allocator_peak_bytes if plan.coarse else 0
-    if config.read_mode == "ram":  # asked for: else the kernel may drop what it keeps of files
-        cases = [case for split in ("train", "val") for case in plan.store.cases(split)]
-        kept_bytes = sum(case.image_bytes + case.label_bytes for case in cases) // plan.workers
 
     def price(job: Job) -> Estimate:
         saved = ("weights", "optimizer slots", "averaged weights")  # what a checkpoint holds
@@ -485,7 +452,6 @@ def _price(plan: Plan, host: Host, constants: HostConstants, accuracy: Accuracy)
             Component("whole volumes", _whole_volumes(plan, job), "derived: of validation, or to be averaged down"),
             Component("variables, once more", copies * variables, "exact: of before the timing, or of another grid"),
             Component("left by coarse steps", left_bytes, "at most: pages too scattered for maps of full size"),
-            Component("files kept in memory", kept_bytes, "exact: all that the run reads, in read mode ram"),
         )
 
     return price

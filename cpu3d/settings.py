@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import math
 import re
-import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
@@ -23,7 +22,7 @@ from cpu3d.data.splits import parse_fold
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import write_json
 from memory_estimator.common.files import read_json, typed
-from memory_estimator.common.schema import as_typed, check, option, to_command_line
+from memory_estimator.common.schema import check, option, to_command_line
 from memory_estimator.job import (
     AUTO,
     DEFAULT_RECIPE,
@@ -36,14 +35,7 @@ from memory_estimator.job import (
 )
 from models.config import DTYPES, POLICIES, UNetConfig
 
-
-def left_open(value: Optional[str]) -> Optional[str]:
-    """`value`, or None where it is AUTO: what decides takes None for nothing chosen."""
-    return None if value == AUTO else value
-
-
-SCHEMA = 1
-"""Version of the run folder's layout. A run of another version is refused, never guessed at."""
+SCHEMA = 1  # of the run folder's layout; a run of another one is refused, never guessed at
 
 SCHEDULES: Dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
@@ -55,9 +47,6 @@ SCHEDULES: Dict[str, Callable[[float], float]] = {
 COARSE_SHARE = 7 / 8
 """Of a run's steps that a curriculum takes at half the resolution: about half of its voxels, as such a step has an
 eighth of a full one's (docs/log.md)."""
-
-RATE_SCALES = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
-"""Power of the number of workers that the learning rate grows by, where the batch grows with them."""
 
 CHANGEABLE = (
     *("store", "epochs", "steps", "coarse_steps", "budget_minutes", "patience", "validate_every", "validations"),
@@ -78,24 +67,16 @@ class RunConfig:
     """A training run, all of it. Two runs of equal configs on equal hosts are equal."""
 
     # What follows from the store
-    store: str = ""
-    """Folder of the store."""
-    store_channels: Tuple[str, ...] = ()
-    """All image channels of the store: what an image to predict on must have."""
-    label_names: Dict[int, str] = field(default_factory=dict)
-    """Label code -> name of the store: what predictions are written in."""
-    region_codes: Dict[str, Tuple[int, ...]] = field(default_factory=dict)
-    """Region -> label codes of the store."""
-    split_hash: str = ""
-    """Of the store the run was started on: a run never moves to another split."""
-    grid: Tuple[int, int, int] = (0, 0, 0)
-    """Voxels X, Y, Z that the network sees: the patch, or in mode whole what follows from store, extent, resolution."""
+    store: str = ""  # its folder
+    store_channels: Tuple[str, ...] = ()  # all of the store: what an image to predict on must have
+    label_names: Dict[int, str] = field(default_factory=dict)  # by label code: what predictions are written in
+    region_codes: Dict[str, Tuple[int, ...]] = field(default_factory=dict)  # region -> label codes of the store
+    split_hash: str = ""  # of the store the run was started on: a run never moves to another split
+    grid: Tuple[int, int, int] = (0, 0, 0)  # voxels X, Y, Z that the network sees: a patch, or all of the extent
     coarse_grid: Tuple[int, int, int] = (0, 0, 0)
     """The same in the first `coarse_steps` steps: half the resolution, or a patch of half the edge."""
-    coarse_steps: int = 0
-    """Steps that a curriculum takes first; 0 without one."""
-    unet: UNetConfig = field(default_factory=UNetConfig)
-    """The network; its channels, outputs and dtype follow from the store and the host."""
+    coarse_steps: int = 0  # steps that a curriculum takes first; 0 without one
+    unet: UNetConfig = field(default_factory=UNetConfig)  # channels, outputs, dtype follow from store and host
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
     extent: str = _data("brain", "the brain's box, or the full grid; lossless either way", choices=EXTENTS)
@@ -198,11 +179,8 @@ class RunConfig:
 
     def rate_at(self, step: int, steps: int) -> float:
         """The learning rate of step `step` (0 is the first) of `steps`: linear warm-up, then the decay, under a
-        curriculum over the coarse steps and again over those in full.
-
-        A pure function, so that a restart needs no state of a schedule. A run extended to more steps decays over its
-        new length, so its rate rises again at the join.
-        """
+        curriculum over the coarse steps and again over those in full. A run that is made longer decays over its new
+        length, so its rate rises again at the join."""
         if step < self.warmup_steps:
             return self.peak_rate * (step + 1) / self.warmup_steps
         is_coarse = step < self.coarse_steps
@@ -232,8 +210,7 @@ class RunConfig:
         return self.grid == self.coarse_grid
 
     def with_coarse_share(self, steps: int) -> "RunConfig":
-        """The same run with COARSE_SHARE of `steps` at half the resolution, where it has a curriculum; at least one
-        step is in full."""
+        """The same run with COARSE_SHARE of `steps` coarse, rounded down, where it has a curriculum."""
         return dataclasses.replace(self, coarse_steps=int(COARSE_SHARE * steps) if self.curriculum == "half" else 0)
 
     def with_policy(self, policy: str) -> "RunConfig":
@@ -267,20 +244,15 @@ class Shorthand:
         None,
         "voxels of a patch (default: what the card trains; on a CPU 128 128 128, cut to the volume)",
         metavar=("X", "Y", "Z"),
-        one_of="patch",
     )
-    gpu_memory: Optional[str] = _patches(None, "the largest patch of such a card, as in 16GiB", "SIZE", one_of="patch")
     batch_per_worker: Optional[int] = _training(
-        None, "volumes a step of each worker; the learning rates grow by --rate-scaling", "N", one_of="batch"
-    )
-    rate_scaling: Optional[str] = _training(
-        None, "under --batch-per-worker (default: sqrt for muon and adam, linear for sgd)", choices=tuple(RATE_SCALES)
+        None,
+        "volumes a step of each worker; the learning rates grow with their number, under sgd, or with its root",
+        "N",
+        one_of="batch",
     )
     no_augment: bool = option(False, "none at all", group="augmentation")
 
-
-SIZES_OF_PATCH = ("patch", "gpu_memory")
-"""Options that become the run's grid."""
 
 SETTINGS = (RunConfig, Shorthand, Network, AugmentConfig)
 """Where the settings that a user may choose are declared; what is left out comes from the recipe, or the run continued.
@@ -298,8 +270,12 @@ class TrainOptions:
     """No setting of the run: it may hold a password, which is written nowhere."""
 
 
-TRAIN_OPTIONS = (TrainOptions, SETTINGS)
-""""OPTIONS" of `train`, which `launch` reads too."""
+TRAIN_OPTIONS = (TrainOptions, SETTINGS)  # "OPTIONS" of `train`, which `launch` reads too
+
+
+def left_open(value: Optional[str]) -> Optional[str]:
+    """`value`, or None where it is AUTO."""
+    return None if value == AUTO else value
 
 
 def recipe_config(settings: Mapping[str, Any]) -> RunConfig:
@@ -315,16 +291,10 @@ def as_options(settings: Mapping[str, Any]) -> List[str]:
     return [word for part in parts for cls in SETTINGS for word in to_command_line(cls, part)]
 
 
-def command_at_half_rate(config: RunConfig, run: Path, workers: int) -> str:
-    """What a user types to go on with a run from its last checkpoint at half its learning rates."""
-    rates = {
-        "learning_rate": config.peak_rate,
-        **({"adam_rate": config.adam_rate} if OPTIMIZERS[config.optimizer].orthogonal else {}),
-    }
-    halves = to_command_line(RunConfig, {name: float(f"{rate / 2:.3g}") for name, rate in rates.items()})
-    launch = ["launch", "--workers", str(workers)] if workers > 1 else []
-    command = shlex.join([*launch, "train", "--store", config.store, "--run", str(run), *halves])
-    return as_typed(f"./run.sh {command}")
+def half_rates(config: RunConfig) -> str:
+    """The options that halve the learning rates of a run."""
+    adam = f" --adam-rate {config.adam_rate / 2:.3g}" if OPTIMIZERS[config.optimizer].orthogonal else ""
+    return f"--learning-rate {config.peak_rate / 2:.3g}{adam}"
 
 
 def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
@@ -389,11 +359,8 @@ def config_from_json(content: Mapping[str, Any]) -> RunConfig:
 
 
 def differences(old: RunConfig, new: RunConfig) -> List[str]:
-    """Settings that keep a run of `old` from being continued as `new`, each with both values.
-
-    Of another mode nothing else is named, as other settings follow from it. A micro-batch that batch norm has to keep
-    is compared as it is computed, however it is spelled; one of another batch is not, as it follows the batch.
-    """
+    """Settings that keep a run of `old` from being continued as `new`, each with both values; of another mode nothing
+    else, as other settings follow from it. A micro-batch that batch norm has to keep is compared as it is computed."""
     left, right = flat(old), flat(new)
     changeable = set(CHANGEABLE)
     if old.unet.norm == new.unet.norm == "batch" and old.batch == new.batch:
@@ -417,11 +384,11 @@ def flat(config: RunConfig) -> Dict[str, Any]:
 
 # --- Private helpers ---
 
+# What no saved run is without.
 _NEEDED = (
     *("store_channels", "label_names", "region_codes", "split_hash"),
     *("channels", "regions", "grid", "batch", "unet"),
 )
-"""What no saved run is without."""
 
 
 def _fields_of(cls: type, settings: Mapping[str, Any]) -> Dict[str, Any]:

@@ -18,7 +18,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import math
 import os
 import sys
 from dataclasses import dataclass
@@ -62,7 +61,6 @@ class Options(JobOptions):
     host_memory: str = option("", "memory to fit into, such as 1.5TiB (default: free on this host)", "SIZE")
     calibration: str = option("", CALIBRATION_HELP, "FILE")
     plan: bool = option(False, "what fits that memory")
-    gpu_memory: str = option("", "the largest patch that a GPU of this size trains", "SIZE")
     json: bool = option(False, "print one JSON object")
 
 
@@ -126,7 +124,6 @@ def _answer(args: argparse.Namespace) -> Answer:
     check_options(args)
     host = functools.lru_cache(maxsize=None)(read_host)  # not asked where everything is given
     given_bytes = parse_bytes(options.host_memory) if options.host_memory else None
-    gpu_bytes = parse_bytes(options.gpu_memory) if options.gpu_memory else None
     source = source_job(args)
     if options.threads is None:
         workers_here = source.workers if scaling.hosts is None else scaling.workers_per_host
@@ -177,9 +174,6 @@ def _answer(args: argparse.Namespace) -> Answer:
     if options.plan:
         content["plan"], table = _plan(job, price, memory_bytes)
         parts.append(table)
-    if gpu_bytes:
-        content["gpu"], table = _patch(planner.largest_patch(job, gpu_bytes), job, gpu_bytes)
-        parts.append(table)
     return content, parts
 
 
@@ -204,8 +198,7 @@ def _several_hosts(
     price_of_worker = of_worker(price, workers)
     if memory_bytes and is_open:
         share = share.with_unet(policy=planner.fastest_that_fits(share, price_of_worker, memory_bytes).policy)
-        job = job.with_unet(policy=share.policy)
-    content, table = several_hosts(options, price(job if options.step_s else share))  # seconds given are of --batch
+    content, table = several_hosts(options, price(share))
     worker, parts = price_of_worker(share), [share.describe(), table]
     if memory_bytes:
         parts.append(f"a worker {verdict(worker, memory_bytes, 'its share of a host')}")
@@ -248,28 +241,13 @@ def _plan(job: Job, price: planner.Price, memory_bytes: int) -> Tuple[List[Dict[
         for name, one in found.items():
             taken = ("none", "", "")
             if one:
-                sizes = {"batch": one.job.batch, "filters": one.job.unet.filters, "extent": _extent(one.job)}
+                extent = " x ".join(map(str, one.job.shape))
+                sizes = {"batch": one.job.batch, "filters": one.job.unet.filters, "extent": extent}
                 taken = (str(sizes[name]), format_bytes(one.upper_bound_bytes), format_seconds(one.volume_s))
             rows.append((policy, "batch at once" if name == "batch" else name, *taken))
     title = f"The largest that fits {format_bytes(memory_bytes)}, all else as asked for"
     note = "batch at once: in parts, by --micro-batch, any larger one takes what one part does and a set of gradients"
     return content, Table(("policy", "", "largest", "upper bound", "a volume"), rows, title, note, names=2)
-
-
-def _patch(patch: Optional[Job], job: Job, memory_bytes: int) -> Tuple[Optional[Dict[str, Any]], Table]:
-    """The largest patch as JSON content and as a table; None where not even the smallest fits."""
-    content, row = None, ("none", "", "")
-    if patch:
-        share, peak_bytes = math.prod(patch.shape) / math.prod(job.shape), planner.gpu_bytes(patch)
-        row = (_extent(patch), format_bytes(peak_bytes), f"{share:.0%} of a volume")
-        content = {"patch": list(patch.shape), "batch": patch.batch, "peak_bytes": peak_bytes, "share_of_volume": share}
-        content.update(holds_volume=share == 1, assumptions=planner.ASSUMPTIONS)
-    title = f"The largest patch that a GPU of {format_bytes(memory_bytes)} trains"
-    return content, Table(("patch", "memory", "voxels"), [row], title, planner.ASSUMPTIONS)
-
-
-def _extent(job: Job) -> str:
-    return " x ".join(map(str, job.shape))
 
 
 if __name__ == "__main__":

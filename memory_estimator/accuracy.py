@@ -19,20 +19,17 @@ from models.config import POLICIES
 
 SHIPPED = Path(__file__).with_name("accuracy.json")
 
-FITTED_VOXELS = 96**3
-"""Constants of a host are fitted to volumes of at most this size; errors are those of larger ones alone."""
+FITTED_VOXELS = 96**3  # constants are fitted to volumes of at most this size; errors are those of larger ones alone
 
 MARGIN_BYTES = 84 * 2**20
 """The least margin of an upper bound: the most that a runtime was seen to hold beyond what is predicted of small steps,
 82 MiB in one of 1.2 GiB, where that outweighs all else."""
 
-SHARE, CONFIDENCE = 0.99, 0.90
-"""A kind's bound is to hold for this share of the steps that are like its records, with this confidence."""
+SHARE, CONFIDENCE = 0.99, 0.90  # a bound is to hold for this share of the steps like its records, so surely
 
 LEAST_RECORDS = 8  # of a kind: fewer steps do not tell the spread of their errors
 
-FIGURES = ("allocator_peak", "process_peak", "step_s")
-"""What has an error, as fields of `Kind` and keys of `Row.errors`."""
+FIGURES = ("allocator_peak", "process_peak", "step_s")  # what has an error: fields of `Kind`, keys of `Row.errors`
 
 FAMILIES = {
     "float32": ("avx2", "avx512_core"),
@@ -95,8 +92,7 @@ class Accuracy:
     """How far predictions are off, by kind of record: the content of accuracy.json, and which engines are in force."""
 
     kinds: Tuple[Kind, ...]
-    versions: Dict[str, str] = field(default_factory=dict)
-    """Engine -> `job.engine_version`. One that is missing, as of another host, is taken to be what was recorded."""
+    versions: Dict[str, str] = field(default_factory=dict)  # engine -> `job.engine_version`; one missing is as recorded
 
     def covering(self, job: Job, kernels: Kernels) -> Tuple[Optional[Kind], str]:
         """The kind of records that a job on a host with these kernels is one of; None, and why, where there is none."""

@@ -40,8 +40,7 @@ GROUPS = (
 Costs = Dict[str, Dict[str, Dict[str, Dict[str, float]]]]
 """Engine -> dtype -> group of operations -> feature (`timing.features`) -> seconds a unit."""
 
-PARTS = ("work", "traffic", "overhead")
-"""What of a host an operation keeps busy: its arithmetic, its memory, TensorFlow's own code."""
+PARTS = ("work", "traffic", "overhead")  # of a host: its arithmetic, its memory, TensorFlow's own code
 
 FURTHEST = 8.0
 """Measured seconds are at most so many times the predicted ones, and at least that part of them: beyond it something
@@ -77,14 +76,11 @@ class HostConstants:
     threads: int  # the costs are those with this many threads
     cache_bytes: int  # last-level cache
     saturating_threads: int  # from this many threads on, more do not move memory any faster
-    baseline_bytes: Dict[str, int]
-    """Engine -> resident memory of the process besides its tensors, in front of its first operation."""
-    op_bytes: Dict[str, int]
-    """Engine -> what each operation of the step adds to it: graph nodes, compiled kernels, tiny tensors."""
+    baseline_bytes: Dict[str, int]  # engine -> resident memory besides tensors, in front of the first operation
+    op_bytes: Dict[str, int]  # engine -> what each operation adds to it: graph nodes, compiled kernels, tiny tensors
     costs: Costs
     kernels: Kernels = USUAL  # of oneDNN
-    measured_threads: int = 0
-    """The number of threads that `costs` were worked out from by `for_threads`; 0 where they are as in the file."""
+    measured_threads: int = 0  # that `costs` were worked out from by `for_threads`; 0 where they are as in the file
     own: bool = False  # whether `calibrate` or a training has measured this very host
     trained: Optional[Trained] = None  # what the costs were scaled by
     notes: Dict[str, str] = field(default_factory=dict)  # engine -> why the host's own file was not read

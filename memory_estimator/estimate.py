@@ -22,8 +22,7 @@ from models.layer_plan import Shape3
 STORE_NOTE = "errors are those of steps given one batch again and again; what a run holds beside is in the upper bound"
 """Stands with the errors of a job that a store feeds: what its pipeline does to the allocator is not replayed."""
 
-RESAMPLED_BYTES = 13
-"""Bytes a value that a volume to be rotated takes at its most: three float32 copies and a mask (cpu3d.data.finish)."""
+RESAMPLED_BYTES = 13  # a value of a volume to be rotated, at most: three float32 copies and a mask (cpu3d.data.finish)
 
 LOGITS_MAPS = 2
 """float32 maps as large as the logits that a validation of whole volumes holds at a time: what the windows have given,
@@ -48,8 +47,7 @@ RULES: Dict[str, str] = {
 }
 """What `Tensor.group` may name, in the order of the bill, and how it is known; some are split by level."""
 
-NAMED_SINGLY = ("transients", "scratch")
-"""Groups that live during few operations alone: the bill says which tensors they are."""
+NAMED_SINGLY = ("transients", "scratch")  # groups that live during few operations: the bill names their tensors
 
 
 BELOW_AVX2 = 4
@@ -71,10 +69,8 @@ class Estimate:
     """What one training step of a job takes."""
 
     job: Job
-    allocator_peak_bytes: int
-    """Of TensorFlow's allocator: `get_memory_info("CPU:0")["peak"]`, from the third step on."""
-    process_peak_bytes: int
-    """Resident: VmHWM. Pages of mapped files, which the kernel can drop, are not counted."""
+    allocator_peak_bytes: int  # of TensorFlow's allocator: `get_memory_info("CPU:0")["peak"]`, from the third step on
+    process_peak_bytes: int  # Resident: VmHWM. Pages of mapped files, which the kernel can drop, are not counted.
     upper_bound_bytes: int
     """What has to be free: the process's peak and a margin. Where the allocator's regions would not fit the host,
     though the tensors do, it is the memory of a host that they fit."""
@@ -83,12 +79,10 @@ class Estimate:
     timeline: Timeline
     accuracy: Accuracy
     constants: HostConstants
-    beside: Tuple[Component, ...] = ()
-    """What a run that a store feeds holds beside its steps, at its most: in the upper bound alone."""
+    beside: Tuple[Component, ...] = ()  # what a run holds beside its steps, at its most: in the upper bound alone
     kind: Optional[Kind] = None  # of records that covers the job; None where none does, and the upper bound is wide
     uncovered: str = ""  # what of the job or its host was not measured then
-    regions_short: bool = False
-    """Whether the job would fail for the allocator's regions: they double, and together may take the host's memory."""
+    regions_short: bool = False  # whether the allocator's regions, which double, would take more than the host's memory
 
     @property
     def volume_s(self) -> float:

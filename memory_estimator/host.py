@@ -35,10 +35,8 @@ class Host:
     memory_bytes: int  # memory of the machine
     available_bytes: int  # of it, what this process can have without swapping: MemAvailable, of the nodes it may use
     cgroup_limit_bytes: Optional[int]  # the tightest memory limit above this process; None without one
-    cgroup_used_bytes: int
-    """What counts against that limit now, less the page cache the kernel can drop; 0 without a limit."""
-    cpu_quota: Optional[float]
-    """CPUs' worth of time a cgroup grants; None without a limit, or for all CPUs' time, as Kubernetes writes it."""
+    cgroup_used_bytes: int  # of that limit, less the page cache that the kernel can drop; 0 without one
+    cpu_quota: Optional[float]  # CPUs' worth of time a cgroup grants; None for no limit, or all CPUs
     isa: Tuple[str, ...]  # those of ISA_FLAGS that the CPU has, in that order
     kernels: Kernels = USUAL  # that oneDNN takes here
 

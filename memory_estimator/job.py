@@ -52,8 +52,7 @@ PLAN_SCHEMA = 1  # version of plan.json, which `cpu3d.plan` writes into a run's 
 class Job:
     """One training job. Everything that its memory and time depend on, the host's speed aside."""
 
-    unet: UNetConfig = field(default_factory=UNetConfig)
-    """The network, its compute dtype and its memory policy included."""
+    unet: UNetConfig = field(default_factory=UNetConfig)  # its compute dtype and memory policy included
     shape: Tuple[int, int, int] = (128, 128, 128)  # voxels X, Y, Z that the network sees
     batch: int = 1  # volumes a step, for one update
     micro_batch: int = 0  # volumes computed at a time, a divisor of `batch`; 0 is by rule, as `micro_of` says
@@ -61,12 +60,9 @@ class Job:
     engine: str = "itex"  # "itex": TensorFlow with Intel's extension; "stock": without it. Both with oneDNN
     threads: int = 1  # threads inside one operation: some scratch is taken once a thread
     averaged: bool = False  # whether an exponential moving average of the weights is kept
-    from_store: bool = False
-    """Whether a store feeds the step, as in `train`: one batch ahead and one volume in preparation count too."""
-    resampled: bool = False
-    """Whether a store's volumes are rotated or scaled, which takes them whole and in float32."""
-    case_bytes: int = 0
-    """Of a store, the largest case's files; 0 is unknown, and then they are as large as the grid."""
+    from_store: bool = False  # whether a store feeds the step: one batch ahead and a volume in preparation count too
+    resampled: bool = False  # whether a store's volumes are rotated or scaled, which takes them whole and in float32
+    case_bytes: int = 0  # of a store, the largest case's files; 0 is unknown, and then they are as large as the grid
     cases: int = 0  # training cases, which make an epoch; 0 is unknown
 
     def __post_init__(self):
@@ -177,11 +173,9 @@ def installed_versions() -> Dict[str, str]:
     return {engine: version for engine, version in named.items() if version}
 
 
-BRAIN_BOX = (144, 192, 144)
-"""Holds every brain of the demo's phantoms, padded to a multiple of 16; real brains fill about 135 x 174 x 136."""
+BRAIN_BOX = (144, 192, 144)  # holds the demo's brains, padded to 16; real ones fill about 135 x 174 x 136
 
-USUAL_PATCH = (128, 128, 128)
-"""nnU-Net's patch for BraTS (Isensee et al. 2021), where none is given and no card sets a limit."""
+USUAL_PATCH = (128, 128, 128)  # nnU-Net's for BraTS (Isensee et al. 2021)
 
 
 @dataclass(frozen=True)
@@ -190,8 +184,7 @@ class Recipe:
 
     summary: str  # A line for the end of a help page
     job: Job  # on the grid of a typical store: `train` takes a store's own, and the dtype from the host
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Others of the trainer's settings, which no memory hangs on, by name."""
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the trainer, by name; no memory hangs on them
 
 
 _CICEK = UNetConfig(channels=1, outputs=1, filters=32, depth=4, network="cicek2016", norm="batch")
@@ -333,7 +326,6 @@ class _Config(TypedDict):
     mode: str
     resolution: float
     coarse_steps: int
-    read_mode: str
 
 
 class _SavedPlan(_Versioned):
@@ -369,10 +361,9 @@ def read_run(folder: Union[str, Path]) -> Source:
         raise ValueError(f"run plan {path} must be as `train` writes it, got {reason(error)}; {todo}") from None
     card = f"the run is on {config['device']}: a CPU is estimated; `train` says what its steps take on the card"
     validation = "the run validates on whole volumes of the store, which is not counted; `train` adds it"
-    kept = "the run keeps the files that it reads in memory, which is not counted; `train` adds it"
     twice = "the run holds its variables once more while its grid changes, which is not counted; `train` adds it"
     notes = {card: config["device"] != "cpu", validation: config["mode"] == "patch" or config["resolution"] != 1}
-    notes.update({kept: config["read_mode"] == "ram", twice: config["coarse_steps"] > 0})
+    notes[twice] = config["coarse_steps"] > 0
     return Source(job, [note for note, is_so in notes.items() if is_so], plan["workers"])
 
 

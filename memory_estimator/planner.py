@@ -6,7 +6,6 @@ for estimates: `estimate` with a host's constants in it, or a table in a test.
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
@@ -20,25 +19,16 @@ from models.layer_plan import Shape3
 
 Price = Callable[[Job], Estimate]
 
-STEP_OF_FILTERS = 8
-"""Convolutions are computed in vectors of channels: numbers between cost as much as the next multiple."""
+STEP_OF_FILTERS = 8  # convolutions compute vectors of channels: numbers between cost as much as the next multiple
 
-LOOKED_AT = 32
-"""Jobs smaller than the largest that fits: as many volumes at once, 256 filters, 512 voxels along an axis."""
+LOOKED_AT = 32  # jobs smaller than the largest that fits: volumes at once, 256 filters, 512 voxels of an axis
 
 LARGEST = 2**20  # no search goes on past this number: the memory would then be without end
 CONTEXT_BYTES = 2**30  # of a GPU: CUDA's context, cuDNN's and cuBLAS's handles and kernels
 
-WORKSPACE_BYTES = 4 * 2**30
-"""The most that TensorFlow lets cuDNN take for one convolution (TF_CUDNN_WORKSPACE_LIMIT_IN_MB)."""
+WORKSPACE_BYTES = 4 * 2**30  # TensorFlow's limit for one convolution of cuDNN (TF_CUDNN_WORKSPACE_LIMIT_IN_MB)
 
-BOTTOM = 2
-"""Least voxels of the deepest level along an axis: a norm leaves nothing of a single voxel but zero."""
-
-ASSUMPTIONS = (
-    "assumed, not verified on a GPU: policy speed, the same step and order as on the CPU without oneDNN's scratch, for "
-    "cuDNN a workspace as large as what the convolution reads and writes (4 GiB at most), 1 GiB for context and handles"
-)
+BOTTOM = 2  # least voxels of the deepest level along an axis: a norm leaves nothing of a single voxel but zero
 
 
 @dataclass(frozen=True)
@@ -109,30 +99,15 @@ def extent(job: Job, number: int) -> Job:
 def largest_number(cost: Callable[[int], int], budget: int, last: int = LARGEST) -> int:
     """The largest number from 1 to `last` whose cost is within the budget; 0 for none.
 
-    Costs grow like a power of the number, but for the allocator's rounding: a number a little larger may fit again. The
-    next guess lies on the power law through the two ends known, and halfway after a guess that did not halve what is
-    left: no search takes over 3 log2(answer) guesses and a few.
+    Costs grow with the number but for the allocator's rounding. The guesses double, then halve what is left.
     """
-    low, high, below, above = 1, last + 1, cost(1), 0
-    if below > budget:
-        return 0
-    halved = True
+    low, high = 0, 1
+    while high <= last and cost(high) <= budget:
+        low, high = high, 2 * high
+    high = min(high, last + 1)
     while high - low > 1:
-        left = high - low
-        if not above:
-            guess = max(2 * low if low > 1 else 0, low * budget // below)
-        elif halved:
-            power = math.log(above / below) / math.log(high / low)
-            guess = int(low * (budget / below) ** (1 / max(power, 0.1)))
-        else:
-            guess = (low + high) // 2
-        guess = min(max(guess, low + 1), high - 1)
-        found = cost(guess)
-        if found <= budget:
-            low, below = guess, found
-        else:
-            high, above = guess, found
-        halved = 2 * (high - low) <= left
+        guess = (low + high) // 2
+        low, high = (guess, high) if cost(guess) <= budget else (low, guess)
     return low
 
 
@@ -244,7 +219,9 @@ def patch_shapes(volume: Shape3, divisor: int) -> Tuple[Shape3, ...]:
 
 
 def gpu_bytes(job: Job) -> int:
-    """Memory of a card that one training step takes under policy speed, by ASSUMPTIONS."""
+    """Memory of a card that a training step takes under policy speed. Assumed, not verified on a GPU: the same step and
+    order as on the CPU without oneDNN's scratch, for cuDNN a workspace as large as what the convolution reads and
+    writes, WORKSPACE_BYTES at most, and CONTEXT_BYTES."""
 
     def workspace(op: StepOp) -> Tuple[Tensor, ...]:
         size = min(op.traffic_bytes, WORKSPACE_BYTES)

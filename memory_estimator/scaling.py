@@ -4,7 +4,7 @@ Every worker computes the gradients of its share of the batch, the gradients are
 its own weights. One after the other come the slowest worker's share (`largest_of`), adding gradients up, packing them
 into one float32 vector, its exchange by a ring over all workers for each 16 MiB (`exchange_s`), and a short wait for
 data: the trainer hides nothing of the exchange behind the backward pass. What workers lose to each other was measured
-on one host (`MEASURED`).
+on one host (`COSTS`).
 """
 
 import argparse
@@ -22,16 +22,13 @@ from memory_estimator.estimate import Component, Estimate
 from memory_estimator.job import Job
 from models.layer_plan import layer_plan
 
-PIECE_BYTES = 16 * 2**20
-"""Of the vector, summed at a time, each piece by a ring of its own (`cpu3d.distributed.all_reduce`)."""
+PIECE_BYTES = 16 * 2**20  # of the vector, summed at a time by a ring of its own (`cpu3d.distributed.all_reduce`)
 
 LATENCY_S = 50e-6  # of a message between two hosts; what a message costs inside one comes on top
 
-DATA_WAIT_SHARE = 0.0004
-"""Of a step's computing, waiting for data that are read in time (docs/log.md, loading)."""
+DATA_WAIT_SHARE = 0.0004  # of a step's computing, waiting for data that are read in time (docs/log.md, loading)
 
-EXCHANGED_COPIES = 4
-"""Of the gradients, while they are summed: what is sent, what has come, the network's buffers. Not measured."""
+EXCHANGED_COPIES = 4  # of the gradients, while they are summed: sent, received, the network's buffers; not measured
 
 HOSTS_HELP = "time on so many hosts; --batch is then of one worker, --threads its cores, --host-memory of one host"
 NOT_COUNTED = (
@@ -40,38 +37,18 @@ NOT_COUNTED = (
 )
 
 
-@dataclass(frozen=True)
-class ExchangeCosts:
-    """What workers lose to each other. All of it is of TensorFlow's own collectives over gRPC."""
-
-    endpoint_s_per_byte: float
-    """Seconds that sender and receiver spend on a byte, without what a network between them takes."""
-    call_s: float  # seconds that a sum takes whatever its length and the number of workers
-    message_s: float  # of a message without content between two processes of one host; an upper bound
-    packing_s_per_byte: float  # of putting all gradients into one vector, and of taking them out of the sum
-    in_parts_s_per_byte: float
-    """That a step takes longer because gradients are added up first and the weights updated after."""
-    spread: float
-    """Standard deviation of the workers' seconds for the same work, as a share of them: the slowest is waited for."""
-    contention: float
-    """By what share a worker's own work is slower where others compute on the same host, on cores of their own."""
-    origin: str  # where these are from, for printing
-
-
-MEASURED = ExchangeCosts(
-    endpoint_s_per_byte=1.956e-9,
-    call_s=0.8547e-3,
-    message_s=92.56e-6,
-    packing_s_per_byte=0.23e-9,
-    in_parts_s_per_byte=0.0,
-    spread=0.005946,
-    contention=0.0312,
-    origin="measured: 2026-11-21, 2 workers on one AMD EPYC (docs/log.md)",
-)
-"""Medians of two jobs of a core a worker: 240x240x160 and 128^3, 16 filters, 22.6 MB of gradients."""
-
-ERRORS = (0.063, -0.002)
-"""Of the predicted steps of two workers in these two jobs, each by the constants of the other."""
+# What workers lose to each other, by TensorFlow's own collectives over gRPC: medians of two jobs of a core a worker,
+# 240x240x160 and 128^3, 16 filters, 22.6 MB of gradients.
+COSTS = {
+    "endpoint_s_per_byte": 1.956e-9,  # that sender and receiver spend, without what a network between them takes
+    "call_s": 0.8547e-3,  # that a sum takes whatever its length and the number of workers
+    "message_s": 92.56e-6,  # of a message without content between two processes of one host; an upper bound
+    "packing_s_per_byte": 0.23e-9,  # of putting all gradients into one vector, and of taking them out of the sum
+    "spread": 0.005946,  # standard deviation of the workers' seconds for the same work: the slowest is waited for
+    "contention": 0.0312,  # share by which a worker is slower where others compute on the same host, on other cores
+}
+ORIGIN = "measured: 2026-11-21, 2 workers on one AMD EPYC (docs/log.md)"
+ERRORS = (0.063, -0.002)  # of the predicted steps of two workers in these two jobs, each by the constants of the other
 
 
 # --- The formula ---
@@ -80,28 +57,24 @@ ERRORS = (0.063, -0.002)
 def step_parts(
     alone_s: float,
     gradient_bytes: int,
-    costs: ExchangeCosts,
     hosts: int = 1,
     workers_per_host: int = 1,
     *,
     network_bytes_per_s: float = math.inf,
-    in_parts: bool = False,
 ) -> Dict[str, float]:
     """Seconds of each part of a step of several workers, which come one after the other. A worker's own share takes
-    `alone_s` where it is alone; with `in_parts` that is several micro-batches, whose gradients it adds up anyway. The
-    network is of one host's link, each way."""
+    `alone_s` where it is alone. The network is of one host's link, each way."""
     workers = hosts * workers_per_host
-    compute_s = alone_s * (1 + costs.contention * (workers_per_host > 1))
+    compute_s = alone_s * (1 + COSTS["contention"] * (workers_per_host > 1))
     passed_bytes = gradient_bytes if workers > 1 else 0
     # A ring whose neighbours lie on the same host but for one link out of each, which is then the slowest.
     network_s, latency_s = (1 / network_bytes_per_s, LATENCY_S) if hosts > 1 else (0, 0)
-    passing = {"s_per_byte": costs.endpoint_s_per_byte + network_s, "message_s": costs.message_s + latency_s}
+    passing = {"s_per_byte": COSTS["endpoint_s_per_byte"] + network_s, "message_s": COSTS["message_s"] + latency_s}
     return {
         "compute_s": compute_s,  # of the mean worker
-        "slowest_s": compute_s * costs.spread * largest_of(workers),  # what the slowest takes more
-        "in_parts_s": passed_bytes * costs.in_parts_s_per_byte * (not in_parts),
-        "packing_s": passed_bytes * costs.packing_s_per_byte,
-        "exchange_s": exchange_s(gradient_bytes, workers, **passing, call_s=costs.call_s),
+        "slowest_s": compute_s * COSTS["spread"] * largest_of(workers),  # what the slowest takes more
+        "packing_s": passed_bytes * COSTS["packing_s_per_byte"],
+        "exchange_s": exchange_s(gradient_bytes, workers, **passing, call_s=COSTS["call_s"]),
         "data_s": DATA_WAIT_SHARE * compute_s,
     }
 
@@ -160,9 +133,6 @@ class ScalingOptions:
     hosts: Optional[Tuple[int, ...]] = _option(None, HOSTS_HELP, "N", at_least=1)
     workers_per_host: int = _option(1, "processes of a host, as one a socket", "W", at_least=1)
     link: str = _option("25Gbit/s", "of a host's link, as it is sold", "RATE")
-    step_s: Optional[float] = _option(
-        None, "a measured step of one worker, of --batch volumes (default: estimated)", "S", above=0, below=math.inf
-    )
     epochs: int = _option(1, "of --cases each", "E", at_least=1)
     global_batch: Optional[int] = _option(
         None, "volumes a step of all workers together (default: --batch for each, so it grows)", "G", at_least=1
@@ -177,10 +147,10 @@ def check_options(args: argparse.Namespace) -> None:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in found)
             raise ValueError(f"--hosts must be given with {names}, got none; add --hosts")
         return
-    if hasattr(args, "plan") or hasattr(args, "gpu_memory"):
-        raise ValueError("--hosts must stand without --plan and --gpu-memory, got one of them; ask one at a time")
+    if hasattr(args, "plan"):
+        raise ValueError("--hosts must stand without --plan, got both; ask one at a time")
     described = ["--host-memory"] if hasattr(args, "host_memory") else []
-    described += ["--workers-per-host"] if "workers_per_host" in found and "step_s" not in found else []
+    described += ["--workers-per-host"] if "workers_per_host" in found else []
     if described and not hasattr(args, "threads"):
         raise ValueError(f"--threads must be given with {described[0]}, got none; add a worker's cores on that host")
 
@@ -189,9 +159,9 @@ def several_hosts(options: ScalingOptions, one: Estimate) -> Tuple[Dict[str, Any
     """The answer for `one` worker, a row for each number of hosts, as JSON content and as a table. Raises ValueError
     for an unreadable rate, and for a batch that cannot be dealt to the workers evenly."""
     job, per_host = one.job, options.workers_per_host
-    volume_s = (options.step_s or one.step_s) / job.batch
+    volume_s = one.step_s / job.batch
     gradient_bytes = 4 * sum(op.trainable for op in layer_plan(job.unet, job.shape))  # in float32
-    link = {"network_bytes_per_s": parse_rate(options.link), "in_parts": job.parts > 1}
+    link = {"network_bytes_per_s": parse_rate(options.link)}
     rows, lines = [], []
     for hosts in options.hosts:
         workers = hosts * per_host
@@ -199,7 +169,7 @@ def several_hosts(options: ScalingOptions, one: Estimate) -> Tuple[Dict[str, Any
         if batch % workers:
             raise ValueError(f"--global-batch must be a multiple of the {workers} workers, got {batch}; choose another")
         alone_s = batch // workers * volume_s
-        parts = step_parts(alone_s, gradient_bytes, MEASURED, hosts, per_host, **link)
+        parts = step_parts(alone_s, gradient_bytes, hosts, per_host, **link)
         step_s = sum(parts.values())
         # Whole batches only, as `train` counts them; None without cases, or of fewer than a batch.
         epoch_s = job.cases // batch * step_s if job.cases >= batch else None
@@ -221,8 +191,8 @@ def several_hosts(options: ScalingOptions, one: Estimate) -> Tuple[Dict[str, Any
         lines.append([str(hosts), str(batch), *shares, f"{row['efficiency']:.0%}", *times])
     worst = f"{max(ERRORS, key=abs):+.1%} of a step, workers on one host"
     content = {"job": job.to_json(), "volume_s": volume_s, "gradient_bytes": gradient_bytes, **link, "rows": rows}
-    content.update(workers_per_host=per_host, latency_s=LATENCY_S, costs=vars(MEASURED), errors=list(ERRORS))
+    content.update(workers_per_host=per_host, latency_s=LATENCY_S, costs=COSTS, errors=list(ERRORS))
     columns = ("hosts", "batch", "s a step", "exchange", "cases/s", "efficiency", "an epoch", "in all")
     title = f"{per_host} worker{'s' * (per_host > 1)} a host, {format_bytes(gradient_bytes)} of gradients exchanged"
-    caption = f"costs of the exchange: {MEASURED.origin}\nworst error: {worst}\n{NOT_COUNTED}"
+    caption = f"costs of the exchange: {ORIGIN}\nworst error: {worst}\n{NOT_COUNTED}"
     return content, Table(columns, lines, title, caption, names=0)

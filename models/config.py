@@ -17,8 +17,7 @@ POLICIES = ("speed", "balanced", "lean")
             three (models/finest_level.py).
 """
 
-EPSILON = 1e-5
-"""Added to the variance by every norm."""
+EPSILON = 1e-5  # added to the variance by every norm
 
 
 def has_fused_norm(channels: int, dtype: str) -> bool:
@@ -37,33 +36,22 @@ def norm_block(rows: int) -> int:
 class UNetConfig:
     """A 3D U-Net. The defaults are the network of the paper (Ojika et al. 2020) with instance for batch norm."""
 
-    channels: int = 4
-    """Image channels: 4 for BraTS (FLAIR, T1w, T1gd, T2w), 1 for FLAIR alone."""
-    outputs: int = 3
-    """Output maps, each with its own sigmoid: 3 for the nested regions WT, TC, ET."""
-    filters: int = 16
-    """Feature maps of the first convolution; level l has filters * 2**l."""
-    depth: int = 5
-    """Levels of resolution, the bottom included; the input is halved depth - 1 times."""
+    channels: int = 4  # image channels: 4 for BraTS (FLAIR, T1w, T1gd, T2w), 1 for FLAIR alone
+    outputs: int = 3  # output maps, each with its own sigmoid: 3 for the nested regions WT, TC, ET
+    filters: int = 16  # feature maps of the first convolution; level l has filters * 2**l
+    depth: int = 5  # levels of resolution, the bottom included; the input is halved depth - 1 times
     network: str = "unet3d"
     """ "unet3d": both convolutions of a level are equally wide. "cicek2016": the wider original (Cicek et al. 2016),
     whose second convolution doubles the maps (32-64, 64-128, 128-256, 256-512 for filters 32, depth 4)."""
     norm: str = "instance"
     """Instance by default: with one whole volume a step, batch statistics are that volume's own anyway, and only
     per-sample statistics make an accumulated batch equal to a full one."""
-    up: str = "transposed"
-    """ "transposed": a 2x2x2 transposed convolution. "upsampling": nearest neighbour, then a 1x1x1 convolution."""
-    residual: bool = False
-    """Add each block's input (through a 1x1x1 convolution) to its second convolution before the activation."""
-    deep_supervision: bool = False
-    """One more head on every decoder level below the finest, for the loss only."""
-    seed: int = 0
-    """Of the initial weights."""
-    dtype: str = "float32"
-    """Compute dtype of the hidden layers. Weights, statistics and the loss are float32 either way."""
-    policy: str = "speed"
-    """How a training step trades time for memory, with the same gradients to rounding: one of
-    `POLICIES`."""
+    up: str = "transposed"  # "transposed": a 2x2x2 one; "upsampling": nearest neighbour, then a 1x1x1 convolution
+    residual: bool = False  # add each block's input, through a 1x1x1 convolution, before the last activation
+    deep_supervision: bool = False  # one more head on every decoder level below the finest, for the loss only
+    seed: int = 0  # of the initial weights
+    dtype: str = "float32"  # of the hidden layers; weights, statistics and the loss are float32 either way
+    policy: str = "speed"  # one of POLICIES
 
     def __post_init__(self):
         for name in ("channels", "outputs", "filters"):

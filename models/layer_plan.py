@@ -15,27 +15,18 @@ Shape3 = Tuple[int, int, int]
 class LayerOp:
     """One layer of the network."""
 
-    name: str
-    """The Keras layer's name, such as "encoder0_conv1"."""
+    name: str  # the Keras layer's name, such as "encoder0_conv1"
     kind: str
     """ "input", "conv", "norm_act" (norm and ReLU), "norm", "act", "pool", "up_conv", "upsample", "concat",
     "shortcut" (a residual block's sum), or "head"."""
-    inputs: Tuple[str, ...]
-    """Names of the layers whose outputs it reads."""
-    level: int
-    """Resolution level of its output, 0 is the finest."""
-    shape: Tuple[int, int, int, int]
-    """Of its output for one sample: (X, Y, Z, C)."""
-    dtype: str
-    """Of its output."""
-    kernel: int = 0
-    """Side of the convolution kernel in voxels; 0 where there is none."""
-    in_channels: int = 0
-    """Channels of a convolution's input."""
-    trainable: int = 0
-    """Trainable parameters."""
-    frozen: int = 0
-    """Parameters that training moves but does not differentiate (batch norm's moving statistics)."""
+    inputs: Tuple[str, ...]  # names of the layers whose outputs it reads
+    level: int  # resolution level of its output, 0 is the finest
+    shape: Tuple[int, int, int, int]  # of its output for one sample: (X, Y, Z, C)
+    dtype: str  # of its output
+    kernel: int = 0  # side of the convolution kernel in voxels; 0 where there is none
+    in_channels: int = 0  # channels of a convolution's input
+    trainable: int = 0  # trainable parameters
+    frozen: int = 0  # parameters that training moves but does not differentiate (batch norm's moving statistics)
 
     @property
     def elements(self) -> int:
@@ -98,8 +89,7 @@ PIECES = 8
 """Parts of X in which a volume's loss is computed, whose float32 maps are then no larger than its logits; under `speed`
 it is computed at once."""
 
-SLABS = 16
-"""About as many a volume: what is alive beside whole maps is a handful of slabs."""
+SLABS = 16  # about as many a volume: what is alive beside whole maps is a handful of slabs
 
 
 def slab_height(planes: int) -> int:

@@ -6,8 +6,7 @@ from models.config import EPSILON, has_fused_norm
 from models.ordered import add_bias
 from models.passes import affine, normalised, one_pass
 
-MOMENTUM = 0.9
-"""Of batch norm's moving statistics: a run sees hundreds of whole volumes, not the 100,000 images of Keras' 0.99."""
+MOMENTUM = 0.9  # of moving statistics: a run sees hundreds of volumes, not the 100,000 images of Keras' 0.99
 
 
 class NormActivation(tf.keras.layers.Layer):

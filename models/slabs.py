@@ -39,8 +39,7 @@ class Cut:
     def __init__(self, samples: int, edges: Sequence[int]):
         """Edges are the first planes of the slabs, and X."""
         self.samples, self.size_x, self._before = samples, edges[-1], []
-        self.pieces = [(n, *ends) for n in range(samples) for ends in zip(edges, edges[1:])]
-        """(sample, first plane, past the last) of each slab."""
+        self.pieces = [(n, *ends) for n in range(samples) for ends in zip(edges, edges[1:])]  # (sample, first, past)
 
     def of(self, maps) -> List:
         """The slabs of (N, X, Y, Z, C), or of a coarser grid: views."""
@@ -126,8 +125,7 @@ class Norm:
         self.values = values[:2] if self.kind != "none" else (1.0, tf.cast(values[0], tf.float32))
         self.dtype, self.moving = values[0].dtype, values[2:]
         self.group_of = [piece[0] if self.kind == "instance" else 0 for piece in cut.pieces]
-        self.of, self.statistics = [], []
-        """The latter are a batch's mean and variance, in training with batch norm."""
+        self.of, self.statistics = [], []  # the latter are a batch's mean and variance, in training with batch norm
         if self.kind == "none":
             self._settle([tf.zeros_like(self.values[1])], [tf.ones_like(self.values[1])])
         elif self.moving:

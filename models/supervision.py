@@ -18,8 +18,7 @@ from models.layer_plan import PIECES
 from models.passes import custom_gradient
 from models.slabs import Cut
 
-Gradient = Callable[[Any], Any]
-"""Gradient of the loss -> gradient of the logits."""
+Gradient = Callable[[Any], Any]  # gradient of the loss -> gradient of the logits
 
 
 class Supervision(tf.keras.layers.Layer):

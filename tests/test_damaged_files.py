@@ -21,7 +21,6 @@ import stat
 import struct
 import traceback
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,6 @@ from cpu3d.compare import run as compare_run
 from cpu3d.data.nifti import read_volume, write_volume
 from cpu3d.data.store import open_store, sealed
 from cpu3d.errors import InputError
-from cpu3d.settings import load_config, save_config
 from memory_estimator import calibration
 from memory_estimator.__main__ import main as estimate
 from memory_estimator.step.onednn import USUAL
@@ -212,9 +210,9 @@ PREPARE = "prepare --workers 1 --dataset data --store"
 OF_DATA = (f"{PREPARE} new", f"{PREPARE} new --skip-bad --zero-nan", f"{PREPARE} store")
 OF_CASE = "prepare --workers 1 --dataset brats --store new --split 1 0 0 --skip-bad"
 OF_STORE = ("store verify {top} --workers 1", "store info {top}", "store append {top} --dataset data --workers 1")
-OF_STORE += ("evaluate --run run --store {top} --out out", PREPARE + " {top} --verify")
+OF_STORE += ("evaluate --run run --store {top} --out out", PREPARE + " {top}")
 OF_RUN = ("status --run run", "report --run run --out out/page.html", "estimate --run run", TRAIN, PREDICT)
-OF_RUN += ("evaluate --run run --out out", "compare --runs run other --out out --force")
+OF_RUN += ("evaluate --run run --out out", "compare --runs run other --out out")
 TARGETS = {
     "data set": (16, ("data/dataset.json", "data/*Tr/*"), OF_DATA),
     "image": (6, ("data/imagesTr/*",), ("predict --run run --image {file} --out out",)),
@@ -280,8 +278,6 @@ def make_all():
     assert call(TRAIN.replace("--steps 3", "--steps 2")) == 0
     assert call("evaluate --run run") == 0
     shutil.copytree("run", "other")
-    config = load_config(Path("other"))
-    save_config(replace(config, seed=1, unet=replace(config.unet, seed=1)), Path("other"))
     assert call(COMPARE) == 2  # with its plan kept
     Path("calibration.json").write_text(json.dumps(calibration.to_json(calibration.shipped_constants(USUAL))))
 
@@ -352,7 +348,7 @@ def test_a_damaged_file_is_answered_and_nothing_else_is_changed(name, number, ro
             assert after.get(one) == whole[one], f"{one} is changed: {about}"
     if code == 0 and command.startswith(PREPARE) and way != "reseal":  # the other cases are what they were
         new, old = open_store(command.split()[6]), open_store(root.with_name("whole") / "store")
-        assert call(f"store verify {new.folder} --workers 1") == 0, about
+        assert "Nothing to do" in printed or call(f"store verify {new.folder} --workers 1") == 0, about
         for record in new.manifest.cases:
             same = record.image_voxels_sha256 == old.case(record.case_id).image_voxels_sha256
             assert same or path.name.startswith(record.case_id), about

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Dict
 
 KINDS = {
+    "kernels": "time the own convolutions beside the engine's, operation by operation",
     "learning": "measure the Dice of untouched cases over steps, voxels and seconds of training",
     "memory": "measure time and memory of the training step, under one policy or all, beside the prediction",
     "step": "the same as memory",

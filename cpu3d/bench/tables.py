@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
+from cpu3d.bench.kernels import kernels_table
 from cpu3d.bench.learning import draw_learning, learning_table
 from cpu3d.bench.step import draw_policies, step_table, with_predictions
 from cpu3d.bench.validate import VALIDATION, accuracy_of, page, summary_table, validation
@@ -100,12 +101,20 @@ def _estimator(path: Path) -> List[str]:
     return [*summary_table(rows).markdown(), "", "Every configuration is in [validation.md](validation.md)."]
 
 
+def _kernels(path: Path) -> List[str]:
+    lines: List[str] = []
+    for record in _newest(path, ("threads", "engine_name")):
+        lines += [*kernels_table(record).markdown(), ""]
+    return lines
+
+
 STEP = ("shape", "batch", "micro_batch", "unet", "optimizer", "engine_name")
 LEARNING = ("task", "name", "shape", "steps")
 SECTIONS = {
     "policies": ("Memory policies", _policies),
     "memory": ("The estimator against measured steps", _estimator),
     "compare": ("Whole volumes against patches", lambda path: comparisons_markdown(read_records(path, "compare"))),
+    "kernels": ("Own convolutions beside the engine's", _kernels),
     "learning": ("Learning", lambda path: learning_table(_newest(path, LEARNING)).markdown()),
 }
 """Kind of record, which is its file's name too -> heading, and the lines of a file."""

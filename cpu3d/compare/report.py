@@ -8,12 +8,12 @@ import itertools
 import math
 import shlex
 from pathlib import Path
-from typing import List, Optional, Sequence
+from typing import List, Sequence
 
 import numpy as np
 from rich.console import Console
 
-from cpu3d.compare.plan import Course, Json, Kept, Options
+from cpu3d.compare.plan import Json, Kept, Options
 from cpu3d.compare.statistics import COSTS, Comparison, counts, millions
 from cpu3d.data.store import Store
 from cpu3d.inference.evaluate import UNTOUCHED, warning
@@ -38,24 +38,20 @@ DIFFERENCES = (
 
 COSTS_OF = (
     "Of one run: the median of the seeds for times, the largest for memory. A case trained: as many voxels as a whole "
-    "case has. Memory is the largest resident set of the process, with the files that read mode ram keeps; a card's is "
-    "the peak of TensorFlow's allocator there."
+    "case has. Memory is the largest resident set of the process; a card's is the peak of TensorFlow's allocator there."
 )
 
-NOT_SETTINGS = (
-    *("seed", "unet.seed", "save_minutes"),
-    *("store", "store_channels", "label_names", "region_codes"),
-)
-"""Settings that do not tell variants apart, or belong to the store."""
+# Settings that do not tell variants apart, or belong to the store.
+NOT_SETTINGS = ("seed", "unet.seed", "save_minutes", "store", "store_channels", "label_names", "region_codes")
 
 
 # --- Tables ---
 
 
-def plan_table(plan: Sequence[Course], seeds: Sequence[int], budget: str) -> Table:
+def plan_table(kept: Kept, budget: str) -> Table:
     """The runs to come, a row a variant."""
     rows, run_s = [], []
-    for course in plan:
+    for course in kept.plan:
         steps, step_s = course["steps"], course["step_s"]
         run_s.append(steps and step_s and steps * step_s)
         rows.append(
@@ -70,21 +66,19 @@ def plan_table(plan: Sequence[Course], seeds: Sequence[int], budget: str) -> Tab
                 format_bytes(course["peak_bytes"]),
             )
         )
-    all_s = duration(sum(run_s) * len(seeds)) if all(run_s) else ""
+    all_s = duration(sum(run_s) * len(kept.seeds)) if all(run_s) else "unknown"
     return Table(
         ("variant", "sees", "steps", "voxels", "policy", "a step", "a run", "memory"),
         rows,
-        title=f"{count(plan, 'variant')} x {count(seeds, 'seed')}, each for {budget}",
-        caption=f"predicted: {all_s} of steps, without validation and scoring" if all_s else "",
+        title=f"{count(kept.plan, 'variant')} x {count(kept.seeds, 'seed')}, each for {budget}",
+        caption=f"predicted: {all_s} of steps, without validation and scoring",
     )
 
 
 def scores_table(record: Json) -> Table:
     """The mean over cases and seeds of every region and variant, and how the seeds differ."""
-    metrics = [
-        name for name in METRICS if name in record["variants"][record["baseline"]]["scores"][record["regions"][0]]
-    ]
-    rows = []
+    known = record["variants"][record["baseline"]]["scores"][record["regions"][0]]
+    metrics, rows = [name for name in METRICS if name in known], []
     for region, variant in itertools.product(record["regions"], record["variants"]):
         scores = record["variants"][variant]["scores"][region]
         rows.append((region, variant, *(plus_minus(**scores[name], digits=METRICS[name].digits) for name in metrics)))
@@ -104,15 +98,15 @@ def differences_table(record: Json) -> Table:
     rows = []
     for variant, regions in record["differences"].items():
         for region, name, difference in ((region, *pair) for region, of in regions.items() for pair in of.items()):
-            digits, bound = METRICS[name].digits, difference.get("seed_bound")
+            digits, bound = METRICS[name].digits, difference["seed_bound"]
             text = f"{difference['mean']:+.{digits}f}"
             if difference["interval"]:
-                low, high = difference["interval"]
-                text += f" ({low:+.{digits}f} to {high:+.{digits}f})"
-            text = Bold(text) if counts(difference) else text
+                text += " ({:+.{digits}f} to {:+.{digits}f})".format(*difference["interval"], digits=digits)
             alone = "-" if bound is None else f"{bound:.{digits}f}"
             cases = f"{difference['better']} / {difference['worse']} / {difference['equal']}"
-            rows.append((region, variant, METRICS[name].label, text, alone, cases))
+            rows.append(
+                (region, variant, METRICS[name].label, (Bold if counts(difference) else str)(text), alone, cases)
+            )
     columns = ("region", "variant", "score", "difference", "seeds alone", "cases")
     return Table(columns, rows, title=f"Differences to {record['baseline']}", caption=DIFFERENCES, names=3)
 
@@ -153,43 +147,36 @@ def results_tables(record: Json) -> List[Table]:
 # --- What is published ---
 
 
-def publish(
-    comparison: Comparison, kept: Kept, store: Optional[Store], out: Path, options: Options, *, budget: str
-) -> None:
-    """Keep the results, write the page and the record, print the tables. `store` is None where it is not there now.
+def publish(comparison: Comparison, kept: Kept, store: Store, out: Path, options: Options, *, budget: str) -> None:
+    """Keep the results, write the page and the record, print the tables.
 
     A record names no folder and holds nothing of one case; the page is self-contained, pictures and slices inside.
     """
-    results = comparison.to_json()
+    results, manifest = comparison.to_json(), store.manifest
     dataclasses.replace(kept, results=results).save(out)
-    data: Json = {"name": "data that is not there now"}
-    if store:
-        manifest = store.manifest
-        split = {name: len(ids) for name, ids in manifest.split.items()}
-        data = {"name": manifest.name, "split": split, "shape": manifest.largest_shape}
+    split = {name: len(ids) for name, ids in manifest.split.items()}
     content = {
-        "title": options.title or f"{' against '.join(comparison.runs)}: {data['name']}",
+        "title": options.title or f"{' against '.join(comparison.runs)}: {manifest.name}",
         "host": comparison.runs[comparison.baseline][0].host or read_host().summary(),
         "versions": versions(),
-        "data": data,
+        "data": {"name": manifest.name, "split": split, "shape": manifest.largest_shape},
         "budget": budget,
         "seeds": kept.seeds,
-        "evaluation": kept.asked["evaluation"],
+        "evaluation": options.evaluation._asdict(),
         "options": {course["name"]: shlex.join(course["options"]) for course in kept.plan},
         **results,
     }
-    split = kept.asked["evaluation"]["split"]
+    alert = warning(options.split) if options.split != UNTOUCHED else ""
     sections = page_sections(comparison, content, out, store)
-    alert = "" if split == UNTOUCHED else warning(split)
     write_page(out / "report.html", content["title"], "./run.sh compare", sections, alert=alert)
-    if options.record and store:
+    if options.record:
         append_record(options.record, "compare", content)
     for table in results_tables(content):
-        Console().print(table.rich())
+        Console().print(table)
     say(f"written: {out / 'report.html'}", *results["failed"])
 
 
-def page_sections(comparison: Comparison, record: Json, out: Path, store: Optional[Store]) -> List[Section]:
+def page_sections(comparison: Comparison, record: Json, out: Path, store: Store) -> List[Section]:
     """All that the page shows, in order. Folders in `out` are named from there."""
     runs = [run for of_variant in comparison.runs.values() for run in of_variant]
     config = runs[0].config
@@ -208,7 +195,7 @@ def page_sections(comparison: Comparison, record: Json, out: Path, store: Option
     return [
         ("What was compared", [Table(("", ""), facts, names=2), settings_table(comparison)]),
         ("Scores and differences", [*tables, case_strips(comparison)]),
-        ("Cases", [_cases(comparison, store)] if store else []),
+        ("Cases", [_cases(comparison, store)]),
         ("Learning, a line a run", [learning_curves(comparison)]),
         ("Costs", [costs]),
         ("Runs", [Table(("variant", "seed", "learning rate", "folder"), rows, names=4)]),

@@ -9,14 +9,14 @@ means. With one seed none counts. Nothing is corrected for the number of differe
 
 import math
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
 from cpu3d.compare.plan import Json
-from cpu3d.compare.run import Failed, unpaired
+from cpu3d.compare.run import Failed, PlannedRun
 from cpu3d.data.store import Store, grid_size
 from cpu3d.errors import InputError, refuse
 from cpu3d.inference.evaluate import PREDICTIONS, read_scores, scores_path
@@ -39,11 +39,8 @@ def paired_difference(values: np.ndarray, baseline: np.ndarray, *, larger_is_bet
 
     "interval" is over cases and seeds, over one of them where there is a single one of the other, None for a single
     pair. "better", "worse" and "equal" count cases, by the mean over their seeds. Seeds alone make a mean larger than
-    "seed_bound" once in 20 times, by Student's t; None for one seed. Raises ValueError for other arrays.
+    "seed_bound" once in 20 times, by Student's t; None for one seed.
     """
-    values, baseline = np.asarray(values, float), np.asarray(baseline, float)
-    if values.ndim != 2 or values.shape != baseline.shape or not values.size:
-        raise ValueError(f"values must be (seeds, cases) as the baseline's {baseline.shape}, got {values.shape}")
     difference = values - baseline
     seeds, cases = difference.shape
     of_cases = difference.mean(0) * (1 if larger_is_better else -1)
@@ -61,8 +58,8 @@ def paired_difference(values: np.ndarray, baseline: np.ndarray, *, larger_is_bet
 
 
 def counts(difference: Mapping[str, Any]) -> bool:
-    """Whether its interval leaves out 0 and its mean exceeds the "seed_bound", which older records lack."""
-    bound, (low, high) = difference.get("seed_bound"), difference["interval"] or (0, 0)
+    """Whether its interval leaves out 0 and its mean exceeds the "seed_bound"."""
+    bound, (low, high) = difference["seed_bound"], difference["interval"] or (0, 0)
     return (low > 0 or high < 0) and bound is not None and abs(difference["mean"]) > bound
 
 
@@ -82,7 +79,6 @@ def seed_bound(of_seeds: Sequence[float]) -> Optional[float]:
 
 def bootstrap_mean(values: np.ndarray) -> Optional[Tuple[float, float]]:
     """The 95 % bootstrap interval of the mean of `values` (seeds, cases); None for a single value."""
-    values = np.asarray(values, float)
     seeds, cases = values.shape
     if values.size == 1:
         return None
@@ -151,25 +147,21 @@ class RunResult:
 
     variant: str
     seed: int
+    folder: Path
     scores: Scores
     costs: Dict[str, Optional[float]]  # by COSTS; None is not known
-    folder: Path = Path()
-    config: RunConfig = field(default_factory=RunConfig)
-    curve: Tuple[Point, ...] = ()  # the validations, in order
-    host: Dict[str, Any] = field(default_factory=dict)  # of the last attempt; empty where the log does not say
-    predictions: Path = Path()  # folder of the label maps that were scored
+    config: RunConfig
+    curve: Sequence[Point]  # the validations, in order
+    host: Dict[str, Any]  # of the last attempt; empty where the log does not say
+    predictions: Path  # folder of the label maps that were scored
 
 
-def read_run(
-    variant: str, seed: int, folder: Path, split: str, *, store: Optional[Store] = None, scored: Optional[Path] = None
-) -> RunResult:
-    """Read a run that was trained and scored on `split`.
+def read_run(run: PlannedRun, split: str, store: Store) -> RunResult:
+    """Read a run that was trained and scored on `split` of `store`.
 
-    `store` says how large a whole case is to a run on patches; `scored` is the folder that holds evaluation/ where
-    that is not the run's. Raises InputError where the run was not trained or scored, or its files are damaged.
+    Raises InputError where the run was not trained or scored, or its files are damaged.
     """
-    config, events = load_config(folder), read_events(folder)
-    path = scores_path(scored or folder, split)
+    config, events, path = load_config(run.folder), read_events(run.folder), scores_path(run.folder, split)
     content = read_scores(path)
     cases = {case["case_id"]: case["regions"] for case in content["cases"]}
     regions = {
@@ -182,8 +174,8 @@ def read_run(
         until = costs_of([step for step in steps if step["step"] <= event["step"]])
         curve.append(Point(until.voxels, until.steps_s, event["mean_dice"]))
     costs = _costs(events, config, content, host.get("cores"), store)
-    about = (Path(folder), config, tuple(curve), host, path.parent / PREDICTIONS)
-    return RunResult(variant, seed, with_mean(regions), costs, *about)
+    about = (run.variant, run.seed, run.folder, with_mean(regions), costs, config)
+    return RunResult(*about, curve, host, path.parent / PREDICTIONS)
 
 
 def with_mean(scores: Scores) -> Scores:
@@ -266,15 +258,12 @@ class Comparison:
         return COSTS[name].of(known) if known else None
 
 
-def compare(
-    results: Sequence[RunResult], *, baseline: Optional[str] = None, failed: Sequence[Failed] = ()
-) -> Comparison:
-    """Put runs beside each other. The `baseline` is the first one's variant where none is named.
+def compare(results: Sequence[RunResult], baseline: str, failed: Sequence[Failed] = ()) -> Comparison:
+    """Put runs beside each other, those of the variant `baseline` first.
 
     Raises InputError for runs that were not scored on the same cases and regions, and for a variant that shares no seed
     with the baseline, as nothing can be paired then; one that lost its seeds to failures is left out instead.
     """
-    baseline = baseline or results[0].variant
     runs: Dict[str, List[RunResult]] = {name: [] for name in (baseline, *(result.variant for result in results))}
     for result in sorted(results, key=lambda run: run.seed):
         runs[result.variant].append(result)
@@ -282,7 +271,7 @@ def compare(
         raise InputError(f"the baseline {baseline} must have a run that succeeded, got none", *map(str, failed))
     first = runs[baseline][0]
     cases = list(next(iter(first.scores.values()))["dice"])
-    problems = [
+    refuse(
         f"run {result.folder} must be scored on the same {what} as {first.folder}, got {', '.join(sorted(found))} for "
         f"{', '.join(sorted(wanted))}; evaluate both on one store"
         for result in results
@@ -291,11 +280,14 @@ def compare(
             ("cases", next(iter(result.scores.values()))["dice"], cases),
         )
         if set(found) != set(wanted)
-    ]
-    lonely = unpaired({variant: [run.seed for run in own] for variant, own in runs.items()}, baseline)
-    if not failed:
-        problems = problems or list(lonely.values())
-    refuse(problems)
+    )
+    seeds = {variant: {run.seed for run in own} for variant, own in runs.items()}
+    lonely = [variant for variant, own in seeds.items() if not own & seeds[baseline]]
+    refuse(
+        f"variant {variant} must share a seed with {baseline}, got {sorted(seeds[variant])} and "
+        f"{sorted(seeds[baseline])}; train one of each with the same --seed"
+        for variant in ([] if failed else lonely)
+    )
     left_out = [
         Failed(variant, run.seed, f"{baseline} has no such seed") for variant in lonely for run in runs.pop(variant)
     ]
@@ -307,18 +299,15 @@ def compare(
 
 
 def _costs(
-    events: Sequence[Json], config: RunConfig, scores: Json, cores: Optional[int], store: Optional[Store]
+    events: Sequence[Json], config: RunConfig, scores: Json, cores: Optional[int], store: Store
 ) -> Dict[str, Optional[float]]:
     """A run's COSTS, of its log and the content of scores.json."""
-    costs, on_cpu, whole = costs_of(events, config.coarse_steps), config.device == "cpu", math.prod(config.grid)
-    if config.is_patch:
-        whole = math.prod(grid_size(store, extent=config.extent, multiple=config.unet.divisor)) if store else None
-    a_voxel_s = costs.step_s and costs.step_s / (config.batch * math.prod(config.grid))
-    core_hours = costs.train_s * cores / 3600 if costs.train_s is not None and cores and on_cpu else None
+    costs, on_cpu = costs_of(events, config.coarse_steps), config.device == "cpu"
+    whole = grid_size(store, extent=config.extent, multiple=config.unet.divisor) if config.is_patch else config.grid
     found = {
         **vars(costs),
-        "case_train_s": a_voxel_s * whole if a_voxel_s and whole else None,
-        "core_hours": core_hours,
+        "case_train_s": costs.step_s and costs.step_s / (config.batch * math.prod(config.grid)) * math.prod(whole),
+        "core_hours": costs.train_s * cores / 3600 if costs.train_s is not None and cores and on_cpu else None,
         "train_peak_bytes": costs.peak_rss_bytes,
         "allocator_peak_bytes": costs.allocator_peak_bytes if on_cpu else None,
         "card_peak_bytes": None if on_cpu else costs.allocator_peak_bytes,

@@ -20,10 +20,8 @@ class AugmentConfig:
 
     flip: bool = option(True, "no mirroring: where left and right differ", group="augmentation")
     """Mirror along X, Y and Z, each with probability 1/2."""
-    gain: float = 0.1
-    """Multiply each channel by 1 + U(-gain, gain), in normalised units."""
-    offset: float = 0.1
-    """Add U(-offset, offset) to each channel, in standard deviations."""
+    gain: float = 0.1  # multiply each channel by 1 + U(-gain, gain), in normalised units
+    offset: float = 0.1  # add U(-offset, offset) to each channel, in standard deviations
     rotation_deg: float = option(0.0, "small rotations up to A degrees; they cost time", "A", group="augmentation")
     """Turn about Z and about X by U(-rotation, rotation) each, in degrees. Costs two resamplings of the volume."""
     scaling: float = option(0.0, "zoom by up to 1 +- S; it costs time", "S", group="augmentation")
@@ -43,8 +41,8 @@ class AugmentConfig:
 NO_AUGMENT = AugmentConfig(flip=False, gain=0.0, offset=0.0)
 
 FLOATS = ("float32", (None,))
+# Name -> dtype and shape of what `draw` gives and `Finish` applies.
 DRAWN = {"scale": FLOATS, "shift": FLOATS, "flips": ("bool", (3,)), "planes": ("float32", (2, 4))}
-"""Name -> dtype and shape of what `draw` gives and `Finish` applies."""
 
 
 def draw(

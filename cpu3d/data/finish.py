@@ -20,20 +20,16 @@ import tensorflow as tf
 from cpu3d.errors import InputError
 from models.config import DTYPES
 
-SLAB_VALUES = 1 << 19
-"""Values computed at a time: 2 MiB of float32. A whole volume at once took twice as long."""
+SLAB_VALUES = 1 << 19  # computed at a time: 2 MiB of float32. A whole volume at once took twice as long.
 
 
 @dataclass(frozen=True)
 class Finish:
     """What finishes raw samples: the settings that are the same for all of them."""
 
-    codes: Tuple[Tuple[int, ...], ...]
-    """Label codes of each region, in the order of the target's last axis."""
-    dtype: str = "float32"
-    """Of the image; it is computed in float32."""
-    resamples: bool = False
-    """Whether to rotate and scale by raw["planes"], which is costly."""
+    codes: Tuple[Tuple[int, ...], ...]  # label codes of each region, in the order of the target's last axis
+    dtype: str = "float32"  # of the image; it is computed in float32
+    resamples: bool = False  # whether to rotate and scale by raw["planes"], which is costly
 
     def __post_init__(self):
         if self.dtype not in DTYPES:

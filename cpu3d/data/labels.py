@@ -15,13 +15,12 @@ from typing import Dict, List, Mapping, Sequence, Tuple
 
 import numpy as np
 
-THRESHOLD = 0.5
-"""A voxel belongs to a region from this probability on."""
+THRESHOLD = 0.5  # a voxel belongs to a region from this probability on
 
 
 def region_mask(label: np.ndarray, codes: Sequence[int]) -> np.ndarray:
     """Where `label` holds one of `codes`: a boolean array of the same shape."""
-    table = np.zeros(max(256, *(code + 1 for code in codes)) if codes else 256, bool)
+    table = np.zeros(256, bool)
     table[list(codes)] = True
     # A table look-up is several times faster than np.isin on a whole volume; uint8 labels index it as they are.
     return table[label if label.dtype == np.uint8 else label.astype(np.int64)]
@@ -40,12 +39,8 @@ def label_from_regions(answers: np.ndarray, regions: Mapping[str, Sequence[int]]
     """Paint regions `(X, Y, Z, R)`, probabilities or masks, into one label `(X, Y, Z)` uint8; 0 is background.
 
     The last axis is in the order of `regions` (name -> codes). The rules are at the top of this file. A NaN is in no
-    region. Raises ValueError when the last axis does not match or a code does not fit into uint8.
+    region.
     """
-    answers = np.asarray(answers)
-    if answers.shape[-1] != len(regions) or any(not 0 <= code <= 255 for codes in regions.values() for code in codes):
-        rule = f"answers must have a channel for each of regions {dict(regions)}, whose codes lie in 0..255"
-        raise ValueError(f"{rule}, got shape {answers.shape}")
     label = np.zeros(answers.shape[:-1], np.uint8)
     for rivals in paint_order(regions):
         best = np.full(label.shape, -np.inf, np.float32) if len(rivals) > 1 else None

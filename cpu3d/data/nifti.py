@@ -21,10 +21,8 @@ from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import atomic_write
 from memory_estimator.common.files import read_regular
 
-EXTENSIONS = (".nii.gz", ".nii")
-
+# Header fields whose numbers follow pixdim[0:4] in `Geometry.forms`.
 _FORMS = ["quatern_b", "quatern_c", "quatern_d", "qoffset_x", "qoffset_y", "qoffset_z", "srow_x", "srow_y", "srow_z"]
-"""Header fields whose numbers follow pixdim[0:4] in `Geometry.forms`."""
 
 
 def read_volume(path: Union[str, Path]) -> Tuple[np.ndarray, Geometry]:
@@ -52,8 +50,6 @@ def read_volume(path: Union[str, Path]) -> Tuple[np.ndarray, Geometry]:
 
 def to_ras(array: np.ndarray, geometry: Geometry) -> np.ndarray:
     """Turn `array`, on the grid of `geometry`, to axes R A S by flips and transposes of the first three. A view."""
-    if tuple(array.shape[:3]) != geometry.shape:
-        raise ValueError(f"array must lie on the source's grid {geometry.shape}, got shape {array.shape}")
     return orientations.apply_orientation(array, orientations.axcodes2ornt(geometry.axes))
 
 
@@ -102,25 +98,19 @@ def write_volume(path: Union[str, Path], volume_ras: np.ndarray, geometry: Geome
     .nii.gz or .nii.
     """
     path = Path(path)
-    if not path.name.endswith(EXTENSIONS):
+    if not path.name.endswith((".nii.gz", ".nii")):
         raise InputError(f"{path} must end in .nii.gz or .nii; choose such a name")
     voxels, header = from_ras(volume_ras, geometry), _placed_header(geometry)
     header.set_data_shape(voxels.shape)
     header.set_data_dtype(voxels.dtype.newbyteorder("<"))
     header.set_xyzt_units("mm")
     header["magic"], header["vox_offset"], header["scl_slope"], header["scl_inter"] = b"n+1", 352, 1, 0
-    head = header.binaryblock + b"\0\0\0\0"  # four bytes that say "no extension"
-    body = memoryview(voxels.tobytes(order="F"))
-    with atomic_write(path) as file:
-        if not path.name.endswith(".gz"):
-            file.write(head)
-            file.write(body)
-            return
+    content = header.binaryblock + b"\0\0\0\0" + voxels.tobytes(order="F")  # the zeros say "no extension"
+    if path.name.endswith(".gz"):
         packer = zlib.compressobj(compression, wbits=31)  # 31: gzip framing, with a zero time stamp
-        file.write(packer.compress(head))
-        for start in range(0, len(body), 1 << 22):
-            file.write(packer.compress(body[start : start + (1 << 22)]))
-        file.write(packer.flush())
+        content = packer.compress(content) + packer.flush()
+    with atomic_write(path) as file:
+        file.write(content)
 
 
 def _read_bytes(path: Path) -> bytes:

@@ -15,19 +15,14 @@ from msgspec import Meta
 from cpu3d.data.region import Region, Shape3
 from cpu3d.errors import refuse
 
-SCHEMA = 2
-"""Version of the store's layout and records. A store of another version is refused."""
-
+SCHEMA = 2  # version of the store's layout and records; a store of another version is refused
 SPLITS = ("train", "val", "test")
-
-CENTRES = 32
-"""Most voxels of each label code in a record; patches are shifted around them."""
+CENTRES = 32  # most voxels of each label code in a record; patches are shifted around them
 
 Count = Annotated[int, Meta(ge=0)]
 Code = Annotated[int, Meta(ge=0, le=255)]
 Positive = Annotated[float, Meta(gt=0)]
-BareName = Annotated[str, Meta(pattern=r"\A(?!\.{0,2}\Z)[^/\0]*\Z")]
-"""The name of a file without a folder."""
+BareName = Annotated[str, Meta(pattern=r"\A(?!\.{0,2}\Z)[^/\0]*\Z")]  # of a file, without a folder
 Row = Tuple[float, float, float, float]
 
 
@@ -36,8 +31,7 @@ class Geometry:
     """The grid of a case's source, along its own axes; predictions are written on it."""
 
     shape: Shape3
-    affine: Tuple[Row, Row, Row, Row]
-    """Source voxel to world in mm (RAS+), float64."""
+    affine: Tuple[Row, Row, Row, Row]  # source voxel to world in mm (RAS+), float64
     axes: Annotated[str, Meta(min_length=3, max_length=3)]
     """Where the source's axes point, such as "LPS"."""
     sform_code: Count
@@ -63,39 +57,31 @@ class CaseRecord:
 
     case_id: BareName
     patient_id: str
-    shape: Shape3
-    """Voxels of the whole grid, also where only a box of it is stored."""
+    shape: Shape3  # voxels of the whole grid, also where only a box of it is stored
     spacing_mm: Tuple[Positive, Positive, Positive]
-    box: Region
-    """Smallest box around every voxel that is non-zero in any channel or labelled."""
+    box: Region  # smallest box around every voxel that is non-zero in any channel or labelled
     image_dtype: Literal["int16", "float16"]
     """"int16": the source's values, exact. "float16": (value - mean) / std of the source, rounded."""
     max_abs_error: Annotated[float, Meta(ge=0)]
     """Of rounding, in standard deviations; 0 when lossless."""
-    channel_mean: Tuple[float, ...]
-    """Per channel, over its non-zero voxels, of the stored values."""
+    channel_mean: Tuple[float, ...]  # per channel, over its non-zero voxels, of the stored values
     channel_std: Tuple[Positive, ...]
     channel_min: Tuple[float, ...]
     channel_max: Tuple[float, ...]
     channel_voxels: Tuple[Count, ...]
-    zeroed_voxels: Count
-    """NaN or infinite voxels that were set to 0, all channels together."""
+    zeroed_voxels: Count  # NaN or infinite voxels that were set to 0, all channels together
     label_voxels: Dict[Code, Annotated[int, Meta(gt=0)]]
     """Voxels of each label code that occurs, 0 included; empty for a case without a label."""
     centres: Dict[Code, Tuple[Shape3, ...]]
     """Up to `CENTRES` voxels of each label code but 0, spread evenly over it: where patches may be centred."""
     geometry: Geometry
     sources: Tuple[SourceFile, ...]
-    stem: BareName
-    """Name of the arrays' files up to the first dot."""
-    format: Literal["", "npy", "b2nd"]
-    """Of the arrays' files; "" for a case that is in no store."""
-    stored: Region
-    """The part of the grid that the arrays hold. Outside it, image and label are 0."""
+    stem: BareName  # name of the arrays' files up to the first dot
+    format: Literal["", "npy", "b2nd"]  # of the arrays' files; "" for a case that is in no store
+    stored: Region  # the part of the grid that the arrays hold. Outside it, image and label are 0
     image_bytes: Count
     image_sha256: str
-    image_voxels_sha256: str
-    """Of dtype, shape and voxels of the whole grid: the same in every format, cropped or not."""
+    image_voxels_sha256: str  # of dtype, shape and voxels of the whole grid: the same in every format, cropped or not
     label_bytes: Count
     label_sha256: str
     label_voxels_sha256: str
@@ -114,27 +100,21 @@ class Manifest:
     """What a store holds. A store changes only by getting new cases."""
 
     name: str
-    layout: str
-    """The data set layout it was read from, such as "decathlon"."""
+    layout: str  # the data set layout it was read from, such as "decathlon"
     channels: Tuple[str, ...]
-    labels: Dict[int, str]
-    """Label code -> name, 0 is background."""
+    labels: Dict[int, str]  # label code -> name, 0 is background
     regions: Dict[str, Tuple[int, ...]]
     """Region -> its label codes, such as {"WT": (1, 2, 3)}; the order is the order of outputs."""
     split: Dict[str, Tuple[str, ...]]
     """"train", "val", "test" -> case ids, sorted. Every case is in one of them, and stays there."""
     split_seed: int
-    split_hash: str
-    """Twelve hex digits of which case with which voxels is in which split."""
-    largest_shape: Shape3
-    """Of the cases' grids, axis by axis."""
+    split_hash: str  # twelve hex digits of which case with which voxels is in which split
+    largest_shape: Shape3  # of the cases' grids, axis by axis
     largest_box: Shape3
     unlabelled: Tuple[str, ...]
-    cases: Sequence[CaseRecord]
-    """Sorted by case id; those of a store are parsed when they are asked for."""
+    cases: Sequence[CaseRecord]  # sorted by case id
     versions: Dict[str, str]
-    patient_rules: Dict[str, int] = field(default_factory=dict)
-    """How patients are known -> of how many cases. Cases of stores older than this field are not counted."""
+    patient_rules: Dict[str, int] = field(default_factory=dict)  # how patients are known -> of how many cases
     schema: int = SCHEMA
 
 

@@ -11,8 +11,7 @@ from cpu3d.errors import refuse
 
 Shape3 = Tuple[int, int, int]
 
-EXTENTS = ("brain", "full")
-"""What the network sees of a case: its brain's box or its whole grid."""
+EXTENTS = ("brain", "full")  # what the network sees of a case: its brain's box or its whole grid
 
 
 def require(*rules: Tuple[str, str, Any, bool]) -> None:

@@ -11,8 +11,7 @@ import numpy as np
 
 from cpu3d.data.region import Shape3, round_up
 
-TIE = 1e-4
-"""Rounding error of a mask's mean: a mean of 1/2 counts as inside on every engine."""
+TIE = 1e-4  # rounding error of a mask's mean: a mean of 1/2 counts as inside on every engine
 
 
 def network_grid(grid: Shape3, resolution: float, divisor: int) -> Shape3:
@@ -52,10 +51,8 @@ class Resizing:
     """Between the store voxels of a field and the network's fewer voxels, for a resolution below 1."""
 
     def __init__(self, seen: Shape3, resolution: float, at_least: Shape3 = (1, 1, 1)):
-        self.seen: Shape3 = tuple(seen)
-        """Voxels X, Y, Z of the network's grid."""
-        self.field = field_of(seen, resolution, at_least)
-        """Voxels X, Y, Z that are to be read from the store."""
+        self.seen: Shape3 = tuple(seen)  # voxels X, Y, Z of the network's grid
+        self.field = field_of(seen, resolution, at_least)  # voxels X, Y, Z that are to be read from the store
         self._down = [shrinking(m, n, resolution) for n, m in zip(self.field, self.seen)]
         self._up = [growing(n, m, resolution) for n, m in zip(self.field, self.seen)]
 

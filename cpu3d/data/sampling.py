@@ -4,18 +4,13 @@ Everything random about a sample is a pure function of (seed, position), so that
 generator is SplitMix64 (Steele, Lea, Flood 2014), as NumPy's streams may change between versions.
 
 The order of samples depends on the batch and never on the workers. Step s takes the positions s * batch up to
-(s + 1) * batch in contiguous blocks, in the order of the ranks:
-
-    batch 6     step 0              step 1
-    2 workers   0  0  0  1  1  1    0  0  0  1  1  1
-    3 workers   0  0  1  1  2  2    0  0  1  1  2  2
+(s + 1) * batch in contiguous blocks, in the order of the ranks: of batch 6, 2 workers take 0 0 0 1 1 1.
 """
 
-import dataclasses
 import itertools
 import math
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Callable, Iterator, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
@@ -25,11 +20,10 @@ from cpu3d.data.region import EXTENTS, Region, Shape3, centred, is_integer, requ
 from cpu3d.data.store import case_region
 
 MASK = 2**64 - 1
-
-SAMPLINGS = ("random", "foreground", "grid", "centre")
-
-OVERLAP = 0.5
-"""Default overlap of a grid's patches and of sliding windows, as a share of a patch: nnU-Net's."""
+SAMPLINGS = ("random", "foreground", "centre")
+OVERLAP = 0.5  # of sliding windows, as a share of a patch: nnU-Net's
+SIGMA_SHARE = 1 / 8  # deviation of a tile's weights in sizes of the patch, as in nnU-Net and MONAI
+_PLACE, _CENTRE = 0x706C616365, 0x63656E747265  # keys of the random streams of a patch
 
 # --- Volumes ---
 
@@ -82,23 +76,15 @@ def random_units(*key: int) -> Iterator[float]:
 class PatchSampling:
     """How patches are drawn from cases."""
 
-    shape: Shape3
-    """Voxels X, Y, Z of a patch."""
+    shape: Shape3  # voxels X, Y, Z of a patch
     sampling: str = "random"
     """ "random": anywhere in the case's extent. "foreground": a share of them around labelled voxels, the others
-    random. "grid": one after another until the extent is covered. "centre": the one around the extent's middle."""
-    foreground: float = 1 / 3
-    """With "foreground": share of patches around labelled voxels, 0 to 1; nnU-Net's."""
-    codes: Tuple[Tuple[int, ...], ...] = ()
-    """With "foreground": label codes of each region."""
-    overlap: float = OVERLAP
-    """With "grid": least share of a patch that the next one along an axis covers again, in [0, 1)."""
+    random. "centre": the one around the extent's middle."""
+    foreground: float = 1 / 3  # with "foreground": share of patches around labelled voxels, 0 to 1; nnU-Net's
+    codes: Tuple[Tuple[int, ...], ...] = ()  # with "foreground": label codes of each region
     extent: str = "brain"
-    grid: Shape3 = (1, 1, 1)
-    """With "grid": the common size of all cases' extents."""
     seed: int = 0
-    shuffle: bool = True
-    """Whether cases come in another order every epoch. The patches of a grid stay together and in order."""
+    shuffle: bool = True  # whether cases come in another order every epoch
 
     def __post_init__(self):
         size = len(self.shape) == 3 and all(is_integer(n, 1) for n in self.shape)
@@ -107,76 +93,41 @@ class PatchSampling:
             ("extent", f"one of {', '.join(EXTENTS)}", self.extent, self.extent in EXTENTS),
             ("patch_shape", "three positive integers, voxels X, Y, Z", self.shape, size),
             ("foreground", "in [0, 1], a share of the patches", self.foreground, 0 <= self.foreground <= 1),
-            ("overlap", "in [0, 1), a share of a patch", self.overlap, 0 <= self.overlap < 1),
         )
-
-    @cached_property
-    def per_case(self) -> int:
-        """Patches of a case in one epoch: 1, or as many as cover the grid."""
-        starts = grid_starts(self.grid, self.shape, self.overlap) if self.sampling == "grid" else ()
-        return math.prod(map(len, starts))
 
 
 def patch_at(position: int, sampling: PatchSampling, records: Sequence[CaseRecord]) -> Sample:
-    """The patch at `position` of an endless stream over `records`: an epoch takes `per_case` patches of each.
+    """The patch at `position` of an endless stream over `records`: an epoch takes one patch of each.
 
     With "foreground", any number of successive positions has its share of foreground patches, to the nearest one; a
     case without the regions gives a random patch.
     """
-    visit, place = divmod(position, sampling.per_case)
-    drawn = sample_at(visit, cases=len(records), seed=sampling.seed, shuffle=sampling.shuffle)
+    drawn = sample_at(position, cases=len(records), seed=sampling.seed, shuffle=sampling.shuffle)
     record, shape = records[drawn.index], tuple(sampling.shape)
-    if sampling.sampling == "grid":
-        region = patch_grid(case_region(record, sampling.grid, sampling.extent), shape, sampling.overlap)[place]
-    elif sampling.sampling == "centre":
-        region = case_region(record, shape, sampling.extent)
-    else:
-        region = Region(_drawn_start(position, sampling, record), shape)
-    return drawn._replace(position=position, region=region)
-
-
-def grid_starts(size: Shape3, patch: Shape3, overlap: float) -> Tuple[Tuple[int, ...], ...]:
-    """First voxels, along X, Y and Z, of the fewest evenly spread patches that cover `size` with at least `overlap`.
-
-    The first and the last patch end with the volume. An axis no longer than the patch takes one patch around it.
-    """
-
-    def along(n: int, want: int) -> Tuple[int, ...]:
-        if n <= want:
-            return (-((want - n) // 2),)
-        steps = -(-(n - want) // max(int(want * (1 - overlap)), 1))
-        return tuple(step * (n - want) // steps for step in range(steps + 1))
-
-    return tuple(map(along, size, patch))
-
-
-def patch_grid(region: Region, patch: Shape3, overlap: float) -> Tuple[Region, ...]:
-    """The patches that cover `region`, X slowest, as the "grid" sampling takes them."""
-    offsets = itertools.product(*grid_starts(region.size, patch, overlap))
-    return tuple(Region(tuple(a + b for a, b in zip(region.start, offset)), tuple(patch)) for offset in offsets)
+    if sampling.sampling == "centre":
+        return drawn._replace(region=case_region(record, shape, sampling.extent))
+    return drawn._replace(region=Region(_drawn_start(position, sampling, record), shape))
 
 
 # --- Sliding a network over a volume ---
-
-SIGMA_SHARE = 1 / 8
-"""Standard deviation of a tile's weights in sizes of the patch, as in nnU-Net (Isensee et al. 2021) and MONAI."""
 
 
 def sliding_window(network: Callable[[Any], Any], image: Any, patch: Shape3, overlap: float = OVERLAP) -> np.ndarray:
     """Logits float32 (X, Y, Z, R) of `image` (1, X, Y, Z, C), an array or tensor no smaller than `patch` on any axis.
 
-    `network` takes a tile (1, *patch, C) and gives its logits (1, *patch, R). Tiles are those of `patch_grid`. Their
-    logits are averaged by Gaussian weights, as a tile's border has seen the least around it. The mean is a running one:
-    where all tiles agree the result is their logits to the bit. Raises ValueError for an image smaller than the patch.
+    `network` takes a tile (1, *patch, C) and gives its logits (1, *patch, R). Tiles are the fewest evenly spread ones
+    that overlap by at least `overlap`; the first and last end with the volume. Their logits are averaged by Gaussian
+    weights, as a tile's border has seen the least around it. The mean is a running one: where all tiles agree the
+    result is their logits to the bit. Raises ValueError for an image smaller than the patch.
     """
     shape = tuple(int(n) for n in image.shape[1:4])
     if any(n < want for n, want in zip(shape, patch)):
         raise ValueError(f"image must be at least as large as the patch {tuple(patch)}, got {shape}; pad it")
-    weight = gaussian(patch)
-    weights = np.zeros(shape, np.float32)
-    mean = None
-    for tile in patch_grid(whole(shape), patch, overlap):
-        here = tile.slices(shape)
+    axes = [np.exp(-0.5 * ((np.arange(n) - (n - 1) / 2) / (n * SIGMA_SHARE)) ** 2) for n in patch]
+    weight = np.einsum("x,y,z->xyz", *axes).astype(np.float32)
+    weights, mean = np.zeros(shape, np.float32), None
+    for start in itertools.product(*(_starts(n, want, overlap) for n, want in zip(shape, patch))):
+        here = Region(start, patch).slices(shape)
         answer = np.array(network(image[(slice(None), *here)]), np.float32)[0]
         if mean is None:
             mean = np.zeros((*shape, answer.shape[-1]), np.float32)
@@ -187,10 +138,10 @@ def sliding_window(network: Callable[[Any], Any], image: Any, patch: Shape3, ove
     return mean
 
 
-def gaussian(patch: Shape3) -> np.ndarray:
-    """Weights float32 (X, Y, Z) of a tile's voxels: 1 in the middle, positive everywhere."""
-    axes = [np.exp(-0.5 * ((np.arange(n) - (n - 1) / 2) / (n * SIGMA_SHARE)) ** 2) for n in patch]
-    return np.einsum("x,y,z->xyz", *axes).astype(np.float32)
+def _starts(n: int, want: int, overlap: float) -> Iterator[int]:
+    """First voxels of the fewest evenly spread patches of `want` voxels that cover `n` with at least `overlap`."""
+    steps = -(-(n - want) // max(int(want * (1 - overlap)), 1))
+    return (step * (n - want) // max(steps, 1) for step in range(steps + 1))
 
 
 # --- Shares of several workers ---
@@ -207,12 +158,10 @@ class Share:
     dealt one at a time, and some workers may have one fewer."""
 
     def __post_init__(self):
-        for name, least in (("rank", 0), ("workers", 1), ("batch", 0)):
-            value = getattr(self, name)
-            require((name, f"an integer of at least {least}", value, is_integer(value, least)))
         require(
-            ("rank", f"below the {self.workers} workers", self.rank, self.rank < self.workers),
-            ("batch", f"a multiple of the {self.workers} workers", self.batch, self.batch % self.workers == 0),
+            ("workers", "at least 1", self.workers, self.workers >= 1),
+            ("rank", f"at least 0 and below the {self.workers} workers", self.rank, 0 <= self.rank < self.workers),
+            ("batch", f"a multiple of the {self.workers} workers", self.batch, self.batch % max(self.workers, 1) == 0),
         )
 
     @property
@@ -222,7 +171,7 @@ class Share:
 
     def singly(self) -> "Share":
         """The same worker's share of a validation."""
-        return dataclasses.replace(self, batch=0)
+        return replace(self, batch=0)
 
     def position(self, index: int) -> int:
         """The position, in the order of all samples, of this worker's sample `index`."""
@@ -239,11 +188,7 @@ class Share:
         return tuple(map(self.position, self.indices(start, stop)))
 
 
-ALL = Share()
-"""The share of a single worker: all samples."""
-
-_PLACE, _CENTRE = 0x706C616365, 0x63656E747265
-"""Keys of the random streams of a patch."""
+ALL = Share()  # of a single worker: all samples
 
 
 def _drawn_start(position: int, sampling: PatchSampling, record: CaseRecord) -> Shape3:

@@ -6,32 +6,28 @@
     for image, target in volume_dataset(store, split="train", stop=100):
         ...  # image (1, X, Y, Z, C) float32, target (1, X, Y, Z, R) uint8
 
-Voxels go from the page cache into TensorFlow without a copy: the tensor *is* the map of a .npy file, and voxels outside
-the patch or the brain's box are not read. A sample's case, place and augmentation are a pure function of the seed and
-of its position in the endless stream of epochs: `start=k` gives what an uninterrupted run gives from sample k on,
-whatever the threads, the read mode and the store's format. `Batches` raises a loader's errors as they are.
+The tensor *is* the map of a .npy file, and voxels outside the patch or the brain's box are not read. A sample's case,
+place and augmentation are a pure function of the seed and of its position in the endless stream of epochs: `start=k`
+gives what an uninterrupted run gives from sample k on, whatever the threads, the read mode and the store's format.
 """
 
 import collections
 import itertools
-import os
-import weakref
 from dataclasses import dataclass
-from typing import Any, Callable, Deque, Dict, Iterable, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Deque, Iterable, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import tensorflow as tf
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
-from cpu3d.data.files.arrays import aligned_empty
-from cpu3d.data.files.loader import BOX, Loader, Reading, labelled, normalise, open_reading
+from cpu3d.data.files.loader import BOX, labelled, loader, normalise, open_reading
+from cpu3d.data.files.reader import Reader
 from cpu3d.data.finish import Finish, padded
 from cpu3d.data.region import Shape3, is_integer, require
 from cpu3d.data.sampling import ALL, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store, case_region, check_names, grid_size, open_store
 from cpu3d.errors import InputError
 from cpu3d.util.records import by
-from memory_estimator.host import read_host
 
 __all__ = [
     "Batches", "Finish", "PatchSampling", "Stream", "case_region", "finish_of", "grid_size", "normalise",
@@ -44,35 +40,26 @@ class Stream:
     """The arguments that `volume_dataset` and `patch_dataset` have in common."""
 
     split: str = "train"
-    start: int = 0
-    """Position of the first sample in the endless stream of epochs."""
+    start: int = 0  # position of the first sample in the endless stream of epochs
     stop: Optional[int] = None
     """Position after the last sample; by default the end of the first epoch, or of its last whole step of `share`."""
     seed: int = 0
     batch: int = 1
     """Samples of a batch; an incomplete last batch is dropped. It divides the worker's samples of a step."""
-    share: Share = ALL
-    """This worker's samples. `start` and `stop` are positions in the stream of all workers."""
+    share: Share = ALL  # this worker's samples. `start` and `stop` are positions in the stream of all workers
     channels: Optional[Sequence[str]] = None
-    regions: Optional[Sequence[str]] = None
-    """Names, in the order wanted; None for all of the store's."""
+    regions: Optional[Sequence[str]] = None  # names, in the order wanted; None for all of the store's
     augment: AugmentConfig = NO_AUGMENT
-    dtype: str = "float32"
-    """Of images, "float32" or "bfloat16"."""
-    read_mode: Union[str, Reading, None] = None
-    """One of READ_MODES, or a Reading that several datasets share."""
-    threads: int = 1
-    """Samples prepared at a time."""
-    finished: bool = True
-    """False for raw batches, for `finish_of` to be applied where the model runs."""
+    dtype: str = "float32"  # of images, "float32" or "bfloat16"
+    read_mode: Union[str, Reader, None] = None
+    """One of READ_MODES, or a reader of the store, from `open_reading`, that several datasets share."""
+    threads: int = 1  # samples prepared at a time
+    finished: bool = True  # False for raw batches, for `finish_of` to be applied where the model runs
 
     def __post_init__(self):
         stop, step, part = 0 if self.stop is None else self.stop, self.share.batch or 1, self.share.part
         least = (("start", 0, self.start), ("stop", 0, stop), ("batch", 1, self.batch), ("threads", 1, self.threads))
-        require(
-            *((name, f"an integer of at least {low}", n, is_integer(n, low)) for name, low, n in least),
-            ("seed", "an integer", self.seed, is_integer(self.seed)),
-        )
+        require(*((name, f"an integer of at least {low}", n, is_integer(n, low)) for name, low, n in least))
         steps, divides = f"a multiple of the {step} samples of a step", not self.share.batch or part % self.batch == 0
         require(
             ("start", steps, self.start, self.start % step == 0),
@@ -110,36 +97,26 @@ def patch_dataset(
     *,
     sampling: str = "random",
     foreground: float = PatchSampling.foreground,
-    overlap: float = PatchSampling.overlap,
     shuffle: bool = True,
     extent: str = "brain",
-    multiple: int = 16,
     **stream: Any,
 ) -> tf.data.Dataset:
     """Patches of a split's cases as batches `(image, target)` of size `patch_shape`; only their own bytes are read.
 
     A patch is the crop of its normalised volume, 0 outside of it; rotation and scaling turn it about its own centre. An
-    epoch is one patch of each case, or with "grid" all patches that cover the common grid of the extent, rounded up to
-    `multiple`. `PatchSampling` describes `sampling`, `foreground` and `overlap`; the rest is as for `volume_dataset`.
+    epoch is one patch of each case. `PatchSampling` describes `sampling` and `foreground`; the rest is as for
+    `volume_dataset`.
     """
     chosen = Stream(**stream)
-    how = {"sampling": sampling, "foreground": foreground, "overlap": overlap, "shuffle": shuffle, "seed": chosen.seed}
-    drawn = patch_sampling(store, patch_shape, extent=extent, multiple=multiple, regions=chosen.regions, **how)
-    return _dataset(store, chosen, drawn, patches=True)
+    how = {"sampling": sampling, "foreground": foreground, "shuffle": shuffle, "seed": chosen.seed, "extent": extent}
+    return _dataset(store, chosen, patch_sampling(store, patch_shape, regions=chosen.regions, **how))
 
 
 def patch_sampling(
-    store: Store,
-    patch_shape: Shape3,
-    *,
-    extent: str = "brain",
-    multiple: int = 16,
-    regions: Optional[Sequence[str]] = None,
-    **drawn: Any,
+    store: Store, patch_shape: Shape3, *, regions: Optional[Sequence[str]] = None, **drawn: Any
 ) -> PatchSampling:
     """How `patch_dataset` draws patches from this store, given its arguments; `drawn` are those of PatchSampling."""
-    codes, grid = finish_of(store, regions=regions).codes, grid_size(store, extent=extent, multiple=multiple)
-    return PatchSampling(tuple(patch_shape), extent=extent, codes=codes, grid=grid, **drawn)
+    return PatchSampling(tuple(patch_shape), codes=finish_of(store, regions=regions).codes, **drawn)
 
 
 def finish_of(
@@ -155,20 +132,24 @@ def finish_of(
     return Finish(tuple(codes[index] for index in picked), dtype, augment.resamples)
 
 
-def _dataset(store: Store, chosen: Stream, sampling: PatchSampling, patches: bool = False) -> tf.data.Dataset:
+def _dataset(store: Store, chosen: Stream, sampling: PatchSampling) -> tf.data.Dataset:
     """The samples at `start` to `stop`."""
     records = labelled(store, chosen.split)
     picked = _pick("channels", chosen.channels, store.manifest.channels)
     finish = finish_of(store, regions=chosen.regions, augment=chosen.augment, dtype=chosen.dtype)
-    share, size, epoch = chosen.share, sampling.shape, len(records) * sampling.per_case
-    stop = epoch - epoch % (share.batch or 1) if chosen.stop is None else chosen.stop
-    own, reading = share.indices(chosen.start, max(stop, chosen.start)), _reading(store, chosen, patches)
-    load = Loader(reading, records, sampling, augment=chosen.augment, share=share)
-    box_of, channels = python_op(load, BOX), len(picked)
+    share, size, channels, reader = chosen.share, sampling.shape, len(picked), chosen.read_mode
+    stop = len(records) - len(records) % (share.batch or 1) if chosen.stop is None else chosen.stop
+    own = share.indices(chosen.start, max(stop, chosen.start))
+    if not isinstance(reader, Reader):
+        reader = open_reading(store, (chosen.split,), read_mode=reader, share=share)
+    load = _keeping_errors(loader(reader, records, sampling, chosen.augment, share))
     shapes = {"bits": (*size, channels), "label": size, "scale": (channels,), "shift": (channels,)}
 
     def sample(index):
-        box = {**box_of(index), "channels": picked}
+        # A stateful op would make a deterministic pipeline serial.
+        arrays = tf.numpy_function(load, [index], [dtype for dtype, _ in BOX.values()], stateful=False)
+        box = {name: tf.ensure_shape(array, shape) for array, (name, (_, shape)) in zip(arrays, BOX.items())}
+        box["channels"] = picked
         if not chosen.finished:
             return {name: tf.ensure_shape(part, shapes.get(name, part.shape)) for name, part in padded(box).items()}
         image, target = finish.from_box(box)
@@ -191,17 +172,6 @@ def _dataset(store: Store, chosen: Stream, sampling: PatchSampling, patches: boo
     return dataset.prefetch(1).with_options(options)
 
 
-def _reading(store: Store, chosen: Stream, patches: bool) -> Reading:
-    mode = chosen.read_mode
-    if not isinstance(mode, Reading):
-        how = {"free_bytes": read_host().free_bytes, "read_mode": mode, "patches": patches, "share": chosen.share}
-        return open_reading(store, (chosen.split,), **how)
-    if mode.reader.folder != store.folder or chosen.split not in mode.splits:
-        got = f"one of {', '.join(mode.splits)} of {mode.reader.folder}"
-        raise InputError(f"read_mode must be a Reading of {chosen.split} of {store.folder}, got {got}; open another")
-    return mode
-
-
 def _volume_size(store: Store, grid: Optional[Sequence[int]], extent: str, multiple: int) -> Shape3:
     """The size of every volume: `grid`, or what holds all cases. InputError for a grid that would lose voxels."""
     fitting = grid_size(store, extent=extent, multiple=multiple)
@@ -222,44 +192,26 @@ def _pick(what: str, wanted: Optional[Sequence[str]], there: Sequence[str]) -> T
     return tuple(there.index(name) for name in wanted)
 
 
-# --- NumPy code as an op of a pipeline ---
+# --- Errors of a pipeline ---
 
-KEY_VALUES = 256
-"""Length of the tensor that holds a function. TensorFlow copies tensors of up to 128 values into its graphs."""
-
-_functions: Dict[int, Callable] = {}
-"""Number in the tensor that holds a function -> the function."""
-
-_numbers = itertools.count(int.from_bytes(os.urandom(6), "little"))
-"""Begins at random, so that a pipeline that was made in another process finds no function here."""
-
+_marks = itertools.count()
 _failures: Deque[Tuple[str, BaseException]] = collections.deque(maxlen=64)
 """(mark in the text of TensorFlow's error, the error as it was raised)."""
 
 
-def python_op(
-    function: Callable[[np.ndarray], Tuple], outputs: Mapping[str, Tuple[str, Tuple]]
-) -> Callable[[tf.Tensor], Dict[str, tf.Tensor]]:
-    """`function` of one number, giving a tuple of arrays, as an op of `outputs`: name -> dtype and shape.
+def _keeping_errors(load: Callable) -> Callable[[np.ndarray], Tuple[np.ndarray, ...]]:
+    """The loader, whose InputError and OSError `Batches` raises as they were: TensorFlow keeps their text alone."""
 
-    `Batches` raises its InputError and OSError as they were. TensorFlow keeps a Python function of a pipeline, with its
-    files and threads, until the process ends or the Python object of the dataset goes, which iterators outlive. Here a
-    tensor that the pipeline captures holds the function: it lives as long as any pipeline that calls it.
-    """
-    number = next(_numbers)
-    array = aligned_empty((KEY_VALUES,), np.int64)  # TensorFlow would copy an unaligned array and drop it
-    array[:] = number
-    _functions[number] = function
-    weakref.finalize(array, _functions.pop, number, None).atexit = False
-    with tf.init_scope():  # an eager tensor, also where a dataset is made while a graph is traced
-        key = tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+    @tf.autograph.experimental.do_not_convert
+    def call(index: np.ndarray) -> Tuple[np.ndarray, ...]:
+        try:
+            return load(index)
+        except (InputError, OSError) as error:
+            mark = f"loader failure {next(_marks)}:"
+            _failures.append((mark, error))
+            raise RuntimeError(f"{mark} {error}") from None
 
-    def op(number: tf.Tensor) -> Dict[str, tf.Tensor]:
-        # A stateful op would make a deterministic pipeline serial.
-        arrays = tf.numpy_function(_call, [key, number], [dtype for dtype, _ in outputs.values()], stateful=False)
-        return {name: tf.ensure_shape(array, shape) for array, (name, (_, shape)) in zip(arrays, outputs.items())}
-
-    return op
+    return call
 
 
 class Batches:
@@ -279,17 +231,3 @@ class Batches:
             if own is None:
                 raise
             raise own.with_traceback(None) from None
-
-
-@tf.autograph.experimental.do_not_convert
-def _call(key: np.ndarray, number: np.ndarray) -> Any:
-    try:
-        function = _functions.get(int(key[0]))
-        if function is None:
-            rule = "dataset of a store must be used in the process that made it, got one whose files are closed"
-            raise InputError(f"{rule}; keep a reference to the dataset, or make it again")
-        return function(number)
-    except (InputError, OSError) as error:
-        mark = f"loader failure {next(_numbers)}:"
-        _failures.append((mark, error))
-        raise RuntimeError(f"{mark} {error}") from None

@@ -20,8 +20,7 @@ from memory_estimator.common.files import read_regular
 
 Split = Dict[str, Tuple[str, ...]]
 
-TABLE = "table"
-"""The rule for a patient that a table names."""
+TABLE = "table"  # the rule for a patient that a table names
 
 
 def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
@@ -50,10 +49,9 @@ def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
     return patients
 
 
-def describe_patients(rules: Mapping[str, int], cases: int) -> List[str]:
-    """Lines such as "3 cases: table". `rules`: how patients are known -> of how many of all `cases`."""
-    counts = {**rules, "not recorded": cases - sum(rules.values())}
-    return [f"{count(number, 'case')}: {rule}" for rule, number in counts.items() if number]
+def describe_patients(rules: Mapping[str, int]) -> List[str]:
+    """Lines such as "3 cases: table". `rules`: how patients are known -> of how many cases."""
+    return [f"{count(number, 'case')}: {rule}" for rule, number in rules.items()]
 
 
 def split_cases(patients: Mapping[str, str], *, fractions: Tuple[float, float, float], seed: int) -> Split:

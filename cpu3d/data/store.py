@@ -20,7 +20,7 @@ import numpy as np
 
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import SCHEMA, SPLITS, CaseRecord, Manifest, case_from_json, split_hash, split_problems, to_json
-from cpu3d.data.region import EXTENTS, Region, Shape3, centred, is_integer, paste, require, round_up, whole
+from cpu3d.data.region import Region, Shape3, centred, paste, round_up, whole
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import PARTIAL, atomic_write, write_json
 from memory_estimator.common.files import NotRegularError, read_json, read_regular, typed
@@ -30,57 +30,22 @@ ADVICE = "restore it, or delete manifest.json and run `prepare` again"
 _RECORDS = re.compile(r"cases-[0-9a-f]+\.jsonl")
 
 
-class CaseRecords(Sequence[CaseRecord]):
-    """The records of a store's cases, each parsed when it is asked for: parsed, 50,000 of them fill half a GiB.
-
-    `lines` are case id -> its line of the file `path`. Raises InputError for a line that is no record of its case.
-    """
-
-    def __init__(self, path: Path, lines: Mapping[str, bytes]):
-        self._path, self._lines, self._ids = path, lines, tuple(lines)
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __getitem__(self, place: int) -> CaseRecord:
-        return self.of(self._ids[place])
-
-    def of(self, case_id: str) -> CaseRecord:
-        """The record of a case; KeyError where there is none."""
-        try:
-            record = case_from_json(self._lines[case_id])
-            if record.case_id == case_id:
-                return record
-            got = f"case {record.case_id}"
-        except ValueError as error:
-            got = str(error)
-        raise InputError(f"store file {self._path} must hold the record of case {case_id}, got {got}; {ADVICE}")
-
-    def select(self, case_ids: Iterable[str]) -> "CaseRecords":
-        """The records of some of the cases."""
-        return CaseRecords(self._path, {case_id: self._lines[case_id] for case_id in case_ids})
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None
-
-
 class Store:
-    """A store open for reading. Records are parsed and arrays are read on demand."""
+    """A store open for reading. Arrays are read on demand."""
 
     def __init__(self, folder: Path, manifest: Manifest):
         self.folder = Path(folder)
-        self.manifest = self._made = manifest
+        self.manifest = manifest
         self._reader = Reader(self.folder)
+        self._records = {case.case_id: case for case in manifest.cases}
 
     def case(self, case_id: str) -> CaseRecord:
         """The record of `case_id`; KeyError if the store has no such case."""
-        return self.manifest.cases.of(case_id)
+        return self._records[case_id]
 
     def cases(self, split: str) -> Sequence[CaseRecord]:
         """The records of "train", "val" or "test", sorted by case id."""
-        return self.manifest.cases.select(self.manifest.split[split])
+        return [self._records[case_id] for case_id in self.manifest.split[split]]
 
     def image(self, case_id: str) -> np.ndarray:
         """The image `(X, Y, Z, C)` on the whole grid, read-only: a map where a .npy file holds the whole grid, else a
@@ -96,29 +61,18 @@ class Store:
         refuse(problem for record in records for problem in self._reader.problems(record))
 
     def with_split(self, split: Dict[str, Tuple[str, ...]]) -> "Store":
-        """A view of the store with another split of its cases; `check_split` of a view checks the store's own."""
+        """A view of the store with another split of its cases."""
         view = copy.copy(self)
         view.manifest = dataclasses.replace(self.manifest, split=split)
         return view
 
-    def check_split(self) -> None:
-        """Raise InputError where a patient or image is in two splits, or the split's hash is another."""
-        manifest = self._made
-        refuse(split_problems(manifest.split, manifest.cases))
-        got = split_hash(manifest.split, manifest.cases)
-        if got != manifest.split_hash:
-            raise InputError(f"split of store {self.folder} must have hash {manifest.split_hash}, got {got}; {ADVICE}")
-
     def _on_grid(self, case_id: str, part: str) -> np.ndarray:
         record = self.case(case_id)
-        array = on_grid(self._reader.array(record, part), record)
+        array = self._reader.array(record, part)
+        if record.stored != whole(record.shape):
+            array = paste(array, record.stored, record.shape)
         array.flags.writeable = False
         return array
-
-
-def on_grid(array: np.ndarray, record: CaseRecord) -> np.ndarray:
-    """A stored array on its case's whole grid: itself, or a copy where only a box is stored."""
-    return array if record.stored == whole(record.shape) else paste(array, record.stored, record.shape)
 
 
 def open_store(folder: Union[str, Path]) -> Store:
@@ -129,10 +83,9 @@ def open_store(folder: Union[str, Path]) -> Store:
     try:
         return _opened(folder, content)
     except InputError:
-        newer = _read_manifest(folder)
-        if newer == content:
+        if _read_manifest(folder) == content:
             raise
-        return _opened(folder, newer)  # `append` has replaced both files between the two reads
+    return open_store(folder)  # `append` has replaced both files between the two reads
 
 
 def _read_manifest(folder: Path) -> Dict[str, Any]:
@@ -191,16 +144,18 @@ def _opened(folder: Path, content: Mapping[str, Any]) -> Store:
     fields = {name: value for name, value in content.items() if name not in ("records", "sha256")}
     try:
         ids = sorted(case_id for name in SPLITS for case_id in fields["split"][name])
-        twice = dict.fromkeys(case_id for case_id, following in zip(ids, ids[1:]) if case_id == following)
-        refuse(f"case {case_id} of store {folder} must be in one split, got two; restore it" for case_id in twice)
         cases = _read_records(folder / content["records"]["file"], content["records"]["sha256"], ids)
-        manifest = typed({**fields, "cases": []}, Manifest, "manifest")
-        return Store(folder, dataclasses.replace(manifest, cases=cases))
+        manifest = dataclasses.replace(typed({**fields, "cases": []}, Manifest, "manifest"), cases=cases)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"store manifest {folder}/manifest.json must be complete, got {error!r}; {ADVICE}") from None
+    refuse(split_problems(manifest.split, cases))
+    got = split_hash(manifest.split, cases)
+    if got != manifest.split_hash:
+        raise InputError(f"split of store {folder} must have hash {manifest.split_hash}, got {got}; {ADVICE}")
+    return Store(folder, manifest)
 
 
-def _read_records(path: Path, sha256: str, case_ids: Sequence[str]) -> CaseRecords:
+def _read_records(path: Path, sha256: str, case_ids: Sequence[str]) -> Tuple[CaseRecord, ...]:
     try:
         content = read_regular(path)
     except (FileNotFoundError, NotRegularError) as error:
@@ -208,21 +163,19 @@ def _read_records(path: Path, sha256: str, case_ids: Sequence[str]) -> CaseRecor
         raise InputError(f"store file {path} must exist, got {got}; {ADVICE}") from None
     if hashlib.sha256(content).hexdigest() != sha256:
         raise InputError(f"store file {path} must be as it was written, got other bytes; {ADVICE}")
-    lines = content.splitlines()
-    if len(lines) != len(case_ids):
-        raise InputError(f"store file {path} must hold {len(case_ids)} cases, got {len(lines)}; {ADVICE}")
-    return CaseRecords(path, dict(zip(case_ids, lines)))
+    records = []
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            records.append(case_from_json(line))
+        except ValueError as error:
+            raise InputError(f"{path}:{number} must be the record of a case, got {error}; {ADVICE}") from None
+    if [record.case_id for record in records] != list(case_ids):
+        raise InputError(f"store file {path} must hold the {len(case_ids)} cases of the split, got others; {ADVICE}")
+    return tuple(records)
 
 
 def grid_size(store: Store, *, extent: str, multiple: int) -> Shape3:
-    """The size (X, Y, Z) that `volume_dataset` gives every case: the largest box, or grid, of the store, rounded up.
-
-    Raises InputError for an unknown extent and for a multiple below 1.
-    """
-    require(
-        ("extent", f"one of {', '.join(EXTENTS)}", extent, extent in EXTENTS),
-        ("multiple", "an integer of at least 1", multiple, is_integer(multiple, 1)),
-    )
+    """The size (X, Y, Z) that `volume_dataset` gives every case: the largest box, or grid, of the store, rounded up."""
     return round_up(store.manifest.largest_box if extent == "brain" else store.manifest.largest_shape, multiple)
 
 

@@ -95,7 +95,6 @@ def store_of_run(config: RunConfig, folder: Optional[Path] = None) -> Store:
     where there is none, and where its split is not that of the training: its test cases may have been seen then."""
     try:
         store = open_store(folder or config.store)
-        store.check_split()
     except InputError as error:
         moved = "if the store is no longer there, name its folder with --store, or in `export` a case with --case"
         raise InputError(*error.problems, *([] if folder else [moved])) from None

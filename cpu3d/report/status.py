@@ -28,7 +28,7 @@ from cpu3d.run.checkpoint import best_score, checkpoints, step_of
 from cpu3d.run.heartbeat import BEAT_S, SILENT_S, Heartbeat, beat_age_s, heartbeat_path, read_heartbeats
 from cpu3d.run.log import FINISHED, recent_events
 from cpu3d.run.summary import Events, Pace, median, numbers, of_kind
-from cpu3d.settings import RunConfig, command_at_half_rate, load_config
+from cpu3d.settings import RunConfig, half_rates, load_config
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Bad, Good, Poor, Table
 from memory_estimator.common.units import format_bytes, format_seconds
@@ -242,7 +242,7 @@ def _advice(run: Path, config: Optional[RunConfig], worst: WorkerStatus, checkpo
     if state in ("stalled", "silent"):
         advice = f"when its process has ended, {again}"
     elif state == "diverged" and config:
-        advice = f"half the rate: {command_at_half_rate(config, run, beat.workers)}"
+        advice = f"{again} with {half_rates(config)}, half the rates"
     elif beat and beat.exit_code is not None:
         advice = ending_of(beat.exit_code).advice.format(again=again)
     log = run / "logs" / f"worker-{worst.rank}.log"

@@ -29,13 +29,9 @@ from cpu3d.util.atomic import atomic_write
 from memory_estimator.common.files import open_regular
 
 SCHEMA = 1
-
 BEST = "best.npz"
-
+STATE_BYTES = 2**20  # more than any state has: what is read of one whose arrays are not checked
 _STATE = "state.json"
-
-STATE_BYTES = 2**20
-"""More than any state has: what is read of one whose arrays are not checked."""
 
 
 class DamagedCheckpointError(InputError):
@@ -61,7 +57,6 @@ class SavedArrays(Mapping[str, np.ndarray]):
             if bad:
                 raise ValueError(f"{bad} has another CRC than was written")
             self.shapes = {name[: -len(".npy")]: self._shape_of(name) for name in file.namelist()}
-            """Name -> shape."""
             self.state = json.loads(self[_STATE].tobytes())
             self.schema, names = self.state.pop("schema"), self.state.pop("names")
             del self.shapes[_STATE]
@@ -111,11 +106,8 @@ class SavedArrays(Mapping[str, np.ndarray]):
 
 
 def save_checkpoint(path: Path, arrays: Mapping[str, Any], state: Dict[str, Any]) -> int:
-    """Write `arrays` and `state` to `path`; an earlier file stays whole until the new one is on the disk.
-
-    A tensor among `arrays` becomes an array when its turn comes. Returns the size in bytes. Raises OSError when the
-    disk is full, with the old file untouched.
-    """
+    """Write `arrays` and `state` to `path`, atomically, and return the size in bytes. A tensor becomes an array when
+    its turn comes."""
     content = {"schema": SCHEMA, "names": sorted(arrays), **state}
     text = np.frombuffer(json.dumps(content, allow_nan=False).encode(), np.uint8)
     with atomic_write(path) as file:
@@ -158,16 +150,12 @@ class Found:
     path: Path
     arrays: SavedArrays
     state: Dict[str, Any]
-    damaged: Dict[Path, str]
-    """Newer file -> its problem."""
+    damaged: Dict[Path, str]  # newer file -> its problem
 
 
 def write_next(run: Path, step: int, arrays: Mapping[str, Any], state: Dict[str, Any], *, keep: int) -> int:
-    """Add the checkpoint of `step`, and remove all but the last `keep`; returns its size in bytes.
-
-    The log is on the disk before it: after a power cut no checkpoint is there whose steps the log does not have. Raises
-    OSError where it cannot be written, as on a full disk: those before stay as they are.
-    """
+    """Add the checkpoint of `step`, and remove all but the last `keep`; returns its size in bytes. The log is on the
+    disk before it: after a power cut no checkpoint is there whose steps the log does not have."""
     flush_log(run)
     size = save_checkpoint(_folder(run) / f"step-{step:08d}.npz", arrays, state)
     for old in checkpoints(run)[keep:]:
@@ -182,8 +170,8 @@ def write_best(run: Path, weights: Mapping[str, Any], state: Dict[str, Any]) -> 
 
 
 def best_score(run: Path) -> Optional[float]:
-    """The mean Dice of a run's best weights, as their file says, of which only the state is read; None without such a
-    file, for a damaged one, and for a run without validation."""
+    """The mean Dice of a run's best weights, by their file's state alone; None without a file, for a damaged one, and
+    for a run without validation."""
     with contextlib.suppress(Exception):  # a damaged file may raise anything
         with os.fdopen(open_regular(_folder(run) / BEST), "rb") as file, zipfile.ZipFile(file) as archive:
             state = io.BytesIO(archive.open(f"{_STATE}.npy").read(STATE_BYTES))
@@ -193,8 +181,7 @@ def best_score(run: Path) -> Optional[float]:
 
 
 def checkpoints(run: Path) -> List[Path]:
-    """The files of a run's checkpoints, the newest first, not opened; [] without a folder of them. Raises OSError where
-    the folder cannot be listed."""
+    """The files of a run's checkpoints, the newest first, not opened; [] without a folder of them."""
     try:
         names = os.listdir(_folder(run))
     except FileNotFoundError:
@@ -233,13 +220,12 @@ def newest(run: Path) -> Optional[Found]:
 
 def set_aside(found: Found) -> List[str]:
     """Rename the damaged checkpoints; returns a line for each to print."""
-    for path in found.damaged:
+    lines = []
+    for path, problem in found.damaged.items():
         names = (path.with_suffix(f".damaged{number or ''}") for number in itertools.count())
         path.rename(next(name for name in names if not name.exists()))
-    return [
-        f"warning: {problem}; renamed to .damaged, continuing from {found.path.name}"
-        for problem in found.damaged.values()
-    ]
+        lines.append(f"warning: {problem}; renamed to .damaged, continuing from {found.path.name}")
+    return lines
 
 
 def weights_file(run: Path, weights: str) -> Path:

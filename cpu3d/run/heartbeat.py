@@ -20,17 +20,10 @@ from memory_estimator.common.files import read_json, typed
 
 SCHEMA = 1
 
-STEP_PHASES = ("waiting for data", "computing", "exchanging")
-"""The phases of a step."""
-
+# The phases in which a worker waits for the others.
 WAITING_PHASES = ("exchanging", "waiting for the others' validation", "waiting for the last checkpoint")
-"""The phases in which a worker waits for the others."""
-
-BEAT_S = 5.0
-"""Time between two beats, and the most between a change of phase and the file."""
-
-SILENT_S = 60.0
-"""A worker whose last beat is older is not alive. Network file systems lag by seconds."""
+BEAT_S = 5.0  # between two beats, and the most between a change of phase and the file
+SILENT_S = 60.0  # a worker whose last beat is older is not alive; network file systems lag by seconds
 
 
 @dataclass
@@ -38,43 +31,32 @@ class Heartbeat:
     """A worker, as it was at its last beat. Times of day are seconds since 1970 by the worker's host."""
 
     rank: int
-    workers: int
-    """Workers of the run."""
+    workers: int  # of the run
     pid: int
-    process_start: int
-    """Tells the process from a later one of the same pid; see `process_start`."""
-    place: str
-    """The system and pid namespace that the pid is of; see `this_place`."""
+    process_start: int  # tells the process from a later one of the same pid; see `process_start`
+    place: str  # the system and pid namespace that the pid is of; see `this_place`
     host_name: str
     started: float
     beat: float
     phase: str
     phase_since: float
-    step: int
-    """Steps done."""
-    steps: int
-    """Steps of the run; 0 where that is not known."""
+    step: int  # steps done
+    steps: int  # of the run; 0 where that is not known
     longest_step_s: Optional[float] = None  # of this attempt; the first compiles the step
     anonymous_bytes: Optional[int] = None  # the process's own data; None where the system does not tell
     file_bytes: Optional[int] = None  # mapped files
     swapped_bytes: Optional[int] = None
     peak_bytes: Optional[int] = None  # the most that was in memory, files included
     bound_bytes: Optional[int] = None  # the plan's upper bound
-    free_bytes: Optional[int] = None
-    """Left by the tightest limit, `free_of`, whose size is `limit_bytes`."""
+    free_bytes: Optional[int] = None  # left by the tightest limit, `free_of`
     free_of: str = ""
-    limit_bytes: Optional[int] = None
-    checkpoint_step: Optional[int] = None
-    """Of the last checkpoint of this attempt, at `checkpoint_time`."""
+    limit_bytes: Optional[int] = None  # its size
+    checkpoint_step: Optional[int] = None  # of the last checkpoint of this attempt
     checkpoint_time: Optional[float] = None
-    stalled: str = ""
-    """Why the worker counts as hanging, in a sentence."""
-    stop: str = ""
-    """Why the run is to stop after this step."""
-    reason: str = ""
-    """How it ended, in a sentence or a word; "" while it runs."""
-    exit_code: Optional[int] = None
-    """What the process ends with; None while it runs."""
+    stalled: str = ""  # why the worker counts as hanging, in a sentence
+    stop: str = ""  # why the run is to stop after this step
+    reason: str = ""  # how it ended, in a sentence or a word; "" while it runs
+    exit_code: Optional[int] = None  # what the process ends with; None while it runs
 
 
 def heartbeat_path(run: Path, rank: int) -> Path:

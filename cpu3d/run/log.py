@@ -23,8 +23,7 @@ from cpu3d.util.records import count, duration
 from memory_estimator.common.files import open_regular
 from memory_estimator.common.units import format_bytes
 
-FINISHED = ("finished", "early stop")
-"""Reasons in the last line of a run that is over. Any other one was stopped, and goes on."""
+FINISHED = ("finished", "early stop")  # the reasons in the last line of a run that is over; others were stopped
 
 # --- What events hold ---
 
@@ -71,7 +70,6 @@ KINDS = {
         "reason": str,
         "seconds": Seconds,  # of all attempts
         **dict.fromkeys(("peak_rss_bytes", "allocator_peak_bytes"), Optional[Bytes]),
-        **dict.fromkeys(("wait_share", "exchange_share"), Number),
     },
 }
 """Kind of event -> what it holds, besides its kind under "event" and the steps done by then under "step"."""
@@ -96,12 +94,8 @@ def flush_log(run: Path) -> None:
 
 
 def read_events(run: Path, steps: Optional[int] = None) -> List[Dict[str, Any]]:
-    """The events of a run, in order; of those of steps only the last `steps`, where that is given: quick on the log of
-    a long run. [] for a run that has none yet.
-
-    A line that is no event is left out, with one warning for all of them; a last line that was cut off without one.
-    Raises as `open_regular`.
-    """
+    """The events of a run, in order; of those of steps only the last `steps`, where that is given: quick on a long log.
+    A line that is no event is left out, with one warning for all; a last line that was cut off without one."""
     path, others, last = Path(run) / "log.jsonl", [], collections.deque(maxlen=steps)
     if not path.exists():
         return []
@@ -127,10 +121,8 @@ def recent_events(run: Path) -> List[Dict[str, Any]]:
 
 
 def forget_after(run: Path, step: int, *, owes_validation: bool = False) -> None:
-    """Drop what a run logged past the checkpoint that it goes on from, for those steps are about to be done again.
-
-    What was logged after `step` goes, and torn lines; the validation of `step` where the checkpoint is from before it.
-    """
+    """Drop what a run logged after `step`, the checkpoint that it goes on from, and torn lines; the validation of
+    `step` where the checkpoint is from before it."""
     path = Path(run) / "log.jsonl"
     if not path.is_file():
         return
@@ -175,10 +167,8 @@ def shown(
         elif group == "diverged":
             line = event["reason"]
         elif group == "end":
-            peak = (
-                f"{event['wait_share']:.1%} of the steps waiting for data, peak {format_bytes(event['peak_rss_bytes'])}"
-            )
-            line = f"{event['reason']} after step {step}: {event['seconds']:.0f} s in all, {peak}"
+            peak = format_bytes(event["peak_rss_bytes"])
+            line = f"{event['reason']} after step {step}: {event['seconds']:.0f} s in all, peak {peak}"
         if line:
             bar.console.print(line, highlight=False, soft_wrap=True)
 

@@ -14,11 +14,8 @@ from typing import Any, Deque, Dict, Iterable, List, Mapping, Optional, Sequence
 
 Events = Sequence[Mapping[str, Any]]
 
-RECENT = 50
-"""Steps that a run's present loss and pace are of."""
-
-LONGEST_S = 1e9
-"""A longer time to go, 30 years, counts as not known."""
+RECENT = 50  # steps that a run's present loss and pace are of
+LONGEST_S = 1e9  # a longer time to go, 30 years, counts as not known
 
 
 def of_kind(events: Events, *kinds: str) -> List[Mapping[str, Any]]:

@@ -1,44 +1,37 @@
 """The data of a run's steps and validations: whole volumes or patches, in an order that follows from the position."""
 
 import time
-from typing import Any, Callable, Iterable, Iterator, List, Optional, Tuple
+from typing import Callable, Iterable, Iterator, List, Optional, Tuple
 
 import tensorflow as tf
 
-from cpu3d.data.files.loader import Reading
+from cpu3d.data.files.reader import Reader
 from cpu3d.data.resolution import Resizing
 from cpu3d.data.sampling import ALL, Share, sample_at
 from cpu3d.data.source import Batches, finish_of, open_reading, patch_dataset, volume_dataset
 from cpu3d.data.store import Store
 from cpu3d.plan import volume_shape
 from cpu3d.settings import RunConfig, left_open
-from memory_estimator.host import read_host
 
-PREPARING_FOR_A_CARD = 4
-"""Patches prepared at a time where a card computes and the CPU is free for them."""
+PREPARING_FOR_A_CARD = 4  # patches prepared at a time where a card computes and the CPU is free for them
 
 
 class Feeds:
     """The data of a run, at the resolution of the volumes; steps get it at that of the network."""
 
-    def __init__(self, store: Store, config: RunConfig, share: Share = ALL, reading: Optional[Reading] = None):
-        """`share` is this worker's part of every batch and of the held-out cases; `reading` is shared with other feeds
-        of the run."""
+    def __init__(self, store: Store, config: RunConfig, share: Share = ALL, reader: Optional[Reader] = None):
+        """`share` is this worker's part of batches and held-out cases; `reader` is shared with other feeds."""
         self.config = config
         self._store, self._share = store, share
         self._train_cases, self.held_out = store.cases("train"), len(store.cases("val"))
-        self.reading = reading or open_reading(
+        self.reader = reader or open_reading(
             store,
             [split for split in ("train", "val") if store.cases(split)],
-            free_bytes=read_host().free_bytes,
             read_mode=left_open(config.read_mode),
-            patches=config.is_patch,
             share=share,
         )
-        self.volume_shape = volume_shape(store, config)
-        """Voxels X, Y, Z of a whole volume."""
-        self.resizing: Optional[Resizing] = None
-        """Between a volume and the network's grid; None where they are the same."""
+        self.volume_shape = volume_shape(store, config)  # voxels X, Y, Z of a whole volume
+        self.resizing: Optional[Resizing] = None  # between a volume and the network's grid, where they differ
         if config.resolution < 1:
             self.resizing = Resizing(config.grid, config.resolution, at_least=self.volume_shape)
         self._common = {
@@ -46,14 +39,12 @@ class Feeds:
             "channels": config.channels,
             "regions": config.regions,
             "dtype": config.unet.dtype,
-            "read_mode": self.reading,
+            "read_mode": self.reader,
         }
 
     def training(self, start: int, stop: int, watch: Callable[[str], None] = lambda phase: None) -> "Parts":
-        """This worker's micro-batches (image, target) from step `start` to step `stop`, as the network sees them.
-
-        `watch` is called before and after each wait for one.
-        """
+        """This worker's micro-batches (image, target) from step `start` to step `stop`, as the network sees them;
+        `watch` is called before and after each wait for one."""
         config, finish = self.config, None
         span = {"start": start * config.batch, "stop": stop * config.batch, "seed": config.seed, "batch": config.micro}
         options = {"augment": config.augment, "share": self._share, **span, **self._common}
@@ -66,7 +57,6 @@ class Feeds:
                 config.grid,
                 sampling="foreground",
                 foreground=config.foreground,
-                multiple=config.unet.divisor,
                 threads=1 if config.device == "cpu" else PREPARING_FOR_A_CARD,
                 finished=False,
                 **options,
@@ -92,33 +82,30 @@ class Feeds:
 
 
 class Parts:
-    """An iterator over micro-batches that counts the seconds spent waiting for them, and keeps none.
-
-    `finish` turns an element of the dataset into (image, target) where the step runs; its seconds are counted too.
-    """
+    """An iterator over micro-batches that counts the seconds spent waiting for them, and those of `finish`, which turns
+    an element of the dataset into (image, target) where the step runs."""
 
     def __init__(self, dataset: tf.data.Dataset, finish: Optional[Callable], watch: Callable[[str], None]):
         self._parts, self._finish, self._watch = Batches(dataset), finish, watch
-        self.waited_s = self.finished_s = 0.0
+        self._waited_s = self._finished_s = 0.0
+
+    def spent_s(self) -> Tuple[float, float]:
+        """Seconds of waiting, and of `finish`, since the last call."""
+        spent, self._waited_s, self._finished_s = (self._waited_s, self._finished_s), 0.0, 0.0
+        return spent
 
     def __iter__(self) -> Iterator[Tuple[tf.Tensor, tf.Tensor]]:
         return self
 
     def __next__(self) -> Tuple[tf.Tensor, tf.Tensor]:
-        raw = self._awaited()
-        if self._finish is None:
-            return raw
-        begin = time.perf_counter()
-        try:
-            return self._finish(raw) if isinstance(raw, dict) else self._finish(*raw)
-        finally:
-            self.finished_s += time.perf_counter() - begin
-
-    def _awaited(self) -> Any:
         self._watch("waiting for data")
         begin = time.perf_counter()
-        try:
-            return next(self._parts)
-        finally:
-            self.waited_s += time.perf_counter() - begin
-            self._watch("computing")
+        raw = next(self._parts)
+        waited = time.perf_counter()
+        self._waited_s += waited - begin
+        self._watch("computing")
+        if self._finish is None:
+            return raw
+        part = self._finish(raw) if isinstance(raw, dict) else self._finish(*raw)
+        self._finished_s += time.perf_counter() - waited
+        return part

@@ -18,7 +18,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, TypedDi
 import numpy as np
 import psutil
 
-from cpu3d.data.files.loader import Reading
+from cpu3d.data.files.reader import Reader
 from cpu3d.data.sampling import Share
 from cpu3d.distributed.all_reduce import ALONE, Exchange, array_from_chief, text_from_chief
 from cpu3d.errors import DivergedError, InputError, Interrupted, MemoryRunsOutError, WorkerLostError, WorkersDifferError
@@ -28,8 +28,7 @@ from cpu3d.host.speed import Observer
 from cpu3d.plan import Plan
 from cpu3d.run.checkpoint import checkpoints, newest, set_aside, write_best, write_next
 from cpu3d.run.log import append_event, forget_after, read_events, shown
-from cpu3d.run.summary import costs_of
-from cpu3d.settings import RunConfig, command_at_half_rate
+from cpu3d.settings import RunConfig, half_rates
 from cpu3d.training.curriculum import TIMED_STEPS, continued, cut, measured_step_s, steps_within
 from cpu3d.training.feeds import Feeds, Parts
 from cpu3d.training.learner import Learner, Outcome, allocator_peak_bytes
@@ -41,14 +40,12 @@ from cpu3d.util.records import versions
 from memory_estimator.common.files import typed
 from memory_estimator.host import Host
 
-MEMORY = 1
-"""What a worker notes when its memory is running out. Other notes are the numbers of SIGINT and SIGTERM; 0 is none."""
+MEMORY = 1  # what a worker notes when its memory is running out; others are SIGINT's and SIGTERM's numbers, 0 is none
 
-ENOUGH_STEPS = 12
-"""After so many full steps of an attempt their time is recorded, or at its end."""
+# How a run is computed: with another one its weights are not the same to the bit.
+WAYS = ("engine", "workers", "policy", "device", "micro_batch", "OMP_NUM_THREADS")
 
-HIGHEST_LOSS = 10.0
-"""A run whose loss is above this, or not finite, has diverged. A network that predicts nothing has 1 to 2."""
+HIGHEST_LOSS = 10.0  # above this a run has diverged; a network that predicts nothing has 1 to 2
 
 
 class Fit:
@@ -69,23 +66,16 @@ class Fit:
         self._make_learner = make_learner or (lambda config: Learner(config, exchange))
         self._observer: Optional[Observer] = None
         self.step = self.stale_validations = 0
-        self.best: Optional[float] = None
-        self.best_is_coarse = False
-        """The highest mean Dice of a validation so far, and whether it is of a coarse step. The first validation in
-        full replaces it, whatever its Dice."""
-        self.owes_validation = False
-        """Whether the run was stopped before it could validate the step it has reached."""
-        self.trained_s = 0.0
-        """Wall time of earlier attempts and of this one, up to the last checkpoint."""
-        self.waited_s = self.exchanged_s = self.stepped_s = 0.0
+        self.best: Optional[float] = None  # the highest mean Dice of a validation so far
+        self.best_is_coarse = False  # then the first validation in full replaces it, whatever its Dice
+        self.owes_validation = False  # whether the run was stopped before it could validate the step it has reached
+        self.trained_s = 0.0  # wall time of earlier attempts and of this one, up to the last checkpoint
+        # Both get every event as it is logged.
         self._show: Callable[[Dict[str, Any]], None] = lambda event: None
-        self._track: Track = lambda event, picture=None: None
-        """Both get every event as it is logged."""
-        self._reading: Optional[Reading] = None
-        self._full_learner: Optional[Learner] = None
-        """Made early where the time of its steps was measured."""
-        self.warnings = self._restore()
-        """A line for each damaged checkpoint."""
+        self._track: Track = lambda event: None
+        self._reader: Optional[Reader] = None
+        self._full_learner: Optional[Learner] = None  # made early where the time of its steps was measured
+        self.warnings = self._restore()  # a line for each damaged checkpoint
         if exchange.is_chief:
             forget_after(self.folder, self.step, owes_validation=self.owes_validation)
 
@@ -95,12 +85,9 @@ class Fit:
         return bool(self.config.budget_minutes) and not self.config.steps
 
     def fit_budget(self) -> List[float]:
-        """Cut the run to the steps that its minutes hold, the same on all workers; returns the seconds of a full step,
-        after those of a coarse one where coarse ones are left.
-
-        The minutes include earlier attempts and the timing itself, not the validations. The steps up to the first
-        validation are kept in any case. The weights stay as they were.
-        """
+        """Cut the run to the steps that its minutes hold, earlier attempts and the timing included, validations not;
+        those up to the first validation are kept. The weights stay as they were. Returns the seconds of a full step,
+        after those of a coarse one where coarse ones are left."""
         begin, step_s = time.perf_counter(), [self._timed(self.learner)]
         if self.step < self.config.coarse_steps:
             self._full_learner = self._make_learner(self.config.at(self.steps))
@@ -120,50 +107,56 @@ class Fit:
         return step_s
 
     def log_start(self, host: Host, engine: str, threads: Dict[str, str], predicted: Dict[str, Any]) -> None:
-        """Log where and with what this attempt runs, and what it was predicted to take."""
-        config = self.config
-        self._log(
-            "start",
-            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            parameters=self.learner.parameters,
-            read_mode=self.feeds.reading.plan.mode,
-            micro_batch=config.micro,
-            workers=self._exchange.count,
-            steps=self.steps,
-            coarse_steps=config.coarse_steps,
-            predicted=predicted,
-            host=host.summary(),
-            versions=versions(),
-            engine=engine,
-            threads=threads,
-            store=str(self.store.folder),
-            split_hash=config.split_hash,
-            grid=list(config.grid),
-            mode=config.mode,
-            device=config.device,
-            precision=config.unet.dtype,
-            policy=config.unet.policy,
-        )
+        """Log where and with what this attempt runs; a note where the run was computed in another way before."""
+        config, way = self.config, {}
+        for event in read_events(self.folder) if self._exchange.is_chief else ():
+            way = {**event, **event.get("threads", {})} if event["event"] == "start" else way
+        start = {
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "parameters": self.learner.parameters,
+            "read_mode": self.feeds.reader.mode,
+            "micro_batch": config.micro,
+            "workers": self._exchange.count,
+            "steps": self.steps,
+            "coarse_steps": config.coarse_steps,
+            "predicted": predicted,
+            "host": host.summary(),
+            "versions": versions(),
+            "engine": engine,
+            "threads": threads,
+            "store": str(self.store.folder),
+            "split_hash": config.split_hash,
+            "grid": list(config.grid),
+            "mode": config.mode,
+            "device": config.device,
+            "precision": config.unet.dtype,
+            "policy": config.unet.policy,
+        }
+        now = {**start, **threads}
+        before = ", ".join(f"{name} {way[name]}" for name in WAYS if name in way and way[name] != now.get(name))
+        if before:
+            say(f"note: this run had {before} before, so its weights will not be the same to the bit")
+        self._log("start", **start)
 
     def run(self, observer: Optional[Observer] = None, mlflow: str = "") -> None:
         """Train to the last step, an early stop, or a stop that one of the workers asks for, and save in each case.
-        `observer` is given the time of full steps; `mlflow` is the URI where the chief tracks the run too.
+        `observer` is given the time of full steps; `mlflow` is the URI where the chief tracks the run too. Of a run
+        that is over its end is logged, where a kill has lost that.
 
         Raises Interrupted after a signal and MemoryRunsOutError where the guard asks for a stop, each once the run is
         saved; DivergedError, and WorkerLostError.
         """
-        self._observer = observer
-        self._resumed_at, self._trained_before_s = time.monotonic(), self.trained_s
-        self._saved_at = self._resumed_at
+        self._observer, was_over = observer, self.is_over
+        self._saved_at = time.monotonic()
+        self._began_at = self._saved_at - self.trained_s  # had there been one attempt alone
         with noted_signals() as noted, contextlib.ExitStack() as stack:
             if self._exchange.is_chief:
                 size = {"steps_per_epoch": self.steps_per_epoch, "batch": self.config.batch}
                 self._show = stack.enter_context(shown(self.folder, steps=self.steps, done=self.step, **size))
                 self._track = stack.enter_context(tracked(self.folder, self.config, mlflow))
-            stop = self._loop(lambda: max(noted, default=MEMORY if self._guard.why else 0))
-            if observer:
-                observer.record()
-            self._log_end(stop)
+            stop = 0 if was_over else self._loop(lambda: max(noted, default=MEMORY if self._guard.why else 0))
+            if not was_over or [event["event"] for event in read_events(self.folder)][-1:] != ["end"]:
+                self._log_end(stop)
         if self._exchange.count > 1:
             self._wait_for_chief()
         if self.is_over:
@@ -175,14 +168,6 @@ class Fit:
             raise MemoryRunsOutError(f"{why}; stopped and {saved}")
         raise Interrupted(saved, stop)
 
-    def note_end(self) -> None:
-        """Log the end of a run that was killed between its last checkpoint and that line."""
-        events = read_events(self.folder)
-        if not events or events[-1]["event"] == "end":
-            return
-        peak = {"peak_rss_bytes": costs_of(events).peak_rss_bytes, "allocator_peak_bytes": None}
-        self._log("end", reason=self.reason, seconds=self.trained_s, **peak)
-
     @property
     def is_over(self) -> bool:
         """Whether the last epoch is done or patience has run out: nothing is left to do."""
@@ -191,15 +176,8 @@ class Fit:
 
     @property
     def reason(self) -> str:
-        """Why a run that is over is over."""
+        """Of a run that is over."""
         return "finished" if self.step >= self.steps else "early stop"
-
-    @property
-    def longer(self) -> str:
-        """The option that lets a run go on which is over."""
-        if self.step < self.steps:
-            return "--patience"
-        return "--steps" if self.config.steps else "--epochs"
 
     # --- The two grids ---
 
@@ -223,8 +201,8 @@ class Fit:
 
     def _feeds_of(self, config: RunConfig) -> Feeds:
         share = Share(self._exchange.rank, self._exchange.count, config.batch)
-        feeds = Feeds(self.store, config, share, self._reading)
-        self._reading = feeds.reading
+        feeds = Feeds(self.store, config, share, self._reader)
+        self._reader = feeds.reader
         return feeds
 
     def _parts(self) -> Parts:
@@ -246,7 +224,8 @@ class Fit:
         while not (stop or self.is_over):
             if not self.owes_validation:
                 stop = self._train_step(parts, wish)
-                self.owes_validation = self._validation_is_due()
+                is_due = self.step == self.steps or self._is_validation_step(self.step)
+                self.owes_validation = bool(self.feeds.held_out) and is_due
                 if self.step == self.config.coarse_steps and not stop:
                     parts = None  # frees its volumes before others are read
                     self._move_to_full()
@@ -273,26 +252,21 @@ class Fit:
 
     def _train_step(self, parts: Parts, wish: Callable[[], int]) -> int:
         """One step; returns as `_loop`."""
-        config, is_coarse = self.config, self.step < self.config.coarse_steps
+        config = self.config
         if self.step == config.coarse_steps:  # coarse validations do not count for patience
             self.stale_validations = 0
-        rate, observer = config.rate_at(self.step, self.steps), None if is_coarse else self._observer
-        waited_before_s, finished_before_s = parts.waited_s, parts.finished_s
+        rate = config.rate_at(self.step, self.steps)
         with self._saved_where_one_is_lost():  # nothing but this step is
             outcome, step_s = self._compute(self.learner, parts, rate, wish)
-        waited_s = parts.waited_s - waited_before_s
-        own_s = step_s - waited_s - (parts.finished_s - finished_before_s) - outcome.exchange_s
-        if observer and observer.note(own_s) == ENOUGH_STEPS:
-            observer.record()
-        self.waited_s += waited_s
-        self.exchanged_s += outcome.exchange_s
-        self.stepped_s += step_s
+        waited_s, finished_s = parts.spent_s()
+        if self._observer and self.step >= config.coarse_steps:
+            self._observer.note(step_s - waited_s - finished_s - outcome.exchange_s)
+        self._guard.stepped(step_s)
         names = self.feeds.case_ids(self.step)
         if not outcome.loss <= HIGHEST_LOSS:
             raise self._diverged(outcome, names)
         epoch = self.step // self.steps_per_epoch
         self.step += 1
-        exchanged = {"exchange_s": outcome.exchange_s} if self._exchange.count > 1 else {}
         self._log(
             "step",
             epoch=epoch,
@@ -303,7 +277,7 @@ class Fit:
             voxels=config.batch * math.prod(self.learner.config.grid),
             step_s=step_s,
             wait_s=waited_s,
-            **exchanged,
+            exchange_s=outcome.exchange_s,
             rss_bytes=psutil.Process().memory_info().rss,
         )
         return int(max(outcome.notes))
@@ -328,11 +302,8 @@ class Fit:
         reason += f" on {bad or ', '.join(names)}"
         with contextlib.suppress(OSError):  # the error has the same message
             self._log("diverged", reason=reason)
-        return DivergedError(f"{reason}; {left}. Look at these cases, or continue at {self._half_the_rate}")
-
-    @property
-    def _half_the_rate(self) -> str:
-        return f"half the rate: {command_at_half_rate(self.config, self.folder, self._exchange.count)}"
+        todo = f"look at these cases, or add {half_rates(self.config)}, half the rates, to the command"
+        return DivergedError(f"{reason}; {left}; {todo}")
 
     def _is_validation_step(self, step: int) -> bool:
         """Whether a validation is due after `step` steps, or would be if cases were held out for it."""
@@ -340,9 +311,6 @@ class Fit:
         if count:  # the i-th of them as soon as that share of the steps is done
             return step * count // self.steps > (step - 1) * count // self.steps
         return step % (self.steps_per_epoch * self.config.validate_every) == 0
-
-    def _validation_is_due(self) -> bool:
-        return bool(self.feeds.held_out) and (self._is_validation_step(self.step) or self.step == self.steps)
 
     def _validate(self, wish: Callable[[], int]) -> int:
         """Score the held-out volumes, and keep the weights of the best mean Dice so far; returns as `_loop`."""
@@ -361,7 +329,6 @@ class Fit:
             self._save_best()
         self._log(
             "validation",
-            scores.picture,
             epoch=self.step // self.steps_per_epoch,
             loss=scores.loss,
             dice=dict(zip(self.config.regions, map(float, scores.dice))),
@@ -379,10 +346,12 @@ class Fit:
         self._phase("saving")
         begin = time.perf_counter()
         self._saved_at = time.monotonic()
-        self.trained_s = self._trained_before_s + self._saved_at - self._resumed_at
+        self.trained_s = self._saved_at - self._began_at
         self._check_finite()
         if not self._exchange.is_chief:
             return
+        if self._observer:
+            self._observer.record()
         if self.step and not self.feeds.held_out:
             self._save_best()
         with self._writing(f"step {self.step} could not be saved"):
@@ -397,7 +366,7 @@ class Fit:
         arrays = self.learner.arrays().values()
         if not all(np.isfinite(extreme(array)) for array in arrays for extreme in (np.min, np.max)):
             rule = f"weights must be finite, got others after step {self.step}"
-            raise DivergedError(f"{rule}; continue at {self._half_the_rate}")
+            raise DivergedError(f"{rule}; add {half_rates(self.config)}, half the rates, to the command")
 
     def _save_best(self) -> None:
         if self._exchange.is_chief:
@@ -439,18 +408,16 @@ class Fit:
             seconds=self.trained_s,
             peak_rss_bytes=peak_rss_bytes(),
             allocator_peak_bytes=allocator_peak_bytes(memory_device(self.config.device)),
-            wait_share=self.waited_s / self.stepped_s if self.stepped_s else 0.0,
-            exchange_share=self.exchanged_s / self.stepped_s if self.stepped_s else 0.0,
         )
 
-    def _log(self, event: str, picture: Optional[np.ndarray] = None, **content: Any) -> None:
+    def _log(self, event: str, **content: Any) -> None:
         if not self._exchange.is_chief:
             return
         line = {"event": event, "step": self.step, **content}
         with self._writing(f"step {self.step} could not be logged in {self.folder / 'log.jsonl'}"):
             append_event(self.folder, line)
         self._show(line)
-        self._track(line, picture)
+        self._track(line)
 
     def _state(self) -> Dict[str, Any]:
         own = {name: getattr(self, name) for name in _State.__annotations__}

@@ -1,8 +1,8 @@
 """The compiled training step: network, loss, optimizer and averaged weights. `train` and `bench step` both run this.
 
 A batch in parts is one compiled function for each part, which adds its gradients to sums, and one that updates the
-weights from them. Its peak is that of one part and one set of gradients. The sums of several workers, each of which
-computes its share of the parts, are added up once a step, and each updates its own weights from that, to the bit.
+weights from them, in the memory of one part and one set of gradients. The sums of several workers, each of which has
+its share of the parts, are added up once a step, and each updates its own weights from that, to the bit.
 """
 
 import contextlib
@@ -30,14 +30,11 @@ class Outcome:
     """Of one step, the same on all workers."""
 
     losses: np.ndarray
-    """(parts,) loss of each micro-batch before the update; not finite also where its gradients are not. Such a one is
-    the last that its worker has computed: those after it are 0."""
-    dice: np.ndarray
-    """(batch, R) soft Dice before the update."""
-    notes: np.ndarray
-    """(workers,) each worker's `note`."""
-    exchange_s: float = 0.0
-    """Of summing the workers' gradients, waiting for the slowest included."""
+    """(parts,) loss of each micro-batch before the update; not finite also where its gradients are not. After such a
+    one its worker computes no more: those are 0."""
+    dice: np.ndarray  # (batch, R) soft Dice before the update
+    notes: np.ndarray  # (workers,) each worker's `note`
+    exchange_s: float = 0.0  # of summing the workers' gradients, waiting for the slowest included
 
     @property
     def loss(self) -> float:
@@ -76,10 +73,10 @@ class Learner:
         note: Callable[[], float] = lambda: 0.0,
         before_exchange: Callable[[], None] = lambda: None,
     ) -> Outcome:
-        """One optimizer step on this worker's next parts of the batch, which are taken one after another.
+        """One optimizer step on this worker's next parts of the batch: image (micro, X, Y, Z, C) and target
+        (micro, X, Y, Z, R) uint8. `note` is asked for a number once the gradients are there; all workers get it. With a
+        loss that is not finite no worker updates its weights.
 
-        A part is image (micro, X, Y, Z, C) and target (micro, X, Y, Z, R) uint8. `note` is asked for a number once the
-        gradients are there; all workers get it. With a loss that is not finite no worker updates its weights.
         Raises WorkerLostError where another worker is gone, with all variables as they were before the step, and
         WorkersDifferError where one has other weights than the chief.
         """

@@ -2,7 +2,7 @@
 
     model.compile("adam", loss=DiceCrossEntropy(), metrics=[RegionDice(0, name="WT")])
 
-Another loss is another RegionLoss, with the `sums`, `value` and `slope` that models/supervision.py asks for; `train`
+Another loss is another such class, with the `sums`, `value` and `slope` that models/supervision.py asks for; `train`
 and its validations take the one that TrainingLoss names.
 
 Both take logits, and a target of 0 and 1 of any dtype. With deep supervision each output is compared with every 2nd,
@@ -18,31 +18,13 @@ import tensorflow as tf
 
 from models.supervision import thinned, weighted_sum
 
+# Voxels added to both sides of the Dice ratio: an absent region scores 1, and less with every voxel that is predicted.
 SMOOTH = 1.0
-"""Voxels added to both sides of the Dice ratio. A region absent from a case then scores 1 when nothing is predicted
-and falls towards 0 with every voxel that is, instead of dividing 0 by 0."""
-
-
-HARD = 0.1
-"""Weight of the cross-entropy beside Dice: the best of those tried (docs/log.md)."""
-
-
-class RegionLoss(tf.keras.losses.Loss):
-    """A loss of models/supervision.py, which the subclass is, as one of Keras."""
-
-    @tf.autograph.experimental.do_not_convert
-    def call(self, y_true, y_pred):
-        """(N,) of logits (N, X, Y, Z, R) and a target (N, X, Y, Z, R), whose grid may be a multiple of the logits'."""
-        by_sample = SimpleNamespace(
-            sums=self.sums, value=functools.partial(self.value, by_sample=True), slope=self.slope
-        )
-        y_pred = tf.convert_to_tensor(y_pred)
-        target, by_pieces = _on_grid_of(y_pred, y_true), y_pred.shape[0] is not None
-        return weighted_sum(by_sample, [target], [y_pred], by_pieces=by_pieces)[0][:, 0]
+HARD = 0.1  # weight of the cross-entropy beside Dice: the best of those tried (docs/log.md)
 
 
 @tf.keras.utils.register_keras_serializable("cpu3d")
-class DiceCrossEntropy(RegionLoss):
+class DiceCrossEntropy(tf.keras.losses.Loss):
     """1 - mean soft Dice + HARD times a cross-entropy of hard voxels.
 
     Dice has no slope where probabilities are close to 0 or 1, so it neither finds a small region that is predicted
@@ -59,6 +41,16 @@ class DiceCrossEntropy(RegionLoss):
 
     def __init__(self, reduction: str = "auto", name: str = "dice_cross_entropy"):
         super().__init__(reduction, name)
+
+    @tf.autograph.experimental.do_not_convert
+    def call(self, y_true, y_pred):
+        """(N,) of logits (N, X, Y, Z, R) and a target (N, X, Y, Z, R), whose grid may be a multiple of the logits'."""
+        by_sample = SimpleNamespace(
+            sums=self.sums, value=functools.partial(self.value, by_sample=True), slope=self.slope
+        )
+        y_pred = tf.convert_to_tensor(y_pred)
+        target, by_pieces = _on_grid_of(y_pred, y_true), y_pred.shape[0] is not None
+        return weighted_sum(by_sample, [target], [y_pred], by_pieces=by_pieces)[0][:, 0]
 
     def sums(self, t, z, regions: int):
         """Of each region of a piece, (n, R, 4): cross-entropy, overlap, predicted, true; and the probabilities."""
@@ -91,8 +83,7 @@ class DiceCrossEntropy(RegionLoss):
 
 tf.keras.utils.get_custom_objects()["dice_cross_entropy"] = DiceCrossEntropy  # compile(loss="dice_cross_entropy")
 
-TrainingLoss = DiceCrossEntropy
-"""What `train` minimises and its validations report."""
+TrainingLoss = DiceCrossEntropy  # what `train` minimises and its validations report
 
 
 @tf.keras.utils.register_keras_serializable("cpu3d")
@@ -146,12 +137,8 @@ def _on_grid_of(logits, target):
     if target.shape.rank is None or None in target.shape[1:]:
         target = tf.ensure_shape(target, logits.shape)
     steps = {fine / coarse for fine, coarse in zip(target.shape[1:-1], logits.shape[1:-1])}
-    if (
-        len(target.shape) != len(logits.shape)
-        or target.shape[-1] != logits.shape[-1]
-        or len(steps) > 1
-        or max(steps) % 1
-    ):
+    is_other = len(target.shape) != len(logits.shape) or target.shape[-1] != logits.shape[-1]
+    if is_other or len(steps) > 1 or max(steps) % 1:
         got = f"{tuple(target.shape)} for {tuple(logits.shape)}"
         raise ValueError(f"y_true must have the shape of y_pred or a finer grid, got {got}; give a map for each region")
     return thinned(target, logits)

@@ -10,10 +10,8 @@ from typing import Tuple
 
 import tensorflow as tf
 
-ITERATION = (3.4445, -4.7750, 2.0315)
-"""Jordan's polynomial: a x + b x^3 + c x^5 takes singular values of 0.01 to 1 into 0.7 to 1.2 in five times."""
-
-TIMES = 5
+# Jordan's polynomial: a x + b x^3 + c x^5 takes singular values of 0.01 to 1 into 0.7 to 1.2 in five times.
+ITERATION, TIMES = (3.4445, -4.7750, 2.0315), 5
 
 
 @tf.keras.utils.register_keras_serializable("cpu3d")
@@ -38,15 +36,13 @@ class Muon(tf.keras.optimizers.Optimizer):
         **options,
     ):
         """`learning_rate` is of kernels; Adam's is `adam_scale` times that. `momentum` is of kernels, with Nesterov's
-        look-ahead; the betas and epsilon are Adam's. `options` are those of every Keras optimizer, such as
-        `clipnorm`."""
+        look-ahead; `options` are those of every Keras optimizer, such as `clipnorm`."""
         super().__init__(name=name, **{"weight_decay": None, **options})
         self._learning_rate = self._build_learning_rate(learning_rate)
         self.adam_scale, self.momentum = adam_scale, momentum
         self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
 
     def build(self, var_list) -> None:
-        """Make the slots, as zeros. A second call does nothing."""
         super().build(var_list)
         if getattr(self, "_built", False):
             return
@@ -57,7 +53,6 @@ class Muon(tf.keras.optimizers.Optimizer):
         self._built = True
 
     def apply_gradients(self, grads_and_vars, *args, **options):
-        """As of every Keras optimizer."""
         self._before = []
         try:
             return super().apply_gradients(grads_and_vars, *args, **options)
@@ -72,7 +67,6 @@ class Muon(tf.keras.optimizers.Optimizer):
             self._before = [variable.assign_sub(update(index, tf.convert_to_tensor(gradient)))]
 
     def get_config(self):
-        """What makes such an optimizer again."""
         own = {name: getattr(self, name) for name in ("adam_scale", "momentum", "beta_1", "beta_2", "epsilon")}
         return {**super().get_config(), "learning_rate": self._serialize_hyperparameter(self._learning_rate), **own}
 
@@ -102,10 +96,8 @@ def orthogonal(kernel):
     """The orthogonal matrix nearest to a kernel (..., A, B) as a matrix of B columns, roughly, in the kernel's shape:
     singular values of 0.7 to 1.2, times the root of its rows over its columns where that is more than 1.
 
-    A kernel's rows are its voxels times its inputs, A. Jordan's scale is the root of columns over rows where that is
-    more than 1, so 1 for nearly every kernel here: all then need a rate of their own size, 0.1, and a decoder's first
-    convolution, which has twice the rows, learns more slowly than the others. At equal steps this scale was as good or
-    better with every seed (docs/log.md).
+    A kernel's rows are its voxels times its inputs, A. Jordan's scale is the root of columns over rows: a decoder's
+    first convolution, which has twice the rows, then learns more slowly than the others (docs/log.md).
 
     Newton and Schulz' iteration X <- X (a + b G + c G^2) with G = X'X. What X is multiplied with depends on G alone, so
     only that is iterated, B x B in size, and X, which has many more rows, is multiplied once.

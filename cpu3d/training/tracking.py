@@ -2,10 +2,9 @@
 
     with tracked(run, config, mlflow="sqlite:///mlflow.db") as track:
         track(event)                 # as it is logged
-        track(event, views(...))     # a validation
 
-Both get the settings, the numbers of every step and validation, and `views` of a held-out case with each validation.
-MLflow also gets the files in FILES. Nothing is sent twice.
+Both get the settings and the numbers of every step and validation, MLflow also the files in FILES. Nothing is sent
+twice.
 """
 
 import contextlib
@@ -17,12 +16,9 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Union
-
-import numpy as np
+from typing import Any, Callable, Dict, Iterator, Mapping, Sequence, Union
 
 from cpu3d.errors import InputError, how_to_install
-from cpu3d.pages.viewer import COLOURS, OTHERS, STEPS, WINDOW, in_steps
 from cpu3d.run.log import FINISHED, read_events
 from cpu3d.settings import RunConfig, flat
 from cpu3d.util.atomic import write_json
@@ -32,19 +28,12 @@ from memory_estimator.common.files import read_json
 SCALARS = {"step": ("loss", "learning_rate", "step_s", "wait_s", "voxels"), "validation": ("loss", "mean_dice")}
 """Kind of event -> its fields that are curves, besides the Dice of each region."""
 
-FILES = ("config.json", "plan.json", "report.html")
-"""Of the run's folder, as they are when an attempt ends."""
+FILES = ("config.json", "plan.json", "report.html")  # of the run's folder, as they are when an attempt ends
+DERIVED = ("store_channels", "label_names", "region_codes")  # settings of a run that follow from the store
+PATIENCE_S = 60.0  # how long the end of a training waits for MLflow
+MOST_METRICS = 1000  # the most that MLflow takes in one call
 
-DERIVED = ("store_channels", "label_names", "region_codes")
-"""Fields of a run's configuration that follow from the store."""
-
-PATIENCE_S = 60.0
-"""How long the end of a training waits for MLflow."""
-
-MOST_METRICS = 1000
-"""The most that MLflow takes in one call."""
-
-Track = Callable[..., None]
+Track = Callable[[Mapping[str, Any]], None]
 
 
 def require_mlflow() -> None:
@@ -57,17 +46,14 @@ def require_mlflow() -> None:
 
 @contextlib.contextmanager
 def tracked(run: Path, config: RunConfig, mlflow: str = "") -> Iterator[Track]:
-    """Yields a function that sends an event of the log, and with a validation its picture. `mlflow` is the URI of a
-    tracking server or database; "" is none. MLflow neither ends nor delays a training: a thread of its own sends, and
-    stops with one line on stderr when MLflow fails.
-    """
-    sinks: List[Any] = [_TensorBoard(run, config)]
-    if mlflow:
-        sinks.append(_Mlflow(run, config, mlflow))
+    """Yields a function that sends an event of the log. `mlflow` is the URI of a tracking server or database; "" is
+    none. MLflow neither ends nor delays a training: a thread of its own sends, and stops with one line on stderr when
+    MLflow fails."""
+    sinks = [_TensorBoard(run, config), *([_Mlflow(run, config, mlflow)] if mlflow else [])]
 
-    def track(event: Mapping[str, Any], picture: Optional[np.ndarray] = None) -> None:
+    def track(event: Mapping[str, Any]) -> None:
         for sink in sinks:
-            sink.track(event, picture)
+            sink.track(event)
 
     try:
         yield track
@@ -92,50 +78,7 @@ def parameters(config: RunConfig) -> Dict[str, Union[str, float, bool]]:
     return {k: v if isinstance(v, (bool, int, float)) else str(v) for k, v in named.items() if v not in ("", None)}
 
 
-def views(image: Any, truth: Any, logits: Any, regions: Sequence[str]) -> np.ndarray:
-    """uint8 `(H, W, 3)`: the axial, coronal and sagittal slice with most of the truth, the middle one where there is
-    none, in radiological convention; with the outlines of the regions, above of the truth and below of the prediction.
-
-    `image` is `(1, X, Y, Z, C)`, of which the first channel is shown; `truth` and `logits` are `(1, X, Y, Z, R)`. Axes
-    are R A S. Of the image and the logits only these slices are copied.
-    """
-    lesion = np.asarray(truth)[0].any(-1)
-    places = [int(lesion.sum(axis=tuple({0, 1, 2} - {axis})).argmax()) for axis in range(3)]
-    if not lesion.any():
-        places = [n // 2 for n in lesion.shape]
-    planes = [(0, *(places[axis] if axis == at else slice(None) for axis in range(3))) for at in (2, 1, 0)]
-    grey = [np.asarray(image[(*plane, 0)]).astype(np.float32) for plane in planes]
-    seen = np.concatenate([one[one != 0] for one in grey])
-    low, high = np.percentile(seen, WINDOW) if seen.size else (0.0, 1.0)
-    height = max(one.shape[1] for one in grey)
-    others = iter(OTHERS * len(regions))
-    colours = [_rgb(COLOURS.get(region) or next(others)) for region in regions]
-    rows = []
-    for volume in (truth, logits):
-        shown = []
-        for plane, one in zip(planes, grey):
-            drawn = np.repeat(in_steps(one, low, max(high, low + 1e-6), STEPS)[..., None], 3, -1)
-            for region, colour in enumerate(colours):
-                drawn[_outline(np.asarray(volume[(*plane, region)]) > 0)] = colour
-            # Columns from the patient's right to left, or front to back; rows from front to back, or top to bottom.
-            drawn = drawn.transpose(1, 0, 2)[::-1, ::-1]
-            shown.append(np.pad(drawn, ((0, height - len(drawn)), (1, 1), (0, 0))))
-        rows.append(np.concatenate(shown, 1))
-    return np.concatenate(rows)
-
-
 # --- Private helpers ---
-
-
-def _outline(mask: np.ndarray) -> np.ndarray:
-    """The pixels of a mask that touch one outside."""
-    from scipy.ndimage import binary_erosion
-
-    return mask & ~binary_erosion(mask)
-
-
-def _rgb(colour: str) -> List[int]:
-    return [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
 
 
 class _TensorBoard:
@@ -148,14 +91,10 @@ class _TensorBoard:
         with self._writer.as_default(step=0):
             api.hparams(parameters(config), trial_id=run.resolve().name)
 
-    def track(self, event: Mapping[str, Any], picture: Optional[np.ndarray]) -> None:
+    def track(self, event: Mapping[str, Any]) -> None:
         with self._writer.as_default(step=event["step"]):
             for name, value in scalars(event).items():
                 self._summary.scalar(name, value)
-            if picture is not None:
-                self._summary.image(
-                    "validation/views", picture[None], description="above the truth, below what is predicted"
-                )
 
     def close(self) -> None:
         self._writer.close()
@@ -166,12 +105,8 @@ class _Mlflow:
 
     def __init__(self, run: Path, config: RunConfig, uri: str):
         # Short timeouts for the thread below; no telemetry.
-        for name, value in {
-            "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-            "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
-            "MLFLOW_DISABLE_TELEMETRY": "true",
-            "MLFLOW_LOGGING_LEVEL": "WARNING",
-        }.items():
+        short = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
+        for name, value in {**short, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "WARNING"}.items():
             os.environ.setdefault(name, value)
         # For a new database its client prints a line for each migration of its tables.
         logging.getLogger("alembic.runtime.migration").addFilter(lambda record: record.levelno > logging.INFO)
@@ -181,9 +116,9 @@ class _Mlflow:
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
         self._thread.start()
 
-    def track(self, event: Mapping[str, Any], picture: Optional[np.ndarray]) -> None:
+    def track(self, event: Mapping[str, Any]) -> None:
         if not self._given_up:
-            self._events.put((event, picture))
+            self._events.put(event)
 
     def close(self) -> None:
         self._events.put(None)
@@ -215,12 +150,9 @@ class _Mlflow:
             group: max((one.step for one in client.get_metric_history(found, f"{group}/loss")), default=-1)
             for group in SCALARS
         }
-        pictured = sent["validation"]
         self._send(client, found, read_events(self._run), sent)
-        for event, picture in iter(self._events.get, None):
+        for event in iter(self._events.get, None):
             self._send(client, found, [event], sent)
-            if picture is not None and event["step"] > pictured:
-                client.log_image(found, picture, key="validation", step=event["step"], synchronous=True)
         for name in FILES:
             if (self._run / name).is_file():
                 client.log_artifact(found, str(self._run / name))

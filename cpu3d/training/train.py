@@ -14,23 +14,22 @@ import contextlib
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Dict, Iterator, Optional
 
 from cpu3d.data.store import open_store
 from cpu3d.distributed.all_reduce import Exchange, join
 from cpu3d.distributed.cluster import Cluster, read_cluster
-from cpu3d.errors import InputError
+from cpu3d.errors import ENDINGS, InputError
 from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.gpu import HostGpus, fits_memory
 from cpu3d.host.speed import Observer
 from cpu3d.host.thread_plan import describe, share_of
 from cpu3d.plan import Plan, check_fits, make_plan, plan_of_chief, save_plan
 from cpu3d.run.checkpoint import BEST, checkpoints
-from cpu3d.run.log import flush_log, read_events
-from cpu3d.run.summary import of_kind
+from cpu3d.run.log import flush_log
 from cpu3d.settings import TRAIN_OPTIONS, RunConfig, left_open, load_config, save_config
 from cpu3d.settings import TrainOptions as Options
-from cpu3d.training.tracking import require_mlflow, tracked
+from cpu3d.training.tracking import require_mlflow
 from cpu3d.training.watchdog import Guard
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.lock import locked
@@ -55,13 +54,10 @@ def train(
     mlflow: str = "",
 ) -> RunConfig:
     """Train, or continue, the run in `run_folder` on the store in `store_folder`; returns the run's configuration.
-
-    SIGINT and SIGTERM finish the step, save, and raise Interrupted. Before anything is written it raises InputError for
-    bad settings and, unless `force`, DoesNotFitError for a run that the free memory may not hold; a finished run asks
-    for none. While it trains it raises DivergedError, MemoryRunsOutError and WorkerLostError, each once what is good is
-    saved.
-
     Where the environment names other workers (`cluster.read_cluster`) this is one of them. All must be called alike.
+
+    Before anything is written it raises InputError and, unless `force`, DoesNotFitError; then, each once what is good
+    is saved, Interrupted after SIGINT and SIGTERM, DivergedError, MemoryRunsOutError and WorkerLostError.
     """
     if mlflow:
         require_mlflow()
@@ -89,12 +85,10 @@ class _Attempt:
         self.folder, self.settings, self.force, self.mlflow = folder, settings, force, mlflow
         self.cluster = read_cluster(os.environ)
         self.store = open_store(store_folder)
-        self.store.check_split()
         self.host = share_of(read_host(), len(self.cluster.local_ranks))
         self.gpus = HostGpus()
         self.engine, self.device = left_open(settings.get("engine")), "cpu"
-        self.plan: Optional[Plan] = None
-        """Of a worker that is not the chief, once it has joined."""
+        self.plan: Optional[Plan] = None  # of a worker that is not the chief, once it has joined
 
     def decide(self) -> None:
         """Plan the run, and refuse a new one that may not fit. The chief alone does it; the others get its plan."""
@@ -118,8 +112,6 @@ class _Attempt:
         exchange = join(cluster, plan=plan, say=say)
         if not cluster.is_chief:
             self.plan = plan_of_chief(exchange.plan, self.store, self.host, self.engine)
-            if self.plan.saved is None:
-                self._refuse_what_does_not_fit()
         return exchange
 
     def open(self, exchange: Exchange, guard: Guard) -> Any:
@@ -127,26 +119,19 @@ class _Attempt:
         from cpu3d.training.fit import Fit  # imports TensorFlow, so not before the host is set up
 
         fit = Fit(self.plan, self.folder, exchange, guard)
-        if self.plan.saved is not None and not fit.is_over:  # one that is over takes no memory
+        if not fit.is_over:  # one that is over takes no memory
             self._refuse_what_does_not_fit()
         self._save(fit.config)  # its coarse steps may be those of the checkpoint
-        changes = _changes(
-            self.folder, self.engine, in_force(self.threads), self.cluster.workers, self.plan.saved, fit.config
-        )
         continued = [f"run: continued after step {fit.step}"] if fit.step else []
-        reads = f"reads: {fit.feeds.reading.plan.reason}"
-        say(*describe(self.host, self.threads, self.engine), *fit.warnings, reads, *continued, *changes)
+        reads = f"reads: {fit.feeds.reader.mode}"
+        say(*describe(self.host, self.threads, self.engine), *fit.warnings, reads, *continued)
         return fit
 
     def carry_out(self, fit: Any, guard: Guard) -> None:
-        """Train to the end, or note the end of a run that is over."""
+        """Train to the end, or log the end of a run that is over."""
         if fit.is_over:
-            fit.note_end()
-            guard.note_end(fit.reason)
-            if self.mlflow and self.cluster.is_chief:
-                with tracked(self.folder, fit.config, self.mlflow):
-                    pass  # sends what is missing there
-            say(f"nothing to do after step {fit.step}; raise {fit.longer} to continue")
+            say(f"nothing to do after step {fit.step}: {fit.reason}; {ENDINGS[0].advice}")
+            fit.run(mlflow=self.mlflow)  # sends what is missing there
             return
         guard.plan(
             step=fit.step,
@@ -157,15 +142,11 @@ class _Attempt:
             stall_minutes=fit.config.stall_minutes,
         )
         if fit.has_open_length:
-            whole, step_s = fit.steps, fit.fit_budget()
-            each = ", then ".join(map(format_seconds, step_s))
-            coarse = f", {fit.config.coarse_steps} of them coarse" if fit.config.coarse_steps else ""
-            say(
-                f"budget of {fit.config.budget_minutes:g} min: {fit.steps} of {whole} steps{coarse}; "
-                f"{each} a step; --epochs {fit.config.epochs} takes all"
-            )
+            whole, each = fit.steps, ", then ".join(map(format_seconds, fit.fit_budget()))
+            length = f"{fit.steps} of {whole} steps, {fit.config.coarse_steps} of them coarse, {each} a step"
+            say(f"budget of {fit.config.budget_minutes:g} min: {length}; --epochs {fit.config.epochs} takes all")
             self._save(fit.config)  # a restart keeps this length
-        guard.plan(steps=fit.steps)
+        guard.now.steps = fit.steps
         fit.log_start(self.host, self.engine, in_force(self.threads), self.plan.predicted)
         fit.run(_observer(self.plan, self.host, self.cluster), self.mlflow)
 
@@ -203,32 +184,7 @@ def _observer(plan: Plan, host: Host, cluster: Cluster) -> Optional[Observer]:
     """Of the chief's steps on a CPU."""
     if not cluster.is_chief or plan.estimate is None:
         return None
-    config, workers = plan.config, cluster.workers
-    threads = int(os.environ.get("TF_NUM_INTRAOP_THREADS") or plan.estimate.job.threads)
-    job = dataclasses.replace(
-        plan.estimate.job, batch=config.batch // workers, micro_batch=config.micro, threads=threads, averaged=False
-    )
-    return Observer(job, host, warm_up=1)
-
-
-def _changes(
-    run_folder: Path, engine: str, threads: Dict[str, str], workers: int, saved: Optional[RunConfig], config: RunConfig
-) -> List[str]:
-    """A note where the run was computed in another way before."""
-    starts = of_kind(read_events(run_folder), "start")
-    if not starts:
-        return []
-    last = {"engine": engine, "workers": 1, "threads": threads, **starts[-1]}  # earlier versions logged less
-    saved = saved or config
-    ways = (  # before, now, in words
-        (last["engine"], engine, "on {}"),
-        (last["workers"], workers, "of {} workers"),
-        (last["threads"].get("OMP_NUM_THREADS"), threads.get("OMP_NUM_THREADS"), "with OMP_NUM_THREADS={}"),
-        (saved.unet.policy, config.unet.policy, "under policy {}"),
-        (saved.device, config.device, "on device {}"),
-        (f"{saved.peak_rate:g}", f"{config.peak_rate:g}", "at a learning rate of {}"),
-        (f"{saved.adam_rate:g}", f"{config.adam_rate:g}", "at an Adam rate of {}"),
-        (saved.micro, config.micro, "in micro-batches of {}"),
-    )
-    before = ", ".join(words.format(then) for then, now, words in ways if then != now)
-    return [f"note: this run was {before} before, so its weights will not be the same to the bit"] if before else []
+    config, job = plan.config, plan.estimate.job
+    own = {"batch": config.batch // cluster.workers, "micro_batch": config.micro, "averaged": False}
+    threads = int(os.environ.get("TF_NUM_INTRAOP_THREADS") or job.threads)
+    return Observer(dataclasses.replace(job, **own, threads=threads), host, warm_up=1)

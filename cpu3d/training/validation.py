@@ -11,7 +11,6 @@ from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.training.feeds import Feeds
 from cpu3d.training.learner import Learner
 from cpu3d.training.losses import TrainingLoss, hard_dice, hard_dice_counts
-from cpu3d.training.tracking import views
 from models.layer_plan import PIECES
 from models.supervision import Supervision
 
@@ -21,11 +20,8 @@ class Validation:
     """Of one moment of a run, means over the cases."""
 
     loss: float
-    dice: np.ndarray
-    """(R,) hard Dice."""
+    dice: np.ndarray  # (R,) hard Dice
     cases: int
-    picture: Optional[np.ndarray] = None
-    """Views of the chief's first case; None on the other workers."""
 
 
 def validate(
@@ -43,15 +39,12 @@ def validate(
     """
     count, regions = feeds.held_out, feeds.config.unet.outputs
     rows = np.zeros((count, 1 + regions), np.float32 if exchange.count > 1 else np.float64)
-    picture = None
     learner.swap_average()
     try:
         phase("validating")
         for case, (image, target) in zip(feeds.held_out_share(), feeds.validation()):
             logits = _whole_logits(feeds, learner.logits, image)
             loss, counts = _score(target, logits)
-            if picture is None and exchange.is_chief:
-                picture = views(image, target, logits, feeds.config.regions)
             del logits  # before the next are made
             rows[case] = [float(loss), *hard_dice(counts).numpy()[0]]
             phase("validating")
@@ -67,7 +60,7 @@ def validate(
         total = np.asarray(exchange.sum(np.concatenate([rows.ravel(), notes])))
         rows, stop = total[: rows.size].reshape(rows.shape), int(max(total[rows.size :]))
     mean = np.mean(rows, 0, dtype=np.float64)
-    return Validation(float(mean[0]), mean[1:], count, picture), stop
+    return Validation(float(mean[0]), mean[1:], count), stop
 
 
 # --- Private helpers ---

@@ -1,7 +1,7 @@
 """Watches a training from inside its process: a floor of free memory, whether it hangs, signals, and the heartbeat.
 
     with Guard(run, say=print) as guard:
-        guard.plan(bound_bytes=...)
+        guard.plan(steps=100, bound_bytes=...)
         guard.phase("computing", step=12)
         if guard.why: ...  # save, then raise MemoryRunsOutError(guard.why)
 
@@ -21,25 +21,16 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tu
 
 from cpu3d.errors import MemoryRunsOutError, WorkerLostError, exit_code_of
 from cpu3d.host.memory import peak_rss_bytes, resident
-from cpu3d.run.heartbeat import (
-    BEAT_S,
-    STEP_PHASES,
-    WAITING_PHASES,
-    Heartbeat,
-    process_start,
-    this_place,
-    write_heartbeat,
-)
+from cpu3d.run.heartbeat import BEAT_S, WAITING_PHASES, Heartbeat, process_start, this_place, write_heartbeat
 from memory_estimator.common.units import format_bytes, format_seconds
 from memory_estimator.host import available_bytes, meminfo, memory_limit
 
 # --- Memory ---
 
-MACHINE, CGROUP = "this machine", "the limit of this container or job"
-"""The limits, as messages name them."""
+MACHINE, CGROUP = "this machine", "the limit of this container or job"  # the limits, as messages name them
 
+# Kept free on the smallest and on the largest host, where other programs vary by more, beside the memory of a save.
 FLOOR_BYTES, HIGHEST_FLOOR_BYTES = 64 * 2**20, 2**30
-"""Kept free on the smallest and on the largest host, beside the memory of a save."""
 
 
 class Room(NamedTuple):
@@ -50,27 +41,22 @@ class Room(NamedTuple):
 
     @property
     def floor_bytes(self) -> int:
-        """Memory to keep free: on a large host other programs vary by more."""
+        """Memory to keep free."""
         return min(max(FLOOR_BYTES, self.total_bytes // 500), HIGHEST_FLOOR_BYTES)
 
 
 class Sample(NamedTuple):
     """A process's memory and what its limits leave, at one moment."""
 
-    rooms: Dict[str, Room]
-    """By limit: that of the machine always, that of a cgroup where set."""
-    own_bytes: int = 0
-    """The process's own data, in memory or swapped out."""
-    file_bytes: int = 0
-    """Mapped pages of files: libraries, a store."""
+    rooms: Dict[str, Room]  # by limit: that of the machine always, that of a cgroup where set
+    own_bytes: int = 0  # the process's own data, in memory or swapped out
+    file_bytes: int = 0  # mapped pages of files: libraries, a store
     swapped_bytes: int = 0
 
 
 def take_sample(root: Path = Path("/")) -> Sample:
-    """This process's memory now; `root` is the folder of /proc and /sys.
-
-    Free swap counts as free memory of the machine, as the kernel kills no process while it has some; not of a cgroup.
-    """
+    """This process's memory now, by /proc and /sys in `root`. Free swap counts for the machine, as the kernel kills no
+    process while it has some; not for a cgroup."""
     memory, process = meminfo(root), resident()
     total = memory["MemTotal"]
     rooms = {MACHINE: Room(available_bytes(memory) + memory.get("SwapFree", 0), total)}
@@ -103,17 +89,16 @@ class MemoryFloor:
         to_come, action = self._most_bytes - sample.own_bytes, ("", "")
         for name, room in sample.rooms.items():
             before, self._free_bytes[name] = self._free_bytes.get(name, 0), room.free_bytes
-            floor, keep = room.floor_bytes, room.floor_bytes + self._save_bytes
+            keep = room.floor_bytes + self._save_bytes
             if self._bound_bytes and name in first.rooms:
                 to_take = max(0, self._bound_bytes - first.file_bytes - first.own_bytes)
-                spare = max(FLOOR_BYTES, (first.rooms[name].free_bytes - self._here * to_take) // 2)
-                floor, keep = min(floor, spare), min(keep, spare)
+                keep = min(keep, max(FLOOR_BYTES, (first.rooms[name].free_bytes - self._here * to_take) // 2))
             got = (
                 f"{format_bytes(room.free_bytes)} free of {name} and {format_bytes(sample.own_bytes)} in this process, "
                 f"{format_bytes(first.own_bytes)} at the beginning; end other programs, or continue with a leaner "
                 "--policy or with more memory"
             )
-            if room.free_bytes < min(floor // 2, before):
+            if room.free_bytes < min(keep // 2, room.floor_bytes // 2, before):
                 return "end", f"memory must last to the end of a step, got {got}"
             if room.free_bytes - to_come < keep and not action[0]:
                 action = "stop", f"memory must keep {format_bytes(keep + to_come)} free for the next step, got {got}"
@@ -122,20 +107,14 @@ class MemoryFloor:
 
 # --- The watch ---
 
-SAMPLE_EVERY_S, SAMPLE_SOON_S = 0.5, 0.05
-"""Time between two samples, and where less than eight floors are free."""
+SAMPLE_EVERY_S, SAMPLE_SOON_S = 0.5, 0.05  # between two samples; the second where less than eight floors are free
 
 LONGER_THAN_BEFORE, FIRST_TIME, WHILE_OTHERS_WORK = 10, 4, 1.5
-"""A process hangs when no progress is noted for longer than `stall_minutes` and than 10 times the longest step or wait
-of its phase so far. A phase that is new, such as the step that compiles, may take 4 times the minutes. A wait for other
-workers may take 1.5 times as long as any of their phases: the worker that hangs is found first, and the chief can
-save."""
+"""A process hangs when no progress is noted for longer than `stall_minutes` and than 10 times the longest silence so
+far. A phase that is new, such as the step that compiles, may take 4 times the minutes. A wait for other workers may
+take 1.5 times as long as any of their phases: the worker that hangs is found first, and the chief can save."""
 
-UNSEEN_S = 5.0
-"""A wait may be longer than its samples show, by the time to the next one on a busy host."""
-
-LAST_WORDS_S = 3.0
-"""The longest that a process which must end at once waits for its message and heartbeat to be written."""
+LAST_WORDS_S = 3.0  # the longest that a process which must end at once waits for its message and heartbeat
 
 
 class Guard:
@@ -148,14 +127,10 @@ class Guard:
         place = {"pid": pid, "process_start": process_start(pid) or 0, "place": this_place()}
         times = {"started": now, "beat": now, "phase": "starting", "phase_since": now, "step": 0, "steps": 0}
         self.now = Heartbeat(rank=rank, workers=workers, host_name=socket.gethostname(), **place, **times)
-        """The heartbeat, which `phase` updates and the threads read."""
-        self._limits: Dict[str, Any] = {}
-        self._stall_s = 60 * 15.0
-        self._signs, self._called_at, self._in_step_s = 0, time.perf_counter(), 0.0
-        self._longest_s: Dict[str, float] = {}
-        """Phase -> the longest time between two calls of `phase` so far."""
-        self._silent_s, self._seen_sign, self._looked_at = 0.0, -1, time.monotonic()
-        self._messages = set()
+        self._awake_s = self._called_at_s = 0.0
+        """How long the watch has watched, now and at the last progress: without the time of a suspended process."""
+        self._seen, self._longest_s = set(), 0.0  # phases so far, and the longest time between two calls of `phase`
+        self._wait_s, self._messages = SAMPLE_EVERY_S, set()
         self._done, self._changed = threading.Event(), threading.Event()
         self._writing = threading.Lock()
         self._threads = [threading.Thread(target=work, name="guard", daemon=True) for work in (self._watch, self._beat)]
@@ -181,49 +156,29 @@ class Guard:
             thread.join(LAST_WORDS_S)  # one that a file system holds is left behind; it is a daemon
 
     def phase(self, name: str, step: Optional[int] = None) -> None:
-        """Note what begins now, such as "computing", and how many steps are done. Every call counts as progress.
-
-        Takes a few microseconds: call it for every volume of a long phase.
-        """
-        now, time_s = self.now, time.perf_counter()
-        # Not the time while this process was suspended, or the host slept.
-        spent_s = min(time_s - self._called_at, self._silent_s + UNSEEN_S)
-        self._longest_s[now.phase] = max(self._longest_s.get(now.phase, 0.0), spent_s)
-        if now.phase in STEP_PHASES:
-            self._in_step_s += spent_s
-        if step is not None and step != now.step:
-            if step > now.step and self._in_step_s:  # a smaller one is a checkpoint's
-                now.longest_step_s = max(now.longest_step_s or 0.0, self._in_step_s)
-            now.step, self._in_step_s = step, 0.0
+        """Note what begins now, such as "computing", and the steps done. Every call, of microseconds, is progress."""
+        now = self.now
+        if now.phase != "starting":
+            self._seen.add(now.phase)
+            self._longest_s = max(self._longest_s, self._awake_s - self._called_at_s)
+        self._called_at_s = self._awake_s
         if name != now.phase:
             now.phase_since = time.time()
-        now.phase, self._called_at = name, time_s
-        self._signs += 1
+        now.phase, now.step = name, now.step if step is None else step
 
-    def plan(
-        self,
-        step: Optional[int] = None,
-        steps: Optional[int] = None,
-        stall_minutes: Optional[float] = None,
-        **limits: Any,
-    ) -> None:
-        """Set what is not None. With 0 `stall_minutes` nothing counts as hanging.
-
-        `limits` are those of MemoryFloor, which restarts from the next sample.
-        """
-        self.now.step = self.now.step if step is None else step
-        self.now.steps = self.now.steps if steps is None else steps
-        self._in_step_s = 0.0  # of steps that were only timed
-        self._stall_s = self._stall_s if stall_minutes is None else 60 * stall_minutes
-        self._limits.update({name: value for name, value in limits.items() if value is not None})
-        self._floor = MemoryFloor(**self._limits)
-        self.now.bound_bytes = self._limits.get("bound_bytes")
+    def plan(self, *, step: int = 0, steps: int = 0, stall_minutes: float = 15.0, **limits: Any) -> None:
+        """Set what is known of the run; with 0 `stall_minutes` nothing hangs. `limits` are MemoryFloor's."""
+        self.now.step, self.now.steps, self.now.bound_bytes = step, steps, limits.get("bound_bytes")
+        self._stall_s, self._floor = 60 * stall_minutes, MemoryFloor(**limits)
         self._changed.set()
+
+    def stepped(self, seconds: float) -> None:
+        """Note how long a step took."""
+        self.now.longest_step_s = max(self.now.longest_step_s or 0.0, seconds)
 
     def new_pace(self) -> None:
         """Forget how long phases took: the next ones are of another size, and the first of each may take longer."""
-        self._longest_s.clear()
-        self._in_step_s, self.now.longest_step_s = 0.0, None
+        self._seen, self._longest_s, self.now.longest_step_s = set(), 0.0, None
 
     def saved(self, step: int) -> None:
         """Note a checkpoint that is on the disk."""
@@ -237,25 +192,22 @@ class Guard:
 
     def allowed_s(self, phase: str) -> float:
         """How long `phase` may take without progress."""
-        step_s, seen = self.now.longest_step_s, dict(self._longest_s)
+        longest_s = LONGER_THAN_BEFORE * self._longest_s
         if phase in WAITING_PHASES:  # the phases of the others are taken to be as long as those here
-            longest_s = max([step_s or 0.0, *(seconds for name, seconds in seen.items() if name != "starting")])
-            return WHILE_OTHERS_WORK * max(FIRST_TIME * self._stall_s, LONGER_THAN_BEFORE * longest_s)
-        times = 1 if phase in seen and step_s is not None else FIRST_TIME
-        return max(times * self._stall_s, LONGER_THAN_BEFORE * max(seen.get(phase, 0.0), step_s or 0.0))
+            return WHILE_OTHERS_WORK * max(FIRST_TIME * self._stall_s, longest_s)
+        is_first = phase not in self._seen or self.now.longest_step_s is None
+        return max((FIRST_TIME if is_first else 1) * self._stall_s, longest_s)
 
-    def look(self, since_s: float = SAMPLE_EVERY_S) -> float:
-        """Take a sample, about `since_s` after the last, and act on it; returns the time to the next."""
+    def look(self) -> None:
+        """Take a sample and act on it."""
+        self._awake_s += self._wait_s
         now, sample = self.now, take_sample()
         action, why = self._floor.judge(sample)
         now.free_of, (now.free_bytes, now.limit_bytes) = min(sample.rooms.items(), key=lambda item: item[1].free_bytes)
         now.anonymous_bytes, now.swapped_bytes = sample.own_bytes - sample.swapped_bytes, sample.swapped_bytes
         now.file_bytes = sample.file_bytes
-        # In a long gap between two samples the process did not run: it does not count.
-        time_s, sign = time.monotonic(), self._signs
-        passed_s = min(max(0.0, time_s - self._looked_at), 4 * since_s + 0.5)
-        self._silent_s = self._silent_s + passed_s if sign == self._seen_sign else 0.0
-        self._looked_at, self._seen_sign = time_s, sign
+        little = any(room.free_bytes < 8 * room.floor_bytes for room in sample.rooms.values())
+        self._wait_s = SAMPLE_SOON_S if little else SAMPLE_EVERY_S
         if now.exit_code is None:
             if action == "end":
                 self._end_at_once(why, MemoryRunsOutError.exit_code)
@@ -263,18 +215,16 @@ class Guard:
                 now.stop = why
                 self._say_once("stop", f"warning: {why}; saving after this step, then ending")
                 self._changed.set()
-            if self._stall_s and self._silent_s > self.allowed_s(now.phase):
-                self._stall(now.phase)
-        little = any(room.free_bytes < 8 * room.floor_bytes for room in sample.rooms.values())
-        return SAMPLE_SOON_S if little else SAMPLE_EVERY_S
+            silent_s = self._awake_s - self._called_at_s
+            if self._stall_s and silent_s > self.allowed_s(now.phase):
+                self._stall(silent_s)
 
     # --- Threads ---
 
     def _watch(self) -> None:
-        wait_s = SAMPLE_EVERY_S
-        while not self._done.wait(wait_s):
+        while not self._done.wait(self._wait_s):
             try:
-                wait_s = self.look(wait_s)
+                self.look()
             except Exception as error:  # a fault of the watch must not end a run of days
                 self._say_once("watch", f"warning: memory and stalls cannot be watched, {error!r}; the run goes on")
 
@@ -294,16 +244,17 @@ class Guard:
         except Exception as error:  # a full disk, a folder that is gone, or anything else
             self._say_once("heartbeat", f"warning: no heartbeat can be written, {error}; the run goes on without")
 
-    def _stall(self, phase: str) -> None:
-        who = f"worker {self.now.rank} of {self.now.workers}" if self.now.workers > 1 else "the run"
-        self.now.stalled = (
-            f"{who} must make progress within {format_seconds(self.allowed_s(phase))}, got none for "
-            f"{format_seconds(self._silent_s)}, {phase}; look at the stacks in its log, and whether file systems and "
+    def _stall(self, silent_s: float) -> None:
+        now = self.now
+        who = f"worker {now.rank} of {now.workers}" if now.workers > 1 else "the run"
+        now.stalled = (
+            f"{who} must make progress within {format_seconds(self.allowed_s(now.phase))}, got none for "
+            f"{format_seconds(silent_s)}, {now.phase}; look at the stacks in its log, and whether file systems and "
             "other workers answer. The same command continues from the last checkpoint"
         )
         with contextlib.suppress(OSError, ValueError, AttributeError):  # of a stderr that is no file
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        self._end_at_once(self.now.stalled, WorkerLostError.exit_code)
+        self._end_at_once(now.stalled, WorkerLostError.exit_code)
 
     def _end_at_once(self, why: str, exit_code: int) -> None:
         """Print and note why, and end the process, even where the console or the file hangs."""

@@ -12,20 +12,15 @@ from typing import IO, Any, Iterator, Sequence, Union
 
 from cpu3d.errors import InputError
 
+# How the name of every file and folder ends that is not finished; a dot begins it. Only such names are ever swept.
 PARTIAL = ".cpu3d.partial"
-"""End of the name of every file and folder that is not finished; a dot begins it. Only such names are ever swept."""
-
-NEW, OLD = f".new{PARTIAL}", f".old{PARTIAL}"
-"""Folders of `replace_files`."""
+NEW, OLD = f".new{PARTIAL}", f".old{PARTIAL}"  # folders of `replace_files`
 
 
 @contextlib.contextmanager
 def atomic_write(path: Union[str, Path], mode: str = "wb") -> Iterator[IO[Any]]:
-    """Yield a temporary file beside `path`; on success flush it to the disk and rename it onto `path`.
-
-    On any error, Ctrl-C and a full disk among them, the temporary file is removed and `path` is as it was.
-    The temporary name is `.NAME.*` and ends in PARTIAL; a killed process can leave one behind.
-    """
+    """Yield a temporary file, `.NAME.*` and PARTIAL, beside `path`; on success flush it to the disk and rename it onto
+    `path`. On any error, Ctrl-C and a full disk among them, it is removed; a killed process can leave it behind."""
     path = Path(path)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
@@ -107,10 +102,8 @@ def sync_folder(folder: Union[str, Path]) -> None:
 
 
 def writable_folder(path: Union[str, Path], what: str) -> Path:
-    """Make the folder `path` where there is none and return it. Raises InputError unless a file can be made in it.
-
-    For the start of long work, whose result would have no place at its end.
-    """
+    """Make the folder `path` where there is none and return it. Raises InputError unless a file can be made in it: at
+    the start of long work, whose result would have no place at its end."""
     path = Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)

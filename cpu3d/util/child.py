@@ -21,20 +21,22 @@ from pathlib import Path
 from typing import IO, Any, Callable, Deque, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.errors import InputError
-from memory_estimator.common.files import open_regular, parse_json
 
-ROOT = Path(__file__).resolve().parents[2]
-"""The folder that holds the package, where PROGRAM is started."""
-
-PROGRAM = (sys.executable, "-m", "cpu3d")
-"""The command line, before its subcommand."""
-
-KILLED = object()
-"""The result of a job whose process was killed, most likely for want of memory, though it ran alone."""
+ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the package, where PROGRAM is started
+PROGRAM = (sys.executable, "-m", "cpu3d")  # the command line, before its subcommand
+KILLED = object()  # the result of a job whose process was killed, though it ran alone: most likely for want of memory
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-_WITH_PARENT = (sys.executable, str(Path(__file__).with_name("with_parent.py")))
+_WITH_PARENT = """
+import ctypes, os, signal, sys
+if sys.platform.startswith("linux"):
+    PR_SET_PDEATHSIG = 1  # of linux/prctl.h; it outlives the exec
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != int(sys.argv[1]):  # it has died before it could be watched
+        sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 def start(
@@ -46,7 +48,7 @@ def start(
     To be called in the main thread.
     """
     return subprocess.Popen(
-        [*_WITH_PARENT, str(os.getpid()), *command],
+        [sys.executable, "-I", "-c", _WITH_PARENT, str(os.getpid()), *command],
         cwd=cwd,
         env=None if environ is None else dict(environ),
         stdin=subprocess.DEVNULL,
@@ -95,22 +97,6 @@ def last_words(log: Path, begin: int = 0, count: int = 12) -> str:
         file.seek(begin)
         text = file.read().decode("utf-8", errors="replace")
     return "\n  ".join([line for line in text.splitlines() if line.strip()][-count:])
-
-
-def last_step(run: Path) -> int:
-    """The last step in the log of a run, read from its end; 0 for none yet."""
-    try:
-        with os.fdopen(open_regular(run / "log.jsonl"), "rb") as file:
-            file.seek(max(file.seek(0, 2) - 4096, 0))
-            lines = file.read().splitlines()
-    except OSError:
-        return 0
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError, TypeError, AttributeError):
-            step = parse_json(line).get("step")
-            if isinstance(step, int):
-                return step
-    return 0
 
 
 def worker_count(requested: Optional[int]) -> int:

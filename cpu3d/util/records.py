@@ -11,9 +11,7 @@ from typing import Any, Callable, Dict, Hashable, Iterable, List, Optional, Sequ
 from cpu3d.errors import InputError
 from memory_estimator.common import files
 
-VERSION = "0.1.0"
-"""Of this project."""
-
+VERSION = "0.1.0"  # of this project
 LIBRARIES = ("tensorflow", "intel-extension-for-tensorflow", "tf_keras", "numpy", "nibabel", "blosc2", "scipy")
 
 

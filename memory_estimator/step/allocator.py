@@ -21,13 +21,11 @@ MIB = 2**20
 SMALL_BYTES = 256 * 1024  # requests below this go to malloc and are not counted (mkl_cpu_allocator.h)
 SPARE_BYTES = 128 * MIB  # a chunk with this much to spare is always split
 
-HANDLE_BYTES = 8
-"""A region's table has an entry of this size for every GRANULE_BYTES of it: 3 % of all regions, with malloc."""
+HANDLE_BYTES = 8  # of a region's table for every GRANULE_BYTES of it: 3 % of all regions, with malloc
 
 BINS = 21  # bin b holds free chunks of 256 * 2**b bytes up to twice that; the last one all larger ones
 
-REGION_SHARE = 0.9
-"""Of all the layers' outputs together: enough that what is left at the region's end is larger than any gap."""
+REGION_SHARE = 0.9  # of all the layers' outputs: enough that what is left at the region's end is larger than any gap
 
 COPIES_OF_WEIGHTS = 4  # weights, the optimizer's two slots, gradients: float32 each
 
@@ -36,13 +34,11 @@ COPIES_OF_WEIGHTS = 4  # weights, the optimizer's two slots, gradients: float32 
 class Use:
     """What a program makes of the allocator."""
 
-    peak_bytes: int
-    """Most chunks handed out at once from the third step on: `get_memory_info("CPU:0")["peak"]`."""
+    peak_bytes: int  # most chunks handed out at once from the third step on: `get_memory_info("CPU:0")["peak"]`
     resident_bytes: int  # memory that a tensor has lain in once, and that the process therefore keeps
     small_bytes: int  # resident tensors too small for it: they lie with malloc
     reserved_bytes: int  # all regions together: address space, of which `resident_bytes` are touched
-    validated_bytes: int = 0
-    """`resident_bytes` once a validation and a step have followed: no less, as nothing is given back to the system."""
+    validated_bytes: int = 0  # `resident_bytes` once a validation and a step have followed
 
 
 class NoRegionError(MemoryError):
@@ -114,15 +110,12 @@ class Allocator:
         """`limit_bytes` is the most that all regions may take together; None is without end."""
         self.counted_bytes = 0
         self.peak_bytes = 0
-        self.reserved_bytes = 0
-        """All regions together."""
+        self.reserved_bytes = 0  # all regions together
         self._limit_bytes = limit_bytes
         self._next_region_bytes = 2 * MIB
-        self._lowest = 2**62
-        """Start of the last region. The system hands out mappings downwards."""
+        self._lowest = 2**62  # start of the last region. The system hands out mappings downwards.
         self._touched: Set[Tuple[int, int]] = set()
-        self._bins: List[List[Tuple[int, int]]] = [[] for _ in range(BINS)]
-        """(size, start) of free chunks, sorted."""
+        self._bins: List[List[Tuple[int, int]]] = [[] for _ in range(BINS)]  # (size, start) of free chunks, sorted
         self._chunks: Dict[int, Chunk] = {}
         self._by_name: Dict[str, Optional[Chunk]] = {}
 

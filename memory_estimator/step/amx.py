@@ -12,8 +12,7 @@ from typing import List, Tuple
 
 from memory_estimator.step.onednn import VECTOR, Convolution, Grid, Setting, padded, up
 
-PAGE, ELEMENT = 4096, 40
-"""Bytes: of a page, to which most buffers are aligned, and of a `brgemm_batch_element_t`."""
+PAGE, ELEMENT = 4096, 40  # Bytes: of a page, to which most buffers are aligned, and of a `brgemm_batch_element_t`
 ROW = 32  # bfloat16 values in a row of a tile
 
 Spans = Tuple[Tuple[int, int], ...]

@@ -20,8 +20,7 @@ from memory_estimator.step.writer import CONVOLUTIONS, MOST_SAMPLES, Writer, fil
 from models.config import has_fused_norm, norm_block
 from models.layer_plan import LayerOp
 
-MOST_PLANES, FEW_PIECES = 256, 8
-"""Planes of a map that up-sampling writes down one by one; of more it makes FEW_PIECES, each of many planes."""
+MOST_PLANES, FEW_PIECES = 256, 8  # planes that up-sampling writes down one by one; of more FEW_PIECES
 
 
 VIEW_BYTES = 64  # EIGEN_MAX_ALIGN_BYTES of TensorFlow's builds

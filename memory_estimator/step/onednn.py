@@ -45,13 +45,11 @@ class Convolution:
     """A convolution, or the one whose gradients are computed. An up-convolution is an input gradient to oneDNN."""
 
     batch: int
-    source: Grid
-    """Voxels of the map that the filter slides over; the up-convolution's is its output."""
+    source: Grid  # voxels of the map that the filter slides over; the up-convolution's is its output
     target: Grid  # voxels of the other map
     in_channels: int
     out_channels: int
-    kernel: Grid = (3, 3, 3)
-    """In two dimensions it has one plane, (1, k, k), as the maps have."""
+    kernel: Grid = (3, 3, 3)  # in two dimensions it has one plane, (1, k, k), as the maps have
     stride: int = 1
     bias: bool = False  # whether the filter gradient gives the bias' too
 

@@ -21,31 +21,26 @@ class Tensor:
     name: str  # unique in its program, such as "decoder0_conv1" or "decoder0_conv1/filter_gradient"
     bytes: int
     group: str  # the line of the bill it counts under, such as "activations, level 0"
-    touched: Tuple[Tuple[int, int], ...] = ()
-    """Where bytes are written, as (first, past the last) offsets; () is everywhere. No other page becomes resident."""
+    touched: Tuple[Tuple[int, int], ...] = ()  # (first, past the last) offsets of what is written; () is all
 
 
 @dataclass(frozen=True)
 class StepOp:
     """One operation of the step. Operations run one after the other, in the order of the program."""
 
-    name: str
-    """Unique in its program: the layer's name and what is done, such as "decoder0_conv1/filter_gradient"."""
+    name: str  # unique in its program: the layer's name and what is done, such as "decoder0_conv1/filter_gradient"
     kind: str  # what limits its speed: "conv", "norm", "pointwise" ... (`timing.group_of`)
-    reads: Tuple[str, ...] = ()
-    """Names of tensors that must live until it is done. A tensor goes with the last operation that reads it."""
+    reads: Tuple[str, ...] = ()  # names of tensors that must live until it is done; a tensor goes with its last reader
     writes: Tuple[Tensor, ...] = ()
     scratch: Tuple[Tensor, ...] = ()  # live during this operation alone
     scratch_first: bool = False  # whether it is taken before the outputs, not after them
     takes_over: Optional[str] = None
     """A tensor it reads last and writes its result into: the first of `writes` then takes no new memory. Where that is
     one of the program's resident tensors, it moves there and leaves the memory that it had."""
-    keeps: Tuple[Tensor, ...] = ()
-    """Taken when the operation runs for the first time and never given back: weights in the layout oneDNN prefers."""
+    keeps: Tuple[Tensor, ...] = ()  # taken at its first run and never given back: weights as oneDNN prefers them
     again: bool = False  # whether its kernel is that of another operation before it, as of one slab after another
     copies: float = 1.0  # operations of the graph that it stands for, as one slab does for those of several samples
-    hidden_bytes: int = 0
-    """Scratch outside the allocator: in the process's memory, not in the allocator's count."""
+    hidden_bytes: int = 0  # scratch outside the allocator: in the process's memory, not in the allocator's count
     flops: int = 0  # multiply-adds counted as 2
     traffic_bytes: int = 0  # bytes read and written, each tensor once: the least any implementation moves
     in_channels: int = 0
@@ -56,23 +51,18 @@ class StepOp:
 class Program:
     """A whole training step, and what was made before it."""
 
-    resident: Tuple[Tensor, ...]
-    """What lives before, during and after the step: weights, slots, the input batch."""
+    resident: Tuple[Tensor, ...]  # what lives before, during and after the step: weights, slots, the input batch
     ops: Tuple[StepOp, ...]  # the step
-    before: Tuple[StepOp, ...] = ()
-    """What ran once to make the resident tensors, in an order that shapes the allocator's regions."""
-    region_bytes: int = 0
-    """Taken in one piece before all else and given back at once, so that the allocator has a region of this size."""
-    after: Tuple[StepOp, ...] = ()
-    """What runs between two steps now and then: a validation. Its `keeps` are other tensors than those of `ops`."""
+    before: Tuple[StepOp, ...] = ()  # what ran once to make the resident tensors, in an order that shapes the regions
+    region_bytes: int = 0  # taken in one piece before all else and given back, so that there is such a region
+    after: Tuple[StepOp, ...] = ()  # now and then between two steps: a validation; its `keeps` are other tensors
 
 
 @dataclass(frozen=True)
 class Timeline:
     """A step's memory."""
 
-    live_bytes: Tuple[int, ...]
-    """While each operation runs, at its most: outputs and scratch taken, nothing given back yet."""
+    live_bytes: Tuple[int, ...]  # during each operation: outputs and scratch taken, nothing given back yet
     peak_op: str  # the operation that runs when most is live; the first of equals
     peak_tensors: Tuple[Tensor, ...]  # everything live then, the largest first
 

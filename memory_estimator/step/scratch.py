@@ -23,18 +23,15 @@ class Buffers:
     it again each time. Stock TensorFlow leaves both to oneDNN, outside the allocator."""
 
     scratch: Tuple[int, ...] = ()  # of the allocator, for the duration of the operation
-    touched: Tuple[Tuple[int, int], ...] = ()
-    """Where the first of `scratch` is written, as of `memory_estimator.step.program.Tensor`."""
-    comes_first: bool = False
-    """Whether it is taken before the outputs, as ITEX's forward convolutions do (conv_ops.h, `InitOrSetMemory`)."""
+    touched: Tuple[Tuple[int, int], ...] = ()  # where the first of `scratch` is written, as of `Tensor`
+    comes_first: bool = False  # whether it is taken before the outputs, as by ITEX's forward convolutions (conv_ops.h)
     keeps: int = 0  # of the allocator, from its first run on
     hidden: int = 0  # outside the allocator, for the duration of the operation
 
 
 NONE = Buffers()
 
-_once = functools.lru_cache(maxsize=128)
-"""A step asks of the same convolution several times, and so do steps under other policies."""
+_once = functools.lru_cache(maxsize=128)  # several operations and policies ask for the same convolution
 
 ALIGNMENT_BYTES = 8 * 1024  # barriers, guards and alignment: what the log shows beyond the buffers themselves
 

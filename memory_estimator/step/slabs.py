@@ -60,15 +60,12 @@ class FinestLevel:
         self.pool = next(op for op in writer.plan if op.kind == "pool")
         self.below = decoder.inputs[1]
         self.pieces = _pieces(head.shape[0], writer.job.micro)
-        self.readers = [op for op in (decoder.conv1, decoder.shortcut) if op]
-        """What reads the skip maps and the up-sampled ones, each as the sum of one for either."""
+        self.readers = [op for op in (decoder.conv1, decoder.shortcut) if op]  # of both maps, as a sum
         self.of_skip, self.of_fine = zip(*(decoder.parts(op) for op in self.readers))
         self.upstreams = [f"{op.name}/gradient_below" for op in (decoder.norm1, decoder.act) if op]
-        self.sides: List[int] = []
-        """Of the slab that is written, which neighbours it has: -1, 1."""
+        self.sides: List[int] = []  # of the slab that is written, which neighbours it has: -1, 1
         self.planes = 0  # of the finest grid that it has
-        self.shares: List[str] = []
-        """The shares of the skip maps in what reads them."""
+        self.shares: List[str] = []  # the shares of the skip maps in what reads them
 
     # --- Forward ---
 

@@ -23,8 +23,7 @@ CONVOLUTIONS = {
 }
 """Kind -> which channels of the layer its kernel writes, and which it reads."""
 
-FUSED = "fused"
-"""Kind of what the operation before it does on the way, which takes no time of its own."""
+FUSED = "fused"  # kind of what the operation before it does on the way, which takes no time of its own
 
 
 def op_seconds(program: Program, constants: HostConstants, job: Job) -> Tuple[float, ...]:

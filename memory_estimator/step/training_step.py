@@ -16,12 +16,10 @@ from memory_estimator.step.scratch import Buffers
 from memory_estimator.step.writer import Writer
 from models.layer_plan import PIECES
 
-SCORE_MAPS = 5
-"""float32 maps of a slab that `cpu3d.training.validation` scores at a time: logits, target, three of the loss's."""
+SCORE_MAPS = 5  # float32 maps of a slab that is scored: logits, target, three of the loss's
 
 
-RULES = {"block": blocks, "slabs": slabs}
-"""Kind of a step of the plan -> the module that knows its passes; all other kinds are layers."""
+RULES = {"block": blocks, "slabs": slabs}  # kind of a step -> the module of its passes; else layers
 
 
 def training_step(job: Job, kernels: Kernels = USUAL) -> Program:

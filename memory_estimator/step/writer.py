@@ -16,16 +16,13 @@ from memory_estimator.step.program import Program, StepOp, Tensor, buffers_of, i
 from memory_estimator.step.scratch import NONE, Buffers
 from models.layer_plan import PIECES, LayerOp, layer_plan
 
-SQUARES, SQUARE_PRODUCTS = 7, 19
-"""Of Muon's iteration (`cpu3d.training.muon.orthogonal`): square matrices that are there at once, and products of two
-of them."""
+SQUARES, SQUARE_PRODUCTS = 7, 19  # of Muon's iteration: square matrices at once, and products of two of them
 
 GRAM_THREAD_BYTES, GRAM_BYTES = 1056, 768
 """What a thread copies of a transposed matrix for each of its columns, and beside them: read off the log with ITEX, two
 threads, and 128 and 256 columns of 512 to 6912 rows."""
 
-MOST_SAMPLES = 8
-"""Samples that are normalised one by one; of more there are as many, each larger, which changes next to nothing."""
+MOST_SAMPLES = 8  # normalised one by one; of more there are as many, each larger, which changes next to nothing
 
 CONVOLUTIONS = ("conv", "head", "up_conv", "shortcut")  # kinds of layers that have a kernel
 
@@ -42,31 +39,23 @@ class Writer:
         self.setting = Setting(job.unet.dtype, self.itex, job.threads, kernels)
         self.mixed = job.unet.dtype == "bfloat16"
         self.compute_bytes = DTYPE_BYTES[job.unet.dtype]
-        self.samples = job.micro
-        """That an operation works on at a time."""
+        self.samples = job.micro  # that an operation works on at a time
         self._slab, self._planes, self._again, self._copies = "", 0, False, 1.0
         """Within a slab: what names end in, planes of the finest grid, and as of `StepOp.again` and `copies`."""
         few = min(job.micro, MOST_SAMPLES)
-        self.normed_apart = few if job.unet.norm == "instance" else 1
-        """Samples that are normalised each for itself."""
-        self.pieces = 1 if job.policy == "speed" else PIECES * few
-        """That the loss is computed in, of all samples."""
-        self.norm_reads_source = job.unet.norm != "none"
-        """Whether a norm's gradient reads what it normalised: those of a bias and a ReLU do not."""
+        self.normed_apart = few if job.unet.norm == "instance" else 1  # samples that are normalised each for itself
+        self.pieces = 1 if job.policy == "speed" else PIECES * few  # that the loss is computed in, of all samples
+        self.norm_reads_source = job.unet.norm != "none"  # those of a bias and a ReLU do not
         self.resident: List[Tensor] = []
         self._kernels = [op for op in self.plan if op.kind in CONVOLUTIONS]
         self._before: List[StepOp] = []
         self._ops: List[StepOp] = []
         self._bytes: Dict[str, int] = {}
-        self._latest: Dict[str, str] = {}
-        """Name -> the tensor that it stands for: what was made last under it, or for a view the whole."""
+        self._latest: Dict[str, str] = {}  # name -> what was made last under it, or for a view the whole
         self._tensors: Counter = Counter()
-        self._names: Counter = Counter()
-        """How often a tensor, and an operation, of a name was written down."""
-        self._arrived: Dict[str, List[str]] = {}
-        """Layer -> the tensors whose sum is the gradient of its output."""
-        self._gradients: Dict[str, str] = {}
-        """Layer -> its kernel's gradient in float32, where it is there."""
+        self._names: Counter = Counter()  # how often a tensor, and an operation, of a name was written down
+        self._arrived: Dict[str, List[str]] = {}  # Layer -> the tensors whose sum is the gradient of its output
+        self._gradients: Dict[str, str] = {}  # Layer -> its kernel's gradient in float32, where it is there
         self._make_weights()
         image = self.tensor("image", self.compute_bytes * job.voxels * job.unet.channels, "input")
         target = self.tensor("target", job.voxels * job.unet.outputs, "input")

@@ -76,13 +76,6 @@ def test_the_micro_batch_is_one_volume_by_rule_but_with_batch_norm_the_whole_bat
     assert (config.micro, config.parts) == (micro, parts)
 
 
-@pytest.mark.parametrize("micro_batch", [-3, 5, 24])
-def test_a_micro_batch_that_does_not_divide_the_batch_is_refused_with_those_that_do(micro_batch):
-    rule = rf"micro_batch must divide the batch of 12, got {micro_batch}; give one of 1, 2, 3, 4, 6, 12$"
-    with pytest.raises(InputError, match=rule):
-        RunConfig(batch=12, micro_batch=micro_batch)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -108,14 +101,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("epochs", 0),
-        ("batch", -1),
-        ("learning_rate", -0.1),
-        ("learning_rate", math.inf),
-        ("ema", 1),
-        ("extent", "tile"),
-    ],
+    [("epochs", 0), ("learning_rate", math.inf), ("ema", 1), ("extent", "tile")],
 )
 def test_a_bad_setting_is_refused_by_name(field, value):
     with pytest.raises(InputError, match=f"{field} must be"):
@@ -132,12 +118,9 @@ SAVED = dataclasses.replace(
     [
         ("grid", [16, 16], "config.grid must be"),
         ("grid", [16, 0, 16], "grid must be positive"),
-        ("seed", True, "config.seed must be int, got true"),
         ("ema", float("nan"), "config.ema must be"),
-        ("steps", 10**30, "config.steps must be int"),
         ("unet", {"filters": "8"}, "config.unet.filters must be int, got 8"),
         ("augment", {"flop": True}, "config.augment must have its fields and no others, got unknown flop"),
-        ("label_names", {"x": "background"}, "config.label_names must be"),
         ("regions", ["TC"], "regions must be some of WT, got"),
         ("channels", [], "channels must be some of FLAIR, T1w, got"),
     ],
@@ -197,9 +180,7 @@ def test_a_length_chosen_in_one_way_takes_the_place_of_another(before, words, af
     assert {name: getattr(config, name) for name in after} == after
 
 
-@pytest.mark.parametrize(
-    "words", ["--epochs 3 --steps 3", "--batch 2 --batch-per-worker 1", "--patch 8 8 8 --gpu-memory 1GiB", "--batch x"]
-)
+@pytest.mark.parametrize("words", ["--epochs 3 --steps 3", "--batch 2 --batch-per-worker 1", "--batch x"])
 def test_options_that_exclude_each_other_are_refused(words, capsys):
     with pytest.raises(SystemExit) as caught:
         chosen(*words.split())
@@ -209,10 +190,3 @@ def test_options_that_exclude_each_other_are_refused(words, capsys):
 def test_a_budget_of_minutes_goes_without_steps():
     with pytest.raises(InputError, match="--budget-minutes must come without --steps"):
         with_settings(RunConfig(), chosen("--steps", "3", "--budget-minutes", "1"))
-
-
-def test_gpu_patch_is_brats_regions_on_patches_of_a_card_with_a_wider_network():
-    patch, whole = recipe_config({"recipe": "gpu-patch"}), recipe_config({})
-    assert (patch.mode, patch.device, patch.batch, patch.unet.filters) == ("patch", "gpu:0", 2, 32)
-    for name in ("regions", "channels", "schedule", "learning_rate", "epochs", "extent", "augment", "optimizer"):
-        assert getattr(patch, name) == getattr(whole, name)

@@ -75,16 +75,6 @@ def test_the_fastest_policy_that_fits_is_picked_and_said(memory, policy, reason,
     assert f"policy {policy} picked: {reason}" in capsys.readouterr().out
 
 
-def test_a_gpu_gets_the_largest_patch_and_the_assumptions(capsys):
-    ask = "--shape 240 240 160 --threads 2 --host-memory 1TiB --policy lean"
-    patch = answer(f"{ask} --gpu-memory 3GiB", capsys)["gpu"]
-    assert all(side % 16 == 0 for side in patch["patch"])
-    assert patch["peak_bytes"] <= 3 * 2**30
-    assert not patch["holds_volume"]
-    assert "not verified" in patch["assumptions"]
-    assert answer(f"{ask} --gpu-memory 1GiB", capsys)["gpu"] is None
-
-
 def test_a_recipe_is_a_job_and_options_win_over_it(capsys):
     content = answer("--recipe paper-2020 --threads 2 --host-memory 6TiB", capsys)
     job = content["job"]
@@ -135,15 +125,14 @@ def test_a_run_of_several_workers_is_estimated_as_one_of_them(tmp_path, capsys):
             f"--shape 64 64 64 --host-memory {'9' * 400}GiB",
             "memory must be a number with its unit, of 18 digits at most",
         ),
-        ("--shape 64 64 64 --gpu-memory 16", "memory must be a number with its unit"),
+        ("--shape 64 64 64 --host-memory 16", "memory must be a number with its unit"),
         ("--shape 64 64 64 --calibration nowhere.json", "nowhere.json"),
         ("--run nowhere", "must hold a plan.json"),
         ("--batch 2", "shape must be given, got none"),
         ("--shape 64 64 64 --link 25Gbit/s --epochs 3", "--hosts must be given with --link, --epochs, got none"),
         ("--shape 64 64 64 --hosts 0", "hosts must be at least 1, got 0"),
         ("--shape 64 64 64 --hosts 2 --link 25Gb/s", "rate must be a positive number with its unit, got '25Gb/s'"),
-        ("--shape 64 64 64 --hosts 2 --step-s 0", "step_s must be above 0, got 0"),
-        ("--shape 64 64 64 --hosts 2 --plan", "--hosts must stand without --plan and --gpu-memory"),
+        ("--shape 64 64 64 --hosts 2 --plan", "--hosts must stand without --plan"),
     ],
 )
 def test_bad_input_exits_with_2_and_says_what_to_do(arguments, message, capsys):

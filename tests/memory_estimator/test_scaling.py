@@ -1,6 +1,5 @@
 """Several hosts: truths worked out by hand, the command line."""
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -9,39 +8,41 @@ import pytest
 
 from memory_estimator import scaling
 from memory_estimator.__main__ import main
-from memory_estimator.scaling import ExchangeCosts, largest_of, step_parts
+from memory_estimator.scaling import largest_of, step_parts
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT = 1 + scaling.DATA_WAIT_SHARE
 
 
-COSTS = ExchangeCosts(
-    endpoint_s_per_byte=1e-9, call_s=0.002, message_s=0.0005, packing_s_per_byte=1.5e-9, in_parts_s_per_byte=3e-9,
-    spread=0.1, contention=0.05, origin="by hand",
-)  # fmt: skip
+COSTS = {
+    "endpoint_s_per_byte": 1e-9,
+    "call_s": 0.01,
+    "message_s": 1e-3,
+    "packing_s_per_byte": 2e-9,
+    "spread": 0.1,
+    "contention": 0.05,
+}
 
 
-def test_workers_that_lose_nothing_take_as_long_as_one():
-    free = ExchangeCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, "free")
-    parts = step_parts(6.0, 100, free)
+def test_workers_that_lose_nothing_take_as_long_as_one(monkeypatch):
+    monkeypatch.setattr(scaling, "COSTS", dict.fromkeys(COSTS, 0.0))
+    parts = step_parts(6.0, 100)
     assert sum(parts.values()) == pytest.approx(6 * WAIT)
-    assert step_parts(6.0, 0, free, hosts=8) == parts
+    assert step_parts(6.0, 0, hosts=8) == parts
 
 
-def test_every_part_of_a_step_is_what_it_is_by_hand():
-    costs = dataclasses.replace(COSTS, call_s=0.01, message_s=1e-3, packing_s_per_byte=2e-9)
-    asked = (10.0, 80_000_000, costs)
+def test_every_part_of_a_step_is_what_it_is_by_hand(monkeypatch):
+    monkeypatch.setattr(scaling, "COSTS", COSTS)
+    asked = (10.0, 80_000_000)
     one, two = (step_parts(*asked, hosts, 2, network_bytes_per_s=1e9) for hosts in (1, 2))
     assert one["compute_s"] == two["compute_s"] == pytest.approx(10.5)  # contention, as two share each host
     assert two["slowest_s"] == pytest.approx(1.05 * largest_of(4))
-    assert (two["packing_s"], two["in_parts_s"]) == (pytest.approx(0.16), pytest.approx(0.24))
+    assert two["packing_s"] == pytest.approx(0.16)
     # 80 MB are five pieces of 16 MiB, each a ring. Inside a host there is no network.
     assert one["exchange_s"] == pytest.approx(2 * (40e6 * 1e-9 + 5 * 1e-3) + 5 * 0.01)
     assert two["exchange_s"] == pytest.approx(6 * (20e6 * 2e-9 + 5 * 1.05e-3) + 5 * 0.01)
     alone = step_parts(*asked)
-    assert (alone["slowest_s"], alone["in_parts_s"], alone["packing_s"], alone["exchange_s"]) == (0, 0, 0, 0)
-    # In several micro-batches, its own step adds gradients up already.
-    assert step_parts(*asked, 2, in_parts=True)["in_parts_s"] == 0
+    assert (alone["slowest_s"], alone["packing_s"], alone["exchange_s"]) == (0, 0, 0)
 
 
 def test_the_pieces_of_a_sum_are_those_of_the_trainer():
@@ -50,26 +51,26 @@ def test_the_pieces_of_a_sum_are_those_of_the_trainer():
     assert 4 * millions * 2**20 == scaling.PIECE_BYTES
 
 
-PARTS = ("compute", "slowest", "in_parts", "packing", "exchange", "data")
+PARTS = ("compute", "slowest", "packing", "exchange", "data")
 SMALL = "--shape 32 32 32 --filters 8 --depth 3 --threads 2 --calibration avx512_bf16"
 
 
 def test_the_answer_has_a_row_for_each_number_of_hosts(monkeypatch, capsys):
-    monkeypatch.setattr(scaling, "MEASURED", COSTS)
-    asked = f"{SMALL} --step-s 2 --batch 2 --epochs 2 --link 8Gbit/s"
+    monkeypatch.setattr(scaling, "COSTS", COSTS)
+    asked = f"{SMALL} --batch 2 --epochs 2 --link 8Gbit/s"
     assert main(f"{asked} --hosts 1 2 51 --cases 101 --json".split()) == 0
     content = json.loads(capsys.readouterr().out)
     one, two, many = content["rows"]
     assert [row["batch"] for row in content["rows"]] == [2, 4, 102]
-    assert (one["compute_s"], one["efficiency"]) == (2, pytest.approx(1))
-    assert one["total_s"] == pytest.approx(2 * 50 * 2 * WAIT)  # two epochs of whole batches
+    assert (one["compute_s"], one["efficiency"]) == (2 * content["volume_s"], pytest.approx(1))
+    assert one["total_s"] == pytest.approx(2 * 50 * 2 * content["volume_s"] * WAIT)  # two epochs of whole batches
     assert many["epoch_s"] is many["total_s"] is None  # not one batch
-    assert two["exchange_s"] == pytest.approx(content["gradient_bytes"] * (1e-9 + 1e-9) + 2 * 0.00055 + 0.002)
-    assert two["in_parts_s"] == 0  # two micro-batches each
+    assert two["exchange_s"] == pytest.approx(content["gradient_bytes"] * (1e-9 + 1e-9) + 2 * 0.00105 + 0.01)
     assert two["step_s"] == pytest.approx(sum(two[f"{part}_s"] for part in PARTS))
-    assert content["costs"] == vars(COSTS)
+    assert content["costs"] == COSTS
     assert main(f"{asked} --hosts 1 2 --global-batch 8 --json".split()) == 0
-    assert [row["compute_s"] for row in json.loads(capsys.readouterr().out)["rows"]] == [8, 4]
+    whole, half = (row["compute_s"] for row in json.loads(capsys.readouterr().out)["rows"])
+    assert whole == pytest.approx(2 * half, rel=0.02)
     assert main(f"{asked} --hosts 3 --global-batch 8".split()) == 2
     assert "--global-batch must be a multiple of the 3 workers, got 8" in capsys.readouterr().err
     assert main(f"{asked} --hosts 1 2".split()) == 0

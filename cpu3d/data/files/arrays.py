@@ -17,14 +17,10 @@ import numpy as np
 
 from memory_estimator.common.files import open_regular
 
-FORMATS = ("npy", "b2nd")
-"""What an array's file can be, and how its name ends."""
-
-ALIGNMENT_BYTES = 64
-"""TensorFlow takes an array without a copy when its data begins at a multiple of this."""
-
+FORMATS = ("npy", "b2nd")  # what an array's file can be, and how its name ends
+ALIGNMENT_BYTES = 64  # TensorFlow takes an array without a copy when its data begins at a multiple of this
+# Of a .b2nd file: a block stays in a core's L2 cache while it is unpacked. Both hold all channels.
 BLOCK_VOXELS, CHUNK_VOXELS = (32, 32, 16), (128, 128, 128)
-"""Of a .b2nd file: a block stays in a core's L2 cache while it is unpacked. Both hold all channels."""
 
 
 def aligned_empty(shape: Sequence[int], dtype) -> np.ndarray:

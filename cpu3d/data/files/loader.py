@@ -1,19 +1,19 @@
 """What a dataset reads for one sample: a box of a case's arrays and the numbers drawn for it, as NumPy arrays."""
 
 import math
-from dataclasses import dataclass
-from typing import Optional, Sequence, Tuple
+from typing import Callable, Optional, Sequence, Tuple
 
 import numpy as np
 
 from cpu3d.data.augment import DRAWN, AugmentConfig, draw
-from cpu3d.data.files.reader import Reader, ReadPlan, choose_read_mode, file_system, parts_of
+from cpu3d.data.files.reader import READ_MODES, Reader, choose_read_mode, file_system, parts_of
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Region, crop
 from cpu3d.data.sampling import ALL, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, refuse
 
+# Name -> dtype and shape of what a loader gives; finish.py describes each.
 BOX = {
     "bits": ("int16", (None, None, None, None)),
     "is_half": ("bool", ()),
@@ -23,43 +23,22 @@ BOX = {
     "size": ("int64", (3,)),
     "padding": ("int64", (3, 2)),
 }
-"""Name -> dtype and shape of what a Loader gives; finish.py describes each."""
-
-SMALL = 8
-"""A box of less than 1/SMALL of its array is copied out of the file; a larger one is a map of the array."""
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How the cases of a store are read. The datasets of a run share one."""
-
-    reader: Reader
-    plan: ReadPlan
-    splits: Tuple[str, ...] = ()
-    """The splits whose files were checked."""
+SMALL = 8  # a box of less than 1/SMALL of its array is copied out of the file; a larger one is a map of the array
 
 
 def open_reading(
-    store: Store,
-    splits: Sequence[str] = ("train",),
-    *,
-    free_bytes: int,
-    read_mode: Optional[str] = None,
-    patches: bool = False,
-    share: Share = ALL,
-) -> Reading:
-    """Check the files of these splits without reading voxels, and choose how to read them.
+    store: Store, splits: Sequence[str] = ("train",), *, read_mode: Optional[str] = None, share: Share = ALL
+) -> Reader:
+    """A reader in `read_mode`, one of READ_MODES, or in the one that fits the disk, once the splits' files are checked.
 
-    `free_bytes` is the memory that a run may use; `read_mode` is one of READ_MODES; `patches` says that parts of
-    volumes will be read. A worker checks every n-th file, by its `share`. Raises InputError for an unknown or empty
-    split, cases without labels, damaged files, and for "ram" when the files do not fit.
+    No voxels are read. A worker checks every n-th file, by its `share`. Raises InputError for an unknown or empty
+    split, cases without labels, and damaged files.
     """
     records = [record for split in splits for record in labelled(store, split)]
+    if read_mode not in (None, *READ_MODES):
+        raise InputError(f"read mode must be one of {', '.join(READ_MODES)}, got {read_mode!r}; leave it out")
     store.check(records[share.rank :: share.workers])
-    needed_bytes = sum(record.image_bytes + record.label_bytes for record in records)
-    facts = {"file_system": file_system(store.folder), "needed_bytes": needed_bytes, "free_bytes": free_bytes}
-    plan = choose_read_mode(read_mode, **facts, patches=patches)
-    return Reading(Reader(store.folder, plan.mode), plan, tuple(splits))
+    return Reader(store.folder, read_mode or choose_read_mode(file_system(store.folder)))
 
 
 def labelled(store: Store, split: str) -> Sequence[CaseRecord]:
@@ -73,28 +52,18 @@ def labelled(store: Store, split: str) -> Sequence[CaseRecord]:
     return store.cases(split)
 
 
-class Loader:
+def loader(
+    reader: Reader, records: Sequence[CaseRecord], sampling: PatchSampling, augment: AugmentConfig, share: Share
+) -> Callable[[int], Tuple[np.ndarray, ...]]:
     """Index of a sample of `share` -> the arrays of `BOX`, in that order. Threads may call it, in any order."""
 
-    def __init__(
-        self,
-        reading: Reading,
-        records: Sequence[CaseRecord],
-        sampling: PatchSampling,
-        *,
-        augment: AugmentConfig,
-        share: Share = ALL,
-    ):
-        self._reader, self._records, self._sampling = reading.reader, records, sampling
-        self._augment, self._share = augment, share
-
-    def __call__(self, sample: int) -> Tuple[np.ndarray, ...]:
-        position = self._share.position(int(sample))
-        _, _, index, region = patch_at(position, self._sampling, self._records)
-        record, seed = self._records[index], self._sampling.seed
-        drawn = draw(self._augment, *normalisation(record), record.spacing_mm, seed=seed, position=position)
+    def load(sample: int) -> Tuple[np.ndarray, ...]:
+        position = share.position(int(sample))
+        _, _, index, region = patch_at(position, sampling, records)
+        record = records[index]
+        drawn = draw(augment, *normalisation(record), record.spacing_mm, seed=sampling.seed, position=position)
         inside = region.overlap(record.box) or Region(region.start, (1, 1, 1))
-        bits, label, at = self._arrays(record, inside)
+        bits, label, at = _arrays(reader, record, inside)
         box = {
             **drawn,
             "bits": bits.view(np.int16),  # float16 as its bits: a dataset has one dtype
@@ -106,16 +75,19 @@ class Loader:
         }
         return tuple(box[name] for name in BOX)
 
-    def _arrays(self, record: CaseRecord, inside: Region) -> Tuple[np.ndarray, np.ndarray, Tuple[int, ...]]:
-        """(image, label, first voxel of the region in them): the mapped arrays, or copies of the region."""
-        if not inside.overlap(record.box):  # one voxel of background
-            return np.zeros((1, 1, 1, record.channels), np.int16), np.zeros((1, 1, 1), np.uint8), (0, 0, 0)
-        starts, stops = ([a - b for a, b in zip(ends, record.stored.start)] for ends in (inside.start, inside.stop))
-        slices, parts = tuple(map(slice, starts, stops)), parts_of(record)
-        mapped = record.format == "npy" and self._reader.mode != "pread"
-        if mapped and SMALL * math.prod(inside.size) >= math.prod(record.stored.size):
-            return (*(self._reader.array(record, part) for part in parts), tuple(starts))
-        return (*(self._reader.box(record, part, slices) for part in parts), (0, 0, 0))
+    return load
+
+
+def _arrays(reader: Reader, record: CaseRecord, inside: Region) -> Tuple[np.ndarray, np.ndarray, Tuple[int, ...]]:
+    """(image, label, first voxel of the region in them): the mapped arrays, or copies of the region."""
+    if not inside.overlap(record.box):  # one voxel of background
+        return np.zeros((1, 1, 1, record.channels), np.int16), np.zeros((1, 1, 1), np.uint8), (0, 0, 0)
+    starts, stops = ([a - b for a, b in zip(ends, record.stored.start)] for ends in (inside.start, inside.stop))
+    mapped = record.format == "npy" and reader.mode == "mmap"
+    if mapped and SMALL * math.prod(inside.size) >= math.prod(record.stored.size):
+        return (*(reader.array(record, part) for part in parts_of(record)), tuple(starts))
+    slices = tuple(map(slice, starts, stops))
+    return (*(reader.array(record, part, slices) for part in parts_of(record)), (0, 0, 0))
 
 
 def normalisation(record: CaseRecord) -> Tuple[np.ndarray, np.ndarray]:

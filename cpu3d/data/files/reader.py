@@ -1,9 +1,8 @@
-"""Reading the arrays of a store's cases, whole or a box of them: mapped, with pread, or from pages that stay in memory.
+"""Reading the arrays of a store's cases, whole or a box of them: mapped, or with pread.
 
 mmap   Pages of the file are the array: no copy, and only touched pages are read. A file that is cut while it is mapped
        ends the process (SIGBUS), and so does a network that fails.
 pread  Reads into memory: one copy more, but every failure is an error that names the file. Boxes always are read so.
-ram    As mmap, but the kernel is asked for all of a file when it is first opened.
 
 A file's length is compared with its record before it is mapped, because a map past the end of its file ends the
 process. Stores replace files and never change them in place.
@@ -15,56 +14,26 @@ import math
 import mmap
 import os
 from pathlib import Path
-from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
+from typing import Iterator, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import psutil
 
-from cpu3d.data.files.arrays import aligned_empty, bring_in, decode_b2nd, npy_header
+from cpu3d.data.files.arrays import aligned_empty, bring_in, decode_b2nd, file_sha256, npy_header
 from cpu3d.data.records import CaseRecord, array_path
 from cpu3d.errors import InputError
 from memory_estimator.common.files import NotRegularError, open_regular
-from memory_estimator.common.units import format_bytes
 
 Slices = Tuple[slice, slice, slice]
 
-READ_MODES = ("mmap", "pread", "ram")
-
+READ_MODES = ("mmap", "pread")
+# Types of file systems whose reads can fail for reasons outside this host; so are nfs*, smb* and fuse*.
 NETWORK = ("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "orangefs", "panfs", "wekafs")
-"""Types of file systems whose reads can fail for reasons outside this host; so are nfs*, smb* and fuse*."""
 
 
-class ReadPlan(NamedTuple):
-    """How to read a store's files, and why, in one line."""
-
-    mode: str
-    reason: str
-
-
-def choose_read_mode(
-    asked: Optional[str], *, file_system: str, needed_bytes: int, free_bytes: int, patches: bool
-) -> ReadPlan:
-    """How to read files of `needed_bytes` on a file system of this type; `asked` is one of `READ_MODES`, or None.
-
-    None: pread from a network, because a failing map ends the process; ram for patches whose files fit a quarter of the
-    free memory; else mmap. Raises InputError for an unknown mode, and for "ram" when the files do not fit the free
-    memory.
-    """
-    needed, kind = format_bytes(needed_bytes), file_system or "an unknown file system"
-    if asked not in (None, *READ_MODES):
-        raise InputError(f"read mode must be one of {', '.join(READ_MODES)}, got {asked!r}; leave it out")
-    if asked == "ram" and needed_bytes > free_bytes:
-        rule = f"read mode ram must hold {needed} of files in memory, got {format_bytes(free_bytes)} free"
-        raise InputError(f"{rule}; leave it out, or make a smaller store (--crop, --format b2nd)")
-    if asked:
-        mode, why = asked, "as asked"
-    elif file_system in NETWORK or file_system.startswith(("nfs", "smb", "fuse")):
-        mode, why = "pread", f"{kind} can fail while it is read"
-    elif patches and needed_bytes <= free_bytes // 4:
-        mode, why = "ram", "patches of files that fit a quarter of the free memory"
-    else:
-        mode, why = "mmap", f"{kind} is local"
-    return ReadPlan(mode, f"{mode} ({why}); {needed} of files")
+def choose_read_mode(file_system: str) -> str:
+    """How to read files on a file system of this type: pread from a network, because a failing map ends the process."""
+    return "pread" if file_system in NETWORK or file_system.startswith(("nfs", "smb", "fuse")) else "mmap"
 
 
 def file_system(path: Union[str, Path]) -> str:
@@ -82,42 +51,37 @@ def file_system(path: Union[str, Path]) -> str:
 class Reader:
     """Reads the arrays of a store's cases in one of `READ_MODES`. Threads may share a reader; a process makes its own.
 
-    Reading raises InputError for a file that is missing, too long or short, changed since it was first opened or
-    damaged, and for a label of a case without one; OSError, with the file's name, where the disk fails; ValueError for
-    a box, three slices, that reaches beyond its array.
+    Reading raises InputError for a file that is missing, too long or short, of another header or damaged, and for a
+    label of a case without one; OSError, with the file's name, where the disk fails.
     """
 
     def __init__(self, folder: Union[str, Path], mode: str = "mmap"):
         self.folder, self.mode = Path(folder), mode
-        self._seen: Dict[Path, Tuple[int, int, int]] = {}
-        self._hashed: Set[Path] = set()
-        """Packed files whose bytes were compared with their hash."""
 
-    def array(self, record: CaseRecord, part: str) -> np.ndarray:
-        """The whole stored image `(X, Y, Z, C)`, `part` "x", or label `(X, Y, Z)` uint8, "y". C order, aligned.
+    def array(self, record: CaseRecord, part: str, slices: Optional[Slices] = None) -> np.ndarray:
+        """The stored image `(X, Y, Z, C)`, `part` "x", or label `(X, Y, Z)` uint8, "y", or a box; C order, aligned.
 
-        A .npy file in mode "mmap" or "ram" is the read-only map itself: its voxels are read when they are touched.
+        A whole .npy file in mode "mmap" is the read-only map itself: its voxels are read when they are touched. For a
+        box of one only the box's rows are read.
         """
         with self._open(record, part) as file:
+            if slices:
+                slices = (*slices, *(slice(0, n) for n in file.shape[3:]))
             if record.format == "b2nd":
-                return file.unpack(self._hashed)
-            return file.read() if self.mode == "pread" else file.map()
+                return file.unpack(slices)
+            if slices:
+                return file.read_box(slices)
+            return file.map() if self.mode == "mmap" else file.read()
 
-    def box(self, record: CaseRecord, part: str, slices: Slices) -> np.ndarray:
-        """A box of the stored array as a copy, C order, aligned. Of a .npy file only the box's rows are read."""
-        with self._open(record, part) as file:
-            slices = _within(file.shape, slices)
-            if any(one.start == one.stop for one in slices):
-                return aligned_empty([one.stop - one.start for one in slices], file.dtype)
-            return file.unpack(self._hashed, slices) if record.format == "b2nd" else file.read_box(slices)
-
-    def problems(self, record: CaseRecord) -> List[str]:
-        """A line for each of a case's files that is missing, changed or of another length or header."""
+    def problems(self, record: CaseRecord, contents: bool = False) -> List[str]:
+        """A line for each of a case's files that is missing, changed or of another length or header; with `contents`
+        also of other bytes."""
         problems: List[str] = []
         for part in parts_of(record):
             try:
-                with self._open(record, part):
-                    pass
+                with self._open(record, part) as file:
+                    if contents and file_sha256(file.path) != file.sha256:
+                        raise file.damaged("other bytes than were written")
             except InputError as error:
                 problems += error.problems
         return problems
@@ -134,18 +98,11 @@ class Reader:
             rule = "exist, found none" if isinstance(error, FileNotFoundError) else f"be a file, got {error.strerror}"
             raise InputError(f"store file {path} must {rule}; run `prepare` again") from None
         try:
-            file, status = _ArrayFile(record, part, path, handle), os.fstat(handle)
-            if status.st_size != file.size_bytes:
-                rule = f"store file {path} must be {file.size_bytes} bytes long, got {status.st_size}"
+            file, size_bytes = _ArrayFile(record, part, path, handle), os.fstat(handle).st_size
+            if size_bytes != file.size_bytes:
+                rule = f"store file {path} must be {file.size_bytes} bytes long, got {size_bytes}"
                 raise InputError(f"{rule}; delete it and run `prepare` again")
-            now = (status.st_ino, status.st_size, status.st_mtime_ns)
-            if path not in self._seen:  # several threads may check a file: it does no harm
-                file.check_header()
-                if self.mode == "ram":
-                    bring_in(handle, 0, file.size_bytes)
-            if self._seen.setdefault(path, now) != now:
-                rule = f"store file {path} must stay as it was while it is read"
-                raise InputError(f"{rule}, got a changed one; start this run again")
+            file.check_header()
             yield file
         except OSError as error:  # an operation on a handle does not know the file's name
             error.filename = error.filename or str(path)
@@ -174,7 +131,7 @@ class _ArrayFile:
         self._fill(start, 0)
         size_bytes = len(self.header) + math.prod(self.shape) * self.dtype.itemsize
         if self.header and (start.tobytes(), self.size_bytes) != (self.header, size_bytes):
-            raise self._damaged("another header")
+            raise self.damaged("another header")
 
     def map(self) -> np.ndarray:
         """The array of a .npy file as a read-only map, which is closed with the last of its views."""
@@ -191,38 +148,29 @@ class _ArrayFile:
         """A box of a .npy file, aligned, read a plane of X at a time: a map would take longer, for its page faults."""
         out = aligned_empty([one.stop - one.start for one in slices], self.dtype)
         rows = np.empty((out.shape[1], *self.shape[2:]), self.dtype)
-        starts, length = self.ask_for(slices)
-        for plane, start in zip(out, starts):
-            self._fill(rows, start, length)
-            plane[...] = rows[:, : out.shape[2]]
-        return out
-
-    def ask_for(self, slices: Sequence[slice]) -> Tuple[range, int]:
-        """(first bytes, their length) of a box's planes in a .npy file, all of which the kernel begins to read.
-
-        Reading one plane after another without it takes 5 times as long for a 96^3 patch of a CT.
-        """
         (x, y, z), voxel_bytes = slices[:3], self.dtype.itemsize * math.prod(self.shape[3:])
         row = self.shape[2] * voxel_bytes
         plane, corner = self.shape[1] * row, len(self.header) + y.start * row + z.start * voxel_bytes
         length = (y.stop - y.start - 1) * row + (z.stop - z.start) * voxel_bytes
         starts = range(corner + x.start * plane, corner + x.stop * plane, plane)
-        for start in starts:
+        for start in starts:  # without it one plane after another takes 5 times as long for a 96^3 patch of a CT
             bring_in(self.handle, start, length)
-        return starts, length
+        for plane, start in zip(out, starts):
+            self._fill(rows, start, length)
+            plane[...] = rows[:, : out.shape[2]]
+        return out
 
-    def unpack(self, hashed: Set[Path], slices: Optional[Sequence[slice]] = None) -> np.ndarray:
-        """A .b2nd file's array, or a box of it, aligned. Its bytes are compared with their hash unless its path is in
-        `hashed`, to which it is added: a flipped bit gives wrong voxels more often than an error."""
+    def unpack(self, slices: Optional[Sequence[slice]] = None) -> np.ndarray:
+        """A .b2nd file's array, or a box of it, aligned. Its bytes are compared with their hash: a flipped bit gives
+        wrong voxels more often than an error."""
         content = np.empty(self.size_bytes, np.uint8)
         self._fill(content, 0)
-        if self.path not in hashed and hashlib.sha256(content).hexdigest() != self.sha256:
-            raise self._damaged("other bytes than were written")
-        hashed.add(self.path)
+        if hashlib.sha256(content).hexdigest() != self.sha256:
+            raise self.damaged("other bytes than were written")
         try:
             return decode_b2nd(content.tobytes(), slices, (self.shape, self.dtype))
         except ValueError as error:
-            raise self._damaged(error) from None
+            raise self.damaged(error) from None
 
     def _fill(self, array: np.ndarray, offset: int, length: Optional[int] = None) -> None:
         """Fill an array, or its first `length` bytes, from `offset` of the file on."""
@@ -234,7 +182,7 @@ class _ArrayFile:
                 raise InputError(f"{rule} {offset + done} while it was read; restore it, or `prepare` again")
             done += count
 
-    def _damaged(self, got) -> InputError:
+    def damaged(self, got) -> InputError:
         kind = f"a {self.path.suffix} array of {self.dtype} {self.shape}"
         return InputError(f"store file {self.path} must be {kind}, got {got}; delete it and run `prepare` again")
 
@@ -242,11 +190,3 @@ class _ArrayFile:
 def parts_of(record: CaseRecord) -> Tuple[str, ...]:
     """The arrays that a case has."""
     return ("x", "y") if record.has_label else ("x",)
-
-
-def _within(shape: Tuple[int, ...], slices: Slices) -> Tuple[slice, ...]:
-    """`slices` and all channels. Raises ValueError for those that reach beyond the array: NumPy would cut them."""
-    fits = [None not in (one.start, one.stop) and 0 <= one.start <= one.stop <= n for one, n in zip(slices, shape)]
-    if len(slices) != 3 or not all(fits) or any(one.step not in (None, 1) for one in slices):
-        raise ValueError(f"a box must be three slices within {shape[:3]}, got {slices}; crop it to the array first")
-    return (*slices, *(slice(0, n) for n in shape[3:]))

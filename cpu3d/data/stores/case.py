@@ -13,9 +13,7 @@ from cpu3d.data.region import bounding_box, whole
 from cpu3d.data.stores.layouts import CaseFiles
 from cpu3d.errors import InputError, refuse
 
-AFFINE_TOLERANCE = 1e-3
-"""Largest difference, in mm, between the affines of files that lie on one grid."""
-
+AFFINE_TOLERANCE = 1e-3  # largest difference, in mm, between the affines of files that lie on one grid
 FLOAT16_MAX = float(np.finfo(np.float16).max)
 FLOAT16_SMALLEST = np.float16(2**-24)
 
@@ -24,12 +22,9 @@ FLOAT16_SMALLEST = np.float16(2**-24)
 class LoadedCase:
     """A case in memory, ready to be stored or predicted."""
 
-    image: np.ndarray
-    """`(X, Y, Z, C)` int16 as in the source, or float16 after normalisation; C order, axes R A S."""
-    label: Optional[np.ndarray]
-    """`(X, Y, Z)` uint8 in the data set's own codes, or None."""
-    record: CaseRecord
-    """Without format, lengths and hashes of the store's files."""
+    image: np.ndarray  # `(X, Y, Z, C)` int16 as in the source, or float16 after normalisation; C order, axes R A S
+    label: Optional[np.ndarray]  # `(X, Y, Z)` uint8 in the data set's own codes, or None
+    record: CaseRecord  # without format, lengths and hashes of the store's files
 
 
 def load_case(
@@ -39,17 +34,15 @@ def load_case(
     labels: Optional[Dict[int, str]] = None,
     dataset_folder: Optional[Path] = None,
     zero_nan: bool = False,
-    label_map: Optional[Mapping[int, int]] = None,
 ) -> LoadedCase:
     """Read, check and turn one case.
 
-    The image is int16 where every voxel is integral and in range, else `float16_image`. `zero_nan` makes NaN and
-    infinite voxels background, and counts them. `labels` are the codes that may occur after `label_map` is applied;
-    None leaves the label unread. Sources are recorded relative to `dataset_folder`. Holds about two volumes. Raises
-    InputError with every problem of the case.
+    The image is int16 where every voxel is integral and in range, else `float16_image`. `labels` are the codes that may
+    occur; None leaves the label unread. Sources are recorded relative to `dataset_folder`. Holds about two volumes.
+    Raises InputError with every problem of the case.
     """
     paths = files.images if labels is None else files.paths
-    volumes, label, geometry, zeroed_voxels = _read(files, paths, channels, labels, label_map or {}, zero_nan)
+    volumes, label, geometry, zeroed_voxels = _read(files, paths, channels, labels, zero_nan)
     volumes, error = [nifti.to_ras(volume, geometry) for volume in volumes], 0.0
     if any(volume.dtype != np.int16 for volume in volumes):
         image, error = float16_image(volumes, [f"channel {name} of {files.case_id}" for name in channels])
@@ -58,10 +51,10 @@ def load_case(
     del volumes
     if label is not None:
         label = np.ascontiguousarray(nifti.to_ras(label, geometry))
-    sources = [
-        SourceFile(source_name(path, dataset_folder), path.stat().st_size, file_sha256(path), path.stat().st_mtime_ns)
-        for path in paths
-    ]
+    sources = []
+    for path in paths:
+        name = path.relative_to(dataset_folder).as_posix() if dataset_folder in path.parents else path.name
+        sources.append(SourceFile(name, path.stat().st_size, file_sha256(path), path.stat().st_mtime_ns))
     record = CaseRecord(
         case_id=files.case_id,
         patient_id=files.patient_id,
@@ -87,7 +80,6 @@ def _read(
     paths: Sequence[Path],
     channels: Tuple[str, ...],
     labels: Optional[Dict[int, str]],
-    label_map: Mapping[int, int],
     zero_nan: bool,
 ) -> Tuple[List[np.ndarray], Optional[np.ndarray], Geometry, int]:
     """(volume of each channel, label, grid, voxels that were zeroed), on the grid of the files."""
@@ -102,7 +94,7 @@ def _read(
                 geometry, first = grid, path
             problems += grid_problems(path, grid, first, geometry)
             if number == len(files.images):
-                label = _label(path, array, labels, label_map)
+                label = _label(path, array, labels)
                 continue
             if zero_nan and not np.isfinite(array).all():
                 zeroed_voxels += int(np.count_nonzero(~np.isfinite(array)))
@@ -162,11 +154,6 @@ def facts_of(image: np.ndarray, label: Optional[np.ndarray]) -> Dict[str, Any]:
     }
 
 
-def source_name(path: Path, dataset_folder: Optional[Path]) -> str:
-    """The path in a record: relative to the data set's folder, or the bare name where it is outside."""
-    return path.relative_to(dataset_folder).as_posix() if dataset_folder in path.parents else path.name
-
-
 def grid_problems(path: Path, grid: Geometry, first: Path, expected: Geometry) -> List[str]:
     """How the grid of `path` differs from that of `first`; empty where it is the same."""
     apart = float(np.abs(np.subtract(grid.affine, expected.affine)).max())
@@ -210,21 +197,15 @@ def _channels(path: Path, array: np.ndarray, names: Sequence[str]) -> List[np.nd
     return volumes
 
 
-def _label(path: Path, label: np.ndarray, labels: Mapping[int, str], label_map: Mapping[int, int]) -> np.ndarray:
-    """The label as uint8, its codes changed by `label_map`. Raises InputError for other codes than `labels`."""
+def _label(path: Path, label: np.ndarray, labels: Mapping[int, str]) -> np.ndarray:
+    """The label as uint8. Raises InputError for other codes than `labels`."""
     if label.ndim == 4 and label.shape[3] == 1:
         label = label[..., 0]
     if label.ndim != 3:
         raise InputError(f"label {path} must be 3D, got shape {label.shape}; give one label map")
     values, counts = np.unique(label, return_counts=True)
-    codes = [label_map.get(value, value) for value in values]
-    unknown = [f"{value:g} ({n} voxels)" for value, code, n in zip(values, codes, counts) if code not in labels]
+    unknown = [f"{value:g} ({n} voxels)" for value, n in zip(values, counts) if value not in labels]
     if unknown:
         known = ", ".join(f"{code} {name}" for code, name in sorted(labels.items()))
-        rule = f"label {path} must hold only the codes {known}; got {', '.join(unknown[:8])}"
-        raise InputError(f"{rule}; correct it, or map them with --label-map")
-    changed = label.astype(np.uint8)
-    for value, code in zip(values, codes):
-        if code != value:
-            changed[label == value] = code
-    return changed
+        raise InputError(f"label {path} must hold only the codes {known}; got {', '.join(unknown[:8])}; correct it")
+    return label.astype(np.uint8)

@@ -12,7 +12,7 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Container, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Annotated, Container, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 import msgspec
 
@@ -28,13 +28,10 @@ class FolderLayout:
     """A layout with a folder of 3D files for each case, named <case><separator><suffix>."""
 
     separator: str
-    suffixes: Dict[str, str]
-    """Suffix -> channel, in the store's order, or "seg"."""
+    suffixes: Dict[str, str]  # suffix -> channel, in the store's order, or "seg"
     labels: Dict[int, str]
-    optional: Tuple[int, ...] = ()
-    """Codes that a store has only where they occur in its cases."""
-    patients: Dict[str, str] = field(default_factory=dict)
-    """As PATIENT_NAMES, for this layout alone."""
+    optional: Tuple[int, ...] = ()  # codes that a store has only where they occur in its cases
+    patients: Dict[str, str] = field(default_factory=dict)  # as PATIENT_NAMES, for this layout alone
 
 
 _GLIOMA = {0: "background", 1: "necrotic and non-enhancing tumour core", 2: "oedema"}
@@ -53,33 +50,29 @@ FOLDER_LAYOUTS = {
     ),
 }
 
+# Layout -> code -> name of its brain tumour labels; those of "decathlon" are Task01's.
 LABEL_CODES = {
     **{name: layout.labels for name, layout in FOLDER_LAYOUTS.items()},
     "decathlon": {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"},
 }
-"""Layout -> code -> name of its brain tumour labels; those of "decathlon" are Task01's."""
-
+# Rule -> pattern of a case's name in any layout, whose group 1 is the patient.
 PATIENT_NAMES = {
     "BraTS 2023 and later, <patient>-<time point>": r"(BraTS(?:-[a-z]+)+-\d+)-\d{1,3}(?!\d)",
     "BraTS 2017 to 2019, <patient>_<time point>": r"(BraTS1[5-9]_[^_]+_[^_]+)_\d+(?!\d)",
     "BraTS 2020 and 2021, one case a patient": r"(BraTS(?:20_[a-z]+|2021)_\d+)",
     "TCGA-<site>-<patient>": r"(TCGA-\w\w-\w{4})(?![a-z0-9])",
 }
-"""Rule -> pattern of a case's name in any layout, whose group 1 is the patient."""
-
+# Name of a channel in files and data sets, in lower case -> its name in stores, or "seg".
 CHANNEL_NAMES = {
     **{suffix: channel for layout in FOLDER_LAYOUTS.values() for suffix, channel in layout.suffixes.items()},
     "t1w": "T1w",
     "t1gd": "T1gd",
 }
-"""Name of a channel in files and data sets, in lower case -> its name in stores, or "seg"."""
-
 MODALITY_SUFFIX = re.compile(
     rf"(?:^|[_-])({'|'.join(sorted(CHANNEL_NAMES, key=len, reverse=True))})\.nii(\.gz)?$", re.IGNORECASE
 )
 
-Problems = Dict[str, List[str]]
-"""Case that cannot be used -> the reasons why."""
+Problems = Dict[str, List[str]]  # case that cannot be used -> the reasons why
 
 
 @dataclass(frozen=True)
@@ -104,17 +97,12 @@ class Dataset:
 
     folder: Path
     name: str
-    layout: str
-    """"decathlon", or one of FOLDER_LAYOUTS."""
+    layout: str  # "decathlon", or one of FOLDER_LAYOUTS
     channels: Tuple[str, ...]
-    labels: Dict[int, str]
-    """Label code -> name; 0 is background."""
-    cases: Tuple[CaseFiles, ...]
-    """The complete cases, by case id."""
-    problems: Problems
-    """Of the cases with a file missing or double, which are not in `cases`."""
-    patient_rules: Dict[str, str]
-    """Case id -> how its patient is known: the rule of `patient_of`, or TABLE."""
+    labels: Dict[int, str]  # label code -> name; 0 is background
+    cases: Tuple[CaseFiles, ...]  # the complete cases, by case id
+    problems: Problems  # of the cases with a file missing or double, which are not in `cases`
+    patient_rules: Dict[str, str]  # case id -> how its patient is known: the rule of `patient_of`, or TABLE
 
 
 def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> Dataset:
@@ -166,39 +154,6 @@ def regions_of(labels: Dict[int, str]) -> Dict[str, Tuple[int, ...]]:
         return {labels[code]: (code,) for code in codes}
     regions = {"WT": tumour, "TC": [code for code in tumour if code not in oedema], "ET": enhancing, "RC": cavity}
     return {name: tuple(members) for name, members in regions.items() if name != "RC" or tumour != codes}
-
-
-def parse_label_map(pairs: Sequence[str]) -> Dict[int, int]:
-    """{4: 3} for "4=3". Raises InputError for other text than pairs of codes, and for a code with two meanings."""
-    problems, label_map = [], {}
-    for pair in pairs:
-        match = re.fullmatch(r"(\d{1,3})=(\d{1,3})", pair)
-        old, new = map(int, match.groups()) if match else (0, 0)
-        if max(old, new) > 255 or old == 0:
-            problems.append(f"--label-map must be pairs OLD=NEW of codes 1..255 and 0..255, got {pair!r}; correct it")
-        elif label_map.setdefault(old, new) != new:
-            problems.append(f"--label-map must give code {old} one meaning, got {label_map[old]} and {new}; keep one")
-    refuse(problems)
-    return label_map
-
-
-def with_label_map(dataset: Dataset, label_map: Mapping[int, int]) -> Dataset:
-    """The data set with the codes and names that its labels have once `label_map` is applied.
-
-    All codes change at once: 1=2 with 2=1 swaps them. A new code without a name takes the old code's. Raises InputError
-    where a new code would have no name, and where no label beside the background is left.
-    """
-    before = dataset.labels
-    labels = {code: name for code, name in before.items() if code not in label_map or code in label_map.values()}
-    known, problems = ", ".join(f"{code} {name}" for code, name in sorted(before.items())), []
-    for old, new in sorted(label_map.items()):
-        labels[new] = labels.get(new, before.get(old))
-        if labels[new] is None:
-            problems.append(f"--label-map {old}={new} must lead to a code with a name ({known}), got {new}; correct it")
-    if len(labels) < 2:
-        problems.append("--label-map must leave a label beside the background, got none; map fewer codes")
-    refuse(problems)
-    return replace(dataset, labels=dict(sorted(labels.items())))
 
 
 def _read_folders(folder: Path):
@@ -256,11 +211,9 @@ class _Entry(msgspec.Struct):
 
 
 class _DatasetJson(msgspec.Struct):
-    labels: Dict[str, Union[str, int]]
-    """{"0": "background"} as in the Decathlon, or the reverse as in nnU-Net."""
+    modality: Annotated[Dict[int, str], msgspec.Meta(min_length=1)]
+    labels: Dict[int, str]
     training: Annotated[List[_Entry], msgspec.Meta(min_length=1)]
-    modality: Dict[int, str] = {}
-    channel_names: Dict[int, str] = {}
     name: Optional[str] = None
 
 
@@ -268,22 +221,17 @@ def read_decathlon(folder: Path):
     path = folder / "dataset.json"
     try:
         content = msgspec.json.decode(read_regular(path), type=_DatasetJson)
-        by_code = all(re.fullmatch(r"\d+", key) for key in content.labels)
-        codes = [(int(a), str(b)) if by_code else (int(b), a) for a, b in content.labels.items()]
     except OSError as error:
         raise InputError(f"{path} must be readable, got {error.strerror}; check the file") from None
     except (ValueError, msgspec.MsgspecError, RecursionError) as error:
-        rule = f'{path} must be JSON with "modality" or "channel_names", "labels" and "training" with image and label'
+        rule = f'{path} must be JSON with "modality", "labels" and "training" with image and label'
         raise InputError(f"{rule}, got {error}; correct it") from None
-    channels, labels = content.modality or content.channel_names, {0: "background", **dict(sorted(codes))}
-    distinct = len(dict(codes)) == len(codes) and len(set(labels.values())) == len(labels)
-    problems = []
-    if not channels or sorted(channels) != list(range(len(channels))):
-        problems.append(
-            f"channels of {path} must be numbered 0, 1, ... without gaps, got {sorted(channels)}; correct it"
-        )
-    if not distinct or min(labels) < 0 or max(labels) > 255 or len(labels) < 2:
-        rule = f"labels of {path} must be distinct names with distinct codes 0..255, one beside the background"
+    channels, labels, problems = content.modality, {0: "background", **dict(sorted(content.labels.items()))}, []
+    if sorted(channels) != list(range(len(channels))):
+        rule = f"channels of {path} must be numbered 0, 1, ... without gaps"
+        problems.append(f"{rule}, got {sorted(channels)}; correct it")
+    if len(set(labels.values())) < len(labels) or min(labels) < 0 or max(labels) > 255 or len(labels) < 2:
+        rule = f"labels of {path} must be distinct names of codes 0..255, one beside the background"
         problems.append(f"{rule}, got {content.labels}; correct it")
     # A downloaded list must not reach beyond its folder; a link may, as it is the owner's.
     named = [one for entry in content.training for one in (entry.image, entry.label) if one is not None]
@@ -298,7 +246,7 @@ def read_decathlon(folder: Path):
             if name is None or not (folder / name).is_file():
                 rule = f"{what} of case {case_id} in {path} must be a file, got {name or 'none'}"
                 bad[case_id].append(f"{rule}; fetch it again, or leave the case out")
-    ordered = tuple(channels[index] for index in range(len(channels)))
+    ordered = tuple(name for _, name in sorted(channels.items()))
     return content.name or name_of(folder), "decathlon", ordered, labels, cases, bad
 
 

@@ -6,27 +6,29 @@ With --context count all tumours look alike, and the code of their rim depends o
 another lesion. A patch shorter than the gap between lesions shows WT and TC, but not ET; dataset.json has the length.
 
 With --lesion-size small the whole tumour, in one to three lesions, is 0.2 to 1 % of the brain's box, and the enhancing
-tumour at least 0.02 %. With --warp CASE the cases are warped copies of a real case (warp.py).
+tumour at least 0.02 %. With --warp CASE the cases are warped copies of a real case: they show how fast a network learns
+what a real tumour looks like, not how well it does on other patients.
 
-Shapes and contrasts are drawn by hand after BraTS volumes: a skull-stripped head with folded grey and white matter,
-ventricles, an uneven field and Rician noise; tumours of oedema around a core around an enhancing rim around necrosis.
-No channel shows the tumour by brightness alone: fluid is bright in T2, vessels in T1 with contrast agent, spots and
-cortex in FLAIR. Coordinates run from -1 to 1 across the head's box: u to the right, v to the front, w up.
+Shapes and contrasts are drawn by hand after BraTS volumes, skull-stripped. No channel shows the tumour by brightness
+alone: fluid is bright in T2, vessels in T1 with contrast agent, spots and cortex in FLAIR. Coordinates run from -1 to 1
+across the head's box: u to the right, v to the front, w up.
 """
 
 import contextlib
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
+from scipy.ndimage import map_coordinates
 
 from cpu3d.data.nifti import write_label, write_volume
 from cpu3d.data.records import Geometry
-from cpu3d.data.region import Shape3
+from cpu3d.data.region import Region, Shape3
+from cpu3d.data.stores.case import LoadedCase, load_case
+from cpu3d.data.stores.layouts import Dataset, labels_in_use, read_dataset
 from cpu3d.data.stores.prepare import claimed
-from cpu3d.data.stores.warp import case_to_warp, smooth_field, warped_case
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import write_json
 from cpu3d.util.child import KILLED, run_jobs, worker_count
@@ -34,20 +36,15 @@ from cpu3d.util.progress import bar
 from cpu3d.util.records import by
 from memory_estimator.common.schema import option
 
-VERSION = 1
-"""The same version, seed, shape and NumPy give the same volumes."""
-
-CHANNELS = ("FLAIR", "T1w", "t1gd", "T2w")
+VERSION = 1  # the same version, seed, shape and NumPy give the same volumes
+CHANNELS = ("FLAIR", "T1w", "t1gd", "T2w")  # names, spelling and codes are those of MSD Task01_BrainTumour
 LABELS = {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"}
-"""Names, spelling and codes of MSD Task01_BrainTumour."""
 EDEMA, NON_ENHANCING, ENHANCING = 1, 2, 3
+USUAL_SHAPE = (240, 240, 155)
+LEAST_VOXELS = 24  # along an axis: below, the enhancing rim does not show
 
-SHARES = (135 / 240, 174 / 240, 136 / 155)
-"""Size of an average head along each axis, as a share of the volume."""
-
-SMALLEST, LARGEST = 0.96, 1.04
-"""Sizes of heads, as a share of an average head."""
-
+SHARES = (135 / 240, 174 / 240, 136 / 155)  # size of an average head along each axis, as a share of the volume
+SMALLEST, LARGEST = 0.96, 1.04  # sizes of heads, as a share of an average head
 SUBSTANCES = ("fluid", "grey", "white", "vessel", "caps", "oedema", "core", "rim", "necrosis")
 SIGNALS = {
     "FLAIR": (70, 275, 225, 190, 380, 360, 320, 340, 200),
@@ -60,16 +57,10 @@ SIGNALS = {
 SMALL_WT, SMALL_ET = (0.002, 0.01), 0.0002
 """Shares of the brain's box of small lesions: least and most of the whole tumour, least of the enhancing tumour."""
 
-CLEARANCE = 0.42
-"""Least distance between the cores of two lesions apart, as a share of the head's length from front to back."""
+CLEARANCE = 0.42  # least distance between the cores of two lesions apart, as a share of the head's length
 
 Fields = Dict[str, np.ndarray]
 """Substance -> its share of each voxel of the head's box, 0 to 1; soft edges are partial volume."""
-
-USUAL_SHAPE = (240, 240, 155)
-
-LEAST_VOXELS = 24
-"""Least voxels along an axis: below, the enhancing rim does not show."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +69,7 @@ class Options:
 
     out: Path = option(help="folder to write; made if absent, continued if unfinished")
     cases: int = option(10, "how many")
-    shape: Optional[Shape3] = option(None, "voxels (default: 240 240 155)", metavar=("X", "Y", "Z"))
+    shape: Shape3 = option(USUAL_SHAPE, "voxels", metavar=("X", "Y", "Z"))
     seed: int = option(0, "of everything that is random")
     context: str = option(
         "none",
@@ -107,7 +98,7 @@ def write_phantom(
     out: Union[str, Path],
     *,
     cases: int,
-    shape: Optional[Shape3] = None,
+    shape: Shape3 = USUAL_SHAPE,
     seed: int = 0,
     workers: Optional[int] = None,
     context: str = "none",
@@ -116,29 +107,26 @@ def write_phantom(
 ) -> Path:
     """Write `cases` phantom cases, or warped copies of the one in folder `warp`, below `out` and return that folder.
 
-    Case n depends on (seed, n) and on shape, context and lesion_size, or `warp`, alone, so more cases can be added
-    later. dataset.json is written last. Raises InputError for options out of range or that exclude each other, a shape
-    that does not fit into memory, a case that cannot be warped, and a folder with other files or in use.
+    Case n depends on (seed, n) and on shape, context and lesion_size, or `warp`, alone, so more can be added later.
+    Raises InputError for options out of range or that exclude each other, a shape that does not fit into memory, a case
+    that cannot be warped, and a folder with other files or in use.
     """
-    workers, out, grid = worker_count(workers), Path(out), tuple(shape or USUAL_SHAPE)
-    drawn = (shape, context, lesion_size) != (None, "none", "usual")
+    drawn = (tuple(shape), context, lesion_size) != (USUAL_SHAPE, "none", "usual")
+    workers, out, shape = worker_count(workers), Path(out), tuple(shape)
     rules = (
         ("--cases", "at least 1", cases, cases >= 1),
-        ("--shape", f"from {LEAST_VOXELS} to 32767", grid, min(grid) >= LEAST_VOXELS and max(grid) <= 32767),
+        ("--shape", f"from {LEAST_VOXELS} to 32767", shape, min(shape) >= LEAST_VOXELS and max(shape) <= 32767),
         ("--seed", "at least 0", seed, seed >= 0),
         ("--lesion-size", "usual with --context", lesion_size, lesion_size == "usual" or context == "none"),
         ("--warp", "without --shape, --context and --lesion-size", warp, not (warp and drawn)),
     )
     refuse(f"{name} must be {rule}, got {value}; choose another" for name, rule, value, holds in rules if not holds)
-    settings: Dict[str, Any] = {"phantom": VERSION, "seed": seed}
-    channels = len(CHANNELS)
+    settings = {"phantom": VERSION, "seed": seed, "shape": list(shape), "context": context, "lesion_size": lesion_size}
     if warp:
-        *grid, channels = case_to_warp(warp)[1].image.shape
-        settings["warp"] = case_to_warp(warp)[1].record.image_voxels_sha256
-    else:
-        settings.update(shape=list(grid), context=context, lesion_size=lesion_size)
+        shape, voxels = case_to_warp(warp)[1].record.shape, case_to_warp(warp)[1].record.image_voxels_sha256
+        settings = {"phantom": VERSION, "seed": seed, "warp": voxels}
     with claimed(out, "phantom folder", "phantom.json", settings, ("imagesTr", "labelsTr")):
-        write = functools.partial(_write_case, out, seed, warp or (grid, context, lesion_size))
+        write = functools.partial(_write_case, out, shape, seed, context, lesion_size, warp)
         results = run_jobs(write, range(cases), workers)
         try:
             with contextlib.closing(results), bar("phantom", cases) as advance:
@@ -148,22 +136,23 @@ def write_phantom(
                     advance()
         except MemoryError:
             advice = "choose a smaller one or run again with fewer --workers"
-            raise InputError(f"--shape must fit into memory, got {by(grid)}; {advice}") from None
-        write_json(out / "dataset.json", _dataset_json(cases, grid, context, lesion_size, warp))
-    print(f"{cases} phantom cases of {by((*grid, channels))} in {out}")
+            raise InputError(f"--shape must fit into memory, got {by(shape)}; {advice}") from None
+        write_json(out / "dataset.json", _dataset_json(cases, shape, context, lesion_size, warp))
+    print(f"{cases} phantom cases of {by(shape)} in {out}")
     return out
 
 
-def _write_case(out: Path, seed: int, source: Union[Path, Tuple[Shape3, str, str]], index: int) -> None:
-    """Write a case's two files unless both exist. `source`: a folder to warp, or shape, context and lesion size."""
+def _write_case(
+    out: Path, shape: Shape3, seed: int, context: str, lesion_size: str, warp: Optional[Path], index: int
+) -> None:
+    """Write a case's two files unless both exist."""
     image_path, label_path = (out / f"{kind}Tr/BRATS_{index + 1:03d}.nii.gz" for kind in ("images", "labels"))
     if image_path.is_file() and label_path.is_file():
         return
-    if isinstance(source, Path):
-        image, label = warped_case(source, seed, index)
-        geometry = case_to_warp(source)[1].record.geometry
+    if warp:
+        image, label = warped_case(warp, seed, index)
+        geometry = case_to_warp(warp)[1].record.geometry
     else:
-        shape, context, lesion_size = source
         image, label = phantom_case(shape, seed, index, context, lesion_size)
         geometry = Geometry(shape, tuple(map(tuple, np.eye(4).tolist())), "RAS", sform_code=1, qform_code=1)
     write_volume(image_path, image, geometry, compression=1)
@@ -187,16 +176,16 @@ def _dataset_json(cases: int, shape: Shape3, context: str, lesion_size: str, war
             f". Context count: a rim is called {LABELS[3]} where the lesion is the only one, else {LABELS[2]}; a patch"
             f" of up to {blind_patch(shape)} voxels from front to back has nothing in it that tells which"
         )
-    names = [f"BRATS_{index + 1:03d}.nii.gz" for index in range(cases)]
+    files = [f"BRATS_{index + 1:03d}.nii.gz" for index in range(cases)]
     return {
         "name": name,
         "description": description,
         "tensorImageSize": "4D",
-        "modality": {str(index): name for index, name in enumerate(channels)},
-        "labels": {str(code): name for code, name in labels.items()},
+        "modality": {str(index): channel for index, channel in enumerate(channels)},
+        "labels": {str(code): label for code, label in labels.items()},
         "numTraining": cases,
         "numTest": 0,
-        "training": [{"image": f"./imagesTr/{name}", "label": f"./labelsTr/{name}"} for name in names],
+        "training": [{"image": f"./imagesTr/{file}", "label": f"./labelsTr/{file}"} for file in files],
         "test": [],
     }
 
@@ -260,13 +249,41 @@ class Head:
         self.voxel = 2 / min(box)
 
     def field(self, cells: int) -> np.ndarray:
-        """A smooth random field of about unit spread, with `cells` cubic B-spline cells along every axis."""
+        """As `smooth_field`."""
         return smooth_field(self.rng, self.box, cells)
 
     def ball(self, centre: Sequence[float], radii: Sequence[float]) -> np.ndarray:
         """Squared distance from `centre` in units of `radii`: below 1 within the ellipsoid."""
         u, v, w = (((x - c) / r) ** 2 for x, c, r in zip((self.u, self.v, self.w), centre, radii))
         return (u + v + w).astype(np.float32)
+
+
+def smooth_field(rng: np.random.Generator, shape: Shape3, cells: int) -> np.ndarray:
+    """A smooth random field of about unit spread, float32, with `cells` cubic B-spline cells along every axis."""
+    values = rng.standard_normal((cells + 3,) * 3, dtype=np.float32)
+    for axis in (2, 1, 0):  # the largest step last: along the first axis it moves whole planes
+        values = _interpolate(values, axis, shape[axis], cells)
+    return values * np.float32(2.6)  # the spline averages: 2.6 restores the spread
+
+
+def _interpolate(values: np.ndarray, axis: int, size: int, cells: int) -> np.ndarray:
+    """`cells + 3` uniform cubic B-spline coefficients along `axis`, sampled at the middles of `size` voxels.
+
+    No matrix product: its rounding changes with the threads.
+    """
+    position = (np.arange(size) + 0.5) / size * cells
+    cell = np.minimum(position.astype(int), cells - 1)
+    t = position - cell
+    weights = ((1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, -3 * t**3 + 3 * t**2 + 3 * t + 1, t**3)
+    along = [1, 1, 1]
+    along[axis] = size
+    result = np.float32(0)
+    for offset, weight in enumerate(weights):
+        part = values.take(cell + offset, axis)
+        part *= (weight / 6).astype(np.float32).reshape(along)
+        part += result
+        result = part
+    return result
 
 
 def tissues(head: Head) -> Fields:
@@ -322,13 +339,10 @@ class Lesion:
     """One tumour: an ellipsoid with rough borders, and three smaller ones in it. In the head's coordinates."""
 
     centre: Sequence[float]
-    radii: Sequence[float]
-    """Of the oedema, along the axes; the radii below, except `reach`, are shares of them."""
-    reach: float
-    """A middling radius, which the width of soft edges follows."""
+    radii: Sequence[float]  # of the oedema, along the axes; the radii below, except `reach`, are shares of them
+    reach: float  # a middling radius, which the width of soft edges follows
     core_edge: float
-    rim: float
-    """Thickness."""
+    rim: float  # thickness
     kernel: float = 0.0
     """Radius of an always enhancing ball in the necrosis: a region without voxels has no gradient in a Dice."""
 
@@ -439,3 +453,73 @@ def signal_of(name: str, head: Head, parts: Fields) -> np.ndarray:
     out = np.zeros(head.box, np.int16)
     out[brain] = np.clip(np.rint(np.hypot(signal[brain] + noise[0], noise[1])), 1, 32767)
     return out
+
+
+# --- Warped copies of a real case ---
+
+# Largest, either way: radians around each axis, share of the size along each axis, share of the brain's box.
+ANGLE, SCALE, SHIFT = 0.15, 0.08, 0.03
+BEND, BENDS = 0.018, 6  # deviation of the deformation as a share of the brain's box, cells of its field along an axis
+# Of a channel: largest logarithm of gamma, spread of the field's logarithm, noise in deviations.
+GAMMA, UNEVEN, NOISE = 0.25, 0.16, (0.05, 0.2)
+MARGIN = 0.15  # share of the brain's box that is added to each of its sides: no copy is larger
+
+
+@functools.lru_cache(maxsize=1)
+def case_to_warp(folder: Path) -> Tuple[Dataset, LoadedCase]:
+    """A data set of one case and that case. Raises InputError for another number of cases, a case without a label or
+    with an empty one, and as `load_case`."""
+    dataset = read_dataset(folder)
+    refuse(problem for problems in dataset.problems.values() for problem in problems)
+    if len(dataset.cases) != 1:
+        rule = f"--warp {folder} must be the folder of one case with a label"
+        raise InputError(f"{rule}, got {len(dataset.cases)} cases; name another")
+    case = load_case(dataset.cases[0], channels=dataset.channels, labels=dataset.labels)
+    if not case.label.any():
+        raise InputError(f"--warp {folder} must have a label with voxels, got background alone; name another case")
+    return replace(dataset, labels=labels_in_use(dataset.layout, dataset.labels, case.record.label_voxels)), case
+
+
+def warped_case(folder: Path, seed: int, index: int) -> Tuple[np.ndarray, np.ndarray]:
+    """Copy `index` of the case in `folder`: image `(X, Y, Z, C)` int16, label `(X, Y, Z)` uint8, on its grid, R A S.
+
+    Turned, scaled, shifted and bent; every channel with a gain, gamma, uneven field and noise of its own. Brain voxels
+    are at least 1, the background stays 0.
+    """
+    case, rng = case_to_warp(folder)[1], np.random.default_rng([seed, index])
+    image, label = np.zeros(case.image.shape, np.int16), np.zeros(case.label.shape, np.uint8)
+    start, size = np.array(case.record.box.start), np.array(case.record.box.size)
+    margin = np.ceil(MARGIN * size).astype(int)
+    around = Region(tuple(start - margin), tuple(size + 2 * margin)).slices(label.shape)
+    places = _places(around, start + (size - 1) / 2, size, rng)
+    label[around] = map_coordinates(case.label, places, order=0)
+    for channel in range(image.shape[-1]):
+        source = case.image[..., channel].astype(np.float32)
+        inside = source != 0
+        source[inside] = (source[inside] - source[inside].mean()) / source[inside].std()
+        share = map_coordinates(inside.astype(np.float32), places, order=1)
+        brain = share >= 0.5
+        level = 1 + 0.2 * map_coordinates(source, places, order=1)[brain] / share[brain]  # of the brain's voxels alone
+        level = np.maximum(level, 0.01) ** np.exp(rng.uniform(-GAMMA, GAMMA))
+        level *= np.exp(UNEVEN * smooth_field(rng, brain.shape, 3)[brain]) * rng.uniform(0.7, 1.4)
+        level += 0.2 * rng.uniform(*NOISE) * rng.standard_normal(level.size, np.float32)
+        image[(*around, channel)][brain] = np.clip(np.rint(1000 * level), 1, 32767)
+    return image, label
+
+
+def _places(box: Tuple[slice, ...], centre: np.ndarray, size: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """(3, x, y, z): the voxel of the source from which each voxel of the copy's `box` comes."""
+    turn = np.eye(3)
+    for (a, b), angle in zip(((0, 1), (0, 2), (1, 2)), rng.uniform(-ANGLE, ANGLE, 3)):
+        plane = np.eye(3)
+        plane[[a, a, b, b], [a, b, a, b]] = np.cos(angle), -np.sin(angle), np.sin(angle), np.cos(angle)
+        turn = turn @ plane
+    affine = turn * rng.uniform(1 - SCALE, 1 + SCALE, 3)
+    offset = centre + rng.uniform(-SHIFT, SHIFT, 3) * size
+    axes = np.ix_(*((np.arange(one.start, one.stop) - c).astype(np.float32) for one, c in zip(box, centre)))
+    places = np.empty((3, *(along.size for along in axes)), np.float32)
+    for axis, (row, start, extent) in enumerate(zip(affine.astype(np.float32), offset.astype(np.float32), size)):
+        u, v, w = (weight * along for weight, along in zip(row, axes))
+        bend = smooth_field(rng, places.shape[1:], BENDS) * np.float32(BEND * extent)
+        places[axis] = start + u + v + w + bend
+    return places

@@ -7,32 +7,25 @@ Examples: ./run.sh store info store
 The old cases stay where they are. `append` can be interrupted: the same command continues.
 """
 
+import functools
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
-from cpu3d.data.files.arrays import file_sha256
+from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import CaseRecord, Manifest, remake
 from cpu3d.data.splits import TABLE, deal_cases, read_patients
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores import prepare
-from cpu3d.data.stores.layouts import (
-    CaseFiles,
-    Dataset,
-    Problems,
-    labels_in_use,
-    read_dataset,
-    regions_of,
-    with_label_map,
-)
+from cpu3d.data.stores.layouts import CaseFiles, Dataset, labels_in_use, read_dataset, regions_of
 from cpu3d.data.stores.prepare import PATIENTS_HELP, SKIP_BAD_HELP, WORKERS_HELP, split_sizes
-from cpu3d.data.stores.verify import read_quarantine, summarise, verify
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import remove_partials, writable_folder
-from cpu3d.util.child import worker_count
+from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.lock import locked
+from cpu3d.util.progress import bar
 from cpu3d.util.records import count, versions
 from memory_estimator.common.schema import option
 
@@ -46,7 +39,7 @@ class Info:
 
 @dataclass(frozen=True)
 class Verify:
-    """Compare every file and every voxel with the records."""
+    """Compare every byte of every file with the records."""
 
     store: Path = option(help="folder made by `prepare`", positional=True)
     workers: Optional[int] = option(None, WORKERS_HELP, at_least=1)
@@ -64,14 +57,13 @@ class Append:
 
 
 def run_info(options: Info) -> int:
-    summarise(options.store)
+    prepare.summarise(options.store)
     return 0
 
 
 def run_verify(options: Verify) -> int:
-    store = open_store(options.store)
-    refuse(verify(store.folder, workers=options.workers))
-    print(f"Store {store.folder} is whole: {count(store.manifest.cases, 'case')}")
+    refuse(verify(options.store, workers=options.workers))
+    print(f"Store {options.store} is whole: {count(open_store(options.store).manifest.cases, 'case')}")
     return 0
 
 
@@ -103,6 +95,19 @@ def action(name: str) -> SimpleNamespace:
     return SimpleNamespace(OPTIONS=(options,), run=run, __doc__=options.__doc__)
 
 
+def verify(store_dir: Union[str, Path], *, workers: Optional[int] = None) -> Tuple[str, ...]:
+    """All problems of a store's arrays, whose length, header and SHA-256 are compared with their records. Raises
+    InputError as `open_store`."""
+    store, problems = open_store(store_dir), []
+    check = functools.partial(Reader(store.folder, "pread").problems, contents=True)
+    with bar("verify", total=len(store.manifest.cases)) as advance:
+        for record, found in run_jobs(check, store.manifest.cases, worker_count(workers)):
+            killed = f"case {record.case_id} must fit into memory, but its process was killed; use fewer --workers"
+            problems += [killed] if found is KILLED else found
+            advance()
+    return tuple(problems)
+
+
 class Appended(NamedTuple):
     """What `append` did: the store's manifest now, and the ids that were new, already in the store, and left out."""
 
@@ -122,16 +127,14 @@ def append(
 ) -> Appended:
     """Add the cases of a data set that a finished store does not have.
 
-    They are made with the store's own settings: format, crop, NaN and label codes. The split of the old cases stays,
-    new ones are dealt by `deal_cases`. The manifest is replaced at the end; the same call continues an interrupted one.
-
-    Raises InputError, and leaves the store as it was, when channels or labels differ, when a known id has other files,
-    when a patient or identical images would be in two splits, without a table of patients where the store has one, and
-    for bad cases unless `skip_bad`. OSError and KeyboardInterrupt as `prepare`.
+    They are made with the store's own settings. The split of the old cases stays, new ones are dealt by `deal_cases`.
+    The manifest is replaced at the end; the same call continues an interrupted one. Raises InputError, and leaves the
+    store as it was, when channels or labels differ, a known id has other files, a patient or identical images would be
+    in two splits, and for bad cases unless `skip_bad`; OSError and KeyboardInterrupt as `prepare`.
     """
     workers, store_dir = worker_count(workers), Path(store_dir)
     settings, old = prepare.settings_of(store_dir), open_store(store_dir).manifest
-    dataset = with_label_map(read_dataset(dataset_dir, patients), settings.label_map)
+    dataset = read_dataset(dataset_dir, patients)
     labels = labels_in_use(dataset.layout, dataset.labels, old.labels)
     for what, value in (("channels", dataset.channels), ("labels", labels), ("regions", regions_of(labels))):
         if getattr(old, what) != value:
@@ -141,37 +144,21 @@ def append(
     with locked(store_dir, "store"):
         remove_partials(store_dir, store_dir / "cases")
         store = open_store(store_dir)
-        store.check_split()
-        in_store = {case_id for ids in store.manifest.split.values() for case_id in ids}
+        in_store = {case.case_id for case in store.manifest.cases}
         known = [files for files in dataset.cases if files.case_id in in_store]
         new = [files for files in dataset.cases if files.case_id not in in_store]
         refuse([*_clashes(store, known), *(_patient_clashes(store, patients) if new else ())])
-        finished = prepare.finished_cases(store_dir, new, dataset.folder, verify=True)
-        records, problems = prepare.convert_all(new, dataset, store_dir, settings, workers, finished)
+        records, problems = prepare.convert_all(new, replace(dataset, labels=labels), store_dir, settings, workers)
         problems.update((case_id, why) for case_id, why in dataset.problems.items() if case_id not in in_store)
-        problems.update(_other_codes(records, dataset, labels))
-        records = {case_id: record for case_id, record in records.items() if case_id not in problems}
         if not skip_bad:
             prepare.refuse_bad_cases(problems, "nothing was appended")
         manifest = _grown(store.manifest, records, dataset) if records else store.manifest
         if records:
             write_store(store_dir, manifest)
-        before = read_quarantine(store_dir)
+        before = prepare.read_quarantine(store_dir)
         still_out = {case_id: why for case_id, why in before.items() if case_id not in {*in_store, *records}}
         prepare.write_quarantine(store_dir, {**still_out, **problems})
     return Appended(manifest, *(tuple(sorted(ids)) for ids in (records, [one.case_id for one in known], problems)))
-
-
-def _other_codes(records: Dict[str, CaseRecord], dataset: Dataset, labels: Dict[int, str]) -> Problems:
-    """The problems of cases whose label has codes that the store does not have."""
-    problems = {}
-    for case_id, record in records.items():
-        codes = sorted(set(record.label_voxels) - set(labels))
-        if codes:
-            got = ", ".join(f"{code} {dataset.labels[code]}" for code in codes)
-            rule = f"label of case {case_id} must hold the store's codes alone, got {got}"
-            problems[case_id] = [f"{rule}; prepare a store of its own"]
-    return problems
 
 
 def _grown(old: Manifest, records: Dict[str, CaseRecord], dataset: Dataset) -> Manifest:
@@ -188,14 +175,10 @@ def _grown(old: Manifest, records: Dict[str, CaseRecord], dataset: Dataset) -> M
 
 
 def _clashes(store: Store, known: Sequence[CaseFiles]) -> List[str]:
-    """Where a known case has other files than those it was made from, by content: their folder may be another."""
-    problems = []
-    for files in known:
-        made_of = [(source.size_bytes, source.sha256) for source in store.case(files.case_id).sources]
-        if made_of != [(path.stat().st_size, file_sha256(path)) for path in files.paths]:
-            rule = f"case {files.case_id} must be the one of store {store.folder}, got other files"
-            problems.append(f"{rule}; give it another id, or prepare a new store")
-    return problems
+    """Where a known case has other files than those it was made from."""
+    rule = f"must be the one of store {store.folder}, got other files; give it another id, or prepare a new store"
+    other = (files.case_id for files in known if not prepare.same_sources(files, store.case(files.case_id)))
+    return [f"case {case_id} {rule}" for case_id in other]
 
 
 def _patient_clashes(store: Store, patients: Optional[Path]) -> List[str]:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 
 import pytest
 
@@ -95,10 +94,9 @@ def test_a_run_that_diverges_is_left_out_and_named(no_page, stage, chosen, out, 
     assert stage.calls() == [], "it is known"
 
 
-@pytest.mark.parametrize(("shares", "name"), [((), "patch-half"), (("--resolutions", 0.5, 1), "r0.5-b1")])
-def test_a_dry_run_prints_the_plan_and_writes_nothing(stage, tiny_store, out, capsys, shares, name):
-    assert compare("--store", tiny_store.folder, "--out", out, *SMALL, "--dry-run", *shares) == 0
-    assert name in capsys.readouterr().err
+def test_a_dry_run_prints_the_plan_and_writes_nothing(stage, tiny_store, out, capsys):
+    assert compare("--store", tiny_store.folder, "--out", out, *SMALL, "--dry-run") == 0
+    assert "patch-half" in capsys.readouterr().err
     assert not out.exists()
     assert stage.calls() == []
 
@@ -129,10 +127,10 @@ def test_a_damaged_plan_is_refused_by_name_and_nothing_is_trained(stage, chosen,
     whole = kept(out)
     for part, value, problem in (
         ("seeds", ["0"], r"seeds\[0\] must be int"),
-        ("schema", 1, "use the version that made it"),
+        ("schema", 1, "another version's"),
         ("steps", "4", r"plan\[0\].steps must be int"),
         ("grid", [8, 8], r"plan\[0\].grid must be"),
-        ("name", "../whole", "plan of comparison .* must be of its variants, got ../whole, patch"),
+        ("name", "../whole", "a plan of ../whole, patch"),
     ):
         content = json.loads(json.dumps(whole))
         (content if part in content else content["plan"][0])[part] = value
@@ -142,105 +140,33 @@ def test_a_damaged_plan_is_refused_by_name_and_nothing_is_trained(stage, chosen,
     assert stage.calls() == []
 
 
-def test_folders_that_are_there_are_compared_without_training_or_changing_them(
-    no_page, stage, make_run, tiny_store, out, tmp_path
-):
-    folders = [make_run("whole", 0), make_run("patch", 0, scored=False, mode="patch", grid=(8, 8, 8))]
-    other = make_run("other", 0, learning_rate=0.5)
-    for calls in (["evaluate patch-seed0"], []):
-        assert compare("--runs", *folders, "--out", out) == 0
-        assert stage.calls() == calls, "what has scores keeps them"
-        assert kept(out)["results"]["baseline"] == "whole"
-    assert not (folders[1] / "evaluation").exists(), "a user's folder is left as it is"
-    before = (other / "evaluation/scores.json").read_bytes()
-    assert compare("--runs", folders[0], other, "--out", tmp_path / "more", "--tolerance", 2.5) == 0
-    assert stage.calls() == ["evaluate whole-seed0", "evaluate other-seed0"]
-    assert (other / "evaluation/scores.json").read_bytes() == before, "of another tolerance, and the user's"
-    ours = tmp_path / "more/evaluations/other-seed0/evaluation/scores.json"
-    assert json.loads(ours.read_text())["tolerance_mm"] == 2.5
-    shutil.rmtree(tiny_store.folder)
-    assert compare("--runs", folders[0], other, "--out", tmp_path / "gone") == 0, "nobody needs the store"
-    for words in (folders, (folders[0], other, "--record", tmp_path / "record.jsonl")):
-        with pytest.raises(InputError, match="must hold a finished manifest"):
-            compare("--runs", *words, "--out", tmp_path / "new")
-
-
-# --- Resolutions ---
-
-
-@pytest.fixture
-def resolutions(stage, no_page, tiny_store, out):
-    """resolutions(0.5, 1): for 40 epochs of 3 cases, 2 seeds."""
-
-    def call(*shares, seeds=(0, 1), more=()):
-        words = ["--store", tiny_store.folder, "--out", out, "--epochs", 40, *SMALL, "--seeds", *seeds, *more]
-        return compare(*words, "--resolutions", *shares), kept(out)
-
-    return call
-
-
-def test_resolutions_are_variants_to_which_others_are_added(resolutions, stage, out, tmp_path):
-    record = tmp_path / "resolutions.jsonl"
-    code, content = resolutions(0.5, 1, more=["--record", record])
-    assert code == 0
-    order = [f"{name}-seed{seed}" for seed in (0, 1) for name in ("r1-b1", "r0.5-b1")]
-    assert stage.calls() == done(*order)
-    assert content["results"]["baseline"] == "r1-b1"
-    configs = [load_config(out / "runs" / name) for name in order[:2]]
-    assert [(one.resolution, one.steps, one.validations, one.warmup_steps) for one in configs] == [
-        (1, 120, 4, 10),
-        (0.5, 120, 4, 10),
-    ]
-    (line,) = read_records(record, "compare")
-    assert line["budget"] == "40 epochs each"
-    assert "| learning rate | 0.1 | 0.1 |" in comparisons_markdown([line])
-    _, content = resolutions(0.75, seeds=[5], more=["--batches", 2])
-    seeds = {name: one["seeds"] for name, one in content["results"]["variants"].items()}
-    assert seeds == {name: [0, 1, 5] for name in ("r1-b1", "r0.5-b1", "r0.75-b2")}
-    assert len(stage.calls()) == 2 * (2 + 3)
-    assert load_config(out / "runs/r0.75-b2-seed5").steps == 60
-    resolutions(1)
-    assert stage.calls() == []
-    assert kept(out) == content
-
-
-def test_added_variants_have_as_many_validations_or_are_refused(resolutions, stage, out):
-    """2 epochs of 3 cases: 6 steps at batch 1, 2 at batch 3; a run is validated at most once a step."""
-
-    def call(*batches):
-        _, content = resolutions(1, seeds=[0], more=["--epochs", 2, "--batches", *batches])
-        return {course["name"]: course["validations"] for course in content["plan"]}
-
-    wanted = {"r1-b1": 2, "r1-b3": 2}
-    assert call(1, 3) == wanted
-    shutil.rmtree(out)
-    call(3)
-    assert call(1) == wanted
-    assert {load_config(run).validations for run in (out / "runs").iterdir()} == {2}
-    shutil.rmtree(out)
-    assert call(1) == {"r1-b1": 4}
-    stage.calls()
-    with pytest.raises(InputError, match=r"variant r1-b3 must have 4 validations, .* got 2 steps"):
-        call(3)
-    assert stage.calls() == []
-
-
-def test_what_was_asked_for_otherwise_or_in_another_version_is_refused(resolutions, stage, out):
-    _, content = resolutions(0.5, seeds=[0])
+def test_what_was_asked_for_otherwise_is_refused(stage, chosen, no_page, out):
+    assert compare(*chosen, "--epochs", 2, "--seeds", 0) == 0
     stage.calls()
     with pytest.raises(InputError) as caught:
-        resolutions(1, more=["--epochs", 41, "--norm", "batch", "--learning-rate", 0.1])
+        compare(*chosen, "--epochs", 3, "--norm", "batch")
     names = {problem.split()[0] for problem in caught.value.problems}
-    assert names == {"budget.amount", "settings.norm", "settings.learning_rate"}
-    keep(out, {**content, "schema": 1})
-    with pytest.raises(InputError, match="must have schema 2, got 1; use the version that made it, or another --out"):
-        resolutions(0.5)
+    assert names == {"variants.whole.norm", "variants.patch.norm", "budget.amount"}
+    assert stage.calls() == []
+
+
+def test_scored_runs_are_compared_without_training_or_changing_them(no_page, stage, make_run, out):
+    runs = [make_run("whole", 0), make_run("whole", 1), make_run("patch", 0, mode="patch", grid=(8, 8, 8))]
+    assert compare("--runs", *runs, "--out", out) == 0
+    results = kept(out)["results"]
+    assert (results["baseline"], list(results["variants"])) == ("whole", ["whole", "patch"])
+    assert results["differences"]["patch"]["WT"]["dice"]["seeds"] == 1
+    unscored, cut = make_run("late", scored=False), make_run("cut", end="none")
+    with pytest.raises(InputError) as caught:
+        compare("--runs", *runs, runs[0], unscored, cut, "--out", out)
+    for problem, words in zip(caught.value.problems, ("differ in their name or seed", "current scores", "to its end")):
+        assert words in problem
     assert stage.calls() == []
 
 
 # --- What is refused ---
 
-STORE, SHARES = ["--store", "s"], ["--store", "s", "--resolutions", "1"]
+STORE = ["--store", "s"]
 
 
 @pytest.mark.parametrize(
@@ -253,10 +179,7 @@ STORE, SHARES = ["--store", "s"], ["--store", "s", "--resolutions", "1"]
         ([*STORE, "--tolerance", "nan"], "tolerance"),
         ([*STORE, "--minutes", "inf"], "minutes"),
         ([*STORE, "--epochs", "3", "--minutes", "10"], "--epochs"),
-        (["--runs", "a", "--epochs", "3", "--resolutions", "1", *VARIANTS], "--epochs --variant --resolutions"),
-        ([*STORE, "--batches", "1"], "--batches"),
-        ([*SHARES, "--resolution", "0.5", "--mode", "patch", "--minutes", "3"], "--mode --resolution --minutes"),
-        ([*STORE, "--resolutions", "0"], "resolutions"),
+        (["--runs", "a", "--epochs", "3", *VARIANTS], "--runs"),
     ],
 )
 def test_options_that_are_out_of_range_or_do_not_suit_are_named(out, options, names):
@@ -278,7 +201,7 @@ def test_a_variant_is_really_trained_and_scored(phantom_store, out):
     (run,), (course,) = kept(out)["results"]["runs"], kept(out)["plan"]
     config = load_config(out / "runs/p-seed3")
     assert (course["steps"], config.budget_minutes, config.validations) == (None, 0.02, 1)
-    assert config.epochs >= 0.02 * 60 / 1e-3 / course["steps_per_epoch"], "they are no limit"
+    assert config.epochs > run["steps"], "they are no limit"
     assert (run["variant"], run["seed"]) == ("p", 3)
     assert run["steps"] >= 1
     assert run["train_peak_bytes"] > run["allocator_peak_bytes"] > 0

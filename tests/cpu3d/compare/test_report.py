@@ -6,6 +6,7 @@ import re
 from cpu3d.compare.command import Options
 from cpu3d.compare.plan import Kept
 from cpu3d.compare.report import costs_table, publish, settings_table
+from cpu3d.compare.run import PlannedRun
 from cpu3d.compare.statistics import compare, read_run
 
 PATCH = {"mode": "patch", "grid": (8, 8, 8), "patches_per_case": 8}
@@ -14,15 +15,15 @@ PATCH = {"mode": "patch", "grid": (8, 8, 8), "patches_per_case": 8}
 def test_the_page_holds_all_of_it_and_needs_nothing_else(make_run, tiny_store, tmp_path):
     runs = [("whole", seed, make_run("whole", seed, learning_rate=0.13)) for seed in (0, 1)]
     runs += [("patch", seed, make_run("patch", seed, shift=1 + seed, learning_rate=0.25, **PATCH)) for seed in (0, 1)]
-    comparison = compare([read_run(*run, "test") for run in runs])
+    comparison = compare([read_run(PlannedRun(*run, ()), "test", tiny_store) for run in runs], "whole")
     differing = {row[0]: row[1:] for row in settings_table(comparison).rows}
     assert differing["mode"] == ("whole", "patch")
     assert differing["patches_per_case"] == ("-", "8"), "a whole volume has none"
     assert differing["learning_rate"] == ("0.13", "0.25")
     assert not {"seed", "unet.seed", "store"} & set(differing)
     assert costs_table(comparison.to_json()).rows[0][1:] == ("0.13", "0.25")
-    kept = Kept({"evaluation": {"split": "val", "tolerance_mm": 1}}, [0, 1], [])
-    publish(comparison, kept, tiny_store, tmp_path, Options(out=tmp_path, title="A & B"), budget="6 epochs each")
+    options = Options(out=tmp_path, title="A & B", split="val")
+    publish(comparison, Kept({}, [0, 1], []), tiny_store, tmp_path, options, budget="6 epochs each")
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "<h1>A &amp; B</h1>" in html
     assert "NOT untouched" in html

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from cpu3d.compare.run import Evaluation, PlannedRun, RunFailedError, Runner, is_evaluated, is_trained
+from cpu3d.compare.run import Evaluation, PlannedRun, RunFailedError, carry_out, is_evaluated, is_trained
 from cpu3d.run.log import read_events
 
 OPTIONS = ("--steps", "4", "--seed", "0")
@@ -17,11 +17,8 @@ def planned(out, *names, options=OPTIONS):
     return [PlannedRun(name, 0, out / "runs" / name, options) for name in names]
 
 
-def runner(out, tolerance_mm=1.0):
-    return Runner(out / "store", out, Evaluation(tolerance_mm=tolerance_mm))
-
-
-# --- Processes ---
+def carried_out(out, runs, tolerance_mm=1.0):
+    return carry_out(runs, out / "store", out, Evaluation(tolerance_mm=tolerance_mm))
 
 
 def test_runs_are_trained_and_scored_once_and_one_that_was_killed_goes_on(processes, tmp_path, monkeypatch):
@@ -32,14 +29,14 @@ def test_runs_are_trained_and_scored_once_and_one_that_was_killed_goes_on(proces
     killer = threading.Thread(target=lambda: os.kill(int(processes.waited("waits").split()[0]), signal.SIGKILL))
     killer.start()
     with pytest.raises(RunFailedError, match="got SIGKILL"):
-        runner(out).carry_out(runs[:1])
+        carried_out(out, runs[:1])
     killer.join()
     assert "TF_CONFIG" not in processes.waited("environ").split(), "it would wait for workers"
     (processes.folder / "cut").unlink()
-    runner(out, 1 / 3).carry_out(runs)
+    carried_out(out, runs, 1 / 3)
     assert [event["step"] for event in read_events(runs[0].folder) if event["event"] == "step"] == [1, 2, 3, 4]
     assert processes.calls() == ["train a", "train a", "evaluate a", "train b", "evaluate b"]
-    runner(out, 1 / 3).carry_out(runs)
+    carried_out(out, runs, 1 / 3)
     assert processes.calls() == [], "a third is passed on with all of its digits"
 
 
@@ -47,56 +44,52 @@ def test_failed_runs_are_returned_and_where_all_fail_the_last_words_say_why(proc
     processes.tell("fail", "a 1 No space left on device")
     out = tmp_path / "out"
     with pytest.raises(RunFailedError, match="No space left") as caught:
-        runner(out).carry_out(planned(out, "a"))
+        carried_out(out, planned(out, "a"))
     assert (caught.value.exit_code, caught.value.why) == (1, "train ended with exit code 1")
     assert str(out / "logs" / "a-train.txt") in str(caught.value)
     processes.tell("fail", "a 4 loss must be finite, got nan")
-    assert runner(out).carry_out(planned(out, "a", "b")) == [("a", 0, "train diverged")]
+    assert carried_out(out, planned(out, "a", "b")) == [("a", 0, "train diverged")]
     assert processes.calls() == ["train a", "train a", "train b", "evaluate b"]
     with pytest.raises(RunFailedError, match="diverged before") as caught:
-        runner(out).carry_out(planned(out, "a"))
+        carried_out(out, planned(out, "a"))
     assert (caught.value.exit_code, caught.value.why) == (4, "train diverged")
     assert processes.calls() == [], "it would end so again"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_passed_on_once_and_waited_for(processes, tmp_path, number):
+def test_a_signal_is_passed_on_once_and_waited_for(processes, tmp_path):
     processes.tell("cut")
 
     def interrupt():
         processes.waited("waits")
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt, match="the same command continues"):
-        runner(tmp_path / "out").carry_out(planned(tmp_path / "out", "a"))
+        carried_out(tmp_path / "out", planned(tmp_path / "out", "a"))
     assert processes.waited("signals") == str(int(signal.SIGINT))
     assert int(processes.waited("waits").split()[1]) != os.getpgid(0), "else a terminal's Ctrl-C would reach it twice"
 
 
-# --- What is done ---
+def test_a_run_is_trained_when_its_last_step_is_done(make_run):
+    timed = ("--budget-minutes", "3")  # its own steps are 4
+    for number, (end, options, done) in enumerate(
+        (
+            ({"reason": "finished", "step": 4}, OPTIONS, True),
+            ({"reason": "finished", "step": 4}, timed, True),
+            ({"reason": "finished", "step": 3}, OPTIONS, False),
+            ({"reason": "early stop", "step": 2}, OPTIONS, True),
+            ("none", OPTIONS, False),
+        )
+    ):
+        folder = make_run(f"run{number}", scored=False, end=end)
+        assert is_trained(PlannedRun("a", 0, folder, options)) is done
 
 
-@pytest.mark.parametrize(
-    ("end", "options", "done"),
-    [
-        ({"reason": "finished", "step": 4}, OPTIONS, True),
-        ({"reason": "finished", "step": 4}, ("--budget-minutes", "3"), True),  # its own steps are 4
-        ({"reason": "finished", "step": 3}, OPTIONS, False),
-        ({"reason": "early stop", "step": 2}, OPTIONS, True),
-        ("none", OPTIONS, False),
-    ],
-)
-def test_a_run_is_trained_when_its_last_step_is_done(make_run, end, options, done):
-    assert is_trained(PlannedRun("a", 0, make_run("a", scored=False, end=end), options)) is done
-
-
-def test_scores_that_are_older_of_another_kind_or_another_way_to_predict_do_not_count(make_run, tmp_path):
+def test_scores_that_are_older_of_another_kind_or_another_way_to_predict_do_not_count(make_run):
     folder = make_run("a")
     assert is_evaluated(folder, Evaluation())
     assert not is_evaluated(folder, Evaluation(tolerance_mm=2))
     assert not is_evaluated(folder, Evaluation("val"))
-    assert not is_evaluated(folder, Evaluation(), tmp_path), "none are there"
     path, later = folder / "evaluation" / "scores.json", time.time() + 60
     scores = path.read_text()
     path.write_text(scores.replace('"flips": false', '"flips": true'))

@@ -24,14 +24,6 @@ def on_grid_of(record, shape, **changes):
     return dataclasses.replace(record, shape=shape, stored=whole(shape), geometry=geometry, **changes)
 
 
-def test_a_record_survives_json_unchanged(make_record):
-    record = make_record(stored=Region((1, 1, 1), (2, 2, 3)), max_abs_error=0.25)
-    assert read(record) == record
-    unlabelled = unlabelled_of(make_record())
-    assert not unlabelled.has_label
-    assert read(unlabelled) == unlabelled
-
-
 @pytest.mark.parametrize(
     "changes",
     [

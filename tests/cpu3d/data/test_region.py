@@ -1,8 +1,61 @@
 import numpy as np
+import pytest
+import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cpu3d.data.region import Region, bounding_box, centred, crop, paste, whole
+from cpu3d.data.resolution import Resizing, field_of, growing, network_grid, resizing_for, shrinking
+
+SHARES = (1 / 3, 0.5, 0.75)
+
+
+@pytest.mark.parametrize(
+    ("grid", "resolution", "divisor", "seen", "field"),
+    [
+        ((45, 47, 33), 0.5, 8, (24, 24, 24), (48, 48, 48)),
+        ((48, 40, 30), 0.75, 4, (36, 32, 24), (48, 43, 32)),  # 32 / 0.75 is 42.7: the last voxel is covered in part
+        ((10, 20, 30), 0.7, 1, (7, 14, 21), (10, 20, 30)),
+        ((13, 7, 5), 1.0, 1, (13, 7, 5), (13, 7, 5)),
+    ],
+)
+def test_the_network_sees_all_of_an_extent_and_the_field_is_what_that_covers(grid, resolution, divisor, seen, field):
+    assert network_grid(grid, resolution, divisor) == seen
+    assert field_of(seen, resolution, grid) == field
+    if resolution < 1:
+        resizing = resizing_for(grid, resolution, divisor, at_least=(9, 1, 1))
+        assert resizing.seen == (max(seen[0], 9), *seen[1:])
+
+
+@pytest.mark.parametrize("resolution", SHARES)
+def test_growing_gives_a_ramp_back_between_the_outermost_centres(resolution):
+    resizing = Resizing((8, 6, 4), resolution)
+    for field, seen in zip(resizing.field, resizing.seen):
+        for weights in (shrinking(seen, field, resolution), growing(field, seen, resolution)):
+            np.testing.assert_allclose(weights.sum(1), 1, atol=1e-6)
+            assert weights.min() >= 0
+    x, y, z = np.indices(resizing.field)
+    there = np.stack([x + 10 * y + 100 * z, -x - 10 * y - 100 * z], -1)[None].astype(np.float32)
+    back = resizing.grow(resizing.shrink(there)).numpy()
+    edge = int(np.ceil(0.5 / resolution))
+    inside = (slice(None), *(slice(edge, -edge),) * 3)
+    np.testing.assert_allclose(back[inside], there[inside], rtol=1e-4, atol=2e-3)
+    assert back[0, 0, 0, 0, 0] == pytest.approx(111 * (0.5 / resolution - 0.5), abs=1e-3)  # the first centre's value
+
+
+def test_a_mask_keeps_what_half_a_network_voxel_or_more_holds():
+    mask = np.zeros((1, 4, 4, 4, 2), np.uint8)
+    mask[0, 0, :2, :2, 0] = 1  # 4 of 8
+    mask[0, 2:, 2:, 2:, 1] = 1
+    mask[0, 0, 0, :2, 1] = 1  # 2 of 8
+    image, target = Resizing((2, 2, 2), 0.5).shrink_pair(np.ones((1, 4, 4, 4, 1), np.float32), mask)
+    assert (image.shape, target.dtype) == ((1, 2, 2, 2, 1), tf.uint8)
+    expected = np.zeros((1, 2, 2, 2, 2), np.uint8)
+    expected[0, 0, 0, 0, 0] = expected[0, 1, 1, 1, 1] = 1
+    np.testing.assert_array_equal(target, expected)
+
+
+# --- Boxes ---
 
 SHAPES = st.tuples(*[st.integers(1, 7)] * 3)
 STARTS = st.tuples(*[st.integers(-6, 9)] * 3)

@@ -5,16 +5,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cpu3d.data import sampling as module
 from cpu3d.data.region import Region
-from cpu3d.data.sampling import PatchSampling, Share, grid_starts, patch_at, patch_grid, sample_at
+from cpu3d.data.sampling import PatchSampling, Share, patch_at, sample_at, sliding_window
 from cpu3d.errors import InputError
 
 SHAPES = st.tuples(*[st.integers(1, 12)] * 3)
-OVERLAPS = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.75, 0.9])
 WORKERS = st.integers(1, 6)
 
 # Golden: changing these would silently change every seeded run ever made.
@@ -90,20 +90,31 @@ def test_any_window_of_positions_has_its_share_of_foreground_to_one_patch(share,
     assert abs(found.count((7, 7, 7)) - share * count) < 1 + 1e-6
 
 
-@given(SHAPES, SHAPES, OVERLAPS)
-def test_a_grid_covers_every_voxel_and_ends_flush_with_the_edges(size, patch, overlap):
-    covered = np.zeros(size, bool)
-    patches = patch_grid(Region((3, -2, 5), size), patch, overlap)
-    assert len(set(patches)) == len(patches)
-    for one in patches:
-        assert one.size == patch
-        covered[Region(tuple(a - b for a, b in zip(one.start, (3, -2, 5))), patch).slices(size)] = True
-    assert covered.all()
-    for n, want, starts in zip(size, patch, grid_starts(size, patch, overlap)):
-        assert (starts[0], starts[-1] + want) == (0, n) if n >= want else len(starts) == 1
-        assert all(b - a <= max(want * (1 - overlap), 1) for a, b in zip(starts, starts[1:]))
-    assert grid_starts((10, 4, 3), (4, 4, 5), 0.5) == ((0, 2, 4, 6), (0,), (-1,))  # by hand
-    assert grid_starts((9, 9, 9), (4, 4, 4), 0.0) == ((0, 2, 5),) * 3
+# --- A window over a volume ---
+
+
+@pytest.mark.parametrize(("shape", "overlap"), [((8, 6, 4), 0.5), ((9, 13, 17), 0.0), ((20, 6, 11), 0.75)])
+def test_a_network_without_a_neighbourhood_gives_the_whole_volumes_answer_to_the_bit(shape, overlap):
+    kernel = tf.constant(np.random.default_rng(1).standard_normal((1, 1, 1, 2, 3)), tf.float32)
+
+    def network(tile):
+        return tf.nn.relu(tf.nn.conv3d(tile, kernel, [1] * 5, "SAME"))
+
+    volume = np.random.default_rng(0).standard_normal((1, *shape, 2)).astype(np.float32)
+    np.testing.assert_array_equal(sliding_window(network, volume, (8, 6, 4), overlap), network(volume).numpy()[0])
+
+
+def test_where_two_tiles_disagree_the_nearer_middle_counts_more():
+    told = iter([0.0, 1.0])
+    answer = sliding_window(
+        lambda tile: np.full((1, 8, 6, 4, 1), next(told)), np.zeros((1, 12, 6, 4, 2)), (8, 6, 4), 0.5
+    )
+    along = answer[:, 3, 2, 0]
+    np.testing.assert_array_equal(along[:4], 0)  # the first tile alone
+    np.testing.assert_array_equal(along[8:], 1)  # the second alone
+    weight = np.exp(-0.5 * (np.arange(8) - 3.5) ** 2)
+    np.testing.assert_allclose(along[4:8], weight[:4] / (weight[:4] + weight[4:]), rtol=1e-5)
+    assert np.all(np.diff(along) >= 0)
 
 
 # --- Shares of several workers ---
@@ -136,8 +147,8 @@ def test_any_span_is_dealt_once_to_each_in_its_own_order(workers, part, start, l
 @pytest.mark.parametrize(
     ("make", "names"),
     [
-        (lambda: PatchSampling((4, 0, 4), "dense", foreground=2, overlap=1, extent="tile"),
-         ["sampling", "extent", "patch_shape", "foreground", "overlap"]),
+        (lambda: PatchSampling((4, 0, 4), "dense", foreground=2, extent="tile"),
+         ["sampling", "extent", "patch_shape", "foreground"]),
         (lambda: Share(rank=-1), ["rank"]),
         (lambda: Share(rank=2, workers=2), ["rank"]),
         (lambda: Share(workers=3, batch=4), ["batch"]),

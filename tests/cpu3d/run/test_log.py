@@ -18,17 +18,13 @@ def without(event, name):
 
 
 DAMAGED = [
-    *({**STEP, name: {}} for name in ("step", "loss", "voxels", "step_s", "rss_bytes", "case_id")),
-    *({**STEP, "loss": value} for value in ("0.5", None, True, [], float("nan"), float("inf"), 10**400, 1e300)),
-    *({**STEP, "step": value} for value in (-1, 1.5, True, 2**64)),
-    *({**STEP, "dice": value} for value in (0.5, {"WT": {}}, {"WT": None})),
-    *({**START, "predicted": value} for value in ("x", {"step_s": -1.0}, {"coarse": {"step_s": {}}})),
-    *({**START, name: {}} for name in ("grid", "engine", "coarse_steps", "workers")),
+    *({**STEP, "loss": value} for value in ("0.5", True, float("nan"), 10**400, 1e300)),
+    *({**STEP, "step": value} for value in (-1, 1.5, 2**64)),
+    {**STEP, "dice": {"WT": {}}},
+    {**START, "predicted": {"coarse": {"step_s": {}}}},
     {**START, "host": {"cores": "two"}},
-    {**SCORE, "best": 1},
-    {**END, "peak_rss_bytes": "many"},
     *(without(STEP, "step"), without(STEP, "event"), without(SCORE, "mean_dice"), without(END, "reason")),
-    *([], 5, {"event": "diverged", "step": 3, "reason": {}}),
+    *([], 5),
 ]
 
 

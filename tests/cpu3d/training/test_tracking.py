@@ -3,7 +3,6 @@
 import threading
 import types
 
-import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 from tensorboard.plugins.hparams import plugin_data_pb2
@@ -11,7 +10,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from cpu3d.errors import InputError
 from cpu3d.run.checkpoint import checkpoints
 from cpu3d.training import tracking
-from cpu3d.training.tracking import require_mlflow, views
+from cpu3d.training.tracking import require_mlflow
 from tests.cpu3d import runs
 from tests.cpu3d.runs import NumpyLearner
 
@@ -22,33 +21,7 @@ def fit(store, folder, **settings):
     return runs.start(store, folder, learner=NumpyLearner, **settings)
 
 
-def test_views_outline_the_truth_above_and_the_prediction_below_in_radiological_convention():
-    image = np.zeros((1, 8, 12, 10, 2), np.float32)
-    image[0, 1:-1, 1:-1, 1:-1, 0] = 5
-    truth, logits = np.zeros((1, 8, 12, 10, 1), np.uint8), np.full((1, 8, 12, 10, 1), -1.0)
-    truth[0, 5:8, 9:12, 7:10] = 1  # right, in front, on top: in axes R A S the ends
-    logits[0, 0:3, 0:3, 7:10] = 1
-    picture = views(image, truth, logits, ["WT"])
-    assert picture.shape == (2 * 12, 8 + 8 + 12 + 6, 3)
-    green = (picture == [0x00, 0x9E, 0x73]).all(-1)
-    axial = slice(1, 9)
-    expected = np.zeros((24, 8), bool)
-    expected[0:3, 0:3] = True  # the patient's right is on the left, the front on top
-    expected[1, 1] = False  # an outline
-    expected[21:24, 5:8] = True
-    expected[22, 6] = False
-    assert np.array_equal(green[:, axial], expected)
-
-
-def test_views_without_a_lesion_are_of_the_middle_and_outline_nothing():
-    image = np.zeros((1, 4, 4, 4, 1), np.float32)
-    image[0, 2, 2, 2] = 1
-    nothing = np.zeros((1, 4, 4, 4, 3), np.float32)
-    picture = views(image, nothing, nothing - 1, ["WT", "TC", "ET"])
-    assert (picture.any(-1).sum(), np.ptp(picture, -1).max()) == (6, 0)  # the one voxel, grey, in each view
-
-
-def test_tensorboard_has_the_settings_the_scores_and_a_picture_a_validation(phantom_store, tmp_path):
+def test_tensorboard_has_the_settings_and_the_scores(phantom_store, tmp_path):
     fit(phantom_store, tmp_path, epochs=2).run()
     read = EventMultiplexer().AddRunsFromDirectory(str(tmp_path))
     read.Reload()
@@ -58,10 +31,8 @@ def test_tensorboard_has_the_settings_the_scores_and_a_picture_a_validation(phan
     assert settings.hparams["learning_rate"].number_value == 0.01
     assert settings.hparams["unet.norm"].string_value == "instance"
     scores = {f"validation/dice/{region}" for region in ("WT", "TC", "ET")}
-    assert {"step/loss", "validation/mean_dice", *scores, "validation/views"} <= set(
-        read.PluginRunToTagToContent("scalars")[run]
-    ) | set(read.PluginRunToTagToContent("images")[run])
-    for name in ("validation/views", *scores):
+    assert {"step/loss", "validation/mean_dice", *scores} <= set(read.PluginRunToTagToContent("scalars")[run])
+    for name in scores:
         assert [one.step for one in read.Tensors(run, name)] == [4, 8]
 
 
@@ -97,8 +68,6 @@ def test_mlflow_has_one_run_with_every_point_once_through_cuts_failures_and_exte
         return [one.step for one in client.get_metric_history(run.info.run_id, name)]
 
     assert (steps("step/loss"), steps("validation/dice/WT")) == ([*range(1, 17)], [4, 8, 12, 16])
-    pictures = [one.path for one in client.list_artifacts(run.info.run_id, "images") if one.path.endswith(".png")]
-    assert len(pictures) == 2  # of steps 8 and 16
     assert "config.json" in {one.path for one in client.list_artifacts(run.info.run_id)}
     assert "records.db" not in (folder / "mlflow.json").read_text()
 

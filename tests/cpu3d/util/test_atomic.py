@@ -1,7 +1,5 @@
 import json
 import os
-import resource
-import signal
 import stat
 import tempfile
 
@@ -37,19 +35,6 @@ def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(tmp_path, err
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["a.bin"]
     assert getattr(raised.value, "filename", str(path)) == str(path)
-
-
-def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"), atomic_write(tmp_path / "a.bin") as file:
-            file.write(b"x" * 100_000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
-    assert os.listdir(tmp_path) == []
 
 
 def test_files_are_as_readable_as_the_umask_says(tmp_path):

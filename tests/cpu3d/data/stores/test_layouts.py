@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from cpu3d.data.stores.layouts import parse_label_map, read_dataset, regions_of, with_label_map
+from cpu3d.data.stores.layouts import read_dataset, regions_of
 from cpu3d.errors import InputError
 from tests.cpu3d.data.conftest import SUFFIXES
 
@@ -21,8 +21,7 @@ def test_decathlon_takes_channels_labels_and_cases_from_its_list(tmp_path, decat
     assert regions_of(dataset.labels) == {"WT": (1, 2, 3), "TC": (2, 3), "ET": (3,)}
     assert [case.case_id for case in dataset.cases] == ["BRATS_000", "BRATS_001", "BRATS_002"]
     assert dataset.cases[1].images == (tmp_path / "Task01/imagesTr/BRATS_001.nii.gz",)
-    nnunet = {"channel_names": {"0": "CT"}, "labels": {"background": 0, "liver": 1}, "modality": {}, "name": ""}
-    dataset = read_dataset(decathlon(tmp_path / "Task02", 1, **nnunet))
+    dataset = read_dataset(decathlon(tmp_path / "Task02", 1, name="", modality={"0": "CT"}, labels={"1": "liver"}))
     assert (dataset.name, dataset.channels, regions_of(dataset.labels)) == ("Task02", ("CT",), {"liver": (1,)})
 
 
@@ -131,7 +130,7 @@ GOOD = {"labels": {"0": "b", "1": "t"}, "modality": {"0": "CT"}, "training": [{"
         {"training": []},
         {"training": [{"image": 3}]},
         {"modality": {"1": "CT"}},
-        {"labels": {"a": 1, "b": 1}},
+        {"labels": {"1": "a", "2": "a"}},
         {"labels": {"0": "b"}},
         {"labels": {"0": "b", "300": "t"}},
     ],
@@ -140,34 +139,3 @@ def test_a_damaged_list_is_refused_by_name(tmp_path, change):
     (tmp_path / "dataset.json").write_text(json.dumps({**GOOD, **change}))
     with pytest.raises(InputError, match=r"dataset\.json"):
         read_dataset(tmp_path)
-
-
-@pytest.mark.parametrize("pair", ["4=", "-1=3", "256=1", "0=1"])
-def test_what_is_no_pair_of_codes_is_refused_all_at_once(pair):
-    with pytest.raises(InputError, match=r"OLD=NEW of codes 1\.\.255 and 0\.\.255") as error:
-        parse_label_map([pair, "1=2", "x"])
-    assert len(error.value.problems) == 2
-    with pytest.raises(InputError, match="code 4 one meaning, got 3 and 2"):
-        parse_label_map(["4=3", "4=2"])
-
-
-@pytest.mark.parametrize(
-    ("label_map", "codes"),
-    [
-        ({9: 4}, (0, 1, 2, 4)),  # a code without a name becomes one that has a name
-        ({1: 2, 2: 1}, (0, 1, 2, 4)),
-        ({1: 2, 2: 4}, (0, 2, 4)),
-        ({4: 3}, (0, 1, 2, 3)),
-    ],
-)
-def test_codes_change_all_at_once_and_one_onto_which_nothing_falls_is_gone(tmp_path, brats_case, label_map, codes):
-    brats_case(tmp_path / "a", "brats2017")
-    before = read_dataset(tmp_path)
-    mapped = with_label_map(before, label_map)
-    assert tuple(mapped.labels) == codes
-    assert all(mapped.labels[code] == before.labels[code] for code in codes if code != 3)
-    assert mapped.labels.get(3, "enhancing tumour") == "enhancing tumour"
-    with pytest.raises(InputError, match=r"--label-map 9=7 must lead to a code with a name \(0 background, 1 nec.* 7;"):
-        with_label_map(before, {9: 7})
-    with pytest.raises(InputError, match="leave a label beside the background"):
-        with_label_map(before, {1: 0, 2: 0, 4: 0})

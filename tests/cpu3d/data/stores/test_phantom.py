@@ -7,8 +7,7 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.data.stores import phantom as phantom_module
 from cpu3d.data.stores.layouts import read_dataset
-from cpu3d.data.stores.phantom import CLEARANCE, blind_patch, phantom_case, write_phantom
-from cpu3d.data.stores.warp import warped_case
+from cpu3d.data.stores.phantom import CLEARANCE, blind_patch, phantom_case, warped_case, write_phantom
 from cpu3d.errors import InputError
 
 SMALL = (40, 48, 36)

@@ -1,0 +1,125 @@
+"""Time the own convolutions of models/native beside the engine's, operation by operation, in turn.
+
+    ./run.sh bench kernels
+    ./run.sh bench kernels --dtype bfloat16 --record records/kernels.jsonl
+
+GFLOP/s count the multiplications and additions of a plain convolution, whichever way an operation takes. The engine's
+are of plain maps; the own ones as well, the forward one with mean and variance of what it writes.
+"""
+
+import itertools
+import os
+import time
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, Iterator, Optional, Tuple
+
+from cpu3d.bench.harness import Output, Result, host_of, in_fresh_process
+from cpu3d.errors import InputError
+from cpu3d.host.apply import engine_name, in_force, set_up
+from cpu3d.util.records import by, versions
+from memory_estimator.common.schema import option
+from memory_estimator.common.table import Table
+from memory_estimator.host import read_host
+
+CASES = ((128, 16, 16), (128, 32, 16), (128, 16, 32), (64, 32, 32), (128, 4, 16))
+"""Edge of a cube, channels in and out: the finest levels of a U-Net with 16 filters."""
+
+DTYPES = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is timed."""
+
+    dtype: Optional[str] = option(None, "default: all that the host computes fast", choices=DTYPES)
+    threads: Optional[int] = option(None, "default: those of a training step", at_least=1)
+    rounds: int = option(5, "runs of each operation, of which the fastest counts", at_least=1)
+
+
+OPTIONS = (Options, Output)
+
+
+def run(options: Options, output: Output) -> int:
+    dtypes = [options.dtype] if options.dtype else list(DTYPES[not read_host().fast_bfloat16 :])
+    request = {"dtypes": dtypes, "threads": options.threads, "rounds": options.rounds}
+    result = in_fresh_process(measure, request)
+    output.publish("kernels", result, kernels_table(result))
+    return 0
+
+
+def kernels_table(record: Result) -> Table:
+    """GFLOP/s, a row for each dtype, grid, channels and operation."""
+    rows = []
+    for row in record["rows"]:
+        engine, own = row["engine_gflops"], row["own_gflops"]
+        name = f"{by((row['edge'],) * 3)}, {row['inputs']} to {row['outputs']}"
+        rows.append((row["dtype"], name, row["operation"], f"{engine:.0f}", f"{own:.0f}", f"{own / engine:.2f}"))
+    threads = record["threads"].get("TF_NUM_INTRAOP_THREADS", "all")
+    title = f"GFLOP/s on {host_of(record)}, {threads} threads, {record['engine_name']}"
+    return Table(("dtype", "grid, channels", "operation", "engine", "own", "own / engine"), rows, title=title, names=3)
+
+
+# --- In the measuring process ---
+
+
+def measure(request: Dict[str, Any]) -> Result:
+    """Time every operation in `request["dtypes"]`; raises InputError where the own ones cannot be loaded."""
+    if request["threads"]:
+        os.environ.update(dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(request["threads"])))
+    host, threads, tf = set_up()
+    from models.native.convolution import available
+
+    if not available():
+        raise InputError("own kernels must be built, got none; run python -m models.native.build")
+    rows = [
+        row
+        for dtype, case in itertools.product(request["dtypes"], CASES)
+        for row in timed_operations(tf, dtype, *case, request["rounds"])
+    ]
+    about = {"engine_name": engine_name(tf), "threads": in_force(threads), "host": host.summary()}
+    return {"rows": rows, **about, "versions": versions()}
+
+
+def timed_operations(tf: Any, dtype: str, edge: int, inputs: int, outputs: int, rounds: int) -> Iterator[Result]:
+    """A row for each operation on a cube: GFLOP/s of the engine and of the own one, the fastest of `rounds` in turn."""
+    gflop = 2 * 27 * inputs * outputs * edge**3 / 1e9
+    for operation, functions in _operations(tf, dtype, (1, edge, edge, edge), inputs, outputs).items():
+        for function in functions:
+            function()  # traces, and touches its memory
+        seconds = [min(times) for times in zip(*([_seconds(one) for one in functions] for _ in range(rounds)))]
+        engine, own = (round(gflop / each, 1) for each in seconds)
+        case = {"dtype": dtype, "edge": edge, "inputs": inputs, "outputs": outputs, "operation": operation}
+        yield {**case, "engine_gflops": engine, "own_gflops": own}
+
+
+def _operations(
+    tf: Any, dtype: str, grid: Tuple[int, ...], inputs: int, outputs: int
+) -> Dict[str, Tuple[Callable[[], Any], Callable[[], Any]]]:
+    """Operation -> the engine's and the own one, of no arguments."""
+    from models.native.convolution import convolve, filter_gradient, input_gradient
+
+    values, gradient = (tf.cast(tf.random.normal((*grid, one)), dtype) for one in (inputs, outputs))
+    filters = tf.random.normal((3, 3, 3, inputs, outputs))
+    engine_filters, same = tf.cast(filters, dtype), {"strides": [1] * 5, "padding": "SAME"}
+    raw_ops, pairs = tf.raw_ops, {}
+    pairs["forward"] = (lambda: tf.nn.conv3d(values, engine_filters, **same), lambda: convolve(values, filters))
+    pairs["input gradient"] = (
+        lambda: raw_ops.Conv3DBackpropInputV2(
+            input_sizes=values.shape, filter=engine_filters, out_backprop=gradient, **same
+        ),
+        lambda: input_gradient(gradient, filters),
+    )
+    pairs["filter gradient"] = (
+        lambda: raw_ops.Conv3DBackpropFilterV2(input=values, filter_sizes=filters.shape, out_backprop=gradient, **same),
+        lambda: filter_gradient(values, gradient, filters),
+    )
+    return {
+        name: tuple(tf.function(one, autograph=False, jit_compile=False) for one in pair)
+        for name, pair in pairs.items()
+    }
+
+
+def _seconds(function: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin

@@ -1,0 +1,1 @@
+"""Own convolutions for few channels, in C: see docs/kernels.md."""

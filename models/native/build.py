@@ -1,0 +1,124 @@
+"""Build the kernels with the host's C compiler, in seconds: `python -m models.native.build`.
+
+The libraries lie in `built/` beside the sources, with a hash of sources and compiler's options in their names.
+"""
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import List, Optional, Sequence
+
+HERE = Path(__file__).resolve().parent
+BUILT = HERE / "built"
+SOURCES = ("native.h", "vectors.h", "rows.h", "operations.c", "pool.c", "select.c", "door.c")
+OPTIONS = ("-O3", "-std=gnu11", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-function")
+AVX2 = ("-mavx2", "-mfma")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
+INSTRUCTION_SETS = {
+    "avx2": AVX2,
+    "avx512": AVX512,
+    "avx512_bf16": (*AVX512, "-mavx512bf16", "-DBFLOAT16_ROWS"),
+}
+"""Name -> options with which operations.c is compiled for it."""
+
+
+def kernels_library() -> Optional[Path]:
+    """The functions of native.h alone, for ctypes; None where they are not built from these sources."""
+    return _existing("kernels")
+
+
+def door_library() -> Optional[Path]:
+    """The operations for `tf.load_op_library`; None where they are not built from these sources."""
+    return _existing("door")
+
+
+def build(extra: Sequence[str] = (), folder: Optional[Path] = None) -> List[Path]:
+    """Compile what is not built yet, and return the libraries: the second one only where TensorFlow is installed.
+
+    `extra` are more options for compiler and linker, `folder` is BUILT by default. Raises OSError where there is no
+    x86-64 Linux or no compiler, and subprocess.CalledProcessError where the compiler fails.
+    """
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise OSError(f"own kernels must be built on Linux x86-64, got {sys.platform} {platform.machine()}")
+    folder, compiler, tensorflow = folder or BUILT, _compiler(), _tensorflow()
+    wanted = {"kernels": _path("kernels", folder), **({"door": _path("door", folder)} if tensorflow else {})}
+    if extra or not all(path.exists() for path in wanted.values()):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            _compile(compiler, tensorflow, Path(scratch), tuple(extra))
+            for name, path in wanted.items():
+                os.replace(Path(scratch) / name, path)
+        for old in folder.glob("*.so"):
+            if old not in wanted.values():
+                with contextlib.suppress(OSError):
+                    old.unlink()
+    return list(wanted.values())
+
+
+def _compile(compiler: List[str], tensorflow: Optional[Path], scratch: Path, extra: Sequence[str]) -> None:
+    jobs = {"pool": ["pool.c"], "select": ["select.c"]}
+    for name, options in INSTRUCTION_SETS.items():
+        jobs[name] = ["operations.c", *options, f"-DKERNELS=kernels_{name}", f'-DKERNELS_NAME="{name}"']
+    if tensorflow:
+        jobs["door"] = ["door.c", "-isystem", str(tensorflow / "include")]
+    commands = [
+        [*compiler, *OPTIONS, *extra, "-c", *job, "-o", str(scratch / f"{name}.o")] for name, job in jobs.items()
+    ]
+    running = [subprocess.Popen(command, cwd=HERE) for command in commands]
+    for process, command in zip(running, commands):
+        if process.wait():
+            raise subprocess.CalledProcessError(process.returncode, command)
+    common = [str(scratch / f"{name}.o") for name in jobs if name != "door"]
+    link = [*compiler, "-shared", *extra, *common]
+    subprocess.run([*link, "-o", str(scratch / "kernels"), "-lpthread"], check=True)
+    if tensorflow:
+        library = next(tensorflow.glob("libtensorflow_framework.so.2*"))
+        door = [str(scratch / "door.o"), str(library)]
+        subprocess.run([*link, *door, "-o", str(scratch / "door"), "-lpthread"], check=True)
+
+
+def _compiler() -> List[str]:
+    for name in filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")):
+        if shutil.which(name):
+            return [name]
+    if importlib.util.find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-linux-gnu.2.28", "-fno-sanitize=undefined"]
+    raise OSError("a C compiler must be there to build own kernels, got none; install gcc or `pip install ziglang`")
+
+
+def _tensorflow() -> Optional[Path]:
+    """Its folder, without importing it."""
+    spec = importlib.util.find_spec("tensorflow")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    return next((Path(folder) for folder in folders if any(Path(folder).glob("libtensorflow_framework.so.2*"))), None)
+
+
+def _path(name: str, folder: Path) -> Path:
+    digest = hashlib.sha256(repr((OPTIONS, INSTRUCTION_SETS)).encode())
+    for source in SOURCES:
+        digest.update((HERE / source).read_bytes())
+    return folder / f"{name}-{digest.hexdigest()[:12]}.so"
+
+
+def _existing(name: str) -> Optional[Path]:
+    path = _path(name, BUILT)
+    return path if path.exists() else None
+
+
+def main() -> int:
+    try:
+        build()
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"Own kernels are not built, and the engine's are used for all: {error}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,329 @@
+/* The door into TensorFlow: its C kernel API alone, so that one build serves every TensorFlow from 2.15 on.
+
+   CpuConvolve       filters, coefficients, below_coefficients: float; maps: n_maps * T; above, add, below: n * T -> map: T, sums
+   CpuInputGradient  the same, with flipped filters
+   CpuFilterGradient filters, coefficients, gradient_coefficients: float; maps: n_maps * T; above: n_above * T; gradient: T
+
+   `above` is the raw map where the input is the gradient of a norm and ReLU; coefficients are empty for raw maps. */
+#define _GNU_SOURCE
+#include <sched.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+/* ops.h is not quite C: it names these without `struct`. */
+typedef struct TF_OpDefinitionBuilder TF_OpDefinitionBuilder;
+typedef struct TF_ShapeInferenceContext TF_ShapeInferenceContext;
+typedef struct TF_ShapeHandle TF_ShapeHandle;
+typedef struct TF_DimensionHandle TF_DimensionHandle;
+#include "tensorflow/c/kernels.h"
+#include "tensorflow/c/ops.h"
+#include "native.h"
+
+int native_convolve(const char *name, const struct operation *operation);
+int native_filter_gradient(const char *name, const struct operation *operation);
+
+/* --- Threads, inputs and failures --- */
+
+static int thread_count(void)
+{
+    const char *wanted = getenv("TF_NUM_INTRAOP_THREADS");
+    int threads = wanted ? atoi(wanted) : 0;
+    cpu_set_t cpus;
+    if (threads < 1 && !sched_getaffinity(0, sizeof cpus, &cpus))
+        threads = CPU_COUNT(&cpus);
+    return threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads;
+}
+
+enum { MOST_INPUTS = 8, MOST_CHANNELS = 1024 };
+
+/* The inputs of a call, and the first rule that they break. */
+struct call {
+    TF_OpKernelContext *context;
+    TF_Status *status;
+    TF_Tensor *inputs[MOST_INPUTS];
+    int count;
+    bool failed;
+};
+
+static void require(struct call *call, bool holds, const char *message)
+{
+    if (holds || call->failed)
+        return;
+    call->failed = true;
+    TF_SetStatus(call->status, TF_INVALID_ARGUMENT, message);
+}
+
+static void open_call(struct call *call, TF_OpKernelContext *context)
+{
+    *call = (struct call){context, TF_NewStatus(), {NULL}, TF_NumInputs(context), false};
+    for (int i = 0; i < call->count; i++)
+        TF_GetInput(context, i, &call->inputs[i], call->status);
+    require(call, TF_GetCode(call->status) == TF_OK, "inputs must be readable");
+}
+
+static void close_call(struct call *call)
+{
+    if (TF_GetCode(call->status) != TF_OK)
+        TF_OpKernelContext_Failure(call->context, call->status);
+    for (int i = 0; i < call->count; i++)
+        if (call->inputs[i])
+            TF_DeleteTensor(call->inputs[i]);
+    TF_DeleteStatus(call->status);
+}
+
+static int channels_of(const TF_Tensor *map) { return (int)TF_Dim(map, 4); }
+
+/* Whether two maps have the same grid and batch. */
+static bool same_grid(const TF_Tensor *map, const TF_Tensor *other)
+{
+    for (int i = 0; i < 4; i++)
+        if (TF_NumDims(map) != 5 || TF_NumDims(other) != 5 || TF_Dim(map, i) != TF_Dim(other, i))
+            return false;
+    return true;
+}
+
+/* The values of [batch, rows, channels]; NULL where the tensor is empty. */
+static const float *coefficients_of(struct call *call, const TF_Tensor *tensor, int64_t batch, int64_t rows, int64_t channels)
+{
+    int64_t size = TF_TensorElementCount(tensor);
+    require(call, size == 0 || size == batch * rows * channels, "coefficients must be of shape (batch, rows, channels)");
+    return size ? TF_TensorData(tensor) : NULL;
+}
+
+static struct input input_of(struct call *call, int maps, TF_Tensor **map, TF_Tensor *raw, const TF_Tensor *coefficients)
+{
+    struct input in = {.form = RAW};
+    int channels = 0;
+    for (int i = 0; i < maps; i++) {
+        require(call, same_grid(map[0], map[i]), "maps must be of shape (batch, x, y, z, channels), with one grid");
+        if (call->failed)
+            return in;
+        in.maps[i] = TF_TensorData(map[i]);
+        channels += in.channels[i] = channels_of(map[i]);
+        require(call, in.channels[i] % 4 == 0 && in.channels[i] > 0, "channels must be a multiple of 4");
+    }
+    in.coefficients = coefficients_of(call, coefficients, TF_Dim(map[0], 0), COEFFICIENTS, channels);
+    if (in.coefficients)
+        in.form = raw ? NORM_RELU_GRADIENT : NORM_RELU;
+    if (raw) {
+        require(call, in.coefficients && maps == 1 && same_grid(map[0], raw) && channels_of(raw) == channels,
+                "a gradient of a norm must have one map, its raw map of the same shape, and coefficients");
+        in.raw = TF_TensorData(raw);
+    }
+    return in;
+}
+
+/* An operation on maps of this grid. */
+static struct operation operation_of(struct call *call, const TF_Tensor *map, const TF_Tensor *filters)
+{
+    require(call, TF_NumDims(map) == 5 && TF_TensorElementCount(map) > 0, "maps must hold voxels, in 5 dimensions");
+    require(call, TF_NumDims(filters) == 5 && TF_Dim(filters, 0) == 3 && TF_Dim(filters, 1) == 3 && TF_Dim(filters, 2) == 3,
+            "filters must be of shape (3, 3, 3, in, out)");
+    if (call->failed)
+        return (struct operation){0};
+    require(call, TF_Dim(filters, 3) <= MOST_CHANNELS && TF_Dim(filters, 4) <= MOST_CHANNELS, "channels must be at most 1024");
+    for (int i = 0; i < 4; i++)
+        require(call, TF_Dim(map, i) < 1 << 24, "sizes of a map must be below 2^24");
+    return (struct operation){
+        .dtype = TF_TensorType(map) == TF_FLOAT ? FLOAT32 : BFLOAT16,
+        .batch = (int)TF_Dim(map, 0), .x = (int)TF_Dim(map, 1), .y = (int)TF_Dim(map, 2), .z = (int)TF_Dim(map, 3),
+        .threads = thread_count(), .filters = TF_TensorData(filters),
+    };
+}
+
+static void check_result(struct call *call, int code)
+{
+    if (code == -1)
+        TF_SetStatus(call->status, TF_RESOURCE_EXHAUSTED, "memory must suffice for the rows of every thread");
+    else if (code)
+        TF_SetStatus(call->status, TF_UNIMPLEMENTED, "the CPU must have AVX2 and FMA");
+}
+
+/* --- The kernels --- */
+
+struct kernel { int maps, above, add, below; bool transposed; }; /* how many inputs there are of each */
+
+static void *create(TF_OpKernelConstruction *construction, bool transposed, bool convolves)
+{
+    struct kernel *kernel = calloc(1, sizeof *kernel);
+    TF_Status *status = TF_NewStatus();
+    kernel->transposed = transposed;
+    TF_OpKernelConstruction_GetAttrInt32(construction, "n_maps", &kernel->maps, status);
+    TF_OpKernelConstruction_GetAttrInt32(construction, "n_above", &kernel->above, status);
+    if (convolves) {
+        TF_OpKernelConstruction_GetAttrInt32(construction, "n_add", &kernel->add, status);
+        TF_OpKernelConstruction_GetAttrInt32(construction, "n_below", &kernel->below, status);
+    }
+    if (kernel->maps > 2 || kernel->above > 1 || kernel->add > 1 || kernel->below > 1)
+        TF_SetStatus(status, TF_INVALID_ARGUMENT, "maps must be one or two, and above, add and below at most one");
+    if (TF_GetCode(status) != TF_OK)
+        TF_OpKernelConstruction_Failure(construction, status);
+    TF_DeleteStatus(status);
+    return kernel;
+}
+
+static void *create_convolve(TF_OpKernelConstruction *construction) { return create(construction, false, true); }
+static void *create_input_gradient(TF_OpKernelConstruction *construction) { return create(construction, true, true); }
+static void *create_filter_gradient(TF_OpKernelConstruction *construction) { return create(construction, false, false); }
+
+static void compute_convolution(void *state, TF_OpKernelContext *context)
+{
+    const struct kernel *kernel = state;
+    struct call call;
+    open_call(&call, context);
+    TF_Tensor *filters = call.inputs[0], **maps = call.inputs + 3, **above = maps + kernel->maps, **add = above + kernel->above;
+    TF_Tensor **below = add + kernel->add;
+    struct operation op = operation_of(&call, maps[0], filters);
+    if (call.failed)
+        goto done;
+    op.input = input_of(&call, kernel->maps, maps, kernel->above ? above[0] : NULL, call.inputs[1]);
+    op.transposed = kernel->transposed;
+    int in = (int)TF_Dim(filters, kernel->transposed ? 4 : 3), out = (int)TF_Dim(filters, kernel->transposed ? 3 : 4);
+    require(&call, in == op.input.channels[0] + op.input.channels[1], "maps must have as many channels as the filters read");
+    require(&call, out % 4 == 0 && out > 0, "channels must be a multiple of 4");
+    op.output = (struct output){.channels = out, .sums = kernel->transposed ? NO_SUMS : MOMENTS};
+    if (kernel->add) {
+        require(&call, same_grid(maps[0], add[0]) && channels_of(add[0]) == out, "what is added must be of the output's shape");
+        op.output.add = TF_TensorData(add[0]);
+    }
+    if (kernel->below) {
+        require(&call, same_grid(maps[0], below[0]) && channels_of(below[0]) == out, "the raw map below must be of the output's shape");
+        op.output.raw = TF_TensorData(below[0]);
+        op.output.below = coefficients_of(&call, call.inputs[2], op.batch, BELOW, out);
+        require(&call, op.output.below != NULL, "the norm below must have coefficients");
+        op.output.sums = NORM_SUMS;
+    }
+    if (call.failed)
+        goto done;
+    int64_t shape[] = {op.batch, op.x, op.y, op.z, out}, sums_shape[] = {op.batch, 2, out};
+    size_t bytes = (size_t)op.batch * op.x * op.y * op.z * out * (op.dtype == FLOAT32 ? 4 : 2), values = (size_t)op.batch * 2 * out;
+    TF_Tensor *map = TF_AllocateOutput(context, 0, TF_TensorType(maps[0]), shape, 5, bytes, call.status), *sums = NULL;
+    if (TF_GetCode(call.status) == TF_OK)
+        sums = TF_AllocateOutput(context, 1, TF_FLOAT, sums_shape, 3, values * sizeof(float), call.status);
+    if (TF_GetCode(call.status) == TF_OK) {
+        op.output.map = TF_TensorData(map), op.output.sums_to = TF_TensorData(sums);
+        for (size_t i = 0; i < values; i++)
+            op.output.sums_to[i] = 0;
+        check_result(&call, native_convolve(NULL, &op));
+    }
+    if (map)
+        TF_DeleteTensor(map);
+    if (sums)
+        TF_DeleteTensor(sums);
+done:
+    close_call(&call);
+}
+
+static void compute_filter_gradient(void *state, TF_OpKernelContext *context)
+{
+    const struct kernel *kernel = state;
+    struct call call;
+    open_call(&call, context);
+    TF_Tensor *filters = call.inputs[0], **maps = call.inputs + 3, **above = maps + kernel->maps, **gradient = above + kernel->above;
+    struct operation op = operation_of(&call, maps[0], filters);
+    if (call.failed)
+        goto done;
+    require(&call, same_grid(maps[0], gradient[0]), "maps and gradient must have one grid");
+    op.input = input_of(&call, kernel->maps, maps, NULL, call.inputs[1]);
+    op.gradient = input_of(&call, 1, gradient, kernel->above ? above[0] : NULL, call.inputs[2]);
+    require(&call, TF_Dim(filters, 3) == op.input.channels[0] + op.input.channels[1], "maps must have as many channels as the filters read");
+    require(&call, TF_Dim(filters, 4) == op.gradient.channels[0], "the gradient must have as many channels as the filters write");
+    if (call.failed)
+        goto done;
+    int64_t shape[] = {3, 3, 3, TF_Dim(filters, 3), TF_Dim(filters, 4)};
+    TF_Tensor *result = TF_AllocateOutput(context, 0, TF_FLOAT, shape, 5, sizeof(float) * 27 * shape[3] * shape[4], call.status);
+    if (TF_GetCode(call.status) == TF_OK) {
+        op.filter_gradient = TF_TensorData(result);
+        check_result(&call, native_filter_gradient(NULL, &op));
+    }
+    if (result)
+        TF_DeleteTensor(result);
+done:
+    close_call(&call);
+}
+
+/* --- Shapes --- */
+
+/* Output `index`: the dimensions of input `from` before `end`, then `middle` (or none), then dimension `last` of the filters. */
+static void set_shape(TF_ShapeInferenceContext *context, int index, int from, int end, TF_ShapeHandle *middle, int last, TF_Status *status)
+{
+    TF_ShapeHandle *map = TF_NewShapeHandle(), *filters = TF_NewShapeHandle(), *shape = TF_NewShapeHandle(), *channels = TF_NewShapeHandle();
+    TF_ShapeInferenceContextGetInput(context, from, map, status);
+    TF_ShapeInferenceContextGetInput(context, 0, filters, status);
+    if (TF_ShapeInferenceContextRankKnown(context, map) && TF_ShapeInferenceContextRankKnown(context, filters)) {
+        TF_ShapeInferenceContextWithRank(context, map, 5, map, status);
+        if (TF_GetCode(status) == TF_OK)
+            TF_ShapeInferenceContextWithRank(context, filters, 5, filters, status);
+        if (TF_GetCode(status) == TF_OK) {
+            TF_ShapeInferenceContextSubshape(context, map, 0, end, shape, status);
+            TF_ShapeInferenceContextSubshape(context, filters, last, last + 1, channels, status);
+            if (middle)
+                TF_ShapeInferenceContextConcatenateShapes(context, shape, middle, shape, status);
+            TF_ShapeInferenceContextConcatenateShapes(context, shape, channels, shape, status);
+            TF_ShapeInferenceContextSetOutput(context, index, shape, status);
+        }
+    }
+    TF_DeleteShapeHandle(map), TF_DeleteShapeHandle(filters), TF_DeleteShapeHandle(shape), TF_DeleteShapeHandle(channels);
+}
+
+static void shape_convolution(TF_ShapeInferenceContext *context, TF_Status *status, int last)
+{
+    TF_ShapeHandle *two = TF_ShapeInferenceContextVectorFromSize(context, 2);
+    TF_ShapeInferenceContextSetUnknownShape(context, status);
+    set_shape(context, 0, 3, 4, NULL, last, status);
+    if (TF_GetCode(status) == TF_OK)
+        set_shape(context, 1, 3, 1, two, last, status);
+    TF_DeleteShapeHandle(two);
+}
+
+static void shape_convolve(TF_ShapeInferenceContext *context, TF_Status *status) { shape_convolution(context, status, 4); }
+static void shape_input_gradient(TF_ShapeInferenceContext *context, TF_Status *status) { shape_convolution(context, status, 3); }
+
+static void shape_filter_gradient(TF_ShapeInferenceContext *context, TF_Status *status)
+{
+    TF_ShapeInferenceContextSetUnknownShape(context, status);
+    set_shape(context, 0, 0, 4, NULL, 4, status);
+}
+
+/* --- Registration, when the library is loaded --- */
+
+static void destroy(void *kernel) { free(kernel); }
+
+static void add_operation(const char *name, const char *const *attributes, const char *const *inputs, const char *const *outputs,
+                          void (*shape)(TF_ShapeInferenceContext *, TF_Status *), void *(*create_kernel)(TF_OpKernelConstruction *),
+                          void (*compute)(void *, TF_OpKernelContext *))
+{
+    TF_Status *status = TF_NewStatus();
+    TF_OpDefinitionBuilder *definition = TF_NewOpDefinitionBuilder(name);
+    for (; *attributes; attributes++)
+        TF_OpDefinitionBuilderAddAttr(definition, *attributes);
+    for (; *inputs; inputs++)
+        TF_OpDefinitionBuilderAddInput(definition, *inputs);
+    for (; *outputs; outputs++)
+        TF_OpDefinitionBuilderAddOutput(definition, *outputs);
+    TF_OpDefinitionBuilderSetShapeInferenceFunction(definition, shape);
+    TF_RegisterOpDefinition(definition, status);
+    if (TF_GetCode(status) == TF_OK)
+        TF_RegisterKernelBuilder(name, TF_NewKernelBuilder(name, "CPU", create_kernel, compute, destroy), status);
+    if (TF_GetCode(status) != TF_OK)
+        fprintf(stderr, "%s is not registered: %s\n", name, TF_Message(status));
+    TF_DeleteStatus(status);
+}
+
+#define LIST(...) (const char *const[]){__VA_ARGS__, NULL}
+
+__attribute__((constructor)) static void register_operations(void)
+{
+    const char *const *attributes = LIST("T: {float, bfloat16}", "n_maps: int >= 1", "n_above: int >= 0", "n_add: int >= 0", "n_below: int >= 0");
+    const char *const *inputs = LIST("filters: float", "coefficients: float", "below_coefficients: float", "maps: n_maps * T",
+                                     "above: n_above * T", "add: n_add * T", "below: n_below * T");
+    const char *const *outputs = LIST("map: T", "sums: float");
+    add_operation("CpuConvolve", attributes, inputs, outputs, shape_convolve, create_convolve, compute_convolution);
+    add_operation("CpuInputGradient", attributes, inputs, outputs, shape_input_gradient, create_input_gradient, compute_convolution);
+    add_operation("CpuFilterGradient", LIST("T: {float, bfloat16}", "n_maps: int >= 1", "n_above: int >= 0"),
+                  LIST("filters: float", "coefficients: float", "gradient_coefficients: float", "maps: n_maps * T", "above: n_above * T",
+                       "gradient: T"),
+                  LIST("filter_gradient: float"), shape_filter_gradient, create_filter_gradient, compute_filter_gradient);
+}

@@ -1,0 +1,531 @@
+/* The operations: one loop, compiled once for every instruction set.
+
+   A thread has a slab of planes along x, cut into tiles along y so low that three planes of a tile's rows stay in the cache L2.
+   It goes along x through each tile: forms the rows of the next plane, then multiplies and finishes row after row. So each
+   map is read from memory once, and once more what tiles and slabs share. */
+#include <stdlib.h>
+#include <unistd.h>
+#include "rows.h"
+
+#ifndef KERNELS
+#define KERNELS kernels_here
+#define KERNELS_NAME "here"
+#endif
+
+/* --- The micro-kernels: all the arithmetic that counts --- */
+
+/* sum + weights * (the unit, spread over all lanes) */
+ALWAYS_INLINE vec multiply_add(vec sum, vec weights, unit spread)
+{
+#ifdef BFLOAT16_ROWS
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32((int)spread));
+#else
+    return sum + weights * spread;
+#endif
+}
+
+enum { VECS = 16 / LANES }; /* vectors of 16 outputs */
+enum { STEP = 2 };          /* tiles: rows are padded to a multiple of it */
+#ifdef __AVX512F__
+enum { MOST_TILES = 28, CHANNELS_AT_ONCE = 16 }; /* sums in registers, of 32 */
+#else
+enum { MOST_TILES = 6, CHANNELS_AT_ONCE = 4 }; /* of 16 */
+#endif
+
+/* sums[tile][16 outputs] of `n` tiles: over the nine rows and `units` units a tile of each. A group's tiles follow each
+   other; `next_group` units on is the next group. Weights are [row][unit][16 outputs], each as large as a unit. */
+ALWAYS_INLINE void multiply_n(int n, float *sums, const unit *const *rows, const unit *weights, int units, size_t next_group)
+{
+    vec sum[MOST_TILES][VECS] = {{{0}}};
+    for (int tap = 0; tap < 9; tap++) {
+        const unit *row = rows[tap];
+        for (int left = units; left > 0; left -= GROUP_UNITS, row += next_group) {
+            int count = left < GROUP_UNITS ? left : GROUP_UNITS;
+            for (int u = 0; u < count; u++, weights += 16) {
+                vec weight[VECS];
+                for (int v = 0; v < VECS; v++)
+                    weight[v] = load((const float *)weights + v * LANES);
+#pragma GCC unroll 28
+                for (int t = 0; t < n; t++)
+                    for (int v = 0; v < VECS; v++)
+                        sum[t][v] = multiply_add(sum[t][v], weight[v], row[t * GROUP_UNITS + u]);
+            }
+        }
+    }
+#pragma GCC unroll 28
+    for (int t = 0; t < n; t++)
+        for (int v = 0; v < VECS; v++)
+            store(sums + t * 16 + v * LANES, sum[t][v]);
+}
+
+static void multiply(int n, float *sums, const unit *const *rows, const unit *weights, int units, size_t next_group)
+{
+    switch (n) {
+#define CASE(n) case n: multiply_n(n, sums, rows, weights, units, next_group); break;
+    CASE(2) CASE(4) CASE(6)
+#ifdef __AVX512F__
+    CASE(8) CASE(10) CASE(12) CASE(14) CASE(16) CASE(18) CASE(20) CASE(22) CASE(24) CASE(26) CASE(28)
+#endif
+#undef CASE
+    }
+}
+
+/* sums[channel][16 outputs] += over `rows` rows and `units` units along z: `n` channels of values times the gradients. */
+ALWAYS_INLINE void correlate_n(int n, float *sums, int rows, const unit *const *values, const unit *const *gradients, size_t at,
+                               size_t gradients_at, int units)
+{
+    vec sum[CHANNELS_AT_ONCE][VECS] = {{{0}}};
+    for (int r = 0; r < rows; r++) {
+        const unit *value = values[r] + at, *gradient = gradients[r] + gradients_at;
+        for (int u = 0; u < units; u++, value += GROUP, gradient += GROUP) {
+            vec g[VECS];
+            for (int v = 0; v < VECS; v++)
+                g[v] = load((const float *)gradient + v * LANES);
+#pragma GCC unroll 16
+            for (int c = 0; c < n; c++)
+                for (int v = 0; v < VECS; v++)
+                    sum[c][v] = multiply_add(sum[c][v], g[v], value[c]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int c = 0; c < n; c++)
+        for (int v = 0; v < VECS; v++)
+            store(sums + c * 16 + v * LANES, load(sums + c * 16 + v * LANES) + sum[c][v]);
+}
+
+static void correlate(int channels, float *sums, int rows, const unit *const *values, const unit *const *gradients, size_t at,
+                      size_t gradients_at, int units)
+{
+    for (int c = 0; c < channels; c += CHANNELS_AT_ONCE, at += CHANNELS_AT_ONCE, sums += CHANNELS_AT_ONCE * 16) {
+        int n = channels - c < CHANNELS_AT_ONCE ? channels - c : CHANNELS_AT_ONCE;
+        switch (n) {
+#define CASE(n) case n: correlate_n(n, sums, rows, values, gradients, at, gradients_at, units); break;
+        CASE(4)
+#ifdef __AVX512F__
+        CASE(8) CASE(12) CASE(16)
+#endif
+#undef CASE
+        }
+    }
+}
+
+/* --- How an operation is cut --- */
+
+struct layout {
+    int tiles;                /* of a row */
+    int inputs, outputs;      /* channels */
+    int width, output_width;  /* the same, rounded up to whole groups */
+    int y_rows;               /* of a tile along y, without its borders */
+    size_t row, gradient_row; /* units from one row to the next */
+    size_t ring, line, output_line, bytes; /* of a thread's memory: units of all rows, floats of two lines, all in bytes */
+};
+
+static int round_up(int value, int to) { return (value + to - 1) / to * to; }
+
+/* Rows that begin at equal addresses modulo 4096 would share sets of the cache L1: they begin 17 lines further on. */
+static size_t row_units(int width, int tiles)
+{
+    size_t lines = ((size_t)STREAMS * width * tiles / UNIT + 15) / 16;
+    return (lines + (49 - lines % 32) % 32) * 16;
+}
+
+static struct layout layout_of(const struct operation *op, int outputs, int with_gradient)
+{
+    struct layout l = {.inputs = op->input.channels[0] + op->input.channels[1], .outputs = outputs};
+    l.tiles = round_up((op->z + TILE - 1) / TILE, STEP);
+    l.width = round_up(l.inputs, GROUP), l.output_width = round_up(outputs, GROUP);
+    l.row = row_units(l.width, l.tiles);
+    l.gradient_row = with_gradient ? row_units(l.output_width, l.tiles) : 0;
+    long cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    long rows = (cache > 0 ? cache : 1 << 20) * 5 / 8 / (long)(sizeof(unit) * (3 * l.row + l.gradient_row));
+    int most = rows - 2 < 1 ? 1 : (int)rows - 2;
+    int cuts = (op->y + most - 1) / most; /* of equal height */
+    l.y_rows = (op->y + cuts - 1) / cuts;
+    l.ring = (3 * (l.y_rows + 2) + 1) * l.row + l.y_rows * l.gradient_row;
+    l.line = (size_t)(l.tiles * TILE + 2) * l.width, l.output_line = (size_t)(l.tiles * TILE + 2) * l.output_width;
+    size_t sums = (size_t)STREAMS * l.tiles * 16;
+    l.bytes = l.ring * sizeof(unit) + (l.line + l.output_line + sums) * sizeof(float) + 2 * l.y_rows * sizeof(void *);
+    return l;
+}
+
+/* A thread's memory, and where it is in its ring of rows. */
+struct thread {
+    const struct operation *op;
+    const struct layout *l;
+    unit *rows, *zero_row, *gradient_rows;
+    float *line, *output_line; /* a row in float32: formed, with a border of zeros; and of the output or its gradient */
+    float *sums;
+    const unit **pointers;
+};
+
+static int open_thread(struct thread *t, const struct operation *op, const struct layout *l, int number)
+{
+    char *memory = thread_memory(number, l->bytes);
+    if (!memory)
+        return -1;
+    *t = (struct thread){op, l, .rows = (unit *)memory};
+    t->zero_row = t->rows + 3 * (l->y_rows + 2) * l->row;
+    t->gradient_rows = t->zero_row + l->row;
+    t->line = (float *)(t->rows + l->ring);
+    t->output_line = t->line + l->line;
+    t->sums = t->output_line + l->output_line;
+    t->pointers = (const unit **)(t->sums + (size_t)STREAMS * l->tiles * 16);
+    memset(t->zero_row, 0, l->row * sizeof(unit));
+    memset(t->line, 0, (l->line + l->output_line) * sizeof(float)); /* the borders stay 0 */
+    return 0;
+}
+
+/* Where row (x, y) of the ring is; a row outside the map is zero. */
+static unit *ring_row(const struct thread *t, int x, int y, int y0)
+{
+    if (x < 0 || x >= t->op->x || y < 0 || y >= t->op->y)
+        return t->zero_row;
+    return t->rows + ((size_t)((x + 1) % 3) * (t->l->y_rows + 2) + (y - y0 + 1)) * t->l->row;
+}
+
+static size_t voxel_of(const struct operation *op, int batch, int x, int y)
+{
+    return (((size_t)batch * op->x + x) * op->y + y) * op->z;
+}
+
+static void fill_row(struct thread *t, unit *row, const struct input *in, int width, int batch, int x, int y, int purpose)
+{
+    if (row == t->zero_row)
+        return;
+    float *line = (purpose == GRADIENT_TILES_SUMMED ? t->output_line : t->line) + width;
+    form_row(line, width, in, batch, voxel_of(t->op, batch, x, y), t->op->z, t->op->dtype);
+    store_row(row, line, width, t->l->tiles, purpose);
+}
+
+/* Calls `plane` for each plane of a thread's share, tile by tile along y, with the rows of the two planes beside it. */
+static void along_planes(struct thread *t, int thread, int threads, int purpose,
+                         void (*plane)(struct thread *, void *, int batch, int x, int y0, int y1), void *argument)
+{
+    const struct operation *op = t->op;
+    long planes = (long)op->batch * op->x, at = planes * thread / threads, end = planes * (thread + 1) / threads;
+    while (at < end) {
+        int batch = (int)(at / op->x), x0 = (int)(at % op->x);
+        int x1 = end - at < op->x - x0 ? x0 + (int)(end - at) : op->x;
+        for (int y0 = 0; y0 < op->y; y0 += t->l->y_rows) {
+            int y1 = y0 + t->l->y_rows < op->y ? y0 + t->l->y_rows : op->y;
+            for (int formed = x0 - 1; formed <= x1; formed++) {
+                for (int y = y0 - 1; y <= y1; y++)
+                    fill_row(t, ring_row(t, formed, y, y0), &op->input, t->l->width, batch, formed, y, purpose);
+                if (formed > x0)
+                    plane(t, argument, batch, formed - 1, y0, y1);
+            }
+        }
+        at += x1 - x0;
+    }
+}
+
+/* --- Convolution and input gradient --- */
+
+/* Sums over many rows, in float64: count, mean and squared deviations of what was added, or two plain sums. */
+struct totals {
+    double *count, *first, *second; /* [batch], [batch][output_width] twice */
+};
+
+struct convolution {
+    const struct operation *op;
+    struct layout l;
+    unit *weights;       /* [16 outputs][stream][tap][unit][16] */
+    double *totals;      /* of every thread */
+    size_t thread_totals;
+    int failed;
+};
+
+static struct totals totals_of(const struct convolution *c, int thread)
+{
+    double *at = c->totals + thread * c->thread_totals;
+    return (struct totals){at, at + c->op->batch, at + c->op->batch + (size_t)c->op->batch * c->l.output_width};
+}
+
+/* Adds a row's sums, of `n` channels. Moments are merged as in Chan, Golub and LeVeque 1983. */
+static void add_sums(int sums, double *count, double row_count, double *first, double *second, const float *row_first,
+                     const float *row_second)
+{
+    if (sums == NORM_SUMS) {
+        for (int i = 0; i < LANES; i++)
+            first[i] += row_first[i], second[i] += row_second[i];
+        return;
+    }
+    double share = row_count / (*count + row_count);
+    for (int i = 0; i < LANES; i++) {
+        double difference = row_first[i] - first[i];
+        first[i] += difference * share;
+        second[i] += row_second[i] + difference * difference * *count * share;
+    }
+}
+
+/* Makes outputs of the streams' totals, of channels c .. c + n of a row: adds, rounds, writes and sums them. */
+ALWAYS_INLINE void finish_channels(struct thread *t, struct totals *totals, const float *sums, int c, int batch, size_t voxel,
+                                   int n, int dtype)
+{
+    const struct output *out = &t->op->output;
+    int z = t->op->z;
+    float *line = t->output_line; /* the row as it was written, for the second pass */
+    vec first = {0}, second = {0}, below[BELOW] = {{0}};
+    if (out->sums == NORM_SUMS)
+        for (int i = 0; i < BELOW; i++)
+            below[i] = load_some(out->below + ((size_t)batch * BELOW + i) * out->channels + c, n);
+    for (int tile = 0; tile * TILE < z; tile++, sums += 16) {
+        vec streams[STREAMS], outputs[TILE], tile_sum = {0};
+        for (int k = 0; k < STREAMS; k++)
+            streams[k] = load(sums + (size_t)k * t->l->tiles * 16);
+        outputs_of(streams, outputs);
+        for (int j = 0; j < TILE && tile * TILE + j < z; j++) {
+            size_t at = (voxel + tile * TILE + j) * out->channels + c;
+            vec value = outputs[j];
+            if (out->add)
+                value += load_values(out->add, at, n, dtype);
+            value = store_values(out->map, at, value, n, dtype);
+            if (out->sums == NORM_SUMS) {
+                vec raw = load_values(out->raw, at, n, dtype);
+                value = keep_where(raw * below[SCALE] + below[SHIFT] > 0, value);
+                second += value * ((raw - below[MEAN_OF_RAW]) * below[RSTD_OF_RAW]);
+            }
+            tile_sum += value;
+            store(line + (tile * TILE + j) * LANES, value);
+        }
+        first += tile_sum;
+    }
+    if (out->sums == MOMENTS) {
+        vec more = {0};
+        first /= (float)z;
+        for (int i = 0; i + 1 < z; i += 2) {
+            vec a = load(line + i * LANES) - first, b = load(line + (i + 1) * LANES) - first;
+            second += a * a, more += b * b;
+        }
+        if (z % 2) {
+            vec a = load(line + (z - 1) * LANES) - first;
+            second += a * a;
+        }
+        second += more;
+    }
+    if (out->sums != NO_SUMS) {
+        size_t at = (size_t)batch * t->l->output_width + c;
+        add_sums(out->sums, totals->count + batch, z, totals->first + at, totals->second + at, (float *)&first, (float *)&second);
+    }
+}
+
+static void finish(struct thread *t, struct totals *totals, int block, int batch, size_t voxel)
+{
+    for (int v = 0; v < VECS; v++) {
+        int c = block * 16 + v * LANES, n = t->l->outputs - c;
+        float *sums = t->sums + v * LANES;
+        if (n >= LANES && t->op->dtype == FLOAT32) finish_channels(t, totals, sums, c, batch, voxel, LANES, FLOAT32);
+        else if (n >= LANES) finish_channels(t, totals, sums, c, batch, voxel, LANES, BFLOAT16);
+        else if (n > 0) finish_channels(t, totals, sums, c, batch, voxel, n, t->op->dtype);
+    }
+}
+
+struct convolution_thread { const struct convolution *convolution; struct totals totals; };
+
+static void convolve_plane(struct thread *t, void *argument, int batch, int x, int y0, int y1)
+{
+    struct convolution_thread *mine = argument;
+    const struct convolution *c = mine->convolution;
+    const struct layout *l = t->l;
+    int units = l->inputs / UNIT, chunks = (l->tiles + MOST_TILES - 1) / MOST_TILES;
+    size_t next_group = (size_t)l->tiles * GROUP_UNITS, stream = next_group * (l->width / GROUP);
+    for (int y = y0; y < y1; y++) {
+        const unit *weights = c->weights, *around[9], *rows[9];
+        for (int tap = 0; tap < 9; tap++)
+            around[tap] = ring_row(t, x + tap / 3 - 1, y + tap % 3 - 1, y0);
+        for (int block = 0; block < l->output_width / 16; block++) {
+            for (int k = 0; k < STREAMS; k++, weights += 9 * units * 16)
+                for (int done = 0, i = 0; i < chunks; i++) {
+                    int n = round_up((l->tiles - done + chunks - i - 1) / (chunks - i), STEP);
+                    for (int tap = 0; tap < 9; tap++)
+                        rows[tap] = around[tap] + k * stream + (size_t)done * GROUP_UNITS;
+                    multiply(n, t->sums + ((size_t)k * l->tiles + done) * 16, rows, weights, units, next_group);
+                    done += n;
+                }
+            finish(t, &mine->totals, block, batch, voxel_of(t->op, batch, x, y));
+        }
+        mine->totals.count[batch] += t->op->z;
+    }
+}
+
+static void convolve_thread(void *argument, int thread, int threads)
+{
+    struct convolution *c = argument;
+    struct convolution_thread mine = {c, totals_of(c, thread)};
+    struct thread t;
+    if (open_thread(&t, c->op, &c->l, thread))
+        c->failed = 1;
+    else
+        along_planes(&t, thread, threads, CHANNELS_SUMMED, convolve_plane, &mine);
+}
+
+static void pack_weight(unit *to, int index, float value)
+{
+#ifdef BFLOAT16_ROWS
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    ((uint16_t *)to)[index] = (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+#else
+    to[index] = value;
+#endif
+}
+
+/* The filters' streams in the order in which `multiply` reads them; outputs that are not there are 0. */
+static void pack_weights(const struct convolution *c)
+{
+    int inputs = c->l.inputs, outputs = c->l.outputs;
+    unit *to = c->weights;
+    for (int block = 0; block < c->l.output_width; block += 16)
+        for (int k = 0; k < STREAMS; k++)
+            for (int tap = 0; tap < 9; tap++)
+                for (int i = 0; i < inputs; i += UNIT, to += 16)
+                    for (int o = 0; o < 16; o++)
+                        for (int u = 0; u < UNIT; u++) {
+                            float sum = 0;
+                            for (int z = 0; z < 3 && block + o < outputs; z++) {
+                                long position = tap * 3 + z, in = i + u, out = block + o;
+                                long at = c->op->transposed ? ((26 - position) * outputs + out) * inputs + in
+                                                            : (position * inputs + in) * outputs + out;
+                                sum += FILTER_TRANSFORM[k][z] * c->op->filters[at];
+                            }
+                            pack_weight(to, o * UNIT + u, sum);
+                        }
+}
+
+static void write_sums(const struct convolution *c, int threads)
+{
+    const struct output *out = &c->op->output;
+    struct totals all = totals_of(c, 0);
+    for (int batch = 0; batch < c->op->batch; batch++) {
+        float *to = out->sums_to + (size_t)batch * 2 * out->channels;
+        for (int thread = 1; thread < threads; thread++) {
+            struct totals some = totals_of(c, thread);
+            double count = some.count[batch], share = count ? count / (all.count[batch] + count) : 0;
+            for (size_t i = (size_t)batch * c->l.output_width, n = i + out->channels; i < n; i++) {
+                double difference = some.first[i] - all.first[i];
+                if (out->sums == MOMENTS) {
+                    all.first[i] += difference * share;
+                    all.second[i] += some.second[i] + difference * difference * all.count[batch] * share;
+                } else {
+                    all.first[i] += some.first[i], all.second[i] += some.second[i];
+                }
+            }
+            all.count[batch] += count;
+        }
+        for (int i = 0; i < out->channels; i++) {
+            size_t at = (size_t)batch * c->l.output_width + i;
+            to[i] = (float)all.first[at];
+            to[out->channels + i] = (float)(out->sums == MOMENTS ? all.second[at] / all.count[batch] : all.second[at]);
+        }
+    }
+}
+
+static int convolve(const struct operation *op)
+{
+    struct convolution c = {.op = op, .l = layout_of(op, op->output.channels, 0)};
+    size_t weights = (size_t)c.l.output_width * STREAMS * 9 * (c.l.inputs / UNIT);
+    c.thread_totals = (size_t)op->batch * (1 + 2 * c.l.output_width) + 16; /* a line between threads */
+    c.weights = aligned_alloc(64, weights * sizeof(unit));
+    c.totals = calloc(c.thread_totals * op->threads, sizeof(double));
+    c.failed = !c.weights || !c.totals;
+    if (!c.failed) {
+        pack_weights(&c);
+        run_on_threads(op->threads, convolve_thread, &c);
+        if (op->output.sums != NO_SUMS)
+            write_sums(&c, op->threads);
+    }
+    free(c.weights);
+    free(c.totals);
+    return c.failed ? -1 : 0;
+}
+
+/* --- Filter gradient --- */
+
+struct correlation {
+    const struct operation *op;
+    struct layout l;
+    float *sums; /* of every thread: [tap][stream][group][16 outputs][16 channels][16] */
+    size_t thread_sums;
+    int failed;
+};
+
+struct correlation_thread { const struct correlation *correlation; float *sums; };
+
+static void correlate_plane(struct thread *t, void *argument, int batch, int x, int y0, int y1)
+{
+    struct correlation_thread *mine = argument;
+    const struct layout *l = t->l;
+    const struct operation *op = t->op;
+    int groups = l->width / GROUP, blocks = l->output_width / 16, units = l->tiles / UNIT;
+    const unit **values = t->pointers, **gradients = t->pointers + l->y_rows;
+    float *sums = mine->sums;
+    size_t group_units = (size_t)units * GROUP;
+    for (int y = y0; y < y1; y++)
+        fill_row(t, t->gradient_rows + (y - y0) * l->gradient_row, &op->gradient, l->output_width, batch, x, y,
+                 GRADIENT_TILES_SUMMED);
+    for (int tap = 0; tap < 9; tap++) {
+        int rows = 0;
+        for (int y = y0; y < y1; y++) {
+            const unit *row = ring_row(t, x + tap / 3 - 1, y + tap % 3 - 1, y0);
+            if (row != t->zero_row)
+                values[rows] = row, gradients[rows++] = t->gradient_rows + (y - y0) * l->gradient_row;
+        }
+        for (int k = 0; k < STREAMS; k++)
+            for (int group = 0; group < groups; group++)
+                for (int block = 0; block < blocks; block++, sums += GROUP * 16) {
+                    int channels = l->inputs - group * GROUP < GROUP ? l->inputs - group * GROUP : GROUP;
+                    correlate(channels, sums, rows, values, gradients, ((size_t)k * groups + group) * group_units,
+                              ((size_t)k * blocks + block) * group_units, units);
+                }
+    }
+}
+
+static void correlate_thread(void *argument, int thread, int threads)
+{
+    struct correlation *c = argument;
+    struct correlation_thread mine = {c, c->sums + thread * c->thread_sums};
+    struct thread t;
+    if (open_thread(&t, c->op, &c->l, thread))
+        c->failed = 1;
+    else
+        along_planes(&t, thread, threads, TILES_SUMMED, correlate_plane, &mine);
+}
+
+/* Adds the threads' sums in their order, and makes the three taps along z of the streams. */
+static void write_filter_gradient(const struct correlation *c)
+{
+    int inputs = c->l.inputs, outputs = c->l.outputs, groups = c->l.width / GROUP, blocks = c->l.output_width / 16;
+    for (int tap = 0; tap < 9; tap++)
+        for (int i = 0; i < inputs; i++)
+            for (int o = 0; o < outputs; o++) {
+                double taps[3] = {0};
+                for (int k = 0; k < STREAMS; k++) {
+                    size_t panel = ((size_t)(tap * STREAMS + k) * groups + i / GROUP) * blocks + o / 16;
+                    size_t at = (panel * GROUP + i % GROUP) * 16 + o % 16;
+                    double sum = 0;
+                    for (int thread = 0; thread < c->op->threads; thread++)
+                        sum += c->sums[thread * c->thread_sums + at];
+                    for (int z = 0; z < 3; z++)
+                        taps[z] += FILTER_TRANSFORM[k][z] * sum;
+                }
+                for (int z = 0; z < 3; z++)
+                    c->op->filter_gradient[((size_t)(tap * 3 + z) * inputs + i) * outputs + o] = (float)taps[z];
+            }
+}
+
+static int filter_gradient(const struct operation *op)
+{
+    struct correlation c = {.op = op, .l = layout_of(op, op->gradient.channels[0] + op->gradient.channels[1], 1)};
+    c.thread_sums = (size_t)9 * STREAMS * c.l.width * c.l.output_width;
+    c.sums = aligned_alloc(64, c.thread_sums * op->threads * sizeof(float));
+    c.failed = !c.sums;
+    if (!c.failed) {
+        memset(c.sums, 0, c.thread_sums * op->threads * sizeof(float));
+        run_on_threads(op->threads, correlate_thread, &c);
+        write_filter_gradient(&c);
+    }
+    free(c.sums);
+    return c.failed ? -1 : 0;
+}
+
+const struct kernels KERNELS = {KERNELS_NAME, convolve, filter_gradient};

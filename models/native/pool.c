@@ -1,0 +1,126 @@
+/* Threads of our own. They spin for a moment, so that operations that follow each other wake nobody, then sleep: they do not
+   stand in the way of the engine's. They inherit the affinity of the thread that first needs them. */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <time.h>
+#include "native.h"
+
+#define SPIN_NS 50000
+
+static struct {
+    pthread_mutex_t call; /* one operation at a time */
+    pthread_mutex_t mutex;
+    pthread_cond_t begin, end;
+    int started;          /* threads besides the caller's */
+    atomic_int round;     /* goes up by one with every call */
+    atomic_int working;
+    int threads;
+    void (*work)(void *, int, int);
+    void *argument;
+} pool = {.call = PTHREAD_MUTEX_INITIALIZER, .mutex = PTHREAD_MUTEX_INITIALIZER, .begin = PTHREAD_COND_INITIALIZER,
+          .end = PTHREAD_COND_INITIALIZER};
+
+static struct { void *memory; size_t bytes; } kept[MOST_THREADS];
+
+void *thread_memory(int thread, size_t bytes)
+{
+    if (kept[thread].bytes < bytes) {
+        free(kept[thread].memory);
+        kept[thread].memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
+        kept[thread].bytes = kept[thread].memory ? bytes : 0;
+    }
+    return kept[thread].memory;
+}
+
+static long now_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000L + t.tv_nsec;
+}
+
+/* Waits until *value is no longer (or, with `until`, is) `wanted`: awake for SPIN_NS, then asleep. */
+static void wait_for(atomic_int *value, int wanted, int until, pthread_cond_t *condition)
+{
+    long start = now_ns();
+    while ((atomic_load_explicit(value, memory_order_acquire) == wanted) != until) {
+        if (now_ns() - start < SPIN_NS) {
+            for (int i = 0; i < 32; i++)
+                __builtin_ia32_pause();
+            continue;
+        }
+        pthread_mutex_lock(&pool.mutex);
+        while ((atomic_load(value) == wanted) != until)
+            pthread_cond_wait(condition, &pool.mutex);
+        pthread_mutex_unlock(&pool.mutex);
+    }
+}
+
+static void *thread_main(void *number)
+{
+    int thread = (int)((long)number >> 32), round = (int)(long)number;
+    for (;;) {
+        wait_for(&pool.round, round, 0, &pool.begin);
+        round++;
+        if (thread < pool.threads)
+            pool.work(pool.argument, thread, pool.threads);
+        if (atomic_fetch_sub(&pool.working, 1) == 1) {
+            pthread_mutex_lock(&pool.mutex);
+            pthread_cond_signal(&pool.end);
+            pthread_mutex_unlock(&pool.mutex);
+        }
+    }
+    return NULL;
+}
+
+/* A child of fork has none of the threads, and the locks as they were at that moment. */
+static void forget_threads(void)
+{
+    pthread_mutex_init(&pool.call, NULL);
+    pthread_mutex_init(&pool.mutex, NULL);
+    pthread_cond_init(&pool.begin, NULL);
+    pthread_cond_init(&pool.end, NULL);
+    pool.started = 0;
+}
+
+static void start_threads(int wanted)
+{
+    static int registered;
+    if (!registered++)
+        pthread_atfork(NULL, NULL, forget_threads);
+    while (pool.started < wanted) {
+        pthread_t thread;
+        long number = ((long)(pool.started + 1) << 32) | (unsigned)atomic_load(&pool.round);
+        if (pthread_create(&thread, NULL, thread_main, (void *)number))
+            break;
+        pthread_detach(thread);
+        pool.started++;
+    }
+}
+
+void run_on_threads(int threads, void (*work)(void *, int, int), void *argument)
+{
+    if (threads > MOST_THREADS)
+        threads = MOST_THREADS;
+    pthread_mutex_lock(&pool.call);
+    start_threads(threads - 1);
+    if (pool.started < threads - 1) { /* shares are fixed: one thread after the other, with the same result */
+        for (int thread = 0; thread < threads; thread++)
+            work(argument, thread, threads);
+    } else if (threads == 1) {
+        work(argument, 0, 1);
+    } else {
+        pool.work = work, pool.argument = argument, pool.threads = threads;
+        atomic_store(&pool.working, pool.started);
+        pthread_mutex_lock(&pool.mutex);
+        atomic_fetch_add(&pool.round, 1);
+        pthread_cond_broadcast(&pool.begin);
+        pthread_mutex_unlock(&pool.mutex);
+        work(argument, 0, threads);
+        wait_for(&pool.working, 0, 1, &pool.end);
+    }
+    pthread_mutex_unlock(&pool.call);
+}

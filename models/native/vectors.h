@@ -1,0 +1,88 @@
+/* Vectors of float32 in GCC's and Clang's own notation, so that one source serves AVX2 and AVX-512. */
+#ifndef VECTORS_H
+#define VECTORS_H
+
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+#include "native.h"
+
+#ifdef __AVX512F__
+#define LANES 16
+#else
+#define LANES 8
+#endif
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(LANES * 4)));
+typedef uint32_t uvec __attribute__((vector_size(LANES * 4)));
+typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
+typedef uint16_t halves __attribute__((vector_size(LANES * 2))); /* bfloat16 values: the upper half of a float32 */
+
+ALWAYS_INLINE vec load(const float *from)
+{
+    vec value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+
+ALWAYS_INLINE void store(float *to, vec value) { memcpy(to, &value, sizeof value); }
+
+ALWAYS_INLINE vec splat(float value) { return value - (vec){}; }
+
+ALWAYS_INLINE vec from_bfloat16(halves value) { return (vec)(__builtin_convertvector(value, uvec) << 16); }
+
+/* Rounded to nearest, ties to even. */
+ALWAYS_INLINE halves to_bfloat16(vec value)
+{
+#ifdef __AVX512BF16__
+    return (halves)_mm512_cvtneps_pbh((__m512)value);
+#else
+    uvec bits = (uvec)value;
+    return __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, halves);
+#endif
+}
+
+/* Reads `n` values of a map from element `at` on, n <= LANES; lanes beyond them are 0. */
+ALWAYS_INLINE vec load_values(const void *map, size_t at, int n, int dtype)
+{
+    const float *floats = (const float *)map + at;
+    const uint16_t *shorts = (const uint16_t *)map + at;
+    halves some = {0};
+    if (n == LANES) {
+        if (dtype == FLOAT32)
+            return load(floats);
+        memcpy(&some, shorts, sizeof some);
+        return from_bfloat16(some);
+    }
+#ifdef __AVX512F__ /* a copy of so few would wait for its own stores */
+    __mmask16 lanes = (__mmask16)((1u << n) - 1);
+    if (dtype == FLOAT32)
+        return (vec)_mm512_maskz_loadu_ps(lanes, floats);
+    return from_bfloat16((halves)_mm256_maskz_loadu_epi16(lanes, shorts));
+#else
+    vec value = {0};
+    if (dtype == FLOAT32) {
+        memcpy(&value, floats, sizeof(float) * n);
+        return value;
+    }
+    memcpy(&some, shorts, sizeof(uint16_t) * n);
+    return from_bfloat16(some);
+#endif
+}
+
+/* Writes `n` values, n <= LANES; returns them as they were written: rounded where the map is bfloat16. */
+ALWAYS_INLINE vec store_values(void *map, size_t at, vec value, int n, int dtype)
+{
+    if (dtype == FLOAT32) {
+        memcpy((float *)map + at, &value, n == LANES ? sizeof value : sizeof(float) * n);
+        return value;
+    }
+    halves rounded = to_bfloat16(value);
+    memcpy((uint16_t *)map + at, &rounded, n == LANES ? sizeof rounded : sizeof(uint16_t) * n);
+    return from_bfloat16(rounded);
+}
+
+ALWAYS_INLINE vec keep_where(ivec condition, vec value) { return (vec)(condition & (ivec)value); }
+
+#endif

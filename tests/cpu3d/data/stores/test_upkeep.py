@@ -1,0 +1,71 @@
+"""`store info` and `store verify`."""
+
+import json
+import re
+
+import pytest
+
+from cpu3d.__main__ import main
+from cpu3d.data.store import open_store, sealed
+from cpu3d.data.stores.prepare import Settings, prepare
+from cpu3d.util.atomic import write_json
+
+
+@pytest.fixture
+def store_in(tmp_path, decathlon):
+    """store_in(**settings): a store of three cases, one a split, made with them."""
+
+    def make(**settings):
+        how = {"fractions": (1, 1, 1), "workers": 1, "settings": Settings(**settings)}
+        prepare(decathlon(tmp_path / "data"), tmp_path / "store", **how)
+        return tmp_path / "store"
+
+    return make
+
+
+@pytest.fixture
+def printed(capsys):
+    """printed(*arguments, code=0): what `store ...` prints on stdout and stderr when it ends with that code."""
+
+    def call(*arguments, code=0):
+        capsys.readouterr()
+        assert main(["store", *map(str, arguments)]) == code
+        return capsys.readouterr()
+
+    return call
+
+
+def test_info_adds_up_what_the_records_say(store_in, printed):
+    store = store_in()
+    out = printed("info", store).out
+    # 6 x 5 x 4 voxels of four int16 channels and a label: 1,080 bytes a case; in files with 128 bytes of header each.
+    assert f"{3 * (1080 + 2 * 128) / 1e6:,.1f} MB on disk" in out
+    assert "3 of 3 patients, 0 unlabelled" in out
+    assert "3 int16 .npy; exact" in out
+    assert f"1 train, 1 val, 1 test, seed 0, hash {open_store(store).manifest.split_hash}" in out
+    assert re.search(r"label 3 +enhancing tumour -> WT, TC, ET: 3 cases, 0.833% of the voxels", out)
+
+
+@pytest.mark.parametrize(("format_", "part"), [("npy", "x"), ("b2nd", "y")])
+def test_verify_names_all_damaged_files_and_ends_with_2(store_in, printed, format_, part):
+    store = store_in(format=format_)
+    assert "is whole: 3 cases" in printed("verify", store, "--workers", 1).out
+    files = [store / f"cases/BRATS_00{number}.{part}.{format_}" for number in range(3)]
+    files[0].unlink()
+    files[1].write_bytes(files[1].read_bytes()[:-1])
+    content = files[2].read_bytes()
+    files[2].write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    err = printed("verify", store, "--workers", 1, code=2).err
+    problems, rules = re.findall("^error: (.*)", err, re.MULTILINE), ("must exist", "bytes long", "got other bytes")
+    assert len(problems) == 3
+    for path, problem, rule in zip(files, problems, rules):
+        assert str(path) in problem
+        assert rule in problem
+        assert "run `prepare` again" in problem
+
+
+def test_a_split_that_does_not_follow_from_the_records_is_refused_though_sealed(store_in, printed):
+    store = store_in()
+    content = json.loads((store / "manifest.json").read_text())
+    write_json(store / "manifest.json", sealed({**content, "split_hash": "0" * 12}))
+    assert "must have hash 000000000000, got " in printed("verify", store, "--workers", 1, code=2).err

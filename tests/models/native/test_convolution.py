@@ -1,0 +1,150 @@
+"""The operations within TensorFlow: beside its own, in a graph, with gradients, and what they refuse."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from models.native.build import build, kernels_library
+from models.native.convolution import NormBelow, NormGradient, available, convolve, filter_gradient, input_gradient
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built():
+    try:
+        build()
+    except OSError as error:
+        pytest.skip(str(error))
+    if not available():
+        pytest.skip("needs a CPU with AVX2")
+
+
+def normal(seed, *shape):
+    return tf.random.stateless_normal(shape, (seed, 0))
+
+
+@tf.custom_gradient
+def own(values, filters):
+    def gradients(gradient):
+        return input_gradient(gradient, filters)[0], filter_gradient(values, gradient, filters)
+
+    return convolve(values, filters)[0], gradients
+
+
+def engine(values, filters):
+    return tf.nn.conv3d(values, tf.cast(filters, values.dtype), [1] * 5, "SAME")
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 3e-6), ("bfloat16", 1e-2)])
+def test_value_and_gradients_are_the_engines_in_a_graph_with_known_shapes(dtype, tolerance):
+    values, filters = tf.cast(normal(1, 2, 6, 7, 19, 16), dtype), normal(2, 3, 3, 3, 16, 8) / 10
+
+    def step_of(function):
+        @tf.function(autograph=False, jit_compile=False)
+        def step(values, filters):
+            with tf.GradientTape() as tape:
+                tape.watch([values, filters])
+                result = function(values, filters)
+                loss = tf.reduce_sum(tf.square(tf.cast(result, tf.float32)))
+            return result, *tape.gradient(loss, [values, filters])
+
+        return step
+
+    found = step_of(own)(values, filters)
+    expected = step_of(engine)(tf.cast(values, tf.float32), filters)
+    for one, other in zip(found, expected):
+        assert one.shape == other.shape
+        assert float(tf.norm(tf.cast(one, tf.float32) - other) / tf.norm(other)) < tolerance
+    outputs = step_of(own).get_concrete_function(values, filters).outputs
+    assert [one.shape for one in outputs] == [one.shape for one in found]
+
+
+def test_a_norm_with_relu_before_and_after_a_convolution_has_the_gradients_of_plain_operations():
+    """x -> instance norm, ReLU, convolution, instance norm, ReLU; the norms' gradients made of the operations' sums."""
+    x, filters = normal(3, 2, 5, 6, 9, 8), normal(4, 3, 3, 3, 8, 12) / 5
+    upstream = normal(5, 2, 5, 6, 9, 12)
+
+    def moments(raw):
+        mean, variance = tf.nn.moments(raw, (1, 2, 3))
+        return mean, tf.math.rsqrt(variance + 1e-3)
+
+    def normed(raw):
+        mean, rstd = (part[:, None, None, None] for part in moments(raw))
+        return tf.nn.relu((raw - mean) * rstd)
+
+    with tf.GradientTape() as tape:
+        tape.watch([x, filters])
+        result = normed(engine(normed(x), filters))
+    expected = tape.gradient(result, [x, filters], upstream)
+
+    mean, rstd = moments(x)
+    scale, shift = rstd, -mean * rstd
+    raw, raw_mean, variance = convolve(x, filters, scale, shift)
+    raw_rstd = tf.math.rsqrt(variance + 1e-3)
+    np.testing.assert_allclose(raw_mean, tf.nn.moments(engine(normed(x), filters), (1, 2, 3))[0], atol=1e-5)
+
+    def norm_gradient(raw, scale, shift, mean, rstd, s1, s2):
+        voxels = float(np.prod(raw.shape[1:4]))
+        b = -rstd * rstd * s2 / voxels
+        return NormGradient(raw, scale, shift, rstd, b, -rstd * s1 / voxels - b * mean)
+
+    active = tf.where(normed(raw) > 0, upstream, 0.0)
+    normalised = (raw - raw_mean[:, None, None, None]) * raw_rstd[:, None, None, None]
+    sums = tf.reduce_sum(active, (1, 2, 3)), tf.reduce_sum(active * normalised, (1, 2, 3))
+    above = norm_gradient(raw, raw_rstd, -raw_mean * raw_rstd, raw_mean, raw_rstd, *sums)
+    g, s1, s2 = input_gradient(upstream, filters, above, below=NormBelow(x, scale, shift, mean, rstd))
+    below = norm_gradient(x, scale, shift, mean, rstd, s1, s2)
+    dx = below.a[:, None, None, None] * tf.where(normed(x) > 0, g, 0.0)
+    dx += below.b[:, None, None, None] * x + below.c[:, None, None, None]
+    np.testing.assert_allclose(dx, expected[0], atol=2e-4)
+    change = filter_gradient(x, upstream, filters, scale, shift, above)
+    np.testing.assert_allclose(change, expected[1], atol=2e-4)
+
+
+def test_two_maps_and_a_skip_that_joins():
+    first, second, filters = normal(6, 1, 4, 5, 8, 4), normal(7, 1, 4, 5, 8, 12), normal(8, 3, 3, 3, 16, 4)
+    raw, _, _ = convolve([first, second], filters)
+    np.testing.assert_allclose(raw, engine(tf.concat([first, second], -1), filters), atol=1e-4)
+    there = normal(9, 1, 4, 5, 8, 4)
+    joined, _, _ = input_gradient(raw, filters[:, :, :, :4], add=there)
+    alone, _, _ = input_gradient(raw, filters[:, :, :, :4])
+    np.testing.assert_allclose(joined, alone + there, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "filters", "message"),
+    [
+        ((1, 2, 2, 2, 6), (3, 3, 3, 6, 4), "multiple of 4"),
+        ((1, 2, 2, 2, 8), (3, 3, 3, 4, 4), "as many channels"),
+        ((1, 2, 2, 2, 4), (5, 3, 3, 4, 4), "filters must be"),
+        ((0, 2, 2, 2, 4), (3, 3, 3, 4, 4), "voxels"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(shape, filters, message):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        convolve(tf.zeros(shape), tf.zeros(filters))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="coefficients"):
+        convolve(tf.zeros((1, 2, 2, 2, 4)), tf.zeros((3, 3, 3, 4, 4)), tf.zeros((2, 4)), tf.zeros((2, 4)))
+
+
+def test_a_library_of_other_sources_does_not_count(monkeypatch, tmp_path):
+    monkeypatch.setattr("models.native.build.BUILT", tmp_path)
+    (tmp_path / "kernels-0123456789ab.so").touch()
+    assert kernels_library() is None
+
+
+def test_without_a_compiler_one_line_says_what_follows(tmp_path):
+    script = (
+        "import sys, models.native.build as b\n"
+        "b.importlib.util.find_spec = lambda name: None\n"
+        "b.BUILT = b.Path(sys.argv[1])\n"
+        "sys.exit(b.main())\n"
+    )
+    environment = {**os.environ, "PATH": str(tmp_path), "CC": ""}
+    command = [sys.executable, "-c", script, str(tmp_path / "built")]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout.count("\n") == 1
+    assert "C compiler" in ended.stdout

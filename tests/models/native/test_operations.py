@@ -1,0 +1,274 @@
+"""Every operation in every instruction set of this machine against float64, through the C functions alone."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models.native.build import build
+from tests.models.native.reference import (
+    DTYPES,
+    MOMENTS,
+    NO_SUMS,
+    NORM_SUMS,
+    Operation,
+    Output,
+    as_floats,
+    convolved,
+    filter_gradient_of,
+    formed,
+    given,
+    load,
+    pointer,
+)
+
+LIBRARY = os.environ.get("CPU3D_KERNELS")
+KERNELS = [
+    *(("avx2", "float32"), ("avx2", "bfloat16"), ("avx512", "float32"), ("avx512", "bfloat16")),
+    ("avx512_bf16", "bfloat16"),
+]
+SHAPES = [(5, 7, 9), (3, 5, 33), (1, 1, 1), (2, 3, 66), (1, 6, 4)]
+CHANNELS = [(4, 16), (16, 4), (8, 12), (12, 20), (16, 16), (20, 32), (48, 8), (32, 48)]
+THREADS = (1, 2, 3, 8)
+EXACT, ROUNDED, ROUNDED_PRODUCTS = 2e-6, 2.2e-3, 5e-3
+"""Root mean square errors relative to the size of a sum: float32; bfloat16 map; bfloat16 products as well."""
+
+
+@pytest.fixture(scope="module")
+def library():
+    try:
+        return load(LIBRARY or build()[0])
+    except OSError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=KERNELS, ids=lambda kernel: "-".join(kernel))
+def kernel(request, library):
+    name, dtype = request.param
+    if not library.native_kernels(name.encode(), DTYPES[dtype][0]):
+        pytest.skip(f"needs a CPU with {name}")
+    return Kernel(library, name, dtype)
+
+
+class Kernel:
+    """The C functions of an instruction set, for maps of a dtype."""
+
+    def __init__(self, library, name, dtype):
+        self.library, self.name, self.dtype = library, name, dtype
+        self.code, self.numpy = DTYPES[dtype]
+        products = ROUNDED_PRODUCTS if name == "avx512_bf16" else EXACT
+        self.map_error = EXACT if dtype == "float32" else max(ROUNDED, products)
+        self.filter_error = products
+
+    def convolve(self, shape, threads, given_input, filters, *, transposed=False, sums=NO_SUMS, add=None, below=None):
+        """The map and its sums; `below` is a raw map and its coefficients [batch, 4, channels]."""
+        channels = filters.shape[3 if transposed else 4]
+        result = np.full((*shape, channels), 7, self.numpy)
+        totals = np.full((shape[0], 2, channels), np.nan, np.float32)
+        raw, coefficients = below or (None, None)
+        output = Output(channels, *map(pointer, (result, add)), sums, *map(pointer, (totals, raw, coefficients)))
+        operation = Operation(self.code, *shape, threads, given_input, as_floats(filters), transposed, output)
+        assert self.library.native_convolve(self.name.encode(), operation) == 0
+        return result, totals
+
+    def filter_gradient(self, shape, threads, given_input, given_gradient, channels):
+        result = np.full((3, 3, 3, *channels), np.nan, np.float32)
+        operation = Operation(self.code, *shape, threads, given_input, gradient=given_gradient)
+        operation.filter_gradient = as_floats(result)
+        assert self.library.native_filter_gradient(self.name.encode(), operation) == 0
+        return result
+
+    def maps(self, rng, shape, *channels):
+        return [rng.standard_normal((*shape, one)).astype(self.numpy) for one in channels]
+
+
+def filters_of(rng, channels):
+    return (rng.standard_normal((3, 3, 3, *channels)) / 10).astype(np.float32)
+
+
+def coefficients_of(rng, shape, channels, rows=5):
+    return rng.standard_normal((shape[0], rows, channels)).astype(np.float32)
+
+
+def rms(values):
+    return float(np.sqrt(np.mean(np.square(np.asarray(values, np.float64)))))
+
+
+def error(result, truth, values, factors, terms):
+    """Root mean square error, relative to that of a sum of so many products of both."""
+    return rms(result.astype(np.float64) - truth) / (np.sqrt(terms) * rms(values) * rms(factors) + 1e-30)
+
+
+def cases():
+    """Shapes with a batch, channels and threads: all shapes and channels, each with other threads."""
+    number = 0
+    for shape in SHAPES:
+        for channels in CHANNELS:
+            yield (1 + number % 2, *shape), channels, THREADS[number % 4]
+            number += 1 + (number % 5 == 4)
+
+
+def two_parts(channels):
+    """Channels of two maps that are read as one; not always whole vectors."""
+    return (4, channels - 4) if channels > 4 else (channels,)
+
+
+def test_convolution_of_raw_and_normalised_maps_one_or_two_with_moments(kernel):
+    rng = np.random.default_rng(1)
+    for shape, (channels, outputs), threads in cases():
+        filters = filters_of(rng, (channels, outputs))
+        for parts, coefficients in (
+            ((channels,), None),
+            (two_parts(channels), None),
+            (two_parts(channels), coefficients_of(rng, shape, channels)),
+        ):
+            maps = kernel.maps(rng, shape, *parts)
+            values = formed(maps, coefficients)
+            case = (shape, parts, outputs, threads, coefficients is not None)
+            result, moments = kernel.convolve(shape, threads, given(maps, coefficients), filters, sums=MOMENTS)
+            truth = convolved(values, filters)
+            assert error(result, truth, values, filters, 27 * channels) < kernel.map_error, case
+            written = result.astype(np.float64)
+            np.testing.assert_allclose(moments[:, 0], written.mean((1, 2, 3)), rtol=1e-5, atol=1e-6, err_msg=str(case))
+            np.testing.assert_allclose(moments[:, 1], written.var((1, 2, 3)), rtol=1e-5, atol=1e-6, err_msg=str(case))
+
+
+def test_input_gradient_through_a_norm_added_to_a_map_with_the_sums_of_the_norm_below(kernel):
+    rng = np.random.default_rng(2)
+    for shape, (channels, outputs), threads in cases():
+        filters = filters_of(rng, (channels, outputs))
+        gradient, raw = kernel.maps(rng, shape, outputs, outputs)
+        add, raw_below = kernel.maps(rng, shape, channels, channels)
+        coefficients, below = coefficients_of(rng, shape, outputs), coefficients_of(rng, shape, channels, 4)
+        values = formed([gradient], coefficients, raw)
+        result, sums = kernel.convolve(
+            shape,
+            threads,
+            given([gradient], coefficients, raw),
+            filters,
+            transposed=True,
+            sums=NORM_SUMS,
+            add=add,
+            below=(raw_below, below),
+        )
+        flipped = np.swapaxes(filters[::-1, ::-1, ::-1], 3, 4)
+        truth = convolved(values, flipped) + add.astype(np.float64)
+        case = (shape, channels, outputs, threads)
+        assert error(result, truth, values, filters, 27 * outputs) < kernel.map_error, case
+        scale, shift, mean, rstd = np.moveaxis(below.astype(np.float64), 1, 0)[:, :, None, None, None, :]
+        r = raw_below.astype(np.float64)
+        g = np.where(scale * r + shift > 0, result.astype(np.float64), 0)
+        size = np.abs(g).sum((1, 2, 3)).max() + 1e-30
+        np.testing.assert_allclose(sums[:, 0] / size, g.sum((1, 2, 3)) / size, atol=1e-6, err_msg=str(case))
+        g *= (r - mean) * rstd
+        size = np.abs(g).sum((1, 2, 3)).max() + 1e-30
+        np.testing.assert_allclose(sums[:, 1] / size, g.sum((1, 2, 3)) / size, atol=1e-6, err_msg=str(case))
+
+
+def test_a_gradient_is_added_in_place(kernel):
+    rng = np.random.default_rng(3)
+    shape, filters = (1, 3, 4, 11), filters_of(rng, (16, 16))
+    (gradient,) = kernel.maps(rng, shape, 16)
+    there = kernel.maps(rng, shape, 16)[0]
+    expected, _ = kernel.convolve(shape, 2, given([gradient]), filters, transposed=True, add=there)
+    output = Output(16, pointer(there), pointer(there), NO_SUMS)
+    operation = Operation(kernel.code, *shape, 2, given([gradient]), as_floats(filters), True, output)
+    assert kernel.library.native_convolve(kernel.name.encode(), operation) == 0
+    assert there.tobytes() == expected.tobytes()
+
+
+def test_filter_gradient_of_raw_and_formed_maps(kernel):
+    rng = np.random.default_rng(4)
+    for shape, (channels, outputs), threads in cases():
+        gradient, raw = kernel.maps(rng, shape, outputs, outputs)
+        for parts, coefficients, above in (
+            ((channels,), None, None),
+            (two_parts(channels), coefficients_of(rng, shape, channels), coefficients_of(rng, shape, outputs)),
+        ):
+            maps = kernel.maps(rng, shape, *parts)
+            values = formed(maps, coefficients)
+            gradients = formed([gradient], above, None if above is None else raw)
+            given_gradient = given([gradient], above, None if above is None else raw)
+            inputs = given(maps, coefficients)
+            result = kernel.filter_gradient(shape, threads, inputs, given_gradient, (channels, outputs))
+            truth = filter_gradient_of(values, gradients)
+            case = (shape, parts, outputs, threads, above is not None)
+            assert error(result, truth, values, gradients, np.prod(shape)) < kernel.filter_error, case
+
+
+def test_moments_hold_far_from_zero_for_any_number_of_threads(kernel):
+    rng, shape = np.random.default_rng(5), (1, 24, 40, 50)
+    values = (100 + rng.standard_normal((*shape, 8))).astype(kernel.numpy)
+    filters = np.zeros((3, 3, 3, 8, 8), np.float32)
+    filters[1, 1, 1] = np.eye(8)
+    for threads in THREADS:
+        result, moments = kernel.convolve(shape, threads, given([values]), filters, sums=MOMENTS)
+        written = result.astype(np.float64)
+        np.testing.assert_allclose(moments[0, 0], written.mean((0, 1, 2, 3)), rtol=1e-6)
+        np.testing.assert_allclose(moments[0, 1], written.var((0, 1, 2, 3)), rtol=2e-5)
+
+
+def test_equal_threads_give_equal_bits_and_maps_do_not_depend_on_threads(kernel):
+    rng, shape = np.random.default_rng(6), (2, 7, 9, 21)
+    (values,), (gradient,) = kernel.maps(rng, shape, 20), kernel.maps(rng, shape, 32)
+    filters = filters_of(rng, (20, 32))
+
+    def once(threads):
+        result, moments = kernel.convolve(shape, threads, given([values]), filters, sums=MOMENTS)
+        change = kernel.filter_gradient(shape, threads, given([values]), given([gradient]), (20, 32))
+        return result.tobytes(), moments.tobytes() + change.tobytes()
+
+    first = {threads: once(threads) for threads in THREADS}
+    assert first == {threads: once(threads) for threads in THREADS}
+    assert len({result for result, _ in first.values()}) == 1
+
+
+def test_nan_is_not_hidden_by_the_relu_on_load(kernel):
+    shape, filters = (1, 3, 3, 5), np.ones((3, 3, 3, 4, 4), np.float32)
+    values = np.ones((*shape, 4), kernel.numpy)
+    values[0, 1, 1, 2, 0] = np.nan
+    coefficients = np.ones((1, 5, 4), np.float32)
+    result, _ = kernel.convolve(shape, 1, given([values], coefficients), filters)
+    assert np.isnan(result[0, 1, 1, 2].astype(np.float32)).all()
+
+
+def test_a_child_of_fork_starts_threads_of_its_own(library):
+    script = f"""
+import os, signal
+import numpy as np
+from tests.models.native.reference import *
+library = load({library._name!r})
+signal.alarm(60)
+values, filters = np.ones((1, 4, 4, 8, 4), np.float32), np.ones((3, 3, 3, 4, 4), np.float32)
+result = np.zeros_like(values)
+operation = Operation(0, 1, 4, 4, 8, 3, given([values]), as_floats(filters), False, Output(4, pointer(result)))
+assert library.native_convolve(None, operation) == 0 and result[0, 1, 1, 1, 0] == 108
+child = os.fork()
+result[:] = 0
+assert library.native_convolve(None, operation) == 0 and result[0, 1, 1, 1, 0] == 108
+if child == 0:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    root = Path(__file__).parents[3]
+    subprocess.run([sys.executable, "-c", script], cwd=root, check=True, timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(LIBRARY), reason="this is the run under sanitizers")
+def test_no_sanitizer_finds_anything(tmp_path):
+    sanitizers = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g")
+    try:
+        path = build(sanitizers, tmp_path)[0]
+    except OSError as error:
+        pytest.skip(str(error))
+    runtime = subprocess.run(
+        ["cc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    environment = {**os.environ, "CPU3D_KERNELS": str(path), "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
