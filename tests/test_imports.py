@@ -1,4 +1,4 @@
-"""Importing a command does nothing and needs no TensorFlow; tests/test_import_order.py has the order of rooms."""
+"""Importing a command does nothing and needs no TensorFlow; rooms import only from those before them."""
 
 import ast
 import os
@@ -51,3 +51,43 @@ def test_commands_and_the_estimator_need_no_tensorflow_and_importing_them_does_n
         check=False,
     )
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
+
+
+# --- The order of rooms ---
+
+ORDER = (
+    *({"models"}, {"memory_estimator"}, {"errors"}, {"util"}, {"data"}, {"run"}, {"pages"}, {"host"}, {"settings"}),
+    *({"distributed"}, {"training"}, {"inference"}, {"report"}, {"compare"}, {"bench"}, {"__main__", "demo"}),
+)
+"""Rooms beside each other stand in one set; "settings" is what else lies in cpu3d/ itself."""
+
+RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
+
+
+def room_of(dotted):
+    """Of a dotted name, such as "cpu3d.data.store"; None outside the project."""
+    package, _, rest = dotted.partition(".")
+    if package != "cpu3d":
+        return package if package in RANK else None
+    name = rest.partition(".")[0]
+    return name if name in RANK else "settings"
+
+
+def imported(path):
+    """Dotted names of what a module imports, at its top or within a function."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            # `from cpu3d import memory_plan` names a module, `from cpu3d.settings import RunConfig` does not.
+            yield from (f"{node.module}.{one.name}" if node.module == "cpu3d" else node.module for one in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (one.name for one in node.names)
+
+
+def test_rooms_import_only_from_those_before_them():
+    found = {}
+    for path in sources("models", "memory_estimator", "cpu3d"):
+        here = room_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        for room in filter(None, map(room_of, imported(path))):
+            if RANK[room] > RANK[here]:
+                found.setdefault((here, room), set()).add(str(path.relative_to(ROOT)))
+    assert not found

@@ -4,7 +4,7 @@
     exchange = join(cluster)             # right after TensorFlow is imported, before any operation
     total = exchange.sum(vector)         # float32 (n,); all workers call it, with the same n
 
-Engines (`cluster.ENGINES`): "memory" is for the workers of one host; "tensorflow" is the ring over gRPC of
+The workers of one host add up in memory that they share; between hosts the sum is the ring over gRPC of
 `tf.distribute.MultiWorkerMirroredStrategy`. In both one worker adds up each part of the vector and the others copy it,
 so the bits cannot differ between workers.
 """
@@ -20,25 +20,20 @@ from typing import Any, Callable, Mapping, Optional
 
 import numpy as np
 
-from cpu3d.distributed.cluster import MEMORY, Cluster
+from cpu3d.distributed.cluster import Cluster
 from cpu3d.distributed.rendezvous import meet
 from cpu3d.errors import WorkerLostError
 
-SILENCE_S = 20.0
-"""A worker that has sent nothing for so long, or that a signal has stopped for so long, is lost."""
-
+SILENCE_S = 20.0  # a worker that has sent nothing for so long, or that a signal has stopped for so long, is lost
 MEETING_S = 300.0  # how long a worker waits for the others at the start: the hosts of a queue do not start together
-
-PIECE = 4 * 2**20
-"""Numbers summed at a time: 400 MB take 0.5 s so, 1.1 to 1.5 s and 1 GB more memory in one (2 workers on one host)."""
+PIECE = 4 * 2**20  # numbers summed at a time: 400 MB take 0.5 s so, in one 1.1 to 1.5 s and 1 GB more memory
 
 
 class Exchange:
     """The workers of a run. This one is for a run without others: the sum is what is put in."""
 
     rank, count = 0, 1
-    plan: Any = None
-    """What the chief has sent to all as they met."""
+    plan: Any = None  # what the chief has sent to all as they met
 
     @property
     def is_chief(self) -> bool:
@@ -68,7 +63,7 @@ def join(
     if cluster.workers == 1:
         return ALONE
     peers, plan = meet(cluster, meeting_s, say, plan)
-    if cluster.engine == MEMORY:
+    if cluster.shares_memory:
         memory = SharedMemory(cluster, peers)
         return _Joined(cluster, lambda vector: memory.sum(np.asarray(vector)), plan)
     for peer in peers.values():
@@ -143,10 +138,8 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
     they met, and RuntimeError when TensorFlow has computed before.
     """
     import tensorflow as tf
-    from tensorflow.python.eager import context  # limits and the state of TensorFlow's start have no public name
+    from tensorflow.python.eager import context  # limits have no public name
 
-    if context.context()._context_handle is not None:
-        raise RuntimeError("join must come before any operation of TensorFlow")
     # gRPC would go through the proxy that http_proxy names, to the next machine and even to its own.
     os.environ["no_grpc_proxy"] = ",".join(dict.fromkeys(cluster.hosts))  # noqa: SIM112 (gRPC reads it in small letters)
     jobs = tf.compat.v1.ConfigProto().experimental.coordination_config.coordinated_job_list
@@ -190,9 +183,7 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
 # --- The sum between workers of one host, in memory that they share ---
 
 MEMORY_BYTES = 32 * 2**20  # of all parts
-
-WORD = struct.Struct("<q")
-"""The numbers of the vector, from a worker that is ready; -1 - rank where the chief has lost a worker."""
+WORD = struct.Struct("<q")  # the vector's length, from a worker that is ready; -1 - rank where the chief has lost one
 
 
 class SharedMemory:
@@ -203,7 +194,6 @@ class SharedMemory:
     """
 
     def __init__(self, cluster: Cluster, peers: Mapping[int, socket.socket]):
-        """Raises WorkerLostError when the chief is gone."""
         self._cluster, self._peers = cluster, peers
         try:
             handle = self._made() if cluster.is_chief else self._received()
@@ -219,10 +209,7 @@ class SharedMemory:
         self._halves = itertools.cycle(halves)
 
     def sum(self, vector: np.ndarray) -> np.ndarray:
-        """A float32 array (n,) summed over all workers.
-
-        Raises WorkerLostError when a worker is gone, and ValueError on the chief for vectors of different lengths.
-        """
+        """A float32 array (n,) summed over all workers; the chief raises ValueError where one has another length."""
         total, rank, workers = np.empty_like(vector), self._cluster.rank, self._cluster.workers
         for start in range(0, vector.size, self._length):
             piece = vector[start : start + self._length]

@@ -4,27 +4,18 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import math
 import random
 import re
 import socket
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple
-
-import psutil
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.errors import InputError
 from memory_estimator.common.files import parse_json, typed
 
-ENGINES = MEMORY, TENSORFLOW = "memory", "tensorflow"
-"""What sums over the workers, see `all_reduce`."""
-
-LOOPBACK = "127.0.0.1"
-"""The host of all workers where there is only one."""
-
-MOST_HOSTS = 100_000  # in a list: one with more is a slip of the keyboard
+LOOPBACK = "127.0.0.1"  # the host of all workers where there is only one
 
 
 @dataclass(frozen=True)
@@ -35,7 +26,6 @@ class Cluster:
     """ "host:port" of each worker, by rank; an IPv6 host is in brackets. None of them for a process alone."""
     rank: int = 0
     """This process's, from 0. The chief's is 0: it alone writes to the run."""
-    engine: str = TENSORFLOW
 
     def __post_init__(self):
         form = re.compile(r"(?:[^\s/\[\]@,:]+|\[[^\s/\[\]@,]+\]):(\d{1,5})", re.ASCII)
@@ -54,13 +44,17 @@ class Cluster:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes to the run."""
         return self.rank == 0
 
     @property
     def hosts(self) -> Tuple[str, ...]:
         """Of each worker, by rank; without brackets, in lower case."""
         return tuple(host_and_port(address)[0].lower() for address in self.addresses)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the workers add up in memory that they share, see `all_reduce`: on one host, of Linux."""
+        return len(set(self.hosts)) == 1 and sys.platform == "linux"
 
     @property
     def local_ranks(self) -> Tuple[int, ...]:
@@ -82,34 +76,17 @@ class Cluster:
         return dataclasses.replace(self, rank=rank)
 
 
-ALONE = Cluster(())
-"""A process that trains by itself."""
+ALONE = Cluster(())  # a process that trains by itself
 
 
 def read_cluster(environ: Mapping[str, str]) -> Cluster:
-    """The cluster that the environment's TF_CONFIG tells of, else ALONE.
+    """The cluster of the environment's TF_CONFIG; ALONE without one, and for one without a cluster.
 
-    The engine is MEMORY where all workers are on one host; it needs Linux. Raises InputError for a TF_CONFIG that is
-    not whole, and for a parameter server or an evaluator.
+    TF_CONFIG is {"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}; a chief that is
+    named apart has rank 0 and the workers follow. Raises InputError for one that is not whole, and for a parameter
+    server or an evaluator.
     """
-    if not environ.get("TF_CONFIG", "").strip():
-        return ALONE
-    cluster = from_tf_config(environ["TF_CONFIG"])
-    share_memory = len(set(cluster.hosts)) == 1 and sys.platform == "linux"
-    return dataclasses.replace(cluster, engine=MEMORY) if share_memory else cluster
-
-
-def without_cluster(environ: Mapping[str, str]) -> Dict[str, str]:
-    """The environment of a process that trains by itself, whatever was left over from a cluster."""
-    return {name: value for name, value in environ.items() if name != "TF_CONFIG"}
-
-
-def from_tf_config(text: str) -> Cluster:
-    """Read TF_CONFIG: {"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}.
-
-    A chief that is named apart has rank 0 and the workers follow. Without a cluster, or an empty one, it is ALONE.
-    """
-    todo = "correct it, or unset it to train alone"
+    text, todo = environ.get("TF_CONFIG", "").strip() or "{}", "correct it, or unset it to train alone"
     try:
         content = typed(parse_json(text), Dict[str, Any])
         tasks = typed(content.get("cluster") or {}, Dict[str, Tuple[str, ...]], "cluster")
@@ -124,6 +101,11 @@ def from_tf_config(text: str) -> Cluster:
         got = f"tasks {', '.join(sorted(tasks))} and {kind} {index} of {len(own)}"
         raise InputError(f"TF_CONFIG must name workers, at most one chief, and one of them as task, got {got}; {todo}")
     return Cluster(chiefs + tasks.get("worker", ()), int(index) + (len(chiefs) if kind == "worker" else 0))
+
+
+def without_cluster(environ: Mapping[str, str]) -> Dict[str, str]:
+    """The environment of a process that trains by itself, whatever was left over from a cluster."""
+    return {name: value for name, value in environ.items() if name != "TF_CONFIG"}
 
 
 def from_hosts(hosts: Sequence[str], workers: int, ports: Sequence[int], rank: int = 0) -> Cluster:
@@ -146,47 +128,36 @@ def host_and_port(address: str) -> Tuple[str, int]:
 
 
 def own_index(hosts: Sequence[str]) -> int:
-    """Which of several `hosts` this one is: the one that has one of this host's addresses, or its name.
-
-    Raises InputError where none or several are, or where one is a name that each host has for itself.
-    """
-    loopback, name, here = re.compile(r"localhost|127\..*|\[?::1\]?", re.IGNORECASE), socket.gethostname().lower(), []
-    for host in map(str.lower, hosts):
-        if loopback.fullmatch(host):
+    """Which of several `hosts` this one is. Raises InputError where none or several are, or one is "localhost"."""
+    for host in hosts:
+        if re.fullmatch(r"localhost|127\..*|\[?::1\]?", host, re.IGNORECASE):
             raise InputError(f"--hosts must be what the others reach them by, got {host}; name it otherwise")
-        # A name may stand for 127.0.1.1 on its own host, and one of two names may be without its domain.
-        own = any(one in own_addresses() or loopback.fullmatch(one) for one in addresses(host))
-        if own or f"{host}.".startswith(f"{name}.") or f"{name}.".startswith(f"{host}."):
-            here.append(host)
+    here = [index for index, host in enumerate(hosts) if is_own(host)]
     if len(here) != 1:
-        got = f"{' and '.join(here) or 'none'} of {', '.join(hosts)}"
-        raise InputError(f"--hosts must hold this host, {name}, once, got {got}; give --host-index, from 0")
-    return list(map(str.lower, hosts)).index(here[0])
+        got = f"{' and '.join(hosts[index] for index in here) or 'none'} of {', '.join(hosts)}"
+        rule = f"--hosts must hold this host, {socket.gethostname()}, once"
+        raise InputError(f"{rule}, got {got}; give --host-index, from 0")
+    return here[0]
 
 
-def own_addresses() -> FrozenSet[str]:
-    """Of all network interfaces here, without the zone of a local IPv6 address."""
-    return frozenset(one.address.partition("%")[0] for found in psutil.net_if_addrs().values() for one in found)
-
-
-def addresses(host: str) -> FrozenSet[str]:
-    """That a name resolves to; none where it does not."""
+def is_own(host: str) -> bool:
+    """Whether a name or an address is this host's: a socket can be bound to no other."""
     with contextlib.suppress(OSError, UnicodeError):
-        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-        return frozenset(str(entry[4][0]).partition("%")[0] for entry in found)
-    return frozenset()
+        for family, *_, address in socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family) as one:
+                one.bind(address)
+                return True
+    return False
 
 
 def free_ports(count: int) -> Tuple[int, ...]:
-    """Ports of this host that are free, below those that Linux hands out by itself."""
-    with contextlib.ExitStack() as held:
-        found: Dict[int, socket.socket] = {}
-        for port in random.sample(range(20000, 32768), 12768):
-            with contextlib.suppress(OSError):
-                found[port] = held.enter_context(socket.create_server(("", port)))
-            if len(found) == count:
-                break
-        return tuple(found)
+    """Ports of this host that are free, below those that Linux hands out by itself: they are bound only later."""
+    found: List[int] = []
+    for port in random.sample(range(20000, 32768), 12768):
+        if len(found) < count:
+            with contextlib.suppress(OSError), socket.create_server(("", port)):
+                found.append(port)
+    return tuple(found)
 
 
 # --- Slurm: the variables that srun(1), OUTPUT ENVIRONMENT VARIABLES, sets for a task ---
@@ -198,40 +169,34 @@ def read_slurm(environ: Mapping[str, str]) -> Optional[Tuple[Tuple[str, ...], in
     """(hosts of the job step, which of them this task is on, port of each host's first worker); None outside a step.
 
     A batch script is none: it runs once, on the first host. The port is by the job's number, so that jobs of one host
-    seldom share it. Raises InputError, naming the variables, where there is not one task a host, numbered in order.
+    seldom share it. Raises InputError where there is not one task a host, numbered in order.
     """
-    names = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID", "SLURM_JOB_ID")
     if not {"SLURM_STEP_NODELIST", "SLURM_PROCID"} <= set(environ):
         return None
-    nodes, tasks, *numbers = (environ.get(name, "") for name in names)
-    hosts, todo = expand_hosts(nodes), "start by srun --ntasks-per-node=1 --distribution=block, or name --hosts"
-    for name, text in zip(names[2:], numbers):
-        if not re.fullmatch(r"[0-9]+", text):
-            raise InputError(f"{name} must be a whole number, got {text!r}; {todo}")
-    rank, job = map(int, numbers)
-    one_each = tasks in ("1", f"1(x{len(hosts)})") and rank < len(hosts)
+    todo = "start by srun --ntasks-per-node=1 --distribution=block, or name --hosts"
+    try:
+        rank, job = int(environ["SLURM_PROCID"]), int(environ.get("SLURM_JOB_ID", "0"))
+    except ValueError as error:
+        raise InputError(f"SLURM_PROCID and SLURM_JOB_ID must be whole numbers, got {error}; {todo}") from None
+    hosts, tasks = expand_hosts(environ["SLURM_STEP_NODELIST"]), environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    one_each = tasks in ("1", f"1(x{len(hosts)})") and 0 <= rank < len(hosts)
     if not one_each or environ.get("SLURM_NODEID", str(rank)) != str(rank):
         got = f"SLURM_PROCID {rank} of {tasks} tasks on {len(hosts)} hosts"
         raise InputError(f"Slurm's step must have one task on each of its hosts, in order, got {got}; {todo}")
-    return hosts, rank, 15000 + job % 1000 * 16  # below Linux's range for connections, from 32768 on
+    return hosts, rank, 15000 + job % 1000 * 16  # below Linux's range for connections
 
 
 def expand_hosts(text: str) -> Tuple[str, ...]:
     """The names of Slurm's short form: "node[01-03,7],login" is node01, node02, node03, node7, login.
 
-    Several brackets in one name are all combined, the last varying fastest. Raises InputError for anything else.
+    Several brackets in one name are all combined, the last varying fastest.
     """
-    span = r"\d+(?:-\d+)?"
     hosts: List[str] = []
     for name in re.split(r",(?![^\[]*\])", text.strip()):
-        choices: List[Sequence[str]] = []
+        choices: List[List[str]] = []
         for words, spans in re.findall(r"([^\[\]]+)|\[([^\[\]]+)\]", name):
             choices.append([words] if words else [])
             for first, last in re.findall(r"(\d+)(?:-(\d+))?", spans):
-                numbers = range(int(first), min(int(last or first), int(first) + MOST_HOSTS) + 1)
-                choices[-1] = [*choices[-1], *(str(number).zfill(len(first)) for number in numbers)]
-        form = re.fullmatch(rf"(?:[^\[\],\s]|\[{span}(?:,{span})*\])+", name)
-        if not form or not 0 < math.prod(map(len, choices)) < MOST_HOSTS:
-            raise InputError(f"host list must be like node[01-03,7],login, got {text!r}; name --hosts")
+                choices[-1] += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
         hosts += map("".join, itertools.product(*choices))
     return tuple(hosts)

@@ -2,7 +2,7 @@
 
     ./run.sh launch train --store store --run runs/first --batch-per-worker 1
     ./run.sh launch --workers 2 train --store store --run runs/first --batch 4
-    ./run.sh launch --dry-run --on-host paper-4x20 train --store store --run runs/first --batch 4
+    ./run.sh launch --dry-run train --store store --run runs/first --batch 4                  (what would be started)
     ./run.sh launch --hosts node1,node2 train --store store --run runs/first --batch 8        (on each of them)
     srun --ntasks-per-node=1 --exclusive ./run.sh launch train --store store --run runs/first --batch 8
 
@@ -16,7 +16,6 @@ have to be on each.
 """
 
 import argparse
-import json
 import os
 import shlex
 import time
@@ -24,25 +23,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, Mapping, Optional, Sequence, Tuple
 
-from rich.console import Console
-
-from cpu3d.data.store import open_store
 from cpu3d.distributed.cluster import (
+    ALONE,
     LOOPBACK,
     Cluster,
     free_ports,
     from_hosts,
-    from_tf_config,
     own_index,
+    read_cluster,
     read_slurm,
     without_cluster,
 )
 from cpu3d.distributed.supervise import Job, supervise, wait_for_earlier
 from cpu3d.errors import InputError
-from cpu3d.host.gpu import HostGpus
-from cpu3d.host.thread_plan import default_workers, describe_plans, share_of, thread_plans
-from cpu3d.host.topology import EXAMPLE_HOSTS, Topology, read_topology, topology_of
-from cpu3d.plan import make_plan as plan_training
+from cpu3d.host.thread_plan import default_workers, plan_lines, read_topology, thread_plans
 from cpu3d.settings import TRAIN_OPTIONS
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT
@@ -51,8 +45,7 @@ from cpu3d.util.records import count as counted
 from memory_estimator.common.schema import add_options, arguments, as_typed, option
 from memory_estimator.common.units import format_seconds
 
-PORT = 29500
-"""Of the first worker on each host where there are several hosts and none is chosen: all have to know it."""
+PORT = 29500  # of the first worker on each host where there are several and none is chosen: all have to know it
 
 
 @dataclass(frozen=True)
@@ -66,8 +59,6 @@ class Options:
         None, "of each host's first worker (default: free, or 29500 with --hosts)", "P", at_least=1024, at_most=65535
     )
     dry_run: bool = option(False, "say what would be started, and start nothing")
-    json: bool = option(False, "with --dry-run: print the plan that the training would write to RUN/plan.json")
-    on_host: Optional[str] = option(None, f"with --dry-run: on another host: {', '.join(EXAMPLE_HOSTS)}", "NAME")
     train: Tuple[str, ...] = option((), "train and its options", metavar="train ...", rest=True)
 
 
@@ -75,45 +66,34 @@ OPTIONS = (Options,)
 
 
 def run(options: Options) -> int:
-    """Start the workers and wait for their end, or print what would be started."""
-    if (options.on_host or options.json) and not options.dry_run:
-        raise InputError("--on-host and --json must come with --dry-run, got one without; leave it out")
+    """Start the workers of this host and wait for their end, or print what would be started."""
     if options.train[:1] != ("train",):
         got = options.train[0] if options.train else "nothing"
         raise InputError(f"launch must be followed by its options and then by train and its own, got {got}; see --help")
     # As `train` reads its options: one refusal before anything starts, and not one a worker.
     parser = argparse.ArgumentParser(prog=as_typed("./run.sh launch ... train"))
     add_options(parser, *TRAIN_OPTIONS)
-    training, settings = arguments(TRAIN_OPTIONS, parser.parse_args(options.train[1:]), InputError)
-    topology = topology_of(options.on_host) if options.on_host else read_topology()
+    training, _ = arguments(TRAIN_OPTIONS, parser.parse_args(options.train[1:]), InputError)
+    topology = read_topology()
     plan = make_plan(options, os.environ, default_workers(topology))
-    if options.json:
-        store = open_store(training.store)
-        share = share_of(topology.host, len(plan.cluster.local_ranks))
-        more = {"gpus": HostGpus(), "workers": plan.cluster.workers, "force": training.force}
-        planned = plan_training(store, training.run, share, settings, **more)
-        print(json.dumps(planned.to_json(), indent=2))  # what the chief would write to plan.json
-    elif options.dry_run:
-        _show(plan, topology, options.train)
-    else:
-        thread_plans(topology, len(plan.cluster.local_ranks))  # else each worker would refuse
+    threads = thread_plans(topology, len(plan.cluster.local_ranks))  # refused here, or each worker would refuse
+    if not options.dry_run:
         _launch(plan, options.train, training.run)
+        return 0
+    print(f"{plan.words}; a dry run, nothing is started", *plan_lines(threads), sep="\n")
+    for rank in plan.ranks:
+        given = [f"{name}={shlex.quote(value)}" for name, value in plan.environ_of(rank, {}).items()]
+        print(f"worker {rank}: {' '.join([*given, shlex.join([*PROGRAM, *options.train])])}")
     return 0
-
-
-# --- The plan ---
 
 
 @dataclass(frozen=True)
 class Plan:
     """The workers of a run, and those that start here."""
 
-    cluster: Cluster
-    """As the first of those sees it."""
-    ranks: range
-    """Of the workers that start here."""
-    found: str
-    """Where the hosts are from, in words."""
+    cluster: Cluster  # as the first of those sees it
+    ranks: range  # of the workers that start here
+    found: str  # where the hosts are from, in words
 
     @property
     def words(self) -> str:
@@ -123,48 +103,31 @@ class Plan:
 
     def environ_of(self, rank: int, environ: Mapping[str, str]) -> Dict[str, str]:
         """The whole environment of a worker: `environ`, and its place in the cluster. Alone it has none."""
-        clean = without_cluster(environ)
-        if self.cluster.workers > 1:
-            clean["TF_CONFIG"] = self.cluster.of_rank(rank).as_tf_config()
-        return clean
+        place = {"TF_CONFIG": self.cluster.of_rank(rank).as_tf_config()} if self.cluster.workers > 1 else {}
+        return {**without_cluster(environ), **place}
 
 
 def make_plan(options: Options, environ: Mapping[str, str], one_a_socket: int) -> Plan:
     """From --hosts, else TF_CONFIG, else Slurm, else this host alone. Raises InputError where they do not agree."""
     if options.host_index is not None and not options.hosts:
         raise InputError(f"--host-index must come with --hosts, got {options.host_index} alone; add them")
-    hosts, index, found = (LOOPBACK,), 0, options.on_host or "this one"
-    here, port = options.workers or one_a_socket, options.port or (PORT if options.on_host else None)
+    hosts, index, found, port, here = (LOOPBACK,), 0, "this one", options.port, options.workers or one_a_socket
     if options.hosts:
-        hosts, found, port = tuple(host.strip() for host in options.hosts.split(",")), "--hosts", options.port or PORT
+        hosts, found, port = tuple(host.strip() for host in options.hosts.split(",")), "--hosts", port or PORT
         index = options.host_index or 0
-        if options.host_index is None and len(hosts) > 1 and not options.on_host:
+        if options.host_index is None and len(hosts) > 1:
             index = own_index(hosts)
         if index >= len(hosts):
             raise InputError(f"--host-index must be in --hosts, counted from 0, got {index}; leave it out")
-    elif environ.get("TF_CONFIG", "").strip():
+    elif (cluster := read_cluster(environ)) != ALONE:
         if options.workers not in (None, 1):
             raise InputError(f"--workers must be left out with TF_CONFIG, where each is one, got {options.workers}")
-        cluster = from_tf_config(environ["TF_CONFIG"])
         return Plan(cluster, range(cluster.rank, cluster.rank + 1), "TF_CONFIG")
     elif (step := read_slurm(environ)) is not None:
-        hosts, index, port = step
-        found, port = "Slurm", options.port or port
+        hosts, index, port_of_job = step
+        found, port = "Slurm", port or port_of_job
     ports = range(port, port + here) if port else free_ports(here)
-    cluster = from_hosts(hosts, here, ports, index * here)
-    return Plan(cluster, range(index * here, (index + 1) * here), found)
-
-
-# --- What is shown and started ---
-
-
-def _show(plan: Plan, topology: Topology, train: Sequence[str]) -> None:
-    """Print the plan on stdout."""
-    say(f"{plan.words}; a dry run, nothing is started", stderr=False)
-    Console().print(describe_plans(topology, thread_plans(topology, len(plan.cluster.local_ranks))))
-    for rank in plan.ranks:
-        given = [f"{name}={shlex.quote(value)}" for name, value in plan.environ_of(rank, {}).items()]
-        say(f"\nworker {rank}:\n{' '.join([*given, shlex.join([*PROGRAM, *train])])}", stderr=False)
+    return Plan(from_hosts(hosts, here, ports, index * here), range(index * here, (index + 1) * here), found)
 
 
 def _launch(plan: Plan, train: Sequence[str], run: Path) -> None:
@@ -178,8 +141,7 @@ def _launch(plan: Plan, train: Sequence[str], run: Path) -> None:
         for rank in plan.ranks
     ]
     say(f"launch: {plan.words}; logs: {', '.join(str(job.log) for job in jobs)}")
-    began_s = time.monotonic()
-    read = jobs[0].log.stat().st_size if jobs[0].log.exists() else 0
+    began_s, read = time.monotonic(), jobs[0].log.stat().st_size if jobs[0].log.exists() else 0
 
     def show() -> None:
         nonlocal read

@@ -12,11 +12,10 @@ import os
 import select
 import socket
 import struct
-import threading
 import time
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from typing import Any, Callable, Dict, Sequence, Tuple
 
-from cpu3d.distributed.cluster import MEMORY, Cluster, addresses, host_and_port, own_addresses
+from cpu3d.distributed.cluster import Cluster, host_and_port
 from cpu3d.errors import InputError, WorkerLostError
 from memory_estimator.common.files import parse_json
 
@@ -51,10 +50,9 @@ def meet(
             say(f"waiting for {workers}, of this run by TF_CONFIG; without that variable it has one worker")
             say_at_s = float("inf")
 
-    with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(listener) for listener in _listeners(cluster)]
+    with _listen(cluster) as listener:
         if cluster.is_chief:
-            return _gather(listeners, cluster, wait_for, plan), plan
+            return _gather(listener, cluster, wait_for, plan), plan
         while True:
             answer: Dict[str, Any] = {}
             with contextlib.suppress(OSError), contextlib.ExitStack() as to_chief:
@@ -73,9 +71,9 @@ def meet(
 
 def connect(cluster: Cluster) -> socket.socket:
     """A connection to the chief. Raises OSError where nobody listens."""
-    if cluster.engine != MEMORY:
-        return socket.create_connection(host_and_port(cluster.addresses[0]), timeout=HELLO_S)
-    return _of_host(cluster, 0, "connect")
+    if cluster.shares_memory:
+        return _of_host(cluster, 0, "connect")
+    return socket.create_connection(host_and_port(cluster.addresses[0]), timeout=HELLO_S)
 
 
 def digest(cluster: Cluster) -> str:
@@ -86,25 +84,17 @@ def digest(cluster: Cluster) -> str:
 # --- Private helpers ---
 
 
-def _listeners(cluster: Cluster) -> List[socket.socket]:
-    """Sockets that listen for the others: at no network for shared memory, else at the worker's own host name.
-
-    At all addresses of the host where others reach none of its own: it may stand for 127.0.1.1 there.
-    """
+def _listen(cluster: Cluster) -> socket.socket:
+    """A socket that listens for the others: at no network for shared memory, else at the worker's port."""
     address = cluster.addresses[cluster.rank]
-    host, port = host_and_port(address)
+    port = host_and_port(address)[1]
     try:
-        if cluster.engine == MEMORY:
+        if cluster.shares_memory:
             listener = _of_host(cluster, cluster.rank, "bind")
             listener.listen(1024)
-            return [listener]
-        reachable = {one for one in own_addresses() if not one.startswith(("127.", "::1", "fe80:"))}
-        own = [host] if host.startswith("127.") else addresses(host) & reachable
-        if own:
-            kinds = [(one, socket.AF_INET6 if ":" in one else socket.AF_INET) for one in own]
-            return [socket.create_server((one, port), family=kind, backlog=1024) for one, kind in kinds]
+            return listener
         both = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
-        return [socket.create_server(("", port), backlog=1024, **both)]
+        return socket.create_server(("", port), backlog=1024, **both)
     except OSError as error:
         rule = f"port {port} of worker {cluster.rank} ({address}) must be free, got {os.strerror(error.errno)}"
         todo = "end the process that has it, a former run's perhaps, or choose another port"
@@ -124,43 +114,27 @@ def _of_host(cluster: Cluster, rank: int, method: str) -> socket.socket:
 
 def _is_stranger(cluster: Cluster, connection: socket.socket) -> bool:
     """Whether another user of this host is at the other end, as the kernel says."""
-    if cluster.engine != MEMORY:
+    if not cluster.shares_memory:
         return False
     _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return user != os.geteuid()
 
 
 def _gather(
-    listeners: Sequence[socket.socket], cluster: Cluster, wait_for: Callable[[Sequence[int]], None], plan: Any
+    listener: socket.socket, cluster: Cluster, wait_for: Callable[[Sequence[int]], None], plan: Any
 ) -> Dict[int, socket.socket]:
-    """The chief's part. Each caller is read in a thread of its own, so that a silent one delays nobody."""
+    """The chief's part: the connections by rank, once all have come."""
     here: Dict[int, socket.socket] = {}
-    turn, others = threading.Lock(), range(1, cluster.workers)
-
-    def hear(connection: socket.socket) -> None:
-        hello = {} if _is_stranger(cluster, connection) else _receive(connection, HELLO_S, HELLO_BYTES)
-        rank = hello["rank"] if isinstance(hello.get("rank"), int) else -1
-        with turn:
-            if hello.get("cluster") == digest(cluster) and rank in others and rank not in here:
-                here[rank] = connection
-                return
-        if hello:
-            rule = "workers must all be given the same addresses, and each a rank of its own"
-            _send(connection, {"wrong": f"{rule}, got others of worker {rank} than of worker 0"})
-        connection.close()
-
-    missing = list(others)
+    missing = list(range(1, cluster.workers))
     try:
         while missing:
             wait_for(missing)
-            for listener in select.select(listeners, [], [], POLL_S)[0]:
-                listener.settimeout(POLL_S)
+            if select.select([listener], [], [], POLL_S)[0]:
                 with contextlib.suppress(OSError):  # the caller has gone again
-                    threading.Thread(target=hear, args=(listener.accept()[0],), daemon=True).start()
-            with turn:
-                for rank in [rank for rank, one in here.items() if select.select([one], [], [], 0)[0]]:
-                    here.pop(rank).close()  # they send nothing while they wait: this one has gone again
-                missing = [rank for rank in others if rank not in here]
+                    _hear(listener.accept()[0], cluster, here)
+            for rank in [rank for rank, one in here.items() if select.select([one], [], [], 0)[0]]:
+                here.pop(rank).close()  # they send nothing while they wait: this one has gone again
+            missing = [rank for rank in range(1, cluster.workers) if rank not in here]
         for connection in here.values():
             _send(connection, {"go": True, "plan": plan})
         return here
@@ -169,6 +143,19 @@ def _gather(
             _send(connection, {"missing": missing})
             connection.close()
         raise
+
+
+def _hear(connection: socket.socket, cluster: Cluster, here: Dict[int, socket.socket]) -> None:
+    """Add a caller to those who are `here`, if it is one of the others."""
+    hello = {} if _is_stranger(cluster, connection) else _receive(connection, HELLO_S, HELLO_BYTES)
+    rank = hello.get("rank")
+    if hello.get("cluster") == digest(cluster) and rank in range(1, cluster.workers) and rank not in here:
+        here[rank] = connection
+        return
+    if hello:
+        rule = "workers must all be given the same addresses, and each a rank of its own"
+        _send(connection, {"wrong": f"{rule}, got others of worker {rank} than of worker 0"})
+    connection.close()
 
 
 def _send(connection: socket.socket, content: Any) -> None:

@@ -7,18 +7,16 @@ WorkerLostError. So that code is never the cause where a worker ended in another
 """
 
 import contextlib
-import functools
 import shlex
 import signal
 import socket
 import subprocess
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from cpu3d.errors import ENDINGS, InputError, Interrupted, WorkerLostError, ending_of
 from cpu3d.run.heartbeat import Heartbeat, is_here, is_suspended, read_heartbeats
@@ -26,9 +24,7 @@ from cpu3d.util.child import forward_signals, how_ended, last_words, start
 from cpu3d.util.records import without_passwords
 
 LOST = WorkerLostError.exit_code
-
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
-"""How a worker ends that was asked to."""
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)  # ends of who was asked to
 
 
 @dataclass(frozen=True)
@@ -67,27 +63,25 @@ def supervise(
     say: Callable[[str], None] = lambda line: None,
     patience: Patience = Patience(),
 ) -> None:
-    """Run all `jobs` of a run until each has finished. Call it in the main thread.
+    """Run all `jobs` of a run until each has finished. Call it in the main thread; `show` is called often.
 
-    `show` is called many times a second, in another thread. SIGINT and SIGTERM are passed on, and when all have ended
-    raised as Interrupted. Raises WorkerFailedError, of the first that failed. When this process is killed the workers
-    get SIGTERM.
+    SIGINT and SIGTERM are passed on, and when all have ended raised as Interrupted. Raises WorkerFailedError, of the
+    first that failed. When this process is killed the workers get SIGTERM.
     """
     workers: List[_Worker] = []
     children: List[subprocess.Popen] = []
-    with forward_signals(children, as_signal=_passed_on) as signals, _observed(run, show, patience) as hanging:
-        watch = functools.partial(_watch, workers, signals, hanging, say, patience)
+    with forward_signals(children, as_signal=_passed_on) as signals:
         try:
             for job in jobs:
                 workers.append(_Worker(job))
                 children.append(workers[-1].child)
                 if signals:  # while it was being started
                     workers[-1].child.send_signal(_passed_on(signals[0]))
-            watch()
+            _watch(workers, signals, run, show, say, patience)
         except BaseException:
             for worker in workers:
                 worker.ask_to_end()
-            watch()
+            _watch(workers, signals, run, show, say, patience)
             raise
     failed = [worker for worker in workers if worker.failed(signals)]
     if failed:
@@ -133,6 +127,7 @@ class _Worker:
             file.write(f"--- {now} {job.name}: {without_passwords(shlex.join(job.command))}\n".encode())
             file.flush()
             self.child, self.begin, self.began_s = start(job.command, file, job.environ), file.tell(), time.monotonic()
+        self.beat_s, self.last_beat = self.began_s, 0.0  # when its heartbeat changed: the time of day may jump
 
     def has_ended(self) -> bool:
         """Look whether it has."""
@@ -158,6 +153,18 @@ class _Worker:
         self.hangs = self.hangs or hangs
         self.child.kill()
 
+    def kill_if_silent(self, beat: Heartbeat, run: Path, patience: Patience) -> None:
+        """End it where its heartbeat is old. Raises OSError on a full disk, where beats are lost."""
+        if beat.beat != self.last_beat:
+            self.last_beat, self.beat_s = beat.beat, time.monotonic()
+        silent_s, suspended = time.monotonic() - self.beat_s, is_suspended(self.child.pid)
+        is_silent = silent_s > (patience.suspended_s if suspended else patience.silent_s)
+        if is_silent and (suspended or beat.exit_code is None):  # else it waits for the chief
+            with tempfile.TemporaryFile(dir=run) as file:
+                file.write(bytes(2**16))
+            why = "as a signal has stopped it" if suspended else "though it lives"
+            self.kill(f"silent for {silent_s:.0f} s while {beat.phase}, {why}")
+
     def failed(self, signals: Sequence[int]) -> bool:
         """Whether it ended in a way that ends all."""
         return bool(self.hangs) or (self.code != 0 and not (signals and self.code in STOPPED))
@@ -181,7 +188,8 @@ class _Worker:
 def _watch(
     workers: Sequence[_Worker],
     signals: Sequence[int],
-    hanging: Mapping[int, str],
+    run: Path,
+    show: Callable[[], None],
     say: Callable[[str], None],
     patience: Patience,
 ) -> None:
@@ -193,61 +201,31 @@ def _watch(
         if failed and not is_printed:
             say(f"launch: {failed[0].job.name} has ended with {failed[0].ending}; waiting for the others to end")
         is_printed = bool(failed)
+        with contextlib.suppress(OSError):
+            show()
+            beats = {beat.pid: beat for beat in _beats_here(run)}
+            for worker in left:
+                if worker.child.pid in beats:
+                    worker.kill_if_silent(beats[worker.child.pid], run, patience)
         for worker in left:
             if any(now - other.ended_s >= patience.settle_s for other in failed):
                 worker.ask_to_end()
-            hangs = hanging.get(worker.child.pid, "")
-            if hangs or (worker.asked_s is not None and now - worker.asked_s > patience.grace_s):
-                worker.kill(hangs)
+            if worker.asked_s is not None and now - worker.asked_s > patience.grace_s:
+                worker.kill()
         time.sleep(patience.poll_s)
-
-
-@contextlib.contextmanager
-def _observed(run: Path, show: Callable[[], None], patience: Patience) -> Iterator[Dict[int, str]]:
-    """Read heartbeats and call `show` in a thread. Yields process -> why it counts as hanging, which grows."""
-    seen: Dict[int, Tuple[float, float]] = {}  # process -> last beat, and when that came: the time of day may jump
-    hanging: Dict[int, str] = {}
-    done = threading.Event()
-
-    def look() -> None:
-        is_last = False
-        while not is_last:
-            is_last = done.wait(patience.poll_s)
-            with contextlib.suppress(OSError):
-                show()
-                for beat in _beats_here(run):
-                    if seen.get(beat.pid, (None, 0.0))[0] != beat.beat:
-                        seen[beat.pid] = beat.beat, time.monotonic()
-                    silent_s, suspended = time.monotonic() - seen[beat.pid][1], is_suspended(beat.pid)
-                    is_silent = silent_s > (patience.suspended_s if suspended else patience.silent_s)
-                    if is_silent and (suspended or beat.exit_code is None):  # else it waits for the chief
-                        with tempfile.TemporaryFile(dir=run) as file:  # raises on a full disk, where beats are lost
-                            file.write(bytes(2**16))
-                        why = "as a signal has stopped it" if suspended else "though it lives"
-                        hanging[beat.pid] = f"silent for {silent_s:.0f} s while {beat.phase}, {why}"
-
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
-        yield hanging
-    finally:
-        done.set()
-        thread.join(5.0)  # for what is still to be shown
+    with contextlib.suppress(OSError):
+        show()
 
 
 def _failure(failed: _Worker, workers: Sequence[_Worker]) -> WorkerFailedError:
     """The error that names the worker, with the last lines of its log and how the others ended."""
-    job, tail = failed.job, ["(its log cannot be read: the file system does not answer)"]
-    reader = threading.Thread(target=lambda: tail.insert(0, last_words(job.log, failed.begin)), daemon=True)
-    reader.start()
-    reader.join(5.0)
-    lines = [tail[0]]
+    lines = [last_words(failed.job.log, failed.begin)]
     if len(workers) > 1:
         lines.append(f"others: {'; '.join(f'{one.job.name} {one.ending}' for one in workers if one is not failed)}")
     if failed.followed == 1:
         lines.append("no worker here failed in another way: where there are other hosts, look into their logs")
-    rule = f"{job.name} on {socket.gethostname()} (process {failed.child.pid}) must finish"
-    got = f"{failed.ending}, after {failed.ended_s - failed.began_s:.0f} s; its log {job.log} ends:"
+    rule = f"{failed.job.name} on {socket.gethostname()} (process {failed.child.pid}) must finish"
+    got = f"{failed.ending}, after {failed.ended_s - failed.began_s:.0f} s; its log {failed.job.log} ends:"
     code = LOST if failed.hangs or failed.code < 0 else failed.code if failed.code in ENDINGS else 1
     return WorkerFailedError("\n  ".join([f"{rule}, got {got}", *lines]), code)
 

@@ -2,7 +2,6 @@
 
     ./run.sh doctor                                      # with a self-test of about half a minute
     ./run.sh doctor --workers 2 --no-self-test
-    ./run.sh doctor --on-host paper-4x20 --workers 4     # a host that one does not have
 
 Exit code 1 means that a check has failed; warnings alone leave it 0.
 """
@@ -21,8 +20,16 @@ from rich.console import Console
 from cpu3d.errors import InputError, how_to_install
 from cpu3d.host.apply import installed
 from cpu3d.host.self_test import Check, self_test
-from cpu3d.host.thread_plan import LOPSIDED, ThreadPlan, default_workers, describe_plans, host_lines, thread_plans
-from cpu3d.host.topology import EXAMPLE_HOSTS, Topology, read_topology, topology_of
+from cpu3d.host.thread_plan import (
+    LOPSIDED,
+    ThreadPlan,
+    Topology,
+    default_workers,
+    host_lines,
+    plan_lines,
+    read_topology,
+    thread_plans,
+)
 from cpu3d.util.records import versions
 from memory_estimator.common.schema import as_typed, option
 from memory_estimator.common.table import Bad, Good, Poor, Table
@@ -30,8 +37,7 @@ from memory_estimator.common.units import GIB, format_bytes
 from memory_estimator.host import memory_high
 from memory_estimator.job import ENGINES
 
-FEW_BYTES = 8 * GIB
-"""Free for a worker: less than a whole brain in the reference network takes without a tighter policy."""
+FEW_BYTES = 8 * GIB  # free for a worker: less than a whole brain takes in the reference network at policy speed
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,6 @@ class Options:
     """Command-line options of `doctor`."""
 
     workers: Optional[int] = option(None, help="plan for N workers; default: one a socket", metavar="N")
-    on_host: Optional[str] = option(None, f"plan for another host: {', '.join(EXAMPLE_HOSTS)}", "NAME")
     engine: Optional[str] = option(None, "what to try out; default: ITEX where it is installed", choices=ENGINES)
     self_test: bool = option(True, help="only look, start no TensorFlow")
     json: bool = option(False, help="print it as JSON, the host in full")
@@ -52,16 +57,14 @@ def run(options: Options) -> int:
     console = Console()
     if not installed(options.engine):
         raise InputError(f"engine must be installed, got {options.engine} without it; choose stock")
-    topology = topology_of(options.on_host) if options.on_host else read_topology()
+    topology = read_topology()
     plans = thread_plans(topology, default_workers(topology) if options.workers is None else options.workers)
     if not options.json:
-        console.print(*host_lines(topology.host), "", describe_plans(topology, plans), sep="\n", soft_wrap=True)
-    checks = host_checks(topology, plans)
-    if not options.on_host:
-        checks += process_checks(topology, plans)
-        if options.self_test and all(check.state != "fail" for check in checks):
-            with Console(stderr=True).status("self-test: TensorFlow is tried out"):
-                checks += self_test(options.engine)
+        console.print(*host_lines(topology.host), *plan_lines(plans), "", sep="\n", markup=False, soft_wrap=True)
+    checks = [*host_checks(topology, plans), *process_checks(topology, plans)]
+    if options.self_test and all(check.state != "fail" for check in checks):
+        with Console(stderr=True).status("self-test: TensorFlow is tried out"):
+            checks += self_test(options.engine)
     if options.json:
         content = {
             "topology": dataclasses.asdict(topology),
@@ -89,7 +92,7 @@ def host_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
         bfloat16 = f"{'AMX' if 'amx_bf16' in isa else 'AVX512_BF16'}: training computes in bfloat16"
     quota, limit, swap, free = host.cpu_quota, host.cgroup_limit_bytes, topology.swap_bytes, host.free_bytes
     sockets = Counter(cpu.socket for cpu in topology.cpus).values()
-    mask = f"{host.logical_cpus} of the machine's {topology.machine_cpus} CPUs"
+    mask = f"{host.logical_cpus} CPUs"
     free_words = format_bytes(free // len(plans)) + (f" for each of {len(plans)} workers" if len(plans) > 1 else "")
     memory = {node.number: node.memory_bytes for node in topology.nodes}
     near = [memory.get(node, 0) for node in sorted({cpu.node for cpu in topology.cpus})]

@@ -20,31 +20,23 @@ from cpu3d.errors import DoesNotFitError, InputError, how_to_install
 
 CPU = "cpu"
 
-QUERY = ("index", "name", "memory.total", "memory.free", "compute_cap", "uuid", "mig.mode.current")
-"""What nvidia-smi is asked for, in this order."""
-
-TIMEOUT_S = 60.0
-"""For its answer: without its daemon each of up to 16 cards takes 1 to 3 seconds to wake up."""
-
-CUDA_PACKAGE = "nvidia-cudnn-cu12"
-"""What requirements-gpu.txt brings and the other requirements do not."""
+QUERY = ("index", "name", "memory.total", "memory.free", "compute_cap", "uuid", "mig.mode.current")  # of nvidia-smi
+TIMEOUT_S = 60.0  # for its answer: without its daemon each of up to 16 cards takes 1 to 3 seconds to wake up
+CUDA_PACKAGE = "nvidia-cudnn-cu12"  # what requirements-gpu.txt brings and the other requirements do not
 
 
 @dataclass(frozen=True)
 class Gpu:
     """A card that this process may use."""
 
-    index: int
-    """As TensorFlow counts: by the slot it is in, among those that CUDA_VISIBLE_DEVICES leaves."""
+    index: int  # as TensorFlow counts: by the slot it is in, among those that CUDA_VISIBLE_DEVICES leaves
     name: str
     memory_bytes: Optional[int]  # None where the driver does not tell, or where MIG splits it, as for the next
     free_bytes: Optional[int]
-    compute_capability: Tuple[int, int]
-    """Of its instructions, (major, minor); (0, 0) where the driver does not tell."""
+    compute_capability: Tuple[int, int]  # of its instructions, (major, minor); (0, 0) where the driver does not tell
 
     @property
     def device(self) -> str:
-        """Such as "gpu:0"."""
         return f"gpu:{self.index}"
 
 

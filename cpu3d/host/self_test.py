@@ -27,17 +27,10 @@ from memory_estimator.host import Host, read_host
 
 PROGRAM = (sys.executable, "-m", "cpu3d.host.self_test")
 
-LIMIT_S = 600.0
-"""For all tests: a slow machine takes a minute or two, one that hangs never ends."""
-
-STEP_SHAPE, STEP_CHANNELS = (64, 64, 64), 32
-"""Voxels and channels of the step that bfloat16 is measured by."""
-
-LIMIT_ELEMENTS = 2**31
-"""Where 32 bits end, with which much software counts elements."""
-
-SLICE = (512, 512, 16)
-"""Of the large tensor: Y, Z, channels. It has one slice more than fits under LIMIT_ELEMENTS."""
+LIMIT_S = 600.0  # for all tests: a slow machine takes a minute or two, one that hangs never ends
+STEP_SHAPE, STEP_CHANNELS = (64, 64, 64), 32  # voxels and channels of the step that bfloat16 is measured by
+LIMIT_ELEMENTS = 2**31  # where 32 bits end, with which much software counts elements
+SLICE = (512, 512, 16)  # Y, Z, channels of the large tensor, which has one slice more than fits under LIMIT_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -45,11 +38,9 @@ class Check:
     """One point of what the doctor looks at."""
 
     name: str
-    state: str
-    """ "ok"; "note", worth knowing with nothing to set; "warn", with what to do; "fail"; "skipped"."""
+    state: str  # "ok"; "note", worth knowing with nothing to set; "warn", with what to do; "fail"; "skipped"
     found: str
-    advice: str = ""
-    """What to do; "" where there is nothing."""
+    advice: str = ""  # what to do
 
 
 def self_test(engine: Optional[str] = None) -> List[Check]:

@@ -1,36 +1,77 @@
-"""How many threads, which CPUs and which switches suit the workers on a host: the decision, as pure functions.
+"""A host in detail, and how many threads, which CPUs and which switches suit its workers: pure functions of it.
 
-plans = thread_plans(topology, default_workers(topology))    # one a socket
+topology = read_topology()                                   # this host, as this process may use it
+plans = thread_plans(topology, default_workers(topology))    # one worker a socket
 plan = thread_plan(host)                                     # for one process that has the host to itself
 
-`host.apply` carries a plan out; `describe` tells what of it is in force.
+`host.apply` carries a plan out; `describe` tells what of it is in force. Most of the project needs a host's sum alone,
+the estimator's `Host`; whoever lays workers on a host needs its `Topology`.
 """
 
 import dataclasses
 import os
 from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, Sequence, Tuple
+from pathlib import Path
+from typing import Any, Dict, Iterable, List, Mapping, Sequence, Tuple, Union
 
 from cpu3d.errors import InputError
 from cpu3d.host.memory import memory_policy
-from cpu3d.host.topology import Cpu, Topology, cpu_ranges
 from cpu3d.util.records import count
-from memory_estimator.common.table import Table
 from memory_estimator.common.units import format_bytes
-from memory_estimator.host import Host
+from memory_estimator.host import Cpu, Host, Node, cpu_places, meminfo, node_memory, read_host
 
-Cores = Sequence[Tuple[Cpu, ...]]
-"""The CPUs of each core, in the order of sockets and nodes."""
+Cores = Sequence[Tuple[Cpu, ...]]  # the CPUs of each core, in the order of sockets and nodes
 
 LOPSIDED = 2
 """Sockets of which one has more than this many times the cores of another, as a mask of CPUs may leave them, get no
 worker each: the small one would hold up the large one at every step."""
 
 THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
-"""Of a plan's variables, the numbers of threads."""
+KMP_AFFINITY = "granularity=fine,compact,1,0"  # where Intel's OpenMP holds its threads on a host of several nodes
 
-KMP_AFFINITY = "granularity=fine,compact,1,0"
-"""Where the threads of Intel's OpenMP stay on a host of several nodes."""
+SWITCHES = {  # what every process sets
+    # From the launcher of ITEX 2.15 and its practice guide (0 or 1 for convolutional networks): after an operation
+    # Intel's OpenMP spins this many ms before it sleeps. A step alone takes as long with 0, 1 or 200
+    # (docs/log.md); that the data threads fare better with 1 than with 200 is assumed.
+    "KMP_BLOCKTIME": "1",
+    # TensorFlow itself turns oneDNN on only for CPUs with certain instructions; without it, 16x (docs/log.md).
+    "TF_ENABLE_ONEDNN_OPTS": "1",
+    # TensorFlow 2.16 and later: tf.keras is Keras 2 (tf_keras). Not for TensorFlow 2.15, see host.apply.
+    "TF_USE_LEGACY_KERAS": "1",
+    # 3 is fatal only: at 2, every start without a GPU prints three harmless "Unable to register cuDNN factory".
+    # A real error reaches Python as an exception whatever this says.
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "ITEX_CPP_MIN_LOG_LEVEL": "2",
+    # CUDA counts cards from the fastest on, their driver by the slot they are in: gpu:0 is to be one card for both.
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A host as one process sees it, before it is divided among workers."""
+
+    host: Host  # in sum: its counts are those of `cpus`
+    cpus: Tuple[Cpu, ...]  # those that this process may run on
+    nodes: Tuple[Node, ...]  # those whose memory it may use, some of them without CPUs perhaps
+    swap_bytes: int = 0
+
+    @property
+    def cores(self) -> Cores:
+        """Each core's CPUs, in the order of sockets, then nodes, then CPUs: neighbours stand together."""
+        found: Dict[int, List[Cpu]] = {}
+        for cpu in sorted(self.cpus, key=lambda cpu: (cpu.socket, cpu.node, cpu.number)):
+            found.setdefault(cpu.core, []).append(cpu)
+        return tuple(map(tuple, found.values()))
+
+
+def read_topology(root: Union[str, Path] = "/") -> Topology:
+    """The host whose /proc and /sys lie under `root`; outside Linux all cores are on one socket and one node."""
+    host, root = read_host(root), Path(root)
+    if not (root / "proc/meminfo").is_file():
+        cpus = tuple(Cpu(number, number % host.cores, 0, 0) for number in range(host.logical_cpus))
+        return Topology(host, cpus, (Node(0, host.memory_bytes, host.available_bytes),))
+    return Topology(host, tuple(cpu_places(root)), tuple(node_memory(root)), meminfo(root).get("SwapTotal", 0))
 
 
 @dataclass(frozen=True)
@@ -81,13 +122,10 @@ def thread_plans(topology: Topology, workers: int) -> Tuple[ThreadPlan, ...]:
     """
     host, possible = topology.host, possible_workers(topology)
     if workers not in possible:
-        *first, last = sorted(sorted(possible, key=lambda number: abs(number - workers))[:4])
-        have = f"{host.cores} cores on {count(host.sockets, 'socket')}"
-        rule = "have whole sockets or equal parts of them, and a core each"
-        if host.cpu_quota is not None:
-            have, rule = f"{host.usable_cores} cores' worth of quota", "have a whole CPU's worth of time each"
-        use = f"{', '.join(map(str, first))} or {last}" if first else last
-        raise InputError(f"workers must {rule}, got {workers} on {have}; use {use}")
+        nearest = sorted(sorted(possible, key=lambda number: abs(number - workers))[:4])
+        rule = "workers must have whole sockets or equal parts of them, and a core each"
+        have = f"{count(host.usable_cores, 'core')} on {count(host.sockets, 'socket')}"
+        raise InputError(f"{rule}, got {workers} on {have}; use {' or '.join(map(str, nearest))}")
     if host.cpu_quota is not None:
         return (_plan(host.usable_cores // workers, binds=False),) * workers
     with_memory = {node.number for node in topology.nodes if node.memory_bytes} if len(topology.nodes) > 1 else set()
@@ -108,10 +146,8 @@ def default_workers(topology: Topology) -> int:
 
 def possible_workers(topology: Topology) -> List[int]:
     """The numbers of workers that `thread_plans` has plans for."""
-    if topology.host.cpu_quota is not None:
-        return list(range(1, topology.host.usable_cores + 1))
-    cores = topology.cores
-    return [workers for workers in range(1, len(cores) + 1) if _shares(cores, workers)]
+    under_quota, cores = topology.host.cpu_quota is not None, topology.cores
+    return [n for n in range(1, topology.host.usable_cores + 1) if under_quota or _shares(cores, n)]
 
 
 def share_of(host: Host, workers: int) -> Host:
@@ -133,7 +169,7 @@ def share_of(host: Host, workers: int) -> Host:
     )
 
 
-# --- Lines and tables to print ---
+# --- Lines to print ---
 
 
 def host_lines(host: Host) -> List[str]:
@@ -157,14 +193,10 @@ def describe(host: Host, plan: ThreadPlan, engine: str) -> List[str]:
     tuning = {name: os.environ.get(name, value) for name, value in plan.tuning.items()}
     threads = ", ".join(f"{name}={value}" for name, value in tuning.items())
     lines = [*host_lines(host), f"engine: {engine}", f"threads: {threads}"]
-    policy, places = memory_policy(), []
-    if plan.cpus and len(plan.cpus) < host.logical_cpus:
-        held = hasattr(os, "sched_getaffinity") and os.sched_getaffinity(0) == set(plan.cpus)
-        places.append(f"{'' if held else 'not held to '}CPUs {cpu_ranges(plan.cpus)}")
+    policy, cpus = memory_policy(), os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    places = [f"CPUs {cpu_ranges(cpus)}"] if 0 < len(cpus) < host.logical_cpus else []
     if policy and policy.mode != "default":
         places.append(f"memory {policy.mode} on NUMA nodes {cpu_ranges(policy.nodes)}")
-    elif plan.memory_nodes:
-        places.append(f"memory not {plan.memory_policy} on NUMA nodes {cpu_ranges(plan.memory_nodes)}")
     lines += [f"places: {', '.join(places)}"] * bool(places)
     for name in THREADS:
         if tuning.get(name) != plan.tuning.get(name):
@@ -173,44 +205,30 @@ def describe(host: Host, plan: ThreadPlan, engine: str) -> List[str]:
     return lines
 
 
-def describe_plans(topology: Topology, plans: Sequence[ThreadPlan]) -> Table:
-    """One line a worker: where it runs, where its memory comes from, its threads. Below, what goes for all of them."""
-    core_of = {cpu.number: cpu.core for cpu in topology.cpus}
-    share = format_bytes(topology.host.free_bytes // len(plans))
-    kernel = "the one node" if len(topology.nodes) == 1 else "where the kernel takes it"
-    order = {"preferred": "node {} first, then others", "interleaved": "nodes {} in turns", "": kernel}
-    rows = []
+def plan_lines(plans: Sequence[ThreadPlan]) -> List[str]:
+    """A line a worker: its CPUs, where its memory comes from and its variables."""
+    lines = []
     for index, plan in enumerate(plans):
-        cpus = cpu_ranges(plan.cpus) if plan.cpus else f"any of {cpu_ranges(core_of)}"
-        memory = order[plan.memory_policy].format(cpu_ranges(plan.memory_nodes))
-        cores = str(len({core_of[cpu] for cpu in plan.cpus})) if plan.cpus else "not bound"
-        rows.append((str(index), cpus, memory, cores, share, str(plan.intra_op)))
-    by_worker = THREADS[::2]
-    alike = [f"{name}={value}" for name, value in plans[0].tuning.items() if name not in by_worker]
-    caption = "\n".join([*alike, f"{' and '.join(by_worker)}: the threads above"])
-    columns = ("worker", "CPUs", "memory from", "cores", "free for it", "threads")
-    return Table(columns, rows, title=f"What it would set for {count(plans, 'worker')}", caption=caption, names=3)
+        places = [f"CPUs {cpu_ranges(plan.cpus)}" if plan.cpus else "CPUs not bound"]
+        if plan.memory_nodes:
+            places.append(f"memory {plan.memory_policy} on NUMA nodes {cpu_ranges(plan.memory_nodes)}")
+        tuning = [f"{name}={value}" for name, value in plan.tuning.items()]
+        lines.append(f"plan of worker {index}: {', '.join(places + tuning)}")
+    return lines
+
+
+def cpu_ranges(numbers: Iterable[int]) -> str:
+    """CPUs in Linux's own spelling: [0, 1, 2, 5] is "0-2,5"."""
+    parts: List[List[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)
 
 
 # --- Private helpers ---
-
-SWITCHES = {
-    # From the launcher of ITEX 2.15 and its practice guide (0 or 1 for convolutional networks): after an operation
-    # Intel's OpenMP spins this many ms before it sleeps. A step alone takes as long with 0, 1 or 200
-    # (docs/log.md); that the data threads fare better with 1 than with 200 is assumed.
-    "KMP_BLOCKTIME": "1",
-    # TensorFlow itself turns oneDNN on only for CPUs with certain instructions; without it, 16x (docs/log.md).
-    "TF_ENABLE_ONEDNN_OPTS": "1",
-    # TensorFlow 2.16 and later: tf.keras is Keras 2 (tf_keras). Not for TensorFlow 2.15, see host.apply.
-    "TF_USE_LEGACY_KERAS": "1",
-    # 3 is fatal only: at 2, every start without a GPU prints three harmless "Unable to register cuDNN factory".
-    # A real error reaches Python as an exception whatever this says.
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-    "ITEX_CPP_MIN_LOG_LEVEL": "2",
-    # CUDA counts cards from the fastest on, their driver by the slot they are in: gpu:0 is to be one card for both.
-    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-}
-"""What every process sets."""
 
 
 def _plan(threads: int, *, binds: bool) -> ThreadPlan:
@@ -238,7 +256,7 @@ def _shares(cores: Cores, workers: int) -> List[Cores]:
     return [share for socket in sockets for share in _cut(socket, inside)]
 
 
-def _sockets(cores: Cores) -> List[List[Tuple[Cpu, ...]]]:
+def _sockets(cores: Cores) -> List[Cores]:
     """Cores by their socket, in order."""
     found: Dict[int, List[Tuple[Cpu, ...]]] = {}
     for core in cores:

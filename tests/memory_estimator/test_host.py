@@ -1,23 +1,16 @@
 """This host, from made-up /proc and /sys."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 
-from cpu3d.host.topology import topology_of
 from memory_estimator.host import memory_high, read_host
-from tests.cpu3d.host.test_topology import write_tree
-
-GIB = 2**30
+from tests.cpu3d.host.hosts import CLOUD, GIB, XEON, write_tree
 
 
 def write(root: Path, path: str, text: str) -> None:
     (root / path).parent.mkdir(parents=True, exist_ok=True)
     (root / path).write_text(text + "\n")
-
-
-XEON, CLOUD = topology_of("xeon-2x28"), topology_of("container-7-of-64")
 
 
 @pytest.fixture
@@ -30,8 +23,7 @@ def xeon(tmp_path):
 @pytest.fixture
 def big(tmp_path):
     """One socket, 64 cores, 256 GiB: what containers are cut from."""
-    host = dataclasses.replace(CLOUD.host, cgroup_limit_bytes=None, cpu_quota=None)
-    write_tree(tmp_path, dataclasses.replace(CLOUD, host=host))
+    write_tree(tmp_path, CLOUD)
     return tmp_path
 
 

@@ -20,7 +20,7 @@ from cpu3d.distributed.all_reduce import (
     text_from_chief,
 )
 from cpu3d.distributed.cluster import ALONE as ALONE_CLUSTER
-from cpu3d.distributed.cluster import MEMORY, Cluster, free_ports
+from cpu3d.distributed.cluster import Cluster, free_ports
 from cpu3d.distributed.rendezvous import meet
 from cpu3d.errors import WorkerLostError
 from tests.cpu3d.distributed.threads import together
@@ -81,7 +81,7 @@ def workers(monkeypatch):
     def at_once(count, work):
         def one(rank):
             with contextlib.ExitStack() as stack:
-                cluster = Cluster(tuple(f"127.0.0.1:{1000 + rank}" for rank in range(count)), rank, MEMORY)
+                cluster = Cluster(tuple(f"127.0.0.1:{1000 + rank}" for rank in range(count)), rank)
                 peers, _ = meet(cluster, 10)
                 for peer in peers.values():
                     stack.enter_context(peer)
@@ -169,15 +169,16 @@ def test_the_worker_that_is_lost_is_named_with_its_address_and_how(said, rank, t
 
 
 WORKER = """
-import dataclasses, hashlib, os, sys
+import hashlib, os, sys
 from cpu3d.distributed.all_reduce import join
-from cpu3d.distributed.cluster import read_cluster
+from cpu3d.distributed.cluster import Cluster, read_cluster
 from cpu3d.errors import InputError
 from cpu3d.host.apply import import_tensorflow
 
 tf = import_tensorflow()
 try:
-    cluster = dataclasses.replace(read_cluster(os.environ), engine="tensorflow")  # as between hosts
+    Cluster.shares_memory = False  # as between hosts
+    cluster = read_cluster(os.environ)
     exchange = join(cluster, meeting_s=60, plan=[cluster.rank])
     whole = exchange.sum(tf.range(9_000_001, dtype=tf.float32) % 1000 + 1000 * (exchange.rank + 1))
     noise = exchange.sum(tf.random.stateless_normal([5_000_000], [exchange.rank, 5])).numpy()

@@ -6,14 +6,12 @@ import sys
 
 import pytest
 
-from cpu3d.__main__ import main
 from cpu3d.distributed import launch
-from cpu3d.distributed.cluster import from_tf_config
+from cpu3d.distributed.cluster import read_cluster
 from cpu3d.distributed.launch import Options, make_plan
 from cpu3d.distributed.supervise import WorkerFailedError
 from cpu3d.errors import InputError
-from cpu3d.host.topology import EXAMPLE_HOSTS
-from cpu3d.util.child import ROOT
+from tests.cpu3d.host.hosts import XEON
 from tests.cpu3d.runs import run_command
 
 # --- The plan ---
@@ -65,7 +63,7 @@ def test_the_workers_and_those_that_start_here(options, environ, sockets, addres
     assert plan.cluster.rank == ranks[0]
     for rank in ranks:
         told = plan.environ_of(rank, {**TF, "HOME": "/"})
-        assert from_tf_config(told.pop("TF_CONFIG")) == plan.cluster.of_rank(rank)
+        assert read_cluster({"TF_CONFIG": told.pop("TF_CONFIG")}) == plan.cluster.of_rank(rank)
         assert told == {"HOME": "/"}
 
 
@@ -118,7 +116,7 @@ def program(tmp_path, monkeypatch, alone):
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)
     monkeypatch.setattr(launch, "PROGRAM", (sys.executable, str(script)))
-    monkeypatch.setattr(launch, "read_topology", lambda: EXAMPLE_HOSTS["xeon-2x28"])
+    monkeypatch.setattr(launch, "read_topology", lambda: XEON)
     return script
 
 
@@ -156,10 +154,7 @@ def test_the_exit_code_is_the_failing_workers(program, tmp_path):
         ((), "launch must be followed by its options and then by train and its own, got nothing"),
         (("--workers", 2, "predict"), "got predict"),
         (("--host-index", 1, "train", "--store", "s", "--run", "r"), "--host-index must come with --hosts, got 1"),
-        (("--on-host", "paper-4x20", "train"), "--on-host and --json must come with --dry-run"),
-        (("--dry-run", "--on-host", "nowhere", "train", "--store", "s", "--run", "r"), "got nowhere"),
-        (("--dry-run", "--on-host", "small-1x2", "--workers", 3, "train", "--store", "s", "--run", "r", "--batch", "3"),
-         "workers must have .* got 3 on 2 cores"),
+        (("--dry-run", "--workers", 999, "train", "--store", "s", "--run", "r"), "workers must have .* got 999 on"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_launched_is_refused(alone, words, said):
@@ -174,26 +169,13 @@ def test_options_of_train_are_read_before_anything_starts(program, tmp_path, cap
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("name", "workers"), [("small-1x2", 1), ("paper-4x20", 4), ("container-7-of-64", 1)])
-def test_a_dry_run_plans_for_a_host_that_is_not_here(alone, monkeypatch, capsys, name, workers):
-    monkeypatch.setattr(launch, "read_topology", lambda: pytest.fail("this host was read"))
-    assert launched("--dry-run", "--on-host", name, *train(ROOT / "none-such", "--batch", 4)) == 0
-    told = capsys.readouterr().out
-    assert f"{workers} worker" in told.splitlines()[0]
-    topology = EXAMPLE_HOSTS[name]
-    assert f"{topology.host.usable_cores // workers} " in told
-    assert told.count("-m cpu3d train") == workers
-    assert told.count("TF_CONFIG=") == (workers if workers > 1 else 0)
-    assert not (ROOT / "none-such").exists()
-
-
-def test_a_dry_run_as_json_is_the_plan_that_the_training_writes(alone, phantom_store, tmp_path, capsys):
-    options = ["--store", str(phantom_store.folder), "--run", str(tmp_path), "--filters", "4", "--depth", "2"]
-    options += ["--steps", "1", "--dtype", "float32", "--policy", "speed", "--learning-rate", "0.01"]
-    assert launched("--dry-run", "--json", "--workers", 1, "train", *options) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert list(tmp_path.iterdir()) == []
-    assert main(["train", *options]) == 0
-    assert json.loads((tmp_path / "plan.json").read_text()) == printed
-    decided = json.loads((tmp_path / "postprocessing.json").read_text())
-    assert (decided["cases"], decided["chosen"]["rules"]) == (1, {})  # too few
+def test_a_dry_run_prints_the_plan_and_commands_and_starts_nothing(program, tmp_path, capsys):
+    assert launched("--dry-run", *train(tmp_path, "--batch", 4)) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("2 workers on 1 host (this one), 2 here; a dry run")
+    assert told[1].startswith("plan of worker 0: CPUs 0-27,56-83, memory preferred on NUMA nodes 0, ")
+    assert [f"worker {rank}: TF_CONFIG=" in told[3 + rank] for rank in (0, 1)] == [True] * 2
+    assert all(
+        line.endswith(f"train --store {tmp_path / 'store'} --run {tmp_path / 'run'} --batch 4") for line in told[3:]
+    )
+    assert not (tmp_path / "run").exists()

@@ -13,8 +13,7 @@ import pytest
 from cpu3d.errors import InputError
 from cpu3d.host.apply import apply, import_tensorflow, set_up
 from cpu3d.host.memory import memory_policy
-from cpu3d.host.thread_plan import KMP_AFFINITY, ThreadPlan, thread_plans
-from cpu3d.host.topology import cpu_ranges, read_topology
+from cpu3d.host.thread_plan import KMP_AFFINITY, ThreadPlan, cpu_ranges, read_topology, thread_plans
 from memory_estimator.host import read_host
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -199,5 +198,5 @@ def test_memory_comes_from_the_plan_s_nodes_unless_the_user_has_chosen():
         ["", ["default", []], []],
         ["", ["preferred", [0]], ["places: memory preferred on NUMA nodes 0"]],
         ["", ["interleaved", [0]], ["places: memory interleaved on NUMA nodes 0"]],
-        ["", ["default", []], ["places: memory not interleaved on NUMA nodes 900-901"]],
+        ["", ["default", []], []],
     ]

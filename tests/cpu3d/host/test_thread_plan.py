@@ -1,4 +1,4 @@
-"""A table of hosts, one line each, and what their workers get."""
+"""Hosts read from folders like their /proc and /sys, and a table of what their workers get."""
 
 import dataclasses
 
@@ -8,14 +8,18 @@ from cpu3d.errors import InputError
 from cpu3d.host.thread_plan import (
     KMP_AFFINITY,
     THREADS,
+    cpu_ranges,
     default_workers,
+    plan_lines,
     possible_workers,
+    read_topology,
     share_of,
     thread_plan,
     thread_plans,
 )
-from cpu3d.host.topology import EXAMPLE_HOSTS, Node, cpu_ranges, topology_of
-from memory_estimator.host import Cpu, Host
+from memory_estimator.host import Cpu, Host, Node
+from tests.cpu3d.host.hosts import HOSTS, PAPER, QUOTA, SMALL, SNC4, WITH_BUS, masked, write_tree
+from tests.cpu3d.host.hosts import XEON as XEON_28
 
 ZEN = Host("Zen", 1, 2, 2, 1, 24 * 2**30, 20 * 2**30, None, 0, None, ("avx2", "avx512_bf16"))
 XEON = Host("Xeon", 2, 56, 112, 2, 1536 * 2**30, 1500 * 2**30, None, 0, None, ("avx2",))
@@ -36,42 +40,28 @@ def under_quota(topology, quota):
     return dataclasses.replace(topology, host=dataclasses.replace(topology.host, cpu_quota=quota))
 
 
-def masked(name, *cpus):
-    """An example host as a process sees it that is held to some CPUs."""
-    topology = topology_of(name)
-    kept = tuple(cpu for cpu in topology.cpus if cpu.number in cpus)
-    numbers, cores, sockets, nodes = (len(set(column)) for column in zip(*kept))
-    counts = {"logical_cpus": numbers, "cores": cores, "sockets": sockets, "numa_nodes": nodes}
-    return dataclasses.replace(topology, cpus=kept, host=dataclasses.replace(topology.host, **counts))
-
-
-XEON_28, SNC4 = topology_of("xeon-2x28"), topology_of("amx-2x60-snc4")
-BUS = Node(1, 512 * 2**30, 500 * 2**30)
-"""Memory behind a bus (CXL), without CPUs."""
-
 BOTH_SOCKETS = ["0-27,56-83 | preferred 0 | 28", "28-55,84-111 | preferred 1 | 28"]
 
 
 @pytest.mark.parametrize(
     ("topology", "workers", "plans"),
     [
-        pytest.param(topology_of("small-1x2"), 1, ["0-1 |   | 2"], id="one node"),
-        pytest.param(topology_of("small-1x2"), 2, ["0 |   | 1", "1 |   | 1"], id="a core each"),
+        pytest.param(SMALL, 1, ["0-1 |   | 2"], id="one node"),
+        pytest.param(SMALL, 2, ["0 |   | 1", "1 |   | 1"], id="a core each"),
         pytest.param(XEON_28, 1, ["0-111 | interleaved 0-1 | 56"], id="two nodes in turns"),
         pytest.param(XEON_28, 2, BOTH_SOCKETS, id="a socket each"),
         pytest.param(XEON_28, 4, ["0-13,56-69 | preferred 0 | 14", "14-27,70-83 | preferred 0 | 14",
             "28-41,84-97 | preferred 1 | 14", "42-55,98-111 | preferred 1 | 14"], id="half a socket each"),
-        pytest.param(topology_of("container-7-of-64"), 3, [" |   | 2"] * 3, id="a quota"),
-        pytest.param(masked("xeon-2x28", *range(7)), 2, ["0-2 | preferred 0 | 3", "3-6 | preferred 0 | 4"],
+        pytest.param(QUOTA, 3, [" |   | 2"] * 3, id="a quota"),
+        pytest.param(masked(XEON_28, *range(7)), 2, ["0-2 | preferred 0 | 3", "3-6 | preferred 0 | 4"],
             id="a cpuset"),
         pytest.param(under_quota(XEON_28, 111.0), 1, [" |   | 56"], id="a quota of less than all"),
-        pytest.param(masked("xeon-2x28", *range(20, 36)), 2, ["20-27 | preferred 0 | 8", "28-35 | preferred 1 | 8"],
+        pytest.param(masked(XEON_28, *range(20, 36)), 2, ["20-27 | preferred 0 | 8", "28-35 | preferred 1 | 8"],
             id="a cpuset over two sockets"),
-        pytest.param(dataclasses.replace(topology_of("small-1x2"), nodes=(*topology_of("small-1x2").nodes, BUS)), 1,
-            ["0-1 | preferred 0 | 2"], id="memory behind a bus"),
+        pytest.param(WITH_BUS, 1, ["0-1 | preferred 0 | 2"], id="memory behind a bus"),
         pytest.param(dataclasses.replace(XEON_28, nodes=(XEON_28.nodes[0], Node(1, 0, 0))), 2,
             [BOTH_SOCKETS[0], "28-55,84-111 |   | 28"], id="a node without memory"),
-        pytest.param(masked("amx-2x60-snc4", 0, 1, 2, 15), 2, ["0-1 | preferred 0 | 2", "2,15 | interleaved 0-1 | 2"],
+        pytest.param(masked(SNC4, 0, 1, 2, 15), 2, ["0-1 | preferred 0 | 2", "2,15 | interleaved 0-1 | 2"],
             id="a node that is too small"),
         pytest.param(dataclasses.replace(XEON_28, cpus=tuple(Cpu(n, n % 56, n % 2, n % 2) for n in range(112))), 2,
             [f"{','.join(map(str, range(i, 112, 2)))} | preferred {i} | 28" for i in (0, 1)], id="numbered in turns"),
@@ -88,9 +78,9 @@ def test_each_worker_has_cores_and_memory_of_its_own(topology, workers, plans):
 @pytest.mark.parametrize(
     ("topology", "workers"),
     [
-        *((topology_of(name), host_workers) for name, host_workers in zip(EXAMPLE_HOSTS, (1, 2, 4, 2, 1))),
-        (masked("xeon-2x28", 0, *range(28, 34)), 1),  # a worker each would wait for the first at every step
-        (masked("xeon-2x28", 0, 1, 2, *range(28, 34)), 2),
+        *zip(HOSTS, (1, 2, 4, 2, 1)),
+        (masked(XEON_28, 0, *range(28, 34)), 1),  # a worker each would wait for the first at every step
+        (masked(XEON_28, 0, 1, 2, *range(28, 34)), 2),
     ],
 )
 def test_by_default_there_is_one_worker_a_socket_unless_sockets_are_lopsided(topology, workers):
@@ -100,12 +90,12 @@ def test_by_default_there_is_one_worker_a_socket_unless_sockets_are_lopsided(top
 @pytest.mark.parametrize(
     ("topology", "workers", "message"),
     [
-        (topology_of("small-1x2"), 3, "workers must have whole sockets or equal parts of them, and a core each, got 3 "
+        (SMALL, 3, "workers must have whole sockets or equal parts of them, and a core each, got 3 "
                                       "on 2 cores on 1 socket; use 1 or 2"),
-        (XEON_28, 3, "got 3 on 56 cores on 2 sockets; use 1, 2, 4 or 6"),
+        (XEON_28, 3, "got 3 on 56 cores on 2 sockets; use 1 or 2 or 4 or 6"),
         (XEON_28, 0, "got 0 on"),
-        (topology_of("container-7-of-64"), 8, "got 8 on 7 cores' worth of quota; use 4, 5, 6 or 7"),
-        (masked("xeon-2x28", 0, *range(28, 34)), 4, "got 4 on 7 cores on 2 sockets; use 1 or 2"),
+        (QUOTA, 8, "got 8 on 7 cores on 1 socket; use 4 or 5 or 6 or 7"),
+        (masked(XEON_28, 0, *range(28, 34)), 4, "got 4 on 7 cores on 2 sockets; use 1 or 2"),
     ],
 )  # fmt: skip
 def test_workers_that_do_not_come_out_even_are_refused_with_those_that_do(topology, workers, message):
@@ -113,9 +103,8 @@ def test_workers_that_do_not_come_out_even_are_refused_with_those_that_do(topolo
         thread_plans(topology, workers)
 
 
-@pytest.mark.parametrize("name", EXAMPLE_HOSTS)
-def test_no_core_has_two_workers_none_is_left_over_and_shares_are_those_of_the_plans(name):
-    topology = topology_of(name)
+@pytest.mark.parametrize("topology", HOSTS)
+def test_no_core_has_two_workers_none_is_left_over_and_shares_are_those_of_the_plans(topology):
     host, core_of = topology.host, {cpu.number: cpu.core for cpu in topology.cpus}
     assert thread_plans(topology, 1)[0].environment == thread_plan(host).environment
     for workers in possible_workers(topology):
@@ -137,3 +126,58 @@ def test_what_a_cgroup_has_used_already_is_nobody_s_share():
     host = dataclasses.replace(ZEN, cgroup_limit_bytes=16 * 2**30, cgroup_used_bytes=6 * 2**30)
     assert share_of(host, 2).free_bytes == 5 * 2**30
     assert share_of(dataclasses.replace(host, cgroup_used_bytes=17 * 2**30), 2).free_bytes == 0
+
+
+def test_a_plan_is_told_in_a_line_a_worker():
+    assert plan_lines(thread_plans(PAPER, 2)) == [
+        f"plan of worker {i}: CPUs {cpus}, memory interleaved on NUMA nodes {nodes}, TF_NUM_INTRAOP_THREADS=40, "
+        f"TF_NUM_INTEROP_THREADS=1, OMP_NUM_THREADS=40, KMP_BLOCKTIME=1, KMP_AFFINITY={KMP_AFFINITY}"
+        for i, cpus, nodes in ((0, "0-39,80-119", "0-1"), (1, "40-79,120-159", "2-3"))
+    ]
+
+
+# --- The host ---
+
+
+def whole_kib(topology):
+    """As /proc tells of memory: in KiB."""
+    down = lambda size: size // 1024 * 1024
+    host = dataclasses.replace(topology.host, available_bytes=down(topology.host.available_bytes))
+    nodes = tuple(node._replace(free_bytes=down(node.free_bytes)) for node in topology.nodes)
+    return dataclasses.replace(topology, host=host, nodes=nodes)
+
+
+@pytest.mark.parametrize("topology", [*HOSTS, WITH_BUS])
+def test_a_host_is_read_as_it_was_written(topology, tmp_path):
+    topology = whole_kib(topology)
+    write_tree(tmp_path, topology)
+    assert read_topology(tmp_path) == topology
+
+
+def test_a_mask_of_cpus_and_of_nodes_leaves_only_those(tmp_path):
+    write_tree(tmp_path, XEON_28)
+    (tmp_path / "proc/self/status").write_text("Cpus_allowed_list: 27-29,84\nMems_allowed_list: 1\n")
+    topology = read_topology(tmp_path)
+    places = [(cpu.number, cpu.socket, cpu.node) for cpu in topology.cpus]
+    assert places == [(27, 0, 0), (28, 1, 1), (29, 1, 1), (84, 1, 1)]
+    assert [len(core) for core in topology.cores] == [1, 2, 1]
+    assert [node.number for node in topology.nodes] == [1]
+
+
+def test_a_host_that_tells_of_no_nodes_has_one(tmp_path):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text("processor: 0\n\nprocessor: 1\n")
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 16 kB\nMemAvailable: 8 kB\n")
+    topology = read_topology(tmp_path)
+    assert topology.nodes == (Node(0, 16384, 8192),)
+    assert topology.cpus == (Cpu(0, 0, 0, 0), Cpu(1, 1, 0, 0))
+
+
+def test_outside_linux_there_is_one_socket(tmp_path):
+    topology = read_topology(tmp_path)
+    assert len(topology.nodes) == topology.host.sockets == 1
+
+
+@pytest.mark.parametrize(("numbers", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 5], "0-2,5"), ([7, 6, 1], "1,6-7")])
+def test_cpus_are_written_as_linux_does(numbers, text):
+    assert cpu_ranges(numbers) == text

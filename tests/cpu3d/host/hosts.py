@@ -1,0 +1,90 @@
+"""Made-up hosts of several sockets, and their /proc and /sys."""
+
+import dataclasses
+
+from cpu3d.host.thread_plan import Topology, cpu_ranges
+from memory_estimator.host import Cpu, Host, Node
+from memory_estimator.step.onednn import Kernels, highest_isa
+
+GIB = 2**30
+
+
+def made_up(model, isa, memory_gib, sockets, cores, threads=1, nodes=1):
+    """A host of `sockets` alike, of so many `cores` and NUMA `nodes` each, and so many hyper-`threads` a core.
+
+    CPUs are numbered as by Linux: every core of every socket, then their second threads. 3 % of the memory is in use.
+    """
+    all_cores, all_nodes, memory_bytes = sockets * cores, sockets * nodes, memory_gib * GIB
+    cpus = tuple(
+        Cpu(thread * all_cores + core, core, core // cores, core * all_nodes // all_cores)
+        for thread in range(threads)
+        for core in range(all_cores)
+    )
+    free = int(0.97 * memory_bytes)
+    kernels = Kernels(highest_isa(isa), cores=cores)
+    host = Host(model, sockets, all_cores, len(cpus), all_nodes, memory_bytes, free, None, 0, None, isa, kernels)
+    each = tuple(Node(node, memory_bytes // all_nodes, free // all_nodes) for node in range(all_nodes))
+    return Topology(host, cpus, each)
+
+
+VNNI = ("avx", "avx2", "fma", "avx512f", "avx512_vnni")
+BFLOAT16 = (*VNNI, "avx_vnni", "avx512_bf16")
+AMX = (*BFLOAT16, "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
+SMALL = made_up("2 cores with AVX512_BF16", BFLOAT16, 24, sockets=1, cores=2)
+XEON = dataclasses.replace(made_up("Xeon, 28 cores", VNNI, 1536, sockets=2, cores=28, threads=2), swap_bytes=8 * GIB)
+PAPER = made_up("Xeon, 20 cores", VNNI[:-1], 1536, sockets=4, cores=20, threads=2)
+SNC4 = made_up("Xeon, 60 cores with AMX", AMX, 2048, sockets=2, cores=60, threads=2, nodes=4)
+CLOUD = made_up("64 cores of a cloud", VNNI[:3], 256, sockets=1, cores=64)
+QUOTA = dataclasses.replace(CLOUD, host=dataclasses.replace(CLOUD.host, cpu_quota=7.0, cgroup_limit_bytes=32 * GIB))
+HOSTS = (SMALL, XEON, PAPER, SNC4, QUOTA)
+WITH_BUS = dataclasses.replace(SMALL, nodes=(*SMALL.nodes, Node(1, 512 * GIB, 500 * GIB)))  # memory of CXL, no CPUs
+
+
+def masked(topology, *cpus):
+    """A host as a process sees it that is held to some CPUs."""
+    kept = tuple(cpu for cpu in topology.cpus if cpu.number in cpus)
+    numbers, cores, sockets, nodes = (len(set(column)) for column in zip(*kept))
+    counts = {"logical_cpus": numbers, "cores": cores, "sockets": sockets, "numa_nodes": nodes}
+    return dataclasses.replace(topology, cpus=kept, host=dataclasses.replace(topology.host, **counts))
+
+
+def write_tree(root, topology):
+    """A host's /proc and /sys, as Linux would have them."""
+
+    def write(path, text):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(f"{text}\n")
+
+    host, numbers = topology.host, [cpu.number for cpu in topology.cpus]
+    flags = f"model name\t: {host.cpu_model}\nflags\t\t: fpu {' '.join(host.isa)}"
+    write("proc/cpuinfo", "\n\n".join(f"processor\t: {number}\n{flags}" for number in range(max(numbers) + 1)))
+    write(
+        "proc/meminfo",
+        f"MemTotal: {host.memory_bytes // 1024} kB\nMemAvailable: {host.available_bytes // 1024} kB\n"
+        f"SwapTotal: {topology.swap_bytes // 1024} kB",
+    )
+    write("proc/self/status", f"Name:\tpython\nCpus_allowed_list:\t{cpu_ranges(numbers)}")
+    write("proc/self/cgroup", "0::/")
+    write("sys/devices/system/cpu/online", cpu_ranges(numbers))
+    if host.cpu_quota:
+        write("sys/fs/cgroup/cpu.max", f"{host.cpu_quota * 100000:.0f} 100000")
+    if host.cgroup_limit_bytes:
+        write("sys/fs/cgroup/memory.max", host.cgroup_limit_bytes)
+        write("sys/fs/cgroup/memory.current", host.cgroup_used_bytes)
+    for cpu in topology.cpus:
+        place = f"sys/devices/system/cpu/cpu{cpu.number}/topology"
+        siblings = [other.number for other in topology.cpus if other.core == cpu.core]
+        write(f"{place}/thread_siblings_list", ",".join(map(str, siblings)))
+        write(f"{place}/physical_package_id", cpu.socket)
+    for node in topology.nodes:
+        place = f"sys/devices/system/node/node{node.number}"
+        write(f"{place}/cpulist", cpu_ranges(cpu.number for cpu in topology.cpus if cpu.node == node.number))
+        sizes = {
+            "MemTotal": node.memory_bytes,
+            "MemFree": node.free_bytes - 3 * GIB,
+            "Active(file)": GIB,
+            "Inactive(file)": 2 * GIB,
+            "Active(anon)": 5 * GIB,
+        }
+        lines = [f"Node {node.number} {name}:   {size // 1024} kB" for name, size in sizes.items()]
+        write(f"{place}/meminfo", "\n".join([*lines, f"Node {node.number} HugePages_Total:     0"]))
