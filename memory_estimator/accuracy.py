@@ -1,7 +1,6 @@
 """How far predictions are off, by kind of measured step, and the margin of an upper bound that follows from it.
 
-accuracy.json holds it for the records in records/memory; `bench tables --accuracy` writes that file. A measured step
-beside its prediction is a `Row`.
+accuracy.json holds it for the records in records/memory; `bench tables --accuracy` writes that file.
 """
 
 import dataclasses

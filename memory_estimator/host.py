@@ -1,7 +1,6 @@
 """What this host has and what of it this process may use: cores, sockets, memory, instructions.
 
-From /proc and /sys, because a container sees the whole machine in them but may use only what its
-cgroup and CPU mask leave: sizing threads by the machine is what makes 64 threads fight over 7 cores.
+From /proc and /sys: a container sees the whole machine but may use only what its cgroup and CPU mask leave.
 """
 
 import contextlib

@@ -36,11 +36,8 @@ class LayerOp:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of its forward pass for one sample, a multiply-add counted as 2.
-
-        Counted for convolutions alone: all else is limited by memory traffic. A transposed convolution of stride 2
-        and kernel 2 writes each output voxel once, so it costs one kernel tap per output voxel.
-        """
+        """Operations of its forward pass for one sample, a multiply-add counted as 2; of convolutions alone, as the
+        rest is limited by memory traffic. An up-convolution costs one kernel tap per output voxel."""
         if self.kind in ("conv", "head", "shortcut"):
             return 2 * self.kernel**3 * self.in_channels * self.elements
         return 2 * self.in_channels * self.elements if self.kind == "up_conv" else 0
@@ -48,9 +45,7 @@ class LayerOp:
 
 def layer_plan(config: UNetConfig, shape: Shape3) -> Tuple[LayerOp, ...]:
     """The layers of `build_unet3d(config, shape)` in the order they run, for an image of `shape` (X, Y, Z).
-
-    Raises ValueError when the shape does not divide.
-    """
+    Raises ValueError when the shape does not divide."""
     config.check_shape(shape)
     plan = _Plan(config, shape)
     x = plan.add("image", "input", (), 0, config.channels)

@@ -21,9 +21,7 @@ HALF = (1, 2, 2, 2, 1)
 
 class Convolution(tf.keras.layers.Conv3D):
     """A convolution that keeps the grid: (N, X, Y, Z, C) -> (N, X, Y, Z, filters). Stride 1, padding "same".
-
-    `by_planes` is how its filter gradient is computed: with less memory, as `filter_gradient_by_planes`.
-    """
+    With `by_planes` its filter gradient is `filter_gradient_by_planes`, which takes less memory."""
 
     def __init__(self, filters: int, kernel_size: int, by_planes: bool = False, **kwargs):
         super().__init__(filters, kernel_size, padding="same", **kwargs)
@@ -180,9 +178,7 @@ def convolution(x, kernel, of_kernel=filter_gradient):
 
 def gradients(x, meets, of_kernel=filter_gradient):
     """Of a map (N, X, Y, Z, A), and before that of each kernel that it meets in a convolution, stride 1, "same".
-
-    They are given as (kernel, gradient of that convolution's output).
-    """
+    They are given as (kernel, gradient of that convolution's output)."""
     at_x, to_kernels = None, []
     for kernel, upstream in meets:
         to_kernels.append(of_kernel(x, then(upstream, *to_kernels[-1:]), kernel.shape))

@@ -72,11 +72,8 @@ class Cut:
 
     def sweep(self, body: Callable, *given: Any) -> Any:
         """`body` slab by slab, each after the one before and the first after the last sweep; what it returns, as lists.
-
         Of the arguments, a list has one entry a slab, `Near` stands for a slab with its halo, tuples and dicts hold
-        such arguments, and `body` takes all else as it is. It is a function in the graph, traced once for slabs of one
-        shape.
-        """
+        such arguments, and `body` takes all else as it is. It is traced once for slabs of one shape."""
         body = tf.function(body, autograph=False, experimental_attributes={"_noinline": True})
         found = []
         for index in range(len(self.pieces)):

@@ -1,8 +1,6 @@
-"""What each kind of layer, and the loss, does in a training step, forward and back.
+"""What each kind of layer, and the loss, does in a training step, forward and back, as the allocator's log has it.
 
-Engines differ in what they fuse, in what they keep for a gradient beside the maps, and in what they write in place;
-each such rule names the engine, "itex" being TensorFlow with Intel's extension and "stock" TensorFlow without. All of
-it was read off the allocator's log, operation by operation.
+Engines differ in what they fuse, keep and write in place: "itex" is TensorFlow with Intel's extension, "stock" without.
 """
 
 import math

@@ -1,8 +1,6 @@
 """Seconds of a training step: every operation by its work and its traffic, at the speed of the host's own calibration.
 
-A convolution takes its multiply-adds at a rate that depends on how many vectors of 16 channels it writes and reads at a
-time, and its kernel's bytes once more; everything else takes its traffic, which is slower where the maps do not fit the
-cache. On top comes a constant for every operation, for what TensorFlow does between them.
+On top comes a constant for every operation, for what TensorFlow does between them.
 """
 
 import math
