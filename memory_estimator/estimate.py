@@ -232,8 +232,7 @@ def _outside(program: Program, line: Timeline) -> Tuple[int, int]:
 
 
 def _peaks_of_others(job: Job, kernels: Kernels, region: int, program: Program) -> Iterator[int]:
-    """What the step's tensors and oneDNN's buffers take with the kernels of each other family, where it is not as in
-    `program`."""
+    """What the step takes with the kernels of each other family, where it is not as in `program`."""
     seen = [program]
     for isa in FAMILIES[job.unet.dtype]:
         if isa == family_of(kernels.isa, job.unet.dtype):

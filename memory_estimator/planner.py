@@ -244,8 +244,7 @@ def _largest(chain: Callable[[int], Job], price: Price, budget_bytes: int, last:
 
 
 def _smaller(job: Job, kind: str, grids: Optional[Sequence[Tuple[str, Shape3]]]) -> List[Tuple[str, Job]]:
-    """The job with one kind of change, and the change as options, each at least as large as the one before; policies as
-    they come."""
+    """The job with one kind of change, and the change as options; each at least as large as the one before."""
     unet = job.unet
     if kind == "policy":
         return [(f"--policy {policy}", job.with_unet(policy=policy)) for policy in POLICIES]

@@ -111,10 +111,8 @@ def mapped(make: Callable, *halos: Halo) -> Halo:
 
 class Norm:
     """A block's norm and ReLU over slabs, as a function of its weights.
-
     A group is what is normalised together: a sample (instance), all of the batch (batch, and none). No norm is one of
-    mean 0 and variance 1. `of` has for each slab what `apply` takes: (mean, scale, shift, rate).
-    """
+    mean 0 and variance 1. `of` has for each slab what `apply` takes: (mean, scale, shift, rate)."""
 
     def __init__(self, layer, cut: Cut, values):
         """`values` are those of the layer: with a batch norm's moving statistics the batch's are not taken."""

@@ -24,8 +24,7 @@ class NotRegularError(OSError, ValueError):
 
 
 def open_regular(path: Union[str, Path]) -> int:
-    """A handle for reading a regular file, or a link to one; the caller closes it. Raises NotRegularError for anything
-    else, which is not opened, and OSError as `os.open`."""
+    """A handle for reading a regular file; the caller closes it. Raises NotRegularError for others, unopened."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}

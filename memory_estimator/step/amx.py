@@ -33,8 +33,7 @@ def filter_gradient_bytes(conv: Convolution, on: Setting) -> int:
 
 
 def filter_gradient_touched(conv: Convolution, on: Setting) -> Spans:
-    """Where that scratch is written, as offsets: a group fills the start of its own maps, as far as its share goes
-    (jit_brgemm_conv_bwd_w.cpp, `tr_src_off`)."""
+    """Where that is written: a group fills the start of its maps (jit_brgemm_conv_bwd_w.cpp, `tr_src_off`)."""
     conv = _in_lines(conv)
     (groups, _, _), sizes, _ = _transposed(conv, on)
     axis = 1 if conv.target[0] == 1 else 0

@@ -102,8 +102,7 @@ def filter_gradient(
     planes: int = 1,
     samples: int = 1,
 ) -> str:
-    """Of the whole volume at once; or, with `part` in its name, one of so many planes of so many samples, which `seen`
-    is to oneDNN. Returns its name."""
+    """Of the whole volume, or with `part` in its name of planes, which `seen` is to oneDNN. Returns its name."""
     kind, name = "up_conv" if op.kind == "up_conv" else "conv", filter_gradient_name(op) + part
     size, flops = writer.kernel_bytes(op) // planes, writer.flops(op) // (samples * planes)
     more = {"buffers": filter_gradient_buffers(seen or _seen(writer, op), writer.setting), "flops": flops}
