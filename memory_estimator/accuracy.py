@@ -1,7 +1,6 @@
 """How far predictions are off, by kind of measured step, and the margin of an upper bound that follows from it.
 
-accuracy.json holds it for the records in records/memory; `bench tables --accuracy` writes that file. A measured step
-beside its prediction is a `Row`.
+accuracy.json holds it for the records in records/memory; `bench tables --accuracy` writes that file.
 """
 
 import dataclasses
@@ -40,8 +39,7 @@ begins with: float32 has the same wherever there is AVX-512, bfloat16 is emulate
 
 
 def family_of(isa: str, dtype: str) -> str:
-    """Which of FAMILIES computes in a dtype on a host whose highest instruction set is `isa`, as oneDNN calls it; the
-    set itself where it is below all of them."""
+    """Which of FAMILIES computes in a dtype where the highest instruction set is `isa`; `isa` if below all of them."""
     if isa.startswith("avx2"):
         return "avx2"
     if not isa.startswith("avx512"):
@@ -116,8 +114,7 @@ class Accuracy:
 
 
 def load_accuracy(path: Union[str, Path] = SHIPPED, versions: Optional[Mapping[str, str]] = None) -> Accuracy:
-    """Read the shipped digest of the records; `versions` are those of the engines that will run, where they are known.
-    Raises ValueError for a damaged file."""
+    """The shipped digest; `versions` are those of the engines, where known. Raises ValueError for a damaged file."""
     try:
         return dataclasses.replace(typed(read_json(path), Accuracy), versions=dict(versions or {}))
     except (OSError, ValueError) as error:

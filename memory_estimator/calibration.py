@@ -104,8 +104,7 @@ class HostConstants:
         return f"{self.name}, {self.date}"
 
     def basis(self, host: Optional[Host] = None) -> str:
-        """Where the costs are from, and why they may be less exact for `host`, for printing; None is a host that is not
-        this one."""
+        """Where the costs are from, and why they may be less exact for `host` (None: not this one), for printing."""
         if self.trained:
             words = f"scaled by {self.trained.scale:.2f} to a training here on {self.trained.date}, {self.trained.job}"
         elif self.origin != "measured":
@@ -178,8 +177,7 @@ measured."""
 
 
 def runtime_ops(program: Program) -> int:
-    """Of a program, the operations that `op_bytes` counts: convolutions, whose kernels are compiled, each once, and
-    kernels made orthogonal."""
+    """The operations that `op_bytes` counts: convolutions, whose kernels are compiled, and kernels made orthogonal."""
     first, found = ("", "sample0/plane0"), 0.0
     for op in program.ops:
         if "conv" in op.kind and "shortcut" not in op.name and op.name.partition("/filter_gradient/")[2] in first:
@@ -190,8 +188,7 @@ def runtime_ops(program: Program) -> int:
 
 
 def load_constants(path: Union[str, Path]) -> HostConstants:
-    """Read constants from a file, shipped or written by `calibrate --out`. Raises ValueError for one that is missing,
-    damaged or of another schema."""
+    """Constants from a file. Raises ValueError for one that is missing, damaged or of another schema."""
     return _load(Path(path))
 
 
@@ -223,8 +220,7 @@ def named_constants(name: str) -> HostConstants:
 
 
 def find_constants(host: Optional[Host] = None) -> HostConstants:
-    """What was measured on this host, of each engine as it is installed; else the shipped constants. A file that cannot
-    be read is left out, with a note."""
+    """What was measured on this host, else the shipped constants. A damaged file is left out, with a note."""
     host, notes = host or read_host(), {}
     constants = shipped_constants(host.kernels)
     for engine in ENGINES:

@@ -1,7 +1,4 @@
-"""One job's memory and time: the step on paper, the allocator and the host's constants put together.
-
-With it go the bill, which says what every byte of the process's peak is, and how far predictions have been off.
-"""
+"""One job's memory and time, with a bill of its bytes and how far predictions have been off."""
 
 import dataclasses
 import math
@@ -134,12 +131,9 @@ class Estimate:
 def estimate(
     job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = None, host_bytes: Optional[int] = None
 ) -> Estimate:
-    """Memory and time of a step of `job` on a host of these constants. Takes tenths of a second at most.
-
-    `host_bytes` is the memory that the host has, free or not, which is the limit of TensorFlow's allocator; None is
-    without end. Of a job that a store feeds the upper bound is that of its validations too. Raises ValueError where the
-    constants know nothing of the job's engine or dtype.
-    """
+    """Memory and time of a step of `job` on a host of these constants. `host_bytes`, its memory,
+    is the limit of TensorFlow's allocator; None is without end. Of a job that a store feeds the bound holds for its
+    validations too. Raises ValueError where the constants know nothing of the job's engine or dtype."""
     accuracy, constants = accuracy or load_accuracy(), constants.of(job.engine, job.unet.dtype).for_threads(job.threads)
     isa = constants.kernels.isa
     if job.unet.dtype == "bfloat16" and not isa.startswith("avx512"):
@@ -194,11 +188,8 @@ def estimate(
 
 def whole_volume_bytes(job: Job, shape: Shape3, resolution: float) -> int:
     """What whole volumes of `shape` take beside the steps of a `job` that sees less of them, counted and not measured.
-
-    Patches (resolution 1): a validation alone reads whole volumes; its logits and their weights come with them. At a
-    lower resolution the steps are fed by whole volumes too, a micro-batch of them at a time; they are rotated before
-    they are averaged down, and that is done in float32, along one axis after another.
-    """
+    With patches (resolution 1) a validation alone reads them, with logits and their weights; at a lower resolution the
+    steps too, a micro-batch at a time, rotated in float32 before they are averaged down."""
     unet, volumes, shrinking = job.unet, 3, 0.0
     if resolution < 1:
         volumes = 2 * job.micro + 1
@@ -241,8 +232,7 @@ def _outside(program: Program, line: Timeline) -> Tuple[int, int]:
 
 
 def _peaks_of_others(job: Job, kernels: Kernels, region: int, program: Program) -> Iterator[int]:
-    """What the step's tensors and oneDNN's buffers take with the kernels of each other family, where it is not as in
-    `program`."""
+    """What the step takes with the kernels of each other family, where it is not as in `program`."""
     seen = [program]
     for isa in FAMILIES[job.unet.dtype]:
         if isa == family_of(kernels.isa, job.unet.dtype):

@@ -1,7 +1,6 @@
 """What this host has and what of it this process may use: cores, sockets, memory, instructions.
 
-From /proc and /sys, because a container sees the whole machine in them but may use only what its
-cgroup and CPU mask leave: sizing threads by the machine is what makes 64 threads fight over 7 cores.
+From /proc and /sys: a container sees the whole machine but may use only what its cgroup and CPU mask leave.
 """
 
 import contextlib
@@ -150,8 +149,7 @@ class Node(NamedTuple):
 
 
 def node_memory(root: Path) -> List[Node]:
-    """The NUMA nodes whose memory this process may use, by number; all of the machine as node 0 where /sys tells of
-    none."""
+    """The NUMA nodes whose memory this process may use, by number; node 0 where /sys has none."""
     allowed, memory = _allowed_nodes(root), meminfo(root)
     nodes = [node for node in _nodes(root) if not allowed or node.number in allowed]
     return nodes or [Node(0, memory["MemTotal"], available_bytes(memory))]
@@ -169,8 +167,7 @@ def _nodes(root: Path) -> List[Node]:
 
 
 def _allowed_nodes(root: Path) -> Set[int]:
-    """Those of this process's cpuset, as Slurm sets it, and of these the ones that it is bound to, as by
-    `numactl --membind`; empty where neither is known."""
+    """Those of this process's cpuset (Slurm) that it is bound to (`numactl --membind`); empty where unknown."""
     allowed = set(cpu_list(fields(read_text(root / "proc/self/status")).get("Mems_allowed_list", "")))
     policy = ""
     with contextlib.suppress(OSError), open(root / "proc/self/numa_maps", encoding="utf-8") as file:

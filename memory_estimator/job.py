@@ -1,7 +1,4 @@
-"""What is to be estimated: one training step's network, grid, batch, optimizer and engine.
-
-A job comes from the command line, from a recipe by its name, or from the folder of a run.
-"""
+"""What is to be estimated, one training step: from the command line, a recipe by its name, or the folder of a run."""
 
 import argparse
 import contextlib
@@ -121,9 +118,8 @@ class Job:
 
 
 def micro_of(norm: str, batch: int, micro_batch: int) -> int:
-    """Volumes computed at a time: `micro_batch`, and by rule where that is 0. The rule is 1 where the norm is per
-    sample: the sum of the gradients is then the whole batch's, to rounding, in the least memory. With batch norm, whose
-    statistics are of what is computed together, it is the whole batch."""
+    """Volumes computed at a time: `micro_batch`; where that is 0 the whole batch with batch norm, whose statistics are
+    of what is computed together, else 1: the least memory, and the same gradients to rounding."""
     return micro_batch or (batch if norm == "batch" else 1)
 
 

@@ -1,8 +1,6 @@
 """What fits: the fastest policy, the largest micro-batch, filters and extent, the mildest change, a GPU's patch.
 
-Memory grows with each of them, but for the allocator's rounding and wide upper bounds, so a few guesses find nearly the
-largest, and those below it are looked at. `price` is asked
-for estimates: `estimate` with a host's constants in it, or a table in a test.
+`price` makes the estimate of a job: `estimate` with a host's constants in it, or a table in a test.
 """
 
 import dataclasses
@@ -97,10 +95,8 @@ def extent(job: Job, number: int) -> Job:
 
 
 def largest_number(cost: Callable[[int], int], budget: int, last: int = LARGEST) -> int:
-    """The largest number from 1 to `last` whose cost is within the budget; 0 for none.
-
-    Costs grow with the number but for the allocator's rounding. The guesses double, then halve what is left.
-    """
+    """The largest number from 1 to `last` whose cost is within the budget; 0 for none. Costs grow with the number but
+    for the allocator's rounding, so the guesses double, then halve what is left."""
     low, high = 0, 1
     while high <= last and cost(high) <= budget:
         low, high = high, 2 * high
@@ -120,11 +116,9 @@ def nearest(
     same_training: bool = False,
 ) -> List[Option]:
     """The mildest changes after which the job fits, each alone sufficient; if none is, one that takes them together.
-
     `grids` are the only grids that may be chosen, each with its option, the smallest first; None is any of the job's
     proportions. With `same_training` only what costs a run that has begun time alone: the policy, and the micro-batch
-    but for batch norm, whose statistics follow it. A smaller batch takes no less than a smaller micro-batch.
-    """
+    but for batch norm, whose statistics follow it."""
     kinds = ["policy", "micro-batch"] if same_training else ["policy", "micro-batch", "dtype", "shape", "filters"]
     if same_training and job.unet.norm == "batch":
         kinds = ["policy"]
@@ -250,8 +244,7 @@ def _largest(chain: Callable[[int], Job], price: Price, budget_bytes: int, last:
 
 
 def _smaller(job: Job, kind: str, grids: Optional[Sequence[Tuple[str, Shape3]]]) -> List[Tuple[str, Job]]:
-    """The job with one kind of change, and the change as options, each at least as large as the one before; policies as
-    they come."""
+    """The job with one kind of change, and the change as options; each at least as large as the one before."""
     unet = job.unet
     if kind == "policy":
         return [(f"--policy {policy}", job.with_unet(policy=policy)) for policy in POLICIES]

@@ -1,10 +1,8 @@
 """Data-parallel training on several hosts: how long a step and a whole training take, from one worker's step.
 
-Every worker computes the gradients of its share of the batch, the gradients are summed over all, each worker updates
-its own weights. One after the other come the slowest worker's share (`largest_of`), adding gradients up, packing them
-into one float32 vector, its exchange by a ring over all workers for each 16 MiB (`exchange_s`), and a short wait for
-data: the trainer hides nothing of the exchange behind the backward pass. What workers lose to each other was measured
-on one host (`COSTS`).
+One after the other come the slowest worker's share (`largest_of`), adding gradients up, packing them into one float32
+vector, its exchange by a ring over all workers for each 16 MiB (`exchange_s`), and a short wait for data: the trainer
+hides nothing of the exchange behind the backward pass. What workers lose to each other was measured on one host.
 """
 
 import argparse

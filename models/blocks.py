@@ -112,9 +112,7 @@ def precision(config: UNetConfig) -> str:
 
 def initial_kernel(config: UNetConfig, name: str):
     """Glorot's uniform, from the network's seed and the layer's name: no layer depends on what was built before.
-
-    On one real glioma Glorot's smaller kernels reach in 20 steps what He's reach in 30.
-    """
+    On one real glioma Glorot's smaller kernels reach in 20 steps what He's reach in 30."""
     return tf.keras.initializers.GlorotUniform(seed=zlib.crc32(f"{config.seed}/{name}".encode()) & 0x7FFFFFFF)
 
 
@@ -143,9 +141,7 @@ def up_layers(config: UNetConfig, name: str, width: int):
 
 def head_layer(config: UNetConfig, name: str):
     """One logit per output and voxel, in the compute dtype: the loss casts them to float32.
-
-    Casting the head's *input* instead would hold a float32 copy of the widest map of the network.
-    """
+    Casting the head's *input* instead would hold a float32 copy of the widest map of the network."""
     more = {"use_bias": True, "bias_initializer": tf.keras.initializers.Constant(PRIOR_LOGIT)}
     return convolution_layer(config, name, config.outputs, 1, by_planes=config.policy != "speed", **more)
 

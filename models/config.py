@@ -27,8 +27,7 @@ def has_fused_norm(channels: int, dtype: str) -> bool:
 
 
 def norm_block(rows: int) -> int:
-    """How many of the X * Y rows of a map such a pass adds up at a time: of 16 or 32 it takes longer, more streams than
-    a core fetches ahead."""
+    """X * Y rows of a map that such a pass adds up at a time: 16 or 32, more than a core fetches ahead, take longer."""
     return next(block for block in range(8, 0, -1) if rows % block == 0)
 
 
@@ -86,10 +85,8 @@ class UNetConfig:
         return below if self.network == "cicek2016" else below // 2
 
     def check_shape(self, shape: Tuple[int, int, int], name: str = "input_shape") -> None:
-        """Raise ValueError unless the network can take an image of `shape` (X, Y, Z), naming the nearest that fit.
-
-        `name` is what the error calls the shape.
-        """
+        """Raise ValueError unless the network can take an image of `shape` (X, Y, Z), and name the nearest.
+        `name` is what the error calls the shape."""
         if len(shape) != 3 or min(shape) < 1:
             raise ValueError(f"{name} must be three positive numbers, got {tuple(shape)}; give X Y Z in voxels")
         if any(n % self.divisor for n in shape):

@@ -155,10 +155,8 @@ class SlabEncoder(SlabBlock):
 
 class SlabDecoder(SlabBlock):
     """{"below": the coarser maps, "shares": the encoder's} -> logits (N, X, Y, Z, outputs).
-
     With "target" among what it takes, and a `loss` as models/supervision.py has it: (loss, score (N, R)) of it.
-    The logits are then made slab by slab: once for the loss, and again for each sweep that reads their gradient.
-    """
+    The logits are then made slab by slab: once for the loss, and again for each sweep that reads their gradient."""
 
     def __init__(self, unet: UNetConfig):
         super().__init__(unet, "decoder", 0)

@@ -36,11 +36,8 @@ class LayerOp:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of its forward pass for one sample, a multiply-add counted as 2.
-
-        Counted for convolutions alone: all else is limited by memory traffic. A transposed convolution of stride 2
-        and kernel 2 writes each output voxel once, so it costs one kernel tap per output voxel.
-        """
+        """Operations of its forward pass for one sample, a multiply-add counted as 2; of convolutions alone, as the
+        rest is limited by memory traffic. An up-convolution costs one kernel tap per output voxel."""
         if self.kind in ("conv", "head", "shortcut"):
             return 2 * self.kernel**3 * self.in_channels * self.elements
         return 2 * self.in_channels * self.elements if self.kind == "up_conv" else 0
@@ -48,9 +45,7 @@ class LayerOp:
 
 def layer_plan(config: UNetConfig, shape: Shape3) -> Tuple[LayerOp, ...]:
     """The layers of `build_unet3d(config, shape)` in the order they run, for an image of `shape` (X, Y, Z).
-
-    Raises ValueError when the shape does not divide.
-    """
+    Raises ValueError when the shape does not divide."""
     config.check_shape(shape)
     plan = _Plan(config, shape)
     x = plan.add("image", "input", (), 0, config.channels)
@@ -76,10 +71,8 @@ def layer_plan(config: UNetConfig, shape: Shape3) -> Tuple[LayerOp, ...]:
 
 def training_flops(config: UNetConfig, shape: Shape3, batch: int = 1) -> int:
     """Floating-point operations of one training step's convolutions, a multiply-add counted as 2.
-
-    Forward, filter gradient and input gradient cost the same; what reads the image itself has no input gradient.
-    Recomputation under a memory policy is not counted: it is the same useful work in more time.
-    """
+    Forward, filter gradient and input gradient cost the same; what reads the image has no input gradient. Recomputation
+    under a memory policy is not counted."""
     plan = layer_plan(config, shape)
     image = plan[0].name
     return batch * sum(op.flops * (2 if image in op.inputs else 3) for op in plan)
@@ -94,10 +87,7 @@ SLABS = 16  # about as many a volume: what is alive beside whole maps is a handf
 
 def slab_height(planes: int) -> int:
     """Planes of a slab, from the grid alone: the same on every run of a plan, for bits depend on it.
-
-    Even, for slabs are pooled one by one, and at least 4: the planes at its edges are 2 / (3 * height) more work in
-    a convolution and its input gradient.
-    """
+    Even, for slabs are pooled one by one, and at least 4: edges are 2 / (3 * height) more work in a convolution."""
     return max(4, 2 * round(planes / (2 * SLABS)))
 
 

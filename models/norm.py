@@ -11,7 +11,6 @@ MOMENTUM = 0.9  # of moving statistics: a run sees hundreds of volumes, not the 
 
 class NormActivation(tf.keras.layers.Layer):
     """Instance, batch or no norm over (N, X, Y, Z, C), then ReLU unless `activate` is false. Same shape and dtype out.
-
     Without a norm it adds a bias, so that convolutions never need one.
 
     The fused batch-norm kernel over one sample is instance norm. X and Y are folded into one axis first: 4D is the rank

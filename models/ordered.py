@@ -21,9 +21,7 @@ HALF = (1, 2, 2, 2, 1)
 
 class Convolution(tf.keras.layers.Conv3D):
     """A convolution that keeps the grid: (N, X, Y, Z, C) -> (N, X, Y, Z, filters). Stride 1, padding "same".
-
-    `by_planes` is how its filter gradient is computed: with less memory, as `filter_gradient_by_planes`.
-    """
+    With `by_planes` its filter gradient is `filter_gradient_by_planes`, which takes less memory."""
 
     def __init__(self, filters: int, kernel_size: int, by_planes: bool = False, **kwargs):
         super().__init__(filters, kernel_size, padding="same", **kwargs)
@@ -37,9 +35,7 @@ class Convolution(tf.keras.layers.Conv3D):
 
 class ShortcutSum(tf.keras.layers.Layer):
     """A residual block's sum: its last maps (N, X, Y, Z, filters) plus a 1x1x1 convolution of its input, without bias.
-
-    Takes both as [maps, entry]. It is one layer so that the shortcut's gradients can come first.
-    `entry_learns` is false where the entry is the image: nothing waits for its gradient, which nobody reads.
+    Takes [maps, entry]; one layer, so that the shortcut's gradients come first. `entry_learns` is false for the image.
     """
 
     def __init__(self, filters: int, kernel_initializer="glorot_uniform", entry_learns: bool = True, **kwargs):
@@ -86,11 +82,8 @@ class Join(tf.keras.layers.Concatenate):
 
 @custom_gradient
 def add_bias(maps, bias):
-    """(N, X, Y, Z, C) plus one value a channel; the bias gradient, which reads a whole map, comes first.
-
-    It is summed in float32. TensorFlow's own, BiasAddGrad, sums in the map's dtype: of 410,000 values in bfloat16 it
-    loses 97 % (docs/log.md).
-    """
+    """(N, X, Y, Z, C) plus one value a channel; the bias gradient, which reads a whole map, comes first. It is
+    summed in float32: TensorFlow's BiasAddGrad loses 97 % of 410,000 values in bfloat16 (docs/log.md)."""
 
     def gradient(upstream):
         # Between two tapes TensorFlow would have the compiled pass put out all that its gradient might read.
@@ -116,9 +109,7 @@ def read_after(maps, kernel):
 
 def filter_gradient(x, upstream, kernel_shape):
     """Of a convolution of x (N, X, Y, Z, A), stride 1, "same", whose output's gradient is `upstream` (N, X, Y, Z, B).
-
-    `kernel_shape` is (k, k, k, A, B), with a k of 1 or 3.
-    """
+    `kernel_shape` is (k, k, k, A, B), with a k of 1 or 3."""
     if x.shape[1] == 2 and kernel_shape[0] > 1:
         # oneDNN's bfloat16 kernel leaves a part unwritten there (TensorFlow 2.15 to 2.21): the bottom of a patch of 32.
         return filter_gradient_by_planes(x, upstream, kernel_shape)
@@ -180,9 +171,7 @@ def convolution(x, kernel, of_kernel=filter_gradient):
 
 def gradients(x, meets, of_kernel=filter_gradient):
     """Of a map (N, X, Y, Z, A), and before that of each kernel that it meets in a convolution, stride 1, "same".
-
-    They are given as (kernel, gradient of that convolution's output).
-    """
+    They are given as (kernel, gradient of that convolution's output)."""
     at_x, to_kernels = None, []
     for kernel, upstream in meets:
         to_kernels.append(of_kernel(x, then(upstream, *to_kernels[-1:]), kernel.shape))

@@ -16,10 +16,8 @@ from models.ordered import UNIT, convolution, filter_gradient_by_planes, gradien
 
 
 class RecomputedBlock(Block):
-    """An encoder's block keeps its inputs and output alone, a decoder's its convolutions' outputs too.
-
-    The peak is in the finest decoder, whose backward pass follows its forward pass at once, so they are there anyway.
-    """
+    """An encoder's block keeps its inputs and output alone, a decoder's its convolutions' outputs too: the
+    peak is in the finest decoder, whose backward pass follows its forward pass at once, so they are there anyway."""
 
     def call(self, inputs, training=None):
         inputs = list(inputs) if self.up else [inputs]

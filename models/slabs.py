@@ -72,11 +72,8 @@ class Cut:
 
     def sweep(self, body: Callable, *given: Any) -> Any:
         """`body` slab by slab, each after the one before and the first after the last sweep; what it returns, as lists.
-
         Of the arguments, a list has one entry a slab, `Near` stands for a slab with its halo, tuples and dicts hold
-        such arguments, and `body` takes all else as it is. It is a function in the graph, traced once for slabs of one
-        shape.
-        """
+        such arguments, and `body` takes all else as it is. It is traced once for slabs of one shape."""
         body = tf.function(body, autograph=False, experimental_attributes={"_noinline": True})
         found = []
         for index in range(len(self.pieces)):
@@ -114,10 +111,8 @@ def mapped(make: Callable, *halos: Halo) -> Halo:
 
 class Norm:
     """A block's norm and ReLU over slabs, as a function of its weights.
-
     A group is what is normalised together: a sample (instance), all of the batch (batch, and none). No norm is one of
-    mean 0 and variance 1. `of` has for each slab what `apply` takes: (mean, scale, shift, rate).
-    """
+    mean 0 and variance 1. `of` has for each slab what `apply` takes: (mean, scale, shift, rate)."""
 
     def __init__(self, layer, cut: Cut, values):
         """`values` are those of the layer: with a batch norm's moving statistics the batch's are not taken."""

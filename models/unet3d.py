@@ -100,9 +100,7 @@ def block(config: UNetConfig, side: str, level: int, *inputs):
 
 def with_loss(model: tf.keras.Model, config: UNetConfig, loss) -> tf.keras.Model:
     """On the layers of a model of `config`: (image, target uint8 (N, X, Y, Z, R)) -> (loss, score (N, R)), to train.
-
-    `loss` is an object as models/supervision.py has it. Under "lean" the finest logits are never one tensor.
-    """
+    `loss` is an object as models/supervision.py has it. Under "lean" the finest logits are never one tensor."""
     logits = tf.nest.flatten(model.output)
     target = tf.keras.Input(logits[0].shape[1:], logits[0].shape[0], dtype="uint8", name="target")
     for finest in model.layers:

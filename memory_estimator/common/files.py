@@ -24,8 +24,7 @@ class NotRegularError(OSError, ValueError):
 
 
 def open_regular(path: Union[str, Path]) -> int:
-    """A handle for reading a regular file, or a link to one; the caller closes it. Raises NotRegularError for anything
-    else, which is not opened, and OSError as `os.open`."""
+    """A handle for reading a regular file; the caller closes it. Raises NotRegularError for others, unopened."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
@@ -91,11 +90,9 @@ def read_records(path: Path, kind: str, use: Callable[[Dict[str, Any]], Optional
 
 def typed(content: Any, kind: Any, name: str = "content") -> Any:
     """Parsed JSON as `kind`: a dataclass or TypedDict, a tuple, list, dict or Optional of them, a plain type.
-
     Lists become tuples where `kind` has tuples, text becomes int where keys are int, and an int is a float too. Fields
     with defaults may be missing, and a TypedDict may have more fields. Raises ValueError, with the dotted name, where a
-    value is not of its kind: of another type, no finite number, an integer beyond 64 bits, a field missing or unknown.
-    """
+    value is not of its kind: another type, no finite number, an integer beyond 64 bits, a field missing or unknown."""
     try:
         record = msgspec.convert(content, kind, str_keys=True)
     except msgspec.ValidationError as error:

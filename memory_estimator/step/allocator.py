@@ -72,12 +72,10 @@ def fits_regions(program: Program, limit_bytes: int) -> bool:
 def region_bytes(unet: UNetConfig, shape: Tuple[int, int, int], micro: int, host_bytes: Optional[int] = None) -> int:
     """The region that the trainer takes before all else, for steps of `micro` volumes of `shape` (X, Y, Z); 0 is none.
 
-    Under "balanced" maps that are nearly all of one size lie scattered in regions that double; in one region larger
-    than the step needs, gaps are filled first. Nothing but the pages that tensors lie in becomes resident, and the
-    region's table. "speed" gains nothing: its scratch needs gaps of its own (docs/log.md). Nor does "lean", whose gaps
-    are slabs: a process held 1,658 MiB without a region and 1,664 to 1,742 with one of 512 to 2,048 MiB. A power of
-    two, which is what the allocator makes of any size; the largest that a host of `host_bytes` has. Raises ValueError
-    for a shape that the network cannot take.
+    Under "balanced" maps nearly all of one size lie scattered in regions that double; in one region larger than the
+    step needs, gaps are filled first. "speed" gains nothing (docs/log.md), nor does "lean": a process held 1,658 MiB
+    without a region and 1,664 to 1,742 with one of 512 to 2,048 MiB. A power of two, as the allocator makes of any
+    size, and within `host_bytes`. Raises ValueError for a shape that the network cannot take.
     """
     if unet.policy != "balanced":
         return 0

@@ -33,8 +33,7 @@ def filter_gradient_bytes(conv: Convolution, on: Setting) -> int:
 
 
 def filter_gradient_touched(conv: Convolution, on: Setting) -> Spans:
-    """Where that scratch is written, as offsets: a group fills the start of its own maps, as far as its share goes
-    (jit_brgemm_conv_bwd_w.cpp, `tr_src_off`)."""
+    """Where that is written: a group fills the start of its maps (jit_brgemm_conv_bwd_w.cpp, `tr_src_off`)."""
     conv = _in_lines(conv)
     (groups, _, _), sizes, _ = _transposed(conv, on)
     axis = 1 if conv.target[0] == 1 else 0
@@ -151,11 +150,9 @@ def input_gradient_bytes(conv: Convolution, on: Setting) -> int:
 def forward_bytes(conv: Convolution, on: Setting) -> int:
     """`init_scratchpad`, with the buffers of `init_conf`: the block, a mask of what is copied, and sums in float32
     where the input channels come in parts.
-
     At stride 2, with channels that fill rows, two neighbours are one voxel of twice the channels (`init_jcp`). Without
     padding and with long rows the source is read as it is. A 1x1x1 kernel copies a sample a thread, where the channels
-    must be filled up (`init_1x1_conf`).
-    """
+    must be filled up (`init_1x1_conf`)."""
     (depth, height, width), step = conv.target, conv.stride
     skipped = conv.padding[2] if step == 1 else width  # voxels of a line of the block that are not in the target
     if step == 2 and conv.in_channels % (VECTOR if conv.in_channels > VECTOR else 2) == 0:

@@ -1,8 +1,6 @@
-"""What each kind of layer, and the loss, does in a training step, forward and back.
+"""What each kind of layer, and the loss, does in a training step, forward and back, as the allocator's log has it.
 
-Engines differ in what they fuse, in what they keep for a gradient beside the maps, and in what they write in place;
-each such rule names the engine, "itex" being TensorFlow with Intel's extension and "stock" TensorFlow without. All of
-it was read off the allocator's log, operation by operation.
+Engines differ in what they fuse, keep and write in place: "itex" is TensorFlow with Intel's extension, "stock" without.
 """
 
 import math
@@ -104,8 +102,7 @@ def filter_gradient(
     planes: int = 1,
     samples: int = 1,
 ) -> str:
-    """Of the whole volume at once; or, with `part` in its name, one of so many planes of so many samples, which `seen`
-    is to oneDNN. Returns its name."""
+    """Of the whole volume, or with `part` in its name of planes, which `seen` is to oneDNN. Returns its name."""
     kind, name = "up_conv" if op.kind == "up_conv" else "conv", filter_gradient_name(op) + part
     size, flops = writer.kernel_bytes(op) // planes, writer.flops(op) // (samples * planes)
     more = {"buffers": filter_gradient_buffers(seen or _seen(writer, op), writer.setting), "flops": flops}

@@ -99,8 +99,7 @@ class Setting:
 
 
 def highest_isa(flags: Sequence[str], most: Optional[str] = None) -> str:
-    """Of ISAS, what oneDNN uses on a CPU of these flags where ONEDNN_MAX_CPU_ISA is `most`; what it does not know, as
-    "DEFAULT", is no limit to it."""
+    """What oneDNN uses of ISAS on a CPU of these flags; an unknown `most` (ONEDNN_MAX_CPU_ISA) is no limit."""
     allowed = set(flags) & set(ISAS.get((most or "").lower(), flags))
     return [isa for isa, needed in ISAS.items() if allowed.issuperset(needed)][-1]
 

@@ -1,8 +1,6 @@
 """A training step as a list of operations that make and read tensors, and the memory that is live over its time.
 
-`training_step.py` writes a `Program` down from the layer plan; the tests read another one off a traced graph. A tensor
-lives from the operation that writes it to the last one that reads it. `allocator.py` replays its requests, `timing.py`
-turns it into seconds.
+A tensor lives from the operation that writes it to the last one that reads it.
 """
 
 import re

@@ -1,10 +1,8 @@
 """oneDNN's buffers: those that live during one convolution, and the masks of norms fused with a ReLU.
 
 Of AMX in `amx.py`; here of all other hosts, from oneDNN 3's own rules (`init_conf`, `balance` and `init_scratchpad` of
-src/cpu/x64/jit_avx512_core_bf16_conv_kernel.cpp), read beside the allocator's log. Two things drive it: the bfloat16
-filter gradient transposes both its maps, once for every group of threads that shares the depth, and the up-convolution
-copies its input once a thread. Both therefore grow with the number of threads. Checked against the log with 2, 4 and 8
-threads on AVX512_BF16, with 2 on AVX-512 without bfloat16 and, in float32, on AVX2; below AVX2 nothing is modelled.
+src/cpu/x64/jit_avx512_core_bf16_conv_kernel.cpp). Checked against the allocator's log with 2, 4 and 8 threads on
+AVX512_BF16, with 2 on AVX-512 without bfloat16 and, in float32, on AVX2; below AVX2 nothing is modelled.
 """
 
 import functools

@@ -1,8 +1,6 @@
 """Seconds of a training step: every operation by its work and its traffic, at the speed of the host's own calibration.
 
-A convolution takes its multiply-adds at a rate that depends on how many vectors of 16 channels it writes and reads at a
-time, and its kernel's bytes once more; everything else takes its traffic, which is slower where the maps do not fit the
-cache. On top comes a constant for every operation, for what TensorFlow does between them.
+On top comes a constant for every operation, for what TensorFlow does between them.
 """
 
 import math
@@ -27,8 +25,7 @@ FUSED = "fused"  # kind of what the operation before it does on the way, which t
 
 
 def op_seconds(program: Program, constants: HostConstants, job: Job) -> Tuple[float, ...]:
-    """What each operation of a step of `job` takes from the third step on, on `job.threads` threads, with its overhead.
-    Raises ValueError where `constants` know nothing of the job's engine or dtype."""
+    """What each operation of a step takes from the third on. Raises ValueError for an engine or dtype without costs."""
     constants = constants.for_threads(job.threads)
     speeds, cache_bytes = constants.speeds(job.engine, job.unet.dtype), constants.cache_bytes
     sizes = tensor_bytes(program)

@@ -87,8 +87,7 @@ class Writer:
         return self._bytes[self._known(name)]
 
     def view(self, whole: str, parts: int) -> None:
-        """This slab of a tensor is from now on one of so many parts of it, which keeps all of it when it is read. A map
-        that is slabs already stays so."""
+        """This slab is from now on one of so many parts of a tensor, each of which keeps all of it when read."""
         if whole in self._latest:
             name = whole + self._slab
             self._latest[name], self._bytes[name] = self._latest[whole], self._bytes[whole] // parts
@@ -357,8 +356,7 @@ def is_orthogonal(op: LayerOp) -> bool:
 
 
 def kernel_sides(op: LayerOp) -> Tuple[int, int]:
-    """Rows and columns of a kernel as the matrix that Muon makes orthogonal. An up-convolution's last axis is of what
-    it reads."""
+    """A kernel as Muon's matrix: rows, columns. An up-convolution's last axis is of what it reads."""
     columns = op.in_channels if op.kind == "up_conv" else op.shape[3]
     return kernel_elements(op) // columns, columns
 

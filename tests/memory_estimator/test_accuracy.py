@@ -64,12 +64,6 @@ def test_the_errors_are_of_steps_that_no_constant_was_fitted_to():
     assert digest(rows_of((0.0,) * 9, side=64)) == Accuracy(())
 
 
-def test_the_median_is_of_sizes_and_the_worst_error_has_its_sign():
-    found = spread(rows_of((0.1, -0.3, 0.2)), "process_peak")
-    assert found == (3, pytest.approx(0.2), pytest.approx(-0.3), pytest.approx(0.0, abs=1e-9))
-    assert spread(rows_of((0.1,)), "step_s").count == 0
-
-
 @pytest.mark.parametrize("damaged", [SHIPPED.read_text()[:-20], "[]", "{}", '{"kinds": [{"engine": "itex"}]}'])
 def test_a_damaged_digest_is_refused_by_its_file(damaged, tmp_path):
     path = tmp_path / "accuracy.json"

@@ -119,13 +119,6 @@ def test_a_quota_of_all_the_cpus_or_more_is_none(big, mask, time, quota, usable)
     assert (host.cpu_quota, host.usable_cores) == (quota, usable)
 
 
-def test_without_sys_every_cpu_is_a_core_of_one_socket(tmp_path):
-    write(tmp_path, "proc/cpuinfo", "\n\n".join(f"processor: {cpu}\nflags: avx" for cpu in range(4)))
-    write(tmp_path, "proc/meminfo", "MemTotal: 8 kB")
-    host = read_host(tmp_path)
-    assert (host.sockets, host.cores, host.logical_cpus, host.numa_nodes, host.available_bytes) == (1, 4, 4, 1, 8192)
-
-
 def test_without_sys_the_cores_come_from_cpuinfo(tmp_path):
     lines = (
         "processor: {}\nphysical id: {}\ncore id: {}\nflags: avx".format(*at)
@@ -136,9 +129,3 @@ def test_without_sys_the_cores_come_from_cpuinfo(tmp_path):
     write(tmp_path, "proc/self/status", "Cpus_allowed_list: 4-7")
     host = read_host(tmp_path)
     assert (host.sockets, host.cores, host.logical_cpus, host.numa_nodes, host.available_bytes) == (2, 3, 4, 1, 8192)
-
-
-def test_without_proc_psutil_is_asked(tmp_path):
-    host = read_host(tmp_path)
-    assert host.cores >= 1
-    assert 0 < host.available_bytes <= host.memory_bytes

@@ -1,15 +1,20 @@
-"""The step on paper: consistent whatever the job, and with the peaks that were measured."""
+"""The step on paper: consistent for every job, with the measured peaks and those of TensorFlow's own graph."""
+
+import itertools
 
 import pytest
+import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensorflow.python.framework import op_def_registry
 
 from memory_estimator.job import Job
-from memory_estimator.step.allocator import use
-from memory_estimator.step.onednn import Kernels
+from memory_estimator.step.allocator import SMALL_BYTES, region_bytes, use
+from memory_estimator.step.onednn import USUAL, Kernels
 from memory_estimator.step.program import requests, timeline
 from memory_estimator.step.training_step import training_step
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
+from tests.reference.lifetimes import estimate_step
 
 BOTH = (False, True)
 UNETS = {"channels": (1, 4), "outputs": (1, 3), "filters": (4, 8, 16, 24), "depth": (2, 3), "network": NETWORKS}
@@ -104,3 +109,73 @@ def test_muon_keeps_one_copy_of_large_kernels_and_two_of_the_rest():
     only_adam = slots["adam"] - slots["muon"]
     assert {"encoder0_conv1/slot1", "decoder0_up/slot1"} <= only_adam
     assert {"encoder1_shortcut/slot1", "head/slot1"} <= slots["muon"]
+
+
+# --- Against the graph that TensorFlow runs ---
+
+ENGINE = "stock" if op_def_registry.get("_ITEXConv3D") is None else "itex"
+
+
+def both(unet, micro, parts=1, side=32, optimizer="adam"):
+    """(closed form, replay) of the trainer's own step; in several parts, of the one that takes more."""
+    from cpu3d.settings import RunConfig
+    from cpu3d.training.learner import Learner
+
+    shape, batch = (side, side, side), micro * parts
+    config = RunConfig(grid=shape, unet=unet, batch=batch, micro_batch=micro, optimizer=optimizer)
+    learner = Learner(config)
+    image = tf.TensorSpec((micro, *shape, unet.channels), unet.dtype)
+    target = tf.TensorSpec((micro, *shape, unet.outputs), tf.uint8)
+    variables = [*learner.model.weights, *learner.optimizer.variables, *learner._sums]
+    held = {"variables": variables, "region_bytes": region_bytes(unet, shape, micro), "kernels": USUAL}
+    steps = [(learner._step, image, target)]
+    if parts > 1:
+        steps = [(learner._accumulate, image, target), (learner._apply,)]
+    replays = [estimate_step(*one, **held) for one in steps]
+    job = Job(unet, shape, batch, micro_batch=micro, optimizer=optimizer, engine=ENGINE, threads=2)
+    return training_step(job), max(replays, key=lambda each: each.timeline.peak_bytes)
+
+
+GRID = [
+    ({"norm": norm, "residual": residual, "deep_supervision": deep, "up": up, "dtype": dtype, "policy": policy}, batch)
+    for norm, residual, deep, up, dtype, batch, policy in itertools.product(
+        NORMS, (False, True), (False, True), UPS, DTYPES, (1, 2), POLICIES
+    )
+]
+QUICK = GRID[::61]
+"""What runs by default: every pair of two settings is among them."""
+
+
+@pytest.mark.parametrize(
+    ("unet", "batch"), [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in GRID]
+)
+def test_both_engines_of_the_estimator_agree(unet, batch):
+    depth = 3 if unet["deep_supervision"] else 2
+    closed, replay = both(UNetConfig(filters=16, depth=depth, **unet), batch)
+    # In slabs the graph has a thousand constants, which count at a grid as small as this.
+    near = 0.1 if unet["policy"] == "lean" else 0.01
+    assert timeline(closed).peak_bytes == pytest.approx(replay.timeline.peak_bytes, rel=near)
+
+
+@pytest.mark.parametrize(
+    ("policy", "norm", "micro"), [("speed", "instance", 1), ("balanced", "batch", 2), ("lean", "instance", 2)]
+)
+def test_they_agree_on_micro_batches_too(policy, norm, micro):
+    unet = UNetConfig(filters=16, depth=2, policy=policy, norm=norm, dtype="bfloat16")
+    closed, replay = both(unet, micro, parts=2)
+    near = 0.1 if policy == "lean" else 0.01
+    assert timeline(closed).peak_bytes == pytest.approx(replay.timeline.peak_bytes, rel=near)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "policy", "optimizer"),
+    [("float32", "speed", "muon"), ("bfloat16", "balanced", "muon"), ("bfloat16", "speed", "adam")],
+)
+def test_they_see_the_same_history_with_every_optimizer(dtype, policy, optimizer):
+    # At 32^3 voxels the constants of Muon's iteration would count.
+    closed, replay = both(UNetConfig(filters=16, depth=3, dtype=dtype, policy=policy), 1, side=48, optimizer=optimizer)
+    made = lambda program: [t.bytes for op in program.before for t in op.writes if t.bytes >= SMALL_BYTES]
+    assert made(closed) == made(replay.program)
+    assert timeline(closed).peak_bytes == pytest.approx(replay.timeline.peak_bytes, rel=0.01)
+    assert use(closed).peak_bytes == pytest.approx(replay.allocator_peak_bytes, rel=0.01)
+    assert use(closed).resident_bytes == pytest.approx(use(replay.program).resident_bytes, rel=0.01)

@@ -87,23 +87,3 @@ def test_a_norm_of_a_large_mean_keeps_its_digits(channels):
     exact = x.astype("f8")
     expected = (exact - exact.mean((1, 2, 3))) / np.sqrt(exact.var((1, 2, 3)) + EPSILON)
     np.testing.assert_allclose(y, expected, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("norm", "samples", "activate", "channels"),
-    [("instance", 2, False, 16), ("batch", 2, True, 16), ("batch", None, True, 5), ("none", 1, True, 5)],
-)
-def test_as_a_function_of_its_weights_it_is_the_layer_in_training(norm, samples, activate, channels):
-    layer, model, x = built(norm, samples, activate, channels)
-    first = layer.get_weights()
-    parts, statistics = layer.apply(layer.fold(x), *layer.values(True))
-    for weight, before in zip(layer.get_weights(), first):  # which moves nothing
-        np.testing.assert_array_equal(weight, before)
-    np.testing.assert_allclose(layer.unfold(parts, x), model(x, training=True), rtol=1e-5, atol=1e-5)
-    assert len(statistics) == (2 if norm == "batch" else 0)
-    if statistics:  # `move` moves them as training does
-        by_training = layer.get_weights()
-        layer.set_weights(first)
-        layer.move(*statistics)
-        assert not np.allclose(by_training[2:], first[2:])
-        np.testing.assert_allclose(layer.get_weights(), by_training, rtol=1e-5)

@@ -118,12 +118,3 @@ def test_in_bfloat16_it_is_the_definitions_to_that_precision(function, grid, cha
         found = gradient(x, upstream)
         assert found.dtype == tf.bfloat16
         assert distance(tf.cast(found, tf.float32).numpy(), expected) < 2**-6
-
-
-def test_with_an_open_number_of_samples_it_is_the_same():
-    gradient = tf.function(
-        lambda x, upstream: filter_gradient_by_planes(x, upstream, (3, 3, 3, 3, 2)),
-        input_signature=[tf.TensorSpec((None, 4, 3, 2, channels)) for channels in (3, 2)],
-    )
-    x, upstream = maps(2, (4, 3, 2))
-    assert distance(gradient(x, upstream).numpy(), by_definition(x, upstream, 3)) < 1e-6

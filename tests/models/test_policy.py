@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from models.config import EPSILON, POLICIES, UNetConfig
 from models.norm import NormActivation
-from models.unet3d import build_unet3d
+from models.unet3d import block, build_unet3d
 
 LEANER = POLICIES[1:]
 GRID = (16, 8, 8)
@@ -34,6 +34,7 @@ class Step(NamedTuple):
     """Of the weights those after the step: batch norm's statistics have moved."""
 
     loss: float
+    answers: list  # in inference
     logits: list
     gradients: list
     weights: list
@@ -41,16 +42,18 @@ class Step(NamedTuple):
 
 @functools.cache
 def compiled(config, batch):
-    """A model and its compiled step: image and a target for each head -> loss, logits and gradients."""
+    """A model and its compiled step: image and a target for each head -> loss, answers in
+    inference, logits and gradients."""
     model = build_unet3d(config, GRID, batch)
 
     @tf.function
     def function(image, targets):
+        answers = tf.nest.flatten(model(image))
         with tf.GradientTape() as tape:
             logits = tf.nest.flatten(model(image, training=True))
             errors = [(tf.sigmoid(tf.cast(one, tf.float32)) - target) ** 2 for one, target in zip(logits, targets)]
             loss = tf.add_n([tf.reduce_mean(error) for error in errors])
-        return loss, logits, tape.gradient(loss, model.trainable_variables)
+        return loss, answers, logits, tape.gradient(loss, model.trainable_variables)
 
     return model, model.get_weights(), function
 
@@ -62,16 +65,17 @@ def _forget_compiled():
     compiled.cache_clear()
 
 
-def step(config, policy, batch, draw=0):
+def step(config, policy, batch, draw=0, eager=False, open_size=False):
     """A training step without the update, on weights unlike the first ones, so that none is 0 or 1."""
-    model, first, function = compiled(dataclasses.replace(config, policy=policy), batch)
+    model, first, function = compiled(dataclasses.replace(config, policy=policy), None if open_size else batch)
     rng = np.random.default_rng(draw)
     model.set_weights([weight + rng.normal(0, 0.05, weight.shape) for weight in first])
-    image = tf.cast(rng.standard_normal((batch, *GRID, config.channels)), config.dtype)
+    image = rng.standard_normal((batch, *GRID, config.channels))
+    image = tf.cast(image, config.dtype)
     targets = [tf.constant(rng.random((batch, *head.shape[1:])) < 0.1, tf.float32) for head in model.outputs]
-    loss, logits, gradients = function(image, targets)
-    logits = [tf.cast(one, tf.float32).numpy() for one in logits]
-    return Step(float(loss), logits, [one.numpy() for one in gradients], model.get_weights())
+    loss, answers, logits, gradients = (function.python_function if eager else function)(image, targets)
+    answers, logits = ([tf.cast(one, tf.float32).numpy() for one in maps] for maps in (answers, logits))
+    return Step(float(loss), answers, logits, [one.numpy() for one in gradients], model.get_weights())
 
 
 def distances(found, expected):
@@ -82,13 +86,15 @@ def distances(found, expected):
 
 @pytest.mark.parametrize("policy", LEANER)
 @pytest.mark.parametrize("network", NETWORKS)
-def test_gradients_outputs_and_statistics_are_those_of_speed(network, policy):
+def test_gradients_outputs_statistics_and_the_order_of_weights_are_those_of_speed(network, policy):
+    """Checkpoints know variables by their order alone; first weights by the seed and the layer's name."""
     config, batch = NETWORKS[network]
     apart = []
     for draw in DRAWS:
         speed, leaner = (step(config, each, batch, draw) for each in ("speed", policy))
         assert leaner.loss == pytest.approx(speed.loss, rel=1e-6)
         assert max(distances(leaner.logits, speed.logits)) < 2e-6
+        assert max(distances(leaner.answers, speed.answers)) < 1e-5
         for found, expected in zip(leaner.weights, speed.weights):
             np.testing.assert_allclose(found, expected, rtol=0, atol=5e-7)
         apart.append(max(distances(leaner.gradients, speed.gradients)))
@@ -106,27 +112,6 @@ def test_in_bfloat16_gradients_are_no_farther_from_float32s_than_speeds(policy):
     exact, speed, leaner = (np.concatenate([g.ravel() for g in one.gradients]) for one in (exact, speed, leaner))
     (rounding,) = distances([speed], [exact])
     assert distances([leaner], [exact])[0] < 1.1 * rounding
-
-
-@pytest.mark.parametrize("policy", LEANER)
-@pytest.mark.parametrize("network", NETWORKS)
-def test_a_checkpoint_of_one_policy_is_one_of_every_other(network, policy):
-    """Variables are identified by their order alone, in the network, the optimizer and the averages."""
-    configs = [dataclasses.replace(NETWORKS[network][0], policy=each) for each in ("speed", policy)]
-    speed, leaner = (build_unet3d(config, (8, 8, 8), 1) for config in configs)
-    assert [w.shape for w in leaner.trainable_variables] == [w.shape for w in speed.trainable_variables]
-    for found, expected in zip(leaner.get_weights(), speed.get_weights()):
-        np.testing.assert_array_equal(found, expected)  # seeds go by the layer's name: it is the same one's
-    names = [[w.name.split("/")[-1] for w in model.weights] for model in (leaner, speed)]
-    assert names[0] == names[1]
-    rng = np.random.default_rng(0)
-    leaner.set_weights([rng.uniform(0.5, 1.5, weight.shape) for weight in speed.get_weights()])
-    speed.set_weights(leaner.get_weights())
-    image = tf.constant(rng.standard_normal((1, 8, 8, 8, 4)), tf.float32)
-    # Slabs have sums of their own, closer to float64's than the fused kernel's; the deepest norm here has 8 voxels.
-    close = {"rtol": 2e-5, "atol": 1e-5} if policy == "lean" else {"rtol": 1e-6, "atol": 1e-6}
-    for answers in zip(*(tf.nest.flatten(model(image)) for model in (leaner, speed))):
-        np.testing.assert_allclose(*answers, **close)
 
 
 @pytest.mark.parametrize("filters", [4, 6])  # with the fused kernel and without
@@ -170,6 +155,37 @@ def test_a_dropped_network_takes_its_graphs_with_it(policy):
     held = build()
     gc.collect()
     assert [reference() for reference in held] == [None, None]
+
+
+def test_without_a_compiled_step_and_with_an_open_batch_size_it_is_the_same():
+    config, batch = NETWORKS["residual, batch"]
+    expected = step(config, "balanced", batch)
+    for more in ({"eager": True}, {"open_size": True}):
+        found = step(config, "balanced", batch, **more)
+        assert max(distances(found.logits + found.gradients, expected.logits + expected.gradients)) < 1e-5
+
+
+def test_gradients_are_computed_one_after_the_other(waits_for):
+    config = UNetConfig(filters=4, depth=2, residual=True, policy="balanced")
+    given = [tf.keras.Input((8, 6, 4, 4), 1), tf.keras.Input((4, 3, 2, 8), 1)]
+    model = tf.keras.Model(given, block(config, "decoder", 0, *given))
+
+    @tf.function
+    def function(inputs):
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            output = model(inputs, training=True)
+        # Not linear in the output: a norm would take that out, and it would not wait for the output.
+        return [output, *tape.gradient(output, [*inputs, *model.trainable_variables], output**2 - output)]
+
+    graph = function.get_concrete_function([tf.TensorSpec(one.shape) for one in given]).graph
+    output = graph.outputs[0]
+    while output.op.type in ("Identity", "IdentityN"):
+        output = output.op.inputs[output.value_index]
+    kinds = ["Conv3D", "Conv2DBackpropFilter", "Conv3DBackpropInputV2"]
+    heavy = [op for op in graph.get_operations() if op.type in kinds and waits_for(op, output.op)]
+    assert len(heavy) > 9
+    assert all(waits_for(b, a) or waits_for(a, b) for i, a in enumerate(heavy) for b in heavy[:i])
 
 
 # --- Against float64 ---

@@ -1,11 +1,96 @@
-"""What the network computes."""
+"""The plan on paper is the network that Keras builds, and what that computes."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from models.config import UNetConfig
+from models.layer_plan import layer_plan, training_flops
 from models.unet3d import build_unet3d
+
+KINDS = {
+    "InputLayer": {"input"},
+    "Convolution": {"conv", "head"},
+    "ShortcutSum": {"shortcut"},
+    "UpConvolution": {"up_conv"},
+    "NormActivation": {"norm_act", "norm"},
+    "ReLU": {"act"},
+    "MaxPooling3D": {"pool"},
+    "UpSampling3D": {"upsample"},
+    "Join": {"concat"},
+}
+
+VARIANTS = [
+    {"depth": 3, "norm": "none", "up": "upsampling"},
+    {"depth": 5},
+    {"depth": 3, "residual": True, "norm": "none"},
+    {"depth": 4, "deep_supervision": True, "dtype": "bfloat16"},
+    {"depth": 4, "network": "cicek2016", "norm": "batch", "channels": 1, "outputs": 1},
+    {"depth": 3, "network": "cicek2016", "up": "upsampling", "residual": True, "dtype": "bfloat16"},
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_plan_equals_the_built_model_layer_by_layer(variant):
+    # Under "speed" alone a layer of the plan is one of Keras'; the leaner policies have a layer for each block.
+    config, shape = UNetConfig(filters=4, policy="speed", **variant), (32, 16, 48)
+    model = build_unet3d(config, shape, batch_size=1)
+    plan = {op.name: op for op in layer_plan(config, shape)}
+    assert sorted(layer.name for layer in model.layers) == sorted(plan)
+    for layer in model.layers:
+        op = plan[layer.name]
+        assert op.kind in KINDS[type(layer).__name__]
+        assert (tuple(layer.output.shape[1:]), layer.output.dtype) == (op.shape, op.dtype)
+        assert sum(tf.size(w).numpy() for w in layer.trainable_weights) == op.trainable
+        assert sum(tf.size(w).numpy() for w in layer.non_trainable_weights) == op.frozen
+        if op.kind != "input":
+            assert tuple(tensor.node.layer.name for tensor in tf.nest.flatten(layer.input)) == op.inputs
+
+
+def test_the_reference_network_has_the_known_number_of_parameters():
+    # Worked out by hand for two levels, filters 2, one channel, one output, instance norm:
+    # 27*1*2 + 4 + 27*2*2 + 4 | 27*2*4 + 8 + 27*4*4 + 8 | up 8*4*2 | 27*4*2 + 4 + 27*2*2 + 4 | head 2*1 + 1
+    config = UNetConfig(channels=1, outputs=1, filters=2, depth=2)
+    by_hand = (54 + 4 + 108 + 4) + (216 + 8 + 432 + 8) + 64 + (216 + 4 + 108 + 4) + 3
+    assert sum(op.trainable for op in layer_plan(config, (2, 2, 2))) == by_hand
+
+
+def test_cicek_widths_are_those_of_the_original_figure():
+    config = UNetConfig(network="cicek2016", filters=32, depth=4, channels=3)
+    widths = {op.name: op.shape[3] for op in layer_plan(config, (8, 8, 8))}
+    encoder = [(widths[f"encoder{level}_conv1"], widths[f"encoder{level}_conv2"]) for level in range(4)]
+    assert encoder == [(32, 64), (64, 128), (128, 256), (256, 512)]
+    assert [widths[f"decoder{level}_concat"] for level in range(3)] == [64 + 128, 128 + 256, 256 + 512]
+    assert [widths[f"decoder{level}_conv2"] for level in range(3)] == [64, 128, 256]
+
+
+def test_flops_of_a_single_level_are_those_worked_out_by_hand():
+    config = UNetConfig(channels=1, outputs=1, filters=1, depth=2)
+    # 4^3 voxels above, 2^3 below; a multiply-add is 2. First convolution: no gradient for the image.
+    image_conv = top = 2 * 27 * 64
+    below = 2 * 27 * 1 * 2 * 8 + 2 * 27 * 2 * 2 * 8
+    up, decoder, head = 2 * 2 * 1 * 64, 2 * 27 * 2 * 64 + 2 * 27 * 64, 2 * 64
+    assert training_flops(config, (4, 4, 4)) == 2 * image_conv + 3 * (top + below + up + decoder + head)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((240, 240, 155), r"\(240, 240, 155\) must be divisible by 16; pad to \(240, 240, 160\)"),
+        ((16, 0, 16), r"must be three positive numbers, got \(16, 0, 16\)"),
+    ],
+)
+def test_a_shape_that_the_network_cannot_take_is_refused(shape, message):
+    with pytest.raises(ValueError, match=message):
+        layer_plan(UNetConfig(), shape)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("filters", 0), ("depth", 1), ("norm", "layer"), ("dtype", "float16"), ("network", "vnet")]
+)
+def test_a_bad_setting_is_refused_by_name(field, value):
+    with pytest.raises(ValueError, match=f"{field} must be .*{value}"):
+        UNetConfig(**{field: value})
 
 
 def test_a_sample_is_computed_alike_alone_and_in_a_batch():

@@ -14,8 +14,6 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any, Callable, Dict, Iterator, List, Sequence, Set, Tuple
 
-CONTROL_FLOW = frozenset(("Enter", "Switch", "_SwitchN", "While", "StatelessWhile", "If", "StatelessIf"))
-
 CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 INLINE = frozenset(
@@ -57,7 +55,7 @@ class Node:
 
 def executed_graph(step: Any, specs: Sequence[Any]) -> Tuple[List[Node], Any]:
     """The nodes of `step` (a tf.function) on inputs like `specs` (tf.TensorSpec), producers first, and its trace.
-    Raises ValueError where the size of a tensor is not fixed by `specs`, or the step has a loop or a branch."""
+    The step has no loop or branch. Raises ValueError where the size of a tensor is not fixed by `specs`."""
     import tensorflow as tf
 
     # Traced again: the graphs of a function that has run before have been made, and are not handed out again.
@@ -71,12 +69,6 @@ def _nodes(executed: Any, traced: Any, bodies: Dict[str, Tuple[Node, ...]]) -> L
     """Of the GraphDef of a function as it runs, and the graph it was traced as; `bodies` are those of the functions
     called so far."""
     definitions = list(executed.node)
-    for definition in definitions:
-        if definition.op in CONTROL_FLOW:
-            raise ValueError(
-                f"a step must have no loops or branches, got {definition.name} ({definition.op}), and the graph "
-                "does not tell how often they run; write the step without them"
-            )
     # The passes keep the name of an operation they replace by another kernel or fuse with what was before it. Its last
     # outputs may be unknown: the space that a fused norm reserves for its gradient.
     known: Dict[str, List[Any]] = {}

@@ -4,16 +4,68 @@ TensorFlow counts references. A tensor goes when its last reader has finished; a
 input that nobody else will read, where its kernel can; a reshape is the same memory under another name.
 """
 
+import dataclasses
 import sys
 from collections import Counter
-from typing import Dict, Optional, Sequence, Tuple
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
+from memory_estimator.step.allocator import use
 from memory_estimator.step.onednn import USUAL, Kernels
-from memory_estimator.step.program import Program, StepOp, Tensor, buffers_of, inputs_made
+from memory_estimator.step.program import (
+    Program,
+    StepOp,
+    Tensor,
+    Timeline,
+    buffers_of,
+    inputs_made,
+    kernel_made,
+    timeline,
+)
 from tests.reference import op_rules
-from tests.reference.graph import Node, Output
+from tests.reference.graph import Node, Output, executed_graph, execution_order
 
 Source = Tuple[str, int]  # (node, index of its output)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One training step, replayed, in one order of those that a model may leave open."""
+
+    program: Program
+    timeline: Timeline
+    allocator_peak_bytes: int  # from the third step on: `get_memory_info("CPU:0")["peak"]`
+    resident_bytes: int  # what the allocator's part of the process's memory grows to
+    hidden_bytes: int
+    """Scratch that oneDNN takes outside the allocator, at its most: with stock TensorFlow alone."""
+
+
+def estimate_step(
+    step: Callable,
+    *specs: Any,
+    variables: Sequence[Any] = (),
+    threads: int = 2,
+    region_bytes: int = 0,
+    kernels: Kernels = USUAL,
+) -> Replay:
+    """One training step, a function or tf.function of tensors like `specs` (TensorSpec). `variables` are in the order
+    they were made, on which the allocator's regions depend; others that the step uses are found. Nothing volume-sized
+    is taken. Raises ValueError where a size is not fixed."""
+    nodes, trace = executed_graph(step, specs)
+    # By their memory: under mixed precision the same variable comes in two wrappers.
+    unique = {id(variable.handle): variable for variable in (*variables, *trace.graph.variables)}
+    held: List[Tensor] = []
+    made: List[StepOp] = []
+    for index, variable in enumerate(unique.values()):
+        size = variable.dtype.size * variable.shape.num_elements()
+        tensor = Tensor(f"{variable.name}#{index}", size, "variables")
+        held.append(tensor)
+        is_kernel = variable.trainable and len(variable.shape) > 1  # made by Keras' usual three operations
+        made += kernel_made(tensor) if is_kernel else [StepOp(tensor.name, "update", writes=(tensor,))]
+    program = program_of(execution_order(nodes), held, made, threads, kernels)
+    program = dataclasses.replace(program, region_bytes=region_bytes)
+    used, hidden = use(program), max(op.hidden_bytes for op in program.ops)
+    return Replay(program, timeline(program), used.peak_bytes, used.resident_bytes + used.small_bytes, hidden)
 
 
 def program_of(

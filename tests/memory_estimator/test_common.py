@@ -1,0 +1,170 @@
+"""The base of all: files and JSON, options as dataclasses, tables and charts, amounts of memory and time."""
+
+import argparse
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Dict, Optional, Tuple
+
+import pytest
+
+from memory_estimator.__main__ import main
+from memory_estimator.common.files import NotRegularError, read_regular, typed
+from memory_estimator.common.schema import add_options, from_args, given, option, to_command_line
+from memory_estimator.common.table import PALETTE, Bold, Table, new_figure, plain, png
+from memory_estimator.common.units import format_bytes, format_seconds, parse_bytes, parse_rate
+
+
+def test_only_regular_files_and_links_to_them_are_opened(tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("file")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    monkeypatch.chdir(tmp_path)  # the address of a socket is short
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("socket")
+        assert read_regular(tmp_path / "link") == b"content"
+        for name, found in (("fifo", "a FIFO"), ("device", "a device"), ("socket", "a socket"), (".", "a folder")):
+            with pytest.raises(NotRegularError, match=f"{name} must be a regular file, got {found}"):
+                read_regular(name)
+    with pytest.raises(FileNotFoundError):
+        read_regular("nothing")
+
+
+@pytest.mark.parametrize("options", [("--run", "."), ("--shape", "16", "16", "16", "--calibration", "plan.json")])
+def test_what_the_estimator_is_given_in_place_of_a_file_is_bad_input(tmp_path, monkeypatch, capsys, options):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("plan.json")
+    assert main(list(options)) == 2
+    assert "FIFO" in capsys.readouterr().err
+    os.remove("plan.json")
+    (tmp_path / "plan.json").write_text("[" * 100_000)
+    assert main(list(options)) == 2
+    assert "plan.json" in capsys.readouterr().err
+
+
+@dataclass
+class Part:
+    name: str
+    weight: float = 1.0
+
+
+@dataclass
+class Whole:
+    parts: Tuple[Part, ...]
+    size: Tuple[int, int]
+    codes: Dict[int, str]
+    note: Optional[str] = None
+
+
+def test_json_becomes_records_of_the_kinds_that_their_fields_have():
+    content = {"parts": [{"name": "a", "weight": 2}], "size": [3, 4], "codes": {"7": "x"}, "note": "n"}
+    assert typed(content, Whole) == Whole((Part("a", 2),), (3, 4), {7: "x"}, "n")
+    assert vars(typed({"name": "a"}, Part)) == {"name": "a", "weight": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"parts": [{"name": 1}]}, r"content.parts\[0\].name must be str, got 1"),
+        ({"parts": [{"name": "a", "weight": float("inf")}]}, "weight must be float, got Infinity"),
+        ({"size": [3]}, "content.size must be array of length 2, got"),
+        ({"size": [3, 10**30]}, r"content.size\[1\] must be int, got 10000"),
+        ({"codes": {"7": "y", "8": 9}}, "content.codes.8 must be str, got 9"),
+        ({"more": 1}, "content must have its fields and no others, got unknown more"),
+    ],
+)
+def test_json_of_another_kind_is_a_value_error_that_names_the_place(change, told):
+    content = {"parts": [], "size": [3, 4], "codes": {}}
+    with pytest.raises(ValueError, match=told):
+        typed({**content, **change}, Whole)
+
+
+@dataclass(frozen=True)
+class Options:
+    store: Path = option(help="a folder", metavar="DIR")
+    batch: int = option(1, "volumes", "N", at_least=1, at_most=9)
+    rate: float = option(0.5, above=0, below=1)
+    flip: bool = option(True, "no mirroring")
+    quick: Optional[bool] = option(None, "either way")
+    shape: Optional[Tuple[int, int, int]] = option(None, metavar=("X", "Y", "Z"), group="grid")
+    peer: Tuple[str, ...] = option((), repeat=True)
+    name: str = option("a", choices=("a", "b"), one_of="who")
+    names: Tuple[str, ...] = option((), one_of="who")
+
+
+@dataclass(frozen=True)
+class Rest:
+    words: Tuple[str, ...] = option(rest=True)
+
+
+def parsed(*words, kinds=(Options,)):
+    parser = argparse.ArgumentParser()
+    add_options(parser, *kinds)
+    return parser.parse_args(words)
+
+
+def test_settings_come_from_a_command_line_and_go_back_to_it():
+    line = "--store s --batch 2 --rate 0.25 --no-flip --no-quick --shape 1 2 3 --peer x --peer y --names a b"
+    words = line.split()
+    args = parsed(*words)
+    assert from_args(Options, args) == Options(Path("s"), 2, 0.25, False, False, (1, 2, 3), ("x", "y"), "a", ("a", "b"))
+    assert to_command_line(Options, given(Options, args)) == words
+    with pytest.raises(ValueError, match="rate must be below 1, got 1"):
+        from_args(Options, parsed("--store", "s", "--rate", "1"))
+    assert from_args(Rest, parsed("train", "--steps", "3", kinds=(Rest,))).words == ("train", "--steps", "3")
+
+
+def test_a_table_is_the_same_in_markdown_and_html_and_a_chart_is_a_png():
+    table = Table(("policy", "GiB"), [("a|b", "5"), (Bold("<x>"), "2")], title="One", caption="Two")
+    assert table.markdown() == [
+        *("One", "", "| policy | GiB |", "|---|---:|", r"| a\|b | 5 |", "| **<x>** | 2 |", "", "Two")
+    ]
+    assert "<td><b>&lt;x&gt;</b></td><td>2</td>" in table.html()
+    assert "<caption>One Two</caption>" in table.html()
+    figure = new_figure(2, 1)
+    axes = figure.add_subplot()
+    plain(axes, "title")
+    axes.plot([0, 1], color=PALETTE[0])
+    assert png(figure)[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1B", 1), ("384 GB", 384 * 10**9), ("1.5TiB", 3 * 2**39), ("0.1TB", 10**11), (" 2mib ", 2 * 2**20)],
+)
+def test_an_amount_is_read_exactly(text, size):
+    assert parse_bytes(text) == size
+
+
+def test_bytes_are_written_in_the_unit_that_reads_best():
+    sizes = (0, 2**20 - 2**10, 150 * 2**20, 2**30, -3 * 2**29, 3 * 2**39)
+    assert list(map(format_bytes, sizes)) == ["0 KiB", "1023 KiB", "150 MiB", "1.00 GiB", "-1.50 GiB", "1.50 TiB"]
+
+
+def test_seconds_are_written_in_the_unit_that_reads_best():
+    assert [format_seconds(s) for s in (0.0123, 9.4, 600, 7200, 86400 * 3)] == [
+        "0.0123 s", "9.4 s", "10 min", "2 h", "3.0 days",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("25Gbit/s", 25e9 / 8), ("1.5 Mbit/s", 187500.0), ("2GB/s", 2e9), ("1MiB/s", 2**20)],
+)
+def test_a_rate_is_read_in_bits_or_bytes(text, rate):
+    assert parse_rate(text) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    ("parse", "message", "texts"),
+    [
+        (parse_bytes, "memory must be", ("GiB", "-1GiB", "1,5GiB", "171798", "64G", "0GiB", "9" * 400 + "GiB")),
+        (parse_rate, "rate must be a positive", ("25Gb/s", "25", "0Gbit/s", "-1GB/s", "9" * 400 + "GB/s")),
+    ],
+)
+def test_what_is_no_number_with_a_unit_is_refused_with_an_example(parse, message, texts):
+    for text in texts:
+        with pytest.raises(ValueError, match=rf"{message}.*; write it like"):
+            parse(text)
