@@ -114,7 +114,7 @@ def test_every_part_of_a_step_is_what_it_is_by_hand(monkeypatch):
 
 def test_the_pieces_of_a_sum_are_those_of_the_trainer():
     source = (ROOT / "cpu3d" / "distributed" / "all_reduce.py").read_text(encoding="utf-8")
-    millions = int(re.search(r"^PIECE = (\d+) \* 2\*\*20$", source, re.MULTILINE)[1])  # float32; it imports TensorFlow
+    millions = int(re.search(r"^PIECE = (\d+) \* 2\*\*20\b", source, re.MULTILINE)[1])  # float32; it imports TensorFlow
     assert 4 * millions * 2**20 == scaling.PIECE_BYTES
 
 
