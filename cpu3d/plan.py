@@ -489,7 +489,9 @@ def _other_grids(plan: Plan) -> List[Tuple[str, Shape3]]:
 def _memory_and_time(plan: Plan, host: Host) -> List[str]:
     """What a step takes, and the run."""
     if plan.config.device != "cpu":
-        return [f"a step takes {format_bytes(planner.gpu_bytes(plan.job))} of the card; {planner.ASSUMPTIONS}"]
+        return [
+            f"a step takes {format_bytes(planner.gpu_bytes(plan.job))} of the card, as far as can be said without one"
+        ]
     full = plan.estimate
     if full is None:
         return []

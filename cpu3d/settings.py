@@ -17,6 +17,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.files.reader import READ_MODES
+from cpu3d.data.records import Code
 from cpu3d.data.region import EXTENTS
 from cpu3d.data.splits import parse_fold
 from cpu3d.errors import InputError
@@ -70,7 +71,7 @@ class RunConfig:
     store: str = ""  # its folder
     store_channels: Tuple[str, ...] = ()  # all of the store: what an image to predict on must have
     label_names: Dict[int, str] = field(default_factory=dict)  # by label code: what predictions are written in
-    region_codes: Dict[str, Tuple[int, ...]] = field(default_factory=dict)  # region -> label codes of the store
+    region_codes: Dict[str, Tuple[Code, ...]] = field(default_factory=dict)  # region -> label codes of the store
     split_hash: str = ""  # of the store the run was started on: a run never moves to another split
     grid: Tuple[int, int, int] = (0, 0, 0)  # voxels X, Y, Z that the network sees: a patch, or all of the extent
     coarse_grid: Tuple[int, int, int] = (0, 0, 0)
@@ -292,9 +293,10 @@ def as_options(settings: Mapping[str, Any]) -> List[str]:
 
 
 def half_rates(config: RunConfig) -> str:
-    """The options that halve the learning rates of a run."""
+    """The options that halve the learning rates of a run; the batch is in the place of --batch-per-worker, under which
+    rates grow with the workers."""
     adam = f" --adam-rate {config.adam_rate / 2:.3g}" if OPTIMIZERS[config.optimizer].orthogonal else ""
-    return f"--learning-rate {config.peak_rate / 2:.3g}{adam}"
+    return f"--batch {config.batch} --learning-rate {config.peak_rate / 2:.3g}{adam}"
 
 
 def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:

@@ -158,7 +158,7 @@ def largest_patch(job: Job, memory_bytes: int) -> Optional[Job]:
     return jobs[found - 1] if found else None
 
 
-def patch_for(job: Job, memory_bytes: int, name: str = "gpu_memory") -> Shape3:
+def patch_for(job: Job, memory_bytes: int, name: str) -> Shape3:
     """The shape of `largest_patch`. Raises ValueError, with what the smallest takes of memory `name`."""
     found = largest_patch(job, memory_bytes)
     if found:

@@ -21,6 +21,7 @@ from cpu3d.compare.run import call
 from cpu3d.data.region import Shape3
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.phantom import USUAL_SHAPE
+from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import read_scores, scores_path
 from cpu3d.report.pictures import Line, chart
 from cpu3d.run.log import read_events
@@ -61,6 +62,8 @@ def run(options: Options, output: Output) -> int:
     store = made_store(workdir, options, log)
     untouched, command = store.cases("val"), ["train", "--store", str(store.folder), "--validations", "8"]
     regions = [r for r, codes in store.manifest.regions.items() if all({*codes} & {*c.label_voxels} for c in untouched)]
+    if not regions:
+        raise InputError("every untouched case must hold one region at least, got none common to all; choose others")
     for seed in options.seeds:
         with tempfile.TemporaryDirectory(prefix="run-", dir=workdir) as folder:
             run, label = Path(folder) / "run", f"{options.task}, {name}, seed {seed}"

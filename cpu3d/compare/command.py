@@ -27,7 +27,7 @@ from cpu3d.compare.report import plan_table, publish
 from cpu3d.compare.run import PlannedRun, carry_out, is_evaluated
 from cpu3d.compare.statistics import compare, read_run
 from cpu3d.data.store import Store, open_store
-from cpu3d.errors import refuse
+from cpu3d.errors import InputError, refuse
 from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.inference.runs import store_of_run
 from cpu3d.run.log import FINISHED, read_events
@@ -107,7 +107,11 @@ def _finished(options: Options) -> Tuple[Store, Kept, List[PlannedRun]]:
     """
     runs, problems, evaluation = {}, [], options.evaluation
     for folder in (folder.resolve() for folder in options.runs):
-        name, config = re.sub(r"[-_]?seed[-_]?\d+$", "", folder.name) or folder.name, load_config(folder)
+        try:
+            name, config = re.sub(r"[-_]?seed[-_]?\d+$", "", folder.name) or folder.name, load_config(folder)
+        except InputError as error:
+            problems += error.problems
+            continue
         run = PlannedRun(name, config.seed, folder, ())
         if str(run) in runs:
             problems.append(f"runs must differ in their name or seed, got {folder} too of {run}; leave one out")

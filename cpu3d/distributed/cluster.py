@@ -189,10 +189,12 @@ def read_slurm(environ: Mapping[str, str]) -> Optional[Tuple[Tuple[str, ...], in
 def expand_hosts(text: str) -> Tuple[str, ...]:
     """The names of Slurm's short form: "node[01-03,7],login" is node01, node02, node03, node7, login.
 
-    Several brackets in one name are all combined, the last varying fastest.
+    Several brackets in one name are all combined, the last varying fastest. Raises InputError for anything else.
     """
-    hosts: List[str] = []
+    span, hosts = r"\d+(?:-\d+)?", []
     for name in re.split(r",(?![^\[]*\])", text.strip()):
+        if not re.fullmatch(rf"(?:[^\[\],\s]|\[{span}(?:,{span})*\])+", name):
+            raise InputError(f"host list must be like node[01-03,7],login, got {text!r}; name --hosts")
         choices: List[List[str]] = []
         for words, spans in re.findall(r"([^\[\]]+)|\[([^\[\]]+)\]", name):
             choices.append([words] if words else [])

@@ -54,10 +54,14 @@ Regions = Mapping[str, Sequence[int]]  # region -> its label codes
 
 @dataclass(frozen=True)
 class Rule:
-    """Which parts of a region are removed: those below either bound."""
+    """Which parts of a region are removed: those below either bound. Raises ValueError for a bound out of range."""
 
     mm3: float = 0.0
-    share: float = 0.0  # of the region's largest part, below 1
+    share: float = 0.0  # of the region's largest part
+
+    def __post_init__(self):
+        if not (0 <= self.mm3 < np.inf and 0 <= self.share < 1):
+            raise ValueError(f"a rule must have mm3 from 0 on and a share from 0 to 1, got {self.mm3} and {self.share}")
 
     def __str__(self) -> str:
         return f"{self.mm3:g} mm\u00b3" if self.mm3 else f"{100 * self.share:g} % of its largest part"

@@ -85,7 +85,7 @@ class RunStatus:
     """A run, now."""
 
     folder: str
-    state: str  # the worst of its workers', see WORST_FIRST; of a run without heartbeats by its log
+    state: str  # the worst of its workers', see WORST_FIRST; "unknown" without heartbeats and end
     details: Tuple[str, ...]  # what is known of a state that needs attention, a sentence each
     advice: str  # what to do next; "" for nothing
     is_fine: bool  # whether it runs or has finished

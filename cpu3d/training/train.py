@@ -19,7 +19,7 @@ from typing import Any, Dict, Iterator, Optional
 from cpu3d.data.store import open_store
 from cpu3d.distributed.all_reduce import Exchange, join
 from cpu3d.distributed.cluster import Cluster, read_cluster
-from cpu3d.errors import ENDINGS, InputError
+from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.gpu import HostGpus, fits_memory
 from cpu3d.host.speed import Observer
@@ -130,7 +130,8 @@ class _Attempt:
     def carry_out(self, fit: Any, guard: Guard) -> None:
         """Train to the end, or log the end of a run that is over."""
         if fit.is_over:
-            say(f"nothing to do after step {fit.step}: {fit.reason}; {ENDINGS[0].advice}")
+            more = "a larger --patience" if fit.reason == "early stop" else "a larger --epochs or --steps"
+            say(f"nothing to do after step {fit.step}: {fit.reason}; {more} continues")
             fit.run(mlflow=self.mlflow)  # sends what is missing there
             return
         guard.plan(

@@ -17,7 +17,9 @@ class Block:
 
     name: str
     inputs: Tuple[LayerOp, ...]  # the entry, or skip and below
-    up: Tuple[LayerOp, ...]  # from below to the block's grid: an up-convolution, or a convolution and nearest ne
+    up: Tuple[
+        LayerOp, ...
+    ]  # from below to the block's grid: an up-convolution, or a convolution and nearest neighbours
     conv1: LayerOp
     norm1: LayerOp
     conv2: LayerOp

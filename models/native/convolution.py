@@ -134,7 +134,7 @@ def _loaded() -> Optional[Any]:
     except (OSError, tf.errors.OpError):
         return None
     kernels.restype = ctypes.c_void_p
-    return module if kernels(None, 0) else None
+    return module if kernels(None, 0) or kernels(None, 1) else None
 
 
 def _operations() -> Any:

@@ -1,4 +1,4 @@
-/* The door into TensorFlow: its C kernel API alone, so that one build serves every TensorFlow from 2.15 on.
+/* The door into TensorFlow: its C kernel API alone. Tried with TensorFlow 2.15.1.
 
    CpuConvolve       filters, coefficients, below_coefficients: float; maps: n_maps * T; above, add, below: n * T -> map: T, sums
    CpuInputGradient  the same, with flipped filters
@@ -11,6 +11,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 /* ops.h is not quite C: it names these without `struct`. */
 typedef struct TF_OpDefinitionBuilder TF_OpDefinitionBuilder;
@@ -31,7 +32,7 @@ static int thread_count(void)
     const char *wanted = getenv("TF_NUM_INTRAOP_THREADS");
     int threads = wanted ? atoi(wanted) : 0;
     cpu_set_t cpus;
-    if (threads < 1 && !sched_getaffinity(0, sizeof cpus, &cpus))
+    if (threads < 1 && !sched_getaffinity(getpid(), sizeof cpus, &cpus))
         threads = CPU_COUNT(&cpus);
     return threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads;
 }

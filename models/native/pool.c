@@ -1,11 +1,13 @@
 /* Threads of our own. They spin for a moment, so that operations that follow each other wake nobody, then sleep: they do not
-   stand in the way of the engine's. They inherit the affinity of the thread that first needs them. */
+   stand in the way of the engine's. They may run where the process's first thread may: the
+   caller's may be one that an engine's OpenMP has bound to a core. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <time.h>
+#include <unistd.h>
 #include "native.h"
 
 #define SPIN_NS 50000
@@ -61,9 +63,10 @@ static void wait_for(atomic_int *value, int wanted, int until, pthread_cond_t *c
 
 static void *thread_main(void *number)
 {
-    int thread = (int)((long)number >> 32), round = (int)(long)number;
+    int thread = (int)((long)number >> 32);
+    unsigned round = (unsigned)(long)number;
     for (;;) {
-        wait_for(&pool.round, round, 0, &pool.begin);
+        wait_for(&pool.round, (int)round, 0, &pool.begin);
         round++;
         if (thread < pool.threads)
             pool.work(pool.argument, thread, pool.threads);
@@ -88,17 +91,25 @@ static void forget_threads(void)
 
 static void start_threads(int wanted)
 {
+    if (pool.started >= wanted)
+        return;
     static int registered;
     if (!registered++)
         pthread_atfork(NULL, NULL, forget_threads);
+    pthread_attr_t attributes;
+    cpu_set_t cpus;
+    pthread_attr_init(&attributes);
+    if (!sched_getaffinity(getpid(), sizeof cpus, &cpus))
+        pthread_attr_setaffinity_np(&attributes, sizeof cpus, &cpus);
     while (pool.started < wanted) {
         pthread_t thread;
         long number = ((long)(pool.started + 1) << 32) | (unsigned)atomic_load(&pool.round);
-        if (pthread_create(&thread, NULL, thread_main, (void *)number))
+        if (pthread_create(&thread, &attributes, thread_main, (void *)number))
             break;
         pthread_detach(thread);
         pool.started++;
     }
+    pthread_attr_destroy(&attributes);
 }
 
 void run_on_threads(int threads, void (*work)(void *, int, int), void *argument)

@@ -34,6 +34,8 @@ const struct kernels *native_kernels(const char *name, int dtype)
 {
     if (!name)
         name = getenv("CPU3D_INSTRUCTION_SET");
+    if (name && !*name)
+        name = NULL;
     int sets = instruction_sets();
     const struct kernels *found[] = {
         sets & AVX512_BF16 && dtype == BFLOAT16 ? &kernels_avx512_bf16 : NULL,

@@ -431,6 +431,7 @@ def test_what_a_card_does_not_hold_is_refused_with_what_may_be_changed(phantom_s
             check_fits(Plan(ON_CARD, phantom_store, saved), HOST, [CARD])
         assert smaller in str(caught.value)
     check_fits(Plan(ON_CARD, phantom_store), HOST, [dataclasses.replace(CARD, free_bytes=None)])
+    assert "of the card" in " ".join(Plan(ON_CARD, phantom_store).describe(HOST))
 
 
 def test_a_card_sets_device_dtype_and_patch(phantom_store, tmp_path):

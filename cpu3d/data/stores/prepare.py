@@ -31,6 +31,7 @@ from cpu3d.data.records import (
     case_from_json,
     make_manifest,
     record_path,
+    remake,
     to_json,
 )
 from cpu3d.data.region import crop, whole
@@ -137,9 +138,13 @@ def prepare(
         if (store_dir / "manifest.json").exists():
             manifest, reader = open_store(store_dir).manifest, Reader(store_dir, "pread")
             _refuse_other_content(store_dir, manifest, dataset, fractions, seed)
-            if not any(map(reader.problems, manifest.cases)):
+            if any(map(reader.problems, manifest.cases)):
+                manifest = _repaired(store_dir, manifest, dataset, settings, workers)
+                write_store(store_dir, manifest)
+                summarise(store_dir)
+            else:
                 print(f"Nothing to do: store {store_dir} is finished and unchanged.")
-                return manifest
+            return manifest
         records, problems = convert_all(dataset.cases, dataset, store_dir, settings, workers)
         problems.update(dataset.problems)
         if not skip_bad:
@@ -163,6 +168,19 @@ def prepare(
         write_quarantine(store_dir, problems)
         write_store(store_dir, manifest)
     summarise(store_dir)
+    return manifest
+
+
+def _repaired(store_dir: Path, old: Manifest, dataset: Dataset, settings: Settings, workers: int) -> Manifest:
+    """A finished store's manifest after its damaged cases were made again: of the same cases, in the same split."""
+    own = {case.case_id for case in old.cases}
+    cases = [files for files in dataset.cases if files.case_id in own]
+    records, problems = convert_all(cases, dataset, store_dir, settings, workers)
+    refuse_bad_cases(problems, f"{count(records, 'good case')} kept in {store_dir}")
+    manifest = remake(old, cases=list(records.values()))
+    if manifest.split_hash != old.split_hash:  # it is of the voxels
+        rule = f"the damaged cases of {store_dir} must get back the voxels that they had"
+        raise InputError(f"{rule}, got others; use the versions in manifest.json")
     return manifest
 
 

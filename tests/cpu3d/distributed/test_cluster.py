@@ -158,7 +158,7 @@ def test_one_task_a_host_is_the_host_and_ports_are_by_the_job_s_number():
         (step("n[1-2]", "2(x2)", 3), "one task on each of its hosts, in order, got SLURM_PROCID 3 of 2.x2. tasks"),
         (step("a,b", "1(x2)", 2), "got SLURM_PROCID 2"),
         (step("a,b", "1(x2)", -1), "got SLURM_PROCID -1"),
-        (step("n[1-", "1(x2)", 0), "one task on each"),
+        (step("n[1-", "1(x2)", 0), "host list must be"),
         (step("a,b", "1(x2)", "x"), "must be whole numbers, got .*x"),
         (step("a,b", "1(x2)", 1, SLURM_NODEID="0"), "in order"),
         (step("a", "1", 0, SLURM_JOB_ID="12.3"), "must be whole numbers, got .*12.3"),

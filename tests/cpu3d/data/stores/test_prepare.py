@@ -96,6 +96,18 @@ def test_only_the_case_whose_array_is_damaged_is_done_again(dataset, store, coun
     assert content_of(store) == before
 
 
+def test_what_is_made_again_in_a_finished_store_moves_no_case_and_takes_none_that_was_left_out(tmp_path, dataset):
+    image, store = dataset / "imagesTr/BRATS_002.nii.gz", tmp_path / "own"
+    good = image.read_bytes()
+    image.write_bytes(good[:100])
+    old = prepare(dataset, store, **THIRDS, skip_bad=True)
+    before = content_of(store)
+    image.write_bytes(good)
+    (store / f"cases/{old.cases[0].case_id}.x.npy").unlink()
+    assert prepare(dataset, store, **THIRDS, skip_bad=True).split == old.split
+    assert content_of(store) == before
+
+
 def test_a_source_that_changed_without_changing_its_size_is_found_by_its_date_and_hash(dataset, store, capsys):
     prepare(dataset, store, **THIRDS)
     assert "finished and unchanged" in capsys.readouterr().out
