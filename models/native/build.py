@@ -72,9 +72,10 @@ def _compile(compiler: List[str], tensorflow: Optional[Path], scratch: Path, ext
         [*compiler, *OPTIONS, *extra, "-c", *job, "-o", str(scratch / f"{name}.o")] for name, job in jobs.items()
     ]
     running = [subprocess.Popen(command, cwd=HERE) for command in commands]
-    for process, command in zip(running, commands):
-        if process.wait():
-            raise subprocess.CalledProcessError(process.returncode, command)
+    codes = [process.wait() for process in running]
+    for code, command in zip(codes, commands):
+        if code:
+            raise subprocess.CalledProcessError(code, command)
     common = [str(scratch / f"{name}.o") for name in jobs if name != "door"]
     link = [*compiler, "-shared", *extra, *common]
     subprocess.run([*link, "-o", str(scratch / "kernels"), "-lpthread"], check=True)
