@@ -1,7 +1,7 @@
 """Score a trained network on cases it has never seen, on their full original grid.
 
     ./run.sh evaluate --run runs/first
-    ./run.sh evaluate --run runs/first --split val --tolerance 2
+    ./run.sh evaluate --run runs/first --split val --tolerance 2 --json
     ./run.sh evaluate --run runs/fold-1 runs/fold-2 runs/fold-3 --out runs/folds
 
 Writes run/evaluation/scores.json and run/evaluation/predictions/<case_id>.nii.gz; for the splits "val" and "train",
@@ -17,6 +17,7 @@ turned, so scores on it are scores on the original grid.
 """
 
 import datetime
+import json
 import math
 import time
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ class Options:
     out: Optional[Path] = option(None, "folder for evaluation/ (default: the run's, as `report` needs it)", "DIR")
     tolerance: float = option(TOLERANCE_MM, "tolerance of the surface Dice in mm", "MM", at_least=0, below=math.inf)
     raw: bool = option(False, help="leave out the post-processing that the run has decided")
+    json: bool = option(False, help="print scores.json instead of a table")
 
 
 OPTIONS = (RunOptions, Options, Inference)
@@ -113,7 +115,10 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
             postprocessing=together[1],
             held_out={case_id: one for one, ids in zip(by_fold, held_out or ()) for case_id in ids},
         )
-    print_scores(scores, Console())
+    if options.json:
+        print(json.dumps(scores, indent=1))
+    else:
+        print_scores(scores, Console())
     say(f"written: {path}")
     return 0
 

@@ -83,8 +83,9 @@ def test_scores_of_seen_cases_are_marked_and_never_replace_those_of_untouched_on
     assert "Dice 1.000 ± 0.000 1.000 HD95, mm 0.00 ± 0.00 0.00" in " ".join(out.split())
     assert "NOT untouched" not in err
     assert trained == [(tiny_run, "best", Inference())]
-    assert run_command(evaluate, "--run", tiny_run, "--split", "train") == 0
-    assert "NOT untouched" in capsys.readouterr().err
+    assert run_command(evaluate, "--run", tiny_run, "--split", "train", "--json") == 0
+    out, err = capsys.readouterr()
+    assert (json.loads(out), "NOT untouched" in err) == (read(tiny_run, "train"), True)
     assert (test["untouched"], read(tiny_run, "train")["untouched"]) == (True, False)
     assert read(tiny_run) == test
     assert (tiny_run / "evaluation/train/predictions/a.nii.gz").is_file()
