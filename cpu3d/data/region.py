@@ -74,9 +74,9 @@ def centred(inner: Region, size: Shape3, shape: Shape3) -> Region:
     return Region(start, tuple(size))
 
 
-def whole(shape: Shape3, multiple: int = 1) -> Region:
-    """The whole volume, padded on both sides to a multiple along every axis."""
-    return centred(Region((0, 0, 0), tuple(shape)), round_up(shape, multiple), shape)
+def whole(shape: Shape3) -> Region:
+    """The whole volume."""
+    return Region((0, 0, 0), tuple(shape))
 
 
 def bounding_box(mask: np.ndarray) -> Region:

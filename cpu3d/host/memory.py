@@ -6,7 +6,6 @@ import os
 import platform
 import resource
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, NamedTuple, Optional, Sequence, Tuple, Union
@@ -18,8 +17,6 @@ from memory_estimator.host import read_text, sizes
 class Resident:
     """What of a process lies in memory at one moment."""
 
-    time_s: float
-    """Of the clock of `time.time`."""
     anonymous_bytes: int
     """Heap, stacks, shared memory and TensorFlow's pool: nobody can take it back without swap."""
     file_bytes: int
@@ -43,7 +40,7 @@ def resident(pid: Union[int, str] = "self") -> Optional[Resident]:
     if "RssAnon" not in found:
         return None
     anonymous = found["RssAnon"] + found.get("RssShmem", 0)
-    return Resident(time.time(), anonymous, found["RssFile"], found.get("VmSwap", 0))
+    return Resident(anonymous, found["RssFile"], found.get("VmSwap", 0))
 
 
 def _status(pid: Union[int, str]) -> Dict[str, int]:

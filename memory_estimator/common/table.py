@@ -71,7 +71,7 @@ class Table:
 
     def html(self) -> str:
         """A <table> with everything escaped; its title and caption are the <caption>."""
-        words = " ".join(html.escape(part) for part in (self.title, self.caption) if part)
+        words = ". ".join(html.escape(part) for part in (self.title, self.caption) if part)
         head = "".join(f"<th>{html.escape(name)}</th>" for name in self.columns)
 
         def cell(text: str) -> str:
