@@ -122,7 +122,7 @@ def test_a_table_is_the_same_in_markdown_and_html_and_a_chart_is_a_png():
         *("One", "", "| policy | GiB |", "|---|---:|", r"| a\|b | 5 |", "| **<x>** | 2 |", "", "Two")
     ]
     assert "<td><b>&lt;x&gt;</b></td><td>2</td>" in table.html()
-    assert "<caption>One Two</caption>" in table.html()
+    assert "<caption>One. Two</caption>" in table.html()
     figure = new_figure(2, 1)
     axes = figure.add_subplot()
     plain(axes, "title")
