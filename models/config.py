@@ -7,28 +7,15 @@ NETWORKS = ("unet3d", "cicek2016")
 NORMS = ("instance", "batch", "none")
 UPS = ("transposed", "upsampling")
 DTYPES = ("float32", "bfloat16")
-POLICIES = ("speed", "balanced", "lean")
-"""What may be traded for memory in a training step, the fastest first.
+POLICIES = ("speed", "lean")
+"""What may be traded for memory in a training step (models/step.py), the fastest first.
 
-"speed"     keeps every map that a gradient reads; blocks are single layers (models/blocks.py).
-"balanced"  keeps of an encoder's block its input and output, of a decoder's its convolutions' outputs as well; all else
-            is recomputed in the backward pass (models/recomputed.py).
-"lean"      as "balanced" from level 1 on; level 0 goes in slabs along X and keeps two maps, with residual blocks
-            three (models/finest_level.py).
+"speed"  keeps the raw sum of every convolution.
+"lean"   keeps two a level, those of its decoder, and makes the others again in the backward pass.
 """
 
 EPSILON = 1e-5  # added to the variance by every norm
-
-
-def has_fused_norm(channels: int, dtype: str) -> bool:
-    """Whether norms of so many channels take oneDNN's fused kernel: where channels fill its vectors. For others it
-    takes up to 15 times as long as passes of our own (models/passes.py)."""
-    return channels % 16 == 0 or (dtype == "float32" and channels in (4, 8))
-
-
-def norm_block(rows: int) -> int:
-    """X * Y rows of a map that such a pass adds up at a time: 16 or 32, more than a core fetches ahead, take longer."""
-    return next(block for block in range(8, 0, -1) if rows % block == 0)
+MOMENTUM = 0.9  # of moving statistics: a run sees hundreds of volumes, not the 100,000 images of Keras' 0.99
 
 
 @dataclass(frozen=True)
@@ -53,6 +40,8 @@ class UNetConfig:
     policy: str = "speed"  # one of POLICIES
 
     def __post_init__(self):
+        if self.policy == "balanced":  # of runs before own operations
+            object.__setattr__(self, "policy", "lean")
         for name in ("channels", "outputs", "filters"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:

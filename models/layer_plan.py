@@ -78,17 +78,7 @@ def training_flops(config: UNetConfig, shape: Shape3, batch: int = 1) -> int:
     return batch * sum(op.flops * (2 if image in op.inputs else 3) for op in plan)
 
 
-PIECES = 8
-"""Parts of X in which a volume's loss is computed, whose float32 maps are then no larger than its logits; under `speed`
-it is computed at once."""
-
-SLABS = 16  # about as many a volume: what is alive beside whole maps is a handful of slabs
-
-
-def slab_height(planes: int) -> int:
-    """Planes of a slab, from the grid alone: the same on every run of a plan, for bits depend on it.
-    Even, for slabs are pooled one by one, and at least 4: edges are 2 / (3 * height) more work in a convolution."""
-    return max(4, 2 * round(planes / (2 * SLABS)))
+PIECES = 8  # parts of X in which a volume's loss is computed: float32 maps are then no larger than its logits
 
 
 # --- Private helpers ---

@@ -2,15 +2,15 @@
 
 import dataclasses
 import sys
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import tensorflow as tf
 
-from models.blocks import Block, head_layer, precision
+from models.blocks import block, head, precision, up_layers
 from models.config import UNetConfig
-from models.finest_level import SlabDecoder, SlabEncoder
-from models.recomputed import RecomputedBlock
-from models.supervision import Supervision
+from models.native import operations
+from models.step import Pass
+from models.supervision import supervise
 
 
 @tf.keras.utils.register_keras_serializable("cpu3d")
@@ -28,17 +28,38 @@ class UNet3D(tf.keras.Model):
         return {"unet": dataclasses.asdict(self.unet), "shape": shape, "batch_size": batch_size, "frozen": frozen}
 
     def call(self, inputs, training=None, mask=None):
-        """As Keras calls it. Under "lean" a batch has to have the size that was built for, also where it is only known
-        when the step runs, as for `tf.data` without `drop_remainder`. Raises ValueError, or there TensorFlow's
-        InvalidArgumentError, for another one."""
-        batch_size = self.input_shape[0]
-        if self.unet.policy == "lean":
-            if inputs.shape[0] is None:
-                inputs = tf.ensure_shape(inputs, (batch_size, None, None, None, None))
-            elif inputs.shape[0] != batch_size:
-                todo = "build for that size, or under another policy"
-                raise ValueError(f"batch must be {batch_size}, as built, got {inputs.shape[0]}; {todo}")
-        return super().call(inputs, training, mask)
+        """As Keras calls it: by own operations where they serve, else layer by layer."""
+        if not _has_operations():
+            return super().call(inputs, training, mask)
+        image = tf.cast(inputs, self.unet.dtype)
+        if not training:
+            return _as_outputs(Pass(self, False).forward(image))
+
+        @tf.custom_gradient
+        def computed(image, *values):
+            one = Pass(self, True, dict(zip(names, values)))
+
+            def gradient(*slopes):
+                of_values = one.backward(slopes)
+                return (None, *(of_values[name] for name in names))
+
+            return one.forward(image), gradient
+
+        names = [weight.ref() for weight in self.trainable_weights]
+        return _as_outputs(computed(image, *map(tf.convert_to_tensor, self.trainable_weights)))
+
+    def loss_and_gradients(self, loss, image, target) -> Tuple[tf.Tensor, tf.Tensor, List[tf.Tensor]]:
+        """Of (image, target uint8 (N, X, Y, Z, R)) in training: the loss, a score (N, R), and the gradients of
+        `trainable_weights`. `loss` is an object as models/supervision.py has it."""
+        if _has_operations():
+            one = Pass(self, True)
+            said = supervise(loss, target, one.forward(image))
+            gradients = one.backward(said.slopes(1.0))
+            return said.loss, said.score, [gradients[weight.ref()] for weight in self.trainable_weights]
+        with tf.GradientTape() as tape:
+            logits = tf.nest.flatten(self(image, training=True))
+        said = supervise(loss, target, logits)
+        return said.loss, said.score, tape.gradient(logits, self.trainable_weights, said.slopes(1.0))
 
     @classmethod
     def from_config(cls, config: Dict[str, Any], custom_objects: Any = None) -> "UNet3D":
@@ -52,63 +73,28 @@ def build_unet3d(config: UNetConfig, shape: Tuple[int, int, int], batch_size: Op
     """The Keras model of `config` for images of `shape` (X, Y, Z), after Ojika et al. 2020 and Cicek et al. 2016.
 
     Takes (batch, X, Y, Z, channels) in `config.dtype` and gives logits (batch, X, Y, Z, outputs) in the same dtype;
-    with deep supervision a list of logits: the finest first, then each coarser decoder level, deepest first. Give the
-    `batch_size` where it is known: instance norm then runs at the speed of batch norm. The model is compiled, fitted
-    and saved as any of Keras' own; its losses and metrics take logits (cpu3d/training/losses.py has some). Under "lean"
-    `fit` makes the finest logits, and their gradient, as whole maps, which `with_loss` does not. Raises ValueError when
-    the shape does not divide and for "lean" without a `batch_size`, and ImportError where tf.keras is not Keras 2.
+    with deep supervision a list of logits: the finest first, then each coarser decoder level, deepest first. The model
+    is compiled, fitted and saved as any of Keras' own; its losses and metrics take logits (cpu3d/training/losses.py has
+    some). Raises ValueError when the shape does not divide, and ImportError where tf.keras is not Keras 2.
     """
     _check_keras()
     config.check_shape(shape)
-    if config.policy == "lean" and batch_size is None:
-        raise ValueError("batch_size must be given under the policy lean, got None; give it, or take balanced")
-    finest = SlabDecoder(config) if config.policy == "lean" else None
     image = x = tf.keras.Input((*shape, config.channels), batch_size, dtype=config.dtype, name="image")
-
-    skips = []
-    for level in range(config.depth - 1):
-        if finest and not level:
-            x, skip = SlabEncoder(finest)(image)
-        else:
-            skip = block(config, "encoder", level, x)
-            x = tf.keras.layers.MaxPool3D(2, dtype=precision(config), name=f"encoder{level + 1}_pool")(skip)
-        skips.append(skip)
-    x = block(config, "encoder", config.depth - 1, x)
-
-    coarse = []
-    for level in range(config.depth - 2, 0, -1):
-        x = block(config, "decoder", level, skips[level], x)
-        coarse.append((level, x))
-    if finest:
-        logits = finest({"shares": skips[0], "below": x})
-    else:
-        logits = head_layer(config, "head")(block(config, "decoder", 0, skips[0], x))
-    if config.deep_supervision:
-        logits = [logits] + [head_layer(config, f"head{level}")(source) for level, source in coarse]
-    model = UNet3D(config, image, logits)
-    model.output_names[0] = "head"  # also where it comes out of a larger layer
-    return model
-
-
-def block(config: UNetConfig, side: str, level: int, *inputs):
-    """What the block of a level makes, "encoder" (of the entry) or "decoder" (of skip and below), as the policy has it:
-    single layers, or one."""
-    if config.policy == "speed":
-        return Block(config, side, level).layer_by_layer(*inputs)
-    return RecomputedBlock(config, side, level)(inputs if len(inputs) > 1 else inputs[0])
-
-
-def with_loss(model: tf.keras.Model, config: UNetConfig, loss) -> tf.keras.Model:
-    """On the layers of a model of `config`: (image, target uint8 (N, X, Y, Z, R)) -> (loss, score (N, R)), to train.
-    `loss` is an object as models/supervision.py has it. Under "lean" the finest logits are never one tensor."""
-    logits = tf.nest.flatten(model.output)
-    target = tf.keras.Input(logits[0].shape[1:], logits[0].shape[0], dtype="uint8", name="target")
-    for finest in model.layers:
-        if isinstance(finest, SlabDecoder):
-            logits[0] = finest({**finest.get_input_at(0), "target": target}, loss=loss)
-    by_pieces = config.policy != "speed" and target.shape[0] is not None
-    heads = Supervision(loss, by_pieces=by_pieces, name="loss")
-    return tf.keras.Model([model.input, target], heads(target, *logits), name=f"{config.network}_loss")
+    skips, coarse, own = [], [], {"dtype": precision(config)}
+    for level in range(config.depth):
+        if level:
+            x = tf.keras.layers.MaxPool3D(2, name=f"encoder{level}_pool", **own)(x)
+        x = block(config, f"encoder{level}", x, config.encoder_widths(level))
+        skips.append(x)
+    for level in reversed(range(config.depth - 1)):
+        for layer in up_layers(config, f"decoder{level}_up", config.up_width(level)):
+            x = layer(x)
+        x = tf.keras.layers.Concatenate(name=f"decoder{level}_concat", **own)([skips[level], x])
+        x = block(config, f"decoder{level}", x, config.decoder_widths(level))
+        if level and config.deep_supervision:
+            coarse.append(head(config, f"head{level}")(x))
+    logits = head(config, "head")(x)
+    return UNet3D(config, image, [logits, *coarse] if config.deep_supervision else logits)
 
 
 # --- Private helpers ---
@@ -119,3 +105,12 @@ def _check_keras() -> None:
     if not package.__version__.startswith("2."):
         todo = "install tf_keras, and set TF_USE_LEGACY_KERAS=1 before TensorFlow is imported"
         raise ImportError(f"tf.keras must be Keras 2, got {package.__version__}; {todo}")
+
+
+def _has_operations() -> bool:
+    """Whether own operations compute the network: on a CPU for which they are built."""
+    return operations.available() and not tf.config.list_logical_devices("GPU")
+
+
+def _as_outputs(logits: List[tf.Tensor]) -> Any:
+    return logits if len(logits) > 1 else logits[0]

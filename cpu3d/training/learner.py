@@ -20,9 +20,7 @@ from cpu3d.host.apply import without_notices
 from cpu3d.settings import RunConfig
 from cpu3d.training.losses import TrainingLoss
 from cpu3d.training.muon import Muon
-from memory_estimator.host import read_host
-from memory_estimator.step.allocator import MIB, region_bytes
-from models.unet3d import build_unet3d, with_loss
+from models.unet3d import build_unet3d
 
 
 @dataclass(frozen=True)
@@ -47,10 +45,7 @@ class Learner:
 
     def __init__(self, config: RunConfig, exchange: Exchange = ALONE):
         self.config, self._exchange = config, exchange
-        if config.device == "cpu":
-            take_region(region_bytes(config.unet, config.grid, config.micro, read_host().memory_bytes))
         self.model = build_unet3d(config.unet, config.grid, config.micro)
-        self._loss = with_loss(self.model, config.unet, TrainingLoss())
         self.optimizer = optimizer_of(config)
         self.optimizer.build(self.model.trainable_variables)
         self._average = [tf.Variable(v, trainable=False) for v in self.model.trainable_variables] if config.ema else []
@@ -225,10 +220,9 @@ class Learner:
 
     def _gradients(self, image, target):
         """Loss, soft Dice, and the gradients of the part's share in the loss of the batch."""
-        with tf.GradientTape() as tape:
-            loss, dice = self._loss([image, target], training=True)
-            share = loss / self.config.parts if self.config.parts > 1 else loss
-        gradients = tape.gradient(share, self.model.trainable_variables)
+        loss, dice, gradients = self.model.loss_and_gradients(TrainingLoss(), image, target)
+        if self.config.parts > 1:
+            gradients = [gradient / self.config.parts for gradient in gradients]
         # A voxel that is NaN may not reach the loss, through a ReLU, but then it reaches a gradient.
         with tf.control_dependencies(gradients):
             finite = tf.math.is_finite(tf.add_n([tf.reduce_sum(gradient) for gradient in gradients]))
@@ -266,13 +260,6 @@ def optimizer_of(config: RunConfig) -> tf.keras.optimizers.Optimizer:
     if config.optimizer == "adam":
         return tf.keras.optimizers.Adam(config.peak_rate)
     return Muon(config.peak_rate, config.adam_rate / config.peak_rate)
-
-
-def take_region(size_bytes: int) -> None:
-    """Have the allocator reserve a region of whole MiB, where it can; nothing is written to it."""
-    if size_bytes:
-        with contextlib.suppress(tf.errors.ResourceExhaustedError), tf.device("CPU:0"):
-            tf.raw_ops.Empty(shape=[size_bytes // MIB, MIB], dtype=tf.uint8)
 
 
 def finest(logits) -> tf.Tensor:

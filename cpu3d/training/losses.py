@@ -16,7 +16,7 @@ from typing import Any, Dict, Optional, Tuple
 
 import tensorflow as tf
 
-from models.supervision import thinned, weighted_sum
+from models.supervision import supervise, thinned
 
 # Voxels added to both sides of the Dice ratio: an absent region scores 1, and less with every voxel that is predicted.
 SMOOTH = 1.0
@@ -49,8 +49,14 @@ class DiceCrossEntropy(tf.keras.losses.Loss):
             sums=self.sums, value=functools.partial(self.value, by_sample=True), slope=self.slope
         )
         y_pred = tf.convert_to_tensor(y_pred)
-        target, by_pieces = _on_grid_of(y_pred, y_true), y_pred.shape[0] is not None
-        return weighted_sum(by_sample, [target], [y_pred], by_pieces=by_pieces)[0][:, 0]
+        target = tf.stop_gradient(_on_grid_of(y_pred, y_true))
+
+        @tf.custom_gradient
+        def of_samples(logits):
+            supervised = supervise(by_sample, target, [logits])
+            return supervised.loss, lambda upstream: supervised.slopes(upstream)[0]
+
+        return of_samples(y_pred)[:, 0]
 
     def sums(self, t, z, regions: int):
         """Of each region of a piece, (n, R, 4): cross-entropy, overlap, predicted, true; and the probabilities."""

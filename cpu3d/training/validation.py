@@ -12,7 +12,7 @@ from cpu3d.training.feeds import Feeds
 from cpu3d.training.learner import Learner
 from cpu3d.training.losses import TrainingLoss, hard_dice, hard_dice_counts
 from models.layer_plan import PIECES
-from models.supervision import Supervision
+from models.supervision import supervise
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _score(target, logits) -> Tuple[tf.Tensor, tf.Tensor]:
 
 @tf.function(autograph=False)
 def _loss(target, logits):
-    return Supervision(TrainingLoss(), by_pieces=True)(target, logits)[0]
+    return supervise(TrainingLoss(), target, [logits]).loss
 
 
 _counts = tf.function(hard_dice_counts)
