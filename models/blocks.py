@@ -30,9 +30,7 @@ def convolution(config: UNetConfig, name: str, channels: int, kernel: int, **mor
     """One that keeps the grid, without bias: what follows normalises or adds one."""
     more = {"use_bias": False, "dtype": precision(config), **more}
     initializer = initial_kernel(config, name)
-    return tf.keras.layers.Conv3D(
-        channels, kernel, padding="same", kernel_initializer=initializer, name=name, **more
-    )
+    return tf.keras.layers.Conv3D(channels, kernel, padding="same", kernel_initializer=initializer, name=name, **more)
 
 
 def norm(config: UNetConfig, name: str, activate: bool = True) -> tf.keras.layers.Layer:
@@ -45,9 +43,7 @@ def up_layers(config: UNetConfig, name: str, width: int) -> List[tf.keras.layers
     if config.up == "transposed":
         initializer = initial_kernel(config, name)
         return [
-            tf.keras.layers.Conv3DTranspose(
-                width, 2, strides=2, use_bias=False, kernel_initializer=initializer, **own
-            )
+            tf.keras.layers.Conv3DTranspose(width, 2, strides=2, use_bias=False, kernel_initializer=initializer, **own)
         ]
     # The 1x1x1 convolution and nearest-neighbour copying commute; on the coarse grid it costs an eighth.
     return [convolution(config, f"{name}_conv", width, 1), tf.keras.layers.UpSampling3D(2, **own)]

@@ -3,11 +3,11 @@
 Of a convolution nothing is kept but its raw sum: norm and ReLU are formed wherever it is read. Each operation waits for
 the one before, so what is in memory at a time is known, and a map whose last reader has its shape is written over.
 
-Under "speed" every raw sum that a gradient reads is kept. Under "lean" a level keeps what enters its encoder and the two
-sums of its decoder; the encoder's sums and the up-sampled map are made again where the backward pass reads them.
+Under "speed" every raw sum is kept. Under "lean" a level keeps what enters its encoder and the two sums of its decoder;
+the encoder's sums and the up-sampled map are made again where the backward pass reads them.
 """
 
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
 import tensorflow as tf
 
@@ -37,7 +37,7 @@ class Pass:
 
     def forward(self, image: tf.Tensor) -> List[tf.Tensor]:
         """Logits of each head, the finest first, of an image (N, X, Y, Z, C)."""
-        unet, depth = self.unet, self.unet.depth
+        depth = self.unet.depth
         self._entries, self._encoders, self._decoders = [Source(image)], [], {}
         for level in range(depth):
             if level:
@@ -63,9 +63,7 @@ class Pass:
             block = self._encoders[level]
             if level < depth - 1:
                 block = self._block_again(level)
-                at_output, *sums = self._run(
-                    operations.max_pool_gradient, block.output, at_output, at_skips.pop(level)
-                )
+                at_output, *sums = self._run(operations.max_pool_gradient, block.output, at_output, at_skips.pop(level))
             at_first, at_sum = self._through_block(f"encoder{level}", block, at_output, sums)
             self._put_kernel(f"encoder{level}_conv1", block.entry, at_first)
             at_output = self._at_entry(f"encoder{level}", block.entry, 0, at_first, at_sum) if level else None
@@ -81,10 +79,12 @@ class Pass:
 
     def _logits(self, level: int) -> tf.Tensor:
         head = self.layer(f"head{level}" if level else "head")
-        return self._run(operations.project, self._decoders[level].output, self._value(head.kernel), self._value(head.bias))
+        return self._run(
+            operations.project, self._decoders[level].output, self._value(head.kernel), self._value(head.bias)
+        )
 
     def _block(self, name: str, entry: List[Source], again: bool = False) -> Block:
-        """Two convolutions, each with its norm; with `residual`, the sum with the entry. `again` moves no statistics."""
+        """Two convolutions, each with its norm; with `residual`, the sum with the entry. `again` moves nothing."""
         residual = self.unet.residual
         first = self._convolved(f"{name}_conv1", f"{name}_act1", entry, True, again)
         last_norm = f"{name}_norm2" if residual else f"{name}_act2"
@@ -228,7 +228,9 @@ class Pass:
     def _rows(self, name: str, entry: List[Source], part: int) -> tf.Tensor:
         """Of a layer's kernel, what meets a part of what its block reads."""
         first = sum(source.raw.shape[-1] for source in entry[:part])
-        return tf.convert_to_tensor(self._value(self.layer(name).kernel))[..., first : first + entry[part].raw.shape[-1], :]
+        return tf.convert_to_tensor(self._value(self.layer(name).kernel))[
+            ..., first : first + entry[part].raw.shape[-1], :
+        ]
 
     def _put(self, variable: tf.Variable, gradient: tf.Tensor) -> None:
         self._gradients[variable.ref()] = gradient

@@ -5,7 +5,6 @@ weights from them, in the memory of one part and one set of gradients. The sums 
 its share of the parts, are added up once a step, and each updates its own weights from that, to the bit.
 """
 
-import contextlib
 import functools
 import time
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ import tensorflow as tf
 
 from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
-from cpu3d.host.apply import without_notices
 from cpu3d.settings import RunConfig
 from cpu3d.training.losses import TrainingLoss
 from cpu3d.training.muon import Muon
@@ -52,7 +50,6 @@ class Learner:
         self._updates = tf.Variable(0, dtype=tf.int64, trainable=False)
         summed = self.model.trainable_variables if config.parts > 1 else []  # not in a checkpoint: zero at each step
         self._sums = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in summed]
-        self._has_computed = False
         compiled = functools.partial(tf.function, autograph=False)  # nothing in them branches on a tensor
         self._step = compiled(self._train)
         self._accumulate = compiled(self._add_part)
@@ -78,7 +75,7 @@ class Learner:
         config = self.config
         self.optimizer.learning_rate.assign(learning_rate)
         if config.parts == 1:
-            loss, dice = self._computed(self._step, *next(parts))
+            loss, dice = self._step(*next(parts))
             return Outcome(np.array([float(loss)]), dice.numpy(), np.array([note()]))
         for total in self._sums:
             total.assign(tf.zeros(total.shape))
@@ -88,7 +85,7 @@ class Learner:
         losses, dice = np.zeros(config.parts, np.float32), np.zeros((config.batch, config.unet.outputs), np.float32)
         for part in range(first, first + share):
             # No name is kept for a part: it would live beside the next one.
-            loss, own_dice = self._computed(self._accumulate, *next(parts))
+            loss, own_dice = self._accumulate(*next(parts))
             losses[part] = loss
             dice[part * config.micro : (part + 1) * config.micro] = own_dice
             if not np.isfinite(losses[part]):
@@ -158,13 +155,6 @@ class Learner:
         groups = {"model": self.model.weights, "optimizer": self.optimizer.variables, "average": self._average}
         named = {f"{group}/{i:03d}": v for group, found in groups.items() for i, v in enumerate(found)}
         return {**named, "updates": self._updates}
-
-    def _computed(self, function: Callable, *parts: tf.Tensor) -> Any:
-        """What a compiled function gives, the first time without the notices that XLA writes to stderr then."""
-        notices = contextlib.nullcontext() if self._has_computed else without_notices()
-        self._has_computed = True
-        with notices:
-            return function(*parts)
 
     # --- Workers ---
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from models.config import DTYPES, EPSILON
-from models.norm import MOMENTUM, NormActivation
+from models.config import DTYPES, EPSILON, MOMENTUM
+from models.norm import NormActivation
 
 GRID = (4, 6, 4)
-CHANNELS = (5, 16)  # of the latter alone the fused kernel takes care
+CHANNELS = (5, 16)
 
 
 def built(norm, samples, activate=True, channels=5, dtype="float32"):

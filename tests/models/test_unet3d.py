@@ -10,14 +10,14 @@ from models.unet3d import build_unet3d
 
 KINDS = {
     "InputLayer": {"input"},
-    "Convolution": {"conv", "head"},
+    "Conv3D": {"conv", "head"},
     "ShortcutSum": {"shortcut"},
-    "UpConvolution": {"up_conv"},
+    "Conv3DTranspose": {"up_conv"},
     "NormActivation": {"norm_act", "norm"},
     "ReLU": {"act"},
     "MaxPooling3D": {"pool"},
     "UpSampling3D": {"upsample"},
-    "Join": {"concat"},
+    "Concatenate": {"concat"},
 }
 
 VARIANTS = [
@@ -32,8 +32,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_plan_equals_the_built_model_layer_by_layer(variant):
-    # Under "speed" alone a layer of the plan is one of Keras'; the leaner policies have a layer for each block.
-    config, shape = UNetConfig(filters=4, policy="speed", **variant), (32, 16, 48)
+    config, shape = UNetConfig(filters=4, **variant), (32, 16, 48)
     model = build_unet3d(config, shape, batch_size=1)
     plan = {op.name: op for op in layer_plan(config, shape)}
     assert sorted(layer.name for layer in model.layers) == sorted(plan)
@@ -108,11 +107,6 @@ def test_deep_supervision_gives_a_map_for_each_decoder_and_bfloat16_keeps_weight
     assert [tuple(logits.shape[1:4]) for logits in model.outputs] == [(16, 16, 8), (4, 4, 2), (8, 8, 4)]
     assert {layer.output.dtype for layer in model.layers} == {tf.bfloat16}
     assert {weight.dtype for weight in model.weights} == {tf.float32}
-
-
-def test_lean_without_a_batch_size_is_refused():
-    with pytest.raises(ValueError, match="batch_size must be given under the policy lean, got None"):
-        build_unet3d(UNetConfig(policy="lean"), (16, 16, 16))
 
 
 def test_initial_weights_depend_on_the_seed_and_the_layer_alone():

@@ -8,9 +8,7 @@ import tensorflow as tf
 
 from cpu3d.settings import RunConfig
 from cpu3d.training.learner import Learner, allocator_peak_bytes
-from memory_estimator.job import Job
-from memory_estimator.step.training_step import training_step
-from models.config import POLICIES, UNetConfig
+from models.config import UNetConfig
 from tests.cpu3d.runs import shared_learner
 
 SIDE, BATCH = 16, 4
@@ -130,29 +128,3 @@ def test_arrays_stay_as_they_were_while_training_goes_on():
     one.restore(held)
     for name, array in one.arrays().items():
         np.testing.assert_array_equal(array, copied[name], err_msg=name)
-
-
-# --- The region ---
-
-
-def first_done(monkeypatch, unet, micro):
-    """What a learner does until its network is built: regions by their bytes, and "network"."""
-    done = []
-
-    def built(*given):
-        done.append("network")
-        raise InterruptedError
-
-    monkeypatch.setattr("cpu3d.training.learner.take_region", done.append)
-    monkeypatch.setattr("cpu3d.training.learner.build_unet3d", built)
-    with pytest.raises(InterruptedError):
-        Learner(config(micro, unet=unet))
-    return done
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_region_that_is_taken_before_all_else_is_the_one_that_the_estimator_counts(policy, monkeypatch):
-    unet = dataclasses.replace(UNET, policy=policy)
-    counted = training_step(Job(unet, (SIDE,) * 3, BATCH, micro_batch=2)).region_bytes
-    assert (counted > 0) == (policy == "balanced")
-    assert first_done(monkeypatch, unet, micro=2) == [counted, "network"]

@@ -14,7 +14,7 @@ from memory_estimator.job import Job
 from memory_estimator.step.program import Program, timeline
 from memory_estimator.step.training_step import training_step, validation_pass
 from models.config import UNetConfig
-from models.supervision import Supervision
+from models.supervision import supervise
 
 SMALL, SHAPE = (16, 16, 12), (48, 48, 44)
 
@@ -39,7 +39,7 @@ def test_scores_are_those_of_the_whole_volume():
     logits = one.logits(image)
     overlap, predicted, true = np.moveaxis(hard_dice_counts(target, logits).numpy()[0], -1, 0)
     found, _ = validate(feeds(one.config), one)
-    np.testing.assert_allclose(found.loss, Supervision(DiceCrossEntropy())(target, logits)[0], rtol=1e-5)
+    np.testing.assert_allclose(found.loss, supervise(DiceCrossEntropy(), target, [logits]).loss, rtol=1e-5)
     np.testing.assert_array_equal(found.dice, 2 * overlap / (predicted + true))
 
 
