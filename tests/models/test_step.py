@@ -1,0 +1,227 @@
+"""The pass by own operations is the same mathematics as the plain Keras layers: answers, gradients, statistics."""
+
+import dataclasses
+import functools
+import gc
+import weakref
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from models.config import EPSILON, POLICIES, UNetConfig
+from models.native import operations
+from models.norm import NormActivation
+from models.unet3d import UNet3D, build_unet3d
+
+pytestmark = pytest.mark.skipif(not operations.available(), reason="own kernels are not built")
+
+GRID = (16, 8, 8)
+
+NETWORKS = {
+    "instance, deep supervision": (UNetConfig(filters=4, depth=3, deep_supervision=True), 2),
+    "batch, one level below": (UNetConfig(filters=5, channels=1, depth=2, norm="batch"), 2),
+    "residual, batch": (UNetConfig(filters=4, depth=3, residual=True, norm="batch", up="upsampling"), 2),
+    "cicek, residual, no norm": (UNetConfig(filters=4, depth=3, network="cicek2016", residual=True, norm="none"), 1),
+}
+"""Every norm, both ways up, residual or not, one head or several, both networks, a batch of 1 and of 2; three levels
+have a first block, one between, the deepest and two decoders."""
+
+DRAWS = range(2, 7)
+"""Of weights and volumes. Of a million values one may be so close to 0 that the order of a sum opens or closes its ReLU
+and with it go up to 2e-3 of the gradients before it."""
+
+
+class Step(NamedTuple):
+    """Of the weights those after the step: batch norm's statistics have moved."""
+
+    loss: float
+    answers: list  # in inference
+    logits: list
+    gradients: list
+    weights: list
+
+
+def plain(model, image, training):
+    """What the layers say, one by one."""
+    return super(UNet3D, model).call(image, training)
+
+
+@functools.cache
+def compiled(config, batch, call):
+    """A model and its compiled step: image and a target for each head -> loss, answers in
+    inference, logits and gradients."""
+    model = build_unet3d(config, GRID, batch)
+
+    @tf.function
+    def function(image, targets):
+        answers = tf.nest.flatten(call(model, image, False))
+        with tf.GradientTape() as tape:
+            logits = tf.nest.flatten(call(model, image, True))
+            errors = [(tf.sigmoid(tf.cast(one, tf.float32)) - target) ** 2 for one, target in zip(logits, targets)]
+            loss = tf.add_n([tf.reduce_mean(error) for error in errors])
+        return loss, answers, logits, tape.gradient(loss, model.trainable_variables)
+
+    return model, model.get_weights(), function
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_compiled():
+    """Else they would be taken down with the interpreter, in an order that TensorFlow does not bear."""
+    yield
+    compiled.cache_clear()
+
+
+def step(config, batch, draw=0, call=UNet3D.__call__, eager=False, open_size=False):
+    """A training step without the update, on weights unlike the first ones, so that none is 0 or 1."""
+    model, first, function = compiled(config, None if open_size else batch, call)
+    rng = np.random.default_rng(draw)
+    model.set_weights([weight + rng.normal(0, 0.05, weight.shape) for weight in first])
+    image = rng.standard_normal((batch, *GRID, config.channels))
+    image = tf.cast(image, config.dtype)
+    targets = [tf.constant(rng.random((batch, *head.shape[1:])) < 0.1, tf.float32) for head in model.outputs]
+    loss, answers, logits, gradients = (function.python_function if eager else function)(image, targets)
+    answers, logits = ([tf.cast(one, tf.float32).numpy() for one in maps] for maps in (answers, logits))
+    return Step(float(loss), answers, logits, [one.numpy() for one in gradients], model.get_weights())
+
+
+def distances(found, expected):
+    """Of each array, as a share of it."""
+    assert [one.shape for one in found] == [one.shape for one in expected]
+    return [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(found, expected)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_answers_gradients_and_moved_statistics_are_those_of_the_layers(network, policy):
+    config, batch = NETWORKS[network]
+    config, apart = dataclasses.replace(config, policy=policy), []
+    for draw in DRAWS:
+        own, of_layers = step(config, batch, draw), step(config, batch, draw, plain)
+        assert own.loss == pytest.approx(of_layers.loss, rel=1e-6)
+        assert max(distances(own.logits, of_layers.logits)) < 1e-5
+        assert max(distances(own.answers, of_layers.answers)) < 1e-5
+        for found, expected in zip(own.weights, of_layers.weights):
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+        apart.append(max(distances(own.gradients, of_layers.gradients)))
+        assert apart[-1] < 1e-2
+        if apart[-1] < 2e-5:
+            return
+    pytest.fail(f"gradients must be within 2e-5 of the layers' in one draw of {len(DRAWS)}, got {apart}")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_in_bfloat16_gradients_are_about_as_far_from_float32s_as_those_of_the_layers(policy):
+    config, batch = NETWORKS["instance, deep supervision"]
+    config = dataclasses.replace(config, policy=policy)
+    half = dataclasses.replace(config, dtype="bfloat16")
+    steps = step(config, batch), step(half, batch, call=plain), step(half, batch)
+    exact, of_layers, own = (np.concatenate([g.ravel() for g in one.gradients]) for one in steps)
+    (rounding,) = distances([of_layers], [exact])
+    assert distances([own], [exact])[0] < 1.5 * rounding
+
+
+def test_a_frozen_batch_norm_takes_and_keeps_its_moving_statistics():
+    model = build_unet3d(UNetConfig(filters=4, depth=2, norm="batch"), (8, 8, 8), 1)
+    rng = np.random.default_rng(0)
+    model.set_weights([weight + rng.uniform(0, 0.1, weight.shape) for weight in model.get_weights()])
+    first, image = model.get_weights(), tf.constant(rng.standard_normal((1, 8, 8, 8, 4)), tf.float32)
+    for layer in model.layers:
+        if isinstance(layer, NormActivation):
+            layer.trainable = False
+    gradients = []
+    for call in (UNet3D.__call__, plain):
+        with tf.GradientTape() as tape:
+            logits = call(model, image, True)
+            loss = tf.reduce_mean(tf.sigmoid(logits) ** 2)
+        assert distances([logits], [model(image)])[0] < 1e-5
+        for weight, before in zip(model.get_weights(), first):
+            np.testing.assert_array_equal(weight, before)
+        gradients.append(tape.gradient(loss, model.trainable_variables))
+        assert len(gradients[-1]) == 9  # kernels, and the head's bias
+    assert max(distances(*gradients)) < 1e-4
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_without_a_compiled_step_and_with_an_open_batch_size_it_is_the_same(policy):
+    config, batch = NETWORKS["residual, batch"]
+    config = dataclasses.replace(config, policy=policy)
+    expected = step(config, batch)
+    for more in ({"eager": True}, {"open_size": True}):
+        found = step(config, batch, **more)
+        assert max(distances(found.logits + found.gradients, expected.logits + expected.gradients)) < 1e-5
+
+
+def test_an_equal_step_has_equal_bits():
+    config, batch = NETWORKS["instance, deep supervision"]
+    for found, again in zip(step(config, batch).gradients, step(config, batch).gradients):
+        np.testing.assert_array_equal(found, again)
+
+
+def test_a_dropped_network_goes_with_its_graph():
+    def build():
+        model = build_unet3d(UNetConfig(filters=2, depth=2), (8, 8, 8), 1)
+        predict = tf.function(lambda image: model(image, training=False))
+        graph = predict.get_concrete_function(tf.TensorSpec((1, 8, 8, 8, 4))).graph
+        return weakref.ref(model), weakref.ref(graph)
+
+    held = build()
+    gc.collect()
+    assert [reference() for reference in held] == [None, None]
+
+
+# --- Against float64 ---
+
+
+def exact_gradients(image, target, weights, depth):
+    """Of the mean squared error, by the definition of an instance-norm U-Net in float64."""
+    weights = [tf.constant(weight, tf.float64) for weight in weights]
+    rest = iter(weights)
+
+    def block(x):
+        for _ in range(2):
+            x = tf.nn.conv3d(x, next(rest), (1,) * 5, "SAME")
+            mean, variance = tf.nn.moments(x, (1, 2, 3), keepdims=True)
+            x = tf.nn.relu((x - mean) * tf.math.rsqrt(variance + EPSILON) * next(rest) + next(rest))
+        return x
+
+    def pooled(x):
+        for axis in (1, 2, 3):
+            shape = [*x.shape[:axis], x.shape[axis] // 2, 2, *x.shape[axis + 1 :]]
+            x = tf.reduce_max(tf.reshape(x, shape), axis + 1)
+        return x
+
+    with tf.GradientTape() as tape:
+        tape.watch(weights)
+        x, skips = tf.constant(image, tf.float64), []
+        for level in range(depth):
+            x = block(pooled(x) if level else x)
+            skips.append(x)
+        for skip in skips[-2::-1]:
+            kernel = next(rest)
+            x = tf.nn.conv3d_transpose(x, kernel, (*skip.shape[:4], kernel.shape[3]), 2, "SAME")
+            x = block(tf.concat([skip, x], -1))
+        logits = tf.nn.conv3d(x, next(rest), (1,) * 5, "SAME") + next(rest)
+        loss = tf.reduce_mean((tf.sigmoid(logits) - target) ** 2)
+    return [gradient.numpy() for gradient in tape.gradient(loss, weights)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_are_close_to_float64s(policy):
+    """Most of the image is zero, as outside a brain: there one ReLU is that of many voxels alike."""
+    config, grid = UNetConfig(filters=4, depth=3, policy=policy), (32, 24, 16)
+    rng = np.random.default_rng(1)
+    image, target = rng.standard_normal((1, *grid, 4)).astype(np.float32), rng.random((1, *grid, 3)) < 0.1
+    axes = np.meshgrid(*(np.linspace(-1, 1, size) for size in grid), indexing="ij")
+    image *= (sum(axis**2 for axis in axes) < 0.8)[None, ..., None]
+    model = build_unet3d(config, grid, 1)
+
+    @tf.function
+    def gradients():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((tf.sigmoid(model(image, training=True)) - tf.constant(target, tf.float32)) ** 2)
+        return tape.gradient(loss, model.trainable_variables)
+
+    exact = exact_gradients(image, target.astype(float), [w.numpy() for w in model.trainable_variables], config.depth)
+    assert max(distances([gradient.numpy() for gradient in gradients()], exact)) < 1e-5
