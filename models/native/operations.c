@@ -10,6 +10,7 @@
 #ifndef KERNELS
 #define KERNELS kernels_here
 #define KERNELS_NAME "here"
+#define PASSES passes_here
 #endif
 
 /* --- The micro-kernels: all the arithmetic that counts --- */
@@ -121,6 +122,7 @@ struct layout {
 };
 
 static int round_up(int value, int to) { return (value + to - 1) / to * to; }
+static int units_of(int channels) { return (channels + UNIT - 1) / UNIT; }
 
 /* Rows that begin at equal addresses modulo 4096 would share sets of the cache L1: they begin 17 lines further on. */
 static size_t row_units(int width, int tiles)
@@ -258,7 +260,7 @@ static void add_sums(int sums, double *count, double row_count, double *first, d
     }
 }
 
-/* Makes outputs of the streams' totals, of channels c .. c + n of a row: adds, rounds, writes and sums them. */
+/* Makes outputs of the streams' totals, of channels c .. c + n of a row: rounds, writes and sums them. */
 ALWAYS_INLINE void finish_channels(struct thread *t, struct totals *totals, const float *sums, int c, int batch, size_t voxel,
                                    int n, int dtype)
 {
@@ -277,12 +279,10 @@ ALWAYS_INLINE void finish_channels(struct thread *t, struct totals *totals, cons
         for (int j = 0; j < TILE && tile * TILE + j < z; j++) {
             size_t at = (voxel + tile * TILE + j) * out->channels + c;
             vec value = outputs[j];
-            if (out->add)
-                value += load_values(out->add, at, n, dtype);
             value = store_values(out->map, at, value, n, dtype);
             if (out->sums == NORM_SUMS) {
                 vec raw = load_values(out->raw, at, n, dtype);
-                value = keep_where(raw * below[SCALE] + below[SHIFT] > 0, value);
+                value = keep_where(raw * below[SCALE] + below[SHIFT] > below[FLOOR], value);
                 second += value * ((raw - below[MEAN_OF_RAW]) * below[RSTD_OF_RAW]);
             }
             tile_sum += value;
@@ -327,7 +327,7 @@ static void convolve_plane(struct thread *t, void *argument, int batch, int x, i
     struct convolution_thread *mine = argument;
     const struct convolution *c = mine->convolution;
     const struct layout *l = t->l;
-    int units = l->inputs / UNIT, chunks = (l->tiles + MOST_TILES - 1) / MOST_TILES;
+    int units = units_of(l->inputs), chunks = (l->tiles + MOST_TILES - 1) / MOST_TILES;
     size_t next_group = (size_t)l->tiles * GROUP_UNITS, stream = next_group * (l->width / GROUP);
     for (int y = y0; y < y1; y++) {
         const unit *weights = c->weights, *around[9], *rows[9];
@@ -382,7 +382,7 @@ static void pack_weights(const struct convolution *c)
                     for (int o = 0; o < 16; o++)
                         for (int u = 0; u < UNIT; u++) {
                             float sum = 0;
-                            for (int z = 0; z < 3 && block + o < outputs; z++) {
+                            for (int z = 0; z < 3 && block + o < outputs && i + u < inputs; z++) {
                                 long position = tap * 3 + z, in = i + u, out = block + o;
                                 long at = c->op->transposed ? ((26 - position) * outputs + out) * inputs + in
                                                             : (position * inputs + in) * outputs + out;
@@ -423,7 +423,7 @@ static void write_sums(const struct convolution *c, int threads)
 static int convolve(const struct operation *op)
 {
     struct convolution c = {.op = op, .l = layout_of(op, op->output.channels, 0)};
-    size_t weights = (size_t)c.l.output_width * STREAMS * 9 * (c.l.inputs / UNIT);
+    size_t weights = (size_t)c.l.output_width * STREAMS * 9 * units_of(c.l.inputs);
     c.thread_totals = (size_t)op->batch * (1 + 2 * c.l.output_width) + 16; /* a line between threads */
     c.weights = aligned_alloc(64, weights * sizeof(unit));
     c.totals = calloc(c.thread_totals * op->threads, sizeof(double));
@@ -473,7 +473,7 @@ static void correlate_plane(struct thread *t, void *argument, int batch, int x, 
         for (int k = 0; k < STREAMS; k++)
             for (int group = 0; group < groups; group++)
                 for (int block = 0; block < blocks; block++, sums += GROUP * 16) {
-                    int channels = l->inputs - group * GROUP < GROUP ? l->inputs - group * GROUP : GROUP;
+                    int left = round_up(l->inputs - group * GROUP, 4), channels = left < GROUP ? left : GROUP;
                     correlate(channels, sums, rows, values, gradients, ((size_t)k * groups + group) * group_units,
                               ((size_t)k * blocks + block) * group_units, units);
                 }
@@ -528,4 +528,6 @@ static int filter_gradient(const struct operation *op)
     return c.failed ? -1 : 0;
 }
 
-const struct kernels KERNELS = {KERNELS_NAME, convolve, filter_gradient};
+int PASSES(const struct pass *);
+
+const struct kernels KERNELS = {KERNELS_NAME, convolve, filter_gradient, PASSES};
