@@ -2,7 +2,7 @@
 
    CpuConvolve       filters, coefficients, below_coefficients: float; maps: n_maps * T; above, below: n * T -> map: T, sums
    CpuInputGradient  the same, with flipped filters
-   CpuFilterGradient filters, coefficients, gradient_coefficients: float; maps: n_maps * T; above: n_above * T; gradient: T
+   CpuFilterGradient coefficients, gradient_coefficients: float; maps: n_maps * T; above: n_above * T; gradient: T
 
    CpuPass           filters, bias, coefficients: float; raw: T; others: n_others * T -> map: T; sums, filter_gradient, bias_gradient
 
@@ -106,7 +106,7 @@ static struct input input_of(struct call *call, int maps, TF_Tensor **map, TF_Te
             return in;
         in.maps[i] = TF_TensorData(map[i]);
         channels += in.channels[i] = channels_of(map[i]);
-        require(call, in.channels[i] > 0, "maps must have channels");
+        require(call, in.channels[i] > 0 && in.channels[i] <= MOST_CHANNELS, "channels must be 1 to 1024");
     }
     in.coefficients = coefficients_of(call, coefficients, TF_Dim(map[0], 0), COEFFICIENTS, channels);
     if (in.coefficients)
@@ -120,21 +120,40 @@ static struct input input_of(struct call *call, int maps, TF_Tensor **map, TF_Te
 }
 
 /* An operation on maps of this grid. */
-static struct operation operation_of(struct call *call, const TF_Tensor *map, const TF_Tensor *filters)
+static struct operation operation_of(struct call *call, const TF_Tensor *map)
 {
     require(call, TF_NumDims(map) == 5 && TF_TensorElementCount(map) > 0, "maps must hold voxels, in 5 dimensions");
-    require(call, TF_NumDims(filters) == 5 && TF_Dim(filters, 0) == 3 && TF_Dim(filters, 1) == 3 && TF_Dim(filters, 2) == 3,
-            "filters must be of shape (3, 3, 3, in, out)");
     if (call->failed)
         return (struct operation){0};
-    require(call, TF_Dim(filters, 3) <= MOST_CHANNELS && TF_Dim(filters, 4) <= MOST_CHANNELS, "channels must be at most 1024");
     for (int i = 0; i < 4; i++)
         require(call, TF_Dim(map, i) < 1 << 24, "sizes of a map must be below 2^24");
     return (struct operation){
         .dtype = TF_TensorType(map) == TF_FLOAT ? FLOAT32 : BFLOAT16,
         .batch = (int)TF_Dim(map, 0), .x = (int)TF_Dim(map, 1), .y = (int)TF_Dim(map, 2), .z = (int)TF_Dim(map, 3),
-        .threads = thread_count(), .filters = TF_TensorData(filters),
+        .threads = thread_count(),
     };
+}
+
+/* Memory for output `index`; of `rank` 0 it is empty. Where `over` is not negative it is that of this input, if nobody else
+   has it: its handle goes, as it would count. */
+static void *output_of(struct call *call, int index, TF_DataType type, const int64_t *shape, int rank, int over, TF_Tensor **outputs)
+{
+    if (TF_GetCode(call->status) != TF_OK)
+        return NULL;
+    int64_t none[] = {0}, count = rank ? 1 : 0;
+    for (int i = 0; i < rank; i++)
+        count *= shape[i];
+    if (!rank)
+        shape = none, rank = 1;
+    if (over >= 0) {
+        int forwarded;
+        TF_DeleteTensor(call->inputs[over]);
+        call->inputs[over] = NULL;
+        outputs[index] = TF_ForwardInputOrAllocateOutput(call->context, &over, 1, index, shape, rank, &forwarded, call->status);
+    } else {
+        outputs[index] = TF_AllocateOutput(call->context, index, type, shape, rank, count * TF_DataTypeSize(type), call->status);
+    }
+    return TF_GetCode(call->status) == TF_OK ? TF_TensorData(outputs[index]) : NULL;
 }
 
 static void check_result(struct call *call, int code)
@@ -156,9 +175,8 @@ static void *create(TF_OpKernelConstruction *construction, bool transposed, bool
     kernel->transposed = transposed;
     TF_OpKernelConstruction_GetAttrInt32(construction, "n_maps", &kernel->maps, status);
     TF_OpKernelConstruction_GetAttrInt32(construction, "n_above", &kernel->above, status);
-    if (convolves) {
+    if (convolves)
         TF_OpKernelConstruction_GetAttrInt32(construction, "n_below", &kernel->below, status);
-    }
     if (kernel->maps > 2 || kernel->above > 1 || kernel->below > 1)
         TF_SetStatus(status, TF_INVALID_ARGUMENT, "maps must be one or two, and above and below at most one");
     if (TF_GetCode(status) != TF_OK)
@@ -177,14 +195,17 @@ static void compute_convolution(void *state, TF_OpKernelContext *context)
     struct call call;
     open_call(&call, context);
     TF_Tensor *filters = call.inputs[0], **maps = call.inputs + 3, **above = maps + kernel->maps, **below = above + kernel->above;
-    struct operation op = operation_of(&call, maps[0], filters);
+    struct operation op = operation_of(&call, maps[0]);
+    require(&call, TF_NumDims(filters) == 5 && TF_Dim(filters, 0) == 3 && TF_Dim(filters, 1) == 3 && TF_Dim(filters, 2) == 3,
+            "filters must be of shape (3, 3, 3, in, out)");
     if (call.failed)
         goto done;
     op.input = input_of(&call, kernel->maps, maps, kernel->above ? above[0] : NULL, call.inputs[1]);
+    op.filters = TF_TensorData(filters);
     op.transposed = kernel->transposed;
     int in = (int)TF_Dim(filters, kernel->transposed ? 4 : 3), out = (int)TF_Dim(filters, kernel->transposed ? 3 : 4);
     require(&call, in == op.input.channels[0] + op.input.channels[1], "maps must have as many channels as the filters read");
-    require(&call, out > 0, "filters must have outputs");
+    require(&call, out > 0 && out <= MOST_CHANNELS, "channels must be 1 to 1024");
     op.output = (struct output){.channels = out, .sums = kernel->transposed ? NO_SUMS : MOMENTS};
     if (kernel->below) {
         require(&call, same_grid(maps[0], below[0]) && channels_of(below[0]) == out, "the raw map below must be of the output's shape");
@@ -196,20 +217,17 @@ static void compute_convolution(void *state, TF_OpKernelContext *context)
     if (call.failed)
         goto done;
     int64_t shape[] = {op.batch, op.x, op.y, op.z, out}, sums_shape[] = {op.batch, 2, out};
-    size_t bytes = (size_t)op.batch * op.x * op.y * op.z * out * (op.dtype == FLOAT32 ? 4 : 2), values = (size_t)op.batch * 2 * out;
-    TF_Tensor *map = TF_AllocateOutput(context, 0, TF_TensorType(maps[0]), shape, 5, bytes, call.status), *sums = NULL;
-    if (TF_GetCode(call.status) == TF_OK)
-        sums = TF_AllocateOutput(context, 1, TF_FLOAT, sums_shape, 3, values * sizeof(float), call.status);
+    TF_Tensor *outputs[2] = {NULL};
+    op.output.map = output_of(&call, 0, TF_TensorType(maps[0]), shape, 5, kernel->maps == 1 && in == out ? 3 : -1, outputs);
+    op.output.sums_to = output_of(&call, 1, TF_FLOAT, sums_shape, 3, -1, outputs);
     if (TF_GetCode(call.status) == TF_OK) {
-        op.output.map = TF_TensorData(map), op.output.sums_to = TF_TensorData(sums);
-        for (size_t i = 0; i < values; i++)
+        for (size_t i = 0; i < (size_t)op.batch * 2 * out; i++)
             op.output.sums_to[i] = 0;
         check_result(&call, native_convolve(NULL, &op));
     }
-    if (map)
-        TF_DeleteTensor(map);
-    if (sums)
-        TF_DeleteTensor(sums);
+    for (int i = 0; i < 2; i++)
+        if (outputs[i])
+            TF_DeleteTensor(outputs[i]);
 done:
     close_call(&call);
 }
@@ -219,23 +237,19 @@ static void compute_filter_gradient(void *state, TF_OpKernelContext *context)
     const struct kernel *kernel = state;
     struct call call;
     open_call(&call, context);
-    TF_Tensor *filters = call.inputs[0], **maps = call.inputs + 3, **above = maps + kernel->maps, **gradient = above + kernel->above;
-    struct operation op = operation_of(&call, maps[0], filters);
+    TF_Tensor **maps = call.inputs + 2, **above = maps + kernel->maps, **gradient = above + kernel->above, *result = NULL;
+    struct operation op = operation_of(&call, maps[0]);
     if (call.failed)
         goto done;
     require(&call, same_grid(maps[0], gradient[0]), "maps and gradient must have one grid");
-    op.input = input_of(&call, kernel->maps, maps, NULL, call.inputs[1]);
-    op.gradient = input_of(&call, 1, gradient, kernel->above ? above[0] : NULL, call.inputs[2]);
-    require(&call, TF_Dim(filters, 3) == op.input.channels[0] + op.input.channels[1], "maps must have as many channels as the filters read");
-    require(&call, TF_Dim(filters, 4) == op.gradient.channels[0], "the gradient must have as many channels as the filters write");
+    op.input = input_of(&call, kernel->maps, maps, NULL, call.inputs[0]);
+    op.gradient = input_of(&call, 1, gradient, kernel->above ? above[0] : NULL, call.inputs[1]);
     if (call.failed)
         goto done;
-    int64_t shape[] = {3, 3, 3, TF_Dim(filters, 3), TF_Dim(filters, 4)};
-    TF_Tensor *result = TF_AllocateOutput(context, 0, TF_FLOAT, shape, 5, sizeof(float) * 27 * shape[3] * shape[4], call.status);
-    if (TF_GetCode(call.status) == TF_OK) {
-        op.filter_gradient = TF_TensorData(result);
+    int64_t shape[] = {3, 3, 3, op.input.channels[0] + op.input.channels[1], op.gradient.channels[0]};
+    op.filter_gradient = output_of(&call, 0, TF_FLOAT, shape, 5, -1, &result);
+    if (TF_GetCode(call.status) == TF_OK)
         check_result(&call, native_filter_gradient(NULL, &op));
-    }
     if (result)
         TF_DeleteTensor(result);
 done:
@@ -279,26 +293,6 @@ static bool has_shape(const TF_Tensor *map, const int64_t *shape)
         if (TF_NumDims(map) != 5 || TF_Dim(map, i) != shape[i])
             return false;
     return true;
-}
-
-/* Memory for output `index`; of `rank` 0 it is empty. Where `over` is not negative it is that of this input, if nobody else
-   has it: its handle goes, as it would count. */
-static void *output_of(struct call *call, int index, TF_DataType type, const int64_t *shape, int rank, int over, TF_Tensor **outputs)
-{
-    int64_t none[] = {0}, count = rank ? 1 : 0;
-    for (int i = 0; i < rank; i++)
-        count *= shape[i];
-    if (!rank)
-        shape = none, rank = 1;
-    if (over >= 0) {
-        int forwarded;
-        TF_DeleteTensor(call->inputs[over]);
-        call->inputs[over] = NULL;
-        outputs[index] = TF_ForwardInputOrAllocateOutput(call->context, &over, 1, index, shape, rank, &forwarded, call->status);
-    } else {
-        outputs[index] = TF_AllocateOutput(call->context, index, type, shape, rank, count * TF_DataTypeSize(type), call->status);
-    }
-    return TF_GetCode(call->status) == TF_OK ? TF_TensorData(outputs[index]) : NULL;
 }
 
 static void compute_pass(void *state, TF_OpKernelContext *context)
@@ -369,7 +363,6 @@ static void shape_unknown(TF_ShapeInferenceContext *context, TF_Status *status)
     TF_ShapeInferenceContextSetUnknownShape(context, status);
 }
 
-
 /* Output `index`: the dimensions of input `from` before `end`, then `middle` (or none), then dimension `last` of the filters. */
 static void set_shape(TF_ShapeInferenceContext *context, int index, int from, int end, TF_ShapeHandle *middle, int last, TF_Status *status)
 {
@@ -404,12 +397,6 @@ static void shape_convolution(TF_ShapeInferenceContext *context, TF_Status *stat
 
 static void shape_convolve(TF_ShapeInferenceContext *context, TF_Status *status) { shape_convolution(context, status, 4); }
 static void shape_input_gradient(TF_ShapeInferenceContext *context, TF_Status *status) { shape_convolution(context, status, 3); }
-
-static void shape_filter_gradient(TF_ShapeInferenceContext *context, TF_Status *status)
-{
-    TF_ShapeInferenceContextSetUnknownShape(context, status);
-    set_shape(context, 0, 0, 4, NULL, 4, status);
-}
 
 /* --- Registration, when the library is loaded --- */
 
@@ -447,9 +434,8 @@ __attribute__((constructor)) static void register_operations(void)
     add_operation("CpuConvolve", attributes, inputs, outputs, shape_convolve, create_convolve, compute_convolution);
     add_operation("CpuInputGradient", attributes, inputs, outputs, shape_input_gradient, create_input_gradient, compute_convolution);
     add_operation("CpuFilterGradient", LIST("T: {float, bfloat16}", "n_maps: int >= 1", "n_above: int >= 0"),
-                  LIST("filters: float", "coefficients: float", "gradient_coefficients: float", "maps: n_maps * T", "above: n_above * T",
-                       "gradient: T"),
-                  LIST("filter_gradient: float"), shape_filter_gradient, create_filter_gradient, compute_filter_gradient);
+                  LIST("coefficients: float", "gradient_coefficients: float", "maps: n_maps * T", "above: n_above * T", "gradient: T"),
+                  LIST("filter_gradient: float"), shape_unknown, create_filter_gradient, compute_filter_gradient);
     add_operation("CpuPass", LIST("T: {float, bfloat16}", "kind: int", "n_others: int >= 0"),
                   LIST("filters: float", "bias: float", "coefficients: float", "raw: T", "others: n_others * T"),
                   LIST("map: T", "sums: float", "filter_gradient: float", "bias_gradient: float"), shape_unknown, create_pass,

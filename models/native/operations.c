@@ -2,7 +2,10 @@
 
    A thread has a slab of planes along x, cut into tiles along y so low that three planes of a tile's rows stay in the cache L2.
    It goes along x through each tile: forms the rows of the next plane, then multiplies and finishes row after row. So each
-   map is read from memory once, and once more what tiles and slabs share. */
+   map is read from memory once, and once more what tiles and slabs share.
+
+   In place, where the output is written over the one map that is read, what of it is needed later is copied as it is: before
+   any thread writes, the planes beside each slab; and in each plane of a slab, the last row of the tile before. */
 #include <stdlib.h>
 #include <unistd.h>
 #include "rows.h"
@@ -131,6 +134,9 @@ static size_t row_units(int width, int tiles)
     return (lines + (49 - lines % 32) % 32) * 16;
 }
 
+/* Memory of an operation: l.bytes a thread; for a convolution, output_width * STREAMS * 9 * units_of(inputs) packed weights and
+   batch * (1 + 2 * output_width) + 16 doubles a thread, in place also (2 * y + planes of a slab) * z * inputs values of the map
+   a thread; for a filter gradient, 9 * STREAMS * width * output_width floats a thread. Threads keep l.bytes, the rest goes. */
 static struct layout layout_of(const struct operation *op, int outputs, int with_gradient)
 {
     struct layout l = {.inputs = op->input.channels[0] + op->input.channels[1], .outputs = outputs};
@@ -158,6 +164,8 @@ struct thread {
     float *line, *output_line; /* a row in float32: formed, with a border of zeros; and of the output or its gradient */
     float *sums;
     const unit **pointers;
+    const char *beside; /* in place: the rows of the planes before and after the slab; else NULL */
+    char *last_rows;    /* and the last row of the tile before, of each plane */
 };
 
 static int open_thread(struct thread *t, const struct operation *op, const struct layout *l, int number)
@@ -190,13 +198,35 @@ static size_t voxel_of(const struct operation *op, int batch, int x, int y)
     return (((size_t)batch * op->x + x) * op->y + y) * op->z;
 }
 
+/* Bytes of a row of the one map, or of both as if concatenated. */
+static size_t row_bytes(const struct operation *op)
+{
+    return (size_t)op->z * (op->input.channels[0] + op->input.channels[1]) * (op->dtype == FLOAT32 ? 4 : 2);
+}
+
+/* The first plane of a thread's share. */
+static long share(const struct operation *op, int thread, int threads) { return (long)op->batch * op->x * thread / threads; }
+
 static void fill_row(struct thread *t, unit *row, const struct input *in, int width, int batch, int x, int y, int purpose)
 {
-    if (row == t->zero_row)
-        return;
     float *line = (purpose == GRADIENT_TILES_SUMMED ? t->output_line : t->line) + width;
     form_row(line, width, in, batch, voxel_of(t->op, batch, x, y), t->op->z, t->op->dtype);
     store_row(row, line, width, t->l->tiles, purpose);
+}
+
+/* The same in place, of plane x of a slab x0 ... x1 - 1 and a tile y0 ... y1 - 1: reads the copy where the map has gone. */
+static void fill_row_in_place(struct thread *t, unit *row, int batch, int x, int x0, int x1, int y, int y0, int y1)
+{
+    struct input in = t->op->input;
+    size_t bytes = row_bytes(t->op), at = voxel_of(t->op, batch, x, y) * (bytes / t->op->z);
+    int outside = x < x0 || x == x1;
+    char *last = outside ? NULL : t->last_rows + (x - x0) * bytes;
+    const char *copy = outside ? t->beside + ((size_t)(x == x1) * t->op->y + y) * bytes : y < y0 ? last : NULL;
+    if (copy)
+        in.maps[0] = (const void *)((uintptr_t)copy - at);
+    fill_row(t, row, &in, t->l->width, batch, x, y, CHANNELS_SUMMED);
+    if (last && y == y1 - 1)
+        memcpy(last, (const char *)in.maps[0] + at, bytes);
 }
 
 /* Calls `plane` for each plane of a thread's share, tile by tile along y, with the rows of the two planes beside it. */
@@ -204,15 +234,20 @@ static void along_planes(struct thread *t, int thread, int threads, int purpose,
                          void (*plane)(struct thread *, void *, int batch, int x, int y0, int y1), void *argument)
 {
     const struct operation *op = t->op;
-    long planes = (long)op->batch * op->x, at = planes * thread / threads, end = planes * (thread + 1) / threads;
+    long at = share(op, thread, threads), end = share(op, thread + 1, threads);
     while (at < end) {
         int batch = (int)(at / op->x), x0 = (int)(at % op->x);
         int x1 = end - at < op->x - x0 ? x0 + (int)(end - at) : op->x;
         for (int y0 = 0; y0 < op->y; y0 += t->l->y_rows) {
             int y1 = y0 + t->l->y_rows < op->y ? y0 + t->l->y_rows : op->y;
             for (int formed = x0 - 1; formed <= x1; formed++) {
-                for (int y = y0 - 1; y <= y1; y++)
-                    fill_row(t, ring_row(t, formed, y, y0), &op->input, t->l->width, batch, formed, y, purpose);
+                for (int y = y0 - 1; y <= y1; y++) {
+                    unit *row = ring_row(t, formed, y, y0);
+                    if (row != t->zero_row && t->beside)
+                        fill_row_in_place(t, row, batch, formed, x0, x1, y, y0, y1);
+                    else if (row != t->zero_row)
+                        fill_row(t, row, &op->input, t->l->width, batch, formed, y, purpose);
+                }
                 if (formed > x0)
                     plane(t, argument, batch, formed - 1, y0, y1);
             }
@@ -233,7 +268,8 @@ struct convolution {
     struct layout l;
     unit *weights;       /* [16 outputs][stream][tap][unit][16] */
     double *totals;      /* of every thread */
-    size_t thread_totals;
+    char *copies;        /* of every thread, in place: two planes, and a row of each plane of a slab; else NULL */
+    size_t thread_totals, thread_copies;
     int failed;
 };
 
@@ -348,15 +384,33 @@ static void convolve_plane(struct thread *t, void *argument, int batch, int x, i
     }
 }
 
+static void copy_planes_beside(void *argument, int thread, int threads)
+{
+    const struct convolution *c = argument;
+    const struct operation *op = c->op;
+    long begin = share(op, thread, threads), end = share(op, thread + 1, threads);
+    size_t plane = op->y * row_bytes(op);
+    char *to = c->copies + thread * c->thread_copies;
+    if (begin < end && begin % op->x)
+        memcpy(to, (const char *)op->input.maps[0] + (begin - 1) * plane, plane);
+    if (begin < end && end % op->x)
+        memcpy(to + plane, (const char *)op->input.maps[0] + end * plane, plane);
+}
+
 static void convolve_thread(void *argument, int thread, int threads)
 {
     struct convolution *c = argument;
     struct convolution_thread mine = {c, totals_of(c, thread)};
     struct thread t;
-    if (open_thread(&t, c->op, &c->l, thread))
+    if (open_thread(&t, c->op, &c->l, thread)) {
         c->failed = 1;
-    else
-        along_planes(&t, thread, threads, CHANNELS_SUMMED, convolve_plane, &mine);
+        return;
+    }
+    if (c->copies) {
+        t.beside = c->copies + thread * c->thread_copies;
+        t.last_rows = c->copies + thread * c->thread_copies + 2 * c->op->y * row_bytes(c->op);
+    }
+    along_planes(&t, thread, threads, CHANNELS_SUMMED, convolve_plane, &mine);
 }
 
 static void pack_weight(unit *to, int index, float value)
@@ -427,15 +481,22 @@ static int convolve(const struct operation *op)
     c.thread_totals = (size_t)op->batch * (1 + 2 * c.l.output_width) + 16; /* a line between threads */
     c.weights = aligned_alloc(64, weights * sizeof(unit));
     c.totals = calloc(c.thread_totals * op->threads, sizeof(double));
-    c.failed = !c.weights || !c.totals;
+    int in_place = op->output.map == op->input.maps[0], most = (int)(((long)op->batch * op->x + op->threads - 1) / op->threads);
+    c.thread_copies = ((2L * op->y + most) * row_bytes(op) + 63) / 64 * 64;
+    if (in_place)
+        c.copies = aligned_alloc(64, c.thread_copies * op->threads);
+    c.failed = !c.weights || !c.totals || (in_place && !c.copies);
     if (!c.failed) {
         pack_weights(&c);
+        if (in_place)
+            run_on_threads(op->threads, copy_planes_beside, &c);
         run_on_threads(op->threads, convolve_thread, &c);
         if (op->output.sums != NO_SUMS)
             write_sums(&c, op->threads);
     }
     free(c.weights);
     free(c.totals);
+    free(c.copies);
     return c.failed ? -1 : 0;
 }
 

@@ -1,10 +1,10 @@
-"""Own operations of a 3D U-Net: convolutions, pools and projections that form norm and ReLU on load, and their gradients.
+"""Own operations of a 3D U-Net: convolutions, pools, projections with norm and ReLU formed on load; their gradients.
 
-Maps are (batch, x, y, z, channels), float32 or bfloat16; filters, statistics and sums are float32, and (N, C) is a value
-for each channel of each sample. Products of bfloat16 maps are of bfloat16 values where the CPU multiplies those, sums
-always float32. Equal inputs and threads give equal bits. An output is written over the input of its shape that it is made
-of, where nobody else has that one. TF_NUM_INTRAOP_THREADS threads take part, by default one for each CPU that the process
-may use. CPU3D_INSTRUCTION_SET (avx2, avx512, avx512_bf16) takes other kernels than the fastest.
+Maps are (batch, x, y, z, channels), float32 or bfloat16; filters, statistics and sums are float32, and (N, C) is a
+value for each channel of each sample. Products of bfloat16 maps are of bfloat16 values where the CPU multiplies those,
+sums always float32. Equal inputs and threads give equal bits. An output is written over the input of its shape that it
+is made of, where nobody else has that one. TF_NUM_INTRAOP_THREADS threads take part, by default one for each CPU that
+the process may use. CPU3D_INSTRUCTION_SET (avx2, avx512, avx512_bf16) takes other kernels than the fastest.
 
 All raise RuntimeError where `available` is false, and InvalidArgumentError for shapes that do not fit.
 """
@@ -19,7 +19,7 @@ Tensor = Any
 
 
 class Norm(NamedTuple):
-    """Of a raw map, (N, C) each: the value of r is max(scale * r + shift, floor). A floor of 0 is a ReLU, of -inf none."""
+    """Of a raw map, (N, C) each: r's value is max(scale * r + shift, floor). A floor of 0 is a ReLU, of -inf none."""
 
     scale: Tensor
     shift: Tensor
@@ -36,8 +36,8 @@ class Source(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """The gradient of a map; with a source, which has a norm, the gradient g of the norm's values stands for that of the
-    raw map: a * (g where scale * raw + shift > floor, else 0) + b * raw + c."""
+    """The gradient of a map; with a source, which has a norm, the gradient g of the norm's values stands for that of
+    the raw map: a * (g where scale * raw + shift > floor, else 0) + b * raw + c."""
 
     map: Tensor
     source: Optional[Source] = None
@@ -68,7 +68,9 @@ def convolve(sources: Sequence[Source], filters: Tensor) -> Tuple[Tensor, Tensor
     return raw, sums[:, 0], sums[:, 1]
 
 
-def input_gradient(gradient: Gradient, filters: Tensor, below: Optional[Source] = None) -> Tuple[Tensor, Tensor, Tensor]:
+def input_gradient(
+    gradient: Gradient, filters: Tensor, below: Optional[Source] = None
+) -> Tuple[Tensor, Tensor, Tensor]:
     """The gradient g of what was convolved, (batch, x, y, z, in), and two sums, each (N, in): with `below`, of g where
     scale * raw + shift > floor, and of that times (raw - mean) * rstd; else 0. Of concatenated maps call it with each
     one's part of the filters."""
@@ -86,14 +88,15 @@ def input_gradient(gradient: Gradient, filters: Tensor, below: Optional[Source] 
 def filter_gradient(sources: Sequence[Source], gradient: Gradient) -> Tensor:
     """The gradient of the filters, (3, 3, 3, in, out)."""
     inputs = sum(source.raw.shape[-1] for source in sources)
-    return _operations().cpu_filter_gradient(
-        shape=(3, 3, 3, inputs, gradient.map.shape[-1]),
+    result = _operations().cpu_filter_gradient(
         coefficients=_coefficients(sources),
         gradient_coefficients=_gradient_coefficients(gradient),
         maps=[source.raw for source in sources],
         above=[gradient.source.raw] if gradient.source else [],
         gradient=gradient.map,
     )
+    result.set_shape((3, 3, 3, inputs, gradient.map.shape[-1]))
+    return result
 
 
 # --- Between two grids ---
