@@ -26,7 +26,6 @@ class Output(ctypes.Structure):
     _fields_ = (
         ("channels", c_int),
         ("map", c_void_p),
-        ("add", c_void_p),
         ("sums", c_int),
         ("sums_to", c_void_p),
         ("raw", c_void_p),
@@ -69,7 +68,7 @@ def as_floats(array):
 
 
 def given(maps, coefficients=None, raw=None):
-    """An Input: one map or two, with scale and shift (coefficients [batch, 5, channels]), or the gradient of a norm."""
+    """An Input: one map or two, with a norm (coefficients [batch, 6, channels]), or the gradient of a norm."""
     form = RAW if coefficients is None else NORM_RELU if raw is None else NORM_RELU_GRADIENT
     channels = [one.shape[-1] for one in maps] + [0] * (2 - len(maps))
     pointers = [pointer(one) for one in maps] + [None] * (2 - len(maps))
@@ -81,11 +80,11 @@ def formed(maps, coefficients=None, raw=None):
     values = np.concatenate([one.astype(np.float64) for one in maps], -1)
     if coefficients is None:
         return values
-    scale, shift, a, b, c = np.moveaxis(coefficients.astype(np.float64), 1, 0)[:, :, None, None, None, :]
+    scale, shift, floor, a, b, c = np.moveaxis(coefficients.astype(np.float64), 1, 0)[:, :, None, None, None, :]
     if raw is None:
-        return np.maximum(scale * values + shift, 0)
+        return np.maximum(scale * values + shift, floor)
     raw = raw.astype(np.float64)
-    return a * np.where(scale * raw + shift > 0, values, 0) + b * raw + c
+    return a * np.where(scale * raw + shift > floor, values, 0) + b * raw + c
 
 
 def shifted(values):
