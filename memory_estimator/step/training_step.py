@@ -380,4 +380,5 @@ def _piece(one: Pass, head: Map, target: str) -> Tuple[str, str]:
 def _loss_map(one: Pass, head: Map, name: str, reads: List[str], over: Sequence[str] = (), value_bytes: int = 4) -> str:
     """A map of a piece; returns its name."""
     size = value_bytes * one._voxels(head.level) * head.channels // PIECES
-    return one.writer.make(f"{_head(head.level)}/loss/{name}", "loss", reads, size, over=over)
+    moved = size * (1 + len(reads))  # of whole maps a piece
+    return one.writer.make(f"{_head(head.level)}/loss/{name}", "loss", reads, size, over=over, traffic_bytes=moved)

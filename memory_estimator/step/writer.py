@@ -59,7 +59,8 @@ class Writer:
         self._names[f"{name} "] += 1  # operations are named apart from tensors
         name += f"/{self._names[f'{name} ']}" * (self._names[f"{name} "] > 1)
         moved = sum(self._bytes[read] for read in reads) + sum(tensor.bytes for tensor in writes)
-        self._ops.append((StepOp(name, kind, tuple(reads), tuple(writes), traffic_bytes=moved, **more), over))
+        more = {"traffic_bytes": moved, **more}
+        self._ops.append((StepOp(name, kind, tuple(reads), tuple(writes), **more), over))
 
     def make(
         self, name: str, kind: str, reads: Sequence[str], size_bytes: int, group: str = "transients", **more
