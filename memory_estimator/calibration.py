@@ -263,6 +263,6 @@ def _wrong(constants: HostConstants) -> Iterator[str]:
     for dtype in DTYPES:
         for kind, features in FEATURES.items():
             for feature in features:
-                cost = constants.costs.get(dtype, {}).get(kind, {}).get(feature, -1)
-                if not 0 <= cost < 1:
-                    yield f"{dtype}: {kind} {feature} {cost if cost != -1 else 'missing'}"
+                cost = constants.costs.get(dtype, {}).get(kind, {}).get(feature, "missing")
+                if cost == "missing" or not 0 <= cost < 1:
+                    yield f"{dtype}: {kind} {feature} {cost}"

@@ -13,13 +13,11 @@ from cpu3d.bench.tables import tables
 from cpu3d.bench.validate import configurations, read_measured
 from cpu3d.util.records import append_record
 from memory_estimator.host import read_host
-from memory_estimator.step.onednn import USUAL
 
 RECORDS = Path(__file__).parents[3] / "records"
 GIB = 2**30
 PEAKS = {"allocator_peak_bytes": 2 * GIB, "process_peak_bytes": 3 * GIB}
-CONSTANTS = SimpleNamespace(kernels=USUAL)
-PREDICTED = {**PEAKS, "upper_bound_bytes": 4 * GIB, "step_s": 1.5, "constants": CONSTANTS, "kind": None}
+PREDICTED = {**PEAKS, "upper_bound_bytes": 4 * GIB, "step_s": 1.5, "kind": None}
 
 
 @pytest.fixture
