@@ -9,6 +9,7 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.bench import validate as bench
 from cpu3d.bench.harness import ProcessFailedError
+from cpu3d.bench.step import request_for
 from cpu3d.bench.tables import tables
 from cpu3d.bench.validate import configurations, read_measured
 from cpu3d.util.records import append_record
@@ -116,9 +117,10 @@ def test_predictions_are_those_of_now_and_not_the_recorded_ones(tmp_path):
 
 
 def test_the_page_of_validation_has_each_measured_configuration(tmp_path):
-    (tmp_path / "memory").mkdir()
-    content = (RECORDS / "memory" / "xeon-amx.jsonl").read_text()
-    (tmp_path / "memory" / "xeon-amx.jsonl").write_text(content)
+    jobs = configurations(2)[:3]
+    for job in jobs:
+        about = {"engine_name": "none", "threads": {"TF_NUM_INTRAOP_THREADS": "2"}, "host": read_host().summary()}
+        append_record(tmp_path / "memory" / "one.jsonl", "memory", {**request_for(job), **PEAKS, **about, "step_s": 1.0})
     assert main(["bench", "tables", "--records", str(tmp_path), "--page", str(tmp_path / "v.md")]) == 0
     details = (tmp_path / "v.md").read_text().split("| configuration |")[1].splitlines()
-    assert len([line for line in details if line.startswith("| ")]) == len(content.splitlines())
+    assert len([line for line in details if line.startswith("| ")]) == len(jobs)
