@@ -356,55 +356,18 @@ done:
     close_call(&call);
 }
 
-/* --- Shapes --- */
+/* --- Registration, when the library is loaded --- */
 
+static void destroy(void *kernel) { free(kernel); }
+
+/* operations.py knows the shapes. */
 static void shape_unknown(TF_ShapeInferenceContext *context, TF_Status *status)
 {
     TF_ShapeInferenceContextSetUnknownShape(context, status);
 }
 
-/* Output `index`: the dimensions of input `from` before `end`, then `middle` (or none), then dimension `last` of the filters. */
-static void set_shape(TF_ShapeInferenceContext *context, int index, int from, int end, TF_ShapeHandle *middle, int last, TF_Status *status)
-{
-    TF_ShapeHandle *map = TF_NewShapeHandle(), *filters = TF_NewShapeHandle(), *shape = TF_NewShapeHandle(), *channels = TF_NewShapeHandle();
-    TF_ShapeInferenceContextGetInput(context, from, map, status);
-    TF_ShapeInferenceContextGetInput(context, 0, filters, status);
-    if (TF_ShapeInferenceContextRankKnown(context, map) && TF_ShapeInferenceContextRankKnown(context, filters)) {
-        TF_ShapeInferenceContextWithRank(context, map, 5, map, status);
-        if (TF_GetCode(status) == TF_OK)
-            TF_ShapeInferenceContextWithRank(context, filters, 5, filters, status);
-        if (TF_GetCode(status) == TF_OK) {
-            TF_ShapeInferenceContextSubshape(context, map, 0, end, shape, status);
-            TF_ShapeInferenceContextSubshape(context, filters, last, last + 1, channels, status);
-            if (middle)
-                TF_ShapeInferenceContextConcatenateShapes(context, shape, middle, shape, status);
-            TF_ShapeInferenceContextConcatenateShapes(context, shape, channels, shape, status);
-            TF_ShapeInferenceContextSetOutput(context, index, shape, status);
-        }
-    }
-    TF_DeleteShapeHandle(map), TF_DeleteShapeHandle(filters), TF_DeleteShapeHandle(shape), TF_DeleteShapeHandle(channels);
-}
-
-static void shape_convolution(TF_ShapeInferenceContext *context, TF_Status *status, int last)
-{
-    TF_ShapeHandle *two = TF_ShapeInferenceContextVectorFromSize(context, 2);
-    TF_ShapeInferenceContextSetUnknownShape(context, status);
-    set_shape(context, 0, 3, 4, NULL, last, status);
-    if (TF_GetCode(status) == TF_OK)
-        set_shape(context, 1, 3, 1, two, last, status);
-    TF_DeleteShapeHandle(two);
-}
-
-static void shape_convolve(TF_ShapeInferenceContext *context, TF_Status *status) { shape_convolution(context, status, 4); }
-static void shape_input_gradient(TF_ShapeInferenceContext *context, TF_Status *status) { shape_convolution(context, status, 3); }
-
-/* --- Registration, when the library is loaded --- */
-
-static void destroy(void *kernel) { free(kernel); }
-
 static void add_operation(const char *name, const char *const *attributes, const char *const *inputs, const char *const *outputs,
-                          void (*shape)(TF_ShapeInferenceContext *, TF_Status *), void *(*create_kernel)(TF_OpKernelConstruction *),
-                          void (*compute)(void *, TF_OpKernelContext *))
+                          void *(*create_kernel)(TF_OpKernelConstruction *), void (*compute)(void *, TF_OpKernelContext *))
 {
     TF_Status *status = TF_NewStatus();
     TF_OpDefinitionBuilder *definition = TF_NewOpDefinitionBuilder(name);
@@ -414,7 +377,7 @@ static void add_operation(const char *name, const char *const *attributes, const
         TF_OpDefinitionBuilderAddInput(definition, *inputs);
     for (; *outputs; outputs++)
         TF_OpDefinitionBuilderAddOutput(definition, *outputs);
-    TF_OpDefinitionBuilderSetShapeInferenceFunction(definition, shape);
+    TF_OpDefinitionBuilderSetShapeInferenceFunction(definition, shape_unknown);
     TF_RegisterOpDefinition(definition, status);
     if (TF_GetCode(status) == TF_OK)
         TF_RegisterKernelBuilder(name, TF_NewKernelBuilder(name, "CPU", create_kernel, compute, destroy), status);
@@ -431,13 +394,12 @@ __attribute__((constructor)) static void register_operations(void)
     const char *const *inputs = LIST("filters: float", "coefficients: float", "below_coefficients: float", "maps: n_maps * T",
                                      "above: n_above * T", "below: n_below * T");
     const char *const *outputs = LIST("map: T", "sums: float");
-    add_operation("CpuConvolve", attributes, inputs, outputs, shape_convolve, create_convolve, compute_convolution);
-    add_operation("CpuInputGradient", attributes, inputs, outputs, shape_input_gradient, create_input_gradient, compute_convolution);
+    add_operation("CpuConvolve", attributes, inputs, outputs, create_convolve, compute_convolution);
+    add_operation("CpuInputGradient", attributes, inputs, outputs, create_input_gradient, compute_convolution);
     add_operation("CpuFilterGradient", LIST("T: {float, bfloat16}", "n_maps: int >= 1", "n_above: int >= 0"),
                   LIST("coefficients: float", "gradient_coefficients: float", "maps: n_maps * T", "above: n_above * T", "gradient: T"),
-                  LIST("filter_gradient: float"), shape_unknown, create_filter_gradient, compute_filter_gradient);
+                  LIST("filter_gradient: float"), create_filter_gradient, compute_filter_gradient);
     add_operation("CpuPass", LIST("T: {float, bfloat16}", "kind: int", "n_others: int >= 0"),
                   LIST("filters: float", "bias: float", "coefficients: float", "raw: T", "others: n_others * T"),
-                  LIST("map: T", "sums: float", "filter_gradient: float", "bias_gradient: float"), shape_unknown, create_pass,
-                  compute_pass);
+                  LIST("map: T", "sums: float", "filter_gradient: float", "bias_gradient: float"), create_pass, compute_pass);
 }

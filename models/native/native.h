@@ -82,6 +82,8 @@ struct kernels {
     int (*convolve)(const struct operation *);
     int (*filter_gradient)(const struct operation *);
     int (*pass)(const struct pass *);
+    /* Bytes that each thread keeps, and that the operation takes besides until its end; it is not run. */
+    void (*scratch)(const struct operation *, size_t *kept, size_t *passing);
 };
 
 /* pool.c: calls work(argument, thread, threads) once for every thread, the caller's among them; one call at a time. */

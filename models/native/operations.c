@@ -134,9 +134,8 @@ static size_t row_units(int width, int tiles)
     return (lines + (49 - lines % 32) % 32) * 16;
 }
 
-/* Memory of an operation: l.bytes a thread; for a convolution, output_width * STREAMS * 9 * units_of(inputs) packed weights and
-   batch * (1 + 2 * output_width) + 16 doubles a thread, in place also (2 * y + planes of a slab) * z * inputs values of the map
-   a thread; for a filter gradient, 9 * STREAMS * width * output_width floats a thread. Threads keep l.bytes, the rest goes. */
+/* A thread keeps `bytes`, the most of all operations so far: a ring of rows, two lines, and sums of the streams. What else an
+   operation takes goes at its end: see `scratch`. tests/models/native/reference.py has all as a formula. */
 static struct layout layout_of(const struct operation *op, int outputs, int with_gradient)
 {
     struct layout l = {.inputs = op->input.channels[0] + op->input.channels[1], .outputs = outputs};
@@ -269,7 +268,7 @@ struct convolution {
     unit *weights;       /* [16 outputs][stream][tap][unit][16] */
     double *totals;      /* of every thread */
     char *copies;        /* of every thread, in place: two planes, and a row of each plane of a slab; else NULL */
-    size_t thread_totals, thread_copies;
+    size_t weight_bytes, thread_totals, thread_copies; /* the last in bytes, 0 if not in place */
     int failed;
 };
 
@@ -474,21 +473,27 @@ static void write_sums(const struct convolution *c, int threads)
     }
 }
 
-static int convolve(const struct operation *op)
+static struct convolution sizes_of(const struct operation *op)
 {
     struct convolution c = {.op = op, .l = layout_of(op, op->output.channels, 0)};
-    size_t weights = (size_t)c.l.output_width * STREAMS * 9 * units_of(c.l.inputs);
+    c.weight_bytes = sizeof(unit) * c.l.output_width * STREAMS * 9 * units_of(c.l.inputs);
     c.thread_totals = (size_t)op->batch * (1 + 2 * c.l.output_width) + 16; /* a line between threads */
-    c.weights = aligned_alloc(64, weights * sizeof(unit));
+    long most = ((long)op->batch * op->x + op->threads - 1) / op->threads;
+    if (op->output.map == op->input.maps[0])
+        c.thread_copies = ((2 * op->y + most) * row_bytes(op) + 63) / 64 * 64;
+    return c;
+}
+
+static int convolve(const struct operation *op)
+{
+    struct convolution c = sizes_of(op);
+    c.weights = aligned_alloc(64, c.weight_bytes);
     c.totals = calloc(c.thread_totals * op->threads, sizeof(double));
-    int in_place = op->output.map == op->input.maps[0], most = (int)(((long)op->batch * op->x + op->threads - 1) / op->threads);
-    c.thread_copies = ((2L * op->y + most) * row_bytes(op) + 63) / 64 * 64;
-    if (in_place)
-        c.copies = aligned_alloc(64, c.thread_copies * op->threads);
-    c.failed = !c.weights || !c.totals || (in_place && !c.copies);
+    c.copies = c.thread_copies ? aligned_alloc(64, c.thread_copies * op->threads) : NULL;
+    c.failed = !c.weights || !c.totals || (c.thread_copies && !c.copies);
     if (!c.failed) {
         pack_weights(&c);
-        if (in_place)
+        if (c.copies)
             run_on_threads(op->threads, copy_planes_beside, &c);
         run_on_threads(op->threads, convolve_thread, &c);
         if (op->output.sums != NO_SUMS)
@@ -574,10 +579,16 @@ static void write_filter_gradient(const struct correlation *c)
             }
 }
 
-static int filter_gradient(const struct operation *op)
+static struct correlation correlation_of(const struct operation *op)
 {
     struct correlation c = {.op = op, .l = layout_of(op, op->gradient.channels[0] + op->gradient.channels[1], 1)};
     c.thread_sums = (size_t)9 * STREAMS * c.l.width * c.l.output_width;
+    return c;
+}
+
+static int filter_gradient(const struct operation *op)
+{
+    struct correlation c = correlation_of(op);
     c.sums = aligned_alloc(64, c.thread_sums * op->threads * sizeof(float));
     c.failed = !c.sums;
     if (!c.failed) {
@@ -589,6 +600,17 @@ static int filter_gradient(const struct operation *op)
     return c.failed ? -1 : 0;
 }
 
+static void scratch(const struct operation *op, size_t *kept, size_t *passing)
+{
+    if (op->filter_gradient) {
+        struct correlation c = correlation_of(op);
+        *kept = c.l.bytes, *passing = sizeof(float) * c.thread_sums * op->threads;
+    } else {
+        struct convolution c = sizes_of(op);
+        *kept = c.l.bytes, *passing = c.weight_bytes + (sizeof(double) * c.thread_totals + c.thread_copies) * op->threads;
+    }
+}
+
 int PASSES(const struct pass *);
 
-const struct kernels KERNELS = {KERNELS_NAME, convolve, filter_gradient, PASSES};
+const struct kernels KERNELS = {KERNELS_NAME, convolve, filter_gradient, PASSES, scratch};

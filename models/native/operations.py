@@ -65,6 +65,8 @@ def convolve(sources: Sequence[Source], filters: Tensor) -> Tuple[Tensor, Tensor
         above=[],
         below=[],
     )
+    batch, *grid, _ = sources[0].raw.shape
+    raw.set_shape((batch, *grid, filters.shape[4])), sums.set_shape((batch, 2, filters.shape[4]))
     return raw, sums[:, 0], sums[:, 1]
 
 
@@ -82,6 +84,8 @@ def input_gradient(
         above=[gradient.source.raw] if gradient.source else [],
         below=[below.raw] if below and below.norm else [],
     )
+    batch, *grid, _ = gradient.map.shape
+    g.set_shape((batch, *grid, filters.shape[3])), sums.set_shape((batch, 2, filters.shape[3]))
     return g, sums[:, 0], sums[:, 1]
 
 

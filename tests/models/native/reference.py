@@ -1,7 +1,7 @@
 """The operations in float64 with NumPy, and the C functions through ctypes."""
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_float, c_int, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_size_t, c_void_p
 
 import ml_dtypes
 import numpy as np
@@ -54,9 +54,39 @@ def load(path):
     library = ctypes.CDLL(str(path))
     for function in (library.native_convolve, library.native_filter_gradient):
         function.argtypes = (c_char_p, POINTER(Operation))
+    library.native_scratch.argtypes = (c_char_p, POINTER(Operation), POINTER(c_size_t), POINTER(c_size_t))
     library.native_kernels.argtypes = (c_char_p, c_int)
     library.native_kernels.restype = c_void_p
     return library
+
+
+def scratch(dtype_bytes, bfloat16_rows, shape, channels, outputs, threads, l2_bytes, kind):
+    """Bytes that each thread keeps, and that an operation of a `kind` (convolve, in place, filters) takes besides."""
+    batch, x, y, z = shape
+    streams, tile, unit = (4, 2, 2) if bfloat16_rows else (6, 4, 1)
+    tiles = up(up(z, tile) // tile, 2)
+    width, output_width = up(channels, 16), up(outputs, 16)
+
+    def row_bytes(width):
+        lines = up(streams * width * tiles // unit, 16) // 16
+        return 64 * (lines + (49 - lines % 32) % 32)
+
+    row, gradient_row = row_bytes(width), row_bytes(output_width) if kind == "filters" else 0
+    most = max(l2_bytes * 5 // 8 // (3 * row + gradient_row) - 2, 1)
+    y_rows = up(y, -(-y // most)) // -(-y // most)
+    kept = (3 * (y_rows + 2) + 1) * row + y_rows * gradient_row + 16 * y_rows
+    kept += 4 * ((tiles * tile + 2) * (width + output_width) + streams * tiles * 16)
+    if kind == "filters":
+        return kept, threads * 4 * 9 * streams * width * output_width
+    passing = 4 * output_width * streams * 9 * (up(channels, unit) // unit)
+    passing += threads * 8 * (batch * (1 + 2 * output_width) + 16)
+    if kind == "in place":
+        passing += threads * up((2 * y + up(batch * x, threads) // threads) * z * channels * dtype_bytes, 64)
+    return kept, passing
+
+
+def up(value, to):
+    return -(-value // to) * to
 
 
 def pointer(array):

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from ctypes import c_size_t
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from tests.models.native.reference import (
     given,
     load,
     pointer,
+    scratch,
 )
 
 LIBRARY = os.environ.get("CPU3D_KERNELS")
@@ -33,6 +35,7 @@ KERNELS = [
 SHAPES = [(5, 7, 9), (3, 5, 33), (1, 1, 1), (2, 3, 66), (1, 6, 4)]
 CHANNELS = [(1, 16), (3, 6), (6, 2), (16, 4), (8, 13), (20, 32), (16, 16), (48, 8), (33, 48)]
 THREADS = (1, 2, 3, 8)
+SC_LEVEL2_CACHE_SIZE = 191  # of glibc
 EXACT, ROUNDED, ROUNDED_PRODUCTS = 2e-6, 2.2e-3, 5e-3
 """Root mean square errors relative to the size of a sum: float32; bfloat16 map; bfloat16 products as well."""
 
@@ -250,6 +253,23 @@ def test_nan_is_not_hidden_by_the_relu_on_load(kernel):
     coefficients = np.ones((1, 6, 4), np.float32)
     result, _ = kernel.convolve(shape, 1, given([values], coefficients), filters)
     assert np.isnan(result[0, 1, 1, 2].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("kind", ["convolve", "in place", "filters"])
+@pytest.mark.parametrize("shape", [(1, 240, 240, 160), (3, 5, 7, 9), (1, 8, 8, 8)])
+def test_scratch_is_what_the_formula_says(kernel, shape, kind):
+    for channels, outputs in ((1, 16), (33, 16), (256, 256)):
+        outputs = channels if kind == "in place" else outputs
+        maps, kept, passing = [np.zeros((1, channels)), np.zeros((1, outputs))], c_size_t(), c_size_t()
+        output = Output(outputs, pointer(maps[0] if kind == "in place" else maps[1]))
+        operation = Operation(kernel.code, *shape, 3, given(maps[:1]), output=output, gradient=given(maps[1:]))
+        if kind == "filters":
+            operation.filter_gradient = as_floats(np.zeros(1, np.float32))
+        assert kernel.library.native_scratch(kernel.name.encode(), operation, kept, passing) == 0
+        l2_bytes, rounded = os.sysconf(SC_LEVEL2_CACHE_SIZE), kernel.name == "avx512_bf16"
+        dtype_bytes = np.dtype(kernel.numpy).itemsize
+        expected = scratch(dtype_bytes, rounded, shape, channels, outputs, 3, l2_bytes or 1 << 20, kind)
+        assert (kept.value, passing.value) == expected
 
 
 def test_a_child_of_fork_starts_threads_of_its_own(library):
