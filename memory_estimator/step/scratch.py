@@ -1,6 +1,5 @@
 """Memory that own operations take outside TensorFlow's allocator, as models/native/operations.c and passes.c take it."""
 
-import math
 from dataclasses import dataclass
 
 CACHE_BYTES = 2**20  # L2 of a core: a thread's ring of rows fills five eighths of it
@@ -25,10 +24,10 @@ def convolve_bytes(shape: Shape, in_place: bool) -> int:
     that others still read."""
     streams, _, unit = _tiles(shape)
     x, y, z = shape.grid
-    packed = 4 * _padded(shape.outputs) * streams * 9 * -(-shape.inputs // unit)
+    packed = 4 * _padded(shape.outputs) * streams * 9 * _parts(shape.inputs, unit)
     sums = 8 * (shape.batch * (1 + 2 * _padded(shape.outputs)) + LANES)
-    planes = -(-shape.batch * x // shape.threads)
-    beside = (2 * y + planes) * z * shape.inputs * shape.value_bytes if in_place else 0
+    planes = _parts(shape.batch * x, shape.threads)
+    beside = (2 * y + planes) * z * shape.inputs * shape.value_bytes * in_place
     return packed + shape.threads * (_thread_bytes(shape, with_gradient=False) + sums + beside)
 
 
@@ -55,14 +54,23 @@ def _thread_bytes(shape: Shape, with_gradient: bool) -> int:
     """`layout_of`: a ring of transformed rows in the cache, two lines in float32 and sums."""
     streams, tile, unit = _tiles(shape)
     _, y, z = shape.grid
-    tiles = 2 * math.ceil(z / tile / 2)
+    tiles = 2 * _parts(z, 2 * tile)
     wide, other = _padded(shape.inputs), _padded(shape.outputs)
-    row, of_gradient = (4 * (streams * width * tiles // unit + 32 * LANES) for width in (wide, other))
-    of_gradient *= with_gradient
+
+    def row_bytes(width: int) -> int:
+        lines = _parts(streams * width * tiles // unit, LANES)
+        return 64 * (lines + (49 - lines % 32) % 32)
+
+    row, of_gradient = row_bytes(wide), row_bytes(other) if with_gradient else 0
     most = max(1, CACHE_BYTES * 5 // 8 // (3 * row + of_gradient) - 2)
-    rows = math.ceil(y / math.ceil(y / most))
-    return (3 * (rows + 2) + 1) * row + rows * of_gradient + 4 * (tiles * tile + 2) * (wide + other) + 64 * streams * tiles
+    rows = _parts(y, _parts(y, most))
+    lines = 4 * ((tiles * tile + 2) * (wide + other) + streams * tiles * LANES)
+    return (3 * (rows + 2) + 1) * row + rows * (of_gradient + 16) + lines
+
+
+def _parts(number: int, size: int) -> int:
+    return -(-number // size)
 
 
 def _padded(channels: int) -> int:
-    return -(-channels // LANES) * LANES
+    return LANES * _parts(channels, LANES)
