@@ -24,7 +24,8 @@ def training_step(job: Job) -> Program:
     reset_sums(writer)
     one = Pass(writer)
     one.slice_filters()
-    slopes = _supervise(one, one.forward())
+    early = _target_piece(one, Map("head", 0, job.unet.outputs), "target")  # which waits for nothing
+    slopes = _supervise(one, one.forward(), early)
     update(writer, one.backward(slopes))
     return writer.program()
 
@@ -68,6 +69,7 @@ class Pass:
         self.writer, self.job, self.unet = writer, writer.job, writer.job.unet
         self._again, self._group, self._parts = self.unet.policy == "lean", group, {}
         self._gradients: Dict[str, str] = {}
+        self._halves: Dict[str, List[str]] = {}  # gradients of a kernel of two joined maps
         self._encoders: List[Block] = []
         self._decoders: Dict[int, Block] = {}
 
@@ -111,14 +113,18 @@ class Pass:
                 at_output = self._at_entry(name, block.entry, 0, at_first, at_sum)
             elif at_sum:
                 self._project_gradient(f"{name}_shortcut", block.entry[0], at_sum)
+        for name, halves in reversed(list(self._halves.items())):  # TensorFlow puts this off
+            size = 4 * kernel_elements(self.writer.layers[name])
+            joined = self.writer.make(f"{name}/filter_gradient", "pass", halves, size, "gradients")
+            self._gradients[name] = joined
         return self._gradients
 
     def slice_filters(self) -> None:
         """Parts of the kernels that meet one of two joined maps are cut out at the step's very beginning."""
-        for op in self.writer.kernels:
+        for op in sorted(self.writer.kernels, key=lambda op: op.level):
             if op.name.startswith("decoder") and op.name.endswith(("_conv1", "_shortcut")):
-                widths = self._skip_width(op.level), self.unet.up_width(op.level)
-                for part, width in enumerate(widths):
+                widths = self.unet.encoder_widths(op.level)[1], self.unet.up_width(op.level)
+                for part, width in reversed(list(enumerate(widths))):
                     size, name = 4 * kernel_elements(op) * width // sum(widths), f"{op.name}/kernel"
                     more = {"group": "weights, parts"}
                     self._parts[op.name, part] = self.writer.make(f"{name}{part}", "update", [name], size, **more)
@@ -165,9 +171,6 @@ class Pass:
         """A layer's kernel, or the part of it that meets one of two joined maps."""
         return self._parts.get((name, part), f"{name}/kernel")
 
-    def _skip_width(self, level: int) -> int:
-        return self.unet.encoder_widths(level)[1]
-
     # --- Backward: each takes the gradient of what a block puts out ---
 
     def _through_decoder(self, level: int, at_output: Map) -> Tuple[Map, Map]:
@@ -181,16 +184,13 @@ class Pass:
             of_up = self._filter_gradient(f"{name}_conv1", [up], at_first, "/up")
             entry = [self._block_again(level).output, up]
             of_skip = self._filter_gradient(f"{name}_conv1", entry[:1], at_first, "/skip")
-            op = self.writer.layers[f"{name}_conv1"]
-            self._gradients[op.name] = self._joined(op.name, [of_skip, of_up])
+            self._halves[f"{name}_conv1"] = [of_skip, of_up]
         else:
             self._filter_gradient(f"{name}_conv1", entry, at_first)
         at_up = self._at_entry(name, entry, 1, at_first, at_sum)
         up_name = self._up_layer(level)
         self._kernel_gradient(up_name, "up", [below, at_up], f"{up_name}/filter_gradient", at_up)
-        at_below = self._map(
-            f"{up_name}/gradient", "up", [at_up, below], below.level, below.channels, [f"{up_name}/kernel"]
-        )
+        at_below = self._gradient_map(f"{up_name}/gradient", "up", [at_up, below], below, [f"{up_name}/kernel"])
         return self._at_entry(name, entry, 0, at_first, at_sum), at_below
 
     def _through_block(self, name: str, block: Block, at_output: Map) -> Tuple[List[Map], Optional[Map]]:
@@ -290,10 +290,6 @@ class Pass:
         self._gradients[name] = found
         return found
 
-    def _joined(self, name: str, parts: List[str]) -> str:
-        size = 4 * kernel_elements(self.writer.layers[name])
-        return self.writer.make(f"{name}/filter_gradient", "pass", parts, size, "gradients")
-
     def _inputs(self, kind: str, maps: Sequence[Map]) -> int:
         """Channels that an operation reads: of two joined maps both; other maps go with the first."""
         return sum(one.channels for one in maps) if kind == "convolve" else maps[0].channels
@@ -326,36 +322,36 @@ def _head(level: int) -> str:
 # --- The loss, as models/supervision.py and cpu3d.training.losses.DiceCrossEntropy have it ---
 
 
-def _supervise(one: Pass, logits: List[Map]) -> List[Map]:
-    """Gradients of each head's logits. Sums of all heads come first, then the slopes."""
-    writer, targets = one.writer, []
+def _supervise(one: Pass, logits: List[Map], early: str) -> List[Map]:
+    """Gradients of each head's logits. Sums of all heads come first, then the slopes. `early` is the first piece of the
+    target in float32."""
+    targets = []
     for head in logits:
-        target = "target"
-        if head.level:
-            size = one._voxels(head.level) * head.channels
-            target = writer.make(f"{_head(head.level)}/target", "loss", ["target"], size)
-        targets.append(target)
-        for _ in range(PIECES):
-            _sums(one, head, target)
+        size = one._voxels(head.level) * head.channels
+        name = f"{_head(head.level)}/target"
+        targets.append(one.writer.make(name, "loss", ["target"], size) if head.level else "target")
+        for piece in range(PIECES):
+            _sums(one, head, targets[-1], "" if head.level or piece else early)
     return [_slope(one, head, target) for head, target in zip(logits, targets)]
 
 
-def _sums(one: Pass, head: Map, target: str) -> None:
-    """Of a piece. Sums that no map is made for take next to no time and are left out."""
-    t, z = _piece(one, head, target)
-    for name, reads in (("softplus", [z]), ("product", [z, t])):
-        one.writer.run(f"{head.name}/{name}/sum", "reduce", [_loss_map(one, head, name, reads)])
+def _sums(one: Pass, head: Map, target: str, t: str) -> None:
+    """Of a piece, whose target `t` is made when it is its turn. Sums that no map is made for take next to no time."""
+    z = _logits_piece(one, head)
+    one.writer.run(f"{head.name}/softplus/sum", "reduce", [_loss_map(one, head, "softplus", [z])])
+    t = t or _target_piece(one, head, target)
+    one.writer.run(f"{head.name}/product/sum", "reduce", [_loss_map(one, head, "product", [z, t])])
     p = _loss_map(one, head, "probability", [z], over=[z])
-    overlap = _loss_map(one, head, "overlap", [p, t])
-    one.writer.run(f"{head.name}/overlap/sums", "reduce", [overlap, p, t])
+    one.writer.run(f"{head.name}/overlap/sum", "reduce", [_loss_map(one, head, "overlap", [p, t], over=[t])])
 
 
 def _slope(one: Pass, head: Map, target: str) -> Map:
     """The gradient of a head's logits, piece by piece."""
     found = []
     for _ in range(PIECES):
-        t, z = _piece(one, head, target)
+        z = _logits_piece(one, head)
         p = _loss_map(one, head, "probability", [z], over=[z])
+        t = _target_piece(one, head, target)
         slope = _loss_map(one, head, "weighted", [t])
         rest = _loss_map(one, head, "rest", [p])
         slope = _loss_map(one, head, "slope", [rest, slope], over=[rest])
@@ -369,12 +365,15 @@ def _slope(one: Pass, head: Map, target: str) -> Map:
     return head._replace(name=one.writer.make(f"{_head(head.level)}/slope", "loss", found, size))
 
 
-def _piece(one: Pass, head: Map, target: str) -> Tuple[str, str]:
-    """A piece of target and logits in float32, both copied."""
-    cut = _loss_map(one, head, "target/piece", [target], value_bytes=1)
-    t = _loss_map(one, head, "target", [cut])
-    z = _loss_map(one, head, "logits/piece", [head.name], value_bytes=one.writer.value_bytes)
-    return t, z if one.writer.value_bytes == 4 else _loss_map(one, head, "logits", [z])
+def _target_piece(one: Pass, head: Map, target: str) -> str:
+    """In float32, of a copy."""
+    return _loss_map(one, head, "target", [_loss_map(one, head, "target/piece", [target], value_bytes=1)])
+
+
+def _logits_piece(one: Pass, head: Map) -> str:
+    """In float32: a copy, or what is made of one."""
+    cut = _loss_map(one, head, "logits/piece", [head.name], value_bytes=one.writer.value_bytes)
+    return cut if one.writer.value_bytes == 4 else _loss_map(one, head, "logits", [cut])
 
 
 def _loss_map(one: Pass, head: Map, name: str, reads: List[str], over: Sequence[str] = (), value_bytes: int = 4) -> str:
