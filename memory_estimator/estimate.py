@@ -194,7 +194,9 @@ def live_at_peak(line: Timeline) -> List[Component]:
             names = [tensor.name for tensor in sorted(tensors, key=lambda tensor: -tensor.bytes)]
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             source = f"{source}: {', '.join(names[:3])}{more}"
-        found.append((order.index(rule), group, Component(group, sum(rounded(tensor.bytes) for tensor in tensors), source)))
+        found.append(
+            (order.index(rule), group, Component(group, sum(rounded(tensor.bytes) for tensor in tensors), source))
+        )
     return [component for _, _, component in sorted(found, key=lambda one: one[:2])]
 
 

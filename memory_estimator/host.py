@@ -5,7 +5,6 @@ From /proc and /sys: a container sees the whole machine but may use only what it
 
 import contextlib
 import math
-import os
 import platform
 import re
 from dataclasses import dataclass

@@ -11,7 +11,6 @@ Put into records/memory, a file is one of the published records, of which `bench
 estimator ships, and the validation page, every measured configuration beside its prediction.
 """
 
-import dataclasses
 import functools
 import math
 import sys
@@ -225,7 +224,14 @@ def summary_table(rows: Sequence[Row]) -> Table:
         bound = f"{signed(spread(some, 'upper_bound').mean)} ({signed(least)})"
         bound += "" if any(row.covered for row in some) else ", wide"
         cells.append((*group, str(len(some)), *errors[:2], bound, errors[2]))
-    columns = ("host", "kernels, engine, dtype, policy", "runs", "allocator peak", "process peak", "upper bound, mean (least)")
+    columns = (
+        "host",
+        "kernels, engine, dtype, policy",
+        "runs",
+        "allocator peak",
+        "process peak",
+        "upper bound, mean (least)",
+    )
     return Table((*columns, "seconds a step"), cells, names=2)
 
 

@@ -22,6 +22,7 @@ HANDLE_BYTES = 8  # of a region's table for every GRANULE_BYTES of it: 3 % of al
 
 BINS = 21  # bin b holds free chunks of 256 * 2**b bytes up to twice that; the last one all larger ones
 
+
 @dataclass(frozen=True)
 class Use:
     """What a program makes of the allocator."""

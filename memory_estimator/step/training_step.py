@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from memory_estimator.job import Job
-from memory_estimator.step.program import Program, StepOp, Tensor
+from memory_estimator.step.program import Program, StepOp
 from memory_estimator.step.scratch import Shape, convolve_bytes, filter_gradient_bytes, pass_bytes
 from memory_estimator.step.update import reset_sums, update
 from memory_estimator.step.writer import Writer, kernel_elements
@@ -67,7 +67,9 @@ class Pass:
     def __init__(self, writer: Writer, group: str = ""):
         """`group` is that of its maps; else they are kept for the backward pass."""
         self.writer, self.job, self.unet = writer, writer.job, writer.job.unet
-        self._again, self._group, self._parts = self.unet.policy == "lean", group, {}
+        self._again, self._group = self.unet.policy == "lean", group
+        self._parts: Dict[Tuple[str, Optional[int]], str] = {}
+        self._tiles: Dict[str, List[str]] = {}
         self._gradients: Dict[str, str] = {}
         self._halves: Dict[str, List[str]] = {}  # gradients of a kernel of two joined maps
         self._encoders: List[Block] = []
@@ -86,9 +88,7 @@ class Pass:
             entries = [self._encoders[level].output, self._up_sampled(level, below)]
             self._decoders[level] = self._block(f"decoder{level}", entries)
             below = self._decoders[level].output
-        return [
-            self._project(_head(level), self._decoders[level].output, self.unet.outputs) for level in self._heads()
-        ]
+        return [self._project(_head(level), self._decoders[level].output, self.unet.outputs) for level in self._heads()]
 
     def backward(self, slopes: Sequence[Map]) -> Dict[str, str]:
         """The gradients of the kernels, by their layers, from those of the logits of each head."""
@@ -120,7 +120,8 @@ class Pass:
         return self._gradients
 
     def slice_filters(self) -> None:
-        """Parts of the kernels that meet one of two joined maps are cut out at the step's very beginning."""
+        """Copies of kernels that are made at the step's very beginning: parts that meet one of two joined maps, and of
+        up-samplings a 1x1x1 one for all of its taps, once for each reader."""
         for op in sorted(self.writer.kernels, key=lambda op: op.level):
             if op.name.startswith("decoder") and op.name.endswith(("_conv1", "_shortcut")):
                 widths = self.unet.encoder_widths(op.level)[1], self.unet.up_width(op.level)
@@ -128,6 +129,14 @@ class Pass:
                     size, name = 4 * kernel_elements(op) * width // sum(widths), f"{op.name}/kernel"
                     more = {"group": "weights, parts"}
                     self._parts[op.name, part] = self.writer.make(f"{name}{part}", "update", [name], size, **more)
+
+            if op.name.endswith("_up_conv"):
+                size, name, readers = 4 * 8 * kernel_elements(op), f"{op.name}/kernel", 2 + self._again
+                tiles = [
+                    self.writer.make(f"{op.name}/tile", "update", [name], size, "weights, parts")
+                    for _ in range(readers)
+                ]
+                self._tiles[op.name] = tiles
 
     # --- Forward ---
 
@@ -149,7 +158,9 @@ class Pass:
 
     def _block_again(self, level: int) -> Block:
         """An encoder's block whose sums a gradient reads."""
-        return self._block(f"encoder{level}", self._encoders[level].entry, True) if self._again else self._encoders[level]
+        return (
+            self._block(f"encoder{level}", self._encoders[level].entry, True) if self._again else self._encoders[level]
+        )
 
     def _convolved(self, name: str, entry: List[Map], **more) -> Map:
         op = self.writer.layers[name]
@@ -158,12 +169,18 @@ class Pass:
 
     def _up_sampled(self, level: int, below: Map, group: Optional[str] = None) -> Map:
         name = self._up_layer(level)
-        return self._map(name, "up", [below], level, self.unet.up_width(level), [f"{name}/kernel"], group=group)
+        return self._map(name, "up", [below], level, self.unet.up_width(level), [self._up_filters(name)], group=group)
 
     def _up_layer(self, level: int) -> str:
         return f"decoder{level}_up" + "_conv" * (self.unet.up != "transposed")
 
-    def _project(self, name: str, source: Map, width: int, add: Optional[Map] = None, part: Optional[int] = None) -> Map:
+    def _up_filters(self, name: str) -> str:
+        """Of eight taps."""
+        return self._tiles[name].pop() if self._tiles.get(name) else f"{name}/kernel"
+
+    def _project(
+        self, name: str, source: Map, width: int, add: Optional[Map] = None, part: Optional[int] = None
+    ) -> Map:
         filters, maps = self._filters(name, part), [source, *([add] if add else [])]
         return self._map(name, "project", maps, source.level, width, [filters], maps[1:], "transients")
 
@@ -190,7 +207,7 @@ class Pass:
         at_up = self._at_entry(name, entry, 1, at_first, at_sum)
         up_name = self._up_layer(level)
         self._kernel_gradient(up_name, "up", [below, at_up], f"{up_name}/filter_gradient", at_up)
-        at_below = self._gradient_map(f"{up_name}/gradient", "up", [at_up, below], below, [f"{up_name}/kernel"])
+        at_below = self._gradient_map(f"{up_name}/gradient", "up", [at_up, below], below, [self._up_filters(up_name)])
         return self._at_entry(name, entry, 0, at_first, at_sum), at_below
 
     def _through_block(self, name: str, block: Block, at_output: Map) -> Tuple[List[Map], Optional[Map]]:

@@ -53,7 +53,13 @@ class Writer:
         return Tensor(name, size_bytes, group)
 
     def run(
-        self, name: str, kind: str, reads: Sequence[str], writes: Sequence[Tensor] = (), over: Sequence[str] = (), **more
+        self,
+        name: str,
+        kind: str,
+        reads: Sequence[str],
+        writes: Sequence[Tensor] = (),
+        over: Sequence[str] = (),
+        **more,
     ) -> None:
         """Add an operation, which may write its first output `over` one of its inputs; `more` is as of `StepOp`."""
         self._names[f"{name} "] += 1  # operations are named apart from tensors

@@ -121,10 +121,10 @@ def test_a_step_is_its_micro_batches_and_one_update():
 
 
 def test_a_host_whose_regions_do_not_hold_the_job_would_have_to_be_larger(monkeypatch):
-    job = dataclasses.replace(RECIPES["brats-regions"].job.with_unet(policy="speed"), threads=2)
+    job = dataclasses.replace(RECIPES["brats-regions"].job, shape=(240, 240, 160), threads=2)
     fits = estimate(job, CONSTANTS, RECORDED)
     host_bytes = fits.upper_bound_bytes
-    assert estimate(job, CONSTANTS, RECORDED, host_bytes=host_bytes) == fits  # the last region is cut down, and suffices
+    assert estimate(job, CONSTANTS, RECORDED, host_bytes=host_bytes) == fits  # cut down, the last region suffices
     monkeypatch.setattr(estimate_module, "fits_regions", lambda program, limit: False)
     short = estimate(job, CONSTANTS, RECORDED, host_bytes=host_bytes)
     assert short.regions_short

@@ -120,7 +120,8 @@ def test_the_page_of_validation_has_each_measured_configuration(tmp_path):
     jobs = configurations(2)[:3]
     for job in jobs:
         about = {"engine_name": "none", "threads": {"TF_NUM_INTRAOP_THREADS": "2"}, "host": read_host().summary()}
-        append_record(tmp_path / "memory" / "one.jsonl", "memory", {**request_for(job), **PEAKS, **about, "step_s": 1.0})
+        record = {**request_for(job), **PEAKS, **about, "step_s": 1.0}
+        append_record(tmp_path / "memory" / "one.jsonl", "memory", record)
     assert main(["bench", "tables", "--records", str(tmp_path), "--page", str(tmp_path / "v.md")]) == 0
     details = (tmp_path / "v.md").read_text().split("| configuration |")[1].splitlines()
     assert len([line for line in details if line.startswith("| ")]) == len(jobs)
