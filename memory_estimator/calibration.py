@@ -29,7 +29,7 @@ NAMED = {
     "avx512": "xeon_avx512.json",
     "avx2": "avx2.json",
 }
-"""What shipped constants are called on the command line: the instruction set of own kernels (`host.INSTRUCTION_SETS`)."""
+"""What shipped constants are called on the command line: the instruction set of own kernels."""
 
 FEATURES = {
     "convolve": ("work", "work, values"),

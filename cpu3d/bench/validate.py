@@ -3,9 +3,9 @@
     ./run.sh bench validate --record my-host.jsonl
     ./run.sh bench validate --record my-host.jsonl --engine itex --first 12
 
-Each fits a host with 24 GB of memory; all together take about half an hour on two quiet cores with AVX512_BF16. Cut off,
-it continues: what the record holds is not measured again, failures included (remove a line to try again). One record
-file a host.
+Each fits a host with 24 GB of memory; all together take about half an hour on two quiet cores with AVX512_BF16. Cut
+off, it continues: what the record holds is not measured again, failures included (remove a line to try again). One
+record file a host.
 
 Put into records/memory, a file is one of the published records, of which `bench tables` makes accuracy.json, which the
 estimator ships, and the validation page, every measured configuration beside its prediction.

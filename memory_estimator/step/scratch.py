@@ -1,4 +1,4 @@
-"""Memory that own operations take outside TensorFlow's allocator, as models/native/operations.c and passes.c take it."""
+"""Memory that own operations take outside TensorFlow's allocator, as models/native (operations.c, passes.c) has it."""
 
 from dataclasses import dataclass
 

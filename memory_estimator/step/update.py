@@ -46,8 +46,8 @@ def update(writer: Writer, gradients: Dict[str, str]) -> None:
 
 
 def _descend(writer: Writer, op: LayerOp, negated: str) -> None:
-    """SGD with Nesterov's momentum: m = d m - r g, w += d m - r g. Each product is a tensor, and the momentum moves into
-    the sum."""
+    """SGD with Nesterov's momentum: m = d m - r g, w += d m - r g. Each product is a tensor, and the momentum moves
+    into the sum."""
     size, slot = 4 * kernel_elements(op), f"{op.name}/slot0"
     decayed = writer.make(f"{op.name}/decayed", "update", [slot], size)
     scaled = writer.make(f"{op.name}/scaled", "update", [negated], size)
