@@ -18,8 +18,8 @@ ISA_FLAGS = (
 """The instruction sets that matter to own kernels and oneDNN's, in the spelling of /proc/cpuinfo."""
 
 INSTRUCTION_SETS = {
-    "amx": ("avx512f", "avx512_bf16", "amx_tile", "amx_bf16"),
-    "avx512_bf16": ("avx512f", "avx512_bf16"),
+    "amx": ("avx512_bf16", "amx_tile", "amx_bf16"),
+    "avx512_bf16": ("avx512_bf16",),
     "avx512": ("avx512f",),
     "avx2": ("avx2", "fma"),
 }
