@@ -156,8 +156,8 @@ def scaled(kinds: Mapping[str, Mapping[str, float]], slower: Mapping[str, float]
 
 
 ORTHOGONAL = 11
-"""Operations that a kernel which Muon makes orthogonal counts as, with its twenty products of matrices: with it, 20 of 21
-steps of 64^3 and 96^3 voxels lie within 35 MiB of a line through their operations."""
+"""Operations that a kernel which Muon makes orthogonal counts as, with its twenty products of matrices: 20 of 21 steps
+of 64^3 and 96^3 voxels lie within 35 MiB of a line through their operations."""
 
 
 def runtime_ops(program: Program) -> int:
