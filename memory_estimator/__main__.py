@@ -150,6 +150,8 @@ def _answer(args: argparse.Namespace) -> Answer:
     smaller = [] if fits else planner.nearest(job, price, memory_bytes)
     nothing = [] if fits or smaller else ["nothing smaller fits either; use another host"]
     reason = choice.reason(f"{format_bytes(memory_bytes)} {whose}") if choice else "given"
+    described = named or given_bytes or host().instructions
+    own_kernels = [] if described else ["a step is predicted as own kernels compute it, which take a CPU with AVX2"]
     content: Dict[str, Any] = {
         **found.to_json(),
         "host_memory_bytes": memory_bytes * workers,
@@ -157,9 +159,9 @@ def _answer(args: argparse.Namespace) -> Answer:
         "fits": fits,
         "advice": [f"fits with {option}" for option in smaller] + nothing,
         "policy": {"name": job.policy, "picked": bool(choice), "reason": reason},
-        "notes": [*source.notes, *_assumed_engine(found)],
+        "notes": [*source.notes, *own_kernels, *_assumed_engine(found)],
     }
-    content["constants"]["basis"] = found.constants.basis(None if named else host())
+    content["constants"]["basis"] = found.constants.basis(job.unet.dtype, None if named else host())
     shared = [f"of one of {workers} workers, memory and time of its share of each batch"] if workers > 1 else []
     parts = [job.describe(), *shared, *_tables(found, content["constants"]["basis"])]
     if choice:
@@ -181,7 +183,7 @@ def _assumed_engine(found: Estimate) -> List[str]:
     """A note where the errors are those of an engine that may not be the one that will run."""
     if not found.kind or found.job.engine in found.accuracy.versions:
         return []
-    return [f"the engine is taken to be what was recorded, {found.kind.version}"]
+    return [f"the engine is taken to be what was recorded, {' or '.join(found.kind.versions)}"]
 
 
 def _several_hosts(

@@ -13,8 +13,6 @@ from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence
 
 from memory_estimator.common.files import read_json, reason, typed
 from memory_estimator.job import Job
-from memory_estimator.step.onednn import USUAL, Kernels
-from models.config import POLICIES
 
 SHIPPED = Path(__file__).with_name("accuracy.json")
 
@@ -30,22 +28,7 @@ LEAST_RECORDS = 8  # of a kind: fewer steps do not tell the spread of their erro
 
 FIGURES = ("allocator_peak", "process_peak", "step_s")  # what has an error: fields of `Kind`, keys of `Row.errors`
 
-FAMILIES = {
-    "float32": ("avx2", "avx512_core"),
-    "bfloat16": ("avx512_core", "avx512_core_bf16", "avx512_core_amx"),
-}
-"""Dtype -> the families of oneDNN's kernels whose memory has rules of its own, named by the instruction set that each
-begins with: float32 has the same wherever there is AVX-512, bfloat16 is emulated where there is nothing more."""
-
-
-def family_of(isa: str, dtype: str) -> str:
-    """Which of FAMILIES computes in a dtype where the highest instruction set is `isa`; `isa` if below all of them."""
-    if isa.startswith("avx2"):
-        return "avx2"
-    if not isa.startswith("avx512"):
-        return isa
-    own = "avx512_core_bf16" if isa.endswith("fp16") else isa
-    return own if own in FAMILIES[dtype] else "avx512_core"
+WIDE_SHARE = 0.25  # of a peak, that the bound lies above it where there are no records at all
 
 
 @dataclass(frozen=True)
@@ -60,13 +43,11 @@ class Bound:
 class Kind:
     """What held over the measured steps of one kind: which those are, how far they were off, and the margin."""
 
-    engine: str
-    version: str  # of the engine, as of `job.engine_version`
     dtype: str
-    family: str  # of oneDNN's kernels, as of `family_of`
+    policy: str  # of memory
+    versions: Tuple[str, ...]  # of the engines, as of `job.engine_version`
     hosts: Tuple[str, ...]  # the CPUs' names
     threads: Tuple[int, ...]  # numbers of threads that were measured
-    policies: Tuple[str, ...]  # memory policies that were
     records: int  # measured steps, all of which the margin is made of
     held_out: int  # of them, those that no constant was fitted to, which the errors are of
     allocator_peak: Optional[Bound]
@@ -80,9 +61,10 @@ class Kind:
         return process_peak_bytes + max(math.ceil(process_peak_bytes * self.margin_share), self.margin_bytes)
 
     def __str__(self) -> str:
-        """Such as "49 steps on AMD EPYC, TensorFlow 2.15.1, bfloat16, 2 threads"."""
+        """Such as "49 steps on AMD EPYC, bfloat16, policy lean, 2 threads"."""
         threads = " or ".join(map(str, self.threads))
-        return f"{self.held_out} steps on {' and '.join(self.hosts)}, {self.version}, {self.dtype}, {threads} threads"
+        hosts = " and ".join(self.hosts)
+        return f"{self.held_out} steps on {hosts}, {self.dtype}, policy {self.policy}, {threads} threads"
 
 
 @dataclass(frozen=True)
@@ -92,25 +74,20 @@ class Accuracy:
     kinds: Tuple[Kind, ...]
     versions: Dict[str, str] = field(default_factory=dict)  # engine -> `job.engine_version`; one missing is as recorded
 
-    def covering(self, job: Job, kernels: Kernels) -> Tuple[Optional[Kind], str]:
-        """The kind of records that a job on a host with these kernels is one of; None, and why, where there is none."""
-        family, dtype = family_of(kernels.isa, job.unet.dtype), job.unet.dtype
-        alike = [one for one in self.kinds if (one.engine, one.dtype, one.family) == (job.engine, dtype, family)]
-        version = self.versions.get(job.engine)
-        same = [one for one in alike if version in (None, one.version)]
-        if not alike:
-            return None, f"{job.engine} in {dtype} with oneDNN's kernels for {family}"
-        if not same:
-            return None, str(version)
-        on_threads = [one for one in same if job.threads in one.threads]
-        for one in on_threads:
-            if job.policy in one.policies:
-                return one, ""
-        return None, f"policy {job.policy}" if on_threads else f"{job.threads} threads"
+    def covering(self, job: Job) -> Tuple[Optional[Kind], str]:
+        """The kind of records that a job is one of; None, and why, where there is none."""
+        for one in self.kinds:
+            if (one.dtype, one.policy) == (job.unet.dtype, job.policy):
+                version = self.versions.get(job.engine)
+                if version and version not in one.versions:
+                    return None, version
+                return (one, "") if job.threads in one.threads else (None, f"{job.threads} threads")
+        return None, f"{job.unet.dtype} under policy {job.policy}"
 
     def widest(self, process_peak_bytes: int) -> int:
         """As `Kind.upper_bound`, by the widest margin of any kind."""
-        return max((one.upper_bound(process_peak_bytes) for one in self.kinds), default=process_peak_bytes)
+        wide = math.ceil(process_peak_bytes * (1 + WIDE_SHARE))
+        return max((one.upper_bound(process_peak_bytes) for one in self.kinds), default=wide)
 
 
 def load_accuracy(path: Union[str, Path] = SHIPPED, versions: Optional[Mapping[str, str]] = None) -> Accuracy:
@@ -137,7 +114,6 @@ class Measured:
     failure: str = ""  # what went wrong instead; nothing was measured then
     host: str = ""  # the CPU's name
     isa: Tuple[str, ...] = ()  # its instruction sets
-    kernels: Kernels = USUAL  # of oneDNN on that host: they choose the constants to predict with
     version: str = ""  # of the engine, as of `job.engine_version`
     date: str = ""
 
@@ -153,7 +129,6 @@ class Row:
 
     measured: Measured
     process_peak_bytes: int  # predicted
-    isa: str  # of the kernels that it was predicted with
     covered: bool  # whether a kind of records covers it; else its upper bound is wide
     errors: Dict[str, Optional[float]]
     """Of FIGURES and "upper_bound": signed shares of what was measured, None where that was not recorded. The upper
@@ -218,7 +193,7 @@ def left_out_in_turn(rows: Iterable[Row]) -> Tuple[int, int]:
     return above, count
 
 
-Key = Tuple[str, str, str, str]  # (engine, version, dtype, family of kernels)
+Key = Tuple[str, str]  # (dtype, policy)
 
 
 def _covered(rows: Iterable[Row]) -> Dict[Key, List[Row]]:
@@ -226,8 +201,7 @@ def _covered(rows: Iterable[Row]) -> Dict[Key, List[Row]]:
     found: Dict[Key, List[Row]] = {}
     for row in rows:
         job = row.measured.job
-        key = (job.engine, row.measured.version, job.unet.dtype, family_of(row.isa, job.unet.dtype))
-        found.setdefault(key, []).append(row)
+        found.setdefault((job.unet.dtype, job.policy), []).append(row)
     return {
         key: some
         for key, some in found.items()
@@ -239,9 +213,9 @@ def _kind(key: Key, rows: Sequence[Row]) -> Kind:
     held_out = [row for row in rows if row.measured.held_out]
     return Kind(
         *key,
+        versions=tuple(sorted({row.measured.version for row in rows})),
         hosts=tuple(sorted({row.measured.host for row in rows})),
         threads=tuple(sorted({row.measured.job.threads for row in rows})),
-        policies=tuple(sorted({row.measured.job.policy for row in rows}, key=POLICIES.index)),
         records=len(rows),
         held_out=len(held_out),
         **{figure: _bound(spread(held_out, figure)) for figure in FIGURES},

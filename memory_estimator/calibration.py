@@ -1,9 +1,8 @@
 """What the estimator knows of a host: what its runtime holds in memory, and what a unit of each kind of work costs.
 
-Shipped files are in `hosts/`: some were measured by `calibrate`, the others state how they differ from one of these, as
-assumed from published peak figures. A host's own file is in the user's data directory, one for each engine
-(`cpu3d.host.speed` writes it), and comes first: the constants that `calibrate` has measured, and the scale that brings
-predicted seconds to those of a training.
+Shipped files are in `hosts/`: some were measured by `calibrate`, the others state how they differ from one of these. A
+host's own file is in the user's data directory (`cpu3d.host.speed` writes it) and comes first: the constants that
+`calibrate` has measured, and the scale that brings predicted seconds to those of a training.
 """
 
 import dataclasses
@@ -12,33 +11,41 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Union
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Union
 
 from memory_estimator.common.files import read_json, reason, typed
-from memory_estimator.host import Host, cache_bytes, read_host
-from memory_estimator.job import ENGINES, installed_versions
-from memory_estimator.step.onednn import ISAS, USUAL, Kernels
+from memory_estimator.host import Host, read_host
+from memory_estimator.job import ENGINES
 from memory_estimator.step.program import Program
 from models.config import DTYPES
 
-SCHEMA = 2  # of the features that costs are of, too
+SCHEMA = 3
 
 SHIPPED = Path(__file__).with_name("hosts")
 
-NAMED = {"amx": "xeon_amx.json", "avx512_bf16": "epyc_avx512_bf16.json", "avx512": "xeon_avx512.json"}
-"""What shipped constants are called on the command line. The first whose instructions a host has is its own."""
+NAMED = {
+    "amx": "xeon_amx.json",
+    "avx512_bf16": "epyc_avx512_bf16.json",
+    "avx512": "xeon_avx512.json",
+    "avx2": "avx2.json",
+}
+"""What shipped constants are called on the command line: the instruction set of own kernels."""
 
-GROUPS = (
-    *("conv", "conv_filter_gradient", "conv_input_gradient", "first_conv", "first_conv_filter_gradient"),
-    *("head_conv", "head_conv_filter_gradient", "head_conv_input_gradient"),
-    *("up_conv", "up_conv_filter_gradient", "up_conv_input_gradient"),
-    *("norm", "norm_gradient", "pool", "pool_gradient"),
-    *("join", "slice", "pointwise", "loss", "update", "every_op"),
-)
-"""Groups of operations (`timing.group_of`) whose costs every calibration holds, for each engine and dtype."""
+FEATURES = {
+    "convolve": ("work", "work, values"),
+    "input_gradient": ("work", "work, values"),
+    "filter_gradient": ("work", "work, values"),
+    "up": ("work", "traffic"),
+    "project": ("work", "traffic"),
+    "pass": ("traffic",),
+    "loss": ("traffic",),
+    "update": ("work", "traffic"),
+    "every_op": ("seconds",),
+}
+"""Kind of operations -> what is counted of it (`timing.features`) and has a cost."""
 
-Costs = Dict[str, Dict[str, Dict[str, Dict[str, float]]]]
-"""Engine -> dtype -> group of operations -> feature (`timing.features`) -> seconds a unit."""
+Costs = Dict[str, Dict[str, Dict[str, float]]]
+"""Dtype -> kind of operations -> feature -> seconds a unit."""
 
 PARTS = ("work", "traffic", "overhead")  # of a host: its arithmetic, its memory, TensorFlow's own code
 
@@ -74,67 +81,55 @@ class HostConstants:
     record: str  # what the figures rest on, for printing
     date: str
     threads: int  # the costs are those with this many threads
-    cache_bytes: int  # last-level cache
     saturating_threads: int  # from this many threads on, more do not move memory any faster
     baseline_bytes: Dict[str, int]  # engine -> resident memory besides tensors, in front of the first operation
-    op_bytes: Dict[str, int]  # engine -> what each operation adds to it: graph nodes, compiled kernels, tiny tensors
+    op_bytes: Dict[str, int]  # engine -> what each operation adds to it: graph nodes, tiny tensors
     costs: Costs
-    kernels: Kernels = USUAL  # of oneDNN
     measured_threads: int = 0  # that `costs` were worked out from by `for_threads`; 0 where they are as in the file
     own: bool = False  # whether `calibrate` or a training has measured this very host
-    trained: Optional[Trained] = None  # what the costs were scaled by
-    notes: Dict[str, str] = field(default_factory=dict)  # engine -> why the host's own file was not read
-    others: Optional["HostConstants"] = None  # asked for the engines and dtypes that these do not know
-
-    def of(self, engine: str, dtype: str) -> "HostConstants":
-        """These constants, or else `others`, whichever know an engine in a dtype: figures are never mixed, so name,
-        origin and record are those of what is used. Raises ValueError where neither does."""
-        one: Optional[HostConstants] = self
-        while one and dtype not in one.costs.get(engine, {}):
-            one = one.others
-        if one:
-            notes = {name: note for name, note in self.notes.items() if name == engine}
-            return dataclasses.replace(one, notes=notes)
-        known = ", ".join(f"{one} in {each}" for one, by_dtype in self.costs.items() for each in by_dtype)
-        raise ValueError(f"calibration {self.name} must know {engine} in {dtype}, got {known}; run `calibrate --all`")
+    trained: Dict[str, Trained] = field(default_factory=dict)  # dtype -> what its costs are scaled by
+    note: str = ""  # why the host's own file was not read
 
     @property
     def identity(self) -> str:
-        """Tells these costs from others, whatever they were scaled by."""
+        """Tells these costs from others, whatever they are scaled by."""
         return f"{self.name}, {self.date}"
 
-    def basis(self, host: Optional[Host] = None) -> str:
+    def training(self, dtype: str) -> Optional[Trained]:
+        """What scales the costs in a dtype: a training in it, else one in the other."""
+        return self.trained.get(dtype) or next(iter(self.trained.values()), None)
+
+    def basis(self, dtype: str, host: Optional[Host] = None) -> str:
         """Where the costs are from, and why they may be less exact for `host` (None: not this one), for printing."""
-        if self.trained:
-            words = f"scaled by {self.trained.scale:.2f} to a training here on {self.trained.date}, {self.trained.job}"
+        trained = self.training(dtype)
+        if trained:
+            words = f"scaled by {trained.scale:.2f} to a training here on {trained.date}, {trained.job}"
         elif self.origin != "measured":
             words = f"assumed from {self.name}"
         elif host and not self.own:
             words = f"assumed from measurements on {self.cpu}"
         else:
             words = f"measured {'here' if self.own else f'on {self.cpu}'} on {self.date}"
-        return "; ".join((words, *self.caveats(host)))
+        return "; ".join((words, *self.caveats(dtype)))
 
-    def caveats(self, host: Optional[Host] = None) -> List[str]:
+    def caveats(self, dtype: str) -> List[str]:
         """Why the figures may be less exact than `basis` says, a phrase each."""
-        caveats = list(self.notes.values())
-        if self.trained and not self.trained.quiet:
+        caveats, trained = [self.note] if self.note else [], self.training(dtype)
+        if trained and not trained.quiet:
             caveats.append("other programs kept its CPUs busy")
-        if host and not self.own and not host.kernels.isa.startswith("avx512"):
-            caveats.append("AVX512 assumed, which this CPU is not known to have: without it takes longer")
-        if self.kernels.isa in ("sse41", "avx"):
-            caveats.append("AVX2 assumed, which oneDNN may not use")
-        if self.measured_threads:
-            caveats.append(f"from {self.measured_threads} threads to {self.threads} by assumption")
+        measured = trained.threads if trained else self.measured_threads or self.threads
+        if measured != self.threads:
+            caveats.append(f"from {measured} threads to {self.threads} by assumption")
         return caveats
 
     def runtime_bytes(self, engine: str, program: Program) -> int:
-        """Resident memory of the process besides the tensors of `program` and oneDNN's scratch."""
+        """Resident memory of the process besides the tensors of `program` and its scratch."""
         return self.baseline_bytes[engine] + self.op_bytes[engine] * runtime_ops(program)
 
-    def speeds(self, engine: str, dtype: str) -> Mapping[str, Mapping[str, float]]:
-        """Group -> feature -> seconds a unit. Raises ValueError where they are not known."""
-        return self.of(engine, dtype).costs[engine][dtype]
+    def speeds(self, dtype: str) -> Mapping[str, Mapping[str, float]]:
+        """Kind -> feature -> seconds a unit."""
+        trained = self.training(dtype)
+        return scaled(self.costs[dtype], dict.fromkeys(PARTS, trained.scale if trained else 1.0))
 
     def for_threads(self, threads: int) -> "HostConstants":
         """These constants with another number of threads. Work divides evenly, which a socket full of cores comes close
@@ -143,13 +138,9 @@ class HostConstants:
             return self
         moving = min(self.threads, self.saturating_threads) / min(threads, self.saturating_threads)
         slower = {"work": self.threads / threads, "traffic": moving, "overhead": 1.0}
+        costs = {dtype: scaled(kinds, slower) for dtype, kinds in self.costs.items()}
         measured = self.measured_threads or self.threads
-        return dataclasses.replace(
-            self,
-            threads=threads,
-            costs=_of_each(self.costs, lambda dtype, groups: scaled(groups, slower)),
-            measured_threads=0 if measured == threads else measured,
-        )
+        return dataclasses.replace(self, threads=threads, costs=costs, measured_threads=measured)
 
 
 def part_of(feature: str) -> str:
@@ -159,59 +150,25 @@ def part_of(feature: str) -> str:
     return "overhead" if feature == "seconds" else "traffic"
 
 
-def scaled(groups: Mapping[str, Mapping[str, float]], slower: Mapping[str, float]) -> Dict[str, Dict[str, float]]:
-    """Costs of groups of operations in one dtype, times `slower[part_of(feature)]`."""
-    return {group: {name: cost * slower[part_of(name)] for name, cost in one.items()} for group, one in groups.items()}
+def scaled(kinds: Mapping[str, Mapping[str, float]], slower: Mapping[str, float]) -> Dict[str, Dict[str, float]]:
+    """Costs of kinds of operations in one dtype, times `slower[part_of(feature)]`."""
+    return {kind: {name: cost * slower[part_of(name)] for name, cost in one.items()} for kind, one in kinds.items()}
 
 
-RUN_AGAIN = 0.28
-"""Of what a convolution adds to the process, what one adds that runs another slab of a map in the same function: 0.23
-to 0.32 in five steps under "lean", of 96^3 to 128^3 voxels, of both engines and dtypes, one of a batch of 2."""
-
-
-ORTHOGONAL = 1.9
-"""Of what a convolution adds to the process, what a kernel that Muon makes orthogonal adds, with its twenty products of
-matrices: the median of 24 steps of 64^3 to 128^3 voxels, which held 0.8 to 2.8 more than was counted without it. Beside
-the same four steps with Adam it was 1.3 to 1.7; the rest every step holds beyond `baseline_bytes` since that was
-measured."""
+ORTHOGONAL = 11
+"""Operations that a kernel which Muon makes orthogonal counts as, with its twenty products of matrices: 20 of 21 steps
+of 64^3 and 96^3 voxels lie within 35 MiB of a line through their operations."""
 
 
 def runtime_ops(program: Program) -> int:
-    """The operations that `op_bytes` counts: convolutions, whose kernels are compiled, and kernels made orthogonal."""
-    first, found = ("", "sample0/plane0"), 0.0
-    for op in program.ops:
-        if "conv" in op.kind and "shortcut" not in op.name and op.name.partition("/filter_gradient/")[2] in first:
-            found += (RUN_AGAIN if op.again else 1) + RUN_AGAIN * (op.copies - 1)
-        elif op.kind == "update" and op.name.endswith("/orthogonal"):
-            found += ORTHOGONAL
-    return round(found)
+    """What `op_bytes` counts: operations, as far as a program tells TensorFlow's own."""
+    orthogonal = sum(op.name.endswith("/orthogonal") for op in program.ops)
+    return len(program.ops) + ORTHOGONAL * orthogonal
 
 
 def load_constants(path: Union[str, Path]) -> HostConstants:
     """Constants from a file. Raises ValueError for one that is missing, damaged or of another schema."""
-    return _load(Path(path))
-
-
-def _load(path: Path, engine: str = "", others: Optional[HostConstants] = None) -> HostConstants:
-    """Constants from a file, before `others`. With `engine` it is the file of this host for that engine, which may have
-    the scale of a training."""
-    try:
-        content = read_json(path)
-        if content["schema"] != SCHEMA:
-            raise ValueError(f"schema {content['schema']}")
-        each = [_constants(one, path) for one in content.get("constants", [content])]
-        for one in reversed(each):
-            others = dataclasses.replace(one, own=bool(engine), others=others)
-        if others is None:
-            raise ValueError("no constants")
-        return _scaled_to(typed(content.get("trained", {}), Dict[str, Trained]), others, engine) if engine else others
-    except FileNotFoundError:
-        raise ValueError(f"calibration {path} must exist, got none; write it with `calibrate --out {path}`") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"calibration {path} must be complete JSON of schema {SCHEMA}, got {reason(error)}; run `calibrate` again, "
-            "or delete it"
-        ) from None
+    return _load(Path(path), _constants)
 
 
 def named_constants(name: str) -> HostConstants:
@@ -221,51 +178,57 @@ def named_constants(name: str) -> HostConstants:
 
 def find_constants(host: Optional[Host] = None) -> HostConstants:
     """What was measured on this host, else the shipped constants. A damaged file is left out, with a note."""
-    host, notes = host or read_host(), {}
-    constants = shipped_constants(host.kernels)
-    for engine in ENGINES:
-        path = host_file(host, engine)
-        try:
-            if path and path.exists():
-                constants = _load(path, engine, constants)
-        except (OSError, ValueError) as error:
-            notes[engine] = str(error)
-    return dataclasses.replace(constants, notes=notes)
+    host = host or read_host()
+    shipped, path = shipped_constants(host.instructions), host_file(host)
+    try:
+        return _load(path, lambda content, _: _own(content, path, shipped)) if path and path.exists() else shipped
+    except (OSError, ValueError) as error:
+        return dataclasses.replace(shipped, note=str(error))
 
 
-def host_file(host: Host, engine: str) -> Optional[Path]:
-    """The file of a host's own speed, by its fingerprint: CPU, instruction sets, caches, cores, the engine and its
-    versions. In $XDG_DATA_HOME, else ~/.local/share; None where there is no such folder, or no engine. Earlier versions
-    have theirs in another folder, cpu3d/hosts, and keep it."""
+def host_file(host: Host) -> Optional[Path]:
+    """The file of a host's own speed, by its CPU, instruction sets and cores. In $XDG_DATA_HOME, else ~/.local/share;
+    None where there is no such folder."""
     base = Path(os.environ.get("XDG_DATA_HOME", ""))
     if not base.is_absolute():  # the XDG specification: ignore it then
         base = Path(os.path.expanduser("~")) / ".local" / "share"
-    version = installed_versions().get(engine)
-    if version is None or not base.is_absolute():
+    if not base.is_absolute():
         return None
-    what = repr((host.cpu_model, host.isa, host.kernels, cache_bytes(), host.usable_cores)).encode()
-    cpu, software = (re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-") for name in (host.cpu_model, version))
-    place = f"{cpu}.cores-{host.usable_cores}.{hashlib.sha256(what).hexdigest()[:8]}"
-    return base / "cpu3d" / "speed" / f"{place}.{engine}.{software}.json"
+    what = hashlib.sha256(repr((host.cpu_model, host.isa, host.usable_cores)).encode()).hexdigest()[:8]
+    cpu = re.sub(r"[^a-z0-9.]+", "-", host.cpu_model.lower()).strip("-")
+    return base / "cpu3d" / "speed" / f"{cpu}.cores-{host.usable_cores}.{what}.json"
 
 
-def shipped_constants(kernels: Kernels) -> HostConstants:
-    """The shipped constants for hosts with these kernels of oneDNN."""
-    isa = kernels.isa
-    name = "amx" if isa.endswith("amx") else "avx512_bf16" if isa.endswith(("bf16", "fp16")) else "avx512"
-    return dataclasses.replace(named_constants(name), kernels=kernels)
+def shipped_constants(instructions: str) -> HostConstants:
+    """The shipped constants for hosts where own kernels are those for an instruction set; "" is none, as avx2."""
+    return named_constants(instructions or "avx2")
 
 
 def to_json(constants: HostConstants) -> Dict[str, Any]:
     """What a calibration file holds."""
-    figures = {name: getattr(constants, name) for name in FIELDS}
-    return {"schema": SCHEMA, **figures, "kernels": dataclasses.asdict(constants.kernels)}
+    return {"schema": SCHEMA, **{name: getattr(constants, name) for name in FIELDS}}
 
 
-BECOMES = ("measured_threads", "own", "trained", "notes", "others")
+BECOMES = ("measured_threads", "own", "trained", "note")
 """Fields that are set after a file is read; it holds all the others."""
 
 FIELDS = tuple(field.name for field in dataclasses.fields(HostConstants) if field.name not in BECOMES)
+
+
+def _load(path: Path, constants_of: Any) -> HostConstants:
+    """`constants_of(content, path)` of a JSON file. Raises ValueError as `load_constants`."""
+    try:
+        content = read_json(path)
+        if content["schema"] != SCHEMA:
+            raise ValueError(f"schema {content['schema']}")
+        return constants_of(content, path)
+    except FileNotFoundError:
+        raise ValueError(f"calibration {path} must exist, got none; write it with `calibrate --out {path}`") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"calibration {path} must be complete JSON of schema {SCHEMA}, got {reason(error)}; run `calibrate` again, "
+            "or delete it"
+        ) from None
 
 
 def _constants(content: Mapping[str, Any], path: Path) -> HostConstants:
@@ -274,8 +237,11 @@ def _constants(content: Mapping[str, Any], path: Path) -> HostConstants:
     if "like" in content:
         base, faster = read_json(path.with_name(str(content["like"]))), content.get("faster", {})
         slower = {part: 1 / faster.get(part, 1.0) for part in ("traffic", "overhead")}
-        of_dtype = lambda dtype, groups: scaled(groups, {**slower, "work": 1 / faster.get(dtype, 1.0)})  # noqa: E731
-        content = {**base, "costs": _of_each(base["costs"], of_dtype), **content}
+        costs = {
+            dtype: scaled(kinds, {**slower, "work": 1 / faster.get(dtype, 1.0)})
+            for dtype, kinds in base["costs"].items()
+        }
+        content = {**base, "costs": costs, **content}
     constants = typed({name: content[name] for name in FIELDS if name in content}, HostConstants, "calibration")
     wrong = next(_wrong(constants), "")
     if wrong:
@@ -283,46 +249,26 @@ def _constants(content: Mapping[str, Any], path: Path) -> HostConstants:
     return constants
 
 
-def _scaled_to(trained: Mapping[str, Trained], constants: HostConstants, engine: str) -> HostConstants:
-    """Constants in each dtype scaled to a training in it, else to one in the other dtype. Trainings whose seconds were
-    predicted by other constants are left out."""
-    base = {dtype: constants.of(engine, dtype) for dtype in DTYPES}
-    known = {dtype: one for dtype, one in trained.items() if dtype in base and one.constants == base[dtype].identity}
-    for dtype in DTYPES if known else ():
-        one = known.get(dtype) or next(iter(known.values()))
-        here = base[dtype].for_threads(one.threads)
-        costs = scaled(here.speeds(engine, dtype), dict.fromkeys(PARTS, one.scale))
-        costs, about = {engine: {dtype: costs}}, {"measured_threads": 0, "own": True, "trained": one}
-        constants = dataclasses.replace(here, costs=costs, others=constants, **about)
-    return constants
+def _own(content: Mapping[str, Any], path: Path, shipped: HostConstants) -> HostConstants:
+    """From a host's own file. Trainings whose seconds were predicted by other constants are left out."""
+    base = _constants(content["constants"], path) if content.get("constants") else shipped
+    trained = typed(content.get("trained", {}), Dict[str, Trained])
+    trained = {dtype: one for dtype, one in trained.items() if dtype in DTYPES and one.constants == base.identity}
+    return dataclasses.replace(base, own=bool(content.get("constants") or trained), trained=trained)
 
 
 def _wrong(constants: HostConstants) -> Iterator[str]:
     """The figures that cannot be, and those that are missing."""
-    for name in ("threads", "cache_bytes", "saturating_threads"):
+    for name in ("threads", "saturating_threads"):
         if getattr(constants, name) < 1:
             yield f"{name} {getattr(constants, name)}"
-    kernels = constants.kernels
-    if kernels.isa not in ISAS or min(kernels.l1_bytes, kernels.l2_bytes, kernels.cores) < 1:
-        yield f"kernels {kernels}"
-    if not any(constants.costs.values()):
-        yield "no costs"
-    for engine, by_dtype in constants.costs.items():
+    for engine in ENGINES:
         for name in ("baseline_bytes", "op_bytes"):
             if getattr(constants, name).get(engine, -1) < 0:
                 yield f"{name} of {engine} {getattr(constants, name).get(engine, 'missing')}"
-        for dtype, groups in by_dtype.items():
-            costs = {f"{group} {name}": cost for group, found in groups.items() for name, cost in found.items()}
-            # Every program looks these up; other features of a group may be left out and then cost nothing.
-            needed = {*costs, "join traffic", "join cached", "every_op seconds"}
-            missing = [group for group in GROUPS if group not in groups] + sorted(needed - set(costs))
-            yield from (f"{engine} {dtype}: {name} {cost}" for name, cost in costs.items() if not 0 <= cost < 1)
-            yield from (f"{engine} {dtype}: no {name}" for name in missing)
-
-
-def _of_each(costs: Costs, groups_of: Callable[[str, Any], Any]) -> Costs:
-    """`groups_of(dtype, groups)` in the place of the groups of each engine and dtype."""
-    return {
-        engine: {dtype: groups_of(dtype, groups) for dtype, groups in by_dtype.items()}
-        for engine, by_dtype in costs.items()
-    }
+    for dtype in DTYPES:
+        for kind, features in FEATURES.items():
+            for feature in features:
+                cost = constants.costs.get(dtype, {}).get(kind, {}).get(feature, "missing")
+                if cost == "missing" or not 0 <= cost < 1:
+                    yield f"{dtype}: {kind} {feature} {cost}"

@@ -3,14 +3,13 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
-from memory_estimator.accuracy import FAMILIES, Accuracy, Kind, family_of, load_accuracy
+from memory_estimator.accuracy import Accuracy, Kind, load_accuracy
 from memory_estimator.calibration import HostConstants
 from memory_estimator.common.units import format_bytes
 from memory_estimator.job import DTYPE_BYTES, Job, stored_bytes
-from memory_estimator.step.allocator import SMALL_BYTES, fits_regions, region_bytes, use
-from memory_estimator.step.onednn import Kernels
+from memory_estimator.step.allocator import SMALL_BYTES, fits_regions, use
 from memory_estimator.step.program import Program, Tensor, Timeline, rounded, timeline
 from memory_estimator.step.timing import step_seconds
 from memory_estimator.step.training_step import training_step, validation_pass
@@ -29,27 +28,20 @@ NEXT_BATCH = "input pipeline, next batch"  # the group of what a store holds rea
 
 RULES: Dict[str, str] = {
     "weights": "exact: float32",
-    "weights, bfloat16 copies": "exact: copies that the convolutions read",
-    "weights, parts": "exact: copies that convolutions of one of two joined maps read",
-    "weights, reordered": "exact: copies that the convolutions read",
+    "weights, parts": "exact: copies of what meets one of two joined maps",
     "optimizer slots": "exact: float32 copies of the trainable weights",
     "averaged weights": "exact: a float32 copy of the trainable weights",
     "gradients": "exact: float32, one a trainable weight that has it by then",
     "gradient sums": "exact: a float32 copy of the trainable weights, for the micro-batches of a step",
     "activations": "derived: the maps that a gradient still reads",
     "transients": "derived: the maps on their way down the backward pass",
-    "scratch": "derived: oneDNN's buffers for this operation",
+    "scratch": "derived: matrices of Muon",
     "input": "exact: images in the compute dtype, targets in one byte",
     NEXT_BATCH: "exact: images in the compute dtype, targets in one byte",
 }
 """What `Tensor.group` may name, in the order of the bill, and how it is known; some are split by level."""
 
 NAMED_SINGLY = ("transients", "scratch")  # groups that live during few operations: the bill names their tensors
-
-
-BELOW_AVX2 = 4
-"""Times the predicted peak that a step may take without AVX2, whose kernels have no rules here: a float32 step of 64^3
-voxels took 2.7 times as much under ONEDNN_MAX_CPU_ISA=SSE41."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +103,7 @@ class Estimate:
             return (
                 f"{self.kind.margin_share:.1%} above the process peak, {format_bytes(self.kind.margin_bytes)} at least"
             )
-        return f"wide, over all families of kernels: nothing like it was measured ({self.uncovered})"
+        return f"wide: nothing like it was measured ({self.uncovered})"
 
     def to_json(self) -> Dict[str, Any]:
         """The figures and what they rest on, as JSON content."""
@@ -133,39 +125,26 @@ def estimate(
 ) -> Estimate:
     """Memory and time of a step of `job` on a host of these constants. `host_bytes`, its memory,
     is the limit of TensorFlow's allocator; None is without end. Of a job that a store feeds the bound holds for its
-    validations too. Raises ValueError where the constants know nothing of the job's engine or dtype."""
-    accuracy, constants = accuracy or load_accuracy(), constants.of(job.engine, job.unet.dtype).for_threads(job.threads)
-    isa = constants.kernels.isa
-    if job.unet.dtype == "bfloat16" and not isa.startswith("avx512"):
-        raise ValueError(
-            f"dtype must be float32 where oneDNN has {isa} and no AVX-512, got bfloat16; give --dtype float32, or for "
-            "another host --calibration amx"
-        )
-    region = region_bytes(job.unet, job.shape, job.micro, host_bytes)
-    program, beside = _program(job, constants.kernels, region)
+    validations too. Steps are predicted as own kernels compute them, on a CPU with AVX2."""
+    accuracy, constants = accuracy or load_accuracy(), constants.for_threads(job.threads)
+    program, beside = _with_store(training_step(job), job) if job.from_store else (training_step(job), ())
     line = timeline(program)
     allocator = use(program)
-    small, hidden = _outside(program, line)
+    small = sum(rounded(tensor.bytes) for tensor in line.peak_tensors if tensor.bytes < SMALL_BYTES)
+    hidden = max(op.hidden_bytes for op in program.ops)
     baseline = constants.runtime_bytes(job.engine, program)
     process_peak = baseline + allocator.resident_bytes + small + hidden
     validation = allocator.validated_bytes - allocator.resident_bytes
-    kind, uncovered = accuracy.covering(job, constants.kernels)
-    if kind:
-        upper_bound = kind.upper_bound(process_peak + validation)
-    else:
-        # Which part of a buffer is written was seen with two threads alone: here all that is handed out counts.
-        own = baseline + small + hidden + max(allocator.validated_bytes, allocator.peak_bytes)
-        others = (baseline + peak for peak in _peaks_of_others(job, constants.kernels, region, program))
-        times = 1 if isa.startswith(("avx2", "avx512")) else BELOW_AVX2
-        upper_bound = accuracy.widest(times * max(own, *others, 0))
+    kind, uncovered = accuracy.covering(job)
+    upper_bound = (kind.upper_bound if kind else accuracy.widest)(process_peak + validation)
     upper_bound += sum(one.bytes for one in beside)
     beside = (Component("validation", validation, "derived: the allocator replayed through one"), *beside)
     # Regions that fit the host's memory are never cut down; a job too large for it anyway needs no second play.
     tight = host_bytes is not None and upper_bound <= host_bytes < allocator.reserved_bytes
     regions_short = tight and not fits_regions(program, host_bytes)
-    overhead = allocator.resident_bytes + small - sum(map(_resident_bytes, line.peak_tensors))
+    overhead = allocator.resident_bytes + small - sum(rounded(tensor.bytes) for tensor in line.peak_tensors)
     around = (
-        Component("scratch outside the allocator", hidden, "derived: oneDNN's buffers, at their largest"),
+        Component("scratch outside the allocator", hidden, "derived: own kernels' buffers, at their largest"),
         Component("allocator overhead", overhead, "derived: TensorFlow's allocator replayed"),
         Component("runtime baseline", baseline, constants.origins["baseline_bytes"]),
     )
@@ -215,36 +194,13 @@ def live_at_peak(line: Timeline) -> List[Component]:
             names = [tensor.name for tensor in sorted(tensors, key=lambda tensor: -tensor.bytes)]
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             source = f"{source}: {', '.join(names[:3])}{more}"
-        found.append((order.index(rule), group, Component(group, sum(map(_resident_bytes, tensors)), source)))
+        found.append(
+            (order.index(rule), group, Component(group, sum(rounded(tensor.bytes) for tensor in tensors), source))
+        )
     return [component for _, _, component in sorted(found, key=lambda one: one[:2])]
 
 
-def _program(job: Job, kernels: Kernels, region: int) -> Tuple[Program, Tuple[Component, ...]]:
-    """The step of a job with these kernels, and what a run holds beside it where a store feeds it."""
-    program = dataclasses.replace(training_step(job, kernels), region_bytes=region)
-    return _with_store(program, job, kernels) if job.from_store else (program, ())
-
-
-def _outside(program: Program, line: Timeline) -> Tuple[int, int]:
-    """What lies outside TensorFlow's allocator: small tensors, and oneDNN's buffers at their largest."""
-    small = sum(rounded(tensor.bytes) for tensor in line.peak_tensors if tensor.bytes < SMALL_BYTES)
-    return small, max(op.hidden_bytes for op in program.ops)
-
-
-def _peaks_of_others(job: Job, kernels: Kernels, region: int, program: Program) -> Iterator[int]:
-    """What the step takes with the kernels of each other family, where it is not as in `program`."""
-    seen = [program]
-    for isa in FAMILIES[job.unet.dtype]:
-        if isa == family_of(kernels.isa, job.unet.dtype):
-            continue
-        other, _ = _program(job, dataclasses.replace(kernels, isa=isa), region)
-        if other not in seen:
-            seen.append(other)
-            found = use(other)
-            yield max(found.validated_bytes, found.peak_bytes) + sum(_outside(other, timeline(other)))
-
-
-def _with_store(program: Program, job: Job, kernels: Kernels) -> Tuple[Program, Tuple[Component, ...]]:
+def _with_store(program: Program, job: Job) -> Tuple[Program, Tuple[Component, ...]]:
     """The program of a run that a store feeds, which is validated too, with the next micro-batch; and what is held
     beside it outside of TensorFlow's allocator, or at moments that are not replayed."""
     channels, outputs, value_bytes = job.unet.channels, job.unet.outputs, DTYPE_BYTES[job.unet.dtype]
@@ -260,9 +216,4 @@ def _with_store(program: Program, job: Job, kernels: Kernels) -> Tuple[Program, 
         Component("saving and restoring", 2 * largest, "exact: the largest variable, as read and as copied"),
     )
     resident = (*program.resident, image, target)
-    return dataclasses.replace(program, resident=resident, after=validation_pass(job, kernels)), beside
-
-
-def _resident_bytes(tensor: Tensor) -> int:
-    """What of a tensor lies in memory: all of it, but for scratch that is written in part."""
-    return sum(last - first for first, last in tensor.touched) if tensor.touched else rounded(tensor.bytes)
+    return dataclasses.replace(program, resident=resident, after=validation_pass(job)), beside

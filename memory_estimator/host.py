@@ -4,22 +4,31 @@ From /proc and /sys: a container sees the whole machine but may use only what it
 """
 
 import contextlib
-import dataclasses
 import math
-import os
 import platform
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
-from memory_estimator.step.onednn import USUAL, Kernels, highest_isa
-
 ISA_FLAGS = (
     *("avx", "avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16"),
     *("amx_tile", "amx_bf16", "amx_int8"),
 )
-"""The instruction sets that oneDNN chooses its kernels by, in the spelling of /proc/cpuinfo."""
+"""The instruction sets that matter to own kernels and oneDNN's, in the spelling of /proc/cpuinfo."""
+
+INSTRUCTION_SETS = {
+    "amx": ("avx512_bf16", "amx_tile", "amx_bf16"),
+    "avx512_bf16": ("avx512_bf16",),
+    "avx512": ("avx512f",),
+    "avx2": ("avx2", "fma"),
+}
+"""What own kernels are compiled for, the fastest first, and the ISA_FLAGS that each needs."""
+
+
+def instruction_set(isa: Sequence[str]) -> str:
+    """The first of INSTRUCTION_SETS that a CPU with these ISA_FLAGS has; "" for none, where own kernels do not run."""
+    return next((name for name, flags in INSTRUCTION_SETS.items() if set(flags) <= set(isa)), "")
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,6 @@ class Host:
     cgroup_used_bytes: int  # of that limit, less the page cache that the kernel can drop; 0 without one
     cpu_quota: Optional[float]  # CPUs' worth of time a cgroup grants; None for no limit, or all CPUs
     isa: Tuple[str, ...]  # those of ISA_FLAGS that the CPU has, in that order
-    kernels: Kernels = USUAL  # that oneDNN takes here
 
     def __post_init__(self):
         if self.cpu_quota is not None and self.cpu_quota >= self.logical_cpus:
@@ -56,10 +64,14 @@ class Host:
         return max(0, min(self.available_bytes, self.cgroup_limit_bytes - self.cgroup_used_bytes))
 
     @property
+    def instructions(self) -> str:
+        """What own kernels run here: of INSTRUCTION_SETS, or ""."""
+        return instruction_set(self.isa)
+
+    @property
     def fast_bfloat16(self) -> bool:
-        """Whether bfloat16 runs faster than float32 here; without these instructions it is emulated and slower."""
-        own = "avx512_bf16" in self.isa or "amx_bf16" in self.isa
-        return own and self.kernels.isa.endswith(("bf16", "fp16", "amx"))  # ONEDNN_MAX_CPU_ISA may forbid them
+        """Whether bfloat16 values are multiplied here; else they become float32 first, which is slower."""
+        return self.instructions in ("avx512_bf16", "amx")
 
     @property
     def best_dtype(self) -> str:
@@ -68,8 +80,8 @@ class Host:
 
     def summary(self) -> Dict[str, Any]:
         """What a log or a record says of the host, as JSON content."""
-        own = {"memory_bytes": self.memory_bytes, "isa": list(self.isa), "kernels": dataclasses.asdict(self.kernels)}
-        return {"cpu": self.cpu_model, "cores": self.usable_cores, **own}
+        own = {"cores": self.usable_cores, "memory_bytes": self.memory_bytes, "isa": list(self.isa)}
+        return {"cpu": self.cpu_model, **own}
 
 
 def read_host(root: Union[str, Path] = "/") -> Host:
@@ -90,7 +102,6 @@ def read_host(root: Union[str, Path] = "/") -> Host:
         available = min(available, sum(node.free_bytes for node in nodes))
     limit, used = memory_limit(root, memory["MemTotal"])
     sockets, cores = len({place.socket for place in places}), len({place.core for place in places})
-    each = first.get("cpu cores", "")
     return Host(
         cpu_model=first.get("model name", platform.machine()),
         sockets=sockets,
@@ -103,7 +114,6 @@ def read_host(root: Union[str, Path] = "/") -> Host:
         cgroup_used_bytes=used,
         cpu_quota=cpu_quota(root),
         isa=isa,
-        kernels=_kernels(root, isa, int(each) if each.isdigit() else cores // sockets),
     )
 
 
@@ -210,11 +220,6 @@ def cpu_quota(root: Path) -> Optional[float]:
     return min(quotas, default=None)
 
 
-def cache_bytes(root: Path = Path("/")) -> Optional[int]:
-    """The largest cache of the first CPU, the last level's; None where it is unknown, as outside Linux."""
-    return max(_caches(root).values(), default=None)
-
-
 def cpu_list(text: str) -> List[int]:
     """Linux's own spelling of a set of CPUs: "0-2,5" is [0, 1, 2, 5]."""
     ends = [part.partition("-") for part in text.split(",") if part.strip()]
@@ -224,23 +229,6 @@ def cpu_list(text: str) -> List[int]:
 VERSION_2 = ("memory.max", "memory.current", ("active_file", "inactive_file"))
 VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
 """Of a cgroup: the file of its limit, of what it uses, and what of that are pages of files."""
-
-
-def _caches(root: Path) -> Dict[str, int]:
-    """The first CPU's caches for data: level -> bytes."""
-    found, units = {}, {"K": 2**10, "M": 2**20}
-    for folder in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*"):
-        level, size = read_text(folder / "level"), read_text(folder / "size")
-        if read_text(folder / "type") != "Instruction" and size[:-1].isdigit() and size[-1] in units:
-            found[level] = int(size[:-1]) * units[size[-1]]
-    return found
-
-
-def _kernels(root: Path, isa: Sequence[str], cores: int) -> Kernels:
-    """What oneDNN takes on a CPU of this `isa`, which the environment may limit, with so many `cores` a socket."""
-    caches, most = _caches(root), os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA")
-    l1, l2 = caches.get("1", USUAL.l1_bytes), caches.get("2", USUAL.l2_bytes)
-    return Kernels(highest_isa(isa, most), l1, l2, cores)
 
 
 def _tightest(root: Path, machine_bytes: int, kinds: Sequence[Tuple]) -> Tuple[Optional[int], int]:

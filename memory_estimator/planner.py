@@ -9,11 +9,9 @@ from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 from memory_estimator.common.units import format_bytes, format_seconds
 from memory_estimator.estimate import Estimate
-from memory_estimator.job import USUAL_PATCH, Job, divisors
-from memory_estimator.step.program import StepOp, Tensor, timeline
-from memory_estimator.step.training_step import training_step
+from memory_estimator.job import DTYPE_BYTES, USUAL_PATCH, Job, divisors
 from models.config import POLICIES
-from models.layer_plan import Shape3
+from models.layer_plan import Shape3, layer_plan
 
 Price = Callable[[Job], Estimate]
 
@@ -213,18 +211,12 @@ def patch_shapes(volume: Shape3, divisor: int) -> Tuple[Shape3, ...]:
 
 
 def gpu_bytes(job: Job) -> int:
-    """Memory of a card that a training step takes under policy speed. Assumed, not verified on a GPU: the same step and
-    order as on the CPU without oneDNN's scratch, for cuDNN a workspace as large as what the convolution reads and
-    writes, WORKSPACE_BYTES at most, and CONTEXT_BYTES."""
-
-    def workspace(op: StepOp) -> Tuple[Tensor, ...]:
-        size = min(op.traffic_bytes, WORKSPACE_BYTES)
-        return (Tensor(f"{op.name}/workspace", size, "scratch"),) if "conv" in op.kind else ()
-
-    # The other policies are measured on CPUs alone.
-    program = training_step(dataclasses.replace(job.with_unet(policy="speed"), engine="stock", threads=1))
-    ops = tuple(dataclasses.replace(op, scratch=workspace(op), hidden_bytes=0) for op in program.ops)
-    return CONTEXT_BYTES + timeline(dataclasses.replace(program, ops=ops)).peak_bytes
+    """Memory of a card that a training step takes, in plain layers. Assumed, not verified on a GPU: every layer's
+    output is kept, beside three of the largest for gradients, four sets of weights, for cuDNN a workspace as large as
+    what the convolution reads and writes, WORKSPACE_BYTES at most, and CONTEXT_BYTES."""
+    layers, value_bytes = layer_plan(job.unet, job.shape), job.micro * DTYPE_BYTES[job.unet.dtype]
+    sizes, weights = [op.elements * value_bytes for op in layers], sum(op.trainable for op in layers)
+    return CONTEXT_BYTES + 4 * 4 * weights + sum(sizes) + 3 * max(sizes) + min(2 * max(sizes), WORKSPACE_BYTES)
 
 
 def _largest(chain: Callable[[int], Job], price: Price, budget_bytes: int, last: int) -> Optional[Estimate]:

@@ -33,7 +33,6 @@ from cpu3d.data.store import open_store, sealed
 from cpu3d.errors import InputError
 from memory_estimator import calibration
 from memory_estimator.__main__ import main as estimate
-from memory_estimator.step.onednn import USUAL
 
 pytestmark = pytest.mark.slow
 
@@ -279,7 +278,7 @@ def make_all():
     assert call("evaluate --run run") == 0
     shutil.copytree("run", "other")
     assert call(COMPARE) == 2  # with its plan kept
-    Path("calibration.json").write_text(json.dumps(calibration.to_json(calibration.shipped_constants(USUAL))))
+    Path("calibration.json").write_text(json.dumps(calibration.to_json(calibration.shipped_constants("avx512"))))
 
 
 # --- The test ---

@@ -16,7 +16,6 @@ import itertools
 import math
 import statistics
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
@@ -29,20 +28,27 @@ from cpu3d.bench.harness import Result, in_fresh_process
 from cpu3d.bench.step import WARM_UP_STEPS, made_up
 from cpu3d.host.apply import engine_name, installed, set_up
 from cpu3d.host.memory import peak_rss_bytes
-from cpu3d.host.speed import QUIET_SHARE, keep_constants, write_constants
+from cpu3d.host.speed import QUIET_SHARE, keep_constants
 from cpu3d.settings import RunConfig
-from cpu3d.util.atomic import writable_folder
+from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.progress import bar
-from cpu3d.util.records import listed
-from memory_estimator.calibration import FURTHEST, PARTS, HostConstants, runtime_ops, scaled, shipped_constants
+from memory_estimator.calibration import (
+    FURTHEST,
+    PARTS,
+    HostConstants,
+    runtime_ops,
+    scaled,
+    shipped_constants,
+    to_json,
+)
 from memory_estimator.common.files import typed
 from memory_estimator.common.schema import option
-from memory_estimator.host import Host, cache_bytes, read_host
+from memory_estimator.host import Host, read_host
 from memory_estimator.job import ENGINES, Job
 from memory_estimator.step.allocator import use
 from memory_estimator.step.timing import step_seconds
 from memory_estimator.step.training_step import training_step
-from models.config import UNetConfig
+from models.config import DTYPES, UNetConfig
 
 SHAPE, HALF, SMALL = (96, 96, 96), (48, 96, 96), (48, 64, 64)  # the largest that constants are fitted to, and less
 TIMED_STEPS = 4  # of each network, of which the two fastest count
@@ -79,7 +85,7 @@ def run(options: Options) -> int:
         writable_folder(options.out.parent, "folder")
     host, begin, results, busy = read_host(), time.perf_counter(), [], 0.0
     engines = [engine for engine in ENGINES if installed(engine)] if options.all else [options.engine]
-    asked = [(engine, dtype) for engine in engines for dtype in ("bfloat16", "float32")[not host.fast_bfloat16 :]]
+    asked = [(engine, dtype) for engine in engines for dtype in DTYPES]
     with bar("calibrate", total=len(asked)) as advance:
         for number, (engine, dtype) in enumerate(asked):
             busy = max(busy, psutil.cpu_percent(0.5) / 100)  # with others: nothing of ours runs
@@ -87,17 +93,14 @@ def run(options: Options) -> int:
             request = {"engine": engine, "networks": networks(dtype), "budget_s": left_s}
             results.append(in_fresh_process(measure, request))
             advance()
-    by_engine: Dict[str, List[Timing]] = defaultdict(list)
-    for result in results:
-        by_engine[result["engine"]] += typed(result["timings"], List[Timing])
-    constants = {engine: fitted(timings, host) for engine, timings in by_engine.items()}
+    constants = fitted([one for result in results for one in typed(result["timings"], List[Timing])], host)
     if options.out:
-        write_constants(options.out, [one for each in constants.values() for one in each])
-    files = [options.out] if options.out else [keep_constants(each, host, name) for name, each in constants.items()]
+        write_json(options.out, to_json(constants))
+    path = options.out or keep_constants(constants, host)
     left_out, seconds = sum(result["left_out"] for result in results), time.perf_counter() - begin
     if busy > QUIET_SHARE:
         print(f"other programs took {busy:.0%} of the CPUs: times are too long, calibrate again on a quiet host")
-    print(f"{listed(files)} written after {seconds:.0f} s, {left_out} networks left out for want of time")
+    print(f"{path} written after {seconds:.0f} s, {left_out} networks left out for want of time")
     return 0
 
 
@@ -105,17 +108,13 @@ def networks(dtype: str) -> List[Dict[str, Any]]:
     """A tiny network for the runtime's memory, of another depth in each dtype to tell apart what grows with it.
 
     Then some for the costs, which differ in width and in what they have. Where time is short the last are left out.
-    Norms of 12 channels are slow in float32; in bfloat16 those of 8 are, which the second has.
     """
-    narrow = [({"filters": 12, "depth": 3}, SMALL)] if dtype == "float32" else []
     found = (
         ({"filters": 8, "depth": 3 if dtype == "float32" else 5}, (32, 32, 32)),
-        ({"filters": 8}, SHAPE),
-        ({"filters": 16, "channels": 1}, SHAPE),
+        ({"filters": 16}, SHAPE),
+        ({"filters": 8, "channels": 1, "depth": 3}, SHAPE),
         ({"filters": 32}, HALF),
-        ({"filters": 16, "channels": 1, "outputs": 1, "norm": "none"}, HALF),
-        *narrow,
-        ({"filters": 24, "depth": 3}, HALF),
+        ({"filters": 24, "depth": 3}, SMALL),
     )
     return [{"unet": dataclasses.asdict(UNetConfig(**unet, dtype=dtype)), "shape": shape} for unet, shape in found]
 
@@ -160,36 +159,32 @@ def measure(request: Dict[str, Any]) -> Result:
 # --- From seconds to constants ---
 
 
-def fitted(timings: Sequence[Timing], host: Host) -> List[HostConstants]:
-    """Constants of a host in each dtype of `timings`, all on one engine and number of threads: those that are shipped
-    for its kind, their work, traffic and overhead each times a factor. A dtype that was not timed has the factors of
-    the other."""
-    engine, threads, today = timings[0].job.engine, timings[0].job.threads, datetime.date.today().isoformat()
-    shipped = shipped_constants(host.kernels)
-    origins = {**shipped.origins, "cache_bytes": "measured: /sys", "costs": f"measured: calibrate, {today}"}
-    memory = {name: getattr(shipped, name)[engine] for name in ("baseline_bytes", "op_bytes")}
-    points = [(runtime_ops(training_step(one.job)), one.runtime_bytes) for one in timings if one.runtime_bytes]
-    if points:
-        memory = dict(zip(memory, straight_line(points, memory["op_bytes"])))
-        origins.update(dict.fromkeys(memory, "measured: calibrate, resident memory less the step's tensors"))
-    memory = {name: {engine: size} for name, size in memory.items()}
-    own = {"cpu": host.cpu_model, "cache_bytes": cache_bytes() or shipped.cache_bytes, "measured_threads": 0, **memory}
-    base = dataclasses.replace(shipped.for_threads(threads), **own)
-    by_dtype: Dict[str, List[Timing]] = defaultdict(list)
-    for timing in timings:
-        if timing.step_s:
-            by_dtype[timing.job.unet.dtype].append(timing)
-    factors = {dtype: _factors(some, base) for dtype, some in by_dtype.items()}
-    constants = []
-    for dtype in shipped.costs[engine]:
-        about = {"name": host.cpu_model, "origin": "measured", "origins": origins, "record": "calibrate", "date": today}
-        if dtype not in factors:
-            name = f"{shipped.name}, as much slower or faster as {' and '.join(factors)} was here"
-            about = {"name": name, "origin": "assumed"}
-        factor = factors.get(dtype) or next(iter(factors.values()))
-        costs = {engine: {dtype: scaled(base.speeds(engine, dtype), factor)}}
-        constants.append(dataclasses.replace(base, costs=costs, **about))
-    return constants
+def fitted(timings: Sequence[Timing], host: Host) -> HostConstants:
+    """Constants of a host, from `timings` on one number of threads: those that are shipped for its instruction set,
+    their work, traffic and overhead each times a factor. A dtype that was not timed has the factors of the other."""
+    threads, today = timings[0].job.threads, datetime.date.today().isoformat()
+    shipped = shipped_constants(host.instructions)
+    base = dataclasses.replace(shipped.for_threads(threads), measured_threads=0)
+    memory = {name: dict(getattr(shipped, name)) for name in ("baseline_bytes", "op_bytes")}
+    origins = {**shipped.origins, "costs": f"measured: calibrate, {today}"}
+    for engine in {one.job.engine for one in timings}:
+        held = [one for one in timings if one.runtime_bytes and one.job.engine == engine]
+        points = [(runtime_ops(training_step(one.job)), one.runtime_bytes) for one in held]
+        if points:
+            line = straight_line(points, memory["op_bytes"][engine])
+            memory["baseline_bytes"][engine], memory["op_bytes"][engine] = line
+            origins.update(dict.fromkeys(memory, "measured: calibrate, resident memory less the step's tensors"))
+    timed = [one for one in timings if one.step_s]
+    factors = {
+        dtype: _factors(some, base)
+        for dtype in DTYPES
+        if (some := [one for one in timed if one.job.unet.dtype == dtype])
+    }
+    costs = {
+        dtype: scaled(kinds, factors.get(dtype) or next(iter(factors.values()))) for dtype, kinds in base.costs.items()
+    }
+    about = {"origin": "measured", "origins": origins, "record": "calibrate", "date": today, "costs": costs, **memory}
+    return dataclasses.replace(base, name=host.cpu_model, cpu=host.cpu_model, **about)
 
 
 def straight_line(points: Sequence[Tuple[int, int]], slope: float) -> Tuple[int, int]:
@@ -209,14 +204,10 @@ def _factors(timings: Sequence[Timing], shipped: HostConstants) -> Dict[str, flo
     held = math.sqrt(HELD) * np.eye(len(PARTS))
     goal = [*np.ones(len(timings)), *np.diag(held)]
     apart = lsq_linear(np.vstack([parts * whole, held]), goal, (1 / FURTHEST, FURTHEST)).x
-    factors = dict(zip(PARTS, (apart * whole).tolist()))
-    # Of some operations the longer of two parts counts, which adding them up misses.
-    rest = statistics.median(one.step_s / _step_s(one.job, shipped, factors) for one in timings)
-    return {part: factor * rest for part, factor in factors.items()}
+    return dict(zip(PARTS, (apart * whole).tolist()))
 
 
 def _step_s(job: Job, constants: HostConstants, factors: Dict[str, float]) -> float:
     """Predicted seconds of a step, its parts times `factors`; those without one do not count."""
-    costs = scaled(constants.speeds(job.engine, job.unet.dtype), {**dict.fromkeys(PARTS, 0.0), **factors})
-    costs = {job.engine: {job.unet.dtype: costs}}
+    costs = {job.unet.dtype: scaled(constants.costs[job.unet.dtype], {**dict.fromkeys(PARTS, 0.0), **factors})}
     return step_seconds(training_step(job), dataclasses.replace(constants, costs=costs), job)

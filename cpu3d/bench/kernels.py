@@ -67,7 +67,7 @@ def measure(request: Dict[str, Any]) -> Result:
     if request["threads"]:
         os.environ.update(dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(request["threads"])))
     host, threads, tf = set_up()
-    from models.native.convolution import available
+    from models.native.operations import available
 
     if not available():
         raise InputError("own kernels must be built, got none; run python -m models.native.build")
@@ -96,22 +96,25 @@ def _operations(
     tf: Any, dtype: str, grid: Tuple[int, ...], inputs: int, outputs: int
 ) -> Dict[str, Tuple[Callable[[], Any], Callable[[], Any]]]:
     """Operation -> the engine's and the own one, of no arguments."""
-    from models.native.convolution import convolve, filter_gradient, input_gradient
+    from models.native.operations import Gradient, Source, convolve, filter_gradient, input_gradient
 
     values, gradient = (tf.cast(tf.random.normal((*grid, one)), dtype) for one in (inputs, outputs))
     filters = tf.random.normal((3, 3, 3, inputs, outputs))
     engine_filters, same = tf.cast(filters, dtype), {"strides": [1] * 5, "padding": "SAME"}
     raw_ops, pairs = tf.raw_ops, {}
-    pairs["forward"] = (lambda: tf.nn.conv3d(values, engine_filters, **same), lambda: convolve(values, filters))
+    pairs["forward"] = (
+        lambda: tf.nn.conv3d(values, engine_filters, **same),
+        lambda: convolve([Source(values)], filters),
+    )
     pairs["input gradient"] = (
         lambda: raw_ops.Conv3DBackpropInputV2(
             input_sizes=values.shape, filter=engine_filters, out_backprop=gradient, **same
         ),
-        lambda: input_gradient(gradient, filters),
+        lambda: input_gradient(Gradient(gradient), filters),
     )
     pairs["filter gradient"] = (
         lambda: raw_ops.Conv3DBackpropFilterV2(input=values, filter_sizes=filters.shape, out_backprop=gradient, **same),
-        lambda: filter_gradient(values, gradient, filters),
+        lambda: filter_gradient([Source(values)], Gradient(gradient)),
     )
     return {
         name: tuple(tf.function(one, autograph=False, jit_compile=False) for one in pair)

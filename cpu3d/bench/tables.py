@@ -23,7 +23,7 @@ from cpu3d.util.atomic import write_bytes
 from cpu3d.util.records import newest, read_records
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.common.schema import option
-from memory_estimator.step.onednn import Kernels, highest_isa
+from memory_estimator.host import instruction_set
 
 HEAD = """\
 # Results
@@ -90,7 +90,7 @@ def _newest(path: Path, names: Sequence[str]) -> List[Dict[str, Any]]:
 def _policies(path: Path) -> List[str]:
     lines: List[str] = []
     for record in _newest(path, STEP):
-        constants = shipped_constants(Kernels(highest_isa(record["host"]["isa"])))
+        constants = shipped_constants(instruction_set(record["host"]["isa"]))
         lines += [*step_table(with_predictions(record, constants)).markdown(), ""]
     return lines
 

@@ -3,15 +3,14 @@
     ./run.sh bench validate --record my-host.jsonl
     ./run.sh bench validate --record my-host.jsonl --engine itex --first 12
 
-They are those of the published records, in records/memory; each fits a host with 24 GB of memory. Some 600 training
-steps, in about an hour on two quiet cores with AVX512_BF16. Cut off, it continues: what the record holds is not
-measured again, failures included (remove a line to try again). One record file a host.
+Each fits a host with 24 GB of memory; all together take about half an hour on two quiet cores with AVX512_BF16. Cut
+off, it continues: what the record holds is not measured again, failures included (remove a line to try again). One
+record file a host.
 
 Put into records/memory, a file is one of the published records, of which `bench tables` makes accuracy.json, which the
 estimator ships, and the validation page, every measured configuration beside its prediction.
 """
 
-import dataclasses
 import functools
 import math
 import sys
@@ -43,12 +42,10 @@ from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table
 from memory_estimator.common.units import format_bytes
 from memory_estimator.estimate import Estimate, estimate
-from memory_estimator.host import Host, read_host
+from memory_estimator.host import Host, instruction_set, read_host
 from memory_estimator.job import ENGINES, Job, engine_version
-from memory_estimator.step.onednn import Kernels, highest_isa
-from models.config import POLICIES
+from models.config import DTYPES, POLICIES, UNetConfig
 
-PUBLISHED = Path(__file__).resolve().parents[2] / "records" / "memory"  # a file a host; it may not be there
 VALIDATION = "memory"  # in the folder of records that of `bench validate`, a file a host
 STEPS = 3  # timed, after two more: enough for a median
 
@@ -58,9 +55,8 @@ VALIDATION_HEAD = """\
 Made by `./run.sh bench tables --records records --page FILE` from records/memory (`bench validate`) and the code as it
 stands. Errors are shares of what was measured: +2% is predicted too high. A group of
 runs shows the median size and the worst error, and of the upper bound how far it is above the process's peak, the mean
-and the least; it is wide where too few records of a kind tell how far the next is off. [estimator.md](estimator.md)
-names the figures that are fitted to some of these records: the rules were found with runs of up to 128^3 voxels in
-view, and the margin of an upper bound is that of all records of its kind.
+and the least; it is wide where too few records of a kind tell how far the next is off. The margin of an
+upper bound is that of all records of its kind: of a dtype and a policy.
 """
 
 
@@ -86,7 +82,7 @@ def run(options: Options) -> int:
             f"engine must be installed, got {options.engine}; {how_to_install(options.engine)} or leave it out"
         )
     engines = [one for one in ENGINES if options.engine in (None, one) and installed(one)]
-    wanted = [job for job in configurations(threads) if job.engine in engines][: options.first]
+    wanted = configurations(threads, engines)[: options.first]
     todo = [job for job in wanted if job not in done]
     constants = find_constants(host)
     with bar("validate", total=len(todo)) as advance:
@@ -111,12 +107,35 @@ def run(options: Options) -> int:
     return 0
 
 
-def configurations(threads: int) -> Tuple[Job, ...]:
-    """Every job of the published records, as on a host with so many threads; what one policy that saves memory was
-    measured with, under the others that do as well."""
-    jobs = [dataclasses.replace(one.job, threads=threads) for one in read_measured(PUBLISHED)]
-    others = [job.with_unet(policy=policy) for job in jobs if job.policy != "speed" for policy in POLICIES[1:]]
-    return tuple(dict.fromkeys([*jobs, *others]))
+NETWORKS: Tuple[Tuple[Dict[str, Any], Tuple[int, int, int], Dict[str, Any]], ...] = (
+    ({}, (64, 64, 64), {}),
+    ({}, (96, 96, 96), {}),
+    ({"filters": 8}, (96, 96, 96), {"optimizer": "adam"}),
+    ({}, (128, 128, 128), {}),
+    ({"residual": True}, (128, 112, 128), {}),
+    ({"deep_supervision": True}, (128, 128, 112), {"optimizer": "adam"}),
+    ({"norm": "batch", "up": "upsampling"}, (112, 112, 112), {"batch": 2}),
+    ({"norm": "none", "filters": 12, "channels": 1, "outputs": 1}, (128, 128, 128), {"optimizer": "sgd"}),
+    ({"filters": 32, "depth": 4}, (128, 128, 96), {}),
+    ({"network": "cicek2016", "depth": 4, "filters": 16, "channels": 1, "outputs": 1}, (128, 96, 128), {}),
+    ({"filters": 24, "depth": 3}, (128, 96, 128), {"batch": 2, "micro_batch": 1}),
+    ({}, (144, 192, 144), {}),
+    ({"filters": 48}, (96, 112, 96), {"batch": 1}),
+    ({"filters": 8, "channels": 1}, (240, 240, 160), {}),
+    ({}, (240, 240, 160), {}),
+)
+"""What is measured in each dtype under each policy: network, voxels and more of the job."""
+
+
+def configurations(threads: int, engines: Sequence[str] = ENGINES) -> Tuple[Job, ...]:
+    """Every job that `bench validate` measures on a host with so many threads; with further engines those of 128^3."""
+    return tuple(
+        Job(UNetConfig(**unet, dtype=dtype, policy=policy), shape, engine=engine, threads=threads, **more)
+        for unet, shape, more in NETWORKS
+        for dtype in DTYPES
+        for policy in POLICIES
+        for engine in (engines if shape == (128, 128, 128) else engines[:1])
+    )
 
 
 # --- What was measured, beside what is predicted ---
@@ -132,7 +151,6 @@ def read_measured(path: Path) -> Tuple[Measured, ...]:
             return None
         job, host = job_of_record(record), record["host"]
         about = {"host": host["cpu"], "isa": tuple(host["isa"]), "date": record.get("date", "")}
-        about["kernels"] = Kernels(**host.get("kernels", {"isa": highest_isa(host["isa"])}))
         about["version"] = engine_version(job.engine, record.get("versions", {}))
         if record.get("error"):
             return Measured(job, failure=record["error"], **about)
@@ -165,13 +183,13 @@ def compare(measured: Iterable[Measured], predict: Callable[[Measured], Estimate
             "upper_bound": found.upper_bound_bytes / process - 1,
             "step_s": None if math.isnan(one.step_s) else found.step_s / one.step_s - 1,
         }
-        rows.append(Row(one, found.process_peak_bytes, found.constants.kernels.isa, found.kind is not None, errors))
+        rows.append(Row(one, found.process_peak_bytes, found.kind is not None, errors))
     return rows
 
 
 def predicted(one: Measured, accuracy: Optional[Accuracy] = None) -> Estimate:
     """With the constants that are shipped, whatever this host's own are."""
-    return estimate(one.job, _shipped(one.kernels), accuracy)
+    return estimate(one.job, _shipped(instruction_set(one.isa)), accuracy)
 
 
 _shipped = functools.lru_cache(maxsize=None)(shipped_constants)
@@ -192,11 +210,12 @@ def accuracy_of(folder: Path) -> bytes:
 
 
 def summary_table(rows: Sequence[Row]) -> Table:
-    """Median (of the absolute errors) and worst error of every figure, for all rows and by host, engine and dtype."""
+    """Median (of the absolute errors) and worst error of every figure, for all rows and by host, engine and kind."""
     groups: Dict[Tuple[str, ...], List[Row]] = {("all", ""): list(rows)}
-    for row in sorted(rows, key=lambda row: (row.measured.host, row.measured.job.engine, row.measured.job.unet.dtype)):
+    for row in sorted(rows, key=_group):
         job = row.measured.job
-        groups.setdefault((row.measured.host, f"{row.isa}, {job.engine}, {job.unet.dtype}"), []).append(row)
+        about = f"{instruction_set(row.measured.isa)}, {job.engine}, {job.unet.dtype}, {job.policy}"
+        groups.setdefault((row.measured.host, about), []).append(row)
     cells = []
     for group, some in groups.items():
         spreads = [spread(some, figure) for figure in FIGURES]
@@ -205,8 +224,20 @@ def summary_table(rows: Sequence[Row]) -> Table:
         bound = f"{signed(spread(some, 'upper_bound').mean)} ({signed(least)})"
         bound += "" if any(row.covered for row in some) else ", wide"
         cells.append((*group, str(len(some)), *errors[:2], bound, errors[2]))
-    columns = ("host", "kernels, engine, dtype", "runs", "allocator peak", "process peak", "upper bound, mean (least)")
+    columns = (
+        "host",
+        "kernels, engine, dtype, policy",
+        "runs",
+        "allocator peak",
+        "process peak",
+        "upper bound, mean (least)",
+    )
     return Table((*columns, "seconds a step"), cells, names=2)
+
+
+def _group(row: Row) -> Tuple[str, ...]:
+    job = row.measured.job
+    return (row.measured.host, job.engine, job.unet.dtype, job.policy)
 
 
 def signed(share: Optional[float]) -> str:
@@ -220,12 +251,12 @@ def page(measured: Sequence[Measured], rows: Sequence[Row]) -> List[str]:
     lines = [*VALIDATION_HEAD.splitlines(), "", *summary_table(rows).markdown(), ""]
     lines.append(f"Left out of its kind in turn, {above} of {count} records lie above the bound that the others make.")
     columns = ("configuration", "allocator, GiB", "error", "process, GiB", "error", "bound above", "s a step", "error")
-    for host, isa in sorted({(one.host, one.kernels.isa) for one in measured}):
-        own = [one for one in measured if (one.host, one.kernels.isa) == (host, isa)]
+    for host, isa in sorted({(one.host, one.isa) for one in measured}):
+        own = [one for one in measured if (one.host, one.isa) == (host, isa)]
         own.sort(key=lambda one: (bool(one.failure), not one.held_out))
         about = "; ".join(sorted({f"{one.version}, {one.job.threads} threads, {one.date}" for one in own}))
         cells = [_cells(one, row_of.get(one)) for one in own]
-        lines += ["", f"## {host}, {isa}", "", *Table((*columns, ""), cells, title=about).markdown()]
+        lines += ["", f"## {host}, {instruction_set(isa)}", "", *Table((*columns, ""), cells, title=about).markdown()]
     return lines
 
 

@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Tuple
 
 import psutil
 
@@ -40,21 +40,17 @@ QUIET_SHARE = 0.05  # of the CPUs' time that other programs may take before seco
 LOCK_WAIT_S = 2.0  # for others that write at the same time
 
 
-def write_constants(path: Path, constants: Sequence[HostConstants]) -> None:
-    """Write constants as `memory_estimator.calibration.load_constants` reads them."""
-    write_json(path, {"schema": SCHEMA, "constants": [to_json(one) for one in constants]})
-
-
-def keep_constants(constants: Sequence[HostConstants], host: Host, engine: str) -> Path:
+def keep_constants(constants: HostConstants, host: Host) -> Path:
     """Keep what `calibrate` has measured, in the place of all earlier measurements. Raises as `_keep`."""
-    return _keep(host, engine, lambda _: {"constants": [to_json(one) for one in constants]})
+    return _keep(host, lambda _: {"constants": to_json(constants)})
 
 
 def keep_training(job: Job, step_s: float, host: Host, *, quiet: bool) -> Path:
     """Keep by how much a step of a training took longer than predicted, within FURTHEST. A quiet training replaces
     every other one, a disturbed one only another disturbed one that was slower. Raises as `_keep`."""
-    constants = find_constants(host).of(job.engine, job.unet.dtype)
-    before = constants.trained.scale if constants.trained else 1.0
+    constants = find_constants(host)
+    trained = constants.training(job.unet.dtype)
+    before = trained.scale if trained else 1.0
     scale = before * step_s / step_seconds(training_step(job), constants, job)
     new = Trained(
         scale=min(max(scale, 1 / FURTHEST), FURTHEST),
@@ -70,15 +66,15 @@ def keep_training(job: Job, step_s: float, host: Host, *, quiet: bool) -> Path:
         old = trained.get(job.unet.dtype)
         if not old or old["constants"] != new.constants or quiet or (not old["quiet"] and new.scale < old["scale"]):
             trained = {**trained, job.unet.dtype: dataclasses.asdict(new)}
-        return {"constants": [], **kept, "trained": trained}
+        return {**kept, "trained": trained}
 
-    return _keep(host, job.engine, change)
+    return _keep(host, change)
 
 
-def _keep(host: Host, engine: str, change: Callable[[Dict[str, Any]], Dict[str, Any]]) -> Path:
+def _keep(host: Host, change: Callable[[Dict[str, Any]], Dict[str, Any]]) -> Path:
     """Replace what is kept of this host with `change(kept)`, and return its file. Raises InputError where a newer
     version has written it, and where there is no folder for it; OSError where it cannot be written."""
-    path = host_file(host, engine)
+    path = host_file(host)
     if path is None:
         raise InputError("$XDG_DATA_HOME or a home folder must be there for a host's speed, got neither; set one")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,12 +9,9 @@ asked for or has 128 MiB to spare: what it counts depends on the order of all re
 import bisect
 import itertools
 from dataclasses import dataclass
-from typing import Dict, Iterable, List, Optional, Sequence, Set, Tuple
+from typing import Dict, Iterable, List, Optional, Set, Tuple
 
-from memory_estimator.job import DTYPE_BYTES
 from memory_estimator.step.program import GRANULE_BYTES, Program, Request, requests, rounded
-from models.config import UNetConfig
-from models.layer_plan import layer_plan
 
 MIB = 2**20
 
@@ -24,10 +21,6 @@ SPARE_BYTES = 128 * MIB  # a chunk with this much to spare is always split
 HANDLE_BYTES = 8  # of a region's table for every GRANULE_BYTES of it: 3 % of all regions, with malloc
 
 BINS = 21  # bin b holds free chunks of 256 * 2**b bytes up to twice that; the last one all larger ones
-
-REGION_SHARE = 0.9  # of all the layers' outputs: enough that what is left at the region's end is larger than any gap
-
-COPIES_OF_WEIGHTS = 4  # weights, the optimizer's two slots, gradients: float32 each
 
 
 @dataclass(frozen=True)
@@ -69,27 +62,6 @@ def fits_regions(program: Program, limit_bytes: int) -> bool:
     return True
 
 
-def region_bytes(unet: UNetConfig, shape: Tuple[int, int, int], micro: int, host_bytes: Optional[int] = None) -> int:
-    """The region that the trainer takes before all else, for steps of `micro` volumes of `shape` (X, Y, Z); 0 is none.
-
-    Under "balanced" maps nearly all of one size lie scattered in regions that double; in one region larger than the
-    step needs, gaps are filled first. "speed" gains nothing (docs/log.md), nor does "lean": a process held 1,658 MiB
-    without a region and 1,664 to 1,742 with one of 512 to 2,048 MiB. A power of two, as the allocator makes of any
-    size, and within `host_bytes`. Raises ValueError for a shape that the network cannot take.
-    """
-    if unet.policy != "balanced":
-        return 0
-    plan = layer_plan(unet, shape)
-    maps = micro * sum(op.elements for op in plan) * DTYPE_BYTES[unet.dtype]
-    weights = 4 * COPIES_OF_WEIGHTS * sum(op.trainable for op in plan)
-    size = MIB
-    while size < REGION_SHARE * maps + weights:
-        size *= 2
-    while host_bytes is not None and size > host_bytes:
-        size //= 2
-    return size
-
-
 @dataclass(eq=False)
 class Chunk:
     """A piece of a region, between its neighbours there."""
@@ -121,12 +93,12 @@ class Allocator:
         """Take and give back, as the requests' signs say."""
         for request in calls:
             if request.bytes >= 0:
-                self.take(request.name, request.bytes, request.touched)
+                self.take(request.name, request.bytes)
             else:
                 self.give_back(request.name)
 
-    def take(self, name: str, size_bytes: int, touched: Sequence[Tuple[int, int]] = ()) -> None:
-        """Allocate; `touched` is where bytes will be written, () everywhere. Raises NoRegionError beyond the limit."""
+    def take(self, name: str, size_bytes: int) -> None:
+        """Allocate. Raises NoRegionError beyond the limit."""
         if size_bytes < SMALL_BYTES:
             self._by_name[name] = None
             return
@@ -135,8 +107,7 @@ class Allocator:
         if chunk is None:
             self._extend(size)
             chunk = self._find(size)
-        for first, last in touched or ((0, size),):
-            self._touched.add((chunk.start + first, chunk.start + last))
+        self._touched.add((chunk.start, chunk.start + size))
         self._by_name[name] = chunk
         self.counted_bytes += chunk.size
         self.peak_bytes = max(self.peak_bytes, self.counted_bytes)

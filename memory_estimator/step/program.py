@@ -5,9 +5,7 @@ A tensor lives from the operation that writes it to the last one that reads it.
 
 import re
 from dataclasses import dataclass
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
-
-from memory_estimator.step.scratch import Buffers
+from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 GRANULE_BYTES = 256  # TensorFlow's allocator rounds every request up to this
 
@@ -19,7 +17,6 @@ class Tensor:
     name: str  # unique in its program, such as "decoder0_conv1" or "decoder0_conv1/filter_gradient"
     bytes: int
     group: str  # the line of the bill it counts under, such as "activations, level 0"
-    touched: Tuple[Tuple[int, int], ...] = ()  # (first, past the last) offsets of what is written; () is all
 
 
 @dataclass(frozen=True)
@@ -31,13 +28,9 @@ class StepOp:
     reads: Tuple[str, ...] = ()  # names of tensors that must live until it is done; a tensor goes with its last reader
     writes: Tuple[Tensor, ...] = ()
     scratch: Tuple[Tensor, ...] = ()  # live during this operation alone
-    scratch_first: bool = False  # whether it is taken before the outputs, not after them
     takes_over: Optional[str] = None
     """A tensor it reads last and writes its result into: the first of `writes` then takes no new memory. Where that is
     one of the program's resident tensors, it moves there and leaves the memory that it had."""
-    keeps: Tuple[Tensor, ...] = ()  # taken at its first run and never given back: weights as oneDNN prefers them
-    again: bool = False  # whether its kernel is that of another operation before it, as of one slab after another
-    copies: float = 1.0  # operations of the graph that it stands for, as one slab does for those of several samples
     hidden_bytes: int = 0  # scratch outside the allocator: in the process's memory, not in the allocator's count
     flops: int = 0  # multiply-adds counted as 2
     traffic_bytes: int = 0  # bytes read and written, each tensor once: the least any implementation moves
@@ -52,8 +45,7 @@ class Program:
     resident: Tuple[Tensor, ...]  # what lives before, during and after the step: weights, slots, the input batch
     ops: Tuple[StepOp, ...]  # the step
     before: Tuple[StepOp, ...] = ()  # what ran once to make the resident tensors, in an order that shapes the regions
-    region_bytes: int = 0  # taken in one piece before all else and given back, so that there is such a region
-    after: Tuple[StepOp, ...] = ()  # now and then between two steps: a validation; its `keeps` are other tensors
+    after: Tuple[StepOp, ...] = ()  # now and then between two steps: a validation
 
 
 @dataclass(frozen=True)
@@ -76,7 +68,6 @@ class Request(NamedTuple):
     name: str
     bytes: int  # positive takes, negative gives back; not rounded
     op: str = ""  # the operation that makes the call; "" for a resident tensor that no operation made
-    touched: Tuple[Tuple[int, int], ...] = ()  # as of `Tensor`
 
 
 def rounded(size_bytes: int) -> int:
@@ -84,21 +75,11 @@ def rounded(size_bytes: int) -> int:
     return -(-size_bytes // GRANULE_BYTES) * GRANULE_BYTES
 
 
-def buffers_of(name: str, buffers: Buffers, again: bool = False) -> Dict[str, Any]:
-    """The fields of the operation `name` that its buffers make; one that runs `again` keeps nothing more."""
-    sizes = [(f"{name}/scratch{i}", size, () if i else buffers.touched) for i, size in enumerate(buffers.scratch)]
-    keeps = (Tensor(f"{name}/reordered", buffers.keeps, "weights, reordered"),) if buffers.keeps and not again else ()
-    scratch = tuple(Tensor(part, size, "scratch", touched) for part, size, touched in sizes if size)
-    about = {"scratch_first": buffers.comes_first, "hidden_bytes": buffers.hidden, "again": again}
-    return {"scratch": scratch, "keeps": keeps, **about}
-
-
 def timeline(program: Program) -> Timeline:
     """Live bytes of a step, from the second on. Raises ValueError where an operation reads a tensor that is gone."""
     live_bytes: List[int] = []
     best, peak_op, peak_tensors = -1, "", ()
-    kept = tuple(tensor for op in program.ops for tensor in op.keeps)
-    live = {tensor.name: tensor for tensor in program.resident + kept}
+    live = {tensor.name: tensor for tensor in program.resident}
     held = sum(rounded(tensor.bytes) for tensor in live.values())
     for op, taken, given in _walk(program.ops, {tensor.name for tensor in program.resident}):
         missing = [name for name in op.reads if name not in live]
@@ -120,26 +101,23 @@ def timeline(program: Program) -> Timeline:
 
 
 def requests(program: Program, steps: int, after: bool = False) -> Iterator[Request]:
-    """The allocator's calls: the region, what ran before, `steps` steps; with `after`, that and a step more."""
-    if program.region_bytes:
-        yield Request("region", program.region_bytes, touched=((0, 0),))
-        yield Request("region", -program.region_bytes)
+    """The allocator's calls: what ran before, `steps` steps; with `after`, that and a step more."""
     stays = {tensor.name for tensor in program.resident}
     made = {tensor.name for op in program.before for tensor in op.writes}
     sizes = {tensor.name: tensor.bytes for tensor in program.resident if tensor.name not in made}
     yield from (Request(name, size) for name, size in sizes.items())
     holder: Dict[str, str] = {}
-    passes = [(program.before, True)] + [(program.ops, step == 0) for step in range(steps)]
-    for ops, first in passes + ([(program.after, True), (program.ops, False)] if after and program.after else []):
+    passes = [program.before] + [program.ops] * steps
+    for ops in passes + ([program.after, program.ops] if after and program.after else []):
         for op, taken, given in _walk(ops, stays):
-            for tensor in taken + (op.keeps if first else ()):
+            for tensor in taken:
                 owner = tensor.name
                 while owner in sizes:  # what a resident tensor moved into is still called so
                     owner += "'"
                 if owner != tensor.name:
                     holder[tensor.name] = owner
                 sizes[owner] = tensor.bytes
-                yield Request(owner, tensor.bytes, op.name, tensor.touched)
+                yield Request(owner, tensor.bytes, op.name)
             if op.takes_over:
                 name, owner = op.writes[0].name, holder.pop(op.takes_over, op.takes_over)
                 if name in stays:
@@ -163,9 +141,8 @@ def _walk(ops: Sequence[StepOp], stays: Set[str]) -> Iterator[Tuple[StepOp, Tupl
             gone.setdefault(index, []).append(name)
     for index, op in enumerate(ops):
         new = op.writes[1:] if op.takes_over else op.writes
-        taken = op.scratch + new if op.scratch_first else new + op.scratch
         given = [tensor.name for tensor in reversed(op.scratch)]
-        yield op, taken, given + [name for name in gone.get(index, ()) if name != op.takes_over]
+        yield op, new + op.scratch, given + [name for name in gone.get(index, ()) if name != op.takes_over]
 
 
 def kernel_made(kernel: Tensor) -> List[StepOp]:

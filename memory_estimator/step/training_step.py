@@ -1,77 +1,400 @@
-"""The training step of `cpu3d.training.learner`, written down from the layer plan with the lifetimes of its tensors.
+"""The training step on paper: the operations of `models/step.py` in their order, with what each reads and makes.
 
-Targets cast, forward, loss, backward in reverse (in the order that `models/ordered.py` fixes), update. Where memory is
-saved, blocks take the place of their layers. Of a batch in micro-batches the program is one of them, and the update. A
-validation is the forward part alone, without policy, and its scores.
+Forward, loss, backward, update. Of a batch in micro-batches the program is one of them, and the update. A validation is
+the forward part alone, and its scores.
 """
 
+import math
 from dataclasses import replace
-from typing import Any, Tuple
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from memory_estimator.job import Job
-from memory_estimator.step import blocks, layers, slabs
-from memory_estimator.step.onednn import USUAL, Kernels
 from memory_estimator.step.program import Program, StepOp
-from memory_estimator.step.scratch import Buffers
-from memory_estimator.step.writer import Writer
+from memory_estimator.step.scratch import Shape, convolve_bytes, filter_gradient_bytes, pass_bytes
+from memory_estimator.step.update import reset_sums, update
+from memory_estimator.step.writer import Writer, kernel_elements
 from models.layer_plan import PIECES
 
 SCORE_MAPS = 5  # float32 maps of a slab that is scored: logits, target, three of the loss's
 
 
-RULES = {"block": blocks, "slabs": slabs}  # kind of a step -> the module of its passes; else layers
-
-
-def training_step(job: Job, kernels: Kernels = USUAL) -> Program:
-    """The program of `job` with these kernels of oneDNN. Raises ValueError for a shape that the network cannot take."""
-    writer = Writer(job, kernels)
-    steps = {"speed": layers, "balanced": blocks, "lean": slabs}[job.policy].steps(writer)
-
-    def place(op: Any) -> int:
-        """Every head behind its decoder."""
-        decoder = f"decoder{op.level}" if op.kind == "head" else op.name
-        return max(index for index, other in enumerate(steps) if other.name.startswith(decoder))
-
-    forward = sorted((op for op in steps if op.kind != "input"), key=place)
-    heads = [op for op in forward if op.kind == "head"]
-    coarse = [op for op in heads if op.level]
-    writer.reset_sums()
-    for head in heads:
-        layers.cut_target(writer, head)
-    if job.policy != "lean":
-        layers.cast_target(writer, writer.layers["head"])
-    for op in forward:
-        RULES.get(op.kind, layers).forward(writer, op)
-    # From the finest head down. TensorFlow puts the coarse heads off until the finest decoder is done.
-    others = [op for op in reversed(forward) if op not in coarse]
-    finest = [op for op in others if op.name.startswith(("head", "decoder0"))]
-    for op in (*finest, *coarse, *others[len(finest) :]):
-        if op in coarse:
-            layers.cast_target(writer, op)
-        if op.kind == "head":
-            layers.loss(writer, op)
-        RULES.get(op.kind, layers).backward(writer, op)
-    writer.update()
+def training_step(job: Job) -> Program:
+    """The program of `job`. Raises ValueError for a shape that the network cannot take."""
+    writer = Writer(job)
+    reset_sums(writer)
+    one = Pass(writer)
+    one.slice_filters()
+    early = _target_piece(one, Map("head", 0, job.unet.outputs), "target")  # which waits for nothing
+    slopes = _supervise(one, one.forward(), early)
+    update(writer, one.backward(slopes))
     return writer.program()
 
 
-def validation_pass(job: Job, kernels: Kernels = USUAL) -> Tuple[StepOp, ...]:
-    """What `cpu3d.training.validation` does with a volume or a window: the layers one after the other, level 0 in slabs
-    if the policy is that, and the scores. Nothing is kept for a gradient. Beside what lives between steps, the held-out
-    volume that comes next is ready."""
-    in_slabs = job.policy == "lean"
-    unet = replace(job.unet, policy="lean" if in_slabs else "speed", deep_supervision=False)
-    writer = Writer(replace(job, unet=unet, batch=1, micro_batch=1), kernels)
+def validation_pass(job: Job) -> Tuple[StepOp, ...]:
+    """What `cpu3d.training.validation` does with a volume or a window: the network forward, and the scores. Beside what
+    lives between steps, the held-out volume that comes next is ready."""
+    writer = Writer(replace(job, unet=replace(job.unet, deep_supervision=False), batch=1, micro_batch=1))
     ready = [writer.tensor(f"validation/{tensor.name}", tensor.bytes, "input") for tensor in writer.resident[-2:]]
-    writer.run("validation/next", "pointwise", [], ready)
-    for op in slabs.steps(writer, learning=False) if in_slabs else writer.plan:
-        if op.kind != "input":
-            RULES.get(op.kind, layers).forward(writer, op)
-    maps = SCORE_MAPS * 4 * writer.job.voxels * unet.outputs // PIECES
-    reads = [writer.plan[-1].name, "target", *(tensor.name for tensor in ready)]
-    writer.run("validation/score", "reduce", reads, buffers=Buffers(scratch=(maps,)))
-    # The compiled pass is another graph than the step's, and keeps its own copies of the weights.
-    return tuple(
-        replace(op, keeps=tuple(replace(kept, name=f"validation/{kept.name}") for kept in op.keeps))
-        for op in writer.program().ops
-    )
+    writer.run("validation/next", "pass", [], ready)
+    (logits,) = Pass(writer, "transients").forward()
+    maps = SCORE_MAPS * 4 * writer.job.voxels * logits.channels // PIECES
+    reads = [logits.name, "target", *(tensor.name for tensor in ready)]
+    scored = writer.tensor("validation/slab", maps)
+    writer.run("validation/score", "reduce", reads, scratch=(scored,))
+    return writer.program().ops
+
+
+class Map(NamedTuple):
+    """A map of a level's grid, by its tensor's name."""
+
+    name: str
+    level: int
+    channels: int
+
+
+class Block(NamedTuple):
+    """Of a level's block: what its convolutions read and make."""
+
+    entry: List[Map]  # one map, or the skip's and the up-sampled one
+    first: Map
+    second: Map
+    output: Map  # `second`, but with a residual's sum a map of its own
+
+
+class Pass:
+    """One pass over the network, as `models.step.Pass`."""
+
+    def __init__(self, writer: Writer, group: str = ""):
+        """`group` is that of its maps; else they are kept for the backward pass."""
+        self.writer, self.job, self.unet = writer, writer.job, writer.job.unet
+        self._again, self._group = self.unet.policy == "lean", group
+        self._parts: Dict[Tuple[str, Optional[int]], str] = {}
+        self._tiles: Dict[str, List[str]] = {}
+        self._gradients: Dict[str, str] = {}
+        self._halves: Dict[str, List[str]] = {}  # gradients of a kernel of two joined maps
+        self._encoders: List[Block] = []
+        self._decoders: Dict[int, Block] = {}
+
+    def forward(self) -> List[Map]:
+        """Logits of each head, the finest first."""
+        entry = Map("image", 0, self.unet.channels)
+        for level in range(self.unet.depth):
+            if level:
+                skip = self._encoders[-1].output
+                entry = self._map(f"encoder{level}_pool", "pass", [skip], level, skip.channels)
+            self._encoders.append(self._block(f"encoder{level}", [entry]))
+        below = self._encoders[-1].output
+        for level in reversed(range(self.unet.depth - 1)):
+            entries = [self._encoders[level].output, self._up_sampled(level, below)]
+            self._decoders[level] = self._block(f"decoder{level}", entries)
+            below = self._decoders[level].output
+        return [self._project(_head(level), self._decoders[level].output, self.unet.outputs) for level in self._heads()]
+
+    def backward(self, slopes: Sequence[Map]) -> Dict[str, str]:
+        """The gradients of the kernels, by their layers, from those of the logits of each head."""
+        by_level, depth = dict(zip(self._heads(), slopes)), self.unet.depth
+        at_skips: Dict[int, Map] = {}
+        at_output: Optional[Map] = None
+        for level in range(depth - 1):
+            if level in by_level:
+                source = self._decoders[level].output
+                at_output = self._project_gradient(_head(level), source, by_level[level], at_output)
+            at_skips[level], at_output = self._through_decoder(level, at_output)
+        for level in reversed(range(depth)):
+            name, block = f"encoder{level}", self._encoders[level]
+            if level < depth - 1:
+                block = self._block_again(level)
+                source, add = block.output, at_skips.pop(level)
+                reads = [source, at_output, add]
+                at_output = self._map(f"{name}_pool/gradient", "pass", reads, level, source.channels, over=[add])
+            at_first, at_sum = self._through_block(name, block, at_output)
+            self._filter_gradient(f"{name}_conv1", block.entry, at_first)
+            if level:
+                at_output = self._at_entry(name, block.entry, 0, at_first, at_sum)
+            elif at_sum:
+                self._project_gradient(f"{name}_shortcut", block.entry[0], at_sum)
+        for name, halves in reversed(list(self._halves.items())):  # TensorFlow puts this off
+            size = 4 * kernel_elements(self.writer.layers[name])
+            joined = self.writer.make(f"{name}/filter_gradient", "pass", halves, size, "gradients")
+            self._gradients[name] = joined
+        return self._gradients
+
+    def slice_filters(self) -> None:
+        """Copies of kernels that are made at the step's very beginning: parts that meet one of two joined maps, and of
+        up-samplings a 1x1x1 one for all of its taps, once for each reader."""
+        for op in sorted(self.writer.kernels, key=lambda op: op.level):
+            if op.name.startswith("decoder") and op.name.endswith(("_conv1", "_shortcut")):
+                widths = self.unet.encoder_widths(op.level)[1], self.unet.up_width(op.level)
+                for part, width in reversed(list(enumerate(widths))):
+                    size, name = 4 * kernel_elements(op) * width // sum(widths), f"{op.name}/kernel"
+                    more = {"group": "weights, parts"}
+                    self._parts[op.name, part] = self.writer.make(f"{name}{part}", "update", [name], size, **more)
+
+            if op.name.endswith("_up_conv"):
+                size, name, readers = 4 * 8 * kernel_elements(op), f"{op.name}/kernel", 2 + self._again
+                tiles = [
+                    self.writer.make(f"{op.name}/tile", "update", [name], size, "weights, parts")
+                    for _ in range(readers)
+                ]
+                self._tiles[op.name] = tiles
+
+    # --- Forward ---
+
+    def _heads(self) -> List[int]:
+        """Levels that have one, as the network's outputs are ordered."""
+        return [0, *range(self.unet.depth - 2, 0, -1)] if self.unet.deep_supervision else [0]
+
+    def _block(self, name: str, entry: List[Map], again: bool = False) -> Block:
+        more = {"group": "transients" if again else None}
+        first = self._convolved(f"{name}_conv1", entry, **more)
+        second = self._convolved(f"{name}_conv2", [first], **more)
+        if not self.unet.residual:
+            return Block(entry, first, second, second)
+        total = None
+        for part, source in enumerate(entry):
+            total = self._project(f"{name}_shortcut", source, second.channels, total, part if len(entry) > 1 else None)
+        output = self._map(f"{name}_act2", "pass", [second, total], second.level, second.channels, over=[total], **more)
+        return Block(entry, first, second, output)
+
+    def _block_again(self, level: int) -> Block:
+        """An encoder's block whose sums a gradient reads."""
+        return (
+            self._block(f"encoder{level}", self._encoders[level].entry, True) if self._again else self._encoders[level]
+        )
+
+    def _convolved(self, name: str, entry: List[Map], **more) -> Map:
+        op = self.writer.layers[name]
+        over = entry if len(entry) == 1 else []
+        return self._map(name, "convolve", entry, op.level, op.shape[3], [f"{name}/kernel"], over, **more)
+
+    def _up_sampled(self, level: int, below: Map, group: Optional[str] = None) -> Map:
+        name = self._up_layer(level)
+        return self._map(name, "up", [below], level, self.unet.up_width(level), [self._up_filters(name)], group=group)
+
+    def _up_layer(self, level: int) -> str:
+        return f"decoder{level}_up" + "_conv" * (self.unet.up != "transposed")
+
+    def _up_filters(self, name: str) -> str:
+        """Of eight taps."""
+        return self._tiles[name].pop() if self._tiles.get(name) else f"{name}/kernel"
+
+    def _project(
+        self, name: str, source: Map, width: int, add: Optional[Map] = None, part: Optional[int] = None
+    ) -> Map:
+        filters, maps = self._filters(name, part), [source, *([add] if add else [])]
+        return self._map(name, "project", maps, source.level, width, [filters], maps[1:], "transients")
+
+    def _filters(self, name: str, part: Optional[int]) -> str:
+        """A layer's kernel, or the part of it that meets one of two joined maps."""
+        return self._parts.get((name, part), f"{name}/kernel")
+
+    # --- Backward: each takes the gradient of what a block puts out ---
+
+    def _through_decoder(self, level: int, at_output: Map) -> Tuple[Map, Map]:
+        """Gradients of the skip's values and of what the level below puts out."""
+        name, block = f"decoder{level}", self._decoders[level]
+        below = self._decoders[level + 1].output if level + 1 in self._decoders else self._encoders[-1].output
+        at_first, at_sum = self._through_block(name, block, at_output)
+        entry = block.entry
+        if self._again:
+            up = self._up_sampled(level, below, "transients")
+            of_up = self._filter_gradient(f"{name}_conv1", [up], at_first, "/up")
+            entry = [self._block_again(level).output, up]
+            of_skip = self._filter_gradient(f"{name}_conv1", entry[:1], at_first, "/skip")
+            self._halves[f"{name}_conv1"] = [of_skip, of_up]
+        else:
+            self._filter_gradient(f"{name}_conv1", entry, at_first)
+        at_up = self._at_entry(name, entry, 1, at_first, at_sum)
+        up_name = self._up_layer(level)
+        self._kernel_gradient(up_name, "up", [below, at_up], f"{up_name}/filter_gradient", at_up)
+        at_below = self._gradient_map(f"{up_name}/gradient", "up", [at_up, below], below, [self._up_filters(up_name)])
+        return self._at_entry(name, entry, 0, at_first, at_sum), at_below
+
+    def _through_block(self, name: str, block: Block, at_output: Map) -> Tuple[List[Map], Optional[Map]]:
+        """Maps that make the gradient of the first convolution's sum, and the gradient of the residual's sum."""
+        at_sum = None
+        if self.unet.residual:
+            reads = [block.second, block.output, at_output]
+            at_sum = at_output = self._gradient_map(f"{name}_act2/gradient", "pass", reads, at_output, over=[at_output])
+        at_second = [at_output, block.second]
+        self._filter_gradient(f"{name}_conv2", [block.first], at_second)
+        at_values = self._input_gradient(f"{name}_conv2", at_second, block.first, [block.first])
+        return [at_values, block.first], at_sum
+
+    def _at_entry(self, name: str, entry: List[Map], part: int, at_first: List[Map], at_sum: Optional[Map]) -> Map:
+        """The gradient of the values of a part of what a block reads."""
+        which = part if len(entry) > 1 else None
+        at_values = self._input_gradient(f"{name}_conv1", at_first, entry[part], [], which)
+        if not at_sum:
+            return at_values
+        return self._project_gradient(f"{name}_shortcut", entry[part], at_sum, at_values, which)
+
+    def _input_gradient(
+        self, name: str, gradient: List[Map], like: Map, below: List[Map], part: Optional[int] = None
+    ) -> Map:
+        reads, filters = [*gradient, *below], self._filters(name, part)
+        return self._gradient_map(f"{name}/gradient", "input_gradient", reads, like, [filters], gradient[:1])
+
+    def _filter_gradient(self, name: str, sources: List[Map], gradient: List[Map], part: str = "") -> str:
+        return self._kernel_gradient(name, "filter_gradient", [*sources, *gradient], f"{name}/filter_gradient{part}")
+
+    def _project_gradient(
+        self, name: str, source: Map, gradient: Map, add: Optional[Map] = None, part: Optional[int] = None
+    ) -> Map:
+        """Of the source's values, and of the filters; those of two parts are padded and added up."""
+        adds, op = [add] if add else [], self.writer.layers[name]
+        reads = [source, gradient, *adds]
+        found = self._gradient_map(f"{name}/gradient", "project", reads, source, [self._filters(name, part)], adds)
+        self._gradients[name] = self.writer.make(
+            f"{name}/filter_gradient", "reduce", [], 4 * kernel_elements(op), group="gradients"
+        )
+        return found
+
+    # --- Writing ---
+
+    def _gradient_map(self, name: str, kind: str, maps: Sequence[Map], like: Map, filters=(), over=()) -> Map:
+        return self._map(name, kind, maps, like.level, like.channels, filters, over, "transients")
+
+    def _map(
+        self,
+        name: str,
+        kind: str,
+        maps: Sequence[Map],
+        level: int,
+        channels: int,
+        filters: Sequence[str] = (),
+        over: Sequence[Map] = (),
+        group: Optional[str] = None,
+    ) -> Map:
+        """An operation that makes a map, from maps and filters."""
+        group = group or self._group or f"activations, level {level}"
+        inputs, voxels = self._inputs(kind, maps), self._voxels(level)
+        made = self.writer.make(
+            name,
+            kind,
+            [*(one.name for one in maps), *filters],
+            voxels * channels * self.writer.value_bytes,
+            group,
+            over=[one.name for one in over],
+            hidden_bytes=self._hidden(kind, min(level, maps[0].level), inputs, channels, bool(over)),
+            flops=self._flops(kind, min(voxels, self._voxels(maps[0].level)), inputs, channels) if filters else 0,
+            in_channels=inputs,
+            out_channels=channels,
+        )
+        return Map(made, level, channels)
+
+    def _kernel_gradient(self, name: str, kind: str, maps: List[Map], tensor: str, finer: Optional[Map] = None) -> str:
+        """An operation that makes a kernel's gradient, or a part of it, of maps of which the last two, or one of an
+        up-convolution, are of the output's gradient."""
+        op = self.writer.layers[name]
+        sources, outputs = (maps[:1], maps[1].channels) if finer else (maps[:-2], maps[-1].channels)
+        if kind == "up" and self.unet.up != "transposed":
+            size = 4 * kernel_elements(op)
+        else:
+            size = 4 * (8 if finer else 27) * sum(one.channels for one in sources) * outputs
+        inputs = sum(one.channels for one in sources)
+        found = self.writer.make(
+            tensor,
+            kind,
+            [one.name for one in maps],
+            size,
+            "gradients",
+            hidden_bytes=self._hidden(kind, maps[-1].level, inputs, outputs, False),
+            flops=self._flops(kind, self._voxels(sources[0].level), inputs, outputs),
+            in_channels=inputs,
+            out_channels=outputs,
+        )
+        self._gradients[name] = found
+        return found
+
+    def _inputs(self, kind: str, maps: Sequence[Map]) -> int:
+        """Channels that an operation reads: of two joined maps both; other maps go with the first."""
+        return sum(one.channels for one in maps) if kind == "convolve" else maps[0].channels
+
+    def _voxels(self, level: int) -> int:
+        return self.job.micro * math.prod(self._grid(level))
+
+    def _grid(self, level: int) -> Tuple[int, int, int]:
+        return tuple(side >> level for side in self.job.shape)
+
+    def _flops(self, kind: str, voxels: int, inputs: int, outputs: int) -> int:
+        """A multiply-add counted as 2; `voxels` of the coarser grid. A projection's gradient is two."""
+        taps = {"up": 8, "project": 1}.get(kind, 27)
+        return 2 * taps * voxels * inputs * outputs
+
+    def _hidden(self, kind: str, level: int, inputs: int, outputs: int, in_place: bool) -> int:
+        shape = Shape(self.job.micro, self._grid(level), inputs, outputs, self.writer.value_bytes, self.job.threads)
+        if kind in ("convolve", "input_gradient"):
+            return convolve_bytes(shape, in_place)
+        if kind == "filter_gradient":
+            return filter_gradient_bytes(shape)
+        taps = {"up": 8, "project": 1}.get(kind, 0)
+        return pass_bytes(shape, taps, makes_filter_gradient=bool(taps))
+
+
+def _head(level: int) -> str:
+    return f"head{level}" if level else "head"
+
+
+# --- The loss, as models/supervision.py and cpu3d.training.losses.DiceCrossEntropy have it ---
+
+
+def _supervise(one: Pass, logits: List[Map], early: str) -> List[Map]:
+    """Gradients of each head's logits. Sums of all heads come first, then the slopes. `early` is the first piece of the
+    target in float32."""
+    targets = []
+    for head in logits:
+        size = one._voxels(head.level) * head.channels
+        name = f"{_head(head.level)}/target"
+        targets.append(one.writer.make(name, "loss", ["target"], size) if head.level else "target")
+        for piece in range(PIECES):
+            _sums(one, head, targets[-1], "" if head.level or piece else early)
+    return [_slope(one, head, target) for head, target in zip(logits, targets)]
+
+
+def _sums(one: Pass, head: Map, target: str, t: str) -> None:
+    """Of a piece, whose target `t` is made when it is its turn. Sums that no map is made for take next to no time."""
+    z = _logits_piece(one, head)
+    one.writer.run(f"{head.name}/softplus/sum", "reduce", [_loss_map(one, head, "softplus", [z])])
+    t = t or _target_piece(one, head, target)
+    one.writer.run(f"{head.name}/product/sum", "reduce", [_loss_map(one, head, "product", [z, t])])
+    p = _loss_map(one, head, "probability", [z], over=[z])
+    one.writer.run(f"{head.name}/overlap/sum", "reduce", [_loss_map(one, head, "overlap", [p, t], over=[t])])
+
+
+def _slope(one: Pass, head: Map, target: str) -> Map:
+    """The gradient of a head's logits, piece by piece."""
+    found = []
+    for _ in range(PIECES):
+        z = _logits_piece(one, head)
+        p = _loss_map(one, head, "probability", [z], over=[z])
+        t = _target_piece(one, head, target)
+        slope = _loss_map(one, head, "weighted", [t])
+        rest = _loss_map(one, head, "rest", [p])
+        slope = _loss_map(one, head, "slope", [rest, slope], over=[rest])
+        slope = _loss_map(one, head, "slope", [p, slope], over=[p])
+        truth = _loss_map(one, head, "truth", [t], over=[t])
+        slope = _loss_map(one, head, "slope", [slope, truth], over=[slope])
+        if one.writer.value_bytes == 2:
+            slope = _loss_map(one, head, "slope/cast", [slope], value_bytes=2)
+        found.append(slope)
+    size = one._voxels(head.level) * head.channels * one.writer.value_bytes
+    return head._replace(name=one.writer.make(f"{_head(head.level)}/slope", "loss", found, size))
+
+
+def _target_piece(one: Pass, head: Map, target: str) -> str:
+    """In float32, of a copy."""
+    return _loss_map(one, head, "target", [_loss_map(one, head, "target/piece", [target], value_bytes=1)])
+
+
+def _logits_piece(one: Pass, head: Map) -> str:
+    """In float32: a copy, or what is made of one."""
+    cut = _loss_map(one, head, "logits/piece", [head.name], value_bytes=one.writer.value_bytes)
+    return cut if one.writer.value_bytes == 4 else _loss_map(one, head, "logits", [cut])
+
+
+def _loss_map(one: Pass, head: Map, name: str, reads: List[str], over: Sequence[str] = (), value_bytes: int = 4) -> str:
+    """A map of a piece; returns its name."""
+    size = value_bytes * one._voxels(head.level) * head.channels // PIECES
+    moved = size * (1 + len(reads))  # of whole maps a piece
+    return one.writer.make(f"{_head(head.level)}/loss/{name}", "loss", reads, size, over=over, traffic_bytes=moved)

@@ -17,7 +17,7 @@ from typing import List, Optional, Sequence
 
 HERE = Path(__file__).resolve().parent
 BUILT = HERE / "built"
-SOURCES = ("native.h", "vectors.h", "rows.h", "operations.c", "pool.c", "select.c", "door.c")
+SOURCES = ("native.h", "vectors.h", "rows.h", "operations.c", "passes.c", "pool.c", "select.c", "door.c")
 OPTIONS = ("-O3", "-std=gnu11", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-function")
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
@@ -65,7 +65,8 @@ def build(extra: Sequence[str] = (), folder: Optional[Path] = None) -> List[Path
 def _compile(compiler: List[str], tensorflow: Optional[Path], scratch: Path, extra: Sequence[str]) -> None:
     jobs = {"pool": ["pool.c"], "select": ["select.c"]}
     for name, options in INSTRUCTION_SETS.items():
-        jobs[name] = ["operations.c", *options, f"-DKERNELS=kernels_{name}", f'-DKERNELS_NAME="{name}"']
+        names = [f"-DKERNELS=kernels_{name}", f'-DKERNELS_NAME="{name}"', f"-DPASSES=passes_{name}"]
+        jobs[name], jobs[f"passes_{name}"] = ["operations.c", *options, *names], ["passes.c", *options, *names]
     if tensorflow:
         jobs["door"] = ["door.c", "-isystem", str(tensorflow / "include")]
     commands = [

@@ -1,8 +1,10 @@
 /* The door into TensorFlow: its C kernel API alone. Tried with TensorFlow 2.15.1.
 
-   CpuConvolve       filters, coefficients, below_coefficients: float; maps: n_maps * T; above, add, below: n * T -> map: T, sums
+   CpuConvolve       filters, coefficients, below_coefficients: float; maps: n_maps * T; above, below: n * T -> map: T, sums
    CpuInputGradient  the same, with flipped filters
-   CpuFilterGradient filters, coefficients, gradient_coefficients: float; maps: n_maps * T; above: n_above * T; gradient: T
+   CpuFilterGradient coefficients, gradient_coefficients: float; maps: n_maps * T; above: n_above * T; gradient: T
+
+   CpuPass           filters, bias, coefficients: float; raw: T; others: n_others * T -> map: T; sums, filter_gradient, bias_gradient
 
    `above` is the raw map where the input is the gradient of a norm and ReLU; coefficients are empty for raw maps. */
 #define _GNU_SOURCE
@@ -24,6 +26,7 @@ typedef struct TF_DimensionHandle TF_DimensionHandle;
 
 int native_convolve(const char *name, const struct operation *operation);
 int native_filter_gradient(const char *name, const struct operation *operation);
+int native_pass(const char *name, const struct pass *pass);
 
 /* --- Threads, inputs and failures --- */
 
@@ -103,7 +106,7 @@ static struct input input_of(struct call *call, int maps, TF_Tensor **map, TF_Te
             return in;
         in.maps[i] = TF_TensorData(map[i]);
         channels += in.channels[i] = channels_of(map[i]);
-        require(call, in.channels[i] % 4 == 0 && in.channels[i] > 0, "channels must be a multiple of 4");
+        require(call, in.channels[i] > 0 && in.channels[i] <= MOST_CHANNELS, "channels must be 1 to 1024");
     }
     in.coefficients = coefficients_of(call, coefficients, TF_Dim(map[0], 0), COEFFICIENTS, channels);
     if (in.coefficients)
@@ -117,21 +120,40 @@ static struct input input_of(struct call *call, int maps, TF_Tensor **map, TF_Te
 }
 
 /* An operation on maps of this grid. */
-static struct operation operation_of(struct call *call, const TF_Tensor *map, const TF_Tensor *filters)
+static struct operation operation_of(struct call *call, const TF_Tensor *map)
 {
     require(call, TF_NumDims(map) == 5 && TF_TensorElementCount(map) > 0, "maps must hold voxels, in 5 dimensions");
-    require(call, TF_NumDims(filters) == 5 && TF_Dim(filters, 0) == 3 && TF_Dim(filters, 1) == 3 && TF_Dim(filters, 2) == 3,
-            "filters must be of shape (3, 3, 3, in, out)");
     if (call->failed)
         return (struct operation){0};
-    require(call, TF_Dim(filters, 3) <= MOST_CHANNELS && TF_Dim(filters, 4) <= MOST_CHANNELS, "channels must be at most 1024");
     for (int i = 0; i < 4; i++)
         require(call, TF_Dim(map, i) < 1 << 24, "sizes of a map must be below 2^24");
     return (struct operation){
         .dtype = TF_TensorType(map) == TF_FLOAT ? FLOAT32 : BFLOAT16,
         .batch = (int)TF_Dim(map, 0), .x = (int)TF_Dim(map, 1), .y = (int)TF_Dim(map, 2), .z = (int)TF_Dim(map, 3),
-        .threads = thread_count(), .filters = TF_TensorData(filters),
+        .threads = thread_count(),
     };
+}
+
+/* Memory for output `index`; of `rank` 0 it is empty. Where `over` is not negative it is that of this input, if nobody else
+   has it: its handle goes, as it would count. */
+static void *output_of(struct call *call, int index, TF_DataType type, const int64_t *shape, int rank, int over, TF_Tensor **outputs)
+{
+    if (TF_GetCode(call->status) != TF_OK)
+        return NULL;
+    int64_t none[] = {0}, count = rank ? 1 : 0;
+    for (int i = 0; i < rank; i++)
+        count *= shape[i];
+    if (!rank)
+        shape = none, rank = 1;
+    if (over >= 0) {
+        int forwarded;
+        TF_DeleteTensor(call->inputs[over]);
+        call->inputs[over] = NULL;
+        outputs[index] = TF_ForwardInputOrAllocateOutput(call->context, &over, 1, index, shape, rank, &forwarded, call->status);
+    } else {
+        outputs[index] = TF_AllocateOutput(call->context, index, type, shape, rank, count * TF_DataTypeSize(type), call->status);
+    }
+    return TF_GetCode(call->status) == TF_OK ? TF_TensorData(outputs[index]) : NULL;
 }
 
 static void check_result(struct call *call, int code)
@@ -144,7 +166,7 @@ static void check_result(struct call *call, int code)
 
 /* --- The kernels --- */
 
-struct kernel { int maps, above, add, below; bool transposed; }; /* how many inputs there are of each */
+struct kernel { int maps, above, below; bool transposed; }; /* how many inputs there are of each */
 
 static void *create(TF_OpKernelConstruction *construction, bool transposed, bool convolves)
 {
@@ -153,12 +175,10 @@ static void *create(TF_OpKernelConstruction *construction, bool transposed, bool
     kernel->transposed = transposed;
     TF_OpKernelConstruction_GetAttrInt32(construction, "n_maps", &kernel->maps, status);
     TF_OpKernelConstruction_GetAttrInt32(construction, "n_above", &kernel->above, status);
-    if (convolves) {
-        TF_OpKernelConstruction_GetAttrInt32(construction, "n_add", &kernel->add, status);
+    if (convolves)
         TF_OpKernelConstruction_GetAttrInt32(construction, "n_below", &kernel->below, status);
-    }
-    if (kernel->maps > 2 || kernel->above > 1 || kernel->add > 1 || kernel->below > 1)
-        TF_SetStatus(status, TF_INVALID_ARGUMENT, "maps must be one or two, and above, add and below at most one");
+    if (kernel->maps > 2 || kernel->above > 1 || kernel->below > 1)
+        TF_SetStatus(status, TF_INVALID_ARGUMENT, "maps must be one or two, and above and below at most one");
     if (TF_GetCode(status) != TF_OK)
         TF_OpKernelConstruction_Failure(construction, status);
     TF_DeleteStatus(status);
@@ -174,21 +194,19 @@ static void compute_convolution(void *state, TF_OpKernelContext *context)
     const struct kernel *kernel = state;
     struct call call;
     open_call(&call, context);
-    TF_Tensor *filters = call.inputs[0], **maps = call.inputs + 3, **above = maps + kernel->maps, **add = above + kernel->above;
-    TF_Tensor **below = add + kernel->add;
-    struct operation op = operation_of(&call, maps[0], filters);
+    TF_Tensor *filters = call.inputs[0], **maps = call.inputs + 3, **above = maps + kernel->maps, **below = above + kernel->above;
+    struct operation op = operation_of(&call, maps[0]);
+    require(&call, TF_NumDims(filters) == 5 && TF_Dim(filters, 0) == 3 && TF_Dim(filters, 1) == 3 && TF_Dim(filters, 2) == 3,
+            "filters must be of shape (3, 3, 3, in, out)");
     if (call.failed)
         goto done;
     op.input = input_of(&call, kernel->maps, maps, kernel->above ? above[0] : NULL, call.inputs[1]);
+    op.filters = TF_TensorData(filters);
     op.transposed = kernel->transposed;
     int in = (int)TF_Dim(filters, kernel->transposed ? 4 : 3), out = (int)TF_Dim(filters, kernel->transposed ? 3 : 4);
     require(&call, in == op.input.channels[0] + op.input.channels[1], "maps must have as many channels as the filters read");
-    require(&call, out % 4 == 0 && out > 0, "channels must be a multiple of 4");
+    require(&call, out > 0 && out <= MOST_CHANNELS, "channels must be 1 to 1024");
     op.output = (struct output){.channels = out, .sums = kernel->transposed ? NO_SUMS : MOMENTS};
-    if (kernel->add) {
-        require(&call, same_grid(maps[0], add[0]) && channels_of(add[0]) == out, "what is added must be of the output's shape");
-        op.output.add = TF_TensorData(add[0]);
-    }
     if (kernel->below) {
         require(&call, same_grid(maps[0], below[0]) && channels_of(below[0]) == out, "the raw map below must be of the output's shape");
         op.output.raw = TF_TensorData(below[0]);
@@ -199,20 +217,17 @@ static void compute_convolution(void *state, TF_OpKernelContext *context)
     if (call.failed)
         goto done;
     int64_t shape[] = {op.batch, op.x, op.y, op.z, out}, sums_shape[] = {op.batch, 2, out};
-    size_t bytes = (size_t)op.batch * op.x * op.y * op.z * out * (op.dtype == FLOAT32 ? 4 : 2), values = (size_t)op.batch * 2 * out;
-    TF_Tensor *map = TF_AllocateOutput(context, 0, TF_TensorType(maps[0]), shape, 5, bytes, call.status), *sums = NULL;
-    if (TF_GetCode(call.status) == TF_OK)
-        sums = TF_AllocateOutput(context, 1, TF_FLOAT, sums_shape, 3, values * sizeof(float), call.status);
+    TF_Tensor *outputs[2] = {NULL};
+    op.output.map = output_of(&call, 0, TF_TensorType(maps[0]), shape, 5, kernel->maps == 1 && in == out ? 3 : -1, outputs);
+    op.output.sums_to = output_of(&call, 1, TF_FLOAT, sums_shape, 3, -1, outputs);
     if (TF_GetCode(call.status) == TF_OK) {
-        op.output.map = TF_TensorData(map), op.output.sums_to = TF_TensorData(sums);
-        for (size_t i = 0; i < values; i++)
+        for (size_t i = 0; i < (size_t)op.batch * 2 * out; i++)
             op.output.sums_to[i] = 0;
         check_result(&call, native_convolve(NULL, &op));
     }
-    if (map)
-        TF_DeleteTensor(map);
-    if (sums)
-        TF_DeleteTensor(sums);
+    for (int i = 0; i < 2; i++)
+        if (outputs[i])
+            TF_DeleteTensor(outputs[i]);
 done:
     close_call(&call);
 }
@@ -222,79 +237,137 @@ static void compute_filter_gradient(void *state, TF_OpKernelContext *context)
     const struct kernel *kernel = state;
     struct call call;
     open_call(&call, context);
-    TF_Tensor *filters = call.inputs[0], **maps = call.inputs + 3, **above = maps + kernel->maps, **gradient = above + kernel->above;
-    struct operation op = operation_of(&call, maps[0], filters);
+    TF_Tensor **maps = call.inputs + 2, **above = maps + kernel->maps, **gradient = above + kernel->above, *result = NULL;
+    struct operation op = operation_of(&call, maps[0]);
     if (call.failed)
         goto done;
     require(&call, same_grid(maps[0], gradient[0]), "maps and gradient must have one grid");
-    op.input = input_of(&call, kernel->maps, maps, NULL, call.inputs[1]);
-    op.gradient = input_of(&call, 1, gradient, kernel->above ? above[0] : NULL, call.inputs[2]);
-    require(&call, TF_Dim(filters, 3) == op.input.channels[0] + op.input.channels[1], "maps must have as many channels as the filters read");
-    require(&call, TF_Dim(filters, 4) == op.gradient.channels[0], "the gradient must have as many channels as the filters write");
+    op.input = input_of(&call, kernel->maps, maps, NULL, call.inputs[0]);
+    op.gradient = input_of(&call, 1, gradient, kernel->above ? above[0] : NULL, call.inputs[1]);
     if (call.failed)
         goto done;
-    int64_t shape[] = {3, 3, 3, TF_Dim(filters, 3), TF_Dim(filters, 4)};
-    TF_Tensor *result = TF_AllocateOutput(context, 0, TF_FLOAT, shape, 5, sizeof(float) * 27 * shape[3] * shape[4], call.status);
-    if (TF_GetCode(call.status) == TF_OK) {
-        op.filter_gradient = TF_TensorData(result);
+    int64_t shape[] = {3, 3, 3, op.input.channels[0] + op.input.channels[1], op.gradient.channels[0]};
+    op.filter_gradient = output_of(&call, 0, TF_FLOAT, shape, 5, -1, &result);
+    if (TF_GetCode(call.status) == TF_OK)
         check_result(&call, native_filter_gradient(NULL, &op));
-    }
     if (result)
         TF_DeleteTensor(result);
 done:
     close_call(&call);
 }
 
-/* --- Shapes --- */
+/* --- Passes --- */
 
-/* Output `index`: the dimensions of input `from` before `end`, then `middle` (or none), then dimension `last` of the filters. */
-static void set_shape(TF_ShapeInferenceContext *context, int index, int from, int end, TF_ShapeHandle *middle, int last, TF_Status *status)
+struct pass_kernel { int kind, others; };
+
+static void *create_pass(TF_OpKernelConstruction *construction)
 {
-    TF_ShapeHandle *map = TF_NewShapeHandle(), *filters = TF_NewShapeHandle(), *shape = TF_NewShapeHandle(), *channels = TF_NewShapeHandle();
-    TF_ShapeInferenceContextGetInput(context, from, map, status);
-    TF_ShapeInferenceContextGetInput(context, 0, filters, status);
-    if (TF_ShapeInferenceContextRankKnown(context, map) && TF_ShapeInferenceContextRankKnown(context, filters)) {
-        TF_ShapeInferenceContextWithRank(context, map, 5, map, status);
-        if (TF_GetCode(status) == TF_OK)
-            TF_ShapeInferenceContextWithRank(context, filters, 5, filters, status);
-        if (TF_GetCode(status) == TF_OK) {
-            TF_ShapeInferenceContextSubshape(context, map, 0, end, shape, status);
-            TF_ShapeInferenceContextSubshape(context, filters, last, last + 1, channels, status);
-            if (middle)
-                TF_ShapeInferenceContextConcatenateShapes(context, shape, middle, shape, status);
-            TF_ShapeInferenceContextConcatenateShapes(context, shape, channels, shape, status);
-            TF_ShapeInferenceContextSetOutput(context, index, shape, status);
-        }
+    struct pass_kernel *kernel = calloc(1, sizeof *kernel);
+    TF_Status *status = TF_NewStatus();
+    TF_OpKernelConstruction_GetAttrInt32(construction, "kind", &kernel->kind, status);
+    TF_OpKernelConstruction_GetAttrInt32(construction, "n_others", &kernel->others, status);
+    if (kernel->kind < 0 || kernel->kind >= PASS_KINDS || kernel->others > 2)
+        TF_SetStatus(status, TF_INVALID_ARGUMENT, "kind must be that of a pass, with at most two other maps");
+    if (TF_GetCode(status) != TF_OK)
+        TF_OpKernelConstruction_Failure(construction, status);
+    TF_DeleteStatus(status);
+    return kernel;
+}
+
+/* What a kind takes and makes. */
+static const struct { int fine, coarse_map, others, optional, filters, sums, filter_gradient, in_place; } ABOUT[PASS_KINDS] = {
+    [MAX_POOL] = {.fine = 1, .coarse_map = 1},
+    [MAX_POOL_GRADIENT] = {.fine = 1, .others = 2, .sums = 1, .in_place = 1},
+    [RESIDUAL_SUM] = {.others = 1, .in_place = 1},
+    [RESIDUAL_GRADIENT] = {.others = 2, .sums = 1, .in_place = 1},
+    [PROJECT] = {.optional = 1, .filters = 1, .in_place = 1},
+    [PROJECT_GRADIENT] = {.others = 1, .optional = 1, .filters = 1, .sums = 1, .filter_gradient = 1, .in_place = 1},
+    [UP_CONVOLVE] = {.filters = 1},
+    [UP_INPUT_GRADIENT] = {.others = 1, .filters = 1, .sums = 1},
+    [UP_FILTER_GRADIENT] = {.others = 1, .filter_gradient = 1},
+};
+
+static bool has_shape(const TF_Tensor *map, const int64_t *shape)
+{
+    for (int i = 0; i < 5; i++)
+        if (TF_NumDims(map) != 5 || TF_Dim(map, i) != shape[i])
+            return false;
+    return true;
+}
+
+static void compute_pass(void *state, TF_OpKernelContext *context)
+{
+    const struct pass_kernel *kernel = state;
+    struct call call;
+    open_call(&call, context);
+    TF_Tensor **inputs = call.inputs, *filters = inputs[0], *raw = inputs[3], *outputs[4] = {NULL};
+    int kind = kernel->kind, pools = ABOUT[kind].fine, ups = kind >= UP_CONVOLVE, coarser = pools ? 2 : 1, last = 3 + kernel->others;
+    require(&call, TF_NumDims(raw) == 5 && TF_TensorElementCount(raw) > 0, "maps must hold voxels, in 5 dimensions");
+    require(&call, kernel->others >= ABOUT[kind].others && kernel->others <= ABOUT[kind].others + ABOUT[kind].optional, "others must be as many as the kind takes");
+    for (int i = 1; i < 4 && !call.failed; i++)
+        require(&call, TF_Dim(raw, i) % coarser == 0 && TF_Dim(raw, i) < 1 << 24, "sizes of a map must be even where it is pooled, and below 2^24");
+    if (call.failed)
+        goto done;
+    int channels = channels_of(raw), wide = channels;
+    if (ABOUT[kind].filters) {
+        require(&call, TF_NumDims(filters) == 5 && TF_Dim(filters, ups ? 4 : 3) == channels && TF_Dim(filters, 0) == (ups ? 2 : 1), "filters must fit the map");
+        wide = call.failed ? 1 : (int)TF_Dim(filters, ups ? 3 : 4);
+    } else if (kernel->others) {
+        wide = TF_NumDims(inputs[4]) == 5 ? channels_of(inputs[4]) : 1;
     }
-    TF_DeleteShapeHandle(map), TF_DeleteShapeHandle(filters), TF_DeleteShapeHandle(shape), TF_DeleteShapeHandle(channels);
-}
-
-static void shape_convolution(TF_ShapeInferenceContext *context, TF_Status *status, int last)
-{
-    TF_ShapeHandle *two = TF_ShapeInferenceContextVectorFromSize(context, 2);
-    TF_ShapeInferenceContextSetUnknownShape(context, status);
-    set_shape(context, 0, 3, 4, NULL, last, status);
-    if (TF_GetCode(status) == TF_OK)
-        set_shape(context, 1, 3, 1, two, last, status);
-    TF_DeleteShapeHandle(two);
-}
-
-static void shape_convolve(TF_ShapeInferenceContext *context, TF_Status *status) { shape_convolution(context, status, 4); }
-static void shape_input_gradient(TF_ShapeInferenceContext *context, TF_Status *status) { shape_convolution(context, status, 3); }
-
-static void shape_filter_gradient(TF_ShapeInferenceContext *context, TF_Status *status)
-{
-    TF_ShapeInferenceContextSetUnknownShape(context, status);
-    set_shape(context, 0, 0, 4, NULL, 4, status);
+    int64_t whole[] = {TF_Dim(raw, 0), TF_Dim(raw, 1), TF_Dim(raw, 2), TF_Dim(raw, 3), channels}, fine[5], coarse[5], made[5];
+    for (int i = 0; i < 5; i++) {
+        bool grid = i >= 1 && i <= 3;
+        coarse[i] = grid ? whole[i] / coarser : whole[i];
+        fine[i] = i == 4 ? wide : grid && ups ? 2 * whole[i] : whole[i];
+        made[i] = kind == PROJECT || kind == UP_CONVOLVE ? fine[i] : kind == MAX_POOL ? coarse[i] : whole[i];
+    }
+    for (int i = 0; i < kernel->others; i++) {
+        const int64_t *first = kind == MAX_POOL_GRADIENT ? coarse : kind == RESIDUAL_SUM || kind == RESIDUAL_GRADIENT ? whole : fine;
+        require(&call, has_shape(inputs[4 + i], i == 0 ? first : whole), "other maps must be of the shape that the kind takes");
+    }
+    require(&call, kind != PROJECT || TF_TensorElementCount(inputs[1]) == wide, "bias must have a value for each output");
+    struct pass pass = {
+        .kind = kind, .dtype = TF_TensorType(raw) == TF_FLOAT ? FLOAT32 : BFLOAT16, .threads = thread_count(),
+        .batch = (int)coarse[0], .x = (int)coarse[1], .y = (int)coarse[2], .z = (int)coarse[3], .channels = channels, .outputs = wide,
+        .raw = TF_TensorData(raw), .filters = ABOUT[kind].filters ? TF_TensorData(filters) : NULL, .bias = TF_TensorData(inputs[1]),
+        .coefficients = coefficients_of(&call, inputs[2], whole[0], BELOW, channels),
+    };
+    if (call.failed)
+        goto done;
+    for (int i = 0; i < kernel->others; i++)
+        pass.others[i] = TF_TensorData(inputs[4 + i]);
+    int64_t sums[] = {whole[0], 2, channels}, of_up[] = {2, 2, 2, wide, channels}, of_project[] = {1, 1, 1, channels, wide}, bias[] = {wide};
+    bool projects = kind == PROJECT_GRADIENT, in_place = ABOUT[kind].in_place && has_shape(inputs[last], made) && last > 3 && (!projects || kernel->others == 2);
+    pass.map = output_of(&call, 0, TF_TensorType(raw), made, kind == UP_FILTER_GRADIENT ? 0 : 5, in_place ? last : -1, outputs);
+    float *to_sums = output_of(&call, 1, TF_FLOAT, sums, ABOUT[kind].sums ? 3 : 0, -1, outputs);
+    float *to_filters = output_of(&call, 2, TF_FLOAT, ups ? of_up : of_project, ABOUT[kind].filter_gradient ? 5 : 0, -1, outputs);
+    float *to_bias = output_of(&call, 3, TF_FLOAT, bias, projects ? 1 : 0, -1, outputs);
+    if (TF_GetCode(call.status) == TF_OK) {
+        pass.sums_to = ABOUT[kind].sums ? to_sums : NULL;
+        pass.filter_gradient = ABOUT[kind].filter_gradient ? to_filters : NULL;
+        pass.bias_gradient = projects ? to_bias : NULL;
+        check_result(&call, native_pass(NULL, &pass));
+    }
+    for (int i = 0; i < 4; i++)
+        if (outputs[i])
+            TF_DeleteTensor(outputs[i]);
+done:
+    close_call(&call);
 }
 
 /* --- Registration, when the library is loaded --- */
 
 static void destroy(void *kernel) { free(kernel); }
 
+/* operations.py knows the shapes. */
+static void shape_unknown(TF_ShapeInferenceContext *context, TF_Status *status)
+{
+    TF_ShapeInferenceContextSetUnknownShape(context, status);
+}
+
 static void add_operation(const char *name, const char *const *attributes, const char *const *inputs, const char *const *outputs,
-                          void (*shape)(TF_ShapeInferenceContext *, TF_Status *), void *(*create_kernel)(TF_OpKernelConstruction *),
-                          void (*compute)(void *, TF_OpKernelContext *))
+                          void *(*create_kernel)(TF_OpKernelConstruction *), void (*compute)(void *, TF_OpKernelContext *))
 {
     TF_Status *status = TF_NewStatus();
     TF_OpDefinitionBuilder *definition = TF_NewOpDefinitionBuilder(name);
@@ -304,7 +377,7 @@ static void add_operation(const char *name, const char *const *attributes, const
         TF_OpDefinitionBuilderAddInput(definition, *inputs);
     for (; *outputs; outputs++)
         TF_OpDefinitionBuilderAddOutput(definition, *outputs);
-    TF_OpDefinitionBuilderSetShapeInferenceFunction(definition, shape);
+    TF_OpDefinitionBuilderSetShapeInferenceFunction(definition, shape_unknown);
     TF_RegisterOpDefinition(definition, status);
     if (TF_GetCode(status) == TF_OK)
         TF_RegisterKernelBuilder(name, TF_NewKernelBuilder(name, "CPU", create_kernel, compute, destroy), status);
@@ -317,14 +390,16 @@ static void add_operation(const char *name, const char *const *attributes, const
 
 __attribute__((constructor)) static void register_operations(void)
 {
-    const char *const *attributes = LIST("T: {float, bfloat16}", "n_maps: int >= 1", "n_above: int >= 0", "n_add: int >= 0", "n_below: int >= 0");
+    const char *const *attributes = LIST("T: {float, bfloat16}", "n_maps: int >= 1", "n_above: int >= 0", "n_below: int >= 0");
     const char *const *inputs = LIST("filters: float", "coefficients: float", "below_coefficients: float", "maps: n_maps * T",
-                                     "above: n_above * T", "add: n_add * T", "below: n_below * T");
+                                     "above: n_above * T", "below: n_below * T");
     const char *const *outputs = LIST("map: T", "sums: float");
-    add_operation("CpuConvolve", attributes, inputs, outputs, shape_convolve, create_convolve, compute_convolution);
-    add_operation("CpuInputGradient", attributes, inputs, outputs, shape_input_gradient, create_input_gradient, compute_convolution);
+    add_operation("CpuConvolve", attributes, inputs, outputs, create_convolve, compute_convolution);
+    add_operation("CpuInputGradient", attributes, inputs, outputs, create_input_gradient, compute_convolution);
     add_operation("CpuFilterGradient", LIST("T: {float, bfloat16}", "n_maps: int >= 1", "n_above: int >= 0"),
-                  LIST("filters: float", "coefficients: float", "gradient_coefficients: float", "maps: n_maps * T", "above: n_above * T",
-                       "gradient: T"),
-                  LIST("filter_gradient: float"), shape_filter_gradient, create_filter_gradient, compute_filter_gradient);
+                  LIST("coefficients: float", "gradient_coefficients: float", "maps: n_maps * T", "above: n_above * T", "gradient: T"),
+                  LIST("filter_gradient: float"), create_filter_gradient, compute_filter_gradient);
+    add_operation("CpuPass", LIST("T: {float, bfloat16}", "kind: int", "n_others: int >= 0"),
+                  LIST("filters: float", "bias: float", "coefficients: float", "raw: T", "others: n_others * T"),
+                  LIST("map: T", "sums: float", "filter_gradient: float", "bias_gradient: float"), create_pass, compute_pass);
 }

@@ -11,11 +11,11 @@ enum dtype { FLOAT32, BFLOAT16 };
 /* How the values that are convolved follow from the map in memory. With one value r of the raw map, and g of the gradient: */
 enum form {
     RAW,               /* r */
-    NORM_RELU,         /* max(scale * r + shift, 0) */
-    NORM_RELU_GRADIENT /* of_gradient * (g where scale * r + shift > 0, else 0) + of_raw * r + constant */
+    NORM_RELU,         /* max(scale * r + shift, floor): a floor of 0 is a ReLU, of -infinity none */
+    NORM_RELU_GRADIENT /* of_gradient * (g where scale * r + shift > floor, else 0) + of_raw * r + constant */
 };
 
-enum { SCALE, SHIFT, OF_GRADIENT, OF_RAW, CONSTANT, COEFFICIENTS };
+enum { SCALE, SHIFT, FLOOR, OF_GRADIENT, OF_RAW, CONSTANT, COEFFICIENTS };
 
 struct input {
     int form;
@@ -27,16 +27,15 @@ struct input {
 
 /* What comes of a row besides the row: its mean and variance a channel, or the sums that the gradient of a norm needs. */
 enum { NO_SUMS, MOMENTS, NORM_SUMS };
-enum { MEAN_OF_RAW = 2, RSTD_OF_RAW, BELOW }; /* after SCALE and SHIFT */
+enum { MEAN_OF_RAW = 3, RSTD_OF_RAW, BELOW }; /* after SCALE, SHIFT and FLOOR */
 
 struct output {
     int channels;
-    void *map;
-    const void *add;  /* a map that is added, or NULL; may be `map` itself */
+    void *map;        /* may be the memory of the input's one map, if that has as many channels */
     int sums;         /* which */
-    float *sums_to;   /* [batch][2][channels]: mean, variance | sum of g, sum of g * (r - mean) * rstd, over r with g > 0 */
+    float *sums_to;   /* [batch][2][channels]: mean, variance | sum of g, sum of g * (r - mean) * rstd, where scale * r + shift > floor */
     const void *raw;  /* NORM_SUMS: the raw map r whose norm and ReLU come before this convolution */
-    const float *below; /* NORM_SUMS: [batch][BELOW][channels]: scale, shift, mean, rstd */
+    const float *below; /* NORM_SUMS: [batch][BELOW][channels]: scale, shift, floor, mean, rstd */
 };
 
 struct operation {
@@ -51,11 +50,40 @@ struct operation {
     float *filter_gradient;   /* filter gradient only: [3][3][3][in][out] */
 };
 
-/* An instruction set: the same operations.c, compiled for it. Both return 0, or -1 where memory runs out. */
+/* The passes. From UP_CONVOLVE on, and for the pools, x, y and z are those of the coarser grid. */
+enum pass_kind {
+    MAX_POOL,           /* raw -> map */
+    MAX_POOL_GRADIENT,  /* raw, others: gradient of the pooled map, gradient that is added -> map, sums */
+    RESIDUAL_SUM,       /* raw, others: shortcut -> map: max(formed + shortcut, 0) */
+    RESIDUAL_GRADIENT,  /* raw, others: the sum, its gradient -> map: the gradient where the sum is positive; sums */
+    PROJECT,            /* raw, filters, bias, others: what is added, or none -> map */
+    PROJECT_GRADIENT,   /* raw, filters, others: gradient, what is added, or none -> map, sums, filter and bias gradient */
+    UP_CONVOLVE,        /* raw, filters -> map */
+    UP_INPUT_GRADIENT,  /* raw, filters, others: gradient -> map, sums */
+    UP_FILTER_GRADIENT, /* raw, others: gradient -> filter gradient */
+    PASS_KINDS
+};
+
+struct pass {
+    int kind, dtype, threads;
+    int batch, x, y, z;
+    int channels, outputs;     /* of the raw map; of what the filters make */
+    const void *raw, *others[2];
+    const float *coefficients; /* of the raw map: [batch][BELOW][channels]; NULL where it is read as it is */
+    const float *filters, *bias; /* [channels][outputs], or [2][2][2][outputs][channels] */
+    void *map;
+    float *sums_to;            /* as of an output; NULL where they are not asked for, as below */
+    float *filter_gradient, *bias_gradient;
+};
+
+/* An instruction set: the same sources, compiled for it. All return 0, or -1 where memory runs out. */
 struct kernels {
     const char *name;
     int (*convolve)(const struct operation *);
     int (*filter_gradient)(const struct operation *);
+    int (*pass)(const struct pass *);
+    /* Bytes that each thread keeps, and that the operation takes besides until its end; it is not run. */
+    void (*scratch)(const struct operation *, size_t *kept, size_t *passing);
 };
 
 /* pool.c: calls work(argument, thread, threads) once for every thread, the caller's among them; one call at a time. */

@@ -2,7 +2,10 @@
 
    A thread has a slab of planes along x, cut into tiles along y so low that three planes of a tile's rows stay in the cache L2.
    It goes along x through each tile: forms the rows of the next plane, then multiplies and finishes row after row. So each
-   map is read from memory once, and once more what tiles and slabs share. */
+   map is read from memory once, and once more what tiles and slabs share.
+
+   In place, where the output is written over the one map that is read, what of it is needed later is copied as it is: before
+   any thread writes, the planes beside each slab; and in each plane of a slab, the last row of the tile before. */
 #include <stdlib.h>
 #include <unistd.h>
 #include "rows.h"
@@ -10,6 +13,7 @@
 #ifndef KERNELS
 #define KERNELS kernels_here
 #define KERNELS_NAME "here"
+#define PASSES passes_here
 #endif
 
 /* --- The micro-kernels: all the arithmetic that counts --- */
@@ -121,6 +125,7 @@ struct layout {
 };
 
 static int round_up(int value, int to) { return (value + to - 1) / to * to; }
+static int units_of(int channels) { return (channels + UNIT - 1) / UNIT; }
 
 /* Rows that begin at equal addresses modulo 4096 would share sets of the cache L1: they begin 17 lines further on. */
 static size_t row_units(int width, int tiles)
@@ -129,6 +134,8 @@ static size_t row_units(int width, int tiles)
     return (lines + (49 - lines % 32) % 32) * 16;
 }
 
+/* A thread keeps `bytes`, the most of all operations so far: a ring of rows, two lines, and sums of the streams. What else an
+   operation takes goes at its end: see `scratch`. tests/models/native/reference.py has all as a formula. */
 static struct layout layout_of(const struct operation *op, int outputs, int with_gradient)
 {
     struct layout l = {.inputs = op->input.channels[0] + op->input.channels[1], .outputs = outputs};
@@ -156,6 +163,8 @@ struct thread {
     float *line, *output_line; /* a row in float32: formed, with a border of zeros; and of the output or its gradient */
     float *sums;
     const unit **pointers;
+    const char *beside; /* in place: the rows of the planes before and after the slab; else NULL */
+    char *last_rows;    /* and the last row of the tile before, of each plane */
 };
 
 static int open_thread(struct thread *t, const struct operation *op, const struct layout *l, int number)
@@ -188,13 +197,35 @@ static size_t voxel_of(const struct operation *op, int batch, int x, int y)
     return (((size_t)batch * op->x + x) * op->y + y) * op->z;
 }
 
+/* Bytes of a row of the one map, or of both as if concatenated. */
+static size_t row_bytes(const struct operation *op)
+{
+    return (size_t)op->z * (op->input.channels[0] + op->input.channels[1]) * (op->dtype == FLOAT32 ? 4 : 2);
+}
+
+/* The first plane of a thread's share. */
+static long share(const struct operation *op, int thread, int threads) { return (long)op->batch * op->x * thread / threads; }
+
 static void fill_row(struct thread *t, unit *row, const struct input *in, int width, int batch, int x, int y, int purpose)
 {
-    if (row == t->zero_row)
-        return;
     float *line = (purpose == GRADIENT_TILES_SUMMED ? t->output_line : t->line) + width;
     form_row(line, width, in, batch, voxel_of(t->op, batch, x, y), t->op->z, t->op->dtype);
     store_row(row, line, width, t->l->tiles, purpose);
+}
+
+/* The same in place, of plane x of a slab x0 ... x1 - 1 and a tile y0 ... y1 - 1: reads the copy where the map has gone. */
+static void fill_row_in_place(struct thread *t, unit *row, int batch, int x, int x0, int x1, int y, int y0, int y1)
+{
+    struct input in = t->op->input;
+    size_t bytes = row_bytes(t->op), at = voxel_of(t->op, batch, x, y) * (bytes / t->op->z);
+    int outside = x < x0 || x == x1;
+    char *last = outside ? NULL : t->last_rows + (x - x0) * bytes;
+    const char *copy = outside ? t->beside + ((size_t)(x == x1) * t->op->y + y) * bytes : y < y0 ? last : NULL;
+    if (copy)
+        in.maps[0] = (const void *)((uintptr_t)copy - at);
+    fill_row(t, row, &in, t->l->width, batch, x, y, CHANNELS_SUMMED);
+    if (last && y == y1 - 1)
+        memcpy(last, (const char *)in.maps[0] + at, bytes);
 }
 
 /* Calls `plane` for each plane of a thread's share, tile by tile along y, with the rows of the two planes beside it. */
@@ -202,15 +233,20 @@ static void along_planes(struct thread *t, int thread, int threads, int purpose,
                          void (*plane)(struct thread *, void *, int batch, int x, int y0, int y1), void *argument)
 {
     const struct operation *op = t->op;
-    long planes = (long)op->batch * op->x, at = planes * thread / threads, end = planes * (thread + 1) / threads;
+    long at = share(op, thread, threads), end = share(op, thread + 1, threads);
     while (at < end) {
         int batch = (int)(at / op->x), x0 = (int)(at % op->x);
         int x1 = end - at < op->x - x0 ? x0 + (int)(end - at) : op->x;
         for (int y0 = 0; y0 < op->y; y0 += t->l->y_rows) {
             int y1 = y0 + t->l->y_rows < op->y ? y0 + t->l->y_rows : op->y;
             for (int formed = x0 - 1; formed <= x1; formed++) {
-                for (int y = y0 - 1; y <= y1; y++)
-                    fill_row(t, ring_row(t, formed, y, y0), &op->input, t->l->width, batch, formed, y, purpose);
+                for (int y = y0 - 1; y <= y1; y++) {
+                    unit *row = ring_row(t, formed, y, y0);
+                    if (row != t->zero_row && t->beside)
+                        fill_row_in_place(t, row, batch, formed, x0, x1, y, y0, y1);
+                    else if (row != t->zero_row)
+                        fill_row(t, row, &op->input, t->l->width, batch, formed, y, purpose);
+                }
                 if (formed > x0)
                     plane(t, argument, batch, formed - 1, y0, y1);
             }
@@ -231,7 +267,8 @@ struct convolution {
     struct layout l;
     unit *weights;       /* [16 outputs][stream][tap][unit][16] */
     double *totals;      /* of every thread */
-    size_t thread_totals;
+    char *copies;        /* of every thread, in place: two planes, and a row of each plane of a slab; else NULL */
+    size_t weight_bytes, thread_totals, thread_copies; /* the last in bytes, 0 if not in place */
     int failed;
 };
 
@@ -258,7 +295,7 @@ static void add_sums(int sums, double *count, double row_count, double *first, d
     }
 }
 
-/* Makes outputs of the streams' totals, of channels c .. c + n of a row: adds, rounds, writes and sums them. */
+/* Makes outputs of the streams' totals, of channels c .. c + n of a row: rounds, writes and sums them. */
 ALWAYS_INLINE void finish_channels(struct thread *t, struct totals *totals, const float *sums, int c, int batch, size_t voxel,
                                    int n, int dtype)
 {
@@ -277,12 +314,10 @@ ALWAYS_INLINE void finish_channels(struct thread *t, struct totals *totals, cons
         for (int j = 0; j < TILE && tile * TILE + j < z; j++) {
             size_t at = (voxel + tile * TILE + j) * out->channels + c;
             vec value = outputs[j];
-            if (out->add)
-                value += load_values(out->add, at, n, dtype);
             value = store_values(out->map, at, value, n, dtype);
             if (out->sums == NORM_SUMS) {
                 vec raw = load_values(out->raw, at, n, dtype);
-                value = keep_where(raw * below[SCALE] + below[SHIFT] > 0, value);
+                value = keep_where(raw * below[SCALE] + below[SHIFT] > below[FLOOR], value);
                 second += value * ((raw - below[MEAN_OF_RAW]) * below[RSTD_OF_RAW]);
             }
             tile_sum += value;
@@ -327,7 +362,7 @@ static void convolve_plane(struct thread *t, void *argument, int batch, int x, i
     struct convolution_thread *mine = argument;
     const struct convolution *c = mine->convolution;
     const struct layout *l = t->l;
-    int units = l->inputs / UNIT, chunks = (l->tiles + MOST_TILES - 1) / MOST_TILES;
+    int units = units_of(l->inputs), chunks = (l->tiles + MOST_TILES - 1) / MOST_TILES;
     size_t next_group = (size_t)l->tiles * GROUP_UNITS, stream = next_group * (l->width / GROUP);
     for (int y = y0; y < y1; y++) {
         const unit *weights = c->weights, *around[9], *rows[9];
@@ -348,15 +383,33 @@ static void convolve_plane(struct thread *t, void *argument, int batch, int x, i
     }
 }
 
+static void copy_planes_beside(void *argument, int thread, int threads)
+{
+    const struct convolution *c = argument;
+    const struct operation *op = c->op;
+    long begin = share(op, thread, threads), end = share(op, thread + 1, threads);
+    size_t plane = op->y * row_bytes(op);
+    char *to = c->copies + thread * c->thread_copies;
+    if (begin < end && begin % op->x)
+        memcpy(to, (const char *)op->input.maps[0] + (begin - 1) * plane, plane);
+    if (begin < end && end % op->x)
+        memcpy(to + plane, (const char *)op->input.maps[0] + end * plane, plane);
+}
+
 static void convolve_thread(void *argument, int thread, int threads)
 {
     struct convolution *c = argument;
     struct convolution_thread mine = {c, totals_of(c, thread)};
     struct thread t;
-    if (open_thread(&t, c->op, &c->l, thread))
+    if (open_thread(&t, c->op, &c->l, thread)) {
         c->failed = 1;
-    else
-        along_planes(&t, thread, threads, CHANNELS_SUMMED, convolve_plane, &mine);
+        return;
+    }
+    if (c->copies) {
+        t.beside = c->copies + thread * c->thread_copies;
+        t.last_rows = c->copies + thread * c->thread_copies + 2 * c->op->y * row_bytes(c->op);
+    }
+    along_planes(&t, thread, threads, CHANNELS_SUMMED, convolve_plane, &mine);
 }
 
 static void pack_weight(unit *to, int index, float value)
@@ -382,7 +435,7 @@ static void pack_weights(const struct convolution *c)
                     for (int o = 0; o < 16; o++)
                         for (int u = 0; u < UNIT; u++) {
                             float sum = 0;
-                            for (int z = 0; z < 3 && block + o < outputs; z++) {
+                            for (int z = 0; z < 3 && block + o < outputs && i + u < inputs; z++) {
                                 long position = tap * 3 + z, in = i + u, out = block + o;
                                 long at = c->op->transposed ? ((26 - position) * outputs + out) * inputs + in
                                                             : (position * inputs + in) * outputs + out;
@@ -420,22 +473,35 @@ static void write_sums(const struct convolution *c, int threads)
     }
 }
 
-static int convolve(const struct operation *op)
+static struct convolution sizes_of(const struct operation *op)
 {
     struct convolution c = {.op = op, .l = layout_of(op, op->output.channels, 0)};
-    size_t weights = (size_t)c.l.output_width * STREAMS * 9 * (c.l.inputs / UNIT);
+    c.weight_bytes = sizeof(unit) * c.l.output_width * STREAMS * 9 * units_of(c.l.inputs);
     c.thread_totals = (size_t)op->batch * (1 + 2 * c.l.output_width) + 16; /* a line between threads */
-    c.weights = aligned_alloc(64, weights * sizeof(unit));
+    long most = ((long)op->batch * op->x + op->threads - 1) / op->threads;
+    if (op->output.map == op->input.maps[0])
+        c.thread_copies = ((2 * op->y + most) * row_bytes(op) + 63) / 64 * 64;
+    return c;
+}
+
+static int convolve(const struct operation *op)
+{
+    struct convolution c = sizes_of(op);
+    c.weights = aligned_alloc(64, c.weight_bytes);
     c.totals = calloc(c.thread_totals * op->threads, sizeof(double));
-    c.failed = !c.weights || !c.totals;
+    c.copies = c.thread_copies ? aligned_alloc(64, c.thread_copies * op->threads) : NULL;
+    c.failed = !c.weights || !c.totals || (c.thread_copies && !c.copies);
     if (!c.failed) {
         pack_weights(&c);
+        if (c.copies)
+            run_on_threads(op->threads, copy_planes_beside, &c);
         run_on_threads(op->threads, convolve_thread, &c);
         if (op->output.sums != NO_SUMS)
             write_sums(&c, op->threads);
     }
     free(c.weights);
     free(c.totals);
+    free(c.copies);
     return c.failed ? -1 : 0;
 }
 
@@ -473,7 +539,7 @@ static void correlate_plane(struct thread *t, void *argument, int batch, int x, 
         for (int k = 0; k < STREAMS; k++)
             for (int group = 0; group < groups; group++)
                 for (int block = 0; block < blocks; block++, sums += GROUP * 16) {
-                    int channels = l->inputs - group * GROUP < GROUP ? l->inputs - group * GROUP : GROUP;
+                    int left = round_up(l->inputs - group * GROUP, 4), channels = left < GROUP ? left : GROUP;
                     correlate(channels, sums, rows, values, gradients, ((size_t)k * groups + group) * group_units,
                               ((size_t)k * blocks + block) * group_units, units);
                 }
@@ -513,10 +579,16 @@ static void write_filter_gradient(const struct correlation *c)
             }
 }
 
-static int filter_gradient(const struct operation *op)
+static struct correlation correlation_of(const struct operation *op)
 {
     struct correlation c = {.op = op, .l = layout_of(op, op->gradient.channels[0] + op->gradient.channels[1], 1)};
     c.thread_sums = (size_t)9 * STREAMS * c.l.width * c.l.output_width;
+    return c;
+}
+
+static int filter_gradient(const struct operation *op)
+{
+    struct correlation c = correlation_of(op);
     c.sums = aligned_alloc(64, c.thread_sums * op->threads * sizeof(float));
     c.failed = !c.sums;
     if (!c.failed) {
@@ -528,4 +600,17 @@ static int filter_gradient(const struct operation *op)
     return c.failed ? -1 : 0;
 }
 
-const struct kernels KERNELS = {KERNELS_NAME, convolve, filter_gradient};
+static void scratch(const struct operation *op, size_t *kept, size_t *passing)
+{
+    if (op->filter_gradient) {
+        struct correlation c = correlation_of(op);
+        *kept = c.l.bytes, *passing = sizeof(float) * c.thread_sums * op->threads;
+    } else {
+        struct convolution c = sizes_of(op);
+        *kept = c.l.bytes, *passing = c.weight_bytes + (sizeof(double) * c.thread_totals + c.thread_copies) * op->threads;
+    }
+}
+
+int PASSES(const struct pass *);
+
+const struct kernels KERNELS = {KERNELS_NAME, convolve, filter_gradient, PASSES, scratch};

@@ -99,23 +99,21 @@ static const float FILTER_TRANSFORM[STREAMS][3] = {
 
 /* --- Forming --- */
 
-ALWAYS_INLINE vec load_some(const float *from, int n) { return load_values(from, 0, n, FLOAT32); }
-
 /* Channels c .. c + n of all z of a row, formed, into line[z * width + c]. `at` is the row's first element. */
 ALWAYS_INLINE void form_channels(float *line, int width, const void *map, size_t at, int stride, const struct input *in,
                                  const float *coefficients, int channels, int c, int z, int n, int dtype, int form)
 {
     vec k[COEFFICIENTS];
-    for (int i = 0; form != RAW && i < (form == NORM_RELU ? 2 : COEFFICIENTS); i++)
+    for (int i = 0; form != RAW && i < (form == NORM_RELU ? FLOOR + 1 : COEFFICIENTS); i++)
         k[i] = load_some(coefficients + i * channels + c, n);
     for (int i = 0; i < z; i++) {
         vec value = load_values(map, at + (size_t)i * stride, n, dtype);
         if (form == NORM_RELU) {
             value = value * k[SCALE] + k[SHIFT];
-            value = keep_where((value > 0) | (value != value), value); /* a NaN stays one */
+            value = at_least(value, k[FLOOR]);
         } else if (form == NORM_RELU_GRADIENT) {
             vec raw = load_values(in->raw, at + (size_t)i * stride, n, dtype);
-            value = keep_where(raw * k[SCALE] + k[SHIFT] > 0, value);
+            value = keep_where(raw * k[SCALE] + k[SHIFT] > k[FLOOR], value);
             value = k[OF_GRADIENT] * value + (k[OF_RAW] * raw + k[CONSTANT]);
         }
         memcpy(line + (size_t)i * width + c, &value, n == LANES ? sizeof value : sizeof(float) * n);

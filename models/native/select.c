@@ -55,6 +55,21 @@ int native_convolve(const char *name, const struct operation *operation)
     return kernels ? kernels->convolve(operation) : -2;
 }
 
+int native_scratch(const char *name, const struct operation *operation, size_t *kept, size_t *passing)
+{
+    const struct kernels *kernels = native_kernels(name, operation->dtype);
+    if (!kernels)
+        return -2;
+    kernels->scratch(operation, kept, passing);
+    return 0;
+}
+
+int native_pass(const char *name, const struct pass *pass)
+{
+    const struct kernels *kernels = native_kernels(name, pass->dtype);
+    return kernels ? kernels->pass(pass) : -2;
+}
+
 int native_filter_gradient(const char *name, const struct operation *operation)
 {
     const struct kernels *kernels = native_kernels(name, operation->dtype);

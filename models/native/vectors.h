@@ -71,6 +71,8 @@ ALWAYS_INLINE vec load_values(const void *map, size_t at, int n, int dtype)
 #endif
 }
 
+ALWAYS_INLINE vec load_some(const float *from, int n) { return load_values(from, 0, n, FLOAT32); }
+
 /* Writes `n` values, n <= LANES; returns them as they were written: rounded where the map is bfloat16. */
 ALWAYS_INLINE vec store_values(void *map, size_t at, vec value, int n, int dtype)
 {
@@ -84,5 +86,12 @@ ALWAYS_INLINE vec store_values(void *map, size_t at, vec value, int n, int dtype
 }
 
 ALWAYS_INLINE vec keep_where(ivec condition, vec value) { return (vec)(condition & (ivec)value); }
+
+/* The larger one; a NaN stays one. */
+ALWAYS_INLINE vec at_least(vec value, vec floor)
+{
+    ivec below = value < floor;
+    return (vec)((below & (ivec)floor) | (~below & (ivec)value));
+}
 
 #endif

@@ -103,7 +103,7 @@ def test_a_run_is_computed_as_it_was_before_unless_a_setting_says_otherwise(phan
     assert way() == way(policy="auto") == ("speed", 1)
     save_config(decided(phantom_store, tmp_path, **{**SMALL, "batch": 4}, policy="lean", micro_batch=2), tmp_path)
     assert way() == way(recipe="brats-regions") == ("lean", 2)
-    assert way(recipe="brats-regions", policy="balanced", micro_batch=4) == ("balanced", 4)
+    assert way(recipe="brats-regions", policy="speed", micro_batch=4) == ("speed", 4)
     with pytest.raises(InputError, match=r"^batch must stay as the run was started, got 3 for 4"):
         way(batch=3)
 
@@ -259,9 +259,9 @@ def test_what_does_not_suit_the_workers_is_refused(phantom_store, tmp_path, work
 
 @pytest.fixture
 def priced(monkeypatch, phantom_store):
-    """Estimates as they are, but for what the policies take: 12, 9 and 6 GiB for each whole volume of the phantoms
+    """Estimates as they are, but for what the policies take: 12 and 6 GiB for each whole volume of the phantoms
     that is computed at a time, half of it in bfloat16."""
-    taken = {"speed": (12, 1.0), "balanced": (9, 1.1), "lean": (6, 1.3)}
+    taken = {"speed": (12, 1.0), "lean": (6, 1.3)}
     whole = math.prod(planned(phantom_store, phantom_store.folder).config.grid)
 
     def made(job, *more, **others):
@@ -272,7 +272,7 @@ def priced(monkeypatch, phantom_store):
     monkeypatch.setattr("cpu3d.plan.estimate", made)
 
 
-@pytest.mark.parametrize(("free_gib", "policy"), [(12, "speed"), (11, "balanced"), (5, "lean")])
+@pytest.mark.parametrize(("free_gib", "policy"), [(12, "speed"), (11, "lean"), (5, "lean")])
 def test_the_fastest_policy_that_fits_is_picked_and_the_reason_is_kept(
     phantom_store, tmp_path, priced, free_gib, policy
 ):

@@ -18,15 +18,17 @@ from memory_estimator.accuracy import (
     spread,
 )
 from memory_estimator.job import Job
+from models.config import UNetConfig
 
 GIB = 2**30
 
 
-def row(process, side=128, threads=1, measured=10 * GIB, **about):
+def row(process, side=128, threads=1, measured=10 * GIB, policy="speed", **about):
     """A step whose peak was predicted so."""
-    one = Measured(Job(shape=(side,) * 3, threads=threads), 1.0, measured, measured, **about)
+    job = Job(UNetConfig(policy=policy), (side,) * 3, threads=threads)
+    one = Measured(job, 1.0, measured, measured, **about)
     errors = {"allocator_peak": 0.0, "process_peak": process / measured - 1, "step_s": None, "upper_bound": 0.1}
-    return Row(one, process, "avx512_core_bf16", True, errors)
+    return Row(one, process, True, errors)
 
 
 def rows_of(errors, **about):
@@ -47,14 +49,14 @@ def test_a_margin_lies_above_every_record_and_by_their_spread_above_the_next(err
 
 
 def test_errors_and_margins_are_those_of_a_kind_and_few_records_are_none():
-    rows = [*rows_of(ERRORS, version="1"), *rows_of((0.0,) * 9, version="2", host="b", threads=4)]
-    few = rows_of((0.3,) * (LEAST_RECORDS - 1), version="3")
-    first, second = digest([*rows, *few]).kinds
-    assert (first.version, first.records, first.held_out, first.threads) == ("1", 9, 9, (1,))
+    rows = [*rows_of(ERRORS, version="1"), *rows_of((0.0,) * 9, version="2", host="b", threads=4, policy="lean")]
+    second, first = digest(rows).kinds
+    assert (first.versions, first.records, first.held_out, first.threads) == (("1",), 9, 9, (1,))
     assert (first.process_peak.median, first.process_peak.worst) == (0.01, 0.031)
     assert (second.hosts, second.threads, second.process_peak.worst) == (("b",), (4,), 0.0)
     assert first.margin_share > second.margin_share == 0
-    assert left_out_in_turn([*rows, *few]) == (1, 18)  # the first of ERRORS
+    assert digest(rows_of((0.3,) * (LEAST_RECORDS - 1))) == Accuracy(())
+    assert left_out_in_turn(rows) == (1, 18)  # the first of ERRORS
     assert left_out_in_turn(rows_of((*(0.0,) * 9, -0.2))) == (1, 10)
 
 
@@ -64,7 +66,7 @@ def test_the_errors_are_of_steps_that_no_constant_was_fitted_to():
     assert digest(rows_of((0.0,) * 9, side=64)) == Accuracy(())
 
 
-@pytest.mark.parametrize("damaged", [SHIPPED.read_text()[:-20], "[]", "{}", '{"kinds": [{"engine": "itex"}]}'])
+@pytest.mark.parametrize("damaged", [SHIPPED.read_text()[:-20], "[]", "{}", '{"kinds": [{"dtype": "float32"}]}'])
 def test_a_damaged_digest_is_refused_by_its_file(damaged, tmp_path):
     path = tmp_path / "accuracy.json"
     path.write_text(damaged)

@@ -1,6 +1,5 @@
 """Lifetimes and the allocator on paper: sequences worked out by hand, a recorded one, and what must hold for any."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -8,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memory_estimator.step.allocator import MIB, SMALL_BYTES, Allocator, NoRegionError, fits_regions, region_bytes, use
+from memory_estimator.step.allocator import MIB, SMALL_BYTES, Allocator, NoRegionError, fits_regions, use
 from memory_estimator.step.program import GRANULE_BYTES, Program, StepOp, Tensor, requests, rounded, timeline
-from models.config import UNetConfig
 
 RECORDED = Path(__file__).parent / "data" / "allocations_96.json"
 
@@ -99,27 +97,6 @@ def test_a_program_fits_the_regions_it_takes_without_a_limit_and_not_those_a_ten
     assert not fits_regions(program, 8 * MIB)  # three times 3 MiB
 
 
-SHAPE = (64, 64, 64)
-UNET = UNetConfig(channels=1, outputs=1, filters=1, depth=2, norm="none", policy="balanced")
-# The image 1 map, the encoder 4, the pool and the bottom's four (1 + 4 * 2) / 8, the decoder's up-sampled 1, join 2 and
-# block 4, the head 1: 14.125 MiB, and a few KiB of weights.
-
-
-def mib(shape=SHAPE, micro=1, host_bytes=None, **changes):
-    size = region_bytes(dataclasses.replace(UNET, **changes), shape, micro, host_bytes)
-    assert size % MIB == 0
-    return size // MIB
-
-
-def test_it_is_the_first_power_of_two_that_holds_the_share_of_all_maps_and_no_larger_than_the_host():
-    # 0.9 of 14.125 is 12.7.
-    assert mib() == 16
-    assert mib(dtype="bfloat16") == 8
-    assert [mib(micro=micro) for micro in (2, 3)] == [32, 64]
-    assert [mib(host_bytes=8 * MIB - less) for less in (0, 1)] == [8, 4]
-    assert mib(policy="speed") == mib(policy="lean") == 0
-
-
 # --- When a tensor comes, when it goes, and what the allocator is asked for ---
 
 
@@ -175,12 +152,3 @@ def test_a_result_in_place_takes_nothing_and_is_given_back_under_the_name_it_was
     # The first of what is written lies where the input lay; anything beside it is new.
     assert live(program) == [8, 8, 9, 9]
     assert calls(program) == [("a", "x", 8), ("c", "mask", 1), ("d", "x", -8), ("d", "mask", -1)]
-
-
-def test_what_an_operation_keeps_is_taken_in_the_first_step_and_never_given_back():
-    ops = (StepOp("a", "conv", writes=(tensor("x", 2),), keeps=(tensor("k", 30),)), StepOp("b", "reduce"))
-    program = Program((), ops)
-    # On paper a step is one from the second on: the copy is there from its beginning.
-    assert live(program) == [32, 30]
-    first = [("a", "x", 2), ("a", "k", 30), ("a", "x", -2)]
-    assert calls(program, 2) == first + [("a", "x", 2), ("a", "x", -2)]

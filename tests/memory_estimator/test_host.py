@@ -1,11 +1,12 @@
 """This host, from made-up /proc and /sys."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from memory_estimator.host import memory_high, read_host
-from tests.cpu3d.host.hosts import CLOUD, GIB, XEON, write_tree
+from tests.cpu3d.host.hosts import AMX, BFLOAT16, CLOUD, GIB, VNNI, XEON, write_tree
 
 
 def write(root: Path, path: str, text: str) -> None:
@@ -58,15 +59,19 @@ def test_only_the_memory_of_allowed_nodes_is_free(xeon, status, numa_maps, nodes
     assert host.memory_bytes == 1536 * GIB
 
 
-def test_the_kernels_of_onednn_follow_the_instructions_the_caches_and_the_environment(xeon, monkeypatch):
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    for index, (level, kind, size) in enumerate([(1, "Data", 32), (1, "Instruction", 64), (2, "Unified", 1024)]):
-        for name, text in {"level": level, "type": kind, "size": f"{size}K"}.items():
-            write(xeon, f"sys/devices/system/cpu/cpu0/cache/index{index}/{name}", str(text))
-    kernels = read_host(xeon).kernels
-    assert (kernels.isa, kernels.l1_bytes, kernels.l2_bytes) == ("avx512_core_vnni", 32 * 2**10, 2**20)
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    assert read_host(xeon).kernels.isa == "avx2"
+@pytest.mark.parametrize(
+    ("isa", "name", "dtype"),
+    [
+        (AMX, "amx", "bfloat16"),
+        (BFLOAT16, "avx512_bf16", "bfloat16"),
+        (VNNI, "avx512", "float32"),
+        (VNNI[:3], "avx2", "float32"),
+        (("avx",), "", "float32"),
+    ],
+)
+def test_own_kernels_are_those_of_the_best_instruction_set(isa, name, dtype):
+    host = dataclasses.replace(XEON.host, isa=isa)
+    assert (host.instructions, host.best_dtype) == (name, dtype)
 
 
 def test_a_version_2_container_gets_what_its_cgroup_leaves(big):

@@ -76,7 +76,7 @@ def test_every_recipe_s_settings_agree_with_its_job():
 
 
 JOB = Job(
-    UNetConfig(filters=8, dtype="bfloat16", policy="balanced"), (64, 80, 96), 4, 2, "sgd", "stock", averaged=True,
+    UNetConfig(filters=8, dtype="bfloat16", policy="lean"), (64, 80, 96), 4, 2, "sgd", "stock", averaged=True,
     from_store=True, cases=7, case_bytes=123,
 )  # fmt: skip
 CONFIG = {"device": "cpu", "mode": "whole", "resolution": 1, "coarse_steps": 0, "read_mode": "auto"}
@@ -116,7 +116,7 @@ def test_a_run_is_the_job_of_its_plan_and_what_its_estimate_leaves_out_is_said(p
         ({"job": {**dataclasses.asdict(JOB), "unet": {}}}, "got a job without all of its fields"),
         ({"job": {"batch": 4, "micro_batch": 3}}, "micro_batch must divide the batch of 4, got 3"),
         ({"workers": 3}, "got 3 workers for batches of 4"),
-        ({"job": {"unet": {"policy": "fast"}}}, "policy must be one of speed, balanced, lean, got 'fast'"),
+        ({"job": {"unet": {"policy": "fast"}}}, "policy must be one of speed, lean, got 'fast'"),
         ({"job": {"shape": [64, 64.5, 64]}}, r"job.shape\[1\] must be int, got 64.5"),
         ({"config": {}}, "plan.config must have its fields and no others, got no device"),
     ],

@@ -55,13 +55,13 @@ def test_the_plan_has_the_largest_of_each_kind_for_every_policy(capsys):
 
 def test_the_fastest_policy_that_fits_is_picked_and_said(monkeypatch, capsys):
     def made(job, *more):
-        """As it is, but for the policies: 4 GiB under speed, 2 under balanced, 1 under lean."""
-        bound, times = {"speed": (4, 1.0), "balanced": (2, 1.1), "lean": (1, 1.2)}[job.policy]
+        """As it is, but for the policies: 4 GiB under speed, 1 under lean."""
+        bound, times = {"speed": (4, 1.0), "lean": (1, 1.2)}[job.policy]
         return dataclasses.replace(estimate(job, *more), upper_bound_bytes=bound * 2**30, step_s=times)
 
     monkeypatch.setattr("memory_estimator.__main__.estimate", made)
     ask, policy = SMALL.replace("64GiB", "1GiB"), "lean"
-    reason = "speed would take up to 4.00 GiB and balanced would take up to 2.00 GiB of 1.00 GiB given"
+    reason = "speed would take up to 4.00 GiB of 1.00 GiB given"
     content = answer(f"{ask} --policy auto", capsys)
     assert content["policy"] == {"name": policy, "picked": True, "reason": reason}
     assert content["job"]["policy"] == content["job"]["unet"]["policy"] == policy

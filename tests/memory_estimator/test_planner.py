@@ -25,9 +25,9 @@ from models.config import POLICIES, UNetConfig
 GIB = 2**30
 JOB = Job(UNetConfig(dtype="float32", policy="speed"), (240, 240, 160), batch=16, micro_batch=16)
 ONE_VOLUME = 240 * 240 * 160 * 16 * 4
-KEPT = {"speed": 4, "balanced": 3, "lean": 2}
+KEPT = {"speed": 4, "lean": 2}
 """Policy -> quarters of the memory."""
-SECONDS = {"speed": 1.0, "balanced": 1.1, "lean": 1.3}
+SECONDS = {"speed": 1.0, "lean": 1.3}
 """Policy -> of a volume."""
 
 

@@ -15,7 +15,7 @@ def test_every_operation_is_timed_beside_the_engines():
         pytest.skip(str(error))
     import tensorflow as tf
 
-    from models.native.convolution import available
+    from models.native.operations import available
 
     if not available():
         pytest.skip("needs a CPU with AVX2")

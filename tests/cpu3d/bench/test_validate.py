@@ -11,7 +11,6 @@ from cpu3d.bench.validate import compare, read_measured
 from cpu3d.errors import InputError
 from memory_estimator.accuracy import Measured, load_accuracy
 from memory_estimator.job import Job
-from memory_estimator.step.onednn import Kernels
 from models.config import UNetConfig
 
 GIB = 2**30
@@ -21,7 +20,6 @@ def test_errors_are_signed_shares_of_what_was_measured():
     job = Job(shape=(128,) * 3)
     predicted = SimpleNamespace(
         allocator_peak_bytes=9 * GIB, process_peak_bytes=11 * GIB, upper_bound_bytes=12 * GIB, step_s=1.5, kind=None,
-        constants=SimpleNamespace(kernels=Kernels()),
     )  # fmt: skip
     timed = Measured(job, 1.0, process_peak_bytes=10 * GIB, allocator_peak_bytes=10 * GIB)
     untimed = Measured(job, process_peak_bytes=10 * GIB)

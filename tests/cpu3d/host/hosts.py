@@ -4,7 +4,6 @@ import dataclasses
 
 from cpu3d.host.thread_plan import Topology, cpu_ranges
 from memory_estimator.host import Cpu, Host, Node
-from memory_estimator.step.onednn import Kernels, highest_isa
 
 GIB = 2**30
 
@@ -21,8 +20,7 @@ def made_up(model, isa, memory_gib, sockets, cores, threads=1, nodes=1):
         for core in range(all_cores)
     )
     free = int(0.97 * memory_bytes)
-    kernels = Kernels(highest_isa(isa), cores=cores)
-    host = Host(model, sockets, all_cores, len(cpus), all_nodes, memory_bytes, free, None, 0, None, isa, kernels)
+    host = Host(model, sockets, all_cores, len(cpus), all_nodes, memory_bytes, free, None, 0, None, isa)
     each = tuple(Node(node, memory_bytes // all_nodes, free // all_nodes) for node in range(all_nodes))
     return Topology(host, cpus, each)
 

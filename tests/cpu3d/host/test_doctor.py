@@ -133,7 +133,7 @@ def test_uneven_memory_and_sockets_are_warned_of():
 
 # --- The lines about a process that is set up; its places, which the kernel tells, are tested with `apply` ---
 
-HOST = Host("Xeon", 2, 56, 112, 2, 2**40, 2**39, 64 * 2**30, 4 * 2**30, 7.0, ("amx_bf16",))
+HOST = Host("Xeon", 2, 56, 112, 2, 2**40, 2**39, 64 * 2**30, 4 * 2**30, 7.0, ("avx512_bf16", "amx_tile", "amx_bf16"))
 
 
 def test_the_description_says_what_is_in_force(monkeypatch):

@@ -23,12 +23,12 @@ def predicted_s(job=JOB):
 
 
 def basis(job=JOB):
-    return find_constants(HOST).of(job.engine, job.unet.dtype).for_threads(job.threads).basis(HOST)
+    return find_constants(HOST).for_threads(job.threads).basis(job.unet.dtype, HOST)
 
 
 def test_all_predictions_are_scaled_to_what_a_training_took(tmp_path):
     in_bfloat16 = JOB.with_unet(dtype="bfloat16")
-    jobs = [JOB, LARGE, in_bfloat16] if HOST.kernels.isa.startswith("avx512") else [JOB, LARGE]
+    jobs = [JOB, LARGE, in_bfloat16]
     before = [predicted_s(job) for job in jobs]
     assert "assumed from" in basis()
     keep_training(JOB, 3 * before[0], HOST, quiet=True)
@@ -39,7 +39,7 @@ def test_all_predictions_are_scaled_to_what_a_training_took(tmp_path):
     assert predicted_s(LARGE) == pytest.approx(1.5 * before[1])
     assert basis(dataclasses.replace(JOB, threads=6)).endswith("from 2 threads to 6 by assumption")
     other = dataclasses.replace(HOST, cpu_model="Another CPU")
-    assert find_constants(other).basis(other).startswith("assumed from ")
+    assert find_constants(other).basis("float32", other).startswith("assumed from ")
 
 
 @pytest.mark.parametrize(("measured", "scale"), [(100, 8), (1 / 100, 1 / 8)])
@@ -70,22 +70,22 @@ def test_a_quiet_training_counts_before_a_disturbed_one(first, then, kept):
 def test_a_calibration_replaces_trainings_and_the_next_one_is_scaled_from_it():
     alone_s = predicted_s()
     keep_training(JOB, 3 * alone_s, HOST, quiet=True)
-    measured = dataclasses.replace(find_constants(HOST).of("stock", "float32"), name="mine", origin="measured")
-    keep_constants([measured], HOST, "stock")
+    measured = dataclasses.replace(find_constants(HOST), name="mine", origin="measured")
+    keep_constants(measured, HOST)
     assert basis().startswith("measured here on ")
-    assert predicted_s() == pytest.approx(3 * alone_s)
-    keep_training(JOB, 6 * alone_s, HOST, quiet=True)
+    assert predicted_s() == pytest.approx(alone_s)
+    keep_training(JOB, 2 * alone_s, HOST, quiet=True)
     assert basis().startswith("scaled by 2.00 ")
-    assert predicted_s() == pytest.approx(6 * alone_s)
+    assert predicted_s() == pytest.approx(2 * alone_s)
 
 
 def test_what_a_newer_version_has_kept_stays_and_what_is_damaged_is_replaced(capsys):
     path = keep_training(JOB, predicted_s(), HOST, quiet=True)
     newer = json.dumps({"schema": 99, "more": 1})
     path.write_text(newer)
-    (note,) = find_constants(HOST).caveats(HOST)[:1]
+    (note,) = find_constants(HOST).caveats("float32")
     assert "got schema 99" in note
-    with pytest.raises(InputError, match="must be of schema 2, got 99"):
+    with pytest.raises(InputError, match="must be of schema 3, got 99"):
         keep_training(JOB, 1.0, HOST, quiet=True)
     assert path.read_text() == newer
     path.write_text('{"schema"')
@@ -97,7 +97,7 @@ def observed(job, steps_s, warm_up=1):
     observer = Observer(job, HOST, warm_up=warm_up)
     assert [observer.note(seconds) for seconds in steps_s] == list(range(1, len(steps_s) + 1))
     observer.record()
-    return host_file(HOST, "stock").exists()
+    return host_file(HOST).exists()
 
 
 def test_a_training_is_kept_by_its_median_step_after_the_first():

@@ -62,7 +62,7 @@ def test_what_steps_show_of_the_host_is_kept_and_changes_no_bit(phantom_store, t
         job = job_of(fit.config, 2, 0)
         fit.run(observer=Observer(job, read_host(), warm_up=2) if name == "watched" else None)
     assert_same_weights(tmp_path / "plain", tmp_path / "watched")
-    assert find_constants().of(job.engine, job.unet.dtype).trained.threads == 2
+    assert find_constants().training(job.unet.dtype).threads == 2
 
 
 @pytest.fixture(scope="module")

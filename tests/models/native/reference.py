@@ -1,7 +1,7 @@
 """The operations in float64 with NumPy, and the C functions through ctypes."""
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_float, c_int, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_size_t, c_void_p
 
 import ml_dtypes
 import numpy as np
@@ -26,7 +26,6 @@ class Output(ctypes.Structure):
     _fields_ = (
         ("channels", c_int),
         ("map", c_void_p),
-        ("add", c_void_p),
         ("sums", c_int),
         ("sums_to", c_void_p),
         ("raw", c_void_p),
@@ -55,9 +54,39 @@ def load(path):
     library = ctypes.CDLL(str(path))
     for function in (library.native_convolve, library.native_filter_gradient):
         function.argtypes = (c_char_p, POINTER(Operation))
+    library.native_scratch.argtypes = (c_char_p, POINTER(Operation), POINTER(c_size_t), POINTER(c_size_t))
     library.native_kernels.argtypes = (c_char_p, c_int)
     library.native_kernels.restype = c_void_p
     return library
+
+
+def scratch(dtype_bytes, bfloat16_rows, shape, channels, outputs, threads, l2_bytes, kind):
+    """Bytes that each thread keeps, and that an operation of a `kind` (convolve, in place, filters) takes besides."""
+    batch, x, y, z = shape
+    streams, tile, unit = (4, 2, 2) if bfloat16_rows else (6, 4, 1)
+    tiles = up(up(z, tile) // tile, 2)
+    width, output_width = up(channels, 16), up(outputs, 16)
+
+    def row_bytes(width):
+        lines = up(streams * width * tiles // unit, 16) // 16
+        return 64 * (lines + (49 - lines % 32) % 32)
+
+    row, gradient_row = row_bytes(width), row_bytes(output_width) if kind == "filters" else 0
+    most = max(l2_bytes * 5 // 8 // (3 * row + gradient_row) - 2, 1)
+    y_rows = up(y, -(-y // most)) // -(-y // most)
+    kept = (3 * (y_rows + 2) + 1) * row + y_rows * gradient_row + 16 * y_rows
+    kept += 4 * ((tiles * tile + 2) * (width + output_width) + streams * tiles * 16)
+    if kind == "filters":
+        return kept, threads * 4 * 9 * streams * width * output_width
+    passing = 4 * output_width * streams * 9 * (up(channels, unit) // unit)
+    passing += threads * 8 * (batch * (1 + 2 * output_width) + 16)
+    if kind == "in place":
+        passing += threads * up((2 * y + up(batch * x, threads) // threads) * z * channels * dtype_bytes, 64)
+    return kept, passing
+
+
+def up(value, to):
+    return -(-value // to) * to
 
 
 def pointer(array):
@@ -69,7 +98,7 @@ def as_floats(array):
 
 
 def given(maps, coefficients=None, raw=None):
-    """An Input: one map or two, with scale and shift (coefficients [batch, 5, channels]), or the gradient of a norm."""
+    """An Input: one map or two, with a norm (coefficients [batch, 6, channels]), or the gradient of a norm."""
     form = RAW if coefficients is None else NORM_RELU if raw is None else NORM_RELU_GRADIENT
     channels = [one.shape[-1] for one in maps] + [0] * (2 - len(maps))
     pointers = [pointer(one) for one in maps] + [None] * (2 - len(maps))
@@ -81,11 +110,11 @@ def formed(maps, coefficients=None, raw=None):
     values = np.concatenate([one.astype(np.float64) for one in maps], -1)
     if coefficients is None:
         return values
-    scale, shift, a, b, c = np.moveaxis(coefficients.astype(np.float64), 1, 0)[:, :, None, None, None, :]
+    scale, shift, floor, a, b, c = np.moveaxis(coefficients.astype(np.float64), 1, 0)[:, :, None, None, None, :]
     if raw is None:
-        return np.maximum(scale * values + shift, 0)
+        return np.maximum(scale * values + shift, floor)
     raw = raw.astype(np.float64)
-    return a * np.where(scale * raw + shift > 0, values, 0) + b * raw + c
+    return a * np.where(scale * raw + shift > floor, values, 0) + b * raw + c
 
 
 def shifted(values):

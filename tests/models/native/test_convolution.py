@@ -9,7 +9,15 @@ import pytest
 import tensorflow as tf
 
 from models.native.build import build, kernels_library
-from models.native.convolution import NormBelow, NormGradient, available, convolve, filter_gradient, input_gradient
+from models.native.operations import (
+    Gradient,
+    Norm,
+    Source,
+    available,
+    convolve,
+    filter_gradient,
+    input_gradient,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,9 +37,10 @@ def normal(seed, *shape):
 @tf.custom_gradient
 def own(values, filters):
     def gradients(gradient):
-        return input_gradient(gradient, filters)[0], filter_gradient(values, gradient, filters)
+        at = Gradient(gradient)
+        return input_gradient(at, filters)[0], filter_gradient([Source(values)], at)
 
-    return convolve(values, filters)[0], gradients
+    return convolve([Source(values)], filters)[0], gradients
 
 
 def engine(values, filters):
@@ -80,44 +89,73 @@ def test_a_norm_with_relu_before_and_after_a_convolution_has_the_gradients_of_pl
         result = normed(engine(normed(x), filters))
     expected = tape.gradient(result, [x, filters], upstream)
 
-    mean, rstd = moments(x)
-    scale, shift = rstd, -mean * rstd
-    raw, raw_mean, variance = convolve(x, filters, scale, shift)
+    def source_of(raw, mean, rstd):
+        return Source(raw, Norm(rstd, -mean * rstd, mean, rstd, tf.zeros_like(mean)))
+
+    below = source_of(x, *moments(x))
+    raw, raw_mean, variance = convolve([below], filters)
     raw_rstd = tf.math.rsqrt(variance + 1e-3)
     np.testing.assert_allclose(raw_mean, tf.nn.moments(engine(normed(x), filters), (1, 2, 3))[0], atol=1e-5)
 
-    def norm_gradient(raw, scale, shift, mean, rstd, s1, s2):
-        voxels = float(np.prod(raw.shape[1:4]))
-        b = -rstd * rstd * s2 / voxels
-        return NormGradient(raw, scale, shift, rstd, b, -rstd * s1 / voxels - b * mean)
+    def gradient_of(source, g, s1, s2):
+        voxels, norm = float(np.prod(raw.shape[1:4])), source.norm
+        b = -norm.rstd * norm.rstd * s2 / voxels
+        return Gradient(g, source, norm.rstd, b, -norm.rstd * s1 / voxels - b * norm.mean)
 
     active = tf.where(normed(raw) > 0, upstream, 0.0)
     normalised = (raw - raw_mean[:, None, None, None]) * raw_rstd[:, None, None, None]
     sums = tf.reduce_sum(active, (1, 2, 3)), tf.reduce_sum(active * normalised, (1, 2, 3))
-    above = norm_gradient(raw, raw_rstd, -raw_mean * raw_rstd, raw_mean, raw_rstd, *sums)
-    g, s1, s2 = input_gradient(upstream, filters, above, below=NormBelow(x, scale, shift, mean, rstd))
-    below = norm_gradient(x, scale, shift, mean, rstd, s1, s2)
-    dx = below.a[:, None, None, None] * tf.where(normed(x) > 0, g, 0.0)
-    dx += below.b[:, None, None, None] * x + below.c[:, None, None, None]
+    above = gradient_of(source_of(raw, raw_mean, raw_rstd), upstream, *sums)
+    at_x = gradient_of(below, *input_gradient(above, filters, below))
+    dx = at_x.a[:, None, None, None] * tf.where(normed(x) > 0, at_x.map, 0.0)
+    dx += at_x.b[:, None, None, None] * x + at_x.c[:, None, None, None]
     np.testing.assert_allclose(dx, expected[0], atol=2e-4)
-    change = filter_gradient(x, upstream, filters, scale, shift, above)
+    change = filter_gradient([below], above)
     np.testing.assert_allclose(change, expected[1], atol=2e-4)
 
 
-def test_two_maps_and_a_skip_that_joins():
-    first, second, filters = normal(6, 1, 4, 5, 8, 4), normal(7, 1, 4, 5, 8, 12), normal(8, 3, 3, 3, 16, 4)
-    raw, _, _ = convolve([first, second], filters)
-    np.testing.assert_allclose(raw, engine(tf.concat([first, second], -1), filters), atol=1e-4)
-    there = normal(9, 1, 4, 5, 8, 4)
-    joined, _, _ = input_gradient(raw, filters[:, :, :, :4], add=there)
-    alone, _, _ = input_gradient(raw, filters[:, :, :, :4])
-    np.testing.assert_allclose(joined, alone + there, atol=1e-4)
+def test_a_raw_map_beside_a_normalised_one_with_a_floor():
+    first, second, filters = normal(6, 1, 4, 5, 8, 3), normal(7, 1, 4, 5, 8, 12), normal(8, 3, 3, 3, 15, 2)
+    scale, shift = normal(9, 1, 12), normal(10, 1, 12)
+    norm = Norm(scale, shift, shift, scale, tf.fill((1, 12), -0.5))
+    values = tf.concat([first, tf.maximum(scale * second + shift, -0.5)], -1)
+    found, _, _ = convolve([Source(first), Source(second, norm)], filters)
+    np.testing.assert_allclose(found, engine(values, filters), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_map_that_nobody_else_reads_is_written_over_with_the_same_result(dtype):
+    gradient, filters = tf.cast(normal(11, 2, 6, 7, 300, 5), dtype), normal(12, 3, 3, 3, 5, 5)
+
+    def steps(gradient, filters):
+        back, _, _ = input_gradient(Gradient(gradient + 1), filters)
+        raw, mean, _ = convolve([Source(back)], filters)
+        return raw, mean
+
+    found, expected = tf.function(steps, autograph=False)(gradient, filters), steps(gradient, filters)
+    for one, other in zip(found, expected):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_map_that_is_read_again_is_not_written_over():
+    values, filters = normal(13, 1, 5, 6, 9, 4), normal(14, 3, 3, 3, 4, 4)
+
+    @tf.function(autograph=False)
+    def both(values, filters):
+        map_ = values + 1
+        raw, _, _ = convolve([Source(map_)], filters)
+        with tf.control_dependencies([raw]):
+            return raw, tf.identity(map_) * 1
+
+    raw, map_ = both(values, filters)
+    np.testing.assert_array_equal(map_, values + 1)
+    np.testing.assert_allclose(raw, engine(values + 1, filters), atol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("shape", "filters", "message"),
     [
-        ((1, 2, 2, 2, 6), (3, 3, 3, 6, 4), "multiple of 4"),
+        ((1, 2, 2, 2, 4), (3, 3, 3, 4, 0), "1 to 1024"),
         ((1, 2, 2, 2, 8), (3, 3, 3, 4, 4), "as many channels"),
         ((1, 2, 2, 2, 4), (5, 3, 3, 4, 4), "filters must be"),
         ((0, 2, 2, 2, 4), (3, 3, 3, 4, 4), "voxels"),
@@ -125,9 +163,9 @@ def test_two_maps_and_a_skip_that_joins():
 )
 def test_shapes_that_do_not_fit_are_refused(shape, filters, message):
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
-        convolve(tf.zeros(shape), tf.zeros(filters))
+        convolve([Source(tf.zeros(shape))], tf.zeros(filters))
     with pytest.raises(tf.errors.InvalidArgumentError, match="coefficients"):
-        convolve(tf.zeros((1, 2, 2, 2, 4)), tf.zeros((3, 3, 3, 4, 4)), tf.zeros((2, 4)), tf.zeros((2, 4)))
+        convolve([Source(tf.zeros((1, 2, 2, 2, 4)), Norm(*[tf.zeros((2, 4))] * 5))], tf.zeros((3, 3, 3, 4, 4)))
 
 
 def test_a_library_of_other_sources_does_not_count(monkeypatch, tmp_path):

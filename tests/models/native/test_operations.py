@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from ctypes import c_size_t
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from tests.models.native.reference import (
     given,
     load,
     pointer,
+    scratch,
 )
 
 LIBRARY = os.environ.get("CPU3D_KERNELS")
@@ -31,8 +33,9 @@ KERNELS = [
     ("avx512_bf16", "bfloat16"),
 ]
 SHAPES = [(5, 7, 9), (3, 5, 33), (1, 1, 1), (2, 3, 66), (1, 6, 4)]
-CHANNELS = [(4, 16), (16, 4), (8, 12), (12, 20), (16, 16), (20, 32), (48, 8), (32, 48)]
+CHANNELS = [(1, 16), (3, 6), (6, 2), (16, 4), (8, 13), (20, 32), (16, 16), (48, 8), (33, 48)]
 THREADS = (1, 2, 3, 8)
+SC_LEVEL2_CACHE_SIZE = 191  # of glibc
 EXACT, ROUNDED, ROUNDED_PRODUCTS = 2e-6, 2.2e-3, 5e-3
 """Root mean square errors relative to the size of a sum: float32; bfloat16 map; bfloat16 products as well."""
 
@@ -63,13 +66,14 @@ class Kernel:
         self.map_error = EXACT if dtype == "float32" else max(ROUNDED, products)
         self.filter_error = products
 
-    def convolve(self, shape, threads, given_input, filters, *, transposed=False, sums=NO_SUMS, add=None, below=None):
-        """The map and its sums; `below` is a raw map and its coefficients [batch, 4, channels]."""
+    def convolve(self, shape, threads, given_input, filters, *, transposed=False, sums=NO_SUMS, below=None, over=None):
+        """The map, written over the map `over` or a new one, and its sums; `below` is a raw map and its coefficients
+        [batch, 5, channels]."""
         channels = filters.shape[3 if transposed else 4]
-        result = np.full((*shape, channels), 7, self.numpy)
+        result = np.full((*shape, channels), 7, self.numpy) if over is None else over
         totals = np.full((shape[0], 2, channels), np.nan, np.float32)
         raw, coefficients = below or (None, None)
-        output = Output(channels, *map(pointer, (result, add)), sums, *map(pointer, (totals, raw, coefficients)))
+        output = Output(channels, pointer(result), sums, *map(pointer, (totals, raw, coefficients)))
         operation = Operation(self.code, *shape, threads, given_input, as_floats(filters), transposed, output)
         assert self.library.native_convolve(self.name.encode(), operation) == 0
         return result, totals
@@ -89,8 +93,17 @@ def filters_of(rng, channels):
     return (rng.standard_normal((3, 3, 3, *channels)) / 10).astype(np.float32)
 
 
-def coefficients_of(rng, shape, channels, rows=5):
-    return rng.standard_normal((shape[0], rows, channels)).astype(np.float32)
+def coefficients_of(rng, shape, channels, rows=6):
+    """Of a norm, or of the gradient of one; floors are ReLUs, others, and none."""
+    coefficients = rng.standard_normal((shape[0], rows, channels)).astype(np.float32)
+    coefficients[:, 2] = rng.choice([0, 0.5, -np.inf], (shape[0], channels))
+    return coefficients
+
+
+def with_first_raw(coefficients, channels):
+    coefficients = coefficients.copy()
+    coefficients[:, :3, :channels] = np.array([1, 0, -np.inf])[:, None]
+    return coefficients
 
 
 def rms(values):
@@ -113,21 +126,23 @@ def cases():
 
 def two_parts(channels):
     """Channels of two maps that are read as one; not always whole vectors."""
-    return (4, channels - 4) if channels > 4 else (channels,)
+    return (channels // 3, channels - channels // 3) if channels > 2 else (channels,)
 
 
 def test_convolution_of_raw_and_normalised_maps_one_or_two_with_moments(kernel):
     rng = np.random.default_rng(1)
     for shape, (channels, outputs), threads in cases():
         filters = filters_of(rng, (channels, outputs))
-        for parts, coefficients in (
+        parts, norms = two_parts(channels), coefficients_of(rng, shape, channels)
+        for channels_of_maps, coefficients in (
             ((channels,), None),
-            (two_parts(channels), None),
-            (two_parts(channels), coefficients_of(rng, shape, channels)),
+            (parts, None),
+            (parts, norms),
+            (parts, with_first_raw(norms, parts[0])),
         ):
-            maps = kernel.maps(rng, shape, *parts)
+            maps = kernel.maps(rng, shape, *channels_of_maps)
             values = formed(maps, coefficients)
-            case = (shape, parts, outputs, threads, coefficients is not None)
+            case = (shape, channels_of_maps, outputs, threads, coefficients is not None)
             result, moments = kernel.convolve(shape, threads, given(maps, coefficients), filters, sums=MOMENTS)
             truth = convolved(values, filters)
             assert error(result, truth, values, filters, 27 * channels) < kernel.map_error, case
@@ -136,13 +151,13 @@ def test_convolution_of_raw_and_normalised_maps_one_or_two_with_moments(kernel):
             np.testing.assert_allclose(moments[:, 1], written.var((1, 2, 3)), rtol=1e-5, atol=1e-6, err_msg=str(case))
 
 
-def test_input_gradient_through_a_norm_added_to_a_map_with_the_sums_of_the_norm_below(kernel):
+def test_input_gradient_through_a_norm_with_the_sums_of_the_norm_below(kernel):
     rng = np.random.default_rng(2)
     for shape, (channels, outputs), threads in cases():
         filters = filters_of(rng, (channels, outputs))
         gradient, raw = kernel.maps(rng, shape, outputs, outputs)
-        add, raw_below = kernel.maps(rng, shape, channels, channels)
-        coefficients, below = coefficients_of(rng, shape, outputs), coefficients_of(rng, shape, channels, 4)
+        (raw_below,) = kernel.maps(rng, shape, channels)
+        coefficients, below = coefficients_of(rng, shape, outputs), coefficients_of(rng, shape, channels, 5)
         values = formed([gradient], coefficients, raw)
         result, sums = kernel.convolve(
             shape,
@@ -151,16 +166,15 @@ def test_input_gradient_through_a_norm_added_to_a_map_with_the_sums_of_the_norm_
             filters,
             transposed=True,
             sums=NORM_SUMS,
-            add=add,
             below=(raw_below, below),
         )
         flipped = np.swapaxes(filters[::-1, ::-1, ::-1], 3, 4)
-        truth = convolved(values, flipped) + add.astype(np.float64)
+        truth = convolved(values, flipped)
         case = (shape, channels, outputs, threads)
         assert error(result, truth, values, filters, 27 * outputs) < kernel.map_error, case
-        scale, shift, mean, rstd = np.moveaxis(below.astype(np.float64), 1, 0)[:, :, None, None, None, :]
+        scale, shift, floor, mean, rstd = np.moveaxis(below.astype(np.float64), 1, 0)[:, :, None, None, None, :]
         r = raw_below.astype(np.float64)
-        g = np.where(scale * r + shift > 0, result.astype(np.float64), 0)
+        g = np.where(scale * r + shift > floor, result.astype(np.float64), 0)
         size = np.abs(g).sum((1, 2, 3)).max() + 1e-30
         np.testing.assert_allclose(sums[:, 0] / size, g.sum((1, 2, 3)) / size, atol=1e-6, err_msg=str(case))
         g *= (r - mean) * rstd
@@ -168,16 +182,22 @@ def test_input_gradient_through_a_norm_added_to_a_map_with_the_sums_of_the_norm_
         np.testing.assert_allclose(sums[:, 1] / size, g.sum((1, 2, 3)) / size, atol=1e-6, err_msg=str(case))
 
 
-def test_a_gradient_is_added_in_place(kernel):
-    rng = np.random.default_rng(3)
-    shape, filters = (1, 3, 4, 11), filters_of(rng, (16, 16))
-    (gradient,) = kernel.maps(rng, shape, 16)
-    there = kernel.maps(rng, shape, 16)[0]
-    expected, _ = kernel.convolve(shape, 2, given([gradient]), filters, transposed=True, add=there)
-    output = Output(16, pointer(there), pointer(there), NO_SUMS)
-    operation = Operation(kernel.code, *shape, 2, given([gradient]), as_floats(filters), True, output)
-    assert kernel.library.native_convolve(kernel.name.encode(), operation) == 0
-    assert there.tobytes() == expected.tobytes()
+@pytest.mark.parametrize("shape", [(1, 7, 9, 11), (2, 5, 6, 7), (3, 1, 2, 5), (1, 5, 15, 400), (2, 5, 4, 3000)])
+def test_over_the_map_that_is_read_come_the_same_bits_as_elsewhere(kernel, shape):
+    """The last shapes have rows so long that a tile along y has one or a few."""
+    rng, channels = np.random.default_rng(3), 5
+    filters = filters_of(rng, (channels, channels))
+    source, raw, raw_below = kernel.maps(rng, shape, channels, channels, channels)
+    norm, below = coefficients_of(rng, shape, channels), (raw_below, coefficients_of(rng, shape, channels, 5))
+    for threads in THREADS:
+        for given_raw, more in (
+            (None, {"sums": MOMENTS}),
+            (raw, {"sums": NORM_SUMS, "below": below, "transposed": True}),
+        ):
+            expected = kernel.convolve(shape, threads, given([source], norm, given_raw), filters, **more)
+            over = source.copy()
+            found = kernel.convolve(shape, threads, given([over], norm, given_raw), filters, over=over, **more)
+            assert [each.tobytes() for each in found] == [each.tobytes() for each in expected], threads
 
 
 def test_filter_gradient_of_raw_and_formed_maps(kernel):
@@ -230,9 +250,26 @@ def test_nan_is_not_hidden_by_the_relu_on_load(kernel):
     shape, filters = (1, 3, 3, 5), np.ones((3, 3, 3, 4, 4), np.float32)
     values = np.ones((*shape, 4), kernel.numpy)
     values[0, 1, 1, 2, 0] = np.nan
-    coefficients = np.ones((1, 5, 4), np.float32)
+    coefficients = np.ones((1, 6, 4), np.float32)
     result, _ = kernel.convolve(shape, 1, given([values], coefficients), filters)
     assert np.isnan(result[0, 1, 1, 2].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("kind", ["convolve", "in place", "filters"])
+@pytest.mark.parametrize("shape", [(1, 240, 240, 160), (3, 5, 7, 9), (1, 8, 8, 8)])
+def test_scratch_is_what_the_formula_says(kernel, shape, kind):
+    for channels, outputs in ((1, 16), (33, 16), (256, 256)):
+        outputs = channels if kind == "in place" else outputs
+        maps, kept, passing = [np.zeros((1, channels)), np.zeros((1, outputs))], c_size_t(), c_size_t()
+        output = Output(outputs, pointer(maps[0] if kind == "in place" else maps[1]))
+        operation = Operation(kernel.code, *shape, 3, given(maps[:1]), output=output, gradient=given(maps[1:]))
+        if kind == "filters":
+            operation.filter_gradient = as_floats(np.zeros(1, np.float32))
+        assert kernel.library.native_scratch(kernel.name.encode(), operation, kept, passing) == 0
+        l2_bytes, rounded = os.sysconf(SC_LEVEL2_CACHE_SIZE), kernel.name == "avx512_bf16"
+        dtype_bytes = np.dtype(kernel.numpy).itemsize
+        expected = scratch(dtype_bytes, rounded, shape, channels, outputs, 3, l2_bytes or 1 << 20, kind)
+        assert (kept.value, passing.value) == expected
 
 
 def test_a_child_of_fork_starts_threads_of_its_own(library):

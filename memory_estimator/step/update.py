@@ -1,0 +1,82 @@
+"""What ends a step: the gradients' sums over its micro-batches, and the optimizer's update, kernel by kernel."""
+
+from typing import Dict
+
+from memory_estimator.job import OPTIMIZERS
+from memory_estimator.step.program import Tensor
+from memory_estimator.step.writer import Writer, is_orthogonal, kernel_elements, kernel_sides, slots_of
+from models.layer_plan import LayerOp
+
+SQUARES, SQUARE_PRODUCTS = 7, 19  # of Muon's iteration: square matrices at once, and products of two of them
+
+
+def reset_sums(writer: Writer) -> None:
+    """What begins a step in micro-batches: zeros, into whose memory the sums of gradients move."""
+    for op in writer.kernels if writer.job.parts > 1 else ():
+        zeros = writer.make(f"{op.name}/zeros", "update", [], 4 * kernel_elements(op))
+        writer.move(f"{op.name}/gradient_sum", "gradient sums", [zeros])
+
+
+def update(writer: Writer, gradients: Dict[str, str]) -> None:
+    """From the gradients of the kernels, by their layers' names: whether all are finite, then weight by weight. A
+    micro-batch adds its gradients to their sums in place; once all are done, the update reads those."""
+    optimizer = OPTIMIZERS[writer.job.optimizer]
+    writer.run("gradients/finite", "reduce", list(gradients.values()))
+    if writer.job.parts > 1:
+        for op in writer.kernels:
+            total = f"{op.name}/gradient_sum"
+            writer.run(f"sums/{op.name}", "pass", [gradients[op.name], total])
+            gradients = {**gradients, op.name: total}
+    if optimizer.orthogonal:
+        for op in writer.kernels:
+            (_orthogonalise if is_orthogonal(op) else _adapt)(writer, op, gradients[op.name])
+        return
+    prepared = {}
+    for op in writer.kernels:  # Adam's squares, and SGD's gradients negated, come before all else
+        gradient, name = gradients[op.name], f"{op.name}/{optimizer.prepared}"
+        over = [gradient] * (optimizer.prepared == "negated")
+        prepared[op.name] = writer.make(name, "update", [gradient], 4 * kernel_elements(op), over=over)
+    for op in writer.kernels:
+        size, kernel = 4 * kernel_elements(op), f"{op.name}/kernel"
+        if optimizer.prepared == "negated":
+            _descend(writer, op, prepared[op.name])
+            continue
+        slots = [f"{op.name}/slot{slot}" for slot in range(slots_of(optimizer, op))]
+        writer.make(f"{op.name}/update", "update", [gradients[op.name], *slots, prepared[op.name], kernel], size)
+
+
+def _descend(writer: Writer, op: LayerOp, negated: str) -> None:
+    """SGD with Nesterov's momentum: m = d m - r g, w += d m - r g. Each product is a tensor, and the momentum moves
+    into the sum."""
+    size, slot = 4 * kernel_elements(op), f"{op.name}/slot0"
+    decayed = writer.make(f"{op.name}/decayed", "update", [slot], size)
+    scaled = writer.make(f"{op.name}/scaled", "update", [negated], size)
+    writer.move(slot, "optimizer slots", [scaled, decayed])
+    again = writer.make(f"{op.name}/decayed", "update", [slot], size)
+    writer.run(f"{op.name}/update", "update", [negated, again, f"{op.name}/kernel"])
+
+
+def _orthogonalise(writer: Writer, op: LayerOp, gradient: str) -> None:
+    """Muon of a kernel of more than one voxel: its momentum changes in place; what is looked ahead at lies over the
+    gradient where that is no sum. Then the matrices of its fewer side, and the last product."""
+    size, few, slot = 4 * kernel_elements(op), min(kernel_sides(op)), f"{op.name}/slot0"
+    change = writer.make(f"{op.name}/change", "update", [slot], size)
+    writer.run(f"{op.name}/momentum", "update", [change, gradient, slot])
+    decayed = writer.make(f"{op.name}/decayed", "update", [slot], size)
+    ahead = writer.make(f"{op.name}/ahead", "update", [gradient, decayed], size, over=[gradient, decayed])
+    squares = tuple(Tensor(f"{op.name}/square{n}", 4 * few**2, "scratch") for n in range(1, SQUARES))
+    flops = 2 * kernel_elements(op) * few
+    more = {"scratch": squares, "flops": flops + 2 * SQUARE_PRODUCTS * few**3}
+    product = writer.make(f"{op.name}/product", "update", [ahead], 4 * few**2, **more)
+    found = writer.make(f"{op.name}/orthogonal", "update", [ahead, product], size, flops=flops)
+    writer.run(f"{op.name}/update", "update", [found, f"{op.name}/kernel"])
+
+
+def _adapt(writer: Writer, op: LayerOp, gradient: str) -> None:
+    """Adam as Muon has it, of a kernel of one voxel: mean and square change in place, one after the other."""
+    size, slots = 4 * kernel_elements(op), [f"{op.name}/slot{slot}" for slot in range(2)]
+    for slot in reversed(slots):
+        change = writer.make(f"{slot}/change", "update", [gradient, slot], size)
+        writer.run(f"{slot}/changed", "update", [change, slot])
+    parts = [writer.make(f"{slot}/scaled", "update", [slot], size) for slot in slots]
+    writer.run(f"{op.name}/update", "update", [*parts, f"{op.name}/kernel"])

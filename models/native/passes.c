@@ -1,0 +1,469 @@
+/* What a network does besides 3 x 3 x 3 convolutions: pools, doubles the grid, and projects voxel by voxel, and their gradients.
+
+   A thread has a share of the planes along x. Each voxel is read before it is written, so a map may be written over one that it
+   is made of. Sums are of float32 within a row, and of float64 over rows. */
+#include <math.h>
+#include <stdlib.h>
+#include "vectors.h"
+
+/* Passes of one instruction set have their name. */
+#ifndef PASSES
+#define PASSES passes_here
+#endif
+
+enum { BLOCK = 8 };       /* voxels whose sums are in registers at a time */
+enum { MOST_SUMS = 8 };   /* outputs whose sums are in registers at a time, of a filter gradient */
+
+struct job {
+    const struct pass *pass;
+    int width, other_width;   /* channels of the raw map and of the other one, rounded up to whole vectors */
+    size_t floats;            /* of a thread's lines */
+    float *filters;           /* packed */
+    size_t filter_count;      /* of a gradient of the filters, its bias included */
+    float *filter_sums;       /* of every thread */
+    double *sums;             /* of every thread: [batch][2][width] */
+    int failed;
+};
+
+/* A thread at a row: its coefficients, padded, and lines of formed values. */
+struct worker {
+    const struct job *job;
+    const struct pass *pass;
+    float *coefficients; /* [BELOW][width] */
+    float *line, *other; /* voxels of a row, formed; voxels of the other map */
+    float *filter_sums;
+    double *sums; /* [2][width] of the sample */
+};
+
+static int whole(int channels) { return (channels + LANES - 1) / LANES * LANES; }
+
+static int least(int a, int b) { return a < b ? a : b; }
+
+/* Element of the first channel of row (x, y) in a map of this grid. */
+static size_t row_at(const struct pass *p, int times, int batch, int x, int y, int channels)
+{
+    return (((size_t)batch * p->x * times + x) * p->y * times + y) * p->z * times * channels;
+}
+
+ALWAYS_INLINE vec coefficient(const struct worker *w, int which, int c) { return load(w->coefficients + which * w->job->width + c); }
+
+ALWAYS_INLINE vec formed(const struct worker *w, vec raw, int c)
+{
+    return at_least(raw * coefficient(w, SCALE, c) + coefficient(w, SHIFT, c), coefficient(w, FLOOR, c));
+}
+
+/* Of one channel vector of a row: adds to the sums that the gradient of the raw map's norm needs. */
+struct row_sums { vec first, second; };
+
+ALWAYS_INLINE void count(const struct worker *w, struct row_sums *sums, vec gradient, vec raw, int c)
+{
+    gradient = keep_where(raw * coefficient(w, SCALE, c) + coefficient(w, SHIFT, c) > coefficient(w, FLOOR, c), gradient);
+    sums->first += gradient;
+    sums->second += gradient * ((raw - coefficient(w, MEAN_OF_RAW, c)) * coefficient(w, RSTD_OF_RAW, c));
+}
+
+ALWAYS_INLINE void keep_sums(struct worker *w, const struct row_sums *sums, int c)
+{
+    for (int i = 0; i < LANES; i++) {
+        w->sums[c + i] += sums->first[i];
+        w->sums[w->job->width + c + i] += sums->second[i];
+    }
+}
+
+/* `voxels` voxels of a map as float32, each `width` wide, the rest 0; of the raw map formed. */
+static void read_line(const struct worker *w, float *line, const void *map, size_t at, int voxels, int channels, int width, int forms)
+{
+    for (int c = 0; c < width; c += LANES) {
+        int n = least(LANES, channels - c);
+        for (int i = 0; i < voxels; i++) {
+            vec value = load_values(map, at + (size_t)i * channels + c, n, w->pass->dtype);
+            store(line + (size_t)i * width + c, forms ? formed(w, value, c) : value);
+        }
+    }
+}
+
+/* --- Pools --- */
+
+/* The eight voxels under a pooled one, as elements of the map. */
+static void voxels_under(const struct pass *p, int batch, int x, int y, int z, size_t *at)
+{
+    for (int i = 0; i < 8; i++)
+        at[i] = row_at(p, 2, batch, 2 * x + i / 4, 2 * y + i / 2 % 2, p->channels) + (size_t)(2 * z + i % 2) * p->channels;
+}
+
+static void max_pool_row(struct worker *w, int batch, int x, int y)
+{
+    const struct pass *p = w->pass;
+    size_t pooled = row_at(p, 1, batch, x, y, p->channels), at[8];
+    for (int z = 0; z < p->z; z++) {
+        voxels_under(p, batch, x, y, z, at);
+        for (int c = 0; c < p->channels; c += LANES) {
+            int n = least(LANES, p->channels - c);
+            vec best = formed(w, load_values(p->raw, at[0] + c, n, p->dtype), c);
+            for (int i = 1; i < 8; i++) {
+                vec value = formed(w, load_values(p->raw, at[i] + c, n, p->dtype), c);
+                ivec kept = (best >= value) | (best != best);
+                best = (vec)((kept & (ivec)best) | (~kept & (ivec)value));
+            }
+            store_values(p->map, pooled + (size_t)z * p->channels + c, best, n, p->dtype);
+        }
+    }
+}
+
+/* Each gradient goes to the first of the largest values. */
+static void max_pool_gradient_row(struct worker *w, int batch, int x, int y)
+{
+    const struct pass *p = w->pass;
+    size_t pooled = row_at(p, 1, batch, x, y, p->channels), at[8];
+    for (int c = 0; c < p->channels; c += LANES) {
+        int n = least(LANES, p->channels - c);
+        struct row_sums sums = {{0}, {0}};
+        for (int z = 0; z < p->z; z++) {
+            voxels_under(p, batch, x, y, z, at);
+            vec raw[8], value[8], best, left = load_values(p->others[0], pooled + (size_t)z * p->channels + c, n, p->dtype);
+            for (int i = 0; i < 8; i++) {
+                raw[i] = load_values(p->raw, at[i] + c, n, p->dtype);
+                value[i] = formed(w, raw[i], c);
+                best = i ? at_least(value[i], best) : value[i];
+            }
+            for (int i = 0; i < 8; i++) {
+                ivec is_best = value[i] == best;
+                vec gradient = load_values(p->others[1], at[i] + c, n, p->dtype) + keep_where(is_best, left);
+                left = keep_where(~is_best, left);
+                count(w, &sums, store_values(p->map, at[i] + c, gradient, n, p->dtype), raw[i], c);
+            }
+        }
+        keep_sums(w, &sums, c);
+    }
+}
+
+/* --- Residuals --- */
+
+static void residual_sum_row(struct worker *w, int batch, int x, int y)
+{
+    const struct pass *p = w->pass;
+    for (int c = 0; c < p->channels; c += LANES) {
+        size_t at = row_at(p, 1, batch, x, y, p->channels) + c;
+        int n = least(LANES, p->channels - c);
+        for (int z = 0; z < p->z; z++, at += p->channels) {
+            vec value = formed(w, load_values(p->raw, at, n, p->dtype), c) + load_values(p->others[0], at, n, p->dtype);
+            store_values(p->map, at, at_least(value, (vec){0}), n, p->dtype);
+        }
+    }
+}
+
+static void residual_gradient_row(struct worker *w, int batch, int x, int y)
+{
+    const struct pass *p = w->pass;
+    for (int c = 0; c < p->channels; c += LANES) {
+        size_t at = row_at(p, 1, batch, x, y, p->channels) + c;
+        int n = least(LANES, p->channels - c);
+        struct row_sums sums = {{0}, {0}};
+        for (int z = 0; z < p->z; z++, at += p->channels) {
+            vec output = load_values(p->others[0], at, n, p->dtype), gradient = load_values(p->others[1], at, n, p->dtype);
+            gradient = store_values(p->map, at, keep_where(output > 0, gradient), n, p->dtype);
+            count(w, &sums, gradient, load_values(p->raw, at, n, p->dtype), c);
+        }
+        keep_sums(w, &sums, c);
+    }
+}
+
+/* --- Products of a voxel's channels with filters --- */
+
+/* sums[voxel] += over `terms` values of each voxel, `step` floats apart: value times a row of 16 or 8 filters, `width` apart. */
+ALWAYS_INLINE void multiply_voxels(vec *sums, int n, const float *values, int step, int terms, const float *filters, int width)
+{
+    for (int i = 0; i < terms; i++, filters += width) {
+        vec filter = load(filters);
+        for (int v = 0; v < n; v++)
+            sums[v] += filter * values[(size_t)v * step + i];
+    }
+}
+
+/* sums[value][channel] += over voxels: a channel vector of `lines` times each of `terms` values of the voxel. */
+static void add_products(float *sums, int sums_width, const float *lines, int step, const float *values, int value_step, int terms, int voxels)
+{
+    for (int first = 0; first < terms; first += MOST_SUMS) {
+        int n = least(MOST_SUMS, terms - first);
+        vec sum[MOST_SUMS] = {{0}};
+        for (int v = 0; v < voxels; v++) {
+            vec line = load(lines + (size_t)v * step);
+            const float *value = values + (size_t)v * value_step + first;
+            if (n == MOST_SUMS)
+                for (int i = 0; i < MOST_SUMS; i++)
+                    sum[i] += line * value[i];
+            else
+                for (int i = 0; i < n; i++)
+                    sum[i] += line * value[i];
+        }
+        for (int i = 0; i < n; i++) {
+            float *to = sums + (size_t)(first + i) * sums_width;
+            store(to, load(to) + sum[i]);
+        }
+    }
+}
+
+/* filters[channel][output] of a project, padded. */
+static void project_row(struct worker *w, int batch, int x, int y)
+{
+    const struct pass *p = w->pass;
+    int width = w->job->width, other_width = w->job->other_width;
+    size_t to = row_at(p, 1, batch, x, y, p->outputs);
+    read_line(w, w->line, p->raw, row_at(p, 1, batch, x, y, p->channels), p->z, p->channels, width, 1);
+    for (int o = 0; o < p->outputs; o += LANES) {
+        int n = least(LANES, p->outputs - o);
+        vec bias = load_some(p->bias + o, n);
+        for (int z = 0; z < p->z; z += BLOCK) {
+            int voxels = least(BLOCK, p->z - z);
+            vec sums[BLOCK];
+            for (int v = 0; v < BLOCK; v++)
+                sums[v] = bias;
+            if (voxels == BLOCK)
+                multiply_voxels(sums, BLOCK, w->line + (size_t)z * width, width, p->channels, w->job->filters + o, other_width);
+            else
+                multiply_voxels(sums, voxels, w->line + (size_t)z * width, width, p->channels, w->job->filters + o, other_width);
+            for (int v = 0; v < voxels; v++) {
+                size_t at = to + (size_t)(z + v) * p->outputs + o;
+                if (p->others[0])
+                    sums[v] += load_values(p->others[0], at, n, p->dtype);
+                store_values(p->map, at, sums[v], n, p->dtype);
+            }
+        }
+    }
+}
+
+/* filters[output][channel], padded; the sums are [output][channel], and one more row of the bias. */
+static void project_gradient_row(struct worker *w, int batch, int x, int y)
+{
+    const struct pass *p = w->pass;
+    int width = w->job->width, other_width = w->job->other_width;
+    size_t from = row_at(p, 1, batch, x, y, p->channels);
+    read_line(w, w->line, p->raw, from, p->z, p->channels, width, 1);
+    read_line(w, w->other, p->others[0], row_at(p, 1, batch, x, y, p->outputs), p->z, p->outputs, other_width, 0);
+    for (int c = 0; c < p->channels; c += LANES) {
+        int n = least(LANES, p->channels - c);
+        struct row_sums row = {{0}, {0}};
+        for (int z = 0; z < p->z; z += BLOCK) {
+            int voxels = least(BLOCK, p->z - z);
+            vec sums[BLOCK] = {{0}};
+            if (voxels == BLOCK)
+                multiply_voxels(sums, BLOCK, w->other + (size_t)z * other_width, other_width, p->outputs, w->job->filters + c, width);
+            else
+                multiply_voxels(sums, voxels, w->other + (size_t)z * other_width, other_width, p->outputs, w->job->filters + c, width);
+            for (int v = 0; v < voxels; v++) {
+                size_t at = from + (size_t)(z + v) * p->channels + c;
+                if (p->others[1])
+                    sums[v] += load_values(p->others[1], at, n, p->dtype);
+                vec raw = load_values(p->raw, at, n, p->dtype);
+                count(w, &row, store_values(p->map, at, sums[v], n, p->dtype), raw, c);
+            }
+        }
+        keep_sums(w, &row, c);
+        add_products(w->filter_sums + c, width, w->line + c, width, w->other, other_width, p->outputs, p->z);
+    }
+    float *bias = w->filter_sums + (size_t)p->outputs * width;
+    for (int o = 0; o < p->outputs; o++) {
+        float sum = 0;
+        for (int z = 0; z < p->z; z++)
+            sum += w->other[(size_t)z * other_width + o];
+        bias[o] += sum;
+    }
+}
+
+/* --- Transposed convolutions of 2 x 2 x 2, stride 2; x, y, z are the coarse grid's --- */
+
+/* filters[tap][channel][output], padded. */
+static void up_convolve_row(struct worker *w, int batch, int x, int y)
+{
+    const struct pass *p = w->pass;
+    int width = w->job->width, other_width = w->job->other_width;
+    read_line(w, w->line, p->raw, row_at(p, 1, batch, x, y, p->channels), p->z, p->channels, width, 1);
+    for (int tap = 0; tap < 8; tap++) {
+        size_t to = row_at(p, 2, batch, 2 * x + tap / 4, 2 * y + tap / 2 % 2, p->outputs) + (size_t)(tap % 2) * p->outputs;
+        for (int o = 0; o < p->outputs; o += LANES) {
+            const float *filters = w->job->filters + (size_t)tap * p->channels * other_width + o;
+            int n = least(LANES, p->outputs - o);
+            for (int z = 0; z < p->z; z += BLOCK) {
+                int voxels = least(BLOCK, p->z - z);
+                vec sums[BLOCK] = {{0}};
+                if (voxels == BLOCK)
+                    multiply_voxels(sums, BLOCK, w->line + (size_t)z * width, width, p->channels, filters, other_width);
+                else
+                    multiply_voxels(sums, voxels, w->line + (size_t)z * width, width, p->channels, filters, other_width);
+                for (int v = 0; v < voxels; v++)
+                    store_values(p->map, to + (size_t)(z + v) * 2 * p->outputs + o, sums[v], n, p->dtype);
+            }
+        }
+    }
+}
+
+/* The four rows of the fine map over a coarse row, as lines of 2 z voxels. */
+static void read_fine_rows(const struct worker *w, int batch, int x, int y)
+{
+    const struct pass *p = w->pass;
+    int other_width = w->job->other_width;
+    for (int i = 0; i < 4; i++)
+        read_line(w, w->other + (size_t)i * 2 * p->z * other_width, p->others[0],
+                  row_at(p, 2, batch, 2 * x + i / 2, 2 * y + i % 2, p->outputs), 2 * p->z, p->outputs, other_width, 0);
+}
+
+/* filters[tap][output][channel], padded. */
+static void up_input_gradient_row(struct worker *w, int batch, int x, int y)
+{
+    const struct pass *p = w->pass;
+    int width = w->job->width, other_width = w->job->other_width;
+    size_t from = row_at(p, 1, batch, x, y, p->channels);
+    read_fine_rows(w, batch, x, y);
+    for (int c = 0; c < p->channels; c += LANES) {
+        int n = least(LANES, p->channels - c);
+        struct row_sums row = {{0}, {0}};
+        for (int z = 0; z < p->z; z += BLOCK) {
+            int voxels = least(BLOCK, p->z - z);
+            vec sums[BLOCK] = {{0}};
+            for (int tap = 0; tap < 8; tap++) {
+                const float *values = w->other + ((size_t)tap / 2 * 2 * p->z + 2 * z + tap % 2) * other_width;
+                const float *filters = w->job->filters + (size_t)tap * p->outputs * width + c;
+                if (voxels == BLOCK)
+                    multiply_voxels(sums, BLOCK, values, 2 * other_width, p->outputs, filters, width);
+                else
+                    multiply_voxels(sums, voxels, values, 2 * other_width, p->outputs, filters, width);
+            }
+            for (int v = 0; v < voxels; v++) {
+                size_t at = from + (size_t)(z + v) * p->channels + c;
+                vec raw = load_values(p->raw, at, n, p->dtype);
+                count(w, &row, store_values(p->map, at, sums[v], n, p->dtype), raw, c);
+            }
+        }
+        keep_sums(w, &row, c);
+    }
+}
+
+/* The sums are [tap][output][channel]. */
+static void up_filter_gradient_row(struct worker *w, int batch, int x, int y)
+{
+    const struct pass *p = w->pass;
+    int width = w->job->width, other_width = w->job->other_width;
+    read_line(w, w->line, p->raw, row_at(p, 1, batch, x, y, p->channels), p->z, p->channels, width, 1);
+    read_fine_rows(w, batch, x, y);
+    for (int tap = 0; tap < 8; tap++)
+        for (int c = 0; c < p->channels; c += LANES)
+            add_products(w->filter_sums + (size_t)tap * p->outputs * width + c, width, w->line + c, width,
+                         w->other + ((size_t)tap / 2 * 2 * p->z + tap % 2) * other_width, 2 * other_width, p->outputs, p->z);
+}
+
+/* --- All passes --- */
+
+static void (*const ROWS[PASS_KINDS])(struct worker *, int batch, int x, int y) = {
+    [MAX_POOL] = max_pool_row,           [MAX_POOL_GRADIENT] = max_pool_gradient_row,
+    [RESIDUAL_SUM] = residual_sum_row,   [RESIDUAL_GRADIENT] = residual_gradient_row,
+    [PROJECT] = project_row,             [PROJECT_GRADIENT] = project_gradient_row,
+    [UP_CONVOLVE] = up_convolve_row,     [UP_INPUT_GRADIENT] = up_input_gradient_row,
+    [UP_FILTER_GRADIENT] = up_filter_gradient_row,
+};
+
+static void take_coefficients(struct worker *w, int batch)
+{
+    const struct pass *p = w->pass;
+    static const float none[BELOW] = {[SCALE] = 1, [FLOOR] = -INFINITY, [RSTD_OF_RAW] = 1};
+    for (int i = 0; i < BELOW; i++)
+        for (int c = 0; c < w->job->width; c++)
+            w->coefficients[i * w->job->width + c] =
+                c < p->channels && p->coefficients ? p->coefficients[((size_t)batch * BELOW + i) * p->channels + c] : none[i];
+}
+
+static void pass_thread(void *argument, int thread, int threads)
+{
+    struct job *job = argument;
+    const struct pass *p = job->pass;
+    float *memory = thread_memory(thread, job->floats * sizeof(float));
+    if (!memory) {
+        job->failed = 1;
+        return;
+    }
+    double *sums = job->sums + (size_t)thread * p->batch * 2 * job->width;
+    struct worker w = {job, p, memory, memory + BELOW * job->width, NULL, job->filter_sums + thread * job->filter_count, sums};
+    w.other = w.line + (size_t)p->z * job->width;
+    long planes = (long)p->batch * p->x;
+    int batch = -1;
+    for (long plane = planes * thread / threads; plane < planes * (thread + 1) / threads; plane++) {
+        if (plane / p->x != batch) {
+            batch = (int)(plane / p->x);
+            take_coefficients(&w, batch);
+            w.sums = sums + (size_t)batch * 2 * job->width;
+        }
+        for (int y = 0; y < p->y; y++)
+            ROWS[p->kind](&w, batch, (int)(plane % p->x), y);
+    }
+}
+
+/* Where the filter of a tap, a channel and an output is in what TensorFlow has. */
+static size_t filter_at(const struct pass *p, int tap, int channel, int output)
+{
+    if (p->kind == PROJECT || p->kind == PROJECT_GRADIENT)
+        return (size_t)channel * p->outputs + output;
+    return ((size_t)tap * p->outputs + output) * p->channels + channel;
+}
+
+static void pack_filters(struct job *job, int taps)
+{
+    const struct pass *p = job->pass;
+    int by_output = p->kind == PROJECT || p->kind == UP_CONVOLVE; /* vectors of outputs, else of channels */
+    for (int tap = 0; tap < taps; tap++)
+        for (int c = 0; c < p->channels; c++)
+            for (int o = 0; o < p->outputs; o++) {
+                size_t at = by_output ? ((size_t)tap * p->channels + c) * job->other_width + o
+                                      : ((size_t)tap * p->outputs + o) * job->width + c;
+                job->filters[at] = p->filters[filter_at(p, tap, c, o)];
+            }
+}
+
+static void write_results(const struct job *job, int taps)
+{
+    const struct pass *p = job->pass;
+    for (int batch = 0; p->sums_to && batch < p->batch; batch++)
+        for (int which = 0; which < 2; which++)
+            for (int c = 0; c < p->channels; c++) {
+                double sum = 0;
+                for (int thread = 0; thread < p->threads; thread++)
+                    sum += job->sums[(((size_t)thread * p->batch + batch) * 2 + which) * job->width + c];
+                p->sums_to[((size_t)batch * 2 + which) * p->channels + c] = (float)sum;
+            }
+    for (int tap = 0; p->filter_gradient && tap < taps; tap++)
+        for (int o = 0; o < p->outputs; o++)
+            for (int c = 0; c < p->channels; c++) {
+                double sum = 0;
+                for (int thread = 0; thread < p->threads; thread++)
+                    sum += job->filter_sums[thread * job->filter_count + ((size_t)tap * p->outputs + o) * job->width + c];
+                p->filter_gradient[filter_at(p, tap, c, o)] = (float)sum;
+            }
+    for (int o = 0; p->bias_gradient && o < p->outputs; o++) {
+        double sum = 0;
+        for (int thread = 0; thread < p->threads; thread++)
+            sum += job->filter_sums[thread * job->filter_count + (size_t)p->outputs * job->width + o];
+        p->bias_gradient[o] = (float)sum;
+    }
+}
+
+int PASSES(const struct pass *p)
+{
+    struct job job = {.pass = p, .width = whole(p->channels), .other_width = whole(p->outputs)};
+    int is_up = p->kind >= UP_CONVOLVE, taps = is_up ? 8 : 1;
+    job.floats = (size_t)BELOW * job.width + (size_t)p->z * job.width + (size_t)p->z * job.other_width * (is_up ? 8 : 1);
+    size_t filters = (size_t)taps * job.width * job.other_width;
+    job.filter_count = p->filter_gradient ? filters + job.other_width : 0;
+    job.filters = aligned_alloc(64, (filters * sizeof(float) + 63) / 64 * 64);
+    job.filter_sums = calloc(job.filter_count * p->threads + 1, sizeof(float));
+    job.sums = calloc((size_t)p->threads * p->batch * 2 * job.width, sizeof(double));
+    job.failed = !job.filters || !job.filter_sums || !job.sums;
+    if (!job.failed) {
+        memset(job.filters, 0, filters * sizeof(float));
+        if (p->filters)
+            pack_filters(&job, taps);
+        run_on_threads(p->threads, pass_thread, &job);
+        write_results(&job, taps);
+    }
+    free(job.filters);
+    free(job.filter_sums);
+    free(job.sums);
+    return job.failed ? -1 : 0;
+}
