@@ -30,8 +30,9 @@ from tests.models.native.reference import (
 LIBRARY = os.environ.get("CPU3D_KERNELS")
 KERNELS = [
     *(("avx2", "float32"), ("avx2", "bfloat16"), ("avx512", "float32"), ("avx512", "bfloat16")),
-    ("avx512_bf16", "bfloat16"),
+    *(("avx512_bf16", "bfloat16"), ("amx", "bfloat16"), ("amx_in_c", "bfloat16")),
 ]
+ROUNDED_ROWS = ("avx512_bf16", "amx", "amx_in_c")
 SHAPES = [(5, 7, 9), (3, 5, 33), (1, 1, 1), (2, 3, 66), (1, 6, 4)]
 CHANNELS = [(1, 16), (3, 6), (6, 2), (16, 4), (8, 13), (20, 32), (16, 16), (48, 8), (33, 48)]
 THREADS = (1, 2, 3, 8)
@@ -62,7 +63,7 @@ class Kernel:
     def __init__(self, library, name, dtype):
         self.library, self.name, self.dtype = library, name, dtype
         self.code, self.numpy = DTYPES[dtype]
-        products = ROUNDED_PRODUCTS if name == "avx512_bf16" else EXACT
+        products = ROUNDED_PRODUCTS if name in ROUNDED_ROWS else EXACT
         self.map_error = EXACT if dtype == "float32" else max(ROUNDED, products)
         self.filter_error = products
 
@@ -266,9 +267,9 @@ def test_scratch_is_what_the_formula_says(kernel, shape, kind):
         if kind == "filters":
             operation.filter_gradient = as_floats(np.zeros(1, np.float32))
         assert kernel.library.native_scratch(kernel.name.encode(), operation, kept, passing) == 0
-        l2_bytes, rounded = os.sysconf(SC_LEVEL2_CACHE_SIZE), kernel.name == "avx512_bf16"
+        l2_bytes, rounded = os.sysconf(SC_LEVEL2_CACHE_SIZE), kernel.name in ROUNDED_ROWS
         dtype_bytes = np.dtype(kernel.numpy).itemsize
-        expected = scratch(dtype_bytes, rounded, shape, channels, outputs, 3, l2_bytes or 1 << 20, kind)
+        expected = scratch(dtype_bytes, rounded, shape, channels, outputs, 3, l2_bytes or 1 << 20, kind, "amx" in kernel.name)
         assert (kept.value, passing.value) == expected
 
 
