@@ -15,6 +15,7 @@ static void tile_config(int rows, int depth)
         config.bytes[i] = (uint16_t)(i == 4 || i == 5 ? 4 * depth : 64);
         config.rows[i] = (uint8_t)(i < 6 ? rows : depth);
     }
+    __asm__ volatile("" ::: "memory"); /* not every compiler knows what the instruction reads */
     _tile_loadconfig(&config);
 }
 
@@ -33,6 +34,7 @@ ALWAYS_INLINE void tile_zero(int tile)
 
 ALWAYS_INLINE void tile_load(int tile, const void *from, size_t stride)
 {
+    __asm__ volatile("" ::: "memory");
 #define CASE(i) if (tile == i) _tile_loadd(i, from, stride);
     EACH_TILE(CASE)
 #undef CASE

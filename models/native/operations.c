@@ -684,31 +684,37 @@ static void correlate_thread(void *argument, int thread, int threads)
         c->failed = 1;
         return;
     }
+    memset(mine.sums, 0, c->thread_sums * sizeof(float));
     tile_config(16, c->l.step / UNIT);
     along_planes(&t, thread, threads, TILES_SUMMED, correlate_plane, &mine);
     tile_release();
 }
 
-/* Adds the threads' sums in their order, and makes the three taps along z of the streams. */
-static void write_filter_gradient(const struct correlation *c)
+/* Adds the threads' sums in their order, and makes the three taps along z of the streams: a thread those of every `threads`-th
+   input of a tap, of 16 outputs at once. */
+static void write_filter_gradient(void *argument, int thread, int threads)
 {
+    const struct correlation *c = argument;
     int inputs = c->l.inputs, outputs = c->l.outputs, groups = c->l.width / GROUP, blocks = c->l.output_width / 16;
-    for (int tap = 0; tap < 9; tap++)
-        for (int i = 0; i < inputs; i++)
-            for (int o = 0; o < outputs; o++) {
-                double taps[3] = {0};
-                for (int k = 0; k < STREAMS; k++) {
-                    size_t panel = ((size_t)(tap * STREAMS + k) * groups + i / GROUP) * blocks + o / 16;
-                    size_t at = (panel * GROUP + i % GROUP) * 16 + o % 16;
-                    double sum = 0;
-                    for (int thread = 0; thread < c->op->threads; thread++)
-                        sum += c->sums[thread * c->thread_sums + at];
-                    for (int z = 0; z < 3; z++)
-                        taps[z] += FILTER_TRANSFORM[k][z] * sum;
-                }
+    for (int part = thread; part < 9 * inputs; part += threads)
+        for (int block = 0; block < blocks; block++) {
+            int tap = part / inputs, i = part % inputs, n = outputs - block * 16 < 16 ? outputs - block * 16 : 16;
+            double taps[3][16] = {{0}};
+            for (int k = 0; k < STREAMS; k++) {
+                size_t panel = ((size_t)(tap * STREAMS + k) * groups + i / GROUP) * blocks + block;
+                const float *from = c->sums + (panel * GROUP + i % GROUP) * 16;
+                double sum[16] = {0};
+                for (int other = 0; other < c->op->threads; other++, from += c->thread_sums)
+                    for (int o = 0; o < 16; o++)
+                        sum[o] += from[o];
                 for (int z = 0; z < 3; z++)
-                    c->op->filter_gradient[((size_t)(tap * 3 + z) * inputs + i) * outputs + o] = (float)taps[z];
+                    for (int o = 0; o < 16; o++)
+                        taps[z][o] += FILTER_TRANSFORM[k][z] * sum[o];
             }
+            for (int z = 0; z < 3; z++)
+                for (int o = 0; o < n; o++)
+                    c->op->filter_gradient[((size_t)(tap * 3 + z) * inputs + i) * outputs + block * 16 + o] = (float)taps[z][o];
+        }
 }
 
 static struct correlation correlation_of(const struct operation *op)
@@ -724,9 +730,8 @@ static int filter_gradient(const struct operation *op)
     c.sums = aligned_alloc(64, c.thread_sums * op->threads * sizeof(float));
     c.failed = !c.sums;
     if (!c.failed) {
-        memset(c.sums, 0, c.thread_sums * op->threads * sizeof(float));
         run_on_threads(op->threads, correlate_thread, &c);
-        write_filter_gradient(&c);
+        run_on_threads(op->threads, write_filter_gradient, &c);
     }
     free(c.sums);
     return c.failed ? -1 : 0;
