@@ -157,27 +157,41 @@ static void multiply(int r, int n, int step, float *sums, size_t next_sums, cons
     }
 }
 
-/* sums[channel][16 outputs] += over `rows` rows and `units` units along z: `n` channels of values times the gradients. */
-ALWAYS_INLINE void correlate_n(int n, float *sums, int rows, const unit *const *values, const unit *const *gradients, size_t at,
-                               size_t gradients_at, int units)
+ALWAYS_INLINE void correlate_unit(int n, vec (*sum)[VECS], const unit *value, const unit *gradient)
 {
-    vec sum[CHANNELS_AT_ONCE][VECS] = {{{0}}};
-    for (int r = 0; r < rows; r++) {
-        const unit *value = values[r] + at, *gradient = gradients[r] + gradients_at;
-        for (int u = 0; u < units; u++, value += GROUP, gradient += GROUP) {
-            vec g[VECS];
-            for (int v = 0; v < VECS; v++)
-                g[v] = load((const float *)gradient + v * LANES);
-#pragma GCC unroll 16
-            for (int c = 0; c < n; c++)
-                for (int v = 0; v < VECS; v++)
-                    sum[c][v] = multiply_add(sum[c][v], g[v], value[c]);
-        }
-    }
+    vec g[VECS];
+    for (int v = 0; v < VECS; v++)
+        g[v] = load((const float *)gradient + v * LANES);
 #pragma GCC unroll 16
     for (int c = 0; c < n; c++)
         for (int v = 0; v < VECS; v++)
+            sum[c][v] = multiply_add(sum[c][v], g[v], value[c]);
+}
+
+/* sums[channel][16 outputs] += over `rows` rows and `units` units along z: `n` channels of values times the gradients. Few
+   channels take every other unit, or every fourth, in sums of their own: so many products that none waits for its sum. */
+ALWAYS_INLINE void correlate_n(int n, float *sums, int rows, const unit *const *values, const unit *const *gradients, size_t at,
+                               size_t gradients_at, int units)
+{
+    const int sets = CHANNELS_AT_ONCE / n;
+    vec sum[CHANNELS_AT_ONCE][VECS] = {{{0}}};
+    for (int r = 0; r < rows; r++) {
+        const unit *value = values[r] + at, *gradient = gradients[r] + gradients_at;
+        int u = 0;
+        for (; u + sets <= units; u += sets)
+#pragma GCC unroll 4
+            for (int set = 0; set < sets; set++, value += GROUP, gradient += GROUP)
+                correlate_unit(n, sum + set * n, value, gradient);
+        for (; u < units; u++, value += GROUP, gradient += GROUP)
+            correlate_unit(n, sum, value, gradient);
+    }
+#pragma GCC unroll 16
+    for (int c = 0; c < n; c++)
+        for (int v = 0; v < VECS; v++) {
+            for (int set = 1; set < sets; set++)
+                sum[c][v] += sum[set * n + c][v];
             store(sums + c * 16 + v * LANES, load(sums + c * 16 + v * LANES) + sum[c][v]);
+        }
 }
 
 static void correlate(int channels, float *sums, int rows, const unit *const *values, const unit *const *gradients, size_t at,

@@ -116,7 +116,7 @@ ALWAYS_INLINE void form_channels(float *line, int width, const void *map, size_t
             value = keep_where(raw * k[SCALE] + k[SHIFT] > k[FLOOR], value);
             value = k[OF_GRADIENT] * value + (k[OF_RAW] * raw + k[CONSTANT]);
         }
-        memcpy(line + (size_t)i * width + c, &value, n == LANES ? sizeof value : sizeof(float) * n);
+        store_values(line, (size_t)i * width + c, value, n, FLOAT32);
     }
 }
 

@@ -76,13 +76,22 @@ ALWAYS_INLINE vec load_some(const float *from, int n) { return load_values(from,
 /* Writes `n` values, n <= LANES; returns them as they were written: rounded where the map is bfloat16. */
 ALWAYS_INLINE vec store_values(void *map, size_t at, vec value, int n, int dtype)
 {
-    if (dtype == FLOAT32) {
-        memcpy((float *)map + at, &value, n == LANES ? sizeof value : sizeof(float) * n);
-        return value;
-    }
+    float *floats = (float *)map + at;
+    uint16_t *shorts = (uint16_t *)map + at;
     halves rounded = to_bfloat16(value);
-    memcpy((uint16_t *)map + at, &rounded, n == LANES ? sizeof rounded : sizeof(uint16_t) * n);
-    return from_bfloat16(rounded);
+#ifdef __AVX512F__
+    __mmask16 lanes = (__mmask16)((1u << n) - 1);
+    if (n < LANES && dtype == FLOAT32)
+        _mm512_mask_storeu_ps(floats, lanes, (__m512)value);
+    else if (n < LANES)
+        _mm256_mask_storeu_epi16(shorts, lanes, (__m256i)rounded);
+    else
+#endif
+    if (dtype == FLOAT32)
+        memcpy(floats, &value, n == LANES ? sizeof value : sizeof(float) * n);
+    else
+        memcpy(shorts, &rounded, n == LANES ? sizeof rounded : sizeof(uint16_t) * n);
+    return dtype == FLOAT32 ? value : from_bfloat16(rounded);
 }
 
 ALWAYS_INLINE vec keep_where(ivec condition, vec value) { return (vec)(condition & (ivec)value); }
