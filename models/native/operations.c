@@ -430,6 +430,7 @@ ALWAYS_INLINE void finish_channels(struct thread *t, struct totals *totals, cons
         outputs_of(streams, outputs);
         for (int j = 0; j < TILE && tile * TILE + j < z; j++) {
             size_t at = (voxel + tile * TILE + j) * out->channels + c;
+            prefetch(out->map, at, dtype, 1);
             vec value = outputs[j];
             value = store_values(out->map, at, value, n, dtype);
             if (out->sums == NORM_SUMS) {

@@ -30,7 +30,16 @@ ALWAYS_INLINE void store(float *to, vec value) { memcpy(to, &value, sizeof value
 
 ALWAYS_INLINE vec splat(float value) { return value - (vec){}; }
 
-ALWAYS_INLINE vec from_bfloat16(halves value) { return (vec)(__builtin_convertvector(value, uvec) << 16); }
+ALWAYS_INLINE uvec widened(halves value)
+{
+#ifdef __AVX512F__ /* one instruction, where compilers make four */
+    return (uvec)_mm512_cvtepu16_epi32((__m256i)value);
+#else
+    return __builtin_convertvector(value, uvec);
+#endif
+}
+
+ALWAYS_INLINE vec from_bfloat16(halves value) { return (vec)(widened(value) << 16); }
 
 /* Rounded to nearest, ties to even. */
 ALWAYS_INLINE halves to_bfloat16(vec value)
@@ -42,6 +51,10 @@ ALWAYS_INLINE halves to_bfloat16(vec value)
     return __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, halves);
 #endif
 }
+
+/* Asks for what comes 2 KB after element `at`: rows are short, and a CPU's own prefetch stops at each page. */
+#define prefetch(map, at, dtype, write) \
+    __builtin_prefetch((const void *)((uintptr_t)(map) + (at) * ((dtype) == FLOAT32 ? 4 : 2) + 2048), write)
 
 /* Reads `n` values of a map from element `at` on, n <= LANES; lanes beyond them are 0. */
 ALWAYS_INLINE vec load_values(const void *map, size_t at, int n, int dtype)
