@@ -23,7 +23,7 @@ enum { VECS = 16 / LANES }; /* vectors of 16 outputs */
 #ifdef TILES
 #include "amx.h"
 
-enum { STEP = 2, MOST_SUMS = 4 * 16 }; /* tiles of four registers */
+enum { MOST_SUMS = 4 * 16 }; /* tiles of four registers */
 
 /* As `multiply` below, by `count` = up to four tile registers of `step` tiles each: 16 channels at once. */
 ALWAYS_INLINE void multiply_tiles(int count, int r, int n, int step, float *sums, size_t next_sums, const unit *const *rows,
@@ -109,7 +109,6 @@ ALWAYS_INLINE vec multiply_add(vec sum, vec weights, unit spread)
 #endif
 }
 
-enum { STEP = 2 };          /* tiles: rows are padded to a multiple of it */
 #ifdef __AVX512F__
 enum { MOST_SUMS = 28, CHANNELS_AT_ONCE = 16 }; /* sums in registers, of 32 */
 #else
@@ -148,8 +147,9 @@ static void multiply(int r, int n, int step, float *sums, size_t next_sums, cons
     (void)step;
     switch (r * 100 + n) {
 #define CASE(r, n) case r * 100 + n: multiply_n(r, n, sums, next_sums, rows, weights, units, next_group); break;
-    CASE(1, 2) CASE(1, 4) CASE(1, 6) CASE(2, 2)
+    CASE(1, 1) CASE(1, 2) CASE(1, 3) CASE(1, 4) CASE(1, 5) CASE(1, 6) CASE(2, 1) CASE(2, 2) CASE(2, 3) CASE(4, 1)
 #ifdef __AVX512F__
+    CASE(1, 7) CASE(2, 5) CASE(2, 7) CASE(4, 3) CASE(4, 5) CASE(4, 7) CASE(8, 1) CASE(8, 3)
     CASE(1, 8) CASE(1, 10) CASE(1, 12) CASE(1, 14) CASE(1, 16) CASE(1, 18) CASE(1, 20) CASE(1, 22) CASE(1, 24) CASE(1, 26) CASE(1, 28)
     CASE(2, 4) CASE(2, 6) CASE(2, 8) CASE(2, 10) CASE(2, 12) CASE(2, 14) CASE(4, 2) CASE(4, 4) CASE(4, 6) CASE(8, 2)
 #endif
@@ -249,10 +249,10 @@ static struct layout layout_of(const struct operation *op, int outputs, int with
 {
     struct layout l = {.inputs = op->input.channels[0] + op->input.channels[1], .outputs = outputs};
     int tiles = (op->z + TILE - 1) / TILE;
-    l.step = STEP, l.most = MOST_SUMS;
+    l.step = tiles < 8 ? UNIT : 2, l.most = MOST_SUMS; /* the sizes for which there is a `multiply` */
 #ifdef TILES /* a tile register takes up to 16 tiles, or 16 pairs of them */
     int register_tiles = with_gradient ? 32 : 16, blocks = (tiles + register_tiles - 1) / register_tiles;
-    l.step = round_up((tiles + blocks - 1) / blocks, STEP), l.most = 4 * l.step;
+    l.step = round_up((tiles + blocks - 1) / blocks, 2), l.most = 4 * l.step;
 #endif
     l.tiles = round_up(tiles, l.step);
     l.width = round_up(l.inputs, GROUP), l.output_width = round_up(outputs, GROUP);

@@ -68,7 +68,7 @@ def scratch(dtype_bytes, bfloat16_rows, shape, channels, outputs, threads, l2_by
     if amx:  # whole registers of up to 16 tiles, or pairs of tiles
         blocks = -(-tiles // (32 if kind == "filters" else 16))
         tiles = blocks * up(-(-tiles // blocks), 2)
-    tiles = up(tiles, 2)
+    tiles = up(tiles, 2 if tiles >= 8 else unit)
     width, output_width = up(channels, 16), up(outputs, 16)
 
     def row_bytes(width):
