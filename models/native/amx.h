@@ -1,5 +1,6 @@
-/* AMX's tile instructions as functions, in registers of 16 rows of 64 bytes: 0 to 3 hold sums, 4 and 5 the left factors, 6 and 7 the
-   right ones. Without -mamx-bf16 they are plain C with the order of sums that Intel documents (its denormals, which are 0, aside). */
+/* AMX's tile instructions as functions, in registers of 16 rows of 64 bytes: 0 to 3 hold sums, 4 and 5 the left factors,
+   6 and 7 the right ones. Without -mamx-bf16 they are plain C with the order of sums that Intel documents, but for
+   denormals, which the hardware takes for 0. Tried as plain C alone: the instructions were compiled, never run. */
 #ifndef AMX_H
 #define AMX_H
 
@@ -15,7 +16,7 @@ static void tile_config(int rows, int depth)
         config.bytes[i] = (uint16_t)(i == 4 || i == 5 ? 4 * depth : 64);
         config.rows[i] = (uint8_t)(i < 6 ? rows : depth);
     }
-    __asm__ volatile("" ::: "memory"); /* not every compiler knows what the instruction reads */
+    __asm__ volatile("" ::"r"(&config) : "memory"); /* GCC takes the instruction to read 8 bytes */
     _tile_loadconfig(&config);
 }
 
@@ -34,7 +35,7 @@ ALWAYS_INLINE void tile_zero(int tile)
 
 ALWAYS_INLINE void tile_load(int tile, const void *from, size_t stride)
 {
-    __asm__ volatile("" ::: "memory");
+    __asm__ volatile("" ::: "memory"); /* and this one none */
 #define CASE(i) if (tile == i) _tile_loadd(i, from, stride);
     EACH_TILE(CASE)
 #undef CASE

@@ -115,8 +115,9 @@ enum { MOST_SUMS = 28, CHANNELS_AT_ONCE = 16 }; /* sums in registers, of 32 */
 enum { MOST_SUMS = 6, CHANNELS_AT_ONCE = 4 }; /* of 16 */
 #endif
 
-/* sums[row][tile][16 outputs] of `r` rows of `n` tiles: over nine rows (rows[tap][row]) and `units` units a tile of each. A group's
-   tiles follow each other; `next_group` units on is the next group. Weights are [tap][unit][16 outputs], each as large as a unit. */
+/* sums[row][tile][16 outputs] of `r` rows of `n` tiles: over nine rows each (rows[tap][row]) and `units` units a tile of
+   each. A group's tiles follow each other; `next_group` units on is the next group. Weights are [tap][unit][16 outputs],
+   each as large as a unit. */
 ALWAYS_INLINE void multiply_n(int r, int n, float *sums, size_t next_sums, const unit *const *rows, const unit *weights, int units,
                               size_t next_group)
 {
@@ -150,7 +151,8 @@ static void multiply(int r, int n, int step, float *sums, size_t next_sums, cons
     CASE(1, 1) CASE(1, 2) CASE(1, 3) CASE(1, 4) CASE(1, 5) CASE(1, 6) CASE(2, 1) CASE(2, 2) CASE(2, 3) CASE(4, 1)
 #ifdef __AVX512F__
     CASE(1, 7) CASE(2, 5) CASE(2, 7) CASE(4, 3) CASE(4, 5) CASE(4, 7) CASE(8, 1) CASE(8, 3)
-    CASE(1, 8) CASE(1, 10) CASE(1, 12) CASE(1, 14) CASE(1, 16) CASE(1, 18) CASE(1, 20) CASE(1, 22) CASE(1, 24) CASE(1, 26) CASE(1, 28)
+    CASE(1, 8) CASE(1, 10) CASE(1, 12) CASE(1, 14) CASE(1, 16) CASE(1, 18) CASE(1, 20) CASE(1, 22) CASE(1, 24) CASE(1, 26)
+    CASE(1, 28)
     CASE(2, 4) CASE(2, 6) CASE(2, 8) CASE(2, 10) CASE(2, 12) CASE(2, 14) CASE(4, 2) CASE(4, 4) CASE(4, 6) CASE(8, 2)
 #endif
 #undef CASE
@@ -504,7 +506,8 @@ static void convolve_plane(struct thread *t, void *argument, int batch, int x, i
                     int n = round_up((l->tiles - done + chunks - i - 1) / (chunks - i), l->step);
                     for (int j = 0; j < 9 * r; j++)
                         rows[j] = around[j] + k * stream + (size_t)done * GROUP_UNITS;
-                    multiply(r, n, l->step, t->sums + ((size_t)k * l->tiles + done) * 16, next_sums, rows, weights, units, next_group);
+                    float *sums = t->sums + ((size_t)k * l->tiles + done) * 16;
+                    multiply(r, n, l->step, sums, next_sums, rows, weights, units, next_group);
                     done += n;
                 }
             for (int j = 0; j < r; j++) {

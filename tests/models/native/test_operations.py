@@ -34,6 +34,13 @@ KERNELS = [
 ]
 ROUNDED_ROWS = ("avx512_bf16", "amx", "amx_in_c")
 SHAPES = [(5, 7, 9), (3, 5, 33), (1, 1, 1), (2, 3, 66), (1, 6, 4)]
+SHAPES += [
+    (2, 11, 4),
+    (1, 13, 12),
+    (1, 7, 20),
+    (2, 3, 28),
+    (1, 2, 130),
+]  # several rows at once; several registers a row
 CHANNELS = [(1, 16), (3, 6), (6, 2), (16, 4), (8, 13), (20, 32), (16, 16), (48, 8), (33, 48)]
 THREADS = (1, 2, 3, 8)
 SC_LEVEL2_CACHE_SIZE = 191  # of glibc
@@ -269,7 +276,8 @@ def test_scratch_is_what_the_formula_says(kernel, shape, kind):
         assert kernel.library.native_scratch(kernel.name.encode(), operation, kept, passing) == 0
         l2_bytes, rounded = os.sysconf(SC_LEVEL2_CACHE_SIZE), kernel.name in ROUNDED_ROWS
         dtype_bytes = np.dtype(kernel.numpy).itemsize
-        expected = scratch(dtype_bytes, rounded, shape, channels, outputs, 3, l2_bytes or 1 << 20, kind, "amx" in kernel.name)
+        l2_bytes, amx = l2_bytes or 1 << 20, "amx" in kernel.name
+        expected = scratch(dtype_bytes, rounded, shape, channels, outputs, 3, l2_bytes, kind, amx)
         assert (kept.value, passing.value) == expected
 
 
