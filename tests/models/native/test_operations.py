@@ -11,7 +11,9 @@ import pytest
 
 from models.native.build import build
 from tests.models.native.reference import (
+    BFLOAT16,
     DTYPES,
+    FLOAT32,
     MOMENTS,
     NO_SUMS,
     NORM_SUMS,
@@ -261,6 +263,15 @@ def test_nan_is_not_hidden_by_the_relu_on_load(kernel):
     coefficients = np.ones((1, 6, 4), np.float32)
     result, _ = kernel.convolve(shape, 1, given([values], coefficients), filters)
     assert np.isnan(result[0, 1, 1, 2].astype(np.float32)).all()
+
+
+def test_emulated_tiles_are_taken_by_name_alone_and_for_bfloat16_alone(library, monkeypatch):
+    monkeypatch.delenv("CPU3D_INSTRUCTION_SET", raising=False)
+    best = [library.native_kernels(None, code) for code in (FLOAT32, BFLOAT16)]
+    monkeypatch.setenv("CPU3D_INSTRUCTION_SET", "amx_in_c")
+    named = [library.native_kernels(None, code) for code in (FLOAT32, BFLOAT16)]
+    assert named[0] == best[0]
+    assert named[1] not in best
 
 
 @pytest.mark.parametrize("kind", ["convolve", "in place", "filters"])
