@@ -17,7 +17,7 @@ from typing import List, Optional, Sequence
 
 HERE = Path(__file__).resolve().parent
 BUILT = HERE / "built"
-SOURCES = ("native.h", "vectors.h", "rows.h", "operations.c", "passes.c", "pool.c", "select.c", "door.c")
+SOURCES = ("native.h", "vectors.h", "rows.h", "amx.h", "operations.c", "passes.c", "pool.c", "select.c", "door.c")
 OPTIONS = ("-O3", "-std=gnu11", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-function")
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
@@ -25,6 +25,8 @@ INSTRUCTION_SETS = {
     "avx2": AVX2,
     "avx512": AVX512,
     "avx512_bf16": (*AVX512, "-mavx512bf16", "-DBFLOAT16_ROWS"),
+    "amx": (*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-DBFLOAT16_ROWS", "-DTILES"),
+    "amx_in_c": (*AVX2, "-DBFLOAT16_ROWS", "-DTILES"),
 }
 """Name -> options with which operations.c is compiled for it."""
 

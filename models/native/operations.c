@@ -18,6 +18,87 @@
 
 /* --- The micro-kernels: all the arithmetic that counts --- */
 
+enum { VECS = 16 / LANES }; /* vectors of 16 outputs */
+
+#ifdef TILES
+#include "amx.h"
+
+enum { MOST_SUMS = 4 * 16 }; /* tiles of four registers */
+
+/* As `multiply` below, by `count` = up to four tile registers of `step` tiles each: 16 channels at once. */
+ALWAYS_INLINE void multiply_tiles(int count, int r, int n, int step, float *sums, size_t next_sums, const unit *const *rows,
+                                  const unit *weights, int units, size_t next_group)
+{
+    int blocks = n / step;
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++)
+        tile_zero(i);
+    for (int tap = 0; tap < 9; tap++, rows += r)
+        for (int u = 0; u < units; u += GROUP_UNITS, weights += 16 * GROUP_UNITS) {
+            tile_load(6, weights, 64);
+#pragma GCC unroll 4
+            for (int i = 0; i < count; i++) {
+                tile_load(4 + i % 2, rows[i / blocks] + u / GROUP_UNITS * next_group + i % blocks * step * GROUP_UNITS, 2 * GROUP);
+                tile_multiply_add(i, 4 + i % 2, 6);
+            }
+        }
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++)
+        tile_store(i, sums + i / blocks * next_sums + i % blocks * step * 16, 64);
+}
+
+static void multiply(int r, int n, int step, float *sums, size_t next_sums, const unit *const *rows, const unit *weights, int units,
+                     size_t next_group)
+{
+    switch (r * n / step) {
+#define CASE(count) case count: multiply_tiles(count, r, n, step, sums, next_sums, rows, weights, units, next_group); break;
+    CASE(1) CASE(2) CASE(3) CASE(4)
+#undef CASE
+    }
+}
+
+/* As `correlate` below, with values that `transpose_row` has transposed, `step` units at once: four sums side by side. */
+static void correlate(int channels, float *sums, int rows, const unit *const *values, const unit *const *gradients, size_t at,
+                      size_t gradients_at, int units, int step)
+{
+    (void)channels;
+    float some[4][GROUP * 16] __attribute__((aligned(64)));
+    int r = 0, u = 0;
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+        tile_zero(i);
+    while (r < rows) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4 && r < rows; i++) {
+            tile_load(4 + i % 2, values[r] + at + u * GROUP, 4 * step);
+            tile_load(6 + i % 2, gradients[r] + gradients_at + u * GROUP, 64);
+            tile_multiply_add(i, 4 + i % 2, 6 + i % 2);
+            if ((u += step) == units)
+                u = 0, r++;
+        }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+        tile_store(i, some[i], 64);
+    for (int i = 0; i < GROUP * 16; i += LANES)
+        store(sums + i, load(sums + i) + ((load(some[0] + i) + load(some[1] + i)) + (load(some[2] + i) + load(some[3] + i))));
+}
+
+/* Each block of `step` pairs of tiles x 16 channels becomes 16 channels x step pairs. */
+static void transpose_row(unit *row, int blocks, int step)
+{
+    for (; blocks > 0; blocks--, row += step * GROUP) {
+        unit copy[16 * GROUP];
+        memcpy(copy, row, sizeof(unit) * step * GROUP);
+        for (int c = 0; c < GROUP; c++)
+            for (int i = 0; i < step; i++)
+                row[c * step + i] = copy[i * GROUP + c];
+    }
+}
+#else
+static void tile_config(int rows, int depth) { (void)rows, (void)depth; }
+static void tile_release(void) {}
+
 /* sum + weights * (the unit, spread over all lanes) */
 ALWAYS_INLINE vec multiply_add(vec sum, vec weights, unit spread)
 {
@@ -28,78 +109,97 @@ ALWAYS_INLINE vec multiply_add(vec sum, vec weights, unit spread)
 #endif
 }
 
-enum { VECS = 16 / LANES }; /* vectors of 16 outputs */
-enum { STEP = 2 };          /* tiles: rows are padded to a multiple of it */
 #ifdef __AVX512F__
-enum { MOST_TILES = 28, CHANNELS_AT_ONCE = 16 }; /* sums in registers, of 32 */
+enum { MOST_SUMS = 28, CHANNELS_AT_ONCE = 16 }; /* sums in registers, of 32 */
 #else
-enum { MOST_TILES = 6, CHANNELS_AT_ONCE = 4 }; /* of 16 */
+enum { MOST_SUMS = 6, CHANNELS_AT_ONCE = 4 }; /* of 16 */
 #endif
 
-/* sums[tile][16 outputs] of `n` tiles: over the nine rows and `units` units a tile of each. A group's tiles follow each
-   other; `next_group` units on is the next group. Weights are [row][unit][16 outputs], each as large as a unit. */
-ALWAYS_INLINE void multiply_n(int n, float *sums, const unit *const *rows, const unit *weights, int units, size_t next_group)
+/* sums[row][tile][16 outputs] of `r` rows of `n` tiles: over nine rows each (rows[tap][row]) and `units` units a tile of
+   each. A group's tiles follow each other; `next_group` units on is the next group. Weights are [tap][unit][16 outputs],
+   each as large as a unit. */
+ALWAYS_INLINE void multiply_n(int r, int n, float *sums, size_t next_sums, const unit *const *rows, const unit *weights, int units,
+                              size_t next_group)
 {
-    vec sum[MOST_TILES][VECS] = {{{0}}};
-    for (int tap = 0; tap < 9; tap++) {
-        const unit *row = rows[tap];
-        for (int left = units; left > 0; left -= GROUP_UNITS, row += next_group) {
-            int count = left < GROUP_UNITS ? left : GROUP_UNITS;
+    vec sum[MOST_SUMS][VECS] = {{{0}}};
+    for (int tap = 0; tap < 9; tap++, rows += r)
+        for (int done = 0; done < units; done += GROUP_UNITS) {
+            size_t group = done / GROUP_UNITS * next_group;
+            int count = units - done < GROUP_UNITS ? units - done : GROUP_UNITS;
             for (int u = 0; u < count; u++, weights += 16) {
                 vec weight[VECS];
                 for (int v = 0; v < VECS; v++)
                     weight[v] = load((const float *)weights + v * LANES);
 #pragma GCC unroll 28
-                for (int t = 0; t < n; t++)
+                for (int t = 0; t < r * n; t++)
                     for (int v = 0; v < VECS; v++)
-                        sum[t][v] = multiply_add(sum[t][v], weight[v], row[t * GROUP_UNITS + u]);
+                        sum[t][v] = multiply_add(sum[t][v], weight[v], rows[t / n][group + t % n * GROUP_UNITS + u]);
             }
         }
-    }
 #pragma GCC unroll 28
-    for (int t = 0; t < n; t++)
+    for (int t = 0; t < r * n; t++)
         for (int v = 0; v < VECS; v++)
-            store(sums + t * 16 + v * LANES, sum[t][v]);
+            store(sums + t / n * next_sums + t % n * 16 + v * LANES, sum[t][v]);
 }
 
-static void multiply(int n, float *sums, const unit *const *rows, const unit *weights, int units, size_t next_group)
+static void multiply(int r, int n, int step, float *sums, size_t next_sums, const unit *const *rows, const unit *weights, int units,
+                     size_t next_group)
 {
-    switch (n) {
-#define CASE(n) case n: multiply_n(n, sums, rows, weights, units, next_group); break;
-    CASE(2) CASE(4) CASE(6)
+    (void)step;
+    switch (r * 100 + n) {
+#define CASE(r, n) case r * 100 + n: multiply_n(r, n, sums, next_sums, rows, weights, units, next_group); break;
+    CASE(1, 1) CASE(1, 2) CASE(1, 3) CASE(1, 4) CASE(1, 5) CASE(1, 6) CASE(2, 1) CASE(2, 2) CASE(2, 3) CASE(4, 1)
 #ifdef __AVX512F__
-    CASE(8) CASE(10) CASE(12) CASE(14) CASE(16) CASE(18) CASE(20) CASE(22) CASE(24) CASE(26) CASE(28)
+    CASE(1, 7) CASE(2, 5) CASE(2, 7) CASE(4, 3) CASE(4, 5) CASE(4, 7) CASE(8, 1) CASE(8, 3)
+    CASE(1, 8) CASE(1, 10) CASE(1, 12) CASE(1, 14) CASE(1, 16) CASE(1, 18) CASE(1, 20) CASE(1, 22) CASE(1, 24) CASE(1, 26)
+    CASE(1, 28)
+    CASE(2, 4) CASE(2, 6) CASE(2, 8) CASE(2, 10) CASE(2, 12) CASE(2, 14) CASE(4, 2) CASE(4, 4) CASE(4, 6) CASE(8, 2)
 #endif
 #undef CASE
     }
 }
 
-/* sums[channel][16 outputs] += over `rows` rows and `units` units along z: `n` channels of values times the gradients. */
-ALWAYS_INLINE void correlate_n(int n, float *sums, int rows, const unit *const *values, const unit *const *gradients, size_t at,
-                               size_t gradients_at, int units)
+ALWAYS_INLINE void correlate_unit(int n, vec (*sum)[VECS], const unit *value, const unit *gradient)
 {
-    vec sum[CHANNELS_AT_ONCE][VECS] = {{{0}}};
-    for (int r = 0; r < rows; r++) {
-        const unit *value = values[r] + at, *gradient = gradients[r] + gradients_at;
-        for (int u = 0; u < units; u++, value += GROUP, gradient += GROUP) {
-            vec g[VECS];
-            for (int v = 0; v < VECS; v++)
-                g[v] = load((const float *)gradient + v * LANES);
-#pragma GCC unroll 16
-            for (int c = 0; c < n; c++)
-                for (int v = 0; v < VECS; v++)
-                    sum[c][v] = multiply_add(sum[c][v], g[v], value[c]);
-        }
-    }
+    vec g[VECS];
+    for (int v = 0; v < VECS; v++)
+        g[v] = load((const float *)gradient + v * LANES);
 #pragma GCC unroll 16
     for (int c = 0; c < n; c++)
         for (int v = 0; v < VECS; v++)
+            sum[c][v] = multiply_add(sum[c][v], g[v], value[c]);
+}
+
+/* sums[channel][16 outputs] += over `rows` rows and `units` units along z: `n` channels of values times the gradients. Few
+   channels take every other unit, or every fourth, in sums of their own: so many products that none waits for its sum. */
+ALWAYS_INLINE void correlate_n(int n, float *sums, int rows, const unit *const *values, const unit *const *gradients, size_t at,
+                               size_t gradients_at, int units)
+{
+    const int sets = CHANNELS_AT_ONCE / n;
+    vec sum[CHANNELS_AT_ONCE][VECS] = {{{0}}};
+    for (int r = 0; r < rows; r++) {
+        const unit *value = values[r] + at, *gradient = gradients[r] + gradients_at;
+        int u = 0;
+        for (; u + sets <= units; u += sets)
+#pragma GCC unroll 4
+            for (int set = 0; set < sets; set++, value += GROUP, gradient += GROUP)
+                correlate_unit(n, sum + set * n, value, gradient);
+        for (; u < units; u++, value += GROUP, gradient += GROUP)
+            correlate_unit(n, sum, value, gradient);
+    }
+#pragma GCC unroll 16
+    for (int c = 0; c < n; c++)
+        for (int v = 0; v < VECS; v++) {
+            for (int set = 1; set < sets; set++)
+                sum[c][v] += sum[set * n + c][v];
             store(sums + c * 16 + v * LANES, load(sums + c * 16 + v * LANES) + sum[c][v]);
+        }
 }
 
 static void correlate(int channels, float *sums, int rows, const unit *const *values, const unit *const *gradients, size_t at,
-                      size_t gradients_at, int units)
+                      size_t gradients_at, int units, int step)
 {
+    (void)step;
     for (int c = 0; c < channels; c += CHANNELS_AT_ONCE, at += CHANNELS_AT_ONCE, sums += CHANNELS_AT_ONCE * 16) {
         int n = channels - c < CHANNELS_AT_ONCE ? channels - c : CHANNELS_AT_ONCE;
         switch (n) {
@@ -113,10 +213,14 @@ static void correlate(int channels, float *sums, int rows, const unit *const *va
     }
 }
 
+static void transpose_row(unit *row, int blocks, int step) { (void)row, (void)blocks, (void)step; }
+#endif
+
 /* --- How an operation is cut --- */
 
 struct layout {
-    int tiles;                /* of a row */
+    int tiles, step;          /* of a row; a row is padded to whole steps */
+    int most;                 /* tiles of one call of `multiply` */
     int inputs, outputs;      /* channels */
     int width, output_width;  /* the same, rounded up to whole groups */
     int y_rows;               /* of a tile along y, without its borders */
@@ -125,7 +229,11 @@ struct layout {
 };
 
 static int round_up(int value, int to) { return (value + to - 1) / to * to; }
+#ifdef TILES
+static int units_of(int channels) { return round_up(channels, GROUP) / UNIT; }
+#else
 static int units_of(int channels) { return (channels + UNIT - 1) / UNIT; }
+#endif
 
 /* Rows that begin at equal addresses modulo 4096 would share sets of the cache L1: they begin 17 lines further on. */
 static size_t row_units(int width, int tiles)
@@ -134,12 +242,21 @@ static size_t row_units(int width, int tiles)
     return (lines + (49 - lines % 32) % 32) * 16;
 }
 
+/* Of a row, or of as many rows as are multiplied at once: at most 64 tiles. */
+static size_t stream_sums(const struct layout *l) { return (size_t)STREAMS * 16 * (l->tiles > 64 ? l->tiles : 64); }
+
 /* A thread keeps `bytes`, the most of all operations so far: a ring of rows, two lines, and sums of the streams. What else an
    operation takes goes at its end: see `scratch`. tests/models/native/reference.py has all as a formula. */
 static struct layout layout_of(const struct operation *op, int outputs, int with_gradient)
 {
     struct layout l = {.inputs = op->input.channels[0] + op->input.channels[1], .outputs = outputs};
-    l.tiles = round_up((op->z + TILE - 1) / TILE, STEP);
+    int tiles = (op->z + TILE - 1) / TILE;
+    l.step = tiles < 8 ? UNIT : 2, l.most = MOST_SUMS; /* the sizes for which there is a `multiply` */
+#ifdef TILES /* a tile register takes up to 16 tiles, or 16 pairs of them */
+    int register_tiles = with_gradient ? 32 : 16, blocks = (tiles + register_tiles - 1) / register_tiles;
+    l.step = round_up((tiles + blocks - 1) / blocks, 2), l.most = 4 * l.step;
+#endif
+    l.tiles = round_up(tiles, l.step);
     l.width = round_up(l.inputs, GROUP), l.output_width = round_up(outputs, GROUP);
     l.row = row_units(l.width, l.tiles);
     l.gradient_row = with_gradient ? row_units(l.output_width, l.tiles) : 0;
@@ -150,7 +267,7 @@ static struct layout layout_of(const struct operation *op, int outputs, int with
     l.y_rows = (op->y + cuts - 1) / cuts;
     l.ring = (3 * (l.y_rows + 2) + 1) * l.row + l.y_rows * l.gradient_row;
     l.line = (size_t)(l.tiles * TILE + 2) * l.width, l.output_line = (size_t)(l.tiles * TILE + 2) * l.output_width;
-    size_t sums = (size_t)STREAMS * l.tiles * 16;
+    size_t sums = stream_sums(&l);
     l.bytes = l.ring * sizeof(unit) + (l.line + l.output_line + sums) * sizeof(float) + 2 * l.y_rows * sizeof(void *);
     return l;
 }
@@ -178,7 +295,7 @@ static int open_thread(struct thread *t, const struct operation *op, const struc
     t->line = (float *)(t->rows + l->ring);
     t->output_line = t->line + l->line;
     t->sums = t->output_line + l->output_line;
-    t->pointers = (const unit **)(t->sums + (size_t)STREAMS * l->tiles * 16);
+    t->pointers = (const unit **)(t->sums + stream_sums(l));
     memset(t->zero_row, 0, l->row * sizeof(unit));
     memset(t->line, 0, (l->line + l->output_line) * sizeof(float)); /* the borders stay 0 */
     return 0;
@@ -211,6 +328,8 @@ static void fill_row(struct thread *t, unit *row, const struct input *in, int wi
     float *line = (purpose == GRADIENT_TILES_SUMMED ? t->output_line : t->line) + width;
     form_row(line, width, in, batch, voxel_of(t->op, batch, x, y), t->op->z, t->op->dtype);
     store_row(row, line, width, t->l->tiles, purpose);
+    if (purpose == TILES_SUMMED)
+        transpose_row(row, STREAMS * (width / GROUP) * (t->l->tiles / t->l->step), t->l->step / UNIT);
 }
 
 /* The same in place, of plane x of a slab x0 ... x1 - 1 and a tile y0 ... y1 - 1: reads the copy where the map has gone. */
@@ -313,6 +432,7 @@ ALWAYS_INLINE void finish_channels(struct thread *t, struct totals *totals, cons
         outputs_of(streams, outputs);
         for (int j = 0; j < TILE && tile * TILE + j < z; j++) {
             size_t at = (voxel + tile * TILE + j) * out->channels + c;
+            prefetch(out->map, at, dtype, 1);
             vec value = outputs[j];
             value = store_values(out->map, at, value, n, dtype);
             if (out->sums == NORM_SUMS) {
@@ -344,11 +464,11 @@ ALWAYS_INLINE void finish_channels(struct thread *t, struct totals *totals, cons
     }
 }
 
-static void finish(struct thread *t, struct totals *totals, int block, int batch, size_t voxel)
+static void finish(struct thread *t, struct totals *totals, const float *row_sums, int block, int batch, size_t voxel)
 {
     for (int v = 0; v < VECS; v++) {
         int c = block * 16 + v * LANES, n = t->l->outputs - c;
-        float *sums = t->sums + v * LANES;
+        const float *sums = row_sums + v * LANES;
         if (n >= LANES && t->op->dtype == FLOAT32) finish_channels(t, totals, sums, c, batch, voxel, LANES, FLOAT32);
         else if (n >= LANES) finish_channels(t, totals, sums, c, batch, voxel, LANES, BFLOAT16);
         else if (n > 0) finish_channels(t, totals, sums, c, batch, voxel, n, t->op->dtype);
@@ -357,30 +477,46 @@ static void finish(struct thread *t, struct totals *totals, int block, int batch
 
 struct convolution_thread { const struct convolution *convolution; struct totals totals; };
 
+/* Where rows are short several neighbours are multiplied at once: they share the weights, and keep more sums in flight. */
+static int rows_at_once(const struct layout *l, int left)
+{
+    int rows = 8;
+    while (rows > 1 && (rows > left || rows * l->tiles > l->most))
+        rows /= 2;
+    return rows;
+}
+
 static void convolve_plane(struct thread *t, void *argument, int batch, int x, int y0, int y1)
 {
     struct convolution_thread *mine = argument;
     const struct convolution *c = mine->convolution;
     const struct layout *l = t->l;
-    int units = units_of(l->inputs), chunks = (l->tiles + MOST_TILES - 1) / MOST_TILES;
+    int units = units_of(l->inputs), chunks = (l->tiles + l->most - 1) / l->most, z = t->op->z;
     size_t next_group = (size_t)l->tiles * GROUP_UNITS, stream = next_group * (l->width / GROUP);
-    for (int y = y0; y < y1; y++) {
-        const unit *weights = c->weights, *around[9], *rows[9];
-        for (int tap = 0; tap < 9; tap++)
-            around[tap] = ring_row(t, x + tap / 3 - 1, y + tap % 3 - 1, y0);
+    size_t next_sums = (size_t)STREAMS * l->tiles * 16;
+    double *count = mine->totals.count + batch, before = *count;
+    for (int r, y = y0; y < y1; y += r, before += (double)r * z) {
+        const unit *weights = c->weights, *around[9 * 8], *rows[9 * 8];
+        r = rows_at_once(l, y1 - y);
+        for (int i = 0; i < 9 * r; i++)
+            around[i] = ring_row(t, x + i / r / 3 - 1, y + i % r + i / r % 3 - 1, y0);
         for (int block = 0; block < l->output_width / 16; block++) {
             for (int k = 0; k < STREAMS; k++, weights += 9 * units * 16)
                 for (int done = 0, i = 0; i < chunks; i++) {
-                    int n = round_up((l->tiles - done + chunks - i - 1) / (chunks - i), STEP);
-                    for (int tap = 0; tap < 9; tap++)
-                        rows[tap] = around[tap] + k * stream + (size_t)done * GROUP_UNITS;
-                    multiply(n, t->sums + ((size_t)k * l->tiles + done) * 16, rows, weights, units, next_group);
+                    int n = round_up((l->tiles - done + chunks - i - 1) / (chunks - i), l->step);
+                    for (int j = 0; j < 9 * r; j++)
+                        rows[j] = around[j] + k * stream + (size_t)done * GROUP_UNITS;
+                    float *sums = t->sums + ((size_t)k * l->tiles + done) * 16;
+                    multiply(r, n, l->step, sums, next_sums, rows, weights, units, next_group);
                     done += n;
                 }
-            finish(t, &mine->totals, block, batch, voxel_of(t->op, batch, x, y));
+            for (int j = 0; j < r; j++) {
+                *count = before + (double)j * z;
+                finish(t, &mine->totals, t->sums + j * next_sums, block, batch, voxel_of(t->op, batch, x, y + j));
+            }
         }
-        mine->totals.count[batch] += t->op->z;
     }
+    *count = before;
 }
 
 static void copy_planes_beside(void *argument, int thread, int threads)
@@ -409,7 +545,9 @@ static void convolve_thread(void *argument, int thread, int threads)
         t.beside = c->copies + thread * c->thread_copies;
         t.last_rows = c->copies + thread * c->thread_copies + 2 * c->op->y * row_bytes(c->op);
     }
+    tile_config(c->l.step, GROUP_UNITS);
     along_planes(&t, thread, threads, CHANNELS_SUMMED, convolve_plane, &mine);
+    tile_release();
 }
 
 static void pack_weight(unit *to, int index, float value)
@@ -423,26 +561,35 @@ static void pack_weight(unit *to, int index, float value)
 #endif
 }
 
-/* The filters' streams in the order in which `multiply` reads them; outputs that are not there are 0. */
-static void pack_weights(const struct convolution *c)
+/* The filters' streams in the order in which `multiply` reads them; outputs and inputs that are not there are 0. A thread packs
+   every `threads`-th of the taps of a block of 16 outputs, and transforms a unit's three filters along z for all 16 at once. */
+static void pack_weights(void *argument, int thread, int threads)
 {
-    int inputs = c->l.inputs, outputs = c->l.outputs;
-    unit *to = c->weights;
-    for (int block = 0; block < c->l.output_width; block += 16)
-        for (int k = 0; k < STREAMS; k++)
-            for (int tap = 0; tap < 9; tap++)
-                for (int i = 0; i < inputs; i += UNIT, to += 16)
-                    for (int o = 0; o < 16; o++)
-                        for (int u = 0; u < UNIT; u++) {
-                            float sum = 0;
-                            for (int z = 0; z < 3 && block + o < outputs && i + u < inputs; z++) {
-                                long position = tap * 3 + z, in = i + u, out = block + o;
-                                long at = c->op->transposed ? ((26 - position) * outputs + out) * inputs + in
-                                                            : (position * inputs + in) * outputs + out;
-                                sum += FILTER_TRANSFORM[k][z] * c->op->filters[at];
-                            }
-                            pack_weight(to, o * UNIT + u, sum);
-                        }
+    const struct convolution *c = argument;
+    int inputs = c->l.inputs, outputs = c->l.outputs, units = units_of(inputs);
+    for (int part = thread; part < c->l.output_width / 16 * 9; part += threads) {
+        int block = part / 9, tap = part % 9;
+        int n = outputs - block * 16 < 16 ? outputs - block * 16 : 16;
+        for (int i = 0; i < units * UNIT; i++) {
+            float taps[3][16] = {{0}};
+            for (int z = 0; z < 3 && i < inputs; z++) {
+                long position = tap * 3 + z, at = (position * inputs + i) * outputs + block * 16, next = 1;
+                if (c->op->transposed)
+                    at = ((26 - position) * outputs + block * 16) * inputs + i, next = inputs;
+                for (int o = 0; o < n; o++)
+                    taps[z][o] = c->op->filters[at + o * next];
+            }
+            for (int k = 0; k < STREAMS; k++) {
+                unit *to = c->weights + (((size_t)(block * STREAMS + k) * 9 + tap) * units + i / UNIT) * 16;
+                for (int o = 0; o < 16; o++) {
+                    float sum = 0;
+                    for (int z = 0; z < 3; z++)
+                        sum += FILTER_TRANSFORM[k][z] * taps[z][o];
+                    pack_weight(to, o * UNIT + i % UNIT, sum);
+                }
+            }
+        }
+    }
 }
 
 static void write_sums(const struct convolution *c, int threads)
@@ -492,7 +639,7 @@ static int convolve(const struct operation *op)
     c.copies = c.thread_copies ? aligned_alloc(64, c.thread_copies * op->threads) : NULL;
     c.failed = !c.weights || !c.totals || (c.thread_copies && !c.copies);
     if (!c.failed) {
-        pack_weights(&c);
+        run_on_threads(op->threads, pack_weights, &c);
         if (c.copies)
             run_on_threads(op->threads, copy_planes_beside, &c);
         run_on_threads(op->threads, convolve_thread, &c);
@@ -541,7 +688,7 @@ static void correlate_plane(struct thread *t, void *argument, int batch, int x, 
                 for (int block = 0; block < blocks; block++, sums += GROUP * 16) {
                     int left = round_up(l->inputs - group * GROUP, 4), channels = left < GROUP ? left : GROUP;
                     correlate(channels, sums, rows, values, gradients, ((size_t)k * groups + group) * group_units,
-                              ((size_t)k * blocks + block) * group_units, units);
+                              ((size_t)k * blocks + block) * group_units, units, l->step / UNIT);
                 }
     }
 }
@@ -551,32 +698,41 @@ static void correlate_thread(void *argument, int thread, int threads)
     struct correlation *c = argument;
     struct correlation_thread mine = {c, c->sums + thread * c->thread_sums};
     struct thread t;
-    if (open_thread(&t, c->op, &c->l, thread))
+    if (open_thread(&t, c->op, &c->l, thread)) {
         c->failed = 1;
-    else
-        along_planes(&t, thread, threads, TILES_SUMMED, correlate_plane, &mine);
+        return;
+    }
+    memset(mine.sums, 0, c->thread_sums * sizeof(float));
+    tile_config(16, c->l.step / UNIT);
+    along_planes(&t, thread, threads, TILES_SUMMED, correlate_plane, &mine);
+    tile_release();
 }
 
-/* Adds the threads' sums in their order, and makes the three taps along z of the streams. */
-static void write_filter_gradient(const struct correlation *c)
+/* Adds the threads' sums in their order, and makes the three taps along z of the streams: a thread those of every `threads`-th
+   input of a tap, of 16 outputs at once. */
+static void write_filter_gradient(void *argument, int thread, int threads)
 {
+    const struct correlation *c = argument;
     int inputs = c->l.inputs, outputs = c->l.outputs, groups = c->l.width / GROUP, blocks = c->l.output_width / 16;
-    for (int tap = 0; tap < 9; tap++)
-        for (int i = 0; i < inputs; i++)
-            for (int o = 0; o < outputs; o++) {
-                double taps[3] = {0};
-                for (int k = 0; k < STREAMS; k++) {
-                    size_t panel = ((size_t)(tap * STREAMS + k) * groups + i / GROUP) * blocks + o / 16;
-                    size_t at = (panel * GROUP + i % GROUP) * 16 + o % 16;
-                    double sum = 0;
-                    for (int thread = 0; thread < c->op->threads; thread++)
-                        sum += c->sums[thread * c->thread_sums + at];
-                    for (int z = 0; z < 3; z++)
-                        taps[z] += FILTER_TRANSFORM[k][z] * sum;
-                }
+    for (int part = thread; part < 9 * inputs; part += threads)
+        for (int block = 0; block < blocks; block++) {
+            int tap = part / inputs, i = part % inputs, n = outputs - block * 16 < 16 ? outputs - block * 16 : 16;
+            double taps[3][16] = {{0}};
+            for (int k = 0; k < STREAMS; k++) {
+                size_t panel = ((size_t)(tap * STREAMS + k) * groups + i / GROUP) * blocks + block;
+                const float *from = c->sums + (panel * GROUP + i % GROUP) * 16;
+                double sum[16] = {0};
+                for (int other = 0; other < c->op->threads; other++, from += c->thread_sums)
+                    for (int o = 0; o < 16; o++)
+                        sum[o] += from[o];
                 for (int z = 0; z < 3; z++)
-                    c->op->filter_gradient[((size_t)(tap * 3 + z) * inputs + i) * outputs + o] = (float)taps[z];
+                    for (int o = 0; o < 16; o++)
+                        taps[z][o] += FILTER_TRANSFORM[k][z] * sum[o];
             }
+            for (int z = 0; z < 3; z++)
+                for (int o = 0; o < n; o++)
+                    c->op->filter_gradient[((size_t)(tap * 3 + z) * inputs + i) * outputs + block * 16 + o] = (float)taps[z][o];
+        }
 }
 
 static struct correlation correlation_of(const struct operation *op)
@@ -592,9 +748,8 @@ static int filter_gradient(const struct operation *op)
     c.sums = aligned_alloc(64, c.thread_sums * op->threads * sizeof(float));
     c.failed = !c.sums;
     if (!c.failed) {
-        memset(c.sums, 0, c.thread_sums * op->threads * sizeof(float));
         run_on_threads(op->threads, correlate_thread, &c);
-        write_filter_gradient(&c);
+        run_on_threads(op->threads, write_filter_gradient, &c);
     }
     free(c.sums);
     return c.failed ? -1 : 0;

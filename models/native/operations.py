@@ -4,7 +4,7 @@ Maps are (batch, x, y, z, channels), float32 or bfloat16; filters, statistics an
 value for each channel of each sample. Products of bfloat16 maps are of bfloat16 values where the CPU multiplies those,
 sums always float32. Equal inputs and threads give equal bits. An output is written over the input of its shape that it
 is made of, where nobody else has that one. TF_NUM_INTRAOP_THREADS threads take part, by default one for each CPU that
-the process may use. CPU3D_INSTRUCTION_SET (avx2, avx512, avx512_bf16) takes other kernels than the fastest.
+the process may use. CPU3D_INSTRUCTION_SET (avx2, avx512, avx512_bf16, amx) takes other kernels than the fastest.
 
 All raise RuntimeError where `available` is false, and InvalidArgumentError for shapes that do not fit.
 """

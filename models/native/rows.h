@@ -107,6 +107,7 @@ ALWAYS_INLINE void form_channels(float *line, int width, const void *map, size_t
     for (int i = 0; form != RAW && i < (form == NORM_RELU ? FLOOR + 1 : COEFFICIENTS); i++)
         k[i] = load_some(coefficients + i * channels + c, n);
     for (int i = 0; i < z; i++) {
+        prefetch(map, at + (size_t)i * stride, dtype, 0);
         vec value = load_values(map, at + (size_t)i * stride, n, dtype);
         if (form == NORM_RELU) {
             value = value * k[SCALE] + k[SHIFT];
@@ -116,7 +117,7 @@ ALWAYS_INLINE void form_channels(float *line, int width, const void *map, size_t
             value = keep_where(raw * k[SCALE] + k[SHIFT] > k[FLOOR], value);
             value = k[OF_GRADIENT] * value + (k[OF_RAW] * raw + k[CONSTANT]);
         }
-        memcpy(line + (size_t)i * width + c, &value, n == LANES ? sizeof value : sizeof(float) * n);
+        store_values(line, (size_t)i * width + c, value, n, FLOAT32);
     }
 }
 
@@ -178,8 +179,7 @@ ALWAYS_INLINE void store_row_as(unit *row, const float *line, int width, int til
                     halves some = to_bfloat16(streams[0][k]);
                     memcpy(to, &some, sizeof some);
                 } else {
-                    uvec pair = __builtin_convertvector(to_bfloat16(streams[0][k]), uvec);
-                    pair |= __builtin_convertvector(to_bfloat16(streams[1][k]), uvec) << 16;
+                    uvec pair = widened(to_bfloat16(streams[0][k])) | widened(to_bfloat16(streams[1][k])) << 16;
                     memcpy(to, &pair, sizeof pair);
                 }
 #else

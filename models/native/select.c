@@ -2,21 +2,23 @@
 #include <cpuid.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #include "native.h"
 
-extern const struct kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16;
+extern const struct kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16, kernels_amx, kernels_amx_in_c;
 
-enum { AVX2 = 1, AVX512 = 2, AVX512_BF16 = 4 };
+enum { AVX2 = 1, AVX512 = 2, AVX512_BF16 = 4, AMX = 8 };
 
 static int has(unsigned reg, int bit) { return reg >> bit & 1; }
 
 /* What the CPU has and the system saves: by cpuid and xgetbv, as not every compiler brings __builtin_cpu_supports. */
 static int instruction_sets(void)
 {
-    unsigned a, b, c, d, b7, a71 = 0, saved, high;
+    unsigned a, b, c, d, b7, d7, a71 = 0, saved, high;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !has(c, 27) || !has(c, 12)) /* OSXSAVE, FMA */
         return 0;
-    if (!__get_cpuid_count(7, 0, &a, &b7, &c, &d))
+    if (!__get_cpuid_count(7, 0, &a, &b7, &c, &d7))
         return 0;
     if (a >= 1)
         __get_cpuid_count(7, 1, &a71, &b, &c, &d);
@@ -25,26 +27,36 @@ static int instruction_sets(void)
     int avx512 = has(b7, 16) && has(b7, 17) && has(b7, 30) && has(b7, 31); /* F, DQ, BW, VL */
     if (found && avx512 && (saved & 0xe6) == 0xe6)
         found |= AVX512 | (has(a71, 5) ? AVX512_BF16 : 0);
+    int amx = has(d7, 22) && has(d7, 24) && (saved & 0x60000) == 0x60000; /* BF16, TILE */
+    if (found & AVX512_BF16 && amx && !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* the tiles' state */))
+        found |= AMX;
     return found;
 }
 
 /* Kernels by name, for maps of a dtype; without one by CPU3D_INSTRUCTION_SET, else the best that the machine has. NULL where
-   there are none. "avx512" for bfloat16 maps, which have better ones, multiplies in float32. */
+   there are none. "avx512" for bfloat16 maps, which have better ones, multiplies in float32; float32 maps by the name of kernels
+   for bfloat16 alone have the best ones there are. "amx_in_c", for tests, is taken by its name alone. */
 const struct kernels *native_kernels(const char *name, int dtype)
 {
+    static const struct { const struct kernels *kernels; int needs, bfloat16_alone, by_name_alone; } all[] = {
+        {&kernels_amx_in_c, AVX2, 1, 1}, {&kernels_amx, AMX, 1, 0}, {&kernels_avx512_bf16, AVX512_BF16, 1, 0},
+        {&kernels_avx512, AVX512, 0, 0}, {&kernels_avx2, AVX2, 0, 0},
+    };
+    static _Atomic int known; /* 1 + sets: finding out takes microseconds */
+    int sets = known - 1;
+    if (sets < 0)
+        known = 1 + (sets = instruction_sets());
     if (!name)
         name = getenv("CPU3D_INSTRUCTION_SET");
     if (name && !*name)
         name = NULL;
-    int sets = instruction_sets();
-    const struct kernels *found[] = {
-        sets & AVX512_BF16 && dtype == BFLOAT16 ? &kernels_avx512_bf16 : NULL,
-        sets & AVX512 ? &kernels_avx512 : NULL,
-        sets & AVX2 ? &kernels_avx2 : NULL,
-    };
-    for (int i = 0; i < 3; i++)
-        if (found[i] && (!name || !strcmp(name, found[i]->name)))
-            return found[i];
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        if (!(sets & all[i].needs) || (name ? strcmp(name, all[i].kernels->name) : all[i].by_name_alone))
+            continue;
+        if (dtype == BFLOAT16 || !all[i].bfloat16_alone)
+            return all[i].kernels;
+        name = NULL;
+    }
     return NULL;
 }
 

@@ -30,7 +30,16 @@ ALWAYS_INLINE void store(float *to, vec value) { memcpy(to, &value, sizeof value
 
 ALWAYS_INLINE vec splat(float value) { return value - (vec){}; }
 
-ALWAYS_INLINE vec from_bfloat16(halves value) { return (vec)(__builtin_convertvector(value, uvec) << 16); }
+ALWAYS_INLINE uvec widened(halves value)
+{
+#ifdef __AVX512F__ /* one instruction, where compilers make four */
+    return (uvec)_mm512_cvtepu16_epi32((__m256i)value);
+#else
+    return __builtin_convertvector(value, uvec);
+#endif
+}
+
+ALWAYS_INLINE vec from_bfloat16(halves value) { return (vec)(widened(value) << 16); }
 
 /* Rounded to nearest, ties to even. */
 ALWAYS_INLINE halves to_bfloat16(vec value)
@@ -42,6 +51,10 @@ ALWAYS_INLINE halves to_bfloat16(vec value)
     return __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, halves);
 #endif
 }
+
+/* Asks for what comes 2 KB after element `at`: rows are short, and a CPU's own prefetch stops at each page. */
+#define prefetch(map, at, dtype, write) \
+    __builtin_prefetch((const void *)((uintptr_t)(map) + (at) * ((dtype) == FLOAT32 ? 4 : 2) + 2048), write)
 
 /* Reads `n` values of a map from element `at` on, n <= LANES; lanes beyond them are 0. */
 ALWAYS_INLINE vec load_values(const void *map, size_t at, int n, int dtype)
@@ -76,13 +89,22 @@ ALWAYS_INLINE vec load_some(const float *from, int n) { return load_values(from,
 /* Writes `n` values, n <= LANES; returns them as they were written: rounded where the map is bfloat16. */
 ALWAYS_INLINE vec store_values(void *map, size_t at, vec value, int n, int dtype)
 {
-    if (dtype == FLOAT32) {
-        memcpy((float *)map + at, &value, n == LANES ? sizeof value : sizeof(float) * n);
-        return value;
-    }
+    float *floats = (float *)map + at;
+    uint16_t *shorts = (uint16_t *)map + at;
     halves rounded = to_bfloat16(value);
-    memcpy((uint16_t *)map + at, &rounded, n == LANES ? sizeof rounded : sizeof(uint16_t) * n);
-    return from_bfloat16(rounded);
+#ifdef __AVX512F__
+    __mmask16 lanes = (__mmask16)((1u << n) - 1);
+    if (n < LANES && dtype == FLOAT32)
+        _mm512_mask_storeu_ps(floats, lanes, (__m512)value);
+    else if (n < LANES)
+        _mm256_mask_storeu_epi16(shorts, lanes, (__m256i)rounded);
+    else
+#endif
+    if (dtype == FLOAT32)
+        memcpy(floats, &value, n == LANES ? sizeof value : sizeof(float) * n);
+    else
+        memcpy(shorts, &rounded, n == LANES ? sizeof rounded : sizeof(uint16_t) * n);
+    return dtype == FLOAT32 ? value : from_bfloat16(rounded);
 }
 
 ALWAYS_INLINE vec keep_where(ivec condition, vec value) { return (vec)(condition & (ivec)value); }

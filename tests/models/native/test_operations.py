@@ -11,7 +11,9 @@ import pytest
 
 from models.native.build import build
 from tests.models.native.reference import (
+    BFLOAT16,
     DTYPES,
+    FLOAT32,
     MOMENTS,
     NO_SUMS,
     NORM_SUMS,
@@ -30,9 +32,17 @@ from tests.models.native.reference import (
 LIBRARY = os.environ.get("CPU3D_KERNELS")
 KERNELS = [
     *(("avx2", "float32"), ("avx2", "bfloat16"), ("avx512", "float32"), ("avx512", "bfloat16")),
-    ("avx512_bf16", "bfloat16"),
+    *(("avx512_bf16", "bfloat16"), ("amx", "bfloat16"), ("amx_in_c", "bfloat16")),
 ]
+ROUNDED_ROWS = ("avx512_bf16", "amx", "amx_in_c")
 SHAPES = [(5, 7, 9), (3, 5, 33), (1, 1, 1), (2, 3, 66), (1, 6, 4)]
+SHAPES += [
+    (2, 11, 4),
+    (1, 13, 12),
+    (1, 7, 20),
+    (2, 3, 28),
+    (1, 2, 130),
+]  # several rows at once; several registers a row
 CHANNELS = [(1, 16), (3, 6), (6, 2), (16, 4), (8, 13), (20, 32), (16, 16), (48, 8), (33, 48)]
 THREADS = (1, 2, 3, 8)
 SC_LEVEL2_CACHE_SIZE = 191  # of glibc
@@ -62,7 +72,7 @@ class Kernel:
     def __init__(self, library, name, dtype):
         self.library, self.name, self.dtype = library, name, dtype
         self.code, self.numpy = DTYPES[dtype]
-        products = ROUNDED_PRODUCTS if name == "avx512_bf16" else EXACT
+        products = ROUNDED_PRODUCTS if name in ROUNDED_ROWS else EXACT
         self.map_error = EXACT if dtype == "float32" else max(ROUNDED, products)
         self.filter_error = products
 
@@ -255,6 +265,15 @@ def test_nan_is_not_hidden_by_the_relu_on_load(kernel):
     assert np.isnan(result[0, 1, 1, 2].astype(np.float32)).all()
 
 
+def test_emulated_tiles_are_taken_by_name_alone_and_for_bfloat16_alone(library, monkeypatch):
+    monkeypatch.delenv("CPU3D_INSTRUCTION_SET", raising=False)
+    best = [library.native_kernels(None, code) for code in (FLOAT32, BFLOAT16)]
+    monkeypatch.setenv("CPU3D_INSTRUCTION_SET", "amx_in_c")
+    named = [library.native_kernels(None, code) for code in (FLOAT32, BFLOAT16)]
+    assert named[0] == best[0]
+    assert named[1] not in best
+
+
 @pytest.mark.parametrize("kind", ["convolve", "in place", "filters"])
 @pytest.mark.parametrize("shape", [(1, 240, 240, 160), (3, 5, 7, 9), (1, 8, 8, 8)])
 def test_scratch_is_what_the_formula_says(kernel, shape, kind):
@@ -266,9 +285,10 @@ def test_scratch_is_what_the_formula_says(kernel, shape, kind):
         if kind == "filters":
             operation.filter_gradient = as_floats(np.zeros(1, np.float32))
         assert kernel.library.native_scratch(kernel.name.encode(), operation, kept, passing) == 0
-        l2_bytes, rounded = os.sysconf(SC_LEVEL2_CACHE_SIZE), kernel.name == "avx512_bf16"
+        l2_bytes, rounded = os.sysconf(SC_LEVEL2_CACHE_SIZE), kernel.name in ROUNDED_ROWS
         dtype_bytes = np.dtype(kernel.numpy).itemsize
-        expected = scratch(dtype_bytes, rounded, shape, channels, outputs, 3, l2_bytes or 1 << 20, kind)
+        l2_bytes, amx = l2_bytes or 1 << 20, "amx" in kernel.name
+        expected = scratch(dtype_bytes, rounded, shape, channels, outputs, 3, l2_bytes, kind, amx)
         assert (kept.value, passing.value) == expected
 
 
