@@ -41,12 +41,13 @@ class UNet3D(tf.keras.Model):
 
             def gradient(*slopes):
                 of_values = one.backward(slopes)
-                return (None, *(of_values[name] for name in names))
+                return (None, *map(of_values.get, names))
 
             return one.forward(image), gradient
 
-        names = [weight.ref() for weight in self.trainable_weights]
-        return _as_outputs(computed(image, *map(tf.convert_to_tensor, self.trainable_weights)))
+        read = [weight for weight in self.weights if weight.trainable]  # a frozen layer's too
+        names = [weight.ref() for weight in read]
+        return _as_outputs(computed(image, *map(tf.convert_to_tensor, read)))
 
     def loss_and_gradients(self, loss, image, target) -> Tuple[tf.Tensor, tf.Tensor, List[tf.Tensor]]:
         """Of (image, target uint8 (N, X, Y, Z, R)) in training: the loss, a score (N, R), and the gradients of
