@@ -164,6 +164,7 @@ class Pass:
             entry = block.entry
             self._put_kernel(f"{name}_conv1", entry, at_first)
         at_up = self._at_entry(name, entry, 1, at_first, at_sum)
+        at_skip = self._at_entry(name, entry, 0, at_first, at_sum)  # now, as the block's last maps go with it
         of_up = self._run(operations.up_filter_gradient, below, at_up)
         if self.unet.up == "transposed":
             self._put(self.layer(f"{name}_up").kernel, of_up)
@@ -171,7 +172,7 @@ class Pass:
             of_taps = tf.reduce_sum(of_up, (0, 1, 2), keepdims=True)
             self._put(self.layer(f"{name}_up_conv").kernel, tf.transpose(of_taps, (0, 1, 2, 4, 3)))
         at_below, *sums = self._run(operations.up_input_gradient, at_up, self._up_filters(level), below)
-        return self._at_entry(name, entry, 0, at_first, at_sum), at_below, sums
+        return at_skip, at_below, sums
 
     def _through_block(self, name: str, block: Block, at_output, sums):
         """Gradients of the first convolution's sum, to be formed, and of the residual's sum, which is None without."""

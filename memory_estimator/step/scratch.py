@@ -42,7 +42,7 @@ def pass_bytes(shape: Shape, taps: int, makes_filter_gradient: bool) -> int:
     wide, other = _padded(shape.inputs), _padded(shape.outputs)
     row = 4 * (5 * wide + shape.grid[2] * (wide + other * max(taps, 1)))
     filters = 4 * taps * wide * other
-    return filters + shape.threads * (row + 16 * shape.batch * wide + filters * makes_filter_gradient)
+    return filters + shape.threads * (row + 16 * shape.batch * wide + 2 * filters * makes_filter_gradient)
 
 
 def _tiles(shape: Shape) -> tuple:
@@ -54,7 +54,9 @@ def _thread_bytes(shape: Shape, with_gradient: bool) -> int:
     """`layout_of`: a ring of transformed rows in the cache, two lines in float32 and sums."""
     streams, tile, unit = _tiles(shape)
     _, y, z = shape.grid
-    tiles = 2 * _parts(z, 2 * tile)
+    tiles = _parts(z, tile)
+    pairs = 2 if tiles >= 8 else unit  # short rows are not padded to pairs
+    tiles = pairs * _parts(tiles, pairs)
     wide, other = _padded(shape.inputs), _padded(shape.outputs)
 
     def row_bytes(width: int) -> int:
@@ -64,7 +66,7 @@ def _thread_bytes(shape: Shape, with_gradient: bool) -> int:
     row, of_gradient = row_bytes(wide), row_bytes(other) if with_gradient else 0
     most = max(1, CACHE_BYTES * 5 // 8 // (3 * row + of_gradient) - 2)
     rows = _parts(y, _parts(y, most))
-    lines = 4 * ((tiles * tile + 2) * (wide + other) + streams * tiles * LANES)
+    lines = 4 * ((tiles * tile + 2) * (wide + other) + streams * max(tiles, 64) * LANES)
     return (3 * (rows + 2) + 1) * row + rows * (of_gradient + 16) + lines
 
 

@@ -205,10 +205,11 @@ class Pass:
         else:
             self._filter_gradient(f"{name}_conv1", entry, at_first)
         at_up = self._at_entry(name, entry, 1, at_first, at_sum)
+        at_skip = self._at_entry(name, entry, 0, at_first, at_sum)
         up_name = self._up_layer(level)
         self._kernel_gradient(up_name, "up", [below, at_up], f"{up_name}/filter_gradient", at_up)
         at_below = self._gradient_map(f"{up_name}/gradient", "up", [at_up, below], below, [self._up_filters(up_name)])
-        return self._at_entry(name, entry, 0, at_first, at_sum), at_below
+        return at_skip, at_below
 
     def _through_block(self, name: str, block: Block, at_output: Map) -> Tuple[List[Map], Optional[Map]]:
         """Maps that make the gradient of the first convolution's sum, and the gradient of the residual's sum."""

@@ -20,7 +20,7 @@ struct job {
     size_t floats;            /* of a thread's lines */
     float *filters;           /* packed */
     size_t filter_count;      /* of a gradient of the filters, its bias included */
-    float *filter_sums;       /* of every thread */
+    double *filter_sums;      /* of every thread */
     double *sums;             /* of every thread: [batch][2][width] */
     int failed;
 };
@@ -31,7 +31,7 @@ struct worker {
     const struct pass *pass;
     float *coefficients; /* [BELOW][width] */
     float *line, *other; /* voxels of a row, formed; voxels of the other map */
-    float *filter_sums;
+    double *filter_sums;
     double *sums; /* [2][width] of the sample */
 };
 
@@ -181,7 +181,7 @@ ALWAYS_INLINE void multiply_voxels(vec *sums, int n, const float *values, int st
 }
 
 /* sums[value][channel] += over voxels: a channel vector of `lines` times each of `terms` values of the voxel. */
-static void add_products(float *sums, int sums_width, const float *lines, int step, const float *values, int value_step, int terms, int voxels)
+static void add_products(double *sums, int sums_width, const float *lines, int step, const float *values, int value_step, int terms, int voxels)
 {
     for (int first = 0; first < terms; first += MOST_SUMS) {
         int n = least(MOST_SUMS, terms - first);
@@ -197,8 +197,9 @@ static void add_products(float *sums, int sums_width, const float *lines, int st
                     sum[i] += line * value[i];
         }
         for (int i = 0; i < n; i++) {
-            float *to = sums + (size_t)(first + i) * sums_width;
-            store(to, load(to) + sum[i]);
+            double *to = sums + (size_t)(first + i) * sums_width;
+            for (int lane = 0; lane < LANES; lane++)
+                to[lane] += sum[i][lane];
         }
     }
 }
@@ -261,7 +262,7 @@ static void project_gradient_row(struct worker *w, int batch, int x, int y)
         keep_sums(w, &row, c);
         add_products(w->filter_sums + c, width, w->line + c, width, w->other, other_width, p->outputs, p->z);
     }
-    float *bias = w->filter_sums + (size_t)p->outputs * width;
+    double *bias = w->filter_sums + (size_t)p->outputs * width;
     for (int o = 0; o < p->outputs; o++) {
         float sum = 0;
         for (int z = 0; z < p->z; z++)
@@ -452,7 +453,7 @@ int PASSES(const struct pass *p)
     size_t filters = (size_t)taps * job.width * job.other_width;
     job.filter_count = p->filter_gradient ? filters + job.other_width : 0;
     job.filters = aligned_alloc(64, (filters * sizeof(float) + 63) / 64 * 64);
-    job.filter_sums = calloc(job.filter_count * p->threads + 1, sizeof(float));
+    job.filter_sums = calloc(job.filter_count * p->threads + 1, sizeof(double));
     job.sums = calloc((size_t)p->threads * p->batch * 2 * job.width, sizeof(double));
     job.failed = !job.filters || !job.filter_sums || !job.sums;
     if (!job.failed) {
