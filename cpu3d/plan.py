@@ -59,6 +59,7 @@ from memory_estimator.job import (
 from memory_estimator.scaling import of_one
 from memory_estimator.step.training_step import training_step
 from models.layer_plan import training_flops
+from models.native.build import door_library
 
 
 @dataclass(frozen=True)
@@ -418,6 +419,8 @@ def _with_estimate(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
     if config.device != "cpu":
         return dataclasses.replace(plan, config=config.with_policy("speed") if pick else config)
     job = dataclasses.replace(plan.job, threads=thread_plan(host).intra_op)
+    if not (host.instructions and door_library()):
+        reasons["own kernels"] = "own kernels: none; TensorFlow's layers take twice the time and memory, see `doctor`"
     try:
         known = find_constants(host), load_accuracy(versions=installed_versions())
         if config.coarse_steps:

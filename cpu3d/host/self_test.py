@@ -84,6 +84,32 @@ def engine_in_force(tf: Any, host: Host, engine: Optional[str]) -> Check:
     return Check("engine", "ok", name)
 
 
+def own_kernels(tf: Any, host: Host, engine: Optional[str]) -> Check:
+    """Every operation of models/native/: a small network's answers and gradients against those of its Keras layers."""
+    from models.config import UNetConfig
+    from models.native.operations import available
+    from models.unet3d import build_unet3d
+
+    if not available():
+        found = "not built for this host, or no AVX2: TensorFlow's layers compute, in about twice the time and memory"
+        return Check("own kernels", "warn", found, "install a C compiler, then python -m models.native.build")
+    uniform, error = tf.random.stateless_uniform, 0.0
+    for residual in (False, True):
+        model = build_unet3d(UNetConfig(filters=8, depth=3, residual=residual), (16, 16, 16), batch_size=1)
+        layers, image = tf.keras.Model(model.inputs, model.outputs), uniform((1, 16, 16, 16, 4), (1, 2))
+        results = []
+        for network in (model, layers):
+            with tf.GradientTape() as tape:
+                logits = network(image, training=True)
+                loss = tf.reduce_mean(tf.sigmoid(logits) ** 2)
+            results.append([logits, *tape.gradient(loss, model.trainable_variables)])
+        error = max(error, *(float(tf.norm(own - one) / tf.norm(one)) for own, one in zip(*results)))
+    found = f"{host.instructions}: answers and gradients within {error:.1e} of those of TensorFlow's layers"
+    if not error < 0.02:  # a value beside zero may lie on the other side of its ReLU
+        return Check("own kernels", "fail", found, "set CPU3D_INSTRUCTION_SET=avx2, and report it")
+    return Check("own kernels", "ok", found)
+
+
 def bfloat16_gain(tf: Any, host: Host, engine: Optional[str]) -> Check:
     """Seconds of a small training step, two convolutions and their filters' gradients, in float32 and in bfloat16."""
     if not host.fast_bfloat16:
@@ -147,6 +173,7 @@ TESTS: Tuple[Tuple[str, Callable[[Any, Host, Optional[str]], Check]], ...] = (
     ("engine", engine_in_force),
     ("bfloat16", bfloat16_gain),
     ("large tensor", large_tensor),
+    ("own kernels", own_kernels),
 )
 """In this order; the first also says whether TensorFlow can be imported at all."""
 

@@ -10,9 +10,10 @@ from cpu3d.host import self_test as module
 from cpu3d.host.apply import set_up
 from cpu3d.host.self_test import Check
 from memory_estimator.host import Host
+from models.native import operations
 
 GIB = 2**30
-NAMES = ("engine", "bfloat16", "large tensor")
+NAMES = ("engine", "bfloat16", "large tensor", "own kernels")
 HOST = Host("a CPU", 1, 2, 2, 1, 24 * GIB, 20 * GIB, None, 0, None, ("avx512_bf16",))
 
 
@@ -33,8 +34,9 @@ def line(state, name="engine"):
 
 def test_results_are_found_among_what_others_print(process):
     noise = "print('onednn_verbose,exec,cpu', '[1]', '7', '{\"name\": 1}', sep='\\n')\n"
-    found = process(noise + line("ok") + noise + line("warn", "bfloat16") + line("skipped", "large tensor") + noise)
-    assert [(one.name, one.state) for one in found] == list(zip(NAMES, ("ok", "warn", "skipped")))
+    states = ("ok", "warn", "skipped", "ok")
+    found = process(noise + noise.join(map(line, states, NAMES)) + noise)
+    assert [(one.name, one.state) for one in found] == list(zip(NAMES, states))
     assert [check.state for check in process(line("fail") + line("ok"))] == ["fail"], "nothing comes after a failure"
 
 
@@ -86,6 +88,17 @@ def test_bfloat16_is_faster_or_warned_of_and_left_out_without_instructions(tf, m
         assert check.state == state
         assert check.found.startswith(f"{gain:.2f} times as fast")
     assert module.bfloat16_gain(tf, dataclasses.replace(HOST, isa=()), None).state == "skipped"
+
+
+def test_own_kernels_are_compared_with_tensorflow_s_layers(tf, monkeypatch):
+    if operations.available():
+        assert module.own_kernels(tf, HOST, None).state == "ok"
+        pool = operations.max_pool
+        monkeypatch.setattr(operations, "max_pool", lambda source: 1.1 * pool(source))
+        assert module.own_kernels(tf, HOST, None).state == "fail"
+    monkeypatch.setattr(operations, "available", lambda: False)
+    check = module.own_kernels(tf, HOST, None)
+    assert (check.state, "models.native.build" in check.advice) == ("warn", True)
 
 
 @pytest.fixture
