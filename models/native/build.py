@@ -67,6 +67,8 @@ def build(extra: Sequence[str] = (), folder: Optional[Path] = None) -> List[Path
 def _compile(compiler: List[str], tensorflow: Optional[Path], scratch: Path, extra: Sequence[str]) -> None:
     jobs = {"pool": ["pool.c"], "select": ["select.c"]}
     for name, options in INSTRUCTION_SETS.items():
+        if not _knows(compiler, options):
+            continue
         names = [f"-DKERNELS=kernels_{name}", f'-DKERNELS_NAME="{name}"', f"-DPASSES=passes_{name}"]
         jobs[name], jobs[f"passes_{name}"] = ["operations.c", *options, *names], ["passes.c", *options, *names]
     if tensorflow:
@@ -86,6 +88,12 @@ def _compile(compiler: List[str], tensorflow: Optional[Path], scratch: Path, ext
         library = next(tensorflow.glob("libtensorflow_framework.so.2*"))
         door = [str(scratch / "door.o"), str(library)]
         subprocess.run([*link, *door, "-o", str(scratch / "door"), "-lpthread"], check=True)
+
+
+def _knows(compiler: List[str], options: Sequence[str]) -> bool:
+    """Whether a compiler has an instruction set's options; older ones lack the newest."""
+    command = [*compiler, *options, "-E", "-x", "c", os.devnull]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def _compiler() -> List[str]:

@@ -6,7 +6,8 @@
 #include <unistd.h>
 #include "native.h"
 
-extern const struct kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16, kernels_amx, kernels_amx_in_c;
+extern const struct kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16 __attribute__((weak)), kernels_amx __attribute__((weak)),
+    kernels_amx_in_c; /* weak ones are NULL where the compiler does not know their instructions */
 
 enum { AVX2 = 1, AVX512 = 2, AVX512_BF16 = 4, AMX = 8 };
 
@@ -51,7 +52,7 @@ const struct kernels *native_kernels(const char *name, int dtype)
     if (name && !*name)
         name = NULL;
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-        if (!(sets & all[i].needs) || (name ? strcmp(name, all[i].kernels->name) : all[i].by_name_alone))
+        if (!all[i].kernels || !(sets & all[i].needs) || (name ? strcmp(name, all[i].kernels->name) : all[i].by_name_alone))
             continue;
         if (dtype == BFLOAT16 || !all[i].bfloat16_alone)
             return all[i].kernels;

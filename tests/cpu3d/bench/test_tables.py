@@ -92,7 +92,7 @@ def first(kind):
 def test_the_newest_record_of_every_job_has_its_rows(tmp_path, capsys):
     policies = first("policies")
     for batch, seconds in ((1, 7.0), (2, 8.0), (1, 9.0)):
-        row = {**policies["rows"][0], "step_s": seconds}
+        row = {**policies["rows"][0], "name": "plain Keras", "kind": "peer", "step_s": seconds, "predicted": None}
         append_record(tmp_path / "policies.jsonl", "policies", {**policies, "batch": batch, "rows": [row]})
     append_record(tmp_path / "learning.jsonl", "learning", first("learning"))
     command = ["bench", "tables", "--records", str(tmp_path)]
@@ -111,7 +111,7 @@ def test_predictions_are_those_of_now_and_not_the_recorded_ones(tmp_path):
     rows = [{**row, "predicted": {**row["predicted"], "step_s": 777}} for row in record["rows"] if row["predicted"]]
     append_record(tmp_path / "policies.jsonl", "policies", {**record, "rows": rows})
     shown = [line.split(" | ") for line in tables(tmp_path) if line.startswith("| ")][1:]
-    assert [line[0][2:] for line in shown] == ["speed", "predicted", "balanced", "predicted"]
+    assert [line[0][2:] for line in shown] == ["speed", "predicted", "lean", "predicted"]
     assert shown[2][1] == f"{rows[-1]['allocator_peak_bytes'] / 2**30:.2f}"
     assert not any("777" in cell for line in shown for cell in line)
 
