@@ -54,13 +54,13 @@ class UNet3D(tf.keras.Model):
         `trainable_weights`. `loss` is an object as models/supervision.py has it."""
         if _has_operations():
             one = Pass(self, True)
-            said = supervise(loss, target, one.forward(image))
-            gradients = one.backward(said.slopes(1.0))
-            return said.loss, said.score, [gradients[weight.ref()] for weight in self.trainable_weights]
+            supervised = supervise(loss, target, one.forward(image))
+            gradients = one.backward(supervised.slopes(1.0))
+            return supervised.loss, supervised.score, [gradients[weight.ref()] for weight in self.trainable_weights]
         with tf.GradientTape() as tape:
             logits = tf.nest.flatten(self(image, training=True))
-        said = supervise(loss, target, logits)
-        return said.loss, said.score, tape.gradient(logits, self.trainable_weights, said.slopes(1.0))
+        supervised = supervise(loss, target, logits)
+        return supervised.loss, supervised.score, tape.gradient(logits, self.trainable_weights, supervised.slopes(1.0))
 
     @classmethod
     def from_config(cls, config: Dict[str, Any], custom_objects: Any = None) -> "UNet3D":

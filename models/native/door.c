@@ -275,9 +275,9 @@ static void *create_pass(TF_OpKernelConstruction *construction)
 }
 
 /* What a kind takes and makes. */
-static const struct { int fine, coarse_map, others, optional, filters, sums, filter_gradient, in_place; } ABOUT[PASS_KINDS] = {
-    [MAX_POOL] = {.fine = 1, .coarse_map = 1},
-    [MAX_POOL_GRADIENT] = {.fine = 1, .others = 2, .sums = 1, .in_place = 1},
+static const struct { int pools, others, optional, filters, sums, filter_gradient, in_place; } ABOUT[PASS_KINDS] = {
+    [MAX_POOL] = {.pools = 1},
+    [MAX_POOL_GRADIENT] = {.pools = 1, .others = 2, .sums = 1, .in_place = 1},
     [RESIDUAL_SUM] = {.others = 1, .in_place = 1},
     [RESIDUAL_GRADIENT] = {.others = 2, .sums = 1, .in_place = 1},
     [PROJECT] = {.optional = 1, .filters = 1, .in_place = 1},
@@ -301,7 +301,7 @@ static void compute_pass(void *state, TF_OpKernelContext *context)
     struct call call;
     open_call(&call, context);
     TF_Tensor **inputs = call.inputs, *filters = inputs[0], *raw = inputs[3], *outputs[4] = {NULL};
-    int kind = kernel->kind, pools = ABOUT[kind].fine, ups = kind >= UP_CONVOLVE, coarser = pools ? 2 : 1, last = 3 + kernel->others;
+    int kind = kernel->kind, ups = kind >= UP_CONVOLVE, coarser = ABOUT[kind].pools ? 2 : 1, last = 3 + kernel->others;
     require(&call, TF_NumDims(raw) == 5 && TF_TensorElementCount(raw) > 0, "maps must hold voxels, in 5 dimensions");
     require(&call, kernel->others >= ABOUT[kind].others && kernel->others <= ABOUT[kind].others + ABOUT[kind].optional, "others must be as many as the kind takes");
     for (int i = 1; i < 4 && !call.failed; i++)

@@ -180,6 +180,15 @@ ALWAYS_INLINE void multiply_voxels(vec *sums, int n, const float *values, int st
     }
 }
 
+/* The same for up to BLOCK voxels; a whole block is unrolled. */
+ALWAYS_INLINE void multiply_block(vec *sums, int n, const float *values, int step, int terms, const float *filters, int width)
+{
+    if (n == BLOCK)
+        multiply_voxels(sums, BLOCK, values, step, terms, filters, width);
+    else
+        multiply_voxels(sums, n, values, step, terms, filters, width);
+}
+
 /* sums[value][channel] += over voxels: a channel vector of `lines` times each of `terms` values of the voxel. */
 static void add_products(double *sums, int sums_width, const float *lines, int step, const float *values, int value_step, int terms, int voxels)
 {
@@ -219,10 +228,7 @@ static void project_row(struct worker *w, int batch, int x, int y)
             vec sums[BLOCK];
             for (int v = 0; v < BLOCK; v++)
                 sums[v] = bias;
-            if (voxels == BLOCK)
-                multiply_voxels(sums, BLOCK, w->line + (size_t)z * width, width, p->channels, w->job->filters + o, other_width);
-            else
-                multiply_voxels(sums, voxels, w->line + (size_t)z * width, width, p->channels, w->job->filters + o, other_width);
+            multiply_block(sums, voxels, w->line + (size_t)z * width, width, p->channels, w->job->filters + o, other_width);
             for (int v = 0; v < voxels; v++) {
                 size_t at = to + (size_t)(z + v) * p->outputs + o;
                 if (p->others[0])
@@ -247,10 +253,7 @@ static void project_gradient_row(struct worker *w, int batch, int x, int y)
         for (int z = 0; z < p->z; z += BLOCK) {
             int voxels = least(BLOCK, p->z - z);
             vec sums[BLOCK] = {{0}};
-            if (voxels == BLOCK)
-                multiply_voxels(sums, BLOCK, w->other + (size_t)z * other_width, other_width, p->outputs, w->job->filters + c, width);
-            else
-                multiply_voxels(sums, voxels, w->other + (size_t)z * other_width, other_width, p->outputs, w->job->filters + c, width);
+            multiply_block(sums, voxels, w->other + (size_t)z * other_width, other_width, p->outputs, w->job->filters + c, width);
             for (int v = 0; v < voxels; v++) {
                 size_t at = from + (size_t)(z + v) * p->channels + c;
                 if (p->others[1])
@@ -287,10 +290,7 @@ static void up_convolve_row(struct worker *w, int batch, int x, int y)
             for (int z = 0; z < p->z; z += BLOCK) {
                 int voxels = least(BLOCK, p->z - z);
                 vec sums[BLOCK] = {{0}};
-                if (voxels == BLOCK)
-                    multiply_voxels(sums, BLOCK, w->line + (size_t)z * width, width, p->channels, filters, other_width);
-                else
-                    multiply_voxels(sums, voxels, w->line + (size_t)z * width, width, p->channels, filters, other_width);
+                multiply_block(sums, voxels, w->line + (size_t)z * width, width, p->channels, filters, other_width);
                 for (int v = 0; v < voxels; v++)
                     store_values(p->map, to + (size_t)(z + v) * 2 * p->outputs + o, sums[v], n, p->dtype);
             }
@@ -324,10 +324,7 @@ static void up_input_gradient_row(struct worker *w, int batch, int x, int y)
             for (int tap = 0; tap < 8; tap++) {
                 const float *values = w->other + ((size_t)tap / 2 * 2 * p->z + 2 * z + tap % 2) * other_width;
                 const float *filters = w->job->filters + (size_t)tap * p->outputs * width + c;
-                if (voxels == BLOCK)
-                    multiply_voxels(sums, BLOCK, values, 2 * other_width, p->outputs, filters, width);
-                else
-                    multiply_voxels(sums, voxels, values, 2 * other_width, p->outputs, filters, width);
+                multiply_block(sums, voxels, values, 2 * other_width, p->outputs, filters, width);
             }
             for (int v = 0; v < voxels; v++) {
                 size_t at = from + (size_t)(z + v) * p->channels + c;
