@@ -3,8 +3,8 @@
 Of a convolution nothing is kept but its raw sum: norm and ReLU are formed wherever it is read. Each operation waits for
 the one before, so what is in memory at a time is known, and a map whose last reader has its shape is written over.
 
-Under "speed" every raw sum is kept. Under "lean" a level keeps what enters its encoder and the two sums of its decoder;
-the encoder's sums and the up-sampled map are made again where the backward pass reads them.
+Under "speed" every raw sum is kept. Under "lean" these are made again where the backward pass reads them: the finest
+level's encoder, the first sum of the others, and all up-sampled maps.
 """
 
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
@@ -98,9 +98,16 @@ class Pass:
 
     def _block_again(self, level: int) -> Block:
         """An encoder's block whose sums a gradient reads."""
+        block, name = self._encoders[level], f"encoder{level}"
         if not self._again:
-            return self._encoders[level]
-        return self._block(f"encoder{level}", [self._entries[level]], again=True)
+            return block
+        if not level:
+            return self._block(name, block.entry, again=True)
+        return block._replace(first=self._convolved(f"{name}_conv1", f"{name}_act1", block.entry, True, again=True))
+
+    def _skip(self, level: int) -> Source:
+        """An encoder's output as the decoder's gradient reads it."""
+        return self._encoders[level].output if level else self._block_again(level).output
 
     def _up_sampled(self, level: int, below: Source) -> Source:
         return Source(self._run(operations.up_convolve, below, self._up_filters(level)))
@@ -136,14 +143,18 @@ class Pass:
         scale = self._value(layer.gamma) * rstd
         return Norm(scale, self._value(layer.beta) - mean * scale, mean, rstd, floor)
 
-    # --- Backward: each takes the gradient of what a block puts out, and the two sums that its norm needs ---
+    # --- Backward: each takes the gradient of what a block puts out, and the two sums that its norm needs; or that of
+    # the last raw sum, and None ---
 
     def _through_head(self, level: int, slope: tf.Tensor, add: Optional[tf.Tensor]):
         head = self.layer(f"head{level}" if level else "head")
-        source = self._decoders[level].output
-        at_output, *sums, of_kernel, of_bias = self._run(
-            operations.project_gradient, source, slope, self._value(head.kernel), add
-        )
+        source, kernel = self._decoders[level].output, self._value(head.kernel)
+        if add is None and source.norm:  # the finest level's, where memory is at its peak: over the raw map itself
+            *sums, of_kernel, of_bias = self._run(operations.project_sums, source, slope, kernel)
+            at = self._through_norm(f"decoder{level}_act2", source, slope, *sums)
+            at_output, sums = self._run(operations.project_to_raw, at, kernel), None
+        else:
+            at_output, *sums, of_kernel, of_bias = self._run(operations.project_gradient, source, slope, kernel, add)
         self._put(head.kernel, of_kernel)
         self._put(head.bias, of_bias)
         return at_output, sums
@@ -154,9 +165,10 @@ class Pass:
         below = self._decoders[level + 1].output if level + 1 in self._decoders else self._encoders[-1].output
         at_first, at_sum = self._through_block(name, block, at_output, sums)
         if self._again:
+            at_first = self._run(operations.to_raw, at_first)
             up = self._up_sampled(level, below)
             of_up = self._run(operations.filter_gradient, [up], at_first)
-            skip = self._block_again(level).output
+            skip = self._skip(level)
             of_skip = self._run(operations.filter_gradient, [skip], at_first)
             self._put(self.layer(f"{name}_conv1").kernel, tf.concat([of_skip, of_up], 3))
             entry = [skip, up]
@@ -181,7 +193,7 @@ class Pass:
             last_norm = f"{name}_norm2"
             at_output, *sums = self._run(operations.residual_gradient, block.second, block.output.raw, at_output)
             at_sum = at_output
-        at_second = self._through_norm(last_norm, block.second, at_output, *sums)
+        at_second = at_output if sums is None else self._through_norm(last_norm, block.second, at_output, *sums)
         kernel = self.layer(f"{name}_conv2").kernel
         self._put_kernel(f"{name}_conv2", [block.first], at_second)
         at_values, *sums = self._run(operations.input_gradient, at_second, self._value(kernel), block.first)

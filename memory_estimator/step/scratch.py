@@ -40,7 +40,7 @@ def filter_gradient_bytes(shape: Shape) -> int:
 def pass_bytes(shape: Shape, taps: int, makes_filter_gradient: bool) -> int:
     """Of all others; `taps` are those of the filters, 0 without."""
     wide, other = _padded(shape.inputs), _padded(shape.outputs)
-    row = 4 * (5 * wide + shape.grid[2] * (wide + other * max(taps, 1)))
+    row = 4 * (6 * wide + shape.grid[2] * (wide + other * max(taps, 1)))
     filters = 4 * taps * wide * other
     return filters + shape.threads * (row + 16 * shape.batch * wide + 2 * filters * makes_filter_gradient)
 

@@ -50,6 +50,7 @@ class Map(NamedTuple):
     name: str
     level: int
     channels: int
+    of_raw: bool = False  # a gradient of a raw map, not of its values
 
 
 class Block(NamedTuple):
@@ -98,7 +99,10 @@ class Pass:
         for level in range(depth - 1):
             if level in by_level:
                 source = self._decoders[level].output
-                at_output = self._project_gradient(_head(level), source, by_level[level], at_output)
+                if at_output or self.unet.residual:
+                    at_output = self._project_gradient(_head(level), source, by_level[level], at_output)
+                else:
+                    at_output = self._project_to_raw(_head(level), source, by_level[level])
             at_skips[level], at_output = self._through_decoder(level, at_output)
         for level in reversed(range(depth)):
             name, block = f"encoder{level}", self._encoders[level]
@@ -158,14 +162,20 @@ class Pass:
 
     def _block_again(self, level: int) -> Block:
         """An encoder's block whose sums a gradient reads."""
-        return (
-            self._block(f"encoder{level}", self._encoders[level].entry, True) if self._again else self._encoders[level]
-        )
+        block, name = self._encoders[level], f"encoder{level}"
+        if not self._again:
+            return block
+        if not level:
+            return self._block(name, block.entry, True)
+        return block._replace(first=self._convolved(f"{name}_conv1", block.entry, group="transients"))
+
+    def _skip(self, level: int) -> Map:
+        """The encoder's output as the decoder's gradient reads it."""
+        return self._encoders[level].output if level else self._block_again(level).output
 
     def _convolved(self, name: str, entry: List[Map], **more) -> Map:
         op = self.writer.layers[name]
-        over = entry if len(entry) == 1 else []
-        return self._map(name, "convolve", entry, op.level, op.shape[3], [f"{name}/kernel"], over, **more)
+        return self._map(name, "convolve", entry, op.level, op.shape[3], [f"{name}/kernel"], entry[:1], **more)
 
     def _up_sampled(self, level: int, below: Map, group: Optional[str] = None) -> Map:
         name = self._up_layer(level)
@@ -197,9 +207,11 @@ class Pass:
         at_first, at_sum = self._through_block(name, block, at_output)
         entry = block.entry
         if self._again:
+            made = self._gradient_map(f"{name}_conv1/to_raw", "pass", at_first, block.first, over=[block.first])
+            at_first = [made._replace(of_raw=True)]
             up = self._up_sampled(level, below, "transients")
             of_up = self._filter_gradient(f"{name}_conv1", [up], at_first, "/up")
-            entry = [self._block_again(level).output, up]
+            entry = [self._skip(level), up]
             of_skip = self._filter_gradient(f"{name}_conv1", entry[:1], at_first, "/skip")
             self._halves[f"{name}_conv1"] = [of_skip, of_up]
         else:
@@ -207,7 +219,7 @@ class Pass:
         at_up = self._at_entry(name, entry, 1, at_first, at_sum)
         at_skip = self._at_entry(name, entry, 0, at_first, at_sum)
         up_name = self._up_layer(level)
-        self._kernel_gradient(up_name, "up", [below, at_up], f"{up_name}/filter_gradient", at_up)
+        self._kernel_gradient(up_name, "up", [below, at_up], f"{up_name}/filter_gradient")
         at_below = self._gradient_map(f"{up_name}/gradient", "up", [at_up, below], below, [self._up_filters(up_name)])
         return at_skip, at_below
 
@@ -217,7 +229,7 @@ class Pass:
         if self.unet.residual:
             reads = [block.second, block.output, at_output]
             at_sum = at_output = self._gradient_map(f"{name}_act2/gradient", "pass", reads, at_output, over=[at_output])
-        at_second = [at_output, block.second]
+        at_second = [at_output, block.second][: 1 if at_output.of_raw else 2]
         self._filter_gradient(f"{name}_conv2", [block.first], at_second)
         at_values = self._input_gradient(f"{name}_conv2", at_second, block.first, [block.first])
         return [at_values, block.first], at_sum
@@ -237,7 +249,9 @@ class Pass:
         return self._gradient_map(f"{name}/gradient", "input_gradient", reads, like, [filters], gradient[:1])
 
     def _filter_gradient(self, name: str, sources: List[Map], gradient: List[Map], part: str = "") -> str:
-        return self._kernel_gradient(name, "filter_gradient", [*sources, *gradient], f"{name}/filter_gradient{part}")
+        return self._kernel_gradient(
+            name, "filter_gradient", [*sources, *gradient], f"{name}/filter_gradient{part}", len(gradient)
+        )
 
     def _project_gradient(
         self, name: str, source: Map, gradient: Map, add: Optional[Map] = None, part: Optional[int] = None
@@ -250,6 +264,14 @@ class Pass:
             f"{name}/filter_gradient", "reduce", [], 4 * kernel_elements(op), group="gradients"
         )
         return found
+
+    def _project_to_raw(self, name: str, source: Map, gradient: Map) -> Map:
+        """The gradient of the source's raw map, over that; first the sums that its norm needs."""
+        op, reads = self.writer.layers[name], [source.name, gradient.name]
+        size = 4 * kernel_elements(op)
+        self._gradients[name] = self.writer.make(f"{name}/filter_gradient", "project", reads, size, "gradients")
+        maps, filters = [source, gradient], [f"{name}/kernel"]
+        return self._gradient_map(f"{name}/gradient", "project", maps, source, filters, [source])._replace(of_raw=True)
 
     # --- Writing ---
 
@@ -284,15 +306,15 @@ class Pass:
         )
         return Map(made, level, channels)
 
-    def _kernel_gradient(self, name: str, kind: str, maps: List[Map], tensor: str, finer: Optional[Map] = None) -> str:
-        """An operation that makes a kernel's gradient, or a part of it, of maps of which the last two, or one of an
-        up-convolution, are of the output's gradient."""
-        op = self.writer.layers[name]
-        sources, outputs = (maps[:1], maps[1].channels) if finer else (maps[:-2], maps[-1].channels)
-        if kind == "up" and self.unet.up != "transposed":
+    def _kernel_gradient(self, name: str, kind: str, maps: List[Map], tensor: str, gradients: int = 1) -> str:
+        """An operation that makes a kernel's gradient, or a part of it, of maps of which the last `gradients` are of
+        the output's."""
+        op, is_up = self.writer.layers[name], kind == "up"
+        sources, outputs = maps[:-gradients], maps[-1].channels
+        if is_up and self.unet.up != "transposed":
             size = 4 * kernel_elements(op)
         else:
-            size = 4 * (8 if finer else 27) * sum(one.channels for one in sources) * outputs
+            size = 4 * (8 if is_up else 27) * sum(one.channels for one in sources) * outputs
         inputs = sum(one.channels for one in sources)
         found = self.writer.make(
             tensor,

@@ -218,7 +218,7 @@ static void compute_convolution(void *state, TF_OpKernelContext *context)
         goto done;
     int64_t shape[] = {op.batch, op.x, op.y, op.z, out}, sums_shape[] = {op.batch, 2, out};
     TF_Tensor *outputs[2] = {NULL};
-    op.output.map = output_of(&call, 0, TF_TensorType(maps[0]), shape, 5, kernel->maps == 1 && in == out ? 3 : -1, outputs);
+    op.output.map = output_of(&call, 0, TF_TensorType(maps[0]), shape, 5, op.input.channels[0] == out ? 3 : -1, outputs);
     op.output.sums_to = output_of(&call, 1, TF_FLOAT, sums_shape, 3, -1, outputs);
     if (TF_GetCode(call.status) == TF_OK) {
         for (size_t i = 0; i < (size_t)op.batch * 2 * out; i++)
@@ -275,16 +275,19 @@ static void *create_pass(TF_OpKernelConstruction *construction)
 }
 
 /* What a kind takes and makes. */
-static const struct { int pools, others, optional, filters, sums, filter_gradient, in_place; } ABOUT[PASS_KINDS] = {
+static const struct { int pools, others, optional, filters, no_map, sums, filter_gradient, in_place; } ABOUT[PASS_KINDS] = {
     [MAX_POOL] = {.pools = 1},
     [MAX_POOL_GRADIENT] = {.pools = 1, .others = 2, .sums = 1, .in_place = 1},
     [RESIDUAL_SUM] = {.others = 1, .in_place = 1},
     [RESIDUAL_GRADIENT] = {.others = 2, .sums = 1, .in_place = 1},
+    [TO_RAW] = {.others = 1, .in_place = 1},
     [PROJECT] = {.optional = 1, .filters = 1, .in_place = 1},
     [PROJECT_GRADIENT] = {.others = 1, .optional = 1, .filters = 1, .sums = 1, .filter_gradient = 1, .in_place = 1},
+    [PROJECT_SUMS] = {.others = 1, .filters = 1, .no_map = 1, .sums = 1, .filter_gradient = 1},
+    [PROJECT_TO_RAW] = {.others = 1, .filters = 1, .in_place = 1},
     [UP_CONVOLVE] = {.filters = 1},
     [UP_INPUT_GRADIENT] = {.others = 1, .filters = 1, .sums = 1},
-    [UP_FILTER_GRADIENT] = {.others = 1, .filter_gradient = 1},
+    [UP_FILTER_GRADIENT] = {.others = 1, .no_map = 1, .filter_gradient = 1},
 };
 
 static bool has_shape(const TF_Tensor *map, const int64_t *shape)
@@ -301,7 +304,7 @@ static void compute_pass(void *state, TF_OpKernelContext *context)
     struct call call;
     open_call(&call, context);
     TF_Tensor **inputs = call.inputs, *filters = inputs[0], *raw = inputs[3], *outputs[4] = {NULL};
-    int kind = kernel->kind, ups = kind >= UP_CONVOLVE, coarser = ABOUT[kind].pools ? 2 : 1, last = 3 + kernel->others;
+    int kind = kernel->kind, ups = kind >= UP_CONVOLVE, to_raw = kind == TO_RAW || kind == PROJECT_TO_RAW, coarser = ABOUT[kind].pools ? 2 : 1, last = 3 + kernel->others;
     require(&call, TF_NumDims(raw) == 5 && TF_TensorElementCount(raw) > 0, "maps must hold voxels, in 5 dimensions");
     require(&call, kernel->others >= ABOUT[kind].others && kernel->others <= ABOUT[kind].others + ABOUT[kind].optional, "others must be as many as the kind takes");
     for (int i = 1; i < 4 && !call.failed; i++)
@@ -323,7 +326,7 @@ static void compute_pass(void *state, TF_OpKernelContext *context)
         made[i] = kind == PROJECT || kind == UP_CONVOLVE ? fine[i] : kind == MAX_POOL ? coarse[i] : whole[i];
     }
     for (int i = 0; i < kernel->others; i++) {
-        const int64_t *first = kind == MAX_POOL_GRADIENT ? coarse : kind == RESIDUAL_SUM || kind == RESIDUAL_GRADIENT ? whole : fine;
+        const int64_t *first = kind == MAX_POOL_GRADIENT ? coarse : kind < PROJECT ? whole : fine;
         require(&call, has_shape(inputs[4 + i], i == 0 ? first : whole), "other maps must be of the shape that the kind takes");
     }
     require(&call, kind != PROJECT || TF_TensorElementCount(inputs[1]) == wide, "bias must have a value for each output");
@@ -331,19 +334,22 @@ static void compute_pass(void *state, TF_OpKernelContext *context)
         .kind = kind, .dtype = TF_TensorType(raw) == TF_FLOAT ? FLOAT32 : BFLOAT16, .threads = thread_count(),
         .batch = (int)coarse[0], .x = (int)coarse[1], .y = (int)coarse[2], .z = (int)coarse[3], .channels = channels, .outputs = wide,
         .raw = TF_TensorData(raw), .filters = ABOUT[kind].filters ? TF_TensorData(filters) : NULL, .bias = TF_TensorData(inputs[1]),
-        .coefficients = coefficients_of(&call, inputs[2], whole[0], BELOW, channels),
+        .coefficients = coefficients_of(&call, inputs[2], whole[0], to_raw ? COEFFICIENTS : BELOW, channels),
     };
     if (call.failed)
         goto done;
     for (int i = 0; i < kernel->others; i++)
         pass.others[i] = TF_TensorData(inputs[4 + i]);
     int64_t sums[] = {whole[0], 2, channels}, of_up[] = {2, 2, 2, wide, channels}, of_project[] = {1, 1, 1, channels, wide}, bias[] = {wide};
-    bool projects = kind == PROJECT_GRADIENT, in_place = ABOUT[kind].in_place && has_shape(inputs[last], made) && last > 3 && (!projects || kernel->others == 2);
-    pass.map = output_of(&call, 0, TF_TensorType(raw), made, kind == UP_FILTER_GRADIENT ? 0 : 5, in_place ? last : -1, outputs);
+    bool projects = kind == PROJECT_GRADIENT || kind == PROJECT_SUMS;
+    int over = to_raw ? 3 : last;
+    bool in_place = ABOUT[kind].in_place && has_shape(inputs[over], made) && last > 3 && (kind != PROJECT_GRADIENT || kernel->others == 2);
+    pass.map = output_of(&call, 0, TF_TensorType(raw), made, ABOUT[kind].no_map ? 0 : 5, in_place ? over : -1, outputs);
     float *to_sums = output_of(&call, 1, TF_FLOAT, sums, ABOUT[kind].sums ? 3 : 0, -1, outputs);
     float *to_filters = output_of(&call, 2, TF_FLOAT, ups ? of_up : of_project, ABOUT[kind].filter_gradient ? 5 : 0, -1, outputs);
     float *to_bias = output_of(&call, 3, TF_FLOAT, bias, projects ? 1 : 0, -1, outputs);
     if (TF_GetCode(call.status) == TF_OK) {
+        pass.map = ABOUT[kind].no_map ? NULL : pass.map;
         pass.sums_to = ABOUT[kind].sums ? to_sums : NULL;
         pass.filter_gradient = ABOUT[kind].filter_gradient ? to_filters : NULL;
         pass.bias_gradient = projects ? to_bias : NULL;

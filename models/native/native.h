@@ -31,7 +31,7 @@ enum { MEAN_OF_RAW = 3, RSTD_OF_RAW, BELOW }; /* after SCALE, SHIFT and FLOOR */
 
 struct output {
     int channels;
-    void *map;        /* may be the memory of the input's one map, if that has as many channels */
+    void *map;        /* may be the memory of the input's first map, if that has as many channels */
     int sums;         /* which */
     float *sums_to;   /* [batch][2][channels]: mean, variance | sum of g, sum of g * (r - mean) * rstd, where scale * r + shift > floor */
     const void *raw;  /* NORM_SUMS: the raw map r whose norm and ReLU come before this convolution */
@@ -56,8 +56,11 @@ enum pass_kind {
     MAX_POOL_GRADIENT,  /* raw, others: gradient of the pooled map, gradient that is added -> map, sums */
     RESIDUAL_SUM,       /* raw, others: shortcut -> map: max(formed + shortcut, 0) */
     RESIDUAL_GRADIENT,  /* raw, others: the sum, its gradient -> map: the gradient where the sum is positive; sums */
+    TO_RAW,             /* raw, others: gradient -> map: of the raw map's values; the coefficients are an input's */
     PROJECT,            /* raw, filters, bias, others: what is added, or none -> map */
     PROJECT_GRADIENT,   /* raw, filters, others: gradient, what is added, or none -> map, sums, filter and bias gradient */
+    PROJECT_SUMS,       /* raw, filters, others: gradient -> sums, filter and bias gradient */
+    PROJECT_TO_RAW,     /* raw, filters, others: gradient -> map, as of TO_RAW */
     UP_CONVOLVE,        /* raw, filters -> map */
     UP_INPUT_GRADIENT,  /* raw, filters, others: gradient -> map, sums */
     UP_FILTER_GRADIENT, /* raw, others: gradient -> filter gradient */
@@ -69,7 +72,7 @@ struct pass {
     int batch, x, y, z;
     int channels, outputs;     /* of the raw map; of what the filters make */
     const void *raw, *others[2];
-    const float *coefficients; /* of the raw map: [batch][BELOW][channels]; NULL where it is read as it is */
+    const float *coefficients; /* of the raw map: [batch][BELOW, or COEFFICIENTS][channels]; NULL where it is read as it is */
     const float *filters, *bias; /* [channels][outputs], or [2][2][2][outputs][channels] */
     void *map;
     float *sums_to;            /* as of an output; NULL where they are not asked for, as below */

@@ -314,10 +314,10 @@ static size_t voxel_of(const struct operation *op, int batch, int x, int y)
     return (((size_t)batch * op->x + x) * op->y + y) * op->z;
 }
 
-/* Bytes of a row of the one map, or of both as if concatenated. */
+/* Bytes of a row of the first map: in place it is this one that is written over. */
 static size_t row_bytes(const struct operation *op)
 {
-    return (size_t)op->z * (op->input.channels[0] + op->input.channels[1]) * (op->dtype == FLOAT32 ? 4 : 2);
+    return (size_t)op->z * op->input.channels[0] * (op->dtype == FLOAT32 ? 4 : 2);
 }
 
 /* The first plane of a thread's share. */

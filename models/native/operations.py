@@ -156,6 +156,19 @@ def project_gradient(
     return g, sums[:, 0], sums[:, 1], of_filters, of_bias
 
 
+def project_sums(source: Source, gradient: Tensor, filters: Tensor) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    """All of `project_gradient` but the gradient of the source's values."""
+    _, sums, of_filters, of_bias = _pass(PROJECT_SUMS, source, [gradient], filters)
+    of_filters.set_shape(filters.shape)
+    of_bias.set_shape(filters.shape[4:])
+    return sums[:, 0], sums[:, 1], of_filters, of_bias
+
+
+def project_to_raw(at: Gradient, filters: Tensor) -> Gradient:
+    """As `to_raw`, of a source whose values were projected; `at.map` is the gradient of the projection."""
+    return Gradient(_pass(PROJECT_TO_RAW, at.source, [at.map], filters, coefficients=_gradient_coefficients(at))[0])
+
+
 def residual_sum(source: Source, other: Tensor) -> Tensor:
     """max(value + other, 0)."""
     return _pass(RESIDUAL_SUM, source, [other])[0]
@@ -168,10 +181,15 @@ def residual_gradient(source: Source, output: Tensor, gradient: Tensor) -> Tuple
     return g, sums[:, 0], sums[:, 1]
 
 
+def to_raw(at: Gradient) -> Gradient:
+    """The gradient of a raw map, formed as a map of its own."""
+    return Gradient(_pass(TO_RAW, at.source, [at.map], coefficients=_gradient_coefficients(at))[0])
+
+
 # --- The library ---
 
-MAX_POOL, MAX_POOL_GRADIENT, RESIDUAL_SUM, RESIDUAL_GRADIENT, PROJECT, PROJECT_GRADIENT = range(6)
-UP_CONVOLVE, UP_INPUT_GRADIENT, UP_FILTER_GRADIENT = range(6, 9)  # all as in native.h
+MAX_POOL, MAX_POOL_GRADIENT, RESIDUAL_SUM, RESIDUAL_GRADIENT, TO_RAW, PROJECT, PROJECT_GRADIENT = range(7)
+PROJECT_SUMS, PROJECT_TO_RAW, UP_CONVOLVE, UP_INPUT_GRADIENT, UP_FILTER_GRADIENT = range(7, 12)  # all as in native.h
 
 
 def _pass(
@@ -182,22 +200,23 @@ def _pass(
     bias: Optional[Tensor] = None,
     grid: float = 1,
     channels: Optional[int] = None,
+    coefficients: Optional[Tensor] = None,
 ) -> List[Tensor]:
     """Map, sums, gradients of filters and bias; those that the kind does not make are empty. The map has `grid` times
     as many voxels along an axis as the source."""
     outputs = _operations().cpu_pass(
         filters=_none() if filters is None else filters,
         bias=_none() if bias is None else bias,
-        coefficients=_below_coefficients(source),
+        coefficients=_below_coefficients(source) if coefficients is None else coefficients,
         raw=source.raw,
         others=list(others),
         kind=kind,
     )
     batch, *size, width = source.raw.shape
-    if kind != UP_FILTER_GRADIENT:
+    if kind not in (PROJECT_SUMS, UP_FILTER_GRADIENT):
         size = [side and int(side * grid) for side in size]
         outputs[0].set_shape((batch, *size, channels or width))
-    if kind in (MAX_POOL_GRADIENT, RESIDUAL_GRADIENT, PROJECT_GRADIENT, UP_INPUT_GRADIENT):
+    if kind in (MAX_POOL_GRADIENT, RESIDUAL_GRADIENT, PROJECT_GRADIENT, PROJECT_SUMS, UP_INPUT_GRADIENT):
         outputs[1].set_shape((batch, 2, width))
     return outputs
 

@@ -29,7 +29,7 @@ struct job {
 struct worker {
     const struct job *job;
     const struct pass *pass;
-    float *coefficients; /* [BELOW][width] */
+    float *coefficients; /* [COEFFICIENTS][width] */
     float *line, *other; /* voxels of a row, formed; voxels of the other map */
     double *filter_sums;
     double *sums; /* [2][width] of the sample */
@@ -60,6 +60,13 @@ ALWAYS_INLINE void count(const struct worker *w, struct row_sums *sums, vec grad
     gradient = keep_where(raw * coefficient(w, SCALE, c) + coefficient(w, SHIFT, c) > coefficient(w, FLOOR, c), gradient);
     sums->first += gradient;
     sums->second += gradient * ((raw - coefficient(w, MEAN_OF_RAW, c)) * coefficient(w, RSTD_OF_RAW, c));
+}
+
+/* As an input of NORM_RELU_GRADIENT is formed. */
+ALWAYS_INLINE vec gradient_of_raw(const struct worker *w, vec gradient, vec raw, int c)
+{
+    gradient = keep_where(raw * coefficient(w, SCALE, c) + coefficient(w, SHIFT, c) > coefficient(w, FLOOR, c), gradient);
+    return coefficient(w, OF_GRADIENT, c) * gradient + (coefficient(w, OF_RAW, c) * raw + coefficient(w, CONSTANT, c));
 }
 
 ALWAYS_INLINE void keep_sums(struct worker *w, const struct row_sums *sums, int c)
@@ -168,6 +175,19 @@ static void residual_gradient_row(struct worker *w, int batch, int x, int y)
     }
 }
 
+static void to_raw_row(struct worker *w, int batch, int x, int y)
+{
+    const struct pass *p = w->pass;
+    for (int c = 0; c < p->channels; c += LANES) {
+        size_t at = row_at(p, 1, batch, x, y, p->channels) + c;
+        int n = least(LANES, p->channels - c);
+        for (int z = 0; z < p->z; z++, at += p->channels) {
+            vec raw = load_values(p->raw, at, n, p->dtype), gradient = load_values(p->others[0], at, n, p->dtype);
+            store_values(p->map, at, gradient_of_raw(w, gradient, raw, c), n, p->dtype);
+        }
+    }
+}
+
 /* --- Products of a voxel's channels with filters --- */
 
 /* sums[voxel] += over `terms` values of each voxel, `step` floats apart: value times a row of 16 or 8 filters, `width` apart. */
@@ -256,16 +276,25 @@ static void project_gradient_row(struct worker *w, int batch, int x, int y)
             multiply_block(sums, voxels, w->other + (size_t)z * other_width, other_width, p->outputs, w->job->filters + c, width);
             for (int v = 0; v < voxels; v++) {
                 size_t at = from + (size_t)(z + v) * p->channels + c;
-                if (p->others[1])
-                    sums[v] += load_values(p->others[1], at, n, p->dtype);
                 vec raw = load_values(p->raw, at, n, p->dtype);
-                count(w, &row, store_values(p->map, at, sums[v], n, p->dtype), raw, c);
+                if (p->kind == PROJECT_TO_RAW)
+                    sums[v] = gradient_of_raw(w, sums[v], raw, c);
+                else if (p->others[1])
+                    sums[v] += load_values(p->others[1], at, n, p->dtype);
+                if (p->map)
+                    sums[v] = store_values(p->map, at, sums[v], n, p->dtype);
+                if (p->kind != PROJECT_TO_RAW)
+                    count(w, &row, sums[v], raw, c);
             }
         }
+        if (p->kind == PROJECT_TO_RAW)
+            continue;
         keep_sums(w, &row, c);
         add_products(w->filter_sums + c, width, w->line + c, width, w->other, other_width, p->outputs, p->z);
     }
     double *bias = w->filter_sums + (size_t)p->outputs * width;
+    if (p->kind == PROJECT_TO_RAW)
+        return;
     for (int o = 0; o < p->outputs; o++) {
         float sum = 0;
         for (int z = 0; z < p->z; z++)
@@ -354,7 +383,8 @@ static void up_filter_gradient_row(struct worker *w, int batch, int x, int y)
 static void (*const ROWS[PASS_KINDS])(struct worker *, int batch, int x, int y) = {
     [MAX_POOL] = max_pool_row,           [MAX_POOL_GRADIENT] = max_pool_gradient_row,
     [RESIDUAL_SUM] = residual_sum_row,   [RESIDUAL_GRADIENT] = residual_gradient_row,
-    [PROJECT] = project_row,             [PROJECT_GRADIENT] = project_gradient_row,
+    [TO_RAW] = to_raw_row,               [PROJECT] = project_row,
+    [PROJECT_GRADIENT] = project_gradient_row, [PROJECT_SUMS] = project_gradient_row, [PROJECT_TO_RAW] = project_gradient_row,
     [UP_CONVOLVE] = up_convolve_row,     [UP_INPUT_GRADIENT] = up_input_gradient_row,
     [UP_FILTER_GRADIENT] = up_filter_gradient_row,
 };
@@ -362,11 +392,12 @@ static void (*const ROWS[PASS_KINDS])(struct worker *, int batch, int x, int y) 
 static void take_coefficients(struct worker *w, int batch)
 {
     const struct pass *p = w->pass;
-    static const float none[BELOW] = {[SCALE] = 1, [FLOOR] = -INFINITY, [RSTD_OF_RAW] = 1};
-    for (int i = 0; i < BELOW; i++)
+    static const float none[COEFFICIENTS] = {[SCALE] = 1, [FLOOR] = -INFINITY, [RSTD_OF_RAW] = 1};
+    int rows = p->kind == TO_RAW || p->kind == PROJECT_TO_RAW ? COEFFICIENTS : BELOW;
+    for (int i = 0; i < rows; i++)
         for (int c = 0; c < w->job->width; c++)
             w->coefficients[i * w->job->width + c] =
-                c < p->channels && p->coefficients ? p->coefficients[((size_t)batch * BELOW + i) * p->channels + c] : none[i];
+                c < p->channels && p->coefficients ? p->coefficients[((size_t)batch * rows + i) * p->channels + c] : none[i];
 }
 
 static void pass_thread(void *argument, int thread, int threads)
@@ -379,7 +410,7 @@ static void pass_thread(void *argument, int thread, int threads)
         return;
     }
     double *sums = job->sums + (size_t)thread * p->batch * 2 * job->width;
-    struct worker w = {job, p, memory, memory + BELOW * job->width, NULL, job->filter_sums + thread * job->filter_count, sums};
+    struct worker w = {job, p, memory, memory + COEFFICIENTS * job->width, NULL, job->filter_sums + thread * job->filter_count, sums};
     w.other = w.line + (size_t)p->z * job->width;
     long planes = (long)p->batch * p->x;
     int batch = -1;
@@ -397,7 +428,7 @@ static void pass_thread(void *argument, int thread, int threads)
 /* Where the filter of a tap, a channel and an output is in what TensorFlow has. */
 static size_t filter_at(const struct pass *p, int tap, int channel, int output)
 {
-    if (p->kind == PROJECT || p->kind == PROJECT_GRADIENT)
+    if (p->kind < UP_CONVOLVE)
         return (size_t)channel * p->outputs + output;
     return ((size_t)tap * p->outputs + output) * p->channels + channel;
 }
@@ -446,7 +477,7 @@ int PASSES(const struct pass *p)
 {
     struct job job = {.pass = p, .width = whole(p->channels), .other_width = whole(p->outputs)};
     int is_up = p->kind >= UP_CONVOLVE, taps = is_up ? 8 : 1;
-    job.floats = (size_t)BELOW * job.width + (size_t)p->z * job.width + (size_t)p->z * job.other_width * (is_up ? 8 : 1);
+    job.floats = (size_t)COEFFICIENTS * job.width + (size_t)p->z * job.width + (size_t)p->z * job.other_width * (is_up ? 8 : 1);
     size_t filters = (size_t)taps * job.width * job.other_width;
     job.filter_count = p->filter_gradient ? filters + job.other_width : 0;
     job.filters = aligned_alloc(64, (filters * sizeof(float) + 63) / 64 * 64);
