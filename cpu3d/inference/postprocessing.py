@@ -14,9 +14,10 @@ only where it helps on cases that were not trained on. Here that is judged by th
   smaller regions within it go with it.
 - *Nested* answers are cut before they are painted: a voxel of TC outside WT, or of ET outside TC, is not in it.
 
-Chosen are, one after another, whether to nest, and the rule of each region from the largest to the smallest. A choice
-is taken where it raises the mean over the cases, lowers that of no region, and loses no true lesion that was found in
-any case. Of equal choices the one that removes the fewest voxels is taken, then a share, then the smaller number.
+Chosen are, one after another, whether to nest, one rule for all regions, and the rule of each region from the largest
+to the smallest. A choice is taken where it raises the mean over the cases, lowers that of no region, and loses no true
+lesion that was found in any case. Of equal rules a share is taken, and of several the middle one: as far from losing a
+lesion as from leaving an island in a case that is not here.
 """
 
 import dataclasses
@@ -246,7 +247,7 @@ class _Parts(NamedTuple):
     inside: Dict[str, np.ndarray]  # larger region -> (P,) index of the part of that region that holds each part
 
 
-LESION_DICE, FALSE_POSITIVES, DICE, FOUND, LEFT_MM3 = range(5)  # columns of `_scores`, the first three as in Means
+LESION_DICE, FALSE_POSITIVES, DICE, FOUND = range(4)  # columns of `_scores`, the first three as in Means
 
 
 def choose(cases: Iterable[Case], regions: Regions) -> Tuple[PostProcessing, Dict[str, Means], Dict[str, Means]]:
@@ -264,12 +265,19 @@ def choose(cases: Iterable[Case], regions: Regions) -> Tuple[PostProcessing, Dic
     scores = _scores(nested, {})
     if _improves(scores, best):
         best, measured, chosen = scores, nested, PostProcessing(nested=True)
-    for name in _codes_below(regions):
-        pairs = [(_scores(measured, rules), rules) for rules in ({**chosen.rules, name: (rule,)} for rule in RULES)]
-        better = [(scores, rules) for scores, rules in pairs if _improves(scores, best)]
+    with_rule = list(_codes_below(regions))
+    for names in (with_rule, *([name] for name in with_rule)):
+        tried = [{**chosen.rules, **dict.fromkeys(names, (rule,))} for rule in RULES]
+        better = [
+            (scores, rules)
+            for scores, rules in ((_scores(measured, one), one) for one in tried)
+            if _improves(scores, best)
+        ]
         if better:
-            rank = lambda one: (round(one[0][..., LESION_DICE].mean(), 9), one[0][..., LEFT_MM3].sum())  # noqa: E731
-            best, rules = max(better, key=rank)
+            means = [round(scores[..., LESION_DICE].mean(), 9) for scores, _ in better]
+            equal = [pair for pair, mean in zip(better, means) if mean == max(means)]
+            shares = [pair for pair in equal if pair[1][names[0]][0].share] or equal
+            best, rules = shares[(len(shares) - 1) // 2]
             chosen = dataclasses.replace(chosen, rules=rules)
     if best is before:
         chosen = PostProcessing(off="no rule gains on the validation cases")
@@ -293,7 +301,7 @@ def _parts_of(label: np.ndarray, truth: np.ndarray, spacing_mm: Sequence[float],
 
 
 def _scores(cases: Sequence[Dict[str, _Parts]], rules: Mapping[str, Sequence[Rule]]) -> np.ndarray:
-    """Scores of what `PostProcessing.paint` leaves under `rules`, (cases, regions from the largest on, 5)."""
+    """Scores of what `PostProcessing.paint` leaves under `rules`, (cases, regions from the largest on, 4)."""
     rows = []
     for case in cases:
         kept: Dict[str, np.ndarray] = {}
@@ -304,9 +312,8 @@ def _scores(cases: Sequence[Dict[str, _Parts]], rules: Mapping[str, Sequence[Rul
             if name in rules:
                 stays[stays] = ~_is_small(sizes_mm3[stays], rules[name])
             kept[name], lesions = stays, matching.lesions(stays)
-            left_mm3 = sizes_mm3[stays].sum()
-            rows.append((lesions.dice, lesions.false_positives, matching.dice(stays), lesions.found, left_mm3))
-    return np.reshape(rows, (len(cases), -1, 5))
+            rows.append((lesions.dice, lesions.false_positives, matching.dice(stays), lesions.found))
+    return np.reshape(rows, (len(cases), -1, 4))
 
 
 def _improves(scores: np.ndarray, other: np.ndarray) -> bool:

@@ -106,13 +106,17 @@ def cases(*pairs, spacing_mm=MM, regions=REGIONS):
     return [(answers_of(label_of(*predicted), regions), label_of(*true), spacing_mm) for predicted, true in pairs]
 
 
+def for_all(rule, regions=REGIONS):
+    return dict.fromkeys(regions, (rule,))
+
+
 WITH_ISLAND = ((BIG, SMALL, ISLAND), (BIG, SMALL))
 
 
 def test_islands_go_and_a_true_lesion_of_407_voxels_stays():
     # 1 % of 8000 leaves the island of 300, 10 % takes the lesion of 407, and so does 600 flat; 400 mm3 is between.
     chosen, before, after_ = choose(cases(*[WITH_ISLAND] * 3), REGIONS)
-    assert (chosen.rules, chosen.nested, chosen.off) == ({"WT": (Rule(mm3=400),)}, False, "")
+    assert (chosen.rules, chosen.nested, chosen.off) == (for_all(Rule(mm3=400)), False, "")
     # Two lesions found and a false positive, then two lesions; 2 * 8407 / (8407 + 8707) and 1.
     assert before["WT"] == Means(pytest.approx(2 / 3), 1, pytest.approx(2 * 8407 / (8407 + 8707)))
     assert after_["WT"] == Means(1, 0, 1)
@@ -128,16 +132,25 @@ def test_no_rule_takes_a_lesion_that_is_found_in_one_case_for_the_mean_of_the_ot
     assert before == after_
     chosen, before, after_ = choose(cases(*[((BIG, large), (BIG,))] * 3), REGIONS)
     # 500 voxels are 6.25 % of 8000: 10 % and 800 mm3 remove them alike, and the share never removes all of a region.
-    assert chosen.rules == {"WT": (Rule(share=0.1),)}
+    assert chosen.rules == for_all(Rule(share=0.1))
     assert (before["WT"].lesion_dice, after_["WT"].lesion_dice) == (0.5, 1)
-    tiny = (1, (40, 20, 20), (2, 1, 1))  # every rule removes it: the smallest share is taken
-    assert choose(cases(*[((BIG, tiny), (BIG,))] * 3), REGIONS)[0].rules == {"WT": (Rule(share=0.001),)}
+    tiny = (1, (40, 20, 20), (2, 1, 1))  # every rule removes it: the middle one of the shares is taken
+    assert choose(cases(*[((BIG, tiny), (BIG,))] * 3), REGIONS)[0].rules == for_all(Rule(share=0.01))
+
+
+def test_a_region_has_a_rule_of_its_own_where_that_gains():
+    core, small_core = (2, (4, 4, 4), (10, 10, 10)), (2, (40, 4, 4), (5, 2, 2))  # 20 voxels of 1000, a true lesion
+    around, island = (1, (38, 2, 2), (9, 9, 8)), (1, (40, 20, 20), (6, 6, 6))  # 216 voxels of 8000, which is false
+    pair = (BIG, core, around, small_core, island), (BIG, core, around, small_core)
+    chosen, _, after_ = choose(cases(*[pair] * 3), REGIONS)
+    assert chosen.rules == {"WT": (Rule(share=0.03),)}  # for all it would take the small core
+    assert after_["WT"] == after_["TC"] == Means(1, 0, 1)
 
 
 def test_a_region_that_should_be_empty_is_emptied_by_a_volume_alone():
     false = (3, (10, 10, 10), (3, 3, 3))  # 27 voxels of ET in a tumour without any
     chosen, before, after_ = choose(cases(*[((BIG, false), (BIG,))] * 3), REGIONS)
-    assert chosen.rules == {"TC": (Rule(mm3=50),)}  # ET goes with it
+    assert chosen.rules == for_all(Rule(mm3=200))  # the middle one
     assert (before["ET"].lesion_dice, after_["ET"].lesion_dice) == (0, 1)
     assert after_["WT"] == Means(1, 0, 1)
 
@@ -154,7 +167,7 @@ def test_nesting_is_chosen_where_it_gains_alone():
 def test_organs_and_a_single_region_are_decided_too():
     for regions in ({"WT": (1,)}, {"a": (1,), "b": (2,)}):
         chosen, _, after_ = choose(cases(*[WITH_ISLAND] * 3, regions=regions), regions)
-        assert chosen.rules == {next(iter(regions)): (Rule(mm3=400),)}
+        assert chosen.rules == for_all(Rule(mm3=400), regions)
         assert len(after_) == len(regions)
 
 
@@ -228,7 +241,7 @@ def test_a_run_decides_once_and_again_when_its_weights_are_others(run, predictor
     assert "not decided" in of(run).off
     decision = decide(run)
     # A tumour of 125 voxels and an island of 2, which is 1.6 % of it.
-    assert decision.chosen == PostProcessing({"WT": (Rule(share=0.03),)})
+    assert decision.chosen == PostProcessing(for_all(Rule(share=0.03), load_config(run).regions))
     assert (decision.cases, predictor.calls) == (3, 3)
     assert decision.before["WT"] == Means(0.5, 1, pytest.approx(250 / 252))
     assert decision.after["WT"] == Means(1, 0, 1)
