@@ -139,7 +139,7 @@ def test_no_rule_takes_a_lesion_that_is_found_in_one_case_for_the_mean_of_the_ot
 
 
 def test_a_region_has_a_rule_of_its_own_where_that_gains():
-    core, small_core = (2, (4, 4, 4), (10, 10, 10)), (2, (40, 4, 4), (5, 2, 2))  # 20 voxels of 1000, a true lesion
+    core, small_core = (2, (4, 4, 4), (14, 14, 14)), (2, (40, 4, 4), (5, 4, 3))  # 60 voxels of 2744, a true lesion
     around, island = (1, (38, 2, 2), (9, 9, 8)), (1, (40, 20, 20), (6, 6, 6))  # 216 voxels of 8000, which is false
     pair = (BIG, core, around, small_core, island), (BIG, core, around, small_core)
     chosen, _, after_ = choose(cases(*[pair] * 3), REGIONS)
