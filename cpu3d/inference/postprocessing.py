@@ -14,10 +14,10 @@ only where it helps on cases that were not trained on. Here that is judged by th
   smaller regions within it go with it.
 - *Nested* answers are cut before they are painted: a voxel of TC outside WT, or of ET outside TC, is not in it.
 
-Chosen are, one after another, whether to nest, one rule for all regions, and the rule of each region from the largest
-to the smallest. A choice is taken where it raises the mean over the cases, lowers that of no region, and loses no true
-lesion that was found in any case. Of equal rules a share is taken, and of several the middle one: as far from losing a
-lesion as from leaving an island in a case that is not here.
+Chosen are, one after another, whether to nest, and the rule of each region from the largest to the smallest: the one
+with the highest mean over the cases, of those that lower the mean of no region and lose no true lesion that was found
+in any case. Of equal rules a share is taken, and of several the middle one: as far from losing a lesion as from leaving
+an island in a case that is not here. Where all choices together gain nothing, nothing is removed.
 """
 
 import dataclasses
@@ -263,24 +263,19 @@ def choose(cases: Iterable[Case], regions: Regions) -> Tuple[PostProcessing, Dic
     measured, chosen = plain, PostProcessing()
     best = before = _scores(plain, {})
     scores = _scores(nested, {})
-    if _improves(scores, best):
+    if _gain(scores, best) > 0:
         best, measured, chosen = scores, nested, PostProcessing(nested=True)
-    with_rule = list(_codes_below(regions))
-    for names in (with_rule, *([name] for name in with_rule)):
-        tried = [{**chosen.rules, **dict.fromkeys(names, (rule,))} for rule in RULES]
-        better = [
-            (scores, rules)
-            for scores, rules in ((_scores(measured, one), one) for one in tried)
-            if _improves(scores, best)
-        ]
-        if better:
-            means = [round(scores[..., LESION_DICE].mean(), 9) for scores, _ in better]
-            equal = [pair for pair, mean in zip(better, means) if mean == max(means)]
-            shares = [pair for pair in equal if pair[1][names[0]][0].share] or equal
+    for name in _codes_below(regions):
+        tried = [{**chosen.rules, name: (rule,)} for rule in RULES]
+        pairs = [(_scores(measured, rules), rules) for rules in tried]
+        gains = [_gain(scores, best) for scores, _ in pairs]
+        if max(gains) >= 0:
+            equal = [pair for pair, gain in zip(pairs, gains) if gain == max(gains)]
+            shares = [pair for pair in equal if pair[1][name][0].share] or equal
             best, rules = shares[(len(shares) - 1) // 2]
             chosen = dataclasses.replace(chosen, rules=rules)
-    if best is before:
-        chosen = PostProcessing(off="no rule gains on the validation cases")
+    if not _gain(best, before) > 0:
+        chosen, best = PostProcessing(off="no rule gains on the validation cases"), before
     return chosen, _means(before, regions), _means(best, regions)
 
 
@@ -316,11 +311,11 @@ def _scores(cases: Sequence[Dict[str, _Parts]], rules: Mapping[str, Sequence[Rul
     return np.reshape(rows, (len(cases), -1, 4))
 
 
-def _improves(scores: np.ndarray, other: np.ndarray) -> bool:
-    """Whether the mean lesion-wise Dice gains, that of no region falls, and no lesion that was found is lost."""
+def _gain(scores: np.ndarray, other: np.ndarray) -> float:
+    """In the mean lesion-wise Dice; -1 where that of a region falls or a lesion is lost that was found."""
     change = (scores - other)[..., LESION_DICE].mean(0)
     lost = (scores[..., FOUND] < other[..., FOUND]).any()
-    return bool(change.sum() > 1e-9 and change.min() > -1e-9 and not lost)
+    return -1.0 if lost or change.min() < -1e-9 else round(float(change.mean()), 9)
 
 
 def _means(scores: np.ndarray, regions: Regions) -> Dict[str, Means]:

@@ -106,8 +106,9 @@ def cases(*pairs, spacing_mm=MM, regions=REGIONS):
     return [(answers_of(label_of(*predicted), regions), label_of(*true), spacing_mm) for predicted, true in pairs]
 
 
-def for_all(rule, regions=REGIONS):
-    return dict.fromkeys(regions, (rule,))
+def rules_with(first, rule, regions=REGIONS):
+    """Of a region, and of the others, of which the validation cases say nothing."""
+    return {**dict.fromkeys(regions, (Rule(share=0.01),)), first: (rule,)}
 
 
 WITH_ISLAND = ((BIG, SMALL, ISLAND), (BIG, SMALL))
@@ -116,7 +117,7 @@ WITH_ISLAND = ((BIG, SMALL, ISLAND), (BIG, SMALL))
 def test_islands_go_and_a_true_lesion_of_407_voxels_stays():
     # 1 % of 8000 leaves the island of 300, 10 % takes the lesion of 407, and so does 600 flat; 400 mm3 is between.
     chosen, before, after_ = choose(cases(*[WITH_ISLAND] * 3), REGIONS)
-    assert (chosen.rules, chosen.nested, chosen.off) == (for_all(Rule(mm3=400)), False, "")
+    assert (chosen.rules, chosen.nested, chosen.off) == (rules_with("WT", Rule(mm3=400)), False, "")
     # Two lesions found and a false positive, then two lesions; 2 * 8407 / (8407 + 8707) and 1.
     assert before["WT"] == Means(pytest.approx(2 / 3), 1, pytest.approx(2 * 8407 / (8407 + 8707)))
     assert after_["WT"] == Means(1, 0, 1)
@@ -132,10 +133,10 @@ def test_no_rule_takes_a_lesion_that_is_found_in_one_case_for_the_mean_of_the_ot
     assert before == after_
     chosen, before, after_ = choose(cases(*[((BIG, large), (BIG,))] * 3), REGIONS)
     # 500 voxels are 6.25 % of 8000: 10 % and 800 mm3 remove them alike, and the share never removes all of a region.
-    assert chosen.rules == for_all(Rule(share=0.1))
+    assert chosen.rules == rules_with("WT", Rule(share=0.1))
     assert (before["WT"].lesion_dice, after_["WT"].lesion_dice) == (0.5, 1)
     tiny = (1, (40, 20, 20), (2, 1, 1))  # every rule removes it: the middle one of the shares is taken
-    assert choose(cases(*[((BIG, tiny), (BIG,))] * 3), REGIONS)[0].rules == for_all(Rule(share=0.01))
+    assert choose(cases(*[((BIG, tiny), (BIG,))] * 3), REGIONS)[0].rules == rules_with("WT", Rule(share=0.01))
 
 
 def test_a_region_has_a_rule_of_its_own_where_that_gains():
@@ -143,31 +144,32 @@ def test_a_region_has_a_rule_of_its_own_where_that_gains():
     around, island = (1, (38, 2, 2), (9, 9, 8)), (1, (40, 20, 20), (6, 6, 6))  # 216 voxels of 8000, which is false
     pair = (BIG, core, around, small_core, island), (BIG, core, around, small_core)
     chosen, _, after_ = choose(cases(*[pair] * 3), REGIONS)
-    assert chosen.rules == {"WT": (Rule(share=0.03),)}  # for all it would take the small core
+    assert chosen.rules["WT"] == (Rule(share=0.03),)
+    assert chosen.rules["TC"] == (Rule(share=0.003),)  # 3 % would take the small core
     assert after_["WT"] == after_["TC"] == Means(1, 0, 1)
 
 
 def test_a_region_that_should_be_empty_is_emptied_by_a_volume_alone():
     false = (3, (10, 10, 10), (3, 3, 3))  # 27 voxels of ET in a tumour without any
     chosen, before, after_ = choose(cases(*[((BIG, false), (BIG,))] * 3), REGIONS)
-    assert chosen.rules == for_all(Rule(mm3=200))  # the middle one
+    assert chosen.rules == rules_with("TC", Rule(mm3=200))  # ET goes with it
     assert (before["ET"].lesion_dice, after_["ET"].lesion_dice) == (0, 1)
     assert after_["WT"] == Means(1, 0, 1)
 
 
-def test_nesting_is_chosen_where_it_gains_alone():
+def test_nesting_is_chosen_where_it_gains():
     label = label_of(BIG, (2, (4, 4, 4), (9, 9, 9)))
     answers = answers_of(label)
     answers[30:40, :10, :10, 1] = 0.9  # TC outside of WT
     chosen, before, after_ = choose([(answers, label, MM)] * 3, REGIONS)
-    assert (chosen.nested, chosen.rules) == (True, {})
+    assert (chosen.nested, chosen.rules) == (True, rules_with("WT", Rule(share=0.01)))
     assert (before["TC"].lesion_dice, after_["TC"].lesion_dice) == (0.5, 1)
 
 
 def test_organs_and_a_single_region_are_decided_too():
     for regions in ({"WT": (1,)}, {"a": (1,), "b": (2,)}):
         chosen, _, after_ = choose(cases(*[WITH_ISLAND] * 3, regions=regions), regions)
-        assert chosen.rules == for_all(Rule(mm3=400), regions)
+        assert chosen.rules == rules_with(next(iter(regions)), Rule(mm3=400), regions)
         assert len(after_) == len(regions)
 
 
@@ -241,7 +243,7 @@ def test_a_run_decides_once_and_again_when_its_weights_are_others(run, predictor
     assert "not decided" in of(run).off
     decision = decide(run)
     # A tumour of 125 voxels and an island of 2, which is 1.6 % of it.
-    assert decision.chosen == PostProcessing(for_all(Rule(share=0.03), load_config(run).regions))
+    assert decision.chosen == PostProcessing(rules_with("WT", Rule(share=0.03)))
     assert (decision.cases, predictor.calls) == (3, 3)
     assert decision.before["WT"] == Means(0.5, 1, pytest.approx(250 / 252))
     assert decision.after["WT"] == Means(1, 0, 1)
