@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
-from cpu3d.bench.kernels import kernels_table
+from cpu3d.bench.kernels import draw_roofline, kernels_table
 from cpu3d.bench.learning import draw_learning, learning_table
 from cpu3d.bench.step import draw_policies, step_table, with_predictions
 from cpu3d.bench.validate import VALIDATION, accuracy_of, page, summary_table, validation
@@ -41,6 +41,7 @@ class TableOptions:
     page: Optional[Path] = option(None, "write the validation page", metavar="FILE")
     accuracy: Optional[Path] = option(None, "write how far the estimator is off", metavar="FILE")
     picture: Optional[Path] = option(None, "draw the newest comparison of policies as PNG", metavar="FILE")
+    roofline: Optional[Path] = option(None, "draw the newest record of `bench kernels` as PNG", metavar="FILE")
     learning: Optional[Path] = option(None, "draw the newest curves of `bench learning` as PNG", metavar="FILE")
 
 
@@ -50,6 +51,8 @@ OPTIONS = (TableOptions,)
 def run(options: TableOptions) -> int:
     if options.picture:
         write_bytes(options.picture, draw_policies(read_records(options.records / "policies.jsonl", "policies")))
+    if options.roofline:
+        write_bytes(options.roofline, draw_roofline(read_records(options.records / "kernels.jsonl", "kernels")[-1]))
     if options.learning:
         write_bytes(options.learning, draw_learning(_newest(options.records / "learning.jsonl", LEARNING)))
     if options.accuracy:
