@@ -130,7 +130,7 @@ def measure(request: Dict[str, Any]) -> Result:
     """
     begin = time.perf_counter()
     _, _, tf = set_up(request["engine"])
-    from cpu3d.training.learner import Learner
+    from cpu3d.training.learner import Learner, reserve
 
     engine = "itex" if "ITEX" in engine_name(tf) else "stock"
     intra_op = tf.config.threading.get_intra_op_parallelism_threads()
@@ -138,6 +138,8 @@ def measure(request: Dict[str, Any]) -> Result:
     while left and (len(timings) < 2 or time.perf_counter() - begin < request["budget_s"]):
         network = left.pop(0)
         job = Job(UNetConfig(**network["unet"]), tuple(network["shape"]), engine=engine, threads=intra_op)
+        if not timings:
+            reserve(job)
         learner = Learner(RunConfig(grid=job.shape, unet=job.unet))
         parts = itertools.repeat(made_up(tf, job.unet, 1, job.shape))
         steps_s = []

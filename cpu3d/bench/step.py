@@ -34,6 +34,7 @@ from cpu3d.bench.harness import Output, ProcessFailedError, Result, gib, host_of
 from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.memory import peak_rss_bytes
+from cpu3d.plan import job_of
 from cpu3d.run.summary import median, numbers
 from cpu3d.settings import AUTO, RunConfig, left_open
 from cpu3d.util.records import by, versions
@@ -243,10 +244,11 @@ def measure(request: Dict[str, Any]) -> Result:
     if request.get("threads"):  # else they are the host's own number or the environment's
         os.environ.update(dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(request["threads"])))
     host, threads, tf = set_up(request["engine"])
-    from cpu3d.training.learner import Learner, allocator_peak_bytes
+    from cpu3d.training.learner import Learner, allocator_peak_bytes, reserve
 
     own = {name: request[name] for name in ("batch", "micro_batch", "optimizer")}
     config = RunConfig(grid=tuple(request["shape"]), unet=UNetConfig(**request["unet"]), **own)
+    reserve(job_of(config, threads=1, cases=0))  # as `train` does
     learner = Learner(config)
     # As with a store, one micro-batch is in memory.
     parts = itertools.repeat(made_up(tf, config.unet, config.micro, config.grid))

@@ -5,6 +5,7 @@ weights from them, in the memory of one part and one set of gradients. The sums 
 its share of the parts, are added up once a step, and each updates its own weights from that, to the bit.
 """
 
+import contextlib
 import functools
 import time
 from dataclasses import dataclass
@@ -18,7 +19,12 @@ from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
 from cpu3d.settings import RunConfig
 from cpu3d.training.losses import TrainingLoss
 from cpu3d.training.muon import Muon
+from memory_estimator.job import Job
+from memory_estimator.step.allocator import region_bytes
+from memory_estimator.step.training_step import training_step
 from models.unet3d import build_unet3d
+
+RESERVED_ROW_BYTES = 2**20  # as sides of a tensor's shape are 32-bit numbers
 
 
 @dataclass(frozen=True)
@@ -260,6 +266,17 @@ def finest(logits) -> tf.Tensor:
 def weight_names(weights: Sequence[tf.Variable]) -> List[str]:
     """What a checkpoint calls a network's weights, in Keras' order."""
     return [f"model/{index:03d}" for index in range(len(weights))]
+
+
+def reserve(job: Job) -> None:
+    """Have TensorFlow's allocator take the memory of a step of `job` in one piece, of which nothing is touched as yet.
+
+    By itself it takes one region after another, each twice as large, and what is free at the end of one is of no use to
+    a map that needs more: a process holds up to an eighth more. Where the system does not give as much nothing changes.
+    """
+    rows = -(-region_bytes(training_step(job)) // RESERVED_ROW_BYTES)
+    with contextlib.suppress(tf.errors.ResourceExhaustedError), tf.device("CPU:0"):
+        tf.raw_ops.Empty(shape=[rows, RESERVED_ROW_BYTES], dtype=tf.uint8, init=False)
 
 
 def allocator_peak_bytes(device: str = "CPU:0") -> Optional[int]:

@@ -117,7 +117,10 @@ class _Attempt:
     def open(self, exchange: Exchange, guard: Guard) -> Any:
         """The run, a Fit, from its last checkpoint or its start. Saves its settings and plan."""
         from cpu3d.training.fit import Fit  # imports TensorFlow, so not before the host is set up
+        from cpu3d.training.learner import reserve
 
+        if self.plan.estimate:
+            reserve(self.plan.job)
         fit = Fit(self.plan, self.folder, exchange, guard)
         if not fit.is_over:  # one that is over takes no memory
             self._refuse_what_does_not_fit()

@@ -7,11 +7,12 @@ asked for or has 128 MiB to spare: what it counts depends on the order of all re
 """
 
 import bisect
+import contextlib
 import itertools
 from dataclasses import dataclass
 from typing import Dict, Iterable, List, Optional, Set, Tuple
 
-from memory_estimator.step.program import GRANULE_BYTES, Program, Request, requests, rounded
+from memory_estimator.step.program import GRANULE_BYTES, Program, Request, requests, rounded, timeline
 
 MIB = 2**20
 
@@ -41,6 +42,7 @@ class NoRegionError(MemoryError):
 def use(program: Program) -> Use:
     """Play three steps, of which the third is like all that follow, what comes between two of them, and a step more."""
     allocator = Allocator()
+    allocator.reserve(region_bytes(program))
     third, end = (sum(1 for _ in requests(program, steps)) for steps in (2, 3))
     calls = requests(program, 3, after=True)
     allocator.play(itertools.islice(calls, third))
@@ -52,11 +54,18 @@ def use(program: Program) -> Use:
     return Use(peak, resident, small, allocator.reserved_bytes, allocator.resident_bytes if program.after else resident)
 
 
+def region_bytes(program: Program) -> int:
+    """Of the region that `cpu3d.training.learner.reserve` asks for: what is live at most, and a sixteenth for gaps."""
+    return timeline(program).peak_bytes * 17 // 16
+
+
 def fits_regions(program: Program, limit_bytes: int) -> bool:
     """Whether three steps get through with regions of at most `limit_bytes` together, as is the machine's memory: the
     last region is cut down to what is left, and a tensor never lies in two (mkl_cpu_allocator.h)."""
+    allocator = Allocator(limit_bytes)
+    allocator.reserve(region_bytes(program))
     try:
-        Allocator(limit_bytes).play(requests(program, 3, after=True))
+        allocator.play(requests(program, 3, after=True))
     except NoRegionError:
         return False
     return True
@@ -88,6 +97,11 @@ class Allocator:
         self._bins: List[List[Tuple[int, int]]] = [[] for _ in range(BINS)]  # (size, start) of free chunks, sorted
         self._chunks: Dict[int, Chunk] = {}
         self._by_name: Dict[str, Optional[Chunk]] = {}
+
+    def reserve(self, size_bytes: int) -> None:
+        """Take a region before all else, as `cpu3d.training.learner.reserve`; none where the limit is lower."""
+        with contextlib.suppress(NoRegionError):
+            self._extend(rounded(size_bytes))
 
     def play(self, calls: Iterable[Request]) -> None:
         """Take and give back, as the requests' signs say."""
