@@ -87,6 +87,8 @@ struct kernels {
     int (*pass)(const struct pass *);
     /* Bytes that each thread keeps, and that the operation takes besides until its end; it is not run. */
     void (*scratch)(const struct operation *, size_t *kept, size_t *passing);
+    /* Products of values in the cache L1, a limit to measure against; returns multiplications and additions. */
+    double (*products)(long repeats);
 };
 
 /* pool.c: calls work(argument, thread, threads) once for every thread, the caller's among them; one call at a time. */

@@ -766,6 +766,23 @@ static void scratch(const struct operation *op, size_t *kept, size_t *passing)
     }
 }
 
+static double products(long repeats)
+{
+#ifdef TILES
+    enum { STEP = 16 };
+#else
+    enum { STEP = 1 };
+#endif
+    static unit row[MOST_SUMS * GROUP_UNITS] __attribute__((aligned(64))), weights[9 * GROUP_UNITS * 16] __attribute__((aligned(64)));
+    static _Thread_local float sums[MOST_SUMS * 16] __attribute__((aligned(64)));
+    const unit *rows[9] = {row, row, row, row, row, row, row, row, row};
+    tile_config(STEP, GROUP_UNITS);
+    for (long i = 0; i < repeats; i++)
+        multiply(1, MOST_SUMS, STEP, sums, 0, rows, weights, GROUP_UNITS, 0);
+    tile_release();
+    return 2.0 * repeats * 9 * GROUP * 16 * MOST_SUMS;
+}
+
 int PASSES(const struct pass *);
 
-const struct kernels KERNELS = {KERNELS_NAME, convolve, filter_gradient, PASSES, scratch};
+const struct kernels KERNELS = {KERNELS_NAME, convolve, filter_gradient, PASSES, scratch, products};

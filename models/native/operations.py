@@ -11,9 +11,10 @@ All raise RuntimeError where `available` is false, and InvalidArgumentError for 
 
 import ctypes
 import functools
+import time
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
-from models.native.build import door_library
+from models.native.build import door_library, kernels_library
 
 Tensor = Any
 
@@ -184,6 +185,22 @@ def residual_gradient(source: Source, output: Tensor, gradient: Tensor) -> Tuple
 def to_raw(at: Gradient) -> Gradient:
     """The gradient of a raw map, formed as a map of its own."""
     return Gradient(_pass(TO_RAW, at.source, [at.map], coefficients=_gradient_coefficients(at))[0])
+
+
+# --- A limit ---
+
+
+def products_per_s(dtype: str, threads: int) -> float:
+    """Multiplications and additions a second of the products alone, of values in the cache L1: the most of a few runs.
+    A short convolution may be counted as faster, as it needs fewer of them."""
+    library = ctypes.CDLL(str(kernels_library()))
+    library.native_products.restype = ctypes.c_double
+    best, code = 0.0, ("float32", "bfloat16").index(dtype)
+    for _ in range(5):
+        begin = time.perf_counter()
+        done = library.native_products(None, code, threads, ctypes.c_long(10_000))
+        best = max(best, done / (time.perf_counter() - begin))
+    return best
 
 
 # --- The library ---

@@ -88,3 +88,24 @@ int native_filter_gradient(const char *name, const struct operation *operation)
     const struct kernels *kernels = native_kernels(name, operation->dtype);
     return kernels ? kernels->filter_gradient(operation) : -2;
 }
+
+struct products { const struct kernels *kernels; long repeats; double done[MOST_THREADS]; };
+
+static void run_products(void *argument, int thread, int threads)
+{
+    struct products *p = argument;
+    (void)threads;
+    p->done[thread] = p->kernels->products(p->repeats);
+}
+
+/* What `products` of every thread returns, added up. */
+double native_products(const char *name, int dtype, int threads, long repeats)
+{
+    struct products p = {native_kernels(name, dtype), repeats, {0}};
+    double sum = 0;
+    if (p.kernels)
+        run_on_threads(threads, run_products, &p);
+    for (int thread = 0; thread < threads; thread++)
+        sum += p.done[thread];
+    return sum;
+}
