@@ -1,6 +1,7 @@
 """The operations in float64 with NumPy, and the C functions through ctypes."""
 
 import ctypes
+import os
 from ctypes import POINTER, c_char_p, c_float, c_int, c_size_t, c_void_p
 
 import ml_dtypes
@@ -9,6 +10,11 @@ import numpy as np
 FLOAT32, BFLOAT16 = 0, 1
 RAW, NORM_RELU, NORM_RELU_GRADIENT = 0, 1, 2
 NO_SUMS, MOMENTS, NORM_SUMS = 0, 1, 2
+LIBRARY = os.environ.get("CPU3D_KERNELS")
+KERNELS = [
+    *(("avx2", "float32"), ("avx2", "bfloat16"), ("avx512", "float32"), ("avx512", "bfloat16")),
+    *(("avx512_bf16", "bfloat16"), ("amx", "bfloat16"), ("amx_in_c", "bfloat16")),
+]
 DTYPES = {"float32": (FLOAT32, np.float32), "bfloat16": (BFLOAT16, ml_dtypes.bfloat16)}
 
 

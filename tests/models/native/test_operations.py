@@ -1,331 +1,188 @@
-"""Every operation in every instruction set of this machine against float64, through the C functions alone."""
+"""The operations within TensorFlow: beside its own, in a graph, with gradients, and what they refuse."""
 
 import os
 import subprocess
 import sys
-from ctypes import c_size_t
-from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
-from models.native.build import build
-from tests.models.native.reference import (
-    BFLOAT16,
-    DTYPES,
-    FLOAT32,
-    MOMENTS,
-    NO_SUMS,
-    NORM_SUMS,
-    Operation,
-    Output,
-    as_floats,
-    convolved,
-    filter_gradient_of,
-    formed,
-    given,
-    load,
-    pointer,
-    scratch,
+from models.native.build import build, kernels_library
+from models.native.operations import (
+    Gradient,
+    Norm,
+    Source,
+    available,
+    convolve,
+    filter_gradient,
+    input_gradient,
 )
 
-LIBRARY = os.environ.get("CPU3D_KERNELS")
-KERNELS = [
-    *(("avx2", "float32"), ("avx2", "bfloat16"), ("avx512", "float32"), ("avx512", "bfloat16")),
-    *(("avx512_bf16", "bfloat16"), ("amx", "bfloat16"), ("amx_in_c", "bfloat16")),
-]
-ROUNDED_ROWS = ("avx512_bf16", "amx", "amx_in_c")
-SHAPES = [(5, 7, 9), (3, 5, 33), (1, 1, 1), (2, 3, 66), (1, 6, 4)]
-SHAPES += [
-    (2, 11, 4),
-    (1, 13, 12),
-    (1, 7, 20),
-    (2, 3, 28),
-    (1, 2, 130),
-]  # several rows at once; several registers a row
-CHANNELS = [(1, 16), (3, 6), (6, 2), (16, 4), (8, 13), (20, 32), (16, 16), (48, 8), (33, 48)]
-THREADS = (1, 2, 3, 8)
-SC_LEVEL2_CACHE_SIZE = 191  # of glibc
-EXACT, ROUNDED, ROUNDED_PRODUCTS = 2e-6, 2.2e-3, 5e-3
-"""Root mean square errors relative to the size of a sum: float32; bfloat16 map; bfloat16 products as well."""
 
-
-@pytest.fixture(scope="module")
-def library():
+@pytest.fixture(scope="module", autouse=True)
+def _built():
     try:
-        return load(LIBRARY or build()[0])
+        build()
     except OSError as error:
         pytest.skip(str(error))
+    if not available():
+        pytest.skip("needs a CPU with AVX2")
 
 
-@pytest.fixture(params=KERNELS, ids=lambda kernel: "-".join(kernel))
-def kernel(request, library):
-    name, dtype = request.param
-    if not library.native_kernels(name.encode(), DTYPES[dtype][0]):
-        pytest.skip(f"needs a CPU with {name}")
-    return Kernel(library, name, dtype)
+def normal(seed, *shape):
+    return tf.random.stateless_normal(shape, (seed, 0))
 
 
-class Kernel:
-    """The C functions of an instruction set, for maps of a dtype."""
+@tf.custom_gradient
+def own(values, filters):
+    def gradients(gradient):
+        at = Gradient(gradient)
+        return input_gradient(at, filters)[0], filter_gradient([Source(values)], at)
 
-    def __init__(self, library, name, dtype):
-        self.library, self.name, self.dtype = library, name, dtype
-        self.code, self.numpy = DTYPES[dtype]
-        products = ROUNDED_PRODUCTS if name in ROUNDED_ROWS else EXACT
-        self.map_error = EXACT if dtype == "float32" else max(ROUNDED, products)
-        self.filter_error = products
-
-    def convolve(self, shape, threads, given_input, filters, *, transposed=False, sums=NO_SUMS, below=None, over=None):
-        """The map, written over the map `over` or a new one, and its sums; `below` is a raw map and its coefficients
-        [batch, 5, channels]."""
-        channels = filters.shape[3 if transposed else 4]
-        result = np.full((*shape, channels), 7, self.numpy) if over is None else over
-        totals = np.full((shape[0], 2, channels), np.nan, np.float32)
-        raw, coefficients = below or (None, None)
-        output = Output(channels, pointer(result), sums, *map(pointer, (totals, raw, coefficients)))
-        operation = Operation(self.code, *shape, threads, given_input, as_floats(filters), transposed, output)
-        assert self.library.native_convolve(self.name.encode(), operation) == 0
-        return result, totals
-
-    def filter_gradient(self, shape, threads, given_input, given_gradient, channels):
-        result = np.full((3, 3, 3, *channels), np.nan, np.float32)
-        operation = Operation(self.code, *shape, threads, given_input, gradient=given_gradient)
-        operation.filter_gradient = as_floats(result)
-        assert self.library.native_filter_gradient(self.name.encode(), operation) == 0
-        return result
-
-    def maps(self, rng, shape, *channels):
-        return [rng.standard_normal((*shape, one)).astype(self.numpy) for one in channels]
+    return convolve([Source(values)], filters)[0], gradients
 
 
-def filters_of(rng, channels):
-    return (rng.standard_normal((3, 3, 3, *channels)) / 10).astype(np.float32)
+def engine(values, filters):
+    return tf.nn.conv3d(values, tf.cast(filters, values.dtype), [1] * 5, "SAME")
 
 
-def coefficients_of(rng, shape, channels, rows=6):
-    """Of a norm, or of the gradient of one; floors are ReLUs, others, and none."""
-    coefficients = rng.standard_normal((shape[0], rows, channels)).astype(np.float32)
-    coefficients[:, 2] = rng.choice([0, 0.5, -np.inf], (shape[0], channels))
-    return coefficients
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 3e-6), ("bfloat16", 1e-2)])
+def test_value_and_gradients_are_the_engines_in_a_graph_with_known_shapes(dtype, tolerance):
+    values, filters = tf.cast(normal(1, 2, 6, 7, 19, 16), dtype), normal(2, 3, 3, 3, 16, 8) / 10
+
+    def step_of(function):
+        @tf.function(autograph=False, jit_compile=False)
+        def step(values, filters):
+            with tf.GradientTape() as tape:
+                tape.watch([values, filters])
+                result = function(values, filters)
+                loss = tf.reduce_sum(tf.square(tf.cast(result, tf.float32)))
+            return result, *tape.gradient(loss, [values, filters])
+
+        return step
+
+    found = step_of(own)(values, filters)
+    expected = step_of(engine)(tf.cast(values, tf.float32), filters)
+    for one, other in zip(found, expected):
+        assert one.shape == other.shape
+        assert float(tf.norm(tf.cast(one, tf.float32) - other) / tf.norm(other)) < tolerance
+    outputs = step_of(own).get_concrete_function(values, filters).outputs
+    assert [one.shape for one in outputs] == [one.shape for one in found]
 
 
-def with_first_raw(coefficients, channels):
-    coefficients = coefficients.copy()
-    coefficients[:, :3, :channels] = np.array([1, 0, -np.inf])[:, None]
-    return coefficients
+def test_a_norm_with_relu_before_and_after_a_convolution_has_the_gradients_of_plain_operations():
+    """x -> instance norm, ReLU, convolution, instance norm, ReLU; the norms' gradients made of the operations' sums."""
+    x, filters = normal(3, 2, 5, 6, 9, 8), normal(4, 3, 3, 3, 8, 12) / 5
+    upstream = normal(5, 2, 5, 6, 9, 12)
+
+    def moments(raw):
+        mean, variance = tf.nn.moments(raw, (1, 2, 3))
+        return mean, tf.math.rsqrt(variance + 1e-3)
+
+    def normed(raw):
+        mean, rstd = (part[:, None, None, None] for part in moments(raw))
+        return tf.nn.relu((raw - mean) * rstd)
+
+    with tf.GradientTape() as tape:
+        tape.watch([x, filters])
+        result = normed(engine(normed(x), filters))
+    expected = tape.gradient(result, [x, filters], upstream)
+
+    def source_of(raw, mean, rstd):
+        return Source(raw, Norm(rstd, -mean * rstd, mean, rstd, tf.zeros_like(mean)))
+
+    below = source_of(x, *moments(x))
+    raw, raw_mean, variance = convolve([below], filters)
+    raw_rstd = tf.math.rsqrt(variance + 1e-3)
+    np.testing.assert_allclose(raw_mean, tf.nn.moments(engine(normed(x), filters), (1, 2, 3))[0], atol=1e-5)
+
+    def gradient_of(source, g, s1, s2):
+        voxels, norm = float(np.prod(raw.shape[1:4])), source.norm
+        b = -norm.rstd * norm.rstd * s2 / voxels
+        return Gradient(g, source, norm.rstd, b, -norm.rstd * s1 / voxels - b * norm.mean)
+
+    active = tf.where(normed(raw) > 0, upstream, 0.0)
+    normalised = (raw - raw_mean[:, None, None, None]) * raw_rstd[:, None, None, None]
+    sums = tf.reduce_sum(active, (1, 2, 3)), tf.reduce_sum(active * normalised, (1, 2, 3))
+    above = gradient_of(source_of(raw, raw_mean, raw_rstd), upstream, *sums)
+    at_x = gradient_of(below, *input_gradient(above, filters, below))
+    dx = at_x.a[:, None, None, None] * tf.where(normed(x) > 0, at_x.map, 0.0)
+    dx += at_x.b[:, None, None, None] * x + at_x.c[:, None, None, None]
+    np.testing.assert_allclose(dx, expected[0], atol=2e-4)
+    change = filter_gradient([below], above)
+    np.testing.assert_allclose(change, expected[1], atol=2e-4)
 
 
-def rms(values):
-    return float(np.sqrt(np.mean(np.square(np.asarray(values, np.float64)))))
+def test_a_raw_map_beside_a_normalised_one_with_a_floor():
+    first, second, filters = normal(6, 1, 4, 5, 8, 3), normal(7, 1, 4, 5, 8, 12), normal(8, 3, 3, 3, 15, 2)
+    scale, shift = normal(9, 1, 12), normal(10, 1, 12)
+    norm = Norm(scale, shift, shift, scale, tf.fill((1, 12), -0.5))
+    values = tf.concat([first, tf.maximum(scale * second + shift, -0.5)], -1)
+    found, _, _ = convolve([Source(first), Source(second, norm)], filters)
+    np.testing.assert_allclose(found, engine(values, filters), atol=1e-4)
 
 
-def error(result, truth, values, factors, terms):
-    """Root mean square error, relative to that of a sum of so many products of both."""
-    return rms(result.astype(np.float64) - truth) / (np.sqrt(terms) * rms(values) * rms(factors) + 1e-30)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_map_that_nobody_else_reads_is_written_over_with_the_same_result(dtype):
+    gradient, filters = tf.cast(normal(11, 2, 6, 7, 300, 5), dtype), normal(12, 3, 3, 3, 5, 5)
+
+    def steps(gradient, filters):
+        back, _, _ = input_gradient(Gradient(gradient + 1), filters)
+        raw, mean, _ = convolve([Source(back)], filters)
+        return raw, mean
+
+    found, expected = tf.function(steps, autograph=False)(gradient, filters), steps(gradient, filters)
+    for one, other in zip(found, expected):
+        np.testing.assert_array_equal(one, other)
 
 
-def cases():
-    """Shapes with a batch, channels and threads: all shapes and channels, each with other threads."""
-    number = 0
-    for shape in SHAPES:
-        for channels in CHANNELS:
-            yield (1 + number % 2, *shape), channels, THREADS[number % 4]
-            number += 1 + (number % 5 == 4)
+def test_a_map_that_is_read_again_is_not_written_over():
+    values, filters = normal(13, 1, 5, 6, 9, 4), normal(14, 3, 3, 3, 4, 4)
+
+    @tf.function(autograph=False)
+    def both(values, filters):
+        map_ = values + 1
+        raw, _, _ = convolve([Source(map_)], filters)
+        with tf.control_dependencies([raw]):
+            return raw, tf.identity(map_) * 1
+
+    raw, map_ = both(values, filters)
+    np.testing.assert_array_equal(map_, values + 1)
+    np.testing.assert_allclose(raw, engine(values + 1, filters), atol=1e-4)
 
 
-def two_parts(channels):
-    """Channels of two maps that are read as one; not always whole vectors."""
-    return (channels // 3, channels - channels // 3) if channels > 2 else (channels,)
+@pytest.mark.parametrize(
+    ("shape", "filters", "message"),
+    [
+        ((1, 2, 2, 2, 4), (3, 3, 3, 4, 0), "1 to 1024"),
+        ((1, 2, 2, 2, 8), (3, 3, 3, 4, 4), "as many channels"),
+        ((1, 2, 2, 2, 4), (5, 3, 3, 4, 4), "filters must be"),
+        ((0, 2, 2, 2, 4), (3, 3, 3, 4, 4), "voxels"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(shape, filters, message):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        convolve([Source(tf.zeros(shape))], tf.zeros(filters))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="coefficients"):
+        convolve([Source(tf.zeros((1, 2, 2, 2, 4)), Norm(*[tf.zeros((2, 4))] * 5))], tf.zeros((3, 3, 3, 4, 4)))
 
 
-def test_convolution_of_raw_and_normalised_maps_one_or_two_with_moments(kernel):
-    rng = np.random.default_rng(1)
-    for shape, (channels, outputs), threads in cases():
-        filters = filters_of(rng, (channels, outputs))
-        parts, norms = two_parts(channels), coefficients_of(rng, shape, channels)
-        for channels_of_maps, coefficients in (
-            ((channels,), None),
-            (parts, None),
-            (parts, norms),
-            (parts, with_first_raw(norms, parts[0])),
-        ):
-            maps = kernel.maps(rng, shape, *channels_of_maps)
-            values = formed(maps, coefficients)
-            case = (shape, channels_of_maps, outputs, threads, coefficients is not None)
-            result, moments = kernel.convolve(shape, threads, given(maps, coefficients), filters, sums=MOMENTS)
-            truth = convolved(values, filters)
-            assert error(result, truth, values, filters, 27 * channels) < kernel.map_error, case
-            written = result.astype(np.float64)
-            np.testing.assert_allclose(moments[:, 0], written.mean((1, 2, 3)), rtol=1e-5, atol=1e-6, err_msg=str(case))
-            np.testing.assert_allclose(moments[:, 1], written.var((1, 2, 3)), rtol=1e-5, atol=1e-6, err_msg=str(case))
+def test_a_library_of_other_sources_does_not_count(monkeypatch, tmp_path):
+    monkeypatch.setattr("models.native.build.BUILT", tmp_path)
+    (tmp_path / "kernels-0123456789ab.so").touch()
+    assert kernels_library() is None
 
 
-def test_input_gradient_through_a_norm_with_the_sums_of_the_norm_below(kernel):
-    rng = np.random.default_rng(2)
-    for shape, (channels, outputs), threads in cases():
-        filters = filters_of(rng, (channels, outputs))
-        gradient, raw = kernel.maps(rng, shape, outputs, outputs)
-        (raw_below,) = kernel.maps(rng, shape, channels)
-        coefficients, below = coefficients_of(rng, shape, outputs), coefficients_of(rng, shape, channels, 5)
-        values = formed([gradient], coefficients, raw)
-        result, sums = kernel.convolve(
-            shape,
-            threads,
-            given([gradient], coefficients, raw),
-            filters,
-            transposed=True,
-            sums=NORM_SUMS,
-            below=(raw_below, below),
-        )
-        flipped = np.swapaxes(filters[::-1, ::-1, ::-1], 3, 4)
-        truth = convolved(values, flipped)
-        case = (shape, channels, outputs, threads)
-        assert error(result, truth, values, filters, 27 * outputs) < kernel.map_error, case
-        scale, shift, floor, mean, rstd = np.moveaxis(below.astype(np.float64), 1, 0)[:, :, None, None, None, :]
-        r = raw_below.astype(np.float64)
-        g = np.where(scale * r + shift > floor, result.astype(np.float64), 0)
-        size = np.abs(g).sum((1, 2, 3)).max() + 1e-30
-        np.testing.assert_allclose(sums[:, 0] / size, g.sum((1, 2, 3)) / size, atol=1e-6, err_msg=str(case))
-        g *= (r - mean) * rstd
-        size = np.abs(g).sum((1, 2, 3)).max() + 1e-30
-        np.testing.assert_allclose(sums[:, 1] / size, g.sum((1, 2, 3)) / size, atol=1e-6, err_msg=str(case))
-
-
-@pytest.mark.parametrize("shape", [(1, 7, 9, 11), (2, 5, 6, 7), (3, 1, 2, 5), (1, 5, 15, 400), (2, 5, 4, 3000)])
-def test_over_the_map_that_is_read_come_the_same_bits_as_elsewhere(kernel, shape):
-    """The last shapes have rows so long that a tile along y has one or a few."""
-    rng, channels = np.random.default_rng(3), 5
-    filters = filters_of(rng, (channels, channels))
-    source, raw, raw_below = kernel.maps(rng, shape, channels, channels, channels)
-    norm, below = coefficients_of(rng, shape, channels), (raw_below, coefficients_of(rng, shape, channels, 5))
-    for threads in THREADS:
-        for given_raw, more in (
-            (None, {"sums": MOMENTS}),
-            (raw, {"sums": NORM_SUMS, "below": below, "transposed": True}),
-        ):
-            expected = kernel.convolve(shape, threads, given([source], norm, given_raw), filters, **more)
-            over = source.copy()
-            found = kernel.convolve(shape, threads, given([over], norm, given_raw), filters, over=over, **more)
-            assert [each.tobytes() for each in found] == [each.tobytes() for each in expected], threads
-
-
-def test_filter_gradient_of_raw_and_formed_maps(kernel):
-    rng = np.random.default_rng(4)
-    for shape, (channels, outputs), threads in cases():
-        gradient, raw = kernel.maps(rng, shape, outputs, outputs)
-        for parts, coefficients, above in (
-            ((channels,), None, None),
-            (two_parts(channels), coefficients_of(rng, shape, channels), coefficients_of(rng, shape, outputs)),
-        ):
-            maps = kernel.maps(rng, shape, *parts)
-            values = formed(maps, coefficients)
-            gradients = formed([gradient], above, None if above is None else raw)
-            given_gradient = given([gradient], above, None if above is None else raw)
-            inputs = given(maps, coefficients)
-            result = kernel.filter_gradient(shape, threads, inputs, given_gradient, (channels, outputs))
-            truth = filter_gradient_of(values, gradients)
-            case = (shape, parts, outputs, threads, above is not None)
-            assert error(result, truth, values, gradients, np.prod(shape)) < kernel.filter_error, case
-
-
-def test_moments_hold_far_from_zero_for_any_number_of_threads(kernel):
-    rng, shape = np.random.default_rng(5), (1, 24, 40, 50)
-    values = (100 + rng.standard_normal((*shape, 8))).astype(kernel.numpy)
-    filters = np.zeros((3, 3, 3, 8, 8), np.float32)
-    filters[1, 1, 1] = np.eye(8)
-    for threads in THREADS:
-        result, moments = kernel.convolve(shape, threads, given([values]), filters, sums=MOMENTS)
-        written = result.astype(np.float64)
-        np.testing.assert_allclose(moments[0, 0], written.mean((0, 1, 2, 3)), rtol=1e-6)
-        np.testing.assert_allclose(moments[0, 1], written.var((0, 1, 2, 3)), rtol=2e-5)
-
-
-def test_equal_threads_give_equal_bits_and_maps_do_not_depend_on_threads(kernel):
-    rng, shape = np.random.default_rng(6), (2, 7, 9, 21)
-    (values,), (gradient,) = kernel.maps(rng, shape, 20), kernel.maps(rng, shape, 32)
-    filters = filters_of(rng, (20, 32))
-
-    def once(threads):
-        result, moments = kernel.convolve(shape, threads, given([values]), filters, sums=MOMENTS)
-        change = kernel.filter_gradient(shape, threads, given([values]), given([gradient]), (20, 32))
-        return result.tobytes(), moments.tobytes() + change.tobytes()
-
-    first = {threads: once(threads) for threads in THREADS}
-    assert first == {threads: once(threads) for threads in THREADS}
-    assert len({result for result, _ in first.values()}) == 1
-
-
-def test_nan_is_not_hidden_by_the_relu_on_load(kernel):
-    shape, filters = (1, 3, 3, 5), np.ones((3, 3, 3, 4, 4), np.float32)
-    values = np.ones((*shape, 4), kernel.numpy)
-    values[0, 1, 1, 2, 0] = np.nan
-    coefficients = np.ones((1, 6, 4), np.float32)
-    result, _ = kernel.convolve(shape, 1, given([values], coefficients), filters)
-    assert np.isnan(result[0, 1, 1, 2].astype(np.float32)).all()
-
-
-def test_emulated_tiles_are_taken_by_name_alone_and_for_bfloat16_alone(library, monkeypatch):
-    monkeypatch.delenv("CPU3D_INSTRUCTION_SET", raising=False)
-    best = [library.native_kernels(None, code) for code in (FLOAT32, BFLOAT16)]
-    monkeypatch.setenv("CPU3D_INSTRUCTION_SET", "amx_in_c")
-    named = [library.native_kernels(None, code) for code in (FLOAT32, BFLOAT16)]
-    assert named[0] == best[0]
-    assert named[1] not in best
-
-
-@pytest.mark.parametrize("kind", ["convolve", "in place", "filters"])
-@pytest.mark.parametrize("shape", [(1, 240, 240, 160), (3, 5, 7, 9), (1, 8, 8, 8)])
-def test_scratch_is_what_the_formula_says(kernel, shape, kind):
-    for channels, outputs in ((1, 16), (33, 16), (256, 256)):
-        outputs = channels if kind == "in place" else outputs
-        maps, kept, passing = [np.zeros((1, channels)), np.zeros((1, outputs))], c_size_t(), c_size_t()
-        output = Output(outputs, pointer(maps[0] if kind == "in place" else maps[1]))
-        operation = Operation(kernel.code, *shape, 3, given(maps[:1]), output=output, gradient=given(maps[1:]))
-        if kind == "filters":
-            operation.filter_gradient = as_floats(np.zeros(1, np.float32))
-        assert kernel.library.native_scratch(kernel.name.encode(), operation, kept, passing) == 0
-        l2_bytes, rounded = os.sysconf(SC_LEVEL2_CACHE_SIZE), kernel.name in ROUNDED_ROWS
-        dtype_bytes = np.dtype(kernel.numpy).itemsize
-        l2_bytes, amx = l2_bytes or 1 << 20, "amx" in kernel.name
-        expected = scratch(dtype_bytes, rounded, shape, channels, outputs, 3, l2_bytes, kind, amx)
-        assert (kept.value, passing.value) == expected
-
-
-def test_a_child_of_fork_starts_threads_of_its_own(library):
-    script = f"""
-import os, signal
-import numpy as np
-from tests.models.native.reference import *
-library = load({library._name!r})
-signal.alarm(60)
-values, filters = np.ones((1, 4, 4, 8, 4), np.float32), np.ones((3, 3, 3, 4, 4), np.float32)
-result = np.zeros_like(values)
-operation = Operation(0, 1, 4, 4, 8, 3, given([values]), as_floats(filters), False, Output(4, pointer(result)))
-assert library.native_convolve(None, operation) == 0 and result[0, 1, 1, 1, 0] == 108
-child = os.fork()
-result[:] = 0
-assert library.native_convolve(None, operation) == 0 and result[0, 1, 1, 1, 0] == 108
-if child == 0:
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-"""
-    root = Path(__file__).parents[3]
-    subprocess.run([sys.executable, "-c", script], cwd=root, check=True, timeout=120)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(LIBRARY), reason="this is the run under sanitizers")
-def test_no_sanitizer_finds_anything(tmp_path):
-    sanitizers = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g")
-    try:
-        path = build(sanitizers, tmp_path)[0]
-    except OSError as error:
-        pytest.skip(str(error))
-    runtime = subprocess.run(
-        ["cc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    environment = {**os.environ, "CPU3D_KERNELS": str(path), "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+def test_without_a_compiler_one_line_says_what_follows(tmp_path):
+    script = (
+        "import sys, models.native.build as b\n"
+        "b.importlib.util.find_spec = lambda name: None\n"
+        "b.BUILT = b.Path(sys.argv[1])\n"
+        "sys.exit(b.main())\n"
+    )
+    environment = {**os.environ, "PATH": str(tmp_path), "CC": ""}
+    command = [sys.executable, "-c", script, str(tmp_path / "built")]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout.count("\n") == 1
+    assert "C compiler" in ended.stdout

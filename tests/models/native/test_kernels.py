@@ -1,0 +1,320 @@
+"""Every operation in every instruction set of this machine against float64, through the C functions alone."""
+
+import os
+import subprocess
+import sys
+from ctypes import c_size_t
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models.native.build import build
+from tests.models.native.reference import (
+    BFLOAT16,
+    DTYPES,
+    FLOAT32,
+    KERNELS,
+    LIBRARY,
+    MOMENTS,
+    NO_SUMS,
+    NORM_SUMS,
+    Operation,
+    Output,
+    as_floats,
+    convolved,
+    filter_gradient_of,
+    formed,
+    given,
+    pointer,
+    scratch,
+)
+
+ROUNDED_ROWS = ("avx512_bf16", "amx", "amx_in_c")
+SHAPES = [(5, 7, 9), (3, 5, 33), (1, 1, 1), (2, 3, 66), (1, 6, 4)]
+SHAPES += [
+    (2, 11, 4),
+    (1, 13, 12),
+    (1, 7, 20),
+    (2, 3, 28),
+    (1, 2, 130),
+]  # several rows at once; several registers a row
+CHANNELS = [(1, 16), (3, 6), (6, 2), (16, 4), (8, 13), (20, 32), (16, 16), (48, 8), (33, 48)]
+THREADS = (1, 2, 3, 8)
+PASSES = str(Path(__file__).with_name("test_passes.py"))
+SC_LEVEL2_CACHE_SIZE = 191  # of glibc
+EXACT, ROUNDED, ROUNDED_PRODUCTS = 2e-6, 2.2e-3, 5e-3
+"""Root mean square errors relative to the size of a sum: float32; bfloat16 map; bfloat16 products as well."""
+
+
+@pytest.fixture(params=KERNELS, ids=lambda kernel: "-".join(kernel))
+def kernel(request, library):
+    name, dtype = request.param
+    if not library.native_kernels(name.encode(), DTYPES[dtype][0]):
+        pytest.skip(f"needs a CPU with {name}")
+    return Kernel(library, name, dtype)
+
+
+class Kernel:
+    """The C functions of an instruction set, for maps of a dtype."""
+
+    def __init__(self, library, name, dtype):
+        self.library, self.name, self.dtype = library, name, dtype
+        self.code, self.numpy = DTYPES[dtype]
+        products = ROUNDED_PRODUCTS if name in ROUNDED_ROWS else EXACT
+        self.map_error = EXACT if dtype == "float32" else max(ROUNDED, products)
+        self.filter_error = products
+
+    def convolve(self, shape, threads, given_input, filters, *, transposed=False, sums=NO_SUMS, below=None, over=None):
+        """The map, written over the map `over` or a new one, and its sums; `below` is a raw map and its coefficients
+        [batch, 5, channels]."""
+        channels = filters.shape[3 if transposed else 4]
+        result = np.full((*shape, channels), 7, self.numpy) if over is None else over
+        totals = np.full((shape[0], 2, channels), np.nan, np.float32)
+        raw, coefficients = below or (None, None)
+        output = Output(channels, pointer(result), sums, *map(pointer, (totals, raw, coefficients)))
+        operation = Operation(self.code, *shape, threads, given_input, as_floats(filters), transposed, output)
+        assert self.library.native_convolve(self.name.encode(), operation) == 0
+        return result, totals
+
+    def filter_gradient(self, shape, threads, given_input, given_gradient, channels):
+        result = np.full((3, 3, 3, *channels), np.nan, np.float32)
+        operation = Operation(self.code, *shape, threads, given_input, gradient=given_gradient)
+        operation.filter_gradient = as_floats(result)
+        assert self.library.native_filter_gradient(self.name.encode(), operation) == 0
+        return result
+
+    def maps(self, rng, shape, *channels):
+        return [rng.standard_normal((*shape, one)).astype(self.numpy) for one in channels]
+
+
+def filters_of(rng, channels):
+    return (rng.standard_normal((3, 3, 3, *channels)) / 10).astype(np.float32)
+
+
+def coefficients_of(rng, shape, channels, rows=6):
+    """Of a norm, or of the gradient of one; floors are ReLUs, others, and none."""
+    coefficients = rng.standard_normal((shape[0], rows, channels)).astype(np.float32)
+    coefficients[:, 2] = rng.choice([0, 0.5, -np.inf], (shape[0], channels))
+    return coefficients
+
+
+def with_first_raw(coefficients, channels):
+    coefficients = coefficients.copy()
+    coefficients[:, :3, :channels] = np.array([1, 0, -np.inf])[:, None]
+    return coefficients
+
+
+def rms(values):
+    return float(np.sqrt(np.mean(np.square(np.asarray(values, np.float64)))))
+
+
+def error(result, truth, values, factors, terms):
+    """Root mean square error, relative to that of a sum of so many products of both."""
+    return rms(result.astype(np.float64) - truth) / (np.sqrt(terms) * rms(values) * rms(factors) + 1e-30)
+
+
+def cases():
+    """Shapes with a batch, channels and threads: all shapes and channels, each with other threads."""
+    number = 0
+    for shape in SHAPES:
+        for channels in CHANNELS:
+            yield (1 + number % 2, *shape), channels, THREADS[number % 4]
+            number += 1 + (number % 5 == 4)
+
+
+def two_parts(channels):
+    """Channels of two maps that are read as one; not always whole vectors."""
+    return (channels // 3, channels - channels // 3) if channels > 2 else (channels,)
+
+
+def test_convolution_of_raw_and_normalised_maps_one_or_two_with_moments(kernel):
+    rng = np.random.default_rng(1)
+    for shape, (channels, outputs), threads in cases():
+        filters = filters_of(rng, (channels, outputs))
+        parts, norms = two_parts(channels), coefficients_of(rng, shape, channels)
+        for channels_of_maps, coefficients in (
+            ((channels,), None),
+            (parts, None),
+            (parts, norms),
+            (parts, with_first_raw(norms, parts[0])),
+        ):
+            maps = kernel.maps(rng, shape, *channels_of_maps)
+            values = formed(maps, coefficients)
+            case = (shape, channels_of_maps, outputs, threads, coefficients is not None)
+            result, moments = kernel.convolve(shape, threads, given(maps, coefficients), filters, sums=MOMENTS)
+            truth = convolved(values, filters)
+            assert error(result, truth, values, filters, 27 * channels) < kernel.map_error, case
+            written = result.astype(np.float64)
+            np.testing.assert_allclose(moments[:, 0], written.mean((1, 2, 3)), rtol=1e-5, atol=1e-6, err_msg=str(case))
+            np.testing.assert_allclose(moments[:, 1], written.var((1, 2, 3)), rtol=1e-5, atol=1e-6, err_msg=str(case))
+
+
+def test_input_gradient_through_a_norm_with_the_sums_of_the_norm_below(kernel):
+    rng = np.random.default_rng(2)
+    for shape, (channels, outputs), threads in cases():
+        filters = filters_of(rng, (channels, outputs))
+        gradient, raw = kernel.maps(rng, shape, outputs, outputs)
+        (raw_below,) = kernel.maps(rng, shape, channels)
+        coefficients, below = coefficients_of(rng, shape, outputs), coefficients_of(rng, shape, channels, 5)
+        values = formed([gradient], coefficients, raw)
+        result, sums = kernel.convolve(
+            shape,
+            threads,
+            given([gradient], coefficients, raw),
+            filters,
+            transposed=True,
+            sums=NORM_SUMS,
+            below=(raw_below, below),
+        )
+        flipped = np.swapaxes(filters[::-1, ::-1, ::-1], 3, 4)
+        truth = convolved(values, flipped)
+        case = (shape, channels, outputs, threads)
+        assert error(result, truth, values, filters, 27 * outputs) < kernel.map_error, case
+        scale, shift, floor, mean, rstd = np.moveaxis(below.astype(np.float64), 1, 0)[:, :, None, None, None, :]
+        r = raw_below.astype(np.float64)
+        g = np.where(scale * r + shift > floor, result.astype(np.float64), 0)
+        size = np.abs(g).sum((1, 2, 3)).max() + 1e-30
+        np.testing.assert_allclose(sums[:, 0] / size, g.sum((1, 2, 3)) / size, atol=1e-6, err_msg=str(case))
+        g *= (r - mean) * rstd
+        size = np.abs(g).sum((1, 2, 3)).max() + 1e-30
+        np.testing.assert_allclose(sums[:, 1] / size, g.sum((1, 2, 3)) / size, atol=1e-6, err_msg=str(case))
+
+
+@pytest.mark.parametrize("shape", [(1, 7, 9, 11), (2, 5, 6, 7), (3, 1, 2, 5), (1, 5, 15, 400), (2, 5, 4, 3000)])
+def test_over_the_map_that_is_read_come_the_same_bits_as_elsewhere(kernel, shape):
+    """The last shapes have rows so long that a tile along y has one or a few."""
+    rng, channels = np.random.default_rng(3), 5
+    filters = filters_of(rng, (channels, channels))
+    source, raw, raw_below = kernel.maps(rng, shape, channels, channels, channels)
+    norm, below = coefficients_of(rng, shape, channels), (raw_below, coefficients_of(rng, shape, channels, 5))
+    for threads in THREADS:
+        for given_raw, more in (
+            (None, {"sums": MOMENTS}),
+            (raw, {"sums": NORM_SUMS, "below": below, "transposed": True}),
+        ):
+            expected = kernel.convolve(shape, threads, given([source], norm, given_raw), filters, **more)
+            over = source.copy()
+            found = kernel.convolve(shape, threads, given([over], norm, given_raw), filters, over=over, **more)
+            assert [each.tobytes() for each in found] == [each.tobytes() for each in expected], threads
+
+
+def test_filter_gradient_of_raw_and_formed_maps(kernel):
+    rng = np.random.default_rng(4)
+    for shape, (channels, outputs), threads in cases():
+        gradient, raw = kernel.maps(rng, shape, outputs, outputs)
+        for parts, coefficients, above in (
+            ((channels,), None, None),
+            (two_parts(channels), coefficients_of(rng, shape, channels), coefficients_of(rng, shape, outputs)),
+        ):
+            maps = kernel.maps(rng, shape, *parts)
+            values = formed(maps, coefficients)
+            gradients = formed([gradient], above, None if above is None else raw)
+            given_gradient = given([gradient], above, None if above is None else raw)
+            inputs = given(maps, coefficients)
+            result = kernel.filter_gradient(shape, threads, inputs, given_gradient, (channels, outputs))
+            truth = filter_gradient_of(values, gradients)
+            case = (shape, parts, outputs, threads, above is not None)
+            assert error(result, truth, values, gradients, np.prod(shape)) < kernel.filter_error, case
+
+
+def test_moments_hold_far_from_zero_for_any_number_of_threads(kernel):
+    rng, shape = np.random.default_rng(5), (1, 24, 40, 50)
+    values = (100 + rng.standard_normal((*shape, 8))).astype(kernel.numpy)
+    filters = np.zeros((3, 3, 3, 8, 8), np.float32)
+    filters[1, 1, 1] = np.eye(8)
+    for threads in THREADS:
+        result, moments = kernel.convolve(shape, threads, given([values]), filters, sums=MOMENTS)
+        written = result.astype(np.float64)
+        np.testing.assert_allclose(moments[0, 0], written.mean((0, 1, 2, 3)), rtol=1e-6)
+        np.testing.assert_allclose(moments[0, 1], written.var((0, 1, 2, 3)), rtol=2e-5)
+
+
+def test_equal_threads_give_equal_bits_and_maps_do_not_depend_on_threads(kernel):
+    rng, shape = np.random.default_rng(6), (2, 7, 9, 21)
+    (values,), (gradient,) = kernel.maps(rng, shape, 20), kernel.maps(rng, shape, 32)
+    filters = filters_of(rng, (20, 32))
+
+    def once(threads):
+        result, moments = kernel.convolve(shape, threads, given([values]), filters, sums=MOMENTS)
+        change = kernel.filter_gradient(shape, threads, given([values]), given([gradient]), (20, 32))
+        return result.tobytes(), moments.tobytes() + change.tobytes()
+
+    first = {threads: once(threads) for threads in THREADS}
+    assert first == {threads: once(threads) for threads in THREADS}
+    assert len({result for result, _ in first.values()}) == 1
+
+
+def test_nan_is_not_hidden_by_the_relu_on_load(kernel):
+    shape, filters = (1, 3, 3, 5), np.ones((3, 3, 3, 4, 4), np.float32)
+    values = np.ones((*shape, 4), kernel.numpy)
+    values[0, 1, 1, 2, 0] = np.nan
+    coefficients = np.ones((1, 6, 4), np.float32)
+    result, _ = kernel.convolve(shape, 1, given([values], coefficients), filters)
+    assert np.isnan(result[0, 1, 1, 2].astype(np.float32)).all()
+
+
+def test_emulated_tiles_are_taken_by_name_alone_and_for_bfloat16_alone(library, monkeypatch):
+    monkeypatch.delenv("CPU3D_INSTRUCTION_SET", raising=False)
+    best = [library.native_kernels(None, code) for code in (FLOAT32, BFLOAT16)]
+    monkeypatch.setenv("CPU3D_INSTRUCTION_SET", "amx_in_c")
+    named = [library.native_kernels(None, code) for code in (FLOAT32, BFLOAT16)]
+    assert named[0] == best[0]
+    assert named[1] not in best
+
+
+@pytest.mark.parametrize("kind", ["convolve", "in place", "filters"])
+@pytest.mark.parametrize("shape", [(1, 240, 240, 160), (3, 5, 7, 9), (1, 8, 8, 8)])
+def test_scratch_is_what_the_formula_says(kernel, shape, kind):
+    for channels, outputs in ((1, 16), (33, 16), (256, 256)):
+        outputs = channels if kind == "in place" else outputs
+        maps, kept, passing = [np.zeros((1, channels)), np.zeros((1, outputs))], c_size_t(), c_size_t()
+        output = Output(outputs, pointer(maps[0] if kind == "in place" else maps[1]))
+        operation = Operation(kernel.code, *shape, 3, given(maps[:1]), output=output, gradient=given(maps[1:]))
+        if kind == "filters":
+            operation.filter_gradient = as_floats(np.zeros(1, np.float32))
+        assert kernel.library.native_scratch(kernel.name.encode(), operation, kept, passing) == 0
+        l2_bytes, rounded = os.sysconf(SC_LEVEL2_CACHE_SIZE), kernel.name in ROUNDED_ROWS
+        dtype_bytes = np.dtype(kernel.numpy).itemsize
+        l2_bytes, amx = l2_bytes or 1 << 20, "amx" in kernel.name
+        expected = scratch(dtype_bytes, rounded, shape, channels, outputs, 3, l2_bytes, kind, amx)
+        assert (kept.value, passing.value) == expected
+
+
+def test_a_child_of_fork_starts_threads_of_its_own(library):
+    script = f"""
+import os, signal
+import numpy as np
+from tests.models.native.reference import *
+library = load({library._name!r})
+signal.alarm(60)
+values, filters = np.ones((1, 4, 4, 8, 4), np.float32), np.ones((3, 3, 3, 4, 4), np.float32)
+result = np.zeros_like(values)
+operation = Operation(0, 1, 4, 4, 8, 3, given([values]), as_floats(filters), False, Output(4, pointer(result)))
+assert library.native_convolve(None, operation) == 0 and result[0, 1, 1, 1, 0] == 108
+child = os.fork()
+result[:] = 0
+assert library.native_convolve(None, operation) == 0 and result[0, 1, 1, 1, 0] == 108
+if child == 0:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    root = Path(__file__).parents[3]
+    subprocess.run([sys.executable, "-c", script], cwd=root, check=True, timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(LIBRARY), reason="this is the run under sanitizers")
+def test_no_sanitizer_finds_anything(tmp_path):
+    sanitizers = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g")
+    try:
+        path = build(sanitizers, tmp_path)[0]
+    except OSError as error:
+        pytest.skip(str(error))
+    runtime = subprocess.run(
+        ["cc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    environment = {**os.environ, "CPU3D_KERNELS": str(path), "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, PASSES]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
+    assert ended.returncode == 0, ended.stdout + ended.stderr

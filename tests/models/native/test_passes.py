@@ -1,0 +1,163 @@
+"""Every pass in every instruction set of this machine against float64, through the C functions alone."""
+
+import ctypes
+import itertools
+from ctypes import POINTER, c_char_p, c_int, c_void_p
+
+import numpy as np
+import pytest
+
+from tests.models.native.reference import DTYPES, KERNELS, pointer
+
+KINDS = ("max_pool", "max_pool_gradient", "residual_sum", "residual_gradient", "to_raw", "project", "project_gradient")
+KINDS += ("project_sums", "project_to_raw", "up_convolve", "up_input_gradient", "up_filter_gradient")  # as in native.h
+SUMS = ("max_pool_gradient", "residual_gradient", "project_gradient", "project_sums", "up_input_gradient")
+OVER = {"residual_sum": 1, "residual_gradient": 2, "max_pool_gradient": 2, "to_raw": 0, "project": 1}
+OVER.update(project_gradient=2, project_to_raw=0)
+"""Which of the raw map and the others a kind may be written over."""
+
+SHAPES = ((1, 1, 1, 1), (2, 3, 5, 9), (1, 4, 2, 17), (3, 1, 3, 8))  # with a batch, of the coarser grid
+CHANNELS = ((1, 3), (3, 1), (5, 20), (16, 3), (20, 5), (33, 16))
+THREADS = (1, 2, 3, 8)
+ERRORS = {"float32": 2e-6, "bfloat16": 2**-8}  # of a map; all else is summed of what is written
+SUM_ERROR = 2e-6
+
+
+class Pass(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int) for name in ("kind", "dtype", "threads", "batch", "x", "y", "z", "channels", "outputs")),
+        ("raw", c_void_p),
+        ("others", c_void_p * 2),
+        *((name, c_void_p) for name in ("coefficients", "filters", "bias", "map")),
+        *((name, c_void_p) for name in ("sums_to", "filter_gradient", "bias_gradient")),
+    )
+
+
+class Case:
+    """A pass on random maps, and what it makes by the definition of its kind."""
+
+    def __init__(self, rng, kind, shape, channels, dtype, plain=False, add=True):
+        batch, *grid = shape
+        self.kind, self.shape, self.channels, self.dtype = kind, shape, channels, dtype
+        fine, ups, pools = [2 * n for n in grid], kind.startswith("up"), kind.startswith("max_pool")
+        wide = channels[1] if ups or kind.startswith("project") else channels[0]
+
+        def drawn(size, width):
+            return rng.standard_normal((batch, *size, width)).astype(DTYPES[dtype][1])
+
+        self.raw = drawn(fine if pools else grid, channels[0])
+        more = [drawn(fine if ups else grid, wide), drawn(fine if pools else grid, channels[0])]
+        if kind == "residual_gradient":
+            more[0][rng.random(more[0].shape) < 0.5] = 0
+        counts = {"max_pool": 0, "up_convolve": 0, "max_pool_gradient": 2, "residual_gradient": 2}
+        counts.update(project=int(add), project_gradient=1 + add)
+        self.others = more[: counts.get(kind, 1)]
+        rows = 6 if kind.endswith("to_raw") else 5
+        self.coefficients = rng.standard_normal((batch, rows, channels[0])).astype(np.float32)
+        self.coefficients[:, 2] = rng.choice([0, 0.5, -np.inf], (batch, channels[0]))
+        if plain and rows == 5:
+            self.coefficients = None
+        filters = (2, 2, 2, wide, channels[0]) if ups else (channels[0], wide)
+        self.filters, self.bias = (rng.standard_normal(one).astype(np.float32) for one in (filters, wide))
+
+    def run(self, library, name, threads, in_place=False):
+        """Map, sums, gradients of filters and bias; None where the kind does not make them."""
+        kind, (batch, *grid) = self.kind, self.shape
+        maps = [np.array(one) for one in (self.raw, *self.others)]
+        results, width = [None] * 4, self.bias.size
+        if kind not in ("project_sums", "up_filter_gradient"):
+            shape = [batch, *([2 * n for n in grid] if kind == "up_convolve" else self.raw.shape[1:4])]
+            shape = self.shape if kind == "max_pool" else shape
+            channels = width if kind in ("project", "up_convolve") else self.channels[0]
+            results[0] = maps[OVER[kind]] if in_place else np.full((*shape, channels), 7, self.raw.dtype)
+        if kind in SUMS:
+            results[1] = np.full((batch, 2, self.channels[0]), np.nan, np.float32)
+        if kind in ("project_gradient", "project_sums", "up_filter_gradient"):
+            results[2] = np.full_like(self.filters, np.nan)
+            results[3] = np.full(width, np.nan, np.float32) if kind != "up_filter_gradient" else None
+        others = (c_void_p * 2)(*([pointer(one) for one in maps[1:]] + [None] * (3 - len(maps))))
+        sizes = (KINDS.index(kind), DTYPES[self.dtype][0], threads, *self.shape, self.channels[0], width)
+        given = (self.coefficients, self.filters, self.bias, *results)
+        library.native_pass.argtypes = (c_char_p, POINTER(Pass))
+        assert library.native_pass(name.encode(), Pass(*sizes, pointer(maps[0]), others, *map(pointer, given))) == 0
+        return results
+
+    def expected(self, written):
+        """The same in float64; sums are of the map that was `written`, if there is one."""
+        kind, raw = self.kind, self.raw.astype(np.float64)
+        first, second = [one.astype(np.float64) for one in self.others] + [0.0] * (2 - len(self.others))
+        scale, shift, floor, *rest = (1.0, 0.0, -np.inf, 0.0, 1.0)
+        if self.coefficients is not None:
+            rows = np.moveaxis(self.coefficients.astype(np.float64), 1, 0)[:, :, None, None, None, :]
+            scale, shift, floor, *rest = rows
+        value, active = np.maximum(scale * raw + shift, floor), scale * raw + shift > floor
+        filters, made, of_filters, of_bias = self.filters.astype(np.float64), None, None, None
+        if kind == "max_pool":
+            made = eights(value).max(0)
+        elif kind == "max_pool_gradient":
+            parts = eights(value)
+            best = (np.arange(8)[:, None, None, None, None, None] == parts.argmax(0)) * first
+            made = whole(best) + second
+        elif kind == "residual_sum":
+            made = np.maximum(value + first, 0)
+        elif kind == "residual_gradient":
+            made = np.where(first > 0, second, 0)
+        elif kind == "to_raw":
+            made = rest[0] * np.where(active, first, 0) + rest[1] * raw + rest[2]
+        elif kind == "project":
+            made = value @ filters + self.bias.astype(np.float64) + first
+        elif kind.startswith("project"):
+            made = first @ filters.T + second
+            of_filters, of_bias = np.einsum("nxyzi,nxyzo->io", value, first), first.sum((0, 1, 2, 3))
+            if kind == "project_to_raw":
+                made = rest[0] * np.where(active, made, 0) + rest[1] * raw + rest[2]
+        elif kind == "up_convolve":
+            made = whole(np.stack([value @ tap.T for tap in filters.reshape(8, *filters.shape[3:])]))
+        elif kind == "up_input_gradient":
+            made = sum(part @ tap for part, tap in zip(eights(first), filters.reshape(8, *filters.shape[3:])))
+        else:
+            of_filters = np.einsum("tnxyzo,nxyzi->toi", eights(first), value).reshape(filters.shape)
+        if kind not in SUMS:
+            return made, None, of_filters, of_bias
+        gradient = np.where(active, made if written is None else written.astype(np.float64), 0)
+        sums = np.stack([gradient, gradient * (raw - rest[0]) * rest[1]], 1).sum((2, 3, 4))
+        return made, sums, of_filters, of_bias
+
+
+def eights(fine):
+    """(8, batch, x, y, z, channels): the voxels under each of the coarser grid, the last axis first."""
+    batch, x, y, z, channels = fine.shape
+    split = fine.reshape(batch, x // 2, 2, y // 2, 2, z // 2, 2, channels)
+    return split.transpose(2, 4, 6, 0, 1, 3, 5, 7).reshape(8, batch, x // 2, y // 2, z // 2, channels)
+
+
+def whole(parts):
+    """`eights` undone."""
+    _, batch, x, y, z, channels = parts.shape
+    split = parts.reshape(2, 2, 2, batch, x, y, z, channels).transpose(3, 4, 0, 5, 1, 6, 2, 7)
+    return split.reshape(batch, 2 * x, 2 * y, 2 * z, channels)
+
+
+def error(found, expected):
+    return np.linalg.norm(found.astype(np.float64) - expected) / (np.linalg.norm(expected) + 1e-30)
+
+
+@pytest.mark.parametrize(("name", "dtype"), KERNELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pass_makes_what_its_definition_says(library, kind, name, dtype):
+    if not library.native_kernels(name.encode(), DTYPES[dtype][0]):
+        pytest.skip(f"needs a CPU with {name}")
+    rng, threads = np.random.default_rng(0), itertools.cycle(THREADS)
+    for shape, channels, (plain, add) in zip(
+        itertools.cycle(SHAPES), [one for one in CHANNELS for _ in SHAPES], itertools.cycle([(0, 1), (0, 0), (1, 1)])
+    ):
+        case, count = Case(rng, kind, shape, channels, dtype, plain, add), next(threads)
+        found = case.run(library, name, count)
+        made, *rest = case.expected(found[0] if kind != "project_sums" else None)
+        bounds = (ERRORS[dtype], SUM_ERROR, SUM_ERROR, SUM_ERROR)
+        for what, one, expected, bound in zip(("map", "sums", "filters", "bias"), found, (made, *rest), bounds):
+            if one is not None:
+                assert error(one, expected) < bound, (what, shape, channels, count, plain, add)
+        again = case.run(library, name, count, in_place=kind in OVER and len(case.others) >= OVER[kind])
+        for one, other in zip(found, again):  # the same bits, also over an input
+            assert one is None or one.tobytes() == other.tobytes()
