@@ -58,7 +58,7 @@ def test_training_without_tensorflow_is_bad_input_with_the_way_to_install_it(
 def test_what_steps_show_of_the_host_is_kept_and_changes_no_bit(phantom_store, tmp_path, monkeypatch):
     monkeypatch.setattr("cpu3d.host.speed.LEAST_VOXELS", 1)
     for name in ("plain", "watched"):
-        fit = start(phantom_store, tmp_path / name, steps=8, depth=2, policy="balanced", batch=2, micro_batch=1)
+        fit = start(phantom_store, tmp_path / name, steps=8, depth=2, policy="lean", batch=2, micro_batch=1)
         job = job_of(fit.config, 2, 0)
         fit.run(observer=Observer(job, read_host(), warm_up=2) if name == "watched" else None)
     assert_same_weights(tmp_path / "plain", tmp_path / "watched")
