@@ -100,7 +100,7 @@ def test_a_part_whose_loss_is_not_finite_ends_the_step_before_anything_is_update
 
 def peak_bytes_of(batch, micro):
     """Of a step above what is held; the sums of gradients are held."""
-    one = Learner(config(micro, batch, 32, dataclasses.replace(UNET, filters=8)))
+    one = Learner(config(micro, batch, 32, dataclasses.replace(UNET, filters=8), optimizer="sgd"))
     given = next(parts(volumes(micro, 32), micro))
     for _ in range(2):
         one.step(iter([given] * one.config.parts), 1e-2)
