@@ -19,6 +19,7 @@ from cpu3d.data.stores.case import facts_of
 from cpu3d.data.stores.prepare import write_arrays
 from cpu3d.errors import InputError
 from cpu3d.util.records import by
+from tests.cpu3d.data.datasets import make_record, manifest_of
 
 AUGMENT = AugmentConfig(flip=True, gain=0.2, offset=0.2)
 TURNED = AugmentConfig(rotation_deg=10, scaling=0.1)
@@ -147,7 +148,7 @@ def test_workers_together_give_the_bits_of_one_in_the_same_order(phantom_store, 
     assert found == expected
 
 
-def test_what_a_seed_draws_never_changes_silently(tmp_path, make_record, manifest_of):
+def test_what_a_seed_draws_never_changes_silently(tmp_path):
     (tmp_path / "cases").mkdir()
     records, geometry = [], Geometry((8, 7, 6), tuple(map(tuple, np.eye(4).tolist())), "RAS", 1, 1)
     for number, case_id in enumerate("abc"):
@@ -209,7 +210,7 @@ def test_arguments_out_of_range_are_refused_by_name(phantom_store, wrong, messag
     assert len(caught.value.problems) == 1
 
 
-def test_stores_and_splits_that_cannot_be_read_so_are_refused(phantom_store, tmp_path, make_record, manifest_of):
+def test_stores_and_splits_that_cannot_be_read_so_are_refused(phantom_store, tmp_path):
     bare = make_record(label_voxels={}, centres={}, label_bytes=0, label_sha256="", label_voxels_sha256="")
     write_store(tmp_path, manifest_of([bare]))
     for more, message in (

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import sys
-from pathlib import Path
 
 import nibabel
 import numpy as np
@@ -31,8 +30,6 @@ from tests.cpu3d.runs import (
     start,
     weights,
 )
-
-ROOT = Path(__file__).resolve().parents[3]
 
 PATCH = {"mode": "patch", "patch": [16, 16, 16], "depth": 2}
 LEARNT = {"steps": 10, "batch": 2, "ema": 0.9, "validations": 1, **PATCH}
