@@ -46,10 +46,6 @@ def _empty_data_home(monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", tempfile.mkdtemp(dir=DATA_HOME))
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "policy_left_open: about the default policy, or the one that is picked")
-
-
 @pytest.fixture(scope="session")
 def real_cases() -> Path:
     """The folder that CPU3D_REAL_DATA names; the test is skipped where it names none."""
@@ -57,22 +53,6 @@ def real_cases() -> Path:
     if not folder or not Path(folder).is_dir():
         pytest.skip("needs real cases: name their folder in CPU3D_REAL_DATA")
     return Path(folder)
-
-
-@pytest.fixture(scope="session")
-def waits_for():
-    """Whether an operation of a graph cannot begin before another is done: it reads what comes of it, or is told so."""
-
-    def waits_for(operation, other):
-        found, left = set(), [operation]
-        while left:
-            one = left.pop()
-            before = {tensor.op for tensor in one.inputs} | set(one.control_inputs)
-            left.extend(before - found)
-            found |= before
-        return other in found
-
-    return waits_for
 
 
 @pytest.fixture(scope="session")

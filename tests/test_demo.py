@@ -10,7 +10,7 @@ import pytest
 
 from cpu3d import demo
 from cpu3d.__main__ import main
-from cpu3d.errors import DivergedError, Interrupted
+from cpu3d.errors import DivergedError, InputError, Interrupted
 from cpu3d.report import report
 from cpu3d.training.watchdog import how_it_ended
 from memory_estimator.common.files import NotRegularError
@@ -57,26 +57,11 @@ def test_a_demo_under_a_policy_leaves_the_other_s_run_and_predictions_alone():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["train", "--store", "nowhere", "--run", "r"], "store nowhere must hold a finished manifest.json"),
-        (["evaluate", "--run", "nowhere"], "must hold a config.json"),
-        (["report", "--run", "nowhere"], "must hold a config.json"),
-        (["predict", "--run", "nowhere", "--image", "x", "--out", "y"], "--image x must exist"),
-    ],
-)
-def test_bad_input_exits_with_2_and_says_why(arguments, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 2
-    assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
     ("error", "code", "line"),
     [
         (KeyboardInterrupt(), 130, "interrupted: the same command continues"),
         (Interrupted("saved", signal.SIGTERM), 143, "interrupted: saved"),
+        (InputError("store must hold", "run must hold"), 2, "error: store must hold\nerror: run must hold"),
         (DivergedError("loss must be finite"), 4, "error: loss must be finite"),
         (NotRegularError(0, "a FIFO", "x"), 2, "error: x must be a regular file, got a FIFO"),
         (ModuleNotFoundError(name="tensorflow"), 2, "error: tensorflow must be installed"),

@@ -18,13 +18,9 @@ def sources(*places):
 
 def test_keras_is_reached_through_tensorflow_alone():
     """`import keras` is Keras 3 beside TensorFlow 2.16 and later; tf.keras is Keras 2 on both engines."""
-    against = []
-    for path in sources("models", "memory_estimator", "cpu3d", "tests"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
-            against += [(path.name, name) for name in names if name.split(".")[0] in ("keras", "tf_keras")]
-    assert against == []
+    paths = sources("models", "memory_estimator", "cpu3d", "tests")
+    packages = [(path.name, name.partition(".")[0]) for path in paths for name in imported(path)]
+    assert [one for one in packages if one[1] in ("keras", "tf_keras")] == []
 
 
 PROBE = """

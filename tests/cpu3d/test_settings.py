@@ -94,11 +94,6 @@ def test_a_damaged_or_foreign_config_is_refused(tmp_path, content, message):
         load_config(tmp_path)
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"must hold a config\.json, found none"):
-        load_config(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [("epochs", 0), ("learning_rate", math.inf), ("ema", 1), ("extent", "tile")],

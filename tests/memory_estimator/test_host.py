@@ -1,17 +1,11 @@
 """This host, from made-up /proc and /sys."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
 from memory_estimator.host import memory_high, read_host
-from tests.cpu3d.host.hosts import AMX, BFLOAT16, CLOUD, GIB, VNNI, XEON, write_tree
-
-
-def write(root: Path, path: str, text: str) -> None:
-    (root / path).parent.mkdir(parents=True, exist_ok=True)
-    (root / path).write_text(text + "\n")
+from tests.cpu3d.host.hosts import AMX, BFLOAT16, CLOUD, GIB, VNNI, XEON, write_line, write_tree
 
 
 @pytest.fixture
@@ -33,7 +27,7 @@ def big(tmp_path):
     [("28-55", 1, 28, 28, 1), ("0,56", 1, 1, 2, 1), ("0-1,28", 2, 3, 3, 2), ("0-255", 2, 56, 112, 2)],
 )
 def test_only_the_cpus_in_the_mask_count(xeon, mask, sockets, cores, cpus, nodes):
-    write(xeon, "proc/self/status", f"Cpus_allowed_list: {mask}")
+    write_line(xeon, "proc/self/status", f"Cpus_allowed_list: {mask}")
     host = read_host(xeon)
     assert (host.sockets, host.cores, host.logical_cpus, host.numa_nodes) == (sockets, cores, cpus, nodes)
     assert (host.cpu_model, host.memory_bytes) == (XEON.host.cpu_model, 1536 * GIB)
@@ -52,8 +46,8 @@ def test_only_the_cpus_in_the_mask_count(xeon, mask, sockets, cores, cpus, nodes
 )
 def test_only_the_memory_of_allowed_nodes_is_free(xeon, status, numa_maps, nodes):
     """Two nodes of 768 GiB, 97 % of each free."""
-    write(xeon, "proc/self/status", f"Cpus_allowed_list: 0-111\n{status}")
-    write(xeon, "proc/self/numa_maps", numa_maps)
+    write_line(xeon, "proc/self/status", f"Cpus_allowed_list: 0-111\n{status}")
+    write_line(xeon, "proc/self/numa_maps", numa_maps)
     host = read_host(xeon)
     assert host.free_bytes == pytest.approx(nodes * 0.97 * 768 * GIB, abs=GIB)
     assert host.memory_bytes == 1536 * GIB
@@ -75,11 +69,11 @@ def test_own_kernels_are_those_of_the_best_instruction_set(isa, name, dtype):
 
 
 def test_a_version_2_container_gets_what_its_cgroup_leaves(big):
-    write(big, "proc/self/cgroup", "0::/")
-    write(big, "sys/fs/cgroup/cpu.max", "700000 100000")
-    write(big, "sys/fs/cgroup/memory.max", str(16 * GIB))
-    write(big, "sys/fs/cgroup/memory.current", str(6 * GIB))
-    write(big, "sys/fs/cgroup/memory.stat", f"anon {GIB}\ninactive_file {4 * GIB}\nactive_file 0")
+    write_line(big, "proc/self/cgroup", "0::/")
+    write_line(big, "sys/fs/cgroup/cpu.max", "700000 100000")
+    write_line(big, "sys/fs/cgroup/memory.max", str(16 * GIB))
+    write_line(big, "sys/fs/cgroup/memory.current", str(6 * GIB))
+    write_line(big, "sys/fs/cgroup/memory.stat", f"anon {GIB}\ninactive_file {4 * GIB}\nactive_file 0")
     host = read_host(big)
     assert (host.cores, host.cpu_quota, host.usable_cores) == (64, 7.0, 7)
     # 6 GiB are charged, but the kernel drops 4 GiB of page cache before it kills anything.
@@ -87,28 +81,28 @@ def test_a_version_2_container_gets_what_its_cgroup_leaves(big):
 
 
 def test_a_version_1_container_whose_path_is_the_hosts_reads_the_top(big):
-    write(big, "proc/self/cgroup", "4:memory:/docker/abc\n2:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc")
-    write(big, "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "250000")
-    write(big, "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us", "100000")
-    write(big, "sys/fs/cgroup/memory/memory.limit_in_bytes", str(8 * GIB))
-    write(big, "sys/fs/cgroup/memory/memory.usage_in_bytes", str(3 * GIB))
-    write(big, "sys/fs/cgroup/memory/memory.stat", f"inactive_file 0\ntotal_inactive_file {GIB}")
+    write_line(big, "proc/self/cgroup", "4:memory:/docker/abc\n2:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc")
+    write_line(big, "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "250000")
+    write_line(big, "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us", "100000")
+    write_line(big, "sys/fs/cgroup/memory/memory.limit_in_bytes", str(8 * GIB))
+    write_line(big, "sys/fs/cgroup/memory/memory.usage_in_bytes", str(3 * GIB))
+    write_line(big, "sys/fs/cgroup/memory/memory.stat", f"inactive_file 0\ntotal_inactive_file {GIB}")
     host = read_host(big)
     assert (host.cpu_quota, host.usable_cores, host.free_bytes) == (2.5, 2, 6 * GIB)
 
 
 @pytest.mark.parametrize(("job_used", "left"), [(1, 4), (30, 2)])
 def test_the_cgroup_on_the_way_up_that_leaves_least_decides(big, job_used, left):
-    write(big, "proc/self/cgroup", "0::/slurm/job/step")
+    write_line(big, "proc/self/cgroup", "0::/slurm/job/step")
     for path, limit, used, quota, high in (
         ("slurm", 64, 60, "6400000", "max"),
         ("slurm/job", 32, job_used, "800000", 7 * GIB),
         ("slurm/job/step", 99, 1, "max", 9 * GIB),
     ):
-        write(big, f"sys/fs/cgroup/{path}/memory.max", str(limit * GIB))
-        write(big, f"sys/fs/cgroup/{path}/memory.current", str(used * GIB))
-        write(big, f"sys/fs/cgroup/{path}/cpu.max", f"{quota} 100000")
-        write(big, f"sys/fs/cgroup/{path}/memory.high", str(high))
+        write_line(big, f"sys/fs/cgroup/{path}/memory.max", str(limit * GIB))
+        write_line(big, f"sys/fs/cgroup/{path}/memory.current", str(used * GIB))
+        write_line(big, f"sys/fs/cgroup/{path}/cpu.max", f"{quota} 100000")
+        write_line(big, f"sys/fs/cgroup/{path}/memory.high", str(high))
     host = read_host(big)
     assert (host.free_bytes, host.cpu_quota) == (left * GIB, 8.0)
     assert memory_high(big, 256 * GIB)[0] == 7 * GIB
@@ -117,9 +111,9 @@ def test_the_cgroup_on_the_way_up_that_leaves_least_decides(big, job_used, left)
 @pytest.mark.parametrize(("mask", "time", "quota", "usable"), [("0-6", 7, None, 7), ("0-7", 7, 7.0, 7)])
 def test_a_quota_of_all_the_cpus_or_more_is_none(big, mask, time, quota, usable):
     """As a pod of Kubernetes has it whose CPUs are its own."""
-    write(big, "proc/self/status", f"Cpus_allowed_list: {mask}")
-    write(big, "proc/self/cgroup", "0::/")
-    write(big, "sys/fs/cgroup/cpu.max", f"{time}00000 100000")
+    write_line(big, "proc/self/status", f"Cpus_allowed_list: {mask}")
+    write_line(big, "proc/self/cgroup", "0::/")
+    write_line(big, "sys/fs/cgroup/cpu.max", f"{time}00000 100000")
     host = read_host(big)
     assert (host.cpu_quota, host.usable_cores) == (quota, usable)
 
@@ -129,8 +123,8 @@ def test_without_sys_the_cores_come_from_cpuinfo(tmp_path):
         "processor: {}\nphysical id: {}\ncore id: {}\nflags: avx".format(*at)
         for at in ((4, 0, 0), (5, 0, 1), (6, 0, 0), (7, 1, 0))
     )
-    write(tmp_path, "proc/cpuinfo", "\n\n".join(lines))
-    write(tmp_path, "proc/meminfo", "MemTotal: 8 kB")
-    write(tmp_path, "proc/self/status", "Cpus_allowed_list: 4-7")
+    write_line(tmp_path, "proc/cpuinfo", "\n\n".join(lines))
+    write_line(tmp_path, "proc/meminfo", "MemTotal: 8 kB")
+    write_line(tmp_path, "proc/self/status", "Cpus_allowed_list: 4-7")
     host = read_host(tmp_path)
     assert (host.sockets, host.cores, host.logical_cpus, host.numa_nodes, host.available_bytes) == (2, 3, 4, 1, 8192)

@@ -125,8 +125,3 @@ def test_a_damaged_run_is_refused_by_its_file(changes, message, plan_of):
     with pytest.raises(ValueError, match=message) as error:
         read_run(plan_of(**changes))
     assert "plan.json" in str(error.value)
-
-
-def test_a_run_without_a_plan_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="must hold a plan"):
-        read_run(tmp_path)

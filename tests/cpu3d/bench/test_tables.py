@@ -16,9 +16,9 @@ from cpu3d.util.records import append_record
 from memory_estimator.host import read_host
 
 RECORDS = Path(__file__).parents[3] / "records"
-GIB = 2**30
-PEAKS = {"allocator_peak_bytes": 2 * GIB, "process_peak_bytes": 3 * GIB}
-PREDICTED = {**PEAKS, "upper_bound_bytes": 4 * GIB, "step_s": 1.5, "kind": None}
+MIB = 2**20
+PEAKS = {"allocator_peak_bytes": 2 * MIB, "process_peak_bytes": 3 * MIB}
+PREDICTED = {**PEAKS, "upper_bound_bytes": 4 * MIB, "step_s": 1.5, "kind": None}
 
 
 @pytest.fixture

@@ -196,8 +196,9 @@ def test_bad_variants_are_named_all_at_once(tiny_store, out):
 
 
 def test_a_variant_is_really_trained_and_scored(phantom_store, out):
-    words = ["--store", phantom_store.folder, "--out", out, *SMALL, "--minutes", 0.02, "--validations", 1]
-    assert compare(*words, "--seeds", 3, "--policy", "speed", "--variant", "p", "--mode patch --patch 16 16 16") == 0
+    words = ["--store", phantom_store.folder, "--out", out, "--filters", 2, "--depth", 2, "--dtype", "float32"]
+    words += ["--minutes", 0.02, "--validations", 1, "--seeds", 3, "--policy", "speed", "--curriculum", "off"]
+    assert compare(*words, "--variant", "p", "--mode patch --patch 16 16 16") == 0
     (run,), (course,) = kept(out)["results"]["runs"], kept(out)["plan"]
     config = load_config(out / "runs/p-seed3")
     assert (course["steps"], config.budget_minutes, config.validations) == (None, 0.02, 1)

@@ -1,39 +1,20 @@
-"""A damaged file in a data set of four cases is named with its reason, and the good cases become a store."""
+"""A damaged file in a data set of four cases is named with its reason, and the good cases are kept."""
 
 import gzip
-import json
 import re
 
 import numpy as np
 import pytest
 
-from cpu3d.__main__ import main
 from cpu3d.data.store import open_store
-from cpu3d.data.stores.prepare import prepare
+from cpu3d.data.stores.prepare import Settings, prepare
 from cpu3d.errors import InputError
+from tests.cpu3d.data.datasets import brats_case, decathlon, tiny_image, tiny_label, write_nifti
 
-GOOD = ("BRATS_000", "BRATS_001", "BRATS_003")
+ALL = {"fractions": (1, 0, 0), "workers": 1}
 BAD = "BRATS_002"
-
-
-@pytest.fixture
-def prepare_cli(tmp_path, capsys):
-    """prepare_cli(*options): exit code, errors and output of `prepare` of the data set in "data"."""
-
-    def call(*options):
-        capsys.readouterr()
-        where = ["--dataset", str(tmp_path / "data"), "--store", str(tmp_path / "store")]
-        code = main(["prepare", *where, "--split", "1", "0", "0", "--workers", "1", *options])
-        printed = capsys.readouterr()
-        return code, [line[7:] for line in printed.err.splitlines() if line.startswith("error: ")], printed.out
-
-    return call
-
-
-@pytest.fixture
-def channels(tiny_image):
-    """channels(number): the image of a case of `decathlon`."""
-    return lambda number: np.stack([tiny_image(10 * number + channel) for channel in range(4)], -1)
+IMAGE = np.stack([tiny_image(20 + channel) for channel in range(4)], -1)
+"""That of this case, as `decathlon` makes it."""
 
 
 def flip(content, at):
@@ -60,36 +41,26 @@ THIRD = np.arange(4) == 2
         (lambda _, image: image[..., :3], r"must hold 4 channel\(s\), got 3; give one 4D file or one 3D file for each"),
     ],
 )
-def test_a_bad_image_is_refused_for_its_reason_and_the_good_cases_are_kept(
-    tmp_path, decathlon, write_nifti, channels, prepare_cli, spoil, rule
-):
+def test_a_bad_image_is_refused_for_its_reason_and_the_good_cases_are_kept(tmp_path, spoil, rule):
     path = decathlon(tmp_path / "data", 4) / f"imagesTr/{BAD}.nii.gz"
-    bad = spoil(path.read_bytes(), channels(2))
+    bad = spoil(path.read_bytes(), IMAGE)
     if isinstance(bad, bytes):
         path.write_bytes(bad)
     else:
         write_nifti(path, bad)
-    code, (reason, advice), _ = prepare_cli()
-    assert code == 2
+    with pytest.raises(InputError) as error:
+        prepare(tmp_path / "data", tmp_path / "store", **ALL)
+    reason, advice = error.value.problems
     assert re.search(rule, reason), reason
     assert "got 1 bad case; 3 good cases kept" in advice
-    assert prepare_cli("--skip-bad")[:2] == (0, [])
-    store = open_store(tmp_path / "store")
-    assert [case.case_id for case in store.cases("train")] == list(GOOD)
-    assert all(np.array_equal(store.image(case_id), channels(int(case_id[-1]))) for case_id in GOOD)
-    (line,) = (tmp_path / "store/quarantine.jsonl").read_text().splitlines()
-    assert json.loads(line) == {"case_id": BAD, "reasons": [reason]}
 
 
-def test_nan_and_infinite_voxels_become_background_when_asked_and_are_counted(
-    tmp_path, decathlon, write_nifti, channels, prepare_cli
-):
-    sick = channels(2).astype(np.float32)
+def test_nan_and_infinite_voxels_become_background_when_asked_and_are_counted(tmp_path, capsys):
+    sick = IMAGE.astype(np.float32)
     sick[1, 1, 1, 0], sick[2, 2, 2, 0], sick[0, 0, 0, 3] = np.nan, np.inf, -np.inf
     write_nifti(decathlon(tmp_path / "data", 4) / f"imagesTr/{BAD}.nii.gz", sick)
-    code, _, out = prepare_cli("--zero-nan")
-    assert code == 0
-    assert "zeroed   3 NaN or infinite voxels made background" in out
+    prepare(tmp_path / "data", tmp_path / "store", **ALL, settings=Settings(zero_nan=True))
+    assert "zeroed   3 NaN or infinite voxels made background" in capsys.readouterr().out
     store = open_store(tmp_path / "store")
     assert [case.zeroed_voxels for case in store.cases("train")] == [0, 0, 3, 0]
     assert np.array_equal(store.image(BAD), np.where(np.isfinite(sick), sick, 0))
@@ -107,9 +78,7 @@ SHIFTED[0, 3] = 0.01
         ("seg", LPS, 4, r"axes RAS, got LPS; resample it, correct its header"),
     ],
 )
-def test_a_modality_or_label_on_another_grid_is_refused(
-    tmp_path, brats_case, write_nifti, tiny_image, tiny_label, affine, planes, rule, suffix
-):
+def test_a_modality_or_label_on_another_grid_is_refused(tmp_path, affine, planes, rule, suffix):
     for case_id in ("a", "b"):
         files = brats_case(tmp_path / "data" / case_id)
     volume = tiny_label(1, 2, 3) if suffix == "seg" else tiny_image(5)
@@ -117,5 +86,5 @@ def test_a_modality_or_label_on_another_grid_is_refused(
     with pytest.raises(
         InputError, match=rf"b-{suffix}\.nii\.gz must lie on the grid of b-t2f\.nii\.gz: {rule}"
     ) as error:
-        prepare(tmp_path / "data", tmp_path / "store", fractions=(1, 0, 0), workers=1)
+        prepare(tmp_path / "data", tmp_path / "store", **ALL)
     assert "1 good case kept" in error.value.problems[1]

@@ -10,6 +10,7 @@ from cpu3d.data import nifti
 from cpu3d.data.nifti import from_ras, ras_spacing_mm, read_volume, to_ras, write_label
 from cpu3d.data.records import Geometry, case_from_json, to_json
 from cpu3d.errors import InputError
+from tests.cpu3d.data.datasets import make_record, write_nifti
 
 ORIENTATIONS = [
     "".join(axis[side] for axis, side in zip(order, sides))
@@ -43,7 +44,7 @@ def test_a_volume_is_read_as_it_was_written_in_native_byte_order(tmp_path, dtype
     assert (geometry.shape, geometry.axes) == ((2, 3, 4), "RAS")
 
 
-def test_scaling_is_applied_and_integral_values_stay_integral(tmp_path, write_nifti):
+def test_scaling_is_applied_and_integral_values_stay_integral(tmp_path):
     path = write_nifti(tmp_path / "a.nii", np.arange(24, dtype=np.int16).reshape(2, 3, 4))
     content = bytearray(path.read_bytes())
     content[112:120] = np.array([3, -5], "<f4").tobytes()
@@ -76,7 +77,7 @@ def test_what_is_no_nifti_is_refused(tmp_path, content):
         (252, np.array([1, 0], "<i2").tobytes() + np.array([1, 1], "<f4").tobytes(), "have a valid qform"),
     ],
 )
-def test_a_header_that_does_not_make_sense_is_refused(tmp_path, write_nifti, place, content, rule):
+def test_a_header_that_does_not_make_sense_is_refused(tmp_path, place, content, rule):
     path = write_nifti(tmp_path / "a.nii", np.zeros((2, 2, 2), np.int16))
     whole = bytearray(path.read_bytes())
     whole[place : place + len(content)] = content
@@ -94,7 +95,7 @@ def test_what_does_not_fit_the_grid_or_the_format_is_not_written(tmp_path):
 
 
 @pytest.mark.parametrize("axes", ORIENTATIONS)
-def test_turning_to_ras_agrees_with_nibabel_and_turns_back_exactly(tmp_path, write_nifti, axes):
+def test_turning_to_ras_agrees_with_nibabel_and_turns_back_exactly(tmp_path, axes):
     array = np.arange(48, dtype=np.int16).reshape(2, 3, 4, 2)
     path = write_nifti(tmp_path / "a.nii", array, np.array(geometry_of(axes).affine))
     voxels, geometry = read_volume(path)
@@ -107,9 +108,7 @@ def test_turning_to_ras_agrees_with_nibabel_and_turns_back_exactly(tmp_path, wri
 
 
 @pytest.mark.parametrize("codes", [(1, 2), (0, 1), (4, 0), (0, 0)])
-def test_sform_and_qform_that_differ_are_both_written_back_to_the_bit_also_by_way_of_a_record(
-    tmp_path, write_nifti, make_record, codes
-):
+def test_sform_and_qform_that_differ_are_both_written_back_to_the_bit_also_by_way_of_a_record(tmp_path, codes):
     source, turned = tmp_path / "a.nii", np.array(geometry_of("LPS").affine)
     image = nibabel.Nifti1Image(np.zeros((4, 4, 4), np.int16), None)
     image.set_sform(turned, codes[0])

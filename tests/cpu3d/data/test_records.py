@@ -6,6 +6,7 @@ import pytest
 
 from cpu3d.data.records import CENTRES, case_from_json, centres_of, remake, to_json
 from cpu3d.data.region import Region, whole
+from tests.cpu3d.data.datasets import make_record, manifest_of
 
 
 def read(record, **changes):
@@ -38,12 +39,12 @@ def on_grid_of(record, shape, **changes):
         {"patient_id": None},
     ],
 )
-def test_a_record_whose_files_would_lie_elsewhere_or_that_contradicts_itself_is_none(make_record, changes):
+def test_a_record_whose_files_would_lie_elsewhere_or_that_contradicts_itself_is_none(changes):
     with pytest.raises(ValueError, match=r"(must|Expected|Invalid)"):
         read(make_record(), **changes)
 
 
-def test_a_manifest_works_out_what_follows_from_its_cases(make_record, manifest_of):
+def test_a_manifest_works_out_what_follows_from_its_cases():
     small = on_grid_of(make_record("b"), (9, 4, 4), box=Region((0, 0, 0), (9, 1, 1)))
     large = on_grid_of(unlabelled_of(make_record("a")), (4, 8, 5), box=Region((0, 3, 0), (2, 5, 5)))
     manifest = manifest_of([small, large])
@@ -67,7 +68,7 @@ def test_centres_are_the_middles_of_even_steps_through_a_codes_voxels():
     assert all(type(n) is int for place in centres[1] for n in place)
 
 
-def test_the_split_hash_tells_moved_cases_and_other_voxels_and_nothing_else(make_record, manifest_of):
+def test_the_split_hash_tells_moved_cases_and_other_voxels_and_nothing_else():
     cases = [make_record("a"), make_record("b")]
     manifest = manifest_of(cases, {"train": ["a"], "val": ["b"]})
     assert len(manifest.split_hash) == 12

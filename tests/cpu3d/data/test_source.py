@@ -19,6 +19,7 @@ from cpu3d.data.stores.case import facts_of
 from cpu3d.data.stores.prepare import write_arrays
 from cpu3d.errors import InputError
 from cpu3d.util.records import by
+from tests.cpu3d.data.datasets import make_record, manifest_of
 
 AUGMENT = AugmentConfig(flip=True, gain=0.2, offset=0.2)
 TURNED = AugmentConfig(rotation_deg=10, scaling=0.1)
@@ -71,17 +72,32 @@ def test_a_volume_is_its_case_normalised_over_the_brain(phantom_store, extent):
         assert (brain.mean(), brain.std()) == (pytest.approx(0, abs=0.05), pytest.approx(1, abs=0.05))
 
 
+KINDS = {
+    "volumes": {"seed": 2, "augment": AUGMENT, "dtype": "bfloat16"},
+    "patches": {"sampling": "foreground", "augment": AUGMENT, "stop": 6},
+    "turned": {"seed": 2, "augment": TURNED},
+    "raw": {"seed": 2, "finished": False},
+}
+
+
+def hashes_of(store, kind, extent, read_mode=None):
+    shape = ((20, 30, 17),) * (kind == "patches")
+    make = patch_dataset if shape else volume_dataset
+    return hashes(make(store, *shape, extent=extent, read_mode=read_mode, **KINDS[kind]))
+
+
+@pytest.fixture(scope="module")
+def expected(phantom_store):
+    """Kind and extent -> the hashes of the phantoms."""
+    return {(kind, extent): hashes_of(phantom_store, kind, extent) for kind in KINDS for extent in ("brain", "full")}
+
+
 @pytest.mark.parametrize("extent", ["brain", "full"])
 @pytest.mark.parametrize("name", [*FORMATS, "mmap", "pread"])
-def test_every_format_and_read_mode_gives_the_same_bits(phantom_store, other_stores, name, extent):
+def test_every_format_and_read_mode_gives_the_same_bits(phantom_store, other_stores, expected, name, extent):
     store, mode = other_stores.get(name, phantom_store), None if name in FORMATS else name
-    kinds = ({"augment": AUGMENT, "dtype": "bfloat16"}, {"augment": TURNED}, {"finished": False})
-    for more in kinds if mode is None else kinds[:1]:
-        expected = hashes(volume_dataset(phantom_store, extent=extent, seed=2, **more))
-        assert hashes(volume_dataset(store, extent=extent, seed=2, read_mode=mode, **more)) == expected
-    patches = {"extent": extent, "sampling": "foreground", "augment": AUGMENT, "stop": 6}
-    expected = hashes(patch_dataset(phantom_store, (20, 30, 17), **patches))
-    assert hashes(patch_dataset(store, (20, 30, 17), read_mode=mode, **patches)) == expected
+    for kind in KINDS if mode is None else ("volumes", "patches"):
+        assert hashes_of(store, kind, extent, mode) == expected[kind, extent], kind
 
 
 @pytest.mark.parametrize("extent", ["brain", "full"])
@@ -132,7 +148,7 @@ def test_workers_together_give_the_bits_of_one_in_the_same_order(phantom_store, 
     assert found == expected
 
 
-def test_what_a_seed_draws_never_changes_silently(tmp_path, make_record, manifest_of):
+def test_what_a_seed_draws_never_changes_silently(tmp_path):
     (tmp_path / "cases").mkdir()
     records, geometry = [], Geometry((8, 7, 6), tuple(map(tuple, np.eye(4).tolist())), "RAS", 1, 1)
     for number, case_id in enumerate("abc"):
@@ -194,7 +210,7 @@ def test_arguments_out_of_range_are_refused_by_name(phantom_store, wrong, messag
     assert len(caught.value.problems) == 1
 
 
-def test_stores_and_splits_that_cannot_be_read_so_are_refused(phantom_store, tmp_path, make_record, manifest_of):
+def test_stores_and_splits_that_cannot_be_read_so_are_refused(phantom_store, tmp_path):
     bare = make_record(label_voxels={}, centres={}, label_bytes=0, label_sha256="", label_voxels_sha256="")
     write_store(tmp_path, manifest_of([bare]))
     for more, message in (

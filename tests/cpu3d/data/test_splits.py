@@ -9,6 +9,7 @@ from cpu3d.data.stores.layouts import UNKNOWN, patient_of
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.upkeep import append
 from cpu3d.errors import InputError
+from tests.cpu3d.data.datasets import decathlon
 
 THIRDS = (0.8, 0.1, 0.1)
 
@@ -113,7 +114,7 @@ EACH_ONE = {"fractions": (1, 1, 1), "workers": 1}
 
 
 @pytest.fixture
-def dataset(tmp_path, decathlon):
+def dataset(tmp_path):
     """dataset(*case ids, folder="data"): a data set in the Decathlon layout with cases of these names."""
 
     def make(*case_ids, folder="data"):

@@ -10,12 +10,13 @@ from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import CaseFiles
 from cpu3d.data.stores.prepare import write_arrays
 from cpu3d.errors import InputError
+from tests.cpu3d.data.datasets import manifest_of, tiny_image, tiny_label, write_nifti
 
 ALONE = {"train": ["a"], "val": [], "test": []}
 
 
 @pytest.fixture
-def small_store(tmp_path, write_nifti, tiny_image, tiny_label, manifest_of):
+def small_store(tmp_path):
     """A store of two cases, "b" without a label: its folder and manifest."""
     folder, records = tmp_path / "store", []
     (folder / "cases").mkdir(parents=True)

@@ -139,14 +139,14 @@ def test_host_lists_are_expanded(text, hosts):
     assert expand_hosts(text) == tuple(hosts.split())
 
 
-def step(nodes, tasks, rank, **more):
+def srun(nodes, tasks, rank, **more):
     names = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID")
     return {"SLURM_JOB_ID": "1234567", **dict(zip(names, (nodes, tasks, str(rank)))), **more}
 
 
 def test_one_task_a_host_is_the_host_and_ports_are_by_the_job_s_number():
-    assert read_slurm(step("n[1-3]", "1(x3)", 2, SLURM_NODEID="2")) == (("n1", "n2", "n3"), 2, 15000 + 567 * 16)
-    assert read_slurm(step("a", "1", 0, SLURM_JOB_ID="999")) == (("a",), 0, 15000 + 999 * 16)
+    assert read_slurm(srun("n[1-3]", "1(x3)", 2, SLURM_NODEID="2")) == (("n1", "n2", "n3"), 2, 15000 + 567 * 16)
+    assert read_slurm(srun("a", "1", 0, SLURM_JOB_ID="999")) == (("a",), 0, 15000 + 999 * 16)
     script = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_PROCID": "0"}
     assert read_slurm(script) is None, "a batch script is no task"
 
@@ -154,14 +154,14 @@ def test_one_task_a_host_is_the_host_and_ports_are_by_the_job_s_number():
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        (step("n[1-3]", "1(x2)", 0), "one task on each of its hosts"),
-        (step("n[1-2]", "2(x2)", 3), "one task on each of its hosts, in order, got SLURM_PROCID 3 of 2.x2. tasks"),
-        (step("a,b", "1(x2)", 2), "got SLURM_PROCID 2"),
-        (step("a,b", "1(x2)", -1), "got SLURM_PROCID -1"),
-        (step("n[1-", "1(x2)", 0), "host list must be"),
-        (step("a,b", "1(x2)", "x"), "must be whole numbers, got .*x"),
-        (step("a,b", "1(x2)", 1, SLURM_NODEID="0"), "in order"),
-        (step("a", "1", 0, SLURM_JOB_ID="12.3"), "must be whole numbers, got .*12.3"),
+        (srun("n[1-3]", "1(x2)", 0), "one task on each of its hosts"),
+        (srun("n[1-2]", "2(x2)", 3), "one task on each of its hosts, in order, got SLURM_PROCID 3 of 2.x2. tasks"),
+        (srun("a,b", "1(x2)", 2), "got SLURM_PROCID 2"),
+        (srun("a,b", "1(x2)", -1), "got SLURM_PROCID -1"),
+        (srun("n[1-", "1(x2)", 0), "host list must be"),
+        (srun("a,b", "1(x2)", "x"), "must be whole numbers, got .*x"),
+        (srun("a,b", "1(x2)", 1, SLURM_NODEID="0"), "in order"),
+        (srun("a", "1", 0, SLURM_JOB_ID="12.3"), "must be whole numbers, got .*12.3"),
     ],
 )
 def test_a_step_that_is_not_whole_is_refused(environ, said):

@@ -10,6 +10,7 @@ from cpu3d.errors import WorkerLostError, WorkersDifferError
 from cpu3d.settings import RunConfig
 from cpu3d.training.learner import Learner, _fingerprint
 from models.config import UNetConfig
+from models.unet3d import build_unet3d
 from tests.cpu3d.distributed.threads import ThreadExchange, together
 
 BATCH, SIDE = 4, 16
@@ -87,12 +88,12 @@ def test_with_batch_norm_each_has_statistics_of_its_own_share_and_keeps_the_mean
         learner.step(share_of(exchange, batch(), 2), 0.01)
         return [variable.numpy() for variable in learner.model.non_trainable_variables]
 
-    learner, alone = Learner(dataclasses.replace(config, batch=2)), []
-    initial = {name: np.array(array) for name, array in learner.arrays().items()}
+    model, alone = build_unet3d(config.unet, config.grid, 2), []
+    initial = model.get_weights()
     for own in (0, 2):
-        learner.restore(initial)
-        learner.step(iter([tuple(tf.constant(part[own : own + 2]) for part in batch())]), 0.01)
-        alone.append([variable.numpy() for variable in learner.model.non_trainable_variables])
+        model.set_weights(initial)
+        model(batch()[0][own : own + 2], training=True)
+        alone.append([variable.numpy() for variable in model.non_trainable_variables])
     for found in together(2, moved):
         for a, b, c in zip(*alone, found):
             np.testing.assert_allclose(c, (a + b) / 2, rtol=1e-5, atol=1e-7)

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import socket
 import sys
 import time
@@ -61,10 +60,6 @@ def connected(cluster):
             return rendezvous.connect(cluster)
         time.sleep(0.02)
     raise AssertionError("nobody listens")
-
-
-def hello(cluster, rank):
-    return json.dumps({"rank": rank, "cluster": rendezvous.digest(cluster)}).encode() + b"\n"
 
 
 def test_all_come_with_the_chief_s_plan_and_their_ports_are_free_again(three):

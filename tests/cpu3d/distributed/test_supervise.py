@@ -121,7 +121,7 @@ def test_the_first_failure_stops_the_others_and_is_named_with_its_last_words(job
     ("scripts", "culprit", "code"),
     [
         # the other hears of it and is gone before the one that fails
-        ((LOSES_ANOTHER.format(after_s=0), FAILS.format(after_s=0.3, code=4)), "worker 1", 4),
+        ((LOSES_ANOTHER.format(after_s=0), FAILS.format(after_s=0.1, code=4)), "worker 1", 4),
         # killed by someone
         (("import os; os.kill(os.getpid(), 9)", LOSES_ANOTHER.format(after_s=0.1)), "worker 0", 6),
         # both lost one that is not here

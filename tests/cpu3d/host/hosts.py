@@ -1,6 +1,7 @@
 """Made-up hosts of several sockets, and their /proc and /sys."""
 
 import dataclasses
+import functools
 
 from cpu3d.host.thread_plan import Topology, cpu_ranges
 from memory_estimator.host import Cpu, Host, Node
@@ -46,13 +47,14 @@ def masked(topology, *cpus):
     return dataclasses.replace(topology, cpus=kept, host=dataclasses.replace(topology.host, **counts))
 
 
+def write_line(root, path, text):
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(f"{text}\n")
+
+
 def write_tree(root, topology):
     """A host's /proc and /sys, as Linux would have them."""
-
-    def write(path, text):
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(f"{text}\n")
-
+    write = functools.partial(write_line, root)
     host, numbers = topology.host, [cpu.number for cpu in topology.cpus]
     flags = f"model name\t: {host.cpu_model}\nflags\t\t: fpu {' '.join(host.isa)}"
     write("proc/cpuinfo", "\n\n".join(f"processor\t: {number}\n{flags}" for number in range(max(numbers) + 1)))

@@ -8,7 +8,7 @@ import pytest
 
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host import gpu
-from cpu3d.host.gpu import Gpu, HostGpus, best_dtype, fits_memory, parse_gpus, pick_device, use_device, why_no_card
+from cpu3d.host.gpu import Gpu, HostGpus, fits_memory, parse_gpus, pick_device, use_device, why_no_card
 
 MIB = 2**20
 
@@ -89,11 +89,6 @@ def test_a_driver_that_fails_or_does_not_answer_is_none(script, driver, monkeypa
 
 
 # --- The choice ---
-
-
-@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), "float32"), ((8, 0), "bfloat16"), ((0, 0), "float32")])
-def test_the_dtype_is_bfloat16_from_ampere_on(capability, dtype):
-    assert best_dtype(Gpu(0, "", None, None, capability)) == dtype
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from cpu3d.host.thread_plan import (
     THREADS,
     cpu_ranges,
     default_workers,
-    plan_lines,
     possible_workers,
     read_topology,
     share_of,
@@ -18,7 +17,7 @@ from cpu3d.host.thread_plan import (
     thread_plans,
 )
 from memory_estimator.host import Cpu, Host, Node
-from tests.cpu3d.host.hosts import HOSTS, PAPER, QUOTA, SMALL, SNC4, WITH_BUS, masked, write_tree
+from tests.cpu3d.host.hosts import HOSTS, QUOTA, SMALL, SNC4, WITH_BUS, masked, write_tree
 from tests.cpu3d.host.hosts import XEON as XEON_28
 
 ZEN = Host("Zen", 1, 2, 2, 1, 24 * 2**30, 20 * 2**30, None, 0, None, ("avx2", "avx512_bf16"))
@@ -128,14 +127,6 @@ def test_what_a_cgroup_has_used_already_is_nobody_s_share():
     assert share_of(dataclasses.replace(host, cgroup_used_bytes=17 * 2**30), 2).free_bytes == 0
 
 
-def test_a_plan_is_told_in_a_line_a_worker():
-    assert plan_lines(thread_plans(PAPER, 2)) == [
-        f"plan of worker {i}: CPUs {cpus}, memory interleaved on NUMA nodes {nodes}, TF_NUM_INTRAOP_THREADS=40, "
-        f"TF_NUM_INTEROP_THREADS=1, OMP_NUM_THREADS=40, KMP_BLOCKTIME=1, KMP_AFFINITY={KMP_AFFINITY}"
-        for i, cpus, nodes in ((0, "0-39,80-119", "0-1"), (1, "40-79,120-159", "2-3"))
-    ]
-
-
 # --- The host ---
 
 
@@ -176,8 +167,3 @@ def test_a_host_that_tells_of_no_nodes_has_one(tmp_path):
 def test_outside_linux_there_is_one_socket(tmp_path):
     topology = read_topology(tmp_path)
     assert len(topology.nodes) == topology.host.sockets == 1
-
-
-@pytest.mark.parametrize(("numbers", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 5], "0-2,5"), ([7, 6, 1], "1,6-7")])
-def test_cpus_are_written_as_linux_does(numbers, text):
-    assert cpu_ranges(numbers) == text

@@ -4,13 +4,11 @@ import json
 import os
 import signal
 import subprocess
-import time
 
 import pytest
 
 from cpu3d.run.heartbeat import (
     Heartbeat,
-    beat_age_s,
     heartbeat_path,
     is_here,
     is_suspended,
@@ -50,20 +48,6 @@ def test_a_damaged_file_is_told_and_no_other_is_lost(tmp_path, damage):
     found = read_heartbeats(tmp_path)
     assert isinstance(found[0], Heartbeat)
     assert found[1].startswith(f"{path} must ")
-
-
-@pytest.mark.parametrize(
-    ("beat_ago_s", "written_ago_s", "age_s"),
-    [(3, 3, 3), (500, 500, 500), (300, 3, 3), (-300, 3, 0), (3, None, 3)],
-    ids=["both", "old", "its clock is slow", "its clock is fast", "no file"],
-)
-def test_a_beat_is_as_old_as_the_younger_of_two_clocks_tells(tmp_path, beat_ago_s, written_ago_s, age_s):
-    now = time.time()
-    one = beat(beat=now - beat_ago_s)
-    if written_ago_s is not None:
-        write_heartbeat(tmp_path, one)
-        os.utime(heartbeat_path(tmp_path, 0), (now - written_ago_s,) * 2)
-    assert beat_age_s(tmp_path, one, now) == pytest.approx(age_s, abs=0.1)
 
 
 def test_a_process_is_told_from_others_by_its_start_and_watched_until_it_is_gone(tmp_path):

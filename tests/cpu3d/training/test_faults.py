@@ -107,8 +107,8 @@ def test_a_write_that_fails_leaves_the_checkpoints_and_says_so(phantom_store, wh
 # --- Signals ---
 
 
-@pytest.mark.parametrize("step", [STEPS // 2, STEPS], ids=["in the middle", "before the validation"])
-def test_sigterm_saves_and_ends_with_code_143(phantom_store, whole, tmp_path, monkeypatch, capsys, step):
+def test_sigterm_saves_and_ends_with_code_143(phantom_store, whole, tmp_path, monkeypatch, capsys):
+    step = STEPS // 2
     before_step(monkeypatch, step, lambda fit: signal.raise_signal(signal.SIGTERM))
     assert main([*command(phantom_store, tmp_path), "--save-minutes", "60"]) == 143
     assert f"saved after step {step}; the same command continues" in capsys.readouterr().err

@@ -34,11 +34,12 @@ def validations_of(folder):
 
 
 def test_a_run_leaves_a_log_its_last_checkpoints_and_the_best_weights(phantom_store, tmp_path):
-    start(phantom_store, tmp_path, epochs=3, keep=2).run()
-    assert (len(steps_of(tmp_path)), len(validations_of(tmp_path))) == (12, 3)
+    start(phantom_store, tmp_path, steps=10, validations=3, keep=2).run()
+    assert len(steps_of(tmp_path)) == 10
+    assert [event["step"] for event in validations_of(tmp_path)] == [4, 7, 10], "evenly spread"
     assert read_events(tmp_path)[-1]["reason"] == "finished"
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == ["best.npz", "step-00000008.npz", "step-00000012.npz"]
+    assert names == ["best.npz", "step-00000007.npz", "step-00000010.npz"]
     assert any((tmp_path / "tensorboard").iterdir())
 
 
@@ -98,14 +99,15 @@ def test_a_budget_cuts_nothing_that_fits_and_nothing_before_the_first_validation
 # --- Validations ---
 
 
-def test_validations_are_as_many_as_asked_for_and_evenly_spread(phantom_store, tmp_path):
-    start(phantom_store, tmp_path, steps=10, validations=3).run()
-    assert [event["step"] for event in validations_of(tmp_path)] == [4, 7, 10]
+@pytest.fixture
+def without_gain(monkeypatch):
+    """Have all validations end alike."""
+    scores = SimpleNamespace(dice=np.ones(3), loss=1.0, cases=1)
+    monkeypatch.setattr(fit_module, "validate", lambda *given: (scores, 0))
 
 
-def test_early_stopping_ends_after_patience_validations_without_gain(phantom_store, tmp_path, monkeypatch):
+def test_early_stopping_ends_after_patience_validations_without_gain(phantom_store, tmp_path, without_gain):
     fit = start(phantom_store, tmp_path, epochs=20, patience=2)
-    monkeypatch.setattr(fit.learner, "logits", lambda image: np.ones((*image.shape[:4], 3), np.float32))
     fit.run()
     assert read_events(tmp_path)[-1]["reason"] == "early stop"
     assert fit.step == 3 * fit.steps_per_epoch
@@ -197,8 +199,8 @@ def test_a_loss_that_diverges_ends_the_run_and_leaves_what_is_good(
 
 # --- The curriculum ---
 
-HALF = {"curriculum": "half", "steps": 16, "validations": 8}
-"""14 steps at half the resolution, then 2 in full."""
+HALF = {"curriculum": "half", "steps": 16, "validations": 2}
+"""14 steps at half the resolution, then 2 in full; a validation in each."""
 
 
 def test_the_first_steps_see_half_the_resolution_and_all_validations_the_full_grid(phantom_store, tmp_path):
@@ -207,7 +209,7 @@ def test_the_first_steps_see_half_the_resolution_and_all_validations_the_full_gr
     assert coarse < full / 4
     fit.run()
     assert [one["voxels"] for one in steps_of(tmp_path)] == 14 * [coarse] + 2 * [full]
-    assert [one["step"] for one in validations_of(tmp_path)] == list(range(2, 17, 2))
+    assert [(one["step"], one["best"]) for one in validations_of(tmp_path)] == [(8, True), (16, True)]
     assert not newest(tmp_path).state["best_is_coarse"], "coarse weights do not compete with those in full"
 
 
@@ -246,22 +248,21 @@ def test_a_run_of_another_length_has_as_many_coarse_steps_as_it_has_done_and_no_
     assert [one["step"] for one in steps_of(tmp_path) if one["voxels"] == full] == list(range(coarse + 1, steps + 1))
 
 
+def state_of(number, coarse_steps=0, **more):
+    """What a checkpoint keeps of a run after that step."""
+    state = {"step": number, "best": None, "best_is_coarse": False, "stale_validations": 0, "trained_s": 1.0}
+    return {**state, "owes_validation": False, "coarse_steps": coarse_steps, **more}
+
+
 def test_a_run_that_would_end_at_half_the_resolution_is_refused(phantom_store, tmp_path):
-    fit = start(phantom_store, tmp_path, **HALF, save_minutes=0.0)
-    fit.steps = 10
-    fit.run()
+    arrays = start(phantom_store, tmp_path, **HALF).learner.arrays()
+    write_next(tmp_path, 10, arrays, state_of(10, coarse_steps=14), keep=1)
     with pytest.raises(InputError, match=r"steps must be above the 10 .* got 8"):
         start(phantom_store, tmp_path, **{**HALF, "steps": 8})
 
 
-def test_patience_does_not_end_a_run_before_it_is_in_full(phantom_store, tmp_path, monkeypatch):
-    class Constant(NumpyLearner):
-        def logits(self, image):
-            return np.ones((*image.shape[:4], 3), np.float32)
-
-    fit = runs.start(
-        phantom_store, tmp_path, learner=Constant, **{**HALF, "steps": 32, "validations": 32, "patience": 2}
-    )
+def test_patience_does_not_end_a_run_before_it_is_in_full(phantom_store, tmp_path, without_gain):
+    fit = start(phantom_store, tmp_path, **{**HALF, "steps": 32, "validations": 32, "patience": 2})
     fit.run()
     assert read_events(tmp_path)[-1]["reason"] == "early stop"
     assert fit.step == 28 + 2
@@ -300,12 +301,10 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_and_none_that_is_w
 @pytest.mark.parametrize(("name", "value"), [("step", "2"), ("best", [0.5]), ("trained_s", None)])
 def test_a_checkpoint_whose_state_is_of_another_kind_is_refused_by_name(phantom_store, tmp_path, name, value):
     fit = start(phantom_store, tmp_path)
-    state = {"step": 2, "best": None, "best_is_coarse": False, "stale_validations": 0, "trained_s": 1.0}
-    state.update(owes_validation=False, coarse_steps=0)
-    write_next(tmp_path, 2, fit.learner.arrays(), {**state, name: value}, keep=1)
+    write_next(tmp_path, 2, fit.learner.arrays(), state_of(2, **{name: value}), keep=1)
     with pytest.raises(InputError, match=rf"step-00000002\.npz must hold a run's state, got state.{name} must be"):
         start(phantom_store, tmp_path)
-    write_next(tmp_path, 2, fit.learner.arrays(), state, keep=1)
+    write_next(tmp_path, 2, fit.learner.arrays(), state_of(2), keep=1)
     assert start(phantom_store, tmp_path).step == 2
 
 

@@ -85,11 +85,12 @@ def test_a_saved_model_folder_answers_alike(tmp_path):
     )
 
 
-def test_the_example_trains_saves_and_goes_on(phantom_store, tmp_path, capsys):
+def test_the_example_trains_saves_and_goes_on(phantom_store, tmp_path, capsys, monkeypatch):
     file = Path(__file__).resolve().parents[3] / "examples" / "plain_keras.py"
     spec = importlib.util.spec_from_file_location("plain_keras", file)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
+    monkeypatch.setattr(example, "UNetConfig", lambda **own: UNetConfig(**{**own, "filters": 4, "depth": 2}))
     losses = example.main(phantom_store.folder, tmp_path, epochs=4)
     assert len(losses) == 4
     assert losses[-1] < losses[0]

@@ -11,6 +11,7 @@ from cpu3d.errors import Interrupted
 from cpu3d.run.heartbeat import read_heartbeats
 from cpu3d.training import watchdog
 from cpu3d.training.watchdog import CGROUP, MACHINE, Guard, MemoryFloor, Room, Sample, noted_signals, take_sample
+from tests.cpu3d.host.hosts import write_line
 
 MIB, GIB = 2**20, 2**30
 
@@ -22,20 +23,15 @@ MIB, GIB = 2**20, 2**30
 def host(tmp_path):
     """16 GiB, 10 of them free, 2 of swap."""
     memory = {"MemTotal": 16, "MemFree": 1, "MemAvailable": 10, "SwapTotal": 4, "SwapFree": 2}
-    write(tmp_path, "proc/meminfo", "\n".join(f"{name}: {size * 2**20} kB" for name, size in memory.items()))
+    write_line(tmp_path, "proc/meminfo", "\n".join(f"{name}: {size * 2**20} kB" for name, size in memory.items()))
     return tmp_path
-
-
-def write(root, path, text):
-    (root / path).parent.mkdir(parents=True, exist_ok=True)
-    (root / path).write_text(text + "\n")
 
 
 def test_swap_counts_for_the_machine_and_a_container_leaves_what_is_not_used_and_all_file_pages(host):
     assert take_sample(host).rooms == {MACHINE: Room(12 * GIB, 16 * GIB)}
-    write(host, "proc/self/cgroup", "0::/job")
+    write_line(host, "proc/self/cgroup", "0::/job")
     for name, text in (("max", 8 * GIB), ("current", 7 * GIB), ("stat", f"active_file {4 * GIB}")):
-        write(host, f"sys/fs/cgroup/job/memory.{name}", str(text))
+        write_line(host, f"sys/fs/cgroup/job/memory.{name}", str(text))
     assert take_sample(host).rooms[CGROUP] == Room(5 * GIB, 8 * GIB)
 
 

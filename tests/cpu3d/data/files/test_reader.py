@@ -18,6 +18,7 @@ from cpu3d.data.files.arrays import FORMATS, decode_b2nd
 from cpu3d.data.files.reader import Reader, choose_read_mode, file_system
 from cpu3d.data.records import array_path
 from cpu3d.errors import InputError
+from tests.cpu3d.data.datasets import stored_case
 
 MODES = ("mmap", "pread")
 SHAPE = (7, 6, 5)
@@ -31,7 +32,7 @@ def voxels(shape=SHAPE, channels=2, dtype=np.int16, seed=0):
 
 
 @pytest.fixture
-def case(tmp_path, stored_case):
+def case(tmp_path):
     """A case in a store of its own: (folder, record, image, label)."""
     image, label = voxels()
     return tmp_path, stored_case(tmp_path, image, label), image, label
@@ -49,7 +50,7 @@ def refuses(folder, record, box, match, mode="mmap"):
 
 @pytest.mark.parametrize(("mode", "kind"), EACH)
 @pytest.mark.parametrize("dtype", [np.int16, np.float16])
-def test_every_mode_gives_the_array_that_was_stored_ready_for_zero_copy(tmp_path, stored_case, mode, kind, dtype):
+def test_every_mode_gives_the_array_that_was_stored_ready_for_zero_copy(tmp_path, mode, kind, dtype):
     image, label = voxels(dtype=dtype)
     record = stored_case(tmp_path, image, label, kind=kind)
     reader = Reader(tmp_path, mode)
@@ -74,7 +75,7 @@ def arrays_and_boxes(draw):
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(arrays_and_boxes())
-def test_a_box_is_the_same_in_every_mode_and_format(tmp_path, stored_case, drawn):
+def test_a_box_is_the_same_in_every_mode_and_format(tmp_path, drawn):
     shape, channels, slices = drawn
     image, label = voxels(shape, channels)
     records = {kind: stored_case(tmp_path, image, label, kind=kind) for kind in FORMATS}
@@ -94,9 +95,7 @@ def test_a_box_is_the_same_in_every_mode_and_format(tmp_path, stored_case, drawn
 
 @pytest.mark.parametrize(("mode", "kind"), EACH)
 @pytest.mark.parametrize("length", [0, -1])
-def test_a_file_of_another_length_is_refused_before_it_is_mapped(
-    tmp_path, stored_case, monkeypatch, mode, kind, length
-):
+def test_a_file_of_another_length_is_refused_before_it_is_mapped(tmp_path, monkeypatch, mode, kind, length):
     image, label = voxels()
     record = stored_case(tmp_path, image, label, kind=kind)
     path = array_path(tmp_path, record, "x")
@@ -109,7 +108,7 @@ def test_a_file_of_another_length_is_refused_before_it_is_mapped(
 
 
 @pytest.mark.parametrize("mode", ["mmap", "pread"])
-def test_a_file_of_another_array_is_refused(case, stored_case, mode):
+def test_a_file_of_another_array_is_refused(case, mode):
     folder, record, _, _ = case
     path = array_path(folder, record, "x")
     for other in (np.zeros((*SHAPE, 2), np.uint16), np.zeros((6, 7, 5, 2), np.int16), np.zeros((*SHAPE, 2), ">i2")):
@@ -122,7 +121,7 @@ def test_a_file_of_another_array_is_refused(case, stored_case, mode):
 
 
 @pytest.mark.parametrize("flipped", [slice(None), slice(100), slice(5000, 5001), slice(-1, None)])
-def test_a_damaged_packed_file_is_named(tmp_path, stored_case, flipped):
+def test_a_damaged_packed_file_is_named(tmp_path, flipped):
     record = stored_case(tmp_path, *voxels((40, 40, 40)), kind="b2nd")
     path = array_path(tmp_path, record, "x")
     content = bytearray(path.read_bytes())
@@ -134,7 +133,7 @@ def test_a_damaged_packed_file_is_named(tmp_path, stored_case, flipped):
 
 
 @pytest.mark.parametrize("place", [{"local_abspath": "secret.b2nd"}, None])
-def test_a_packed_file_that_leads_to_another_is_refused_and_not_followed(tmp_path, stored_case, monkeypatch, place):
+def test_a_packed_file_that_leads_to_another_is_refused_and_not_followed(tmp_path, monkeypatch, place):
     blosc2 = pytest.importorskip("blosc2")
     image, label = voxels()
     record = stored_case(tmp_path, image, label, kind="b2nd")

@@ -10,6 +10,7 @@ from cpu3d.data.store import open_store
 from cpu3d.data.stores.prepare import Settings, prepare, settings_of
 from cpu3d.data.stores.upkeep import append, deal_cases, verify
 from cpu3d.errors import InputError
+from tests.cpu3d.data.datasets import brats_case, decathlon, tiny_label, write_nifti
 from tests.cpu3d.data.stores.test_prepare import content_of
 
 SPLITS = ("train", "val", "test")
@@ -17,7 +18,7 @@ IDS = tuple(f"BRATS_00{number}" for number in range(6))
 
 
 @pytest.fixture
-def data(tmp_path, decathlon):
+def data(tmp_path):
     """Two data sets, `few` with the cases 0 to 2 and `many` with those and 3 to 5, and a store of the first."""
     decathlon(tmp_path / "few", 3)
     decathlon(tmp_path / "many", 6)
@@ -54,7 +55,7 @@ def test_new_cases_are_made_as_the_stores_own_and_no_old_case_moves(data, settin
     assert len(list(store.glob("cases-*.jsonl"))) == 1
 
 
-def test_ids_that_stand_for_other_files_are_refused(data, store, write_nifti, tiny_label):
+def test_ids_that_stand_for_other_files_are_refused(data, store):
     write_nifti(data / "many/labelsTr/BRATS_001.nii.gz", tiny_label(3, 2, 1))
     before = content_of(store)
     with pytest.raises(InputError, match=r"case BRATS_001 must be the one of store .*, got other files"):
@@ -69,7 +70,7 @@ def test_ids_that_stand_for_other_files_are_refused(data, store, write_nifti, ti
         ("channels", {"modality": {"0": "FLAIR", "1": "T1w", "2": "T2w", "3": "t1gd"}}),
     ],
 )
-def test_other_channels_or_labels_are_refused(data, store, decathlon, what, change):
+def test_other_channels_or_labels_are_refused(data, store, what, change):
     with pytest.raises(InputError, match=f"{what} of store"):
         append(store, decathlon(data / "others", 1, **change), workers=1)
 
@@ -111,9 +112,7 @@ def test_nothing_moves_no_patient_straddles_and_shares_are_kept_within_a_patient
         assert abs(now - count / sum(have) * total) < 1
 
 
-def test_a_case_with_a_resection_cavity_does_not_join_a_store_without_that_region(
-    tmp_path, brats_case, write_nifti, tiny_label
-):
+def test_a_case_with_a_resection_cavity_does_not_join_a_store_without_that_region(tmp_path):
     for name in ("few/BraTS-GLI-00005-100", "more/BraTS-GLI-00006-100", "more/BraTS-GLI-00007-100"):
         files = brats_case(tmp_path / name)
     write_nifti(files["seg"], tiny_label(1, 2, 3, 4))

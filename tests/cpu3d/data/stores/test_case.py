@@ -5,13 +5,14 @@ from cpu3d.data.region import Region
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import CaseFiles
 from cpu3d.errors import InputError
+from tests.cpu3d.data.datasets import tiny_image, write_nifti
 
 LABELS = {0: "background", 1: "core", 2: "oedema", 3: "enhancing"}
 LPS = np.diag([-1.0, -1.0, 1.0, 1.0])
 
 
 @pytest.fixture
-def files(tmp_path, write_nifti):
+def files(tmp_path):
     """files(*images, label=None, affines=..., label_affine=...): a case of the given arrays."""
 
     def make(*images, label=None, affines=None, label_affine=None):
@@ -60,7 +61,7 @@ def test_an_integral_case_is_stored_exactly_in_ras_with_statistics_worked_out_by
 
 
 @pytest.mark.parametrize("value", [40000.0, 1.5])
-def test_what_int16_cannot_hold_is_stored_as_float16_scores_with_its_error(files, tiny_image, value):
+def test_what_int16_cannot_hold_is_stored_as_float16_scores_with_its_error(files, value):
     other = tiny_image(1).astype(np.float64)
     other[1, 1, 1] = value
     case = load_case(files(tiny_image(0), other), channels=("a", "b"))
@@ -79,7 +80,7 @@ def test_a_voxel_of_exactly_the_mean_does_not_become_background(files):
     assert np.array_equal(case.image[..., 0] != 0, volume != 0)
 
 
-def test_a_case_has_a_file_for_each_channel_and_one_label_map(files, tiny_image):
+def test_a_case_has_a_file_for_each_channel_and_one_label_map(files):
     case = files(*map(tiny_image, range(2)), label=np.ones((6, 5, 4, 1), np.uint8))
     assert load_case(case, channels=("a", "b"), labels=LABELS).label.shape == (6, 5, 4)
     for channels, depth, rule in (("abc", 1, r"a file for each of .*, got 2"), ("ab", 2, "must be 3D, got shape")):

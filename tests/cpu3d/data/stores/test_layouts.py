@@ -4,7 +4,7 @@ import pytest
 
 from cpu3d.data.stores.layouts import read_dataset, regions_of
 from cpu3d.errors import InputError
-from tests.cpu3d.data.conftest import SUFFIXES
+from tests.cpu3d.data.datasets import SUFFIXES, brats_case, decathlon
 
 CANONICAL = ("FLAIR", "T1w", "T1gd", "T2w")
 
@@ -13,7 +13,7 @@ def names(paths):
     return [path.name for path in paths]
 
 
-def test_decathlon_takes_channels_labels_and_cases_from_its_list(tmp_path, decathlon):
+def test_decathlon_takes_channels_labels_and_cases_from_its_list(tmp_path):
     dataset = read_dataset(decathlon(tmp_path / "Task01"))
     assert (dataset.layout, dataset.name, dataset.problems) == ("decathlon", "BRATS", {})
     assert dataset.channels == ("FLAIR", "T1w", "t1gd", "T2w")
@@ -36,7 +36,7 @@ OF_2023 = {"BraTS-GLI-00001-000": "BraTS-GLI-00001", "BraTS-GLI-00001-001": "Bra
         ("brats2023", OF_2023, {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,), "RC": (4,)}),
     ],
 )
-def test_brats_folders_are_recognised_and_time_points_share_their_patient(tmp_path, brats_case, layout, cases, regions):
+def test_brats_folders_are_recognised_and_time_points_share_their_patient(tmp_path, layout, cases, regions):
     for name, end in zip(cases, (".nii", ".nii.gz", ".nii.gz")):
         brats_case(tmp_path / name, layout, end)
     (tmp_path / "notes/other").mkdir(parents=True)
@@ -50,7 +50,7 @@ def test_brats_folders_are_recognised_and_time_points_share_their_patient(tmp_pa
     assert read_dataset(last.label.parent).cases[0] == last
 
 
-def test_paediatric_cases_are_all_named_and_never_read_with_the_codes_of_gliomas(tmp_path, brats_case):
+def test_paediatric_cases_are_all_named_and_never_read_with_the_codes_of_gliomas(tmp_path):
     for case_id in ("BraTS-GLI-00001-000", "BraTS-PED-00001-000", "BraTS-PED-00002-000"):
         brats_case(tmp_path / case_id)
     with pytest.raises(InputError, match=r"Decathlon layout with a dataset\.json that names their codes") as error:
@@ -59,7 +59,7 @@ def test_paediatric_cases_are_all_named_and_never_read_with_the_codes_of_gliomas
     assert cases == ["BraTS-PED-00001-000", "BraTS-PED-00002-000"]
 
 
-def test_every_missing_or_double_file_of_every_case_is_named_and_good_cases_stay(tmp_path, brats_case, decathlon):
+def test_every_missing_or_double_file_of_every_case_is_named_and_good_cases_stay(tmp_path):
     brats_case(tmp_path / "b/good")
     first = brats_case(tmp_path / "b/bad1")
     first["t1c"].unlink()
@@ -81,7 +81,7 @@ def test_every_missing_or_double_file_of_every_case_is_named_and_good_cases_stay
     assert [dataset.problems[f"BRATS_00{n}"][0].split()[0] for n in (1, 2)] == ["image", "label"]
 
 
-def test_what_is_no_data_set_is_refused(tmp_path, brats_case, decathlon):
+def test_what_is_no_data_set_is_refused(tmp_path):
     with pytest.raises(InputError, match="must be a folder, found none"):
         read_dataset(tmp_path / "none")
     with pytest.raises(InputError, match="found neither"):
@@ -96,7 +96,7 @@ def test_what_is_no_data_set_is_refused(tmp_path, brats_case, decathlon):
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd.nii.gz", "link/../../out.nii.gz"])
-def test_a_list_that_points_outside_its_folder_is_refused(tmp_path, decathlon, path):
+def test_a_list_that_points_outside_its_folder_is_refused(tmp_path, path):
     folder = decathlon(tmp_path / "d")
     (tmp_path / "out.nii.gz").write_bytes(b"")
     (folder / "link").symlink_to(folder)
@@ -110,7 +110,7 @@ def test_a_list_that_points_outside_its_folder_is_refused(tmp_path, decathlon, p
 
 
 @pytest.mark.parametrize("layout", ["decathlon", "brats2023"])
-def test_volumes_that_are_kept_elsewhere_may_be_linked(tmp_path, decathlon, brats_case, layout):
+def test_volumes_that_are_kept_elsewhere_may_be_linked(tmp_path, layout):
     folder, disk = tmp_path / "d", tmp_path / "disk"
     decathlon(folder, 1) if layout == "decathlon" else brats_case(folder / "a", layout)
     there = [case.images for case in read_dataset(folder).cases]

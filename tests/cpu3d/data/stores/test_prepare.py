@@ -8,6 +8,7 @@ from cpu3d.data.store import open_store
 from cpu3d.data.stores import prepare as module
 from cpu3d.data.stores.prepare import Settings, prepare
 from cpu3d.errors import InputError
+from tests.cpu3d.data.datasets import decathlon, tiny_image, write_nifti
 
 THIRDS = {"fractions": (0.4, 0.3, 0.3), "workers": 1}
 ALL = {"fractions": (1, 0, 0), "workers": 1}
@@ -18,7 +19,7 @@ def content_of(folder):
 
 
 @pytest.fixture
-def dataset(tmp_path, decathlon):
+def dataset(tmp_path):
     return decathlon(tmp_path / "data", 4)
 
 
@@ -119,9 +120,7 @@ def test_a_source_that_changed_without_changing_its_size_is_found_by_its_date_an
         prepare(dataset, store, **THIRDS)
 
 
-def test_a_finished_store_refuses_another_split_other_cases_and_other_patients_and_stays(
-    tmp_path, dataset, store, decathlon
-):
+def test_a_finished_store_refuses_another_split_other_cases_and_other_patients_and_stays(tmp_path, dataset, store):
     before = content_of(store)
     with pytest.raises(InputError, match="another split than 2 train, 1 val, 1 test"):
         prepare(dataset, store, **ALL)
@@ -139,7 +138,7 @@ def test_a_finished_store_refuses_another_split_other_cases_and_other_patients_a
     assert content_of(store) == before
 
 
-def test_the_store_of_another_data_set_version_or_owner_is_refused_untouched(tmp_path, dataset, store, decathlon):
+def test_the_store_of_another_data_set_version_or_owner_is_refused_untouched(tmp_path, dataset, store):
     before = content_of(store)
     other = decathlon(tmp_path / "other", 4, name="SPLEEN")
     for finished in (True, False):
@@ -175,7 +174,7 @@ def test_a_store_is_not_continued_with_other_settings(dataset, store, finished):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_all_bad_cases_are_named_and_the_good_are_kept(tmp_path, dataset, write_nifti, tiny_image, workers, capsys):
+def test_all_bad_cases_are_named_and_the_good_are_kept(tmp_path, dataset, workers, capsys):
     (dataset / "labelsTr/BRATS_000.nii.gz").unlink()
     cut = dataset / "imagesTr/BRATS_001.nii.gz"
     cut.write_bytes(cut.read_bytes()[:-5])

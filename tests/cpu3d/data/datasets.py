@@ -1,0 +1,118 @@
+"""Data sets a few voxels large, written with nibabel itself and not with what is under test."""
+
+import hashlib
+import json
+import zlib
+from pathlib import Path
+
+import nibabel
+import numpy as np
+
+from cpu3d.data.files.arrays import encode
+from cpu3d.data.records import CaseRecord, Geometry, Manifest, SourceFile, array_path, centres_of, make_manifest
+from cpu3d.data.region import Region, whole
+
+SUFFIXES = {
+    "brats2017": ("_flair", "_t1", "_t1ce", "_t2", "_seg"),
+    "brats2023": ("-t2f", "-t1n", "-t1c", "-t2w", "-seg"),
+}
+SHAPE = (6, 5, 4)
+
+
+def write_nifti(path: Path, array: np.ndarray, affine=None, codes=(1, 1)) -> Path:
+    """A NIfTI-1 file with these sform and qform codes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image = nibabel.Nifti1Image(array, np.eye(4) if affine is None else affine)
+    image.set_sform(image.affine, codes[0])
+    image.set_qform(image.affine, codes[1])
+    nibabel.save(image, path)
+    return path
+
+
+def tiny_image(seed: int = 0) -> np.ndarray:
+    """`(6, 5, 4)` int16 with zeros around values of 1 to 999."""
+    volume = np.zeros(SHAPE, np.int16)
+    volume[1:5, 1:4, 1:3] = np.random.default_rng(seed).integers(1, 1000, (4, 3, 2))
+    return volume
+
+
+def tiny_label(*codes: int) -> np.ndarray:
+    """`(6, 5, 4)` uint8 background with one voxel of every code."""
+    label = np.zeros(SHAPE, np.uint8)
+    for place, code in enumerate(codes):
+        label[1 + place, 2, 1] = code
+    return label
+
+
+def brats_case(folder: Path, layout: str = "brats2023", end: str = ".nii.gz") -> dict:
+    """One good case; returns suffix -> file."""
+    codes = (1, 2, 4) if layout == "brats2017" else (1, 2, 3)
+    files = {}
+    for seed, suffix in enumerate(SUFFIXES[layout], zlib.crc32(folder.name.encode())):
+        volume = tiny_label(*codes) if suffix.endswith("seg") else tiny_image(seed)
+        files[suffix[1:]] = write_nifti(folder / f"{folder.name}{suffix}{end}", volume)
+    return files
+
+
+def decathlon(folder: Path, cases: int = 3, **changes) -> Path:
+    """A good data set; returns its folder."""
+    training = []
+    for number in range(cases):
+        name = f"BRATS_{number:03d}.nii.gz"
+        channels = [tiny_image(10 * number + channel) for channel in range(4)]
+        write_nifti(folder / "imagesTr" / name, np.stack(channels, -1))
+        write_nifti(folder / "labelsTr" / name, tiny_label(1, 2, 3))
+        training.append({"image": f"./imagesTr/{name}", "label": f"./labelsTr/{name}"})
+    content = {
+        "name": "BRATS",
+        "modality": {"0": "FLAIR", "1": "T1w", "2": "t1gd", "3": "T2w"},
+        "labels": {"0": "background", "1": "edema", "2": "non-enhancing tumor", "3": "enhancing tumour"},
+        "training": training,
+    }
+    content.update(changes)
+    folder.mkdir(exist_ok=True)
+    (folder / "dataset.json").write_text(json.dumps(content))
+    return folder
+
+
+def make_record(case_id: str = "a", **changes) -> CaseRecord:
+    """The record of a labelled case (4, 4, 4) of one channel that is on no disk."""
+    label = np.zeros((4, 4, 4), np.uint8)
+    label[1, 2, 3] = 1
+    digest = hashlib.sha256(case_id.encode()).hexdigest()
+    fields = {
+        "case_id": case_id, "patient_id": case_id, "shape": (4, 4, 4), "spacing_mm": (1.0, 1.0, 1.0),
+        "box": Region((1, 1, 1), (2, 2, 3)), "image_dtype": "int16", "max_abs_error": 0.0, "channel_mean": (1.5,),
+        "channel_std": (0.5,), "channel_min": (1.0,), "channel_max": (2.0,), "channel_voxels": (8,),
+        "zeroed_voxels": 0, "label_voxels": {0: 63, 1: 1}, "centres": centres_of(label),
+        "geometry": Geometry((4, 4, 4), tuple(map(tuple, np.eye(4).tolist())), "RAS", 1, 1),
+        "sources": (SourceFile(f"{case_id}.nii.gz", 99, digest, 0),), "stem": case_id, "format": "npy",
+        "stored": Region((0, 0, 0), (4, 4, 4)), "image_bytes": 256, "image_sha256": digest,
+        "image_voxels_sha256": digest, "label_bytes": 192, "label_sha256": digest, "label_voxels_sha256": digest,
+    }  # fmt: skip
+    return CaseRecord(**{**fields, **changes})
+
+
+def manifest_of(records, split=None, **changes) -> Manifest:
+    """The manifest of these cases; without a split all of them train."""
+    split = {"val": (), "test": (), **(split or {"train": [record.case_id for record in records]})}
+    fields = {
+        "name": "made up", "layout": "decathlon", "channels": ("CT",), "labels": {0: "background", 1: "tumour"},
+        "regions": {"tumour": (1,)}, "split": split, "split_seed": 3, "cases": records, "versions": {"numpy": "1"},
+    }  # fmt: skip
+    return make_manifest(**{**fields, **changes})
+
+
+def stored_case(folder: Path, image: np.ndarray, label: np.ndarray, stem: str = "a", kind: str = "npy") -> CaseRecord:
+    """Write a case's arrays; returns their record."""
+    content = {part: b"".join(map(bytes, encode(array, kind))) for part, array in (("x", image), ("y", label))}
+    fields = {}
+    for part, name in (("x", "image"), ("y", "label")):
+        fields.update({f"{name}_bytes": len(content[part])})
+        fields.update({f"{name}_sha256": hashlib.sha256(content[part]).hexdigest()})
+    fields.update(shape=image.shape[:3], stored=whole(image.shape[:3]), image_dtype=str(image.dtype), format=kind)
+    record = make_record(stem, channel_mean=(0.0,) * image.shape[3], label_voxels={0: label.size}, **fields)
+    (folder / "cases").mkdir(parents=True, exist_ok=True)
+    for part, part_content in content.items():
+        array_path(folder, record, part).write_bytes(part_content)
+    return record
