@@ -71,58 +71,6 @@ def test_value_and_gradients_are_the_engines_in_a_graph_with_known_shapes(dtype,
     assert [one.shape for one in outputs] == [one.shape for one in found]
 
 
-def test_a_norm_with_relu_before_and_after_a_convolution_has_the_gradients_of_plain_operations():
-    """x -> instance norm, ReLU, convolution, instance norm, ReLU; the norms' gradients made of the operations' sums."""
-    x, filters = normal(3, 2, 5, 6, 9, 8), normal(4, 3, 3, 3, 8, 12) / 5
-    upstream = normal(5, 2, 5, 6, 9, 12)
-
-    def moments(raw):
-        mean, variance = tf.nn.moments(raw, (1, 2, 3))
-        return mean, tf.math.rsqrt(variance + 1e-3)
-
-    def normed(raw):
-        mean, rstd = (part[:, None, None, None] for part in moments(raw))
-        return tf.nn.relu((raw - mean) * rstd)
-
-    with tf.GradientTape() as tape:
-        tape.watch([x, filters])
-        result = normed(engine(normed(x), filters))
-    expected = tape.gradient(result, [x, filters], upstream)
-
-    def source_of(raw, mean, rstd):
-        return Source(raw, Norm(rstd, -mean * rstd, mean, rstd, tf.zeros_like(mean)))
-
-    below = source_of(x, *moments(x))
-    raw, raw_mean, variance = convolve([below], filters)
-    raw_rstd = tf.math.rsqrt(variance + 1e-3)
-    np.testing.assert_allclose(raw_mean, tf.nn.moments(engine(normed(x), filters), (1, 2, 3))[0], atol=1e-5)
-
-    def gradient_of(source, g, s1, s2):
-        voxels, norm = float(np.prod(raw.shape[1:4])), source.norm
-        b = -norm.rstd * norm.rstd * s2 / voxels
-        return Gradient(g, source, norm.rstd, b, -norm.rstd * s1 / voxels - b * norm.mean)
-
-    active = tf.where(normed(raw) > 0, upstream, 0.0)
-    normalised = (raw - raw_mean[:, None, None, None]) * raw_rstd[:, None, None, None]
-    sums = tf.reduce_sum(active, (1, 2, 3)), tf.reduce_sum(active * normalised, (1, 2, 3))
-    above = gradient_of(source_of(raw, raw_mean, raw_rstd), upstream, *sums)
-    at_x = gradient_of(below, *input_gradient(above, filters, below))
-    dx = at_x.a[:, None, None, None] * tf.where(normed(x) > 0, at_x.map, 0.0)
-    dx += at_x.b[:, None, None, None] * x + at_x.c[:, None, None, None]
-    np.testing.assert_allclose(dx, expected[0], atol=2e-4)
-    change = filter_gradient([below], above)
-    np.testing.assert_allclose(change, expected[1], atol=2e-4)
-
-
-def test_a_raw_map_beside_a_normalised_one_with_a_floor():
-    first, second, filters = normal(6, 1, 4, 5, 8, 3), normal(7, 1, 4, 5, 8, 12), normal(8, 3, 3, 3, 15, 2)
-    scale, shift = normal(9, 1, 12), normal(10, 1, 12)
-    norm = Norm(scale, shift, shift, scale, tf.fill((1, 12), -0.5))
-    values = tf.concat([first, tf.maximum(scale * second + shift, -0.5)], -1)
-    found, _, _ = convolve([Source(first), Source(second, norm)], filters)
-    np.testing.assert_allclose(found, engine(values, filters), atol=1e-4)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_map_that_nobody_else_reads_is_written_over_with_the_same_result(dtype):
     gradient, filters = tf.cast(normal(11, 2, 6, 7, 300, 5), dtype), normal(12, 3, 3, 3, 5, 5)
