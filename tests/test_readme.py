@@ -60,9 +60,13 @@ NOT_PLAIN = re.compile(
 )
 
 
+WITH_TEXT = ("CHANGELOG.md", "docs/*/*.md", "run.sh", "cpu3d/*/*.j2", "cpu3d/*/*.js", "models/native/*.[ch]")
+
+
 def test_users_read_plain_words():
     """In pages, and in the strings of modules, of which --help and errors are made."""
-    texts = [(path.name, path.read_text(encoding="utf-8")) for path in (*PAGES, ROOT / "run.sh")]
+    paths = [*PAGES, *(path for pattern in WITH_TEXT for path in sorted(ROOT.glob(pattern)))]
+    texts = [(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in paths]
     for path in [*MODULES, *sorted((ROOT / "models").rglob("*.py"))]:
         nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         literals = (node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))

@@ -2,6 +2,8 @@
 
 import argparse
 import dataclasses
+import json
+import re
 
 import numpy as np
 import pytest
@@ -89,6 +91,12 @@ def run_command(module, *words):
     parser = argparse.ArgumentParser()
     add_options(parser, *module.OPTIONS)
     return module.run(*arguments(module.OPTIONS, parser.parse_args([str(word) for word in words]), InputError))
+
+
+def shown_cases(page):
+    """The cases whose slices a page shows."""
+    content = re.search(r'<script type="application/json"[^>]*>(.*?)</script>', page.read_text(encoding="utf-8"))
+    return json.loads(content.group(1))
 
 
 def decided(store, folder, *, gpus=(), host=None, workers=1, **settings):

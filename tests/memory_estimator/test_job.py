@@ -79,32 +79,22 @@ JOB = Job(
     UNetConfig(filters=8, dtype="bfloat16", policy="lean"), (64, 80, 96), 4, 2, "sgd", "stock", averaged=True,
     from_store=True, cases=7, case_bytes=123,
 )  # fmt: skip
-CONFIG = {"device": "cpu", "mode": "whole", "resolution": 1, "coarse_steps": 0, "read_mode": "auto"}
 
 
-@pytest.fixture
-def plan_of(tmp_path):
-    """Writes the plan of a run, with changes, and returns its folder."""
-
-    def written(settings=(), **changes):
-        plan = {
-            "schema": 1,
-            "workers": 2,
-            "engine": "stock",
-            "job": dataclasses.asdict(JOB),
-            "config": {**CONFIG, **dict(settings)},
-        }
-        (tmp_path / "plan.json").write_text(json.dumps({**plan, **changes}))
-        return tmp_path
-
-    return written
+def write_plan(folder, job=JOB, workers=2, settings=(), **changes):
+    """The folder of a run with that plan."""
+    config = {"device": "cpu", "mode": "whole", "resolution": 1, "coarse_steps": 0, "read_mode": "auto"}
+    job = dataclasses.asdict(job) if isinstance(job, Job) else job
+    plan = {"schema": 1, "workers": workers, "job": job, "config": {**config, **dict(settings)}}
+    (folder / "plan.json").write_text(json.dumps({**plan, **changes}))
+    return folder
 
 
-def test_a_run_is_the_job_of_its_plan_and_what_its_estimate_leaves_out_is_said(plan_of):
-    assert read_run(plan_of()) == (JOB, [], 2)
-    (note,) = read_run(plan_of({"resolution": 0.5})).notes
+def test_a_run_is_the_job_of_its_plan_and_what_its_estimate_leaves_out_is_said(tmp_path):
+    assert read_run(write_plan(tmp_path)) == (JOB, [], 2)
+    (note,) = read_run(write_plan(tmp_path, settings={"resolution": 0.5})).notes
     assert "validates on whole volumes" in note
-    assert read_run(plan_of({"mode": "patch", "device": "gpu:1"})).notes == [
+    assert read_run(write_plan(tmp_path, settings={"mode": "patch", "device": "gpu:1"})).notes == [
         "the run is on gpu:1: a CPU is estimated; `train` says what its steps take on the card", note
     ]  # fmt: skip
 
@@ -121,7 +111,7 @@ def test_a_run_is_the_job_of_its_plan_and_what_its_estimate_leaves_out_is_said(p
         ({"config": {}}, "plan.config must have its fields and no others, got no device"),
     ],
 )
-def test_a_damaged_run_is_refused_by_its_file(changes, message, plan_of):
+def test_a_damaged_run_is_refused_by_its_file(changes, message, tmp_path):
     with pytest.raises(ValueError, match=message) as error:
-        read_run(plan_of(**changes))
+        read_run(write_plan(tmp_path, **changes))
     assert "plan.json" in str(error.value)

@@ -16,6 +16,7 @@ from memory_estimator.common.units import format_bytes
 from memory_estimator.estimate import estimate
 from memory_estimator.job import Job
 from models.config import POLICIES, UNetConfig
+from tests.memory_estimator.test_job import write_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -82,11 +83,9 @@ def test_a_recipe_is_a_job_and_options_win_over_it(capsys):
 def test_a_run_of_several_workers_is_estimated_as_one_of_them(tmp_path, capsys):
     unet = UNetConfig(filters=8, depth=4, dtype="bfloat16")
     job = Job(unet, (64, 64, 64), batch=4, micro_batch=1, cases=8)
-    config = {"device": "cpu", "mode": "whole", "resolution": 1, "coarse_steps": 0, "read_mode": "auto"}
 
     def of_workers(workers, options="", code=0):
-        plan = {"schema": 1, "workers": workers, "job": dataclasses.asdict(job), "config": config}
-        (tmp_path / "plan.json").write_text(json.dumps(plan))
+        write_plan(tmp_path, job, workers)
         return answer(f"--run {tmp_path} --threads 2 --host-memory 8GiB {options}", capsys, code)
 
     alone, shared = of_workers(1), of_workers(2)

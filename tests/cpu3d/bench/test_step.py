@@ -17,6 +17,7 @@ from cpu3d.util.records import read_records
 from memory_estimator.host import read_host
 from memory_estimator.job import RECIPES, Job
 from models.config import POLICIES, UNetConfig
+from tests.memory_estimator.test_job import write_plan
 
 MIB = 2**20
 TINY = ["--shape", "32", "32", "32", "--filters", "8", "--depth", "2", "--steps", "2", "--dtype", "float32"]
@@ -56,9 +57,7 @@ def requests(monkeypatch):
 
 def test_the_job_is_that_of_the_options_the_recipe_or_the_run(requests, tmp_path):
     job = Job(UNetConfig(filters=4, depth=3), (32, 32, 32), optimizer="sgd", engine="stock")
-    config = {"device": "cpu", "mode": "whole", "resolution": 1, "coarse_steps": 0, "read_mode": "auto"}
-    plan = {"schema": 1, "workers": 1, "job": dataclasses.asdict(job), "config": config}
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    write_plan(tmp_path, job, workers=1)
     recipe = ["--recipe", "paper-2020", "--batch", "1", "--threads", "2", "--steps", "3"]
     own = ["--batch", "4", "--micro-batch", "2", "--policy", "lean", "--dtype", "auto"]
     run = ["--run", str(tmp_path), "--engine", "itex", "--dtype", "bfloat16"]

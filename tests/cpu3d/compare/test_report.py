@@ -8,6 +8,7 @@ from cpu3d.compare.plan import Kept
 from cpu3d.compare.report import costs_table, publish, settings_table
 from cpu3d.compare.run import PlannedRun
 from cpu3d.compare.statistics import compare, read_run
+from tests.cpu3d.runs import shown_cases
 
 PATCH = {"mode": "patch", "grid": (8, 8, 8), "patches_per_case": 8}
 
@@ -31,7 +32,7 @@ def test_the_page_holds_all_of_it_and_needs_nothing_else(make_run, tiny_store, t
     assert "<td>0.25</td><td>runs/patch-seed1</td>" in re.sub(r">\s+<", "><", html)
     assert "<td>runs/patch-seed1</td>" in html, "a page names no folder of the machine"
     assert not re.search(r"url\(|@import|https?://", html)
-    shown = json.loads(re.search(r'<script type="application/json"[^>]*>(.*?)</script>', html).group(1))
+    shown = shown_cases(tmp_path / "report.html")
     assert [case["note"] for case in shown] == ["best", "median and worst"]
     for case in shown:
         assert [one["name"] for one in case["predictions"]] == ["whole, seed 0", "patch, seed 0"]

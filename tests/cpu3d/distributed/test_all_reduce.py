@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,9 +22,8 @@ from cpu3d.distributed.cluster import ALONE as ALONE_CLUSTER
 from cpu3d.distributed.cluster import Cluster, free_ports
 from cpu3d.distributed.rendezvous import meet
 from cpu3d.errors import WorkerLostError
+from cpu3d.util.child import ROOT
 from tests.cpu3d.distributed.threads import together
-
-ROOT = Path(__file__).resolve().parents[3]
 
 THREE = ("h0:29500", "h1:29500", "h2:29500")
 

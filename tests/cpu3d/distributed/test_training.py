@@ -3,15 +3,13 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cpu3d.run.checkpoint import newest
 from cpu3d.run.log import read_events
-
-ROOT = Path(__file__).resolve().parents[3]
+from cpu3d.util.child import ROOT
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores, a worker each")

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +13,9 @@ from cpu3d.errors import InputError
 from cpu3d.host.apply import apply, import_tensorflow, set_up
 from cpu3d.host.memory import memory_policy
 from cpu3d.host.thread_plan import KMP_AFFINITY, ThreadPlan, cpu_ranges, read_topology, thread_plans
+from cpu3d.util.child import ROOT
 from memory_estimator.host import read_host
 
-ROOT = Path(__file__).resolve().parents[3]
 TENSORFLOW = importlib.metadata.version("tensorflow")
 HAS_ITEX = importlib.util.find_spec("intel_extension_for_tensorflow") is not None
 

@@ -12,7 +12,7 @@ from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.inference import predict
 from cpu3d.inference.predict import Case, Options, codes_for, find_cases
 from tests.cpu3d.conftest import CHANNELS, LABELS, LPS_2MM, REGIONS, FakePredictor, write_case
-from tests.cpu3d.runs import run_command
+from tests.cpu3d.runs import run_command, shown_cases
 
 STORES = ("FLAIR", "T1w", "T1gd", "T2w")
 
@@ -156,7 +156,7 @@ def test_a_page_lies_beside_the_answer_and_replaces_its_own_alone(call, files, t
     words = ("--image", files.images[0], "--out", tmp_path / "out", "--page")
     page = tmp_path / "out/a.html"
     assert call(*words) == call(*words) == 0
-    (shown,) = json.loads(page.read_text().split('data-is="cases">')[1].split("</script>")[0])
+    (shown,) = shown_cases(page)
     assert [one["name"] for one in shown["modalities"]] == list(CHANNELS)
     (tmp_path / "out/a.json").unlink()
     with pytest.raises(InputError, match=r"a\.html must not be overwritten"):

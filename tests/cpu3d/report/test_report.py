@@ -18,7 +18,7 @@ from cpu3d.report.report import write_report
 from cpu3d.run.log import read_events
 from cpu3d.settings import load_config, save_config
 from cpu3d.util.atomic import write_json
-from tests.cpu3d.runs import run_command
+from tests.cpu3d.runs import run_command, shown_cases
 
 
 def read(path):
@@ -52,12 +52,6 @@ def relog(run, *events, start=None, **settings):
     return read(write_report(run))[1]
 
 
-def viewed(run):
-    """The cases whose slices the page shows."""
-    page = (run / "report.html").read_text(encoding="utf-8")
-    return json.loads(re.search(r'<script type="application/json"[^>]*>(.*?)</script>', page).group(1))
-
-
 def test_a_whole_run_gives_one_page_that_needs_no_network(tiny_run, evaluated):
     page, text = read(write_report(tiny_run))
     for word in ("WT", "TC", "ET", evaluated["split_hash"], "ITEX 2.15.0.0", "made up", "mixed_bfloat16", "2.15.1"):
@@ -65,11 +59,12 @@ def test_a_whole_run_gives_one_page_that_needs_no_network(tiny_run, evaluated):
     assert f"{evaluated['summary']['TC']['dice']['mean']:.3f}" in text
     for part in ("3.00 GiB", "2 untouched cases"):
         assert part in text
-    assert [case["note"] for case in viewed(tiny_run)] == ["best", "median and worst"]
-    assert all(case["truth"] and len(case["predictions"]) == 1 for case in viewed(tiny_run))
-    assert [region["name"] for region in viewed(tiny_run)[0]["regions"]] == ["WT", "TC", "ET"]
+    shown = shown_cases(tiny_run / "report.html")
+    assert [case["note"] for case in shown] == ["best", "median and worst"]
+    assert all(case["truth"] and len(case["predictions"]) == 1 for case in shown)
+    assert [region["name"] for region in shown[0]["regions"]] == ["WT", "TC", "ET"]
     dice = {case["case_id"]: case["regions"]["WT"]["dice"] for case in evaluated["cases"]}
-    assert all(f"Dice WT {dice[case['name']]:.3f}, TC " in case["scores"] for case in viewed(tiny_run))
+    assert all(f"Dice WT {dice[case['name']]:.3f}, TC " in case["scores"] for case in shown)
     assert "waiting for data 1.0 %" in text  # 0.02 of 2 s
     assert "9.1 %" in text  # 2 x (3 + 1) s beside 40 x 2 s
     assert page.count("<img") == len(METRICS) + 6  # strips, curves
@@ -132,7 +127,7 @@ def test_a_run_that_was_restarted_has_not_ended_yet_and_shows_each_start(tiny_ru
 def test_what_is_missing_is_named_and_everything_else_is_there(tiny_store, tiny_run, evaluated, no_pictures):
     (tiny_run / "evaluation/predictions/e.nii.gz").write_bytes(b"not a volume")
     write_report(tiny_run)
-    assert len(viewed(tiny_run)) == 1
+    assert len(shown_cases(tiny_run / "report.html")) == 1
     shutil.rmtree(tiny_store.folder)
     page, text = read(write_report(tiny_run))
     assert "is not there now, so no cases are shown" in text

@@ -1,7 +1,6 @@
 """`view` from the command line: what it takes and refuses, and its page in a browser, one for the whole module."""
 
 import dataclasses
-import json
 import re
 import shutil
 import zlib
@@ -17,6 +16,7 @@ from cpu3d.pages import viewer as viewer_module
 from cpu3d.pages.page import render_page
 from cpu3d.pages.viewer import pack
 from cpu3d.report.view import read_case
+from tests.cpu3d.runs import shown_cases
 
 SHAPE = (14, 18, 10)
 GEOMETRY = Geometry(
@@ -65,11 +65,6 @@ def view(*words):
     return main(["view", *map(str, words)])
 
 
-def about(page):
-    """The JSON of a page."""
-    return json.loads(re.search(r'<script type="application/json"[^>]*>(.*?)</script>', page.read_text()).group(1))
-
-
 # --- Without a browser ---
 
 
@@ -88,7 +83,7 @@ def test_noise_is_held_in_fewer_steps_so_that_a_case_fits_three_megabytes(tmp_pa
     write_volume(path, noise, Geometry(noise.shape, tuple(map(tuple, np.eye(4).tolist())), "RAS", 1, 1), compression=1)
     assert view("--image", path, "--out", tmp_path / "page.html") == 0
     assert 2_000_000 < (tmp_path / "page.html").stat().st_size < 3_100_000
-    assert 24 <= about(tmp_path / "page.html")[0]["modalities"][0]["levels"] < 255
+    assert 24 <= shown_cases(tmp_path / "page.html")[0]["modalities"][0]["levels"] < 255
 
 
 def test_a_page_shows_the_case_by_the_names_of_its_files_and_names_no_folder(case, tmp_path, capsys):
@@ -99,7 +94,7 @@ def test_a_page_shows_the_case_by_the_names_of_its_files_and_names_no_folder(cas
     assert str(case.parent) not in text
     assert CASE_ID not in text, "a name from outside is escaped"
     assert not re.search(r"https?://", text)
-    (shown,) = about(out)
+    (shown,) = shown_cases(out)
     names = {key: [one["name"] for one in shown[key]] for key in ("modalities", "regions", "predictions")}
     assert names == {"modalities": ["FLAIR", "T1gd"], "regions": ["WT", "TC", "ET"], "predictions": ["ours"]}
     assert (shown["shape"], shown["spacing"]) == ([11, 14, 8], [1, 1, 3])
@@ -113,11 +108,11 @@ def test_predictions_of_one_name_are_called_by_their_folders_and_unknown_labels_
         shutil.copy(label, path)
     scan = shutil.copy(case / f"{CASE_ID}-t1c.nii.gz", tmp_path / "scan.nii.gz")
     assert view("--image", scan, "--out", out) == 0
-    assert (about(out)[0]["truth"], about(out)[0]["predictions"]) == (None, [])
+    assert (shown_cases(out)[0]["truth"], shown_cases(out)[0]["predictions"]) == (None, [])
     for chosen, names in ((paths[1:], ["same (1)", "same (2)"]), (paths[:2], ["first", "below"])):
         assert view("--image", scan, "--label", paths[0], "--prediction", *chosen, "--out", out) == 0
-        assert [one["name"] for one in about(out)[0]["predictions"]] == names
-    assert [one["name"] for one in about(out)[0]["regions"]] == ["label 2", "label 3"]
+        assert [one["name"] for one in shown_cases(out)[0]["predictions"]] == names
+    assert [one["name"] for one in shown_cases(out)[0]["regions"]] == ["label 2", "label 3"]
 
 
 def test_bad_input_is_one_line_and_leaves_what_is_there(case, tmp_path, capsys):
@@ -167,7 +162,7 @@ def test_an_empty_image_and_one_of_unknown_orientation_are_told(tmp_path, capsys
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == len(notes)
         assert all(note in line for note, line in zip(notes, lines))
-        assert about(tmp_path / "page.html")[0]["placed"] is bool(code)
+        assert shown_cases(tmp_path / "page.html")[0]["placed"] is bool(code)
 
 
 # --- In a browser ---
