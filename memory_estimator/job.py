@@ -17,7 +17,8 @@ from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer as everything but TensorFlow knows it; `cpu3d.training.learner.optimizer_of` makes the Keras one."""
+    """An optimizer as everything but TensorFlow knows it. Another one is a record in OPTIMIZERS, its Keras object in
+    `cpu3d.training.learner.optimizer_of`, and what its update holds in `memory_estimator.step.update`."""
 
     learning_rate: float  # where none is chosen: the best of those tried on untouched cases (docs/log.md)
     rate_scaling: str  # of the rate where the batch grows with the workers: "linear" or "sqrt"
