@@ -220,7 +220,7 @@ RECIPES: Dict[str, Recipe] = {
     # Assumed 3.5 GiB of the card: the two patches are computed one after the other. Its time is not predicted. For
     # context: nnU-Net's, batch 2 of such patches, takes 7.7 GB and 9 h on an A100 (as above).
     "gpu-patch": Recipe(
-        "What GPU users do: the regions, loss and schedule of brats-regions on patches, batch 2, 32 filters.",
+        "Settings usual on a GPU: the regions, loss and schedule of brats-regions on patches, batch 2, 32 filters.",
         Job(UNetConfig(filters=32, dtype="bfloat16"), USUAL_PATCH, batch=2),
         {"mode": "patch", "device": "gpu:0"},
     ),

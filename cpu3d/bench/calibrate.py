@@ -100,7 +100,7 @@ def run(options: Options) -> int:
     left_out, seconds = sum(result["left_out"] for result in results), time.perf_counter() - begin
     if busy > QUIET_SHARE:
         print(f"other programs took {busy:.0%} of the CPUs: times are too long, calibrate again on a quiet host")
-    print(f"{path} written after {seconds:.0f} s, {left_out} networks left out for want of time")
+    print(f"{path} written after {seconds:.0f} s, {left_out} networks left out as time ran out")
     return 0
 
 

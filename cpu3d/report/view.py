@@ -53,7 +53,7 @@ def run(options: Options) -> int:
         if not case.image[..., number].any():
             print(f"note: {channel} of {case.name} is empty: no voxel is a number other than 0", file=sys.stderr)
     if not is_placed(case.geometry):
-        rule = "does not say how the patient lies (its sform and qform codes are 0)"
+        rule = "does not give the patient's orientation (its sform and qform codes are 0)"
         print(f"note: {case.name} {rule}: R, L, A, P, S, I and mm are guesses", file=sys.stderr)
     write_case_page(out, case, "view")
     print(f"written: {out} ({out.stat().st_size / 1e6:.1f} MB)")
