@@ -13,7 +13,6 @@ estimator ships, and the validation page, every measured configuration beside it
 
 import functools
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
@@ -24,7 +23,7 @@ from cpu3d.errors import InputError, how_to_install
 from cpu3d.host.apply import installed
 from cpu3d.host.thread_plan import thread_plan
 from cpu3d.util.atomic import writable_folder
-from cpu3d.util.progress import bar
+from cpu3d.util.progress import bar, say
 from cpu3d.util.records import append_record
 from memory_estimator.accuracy import (
     FIGURES,
@@ -98,7 +97,7 @@ def run(options: Options) -> int:
                     about, outcome = {"threads": environment, "host": host.summary()}, str(error)
                     record = {**request, "error": outcome, **about}
                 append_record(options.record, "memory", record)
-            print(f"{job.describe()}: {outcome}", file=sys.stderr)
+            say(f"{job.describe()}: {outcome}")
             advance()
     held_out = [one for one in _of_this_host(options.record, host) if one.held_out]
     # By what was known before: measuring adds to that. The page is made with the shipped constants alone.
