@@ -4,7 +4,7 @@
     ./run.sh calibrate --all --out other.json
 
 Times training steps of a few small networks, which differ in arithmetic and traffic, in a fresh process for each dtype,
-within a minute for each engine: a slow host does fewer. What they show is kept for this host, and estimates use it.
+in about a minute for each engine: a slow host does fewer. What they show is kept for this host, and estimates use it.
 With --out it is written to a file instead. Run it while nothing else runs. Memory that operations take is not fitted:
 `bench validate --first 3` shows whether its rules hold here.
 """

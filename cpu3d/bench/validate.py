@@ -64,7 +64,7 @@ class Options:
     """What `bench validate` measures."""
 
     record: Path = option(help=".jsonl file, continued if there", metavar="FILE")
-    engine: Optional[str] = option(None, help="only this one (default: all installed)", choices=ENGINES)
+    engine: Optional[str] = option(None, help="only this engine (default: all installed)", choices=ENGINES)
     first: Optional[int] = option(None, help="only the first N of the list", at_least=1, metavar="N")
 
 

@@ -86,7 +86,7 @@ class Options:
     dataset: Path = option(help="folder in Decathlon or BraTS layout, or one BraTS case")
     store: Path = option(help="folder to write; made if absent, continued if unfinished")
     split: Fractions = option((0.8, 0.1, 0.1), "shares of the patients", metavar=("TRAIN", "VAL", "TEST"))
-    seed: int = option(0, "of the split")
+    seed: int = option(0, "seed of the split")
     patients: Optional[Path] = option(None, PATIENTS_HELP, metavar="FILE")
     workers: Optional[int] = option(None, WORKERS_HELP, at_least=1)
     skip_bad: bool = option(False, SKIP_BAD_HELP)
