@@ -248,7 +248,7 @@ def page(measured: Sequence[Measured], rows: Sequence[Row]) -> List[str]:
     """The lines of the validation page. `rows` are what `compare` makes of `measured`, which has the failures too."""
     (above, count), row_of = left_out_in_turn(rows), {row.measured: row for row in rows}
     lines = [*VALIDATION_HEAD.splitlines(), "", *summary_table(rows).markdown(), ""]
-    lines.append(f"Left out of its kind in turn, {above} of {count} records lie above the bound that the others make.")
+    lines.append(f"Left out of its kind in turn, {above} of {count} records are above the bound that the others make.")
     columns = ("configuration", "allocator, GiB", "error", "process, GiB", "error", "bound above", "s a step", "error")
     for host, isa in sorted({(one.host, one.isa) for one in measured}):
         own = [one for one in measured if (one.host, one.isa) == (host, isa)]
