@@ -18,7 +18,7 @@ COMMANDS = {
     "store": ("cpu3d.data.stores.upkeep", "look into a store, check it, add cases"),
     "train": ("cpu3d.training.train", "train a 3D U-Net on whole volumes or on patches, or continue"),
     "launch": ("cpu3d.distributed.launch", "train with several workers: one a socket, or on several hosts"),
-    "status": ("cpu3d.report.status", "tell how a run is doing: phase, progress, memory, and what to do next"),
+    "status": ("cpu3d.report.status", "print how a run is doing: phase, progress, memory, and what to do next"),
     "evaluate": ("cpu3d.inference.evaluate", "score untouched cases on their full grids, or cross-validate folds"),
     "predict": ("cpu3d.inference.predict", "segment new cases, in their own grids, with one run or several"),
     "view": ("cpu3d.report.view", "write a page to scroll through the slices of a case in a browser"),
@@ -26,7 +26,7 @@ COMMANDS = {
     "report": ("cpu3d.report.report", "write one report.html of a run"),
     "compare": ("cpu3d.compare.command", "train whole-volume and patch runs under one budget and compare them"),
     "bench": ("cpu3d.bench", "measure time and memory of the training step, and how fast settings learn"),
-    "calibrate": ("cpu3d.bench.calibrate", "measure this host's constants for the estimator, within a minute"),
+    "calibrate": ("cpu3d.bench.calibrate", "measure this host's constants for the estimator, in about a minute"),
     "doctor": ("cpu3d.host.doctor", "look at this host: what it has, what would be set, a self-test of the engine"),
 }
 """Subcommand -> its module and a line of help."""

@@ -9,11 +9,11 @@ Every step is the command that it prints. A demo that was cut off continues wher
 
 import os
 import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import List, Optional
 
+from cpu3d.util.progress import say
 from memory_estimator.common.schema import as_typed, option
 from models.config import POLICIES
 
@@ -42,7 +42,7 @@ def run(options: Options) -> int:
     os.environ.pop("TF_CONFIG", None)  # left over, it would make the training one of several that nobody has started
     out = options.out / "smoke" if options.smoke else options.out
     for command in commands(out, options.smoke, options.policy):
-        print(f"\n$ {as_typed('./run.sh')} {shlex.join(command)}", file=sys.stderr, flush=True)
+        say("", f"$ {as_typed('./run.sh')} {shlex.join(command)}")
         code = main(command)
         if code:
             return code

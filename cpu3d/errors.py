@@ -94,7 +94,7 @@ ENDINGS: Dict[int, Ending] = {
     128 + signal.SIGINT: Ending("interrupted", "stopped by SIGINT, and saved"),
     128 + signal.SIGTERM: Ending("interrupted", "stopped by SIGTERM, and saved"),
     -signal.SIGTERM: Ending("failed", "ended before it could save"),
-    -signal.SIGKILL: Ending("failed", "killed by a user, or by the kernel for want of memory"),
+    -signal.SIGKILL: Ending("failed", "killed by a user, or by the kernel as memory ran out"),
 }
 """Exit code, or a signal's number below 0, -> what it means: the one table, for --help, `status` and `launch`."""
 

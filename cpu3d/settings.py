@@ -89,12 +89,18 @@ class RunConfig:
     fold: str = _data("", "cross-validation: hold out the I-th of K parts, such as 2/5", "I/K")
     """The parts are of the training and validation cases; test cases are untouched. "" is the store's own split."""
     resolution: float = _data(
-        1.0, "share of the store's that the network sees; scores are on the full grid", "R", above=0, at_most=1
+        1.0,
+        "share of the store's resolution that the network sees; scores are on the full grid",
+        "R",
+        above=0,
+        at_most=1,
     )
 
     mode: str = _patches("whole", "what a step sees: whole volumes, or patches of them", choices=("whole", "patch"))
     foreground: float = _patches(1 / 3, "share of patches around labels (default: 1/3)", "F", at_least=0, at_most=1)
-    patches_per_case: int = _patches(1, "a case an epoch (default: as many as make up its voxels)", "N", at_least=1)
+    patches_per_case: int = _patches(
+        1, "patches of a case in an epoch (default: as many as have its voxels)", "N", at_least=1
+    )
     device: str = _patches("cpu", "cpu, or gpu:0 (default: a GPU where there is one, for patches)", "D")
 
     epochs: int = _training(100, "passes over the cases, at either resolution", "N", at_least=1, one_of="length")
@@ -123,27 +129,34 @@ class RunConfig:
     optimizer: str = _training("muon", choices=tuple(OPTIMIZERS))
     learning_rate: Optional[float] = _training(
         None,
-        f"after the warm-up (default: {', '.join(f'{name} {o.learning_rate:g}' for name, o in OPTIMIZERS.items())})",
+        "learning rate after the warm-up "
+        f"(default: {', '.join(f'{name} {o.learning_rate:g}' for name, o in OPTIMIZERS.items())})",
         "R",
         above=0,
         below=math.inf,
     )
     adam_rate: float = _training(
-        0.03, "under muon, of norms, biases and the 1x1x1 head, which have Adam", "R", above=0, below=math.inf
+        0.03,
+        "learning rate of what Adam updates under muon: norms, biases, the 1x1x1 head",
+        "R",
+        above=0,
+        below=math.inf,
     )
     schedule: str = _training("cosine", "decay of the learning rate", choices=tuple(SCHEDULES))
-    warmup_steps: int = _training(10, "of linear rise", "N", at_least=0)
+    warmup_steps: int = _training(10, "first steps, over which the learning rate rises linearly", "N", at_least=0)
     ema: float = _training(0.0, "decay of averaged weights, such as 0.99; 0 is off", "D", at_least=0, below=1)
     """Of the exponential moving average; validation and prediction then use the averaged weights."""
     validate_every: int = _training(1, "epochs between validations", "N", at_least=1, one_of="often")
-    validations: int = _training(0, "in all, evenly, instead of --validate-every", "N", at_least=0, one_of="often")
+    validations: int = _training(
+        0, "validations in all, evenly spread, instead of --validate-every", "N", at_least=0, one_of="often"
+    )
     patience: int = _training(0, "stop after N validations without gain; 0: never", "N", at_least=0)
     save_minutes: float = _training(10.0, "longest time between checkpoints", "M", at_least=0)
     """There is one after every validation as well."""
     keep: int = _training(3, "checkpoints to keep, besides the best weights", "K", at_least=1)
     stall_minutes: float = _training(15.0, "a step that takes longer counts as hanging; 0: none", "M", at_least=0)
     """And ten times longer than any before. What is done for the first time may take four times as long."""
-    seed: int = _training(0, "of weights, order and augmentation", "S")
+    seed: int = _training(0, "seed of weights, order and augmentation", "S")
     """The split has the store's own."""
     engine: str = _training(AUTO, "auto: ITEX where it is installed", choices=(AUTO, *ENGINES))
 

@@ -17,7 +17,8 @@ from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer as everything but TensorFlow knows it; `cpu3d.training.learner.optimizer_of` makes the Keras one."""
+    """An optimizer as everything but TensorFlow knows it. Another one is a record in OPTIMIZERS, its Keras object in
+    `cpu3d.training.learner.optimizer_of`, and what its update holds in `memory_estimator.step.update`."""
 
     learning_rate: float  # where none is chosen: the best of those tried on untouched cases (docs/log.md)
     rate_scaling: str  # of the rate where the batch grows with the workers: "linear" or "sqrt"
@@ -219,7 +220,7 @@ RECIPES: Dict[str, Recipe] = {
     # Assumed 3.5 GiB of the card: the two patches are computed one after the other. Its time is not predicted. For
     # context: nnU-Net's, batch 2 of such patches, takes 7.7 GB and 9 h on an A100 (as above).
     "gpu-patch": Recipe(
-        "What GPU users do: the regions, loss and schedule of brats-regions on patches, batch 2, 32 filters.",
+        "Settings usual on a GPU: the regions, loss and schedule of brats-regions on patches, batch 2, 32 filters.",
         Job(UNetConfig(filters=32, dtype="bfloat16"), USUAL_PATCH, batch=2),
         {"mode": "patch", "device": "gpu:0"},
     ),

@@ -4,7 +4,7 @@
     ./run.sh calibrate --all --out other.json
 
 Times training steps of a few small networks, which differ in arithmetic and traffic, in a fresh process for each dtype,
-within a minute for each engine: a slow host does fewer. What they show is kept for this host, and estimates use it.
+in about a minute for each engine: a slow host does fewer. What they show is kept for this host, and estimates use it.
 With --out it is written to a file instead. Run it while nothing else runs. Memory that operations take is not fitted:
 `bench validate --first 3` shows whether its rules hold here.
 """
@@ -100,7 +100,7 @@ def run(options: Options) -> int:
     left_out, seconds = sum(result["left_out"] for result in results), time.perf_counter() - begin
     if busy > QUIET_SHARE:
         print(f"other programs took {busy:.0%} of the CPUs: times are too long, calibrate again on a quiet host")
-    print(f"{path} written after {seconds:.0f} s, {left_out} networks left out for want of time")
+    print(f"{path} written after {seconds:.0f} s, {left_out} networks left out as time ran out")
     return 0
 
 

@@ -44,11 +44,11 @@ class Options:
 
     workdir: Path = option(help="folder for data and stores, used again the next time", metavar="DIR")
     task: str = option("plain", "name or folder of a case")
-    shape: Shape3 = option(USUAL_SHAPE, "of phantoms, voxels", metavar=("X", "Y", "Z"))
-    cases: Tuple[int, int] = option((8, 4), "to train on, and untouched", metavar=("TRAIN", "VAL"))
-    steps: int = option(64, "of every run", at_least=1, metavar="N")
-    seeds: Tuple[int, ...] = option((0, 1, 2), "of the runs", metavar="S")
-    name: str = option("", "of these settings in tables (default: the options of train)")
+    shape: Shape3 = option(USUAL_SHAPE, "voxels of phantoms", metavar=("X", "Y", "Z"))
+    cases: Tuple[int, int] = option((8, 4), "cases to train on, and untouched ones", metavar=("TRAIN", "VAL"))
+    steps: int = option(64, "steps of every run", at_least=1, metavar="N")
+    seeds: Tuple[int, ...] = option((0, 1, 2), "seeds of the runs", metavar="S")
+    name: str = option("", "name of these settings in tables (default: the options of train)")
     train: Tuple[str, ...] = option((), "after --: options of train", metavar="-- ...", rest=True)
 
 

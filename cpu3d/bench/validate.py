@@ -13,7 +13,6 @@ estimator ships, and the validation page, every measured configuration beside it
 
 import functools
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
@@ -24,7 +23,7 @@ from cpu3d.errors import InputError, how_to_install
 from cpu3d.host.apply import installed
 from cpu3d.host.thread_plan import thread_plan
 from cpu3d.util.atomic import writable_folder
-from cpu3d.util.progress import bar
+from cpu3d.util.progress import bar, say
 from cpu3d.util.records import append_record
 from memory_estimator.accuracy import (
     FIGURES,
@@ -65,7 +64,7 @@ class Options:
     """What `bench validate` measures."""
 
     record: Path = option(help=".jsonl file, continued if there", metavar="FILE")
-    engine: Optional[str] = option(None, help="only this one (default: all installed)", choices=ENGINES)
+    engine: Optional[str] = option(None, help="only this engine (default: all installed)", choices=ENGINES)
     first: Optional[int] = option(None, help="only the first N of the list", at_least=1, metavar="N")
 
 
@@ -98,7 +97,7 @@ def run(options: Options) -> int:
                     about, outcome = {"threads": environment, "host": host.summary()}, str(error)
                     record = {**request, "error": outcome, **about}
                 append_record(options.record, "memory", record)
-            print(f"{job.describe()}: {outcome}", file=sys.stderr)
+            say(f"{job.describe()}: {outcome}")
             advance()
     held_out = [one for one in _of_this_host(options.record, host) if one.held_out]
     # By what was known before: measuring adds to that. The page is made with the shipped constants alone.
@@ -249,7 +248,7 @@ def page(measured: Sequence[Measured], rows: Sequence[Row]) -> List[str]:
     """The lines of the validation page. `rows` are what `compare` makes of `measured`, which has the failures too."""
     (above, count), row_of = left_out_in_turn(rows), {row.measured: row for row in rows}
     lines = [*VALIDATION_HEAD.splitlines(), "", *summary_table(rows).markdown(), ""]
-    lines.append(f"Left out of its kind in turn, {above} of {count} records lie above the bound that the others make.")
+    lines.append(f"Left out of its kind in turn, {above} of {count} records are above the bound that the others make.")
     columns = ("configuration", "allocator, GiB", "error", "process, GiB", "error", "bound above", "s a step", "error")
     for host, isa in sorted({(one.host, one.isa) for one in measured}):
         own = [one for one in measured if (one.host, one.isa) == (host, isa)]

@@ -12,8 +12,8 @@ all variants; those of one are in its own quotes.
 
 Leaves OUT/report.html, OUT/compare.json, ordinary run folders in OUT/runs and what they printed in OUT/logs. The same
 command continues one that was cut off; with more --seeds it adds to one that is done. A run that fails is left out and
-named, and the exit code is 1. Folders of --runs are only read: each is trained to its end and scored, and a variant is
-named as they are, less what follows "-seed".
+named, and the exit code is 1. Folders of --runs are only read: each must be trained to its end and scored. A
+variant has the name of its folders without "-seed" and a number at their end.
 """
 
 import itertools

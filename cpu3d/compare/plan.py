@@ -49,7 +49,7 @@ a_budget = functools.partial(option, None, above=0, below=math.inf)
 class Options:
     """The options of `compare` but those of training, which are for all variants."""
 
-    out: Path = option(help="folder to write; continued where it is", metavar="DIR")
+    out: Path = option(help="folder to write; continued where it exists", metavar="DIR")
     store: Optional[Path] = option(None, help="store that `prepare` has written", metavar="DIR")
     variant: Tuple[Tuple[str, str], ...] = option(
         (),
@@ -66,7 +66,7 @@ class Options:
     tolerance: float = option(
         TOLERANCE_MM, help="tolerance of the surface Dice in mm", metavar="MM", at_least=0, below=math.inf
     )
-    title: Optional[str] = option(None, help="of the page and the record (default: the data's name)", metavar="TEXT")
+    title: Optional[str] = option(None, help="title of page and record (default: the data's name)", metavar="TEXT")
     record: Optional[Path] = option(None, help="append the result to this .jsonl file", metavar="FILE")
     dry_run: bool = option(False, help="print the plan and stop")
     force: bool = option(False, help="train although memory may not hold it")

@@ -11,7 +11,7 @@ RUN/logs/worker-RANK.log; the first one's is shown too. The first that fails end
 and gives its exit code. The same command again continues.
 
 Hosts are those of --hosts, else of TF_CONFIG (then this is one worker, as it says), else of Slurm's step, else this
-one. On several hosts the command is the same on each: the first worker, the chief, writes the run; store and program
+host. On several hosts the command is the same on each: the first worker, the chief, writes the run; store and program
 have to be on each.
 """
 
@@ -52,13 +52,21 @@ PORT = 29500  # of the first worker on each host where there are several and non
 class Options:
     """The options of a launch."""
 
-    workers: Optional[int] = option(None, "on each host (default: one for each of its sockets)", "N", at_least=1)
-    hosts: Optional[str] = option(None, "names or addresses", "A,B")
-    host_index: Optional[int] = option(None, "this one's in --hosts (default: by address)", "I", at_least=0)
-    port: Optional[int] = option(
-        None, "of each host's first worker (default: free, or 29500 with --hosts)", "P", at_least=1024, at_most=65535
+    workers: Optional[int] = option(
+        None, "workers on each host (default: one for each of its sockets)", "N", at_least=1
     )
-    dry_run: bool = option(False, "say what would be started, and start nothing")
+    hosts: Optional[str] = option(None, "names or addresses", "A,B")
+    host_index: Optional[int] = option(
+        None, "place of this host in --hosts, from 0 (default: found by its address)", "I", at_least=0
+    )
+    port: Optional[int] = option(
+        None,
+        "port of each host's first worker (default: a free one, or 29500 with --hosts)",
+        "P",
+        at_least=1024,
+        at_most=65535,
+    )
+    dry_run: bool = option(False, "print what would be started, and start nothing")
     train: Tuple[str, ...] = option((), "train and its options", metavar="train ...", rest=True)
 
 

@@ -110,7 +110,8 @@ def host_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
         "free memory": (free < FEW_BYTES * len(plans) and free_words, free_words),
         "memory limit": (limit and f"{format_bytes(limit)} of {format_bytes(host.memory_bytes)} (cgroup)", "none"),
         "memory of nodes": (
-            max(near) > 2 * min(near) and f"{least} to {most} a node: CPUs without take theirs from far",
+            max(near) > 2 * min(near)
+            and f"{least} to {most} a node: CPUs of a node without memory use that of another",
             f"{least} on each of {len(near)}",
         ),
         "swap": (swap and f"{format_bytes(swap)}: a step that needs it takes many times as long", "none"),
@@ -129,7 +130,7 @@ def process_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Chec
     found = {
         "ulimit -v": (limited and f"{format_bytes(addresses)} of addresses, mapped stores among them", "unlimited"),
         "memory.high": (slows and f"{format_bytes(high)} (cgroup): above it the kernel slows a run down", "none"),
-        "environment": (", ".join(own), "nothing of the plan's is set otherwise"),
+        "environment": (", ".join(own), "the environment sets nothing that the plan sets differently"),
     }
     if tensorflow is None:
         return [*_checks(found), Check("TensorFlow", "fail", "not installed", how_to_install())]

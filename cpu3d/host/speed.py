@@ -7,7 +7,6 @@ import dataclasses
 import datetime
 import math
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Tuple
@@ -17,6 +16,7 @@ import psutil
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import remove_partials, write_json
 from cpu3d.util.lock import locked
+from cpu3d.util.progress import say
 from memory_estimator.calibration import (
     FURTHEST,
     SCHEMA,
@@ -120,7 +120,7 @@ class Observer:
             all_s, others_s = (now - began for now, began in zip(self._now(), self._began))
             keep_training(self._job, statistics.median(steps_s), self._host, quiet=others_s <= QUIET_SHARE * all_s)
         except Exception as error:
-            print(f"warning: what steps took is not kept for the estimator: {error}", file=sys.stderr)
+            say(f"warning: the time of a step is not kept for the estimator: {error}")
 
     def _now(self) -> Tuple[float, float]:
         """CPU seconds, since some moment, of the CPUs that this process may use: all of them, and those of others."""

@@ -6,13 +6,13 @@
 
 Writes run/evaluation/scores.json and run/evaluation/predictions/<case_id>.nii.gz; for the splits "val" and "train",
 whose scores say less, the same below run/evaluation/val and run/evaluation/train. Earlier scores are replaced when all
-is done and not before. --out names another folder than the run's, and has to where several runs are scored together.
+is done and not before. --out names another folder than the run's; where several runs are scored together it is needed.
 
-Several runs answer as in `predict`, with the mean of their probabilities. On "val" folds are cross-validated instead:
-each case by the one run that has not trained on it.
+Several runs predict together, as in `predict`, by the mean of their probabilities. On "val" folds are
+cross-validated instead: each case by the one run that has not trained on it.
 
-Scored is what is written: the painted label map, turned back into regions, without the small parts that the run has
-decided to remove (`cpu3d.inference.postprocessing`); --raw leaves them. The store's grid is the original one with axes
+Scored is the label map that is written, turned back into regions, without the small parts that the run has decided to
+remove (`cpu3d.inference.postprocessing`); --raw leaves them. The store's grid is the original one with axes
 turned, so scores on it are scores on the original grid.
 """
 
@@ -348,7 +348,7 @@ def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecor
         rule = f'split "{split}" of store {store.folder} must hold cases, got none'
         raise InputError(f"{rule}; choose --split {' or '.join(filled)}, or `prepare` with other fractions")
     refuse(
-        f"case {record.case_id} must have a label to be scored, the store has none; predict does without"
+        f"case {record.case_id} must have a label to be scored, the store has none; `predict` needs none"
         for record in records
         if not record.has_label
     )

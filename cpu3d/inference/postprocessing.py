@@ -223,7 +223,7 @@ def after(training: Options, settings: Dict[str, Any]) -> None:
     except Exception as error:  # also TensorFlow's own: whatever it is, the run is whole
         line = f"off: it could not be decided, {str(error) or type(error).__name__}; repeat the same command"
     except KeyboardInterrupt:
-        done = "the run is whole, its post-processing is not decided"
+        done = "the run is complete, its post-processing is not decided"
         raise KeyboardInterrupt(f"{done}; the same command decides it") from None
     say(f"post-processing: {line}")
 

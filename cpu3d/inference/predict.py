@@ -10,13 +10,13 @@ a bad one is reported at the end and the others are predicted. No label is neede
 some of its store's channels also takes images of those alone, such as one 3D FLAIR file.
 
 3D files are of one case. Named after their modality (x_flair, x_t1, ...) they are sorted by that, others must be given
-in the order of the channels. For a run of one channel each of them is a case, but for those of other modalities.
+in the order of the channels. For a run of one channel each 3D file is a case; those of other modalities are ignored.
 
 Labels are written in the codes of the image's own data set: of the BraTS release that its files are named as in, or of
 the dataset.json above its imagesTr or imagesTs. Where neither is known they are those of the run's store. --codes
 chooses others.
 
-Several runs answer together, with the mean of their probabilities; folds have to be complete. Small parts of regions
+Several runs predict together, by the mean of their probabilities; folds have to be complete. Small parts of regions
 are removed as the runs have decided (`cpu3d.inference.postprocessing`), where all have; --raw leaves them.
 
 Beside <case_id>.nii.gz is <case_id>.json: what the codes mean, volumes in ml, sources with their hashes, the runs.
@@ -223,7 +223,9 @@ def check_out(out: Path, inputs: Sequence[Path], cases: Sequence[Case]) -> None:
         problems.append(f"--out must not be a folder that is predicted on, got {out}; choose another")
     ids = Counter(case.files.case_id for case in cases)
     twice = [case_id for case_id, times in ids.items() if times > 1]
-    refuse([*problems, *(f"case ids must differ, got {one} twice; predict them into folders apart" for one in twice)])
+    refuse(
+        [*problems, *(f"case ids must differ, got {one} twice; predict them into separate folders" for one in twice)]
+    )
 
 
 def _sidecar(case: Case, record: CaseRecord, label: np.ndarray, **about: Any) -> Dict[str, Any]:

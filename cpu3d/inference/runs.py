@@ -29,16 +29,16 @@ from memory_estimator.common.schema import check, option
 COMMON = ("store_channels", "label_names", "region_codes", "regions", "split_hash")
 GROUP = "inference (default: as the run was trained)"
 _WINDOW = "slide a window of so many voxels, also for a run on whole volumes"
-_OVERLAP = "least share of a window that the next one along an axis covers again; in one pass it is ignored"
+_OVERLAP = "least share of a window that its neighbour along an axis covers too; ignored in one pass"
 _DEVICE = "auto, cpu, or gpu:0 (default: auto, a GPU where there is one and every run slides a window)"
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Which runs answer, and with which of their weights."""
+    """Which runs predict, and with which of their weights."""
 
     run: Tuple[Path, ...] = option(
-        help="run folder written by train; of several the mean, such as of all folds", metavar="DIR"
+        help="run folder written by train; several, such as all folds, predict together by their mean", metavar="DIR"
     )
     some_folds: bool = option(False, help="accept that folds are missing among the runs")
     weights: str = option("best", help="checkpoint", choices=("best", "last"))

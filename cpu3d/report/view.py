@@ -12,7 +12,6 @@ The page is one file without network, some 3 MB, that every browser of 2023 or l
 modalities, truth, prediction and error. It holds the box around the brain, at most 255 grey values.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple
@@ -26,6 +25,7 @@ from cpu3d.errors import InputError, refuse
 from cpu3d.inference.cases import channels_of, label_codes_of, viewed_files
 from cpu3d.pages.page import page_file
 from cpu3d.pages.viewer import ViewedCase, write_case_page
+from cpu3d.util.progress import say
 from memory_estimator.common.schema import option
 
 MOST_CHANNELS = 16  # of an image; more are time points, say, and no modalities
@@ -51,10 +51,10 @@ def run(options: Options) -> int:
     out = page_file(options.out)
     for number, channel in enumerate(case.channels):
         if not case.image[..., number].any():
-            print(f"note: {channel} of {case.name} is empty: no voxel is a number other than 0", file=sys.stderr)
+            say(f"note: {channel} of {case.name} is empty: no voxel is a number other than 0")
     if not is_placed(case.geometry):
-        rule = "does not say how the patient lies (its sform and qform codes are 0)"
-        print(f"note: {case.name} {rule}: R, L, A, P, S, I and mm are guesses", file=sys.stderr)
+        rule = "does not give the patient's orientation (its sform and qform codes are 0)"
+        say(f"note: {case.name} {rule}: R, L, A, P, S, I and mm are guesses")
     write_case_page(out, case, "view")
     print(f"written: {out} ({out.stat().st_size / 1e6:.1f} MB)")
     return 0

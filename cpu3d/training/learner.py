@@ -251,11 +251,12 @@ def _fingerprint(weights: Sequence[tf.Variable]) -> tf.Tensor:
 
 def optimizer_of(config: RunConfig) -> tf.keras.optimizers.Optimizer:
     """A new optimizer, as the run's settings say."""
-    if config.optimizer == "sgd":
-        return tf.keras.optimizers.SGD(config.peak_rate, momentum=0.99, nesterov=True)
-    if config.optimizer == "adam":
-        return tf.keras.optimizers.Adam(config.peak_rate)
-    return Muon(config.peak_rate, config.adam_rate / config.peak_rate)
+    rate, makers = config.peak_rate, tf.keras.optimizers
+    return {
+        "muon": lambda: Muon(rate, config.adam_rate / rate),
+        "adam": lambda: makers.Adam(rate),
+        "sgd": lambda: makers.SGD(rate, momentum=0.99, nesterov=True),
+    }[config.optimizer]()
 
 
 def finest(logits) -> tf.Tensor:

@@ -12,7 +12,6 @@ import importlib.util
 import logging
 import os
 import queue
-import sys
 import threading
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from cpu3d.errors import InputError, how_to_install
 from cpu3d.run.log import FINISHED, read_events
 from cpu3d.settings import RunConfig, flat
 from cpu3d.util.atomic import write_json
+from cpu3d.util.progress import say
 from cpu3d.util.records import VERSION, without_passwords
 from memory_estimator.common.files import read_json
 
@@ -132,7 +132,7 @@ class _Mlflow:
         if not self._given_up:
             self._given_up = True
             again = "the training continues; a later call with --mlflow sends what is missing"
-            print(f"warning: nothing more is sent to MLflow: {without_passwords(why)}; {again}", file=sys.stderr)
+            say(f"warning: nothing more is sent to MLflow: {without_passwords(why)}; {again}")
 
     def _work(self) -> None:
         try:

@@ -124,8 +124,9 @@ def test_in_bfloat16_gradients_are_about_as_far_from_float32s_as_those_of_the_la
     assert distances([own], [exact])[0] < 1.5 * rounding
 
 
-def test_a_frozen_batch_norm_takes_and_keeps_its_moving_statistics():
-    model = build_unet3d(UNetConfig(filters=4, depth=2, norm="batch"), (8, 8, 8), 1)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_frozen_batch_norm_takes_and_keeps_its_moving_statistics(policy):
+    model = build_unet3d(UNetConfig(filters=4, depth=2, norm="batch", policy=policy), (8, 8, 8), 1)
     rng = np.random.default_rng(0)
     model.set_weights([weight + rng.uniform(0, 0.1, weight.shape) for weight in model.get_weights()])
     first, image = model.get_weights(), tf.constant(rng.standard_normal((1, 8, 8, 8, 4)), tf.float32)

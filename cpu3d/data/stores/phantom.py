@@ -68,9 +68,9 @@ class Options:
     """What `phantom` takes."""
 
     out: Path = option(help="folder to write; made if absent, continued if unfinished")
-    cases: int = option(10, "how many")
+    cases: int = option(10, "number of cases")
     shape: Shape3 = option(USUAL_SHAPE, "voxels", metavar=("X", "Y", "Z"))
-    seed: int = option(0, "of everything that is random")
+    seed: int = option(0, "seed of everything that is random")
     context: str = option(
         "none",
         "count: a rim is called enhancing where its lesion is the only one, in half of the cases",

@@ -86,7 +86,7 @@ class Options:
     dataset: Path = option(help="folder in Decathlon or BraTS layout, or one BraTS case")
     store: Path = option(help="folder to write; made if absent, continued if unfinished")
     split: Fractions = option((0.8, 0.1, 0.1), "shares of the patients", metavar=("TRAIN", "VAL", "TEST"))
-    seed: int = option(0, "of the split")
+    seed: int = option(0, "seed of the split")
     patients: Optional[Path] = option(None, PATIENTS_HELP, metavar="FILE")
     workers: Optional[int] = option(None, WORKERS_HELP, at_least=1)
     skip_bad: bool = option(False, SKIP_BAD_HELP)
@@ -149,26 +149,30 @@ def prepare(
         problems.update(dataset.problems)
         if not skip_bad:
             refuse_bad_cases(problems, f"{count(records, 'good case')} kept in {store_dir}")
-        patients_of = {case_id: record.patient_id for case_id, record in records.items()}
-        labels = labels_in_use(
-            dataset.layout, dataset.labels, {code for one in records.values() for code in one.label_voxels}
-        )
-        manifest = make_manifest(
-            name=dataset.name,
-            layout=dataset.layout,
-            channels=dataset.channels,
-            labels=labels,
-            regions=regions_of(labels),
-            split=split_cases(patients_of, fractions=fractions, seed=seed),
-            split_seed=seed,
-            cases=list(records.values()),
-            versions=versions(),
-            patient_rules=Counter(dataset.patient_rules[case_id] for case_id in sorted(records)),
-        )
+        manifest = _manifest_of(dataset, records, fractions, seed)
         write_quarantine(store_dir, problems)
         write_store(store_dir, manifest)
     summarise(store_dir)
     return manifest
+
+
+def _manifest_of(dataset: Dataset, records: Mapping[str, CaseRecord], fractions: Fractions, seed: int) -> Manifest:
+    """Of a new store with these cases, whose split is drawn now."""
+    patients_of = {case_id: record.patient_id for case_id, record in records.items()}
+    codes = {code for one in records.values() for code in one.label_voxels}
+    labels = labels_in_use(dataset.layout, dataset.labels, codes)
+    return make_manifest(
+        name=dataset.name,
+        layout=dataset.layout,
+        channels=dataset.channels,
+        labels=labels,
+        regions=regions_of(labels),
+        split=split_cases(patients_of, fractions=fractions, seed=seed),
+        split_seed=seed,
+        cases=list(records.values()),
+        versions=versions(),
+        patient_rules=Counter(dataset.patient_rules[case_id] for case_id in sorted(records)),
+    )
 
 
 def _repaired(store_dir: Path, old: Manifest, dataset: Dataset, settings: Settings, workers: int) -> Manifest:

@@ -6,6 +6,8 @@ from cpu3d.__main__ import main
 from cpu3d.bench import learning
 from cpu3d.bench.learning import learning_table, points_of
 from cpu3d.bench.tables import tables
+from cpu3d.compare.run import RunFailedError
+from cpu3d.errors import DivergedError
 from cpu3d.settings import load_config
 from cpu3d.util.records import append_record, read_records
 
@@ -30,6 +32,16 @@ def test_a_run_on_phantoms_is_recorded(tmp_path, capsys, monkeypatch):
     assert 0 < first["seconds"] < last["seconds"]
     assert not list(workdir.glob("run-*"))
     assert "--filters 2" in capsys.readouterr().out
+
+    def diverged(command, *more, **about):
+        if command[0] == "train":
+            raise RunFailedError("train must succeed, got code 4", DivergedError.exit_code, "train diverged")
+        return main(command)
+
+    monkeypatch.setattr(learning, "call", diverged)
+    assert main([*line, *SMALL, "--", *NETWORK]) == DivergedError.exit_code
+    assert "error: train must succeed" in capsys.readouterr().err
+    assert len(read_records(file, "learning")) == 1
 
 
 def test_a_point_has_the_full_steps_and_the_seconds_of_training_until_then(tiny_run):

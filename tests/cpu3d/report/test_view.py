@@ -154,7 +154,7 @@ def test_an_empty_image_and_one_of_unknown_orientation_are_told(tmp_path, capsys
     for name, value, code, notes in (
         ("plain", 1, 1, ()),
         ("zero", 0, 1, ("no voxel is a number other than 0",)),
-        ("nan", np.nan, 0, ("no voxel is a number other than 0", "how the patient lies")),
+        ("nan", np.nan, 0, ("no voxel is a number other than 0", "sform and qform codes are 0")),
     ):
         geometry = dataclasses.replace(GEOMETRY, sform_code=code, qform_code=code)
         write_volume(tmp_path / f"{name}.nii.gz", np.full(SHAPE, value, np.float32), geometry)

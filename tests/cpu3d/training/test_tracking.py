@@ -1,5 +1,6 @@
 """What TensorBoard and MLflow get of a run: read back by their own programs."""
 
+import sys
 import threading
 import types
 
@@ -81,8 +82,8 @@ def test_a_server_that_fails_is_one_warning_and_no_more(phantom_store, tmp_path,
             raise ConnectionError(f"no way to {uri}")
         ended.wait(60)
 
-    monkeypatch.setitem(tracking.sys.modules, "mlflow", types.ModuleType("mlflow"))
-    monkeypatch.setitem(tracking.sys.modules, "mlflow.tracking", types.SimpleNamespace(MlflowClient=client))
+    monkeypatch.setitem(sys.modules, "mlflow", types.ModuleType("mlflow"))
+    monkeypatch.setitem(sys.modules, "mlflow.tracking", types.SimpleNamespace(MlflowClient=client))
     monkeypatch.setattr(tracking, "PATIENCE_S", 0.1)
     try:
         fit(phantom_store, tmp_path, epochs=2).run(mlflow=f"http://someone:{PASSWORD}@localhost:5000")
@@ -97,6 +98,6 @@ def test_a_server_that_fails_is_one_warning_and_no_more(phantom_store, tmp_path,
 
 
 def test_mlflow_that_is_not_installed_is_bad_input(monkeypatch):
-    monkeypatch.setitem(tracking.sys.modules, "mlflow", None)
+    monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(InputError, match="mlflow must be installed"):
         require_mlflow()
