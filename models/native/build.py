@@ -17,7 +17,8 @@ from typing import List, Optional, Sequence
 
 HERE = Path(__file__).resolve().parent
 BUILT = HERE / "built"
-SOURCES = ("native.h", "vectors.h", "rows.h", "amx.h", "operations.c", "passes.c", "pool.c", "select.c", "door.c", "tensorflow.h")
+HEADERS = ("native.h", "vectors.h", "rows.h", "amx.h", "tensorflow.h")
+SOURCES = (*HEADERS, "operations.c", "passes.c", "pool.c", "select.c", "door.c")
 TENSORFLOW = "libtensorflow_framework.so.2"  # has the C interface; loaded before our library
 OPTIONS = ("-O3", "-std=gnu11", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-function")
 AVX2 = ("-mavx2", "-mfma")
@@ -50,9 +51,10 @@ def build(extra: Sequence[str] = (), folder: Optional[Path] = None) -> List[Path
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise OSError(f"own kernels must be built on Linux x86-64, got {sys.platform} {platform.machine()}")
-    folder, compiler = folder or BUILT, _compiler()
+    folder = folder or BUILT
     wanted = {name: _path(name, folder) for name in ("kernels", "door")}
     if extra or not all(path.exists() for path in wanted.values()):
+        compiler = _compiler()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             _compile(compiler, Path(scratch), tuple(extra))
