@@ -1,4 +1,4 @@
-/* The door into TensorFlow: its C kernel API alone. Tried with TensorFlow 2.15.1.
+/* The door into TensorFlow: its C kernel API alone. Built once, it runs in TensorFlow 2.15 to 2.21.
 
    CpuConvolve       filters, coefficients, below_coefficients: float; maps: n_maps * T; above, below: n * T -> map: T, sums
    CpuInputGradient  the same, with flipped filters
@@ -14,14 +14,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
-
-/* ops.h is not quite C: it names these without `struct`. */
-typedef struct TF_OpDefinitionBuilder TF_OpDefinitionBuilder;
-typedef struct TF_ShapeInferenceContext TF_ShapeInferenceContext;
-typedef struct TF_ShapeHandle TF_ShapeHandle;
-typedef struct TF_DimensionHandle TF_DimensionHandle;
-#include "tensorflow/c/kernels.h"
-#include "tensorflow/c/ops.h"
+#include "tensorflow.h"
 #include "native.h"
 
 int native_run(const char *name, const struct operation *operation);
