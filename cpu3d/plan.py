@@ -451,7 +451,7 @@ def _price(plan: Plan, host: Host, constants: HostConstants, accuracy: Accuracy)
     def price(job: Job) -> Estimate:
         saved = ("weights", "optimizer slots", "averaged weights")  # what a checkpoint holds
         variables = sum(tensor.bytes for tensor in training_step(job).resident if tensor.group in saved)
-        return of_one(estimate(job, constants, accuracy, host.memory_bytes), plan.workers).with_beside(
+        return of_one(estimate(job, constants, accuracy), plan.workers).with_beside(
             Component("whole volumes", _whole_volumes(plan, job), "derived: of validation, or to be averaged down"),
             Component("variables, once more", copies * variables, "exact: of before the timing, or of another grid"),
             Component("left by coarse steps", left_bytes, "at most: pages too scattered for maps of full size"),

@@ -102,11 +102,6 @@ def make_parser() -> argparse.ArgumentParser:
 def verdict(estimate: Estimate, memory_bytes: int, whose: str) -> str:
     """Whether it fits, in one sentence; `whose` says what `memory_bytes` is, such as "free on this host"."""
     needed = estimate.upper_bound_bytes
-    if estimate.regions_short:
-        return (
-            "does not fit: TensorFlow's allocator takes memory in regions that double in size, here "
-            f"{format_bytes(needed)} in all; cut down to the host's memory they have no place for the largest tensors"
-        )
     fits, left = needed <= memory_bytes, format_bytes(abs(memory_bytes - needed))
     return (
         f"{'fits' if fits else 'does not fit'}: needs up to {format_bytes(needed)}, "
@@ -135,8 +130,7 @@ def _answer(args: argparse.Namespace) -> Answer:
     constants = named_constants(named) if named else find_constants(host())
     # Of a host that is described nothing is installed here: its engines are taken to be those that were recorded.
     accuracy = load_accuracy(versions=None if named or given_bytes else installed_versions())
-    host_bytes = given_bytes or host().memory_bytes
-    price = functools.lru_cache(maxsize=None)(lambda one: estimate(one, constants, accuracy, host_bytes))
+    price = functools.lru_cache(maxsize=None)(lambda one: estimate(one, constants, accuracy))
     is_open = policy_is_open(args)
     if scaling.hosts is not None:
         return _several_hosts(scaling, job, price, given_bytes and given_bytes // scaling.workers_per_host, is_open)

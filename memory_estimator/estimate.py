@@ -9,7 +9,7 @@ from memory_estimator.accuracy import Accuracy, Kind, load_accuracy
 from memory_estimator.calibration import HostConstants
 from memory_estimator.common.units import format_bytes
 from memory_estimator.job import DTYPE_BYTES, Job, stored_bytes
-from memory_estimator.step.allocator import SMALL_BYTES, fits_regions, use
+from memory_estimator.step.allocator import SMALL_BYTES, use
 from memory_estimator.step.program import Program, Tensor, Timeline, rounded, timeline
 from memory_estimator.step.timing import step_seconds
 from memory_estimator.step.training_step import training_step, validation_pass
@@ -60,9 +60,7 @@ class Estimate:
     job: Job
     allocator_peak_bytes: int  # of TensorFlow's allocator: `get_memory_info("CPU:0")["peak"]`, from the third step on
     process_peak_bytes: int  # Resident: VmHWM. Pages of mapped files, which the kernel can drop, are not counted.
-    upper_bound_bytes: int
-    """What has to be free: the process's peak and a margin. Where the allocator's regions would not fit the host,
-    though the tensors do, it is the memory of a host that they fit."""
+    upper_bound_bytes: int  # what has to be free: the process's peak and a margin
     step_s: float  # of all the micro-batches of a step, and its update
     components: Tuple[Component, ...]  # the bill, which adds up to `process_peak_bytes`
     timeline: Timeline
@@ -71,7 +69,6 @@ class Estimate:
     beside: Tuple[Component, ...] = ()  # what a run holds beside its steps, at its most: in the upper bound alone
     kind: Optional[Kind] = None  # of records that covers the job; None where none does, and the upper bound is wide
     uncovered: str = ""  # what of the job or its host was not measured then
-    regions_short: bool = False  # whether the allocator's regions, which double, would take more than the host's memory
 
     @property
     def volume_s(self) -> float:
@@ -120,12 +117,9 @@ class Estimate:
         }
 
 
-def estimate(
-    job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = None, host_bytes: Optional[int] = None
-) -> Estimate:
-    """Memory and time of a step of `job` on a host of these constants. `host_bytes`, its memory,
-    is the limit of TensorFlow's allocator; None is without end. Of a job that a store feeds the bound holds for its
-    validations too. Steps are predicted as own kernels compute them, on a CPU with AVX2."""
+def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = None) -> Estimate:
+    """Memory and time of a step of `job` on a host of these constants. Of a job that a store feeds the bound holds for
+    its validations too. Steps are predicted as own kernels compute them, on a CPU with AVX2."""
     accuracy, constants = accuracy or load_accuracy(), constants.for_threads(job.threads)
     program, beside = _with_store(training_step(job), job) if job.from_store else (training_step(job), ())
     line = timeline(program)
@@ -139,9 +133,6 @@ def estimate(
     upper_bound = (kind.upper_bound if kind else accuracy.widest)(process_peak + validation)
     upper_bound += sum(one.bytes for one in beside)
     beside = (Component("validation", validation, "derived: the allocator replayed through one"), *beside)
-    # Regions that fit the host's memory are never cut down; a job too large for it anyway needs no second play.
-    tight = host_bytes is not None and upper_bound <= host_bytes < allocator.reserved_bytes
-    regions_short = tight and not fits_regions(program, host_bytes)
     overhead = allocator.resident_bytes + small - sum(rounded(tensor.bytes) for tensor in line.peak_tensors)
     around = (
         Component("scratch outside the allocator", hidden, "derived: own kernels' buffers, at their largest"),
@@ -152,7 +143,7 @@ def estimate(
         job=job,
         allocator_peak_bytes=allocator.peak_bytes,
         process_peak_bytes=process_peak,
-        upper_bound_bytes=allocator.reserved_bytes if regions_short else upper_bound,
+        upper_bound_bytes=upper_bound,
         step_s=step_seconds(program, constants, job),
         components=tuple(part for part in (*live_at_peak(line), *around) if part.bytes),
         timeline=line,
@@ -161,7 +152,6 @@ def estimate(
         beside=tuple(part for part in beside if part.bytes),
         kind=kind,
         uncovered=uncovered,
-        regions_short=regions_short,
     )
 
 

@@ -4,6 +4,7 @@ import configparser
 import email
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -29,18 +30,28 @@ def files_of(*places):
     return {str(path.relative_to(ROOT)) for path in paths if "__pycache__" not in path.parts}
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel, built from a copy: setuptools writes beside its sources."""
+def portable_files():
+    """All but libraries, which are of a platform."""
+    return {name for name in files_of(*PACKAGES) if "/built/" not in name}
+
+
+def build_wheel(folder, **environment):
+    """Path of the wheel, built in a folder from a copy without libraries: setuptools writes beside its sources."""
     if importlib.util.find_spec("setuptools") is None or importlib.util.find_spec("wheel") is None:
         pytest.skip("needs setuptools and wheel, which these requirements do not bring")
-    copy, out = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("wheel")
-    for name in (*files_of(*PACKAGES), "pyproject.toml", "README.md"):
+    copy, out = folder / "sources", folder / "wheel"
+    for name in (*portable_files(), "pyproject.toml", "setup.py", "README.md"):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, copy / name)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*command, "-w", out, copy], check=True, capture_output=True, timeout=300)
-    with zipfile.ZipFile(next(out.glob("*.whl"))) as file:
+    own = {**os.environ, **environment}
+    subprocess.run([*command, "-w", out, copy], check=True, capture_output=True, timeout=300, env=own)
+    return next(out.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    with zipfile.ZipFile(build_wheel(tmp_path_factory.mktemp("wheel"))) as file:
         yield file
 
 
@@ -50,12 +61,31 @@ def about(wheel, name):
 
 
 def test_the_wheel_holds_every_file_of_the_packages_the_version_and_both_commands(wheel):
-    portable = {name for name in files_of(*PACKAGES) if "/built/" not in name}  # libraries are of one machine
-    assert {name for name in wheel.namelist() if ".dist-info/" not in name} == portable
+    names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert {name for name in names if "/built/" not in name} == portable_files()
     assert email.message_from_string(about(wheel, "METADATA"))["Version"] == VERSION
     scripts = configparser.ConfigParser()
     scripts.read_string(about(wheel, "entry_points.txt"))
     assert set(scripts["console_scripts"]) == {"cpu3d", "memory-estimator"}
+
+
+@pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="kernels are for Linux x86-64")
+def test_the_wheel_carries_the_built_kernels_and_none_without_a_compiler(wheel, tmp_path):
+    if not shutil.which("cc"):
+        pytest.skip("needs a C compiler")
+    assert wheel.filename.endswith("-py3-none-linux_x86_64.whl")
+    wheel.extractall(tmp_path)
+    code = "from models.native import operations; print(operations.__file__, operations.available())"
+    nowhere = {**os.environ, "PATH": "", "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=nowhere, capture_output=True, text=True, timeout=120)
+    usable = "avx2" in Path("/proc/cpuinfo").read_text().split()
+    assert done.stdout.split() == [str(tmp_path / "models/native/operations.py"), str(usable)], done.stderr
+    if importlib.util.find_spec("ziglang") is None:
+        pure = build_wheel(tmp_path / "pure", PATH="", CC="")
+        assert pure.name.endswith("-py3-none-any.whl")
+        with zipfile.ZipFile(pure) as file:
+            assert not [name for name in file.namelist() if name.endswith(".so")]
 
 
 @pytest.mark.parametrize(

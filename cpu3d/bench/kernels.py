@@ -80,7 +80,7 @@ def draw_roofline(record: Result) -> bytes:
         products, copy = record["limits"]["products_gflops"][dtype], record["limits"]["copy_gbytes"]
         rows = [row for row in record["rows"] if row["dtype"] == dtype]
         x = [_intensity(row) for row in rows]
-        ends = np.array([min(x) / 4, products / copy, max(x) * 2])
+        ends = np.array([products / copy / 4, products / copy, max(x) * 2])
         axes.plot(ends, np.minimum(ends * copy, products), color=colour, linewidth=1)
         for name, style in (("own", {}), ("engine", {"markerfacecolor": "none"})):
             y = [row[f"{name}_gflops"] for row in rows]

@@ -221,7 +221,7 @@ def draw_policies(records: Sequence[Result]) -> bytes:
         axes.step(parts, held, color=colour, linewidth=1.3, where="pre")
         for (record, peer), dashes in zip(peers, itertools.cycle(("--", ":", "-."))):
             peak_bytes = peer["process_peak_bytes"]
-            label = f"{peer['name']}: {gib(peak_bytes)} GiB\n{host_of(record)}"
+            label = f"{peer['name'].partition(' --')[0]}: {gib(peak_bytes)} GiB\n{host_of(record)}"
             axes.axhline(peak_bytes / GIB, color="#444444", linestyle=dashes, label=label)
         plain(axes, f"{row['name']}\n{max(held):.2f} GiB, {width:.2f} x")
         axes.set(xlim=(0, width), ylim=(0, None))

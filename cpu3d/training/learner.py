@@ -226,7 +226,8 @@ class Learner:
 
     def _update(self, gradients):
         # Without this TensorFlow mixes updates and gradients in any order, and memory cannot be predicted.
-        with tf.control_dependencies(gradients):
+        # One edge an operation, from a group: one from each gradient would be most of the graph.
+        with tf.control_dependencies([tf.group(gradients)]):
             self.optimizer.apply_gradients(zip(gradients, self.model.trainable_variables))
         self._updates.assign_add(1)
         # The early average is a plain mean: 1 - 1/n until the decay is reached, so that it never starts from noise.

@@ -7,7 +7,6 @@ asked for or has 128 MiB to spare: what it counts depends on the order of all re
 """
 
 import bisect
-import contextlib
 import itertools
 from dataclasses import dataclass
 from typing import Dict, Iterable, List, Optional, Set, Tuple
@@ -35,10 +34,6 @@ class Use:
     validated_bytes: int = 0  # `resident_bytes` once a validation and a step have followed
 
 
-class NoRegionError(MemoryError):
-    """No region under the limit holds a chunk of the size asked for: TensorFlow ends with ResourceExhaustedError."""
-
-
 def use(program: Program) -> Use:
     """Play three steps, of which the third is like all that follow, what comes between two of them, and a step more."""
     allocator = Allocator()
@@ -59,18 +54,6 @@ def region_bytes(program: Program) -> int:
     return timeline(program).peak_bytes * 17 // 16
 
 
-def fits_regions(program: Program, limit_bytes: int) -> bool:
-    """Whether three steps get through with regions of at most `limit_bytes` together, as is the machine's memory: the
-    last region is cut down to what is left, and a tensor never lies in two (mkl_cpu_allocator.h)."""
-    allocator = Allocator(limit_bytes)
-    allocator.reserve(region_bytes(program))
-    try:
-        allocator.play(requests(program, 3, after=True))
-    except NoRegionError:
-        return False
-    return True
-
-
 @dataclass(eq=False)
 class Chunk:
     """A piece of a region, between its neighbours there."""
@@ -85,12 +68,10 @@ class Chunk:
 class Allocator:
     """Takes and gives back by name; knows what is in use now and was at most."""
 
-    def __init__(self, limit_bytes: Optional[int] = None):
-        """`limit_bytes` is the most that all regions may take together; None is without end."""
+    def __init__(self):
         self.counted_bytes = 0
         self.peak_bytes = 0
         self.reserved_bytes = 0  # all regions together
-        self._limit_bytes = limit_bytes
         self._next_region_bytes = 2 * MIB
         self._lowest = 2**62  # start of the last region. The system hands out mappings downwards.
         self._touched: Set[Tuple[int, int]] = set()
@@ -99,9 +80,8 @@ class Allocator:
         self._by_name: Dict[str, Optional[Chunk]] = {}
 
     def reserve(self, size_bytes: int) -> None:
-        """Take a region before all else, as `cpu3d.training.learner.reserve`; none where the limit is lower."""
-        with contextlib.suppress(NoRegionError):
-            self._extend(rounded(size_bytes))
+        """Take a region before all else, as `cpu3d.training.learner.reserve`."""
+        self._extend(rounded(size_bytes))
 
     def play(self, calls: Iterable[Request]) -> None:
         """Take and give back, as the requests' signs say."""
@@ -112,7 +92,7 @@ class Allocator:
                 self.give_back(request.name)
 
     def take(self, name: str, size_bytes: int) -> None:
-        """Allocate. Raises NoRegionError beyond the limit."""
+        """Allocate."""
         if size_bytes < SMALL_BYTES:
             self._by_name[name] = None
             return
@@ -175,11 +155,6 @@ class Allocator:
             self._next_region_bytes *= 2
             doubled = True
         region_bytes = self._next_region_bytes
-        if self._limit_bytes is not None:
-            left = self._limit_bytes - self.reserved_bytes
-            region_bytes = min(region_bytes, left // GRANULE_BYTES * GRANULE_BYTES)
-        if size > region_bytes:
-            raise NoRegionError(f"regions must leave {size} bytes under the limit, got {region_bytes}")
         self._lowest -= region_bytes
         self.reserved_bytes += region_bytes
         if not doubled:

@@ -24,7 +24,7 @@ class StepOp:
     """One operation of the step. Operations run one after the other, in the order of the program."""
 
     name: str  # unique in its program: the layer's name and what is done, such as "decoder0_conv1/filter_gradient"
-    kind: str  # what limits its speed: "conv", "norm", "pointwise" ... (`timing.group_of`)
+    kind: str  # what its speed is looked up by: of `calibration.FEATURES`
     reads: Tuple[str, ...] = ()  # names of tensors that must live until it is done; a tensor goes with its last reader
     writes: Tuple[Tensor, ...] = ()
     scratch: Tuple[Tensor, ...] = ()  # live during this operation alone

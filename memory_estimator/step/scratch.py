@@ -37,12 +37,12 @@ def filter_gradient_bytes(shape: Shape) -> int:
     return shape.threads * (_thread_bytes(shape, with_gradient=True) + sums)
 
 
-def pass_bytes(shape: Shape, taps: int, makes_filter_gradient: bool) -> int:
+def pass_bytes(shape: Shape, taps: int) -> int:
     """Of all others; `taps` are those of the filters, 0 without."""
     wide, other = _padded(shape.inputs), _padded(shape.outputs)
     row = 4 * (6 * wide + shape.grid[2] * (wide + other * max(taps, 1)))
     filters = 4 * taps * wide * other
-    return filters + shape.threads * (row + 16 * shape.batch * wide + 2 * filters * makes_filter_gradient)
+    return filters + shape.threads * (row + 16 * shape.batch * wide + 2 * filters)
 
 
 def _tiles(shape: Shape) -> tuple:

@@ -17,7 +17,7 @@ def op_seconds(program: Program, constants: HostConstants, job: Job) -> Tuple[fl
     speeds = constants.for_threads(job.threads).speeds(job.unet.dtype)
     overhead_s = speeds["every_op"]["seconds"]
     return tuple(
-        overhead_s + sum(speeds[kind_of(op)][feature] * amount for feature, amount in features(op).items())
+        overhead_s + sum(speeds[op.kind][feature] * amount for feature, amount in features(op).items())
         for op in program.ops
     )
 
@@ -29,11 +29,6 @@ def step_seconds(program: Program, constants: HostConstants, job: Job) -> float:
     return job.parts * sum(op_s[:part]) + sum(op_s[part:])
 
 
-def kind_of(op: StepOp) -> str:
-    """What an operation's speed is looked up by; a sum over a map is a pass."""
-    return "pass" if op.kind == "reduce" else op.kind
-
-
 def features(op: StepOp) -> Dict[str, float]:
     """What is counted of an operation, of FEATURES.
 
@@ -42,11 +37,11 @@ def features(op: StepOp) -> Dict[str, float]:
     traffic       bytes read and written
     """
     counted = {"traffic": float(op.traffic_bytes), "work": float(op.flops)}
-    if "work, values" in FEATURES[kind_of(op)]:
+    if "work, values" in FEATURES[op.kind]:
         read, written = _up(op.in_channels, FEWEST), _up(op.out_channels, LANES)
         voxels = op.flops / (54 * op.in_channels * op.out_channels)
         counted = {"work": 54 * voxels * read * written, "work, values": voxels * (read + written)}
-    return {feature: counted[feature] for feature in FEATURES[kind_of(op)]}
+    return {feature: counted[feature] for feature in FEATURES[op.kind]}
 
 
 def _up(number: int, to: int) -> int:

@@ -40,7 +40,7 @@ def validation_pass(job: Job) -> Tuple[StepOp, ...]:
     maps = SCORE_MAPS * 4 * writer.job.voxels * logits.channels // PIECES
     reads = [logits.name, "target", *(tensor.name for tensor in ready)]
     scored = writer.tensor("validation/slab", maps)
-    writer.run("validation/score", "reduce", reads, scratch=(scored,))
+    writer.run("validation/score", "pass", reads, scratch=(scored,))
     return writer.program().ops
 
 
@@ -69,7 +69,7 @@ class Pass:
         """`group` is that of its maps; else they are kept for the backward pass."""
         self.writer, self.job, self.unet = writer, writer.job, writer.job.unet
         self._again, self._group = self.unet.policy == "lean", group
-        self._parts: Dict[Tuple[str, Optional[int]], str] = {}
+        self._parts: Dict[Tuple[str, int], str] = {}
         self._tiles: Dict[str, List[str]] = {}
         self._gradients: Dict[str, str] = {}
         self._halves: Dict[str, List[str]] = {}  # gradients of a kernel of two joined maps
@@ -112,15 +112,13 @@ class Pass:
                 reads = [source, at_output, add]
                 at_output = self._map(f"{name}_pool/gradient", "pass", reads, level, source.channels, over=[add])
             at_first, at_sum = self._through_block(name, block, at_output)
-            self._filter_gradient(f"{name}_conv1", block.entry, at_first)
+            self._kernel_gradient(f"{name}_conv1", block.entry, at_first)
             if level:
                 at_output = self._at_entry(name, block.entry, 0, at_first, at_sum)
             elif at_sum:
                 self._project_gradient(f"{name}_shortcut", block.entry[0], at_sum)
         for name, halves in reversed(list(self._halves.items())):  # TensorFlow puts this off
-            size = 4 * kernel_elements(self.writer.layers[name])
-            joined = self.writer.make(f"{name}/filter_gradient", "pass", halves, size, "gradients")
-            self._gradients[name] = joined
+            self._whole_gradient(name, "pass", halves)
         return self._gradients
 
     def slice_filters(self) -> None:
@@ -156,7 +154,7 @@ class Pass:
             return Block(entry, first, second, second)
         total = None
         for part, source in enumerate(entry):
-            total = self._project(f"{name}_shortcut", source, second.channels, total, part if len(entry) > 1 else None)
+            total = self._project(f"{name}_shortcut", source, second.channels, total, part)
         output = self._map(f"{name}_act2", "pass", [second, total], second.level, second.channels, over=[total], **more)
         return Block(entry, first, second, output)
 
@@ -188,13 +186,11 @@ class Pass:
         """Of eight taps."""
         return self._tiles[name].pop() if self._tiles.get(name) else f"{name}/kernel"
 
-    def _project(
-        self, name: str, source: Map, width: int, add: Optional[Map] = None, part: Optional[int] = None
-    ) -> Map:
+    def _project(self, name: str, source: Map, width: int, add: Optional[Map] = None, part: int = 0) -> Map:
         filters, maps = self._filters(name, part), [source, *([add] if add else [])]
         return self._map(name, "project", maps, source.level, width, [filters], maps[1:], "transients")
 
-    def _filters(self, name: str, part: Optional[int]) -> str:
+    def _filters(self, name: str, part: int) -> str:
         """A layer's kernel, or the part of it that meets one of two joined maps."""
         return self._parts.get((name, part), f"{name}/kernel")
 
@@ -210,16 +206,16 @@ class Pass:
             made = self._gradient_map(f"{name}_conv1/to_raw", "pass", at_first, block.first, over=[block.first])
             at_first = [made._replace(of_raw=True)]
             up = self._up_sampled(level, below, "transients")
-            of_up = self._filter_gradient(f"{name}_conv1", [up], at_first, "/up")
+            of_up = self._kernel_gradient(f"{name}_conv1", [up], at_first, part="/up")
             entry = [self._skip(level), up]
-            of_skip = self._filter_gradient(f"{name}_conv1", entry[:1], at_first, "/skip")
+            of_skip = self._kernel_gradient(f"{name}_conv1", entry[:1], at_first, part="/skip")
             self._halves[f"{name}_conv1"] = [of_skip, of_up]
         else:
-            self._filter_gradient(f"{name}_conv1", entry, at_first)
+            self._kernel_gradient(f"{name}_conv1", entry, at_first)
         at_up = self._at_entry(name, entry, 1, at_first, at_sum)
         at_skip = self._at_entry(name, entry, 0, at_first, at_sum)
         up_name = self._up_layer(level)
-        self._kernel_gradient(up_name, "up", [below, at_up], f"{up_name}/filter_gradient")
+        self._kernel_gradient(up_name, [below], [at_up], "up")
         at_below = self._gradient_map(f"{up_name}/gradient", "up", [at_up, below], below, [self._up_filters(up_name)])
         return at_skip, at_below
 
@@ -230,50 +226,41 @@ class Pass:
             reads = [block.second, block.output, at_output]
             at_sum = at_output = self._gradient_map(f"{name}_act2/gradient", "pass", reads, at_output, over=[at_output])
         at_second = [at_output, block.second][: 1 if at_output.of_raw else 2]
-        self._filter_gradient(f"{name}_conv2", [block.first], at_second)
-        at_values = self._input_gradient(f"{name}_conv2", at_second, block.first, [block.first])
+        self._kernel_gradient(f"{name}_conv2", [block.first], at_second)
+        at_values = self._input_gradient(f"{name}_conv2", [*at_second, block.first], block.first)
         return [at_values, block.first], at_sum
 
     def _at_entry(self, name: str, entry: List[Map], part: int, at_first: List[Map], at_sum: Optional[Map]) -> Map:
         """The gradient of the values of a part of what a block reads."""
-        which = part if len(entry) > 1 else None
-        at_values = self._input_gradient(f"{name}_conv1", at_first, entry[part], [], which)
+        at_values = self._input_gradient(f"{name}_conv1", at_first, entry[part], part)
         if not at_sum:
             return at_values
-        return self._project_gradient(f"{name}_shortcut", entry[part], at_sum, at_values, which)
+        return self._project_gradient(f"{name}_shortcut", entry[part], at_sum, at_values, part)
 
-    def _input_gradient(
-        self, name: str, gradient: List[Map], like: Map, below: List[Map], part: Optional[int] = None
-    ) -> Map:
-        reads, filters = [*gradient, *below], self._filters(name, part)
-        return self._gradient_map(f"{name}/gradient", "input_gradient", reads, like, [filters], gradient[:1])
+    def _input_gradient(self, name: str, reads: List[Map], like: Map, part: int = 0) -> Map:
+        """Over the gradient, the first of what it reads; `like` is what the gradient is of."""
+        filters = [self._filters(name, part)]
+        return self._gradient_map(f"{name}/gradient", "input_gradient", reads, like, filters, reads[:1])
 
-    def _filter_gradient(self, name: str, sources: List[Map], gradient: List[Map], part: str = "") -> str:
-        return self._kernel_gradient(
-            name, "filter_gradient", [*sources, *gradient], f"{name}/filter_gradient{part}", len(gradient)
-        )
-
-    def _project_gradient(
-        self, name: str, source: Map, gradient: Map, add: Optional[Map] = None, part: Optional[int] = None
-    ) -> Map:
+    def _project_gradient(self, name: str, source: Map, gradient: Map, add: Optional[Map] = None, part: int = 0) -> Map:
         """Of the source's values, and of the filters; those of two parts are padded and added up."""
-        adds, op = [add] if add else [], self.writer.layers[name]
-        reads = [source, gradient, *adds]
-        found = self._gradient_map(f"{name}/gradient", "project", reads, source, [self._filters(name, part)], adds)
-        self._gradients[name] = self.writer.make(
-            f"{name}/filter_gradient", "reduce", [], 4 * kernel_elements(op), group="gradients"
-        )
+        adds, filters = [add] if add else [], [self._filters(name, part)]
+        found = self._gradient_map(f"{name}/gradient", "project", [source, gradient, *adds], source, filters, adds)
+        self._whole_gradient(name, "pass", [])
         return found
 
     def _project_to_raw(self, name: str, source: Map, gradient: Map) -> Map:
         """The gradient of the source's raw map, over that; first the sums that its norm needs."""
-        op, reads = self.writer.layers[name], [source.name, gradient.name]
-        size = 4 * kernel_elements(op)
-        self._gradients[name] = self.writer.make(f"{name}/filter_gradient", "project", reads, size, "gradients")
+        self._whole_gradient(name, "project", [source.name, gradient.name])
         maps, filters = [source, gradient], [f"{name}/kernel"]
         return self._gradient_map(f"{name}/gradient", "project", maps, source, filters, [source])._replace(of_raw=True)
 
     # --- Writing ---
+
+    def _whole_gradient(self, name: str, kind: str, reads: Sequence[str]) -> None:
+        """Where no multiply-adds are counted: they are of the operation beside it, or there are none."""
+        size = 4 * kernel_elements(self.writer.layers[name])
+        self._gradients[name] = self.writer.make(f"{name}/filter_gradient", kind, reads, size, "gradients")
 
     def _gradient_map(self, name: str, kind: str, maps: Sequence[Map], like: Map, filters=(), over=()) -> Map:
         return self._map(name, kind, maps, like.level, like.channels, filters, over, "transients")
@@ -291,48 +278,33 @@ class Pass:
     ) -> Map:
         """An operation that makes a map, from maps and filters."""
         group = group or self._group or f"activations, level {level}"
-        inputs, voxels = self._inputs(kind, maps), self._voxels(level)
+        # Of two joined maps both are counted; other maps go with the first.
+        inputs = sum(one.channels for one in maps) if kind == "convolve" else maps[0].channels
         made = self.writer.make(
             name,
             kind,
             [*(one.name for one in maps), *filters],
-            voxels * channels * self.writer.value_bytes,
+            self._voxels(level) * channels * self.writer.value_bytes,
             group,
             over=[one.name for one in over],
-            hidden_bytes=self._hidden(kind, min(level, maps[0].level), inputs, channels, bool(over)),
-            flops=self._flops(kind, min(voxels, self._voxels(maps[0].level)), inputs, channels) if filters else 0,
-            in_channels=inputs,
-            out_channels=channels,
+            **self._costs(kind, maps[0].level, level, inputs, channels, bool(filters), bool(over)),
         )
         return Map(made, level, channels)
 
-    def _kernel_gradient(self, name: str, kind: str, maps: List[Map], tensor: str, gradients: int = 1) -> str:
-        """An operation that makes a kernel's gradient, or a part of it, of maps of which the last `gradients` are of
-        the output's."""
-        op, is_up = self.writer.layers[name], kind == "up"
-        sources, outputs = maps[:-gradients], maps[-1].channels
-        if is_up and self.unet.up != "transposed":
-            size = 4 * kernel_elements(op)
-        else:
-            size = 4 * (8 if is_up else 27) * sum(one.channels for one in sources) * outputs
-        inputs = sum(one.channels for one in sources)
-        found = self.writer.make(
-            tensor,
+    def _kernel_gradient(
+        self, name: str, sources: List[Map], gradient: List[Map], kind: str = "filter_gradient", part: str = ""
+    ) -> str:
+        """An operation that makes a kernel's gradient, or that of the part of it that meets `sources`."""
+        op, maps, inputs = self.writer.layers[name], [*sources, *gradient], sum(one.channels for one in sources)
+        self._gradients[name] = self.writer.make(
+            f"{name}/filter_gradient{part}",
             kind,
             [one.name for one in maps],
-            size,
+            4 * kernel_elements(op) * inputs // op.in_channels,
             "gradients",
-            hidden_bytes=self._hidden(kind, maps[-1].level, inputs, outputs, False),
-            flops=self._flops(kind, self._voxels(sources[0].level), inputs, outputs),
-            in_channels=inputs,
-            out_channels=outputs,
+            **self._costs(kind, sources[0].level, gradient[0].level, inputs, gradient[0].channels),
         )
-        self._gradients[name] = found
-        return found
-
-    def _inputs(self, kind: str, maps: Sequence[Map]) -> int:
-        """Channels that an operation reads: of two joined maps both; other maps go with the first."""
-        return sum(one.channels for one in maps) if kind == "convolve" else maps[0].channels
+        return self._gradients[name]
 
     def _voxels(self, level: int) -> int:
         return self.job.micro * math.prod(self._grid(level))
@@ -340,19 +312,26 @@ class Pass:
     def _grid(self, level: int) -> Tuple[int, int, int]:
         return tuple(side >> level for side in self.job.shape)
 
-    def _flops(self, kind: str, voxels: int, inputs: int, outputs: int) -> int:
-        """A multiply-add counted as 2; `voxels` of the coarser grid. A projection's gradient is two."""
-        taps = {"up": 8, "project": 1}.get(kind, 27)
-        return 2 * taps * voxels * inputs * outputs
-
-    def _hidden(self, kind: str, level: int, inputs: int, outputs: int, in_place: bool) -> int:
-        shape = Shape(self.job.micro, self._grid(level), inputs, outputs, self.writer.value_bytes, self.job.threads)
-        if kind in ("convolve", "input_gradient"):
-            return convolve_bytes(shape, in_place)
+    def _costs(
+        self,
+        kind: str,
+        read_level: int,
+        made_level: int,
+        inputs: int,
+        outputs: int,
+        multiplies: bool = True,
+        in_place: bool = False,
+    ) -> Dict[str, int]:
+        """What `StepOp` counts besides tensors: scratch on the finer grid, multiply-adds, as 2, on the coarser one. A
+        projection's gradient is two."""
+        taps, grid = {"pass": 0, "project": 1, "up": 8}.get(kind, 27), self._grid(min(read_level, made_level))
+        shape = Shape(self.job.micro, grid, inputs, outputs, self.writer.value_bytes, self.job.threads)
         if kind == "filter_gradient":
-            return filter_gradient_bytes(shape)
-        taps = {"up": 8, "project": 1}.get(kind, 0)
-        return pass_bytes(shape, taps, makes_filter_gradient=bool(taps))
+            hidden = filter_gradient_bytes(shape)
+        else:
+            hidden = convolve_bytes(shape, in_place) if taps == 27 else pass_bytes(shape, taps)
+        flops = 2 * taps * self._voxels(max(read_level, made_level)) * inputs * outputs * multiplies
+        return {"hidden_bytes": hidden, "flops": flops, "in_channels": inputs, "out_channels": outputs}
 
 
 def _head(level: int) -> str:
@@ -378,11 +357,11 @@ def _supervise(one: Pass, logits: List[Map], early: str) -> List[Map]:
 def _sums(one: Pass, head: Map, target: str, t: str) -> None:
     """Of a piece, whose target `t` is made when it is its turn. Sums that no map is made for take next to no time."""
     z = _logits_piece(one, head)
-    one.writer.run(f"{head.name}/softplus/sum", "reduce", [_loss_map(one, head, "softplus", [z])])
+    one.writer.run(f"{head.name}/softplus/sum", "pass", [_loss_map(one, head, "softplus", [z])])
     t = t or _target_piece(one, head, target)
-    one.writer.run(f"{head.name}/product/sum", "reduce", [_loss_map(one, head, "product", [z, t])])
+    one.writer.run(f"{head.name}/product/sum", "pass", [_loss_map(one, head, "product", [z, t])])
     p = _loss_map(one, head, "probability", [z], over=[z])
-    one.writer.run(f"{head.name}/overlap/sum", "reduce", [_loss_map(one, head, "overlap", [p, t], over=[t])])
+    one.writer.run(f"{head.name}/overlap/sum", "pass", [_loss_map(one, head, "overlap", [p, t], over=[t])])
 
 
 def _slope(one: Pass, head: Map, target: str) -> Map:

@@ -21,7 +21,7 @@ def update(writer: Writer, gradients: Dict[str, str]) -> None:
     """From the gradients of the kernels, by their layers' names: whether all are finite, then weight by weight. A
     micro-batch adds its gradients to their sums in place; once all are done, the update reads those."""
     optimizer = OPTIMIZERS[writer.job.optimizer]
-    writer.run("gradients/finite", "reduce", list(gradients.values()))
+    writer.run("gradients/finite", "pass", list(gradients.values()))
     if writer.job.parts > 1:
         for op in writer.kernels:
             total = f"{op.name}/gradient_sum"

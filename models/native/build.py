@@ -17,7 +17,9 @@ from typing import List, Optional, Sequence
 
 HERE = Path(__file__).resolve().parent
 BUILT = HERE / "built"
-SOURCES = ("native.h", "vectors.h", "rows.h", "amx.h", "operations.c", "passes.c", "pool.c", "select.c", "door.c")
+HEADERS = ("native.h", "vectors.h", "rows.h", "amx.h", "tensorflow.h")
+SOURCES = (*HEADERS, "operations.c", "passes.c", "pool.c", "select.c", "door.c")
+TENSORFLOW = "libtensorflow_framework.so.2"  # has the C interface; loaded before our library
 OPTIONS = ("-O3", "-std=gnu11", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-function")
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
@@ -42,19 +44,20 @@ def door_library() -> Optional[Path]:
 
 
 def build(extra: Sequence[str] = (), folder: Optional[Path] = None) -> List[Path]:
-    """Compile what is not built yet, and return the libraries: the second one only where TensorFlow is installed.
+    """Compile what is not built yet, and return the libraries. TensorFlow is not needed.
 
     `extra` are more options for compiler and linker, `folder` is BUILT by default. Raises OSError where there is no
     x86-64 Linux or no compiler, and subprocess.CalledProcessError where the compiler fails.
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise OSError(f"own kernels must be built on Linux x86-64, got {sys.platform} {platform.machine()}")
-    folder, compiler, tensorflow = folder or BUILT, _compiler(), _tensorflow()
-    wanted = {"kernels": _path("kernels", folder), **({"door": _path("door", folder)} if tensorflow else {})}
+    folder = folder or BUILT
+    wanted = {name: _path(name, folder) for name in ("kernels", "door")}
     if extra or not all(path.exists() for path in wanted.values()):
+        compiler = _compiler()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            _compile(compiler, tensorflow, Path(scratch), tuple(extra))
+            _compile(compiler, Path(scratch), tuple(extra))
             for name, path in wanted.items():
                 os.replace(Path(scratch) / name, path)
         for old in folder.glob("*.so"):
@@ -64,15 +67,13 @@ def build(extra: Sequence[str] = (), folder: Optional[Path] = None) -> List[Path
     return list(wanted.values())
 
 
-def _compile(compiler: List[str], tensorflow: Optional[Path], scratch: Path, extra: Sequence[str]) -> None:
-    jobs = {"pool": ["pool.c"], "select": ["select.c"]}
+def _compile(compiler: List[str], scratch: Path, extra: Sequence[str]) -> None:
+    jobs = {"pool": ["pool.c"], "select": ["select.c"], "door": ["door.c"]}
     for name, options in INSTRUCTION_SETS.items():
         if not _knows(compiler, options):
             continue
         names = [f"-DKERNELS=kernels_{name}", f'-DKERNELS_NAME="{name}"', f"-DPASSES=passes_{name}"]
         jobs[name], jobs[f"passes_{name}"] = ["operations.c", *options, *names], ["passes.c", *options, *names]
-    if tensorflow:
-        jobs["door"] = ["door.c", "-isystem", str(tensorflow / "include")]
     commands = [
         [*compiler, *OPTIONS, *extra, "-c", *job, "-o", str(scratch / f"{name}.o")] for name, job in jobs.items()
     ]
@@ -82,12 +83,14 @@ def _compile(compiler: List[str], tensorflow: Optional[Path], scratch: Path, ext
         if code:
             raise subprocess.CalledProcessError(code, command)
     common = [str(scratch / f"{name}.o") for name in jobs if name != "door"]
-    link = [*compiler, "-shared", *extra, *common]
-    subprocess.run([*link, "-o", str(scratch / "kernels"), "-lpthread"], check=True)
-    if tensorflow:
-        library = next(tensorflow.glob("libtensorflow_framework.so.2*"))
-        door = [str(scratch / "door.o"), str(library)]
-        subprocess.run([*link, *door, "-o", str(scratch / "door"), "-lpthread"], check=True)
+    link = [*compiler, "-shared", *extra]
+    subprocess.run([*link, *common, "-o", str(scratch / "kernels"), "-lpthread"], check=True)
+    # An empty library in the place of TensorFlow's: only its name goes into ours.
+    tensorflow = scratch / TENSORFLOW
+    empty = [*compiler, "-shared", "-x", "c", os.devnull, f"-Wl,-soname,{TENSORFLOW}", "-o", str(tensorflow)]
+    subprocess.run(empty, check=True)
+    door = [*common, str(scratch / "door.o"), "-Wl,--no-as-needed", str(tensorflow)]
+    subprocess.run([*link, *door, "-o", str(scratch / "door"), "-lpthread"], check=True)
 
 
 def _knows(compiler: List[str], options: Sequence[str]) -> bool:
@@ -103,13 +106,6 @@ def _compiler() -> List[str]:
     if importlib.util.find_spec("ziglang"):
         return [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-linux-gnu.2.28", "-fno-sanitize=undefined"]
     raise OSError("a C compiler must be there to build own kernels, got none; install gcc or `pip install ziglang`")
-
-
-def _tensorflow() -> Optional[Path]:
-    """Its folder, without importing it."""
-    spec = importlib.util.find_spec("tensorflow")
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    return next((Path(folder) for folder in folders if any(Path(folder).glob("libtensorflow_framework.so.2*"))), None)
 
 
 def _path(name: str, folder: Path) -> Path:

@@ -1,4 +1,4 @@
-/* The door into TensorFlow: its C kernel API alone. Tried with TensorFlow 2.15.1.
+/* The door into TensorFlow: its C kernel API alone. Built once, it runs in TensorFlow 2.15 to 2.21.
 
    CpuConvolve       filters, coefficients, below_coefficients: float; maps: n_maps * T; above, below: n * T -> map: T, sums
    CpuInputGradient  the same, with flipped filters
@@ -14,18 +14,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
-
-/* ops.h is not quite C: it names these without `struct`. */
-typedef struct TF_OpDefinitionBuilder TF_OpDefinitionBuilder;
-typedef struct TF_ShapeInferenceContext TF_ShapeInferenceContext;
-typedef struct TF_ShapeHandle TF_ShapeHandle;
-typedef struct TF_DimensionHandle TF_DimensionHandle;
-#include "tensorflow/c/kernels.h"
-#include "tensorflow/c/ops.h"
+#include "tensorflow.h"
 #include "native.h"
 
-int native_convolve(const char *name, const struct operation *operation);
-int native_filter_gradient(const char *name, const struct operation *operation);
+int native_run(const char *name, const struct operation *operation);
 int native_pass(const char *name, const struct pass *pass);
 
 /* --- Threads, inputs and failures --- */
@@ -40,13 +32,13 @@ static int thread_count(void)
     return threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads;
 }
 
-enum { MOST_INPUTS = 8, MOST_CHANNELS = 1024 };
+enum { MOST_INPUTS = 8, MOST_OUTPUTS = 4, MOST_CHANNELS = 1024 };
 
-/* The inputs of a call, and the first rule that they break. */
+/* The inputs and outputs of a call, and the first rule that they break. */
 struct call {
     TF_OpKernelContext *context;
     TF_Status *status;
-    TF_Tensor *inputs[MOST_INPUTS];
+    TF_Tensor *inputs[MOST_INPUTS], *outputs[MOST_OUTPUTS];
     int count;
     bool failed;
 };
@@ -61,7 +53,7 @@ static void require(struct call *call, bool holds, const char *message)
 
 static void open_call(struct call *call, TF_OpKernelContext *context)
 {
-    *call = (struct call){context, TF_NewStatus(), {NULL}, TF_NumInputs(context), false};
+    *call = (struct call){.context = context, .status = TF_NewStatus(), .count = TF_NumInputs(context)};
     for (int i = 0; i < call->count; i++)
         TF_GetInput(context, i, &call->inputs[i], call->status);
     require(call, TF_GetCode(call->status) == TF_OK, "inputs must be readable");
@@ -74,6 +66,9 @@ static void close_call(struct call *call)
     for (int i = 0; i < call->count; i++)
         if (call->inputs[i])
             TF_DeleteTensor(call->inputs[i]);
+    for (int i = 0; i < MOST_OUTPUTS; i++)
+        if (call->outputs[i])
+            TF_DeleteTensor(call->outputs[i]);
     TF_DeleteStatus(call->status);
 }
 
@@ -136,7 +131,7 @@ static struct operation operation_of(struct call *call, const TF_Tensor *map)
 
 /* Memory for output `index`; of `rank` 0 it is empty. Where `over` is not negative it is that of this input, if nobody else
    has it: its handle goes, as it would count. */
-static void *output_of(struct call *call, int index, TF_DataType type, const int64_t *shape, int rank, int over, TF_Tensor **outputs)
+static void *output_of(struct call *call, int index, TF_DataType type, const int64_t *shape, int rank, int over)
 {
     if (TF_GetCode(call->status) != TF_OK)
         return NULL;
@@ -149,11 +144,12 @@ static void *output_of(struct call *call, int index, TF_DataType type, const int
         int forwarded;
         TF_DeleteTensor(call->inputs[over]);
         call->inputs[over] = NULL;
-        outputs[index] = TF_ForwardInputOrAllocateOutput(call->context, &over, 1, index, shape, rank, &forwarded, call->status);
+        call->outputs[index] = TF_ForwardInputOrAllocateOutput(call->context, &over, 1, index, shape, rank, &forwarded, call->status);
     } else {
-        outputs[index] = TF_AllocateOutput(call->context, index, type, shape, rank, count * TF_DataTypeSize(type), call->status);
+        size_t bytes = count * TF_DataTypeSize(type);
+        call->outputs[index] = TF_AllocateOutput(call->context, index, type, shape, rank, bytes, call->status);
     }
-    return TF_GetCode(call->status) == TF_OK ? TF_TensorData(outputs[index]) : NULL;
+    return TF_GetCode(call->status) == TF_OK ? TF_TensorData(call->outputs[index]) : NULL;
 }
 
 static void check_result(struct call *call, int code)
@@ -166,28 +162,48 @@ static void check_result(struct call *call, int code)
 
 /* --- The kernels --- */
 
-struct kernel { int maps, above, below; bool transposed; }; /* how many inputs there are of each */
+#define LIST(...) (const char *const[]){__VA_ARGS__, NULL}
 
-static void *create(TF_OpKernelConstruction *construction, bool transposed, bool convolves)
+/* A kernel's attributes, each at least 0 and at most as given. */
+static int *create(TF_OpKernelConstruction *construction, const char *const *names, const int *most)
 {
-    struct kernel *kernel = calloc(1, sizeof *kernel);
+    int *attributes = calloc(4, sizeof *attributes);
     TF_Status *status = TF_NewStatus();
-    kernel->transposed = transposed;
-    TF_OpKernelConstruction_GetAttrInt32(construction, "n_maps", &kernel->maps, status);
-    TF_OpKernelConstruction_GetAttrInt32(construction, "n_above", &kernel->above, status);
-    if (convolves)
-        TF_OpKernelConstruction_GetAttrInt32(construction, "n_below", &kernel->below, status);
-    if (kernel->maps > 2 || kernel->above > 1 || kernel->below > 1)
-        TF_SetStatus(status, TF_INVALID_ARGUMENT, "maps must be one or two, and above and below at most one");
+    for (int i = 0; names[i] && TF_GetCode(status) == TF_OK; i++) {
+        TF_OpKernelConstruction_GetAttrInt32(construction, names[i], &attributes[i], status);
+        if (TF_GetCode(status) == TF_OK && (attributes[i] < 0 || attributes[i] > most[i]))
+            TF_SetStatus(status, TF_INVALID_ARGUMENT, "kind must be that of a pass; maps, others at most two; above, below at most one");
+    }
     if (TF_GetCode(status) != TF_OK)
         TF_OpKernelConstruction_Failure(construction, status);
     TF_DeleteStatus(status);
+    return attributes;
+}
+
+struct kernel { int maps, above, below, transposed; }; /* how many inputs there are of each */
+struct pass_kernel { int kind, others, none[2]; };
+
+static void *create_convolve(TF_OpKernelConstruction *construction)
+{
+    return create(construction, LIST("n_maps", "n_above", "n_below"), (int[]){2, 1, 1});
+}
+
+static void *create_input_gradient(TF_OpKernelConstruction *construction)
+{
+    struct kernel *kernel = create_convolve(construction);
+    kernel->transposed = 1;
     return kernel;
 }
 
-static void *create_convolve(TF_OpKernelConstruction *construction) { return create(construction, false, true); }
-static void *create_input_gradient(TF_OpKernelConstruction *construction) { return create(construction, true, true); }
-static void *create_filter_gradient(TF_OpKernelConstruction *construction) { return create(construction, false, false); }
+static void *create_filter_gradient(TF_OpKernelConstruction *construction)
+{
+    return create(construction, LIST("n_maps", "n_above"), (int[]){2, 1});
+}
+
+static void *create_pass(TF_OpKernelConstruction *construction)
+{
+    return create(construction, LIST("kind", "n_others"), (int[]){PASS_KINDS - 1, 2});
+}
 
 static void compute_convolution(void *state, TF_OpKernelContext *context)
 {
@@ -217,17 +233,13 @@ static void compute_convolution(void *state, TF_OpKernelContext *context)
     if (call.failed)
         goto done;
     int64_t shape[] = {op.batch, op.x, op.y, op.z, out}, sums_shape[] = {op.batch, 2, out};
-    TF_Tensor *outputs[2] = {NULL};
-    op.output.map = output_of(&call, 0, TF_TensorType(maps[0]), shape, 5, op.input.channels[0] == out ? 3 : -1, outputs);
-    op.output.sums_to = output_of(&call, 1, TF_FLOAT, sums_shape, 3, -1, outputs);
+    op.output.map = output_of(&call, 0, TF_TensorType(maps[0]), shape, 5, op.input.channels[0] == out ? 3 : -1);
+    op.output.sums_to = output_of(&call, 1, TF_FLOAT, sums_shape, 3, -1);
     if (TF_GetCode(call.status) == TF_OK) {
         for (size_t i = 0; i < (size_t)op.batch * 2 * out; i++)
             op.output.sums_to[i] = 0;
-        check_result(&call, native_convolve(NULL, &op));
+        check_result(&call, native_run(NULL, &op));
     }
-    for (int i = 0; i < 2; i++)
-        if (outputs[i])
-            TF_DeleteTensor(outputs[i]);
 done:
     close_call(&call);
 }
@@ -237,7 +249,7 @@ static void compute_filter_gradient(void *state, TF_OpKernelContext *context)
     const struct kernel *kernel = state;
     struct call call;
     open_call(&call, context);
-    TF_Tensor **maps = call.inputs + 2, **above = maps + kernel->maps, **gradient = above + kernel->above, *result = NULL;
+    TF_Tensor **maps = call.inputs + 2, **above = maps + kernel->maps, **gradient = above + kernel->above;
     struct operation op = operation_of(&call, maps[0]);
     if (call.failed)
         goto done;
@@ -247,32 +259,14 @@ static void compute_filter_gradient(void *state, TF_OpKernelContext *context)
     if (call.failed)
         goto done;
     int64_t shape[] = {3, 3, 3, op.input.channels[0] + op.input.channels[1], op.gradient.channels[0]};
-    op.filter_gradient = output_of(&call, 0, TF_FLOAT, shape, 5, -1, &result);
+    op.filter_gradient = output_of(&call, 0, TF_FLOAT, shape, 5, -1);
     if (TF_GetCode(call.status) == TF_OK)
-        check_result(&call, native_filter_gradient(NULL, &op));
-    if (result)
-        TF_DeleteTensor(result);
+        check_result(&call, native_run(NULL, &op));
 done:
     close_call(&call);
 }
 
 /* --- Passes --- */
-
-struct pass_kernel { int kind, others; };
-
-static void *create_pass(TF_OpKernelConstruction *construction)
-{
-    struct pass_kernel *kernel = calloc(1, sizeof *kernel);
-    TF_Status *status = TF_NewStatus();
-    TF_OpKernelConstruction_GetAttrInt32(construction, "kind", &kernel->kind, status);
-    TF_OpKernelConstruction_GetAttrInt32(construction, "n_others", &kernel->others, status);
-    if (kernel->kind < 0 || kernel->kind >= PASS_KINDS || kernel->others > 2)
-        TF_SetStatus(status, TF_INVALID_ARGUMENT, "kind must be that of a pass, with at most two other maps");
-    if (TF_GetCode(status) != TF_OK)
-        TF_OpKernelConstruction_Failure(construction, status);
-    TF_DeleteStatus(status);
-    return kernel;
-}
 
 /* What a kind takes and makes. */
 static const struct { int pools, others, optional, filters, no_map, sums, filter_gradient, in_place; } ABOUT[PASS_KINDS] = {
@@ -303,7 +297,7 @@ static void compute_pass(void *state, TF_OpKernelContext *context)
     const struct pass_kernel *kernel = state;
     struct call call;
     open_call(&call, context);
-    TF_Tensor **inputs = call.inputs, *filters = inputs[0], *raw = inputs[3], *outputs[4] = {NULL};
+    TF_Tensor **inputs = call.inputs, *filters = inputs[0], *raw = inputs[3];
     int kind = kernel->kind, ups = kind >= UP_CONVOLVE, to_raw = kind == TO_RAW || kind == PROJECT_TO_RAW, coarser = ABOUT[kind].pools ? 2 : 1, last = 3 + kernel->others;
     require(&call, TF_NumDims(raw) == 5 && TF_TensorElementCount(raw) > 0, "maps must hold voxels, in 5 dimensions");
     require(&call, kernel->others >= ABOUT[kind].others && kernel->others <= ABOUT[kind].others + ABOUT[kind].optional, "others must be as many as the kind takes");
@@ -344,10 +338,10 @@ static void compute_pass(void *state, TF_OpKernelContext *context)
     bool projects = kind == PROJECT_GRADIENT || kind == PROJECT_SUMS;
     int over = to_raw ? 3 : last;
     bool in_place = ABOUT[kind].in_place && has_shape(inputs[over], made) && last > 3 && (kind != PROJECT_GRADIENT || kernel->others == 2);
-    pass.map = output_of(&call, 0, TF_TensorType(raw), made, ABOUT[kind].no_map ? 0 : 5, in_place ? over : -1, outputs);
-    float *to_sums = output_of(&call, 1, TF_FLOAT, sums, ABOUT[kind].sums ? 3 : 0, -1, outputs);
-    float *to_filters = output_of(&call, 2, TF_FLOAT, ups ? of_up : of_project, ABOUT[kind].filter_gradient ? 5 : 0, -1, outputs);
-    float *to_bias = output_of(&call, 3, TF_FLOAT, bias, projects ? 1 : 0, -1, outputs);
+    pass.map = output_of(&call, 0, TF_TensorType(raw), made, ABOUT[kind].no_map ? 0 : 5, in_place ? over : -1);
+    float *to_sums = output_of(&call, 1, TF_FLOAT, sums, ABOUT[kind].sums ? 3 : 0, -1);
+    float *to_filters = output_of(&call, 2, TF_FLOAT, ups ? of_up : of_project, ABOUT[kind].filter_gradient ? 5 : 0, -1);
+    float *to_bias = output_of(&call, 3, TF_FLOAT, bias, projects ? 1 : 0, -1);
     if (TF_GetCode(call.status) == TF_OK) {
         pass.map = ABOUT[kind].no_map ? NULL : pass.map;
         pass.sums_to = ABOUT[kind].sums ? to_sums : NULL;
@@ -355,9 +349,6 @@ static void compute_pass(void *state, TF_OpKernelContext *context)
         pass.bias_gradient = projects ? to_bias : NULL;
         check_result(&call, native_pass(NULL, &pass));
     }
-    for (int i = 0; i < 4; i++)
-        if (outputs[i])
-            TF_DeleteTensor(outputs[i]);
 done:
     close_call(&call);
 }
@@ -391,8 +382,6 @@ static void add_operation(const char *name, const char *const *attributes, const
         fprintf(stderr, "%s is not registered: %s\n", name, TF_Message(status));
     TF_DeleteStatus(status);
 }
-
-#define LIST(...) (const char *const[]){__VA_ARGS__, NULL}
 
 __attribute__((constructor)) static void register_operations(void)
 {

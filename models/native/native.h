@@ -47,7 +47,7 @@ struct operation {
     int transposed;           /* the filters are flipped, and their channels swapped: the gradient of the input */
     struct output output;
     struct input gradient;    /* filter gradient only: the gradient of the output */
-    float *filter_gradient;   /* filter gradient only: [3][3][3][in][out] */
+    float *filter_gradient;   /* [3][3][3][in][out]; NULL where the operation is not a filter gradient */
 };
 
 /* The passes. From UP_CONVOLVE on, and for the pools, x, y and z are those of the coarser grid. */
@@ -82,13 +82,12 @@ struct pass {
 /* An instruction set: the same sources, compiled for it. All return 0, or -1 where memory runs out. */
 struct kernels {
     const char *name;
-    int (*convolve)(const struct operation *);
-    int (*filter_gradient)(const struct operation *);
+    int (*run)(const struct operation *);
     int (*pass)(const struct pass *);
     /* Bytes that each thread keeps, and that the operation takes besides until its end; it is not run. */
     void (*scratch)(const struct operation *, size_t *kept, size_t *passing);
-    /* Products of values in the cache L1, a limit to measure against; returns multiplications and additions. */
-    double (*products)(long repeats);
+    /* Products of values in the cache L1, a limit to measure against; returns multiplications and additions of all threads. */
+    double (*products)(int threads, long repeats);
 };
 
 /* pool.c: calls work(argument, thread, threads) once for every thread, the caller's among them; one call at a time. */

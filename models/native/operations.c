@@ -272,8 +272,32 @@ static struct layout layout_of(const struct operation *op, int outputs, int with
     return l;
 }
 
+/* Bytes of a row of the first map: in place it is this one that is written over. */
+static size_t row_bytes(const struct operation *op)
+{
+    return (size_t)op->z * op->input.channels[0] * (op->dtype == FLOAT32 ? 4 : 2);
+}
+
+/* What the threads of an operation share, and the sizes of it. */
+struct job {
+    const struct operation *op;
+    struct layout l;
+    unit *weights;      /* [16 outputs][stream][tap][unit][16] */
+    double *totals;     /* of every thread */
+    char *copies;       /* of every thread, in place: two planes, and a row of each plane of a slab; else NULL */
+    float *filter_sums; /* of every thread, of a filter gradient: [tap][stream][group][16 outputs][16 channels][16] */
+    size_t weight_bytes, thread_totals, thread_copies, thread_sums; /* the copies in bytes; 0 of what is not needed */
+    int failed;
+};
+
+/* Sums over many rows, in float64: count, mean and squared deviations of what was added, or two plain sums. */
+struct totals {
+    double *count, *first, *second; /* [batch], [batch][output_width] twice */
+};
+
 /* A thread's memory, and where it is in its ring of rows. */
 struct thread {
+    const struct job *job;
     const struct operation *op;
     const struct layout *l;
     unit *rows, *zero_row, *gradient_rows;
@@ -282,14 +306,23 @@ struct thread {
     const unit **pointers;
     const char *beside; /* in place: the rows of the planes before and after the slab; else NULL */
     char *last_rows;    /* and the last row of the tile before, of each plane */
+    struct totals totals;
+    float *filter_sums;
 };
 
-static int open_thread(struct thread *t, const struct operation *op, const struct layout *l, int number)
+static struct totals totals_of(const struct job *job, int thread)
 {
+    double *at = job->totals + thread * job->thread_totals;
+    return (struct totals){at, at + job->op->batch, at + job->op->batch + (size_t)job->op->batch * job->l.output_width};
+}
+
+static int open_thread(struct thread *t, const struct job *job, int number)
+{
+    const struct layout *l = &job->l;
     char *memory = thread_memory(number, l->bytes);
     if (!memory)
         return -1;
-    *t = (struct thread){op, l, .rows = (unit *)memory};
+    *t = (struct thread){job, job->op, l, .rows = (unit *)memory};
     t->zero_row = t->rows + 3 * (l->y_rows + 2) * l->row;
     t->gradient_rows = t->zero_row + l->row;
     t->line = (float *)(t->rows + l->ring);
@@ -298,6 +331,16 @@ static int open_thread(struct thread *t, const struct operation *op, const struc
     t->pointers = (const unit **)(t->sums + stream_sums(l));
     memset(t->zero_row, 0, l->row * sizeof(unit));
     memset(t->line, 0, (l->line + l->output_line) * sizeof(float)); /* the borders stay 0 */
+    if (job->copies) {
+        t->beside = job->copies + number * job->thread_copies;
+        t->last_rows = job->copies + number * job->thread_copies + 2 * job->op->y * row_bytes(job->op);
+    }
+    if (job->filter_sums) {
+        t->filter_sums = job->filter_sums + number * job->thread_sums;
+        memset(t->filter_sums, 0, job->thread_sums * sizeof(float));
+    } else {
+        t->totals = totals_of(job, number);
+    }
     return 0;
 }
 
@@ -312,12 +355,6 @@ static unit *ring_row(const struct thread *t, int x, int y, int y0)
 static size_t voxel_of(const struct operation *op, int batch, int x, int y)
 {
     return (((size_t)batch * op->x + x) * op->y + y) * op->z;
-}
-
-/* Bytes of a row of the first map: in place it is this one that is written over. */
-static size_t row_bytes(const struct operation *op)
-{
-    return (size_t)op->z * op->input.channels[0] * (op->dtype == FLOAT32 ? 4 : 2);
 }
 
 /* The first plane of a thread's share. */
@@ -349,7 +386,7 @@ static void fill_row_in_place(struct thread *t, unit *row, int batch, int x, int
 
 /* Calls `plane` for each plane of a thread's share, tile by tile along y, with the rows of the two planes beside it. */
 static void along_planes(struct thread *t, int thread, int threads, int purpose,
-                         void (*plane)(struct thread *, void *, int batch, int x, int y0, int y1), void *argument)
+                         void (*plane)(struct thread *, int batch, int x, int y0, int y1))
 {
     const struct operation *op = t->op;
     long at = share(op, thread, threads), end = share(op, thread + 1, threads);
@@ -367,7 +404,7 @@ static void along_planes(struct thread *t, int thread, int threads, int purpose,
                         fill_row(t, row, &op->input, t->l->width, batch, formed, y, purpose);
                 }
                 if (formed > x0)
-                    plane(t, argument, batch, formed - 1, y0, y1);
+                    plane(t, batch, formed - 1, y0, y1);
             }
         }
         at += x1 - x0;
@@ -376,46 +413,21 @@ static void along_planes(struct thread *t, int thread, int threads, int purpose,
 
 /* --- Convolution and input gradient --- */
 
-/* Sums over many rows, in float64: count, mean and squared deviations of what was added, or two plain sums. */
-struct totals {
-    double *count, *first, *second; /* [batch], [batch][output_width] twice */
-};
-
-struct convolution {
-    const struct operation *op;
-    struct layout l;
-    unit *weights;       /* [16 outputs][stream][tap][unit][16] */
-    double *totals;      /* of every thread */
-    char *copies;        /* of every thread, in place: two planes, and a row of each plane of a slab; else NULL */
-    size_t weight_bytes, thread_totals, thread_copies; /* the last in bytes, 0 if not in place */
-    int failed;
-};
-
-static struct totals totals_of(const struct convolution *c, int thread)
+/* Adds `some` sums over some_count voxels, a row's or a thread's, of `n` channels. Moments are merged as in Chan, Golub and
+   LeVeque 1983. */
+ALWAYS_INLINE void add_sums(int sums, double count, double some_count, int n, double *first, double *second,
+                            const double *some_first, const double *some_second)
 {
-    double *at = c->totals + thread * c->thread_totals;
-    return (struct totals){at, at + c->op->batch, at + c->op->batch + (size_t)c->op->batch * c->l.output_width};
-}
-
-/* Adds a row's sums, of `n` channels. Moments are merged as in Chan, Golub and LeVeque 1983. */
-static void add_sums(int sums, double *count, double row_count, double *first, double *second, const float *row_first,
-                     const float *row_second)
-{
-    if (sums == NORM_SUMS) {
-        for (int i = 0; i < LANES; i++)
-            first[i] += row_first[i], second[i] += row_second[i];
-        return;
-    }
-    double share = row_count / (*count + row_count);
-    for (int i = 0; i < LANES; i++) {
-        double difference = row_first[i] - first[i];
-        first[i] += difference * share;
-        second[i] += row_second[i] + difference * difference * *count * share;
+    double share = sums == MOMENTS && some_count ? some_count / (count + some_count) : 0;
+    for (int i = 0; i < n; i++) {
+        double difference = some_first[i] - first[i];
+        first[i] += sums == MOMENTS ? difference * share : some_first[i];
+        second[i] += sums == MOMENTS ? some_second[i] + difference * difference * count * share : some_second[i];
     }
 }
 
 /* Makes outputs of the streams' totals, of channels c .. c + n of a row: rounds, writes and sums them. */
-ALWAYS_INLINE void finish_channels(struct thread *t, struct totals *totals, const float *sums, int c, int batch, size_t voxel,
+ALWAYS_INLINE void finish_channels(struct thread *t, const float *sums, int c, int batch, size_t voxel,
                                    int n, int dtype)
 {
     const struct output *out = &t->op->output;
@@ -460,22 +472,23 @@ ALWAYS_INLINE void finish_channels(struct thread *t, struct totals *totals, cons
     }
     if (out->sums != NO_SUMS) {
         size_t at = (size_t)batch * t->l->output_width + c;
-        add_sums(out->sums, totals->count + batch, z, totals->first + at, totals->second + at, (float *)&first, (float *)&second);
+        double row[2][LANES];
+        for (int i = 0; i < LANES; i++)
+            row[0][i] = first[i], row[1][i] = second[i];
+        add_sums(out->sums, t->totals.count[batch], z, LANES, t->totals.first + at, t->totals.second + at, row[0], row[1]);
     }
 }
 
-static void finish(struct thread *t, struct totals *totals, const float *row_sums, int block, int batch, size_t voxel)
+static void finish(struct thread *t, const float *row_sums, int block, int batch, size_t voxel)
 {
     for (int v = 0; v < VECS; v++) {
         int c = block * 16 + v * LANES, n = t->l->outputs - c;
         const float *sums = row_sums + v * LANES;
-        if (n >= LANES && t->op->dtype == FLOAT32) finish_channels(t, totals, sums, c, batch, voxel, LANES, FLOAT32);
-        else if (n >= LANES) finish_channels(t, totals, sums, c, batch, voxel, LANES, BFLOAT16);
-        else if (n > 0) finish_channels(t, totals, sums, c, batch, voxel, n, t->op->dtype);
+        if (n >= LANES && t->op->dtype == FLOAT32) finish_channels(t, sums, c, batch, voxel, LANES, FLOAT32);
+        else if (n >= LANES) finish_channels(t, sums, c, batch, voxel, LANES, BFLOAT16);
+        else if (n > 0) finish_channels(t, sums, c, batch, voxel, n, t->op->dtype);
     }
 }
-
-struct convolution_thread { const struct convolution *convolution; struct totals totals; };
 
 /* Where rows are short several neighbours are multiplied at once: they share the weights, and keep more sums in flight. */
 static int rows_at_once(const struct layout *l, int left)
@@ -486,17 +499,15 @@ static int rows_at_once(const struct layout *l, int left)
     return rows;
 }
 
-static void convolve_plane(struct thread *t, void *argument, int batch, int x, int y0, int y1)
+static void convolve_plane(struct thread *t, int batch, int x, int y0, int y1)
 {
-    struct convolution_thread *mine = argument;
-    const struct convolution *c = mine->convolution;
     const struct layout *l = t->l;
     int units = units_of(l->inputs), chunks = (l->tiles + l->most - 1) / l->most, z = t->op->z;
     size_t next_group = (size_t)l->tiles * GROUP_UNITS, stream = next_group * (l->width / GROUP);
     size_t next_sums = (size_t)STREAMS * l->tiles * 16;
-    double *count = mine->totals.count + batch, before = *count;
+    double *count = t->totals.count + batch, before = *count;
     for (int r, y = y0; y < y1; y += r, before += (double)r * z) {
-        const unit *weights = c->weights, *around[9 * 8], *rows[9 * 8];
+        const unit *weights = t->job->weights, *around[9 * 8], *rows[9 * 8];
         r = rows_at_once(l, y1 - y);
         for (int i = 0; i < 9 * r; i++)
             around[i] = ring_row(t, x + i / r / 3 - 1, y + i % r + i / r % 3 - 1, y0);
@@ -512,7 +523,7 @@ static void convolve_plane(struct thread *t, void *argument, int batch, int x, i
                 }
             for (int j = 0; j < r; j++) {
                 *count = before + (double)j * z;
-                finish(t, &mine->totals, t->sums + j * next_sums, block, batch, voxel_of(t->op, batch, x, y + j));
+                finish(t, t->sums + j * next_sums, block, batch, voxel_of(t->op, batch, x, y + j));
             }
         }
     }
@@ -521,7 +532,7 @@ static void convolve_plane(struct thread *t, void *argument, int batch, int x, i
 
 static void copy_planes_beside(void *argument, int thread, int threads)
 {
-    const struct convolution *c = argument;
+    const struct job *c = argument;
     const struct operation *op = c->op;
     long begin = share(op, thread, threads), end = share(op, thread + 1, threads);
     size_t plane = op->y * row_bytes(op);
@@ -530,24 +541,6 @@ static void copy_planes_beside(void *argument, int thread, int threads)
         memcpy(to, (const char *)op->input.maps[0] + (begin - 1) * plane, plane);
     if (begin < end && end % op->x)
         memcpy(to + plane, (const char *)op->input.maps[0] + end * plane, plane);
-}
-
-static void convolve_thread(void *argument, int thread, int threads)
-{
-    struct convolution *c = argument;
-    struct convolution_thread mine = {c, totals_of(c, thread)};
-    struct thread t;
-    if (open_thread(&t, c->op, &c->l, thread)) {
-        c->failed = 1;
-        return;
-    }
-    if (c->copies) {
-        t.beside = c->copies + thread * c->thread_copies;
-        t.last_rows = c->copies + thread * c->thread_copies + 2 * c->op->y * row_bytes(c->op);
-    }
-    tile_config(c->l.step, GROUP_UNITS);
-    along_planes(&t, thread, threads, CHANNELS_SUMMED, convolve_plane, &mine);
-    tile_release();
 }
 
 static void pack_weight(unit *to, int index, float value)
@@ -565,7 +558,7 @@ static void pack_weight(unit *to, int index, float value)
    every `threads`-th of the taps of a block of 16 outputs, and transforms a unit's three filters along z for all 16 at once. */
 static void pack_weights(void *argument, int thread, int threads)
 {
-    const struct convolution *c = argument;
+    const struct job *c = argument;
     int inputs = c->l.inputs, outputs = c->l.outputs, units = units_of(inputs);
     for (int part = thread; part < c->l.output_width / 16 * 9; part += threads) {
         int block = part / 9, tap = part % 9;
@@ -592,86 +585,35 @@ static void pack_weights(void *argument, int thread, int threads)
     }
 }
 
-static void write_sums(const struct convolution *c, int threads)
+static void write_sums(const struct job *job, int threads)
 {
-    const struct output *out = &c->op->output;
-    struct totals all = totals_of(c, 0);
-    for (int batch = 0; batch < c->op->batch; batch++) {
+    const struct output *out = &job->op->output;
+    struct totals all = totals_of(job, 0);
+    for (int batch = 0; batch < job->op->batch; batch++) {
         float *to = out->sums_to + (size_t)batch * 2 * out->channels;
+        size_t at = (size_t)batch * job->l.output_width;
         for (int thread = 1; thread < threads; thread++) {
-            struct totals some = totals_of(c, thread);
-            double count = some.count[batch], share = count ? count / (all.count[batch] + count) : 0;
-            for (size_t i = (size_t)batch * c->l.output_width, n = i + out->channels; i < n; i++) {
-                double difference = some.first[i] - all.first[i];
-                if (out->sums == MOMENTS) {
-                    all.first[i] += difference * share;
-                    all.second[i] += some.second[i] + difference * difference * all.count[batch] * share;
-                } else {
-                    all.first[i] += some.first[i], all.second[i] += some.second[i];
-                }
-            }
-            all.count[batch] += count;
+            struct totals some = totals_of(job, thread);
+            add_sums(out->sums, all.count[batch], some.count[batch], out->channels, all.first + at, all.second + at, some.first + at,
+                     some.second + at);
+            all.count[batch] += some.count[batch];
         }
         for (int i = 0; i < out->channels; i++) {
-            size_t at = (size_t)batch * c->l.output_width + i;
-            to[i] = (float)all.first[at];
-            to[out->channels + i] = (float)(out->sums == MOMENTS ? all.second[at] / all.count[batch] : all.second[at]);
+            to[i] = (float)all.first[at + i];
+            to[out->channels + i] = (float)(out->sums == MOMENTS ? all.second[at + i] / all.count[batch] : all.second[at + i]);
         }
     }
-}
-
-static struct convolution sizes_of(const struct operation *op)
-{
-    struct convolution c = {.op = op, .l = layout_of(op, op->output.channels, 0)};
-    c.weight_bytes = sizeof(unit) * c.l.output_width * STREAMS * 9 * units_of(c.l.inputs);
-    c.thread_totals = (size_t)op->batch * (1 + 2 * c.l.output_width) + 16; /* a line between threads */
-    long most = ((long)op->batch * op->x + op->threads - 1) / op->threads;
-    if (op->output.map == op->input.maps[0])
-        c.thread_copies = ((2 * op->y + most) * row_bytes(op) + 63) / 64 * 64;
-    return c;
-}
-
-static int convolve(const struct operation *op)
-{
-    struct convolution c = sizes_of(op);
-    c.weights = aligned_alloc(64, c.weight_bytes);
-    c.totals = calloc(c.thread_totals * op->threads, sizeof(double));
-    c.copies = c.thread_copies ? aligned_alloc(64, c.thread_copies * op->threads) : NULL;
-    c.failed = !c.weights || !c.totals || (c.thread_copies && !c.copies);
-    if (!c.failed) {
-        run_on_threads(op->threads, pack_weights, &c);
-        if (c.copies)
-            run_on_threads(op->threads, copy_planes_beside, &c);
-        run_on_threads(op->threads, convolve_thread, &c);
-        if (op->output.sums != NO_SUMS)
-            write_sums(&c, op->threads);
-    }
-    free(c.weights);
-    free(c.totals);
-    free(c.copies);
-    return c.failed ? -1 : 0;
 }
 
 /* --- Filter gradient --- */
 
-struct correlation {
-    const struct operation *op;
-    struct layout l;
-    float *sums; /* of every thread: [tap][stream][group][16 outputs][16 channels][16] */
-    size_t thread_sums;
-    int failed;
-};
-
-struct correlation_thread { const struct correlation *correlation; float *sums; };
-
-static void correlate_plane(struct thread *t, void *argument, int batch, int x, int y0, int y1)
+static void correlate_plane(struct thread *t, int batch, int x, int y0, int y1)
 {
-    struct correlation_thread *mine = argument;
     const struct layout *l = t->l;
     const struct operation *op = t->op;
     int groups = l->width / GROUP, blocks = l->output_width / 16, units = l->tiles / UNIT;
     const unit **values = t->pointers, **gradients = t->pointers + l->y_rows;
-    float *sums = mine->sums;
+    float *sums = t->filter_sums;
     size_t group_units = (size_t)units * GROUP;
     for (int y = y0; y < y1; y++)
         fill_row(t, t->gradient_rows + (y - y0) * l->gradient_row, &op->gradient, l->output_width, batch, x, y,
@@ -693,26 +635,11 @@ static void correlate_plane(struct thread *t, void *argument, int batch, int x, 
     }
 }
 
-static void correlate_thread(void *argument, int thread, int threads)
-{
-    struct correlation *c = argument;
-    struct correlation_thread mine = {c, c->sums + thread * c->thread_sums};
-    struct thread t;
-    if (open_thread(&t, c->op, &c->l, thread)) {
-        c->failed = 1;
-        return;
-    }
-    memset(mine.sums, 0, c->thread_sums * sizeof(float));
-    tile_config(16, c->l.step / UNIT);
-    along_planes(&t, thread, threads, TILES_SUMMED, correlate_plane, &mine);
-    tile_release();
-}
-
 /* Adds the threads' sums in their order, and makes the three taps along z of the streams: a thread those of every `threads`-th
    input of a tap, of 16 outputs at once. */
 static void write_filter_gradient(void *argument, int thread, int threads)
 {
-    const struct correlation *c = argument;
+    const struct job *c = argument;
     int inputs = c->l.inputs, outputs = c->l.outputs, groups = c->l.width / GROUP, blocks = c->l.output_width / 16;
     for (int part = thread; part < 9 * inputs; part += threads)
         for (int block = 0; block < blocks; block++) {
@@ -720,7 +647,7 @@ static void write_filter_gradient(void *argument, int thread, int threads)
             double taps[3][16] = {{0}};
             for (int k = 0; k < STREAMS; k++) {
                 size_t panel = ((size_t)(tap * STREAMS + k) * groups + i / GROUP) * blocks + block;
-                const float *from = c->sums + (panel * GROUP + i % GROUP) * 16;
+                const float *from = c->filter_sums + (panel * GROUP + i % GROUP) * 16;
                 double sum[16] = {0};
                 for (int other = 0; other < c->op->threads; other++, from += c->thread_sums)
                     for (int o = 0; o < 16; o++)
@@ -735,38 +662,86 @@ static void write_filter_gradient(void *argument, int thread, int threads)
         }
 }
 
-static struct correlation correlation_of(const struct operation *op)
+/* --- An operation --- */
+
+static void operation_thread(void *argument, int thread, int threads)
 {
-    struct correlation c = {.op = op, .l = layout_of(op, op->gradient.channels[0] + op->gradient.channels[1], 1)};
-    c.thread_sums = (size_t)9 * STREAMS * c.l.width * c.l.output_width;
-    return c;
+    struct job *job = argument;
+    const struct layout *l = &job->l;
+    struct thread t;
+    if (open_thread(&t, job, thread)) {
+        job->failed = 1;
+    } else if (job->filter_sums) {
+        tile_config(16, l->step / UNIT);
+        along_planes(&t, thread, threads, TILES_SUMMED, correlate_plane);
+        tile_release();
+    } else {
+        tile_config(l->step, GROUP_UNITS);
+        along_planes(&t, thread, threads, CHANNELS_SUMMED, convolve_plane);
+        tile_release();
+    }
 }
 
-static int filter_gradient(const struct operation *op)
+static struct job sizes_of(const struct operation *op)
 {
-    struct correlation c = correlation_of(op);
-    c.sums = aligned_alloc(64, c.thread_sums * op->threads * sizeof(float));
-    c.failed = !c.sums;
-    if (!c.failed) {
-        run_on_threads(op->threads, correlate_thread, &c);
-        run_on_threads(op->threads, write_filter_gradient, &c);
+    int gradient = op->filter_gradient != NULL;
+    struct job job = {.op = op, .l = layout_of(op, gradient ? op->gradient.channels[0] : op->output.channels, gradient)};
+    if (gradient) {
+        job.thread_sums = (size_t)9 * STREAMS * job.l.width * job.l.output_width;
+        return job;
     }
-    free(c.sums);
-    return c.failed ? -1 : 0;
+    job.weight_bytes = sizeof(unit) * job.l.output_width * STREAMS * 9 * units_of(job.l.inputs);
+    job.thread_totals = (size_t)op->batch * (1 + 2 * job.l.output_width) + 16; /* a line between threads */
+    long most = ((long)op->batch * op->x + op->threads - 1) / op->threads;
+    if (op->output.map == op->input.maps[0])
+        job.thread_copies = ((2 * op->y + most) * row_bytes(op) + 63) / 64 * 64;
+    return job;
+}
+
+/* NULL for 0 bytes; `failed` where there are none. */
+static void *allocate(struct job *job, size_t bytes)
+{
+    void *memory = bytes ? aligned_alloc(64, (bytes + 63) / 64 * 64) : NULL;
+    job->failed |= bytes && !memory;
+    return memory;
+}
+
+static int run(const struct operation *op)
+{
+    struct job job = sizes_of(op);
+    job.weights = allocate(&job, job.weight_bytes);
+    job.totals = allocate(&job, sizeof(double) * job.thread_totals * op->threads);
+    job.copies = allocate(&job, job.thread_copies * op->threads);
+    job.filter_sums = allocate(&job, sizeof(float) * job.thread_sums * op->threads);
+    if (!job.failed) {
+        if (job.totals)
+            memset(job.totals, 0, sizeof(double) * job.thread_totals * op->threads);
+        if (job.weights)
+            run_on_threads(op->threads, pack_weights, &job);
+        if (job.copies)
+            run_on_threads(op->threads, copy_planes_beside, &job);
+        run_on_threads(op->threads, operation_thread, &job);
+        if (job.filter_sums)
+            run_on_threads(op->threads, write_filter_gradient, &job);
+        else if (op->output.sums != NO_SUMS)
+            write_sums(&job, op->threads);
+    }
+    free(job.weights);
+    free(job.totals);
+    free(job.copies);
+    free(job.filter_sums);
+    return job.failed ? -1 : 0;
 }
 
 static void scratch(const struct operation *op, size_t *kept, size_t *passing)
 {
-    if (op->filter_gradient) {
-        struct correlation c = correlation_of(op);
-        *kept = c.l.bytes, *passing = sizeof(float) * c.thread_sums * op->threads;
-    } else {
-        struct convolution c = sizes_of(op);
-        *kept = c.l.bytes, *passing = c.weight_bytes + (sizeof(double) * c.thread_totals + c.thread_copies) * op->threads;
-    }
+    struct job job = sizes_of(op);
+    *kept = job.l.bytes;
+    *passing = sizeof(double) * job.thread_totals + job.thread_copies + sizeof(float) * job.thread_sums;
+    *passing = job.weight_bytes + *passing * op->threads;
 }
 
-static double products(long repeats)
+static void multiply_in_cache(void *repeats, int thread, int threads)
 {
 #ifdef TILES
     enum { STEP = 16 };
@@ -776,13 +751,19 @@ static double products(long repeats)
     static unit row[MOST_SUMS * GROUP_UNITS] __attribute__((aligned(64))), weights[9 * GROUP_UNITS * 16] __attribute__((aligned(64)));
     static _Thread_local float sums[MOST_SUMS * 16] __attribute__((aligned(64)));
     const unit *rows[9] = {row, row, row, row, row, row, row, row, row};
+    (void)thread, (void)threads;
     tile_config(STEP, GROUP_UNITS);
-    for (long i = 0; i < repeats; i++)
+    for (long i = 0; i < *(long *)repeats; i++)
         multiply(1, MOST_SUMS, STEP, sums, 0, rows, weights, GROUP_UNITS, 0);
     tile_release();
-    return 2.0 * repeats * 9 * GROUP * 16 * MOST_SUMS;
+}
+
+static double products(int threads, long repeats)
+{
+    run_on_threads(threads, multiply_in_cache, &repeats);
+    return 2.0 * repeats * threads * 9 * GROUP * 16 * MOST_SUMS;
 }
 
 int PASSES(const struct pass *);
 
-const struct kernels KERNELS = {KERNELS_NAME, convolve, filter_gradient, PASSES, scratch, products};
+const struct kernels KERNELS = {KERNELS_NAME, run, PASSES, scratch, products};

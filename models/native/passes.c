@@ -144,48 +144,38 @@ static void max_pool_gradient_row(struct worker *w, int batch, int x, int y)
     }
 }
 
-/* --- Residuals --- */
+/* --- Value by value --- */
 
-static void residual_sum_row(struct worker *w, int batch, int x, int y)
+ALWAYS_INLINE void value_row(struct worker *w, size_t row, int kind)
 {
     const struct pass *p = w->pass;
     for (int c = 0; c < p->channels; c += LANES) {
-        size_t at = row_at(p, 1, batch, x, y, p->channels) + c;
-        int n = least(LANES, p->channels - c);
-        for (int z = 0; z < p->z; z++, at += p->channels) {
-            vec value = formed(w, load_values(p->raw, at, n, p->dtype), c) + load_values(p->others[0], at, n, p->dtype);
-            store_values(p->map, at, at_least(value, (vec){0}), n, p->dtype);
-        }
-    }
-}
-
-static void residual_gradient_row(struct worker *w, int batch, int x, int y)
-{
-    const struct pass *p = w->pass;
-    for (int c = 0; c < p->channels; c += LANES) {
-        size_t at = row_at(p, 1, batch, x, y, p->channels) + c;
+        size_t at = row + c;
         int n = least(LANES, p->channels - c);
         struct row_sums sums = {{0}, {0}};
         for (int z = 0; z < p->z; z++, at += p->channels) {
-            vec output = load_values(p->others[0], at, n, p->dtype), gradient = load_values(p->others[1], at, n, p->dtype);
-            gradient = store_values(p->map, at, keep_where(output > 0, gradient), n, p->dtype);
-            count(w, &sums, gradient, load_values(p->raw, at, n, p->dtype), c);
+            vec raw = load_values(p->raw, at, n, p->dtype), value, first = load_values(p->others[0], at, n, p->dtype);
+            if (kind == RESIDUAL_SUM)
+                value = at_least(formed(w, raw, c) + first, (vec){0});
+            else if (kind == RESIDUAL_GRADIENT)
+                value = keep_where(first > 0, load_values(p->others[1], at, n, p->dtype));
+            else
+                value = gradient_of_raw(w, first, raw, c);
+            value = store_values(p->map, at, value, n, p->dtype);
+            if (kind == RESIDUAL_GRADIENT)
+                count(w, &sums, value, raw, c);
         }
-        keep_sums(w, &sums, c);
+        if (kind == RESIDUAL_GRADIENT)
+            keep_sums(w, &sums, c);
     }
 }
 
-static void to_raw_row(struct worker *w, int batch, int x, int y)
+static void value_by_value_row(struct worker *w, int batch, int x, int y)
 {
-    const struct pass *p = w->pass;
-    for (int c = 0; c < p->channels; c += LANES) {
-        size_t at = row_at(p, 1, batch, x, y, p->channels) + c;
-        int n = least(LANES, p->channels - c);
-        for (int z = 0; z < p->z; z++, at += p->channels) {
-            vec raw = load_values(p->raw, at, n, p->dtype), gradient = load_values(p->others[0], at, n, p->dtype);
-            store_values(p->map, at, gradient_of_raw(w, gradient, raw, c), n, p->dtype);
-        }
-    }
+    size_t row = row_at(w->pass, 1, batch, x, y, w->pass->channels);
+    if (w->pass->kind == RESIDUAL_SUM) value_row(w, row, RESIDUAL_SUM);
+    else if (w->pass->kind == RESIDUAL_GRADIENT) value_row(w, row, RESIDUAL_GRADIENT);
+    else value_row(w, row, TO_RAW);
 }
 
 /* --- Products of a voxel's channels with filters --- */
@@ -233,160 +223,151 @@ static void add_products(double *sums, int sums_width, const float *lines, int s
     }
 }
 
-/* filters[channel][output] of a project, padded. */
-static void project_row(struct worker *w, int batch, int x, int y)
+/* Where of the four fine rows over a coarse one, as lines of 2 z voxels, the voxels of a tap begin; they are two apart. */
+static size_t fine_voxel(const struct pass *p, int tap) { return (size_t)(tap / 2) * 2 * p->z + tap % 2; }
+
+static void read_coarse(const struct worker *w, int batch, int x, int y)
 {
     const struct pass *p = w->pass;
-    int width = w->job->width, other_width = w->job->other_width;
-    size_t to = row_at(p, 1, batch, x, y, p->outputs);
-    read_line(w, w->line, p->raw, row_at(p, 1, batch, x, y, p->channels), p->z, p->channels, width, 1);
+    read_line(w, w->line, p->raw, row_at(p, 1, batch, x, y, p->channels), p->z, p->channels, w->job->width, 1);
+}
+
+/* The row of the other map, or the four rows of the finer grid. */
+static void read_other(const struct worker *w, int batch, int x, int y, int times)
+{
+    const struct pass *p = w->pass;
+    int width = w->job->other_width, voxels = times * p->z;
+    for (int i = 0; i < times * times; i++)
+        read_line(w, w->other + (size_t)i * voxels * width, p->others[0],
+                  row_at(p, times, batch, times * x + i / 2, times * y + i % 2, p->outputs), voxels, p->outputs, width, 0);
+}
+
+/* Outputs of a row, from element `to` on and `step` apart: products of the formed line with filters[channel][output], a bias
+   (or NULL) and a map (or NULL). */
+static void make_outputs(struct worker *w, size_t to, int step, const float *filters, const float *bias, const void *add)
+{
+    const struct pass *p = w->pass;
+    int width = w->job->width;
     for (int o = 0; o < p->outputs; o += LANES) {
         int n = least(LANES, p->outputs - o);
-        vec bias = load_some(p->bias + o, n);
+        vec first = bias ? load_some(bias + o, n) : (vec){0};
         for (int z = 0; z < p->z; z += BLOCK) {
             int voxels = least(BLOCK, p->z - z);
             vec sums[BLOCK];
             for (int v = 0; v < BLOCK; v++)
-                sums[v] = bias;
-            multiply_block(sums, voxels, w->line + (size_t)z * width, width, p->channels, w->job->filters + o, other_width);
+                sums[v] = first;
+            multiply_block(sums, voxels, w->line + (size_t)z * width, width, p->channels, filters + o, w->job->other_width);
             for (int v = 0; v < voxels; v++) {
-                size_t at = to + (size_t)(z + v) * p->outputs + o;
-                if (p->others[0])
-                    sums[v] += load_values(p->others[0], at, n, p->dtype);
+                size_t at = to + (size_t)(z + v) * step + o;
+                if (add)
+                    sums[v] += load_values(add, at, n, p->dtype);
                 store_values(p->map, at, sums[v], n, p->dtype);
             }
         }
     }
 }
 
-/* filters[output][channel], padded; the sums are [output][channel], and one more row of the bias. */
-static void project_gradient_row(struct worker *w, int batch, int x, int y)
+/* The gradient of a row: products of the other map's line (of `taps` voxels of the finer grid) with filters[tap][output][channel],
+   and a map (or NULL). Its sums are kept, but for PROJECT_TO_RAW. */
+static void make_gradient(struct worker *w, size_t from, int taps, const void *add)
 {
     const struct pass *p = w->pass;
-    int width = w->job->width, other_width = w->job->other_width;
-    size_t from = row_at(p, 1, batch, x, y, p->channels);
-    read_line(w, w->line, p->raw, from, p->z, p->channels, width, 1);
-    read_line(w, w->other, p->others[0], row_at(p, 1, batch, x, y, p->outputs), p->z, p->outputs, other_width, 0);
+    int width = w->job->width, other_width = w->job->other_width, step = taps == 1 ? 1 : 2;
     for (int c = 0; c < p->channels; c += LANES) {
         int n = least(LANES, p->channels - c);
         struct row_sums row = {{0}, {0}};
         for (int z = 0; z < p->z; z += BLOCK) {
             int voxels = least(BLOCK, p->z - z);
             vec sums[BLOCK] = {{0}};
-            multiply_block(sums, voxels, w->other + (size_t)z * other_width, other_width, p->outputs, w->job->filters + c, width);
+            for (int tap = 0; tap < taps; tap++)
+                multiply_block(sums, voxels, w->other + (fine_voxel(p, tap) + step * z) * other_width, step * other_width, p->outputs,
+                               w->job->filters + (size_t)tap * p->outputs * width + c, width);
             for (int v = 0; v < voxels; v++) {
                 size_t at = from + (size_t)(z + v) * p->channels + c;
                 vec raw = load_values(p->raw, at, n, p->dtype);
                 if (p->kind == PROJECT_TO_RAW)
                     sums[v] = gradient_of_raw(w, sums[v], raw, c);
-                else if (p->others[1])
-                    sums[v] += load_values(p->others[1], at, n, p->dtype);
+                else if (add)
+                    sums[v] += load_values(add, at, n, p->dtype);
                 if (p->map)
                     sums[v] = store_values(p->map, at, sums[v], n, p->dtype);
                 if (p->kind != PROJECT_TO_RAW)
                     count(w, &row, sums[v], raw, c);
             }
         }
-        if (p->kind == PROJECT_TO_RAW)
-            continue;
-        keep_sums(w, &row, c);
-        add_products(w->filter_sums + c, width, w->line + c, width, w->other, other_width, p->outputs, p->z);
+        if (p->kind != PROJECT_TO_RAW)
+            keep_sums(w, &row, c);
     }
-    double *bias = w->filter_sums + (size_t)p->outputs * width;
+}
+
+/* Adds to the filters' sums, [tap][output][channel]. */
+static void make_filter_gradient(struct worker *w, int taps)
+{
+    const struct pass *p = w->pass;
+    int width = w->job->width, other_width = w->job->other_width;
+    for (int tap = 0; tap < taps; tap++)
+        for (int c = 0; c < p->channels; c += LANES)
+            add_products(w->filter_sums + (size_t)tap * p->outputs * width + c, width, w->line + c, width,
+                         w->other + fine_voxel(p, tap) * other_width, (taps == 1 ? 1 : 2) * other_width, p->outputs, p->z);
+}
+
+static void project_row(struct worker *w, int batch, int x, int y)
+{
+    const struct pass *p = w->pass;
+    read_coarse(w, batch, x, y);
+    make_outputs(w, row_at(p, 1, batch, x, y, p->outputs), p->outputs, w->job->filters, p->bias, p->others[0]);
+}
+
+static void project_gradient_row(struct worker *w, int batch, int x, int y)
+{
+    const struct pass *p = w->pass;
+    if (p->kind != PROJECT_TO_RAW)
+        read_coarse(w, batch, x, y); /* before it may be written over */
+    read_other(w, batch, x, y, 1);
+    make_gradient(w, row_at(p, 1, batch, x, y, p->channels), 1, p->others[1]);
     if (p->kind == PROJECT_TO_RAW)
         return;
+    make_filter_gradient(w, 1);
+    double *bias = w->filter_sums + (size_t)p->outputs * w->job->width;
     for (int o = 0; o < p->outputs; o++) {
         float sum = 0;
         for (int z = 0; z < p->z; z++)
-            sum += w->other[(size_t)z * other_width + o];
+            sum += w->other[(size_t)z * w->job->other_width + o];
         bias[o] += sum;
     }
 }
 
 /* --- Transposed convolutions of 2 x 2 x 2, stride 2; x, y, z are the coarse grid's --- */
 
-/* filters[tap][channel][output], padded. */
 static void up_convolve_row(struct worker *w, int batch, int x, int y)
 {
     const struct pass *p = w->pass;
-    int width = w->job->width, other_width = w->job->other_width;
-    read_line(w, w->line, p->raw, row_at(p, 1, batch, x, y, p->channels), p->z, p->channels, width, 1);
-    for (int tap = 0; tap < 8; tap++) {
-        size_t to = row_at(p, 2, batch, 2 * x + tap / 4, 2 * y + tap / 2 % 2, p->outputs) + (size_t)(tap % 2) * p->outputs;
-        for (int o = 0; o < p->outputs; o += LANES) {
-            const float *filters = w->job->filters + (size_t)tap * p->channels * other_width + o;
-            int n = least(LANES, p->outputs - o);
-            for (int z = 0; z < p->z; z += BLOCK) {
-                int voxels = least(BLOCK, p->z - z);
-                vec sums[BLOCK] = {{0}};
-                multiply_block(sums, voxels, w->line + (size_t)z * width, width, p->channels, filters, other_width);
-                for (int v = 0; v < voxels; v++)
-                    store_values(p->map, to + (size_t)(z + v) * 2 * p->outputs + o, sums[v], n, p->dtype);
-            }
-        }
-    }
+    read_coarse(w, batch, x, y);
+    for (int tap = 0; tap < 8; tap++)
+        make_outputs(w, row_at(p, 2, batch, 2 * x + tap / 4, 2 * y + tap / 2 % 2, p->outputs) + (size_t)(tap % 2) * p->outputs,
+                     2 * p->outputs, w->job->filters + (size_t)tap * p->channels * w->job->other_width, NULL, NULL);
 }
 
-/* The four rows of the fine map over a coarse row, as lines of 2 z voxels. */
-static void read_fine_rows(const struct worker *w, int batch, int x, int y)
-{
-    const struct pass *p = w->pass;
-    int other_width = w->job->other_width;
-    for (int i = 0; i < 4; i++)
-        read_line(w, w->other + (size_t)i * 2 * p->z * other_width, p->others[0],
-                  row_at(p, 2, batch, 2 * x + i / 2, 2 * y + i % 2, p->outputs), 2 * p->z, p->outputs, other_width, 0);
-}
-
-/* filters[tap][output][channel], padded. */
 static void up_input_gradient_row(struct worker *w, int batch, int x, int y)
 {
-    const struct pass *p = w->pass;
-    int width = w->job->width, other_width = w->job->other_width;
-    size_t from = row_at(p, 1, batch, x, y, p->channels);
-    read_fine_rows(w, batch, x, y);
-    for (int c = 0; c < p->channels; c += LANES) {
-        int n = least(LANES, p->channels - c);
-        struct row_sums row = {{0}, {0}};
-        for (int z = 0; z < p->z; z += BLOCK) {
-            int voxels = least(BLOCK, p->z - z);
-            vec sums[BLOCK] = {{0}};
-            for (int tap = 0; tap < 8; tap++) {
-                const float *values = w->other + ((size_t)tap / 2 * 2 * p->z + 2 * z + tap % 2) * other_width;
-                const float *filters = w->job->filters + (size_t)tap * p->outputs * width + c;
-                multiply_block(sums, voxels, values, 2 * other_width, p->outputs, filters, width);
-            }
-            for (int v = 0; v < voxels; v++) {
-                size_t at = from + (size_t)(z + v) * p->channels + c;
-                vec raw = load_values(p->raw, at, n, p->dtype);
-                count(w, &row, store_values(p->map, at, sums[v], n, p->dtype), raw, c);
-            }
-        }
-        keep_sums(w, &row, c);
-    }
+    read_other(w, batch, x, y, 2);
+    make_gradient(w, row_at(w->pass, 1, batch, x, y, w->pass->channels), 8, NULL);
 }
 
-/* The sums are [tap][output][channel]. */
 static void up_filter_gradient_row(struct worker *w, int batch, int x, int y)
 {
-    const struct pass *p = w->pass;
-    int width = w->job->width, other_width = w->job->other_width;
-    read_line(w, w->line, p->raw, row_at(p, 1, batch, x, y, p->channels), p->z, p->channels, width, 1);
-    read_fine_rows(w, batch, x, y);
-    for (int tap = 0; tap < 8; tap++)
-        for (int c = 0; c < p->channels; c += LANES)
-            add_products(w->filter_sums + (size_t)tap * p->outputs * width + c, width, w->line + c, width,
-                         w->other + ((size_t)tap / 2 * 2 * p->z + tap % 2) * other_width, 2 * other_width, p->outputs, p->z);
+    read_coarse(w, batch, x, y);
+    read_other(w, batch, x, y, 2);
+    make_filter_gradient(w, 8);
 }
 
 /* --- All passes --- */
 
 static void (*const ROWS[PASS_KINDS])(struct worker *, int batch, int x, int y) = {
-    [MAX_POOL] = max_pool_row,           [MAX_POOL_GRADIENT] = max_pool_gradient_row,
-    [RESIDUAL_SUM] = residual_sum_row,   [RESIDUAL_GRADIENT] = residual_gradient_row,
-    [TO_RAW] = to_raw_row,               [PROJECT] = project_row,
+    [MAX_POOL] = max_pool_row, [MAX_POOL_GRADIENT] = max_pool_gradient_row,
+    [RESIDUAL_SUM] = value_by_value_row, [RESIDUAL_GRADIENT] = value_by_value_row, [TO_RAW] = value_by_value_row, [PROJECT] = project_row,
     [PROJECT_GRADIENT] = project_gradient_row, [PROJECT_SUMS] = project_gradient_row, [PROJECT_TO_RAW] = project_gradient_row,
-    [UP_CONVOLVE] = up_convolve_row,     [UP_INPUT_GRADIENT] = up_input_gradient_row,
-    [UP_FILTER_GRADIENT] = up_filter_gradient_row,
+    [UP_CONVOLVE] = up_convolve_row, [UP_INPUT_GRADIENT] = up_input_gradient_row, [UP_FILTER_GRADIENT] = up_filter_gradient_row,
 };
 
 static void take_coefficients(struct worker *w, int batch)
@@ -446,31 +427,28 @@ static void pack_filters(struct job *job, int taps)
             }
 }
 
+/* The threads' sums, `next` apart, added in their order. */
+static float total(const struct job *job, const double *sums, size_t next)
+{
+    double sum = 0;
+    for (int thread = 0; thread < job->pass->threads; thread++)
+        sum += sums[thread * next];
+    return (float)sum;
+}
+
 static void write_results(const struct job *job, int taps)
 {
     const struct pass *p = job->pass;
-    for (int batch = 0; p->sums_to && batch < p->batch; batch++)
-        for (int which = 0; which < 2; which++)
-            for (int c = 0; c < p->channels; c++) {
-                double sum = 0;
-                for (int thread = 0; thread < p->threads; thread++)
-                    sum += job->sums[(((size_t)thread * p->batch + batch) * 2 + which) * job->width + c];
-                p->sums_to[((size_t)batch * 2 + which) * p->channels + c] = (float)sum;
-            }
-    for (int tap = 0; p->filter_gradient && tap < taps; tap++)
-        for (int o = 0; o < p->outputs; o++)
-            for (int c = 0; c < p->channels; c++) {
-                double sum = 0;
-                for (int thread = 0; thread < p->threads; thread++)
-                    sum += job->filter_sums[thread * job->filter_count + ((size_t)tap * p->outputs + o) * job->width + c];
-                p->filter_gradient[filter_at(p, tap, c, o)] = (float)sum;
-            }
-    for (int o = 0; p->bias_gradient && o < p->outputs; o++) {
-        double sum = 0;
-        for (int thread = 0; thread < p->threads; thread++)
-            sum += job->filter_sums[thread * job->filter_count + (size_t)p->outputs * job->width + o];
-        p->bias_gradient[o] = (float)sum;
-    }
+    int rows = 2 * p->batch;
+    for (int row = 0; p->sums_to && row < rows; row++)
+        for (int c = 0; c < p->channels; c++)
+            p->sums_to[row * p->channels + c] = total(job, job->sums + (size_t)row * job->width + c, (size_t)rows * job->width);
+    for (int row = 0; p->filter_gradient && row < taps * p->outputs; row++)
+        for (int c = 0; c < p->channels; c++)
+            p->filter_gradient[filter_at(p, row / p->outputs, c, row % p->outputs)] =
+                total(job, job->filter_sums + (size_t)row * job->width + c, job->filter_count);
+    for (int o = 0; p->bias_gradient && o < p->outputs; o++)
+        p->bias_gradient[o] = total(job, job->filter_sums + (size_t)p->outputs * job->width + o, job->filter_count);
 }
 
 int PASSES(const struct pass *p)

@@ -2,10 +2,13 @@
    stand in the way of the engine's. They may run where the process's first thread may: the
    caller's may be one that an engine's OpenMP has bound to a core. */
 #define _GNU_SOURCE
+#include <limits.h>
+#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 #include "native.h"
@@ -14,16 +17,13 @@
 
 static struct {
     pthread_mutex_t call; /* one operation at a time */
-    pthread_mutex_t mutex;
-    pthread_cond_t begin, end;
     int started;          /* threads besides the caller's */
     atomic_int round;     /* goes up by one with every call */
     atomic_int working;
     int threads;
     void (*work)(void *, int, int);
     void *argument;
-} pool = {.call = PTHREAD_MUTEX_INITIALIZER, .mutex = PTHREAD_MUTEX_INITIALIZER, .begin = PTHREAD_COND_INITIALIZER,
-          .end = PTHREAD_COND_INITIALIZER};
+} pool = {.call = PTHREAD_MUTEX_INITIALIZER};
 
 static struct { void *memory; size_t bytes; } kept[MOST_THREADS];
 
@@ -44,48 +44,39 @@ static long now_ns(void)
     return t.tv_sec * 1000000000L + t.tv_nsec;
 }
 
-/* Waits until *value is no longer (or, with `until`, is) `wanted`: awake for SPIN_NS, then asleep. */
-static void wait_for(atomic_int *value, int wanted, int until, pthread_cond_t *condition)
+/* Waits until *value is no longer `old`: awake for SPIN_NS, then asleep. */
+static void wait_while(atomic_int *value, int old)
 {
     long start = now_ns();
-    while ((atomic_load_explicit(value, memory_order_acquire) == wanted) != until) {
-        if (now_ns() - start < SPIN_NS) {
+    while (atomic_load_explicit(value, memory_order_acquire) == old)
+        if (now_ns() - start >= SPIN_NS)
+            syscall(SYS_futex, value, FUTEX_WAIT_PRIVATE, old, NULL, NULL, 0); /* returns at once if it has changed */
+        else
             for (int i = 0; i < 32; i++)
                 __builtin_ia32_pause();
-            continue;
-        }
-        pthread_mutex_lock(&pool.mutex);
-        while ((atomic_load(value) == wanted) != until)
-            pthread_cond_wait(condition, &pool.mutex);
-        pthread_mutex_unlock(&pool.mutex);
-    }
 }
+
+static void wake(atomic_int *value) { syscall(SYS_futex, value, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0); }
 
 static void *thread_main(void *number)
 {
     int thread = (int)((long)number >> 32);
     unsigned round = (unsigned)(long)number;
     for (;;) {
-        wait_for(&pool.round, (int)round, 0, &pool.begin);
+        wait_while(&pool.round, (int)round);
         round++;
         if (thread < pool.threads)
             pool.work(pool.argument, thread, pool.threads);
-        if (atomic_fetch_sub(&pool.working, 1) == 1) {
-            pthread_mutex_lock(&pool.mutex);
-            pthread_cond_signal(&pool.end);
-            pthread_mutex_unlock(&pool.mutex);
-        }
+        if (atomic_fetch_sub(&pool.working, 1) == 1)
+            wake(&pool.working);
     }
     return NULL;
 }
 
-/* A child of fork has none of the threads, and the locks as they were at that moment. */
+/* A child of fork has none of the threads, and the lock as it was at that moment. */
 static void forget_threads(void)
 {
     pthread_mutex_init(&pool.call, NULL);
-    pthread_mutex_init(&pool.mutex, NULL);
-    pthread_cond_init(&pool.begin, NULL);
-    pthread_cond_init(&pool.end, NULL);
     pool.started = 0;
 }
 
@@ -126,12 +117,11 @@ void run_on_threads(int threads, void (*work)(void *, int, int), void *argument)
     } else {
         pool.work = work, pool.argument = argument, pool.threads = threads;
         atomic_store(&pool.working, pool.started);
-        pthread_mutex_lock(&pool.mutex);
         atomic_fetch_add(&pool.round, 1);
-        pthread_cond_broadcast(&pool.begin);
-        pthread_mutex_unlock(&pool.mutex);
+        wake(&pool.round);
         work(argument, 0, threads);
-        wait_for(&pool.working, 0, 1, &pool.end);
+        for (int left; (left = atomic_load(&pool.working));)
+            wait_while(&pool.working, left);
     }
     pthread_mutex_unlock(&pool.call);
 }

@@ -61,20 +61,11 @@ const struct kernels *native_kernels(const char *name, int dtype)
     return NULL;
 }
 
-/* 0; -1 where memory ran out; -2 where the machine has no such kernels. `name` as in `native_kernels`. */
-int native_convolve(const char *name, const struct operation *operation)
+/* The functions of native.h by name: 0; -1 where memory ran out; -2 where the machine has no such kernels. */
+int native_run(const char *name, const struct operation *operation)
 {
     const struct kernels *kernels = native_kernels(name, operation->dtype);
-    return kernels ? kernels->convolve(operation) : -2;
-}
-
-int native_scratch(const char *name, const struct operation *operation, size_t *kept, size_t *passing)
-{
-    const struct kernels *kernels = native_kernels(name, operation->dtype);
-    if (!kernels)
-        return -2;
-    kernels->scratch(operation, kept, passing);
-    return 0;
+    return kernels ? kernels->run(operation) : -2;
 }
 
 int native_pass(const char *name, const struct pass *pass)
@@ -83,29 +74,15 @@ int native_pass(const char *name, const struct pass *pass)
     return kernels ? kernels->pass(pass) : -2;
 }
 
-int native_filter_gradient(const char *name, const struct operation *operation)
+int native_scratch(const char *name, const struct operation *operation, size_t *kept, size_t *passing)
 {
     const struct kernels *kernels = native_kernels(name, operation->dtype);
-    return kernels ? kernels->filter_gradient(operation) : -2;
+    return kernels ? kernels->scratch(operation, kept, passing), 0 : -2;
 }
 
-struct products { const struct kernels *kernels; long repeats; double done[MOST_THREADS]; };
-
-static void run_products(void *argument, int thread, int threads)
-{
-    struct products *p = argument;
-    (void)threads;
-    p->done[thread] = p->kernels->products(p->repeats);
-}
-
-/* What `products` of every thread returns, added up. */
+/* 0 where there are none. */
 double native_products(const char *name, int dtype, int threads, long repeats)
 {
-    struct products p = {native_kernels(name, dtype), repeats, {0}};
-    double sum = 0;
-    if (p.kernels)
-        run_on_threads(threads, run_products, &p);
-    for (int thread = 0; thread < threads; thread++)
-        sum += p.done[thread];
-    return sum;
+    const struct kernels *kernels = native_kernels(name, dtype);
+    return kernels ? kernels->products(threads, repeats) : 0;
 }

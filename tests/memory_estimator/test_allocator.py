@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memory_estimator.step.allocator import MIB, SMALL_BYTES, Allocator, NoRegionError, fits_regions, use
+from memory_estimator.step.allocator import MIB, SMALL_BYTES, Allocator
 from memory_estimator.step.program import GRANULE_BYTES, Program, StepOp, Tensor, requests, rounded, timeline
 
 RECORDED = Path(__file__).parent / "data" / "allocations_96.json"
 
 
-def taking(*mib, limit_mib=None):
+def taking(*mib):
     """An allocator that has taken so many MiB, under the names "0", "1" ..."""
-    allocator = Allocator(limit_mib and limit_mib * MIB)
+    allocator = Allocator()
     for name, size in enumerate(mib):
         allocator.take(str(name), int(size * MIB))
     return allocator
@@ -80,21 +80,6 @@ def test_no_two_tensors_overlap_and_no_tensor_is_short_and_all_that_is_given_bac
     assert allocator.counted_bytes == 0
     # Every region is one free chunk again: what had no neighbour left is handed out whole.
     assert sum(chunk.size for chunk in allocator._chunks.values()) == allocator.reserved_bytes
-
-
-def test_a_tensor_that_no_region_holds_fails_although_there_is_as_much_free():
-    taking(1, 2, 1, limit_mib=5)  # then a byte more than 1 MiB is free in neither region, 2 MiB in both together
-    for sizes in ((1, 2, 2), (1, 4)):
-        with pytest.raises(NoRegionError):
-            taking(*sizes, limit_mib=5)
-
-
-def test_a_program_fits_the_regions_it_takes_without_a_limit_and_not_those_a_tensor_is_too_large_for():
-    x, y, z = (Tensor(name, 3 * MIB, "transients") for name in "xyz")
-    program = Program((x,), (StepOp("a", "pool", ("x",), (y,)), StepOp("b", "pool", ("y",), (z,))))
-    reserved = use(program).reserved_bytes
-    assert fits_regions(program, reserved)
-    assert not fits_regions(program, 8 * MIB)  # three times 3 MiB
 
 
 # --- When a tensor comes, when it goes, and what the allocator is asked for ---

@@ -19,7 +19,6 @@ from memory_estimator.calibration import (
 )
 from memory_estimator.host import INSTRUCTION_SETS, read_host
 from memory_estimator.job import Job
-from memory_estimator.step.timing import kind_of
 from memory_estimator.step.training_step import training_step
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 
@@ -84,7 +83,7 @@ def test_every_operation_of_every_network_has_costs():
         more = {"residual": up == "upsampling", "deep_supervision": norm == "batch", "dtype": "bfloat16"}
         unet = UNetConfig(filters=4, depth=3, network=network, norm=norm, up=up, policy=policy, **more)
         job = Job(unet, (16, 16, 16), batch=2, micro_batch=1, optimizer=optimizer)
-        kinds |= {kind_of(op) for op in training_step(job).ops}
+        kinds |= {op.kind for op in training_step(job).ops}
     assert kinds == set(FEATURES)
 
 

@@ -4,11 +4,10 @@ import dataclasses
 
 import pytest
 
-from memory_estimator import estimate as estimate_module
 from memory_estimator.accuracy import Accuracy, Bound, Kind
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import estimate, live_at_peak
-from memory_estimator.job import RECIPES, Job
+from memory_estimator.job import Job
 from memory_estimator.step.program import Tensor, Timeline
 from memory_estimator.step.timing import op_seconds
 from memory_estimator.step.training_step import training_step
@@ -118,21 +117,6 @@ def test_a_step_is_its_micro_batches_and_one_update():
     assert two.step_s == pytest.approx(2 * part_s + update_s)
     assert four.volume_s == pytest.approx(four.step_s / 4)
     assert four.epoch_s == pytest.approx(2 * four.step_s)
-
-
-def test_a_host_whose_regions_do_not_hold_the_job_would_have_to_be_larger(monkeypatch):
-    job = dataclasses.replace(RECIPES["brats-regions"].job, shape=(240, 240, 160), threads=2)
-    fits = estimate(job, CONSTANTS, RECORDED)
-    host_bytes = fits.upper_bound_bytes
-    assert estimate(job, CONSTANTS, RECORDED, host_bytes=host_bytes) == fits  # cut down, the last region suffices
-    monkeypatch.setattr(estimate_module, "fits_regions", lambda program, limit: False)
-    short = estimate(job, CONSTANTS, RECORDED, host_bytes=host_bytes)
-    assert short.regions_short
-    assert short.upper_bound_bytes > host_bytes
-    assert short.process_peak_bytes == fits.process_peak_bytes
-    # Nothing is asked where all regions fit, nor where the job is too large anyway.
-    assert not estimate(job, CONSTANTS, RECORDED, host_bytes=short.upper_bound_bytes).regions_short
-    assert not estimate(job, CONSTANTS, RECORDED, host_bytes=host_bytes - 1).regions_short
 
 
 def held(*tensors):

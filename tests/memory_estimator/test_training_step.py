@@ -46,17 +46,17 @@ def test_every_program_is_consistent(job):
 @pytest.mark.parametrize(
     ("unet", "side", "optimizer", "measured"),
     [
-        ({"dtype": "float32", "policy": "speed"}, 64, "muon", 198_836_224),
-        ({"policy": "speed"}, 96, "muon", 325_877_760),
-        ({"policy": "lean"}, 96, "muon", 198_721_536),
-        ({"policy": "speed", "depth": 3, "filters": 8}, 64, "adam", 38_928_384),
-        ({"policy": "lean", "deep_supervision": True, "up": "upsampling", "norm": "batch"}, 96, "muon", 195_919_872),
+        ({"dtype": "float32", "policy": "speed"}, 64, "muon", 176_439_296),
+        ({"policy": "speed"}, 96, "muon", 268_902_400),
+        ({"policy": "lean"}, 96, "muon", 169_148_416),
+        ({"policy": "speed", "depth": 3, "filters": 8}, 64, "adam", 33_947_648),
+        ({"policy": "lean", "deep_supervision": True, "up": "upsampling", "norm": "batch"}, 96, "muon", 163_348_480),
     ],
 )
 def test_the_allocators_peak_is_the_measured_one(unet, side, optimizer, measured):
     """get_memory_info("CPU:0")["peak"] from the third step on: TensorFlow 2.15.1, ITEX 2.15.0.0, two threads."""
     job = Job(UNetConfig(**{"dtype": "bfloat16", **unet}), (side,) * 3, optimizer=optimizer, threads=2)
-    assert use(training_step(job)).peak_bytes == pytest.approx(measured, rel=0.006)
+    assert use(training_step(job)).peak_bytes == pytest.approx(measured, rel=0.02)
 
 
 KIB, SIDE = 2**10, 16
@@ -78,9 +78,9 @@ def test_every_raw_sum_is_kept_under_speed_and_two_a_level_under_lean():
     assert speed["head"] == pytest.approx(2 * 16 + 2 * (1 + 2 + 2) + 3 * 16 + 16, abs=4)
     # e1 went when e2 was made in its place, and that with u when d1 was.
     assert lean["head"] == pytest.approx(2 * (1 + 2 + 2) + 2 * 16 + 16, abs=4)
-    # dlogits beside what is kept, and the gradient of d2.
-    assert speed["head/gradient"] == pytest.approx(speed["head"] + 16, abs=4)
-    assert lean["head/gradient"] == pytest.approx(lean["head"] + 16, abs=4)
+    # dlogits in place of the logits, and the gradient of d2 over it.
+    assert speed["head/gradient"] == pytest.approx(speed["head"], abs=4)
+    assert lean["head/gradient"] == pytest.approx(lean["head"], abs=4)
 
 
 def test_a_gradient_takes_the_place_of_the_one_it_is_made_of_where_nobody_else_reads_that():

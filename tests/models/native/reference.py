@@ -58,8 +58,7 @@ class Operation(ctypes.Structure):
 
 def load(path):
     library = ctypes.CDLL(str(path))
-    for function in (library.native_convolve, library.native_filter_gradient):
-        function.argtypes = (c_char_p, POINTER(Operation))
+    library.native_run.argtypes = (c_char_p, POINTER(Operation))
     library.native_scratch.argtypes = (c_char_p, POINTER(Operation), POINTER(c_size_t), POINTER(c_size_t))
     library.native_kernels.argtypes = (c_char_p, c_int)
     library.native_kernels.restype = c_void_p

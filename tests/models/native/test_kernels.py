@@ -74,14 +74,14 @@ class Kernel:
         raw, coefficients = below or (None, None)
         output = Output(channels, pointer(result), sums, *map(pointer, (totals, raw, coefficients)))
         operation = Operation(self.code, *shape, threads, given_input, as_floats(filters), transposed, output)
-        assert self.library.native_convolve(self.name.encode(), operation) == 0
+        assert self.library.native_run(self.name.encode(), operation) == 0
         return result, totals
 
     def filter_gradient(self, shape, threads, given_input, given_gradient, channels):
         result = np.full((3, 3, 3, *channels), np.nan, np.float32)
         operation = Operation(self.code, *shape, threads, given_input, gradient=given_gradient)
         operation.filter_gradient = as_floats(result)
-        assert self.library.native_filter_gradient(self.name.encode(), operation) == 0
+        assert self.library.native_run(self.name.encode(), operation) == 0
         return result
 
     def maps(self, rng, shape, *channels):
@@ -281,6 +281,33 @@ def test_scratch_is_what_the_formula_says(kernel, shape, kind):
         assert (kept.value, passing.value) == expected
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("grid", "channels"),
+    [((256, 256, 192), (32, 32)), ((256, 256, 224), (32, 32)), ((512, 256, 192), (16, 32))],
+    ids=lambda numbers: "x".join(map(str, numbers)),
+)
+def test_shapes_that_end_the_process_in_onednn_on_amx_are_taken(library, grid, channels):
+    """Three planes along x of each, in the best kernels of this machine and in those of AMX."""
+    rng, shape = np.random.default_rng(7), (1, 3, *grid[1:])
+    best = next(
+        name for name in ("amx", "avx512_bf16", "avx512", "avx2") if library.native_kernels(name.encode(), BFLOAT16)
+    )
+    kernels = [Kernel(library, name, "bfloat16") for name in (best, "amx_in_c")]
+    values, gradient = kernels[0].maps(rng, shape, *channels)
+    filters, threads = filters_of(rng, channels), 2
+    flipped = np.swapaxes(filters[::-1, ::-1, ::-1], 3, 4)
+    truths = convolved(formed([values]), filters), convolved(formed([gradient]), flipped)
+    of_filters = filter_gradient_of(formed([values]), formed([gradient]))
+    for kernel in kernels:
+        made, _ = kernel.convolve(shape, threads, given([values]), filters)
+        back, _ = kernel.convolve(shape, threads, given([gradient]), filters, transposed=True)
+        change = kernel.filter_gradient(shape, threads, given([values]), given([gradient]), channels)
+        assert error(made, truths[0], values, filters, 27 * channels[0]) < kernel.map_error, kernel.name
+        assert error(back, truths[1], gradient, filters, 27 * channels[1]) < kernel.map_error, kernel.name
+        assert error(change, of_filters, values, gradient, np.prod(shape)) < kernel.filter_error, kernel.name
+
+
 def test_a_child_of_fork_starts_threads_of_its_own(library):
     script = f"""
 import os, signal
@@ -291,10 +318,10 @@ signal.alarm(60)
 values, filters = np.ones((1, 4, 4, 8, 4), np.float32), np.ones((3, 3, 3, 4, 4), np.float32)
 result = np.zeros_like(values)
 operation = Operation(0, 1, 4, 4, 8, 3, given([values]), as_floats(filters), False, Output(4, pointer(result)))
-assert library.native_convolve(None, operation) == 0 and result[0, 1, 1, 1, 0] == 108
+assert library.native_run(None, operation) == 0 and result[0, 1, 1, 1, 0] == 108
 child = os.fork()
 result[:] = 0
-assert library.native_convolve(None, operation) == 0 and result[0, 1, 1, 1, 0] == 108
+assert library.native_run(None, operation) == 0 and result[0, 1, 1, 1, 0] == 108
 if child == 0:
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
