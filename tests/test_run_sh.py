@@ -25,7 +25,7 @@ case "$1 $2" in
   "-m pip")
     [ "$3" = install ] || exit 0
     echo "pip ${{@: -1}}" >>"$JOURNAL"
-    if [ -n "${{STUB_PIP_HANGS:-}}" ]; then sleep "$STUB_PIP_HANGS"; fi
+    [ -z "${{STUB_PIP_WAITS:-}}" ] || for i in {{1..600}}; do [ ! -e "$STUB_PIP_WAITS" ] || break; sleep 0.05; done
     if [ -n "${{STUB_PIP_FAILS:-}}" ]; then echo "ERROR: no matching distribution"; exit 1; fi ;;
   *) echo "{name} $* [$PWD] [$PYTHONPATH]" >>"$JOURNAL"; exit "${{STUB_EXIT:-0}}" ;;
 esac
@@ -46,38 +46,35 @@ class Sandbox(NamedTuple):
         stub.chmod(0o755)
 
     def run(self, *arguments, cwd=None, **environment):
-        """Run ./run.sh; its result, with `said` for all that it printed."""
-        done = subprocess.run(
+        """Run ./run.sh; its exit code, and all that it printed."""
+        process = self.start(*arguments, cwd=cwd, **environment)
+        said = process.communicate(timeout=60)[0]
+        return process.returncode, said
+
+    def start(self, *arguments, cwd=None, **environment):
+        """Start ./run.sh; the process."""
+        return subprocess.Popen(
             [str(self.root / "run.sh"), *arguments],
             cwd=cwd or self.root,
             env=self.environment(**environment),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=60,
-            check=False,
-        )
-        return done.returncode, done.stdout
-
-    def installing(self, *arguments, seconds=30, **environment):
-        """Start ./run.sh; the process, once pip installs, which takes it so many seconds."""
-        process = subprocess.Popen(
-            [str(self.root / "run.sh"), *arguments],
-            env=self.environment(STUB_PIP_HANGS=str(seconds), **environment),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
             start_new_session=True,
         )
+
+    def installing(self, *arguments, **environment):
+        """Start ./run.sh; the process, once pip installs, which it does until there is a file "pip may end"."""
+        process = self.start(*arguments, STUB_PIP_WAITS=str(self.bin / "pip may end"), **environment)
         while not (self.journal.exists() and self.journal.read_text()):
             time.sleep(0.05)
         return process
 
     def cut(self, *arguments, **environment):
-        """Run ./run.sh and interrupt it while pip installs; its exit code, with `said` for its errors."""
+        """Run ./run.sh and interrupt it while pip installs; its exit code, and all that it printed."""
         process = self.installing(*arguments, **environment)
         os.killpg(process.pid, signal.SIGINT)
-        said = process.communicate(timeout=120)[1]
+        said = process.communicate(timeout=120)[0]
         self.calls()
         return process.returncode, said
 
@@ -252,12 +249,12 @@ def test_a_failed_installation_shows_why_and_is_not_taken_for_whole(sandbox):
 
 def test_who_comes_while_another_sets_up_waits_and_finds_it_ready(sandbox):
     sandbox.python("python3.11", "3.11")
-    first = sandbox.installing("setup", seconds=1)
-    code, said = sandbox.run("train")
-    assert code == 0, said
-    assert f"process {first.pid} on {os.uname().nodename}" in said
-    first.communicate(timeout=20)
-    assert first.returncode == 0
+    first, second = sandbox.installing("setup"), sandbox.start("train")
+    assert f"process {first.pid} on {os.uname().nodename}" in second.stdout.readline()
+    (sandbox.bin / "pip may end").touch()
+    for process in (first, second):
+        said = process.communicate(timeout=60)[0]
+        assert process.returncode == 0, said
     calls = [line.split()[0] for line in sandbox.calls()]
     assert calls == ["pip", "python3.11"]
     assert [path.name for path in sandbox.root.glob(".venv*")] == [".venv"]

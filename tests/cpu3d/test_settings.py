@@ -20,7 +20,7 @@ from cpu3d.settings import (
     with_settings,
 )
 from memory_estimator.common.schema import add_options, arguments
-from memory_estimator.job import RECIPES
+from memory_estimator.job import RECIPES, Job
 from models.config import UNetConfig
 
 CONFIG = RunConfig(
@@ -73,7 +73,9 @@ def test_what_would_be_another_run_is_refused_with_both_values(old, network, set
 )
 def test_the_micro_batch_is_one_volume_by_rule_but_with_batch_norm_the_whole_batch(norm, micro_batch, micro, parts):
     config = RunConfig(unet=UNetConfig(norm=norm), batch=6, micro_batch=micro_batch)
-    assert (config.micro, config.parts) == (micro, parts)
+    job = Job(config.unet, (64, 64, 64), batch=6, micro_batch=micro_batch)
+    assert (config.micro, config.parts) == (job.micro, job.parts) == (micro, parts)
+    assert job.voxels == micro * 64**3
 
 
 @pytest.mark.parametrize(

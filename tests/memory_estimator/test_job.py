@@ -46,13 +46,6 @@ def test_every_option_reaches_the_job():
     assert job == Job(unet, (64, 80, 96), batch=4, micro_batch=2, optimizer="sgd", engine="stock", threads=3)
 
 
-def test_volumes_at_a_time_are_one_or_with_batch_norm_all_unless_asked_for():
-    jobs = (("instance", 0, 1), ("none", 0, 1), ("batch", 0, 6), ("batch", 2, 2), ("none", 3, 3))
-    for norm, micro_batch, micro in jobs:
-        job = Job(UNetConfig(norm=norm), (64, 64, 64), batch=6, micro_batch=micro_batch)
-        assert (job.micro, job.parts, job.voxels) == (micro, 6 // micro, micro * 64**3)
-
-
 @pytest.mark.parametrize(
     ("options", "is_open"),
     [

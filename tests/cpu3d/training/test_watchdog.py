@@ -1,5 +1,6 @@
 """The guard around a training that is none: what is free, how long it is silent, what it notes, says and does."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -187,17 +188,11 @@ def test_what_takes_longer_than_ever_is_given_ten_times_that(guard, stage, longe
     ],
 )
 def test_how_a_run_ends_is_noted(tmp_path, error, exit_code, reason):
-    def train():
-        with Guard(tmp_path, say=print, step=2, steps=9) as guard:
-            guard.phase("computing", step=3)
-            if error:
-                raise error
-
-    if error is None:
-        train()
-    else:
-        with pytest.raises(type(error)):
-            train()
+    expected = pytest.raises(type(error)) if error else contextlib.nullcontext()
+    with expected, Guard(tmp_path, say=print, step=2, steps=9) as guard:
+        guard.phase("computing", step=3)
+        if error:
+            raise error
     beat = read_heartbeats(tmp_path)[0]
     assert (beat.phase, beat.step, beat.steps, beat.pid) == ("ended", 3, 9, os.getpid())
     assert (beat.reason, beat.exit_code) == (reason, exit_code)
