@@ -333,7 +333,7 @@ def test_whole_volumes_are_in_the_bound_where_steps_see_less_than_these(phantom_
     covered = (math.ceil(n / resolution) for n in plan.config.grid)
     volume = tuple(map(max, phantom_store.manifest.largest_box, covered))
     beside = whole_volume_bytes(found.job, volume, resolution) if settings else 0
-    alone = estimate(found.job, found.constants, found.accuracy, HOST.memory_bytes)
+    alone = estimate(found.job, found.constants, found.accuracy)
     assert found.upper_bound_bytes == alone.upper_bound_bytes + beside
     split = {**phantom_store.manifest.split, "val": ()}
     store = Store(phantom_store.folder, dataclasses.replace(phantom_store.manifest, split=split))
