@@ -221,7 +221,7 @@ class Learner:
             gradients = [gradient / self.config.parts for gradient in gradients]
         # A voxel that is NaN may not reach the loss, through a ReLU, but then it reaches a gradient.
         with tf.control_dependencies(gradients):
-            finite = tf.math.is_finite(tf.add_n([tf.reduce_sum(gradient) for gradient in gradients]))
+            finite = tf.math.is_finite(tf.add_n([tf.nn.l2_loss(gradient) for gradient in gradients]))
         return tf.where(finite, loss, np.nan), dice, gradients
 
     def _update(self, gradients):

@@ -153,4 +153,4 @@ def _on_grid_of(logits, target):
 def _per_region(rows, regions: int):
     """Sum (N, X * Y, Z * R) over all voxels of each region: (N, R)."""
     column_sums = tf.reduce_sum(rows, 1)
-    return tf.reduce_sum(tf.reshape(column_sums, (tf.shape(rows)[0], -1, regions)), 1)
+    return tf.reduce_sum(tf.reshape(column_sums, (-1, rows.shape[2] // regions, regions)), 1)

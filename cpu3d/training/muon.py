@@ -6,7 +6,7 @@ those that all speak for. docs/log.md has what that saves in steps.
 """
 
 import math
-from typing import Tuple
+from typing import Any, Callable, Optional, Tuple
 
 import tensorflow as tf
 
@@ -53,11 +53,11 @@ class Muon(tf.keras.optimizers.Optimizer):
         self._built = True
 
     def apply_gradients(self, grads_and_vars, *args, **options):
-        self._before = []
+        self._before, self._shared = [], {}
         try:
             return super().apply_gradients(grads_and_vars, *args, **options)
         finally:
-            self._before = []  # what is left in it would be saved with a model
+            self._before, self._shared = [], {}  # what is left in them would be saved with a model
 
     def update_step(self, gradient, variable) -> None:
         """Update one variable, after those before it."""
@@ -71,20 +71,36 @@ class Muon(tf.keras.optimizers.Optimizer):
         return {**super().get_config(), "learning_rate": self._serialize_hyperparameter(self._learning_rate), **own}
 
     def _muon(self, index: int, gradient):
-        mean = self._means[index]
+        mean, dtype = self._means[index], gradient.dtype
+        rate = self._once("kernels' rate", lambda: tf.cast(self.learning_rate, dtype))
         # Added to where it lies: a new mean in the place of the old one would lie elsewhere after every step.
-        mean = mean.assign_add(gradient - (1 - self.momentum) * mean)
-        ahead = gradient + self.momentum * mean
-        return tf.cast(self.learning_rate, gradient.dtype) * orthogonal(ahead)
+        mean = mean.assign_add(gradient - self._constant(1 - self.momentum, dtype) * mean)
+        ahead = gradient + self._constant(self.momentum, dtype) * mean
+        side = min(matrix_shape(gradient.shape))
+        return rate * orthogonal(ahead, self._once(f"terms {side}", lambda: first_terms(side, dtype)))
 
     def _adam(self, index: int, gradient):
-        mean, square = self._means[index], self._squares[index]
-        step = tf.cast(self.iterations + 1, gradient.dtype)
+        mean, square, dtype = self._means[index], self._squares[index], gradient.dtype
+        rate = self._once("rate", lambda: self._adam_rate(dtype))
+        mean = mean.assign_add((gradient - mean) * self._constant(1 - self.beta_1, dtype))
+        square = square.assign_add((tf.square(gradient) - square) * self._constant(1 - self.beta_2, dtype))
+        return rate * mean / (tf.sqrt(square) + self._constant(self.epsilon, dtype))
+
+    def _adam_rate(self, dtype):
+        """Corrected for means that begin at 0."""
+        step = tf.cast(self.iterations + 1, dtype)
         corrected = tf.sqrt(1 - tf.pow(self.beta_2, step)) / (1 - tf.pow(self.beta_1, step))
-        mean = mean.assign_add((gradient - mean) * (1 - self.beta_1))
-        square = square.assign_add((tf.square(gradient) - square) * (1 - self.beta_2))
-        rate = tf.cast(self.learning_rate, gradient.dtype) * self.adam_scale
-        return rate * corrected * mean / (tf.sqrt(square) + self.epsilon)
+        return tf.cast(self.learning_rate, dtype) * self.adam_scale * corrected
+
+    def _constant(self, value: float, dtype):
+        return self._once(f"{value}", lambda: tf.constant(value, dtype))
+
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        """What the updates of a step share: half of the graph's operations otherwise. It waits for none of them."""
+        if name not in self._shared:
+            with tf.control_dependencies(None):
+                self._shared[name] = make()
+        return self._shared[name]
 
 
 def is_orthogonal(shape: Tuple[int, ...]) -> bool:
@@ -92,31 +108,44 @@ def is_orthogonal(shape: Tuple[int, ...]) -> bool:
     return len(shape) > 2 and math.prod(shape[:-2]) > 1
 
 
-def orthogonal(kernel):
+def matrix_shape(shape: Tuple[int, ...]) -> Tuple[int, int]:
+    """Rows, a kernel's voxels times its inputs, and columns, its outputs."""
+    return math.prod(shape[:-1]), shape[-1]
+
+
+def first_terms(side: int, dtype) -> Tuple[tf.Tensor, tf.Tensor]:
+    """What the polynomial of a `side` x `side` matrix adds to, for all kernels of that side.
+
+    Operations: a constant would be part of the graph, and each of TensorFlow's passes over it keeps a copy, outside the
+    allocator.
+    """
+    a, b, c = ITERATION
+    identity = tf.eye(side, dtype=dtype)
+    return a * identity, b / math.sqrt(c) * identity
+
+
+def orthogonal(kernel, terms: Optional[Tuple[tf.Tensor, tf.Tensor]] = None):
     """The orthogonal matrix nearest to a kernel (..., A, B) as a matrix of B columns, roughly, in the kernel's shape:
-    singular values of 0.7 to 1.2, times the root of its rows over its columns where that is more than 1.
+    singular values of 0.7 to 1.2, times the root of its rows over its columns where that is more than 1. `terms` are
+    `first_terms` of the smaller side.
 
     A kernel's rows are its voxels times its inputs, A. Jordan's scale is the root of columns over rows: a decoder's
     first convolution, which has twice the rows, then learns more slowly than the others (docs/log.md).
 
     Newton and Schulz' iteration X <- X (a + b G + c G^2) with G = X'X. What X is multiplied with depends on G alone, so
-    only that is iterated, B x B in size, and X, which has many more rows, is multiplied once.
+    only that is iterated, B x B in size, times the root of c, and X, which has many more rows, is multiplied once.
     """
-    matrix = tf.reshape(kernel, [-1, kernel.shape[-1]])
-    rows, columns = matrix.shape
-    wide = rows < columns
+    rows, columns = matrix_shape(kernel.shape)
+    matrix, wide = tf.reshape(kernel, (rows, columns)), rows < columns
     gram = tf.matmul(matrix, matrix, transpose_a=not wide, transpose_b=wide)
-    norm = tf.linalg.trace(gram) + 1e-30
-    gram /= norm
-    a, b, c = ITERATION
-    # An operation: a constant would be part of the graph, and each of TensorFlow's passes over it keeps a copy, outside
-    # the allocator. Without control dependencies, so that kernels of equal size share it.
-    with tf.control_dependencies(None):
-        scaled = {scale: scale * tf.eye(min(rows, columns), dtype=matrix.dtype) for scale in (a, b)}
+    square = 2 * tf.nn.l2_loss(matrix) + 1e-30
+    gram *= math.sqrt(ITERATION[2]) / square
+    first, second = terms or first_terms(min(rows, columns), matrix.dtype)
     product = None
-    for _ in range(TIMES):
-        factor = scaled[a] + tf.matmul(gram, scaled[b] + c * gram)
+    for time in range(TIMES):
+        factor = first + tf.matmul(gram, second + gram)
         product = factor if product is None else tf.matmul(product, factor)
-        gram = tf.matmul(tf.matmul(factor, gram), factor)
+        if time < TIMES - 1:
+            gram = tf.matmul(tf.matmul(factor, gram), factor)
     found = tf.matmul(product, matrix) if wide else tf.matmul(matrix, product)
-    return tf.reshape(found * (tf.math.rsqrt(norm) * math.sqrt(max(1.0, rows / columns))), kernel.shape)
+    return tf.reshape(found * (tf.math.rsqrt(square) * math.sqrt(max(1.0, rows / columns))), kernel.shape)

@@ -68,7 +68,7 @@ def convolve(sources: Sequence[Source], filters: Tensor) -> Tuple[Tensor, Tensor
     )
     batch, *grid, _ = sources[0].raw.shape
     raw.set_shape((batch, *grid, filters.shape[4])), sums.set_shape((batch, 2, filters.shape[4]))
-    return raw, sums[:, 0], sums[:, 1]
+    return (raw, *_rows(sums))
 
 
 def input_gradient(
@@ -87,7 +87,7 @@ def input_gradient(
     )
     batch, *grid, _ = gradient.map.shape
     g.set_shape((batch, *grid, filters.shape[3])), sums.set_shape((batch, 2, filters.shape[3]))
-    return g, sums[:, 0], sums[:, 1]
+    return (g, *_rows(sums))
 
 
 def filter_gradient(sources: Sequence[Source], gradient: Gradient) -> Tensor:
@@ -116,7 +116,7 @@ def max_pool_gradient(source: Source, pooled_gradient: Tensor, add: Tensor) -> T
     """The gradient of the source's values: that of the pooled map at the first of the largest, plus `add`, of the
     source's shape; and two sums of it as of `input_gradient`."""
     g, sums, *_ = _pass(MAX_POOL_GRADIENT, source, [pooled_gradient, add])
-    return g, sums[:, 0], sums[:, 1]
+    return (g, *_rows(sums))
 
 
 def up_convolve(source: Source, filters: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def up_convolve(source: Source, filters: Tensor) -> Tensor:
 def up_input_gradient(gradient: Tensor, filters: Tensor, below: Source) -> Tuple[Tensor, Tensor, Tensor]:
     """The gradient of the values of `below`, which was convolved, and two sums of it as of `input_gradient`."""
     g, sums, *_ = _pass(UP_INPUT_GRADIENT, below, [gradient], filters)
-    return g, sums[:, 0], sums[:, 1]
+    return (g, *_rows(sums))
 
 
 def up_filter_gradient(source: Source, gradient: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def project_gradient(
     g, sums, of_filters, of_bias = _pass(PROJECT_GRADIENT, source, others, filters)
     of_filters.set_shape(filters.shape)
     of_bias.set_shape(filters.shape[4:])
-    return g, sums[:, 0], sums[:, 1], of_filters, of_bias
+    return (g, *_rows(sums), of_filters, of_bias)
 
 
 def project_sums(source: Source, gradient: Tensor, filters: Tensor) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -162,7 +162,7 @@ def project_sums(source: Source, gradient: Tensor, filters: Tensor) -> Tuple[Ten
     _, sums, of_filters, of_bias = _pass(PROJECT_SUMS, source, [gradient], filters)
     of_filters.set_shape(filters.shape)
     of_bias.set_shape(filters.shape[4:])
-    return sums[:, 0], sums[:, 1], of_filters, of_bias
+    return (*_rows(sums), of_filters, of_bias)
 
 
 def project_to_raw(at: Gradient, filters: Tensor) -> Gradient:
@@ -179,7 +179,7 @@ def residual_gradient(source: Source, output: Tensor, gradient: Tensor) -> Tuple
     """The gradient where the sum, `output`, is positive, which is that of both terms; and two sums of it as of
     `input_gradient`."""
     g, sums, *_ = _pass(RESIDUAL_GRADIENT, source, [output, gradient])
-    return g, sums[:, 0], sums[:, 1]
+    return (g, *_rows(sums))
 
 
 def to_raw(at: Gradient) -> Gradient:
@@ -262,6 +262,12 @@ def _operations() -> Any:
     return module
 
 
+def _rows(sums: Tensor) -> List[Tensor]:
+    import tensorflow as tf
+
+    return tf.unstack(sums, axis=1)
+
+
 def _none() -> Tensor:
     import tensorflow as tf
 
@@ -277,12 +283,12 @@ def _coefficients(sources: Sequence[Source]) -> Tensor:
     parts = []
     for source in sources:
         if source.norm:
-            parts.append(tf.stack([source.norm.scale, source.norm.shift, source.norm.floor], 1))
+            rows = [source.norm.scale, source.norm.shift, source.norm.floor]
         else:
-            shape = (tf.shape(source.raw)[0], 1, source.raw.shape[-1])
-            parts.append(tf.concat([tf.ones(shape), tf.zeros(shape), tf.fill(shape, -float("inf"))], 1))
-    joined = tf.concat(parts, 2)
-    return tf.concat([joined, tf.zeros_like(joined)], 1)
+            ones = tf.ones((tf.shape(source.raw)[0], source.raw.shape[-1]))
+            rows = [ones, 0 * ones, -float("inf") * ones]
+        parts.append(tf.stack([*rows, *rows], 1))
+    return tf.concat(parts, 2) if len(parts) > 1 else parts[0]
 
 
 def _gradient_coefficients(gradient: Gradient) -> Tensor:
