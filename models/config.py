@@ -1,7 +1,7 @@
 """What the network is, as one frozen record. No TensorFlow: the estimator and the command line read it too."""
 
 from dataclasses import dataclass
-from typing import Tuple
+from typing import List, Tuple
 
 NETWORKS = ("unet3d", "cicek2016")
 NORMS = ("instance", "batch", "none")
@@ -72,6 +72,13 @@ class UNetConfig:
         """Feature maps of the up-sampled input to decoder `level`: halved in the paper's net, kept in Cicek's."""
         below = self.encoder_widths(level + 1)[1]
         return below if self.network == "cicek2016" else below // 2
+
+    def up_parts(self, level: int) -> List[Tuple[int, int]]:
+        """Channels, first and past the last, of the up-sampled input to decoder `level` that are in memory at a time:
+        all, but under "lean" no more than the skip has."""
+        width = self.up_width(level)
+        most = self.encoder_widths(level)[1] if self.policy == "lean" else width
+        return [(first, min(first + most, width)) for first in range(0, width, most)]
 
     def check_shape(self, shape: Tuple[int, int, int], name: str = "input_shape") -> None:
         """Raise ValueError unless the network can take an image of `shape` (X, Y, Z), and name the nearest.

@@ -7,7 +7,7 @@ Under "speed" every raw sum is kept. Under "lean" these are made again where the
 level's encoder, the first sum of the others, and all up-sampled maps.
 """
 
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import tensorflow as tf
 
@@ -19,7 +19,7 @@ from models.native.operations import Gradient, Norm, Source
 class Block(NamedTuple):
     """Of a level's block: what its convolutions read and make."""
 
-    entry: List[Source]  # one map, or the skip's and the up-sampled one
+    entry: List[Source]  # one map, or the skip's and the up-sampled one, which may be in parts
     first: Source
     second: Source
     output: Source  # `second`, but with a residual's sum a map of its own
@@ -33,6 +33,7 @@ class Pass:
         self.unet, self.layer, self.training, self.values = model.unet, model.get_layer, training, values or {}
         self._again = self.unet.policy == "lean"
         self._gradients: Dict[Any, tf.Tensor] = {}
+        self._filters: Dict[Any, tf.Tensor] = {}
         self._last: List[tf.Tensor] = []
 
     def forward(self, image: tf.Tensor) -> List[tf.Tensor]:
@@ -46,8 +47,7 @@ class Pass:
             self._encoders.append(self._block(f"encoder{level}", [self._entries[level]]))
         below = self._encoders[-1].output
         for level in reversed(range(depth - 1)):
-            entry = [self._encoders[level].output, self._up_sampled(level, below)]
-            self._decoders[level] = self._block(f"decoder{level}", entry)
+            self._decoders[level] = self._decoder(level, below)
             below = self._decoders[level].output
         return [self._logits(level) for level in self._heads()]
 
@@ -83,10 +83,24 @@ class Pass:
             operations.project, self._decoders[level].output, self._value(head.kernel), self._value(head.bias)
         )
 
-    def _block(self, name: str, entry: List[Source], again: bool = False) -> Block:
-        """Two convolutions, each with its norm; with `residual`, the sum with the entry. `again` moves nothing."""
+    def _decoder(self, level: int, below: Source) -> Block:
+        name, parts, raw = f"decoder{level}", self.unet.up_parts(level), None
+        entry = [self._encoders[level].output]
+        if len(parts) == 1:
+            return self._block(name, [*entry, self._up_sampled(level, below, parts[0])])
+        for part in range(1 + len(parts)):  # added up in the memory of the skip
+            if part:
+                entry.append(self._up_sampled(level, below, parts[part - 1]))
+            rows = self._rows(f"{name}_conv1", entry, part)
+            raw, *moments = self._run(operations.convolve, entry[part:], rows, raw)
+        first = Source(raw, self._norm(self.layer(f"{name}_act1"), raw, *moments, True, False))
+        return self._block(name, entry, first=first)
+
+    def _block(self, name: str, entry: List[Source], again: bool = False, first: Optional[Source] = None) -> Block:
+        """Two convolutions, each with its norm; with `residual`, the sum with the entry. `again` moves nothing; `first`
+        is what the first one gives, if it is there."""
         residual = self.unet.residual
-        first = self._convolved(f"{name}_conv1", f"{name}_act1", entry, True, again)
+        first = first or self._convolved(f"{name}_conv1", f"{name}_act1", entry, True, again)
         last_norm = f"{name}_norm2" if residual else f"{name}_act2"
         second = self._convolved(f"{name}_conv2", last_norm, [first], not residual, again)
         if not residual:
@@ -109,15 +123,16 @@ class Pass:
         """An encoder's output as the decoder's gradient reads it."""
         return self._encoders[level].output if level else self._block_again(level).output
 
-    def _up_sampled(self, level: int, below: Source) -> Source:
-        return Source(self._run(operations.up_convolve, below, self._up_filters(level)))
+    def _up_sampled(self, level: int, below: Source, part: Tuple[int, int]) -> Source:
+        return Source(self._run(operations.up_convolve, below, self._up_filters(level, part)))
 
-    def _up_filters(self, level: int) -> tf.Tensor:
-        """(2, 2, 2, out, in). Nearest neighbour and a 1x1x1 convolution commute: eight equal taps."""
+    def _up_filters(self, level: int, part: Tuple[int, int]) -> tf.Tensor:
+        """(2, 2, 2, out, in) of a part's channels. Nearest neighbour and a 1x1x1 convolution commute: eight equal
+        taps."""
         if self.unet.up == "transposed":
-            return self._value(self.layer(f"decoder{level}_up").kernel)
-        kernel = self._value(self.layer(f"decoder{level}_up_conv").kernel)
-        return tf.tile(tf.transpose(kernel, (0, 1, 2, 4, 3)), (2, 2, 2, 1, 1))
+            return self._slice(f"decoder{level}_up", 3, *part)
+        kernel = self._slice(f"decoder{level}_up_conv", 4, *part)
+        return self._once((level, part), lambda: tf.tile(tf.transpose(kernel, (0, 1, 2, 4, 3)), (2, 2, 2, 1, 1)))
 
     def _convolved(self, name: str, norm_name: str, entry: List[Source], relu: bool, again: bool) -> Source:
         raw, *moments = self._run(operations.convolve, entry, self._value(self.layer(name).kernel))
@@ -165,26 +180,34 @@ class Pass:
         below = self._decoders[level + 1].output if level + 1 in self._decoders else self._encoders[-1].output
         at_first, at_sum = self._through_block(name, block, at_output, sums)
         if self._again:
-            at_first = self._run(operations.to_raw, at_first)
-            up = self._up_sampled(level, below)
-            of_up = self._run(operations.filter_gradient, [up], at_first)
-            skip = self._skip(level)
-            of_skip = self._run(operations.filter_gradient, [skip], at_first)
-            self._put(self.layer(f"{name}_conv1").kernel, tf.concat([of_skip, of_up], 3))
-            entry = [skip, up]
-        else:
-            entry = block.entry
-            self._put_kernel(f"{name}_conv1", entry, at_first)
-        at_up = self._at_entry(name, entry, 1, at_first, at_sum)
-        at_skip = self._at_entry(name, entry, 0, at_first, at_sum)  # now, as the block's last maps go with it
-        of_up = self._run(operations.up_filter_gradient, below, at_up)
-        if self.unet.up == "transposed":
-            self._put(self.layer(f"{name}_up").kernel, of_up)
-        else:
-            of_taps = tf.reduce_sum(of_up, (0, 1, 2), keepdims=True)
-            self._put(self.layer(f"{name}_up_conv").kernel, tf.transpose(of_taps, (0, 1, 2, 4, 3)))
-        at_below, *sums = self._run(operations.up_input_gradient, at_up, self._up_filters(level), below)
-        return at_skip, at_below, sums
+            return self._through_parts(level, below, at_first, at_sum)
+        self._put_kernel(f"{name}_conv1", block.entry, at_first)
+        at_up = self._at_entry(name, block.entry, 1, at_first, at_sum)
+        at_skip = self._at_entry(name, block.entry, 0, at_first, at_sum)  # now, as the block's last maps go with it
+        of_taps, at_below = self._through_up(level, self.unet.up_parts(level)[0], below, at_up)
+        self._put_up_kernel(level, of_taps)
+        return at_skip, at_below[0], at_below[1:]
+
+    def _through_parts(self, level: int, below: Source, at_first: Gradient, at_sum):
+        """The same where all that the block reads is made again, a part of the up-sampled map at a time."""
+        name, at_below, of_ups = f"decoder{level}", [], []
+        at_first, entry = self._run(operations.to_raw, at_first), [self._skip(level)]
+        of_parts = [self._run(operations.filter_gradient, entry[:1], at_first)]
+        for part in self.unet.up_parts(level):
+            entry.append(self._up_sampled(level, below, part))
+            of_parts.append(self._run(operations.filter_gradient, entry[-1:], at_first))
+            at_up = self._at_entry(name, entry, len(entry) - 1, at_first, at_sum)
+            of_taps, found = self._through_up(level, part, below, at_up)
+            of_ups.append(of_taps)
+            at_below = [self._run(tf.add, *pair) for pair in zip(at_below, found)] or found
+        self._put(self.layer(f"{name}_conv1").kernel, tf.concat(of_parts, 3))
+        self._put_up_kernel(level, tf.concat(of_ups, 3))
+        return self._at_entry(name, entry, 0, at_first, at_sum), at_below[0], at_below[1:]
+
+    def _through_up(self, level: int, part: Tuple[int, int], below: Source, at_up: tf.Tensor):
+        """Gradients of the eight taps, and of what is up-sampled with the sums of its norm."""
+        of_taps = self._run(operations.up_filter_gradient, below, at_up)
+        return of_taps, self._run(operations.up_input_gradient, at_up, self._up_filters(level, part), below)
 
     def _through_block(self, name: str, block: Block, at_output, sums):
         """Gradients of the first convolution's sum, to be formed, and of the residual's sum, which is None without."""
@@ -226,8 +249,9 @@ class Pass:
         kernel = self.layer(f"{name}_shortcut").kernel
         filters = self._rows(f"{name}_shortcut", entry, part)
         at_values, _, _, of_part, _ = self._run(operations.project_gradient, entry[part], at_sum, filters, add)
-        width = entry[0].raw.shape[-1]
-        before, after = (0, kernel.shape[3] - width) if not part else (width, 0)
+        widths = [source.raw.shape[-1] for source in entry]
+        before, own = sum(widths[:part]), widths[part]
+        after = kernel.shape[3] - before - own
         padded = tf.pad(of_part, ((0, 0), (0, 0), (0, 0), (before, after), (0, 0))) if len(entry) > 1 else of_part
         known = self._gradients.get(kernel.ref())
         self._put(kernel, padded if known is None else known + padded)
@@ -241,12 +265,32 @@ class Pass:
     def _rows(self, name: str, entry: List[Source], part: int) -> tf.Tensor:
         """Of a layer's kernel, what meets a part of what its block reads."""
         first = sum(source.raw.shape[-1] for source in entry[:part])
-        return tf.convert_to_tensor(self._value(self.layer(name).kernel))[
-            ..., first : first + entry[part].raw.shape[-1], :
-        ]
+        return self._slice(name, 3, first, first + entry[part].raw.shape[-1])
+
+    def _slice(self, name: str, axis: int, first: int, past: int) -> tf.Tensor:
+        """Of a layer's kernel, from `first` to `past` along an axis."""
+        kernel = self.layer(name).kernel
+        if past - first == kernel.shape[axis]:
+            return self._value(kernel)
+        begin, size = [0] * 5, list(kernel.shape)
+        begin[axis], size[axis] = first, past - first
+        return self._once((name, first), lambda: tf.slice(self._value(kernel), begin, size))
+
+    def _once(self, key: Any, make: Callable[[], tf.Tensor]) -> tf.Tensor:
+        """Filters that several operations read: one copy of them."""
+        if key not in self._filters:
+            self._filters[key] = make()
+        return self._filters[key]
 
     def _put(self, variable: tf.Variable, gradient: tf.Tensor) -> None:
         self._gradients[variable.ref()] = gradient
+
+    def _put_up_kernel(self, level: int, of_taps: tf.Tensor) -> None:
+        if self.unet.up == "transposed":
+            self._put(self.layer(f"decoder{level}_up").kernel, of_taps)
+        else:
+            of_all = tf.reduce_sum(of_taps, (0, 1, 2), keepdims=True)
+            self._put(self.layer(f"decoder{level}_up_conv").kernel, tf.transpose(of_all, (0, 1, 2, 4, 3)))
 
     def _put_kernel(self, name: str, sources: List[Source], gradient: Gradient) -> None:
         self._put(self.layer(name).kernel, self._run(operations.filter_gradient, sources, gradient))

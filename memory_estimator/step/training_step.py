@@ -13,7 +13,7 @@ from memory_estimator.step.program import Program, StepOp
 from memory_estimator.step.scratch import Shape, convolve_bytes, filter_gradient_bytes, pass_bytes
 from memory_estimator.step.update import reset_sums, update
 from memory_estimator.step.writer import Writer, kernel_elements
-from models.layer_plan import PIECES
+from models.layer_plan import PIECES, LayerOp
 
 SCORE_MAPS = 5  # float32 maps of a slab that is scored: logits, target, three of the loss's
 
@@ -70,9 +70,8 @@ class Pass:
         self.writer, self.job, self.unet = writer, writer.job, writer.job.unet
         self._again, self._group = self.unet.policy == "lean", group
         self._parts: Dict[Tuple[str, int], str] = {}
-        self._tiles: Dict[str, List[str]] = {}
         self._gradients: Dict[str, str] = {}
-        self._halves: Dict[str, List[str]] = {}  # gradients of a kernel of two joined maps
+        self._halves: Dict[str, List[str]] = {}  # gradients of a kernel in parts
         self._encoders: List[Block] = []
         self._decoders: Dict[int, Block] = {}
 
@@ -86,8 +85,7 @@ class Pass:
             self._encoders.append(self._block(f"encoder{level}", [entry]))
         below = self._encoders[-1].output
         for level in reversed(range(self.unet.depth - 1)):
-            entries = [self._encoders[level].output, self._up_sampled(level, below)]
-            self._decoders[level] = self._block(f"decoder{level}", entries)
+            self._decoders[level] = self._decoder(level, below)
             below = self._decoders[level].output
         return [self._project(_head(level), self._decoders[level].output, self.unet.outputs) for level in self._heads()]
 
@@ -122,23 +120,23 @@ class Pass:
         return self._gradients
 
     def slice_filters(self) -> None:
-        """Copies of kernels that are made at the step's very beginning: parts that meet one of two joined maps, and of
-        up-samplings a 1x1x1 one for all of its taps, once for each reader."""
+        """Copies of kernels that are made at the step's very beginning: parts that meet a part of what a decoder reads,
+        and of up-samplings a 1x1x1 one for all of its taps."""
         for op in sorted(self.writer.kernels, key=lambda op: op.level):
-            if op.name.startswith("decoder") and op.name.endswith(("_conv1", "_shortcut")):
-                widths = self.unet.encoder_widths(op.level)[1], self.unet.up_width(op.level)
-                for part, width in reversed(list(enumerate(widths))):
-                    size, name = 4 * kernel_elements(op) * width // sum(widths), f"{op.name}/kernel"
-                    more = {"group": "weights, parts"}
-                    self._parts[op.name, part] = self.writer.make(f"{name}{part}", "update", [name], size, **more)
+            if not op.name.startswith("decoder"):
+                continue
+            ups = [past - first for first, past in self.unet.up_parts(op.level - op.name.endswith("_up_conv"))]
+            if op.name.endswith(("_conv1", "_shortcut")):
+                self._slice(op, [self.unet.encoder_widths(op.level)[1], *ups])
+            elif op.name.endswith("_up_conv"):
+                self._slice(op, ups, taps=8)
+            elif op.name.endswith("_up") and len(ups) > 1:
+                self._slice(op, ups)
 
-            if op.name.endswith("_up_conv"):
-                size, name, readers = 4 * 8 * kernel_elements(op), f"{op.name}/kernel", 2 + self._again
-                tiles = [
-                    self.writer.make(f"{op.name}/tile", "update", [name], size, "weights, parts")
-                    for _ in range(readers)
-                ]
-                self._tiles[op.name] = tiles
+    def _slice(self, op: LayerOp, widths: Sequence[int], taps: int = 1) -> None:
+        for part, width in reversed(list(enumerate(widths))):
+            size, name = 4 * taps * kernel_elements(op) * width // sum(widths), f"{op.name}/kernel"
+            self._parts[op.name, part] = self.writer.make(f"{name}{part}", "update", [name], size, "weights, parts")
 
     # --- Forward ---
 
@@ -146,9 +144,20 @@ class Pass:
         """Levels that have one, as the network's outputs are ordered."""
         return [0, *range(self.unet.depth - 2, 0, -1)] if self.unet.deep_supervision else [0]
 
-    def _block(self, name: str, entry: List[Map], again: bool = False) -> Block:
+    def _decoder(self, level: int, below: Map) -> Block:
+        name, first, ups = f"decoder{level}", None, len(self.unet.up_parts(level))
+        entry = [self._encoders[level].output]
+        if ups == 1:
+            return self._block(name, [*entry, self._up_sampled(level, below)])
+        for part in range(1 + ups):
+            if part:
+                entry.append(self._up_sampled(level, below, part - 1))
+            first = self._convolved(f"{name}_conv1", entry[part:], part, first)
+        return self._block(name, entry, first=first)
+
+    def _block(self, name: str, entry: List[Map], again: bool = False, first: Optional[Map] = None) -> Block:
         more = {"group": "transients" if again else None}
-        first = self._convolved(f"{name}_conv1", entry, **more)
+        first = first or self._convolved(f"{name}_conv1", entry, **more)
         second = self._convolved(f"{name}_conv2", [first], **more)
         if not self.unet.residual:
             return Block(entry, first, second, second)
@@ -171,20 +180,20 @@ class Pass:
         """The encoder's output as the decoder's gradient reads it."""
         return self._encoders[level].output if level else self._block_again(level).output
 
-    def _convolved(self, name: str, entry: List[Map], **more) -> Map:
-        op = self.writer.layers[name]
-        return self._map(name, "convolve", entry, op.level, op.shape[3], [f"{name}/kernel"], entry[:1], **more)
+    def _convolved(
+        self, name: str, entry: List[Map], part: Optional[int] = None, add: Optional[Map] = None, **more
+    ) -> Map:
+        """Of all that a layer reads, or of a part of it; over what it adds to, or else the first map."""
+        op, filters = self.writer.layers[name], f"{name}/kernel" if part is None else self._filters(name, part)
+        reads = [filters, *([add.name] if add else [])]
+        return self._map(name, "convolve", entry, op.level, op.shape[3], reads, [add or entry[0]], **more)
 
-    def _up_sampled(self, level: int, below: Map, group: Optional[str] = None) -> Map:
-        name = self._up_layer(level)
-        return self._map(name, "up", [below], level, self.unet.up_width(level), [self._up_filters(name)], group=group)
+    def _up_sampled(self, level: int, below: Map, part: int = 0, group: Optional[str] = None) -> Map:
+        name, (first, past) = self._up_layer(level), self.unet.up_parts(level)[part]
+        return self._map(name, "up", [below], level, past - first, [self._filters(name, part)], group=group)
 
     def _up_layer(self, level: int) -> str:
         return f"decoder{level}_up" + "_conv" * (self.unet.up != "transposed")
-
-    def _up_filters(self, name: str) -> str:
-        """Of eight taps."""
-        return self._tiles[name].pop() if self._tiles.get(name) else f"{name}/kernel"
 
     def _project(self, name: str, source: Map, width: int, add: Optional[Map] = None, part: int = 0) -> Map:
         filters, maps = self._filters(name, part), [source, *([add] if add else [])]
@@ -201,23 +210,37 @@ class Pass:
         name, block = f"decoder{level}", self._decoders[level]
         below = self._decoders[level + 1].output if level + 1 in self._decoders else self._encoders[-1].output
         at_first, at_sum = self._through_block(name, block, at_output)
-        entry = block.entry
         if self._again:
             made = self._gradient_map(f"{name}_conv1/to_raw", "pass", at_first, block.first, over=[block.first])
-            at_first = [made._replace(of_raw=True)]
-            up = self._up_sampled(level, below, "transients")
-            of_up = self._kernel_gradient(f"{name}_conv1", [up], at_first, part="/up")
-            entry = [self._skip(level), up]
-            of_skip = self._kernel_gradient(f"{name}_conv1", entry[:1], at_first, part="/skip")
-            self._halves[f"{name}_conv1"] = [of_skip, of_up]
-        else:
-            self._kernel_gradient(f"{name}_conv1", entry, at_first)
-        at_up = self._at_entry(name, entry, 1, at_first, at_sum)
-        at_skip = self._at_entry(name, entry, 0, at_first, at_sum)
-        up_name = self._up_layer(level)
-        self._kernel_gradient(up_name, [below], [at_up], "up")
-        at_below = self._gradient_map(f"{up_name}/gradient", "up", [at_up, below], below, [self._up_filters(up_name)])
-        return at_skip, at_below
+            return self._through_parts(level, below, made._replace(of_raw=True), at_sum)
+        self._kernel_gradient(f"{name}_conv1", block.entry, at_first)
+        at_up = self._at_entry(name, block.entry, 1, at_first, at_sum)
+        at_skip = self._at_entry(name, block.entry, 0, at_first, at_sum)
+        return at_skip, self._through_up(level, 0, below, at_up)[1]
+
+    def _through_parts(self, level: int, below: Map, at_first: Map, at_sum: Optional[Map]) -> Tuple[Map, Map]:
+        """The same where all that the block reads is made again, a part of the up-sampled map at a time."""
+        name, up_name, at_below, of_ups = f"decoder{level}", self._up_layer(level), None, []
+        entry = [self._skip(level)]
+        of_parts = [self._kernel_gradient(f"{name}_conv1", entry, [at_first], part="/skip")]
+        for part in range(len(self.unet.up_parts(level))):
+            entry.append(self._up_sampled(level, below, part, "transients"))
+            of_parts.append(self._kernel_gradient(f"{name}_conv1", entry[-1:], [at_first], part=f"/up{part}"))
+            at_up = self._at_entry(name, entry, part + 1, [at_first], at_sum)
+            of_taps, found = self._through_up(level, part, below, at_up)
+            of_ups.append(of_taps)
+            reads = [found, *([at_below] if at_below else [])]
+            at_below = self._gradient_map(f"{name}/below", "pass", reads, below, over=reads) if at_below else found
+        self._halves[f"{name}_conv1"] = of_parts
+        if len(of_ups) > 1:
+            self._halves[up_name] = of_ups
+        return self._at_entry(name, entry, 0, [at_first], at_sum), at_below
+
+    def _through_up(self, level: int, part: int, below: Map, at_up: Map) -> Tuple[str, Map]:
+        """Gradients of the taps and of what is up-sampled."""
+        name = self._up_layer(level)
+        of_taps = self._kernel_gradient(name, [below], [at_up], "up")
+        return of_taps, self._gradient_map(f"{name}/gradient", "up", [at_up, below], below, [self._filters(name, part)])
 
     def _through_block(self, name: str, block: Block, at_output: Map) -> Tuple[List[Map], Optional[Map]]:
         """Maps that make the gradient of the first convolution's sum, and the gradient of the residual's sum."""
@@ -300,7 +323,7 @@ class Pass:
             f"{name}/filter_gradient{part}",
             kind,
             [one.name for one in maps],
-            4 * kernel_elements(op) * inputs // op.in_channels,
+            4 * kernel_elements(op) * inputs * gradient[0].channels // (op.in_channels * op.shape[3]),
             "gradients",
             **self._costs(kind, sources[0].level, gradient[0].level, inputs, gradient[0].channels),
         )

@@ -1,7 +1,7 @@
 /* The door into TensorFlow: its C kernel API alone. Built once, it runs in TensorFlow 2.15 to 2.21.
 
    CpuConvolve       filters, coefficients, below_coefficients: float; maps: n_maps * T; above, below: n * T -> map: T, sums
-   CpuInputGradient  the same, with flipped filters
+   CpuInputGradient  the same, with flipped filters; of CpuConvolve `below` is the sum that is added to
    CpuFilterGradient coefficients, gradient_coefficients: float; maps: n_maps * T; above: n_above * T; gradient: T
 
    CpuPass           filters, bias, coefficients: float; raw: T; others: n_others * T -> map: T; sums, filter_gradient, bias_gradient
@@ -13,6 +13,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 #include "tensorflow.h"
 #include "native.h"
@@ -223,8 +224,10 @@ static void compute_convolution(void *state, TF_OpKernelContext *context)
     require(&call, in == op.input.channels[0] + op.input.channels[1], "maps must have as many channels as the filters read");
     require(&call, out > 0 && out <= MOST_CHANNELS, "channels must be 1 to 1024");
     op.output = (struct output){.channels = out, .sums = kernel->transposed ? NO_SUMS : MOMENTS};
-    if (kernel->below) {
-        require(&call, same_grid(maps[0], below[0]) && channels_of(below[0]) == out, "the raw map below must be of the output's shape");
+    if (kernel->below)
+        require(&call, same_grid(maps[0], below[0]) && channels_of(below[0]) == out, "the map below must be of the output's shape");
+    op.output.adds = kernel->below && !kernel->transposed;
+    if (kernel->below && kernel->transposed && !call.failed) {
         op.output.raw = TF_TensorData(below[0]);
         op.output.below = coefficients_of(&call, call.inputs[2], op.batch, BELOW, out);
         require(&call, op.output.below != NULL, "the norm below must have coefficients");
@@ -232,10 +235,14 @@ static void compute_convolution(void *state, TF_OpKernelContext *context)
     }
     if (call.failed)
         goto done;
+    const void *added = op.output.adds ? TF_TensorData(below[0]) : NULL;
+    int over = op.output.adds ? 3 + kernel->maps + kernel->above : op.input.channels[0] == out ? 3 : -1;
     int64_t shape[] = {op.batch, op.x, op.y, op.z, out}, sums_shape[] = {op.batch, 2, out};
-    op.output.map = output_of(&call, 0, TF_TensorType(maps[0]), shape, 5, op.input.channels[0] == out ? 3 : -1);
+    op.output.map = output_of(&call, 0, TF_TensorType(maps[0]), shape, 5, over);
     op.output.sums_to = output_of(&call, 1, TF_FLOAT, sums_shape, 3, -1);
     if (TF_GetCode(call.status) == TF_OK) {
+        if (added && added != op.output.map) /* somebody else has it */
+            memcpy(op.output.map, added, TF_TensorByteSize(call.outputs[0]));
         for (size_t i = 0; i < (size_t)op.batch * 2 * out; i++)
             op.output.sums_to[i] = 0;
         check_result(&call, native_run(NULL, &op));

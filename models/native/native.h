@@ -32,6 +32,7 @@ enum { MEAN_OF_RAW = 3, RSTD_OF_RAW, BELOW }; /* after SCALE, SHIFT and FLOOR */
 struct output {
     int channels;
     void *map;        /* may be the memory of the input's first map, if that has as many channels */
+    int adds;         /* to what the map holds, which is then not an input's */
     int sums;         /* which */
     float *sums_to;   /* [batch][2][channels]: mean, variance | sum of g, sum of g * (r - mean) * rstd, where scale * r + shift > floor */
     const void *raw;  /* NORM_SUMS: the raw map r whose norm and ReLU come before this convolution */

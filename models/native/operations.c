@@ -446,6 +446,8 @@ ALWAYS_INLINE void finish_channels(struct thread *t, const float *sums, int c, i
             size_t at = (voxel + tile * TILE + j) * out->channels + c;
             prefetch(out->map, at, dtype, 1);
             vec value = outputs[j];
+            if (out->adds)
+                value += load_values(out->map, at, n, dtype);
             value = store_values(out->map, at, value, n, dtype);
             if (out->sums == NORM_SUMS) {
                 vec raw = load_values(out->raw, at, n, dtype);

@@ -55,16 +55,16 @@ def available() -> bool:
 # --- 3 x 3 x 3 convolutions, stride 1, "same": filters (3, 3, 3, in, out) ---
 
 
-def convolve(sources: Sequence[Source], filters: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
-    """The raw sum (batch, x, y, z, out), and its mean and variance over the grid, each (N, out). Two sources count as
-    concatenated."""
+def convolve(sources: Sequence[Source], filters: Tensor, add: Optional[Tensor] = None) -> Tuple[Tensor, Tensor, Tensor]:
+    """The raw sum (batch, x, y, z, out), plus `add`, and its mean and variance over the grid, each (N, out). Two
+    sources count as concatenated."""
     raw, sums = _operations().cpu_convolve(
         filters=filters,
         coefficients=_coefficients(sources),
         below_coefficients=_none(),
         maps=[source.raw for source in sources],
         above=[],
-        below=[],
+        below=[] if add is None else [add],
     )
     batch, *grid, _ = sources[0].raw.shape
     raw.set_shape((batch, *grid, filters.shape[4])), sums.set_shape((batch, 2, filters.shape[4]))

@@ -27,6 +27,7 @@ int TF_NumDims(const TF_Tensor *);
 int64_t TF_Dim(const TF_Tensor *, int dimension);
 int64_t TF_TensorElementCount(const TF_Tensor *);
 void *TF_TensorData(const TF_Tensor *);
+size_t TF_TensorByteSize(const TF_Tensor *);
 size_t TF_DataTypeSize(TF_DataType);
 
 TF_OpDefinitionBuilder *TF_NewOpDefinitionBuilder(const char *name);
