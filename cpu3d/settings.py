@@ -8,6 +8,7 @@ No TensorFlow. A run folder's config.json holds a RunConfig in which nothing is 
 """
 
 import dataclasses
+import fractions
 import functools
 import math
 import re
@@ -45,9 +46,9 @@ SCHEDULES: Dict[str, Callable[[float], float]] = {
 }
 """How the learning rate decays: progress after the warm-up, 0 to 1 -> share of the peak."""
 
-COARSE_SHARE = 7 / 8
-"""Of a run's steps that a curriculum takes at half the resolution: about half of its voxels, as such a step has an
-eighth of a full one's (docs/log.md)."""
+COARSE_SHARE = fractions.Fraction(5, 6)
+"""Of a run's steps that a curriculum takes at half the resolution, where a step has about an eighth of a full one's
+voxels (docs/log.md)."""
 
 CHANGEABLE = (
     *("store", "epochs", "steps", "coarse_steps", "budget_minutes", "patience", "validate_every", "validations"),
@@ -113,7 +114,7 @@ class RunConfig:
     """By the time of the first steps; at least those up to the first validation."""
     curriculum: str = _training(
         AUTO,
-        f"half: the first {COARSE_SHARE:.3g} of the steps at half the resolution, or on patches of half the edge, the "
+        f"half: the first {COARSE_SHARE} of the steps at half the resolution, or on patches of half the edge, the "
         "others in full; auto: half, where the network's grid allows it",
         choices=(AUTO, "off", "half"),
     )

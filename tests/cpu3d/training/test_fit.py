@@ -200,7 +200,7 @@ def test_a_loss_that_diverges_ends_the_run_and_leaves_what_is_good(
 # --- The curriculum ---
 
 HALF = {"curriculum": "half", "steps": 16, "validations": 2}
-"""14 steps at half the resolution, then 2 in full; a validation in each."""
+"""13 steps at half the resolution, then 3 in full; a validation in each."""
 
 
 def test_the_first_steps_see_half_the_resolution_and_all_validations_the_full_grid(phantom_store, tmp_path):
@@ -208,7 +208,7 @@ def test_the_first_steps_see_half_the_resolution_and_all_validations_the_full_gr
     coarse, full = math.prod(fit.config.coarse_grid), math.prod(fit.config.grid)
     assert coarse < full / 4
     fit.run()
-    assert [one["voxels"] for one in steps_of(tmp_path)] == 14 * [coarse] + 2 * [full]
+    assert [one["voxels"] for one in steps_of(tmp_path)] == 13 * [coarse] + 3 * [full]
     assert [(one["step"], one["best"]) for one in validations_of(tmp_path)] == [(8, True), (16, True)]
     assert not newest(tmp_path).state["best_is_coarse"], "coarse weights do not compete with those in full"
 
@@ -218,9 +218,9 @@ def test_the_first_steps_see_half_the_resolution_and_all_validations_the_full_gr
     [
         (0, {"steps": 6, "validations": 1}),
         (5, {"steps": 6, "batch": 2, "micro_batch": 1}),
-        *((done, HALF) for done in (13, 14)),
-        (14, {**HALF, "mode": "patch", "patch": (16, 16, 16)}),
-        (14, {**HALF, "batch": 2, "ema": 0.5}),
+        *((done, HALF) for done in (12, 13)),
+        (13, {**HALF, "mode": "patch", "patch": (16, 16, 16)}),
+        (13, {**HALF, "batch": 2, "ema": 0.5}),
     ],
 )
 def test_a_run_cut_after_any_step_ends_with_the_uninterrupted_one_s_weights(
@@ -234,7 +234,7 @@ def test_a_run_cut_after_any_step_ends_with_the_uninterrupted_one_s_weights(
     assert whole == cut
 
 
-@pytest.mark.parametrize(("done", "steps", "coarse"), [(10, 12, 10), (10, 24, 14), (16, 24, 14), (10, 16, 14)])
+@pytest.mark.parametrize(("done", "steps", "coarse"), [(10, 12, 10), (10, 24, 13), (16, 24, 13), (10, 16, 13)])
 def test_a_run_of_another_length_has_as_many_coarse_steps_as_it_has_done_and_no_fewer(
     phantom_store, tmp_path, done, steps, coarse
 ):
@@ -256,7 +256,7 @@ def state_of(number, coarse_steps=0, **more):
 
 def test_a_run_that_would_end_at_half_the_resolution_is_refused(phantom_store, tmp_path):
     arrays = start(phantom_store, tmp_path, **HALF).learner.arrays()
-    write_next(tmp_path, 10, arrays, state_of(10, coarse_steps=14), keep=1)
+    write_next(tmp_path, 10, arrays, state_of(10, coarse_steps=13), keep=1)
     with pytest.raises(InputError, match=r"steps must be above the 10 .* got 8"):
         start(phantom_store, tmp_path, **{**HALF, "steps": 8})
 
@@ -265,7 +265,7 @@ def test_patience_does_not_end_a_run_before_it_is_in_full(phantom_store, tmp_pat
     fit = start(phantom_store, tmp_path, **{**HALF, "steps": 32, "validations": 32, "patience": 2})
     fit.run()
     assert read_events(tmp_path)[-1]["reason"] == "early stop"
-    assert fit.step == 28 + 2
+    assert fit.step == 26 + 2
 
 
 def test_a_curriculum_s_rate_decays_over_the_coarse_steps_and_again_over_those_in_full():
