@@ -6,6 +6,7 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.bench import calibrate
+from cpu3d.bench.harness import in_fresh_process
 from cpu3d.bench.step import measure, request_for
 from cpu3d.host.speed import keep_training
 from memory_estimator.__main__ import main as estimator
@@ -39,7 +40,7 @@ def answers(monkeypatch):
 def test_a_host_is_measured_and_its_file_is_found_again(answers, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(calibrate, "NETWORKS", ({"filters": 4, "depth": 2},))
     tiny = Job(UNetConfig(depth=2, filters=4, dtype="float32"), (16, 16, 16))
-    answers += 2 * [measure(request_for(tiny, engine="stock", threads=None, steps=1))]
+    answers += 2 * [in_fresh_process(measure, request_for(tiny, engine="stock", threads=None, steps=1))]
     monkeypatch.setattr(calibrate, "DTYPES", ("float32",))
     out = tmp_path / "new" / "other.json"
     assert main(["calibrate", "--engine", "stock", "--out", str(out)]) == 0
