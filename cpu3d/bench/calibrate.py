@@ -73,10 +73,10 @@ def measured(records: Sequence[Result], host: Host, *, quiet: bool) -> Dict[str,
     baseline and what the processes held more than predicted."""
     base, jobs = shipped_constants(host.instructions), [job_of_record(record) for record in records]
     scales, baseline_bytes = {}, dict(base.baseline_bytes)
-    for dtype in {job.unet.dtype for job in jobs}:
+    for dtype in dict.fromkeys(job.unet.dtype for job in jobs):
         timed = [(job, record["step_s"]) for job, record in zip(jobs, records) if job.unet.dtype == dtype]
         scales[dtype] = dataclasses.asdict(scale_of(timed, host, quiet=quiet))
-    for engine in {job.engine for job in jobs}:
+    for engine in dict.fromkeys(job.engine for job in jobs):
         peaks = [(one, estimate(job, base)) for job, one in zip(jobs, records) if job.engine == engine]
         more = statistics.fmean(one["process_peak_bytes"] - found.process_peak_bytes for one, found in peaks)
         baseline_bytes[engine] += round(more)
