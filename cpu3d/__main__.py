@@ -26,7 +26,7 @@ COMMANDS = {
     "report": ("cpu3d.report.report", "write one report.html of a run"),
     "compare": ("cpu3d.compare.command", "train whole-volume and patch runs under one budget and compare them"),
     "bench": ("cpu3d.bench", "measure time and memory of the training step, and how fast settings learn"),
-    "calibrate": ("cpu3d.bench.calibrate", "measure this host's constants for the estimator, in about a minute"),
+    "calibrate": ("cpu3d.bench.calibrate", "measure this host's speed for the estimator, in about a minute"),
     "doctor": ("cpu3d.host.doctor", "look at this host: what it has, what would be set, a self-test of the engine"),
 }
 """Subcommand -> its module and a line of help."""

@@ -510,6 +510,6 @@ def _memory_and_time(plan: Plan, host: Host) -> List[str]:
         f"seconds a step {full.error('step_s')}",
         f"up to {format_bytes(plan.upper_bound_bytes)} of {format_bytes(host.free_bytes)} free ({full.margin})",
         f"{format_seconds(full.volume_s)} a volume, {format_seconds(full.epoch_s)} an epoch, "
-        f"{format_seconds(plan.training_s)} in all, validation aside; seconds: {full.constants.basis(host)}",
+        f"{format_seconds(plan.training_s)} in all, validation aside; seconds: {full.constants.basis(full.job, host)}",
         STORE_NOTE,
     ]

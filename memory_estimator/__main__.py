@@ -25,12 +25,12 @@ from typing import Any, Dict, List, Optional, Tuple, Union
 
 from memory_estimator import planner
 from memory_estimator.accuracy import load_accuracy
-from memory_estimator.calibration import NAMED, find_constants, named_constants
+from memory_estimator.calibration import find_constants, load_constants
 from memory_estimator.common.schema import add_options, as_typed, from_args, option
 from memory_estimator.common.table import Table, new_console
 from memory_estimator.common.units import format_bytes, format_seconds, parse_bytes
 from memory_estimator.estimate import STORE_NOTE, Estimate, estimate
-from memory_estimator.host import read_host
+from memory_estimator.host import INSTRUCTION_SETS, read_host
 from memory_estimator.job import (
     Job,
     JobOptions,
@@ -45,7 +45,7 @@ from models.config import POLICIES
 
 FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130  # exit codes
 
-CALIBRATION_HELP = f"constants that `calibrate` has written, or of {', '.join(NAMED)} (default: this host's)"
+CALIBRATION_HELP = f"constants that `calibrate` has written, or of {', '.join(INSTRUCTION_SETS)} (default: this host's)"
 
 Answer = Tuple[Dict[str, Any], List[Union[str, Table]]]  # JSON content, and the same for reading
 
@@ -127,7 +127,7 @@ def _answer(args: argparse.Namespace) -> Answer:
     workers = 1 if hasattr(args, "batch") else source.workers  # another batch is one worker's
     job = share_of(job, workers)
     named = options.calibration
-    constants = named_constants(named) if named else find_constants(host())
+    constants = load_constants(named) if named else find_constants(host())
     # Of a host that is described nothing is installed here: its engines are taken to be those that were recorded.
     accuracy = load_accuracy(versions=None if named or given_bytes else installed_versions())
     price = functools.lru_cache(maxsize=None)(lambda one: estimate(one, constants, accuracy))
@@ -155,7 +155,7 @@ def _answer(args: argparse.Namespace) -> Answer:
         "policy": {"name": job.policy, "picked": bool(choice), "reason": reason},
         "notes": [*source.notes, *own_kernels, *_assumed_engine(found)],
     }
-    content["constants"]["basis"] = found.constants.basis(job.unet.dtype, None if named else host())
+    content["constants"]["basis"] = found.constants.basis(job, None if named else host())
     shared = [f"of one of {workers} workers, memory and time of its share of each batch"] if workers > 1 else []
     parts = [job.describe(), *shared, *_tables(found, content["constants"]["basis"])]
     if choice:

@@ -1,35 +1,28 @@
 """What the estimator knows of a host: what its runtime holds in memory, and what a unit of each kind of work costs.
 
-Shipped files are in `hosts/`: some were measured by `calibrate`, the others state how they differ from one of these. A
-host's own file is in the user's data directory (`cpu3d.host.speed` writes it) and comes first: the constants that
-`calibrate` has measured, and the scale that brings predicted seconds to those of a training.
+Shipped files are in `hosts/`, one for each instruction set of own kernels, which is its name: some were measured, the
+others state how they differ from one of these. A host's own file is in the user's data directory (`cpu3d.host.speed`
+writes it) and comes first: shipped constants, whose seconds are scaled to those of measured steps.
 """
 
 import dataclasses
 import hashlib
+import itertools
 import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Union
+from typing import Any, Dict, Mapping, Optional, Union
 
 from memory_estimator.common.files import read_json, reason, typed
-from memory_estimator.host import Host, read_host
-from memory_estimator.job import ENGINES
+from memory_estimator.host import INSTRUCTION_SETS, Host, read_host
+from memory_estimator.job import ENGINES, Job
 from memory_estimator.step.program import Program
 from models.config import DTYPES
 
-SCHEMA = 3
+SCHEMA = 4
 
 SHIPPED = Path(__file__).with_name("hosts")
-
-NAMED = {
-    "amx": "xeon_amx.json",
-    "avx512_bf16": "epyc_avx512_bf16.json",
-    "avx512": "xeon_avx512.json",
-    "avx2": "avx2.json",
-}
-"""What shipped constants are called on the command line: the instruction set of own kernels."""
 
 FEATURES = {
     "convolve": ("work", "work, values"),
@@ -44,26 +37,20 @@ FEATURES = {
 }
 """Kind of operations -> what is counted of it (`timing.features`) and has a cost."""
 
-Costs = Dict[str, Dict[str, Dict[str, float]]]
-"""Dtype -> kind of operations -> feature -> seconds a unit."""
-
-PARTS = ("work", "traffic", "overhead")  # of a host: its arithmetic, its memory, TensorFlow's own code
-
 FURTHEST = 8.0
 """Measured seconds are at most so many times the predicted ones, and at least that part of them: beyond it something
 other than the host's speed was measured."""
 
 
 @dataclass(frozen=True)
-class Trained:
-    """The seconds of a training's steps beside those that were predicted for them."""
+class Scale:
+    """The seconds of measured steps beside those that were predicted for them."""
 
     scale: float  # measured / predicted, within FURTHEST
     quiet: bool  # whether the CPUs had next to nothing else to do
     threads: int
     date: str
     job: str  # for printing, such as "240 x 240 x 160 in bfloat16"
-    constants: str  # `HostConstants.identity` of those that predicted
 
     def __post_init__(self):
         if not (1 / FURTHEST <= self.scale <= FURTHEST and self.threads >= 1):
@@ -80,79 +67,53 @@ class HostConstants:
     origins: Dict[str, str]  # field -> "measured: how" or "assumed: why", for every field of figures
     record: str  # what the figures rest on, for printing
     date: str
-    threads: int  # the costs are those with this many threads
+    threads: int  # that `costs` are of
     saturating_threads: int  # from this many threads on, more do not move memory any faster
     baseline_bytes: Dict[str, int]  # engine -> resident memory besides tensors, in front of the first operation
     op_bytes: Dict[str, int]  # engine -> what each operation adds to it: graph nodes, tiny tensors
-    costs: Costs
-    measured_threads: int = 0  # that `costs` were worked out from by `for_threads`; 0 where they are as in the file
-    own: bool = False  # whether `calibrate` or a training has measured this very host
-    trained: Dict[str, Trained] = field(default_factory=dict)  # dtype -> what its costs are scaled by
+    costs: Dict[str, Dict[str, Dict[str, float]]]  # dtype -> kind of operations -> feature -> seconds a unit
+    scales: Dict[str, Scale] = field(default_factory=dict)  # dtype -> what `costs` are multiplied by
     note: str = ""  # why the host's own file was not read
 
-    @property
-    def identity(self) -> str:
-        """Tells these costs from others, whatever they are scaled by."""
-        return f"{self.name}, {self.date}"
+    def scale(self, dtype: str) -> Optional[Scale]:
+        """Of steps in a dtype: that of the other where it has none."""
+        return self.scales.get(dtype) or next(iter(self.scales.values()), None)
 
-    def training(self, dtype: str) -> Optional[Trained]:
-        """What scales the costs in a dtype: a training in it, else one in the other."""
-        return self.trained.get(dtype) or next(iter(self.trained.values()), None)
-
-    def basis(self, dtype: str, host: Optional[Host] = None) -> str:
-        """Where the costs are from, and why they may be less exact for `host` (None: not this one), for printing."""
-        trained = self.training(dtype)
-        if trained:
-            words = f"scaled by {trained.scale:.2f} to a training here on {trained.date}, {trained.job}"
+    def basis(self, job: Job, host: Optional[Host] = None) -> str:
+        """Where the costs are from, and why they may be less exact for a job on `host` (None: on theirs)."""
+        scale = self.scale(job.unet.dtype)
+        words, measured = f"measured on {self.cpu} on {self.date}", scale.threads if scale else self.threads
+        if scale:
+            words = f"scaled by {scale.scale:.2f} to steps {'here' if host else f'on {self.cpu}'} on {scale.date}"
+            words += f", {scale.job}{'' if scale.quiet else '; other programs kept its CPUs busy'}"
         elif self.origin != "measured":
             words = f"assumed from {self.name}"
-        elif host and not self.own:
+        elif host:
             words = f"assumed from measurements on {self.cpu}"
-        else:
-            words = f"measured {'here' if self.own else f'on {self.cpu}'} on {self.date}"
-        return "; ".join((words, *self.caveats(dtype)))
-
-    def caveats(self, dtype: str) -> List[str]:
-        """Why the figures may be less exact than `basis` says, a phrase each."""
-        caveats, trained = [self.note] if self.note else [], self.training(dtype)
-        if trained and not trained.quiet:
-            caveats.append("other programs kept its CPUs busy")
-        measured = trained.threads if trained else self.measured_threads or self.threads
-        if measured != self.threads:
-            caveats.append(f"from {measured} threads to {self.threads} by assumption")
-        return caveats
+        by_rule = f"from {measured} threads to {job.threads} by assumption" if measured != job.threads else ""
+        return "; ".join(filter(None, (words, self.note, by_rule)))
 
     def runtime_bytes(self, engine: str, program: Program) -> int:
         """Resident memory of the process besides the tensors of `program` and its scratch."""
         return self.baseline_bytes[engine] + self.op_bytes[engine] * runtime_ops(program)
 
-    def speeds(self, dtype: str) -> Mapping[str, Mapping[str, float]]:
-        """Kind -> feature -> seconds a unit."""
-        trained = self.training(dtype)
-        return scaled(self.costs[dtype], dict.fromkeys(PARTS, trained.scale if trained else 1.0))
-
-    def for_threads(self, threads: int) -> "HostConstants":
-        """These constants with another number of threads. Work divides evenly, which a socket full of cores comes close
-        to; traffic does up to `saturating_threads`; what TensorFlow does between operations takes as long."""
-        if threads == self.threads:
-            return self
-        moving = min(self.threads, self.saturating_threads) / min(threads, self.saturating_threads)
-        slower = {"work": self.threads / threads, "traffic": moving, "overhead": 1.0}
-        costs = {dtype: scaled(kinds, slower) for dtype, kinds in self.costs.items()}
-        measured = self.measured_threads or self.threads
-        return dataclasses.replace(self, threads=threads, costs=costs, measured_threads=measured)
+    def speeds(self, job: Job) -> Mapping[str, Mapping[str, float]]:
+        """Kind -> feature -> seconds a unit with a job's threads. Work divides evenly, which a socket full of cores
+        comes close to; traffic does up to `saturating_threads`; what TensorFlow does between operations takes as long.
+        """
+        scale = one.scale if (one := self.scale(job.unet.dtype)) else 1.0
+        moving = min(self.threads, self.saturating_threads) / min(job.threads, self.saturating_threads)
+        return scaled(self.costs[job.unet.dtype], scale * self.threads / job.threads, scale * moving, scale)
 
 
-def part_of(feature: str) -> str:
-    """What of the host a feature (`timing.features`) keeps busy: "work", "traffic" or "overhead"."""
-    if feature.startswith("work"):
-        return "work"
-    return "overhead" if feature == "seconds" else "traffic"
+def scaled(kinds: Mapping[str, Mapping[str, float]], work: float, traffic: float = 1.0, overhead: float = 1.0) -> Any:
+    """Costs of kinds of operations in one dtype, times factors: of arithmetic, of moving memory, of TensorFlow's own
+    code."""
 
+    def times(feature: str) -> float:
+        return work if feature.startswith("work") else overhead if feature == "seconds" else traffic
 
-def scaled(kinds: Mapping[str, Mapping[str, float]], slower: Mapping[str, float]) -> Dict[str, Dict[str, float]]:
-    """Costs of kinds of operations in one dtype, times `slower[part_of(feature)]`."""
-    return {kind: {name: cost * slower[part_of(name)] for name, cost in one.items()} for kind, one in kinds.items()}
+    return {kind: {name: cost * times(name) for name, cost in one.items()} for kind, one in kinds.items()}
 
 
 ORTHOGONAL = 11
@@ -166,109 +127,89 @@ def runtime_ops(program: Program) -> int:
     return len(program.ops) + ORTHOGONAL * orthogonal
 
 
-def load_constants(path: Union[str, Path]) -> HostConstants:
-    """Constants from a file. Raises ValueError for one that is missing, damaged or of another schema."""
-    return _load(Path(path), _constants)
-
-
-def named_constants(name: str) -> HostConstants:
-    """Constants from a file, or shipped ones by their name in NAMED."""
-    return load_constants(SHIPPED / NAMED[name] if name in NAMED else name)
+def load_constants(name: Union[str, Path]) -> HostConstants:
+    """Constants from a file, or shipped ones by their name. Raises ValueError for a file that is missing, damaged or of
+    another schema, and for one whose steps were predicted by other constants than those that are shipped now."""
+    try:
+        return _constants(_content(name))
+    except FileNotFoundError:
+        raise ValueError(f"calibration {name} must exist, got none; write it with `calibrate --out {name}`") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"calibration {name} must be complete JSON of schema {SCHEMA}, got {reason(error)}; run `calibrate` again, "
+            "or delete it"
+        ) from None
 
 
 def find_constants(host: Optional[Host] = None) -> HostConstants:
     """What was measured on this host, else the shipped constants. A damaged file is left out, with a note."""
     host = host or read_host()
-    shipped, path = shipped_constants(host.instructions), host_file(host)
     try:
-        return _load(path, lambda content, _: _own(content, path, shipped)) if path and path.exists() else shipped
+        path = host_file(host)
+        return load_constants(path) if path.exists() else shipped_constants(host.instructions)
     except (OSError, ValueError) as error:
-        return dataclasses.replace(shipped, note=str(error))
+        return dataclasses.replace(shipped_constants(host.instructions), note=str(error))
 
 
-def host_file(host: Host) -> Optional[Path]:
-    """The file of a host's own speed, by its CPU, instruction sets and cores. In $XDG_DATA_HOME, else ~/.local/share;
-    None where there is no such folder."""
+def host_file(host: Host) -> Path:
+    """The file of a host's own speed, by its CPU, instruction sets and cores. In $XDG_DATA_HOME, else ~/.local/share,
+    a folder a schema, so that versions leave each other's alone. Raises ValueError where there is no such folder."""
     base = Path(os.environ.get("XDG_DATA_HOME", ""))
     if not base.is_absolute():  # the XDG specification: ignore it then
-        base = Path(os.path.expanduser("~")) / ".local" / "share"
+        base = Path(os.path.expanduser("~/.local/share"))
     if not base.is_absolute():
-        return None
+        raise ValueError("$XDG_DATA_HOME or a home folder must be there for a host's speed, got neither; set one")
     what = hashlib.sha256(repr((host.cpu_model, host.isa, host.usable_cores)).encode()).hexdigest()[:8]
     cpu = re.sub(r"[^a-z0-9.]+", "-", host.cpu_model.lower()).strip("-")
-    return base / "cpu3d" / "speed" / f"{cpu}.cores-{host.usable_cores}.{what}.json"
+    return base / "cpu3d" / f"speed-{SCHEMA}" / f"{cpu}.cores-{host.usable_cores}.{what}.json"
 
 
 def shipped_constants(instructions: str) -> HostConstants:
     """The shipped constants for hosts where own kernels are those for an instruction set; "" is none, as avx2."""
-    return named_constants(instructions or "avx2")
+    return load_constants(instructions or "avx2")
 
 
-def to_json(constants: HostConstants) -> Dict[str, Any]:
-    """What a calibration file holds."""
-    return {"schema": SCHEMA, **{name: getattr(constants, name) for name in FIELDS}}
+def like_shipped(host: Host) -> Dict[str, Any]:
+    """The JSON of a host's own file that scales nothing yet: it has the shipped constants."""
+    about = {"like": host.instructions or "avx2", "shipped": shipped_constants(host.instructions).date}
+    return {"schema": SCHEMA, "cpu": host.cpu_model, **about, "scales": {}}
 
 
-BECOMES = ("measured_threads", "own", "trained", "note")
-"""Fields that are set after a file is read; it holds all the others."""
-
-FIELDS = tuple(field.name for field in dataclasses.fields(HostConstants) if field.name not in BECOMES)
-
-
-def _load(path: Path, constants_of: Any) -> HostConstants:
-    """`constants_of(content, path)` of a JSON file. Raises ValueError as `load_constants`."""
-    try:
-        content = read_json(path)
-        if content["schema"] != SCHEMA:
-            raise ValueError(f"schema {content['schema']}")
-        return constants_of(content, path)
-    except FileNotFoundError:
-        raise ValueError(f"calibration {path} must exist, got none; write it with `calibrate --out {path}`") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"calibration {path} must be complete JSON of schema {SCHEMA}, got {reason(error)}; run `calibrate` again, "
-            "or delete it"
-        ) from None
+def _content(name: Union[str, Path]) -> Dict[str, Any]:
+    """The JSON of a file. What it lacks is that of the shipped one that it is "like", and the arithmetic of that takes
+    "slower" times as long."""
+    content = read_json(SHIPPED / f"{name}.json" if name in INSTRUCTION_SETS else name)
+    if content["schema"] != SCHEMA:
+        raise ValueError(f"schema {content['schema']}")
+    if "like" not in content:
+        return content
+    if content["like"] not in INSTRUCTION_SETS:
+        raise ValueError(f"like {content['like']}")
+    base = _content(content["like"])
+    costs = {dtype: scaled(kinds, work=content.get("slower", 1.0)) for dtype, kinds in base["costs"].items()}
+    return {**base, "costs": costs, **content}
 
 
-def _constants(content: Mapping[str, Any], path: Path) -> HostConstants:
-    """From the JSON of a file `path`. It may name another one beside it as "like", and hold what differs, and in
-    "faster" by how much work and traffic go faster."""
-    if "like" in content:
-        base, faster = read_json(path.with_name(str(content["like"]))), content.get("faster", {})
-        slower = {part: 1 / faster.get(part, 1.0) for part in ("traffic", "overhead")}
-        costs = {
-            dtype: scaled(kinds, {**slower, "work": 1 / faster.get(dtype, 1.0)})
-            for dtype, kinds in base["costs"].items()
-        }
-        content = {**base, "costs": costs, **content}
-    constants = typed({name: content[name] for name in FIELDS if name in content}, HostConstants, "calibration")
-    wrong = next(_wrong(constants), "")
-    if wrong:
-        raise ValueError(wrong)
-    return constants
+def _constants(content: Mapping[str, Any]) -> HostConstants:
+    """From the JSON of a file."""
+    names = {field.name for field in dataclasses.fields(HostConstants)} & set(content)
+    found = typed({name: content[name] for name in names}, HostConstants, "calibration")
+    _check(found)
+    if content.get("shipped", found.date) != found.date:
+        raise ValueError(f"scales of what was shipped on {content['shipped']}, and not on {found.date}")
+    return found
 
 
-def _own(content: Mapping[str, Any], path: Path, shipped: HostConstants) -> HostConstants:
-    """From a host's own file. Trainings whose seconds were predicted by other constants are left out."""
-    base = _constants(content["constants"], path) if content.get("constants") else shipped
-    trained = typed(content.get("trained", {}), Dict[str, Trained])
-    trained = {dtype: one for dtype, one in trained.items() if dtype in DTYPES and one.constants == base.identity}
-    return dataclasses.replace(base, own=bool(content.get("constants") or trained), trained=trained)
-
-
-def _wrong(constants: HostConstants) -> Iterator[str]:
-    """The figures that cannot be, and those that are missing."""
+def _check(constants: HostConstants) -> None:
+    """Raise ValueError for a figure that cannot be, and for one that is missing."""
     for name in ("threads", "saturating_threads"):
         if getattr(constants, name) < 1:
-            yield f"{name} {getattr(constants, name)}"
-    for engine in ENGINES:
-        for name in ("baseline_bytes", "op_bytes"):
-            if getattr(constants, name).get(engine, -1) < 0:
-                yield f"{name} of {engine} {getattr(constants, name).get(engine, 'missing')}"
-    for dtype in DTYPES:
-        for kind, features in FEATURES.items():
-            for feature in features:
-                cost = constants.costs.get(dtype, {}).get(kind, {}).get(feature, "missing")
-                if cost == "missing" or not 0 <= cost < 1:
-                    yield f"{dtype}: {kind} {feature} {cost}"
+            raise ValueError(f"{name} {getattr(constants, name)}")
+    for name, engine in itertools.product(("baseline_bytes", "op_bytes"), ENGINES):
+        if getattr(constants, name).get(engine, -1) < 0:
+            raise ValueError(f"{name} of {engine} {getattr(constants, name).get(engine, 'missing')}")
+    for dtype, (kind, features) in itertools.product(DTYPES, FEATURES.items()):
+        for feature in features:
+            cost = constants.costs.get(dtype, {}).get(kind, {}).get(feature, "missing")
+            if cost == "missing" or not 0 <= cost < 1:
+                raise ValueError(f"{dtype}: {kind} {feature} {cost}")

@@ -89,7 +89,7 @@ class Estimate:
     def error(self, figure: str) -> str:
         """How far a figure, a field of Kind, was off on steps like this one, such as "± 0.4%, worst 2.1%"."""
         bound, hosts = getattr(self.kind, figure, None), self.kind.hosts if self.kind else ()
-        if figure == "step_s" and (self.constants.own or self.constants.cpu not in hosts):
+        if figure == "step_s" and (self.constants.scales or self.constants.cpu not in hosts):
             bound = None  # those of seconds are of the shipped constants, on the hosts that these are of
         return f"± {bound.median:.1%}, worst {bound.worst:.1%}" if bound else "not measured like this"
 
@@ -120,7 +120,7 @@ class Estimate:
 def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = None) -> Estimate:
     """Memory and time of a step of `job` on a host of these constants. Of a job that a store feeds the bound holds for
     its validations too. Steps are predicted as own kernels compute them, on a CPU with AVX2."""
-    accuracy, constants = accuracy or load_accuracy(), constants.for_threads(job.threads)
+    accuracy = accuracy or load_accuracy()
     program, beside = _with_store(training_step(job), job) if job.from_store else (training_step(job), ())
     line = timeline(program)
     allocator = use(program)

@@ -1,11 +1,10 @@
 """Dice of untouched cases over its cost, in full steps and in seconds: how fast settings learn.
 
     ./run.sh bench learning --workdir learning --task small --record records/learning.jsonl -- --recipe demo
-    ./run.sh bench learning --workdir learning --task CASE --name faster --steps 40 -- --learning-rate 0.01
 
-A task is plain, context or small, which are phantoms, or the folder of a real case, of which warped copies are made.
-Data and stores stay in the workdir, runs do not. A full step has the voxels of one at full resolution; seconds are of
-training alone. A region that an untouched case lacks is left out: its Dice there is 0 or 1.
+A task is plain, context or small, which are phantoms, or the folder of a real case, which is warped into copies. Data
+and stores stay in the workdir. A full step has the voxels of one at full resolution; seconds are of training alone. A
+region that an untouched case lacks is left out: its Dice there is 0 or 1.
 """
 
 import dataclasses
@@ -18,7 +17,6 @@ from typing import Any, List, Mapping, Sequence, Tuple
 
 from cpu3d.bench.harness import Output, Result
 from cpu3d.compare.run import call
-from cpu3d.data.region import Shape3
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.phantom import USUAL_SHAPE
 from cpu3d.errors import InputError
@@ -28,14 +26,11 @@ from cpu3d.run.log import read_events
 from cpu3d.run.summary import numbers, of_kind
 from cpu3d.settings import RunConfig, load_config
 from cpu3d.util.atomic import writable_folder
-from cpu3d.util.records import by
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import PALETTE, Table
 
-# Task -> options of `phantom`; then what a record has of a run's scores and settings.
-PHANTOMS = {"plain": [], "context": ["--context", "count"], "small": ["--lesion-size", "small"]}
-LESIONS = ("lesion_dice", "lesion_sensitivity", "false_positives")
-SETTINGS = ("mode", "grid", "resolution", "batch", "optimizer", "coarse_steps")
+PHANTOMS = {"plain": [], "context": ["--context", "count"], "small": ["--lesion-size", "small"]}  # task -> options
+LESIONS = ("lesion_dice", "lesion_sensitivity", "false_positives")  # what a record has of a run's scores
 
 
 @dataclass(frozen=True)
@@ -44,7 +39,7 @@ class Options:
 
     workdir: Path = option(help="folder for data and stores, used again the next time", metavar="DIR")
     task: str = option("plain", "name or folder of a case")
-    shape: Shape3 = option(USUAL_SHAPE, "voxels of phantoms", metavar=("X", "Y", "Z"))
+    shape: Tuple[int, int, int] = option(USUAL_SHAPE, "voxels of phantoms", metavar=("X", "Y", "Z"))
     cases: Tuple[int, int] = option((8, 4), "cases to train on, and untouched ones", metavar=("TRAIN", "VAL"))
     steps: int = option(64, "steps of every run", at_least=1, metavar="N")
     seeds: Tuple[int, ...] = option((0, 1, 2), "seeds of the runs", metavar="S")
@@ -58,7 +53,7 @@ OPTIONS = (Options, Output)
 def run(options: Options, output: Output) -> int:
     """Train on the task with each seed in turn. Raises RunFailedError where a process fails."""
     train, workdir = [w for w in options.train if w != "--"], writable_folder(options.workdir, "workdir").resolve()
-    name, log, curves, about = options.name or shlex.join(train) or "defaults", workdir / "log.txt", [], {}
+    name, log, curves = options.name or shlex.join(train) or "defaults", workdir / "log.txt", []
     store = made_store(workdir, options, log)
     untouched, command = store.cases("val"), ["train", "--store", str(store.folder), "--validations", "8"]
     regions = [r for r, codes in store.manifest.regions.items() if all({*codes} & {*c.label_voxels} for c in untouched)]
@@ -73,22 +68,19 @@ def run(options: Options, output: Output) -> int:
             events, config, scores = read_events(run), load_config(run), read_scores(scores_path(run, "val"))
         lesions = {name: {metric: scores["summary"][name][metric]["mean"] for metric in LESIONS} for name in regions}
         curves.append({"seed": seed, "points": points_of(events, config, regions), "lesions": lesions})
-        start, facts = of_kind(events, "start")[0], ("threads", "host", "versions")
-        about = {**{name: getattr(config, name) for name in SETTINGS}, **{name: start[name] for name in facts}}
-    about.update(cases=options.cases, shape=untouched[0].shape, unet=dataclasses.asdict(config.unet))
+    start = of_kind(events, "start")[0]
     result = {"task": Path(options.task).resolve().name, "name": name, "options": train, "steps": options.steps}
-    result.update(curves=curves, engine_name=start["engine"], **about)
+    result.update(cases=options.cases, shape=untouched[0].shape, curves=curves, config=dataclasses.asdict(config))
+    result.update(engine_name=start["engine"], **{fact: start[fact] for fact in ("threads", "host", "versions")})
     output.publish("learning", result, learning_table([result]))
     return 0
 
 
 def made_store(workdir: Path, options: Options, log: Path) -> Store:
     """The store of the task below `workdir`, made where it is missing."""
-    task, cases = Path(options.task).resolve(), [*map(str, options.cases)]
-    name, words = task.name, ["--warp", str(task)]
-    if options.task in PHANTOMS:
-        name, words = f"{name}-{by(options.shape)}", [*PHANTOMS[name], "--shape", *map(str, options.shape)]
-    folder = writable_folder(workdir / "-".join([name, *cases]), "folder")
+    task, cases, shape = Path(options.task).resolve(), [*map(str, options.cases)], [*map(str, options.shape)]
+    words = [*PHANTOMS[options.task], "--shape", *shape] if options.task in PHANTOMS else ["--warp", str(task)]
+    folder = workdir / "-".join([task.name, *shape, *cases])
     data, store = str(folder / "data"), str(folder / "store")
     call(["phantom", "--out", data, "--cases", str(sum(options.cases)), *words], log, f"{options.task}: phantom")
     call(["prepare", "--dataset", data, "--store", store, "--split", *cases, "0"], log, f"{options.task}: prepare")
@@ -99,10 +91,9 @@ def points_of(events: Sequence[Mapping[str, Any]], config: RunConfig, regions: S
     """Of each validation in a run's log: step, full steps and seconds of training until then, and Dice of `regions`."""
     points, step_s = [], numbers(of_kind(events, "step"), "step_s")
     for event in of_kind(events, "validation"):
-        step, dice = event["step"], {name: event["dice"][name] for name in regions}
-        points.append(
-            {"step": step, "full_steps": config.full_steps(step), "seconds": sum(step_s[:step]), "dice": dice}
-        )
+        step = event["step"]
+        costs = {"step": step, "full_steps": config.full_steps(step), "seconds": sum(step_s[:step])}
+        points.append({**costs, "dice": {name: event["dice"][name] for name in regions}})
     return points
 
 
@@ -122,8 +113,8 @@ def draw_learning(records: Sequence[Result]) -> bytes:
     """PNG: mean Dice of the untouched cases over cost, a line a seed, a colour a record."""
     lines = []
     for record, colour in zip(records, PALETTE * len(records)):
-        for number, curve in enumerate(record["curves"]):
-            name, points = "" if number else f"{record['task']}, {record['name']}", curve["points"]
-            dice = [statistics.fmean(point["dice"].values()) for point in points]
-            lines.append(Line(name, [point["full_steps"] for point in points], dice, colour))
+        for curve in record["curves"]:
+            name = f"{record['task']}, {record['name']}" if curve is record["curves"][0] else ""
+            dice = [statistics.fmean(point["dice"].values()) for point in curve["points"]]
+            lines.append(Line(name, [point["full_steps"] for point in curve["points"]], dice, colour))
     return chart(lines, title="Dice of untouched cases", x_label="full steps", y_label="mean Dice", y_range=(0, 1))

@@ -110,6 +110,8 @@ NETWORKS: Tuple[Tuple[Dict[str, Any], Tuple[int, int, int], Dict[str, Any]], ...
     ({}, (64, 64, 64), {}),
     ({}, (96, 96, 96), {}),
     ({"filters": 8}, (96, 96, 96), {"optimizer": "adam"}),
+    ({"filters": 48}, (48, 48, 48), {}),
+    ({"network": "cicek2016", "filters": 24}, (32, 32, 32), {}),
     ({}, (128, 128, 128), {}),
     ({"residual": True}, (128, 112, 128), {}),
     ({"deep_supervision": True}, (128, 128, 112), {"optimizer": "adam"}),

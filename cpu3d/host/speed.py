@@ -1,31 +1,18 @@
-"""How fast this host computes, kept for the estimator: what `calibrate` has measured, and what a training's steps show.
-
-A training gives one factor alone: measured seconds of a step over predicted ones.
+"""How fast this host computes, kept for the estimator: a scale for each dtype, of measured seconds of a step over those
+predicted with the shipped constants. `calibrate` measures it, and every training of large enough volumes shows it.
 """
 
 import dataclasses
 import datetime
 import math
 import statistics
-import time
-from pathlib import Path
-from typing import Any, Callable, Dict, List, Tuple
+from typing import List, Sequence, Tuple
 
 import psutil
 
-from cpu3d.errors import InputError
-from cpu3d.util.atomic import remove_partials, write_json
-from cpu3d.util.lock import locked
+from cpu3d.util.atomic import write_json
 from cpu3d.util.progress import say
-from memory_estimator.calibration import (
-    FURTHEST,
-    SCHEMA,
-    HostConstants,
-    Trained,
-    find_constants,
-    host_file,
-    to_json,
-)
+from memory_estimator.calibration import FURTHEST, Scale, find_constants, host_file, like_shipped, shipped_constants
 from memory_estimator.common.files import read_json
 from memory_estimator.host import Host
 from memory_estimator.job import Job
@@ -37,60 +24,31 @@ LEAST_VOXELS, FEWEST_STEPS = 64**3, 3
 
 QUIET_SHARE = 0.05  # of the CPUs' time that other programs may take before seconds count as disturbed
 
-LOCK_WAIT_S = 2.0  # for others that write at the same time
 
-
-def keep_constants(constants: HostConstants, host: Host) -> Path:
-    """Keep what `calibrate` has measured, in the place of all earlier measurements. Raises as `_keep`."""
-    return _keep(host, lambda _: {"constants": to_json(constants)})
-
-
-def keep_training(job: Job, step_s: float, host: Host, *, quiet: bool) -> Path:
-    """Keep by how much a step of a training took longer than predicted, within FURTHEST. A quiet training replaces
-    every other one, a disturbed one only another disturbed one that was slower. Raises as `_keep`."""
-    constants = find_constants(host)
-    trained = constants.training(job.unet.dtype)
-    before = trained.scale if trained else 1.0
-    scale = before * step_s / step_seconds(training_step(job), constants, job)
-    new = Trained(
+def scale_of(timed: Sequence[Tuple[Job, float]], host: Host, *, quiet: bool) -> Scale:
+    """The scale of jobs in one dtype and the seconds of their steps: the median of them, within FURTHEST."""
+    base, job = shipped_constants(host.instructions), timed[0][0]
+    scale = statistics.median(step_s / step_seconds(training_step(one), base, one) for one, step_s in timed)
+    return Scale(
         scale=min(max(scale, 1 / FURTHEST), FURTHEST),
         quiet=quiet,
         threads=job.threads,
         date=datetime.date.today().isoformat(),
         job=f"{' x '.join(map(str, job.shape))} in {job.unet.dtype}",
-        constants=constants.identity,
     )
 
-    def change(kept: Dict[str, Any]) -> Dict[str, Any]:
-        trained = kept.get("trained", {})
-        old = trained.get(job.unet.dtype)
-        if not old or old["constants"] != new.constants or quiet or (not old["quiet"] and new.scale < old["scale"]):
-            trained = {**trained, job.unet.dtype: dataclasses.asdict(new)}
-        return {**kept, "trained": trained}
 
-    return _keep(host, change)
-
-
-def _keep(host: Host, change: Callable[[Dict[str, Any]], Dict[str, Any]]) -> Path:
-    """Replace what is kept of this host with `change(kept)`, and return its file. Raises InputError where a newer
-    version has written it, and where there is no folder for it; OSError where it cannot be written."""
-    path = host_file(host)
-    if path is None:
-        raise InputError("$XDG_DATA_HOME or a home folder must be there for a host's speed, got neither; set one")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(path.parent, "folder", LOCK_WAIT_S):
-        remove_partials(path.parent)
-        kept = {}
-        if path.exists():
-            try:
-                kept = dict(read_json(path))
-            except (ValueError, TypeError):
-                kept = {}  # damaged, and so of no use to anybody
-        if kept.get("schema", SCHEMA) > SCHEMA:
-            rule = f"speed of this host must be of schema {SCHEMA}, got {kept['schema']} in {path}"
-            raise InputError(f"{rule}; use the version that wrote it, or delete it")
-        write_json(path, {**change(kept if kept.get("schema") == SCHEMA else {}), "schema": SCHEMA})
-    return path
+def keep_training(job: Job, step_s: float, host: Host, *, quiet: bool) -> None:
+    """Keep the scale of a training. A quiet one replaces every other, a disturbed one only another disturbed one that
+    was slower. Raises ValueError as `host_file`, and OSError where it cannot be written."""
+    path, scale = host_file(host), scale_of([(job, step_s)], host, quiet=quiet)
+    is_known = find_constants(host).scales  # else missing, damaged, or of other constants than are shipped now
+    kept = read_json(path) if is_known else like_shipped(host)
+    old = kept["scales"].get(job.unet.dtype)
+    if not old or quiet or (not old["quiet"] and scale.scale < old["scale"]):
+        kept["scales"][job.unet.dtype] = dataclasses.asdict(scale)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, kept)
 
 
 class Observer:
@@ -100,15 +58,15 @@ class Observer:
         """`job` is what this process computes. Its first `warm_up` steps do not count: they compile."""
         self._job, self._host, self._warm_up = job, host, warm_up
         self._steps_s: List[float] = []
-        self._began = self._now()
+        self._process = psutil.Process()
+        self._others_share()
         self._is_kept = False
 
-    def note(self, seconds: float) -> int:
-        """Note what a step took by itself, without waiting for data or other workers; returns how many were noted."""
+    def note(self, seconds: float) -> None:
+        """Note what a step took by itself, without waiting for data or other workers."""
         self._steps_s.append(seconds)
         if len(self._steps_s) == self._warm_up:
-            self._began = self._now()
-        return len(self._steps_s)
+            self._others_share()
 
     def record(self) -> None:
         """Keep the steps' median, once they are enough. A failure is a warning on stderr: the training goes on."""
@@ -117,16 +75,14 @@ class Observer:
             return
         self._is_kept = True
         try:
-            all_s, others_s = (now - began for now, began in zip(self._now(), self._began))
-            keep_training(self._job, statistics.median(steps_s), self._host, quiet=others_s <= QUIET_SHARE * all_s)
+            quiet = self._others_share() <= QUIET_SHARE
+            keep_training(self._job, statistics.median(steps_s), self._host, quiet=quiet)
         except Exception as error:
             say(f"warning: the time of a step is not kept for the estimator: {error}")
 
-    def _now(self) -> Tuple[float, float]:
-        """CPU seconds, since some moment, of the CPUs that this process may use: all of them, and those of others."""
-        process, each = psutil.Process(), psutil.cpu_times(percpu=True)
-        cpus = process.cpu_affinity() if hasattr(process, "cpu_affinity") else range(len(each))
-        times = [each[cpu] for cpu in cpus if cpu < len(each)] or each
-        busy = ("user", "nice", "system", "irq", "softirq", "steal")  # the others are idle, or counted in these
-        busy_s = sum(getattr(one, name, 0.0) for one in times for name in busy)
-        return time.monotonic() * len(times), busy_s - time.process_time()
+    def _others_share(self) -> float:
+        """The share of its CPUs' time that other programs than this process took since this was called before."""
+        each = psutil.cpu_percent(percpu=True)
+        cpus = self._process.cpu_affinity() if hasattr(self._process, "cpu_affinity") else range(len(each))
+        used = [each[cpu] for cpu in cpus if cpu < len(each)] or each
+        return (sum(used) - self._process.cpu_percent()) / (100 * len(used))

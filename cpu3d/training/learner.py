@@ -200,7 +200,9 @@ class Learner:
 
     def _train(self, image, target):
         loss, dice, gradients = self._gradients(image, target)
-        self._update(gradients)
+        # It reads whether all gradients are finite. Stock TensorFlow does that last unless told, and keeps them for it.
+        with tf.control_dependencies([loss]):
+            self._update(gradients)
         return loss, dice
 
     def _add_part(self, image, target):

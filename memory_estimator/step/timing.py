@@ -14,7 +14,7 @@ LANES, FEWEST = 16, 4  # channels are written in blocks of so many, and read in 
 
 def op_seconds(program: Program, constants: HostConstants, job: Job) -> Tuple[float, ...]:
     """What each operation of a step takes."""
-    speeds = constants.for_threads(job.threads).speeds(job.unet.dtype)
+    speeds = constants.speeds(job)
     overhead_s = speeds["every_op"]["seconds"]
     return tuple(
         overhead_s + sum(speeds[op.kind][feature] * amount for feature, amount in features(op).items())

@@ -8,14 +8,12 @@ import pytest
 
 from memory_estimator.calibration import (
     FEATURES,
-    NAMED,
+    SHIPPED,
     find_constants,
     host_file,
+    like_shipped,
     load_constants,
-    named_constants,
-    part_of,
     shipped_constants,
-    to_json,
 )
 from memory_estimator.host import INSTRUCTION_SETS, read_host
 from memory_estimator.job import Job
@@ -27,18 +25,20 @@ def host(**changes):
     return dataclasses.replace(read_host(), **changes)
 
 
+JOB = Job(UNetConfig(dtype="float32"), (64, 64, 64), threads=2)
+
+
 @pytest.fixture
 def own(tmp_path):
-    """A file as `calibrate` writes it."""
+    """A file with figures of its own."""
     path = tmp_path / "calibration.json"
-    path.write_text(json.dumps(to_json(dataclasses.replace(shipped_constants("avx512"), name="mine", cpu="Some CPU"))))
+    path.write_text(json.dumps({**json.loads((SHIPPED / "avx512.json").read_text()), "name": "mine"}))
     return path
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
 def test_there_are_shipped_constants_for_every_instruction_set_and_they_say_where_each_figure_is_from(name):
-    assert set(NAMED) == set(INSTRUCTION_SETS)
-    found = named_constants(name)
+    found = load_constants(name)
     for field in ("costs", "baseline_bytes", "op_bytes", "saturating_threads"):
         assert found.origins[field].startswith(("measured: ", "assumed: "))
     assert found.record
@@ -47,26 +47,35 @@ def test_there_are_shipped_constants_for_every_instruction_set_and_they_say_wher
     assert shipped_constants("") == shipped_constants("avx2")
 
 
-def test_an_assumed_host_differs_from_the_measured_one_by_the_factors_it_states():
-    base, avx2 = named_constants("avx512"), named_constants("avx2")
-    for dtype, (kind, costs) in itertools.product(DTYPES, base.costs["float32"].items()):
-        for feature in costs:
-            factor = 2 if part_of(feature) == "work" else 1
-            assert avx2.costs[dtype][kind][feature] == pytest.approx(factor * base.costs[dtype][kind][feature])
+def test_an_assumed_host_differs_from_the_one_it_is_like_by_the_factor_of_arithmetic():
+    base, avx2 = load_constants("avx512"), load_constants("avx2")
+    for dtype in DTYPES:
+        for kind, costs in base.costs[dtype].items():
+            twice = {name: (2 if name.startswith("work") else 1) * cost for name, cost in costs.items()}
+            assert avx2.costs[dtype][kind] == pytest.approx(twice)
+    assert (avx2.name, avx2.date) == ("CPU with AVX2", base.date)
 
 
-def test_what_was_measured_on_a_host_is_found_there_and_a_damaged_file_is_said(own, monkeypatch, tmp_path):
+def scale(**changes):
+    return {"scale": 2.0, "quiet": True, "threads": 2, "date": "2026-11-26", "job": "some", **changes}
+
+
+def test_what_was_measured_on_a_host_is_found_there_and_a_damaged_file_is_said():
     here = host(cpu_model="Some CPU")
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    path = host_file(here)
+    path, shipped = host_file(here), shipped_constants(here.instructions)
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"schema": 3, "constants": json.loads(own.read_text())}))
+    path.write_text(json.dumps({**like_shipped(here), "scales": {"bfloat16": scale()}}))
     found = find_constants(here)
-    assert (found.name, found.own) == ("mine", True)
+    for dtype in DTYPES:  # one that was not measured has the scale of the other
+        job = JOB.with_unet(dtype=dtype)
+        for kind, speeds in shipped.speeds(job).items():
+            assert found.speeds(job)[kind] == pytest.approx({name: 2 * one for name, one in speeds.items()})
+    assert found.basis(JOB, here) == "scaled by 2.00 to steps here on 2026-11-26, some"
+    assert load_constants(path).basis(JOB) == "scaled by 2.00 to steps on Some CPU on 2026-11-26, some"
     path.write_text("{")
     damaged = find_constants(here)
-    assert damaged.costs == shipped_constants(here.instructions).costs
-    assert str(path) in damaged.basis("float32", here)
+    assert damaged.costs == shipped.costs
+    assert str(path) in damaged.basis(JOB, here)
 
 
 @pytest.mark.parametrize("changes", [{"cpu_model": "Another"}, {"isa": ("avx2",)}, {"cpu_quota": 1.0}])
@@ -87,15 +96,24 @@ def test_every_operation_of_every_network_has_costs():
     assert kinds == set(FEATURES)
 
 
-def test_a_missing_file_is_refused_and_a_number_of_threads_beyond_the_measured_one_is_said(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"none\.json must exist, got none"):
         load_constants(tmp_path / "none.json")
+
+
+def test_a_number_of_threads_beyond_the_measured_one_is_said():
     measured, other = dataclasses.replace(shipped_constants("avx512"), origin="measured"), host(cpu_model="Another")
-    again = measured.for_threads(8).for_threads(measured.threads)
-    assert measured.caveats("float32") == again.caveats("float32") == []
-    assert measured.basis("float32").startswith(f"measured on {measured.cpu}")
-    found = measured.for_threads(56).basis("float32", other)
+    assert measured.basis(JOB) == f"measured on {measured.cpu} on {measured.date}"
+    found = measured.basis(dataclasses.replace(JOB, threads=56), other)
     assert found == f"assumed from measurements on {measured.cpu}; from 2 threads to 56 by assumption"
+
+
+def test_work_divides_among_threads_and_traffic_up_to_a_number_of_them():
+    constants = dataclasses.replace(shipped_constants("avx512"), saturating_threads=8)
+    few, many = (constants.speeds(dataclasses.replace(JOB, threads=threads)) for threads in (2, 56))
+    assert many["convolve"]["work"] == pytest.approx(few["convolve"]["work"] / 28)
+    assert many["pass"]["traffic"] == pytest.approx(few["pass"]["traffic"] / 4)
+    assert many["every_op"] == few["every_op"]
 
 
 def changed(**changes):
@@ -115,13 +133,16 @@ def with_costs(kind, costs):
     ("damage", "message"),
     [
         (lambda content: json.dumps(content)[:-40], "must be complete JSON"),
-        (changed(schema=1), "must be complete JSON of schema 3, got schema 1"),
+        (changed(schema=1), "must be complete JSON of schema 4, got schema 1"),
         (lambda content: json.dumps({k: v for k, v in content.items() if k != "costs"}), "must be complete"),
         (with_costs("pass", {"traffic": -1.0}), "float32: pass traffic -1.0"),
         (with_costs("update", {"traffic": 1e-9}), "float32: update work missing"),
         (with_costs("pass", {"traffic": True}), "pass.traffic must be float, got true"),
         (changed(op_bytes={"stock": 1}), "op_bytes of itex missing"),
         (changed(threads=0), "got threads 0"),
+        (changed(like="itself"), "got like itself"),
+        (changed(shipped="2020-01-01"), "shipped on 2020-01-01"),
+        (changed(scales={"float32": scale(scale=9.0)}), "got scale 9.0"),
     ],
 )
 def test_a_damaged_file_is_refused(damage, message, own):

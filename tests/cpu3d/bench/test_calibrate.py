@@ -1,71 +1,93 @@
-"""`calibrate`: once for real on tiny networks, and its fit of made-up seconds."""
+"""`calibrate`: once for real on a tiny network, and what it makes of made-up measurements."""
 
-import dataclasses
+import json
 
 import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.bench import calibrate
-from cpu3d.bench.calibrate import Timing, fitted, straight_line
-from memory_estimator.calibration import find_constants, load_constants, scaled, shipped_constants
-from memory_estimator.host import INSTRUCTION_SETS, read_host
+from cpu3d.bench.harness import in_fresh_process
+from cpu3d.bench.step import measure, request_for
+from cpu3d.host.speed import keep_training
+from memory_estimator.__main__ import main as estimator
+from memory_estimator.calibration import find_constants, load_constants, shipped_constants
+from memory_estimator.estimate import estimate
+from memory_estimator.host import read_host
 from memory_estimator.job import Job
-from memory_estimator.step.timing import step_seconds
-from memory_estimator.step.training_step import training_step
 from models.config import UNetConfig
 
+HOST = read_host()
+SHIPPED = shipped_constants(HOST.instructions)
+LARGE = Job(UNetConfig(filters=24, dtype="float32"), (128, 112, 96), engine="stock", threads=2)
 
-def test_a_calibration_is_measured_and_found_again(monkeypatch, tmp_path):
-    tiny = {"unet": vars(UNetConfig(depth=2, filters=4, policy="speed", dtype="float32")), "shape": (16, 16, 16)}
-    monkeypatch.setattr(calibrate, "networks", lambda dtype: [tiny] * 3)
+
+def record(unet, times=1.0, more_bytes=0):
+    """As if a step had taken `times` the predicted seconds, and the process more than the predicted bytes."""
+    job = Job(UNetConfig(**unet), (96, 96, 96), engine="stock", threads=2)
+    found, about = estimate(job, SHIPPED), {"engine_name": "TensorFlow 2", "threads": {"TF_NUM_INTRAOP_THREADS": 2}}
+    measured = {"step_s": times * found.step_s, "process_peak_bytes": found.process_peak_bytes + more_bytes}
+    return {**request_for(job), **about, **measured}
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """What the measuring processes answer, in turn."""
+    answers = []
+    monkeypatch.setattr(calibrate, "in_fresh_process", lambda *_: answers.pop(0))
+    return answers
+
+
+def test_a_host_is_measured_and_its_file_is_found_again(answers, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(calibrate, "NETWORKS", ({"filters": 4, "depth": 2},))
+    tiny = Job(UNetConfig(depth=2, filters=4, dtype="float32"), (16, 16, 16))
+    answers += 2 * [in_fresh_process(measure, request_for(tiny, engine="stock", threads=None, steps=1))]
     monkeypatch.setattr(calibrate, "DTYPES", ("float32",))
-    monkeypatch.setattr(calibrate, "BUDGET_S", 0)
-    measure, results, out, host = calibrate.in_fresh_process, [], tmp_path / "other.json", read_host()
-    monkeypatch.setattr(calibrate, "in_fresh_process", lambda *given: results[0])
-    results.append(measure(calibrate.measure, {"engine": "stock", "networks": [tiny] * 3, "budget_s": 0}))
-    assert results[0]["left_out"] == 1
+    out = tmp_path / "new" / "other.json"
     assert main(["calibrate", "--engine", "stock", "--out", str(out)]) == 0
-    assert find_constants(host).basis("float32", host).startswith("assumed from ")
+    assert find_constants(HOST).basis(LARGE, HOST).startswith("assumed from ")
     assert main(["calibrate", "--engine", "stock"]) == 0
-    found = find_constants(host)
-    for constants in (load_constants(out), found):
-        assert constants.baseline_bytes["stock"] > 0
-        assert constants.origins["baseline_bytes"].startswith("measured")
-    assert found.basis("float32", host).startswith("measured here on ")
+    found, there = find_constants(HOST), load_constants(out)
+    assert found == there
+    assert found.baseline_bytes["stock"] > 0
+    assert found.baseline_bytes["itex"] == SHIPPED.baseline_bytes["itex"]
+    assert found.origins["baseline_bytes"].startswith("measured")
+    assert found.basis(LARGE, HOST).startswith(f"scaled by {found.scales['float32'].scale:.2f} to steps here on ")
+    capsys.readouterr()
+    assert estimator(["--shape", "64", "64", "64", "--calibration", str(out), "--json"]) == 0
+    basis = json.loads(capsys.readouterr().out)["constants"]["basis"]
+    assert f"to steps on {HOST.cpu_model} on " in basis
 
 
-SHIPPED = shipped_constants("avx512_bf16")
-HOST = dataclasses.replace(read_host(), cpu_model="Some CPU", isa=INSTRUCTION_SETS["avx512_bf16"])
+def test_seconds_are_scaled_in_each_dtype_and_the_baseline_is_moved(answers, monkeypatch):
+    monkeypatch.setattr(calibrate.psutil, "cpu_percent", lambda _: 0.0)
+    answers += [record({"filters": 16}, 2.0, 10_000_000), record({"filters": 8}, 3.0, 20_000_000)]
+    answers += [record({"filters": filters, "dtype": "bfloat16"}, 0.5, 30_000_000) for filters in (16, 8)]
+    keep_training(LARGE, 7 * estimate(LARGE, SHIPPED).step_s, HOST, quiet=True)
+    assert main(["calibrate"]) == 0
+    constants = find_constants(HOST)
+    for job, times in ((LARGE, 2.5), (LARGE.with_unet(dtype="bfloat16"), 0.5)):  # the mean of two is their median
+        before, found = estimate(job, SHIPPED), estimate(job, constants)
+        assert found.step_s == pytest.approx(times * before.step_s)
+        assert found.process_peak_bytes - before.process_peak_bytes == 22_500_000
+    # A training afterwards changes the seconds alone.
+    keep_training(LARGE, 4 * estimate(LARGE, SHIPPED).step_s, HOST, quiet=True)
+    after = estimate(LARGE, find_constants(HOST))
+    assert after.step_s == pytest.approx(4 * estimate(LARGE, SHIPPED).step_s)
+    assert after.process_peak_bytes == estimate(LARGE, constants).process_peak_bytes
 
 
-def seconds(job, constants):
-    return step_seconds(training_step(job), constants, job)
+def test_on_a_busy_host_it_says_so_and_the_next_quiet_training_counts(answers, monkeypatch, capsys):
+    monkeypatch.setattr(calibrate.psutil, "cpu_percent", lambda _: 40.0)
+    answers += [record({"filters": 16, "dtype": dtype}) for dtype in ("float32", "float32", "bfloat16", "bfloat16")]
+    assert main(["calibrate"]) == 0
+    assert "40%" in capsys.readouterr().out
+    assert "other programs kept its CPUs busy" in find_constants(HOST).basis(LARGE, HOST)
+    keep_training(LARGE, 4 * estimate(LARGE, SHIPPED).step_s, HOST, quiet=True)
+    assert find_constants(HOST).basis(LARGE, HOST).startswith("scaled by 4.00")
 
 
-def jobs_of(dtype):
-    """The networks that `calibrate` times, on the threads that shipped constants are of."""
-    networks = calibrate.networks(dtype)[1:]
-    return [Job(UNetConfig(**one["unet"]), one["shape"], engine="stock", threads=SHIPPED.threads) for one in networks]
-
-
-@pytest.mark.parametrize(
-    "slower", [{"work": 2, "traffic": 2, "overhead": 2}, {"work": 3, "traffic": 0.5, "overhead": 1}]
-)
-def test_work_and_traffic_are_told_apart_by_whole_steps(slower):
-    truth = dataclasses.replace(SHIPPED, costs={"float32": scaled(SHIPPED.costs["float32"], slower)})
-    timings = [Timing(job, step_s=seconds(job, truth)) for job in jobs_of("float32")]
-    found = fitted(timings, HOST)
-    for shape, filters in (((128, 128, 128), 16), ((240, 240, 160), 16), ((96, 96, 96), 40)):
-        job = Job(UNetConfig(filters=filters), shape, engine="stock", threads=2)
-        assert seconds(job, found) == pytest.approx(seconds(job, truth), rel=0.05)
-    assert (found.name, found.origin) == ("Some CPU", "measured")
-    # What was not timed has the same factors.
-    in_bfloat16 = Job(UNetConfig(dtype="bfloat16"), (96, 96, 96), engine="stock", threads=2)
-    ratio = seconds(in_bfloat16, found) / seconds(in_bfloat16, SHIPPED)
-    assert min(slower.values()) * 0.9 <= ratio <= max(slower.values()) * 1.1
-
-
-def test_memory_lies_on_the_line_through_what_was_measured():
-    # 10 operations take 400, 20 take 700: each takes 30, and none take 100.
-    assert straight_line([(10, 400), (20, 700)], 5) == (100, 30)
-    assert straight_line([(10, 400)], 5) == (350, 5)
+def test_without_a_folder_it_is_refused_before_anything_is_measured(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(calibrate, "in_fresh_process", lambda *_: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    assert main(["calibrate", "--out", str(tmp_path / "file" / "out.json")]) == 2
+    assert str(tmp_path / "file") in capsys.readouterr().err

@@ -14,6 +14,8 @@ from cpu3d.bench.harness import ProcessFailedError
 from cpu3d.bench.step import compare_policies, draw_policies, job_of_record, request_for, step_table
 from cpu3d.errors import InputError
 from cpu3d.util.records import read_records
+from memory_estimator.calibration import shipped_constants
+from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
 from memory_estimator.job import RECIPES, Job
 from models.config import POLICIES, UNetConfig
@@ -40,6 +42,15 @@ def test_a_step_is_measured_beside_a_peer_and_recorded(tmp_path, capsys):
     assert max(ours["live_bytes"]) <= ours["allocator_peak_bytes"]
     (kept,) = read_records(record, "policies")
     assert [row[1:] for row in step_table(kept).rows][2] == ["-", "1.00", "-", "1000.00"]
+
+
+@pytest.mark.slow  # a process of its own: stock TensorFlow takes no order that it is not told
+def test_gradients_do_not_outlive_their_update_under_stock_tensorflow():
+    job = Job(UNetConfig(filters=64, depth=3, dtype="float32"), (16, 16, 16), engine="stock", threads=2)
+    measured = harness.in_fresh_process(step.measure, request_for(job, steps=1))
+    predicted = estimate(job, shipped_constants("avx2"))
+    # 1.16 times that where the gradients were read once more at the end.
+    assert measured["allocator_peak_bytes"] == pytest.approx(predicted.allocator_peak_bytes, rel=0.05)
 
 
 @pytest.fixture

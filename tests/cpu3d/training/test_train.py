@@ -66,7 +66,7 @@ def test_what_steps_show_of_the_host_is_kept_and_changes_no_bit(phantom_store, l
     job = job_of(fit.config, 2, 0)
     fit.run(observer=Observer(job, read_host(), warm_up=2))
     assert_same_weights(tmp_path, learnt)
-    assert find_constants().training(job.unet.dtype).threads == 2
+    assert find_constants().scale(job.unet.dtype).threads == 2
 
 
 def test_a_run_learns_and_its_best_weights_are_the_averaged_ones(learnt):
