@@ -35,7 +35,7 @@ class Order:
         up_gradients(level, below, at)               of the kernel too; returns that of `below`
         project(name, entry, part, add)              a head, or a part of a shortcut, plus `add`
         project_gradient(name, entry, part, at, add) of the kernel's part too; returns that of the map, plus `add`
-        project_to_raw(name, source, at)             as both, of a whole kernel, with the gradient of the raw sum
+        project_to_raw(source, at)                   of the finest head: the same, but of the raw sum of `source`
         residual_sum(name, second, total, again)
         residual_gradient(name, block, at)
         of_raw(name, source, at)                     through the norm and ReLU of a convolution's sum; takes no memory
@@ -60,7 +60,7 @@ class Order:
         for level in reversed(range(self.unet.depth - 1)):
             entries = [self._encoders[level].output, self.up(level, self._below(level), False)]
             self._decoders[level] = self._block(f"decoder{level}", entries)
-        return [self.project(_head(level), [self._decoders[level].output], 0, None) for level in self._heads()]
+        return [self.project(head_of(level), [self._decoders[level].output], 0, None) for level in self._heads()]
 
     def backward(self, slopes: Sequence[Any]) -> None:
         """From the gradients of the logits of each head."""
@@ -112,8 +112,8 @@ class Order:
     def _through_head(self, level: int, slope: Any, at: Optional[Any]) -> Any:
         source = self._decoders[level].output
         if at is None and not self.unet.residual:  # where memory is at its peak: over the raw map itself
-            return self.project_to_raw(_head(level), source, slope)
-        return self.project_gradient(_head(level), [source], 0, slope, at)
+            return self.project_to_raw(source, slope)
+        return self.project_gradient(head_of(level), [source], 0, slope, at)
 
     def _through_decoder(self, level: int, at: Any) -> Tuple[Any, Any]:
         """Gradients of the skip's values and of what the level below puts out."""
@@ -152,5 +152,6 @@ class Order:
         return self.project_gradient(f"{name}_shortcut", entry, part, at_sum, at_values)
 
 
-def _head(level: int) -> str:
+def head_of(level: int) -> str:
+    """The name of a level's head."""
     return f"head{level}" if level else "head"

@@ -78,8 +78,7 @@ class Pass(Order):
 
     def project_gradient(self, name, entry, part, at, add):
         layer, filters, more = self.layer(name), self._rows(name, entry, part), add.map if add else None
-        found = self._run(operations.project_gradient, entry[part], at.map, filters, more)
-        *at_values, of_part, of_bias = found
+        *at_values, of_part, of_bias = self._run(operations.project_gradient, entry[part], at.map, filters, more)
         if len(entry) > 1:
             width = entry[0].raw.shape[-1]
             before, after = (0, layer.kernel.shape[3] - width) if not part else (width, 0)
@@ -90,14 +89,13 @@ class Pass(Order):
             self._put(layer.bias, of_bias)
         return AtValues(*at_values)
 
-    def project_to_raw(self, name, source, at):
-        head = self.layer(name)
+    def project_to_raw(self, source, at):
+        head = self.layer("head")
         kernel = self._value(head.kernel)
         *sums, of_kernel, of_bias = self._run(operations.project_sums, source, at.map, kernel)
         self._put(head.kernel, of_kernel)
         self._put(head.bias, of_bias)
-        level = name[len("head") :] or "0"
-        of_raw = self.of_raw(f"decoder{level}_conv2", source, AtValues(at.map, *sums))
+        of_raw = self.of_raw("decoder0_conv2", source, AtValues(at.map, *sums))
         return self._run(operations.project_to_raw, of_raw, kernel)
 
     def residual_gradient(self, name, block: Block, at):
