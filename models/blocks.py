@@ -1,11 +1,11 @@
-"""A U-Net's block and its parts as plain Keras layers."""
+"""The layers of a U-Net as plain ones of Keras."""
 
 import zlib
-from typing import List, Sequence
 
 import tensorflow as tf
 
 from models.config import UNetConfig
+from models.layer_plan import LayerOp
 from models.norm import NormActivation
 
 PRIOR_LOGIT = -2.944
@@ -13,46 +13,28 @@ PRIOR_LOGIT = -2.944
 one real glioma after 40 steps: 0.96/0.93/0.75, from 0.5 0.88/0.84/0.71."""
 
 
-def block(config: UNetConfig, name: str, entry, widths: Sequence[int]):
-    """Two 3x3x3 convolutions, each with norm and ReLU; `residual` adds the entry before the last ReLU."""
-    x = convolution(config, f"{name}_conv1", widths[0], 3)(entry)
-    x = norm(config, f"{name}_act1")(x)
-    x = convolution(config, f"{name}_conv2", widths[1], 3)(x)
-    if not config.residual:
-        return norm(config, f"{name}_act2")(x)
-    x = norm(config, f"{name}_norm2", activate=False)(x)
-    shortcut = f"{name}_shortcut"
-    total = ShortcutSum(widths[1], initial_kernel(config, shortcut), name=shortcut, dtype=precision(config))([x, entry])
-    return tf.keras.layers.ReLU(name=f"{name}_act2", dtype=precision(config))(total)
-
-
-def convolution(config: UNetConfig, name: str, channels: int, kernel: int, **more) -> tf.keras.layers.Layer:
-    """One that keeps the grid, without bias: what follows normalises or adds one."""
-    more = {"use_bias": False, "dtype": precision(config), **more}
-    initializer = initial_kernel(config, name)
-    return tf.keras.layers.Conv3D(channels, kernel, padding="same", kernel_initializer=initializer, name=name, **more)
-
-
-def norm(config: UNetConfig, name: str, activate: bool = True) -> tf.keras.layers.Layer:
-    return NormActivation(config.norm, activate, name=name, dtype=precision(config))
-
-
-def up_layers(config: UNetConfig, name: str, width: int) -> List[tf.keras.layers.Layer]:
-    """Layers that double the grid, without bias: the next norm removes a constant."""
-    own = {"dtype": precision(config), "name": name}
-    if config.up == "transposed":
-        initializer = initial_kernel(config, name)
-        return [
-            tf.keras.layers.Conv3DTranspose(width, 2, strides=2, use_bias=False, kernel_initializer=initializer, **own)
-        ]
-    # The 1x1x1 convolution and nearest-neighbour copying commute; on the coarse grid it costs an eighth.
-    return [convolution(config, f"{name}_conv", width, 1), tf.keras.layers.UpSampling3D(2, **own)]
-
-
-def head(config: UNetConfig, name: str) -> tf.keras.layers.Layer:
-    """One logit per output and voxel, in the compute dtype: the loss casts them to float32."""
+def plain_layer(config: UNetConfig, op: LayerOp) -> tf.keras.layers.Layer:
+    """The Keras layer of a layer of the plan. Only heads have a bias: what follows the others normalises or adds one.
+    Logits are of the compute dtype, as all else: the loss casts them to float32."""
+    own = {"name": op.name, "dtype": "mixed_bfloat16" if config.dtype == "bfloat16" else "float32"}
+    if op.kind in ("norm", "norm_act"):
+        return NormActivation(config.norm, op.kind == "norm_act", **own)
+    plain = {
+        "pool": lambda: tf.keras.layers.MaxPool3D(2, **own),
+        "upsample": lambda: tf.keras.layers.UpSampling3D(2, **own),
+        "concat": lambda: tf.keras.layers.Concatenate(**own),
+        "act": lambda: tf.keras.layers.ReLU(**own),
+    }
+    if op.kind in plain:
+        return plain[op.kind]()
+    width, own["kernel_initializer"] = op.shape[3], initial_kernel(config.seed, op.name)
+    if op.kind == "shortcut":
+        return ShortcutSum(width, **own)
+    if op.kind == "up_conv":
+        return tf.keras.layers.Conv3DTranspose(width, 2, strides=2, use_bias=False, **own)
     bias = tf.keras.initializers.Constant(PRIOR_LOGIT)
-    return convolution(config, name, config.outputs, 1, use_bias=True, bias_initializer=bias)
+    more = {"use_bias": op.kind == "head", "bias_initializer": bias, "padding": "same"}
+    return tf.keras.layers.Conv3D(width, op.kernel, **more, **own)
 
 
 class ShortcutSum(tf.keras.layers.Layer):
@@ -74,12 +56,7 @@ class ShortcutSum(tf.keras.layers.Layer):
         return maps + tf.nn.conv3d(entry, self.kernel, (1, 1, 1, 1, 1), "SAME")
 
 
-def precision(config: UNetConfig) -> str:
-    """Keras' name for "compute in `config.dtype`, keep weights in float32"."""
-    return "mixed_bfloat16" if config.dtype == "bfloat16" else "float32"
-
-
-def initial_kernel(config: UNetConfig, name: str):
+def initial_kernel(seed: int, name: str):
     """Glorot's uniform, from the network's seed and the layer's name: no layer depends on what was built before.
     On one real glioma Glorot's smaller kernels reach in 20 steps what He's reach in 30."""
-    return tf.keras.initializers.GlorotUniform(seed=zlib.crc32(f"{config.seed}/{name}".encode()) & 0x7FFFFFFF)
+    return tf.keras.initializers.GlorotUniform(seed=zlib.crc32(f"{seed}/{name}".encode()) & 0x7FFFFFFF)

@@ -1,6 +1,6 @@
 """The network on paper: every layer's name, shape, dtype, parameters and work, in the order it runs. No TensorFlow.
 
-This is all that the memory estimator sees; a test holds it against the built Keras model layer by layer.
+The Keras model, the memory estimator and the exporter are made of it.
 """
 
 from dataclasses import dataclass
@@ -128,5 +128,6 @@ class _Plan:
         if self.config.up == "transposed":
             weights = 8 * x.shape[3] * width
             return self.add(name, "up_conv", (x,), level, width, kernel=2, in_channels=x.shape[3], trainable=weights)
+        # The 1x1x1 convolution and nearest-neighbour copying commute; on the coarse grid it costs an eighth.
         x = self.convolution(f"{name}_conv", "conv", x, level + 1, width, kernel=1)
         return self.add(name, "upsample", (x,), level, width)

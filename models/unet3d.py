@@ -1,4 +1,4 @@
-"""The 3D U-Net: down on the left, up on the right, skips across, as in the paper's figure."""
+"""The 3D U-Net as a Keras model: plain layers, and own operations in their place where these serve."""
 
 import dataclasses
 import sys
@@ -6,8 +6,9 @@ from typing import Any, Dict, List, Optional, Tuple
 
 import tensorflow as tf
 
-from models.blocks import block, head, precision, up_layers
+from models.blocks import plain_layer
 from models.config import UNetConfig
+from models.layer_plan import layer_plan
 from models.native import operations
 from models.step import Pass
 from models.supervision import supervise
@@ -79,23 +80,13 @@ def build_unet3d(config: UNetConfig, shape: Tuple[int, int, int], batch_size: Op
     some). Raises ValueError when the shape does not divide, and ImportError where tf.keras is not Keras 2.
     """
     _check_keras()
-    config.check_shape(shape)
-    image = x = tf.keras.Input((*shape, config.channels), batch_size, dtype=config.dtype, name="image")
-    skips, coarse, own = [], [], {"dtype": precision(config)}
-    for level in range(config.depth):
-        if level:
-            x = tf.keras.layers.MaxPool3D(2, name=f"encoder{level}_pool", **own)(x)
-        x = block(config, f"encoder{level}", x, config.encoder_widths(level))
-        skips.append(x)
-    for level in reversed(range(config.depth - 1)):
-        for layer in up_layers(config, f"decoder{level}_up", config.up_width(level)):
-            x = layer(x)
-        x = tf.keras.layers.Concatenate(name=f"decoder{level}_concat", **own)([skips[level], x])
-        x = block(config, f"decoder{level}", x, config.decoder_widths(level))
-        if level and config.deep_supervision:
-            coarse.append(head(config, f"head{level}")(x))
-    logits = head(config, "head")(x)
-    return UNet3D(config, image, [logits, *coarse] if config.deep_supervision else logits)
+    plan, maps = layer_plan(config, shape), {}
+    maps["image"] = tf.keras.Input((*shape, config.channels), batch_size, dtype=config.dtype, name="image")
+    for op in plan[1:]:
+        read = [maps[name] for name in op.inputs]
+        maps[op.name] = plain_layer(config, op)(read if len(read) > 1 else read[0])
+    logits = [maps[op.name] for op in plan if op.kind == "head"]
+    return UNet3D(config, maps["image"], logits if config.deep_supervision else logits[0])
 
 
 # --- Private helpers ---

@@ -20,8 +20,6 @@ SPARE_BYTES = 128 * MIB  # a chunk with this much to spare is always split
 
 HANDLE_BYTES = 8  # of a region's table for every GRANULE_BYTES of it: 3 % of all regions, with malloc
 
-BINS = 21  # bin b holds free chunks of 256 * 2**b bytes up to twice that; the last one all larger ones
-
 
 @dataclass(frozen=True)
 class Use:
@@ -29,7 +27,6 @@ class Use:
 
     peak_bytes: int  # most chunks handed out at once from the third step on: `get_memory_info("CPU:0")["peak"]`
     resident_bytes: int  # memory that a tensor has lain in once, and that the process therefore keeps
-    small_bytes: int  # resident tensors too small for it: they lie with malloc
     reserved_bytes: int  # all regions together: address space, of which `resident_bytes` are touched
     validated_bytes: int = 0  # `resident_bytes` once a validation and a step have followed
 
@@ -45,8 +42,7 @@ def use(program: Program) -> Use:
     allocator.play(itertools.islice(calls, end - third))
     peak, resident = allocator.peak_bytes, allocator.resident_bytes
     allocator.play(calls)
-    small = sum(tensor.bytes for tensor in program.resident if tensor.bytes < SMALL_BYTES)
-    return Use(peak, resident, small, allocator.reserved_bytes, allocator.resident_bytes if program.after else resident)
+    return Use(peak, resident, allocator.reserved_bytes, allocator.resident_bytes if program.after else resident)
 
 
 def region_bytes(program: Program) -> int:
@@ -75,7 +71,7 @@ class Allocator:
         self._next_region_bytes = 2 * MIB
         self._lowest = 2**62  # start of the last region. The system hands out mappings downwards.
         self._touched: Set[Tuple[int, int]] = set()
-        self._bins: List[List[Tuple[int, int]]] = [[] for _ in range(BINS)]  # (size, start) of free chunks, sorted
+        self._free: List[Tuple[int, int]] = []  # (size, start) of free chunks, sorted
         self._chunks: Dict[int, Chunk] = {}
         self._by_name: Dict[str, Optional[Chunk]] = {}
 
@@ -133,20 +129,19 @@ class Allocator:
 
     def _find(self, size: int) -> Optional[Chunk]:
         """The smallest free chunk that is large enough; of equals the one at the lowest address."""
-        for free in self._bins[_bin(size) :]:
-            index = bisect.bisect_left(free, (size, -1))
-            if index < len(free):
-                chunk = self._chunks[free[index][1]]
-                self._remove_free(chunk)
-                chunk.free = False
-                if chunk.size >= 2 * size or chunk.size - size >= SPARE_BYTES:
-                    rest = Chunk(chunk.start + size, chunk.size - size, before=chunk, after=chunk.after)
-                    if chunk.after is not None:
-                        chunk.after.before = rest
-                    chunk.after, chunk.size = rest, size
-                    self._add_free(rest)
-                return chunk
-        return None
+        index = bisect.bisect_left(self._free, (size, -1))
+        if index == len(self._free):
+            return None
+        chunk = self._chunks[self._free[index][1]]
+        self._remove_free(chunk)
+        chunk.free = False
+        if chunk.size >= 2 * size or chunk.size - size >= SPARE_BYTES:
+            rest = Chunk(chunk.start + size, chunk.size - size, before=chunk, after=chunk.after)
+            if chunk.after is not None:
+                chunk.after.before = rest
+            chunk.after, chunk.size = rest, size
+            self._add_free(rest)
+        return chunk
 
     def _extend(self, size: int) -> None:
         """A region more, in which a chunk of this size fits."""
@@ -164,12 +159,7 @@ class Allocator:
     def _add_free(self, chunk: Chunk) -> None:
         chunk.free = True
         self._chunks[chunk.start] = chunk
-        bisect.insort(self._bins[_bin(chunk.size)], (chunk.size, chunk.start))
+        bisect.insort(self._free, (chunk.size, chunk.start))
 
     def _remove_free(self, chunk: Chunk) -> None:
-        free = self._bins[_bin(chunk.size)]
-        del free[bisect.bisect_left(free, (chunk.size, chunk.start))]
-
-
-def _bin(size: int) -> int:
-    return min(BINS - 1, (size // GRANULE_BYTES).bit_length() - 1)
+        del self._free[bisect.bisect_left(self._free, (chunk.size, chunk.start))]

@@ -3,7 +3,6 @@
 A tensor lives from the operation that writes it to the last one that reads it.
 """
 
-import re
 from dataclasses import dataclass
 from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
@@ -148,35 +147,22 @@ def _walk(ops: Sequence[StepOp], stays: Set[str]) -> Iterator[Tuple[StepOp, Tupl
 def kernel_made(kernel: Tensor) -> List[StepOp]:
     """By Glorot's three operations in float32: numbers drawn, scaled, and shifted into place."""
     drawn, wide = (Tensor(f"{kernel.name}/{part}", kernel.bytes, kernel.group) for part in ("uniform", "scaled"))
-    return [_made(drawn, kind="update"), _made(wide, drawn, kind="update"), _made(kernel, drawn, wide, kind="update")]
+    return [_made(drawn), _made(wide, drawn), _made(kernel, drawn, wide)]
 
 
-def inputs_made(inputs: Sequence[Tuple[Tensor, str]]) -> List[StepOp]:
-    """How (memory, dtype) of each input came to be in `cpu3d.bench.step.made_up`: all drawn in order, in four bytes a
-    value, then cast in order. Floating point is noise scaled and shifted, in float32 the input already; all else is
-    numbers compared with one of them. What was drawn to be cast goes when everything has been."""
-    drawn, cast, wide = [], [], []
-    for tensor, dtype in inputs:
-        bits = re.search(r"\d+$", dtype)  # "bfloat16" is 2 bytes, "uint8" 1, "bool" 1
-        values = tensor.bytes // (int(bits.group()) // 8 if bits else 1)
-
-        def part(name: str, value_bytes: int = 4, tensor: Tensor = tensor, values: int = values) -> Tensor:
-            return Tensor(f"{tensor.name}/{name}", value_bytes * values, tensor.group)
-
-        if "float" in dtype:
-            noise, scaled = part("noise"), part("scaled")
-            shifted = tensor if dtype == "float32" else part("shifted")
-            drawn += [_made(noise), _made(scaled, noise), _made(shifted, scaled, noise)]
-            if dtype != "float32":
-                cast.append(_made(tensor))
-                wide.append(shifted.name)
-        else:
-            numbers, hits = part("drawn"), part("hits", 1)
-            drawn.append(_made(numbers))
-            cast += [_made(hits), _made(tensor, hits)]
-            wide.append(numbers.name)
-    return [*drawn, *cast, StepOp("inputs made", "pointwise", tuple(wide))]
+def inputs_made(image: Tensor, target: Tensor, values: int) -> List[StepOp]:
+    """How the inputs came to be in `cpu3d.bench.step.made_up`: an image of so many values is noise scaled and shifted,
+    in float32 the image already; a target is numbers compared with one of them. Both are drawn, in four bytes a value,
+    then both are cast, and what was drawn to be cast goes when that is done."""
+    wide = [Tensor(f"{image.name}/{name}", 4 * values, image.group) for name in ("noise", "scaled", "shifted")]
+    noise, scaled, shifted = wide if image.bytes < 4 * values else (*wide[:2], image)
+    numbers = Tensor(f"{target.name}/drawn", 4 * target.bytes, target.group)
+    hits = Tensor(f"{target.name}/hits", target.bytes, target.group)
+    drawn = [_made(noise), _made(scaled, noise), _made(shifted, scaled, noise), _made(numbers)]
+    cast = [_made(image)] if shifted is not image else []
+    done = StepOp("inputs made", "update", (shifted.name, numbers.name))
+    return [*drawn, *cast, _made(hits), _made(target, hits), done]
 
 
-def _made(written: Tensor, *read: Tensor, kind: str = "pointwise") -> StepOp:
-    return StepOp(written.name, kind, tuple(tensor.name for tensor in read), (written,))
+def _made(written: Tensor, *read: Tensor) -> StepOp:
+    return StepOp(written.name, "update", tuple(tensor.name for tensor in read), (written,))

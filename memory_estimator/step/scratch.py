@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 CACHE_BYTES = 2**20  # L2 of a core: a thread's ring of rows fills five eighths of it
 
+TAPS = {"pass": 0, "project": 1, "up": 8}  # of the filters, by the kind of operation; others have 27
+
 LANES = 16  # channels of a group, and values of a line of the cache
 
 
@@ -17,6 +19,13 @@ class Shape:
     outputs: int
     value_bytes: int  # of the maps: 2 is bfloat16
     threads: int
+
+
+def scratch_bytes(kind: str, shape: Shape, in_place: bool) -> int:
+    """Of an operation; `in_place` where it may write over what it reads."""
+    if kind == "filter_gradient":
+        return filter_gradient_bytes(shape)
+    return pass_bytes(shape, TAPS[kind]) if kind in TAPS else convolve_bytes(shape, in_place)
 
 
 def convolve_bytes(shape: Shape, in_place: bool) -> int:

@@ -29,7 +29,7 @@ class Writer:
         self._make_weights(OPTIMIZERS[job.optimizer])
         image = self.tensor("image", self.value_bytes * job.voxels * job.unet.channels, "input")
         target = self.tensor("target", job.voxels * job.unet.outputs, "input")
-        self._before += inputs_made([(image, job.unet.dtype), (target, "uint8")])
+        self._before += inputs_made(image, target, job.voxels * job.unet.channels)
         self.resident += [image, target]
 
     def program(self) -> Program:

@@ -1,0 +1,157 @@
+"""The forward and backward pass of a U-Net: the order of its operations, and what each of them reads. No TensorFlow.
+
+models/step.py computes it, and the memory estimator writes it down (memory_estimator/step/training_step.py).
+
+Of a convolution nothing is kept but its raw sum: norm and ReLU are formed wherever it is read. Under "speed" every raw
+sum is kept. Under "lean" these are made again where the backward pass reads them: the finest level's encoder, the first
+sum of the others, and all up-sampled maps.
+"""
+
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+from models.config import UNetConfig
+
+
+class Block(NamedTuple):
+    """Of a level's block: what its convolutions read and make."""
+
+    entry: List[Any]  # one map, or the skip's and the up-sampled one
+    first: Any
+    second: Any
+    output: Any  # `second`, but with a residual's sum a map of its own
+
+
+class Order:
+    """One pass. A subclass has the operations, and says what a map is and what the gradient of one.
+
+    `name` is a layer's and `again` true where a map was there before. `part` is the place in `entry`, what a block
+    reads, of one map; a kernel of two joined maps has a part for each. `at` is a gradient of a map's values, or of its
+    raw sum where `of_raw` or `to_raw` has made that of it.
+
+        max_pool(level, source)                      to `level`
+        max_pool_gradient(level, source, at, add)    from below `level`, plus `add`
+        convolve(name, entry, again)
+        up(level, below, again)
+        up_gradients(level, below, at)               of the kernel too; returns that of `below`
+        project(name, entry, part, add)              a head, or a part of a shortcut, plus `add`
+        project_gradient(name, entry, part, at, add) of the kernel's part too; returns that of the map, plus `add`
+        project_to_raw(source, at)                   of the finest head: the same, but of the raw sum of `source`
+        residual_sum(name, second, total, again)
+        residual_gradient(name, block, at)
+        of_raw(name, source, at)                     through the norm and ReLU of a convolution's sum; takes no memory
+        to_raw(name, source, at)                     of that a map, over the raw sum
+        input_gradient(name, at, entry, part, sums)  `sums`: the norm of what was read needs those of its gradient
+        filter_gradient(name, entry, at, part)       `part` names the half of a kernel, "" is the whole
+        join_gradients(name, halves)                 of a kernel of two joined maps
+    """
+
+    def __init__(self, unet: UNetConfig):
+        self.unet, self.makes_again = unet, unet.policy == "lean"
+        self._encoders: List[Block] = []
+        self._decoders: Dict[int, Block] = {}
+
+    def forward(self, image: Any) -> List[Any]:
+        """Logits of each head, the finest first."""
+        entry = image
+        for level in range(self.unet.depth):
+            if level:
+                entry = self.max_pool(level, self._encoders[-1].output)
+            self._encoders.append(self._block(f"encoder{level}", [entry]))
+        for level in reversed(range(self.unet.depth - 1)):
+            entries = [self._encoders[level].output, self.up(level, self._below(level), False)]
+            self._decoders[level] = self._block(f"decoder{level}", entries)
+        return [self.project(head_of(level), [self._decoders[level].output], 0, None) for level in self._heads()]
+
+    def backward(self, slopes: Sequence[Any]) -> None:
+        """From the gradients of the logits of each head."""
+        by_level, depth = dict(zip(self._heads(), slopes)), self.unet.depth
+        at_skips, at = {}, None
+        for level in range(depth - 1):
+            if level in by_level:
+                at = self._through_head(level, by_level[level], at)
+            at_skips[level], at = self._through_decoder(level, at)
+        for level in reversed(range(depth)):
+            name, block = f"encoder{level}", self._encoders[level]
+            if level < depth - 1:
+                block = self._block_again(level)
+                at = self.max_pool_gradient(level, block.output, at, at_skips.pop(level))
+            at_first, at_sum = self._through_block(name, block, at)
+            self.filter_gradient(f"{name}_conv1", block.entry, at_first)
+            if level:
+                at = self._at_entry(name, block.entry, 0, at_first, at_sum)
+            elif at_sum is not None:
+                self.project_gradient(f"{name}_shortcut", block.entry, 0, at_sum, None)
+
+    def _heads(self) -> List[int]:
+        """Levels that have one, as the network's outputs are ordered."""
+        return [0, *range(self.unet.depth - 2, 0, -1)] if self.unet.deep_supervision else [0]
+
+    def _below(self, level: int) -> Any:
+        """What decoder `level` samples up."""
+        return (self._decoders[level + 1] if level + 1 in self._decoders else self._encoders[-1]).output
+
+    def _block(self, name: str, entry: List[Any], again: bool = False) -> Block:
+        first = self.convolve(f"{name}_conv1", entry, again)
+        second = self.convolve(f"{name}_conv2", [first], again)
+        if not self.unet.residual:
+            return Block(entry, first, second, second)
+        total = None
+        for part in range(len(entry)):
+            total = self.project(f"{name}_shortcut", entry, part, total)
+        return Block(entry, first, second, self.residual_sum(name, second, total, again))
+
+    def _block_again(self, level: int) -> Block:
+        """An encoder's block whose sums a gradient reads."""
+        block, name = self._encoders[level], f"encoder{level}"
+        if not self.makes_again:
+            return block
+        if not level:
+            return self._block(name, block.entry, again=True)
+        return block._replace(first=self.convolve(f"{name}_conv1", block.entry, True))
+
+    def _through_head(self, level: int, slope: Any, at: Optional[Any]) -> Any:
+        source = self._decoders[level].output
+        if at is None and not self.unet.residual:  # where memory is at its peak: over the raw map itself
+            return self.project_to_raw(source, slope)
+        return self.project_gradient(head_of(level), [source], 0, slope, at)
+
+    def _through_decoder(self, level: int, at: Any) -> Tuple[Any, Any]:
+        """Gradients of the skip's values and of what the level below puts out."""
+        name, block, below = f"decoder{level}", self._decoders[level], self._below(level)
+        at_first, at_sum = self._through_block(name, block, at)
+        entry = block.entry
+        if self.makes_again:
+            at_first = self.to_raw(f"{name}_conv1", block.first, at_first)
+            up = self.up(level, below, True)
+            of_up = self.filter_gradient(f"{name}_conv1", [up], at_first, "/up")
+            skip = self._encoders[level].output if level else self._block_again(level).output
+            of_skip = self.filter_gradient(f"{name}_conv1", [skip], at_first, "/skip")
+            self.join_gradients(f"{name}_conv1", [of_skip, of_up])
+            entry = [skip, up]
+        else:
+            self.filter_gradient(f"{name}_conv1", entry, at_first)
+        at_up = self._at_entry(name, entry, 1, at_first, at_sum)
+        at_skip = self._at_entry(name, entry, 0, at_first, at_sum)  # now, as the block's last maps go with it
+        return at_skip, self.up_gradients(level, below, at_up)
+
+    def _through_block(self, name: str, block: Block, at: Any) -> Tuple[Any, Any]:
+        """Gradients of the first convolution's raw sum, and of the residual's sum, which is None without."""
+        at_sum = None
+        if self.unet.residual:
+            at = at_sum = self.residual_gradient(name, block, at)
+        at_second = self.of_raw(f"{name}_conv2", block.second, at)
+        self.filter_gradient(f"{name}_conv2", [block.first], at_second)
+        at_values = self.input_gradient(f"{name}_conv2", at_second, [block.first], 0, sums=True)
+        return self.of_raw(f"{name}_conv1", block.first, at_values), at_sum
+
+    def _at_entry(self, name: str, entry: List[Any], part: int, at_first: Any, at_sum: Optional[Any]) -> Any:
+        """The gradient of the values of a part of what a block reads."""
+        at_values = self.input_gradient(f"{name}_conv1", at_first, entry, part)
+        if at_sum is None:
+            return at_values
+        return self.project_gradient(f"{name}_shortcut", entry, part, at_sum, at_values)
+
+
+def head_of(level: int) -> str:
+    """The name of a level's head."""
+    return f"head{level}" if level else "head"
