@@ -4,7 +4,7 @@ models/step.py computes it, and the memory estimator writes it down (memory_esti
 
 Of a convolution nothing is kept but its raw sum: norm and ReLU are formed wherever it is read. Under "speed" every raw
 sum is kept. Under "lean" these are made again where the backward pass reads them: the finest level's encoder, the first
-sum of the others, and all up-sampled maps.
+sum of the others, and all up-sampled maps, which come in parts no wider than the skip.
 """
 
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
@@ -15,7 +15,7 @@ from models.config import UNetConfig
 class Block(NamedTuple):
     """Of a level's block: what its convolutions read and make."""
 
-    entry: List[Any]  # one map, or the skip's and the up-sampled one
+    entry: List[Any]  # one map, or the skip's and the parts of the up-sampled one
     first: Any
     second: Any
     output: Any  # `second`, but with a residual's sum a map of its own
@@ -25,14 +25,17 @@ class Order:
     """One pass. A subclass has the operations, and says what a map is and what the gradient of one.
 
     `name` is a layer's and `again` true where a map was there before. `part` is the place in `entry`, what a block
-    reads, of one map; a kernel of two joined maps has a part for each. `at` is a gradient of a map's values, or of its
+    reads, of one map; a kernel of joined maps has a part for each. `at` is a gradient of a map's values, or of its
     raw sum where `of_raw` or `to_raw` has made that of it.
 
         max_pool(level, source)                      to `level`
         max_pool_gradient(level, source, at, add)    from below `level`, plus `add`
         convolve(name, entry, again)
-        up(level, below, again)
-        up_gradients(level, below, at)               of the kernel too; returns that of `below`
+        convolve_part(name, entry, part, add, last)  its last part, plus `add`; the `last` of all has the norm
+        up(level, below, part, again)
+        up_gradients(level, below, part, at)         of the filters, and of `below`
+        join_up_gradients(level, parts)              of the filters
+        add_gradients(at, add)                       of one map
         project(name, entry, part, add)              a head, or a part of a shortcut, plus `add`
         project_gradient(name, entry, part, at, add) of the kernel's part too; returns that of the map, plus `add`
         project_to_raw(source, at)                   of the finest head: the same, but of the raw sum of `source`
@@ -41,8 +44,8 @@ class Order:
         of_raw(name, source, at)                     through the norm and ReLU of a convolution's sum; takes no memory
         to_raw(name, source, at)                     of that a map, over the raw sum
         input_gradient(name, at, entry, part, sums)  `sums`: the norm of what was read needs those of its gradient
-        filter_gradient(name, entry, at, part)       `part` names the half of a kernel, "" is the whole
-        join_gradients(name, halves)                 of a kernel of two joined maps
+        filter_gradient(name, entry, at, part)       `part` names the part of a kernel, "" is the whole
+        join_gradients(name, parts)                  of a kernel of joined maps
     """
 
     def __init__(self, unet: UNetConfig):
@@ -58,8 +61,7 @@ class Order:
                 entry = self.max_pool(level, self._encoders[-1].output)
             self._encoders.append(self._block(f"encoder{level}", [entry]))
         for level in reversed(range(self.unet.depth - 1)):
-            entries = [self._encoders[level].output, self.up(level, self._below(level), False)]
-            self._decoders[level] = self._block(f"decoder{level}", entries)
+            self._decoders[level] = self._decoder(level)
         return [self.project(head_of(level), [self._decoders[level].output], 0, None) for level in self._heads()]
 
     def backward(self, slopes: Sequence[Any]) -> None:
@@ -90,8 +92,19 @@ class Order:
         """What decoder `level` samples up."""
         return (self._decoders[level + 1] if level + 1 in self._decoders else self._encoders[-1]).output
 
-    def _block(self, name: str, entry: List[Any], again: bool = False) -> Block:
-        first = self.convolve(f"{name}_conv1", entry, again)
+    def _decoder(self, level: int) -> Block:
+        name, ups, total = f"decoder{level}", len(self.unet.up_parts(level)), None
+        entry = [self._encoders[level].output]
+        if ups == 1:
+            return self._block(name, [*entry, self.up(level, self._below(level), 0, False)])
+        for part in range(1 + ups):  # added up in the memory of the skip
+            if part:
+                entry.append(self.up(level, self._below(level), part - 1, False))
+            total = self.convolve_part(f"{name}_conv1", entry, part, total, part == ups)
+        return self._block(name, entry, first=total)
+
+    def _block(self, name: str, entry: List[Any], again: bool = False, first: Optional[Any] = None) -> Block:
+        first = first or self.convolve(f"{name}_conv1", entry, again)
         second = self.convolve(f"{name}_conv2", [first], again)
         if not self.unet.residual:
             return Block(entry, first, second, second)
@@ -119,20 +132,30 @@ class Order:
         """Gradients of the skip's values and of what the level below puts out."""
         name, block, below = f"decoder{level}", self._decoders[level], self._below(level)
         at_first, at_sum = self._through_block(name, block, at)
-        entry = block.entry
         if self.makes_again:
-            at_first = self.to_raw(f"{name}_conv1", block.first, at_first)
-            up = self.up(level, below, True)
-            of_up = self.filter_gradient(f"{name}_conv1", [up], at_first, "/up")
-            skip = self._encoders[level].output if level else self._block_again(level).output
-            of_skip = self.filter_gradient(f"{name}_conv1", [skip], at_first, "/skip")
-            self.join_gradients(f"{name}_conv1", [of_skip, of_up])
-            entry = [skip, up]
-        else:
-            self.filter_gradient(f"{name}_conv1", entry, at_first)
-        at_up = self._at_entry(name, entry, 1, at_first, at_sum)
-        at_skip = self._at_entry(name, entry, 0, at_first, at_sum)  # now, as the block's last maps go with it
-        return at_skip, self.up_gradients(level, below, at_up)
+            return self._through_parts(level, self.to_raw(f"{name}_conv1", block.first, at_first), at_sum)
+        self.filter_gradient(f"{name}_conv1", block.entry, at_first)
+        at_up = self._at_entry(name, block.entry, 1, at_first, at_sum)
+        at_skip = self._at_entry(name, block.entry, 0, at_first, at_sum)  # now, as the block's last maps go with it
+        of_up, at_below = self.up_gradients(level, below, 0, at_up)
+        self.join_up_gradients(level, [of_up])
+        return at_skip, at_below
+
+    def _through_parts(self, level: int, at_first: Any, at_sum: Any) -> Tuple[Any, Any]:
+        """The same where what the block reads is made again, a part of the up-sampled map at a time."""
+        name, below, at_below, of_ups = f"decoder{level}", self._below(level), None, []
+        entry = [self._encoders[level].output if level else self._block_again(level).output]
+        of_parts = [self.filter_gradient(f"{name}_conv1", entry, at_first, "/skip")]
+        for part in range(len(self.unet.up_parts(level))):
+            entry.append(self.up(level, below, part, True))
+            of_parts.append(self.filter_gradient(f"{name}_conv1", entry[-1:], at_first, f"/up{part}"))
+            at_up = self._at_entry(name, entry, part + 1, at_first, at_sum)
+            of_up, found = self.up_gradients(level, below, part, at_up)
+            of_ups.append(of_up)
+            at_below = self.add_gradients(found, at_below) if at_below else found
+        self.join_gradients(f"{name}_conv1", of_parts)
+        self.join_up_gradients(level, of_ups)
+        return self._at_entry(name, entry, 0, at_first, at_sum), at_below
 
     def _through_block(self, name: str, block: Block, at: Any) -> Tuple[Any, Any]:
         """Gradients of the first convolution's raw sum, and of the residual's sum, which is None without."""

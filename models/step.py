@@ -31,6 +31,7 @@ class Pass(Order):
         super().__init__(model.unet)
         self.layer, self.training, self.values = model.get_layer, training, values or {}
         self._gradients: Dict[Any, tf.Tensor] = {}
+        self._filters: Dict[Any, tf.Tensor] = {}
         self._last: List[tf.Tensor] = []
 
     def forward(self, image: tf.Tensor) -> List[tf.Tensor]:
@@ -51,8 +52,13 @@ class Pass(Order):
         raw, *moments = self._run(operations.convolve, entry, self._value(self.layer(name).kernel))
         return Source(raw, self._norm(name, raw, *moments, again))
 
-    def up(self, level, below, again):
-        return Source(self._run(operations.up_convolve, below, self._up_filters(level)))
+    def convolve_part(self, name, entry, part, add, last):
+        filters = self._rows(name, entry, part)
+        raw, *moments = self._run(operations.convolve, entry[part:], filters, add.raw if add else None)
+        return Source(raw, self._norm(name, raw, *moments, False) if last else None)
+
+    def up(self, level, below, part, again):
+        return Source(self._run(operations.up_convolve, below, self._up_filters(level, part)))
 
     def project(self, name, entry, part, add):
         layer = self.layer(name)
@@ -67,21 +73,27 @@ class Pass(Order):
     def max_pool_gradient(self, level, source, at, add):
         return AtValues(*self._run(operations.max_pool_gradient, source, at.map, add.map))
 
-    def up_gradients(self, level, below, at):
+    def up_gradients(self, level, below, part, at):
         of_up = self._run(operations.up_filter_gradient, below, at.map)
+        return of_up, AtValues(*self._run(operations.up_input_gradient, at.map, self._up_filters(level, part), below))
+
+    def join_up_gradients(self, level, parts):
+        of_up = tf.concat(parts, 3)
         if self.unet.up == "transposed":
             self._put(self.layer(f"decoder{level}_up").kernel, of_up)
         else:
             of_taps = tf.reduce_sum(of_up, (0, 1, 2), keepdims=True)
             self._put(self.layer(f"decoder{level}_up_conv").kernel, tf.transpose(of_taps, (0, 1, 2, 4, 3)))
-        return AtValues(*self._run(operations.up_input_gradient, at.map, self._up_filters(level), below))
+
+    def add_gradients(self, at, add):
+        return AtValues(*(self._run(tf.add, *pair) for pair in zip(at, add)))
 
     def project_gradient(self, name, entry, part, at, add):
         layer, filters, more = self.layer(name), self._rows(name, entry, part), add.map if add else None
         *at_values, of_part, of_bias = self._run(operations.project_gradient, entry[part], at.map, filters, more)
         if len(entry) > 1:
-            width = entry[0].raw.shape[-1]
-            before, after = (0, layer.kernel.shape[3] - width) if not part else (width, 0)
+            before = sum(source.raw.shape[-1] for source in entry[:part])
+            after = layer.kernel.shape[3] - before - filters.shape[3]
             of_part = tf.pad(of_part, ((0, 0), (0, 0), (0, 0), (before, after), (0, 0)))
         known = self._gradients.get(layer.kernel.ref())
         self._put(layer.kernel, of_part if known is None else known + of_part)
@@ -131,8 +143,8 @@ class Pass(Order):
         self._put(self.layer(name).kernel, gradient)
         return gradient
 
-    def join_gradients(self, name, halves):
-        self._put(self.layer(name).kernel, tf.concat(halves, 3))
+    def join_gradients(self, name, parts):
+        self._put(self.layer(name).kernel, tf.concat(parts, 3))
 
     # --- Norms ---
 
@@ -177,18 +189,32 @@ class Pass(Order):
 
     def _rows(self, name: str, entry: List[Source], part: int) -> tf.Tensor:
         """Of a layer's kernel, what meets a part of what its block reads."""
-        kernel = self._value(self.layer(name).kernel)
-        if len(entry) == 1:
-            return kernel
         first = sum(source.raw.shape[-1] for source in entry[:part])
-        return tf.convert_to_tensor(kernel)[..., first : first + entry[part].raw.shape[-1], :]
+        return self._slice(name, 3, first, first + entry[part].raw.shape[-1])
 
-    def _up_filters(self, level: int) -> tf.Tensor:
-        """(2, 2, 2, out, in). Nearest neighbour and a 1x1x1 convolution commute: eight equal taps."""
+    def _up_filters(self, level: int, part: int) -> tf.Tensor:
+        """(2, 2, 2, out, in) of a part's channels. Nearest neighbour and a 1x1x1 convolution commute: eight equal
+        taps."""
+        channels = self.unet.up_parts(level)[part]
         if self.unet.up == "transposed":
-            return self._value(self.layer(f"decoder{level}_up").kernel)
-        kernel = self._value(self.layer(f"decoder{level}_up_conv").kernel)
-        return tf.tile(tf.transpose(kernel, (0, 1, 2, 4, 3)), (2, 2, 2, 1, 1))
+            return self._slice(f"decoder{level}_up", 3, *channels)
+        kernel = self._slice(f"decoder{level}_up_conv", 4, *channels)
+        return self._once((level, part), lambda: tf.tile(tf.transpose(kernel, (0, 1, 2, 4, 3)), (2, 2, 2, 1, 1)))
+
+    def _slice(self, name: str, axis: int, first: int, past: int) -> tf.Tensor:
+        """Of a layer's kernel, from `first` to `past` along an axis."""
+        kernel = self.layer(name).kernel
+        if past - first == kernel.shape[axis]:
+            return self._value(kernel)
+        begin, size = [0] * 5, list(kernel.shape)
+        begin[axis], size[axis] = first, past - first
+        return self._once((name, first), lambda: tf.slice(self._value(kernel), begin, size))
+
+    def _once(self, key: Any, make: Callable[[], tf.Tensor]) -> tf.Tensor:
+        """Filters that several operations read: one copy of them."""
+        if key not in self._filters:
+            self._filters[key] = make()
+        return self._filters[key]
 
     def _put(self, variable: tf.Variable, gradient: tf.Tensor) -> None:
         self._gradients[variable.ref()] = gradient

@@ -62,9 +62,8 @@ class Pass(Order):
         super().__init__(writer.job.unet)
         self.writer, self.job, self._group = writer, writer.job, group
         self._parts: Dict[Tuple[str, int], str] = {}
-        self._tiles: Dict[str, List[str]] = {}
         self._gradients: Dict[str, str] = {}
-        self._halves: Dict[str, List[str]] = {}  # gradients of a kernel of two joined maps
+        self._joined: Dict[str, List[str]] = {}  # gradients of a kernel in parts
 
     def logits(self) -> List[Map]:
         """Of each head, the finest first."""
@@ -73,23 +72,23 @@ class Pass(Order):
     def gradients(self, slopes: Sequence[Map]) -> Dict[str, str]:
         """Of the kernels, by their layers, from those of the logits of each head."""
         self.backward(slopes)
-        for name, halves in reversed(list(self._halves.items())):  # TensorFlow puts this off
-            self._whole_gradient(name, "pass", halves)
+        for name, parts in reversed(list(self._joined.items())):  # TensorFlow puts this off
+            self._whole_gradient(name, "pass", parts)
         return self._gradients
 
     def slice_filters(self) -> None:
-        """Copies of kernels that are made at the step's very beginning: parts that meet one of two joined maps, and of
-        up-samplings a 1x1x1 one for all of its taps, once for each reader."""
+        """Copies of kernels that are made at the step's very beginning: parts that meet a part of what a decoder reads,
+        and of up-samplings a 1x1x1 one for all of its taps."""
         for op in sorted(self.writer.kernels, key=lambda op: op.level):
-            size, name = 4 * kernel_elements(op), f"{op.name}/kernel"
-            if op.name.startswith("decoder") and op.name.endswith(("_conv1", "_shortcut")):
-                widths = self.unet.encoder_widths(op.level)[1], self.unet.up_width(op.level)
-                for part in (1, 0):
-                    made = self._copy(f"{name}{part}", name, size * widths[part] // sum(widths))
-                    self._parts[op.name, part] = made
-            if op.name.endswith("_up_conv"):
-                readers = 2 + self.makes_again
-                self._tiles[op.name] = [self._copy(f"{op.name}/tile", name, 8 * size) for _ in range(readers)]
+            if not op.name.startswith("decoder") or op.name.endswith("_conv2"):
+                continue
+            is_up, taps = "_up" in op.name, 8 if op.name.endswith("_up_conv") else 1
+            ups = [past - first for first, past in self.unet.up_parts(op.level - (taps == 8))]
+            widths = ups if is_up else [self.unet.encoder_widths(op.level)[1], *ups]
+            for part, width in reversed(list(enumerate(widths))):
+                if width < sum(widths) or taps > 1:
+                    name, size = f"{op.name}/kernel", 4 * taps * kernel_elements(op) * width // sum(widths)
+                    self._parts[op.name, part] = self._copy(f"{name}{part}", name, size)
 
     # --- Forward ---
 
@@ -101,9 +100,15 @@ class Pass(Order):
         made = Map(name, op.level, op.shape[3])
         return self._map(made, "convolve", entry, [f"{name}/kernel"], entry[:1], _group(again))
 
-    def up(self, level: int, below: Map, again: bool) -> Map:
-        made = Map(self._up_layer(level), level, self.unet.up_width(level))
-        return self._map(made, "up", [below], [self._up_filters(made.name)], group=_group(again))
+    def convolve_part(self, name: str, entry: List[Map], part: int, add: Optional[Map], last: bool) -> Map:
+        made, filters = Map(name, entry[0].level, self.writer.layers[name].shape[3]), [self._filters(name, part)]
+        reads = [*filters, *([add.name] if add else [])]
+        return self._map(made, "convolve", entry[part:], reads, [add or entry[part]])
+
+    def up(self, level: int, below: Map, part: int, again: bool) -> Map:
+        first, past = self.unet.up_parts(level)[part]
+        made = Map(self._up_layer(level), level, past - first)
+        return self._map(made, "up", [below], [self._filters(made.name, part)], group=_group(again))
 
     def project(self, name: str, entry: List[Map], part: int, add: Optional[Map]) -> Map:
         source, over = entry[part], [add] if add else []
@@ -120,10 +125,17 @@ class Pass(Order):
         made = source._replace(name=f"encoder{level}_pool/gradient")
         return self._map(made, "pass", [source, at, add], over=[add])
 
-    def up_gradients(self, level: int, below: Map, at: Map) -> Map:
+    def up_gradients(self, level: int, below: Map, part: int, at: Map) -> Tuple[str, Map]:
         name = self._up_layer(level)
-        self._kernel_gradient(name, [below], [at], "up")
-        return self._gradient(name, "up", [at, below], below, [self._up_filters(name)])
+        of_up = self._kernel_gradient(name, [below], [at], "up")
+        return of_up, self._gradient(name, "up", [at, below], below, [self._filters(name, part)])
+
+    def join_up_gradients(self, level: int, parts: List[str]) -> None:
+        if len(parts) > 1:
+            self._joined[self._up_layer(level)] = parts
+
+    def add_gradients(self, at: Map, add: Map) -> Map:
+        return self._gradient(f"{at.name}/sum", "pass", [at, add], at, over=[at, add])
 
     def project_gradient(self, name: str, entry: List[Map], part: int, at: Map, add: Optional[Map]) -> Map:
         source, over = entry[part], [add] if add else []
@@ -154,8 +166,8 @@ class Pass(Order):
     def filter_gradient(self, name: str, entry: List[Map], at: List[Map], part: str = "") -> str:
         return self._kernel_gradient(name, entry, at, "filter_gradient", part)
 
-    def join_gradients(self, name: str, halves: List[str]) -> None:
-        self._halves[name] = halves
+    def join_gradients(self, name: str, parts: List[str]) -> None:
+        self._joined[name] = parts
 
     # --- Kernels ---
 
@@ -163,15 +175,11 @@ class Pass(Order):
         return self.writer.make(name, "update", [kernel], size_bytes, "weights, parts")
 
     def _filters(self, name: str, part: int) -> str:
-        """A layer's kernel, or the part of it that meets one of two joined maps."""
+        """A layer's kernel, or the part of it that meets a part of what a decoder reads."""
         return self._parts.get((name, part), f"{name}/kernel")
 
     def _up_layer(self, level: int) -> str:
         return f"decoder{level}_up" + "_conv" * (self.unet.up != "transposed")
-
-    def _up_filters(self, name: str) -> str:
-        """Of eight taps."""
-        return self._tiles[name].pop() if self._tiles.get(name) else f"{name}/kernel"
 
     # --- Writing ---
 
@@ -200,7 +208,7 @@ class Pass(Order):
             f"{name}/filter_gradient{part}",
             kind,
             [one.name for one in (*sources, *at)],
-            4 * kernel_elements(op) * inputs // op.in_channels,
+            4 * kernel_elements(op) * inputs * at[0].channels // (op.in_channels * op.shape[3]),
             "gradients",
             **self._counted(kind, sources[0], at[0], inputs),
         )
