@@ -50,10 +50,13 @@ ALWAYS_INLINE vec larger(vec best, vec value)
 }
 
 /* The largest value of eight voxels; or its gradient, which goes to the first of the largest. */
-static void pool_row(struct worker *w, int batch, int x, int y)
+ALWAYS_INLINE void pool_row(struct worker *w, int kind, int batch, int x, int y)
 {
     const struct operation *op = w->op;
     int channels = op->channels[0], type = op->dtype;
+    size_t under[4]; /* rows of the finer grid */
+    for (int i = 0; i < 4; i++)
+        under[i] = voxel_of(op, 2, batch, 2 * x + i / 2, 2 * y + i % 2);
     for (int c = 0; c < channels; c += LANES) {
         int n = least(LANES, channels - c);
         vec k[COEFFICIENTS], of_row[2] = {{0}};
@@ -61,13 +64,14 @@ static void pool_row(struct worker *w, int batch, int x, int y)
         for (int z = 0; z < op->z; z++) {
             size_t pooled = (voxel_of(op, 1, batch, x, y) + z) * channels + c, at[8];
             vec raw[8], value[8], best, left;
+#pragma GCC unroll 8
             for (int i = 0; i < 8; i++) {
-                at[i] = (voxel_of(op, 2, batch, 2 * x + i / 4, 2 * y + i / 2 % 2) + 2 * z + i % 2) * channels + c;
+                at[i] = (under[i / 2] + 2 * z + i % 2) * channels + c;
                 raw[i] = load_values(op->maps[0], at[i], n, type);
                 value[i] = normed(k, raw[i]);
                 best = i ? larger(best, value[i]) : value[i];
             }
-            if (op->kind == MAX_POOL) {
+            if (kind == MAX_POOL) {
                 store_values(op->map, pooled, best, n, type);
                 continue;
             }
@@ -79,7 +83,7 @@ static void pool_row(struct worker *w, int batch, int x, int y)
                 add_norm_sums(of_row, k, raw[i], store_values(op->map, at[i], gradient, n, type));
             }
         }
-        if (op->sums_to)
+        if (kind == MAX_POOL_GRADIENT)
             add_row(w->sums + c, w->job->width, of_row);
     }
 }
@@ -97,10 +101,10 @@ ALWAYS_INLINE void multiply_voxels(vec *sums, int n, const float *values, int st
 }
 
 /* What becomes of a product, or of nothing, at element `at` of the map. */
-ALWAYS_INLINE vec finished(const struct operation *op, const vec *k, vec product, vec raw, size_t at, int n)
+ALWAYS_INLINE vec finished(const struct operation *op, int kind, const vec *k, vec product, vec raw, size_t at, int n)
 {
     const void *first = op->others[0], *second = op->others[1];
-    switch (op->kind) {
+    switch (kind) {
     case RESIDUAL_SUM: return at_least(normed(k, raw) + load_values(first, at, n, op->dtype), (vec){0});
     case RESIDUAL_GRADIENT: return keep_where(load_values(first, at, n, op->dtype) > 0, load_values(second, at, n, op->dtype));
     case TO_RAW: return gradient_of_raw(k, raw, load_values(first, at, n, op->dtype));
@@ -112,18 +116,20 @@ ALWAYS_INLINE vec finished(const struct operation *op, const vec *k, vec product
 }
 
 /* A row of the map from element `to` on, of voxels `step` apart: over `taps` the products of a line with filters. */
-static void make_row(struct worker *w, size_t to, int step, const float *filters, int taps)
+ALWAYS_INLINE void make_row(struct worker *w, int kind, size_t to, int step, const float *filters, int taps)
 {
     const struct job *job = w->job;
     const struct operation *op = w->op;
-    const float *values = job->from_raw ? w->line : w->other;
-    int channels = job->from_raw ? op->outputs : op->channels[0], terms = job->from_raw ? op->channels[0] : op->outputs;
-    int width = job->from_raw ? job->width : job->other_width, filter_width = job->from_raw ? job->other_width : job->width;
+    const int from_raw = kind == PROJECT || kind == UP_CONVOLVE;
+    const int sums_up = kind == RESIDUAL_GRADIENT || kind == PROJECT_GRADIENT || kind == PROJECT_SUMS || kind == UP_INPUT_GRADIENT;
+    const float *values = from_raw ? w->line : w->other;
+    int channels = from_raw ? op->outputs : op->channels[0], terms = from_raw ? op->channels[0] : op->outputs;
+    int width = from_raw ? job->width : job->other_width, filter_width = from_raw ? job->other_width : job->width;
     int apart = taps == 8 ? 2 * width : width; /* voxels of one tap */
     for (int c = 0; c < channels; c += LANES) {
         int n = least(LANES, channels - c);
-        vec k[COEFFICIENTS], of_row[2] = {{0}}, bias = op->kind == PROJECT ? load_some(op->bias + c, n) : (vec){0};
-        load_norm(k, job->from_raw ? NULL : w->norm, channels, c, n);
+        vec k[COEFFICIENTS], of_row[2] = {{0}}, bias = kind == PROJECT ? load_some(op->bias + c, n) : (vec){0};
+        load_norm(k, from_raw ? NULL : w->norm, channels, c, n);
         for (int z = 0; z < op->z; z += BLOCK) {
             int voxels = least(BLOCK, op->z - z);
             vec sums[BLOCK];
@@ -139,15 +145,15 @@ static void make_row(struct worker *w, size_t to, int step, const float *filters
             }
             for (int v = 0; v < voxels; v++) {
                 size_t at = to + (size_t)(z + v) * step + c;
-                vec raw = job->from_raw ? sums[v] : load_values(op->maps[0], at, n, op->dtype);
-                vec value = finished(op, k, sums[v], raw, at, n);
-                if (op->map)
+                vec raw = from_raw ? sums[v] : load_values(op->maps[0], at, n, op->dtype);
+                vec value = finished(op, kind, k, sums[v], raw, at, n);
+                if (kind != PROJECT_SUMS)
                     value = store_values(op->map, at, value, n, op->dtype);
-                if (op->sums_to)
+                if (sums_up)
                     add_norm_sums(of_row, k, raw, value);
             }
         }
-        if (op->sums_to)
+        if (sums_up)
             add_row(w->sums + c, job->width, of_row);
     }
 }
@@ -206,11 +212,21 @@ static void row(struct worker *w, int batch, int x, int y)
     for (int i = 0; i < edge * edge && job->reads_other; i++)
         form_row(w->other + (size_t)i * edge * op->z * job->other_width, job->other_width, &other, batch,
                  voxel_of(op, edge, batch, edge * x + i / 2, edge * y + i % 2), edge * op->z, op->dtype);
-    for (int tap = 0; tap < job->taps && job->from_raw; tap++)
-        make_row(w, (voxel_of(op, edge, batch, edge * x + tap / 4, edge * y + tap / 2 % 2) + tap % 2) * outputs, edge * outputs,
-                 job->filters + (size_t)tap * channels * job->other_width, 1);
-    if (!job->from_raw && (op->map || op->sums_to))
-        make_row(w, voxel * channels, channels, job->filters, job->reads_other ? job->taps : 0);
+    switch (op->kind) {
+#define CASE(kind, taps) case kind: make_row(w, kind, voxel * channels, channels, job->filters, taps); break;
+    case MAX_POOL: pool_row(w, MAX_POOL, batch, x, y); break;
+    case MAX_POOL_GRADIENT: pool_row(w, MAX_POOL_GRADIENT, batch, x, y); break;
+    CASE(RESIDUAL_SUM, 0) CASE(RESIDUAL_GRADIENT, 0) CASE(TO_RAW, 0)
+    CASE(PROJECT_GRADIENT, 1) CASE(PROJECT_SUMS, 1) CASE(PROJECT_TO_RAW, 1) CASE(UP_INPUT_GRADIENT, 8)
+#undef CASE
+    case PROJECT:
+        make_row(w, PROJECT, voxel * outputs, outputs, job->filters, 1);
+        break;
+    case UP_CONVOLVE:
+        for (int tap = 0; tap < 8; tap++)
+            make_row(w, UP_CONVOLVE, (voxel_of(op, 2, batch, 2 * x + tap / 4, 2 * y + tap / 2 % 2) + tap % 2) * outputs, 2 * outputs,
+                     job->filters + (size_t)tap * channels * job->other_width, 1);
+    }
     if (op->filter_gradient)
         make_filter_gradient(w);
 }
@@ -235,10 +251,7 @@ static void pass_thread(void *argument, int thread, int threads)
         w.norm = op->coefficients ? op->coefficients + (size_t)batch * COEFFICIENTS * op->channels[0] : NULL;
         w.sums = job->sums + thread * job->sum_count + (size_t)batch * 2 * job->width;
         for (int y = 0; y < op->y; y++)
-            if (op->kind <= MAX_POOL_GRADIENT)
-                pool_row(&w, batch, (int)(plane % op->x), y);
-            else
-                row(&w, batch, (int)(plane % op->x), y);
+            row(&w, batch, (int)(plane % op->x), y);
     }
 }
 
