@@ -34,7 +34,7 @@ def convolve_bytes(shape: Shape, in_place: bool) -> int:
     streams, _, unit = _tiles(shape)
     x, y, z = shape.grid
     packed = 4 * _padded(shape.outputs) * streams * 9 * _parts(shape.inputs, unit)
-    sums = 8 * (shape.batch * (1 + 2 * _padded(shape.outputs)) + LANES)
+    sums = 8 * (shape.batch * 2 * _padded(shape.outputs) + LANES)
     planes = _parts(shape.batch * x, shape.threads)
     beside = (2 * y + planes) * z * shape.inputs * shape.value_bytes * in_place
     return packed + shape.threads * (_thread_bytes(shape, with_gradient=False) + sums + beside)
@@ -49,7 +49,7 @@ def filter_gradient_bytes(shape: Shape) -> int:
 def pass_bytes(shape: Shape, taps: int) -> int:
     """Of all others; `taps` are those of the filters, 0 without."""
     wide, other = _padded(shape.inputs), _padded(shape.outputs)
-    row = 4 * (6 * wide + shape.grid[2] * (wide + other * max(taps, 1)))
+    row = 4 * shape.grid[2] * (wide + other * max(taps, 1))
     filters = 4 * taps * wide * other
     return filters + shape.threads * (row + 16 * shape.batch * wide + 2 * filters)
 
@@ -60,7 +60,7 @@ def _tiles(shape: Shape) -> tuple:
 
 
 def _thread_bytes(shape: Shape, with_gradient: bool) -> int:
-    """`layout_of`: a ring of transformed rows in the cache, two lines in float32 and sums."""
+    """`job_of`: a ring of transformed rows in the cache, two lines in float32 and sums."""
     streams, tile, unit = _tiles(shape)
     _, y, z = shape.grid
     tiles = _parts(z, tile)

@@ -1,12 +1,10 @@
 /* The door into TensorFlow: its C kernel API alone. Built once, it runs in TensorFlow 2.15 to 2.21.
 
-   CpuConvolve       filters, coefficients, below_coefficients: float; maps: n_maps * T; above, below: n * T -> map: T, sums
-   CpuInputGradient  the same, with flipped filters; of CpuConvolve `below` is the sum that is added to
-   CpuFilterGradient coefficients, gradient_coefficients: float; maps: n_maps * T; above: n_above * T; gradient: T
+   CpuOperation  filters, bias, coefficients, other_coefficients: float; maps: n_maps * T; others: n_others * T
+                 -> map: T; sums, filter_gradient, bias_gradient: float
 
-   CpuPass           filters, bias, coefficients: float; raw: T; others: n_others * T -> map: T; sums, filter_gradient, bias_gradient
-
-   `above` is the raw map where the input is the gradient of a norm and ReLU; coefficients are empty for raw maps. */
+   of each kind in native.h. What a kind neither takes nor makes is empty; every other shape follows from the first map's and the
+   filters', and is compared with them before any memory is read. */
 #define _GNU_SOURCE
 #include <sched.h>
 #include <stdbool.h>
@@ -19,9 +17,6 @@
 #include "native.h"
 
 int native_run(const char *name, const struct operation *operation);
-int native_pass(const char *name, const struct pass *pass);
-
-/* --- Threads, inputs and failures --- */
 
 static int thread_count(void)
 {
@@ -33,336 +28,225 @@ static int thread_count(void)
     return threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads;
 }
 
-enum { MOST_INPUTS = 8, MOST_OUTPUTS = 4, MOST_CHANNELS = 1024 };
+/* --- A call: its tensors, their shapes, and the first rule that they break --- */
 
-/* The inputs and outputs of a call, and the first rule that they break. */
+enum { FILTERS, BIAS, NORMS, OTHER_NORMS, MAPS, MOST_INPUTS = MAPS + 4, OUTPUTS = 4, MOST_CHANNELS = 1024 };
+
 struct call {
     TF_OpKernelContext *context;
     TF_Status *status;
-    TF_Tensor *inputs[MOST_INPUTS], *outputs[MOST_OUTPUTS];
+    TF_Tensor *inputs[MOST_INPUTS], *outputs[OUTPUTS];
     int count;
-    bool failed;
 };
+
+struct shape { int64_t rank, size[5]; };
+static const struct shape EMPTY = {1, {0}};
+
+static bool fine(const struct call *call) { return TF_GetCode(call->status) == TF_OK; }
 
 static void require(struct call *call, bool holds, const char *message)
 {
-    if (holds || call->failed)
-        return;
-    call->failed = true;
-    TF_SetStatus(call->status, TF_INVALID_ARGUMENT, message);
+    if (fine(call) && !holds)
+        TF_SetStatus(call->status, TF_INVALID_ARGUMENT, message);
 }
 
-static void open_call(struct call *call, TF_OpKernelContext *context)
+static struct shape shape_of(const TF_Tensor *tensor)
 {
-    *call = (struct call){.context = context, .status = TF_NewStatus(), .count = TF_NumInputs(context)};
-    for (int i = 0; i < call->count; i++)
-        TF_GetInput(context, i, &call->inputs[i], call->status);
-    require(call, TF_GetCode(call->status) == TF_OK, "inputs must be readable");
+    struct shape shape = {.rank = TF_NumDims(tensor)};
+    for (int i = 0; i < shape.rank && i < 5; i++)
+        shape.size[i] = TF_Dim(tensor, i);
+    return shape;
 }
 
-static void close_call(struct call *call)
+static bool same(struct shape one, struct shape other) { return !memcmp(&one, &other, sizeof one); }
+
+static void print_shape(char *to, struct shape shape)
 {
-    if (TF_GetCode(call->status) != TF_OK)
-        TF_OpKernelContext_Failure(call->context, call->status);
-    for (int i = 0; i < call->count; i++)
-        if (call->inputs[i])
-            TF_DeleteTensor(call->inputs[i]);
-    for (int i = 0; i < MOST_OUTPUTS; i++)
-        if (call->outputs[i])
-            TF_DeleteTensor(call->outputs[i]);
-    TF_DeleteStatus(call->status);
+    for (int i = 0; i < shape.rank && i < 5; i++)
+        to += sprintf(to, i ? ", %lld" : "%lld", (long long)shape.size[i]);
+    *to = 0;
 }
 
-static int channels_of(const TF_Tensor *map) { return (int)TF_Dim(map, 4); }
-
-/* Whether two maps have the same grid and batch. */
-static bool same_grid(const TF_Tensor *map, const TF_Tensor *other)
+/* The values of an input, which must be of this shape. */
+static void *values_of(struct call *call, int input, const char *name, struct shape shape)
 {
-    for (int i = 0; i < 4; i++)
-        if (TF_NumDims(map) != 5 || TF_NumDims(other) != 5 || TF_Dim(map, i) != TF_Dim(other, i))
-            return false;
-    return true;
+    char wanted[128], got[128], message[384];
+    struct shape found = shape_of(call->inputs[input]);
+    print_shape(wanted, shape);
+    print_shape(got, found);
+    sprintf(message, "%s must be of shape (%s), got (%s)", name, wanted, got);
+    require(call, same(found, shape), message);
+    return TF_TensorData(call->inputs[input]);
 }
 
-/* The values of [batch, rows, channels]; NULL where the tensor is empty. */
-static const float *coefficients_of(struct call *call, const TF_Tensor *tensor, int64_t batch, int64_t rows, int64_t channels)
+/* The same, or NULL where the input is empty. */
+static const float *norms_of(struct call *call, int input, const char *name, int64_t batch, int64_t channels)
 {
-    int64_t size = TF_TensorElementCount(tensor);
-    require(call, size == 0 || size == batch * rows * channels, "coefficients must be of shape (batch, rows, channels)");
-    return size ? TF_TensorData(tensor) : NULL;
-}
-
-static struct input input_of(struct call *call, int maps, TF_Tensor **map, TF_Tensor *raw, const TF_Tensor *coefficients)
-{
-    struct input in = {.form = RAW};
-    int channels = 0;
-    for (int i = 0; i < maps; i++) {
-        require(call, same_grid(map[0], map[i]), "maps must be of shape (batch, x, y, z, channels), with one grid");
-        if (call->failed)
-            return in;
-        in.maps[i] = TF_TensorData(map[i]);
-        channels += in.channels[i] = channels_of(map[i]);
-        require(call, in.channels[i] > 0 && in.channels[i] <= MOST_CHANNELS, "channels must be 1 to 1024");
-    }
-    in.coefficients = coefficients_of(call, coefficients, TF_Dim(map[0], 0), COEFFICIENTS, channels);
-    if (in.coefficients)
-        in.form = raw ? NORM_RELU_GRADIENT : NORM_RELU;
-    if (raw) {
-        require(call, in.coefficients && maps == 1 && same_grid(map[0], raw) && channels_of(raw) == channels,
-                "a gradient of a norm must have one map, its raw map of the same shape, and coefficients");
-        in.raw = TF_TensorData(raw);
-    }
-    return in;
-}
-
-/* An operation on maps of this grid. */
-static struct operation operation_of(struct call *call, const TF_Tensor *map)
-{
-    require(call, TF_NumDims(map) == 5 && TF_TensorElementCount(map) > 0, "maps must hold voxels, in 5 dimensions");
-    if (call->failed)
-        return (struct operation){0};
-    for (int i = 0; i < 4; i++)
-        require(call, TF_Dim(map, i) < 1 << 24, "sizes of a map must be below 2^24");
-    return (struct operation){
-        .dtype = TF_TensorType(map) == TF_FLOAT ? FLOAT32 : BFLOAT16,
-        .batch = (int)TF_Dim(map, 0), .x = (int)TF_Dim(map, 1), .y = (int)TF_Dim(map, 2), .z = (int)TF_Dim(map, 3),
-        .threads = thread_count(),
-    };
-}
-
-/* Memory for output `index`; of `rank` 0 it is empty. Where `over` is not negative it is that of this input, if nobody else
-   has it: its handle goes, as it would count. */
-static void *output_of(struct call *call, int index, TF_DataType type, const int64_t *shape, int rank, int over)
-{
-    if (TF_GetCode(call->status) != TF_OK)
+    if (!TF_TensorElementCount(call->inputs[input]))
         return NULL;
-    int64_t none[] = {0}, count = rank ? 1 : 0;
-    for (int i = 0; i < rank; i++)
-        count *= shape[i];
-    if (!rank)
-        shape = none, rank = 1;
-    if (over >= 0) {
+    return values_of(call, input, name, (struct shape){3, {batch, COEFFICIENTS, channels}});
+}
+
+/* Memory for an output, or NULL where it is empty. It is that of input `over`, where this is not negative and nobody else has it:
+   its handle goes, as it would count. */
+static void *output_of(struct call *call, int index, TF_DataType type, struct shape shape, int over)
+{
+    int64_t count = 1;
+    for (int i = 0; i < shape.rank; i++)
+        count *= shape.size[i];
+    if (!fine(call)) {
+        return NULL;
+    } else if (over >= 0) {
         int forwarded;
         TF_DeleteTensor(call->inputs[over]);
         call->inputs[over] = NULL;
-        call->outputs[index] = TF_ForwardInputOrAllocateOutput(call->context, &over, 1, index, shape, rank, &forwarded, call->status);
+        call->outputs[index] = TF_ForwardInputOrAllocateOutput(call->context, &over, 1, index, shape.size, shape.rank, &forwarded,
+                                                               call->status);
     } else {
         size_t bytes = count * TF_DataTypeSize(type);
-        call->outputs[index] = TF_AllocateOutput(call->context, index, type, shape, rank, bytes, call->status);
+        call->outputs[index] = TF_AllocateOutput(call->context, index, type, shape.size, shape.rank, bytes, call->status);
     }
-    return TF_GetCode(call->status) == TF_OK ? TF_TensorData(call->outputs[index]) : NULL;
+    return fine(call) && count ? TF_TensorData(call->outputs[index]) : NULL;
 }
 
-static void check_result(struct call *call, int code)
+/* --- The kernel --- */
+
+/* What a kind takes and makes: more maps than one; the least others, and optional ones; the filters' edge, whether they come in,
+   and whether their order is [outputs][channels]; the grid of the other map; like which map the one is that is made, and over
+   which it may be written: OVER_OTHER and OVER_OTHER + 1 are the others. */
+enum { FINER = 1, COARSER, LIKE_MAP = 1, LIKE_OTHER, OVER_MAP = 1, OVER_OTHER };
+struct about { char more, others, optional, edge, filters, swapped, grid, makes, over, sums, filter_gradient, bias_gradient; };
+static const struct about ABOUT[KINDS] = {
+    [CONVOLVE] = {.more = 1, .optional = 1, .edge = 3, .filters = 1, .makes = LIKE_OTHER, .over = OVER_MAP, .sums = 1},
+    [INPUT_GRADIENT] = {.edge = 3, .filters = 1, .swapped = 1, .makes = LIKE_OTHER, .over = OVER_MAP, .sums = 1},
+    [FILTER_GRADIENT] = {.more = 1, .others = 1, .edge = 3, .filter_gradient = 1},
+    [MAX_POOL] = {.grid = COARSER, .makes = LIKE_OTHER},
+    [MAX_POOL_GRADIENT] = {.others = 2, .grid = COARSER, .makes = LIKE_MAP, .over = OVER_OTHER + 1, .sums = 1},
+    [RESIDUAL_SUM] = {.others = 1, .makes = LIKE_MAP, .over = OVER_OTHER},
+    [RESIDUAL_GRADIENT] = {.others = 2, .makes = LIKE_MAP, .over = OVER_OTHER + 1, .sums = 1},
+    [TO_RAW] = {.others = 1, .makes = LIKE_MAP, .over = OVER_MAP},
+    [PROJECT] = {.optional = 1, .edge = 1, .filters = 1, .makes = LIKE_OTHER, .over = OVER_OTHER},
+    [PROJECT_GRADIENT] = {.others = 1, .optional = 1, .edge = 1, .filters = 1, .makes = LIKE_MAP, .over = OVER_OTHER + 1, .sums = 1,
+                          .filter_gradient = 1, .bias_gradient = 1},
+    [PROJECT_SUMS] = {.others = 1, .edge = 1, .filters = 1, .sums = 1, .filter_gradient = 1, .bias_gradient = 1},
+    [PROJECT_TO_RAW] = {.others = 1, .edge = 1, .filters = 1, .makes = LIKE_MAP, .over = OVER_MAP},
+    [UP_CONVOLVE] = {.edge = 2, .filters = 1, .swapped = 1, .grid = FINER, .makes = LIKE_OTHER},
+    [UP_INPUT_GRADIENT] = {.others = 1, .edge = 2, .filters = 1, .swapped = 1, .grid = FINER, .makes = LIKE_MAP, .sums = 1},
+    [UP_FILTER_GRADIENT] = {.others = 1, .edge = 2, .swapped = 1, .grid = FINER, .filter_gradient = 1},
+};
+
+struct attributes { int kind, maps, others; };
+
+static void compute_kind(struct call *call, const struct attributes *given)
 {
+    const struct about *about = &ABOUT[given->kind];
+    TF_Tensor **inputs = call->inputs, *first_other = inputs[MAPS + given->maps];
+    int kind = given->kind, dtype = TF_TensorType(inputs[MAPS]);
+    bool normed = TF_TensorElementCount(inputs[NORMS]), other_normed = TF_TensorElementCount(inputs[OTHER_NORMS]);
+    int above = kind == INPUT_GRADIENT ? normed + other_normed : kind == FILTER_GRADIENT ? other_normed : 0;
+    int more = given->others - about->others - above;
+    require(call, given->maps <= 1 + about->more && more >= 0 && more <= about->optional, "maps must be as many as the kind takes");
+    struct shape map = shape_of(inputs[MAPS]);
+    require(call, map.rank == 5 && TF_TensorElementCount(inputs[MAPS]) > 0, "maps must hold voxels, in 5 dimensions");
+    for (int i = 0; i < 4; i++) {
+        require(call, map.size[i] < 1 << 24, "sizes of a map must be below 2^24");
+        require(call, about->grid != COARSER || i == 0 || map.size[i] % 2 == 0, "sizes of a map must be even where it is pooled");
+    }
+    if (!fine(call))
+        return;
+
+    struct operation op = {.kind = kind, .dtype = dtype == TF_FLOAT ? FLOAT32 : BFLOAT16, .threads = thread_count()};
+    int64_t channels = 0, wide;
+    for (int i = 0; i < given->maps; i++) {
+        struct shape part = map;
+        part.size[4] = shape_of(inputs[MAPS + i]).size[4];
+        op.maps[i] = values_of(call, MAPS + i, "map", part);
+        op.channels[i] = (int)part.size[4];
+        channels += part.size[4];
+    }
+    if (about->filters)
+        wide = shape_of(inputs[FILTERS]).size[about->swapped ? 3 : 4];
+    else
+        wide = about->filter_gradient ? shape_of(first_other).size[4] : channels;
+    require(call, channels > 0 && channels <= 2 * MOST_CHANNELS && wide > 0 && wide <= MOST_CHANNELS, "channels must be 1 to 1024");
+    op.outputs = (int)wide;
+
+    struct shape other = map, filters = {5, {about->edge, about->edge, about->edge, channels, wide}};
+    if (about->swapped)
+        filters.size[3] = wide, filters.size[4] = channels;
+    for (int i = 1; i < 4; i++)
+        other.size[i] = about->grid == FINER ? 2 * map.size[i] : about->grid == COARSER ? map.size[i] / 2 : map.size[i];
+    other.size[4] = wide;
+    for (int i = 0; i < given->others; i++) {
+        int place = i + (kind == INPUT_GRADIENT && !other_normed);
+        bool like_map = place == 1 && kind != FILTER_GRADIENT;
+        op.others[place] = values_of(call, MAPS + given->maps + i, "other map", like_map ? map : other);
+    }
+    const struct shape *grid = about->grid == COARSER ? &other : &map;
+    op.batch = (int)map.size[0], op.x = (int)grid->size[1], op.y = (int)grid->size[2], op.z = (int)grid->size[3];
+    op.coefficients = norms_of(call, NORMS, "coefficients", map.size[0], channels);
+    if (kind == INPUT_GRADIENT || kind == FILTER_GRADIENT)
+        op.other_coefficients = norms_of(call, OTHER_NORMS, "other coefficients", map.size[0], wide);
+    if (about->filters)
+        op.filters = values_of(call, FILTERS, "filters", filters);
+    if (kind == PROJECT)
+        op.bias = values_of(call, BIAS, "bias", (struct shape){1, {wide}});
+
+    struct shape made = about->makes == LIKE_MAP ? map : about->makes == LIKE_OTHER ? other : EMPTY;
+    struct shape sums = {3, {map.size[0], 2, about->makes == LIKE_OTHER ? wide : channels}}, bias = {1, {wide}};
+    int first = MAPS + given->maps, over = about->over == OVER_MAP ? MAPS : first + about->over - OVER_OTHER;
+    if (kind == CONVOLVE && given->others)
+        over = first;
+    bool in_place = about->over && over < call->count && same(shape_of(inputs[over]), made);
+    op.map = output_of(call, 0, dtype, made, in_place ? over : -1);
+    op.sums_to = output_of(call, 1, TF_FLOAT, about->sums ? sums : EMPTY, -1);
+    op.filter_gradient = output_of(call, 2, TF_FLOAT, about->filter_gradient ? filters : EMPTY, -1);
+    op.bias_gradient = output_of(call, 3, TF_FLOAT, about->bias_gradient ? bias : EMPTY, -1);
+    if (!fine(call))
+        return;
+    if (op.sums_to)
+        memset(op.sums_to, 0, sizeof(float) * sums.size[0] * sums.size[1] * sums.size[2]); /* where nobody sums */
+    int code = native_run(NULL, &op);
     if (code == -1)
         TF_SetStatus(call->status, TF_RESOURCE_EXHAUSTED, "memory must suffice for the rows of every thread");
     else if (code)
         TF_SetStatus(call->status, TF_UNIMPLEMENTED, "the CPU must have AVX2 and FMA");
 }
 
-/* --- The kernels --- */
-
-#define LIST(...) (const char *const[]){__VA_ARGS__, NULL}
-
-/* A kernel's attributes, each at least 0 and at most as given. */
-static int *create(TF_OpKernelConstruction *construction, const char *const *names, const int *most)
+static void compute(void *attributes, TF_OpKernelContext *context)
 {
-    int *attributes = calloc(4, sizeof *attributes);
+    struct call call = {.context = context, .status = TF_NewStatus(), .count = TF_NumInputs(context)};
+    for (int i = 0; i < call.count && fine(&call); i++)
+        TF_GetInput(context, i, &call.inputs[i], call.status);
+    if (fine(&call))
+        compute_kind(&call, attributes);
+    if (!fine(&call))
+        TF_OpKernelContext_Failure(context, call.status);
+    for (int i = 0; i < MOST_INPUTS; i++)
+        if (call.inputs[i])
+            TF_DeleteTensor(call.inputs[i]);
+    for (int i = 0; i < OUTPUTS; i++)
+        if (call.outputs[i])
+            TF_DeleteTensor(call.outputs[i]);
+    TF_DeleteStatus(call.status);
+}
+
+static void *create(TF_OpKernelConstruction *construction)
+{
+    struct attributes *given = calloc(1, sizeof *given);
     TF_Status *status = TF_NewStatus();
-    for (int i = 0; names[i] && TF_GetCode(status) == TF_OK; i++) {
-        TF_OpKernelConstruction_GetAttrInt32(construction, names[i], &attributes[i], status);
-        if (TF_GetCode(status) == TF_OK && (attributes[i] < 0 || attributes[i] > most[i]))
-            TF_SetStatus(status, TF_INVALID_ARGUMENT, "kind must be that of a pass; maps, others at most two; above, below at most one");
-    }
+    TF_OpKernelConstruction_GetAttrInt32(construction, "kind", &given->kind, status);
+    if (TF_GetCode(status) == TF_OK)
+        TF_OpKernelConstruction_GetAttrInt32(construction, "n_maps", &given->maps, status);
+    if (TF_GetCode(status) == TF_OK)
+        TF_OpKernelConstruction_GetAttrInt32(construction, "n_others", &given->others, status);
+    if (TF_GetCode(status) == TF_OK && (given->kind >= KINDS || given->maps > 2 || given->others > 2))
+        TF_SetStatus(status, TF_INVALID_ARGUMENT, "kind must be one of native.h; maps and others must be at most two");
     if (TF_GetCode(status) != TF_OK)
         TF_OpKernelConstruction_Failure(construction, status);
     TF_DeleteStatus(status);
-    return attributes;
+    return given;
 }
-
-struct kernel { int maps, above, below, transposed; }; /* how many inputs there are of each */
-struct pass_kernel { int kind, others, none[2]; };
-
-static void *create_convolve(TF_OpKernelConstruction *construction)
-{
-    return create(construction, LIST("n_maps", "n_above", "n_below"), (int[]){2, 1, 1});
-}
-
-static void *create_input_gradient(TF_OpKernelConstruction *construction)
-{
-    struct kernel *kernel = create_convolve(construction);
-    kernel->transposed = 1;
-    return kernel;
-}
-
-static void *create_filter_gradient(TF_OpKernelConstruction *construction)
-{
-    return create(construction, LIST("n_maps", "n_above"), (int[]){2, 1});
-}
-
-static void *create_pass(TF_OpKernelConstruction *construction)
-{
-    return create(construction, LIST("kind", "n_others"), (int[]){PASS_KINDS - 1, 2});
-}
-
-static void compute_convolution(void *state, TF_OpKernelContext *context)
-{
-    const struct kernel *kernel = state;
-    struct call call;
-    open_call(&call, context);
-    TF_Tensor *filters = call.inputs[0], **maps = call.inputs + 3, **above = maps + kernel->maps, **below = above + kernel->above;
-    struct operation op = operation_of(&call, maps[0]);
-    require(&call, TF_NumDims(filters) == 5 && TF_Dim(filters, 0) == 3 && TF_Dim(filters, 1) == 3 && TF_Dim(filters, 2) == 3,
-            "filters must be of shape (3, 3, 3, in, out)");
-    if (call.failed)
-        goto done;
-    op.input = input_of(&call, kernel->maps, maps, kernel->above ? above[0] : NULL, call.inputs[1]);
-    op.filters = TF_TensorData(filters);
-    op.transposed = kernel->transposed;
-    int in = (int)TF_Dim(filters, kernel->transposed ? 4 : 3), out = (int)TF_Dim(filters, kernel->transposed ? 3 : 4);
-    require(&call, in == op.input.channels[0] + op.input.channels[1], "maps must have as many channels as the filters read");
-    require(&call, out > 0 && out <= MOST_CHANNELS, "channels must be 1 to 1024");
-    op.output = (struct output){.channels = out, .sums = kernel->transposed ? NO_SUMS : MOMENTS};
-    if (kernel->below)
-        require(&call, same_grid(maps[0], below[0]) && channels_of(below[0]) == out, "the map below must be of the output's shape");
-    op.output.adds = kernel->below && !kernel->transposed;
-    if (kernel->below && kernel->transposed && !call.failed) {
-        op.output.raw = TF_TensorData(below[0]);
-        op.output.below = coefficients_of(&call, call.inputs[2], op.batch, BELOW, out);
-        require(&call, op.output.below != NULL, "the norm below must have coefficients");
-        op.output.sums = NORM_SUMS;
-    }
-    if (call.failed)
-        goto done;
-    const void *added = op.output.adds ? TF_TensorData(below[0]) : NULL;
-    int over = op.output.adds ? 3 + kernel->maps + kernel->above : op.input.channels[0] == out ? 3 : -1;
-    int64_t shape[] = {op.batch, op.x, op.y, op.z, out}, sums_shape[] = {op.batch, 2, out};
-    op.output.map = output_of(&call, 0, TF_TensorType(maps[0]), shape, 5, over);
-    op.output.sums_to = output_of(&call, 1, TF_FLOAT, sums_shape, 3, -1);
-    if (TF_GetCode(call.status) == TF_OK) {
-        if (added && added != op.output.map) /* somebody else has it */
-            memcpy(op.output.map, added, TF_TensorByteSize(call.outputs[0]));
-        for (size_t i = 0; i < (size_t)op.batch * 2 * out; i++)
-            op.output.sums_to[i] = 0;
-        check_result(&call, native_run(NULL, &op));
-    }
-done:
-    close_call(&call);
-}
-
-static void compute_filter_gradient(void *state, TF_OpKernelContext *context)
-{
-    const struct kernel *kernel = state;
-    struct call call;
-    open_call(&call, context);
-    TF_Tensor **maps = call.inputs + 2, **above = maps + kernel->maps, **gradient = above + kernel->above;
-    struct operation op = operation_of(&call, maps[0]);
-    if (call.failed)
-        goto done;
-    require(&call, same_grid(maps[0], gradient[0]), "maps and gradient must have one grid");
-    op.input = input_of(&call, kernel->maps, maps, NULL, call.inputs[0]);
-    op.gradient = input_of(&call, 1, gradient, kernel->above ? above[0] : NULL, call.inputs[1]);
-    if (call.failed)
-        goto done;
-    int64_t shape[] = {3, 3, 3, op.input.channels[0] + op.input.channels[1], op.gradient.channels[0]};
-    op.filter_gradient = output_of(&call, 0, TF_FLOAT, shape, 5, -1);
-    if (TF_GetCode(call.status) == TF_OK)
-        check_result(&call, native_run(NULL, &op));
-done:
-    close_call(&call);
-}
-
-/* --- Passes --- */
-
-/* What a kind takes and makes. */
-static const struct { int pools, others, optional, filters, no_map, sums, filter_gradient, in_place; } ABOUT[PASS_KINDS] = {
-    [MAX_POOL] = {.pools = 1},
-    [MAX_POOL_GRADIENT] = {.pools = 1, .others = 2, .sums = 1, .in_place = 1},
-    [RESIDUAL_SUM] = {.others = 1, .in_place = 1},
-    [RESIDUAL_GRADIENT] = {.others = 2, .sums = 1, .in_place = 1},
-    [TO_RAW] = {.others = 1, .in_place = 1},
-    [PROJECT] = {.optional = 1, .filters = 1, .in_place = 1},
-    [PROJECT_GRADIENT] = {.others = 1, .optional = 1, .filters = 1, .sums = 1, .filter_gradient = 1, .in_place = 1},
-    [PROJECT_SUMS] = {.others = 1, .filters = 1, .no_map = 1, .sums = 1, .filter_gradient = 1},
-    [PROJECT_TO_RAW] = {.others = 1, .filters = 1, .in_place = 1},
-    [UP_CONVOLVE] = {.filters = 1},
-    [UP_INPUT_GRADIENT] = {.others = 1, .filters = 1, .sums = 1},
-    [UP_FILTER_GRADIENT] = {.others = 1, .no_map = 1, .filter_gradient = 1},
-};
-
-static bool has_shape(const TF_Tensor *map, const int64_t *shape)
-{
-    for (int i = 0; i < 5; i++)
-        if (TF_NumDims(map) != 5 || TF_Dim(map, i) != shape[i])
-            return false;
-    return true;
-}
-
-static void compute_pass(void *state, TF_OpKernelContext *context)
-{
-    const struct pass_kernel *kernel = state;
-    struct call call;
-    open_call(&call, context);
-    TF_Tensor **inputs = call.inputs, *filters = inputs[0], *raw = inputs[3];
-    int kind = kernel->kind, ups = kind >= UP_CONVOLVE, to_raw = kind == TO_RAW || kind == PROJECT_TO_RAW, coarser = ABOUT[kind].pools ? 2 : 1, last = 3 + kernel->others;
-    require(&call, TF_NumDims(raw) == 5 && TF_TensorElementCount(raw) > 0, "maps must hold voxels, in 5 dimensions");
-    require(&call, kernel->others >= ABOUT[kind].others && kernel->others <= ABOUT[kind].others + ABOUT[kind].optional, "others must be as many as the kind takes");
-    for (int i = 1; i < 4 && !call.failed; i++)
-        require(&call, TF_Dim(raw, i) % coarser == 0 && TF_Dim(raw, i) < 1 << 24, "sizes of a map must be even where it is pooled, and below 2^24");
-    if (call.failed)
-        goto done;
-    int channels = channels_of(raw), wide = channels;
-    if (ABOUT[kind].filters) {
-        require(&call, TF_NumDims(filters) == 5 && TF_Dim(filters, ups ? 4 : 3) == channels && TF_Dim(filters, 0) == (ups ? 2 : 1), "filters must fit the map");
-        wide = call.failed ? 1 : (int)TF_Dim(filters, ups ? 3 : 4);
-    } else if (kernel->others) {
-        wide = TF_NumDims(inputs[4]) == 5 ? channels_of(inputs[4]) : 1;
-    }
-    int64_t whole[] = {TF_Dim(raw, 0), TF_Dim(raw, 1), TF_Dim(raw, 2), TF_Dim(raw, 3), channels}, fine[5], coarse[5], made[5];
-    for (int i = 0; i < 5; i++) {
-        bool grid = i >= 1 && i <= 3;
-        coarse[i] = grid ? whole[i] / coarser : whole[i];
-        fine[i] = i == 4 ? wide : grid && ups ? 2 * whole[i] : whole[i];
-        made[i] = kind == PROJECT || kind == UP_CONVOLVE ? fine[i] : kind == MAX_POOL ? coarse[i] : whole[i];
-    }
-    for (int i = 0; i < kernel->others; i++) {
-        const int64_t *first = kind == MAX_POOL_GRADIENT ? coarse : kind < PROJECT ? whole : fine;
-        require(&call, has_shape(inputs[4 + i], i == 0 ? first : whole), "other maps must be of the shape that the kind takes");
-    }
-    require(&call, kind != PROJECT || TF_TensorElementCount(inputs[1]) == wide, "bias must have a value for each output");
-    struct pass pass = {
-        .kind = kind, .dtype = TF_TensorType(raw) == TF_FLOAT ? FLOAT32 : BFLOAT16, .threads = thread_count(),
-        .batch = (int)coarse[0], .x = (int)coarse[1], .y = (int)coarse[2], .z = (int)coarse[3], .channels = channels, .outputs = wide,
-        .raw = TF_TensorData(raw), .filters = ABOUT[kind].filters ? TF_TensorData(filters) : NULL, .bias = TF_TensorData(inputs[1]),
-        .coefficients = coefficients_of(&call, inputs[2], whole[0], to_raw ? COEFFICIENTS : BELOW, channels),
-    };
-    if (call.failed)
-        goto done;
-    for (int i = 0; i < kernel->others; i++)
-        pass.others[i] = TF_TensorData(inputs[4 + i]);
-    int64_t sums[] = {whole[0], 2, channels}, of_up[] = {2, 2, 2, wide, channels}, of_project[] = {1, 1, 1, channels, wide}, bias[] = {wide};
-    bool projects = kind == PROJECT_GRADIENT || kind == PROJECT_SUMS;
-    int over = to_raw ? 3 : last;
-    bool in_place = ABOUT[kind].in_place && has_shape(inputs[over], made) && last > 3 && (kind != PROJECT_GRADIENT || kernel->others == 2);
-    pass.map = output_of(&call, 0, TF_TensorType(raw), made, ABOUT[kind].no_map ? 0 : 5, in_place ? over : -1);
-    float *to_sums = output_of(&call, 1, TF_FLOAT, sums, ABOUT[kind].sums ? 3 : 0, -1);
-    float *to_filters = output_of(&call, 2, TF_FLOAT, ups ? of_up : of_project, ABOUT[kind].filter_gradient ? 5 : 0, -1);
-    float *to_bias = output_of(&call, 3, TF_FLOAT, bias, projects ? 1 : 0, -1);
-    if (TF_GetCode(call.status) == TF_OK) {
-        pass.map = ABOUT[kind].no_map ? NULL : pass.map;
-        pass.sums_to = ABOUT[kind].sums ? to_sums : NULL;
-        pass.filter_gradient = ABOUT[kind].filter_gradient ? to_filters : NULL;
-        pass.bias_gradient = projects ? to_bias : NULL;
-        check_result(&call, native_pass(NULL, &pass));
-    }
-done:
-    close_call(&call);
-}
-
-/* --- Registration, when the library is loaded --- */
-
-static void destroy(void *kernel) { free(kernel); }
 
 /* operations.py knows the shapes. */
 static void shape_unknown(TF_ShapeInferenceContext *context, TF_Status *status)
@@ -370,38 +254,26 @@ static void shape_unknown(TF_ShapeInferenceContext *context, TF_Status *status)
     TF_ShapeInferenceContextSetUnknownShape(context, status);
 }
 
-static void add_operation(const char *name, const char *const *attributes, const char *const *inputs, const char *const *outputs,
-                          void *(*create_kernel)(TF_OpKernelConstruction *), void (*compute)(void *, TF_OpKernelContext *))
+/* When the library is loaded. */
+__attribute__((constructor)) static void register_operation(void)
 {
+    static const char *const attributes[] = {"T: {float, bfloat16}", "kind: int >= 0", "n_maps: int >= 1", "n_others: int >= 0"};
+    static const char *const inputs[] = {"filters: float", "bias: float", "coefficients: float", "other_coefficients: float",
+                                         "maps: n_maps * T", "others: n_others * T"};
+    static const char *const outputs[] = {"map: T", "sums: float", "filter_gradient: float", "bias_gradient: float"};
     TF_Status *status = TF_NewStatus();
-    TF_OpDefinitionBuilder *definition = TF_NewOpDefinitionBuilder(name);
-    for (; *attributes; attributes++)
-        TF_OpDefinitionBuilderAddAttr(definition, *attributes);
-    for (; *inputs; inputs++)
-        TF_OpDefinitionBuilderAddInput(definition, *inputs);
-    for (; *outputs; outputs++)
-        TF_OpDefinitionBuilderAddOutput(definition, *outputs);
+    TF_OpDefinitionBuilder *definition = TF_NewOpDefinitionBuilder("CpuOperation");
+    for (size_t i = 0; i < sizeof attributes / sizeof *attributes; i++)
+        TF_OpDefinitionBuilderAddAttr(definition, attributes[i]);
+    for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++)
+        TF_OpDefinitionBuilderAddInput(definition, inputs[i]);
+    for (size_t i = 0; i < sizeof outputs / sizeof *outputs; i++)
+        TF_OpDefinitionBuilderAddOutput(definition, outputs[i]);
     TF_OpDefinitionBuilderSetShapeInferenceFunction(definition, shape_unknown);
     TF_RegisterOpDefinition(definition, status);
     if (TF_GetCode(status) == TF_OK)
-        TF_RegisterKernelBuilder(name, TF_NewKernelBuilder(name, "CPU", create_kernel, compute, destroy), status);
+        TF_RegisterKernelBuilder("CpuOperation", TF_NewKernelBuilder("CpuOperation", "CPU", create, compute, free), status);
     if (TF_GetCode(status) != TF_OK)
-        fprintf(stderr, "%s is not registered: %s\n", name, TF_Message(status));
+        fprintf(stderr, "CpuOperation is not registered: %s\n", TF_Message(status));
     TF_DeleteStatus(status);
-}
-
-__attribute__((constructor)) static void register_operations(void)
-{
-    const char *const *attributes = LIST("T: {float, bfloat16}", "n_maps: int >= 1", "n_above: int >= 0", "n_below: int >= 0");
-    const char *const *inputs = LIST("filters: float", "coefficients: float", "below_coefficients: float", "maps: n_maps * T",
-                                     "above: n_above * T", "below: n_below * T");
-    const char *const *outputs = LIST("map: T", "sums: float");
-    add_operation("CpuConvolve", attributes, inputs, outputs, create_convolve, compute_convolution);
-    add_operation("CpuInputGradient", attributes, inputs, outputs, create_input_gradient, compute_convolution);
-    add_operation("CpuFilterGradient", LIST("T: {float, bfloat16}", "n_maps: int >= 1", "n_above: int >= 0"),
-                  LIST("coefficients: float", "gradient_coefficients: float", "maps: n_maps * T", "above: n_above * T", "gradient: T"),
-                  LIST("filter_gradient: float"), create_filter_gradient, compute_filter_gradient);
-    add_operation("CpuPass", LIST("T: {float, bfloat16}", "kind: int", "n_others: int >= 0"),
-                  LIST("filters: float", "bias: float", "coefficients: float", "raw: T", "others: n_others * T"),
-                  LIST("map: T", "sums: float", "filter_gradient: float", "bias_gradient: float"), create_pass, compute_pass);
 }

@@ -218,21 +218,10 @@ static void transpose_row(unit *row, int blocks, int step) { (void)row, (void)bl
 
 /* --- How an operation is cut --- */
 
-struct layout {
-    int tiles, step;          /* of a row; a row is padded to whole steps */
-    int most;                 /* tiles of one call of `multiply` */
-    int inputs, outputs;      /* channels */
-    int width, output_width;  /* the same, rounded up to whole groups */
-    int y_rows;               /* of a tile along y, without its borders */
-    size_t row, gradient_row; /* units from one row to the next */
-    size_t ring, line, output_line, bytes; /* of a thread's memory: units of all rows, floats of two lines, all in bytes */
-};
-
-static int round_up(int value, int to) { return (value + to - 1) / to * to; }
 #ifdef TILES
 static int units_of(int channels) { return round_up(channels, GROUP) / UNIT; }
 #else
-static int units_of(int channels) { return (channels + UNIT - 1) / UNIT; }
+static int units_of(int channels) { return round_up(channels, UNIT) / UNIT; }
 #endif
 
 /* Rows that begin at equal addresses modulo 4096 would share sets of the cache L1: they begin 17 lines further on. */
@@ -242,104 +231,111 @@ static size_t row_units(int width, int tiles)
     return (lines + (49 - lines % 32) % 32) * 16;
 }
 
-/* Of a row, or of as many rows as are multiplied at once: at most 64 tiles. */
-static size_t stream_sums(const struct layout *l) { return (size_t)STREAMS * 16 * (l->tiles > 64 ? l->tiles : 64); }
-
-/* A thread keeps `bytes`, the most of all operations so far: a ring of rows, two lines, and sums of the streams. What else an
-   operation takes goes at its end: see `scratch`. tests/models/native/reference.py has all as a formula. */
-static struct layout layout_of(const struct operation *op, int outputs, int with_gradient)
-{
-    struct layout l = {.inputs = op->input.channels[0] + op->input.channels[1], .outputs = outputs};
-    int tiles = (op->z + TILE - 1) / TILE;
-    l.step = tiles < 8 ? UNIT : 2, l.most = MOST_SUMS; /* the sizes for which there is a `multiply` */
-#ifdef TILES /* a tile register takes up to 16 tiles, or 16 pairs of them */
-    int register_tiles = with_gradient ? 32 : 16, blocks = (tiles + register_tiles - 1) / register_tiles;
-    l.step = round_up((tiles + blocks - 1) / blocks, 2), l.most = 4 * l.step;
-#endif
-    l.tiles = round_up(tiles, l.step);
-    l.width = round_up(l.inputs, GROUP), l.output_width = round_up(outputs, GROUP);
-    l.row = row_units(l.width, l.tiles);
-    l.gradient_row = with_gradient ? row_units(l.output_width, l.tiles) : 0;
-    long cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
-    long rows = (cache > 0 ? cache : 1 << 20) * 5 / 8 / (long)(sizeof(unit) * (3 * l.row + l.gradient_row));
-    int most = rows - 2 < 1 ? 1 : (int)rows - 2;
-    int cuts = (op->y + most - 1) / most; /* of equal height */
-    l.y_rows = (op->y + cuts - 1) / cuts;
-    l.ring = (3 * (l.y_rows + 2) + 1) * l.row + l.y_rows * l.gradient_row;
-    l.line = (size_t)(l.tiles * TILE + 2) * l.width, l.output_line = (size_t)(l.tiles * TILE + 2) * l.output_width;
-    size_t sums = stream_sums(&l);
-    l.bytes = l.ring * sizeof(unit) + (l.line + l.output_line + sums) * sizeof(float) + 2 * l.y_rows * sizeof(void *);
-    return l;
-}
-
-/* Bytes of a row of the first map: in place it is this one that is written over. */
-static size_t row_bytes(const struct operation *op)
-{
-    return (size_t)op->z * op->input.channels[0] * (op->dtype == FLOAT32 ? 4 : 2);
-}
-
-/* What the threads of an operation share, and the sizes of it. */
+/* What the threads of an operation share, and how it is cut. */
 struct job {
     const struct operation *op;
-    struct layout l;
-    unit *weights;      /* [16 outputs][stream][tap][unit][16] */
-    double *totals;     /* of every thread */
-    char *copies;       /* of every thread, in place: two planes, and a row of each plane of a slab; else NULL */
-    float *filter_sums; /* of every thread, of a filter gradient: [tap][stream][group][16 outputs][16 channels][16] */
+    struct input input, gradient; /* of the output, for a filter gradient */
+    enum { NO_SUMS, MOMENTS, NORM_SUMS } sums;
+    int inputs, outputs;      /* channels */
+    int width, output_width;  /* the same, rounded up to whole groups */
+    int tiles, step;          /* of a row; a row is padded to whole steps */
+    int most;                 /* tiles of one call of `multiply` */
+    int y_rows;               /* of a tile along y, without its borders */
+    size_t row, gradient_row; /* units from one row to the next */
+    size_t row_bytes;         /* of a row of the first map: in place it is this one that is written over */
+    size_t ring, line, output_line, row_sums, bytes; /* of a thread's memory: units of all rows; floats; all in bytes */
+    unit *weights;            /* [16 outputs][stream][tap][unit][16] */
+    double *totals;           /* of every thread: [batch][2][output_width] */
+    char *copies;             /* of every thread, in place: two planes, and a row of each plane of a slab; else NULL */
+    float *filter_sums;       /* of every thread, of a filter gradient: [tap][stream][group][16 outputs][16 channels][16] */
     size_t weight_bytes, thread_totals, thread_copies, thread_sums; /* the copies in bytes; 0 of what is not needed */
     int failed;
 };
 
-/* Sums over many rows, in float64: count, mean and squared deviations of what was added, or two plain sums. */
-struct totals {
-    double *count, *first, *second; /* [batch], [batch][output_width] twice */
-};
+/* A thread keeps `bytes`, the most of all operations so far: a ring of rows, two lines, and sums of the streams of a row, or of
+   as many as are multiplied at once: at most 64 tiles. What else an operation takes goes at its end: see `scratch`.
+   tests/models/native/reference.py has all as a formula. */
+static struct job job_of(const struct operation *op)
+{
+    int gradient = op->kind == FILTER_GRADIENT, tiles = (op->z + TILE - 1) / TILE;
+    struct job j = {.op = op, .inputs = op->channels[0] + op->channels[1], .outputs = op->outputs};
+    j.input = (struct input){{op->channels[0], op->channels[1]}, {op->maps[0], op->maps[1]}, .coefficients = op->coefficients};
+    j.gradient = (struct input){{op->outputs}, {op->others[0]}, op->others[1], op->other_coefficients};
+    if (op->kind == INPUT_GRADIENT)
+        j.input.raw = op->others[1];
+    if (op->sums_to && (op->kind == CONVOLVE || op->other_coefficients))
+        j.sums = op->kind == CONVOLVE ? MOMENTS : NORM_SUMS;
+
+    j.step = tiles < 8 ? UNIT : 2, j.most = MOST_SUMS; /* the sizes for which there is a `multiply` */
+#ifdef TILES /* a tile register takes up to 16 tiles, or 16 pairs of them */
+    int register_tiles = gradient ? 32 : 16, blocks = (tiles + register_tiles - 1) / register_tiles;
+    j.step = round_up((tiles + blocks - 1) / blocks, 2), j.most = 4 * j.step;
+#endif
+    j.tiles = round_up(tiles, j.step);
+    j.width = round_up(j.inputs, GROUP), j.output_width = round_up(j.outputs, GROUP);
+    j.row = row_units(j.width, j.tiles);
+    j.gradient_row = gradient ? row_units(j.output_width, j.tiles) : 0;
+    j.row_bytes = (size_t)op->z * op->channels[0] * (op->dtype == FLOAT32 ? 4 : 2);
+
+    long cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    long rows = (cache > 0 ? cache : 1 << 20) * 5 / 8 / (long)(sizeof(unit) * (3 * j.row + j.gradient_row));
+    int most = rows - 2 < 1 ? 1 : (int)rows - 2;
+    int cuts = (op->y + most - 1) / most; /* of equal height */
+    j.y_rows = (op->y + cuts - 1) / cuts;
+    j.ring = (3 * (j.y_rows + 2) + 1) * j.row + j.y_rows * j.gradient_row;
+    j.line = (size_t)(j.tiles * TILE + 2) * j.width, j.output_line = (size_t)(j.tiles * TILE + 2) * j.output_width;
+    j.row_sums = (size_t)STREAMS * 16 * (j.tiles > 64 ? j.tiles : 64);
+    j.bytes = j.ring * sizeof(unit) + (j.line + j.output_line + j.row_sums) * sizeof(float) + 2 * j.y_rows * sizeof(void *);
+    if (gradient) {
+        j.thread_sums = (size_t)9 * STREAMS * j.width * j.output_width;
+        return j;
+    }
+    j.weight_bytes = sizeof(unit) * j.output_width * STREAMS * 9 * units_of(j.inputs);
+    j.thread_totals = (size_t)op->batch * 2 * j.output_width + 16; /* a line between threads */
+    long planes = ((long)op->batch * op->x + op->threads - 1) / op->threads;
+    if (op->map == op->maps[0])
+        j.thread_copies = ((2 * op->y + planes) * j.row_bytes + 63) / 64 * 64;
+    return j;
+}
 
 /* A thread's memory, and where it is in its ring of rows. */
 struct thread {
     const struct job *job;
     const struct operation *op;
-    const struct layout *l;
     unit *rows, *zero_row, *gradient_rows;
     float *line, *output_line; /* a row in float32: formed, with a border of zeros; and of the output or its gradient */
     float *sums;
     const unit **pointers;
     const char *beside; /* in place: the rows of the planes before and after the slab; else NULL */
     char *last_rows;    /* and the last row of the tile before, of each plane */
-    struct totals totals;
+    double *totals;
     float *filter_sums;
 };
 
-static struct totals totals_of(const struct job *job, int thread)
+static int open_thread(struct thread *t, const struct job *j, int number)
 {
-    double *at = job->totals + thread * job->thread_totals;
-    return (struct totals){at, at + job->op->batch, at + job->op->batch + (size_t)job->op->batch * job->l.output_width};
-}
-
-static int open_thread(struct thread *t, const struct job *job, int number)
-{
-    const struct layout *l = &job->l;
-    char *memory = thread_memory(number, l->bytes);
+    char *memory = thread_memory(number, j->bytes);
     if (!memory)
         return -1;
-    *t = (struct thread){job, job->op, l, .rows = (unit *)memory};
-    t->zero_row = t->rows + 3 * (l->y_rows + 2) * l->row;
-    t->gradient_rows = t->zero_row + l->row;
-    t->line = (float *)(t->rows + l->ring);
-    t->output_line = t->line + l->line;
-    t->sums = t->output_line + l->output_line;
-    t->pointers = (const unit **)(t->sums + stream_sums(l));
-    memset(t->zero_row, 0, l->row * sizeof(unit));
-    memset(t->line, 0, (l->line + l->output_line) * sizeof(float)); /* the borders stay 0 */
-    if (job->copies) {
-        t->beside = job->copies + number * job->thread_copies;
-        t->last_rows = job->copies + number * job->thread_copies + 2 * job->op->y * row_bytes(job->op);
+    *t = (struct thread){j, j->op, .rows = (unit *)memory};
+    t->zero_row = t->rows + 3 * (j->y_rows + 2) * j->row;
+    t->gradient_rows = t->zero_row + j->row;
+    t->line = (float *)(t->rows + j->ring);
+    t->output_line = t->line + j->line;
+    t->sums = t->output_line + j->output_line;
+    t->pointers = (const unit **)(t->sums + j->row_sums);
+    memset(t->zero_row, 0, j->row * sizeof(unit));
+    memset(t->line, 0, (j->line + j->output_line) * sizeof(float)); /* the borders stay 0 */
+    if (j->copies) {
+        t->beside = j->copies + number * j->thread_copies;
+        t->last_rows = j->copies + number * j->thread_copies + 2 * j->op->y * j->row_bytes;
     }
-    if (job->filter_sums) {
-        t->filter_sums = job->filter_sums + number * job->thread_sums;
-        memset(t->filter_sums, 0, job->thread_sums * sizeof(float));
+    if (j->filter_sums) {
+        t->filter_sums = j->filter_sums + number * j->thread_sums;
+        memset(t->filter_sums, 0, j->thread_sums * sizeof(float));
     } else {
-        t->totals = totals_of(job, number);
+        t->totals = j->totals + number * j->thread_totals;
+        memset(t->totals, 0, j->thread_totals * sizeof(double));
     }
     return 0;
 }
@@ -349,12 +345,7 @@ static unit *ring_row(const struct thread *t, int x, int y, int y0)
 {
     if (x < 0 || x >= t->op->x || y < 0 || y >= t->op->y)
         return t->zero_row;
-    return t->rows + ((size_t)((x + 1) % 3) * (t->l->y_rows + 2) + (y - y0 + 1)) * t->l->row;
-}
-
-static size_t voxel_of(const struct operation *op, int batch, int x, int y)
-{
-    return (((size_t)batch * op->x + x) * op->y + y) * op->z;
+    return t->rows + ((size_t)((x + 1) % 3) * (t->job->y_rows + 2) + (y - y0 + 1)) * t->job->row;
 }
 
 /* The first plane of a thread's share. */
@@ -362,24 +353,25 @@ static long share(const struct operation *op, int thread, int threads) { return 
 
 static void fill_row(struct thread *t, unit *row, const struct input *in, int width, int batch, int x, int y, int purpose)
 {
+    const struct job *j = t->job;
     float *line = (purpose == GRADIENT_TILES_SUMMED ? t->output_line : t->line) + width;
-    form_row(line, width, in, batch, voxel_of(t->op, batch, x, y), t->op->z, t->op->dtype);
-    store_row(row, line, width, t->l->tiles, purpose);
+    form_row(line, width, in, batch, voxel_of(t->op, 1, batch, x, y), t->op->z, t->op->dtype);
+    store_row(row, line, width, j->tiles, purpose);
     if (purpose == TILES_SUMMED)
-        transpose_row(row, STREAMS * (width / GROUP) * (t->l->tiles / t->l->step), t->l->step / UNIT);
+        transpose_row(row, STREAMS * (width / GROUP) * (j->tiles / j->step), j->step / UNIT);
 }
 
 /* The same in place, of plane x of a slab x0 ... x1 - 1 and a tile y0 ... y1 - 1: reads the copy where the map has gone. */
 static void fill_row_in_place(struct thread *t, unit *row, int batch, int x, int x0, int x1, int y, int y0, int y1)
 {
-    struct input in = t->op->input;
-    size_t bytes = row_bytes(t->op), at = voxel_of(t->op, batch, x, y) * (bytes / t->op->z);
+    struct input in = t->job->input;
+    size_t bytes = t->job->row_bytes, at = voxel_of(t->op, 1, batch, x, y) * (bytes / t->op->z);
     int outside = x < x0 || x == x1;
     char *last = outside ? NULL : t->last_rows + (x - x0) * bytes;
     const char *copy = outside ? t->beside + ((size_t)(x == x1) * t->op->y + y) * bytes : y < y0 ? last : NULL;
     if (copy)
         in.maps[0] = (const void *)((uintptr_t)copy - at);
-    fill_row(t, row, &in, t->l->width, batch, x, y, CHANNELS_SUMMED);
+    fill_row(t, row, &in, t->job->width, batch, x, y, CHANNELS_SUMMED);
     if (last && y == y1 - 1)
         memcpy(last, (const char *)in.maps[0] + at, bytes);
 }
@@ -391,17 +383,16 @@ static void along_planes(struct thread *t, int thread, int threads, int purpose,
     const struct operation *op = t->op;
     long at = share(op, thread, threads), end = share(op, thread + 1, threads);
     while (at < end) {
-        int batch = (int)(at / op->x), x0 = (int)(at % op->x);
-        int x1 = end - at < op->x - x0 ? x0 + (int)(end - at) : op->x;
-        for (int y0 = 0; y0 < op->y; y0 += t->l->y_rows) {
-            int y1 = y0 + t->l->y_rows < op->y ? y0 + t->l->y_rows : op->y;
+        int batch = (int)(at / op->x), x0 = (int)(at % op->x), x1 = least(op->x, x0 + end - at);
+        for (int y0 = 0; y0 < op->y; y0 += t->job->y_rows) {
+            int y1 = least(y0 + t->job->y_rows, op->y);
             for (int formed = x0 - 1; formed <= x1; formed++) {
                 for (int y = y0 - 1; y <= y1; y++) {
                     unit *row = ring_row(t, formed, y, y0);
                     if (row != t->zero_row && t->beside)
                         fill_row_in_place(t, row, batch, formed, x0, x1, y, y0, y1);
                     else if (row != t->zero_row)
-                        fill_row(t, row, &op->input, t->l->width, batch, formed, y, purpose);
+                        fill_row(t, row, &t->job->input, t->job->width, batch, formed, y, purpose);
                 }
                 if (formed > x0)
                     plane(t, batch, formed - 1, y0, y1);
@@ -413,197 +404,162 @@ static void along_planes(struct thread *t, int thread, int threads, int purpose,
 
 /* --- Convolution and input gradient --- */
 
-/* Adds `some` sums over some_count voxels, a row's or a thread's, of `n` channels. Moments are merged as in Chan, Golub and
-   LeVeque 1983. */
-ALWAYS_INLINE void add_sums(int sums, double count, double some_count, int n, double *first, double *second,
-                            const double *some_first, const double *some_second)
-{
-    double share = sums == MOMENTS && some_count ? some_count / (count + some_count) : 0;
-    for (int i = 0; i < n; i++) {
-        double difference = some_first[i] - first[i];
-        first[i] += sums == MOMENTS ? difference * share : some_first[i];
-        second[i] += sums == MOMENTS ? some_second[i] + difference * difference * count * share : some_second[i];
-    }
-}
-
 /* Makes outputs of the streams' totals, of channels c .. c + n of a row: rounds, writes and sums them. */
-ALWAYS_INLINE void finish_channels(struct thread *t, const float *sums, int c, int batch, size_t voxel,
-                                   int n, int dtype)
+ALWAYS_INLINE void finish_channels(struct thread *t, const float *sums, int c, int batch, size_t voxel, int n, int dtype)
 {
-    const struct output *out = &t->op->output;
-    int z = t->op->z;
+    const struct operation *op = t->op;
+    int z = op->z, kind = t->job->sums, width = t->job->output_width;
     float *line = t->output_line; /* the row as it was written, for the second pass */
-    vec first = {0}, second = {0}, below[BELOW] = {{0}};
-    if (out->sums == NORM_SUMS)
-        for (int i = 0; i < BELOW; i++)
-            below[i] = load_some(out->below + ((size_t)batch * BELOW + i) * out->channels + c, n);
+    vec of_row[2] = {{0}}, below[COEFFICIENTS];
+    const float *coefficients = op->other_coefficients + (size_t)batch * COEFFICIENTS * op->outputs;
+    load_norm(below, kind == NORM_SUMS ? coefficients : NULL, op->outputs, c, n);
     for (int tile = 0; tile * TILE < z; tile++, sums += 16) {
         vec streams[STREAMS], outputs[TILE], tile_sum = {0};
         for (int k = 0; k < STREAMS; k++)
-            streams[k] = load(sums + (size_t)k * t->l->tiles * 16);
+            streams[k] = load(sums + (size_t)k * t->job->tiles * 16);
         outputs_of(streams, outputs);
         for (int j = 0; j < TILE && tile * TILE + j < z; j++) {
-            size_t at = (voxel + tile * TILE + j) * out->channels + c;
-            prefetch(out->map, at, dtype, 1);
+            size_t at = (voxel + tile * TILE + j) * op->outputs + c;
+            prefetch(op->map, at, dtype, 1);
             vec value = outputs[j];
-            if (out->adds)
-                value += load_values(out->map, at, n, dtype);
-            value = store_values(out->map, at, value, n, dtype);
-            if (out->sums == NORM_SUMS) {
-                vec raw = load_values(out->raw, at, n, dtype);
-                value = keep_where(raw * below[SCALE] + below[SHIFT] > below[FLOOR], value);
-                second += value * ((raw - below[MEAN_OF_RAW]) * below[RSTD_OF_RAW]);
-            }
-            tile_sum += value;
+            if (kind == MOMENTS && op->others[0])
+                value += load_values(op->others[0], at, n, dtype);
+            value = store_values(op->map, at, value, n, dtype);
+            if (kind == NORM_SUMS)
+                add_norm_sums(of_row, below, load_values(op->others[0], at, n, dtype), value);
+            else
+                tile_sum += value;
             store(line + (tile * TILE + j) * LANES, value);
         }
-        first += tile_sum;
+        of_row[0] += tile_sum;
     }
-    if (out->sums == MOMENTS) {
-        vec more = {0};
-        first /= (float)z;
-        for (int i = 0; i + 1 < z; i += 2) {
-            vec a = load(line + i * LANES) - first, b = load(line + (i + 1) * LANES) - first;
-            second += a * a, more += b * b;
+    double *totals = t->totals + (size_t)batch * 2 * width + c;
+    if (kind == MOMENTS) {
+        vec mean = of_row[0] / (float)z, more = {0};
+        store(line + z * LANES, mean); /* pairs are whole */
+        for (int i = 0; i < z; i += 2) {
+            vec a = load(line + i * LANES) - mean, b = load(line + (i + 1) * LANES) - mean;
+            of_row[1] += a * a, more += b * b;
         }
-        if (z % 2) {
-            vec a = load(line + (z - 1) * LANES) - first;
-            second += a * a;
+        of_row[1] += more;
+        for (int i = 0; i < LANES; i++) {
+            totals[i] += (double)z * mean[i];
+            totals[width + i] += of_row[1][i] + (double)z * mean[i] * mean[i];
         }
-        second += more;
-    }
-    if (out->sums != NO_SUMS) {
-        size_t at = (size_t)batch * t->l->output_width + c;
-        double row[2][LANES];
-        for (int i = 0; i < LANES; i++)
-            row[0][i] = first[i], row[1][i] = second[i];
-        add_sums(out->sums, t->totals.count[batch], z, LANES, t->totals.first + at, t->totals.second + at, row[0], row[1]);
+    } else if (kind == NORM_SUMS) {
+        add_row(totals, width, of_row);
     }
 }
 
 static void finish(struct thread *t, const float *row_sums, int block, int batch, size_t voxel)
 {
     for (int v = 0; v < VECS; v++) {
-        int c = block * 16 + v * LANES, n = t->l->outputs - c;
+        int c = block * 16 + v * LANES, n = t->job->outputs - c;
         const float *sums = row_sums + v * LANES;
-        if (n >= LANES && t->op->dtype == FLOAT32) finish_channels(t, sums, c, batch, voxel, LANES, FLOAT32);
-        else if (n >= LANES) finish_channels(t, sums, c, batch, voxel, LANES, BFLOAT16);
-        else if (n > 0) finish_channels(t, sums, c, batch, voxel, n, t->op->dtype);
+        if (n >= LANES && t->op->dtype == FLOAT32)
+            finish_channels(t, sums, c, batch, voxel, LANES, FLOAT32);
+        else if (n >= LANES)
+            finish_channels(t, sums, c, batch, voxel, LANES, BFLOAT16);
+        else if (n > 0)
+            finish_channels(t, sums, c, batch, voxel, n, t->op->dtype);
     }
 }
 
 /* Where rows are short several neighbours are multiplied at once: they share the weights, and keep more sums in flight. */
-static int rows_at_once(const struct layout *l, int left)
+static int rows_at_once(const struct job *j, int left)
 {
     int rows = 8;
-    while (rows > 1 && (rows > left || rows * l->tiles > l->most))
+    while (rows > 1 && (rows > left || rows * j->tiles > j->most))
         rows /= 2;
     return rows;
 }
 
 static void convolve_plane(struct thread *t, int batch, int x, int y0, int y1)
 {
-    const struct layout *l = t->l;
-    int units = units_of(l->inputs), chunks = (l->tiles + l->most - 1) / l->most, z = t->op->z;
-    size_t next_group = (size_t)l->tiles * GROUP_UNITS, stream = next_group * (l->width / GROUP);
-    size_t next_sums = (size_t)STREAMS * l->tiles * 16;
-    double *count = t->totals.count + batch, before = *count;
-    for (int r, y = y0; y < y1; y += r, before += (double)r * z) {
-        const unit *weights = t->job->weights, *around[9 * 8], *rows[9 * 8];
-        r = rows_at_once(l, y1 - y);
+    const struct job *j = t->job;
+    int units = units_of(j->inputs), chunks = (j->tiles + j->most - 1) / j->most;
+    size_t next_group = (size_t)j->tiles * GROUP_UNITS, stream = next_group * (j->width / GROUP);
+    size_t next_sums = (size_t)STREAMS * j->tiles * 16;
+    for (int r, y = y0; y < y1; y += r) {
+        const unit *weights = j->weights, *around[9 * 8], *rows[9 * 8];
+        r = rows_at_once(j, y1 - y);
         for (int i = 0; i < 9 * r; i++)
             around[i] = ring_row(t, x + i / r / 3 - 1, y + i % r + i / r % 3 - 1, y0);
-        for (int block = 0; block < l->output_width / 16; block++) {
+        for (int block = 0; block < j->output_width / 16; block++) {
             for (int k = 0; k < STREAMS; k++, weights += 9 * units * 16)
                 for (int done = 0, i = 0; i < chunks; i++) {
-                    int n = round_up((l->tiles - done + chunks - i - 1) / (chunks - i), l->step);
-                    for (int j = 0; j < 9 * r; j++)
-                        rows[j] = around[j] + k * stream + (size_t)done * GROUP_UNITS;
-                    float *sums = t->sums + ((size_t)k * l->tiles + done) * 16;
-                    multiply(r, n, l->step, sums, next_sums, rows, weights, units, next_group);
+                    int n = round_up((j->tiles - done + chunks - i - 1) / (chunks - i), j->step);
+                    for (int row = 0; row < 9 * r; row++)
+                        rows[row] = around[row] + k * stream + (size_t)done * GROUP_UNITS;
+                    float *sums = t->sums + ((size_t)k * j->tiles + done) * 16;
+                    multiply(r, n, j->step, sums, next_sums, rows, weights, units, next_group);
                     done += n;
                 }
-            for (int j = 0; j < r; j++) {
-                *count = before + (double)j * z;
-                finish(t, t->sums + j * next_sums, block, batch, voxel_of(t->op, batch, x, y + j));
-            }
+            for (int row = 0; row < r; row++)
+                finish(t, t->sums + row * next_sums, block, batch, voxel_of(t->op, 1, batch, x, y + row));
         }
     }
-    *count = before;
 }
 
 static void copy_planes_beside(void *argument, int thread, int threads)
 {
-    const struct job *c = argument;
-    const struct operation *op = c->op;
+    const struct job *j = argument;
+    const struct operation *op = j->op;
     long begin = share(op, thread, threads), end = share(op, thread + 1, threads);
-    size_t plane = op->y * row_bytes(op);
-    char *to = c->copies + thread * c->thread_copies;
+    size_t plane = op->y * j->row_bytes;
+    char *to = j->copies + thread * j->thread_copies;
     if (begin < end && begin % op->x)
-        memcpy(to, (const char *)op->input.maps[0] + (begin - 1) * plane, plane);
+        memcpy(to, (const char *)op->maps[0] + (begin - 1) * plane, plane);
     if (begin < end && end % op->x)
-        memcpy(to + plane, (const char *)op->input.maps[0] + end * plane, plane);
-}
-
-static void pack_weight(unit *to, int index, float value)
-{
-#ifdef BFLOAT16_ROWS
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    ((uint16_t *)to)[index] = (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-#else
-    to[index] = value;
-#endif
+        memcpy(to + plane, (const char *)op->maps[0] + end * plane, plane);
 }
 
 /* The filters' streams in the order in which `multiply` reads them; outputs and inputs that are not there are 0. A thread packs
    every `threads`-th of the taps of a block of 16 outputs, and transforms a unit's three filters along z for all 16 at once. */
 static void pack_weights(void *argument, int thread, int threads)
 {
-    const struct job *c = argument;
-    int inputs = c->l.inputs, outputs = c->l.outputs, units = units_of(inputs);
-    for (int part = thread; part < c->l.output_width / 16 * 9; part += threads) {
-        int block = part / 9, tap = part % 9;
-        int n = outputs - block * 16 < 16 ? outputs - block * 16 : 16;
-        for (int i = 0; i < units * UNIT; i++) {
-            float taps[3][16] = {{0}};
-            for (int z = 0; z < 3 && i < inputs; z++) {
-                long position = tap * 3 + z, at = (position * inputs + i) * outputs + block * 16, next = 1;
-                if (c->op->transposed)
-                    at = ((26 - position) * outputs + block * 16) * inputs + i, next = inputs;
-                for (int o = 0; o < n; o++)
-                    taps[z][o] = c->op->filters[at + o * next];
-            }
-            for (int k = 0; k < STREAMS; k++) {
-                unit *to = c->weights + (((size_t)(block * STREAMS + k) * 9 + tap) * units + i / UNIT) * 16;
-                for (int o = 0; o < 16; o++) {
-                    float sum = 0;
-                    for (int z = 0; z < 3; z++)
-                        sum += FILTER_TRANSFORM[k][z] * taps[z][o];
-                    pack_weight(to, o * UNIT + i % UNIT, sum);
+    const struct job *j = argument;
+    int inputs = j->inputs, outputs = j->outputs, units = units_of(inputs);
+    for (int part = thread; part < j->output_width / 16 * 9; part += threads) {
+        int block = part / 9, tap = part % 9, n = least(outputs - block * 16, 16);
+        for (int u = 0; u < units; u++) {
+            float taps[2][3][16] = {{{0}}};
+            for (int i = u * UNIT; i < least(inputs, (u + 1) * UNIT); i++)
+                for (int z = 0; z < 3; z++) {
+                    long position = tap * 3 + z, at = (position * inputs + i) * outputs + block * 16, next = 1;
+                    if (j->op->kind == INPUT_GRADIENT) /* flipped, and their channels swapped */
+                        at = ((26 - position) * outputs + block * 16) * inputs + i, next = inputs;
+                    for (int o = 0; o < n; o++)
+                        taps[i % UNIT][z][o] = j->op->filters[at + o * next];
                 }
-            }
+            unit *to = j->weights + (((size_t)block * STREAMS * 9 + tap) * units + u) * 16;
+            for (int k = 0; k < STREAMS; k++, to += 9 * units * 16)
+                for (int o = 0; o < 16; o += LANES) {
+                    vec sums[2] = {{0}};
+                    for (int i = 0; i < UNIT; i++)
+                        for (int z = 0; z < 3; z++)
+                            sums[i] += FILTER_TRANSFORM[k][z] * load(taps[i][z] + o);
+                    store_units(to + o, sums[0], sums[1]);
+                }
         }
     }
 }
 
-static void write_sums(const struct job *job, int threads)
+static void write_sums(const struct job *j, int threads)
 {
-    const struct output *out = &job->op->output;
-    struct totals all = totals_of(job, 0);
-    for (int batch = 0; batch < job->op->batch; batch++) {
-        float *to = out->sums_to + (size_t)batch * 2 * out->channels;
-        size_t at = (size_t)batch * job->l.output_width;
-        for (int thread = 1; thread < threads; thread++) {
-            struct totals some = totals_of(job, thread);
-            add_sums(out->sums, all.count[batch], some.count[batch], out->channels, all.first + at, all.second + at, some.first + at,
-                     some.second + at);
-            all.count[batch] += some.count[batch];
+    const struct operation *op = j->op;
+    double voxels = (double)op->x * op->y * op->z;
+    for (int i = 0; i < op->batch * op->outputs; i++) {
+        int batch = i / op->outputs, c = i % op->outputs;
+        const double *at = j->totals + (size_t)batch * 2 * j->output_width + c;
+        double first = total(at, j->thread_totals, threads), second = total(at + j->output_width, j->thread_totals, threads);
+        if (j->sums == MOMENTS) {
+            first /= voxels;
+            second = second / voxels - first * first;
+            second = second < 0 ? 0 : second; /* a rounding of float64 below it */
         }
-        for (int i = 0; i < out->channels; i++) {
-            to[i] = (float)all.first[at + i];
-            to[out->channels + i] = (float)(out->sums == MOMENTS ? all.second[at + i] / all.count[batch] : all.second[at + i]);
-        }
+        op->sums_to[(size_t)batch * 2 * op->outputs + c] = (float)first;
+        op->sums_to[((size_t)batch * 2 + 1) * op->outputs + c] = (float)second;
     }
 }
 
@@ -611,28 +567,27 @@ static void write_sums(const struct job *job, int threads)
 
 static void correlate_plane(struct thread *t, int batch, int x, int y0, int y1)
 {
-    const struct layout *l = t->l;
-    const struct operation *op = t->op;
-    int groups = l->width / GROUP, blocks = l->output_width / 16, units = l->tiles / UNIT;
-    const unit **values = t->pointers, **gradients = t->pointers + l->y_rows;
+    const struct job *j = t->job;
+    int groups = j->width / GROUP, blocks = j->output_width / 16, units = j->tiles / UNIT;
+    const unit **values = t->pointers, **gradients = t->pointers + j->y_rows;
     float *sums = t->filter_sums;
     size_t group_units = (size_t)units * GROUP;
     for (int y = y0; y < y1; y++)
-        fill_row(t, t->gradient_rows + (y - y0) * l->gradient_row, &op->gradient, l->output_width, batch, x, y,
+        fill_row(t, t->gradient_rows + (y - y0) * j->gradient_row, &j->gradient, j->output_width, batch, x, y,
                  GRADIENT_TILES_SUMMED);
     for (int tap = 0; tap < 9; tap++) {
         int rows = 0;
         for (int y = y0; y < y1; y++) {
             const unit *row = ring_row(t, x + tap / 3 - 1, y + tap % 3 - 1, y0);
             if (row != t->zero_row)
-                values[rows] = row, gradients[rows++] = t->gradient_rows + (y - y0) * l->gradient_row;
+                values[rows] = row, gradients[rows++] = t->gradient_rows + (y - y0) * j->gradient_row;
         }
         for (int k = 0; k < STREAMS; k++)
             for (int group = 0; group < groups; group++)
                 for (int block = 0; block < blocks; block++, sums += GROUP * 16) {
-                    int left = round_up(l->inputs - group * GROUP, 4), channels = left < GROUP ? left : GROUP;
+                    int channels = least(round_up(j->inputs - group * GROUP, 4), GROUP);
                     correlate(channels, sums, rows, values, gradients, ((size_t)k * groups + group) * group_units,
-                              ((size_t)k * blocks + block) * group_units, units, l->step / UNIT);
+                              ((size_t)k * blocks + block) * group_units, units, j->step / UNIT);
                 }
     }
 }
@@ -641,106 +596,82 @@ static void correlate_plane(struct thread *t, int batch, int x, int y0, int y1)
    input of a tap, of 16 outputs at once. */
 static void write_filter_gradient(void *argument, int thread, int threads)
 {
-    const struct job *c = argument;
-    int inputs = c->l.inputs, outputs = c->l.outputs, groups = c->l.width / GROUP, blocks = c->l.output_width / 16;
-    for (int part = thread; part < 9 * inputs; part += threads)
-        for (int block = 0; block < blocks; block++) {
-            int tap = part / inputs, i = part % inputs, n = outputs - block * 16 < 16 ? outputs - block * 16 : 16;
-            double taps[3][16] = {{0}};
-            for (int k = 0; k < STREAMS; k++) {
-                size_t panel = ((size_t)(tap * STREAMS + k) * groups + i / GROUP) * blocks + block;
-                const float *from = c->filter_sums + (panel * GROUP + i % GROUP) * 16;
-                double sum[16] = {0};
-                for (int other = 0; other < c->op->threads; other++, from += c->thread_sums)
-                    for (int o = 0; o < 16; o++)
-                        sum[o] += from[o];
-                for (int z = 0; z < 3; z++)
-                    for (int o = 0; o < 16; o++)
-                        taps[z][o] += FILTER_TRANSFORM[k][z] * sum[o];
-            }
+    const struct job *j = argument;
+    int inputs = j->inputs, outputs = j->outputs, groups = j->width / GROUP, blocks = j->output_width / 16;
+    for (int part = thread; part < 9 * inputs * blocks; part += threads) {
+        int block = part % blocks, tap = part / blocks / inputs, i = part / blocks % inputs, n = least(outputs - block * 16, 16);
+        double taps[3][16] = {{0}};
+        for (int k = 0; k < STREAMS; k++) {
+            size_t panel = ((size_t)(tap * STREAMS + k) * groups + i / GROUP) * blocks + block;
+            const float *from = j->filter_sums + (panel * GROUP + i % GROUP) * 16;
+            double sum[16] = {0};
+            for (int other = 0; other < j->op->threads; other++, from += j->thread_sums)
+                for (int o = 0; o < 16; o++)
+                    sum[o] += from[o];
             for (int z = 0; z < 3; z++)
-                for (int o = 0; o < n; o++)
-                    c->op->filter_gradient[((size_t)(tap * 3 + z) * inputs + i) * outputs + block * 16 + o] = (float)taps[z][o];
+                for (int o = 0; o < 16; o++)
+                    taps[z][o] += FILTER_TRANSFORM[k][z] * sum[o];
         }
+        for (int z = 0; z < 3; z++)
+            for (int o = 0; o < n; o++)
+                j->op->filter_gradient[((size_t)(tap * 3 + z) * inputs + i) * outputs + block * 16 + o] = (float)taps[z][o];
+    }
 }
 
 /* --- An operation --- */
 
 static void operation_thread(void *argument, int thread, int threads)
 {
-    struct job *job = argument;
-    const struct layout *l = &job->l;
+    struct job *j = argument;
+    int filters = j->op->kind == FILTER_GRADIENT;
     struct thread t;
-    if (open_thread(&t, job, thread)) {
-        job->failed = 1;
-    } else if (job->filter_sums) {
-        tile_config(16, l->step / UNIT);
-        along_planes(&t, thread, threads, TILES_SUMMED, correlate_plane);
-        tile_release();
-    } else {
-        tile_config(l->step, GROUP_UNITS);
-        along_planes(&t, thread, threads, CHANNELS_SUMMED, convolve_plane);
-        tile_release();
+    if (open_thread(&t, j, thread)) {
+        j->failed = 1;
+        return;
     }
-}
-
-static struct job sizes_of(const struct operation *op)
-{
-    int gradient = op->filter_gradient != NULL;
-    struct job job = {.op = op, .l = layout_of(op, gradient ? op->gradient.channels[0] : op->output.channels, gradient)};
-    if (gradient) {
-        job.thread_sums = (size_t)9 * STREAMS * job.l.width * job.l.output_width;
-        return job;
-    }
-    job.weight_bytes = sizeof(unit) * job.l.output_width * STREAMS * 9 * units_of(job.l.inputs);
-    job.thread_totals = (size_t)op->batch * (1 + 2 * job.l.output_width) + 16; /* a line between threads */
-    long most = ((long)op->batch * op->x + op->threads - 1) / op->threads;
-    if (op->output.map == op->input.maps[0])
-        job.thread_copies = ((2 * op->y + most) * row_bytes(op) + 63) / 64 * 64;
-    return job;
+    tile_config(filters ? 16 : j->step, filters ? j->step / UNIT : GROUP_UNITS);
+    along_planes(&t, thread, threads, filters ? TILES_SUMMED : CHANNELS_SUMMED, filters ? correlate_plane : convolve_plane);
+    tile_release();
 }
 
 /* NULL for 0 bytes; `failed` where there are none. */
-static void *allocate(struct job *job, size_t bytes)
+static void *allocate(struct job *j, size_t bytes)
 {
     void *memory = bytes ? aligned_alloc(64, (bytes + 63) / 64 * 64) : NULL;
-    job->failed |= bytes && !memory;
+    j->failed |= bytes && !memory;
     return memory;
 }
 
 static int run(const struct operation *op)
 {
-    struct job job = sizes_of(op);
-    job.weights = allocate(&job, job.weight_bytes);
-    job.totals = allocate(&job, sizeof(double) * job.thread_totals * op->threads);
-    job.copies = allocate(&job, job.thread_copies * op->threads);
-    job.filter_sums = allocate(&job, sizeof(float) * job.thread_sums * op->threads);
-    if (!job.failed) {
-        if (job.totals)
-            memset(job.totals, 0, sizeof(double) * job.thread_totals * op->threads);
-        if (job.weights)
-            run_on_threads(op->threads, pack_weights, &job);
-        if (job.copies)
-            run_on_threads(op->threads, copy_planes_beside, &job);
-        run_on_threads(op->threads, operation_thread, &job);
-        if (job.filter_sums)
-            run_on_threads(op->threads, write_filter_gradient, &job);
-        else if (op->output.sums != NO_SUMS)
-            write_sums(&job, op->threads);
+    struct job j = job_of(op);
+    j.weights = allocate(&j, j.weight_bytes);
+    j.totals = allocate(&j, sizeof(double) * j.thread_totals * op->threads);
+    j.copies = allocate(&j, j.thread_copies * op->threads);
+    j.filter_sums = allocate(&j, sizeof(float) * j.thread_sums * op->threads);
+    if (!j.failed) {
+        if (j.weights)
+            run_on_threads(op->threads, pack_weights, &j);
+        if (j.copies)
+            run_on_threads(op->threads, copy_planes_beside, &j);
+        run_on_threads(op->threads, operation_thread, &j);
+        if (j.filter_sums)
+            run_on_threads(op->threads, write_filter_gradient, &j);
+        else if (j.sums != NO_SUMS)
+            write_sums(&j, op->threads);
     }
-    free(job.weights);
-    free(job.totals);
-    free(job.copies);
-    free(job.filter_sums);
-    return job.failed ? -1 : 0;
+    free(j.weights);
+    free(j.totals);
+    free(j.copies);
+    free(j.filter_sums);
+    return j.failed ? -1 : 0;
 }
 
 static void scratch(const struct operation *op, size_t *kept, size_t *passing)
 {
-    struct job job = sizes_of(op);
-    *kept = job.l.bytes;
-    *passing = sizeof(double) * job.thread_totals + job.thread_copies + sizeof(float) * job.thread_sums;
-    *passing = job.weight_bytes + *passing * op->threads;
+    struct job j = job_of(op);
+    *kept = j.bytes;
+    *passing = j.weight_bytes + op->threads * (sizeof(double) * j.thread_totals + j.thread_copies + sizeof(float) * j.thread_sums);
 }
 
 static void multiply_in_cache(void *repeats, int thread, int threads)
@@ -750,7 +681,8 @@ static void multiply_in_cache(void *repeats, int thread, int threads)
 #else
     enum { STEP = 1 };
 #endif
-    static unit row[MOST_SUMS * GROUP_UNITS] __attribute__((aligned(64))), weights[9 * GROUP_UNITS * 16] __attribute__((aligned(64)));
+    static unit row[MOST_SUMS * GROUP_UNITS] __attribute__((aligned(64)));
+    static unit weights[9 * GROUP_UNITS * 16] __attribute__((aligned(64)));
     static _Thread_local float sums[MOST_SUMS * 16] __attribute__((aligned(64)));
     const unit *rows[9] = {row, row, row, row, row, row, row, row, row};
     (void)thread, (void)threads;
@@ -766,6 +698,6 @@ static double products(int threads, long repeats)
     return 2.0 * repeats * threads * 9 * GROUP * 16 * MOST_SUMS;
 }
 
-int PASSES(const struct pass *);
+int PASSES(const struct operation *);
 
 const struct kernels KERNELS = {KERNELS_NAME, run, PASSES, scratch, products};

@@ -58,15 +58,9 @@ def available() -> bool:
 def convolve(sources: Sequence[Source], filters: Tensor, add: Optional[Tensor] = None) -> Tuple[Tensor, Tensor, Tensor]:
     """The raw sum (batch, x, y, z, out), plus `add`, and its mean and variance over the grid, each (N, out). Two
     sources count as concatenated."""
-    raw, sums = _operations().cpu_convolve(
-        filters=filters,
-        coefficients=_coefficients(sources),
-        below_coefficients=_none(),
-        maps=[source.raw for source in sources],
-        above=[],
-        below=[] if add is None else [add],
-    )
-    batch, *grid, _ = sources[0].raw.shape
+    maps, others = [source.raw for source in sources], [] if add is None else [add]
+    raw, sums, *_ = _run(CONVOLVE, maps, others, filters, coefficients=_coefficients(sources))
+    batch, *grid, _ = maps[0].shape
     raw.set_shape((batch, *grid, filters.shape[4])), sums.set_shape((batch, 2, filters.shape[4]))
     return (raw, *_rows(sums))
 
@@ -77,14 +71,9 @@ def input_gradient(
     """The gradient g of what was convolved, (batch, x, y, z, in), and two sums, each (N, in): with `below`, of g where
     scale * raw + shift > floor, and of that times (raw - mean) * rstd; else 0. Of concatenated maps call it with each
     one's part of the filters."""
-    g, sums = _operations().cpu_input_gradient(
-        filters=filters,
-        coefficients=_gradient_coefficients(gradient),
-        below_coefficients=_below_coefficients(below) if below else _none(),
-        maps=[gradient.map],
-        above=[gradient.source.raw] if gradient.source else [],
-        below=[below.raw] if below and below.norm else [],
-    )
+    others = [source.raw for source in (below, gradient.source) if source and source.norm]
+    coefficients, of_below = _gradient_coefficients(gradient), _norm_coefficients(below.norm if below else None)
+    g, sums, *_ = _run(INPUT_GRADIENT, [gradient.map], others, filters, None, coefficients, of_below)
     batch, *grid, _ = gradient.map.shape
     g.set_shape((batch, *grid, filters.shape[3])), sums.set_shape((batch, 2, filters.shape[3]))
     return (g, *_rows(sums))
@@ -92,15 +81,11 @@ def input_gradient(
 
 def filter_gradient(sources: Sequence[Source], gradient: Gradient) -> Tensor:
     """The gradient of the filters, (3, 3, 3, in, out)."""
-    inputs = sum(source.raw.shape[-1] for source in sources)
-    result = _operations().cpu_filter_gradient(
-        coefficients=_coefficients(sources),
-        gradient_coefficients=_gradient_coefficients(gradient),
-        maps=[source.raw for source in sources],
-        above=[gradient.source.raw] if gradient.source else [],
-        gradient=gradient.map,
-    )
-    result.set_shape((3, 3, 3, inputs, gradient.map.shape[-1]))
+    maps = [source.raw for source in sources]
+    others = [gradient.map, *([gradient.source.raw] if gradient.source else [])]
+    coefficients, of_gradient = _coefficients(sources), _gradient_coefficients(gradient)
+    result = _run(FILTER_GRADIENT, maps, others, None, None, coefficients, of_gradient)[2]
+    result.set_shape((3, 3, 3, sum(one.shape[-1] for one in maps), gradient.map.shape[-1]))
     return result
 
 
@@ -205,8 +190,30 @@ def products_per_s(dtype: str, threads: int) -> float:
 
 # --- The library ---
 
-MAX_POOL, MAX_POOL_GRADIENT, RESIDUAL_SUM, RESIDUAL_GRADIENT, TO_RAW, PROJECT, PROJECT_GRADIENT = range(7)
-PROJECT_SUMS, PROJECT_TO_RAW, UP_CONVOLVE, UP_INPUT_GRADIENT, UP_FILTER_GRADIENT = range(7, 12)  # all as in native.h
+CONVOLVE, INPUT_GRADIENT, FILTER_GRADIENT, MAX_POOL, MAX_POOL_GRADIENT, RESIDUAL_SUM, RESIDUAL_GRADIENT = range(7)
+TO_RAW, PROJECT, PROJECT_GRADIENT, PROJECT_SUMS, PROJECT_TO_RAW = range(7, 12)
+UP_CONVOLVE, UP_INPUT_GRADIENT, UP_FILTER_GRADIENT = range(12, 15)  # all as in native.h
+
+
+def _run(
+    kind: int,
+    maps: Sequence[Tensor],
+    others: Sequence[Tensor],
+    filters: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
+    coefficients: Optional[Tensor] = None,
+    other_coefficients: Optional[Tensor] = None,
+) -> List[Tensor]:
+    """Map, sums, gradients of filters and bias; those that the kind does not make are empty."""
+    return _operations().cpu_operation(
+        filters=_none() if filters is None else filters,
+        bias=_none() if bias is None else bias,
+        coefficients=_none() if coefficients is None else coefficients,
+        other_coefficients=_none() if other_coefficients is None else other_coefficients,
+        maps=list(maps),
+        others=list(others),
+        kind=kind,
+    )
 
 
 def _pass(
@@ -219,16 +226,9 @@ def _pass(
     channels: Optional[int] = None,
     coefficients: Optional[Tensor] = None,
 ) -> List[Tensor]:
-    """Map, sums, gradients of filters and bias; those that the kind does not make are empty. The map has `grid` times
-    as many voxels along an axis as the source."""
-    outputs = _operations().cpu_pass(
-        filters=_none() if filters is None else filters,
-        bias=_none() if bias is None else bias,
-        coefficients=_below_coefficients(source) if coefficients is None else coefficients,
-        raw=source.raw,
-        others=list(others),
-        kind=kind,
-    )
+    """`_run` on one map; the one that is made has `grid` times as many voxels along an axis."""
+    coefficients = _norm_coefficients(source.norm) if coefficients is None else coefficients
+    outputs = _run(kind, [source.raw], others, filters, bias, coefficients)
     batch, *size, width = source.raw.shape
     if kind not in (PROJECT_SUMS, UP_FILTER_GRADIENT):
         size = [side and int(side * grid) for side in size]
@@ -301,9 +301,10 @@ def _gradient_coefficients(gradient: Gradient) -> Tensor:
     return tf.stack([norm.scale, norm.shift, norm.floor, gradient.a, gradient.b, gradient.c], 1)
 
 
-def _below_coefficients(source: Source) -> Tensor:
-    """(batch, 5, channels): scale, shift, floor, mean, rstd."""
+def _norm_coefficients(norm: Optional[Norm]) -> Tensor:
+    """(batch, 6, channels): scale, shift, floor, mean, rstd, and one that is not read; empty without a norm."""
     import tensorflow as tf
 
-    norm = source.norm
-    return tf.stack([norm.scale, norm.shift, norm.floor, norm.mean, norm.rstd], 1) if norm else _none()
+    return (
+        _none() if norm is None else tf.stack([norm.scale, norm.shift, norm.floor, norm.mean, norm.rstd, norm.rstd], 1)
+    )

@@ -2,9 +2,8 @@
 
    A thread has a share of the planes along x. Each voxel is read before it is written, so a map may be written over one that it
    is made of. Sums are of float32 within a row, and of float64 over rows. */
-#include <math.h>
 #include <stdlib.h>
-#include "vectors.h"
+#include "rows.h"
 
 /* Passes of one instruction set have their name. */
 #ifndef PASSES
@@ -15,172 +14,83 @@ enum { BLOCK = 8 };       /* voxels whose sums are in registers at a time */
 enum { MOST_SUMS = 8 };   /* outputs whose sums are in registers at a time, of a filter gradient */
 
 struct job {
-    const struct pass *pass;
+    const struct operation *op;
+    int from_raw;             /* whether the map is made of products of the raw map's values */
+    int reads_other;          /* whether products are of the other map's values */
+    int edge, taps;           /* of the filters */
     int width, other_width;   /* channels of the raw map and of the other one, rounded up to whole vectors */
     size_t floats;            /* of a thread's lines */
-    float *filters;           /* packed */
     size_t filter_count;      /* of a gradient of the filters, its bias included */
-    double *filter_sums;      /* of every thread */
-    double *sums;             /* of every thread: [batch][2][width] */
+    size_t sum_count;         /* [batch][2][width] */
+    float *filters;           /* packed: [tap][value that is multiplied][channel of the map] */
+    double *filter_sums, *sums; /* of every thread */
     int failed;
 };
 
-/* A thread at a row: its coefficients, padded, and lines of formed values. */
+/* A thread at a row. */
 struct worker {
     const struct job *job;
-    const struct pass *pass;
-    float *coefficients; /* [COEFFICIENTS][width] */
+    const struct operation *op;
     float *line, *other; /* voxels of a row, formed; voxels of the other map */
-    double *filter_sums;
-    double *sums; /* [2][width] of the sample */
+    const float *norm;   /* coefficients of the sample; NULL where the raw map is read as it is */
+    double *filter_sums; /* [tap][output][width], [other_width] */
+    double *sums;        /* [2][width] of the sample */
 };
 
-static int whole(int channels) { return (channels + LANES - 1) / LANES * LANES; }
-
-static int least(int a, int b) { return a < b ? a : b; }
-
-/* Element of the first channel of row (x, y) in a map of this grid. */
-static size_t row_at(const struct pass *p, int times, int batch, int x, int y, int channels)
-{
-    return (((size_t)batch * p->x * times + x) * p->y * times + y) * p->z * times * channels;
-}
-
-ALWAYS_INLINE vec coefficient(const struct worker *w, int which, int c) { return load(w->coefficients + which * w->job->width + c); }
-
-ALWAYS_INLINE vec formed(const struct worker *w, vec raw, int c)
-{
-    return at_least(raw * coefficient(w, SCALE, c) + coefficient(w, SHIFT, c), coefficient(w, FLOOR, c));
-}
-
-/* Of one channel vector of a row: adds to the sums that the gradient of the raw map's norm needs. */
-struct row_sums { vec first, second; };
-
-ALWAYS_INLINE void count(const struct worker *w, struct row_sums *sums, vec gradient, vec raw, int c)
-{
-    gradient = keep_where(raw * coefficient(w, SCALE, c) + coefficient(w, SHIFT, c) > coefficient(w, FLOOR, c), gradient);
-    sums->first += gradient;
-    sums->second += gradient * ((raw - coefficient(w, MEAN_OF_RAW, c)) * coefficient(w, RSTD_OF_RAW, c));
-}
-
-/* As an input of NORM_RELU_GRADIENT is formed. */
-ALWAYS_INLINE vec gradient_of_raw(const struct worker *w, vec gradient, vec raw, int c)
-{
-    gradient = keep_where(raw * coefficient(w, SCALE, c) + coefficient(w, SHIFT, c) > coefficient(w, FLOOR, c), gradient);
-    return coefficient(w, OF_GRADIENT, c) * gradient + (coefficient(w, OF_RAW, c) * raw + coefficient(w, CONSTANT, c));
-}
-
-ALWAYS_INLINE void keep_sums(struct worker *w, const struct row_sums *sums, int c)
-{
-    for (int i = 0; i < LANES; i++) {
-        w->sums[c + i] += sums->first[i];
-        w->sums[w->job->width + c + i] += sums->second[i];
-    }
-}
-
-/* `voxels` voxels of a map as float32, each `width` wide, the rest 0; of the raw map formed. */
-static void read_line(const struct worker *w, float *line, const void *map, size_t at, int voxels, int channels, int width, int forms)
-{
-    for (int c = 0; c < width; c += LANES) {
-        int n = least(LANES, channels - c);
-        for (int i = 0; i < voxels; i++) {
-            vec value = load_values(map, at + (size_t)i * channels + c, n, w->pass->dtype);
-            store(line + (size_t)i * width + c, forms ? formed(w, value, c) : value);
-        }
-    }
-}
+/* Where of the four fine rows over a coarse one, as lines of 2 z voxels, the voxels of a tap begin; they are two apart. */
+static size_t fine_voxel(const struct operation *op, int tap) { return (size_t)(tap / 2) * 2 * op->z + tap % 2; }
 
 /* --- Pools --- */
 
-/* The eight voxels under a pooled one, as elements of the map. */
-static void voxels_under(const struct pass *p, int batch, int x, int y, int z, size_t *at)
+/* The larger one; a NaN is larger. */
+ALWAYS_INLINE vec larger(vec best, vec value)
 {
-    for (int i = 0; i < 8; i++)
-        at[i] = row_at(p, 2, batch, 2 * x + i / 4, 2 * y + i / 2 % 2, p->channels) + (size_t)(2 * z + i % 2) * p->channels;
+    ivec kept = (best >= value) | (best != best);
+    return (vec)((kept & (ivec)best) | (~kept & (ivec)value));
 }
 
-static void max_pool_row(struct worker *w, int batch, int x, int y)
+/* The largest value of eight voxels; or its gradient, which goes to the first of the largest. */
+ALWAYS_INLINE void pool_row(struct worker *w, int kind, int batch, int x, int y)
 {
-    const struct pass *p = w->pass;
-    size_t pooled = row_at(p, 1, batch, x, y, p->channels), at[8];
-    for (int z = 0; z < p->z; z++) {
-        voxels_under(p, batch, x, y, z, at);
-        for (int c = 0; c < p->channels; c += LANES) {
-            int n = least(LANES, p->channels - c);
-            vec best = formed(w, load_values(p->raw, at[0] + c, n, p->dtype), c);
-            for (int i = 1; i < 8; i++) {
-                vec value = formed(w, load_values(p->raw, at[i] + c, n, p->dtype), c);
-                ivec kept = (best >= value) | (best != best);
-                best = (vec)((kept & (ivec)best) | (~kept & (ivec)value));
-            }
-            store_values(p->map, pooled + (size_t)z * p->channels + c, best, n, p->dtype);
-        }
-    }
-}
-
-/* Each gradient goes to the first of the largest values. */
-static void max_pool_gradient_row(struct worker *w, int batch, int x, int y)
-{
-    const struct pass *p = w->pass;
-    size_t pooled = row_at(p, 1, batch, x, y, p->channels), at[8];
-    for (int c = 0; c < p->channels; c += LANES) {
-        int n = least(LANES, p->channels - c);
-        struct row_sums sums = {{0}, {0}};
-        for (int z = 0; z < p->z; z++) {
-            voxels_under(p, batch, x, y, z, at);
-            vec raw[8], value[8], best, left = load_values(p->others[0], pooled + (size_t)z * p->channels + c, n, p->dtype);
+    const struct operation *op = w->op;
+    int channels = op->channels[0], type = op->dtype;
+    size_t under[4]; /* rows of the finer grid */
+    for (int i = 0; i < 4; i++)
+        under[i] = voxel_of(op, 2, batch, 2 * x + i / 2, 2 * y + i % 2);
+    for (int c = 0; c < channels; c += LANES) {
+        int n = least(LANES, channels - c);
+        vec k[COEFFICIENTS], of_row[2] = {{0}};
+        load_norm(k, w->norm, channels, c, n);
+        for (int z = 0; z < op->z; z++) {
+            size_t pooled = (voxel_of(op, 1, batch, x, y) + z) * channels + c, at[8];
+            vec raw[8], value[8], best, left;
+#pragma GCC unroll 8
             for (int i = 0; i < 8; i++) {
-                raw[i] = load_values(p->raw, at[i] + c, n, p->dtype);
-                value[i] = formed(w, raw[i], c);
-                best = i ? at_least(value[i], best) : value[i];
+                at[i] = (under[i / 2] + 2 * z + i % 2) * channels + c;
+                raw[i] = load_values(op->maps[0], at[i], n, type);
+                value[i] = normed(k, raw[i]);
+                best = i ? larger(best, value[i]) : value[i];
             }
+            if (kind == MAX_POOL) {
+                store_values(op->map, pooled, best, n, type);
+                continue;
+            }
+            left = load_values(op->others[0], pooled, n, type);
             for (int i = 0; i < 8; i++) {
                 ivec is_best = value[i] == best;
-                vec gradient = load_values(p->others[1], at[i] + c, n, p->dtype) + keep_where(is_best, left);
+                vec gradient = load_values(op->others[1], at[i], n, type) + keep_where(is_best, left);
                 left = keep_where(~is_best, left);
-                count(w, &sums, store_values(p->map, at[i] + c, gradient, n, p->dtype), raw[i], c);
+                add_norm_sums(of_row, k, raw[i], store_values(op->map, at[i], gradient, n, type));
             }
         }
-        keep_sums(w, &sums, c);
+        if (kind == MAX_POOL_GRADIENT)
+            add_row(w->sums + c, w->job->width, of_row);
     }
 }
 
-/* --- Value by value --- */
+/* --- Value by value, and products of a voxel's channels with filters --- */
 
-ALWAYS_INLINE void value_row(struct worker *w, size_t row, int kind)
-{
-    const struct pass *p = w->pass;
-    for (int c = 0; c < p->channels; c += LANES) {
-        size_t at = row + c;
-        int n = least(LANES, p->channels - c);
-        struct row_sums sums = {{0}, {0}};
-        for (int z = 0; z < p->z; z++, at += p->channels) {
-            vec raw = load_values(p->raw, at, n, p->dtype), value, first = load_values(p->others[0], at, n, p->dtype);
-            if (kind == RESIDUAL_SUM)
-                value = at_least(formed(w, raw, c) + first, (vec){0});
-            else if (kind == RESIDUAL_GRADIENT)
-                value = keep_where(first > 0, load_values(p->others[1], at, n, p->dtype));
-            else
-                value = gradient_of_raw(w, first, raw, c);
-            value = store_values(p->map, at, value, n, p->dtype);
-            if (kind == RESIDUAL_GRADIENT)
-                count(w, &sums, value, raw, c);
-        }
-        if (kind == RESIDUAL_GRADIENT)
-            keep_sums(w, &sums, c);
-    }
-}
-
-static void value_by_value_row(struct worker *w, int batch, int x, int y)
-{
-    size_t row = row_at(w->pass, 1, batch, x, y, w->pass->channels);
-    if (w->pass->kind == RESIDUAL_SUM) value_row(w, row, RESIDUAL_SUM);
-    else if (w->pass->kind == RESIDUAL_GRADIENT) value_row(w, row, RESIDUAL_GRADIENT);
-    else value_row(w, row, TO_RAW);
-}
-
-/* --- Products of a voxel's channels with filters --- */
-
-/* sums[voxel] += over `terms` values of each voxel, `step` floats apart: value times a row of 16 or 8 filters, `width` apart. */
+/* sums[voxel] += over `terms` values of each voxel, `step` floats apart: value times a row of filters, `width` apart. */
 ALWAYS_INLINE void multiply_voxels(vec *sums, int n, const float *values, int step, int terms, const float *filters, int width)
 {
     for (int i = 0; i < terms; i++, filters += width) {
@@ -190,24 +100,73 @@ ALWAYS_INLINE void multiply_voxels(vec *sums, int n, const float *values, int st
     }
 }
 
-/* The same for up to BLOCK voxels; a whole block is unrolled. */
-ALWAYS_INLINE void multiply_block(vec *sums, int n, const float *values, int step, int terms, const float *filters, int width)
+/* What becomes of a product, or of nothing, at element `at` of the map. */
+ALWAYS_INLINE vec finished(const struct operation *op, int kind, const vec *k, vec product, vec raw, size_t at, int n)
 {
-    if (n == BLOCK)
-        multiply_voxels(sums, BLOCK, values, step, terms, filters, width);
-    else
-        multiply_voxels(sums, n, values, step, terms, filters, width);
+    const void *first = op->others[0], *second = op->others[1];
+    switch (kind) {
+    case RESIDUAL_SUM: return at_least(normed(k, raw) + load_values(first, at, n, op->dtype), (vec){0});
+    case RESIDUAL_GRADIENT: return keep_where(load_values(first, at, n, op->dtype) > 0, load_values(second, at, n, op->dtype));
+    case TO_RAW: return gradient_of_raw(k, raw, load_values(first, at, n, op->dtype));
+    case PROJECT_TO_RAW: return gradient_of_raw(k, raw, product);
+    case PROJECT: return first ? product + load_values(first, at, n, op->dtype) : product;
+    case PROJECT_GRADIENT: return second ? product + load_values(second, at, n, op->dtype) : product;
+    default: return product;
+    }
+}
+
+/* A row of the map from element `to` on, of voxels `step` apart: over `taps` the products of a line with filters. */
+ALWAYS_INLINE void make_row(struct worker *w, int kind, size_t to, int step, const float *filters, int taps)
+{
+    const struct job *job = w->job;
+    const struct operation *op = w->op;
+    const int from_raw = kind == PROJECT || kind == UP_CONVOLVE;
+    const int sums_up = kind == RESIDUAL_GRADIENT || kind == PROJECT_GRADIENT || kind == PROJECT_SUMS || kind == UP_INPUT_GRADIENT;
+    const float *values = from_raw ? w->line : w->other;
+    int channels = from_raw ? op->outputs : op->channels[0], terms = from_raw ? op->channels[0] : op->outputs;
+    int width = from_raw ? job->width : job->other_width, filter_width = from_raw ? job->other_width : job->width;
+    int apart = taps == 8 ? 2 * width : width; /* voxels of one tap */
+    for (int c = 0; c < channels; c += LANES) {
+        int n = least(LANES, channels - c);
+        vec k[COEFFICIENTS], of_row[2] = {{0}}, bias = kind == PROJECT ? load_some(op->bias + c, n) : (vec){0};
+        load_norm(k, from_raw ? NULL : w->norm, channels, c, n);
+        for (int z = 0; z < op->z; z += BLOCK) {
+            int voxels = least(BLOCK, op->z - z);
+            vec sums[BLOCK];
+            for (int v = 0; v < BLOCK; v++)
+                sums[v] = bias;
+            for (int tap = 0; tap < taps; tap++) {
+                const float *at = values + fine_voxel(op, tap) * width + z * apart;
+                const float *filter = filters + (size_t)tap * terms * filter_width + c;
+                if (voxels == BLOCK) /* unrolled */
+                    multiply_voxels(sums, BLOCK, at, apart, terms, filter, filter_width);
+                else
+                    multiply_voxels(sums, voxels, at, apart, terms, filter, filter_width);
+            }
+            for (int v = 0; v < voxels; v++) {
+                size_t at = to + (size_t)(z + v) * step + c;
+                vec raw = from_raw ? sums[v] : load_values(op->maps[0], at, n, op->dtype);
+                vec value = finished(op, kind, k, sums[v], raw, at, n);
+                if (kind != PROJECT_SUMS)
+                    value = store_values(op->map, at, value, n, op->dtype);
+                if (sums_up)
+                    add_norm_sums(of_row, k, raw, value);
+            }
+        }
+        if (sums_up)
+            add_row(w->sums + c, job->width, of_row);
+    }
 }
 
 /* sums[value][channel] += over voxels: a channel vector of `lines` times each of `terms` values of the voxel. */
-static void add_products(double *sums, int sums_width, const float *lines, int step, const float *values, int value_step, int terms, int voxels)
+static void add_products(double *sums, int width, const float *lines, const float *values, int apart, int terms, int voxels)
 {
     for (int first = 0; first < terms; first += MOST_SUMS) {
         int n = least(MOST_SUMS, terms - first);
         vec sum[MOST_SUMS] = {{0}};
         for (int v = 0; v < voxels; v++) {
-            vec line = load(lines + (size_t)v * step);
-            const float *value = values + (size_t)v * value_step + first;
+            vec line = load(lines + (size_t)v * width);
+            const float *value = values + (size_t)v * apart + first;
             if (n == MOST_SUMS)
                 for (int i = 0; i < MOST_SUMS; i++)
                     sum[i] += line * value[i];
@@ -215,259 +174,142 @@ static void add_products(double *sums, int sums_width, const float *lines, int s
                 for (int i = 0; i < n; i++)
                     sum[i] += line * value[i];
         }
-        for (int i = 0; i < n; i++) {
-            double *to = sums + (size_t)(first + i) * sums_width;
+        for (int i = 0; i < n; i++)
             for (int lane = 0; lane < LANES; lane++)
-                to[lane] += sum[i][lane];
-        }
+                sums[(size_t)(first + i) * width + lane] += sum[i][lane];
     }
 }
 
-/* Where of the four fine rows over a coarse one, as lines of 2 z voxels, the voxels of a tap begin; they are two apart. */
-static size_t fine_voxel(const struct pass *p, int tap) { return (size_t)(tap / 2) * 2 * p->z + tap % 2; }
-
-static void read_coarse(const struct worker *w, int batch, int x, int y)
+/* Adds to the filters' sums, [tap][output][channel], and to the bias's after them. */
+static void make_filter_gradient(struct worker *w)
 {
-    const struct pass *p = w->pass;
-    read_line(w, w->line, p->raw, row_at(p, 1, batch, x, y, p->channels), p->z, p->channels, w->job->width, 1);
-}
-
-/* The row of the other map, or the four rows of the finer grid. */
-static void read_other(const struct worker *w, int batch, int x, int y, int times)
-{
-    const struct pass *p = w->pass;
-    int width = w->job->other_width, voxels = times * p->z;
-    for (int i = 0; i < times * times; i++)
-        read_line(w, w->other + (size_t)i * voxels * width, p->others[0],
-                  row_at(p, times, batch, times * x + i / 2, times * y + i % 2, p->outputs), voxels, p->outputs, width, 0);
-}
-
-/* Outputs of a row, from element `to` on and `step` apart: products of the formed line with filters[channel][output], a bias
-   (or NULL) and a map (or NULL). */
-static void make_outputs(struct worker *w, size_t to, int step, const float *filters, const float *bias, const void *add)
-{
-    const struct pass *p = w->pass;
-    int width = w->job->width;
-    for (int o = 0; o < p->outputs; o += LANES) {
-        int n = least(LANES, p->outputs - o);
-        vec first = bias ? load_some(bias + o, n) : (vec){0};
-        for (int z = 0; z < p->z; z += BLOCK) {
-            int voxels = least(BLOCK, p->z - z);
-            vec sums[BLOCK];
-            for (int v = 0; v < BLOCK; v++)
-                sums[v] = first;
-            multiply_block(sums, voxels, w->line + (size_t)z * width, width, p->channels, filters + o, w->job->other_width);
-            for (int v = 0; v < voxels; v++) {
-                size_t at = to + (size_t)(z + v) * step + o;
-                if (add)
-                    sums[v] += load_values(add, at, n, p->dtype);
-                store_values(p->map, at, sums[v], n, p->dtype);
-            }
-        }
-    }
-}
-
-/* The gradient of a row: products of the other map's line (of `taps` voxels of the finer grid) with filters[tap][output][channel],
-   and a map (or NULL). Its sums are kept, but for PROJECT_TO_RAW. */
-static void make_gradient(struct worker *w, size_t from, int taps, const void *add)
-{
-    const struct pass *p = w->pass;
-    int width = w->job->width, other_width = w->job->other_width, step = taps == 1 ? 1 : 2;
-    for (int c = 0; c < p->channels; c += LANES) {
-        int n = least(LANES, p->channels - c);
-        struct row_sums row = {{0}, {0}};
-        for (int z = 0; z < p->z; z += BLOCK) {
-            int voxels = least(BLOCK, p->z - z);
-            vec sums[BLOCK] = {{0}};
-            for (int tap = 0; tap < taps; tap++)
-                multiply_block(sums, voxels, w->other + (fine_voxel(p, tap) + step * z) * other_width, step * other_width, p->outputs,
-                               w->job->filters + (size_t)tap * p->outputs * width + c, width);
-            for (int v = 0; v < voxels; v++) {
-                size_t at = from + (size_t)(z + v) * p->channels + c;
-                vec raw = load_values(p->raw, at, n, p->dtype);
-                if (p->kind == PROJECT_TO_RAW)
-                    sums[v] = gradient_of_raw(w, sums[v], raw, c);
-                else if (add)
-                    sums[v] += load_values(add, at, n, p->dtype);
-                if (p->map)
-                    sums[v] = store_values(p->map, at, sums[v], n, p->dtype);
-                if (p->kind != PROJECT_TO_RAW)
-                    count(w, &row, sums[v], raw, c);
-            }
-        }
-        if (p->kind != PROJECT_TO_RAW)
-            keep_sums(w, &row, c);
-    }
-}
-
-/* Adds to the filters' sums, [tap][output][channel]. */
-static void make_filter_gradient(struct worker *w, int taps)
-{
-    const struct pass *p = w->pass;
-    int width = w->job->width, other_width = w->job->other_width;
-    for (int tap = 0; tap < taps; tap++)
-        for (int c = 0; c < p->channels; c += LANES)
-            add_products(w->filter_sums + (size_t)tap * p->outputs * width + c, width, w->line + c, width,
-                         w->other + fine_voxel(p, tap) * other_width, (taps == 1 ? 1 : 2) * other_width, p->outputs, p->z);
-}
-
-static void project_row(struct worker *w, int batch, int x, int y)
-{
-    const struct pass *p = w->pass;
-    read_coarse(w, batch, x, y);
-    make_outputs(w, row_at(p, 1, batch, x, y, p->outputs), p->outputs, w->job->filters, p->bias, p->others[0]);
-}
-
-static void project_gradient_row(struct worker *w, int batch, int x, int y)
-{
-    const struct pass *p = w->pass;
-    if (p->kind != PROJECT_TO_RAW)
-        read_coarse(w, batch, x, y); /* before it may be written over */
-    read_other(w, batch, x, y, 1);
-    make_gradient(w, row_at(p, 1, batch, x, y, p->channels), 1, p->others[1]);
-    if (p->kind == PROJECT_TO_RAW)
-        return;
-    make_filter_gradient(w, 1);
-    double *bias = w->filter_sums + (size_t)p->outputs * w->job->width;
-    for (int o = 0; o < p->outputs; o++) {
+    const struct job *job = w->job;
+    const struct operation *op = w->op;
+    int outputs = op->outputs, width = job->width, other_width = job->other_width;
+    double *sums = w->filter_sums;
+    for (int tap = 0; tap < job->taps; tap++, sums += (size_t)outputs * width)
+        for (int c = 0; c < op->channels[0]; c += LANES)
+            add_products(sums + c, width, w->line + c, w->other + fine_voxel(op, tap) * other_width, job->edge * other_width,
+                         outputs, op->z);
+    for (int o = 0; op->bias_gradient && o < outputs; o++) {
         float sum = 0;
-        for (int z = 0; z < p->z; z++)
-            sum += w->other[(size_t)z * w->job->other_width + o];
-        bias[o] += sum;
+        for (int z = 0; z < op->z; z++)
+            sum += w->other[(size_t)z * other_width + o];
+        sums[o] += sum;
     }
 }
 
-/* --- Transposed convolutions of 2 x 2 x 2, stride 2; x, y, z are the coarse grid's --- */
-
-static void up_convolve_row(struct worker *w, int batch, int x, int y)
+/* Lines are read before a map may be written over them. Of a transposed convolution the other map's are four, on the finer grid. */
+static void row(struct worker *w, int batch, int x, int y)
 {
-    const struct pass *p = w->pass;
-    read_coarse(w, batch, x, y);
-    for (int tap = 0; tap < 8; tap++)
-        make_outputs(w, row_at(p, 2, batch, 2 * x + tap / 4, 2 * y + tap / 2 % 2, p->outputs) + (size_t)(tap % 2) * p->outputs,
-                     2 * p->outputs, w->job->filters + (size_t)tap * p->channels * w->job->other_width, NULL, NULL);
-}
-
-static void up_input_gradient_row(struct worker *w, int batch, int x, int y)
-{
-    read_other(w, batch, x, y, 2);
-    make_gradient(w, row_at(w->pass, 1, batch, x, y, w->pass->channels), 8, NULL);
-}
-
-static void up_filter_gradient_row(struct worker *w, int batch, int x, int y)
-{
-    read_coarse(w, batch, x, y);
-    read_other(w, batch, x, y, 2);
-    make_filter_gradient(w, 8);
+    const struct job *job = w->job;
+    const struct operation *op = w->op;
+    int edge = job->edge, channels = op->channels[0], outputs = op->outputs;
+    size_t voxel = voxel_of(op, 1, batch, x, y);
+    struct input raw = {{channels}, {op->maps[0]}, NULL, op->coefficients}, other = {{outputs}, {op->others[0]}, NULL, NULL};
+    if (job->from_raw || op->filter_gradient)
+        form_row(w->line, job->width, &raw, batch, voxel, op->z, op->dtype);
+    for (int i = 0; i < edge * edge && job->reads_other; i++)
+        form_row(w->other + (size_t)i * edge * op->z * job->other_width, job->other_width, &other, batch,
+                 voxel_of(op, edge, batch, edge * x + i / 2, edge * y + i % 2), edge * op->z, op->dtype);
+    switch (op->kind) {
+#define CASE(kind, taps) case kind: make_row(w, kind, voxel * channels, channels, job->filters, taps); break;
+    case MAX_POOL: pool_row(w, MAX_POOL, batch, x, y); break;
+    case MAX_POOL_GRADIENT: pool_row(w, MAX_POOL_GRADIENT, batch, x, y); break;
+    CASE(RESIDUAL_SUM, 0) CASE(RESIDUAL_GRADIENT, 0) CASE(TO_RAW, 0)
+    CASE(PROJECT_GRADIENT, 1) CASE(PROJECT_SUMS, 1) CASE(PROJECT_TO_RAW, 1) CASE(UP_INPUT_GRADIENT, 8)
+#undef CASE
+    case PROJECT:
+        make_row(w, PROJECT, voxel * outputs, outputs, job->filters, 1);
+        break;
+    case UP_CONVOLVE:
+        for (int tap = 0; tap < 8; tap++)
+            make_row(w, UP_CONVOLVE, (voxel_of(op, 2, batch, 2 * x + tap / 4, 2 * y + tap / 2 % 2) + tap % 2) * outputs, 2 * outputs,
+                     job->filters + (size_t)tap * channels * job->other_width, 1);
+    }
+    if (op->filter_gradient)
+        make_filter_gradient(w);
 }
 
 /* --- All passes --- */
 
-static void (*const ROWS[PASS_KINDS])(struct worker *, int batch, int x, int y) = {
-    [MAX_POOL] = max_pool_row, [MAX_POOL_GRADIENT] = max_pool_gradient_row,
-    [RESIDUAL_SUM] = value_by_value_row, [RESIDUAL_GRADIENT] = value_by_value_row, [TO_RAW] = value_by_value_row, [PROJECT] = project_row,
-    [PROJECT_GRADIENT] = project_gradient_row, [PROJECT_SUMS] = project_gradient_row, [PROJECT_TO_RAW] = project_gradient_row,
-    [UP_CONVOLVE] = up_convolve_row, [UP_INPUT_GRADIENT] = up_input_gradient_row, [UP_FILTER_GRADIENT] = up_filter_gradient_row,
-};
-
-static void take_coefficients(struct worker *w, int batch)
-{
-    const struct pass *p = w->pass;
-    static const float none[COEFFICIENTS] = {[SCALE] = 1, [FLOOR] = -INFINITY, [RSTD_OF_RAW] = 1};
-    int rows = p->kind == TO_RAW || p->kind == PROJECT_TO_RAW ? COEFFICIENTS : BELOW;
-    for (int i = 0; i < rows; i++)
-        for (int c = 0; c < w->job->width; c++)
-            w->coefficients[i * w->job->width + c] =
-                c < p->channels && p->coefficients ? p->coefficients[((size_t)batch * rows + i) * p->channels + c] : none[i];
-}
-
 static void pass_thread(void *argument, int thread, int threads)
 {
     struct job *job = argument;
-    const struct pass *p = job->pass;
+    const struct operation *op = job->op;
     float *memory = thread_memory(thread, job->floats * sizeof(float));
     if (!memory) {
         job->failed = 1;
         return;
     }
-    double *sums = job->sums + (size_t)thread * p->batch * 2 * job->width;
-    struct worker w = {job, p, memory, memory + COEFFICIENTS * job->width, NULL, job->filter_sums + thread * job->filter_count, sums};
-    w.other = w.line + (size_t)p->z * job->width;
-    long planes = (long)p->batch * p->x;
-    int batch = -1;
+    memset(memory, 0, job->floats * sizeof(float)); /* channels that are not there stay 0 */
+    struct worker w = {job, op, .line = memory, .other = memory + (size_t)op->z * job->width};
+    w.filter_sums = job->filter_sums + thread * job->filter_count;
+    long planes = (long)op->batch * op->x;
     for (long plane = planes * thread / threads; plane < planes * (thread + 1) / threads; plane++) {
-        if (plane / p->x != batch) {
-            batch = (int)(plane / p->x);
-            take_coefficients(&w, batch);
-            w.sums = sums + (size_t)batch * 2 * job->width;
-        }
-        for (int y = 0; y < p->y; y++)
-            ROWS[p->kind](&w, batch, (int)(plane % p->x), y);
+        int batch = (int)(plane / op->x);
+        w.norm = op->coefficients ? op->coefficients + (size_t)batch * COEFFICIENTS * op->channels[0] : NULL;
+        w.sums = job->sums + thread * job->sum_count + (size_t)batch * 2 * job->width;
+        for (int y = 0; y < op->y; y++)
+            row(&w, batch, (int)(plane % op->x), y);
     }
 }
 
 /* Where the filter of a tap, a channel and an output is in what TensorFlow has. */
-static size_t filter_at(const struct pass *p, int tap, int channel, int output)
+static size_t filter_at(const struct operation *op, int tap, int channel, int output)
 {
-    if (p->kind < UP_CONVOLVE)
-        return (size_t)channel * p->outputs + output;
-    return ((size_t)tap * p->outputs + output) * p->channels + channel;
+    if (op->kind < UP_CONVOLVE)
+        return (size_t)channel * op->outputs + output;
+    return ((size_t)tap * op->outputs + output) * op->channels[0] + channel;
 }
 
-static void pack_filters(struct job *job, int taps)
+static void pack_filters(const struct job *job)
 {
-    const struct pass *p = job->pass;
-    int by_output = p->kind == PROJECT || p->kind == UP_CONVOLVE; /* vectors of outputs, else of channels */
-    for (int tap = 0; tap < taps; tap++)
-        for (int c = 0; c < p->channels; c++)
-            for (int o = 0; o < p->outputs; o++) {
-                size_t at = by_output ? ((size_t)tap * p->channels + c) * job->other_width + o
-                                      : ((size_t)tap * p->outputs + o) * job->width + c;
-                job->filters[at] = p->filters[filter_at(p, tap, c, o)];
-            }
+    const struct operation *op = job->op;
+    int channels = op->channels[0], outputs = op->outputs;
+    for (int i = 0; i < job->taps * channels * outputs; i++) {
+        int tap = i / outputs / channels, c = i / outputs % channels, o = i % outputs;
+        size_t by_channel = ((size_t)tap * channels + c) * job->other_width + o;
+        size_t by_output = ((size_t)tap * outputs + o) * job->width + c;
+        job->filters[job->from_raw ? by_channel : by_output] = op->filters[filter_at(op, tap, c, o)];
+    }
 }
 
-/* The threads' sums, `next` apart, added in their order. */
-static float total(const struct job *job, const double *sums, size_t next)
+static void write_results(const struct job *job)
 {
-    double sum = 0;
-    for (int thread = 0; thread < job->pass->threads; thread++)
-        sum += sums[thread * next];
-    return (float)sum;
+    const struct operation *op = job->op;
+    int channels = op->channels[0], outputs = op->outputs, width = job->width, threads = op->threads;
+    for (int i = 0; op->sums_to && i < 2 * op->batch * channels; i++)
+        op->sums_to[i] = (float)total(job->sums + (size_t)(i / channels) * width + i % channels, job->sum_count, threads);
+    for (int i = 0; op->filter_gradient && i < job->taps * outputs * channels; i++) {
+        int row = i / channels, c = i % channels;
+        op->filter_gradient[filter_at(op, row / outputs, c, row % outputs)] =
+            (float)total(job->filter_sums + (size_t)row * width + c, job->filter_count, threads);
+    }
+    for (int o = 0; op->bias_gradient && o < outputs; o++)
+        op->bias_gradient[o] = (float)total(job->filter_sums + (size_t)outputs * width + o, job->filter_count, threads);
 }
 
-static void write_results(const struct job *job, int taps)
+int PASSES(const struct operation *op)
 {
-    const struct pass *p = job->pass;
-    int rows = 2 * p->batch;
-    for (int row = 0; p->sums_to && row < rows; row++)
-        for (int c = 0; c < p->channels; c++)
-            p->sums_to[row * p->channels + c] = total(job, job->sums + (size_t)row * job->width + c, (size_t)rows * job->width);
-    for (int row = 0; p->filter_gradient && row < taps * p->outputs; row++)
-        for (int c = 0; c < p->channels; c++)
-            p->filter_gradient[filter_at(p, row / p->outputs, c, row % p->outputs)] =
-                total(job, job->filter_sums + (size_t)row * job->width + c, job->filter_count);
-    for (int o = 0; p->bias_gradient && o < p->outputs; o++)
-        p->bias_gradient[o] = total(job, job->filter_sums + (size_t)p->outputs * job->width + o, job->filter_count);
-}
-
-int PASSES(const struct pass *p)
-{
-    struct job job = {.pass = p, .width = whole(p->channels), .other_width = whole(p->outputs)};
-    int is_up = p->kind >= UP_CONVOLVE, taps = is_up ? 8 : 1;
-    job.floats = (size_t)COEFFICIENTS * job.width + (size_t)p->z * job.width + (size_t)p->z * job.other_width * (is_up ? 8 : 1);
+    int edge = op->kind >= UP_CONVOLVE ? 2 : 1, taps = edge * edge * edge;
+    struct job job = {.op = op, .edge = edge, .taps = taps};
+    job.from_raw = op->kind == PROJECT || op->kind == UP_CONVOLVE;
+    job.reads_other = op->kind > PROJECT && !job.from_raw;
+    job.width = round_up(op->channels[0], LANES), job.other_width = round_up(op->outputs, LANES);
+    job.floats = (size_t)op->z * (job.width + job.other_width * taps);
+    job.sum_count = (size_t)op->batch * 2 * job.width;
     size_t filters = (size_t)taps * job.width * job.other_width;
-    job.filter_count = p->filter_gradient ? filters + job.other_width : 0;
-    job.filters = aligned_alloc(64, (filters * sizeof(float) + 63) / 64 * 64);
-    job.filter_sums = calloc(job.filter_count * p->threads + 1, sizeof(double));
-    job.sums = calloc((size_t)p->threads * p->batch * 2 * job.width, sizeof(double));
+    job.filter_count = op->filter_gradient ? filters + job.other_width : 0;
+    job.filters = calloc(filters, sizeof(float));
+    job.filter_sums = calloc(job.filter_count * op->threads + 1, sizeof(double));
+    job.sums = calloc(job.sum_count * op->threads, sizeof(double));
     job.failed = !job.filters || !job.filter_sums || !job.sums;
     if (!job.failed) {
-        memset(job.filters, 0, filters * sizeof(float));
-        if (p->filters)
-            pack_filters(&job, taps);
-        run_on_threads(p->threads, pass_thread, &job);
-        write_results(&job, taps);
+        if (op->filters)
+            pack_filters(&job);
+        run_on_threads(op->threads, pass_thread, &job);
+        write_results(&job);
     }
     free(job.filters);
     free(job.filter_sums);

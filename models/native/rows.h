@@ -13,6 +13,7 @@
 #ifndef ROWS_H
 #define ROWS_H
 
+#include <math.h>
 #include "vectors.h"
 
 #define GROUP 16 /* channels */
@@ -97,63 +98,132 @@ static const float FILTER_TRANSFORM[STREAMS][3] = {
 };
 #endif
 
-/* --- Forming --- */
+static inline int least(int a, int b) { return a < b ? a : b; }
+static inline int round_up(int value, int to) { return (value + to - 1) / to * to; }
 
-/* Channels c .. c + n of all z of a row, formed, into line[z * width + c]. `at` is the row's first element. */
-ALWAYS_INLINE void form_channels(float *line, int width, const void *map, size_t at, int stride, const struct input *in,
-                                 const float *coefficients, int channels, int c, int z, int n, int dtype, int form)
+/* Voxel (x, y, 0) of a grid that is `times` as fine. */
+static size_t voxel_of(const struct operation *op, int times, int batch, int x, int y)
 {
-    vec k[COEFFICIENTS];
-    for (int i = 0; form != RAW && i < (form == NORM_RELU ? FLOOR + 1 : COEFFICIENTS); i++)
-        k[i] = load_some(coefficients + i * channels + c, n);
-    for (int i = 0; i < z; i++) {
-        prefetch(map, at + (size_t)i * stride, dtype, 0);
-        vec value = load_values(map, at + (size_t)i * stride, n, dtype);
-        if (form == NORM_RELU) {
-            value = value * k[SCALE] + k[SHIFT];
-            value = at_least(value, k[FLOOR]);
-        } else if (form == NORM_RELU_GRADIENT) {
-            vec raw = load_values(in->raw, at + (size_t)i * stride, n, dtype);
-            value = keep_where(raw * k[SCALE] + k[SHIFT] > k[FLOOR], value);
-            value = k[OF_GRADIENT] * value + (k[OF_RAW] * raw + k[CONSTANT]);
-        }
-        store_values(line, (size_t)i * width + c, value, n, FLOAT32);
+    return (((size_t)batch * op->x * times + x) * op->y * times + y) * op->z * times;
+}
+
+/* --- Norms and sums: see native.h --- */
+
+/* Coefficients of `n` of a sample's channels, from c on; NULL is a norm that changes nothing. */
+ALWAYS_INLINE void load_norm(vec *k, const float *coefficients, int channels, int c, int n)
+{
+    static const float none[COEFFICIENTS] = {[SCALE] = 1, [FLOOR] = -INFINITY, [RSTD] = 1};
+    for (int i = 0; i < COEFFICIENTS; i++)
+        k[i] = coefficients ? load_some(coefficients + i * channels + c, n) : splat(none[i]);
+}
+
+ALWAYS_INLINE vec normed(const vec *k, vec raw) { return at_least(raw * k[SCALE] + k[SHIFT], k[FLOOR]); }
+
+ALWAYS_INLINE vec where_positive(const vec *k, vec raw, vec gradient)
+{
+    return keep_where(raw * k[SCALE] + k[SHIFT] > k[FLOOR], gradient);
+}
+
+ALWAYS_INLINE vec gradient_of_raw(const vec *k, vec raw, vec gradient)
+{
+    return k[OF_GRADIENT] * where_positive(k, raw, gradient) + (k[OF_RAW] * raw + k[CONSTANT]);
+}
+
+/* Adds one vector of a row to its two sums: `gradient` is that of the norm's values. */
+ALWAYS_INLINE void add_norm_sums(vec *of_row, const vec *k, vec raw, vec gradient)
+{
+    gradient = where_positive(k, raw, gradient);
+    of_row[0] += gradient;
+    of_row[1] += gradient * ((raw - k[MEAN]) * k[RSTD]);
+}
+
+/* Adds a row's two sums to those of all rows, `width` apart. */
+ALWAYS_INLINE void add_row(double *sums, int width, const vec *of_row)
+{
+    for (int i = 0; i < LANES; i++) {
+        sums[i] += of_row[0][i];
+        sums[width + i] += of_row[1][i];
     }
 }
 
-#define FORM_CHANNELS(n, dtype, form) \
-    form_channels(line, width, in->maps[m], at, stride, in, coefficients, channels, first + c, z, n, dtype, form)
+/* The threads' sums, `next` apart, added in their order. */
+static double total(const double *sums, size_t next, int threads)
+{
+    double sum = 0;
+    for (int thread = 0; thread < threads; thread++)
+        sum += sums[thread * next];
+    return sum;
+}
+
+/* --- Forming --- */
+
+/* What a row is formed of. */
+struct input {
+    int channels[2];     /* of each map; the second is 0 where there is only one */
+    const void *maps[2]; /* read as if concatenated */
+    const void *raw;     /* where maps[0] is a gradient with coefficients: the map that was normalised */
+    const float *coefficients;
+};
+
+enum form { RAW, NORM, NORM_GRADIENT };
+
+/* Channels c .. c + n of map m, of all z of a row. */
+ALWAYS_INLINE void form_channels(float *line, int width, const struct input *in, int m, int batch, size_t voxel, int c, int z,
+                                 int n, int dtype, int form)
+{
+    int stride = in->channels[m], channels = in->channels[0] + in->channels[1], to = m ? in->channels[0] + c : c;
+    size_t at = voxel * stride + c;
+    vec k[COEFFICIENTS];
+    load_norm(k, form == RAW ? NULL : in->coefficients + (size_t)batch * COEFFICIENTS * channels, channels, to, n);
+    for (int i = 0; i < z; i++, at += stride) {
+        prefetch(in->maps[m], at, dtype, 0);
+        vec value = load_values(in->maps[m], at, n, dtype);
+        if (form == NORM)
+            value = normed(k, value);
+        else if (form == NORM_GRADIENT)
+            value = gradient_of_raw(k, load_values(in->raw, at, n, dtype), value);
+        store_values(line, (size_t)i * width + to, value, n, FLOAT32);
+    }
+}
 
 ALWAYS_INLINE void form_row_as(float *line, int width, const struct input *in, int batch, size_t voxel, int z, int dtype, int form)
 {
-    int channels = in->channels[0] + in->channels[1], first = 0;
-    const float *coefficients = in->coefficients + (size_t)batch * COEFFICIENTS * channels;
-    for (int m = 0; m < 2; first += in->channels[m++]) {
-        int stride = in->channels[m];
-        for (int c = 0; c < stride; c += LANES) {
-            size_t at = voxel * stride + c;
-            if (stride - c >= LANES)
-                FORM_CHANNELS(LANES, dtype, form);
+    for (int m = 0; m < 2; m++)
+        for (int c = 0; c < in->channels[m]; c += LANES)
+            if (in->channels[m] - c >= LANES)
+                form_channels(line, width, in, m, batch, voxel, c, z, LANES, dtype, form);
             else
-                FORM_CHANNELS(stride - c, dtype, form);
-        }
-    }
+                form_channels(line, width, in, m, batch, voxel, c, z, in->channels[m] - c, dtype, form);
 }
 
 /* All channels of the row that begins at `voxel`, formed, in float32: line[z * width + channel]. */
 static void form_row(float *line, int width, const struct input *in, int batch, size_t voxel, int z, int dtype)
 {
-    if (in->form == RAW && dtype == FLOAT32) form_row_as(line, width, in, batch, voxel, z, FLOAT32, RAW);
-    else if (in->form == RAW) form_row_as(line, width, in, batch, voxel, z, BFLOAT16, RAW);
-    else if (in->form == NORM_RELU && dtype == FLOAT32) form_row_as(line, width, in, batch, voxel, z, FLOAT32, NORM_RELU);
-    else if (in->form == NORM_RELU) form_row_as(line, width, in, batch, voxel, z, BFLOAT16, NORM_RELU);
-    else if (dtype == FLOAT32) form_row_as(line, width, in, batch, voxel, z, FLOAT32, NORM_RELU_GRADIENT);
-    else form_row_as(line, width, in, batch, voxel, z, BFLOAT16, NORM_RELU_GRADIENT);
+#define FORM(dtype, form) form_row_as(line, width, in, batch, voxel, z, dtype, form)
+    if (!in->coefficients)
+        dtype == FLOAT32 ? FORM(FLOAT32, RAW) : FORM(BFLOAT16, RAW);
+    else if (!in->raw)
+        dtype == FLOAT32 ? FORM(FLOAT32, NORM) : FORM(BFLOAT16, NORM);
+    else
+        dtype == FLOAT32 ? FORM(FLOAT32, NORM_GRADIENT) : FORM(BFLOAT16, NORM_GRADIENT);
+#undef FORM
 }
 
 /* --- Storing as streams --- */
 
 enum purpose { CHANNELS_SUMMED, TILES_SUMMED, GRADIENT_TILES_SUMMED };
+
+/* A unit of each lane: `first` itself, or the pair of both. */
+ALWAYS_INLINE void store_units(unit *to, vec first, vec second)
+{
+#ifdef BFLOAT16_ROWS
+    uvec pair = widened(to_bfloat16(first)) | widened(to_bfloat16(second)) << 16;
+    memcpy(to, &pair, sizeof pair);
+#else
+    (void)second;
+    store(to, first);
+#endif
+}
 
 /* A formed line as a row; line[-width] is the border before z = 0, and what follows the last z is 0 as well. */
 ALWAYS_INLINE void store_row_as(unit *row, const float *line, int width, int tiles, int purpose)
@@ -162,7 +232,7 @@ ALWAYS_INLINE void store_row_as(unit *row, const float *line, int width, int til
     size_t stream_units = (size_t)tiles * width / UNIT;
     for (int c = 0; c < width; c += LANES)
         for (int t = 0; t < tiles; t += step) {
-            vec streams[2][STREAMS];
+            vec streams[2][STREAMS] = {{{0}}};
             for (int i = 0; i < step; i++) {
                 vec d[TILE + 2];
                 for (int j = 0; j < TILE + 2; j++)
@@ -173,19 +243,11 @@ ALWAYS_INLINE void store_row_as(unit *row, const float *line, int width, int til
                     transform_values(d, streams[i]);
             }
             unit *to = row + ((size_t)(c / GROUP * tiles + t) * GROUP + c % GROUP * step) / UNIT;
-            for (int k = 0; k < STREAMS; k++, to += stream_units) {
-#ifdef BFLOAT16_ROWS
-                if (purpose == CHANNELS_SUMMED) {
-                    halves some = to_bfloat16(streams[0][k]);
-                    memcpy(to, &some, sizeof some);
-                } else {
-                    uvec pair = widened(to_bfloat16(streams[0][k])) | widened(to_bfloat16(streams[1][k])) << 16;
-                    memcpy(to, &pair, sizeof pair);
-                }
-#else
-                store(to, streams[0][k]);
-#endif
-            }
+            for (int k = 0; k < STREAMS; k++, to += stream_units)
+                if (step == UNIT)
+                    store_units(to, streams[0][k], streams[1][k]);
+                else
+                    store_values(to, 0, streams[0][k], LANES, BFLOAT16);
         }
 }
 

@@ -65,13 +65,9 @@ const struct kernels *native_kernels(const char *name, int dtype)
 int native_run(const char *name, const struct operation *operation)
 {
     const struct kernels *kernels = native_kernels(name, operation->dtype);
-    return kernels ? kernels->run(operation) : -2;
-}
-
-int native_pass(const char *name, const struct pass *pass)
-{
-    const struct kernels *kernels = native_kernels(name, pass->dtype);
-    return kernels ? kernels->pass(pass) : -2;
+    if (!kernels)
+        return -2;
+    return operation->kind < MAX_POOL ? kernels->run(operation) : kernels->pass(operation);
 }
 
 int native_scratch(const char *name, const struct operation *operation, size_t *kept, size_t *passing)

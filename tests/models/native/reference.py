@@ -2,14 +2,12 @@
 
 import ctypes
 import os
-from ctypes import POINTER, c_char_p, c_float, c_int, c_size_t, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_void_p
 
 import ml_dtypes
 import numpy as np
 
 FLOAT32, BFLOAT16 = 0, 1
-RAW, NORM_RELU, NORM_RELU_GRADIENT = 0, 1, 2
-NO_SUMS, MOMENTS, NORM_SUMS = 0, 1, 2
 LIBRARY = os.environ.get("CPU3D_KERNELS")
 KERNELS = [
     *(("avx2", "float32"), ("avx2", "bfloat16"), ("avx512", "float32"), ("avx512", "bfloat16")),
@@ -18,42 +16,31 @@ KERNELS = [
 DTYPES = {"float32": (FLOAT32, np.float32), "bfloat16": (BFLOAT16, ml_dtypes.bfloat16)}
 
 
-class Input(ctypes.Structure):
-    _fields_ = (
-        ("form", c_int),
-        ("channels", c_int * 2),
-        ("maps", c_void_p * 2),
-        ("raw", c_void_p),
-        ("coefficients", c_void_p),
-    )
-
-
-class Output(ctypes.Structure):
-    _fields_ = (
-        ("channels", c_int),
-        ("map", c_void_p),
-        ("sums", c_int),
-        ("sums_to", c_void_p),
-        ("raw", c_void_p),
-        ("below", c_void_p),
-    )
+KINDS = ("convolve", "input_gradient", "filter_gradient")
+KINDS += ("max_pool", "max_pool_gradient", "residual_sum", "residual_gradient", "to_raw", "project", "project_gradient")
+KINDS += ("project_sums", "project_to_raw", "up_convolve", "up_input_gradient", "up_filter_gradient")  # as in native.h
 
 
 class Operation(ctypes.Structure):
     _fields_ = (
-        ("dtype", c_int),
-        ("batch", c_int),
-        ("x", c_int),
-        ("y", c_int),
-        ("z", c_int),
-        ("threads", c_int),
-        ("input", Input),
-        ("filters", POINTER(c_float)),
-        ("transposed", c_int),
-        ("output", Output),
-        ("gradient", Input),
-        ("filter_gradient", POINTER(c_float)),
+        *((name, c_int) for name in ("kind", "dtype", "threads", "batch", "x", "y", "z")),
+        *(("channels", c_int * 2), ("outputs", c_int)),
+        *((name, c_void_p * 2) for name in ("maps", "others")),
+        *((name, c_void_p) for name in ("coefficients", "other_coefficients", "filters", "bias")),
+        *((name, c_void_p) for name in ("map", "sums_to", "filter_gradient", "bias_gradient")),
     )
+
+
+def operation(kind, dtype, shape, threads, maps, outputs, others=(), **arrays):
+    """An Operation on NumPy arrays; it does not keep them."""
+    made = Operation(KINDS.index(kind), DTYPES[dtype][0], threads, *shape, outputs=outputs)
+    for i, one in enumerate(maps):
+        made.maps[i], made.channels[i] = pointer(one), one.shape[-1]
+    for i, one in enumerate(others):
+        made.others[i] = pointer(one)
+    for name, one in arrays.items():
+        setattr(made, name, pointer(one))
+    return made
 
 
 def load(path):
@@ -88,7 +75,7 @@ def scratch(dtype_bytes, bfloat16_rows, shape, channels, outputs, threads, l2_by
     if kind == "filters":
         return kept, threads * 4 * 9 * streams * width * output_width
     passing = 4 * output_width * streams * 9 * (up(channels, 16 if amx else unit) // unit)
-    passing += threads * 8 * (batch * (1 + 2 * output_width) + 16)
+    passing += threads * 8 * (batch * 2 * output_width + 16)
     if kind == "in place":
         passing += threads * up((2 * y + up(batch * x, threads) // threads) * z * channels * dtype_bytes, 64)
     return kept, passing
@@ -102,20 +89,8 @@ def pointer(array):
     return None if array is None else array.ctypes.data
 
 
-def as_floats(array):
-    return array.ctypes.data_as(POINTER(c_float))
-
-
-def given(maps, coefficients=None, raw=None):
-    """An Input: one map or two, with a norm (coefficients [batch, 6, channels]), or the gradient of a norm."""
-    form = RAW if coefficients is None else NORM_RELU if raw is None else NORM_RELU_GRADIENT
-    channels = [one.shape[-1] for one in maps] + [0] * (2 - len(maps))
-    pointers = [pointer(one) for one in maps] + [None] * (2 - len(maps))
-    return Input(form, (c_int * 2)(*channels), (c_void_p * 2)(*pointers), pointer(raw), pointer(coefficients))
-
-
 def formed(maps, coefficients=None, raw=None):
-    """What `given` stands for, in float64."""
+    """What is convolved, in float64: maps, with a norm (coefficients [batch, 6, channels]), or the gradient of one."""
     values = np.concatenate([one.astype(np.float64) for one in maps], -1)
     if coefficients is None:
         return values

@@ -16,17 +16,10 @@ from tests.models.native.reference import (
     FLOAT32,
     KERNELS,
     LIBRARY,
-    MOMENTS,
-    NO_SUMS,
-    NORM_SUMS,
-    Operation,
-    Output,
-    as_floats,
     convolved,
     filter_gradient_of,
     formed,
-    given,
-    pointer,
+    operation,
     scratch,
 )
 
@@ -65,23 +58,51 @@ class Kernel:
         self.map_error = EXACT if dtype == "float32" else max(ROUNDED, products)
         self.filter_error = products
 
-    def convolve(self, shape, threads, given_input, filters, *, transposed=False, sums=NO_SUMS, below=None, over=None):
-        """The map, written over the map `over` or a new one, and its sums; `below` is a raw map and its coefficients
-        [batch, 5, channels]."""
-        channels = filters.shape[3 if transposed else 4]
-        result = np.full((*shape, channels), 7, self.numpy) if over is None else over
-        totals = np.full((shape[0], 2, channels), np.nan, np.float32)
-        raw, coefficients = below or (None, None)
-        output = Output(channels, pointer(result), sums, *map(pointer, (totals, raw, coefficients)))
-        operation = Operation(self.code, *shape, threads, given_input, as_floats(filters), transposed, output)
-        assert self.library.native_run(self.name.encode(), operation) == 0
-        return result, totals
+    def run(self, *given, **arrays):
+        assert self.library.native_run(self.name.encode(), operation(*given, **arrays)) == 0
 
-    def filter_gradient(self, shape, threads, given_input, given_gradient, channels):
+    def convolve(self, shape, threads, maps, filters, coefficients=None, *, sums=True, over=None):
+        """The map, written over the map `over` or a new one, and its moments."""
+        result = np.full((*shape, filters.shape[4]), 7, self.numpy) if over is None else over
+        moments = np.full((shape[0], 2, filters.shape[4]), np.nan, np.float32)
+        made = {"map": result, "sums_to": moments if sums else None}
+        self.run(
+            "convolve",
+            self.dtype,
+            shape,
+            threads,
+            maps,
+            filters.shape[4],
+            filters=filters,
+            coefficients=coefficients,
+            **made,
+        )
+        return result, moments
+
+    def input_gradient(self, shape, threads, gradient, filters, above=(None, None), below=(None, None), over=None):
+        """The map, likewise, and the sums of the norm below; above and below are a raw map and its coefficients."""
+        result = np.full((*shape, filters.shape[3]), 7, self.numpy) if over is None else over
+        sums, (raw, coefficients), (raw_below, of_below) = (
+            np.full((shape[0], 2, filters.shape[3]), np.nan, np.float32),
+            above,
+            below,
+        )
+        arrays = {
+            "filters": filters,
+            "coefficients": coefficients,
+            "other_coefficients": of_below,
+            "map": result,
+            "sums_to": sums,
+        }
+        self.run("input_gradient", self.dtype, shape, threads, [gradient], filters.shape[3], [raw_below, raw], **arrays)
+        return result, sums
+
+    def filter_gradient(self, shape, threads, maps, gradient, coefficients=None, above=(None, None)):
+        """`above` is the raw map of the gradient and its coefficients."""
+        channels = sum(one.shape[-1] for one in maps), gradient.shape[-1]
         result = np.full((3, 3, 3, *channels), np.nan, np.float32)
-        operation = Operation(self.code, *shape, threads, given_input, gradient=given_gradient)
-        operation.filter_gradient = as_floats(result)
-        assert self.library.native_run(self.name.encode(), operation) == 0
+        arrays = {"coefficients": coefficients, "other_coefficients": above[1], "filter_gradient": result}
+        self.run("filter_gradient", self.dtype, shape, threads, maps, channels[1], [gradient, above[0]], **arrays)
         return result
 
     def maps(self, rng, shape, *channels):
@@ -92,9 +113,9 @@ def filters_of(rng, channels):
     return (rng.standard_normal((3, 3, 3, *channels)) / 10).astype(np.float32)
 
 
-def coefficients_of(rng, shape, channels, rows=6):
+def coefficients_of(rng, shape, channels):
     """Of a norm, or of the gradient of one; floors are ReLUs, others, and none."""
-    coefficients = rng.standard_normal((shape[0], rows, channels)).astype(np.float32)
+    coefficients = rng.standard_normal((shape[0], 6, channels)).astype(np.float32)
     coefficients[:, 2] = rng.choice([0, 0.5, -np.inf], (shape[0], channels))
     return coefficients
 
@@ -142,7 +163,7 @@ def test_convolution_of_raw_and_normalised_maps_one_or_two_with_moments(kernel):
             maps = kernel.maps(rng, shape, *channels_of_maps)
             values = formed(maps, coefficients)
             case = (shape, channels_of_maps, outputs, threads, coefficients is not None)
-            result, moments = kernel.convolve(shape, threads, given(maps, coefficients), filters, sums=MOMENTS)
+            result, moments = kernel.convolve(shape, threads, maps, filters, coefficients)
             truth = convolved(values, filters)
             assert error(result, truth, values, filters, 27 * channels) < kernel.map_error, case
             written = result.astype(np.float64)
@@ -156,22 +177,14 @@ def test_input_gradient_through_a_norm_with_the_sums_of_the_norm_below(kernel):
         filters = filters_of(rng, (channels, outputs))
         gradient, raw = kernel.maps(rng, shape, outputs, outputs)
         (raw_below,) = kernel.maps(rng, shape, channels)
-        coefficients, below = coefficients_of(rng, shape, outputs), coefficients_of(rng, shape, channels, 5)
+        coefficients, below = coefficients_of(rng, shape, outputs), coefficients_of(rng, shape, channels)
         values = formed([gradient], coefficients, raw)
-        result, sums = kernel.convolve(
-            shape,
-            threads,
-            given([gradient], coefficients, raw),
-            filters,
-            transposed=True,
-            sums=NORM_SUMS,
-            below=(raw_below, below),
-        )
+        result, sums = kernel.input_gradient(shape, threads, gradient, filters, (raw, coefficients), (raw_below, below))
         flipped = np.swapaxes(filters[::-1, ::-1, ::-1], 3, 4)
         truth = convolved(values, flipped)
         case = (shape, channels, outputs, threads)
         assert error(result, truth, values, filters, 27 * outputs) < kernel.map_error, case
-        scale, shift, floor, mean, rstd = np.moveaxis(below.astype(np.float64), 1, 0)[:, :, None, None, None, :]
+        scale, shift, floor, mean, rstd, _ = np.moveaxis(below.astype(np.float64), 1, 0)[:, :, None, None, None, :]
         r = raw_below.astype(np.float64)
         g = np.where(scale * r + shift > floor, result.astype(np.float64), 0)
         size = np.abs(g).sum((1, 2, 3)).max() + 1e-30
@@ -187,16 +200,15 @@ def test_over_the_map_that_is_read_come_the_same_bits_as_elsewhere(kernel, shape
     rng, channels = np.random.default_rng(3), 5
     filters = filters_of(rng, (channels, channels))
     source, raw, raw_below = kernel.maps(rng, shape, channels, channels, channels)
-    norm, below = coefficients_of(rng, shape, channels), (raw_below, coefficients_of(rng, shape, channels, 5))
+    norm, below = coefficients_of(rng, shape, channels), (raw_below, coefficients_of(rng, shape, channels))
     for threads in THREADS:
-        for given_raw, more in (
-            (None, {"sums": MOMENTS}),
-            (raw, {"sums": NORM_SUMS, "below": below, "transposed": True}),
-        ):
-            expected = kernel.convolve(shape, threads, given([source], norm, given_raw), filters, **more)
-            over = source.copy()
-            found = kernel.convolve(shape, threads, given([over], norm, given_raw), filters, over=over, **more)
-            assert [each.tobytes() for each in found] == [each.tobytes() for each in expected], threads
+        over, again = source.copy(), source.copy()
+        expected = kernel.convolve(shape, threads, [source], filters, norm)
+        found = kernel.convolve(shape, threads, [over], filters, norm, over=over)
+        assert [each.tobytes() for each in found] == [each.tobytes() for each in expected], threads
+        expected = kernel.input_gradient(shape, threads, source, filters, (raw, norm), below)
+        found = kernel.input_gradient(shape, threads, again, filters, (raw, norm), below, over=again)
+        assert [each.tobytes() for each in found] == [each.tobytes() for each in expected], threads
 
 
 def test_filter_gradient_of_raw_and_formed_maps(kernel):
@@ -209,10 +221,9 @@ def test_filter_gradient_of_raw_and_formed_maps(kernel):
         ):
             maps = kernel.maps(rng, shape, *parts)
             values = formed(maps, coefficients)
-            gradients = formed([gradient], above, None if above is None else raw)
-            given_gradient = given([gradient], above, None if above is None else raw)
-            inputs = given(maps, coefficients)
-            result = kernel.filter_gradient(shape, threads, inputs, given_gradient, (channels, outputs))
+            raw_above = None if above is None else raw
+            gradients = formed([gradient], above, raw_above)
+            result = kernel.filter_gradient(shape, threads, maps, gradient, coefficients, (raw_above, above))
             truth = filter_gradient_of(values, gradients)
             case = (shape, parts, outputs, threads, above is not None)
             assert error(result, truth, values, gradients, np.prod(shape)) < kernel.filter_error, case
@@ -224,7 +235,7 @@ def test_moments_hold_far_from_zero_for_any_number_of_threads(kernel):
     filters = np.zeros((3, 3, 3, 8, 8), np.float32)
     filters[1, 1, 1] = np.eye(8)
     for threads in THREADS:
-        result, moments = kernel.convolve(shape, threads, given([values]), filters, sums=MOMENTS)
+        result, moments = kernel.convolve(shape, threads, [values], filters)
         written = result.astype(np.float64)
         np.testing.assert_allclose(moments[0, 0], written.mean((0, 1, 2, 3)), rtol=1e-6)
         np.testing.assert_allclose(moments[0, 1], written.var((0, 1, 2, 3)), rtol=2e-5)
@@ -236,8 +247,8 @@ def test_equal_threads_give_equal_bits_and_maps_do_not_depend_on_threads(kernel)
     filters = filters_of(rng, (20, 32))
 
     def once(threads):
-        result, moments = kernel.convolve(shape, threads, given([values]), filters, sums=MOMENTS)
-        change = kernel.filter_gradient(shape, threads, given([values]), given([gradient]), (20, 32))
+        result, moments = kernel.convolve(shape, threads, [values], filters)
+        change = kernel.filter_gradient(shape, threads, [values], gradient)
         return result.tobytes(), moments.tobytes() + change.tobytes()
 
     first = {threads: once(threads) for threads in THREADS}
@@ -250,7 +261,7 @@ def test_nan_is_not_hidden_by_the_relu_on_load(kernel):
     values = np.ones((*shape, 4), kernel.numpy)
     values[0, 1, 1, 2, 0] = np.nan
     coefficients = np.ones((1, 6, 4), np.float32)
-    result, _ = kernel.convolve(shape, 1, given([values], coefficients), filters)
+    result, _ = kernel.convolve(shape, 1, [values], filters, coefficients)
     assert np.isnan(result[0, 1, 1, 2].astype(np.float32)).all()
 
 
@@ -269,11 +280,9 @@ def test_scratch_is_what_the_formula_says(kernel, shape, kind):
     for channels, outputs in ((1, 16), (33, 16), (256, 256)):
         outputs = channels if kind == "in place" else outputs
         maps, kept, passing = [np.zeros((1, channels)), np.zeros((1, outputs))], c_size_t(), c_size_t()
-        output = Output(outputs, pointer(maps[0] if kind == "in place" else maps[1]))
-        operation = Operation(kernel.code, *shape, 3, given(maps[:1]), output=output, gradient=given(maps[1:]))
-        if kind == "filters":
-            operation.filter_gradient = as_floats(np.zeros(1, np.float32))
-        assert kernel.library.native_scratch(kernel.name.encode(), operation, kept, passing) == 0
+        name, result = "filter_gradient" if kind == "filters" else "convolve", maps[kind != "in place"]
+        call = operation(name, kernel.dtype, shape, 3, maps[:1], outputs, map=result)
+        assert kernel.library.native_scratch(kernel.name.encode(), call, kept, passing) == 0
         l2_bytes, rounded = os.sysconf(SC_LEVEL2_CACHE_SIZE), kernel.name in ROUNDED_ROWS
         dtype_bytes = np.dtype(kernel.numpy).itemsize
         l2_bytes, amx = l2_bytes or 1 << 20, "amx" in kernel.name
@@ -300,9 +309,9 @@ def test_shapes_that_end_the_process_in_onednn_on_amx_are_taken(library, grid, c
     truths = convolved(formed([values]), filters), convolved(formed([gradient]), flipped)
     of_filters = filter_gradient_of(formed([values]), formed([gradient]))
     for kernel in kernels:
-        made, _ = kernel.convolve(shape, threads, given([values]), filters)
-        back, _ = kernel.convolve(shape, threads, given([gradient]), filters, transposed=True)
-        change = kernel.filter_gradient(shape, threads, given([values]), given([gradient]), channels)
+        made, _ = kernel.convolve(shape, threads, [values], filters, sums=False)
+        back, _ = kernel.input_gradient(shape, threads, gradient, filters)
+        change = kernel.filter_gradient(shape, threads, [values], gradient)
         assert error(made, truths[0], values, filters, 27 * channels[0]) < kernel.map_error, kernel.name
         assert error(back, truths[1], gradient, filters, 27 * channels[1]) < kernel.map_error, kernel.name
         assert error(change, of_filters, values, gradient, np.prod(shape)) < kernel.filter_error, kernel.name
@@ -317,11 +326,11 @@ library = load({library._name!r})
 signal.alarm(60)
 values, filters = np.ones((1, 4, 4, 8, 4), np.float32), np.ones((3, 3, 3, 4, 4), np.float32)
 result = np.zeros_like(values)
-operation = Operation(0, 1, 4, 4, 8, 3, given([values]), as_floats(filters), False, Output(4, pointer(result)))
-assert library.native_run(None, operation) == 0 and result[0, 1, 1, 1, 0] == 108
+call = operation("convolve", "float32", (1, 4, 4, 8), 3, [values], 4, filters=filters, map=result)
+assert library.native_run(None, call) == 0 and result[0, 1, 1, 1, 0] == 108
 child = os.fork()
 result[:] = 0
-assert library.native_run(None, operation) == 0 and result[0, 1, 1, 1, 0] == 108
+assert library.native_run(None, call) == 0 and result[0, 1, 1, 1, 0] == 108
 if child == 0:
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0

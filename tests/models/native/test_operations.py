@@ -8,16 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from models.native import operations
 from models.native.build import build, kernels_library
-from models.native.operations import (
-    Gradient,
-    Norm,
-    Source,
-    available,
-    convolve,
-    filter_gradient,
-    input_gradient,
-)
+from models.native.operations import Gradient, Source, available, convolve, filter_gradient, input_gradient
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -104,16 +97,68 @@ def test_a_map_that_is_read_again_is_not_written_over():
     ("shape", "filters", "message"),
     [
         ((1, 2, 2, 2, 4), (3, 3, 3, 4, 0), "1 to 1024"),
-        ((1, 2, 2, 2, 8), (3, 3, 3, 4, 4), "as many channels"),
-        ((1, 2, 2, 2, 4), (5, 3, 3, 4, 4), "filters must be"),
+        ((1, 2, 2, 2, 8), (3, 3, 3, 4, 4), r"filters must be of shape \(3, 3, 3, 8, 4\), got \(3, 3, 3, 4, 4\)"),
+        ((1, 2, 2, 2, 4), (5, 3, 3, 4, 4), r"filters must be of shape \(3, .* got \(5, "),
         ((0, 2, 2, 2, 4), (3, 3, 3, 4, 4), "voxels"),
+        ((1, 2, 2, 4), (3, 3, 3, 4, 4), "5 dimensions"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(shape, filters, message):
+def test_filters_and_maps_that_do_not_fit_are_refused(shape, filters, message):
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
-        convolve([Source(tf.zeros(shape))], tf.zeros(filters))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="coefficients"):
-        convolve([Source(tf.zeros((1, 2, 2, 2, 4)), Norm(*[tf.zeros((2, 4))] * 5))], tf.zeros((3, 3, 3, 4, 4)))
+        operations.convolve([Source(tf.zeros(shape))], tf.zeros(filters))
+
+
+# Of a map of 2 x 4 x 6 voxels and 3 channels, and 5 others: shapes of filters and bias, channels of both coefficients,
+# maps and others.
+KINDS = {
+    "CONVOLVE": ((3, 3, 3, 6, 5), None, 6, None, "mm", ""),
+    "INPUT_GRADIENT": ((3, 3, 3, 5, 3), None, 3, 5, "m", "om"),
+    "FILTER_GRADIENT": (None, None, 6, 5, "mm", "oo"),
+    "MAX_POOL": (None, None, 3, None, "m", ""),
+    "MAX_POOL_GRADIENT": (None, None, 3, None, "m", "cm"),
+    "RESIDUAL_SUM": (None, None, 3, None, "m", "m"),
+    "RESIDUAL_GRADIENT": (None, None, 3, None, "m", "mm"),
+    "TO_RAW": (None, None, 3, None, "m", "m"),
+    "PROJECT": ((1, 1, 1, 3, 5), (5,), 3, None, "m", "o"),
+    "PROJECT_GRADIENT": ((1, 1, 1, 3, 5), None, 3, None, "m", "om"),
+    "PROJECT_SUMS": ((1, 1, 1, 3, 5), None, 3, None, "m", "o"),
+    "PROJECT_TO_RAW": ((1, 1, 1, 3, 5), None, 3, None, "m", "o"),
+    "UP_CONVOLVE": ((2, 2, 2, 5, 3), None, 3, None, "m", ""),
+    "UP_INPUT_GRADIENT": ((2, 2, 2, 5, 3), None, 3, None, "m", "f"),
+    "UP_FILTER_GRADIENT": (None, None, 3, None, "m", "f"),
+}
+MAPS = {"m": (2, 2, 4, 6, 3), "o": (2, 2, 4, 6, 5), "c": (2, 1, 2, 3, 3), "f": (2, 4, 8, 12, 5)}
+"""The map's own shape, with the other channels, on a coarser grid and on a finer one."""
+
+FREE = {"CONVOLVE": [(0, 4)], "UP_CONVOLVE": [(0, 3), (4, 1), (4, 2), (4, 3)], "UP_FILTER_GRADIENT": [(5, 4)]}
+"""Tensors and axes on which no other tensor's shape depends."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_refuses_a_tensor_that_is_larger_along_any_axis_and_another_number_of_maps(kind):
+    filters, bias, norms, other_norms, maps, others = KINDS[kind]
+    floats = [filters, bias, norms and (2, 6, norms), other_norms and (2, 6, other_norms)]
+    fitting = [one or (0,) for one in floats] + [MAPS[one] for one in maps + others]
+
+    def call(shapes):
+        tensors = [tf.zeros(shape) for shape in shapes]
+        parts = tensors[4 : 4 + len(maps)], tensors[4 + len(maps) :]
+        operations._run(getattr(operations, kind), *parts, *tensors[:4])
+
+    call(fitting)
+    for i, shape in enumerate(fitting):
+        for axis in range(len(shape)):
+            if shape == (0,) or (i, axis) in FREE.get(kind, ()):
+                continue
+            larger = (*shape[:axis], shape[axis] + 1, *shape[axis + 1 :])
+            with pytest.raises(tf.errors.InvalidArgumentError, match="must"):
+                call([*fitting[:i], larger, *fitting[i + 1 :]])
+    numbers = [[*fitting, MAPS["m"]]]
+    if others and kind not in ("PROJECT", "PROJECT_GRADIENT"):  # their last one may be left out
+        numbers.append(fitting[:-1])
+    for shapes in numbers:
+        with pytest.raises(tf.errors.InvalidArgumentError, match="must"):
+            call(shapes)
 
 
 def test_a_library_of_other_sources_does_not_count(monkeypatch, tmp_path):
