@@ -16,8 +16,8 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 import numpy as np
 
 from cpu3d.data.nifti import read_volume, to_ras
-from cpu3d.data.splits import with_fold
 from cpu3d.data.store import Store, open_store
+from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import PREDICTIONS, UNTOUCHED, ranked, read_scores, scores_path, summary_table, warning
 from cpu3d.inference.postprocessing import Decision, PostProcessing, postprocessing_of, read_decision
