@@ -13,8 +13,8 @@ from cpu3d.data.files.loader import normalise
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Region, Shape3, paste, round_up
 from cpu3d.data.resolution import Resizing, resizing_for
-from cpu3d.data.sampling import sliding_window
 from cpu3d.data.store import case_region
+from cpu3d.data.windows import sliding_window
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import fits_memory
 from cpu3d.inference.runs import AS_TRAINED, Inference, window_of
