@@ -9,7 +9,7 @@ from typing import Callable, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 import tensorflow as tf
 
-from cpu3d.data.files.loader import normalise
+from cpu3d.data.normalise import normalise
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Region, Shape3, paste, round_up
 from cpu3d.data.resolution import Resizing, resizing_for
