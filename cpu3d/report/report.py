@@ -25,15 +25,15 @@ from cpu3d.inference.scores import METRICS
 from cpu3d.pages.page import flat, page_file, percent, render_page
 from cpu3d.pages.viewer import SCORES, ViewedCase, viewer
 from cpu3d.report import pictures
-from cpu3d.report.pictures import Figures, Line
+from cpu3d.report.pictures import Figures
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import Events, costs_of, last_end, median, numbers, of_kind
 from cpu3d.settings import load_config
 from cpu3d.util.atomic import atomic_write
 from cpu3d.util.records import by, count, duration, listed, seconds
 from memory_estimator.common.schema import option
-from memory_estimator.common.table import PALETTE, Bold, Table
-from memory_estimator.common.units import GIB, format_bytes
+from memory_estimator.common.table import Bold, Table
+from memory_estimator.common.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def page_sections(files: RunFiles) -> List[Section]:
         ("Scores", scored),
         ("Post-processing", [decided]),
         ("Cases", [_cases(files)] if scores and files.store else []),
-        ("Training", [_curves(events, config["coarse_steps"])]),
+        ("Training", [pictures.curves(events, config["coarse_steps"])]),
         ("Memory and time", [_costs(files, starts)]),
         ("Host and software", hosts),
         ("Settings", [Folded("config.json", Table(("", ""), sorted(flat(config)), names=2)), Folded("split", ids)]),
@@ -248,7 +248,7 @@ def _scores_section(files: RunFiles) -> List[Part]:
     about = (
         f"Weights \u201c{scores['weights']}\u201d, on the full original grid. {every} Empty masks score as in BraTS."
     )
-    return [summary_table(scores), about, _score_pictures(scores), Folded("Every case", _cases_table(scores))]
+    return [summary_table(scores), about, pictures.score_pictures(scores), Folded("Every case", _cases_table(scores))]
 
 
 def _cases(files: RunFiles) -> Mapping[str, Any]:
@@ -339,51 +339,3 @@ def _costs(files: RunFiles, starts: Events) -> Table:
         rows.append((name, took, "a volume on its full grid, median", "", ""))
     cells = [(row[0], Bold(row[1]), *row[2:]) for row in rows if row[1] != "-" or row[3]]
     return Table(("", "measured", "", "predicted", "predicted is off by"), cells, names=3)
-
-
-# --- Private helpers: pictures ---
-
-
-def _score_pictures(scores: Mapping[str, Any]) -> Figures:
-    """Every case as a dot, a picture a metric."""
-    figures = []
-    for name, metric in METRICS.items():
-        values = {region: [case["regions"][region][name] for case in scores["cases"]] for region in scores["summary"]}
-        y_range = (-0.02, 1.02) if metric.larger_is_better else (0, None)
-        title = metric.label if metric.larger_is_better else f"{metric.label} (less is better)"
-        png = pictures.strips(values, title=title, y_label=metric.unit, y_range=y_range)
-        figures.append((f"{title} of every case", png))
-    return figures
-
-
-def _curves(events: Events, coarse_steps: int) -> Figures:
-    """A chart of every curve there is something to draw of, with a dashed line where full steps begin."""
-    steps, validations = of_kind(events, "step"), of_kind(events, "validation")
-    charts: Figures = []
-
-    def add(title: str, lines: Sequence[Line], **axis: Any) -> None:
-        lines = [line for line in lines if len(line.x)]
-        if lines:
-            charts.append((title, pictures.chart(lines, title=title, switch=coarse_steps, **axis)))
-
-    loss = [_line("training", steps, "loss", PALETTE[0]), _line("validation", validations, "loss", PALETTE[1])]
-    add("Loss", loss, y_label="loss")
-    regions = dict.fromkeys(name for event in (*validations, *steps) for name in event.get("dice", {}))
-    for kind, source in (("validation, whole volumes", validations), ("training steps", steps)):
-        dice = [{**event, **event.get("dice", {})} for event in source]
-        lines = [_line(name, dice, name, colour) for name, colour in zip(regions, PALETTE * len(regions))]
-        add(f"Dice, {kind}", lines, y_label="Dice", y_range=(0, 1))
-    from_zero = {"y_range": (0, None)}
-    times = [_line("step", steps, "step_s", PALETTE[0]), _line("waiting for data", steps, "wait_s", PALETTE[1])]
-    add("Time of a step", times, y_label="s", **from_zero)
-    add("Learning rate", [_line("", steps, "learning_rate", PALETTE[2])], y_label="learning rate", **from_zero)
-    add("Memory of the process", [_line("", steps, "rss_bytes", PALETTE[2], GIB)], y_label="GiB", **from_zero)
-    return charts
-
-
-def _line(name: str, events: Events, key: str, colour: str, unit: float = 1) -> Line:
-    """What events hold under a key over their steps: with names those of steps are noisy, those of validations dots."""
-    known = [event for event in events if numbers([event], key)]
-    x, y = [event["step"] for event in known], [event[key] / unit for event in known]
-    of_steps = bool(known) and known[0]["event"] == "step"
-    return Line(name, x, y, colour, measured=not (of_steps and name), dots=not of_steps)
