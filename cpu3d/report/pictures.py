@@ -93,8 +93,7 @@ def strips(values: Mapping[str, Sequence[float]], *, title: str, y_label: str, y
 
 
 def curves(events: Events, coarse_steps: int) -> Figures:
-    """A chart of every curve there is something to draw of, with a dashed line where full steps begin. A curve is
-    added here."""
+    """A chart of every curve there is something to draw of, with a dashed line where full steps begin."""
     steps, validations = of_kind(events, "step"), of_kind(events, "validation")
     charts: Figures = []
 
@@ -125,8 +124,7 @@ def score_pictures(scores: Mapping[str, Any]) -> Figures:
         values = {region: [case["regions"][region][name] for case in scores["cases"]] for region in scores["summary"]}
         y_range = (-0.02, 1.02) if metric.larger_is_better else (0, None)
         title = metric.label if metric.larger_is_better else f"{metric.label} (less is better)"
-        picture = strips(values, title=title, y_label=metric.unit, y_range=y_range)
-        figures.append((f"{title} of every case", picture))
+        figures.append((f"{title} of every case", strips(values, title=title, y_label=metric.unit, y_range=y_range)))
     return figures
 
 

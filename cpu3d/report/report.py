@@ -25,7 +25,6 @@ from cpu3d.inference.scores import METRICS
 from cpu3d.pages.page import flat, page_file, percent, render_page
 from cpu3d.pages.viewer import SCORES, ViewedCase, viewer
 from cpu3d.report import pictures
-from cpu3d.report.pictures import Figures
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import Events, costs_of, last_end, median, numbers, of_kind
 from cpu3d.settings import load_config
@@ -75,7 +74,7 @@ class Folded:
 
 # Of a section: a table, pictures beside each other, a paragraph, or the cases of `viewer`. Empty ones are left out, and
 # so is a section, a heading and its parts, that has none.
-Part = Union[Table, Folded, Figures, str, Mapping[str, Any]]
+Part = Union[Table, Folded, pictures.Figures, str, Mapping[str, Any]]
 Section = Tuple[str, Sequence[Part]]
 
 
@@ -161,7 +160,6 @@ def page_sections(files: RunFiles) -> List[Section]:
     """All that the page shows, in order. An element is added here."""
     scores, config, events = files.scores, files.config, files.events
     starts = of_kind(events, "start")
-    scored = _scores_section(files) if scores else []
     decided = _decision_table(files) or f"Post-processing is {files.postprocessing.words}."
     hosts = []
     for start in starts:
@@ -172,7 +170,7 @@ def page_sections(files: RunFiles) -> List[Section]:
     ids = Table(("", ""), [(name, ", ".join(cases) or "none") for name, cases in split.items()], names=2)
     return [
         ("The run", [Table(("", ""), _facts(files, starts), names=2)]),
-        ("Scores", scored),
+        ("Scores", _scores_section(files) if scores else []),
         ("Post-processing", [decided]),
         ("Cases", [_cases(files)] if scores and files.store else []),
         ("Training", [pictures.curves(events, config["coarse_steps"])]),
@@ -182,7 +180,7 @@ def page_sections(files: RunFiles) -> List[Section]:
     ]
 
 
-# --- Private helpers: numbers and tables ---
+# --- Private helpers ---
 
 
 def _is_filled(part: Part) -> bool:
@@ -289,11 +287,8 @@ def _decision_table(files: RunFiles) -> Optional[Table]:
         rules = decision.chosen.rules.get(name)
         values = []
         for key in SHOWN:
-            was, is_, digits = (
-                getattr(decision.before[name], key),
-                getattr(decision.after[name], key),
-                METRICS[key].digits,
-            )
+            was, is_ = (getattr(means[name], key) for means in (decision.before, decision.after))
+            digits = METRICS[key].digits
             values.append(f"{was:.{digits}f} \u2192 {is_:.{digits}f}")
         rows.append((name, f"below {listed(rules)}" if rules else "-", *values))
     nested = "; each region is cut to the larger ones" if decision.chosen.nested else ""
@@ -330,9 +325,8 @@ def _costs(files: RunFiles, starts: Events) -> Table:
     wait_share = costs.wait_s / costs.steps_s if costs.steps_s else None
     all_s = costs.steps_s + beside_s
     rows.append(("waiting for data", percent(wait_share), "of the time of the steps", "", ""))
-    rows.append(
-        ("validation and checkpoints", percent(beside_s / all_s if all_s else None), "of the whole time", "", "")
-    )
+    beside_share = beside_s / all_s if all_s else None
+    rows.append(("validation and checkpoints", percent(beside_share), "of the whole time", "", ""))
     rows.append(("whole training", duration(costs.train_s or all_s), "wall clock, all attempts", "", ""))
     for name, key in (("prediction", "predict_s"), ("scoring", "score_s")) if files.scores else ():
         took = seconds(median(numbers(files.scores["cases"], key)))
