@@ -18,8 +18,8 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tup
 
 from cpu3d.data.region import Shape3
 from cpu3d.data.resolution import field_of, network_grid
-from cpu3d.data.splits import with_fold
 from cpu3d.data.store import Store, check_names, grid_size
+from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import DoesNotFitError, InputError, refuse
 from cpu3d.host.gpu import Gpu, best_dtype, card_of, pick_device, why_no_card
 from cpu3d.host.thread_plan import thread_plan

@@ -20,7 +20,7 @@ from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.files.reader import READ_MODES
 from cpu3d.data.records import Code
 from cpu3d.data.region import EXTENTS
-from cpu3d.data.splits import parse_fold
+from cpu3d.data.stores.splits import parse_fold
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import write_json
 from memory_estimator.common.files import read_json, typed

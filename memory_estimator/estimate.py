@@ -18,7 +18,7 @@ from models.layer_plan import Shape3
 STORE_NOTE = "errors are those of steps given one batch again and again; what a run holds beside is in the upper bound"
 """Stands with the errors of a job that a store feeds: what its pipeline does to the allocator is not replayed."""
 
-RESAMPLED_BYTES = 13  # a value of a volume to be rotated, at most: three float32 copies and a mask (cpu3d.data.finish)
+RESAMPLED_BYTES = 13  # a value of a volume to be rotated, at most: three float32 copies and a mask (data/normalise.py)
 
 LOGITS_MAPS = 2
 """float32 maps as large as the logits that a validation of whole volumes holds at a time: what the windows have given,

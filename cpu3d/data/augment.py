@@ -1,4 +1,4 @@
-"""Augmentation: its settings, and the numbers drawn for a sample, which finish.py applies.
+"""Augmentation: its settings, and the numbers drawn for a sample, which normalise.py applies.
 
 Gain and offset fold into the normalisation and cost nothing. Rotation and scaling, off by default, are in millimetres,
 so that a rotation does not shear on a grid of unequal spacing.

@@ -20,9 +20,9 @@ import numpy as np
 import tensorflow as tf
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
-from cpu3d.data.files.loader import BOX, labelled, loader, normalise, open_reading
+from cpu3d.data.files.loader import BOX, labelled, loader, open_reading
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.finish import Finish, padded
+from cpu3d.data.normalise import Finish, normalise, padded
 from cpu3d.data.region import Shape3, is_integer, require
 from cpu3d.data.sampling import ALL, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store, case_region, check_names, grid_size, open_store

@@ -21,11 +21,10 @@ from typing import Any, Callable, Mapping, Optional
 import numpy as np
 
 from cpu3d.distributed.cluster import Cluster
-from cpu3d.distributed.rendezvous import meet
+from cpu3d.distributed.rendezvous import MEETING_S, meet
 from cpu3d.errors import WorkerLostError
+from cpu3d.run.heartbeat import LOST_S
 
-SILENCE_S = 20.0  # a worker that has sent nothing for so long, or that a signal has stopped for so long, is lost
-MEETING_S = 300.0  # how long a worker waits for the others at the start: the hosts of a queue do not start together
 PIECE = 4 * 2**20  # numbers summed at a time: 400 MB take 0.5 s so, in one 1.1 to 1.5 s and 1 GB more memory
 
 
@@ -148,7 +147,7 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
         "standalone",
         service_leader="/job:worker/replica:0/task:0",
         cluster_register_timeout_in_ms=60_000,  # of workers that have just met; TensorFlow itself would wait an hour
-        heartbeat_timeout_in_ms=int(SILENCE_S * 1000),  # beats are a thread's own: one that computes is heard
+        heartbeat_timeout_in_ms=int(LOST_S * 1000),  # beats are a thread's own: one that computes is heard
         coordinated_jobs=list(jobs),
     )
     ring = tf.distribute.experimental.CommunicationImplementation.RING
@@ -233,7 +232,7 @@ class SharedMemory:
         return handle
 
     def _received(self) -> int:
-        self._peers[0].settimeout(SILENCE_S)
+        self._peers[0].settimeout(LOST_S)
         return socket.recv_fds(self._peers[0], WORD.size, 1)[1][0]
 
     def _send(self, word: int) -> None:

@@ -19,8 +19,8 @@ from cpu3d.distributed.cluster import Cluster, host_and_port
 from cpu3d.errors import InputError, WorkerLostError
 from memory_estimator.common.files import parse_json
 
-POLL_S, TRY_AGAIN_S = 0.05, 0.5
-SAY_AFTER_S = 10.0
+MEETING_S = 300.0  # how long a worker waits for the others: the hosts of a queue do not start together
+POLL_S, TRY_AGAIN_S, SAY_AFTER_S = 0.05, 0.5, 10.0
 HELLO_S = 5.0  # for a caller that has connected to send its rank
 HELLO_BYTES, PLAN_BYTES = 4096, 2**24  # the most that a caller may send, and the chief
 PIECE_BYTES = 2**15  # sent at a time: a socket of the host takes no larger message

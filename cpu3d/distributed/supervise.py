@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Callable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from cpu3d.errors import ENDINGS, InputError, Interrupted, WorkerLostError, ending_of
-from cpu3d.run.heartbeat import Heartbeat, is_here, is_suspended, read_heartbeats
+from cpu3d.run.heartbeat import HANGING_S, SILENT_S, Heartbeat, is_here, is_suspended, read_heartbeats
 from cpu3d.util.child import forward_signals, how_ended, last_words, start
 from cpu3d.util.records import without_passwords
 
@@ -34,8 +34,8 @@ class Patience:
     poll_s: float = 0.2
     settle_s: float = 8.0  # from the first failure until the others are asked to end: they hear of it, the chief saves
     grace_s: float = 3600.0  # from there to SIGKILL: steps, validations and checkpoints may take long
-    suspended_s: float = 60.0  # without a beat, of a worker that a signal has stopped: it holds up all others
-    silent_s: float = 300.0  # of any other: importing a library from a slow disk may take long
+    suspended_s: float = SILENT_S  # without a beat, of a worker that a signal has stopped: it holds up all others
+    silent_s: float = HANGING_S  # of any other
 
 
 class WorkerFailedError(InputError):

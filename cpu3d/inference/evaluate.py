@@ -30,8 +30,8 @@ from rich.console import Console
 from cpu3d.data.labels import code_meanings, region_mask
 from cpu3d.data.nifti import write_label
 from cpu3d.data.records import SPLITS, CaseRecord
-from cpu3d.data.splits import with_fold, with_folds
 from cpu3d.data.store import Store
+from cpu3d.data.stores.splits import with_fold, with_folds
 from cpu3d.errors import DivergedError, InputError, refuse
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.inference.postprocessing import RAW, PostProcessing, gentlest, postprocessing_of

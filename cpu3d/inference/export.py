@@ -27,8 +27,8 @@ from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import label_from_regions
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Region, Shape3, crop, paste
-from cpu3d.data.sampling import sliding_window
 from cpu3d.data.stores.case import load_case
+from cpu3d.data.windows import sliding_window
 from cpu3d.errors import InputError, refuse
 from cpu3d.host.apply import set_up
 from cpu3d.inference.evaluate import check_finite

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Dict, Tuple
 
 from cpu3d.data.labels import THRESHOLD, code_meanings, paint_order
-from cpu3d.data.sampling import OVERLAP, SIGMA_SHARE
+from cpu3d.data.windows import OVERLAP, SIGMA_SHARE
 from cpu3d.errors import InputError, how_to_install
 from cpu3d.settings import RunConfig
 

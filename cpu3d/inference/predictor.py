@@ -9,12 +9,12 @@ from typing import Callable, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 import tensorflow as tf
 
-from cpu3d.data.files.loader import normalise
+from cpu3d.data.normalise import normalise
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Region, Shape3, paste, round_up
 from cpu3d.data.resolution import Resizing, resizing_for
-from cpu3d.data.sampling import sliding_window
 from cpu3d.data.store import case_region
+from cpu3d.data.windows import sliding_window
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import fits_memory
 from cpu3d.inference.runs import AS_TRAINED, Inference, window_of

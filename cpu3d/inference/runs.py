@@ -14,9 +14,9 @@ import numpy as np
 
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Shape3
-from cpu3d.data.sampling import OVERLAP
-from cpu3d.data.splits import parse_fold, with_fold
 from cpu3d.data.store import Store, open_store
+from cpu3d.data.stores.splits import parse_fold, with_fold
+from cpu3d.data.windows import OVERLAP
 from cpu3d.errors import InputError, refuse
 from cpu3d.host.apply import set_up
 from cpu3d.host.gpu import CPU, HostGpus, pick_device, why_no_card

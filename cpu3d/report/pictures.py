@@ -1,14 +1,17 @@
-"""Pictures for people: training curves and score plots, as PNG bytes.
+"""The pictures of a report, training curves and score plots, and how a chart is drawn, as PNG bytes.
 
 Nothing here touches pyplot or any other state of the process: every function makes a figure, draws and encodes it.
 """
 
 from dataclasses import dataclass
-from typing import List, Mapping, Optional, Sequence, Tuple
+from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
+from cpu3d.inference.scores import METRICS
+from cpu3d.run.summary import Events, numbers, of_kind
 from memory_estimator.common.table import PALETTE, new_figure, plain, png
+from memory_estimator.common.units import GIB
 
 Figures = List[Tuple[str, bytes]]  # (what it shows, PNG) each
 YRange = Optional[Tuple[float, Optional[float]]]  # (bottom, top) of an axis; a top of None leaves room above the data
@@ -87,3 +90,47 @@ def strips(values: Mapping[str, Sequence[float]], *, title: str, y_label: str, y
     plain(axes, title)
     figure.tight_layout(pad=0.6)
     return png(figure)
+
+
+def curves(events: Events, coarse_steps: int) -> Figures:
+    """A chart of every curve there is something to draw of, with a dashed line where full steps begin."""
+    steps, validations = of_kind(events, "step"), of_kind(events, "validation")
+    charts: Figures = []
+
+    def add(title: str, lines: Sequence[Line], **axis: Any) -> None:
+        lines = [line for line in lines if len(line.x)]
+        if lines:
+            charts.append((title, chart(lines, title=title, switch=coarse_steps, **axis)))
+
+    loss = [_line("training", steps, "loss", PALETTE[0]), _line("validation", validations, "loss", PALETTE[1])]
+    add("Loss", loss, y_label="loss")
+    regions = dict.fromkeys(name for event in (*validations, *steps) for name in event.get("dice", {}))
+    for kind, source in (("validation, whole volumes", validations), ("training steps", steps)):
+        dice = [{**event, **event.get("dice", {})} for event in source]
+        lines = [_line(name, dice, name, colour) for name, colour in zip(regions, PALETTE * len(regions))]
+        add(f"Dice, {kind}", lines, y_label="Dice", y_range=(0, 1))
+    from_zero = {"y_range": (0, None)}
+    times = [_line("step", steps, "step_s", PALETTE[0]), _line("waiting for data", steps, "wait_s", PALETTE[1])]
+    add("Time of a step", times, y_label="s", **from_zero)
+    add("Learning rate", [_line("", steps, "learning_rate", PALETTE[2])], y_label="learning rate", **from_zero)
+    add("Memory of the process", [_line("", steps, "rss_bytes", PALETTE[2], GIB)], y_label="GiB", **from_zero)
+    return charts
+
+
+def score_pictures(scores: Mapping[str, Any]) -> Figures:
+    """Every case as a dot, a picture a metric."""
+    figures = []
+    for name, metric in METRICS.items():
+        values = {region: [case["regions"][region][name] for case in scores["cases"]] for region in scores["summary"]}
+        y_range = (-0.02, 1.02) if metric.larger_is_better else (0, None)
+        title = metric.label if metric.larger_is_better else f"{metric.label} (less is better)"
+        figures.append((f"{title} of every case", strips(values, title=title, y_label=metric.unit, y_range=y_range)))
+    return figures
+
+
+def _line(name: str, events: Events, key: str, colour: str, unit: float = 1) -> Line:
+    """What events hold under a key over their steps: with names those of steps are noisy, those of validations dots."""
+    known = [event for event in events if numbers([event], key)]
+    x, y = [event["step"] for event in known], [event[key] / unit for event in known]
+    of_steps = bool(known) and known[0]["event"] == "step"
+    return Line(name, x, y, colour, measured=not (of_steps and name), dots=not of_steps)

@@ -16,8 +16,8 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 import numpy as np
 
 from cpu3d.data.nifti import read_volume, to_ras
-from cpu3d.data.splits import with_fold
 from cpu3d.data.store import Store, open_store
+from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import PREDICTIONS, UNTOUCHED, ranked, read_scores, scores_path, summary_table, warning
 from cpu3d.inference.postprocessing import Decision, PostProcessing, postprocessing_of, read_decision
@@ -25,15 +25,14 @@ from cpu3d.inference.scores import METRICS
 from cpu3d.pages.page import flat, page_file, percent, render_page
 from cpu3d.pages.viewer import SCORES, ViewedCase, viewer
 from cpu3d.report import pictures
-from cpu3d.report.pictures import Figures, Line
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import Events, costs_of, last_end, median, numbers, of_kind
 from cpu3d.settings import load_config
 from cpu3d.util.atomic import atomic_write
 from cpu3d.util.records import by, count, duration, listed, seconds
 from memory_estimator.common.schema import option
-from memory_estimator.common.table import PALETTE, Bold, Table
-from memory_estimator.common.units import GIB, format_bytes
+from memory_estimator.common.table import Bold, Table
+from memory_estimator.common.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class Folded:
 
 # Of a section: a table, pictures beside each other, a paragraph, or the cases of `viewer`. Empty ones are left out, and
 # so is a section, a heading and its parts, that has none.
-Part = Union[Table, Folded, Figures, str, Mapping[str, Any]]
+Part = Union[Table, Folded, pictures.Figures, str, Mapping[str, Any]]
 Section = Tuple[str, Sequence[Part]]
 
 
@@ -161,7 +160,6 @@ def page_sections(files: RunFiles) -> List[Section]:
     """All that the page shows, in order. An element is added here."""
     scores, config, events = files.scores, files.config, files.events
     starts = of_kind(events, "start")
-    scored = _scores_section(files) if scores else []
     decided = _decision_table(files) or f"Post-processing is {files.postprocessing.words}."
     hosts = []
     for start in starts:
@@ -172,17 +170,17 @@ def page_sections(files: RunFiles) -> List[Section]:
     ids = Table(("", ""), [(name, ", ".join(cases) or "none") for name, cases in split.items()], names=2)
     return [
         ("The run", [Table(("", ""), _facts(files, starts), names=2)]),
-        ("Scores", scored),
+        ("Scores", _scores_section(files) if scores else []),
         ("Post-processing", [decided]),
         ("Cases", [_cases(files)] if scores and files.store else []),
-        ("Training", [_curves(events, config["coarse_steps"])]),
+        ("Training", [pictures.curves(events, config["coarse_steps"])]),
         ("Memory and time", [_costs(files, starts)]),
         ("Host and software", hosts),
         ("Settings", [Folded("config.json", Table(("", ""), sorted(flat(config)), names=2)), Folded("split", ids)]),
     ]
 
 
-# --- Private helpers: numbers and tables ---
+# --- Private helpers ---
 
 
 def _is_filled(part: Part) -> bool:
@@ -248,7 +246,7 @@ def _scores_section(files: RunFiles) -> List[Part]:
     about = (
         f"Weights \u201c{scores['weights']}\u201d, on the full original grid. {every} Empty masks score as in BraTS."
     )
-    return [summary_table(scores), about, _score_pictures(scores), Folded("Every case", _cases_table(scores))]
+    return [summary_table(scores), about, pictures.score_pictures(scores), Folded("Every case", _cases_table(scores))]
 
 
 def _cases(files: RunFiles) -> Mapping[str, Any]:
@@ -289,11 +287,8 @@ def _decision_table(files: RunFiles) -> Optional[Table]:
         rules = decision.chosen.rules.get(name)
         values = []
         for key in SHOWN:
-            was, is_, digits = (
-                getattr(decision.before[name], key),
-                getattr(decision.after[name], key),
-                METRICS[key].digits,
-            )
+            was, is_ = (getattr(means[name], key) for means in (decision.before, decision.after))
+            digits = METRICS[key].digits
             values.append(f"{was:.{digits}f} \u2192 {is_:.{digits}f}")
         rows.append((name, f"below {listed(rules)}" if rules else "-", *values))
     nested = "; each region is cut to the larger ones" if decision.chosen.nested else ""
@@ -330,60 +325,11 @@ def _costs(files: RunFiles, starts: Events) -> Table:
     wait_share = costs.wait_s / costs.steps_s if costs.steps_s else None
     all_s = costs.steps_s + beside_s
     rows.append(("waiting for data", percent(wait_share), "of the time of the steps", "", ""))
-    rows.append(
-        ("validation and checkpoints", percent(beside_s / all_s if all_s else None), "of the whole time", "", "")
-    )
+    beside_share = beside_s / all_s if all_s else None
+    rows.append(("validation and checkpoints", percent(beside_share), "of the whole time", "", ""))
     rows.append(("whole training", duration(costs.train_s or all_s), "wall clock, all attempts", "", ""))
     for name, key in (("prediction", "predict_s"), ("scoring", "score_s")) if files.scores else ():
         took = seconds(median(numbers(files.scores["cases"], key)))
         rows.append((name, took, "a volume on its full grid, median", "", ""))
     cells = [(row[0], Bold(row[1]), *row[2:]) for row in rows if row[1] != "-" or row[3]]
     return Table(("", "measured", "", "predicted", "predicted is off by"), cells, names=3)
-
-
-# --- Private helpers: pictures ---
-
-
-def _score_pictures(scores: Mapping[str, Any]) -> Figures:
-    """Every case as a dot, a picture a metric."""
-    figures = []
-    for name, metric in METRICS.items():
-        values = {region: [case["regions"][region][name] for case in scores["cases"]] for region in scores["summary"]}
-        y_range = (-0.02, 1.02) if metric.larger_is_better else (0, None)
-        title = metric.label if metric.larger_is_better else f"{metric.label} (less is better)"
-        png = pictures.strips(values, title=title, y_label=metric.unit, y_range=y_range)
-        figures.append((f"{title} of every case", png))
-    return figures
-
-
-def _curves(events: Events, coarse_steps: int) -> Figures:
-    """A chart of every curve there is something to draw of, with a dashed line where full steps begin."""
-    steps, validations = of_kind(events, "step"), of_kind(events, "validation")
-    charts: Figures = []
-
-    def add(title: str, lines: Sequence[Line], **axis: Any) -> None:
-        lines = [line for line in lines if len(line.x)]
-        if lines:
-            charts.append((title, pictures.chart(lines, title=title, switch=coarse_steps, **axis)))
-
-    loss = [_line("training", steps, "loss", PALETTE[0]), _line("validation", validations, "loss", PALETTE[1])]
-    add("Loss", loss, y_label="loss")
-    regions = dict.fromkeys(name for event in (*validations, *steps) for name in event.get("dice", {}))
-    for kind, source in (("validation, whole volumes", validations), ("training steps", steps)):
-        dice = [{**event, **event.get("dice", {})} for event in source]
-        lines = [_line(name, dice, name, colour) for name, colour in zip(regions, PALETTE * len(regions))]
-        add(f"Dice, {kind}", lines, y_label="Dice", y_range=(0, 1))
-    from_zero = {"y_range": (0, None)}
-    times = [_line("step", steps, "step_s", PALETTE[0]), _line("waiting for data", steps, "wait_s", PALETTE[1])]
-    add("Time of a step", times, y_label="s", **from_zero)
-    add("Learning rate", [_line("", steps, "learning_rate", PALETTE[2])], y_label="learning rate", **from_zero)
-    add("Memory of the process", [_line("", steps, "rss_bytes", PALETTE[2], GIB)], y_label="GiB", **from_zero)
-    return charts
-
-
-def _line(name: str, events: Events, key: str, colour: str, unit: float = 1) -> Line:
-    """What events hold under a key over their steps: with names those of steps are noisy, those of validations dots."""
-    known = [event for event in events if numbers([event], key)]
-    x, y = [event["step"] for event in known], [event[key] / unit for event in known]
-    of_steps = bool(known) and known[0]["event"] == "step"
-    return Line(name, x, y, colour, measured=not (of_steps and name), dots=not of_steps)

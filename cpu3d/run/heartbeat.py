@@ -23,7 +23,9 @@ SCHEMA = 1
 # The phases in which a worker waits for the others.
 WAITING_PHASES = ("exchanging", "waiting for the others' validation", "waiting for the last checkpoint")
 BEAT_S = 5.0  # between two beats, and the most between a change of phase and the file
+LOST_S = 20.0  # a worker that has sent another host nothing for so long, as where a signal has stopped it, is lost
 SILENT_S = 60.0  # a worker whose last beat is older is not alive; network file systems lag by seconds
+HANGING_S = 300.0  # without a beat, until `launch` kills it: importing a library from a slow disk may take long
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import Callable, Optional, Tuple
 import numpy as np
 import tensorflow as tf
 
-from cpu3d.data.sampling import sliding_window
+from cpu3d.data.windows import sliding_window
 from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.training.feeds import Feeds
 from cpu3d.training.learner import Learner

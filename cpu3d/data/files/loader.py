@@ -7,13 +7,14 @@ import numpy as np
 
 from cpu3d.data.augment import DRAWN, AugmentConfig, draw
 from cpu3d.data.files.reader import READ_MODES, Reader, choose_read_mode, file_system, parts_of
+from cpu3d.data.normalise import normalisation
 from cpu3d.data.records import CaseRecord
-from cpu3d.data.region import Region, crop
+from cpu3d.data.region import Region
 from cpu3d.data.sampling import ALL, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, refuse
 
-# Name -> dtype and shape of what a loader gives; finish.py describes each.
+# Name -> dtype and shape of what a loader gives; normalise.py describes each.
 BOX = {
     "bits": ("int16", (None, None, None, None)),
     "is_half": ("bool", ()),
@@ -88,16 +89,3 @@ def _arrays(reader: Reader, record: CaseRecord, inside: Region) -> Tuple[np.ndar
         return (*(reader.array(record, part) for part in parts_of(record)), tuple(starts))
     slices = tuple(map(slice, starts, stops))
     return (*(reader.array(record, part, slices) for part in parts_of(record)), (0, 0, 0))
-
-
-def normalisation(record: CaseRecord) -> Tuple[np.ndarray, np.ndarray]:
-    """(scale, shift), float64, so that scale * value + shift has mean 0 and standard deviation 1 over the brain."""
-    scale = 1 / np.array(record.channel_std)
-    return scale, -np.array(record.channel_mean) * scale
-
-
-def normalise(image: np.ndarray, record: CaseRecord, region: Region) -> np.ndarray:
-    """A `region` of an image (X, Y, Z, C) as float32, normalised as the graph does it; for prediction."""
-    scale, shift = normalisation(record)
-    part = crop(image, region)
-    return np.where(part == 0, np.float32(0), part.astype(np.float32) * np.float32(scale) + np.float32(shift))

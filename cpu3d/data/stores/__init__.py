@@ -1,1 +1,1 @@
-"""What becomes a store and what looks after it: layouts of data sets, `prepare`, `phantom`, `store`."""
+"""What becomes a store and what looks after it: layouts of data sets, splits, `prepare`, `phantom`, `store`."""

@@ -16,7 +16,7 @@ from typing import Annotated, Container, Dict, Iterable, List, Optional, Sequenc
 
 import msgspec
 
-from cpu3d.data.splits import TABLE, read_patients
+from cpu3d.data.stores.splits import TABLE, read_patients
 from cpu3d.errors import InputError, refuse
 from memory_estimator.common.files import read_regular
 

@@ -35,10 +35,10 @@ from cpu3d.data.records import (
     to_json,
 )
 from cpu3d.data.region import crop, whole
-from cpu3d.data.splits import describe_patients, split_cases
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import UNKNOWN, CaseFiles, Dataset, Problems, labels_in_use, read_dataset, regions_of
+from cpu3d.data.stores.splits import describe_patients, split_cases
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import atomic_write, is_untouched, remove_partials, writable_folder, write_json
 from cpu3d.util.child import KILLED, run_jobs, worker_count

@@ -16,11 +16,11 @@ from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import CaseRecord, Manifest, remake
-from cpu3d.data.splits import TABLE, deal_cases, read_patients
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores import prepare
 from cpu3d.data.stores.layouts import CaseFiles, Dataset, labels_in_use, read_dataset, regions_of
 from cpu3d.data.stores.prepare import PATIENTS_HELP, SKIP_BAD_HELP, WORKERS_HELP, split_sizes
+from cpu3d.data.stores.splits import TABLE, deal_cases, read_patients
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.child import KILLED, run_jobs, worker_count

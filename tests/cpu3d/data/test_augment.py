@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cpu3d.data import finish as finish_module
+from cpu3d.data import normalise as module
 from cpu3d.data.augment import AugmentConfig, draw
-from cpu3d.data.finish import Finish, padded, resample
+from cpu3d.data.normalise import Finish, padded, resample
 
 
 def drawn(config, position, seed=1, channels=2, spacing_mm=(1, 1, 1)):
@@ -98,7 +98,7 @@ def same(left, right):
 @pytest.mark.parametrize("flips", [(0, 0, 0), (1, 0, 1), (0, 1, 0), (1, 1, 1)])
 @pytest.mark.parametrize(("half", "planes"), [(False, 1), (False, 4), (True, 2), (True, 100)])
 def test_slabs_of_any_thickness_are_the_volume_by_hand(flips, half, planes, monkeypatch):
-    monkeypatch.setattr(finish_module, "SLAB_VALUES", planes * 7 * 6 * 4)
+    monkeypatch.setattr(module, "SLAB_VALUES", planes * 7 * 6 * 4)
     one = box(half=half, flips=np.array(flips, bool))
     image, target = Finish(CODES).from_box(one)
     cut = tuple(slice(a, a + n) for a, n in zip(START, SIZE))

@@ -9,8 +9,8 @@ import pytest
 
 from cpu3d.data.nifti import read_volume
 from cpu3d.data.records import remake
-from cpu3d.data.splits import with_fold
 from cpu3d.data.store import open_store, write_store
+from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError
 from cpu3d.inference import evaluate
 from cpu3d.inference.evaluate import evaluate_split, read_scores, scores_path, summarise

@@ -13,9 +13,9 @@ from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import label_from_regions
 from cpu3d.data.nifti import read_volume, write_volume
 from cpu3d.data.region import bounding_box, centred, crop, paste, whole
-from cpu3d.data.sampling import sliding_window
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import CaseFiles
+from cpu3d.data.windows import sliding_window
 from cpu3d.inference import export_network as network
 from cpu3d.inference import segment
 from cpu3d.inference.export_contract import Contract

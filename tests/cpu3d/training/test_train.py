@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.data.splits import with_fold
 from cpu3d.data.stores.prepare import prepare
+from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import DoesNotFitError, InputError, how_to_install
 from cpu3d.host.speed import Observer
 from cpu3d.inference.predictor import load_predictor

@@ -1,7 +1,7 @@
-"""From stored voxels to the network's input, as TensorFlow ops that run anywhere.
+"""Normalises stored voxels to z-scores over the brain, and applies the drawn augmentation: the network's input.
 
-A raw sample holds integers and a few drawn numbers, half the bytes of the result. A GPU finishes it within the
-`tf.function` of its step, a CPU in the dataset, in slabs that stay in the cache. Both give the same bits.
+A raw sample holds integers and a few drawn numbers, half the bytes of the result. TensorFlow ops finish it: on a GPU
+within the `tf.function` of its step, on a CPU in the dataset, in slabs that stay in the cache, to the same bits.
 
 raw["bits"]     (..., X, Y, Z, C) int16, `...` nothing or a batch: stored values; with raw["is_half"] bits of float16
 raw["label"]    (..., X, Y, Z) uint8, label codes
@@ -17,10 +17,25 @@ from typing import Any, Dict, Tuple
 import numpy as np
 import tensorflow as tf
 
+from cpu3d.data.records import CaseRecord
+from cpu3d.data.region import Region, crop
 from cpu3d.errors import InputError
 from models.config import DTYPES
 
 SLAB_VALUES = 1 << 19  # computed at a time: 2 MiB of float32. A whole volume at once took twice as long.
+
+
+def normalisation(record: CaseRecord) -> Tuple[np.ndarray, np.ndarray]:
+    """(scale, shift), float64, so that scale * value + shift has mean 0 and standard deviation 1 over the brain."""
+    scale = 1 / np.array(record.channel_std)
+    return scale, -np.array(record.channel_mean) * scale
+
+
+def normalise(image: np.ndarray, record: CaseRecord, region: Region) -> np.ndarray:
+    """A `region` of an image (X, Y, Z, C) as float32, normalised as the graph does it; for prediction."""
+    scale, shift = normalisation(record)
+    part = crop(image, region)
+    return np.where(part == 0, np.float32(0), part.astype(np.float32) * np.float32(scale) + np.float32(shift))
 
 
 @dataclass(frozen=True)

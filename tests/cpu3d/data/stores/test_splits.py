@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu3d.data.splits import TABLE, deal, parse_fold, read_patients, split_cases, with_fold
 from cpu3d.data.stores.layouts import UNKNOWN, patient_of
 from cpu3d.data.stores.prepare import prepare
+from cpu3d.data.stores.splits import TABLE, deal, parse_fold, read_patients, split_cases, with_fold
 from cpu3d.data.stores.upkeep import append
 from cpu3d.errors import InputError
 from tests.cpu3d.data.datasets import decathlon
