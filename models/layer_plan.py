@@ -60,7 +60,7 @@ def layer_plan(config: UNetConfig, shape: Shape3) -> Tuple[LayerOp, ...]:
         up = plan.up(x, level)
         channels = skips[level].shape[3] + up.shape[3]
         x = plan.add(f"decoder{level}_concat", "concat", (skips[level], up), level, channels)
-        x = plan.block(f"decoder{level}", x, level, config.decoder_widths(level))
+        x = plan.block(f"decoder{level}", x, level, (skips[level].shape[3],) * 2)
         if config.deep_supervision and level:
             deep_heads.append((level, x))
     plan.convolution("head", "head", x, 0, config.outputs, kernel=1)
