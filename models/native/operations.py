@@ -14,6 +14,8 @@ import functools
 import time
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
+import tensorflow as tf
+
 from models.native.build import door_library, kernels_library
 
 Tensor = Any
@@ -244,8 +246,6 @@ def _loaded() -> Optional[Any]:
     path = door_library()
     if path is None:
         return None
-    import tensorflow as tf
-
     try:
         module = tf.load_op_library(str(path))
         kernels = ctypes.CDLL(str(path)).native_kernels
@@ -263,15 +263,11 @@ def _operations() -> Any:
 
 
 def _none() -> Tensor:
-    import tensorflow as tf
-
     return tf.zeros((0,), tf.float32)
 
 
 def _coefficients(sources: Sequence[Source]) -> Tensor:
     """(batch, 6, channels): scale, shift, floor, and three that are not read; empty where all is raw."""
-    import tensorflow as tf
-
     if not any(source.norm for source in sources):
         return _none()
     parts = []
@@ -287,8 +283,6 @@ def _coefficients(sources: Sequence[Source]) -> Tensor:
 
 def _gradient_coefficients(gradient: Gradient) -> Tensor:
     """(batch, 6, channels): scale, shift, floor, a, b, c."""
-    import tensorflow as tf
-
     if gradient.source is None:
         return _none()
     norm = gradient.source.norm
@@ -297,7 +291,5 @@ def _gradient_coefficients(gradient: Gradient) -> Tensor:
 
 def _below_coefficients(source: Source) -> Tensor:
     """(batch, 5, channels): scale, shift, floor, mean, rstd."""
-    import tensorflow as tf
-
     norm = source.norm
     return tf.stack([norm.scale, norm.shift, norm.floor, norm.mean, norm.rstd], 1) if norm else _none()
