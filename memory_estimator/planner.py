@@ -149,24 +149,18 @@ def nearest(
     return []
 
 
-def largest_patch(job: Job, memory_bytes: int) -> Optional[Job]:
-    """With the largest of `patch_shapes` that a GPU trains, `job.micro` at a time; None where none is."""
+def patch_for(job: Job, memory_bytes: int, name: str) -> Shape3:
+    """The largest of `patch_shapes` that a GPU trains, `job.micro` at a time. Raises ValueError, with what the smallest
+    takes of memory `name`, where it trains none."""
     jobs = [dataclasses.replace(job, shape=shape) for shape in patch_shapes(job.shape, job.unet.divisor)]
     found = largest_number(lambda number: gpu_bytes(jobs[number - 1]), memory_bytes, len(jobs))
-    return jobs[found - 1] if found else None
-
-
-def patch_for(job: Job, memory_bytes: int, name: str) -> Shape3:
-    """The shape of `largest_patch`. Raises ValueError, with what the smallest takes of memory `name`."""
-    found = largest_patch(job, memory_bytes)
     if found:
-        return found.shape
-    least = dataclasses.replace(job, shape=least_patch(job.shape, job.unet.divisor))
+        return jobs[found - 1].shape
     at_once = f", {job.micro} at a time," if job.micro > 1 else ","
     lower = "--filters or --micro-batch" if job.micro > 1 else "--filters"
     raise ValueError(
-        f"{name} must hold a patch of at least {' x '.join(map(str, least.shape))}{at_once} which takes "
-        f"{format_bytes(gpu_bytes(least))}, got {format_bytes(memory_bytes)}; lower {lower}, or use a larger card"
+        f"{name} must hold a patch of at least {' x '.join(map(str, jobs[0].shape))}{at_once} which takes "
+        f"{format_bytes(gpu_bytes(jobs[0]))}, got {format_bytes(memory_bytes)}; lower {lower}, or use a larger card"
     )
 
 

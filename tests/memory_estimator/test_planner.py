@@ -14,7 +14,6 @@ from memory_estimator.planner import (
     fastest_that_fits,
     gpu_bytes,
     largest_number,
-    largest_patch,
     nearest,
     patch_for,
     patch_shapes,
@@ -140,12 +139,12 @@ def test_every_patch_divides_lies_within_the_volume_and_is_one_step_larger_than_
 
 
 @settings(deadline=None, max_examples=20)
-@given(memory_bytes=st.integers(GIB, 40 * GIB), batch=st.sampled_from([(1, 1), (2, 1), (2, 2)]))
+@given(memory_bytes=st.integers(2 * GIB, 40 * GIB), batch=st.sampled_from([(1, 1), (2, 1), (2, 2)]))
 def test_the_patch_fits_and_the_next_larger_one_does_not(memory_bytes, batch):
     job = dataclasses.replace(CARD_JOB, shape=(144, 192, 144), batch=batch[0], micro_batch=batch[1])
-    patch, shapes = largest_patch(job, memory_bytes), patch_shapes(job.shape, 16)
-    place = -1 if patch is None else shapes.index(patch.shape)
-    assert patch is None or card_bytes(patch) <= memory_bytes
+    shapes = patch_shapes(job.shape, 16)
+    place = shapes.index(patch_for(job, memory_bytes, "gpu:0"))
+    assert card_bytes(dataclasses.replace(job, shape=shapes[place])) <= memory_bytes
     if place < len(shapes) - 1:
         assert card_bytes(dataclasses.replace(job, shape=shapes[place + 1])) > memory_bytes
 
