@@ -64,20 +64,6 @@ def test_the_plan_of_a_known_memory_is_the_one_by_hand():
     assert singly["filters"].job.parts == 16
 
 
-def test_what_is_called_the_largest_fits_and_so_does_all_that_is_smaller():
-    """Upper bounds that are wide go up and down: here those of 16 filters and of five volumes are far too high."""
-
-    def wide(job):
-        jumps = job.unet.filters == 16 or job.batch == 5
-        return SimpleNamespace(**{**vars(price(job)), "upper_bound_bytes": cost(job) * (9 if jumps else 1)})
-
-    one = dataclasses.replace(JOB.with_unet(filters=8), batch=1, micro_batch=1)
-    found = plan(one, wide, 8 * ONE_VOLUME + 1000)
-    assert found["filters"].job.unet.filters == 8  # though 24 to 128 would fit
-    assert found["batch"].job.batch == 4  # though 6 to 16 would
-    assert found["extent"].upper_bound_bytes <= 8 * ONE_VOLUME + 1000
-
-
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=3, max_size=3), st.integers(0, 10))
 def test_the_policy_picked_is_the_fastest_that_fits_or_else_takes_least(figures, budget):
     names = ("upper_bound_bytes", "step_s")
