@@ -39,8 +39,6 @@ ENGINES = ("itex", "stock")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 STORED_BYTES = 2  # a voxel and channel in a store, as int16 or float16; of a label it is one a voxel
 
-MOST_THREADS = 4096  # inside one operation; oneDNN's search for a split takes long for more
-
 AUTO = "auto"  # of an option that is to be worked out
 PLAN_SCHEMA = 1  # version of plan.json, which `cpu3d.plan` writes into a run's folder
 
@@ -67,8 +65,6 @@ class Job:
         for name, least in (("batch", 1), ("threads", 1), ("cases", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}; raise it")
-        if self.threads > MOST_THREADS:
-            raise ValueError(f"threads must be at most {MOST_THREADS}, got {self.threads}; lower it")
         check_micro_batch(self.batch, self.micro_batch)
         for name, allowed in (("optimizer", OPTIMIZERS), ("engine", ENGINES)):
             if getattr(self, name) not in allowed:

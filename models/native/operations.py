@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from models.native.build import door_library, kernels_library
 
-Tensor = Any
+Tensor = tf.Tensor
 
 
 class Norm(NamedTuple):
