@@ -92,7 +92,6 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Of the command line."""
     parser = argparse.ArgumentParser(prog=as_typed("./run.sh estimate"), description=as_typed(__doc__))
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_options(parser, Options, ScalingOptions)

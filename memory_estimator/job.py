@@ -95,7 +95,6 @@ class Job:
         return dataclasses.replace(self, unet=dataclasses.replace(self.unet, **changes))
 
     def describe(self) -> str:
-        """The job in one line."""
         unet = self.unet
         parts = (
             f"{' x '.join(map(str, self.shape))} x {unet.channels} -> {unet.outputs}",

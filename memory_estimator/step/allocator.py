@@ -96,7 +96,6 @@ class Allocator:
                 self.give_back(name)
 
     def take(self, name: str, size_bytes: int) -> None:
-        """Allocate."""
         if size_bytes < SMALL_BYTES:
             self._by_name[name] = None
             return

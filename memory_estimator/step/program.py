@@ -57,7 +57,6 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> int:
-        """Most live bytes of the step."""
         return max(self.live_bytes)
 
 
