@@ -21,7 +21,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 from memory_estimator import planner
 from memory_estimator.accuracy import load_accuracy
@@ -29,7 +29,7 @@ from memory_estimator.calibration import find_constants, load_constants
 from memory_estimator.common.schema import add_options, as_typed, from_args, option
 from memory_estimator.common.table import Table, new_console
 from memory_estimator.common.units import format_bytes, format_seconds, parse_bytes
-from memory_estimator.estimate import STORE_NOTE, Estimate, estimate
+from memory_estimator.estimate import STORE_NOTE, Component, Estimate, estimate
 from memory_estimator.host import INSTRUCTION_SETS, read_host
 from memory_estimator.job import (
     Job,
@@ -92,7 +92,6 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Of the command line."""
     parser = argparse.ArgumentParser(prog=as_typed("./run.sh estimate"), description=as_typed(__doc__))
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_options(parser, Options, ScalingOptions)
@@ -144,8 +143,11 @@ def _answer(args: argparse.Namespace) -> Answer:
     smaller = [] if fits else planner.nearest(job, price, memory_bytes)
     nothing = [] if fits or smaller else ["nothing smaller fits either; use another host"]
     reason = choice.reason(f"{format_bytes(memory_bytes)} {whose}") if choice else "given"
-    described = named or given_bytes or host().instructions
-    own_kernels = [] if described else ["a step is predicted as own kernels compute it, which take a CPU with AVX2"]
+    assumed = []
+    if not (named or given_bytes or host().instructions):
+        assumed.append("a step is predicted as own kernels compute it, which take a CPU with AVX2")
+    if found.kind and job.engine not in accuracy.versions:
+        assumed.append(f"the engine is taken to be what was recorded, {' or '.join(found.kind.versions)}")
     content: Dict[str, Any] = {
         **found.to_json(),
         "host_memory_bytes": memory_bytes * workers,
@@ -153,7 +155,7 @@ def _answer(args: argparse.Namespace) -> Answer:
         "fits": fits,
         "advice": [f"fits with {option}" for option in smaller] + nothing,
         "policy": {"name": job.policy, "picked": bool(choice), "reason": reason},
-        "notes": [*source.notes, *own_kernels, *_assumed_engine(found)],
+        "notes": [*source.notes, *assumed],
     }
     content["constants"]["basis"] = found.constants.basis(job, None if named else host())
     shared = [f"of one of {workers} workers, memory and time of its share of each batch"] if workers > 1 else []
@@ -171,13 +173,6 @@ def _answer(args: argparse.Namespace) -> Answer:
         content["plan"], table = _plan(job, price, memory_bytes)
         parts.append(table)
     return content, parts
-
-
-def _assumed_engine(found: Estimate) -> List[str]:
-    """A note where the errors are those of an engine that may not be the one that will run."""
-    if not found.kind or found.job.engine in found.accuracy.versions:
-        return []
-    return [f"the engine is taken to be what was recorded, {' or '.join(found.kind.versions)}"]
 
 
 def _several_hosts(
@@ -205,7 +200,6 @@ def _several_hosts(
 def _tables(found: Estimate, basis: str) -> List[Union[str, Table]]:
     """The bill, the predictions with their errors, and what speed and baseline rest on."""
     job, constants = found.job, found.constants
-    bill = [(line.name, format_bytes(line.bytes), line.source) for line in found.components]
     time, epoch = found.error("step_s"), ("epoch", "-", "add --cases N")
     if found.epoch_s is not None:
         epoch = ("epoch", format_seconds(found.epoch_s), f"{time}; {job.cases} cases, validation not counted")
@@ -218,14 +212,18 @@ def _tables(found: Estimate, basis: str) -> List[Union[str, Table]]:
         epoch,
     )
     error = f"error, median and worst, over {found.kind}" if found.kind else "error: no step like this one was measured"
-    columns = ("", "bytes", "how it is known")
-    beside = [(line.name, format_bytes(line.bytes), line.source) for line in found.beside]
+    beside = [_bill("Beside the steps of a run, in the upper bound alone", found.beside)] if found.beside else []
     return [
-        Table(columns, bill, f"Held at the peak, while {found.timeline.peak_op} runs", names=3),
-        *([Table(columns, beside, "Beside the steps of a run, in the upper bound alone", names=3)] if beside else []),
+        _bill(f"Held at the peak, while {found.timeline.peak_op} runs", found.components),
+        *beside,
         Table(("", "", error), predicted, "Predicted", names=3),
         f"seconds: {basis} ({constants.record})",
     ]
+
+
+def _bill(title: str, lines: Sequence[Component]) -> Table:
+    rows = [(line.name, format_bytes(line.bytes), line.source) for line in lines]
+    return Table(("", "bytes", "how it is known"), rows, title, names=3)
 
 
 def _plan(job: Job, price: planner.Price, memory_bytes: int) -> Tuple[List[Dict[str, Any]], Table]:

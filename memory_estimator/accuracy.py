@@ -162,7 +162,6 @@ def digest(rows: Iterable[Row]) -> Accuracy:
 
 
 def accuracy_json(accuracy: Accuracy) -> bytes:
-    """The content of accuracy.json."""
     return (json.dumps({"kinds": dataclasses.asdict(accuracy)["kinds"]}, indent=1) + "\n").encode()
 
 

@@ -72,7 +72,6 @@ class Estimate:
 
     @property
     def volume_s(self) -> float:
-        """Seconds a volume."""
         return self.step_s / self.job.batch
 
     @property

@@ -127,8 +127,9 @@ class Cpu(NamedTuple):
 
 
 def cpu_places(root: Path) -> List[Cpu]:
-    """The CPUs that this process may run on, by number: its mask covers taskset, numactl and cpusets. Their places are
-    from /sys, else from /proc/cpuinfo, as in a container that masks it, else each is a core of its own on socket 0."""
+    """The CPUs that this process may run on, by number: its mask covers taskset, numactl and cpusets. They and their
+    places are from /sys, else from /proc/cpuinfo, as in a container that masks it, else each is a core of its own on
+    socket 0."""
     listed = {one.get("processor"): one for one in map(fields, read_text(root / "proc/cpuinfo").split("\n\n"))}
     node_of = {
         cpu: int(path.parent.name[4:])
@@ -138,7 +139,10 @@ def cpu_places(root: Path) -> List[Cpu]:
     mask = cpu_list(fields(read_text(root / "proc/self/status")).get("Cpus_allowed_list", ""))
     places: List[Cpu] = []
     cores: Dict[str, int] = {}
-    for cpu in sorted({*mask} & online(root)) or sorted(online(root)):  # a mask may name CPUs that are not there
+    online = cpu_list(read_text(root / "sys/devices/system/cpu/online")) or [
+        int(n) for n in listed if n and n.isdigit()
+    ]
+    for cpu in sorted({*mask} & {*online}) or sorted(online) or [0]:  # a mask may name CPUs that are not there
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
         siblings, socket = (read_text(topology / name) for name in ("thread_siblings_list", "physical_package_id"))
         if not siblings:
@@ -259,13 +263,6 @@ def fields(text: str) -> Dict[str, str]:
     """Lines of "name : value"."""
     pairs = (line.partition(":") for line in text.splitlines())
     return {name.strip(): value.strip() for name, colon, value in pairs if colon}
-
-
-def online(root: Path) -> Set[int]:
-    """As /sys has them, else those that /proc/cpuinfo lists."""
-    blocks = map(fields, read_text(root / "proc/cpuinfo").split("\n\n"))
-    listed = [int(one["processor"]) for one in blocks if one.get("processor", "").isdigit()]
-    return set(cpu_list(read_text(root / "sys/devices/system/cpu/online")) or listed or [0])
 
 
 def sizes(text: str) -> Dict[str, int]:

@@ -17,8 +17,6 @@ Price = Callable[[Job], Estimate]
 
 STEP_OF_FILTERS = 8  # convolutions compute vectors of channels: numbers between cost as much as the next multiple
 
-LOOKED_AT = 32  # jobs smaller than the largest that fits: volumes at once, 256 filters, 512 voxels of an axis
-
 LARGEST = 2**20  # no search goes on past this number: the memory would then be without end
 CONTEXT_BYTES = 2**30  # of a GPU: CUDA's context, cuDNN's and cuBLAS's handles and kernels
 
@@ -76,13 +74,18 @@ def plan(job: Job, price: Price, budget_bytes: int) -> Dict[str, Optional[Estima
     """The largest "batch" at once, "filters" (multiples of 8) and "extent" (in the job's proportions) in the budget.
     All else is as asked for; None where not even the smallest fits. In micro-batches a larger batch takes no more than
     one of them and a set of gradients. No batch is larger than the training cases, where their number is known."""
-    chains = {
-        "batch": lambda number: dataclasses.replace(job, batch=number, micro_batch=number),
-        "filters": lambda number: job.with_unet(filters=STEP_OF_FILTERS * number),
-        "extent": lambda number: extent(job, number),
+
+    def largest(chain: Callable[[int], Job], last: int = LARGEST) -> Optional[Estimate]:
+        number = largest_number(lambda number: price(chain(number)).upper_bound_bytes, budget_bytes, last)
+        return price(chain(number)) if number else None
+
+    return {
+        "batch": largest(
+            lambda number: dataclasses.replace(job, batch=number, micro_batch=number), job.cases or LARGEST
+        ),
+        "filters": largest(lambda number: job.with_unet(filters=STEP_OF_FILTERS * number)),
+        "extent": largest(lambda number: extent(job, number)),
     }
-    most = {"batch": job.cases or LARGEST}
-    return {name: _largest(chain, price, budget_bytes, most.get(name, LARGEST)) for name, chain in chains.items()}
 
 
 def extent(job: Job, number: int) -> Job:
@@ -149,24 +152,18 @@ def nearest(
     return []
 
 
-def largest_patch(job: Job, memory_bytes: int) -> Optional[Job]:
-    """With the largest of `patch_shapes` that a GPU trains, `job.micro` at a time; None where none is."""
+def patch_for(job: Job, memory_bytes: int, name: str) -> Shape3:
+    """The largest of `patch_shapes` that a GPU trains, `job.micro` at a time. Raises ValueError, with what the smallest
+    takes of memory `name`, where it trains none."""
     jobs = [dataclasses.replace(job, shape=shape) for shape in patch_shapes(job.shape, job.unet.divisor)]
     found = largest_number(lambda number: gpu_bytes(jobs[number - 1]), memory_bytes, len(jobs))
-    return jobs[found - 1] if found else None
-
-
-def patch_for(job: Job, memory_bytes: int, name: str) -> Shape3:
-    """The shape of `largest_patch`. Raises ValueError, with what the smallest takes of memory `name`."""
-    found = largest_patch(job, memory_bytes)
     if found:
-        return found.shape
-    least = dataclasses.replace(job, shape=least_patch(job.shape, job.unet.divisor))
+        return jobs[found - 1].shape
     at_once = f", {job.micro} at a time," if job.micro > 1 else ","
     lower = "--filters or --micro-batch" if job.micro > 1 else "--filters"
     raise ValueError(
-        f"{name} must hold a patch of at least {' x '.join(map(str, least.shape))}{at_once} which takes "
-        f"{format_bytes(gpu_bytes(least))}, got {format_bytes(memory_bytes)}; lower {lower}, or use a larger card"
+        f"{name} must hold a patch of at least {' x '.join(map(str, jobs[0].shape))}{at_once} which takes "
+        f"{format_bytes(gpu_bytes(jobs[0]))}, got {format_bytes(memory_bytes)}; lower {lower}, or use a larger card"
     )
 
 
@@ -217,22 +214,6 @@ def gpu_bytes(job: Job) -> int:
     layers, value_bytes = layer_plan(job.unet, job.shape), job.micro * DTYPE_BYTES[job.unet.dtype]
     sizes, weights = [op.elements * value_bytes for op in layers], sum(op.trainable for op in layers)
     return CONTEXT_BYTES + 4 * 4 * weights + sum(sizes) + 3 * max(sizes) + min(2 * max(sizes), WORKSPACE_BYTES)
-
-
-def _largest(chain: Callable[[int], Job], price: Price, budget_bytes: int, last: int) -> Optional[Estimate]:
-    """The largest of a chain's jobs, from 1 to `last`, that is within the budget as all smaller ones are; None where
-    the first is not. Wide upper bounds go up and down, so the smaller jobs are looked at too: LOOKED_AT of the
-    smallest, and as many just below the answer."""
-
-    def fits(number: int) -> bool:
-        return price(chain(number)).upper_bound_bytes <= budget_bytes
-
-    largest = largest_number(lambda number: price(chain(number)).upper_bound_bytes, budget_bytes, last)
-    for number in range(1, largest):
-        if (number <= LOOKED_AT or number >= largest - LOOKED_AT) and not fits(number):
-            largest = number - 1
-            break
-    return price(chain(largest)) if largest else None
 
 
 def _smaller(job: Job, kind: str, grids: Optional[Sequence[Tuple[str, Shape3]]]) -> List[Tuple[str, Job]]:

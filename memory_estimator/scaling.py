@@ -1,7 +1,7 @@
 """Data-parallel training on several hosts: how long a step and a whole training take, from one worker's step.
 
 One after the other come the slowest worker's share (`largest_of`), adding gradients up, packing them into one float32
-vector, its exchange by a ring over all workers for each 16 MiB (`exchange_s`), and a short wait for data: the trainer
+vector, its exchange by a ring over all workers for each 16 MiB, and a short wait for data: the trainer
 hides nothing of the exchange behind the backward pass. What workers lose to each other was measured on one host.
 """
 
@@ -61,32 +61,28 @@ def step_parts(
     network_bytes_per_s: float = math.inf,
 ) -> Dict[str, float]:
     """Seconds of each part of a step of several workers, which come one after the other. A worker's own share takes
-    `alone_s` where it is alone. The network is of one host's link, each way."""
+    `alone_s` where it is alone. The network is of one host's link, each way.
+
+    Gradients are summed in pieces that pass one after the other. Each goes round a ring: 2 (n - 1) rounds, in each of
+    which every worker passes an n-th on to its neighbour, at once with all others (Patarasuk and Yuan, J. Parallel
+    Distrib. Comput. 69, 2009). The slowest link sets the pace: the one out of each host, where there are several."""
     workers = hosts * workers_per_host
     compute_s = alone_s * (1 + COSTS["contention"] * (workers_per_host > 1))
-    passed_bytes = gradient_bytes if workers > 1 else 0
-    # A ring whose neighbours lie on the same host but for one link out of each, which is then the slowest.
-    network_s, latency_s = (1 / network_bytes_per_s, LATENCY_S) if hosts > 1 else (0, 0)
-    passing = {"s_per_byte": COSTS["endpoint_s_per_byte"] + network_s, "message_s": COSTS["message_s"] + latency_s}
+    packing_s = exchange_s = 0.0
+    if workers > 1:
+        network_s, latency_s = (1 / network_bytes_per_s, LATENCY_S) if hosts > 1 else (0, 0)
+        s_per_byte, message_s = COSTS["endpoint_s_per_byte"] + network_s, COSTS["message_s"] + latency_s
+        pieces = math.ceil(gradient_bytes / PIECE_BYTES)
+        rounds_s = 2 * (workers - 1) * (gradient_bytes / workers * s_per_byte + pieces * message_s)
+        exchange_s = rounds_s + pieces * COSTS["call_s"]
+        packing_s = gradient_bytes * COSTS["packing_s_per_byte"]
     return {
         "compute_s": compute_s,  # of the mean worker
         "slowest_s": compute_s * COSTS["spread"] * largest_of(workers),  # what the slowest takes more
-        "packing_s": passed_bytes * COSTS["packing_s_per_byte"],
-        "exchange_s": exchange_s(gradient_bytes, workers, **passing, call_s=COSTS["call_s"]),
+        "packing_s": packing_s,
+        "exchange_s": exchange_s,
         "data_s": DATA_WAIT_SHARE * compute_s,
     }
-
-
-def exchange_s(
-    vector_bytes: int, workers: int, *, s_per_byte: float, message_s: float = 0.0, call_s: float = 0.0
-) -> float:
-    """Seconds to sum a vector over all workers, in pieces that pass one after the other; 0 for one worker. Each piece
-    goes round a ring: 2 (n - 1) rounds, in each of which every worker passes an n-th on to its neighbour, at once with
-    all others (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). The slowest link sets the pace."""
-    if workers == 1:
-        return 0.0
-    pieces = math.ceil(vector_bytes / PIECE_BYTES)
-    return 2 * (workers - 1) * (vector_bytes / workers * s_per_byte + pieces * message_s) + pieces * call_s
 
 
 def largest_of(count: int) -> float:

@@ -63,11 +63,6 @@ class UNetConfig:
         first = self.filters * 2**level
         return (first, first * 2) if self.network == "cicek2016" else (first, first)
 
-    def decoder_widths(self, level: int) -> Tuple[int, int]:
-        """Feature maps after the two convolutions of a decoder level: the level's skip width."""
-        width = self.encoder_widths(level)[1]
-        return (width, width)
-
     def up_width(self, level: int) -> int:
         """Feature maps of the up-sampled input to decoder `level`: halved in the paper's net, kept in Cicek's."""
         below = self.encoder_widths(level + 1)[1]

@@ -3,6 +3,7 @@
 The Keras model, the memory estimator and the exporter are made of it.
 """
 
+import math
 from dataclasses import dataclass
 from typing import List, Tuple
 
@@ -22,7 +23,6 @@ class LayerOp:
     inputs: Tuple[str, ...]  # names of the layers whose outputs it reads
     level: int  # resolution level of its output, 0 is the finest
     shape: Tuple[int, int, int, int]  # of its output for one sample: (X, Y, Z, C)
-    dtype: str  # of its output
     kernel: int = 0  # side of the convolution kernel in voxels; 0 where there is none
     in_channels: int = 0  # channels of a convolution's input
     trainable: int = 0  # trainable parameters
@@ -30,9 +30,7 @@ class LayerOp:
 
     @property
     def elements(self) -> int:
-        """Elements of its output for one sample."""
-        x, y, z, c = self.shape
-        return x * y * z * c
+        return math.prod(self.shape)
 
     @property
     def flops(self) -> int:
@@ -60,7 +58,7 @@ def layer_plan(config: UNetConfig, shape: Shape3) -> Tuple[LayerOp, ...]:
         up = plan.up(x, level)
         channels = skips[level].shape[3] + up.shape[3]
         x = plan.add(f"decoder{level}_concat", "concat", (skips[level], up), level, channels)
-        x = plan.block(f"decoder{level}", x, level, config.decoder_widths(level))
+        x = plan.block(f"decoder{level}", x, level, (skips[level].shape[3],) * 2)
         if config.deep_supervision and level:
             deep_heads.append((level, x))
     plan.convolution("head", "head", x, 0, config.outputs, kernel=1)
@@ -93,7 +91,7 @@ class _Plan:
 
     def add(self, name: str, kind: str, inputs: Tuple[LayerOp, ...], level: int, channels: int, **more: int) -> LayerOp:
         grid = tuple(n // 2**level for n in self.shape)
-        op = LayerOp(name, kind, tuple(op.name for op in inputs), level, (*grid, channels), self.config.dtype, **more)
+        op = LayerOp(name, kind, tuple(op.name for op in inputs), level, (*grid, channels), **more)
         self.ops.append(op)
         return op
 

@@ -176,5 +176,4 @@ class Order:
 
 
 def head_of(level: int) -> str:
-    """The name of a level's head."""
     return f"head{level}" if level else "head"

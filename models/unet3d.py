@@ -6,9 +6,9 @@ from typing import Any, Dict, List, Optional, Tuple
 
 import tensorflow as tf
 
-from models.blocks import plain_layer
 from models.config import UNetConfig
 from models.layer_plan import layer_plan
+from models.layers import plain_layer
 from models.native import operations
 from models.step import Pass
 from models.supervision import supervise

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
-from cpu3d.bench.harness import Output, ProcessFailedError, gib, in_fresh_process, valid
+from cpu3d.bench.harness import Output, ProcessFailedError, gib, in_fresh_process
 from cpu3d.bench.step import has_known_engine, job_of_record, measure, request_for
 from cpu3d.errors import InputError, how_to_install
 from cpu3d.host.apply import installed
 from cpu3d.host.thread_plan import thread_plan
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.progress import bar, say
-from cpu3d.util.records import append_record
+from cpu3d.util.records import append_record, read_records
 from memory_estimator.accuracy import (
     FIGURES,
     Accuracy,
@@ -36,7 +36,6 @@ from memory_estimator.accuracy import (
     spread,
 )
 from memory_estimator.calibration import find_constants, shipped_constants
-from memory_estimator.common.files import read_records
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table
 from memory_estimator.common.units import format_bytes
@@ -159,7 +158,7 @@ def read_measured(path: Path) -> Tuple[Measured, ...]:
         return Measured(job, record.get("step_s") or math.nan, **peaks, **about)
 
     files = sorted(Path(path).glob("*.jsonl")) if Path(path).is_dir() else [path]
-    read = [one for file in files for one in valid(read_records, file, "memory", measured_from)]
+    read = [one for file in files for one in read_records(file, "memory", measured_from)]
     return tuple({(one.host, one.isa, one.job): one for one in read}.values())
 
 

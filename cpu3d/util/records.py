@@ -6,12 +6,15 @@ import platform
 import re
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Callable, Dict, Hashable, Iterable, List, Optional, Sequence, Sized, Union
+from typing import Any, Callable, Dict, Hashable, Iterable, List, Optional, Sequence, Sized, TypeVar, Union
 
 from cpu3d.errors import InputError
-from memory_estimator.common import files
+from memory_estimator.common.files import parse_json, reason
+
+T = TypeVar("T")
 
 VERSION = "0.1.0"  # of this project
+SCHEMA = 2  # of records
 LIBRARIES = ("tensorflow", "intel-extension-for-tensorflow", "tf_keras", "numpy", "nibabel", "blosc2", "scipy")
 
 
@@ -29,17 +32,29 @@ def versions() -> Dict[str, str]:
 def append_record(path: Path, kind: str, content: Dict[str, Any]) -> None:
     """Add a line with its kind and today's date to `path`; file and folder may be new."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    record = {"schema": files.RECORD_SCHEMA, "kind": kind, "date": datetime.date.today().isoformat(), **content}
+    record = {"schema": SCHEMA, "kind": kind, "date": datetime.date.today().isoformat(), **content}
     with Path(path).open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
 
 
-def read_records(path: Path, kind: str) -> List[Dict[str, Any]]:
-    """The records of one kind. Raises InputError for a file that is missing or has another schema."""
-    try:
-        return files.read_records(path, kind, dict)
-    except ValueError as error:
-        raise InputError(str(error)) from None
+def read_records(path: Path, kind: str, use: Callable[[Dict[str, Any]], Optional[T]] = dict) -> List[T]:
+    """What `use` makes of each record of a kind, None left out. Raises InputError for a missing file, and for a line
+    that is damaged, of another schema or refused by `use`."""
+    path, found = Path(path), []
+    if not path.is_file():
+        raise InputError(f"record file {path} must exist, found none; make it with `bench` and --record {path}")
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            record = parse_json(line)
+            if record["schema"] != SCHEMA:
+                raise ValueError(f"schema {record['schema']}")
+            found.append(use(record) if record["kind"] == kind else None)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
+            raise InputError(
+                f"record {path}:{number} must be JSON of schema {SCHEMA} as `bench` writes it, got {reason(error)}; "
+                "remove the line, or measure again"
+            ) from None
+    return [one for one in found if one is not None]
 
 
 def newest(records: Sequence[Dict[str, Any]], key: Callable[[Dict[str, Any]], Hashable]) -> List[Dict[str, Any]]:

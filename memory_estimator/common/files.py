@@ -7,13 +7,9 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, TypeVar, Union
+from typing import Any, Union
 
 import msgspec
-
-T = TypeVar("T")
-
-RECORD_SCHEMA = 2  # of benchmark records, as `cpu3d.util.records` writes them
 
 
 class NotRegularError(OSError, ValueError):
@@ -66,26 +62,6 @@ def reason(error: Exception) -> str:
     if isinstance(error, (TypeError, AttributeError, IndexError, ArithmeticError)):
         return "a value of another kind"
     return str(error)
-
-
-def read_records(path: Path, kind: str, use: Callable[[Dict[str, Any]], Optional[T]]) -> List[T]:
-    """What `use` makes of each record of a kind in a file of JSON lines, None left out. Raises ValueError for a missing
-    file, and for a line that is damaged, of another schema or refused by `use`."""
-    path, found = Path(path), []
-    if not path.is_file():
-        raise ValueError(f"record file {path} must exist, found none; make it with `bench` and --record {path}")
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            record = parse_json(line)
-            if record["schema"] != RECORD_SCHEMA:
-                raise ValueError(f"schema {record['schema']}")
-            found.append(use(record) if record["kind"] == kind else None)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
-            raise ValueError(
-                f"record {path}:{number} must be JSON of schema {RECORD_SCHEMA} as `bench` writes it, got "
-                f"{reason(error)}; remove the line, or measure again"
-            ) from None
-    return [one for one in found if one is not None]
 
 
 def typed(content: Any, kind: Any, name: str = "content") -> Any:

@@ -7,11 +7,10 @@ asked for or has 128 MiB to spare: what it counts depends on the order of all re
 """
 
 import bisect
-import itertools
 from dataclasses import dataclass
-from typing import Dict, Iterable, List, Optional, Set, Tuple
+from typing import Dict, List, Optional, Sequence, Set, Tuple
 
-from memory_estimator.step.program import GRANULE_BYTES, Program, Request, requests, rounded, timeline
+from memory_estimator.step.program import GRANULE_BYTES, Program, StepOp, rounded, timeline, walk
 
 MIB = 2**20
 
@@ -27,22 +26,26 @@ class Use:
 
     peak_bytes: int  # most chunks handed out at once from the third step on: `get_memory_info("CPU:0")["peak"]`
     resident_bytes: int  # memory that a tensor has lain in once, and that the process therefore keeps
-    reserved_bytes: int  # all regions together: address space, of which `resident_bytes` are touched
-    validated_bytes: int = 0  # `resident_bytes` once a validation and a step have followed
+    validated_bytes: int  # the same once a validation and a step have followed, where there is one
 
 
 def use(program: Program) -> Use:
-    """Play three steps, of which the third is like all that follow, what comes between two of them, and a step more."""
-    allocator = Allocator()
+    """Three steps, of which the third is like all that follow, then what comes between two of them, and a step more."""
+    allocator, stays = Allocator(), {tensor.name for tensor in program.resident}
     allocator.reserve(region_bytes(program))
-    third, end = (sum(1 for _ in requests(program, steps)) for steps in (2, 3))
-    calls = requests(program, 3, after=True)
-    allocator.play(itertools.islice(calls, third))
+    made = {tensor.name for op in program.before for tensor in op.writes}
+    for tensor in program.resident:
+        if tensor.name not in made:
+            allocator.take(tensor.name, tensor.bytes)
+    for ops in (program.before, program.ops, program.ops):
+        allocator.run(ops, stays)
     allocator.peak_bytes = allocator.counted_bytes  # as `reset_memory_stats` does
-    allocator.play(itertools.islice(calls, end - third))
+    allocator.run(program.ops, stays)
     peak, resident = allocator.peak_bytes, allocator.resident_bytes
-    allocator.play(calls)
-    return Use(peak, resident, allocator.reserved_bytes, allocator.resident_bytes if program.after else resident)
+    if program.after:
+        allocator.run(program.after, stays)
+        allocator.run(program.ops, stays)
+    return Use(peak, resident, allocator.resident_bytes)
 
 
 def region_bytes(program: Program) -> int:
@@ -79,16 +82,20 @@ class Allocator:
         """Take a region before all else, as `cpu3d.training.learner.reserve`."""
         self._extend(rounded(size_bytes))
 
-    def play(self, calls: Iterable[Request]) -> None:
-        """Take and give back, as the requests' signs say."""
-        for request in calls:
-            if request.bytes >= 0:
-                self.take(request.name, request.bytes)
-            else:
-                self.give_back(request.name)
+    def run(self, ops: Sequence[StepOp], stays: Set[str]) -> None:
+        """Take and give back as operations do, in order; tensors named in `stays` remain."""
+        for op, taken, given in walk(ops, stays):
+            for tensor in taken:
+                self.take(tensor.name, tensor.bytes)
+            if op.takes_over:
+                name = op.writes[0].name
+                if name in self._by_name:  # a resident tensor, which moves
+                    self.give_back(name)
+                self._by_name[name] = self._by_name.pop(op.takes_over)
+            for name in given:
+                self.give_back(name)
 
     def take(self, name: str, size_bytes: int) -> None:
-        """Allocate."""
         if size_bytes < SMALL_BYTES:
             self._by_name[name] = None
             return

@@ -4,7 +4,7 @@ A tensor lives from the operation that writes it to the last one that reads it.
 """
 
 from dataclasses import dataclass
-from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 GRANULE_BYTES = 256  # TensorFlow's allocator rounds every request up to this
 
@@ -57,16 +57,7 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> int:
-        """Most live bytes of the step."""
         return max(self.live_bytes)
-
-
-class Request(NamedTuple):
-    """One call to the allocator, which takes the memory of a tensor, or gives it back under the same name."""
-
-    name: str
-    bytes: int  # positive takes, negative gives back; not rounded
-    op: str = ""  # the operation that makes the call; "" for a resident tensor that no operation made
 
 
 def rounded(size_bytes: int) -> int:
@@ -80,7 +71,7 @@ def timeline(program: Program) -> Timeline:
     best, peak_op, peak_tensors = -1, "", ()
     live = {tensor.name: tensor for tensor in program.resident}
     held = sum(rounded(tensor.bytes) for tensor in live.values())
-    for op, taken, given in _walk(program.ops, {tensor.name for tensor in program.resident}):
+    for op, taken, given in walk(program.ops, {tensor.name for tensor in program.resident}):
         missing = [name for name in op.reads if name not in live]
         if missing:
             raise ValueError(f"{op.name} must read tensors that are live, got {missing[0]}; correct the program")
@@ -99,37 +90,8 @@ def timeline(program: Program) -> Timeline:
     return Timeline(tuple(live_bytes), peak_op, peak_tensors)
 
 
-def requests(program: Program, steps: int, after: bool = False) -> Iterator[Request]:
-    """The allocator's calls: what ran before, `steps` steps; with `after`, that and a step more."""
-    stays = {tensor.name for tensor in program.resident}
-    made = {tensor.name for op in program.before for tensor in op.writes}
-    sizes = {tensor.name: tensor.bytes for tensor in program.resident if tensor.name not in made}
-    yield from (Request(name, size) for name, size in sizes.items())
-    holder: Dict[str, str] = {}
-    passes = [program.before] + [program.ops] * steps
-    for ops in passes + ([program.after, program.ops] if after and program.after else []):
-        for op, taken, given in _walk(ops, stays):
-            for tensor in taken:
-                owner = tensor.name
-                while owner in sizes:  # what a resident tensor moved into is still called so
-                    owner += "'"
-                if owner != tensor.name:
-                    holder[tensor.name] = owner
-                sizes[owner] = tensor.bytes
-                yield Request(owner, tensor.bytes, op.name)
-            if op.takes_over:
-                name, owner = op.writes[0].name, holder.pop(op.takes_over, op.takes_over)
-                if name in stays:
-                    left = holder.pop(name, name)
-                    yield Request(left, -sizes.pop(left), op.name)
-                holder[name] = owner
-            for name in given:
-                owner = holder.pop(name, name)
-                yield Request(owner, -sizes.pop(owner), op.name)
-
-
-def _walk(ops: Sequence[StepOp], stays: Set[str]) -> Iterator[Tuple[StepOp, Tuple[Tensor, ...], List[str]]]:
-    """(operation, tensors it takes, names given back after it) in order."""
+def walk(ops: Sequence[StepOp], stays: Set[str]) -> Iterator[Tuple[StepOp, Tuple[Tensor, ...], List[str]]]:
+    """(operation, tensors it takes memory for, names that give theirs back after it) in order; `stays` never do."""
     last: Dict[str, int] = {}
     for index, op in enumerate(ops):
         for name in (*op.reads, *(tensor.name for tensor in op.writes)):

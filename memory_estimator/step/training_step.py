@@ -220,7 +220,6 @@ class Pass(Order):
         self._gradients[name] = self.writer.make(f"{name}/filter_gradient", kind, reads, size, "gradients")
 
     def map_bytes(self, one: Map, value_bytes: int = 0) -> int:
-        """`value_bytes` are those of the compute dtype by default."""
         voxels = self.job.micro * math.prod(self._grid(one.level))
         return voxels * one.channels * (value_bytes or self.writer.value_bytes)
 

@@ -119,7 +119,7 @@ def kernel_elements(op: LayerOp) -> int:
 
 def slots_of(optimizer: Optimizer, op: LayerOp) -> int:
     """Float32 copies that the optimizer keeps of a layer's kernel."""
-    return optimizer.kernel_slots if is_orthogonal(op) else optimizer.slots
+    return 1 if optimizer.orthogonal and is_orthogonal(op) else optimizer.slots
 
 
 def is_orthogonal(op: LayerOp) -> bool:

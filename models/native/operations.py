@@ -14,9 +14,11 @@ import functools
 import time
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
+import tensorflow as tf
+
 from models.native.build import door_library, kernels_library
 
-Tensor = Any
+Tensor = tf.Tensor
 
 
 class Norm(NamedTuple):
@@ -244,8 +246,6 @@ def _loaded() -> Optional[Any]:
     path = door_library()
     if path is None:
         return None
-    import tensorflow as tf
-
     try:
         module = tf.load_op_library(str(path))
         kernels = ctypes.CDLL(str(path)).native_kernels
@@ -263,21 +263,15 @@ def _operations() -> Any:
 
 
 def _rows(sums: Tensor) -> List[Tensor]:
-    import tensorflow as tf
-
     return tf.unstack(sums, axis=1)
 
 
 def _none() -> Tensor:
-    import tensorflow as tf
-
     return tf.zeros((0,), tf.float32)
 
 
 def _coefficients(sources: Sequence[Source]) -> Tensor:
     """(batch, 6, channels): scale, shift, floor, and three that are not read; empty where all is raw."""
-    import tensorflow as tf
-
     if not any(source.norm for source in sources):
         return _none()
     parts = []
@@ -293,8 +287,6 @@ def _coefficients(sources: Sequence[Source]) -> Tensor:
 
 def _gradient_coefficients(gradient: Gradient) -> Tensor:
     """(batch, 6, channels): scale, shift, floor, a, b, c."""
-    import tensorflow as tf
-
     if gradient.source is None:
         return _none()
     norm = gradient.source.norm
@@ -303,8 +295,4 @@ def _gradient_coefficients(gradient: Gradient) -> Tensor:
 
 def _norm_coefficients(norm: Optional[Norm]) -> Tensor:
     """(batch, 6, channels): scale, shift, floor, mean, rstd, and one that is not read; empty without a norm."""
-    import tensorflow as tf
-
-    return (
-        _none() if norm is None else tf.stack([norm.scale, norm.shift, norm.floor, norm.mean, norm.rstd, norm.rstd], 1)
-    )
+    return _none() if norm is None else tf.stack([*norm[:2], norm.floor, norm.mean, norm.rstd, norm.rstd], 1)

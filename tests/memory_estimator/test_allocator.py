@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memory_estimator.step.allocator import MIB, SMALL_BYTES, Allocator
-from memory_estimator.step.program import GRANULE_BYTES, Program, StepOp, Tensor, requests, rounded, timeline
+from memory_estimator.step.program import GRANULE_BYTES, Program, StepOp, Tensor, rounded, timeline, walk
 
 RECORDED = Path(__file__).parent / "data" / "allocations_96.json"
 
@@ -94,8 +94,8 @@ def live(program):
     return [live // GRANULE_BYTES for live in timeline(program).live_bytes]
 
 
-def calls(program, steps=1):
-    return [(request.op, request.name, request.bytes // GRANULE_BYTES) for request in requests(program, steps)]
+def calls(program):
+    return [(op.name, [tensor.name for tensor in taken], given) for op, taken, given in walk(program.ops, set())]
 
 
 def test_a_tensor_goes_with_the_last_operation_that_reads_it():
@@ -121,19 +121,22 @@ def test_scratch_lives_during_its_operation_alone_and_goes_first():
     ops = (StepOp("a", "conv", writes=(tensor("x", 1),), scratch=scratch), StepOp("b", "reduce", ("x",)))
     program = Program((), ops)
     assert live(program) == [61, 1]
-    assert calls(program)[1:] == [("a", "s", 20), ("a", "t", 40), ("a", "t", -40), ("a", "s", -20), ("b", "x", -1)]
+    assert calls(program) == [("a", ["x", "s", "t"], ["t", "s"]), ("b", [], ["x"])]
 
 
-def test_a_result_in_place_takes_nothing_and_is_given_back_under_the_name_it_was_taken_under():
+def test_a_result_in_place_takes_nothing_and_gives_back_what_it_lies_in():
     program = Program(
         (),
         (
-            StepOp("a", "conv", writes=(tensor("x", 8),)),
-            StepOp("b", "pointwise", ("x",), (tensor("y", 8),), takes_over="x"),
-            StepOp("c", "pointwise", ("y",), (tensor("z", 8), tensor("mask", 1)), takes_over="y"),
+            StepOp("a", "conv", writes=(tensor("x", 8192),)),
+            StepOp("b", "pointwise", ("x",), (tensor("y", 8192),), takes_over="x"),
+            StepOp("c", "pointwise", ("y",), (tensor("z", 8192), tensor("mask", 4096)), takes_over="y"),
             StepOp("d", "reduce", ("z", "mask")),
         ),
     )
     # The first of what is written lies where the input lay; anything beside it is new.
-    assert live(program) == [8, 8, 9, 9]
-    assert calls(program) == [("a", "x", 8), ("c", "mask", 1), ("d", "x", -8), ("d", "mask", -1)]
+    assert live(program) == [8192, 8192, 12288, 12288]
+    assert calls(program)[1:] == [("b", [], []), ("c", ["mask"], []), ("d", [], ["z", "mask"])]
+    allocator = Allocator()
+    allocator.run(program.ops, set())
+    assert (allocator.counted_bytes, allocator.peak_bytes) == (0, 12288 * GRANULE_BYTES)

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from models.config import DTYPES, EPSILON, MOMENTUM
-from models.norm import NormActivation
+from models.layers import NormActivation
 
 GRID = (4, 6, 4)
 CHANNELS = (5, 16)

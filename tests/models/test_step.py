@@ -11,8 +11,8 @@ import pytest
 import tensorflow as tf
 
 from models.config import EPSILON, POLICIES, UNetConfig
+from models.layers import NormActivation
 from models.native import operations
-from models.norm import NormActivation
 from models.unet3d import UNet3D, build_unet3d
 
 pytestmark = pytest.mark.skipif(not operations.available(), reason="own kernels are not built")

@@ -1,4 +1,4 @@
-"""The plan on paper is the network that Keras builds, and what that computes."""
+"""Layers on paper have the shapes and weights that Keras gives them, and what the network computes."""
 
 import numpy as np
 import pytest
@@ -7,18 +7,6 @@ import tensorflow as tf
 from models.config import UNetConfig
 from models.layer_plan import layer_plan, training_flops
 from models.unet3d import build_unet3d
-
-KINDS = {
-    "InputLayer": {"input"},
-    "Conv3D": {"conv", "head"},
-    "ShortcutSum": {"shortcut"},
-    "Conv3DTranspose": {"up_conv"},
-    "NormActivation": {"norm_act", "norm"},
-    "ReLU": {"act"},
-    "MaxPooling3D": {"pool"},
-    "UpSampling3D": {"upsample"},
-    "Concatenate": {"concat"},
-}
 
 VARIANTS = [
     {"depth": 3, "norm": "none", "up": "upsampling"},
@@ -31,19 +19,16 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_plan_equals_the_built_model_layer_by_layer(variant):
+def test_the_plan_has_the_shapes_and_weights_of_every_built_layer(variant):
     config, shape = UNetConfig(filters=4, **variant), (32, 16, 48)
     model = build_unet3d(config, shape, batch_size=1)
     plan = {op.name: op for op in layer_plan(config, shape)}
     assert sorted(layer.name for layer in model.layers) == sorted(plan)
     for layer in model.layers:
         op = plan[layer.name]
-        assert op.kind in KINDS[type(layer).__name__]
-        assert (tuple(layer.output.shape[1:]), layer.output.dtype) == (op.shape, op.dtype)
+        assert (tuple(layer.output.shape[1:]), layer.output.dtype) == (op.shape, config.dtype)
         assert sum(tf.size(w).numpy() for w in layer.trainable_weights) == op.trainable
         assert sum(tf.size(w).numpy() for w in layer.non_trainable_weights) == op.frozen
-        if op.kind != "input":
-            assert tuple(tensor.node.layer.name for tensor in tf.nest.flatten(layer.input)) == op.inputs
 
 
 def test_the_reference_network_has_the_known_number_of_parameters():
