@@ -23,7 +23,7 @@ enum { VECS = 16 / LANES }; /* vectors of 16 outputs */
 #ifdef TILES
 #include "amx.h"
 
-enum { MOST_SUMS = 4 * 16 }; /* tiles of four registers */
+enum { MOST_SUMS = 4 * 16, STEP = 16, PACKED = GROUP }; /* tiles of four registers, and of one; channels that are packed at once */
 
 /* As `multiply` below, by `count` = up to four tile registers of `step` tiles each: 16 channels at once. */
 ALWAYS_INLINE void multiply_tiles(int count, int r, int n, int step, float *sums, size_t next_sums, const unit *const *rows,
@@ -61,7 +61,6 @@ static void multiply(int r, int n, int step, float *sums, size_t next_sums, cons
 static void correlate(int channels, float *sums, int rows, const unit *const *values, const unit *const *gradients, size_t at,
                       size_t gradients_at, int units, int step)
 {
-    (void)channels;
     float some[4][GROUP * 16] __attribute__((aligned(64)));
     int r = 0, u = 0;
 #pragma GCC unroll 4
@@ -96,8 +95,9 @@ static void transpose_row(unit *row, int blocks, int step)
     }
 }
 #else
-static void tile_config(int rows, int depth) { (void)rows, (void)depth; }
+static void tile_config(int rows, int depth) {}
 static void tile_release(void) {}
+enum { STEP = 1, PACKED = UNIT };
 
 /* sum + weights * (the unit, spread over all lanes) */
 ALWAYS_INLINE vec multiply_add(vec sum, vec weights, unit spread)
@@ -145,7 +145,6 @@ ALWAYS_INLINE void multiply_n(int r, int n, float *sums, size_t next_sums, const
 static void multiply(int r, int n, int step, float *sums, size_t next_sums, const unit *const *rows, const unit *weights, int units,
                      size_t next_group)
 {
-    (void)step;
     switch (r * 100 + n) {
 #define CASE(r, n) case r * 100 + n: multiply_n(r, n, sums, next_sums, rows, weights, units, next_group); break;
     CASE(1, 1) CASE(1, 2) CASE(1, 3) CASE(1, 4) CASE(1, 5) CASE(1, 6) CASE(2, 1) CASE(2, 2) CASE(2, 3) CASE(4, 1)
@@ -199,7 +198,6 @@ ALWAYS_INLINE void correlate_n(int n, float *sums, int rows, const unit *const *
 static void correlate(int channels, float *sums, int rows, const unit *const *values, const unit *const *gradients, size_t at,
                       size_t gradients_at, int units, int step)
 {
-    (void)step;
     for (int c = 0; c < channels; c += CHANNELS_AT_ONCE, at += CHANNELS_AT_ONCE, sums += CHANNELS_AT_ONCE * 16) {
         int n = channels - c < CHANNELS_AT_ONCE ? channels - c : CHANNELS_AT_ONCE;
         switch (n) {
@@ -213,16 +211,12 @@ static void correlate(int channels, float *sums, int rows, const unit *const *va
     }
 }
 
-static void transpose_row(unit *row, int blocks, int step) { (void)row, (void)blocks, (void)step; }
+static void transpose_row(unit *row, int blocks, int step) {}
 #endif
 
 /* --- How an operation is cut --- */
 
-#ifdef TILES
-static int units_of(int channels) { return round_up(channels, GROUP) / UNIT; }
-#else
-static int units_of(int channels) { return round_up(channels, UNIT) / UNIT; }
-#endif
+static int units_of(int channels) { return round_up(channels, PACKED) / UNIT; }
 
 /* Rows that begin at equal addresses modulo 4096 would share sets of the cache L1: they begin 17 lines further on. */
 static size_t row_units(int width, int tiles)
@@ -244,16 +238,17 @@ struct job {
     size_t row, gradient_row; /* units from one row to the next */
     size_t row_bytes;         /* of a row of the first map: in place it is this one that is written over */
     size_t ring, line, output_line, row_sums, bytes; /* of a thread's memory: units of all rows; floats; all in bytes */
+    size_t weight_bytes, thread_totals, thread_copies, thread_sums; /* of what is below, the copies in bytes; 0 of what is not needed */
+    size_t passing;           /* their bytes, of all threads */
     unit *weights;            /* [16 outputs][stream][tap][unit][16] */
     double *totals;           /* of every thread: [batch][2][output_width] */
-    char *copies;             /* of every thread, in place: two planes, and a row of each plane of a slab; else NULL */
+    char *copies;             /* of every thread, in place: two planes, and a row of each plane of a slab */
     float *filter_sums;       /* of every thread, of a filter gradient: [tap][stream][group][16 outputs][16 channels][16] */
-    size_t weight_bytes, thread_totals, thread_copies, thread_sums; /* the copies in bytes; 0 of what is not needed */
     int failed;
 };
 
 /* A thread keeps `bytes`, the most of all operations so far: a ring of rows, two lines, and sums of the streams of a row, or of
-   as many as are multiplied at once: at most 64 tiles. What else an operation takes goes at its end: see `scratch`.
+   as many as are multiplied at once: at most 64 tiles. What else an operation takes goes at its end.
    tests/models/native/reference.py has all as a formula. */
 static struct job job_of(const struct operation *op)
 {
@@ -286,15 +281,15 @@ static struct job job_of(const struct operation *op)
     j.line = (size_t)(j.tiles * TILE + 2) * j.width, j.output_line = (size_t)(j.tiles * TILE + 2) * j.output_width;
     j.row_sums = (size_t)STREAMS * 16 * (j.tiles > 64 ? j.tiles : 64);
     j.bytes = j.ring * sizeof(unit) + (j.line + j.output_line + j.row_sums) * sizeof(float) + 2 * j.y_rows * sizeof(void *);
+    long planes = ((long)op->batch * op->x + op->threads - 1) / op->threads;
     if (gradient) {
         j.thread_sums = (size_t)9 * STREAMS * j.width * j.output_width;
-        return j;
+    } else {
+        j.weight_bytes = sizeof(unit) * j.output_width * STREAMS * 9 * units_of(j.inputs);
+        j.thread_totals = (size_t)op->batch * 2 * j.output_width + 16; /* a line between threads */
+        j.thread_copies = op->map == op->maps[0] ? ((2 * op->y + planes) * j.row_bytes + 63) / 64 * 64 : 0;
     }
-    j.weight_bytes = sizeof(unit) * j.output_width * STREAMS * 9 * units_of(j.inputs);
-    j.thread_totals = (size_t)op->batch * 2 * j.output_width + 16; /* a line between threads */
-    long planes = ((long)op->batch * op->x + op->threads - 1) / op->threads;
-    if (op->map == op->maps[0])
-        j.thread_copies = ((2 * op->y + planes) * j.row_bytes + 63) / 64 * 64;
+    j.passing = j.weight_bytes + op->threads * (sizeof(double) * j.thread_totals + j.thread_copies + sizeof(float) * j.thread_sums);
     return j;
 }
 
@@ -306,8 +301,7 @@ struct thread {
     float *line, *output_line; /* a row in float32: formed, with a border of zeros; and of the output or its gradient */
     float *sums;
     const unit **pointers;
-    const char *beside; /* in place: the rows of the planes before and after the slab; else NULL */
-    char *last_rows;    /* and the last row of the tile before, of each plane */
+    char *copies;       /* in place: the rows of the planes before and after the slab, and the last row of the tile before, of each */
     double *totals;
     float *filter_sums;
 };
@@ -326,17 +320,11 @@ static int open_thread(struct thread *t, const struct job *j, int number)
     t->pointers = (const unit **)(t->sums + j->row_sums);
     memset(t->zero_row, 0, j->row * sizeof(unit));
     memset(t->line, 0, (j->line + j->output_line) * sizeof(float)); /* the borders stay 0 */
-    if (j->copies) {
-        t->beside = j->copies + number * j->thread_copies;
-        t->last_rows = j->copies + number * j->thread_copies + 2 * j->op->y * j->row_bytes;
-    }
-    if (j->filter_sums) {
-        t->filter_sums = j->filter_sums + number * j->thread_sums;
-        memset(t->filter_sums, 0, j->thread_sums * sizeof(float));
-    } else {
-        t->totals = j->totals + number * j->thread_totals;
-        memset(t->totals, 0, j->thread_totals * sizeof(double));
-    }
+    t->copies = j->copies + number * j->thread_copies;
+    t->totals = j->totals + number * j->thread_totals;
+    t->filter_sums = j->filter_sums + number * j->thread_sums;
+    memset(t->totals, 0, j->thread_totals * sizeof(double));
+    memset(t->filter_sums, 0, j->thread_sums * sizeof(float));
     return 0;
 }
 
@@ -367,39 +355,13 @@ static void fill_row_in_place(struct thread *t, unit *row, int batch, int x, int
     struct input in = t->job->input;
     size_t bytes = t->job->row_bytes, at = voxel_of(t->op, 1, batch, x, y) * (bytes / t->op->z);
     int outside = x < x0 || x == x1;
-    char *last = outside ? NULL : t->last_rows + (x - x0) * bytes;
-    const char *copy = outside ? t->beside + ((size_t)(x == x1) * t->op->y + y) * bytes : y < y0 ? last : NULL;
+    char *last = outside ? NULL : t->copies + (2 * t->op->y + x - x0) * bytes;
+    const char *copy = outside ? t->copies + ((size_t)(x == x1) * t->op->y + y) * bytes : y < y0 ? last : NULL;
     if (copy)
         in.maps[0] = (const void *)((uintptr_t)copy - at);
     fill_row(t, row, &in, t->job->width, batch, x, y, CHANNELS_SUMMED);
     if (last && y == y1 - 1)
         memcpy(last, (const char *)in.maps[0] + at, bytes);
-}
-
-/* Calls `plane` for each plane of a thread's share, tile by tile along y, with the rows of the two planes beside it. */
-static void along_planes(struct thread *t, int thread, int threads, int purpose,
-                         void (*plane)(struct thread *, int batch, int x, int y0, int y1))
-{
-    const struct operation *op = t->op;
-    long at = share(op, thread, threads), end = share(op, thread + 1, threads);
-    while (at < end) {
-        int batch = (int)(at / op->x), x0 = (int)(at % op->x), x1 = least(op->x, x0 + end - at);
-        for (int y0 = 0; y0 < op->y; y0 += t->job->y_rows) {
-            int y1 = least(y0 + t->job->y_rows, op->y);
-            for (int formed = x0 - 1; formed <= x1; formed++) {
-                for (int y = y0 - 1; y <= y1; y++) {
-                    unit *row = ring_row(t, formed, y, y0);
-                    if (row != t->zero_row && t->beside)
-                        fill_row_in_place(t, row, batch, formed, x0, x1, y, y0, y1);
-                    else if (row != t->zero_row)
-                        fill_row(t, row, &t->job->input, t->job->width, batch, formed, y, purpose);
-                }
-                if (formed > x0)
-                    plane(t, batch, formed - 1, y0, y1);
-            }
-        }
-        at += x1 - x0;
-    }
 }
 
 /* --- Convolution and input gradient --- */
@@ -463,14 +425,6 @@ static void finish(struct thread *t, const float *row_sums, int block, int batch
 }
 
 /* Where rows are short several neighbours are multiplied at once: they share the weights, and keep more sums in flight. */
-static int rows_at_once(const struct job *j, int left)
-{
-    int rows = 8;
-    while (rows > 1 && (rows > left || rows * j->tiles > j->most))
-        rows /= 2;
-    return rows;
-}
-
 static void convolve_plane(struct thread *t, int batch, int x, int y0, int y1)
 {
     const struct job *j = t->job;
@@ -479,7 +433,8 @@ static void convolve_plane(struct thread *t, int batch, int x, int y0, int y1)
     size_t next_sums = (size_t)STREAMS * j->tiles * 16;
     for (int r, y = y0; y < y1; y += r) {
         const unit *weights = j->weights, *around[9 * 8], *rows[9 * 8];
-        r = rows_at_once(j, y1 - y);
+        for (r = 8; r > 1 && (r > y1 - y || r * j->tiles > j->most);)
+            r /= 2;
         for (int i = 0; i < 9 * r; i++)
             around[i] = ring_row(t, x + i / r / 3 - 1, y + i % r + i / r % 3 - 1, y0);
         for (int block = 0; block < j->output_width / 16; block++) {
@@ -502,13 +457,11 @@ static void copy_planes_beside(void *argument, int thread, int threads)
 {
     const struct job *j = argument;
     const struct operation *op = j->op;
-    long begin = share(op, thread, threads), end = share(op, thread + 1, threads);
+    long begin = share(op, thread, threads), end = share(op, thread + 1, threads), beside[2] = {begin - 1, end};
     size_t plane = op->y * j->row_bytes;
-    char *to = j->copies + thread * j->thread_copies;
-    if (begin < end && begin % op->x)
-        memcpy(to, (const char *)op->maps[0] + (begin - 1) * plane, plane);
-    if (begin < end && end % op->x)
-        memcpy(to + plane, (const char *)op->maps[0] + end * plane, plane);
+    for (int i = 0; i < 2 && begin < end; i++)
+        if ((i ? end : begin) % op->x)
+            memcpy(j->copies + thread * j->thread_copies + i * plane, (const char *)op->maps[0] + beside[i] * plane, plane);
 }
 
 /* The filters' streams in the order in which `multiply` reads them; outputs and inputs that are not there are 0. A thread packs
@@ -617,72 +570,75 @@ static void write_filter_gradient(void *argument, int thread, int threads)
 
 /* --- An operation --- */
 
+/* Forms the rows of a thread's share plane by plane, tile by tile along y, each plane's after those of the one before; and takes
+   each plane once the two beside it are formed. */
 static void operation_thread(void *argument, int thread, int threads)
 {
     struct job *j = argument;
-    int filters = j->op->kind == FILTER_GRADIENT;
+    const struct operation *op = j->op;
+    int filters = op->kind == FILTER_GRADIENT;
     struct thread t;
     if (open_thread(&t, j, thread)) {
         j->failed = 1;
         return;
     }
     tile_config(filters ? 16 : j->step, filters ? j->step / UNIT : GROUP_UNITS);
-    along_planes(&t, thread, threads, filters ? TILES_SUMMED : CHANNELS_SUMMED, filters ? correlate_plane : convolve_plane);
+    long at = share(op, thread, threads), end = share(op, thread + 1, threads);
+    for (int batch, x0, x1; at < end; at += x1 - x0) {
+        batch = (int)(at / op->x), x0 = (int)(at % op->x), x1 = least(op->x, x0 + end - at);
+        for (int y0 = 0, y1; y0 < op->y; y0 = y1) {
+            y1 = least(y0 + j->y_rows, op->y);
+            for (int x = x0 - 1; x <= x1; x++) {
+                for (int y = y0 - 1; y <= y1; y++) {
+                    unit *row = ring_row(&t, x, y, y0);
+                    if (row != t.zero_row && j->thread_copies)
+                        fill_row_in_place(&t, row, batch, x, x0, x1, y, y0, y1);
+                    else if (row != t.zero_row)
+                        fill_row(&t, row, &j->input, j->width, batch, x, y, filters ? TILES_SUMMED : CHANNELS_SUMMED);
+                }
+                if (x > x0 && filters)
+                    correlate_plane(&t, batch, x - 1, y0, y1);
+                else if (x > x0)
+                    convolve_plane(&t, batch, x - 1, y0, y1);
+            }
+        }
+    }
     tile_release();
-}
-
-/* NULL for 0 bytes; `failed` where there are none. */
-static void *allocate(struct job *j, size_t bytes)
-{
-    void *memory = bytes ? aligned_alloc(64, (bytes + 63) / 64 * 64) : NULL;
-    j->failed |= bytes && !memory;
-    return memory;
 }
 
 static int run(const struct operation *op)
 {
     struct job j = job_of(op);
-    j.weights = allocate(&j, j.weight_bytes);
-    j.totals = allocate(&j, sizeof(double) * j.thread_totals * op->threads);
-    j.copies = allocate(&j, j.thread_copies * op->threads);
-    j.filter_sums = allocate(&j, sizeof(float) * j.thread_sums * op->threads);
-    if (!j.failed) {
-        if (j.weights)
-            run_on_threads(op->threads, pack_weights, &j);
-        if (j.copies)
-            run_on_threads(op->threads, copy_planes_beside, &j);
-        run_on_threads(op->threads, operation_thread, &j);
-        if (j.filter_sums)
-            run_on_threads(op->threads, write_filter_gradient, &j);
-        else if (j.sums != NO_SUMS)
-            write_sums(&j, op->threads);
+    if (op->scratch) {
+        op->scratch[0] = j.bytes, op->scratch[1] = j.passing;
+        return 0;
     }
-    free(j.weights);
-    free(j.totals);
-    free(j.copies);
-    free(j.filter_sums);
+    char *memory = aligned_alloc(64, j.passing);
+    if (!memory)
+        return -1;
+    j.weights = (unit *)memory;
+    j.totals = (double *)(memory + j.weight_bytes);
+    j.copies = (char *)(j.totals + op->threads * j.thread_totals);
+    j.filter_sums = (float *)(j.copies + op->threads * j.thread_copies);
+    if (j.weight_bytes)
+        run_on_threads(op->threads, pack_weights, &j);
+    if (j.thread_copies)
+        run_on_threads(op->threads, copy_planes_beside, &j);
+    run_on_threads(op->threads, operation_thread, &j);
+    if (j.thread_sums)
+        run_on_threads(op->threads, write_filter_gradient, &j);
+    else if (j.sums != NO_SUMS)
+        write_sums(&j, op->threads);
+    free(memory);
     return j.failed ? -1 : 0;
-}
-
-static void scratch(const struct operation *op, size_t *kept, size_t *passing)
-{
-    struct job j = job_of(op);
-    *kept = j.bytes;
-    *passing = j.weight_bytes + op->threads * (sizeof(double) * j.thread_totals + j.thread_copies + sizeof(float) * j.thread_sums);
 }
 
 static void multiply_in_cache(void *repeats, int thread, int threads)
 {
-#ifdef TILES
-    enum { STEP = 16 };
-#else
-    enum { STEP = 1 };
-#endif
     static unit row[MOST_SUMS * GROUP_UNITS] __attribute__((aligned(64)));
     static unit weights[9 * GROUP_UNITS * 16] __attribute__((aligned(64)));
     static _Thread_local float sums[MOST_SUMS * 16] __attribute__((aligned(64)));
     const unit *rows[9] = {row, row, row, row, row, row, row, row, row};
-    (void)thread, (void)threads;
     tile_config(STEP, GROUP_UNITS);
     for (long i = 0; i < *(long *)repeats; i++)
         multiply(1, MOST_SUMS, STEP, sums, 0, rows, weights, GROUP_UNITS, 0);
@@ -697,4 +653,4 @@ static double products(int threads, long repeats)
 
 int PASSES(const struct operation *);
 
-const struct kernels KERNELS = {KERNELS_NAME, run, PASSES, scratch, products};
+const struct kernels KERNELS = {KERNELS_NAME, run, PASSES, products};

@@ -120,7 +120,7 @@ ALWAYS_INLINE void make_row(struct worker *w, int kind, size_t to, int step, con
 {
     const struct job *job = w->job;
     const struct operation *op = w->op;
-    const int from_raw = kind == PROJECT || kind == UP_CONVOLVE;
+    const int from_raw = kind == PROJECT;
     const int sums_up = kind == RESIDUAL_GRADIENT || kind == PROJECT_GRADIENT || kind == PROJECT_SUMS || kind == UP_INPUT_GRADIENT;
     const float *values = from_raw ? w->line : w->other;
     int channels = from_raw ? op->outputs : op->channels[0], terms = from_raw ? op->channels[0] : op->outputs;
@@ -128,7 +128,7 @@ ALWAYS_INLINE void make_row(struct worker *w, int kind, size_t to, int step, con
     int apart = taps == 8 ? 2 * width : width; /* voxels of one tap */
     for (int c = 0; c < channels; c += LANES) {
         int n = least(LANES, channels - c);
-        vec k[COEFFICIENTS], of_row[2] = {{0}}, bias = kind == PROJECT ? load_some(op->bias + c, n) : (vec){0};
+        vec k[COEFFICIENTS], of_row[2] = {{0}}, bias = kind == PROJECT && op->bias ? load_some(op->bias + c, n) : (vec){0};
         load_norm(k, from_raw ? NULL : w->norm, channels, c, n);
         for (int z = 0; z < op->z; z += BLOCK) {
             int voxels = least(BLOCK, op->z - z);
@@ -219,13 +219,11 @@ static void row(struct worker *w, int batch, int x, int y)
     CASE(RESIDUAL_SUM, 0) CASE(RESIDUAL_GRADIENT, 0) CASE(TO_RAW, 0)
     CASE(PROJECT_GRADIENT, 1) CASE(PROJECT_SUMS, 1) CASE(PROJECT_TO_RAW, 1) CASE(UP_INPUT_GRADIENT, 8)
 #undef CASE
-    case PROJECT:
-        make_row(w, PROJECT, voxel * outputs, outputs, job->filters, 1);
-        break;
-    case UP_CONVOLVE:
-        for (int tap = 0; tap < 8; tap++)
-            make_row(w, UP_CONVOLVE, (voxel_of(op, 2, batch, 2 * x + tap / 4, 2 * y + tap / 2 % 2) + tap % 2) * outputs, 2 * outputs,
-                     job->filters + (size_t)tap * channels * job->other_width, 1);
+    default: /* PROJECT, and UP_CONVOLVE with neither bias nor other map */
+        for (int tap = 0; tap < job->taps && job->from_raw; tap++) {
+            size_t to = voxel_of(op, edge, batch, edge * x + tap / 4, edge * y + tap / 2 % 2) + tap % 2;
+            make_row(w, PROJECT, to * outputs, edge * outputs, job->filters + (size_t)tap * channels * job->other_width, 1);
+        }
     }
     if (op->filter_gradient)
         make_filter_gradient(w);
@@ -301,18 +299,15 @@ int PASSES(const struct operation *op)
     job.sum_count = (size_t)op->batch * 2 * job.width;
     size_t filters = (size_t)taps * job.width * job.other_width;
     job.filter_count = op->filter_gradient ? filters + job.other_width : 0;
-    job.filters = calloc(filters, sizeof(float));
-    job.filter_sums = calloc(job.filter_count * op->threads + 1, sizeof(double));
-    job.sums = calloc(job.sum_count * op->threads, sizeof(double));
-    job.failed = !job.filters || !job.filter_sums || !job.sums;
-    if (!job.failed) {
-        if (op->filters)
-            pack_filters(&job);
-        run_on_threads(op->threads, pass_thread, &job);
-        write_results(&job);
-    }
-    free(job.filters);
-    free(job.filter_sums);
+    job.sums = calloc((job.sum_count + job.filter_count) * op->threads + filters, sizeof(double));
+    if (!job.sums)
+        return -1;
+    job.filter_sums = job.sums + job.sum_count * op->threads;
+    job.filters = (float *)(job.filter_sums + job.filter_count * op->threads);
+    if (op->filters)
+        pack_filters(&job);
+    run_on_threads(op->threads, pass_thread, &job);
+    write_results(&job);
     free(job.sums);
     return job.failed ? -1 : 0;
 }

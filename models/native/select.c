@@ -61,7 +61,7 @@ const struct kernels *native_kernels(const char *name, int dtype)
     return NULL;
 }
 
-/* The functions of native.h by name: 0; -1 where memory ran out; -2 where the machine has no such kernels. */
+/* An operation by kernels of this name: 0; -1 where memory ran out; -2 where the machine has no such kernels. */
 int native_run(const char *name, const struct operation *operation)
 {
     const struct kernels *kernels = native_kernels(name, operation->dtype);
@@ -70,13 +70,7 @@ int native_run(const char *name, const struct operation *operation)
     return operation->kind < MAX_POOL ? kernels->run(operation) : kernels->pass(operation);
 }
 
-int native_scratch(const char *name, const struct operation *operation, size_t *kept, size_t *passing)
-{
-    const struct kernels *kernels = native_kernels(name, operation->dtype);
-    return kernels ? kernels->scratch(operation, kept, passing), 0 : -2;
-}
-
-/* 0 where there are none. */
+/* Those of native.h; 0 where there are none. */
 double native_products(const char *name, int dtype, int threads, long repeats)
 {
     const struct kernels *kernels = native_kernels(name, dtype);
