@@ -47,7 +47,7 @@ struct operation {
     void *map;                   /* may be the first map's memory in CONVOLVE and INPUT_GRADIENT, and that of any map later */
     float *sums_to;              /* NULL where they are not asked for, as below */
     float *filter_gradient, *bias_gradient;
-    size_t *scratch;             /* NULL; else a kind before MAX_POOL is not run: bytes that each thread keeps, and that it takes besides */
+    size_t *scratch; /* not NULL: kinds before MAX_POOL write here the bytes that each thread keeps, and the rest, and do nothing */
 };
 
 /* An instruction set: the same sources, compiled for it. Both return 0, or -1 where memory runs out. */

@@ -10,12 +10,6 @@
 #include <unistd.h>
 #include "rows.h"
 
-#ifndef KERNELS
-#define KERNELS kernels_here
-#define KERNELS_NAME "here"
-#define PASSES passes_here
-#endif
-
 /* --- The micro-kernels: all the arithmetic that counts --- */
 
 enum { VECS = 16 / LANES }; /* vectors of 16 outputs */
@@ -51,9 +45,8 @@ static void multiply(int r, int n, int step, float *sums, size_t next_sums, cons
                      size_t next_group)
 {
     switch (r * n / step) {
-#define CASE(count) case count: multiply_tiles(count, r, n, step, sums, next_sums, rows, weights, units, next_group); break;
-    CASE(1) CASE(2) CASE(3) CASE(4)
-#undef CASE
+#define TILES_OF(count) case count: multiply_tiles(count, r, n, step, sums, next_sums, rows, weights, units, next_group); break;
+    TILES_OF(1) TILES_OF(2) TILES_OF(3) TILES_OF(4)
     }
 }
 
@@ -151,10 +144,8 @@ static void multiply(int r, int n, int step, float *sums, size_t next_sums, cons
 #ifdef __AVX512F__
     CASE(1, 7) CASE(2, 5) CASE(2, 7) CASE(4, 3) CASE(4, 5) CASE(4, 7) CASE(8, 1) CASE(8, 3)
     CASE(1, 8) CASE(1, 10) CASE(1, 12) CASE(1, 14) CASE(1, 16) CASE(1, 18) CASE(1, 20) CASE(1, 22) CASE(1, 24) CASE(1, 26)
-    CASE(1, 28)
-    CASE(2, 4) CASE(2, 6) CASE(2, 8) CASE(2, 10) CASE(2, 12) CASE(2, 14) CASE(4, 2) CASE(4, 4) CASE(4, 6) CASE(8, 2)
+    CASE(1, 28) CASE(2, 4) CASE(2, 6) CASE(2, 8) CASE(2, 10) CASE(2, 12) CASE(2, 14) CASE(4, 2) CASE(4, 4) CASE(4, 6) CASE(8, 2)
 #endif
-#undef CASE
     }
 }
 
@@ -201,12 +192,11 @@ static void correlate(int channels, float *sums, int rows, const unit *const *va
     for (int c = 0; c < channels; c += CHANNELS_AT_ONCE, at += CHANNELS_AT_ONCE, sums += CHANNELS_AT_ONCE * 16) {
         int n = channels - c < CHANNELS_AT_ONCE ? channels - c : CHANNELS_AT_ONCE;
         switch (n) {
-#define CASE(n) case n: correlate_n(n, sums, rows, values, gradients, at, gradients_at, units); break;
-        CASE(4)
+#define CHANNELS(n) case n: correlate_n(n, sums, rows, values, gradients, at, gradients_at, units); break;
+        CHANNELS(4)
 #ifdef __AVX512F__
-        CASE(8) CASE(12) CASE(16)
+        CHANNELS(8) CHANNELS(12) CHANNELS(16)
 #endif
-#undef CASE
         }
     }
 }
@@ -238,8 +228,8 @@ struct job {
     size_t row, gradient_row; /* units from one row to the next */
     size_t row_bytes;         /* of a row of the first map: in place it is this one that is written over */
     size_t ring, line, output_line, row_sums, bytes; /* of a thread's memory: units of all rows; floats; all in bytes */
-    size_t weight_bytes, thread_totals, thread_copies, thread_sums; /* of what is below, the copies in bytes; 0 of what is not needed */
-    size_t passing;           /* their bytes, of all threads */
+    size_t weight_bytes, thread_totals, thread_copies, thread_sums; /* sizes of what is below, of copies in bytes; or 0 */
+    size_t passing;           /* the bytes of all that */
     unit *weights;            /* [16 outputs][stream][tap][unit][16] */
     double *totals;           /* of every thread: [batch][2][output_width] */
     char *copies;             /* of every thread, in place: two planes, and a row of each plane of a slab */
@@ -258,7 +248,7 @@ static struct job job_of(const struct operation *op)
     j.gradient = (struct input){{op->outputs}, {op->others[0]}, op->others[1], op->other_coefficients};
     if (op->kind == INPUT_GRADIENT)
         j.input.raw = op->others[1];
-    if (op->sums_to && (op->kind == CONVOLVE || op->other_coefficients))
+    if (op->sums_to && (op->kind == CONVOLVE || op->other_coefficients)) /* else they are 0 */
         j.sums = op->kind == CONVOLVE ? MOMENTS : NORM_SUMS;
 
     j.step = tiles < 8 ? UNIT : 2, j.most = MOST_SUMS; /* the sizes for which there is a `multiply` */
@@ -301,7 +291,7 @@ struct thread {
     float *line, *output_line; /* a row in float32: formed, with a border of zeros; and of the output or its gradient */
     float *sums;
     const unit **pointers;
-    char *copies;       /* in place: the rows of the planes before and after the slab, and the last row of the tile before, of each */
+    char *copies; /* in place: the rows of the planes before and after the slab, and of each plane the last of the tile before */
     double *totals;
     float *filter_sums;
 };
@@ -339,7 +329,7 @@ static unit *ring_row(const struct thread *t, int x, int y, int y0)
 /* The first plane of a thread's share. */
 static long share(const struct operation *op, int thread, int threads) { return (long)op->batch * op->x * thread / threads; }
 
-static void fill_row(struct thread *t, unit *row, const struct input *in, int width, int batch, int x, int y, int purpose)
+ALWAYS_INLINE void fill_row(struct thread *t, unit *row, const struct input *in, int width, int batch, int x, int y, int purpose)
 {
     const struct job *j = t->job;
     float *line = (purpose == GRADIENT_TILES_SUMMED ? t->output_line : t->line) + width;
@@ -414,13 +404,12 @@ static void finish(struct thread *t, const float *row_sums, int block, int batch
 {
     for (int v = 0; v < VECS; v++) {
         int c = block * 16 + v * LANES, n = t->job->outputs - c;
-        const float *sums = row_sums + v * LANES;
         if (n >= LANES && t->op->dtype == FLOAT32)
-            finish_channels(t, sums, c, batch, voxel, LANES, FLOAT32);
+            finish_channels(t, row_sums + v * LANES, c, batch, voxel, LANES, FLOAT32);
         else if (n >= LANES)
-            finish_channels(t, sums, c, batch, voxel, LANES, BFLOAT16);
+            finish_channels(t, row_sums + v * LANES, c, batch, voxel, LANES, BFLOAT16);
         else if (n > 0)
-            finish_channels(t, sums, c, batch, voxel, n, t->op->dtype);
+            finish_channels(t, row_sums + v * LANES, c, batch, voxel, n, t->op->dtype);
     }
 }
 
@@ -433,7 +422,8 @@ static void convolve_plane(struct thread *t, int batch, int x, int y0, int y1)
     size_t next_sums = (size_t)STREAMS * j->tiles * 16;
     for (int r, y = y0; y < y1; y += r) {
         const unit *weights = j->weights, *around[9 * 8], *rows[9 * 8];
-        for (r = 8; r > 1 && (r > y1 - y || r * j->tiles > j->most);)
+        r = 8;
+        while (r > 1 && (r > y1 - y || r * j->tiles > j->most))
             r /= 2;
         for (int i = 0; i < 9 * r; i++)
             around[i] = ring_row(t, x + i / r / 3 - 1, y + i % r + i / r % 3 - 1, y0);
@@ -585,7 +575,9 @@ static void operation_thread(void *argument, int thread, int threads)
     tile_config(filters ? 16 : j->step, filters ? j->step / UNIT : GROUP_UNITS);
     long at = share(op, thread, threads), end = share(op, thread + 1, threads);
     for (int batch, x0, x1; at < end; at += x1 - x0) {
-        batch = (int)(at / op->x), x0 = (int)(at % op->x), x1 = least(op->x, x0 + end - at);
+        batch = (int)(at / op->x);
+        x0 = (int)(at % op->x);
+        x1 = least(op->x, x0 + end - at);
         for (int y0 = 0, y1; y0 < op->y; y0 = y1) {
             y1 = least(y0 + j->y_rows, op->y);
             for (int x = x0 - 1; x <= x1; x++) {
@@ -593,8 +585,10 @@ static void operation_thread(void *argument, int thread, int threads)
                     unit *row = ring_row(&t, x, y, y0);
                     if (row != t.zero_row && j->thread_copies)
                         fill_row_in_place(&t, row, batch, x, x0, x1, y, y0, y1);
+                    else if (row != t.zero_row && filters)
+                        fill_row(&t, row, &j->input, j->width, batch, x, y, TILES_SUMMED);
                     else if (row != t.zero_row)
-                        fill_row(&t, row, &j->input, j->width, batch, x, y, filters ? TILES_SUMMED : CHANNELS_SUMMED);
+                        fill_row(&t, row, &j->input, j->width, batch, x, y, CHANNELS_SUMMED);
                 }
                 if (x > x0 && filters)
                     correlate_plane(&t, batch, x - 1, y0, y1);
@@ -610,7 +604,8 @@ static int run(const struct operation *op)
 {
     struct job j = job_of(op);
     if (op->scratch) {
-        op->scratch[0] = j.bytes, op->scratch[1] = j.passing;
+        op->scratch[0] = j.bytes;
+        op->scratch[1] = j.passing;
         return 0;
     }
     char *memory = aligned_alloc(64, j.passing);
@@ -627,7 +622,7 @@ static int run(const struct operation *op)
     run_on_threads(op->threads, operation_thread, &j);
     if (j.thread_sums)
         run_on_threads(op->threads, write_filter_gradient, &j);
-    else if (j.sums != NO_SUMS)
+    else if (op->sums_to)
         write_sums(&j, op->threads);
     free(memory);
     return j.failed ? -1 : 0;
@@ -651,6 +646,6 @@ static double products(int threads, long repeats)
     return 2.0 * repeats * threads * 9 * GROUP * 16 * MOST_SUMS;
 }
 
-int PASSES(const struct operation *);
+int PASSES(const struct operation *); /* build.py defines the names */
 
 const struct kernels KERNELS = {KERNELS_NAME, run, PASSES, products};

@@ -6,8 +6,9 @@
 #include <unistd.h>
 #include "native.h"
 
-extern const struct kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16 __attribute__((weak)), kernels_amx __attribute__((weak)),
-    kernels_amx_in_c; /* weak ones are NULL where the compiler does not know their instructions */
+extern const struct kernels kernels_avx2, kernels_avx512, kernels_amx_in_c;
+extern const struct kernels kernels_avx512_bf16 __attribute__((weak)), kernels_amx __attribute__((weak)); /* NULL where the compiler
+   does not know their instructions */
 
 enum { AVX2 = 1, AVX512 = 2, AVX512_BF16 = 4, AMX = 8 };
 

@@ -44,8 +44,9 @@ void TF_OpKernelConstruction_GetAttrInt32(TF_OpKernelConstruction *, const char 
 void TF_OpKernelConstruction_Failure(TF_OpKernelConstruction *, TF_Status *);
 int TF_NumInputs(TF_OpKernelContext *);
 void TF_GetInput(TF_OpKernelContext *, int index, TF_Tensor **, TF_Status *);
-TF_Tensor *TF_AllocateOutput(TF_OpKernelContext *, int index, TF_DataType, const int64_t *shape, int rank, size_t bytes, TF_Status *);
-TF_Tensor *TF_ForwardInputOrAllocateOutput(TF_OpKernelContext *, const int *inputs, int count, int index, const int64_t *shape, int rank,
-                                           int *forwarded, TF_Status *);
+TF_Tensor *TF_AllocateOutput(TF_OpKernelContext *, int index, TF_DataType, const int64_t *shape, int rank, size_t bytes,
+                             TF_Status *);
+TF_Tensor *TF_ForwardInputOrAllocateOutput(TF_OpKernelContext *, const int *inputs, int count, int index, const int64_t *shape,
+                                           int rank, int *forwarded, TF_Status *);
 void TF_OpKernelContext_Failure(TF_OpKernelContext *, TF_Status *);
 #endif
