@@ -97,7 +97,7 @@ static void *output_of(struct call *call, int index, TF_DataType type, struct sh
         call->outputs[index] = TF_ForwardInputOrAllocateOutput(call->context, &over, 1, index, shape.size, shape.rank, &forwarded,
                                                                call->status);
     } else {
-        size_t bytes = count * TF_DataTypeSize(type);
+        size_t bytes = count * (type == TF_FLOAT ? sizeof(float) : 2);
         call->outputs[index] = TF_AllocateOutput(call->context, index, type, shape.size, shape.rank, bytes, call->status);
     }
     return fine(call) && count ? TF_TensorData(call->outputs[index]) : NULL;
@@ -142,10 +142,9 @@ static void compute_kind(struct call *call, const struct attributes *given)
     require(call, given->maps <= 1 + about->more && more >= 0 && more <= about->optional, "maps must be as many as the kind takes");
     struct shape map = shape_of(inputs[MAPS]);
     require(call, map.rank == 5 && TF_TensorElementCount(inputs[MAPS]) > 0, "maps must hold voxels, in 5 dimensions");
-    for (int i = 0; i < 4; i++) {
-        require(call, map.size[i] < 1 << 24, "sizes of a map must be below 2^24");
-        require(call, about->grid != COARSER || i == 0 || map.size[i] % 2 == 0, "sizes of a map must be even where it is pooled");
-    }
+    for (int i = 0; i < 4; i++)
+        require(call, map.size[i] < 1 << 24 && (about->grid != COARSER || i == 0 || map.size[i] % 2 == 0),
+                "sizes of a map must be below 2^24, and even where it is pooled");
     if (!fine(call))
         return;
 

@@ -538,24 +538,25 @@ static void write_filter_gradient(void *argument, int thread, int threads)
 {
     const struct job *j = argument;
     int inputs = j->inputs, outputs = j->outputs, groups = j->width / GROUP, blocks = j->output_width / 16;
-    for (int part = thread; part < 9 * inputs * blocks; part += threads) {
-        int block = part % blocks, tap = part / blocks / inputs, i = part / blocks % inputs, n = least(outputs - block * 16, 16);
-        double taps[3][16] = {{0}};
-        for (int k = 0; k < STREAMS; k++) {
-            size_t panel = ((size_t)(tap * STREAMS + k) * groups + i / GROUP) * blocks + block;
-            const float *from = j->filter_sums + (panel * GROUP + i % GROUP) * 16;
-            double sum[16] = {0};
-            for (int other = 0; other < j->op->threads; other++, from += j->thread_sums)
-                for (int o = 0; o < 16; o++)
-                    sum[o] += from[o];
+    for (int part = thread; part < 9 * inputs; part += threads)
+        for (int block = 0; block < blocks; block++) {
+            int tap = part / inputs, i = part % inputs, n = least(outputs - block * 16, 16);
+            double taps[3][16] = {{0}};
+            for (int k = 0; k < STREAMS; k++) {
+                size_t panel = ((size_t)(tap * STREAMS + k) * groups + i / GROUP) * blocks + block;
+                const float *from = j->filter_sums + (panel * GROUP + i % GROUP) * 16;
+                double sum[16] = {0};
+                for (int other = 0; other < j->op->threads; other++, from += j->thread_sums)
+                    for (int o = 0; o < 16; o++)
+                        sum[o] += from[o];
+                for (int z = 0; z < 3; z++)
+                    for (int o = 0; o < 16; o++)
+                        taps[z][o] += FILTER_TRANSFORM[k][z] * sum[o];
+            }
             for (int z = 0; z < 3; z++)
-                for (int o = 0; o < 16; o++)
-                    taps[z][o] += FILTER_TRANSFORM[k][z] * sum[o];
+                for (int o = 0; o < n; o++)
+                    j->op->filter_gradient[((size_t)(tap * 3 + z) * inputs + i) * outputs + block * 16 + o] = (float)taps[z][o];
         }
-        for (int z = 0; z < 3; z++)
-            for (int o = 0; o < n; o++)
-                j->op->filter_gradient[((size_t)(tap * 3 + z) * inputs + i) * outputs + block * 16 + o] = (float)taps[z][o];
-    }
 }
 
 /* --- An operation --- */

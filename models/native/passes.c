@@ -113,7 +113,7 @@ ALWAYS_INLINE void make_row(struct worker *w, int kind, size_t to, int step, con
 {
     const struct job *job = w->job;
     const struct operation *op = w->op;
-    const int from_raw = kind == PROJECT;
+    const int from_raw = kind == PROJECT || kind == UP_CONVOLVE;
     const int sums_up = kind == RESIDUAL_GRADIENT || kind == PROJECT_GRADIENT || kind == PROJECT_SUMS || kind == UP_INPUT_GRADIENT;
     const float *values = from_raw ? w->line : w->other;
     int channels = from_raw ? op->outputs : op->channels[0], terms = from_raw ? op->channels[0] : op->outputs;
@@ -121,7 +121,7 @@ ALWAYS_INLINE void make_row(struct worker *w, int kind, size_t to, int step, con
     size_t apart = taps == 8 ? 2 * width : width; /* voxels of one tap */
     for (int c = 0; c < channels; c += LANES) {
         int n = least(LANES, channels - c);
-        vec k[COEFFICIENTS], of_row[2] = {{0}}, bias = kind == PROJECT && op->bias ? load_some(op->bias + c, n) : (vec){0};
+        vec k[COEFFICIENTS], of_row[2] = {{0}}, bias = kind == PROJECT ? load_some(op->bias + c, n) : (vec){0};
         load_norm(k, from_raw ? NULL : w->norm, channels, c, n);
         for (int z = 0; z < op->z; z += BLOCK) {
             int voxels = least(BLOCK, op->z - z);
@@ -202,19 +202,18 @@ static void row(struct worker *w, int batch, int x, int y)
                  voxel_of(op, edge, batch, edge * x + i / 2, edge * y + i % 2), edge * op->z, op->dtype);
     switch (op->kind) {
 #define ROW(kind, taps) case kind: make_row(w, kind, voxel * channels, channels, job->filters, taps); break;
-    case MAX_POOL:
-        pool_row(w, MAX_POOL, batch, x, y);
-        break;
-    case MAX_POOL_GRADIENT:
-        pool_row(w, MAX_POOL_GRADIENT, batch, x, y);
-        break;
+#define POOL(kind) case kind: pool_row(w, kind, batch, x, y); break;
+    POOL(MAX_POOL) POOL(MAX_POOL_GRADIENT)
     ROW(RESIDUAL_SUM, 0) ROW(RESIDUAL_GRADIENT, 0) ROW(TO_RAW, 0)
     ROW(PROJECT_GRADIENT, 1) ROW(PROJECT_SUMS, 1) ROW(PROJECT_TO_RAW, 1) ROW(UP_INPUT_GRADIENT, 8)
-    default: /* PROJECT, and UP_CONVOLVE with neither bias nor other map */
-        for (int tap = 0; tap < job->taps && job->from_raw; tap++) {
-            size_t to = voxel_of(op, edge, batch, edge * x + tap / 4, edge * y + tap / 2 % 2) + tap % 2;
-            make_row(w, PROJECT, to * outputs, edge * outputs, job->filters + (size_t)tap * channels * job->other_width, 1);
-        }
+    }
+    for (int tap = 0; tap < job->taps && job->from_raw; tap++) {
+        size_t to = voxel_of(op, edge, batch, edge * x + tap / 4, edge * y + tap / 2 % 2) + tap % 2;
+        const float *filters = job->filters + (size_t)tap * channels * job->other_width;
+        if (op->kind == PROJECT)
+            make_row(w, PROJECT, to * outputs, outputs, filters, 1);
+        else
+            make_row(w, UP_CONVOLVE, to * outputs, 2 * outputs, filters, 1);
     }
     if (op->filter_gradient)
         make_filter_gradient(w);

@@ -110,7 +110,7 @@ ALWAYS_INLINE void load_norm(vec *k, const float *coefficients, int channels, in
 {
     static const float none[COEFFICIENTS] = {[SCALE] = 1, [FLOOR] = -INFINITY, [RSTD] = 1};
     for (int i = 0; i < COEFFICIENTS; i++)
-        k[i] = coefficients ? load_some(coefficients + i * channels + c, n) : splat(none[i]);
+        k[i] = coefficients ? load_some(coefficients + i * channels + c, n) : none[i] - (vec){0};
 }
 
 ALWAYS_INLINE vec normed(const vec *k, vec raw) { return at_least(raw * k[SCALE] + k[SHIFT], k[FLOOR]); }

@@ -7,8 +7,7 @@
 #include "native.h"
 
 extern const struct kernels kernels_avx2, kernels_avx512, kernels_amx_in_c;
-extern const struct kernels kernels_avx512_bf16 __attribute__((weak)), kernels_amx __attribute__((weak)); /* NULL where the compiler
-   does not know their instructions */
+extern const struct kernels kernels_avx512_bf16 __attribute__((weak)), kernels_amx __attribute__((weak)); /* NULL if not compiled */
 
 enum { AVX2 = 1, AVX512 = 2, AVX512_BF16 = 4, AMX = 8 };
 

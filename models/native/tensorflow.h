@@ -27,7 +27,6 @@ int TF_NumDims(const TF_Tensor *);
 int64_t TF_Dim(const TF_Tensor *, int dimension);
 int64_t TF_TensorElementCount(const TF_Tensor *);
 void *TF_TensorData(const TF_Tensor *);
-size_t TF_DataTypeSize(TF_DataType);
 
 TF_OpDefinitionBuilder *TF_NewOpDefinitionBuilder(const char *name);
 void TF_OpDefinitionBuilderAddAttr(TF_OpDefinitionBuilder *, const char *);

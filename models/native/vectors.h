@@ -28,8 +28,6 @@ ALWAYS_INLINE vec load(const float *from)
 
 ALWAYS_INLINE void store(float *to, vec value) { memcpy(to, &value, sizeof value); }
 
-ALWAYS_INLINE vec splat(float value) { return value - (vec){}; }
-
 ALWAYS_INLINE uvec widened(halves value)
 {
 #ifdef __AVX512F__ /* one instruction, where compilers make four */
