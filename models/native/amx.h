@@ -24,37 +24,33 @@ static void tile_release(void) { _tile_release(); }
 
 /* The instructions have their registers' numbers in them: all below must be inlined with constants. */
 #define EACH_TILE(CASE) CASE(0) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
-#define EACH_PRODUCT(CASE) CASE(0, 4) CASE(1, 4) CASE(2, 4) CASE(3, 4) CASE(0, 5) CASE(1, 5) CASE(2, 5) CASE(3, 5)
+#define EACH_PRODUCT(CASE) EACH_SUM(CASE, 4, 6) EACH_SUM(CASE, 5, 6) EACH_SUM(CASE, 4, 7) EACH_SUM(CASE, 5, 7)
+#define EACH_SUM(CASE, l, r) CASE(0, l, r) CASE(1, l, r) CASE(2, l, r) CASE(3, l, r)
 
 ALWAYS_INLINE void tile_zero(int tile)
 {
-#define CASE(i) if (tile == i) _tile_zero(i);
-    EACH_TILE(CASE)
-#undef CASE
+#define ZERO(i) if (tile == i) _tile_zero(i);
+    EACH_TILE(ZERO)
 }
 
 ALWAYS_INLINE void tile_load(int tile, const void *from, size_t stride)
 {
     __asm__ volatile("" ::: "memory"); /* and this one none */
-#define CASE(i) if (tile == i) _tile_loadd(i, from, stride);
-    EACH_TILE(CASE)
-#undef CASE
+#define LOAD(i) if (tile == i) _tile_loadd(i, from, stride);
+    EACH_TILE(LOAD)
 }
 
 ALWAYS_INLINE void tile_store(int tile, void *to, size_t stride)
 {
-#define CASE(i) if (tile == i) _tile_stored(i, to, stride);
-    EACH_TILE(CASE)
-#undef CASE
+#define STORE(i) if (tile == i) _tile_stored(i, to, stride);
+    EACH_TILE(STORE)
 }
 
 /* sum[row][16] += left[row][depth] * right[depth][16], of pairs of bfloat16 values; right is register 6 or 7. */
 ALWAYS_INLINE void tile_multiply_add(int sum, int left, int right)
 {
-#define CASE(s, l) if (sum == s && left == l && right == 6) _tile_dpbf16ps(s, l, 6); \
-    if (sum == s && left == l && right == 7) _tile_dpbf16ps(s, l, 7);
-    EACH_PRODUCT(CASE)
-#undef CASE
+#define MULTIPLY(s, l, r) if (sum == s && left == l && right == r) _tile_dpbf16ps(s, l, r);
+    EACH_PRODUCT(MULTIPLY)
 }
 
 #else

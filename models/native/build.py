@@ -20,7 +20,7 @@ BUILT = HERE / "built"
 HEADERS = ("native.h", "vectors.h", "rows.h", "amx.h", "tensorflow.h")
 SOURCES = (*HEADERS, "operations.c", "passes.c", "pool.c", "select.c", "door.c")
 TENSORFLOW = "libtensorflow_framework.so.2"  # has the C interface; loaded before our library
-OPTIONS = ("-O3", "-std=gnu11", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-function")
+OPTIONS = ("-O3", "-std=gnu11", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-function", "-Wno-unused-parameter")
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 INSTRUCTION_SETS = {

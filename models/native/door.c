@@ -35,7 +35,7 @@ enum { FILTERS, BIAS, NORMS, OTHER_NORMS, MAPS, MOST_INPUTS = MAPS + 4, OUTPUTS 
 struct call {
     TF_OpKernelContext *context;
     TF_Status *status;
-    TF_Tensor *inputs[MOST_INPUTS], *outputs[OUTPUTS];
+    TF_Tensor *inputs[MOST_INPUTS + OUTPUTS], **outputs; /* these follow all that may be inputs */
     int count;
 };
 
@@ -67,9 +67,11 @@ static void print_shape(char *to, struct shape shape)
     *to = 0;
 }
 
-/* The values of an input, which must be of this shape. */
-static void *values_of(struct call *call, int input, const char *name, struct shape shape)
+/* The values of an input, which must be of this shape; NULL of one that is not taken. */
+static void *values_of(struct call *call, int input, bool taken, const char *name, struct shape shape)
 {
+    if (!taken)
+        return NULL;
     char wanted[128], got[128], message[384];
     struct shape found = shape_of(call->inputs[input]);
     print_shape(wanted, shape);
@@ -77,14 +79,6 @@ static void *values_of(struct call *call, int input, const char *name, struct sh
     sprintf(message, "%s must be of shape (%s), got (%s)", name, wanted, got);
     require(call, same(found, shape), message);
     return TF_TensorData(call->inputs[input]);
-}
-
-/* The same, or NULL where the input is empty. */
-static const float *norms_of(struct call *call, int input, const char *name, int64_t batch, int64_t channels)
-{
-    if (!TF_TensorElementCount(call->inputs[input]))
-        return NULL;
-    return values_of(call, input, name, (struct shape){3, {batch, COEFFICIENTS, channels}});
 }
 
 /* Memory for an output, or NULL where it is empty. It is that of input `over`, where this is not negative and nobody else has it:
@@ -103,7 +97,7 @@ static void *output_of(struct call *call, int index, TF_DataType type, struct sh
         call->outputs[index] = TF_ForwardInputOrAllocateOutput(call->context, &over, 1, index, shape.size, shape.rank, &forwarded,
                                                                call->status);
     } else {
-        size_t bytes = count * TF_DataTypeSize(type);
+        size_t bytes = count * (type == TF_FLOAT ? sizeof(float) : 2);
         call->outputs[index] = TF_AllocateOutput(call->context, index, type, shape.size, shape.rank, bytes, call->status);
     }
     return fine(call) && count ? TF_TensorData(call->outputs[index]) : NULL;
@@ -148,10 +142,9 @@ static void compute_kind(struct call *call, const struct attributes *given)
     require(call, given->maps <= 1 + about->more && more >= 0 && more <= about->optional, "maps must be as many as the kind takes");
     struct shape map = shape_of(inputs[MAPS]);
     require(call, map.rank == 5 && TF_TensorElementCount(inputs[MAPS]) > 0, "maps must hold voxels, in 5 dimensions");
-    for (int i = 0; i < 4; i++) {
-        require(call, map.size[i] < 1 << 24, "sizes of a map must be below 2^24");
-        require(call, about->grid != COARSER || i == 0 || map.size[i] % 2 == 0, "sizes of a map must be even where it is pooled");
-    }
+    for (int i = 0; i < 4; i++)
+        require(call, map.size[i] < 1 << 24 && (about->grid != COARSER || i == 0 || map.size[i] % 2 == 0),
+                "sizes of a map must be below 2^24, and even where it is pooled");
     if (!fine(call))
         return;
 
@@ -160,7 +153,7 @@ static void compute_kind(struct call *call, const struct attributes *given)
     for (int i = 0; i < given->maps; i++) {
         struct shape part = map;
         part.size[4] = shape_of(inputs[MAPS + i]).size[4];
-        op.maps[i] = values_of(call, MAPS + i, "map", part);
+        op.maps[i] = values_of(call, MAPS + i, true, "map", part);
         op.channels[i] = (int)part.size[4];
         channels += part.size[4];
     }
@@ -180,23 +173,21 @@ static void compute_kind(struct call *call, const struct attributes *given)
     for (int i = 0; i < given->others; i++) {
         int place = i + (kind == INPUT_GRADIENT && !other_normed);
         bool like_map = place == 1 && kind != FILTER_GRADIENT;
-        op.others[place] = values_of(call, MAPS + given->maps + i, "other map", like_map ? map : other);
+        op.others[place] = values_of(call, MAPS + given->maps + i, true, "other map", like_map ? map : other);
     }
     const struct shape *grid = about->grid == COARSER ? &other : &map;
     op.batch = (int)map.size[0], op.x = (int)grid->size[1], op.y = (int)grid->size[2], op.z = (int)grid->size[3];
-    op.coefficients = norms_of(call, NORMS, "coefficients", map.size[0], channels);
-    if (kind == INPUT_GRADIENT || kind == FILTER_GRADIENT)
-        op.other_coefficients = norms_of(call, OTHER_NORMS, "other coefficients", map.size[0], wide);
-    if (about->filters)
-        op.filters = values_of(call, FILTERS, "filters", filters);
-    if (kind == PROJECT)
-        op.bias = values_of(call, BIAS, "bias", (struct shape){1, {wide}});
+    struct shape norms = {3, {map.size[0], COEFFICIENTS, channels}}, other_norms = {3, {map.size[0], COEFFICIENTS, wide}};
+    struct shape bias = {1, {wide}};
+    op.coefficients = values_of(call, NORMS, normed, "coefficients", norms);
+    op.other_coefficients = values_of(call, OTHER_NORMS, other_normed && above, "other coefficients", other_norms);
+    op.filters = values_of(call, FILTERS, about->filters, "filters", filters);
+    op.bias = values_of(call, BIAS, kind == PROJECT, "bias", bias);
 
     struct shape made = about->makes == LIKE_MAP ? map : about->makes == LIKE_OTHER ? other : EMPTY;
-    struct shape sums = {3, {map.size[0], 2, about->makes == LIKE_OTHER ? wide : channels}}, bias = {1, {wide}};
-    int first = MAPS + given->maps, over = about->over == OVER_MAP ? MAPS : first + about->over - OVER_OTHER;
-    if (kind == CONVOLVE && given->others)
-        over = first;
+    struct shape sums = {3, {map.size[0], 2, about->makes == LIKE_OTHER ? wide : channels}};
+    int first = MAPS + given->maps, adds = kind == CONVOLVE && given->others;
+    int over = adds ? first : about->over == OVER_MAP ? MAPS : first + about->over - OVER_OTHER;
     bool in_place = about->over && over < call->count && same(shape_of(inputs[over]), made);
     op.map = output_of(call, 0, dtype, made, in_place ? over : -1);
     op.sums_to = output_of(call, 1, TF_FLOAT, about->sums ? sums : EMPTY, -1);
@@ -204,8 +195,6 @@ static void compute_kind(struct call *call, const struct attributes *given)
     op.bias_gradient = output_of(call, 3, TF_FLOAT, about->bias_gradient ? bias : EMPTY, -1);
     if (!fine(call))
         return;
-    if (op.sums_to)
-        memset(op.sums_to, 0, sizeof(float) * sums.size[0] * sums.size[1] * sums.size[2]); /* where nobody sums */
     int code = native_run(NULL, &op);
     if (code == -1)
         TF_SetStatus(call->status, TF_RESOURCE_EXHAUSTED, "memory must suffice for the rows of every thread");
@@ -216,18 +205,16 @@ static void compute_kind(struct call *call, const struct attributes *given)
 static void compute(void *attributes, TF_OpKernelContext *context)
 {
     struct call call = {.context = context, .status = TF_NewStatus(), .count = TF_NumInputs(context)};
+    call.outputs = call.inputs + MOST_INPUTS;
     for (int i = 0; i < call.count && fine(&call); i++)
         TF_GetInput(context, i, &call.inputs[i], call.status);
     if (fine(&call))
         compute_kind(&call, attributes);
     if (!fine(&call))
         TF_OpKernelContext_Failure(context, call.status);
-    for (int i = 0; i < MOST_INPUTS; i++)
+    for (int i = 0; i < MOST_INPUTS + OUTPUTS; i++)
         if (call.inputs[i])
             TF_DeleteTensor(call.inputs[i]);
-    for (int i = 0; i < OUTPUTS; i++)
-        if (call.outputs[i])
-            TF_DeleteTensor(call.outputs[i]);
     TF_DeleteStatus(call.status);
 }
 
@@ -235,11 +222,9 @@ static void *create(TF_OpKernelConstruction *construction)
 {
     struct attributes *given = calloc(1, sizeof *given);
     TF_Status *status = TF_NewStatus();
-    TF_OpKernelConstruction_GetAttrInt32(construction, "kind", &given->kind, status);
-    if (TF_GetCode(status) == TF_OK)
-        TF_OpKernelConstruction_GetAttrInt32(construction, "n_maps", &given->maps, status);
-    if (TF_GetCode(status) == TF_OK)
-        TF_OpKernelConstruction_GetAttrInt32(construction, "n_others", &given->others, status);
+    int *const to[] = {&given->kind, &given->maps, &given->others};
+    for (int i = 0; i < 3 && TF_GetCode(status) == TF_OK; i++)
+        TF_OpKernelConstruction_GetAttrInt32(construction, (const char *[]){"kind", "n_maps", "n_others"}[i], to[i], status);
     if (TF_GetCode(status) == TF_OK && (given->kind >= KINDS || given->maps > 2 || given->others > 2))
         TF_SetStatus(status, TF_INVALID_ARGUMENT, "kind must be one of native.h; maps and others must be at most two");
     if (TF_GetCode(status) != TF_OK)

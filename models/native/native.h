@@ -47,6 +47,7 @@ struct operation {
     void *map;                   /* may be the first map's memory in CONVOLVE and INPUT_GRADIENT, and that of any map later */
     float *sums_to;              /* NULL where they are not asked for, as below */
     float *filter_gradient, *bias_gradient;
+    size_t *scratch; /* not NULL: kinds before MAX_POOL write here the bytes that each thread keeps, and the rest, and do nothing */
 };
 
 /* An instruction set: the same sources, compiled for it. Both return 0, or -1 where memory runs out. */
@@ -54,8 +55,6 @@ struct kernels {
     const char *name;
     int (*run)(const struct operation *);  /* the kinds before MAX_POOL */
     int (*pass)(const struct operation *); /* and from it on */
-    /* Bytes that each thread keeps, and that `run` takes besides until its end; it is not run. */
-    void (*scratch)(const struct operation *, size_t *kept, size_t *passing);
     /* Products of values in the cache L1, a limit to measure against; returns multiplications and additions of all threads. */
     double (*products)(int threads, long repeats);
 };

@@ -10,12 +10,6 @@
 #include <unistd.h>
 #include "rows.h"
 
-#ifndef KERNELS
-#define KERNELS kernels_here
-#define KERNELS_NAME "here"
-#define PASSES passes_here
-#endif
-
 /* --- The micro-kernels: all the arithmetic that counts --- */
 
 enum { VECS = 16 / LANES }; /* vectors of 16 outputs */
@@ -23,7 +17,7 @@ enum { VECS = 16 / LANES }; /* vectors of 16 outputs */
 #ifdef TILES
 #include "amx.h"
 
-enum { MOST_SUMS = 4 * 16 }; /* tiles of four registers */
+enum { MOST_SUMS = 4 * 16, STEP = 16, PACKED = GROUP }; /* tiles of four registers, and of one; channels that are packed at once */
 
 /* As `multiply` below, by `count` = up to four tile registers of `step` tiles each: 16 channels at once. */
 ALWAYS_INLINE void multiply_tiles(int count, int r, int n, int step, float *sums, size_t next_sums, const unit *const *rows,
@@ -51,9 +45,8 @@ static void multiply(int r, int n, int step, float *sums, size_t next_sums, cons
                      size_t next_group)
 {
     switch (r * n / step) {
-#define CASE(count) case count: multiply_tiles(count, r, n, step, sums, next_sums, rows, weights, units, next_group); break;
-    CASE(1) CASE(2) CASE(3) CASE(4)
-#undef CASE
+#define TILES_OF(count) case count: multiply_tiles(count, r, n, step, sums, next_sums, rows, weights, units, next_group); break;
+    TILES_OF(1) TILES_OF(2) TILES_OF(3) TILES_OF(4)
     }
 }
 
@@ -61,7 +54,6 @@ static void multiply(int r, int n, int step, float *sums, size_t next_sums, cons
 static void correlate(int channels, float *sums, int rows, const unit *const *values, const unit *const *gradients, size_t at,
                       size_t gradients_at, int units, int step)
 {
-    (void)channels;
     float some[4][GROUP * 16] __attribute__((aligned(64)));
     int r = 0, u = 0;
 #pragma GCC unroll 4
@@ -96,8 +88,9 @@ static void transpose_row(unit *row, int blocks, int step)
     }
 }
 #else
-static void tile_config(int rows, int depth) { (void)rows, (void)depth; }
+static void tile_config(int rows, int depth) {}
 static void tile_release(void) {}
+enum { STEP = 1, PACKED = UNIT };
 
 /* sum + weights * (the unit, spread over all lanes) */
 ALWAYS_INLINE vec multiply_add(vec sum, vec weights, unit spread)
@@ -145,17 +138,14 @@ ALWAYS_INLINE void multiply_n(int r, int n, float *sums, size_t next_sums, const
 static void multiply(int r, int n, int step, float *sums, size_t next_sums, const unit *const *rows, const unit *weights, int units,
                      size_t next_group)
 {
-    (void)step;
     switch (r * 100 + n) {
 #define CASE(r, n) case r * 100 + n: multiply_n(r, n, sums, next_sums, rows, weights, units, next_group); break;
     CASE(1, 1) CASE(1, 2) CASE(1, 3) CASE(1, 4) CASE(1, 5) CASE(1, 6) CASE(2, 1) CASE(2, 2) CASE(2, 3) CASE(4, 1)
 #ifdef __AVX512F__
     CASE(1, 7) CASE(2, 5) CASE(2, 7) CASE(4, 3) CASE(4, 5) CASE(4, 7) CASE(8, 1) CASE(8, 3)
     CASE(1, 8) CASE(1, 10) CASE(1, 12) CASE(1, 14) CASE(1, 16) CASE(1, 18) CASE(1, 20) CASE(1, 22) CASE(1, 24) CASE(1, 26)
-    CASE(1, 28)
-    CASE(2, 4) CASE(2, 6) CASE(2, 8) CASE(2, 10) CASE(2, 12) CASE(2, 14) CASE(4, 2) CASE(4, 4) CASE(4, 6) CASE(8, 2)
+    CASE(1, 28) CASE(2, 4) CASE(2, 6) CASE(2, 8) CASE(2, 10) CASE(2, 12) CASE(2, 14) CASE(4, 2) CASE(4, 4) CASE(4, 6) CASE(8, 2)
 #endif
-#undef CASE
     }
 }
 
@@ -199,30 +189,24 @@ ALWAYS_INLINE void correlate_n(int n, float *sums, int rows, const unit *const *
 static void correlate(int channels, float *sums, int rows, const unit *const *values, const unit *const *gradients, size_t at,
                       size_t gradients_at, int units, int step)
 {
-    (void)step;
     for (int c = 0; c < channels; c += CHANNELS_AT_ONCE, at += CHANNELS_AT_ONCE, sums += CHANNELS_AT_ONCE * 16) {
         int n = channels - c < CHANNELS_AT_ONCE ? channels - c : CHANNELS_AT_ONCE;
         switch (n) {
-#define CASE(n) case n: correlate_n(n, sums, rows, values, gradients, at, gradients_at, units); break;
-        CASE(4)
+#define CHANNELS(n) case n: correlate_n(n, sums, rows, values, gradients, at, gradients_at, units); break;
+        CHANNELS(4)
 #ifdef __AVX512F__
-        CASE(8) CASE(12) CASE(16)
+        CHANNELS(8) CHANNELS(12) CHANNELS(16)
 #endif
-#undef CASE
         }
     }
 }
 
-static void transpose_row(unit *row, int blocks, int step) { (void)row, (void)blocks, (void)step; }
+static void transpose_row(unit *row, int blocks, int step) {}
 #endif
 
 /* --- How an operation is cut --- */
 
-#ifdef TILES
-static int units_of(int channels) { return round_up(channels, GROUP) / UNIT; }
-#else
-static int units_of(int channels) { return round_up(channels, UNIT) / UNIT; }
-#endif
+static int units_of(int channels) { return round_up(channels, PACKED) / UNIT; }
 
 /* Rows that begin at equal addresses modulo 4096 would share sets of the cache L1: they begin 17 lines further on. */
 static size_t row_units(int width, int tiles)
@@ -244,16 +228,17 @@ struct job {
     size_t row, gradient_row; /* units from one row to the next */
     size_t row_bytes;         /* of a row of the first map: in place it is this one that is written over */
     size_t ring, line, output_line, row_sums, bytes; /* of a thread's memory: units of all rows; floats; all in bytes */
+    size_t weight_bytes, thread_totals, thread_copies, thread_sums; /* sizes of what is below, of copies in bytes; or 0 */
+    size_t passing;           /* the bytes of all that */
     unit *weights;            /* [16 outputs][stream][tap][unit][16] */
     double *totals;           /* of every thread: [batch][2][output_width] */
-    char *copies;             /* of every thread, in place: two planes, and a row of each plane of a slab; else NULL */
+    char *copies;             /* of every thread, in place: two planes, and a row of each plane of a slab */
     float *filter_sums;       /* of every thread, of a filter gradient: [tap][stream][group][16 outputs][16 channels][16] */
-    size_t weight_bytes, thread_totals, thread_copies, thread_sums; /* the copies in bytes; 0 of what is not needed */
     int failed;
 };
 
 /* A thread keeps `bytes`, the most of all operations so far: a ring of rows, two lines, and sums of the streams of a row, or of
-   as many as are multiplied at once: at most 64 tiles. What else an operation takes goes at its end: see `scratch`.
+   as many as are multiplied at once: at most 64 tiles. What else an operation takes goes at its end.
    tests/models/native/reference.py has all as a formula. */
 static struct job job_of(const struct operation *op)
 {
@@ -263,7 +248,7 @@ static struct job job_of(const struct operation *op)
     j.gradient = (struct input){{op->outputs}, {op->others[0]}, op->others[1], op->other_coefficients};
     if (op->kind == INPUT_GRADIENT)
         j.input.raw = op->others[1];
-    if (op->sums_to && (op->kind == CONVOLVE || op->other_coefficients))
+    if (op->sums_to && (op->kind == CONVOLVE || op->other_coefficients)) /* else they are 0 */
         j.sums = op->kind == CONVOLVE ? MOMENTS : NORM_SUMS;
 
     j.step = tiles < 8 ? UNIT : 2, j.most = MOST_SUMS; /* the sizes for which there is a `multiply` */
@@ -286,15 +271,15 @@ static struct job job_of(const struct operation *op)
     j.line = (size_t)(j.tiles * TILE + 2) * j.width, j.output_line = (size_t)(j.tiles * TILE + 2) * j.output_width;
     j.row_sums = (size_t)STREAMS * 16 * (j.tiles > 64 ? j.tiles : 64);
     j.bytes = j.ring * sizeof(unit) + (j.line + j.output_line + j.row_sums) * sizeof(float) + 2 * j.y_rows * sizeof(void *);
+    long planes = ((long)op->batch * op->x + op->threads - 1) / op->threads;
     if (gradient) {
         j.thread_sums = (size_t)9 * STREAMS * j.width * j.output_width;
-        return j;
+    } else {
+        j.weight_bytes = sizeof(unit) * j.output_width * STREAMS * 9 * units_of(j.inputs);
+        j.thread_totals = (size_t)op->batch * 2 * j.output_width + 16; /* a line between threads */
+        j.thread_copies = op->map == op->maps[0] ? ((2 * op->y + planes) * j.row_bytes + 63) / 64 * 64 : 0;
     }
-    j.weight_bytes = sizeof(unit) * j.output_width * STREAMS * 9 * units_of(j.inputs);
-    j.thread_totals = (size_t)op->batch * 2 * j.output_width + 16; /* a line between threads */
-    long planes = ((long)op->batch * op->x + op->threads - 1) / op->threads;
-    if (op->map == op->maps[0])
-        j.thread_copies = ((2 * op->y + planes) * j.row_bytes + 63) / 64 * 64;
+    j.passing = j.weight_bytes + op->threads * (sizeof(double) * j.thread_totals + j.thread_copies + sizeof(float) * j.thread_sums);
     return j;
 }
 
@@ -306,8 +291,7 @@ struct thread {
     float *line, *output_line; /* a row in float32: formed, with a border of zeros; and of the output or its gradient */
     float *sums;
     const unit **pointers;
-    const char *beside; /* in place: the rows of the planes before and after the slab; else NULL */
-    char *last_rows;    /* and the last row of the tile before, of each plane */
+    char *copies; /* in place: the rows of the planes before and after the slab, and of each plane the last of the tile before */
     double *totals;
     float *filter_sums;
 };
@@ -326,17 +310,11 @@ static int open_thread(struct thread *t, const struct job *j, int number)
     t->pointers = (const unit **)(t->sums + j->row_sums);
     memset(t->zero_row, 0, j->row * sizeof(unit));
     memset(t->line, 0, (j->line + j->output_line) * sizeof(float)); /* the borders stay 0 */
-    if (j->copies) {
-        t->beside = j->copies + number * j->thread_copies;
-        t->last_rows = j->copies + number * j->thread_copies + 2 * j->op->y * j->row_bytes;
-    }
-    if (j->filter_sums) {
-        t->filter_sums = j->filter_sums + number * j->thread_sums;
-        memset(t->filter_sums, 0, j->thread_sums * sizeof(float));
-    } else {
-        t->totals = j->totals + number * j->thread_totals;
-        memset(t->totals, 0, j->thread_totals * sizeof(double));
-    }
+    t->copies = j->copies + number * j->thread_copies;
+    t->totals = j->totals + number * j->thread_totals;
+    t->filter_sums = j->filter_sums + number * j->thread_sums;
+    memset(t->totals, 0, j->thread_totals * sizeof(double));
+    memset(t->filter_sums, 0, j->thread_sums * sizeof(float));
     return 0;
 }
 
@@ -351,7 +329,7 @@ static unit *ring_row(const struct thread *t, int x, int y, int y0)
 /* The first plane of a thread's share. */
 static long share(const struct operation *op, int thread, int threads) { return (long)op->batch * op->x * thread / threads; }
 
-static void fill_row(struct thread *t, unit *row, const struct input *in, int width, int batch, int x, int y, int purpose)
+ALWAYS_INLINE void fill_row(struct thread *t, unit *row, const struct input *in, int width, int batch, int x, int y, int purpose)
 {
     const struct job *j = t->job;
     float *line = (purpose == GRADIENT_TILES_SUMMED ? t->output_line : t->line) + width;
@@ -367,39 +345,13 @@ static void fill_row_in_place(struct thread *t, unit *row, int batch, int x, int
     struct input in = t->job->input;
     size_t bytes = t->job->row_bytes, at = voxel_of(t->op, 1, batch, x, y) * (bytes / t->op->z);
     int outside = x < x0 || x == x1;
-    char *last = outside ? NULL : t->last_rows + (x - x0) * bytes;
-    const char *copy = outside ? t->beside + ((size_t)(x == x1) * t->op->y + y) * bytes : y < y0 ? last : NULL;
+    char *last = outside ? NULL : t->copies + (2 * t->op->y + x - x0) * bytes;
+    const char *copy = outside ? t->copies + ((size_t)(x == x1) * t->op->y + y) * bytes : y < y0 ? last : NULL;
     if (copy)
         in.maps[0] = (const void *)((uintptr_t)copy - at);
     fill_row(t, row, &in, t->job->width, batch, x, y, CHANNELS_SUMMED);
     if (last && y == y1 - 1)
         memcpy(last, (const char *)in.maps[0] + at, bytes);
-}
-
-/* Calls `plane` for each plane of a thread's share, tile by tile along y, with the rows of the two planes beside it. */
-static void along_planes(struct thread *t, int thread, int threads, int purpose,
-                         void (*plane)(struct thread *, int batch, int x, int y0, int y1))
-{
-    const struct operation *op = t->op;
-    long at = share(op, thread, threads), end = share(op, thread + 1, threads);
-    while (at < end) {
-        int batch = (int)(at / op->x), x0 = (int)(at % op->x), x1 = least(op->x, x0 + end - at);
-        for (int y0 = 0; y0 < op->y; y0 += t->job->y_rows) {
-            int y1 = least(y0 + t->job->y_rows, op->y);
-            for (int formed = x0 - 1; formed <= x1; formed++) {
-                for (int y = y0 - 1; y <= y1; y++) {
-                    unit *row = ring_row(t, formed, y, y0);
-                    if (row != t->zero_row && t->beside)
-                        fill_row_in_place(t, row, batch, formed, x0, x1, y, y0, y1);
-                    else if (row != t->zero_row)
-                        fill_row(t, row, &t->job->input, t->job->width, batch, formed, y, purpose);
-                }
-                if (formed > x0)
-                    plane(t, batch, formed - 1, y0, y1);
-            }
-        }
-        at += x1 - x0;
-    }
 }
 
 /* --- Convolution and input gradient --- */
@@ -455,25 +407,16 @@ static void finish(struct thread *t, const float *row_sums, int block, int batch
 {
     for (int v = 0; v < VECS; v++) {
         int c = block * 16 + v * LANES, n = t->job->outputs - c;
-        const float *sums = row_sums + v * LANES;
         if (n >= LANES && t->op->dtype == FLOAT32)
-            finish_channels(t, sums, c, batch, voxel, LANES, FLOAT32);
+            finish_channels(t, row_sums + v * LANES, c, batch, voxel, LANES, FLOAT32);
         else if (n >= LANES)
-            finish_channels(t, sums, c, batch, voxel, LANES, BFLOAT16);
+            finish_channels(t, row_sums + v * LANES, c, batch, voxel, LANES, BFLOAT16);
         else if (n > 0)
-            finish_channels(t, sums, c, batch, voxel, n, t->op->dtype);
+            finish_channels(t, row_sums + v * LANES, c, batch, voxel, n, t->op->dtype);
     }
 }
 
 /* Where rows are short several neighbours are multiplied at once: they share the weights, and keep more sums in flight. */
-static int rows_at_once(const struct job *j, int left)
-{
-    int rows = 8;
-    while (rows > 1 && (rows > left || rows * j->tiles > j->most))
-        rows /= 2;
-    return rows;
-}
-
 static void convolve_plane(struct thread *t, int batch, int x, int y0, int y1)
 {
     const struct job *j = t->job;
@@ -482,7 +425,9 @@ static void convolve_plane(struct thread *t, int batch, int x, int y0, int y1)
     size_t next_sums = (size_t)STREAMS * j->tiles * 16;
     for (int r, y = y0; y < y1; y += r) {
         const unit *weights = j->weights, *around[9 * 8], *rows[9 * 8];
-        r = rows_at_once(j, y1 - y);
+        r = 8;
+        while (r > 1 && (r > y1 - y || r * j->tiles > j->most))
+            r /= 2;
         for (int i = 0; i < 9 * r; i++)
             around[i] = ring_row(t, x + i / r / 3 - 1, y + i % r + i / r % 3 - 1, y0);
         for (int block = 0; block < j->output_width / 16; block++) {
@@ -505,13 +450,11 @@ static void copy_planes_beside(void *argument, int thread, int threads)
 {
     const struct job *j = argument;
     const struct operation *op = j->op;
-    long begin = share(op, thread, threads), end = share(op, thread + 1, threads);
+    long begin = share(op, thread, threads), end = share(op, thread + 1, threads), beside[2] = {begin - 1, end};
     size_t plane = op->y * j->row_bytes;
-    char *to = j->copies + thread * j->thread_copies;
-    if (begin < end && begin % op->x)
-        memcpy(to, (const char *)op->maps[0] + (begin - 1) * plane, plane);
-    if (begin < end && end % op->x)
-        memcpy(to + plane, (const char *)op->maps[0] + end * plane, plane);
+    for (int i = 0; i < 2 && begin < end; i++)
+        if ((i ? end : begin) % op->x)
+            memcpy(j->copies + thread * j->thread_copies + i * plane, (const char *)op->maps[0] + beside[i] * plane, plane);
 }
 
 /* The filters' streams in the order in which `multiply` reads them; outputs and inputs that are not there are 0. A thread packs
@@ -598,94 +541,103 @@ static void write_filter_gradient(void *argument, int thread, int threads)
 {
     const struct job *j = argument;
     int inputs = j->inputs, outputs = j->outputs, groups = j->width / GROUP, blocks = j->output_width / 16;
-    for (int part = thread; part < 9 * inputs * blocks; part += threads) {
-        int block = part % blocks, tap = part / blocks / inputs, i = part / blocks % inputs, n = least(outputs - block * 16, 16);
-        double taps[3][16] = {{0}};
-        for (int k = 0; k < STREAMS; k++) {
-            size_t panel = ((size_t)(tap * STREAMS + k) * groups + i / GROUP) * blocks + block;
-            const float *from = j->filter_sums + (panel * GROUP + i % GROUP) * 16;
-            double sum[16] = {0};
-            for (int other = 0; other < j->op->threads; other++, from += j->thread_sums)
-                for (int o = 0; o < 16; o++)
-                    sum[o] += from[o];
+    for (int part = thread; part < 9 * inputs; part += threads)
+        for (int block = 0; block < blocks; block++) {
+            int tap = part / inputs, i = part % inputs, n = least(outputs - block * 16, 16);
+            double taps[3][16] = {{0}};
+            for (int k = 0; k < STREAMS; k++) {
+                size_t panel = ((size_t)(tap * STREAMS + k) * groups + i / GROUP) * blocks + block;
+                const float *from = j->filter_sums + (panel * GROUP + i % GROUP) * 16;
+                double sum[16] = {0};
+                for (int other = 0; other < j->op->threads; other++, from += j->thread_sums)
+                    for (int o = 0; o < 16; o++)
+                        sum[o] += from[o];
+                for (int z = 0; z < 3; z++)
+                    for (int o = 0; o < 16; o++)
+                        taps[z][o] += FILTER_TRANSFORM[k][z] * sum[o];
+            }
             for (int z = 0; z < 3; z++)
-                for (int o = 0; o < 16; o++)
-                    taps[z][o] += FILTER_TRANSFORM[k][z] * sum[o];
+                for (int o = 0; o < n; o++)
+                    j->op->filter_gradient[((size_t)(tap * 3 + z) * inputs + i) * outputs + block * 16 + o] = (float)taps[z][o];
         }
-        for (int z = 0; z < 3; z++)
-            for (int o = 0; o < n; o++)
-                j->op->filter_gradient[((size_t)(tap * 3 + z) * inputs + i) * outputs + block * 16 + o] = (float)taps[z][o];
-    }
 }
 
 /* --- An operation --- */
 
+/* Forms the rows of a thread's share plane by plane, tile by tile along y, each plane's after those of the one before; and takes
+   each plane once the two beside it are formed. */
 static void operation_thread(void *argument, int thread, int threads)
 {
     struct job *j = argument;
-    int filters = j->op->kind == FILTER_GRADIENT;
+    const struct operation *op = j->op;
+    int filters = op->kind == FILTER_GRADIENT;
     struct thread t;
     if (open_thread(&t, j, thread)) {
         j->failed = 1;
         return;
     }
     tile_config(filters ? 16 : j->step, filters ? j->step / UNIT : GROUP_UNITS);
-    along_planes(&t, thread, threads, filters ? TILES_SUMMED : CHANNELS_SUMMED, filters ? correlate_plane : convolve_plane);
+    long at = share(op, thread, threads), end = share(op, thread + 1, threads);
+    for (int batch, x0, x1; at < end; at += x1 - x0) {
+        batch = (int)(at / op->x);
+        x0 = (int)(at % op->x);
+        x1 = least(op->x, x0 + end - at);
+        for (int y0 = 0, y1; y0 < op->y; y0 = y1) {
+            y1 = least(y0 + j->y_rows, op->y);
+            for (int x = x0 - 1; x <= x1; x++) {
+                for (int y = y0 - 1; y <= y1; y++) {
+                    unit *row = ring_row(&t, x, y, y0);
+                    if (row != t.zero_row && j->thread_copies)
+                        fill_row_in_place(&t, row, batch, x, x0, x1, y, y0, y1);
+                    else if (row != t.zero_row && filters)
+                        fill_row(&t, row, &j->input, j->width, batch, x, y, TILES_SUMMED);
+                    else if (row != t.zero_row)
+                        fill_row(&t, row, &j->input, j->width, batch, x, y, CHANNELS_SUMMED);
+                }
+                if (x > x0 && filters)
+                    correlate_plane(&t, batch, x - 1, y0, y1);
+                else if (x > x0)
+                    convolve_plane(&t, batch, x - 1, y0, y1);
+            }
+        }
+    }
     tile_release();
-}
-
-/* NULL for 0 bytes; `failed` where there are none. */
-static void *allocate(struct job *j, size_t bytes)
-{
-    void *memory = bytes ? aligned_alloc(64, (bytes + 63) / 64 * 64) : NULL;
-    j->failed |= bytes && !memory;
-    return memory;
 }
 
 static int run(const struct operation *op)
 {
     struct job j = job_of(op);
-    j.weights = allocate(&j, j.weight_bytes);
-    j.totals = allocate(&j, sizeof(double) * j.thread_totals * op->threads);
-    j.copies = allocate(&j, j.thread_copies * op->threads);
-    j.filter_sums = allocate(&j, sizeof(float) * j.thread_sums * op->threads);
-    if (!j.failed) {
-        if (j.weights)
-            run_on_threads(op->threads, pack_weights, &j);
-        if (j.copies)
-            run_on_threads(op->threads, copy_planes_beside, &j);
-        run_on_threads(op->threads, operation_thread, &j);
-        if (j.filter_sums)
-            run_on_threads(op->threads, write_filter_gradient, &j);
-        else if (j.sums != NO_SUMS)
-            write_sums(&j, op->threads);
+    if (op->scratch) {
+        op->scratch[0] = j.bytes;
+        op->scratch[1] = j.passing;
+        return 0;
     }
-    free(j.weights);
-    free(j.totals);
-    free(j.copies);
-    free(j.filter_sums);
+    char *memory = aligned_alloc(64, j.passing);
+    if (!memory)
+        return -1;
+    j.weights = (unit *)memory;
+    j.totals = (double *)(memory + j.weight_bytes);
+    j.copies = (char *)(j.totals + op->threads * j.thread_totals);
+    j.filter_sums = (float *)(j.copies + op->threads * j.thread_copies);
+    if (j.weight_bytes)
+        run_on_threads(op->threads, pack_weights, &j);
+    if (j.thread_copies)
+        run_on_threads(op->threads, copy_planes_beside, &j);
+    run_on_threads(op->threads, operation_thread, &j);
+    if (j.thread_sums)
+        run_on_threads(op->threads, write_filter_gradient, &j);
+    else if (op->sums_to)
+        write_sums(&j, op->threads);
+    free(memory);
     return j.failed ? -1 : 0;
-}
-
-static void scratch(const struct operation *op, size_t *kept, size_t *passing)
-{
-    struct job j = job_of(op);
-    *kept = j.bytes;
-    *passing = j.weight_bytes + op->threads * (sizeof(double) * j.thread_totals + j.thread_copies + sizeof(float) * j.thread_sums);
 }
 
 static void multiply_in_cache(void *repeats, int thread, int threads)
 {
-#ifdef TILES
-    enum { STEP = 16 };
-#else
-    enum { STEP = 1 };
-#endif
     static unit row[MOST_SUMS * GROUP_UNITS] __attribute__((aligned(64)));
     static unit weights[9 * GROUP_UNITS * 16] __attribute__((aligned(64)));
     static _Thread_local float sums[MOST_SUMS * 16] __attribute__((aligned(64)));
     const unit *rows[9] = {row, row, row, row, row, row, row, row, row};
-    (void)thread, (void)threads;
     tile_config(STEP, GROUP_UNITS);
     for (long i = 0; i < *(long *)repeats; i++)
         multiply(1, MOST_SUMS, STEP, sums, 0, rows, weights, GROUP_UNITS, 0);
@@ -698,6 +650,6 @@ static double products(int threads, long repeats)
     return 2.0 * repeats * threads * 9 * GROUP * 16 * MOST_SUMS;
 }
 
-int PASSES(const struct operation *);
+int PASSES(const struct operation *); /* build.py defines the names */
 
-const struct kernels KERNELS = {KERNELS_NAME, run, PASSES, scratch, products};
+const struct kernels KERNELS = {KERNELS_NAME, run, PASSES, products};

@@ -5,18 +5,11 @@
 #include <stdlib.h>
 #include "rows.h"
 
-/* Passes of one instruction set have their name. */
-#ifndef PASSES
-#define PASSES passes_here
-#endif
-
-enum { BLOCK = 8 };       /* voxels whose sums are in registers at a time */
-enum { MOST_SUMS = 8 };   /* outputs whose sums are in registers at a time, of a filter gradient */
+enum { BLOCK = 8 }; /* voxels, or outputs of a filter gradient, whose sums are in registers at a time: whole vectors have as many */
 
 struct job {
     const struct operation *op;
-    int from_raw;             /* whether the map is made of products of the raw map's values */
-    int reads_other;          /* whether products are of the other map's values */
+    int from_raw, reads_other; /* whether products are of the raw map's values, or the other map's */
     int edge, taps;           /* of the filters */
     int width, other_width;   /* channels of the raw map and of the other one, rounded up to whole vectors */
     size_t floats;            /* of a thread's lines */
@@ -125,7 +118,7 @@ ALWAYS_INLINE void make_row(struct worker *w, int kind, size_t to, int step, con
     const float *values = from_raw ? w->line : w->other;
     int channels = from_raw ? op->outputs : op->channels[0], terms = from_raw ? op->channels[0] : op->outputs;
     int width = from_raw ? job->width : job->other_width, filter_width = from_raw ? job->other_width : job->width;
-    int apart = taps == 8 ? 2 * width : width; /* voxels of one tap */
+    size_t apart = taps == 8 ? 2 * width : width; /* voxels of one tap */
     for (int c = 0; c < channels; c += LANES) {
         int n = least(LANES, channels - c);
         vec k[COEFFICIENTS], of_row[2] = {{0}}, bias = kind == PROJECT ? load_some(op->bias + c, n) : (vec){0};
@@ -161,20 +154,15 @@ ALWAYS_INLINE void make_row(struct worker *w, int kind, size_t to, int step, con
 /* sums[value][channel] += over voxels: a channel vector of `lines` times each of `terms` values of the voxel. */
 static void add_products(double *sums, int width, const float *lines, const float *values, int apart, int terms, int voxels)
 {
-    for (int first = 0; first < terms; first += MOST_SUMS) {
-        int n = least(MOST_SUMS, terms - first);
-        vec sum[MOST_SUMS] = {{0}};
+    for (int first = 0; first < terms; first += BLOCK) {
+        vec sum[BLOCK] = {{0}};
         for (int v = 0; v < voxels; v++) {
             vec line = load(lines + (size_t)v * width);
             const float *value = values + (size_t)v * apart + first;
-            if (n == MOST_SUMS)
-                for (int i = 0; i < MOST_SUMS; i++)
-                    sum[i] += line * value[i];
-            else
-                for (int i = 0; i < n; i++)
-                    sum[i] += line * value[i];
+            for (int i = 0; i < BLOCK; i++) /* those beyond the last are 0 */
+                sum[i] += line * value[i];
         }
-        for (int i = 0; i < n; i++)
+        for (int i = 0; i < least(BLOCK, terms - first); i++)
             for (int lane = 0; lane < LANES; lane++)
                 sums[(size_t)(first + i) * width + lane] += sum[i][lane];
     }
@@ -213,19 +201,19 @@ static void row(struct worker *w, int batch, int x, int y)
         form_row(w->other + (size_t)i * edge * op->z * job->other_width, job->other_width, &other, batch,
                  voxel_of(op, edge, batch, edge * x + i / 2, edge * y + i % 2), edge * op->z, op->dtype);
     switch (op->kind) {
-#define CASE(kind, taps) case kind: make_row(w, kind, voxel * channels, channels, job->filters, taps); break;
-    case MAX_POOL: pool_row(w, MAX_POOL, batch, x, y); break;
-    case MAX_POOL_GRADIENT: pool_row(w, MAX_POOL_GRADIENT, batch, x, y); break;
-    CASE(RESIDUAL_SUM, 0) CASE(RESIDUAL_GRADIENT, 0) CASE(TO_RAW, 0)
-    CASE(PROJECT_GRADIENT, 1) CASE(PROJECT_SUMS, 1) CASE(PROJECT_TO_RAW, 1) CASE(UP_INPUT_GRADIENT, 8)
-#undef CASE
-    case PROJECT:
-        make_row(w, PROJECT, voxel * outputs, outputs, job->filters, 1);
-        break;
-    case UP_CONVOLVE:
-        for (int tap = 0; tap < 8; tap++)
-            make_row(w, UP_CONVOLVE, (voxel_of(op, 2, batch, 2 * x + tap / 4, 2 * y + tap / 2 % 2) + tap % 2) * outputs, 2 * outputs,
-                     job->filters + (size_t)tap * channels * job->other_width, 1);
+#define ROW(kind, taps) case kind: make_row(w, kind, voxel * channels, channels, job->filters, taps); break;
+#define POOL(kind) case kind: pool_row(w, kind, batch, x, y); break;
+    POOL(MAX_POOL) POOL(MAX_POOL_GRADIENT)
+    ROW(RESIDUAL_SUM, 0) ROW(RESIDUAL_GRADIENT, 0) ROW(TO_RAW, 0)
+    ROW(PROJECT_GRADIENT, 1) ROW(PROJECT_SUMS, 1) ROW(PROJECT_TO_RAW, 1) ROW(UP_INPUT_GRADIENT, 8)
+    }
+    for (int tap = 0; tap < job->taps && job->from_raw; tap++) {
+        size_t to = voxel_of(op, edge, batch, edge * x + tap / 4, edge * y + tap / 2 % 2) + tap % 2;
+        const float *filters = job->filters + (size_t)tap * channels * job->other_width;
+        if (op->kind == PROJECT)
+            make_row(w, PROJECT, to * outputs, outputs, filters, 1);
+        else
+            make_row(w, UP_CONVOLVE, to * outputs, 2 * outputs, filters, 1);
     }
     if (op->filter_gradient)
         make_filter_gradient(w);
@@ -258,9 +246,8 @@ static void pass_thread(void *argument, int thread, int threads)
 /* Where the filter of a tap, a channel and an output is in what TensorFlow has. */
 static size_t filter_at(const struct operation *op, int tap, int channel, int output)
 {
-    if (op->kind < UP_CONVOLVE)
-        return (size_t)channel * op->outputs + output;
-    return ((size_t)tap * op->outputs + output) * op->channels[0] + channel;
+    size_t of_up = ((size_t)tap * op->outputs + output) * op->channels[0] + channel;
+    return op->kind < UP_CONVOLVE ? (size_t)channel * op->outputs + output : of_up;
 }
 
 static void pack_filters(const struct job *job)
@@ -290,7 +277,7 @@ static void write_results(const struct job *job)
         op->bias_gradient[o] = (float)total(job->filter_sums + (size_t)outputs * width + o, job->filter_count, threads);
 }
 
-int PASSES(const struct operation *op)
+int PASSES(const struct operation *op) /* the name that build.py gives to those of an instruction set */
 {
     int edge = op->kind >= UP_CONVOLVE ? 2 : 1, taps = edge * edge * edge;
     struct job job = {.op = op, .edge = edge, .taps = taps};
@@ -301,18 +288,15 @@ int PASSES(const struct operation *op)
     job.sum_count = (size_t)op->batch * 2 * job.width;
     size_t filters = (size_t)taps * job.width * job.other_width;
     job.filter_count = op->filter_gradient ? filters + job.other_width : 0;
-    job.filters = calloc(filters, sizeof(float));
-    job.filter_sums = calloc(job.filter_count * op->threads + 1, sizeof(double));
-    job.sums = calloc(job.sum_count * op->threads, sizeof(double));
-    job.failed = !job.filters || !job.filter_sums || !job.sums;
-    if (!job.failed) {
-        if (op->filters)
-            pack_filters(&job);
-        run_on_threads(op->threads, pass_thread, &job);
-        write_results(&job);
-    }
-    free(job.filters);
-    free(job.filter_sums);
+    job.sums = calloc((job.sum_count + job.filter_count) * op->threads + filters / 2, sizeof(double));
+    if (!job.sums)
+        return -1;
+    job.filter_sums = job.sums + job.sum_count * op->threads;
+    job.filters = (float *)(job.filter_sums + job.filter_count * op->threads);
+    if (op->filters)
+        pack_filters(&job);
+    run_on_threads(op->threads, pass_thread, &job);
+    write_results(&job);
     free(job.sums);
     return job.failed ? -1 : 0;
 }

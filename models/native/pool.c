@@ -109,11 +109,9 @@ void run_on_threads(int threads, void (*work)(void *, int, int), void *argument)
         threads = MOST_THREADS;
     pthread_mutex_lock(&pool.call);
     start_threads(threads - 1);
-    if (pool.started < threads - 1) { /* shares are fixed: one thread after the other, with the same result */
+    if (threads == 1 || pool.started < threads - 1) { /* shares are fixed: one thread after the other, with the same result */
         for (int thread = 0; thread < threads; thread++)
             work(argument, thread, threads);
-    } else if (threads == 1) {
-        work(argument, 0, 1);
     } else {
         pool.work = work, pool.argument = argument, pool.threads = threads;
         atomic_store(&pool.working, pool.started);

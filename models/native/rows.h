@@ -89,12 +89,8 @@ ALWAYS_INLINE void transform_gradients(const vec *y, vec *streams)
 static const float FILTER_TRANSFORM[STREAMS][3] = {{1, 0, 0}, {.5f, .5f, .5f}, {.5f, -.5f, .5f}, {0, 0, 1}};
 #else
 static const float FILTER_TRANSFORM[STREAMS][3] = {
-    {1, 0, 0},
-    {2 / 3.f, 2 / 3.f, 2 / 3.f},
-    {2 / 3.f, -2 / 3.f, 2 / 3.f},
-    {-8 / 3.f, -4 / 3.f, -2 / 3.f},
-    {-8 / 3.f, 4 / 3.f, -2 / 3.f},
-    {0, 0, 1},
+    {1, 0, 0}, {2 / 3.f, 2 / 3.f, 2 / 3.f}, {2 / 3.f, -2 / 3.f, 2 / 3.f},
+    {-8 / 3.f, -4 / 3.f, -2 / 3.f}, {-8 / 3.f, 4 / 3.f, -2 / 3.f}, {0, 0, 1},
 };
 #endif
 
@@ -114,7 +110,7 @@ ALWAYS_INLINE void load_norm(vec *k, const float *coefficients, int channels, in
 {
     static const float none[COEFFICIENTS] = {[SCALE] = 1, [FLOOR] = -INFINITY, [RSTD] = 1};
     for (int i = 0; i < COEFFICIENTS; i++)
-        k[i] = coefficients ? load_some(coefficients + i * channels + c, n) : splat(none[i]);
+        k[i] = coefficients ? load_some(coefficients + i * channels + c, n) : none[i] - (vec){0};
 }
 
 ALWAYS_INLINE vec normed(const vec *k, vec raw) { return at_least(raw * k[SCALE] + k[SHIFT], k[FLOOR]); }
@@ -206,7 +202,6 @@ static void form_row(float *line, int width, const struct input *in, int batch, 
         dtype == FLOAT32 ? FORM(FLOAT32, NORM) : FORM(BFLOAT16, NORM);
     else
         dtype == FLOAT32 ? FORM(FLOAT32, NORM_GRADIENT) : FORM(BFLOAT16, NORM_GRADIENT);
-#undef FORM
 }
 
 /* --- Storing as streams --- */
@@ -220,13 +215,12 @@ ALWAYS_INLINE void store_units(unit *to, vec first, vec second)
     uvec pair = widened(to_bfloat16(first)) | widened(to_bfloat16(second)) << 16;
     memcpy(to, &pair, sizeof pair);
 #else
-    (void)second;
     store(to, first);
 #endif
 }
 
 /* A formed line as a row; line[-width] is the border before z = 0, and what follows the last z is 0 as well. */
-ALWAYS_INLINE void store_row_as(unit *row, const float *line, int width, int tiles, int purpose)
+ALWAYS_INLINE void store_row(unit *row, const float *line, int width, int tiles, int purpose)
 {
     int step = purpose == CHANNELS_SUMMED ? 1 : UNIT;
     size_t stream_units = (size_t)tiles * width / UNIT;
@@ -249,13 +243,6 @@ ALWAYS_INLINE void store_row_as(unit *row, const float *line, int width, int til
                 else
                     store_values(to, 0, streams[0][k], LANES, BFLOAT16);
         }
-}
-
-static void store_row(unit *row, const float *line, int width, int tiles, int purpose)
-{
-    if (purpose == CHANNELS_SUMMED) store_row_as(row, line, width, tiles, CHANNELS_SUMMED);
-    else if (purpose == TILES_SUMMED) store_row_as(row, line, width, tiles, TILES_SUMMED);
-    else store_row_as(row, line, width, tiles, GRADIENT_TILES_SUMMED);
 }
 
 #endif

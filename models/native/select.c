@@ -6,8 +6,8 @@
 #include <unistd.h>
 #include "native.h"
 
-extern const struct kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16 __attribute__((weak)), kernels_amx __attribute__((weak)),
-    kernels_amx_in_c; /* weak ones are NULL where the compiler does not know their instructions */
+extern const struct kernels kernels_avx2, kernels_avx512, kernels_amx_in_c;
+extern const struct kernels kernels_avx512_bf16 __attribute__((weak)), kernels_amx __attribute__((weak)); /* NULL if not compiled */
 
 enum { AVX2 = 1, AVX512 = 2, AVX512_BF16 = 4, AMX = 8 };
 
@@ -61,7 +61,7 @@ const struct kernels *native_kernels(const char *name, int dtype)
     return NULL;
 }
 
-/* The functions of native.h by name: 0; -1 where memory ran out; -2 where the machine has no such kernels. */
+/* An operation by kernels of this name: 0; -1 where memory ran out; -2 where the machine has no such kernels. */
 int native_run(const char *name, const struct operation *operation)
 {
     const struct kernels *kernels = native_kernels(name, operation->dtype);
@@ -70,13 +70,7 @@ int native_run(const char *name, const struct operation *operation)
     return operation->kind < MAX_POOL ? kernels->run(operation) : kernels->pass(operation);
 }
 
-int native_scratch(const char *name, const struct operation *operation, size_t *kept, size_t *passing)
-{
-    const struct kernels *kernels = native_kernels(name, operation->dtype);
-    return kernels ? kernels->scratch(operation, kept, passing), 0 : -2;
-}
-
-/* 0 where there are none. */
+/* Those of native.h; 0 where there are none. */
 double native_products(const char *name, int dtype, int threads, long repeats)
 {
     const struct kernels *kernels = native_kernels(name, dtype);

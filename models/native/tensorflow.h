@@ -27,8 +27,6 @@ int TF_NumDims(const TF_Tensor *);
 int64_t TF_Dim(const TF_Tensor *, int dimension);
 int64_t TF_TensorElementCount(const TF_Tensor *);
 void *TF_TensorData(const TF_Tensor *);
-size_t TF_TensorByteSize(const TF_Tensor *);
-size_t TF_DataTypeSize(TF_DataType);
 
 TF_OpDefinitionBuilder *TF_NewOpDefinitionBuilder(const char *name);
 void TF_OpDefinitionBuilderAddAttr(TF_OpDefinitionBuilder *, const char *);
@@ -45,8 +43,9 @@ void TF_OpKernelConstruction_GetAttrInt32(TF_OpKernelConstruction *, const char 
 void TF_OpKernelConstruction_Failure(TF_OpKernelConstruction *, TF_Status *);
 int TF_NumInputs(TF_OpKernelContext *);
 void TF_GetInput(TF_OpKernelContext *, int index, TF_Tensor **, TF_Status *);
-TF_Tensor *TF_AllocateOutput(TF_OpKernelContext *, int index, TF_DataType, const int64_t *shape, int rank, size_t bytes, TF_Status *);
-TF_Tensor *TF_ForwardInputOrAllocateOutput(TF_OpKernelContext *, const int *inputs, int count, int index, const int64_t *shape, int rank,
-                                           int *forwarded, TF_Status *);
+TF_Tensor *TF_AllocateOutput(TF_OpKernelContext *, int index, TF_DataType, const int64_t *shape, int rank, size_t bytes,
+                             TF_Status *);
+TF_Tensor *TF_ForwardInputOrAllocateOutput(TF_OpKernelContext *, const int *inputs, int count, int index, const int64_t *shape,
+                                           int rank, int *forwarded, TF_Status *);
 void TF_OpKernelContext_Failure(TF_OpKernelContext *, TF_Status *);
 #endif

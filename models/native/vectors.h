@@ -28,8 +28,6 @@ ALWAYS_INLINE vec load(const float *from)
 
 ALWAYS_INLINE void store(float *to, vec value) { memcpy(to, &value, sizeof value); }
 
-ALWAYS_INLINE vec splat(float value) { return value - (vec){}; }
-
 ALWAYS_INLINE uvec widened(halves value)
 {
 #ifdef __AVX512F__ /* one instruction, where compilers make four */
@@ -61,27 +59,22 @@ ALWAYS_INLINE vec load_values(const void *map, size_t at, int n, int dtype)
 {
     const float *floats = (const float *)map + at;
     const uint16_t *shorts = (const uint16_t *)map + at;
+    vec value = {0};
     halves some = {0};
-    if (n == LANES) {
-        if (dtype == FLOAT32)
-            return load(floats);
-        memcpy(&some, shorts, sizeof some);
-        return from_bfloat16(some);
-    }
+    if (n == LANES && dtype == FLOAT32)
+        return load(floats);
 #ifdef __AVX512F__ /* a copy of so few would wait for its own stores */
     __mmask16 lanes = (__mmask16)((1u << n) - 1);
-    if (dtype == FLOAT32)
+    if (n < LANES && dtype == FLOAT32)
         return (vec)_mm512_maskz_loadu_ps(lanes, floats);
-    return from_bfloat16((halves)_mm256_maskz_loadu_epi16(lanes, shorts));
-#else
-    vec value = {0};
-    if (dtype == FLOAT32) {
-        memcpy(&value, floats, sizeof(float) * n);
-        return value;
-    }
-    memcpy(&some, shorts, sizeof(uint16_t) * n);
-    return from_bfloat16(some);
+    if (n < LANES)
+        return from_bfloat16((halves)_mm256_maskz_loadu_epi16(lanes, shorts));
 #endif
+    if (dtype == FLOAT32)
+        memcpy(&value, floats, sizeof(float) * n);
+    else
+        memcpy(&some, shorts, n == LANES ? sizeof some : sizeof(uint16_t) * n);
+    return dtype == FLOAT32 ? value : from_bfloat16(some);
 }
 
 ALWAYS_INLINE vec load_some(const float *from, int n) { return load_values(from, 0, n, FLOAT32); }

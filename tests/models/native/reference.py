@@ -2,7 +2,7 @@
 
 import ctypes
 import os
-from ctypes import POINTER, c_char_p, c_int, c_size_t, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_void_p
 
 import ml_dtypes
 import numpy as np
@@ -27,7 +27,7 @@ class Operation(ctypes.Structure):
         *(("channels", c_int * 2), ("outputs", c_int)),
         *((name, c_void_p * 2) for name in ("maps", "others")),
         *((name, c_void_p) for name in ("coefficients", "other_coefficients", "filters", "bias")),
-        *((name, c_void_p) for name in ("map", "sums_to", "filter_gradient", "bias_gradient")),
+        *((name, c_void_p) for name in ("map", "sums_to", "filter_gradient", "bias_gradient", "scratch")),
     )
 
 
@@ -46,7 +46,6 @@ def operation(kind, dtype, shape, threads, maps, outputs, others=(), **arrays):
 def load(path):
     library = ctypes.CDLL(str(path))
     library.native_run.argtypes = (c_char_p, POINTER(Operation))
-    library.native_scratch.argtypes = (c_char_p, POINTER(Operation), POINTER(c_size_t), POINTER(c_size_t))
     library.native_kernels.argtypes = (c_char_p, c_int)
     library.native_kernels.restype = c_void_p
     return library

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from ctypes import c_size_t
 from pathlib import Path
 
 import numpy as np
@@ -279,15 +278,14 @@ def test_emulated_tiles_are_taken_by_name_alone_and_for_bfloat16_alone(library, 
 def test_scratch_is_what_the_formula_says(kernel, shape, kind):
     for channels, outputs in ((1, 16), (33, 16), (256, 256)):
         outputs = channels if kind == "in place" else outputs
-        maps, kept, passing = [np.zeros((1, channels)), np.zeros((1, outputs))], c_size_t(), c_size_t()
+        maps, found = [np.zeros((1, channels)), np.zeros((1, outputs))], np.zeros(2, np.uint64)
         name, result = "filter_gradient" if kind == "filters" else "convolve", maps[kind != "in place"]
-        call = operation(name, kernel.dtype, shape, 3, maps[:1], outputs, map=result)
-        assert kernel.library.native_scratch(kernel.name.encode(), call, kept, passing) == 0
+        kernel.run(name, kernel.dtype, shape, 3, maps[:1], outputs, map=result, scratch=found)
         l2_bytes, rounded = os.sysconf(SC_LEVEL2_CACHE_SIZE), kernel.name in ROUNDED_ROWS
         dtype_bytes = np.dtype(kernel.numpy).itemsize
         l2_bytes, amx = l2_bytes or 1 << 20, "amx" in kernel.name
         expected = scratch(dtype_bytes, rounded, shape, channels, outputs, 3, l2_bytes, kind, amx)
-        assert (kept.value, passing.value) == expected
+        assert tuple(found) == expected
 
 
 @pytest.mark.slow

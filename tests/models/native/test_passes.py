@@ -61,7 +61,9 @@ class Case:
             results[2] = np.full_like(self.filters, np.nan)
             results[3] = np.full(width, np.nan, np.float32) if kind != "up_filter_gradient" else None
         made = dict(zip(("map", "sums_to", "filter_gradient", "bias_gradient"), results))
-        given = {"coefficients": self.coefficients, "filters": self.filters, "bias": self.bias, **made}
+        given = {"coefficients": self.coefficients, "filters": self.filters, **made}
+        if kind == "project":
+            given["bias"] = self.bias
         call = operation(kind, self.dtype, self.shape, threads, maps[:1], width, maps[1:], **given)
         assert library.native_run(name.encode(), call) == 0
         return results
