@@ -286,7 +286,6 @@ static struct job job_of(const struct operation *op)
 /* A thread's memory, and where it is in its ring of rows. */
 struct thread {
     const struct job *job;
-    const struct operation *op;
     unit *rows, *zero_row, *gradient_rows;
     float *line, *output_line; /* a row in float32: formed, with a border of zeros; and of the output or its gradient */
     float *sums;
@@ -301,7 +300,7 @@ static int open_thread(struct thread *t, const struct job *j, int number)
     char *memory = thread_memory(number, j->bytes);
     if (!memory)
         return -1;
-    *t = (struct thread){j, j->op, .rows = (unit *)memory};
+    *t = (struct thread){j, .rows = (unit *)memory};
     t->zero_row = t->rows + 3 * (j->y_rows + 2) * j->row;
     t->gradient_rows = t->zero_row + j->row;
     t->line = (float *)(t->rows + j->ring);
@@ -321,7 +320,7 @@ static int open_thread(struct thread *t, const struct job *j, int number)
 /* Where row (x, y) of the ring is; a row outside the map is zero. */
 static unit *ring_row(const struct thread *t, int x, int y, int y0)
 {
-    if (x < 0 || x >= t->op->x || y < 0 || y >= t->op->y)
+    if (x < 0 || x >= t->job->op->x || y < 0 || y >= t->job->op->y)
         return t->zero_row;
     return t->rows + ((size_t)((x + 1) % 3) * (t->job->y_rows + 2) + (y - y0 + 1)) * t->job->row;
 }
@@ -333,7 +332,7 @@ ALWAYS_INLINE void fill_row(struct thread *t, unit *row, const struct input *in,
 {
     const struct job *j = t->job;
     float *line = (purpose == GRADIENT_TILES_SUMMED ? t->output_line : t->line) + width;
-    form_row(line, width, in, batch, voxel_of(t->op, 1, batch, x, y), t->op->z, t->op->dtype);
+    form_row(line, width, in, batch, voxel_of(t->job->op, 1, batch, x, y), t->job->op->z, t->job->op->dtype);
     store_row(row, line, width, j->tiles, purpose);
     if (purpose == TILES_SUMMED)
         transpose_row(row, STREAMS * (width / GROUP) * (j->tiles / j->step), j->step / UNIT);
@@ -343,10 +342,10 @@ ALWAYS_INLINE void fill_row(struct thread *t, unit *row, const struct input *in,
 static void fill_row_in_place(struct thread *t, unit *row, int batch, int x, int x0, int x1, int y, int y0, int y1)
 {
     struct input in = t->job->input;
-    size_t bytes = t->job->row_bytes, at = voxel_of(t->op, 1, batch, x, y) * (bytes / t->op->z);
+    size_t bytes = t->job->row_bytes, at = voxel_of(t->job->op, 1, batch, x, y) * (bytes / t->job->op->z);
     int outside = x < x0 || x == x1;
-    char *last = outside ? NULL : t->copies + (2 * t->op->y + x - x0) * bytes;
-    const char *copy = outside ? t->copies + ((size_t)(x == x1) * t->op->y + y) * bytes : y < y0 ? last : NULL;
+    char *last = outside ? NULL : t->copies + (2 * t->job->op->y + x - x0) * bytes;
+    const char *copy = outside ? t->copies + ((size_t)(x == x1) * t->job->op->y + y) * bytes : y < y0 ? last : NULL;
     if (copy)
         in.maps[0] = (const void *)((uintptr_t)copy - at);
     fill_row(t, row, &in, t->job->width, batch, x, y, CHANNELS_SUMMED);
@@ -359,7 +358,7 @@ static void fill_row_in_place(struct thread *t, unit *row, int batch, int x, int
 /* Makes outputs of the streams' totals, of channels c .. c + n of a row: rounds, writes and sums them. */
 ALWAYS_INLINE void finish_channels(struct thread *t, const float *sums, int c, int batch, size_t voxel, int n, int dtype)
 {
-    const struct operation *op = t->op;
+    const struct operation *op = t->job->op;
     int z = op->z, kind = t->job->sums, width = t->job->output_width;
     float *line = t->output_line; /* the row as it was written, for the second pass */
     vec of_row[2] = {{0}}, below[COEFFICIENTS];
@@ -407,12 +406,12 @@ static void finish(struct thread *t, const float *row_sums, int block, int batch
 {
     for (int v = 0; v < VECS; v++) {
         int c = block * 16 + v * LANES, n = t->job->outputs - c;
-        if (n >= LANES && t->op->dtype == FLOAT32)
+        if (n >= LANES && t->job->op->dtype == FLOAT32)
             finish_channels(t, row_sums + v * LANES, c, batch, voxel, LANES, FLOAT32);
         else if (n >= LANES)
             finish_channels(t, row_sums + v * LANES, c, batch, voxel, LANES, BFLOAT16);
         else if (n > 0)
-            finish_channels(t, row_sums + v * LANES, c, batch, voxel, n, t->op->dtype);
+            finish_channels(t, row_sums + v * LANES, c, batch, voxel, n, t->job->op->dtype);
     }
 }
 
@@ -441,7 +440,7 @@ static void convolve_plane(struct thread *t, int batch, int x, int y0, int y1)
                     done += n;
                 }
             for (int row = 0; row < r; row++)
-                finish(t, t->sums + row * next_sums, block, batch, voxel_of(t->op, 1, batch, x, y + row));
+                finish(t, t->sums + row * next_sums, block, batch, voxel_of(t->job->op, 1, batch, x, y + row));
         }
     }
 }

@@ -23,7 +23,6 @@ struct job {
 /* A thread at a row. */
 struct worker {
     const struct job *job;
-    const struct operation *op;
     float *line, *other; /* voxels of a row, formed; voxels of the other map */
     const float *norm;   /* coefficients of the sample; NULL where the raw map is read as it is */
     double *filter_sums; /* [tap][output][width], [other_width] */
@@ -45,7 +44,7 @@ ALWAYS_INLINE vec larger(vec best, vec value)
 /* The largest value of eight voxels; or its gradient, which goes to the first of the largest. */
 ALWAYS_INLINE void pool_row(struct worker *w, int kind, int batch, int x, int y)
 {
-    const struct operation *op = w->op;
+    const struct operation *op = w->job->op;
     int channels = op->channels[0], type = op->dtype;
     size_t under[4]; /* rows of the finer grid */
     for (int i = 0; i < 4; i++)
@@ -112,7 +111,7 @@ ALWAYS_INLINE vec finished(const struct operation *op, int kind, const vec *k, v
 ALWAYS_INLINE void make_row(struct worker *w, int kind, size_t to, int step, const float *filters, int taps)
 {
     const struct job *job = w->job;
-    const struct operation *op = w->op;
+    const struct operation *op = w->job->op;
     const int from_raw = kind == PROJECT || kind == UP_CONVOLVE;
     const int sums_up = kind == RESIDUAL_GRADIENT || kind == PROJECT_GRADIENT || kind == PROJECT_SUMS || kind == UP_INPUT_GRADIENT;
     const float *values = from_raw ? w->line : w->other;
@@ -172,7 +171,7 @@ static void add_products(double *sums, int width, const float *lines, const floa
 static void make_filter_gradient(struct worker *w)
 {
     const struct job *job = w->job;
-    const struct operation *op = w->op;
+    const struct operation *op = w->job->op;
     int outputs = op->outputs, width = job->width, other_width = job->other_width;
     double *sums = w->filter_sums;
     for (int tap = 0; tap < job->taps; tap++, sums += (size_t)outputs * width)
@@ -191,7 +190,7 @@ static void make_filter_gradient(struct worker *w)
 static void row(struct worker *w, int batch, int x, int y)
 {
     const struct job *job = w->job;
-    const struct operation *op = w->op;
+    const struct operation *op = w->job->op;
     int edge = job->edge, channels = op->channels[0], outputs = op->outputs;
     size_t voxel = voxel_of(op, 1, batch, x, y);
     struct input raw = {{channels}, {op->maps[0]}, NULL, op->coefficients}, other = {{outputs}, {op->others[0]}, NULL, NULL};
@@ -231,7 +230,7 @@ static void pass_thread(void *argument, int thread, int threads)
         return;
     }
     memset(memory, 0, job->floats * sizeof(float)); /* channels that are not there stay 0 */
-    struct worker w = {job, op, .line = memory, .other = memory + (size_t)op->z * job->width};
+    struct worker w = {job, .line = memory, .other = memory + (size_t)op->z * job->width};
     w.filter_sums = job->filter_sums + thread * job->filter_count;
     long planes = (long)op->batch * op->x;
     for (long plane = planes * thread / threads; plane < planes * (thread + 1) / threads; plane++) {
