@@ -145,6 +145,7 @@ def _dataset(store: Store, chosen: Stream, sampling: PatchSampling) -> tf.data.D
     load = _keeping_errors(loader(reader, records, sampling, chosen.augment, share))
     shapes = {"bits": (*size, channels), "label": size, "scale": (channels,), "shift": (channels,)}
 
+    @tf.autograph.experimental.do_not_convert  # nothing in it branches on a tensor, and it is traced sooner
     def sample(index):
         # A stateful op would make a deterministic pipeline serial.
         arrays = tf.numpy_function(load, [index], [dtype for dtype, _ in BOX.values()], stateful=False)

@@ -51,7 +51,7 @@ def write_saved_model(contract: Contract, network: tf.keras.Model, folder: Path)
     module = tf.Module()
     module.weights = network.weights  # and not the Keras model, whose layers would be written down as well
     signature = [tf.TensorSpec(one["shape"], one["dtype"], name=name) for name, one in contract.inputs().items()]
-    module.answer = tf.function(answer, input_signature=signature)
+    module.answer = tf.function(answer, signature, autograph=False)
     # Gradients would be saved as well, twice the graph, and nothing is trained any more.
     options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
     tf.saved_model.save(module, str(folder), signatures={"serving_default": module.answer}, options=options)
@@ -68,7 +68,7 @@ class ExactPredictor(Predictor):
         model = build_unet3d(self.config.unet, size)
         model.set_weights(self.weights)
         image = tf.TensorSpec((None, *size, self.config.unet.channels))  # of no known batch: no fused kernel takes it
-        return tf.function(lambda image: finest(model(image, training=False)), input_signature=[image])
+        return tf.function(lambda image: finest(model(image, training=False)), [image], autograph=False)
 
 
 def write_onnx(contract: Contract, network: tf.keras.Model, path: Path) -> None:

@@ -93,7 +93,7 @@ class Predictor:
         """A compiled network for one grid: image (1, *size, C) -> logits float32 (1, *size, R)."""
         model = build_unet3d(self.config.unet, size, batch_size=1)
         model.set_weights(self.weights)
-        return tf.function(lambda image: tf.cast(finest(model(image, training=False)), tf.float32))
+        return tf.function(lambda image: tf.cast(finest(model(image, training=False)), tf.float32), autograph=False)
 
 
 def over_mirror_images(logits_of: Callable, image) -> np.ndarray:

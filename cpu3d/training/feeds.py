@@ -50,7 +50,7 @@ class Feeds:
         options = {"augment": config.augment, "share": self._share, **span, **self._common}
         if not config.is_patch:
             dataset = volume_dataset(self._store, split="train", grid=self.volume_shape, **options)
-            finish = self.resizing and tf.function(self.resizing.shrink_pair)
+            finish = self.resizing and tf.function(self.resizing.shrink_pair, autograph=False)
         else:
             dataset = patch_dataset(
                 self._store,
@@ -62,7 +62,7 @@ class Feeds:
                 **options,
             )
             finish = finish_of(self._store, regions=config.regions, augment=config.augment, dtype=config.unet.dtype)
-            finish = tf.function(finish)
+            finish = tf.function(finish, autograph=False)
         return Parts(dataset, finish, watch)
 
     def validation(self) -> Iterable[Tuple[tf.Tensor, tf.Tensor]]:

@@ -88,4 +88,4 @@ def _loss(target, logits):
     return supervise(TrainingLoss(), target, [logits]).loss
 
 
-_counts = tf.function(hard_dice_counts)
+_counts = tf.function(hard_dice_counts, autograph=False)

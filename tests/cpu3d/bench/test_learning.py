@@ -17,7 +17,11 @@ NETWORK = ["--filters", "2", "--depth", "2", "--dtype", "float32", "--optimizer"
 
 def test_a_run_on_phantoms_is_recorded(tmp_path, capsys, monkeypatch):
     """In this process: what becomes of those that `call` starts is tested with comparisons."""
-    monkeypatch.setattr(learning, "call", lambda command, *more, **about: main(command))
+
+    def here(command, *more, **about):
+        return main([*command, *(["--workers", "1"] if command[0] in ("phantom", "prepare") else [])])
+
+    monkeypatch.setattr(learning, "call", here)
     file, workdir = tmp_path / "learning.jsonl", tmp_path / "work"
     line = ["bench", "learning", "--workdir", str(workdir), "--task", "small", "--record", str(file)]
     assert main([*line, *SMALL, "--", *NETWORK]) == 0
@@ -36,7 +40,7 @@ def test_a_run_on_phantoms_is_recorded(tmp_path, capsys, monkeypatch):
     def diverged(command, *more, **about):
         if command[0] == "train":
             raise RunFailedError("train must succeed, got code 4", DivergedError.exit_code, "train diverged")
-        return main(command)
+        return here(command)
 
     monkeypatch.setattr(learning, "call", diverged)
     assert main([*line, *SMALL, "--", *NETWORK]) == DivergedError.exit_code

@@ -105,6 +105,8 @@ def test_turning_to_ras_agrees_with_nibabel_and_turns_back_exactly(tmp_path, axe
     assert np.allclose(ras_spacing_mm(geometry), expected.header.get_zooms()[:3])
     assert nifti.ras_shape(geometry) == expected.shape[:3]
     assert np.array_equal(from_ras(to_ras(voxels, geometry), geometry), voxels)
+    with pytest.raises(ValueError, match="R A S"):
+        from_ras(voxels[1:], geometry)
 
 
 @pytest.mark.parametrize("codes", [(1, 2), (0, 1), (4, 0), (0, 0)])

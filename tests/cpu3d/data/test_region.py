@@ -81,6 +81,12 @@ def test_cropping_reads_every_voxel_where_it_is_and_pasting_is_the_way_back(shap
     assert overlap is None or overlap == bounding_box(kept)
 
 
+def test_an_empty_mask_is_bounded_by_the_whole_volume_and_an_empty_region_is_refused():
+    assert bounding_box(np.zeros((2, 3, 4), bool)) == whole((2, 3, 4))
+    with pytest.raises(ValueError, match="three positive numbers"):
+        Region((0, 0, 0), (2, 0, 4))
+
+
 @given(STARTS.filter(lambda s: min(s) >= 0), SHAPES, SHAPES, SHAPES)
 def test_a_centred_region_stays_inside_where_it_fits_and_holds_the_volume_where_it_does_not(start, inner, size, extra):
     shape = tuple(a + n + e for a, n, e in zip(start, inner, extra))

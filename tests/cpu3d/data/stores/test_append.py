@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpu3d.__main__ import main
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.prepare import Settings, prepare, settings_of
 from cpu3d.data.stores.upkeep import append, deal_cases, verify
@@ -75,7 +76,7 @@ def test_other_channels_or_labels_are_refused(data, store, what, change):
         append(store, decathlon(data / "others", 1, **change), workers=1)
 
 
-def test_bad_cases_are_named_and_nothing_is_appended_unless_they_may_be_left_out(data, store):
+def test_bad_cases_are_named_and_nothing_is_appended_unless_they_may_be_left_out(data, store, capsys):
     before = open_store(store).manifest
     (data / "many/imagesTr/BRATS_003.nii.gz").write_bytes(b"no volume")
     (data / "many/labelsTr/BRATS_004.nii.gz").unlink()
@@ -83,8 +84,18 @@ def test_bad_cases_are_named_and_nothing_is_appended_unless_they_may_be_left_out
         append(store, data / "many", workers=1)
     assert ["BRATS_003" in problem for problem in caught.value.problems] == [True, False, False]
     assert open_store(store).manifest == before
-    done = append(store, data / "many", workers=1, skip_bad=True)
-    assert (done.new, done.bad) == (("BRATS_005",), ("BRATS_003", "BRATS_004"))
+    command = ["store", "append", str(store), "--workers", "1", "--skip-bad", "--dataset"]
+    assert main([*command, str(data / "many")]) == 0
+    after, printed = open_store(store).manifest, capsys.readouterr().out
+    assert [record.case_id for record in after.cases] == [*IDS[:3], "BRATS_005"]
+    for found in ("1 new case, 3 cases", "2 bad cases", f"{before.split_hash} before, {after.split_hash} now"):
+        assert found in printed
+    assert main([*command, str(data / "few")]) == 0
+    printed = capsys.readouterr().out
+    assert "0 new cases, 3 cases" in printed
+    assert "left out" not in printed
+    assert "before" not in printed, "the split is what it was"
+    assert open_store(store).manifest == after
     listed = [json.loads(line)["case_id"] for line in (store / "quarantine.jsonl").read_text().splitlines()]
     assert listed == ["BRATS_003", "BRATS_004"]
 
