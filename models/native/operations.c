@@ -372,9 +372,7 @@ ALWAYS_INLINE void finish_channels(struct thread *t, const float *sums, int c, i
         for (int j = 0; j < TILE && tile * TILE + j < z; j++) {
             size_t at = (voxel + tile * TILE + j) * op->outputs + c;
             prefetch(op->map, at, dtype, 1);
-            vec value = outputs[j];
-            if (kind == MOMENTS && op->others[0])
-                value += load_values(op->others[0], at, n, dtype);
+            vec value = kind == MOMENTS && op->others[0] ? outputs[j] + load_values(op->others[0], at, n, dtype) : outputs[j];
             value = store_values(op->map, at, value, n, dtype);
             if (kind == NORM_SUMS)
                 add_norm_sums(of_row, below, load_values(op->others[0], at, n, dtype), value);
