@@ -28,7 +28,6 @@ class UNet3D(tf.keras.Model):
         frozen = [layer.name for layer in self.layers if not layer.trainable]
         return {"unet": dataclasses.asdict(self.unet), "shape": shape, "batch_size": batch_size, "frozen": frozen}
 
-    @tf.autograph.experimental.do_not_convert  # nothing in it branches on a tensor, and `fit` traces it sooner
     def call(self, inputs, training=None, mask=None):
         """As Keras calls it: by own operations where they serve, else layer by layer."""
         if not _has_operations():
