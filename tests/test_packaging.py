@@ -95,10 +95,7 @@ def test_the_wheel_carries_the_built_kernels_and_none_without_a_compiler(wheel, 
 
 @pytest.mark.parametrize(
     ("words", "usage"),
-    [
-        ("memory_estimator --help", "usage: memory-estimator "),
-        ("cpu3d train --help", "usage: cpu3d train "),
-    ],
+    [("memory_estimator --help", "usage: memory-estimator "), ("cpu3d train --help", "usage: cpu3d train ")],
 )
 def test_what_pip_installs_calls_itself_as_its_user_types_it(wheel, tmp_path, words, usage):
     wheel.extractall(tmp_path)

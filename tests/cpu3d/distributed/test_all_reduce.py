@@ -10,14 +10,7 @@ import numpy as np
 import pytest
 
 from cpu3d.distributed import all_reduce
-from cpu3d.distributed.all_reduce import (
-    ALONE,
-    SharedMemory,
-    array_from_chief,
-    join,
-    lost_by_message,
-    text_from_chief,
-)
+from cpu3d.distributed.all_reduce import ALONE, SharedMemory, array_from_chief, join, lost_by_message, text_from_chief
 from cpu3d.distributed.cluster import ALONE as ALONE_CLUSTER
 from cpu3d.distributed.cluster import Cluster, free_ports
 from cpu3d.distributed.rendezvous import meet

@@ -171,12 +171,7 @@ def test_a_run_of_flair_alone_takes_the_stores_images_and_flair_alone(predictor,
     write_volume(thick, read_volume(flair)[0][::-1, ::-1, :, None], LPS_2MM)
     truth = read_volume(files.label)[0]
     for number, (images, name, sources) in enumerate(
-        (
-            (files.images, "a", 1),
-            ([thick], "thick", 1),
-            ([flair, t1gd], "case", 1),
-            ([flair.parent], "case", 2),
-        )
+        ((files.images, "a", 1), ([thick], "thick", 1), ([flair, t1gd], "case", 1), ([flair.parent], "case", 2))
     ):
         out = tmp_path / f"out {number}"
         assert call("--image", *images, "--out", out, "--codes", "store") == 0

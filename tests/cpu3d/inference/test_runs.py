@@ -12,14 +12,7 @@ from cpu3d.errors import InputError
 from cpu3d.host import gpu
 from cpu3d.host.gpu import Gpu
 from cpu3d.inference import predictor, runs
-from cpu3d.inference.runs import (
-    Ensemble,
-    Inference,
-    check_inference,
-    load_configs,
-    store_of_run,
-    trained_predictors,
-)
+from cpu3d.inference.runs import Ensemble, Inference, check_inference, load_configs, store_of_run, trained_predictors
 from cpu3d.settings import RunConfig, load_config, save_config
 from tests.cpu3d.conftest import LABELS, REGIONS, FakePredictor
 
