@@ -195,7 +195,8 @@ def make_plan(
         samples = f"{plan.samples_per_epoch} {'patches of an epoch' if config.is_patch else 'training cases'}"
         raise InputError(f"batch must be at most the {samples}, got {config.batch}; choose a smaller --batch")
     config = config.with_coarse_share(plan.steps)
-    if saved and saved.coarse_steps < config.coarse_steps:  # made longer, it goes on in full
+    is_as_long = saved and (saved.steps, saved.epochs) == (config.steps, config.epochs)
+    if is_as_long or (saved and saved.coarse_steps < config.coarse_steps):  # made longer, it goes on in full
         config = dataclasses.replace(config, coarse_steps=saved.coarse_steps)
     plan = dataclasses.replace(plan, config=config)
     return _with_estimate(plan, host, pick=inputs.chosen("policy") is None, force=force)

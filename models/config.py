@@ -70,7 +70,7 @@ class UNetConfig:
 
     def up_parts(self, level: int) -> List[Tuple[int, int]]:
         """Channels, first and past the last, of the up-sampled input to decoder `level` that are in memory at a time:
-        all, but under "lean" no more than the skip has."""
+        all, but under "lean" no more than the skip has. With `residual` all stay until its sum."""
         width = self.up_width(level)
         most = self.encoder_widths(level)[1] if self.policy == "lean" else width
         return [(first, min(first + most, width)) for first in range(0, width, most)]

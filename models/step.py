@@ -40,6 +40,7 @@ class Pass(Order):
 
     def backward(self, slopes: Sequence[tf.Tensor]) -> Dict[Any, tf.Tensor]:
         """Gradients of the weights, by the variables' `ref()`, from those of the logits of each head."""
+        self._gradients = {}  # a tape may ask twice
         super().backward([Gradient(slope) for slope in slopes])
         return self._gradients
 

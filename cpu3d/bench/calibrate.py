@@ -21,8 +21,9 @@ import psutil
 
 from cpu3d.bench.harness import Result, in_fresh_process, valid
 from cpu3d.bench.step import job_of_record, measure, request_for
+from cpu3d.errors import InputError
 from cpu3d.host.apply import installed
-from cpu3d.host.speed import QUIET_SHARE, scale_of
+from cpu3d.host.speed import QUIET_SHARE, is_own, scale_of, writing
 from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.progress import bar
 from memory_estimator.calibration import host_file, like_shipped, load_constants, shipped_constants
@@ -51,6 +52,9 @@ OPTIONS = (Options,)
 def run(options: Options) -> int:
     host, begin, busy, records = read_host(), time.perf_counter(), 0.0, []
     path = options.out or valid(host_file, host)
+    if not is_own():
+        rule = "own operations must be built, and CPU3D_INSTRUCTION_SET not set: only such steps are predicted"
+        raise InputError(f"{rule}; run python -m models.native.build")
     writable_folder(path.parent, "folder")
     engines = [engine for engine in ENGINES if installed(engine)] if options.all else [options.engine]
     jobs = [Job(UNetConfig(**unet, dtype=dtype), SHAPE) for dtype in DTYPES for unet in NETWORKS]
@@ -59,7 +63,8 @@ def run(options: Options) -> int:
             busy = max(busy, psutil.cpu_percent(0.5) / 100)  # with others: nothing of ours runs
             records.append(in_fresh_process(measure, request_for(job, engine=engine, threads=None, steps=STEPS)))
             advance()
-    write_json(path, measured(records, host, quiet=busy <= QUIET_SHARE))
+    with writing(path):
+        write_json(path, measured(records, host, quiet=busy <= QUIET_SHARE))
     for dtype, scale in load_constants(path).scales.items():
         print(f"{dtype}: {scale.scale:.2f} of the predicted seconds")
     if busy > QUIET_SHARE:

@@ -2,15 +2,19 @@
 predicted with the shipped constants. `calibrate` measures it, and every training of large enough volumes shows it.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import math
+import os
 import statistics
-from typing import List, Sequence, Tuple
+from pathlib import Path
+from typing import Iterator, List, Sequence, Tuple
 
 import psutil
 
-from cpu3d.util.atomic import write_json
+from cpu3d.util.atomic import remove_partials, write_json
+from cpu3d.util.lock import locked
 from cpu3d.util.progress import say
 from memory_estimator.calibration import FURTHEST, Scale, find_constants, host_file, like_shipped, shipped_constants
 from memory_estimator.common.files import read_json
@@ -18,9 +22,12 @@ from memory_estimator.host import Host
 from memory_estimator.job import Job
 from memory_estimator.step.timing import step_seconds
 from memory_estimator.step.training_step import training_step
+from models.native.build import door_library
 
 LEAST_VOXELS, FEWEST_STEPS = 64**3, 3
 """Of a training, to count: steps of smaller grids are TensorFlow's own overhead for the most part."""
+
+LOCK_WAIT_S = 2.0  # for others that write at the same time
 
 QUIET_SHARE = 0.05  # of the CPUs' time that other programs may take before seconds count as disturbed
 
@@ -42,13 +49,28 @@ def keep_training(job: Job, step_s: float, host: Host, *, quiet: bool) -> None:
     """Keep the scale of a training. A quiet one replaces every other, a disturbed one only another disturbed one that
     was slower. Raises ValueError as `host_file`, and OSError where it cannot be written."""
     path, scale = host_file(host), scale_of([(job, step_s)], host, quiet=quiet)
-    is_known = find_constants(host).scales  # else missing, damaged, or of other constants than are shipped now
-    kept = read_json(path) if is_known else like_shipped(host)
-    old = kept["scales"].get(job.unet.dtype)
-    if not old or quiet or (not old["quiet"] and scale.scale < old["scale"]):
-        kept["scales"][job.unet.dtype] = dataclasses.asdict(scale)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, kept)
+    with writing(path):
+        is_known = find_constants(host).scales  # else missing, damaged, or of other constants than are shipped now
+        kept = read_json(path) if is_known else like_shipped(host)
+        old = kept["scales"].get(job.unet.dtype)
+        if not old or quiet or (not old["quiet"] and scale.scale < old["scale"]):
+            kept["scales"][job.unet.dtype] = dataclasses.asdict(scale)
+            write_json(path, kept)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Hold the folder of a host's file, so that none of two that write at once is lost. Raises InputError where another
+    process holds it for seconds."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path.parent, "folder", LOCK_WAIT_S):
+        remove_partials(path.parent)
+        yield
+
+
+def is_own() -> bool:
+    """Whether steps are computed as they are predicted: by own operations, of the best instruction set."""
+    return door_library() is not None and not os.environ.get("CPU3D_INSTRUCTION_SET")
 
 
 class Observer:

@@ -22,7 +22,7 @@ from cpu3d.distributed.cluster import Cluster, read_cluster
 from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.gpu import HostGpus, fits_memory
-from cpu3d.host.speed import Observer
+from cpu3d.host.speed import Observer, is_own
 from cpu3d.host.thread_plan import describe, share_of
 from cpu3d.plan import Plan, check_fits, make_plan, plan_of_chief, save_plan
 from cpu3d.run.checkpoint import BEST, checkpoints
@@ -185,8 +185,8 @@ def _lock_of_chief(cluster: Cluster, run_folder: Path) -> Iterator[None]:
 
 
 def _observer(plan: Plan, host: Host, cluster: Cluster) -> Optional[Observer]:
-    """Of the chief's steps on a CPU."""
-    if not cluster.is_chief or plan.estimate is None:
+    """Of the chief's steps on a CPU, where they are computed as predicted."""
+    if not cluster.is_chief or plan.estimate is None or not is_own():
         return None
     config, job = plan.config, plan.estimate.job
     own = {"batch": config.batch // cluster.workers, "micro_batch": config.micro, "averaged": False}

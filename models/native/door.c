@@ -156,12 +156,13 @@ static void compute_kind(struct call *call, const struct attributes *given)
         op.maps[i] = values_of(call, MAPS + i, true, "map", part);
         op.channels[i] = (int)part.size[4];
         channels += part.size[4];
+        require(call, part.size[4] > 0 && part.size[4] <= MOST_CHANNELS, "channels must be 1 to 1024");
     }
     if (about->filters)
         wide = shape_of(inputs[FILTERS]).size[about->swapped ? 3 : 4];
     else
         wide = about->filter_gradient ? shape_of(first_other).size[4] : channels;
-    require(call, channels > 0 && channels <= 2 * MOST_CHANNELS && wide > 0 && wide <= MOST_CHANNELS, "channels must be 1 to 1024");
+    require(call, wide > 0 && wide <= MOST_CHANNELS, "channels must be 1 to 1024");
     op.outputs = (int)wide;
 
     struct shape other = map, filters = {5, {about->edge, about->edge, about->edge, channels, wide}};

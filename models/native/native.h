@@ -44,7 +44,7 @@ struct operation {
     const void *maps[2], *others[2];
     const float *coefficients, *other_coefficients; /* of maps; of the map below, or the gradient; NULL where there is no norm */
     const float *filters, *bias;
-    void *map;                   /* may be the first map's memory in CONVOLVE and INPUT_GRADIENT, and that of any map later */
+    void *map;                   /* may be the first map's memory or what is added, and from MAX_POOL on that of any map */
     float *sums_to;              /* NULL where they are not asked for, as below */
     float *filter_gradient, *bias_gradient;
     size_t *scratch; /* not NULL: kinds before MAX_POOL write here the bytes that each thread keeps, and the rest, and do nothing */

@@ -359,11 +359,10 @@ static void fill_row_in_place(struct thread *t, unit *row, int batch, int x, int
 ALWAYS_INLINE void finish_channels(struct thread *t, const float *sums, int c, int batch, size_t voxel, int n, int dtype)
 {
     const struct operation *op = t->job->op;
-    int z = op->z, kind = t->job->sums, width = t->job->output_width;
+    int z = op->z, kind = t->job->sums, width = t->job->output_width, norm = batch * COEFFICIENTS * op->outputs;
     float *line = t->output_line; /* the row as it was written, for the second pass */
     vec of_row[2] = {{0}}, below[COEFFICIENTS];
-    const float *coefficients = op->other_coefficients + (size_t)batch * COEFFICIENTS * op->outputs;
-    load_norm(below, kind == NORM_SUMS ? coefficients : NULL, op->outputs, c, n);
+    load_norm(below, kind == NORM_SUMS ? op->other_coefficients + norm : NULL, op->outputs, c, n);
     for (int tile = 0; tile * TILE < z; tile++, sums += 16) {
         vec streams[STREAMS], outputs[TILE], tile_sum = {0};
         for (int k = 0; k < STREAMS; k++)
@@ -372,7 +371,7 @@ ALWAYS_INLINE void finish_channels(struct thread *t, const float *sums, int c, i
         for (int j = 0; j < TILE && tile * TILE + j < z; j++) {
             size_t at = (voxel + tile * TILE + j) * op->outputs + c;
             prefetch(op->map, at, dtype, 1);
-            vec value = kind == MOMENTS && op->others[0] ? outputs[j] + load_values(op->others[0], at, n, dtype) : outputs[j];
+            vec value = op->kind == CONVOLVE && op->others[0] ? outputs[j] + load_values(op->others[0], at, n, dtype) : outputs[j];
             value = store_values(op->map, at, value, n, dtype);
             if (kind == NORM_SUMS)
                 add_norm_sums(of_row, below, load_values(op->others[0], at, n, dtype), value);

@@ -17,7 +17,8 @@ static int has(unsigned reg, int bit) { return reg >> bit & 1; }
 static int instruction_sets(void)
 {
     unsigned a, b, c, d, b7, d7, a71 = 0, saved, high;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !has(c, 27) || !has(c, 12) /* OSXSAVE, FMA */ || !__get_cpuid_count(7, 0, &a, &b7, &c, &d7))
+    int known = __get_cpuid(1, &a, &b, &c, &d) && has(c, 27) && has(c, 12); /* OSXSAVE, FMA */
+    if (!known || !__get_cpuid_count(7, 0, &a, &b7, &c, &d7))
         return 0;
     if (a >= 1)
         __get_cpuid_count(7, 1, &a71, &b, &c, &d);

@@ -23,6 +23,7 @@ NETWORKS = {
     "instance, deep supervision": (UNetConfig(filters=4, depth=3, deep_supervision=True), 2),
     "batch, one level below": (UNetConfig(filters=5, channels=1, depth=2, norm="batch"), 2),
     "residual, batch": (UNetConfig(filters=4, depth=3, residual=True, norm="batch", up="upsampling"), 2),
+    "cicek, instance": (UNetConfig(filters=4, depth=3, network="cicek2016"), 1),
     "cicek, residual, no norm": (UNetConfig(filters=4, depth=3, network="cicek2016", residual=True, norm="none"), 1),
 }
 """Every norm, both ways up, residual or not, one head or several, both networks, a batch of 1 and of 2; three levels
@@ -122,6 +123,15 @@ def test_in_bfloat16_gradients_are_about_as_far_from_float32s_as_those_of_the_la
     exact, of_layers, own = (np.concatenate([g.ravel() for g in one.gradients]) for one in steps)
     (rounding,) = distances([of_layers], [exact])
     assert distances([own], [exact])[0] < 1.5 * rounding
+
+
+@pytest.mark.parametrize("network", ["instance, deep supervision", "residual, batch"])
+def test_a_tape_that_is_asked_twice_answers_the_same(network):
+    model = build_unet3d(NETWORKS[network][0], GRID, 1)
+    with tf.GradientTape(persistent=True) as tape:
+        loss = tf.add_n([tf.reduce_sum(one**2) for one in tf.nest.flatten(model(tf.ones((1, *GRID, 4)), True))])
+    first, again = (tape.gradient(loss, model.trainable_variables) for _ in range(2))
+    assert max(distances([one.numpy() for one in again], [one.numpy() for one in first])) < 1e-6
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -60,8 +60,8 @@ class Kernel:
     def run(self, *given, **arrays):
         assert self.library.native_run(self.name.encode(), operation(*given, **arrays)) == 0
 
-    def convolve(self, shape, threads, maps, filters, coefficients=None, *, sums=True, over=None):
-        """The map, written over the map `over` or a new one, and its moments."""
+    def convolve(self, shape, threads, maps, filters, coefficients=None, *, add=None, sums=True, over=None):
+        """The map, plus `add`, written over the map `over` or a new one, and its moments."""
         result = np.full((*shape, filters.shape[4]), 7, self.numpy) if over is None else over
         moments = np.full((shape[0], 2, filters.shape[4]), np.nan, np.float32)
         made = {"map": result, "sums_to": moments if sums else None}
@@ -72,6 +72,7 @@ class Kernel:
             threads,
             maps,
             filters.shape[4],
+            [] if add is None else [add],
             filters=filters,
             coefficients=coefficients,
             **made,
@@ -165,6 +166,12 @@ def test_convolution_of_raw_and_normalised_maps_one_or_two_with_moments(kernel):
             result, moments = kernel.convolve(shape, threads, maps, filters, coefficients)
             truth = convolved(values, filters)
             assert error(result, truth, values, filters, 27 * channels) < kernel.map_error, case
+            add = (rms(truth) * kernel.maps(rng, shape, outputs)[0].astype(np.float32)).astype(kernel.numpy)
+            alone, _ = kernel.convolve(shape, threads, maps, filters, coefficients, add=add, sums=False)
+            result, moments = kernel.convolve(shape, threads, maps, filters, coefficients, add=add, over=add.copy())
+            truth += add.astype(np.float64)
+            assert error(result, truth, values, filters, 27 * channels) < kernel.map_error, case
+            assert alone.tobytes() == result.tobytes(), case
             written = result.astype(np.float64)
             np.testing.assert_allclose(moments[:, 0], written.mean((1, 2, 3)), rtol=1e-5, atol=1e-6, err_msg=str(case))
             np.testing.assert_allclose(moments[:, 1], written.var((1, 2, 3)), rtol=1e-5, atol=1e-6, err_msg=str(case))

@@ -111,7 +111,7 @@ def test_filters_and_maps_that_do_not_fit_are_refused(shape, filters, message):
 # Of a map of 2 x 4 x 6 voxels and 3 channels, and 5 others: shapes of filters and bias, channels of both coefficients,
 # maps and others.
 KINDS = {
-    "CONVOLVE": ((3, 3, 3, 6, 5), None, 6, None, "mm", ""),
+    "CONVOLVE": ((3, 3, 3, 6, 5), None, 6, None, "mm", "o"),
     "INPUT_GRADIENT": ((3, 3, 3, 5, 3), None, 3, 5, "m", "om"),
     "FILTER_GRADIENT": (None, None, 6, 5, "mm", "oo"),
     "MAX_POOL": (None, None, 3, None, "m", ""),
@@ -130,7 +130,7 @@ KINDS = {
 MAPS = {"m": (2, 2, 4, 6, 3), "o": (2, 2, 4, 6, 5), "c": (2, 1, 2, 3, 3), "f": (2, 4, 8, 12, 5)}
 """The map's own shape, with the other channels, on a coarser grid and on a finer one."""
 
-FREE = {"CONVOLVE": [(0, 4)], "UP_CONVOLVE": [(0, 3), (4, 1), (4, 2), (4, 3)], "UP_FILTER_GRADIENT": [(5, 4)]}
+FREE = {"UP_CONVOLVE": [(0, 3), (4, 1), (4, 2), (4, 3)], "UP_FILTER_GRADIENT": [(5, 4)]}
 """Tensors and axes on which no other tensor's shape depends."""
 
 
@@ -154,7 +154,7 @@ def test_every_kind_refuses_a_tensor_that_is_larger_along_any_axis_and_another_n
             with pytest.raises(tf.errors.InvalidArgumentError, match="must"):
                 call([*fitting[:i], larger, *fitting[i + 1 :]])
     numbers = [[*fitting, MAPS["m"]]]
-    if others and kind not in ("PROJECT", "PROJECT_GRADIENT"):  # their last one may be left out
+    if others and kind not in ("CONVOLVE", "PROJECT", "PROJECT_GRADIENT"):  # their last one may be left out
         numbers.append(fitting[:-1])
     for shapes in numbers:
         with pytest.raises(tf.errors.InvalidArgumentError, match="must"):
