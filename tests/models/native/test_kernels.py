@@ -166,7 +166,7 @@ def test_convolution_of_raw_and_normalised_maps_one_or_two_with_moments(kernel):
             result, moments = kernel.convolve(shape, threads, maps, filters, coefficients)
             truth = convolved(values, filters)
             assert error(result, truth, values, filters, 27 * channels) < kernel.map_error, case
-            add = (rms(truth) * kernel.maps(rng, shape, outputs)[0].astype(np.float32)).astype(kernel.numpy)
+            add = (rms(truth) / 2 * kernel.maps(rng, shape, outputs)[0].astype(np.float32)).astype(kernel.numpy)
             alone, _ = kernel.convolve(shape, threads, maps, filters, coefficients, add=add, sums=False)
             result, moments = kernel.convolve(shape, threads, maps, filters, coefficients, add=add, over=add.copy())
             truth += add.astype(np.float64)
