@@ -47,15 +47,6 @@ def test_there_are_shipped_constants_for_every_instruction_set_and_they_say_wher
     assert shipped_constants("") == shipped_constants("avx2")
 
 
-def test_an_assumed_host_differs_from_the_one_it_is_like_by_the_factor_of_arithmetic():
-    base, avx2 = load_constants("avx512"), load_constants("avx2")
-    for dtype in DTYPES:
-        for kind, costs in base.costs[dtype].items():
-            twice = {name: (2 if name.startswith("work") else 1) * cost for name, cost in costs.items()}
-            assert avx2.costs[dtype][kind] == pytest.approx(twice)
-    assert (avx2.name, avx2.date) == ("CPU with AVX2", base.date)
-
-
 def scale(**changes):
     return {"scale": 2.0, "quiet": True, "threads": 2, "date": "2026-11-26", "job": "some", **changes}
 

@@ -68,15 +68,6 @@ def test_a_quiet_training_counts_before_a_disturbed_one(first, then, kept):
     assert ("other programs kept its CPUs busy" in basis()) == (not any(quiet for _, quiet in (first, then)))
 
 
-def test_each_dtype_has_its_own_scale():
-    other = JOB.with_unet(dtype="bfloat16")
-    before = [predicted_s(job) for job in (JOB, other)]
-    keep_training(JOB, 3 * before[0], HOST, quiet=True)
-    keep_training(other, 2 * before[1], HOST, quiet=False)
-    assert [predicted_s(job) for job in (JOB, other)] == pytest.approx([3 * before[0], 2 * before[1]])
-    assert basis(other).endswith("64 x 64 x 64 in bfloat16; other programs kept its CPUs busy")
-
-
 def changed(content, changes):
     return json.dumps({**json.loads(content), **changes})
 
@@ -101,16 +92,6 @@ def test_what_is_damaged_or_of_another_version_is_not_used_and_replaced(damage):
     assert basis().startswith("scaled by 2.00")
 
 
-def test_what_an_earlier_version_kept_stays_as_it_is():
-    old = host_file(HOST).parents[1] / "speed" / host_file(HOST).name
-    old.parent.mkdir(parents=True)
-    old.write_text('{"schema": 3, "trained": {}}')
-    assert "assumed from" in basis()
-    keep_training(JOB, predicted_s(), HOST, quiet=True)
-    assert old.read_text() == '{"schema": 3, "trained": {}}'
-    assert basis().startswith("scaled by 1.00")
-
-
 def observed(job, steps_s, warm_up=1):
     observer = Observer(job, HOST, warm_up=warm_up)
     for seconds in steps_s:
@@ -133,14 +114,6 @@ def test_only_what_other_programs_take_of_its_own_cpus_disturbs_a_training(each,
     monkeypatch.setattr(psutil, "cpu_percent", lambda percpu: each if percpu else None)
     assert observed(JOB, 4 * [predicted_s()])
     assert ("other programs kept its CPUs busy" in basis()) == disturbed
-
-
-def test_what_others_do_on_other_cpus_does_not_disturb_a_training(monkeypatch):
-    process = SimpleNamespace(cpu_percent=lambda: 100.0, cpu_affinity=lambda: [1])
-    monkeypatch.setattr(psutil, "Process", lambda: process)
-    monkeypatch.setattr(psutil, "cpu_percent", lambda percpu: [100.0, 100.0])
-    assert observed(JOB, 4 * [predicted_s()])
-    assert "busy" not in basis()
 
 
 def test_few_steps_and_small_grids_say_nothing_of_the_host():

@@ -63,38 +63,20 @@ class Kernel:
     def convolve(self, shape, threads, maps, filters, coefficients=None, *, add=None, sums=True, over=None):
         """The map, plus `add`, written over the map `over` or a new one, and its moments."""
         result = np.full((*shape, filters.shape[4]), 7, self.numpy) if over is None else over
-        moments = np.full((shape[0], 2, filters.shape[4]), np.nan, np.float32)
-        made = {"map": result, "sums_to": moments if sums else None}
-        self.run(
-            "convolve",
-            self.dtype,
-            shape,
-            threads,
-            maps,
-            filters.shape[4],
-            [] if add is None else [add],
-            filters=filters,
-            coefficients=coefficients,
-            **made,
-        )
+        moments, others = np.full((shape[0], 2, filters.shape[4]), np.nan, np.float32), [] if add is None else [add]
+        arrays = {"filters": filters, "coefficients": coefficients, "map": result, "sums_to": moments if sums else None}
+        self.run("convolve", self.dtype, shape, threads, maps, filters.shape[4], others, **arrays)
         return result, moments
 
     def input_gradient(self, shape, threads, gradient, filters, above=(None, None), below=(None, None), over=None):
         """The map, likewise, and the sums of the norm below; above and below are a raw map and its coefficients."""
         result = np.full((*shape, filters.shape[3]), 7, self.numpy) if over is None else over
-        sums, (raw, coefficients), (raw_below, of_below) = (
-            np.full((shape[0], 2, filters.shape[3]), np.nan, np.float32),
-            above,
-            below,
+        sums = np.full((shape[0], 2, filters.shape[3]), np.nan, np.float32)
+        arrays = {"filters": filters, "map": result, "sums_to": sums}
+        arrays.update(coefficients=above[1], other_coefficients=below[1])
+        self.run(
+            "input_gradient", self.dtype, shape, threads, [gradient], filters.shape[3], [below[0], above[0]], **arrays
         )
-        arrays = {
-            "filters": filters,
-            "coefficients": coefficients,
-            "other_coefficients": of_below,
-            "map": result,
-            "sums_to": sums,
-        }
-        self.run("input_gradient", self.dtype, shape, threads, [gradient], filters.shape[3], [raw_below, raw], **arrays)
         return result, sums
 
     def filter_gradient(self, shape, threads, maps, gradient, coefficients=None, above=(None, None)):
