@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from models.native import operations
 from models.native.build import build, kernels_library
-from models.native.operations import Gradient, Source, available, convolve, filter_gradient, input_gradient
+from models.native.operations import Gradient, Source, available, convolve, input_gradient
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,15 +25,6 @@ def _built():
 
 def normal(seed, *shape):
     return tf.random.stateless_normal(shape, (seed, 0))
-
-
-@tf.custom_gradient
-def own(values, filters):
-    def gradients(gradient):
-        at = Gradient(gradient)
-        return input_gradient(at, filters)[0], filter_gradient([Source(values)], at)
-
-    return convolve([Source(values)], filters)[0], gradients
 
 
 def engine(values, filters):
