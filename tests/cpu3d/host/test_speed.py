@@ -37,7 +37,9 @@ def test_all_predictions_are_scaled_to_what_a_training_took(tmp_path):
     assert basis().startswith("scaled by 3.00 to steps here on ")
     assert basis().endswith(", 64 x 64 x 64 in float32")
     keep_training(JOB, 1.5 * before[0], HOST, quiet=True)  # against what was predicted without any training
-    assert predicted_s(LARGE) == pytest.approx(1.5 * before[1])
+    keep_training(in_bfloat16, 2 * before[2], HOST, quiet=False)  # which has a scale of its own from now on
+    assert [predicted_s(job) for job in jobs] == pytest.approx([1.5 * before[0], 1.5 * before[1], 2 * before[2]])
+    assert basis(in_bfloat16).endswith("64 x 64 x 64 in bfloat16; other programs kept its CPUs busy")
     assert basis(dataclasses.replace(JOB, threads=6)).endswith("from 2 threads to 6 by assumption")
     other = dataclasses.replace(HOST, cpu_model="Another CPU")
     assert find_constants(other).basis(JOB, other).startswith("assumed from ")
@@ -92,8 +94,8 @@ def test_what_is_damaged_or_of_another_version_is_not_used_and_replaced(damage):
     assert basis().startswith("scaled by 2.00")
 
 
-def observed(job, steps_s, warm_up=1):
-    observer = Observer(job, HOST, warm_up=warm_up)
+def observed(job, steps_s):
+    observer = Observer(job, HOST, warm_up=1)
     for seconds in steps_s:
         observer.note(seconds)
     observer.record()
@@ -106,10 +108,17 @@ def test_a_training_is_kept_by_its_median_step_after_the_first():
     assert predicted_s() == pytest.approx(1.2 * alone_s)
 
 
-@pytest.mark.parametrize(("each", "disturbed"), [([98.0, 3.0, 0.0], False), ([98.0, 40.0, 0.0], True)])
-def test_only_what_other_programs_take_of_its_own_cpus_disturbs_a_training(each, disturbed, monkeypatch):
-    """Per cent as psutil gives them; this process may use two CPUs of three and takes 95 % of one."""
-    process = SimpleNamespace(cpu_percent=lambda: 95.0, cpu_affinity=lambda: [0, 1])
+@pytest.mark.parametrize(
+    ("own", "cpus", "each", "disturbed"),
+    [
+        (95.0, [0, 1], [98.0, 3.0, 0.0], False),
+        (95.0, [0, 1], [98.0, 40.0, 0.0], True),
+        (100.0, [1], [100.0, 100.0], False),
+    ],
+)
+def test_only_what_other_programs_take_of_its_own_cpus_disturbs_a_training(own, cpus, each, disturbed, monkeypatch):
+    """Per cent as psutil gives them."""
+    process = SimpleNamespace(cpu_percent=lambda: own, cpu_affinity=lambda: cpus)
     monkeypatch.setattr(psutil, "Process", lambda: process)
     monkeypatch.setattr(psutil, "cpu_percent", lambda percpu: each if percpu else None)
     assert observed(JOB, 4 * [predicted_s()])
@@ -126,8 +135,5 @@ def test_few_steps_and_small_grids_say_nothing_of_the_host():
 def test_a_failure_to_keep_it_is_a_warning(monkeypatch, tmp_path, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "file"))
-    observer = Observer(JOB, HOST)
-    for _ in range(3):
-        observer.note(1.0)
-    observer.record()
+    assert not observed(JOB, [1.0] * 4)
     assert "not kept for the estimator: " in capsys.readouterr().err
