@@ -25,7 +25,6 @@ NETWORKS = {
     "residual, batch": (UNetConfig(filters=4, depth=3, residual=True, norm="batch", up="upsampling"), 2),
     "cicek, instance": (UNetConfig(filters=4, depth=3, network="cicek2016"), 1),
     "cicek, residual, no norm": (UNetConfig(filters=4, depth=3, network="cicek2016", residual=True, norm="none"), 1),
-    "cicek, instance": (UNetConfig(filters=4, depth=3, network="cicek2016"), 1),
 }
 """Every norm, both ways up, residual or not, one head or several, both networks, a batch of 1 and of 2; three levels
 have a first block, one between, the deepest and two decoders."""
