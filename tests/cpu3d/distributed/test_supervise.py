@@ -80,13 +80,6 @@ def words(job):
     return job.log.read_text().split() if job.log.exists() else []
 
 
-def wait_until(condition, most_s=60.0):
-    end = time.monotonic() + most_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def failure(jobs, patience=QUICK, **more):
     with pytest.raises(WorkerFailedError) as caught:
         supervise(jobs, jobs[0].log.parent, patience=patience, **more)
@@ -220,7 +213,9 @@ def when_ready(jobs, number):
     """Send ourselves a signal when all workers are there."""
 
     def interrupt():
-        wait_until(lambda: all("ready" in words(one) for one in jobs))
+        end = time.monotonic() + 60
+        while not all("ready" in words(one) for one in jobs) and time.monotonic() < end:
+            time.sleep(0.01)
         os.kill(os.getpid(), number)
 
     threading.Thread(target=interrupt).start()
