@@ -104,16 +104,31 @@ def test_a_write_that_fails_leaves_the_checkpoints_and_says_so(phantom_store, wh
     assert_continues_to_the_bit(phantom_store, tmp_path, whole)
 
 
-# --- Signals ---
+# --- Signals and memory ---
 
 
-def test_sigterm_saves_and_ends_with_code_143(phantom_store, whole, tmp_path, monkeypatch, capsys):
-    step = STEPS // 2
-    before_step(monkeypatch, step, lambda fit: signal.raise_signal(signal.SIGTERM))
-    assert main([*command(phantom_store, tmp_path), "--save-minutes", "60"]) == 143
-    assert f"saved after step {step}; the same command continues" in capsys.readouterr().err
-    assert newest(tmp_path).state["step"] == step
-    assert read_events(tmp_path)[-1]["reason"] == "interrupted"
+def run_low(fit):
+    """What its guard does; when that is, test_watchdog tells."""
+    fit._guard.now.stop = "memory must keep 64 MiB free"
+
+
+@pytest.mark.parametrize(
+    ("do", "code", "words", "reason"),
+    [
+        (lambda fit: signal.raise_signal(signal.SIGTERM), 143, "saved after step 3; the same command", "interrupted"),
+        (run_low, 5, "memory must keep 64 MiB free", "memory"),
+    ],
+)
+def test_a_signal_and_memory_that_runs_out_save_and_end_with_their_codes(
+    phantom_store, whole, tmp_path, monkeypatch, capsys, do, code, words, reason
+):
+    before_step(monkeypatch, 3, do)
+    assert main([*command(phantom_store, tmp_path), "--save-minutes", "60"]) == code
+    errors = capsys.readouterr().err
+    assert words in errors
+    assert "saved after step 3" in errors
+    assert newest(tmp_path).state["step"] == 3
+    assert read_events(tmp_path)[-1]["reason"] == reason
     assert_continues_to_the_bit(phantom_store, tmp_path, whole)
 
 
@@ -139,23 +154,6 @@ def test_a_case_that_gives_nan_is_named_and_the_last_good_weights_stay(tmp_path,
     assert "step-00000001.npz" in errors
     assert newest(run).state["step"] == 1
     assert all(np.isfinite(array).all() for array in newest(run).arrays.values())
-
-
-# --- Memory ---
-
-
-def test_memory_that_runs_out_saves_and_ends_with_code_5(phantom_store, whole, tmp_path, monkeypatch, capsys):
-    def stop(fit):  # what its guard does; when that is, test_watchdog tells
-        fit._guard.now.stop = "memory must keep 64 MiB free"
-
-    with monkeypatch.context() as patch:
-        before_step(patch, 3, stop)
-        code = main(command(phantom_store, tmp_path))
-    errors = capsys.readouterr().err
-    assert (code, "stopped and saved after step 3" in errors, "memory" in errors) == (5, True, True)
-    assert newest(tmp_path).state["step"] == 3
-    assert read_events(tmp_path)[-1]["reason"] == "memory"
-    assert_continues_to_the_bit(phantom_store, tmp_path, whole)
 
 
 # --- Random moments ---
