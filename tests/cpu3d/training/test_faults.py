@@ -197,15 +197,6 @@ def train(words, run, how=None, rng=None, delay_s=0.0):
     return child.returncode, time.monotonic() - (begin or time.monotonic())
 
 
-def assert_nothing_is_lost(run):
-    for path in (run / "checkpoints").glob("*.npz"):  # what is being written has another name
-        load_checkpoint(path)
-    events, found = read_events(run), newest(run)
-    steps, saves = ([one["step"] for one in events if one["event"] == kind] for kind in ("step", "checkpoint"))
-    assert (found.state["step"] if found else 0) >= max(saves, default=0)
-    assert steps == list(range(1, len(steps) + 1))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_run_that_is_cut_at_random_moments_ends_with_the_same_bits(phantom_store, tmp_path, workers):
@@ -220,7 +211,12 @@ def test_a_run_that_is_cut_at_random_moments_ends_with_the_same_bits(phantom_sto
     rng, codes = np.random.default_rng(workers), []
     for how in CUTS:
         codes.append(train(command_of(run), run, how, rng, rng.random() * seconds / len(CUTS))[0])
-        assert_nothing_is_lost(run)
+        for path in (run / "checkpoints").glob("*.npz"):  # what is being written has another name
+            load_checkpoint(path)
+        events, found = read_events(run), newest(run)
+        steps, saves = ([one["step"] for one in events if one["event"] == kind] for kind in ("step", "checkpoint"))
+        assert (found.state["step"] if found else 0) >= max(saves, default=0)
+        assert steps == list(range(1, len(steps) + 1))
     assert 0 not in codes, "each was cut"
     assert train(command_of(run), run)[0] == 0
     assert_same_run(run, whole, KEEP)
