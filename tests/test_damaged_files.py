@@ -133,7 +133,9 @@ def change_zip(content, rng):
     place = rng.choice([0, rng.randrange(len(members))])  # the first is the state of the run
     name, data = members[place]
     state = np.lib.format.read_array(io.BytesIO(members[0][1])).tobytes()
-    other = npy(np.frombuffer(written(changed(json.loads(state), rng)), np.uint8))
+    made = io.BytesIO()
+    np.lib.format.write_array(made, np.frombuffer(written(changed(json.loads(state), rng)), np.uint8))
+    other = made.getvalue()
     members[place : place + 1] = rng.choice(
         [[], [(name, change_npy(data, rng))], [(name, cut(data, rng))], [("../x.npy", data)], [(name, other)]]
     )
@@ -141,12 +143,6 @@ def change_zip(content, rng):
     with zipfile.ZipFile(file, "w", rng.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])) as new:
         for member in members:
             new.writestr(*member)
-    return file.getvalue()
-
-
-def npy(array):
-    file = io.BytesIO()
-    np.lib.format.write_array(file, array)
     return file.getvalue()
 
 
@@ -226,9 +222,8 @@ TARGETS = {
 }
 """Of a hundred damaged files so many are of a kind, which one of the commands reads: {file} is the damaged path,
 {parent} its folder, {top} the folder at the top that holds it."""
-OUT = dict.fromkeys(("predict", "evaluate", "report"), ("out/*",))
 WRITES = {
-    **OUT,
+    **dict.fromkeys(("predict", "evaluate", "report"), ("out/*",)),
     "prepare": ("new/*", "begun/*", "packed/*", "store/*"),
     "store": ("packed/*", "*/quarantine.jsonl"),
     "train": ("run/*",),
@@ -240,7 +235,6 @@ WRITES = {
 
 
 def call(command):
-    """Exit code of a command line."""
     words = command.split()
     return estimate(words[1:]) if words[0] == "estimate" else main(words)
 

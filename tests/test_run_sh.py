@@ -40,7 +40,6 @@ class Sandbox(NamedTuple):
     journal: Path
 
     def python(self, name, version, tools="venv", platform="linux-x86_64", cpu="avx2"):
-        """Put a Python on the PATH."""
         stub = self.bin / name
         stub.write_text(STUB.format(name=name, answer=f"{version} {tools} {platform} {cpu}"))
         stub.chmod(0o755)
@@ -52,11 +51,10 @@ class Sandbox(NamedTuple):
         return process.returncode, said
 
     def start(self, *arguments, cwd=None, **environment):
-        """Start ./run.sh; the process."""
         return subprocess.Popen(
             [str(self.root / "run.sh"), *arguments],
             cwd=cwd or self.root,
-            env=self.environment(**environment),
+            env={"PATH": str(self.bin), "HOME": str(self.root), "JOURNAL": str(self.journal), **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -69,17 +67,6 @@ class Sandbox(NamedTuple):
         while not (self.journal.exists() and self.journal.read_text()):
             time.sleep(0.05)
         return process
-
-    def cut(self, *arguments, **environment):
-        """Run ./run.sh and interrupt it while pip installs; its exit code, and all that it printed."""
-        process = self.installing(*arguments, **environment)
-        os.killpg(process.pid, signal.SIGINT)
-        said = process.communicate(timeout=120)[0]
-        self.calls()
-        return process.returncode, said
-
-    def environment(self, **more):
-        return {"PATH": str(self.bin), "HOME": str(self.root), "JOURNAL": str(self.journal), **more}
 
     def calls(self):
         """What the Pythons were asked to do since the last call of this."""
@@ -283,8 +270,10 @@ def test_any_command_completes_a_setup_that_was_cut_with_its_engine_and_its_pyth
     sandbox.run("setup")  # an environment of another engine was there before
     sandbox.calls()
     sandbox.python(python, chosen.split()[1])
-    code, said = sandbox.cut("setup", *words, PYTHON=str(sandbox.bin / python))
-    assert (code, "interrupted" in said) == (130, True)
+    process = sandbox.installing("setup", *words, PYTHON=str(sandbox.bin / python))
+    os.killpg(process.pid, signal.SIGINT)
+    said = process.communicate(timeout=120)[0]
+    assert (process.returncode, "interrupted" in said) == (130, True)
     (sandbox.bin / python).rename(sandbox.bin / f"python{chosen.split()[1]}")
     (sandbox.root / ".venv/downloaded").touch()
     assert sandbox.run("train")[0] == 0

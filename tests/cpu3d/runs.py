@@ -116,6 +116,10 @@ def weights(folder, name="last"):
     return load_checkpoint(weights_file(folder, name))[0]
 
 
+def steps_of(folder):
+    return [event for event in read_events(folder) if event["event"] == "step"]
+
+
 def assert_same_weights(folder, other):
     """To the bit."""
     expected = weights(other)
@@ -172,5 +176,4 @@ def assert_cut_and_continued_is_uninterrupted(store, folder, monkeypatch, steps,
     assert again.step == done
     again.run()
     assert_same_weights(folder / "cut", folder / "whole")
-    logged = [event["step"] for event in read_events(folder / "cut") if event["event"] == "step"]
-    assert logged == list(range(1, steps + 1))
+    assert [event["step"] for event in steps_of(folder / "cut")] == list(range(1, steps + 1))

@@ -84,10 +84,6 @@ def test_the_micro_batch_is_one_volume_by_rule_but_with_batch_norm_the_whole_bat
         ("{", "must be JSON with a schema"),
         ('{"schema": 9}', "must have schema 1, got 9"),
         ('{"schema": 1, "nonsense": 2}', "got unknown nonsense"),
-        (
-            json.dumps({"schema": 1, **dataclasses.asdict(CONFIG), "unet": {"depth": 99}}),
-            "depth must be between 2 and 8",
-        ),
     ],
 )
 def test_a_damaged_or_foreign_config_is_refused(tmp_path, content, message):
@@ -115,6 +111,7 @@ SAVED = dataclasses.replace(
         ("grid", [16, 16], "config.grid must be"),
         ("grid", [16, 0, 16], "grid must be positive"),
         ("ema", float("nan"), "config.ema must be"),
+        ("unet", {"depth": 99}, ".*depth must be between 2 and 8"),
         ("unet", {"filters": "8"}, "config.unet.filters must be int, got 8"),
         ("augment", {"flop": True}, "config.augment must have its fields and no others, got unknown flop"),
         ("regions", ["TC"], "regions must be some of WT, got"),

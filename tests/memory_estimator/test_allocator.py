@@ -13,14 +13,6 @@ from memory_estimator.step.program import GRANULE_BYTES, Program, StepOp, Tensor
 RECORDED = Path(__file__).parent / "data" / "allocations_96.json"
 
 
-def taking(*mib):
-    """An allocator that has taken so many MiB, under the names "0", "1" ..."""
-    allocator = Allocator()
-    for name, size in enumerate(mib):
-        allocator.take(str(name), int(size * MIB))
-    return allocator
-
-
 @pytest.mark.parametrize(
     ("free", "asked", "counted"),
     [
@@ -31,7 +23,8 @@ def taking(*mib):
     ],
 )
 def test_a_chunk_is_split_if_twice_as_large_as_asked_for_or_with_128_mib_to_spare(free, asked, counted):
-    allocator = taking(free)  # one region, a power of two
+    allocator = Allocator()
+    allocator.take("0", free * MIB)  # one region, a power of two
     allocator.give_back("0")
     allocator.take("a", int(asked * MIB))
     assert allocator.counted_bytes == counted * MIB

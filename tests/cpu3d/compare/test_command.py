@@ -25,10 +25,6 @@ def kept(out):
     return json.loads((out / "compare.json").read_text())
 
 
-def keep(out, content):
-    (out / "compare.json").write_text(json.dumps(content))
-
-
 def done(*runs):
     return [f"{what} {name}" for name in runs for what in ("train", "evaluate")]
 
@@ -134,7 +130,7 @@ def test_a_damaged_plan_is_refused_by_name_and_nothing_is_trained(stage, chosen,
     ):
         content = json.loads(json.dumps(whole))
         (content if part in content else content["plan"][0])[part] = value
-        keep(out, content)
+        (out / "compare.json").write_text(json.dumps(content))
         with pytest.raises(InputError, match=problem):
             compare(*chosen)
     assert stage.calls() == []

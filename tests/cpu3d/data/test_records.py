@@ -14,12 +14,6 @@ def read(record, **changes):
     return case_from_json(json.dumps({**to_json(record), **changes}).encode())
 
 
-def unlabelled_of(record):
-    return dataclasses.replace(
-        record, label_voxels={}, centres={}, label_bytes=0, label_sha256="", label_voxels_sha256=""
-    )
-
-
 def on_grid_of(record, shape, **changes):
     geometry = dataclasses.replace(record.geometry, shape=shape)
     return dataclasses.replace(record, shape=shape, stored=whole(shape), geometry=geometry, **changes)
@@ -46,7 +40,8 @@ def test_a_record_whose_files_would_lie_elsewhere_or_that_contradicts_itself_is_
 
 def test_a_manifest_works_out_what_follows_from_its_cases():
     small = on_grid_of(make_record("b"), (9, 4, 4), box=Region((0, 0, 0), (9, 1, 1)))
-    large = on_grid_of(unlabelled_of(make_record("a")), (4, 8, 5), box=Region((0, 3, 0), (2, 5, 5)))
+    bare = make_record("a", label_voxels={}, centres={}, label_bytes=0, label_sha256="", label_voxels_sha256="")
+    large = on_grid_of(bare, (4, 8, 5), box=Region((0, 3, 0), (2, 5, 5)))
     manifest = manifest_of([small, large])
     assert [case.case_id for case in manifest.cases] == ["a", "b"]
     assert manifest.split["train"] == ("a", "b")

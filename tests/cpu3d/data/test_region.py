@@ -61,13 +61,9 @@ SHAPES = st.tuples(*[st.integers(1, 7)] * 3)
 STARTS = st.tuples(*[st.integers(-6, 9)] * 3)
 
 
-def numbered(shape):
-    return np.arange(1, np.prod(shape) + 1).reshape(shape)
-
-
 @given(SHAPES, STARTS, SHAPES)
 def test_cropping_reads_every_voxel_where_it_is_and_pasting_is_the_way_back(shape, start, size):
-    volume, region = numbered(shape), Region(start, size)
+    volume, region = np.arange(1, np.prod(shape) + 1).reshape(shape), Region(start, size)
     part = crop(volume, region)
     assert part.shape == size
     for index in np.ndindex(*size):

@@ -11,7 +11,7 @@ from cpu3d.settings import RunConfig
 from cpu3d.training.learner import Learner, _fingerprint
 from models.config import UNetConfig
 from models.unet3d import build_unet3d
-from tests.cpu3d.distributed.threads import ThreadExchange, together
+from tests.cpu3d.distributed.threads import together
 
 BATCH, SIDE = 4, 16
 UNET = UNetConfig(filters=4, depth=2, channels=2, outputs=2)
@@ -80,13 +80,26 @@ def test_workers_learn_as_one_know_of_each_other_and_refuse_other_weights():
         assert "weights must be the same on all workers, got others on worker 1 than on the chief" in str(differ)
 
 
-def test_with_batch_norm_each_has_statistics_of_its_own_share_and_keeps_the_mean_of_all():
+def test_with_batch_norm_each_has_statistics_of_its_own_share_and_keeps_the_mean_of_all(monkeypatch):
+    """And a step in which a worker is lost leaves every variable as it was."""
+
+    def lost(vector):
+        raise WorkerLostError("worker 1 must answer")
+
     config = dataclasses.replace(CONFIG, unet=dataclasses.replace(UNET, norm="batch"), micro_batch=2)
 
     def moved(exchange):
         learner = Learner(config, exchange)
         learner.step(share_of(exchange, batch(), 2), 0.01)
-        return [variable.numpy() for variable in learner.model.non_trainable_variables]
+        moving = [variable.numpy() for variable in learner.model.non_trainable_variables]
+        before = {name: np.array(array) for name, array in learner.arrays().items()}
+        monkeypatch.setattr(exchange, "sum", lost)
+        with pytest.raises(WorkerLostError):
+            learner.step(share_of(exchange, batch(1), 2), 0.01)
+        for name, array in learner.arrays().items():
+            if name != "optimizer/001":  # the learning rate
+                np.testing.assert_array_equal(array, before[name], err_msg=name)
+        return moving
 
     model, alone = build_unet3d(config.unet, config.grid, 2), []
     initial = model.get_weights()
@@ -106,18 +119,3 @@ def test_the_fingerprint_hangs_on_every_bit_and_on_no_order_of_addition():
     prints = [float(_fingerprint([tf.constant(array)])) for array in (weights, weights[::-1], other)]
     assert prints[0] == prints[1], "threads add up in an order of their own"
     assert prints[0] != prints[2]
-
-
-def test_a_step_in_which_a_worker_is_lost_leaves_every_variable_as_it_was():
-    class Lonely(ThreadExchange):
-        def sum(self, vector):
-            raise WorkerLostError("worker 1 must answer")
-
-    config = dataclasses.replace(CONFIG, unet=dataclasses.replace(UNET, norm="batch"), micro_batch=2)
-    learner = Learner(config, Lonely(0, [None, None], None, None))
-    before = learner.arrays()
-    with pytest.raises(WorkerLostError):
-        learner.step(share_of(learner._exchange, batch(), 2), 0.01)
-    for name, array in learner.arrays().items():
-        if name != "optimizer/001":  # the learning rate
-            np.testing.assert_array_equal(array, before[name], err_msg=name)

@@ -80,13 +80,6 @@ def words(job):
     return job.log.read_text().split() if job.log.exists() else []
 
 
-def wait_until(condition, most_s=60.0):
-    end = time.monotonic() + most_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def failure(jobs, patience=QUICK, **more):
     with pytest.raises(WorkerFailedError) as caught:
         supervise(jobs, jobs[0].log.parent, patience=patience, **more)
@@ -216,26 +209,22 @@ def test_workers_of_an_earlier_launch_are_waited_for(tmp_path):
 # --- Signals ---
 
 
-def when_ready(jobs, number):
-    """Send ourselves a signal when all workers are there."""
-
-    def interrupt():
-        wait_until(lambda: all("ready" in words(one) for one in jobs))
-        os.kill(os.getpid(), number)
-
-    threading.Thread(target=interrupt).start()
-
-
 @pytest.mark.parametrize(
     ("number", "passed_on"),
     [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM), (signal.SIGHUP, signal.SIGTERM)],
 )
 def test_signals_are_passed_on_and_all_are_waited_for(job, tmp_path, number, passed_on):
+    def interrupt():
+        end = time.monotonic() + 60
+        while not all("ready" in words(one) for one in jobs) and time.monotonic() < end:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
     jobs = [job(rank, SAVES) for rank in (0, 1)]
     before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # else a test under `nohup` would not pass it on
     try:
-        when_ready(jobs, number)
+        threading.Thread(target=interrupt).start()
         with pytest.raises(Interrupted) as caught:
             supervise(jobs, tmp_path, patience=QUICK)
     finally:

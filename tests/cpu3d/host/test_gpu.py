@@ -1,6 +1,5 @@
 """Cards from what a driver might answer, the choice among them, and what a made-up TensorFlow is given."""
 
-import stat
 import sys
 from types import SimpleNamespace
 
@@ -53,7 +52,7 @@ def driver(tmp_path, monkeypatch):
     def put(script):
         path = tmp_path / "nvidia-smi"
         path.write_text(f"#!{sys.executable}\nimport sys, time\n{script}\n")
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        path.chmod(0o755)
 
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

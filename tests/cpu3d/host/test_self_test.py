@@ -101,15 +101,10 @@ def test_own_kernels_are_compared_with_tensorflow_s_layers(tf, monkeypatch):
     assert (check.state, "models.native.build" in check.advice) == ("warn", True)
 
 
-@pytest.fixture
-def small(monkeypatch):
-    """A large tensor of 64 slices and a limit to match."""
+def test_a_convolution_that_stops_early_is_found(tf, monkeypatch):
+    """As one would that counts with 32 bits: what is beyond, here beyond 64 slices, is left as it was."""
     monkeypatch.setattr(module, "SLICE", (4, 4, 16))
     monkeypatch.setattr(module, "LIMIT_ELEMENTS", 64 * 4 * 4 * 16)
-
-
-def test_a_convolution_that_stops_early_is_found(tf, small, monkeypatch):
-    """As one would that counts with 32 bits: what is beyond is left as it was."""
     assert module.large_tensor(tf, HOST, "stock").state == "ok"
     convolve = tf.nn.conv3d
 

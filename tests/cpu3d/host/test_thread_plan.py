@@ -130,17 +130,12 @@ def test_what_a_cgroup_has_used_already_is_nobody_s_share():
 # --- The host ---
 
 
-def whole_kib(topology):
-    """As /proc tells of memory: in KiB."""
-    down = lambda size: size // 1024 * 1024
-    host = dataclasses.replace(topology.host, available_bytes=down(topology.host.available_bytes))
-    nodes = tuple(node._replace(free_bytes=down(node.free_bytes)) for node in topology.nodes)
-    return dataclasses.replace(topology, host=host, nodes=nodes)
-
-
 @pytest.mark.parametrize("topology", [*HOSTS, WITH_BUS])
 def test_a_host_is_read_as_it_was_written(topology, tmp_path):
-    topology = whole_kib(topology)
+    down = lambda size: size // 1024 * 1024  # as /proc tells of memory: in KiB
+    host = dataclasses.replace(topology.host, available_bytes=down(topology.host.available_bytes))
+    nodes = tuple(node._replace(free_bytes=down(node.free_bytes)) for node in topology.nodes)
+    topology = dataclasses.replace(topology, host=host, nodes=nodes)
     write_tree(tmp_path, topology)
     assert read_topology(tmp_path) == topology
 

@@ -195,31 +195,25 @@ def test_the_means_are_those_of_the_painted_labels():
                 assert mean == pytest.approx(np.mean([case[metric] for case in scores]))
 
 
-class Islands:
+@pytest.fixture
+def predictor(fake_predictor, monkeypatch):
     """The fake predictor with a false part of 2 voxels of WT, far from the tumour."""
+    answer = fake_predictor.probabilities
+    fake_predictor.calls, fake_predictor.error = 0, None
 
-    def __init__(self, predictor):
-        self.predictor, self.calls, self.error = predictor, 0, None
-
-    def __getattr__(self, name):
-        return getattr(self.predictor, name)
-
-    def probabilities(self, image, record, channels=None):
-        self.calls += 1
-        if self.error:
-            raise self.error
-        answers = self.predictor.probabilities(image, record, channels)
+    def with_island(*given):
+        fake_predictor.calls += 1
+        if fake_predictor.error:
+            raise fake_predictor.error
+        answers = answer(*given)
         place = 2 if answers[15:].any() else 26
         answers[place : place + 2, 5, 4, 0] = 0.9
         return answers
 
-
-@pytest.fixture
-def predictor(fake_predictor, monkeypatch):
-    islands = Islands(fake_predictor)
+    monkeypatch.setattr(fake_predictor, "probabilities", with_island)
     for command in (evaluate, postprocessing, predict):
-        monkeypatch.setattr(command, "trained_predictors", lambda runs, *_: [islands] * len(runs))
-    return islands
+        monkeypatch.setattr(command, "trained_predictors", lambda runs, *_: [fake_predictor] * len(runs))
+    return fake_predictor
 
 
 @pytest.fixture

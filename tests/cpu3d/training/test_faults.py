@@ -104,16 +104,31 @@ def test_a_write_that_fails_leaves_the_checkpoints_and_says_so(phantom_store, wh
     assert_continues_to_the_bit(phantom_store, tmp_path, whole)
 
 
-# --- Signals ---
+# --- Signals and memory ---
 
 
-def test_sigterm_saves_and_ends_with_code_143(phantom_store, whole, tmp_path, monkeypatch, capsys):
-    step = STEPS // 2
-    before_step(monkeypatch, step, lambda fit: signal.raise_signal(signal.SIGTERM))
-    assert main([*command(phantom_store, tmp_path), "--save-minutes", "60"]) == 143
-    assert f"saved after step {step}; the same command continues" in capsys.readouterr().err
-    assert newest(tmp_path).state["step"] == step
-    assert read_events(tmp_path)[-1]["reason"] == "interrupted"
+def run_low(fit):
+    """What its guard does; when that is, test_watchdog tells."""
+    fit._guard.now.stop = "memory must keep 64 MiB free"
+
+
+@pytest.mark.parametrize(
+    ("do", "code", "words", "reason"),
+    [
+        (lambda fit: signal.raise_signal(signal.SIGTERM), 143, "saved after step 3; the same command", "interrupted"),
+        (run_low, 5, "memory must keep 64 MiB free", "memory"),
+    ],
+)
+def test_a_signal_and_memory_that_runs_out_save_and_end_with_their_codes(
+    phantom_store, whole, tmp_path, monkeypatch, capsys, do, code, words, reason
+):
+    before_step(monkeypatch, 3, do)
+    assert main([*command(phantom_store, tmp_path), "--save-minutes", "60"]) == code
+    errors = capsys.readouterr().err
+    assert words in errors
+    assert "saved after step 3" in errors
+    assert newest(tmp_path).state["step"] == 3
+    assert read_events(tmp_path)[-1]["reason"] == reason
     assert_continues_to_the_bit(phantom_store, tmp_path, whole)
 
 
@@ -139,23 +154,6 @@ def test_a_case_that_gives_nan_is_named_and_the_last_good_weights_stay(tmp_path,
     assert "step-00000001.npz" in errors
     assert newest(run).state["step"] == 1
     assert all(np.isfinite(array).all() for array in newest(run).arrays.values())
-
-
-# --- Memory ---
-
-
-def test_memory_that_runs_out_saves_and_ends_with_code_5(phantom_store, whole, tmp_path, monkeypatch, capsys):
-    def stop(fit):  # what its guard does; when that is, test_watchdog tells
-        fit._guard.now.stop = "memory must keep 64 MiB free"
-
-    with monkeypatch.context() as patch:
-        before_step(patch, 3, stop)
-        code = main(command(phantom_store, tmp_path))
-    errors = capsys.readouterr().err
-    assert (code, "stopped and saved after step 3" in errors, "memory" in errors) == (5, True, True)
-    assert newest(tmp_path).state["step"] == 3
-    assert read_events(tmp_path)[-1]["reason"] == "memory"
-    assert_continues_to_the_bit(phantom_store, tmp_path, whole)
 
 
 # --- Random moments ---
@@ -199,15 +197,6 @@ def train(words, run, how=None, rng=None, delay_s=0.0):
     return child.returncode, time.monotonic() - (begin or time.monotonic())
 
 
-def assert_nothing_is_lost(run):
-    for path in (run / "checkpoints").glob("*.npz"):  # what is being written has another name
-        load_checkpoint(path)
-    events, found = read_events(run), newest(run)
-    steps, saves = ([one["step"] for one in events if one["event"] == kind] for kind in ("step", "checkpoint"))
-    assert (found.state["step"] if found else 0) >= max(saves, default=0)
-    assert steps == list(range(1, len(steps) + 1))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_run_that_is_cut_at_random_moments_ends_with_the_same_bits(phantom_store, tmp_path, workers):
@@ -222,7 +211,12 @@ def test_a_run_that_is_cut_at_random_moments_ends_with_the_same_bits(phantom_sto
     rng, codes = np.random.default_rng(workers), []
     for how in CUTS:
         codes.append(train(command_of(run), run, how, rng, rng.random() * seconds / len(CUTS))[0])
-        assert_nothing_is_lost(run)
+        for path in (run / "checkpoints").glob("*.npz"):  # what is being written has another name
+            load_checkpoint(path)
+        events, found = read_events(run), newest(run)
+        steps, saves = ([one["step"] for one in events if one["event"] == kind] for kind in ("step", "checkpoint"))
+        assert (found.state["step"] if found else 0) >= max(saves, default=0)
+        assert steps == list(range(1, len(steps) + 1))
     assert 0 not in codes, "each was cut"
     assert train(command_of(run), run)[0] == 0
     assert_same_run(run, whole, KEEP)

@@ -18,15 +18,11 @@ from cpu3d.training import fit as fit_module
 from cpu3d.training import validation as validation_module
 from memory_estimator.host import read_host
 from tests.cpu3d import runs
-from tests.cpu3d.runs import NumpyLearner, assert_cut_and_continued_is_uninterrupted, assert_same_weights
+from tests.cpu3d.runs import NumpyLearner, assert_cut_and_continued_is_uninterrupted, assert_same_weights, steps_of
 
 
 def start(store, folder, **settings):
     return runs.start(store, folder, learner=NumpyLearner, **settings)
-
-
-def steps_of(folder):
-    return [event for event in read_events(folder) if event["event"] == "step"]
 
 
 def validations_of(folder):

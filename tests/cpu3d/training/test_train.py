@@ -23,14 +23,17 @@ from cpu3d.training.train import train
 from cpu3d.util.lock import locked
 from memory_estimator.calibration import find_constants
 from memory_estimator.host import read_host
-from tests.cpu3d.runs import SMALL, assert_cut_and_continued_is_uninterrupted, assert_same_weights, start, weights
+from tests.cpu3d.runs import (
+    SMALL,
+    assert_cut_and_continued_is_uninterrupted,
+    assert_same_weights,
+    start,
+    steps_of,
+    weights,
+)
 
 PATCH = {"mode": "patch", "patch": [16, 16, 16], "depth": 2}
 LEARNT = {"steps": 10, "batch": 2, "ema": 0.9, "validations": 1, **PATCH}
-
-
-def steps_of(folder):
-    return [event for event in read_events(folder) if event["event"] == "step"]
 
 
 def test_training_without_tensorflow_is_bad_input_with_the_way_to_install_it(

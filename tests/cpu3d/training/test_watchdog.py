@@ -39,14 +39,6 @@ def test_swap_counts_for_the_machine_and_a_container_leaves_what_is_not_used_and
 # --- Whether it lasts ---
 
 
-def judged(samples, **limits):
-    """What is done after the last of (own, free) in MiB of a machine of 16 GiB."""
-    floor = MemoryFloor(**limits)
-    for own, free in samples:
-        found = floor.judge(Sample({MACHINE: Room(free * MIB, 16 * GIB)}, own * MIB))
-    return found[0]
-
-
 @pytest.mark.parametrize(
     ("what", "samples", "limits", "action"),
     [
@@ -66,7 +58,11 @@ def judged(samples, **limits):
     ],
 )  # fmt: skip
 def test_the_run_goes_on_stops_or_ends(what, samples, limits, action):
-    assert judged(samples, **limits) == action
+    """After the last of (own, free) in MiB of a machine of 16 GiB."""
+    floor = MemoryFloor(**limits)
+    for own, free in samples:
+        found = floor.judge(Sample({MACHINE: Room(free * MIB, 16 * GIB)}, own * MIB))
+    assert found[0] == action
 
 
 # --- What the guard does ---

@@ -328,9 +328,7 @@ def test_no_sanitizer_finds_anything(tmp_path):
         path = build(sanitizers, tmp_path)[0]
     except OSError as error:
         pytest.skip(str(error))
-    runtime = subprocess.run(
-        ["cc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    runtime = subprocess.check_output(["cc", "-print-file-name=libasan.so"], text=True).strip()
     environment = {**os.environ, "CPU3D_KERNELS": str(path), "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, PASSES]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)

@@ -124,10 +124,6 @@ def whole(parts):
     return split.reshape(batch, 2 * x, 2 * y, 2 * z, channels)
 
 
-def error(found, expected):
-    return np.linalg.norm(found.astype(np.float64) - expected) / (np.linalg.norm(expected) + 1e-30)
-
-
 @pytest.mark.parametrize(("name", "dtype"), KERNELS)
 @pytest.mark.parametrize("kind", KINDS[3:])
 def test_a_pass_makes_what_its_definition_says(library, kind, name, dtype):
@@ -143,7 +139,8 @@ def test_a_pass_makes_what_its_definition_says(library, kind, name, dtype):
         bounds = (ERRORS[dtype], SUM_ERROR, SUM_ERROR, SUM_ERROR)
         for what, one, expected, bound in zip(("map", "sums", "filters", "bias"), found, (made, *rest), bounds):
             if one is not None:
-                assert error(one, expected) < bound, (what, shape, channels, count, plain, add)
+                error = np.linalg.norm(one.astype(np.float64) - expected) / (np.linalg.norm(expected) + 1e-30)
+                assert error < bound, (what, shape, channels, count, plain, add)
         again = case.run(library, name, count, in_place=kind in OVER and len(case.others) >= OVER[kind])
         for one, other in zip(found, again):  # the same bits, also over an input
             assert one is None or one.tobytes() == other.tobytes()

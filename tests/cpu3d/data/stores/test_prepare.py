@@ -50,19 +50,14 @@ def test_a_store_says_what_it_is_and_two_processes_write_what_one_does(tmp_path,
     assert content_of(tmp_path / "one") == content_of(tmp_path / "two")
 
 
-def cut_after_two(*given, real=module.run_jobs):
-    """Runs jobs as the real one does, until Ctrl-C after two."""
-    results = real(*given)
-    yield from (next(results), next(results))
-    raise KeyboardInterrupt
-
-
 def test_what_was_cut_is_continued_and_ends_as_if_it_had_not_been(tmp_path, dataset, store, counted, monkeypatch):
     partial, real = tmp_path / "cut/cases/.BRATS_002.x.npy.xyz.cpu3d.partial", module.run_jobs
 
     def cut(*given):
+        results = real(*given)
         try:
-            yield from cut_after_two(*given)
+            yield from (next(results), next(results))
+            raise KeyboardInterrupt
         finally:
             partial.write_bytes(b"left by a killed worker")
 
