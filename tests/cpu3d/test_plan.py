@@ -215,6 +215,14 @@ def test_most_steps_are_coarse_where_the_grid_allows(phantom_store, tmp_path, se
         assert plan.coarse.process_peak_bytes < plan.estimate.process_peak_bytes
 
 
+def test_a_run_made_longer_keeps_its_coarse_steps_and_one_made_shorter_has_fewer(phantom_store, tmp_path):
+    def config(**settings):
+        return make_plan(phantom_store, tmp_path, HOST, {"depth": 3, **settings}).config
+
+    save_config(dataclasses.replace(config(steps=16), coarse_steps=14), tmp_path)  # as by another share
+    assert [config(steps=steps).coarse_steps for steps in (8, 16, 32)] == [6, 14, 14]
+
+
 @pytest.mark.parametrize("recipe", [{}, {"recipe": "demo"}])
 def test_a_run_that_continues_keeps_its_grown_rate_its_batch_and_its_policy(phantom_store, tmp_path, recipe):
     def again(workers=2, **settings):
