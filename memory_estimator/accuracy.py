@@ -48,6 +48,7 @@ class Kind:
     versions: Tuple[str, ...]  # of the engines, as of `job.engine_version`
     hosts: Tuple[str, ...]  # the CPUs' names
     threads: Tuple[int, ...]  # numbers of threads that were measured
+    networks: Tuple[str, ...]  # that were measured
     records: int  # measured steps, all of which the margin is made of
     held_out: int  # of them, those that no constant was fitted to, which the errors are of
     allocator_peak: Optional[Bound]
@@ -81,6 +82,8 @@ class Accuracy:
                 version = self.versions.get(job.engine)
                 if version and version not in one.versions:
                     return None, version
+                if job.unet.network not in one.networks:
+                    return None, job.unet.network
                 return (one, "") if job.threads in one.threads else (None, f"{job.threads} threads")
         return None, f"{job.unet.dtype} under policy {job.policy}"
 
@@ -215,6 +218,7 @@ def _kind(key: Key, rows: Sequence[Row]) -> Kind:
         versions=tuple(sorted({row.measured.version for row in rows})),
         hosts=tuple(sorted({row.measured.host for row in rows})),
         threads=tuple(sorted({row.measured.job.threads for row in rows})),
+        networks=tuple(sorted({row.measured.job.unet.network for row in rows})),
         records=len(rows),
         held_out=len(held_out),
         **{figure: _bound(spread(held_out, figure)) for figure in FIGURES},

@@ -21,7 +21,7 @@ VERSION = "TensorFlow 1, ITEX 1"
 def kind(policy, dtype):
     """Of steps on two threads whose bounds lie a tenth above their peaks."""
     bound = Bound(0.01, 0.02)
-    return Kind(dtype, policy, (VERSION,), ("AMD EPYC",), (2,), 9, 9, bound, bound, bound, 0.1, 2**20)
+    return Kind(dtype, policy, (VERSION,), ("AMD EPYC",), (2,), ("unet3d",), 9, 9, bound, bound, bound, 0.1, 2**20)
 
 
 RECORDED = Accuracy(tuple(kind(policy, "bfloat16") for policy in POLICIES))
@@ -76,6 +76,7 @@ def test_a_store_adds_the_next_batch_and_to_the_bound_what_a_run_holds_beside_it
     [
         ({"threads": 56}, {}, "56 threads"),
         ({}, {"itex": "TensorFlow 9, ITEX 9"}, "TensorFlow 9, ITEX 9"),
+        ({"unet": dataclasses.replace(SMALL.unet, network="cicek2016")}, {}, "cicek2016"),
         ({"unet": dataclasses.replace(SMALL.unet, dtype="float32")}, {}, "float32 under policy speed"),
     ],
 )
