@@ -96,7 +96,7 @@ class Muon(tf.keras.optimizers.Optimizer):
         return self._once(f"{value}", lambda: tf.constant(value, dtype))
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
-        """What the updates of a step share: half of the graph's operations otherwise. It waits for none of them."""
+        """What the updates of a step share, made once. It waits for none of them."""
         if name not in self._shared:
             with tf.control_dependencies(None):
                 self._shared[name] = make()
