@@ -257,16 +257,16 @@ class Shorthand:
     )
     patch: Optional[Tuple[int, int, int]] = _patches(
         None,
-        "voxels of a patch (default: what the card trains; on a CPU 128 128 128, cut to the volume)",
+        "voxels of a patch (default: the largest that fits the card; on a CPU 128 128 128, cut to the volume)",
         metavar=("X", "Y", "Z"),
     )
     batch_per_worker: Optional[int] = _training(
         None,
-        "volumes a step of each worker; the learning rates grow with their number, under sgd, or with its root",
+        "volumes a step of each worker; the learning rates grow with the number of workers (sgd) or its square root",
         "N",
         one_of="batch",
     )
-    no_augment: bool = option(False, "none at all", group="augmentation")
+    no_augment: bool = option(False, "no augmentation", group="augmentation")
 
 
 SETTINGS = (RunConfig, Shorthand, Network, AugmentConfig)
@@ -280,8 +280,8 @@ class TrainOptions:
 
     store: Path = option(help="store that `prepare` has written", metavar="DIR")
     run: Path = option(help="folder for the run; continued where it exists", metavar="DIR")
-    force: bool = option(False, "train although it may not fit the memory that is free")
-    mlflow: str = option("", "where to track the run too, such as sqlite:///mlflow.db or http://localhost:5000", "URI")
+    force: bool = option(False, "train even if the job may not fit the free memory")
+    mlflow: str = option("", "also track the run here, such as sqlite:///mlflow.db or http://localhost:5000", "URI")
     """No setting of the run: it may hold a password, which is written nowhere."""
 
 

@@ -1,13 +1,13 @@
-"""How much memory a training step takes, and how long, before anything is allocated. Needs no TensorFlow.
+"""Predict the memory and the time of a training step before anything is allocated. Needs no TensorFlow.
 
     ./run.sh estimate --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16
     ./run.sh estimate --recipe paper-2020 --host-memory 1.5TiB --plan
     ./run.sh estimate --run runs/first --json
 
-Planning for a host that is not this one: its memory, its kind of CPU and its cores, as in
+For another host, give its memory, its kind of CPU and its cores:
     ./run.sh estimate --recipe paper-2020 --host-memory 6TiB --calibration amx --threads 56
 
-Several hosts that train together, as predicted from one worker's step, its gradients and the network:
+For several hosts that train together (predicted from one worker's step, its gradients and the network):
     ./run.sh estimate --shape 240 240 160 --hosts 1 2 4 8 --link 25Gbit/s --cases 484 --epochs 25
 
 Needs msgspec and rich, which prints its tables, and outside Linux psutil.
@@ -45,7 +45,7 @@ from models.config import POLICIES
 
 FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130  # exit codes
 
-CALIBRATION_HELP = f"constants that `calibrate` has written, or of {', '.join(INSTRUCTION_SETS)} (default: this host's)"
+CALIBRATION_HELP = f"constants that `calibrate` has written, or those shipped for {', '.join(INSTRUCTION_SETS)} (default: this host's)"
 
 Answer = Tuple[Dict[str, Any], List[Union[str, Table]]]  # JSON content, and the same for reading
 
@@ -60,7 +60,7 @@ class Options(JobOptions):
     )
     host_memory: str = option("", "memory to fit into, such as 1.5TiB (default: free on this host)", "SIZE")
     calibration: str = option("", CALIBRATION_HELP, "FILE")
-    plan: bool = option(False, "what fits that memory")
+    plan: bool = option(False, "print what fits that memory")
     json: bool = option(False, "print one JSON object")
 
 

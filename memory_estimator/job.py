@@ -227,7 +227,7 @@ DEFAULT_RECIPE = "brats-regions"
 class Architecture:
     """The network between its input and its output, as the estimator and the trainer take it from a command line."""
 
-    network: str = option("unet3d", "the paper's, or the wider original", choices=NETWORKS, group="network")
+    network: str = option("unet3d", "unet3d: the paper's; cicek2016: the wider original", choices=NETWORKS, group="network")
     filters: int = option(16, "feature maps of the first convolution", "F", group="network")
     depth: int = option(5, "levels of resolution", "L", group="network")
     norm: str = option("instance", choices=NORMS, group="network")

@@ -1,10 +1,10 @@
-"""Look into a store, check it, add cases to it.
+"""Print what a store holds, check it, add cases to it.
 
 Examples: ./run.sh store info store
           ./run.sh store verify store
           ./run.sh store append store --dataset new_cases
 
-The old cases stay where they are. `append` can be interrupted: the same command continues.
+The cases of the store keep their split. `append` can be interrupted: the same command continues.
 """
 
 import functools
@@ -32,7 +32,7 @@ from memory_estimator.common.schema import option
 
 @dataclass(frozen=True)
 class Info:
-    """Print what a store holds, and how it would be read here."""
+    """Print what a store holds, and how this host would read it."""
 
     store: Path = option(help="folder made by `prepare`", positional=True)
 
@@ -47,7 +47,7 @@ class Verify:
 
 @dataclass(frozen=True)
 class Append:
-    """Add a data set's new cases, made as the store's own were."""
+    """Add a data set's new cases, prepared as the store's own cases."""
 
     store: Path = option(help="finished store", positional=True)
     dataset: Path = option(help="folder as for `prepare`")
