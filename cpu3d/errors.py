@@ -78,7 +78,7 @@ ENDINGS: Dict[int, Ending] = {
     1: Ending("failed", "failed, for example on a full disk", "correct what the error names; then {again}"),
     InputError.exit_code: Ending("failed", "bad input", "correct what the error names; then {again}"),
     DoesNotFitError.exit_code: Ending(
-        "too large", "does not fit the memory", "choose smaller settings, end other programs, or add --force; then {again}"
+        "too large", "does not fit the memory", "choose smaller settings, end other programs, or --force; then {again}"
     ),
     DivergedError.exit_code: Ending(
         "diverged",

@@ -45,7 +45,7 @@ from models.config import POLICIES
 
 FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130  # exit codes
 
-CALIBRATION_HELP = f"constants that `calibrate` has written, or those shipped for {', '.join(INSTRUCTION_SETS)} (default: this host's)"
+CALIBRATION_HELP = f"constants that `calibrate` wrote, or of {', '.join(INSTRUCTION_SETS)} (default: this host's)"
 
 Answer = Tuple[Dict[str, Any], List[Union[str, Table]]]  # JSON content, and the same for reading
 

@@ -70,7 +70,7 @@ class Options:
 
     split: str = option(UNTOUCHED, help="cases to score", choices=SPLITS)
     store: Optional[Path] = option(None, help="store folder, if it was moved", metavar="DIR")
-    out: Optional[Path] = option(None, "folder for evaluation/ (default: the run's, where `report` looks for it)", "DIR")
+    out: Optional[Path] = option(None, "folder for evaluation/ (default: the run's, which `report` reads)", "DIR")
     tolerance: float = option(TOLERANCE_MM, "tolerance of the surface Dice in mm", "MM", at_least=0, below=math.inf)
     raw: bool = option(False, help="leave out the post-processing that the run has decided")
     json: bool = option(False, help="print scores.json instead of a table")

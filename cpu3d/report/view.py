@@ -37,7 +37,7 @@ class Options:
 
     image: Tuple[Path, ...] = option(help="the case: a folder, a 4D file, or 3D files on one grid", metavar="PATH")
     out: Path = option(help="page to write", metavar="FILE")
-    label: Optional[Path] = option(None, "the true label map (default: the segmentation beside the image)", metavar="FILE")
+    label: Optional[Path] = option(None, "true label map (default: the segmentation beside the image)", metavar="FILE")
     prediction: Tuple[Path, ...] = option((), help="label maps to compare with the truth", metavar="FILE")
 
 
