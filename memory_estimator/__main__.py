@@ -212,7 +212,7 @@ def _tables(found: Estimate, basis: str) -> List[Union[str, Table]]:
         epoch,
     )
     error = f"error, median and worst, over {found.kind}" if found.kind else "error: no step like this one was measured"
-    beside = [_bill("Beside the steps of a run, in the upper bound alone", found.beside)] if found.beside else []
+    beside = [_bill("Held by a run besides its steps, in the upper bound alone", found.beside)] if found.beside else []
     return [
         _bill(f"Held at the peak, while {found.timeline.peak_op} runs", found.components),
         *beside,
@@ -239,8 +239,8 @@ def _plan(job: Job, price: planner.Price, memory_bytes: int) -> Tuple[List[Dict[
                 sizes = {"batch": one.job.batch, "filters": one.job.unet.filters, "extent": extent}
                 taken = (str(sizes[name]), format_bytes(one.upper_bound_bytes), format_seconds(one.volume_s))
             rows.append((policy, "batch at once" if name == "batch" else name, *taken))
-    title = f"The largest that fits {format_bytes(memory_bytes)}, all else as asked for"
-    note = "batch at once: in parts, by --micro-batch, any larger one takes what one part does and a set of gradients"
+    title = f"The largest that fits {format_bytes(memory_bytes)}, with all other options as given"
+    note = "batch at once: in parts (--micro-batch), a larger batch takes the memory of one part and a set of gradients"
     return content, Table(("policy", "", "largest", "upper bound", "a volume"), rows, title, note, names=2)
 
 

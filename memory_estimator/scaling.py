@@ -142,7 +142,7 @@ def check_options(args: argparse.Namespace) -> None:
             raise ValueError(f"--hosts must be given with {names}, got none; add --hosts")
         return
     if hasattr(args, "plan"):
-        raise ValueError("--hosts must stand without --plan, got both; ask one at a time")
+        raise ValueError("--hosts must be given without --plan, got both; leave one of them out")
     described = ["--host-memory"] if hasattr(args, "host_memory") else []
     described += ["--workers-per-host"] if "workers_per_host" in found else []
     if described and not hasattr(args, "threads"):

@@ -291,7 +291,7 @@ def _decision_table(files: RunFiles) -> Optional[Table]:
             digits = METRICS[key].digits
             values.append(f"{was:.{digits}f} \u2192 {is_:.{digits}f}")
         rows.append((name, f"below {listed(rules)}" if rules else "-", *values))
-    nested = "; each region is cut to the larger ones" if decision.chosen.nested else ""
+    nested = "; each region is cut to the larger regions" if decision.chosen.nested else ""
     return Table(
         ("region", "parts removed", *(METRICS[key].label for key in SHOWN)),
         rows,

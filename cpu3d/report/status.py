@@ -150,7 +150,7 @@ def worker_status(run: Path, beat: Heartbeat, now: float) -> WorkerStatus:
         state = ending_of(beat.exit_code).state
         detail = "" if state == "finished" else beat.reason
     elif age > SILENT_S:
-        state, silence = "silent", f"no beat for {format_seconds(age)}, where one comes every {BEAT_S:g} s"
+        state, silence = "silent", f"no heartbeat for {format_seconds(age)}; one is due every {BEAT_S:g} s"
         detail = f"{silence}; look on {beat.host_name} for process {beat.pid}, and in `dmesg` whether it was killed"
     elif beat.stalled:
         state, detail = "stalled", beat.stalled

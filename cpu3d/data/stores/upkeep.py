@@ -139,7 +139,7 @@ def append(
     for what, value in (("channels", dataset.channels), ("labels", labels), ("regions", regions_of(labels))):
         if getattr(old, what) != value:
             rule = f"data set {dataset.folder} must have the {what} of store {store_dir}, {getattr(old, what)}"
-            raise InputError(f"{rule}, got {value}; prepare a store of its own")
+            raise InputError(f"{rule}, got {value}; prepare a separate store")
     writable_folder(store_dir, "store")
     with locked(store_dir, "store"):
         remove_partials(store_dir, store_dir / "cases")
@@ -185,7 +185,7 @@ def _patient_clashes(store: Store, patients: Optional[Path]) -> List[str]:
     """Where the store's patients come from a table and `patients` is no table, or a table of other patients."""
     old = store.manifest
     if TABLE in old.patient_rules and patients is None:
-        return [f"--patients must name a table, as store {store.folder} has its patients from one, got none; name one"]
+        return [f"--patients must be given, as store {store.folder} has its patients from a table, got none; name one"]
     problems, table = [], read_patients(patients, ()) if patients is not None else {}
     for case in old.cases if table else ():
         if table.get(case.case_id, case.patient_id) != case.patient_id:
