@@ -211,7 +211,7 @@ def plan_of_chief(content: Mapping[str, Any], store: Store, host: Host, engine: 
         raise InputError(f"{rule}; give all workers the same --engine, and their hosts the same packages")
     if config.split_hash != store.manifest.split_hash:
         got = f"split {store.manifest.split_hash} for {config.split_hash}"
-        raise InputError(f"store {store.folder} must be the chief's, got {got}; copy the chief's store to this host")
+        raise InputError(f"store {store.folder} must be the chief's, got {got}; copy that one to this host")
     saved = config if content["continues"] else None
     plan = Plan(config, with_fold(store, config.fold), saved, content["workers"])
     return _with_estimate(plan, host, pick=False, force=True)
@@ -493,7 +493,9 @@ def _other_grids(plan: Plan) -> List[Tuple[str, Shape3]]:
 def _memory_and_time(plan: Plan, host: Host) -> List[str]:
     """What a step takes, and the run."""
     if plan.config.device != "cpu":
-        return [f"a step takes {format_bytes(planner.gpu_bytes(plan.job))} of the card; no card has confirmed this"]
+        return [
+            f"a step takes {format_bytes(planner.gpu_bytes(plan.job))} of the card, as far as can be said without one"
+        ]
     full = plan.estimate
     if full is None:
         return []

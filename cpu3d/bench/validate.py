@@ -50,11 +50,11 @@ STEPS = 3  # timed, after two more: enough for a median
 VALIDATION_HEAD = """\
 # The estimator against measured steps
 
-Made by `./run.sh bench tables --records records --page FILE` from records/memory (`bench validate`) and the present
-code. Errors are shares of the measured value: at +2% the prediction is too high. A group of runs shows the median size
-and the worst of its errors, and the mean and least distance of the upper bound above the process's peak. The bound is
-wide where a kind has too few records to show how far the next prediction may be off. The margin of an upper bound is
-that of all records of its kind, which is a dtype and a policy.
+Made by `./run.sh bench tables --records records --page FILE` from records/memory (`bench validate`) and the code as it
+stands. Errors are shares of what was measured: +2% is predicted too high. A group of
+runs shows the median size and the worst error, and of the upper bound how far it is above the process's peak, the mean
+and the least; it is wide where too few records of a kind tell how far the next is off. The margin of an
+upper bound is that of all records of its kind: of a dtype and a policy.
 """
 
 

@@ -104,7 +104,7 @@ def worker_count(requested: Optional[int]) -> int:
     if requested is None:
         return len(os.sched_getaffinity(0))
     if requested < 1:
-        raise InputError(f"--workers must be at least 1, got {requested}; leave it out for one per core")
+        raise InputError(f"--workers must be at least 1, got {requested}; leave it away for one per core")
     return requested
 
 
