@@ -37,7 +37,7 @@ class Muon(tf.keras.optimizers.Optimizer):
     ):
         """`learning_rate` is of kernels; Adam's is `adam_scale` times that. `momentum` is of kernels, with Nesterov's
         look-ahead; `options` are those of every Keras optimizer, such as `clipnorm`."""
-        super().__init__(name=name, **{"weight_decay": None, **options})
+        super().__init__(name=name, **{"weight_decay": None, "jit_compile": False, **options})
         self._learning_rate = self._build_learning_rate(learning_rate)
         self.adam_scale, self.momentum = adam_scale, momentum
         self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
