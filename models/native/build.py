@@ -17,7 +17,7 @@ from typing import List, Optional, Sequence
 
 HERE = Path(__file__).resolve().parent
 BUILT = HERE / "built"
-HEADERS = ("native.h", "vectors.h", "rows.h", "amx.h", "tensorflow.h")
+HEADERS = ("native.h", "vectors.h", "rows.h", "amx.h")
 SOURCES = (*HEADERS, "operations.c", "passes.c", "pool.c", "select.c", "door.c")
 TENSORFLOW = "libtensorflow_framework.so.2"  # has the C interface; loaded before our library
 OPTIONS = ("-O3", "-std=gnu11", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-function", "-Wno-unused-parameter")
