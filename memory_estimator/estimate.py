@@ -170,23 +170,21 @@ def whole_volume_bytes(job: Job, shape: Shape3, resolution: float) -> int:
 
 def live_at_peak(line: Timeline) -> List[Component]:
     """The tensors live at the peak, by group. Raises ValueError for a tensor of no group in RULES."""
-    groups: Dict[str, List[Tensor]] = {}
+    groups: Dict[Tuple[int, str], List[Tensor]] = {}
     for tensor in line.peak_tensors:
-        groups.setdefault(tensor.group, []).append(tensor)
-    order, found = list(RULES), []
-    for group, tensors in groups.items():
-        rule = group.partition(", level ")[0]
+        rule = tensor.group.partition(", level ")[0]
         if rule not in RULES:
-            raise ValueError(f"group must be one of {', '.join(RULES)}, got {group!r}; declare it in RULES")
-        source = RULES[rule]
+            raise ValueError(f"group must be one of {', '.join(RULES)}, got {tensor.group!r}; declare it in RULES")
+        groups.setdefault((list(RULES).index(rule), tensor.group), []).append(tensor)
+    found = []
+    for (place, group), tensors in sorted(groups.items(), key=lambda one: one[0]):
+        source = list(RULES.values())[place]
         if group in NAMED_SINGLY:
-            names = [tensor.name for tensor in sorted(tensors, key=lambda tensor: -tensor.bytes)]
+            names = [tensor.name for tensor in tensors]  # the largest first, as all are
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             source = f"{source}: {', '.join(names[:3])}{more}"
-        found.append(
-            (order.index(rule), group, Component(group, sum(rounded(tensor.bytes) for tensor in tensors), source))
-        )
-    return [component for _, _, component in sorted(found, key=lambda one: one[:2])]
+        found.append(Component(group, sum(rounded(tensor.bytes) for tensor in tensors), source))
+    return found
 
 
 def _with_store(program: Program, job: Job) -> Tuple[Program, Tuple[Component, ...]]:

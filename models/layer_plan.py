@@ -11,6 +11,8 @@ from models.config import UNetConfig
 
 Shape3 = Tuple[int, int, int]
 
+PIECES = 8  # parts of X in which a volume's loss is computed: float32 maps are then no larger than its logits
+
 
 @dataclass(frozen=True)
 class LayerOp:
@@ -74,9 +76,6 @@ def training_flops(config: UNetConfig, shape: Shape3, batch: int = 1) -> int:
     plan = layer_plan(config, shape)
     image = plan[0].name
     return batch * sum(op.flops * (2 if image in op.inputs else 3) for op in plan)
-
-
-PIECES = 8  # parts of X in which a volume's loss is computed: float32 maps are then no larger than its logits
 
 
 # --- Private helpers ---

@@ -61,12 +61,10 @@ class NormActivation(tf.keras.layers.Layer):
         if self.norm == "none":
             y = x + tf.cast(self.bias, x.dtype)
         elif self.norm == "instance":
-            # The fused kernel over one sample is instance norm.
-            samples = [x] if x.shape[0] in (1, None) else tf.split(x, x.shape[0])
-            if x.shape[0] is None:
+            if x.shape[0] is None:  # the fused kernel over one sample is instance norm
                 y = tf.map_fn(lambda sample: self._fused(sample[None])[0][0], x)
             else:
-                y = tf.concat([self._fused(sample)[0] for sample in samples], 0)
+                y = tf.concat([self._fused(sample)[0] for sample in tf.split(x, x.shape[0])], 0)
         elif training and self.trainable:
             y, mean, variance = self._fused(x)
             self.move(mean, variance)
@@ -87,23 +85,21 @@ class NormActivation(tf.keras.layers.Layer):
         return tf.reshape(y, (-1, *grid, channels)), mean, variance
 
 
-class ShortcutSum(tf.keras.layers.Layer):
+class ShortcutSum(tf.keras.layers.Conv3D):
     """A residual block's sum: its last maps (N, X, Y, Z, filters) plus a 1x1x1 convolution of its input, without bias.
     Takes [maps, entry]."""
 
-    def __init__(self, filters: int, kernel_initializer="glorot_uniform", **kwargs):
-        super().__init__(**kwargs)
-        self.filters = filters
-        self.kernel_initializer = tf.keras.initializers.get(kernel_initializer)
+    def __init__(self, filters: int, **kwargs):
+        super().__init__(filters, 1, use_bias=False, **kwargs)
+        self.input_spec = None  # that of one map
 
     def build(self, input_shape):
-        shape = (1, 1, 1, input_shape[1][-1], self.filters)
-        self.kernel = self.add_weight(name="kernel", shape=shape, initializer=self.kernel_initializer)
-        super().build(input_shape)
+        super().build(input_shape[1])
+        self.input_spec = None
 
     def call(self, inputs):
         maps, entry = inputs
-        return maps + tf.nn.conv3d(entry, self.kernel, (1, 1, 1, 1, 1), "SAME")
+        return maps + super().call(entry)
 
 
 def initial_kernel(seed: int, name: str):

@@ -4,33 +4,24 @@ Each operation waits for the one before, so what is in memory at a time is known
 shape is written over.
 """
 
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import tensorflow as tf
 
 from models.config import EPSILON
 from models.native import operations
-from models.native.operations import Gradient, Norm, Source
+from models.native.operations import AtValues, Gradient, Norm, Source
 from models.order import Block, Order
-
-
-class AtValues(NamedTuple):
-    """The gradient of a map's values, and the two sums of it that its norm needs, (N, C): of it behind the ReLU, and of
-    that times the normalised value. Of a raw sum it is a `Gradient`."""
-
-    map: tf.Tensor
-    sum1: tf.Tensor
-    sum2: tf.Tensor
 
 
 class Pass(Order):
     """One pass over the weights of a model of `build_unet3d`, in training or not. `values` stand for its variables,
-    by their `ref()`, where they are given. A map is a `Source`."""
+    by their names, where they are given. A map is a `Source`, the gradient of its values an `AtValues`, and that of a
+    raw sum a `Gradient`."""
 
-    def __init__(self, model: tf.keras.Model, training: bool, values: Optional[Dict] = None):
+    def __init__(self, model: tf.keras.Model, training: bool, values: Optional[Dict[str, tf.Tensor]] = None):
         super().__init__(model.unet)
         self.layer, self.training, self.values = model.get_layer, training, values or {}
-        self._gradients: Dict[Any, tf.Tensor] = {}
         self._filters: Dict[Any, tf.Tensor] = {}
         self._last: List[tf.Tensor] = []
 
@@ -38,9 +29,9 @@ class Pass(Order):
         """Logits of each head, the finest first, of an image (N, X, Y, Z, C)."""
         return super().forward(Source(image))
 
-    def backward(self, slopes: Sequence[tf.Tensor]) -> Dict[Any, tf.Tensor]:
-        """Gradients of the weights, by the variables' `ref()`, from those of the logits of each head."""
-        self._gradients = {}  # a tape may ask twice
+    def backward(self, slopes: Sequence[tf.Tensor]) -> Dict[str, tf.Tensor]:
+        """Gradients of the weights, by the variables' names, from those of the logits of each head."""
+        self._gradients: Dict[str, tf.Tensor] = {}  # a tape may ask twice
         super().backward([Gradient(slope) for slope in slopes])
         return self._gradients
 
@@ -63,7 +54,7 @@ class Pass(Order):
 
     def project(self, name, entry, part, add):
         layer = self.layer(name)
-        bias = tf.zeros(layer.filters) if getattr(layer, "bias", None) is None else self._value(layer.bias)
+        bias = tf.zeros(layer.filters) if layer.bias is None else self._value(layer.bias)
         return self._run(operations.project, entry[part], self._rows(name, entry, part), bias, add)
 
     def residual_sum(self, name, second, total, again):
@@ -72,47 +63,46 @@ class Pass(Order):
     # --- Backward ---
 
     def max_pool_gradient(self, level, source, at, add):
-        return AtValues(*self._run(operations.max_pool_gradient, source, at.map, add.map))
+        return self._run(operations.max_pool_gradient, source, at.map, add.map)
 
     def up_gradients(self, level, below, part, at):
         of_up = self._run(operations.up_filter_gradient, below, at.map)
-        return of_up, AtValues(*self._run(operations.up_input_gradient, at.map, self._up_filters(level, part), below))
+        return of_up, self._run(operations.up_input_gradient, at.map, self._up_filters(level, part), below)
 
     def join_up_gradients(self, level, parts):
         of_up = self._run(tf.concat, parts, 3) if len(parts) > 1 else parts[0]
         if self.unet.up == "transposed":
-            self._put(self.layer(f"decoder{level}_up").kernel, of_up)
+            self._gradients[self.layer(f"decoder{level}_up").kernel.name] = of_up
         else:
             of_taps = tf.reduce_sum(of_up, (0, 1, 2), keepdims=True)
-            self._put(self.layer(f"decoder{level}_up_conv").kernel, tf.transpose(of_taps, (0, 1, 2, 4, 3)))
+            self._gradients[self.layer(f"decoder{level}_up_conv").kernel.name] = tf.transpose(of_taps, (0, 1, 2, 4, 3))
 
     def add_gradients(self, at, add):
         return AtValues(*(self._run(tf.add, *pair) for pair in zip(at, add)))
 
     def project_gradient(self, name, entry, part, at, add):
         layer, filters, more = self.layer(name), self._rows(name, entry, part), add.map if add else None
-        *at_values, of_part, of_bias = self._run(operations.project_gradient, entry[part], at.map, filters, more)
+        at_values, of_part, of_bias = self._run(operations.project_gradient, entry[part], at.map, filters, more)
         if len(entry) > 1:
             before = sum(source.raw.shape[-1] for source in entry[:part])
             after = layer.kernel.shape[3] - before - filters.shape[3]
             of_part = self._run(tf.pad, of_part, ((0, 0), (0, 0), (0, 0), (before, after), (0, 0)))
-        known = self._gradients.get(layer.kernel.ref())
-        self._put(layer.kernel, of_part if known is None else self._run(tf.add, known, of_part))
-        if getattr(layer, "bias", None) is not None:
-            self._put(layer.bias, of_bias)
-        return AtValues(*at_values)
+        known = self._gradients.get(layer.kernel.name)
+        self._gradients[layer.kernel.name] = of_part if known is None else self._run(tf.add, known, of_part)
+        if layer.bias is not None:
+            self._gradients[layer.bias.name] = of_bias
+        return at_values
 
     def project_to_raw(self, source, at):
         head = self.layer("head")
-        kernel = self._value(head.kernel)
-        *sums, of_kernel, of_bias = self._run(operations.project_sums, source, at.map, kernel)
-        self._put(head.kernel, of_kernel)
-        self._put(head.bias, of_bias)
+        *sums, of_kernel, of_bias = self._run(operations.project_sums, source, at.map, self._value(head.kernel))
+        self._gradients[head.kernel.name] = of_kernel
+        self._gradients[head.bias.name] = of_bias
         of_raw = self.of_raw("decoder0_conv2", source, AtValues(at.map, *sums))
-        return self._run(operations.project_to_raw, of_raw, kernel)
+        return self._run(operations.to_raw, of_raw, self._value(head.kernel))
 
     def residual_gradient(self, name, block: Block, at):
-        return AtValues(*self._run(operations.residual_gradient, block.second, block.output.raw, at.map))
+        return self._run(operations.residual_gradient, block.second, block.output.raw, at.map)
 
     def of_raw(self, name, source, at):
         """To be formed where it is read, from that of the norm's values (Ioffe and Szegedy 2015)."""
@@ -120,11 +110,11 @@ class Pass(Order):
             return at
         layer, norm = self._norm_layer(name), source.norm
         if layer.norm == "none":
-            self._put(layer.bias, tf.reduce_sum(at.sum1, 0))
+            self._gradients[layer.bias.name] = tf.reduce_sum(at.sum1, 0)
         else:
-            self._put(layer.gamma, tf.reduce_sum(at.sum2, 0))
-            self._put(layer.beta, tf.reduce_sum(at.sum1, 0))
-        if not (layer.norm == "instance" or (layer.norm == "batch" and self._moves(layer))):
+            self._gradients[layer.gamma.name] = tf.reduce_sum(at.sum2, 0)
+            self._gradients[layer.beta.name] = tf.reduce_sum(at.sum1, 0)
+        if layer.norm != "instance" and not self._moves(layer):
             return Gradient(at.map, source, norm.scale, 0 * norm.scale, 0 * norm.scale)
         mean1, mean2 = at.sum1 / self._elements(source.raw), at.sum2 / self._elements(source.raw)
         if layer.norm == "batch":
@@ -136,16 +126,15 @@ class Pass(Order):
         return self._run(operations.to_raw, at)
 
     def input_gradient(self, name, at, entry, part, sums=False):
-        below = entry[part] if sums else None
-        return AtValues(*self._run(operations.input_gradient, at, self._rows(name, entry, part), below))
+        return self._run(operations.input_gradient, at, self._rows(name, entry, part), entry[part] if sums else None)
 
     def filter_gradient(self, name, entry, at, part=""):
         gradient = self._run(operations.filter_gradient, entry, at)
-        self._put(self.layer(name).kernel, gradient)
+        self._gradients[self.layer(name).kernel.name] = gradient
         return gradient
 
     def join_gradients(self, name, parts):
-        self._put(self.layer(name).kernel, self._run(tf.concat, parts, 3))
+        self._gradients[self.layer(name).kernel.name] = self._run(tf.concat, parts, 3)
 
     # --- Norms ---
 
@@ -175,8 +164,8 @@ class Pass(Order):
         return Norm(scale, self._value(layer.beta) - mean * scale, mean, rstd, floor)
 
     def _moves(self, layer) -> bool:
-        """Whether a batch norm takes the batch's statistics."""
-        return self.training and layer.trainable
+        """Whether a norm is a batch norm that takes the batch's statistics."""
+        return layer.norm == "batch" and self.training and layer.trainable
 
     @staticmethod
     def _elements(raw: tf.Tensor) -> float:
@@ -186,7 +175,7 @@ class Pass(Order):
     # --- Weights ---
 
     def _value(self, variable: tf.Variable) -> tf.Tensor:
-        return self.values.get(variable.ref(), variable)
+        return self.values.get(variable.name, variable)
 
     def _rows(self, name: str, entry: List[Source], part: int) -> tf.Tensor:
         """Of a layer's kernel, what meets a part of what its block reads."""
@@ -194,8 +183,7 @@ class Pass(Order):
         return self._slice(name, 3, first, first + entry[part].raw.shape[-1])
 
     def _up_filters(self, level: int, part: int) -> tf.Tensor:
-        """(2, 2, 2, out, in) of a part's channels. Nearest neighbour and a 1x1x1 convolution commute: eight equal
-        taps."""
+        """(2, 2, 2, out, in) of a part. Nearest neighbour and a 1x1x1 convolution commute: eight equal taps."""
         channels = self.unet.up_parts(level)[part]
         if self.unet.up == "transposed":
             return self._slice(f"decoder{level}_up", 3, *channels)
@@ -216,9 +204,6 @@ class Pass(Order):
         if key not in self._filters:
             self._filters[key] = self._run(make)
         return self._filters[key]
-
-    def _put(self, variable: tf.Variable, gradient: tf.Tensor) -> None:
-        self._gradients[variable.ref()] = gradient
 
     def _run(self, operation: Callable, *arguments) -> Any:
         """What an operation gives, after the one before it."""

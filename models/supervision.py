@@ -30,11 +30,10 @@ def supervise(loss, target, logits: Sequence) -> Supervised:
     has its grid, the others every 2nd, 4th ... voxel of it, and their losses are weighted as `head_weights`. The
     gradient is written out: automatic differentiation passes over the maps twice as often. No float32 map of the whole
     grid is made: the loss is computed a piece of X at a time, and again for the gradient."""
-    weights, heads, before = head_weights(logits), [], []
+    weights, heads = head_weights(logits), []
     for each in logits:
-        with tf.control_dependencies(before):
+        with tf.control_dependencies([head.loss for head in heads[-1:]]):
             heads.append(_Head(loss, thinned(target, each), each))
-        before = [heads[-1].loss]
 
     def slopes(upstream):
         found: List[tf.Tensor] = []
@@ -43,8 +42,7 @@ def supervise(loss, target, logits: Sequence) -> Supervised:
                 found.append(head.slope(weight * upstream))
         return found
 
-    total = tf.add_n([head.loss * weight for head, weight in zip(heads, weights)])
-    return Supervised(total, heads[0].score, slopes)
+    return Supervised(tf.add_n([head.loss * weight for head, weight in zip(heads, weights)]), heads[0].score, slopes)
 
 
 def head_weights(heads: Sequence) -> List[float]:

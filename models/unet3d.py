@@ -32,9 +32,6 @@ class UNet3D(tf.keras.Model):
         """As Keras calls it: by own operations where they serve, else layer by layer."""
         if not _has_operations():
             return super().call(inputs, training, mask)
-        image = tf.cast(inputs, self.unet.dtype)
-        if not training:
-            return _as_outputs(Pass(self, False).forward(image))
 
         @tf.custom_gradient
         def computed(image, *values):
@@ -46,20 +43,20 @@ class UNet3D(tf.keras.Model):
 
             return one.forward(image), gradient
 
+        image = tf.cast(inputs, self.unet.dtype)
         read = [weight for weight in self.weights if weight.trainable]  # a frozen layer's too
-        names = [weight.ref() for weight in read]
-        return _as_outputs(computed(image, *map(tf.convert_to_tensor, read)))
+        names = [weight.name for weight in read]  # read once: an optimizer may change one before the pass has ended
+        logits = computed(image, *map(tf.convert_to_tensor, read)) if training else Pass(self, False).forward(image)
+        return logits if len(logits) > 1 else logits[0]
 
-    def loss_and_gradients(
-        self, loss, image, target, share: float = 1.0
-    ) -> Tuple[tf.Tensor, tf.Tensor, List[tf.Tensor]]:
+    def loss_and_gradients(self, loss, image, target, share=1.0) -> Tuple[tf.Tensor, tf.Tensor, List[tf.Tensor]]:
         """Of (image, target uint8 (N, X, Y, Z, R)) in training: the loss, a score (N, R), and the gradients of `share`
         times the loss by `trainable_weights`. `loss` is an object as models/supervision.py has it."""
         if _has_operations():
             one = Pass(self, True)
             supervised = supervise(loss, target, one.forward(image))
             gradients = one.backward(supervised.slopes(share))
-            return supervised.loss, supervised.score, [gradients[weight.ref()] for weight in self.trainable_weights]
+            return supervised.loss, supervised.score, [gradients[weight.name] for weight in self.trainable_weights]
         with tf.GradientTape() as tape:
             logits = tf.nest.flatten(self(image, training=True))
         supervised = supervise(loss, target, logits)
@@ -105,7 +102,3 @@ def _check_keras() -> None:
 def _has_operations() -> bool:
     """Whether own operations compute the network: on a CPU for which they are built."""
     return operations.available() and not tf.config.list_logical_devices("GPU")
-
-
-def _as_outputs(logits: List[tf.Tensor]) -> Any:
-    return logits if len(logits) > 1 else logits[0]

@@ -36,7 +36,7 @@ def validation_pass(job: Job) -> Tuple[StepOp, ...]:
     writer = Writer(replace(job, unet=replace(job.unet, deep_supervision=False), batch=1, micro_batch=1))
     ready = [writer.tensor(f"validation/{tensor.name}", tensor.bytes, "input") for tensor in writer.resident[-2:]]
     writer.run("validation/next", "pass", [], ready)
-    (logits,) = Pass(writer, "transients").logits()
+    (logits,) = Pass(writer, keeps=False).logits()
     maps = SCORE_MAPS * 4 * writer.job.voxels * logits.channels // PIECES
     reads = [logits.name, "target", *(tensor.name for tensor in ready)]
     scored = writer.tensor("validation/slab", maps)
@@ -56,10 +56,10 @@ class Map(NamedTuple):
 class Pass(Order):
     """One pass over the network. A map is a `Map`, and the gradient of a raw sum a list of those it is formed of."""
 
-    def __init__(self, writer: Writer, group: str = ""):
-        """`group` is that of its maps; else they are kept for the backward pass."""
+    def __init__(self, writer: Writer, keeps: bool = True):
+        """Whether it `keeps` maps for a backward pass."""
         super().__init__(writer.job.unet)
-        self.writer, self.job, self._group = writer, writer.job, group
+        self.writer, self.job, self._keeps = writer, writer.job, keeps
         self._parts: Dict[Tuple[str, int], str] = {}
         self._gradients: Dict[str, str] = {}
 
@@ -80,7 +80,7 @@ class Pass(Order):
     def convolve(self, name: str, entry: List[Map], again: bool) -> Map:
         op = self.writer.layers[name]
         made = Map(name, op.level, op.shape[3])
-        return self._map(made, "convolve", entry, [f"{name}/kernel"], entry[:1], _group(again))
+        return self._map(made, "convolve", entry, [f"{name}/kernel"], entry[:1], kept=not again)
 
     def convolve_part(self, name: str, entry: List[Map], part: int, add: Optional[Map], last: bool) -> Map:
         made, filters = Map(name, entry[0].level, self.writer.layers[name].shape[3]), [self._rows(name, entry, part)]
@@ -90,16 +90,16 @@ class Pass(Order):
     def up(self, level: int, below: Map, part: int, again: bool) -> Map:
         first, past = self.unet.up_parts(level)[part]
         made = Map(self._up_layer(level), level, past - first)
-        return self._map(made, "up", [below], [self._up_filters(level, part)], group=_group(again))
+        return self._map(made, "up", [below], [self._up_filters(level, part)], kept=not again)
 
     def project(self, name: str, entry: List[Map], part: int, add: Optional[Map]) -> Map:
         source, over = entry[part], [add] if add else []
         made = Map(name, source.level, self.writer.layers[name].shape[3])
-        return self._map(made, "project", [source, *over], [self._rows(name, entry, part)], over, "transients")
+        return self._map(made, "project", [source, *over], [self._rows(name, entry, part)], over, kept=False)
 
     def residual_sum(self, name: str, second: Map, total: Map, again: bool) -> Map:
         made = second._replace(name=f"{name}_act2")
-        return self._map(made, "pass", [second, total], over=[total], group=_group(again))
+        return self._map(made, "pass", [second, total], over=[total], kept=not again)
 
     # --- Backward ---
 
@@ -139,7 +139,7 @@ class Pass(Order):
 
     def to_raw(self, name: str, source: Map, at: List[Map]) -> List[Map]:
         made = Map(f"{name}/to_raw", source.level, source.channels, of_raw=True)
-        return [self._map(made, "pass", at, over=[source], group="transients")]
+        return [self._map(made, "pass", at, over=[source], kept=False)]
 
     def input_gradient(self, name: str, at: List[Map], entry: List[Map], part: int, sums: bool = False) -> Map:
         like, filters = entry[part], [self._rows(name, entry, part)]
@@ -178,9 +178,9 @@ class Pass(Order):
     # --- Writing ---
 
     def _gradient(self, name: str, kind: str, maps: Sequence[Map], like: Map, filters=(), over=()) -> Map:
-        return self._map(Map(f"{name}/gradient", like.level, like.channels), kind, maps, filters, over, "transients")
+        return self._map(Map(f"{name}/gradient", like.level, like.channels), kind, maps, filters, over, kept=False)
 
-    def _map(self, made: Map, kind: str, maps: Sequence[Map], filters=(), over=(), group: Optional[str] = None) -> Map:
+    def _map(self, made: Map, kind: str, maps: Sequence[Map], filters=(), over=(), kept: bool = True) -> Map:
         """An operation that makes a map, from maps and filters, under the name that it gets."""
         # Of two joined maps both are counted; other maps go with the first.
         inputs = sum(one.channels for one in maps) if kind == "convolve" else maps[0].channels
@@ -189,7 +189,7 @@ class Pass(Order):
             kind,
             [*(one.name for one in maps), *filters],
             self.map_bytes(made),
-            group or self._group or f"activations, level {made.level}",
+            f"activations, level {made.level}" if kept and self._keeps else "transients",
             over=[one.name for one in over],
             **self._counted(kind, maps[0], made, inputs, bool(filters), bool(over)),
         )
@@ -234,11 +234,6 @@ class Pass(Order):
             "in_channels": inputs,
             "out_channels": made.channels,
         }
-
-
-def _group(again: bool) -> Optional[str]:
-    """Of a map that was there before; None is that of its pass."""
-    return "transients" if again else None
 
 
 # --- The loss, as models/supervision.py and cpu3d.training.losses.DiceCrossEntropy have it ---

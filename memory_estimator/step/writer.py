@@ -37,18 +37,14 @@ class Writer:
         last = {name: index for index, (op, _) in enumerate(self._ops) for name in op.reads}
         stays, ops = {tensor.name for tensor in self.resident}, []
         for index, (op, over) in enumerate(self._ops):
-            fits = (
-                name
-                for name in over
-                if last[name] == index and name not in stays and self._bytes[name] == op.writes[0].bytes
-            )
+            free = [name for name in over if last[name] == index and name not in stays]
+            fits = (name for name in free if self._bytes[name] == op.writes[0].bytes)
             ops.append(dataclasses.replace(op, takes_over=next(fits, None)))
         return Program(tuple(self.resident), tuple(ops), tuple(self._before))
 
     def tensor(self, name: str, size_bytes: int, group: str = "transients") -> Tensor:
         """Under a name of its own: the second of one name ends in /2."""
-        self._names[name] += 1
-        name += f"/{self._names[name]}" * (self._names[name] > 1)
+        name = self._unique(name, "tensor")
         self._bytes[name] = size_bytes
         return Tensor(name, size_bytes, group)
 
@@ -62,11 +58,9 @@ class Writer:
         **more,
     ) -> None:
         """Add an operation, which may write its first output `over` one of its inputs; `more` is as of `StepOp`."""
-        self._names[f"{name} "] += 1  # operations are named apart from tensors
-        name += f"/{self._names[f'{name} ']}" * (self._names[f"{name} "] > 1)
         moved = sum(self._bytes[read] for read in reads) + sum(tensor.bytes for tensor in writes)
         more = {"traffic_bytes": moved, **more}
-        self._ops.append((StepOp(name, kind, tuple(reads), tuple(writes), **more), over))
+        self._ops.append((StepOp(self._unique(name, "operation"), kind, tuple(reads), tuple(writes), **more), over))
 
     def make(
         self, name: str, kind: str, reads: Sequence[str], size_bytes: int, group: str = "transients", **more
@@ -79,6 +73,10 @@ class Writer:
     def move(self, tensor: str, group: str, reads: Sequence[str]) -> None:
         """A resident tensor is computed over the first of `reads`, and is there from now on."""
         self.run(f"{tensor}/moved", "update", reads, [Tensor(tensor, self._bytes[tensor], group)], over=reads[:1])
+
+    def _unique(self, name: str, what: str) -> str:
+        self._names[what, name] += 1
+        return name + f"/{self._names[what, name]}" * (self._names[what, name] > 1)
 
     def _make_weights(self, optimizer: Optimizer) -> None:
         """Kernels, slots as zeros, averages as copies: in the order of `cpu3d.training.learner.Learner`."""

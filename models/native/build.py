@@ -17,8 +17,6 @@ from typing import List, Optional, Sequence
 
 HERE = Path(__file__).resolve().parent
 BUILT = HERE / "built"
-HEADERS = ("native.h", "vectors.h", "rows.h", "amx.h", "tensorflow.h")
-SOURCES = (*HEADERS, "operations.c", "passes.c", "pool.c", "select.c", "door.c")
 TENSORFLOW = "libtensorflow_framework.so.2"  # has the C interface; loaded before our library
 OPTIONS = ("-O3", "-std=gnu11", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-function", "-Wno-unused-parameter")
 AVX2 = ("-mavx2", "-mfma")
@@ -60,10 +58,9 @@ def build(extra: Sequence[str] = (), folder: Optional[Path] = None) -> List[Path
             _compile(compiler, Path(scratch), tuple(extra))
             for name, path in wanted.items():
                 os.replace(Path(scratch) / name, path)
-        for old in folder.glob("*.so"):
-            if old not in wanted.values():
-                with contextlib.suppress(OSError):
-                    old.unlink()
+        for old in {*folder.glob("*.so")} - {*wanted.values()}:
+            with contextlib.suppress(OSError):
+                old.unlink()
     return list(wanted.values())
 
 
@@ -74,14 +71,12 @@ def _compile(compiler: List[str], scratch: Path, extra: Sequence[str]) -> None:
             continue
         names = [f"-DKERNELS=kernels_{name}", f'-DKERNELS_NAME="{name}"', f"-DPASSES=passes_{name}"]
         jobs[name], jobs[f"passes_{name}"] = ["operations.c", *options, *names], ["passes.c", *options, *names]
-    commands = [
-        [*compiler, *OPTIONS, *extra, "-c", *job, "-o", str(scratch / f"{name}.o")] for name, job in jobs.items()
+    compile_ = [*compiler, *OPTIONS, *extra, "-c"]
+    running = [
+        subprocess.Popen([*compile_, *job, "-o", str(scratch / f"{name}.o")], cwd=HERE) for name, job in jobs.items()
     ]
-    running = [subprocess.Popen(command, cwd=HERE) for command in commands]
-    codes = [process.wait() for process in running]
-    for code, command in zip(codes, commands):
-        if code:
-            raise subprocess.CalledProcessError(code, command)
+    for failed in [process for process in running if process.wait()]:
+        raise subprocess.CalledProcessError(failed.returncode, failed.args)
     common = [str(scratch / f"{name}.o") for name in jobs if name != "door"]
     link = [*compiler, "-shared", *extra]
     subprocess.run([*link, *common, "-o", str(scratch / "kernels"), "-lpthread"], check=True)
@@ -100,9 +95,9 @@ def _knows(compiler: List[str], options: Sequence[str]) -> bool:
 
 
 def _compiler() -> List[str]:
-    for name in filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")):
-        if shutil.which(name):
-            return [name]
+    named = next(filter(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang"))), None)
+    if named:
+        return [named]
     if importlib.util.find_spec("ziglang"):
         return [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-linux-gnu.2.28", "-fno-sanitize=undefined"]
     raise OSError("a C compiler must be there to build own kernels, got none; install gcc or `pip install ziglang`")
@@ -110,8 +105,8 @@ def _compiler() -> List[str]:
 
 def _path(name: str, folder: Path) -> Path:
     digest = hashlib.sha256(repr((OPTIONS, INSTRUCTION_SETS)).encode())
-    for source in SOURCES:
-        digest.update((HERE / source).read_bytes())
+    for source in sorted(HERE.glob("*.[ch]")):
+        digest.update(source.read_bytes())
     return folder / f"{name}-{digest.hexdigest()[:12]}.so"
 
 

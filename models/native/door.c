@@ -13,10 +13,56 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
-#include "tensorflow.h"
 #include "native.h"
 
 int native_run(const char *name, const struct operation *operation);
+
+/* --- Of TensorFlow's C interface, the same from 2.15 to 2.21, so that no TensorFlow is needed to build: tensorflow/c/kernels.h,
+   ops.h, tf_tensor.h, tf_status.h and tf_datatype.h --- */
+
+typedef enum { TF_FLOAT = 1, TF_BFLOAT16 = 14 } TF_DataType;
+typedef enum { TF_OK = 0, TF_INVALID_ARGUMENT = 3, TF_RESOURCE_EXHAUSTED = 8, TF_UNIMPLEMENTED = 12 } TF_Code;
+typedef struct TF_Status TF_Status;
+typedef struct TF_Tensor TF_Tensor;
+typedef struct TF_KernelBuilder TF_KernelBuilder;
+typedef struct TF_OpDefinitionBuilder TF_OpDefinitionBuilder;
+typedef struct TF_OpKernelConstruction TF_OpKernelConstruction;
+typedef struct TF_OpKernelContext TF_OpKernelContext;
+typedef struct TF_ShapeInferenceContext TF_ShapeInferenceContext;
+
+TF_Status *TF_NewStatus(void);
+void TF_DeleteStatus(TF_Status *);
+void TF_SetStatus(TF_Status *, TF_Code, const char *message);
+TF_Code TF_GetCode(const TF_Status *);
+const char *TF_Message(const TF_Status *);
+
+void TF_DeleteTensor(TF_Tensor *);
+TF_DataType TF_TensorType(const TF_Tensor *);
+int TF_NumDims(const TF_Tensor *);
+int64_t TF_Dim(const TF_Tensor *, int dimension);
+int64_t TF_TensorElementCount(const TF_Tensor *);
+void *TF_TensorData(const TF_Tensor *);
+
+TF_OpDefinitionBuilder *TF_NewOpDefinitionBuilder(const char *name);
+void TF_OpDefinitionBuilderAddAttr(TF_OpDefinitionBuilder *, const char *);
+void TF_OpDefinitionBuilderAddInput(TF_OpDefinitionBuilder *, const char *);
+void TF_OpDefinitionBuilderAddOutput(TF_OpDefinitionBuilder *, const char *);
+void TF_OpDefinitionBuilderSetShapeInferenceFunction(TF_OpDefinitionBuilder *, void (*)(TF_ShapeInferenceContext *, TF_Status *));
+void TF_ShapeInferenceContextSetUnknownShape(TF_ShapeInferenceContext *, TF_Status *);
+void TF_RegisterOpDefinition(TF_OpDefinitionBuilder *, TF_Status *);
+
+TF_KernelBuilder *TF_NewKernelBuilder(const char *operation, const char *device, void *(*create)(TF_OpKernelConstruction *),
+                                      void (*compute)(void *, TF_OpKernelContext *), void (*destroy)(void *));
+void TF_RegisterKernelBuilder(const char *name, TF_KernelBuilder *, TF_Status *);
+void TF_OpKernelConstruction_GetAttrInt32(TF_OpKernelConstruction *, const char *name, int32_t *value, TF_Status *);
+void TF_OpKernelConstruction_Failure(TF_OpKernelConstruction *, TF_Status *);
+int TF_NumInputs(TF_OpKernelContext *);
+void TF_GetInput(TF_OpKernelContext *, int index, TF_Tensor **, TF_Status *);
+TF_Tensor *TF_AllocateOutput(TF_OpKernelContext *, int index, TF_DataType, const int64_t *shape, int rank, size_t bytes,
+                             TF_Status *);
+TF_Tensor *TF_ForwardInputOrAllocateOutput(TF_OpKernelContext *, const int *inputs, int count, int index, const int64_t *shape,
+                                           int rank, int *forwarded, TF_Status *);
+void TF_OpKernelContext_Failure(TF_OpKernelContext *, TF_Status *);
 
 static int thread_count(void)
 {
@@ -44,11 +90,13 @@ static const struct shape EMPTY = {1, {0}};
 
 static bool fine(const struct call *call) { return TF_GetCode(call->status) == TF_OK; }
 
-static void require(struct call *call, bool holds, const char *message)
-{
-    if (fine(call) && !holds)
-        TF_SetStatus(call->status, TF_INVALID_ARGUMENT, message);
-}
+/* `holds` or a message: the rule and what was got, as of printf. */
+#define REQUIRE(call, holds, ...) \
+    do if (fine(call) && !(holds)) { \
+        char message[384]; \
+        snprintf(message, sizeof message, __VA_ARGS__); \
+        TF_SetStatus((call)->status, TF_INVALID_ARGUMENT, message); \
+    } while (0)
 
 static struct shape shape_of(const TF_Tensor *tensor)
 {
@@ -60,11 +108,13 @@ static struct shape shape_of(const TF_Tensor *tensor)
 
 static bool same(struct shape one, struct shape other) { return !memcmp(&one, &other, sizeof one); }
 
-static void print_shape(char *to, struct shape shape)
+static struct text { char of[128]; } text_of(struct shape shape)
 {
+    struct text text = {{0}};
+    char *to = text.of;
     for (int i = 0; i < shape.rank && i < 5; i++)
         to += sprintf(to, i ? ", %lld" : "%lld", (long long)shape.size[i]);
-    *to = 0;
+    return text;
 }
 
 /* The values of an input, which must be of this shape; NULL of one that is not taken. */
@@ -72,12 +122,8 @@ static void *values_of(struct call *call, int input, bool taken, const char *nam
 {
     if (!taken)
         return NULL;
-    char wanted[128], got[128], message[384];
     struct shape found = shape_of(call->inputs[input]);
-    print_shape(wanted, shape);
-    print_shape(got, found);
-    sprintf(message, "%s must be of shape (%s), got (%s)", name, wanted, got);
-    require(call, same(found, shape), message);
+    REQUIRE(call, same(found, shape), "%s must be of shape (%s), got (%s)", name, text_of(shape).of, text_of(found).of);
     return TF_TensorData(call->inputs[input]);
 }
 
@@ -138,13 +184,15 @@ static void compute_kind(struct call *call, const struct attributes *given)
     int kind = given->kind, dtype = TF_TensorType(inputs[MAPS]);
     bool normed = TF_TensorElementCount(inputs[NORMS]), other_normed = TF_TensorElementCount(inputs[OTHER_NORMS]);
     int above = kind == INPUT_GRADIENT ? normed + other_normed : kind == FILTER_GRADIENT ? other_normed : 0;
-    int more = given->others - about->others - above;
-    require(call, given->maps <= 1 + about->more && more >= 0 && more <= about->optional, "maps must be as many as the kind takes");
+    int fewest = about->others + above, most = fewest + about->optional;
+    REQUIRE(call, given->maps <= 1 + about->more, "maps must be at most %d, got %d", 1 + about->more, given->maps);
+    REQUIRE(call, fewest <= given->others && given->others <= most, "others must be %d to %d, got %d", fewest, most, given->others);
     struct shape map = shape_of(inputs[MAPS]);
-    require(call, map.rank == 5 && TF_TensorElementCount(inputs[MAPS]) > 0, "maps must hold voxels, in 5 dimensions");
+    REQUIRE(call, map.rank == 5 && TF_TensorElementCount(inputs[MAPS]) > 0, "map must hold voxels in 5 dimensions, got (%s) in %d",
+            text_of(map).of, (int)map.rank);
     for (int i = 0; i < 4; i++)
-        require(call, map.size[i] < 1 << 24 && (about->grid != COARSER || i == 0 || map.size[i] % 2 == 0),
-                "sizes of a map must be below 2^24, and even where it is pooled");
+        REQUIRE(call, map.size[i] < 1 << 24 && (about->grid != COARSER || i == 0 || map.size[i] % 2 == 0),
+                "sizes of a map must be below 2^24, and even where it is pooled, got (%s)", text_of(map).of);
     if (!fine(call))
         return;
 
@@ -156,13 +204,14 @@ static void compute_kind(struct call *call, const struct attributes *given)
         op.maps[i] = values_of(call, MAPS + i, true, "map", part);
         op.channels[i] = (int)part.size[4];
         channels += part.size[4];
-        require(call, part.size[4] > 0 && part.size[4] <= MOST_CHANNELS, "channels must be 1 to 1024");
+        REQUIRE(call, part.size[4] > 0 && part.size[4] <= MOST_CHANNELS, "channels must be 1 to %d, got %lld", MOST_CHANNELS,
+                (long long)part.size[4]);
     }
     if (about->filters)
         wide = shape_of(inputs[FILTERS]).size[about->swapped ? 3 : 4];
     else
         wide = about->filter_gradient ? shape_of(first_other).size[4] : channels;
-    require(call, wide > 0 && wide <= MOST_CHANNELS, "channels must be 1 to 1024");
+    REQUIRE(call, wide > 0 && wide <= MOST_CHANNELS, "outputs must be 1 to %d, got %lld", MOST_CHANNELS, (long long)wide);
     op.outputs = (int)wide;
 
     struct shape other = map, filters = {5, {about->edge, about->edge, about->edge, channels, wide}};
@@ -198,19 +247,22 @@ static void compute_kind(struct call *call, const struct attributes *given)
         return;
     int code = native_run(NULL, &op);
     if (code == -1)
-        TF_SetStatus(call->status, TF_RESOURCE_EXHAUSTED, "memory must suffice for the rows of every thread");
+        TF_SetStatus(call->status, TF_RESOURCE_EXHAUSTED, "memory must suffice for the rows of every thread, got too little");
     else if (code)
-        TF_SetStatus(call->status, TF_UNIMPLEMENTED, "the CPU must have AVX2 and FMA");
+        TF_SetStatus(call->status, TF_UNIMPLEMENTED, "the CPU must have AVX2 and FMA, got none of the kernels");
 }
 
 static void compute(void *attributes, TF_OpKernelContext *context)
 {
     struct call call = {.context = context, .status = TF_NewStatus(), .count = TF_NumInputs(context)};
+    const struct attributes *given = attributes;
     call.outputs = call.inputs + MOST_INPUTS;
+    REQUIRE(&call, given->kind < KINDS, "kind must be below %d, got %d", KINDS, given->kind);
+    REQUIRE(&call, call.count <= MOST_INPUTS, "maps and others must be at most 4, got %d", call.count - MAPS);
     for (int i = 0; i < call.count && fine(&call); i++)
         TF_GetInput(context, i, &call.inputs[i], call.status);
     if (fine(&call))
-        compute_kind(&call, attributes);
+        compute_kind(&call, given);
     if (!fine(&call))
         TF_OpKernelContext_Failure(context, call.status);
     for (int i = 0; i < MOST_INPUTS + OUTPUTS; i++)
@@ -226,8 +278,6 @@ static void *create(TF_OpKernelConstruction *construction)
     int *const to[] = {&given->kind, &given->maps, &given->others};
     for (int i = 0; i < 3 && TF_GetCode(status) == TF_OK; i++)
         TF_OpKernelConstruction_GetAttrInt32(construction, (const char *[]){"kind", "n_maps", "n_others"}[i], to[i], status);
-    if (TF_GetCode(status) == TF_OK && (given->kind >= KINDS || given->maps > 2 || given->others > 2))
-        TF_SetStatus(status, TF_INVALID_ARGUMENT, "kind must be one of native.h; maps and others must be at most two");
     if (TF_GetCode(status) != TF_OK)
         TF_OpKernelConstruction_Failure(construction, status);
     TF_DeleteStatus(status);

@@ -50,11 +50,10 @@ struct operation {
     size_t *scratch; /* not NULL: kinds before MAX_POOL write here the bytes that each thread keeps, and the rest, and do nothing */
 };
 
-/* An instruction set: the same sources, compiled for it. Both return 0, or -1 where memory runs out. */
+/* An instruction set: the same sources, compiled for it. */
 struct kernels {
     const char *name;
-    int (*run)(const struct operation *);  /* the kinds before MAX_POOL */
-    int (*pass)(const struct operation *); /* and from it on */
+    int (*run)(const struct operation *); /* returns 0, or -1 where memory runs out */
     /* Products of values in the cache L1, a limit to measure against; returns multiplications and additions of all threads. */
     double (*products)(int threads, long repeats);
 };

@@ -12,7 +12,7 @@ All raise RuntimeError where `available` is false, and InvalidArgumentError for 
 import ctypes
 import functools
 import time
-from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, NamedTuple, Optional, Sequence, Tuple
 
 import tensorflow as tf
 
@@ -49,6 +49,15 @@ class Gradient(NamedTuple):
     c: Optional[Tensor] = None
 
 
+class AtValues(NamedTuple):
+    """The gradient g of the values of a map, and two sums of it, (N, C): of g where scale * raw + shift > floor, and of
+    that times (raw - mean) * rstd. Without a norm both are of no use."""
+
+    map: Tensor
+    sum1: Tensor
+    sum2: Tensor
+
+
 def available() -> bool:
     """Whether the operations are built, for this TensorFlow and CPU."""
     return _loaded() is not None
@@ -61,32 +70,23 @@ def convolve(sources: Sequence[Source], filters: Tensor, add: Optional[Tensor] =
     """The raw sum (batch, x, y, z, out), plus `add`, and its mean and variance over the grid, each (N, out). Two
     sources count as concatenated."""
     maps, others = [source.raw for source in sources], [] if add is None else [add]
-    raw, sums, *_ = _run(CONVOLVE, maps, others, filters, coefficients=_coefficients(sources))
-    batch, *grid, _ = maps[0].shape
-    raw.set_shape((batch, *grid, filters.shape[4])), sums.set_shape((batch, 2, filters.shape[4]))
-    return (raw, *_rows(sums))
+    made = (*maps[0].shape[:4], filters.shape[4])
+    return tuple(_run(CONVOLVE, maps, others, filters, None, _norms(sources), made=made)[0])
 
 
-def input_gradient(
-    gradient: Gradient, filters: Tensor, below: Optional[Source] = None
-) -> Tuple[Tensor, Tensor, Tensor]:
-    """The gradient g of what was convolved, (batch, x, y, z, in), and two sums, each (N, in): with `below`, of g where
-    scale * raw + shift > floor, and of that times (raw - mean) * rstd; else 0. Of concatenated maps call it with each
-    one's part of the filters."""
+def input_gradient(gradient: Gradient, filters: Tensor, below: Optional[Source] = None) -> AtValues:
+    """The gradient of what was convolved, (batch, x, y, z, in), whose norm is that of `below`. Of
+    concatenated maps call it with each one's part of the filters."""
     others = [source.raw for source in (below, gradient.source) if source and source.norm]
-    coefficients, of_below = _gradient_coefficients(gradient), _norm_coefficients(below.norm if below else None)
-    g, sums, *_ = _run(INPUT_GRADIENT, [gradient.map], others, filters, None, coefficients, of_below)
-    batch, *grid, _ = gradient.map.shape
-    g.set_shape((batch, *grid, filters.shape[3])), sums.set_shape((batch, 2, filters.shape[3]))
-    return (g, *_rows(sums))
+    made, norms = (*gradient.map.shape[:4], filters.shape[3]), (_through(gradient), _norms([below] if below else []))
+    return _run(INPUT_GRADIENT, [gradient.map], others, filters, None, *norms, made=made)[0]
 
 
 def filter_gradient(sources: Sequence[Source], gradient: Gradient) -> Tensor:
     """The gradient of the filters, (3, 3, 3, in, out)."""
     maps = [source.raw for source in sources]
     others = [gradient.map, *([gradient.source.raw] if gradient.source else [])]
-    coefficients, of_gradient = _coefficients(sources), _gradient_coefficients(gradient)
-    result = _run(FILTER_GRADIENT, maps, others, None, None, coefficients, of_gradient)[2]
+    _, result, _ = _run(FILTER_GRADIENT, maps, others, None, None, _norms(sources), _through(gradient))
     result.set_shape((3, 3, 3, sum(one.shape[-1] for one in maps), gradient.map.shape[-1]))
     return result
 
@@ -96,30 +96,27 @@ def filter_gradient(sources: Sequence[Source], gradient: Gradient) -> Tensor:
 
 def max_pool(source: Source) -> Tensor:
     """The largest value of every 2 x 2 x 2 voxels."""
-    return _pass(MAX_POOL, source, grid=0.5)[0]
+    return _pass(MAX_POOL, source, grid=0.5)[0].map
 
 
-def max_pool_gradient(source: Source, pooled_gradient: Tensor, add: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
-    """The gradient of the source's values: that of the pooled map at the first of the largest, plus `add`, of the
-    source's shape; and two sums of it as of `input_gradient`."""
-    g, sums, *_ = _pass(MAX_POOL_GRADIENT, source, [pooled_gradient, add])
-    return (g, *_rows(sums))
+def max_pool_gradient(source: Source, pooled_gradient: Tensor, add: Tensor) -> AtValues:
+    """The gradient of the pooled map at the first of the largest, plus `add`, of the source's shape."""
+    return _pass(MAX_POOL_GRADIENT, source, [pooled_gradient, add])[0]
 
 
 def up_convolve(source: Source, filters: Tensor) -> Tensor:
     """The transposed convolution of kernel and stride 2, (batch, 2x, 2y, 2z, out); filters are (2, 2, 2, out, in)."""
-    return _pass(UP_CONVOLVE, source, filters=filters, grid=2, channels=filters.shape[3])[0]
+    return _pass(UP_CONVOLVE, source, (), filters, grid=2, channels=filters.shape[3])[0].map
 
 
-def up_input_gradient(gradient: Tensor, filters: Tensor, below: Source) -> Tuple[Tensor, Tensor, Tensor]:
-    """The gradient of the values of `below`, which was convolved, and two sums of it as of `input_gradient`."""
-    g, sums, *_ = _pass(UP_INPUT_GRADIENT, below, [gradient], filters)
-    return (g, *_rows(sums))
+def up_input_gradient(gradient: Tensor, filters: Tensor, below: Source) -> AtValues:
+    """The gradient of `below`, which was convolved."""
+    return _pass(UP_INPUT_GRADIENT, below, [gradient], filters)[0]
 
 
 def up_filter_gradient(source: Source, gradient: Tensor) -> Tensor:
-    """(2, 2, 2, out, in)."""
-    of_filters = _pass(UP_FILTER_GRADIENT, source, [gradient])[2]
+    """The gradient of the filters, (2, 2, 2, out, in)."""
+    _, of_filters, _ = _pass(UP_FILTER_GRADIENT, source, [gradient])
     of_filters.set_shape((2, 2, 2, gradient.shape[-1], source.raw.shape[-1]))
     return of_filters
 
@@ -129,49 +126,37 @@ def up_filter_gradient(source: Source, gradient: Tensor) -> Tensor:
 
 def project(source: Source, filters: Tensor, bias: Tensor, add: Optional[Tensor] = None) -> Tensor:
     """A 1 x 1 x 1 convolution with a bias, plus `add`; filters are (1, 1, 1, in, out)."""
-    return _pass(PROJECT, source, [] if add is None else [add], filters, bias, channels=filters.shape[4])[0]
+    return _pass(PROJECT, source, [] if add is None else [add], filters, bias, channels=filters.shape[4])[0].map
 
 
 def project_gradient(
     source: Source, gradient: Tensor, filters: Tensor, add: Optional[Tensor] = None
-) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradient of the source's values, plus `add`; two sums of it as of `input_gradient`; and the gradients of the
-    filters and the bias."""
-    others = [gradient] if add is None else [gradient, add]
-    g, sums, of_filters, of_bias = _pass(PROJECT_GRADIENT, source, others, filters)
-    of_filters.set_shape(filters.shape)
-    of_bias.set_shape(filters.shape[4:])
-    return (g, *_rows(sums), of_filters, of_bias)
+) -> Tuple[AtValues, Tensor, Tensor]:
+    """The gradient of the source's values, plus `add`; and those of the filters and the bias."""
+    return _pass(PROJECT_GRADIENT, source, [gradient] if add is None else [gradient, add], filters)
 
 
 def project_sums(source: Source, gradient: Tensor, filters: Tensor) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """All of `project_gradient` but the gradient of the source's values."""
-    _, sums, of_filters, of_bias = _pass(PROJECT_SUMS, source, [gradient], filters)
-    of_filters.set_shape(filters.shape)
-    of_bias.set_shape(filters.shape[4:])
-    return (*_rows(sums), of_filters, of_bias)
-
-
-def project_to_raw(at: Gradient, filters: Tensor) -> Gradient:
-    """As `to_raw`, of a source whose values were projected; `at.map` is the gradient of the projection."""
-    return Gradient(_pass(PROJECT_TO_RAW, at.source, [at.map], filters, coefficients=_gradient_coefficients(at))[0])
+    at, *of_weights = _pass(PROJECT_SUMS, source, [gradient], filters)
+    return (at.sum1, at.sum2, *of_weights)
 
 
 def residual_sum(source: Source, other: Tensor) -> Tensor:
     """max(value + other, 0)."""
-    return _pass(RESIDUAL_SUM, source, [other])[0]
+    return _pass(RESIDUAL_SUM, source, [other])[0].map
 
 
-def residual_gradient(source: Source, output: Tensor, gradient: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
-    """The gradient where the sum, `output`, is positive, which is that of both terms; and two sums of it as of
-    `input_gradient`."""
-    g, sums, *_ = _pass(RESIDUAL_GRADIENT, source, [output, gradient])
-    return (g, *_rows(sums))
+def residual_gradient(source: Source, output: Tensor, gradient: Tensor) -> AtValues:
+    """The gradient where the sum, `output`, is positive, which is that of both terms."""
+    return _pass(RESIDUAL_GRADIENT, source, [output, gradient])[0]
 
 
-def to_raw(at: Gradient) -> Gradient:
-    """The gradient of a raw map, formed as a map of its own."""
-    return Gradient(_pass(TO_RAW, at.source, [at.map], coefficients=_gradient_coefficients(at))[0])
+def to_raw(at: Gradient, filters: Optional[Tensor] = None) -> Gradient:
+    """The gradient of a raw map, formed as a map of its own; with filters, of a source whose values were projected:
+    `at.map` is the gradient of the projection."""
+    kind = TO_RAW if filters is None else PROJECT_TO_RAW
+    return Gradient(_pass(kind, at.source, [at.map], filters, coefficients=_through(at))[0].map)
 
 
 # --- A limit ---
@@ -195,27 +180,28 @@ def products_per_s(dtype: str, threads: int) -> float:
 CONVOLVE, INPUT_GRADIENT, FILTER_GRADIENT, MAX_POOL, MAX_POOL_GRADIENT, RESIDUAL_SUM, RESIDUAL_GRADIENT = range(7)
 TO_RAW, PROJECT, PROJECT_GRADIENT, PROJECT_SUMS, PROJECT_TO_RAW = range(7, 12)
 UP_CONVOLVE, UP_INPUT_GRADIENT, UP_FILTER_GRADIENT = range(12, 15)  # all as in native.h
+WITH_SUMS = (CONVOLVE, INPUT_GRADIENT, MAX_POOL_GRADIENT, RESIDUAL_GRADIENT, PROJECT_GRADIENT, PROJECT_SUMS)
+WITH_SUMS += (UP_INPUT_GRADIENT,)
 
 
 def _run(
-    kind: int,
-    maps: Sequence[Tensor],
-    others: Sequence[Tensor],
-    filters: Optional[Tensor] = None,
-    bias: Optional[Tensor] = None,
-    coefficients: Optional[Tensor] = None,
-    other_coefficients: Optional[Tensor] = None,
-) -> List[Tensor]:
-    """Map, sums, gradients of filters and bias; those that the kind does not make are empty."""
-    return _operations().cpu_operation(
-        filters=_none() if filters is None else filters,
-        bias=_none() if bias is None else bias,
-        coefficients=_none() if coefficients is None else coefficients,
-        other_coefficients=_none() if other_coefficients is None else other_coefficients,
-        maps=list(maps),
-        others=list(others),
-        kind=kind,
-    )
+    kind: int, maps: Sequence[Tensor], others: Sequence[Tensor], *floats: Optional[Tensor], made: Sequence = ()
+) -> Tuple[AtValues, Tensor, Tensor]:
+    """Map with its two sums, gradients of filters and bias; those that the kind does not make are empty. `floats` are
+    filters, bias, coefficients and other coefficients, as far as there are; `made` is the shape of the map, or of the
+    one that has the sums."""
+    module = _loaded()
+    if module is None:
+        raise RuntimeError("own kernels must be built, on a CPU with AVX2, got none; run python -m models.native.build")
+    floats = [tf.zeros((0,)) if one is None else one for one in (*floats, None, None, None, None)[:4]]
+    made_map, sums, of_filters, of_bias = module.cpu_operation(*floats, list(maps), list(others), kind=kind)
+    if made and kind in WITH_SUMS:
+        sums.set_shape((made[0], 2, made[4]))
+    if made and kind not in (PROJECT_SUMS, UP_FILTER_GRADIENT):
+        made_map.set_shape(made)
+    if kind in (PROJECT_GRADIENT, PROJECT_SUMS):
+        of_filters.set_shape(floats[0].shape), of_bias.set_shape(floats[0].shape[4:])
+    return AtValues(made_map, *(tf.unstack(sums, 2, 1) if kind in WITH_SUMS else (sums, sums))), of_filters, of_bias
 
 
 def _pass(
@@ -224,20 +210,15 @@ def _pass(
     others: Sequence[Tensor] = (),
     filters: Optional[Tensor] = None,
     bias: Optional[Tensor] = None,
+    coefficients: Optional[Tensor] = None,
     grid: float = 1,
     channels: Optional[int] = None,
-    coefficients: Optional[Tensor] = None,
-) -> List[Tensor]:
+) -> Tuple[AtValues, Tensor, Tensor]:
     """`_run` on one map; the one that is made has `grid` times as many voxels along an axis."""
-    coefficients = _norm_coefficients(source.norm) if coefficients is None else coefficients
-    outputs = _run(kind, [source.raw], others, filters, bias, coefficients)
     batch, *size, width = source.raw.shape
-    if kind not in (PROJECT_SUMS, UP_FILTER_GRADIENT):
-        size = [side and int(side * grid) for side in size]
-        outputs[0].set_shape((batch, *size, channels or width))
-    if kind in (MAX_POOL_GRADIENT, RESIDUAL_GRADIENT, PROJECT_GRADIENT, PROJECT_SUMS, UP_INPUT_GRADIENT):
-        outputs[1].set_shape((batch, 2, width))
-    return outputs
+    made = (batch, *(side and int(side * grid) for side in size), channels or width)
+    coefficients = _norms([source]) if coefficients is None else coefficients
+    return _run(kind, [source.raw], others, filters, bias, coefficients, made=made)
 
 
 @functools.cache
@@ -255,44 +236,21 @@ def _loaded() -> Optional[Any]:
     return module if kernels(None, 0) or kernels(None, 1) else None
 
 
-def _operations() -> Any:
-    module = _loaded()
-    if module is None:
-        raise RuntimeError("own kernels must be built, on a CPU with AVX2: run python -m models.native.build")
-    return module
-
-
-def _rows(sums: Tensor) -> List[Tensor]:
-    return tf.unstack(sums, axis=1)
-
-
-def _none() -> Tensor:
-    return tf.zeros((0,), tf.float32)
-
-
-def _coefficients(sources: Sequence[Source]) -> Tensor:
-    """(batch, 6, channels): scale, shift, floor, and three that are not read; empty where all is raw."""
+def _norms(sources: Sequence[Source]) -> Optional[Tensor]:
+    """(batch, 6, channels): scale, shift, floor, mean, rstd, and one that is not read; None where all is raw."""
     if not any(source.norm for source in sources):
-        return _none()
+        return None
     parts = []
-    for source in sources:
-        if source.norm:
-            rows = [source.norm.scale, source.norm.shift, source.norm.floor]
-        else:
-            ones = tf.ones((tf.shape(source.raw)[0], source.raw.shape[-1]))
-            rows = [ones, 0 * ones, -float("inf") * ones]
-        parts.append(tf.stack([*rows, *rows], 1))
+    for raw, norm in sources:
+        ones = tf.ones((tf.shape(raw)[0], raw.shape[-1])) if norm is None else None
+        norm = norm or Norm(ones, 0 * ones, 0 * ones, ones, -float("inf") * ones)
+        parts.append(tf.stack([norm.scale, norm.shift, norm.floor, norm.mean, norm.rstd, norm.rstd], 1))
     return tf.concat(parts, 2) if len(parts) > 1 else parts[0]
 
 
-def _gradient_coefficients(gradient: Gradient) -> Tensor:
-    """(batch, 6, channels): scale, shift, floor, a, b, c."""
+def _through(gradient: Gradient) -> Optional[Tensor]:
+    """(batch, 6, channels): scale, shift, floor, a, b, c; None of a raw map's gradient."""
     if gradient.source is None:
-        return _none()
+        return None
     norm = gradient.source.norm
     return tf.stack([norm.scale, norm.shift, norm.floor, gradient.a, gradient.b, gradient.c], 1)
-
-
-def _norm_coefficients(norm: Optional[Norm]) -> Tensor:
-    """(batch, 6, channels): scale, shift, floor, mean, rstd, and one that is not read; empty without a norm."""
-    return _none() if norm is None else tf.stack([*norm[:2], norm.floor, norm.mean, norm.rstd, norm.rstd], 1)

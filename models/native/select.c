@@ -64,9 +64,7 @@ const struct kernels *native_kernels(const char *name, int dtype)
 int native_run(const char *name, const struct operation *operation)
 {
     const struct kernels *kernels = native_kernels(name, operation->dtype);
-    if (!kernels)
-        return -2;
-    return operation->kind < MAX_POOL ? kernels->run(operation) : kernels->pass(operation);
+    return kernels ? kernels->run(operation) : -2;
 }
 
 /* Those of native.h; 0 where there are none. */

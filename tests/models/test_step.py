@@ -166,6 +166,19 @@ def test_without_a_compiled_step_and_with_an_open_batch_size_it_is_the_same(poli
         assert max(distances(found.logits + found.gradients, expected.logits + expected.gradients)) < 1e-5
 
 
+def test_a_weight_that_keras_updates_at_once_does_not_change_the_gradients_of_others():
+    changes, rng = [], np.random.default_rng(0)
+    image = rng.standard_normal((2, *GRID, 4)).astype(np.float32)
+    target = (rng.random((2, *GRID, 3)) < 0.1).astype(np.float32)
+    for eager in (True, False):
+        model = build_unet3d(UNetConfig(filters=4, depth=2), GRID)
+        first, loss = model.get_weights(), tf.keras.losses.BinaryCrossentropy(from_logits=True)
+        model.compile(tf.keras.optimizers.SGD(1.0), loss, run_eagerly=eager)
+        model.fit(image, target, batch_size=2, verbose=0)
+        changes.append([after - before for after, before in zip(model.get_weights(), first)])
+    assert max(distances(*changes)) < 1e-3
+
+
 def test_a_dropped_network_goes_with_its_graph():
     def build():
         model = build_unet3d(UNetConfig(filters=2, depth=2), (8, 8, 8), 1)

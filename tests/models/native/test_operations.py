@@ -63,16 +63,28 @@ def test_a_map_that_is_read_again_is_not_written_over():
 @pytest.mark.parametrize(
     ("shape", "filters", "message"),
     [
-        ((1, 2, 2, 2, 4), (3, 3, 3, 4, 0), "1 to 1024"),
+        ((1, 2, 2, 2, 4), (3, 3, 3, 4, 0), "outputs must be 1 to 1024, got 0"),
+        ((1, 2, 2, 2, 1025), (3, 3, 3, 1025, 4), "channels must be 1 to 1024, got 1025"),
         ((1, 2, 2, 2, 8), (3, 3, 3, 4, 4), r"filters must be of shape \(3, 3, 3, 8, 4\), got \(3, 3, 3, 4, 4\)"),
         ((1, 2, 2, 2, 4), (5, 3, 3, 4, 4), r"filters must be of shape \(3, .* got \(5, "),
-        ((0, 2, 2, 2, 4), (3, 3, 3, 4, 4), "voxels"),
-        ((1, 2, 2, 4), (3, 3, 3, 4, 4), "5 dimensions"),
+        ((0, 2, 2, 2, 4), (3, 3, 3, 4, 4), r"map must .* voxels.* got \(0, 2, 2, 2, 4\)"),
+        ((1, 2, 2, 4), (3, 3, 3, 4, 4), r"map must .* 5 dimensions, got \(1, 2, 2, 4\) in 4"),
     ],
 )
 def test_filters_and_maps_that_do_not_fit_are_refused(shape, filters, message):
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         operations.convolve([Source(tf.zeros(shape))], tf.zeros(filters))
+
+
+@pytest.mark.parametrize(("count", "message"), [(3, "maps must be at most 2, got 3"), (5, "at most 4, got 5")])
+def test_more_maps_than_two_are_refused(count, message):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        operations.convolve([Source(tf.zeros((1, 2, 2, 2, 4)))] * count, tf.zeros((3, 3, 3, 4 * count, 4)))
+
+
+def test_a_map_of_an_odd_side_is_not_pooled():
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"even .* got \(1, 2, 3, 2, 4\)"):
+        operations.max_pool(Source(tf.zeros((1, 2, 3, 2, 4))))
 
 
 # Of a map of 2 x 4 x 6 voxels and 3 channels, and 5 others: shapes of filters and bias, channels of both coefficients,
@@ -118,13 +130,13 @@ def test_every_kind_refuses_a_tensor_that_is_larger_along_any_axis_and_another_n
             if shape == (0,) or (i, axis) in FREE.get(kind, ()):
                 continue
             larger = (*shape[:axis], shape[axis] + 1, *shape[axis + 1 :])
-            with pytest.raises(tf.errors.InvalidArgumentError, match="must"):
+            with pytest.raises(tf.errors.InvalidArgumentError, match=r"must .*, got"):
                 call([*fitting[:i], larger, *fitting[i + 1 :]])
     numbers = [[*fitting, MAPS["m"]]]
     if others and kind not in ("CONVOLVE", "PROJECT", "PROJECT_GRADIENT"):  # their last one may be left out
         numbers.append(fitting[:-1])
     for shapes in numbers:
-        with pytest.raises(tf.errors.InvalidArgumentError, match="must"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"must .*, got"):
             call(shapes)
 
 
