@@ -12,8 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from cpu3d.data.region import Shape3
-from cpu3d.inference.export_contract import Contract, require_onnx
 from cpu3d.inference.predictor import Predictor
+from cpu3d.settings import RunConfig
 from cpu3d.training.learner import finest
 from models.config import EPSILON, UNetConfig
 from models.layer_plan import LayerOp, layer_plan
@@ -25,32 +25,24 @@ OPSET, IR_VERSION = 17, 8  # of 2022: every onnxruntime from 1.12 on reads them
 Weights = Mapping[str, Mapping[str, np.ndarray]]
 
 
-def exported_network(contract: Contract, weights: List[np.ndarray]) -> tf.keras.Model:
-    """The Keras model of `contract` with the run's weights, in Keras' order: one answer, the finest."""
-    model = build_unet3d(contract.config.unet, contract.config.grid, batch_size=1)
+def exported_network(config: RunConfig, weights: List[np.ndarray]) -> tf.keras.Model:
+    """The Keras model of an `exported_config` with the run's weights, in Keras' order: one answer, the finest."""
+    model = build_unet3d(config.unet, config.grid, batch_size=1)
     model.set_weights(weights)
     return tf.keras.Model(model.input, finest(model.output))
 
 
-def layer_weights(network: tf.keras.Model) -> Dict[str, Dict[str, np.ndarray]]:
-    """Layer -> weight -> array, of a network under the policy "speed", whose layers are those of the plan."""
-    return {
-        layer.name: {weight.name.split("/")[-1].split(":")[0]: weight.numpy() for weight in layer.weights}
-        for layer in network.layers
-        if layer.weights
-    }
-
-
-def write_saved_model(contract: Contract, network: tf.keras.Model, folder: Path) -> None:
-    """Write the network of `contract` to `folder`, with the one signature "serving_default"."""
+def write_saved_model(about: Mapping[str, Any], network: tf.keras.Model, folder: Path) -> None:
+    """Write the network of the contract `about` to `folder`, with the one signature "serving_default"."""
+    (output,) = about["outputs"]
 
     def answer(image, mean=None, std=None):
         logits = network(_normalised_tensor(image, mean, std)[None], training=False)[0]
-        return {contract.output: logits if contract.config.is_patch else tf.sigmoid(logits)}
+        return {output: logits if output == "logits" else tf.sigmoid(logits)}
 
     module = tf.Module()
     module.weights = network.weights  # and not the Keras model, whose layers would be written down as well
-    signature = [tf.TensorSpec(one["shape"], one["dtype"], name=name) for name, one in contract.inputs().items()]
+    signature = [tf.TensorSpec(one["shape"], one["dtype"], name=name) for name, one in about["inputs"].items()]
     module.answer = tf.function(answer, signature, autograph=False)
     # Gradients would be saved as well, twice the graph, and nothing is trained any more.
     options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
@@ -71,24 +63,28 @@ class ExactPredictor(Predictor):
         return tf.function(lambda image: finest(model(image, training=False)), [image], autograph=False)
 
 
-def write_onnx(contract: Contract, network: tf.keras.Model, path: Path) -> None:
-    """Write the network of `contract` to `path`. Names, shapes and dtypes are checked to fit together."""
-    onnx, model = require_onnx(), onnx_model(contract, layer_weights(network))
-    path.write_bytes(model.SerializeToString())
+def write_onnx(about: Mapping[str, Any], network: tf.keras.Model, path: Path) -> None:
+    """Write the network of the contract `about` to `path`. Names, shapes and dtypes are checked to fit together."""
+    import onnx
+
+    path.write_bytes(onnx_model(about, network).SerializeToString())
     onnx.checker.check_model(str(path), full_check=True)
 
 
-def onnx_model(contract: Contract, weights: Weights) -> Any:
-    """The ModelProto of `contract` with these weights."""
-    graph = _Graph(require_onnx())
-    channels_first = graph.add("Transpose", [_normalised(graph, contract)], perm=[3, 0, 1, 2])
+def onnx_model(about: Mapping[str, Any], network: tf.keras.Model) -> Any:
+    """The ModelProto of the contract `about` with the weights of `network`, whose layers are those of the plan."""
+    graph, (output,) = _Graph(), about["outputs"]
+    weights = {
+        layer.name: {weight.name.split("/")[-1].split(":")[0]: weight.numpy() for weight in layer.weights}
+        for layer in network.layers
+    }
+    channels_first = graph.add("Transpose", [_normalised(graph, about)], perm=[3, 0, 1, 2])
     image = graph.add("Unsqueeze", [channels_first, graph.constant(np.int64([0]))])
-    logits = _network(graph, contract.config.unet, contract.config.grid, weights, image)
-    answer = logits if contract.config.is_patch else graph.add("Sigmoid", [logits])
+    logits = _network(graph, UNetConfig(**about["network"]), about["size"], weights, image)
+    answer = logits if output == "logits" else graph.add("Sigmoid", [logits])
     turned = graph.add("Transpose", [answer], perm=[0, 2, 3, 4, 1])
-    graph.add("Squeeze", [turned, graph.constant(np.int64([0]))], contract.output)
-    given = {contract.output: {"shape": [*contract.config.grid, len(contract.regions)]}}
-    return graph.model(contract.inputs(), given)
+    graph.add("Squeeze", [turned, graph.constant(np.int64([0]))], output)
+    return graph.model(about["inputs"], about["outputs"])
 
 
 def _normalised_tensor(image, mean: Any = None, std: Any = None):
@@ -108,7 +104,9 @@ def _normalised_tensor(image, mean: Any = None, std: Any = None):
 class _Graph:
     """The nodes and constants of an ONNX graph."""
 
-    def __init__(self, onnx: Any):
+    def __init__(self):
+        import onnx
+
         self._onnx = onnx
         self._nodes: List[Any] = []
         self._constants: List[Any] = []
@@ -140,12 +138,12 @@ class _Graph:
         return helper.make_model(graph, producer_name="cpu3d", ir_version=IR_VERSION, opset_imports=opsets)
 
 
-def _normalised(graph: _Graph, contract: Contract) -> str:
+def _normalised(graph: _Graph, about: Mapping[str, Any]) -> str:
     """As `_normalised_tensor`."""
     zero, one = graph.constant(np.float64(0)), graph.constant(np.float64(1))
     nothing = graph.constant(np.float32(0))
     present = graph.add("Not", [graph.add("Equal", ["image", nothing])])
-    if contract.config.is_patch:
+    if "mean" in about["inputs"]:
         mean, std = graph.cast("mean", "DOUBLE"), graph.cast("std", "DOUBLE")
     else:
         grid = graph.constant(np.int64([0, 1, 2]))

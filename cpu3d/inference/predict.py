@@ -38,7 +38,7 @@ from rich.console import Console
 from cpu3d.data.labels import THRESHOLD, code_meanings, region_mask
 from cpu3d.data.nifti import read_volume, write_label, write_volume
 from cpu3d.data.records import CaseRecord
-from cpu3d.data.stores.case import load_case
+from cpu3d.data.stores.case import LoadedCase, load_case
 from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles, regions_of
 from cpu3d.errors import DoesNotFitError, InputError, refuse
 from cpu3d.inference.cases import case_files, grouped_by_case, label_codes_of
@@ -151,8 +151,7 @@ def predict_case(
     label_file, sidecar, page_file = (out / f"{files.case_id}.{end}" for end in ("nii.gz", "json", "html"))
     outputs = (sidecar, label_file, *(out / name for name in names.values()), *([page_file] if options.page else []))
     _check_replaceable(sidecar, outputs, files)
-    folder = Path(files.images[0]).parent
-    loaded = load_case(files, channels=case.channels, labels=None, dataset_folder=folder, zero_nan=options.zero_nan)
+    loaded = load(case, options.zero_nan)
     record, geometry = loaded.record, loaded.record.geometry
     answers = predictor.probabilities(loaded.image, record, case.channels)
     check_finite(answers, files.case_id)
@@ -173,6 +172,12 @@ def predict_case(
     content.update(complete=True, seconds=round(time.monotonic() - begin, 3))
     write_json(sidecar, content)
     return content
+
+
+def load(case: Case, zero_nan: bool) -> LoadedCase:
+    """The image of a case without its label. Raises InputError as `load_case`."""
+    folder = case.files.images[0].parent
+    return load_case(case.files, channels=case.channels, dataset_folder=folder, zero_nan=zero_nan)
 
 
 def find_cases(paths: Sequence[Path], predictor: Any, codes: str = AUTO) -> Tuple[List[Case], List[str]]:
