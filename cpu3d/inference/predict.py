@@ -39,9 +39,9 @@ from cpu3d.data.labels import THRESHOLD, code_meanings, region_mask
 from cpu3d.data.nifti import read_volume, write_label, write_volume
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.stores.case import LoadedCase, load_case
-from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles, regions_of
+from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles, label_codes_of, regions_of
 from cpu3d.errors import DoesNotFitError, InputError, refuse
-from cpu3d.inference.cases import case_files, grouped_by_case, label_codes_of
+from cpu3d.inference.cases import case_files, grouped_by_case
 from cpu3d.inference.evaluate import check_finite
 from cpu3d.inference.postprocessing import RAW, PostProcessing, gentlest, postprocessing_of
 from cpu3d.inference.runs import Ensemble, Inference, RunOptions, describe, load_configs, trained_predictors
