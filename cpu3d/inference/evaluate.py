@@ -99,26 +99,32 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     predictors = trained_predictors(runs, chosen.weights, inference)
     if options.split != UNTOUCHED:
         Console(stderr=True).print(f"[bold yellow]{warning(options.split)}")
-    together = (Ensemble(predictors), gentlest(own))
-    by_fold = list(zip(predictors, own)) if crossed else []
-    for words in dict.fromkeys(postprocessing.words for _, postprocessing in by_fold or [together]):
+    by_fold = list(zip(predictors, own)) if crossed else [(Ensemble(predictors), gentlest(own))]
+    for words in dict.fromkeys(postprocessing.words for _, postprocessing in by_fold):
         say(f"post-processing: {words}")
     with locked(folder, "evaluation"):
         scores = evaluate_split(
-            together[0],
-            with_folds(store, folds) if crossed else with_fold(store, folds[0]),
+            by_fold[0][0],
+            with_folds(store, folds) if crossed else store,
             options.split,
             out,
             weights=chosen.weights,
             tolerance_mm=options.tolerance,
             about=describe(runs, configs, predictors, held_out),
-            postprocessing=together[1],
+            postprocessing=by_fold[0][1],
             held_out={case_id: one for one, ids in zip(by_fold, held_out or ()) for case_id in ids},
         )
     if options.json:
         print(json.dumps(scores, indent=1))
     else:
-        print_scores(scores, Console())
+        console, dice = Console(), {case["case_id"]: case["mean_dice"] for case in scores["cases"]}
+        console.print(summary_table(scores).rich())
+        if len(dice) > 1:
+            worst = ", ".join(f"{case['case_id']} {case['mean_dice']:.3f}" for case in scores["worst"])
+            console.print(f"worst by mean Dice: {worst}")
+        if held_out:
+            means = ", ".join(f"{fold} {np.mean([dice[one] for one in ids]):.3f}" for fold, ids in zip(folds, held_out))
+            console.print(f"mean Dice of each fold on the cases it held out: {means}")
     say(f"written: {path}")
     return 0
 
@@ -277,25 +283,10 @@ def summary_table(scores: Mapping[str, Any]) -> Table:
     )
 
 
-def print_scores(scores: Dict[str, Any], console: Console) -> None:
-    """The summary as a table, the worst cases, and of folds the mean Dice of each."""
-    console.print(summary_table(scores).rich())
-    dice = {case["case_id"]: case["mean_dice"] for case in scores["cases"]}
-    if len(dice) > 1:
-        worst = ", ".join(f"{case['case_id']} {case['mean_dice']:.3f}" for case in scores["worst"])
-        console.print(f"worst by mean Dice: {worst}")
-    folds = {run["fold"]: run["held_out"] for run in scores.get("runs", []) if "held_out" in run}
-    if folds:
-        means = ", ".join(f"{fold} {np.mean([dice[case_id] for case_id in ids]):.3f}" for fold, ids in folds.items())
-        console.print(f"mean Dice of each fold on the cases it held out: {means}")
-
-
 # What is read of scores.json.
 _Statistics = TypedDict("_Statistics", dict.fromkeys(STATISTICS, float))
-_Empty = TypedDict("_Empty", dict.fromkeys(EMPTY, int))
-_Summary = TypedDict("_Summary", {**dict.fromkeys(METRICS, _Statistics), "empty": _Empty})
-_VOXELS = {f"{name}_{unit}": kind for unit, kind in (("voxels", int), ("ml", float)) for name in EMPTY[1:]}
-_Region = TypedDict("_Region", {**dict.fromkeys(METRICS, float), **_VOXELS, "empty": str})
+_Summary = TypedDict("_Summary", dict.fromkeys(METRICS, _Statistics))
+_Region = TypedDict("_Region", {**dict.fromkeys((*METRICS, "truth_ml", "prediction_ml"), float), "empty": str})
 _HOW = {"window": Optional[List[int]], "overlap": float, "flips": bool}
 _CASE = {"case_id": str, "mean_dice": float, "predict_s": float, "score_s": float, "postprocessing": str}
 
@@ -304,9 +295,6 @@ class _Run(TypedDict, total=False):
     inference: TypedDict("_Inference", _HOW)
     held_out: List[str]
     runs: List["_Run"]
-
-
-_Case = TypedDict("_Case", {**_CASE, "regions": Dict[str, _Region]})
 
 
 class _Scores(_Run):
@@ -319,9 +307,8 @@ class _Scores(_Run):
     tolerance_mm: float
     peak_rss_bytes: Optional[int]
     regions: Dict[str, List[int]]
-    label_codes: Dict[int, str]
     summary: Dict[str, _Summary]
-    cases: List[_Case]
+    cases: List[TypedDict("_Case", {**_CASE, "regions": Dict[str, _Region]})]
 
 
 def _refuse_others(path: Path) -> None:

@@ -27,12 +27,12 @@ from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import THRESHOLD, code_meanings, label_from_regions, paint_order
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Shape3
-from cpu3d.data.stores.case import facts_of
+from cpu3d.data.stores.case import facts_of, load_case
 from cpu3d.data.windows import OVERLAP, SIGMA_SHARE
 from cpu3d.errors import InputError, how_to_install, refuse
 from cpu3d.host.apply import set_up
 from cpu3d.inference.evaluate import check_finite
-from cpu3d.inference.predict import check_there, find_cases, load
+from cpu3d.inference.predict import check_there, find_cases
 from cpu3d.inference.runs import store_of_run
 from cpu3d.inference.segment import load_network, painted, probabilities_of
 from cpu3d.run.checkpoint import weights_file
@@ -263,7 +263,8 @@ def _case_to_try(options: Options, config: RunConfig, predictor: Any) -> Tuple[C
         refuse(problems)
         if len(cases) != 1:
             raise InputError(f"--case must be one case, got {len(cases)}; one is enough to try the network on")
-        loaded, channels = load(cases[0], options.zero_nan), cases[0].channels
+        files, channels = cases[0].files, cases[0].channels
+        loaded = load_case(files, channels=channels, zero_nan=options.zero_nan)
         record, image = loaded.record, loaded.image
     else:
         store = store_of_run(config)

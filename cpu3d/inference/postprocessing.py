@@ -91,7 +91,7 @@ class PostProcessing:
             label[box] = label_from_regions(_nested(answers[box], regions), regions)
         for name, code_below in _codes_below(regions).items():
             if name in self.rules:
-                parts, _ = connected_parts(region_mask(label[box], regions[name]))
+                parts = connected_parts(region_mask(label[box], regions[name]))
                 sizes_mm3 = np.bincount(parts.ravel())[1:] * float(np.prod(spacing_mm))
                 removed = np.concatenate([[False], _is_small(sizes_mm3, self.rules[name])])
                 label[box][removed[parts]] = code_below
@@ -170,7 +170,11 @@ def postprocessing_of(run: Path, config: RunConfig, weights: str = "best") -> Po
         return PostProcessing(off="not decided; repeat the run's `train`")
     if weights != "best":
         return PostProcessing(off=f"decided with the best weights, these are the {weights}")
-    if not _is_current(decision, run, config):
+    try:
+        digest = file_sha256(weights_file(run, "best"))
+    except (InputError, OSError):
+        digest = ""  # whoever needs the weights reports it
+    if (decision.weights_sha256, decision.split_hash) != (digest, config.split_hash):
         return PostProcessing(off="decided with other weights or another split; repeat the run's `train`")
     return decision.chosen
 
@@ -181,13 +185,14 @@ def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
     and `store_of_run`, and where another process writes to the run."""
     run, config = Path(run), load_config(run)
     with locked(run, "run"):
+        digest = file_sha256(weights_file(run, "best"))
         try:
             decision = read_decision(run, config)
         except InputError:
             decision = None  # damaged: decided again
-        if decision and _is_current(decision, run, config):
+        if decision and (decision.weights_sha256, decision.split_hash) == (digest, config.split_hash):
             return decision
-        store, digest = store_of_run(config, store_folder), file_sha256(weights_file(run, "best"))
+        store = store_of_run(config, store_folder)
         records = [record for record in store.cases("val") if record.has_label]
         if len(records) < LEAST_CASES:
             off = f"{count(records, 'validation case')}, {LEAST_CASES} are needed"
@@ -228,14 +233,6 @@ def after(training: Options, settings: Dict[str, Any]) -> None:
     say(f"post-processing: {line}")
 
 
-def _is_current(decision: Decision, run: Path, config: RunConfig) -> bool:
-    try:
-        digest = file_sha256(weights_file(run, "best"))
-    except (InputError, OSError):
-        return False  # whoever needs the weights reports it
-    return (decision.weights_sha256, decision.split_hash) == (digest, config.split_hash)
-
-
 Case = Tuple[np.ndarray, np.ndarray, Sequence[float]]  # answers (X, Y, Z, R), true label (X, Y, Z), mm along X, Y, Z
 
 
@@ -266,14 +263,14 @@ def choose(cases: Iterable[Case], regions: Regions) -> Tuple[PostProcessing, Dic
     if _gain(scores, best) > 0:
         best, measured, chosen = scores, nested, PostProcessing(nested=True)
     for name in _codes_below(regions):
-        tried = [{**chosen.rules, name: (rule,)} for rule in RULES]
-        pairs = [(_scores(measured, rules), rules) for rules in tried]
-        gains = [_gain(scores, best) for scores, _ in pairs]
-        if max(gains) >= 0:
-            equal = [pair for pair, gain in zip(pairs, gains) if gain == max(gains)]
-            shares = [pair for pair in equal if pair[1][name][0].share] or equal
-            best, rules = shares[(len(shares) - 1) // 2]
-            chosen = dataclasses.replace(chosen, rules=rules)
+        tried = {rule: _scores(measured, {**chosen.rules, name: (rule,)}) for rule in RULES}
+        gains = {rule: _gain(scores, best) for rule, scores in tried.items()}
+        most = max(gains.values())
+        if most >= 0:
+            equal = [rule for rule, gain in gains.items() if gain == most]
+            shares = [rule for rule in equal if rule.share] or equal
+            rule = shares[(len(shares) - 1) // 2]
+            best, chosen = tried[rule], dataclasses.replace(chosen, rules={**chosen.rules, name: (rule,)})
     if not _gain(best, before) > 0:
         chosen, best = PostProcessing(off="no rule gains on the validation cases"), before
     return chosen, _means(before, regions), _means(best, regions)
@@ -284,13 +281,13 @@ def _parts_of(label: np.ndarray, truth: np.ndarray, spacing_mm: Sequence[float],
     box = bounding_box((label > 0) | (truth > 0)).slices(label.shape)  # lesions grow together inside of it
     numbered, found = {}, {}
     for name, larger in _larger(regions).items():
-        parts, part_count = numbered[name] = connected_parts(region_mask(label[box], regions[name]))
+        parts = numbered[name] = connected_parts(region_mask(label[box], regions[name]))
         inside = {}
         for other in larger:
-            index = np.zeros(part_count + 1, np.int64)
+            index = np.zeros(parts.max() + 1, np.int64)
             index[parts] = numbered[other][0]  # index[0], of what is in no part, means nothing
             inside[other] = index[1:] - 1
-        matching = match_lesions(region_mask(truth[box], regions[name]), parts, part_count, spacing_mm)
+        matching = match_lesions(region_mask(truth[box], regions[name]), parts, spacing_mm)
         found[name] = _Parts(matching, matching.part_voxels * float(np.prod(spacing_mm)), inside)
     return found
 

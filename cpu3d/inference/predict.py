@@ -38,7 +38,7 @@ from rich.console import Console
 from cpu3d.data.labels import THRESHOLD, code_meanings, region_mask
 from cpu3d.data.nifti import read_volume, write_label, write_volume
 from cpu3d.data.records import CaseRecord
-from cpu3d.data.stores.case import LoadedCase, load_case
+from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles, label_codes_of, regions_of
 from cpu3d.errors import DoesNotFitError, InputError, refuse
 from cpu3d.inference.cases import case_files, grouped_by_case
@@ -81,21 +81,14 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Codes:
-    """The label codes that a case is written in."""
-
-    of: str  # whose they are: STORE, a layout, or the path of a dataset.json
-    labels: Mapping[int, str]  # code -> name
-    regions: Mapping[str, Tuple[int, ...]]  # the run's regions, in its order, in these codes
-
-
-@dataclass(frozen=True)
 class Case:
-    """A case to predict."""
+    """A case to predict, and the label codes that it is written in."""
 
     files: CaseFiles
     channels: Tuple[str, ...]  # of its image: those of the run's store, or just the run's own
-    codes: Codes
+    codes_of: str  # whose codes they are: STORE, a layout, or the path of a dataset.json
+    labels: Mapping[int, str]  # code -> name
+    regions: Mapping[str, Tuple[int, ...]]  # the run's regions, in its order, in these codes
 
 
 OPTIONS = (RunOptions, Options, Inference)
@@ -146,16 +139,16 @@ def predict_case(
     """Segment one case into `options.out`; returns the content of its sidecar, `about` included: whose answer it is. A
     label among the case's files is not read. Raises InputError for an image that cannot be read or does not fit the
     run, and where a file would be overwritten whose sidecar does not say that it was written here."""
-    begin, out, files, codes = time.monotonic(), options.out, case.files, case.codes
+    begin, out, files = time.monotonic(), options.out, case.files
     names = _probability_names(files.case_id, tuple(predictor.regions)) if options.probabilities else {}
     label_file, sidecar, page_file = (out / f"{files.case_id}.{end}" for end in ("nii.gz", "json", "html"))
     outputs = (sidecar, label_file, *(out / name for name in names.values()), *([page_file] if options.page else []))
     _check_replaceable(sidecar, outputs, files)
-    loaded = load(case, options.zero_nan)
+    loaded = load_case(files, channels=case.channels, zero_nan=options.zero_nan)
     record, geometry = loaded.record, loaded.record.geometry
     answers = predictor.probabilities(loaded.image, record, case.channels)
     check_finite(answers, files.case_id)
-    label = postprocessing.paint(answers, codes.regions, record.spacing_mm)
+    label = postprocessing.paint(answers, case.regions, record.spacing_mm)
     content = _sidecar(case, record, label, postprocessing=postprocessing.words, probabilities=names)
     content.update(about)
     write_json(sidecar, content)  # first, so that a label cut off by a crash is known as ours and can be redone
@@ -165,19 +158,13 @@ def predict_case(
     write_label(label_file, label, geometry)
     if options.page:
         shown = ViewedCase(
-            files.case_id, loaded.image, case.channels, geometry, codes.regions, codes.labels,
+            files.case_id, loaded.image, case.channels, geometry, case.regions, case.labels,
             predictions={"prediction": label}, unit=SCORES if loaded.image.dtype.kind == "f" else "",
         )  # fmt: skip
         write_case_page(page_file, shown, "predict")
     content.update(complete=True, seconds=round(time.monotonic() - begin, 3))
     write_json(sidecar, content)
     return content
-
-
-def load(case: Case, zero_nan: bool) -> LoadedCase:
-    """The image of a case without its label. Raises InputError as `load_case`."""
-    folder = case.files.images[0].parent
-    return load_case(case.files, channels=case.channels, dataset_folder=folder, zero_nan=zero_nan)
 
 
 def find_cases(paths: Sequence[Path], predictor: Any, codes: str = AUTO) -> Tuple[List[Case], List[str]]:
@@ -195,15 +182,15 @@ def find_cases(paths: Sequence[Path], predictor: Any, codes: str = AUTO) -> Tupl
     for group in [*groups, *grouped_by_case(together, predictor.inputs)]:
         try:
             files, channels = _files(group, tuple(predictor.channels), tuple(predictor.inputs))
-            cases.append(Case(files, channels, codes_for(predictor, files, codes)))
+            cases.append(Case(files, channels, *codes_for(predictor, files, codes)))
         except InputError as error:
             problems.extend(error.problems)
     return cases, problems
 
 
-def codes_for(predictor: Any, files: CaseFiles, choice: str = AUTO) -> Codes:
-    """The label codes that a case is written in: those of --codes, or of the case's own data set, or the store's where
-    that is not known or lacks a region of the run. Raises InputError where codes that were chosen lack one."""
+def codes_for(predictor: Any, files: CaseFiles, choice: str = AUTO) -> Tuple[str, Mapping, Mapping]:
+    """The last fields of a `Case`: the codes of --codes, or of the case's own data set, or the store's where that is
+    not known or lacks a region of the run. Raises InputError where codes that were chosen lack one."""
     if choice == AUTO:
         of, labels = label_codes_of(files) or (STORE, None)
     else:
@@ -211,14 +198,14 @@ def codes_for(predictor: Any, files: CaseFiles, choice: str = AUTO) -> Codes:
     regions = {**{name: (code,) for code, name in (labels or {}).items() if code}, **regions_of(labels or {})}
     missing = [name for name in predictor.regions if name not in regions]
     if labels is None or (missing and choice == AUTO):
-        return Codes(STORE, predictor.labels, predictor.regions)
+        return STORE, predictor.labels, predictor.regions
     known = ", ".join(f"{code} {label}" for code, label in labels.items())
     refuse(
         f"region {name} of the run must have a code among those of {of} for case {files.case_id}, got {known}; "
         "choose other --codes"
         for name in missing
     )
-    return Codes(of, labels, {name: regions[name] for name in predictor.regions})
+    return of, labels, {name: regions[name] for name in predictor.regions}
 
 
 def check_out(out: Path, inputs: Sequence[Path], cases: Sequence[Case]) -> None:
@@ -235,17 +222,17 @@ def check_out(out: Path, inputs: Sequence[Path], cases: Sequence[Case]) -> None:
 
 def _sidecar(case: Case, record: CaseRecord, label: np.ndarray, **about: Any) -> Dict[str, Any]:
     """What a case's sidecar holds of its label, grid and sources, before it is complete."""
-    codes, voxel_ml = case.codes, float(np.prod(record.spacing_mm)) / 1000.0
-    voxels = {name: np.count_nonzero(region_mask(label, of_region)) for name, of_region in codes.regions.items()}
+    voxel_ml = float(np.prod(record.spacing_mm)) / 1000.0
+    voxels = {name: np.count_nonzero(region_mask(label, of_region)) for name, of_region in case.regions.items()}
     return {
         "schema": SCHEMA,
         "written_by": WRITER,
         "complete": False,
         "case_id": case.files.case_id,
         "label": f"{case.files.case_id}.nii.gz",
-        "codes_of": codes.of,
-        "label_codes": {str(code): name for code, name in code_meanings(codes.regions, codes.labels).items()},
-        "regions": {name: list(of_region) for name, of_region in codes.regions.items()},
+        "codes_of": case.codes_of,
+        "label_codes": {str(code): name for code, name in code_meanings(case.regions, case.labels).items()},
+        "regions": {name: list(of_region) for name, of_region in case.regions.items()},
         "volumes_ml": {name: round(int(count) * voxel_ml, 4) for name, count in voxels.items()},
         "threshold": THRESHOLD,
         **about,
@@ -259,9 +246,9 @@ def _sidecar(case: Case, record: CaseRecord, label: np.ndarray, **about: Any) ->
 def _mapping(cases: Sequence[Case]) -> List[str]:
     """The codes that are written, a line for all cases with the same codes."""
     lines = []
-    for of, codes in {case.codes.of: case.codes for case in cases}.items():
-        ids = listed(case.files.case_id for case in cases if case.codes.of == of)
-        meanings = ", ".join(f"{code} {name}" for code, name in code_meanings(codes.regions, codes.labels).items())
+    for of, one in {case.codes_of: case for case in cases}.items():
+        ids = listed(case.files.case_id for case in cases if case.codes_of == of)
+        meanings = ", ".join(f"{code} {name}" for code, name in code_meanings(one.regions, one.labels).items())
         lines.append(f"{ids}: label codes of {of}: {meanings}{'; --codes chooses others' * (of == STORE)}")
     return lines
 

@@ -98,13 +98,9 @@ class Predictor:
 
 def over_mirror_images(logits_of: Callable, image) -> np.ndarray:
     """Mean of the logits (X, Y, Z, R) of `image` (1, X, Y, Z, C) and its seven mirror images, each mirrored back."""
-    mean = None
     images = [axes for count in range(4) for axes in itertools.combinations(range(3), count)]
-    for axes in images:
-        mirrored = tf.reverse(image, [axis + 1 for axis in axes]) if axes else image
-        answer = np.flip(logits_of(mirrored), axes) / np.float32(len(images))
-        mean = answer if mean is None else mean + answer
-    return mean
+    mirrored = (tf.reverse(image, np.array(axes, np.int32) + 1) for axes in images)
+    return sum(np.flip(logits_of(one), axes) / np.float32(len(images)) for one, axes in zip(mirrored, images))
 
 
 def load_predictor(run: Path, weights: str = "best", inference: Inference = AS_TRAINED) -> Predictor:

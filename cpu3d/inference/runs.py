@@ -19,7 +19,7 @@ from cpu3d.data.stores.splits import parse_fold, with_fold
 from cpu3d.data.windows import OVERLAP
 from cpu3d.errors import InputError, refuse
 from cpu3d.host.apply import set_up
-from cpu3d.host.gpu import CPU, HostGpus, pick_device, why_no_card
+from cpu3d.host.gpu import HostGpus, pick_device, why_no_card
 from cpu3d.settings import AUTO, RunConfig, left_open, load_config
 from cpu3d.util.progress import say
 from cpu3d.util.records import listed
@@ -117,8 +117,7 @@ def trained_predictors(runs: Sequence[Path], weights: str = "best", inference: I
     mode = "patch" if all(window_of(config, inference) for config in configs) else "whole"
     requested, gpus = left_open(inference.device), HostGpus()
     device = pick_device(requested, mode, gpus)
-    if device == CPU:
-        say(*why_no_card(requested, mode, gpus))
+    say(*why_no_card(requested, mode, gpus))
     set_up(device=device)
     from cpu3d.inference.predictor import load_predictor  # imports TensorFlow, so not before
 

@@ -100,7 +100,7 @@ class Masks:
 
     @cached_property
     def lesions(self) -> Lesions:
-        return match_lesions(self.truth, *connected_parts(self.prediction), self.spacing_mm).lesions()
+        return match_lesions(self.truth, connected_parts(self.prediction), self.spacing_mm).lesions()
 
 
 def dice(masks: Masks) -> float:
@@ -217,30 +217,30 @@ def metric_notes(names: Sequence[str], tolerance_mm: float) -> str:
     return "; ".join(notes)
 
 
-def connected_parts(mask: np.ndarray) -> Tuple[np.ndarray, int]:
-    """Number from 1 the parts of a mask `(X, Y, Z)` that are connected by 26 neighbours; also their count."""
-    return label(mask, generate_binary_structure(3, 3))
+def connected_parts(mask: np.ndarray) -> np.ndarray:
+    """The parts of a mask `(X, Y, Z)` that are connected by 26 neighbours, numbered from 1 on; 0 is none."""
+    return label(mask, generate_binary_structure(3, 3))[0]
 
 
-def match_lesions(truth: np.ndarray, parts: np.ndarray, part_count: int, spacing_mm: Sequence[float]) -> Matching:
+def match_lesions(truth: np.ndarray, parts: np.ndarray, spacing_mm: Sequence[float]) -> Matching:
     """Match a boolean truth `(X, Y, Z)` and a prediction's `connected_parts` by the rule at the top of this file."""
-    near, prediction = generate_binary_structure(3, 2), parts > 0
+    near = generate_binary_structure(3, 2)
     rounds = np.round(LESION_GROWTH_MM / np.asarray(spacing_mm, float)).astype(int)
     stops, grown = sorted({0, *rounds}), truth
     for done, stop in zip(stops, stops[1:]):
         neighbours = near[tuple(slice(None) if done < n else slice(1, 2) for n in rounds)]
         grown = binary_dilation(grown, neighbours, iterations=int(stop - done))
-    lesions, count = connected_parts(grown)  # also of voxels around; 0 is none
-    truth_voxels = np.bincount(lesions[truth], minlength=count + 1)[1:]
+    lesions = connected_parts(grown)  # also of voxels around
+    truth_voxels, part_voxels = np.bincount(lesions[truth])[1:], np.bincount(parts.ravel())[1:]
     # Every lesion and part that share a voxel, once.
-    both = prediction & grown
-    pairs, which = np.unique(lesions[both] * np.int64(part_count + 1) + parts[both], return_inverse=True)
-    lesion, part = divmod(pairs, part_count + 1)
+    both, base = (parts > 0) & grown, len(part_voxels) + 1
+    pairs, which = np.unique(lesions[both] * np.int64(base) + parts[both], return_inverse=True)
+    lesion, part = divmod(pairs, base)
     return Matching(
         truth_voxels,
         truth_voxels * float(np.prod(spacing_mm)) > LESION_MM3,
-        np.bincount(parts[prediction], minlength=part_count + 1)[1:],
+        part_voxels,
         lesion - 1,
         part - 1,
-        np.bincount(which, weights=truth[both], minlength=len(pairs)),
+        np.bincount(which, weights=truth[both]),
     )

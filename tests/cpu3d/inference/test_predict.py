@@ -29,7 +29,7 @@ def files(tmp_path):
 
 
 def predict_case(predictor, files, out, **how):
-    case, options = Case(files, CHANNELS, codes_for(predictor, files)), Options(image=(), out=out, **how)
+    case, options = Case(files, CHANNELS, *codes_for(predictor, files)), Options(image=(), out=out, **how)
     out.mkdir(exist_ok=True)
     return predict.predict_case(predictor, case, options, {}, predict.RAW)
 
