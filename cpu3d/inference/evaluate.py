@@ -32,7 +32,7 @@ from cpu3d.data.nifti import write_label
 from cpu3d.data.records import SPLITS, CaseRecord
 from cpu3d.data.store import Store
 from cpu3d.data.stores.splits import with_fold, with_folds
-from cpu3d.errors import DivergedError, InputError, refuse
+from cpu3d.errors import InputError, refuse
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.inference.postprocessing import RAW, PostProcessing, gentlest, postprocessing_of
 from cpu3d.inference.runs import (
@@ -58,7 +58,6 @@ PREDICTIONS = "predictions"  # folder of the label maps, <case_id>.nii.gz, besid
 FILES = (PREDICTIONS, "scores.json")  # what an evaluation consists of; the scores say whether it is complete
 UNTOUCHED = "test"  # the one split that neither training nor the choice of the best checkpoint has seen
 WORST = 5  # how many of the worst cases the summary names
-EMPTY = ("both", "truth", "prediction")
 
 # Of a metric over the cases; the deviation is of these cases, n in the denominator.
 STATISTICS = {"mean": np.mean, "median": np.median, "std": np.std, "min": np.min, "max": np.max}
@@ -90,7 +89,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     if several_folds and options.split == "train":
         raise InputError(f"--split must be test or val for {len(runs)} folds, got train; each has its own there")
     crossed = several_folds and options.split == "val"
-    held_out = [with_fold(store, fold).manifest.split["val"] for fold in folds] if crossed else None
+    held_out = [with_fold(store, fold).manifest.split["val"] for fold in folds] if crossed else []
     own = [RAW if options.raw else postprocessing_of(*one, chosen.weights) for one in zip(runs, configs)]
     path = scores_path(out, options.split)
     folder = writable_folder(path.parent, "evaluation")
@@ -112,7 +111,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
             tolerance_mm=options.tolerance,
             about=describe(runs, configs, predictors, held_out),
             postprocessing=by_fold[0][1],
-            held_out={case_id: one for one, ids in zip(by_fold, held_out or ()) for case_id in ids},
+            held_out={case_id: one for one, ids in zip(by_fold, held_out) for case_id in ids},
         )
     if options.json:
         print(json.dumps(scores, indent=1))
@@ -190,7 +189,6 @@ def _score(
     """Write the label map of a case into `predictions`; returns its entry in scores.json."""
     (predictor, postprocessing), begin = who, time.monotonic()
     answers = predictor.probabilities(store.image(record.case_id), record)
-    check_finite(answers, record.case_id)
     label = postprocessing.paint(answers, predictor.regions, record.spacing_mm)
     predicted = time.monotonic()
     truth = np.asarray(store.label(record.case_id))
@@ -207,13 +205,6 @@ def _score(
         "postprocessing": postprocessing.words,
         "regions": regions,
     }
-
-
-def check_finite(answers: np.ndarray, case_id: str) -> None:
-    """Raise DivergedError unless all probabilities are finite."""
-    if not np.isfinite(answers).all():
-        rule = f"probabilities for case {case_id} must be finite, got NaN or infinity; the training has diverged"
-        raise DivergedError(f"{rule}, train again with a lower learning rate or in float32")
 
 
 def scores_path(run_dir: Path, split: str = UNTOUCHED) -> Path:
@@ -254,7 +245,7 @@ def summarise(cases: Sequence[Mapping[str, Any]]) -> Dict[str, Dict[str, Any]]:
         columns = {metric: [row[metric] for row in rows] for metric in METRICS}
         summary[region] = {
             **{one: {name: float(of(columns[one])) for name, of in STATISTICS.items()} for one in METRICS},
-            "empty": {kind: sum(row["empty"] == kind for row in rows) for kind in EMPTY},
+            "empty": {kind: sum(row["empty"] == kind for row in rows) for kind in ("both", "truth", "prediction")},
         }
     return summary
 

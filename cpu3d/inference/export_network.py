@@ -11,7 +11,6 @@ from typing import Any, Dict, List, Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
-from cpu3d.data.region import Shape3
 from cpu3d.inference.predictor import Predictor
 from cpu3d.settings import RunConfig
 from cpu3d.training.learner import finest
@@ -56,11 +55,7 @@ class ExactPredictor(Predictor):
     that puts a probability off by 0.025 here and there, as much as bfloat16 does. Slower, and it takes more memory.
     """
 
-    def _network(self, size: Shape3):
-        model = build_unet3d(self.config.unet, size)
-        model.set_weights(self.weights)
-        image = tf.TensorSpec((None, *size, self.config.unet.channels))  # of no known batch: no fused kernel takes it
-        return tf.function(lambda image: finest(model(image, training=False)), [image], autograph=False)
+    batch_size = None  # not known: no fused kernel takes it
 
 
 def write_onnx(about: Mapping[str, Any], network: tf.keras.Model, path: Path) -> None:

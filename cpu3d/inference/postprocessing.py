@@ -112,9 +112,9 @@ RAW = PostProcessing(off="--raw")
 
 def gentlest(several: Sequence[PostProcessing]) -> PostProcessing:
     """What all of several runs remove, for their joint answer. Off where one of them is, for its reason."""
-    for one in several:
-        if one.off:
-            return one
+    off = [one for one in several if one.off]
+    if off:
+        return off[0]
     names = [name for name in several[0].rules if all(name in one.rules for one in several)]
     rules = {name: tuple(dict.fromkeys(rule for one in several for rule in one.rules[name])) for name in names}
     nested = all(one.nested for one in several)

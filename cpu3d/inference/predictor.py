@@ -15,7 +15,7 @@ from cpu3d.data.region import Region, Shape3, paste, round_up
 from cpu3d.data.resolution import Resizing, resizing_for
 from cpu3d.data.store import case_region
 from cpu3d.data.windows import sliding_window
-from cpu3d.errors import InputError
+from cpu3d.errors import DivergedError, InputError
 from cpu3d.host.gpu import fits_memory
 from cpu3d.inference.runs import AS_TRAINED, Inference, window_of
 from cpu3d.run.checkpoint import load_checkpoint, weights_file
@@ -29,6 +29,8 @@ ADVICE = "slide a smaller --window X Y Z where the run is at full resolution, or
 
 class Predictor:
     """A run's weights, ready for any case with the same channels."""
+
+    batch_size: Optional[int] = 1  # that networks are compiled for
 
     def __init__(self, config: RunConfig, weights: List[np.ndarray], inference: Inference = AS_TRAINED):
         self.config, self.inference = config, inference
@@ -48,7 +50,7 @@ class Predictor:
         `image` and `record` are a store's or `load_case`'s; `channels` names the image's, all of the store's if None.
         In one pass the network sees the grid it was trained on, larger where this case needs it. Windows slide over the
         brain's box, or with the full extent over the volume, and at least one window's size of it. Outside of that the
-        probability is 0. Raises DoesNotFitError where memory runs out.
+        probability is 0. Raises DoesNotFitError where memory runs out, DivergedError for answers that are not finite.
         """
         region, resizing = self.region(record), self._resizing(record)
         present = tuple(self.channels if channels is None else channels)
@@ -57,7 +59,12 @@ class Predictor:
         with fits_memory(f"the prediction of case {record.case_id}", ADVICE):
             part = tf.cast(normalise(image, record, region)[None, ..., picked], self.config.unet.dtype)
             logits = over_mirror_images(logits_of, part) if self.inference.flips else logits_of(part)
-            return paste(tf.sigmoid(logits).numpy(), region, record.shape)
+            answers = paste(tf.sigmoid(logits).numpy(), region, record.shape)
+        if not np.isfinite(answers).all():
+            rule = f"probabilities for case {record.case_id} must be finite, got NaN or infinity"
+            todo = "the training has diverged, train again with a lower learning rate or in float32"
+            raise DivergedError(f"{rule}; {todo}")
+        return answers
 
     def region(self, record: CaseRecord) -> Region:
         """What of a case is predicted, in the voxels of its image, padding included."""
@@ -91,9 +98,12 @@ class Predictor:
 
     def _network(self, size: Shape3) -> Callable:
         """A compiled network for one grid: image (1, *size, C) -> logits float32 (1, *size, R)."""
-        model = build_unet3d(self.config.unet, size, batch_size=1)
+        unet = self.config.unet
+        model = build_unet3d(unet, size, self.batch_size)
         model.set_weights(self.weights)
-        return tf.function(lambda image: tf.cast(finest(model(image, training=False)), tf.float32), autograph=False)
+        image = tf.TensorSpec((self.batch_size, *size, unet.channels), unet.dtype)
+        logits_of = lambda image: tf.cast(finest(model(image, training=False)), tf.float32)  # noqa: E731
+        return tf.function(logits_of, [image], autograph=False)
 
 
 def over_mirror_images(logits_of: Callable, image) -> np.ndarray:

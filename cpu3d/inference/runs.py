@@ -147,7 +147,7 @@ def describe(
     runs: Sequence[Path],
     configs: Sequence[RunConfig],
     predictors: Sequence[Any],
-    held_out: Optional[Sequence[Sequence[str]]] = None,
+    held_out: Sequence[Sequence[str]] = (),
 ) -> Dict[str, Any]:
     """What is written beside an answer: the run's folder, its fold, and how the network was applied. Of several runs
     that is a list, "runs", with the ids of the cases that each fold has held out, if they are given."""

@@ -104,17 +104,22 @@ class Masks:
 
 
 def dice(masks: Masks) -> float:
+    """Twice the voxels that both masks share over the sum of both; 1 where both are empty, 0 where one is."""
     total = np.count_nonzero(masks.truth) + np.count_nonzero(masks.prediction)
     return float(2 * np.count_nonzero(masks.truth & masks.prediction) / total) if total else 1.0
 
 
 def hausdorff95_mm(masks: Masks) -> float:
+    """The larger of the two directed 95th percentiles of surface distances, linear between ranks; 0 where both are
+    empty, the diagonal of the image where one is."""
     if masks.empty:
         return 0.0 if masks.empty == "both" else masks.diagonal_mm
     return float(max(np.percentile(distances, 95) for distances in masks.distances_mm))
 
 
 def surface_dice(masks: Masks) -> float:
+    """The share of all surface voxels, of both masks together, within the tolerance (<=) of the other surface; 1 where
+    both are empty, 0 where one is."""
     if masks.empty:
         return float(masks.empty == "both")
     # Distances are roots of sums of squares: a tolerance of exactly 3 voxels of 0.1 mm must still hold three of them.
@@ -122,13 +127,28 @@ def surface_dice(masks: Masks) -> float:
     return float(np.count_nonzero(within) / within.size)
 
 
+def lesion_dice(masks: Masks) -> float:
+    """The mean Dice of true lesions and false positives, each alone, by the rule of BraTS 2023: what is missed or false
+    has 0; 1 where there are none."""
+    return masks.lesions.dice
+
+
+def lesion_sensitivity(masks: Masks) -> float:
+    """The share of true lesions above 50 mm³ that were found; 1 where there are none."""
+    return masks.lesions.found / masks.lesions.true if masks.lesions.true else 1.0
+
+
+def false_positives(masks: Masks) -> float:
+    """Connected parts of the prediction that no true lesion, grown by 3 mm, touches; their count in a case."""
+    return float(masks.lesions.false_positives)
+
+
 @dataclass(frozen=True)
 class Metric:
     """A number that says how well a region was segmented. Cases are aggregated by their mean."""
 
     label: str  # for people
-    of: Callable[[Masks], float]
-    description: str = ""  # what it measures, in a sentence, and of empty masks
+    of: Callable[[Masks], float]  # its docstring is what the metric measures, in a sentence, and of empty masks
     larger_is_better: bool = True  # then it is a share, from 0 to 1
     unit: str = ""
     digits: int = 3  # after the point, in tables
@@ -142,46 +162,12 @@ class Metric:
 
 # By their names in scores.json.
 METRICS: Dict[str, Metric] = {
-    "dice": Metric(
-        "Dice",
-        dice,
-        "Twice the voxels that both masks share over the sum of both; 1 where both are empty, 0 where one is",
-    ),
-    "hd95_mm": Metric(
-        "HD95",
-        hausdorff95_mm,
-        "The larger of the two directed 95th percentiles of surface distances, linear between ranks; 0 where both are "
-        "empty, the diagonal of the image where one is",
-        larger_is_better=False,
-        unit="mm",
-        digits=2,
-    ),
-    "surface_dice": Metric(
-        "surface Dice",
-        surface_dice,
-        "The share of all surface voxels, of both masks together, within the tolerance (<=) of the other surface; 1 "
-        "where both are empty, 0 where one is",
-        note="at {tolerance_mm:g} mm",
-    ),
-    "lesion_dice": Metric(
-        "lesion-wise Dice",
-        lambda masks: masks.lesions.dice,
-        "The mean Dice of true lesions and false positives, each alone, by the rule of BraTS 2023: what is missed or "
-        "false has 0; 1 where there are none",
-        note="by the rule of BraTS 2023",
-    ),
-    "lesion_sensitivity": Metric(
-        "lesion sensitivity",
-        lambda masks: masks.lesions.found / masks.lesions.true if masks.lesions.true else 1.0,
-        "The share of true lesions above 50 mm\u00b3 that were found; 1 where there are none",
-    ),
-    "false_positives": Metric(
-        "false positives",
-        lambda masks: float(masks.lesions.false_positives),
-        "Connected parts of the prediction that no true lesion, grown by 3 mm, touches; their count in a case",
-        larger_is_better=False,
-        digits=2,
-    ),
+    "dice": Metric("Dice", dice),
+    "hd95_mm": Metric("HD95", hausdorff95_mm, larger_is_better=False, unit="mm", digits=2),
+    "surface_dice": Metric("surface Dice", surface_dice, note="at {tolerance_mm:g} mm"),
+    "lesion_dice": Metric("lesion-wise Dice", lesion_dice, note="by the rule of BraTS 2023"),
+    "lesion_sensitivity": Metric("lesion sensitivity", lesion_sensitivity),
+    "false_positives": Metric("false positives", false_positives, larger_is_better=False, digits=2),
 }
 
 
