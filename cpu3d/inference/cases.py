@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, List, Mapping, Sequence, Tuple
 
-import nibabel
-
-from cpu3d.data.nifti import read_volume
+from cpu3d.data.nifti import channel_count
 from cpu3d.data.stores.layouts import (
     CHANNEL_NAMES,
     LABEL_CODES,
@@ -49,7 +47,7 @@ def find_cases(paths: Sequence[Path], predictor: Any, codes: str = AUTO) -> Tupl
     together, groups, cases, problems = [], [], [], []
     for path in paths:
         try:
-            if path.is_dir() or _channel_count(path) > 1:
+            if path.is_dir() or channel_count(path) > 1:
                 groups.append([path])
             else:
                 together.append(path)
@@ -118,20 +116,9 @@ def case_files(paths: Sequence[Path], channels: Sequence[str]) -> CaseFiles:
 def _files(paths: List[Path], channels: Tuple[str, ...], inputs: Tuple[str, ...]) -> Tuple[CaseFiles, Tuple[str, ...]]:
     """The case that `paths` make with the store's channels, else with the run's own. Raises InputError for neither."""
     if len(paths) == 1 and paths[0].is_file():
-        own = inputs if _channel_count(paths[0]) == len(inputs) != len(channels) else channels
+        own = inputs if channel_count(paths[0]) == len(inputs) != len(channels) else channels
         return case_files(paths, own), own
     try:
         return case_files(paths, channels), channels
     except InputError:
         return case_files(paths, inputs), inputs
-
-
-def _channel_count(path: Path) -> int:
-    """Channels of a file by its header. Raises InputError with the reason where it has none."""
-    try:
-        shape = nibabel.load(path).shape
-    except Exception:  # nibabel raises its own errors, zlib's, numpy's and OSError for bytes that are no image
-        shape = ()
-    if len(shape) not in (3, 4):
-        shape = read_volume(path)[0].shape  # raises it
-    return shape[3] if len(shape) == 4 else 1

@@ -35,15 +35,7 @@ from cpu3d.data.stores.splits import with_fold, with_folds
 from cpu3d.errors import InputError, refuse
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.inference.postprocessing import RAW, PostProcessing, gentlest, postprocessing_of
-from cpu3d.inference.runs import (
-    Ensemble,
-    Inference,
-    RunOptions,
-    describe,
-    load_configs,
-    store_of_run,
-    trained_predictors,
-)
+from cpu3d.inference.runs import Ensemble, Inference, RunOptions, load_configs, origin, store_of_run, trained_predictors
 from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metric_notes, score_region
 from cpu3d.util.atomic import OLD, replace_files, writable_folder, write_json
 from cpu3d.util.lock import locked
@@ -101,6 +93,9 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     by_fold = list(zip(predictors, own)) if crossed else [(Ensemble(predictors), gentlest(own))]
     for words in dict.fromkeys(postprocessing.words for _, postprocessing in by_fold):
         say(f"post-processing: {words}")
+    about = origin(runs, configs, predictors)
+    for run, ids in zip(about.get("runs", ()), held_out):
+        run["held_out"] = ids
     with locked(folder, "evaluation"):
         scores = evaluate_split(
             by_fold[0][0],
@@ -109,7 +104,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
             out,
             weights=chosen.weights,
             tolerance_mm=options.tolerance,
-            about=describe(runs, configs, predictors, held_out),
+            about=about,
             postprocessing=by_fold[0][1],
             held_out={case_id: one for one, ids in zip(by_fold, held_out) for case_id in ids},
         )
@@ -143,7 +138,7 @@ def evaluate_split(
     """Predict and score every case of `split`, one in memory at a time; returns the content of scores.json.
 
     `predictor` is what `load_predictor` gives; a case of `held_out` has its own, and its own post-processing. Of a run
-    of a fold `store` is the fold's view. `about` is what `describe` gives, written into the file as it is. Predictions
+    of a fold `store` is the fold's view. `about` is what `origin` gives, written into the file as it is. Predictions
     and scores replace earlier ones only when all cases are done: an error or Ctrl-C leaves those whole.
 
     Raises InputError when the split has no cases or one without a label, when the store's channels or labels are not

@@ -43,7 +43,6 @@ from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table
 
 FILES = {"savedmodel": "saved_model", "onnx": "model.onnx"}  # format -> what holds the network
-PACKAGES = {"savedmodel": "tensorflow", "onnx": "onnxruntime"}  # what reads each format
 
 # Largest difference of a probability from the same network in float32. In a brain of 144 x 176 x 128 voxels it is 2e-6
 # in ONNX and 0 as a SavedModel.
@@ -193,7 +192,10 @@ def require_onnx() -> None:
 def usage(about: Dict[str, Any]) -> str:
     """The text of USAGE.md, with the program of segment.py; `about` is the `contract`."""
     codes = ", ".join(f"{code} {name}" for code, name in about["label_codes"].items())
-    channels, package = ", ".join(about["channels"]), PACKAGES[about["format"]]
+    channels, package = (
+        ", ".join(about["channels"]),
+        {"savedmodel": "tensorflow", "onnx": "onnxruntime"}[about["format"]],
+    )
     program = Path(__file__).with_name("segment.py").read_text(encoding="utf-8")
     return f"""# How to use this network
 
@@ -232,10 +234,8 @@ def verify(
     used. `image` has the channels of the run. Raises InputError where `exact`'s answer is not finite."""
     answer = probabilities_of(load_network(folder, about), about, image.astype(np.float32))
     expected, in_own_dtype = (one.probabilities(image, record, exact.inputs) for one in (exact, own))
-    label, *others = (
-        painted(answer, about),
-        *(label_from_regions(one, exact.regions) for one in (expected, in_own_dtype)),
-    )
+    label, others = painted(answer, about), [label_from_regions(one, exact.regions) for one in (expected, in_own_dtype)]
+    differ = [int(np.count_nonzero(label != other)) for other in others]
     finite = bool(np.isfinite(answer).all())
     largest, from_predict = (float(np.abs(answer - other).max()) for other in (expected, in_own_dtype))
     return {
@@ -245,9 +245,7 @@ def verify(
         "largest_difference": largest if finite else None,
         "largest_difference_from_predict": from_predict if finite else None,
         "voxels": int(np.prod(exact.region(record).size)),
-        "different_labels": {
-            name: int(np.count_nonzero(label != other)) for name, other in zip(("float32", "predict"), others)
-        },
+        "different_labels": dict(zip(("float32", "predict"), differ)),
         "label_voxels": int(np.count_nonzero(label)),
     }
 

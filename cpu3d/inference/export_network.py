@@ -6,7 +6,7 @@ norm is here. ONNX has channels first, so the image is turned on the way in and 
 """
 
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Sequence
+from typing import Any, List, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -68,6 +68,8 @@ def write_onnx(about: Mapping[str, Any], network: tf.keras.Model, path: Path) ->
 
 def onnx_model(about: Mapping[str, Any], network: tf.keras.Model) -> Any:
     """The ModelProto of the contract `about` with the weights of `network`, whose layers are those of the plan."""
+    import onnx
+
     graph, (output,) = _Graph(), about["outputs"]
     weights = {
         layer.name: {weight.name.split("/")[-1].split(":")[0]: weight.numpy() for weight in layer.weights}
@@ -75,11 +77,24 @@ def onnx_model(about: Mapping[str, Any], network: tf.keras.Model) -> Any:
     }
     channels_first = graph.add("Transpose", [_normalised(graph, about)], perm=[3, 0, 1, 2])
     image = graph.add("Unsqueeze", [channels_first, graph.constant(np.int64([0]))])
-    logits = _network(graph, UNetConfig(**about["network"]), about["size"], weights, image)
-    answer = logits if output == "logits" else graph.add("Sigmoid", [logits])
+    unet, tensors = UNetConfig(**about["network"]), {}
+    for op in layer_plan(unet, tuple(about["size"])):
+        if op.kind == "input":
+            tensors[op.name] = image
+        elif op.kind != "head" or op.name == "head":  # the others are of the loss alone
+            inputs = [tensors[name] for name in op.inputs]
+            tensors[op.name] = _layer(graph, op, unet.norm, inputs, weights.get(op.name, {}))
+    answer = tensors["head"] if output == "logits" else graph.add("Sigmoid", [tensors["head"]])
     turned = graph.add("Transpose", [answer], perm=[0, 2, 3, 4, 1])
     graph.add("Squeeze", [turned, graph.constant(np.int64([0]))], output)
-    return graph.model(about["inputs"], about["outputs"])
+    helper, float32 = onnx.helper, onnx.TensorProto.FLOAT
+    ends = [
+        [helper.make_tensor_value_info(name, float32, one["shape"]) for name, one in about[some].items()]
+        for some in ("inputs", "outputs")
+    ]
+    whole = helper.make_graph(graph.nodes, "cpu3d", *ends, graph.constants)
+    opsets = [helper.make_opsetid("", OPSET)]
+    return helper.make_model(whole, producer_name="cpu3d", ir_version=IR_VERSION, opset_imports=opsets)
 
 
 def _normalised_tensor(image, mean: Any = None, std: Any = None):
@@ -103,34 +118,23 @@ class _Graph:
         import onnx
 
         self._onnx = onnx
-        self._nodes: List[Any] = []
-        self._constants: List[Any] = []
+        self.nodes: List[Any] = []
+        self.constants: List[Any] = []
 
     def add(self, kind: str, inputs: Sequence[str], name: str = "", **attributes: Any) -> str:
         """A node of one output, which is named `name`; returns that name."""
-        name = name or f"{kind.lower()}_{len(self._nodes)}"
-        self._nodes.append(self._onnx.helper.make_node(kind, list(inputs), [name], name=name, **attributes))
+        name = name or f"{kind.lower()}_{len(self.nodes)}"
+        self.nodes.append(self._onnx.helper.make_node(kind, list(inputs), [name], name=name, **attributes))
         return name
 
     def constant(self, array: np.ndarray, name: str = "") -> str:
         """An initializer; weights have names."""
-        name = name or f"constant_{len(self._constants)}"
-        self._constants.append(self._onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
+        name = name or f"constant_{len(self.constants)}"
+        self.constants.append(self._onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
         return name
 
     def cast(self, tensor: str, dtype: str) -> str:
         return self.add("Cast", [tensor], to=getattr(self._onnx.TensorProto, dtype))
-
-    def model(self, *inputs_and_outputs: Mapping[str, Mapping[str, Any]]) -> Any:
-        """The ModelProto; inputs and outputs are name -> shape."""
-        helper, float32 = self._onnx.helper, self._onnx.TensorProto.FLOAT
-        ends = [
-            [helper.make_tensor_value_info(name, float32, one["shape"]) for name, one in some.items()]
-            for some in inputs_and_outputs
-        ]
-        graph = helper.make_graph(self._nodes, "cpu3d", *ends, self._constants)
-        opsets = [helper.make_opsetid("", OPSET)]
-        return helper.make_model(graph, producer_name="cpu3d", ir_version=IR_VERSION, opset_imports=opsets)
 
 
 def _normalised(graph: _Graph, about: Mapping[str, Any]) -> str:
@@ -148,24 +152,10 @@ def _normalised(graph: _Graph, about: Mapping[str, Any]) -> str:
         off = graph.add("Mul", [graph.add("Sub", [values, mean]), mask])
         squares = graph.add("ReduceSum", [graph.add("Mul", [off, off]), grid], keepdims=0)
         std = graph.add("Sqrt", [graph.add("Div", [squares, count])])
-    varies = graph.add("Greater", [std, zero])
-    inverse = graph.add("Div", [one, std])
-    shift = graph.add("Neg", [graph.add("Mul", [mean, inverse])])
-    scale, shift = (graph.add("Where", [varies, graph.cast(each, "FLOAT"), nothing]) for each in (inverse, shift))
-    scores = graph.add("Add", [graph.add("Mul", ["image", scale]), shift])
+    scale = graph.add("Where", [graph.add("Greater", [std, zero]), graph.add("Div", [one, std]), zero])
+    shift = graph.add("Neg", [graph.add("Mul", [mean, scale])])
+    scores = graph.add("Add", [graph.add("Mul", ["image", graph.cast(scale, "FLOAT")]), graph.cast(shift, "FLOAT")])
     return graph.add("Where", [present, scores, nothing])
-
-
-def _network(graph: _Graph, unet: UNetConfig, size: Sequence[int], weights: Weights, image: str) -> str:
-    """The layers of the plan, without the heads that only a loss reads; returns the logits (1, R, X, Y, Z)."""
-    tensors: Dict[str, str] = {}
-    for op in layer_plan(unet, tuple(size)):
-        if op.kind == "input":
-            tensors[op.name] = image
-        elif op.kind != "head" or op.name == "head":
-            inputs = [tensors[name] for name in op.inputs]
-            tensors[op.name] = _layer(graph, op, unet.norm, inputs, weights.get(op.name, {}))
-    return tensors["head"]
 
 
 def _layer(graph: _Graph, op: LayerOp, norm: str, inputs: List[str], weights: Mapping[str, np.ndarray]) -> str:

@@ -222,8 +222,8 @@ def after(training: Options, settings: Dict[str, Any]) -> None:
         decision = decide(training.run, training.store)
         line = decision.chosen.words
         if not decision.chosen.off:
-            pairs = [(name, decision.before[name], means) for name, means in decision.after.items()]
-            changes = ", ".join(f"{name} {was.lesion_dice:.3f} -> {now.lesion_dice:.3f}" for name, was, now in pairs)
+            pairs = zip(decision.before.items(), decision.after.values())
+            changes = ", ".join(f"{name} {was.lesion_dice:.3f} -> {now.lesion_dice:.3f}" for (name, was), now in pairs)
             line += f"; lesion-wise Dice {changes} on {count(decision.cases, 'validation case')}"
     except Exception as error:  # also TensorFlow's own: whatever it is, the run is whole
         line = f"off: it could not be decided, {str(error) or type(error).__name__}; repeat the same command"

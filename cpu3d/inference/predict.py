@@ -42,7 +42,7 @@ from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles
 from cpu3d.errors import DoesNotFitError, InputError, refuse
 from cpu3d.inference.cases import STORE, Case, check_there, find_cases
 from cpu3d.inference.postprocessing import RAW, PostProcessing, gentlest, postprocessing_of
-from cpu3d.inference.runs import Ensemble, Inference, RunOptions, describe, load_configs, trained_predictors
+from cpu3d.inference.runs import Ensemble, Inference, RunOptions, load_configs, origin, trained_predictors
 from cpu3d.pages.viewer import SCORES, ViewedCase, write_case_page
 from cpu3d.settings import AUTO
 from cpu3d.util.atomic import writable_folder, write_json
@@ -97,7 +97,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     unread = [path for path in options.image if path.is_file() and path not in read]
     lines = [*(f"not read: {path}" for path in unread), f"post-processing: {postprocessing.words}"]
     say(*lines, *_mapping(cases), stderr=False)
-    about = {**describe(chosen.run, configs, predictors), "weights": chosen.weights}
+    about = {**origin(chosen.run, configs, predictors), "weights": chosen.weights}
     done, kind = [], InputError
     with bar("predict", total=len(cases)) as advance:
         for case in cases:
@@ -133,8 +133,7 @@ def predict_case(
     record, geometry = loaded.record, loaded.record.geometry
     answers = predictor.probabilities(loaded.image, record, case.channels)
     label = postprocessing.paint(answers, case.regions, record.spacing_mm)
-    content = _sidecar(case, record, label, postprocessing=postprocessing.words, probabilities=names)
-    content.update(about)
+    content = _sidecar(case, record, label, postprocessing=postprocessing.words, probabilities=names) | about
     write_json(sidecar, content)  # first, so that a label cut off by a crash is known as ours and can be redone
     for position, name in enumerate(names):
         # Level 1: probabilities are noise in their last bits, and level 6 takes three times as long for little.
@@ -154,7 +153,7 @@ def predict_case(
 def _sidecar(case: Case, record: CaseRecord, label: np.ndarray, **about: Any) -> Dict[str, Any]:
     """What a case's sidecar holds of its label, grid and sources, before it is complete."""
     voxel_ml = float(np.prod(record.spacing_mm)) / 1000.0
-    voxels = {name: np.count_nonzero(region_mask(label, of_region)) for name, of_region in case.regions.items()}
+    masks = {name: region_mask(label, codes) for name, codes in case.regions.items()}
     return {
         "schema": SCHEMA,
         "written_by": WRITER,
@@ -163,8 +162,8 @@ def _sidecar(case: Case, record: CaseRecord, label: np.ndarray, **about: Any) ->
         "label": f"{case.files.case_id}.nii.gz",
         "codes_of": case.codes_of,
         "label_codes": {str(code): name for code, name in code_meanings(case.regions, case.labels).items()},
-        "regions": {name: list(of_region) for name, of_region in case.regions.items()},
-        "volumes_ml": {name: round(int(count) * voxel_ml, 4) for name, count in voxels.items()},
+        "regions": {name: list(codes) for name, codes in case.regions.items()},
+        "volumes_ml": {name: round(int(np.count_nonzero(mask)) * voxel_ml, 4) for name, mask in masks.items()},
         "threshold": THRESHOLD,
         **about,
         "axes": record.geometry.axes,

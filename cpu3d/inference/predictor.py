@@ -42,18 +42,16 @@ class Predictor:
         self.weights = weights  # in the order of Keras
         self._kept_network = functools.lru_cache(maxsize=NETWORKS)(self._network)
 
-    def probabilities(
-        self, image: np.ndarray, record: CaseRecord, channels: Optional[Sequence[str]] = None
-    ) -> np.ndarray:
+    def probabilities(self, image: np.ndarray, record: CaseRecord, channels: Sequence[str] = ()) -> np.ndarray:
         """Probability of each region, float32 (X, Y, Z, R), on the full grid of `image` (X, Y, Z, C).
 
-        `image` and `record` are a store's or `load_case`'s; `channels` names the image's, all of the store's if None.
+        `image` and `record` are a store's or `load_case`'s; `channels` names the image's, all of the store's if none.
         In one pass the network sees the grid it was trained on, larger where this case needs it. Windows slide over the
         brain's box, or with the full extent over the volume, and at least one window's size of it. Outside of that the
         probability is 0. Raises DoesNotFitError where memory runs out, DivergedError for answers that are not finite.
         """
         region, resizing = self.region(record), self._resizing(record)
-        present = tuple(self.channels if channels is None else channels)
+        present = tuple(channels or self.channels)
         picked = [present.index(name) for name in self.inputs]
         logits_of = lambda image: self._logits(image, resizing)  # noqa: E731
         with fits_memory(f"the prediction of case {record.case_id}", ADVICE):

@@ -16,10 +16,9 @@ Lesions are those of BraTS 2023 for adult glioma (github.com/rachitsaluja/BraTS-
 Growing is in rounds of a voxel to 18 neighbours. The challenge, all of 1 mm, takes 3 rounds; here an axis takes part in
 as many as 3 mm have voxels, rounded, so that lesions of other spacings are the same ones.
 
-Empty masks, by the rule of the BraTS challenge: both empty is right (Dice 1, HD95 0, surface Dice 1); one empty is as
-wrong as possible (Dice 0, surface Dice 0, HD95 = the diagonal of the image grid: 373.13 mm for 240x240x155 at 1 mm).
-Where there is no lesion to find, sensitivity is 1 whatever was predicted, and lesion-wise Dice 1 without and 0 with
-false positives.
+Empty masks are scored by the rule of the BraTS challenge: both empty is right, one empty as wrong as possible (HD95 is
+373.13 mm for 240x240x155 at 1 mm). Where there is no lesion to find, sensitivity is 1 whatever was predicted, and
+lesion-wise Dice 1 without and 0 with false positives.
 
 DeepMind's `surface-distance` is not used: its only release (0.1) calls names that numpy 2 and scipy have dropped.
 """
