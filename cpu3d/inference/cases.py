@@ -53,11 +53,9 @@ def find_cases(paths: Sequence[Path], predictor: Any, codes: str = AUTO) -> Tupl
                 together.append(path)
         except InputError as error:
             problems.extend(error.problems)
-    if len(predictor.inputs) > 1:
-        groups += [together] if together else []
-    else:
-        named = (None, CHANNEL_NAMES.get(predictor.inputs[0].lower()))
-        groups += [[path] for path in together if modality_of(path) in named] or [[path] for path in together]
+    named = (None, CHANNEL_NAMES.get(predictor.inputs[0].lower()))
+    own = [path for path in together if modality_of(path) in named] or together
+    groups += [together] if together and len(predictor.inputs) > 1 else [[path] for path in own]
     for group in groups:
         try:
             files, channels = _files(group, tuple(predictor.channels), tuple(predictor.inputs))

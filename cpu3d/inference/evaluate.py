@@ -111,14 +111,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     if options.json:
         print(json.dumps(scores, indent=1))
     else:
-        console, dice = Console(), {case["case_id"]: case["mean_dice"] for case in scores["cases"]}
-        console.print(summary_table(scores).rich())
-        if len(dice) > 1:
-            worst = ", ".join(f"{case['case_id']} {case['mean_dice']:.3f}" for case in scores["worst"])
-            console.print(f"worst by mean Dice: {worst}")
-        if held_out:
-            means = ", ".join(f"{fold} {np.mean([dice[one] for one in ids]):.3f}" for fold, ids in zip(folds, held_out))
-            console.print(f"mean Dice of each fold on the cases it held out: {means}")
+        _print_scores(scores, dict(zip(folds, held_out)))
     say(f"written: {path}")
     return 0
 
@@ -269,16 +262,27 @@ def summary_table(scores: Mapping[str, Any]) -> Table:
     )
 
 
+def _print_scores(scores: Mapping[str, Any], held_out: Mapping[str, Sequence[str]]) -> None:
+    """The summary as a table, the worst cases, and the mean Dice of each fold on the cases that it has held out."""
+    console, dice = Console(), {case["case_id"]: case["mean_dice"] for case in scores["cases"]}
+    console.print(summary_table(scores).rich())
+    if len(dice) > 1:
+        worst = ", ".join(f"{case['case_id']} {case['mean_dice']:.3f}" for case in scores["worst"])
+        console.print(f"worst by mean Dice: {worst}")
+    if held_out:
+        means = ", ".join(f"{fold} {np.mean([dice[one] for one in ids]):.3f}" for fold, ids in held_out.items())
+        console.print(f"mean Dice of each fold on the cases it held out: {means}")
+
+
 # What is read of scores.json.
 _Statistics = TypedDict("_Statistics", dict.fromkeys(STATISTICS, float))
 _Summary = TypedDict("_Summary", dict.fromkeys(METRICS, _Statistics))
 _Region = TypedDict("_Region", {**dict.fromkeys((*METRICS, "truth_ml", "prediction_ml"), float), "empty": str})
-_HOW = {"window": Optional[List[int]], "overlap": float, "flips": bool}
 _CASE = {"case_id": str, "mean_dice": float, "predict_s": float, "score_s": float, "postprocessing": str}
 
 
 class _Run(TypedDict, total=False):
-    inference: TypedDict("_Inference", _HOW)
+    inference: TypedDict("_Inference", {"window": Optional[List[int]], "overlap": float, "flips": bool})
     held_out: List[str]
     runs: List["_Run"]
 

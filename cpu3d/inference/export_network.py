@@ -70,7 +70,7 @@ def onnx_model(about: Mapping[str, Any], network: tf.keras.Model) -> Any:
     """The ModelProto of the contract `about` with the weights of `network`, whose layers are those of the plan."""
     import onnx
 
-    graph, (output,) = _Graph(), about["outputs"]
+    graph, (output,) = _Graph(onnx), about["outputs"]
     weights = {
         layer.name: {weight.name.split("/")[-1].split(":")[0]: weight.numpy() for weight in layer.weights}
         for layer in network.layers
@@ -114,12 +114,8 @@ def _normalised_tensor(image, mean: Any = None, std: Any = None):
 class _Graph:
     """The nodes and constants of an ONNX graph."""
 
-    def __init__(self):
-        import onnx
-
-        self._onnx = onnx
-        self.nodes: List[Any] = []
-        self.constants: List[Any] = []
+    def __init__(self, onnx: Any):
+        self._onnx, self.nodes, self.constants = onnx, [], []
 
     def add(self, kind: str, inputs: Sequence[str], name: str = "", **attributes: Any) -> str:
         """A node of one output, which is named `name`; returns that name."""

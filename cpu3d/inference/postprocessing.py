@@ -25,7 +25,7 @@ import gc
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -234,14 +234,9 @@ def after(training: Options, settings: Dict[str, Any]) -> None:
 
 
 Case = Tuple[np.ndarray, np.ndarray, Sequence[float]]  # answers (X, Y, Z, R), true label (X, Y, Z), mm along X, Y, Z
-
-
-class _Parts(NamedTuple):
-    """The P predicted parts of a region in a case: enough to score any choice among them."""
-
-    matching: Matching
-    sizes_mm3: np.ndarray  # (P,)
-    inside: Dict[str, np.ndarray]  # larger region -> (P,) index of the part of that region that holds each part
+# The P parts of a region in a case, and larger region -> (P,) index of the part of it that holds each: enough to score
+# any choice among them.
+Parts = Tuple[Matching, Dict[str, np.ndarray]]
 
 
 LESION_DICE, FALSE_POSITIVES, DICE, FOUND = range(4)  # columns of `_scores`, the first three as in Means
@@ -276,7 +271,7 @@ def choose(cases: Iterable[Case], regions: Regions) -> Tuple[PostProcessing, Dic
     return chosen, _means(before, regions), _means(best, regions)
 
 
-def _parts_of(label: np.ndarray, truth: np.ndarray, spacing_mm: Sequence[float], regions: Regions) -> Dict[str, _Parts]:
+def _parts_of(label: np.ndarray, truth: np.ndarray, spacing_mm: Sequence[float], regions: Regions) -> Dict[str, Parts]:
     """Region, the largest first -> its parts in a painted label."""
     box = bounding_box((label > 0) | (truth > 0)).slices(label.shape)  # lesions grow together inside of it
     numbered, found = {}, {}
@@ -287,22 +282,21 @@ def _parts_of(label: np.ndarray, truth: np.ndarray, spacing_mm: Sequence[float],
             index = np.zeros(parts.max() + 1, np.int64)
             index[parts] = numbered[other][0]  # index[0], of what is in no part, means nothing
             inside[other] = index[1:] - 1
-        matching = match_lesions(region_mask(truth[box], regions[name]), parts, spacing_mm)
-        found[name] = _Parts(matching, matching.part_voxels * float(np.prod(spacing_mm)), inside)
+        found[name] = match_lesions(region_mask(truth[box], regions[name]), parts, spacing_mm), inside
     return found
 
 
-def _scores(cases: Sequence[Dict[str, _Parts]], rules: Mapping[str, Sequence[Rule]]) -> np.ndarray:
+def _scores(cases: Sequence[Dict[str, Parts]], rules: Mapping[str, Sequence[Rule]]) -> np.ndarray:
     """Scores of what `PostProcessing.paint` leaves under `rules`, (cases, regions from the largest on, 4)."""
     rows = []
     for case in cases:
         kept: Dict[str, np.ndarray] = {}
-        for name, (matching, sizes_mm3, inside) in case.items():
-            stays = np.ones(len(sizes_mm3), bool)
+        for name, (matching, inside) in case.items():
+            stays = np.ones(len(matching.part_mm3), bool)
             for larger, index in inside.items():
                 stays &= kept[larger][index]
             if name in rules:
-                stays[stays] = ~_is_small(sizes_mm3[stays], rules[name])
+                stays[stays] = ~_is_small(matching.part_mm3[stays], rules[name])
             kept[name], lesions = stays, matching.lesions(stays)
             rows.append((lesions.dice, lesions.false_positives, matching.dice(stays), lesions.found))
     return np.reshape(rows, (len(cases), -1, 4))

@@ -17,12 +17,13 @@ from cpu3d.data.store import case_region
 from cpu3d.data.windows import sliding_window
 from cpu3d.errors import DivergedError, InputError
 from cpu3d.host.gpu import fits_memory
-from cpu3d.inference.runs import AS_TRAINED, Inference, window_of
+from cpu3d.inference.runs import Inference, window_of
 from cpu3d.run.checkpoint import load_checkpoint, weights_file
 from cpu3d.settings import RunConfig, load_config
 from cpu3d.training.learner import finest, weight_names
 from models.unet3d import build_unet3d
 
+AS_TRAINED = Inference()
 NETWORKS = 2  # grids of which the network is kept: the training grid, which most cases share, and the last other one
 ADVICE = "slide a smaller --window X Y Z where the run is at full resolution, or take --device cpu if a card ran out"
 
@@ -96,12 +97,11 @@ class Predictor:
 
     def _network(self, size: Shape3) -> Callable:
         """A compiled network for one grid: image (1, *size, C) -> logits float32 (1, *size, R)."""
-        unet = self.config.unet
-        model = build_unet3d(unet, size, self.batch_size)
+        unet, batch_size = self.config.unet, self.batch_size
+        model = build_unet3d(unet, size, batch_size=batch_size)
         model.set_weights(self.weights)
-        image = tf.TensorSpec((self.batch_size, *size, unet.channels), unet.dtype)
-        logits_of = lambda image: tf.cast(finest(model(image, training=False)), tf.float32)  # noqa: E731
-        return tf.function(logits_of, [image], autograph=False)
+        taken = tf.TensorSpec((batch_size, *size, unet.channels), unet.dtype)
+        return tf.function(lambda x: tf.cast(finest(model(x, training=False)), tf.float32), [taken], autograph=False)
 
 
 def over_mirror_images(logits_of: Callable, image) -> np.ndarray:

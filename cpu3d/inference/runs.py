@@ -87,9 +87,6 @@ def check_inference(config: RunConfig, inference: Inference) -> None:
     refuse(problems)
 
 
-AS_TRAINED = Inference()
-
-
 def store_of_run(config: RunConfig, folder: Optional[Path] = None) -> Store:
     """The store of a run, as its fold sees it: in `folder`, or where the run's settings have it. Raises InputError
     where there is none, and where its split is not that of the training: its test cases may have been seen then."""
@@ -106,7 +103,7 @@ def store_of_run(config: RunConfig, folder: Optional[Path] = None) -> Store:
     return with_fold(store, config.fold)
 
 
-def trained_predictors(runs: Sequence[Path], weights: str = "best", inference: Inference = AS_TRAINED) -> List[Any]:
+def trained_predictors(runs: Sequence[Path], weights: str, inference: Inference) -> List[Any]:
     """The predictor of each run, all on the device of `inference`, for which the host is set up. Raises InputError,
     before TensorFlow is imported, for what a run cannot be applied as or a device that is not there; and as
     `load_predictor`."""

@@ -55,6 +55,7 @@ class Matching:
     truth_voxels: np.ndarray  # (L,)
     counted: np.ndarray  # (L,) whether the lesion is large enough to be asked for
     part_voxels: np.ndarray  # (P,)
+    part_mm3: np.ndarray  # (P,)
     lesion: np.ndarray  # (N,) index of a pair's lesion
     part: np.ndarray  # (N,) index of its part
     shared_voxels: np.ndarray  # (N,) voxels of the part in the lesion before it was grown
@@ -217,14 +218,16 @@ def match_lesions(truth: np.ndarray, parts: np.ndarray, spacing_mm: Sequence[flo
         grown = binary_dilation(grown, neighbours, iterations=int(stop - done))
     lesions = connected_parts(grown)  # also of voxels around
     truth_voxels, part_voxels = np.bincount(lesions[truth])[1:], np.bincount(parts.ravel())[1:]
+    voxel_mm3 = float(np.prod(spacing_mm))
     # Every lesion and part that share a voxel, once.
     both, base = (parts > 0) & grown, len(part_voxels) + 1
     pairs, which = np.unique(lesions[both] * np.int64(base) + parts[both], return_inverse=True)
     lesion, part = divmod(pairs, base)
     return Matching(
         truth_voxels,
-        truth_voxels * float(np.prod(spacing_mm)) > LESION_MM3,
+        truth_voxels * voxel_mm3 > LESION_MM3,
         part_voxels,
+        part_voxels * voxel_mm3,
         lesion - 1,
         part - 1,
         np.bincount(which, weights=truth[both]),
