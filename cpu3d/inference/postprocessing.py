@@ -280,7 +280,7 @@ def _parts_of(label: np.ndarray, truth: np.ndarray, spacing_mm: Sequence[float],
         inside = {}
         for other in larger:
             index = np.zeros(parts.max() + 1, np.int64)
-            index[parts] = numbered[other][0]  # index[0], of what is in no part, means nothing
+            index[parts] = numbered[other]  # index[0], of what is in no part, means nothing
             inside[other] = index[1:] - 1
         found[name] = match_lesions(region_mask(truth[box], regions[name]), parts, spacing_mm), inside
     return found
