@@ -237,8 +237,6 @@ Case = Tuple[np.ndarray, np.ndarray, Sequence[float]]  # answers (X, Y, Z, R), t
 # The P parts of a region in a case, and larger region -> (P,) index of the part of it that holds each: enough to score
 # any choice among them.
 Parts = Tuple[Matching, Dict[str, np.ndarray]]
-
-
 LESION_DICE, FALSE_POSITIVES, DICE, FOUND = range(4)  # columns of `_scores`, the first three as in Means
 
 
