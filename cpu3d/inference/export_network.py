@@ -20,9 +20,6 @@ from models.unet3d import build_unet3d
 
 OPSET, IR_VERSION = 17, 8  # of 2022: every onnxruntime from 1.12 on reads them
 
-# Layer -> weight -> array as Keras has it: {"encoder0_conv1": {"kernel": (3, 3, 3, in, out)}, ...}.
-Weights = Mapping[str, Mapping[str, np.ndarray]]
-
 
 def exported_network(config: RunConfig, weights: List[np.ndarray]) -> tf.keras.Model:
     """The Keras model of an `exported_config` with the run's weights, in Keras' order: one answer, the finest."""
@@ -71,7 +68,7 @@ def onnx_model(about: Mapping[str, Any], network: tf.keras.Model) -> Any:
     import onnx
 
     graph, (output,) = _Graph(onnx), about["outputs"]
-    weights = {
+    weights = {  # as Keras has them: {"encoder0_conv1": {"kernel": (3, 3, 3, in, out)}, ...}
         layer.name: {weight.name.split("/")[-1].split(":")[0]: weight.numpy() for weight in layer.weights}
         for layer in network.layers
     }

@@ -49,8 +49,8 @@ class FakePredictor:
     inference: Inference = AS_TRAINED
     window: Optional[Tuple[int, int, int]] = None
 
-    def probabilities(self, image, record, channels=None):
-        channels = self.channels if channels is None else channels
+    def probabilities(self, image, record, channels=()):
+        channels = channels or self.channels
         if np.isnan(self.sure):
             raise DivergedError(f"probabilities for case {record.case_id} must be finite")
         assert tuple(image.shape) == (*record.shape, len(channels))
