@@ -48,6 +48,17 @@ def read_volume(path: Union[str, Path]) -> Tuple[np.ndarray, Geometry]:
     return voxels, _geometry(path, header, shape[:3])
 
 
+def channel_count(path: Path) -> int:
+    """Channels of a file by its header. Raises InputError as `read_volume`."""
+    try:
+        shape = nibabel.load(path).shape
+    except Exception:  # nibabel raises its own errors, zlib's, numpy's and OSError for bytes that are no image
+        shape = ()
+    if len(shape) not in (3, 4):
+        shape = read_volume(path)[0].shape  # raises it
+    return shape[3] if len(shape) == 4 else 1
+
+
 def to_ras(array: np.ndarray, geometry: Geometry) -> np.ndarray:
     """Turn `array`, on the grid of `geometry`, to axes R A S by flips and transposes of the first three. A view."""
     return orientations.apply_orientation(array, orientations.axcodes2ornt(geometry.axes))

@@ -1,25 +1,85 @@
-"""The files of cases to predict or to look at, as a user names them: folders, 4D files, or a file a channel."""
+"""The cases to predict, as a user names their files: folders, 4D files, or 3D files, one a channel."""
 
-from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Any, List, Mapping, Sequence, Tuple
 
+from cpu3d.data.nifti import channel_count
 from cpu3d.data.stores.layouts import (
     CHANNEL_NAMES,
-    FOLDER_LAYOUTS,
     LABEL_CODES,
     MODALITY_SUFFIX,
     CaseFiles,
+    label_codes_of,
     modality_of,
     name_of,
     one_each,
-    read_decathlon,
-    refuse_other_codes,
+    regions_of,
     stem_of,
     volumes_in,
 )
 from cpu3d.errors import InputError, refuse
-from cpu3d.util.records import listed
+from cpu3d.settings import AUTO
+
+STORE = "the run's store"  # whose label codes they are where a case says nothing of its own
+
+
+@dataclass(frozen=True)
+class Case:
+    """A case to predict, and the label codes that it is written in."""
+
+    files: CaseFiles
+    channels: Tuple[str, ...]  # of its image: those of the run's store, or just the run's own
+    codes_of: str  # whose codes they are: STORE, a layout, or the path of a dataset.json
+    labels: Mapping[int, str]  # code -> name
+    regions: Mapping[str, Tuple[int, ...]]  # the run's regions, in its order, in these codes
+
+
+def check_there(name: str, paths: Sequence[Path]) -> None:
+    """Raise InputError for each of the `paths` of an option that does not exist."""
+    refuse(f"{name} {path} must exist, found none; check the path" for path in paths if not path.exists())
+
+
+def find_cases(paths: Sequence[Path], predictor: Any, codes: str = AUTO) -> Tuple[List[Case], List[str]]:
+    """The cases that `paths` name, and what is wrong with those that cannot be one: a folder, a 4D file, or all 3D
+    files, which for a run of one channel are a case each, without those of other modalities and segmentations. A case
+    has each of the channels of the run's store, or else of the run's own."""
+    together, groups, cases, problems = [], [], [], []
+    for path in paths:
+        try:
+            if path.is_dir() or channel_count(path) > 1:
+                groups.append([path])
+            else:
+                together.append(path)
+        except InputError as error:
+            problems.extend(error.problems)
+    named = (None, CHANNEL_NAMES.get(predictor.inputs[0].lower()))
+    own = [path for path in together if modality_of(path) in named] or together
+    groups += [together] if together and len(predictor.inputs) > 1 else [[path] for path in own]
+    for group in groups:
+        try:
+            files, channels = _files(group, tuple(predictor.channels), tuple(predictor.inputs))
+            cases.append(Case(files, channels, *codes_for(predictor, files, codes)))
+        except InputError as error:
+            problems.extend(error.problems)
+    return cases, problems
+
+
+def codes_for(predictor: Any, files: CaseFiles, choice: str = AUTO) -> Tuple[str, Mapping, Mapping]:
+    """The last fields of a `Case`: the codes of --codes, or of the case's own data set, or the store's where that is
+    not known or lacks a region of the run. Raises InputError where codes that were chosen lack one."""
+    of, labels = (label_codes_of(files) or (STORE, {})) if choice == AUTO else (choice, LABEL_CODES.get(choice, {}))
+    regions = {**{name: (code,) for code, name in labels.items() if code}, **regions_of(labels)}
+    missing = [name for name in predictor.regions if name not in regions]
+    if not labels or (missing and choice == AUTO):
+        return STORE, predictor.labels, predictor.regions
+    known = ", ".join(f"{code} {label}" for code, label in labels.items())
+    refuse(
+        f"region {name} of the run must have a code among those of {of} for case {files.case_id}, got {known}; "
+        "choose other --codes"
+        for name in missing
+    )
+    return of, labels, {name: regions[name] for name in predictor.regions}
 
 
 def case_files(paths: Sequence[Path], channels: Sequence[str]) -> CaseFiles:
@@ -27,95 +87,36 @@ def case_files(paths: Sequence[Path], channels: Sequence[str]) -> CaseFiles:
     all end in a known modality (`_flair`, `-t1c`, ...) are put in the order of `channels`, others must be given in it.
     Segmentations are left out: `label` is None. Raises InputError when a channel is missing or double."""
     first, own = paths[0], [CHANNEL_NAMES.get(name.lower()) for name in channels]
-    folder, named = first.is_dir(), all(own) and all(map(modality_of, paths))
-    case_id = name_of(first) if folder else stem_of(first)
-    apart = not folder and (len(paths) > 1 or len(channels) == 1)
-    if apart:
-        paths = [path for path in paths if modality_of(path) != "seg"]
-        if named:
-            case_id = MODALITY_SUFFIX.sub("", f"{case_id}.nii") or name_of(first.parent)
-        elif len(paths) != len(channels):
-            rule = f"one 4D file or one for each of {', '.join(channels)}"
-            raise InputError(f"--image must name {rule}, got {len(paths)} files; name them all")
-        else:
+    if first.is_dir():
+        case_id, where, files = name_of(first), first, volumes_in(first)
+    elif len(paths) == 1 < len(channels):
+        return CaseFiles(stem_of(first), stem_of(first), (first,), None)
+    else:
+        case_id, where, files = stem_of(first), first.parent, [path for path in paths if modality_of(path) != "seg"]
+        if not (all(own) and all(map(modality_of, paths))):
+            if len(files) != len(channels):
+                rule = f"one 4D file or one for each of {', '.join(channels)}"
+                raise InputError(f"--image must name {rule}, got {len(files)} files; name them all")
             rule = f"must be the file of its channel by its place among {', '.join(channels)}"
-            others = [
-                (path, modality_of(path)) for path, one in zip(paths, own) if modality_of(path) in {*own} - {None, one}
-            ]
-            refuse(f"{path} {rule}, got a name of {other}; give files in that order" for path, other in others)
-    if folder or (named and apart):
-        wanted = [known or name for known, name in zip(own, channels)]
-        files, wrong = one_each(volumes_in(first) if folder else paths, wanted, first if folder else first.parent)
-        refuse(wrong)
-        paths = [files[name] for name in wanted]
-    return CaseFiles(case_id, case_id, tuple(paths), None)
+            refuse(
+                f"{path} {rule}, got a name of {modality_of(path)}; give files in that order"
+                for path, one in zip(files, own)
+                if modality_of(path) in {*own} - {None, one}
+            )
+            return CaseFiles(case_id, case_id, tuple(files), None)
+        case_id = MODALITY_SUFFIX.sub("", f"{case_id}.nii") or name_of(where)
+    wanted = [known or name for known, name in zip(own, channels)]
+    by_name, wrong = one_each(files, wanted, where)
+    refuse(wrong)
+    return CaseFiles(case_id, case_id, tuple(by_name[name] for name in wanted), None)
 
 
-def grouped_by_case(paths: Sequence[Path], channels: Sequence[str]) -> List[List[Path]]:
-    """3D files to predict, those of one case together: they are one case, or for a single channel a case each, without
-    the files of other modalities and segmentations."""
-    if len(channels) > 1:
-        return [list(paths)] if paths else []
-    wanted = (None, CHANNEL_NAMES.get(channels[0].lower()))
-    return [[path] for path in paths if modality_of(path) in wanted] or [[path] for path in paths]
-
-
-def viewed_files(paths: Sequence[Path]) -> Tuple[CaseFiles, Tuple[str, ...]]:
-    """A case to look at and the names of its images: their modality, or else their file's name. The label is the
-    segmentation beside them, if there is one. Raises InputError for several cases or none, and for images of one
-    name."""
-    first = paths[0]
-    if len(paths) > 1 and any(path.is_dir() for path in paths):
-        raise InputError(f"--image must be one case, got {listed(paths)}; give one folder or its files")
-    files = volumes_in(first) if first.is_dir() else list(paths)
-    images = [path for path in files if modality_of(path) != "seg"]
-    if not images and first.is_dir():
-        found = "a segmentation alone" if files else "none"
-        rule = f"--image {first} must hold .nii.gz or .nii files of images, found {found}"
-        raise InputError(f"{rule}; give the folder of a case, or a file")
-    images = images or files  # a segmentation that is named is looked at
-    labels = [path for path in files if path not in images]
-    names = [modality_of(path) or stem_of(path) for path in images]
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    refuse(f"--image must name one file of {name}, got several; give the files of one case" for name in twice)
-    if len(labels) > 1:
-        raise InputError(f"--image must have one segmentation, got {len(labels)}; give the files of one case")
-    named = MODALITY_SUFFIX.sub("", images[0].name) if all(map(modality_of, images)) else stem_of(images[0])
-    case_id = name_of(first) if first.is_dir() else named
-    order = list(FOLDER_LAYOUTS["brats2017"].suffixes.values())
-    pairs = sorted(zip(names, images), key=lambda one: order.index(one[0]) if one[0] in order else len(order))
-    case = CaseFiles(case_id or first.name, case_id, tuple(path for _, path in pairs), labels[0] if labels else None)
-    return case, tuple(name for name, _ in pairs)
-
-
-def channels_of(image: Path, count: int) -> List[str]:
-    """The channels of a 4D file: as the dataset.json above it names them, else by number."""
-    dataset = _decathlon_above(image)
-    return list(dataset[2]) if dataset and len(dataset[2]) == count else [f"channel {n + 1}" for n in range(count)]
-
-
-def label_codes_of(files: CaseFiles) -> Optional[Tuple[str, Dict[int, str]]]:
-    """Whose label codes go with the images of a case, and code -> name: those of the dataset.json above imagesTr/ or
-    imagesTs/, else of the release that all files are named as in; None for others, and for BraTS-PED, which has the
-    names of BraTS 2023 and other codes."""
-    folder = files.images[0].absolute().parent
-    dataset = _decathlon_above(files.images[0])
-    if dataset:
-        return str(folder.parent / "dataset.json"), dataset[3]
+def _files(paths: List[Path], channels: Tuple[str, ...], inputs: Tuple[str, ...]) -> Tuple[CaseFiles, Tuple[str, ...]]:
+    """The case that `paths` make with the store's channels, else with the run's own. Raises InputError for neither."""
+    if len(paths) == 1 and paths[0].is_file():
+        own = inputs if channel_count(paths[0]) == len(inputs) != len(channels) else channels
+        return case_files(paths, own), own
     try:
-        refuse_other_codes(folder, [files.case_id])
+        return case_files(paths, channels), channels
     except InputError:
-        return None
-    named = [layout for layout in FOLDER_LAYOUTS if all(modality_of(path, layout) for path in files.images)]
-    return (named[0], LABEL_CODES[named[0]]) if named else None
-
-
-def _decathlon_above(image: Path):
-    """What `read_decathlon` gives of the data set that an image lies in; None where it lies in none, or a bad one."""
-    folder = image.absolute().parent
-    if folder.name not in ("imagesTr", "imagesTs") or not (folder.parent / "dataset.json").is_file():
-        return None
-    try:
-        return read_decathlon(folder.parent)
-    except InputError:
-        return None
+        return case_files(paths, inputs), inputs

@@ -32,18 +32,10 @@ from cpu3d.data.nifti import write_label
 from cpu3d.data.records import SPLITS, CaseRecord
 from cpu3d.data.store import Store
 from cpu3d.data.stores.splits import with_fold, with_folds
-from cpu3d.errors import DivergedError, InputError, refuse
+from cpu3d.errors import InputError, refuse
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.inference.postprocessing import RAW, PostProcessing, gentlest, postprocessing_of
-from cpu3d.inference.runs import (
-    Ensemble,
-    Inference,
-    RunOptions,
-    describe,
-    load_configs,
-    store_of_run,
-    trained_predictors,
-)
+from cpu3d.inference.runs import Ensemble, Inference, RunOptions, load_configs, origin, store_of_run, trained_predictors
 from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metric_notes, score_region
 from cpu3d.util.atomic import OLD, replace_files, writable_folder, write_json
 from cpu3d.util.lock import locked
@@ -58,7 +50,6 @@ PREDICTIONS = "predictions"  # folder of the label maps, <case_id>.nii.gz, besid
 FILES = (PREDICTIONS, "scores.json")  # what an evaluation consists of; the scores say whether it is complete
 UNTOUCHED = "test"  # the one split that neither training nor the choice of the best checkpoint has seen
 WORST = 5  # how many of the worst cases the summary names
-EMPTY = ("both", "truth", "prediction")
 
 # Of a metric over the cases; the deviation is of these cases, n in the denominator.
 STATISTICS = {"mean": np.mean, "median": np.median, "std": np.std, "min": np.min, "max": np.max}
@@ -90,7 +81,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     if several_folds and options.split == "train":
         raise InputError(f"--split must be test or val for {len(runs)} folds, got train; each has its own there")
     crossed = several_folds and options.split == "val"
-    held_out = [with_fold(store, fold).manifest.split["val"] for fold in folds] if crossed else None
+    held_out = [with_fold(store, fold).manifest.split["val"] for fold in folds] if crossed else []
     own = [RAW if options.raw else postprocessing_of(*one, chosen.weights) for one in zip(runs, configs)]
     path = scores_path(out, options.split)
     folder = writable_folder(path.parent, "evaluation")
@@ -99,26 +90,28 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     predictors = trained_predictors(runs, chosen.weights, inference)
     if options.split != UNTOUCHED:
         Console(stderr=True).print(f"[bold yellow]{warning(options.split)}")
-    together = (Ensemble(predictors), gentlest(own))
-    by_fold = list(zip(predictors, own)) if crossed else []
-    for words in dict.fromkeys(postprocessing.words for _, postprocessing in by_fold or [together]):
+    by_fold = list(zip(predictors, own)) if crossed else [(Ensemble(predictors), gentlest(own))]
+    for words in dict.fromkeys(postprocessing.words for _, postprocessing in by_fold):
         say(f"post-processing: {words}")
+    about = origin(runs, configs, predictors)
+    for run, ids in zip(about.get("runs", ()), held_out):
+        run["held_out"] = ids
     with locked(folder, "evaluation"):
         scores = evaluate_split(
-            together[0],
-            with_folds(store, folds) if crossed else with_fold(store, folds[0]),
+            by_fold[0][0],
+            with_folds(store, folds) if crossed else store,
             options.split,
             out,
             weights=chosen.weights,
             tolerance_mm=options.tolerance,
-            about=describe(runs, configs, predictors, held_out),
-            postprocessing=together[1],
-            held_out={case_id: one for one, ids in zip(by_fold, held_out or ()) for case_id in ids},
+            about=about,
+            postprocessing=by_fold[0][1],
+            held_out={case_id: one for one, ids in zip(by_fold, held_out) for case_id in ids},
         )
     if options.json:
         print(json.dumps(scores, indent=1))
     else:
-        print_scores(scores, Console())
+        _print_scores(scores, dict(zip(folds, held_out)))
     say(f"written: {path}")
     return 0
 
@@ -138,7 +131,7 @@ def evaluate_split(
     """Predict and score every case of `split`, one in memory at a time; returns the content of scores.json.
 
     `predictor` is what `load_predictor` gives; a case of `held_out` has its own, and its own post-processing. Of a run
-    of a fold `store` is the fold's view. `about` is what `describe` gives, written into the file as it is. Predictions
+    of a fold `store` is the fold's view. `about` is what `origin` gives, written into the file as it is. Predictions
     and scores replace earlier ones only when all cases are done: an error or Ctrl-C leaves those whole.
 
     Raises InputError when the split has no cases or one without a label, when the store's channels or labels are not
@@ -184,7 +177,6 @@ def _score(
     """Write the label map of a case into `predictions`; returns its entry in scores.json."""
     (predictor, postprocessing), begin = who, time.monotonic()
     answers = predictor.probabilities(store.image(record.case_id), record)
-    check_finite(answers, record.case_id)
     label = postprocessing.paint(answers, predictor.regions, record.spacing_mm)
     predicted = time.monotonic()
     truth = np.asarray(store.label(record.case_id))
@@ -201,13 +193,6 @@ def _score(
         "postprocessing": postprocessing.words,
         "regions": regions,
     }
-
-
-def check_finite(answers: np.ndarray, case_id: str) -> None:
-    """Raise DivergedError unless all probabilities are finite."""
-    if not np.isfinite(answers).all():
-        rule = f"probabilities for case {case_id} must be finite, got NaN or infinity; the training has diverged"
-        raise DivergedError(f"{rule}, train again with a lower learning rate or in float32")
 
 
 def scores_path(run_dir: Path, split: str = UNTOUCHED) -> Path:
@@ -248,7 +233,7 @@ def summarise(cases: Sequence[Mapping[str, Any]]) -> Dict[str, Dict[str, Any]]:
         columns = {metric: [row[metric] for row in rows] for metric in METRICS}
         summary[region] = {
             **{one: {name: float(of(columns[one])) for name, of in STATISTICS.items()} for one in METRICS},
-            "empty": {kind: sum(row["empty"] == kind for row in rows) for kind in EMPTY},
+            "empty": {kind: sum(row["empty"] == kind for row in rows) for kind in ("both", "truth", "prediction")},
         }
     return summary
 
@@ -277,36 +262,29 @@ def summary_table(scores: Mapping[str, Any]) -> Table:
     )
 
 
-def print_scores(scores: Dict[str, Any], console: Console) -> None:
-    """The summary as a table, the worst cases, and of folds the mean Dice of each."""
+def _print_scores(scores: Mapping[str, Any], held_out: Mapping[str, Sequence[str]]) -> None:
+    """The summary as a table, the worst cases, and the mean Dice of each fold on the cases that it has held out."""
+    console, dice = Console(), {case["case_id"]: case["mean_dice"] for case in scores["cases"]}
     console.print(summary_table(scores).rich())
-    dice = {case["case_id"]: case["mean_dice"] for case in scores["cases"]}
     if len(dice) > 1:
         worst = ", ".join(f"{case['case_id']} {case['mean_dice']:.3f}" for case in scores["worst"])
         console.print(f"worst by mean Dice: {worst}")
-    folds = {run["fold"]: run["held_out"] for run in scores.get("runs", []) if "held_out" in run}
-    if folds:
-        means = ", ".join(f"{fold} {np.mean([dice[case_id] for case_id in ids]):.3f}" for fold, ids in folds.items())
+    if held_out:
+        means = ", ".join(f"{fold} {np.mean([dice[one] for one in ids]):.3f}" for fold, ids in held_out.items())
         console.print(f"mean Dice of each fold on the cases it held out: {means}")
 
 
 # What is read of scores.json.
 _Statistics = TypedDict("_Statistics", dict.fromkeys(STATISTICS, float))
-_Empty = TypedDict("_Empty", dict.fromkeys(EMPTY, int))
-_Summary = TypedDict("_Summary", {**dict.fromkeys(METRICS, _Statistics), "empty": _Empty})
-_VOXELS = {f"{name}_{unit}": kind for unit, kind in (("voxels", int), ("ml", float)) for name in EMPTY[1:]}
-_Region = TypedDict("_Region", {**dict.fromkeys(METRICS, float), **_VOXELS, "empty": str})
-_HOW = {"window": Optional[List[int]], "overlap": float, "flips": bool}
+_Summary = TypedDict("_Summary", dict.fromkeys(METRICS, _Statistics))
+_Region = TypedDict("_Region", {**dict.fromkeys((*METRICS, "truth_ml", "prediction_ml"), float), "empty": str})
 _CASE = {"case_id": str, "mean_dice": float, "predict_s": float, "score_s": float, "postprocessing": str}
 
 
 class _Run(TypedDict, total=False):
-    inference: TypedDict("_Inference", _HOW)
+    inference: TypedDict("_Inference", {"window": Optional[List[int]], "overlap": float, "flips": bool})
     held_out: List[str]
     runs: List["_Run"]
-
-
-_Case = TypedDict("_Case", {**_CASE, "regions": Dict[str, _Region]})
 
 
 class _Scores(_Run):
@@ -319,9 +297,8 @@ class _Scores(_Run):
     tolerance_mm: float
     peak_rss_bytes: Optional[int]
     regions: Dict[str, List[int]]
-    label_codes: Dict[int, str]
     summary: Dict[str, _Summary]
-    cases: List[_Case]
+    cases: List[TypedDict("_Case", {**_CASE, "regions": Dict[str, _Region]})]
 
 
 def _refuse_others(path: Path) -> None:

@@ -6,14 +6,13 @@ norm is here. ONNX has channels first, so the image is turned on the way in and 
 """
 
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Sequence
+from typing import Any, List, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from cpu3d.data.region import Shape3
-from cpu3d.inference.export_contract import Contract, require_onnx
 from cpu3d.inference.predictor import Predictor
+from cpu3d.settings import RunConfig
 from cpu3d.training.learner import finest
 from models.config import EPSILON, UNetConfig
 from models.layer_plan import LayerOp, layer_plan
@@ -21,36 +20,25 @@ from models.unet3d import build_unet3d
 
 OPSET, IR_VERSION = 17, 8  # of 2022: every onnxruntime from 1.12 on reads them
 
-# Layer -> weight -> array as Keras has it: {"encoder0_conv1": {"kernel": (3, 3, 3, in, out)}, ...}.
-Weights = Mapping[str, Mapping[str, np.ndarray]]
 
-
-def exported_network(contract: Contract, weights: List[np.ndarray]) -> tf.keras.Model:
-    """The Keras model of `contract` with the run's weights, in Keras' order: one answer, the finest."""
-    model = build_unet3d(contract.config.unet, contract.config.grid, batch_size=1)
+def exported_network(config: RunConfig, weights: List[np.ndarray]) -> tf.keras.Model:
+    """The Keras model of an `exported_config` with the run's weights, in Keras' order: one answer, the finest."""
+    model = build_unet3d(config.unet, config.grid, batch_size=1)
     model.set_weights(weights)
     return tf.keras.Model(model.input, finest(model.output))
 
 
-def layer_weights(network: tf.keras.Model) -> Dict[str, Dict[str, np.ndarray]]:
-    """Layer -> weight -> array, of a network under the policy "speed", whose layers are those of the plan."""
-    return {
-        layer.name: {weight.name.split("/")[-1].split(":")[0]: weight.numpy() for weight in layer.weights}
-        for layer in network.layers
-        if layer.weights
-    }
-
-
-def write_saved_model(contract: Contract, network: tf.keras.Model, folder: Path) -> None:
-    """Write the network of `contract` to `folder`, with the one signature "serving_default"."""
+def write_saved_model(about: Mapping[str, Any], network: tf.keras.Model, folder: Path) -> None:
+    """Write the network of the contract `about` to `folder`, with the one signature "serving_default"."""
+    (output,) = about["outputs"]
 
     def answer(image, mean=None, std=None):
         logits = network(_normalised_tensor(image, mean, std)[None], training=False)[0]
-        return {contract.output: logits if contract.config.is_patch else tf.sigmoid(logits)}
+        return {output: logits if output == "logits" else tf.sigmoid(logits)}
 
     module = tf.Module()
     module.weights = network.weights  # and not the Keras model, whose layers would be written down as well
-    signature = [tf.TensorSpec(one["shape"], one["dtype"], name=name) for name, one in contract.inputs().items()]
+    signature = [tf.TensorSpec(one["shape"], one["dtype"], name=name) for name, one in about["inputs"].items()]
     module.answer = tf.function(answer, signature, autograph=False)
     # Gradients would be saved as well, twice the graph, and nothing is trained any more.
     options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
@@ -64,31 +52,46 @@ class ExactPredictor(Predictor):
     that puts a probability off by 0.025 here and there, as much as bfloat16 does. Slower, and it takes more memory.
     """
 
-    def _network(self, size: Shape3):
-        model = build_unet3d(self.config.unet, size)
-        model.set_weights(self.weights)
-        image = tf.TensorSpec((None, *size, self.config.unet.channels))  # of no known batch: no fused kernel takes it
-        return tf.function(lambda image: finest(model(image, training=False)), [image], autograph=False)
+    batch_size = None  # not known: no fused kernel takes it
 
 
-def write_onnx(contract: Contract, network: tf.keras.Model, path: Path) -> None:
-    """Write the network of `contract` to `path`. Names, shapes and dtypes are checked to fit together."""
-    onnx, model = require_onnx(), onnx_model(contract, layer_weights(network))
-    path.write_bytes(model.SerializeToString())
+def write_onnx(about: Mapping[str, Any], network: tf.keras.Model, path: Path) -> None:
+    """Write the network of the contract `about` to `path`. Names, shapes and dtypes are checked to fit together."""
+    import onnx
+
+    path.write_bytes(onnx_model(about, network).SerializeToString())
     onnx.checker.check_model(str(path), full_check=True)
 
 
-def onnx_model(contract: Contract, weights: Weights) -> Any:
-    """The ModelProto of `contract` with these weights."""
-    graph = _Graph(require_onnx())
-    channels_first = graph.add("Transpose", [_normalised(graph, contract)], perm=[3, 0, 1, 2])
+def onnx_model(about: Mapping[str, Any], network: tf.keras.Model) -> Any:
+    """The ModelProto of the contract `about` with the weights of `network`, whose layers are those of the plan."""
+    import onnx
+
+    graph, (output,) = _Graph(onnx), about["outputs"]
+    weights = {  # as Keras has them: {"encoder0_conv1": {"kernel": (3, 3, 3, in, out)}, ...}
+        layer.name: {weight.name.split("/")[-1].split(":")[0]: weight.numpy() for weight in layer.weights}
+        for layer in network.layers
+    }
+    channels_first = graph.add("Transpose", [_normalised(graph, about)], perm=[3, 0, 1, 2])
     image = graph.add("Unsqueeze", [channels_first, graph.constant(np.int64([0]))])
-    logits = _network(graph, contract.config.unet, contract.config.grid, weights, image)
-    answer = logits if contract.config.is_patch else graph.add("Sigmoid", [logits])
+    unet, tensors = UNetConfig(**about["network"]), {}
+    for op in layer_plan(unet, tuple(about["size"])):
+        if op.kind == "input":
+            tensors[op.name] = image
+        elif op.kind != "head" or op.name == "head":  # the others are of the loss alone
+            inputs = [tensors[name] for name in op.inputs]
+            tensors[op.name] = _layer(graph, op, unet.norm, inputs, weights.get(op.name, {}))
+    answer = tensors["head"] if output == "logits" else graph.add("Sigmoid", [tensors["head"]])
     turned = graph.add("Transpose", [answer], perm=[0, 2, 3, 4, 1])
-    graph.add("Squeeze", [turned, graph.constant(np.int64([0]))], contract.output)
-    given = {contract.output: {"shape": [*contract.config.grid, len(contract.regions)]}}
-    return graph.model(contract.inputs(), given)
+    graph.add("Squeeze", [turned, graph.constant(np.int64([0]))], output)
+    helper, float32 = onnx.helper, onnx.TensorProto.FLOAT
+    ends = [
+        [helper.make_tensor_value_info(name, float32, one["shape"]) for name, one in about[some].items()]
+        for some in ("inputs", "outputs")
+    ]
+    whole = helper.make_graph(graph.nodes, "cpu3d", *ends, graph.constants)
+    opsets = [helper.make_opsetid("", OPSET)]
+    return helper.make_model(whole, producer_name="cpu3d", ir_version=IR_VERSION, opset_imports=opsets)
 
 
 def _normalised_tensor(image, mean: Any = None, std: Any = None):
@@ -109,43 +112,30 @@ class _Graph:
     """The nodes and constants of an ONNX graph."""
 
     def __init__(self, onnx: Any):
-        self._onnx = onnx
-        self._nodes: List[Any] = []
-        self._constants: List[Any] = []
+        self._onnx, self.nodes, self.constants = onnx, [], []
 
     def add(self, kind: str, inputs: Sequence[str], name: str = "", **attributes: Any) -> str:
         """A node of one output, which is named `name`; returns that name."""
-        name = name or f"{kind.lower()}_{len(self._nodes)}"
-        self._nodes.append(self._onnx.helper.make_node(kind, list(inputs), [name], name=name, **attributes))
+        name = name or f"{kind.lower()}_{len(self.nodes)}"
+        self.nodes.append(self._onnx.helper.make_node(kind, list(inputs), [name], name=name, **attributes))
         return name
 
     def constant(self, array: np.ndarray, name: str = "") -> str:
         """An initializer; weights have names."""
-        name = name or f"constant_{len(self._constants)}"
-        self._constants.append(self._onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
+        name = name or f"constant_{len(self.constants)}"
+        self.constants.append(self._onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
         return name
 
     def cast(self, tensor: str, dtype: str) -> str:
         return self.add("Cast", [tensor], to=getattr(self._onnx.TensorProto, dtype))
 
-    def model(self, *inputs_and_outputs: Mapping[str, Mapping[str, Any]]) -> Any:
-        """The ModelProto; inputs and outputs are name -> shape."""
-        helper, float32 = self._onnx.helper, self._onnx.TensorProto.FLOAT
-        ends = [
-            [helper.make_tensor_value_info(name, float32, one["shape"]) for name, one in some.items()]
-            for some in inputs_and_outputs
-        ]
-        graph = helper.make_graph(self._nodes, "cpu3d", *ends, self._constants)
-        opsets = [helper.make_opsetid("", OPSET)]
-        return helper.make_model(graph, producer_name="cpu3d", ir_version=IR_VERSION, opset_imports=opsets)
 
-
-def _normalised(graph: _Graph, contract: Contract) -> str:
+def _normalised(graph: _Graph, about: Mapping[str, Any]) -> str:
     """As `_normalised_tensor`."""
     zero, one = graph.constant(np.float64(0)), graph.constant(np.float64(1))
     nothing = graph.constant(np.float32(0))
     present = graph.add("Not", [graph.add("Equal", ["image", nothing])])
-    if contract.config.is_patch:
+    if "mean" in about["inputs"]:
         mean, std = graph.cast("mean", "DOUBLE"), graph.cast("std", "DOUBLE")
     else:
         grid = graph.constant(np.int64([0, 1, 2]))
@@ -155,24 +145,10 @@ def _normalised(graph: _Graph, contract: Contract) -> str:
         off = graph.add("Mul", [graph.add("Sub", [values, mean]), mask])
         squares = graph.add("ReduceSum", [graph.add("Mul", [off, off]), grid], keepdims=0)
         std = graph.add("Sqrt", [graph.add("Div", [squares, count])])
-    varies = graph.add("Greater", [std, zero])
-    inverse = graph.add("Div", [one, std])
-    shift = graph.add("Neg", [graph.add("Mul", [mean, inverse])])
-    scale, shift = (graph.add("Where", [varies, graph.cast(each, "FLOAT"), nothing]) for each in (inverse, shift))
-    scores = graph.add("Add", [graph.add("Mul", ["image", scale]), shift])
+    scale = graph.add("Where", [graph.add("Greater", [std, zero]), graph.add("Div", [one, std]), zero])
+    shift = graph.add("Neg", [graph.add("Mul", [mean, scale])])
+    scores = graph.add("Add", [graph.add("Mul", ["image", graph.cast(scale, "FLOAT")]), graph.cast(shift, "FLOAT")])
     return graph.add("Where", [present, scores, nothing])
-
-
-def _network(graph: _Graph, unet: UNetConfig, size: Sequence[int], weights: Weights, image: str) -> str:
-    """The layers of the plan, without the heads that only a loss reads; returns the logits (1, R, X, Y, Z)."""
-    tensors: Dict[str, str] = {}
-    for op in layer_plan(unet, tuple(size)):
-        if op.kind == "input":
-            tensors[op.name] = image
-        elif op.kind != "head" or op.name == "head":
-            inputs = [tensors[name] for name in op.inputs]
-            tensors[op.name] = _layer(graph, op, unet.norm, inputs, weights.get(op.name, {}))
-    return tensors["head"]
 
 
 def _layer(graph: _Graph, op: LayerOp, norm: str, inputs: List[str], weights: Mapping[str, np.ndarray]) -> str:

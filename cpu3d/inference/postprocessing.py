@@ -25,7 +25,7 @@ import gc
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -91,7 +91,7 @@ class PostProcessing:
             label[box] = label_from_regions(_nested(answers[box], regions), regions)
         for name, code_below in _codes_below(regions).items():
             if name in self.rules:
-                parts, _ = connected_parts(region_mask(label[box], regions[name]))
+                parts = connected_parts(region_mask(label[box], regions[name]))
                 sizes_mm3 = np.bincount(parts.ravel())[1:] * float(np.prod(spacing_mm))
                 removed = np.concatenate([[False], _is_small(sizes_mm3, self.rules[name])])
                 label[box][removed[parts]] = code_below
@@ -112,9 +112,9 @@ RAW = PostProcessing(off="--raw")
 
 def gentlest(several: Sequence[PostProcessing]) -> PostProcessing:
     """What all of several runs remove, for their joint answer. Off where one of them is, for its reason."""
-    for one in several:
-        if one.off:
-            return one
+    off = [one for one in several if one.off]
+    if off:
+        return off[0]
     names = [name for name in several[0].rules if all(name in one.rules for one in several)]
     rules = {name: tuple(dict.fromkeys(rule for one in several for rule in one.rules[name])) for name in names}
     nested = all(one.nested for one in several)
@@ -170,7 +170,11 @@ def postprocessing_of(run: Path, config: RunConfig, weights: str = "best") -> Po
         return PostProcessing(off="not decided; repeat the run's `train`")
     if weights != "best":
         return PostProcessing(off=f"decided with the best weights, these are the {weights}")
-    if not _is_current(decision, run, config):
+    try:
+        digest = file_sha256(weights_file(run, "best"))
+    except (InputError, OSError):
+        digest = ""  # whoever needs the weights reports it
+    if (decision.weights_sha256, decision.split_hash) != (digest, config.split_hash):
         return PostProcessing(off="decided with other weights or another split; repeat the run's `train`")
     return decision.chosen
 
@@ -181,13 +185,14 @@ def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
     and `store_of_run`, and where another process writes to the run."""
     run, config = Path(run), load_config(run)
     with locked(run, "run"):
+        digest = file_sha256(weights_file(run, "best"))
         try:
             decision = read_decision(run, config)
         except InputError:
             decision = None  # damaged: decided again
-        if decision and _is_current(decision, run, config):
+        if decision and (decision.weights_sha256, decision.split_hash) == (digest, config.split_hash):
             return decision
-        store, digest = store_of_run(config, store_folder), file_sha256(weights_file(run, "best"))
+        store = store_of_run(config, store_folder)
         records = [record for record in store.cases("val") if record.has_label]
         if len(records) < LEAST_CASES:
             off = f"{count(records, 'validation case')}, {LEAST_CASES} are needed"
@@ -217,8 +222,8 @@ def after(training: Options, settings: Dict[str, Any]) -> None:
         decision = decide(training.run, training.store)
         line = decision.chosen.words
         if not decision.chosen.off:
-            pairs = [(name, decision.before[name], means) for name, means in decision.after.items()]
-            changes = ", ".join(f"{name} {was.lesion_dice:.3f} -> {now.lesion_dice:.3f}" for name, was, now in pairs)
+            pairs = zip(decision.before.items(), decision.after.values())
+            changes = ", ".join(f"{name} {was.lesion_dice:.3f} -> {now.lesion_dice:.3f}" for (name, was), now in pairs)
             line += f"; lesion-wise Dice {changes} on {count(decision.cases, 'validation case')}"
     except Exception as error:  # also TensorFlow's own: whatever it is, the run is whole
         line = f"off: it could not be decided, {str(error) or type(error).__name__}; repeat the same command"
@@ -228,25 +233,10 @@ def after(training: Options, settings: Dict[str, Any]) -> None:
     say(f"post-processing: {line}")
 
 
-def _is_current(decision: Decision, run: Path, config: RunConfig) -> bool:
-    try:
-        digest = file_sha256(weights_file(run, "best"))
-    except (InputError, OSError):
-        return False  # whoever needs the weights reports it
-    return (decision.weights_sha256, decision.split_hash) == (digest, config.split_hash)
-
-
 Case = Tuple[np.ndarray, np.ndarray, Sequence[float]]  # answers (X, Y, Z, R), true label (X, Y, Z), mm along X, Y, Z
-
-
-class _Parts(NamedTuple):
-    """The P predicted parts of a region in a case: enough to score any choice among them."""
-
-    matching: Matching
-    sizes_mm3: np.ndarray  # (P,)
-    inside: Dict[str, np.ndarray]  # larger region -> (P,) index of the part of that region that holds each part
-
-
+# The P parts of a region in a case, and larger region -> (P,) index of the part of it that holds each: enough to score
+# any choice among them.
+Parts = Tuple[Matching, Dict[str, np.ndarray]]
 LESION_DICE, FALSE_POSITIVES, DICE, FOUND = range(4)  # columns of `_scores`, the first three as in Means
 
 
@@ -266,46 +256,45 @@ def choose(cases: Iterable[Case], regions: Regions) -> Tuple[PostProcessing, Dic
     if _gain(scores, best) > 0:
         best, measured, chosen = scores, nested, PostProcessing(nested=True)
     for name in _codes_below(regions):
-        tried = [{**chosen.rules, name: (rule,)} for rule in RULES]
-        pairs = [(_scores(measured, rules), rules) for rules in tried]
-        gains = [_gain(scores, best) for scores, _ in pairs]
-        if max(gains) >= 0:
-            equal = [pair for pair, gain in zip(pairs, gains) if gain == max(gains)]
-            shares = [pair for pair in equal if pair[1][name][0].share] or equal
-            best, rules = shares[(len(shares) - 1) // 2]
-            chosen = dataclasses.replace(chosen, rules=rules)
+        tried = {rule: _scores(measured, {**chosen.rules, name: (rule,)}) for rule in RULES}
+        gains = {rule: _gain(scores, best) for rule, scores in tried.items()}
+        most = max(gains.values())
+        if most >= 0:
+            equal = [rule for rule, gain in gains.items() if gain == most]
+            shares = [rule for rule in equal if rule.share] or equal
+            rule = shares[(len(shares) - 1) // 2]
+            best, chosen = tried[rule], dataclasses.replace(chosen, rules={**chosen.rules, name: (rule,)})
     if not _gain(best, before) > 0:
         chosen, best = PostProcessing(off="no rule gains on the validation cases"), before
     return chosen, _means(before, regions), _means(best, regions)
 
 
-def _parts_of(label: np.ndarray, truth: np.ndarray, spacing_mm: Sequence[float], regions: Regions) -> Dict[str, _Parts]:
+def _parts_of(label: np.ndarray, truth: np.ndarray, spacing_mm: Sequence[float], regions: Regions) -> Dict[str, Parts]:
     """Region, the largest first -> its parts in a painted label."""
     box = bounding_box((label > 0) | (truth > 0)).slices(label.shape)  # lesions grow together inside of it
     numbered, found = {}, {}
     for name, larger in _larger(regions).items():
-        parts, part_count = numbered[name] = connected_parts(region_mask(label[box], regions[name]))
+        parts = numbered[name] = connected_parts(region_mask(label[box], regions[name]))
         inside = {}
         for other in larger:
-            index = np.zeros(part_count + 1, np.int64)
-            index[parts] = numbered[other][0]  # index[0], of what is in no part, means nothing
+            index = np.zeros(parts.max() + 1, np.int64)
+            index[parts] = numbered[other]  # index[0], of what is in no part, means nothing
             inside[other] = index[1:] - 1
-        matching = match_lesions(region_mask(truth[box], regions[name]), parts, part_count, spacing_mm)
-        found[name] = _Parts(matching, matching.part_voxels * float(np.prod(spacing_mm)), inside)
+        found[name] = match_lesions(region_mask(truth[box], regions[name]), parts, spacing_mm), inside
     return found
 
 
-def _scores(cases: Sequence[Dict[str, _Parts]], rules: Mapping[str, Sequence[Rule]]) -> np.ndarray:
+def _scores(cases: Sequence[Dict[str, Parts]], rules: Mapping[str, Sequence[Rule]]) -> np.ndarray:
     """Scores of what `PostProcessing.paint` leaves under `rules`, (cases, regions from the largest on, 4)."""
     rows = []
     for case in cases:
         kept: Dict[str, np.ndarray] = {}
-        for name, (matching, sizes_mm3, inside) in case.items():
-            stays = np.ones(len(sizes_mm3), bool)
+        for name, (matching, inside) in case.items():
+            stays = np.ones(len(matching.part_mm3), bool)
             for larger, index in inside.items():
                 stays &= kept[larger][index]
             if name in rules:
-                stays[stays] = ~_is_small(sizes_mm3[stays], rules[name])
+                stays[stays] = ~_is_small(matching.part_mm3[stays], rules[name])
             kept[name], lesions = stays, matching.lesions(stays)
             rows.append((lesions.dice, lesions.false_positives, matching.dice(stays), lesions.found))
     return np.reshape(rows, (len(cases), -1, 4))

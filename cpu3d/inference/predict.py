@@ -31,20 +31,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
-import nibabel
 import numpy as np
 from rich.console import Console
 
 from cpu3d.data.labels import THRESHOLD, code_meanings, region_mask
-from cpu3d.data.nifti import read_volume, write_label, write_volume
+from cpu3d.data.nifti import write_label, write_volume
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.stores.case import load_case
-from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles, regions_of
+from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles
 from cpu3d.errors import DoesNotFitError, InputError, refuse
-from cpu3d.inference.cases import case_files, grouped_by_case, label_codes_of
-from cpu3d.inference.evaluate import check_finite
+from cpu3d.inference.cases import STORE, Case, check_there, find_cases
 from cpu3d.inference.postprocessing import RAW, PostProcessing, gentlest, postprocessing_of
-from cpu3d.inference.runs import Ensemble, Inference, RunOptions, describe, load_configs, trained_predictors
+from cpu3d.inference.runs import Ensemble, Inference, RunOptions, load_configs, origin, trained_predictors
 from cpu3d.pages.viewer import SCORES, ViewedCase, write_case_page
 from cpu3d.settings import AUTO
 from cpu3d.util.atomic import writable_folder, write_json
@@ -56,7 +54,6 @@ from memory_estimator.common.table import Table
 
 SCHEMA = 1  # version of the sidecar
 WRITER = "cpu3d predict"  # how a sidecar says that the label beside it was made here and may be replaced
-STORE = "the run's store"  # whose label codes they are where a case says nothing of its own
 
 
 @dataclass(frozen=True)
@@ -80,24 +77,6 @@ class Options:
     )
 
 
-@dataclass(frozen=True)
-class Codes:
-    """The label codes that a case is written in."""
-
-    of: str  # whose they are: STORE, a layout, or the path of a dataset.json
-    labels: Mapping[int, str]  # code -> name
-    regions: Mapping[str, Tuple[int, ...]]  # the run's regions, in its order, in these codes
-
-
-@dataclass(frozen=True)
-class Case:
-    """A case to predict."""
-
-    files: CaseFiles
-    channels: Tuple[str, ...]  # of its image: those of the run's store, or just the run's own
-    codes: Codes
-
-
 OPTIONS = (RunOptions, Options, Inference)
 
 
@@ -109,12 +88,16 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     predictors = trained_predictors(chosen.run, chosen.weights, inference)
     predictor, postprocessing = Ensemble(predictors), gentlest(decided)
     cases, problems = find_cases(options.image, predictor, options.codes)
-    check_out(options.out, options.image, cases)
+    twice = [one for one, times in Counter(case.files.case_id for case in cases).items() if times > 1]
+    wrong = [f"case ids must differ, got {one} twice; predict them into separate folders" for one in twice]
+    if options.out.resolve() in (path.resolve() for path in options.image):
+        wrong.insert(0, f"--out must not be a folder that is predicted on, got {options.out}; choose another")
+    refuse(wrong)
     read = {path for case in cases for path in case.files.images}
     unread = [path for path in options.image if path.is_file() and path not in read]
     lines = [*(f"not read: {path}" for path in unread), f"post-processing: {postprocessing.words}"]
     say(*lines, *_mapping(cases), stderr=False)
-    about = {**describe(chosen.run, configs, predictors), "weights": chosen.weights}
+    about = {**origin(chosen.run, configs, predictors), "weights": chosen.weights}
     done, kind = [], InputError
     with bar("predict", total=len(cases)) as advance:
         for case in cases:
@@ -135,30 +118,22 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     return 0
 
 
-def check_there(name: str, paths: Sequence[Path]) -> None:
-    """Raise InputError for each of the `paths` of an option that does not exist."""
-    refuse(f"{name} {path} must exist, found none; check the path" for path in paths if not path.exists())
-
-
 def predict_case(
     predictor: Any, case: Case, options: Options, about: Mapping[str, Any], postprocessing: PostProcessing
 ) -> Dict[str, Any]:
     """Segment one case into `options.out`; returns the content of its sidecar, `about` included: whose answer it is. A
     label among the case's files is not read. Raises InputError for an image that cannot be read or does not fit the
     run, and where a file would be overwritten whose sidecar does not say that it was written here."""
-    begin, out, files, codes = time.monotonic(), options.out, case.files, case.codes
+    begin, out, files = time.monotonic(), options.out, case.files
     names = _probability_names(files.case_id, tuple(predictor.regions)) if options.probabilities else {}
     label_file, sidecar, page_file = (out / f"{files.case_id}.{end}" for end in ("nii.gz", "json", "html"))
     outputs = (sidecar, label_file, *(out / name for name in names.values()), *([page_file] if options.page else []))
     _check_replaceable(sidecar, outputs, files)
-    folder = Path(files.images[0]).parent
-    loaded = load_case(files, channels=case.channels, labels=None, dataset_folder=folder, zero_nan=options.zero_nan)
+    loaded = load_case(files, channels=case.channels, zero_nan=options.zero_nan)
     record, geometry = loaded.record, loaded.record.geometry
     answers = predictor.probabilities(loaded.image, record, case.channels)
-    check_finite(answers, files.case_id)
-    label = postprocessing.paint(answers, codes.regions, record.spacing_mm)
-    content = _sidecar(case, record, label, postprocessing=postprocessing.words, probabilities=names)
-    content.update(about)
+    label = postprocessing.paint(answers, case.regions, record.spacing_mm)
+    content = _sidecar(case, record, label, postprocessing=postprocessing.words, probabilities=names) | about
     write_json(sidecar, content)  # first, so that a label cut off by a crash is known as ours and can be redone
     for position, name in enumerate(names):
         # Level 1: probabilities are noise in their last bits, and level 6 takes three times as long for little.
@@ -166,7 +141,7 @@ def predict_case(
     write_label(label_file, label, geometry)
     if options.page:
         shown = ViewedCase(
-            files.case_id, loaded.image, case.channels, geometry, codes.regions, codes.labels,
+            files.case_id, loaded.image, case.channels, geometry, case.regions, case.labels,
             predictions={"prediction": label}, unit=SCORES if loaded.image.dtype.kind == "f" else "",
         )  # fmt: skip
         write_case_page(page_file, shown, "predict")
@@ -175,73 +150,20 @@ def predict_case(
     return content
 
 
-def find_cases(paths: Sequence[Path], predictor: Any, codes: str = AUTO) -> Tuple[List[Case], List[str]]:
-    """The cases that `paths` name, and what is wrong with those that cannot be one: a folder, a 4D file, or 3D files as
-    `grouped_by_case` has them. A case has each of the channels of the run's store, or else of the run's own."""
-    together, groups, cases, problems = [], [], [], []
-    for path in paths:
-        try:
-            if path.is_dir() or _channel_count(path) > 1:
-                groups.append([path])
-            else:
-                together.append(path)
-        except InputError as error:
-            problems.extend(error.problems)
-    for group in [*groups, *grouped_by_case(together, predictor.inputs)]:
-        try:
-            files, channels = _files(group, tuple(predictor.channels), tuple(predictor.inputs))
-            cases.append(Case(files, channels, codes_for(predictor, files, codes)))
-        except InputError as error:
-            problems.extend(error.problems)
-    return cases, problems
-
-
-def codes_for(predictor: Any, files: CaseFiles, choice: str = AUTO) -> Codes:
-    """The label codes that a case is written in: those of --codes, or of the case's own data set, or the store's where
-    that is not known or lacks a region of the run. Raises InputError where codes that were chosen lack one."""
-    if choice == AUTO:
-        of, labels = label_codes_of(files) or (STORE, None)
-    else:
-        of, labels = choice, LABEL_CODES.get(choice)
-    regions = {**{name: (code,) for code, name in (labels or {}).items() if code}, **regions_of(labels or {})}
-    missing = [name for name in predictor.regions if name not in regions]
-    if labels is None or (missing and choice == AUTO):
-        return Codes(STORE, predictor.labels, predictor.regions)
-    known = ", ".join(f"{code} {label}" for code, label in labels.items())
-    refuse(
-        f"region {name} of the run must have a code among those of {of} for case {files.case_id}, got {known}; "
-        "choose other --codes"
-        for name in missing
-    )
-    return Codes(of, labels, {name: regions[name] for name in predictor.regions})
-
-
-def check_out(out: Path, inputs: Sequence[Path], cases: Sequence[Case]) -> None:
-    """Raise InputError, all problems together, when `out` cannot take the predictions without harm."""
-    problems = []
-    if out.resolve() in (path.resolve() for path in inputs):
-        problems.append(f"--out must not be a folder that is predicted on, got {out}; choose another")
-    ids = Counter(case.files.case_id for case in cases)
-    twice = [case_id for case_id, times in ids.items() if times > 1]
-    refuse(
-        [*problems, *(f"case ids must differ, got {one} twice; predict them into separate folders" for one in twice)]
-    )
-
-
 def _sidecar(case: Case, record: CaseRecord, label: np.ndarray, **about: Any) -> Dict[str, Any]:
     """What a case's sidecar holds of its label, grid and sources, before it is complete."""
-    codes, voxel_ml = case.codes, float(np.prod(record.spacing_mm)) / 1000.0
-    voxels = {name: np.count_nonzero(region_mask(label, of_region)) for name, of_region in codes.regions.items()}
+    voxel_ml = float(np.prod(record.spacing_mm)) / 1000.0
+    masks = {name: region_mask(label, codes) for name, codes in case.regions.items()}
     return {
         "schema": SCHEMA,
         "written_by": WRITER,
         "complete": False,
         "case_id": case.files.case_id,
         "label": f"{case.files.case_id}.nii.gz",
-        "codes_of": codes.of,
-        "label_codes": {str(code): name for code, name in code_meanings(codes.regions, codes.labels).items()},
-        "regions": {name: list(of_region) for name, of_region in codes.regions.items()},
-        "volumes_ml": {name: round(int(count) * voxel_ml, 4) for name, count in voxels.items()},
+        "codes_of": case.codes_of,
+        "label_codes": {str(code): name for code, name in code_meanings(case.regions, case.labels).items()},
+        "regions": {name: list(codes) for name, codes in case.regions.items()},
+        "volumes_ml": {name: round(int(np.count_nonzero(mask)) * voxel_ml, 4) for name, mask in masks.items()},
         "threshold": THRESHOLD,
         **about,
         "axes": record.geometry.axes,
@@ -254,33 +176,11 @@ def _sidecar(case: Case, record: CaseRecord, label: np.ndarray, **about: Any) ->
 def _mapping(cases: Sequence[Case]) -> List[str]:
     """The codes that are written, a line for all cases with the same codes."""
     lines = []
-    for of, codes in {case.codes.of: case.codes for case in cases}.items():
-        ids = listed(case.files.case_id for case in cases if case.codes.of == of)
-        meanings = ", ".join(f"{code} {name}" for code, name in code_meanings(codes.regions, codes.labels).items())
+    for of, one in {case.codes_of: case for case in cases}.items():
+        ids = listed(case.files.case_id for case in cases if case.codes_of == of)
+        meanings = ", ".join(f"{code} {name}" for code, name in code_meanings(one.regions, one.labels).items())
         lines.append(f"{ids}: label codes of {of}: {meanings}{'; --codes chooses others' * (of == STORE)}")
     return lines
-
-
-def _files(paths: List[Path], channels: Tuple[str, ...], inputs: Tuple[str, ...]) -> Tuple[CaseFiles, Tuple[str, ...]]:
-    """The case that `paths` make with the store's channels, else with the run's own. Raises InputError for neither."""
-    if len(paths) == 1 and paths[0].is_file():
-        own = inputs if _channel_count(paths[0]) == len(inputs) != len(channels) else channels
-        return case_files(paths, own), own
-    try:
-        return case_files(paths, channels), channels
-    except InputError:
-        return case_files(paths, inputs), inputs
-
-
-def _channel_count(path: Path) -> int:
-    """Channels of a file by its header. Raises InputError with the reason where it has none."""
-    try:
-        shape = nibabel.load(path).shape
-    except Exception:  # nibabel raises its own errors, zlib's, numpy's and OSError for bytes that are no image
-        shape = ()
-    if len(shape) not in (3, 4):
-        shape = read_volume(path)[0].shape  # raises it
-    return shape[3] if len(shape) == 4 else 1
 
 
 def _probability_names(case_id: str, regions: Sequence[str]) -> Dict[str, str]:

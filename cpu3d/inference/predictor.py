@@ -15,20 +15,23 @@ from cpu3d.data.region import Region, Shape3, paste, round_up
 from cpu3d.data.resolution import Resizing, resizing_for
 from cpu3d.data.store import case_region
 from cpu3d.data.windows import sliding_window
-from cpu3d.errors import InputError
+from cpu3d.errors import DivergedError, InputError
 from cpu3d.host.gpu import fits_memory
-from cpu3d.inference.runs import AS_TRAINED, Inference, window_of
+from cpu3d.inference.runs import Inference, window_of
 from cpu3d.run.checkpoint import load_checkpoint, weights_file
 from cpu3d.settings import RunConfig, load_config
 from cpu3d.training.learner import finest, weight_names
 from models.unet3d import build_unet3d
 
+AS_TRAINED = Inference()
 NETWORKS = 2  # grids of which the network is kept: the training grid, which most cases share, and the last other one
 ADVICE = "slide a smaller --window X Y Z where the run is at full resolution, or take --device cpu if a card ran out"
 
 
 class Predictor:
     """A run's weights, ready for any case with the same channels."""
+
+    batch_size: Optional[int] = 1  # that networks are compiled for
 
     def __init__(self, config: RunConfig, weights: List[np.ndarray], inference: Inference = AS_TRAINED):
         self.config, self.inference = config, inference
@@ -40,24 +43,27 @@ class Predictor:
         self.weights = weights  # in the order of Keras
         self._kept_network = functools.lru_cache(maxsize=NETWORKS)(self._network)
 
-    def probabilities(
-        self, image: np.ndarray, record: CaseRecord, channels: Optional[Sequence[str]] = None
-    ) -> np.ndarray:
+    def probabilities(self, image: np.ndarray, record: CaseRecord, channels: Sequence[str] = ()) -> np.ndarray:
         """Probability of each region, float32 (X, Y, Z, R), on the full grid of `image` (X, Y, Z, C).
 
-        `image` and `record` are a store's or `load_case`'s; `channels` names the image's, all of the store's if None.
+        `image` and `record` are a store's or `load_case`'s; `channels` names the image's, all of the store's if none.
         In one pass the network sees the grid it was trained on, larger where this case needs it. Windows slide over the
         brain's box, or with the full extent over the volume, and at least one window's size of it. Outside of that the
-        probability is 0. Raises DoesNotFitError where memory runs out.
+        probability is 0. Raises DoesNotFitError where memory runs out, DivergedError for answers that are not finite.
         """
         region, resizing = self.region(record), self._resizing(record)
-        present = tuple(self.channels if channels is None else channels)
+        present = tuple(channels or self.channels)
         picked = [present.index(name) for name in self.inputs]
         logits_of = lambda image: self._logits(image, resizing)  # noqa: E731
         with fits_memory(f"the prediction of case {record.case_id}", ADVICE):
             part = tf.cast(normalise(image, record, region)[None, ..., picked], self.config.unet.dtype)
             logits = over_mirror_images(logits_of, part) if self.inference.flips else logits_of(part)
-            return paste(tf.sigmoid(logits).numpy(), region, record.shape)
+            answers = paste(tf.sigmoid(logits).numpy(), region, record.shape)
+        if not np.isfinite(answers).all():
+            rule = f"probabilities for case {record.case_id} must be finite, got NaN or infinity"
+            todo = "the training has diverged, train again with a lower learning rate or in float32"
+            raise DivergedError(f"{rule}; {todo}")
+        return answers
 
     def region(self, record: CaseRecord) -> Region:
         """What of a case is predicted, in the voxels of its image, padding included."""
@@ -91,20 +97,18 @@ class Predictor:
 
     def _network(self, size: Shape3) -> Callable:
         """A compiled network for one grid: image (1, *size, C) -> logits float32 (1, *size, R)."""
-        model = build_unet3d(self.config.unet, size, batch_size=1)
+        unet, batch_size = self.config.unet, self.batch_size
+        model = build_unet3d(unet, size, batch_size=batch_size)
         model.set_weights(self.weights)
-        return tf.function(lambda image: tf.cast(finest(model(image, training=False)), tf.float32), autograph=False)
+        taken = tf.TensorSpec((batch_size, *size, unet.channels), unet.dtype)
+        return tf.function(lambda x: tf.cast(finest(model(x, training=False)), tf.float32), [taken], autograph=False)
 
 
 def over_mirror_images(logits_of: Callable, image) -> np.ndarray:
     """Mean of the logits (X, Y, Z, R) of `image` (1, X, Y, Z, C) and its seven mirror images, each mirrored back."""
-    mean = None
     images = [axes for count in range(4) for axes in itertools.combinations(range(3), count)]
-    for axes in images:
-        mirrored = tf.reverse(image, [axis + 1 for axis in axes]) if axes else image
-        answer = np.flip(logits_of(mirrored), axes) / np.float32(len(images))
-        mean = answer if mean is None else mean + answer
-    return mean
+    mirrored = (tf.reverse(image, np.array(axes, np.int32) + 1) for axes in images)
+    return sum(np.flip(logits_of(one), axes) / np.float32(len(images)) for one, axes in zip(mirrored, images))
 
 
 def load_predictor(run: Path, weights: str = "best", inference: Inference = AS_TRAINED) -> Predictor:

@@ -19,7 +19,7 @@ from cpu3d.data.stores.splits import parse_fold, with_fold
 from cpu3d.data.windows import OVERLAP
 from cpu3d.errors import InputError, refuse
 from cpu3d.host.apply import set_up
-from cpu3d.host.gpu import CPU, HostGpus, pick_device, why_no_card
+from cpu3d.host.gpu import HostGpus, pick_device, why_no_card
 from cpu3d.settings import AUTO, RunConfig, left_open, load_config
 from cpu3d.util.progress import say
 from cpu3d.util.records import listed
@@ -87,9 +87,6 @@ def check_inference(config: RunConfig, inference: Inference) -> None:
     refuse(problems)
 
 
-AS_TRAINED = Inference()
-
-
 def store_of_run(config: RunConfig, folder: Optional[Path] = None) -> Store:
     """The store of a run, as its fold sees it: in `folder`, or where the run's settings have it. Raises InputError
     where there is none, and where its split is not that of the training: its test cases may have been seen then."""
@@ -106,7 +103,7 @@ def store_of_run(config: RunConfig, folder: Optional[Path] = None) -> Store:
     return with_fold(store, config.fold)
 
 
-def trained_predictors(runs: Sequence[Path], weights: str = "best", inference: Inference = AS_TRAINED) -> List[Any]:
+def trained_predictors(runs: Sequence[Path], weights: str, inference: Inference) -> List[Any]:
     """The predictor of each run, all on the device of `inference`, for which the host is set up. Raises InputError,
     before TensorFlow is imported, for what a run cannot be applied as or a device that is not there; and as
     `load_predictor`."""
@@ -116,10 +113,8 @@ def trained_predictors(runs: Sequence[Path], weights: str = "best", inference: I
     # Left open it is a card only where every run slides a window: a whole volume in one pass is for a CPU's memory.
     mode = "patch" if all(window_of(config, inference) for config in configs) else "whole"
     requested, gpus = left_open(inference.device), HostGpus()
-    device = pick_device(requested, mode, gpus)
-    if device == CPU:
-        say(*why_no_card(requested, mode, gpus))
-    set_up(device=device)
+    say(*why_no_card(requested, mode, gpus))
+    set_up(device=pick_device(requested, mode, gpus))
     from cpu3d.inference.predictor import load_predictor  # imports TensorFlow, so not before
 
     return [load_predictor(run, weights, inference) for run in runs]
@@ -134,9 +129,7 @@ class Ensemble:
         # What any of the runs needs: they may have learnt from different channels.
         self.inputs = tuple(name for name in first.channels if any(name in one.inputs for one in predictors))
 
-    def probabilities(
-        self, image: np.ndarray, record: CaseRecord, channels: Optional[Sequence[str]] = None
-    ) -> np.ndarray:
+    def probabilities(self, image: np.ndarray, record: CaseRecord, channels: Sequence[str] = ()) -> np.ndarray:
         """The mean of the runs' probabilities, float32 (X, Y, Z, R), on the full grid; of equal ones it is each."""
         mean = self.predictors[0].probabilities(image, record, channels)
         for count, predictor in enumerate(self.predictors[1:], start=2):
@@ -144,19 +137,13 @@ class Ensemble:
         return mean
 
 
-def describe(
-    runs: Sequence[Path],
-    configs: Sequence[RunConfig],
-    predictors: Sequence[Any],
-    held_out: Optional[Sequence[Sequence[str]]] = None,
-) -> Dict[str, Any]:
+def origin(runs: Sequence[Path], configs: Sequence[RunConfig], predictors: Sequence[Any]) -> Dict[str, Any]:
     """What is written beside an answer: the run's folder, its fold, and how the network was applied. Of several runs
-    that is a list, "runs", with the ids of the cases that each fold has held out, if they are given."""
+    that is a list, "runs"."""
     about = []
-    for number, (run, config, predictor) in enumerate(zip(runs, configs, predictors)):
+    for run, config, predictor in zip(runs, configs, predictors):
         how = {**predictor.inference.to_json(), "window": predictor.window, "one_pass": not predictor.window}
-        own = {"run": str(Path(run).resolve()), "fold": config.fold, "inference": how}
-        about.append({**own, "held_out": held_out[number]} if held_out else own)
+        about.append({"run": str(Path(run).resolve()), "fold": config.fold, "inference": how})
     return about[0] if len(about) == 1 else {"runs": about}
 
 
@@ -180,10 +167,8 @@ def load_configs(runs: Sequence[Path], *, some_folds: bool = False) -> List[RunC
         parts = max(parse_fold(fold)[1] for fold in folds if fold)
         wanted = {f"{part}/{parts}" for part in range(1, parts + 1)}
         if len(set(folds)) < len(folds) or not set(folds) <= wanted or not (some_folds or set(folds) == wanted):
-            rule = (
-                f"runs must be different folds of {parts}" if some_folds else f"runs must be all folds of {parts}, once"
-            )
+            kind, more = ("different", "") if some_folds else ("all", ", or add --some-folds")
             got = listed(fold or "a run of no fold" for fold in folds)
-            problems.append(f"{rule}, got {got}; name others{'' if some_folds else ', or add --some-folds'}")
+            problems.append(f"runs must be {kind} folds of {parts}, each once, got {got}; name others{more}")
     refuse(problems)
     return configs

@@ -16,10 +16,9 @@ Lesions are those of BraTS 2023 for adult glioma (github.com/rachitsaluja/BraTS-
 Growing is in rounds of a voxel to 18 neighbours. The challenge, all of 1 mm, takes 3 rounds; here an axis takes part in
 as many as 3 mm have voxels, rounded, so that lesions of other spacings are the same ones.
 
-Empty masks, by the rule of the BraTS challenge: both empty is right (Dice 1, HD95 0, surface Dice 1); one empty is as
-wrong as possible (Dice 0, surface Dice 0, HD95 = the diagonal of the image grid: 373.13 mm for 240x240x155 at 1 mm).
-Where there is no lesion to find, sensitivity is 1 whatever was predicted, and lesion-wise Dice 1 without and 0 with
-false positives.
+Empty masks are scored by the rule of the BraTS challenge: both empty is right, one empty as wrong as possible (HD95 is
+373.13 mm for 240x240x155 at 1 mm). Where there is no lesion to find, sensitivity is 1 whatever was predicted, and
+lesion-wise Dice 1 without and 0 with false positives.
 
 DeepMind's `surface-distance` is not used: its only release (0.1) calls names that numpy 2 and scipy have dropped.
 """
@@ -56,6 +55,7 @@ class Matching:
     truth_voxels: np.ndarray  # (L,)
     counted: np.ndarray  # (L,) whether the lesion is large enough to be asked for
     part_voxels: np.ndarray  # (P,)
+    part_mm3: np.ndarray  # (P,)
     lesion: np.ndarray  # (N,) index of a pair's lesion
     part: np.ndarray  # (N,) index of its part
     shared_voxels: np.ndarray  # (N,) voxels of the part in the lesion before it was grown
@@ -100,21 +100,26 @@ class Masks:
 
     @cached_property
     def lesions(self) -> Lesions:
-        return match_lesions(self.truth, *connected_parts(self.prediction), self.spacing_mm).lesions()
+        return match_lesions(self.truth, connected_parts(self.prediction), self.spacing_mm).lesions()
 
 
 def dice(masks: Masks) -> float:
+    """Twice the voxels that both masks share over the sum of both; 1 where both are empty, 0 where one is."""
     total = np.count_nonzero(masks.truth) + np.count_nonzero(masks.prediction)
     return float(2 * np.count_nonzero(masks.truth & masks.prediction) / total) if total else 1.0
 
 
 def hausdorff95_mm(masks: Masks) -> float:
+    """The larger of the two directed 95th percentiles of surface distances, linear between ranks; 0 where both are
+    empty, the diagonal of the image where one is."""
     if masks.empty:
         return 0.0 if masks.empty == "both" else masks.diagonal_mm
     return float(max(np.percentile(distances, 95) for distances in masks.distances_mm))
 
 
 def surface_dice(masks: Masks) -> float:
+    """The share of all surface voxels, of both masks together, within the tolerance (<=) of the other surface; 1 where
+    both are empty, 0 where one is."""
     if masks.empty:
         return float(masks.empty == "both")
     # Distances are roots of sums of squares: a tolerance of exactly 3 voxels of 0.1 mm must still hold three of them.
@@ -122,13 +127,28 @@ def surface_dice(masks: Masks) -> float:
     return float(np.count_nonzero(within) / within.size)
 
 
+def lesion_dice(masks: Masks) -> float:
+    """The mean Dice of true lesions and false positives, each alone, by the rule of BraTS 2023: what is missed or false
+    has 0; 1 where there are none."""
+    return masks.lesions.dice
+
+
+def lesion_sensitivity(masks: Masks) -> float:
+    """The share of true lesions above 50 mm³ that were found; 1 where there are none."""
+    return masks.lesions.found / masks.lesions.true if masks.lesions.true else 1.0
+
+
+def false_positives(masks: Masks) -> float:
+    """Connected parts of the prediction that no true lesion, grown by 3 mm, touches; their count in a case."""
+    return float(masks.lesions.false_positives)
+
+
 @dataclass(frozen=True)
 class Metric:
     """A number that says how well a region was segmented. Cases are aggregated by their mean."""
 
     label: str  # for people
-    of: Callable[[Masks], float]
-    description: str = ""  # what it measures, in a sentence, and of empty masks
+    of: Callable[[Masks], float]  # its docstring is what the metric measures, in a sentence, and of empty masks
     larger_is_better: bool = True  # then it is a share, from 0 to 1
     unit: str = ""
     digits: int = 3  # after the point, in tables
@@ -142,46 +162,12 @@ class Metric:
 
 # By their names in scores.json.
 METRICS: Dict[str, Metric] = {
-    "dice": Metric(
-        "Dice",
-        dice,
-        "Twice the voxels that both masks share over the sum of both; 1 where both are empty, 0 where one is",
-    ),
-    "hd95_mm": Metric(
-        "HD95",
-        hausdorff95_mm,
-        "The larger of the two directed 95th percentiles of surface distances, linear between ranks; 0 where both are "
-        "empty, the diagonal of the image where one is",
-        larger_is_better=False,
-        unit="mm",
-        digits=2,
-    ),
-    "surface_dice": Metric(
-        "surface Dice",
-        surface_dice,
-        "The share of all surface voxels, of both masks together, within the tolerance (<=) of the other surface; 1 "
-        "where both are empty, 0 where one is",
-        note="at {tolerance_mm:g} mm",
-    ),
-    "lesion_dice": Metric(
-        "lesion-wise Dice",
-        lambda masks: masks.lesions.dice,
-        "The mean Dice of true lesions and false positives, each alone, by the rule of BraTS 2023: what is missed or "
-        "false has 0; 1 where there are none",
-        note="by the rule of BraTS 2023",
-    ),
-    "lesion_sensitivity": Metric(
-        "lesion sensitivity",
-        lambda masks: masks.lesions.found / masks.lesions.true if masks.lesions.true else 1.0,
-        "The share of true lesions above 50 mm\u00b3 that were found; 1 where there are none",
-    ),
-    "false_positives": Metric(
-        "false positives",
-        lambda masks: float(masks.lesions.false_positives),
-        "Connected parts of the prediction that no true lesion, grown by 3 mm, touches; their count in a case",
-        larger_is_better=False,
-        digits=2,
-    ),
+    "dice": Metric("Dice", dice),
+    "hd95_mm": Metric("HD95", hausdorff95_mm, larger_is_better=False, unit="mm", digits=2),
+    "surface_dice": Metric("surface Dice", surface_dice, note="at {tolerance_mm:g} mm"),
+    "lesion_dice": Metric("lesion-wise Dice", lesion_dice, note="by the rule of BraTS 2023"),
+    "lesion_sensitivity": Metric("lesion sensitivity", lesion_sensitivity),
+    "false_positives": Metric("false positives", false_positives, larger_is_better=False, digits=2),
 }
 
 
@@ -217,30 +203,32 @@ def metric_notes(names: Sequence[str], tolerance_mm: float) -> str:
     return "; ".join(notes)
 
 
-def connected_parts(mask: np.ndarray) -> Tuple[np.ndarray, int]:
-    """Number from 1 the parts of a mask `(X, Y, Z)` that are connected by 26 neighbours; also their count."""
-    return label(mask, generate_binary_structure(3, 3))
+def connected_parts(mask: np.ndarray) -> np.ndarray:
+    """The parts of a mask `(X, Y, Z)` that are connected by 26 neighbours, numbered from 1 on; 0 is none."""
+    return label(mask, generate_binary_structure(3, 3))[0]
 
 
-def match_lesions(truth: np.ndarray, parts: np.ndarray, part_count: int, spacing_mm: Sequence[float]) -> Matching:
+def match_lesions(truth: np.ndarray, parts: np.ndarray, spacing_mm: Sequence[float]) -> Matching:
     """Match a boolean truth `(X, Y, Z)` and a prediction's `connected_parts` by the rule at the top of this file."""
-    near, prediction = generate_binary_structure(3, 2), parts > 0
+    near = generate_binary_structure(3, 2)
     rounds = np.round(LESION_GROWTH_MM / np.asarray(spacing_mm, float)).astype(int)
     stops, grown = sorted({0, *rounds}), truth
     for done, stop in zip(stops, stops[1:]):
         neighbours = near[tuple(slice(None) if done < n else slice(1, 2) for n in rounds)]
         grown = binary_dilation(grown, neighbours, iterations=int(stop - done))
-    lesions, count = connected_parts(grown)  # also of voxels around; 0 is none
-    truth_voxels = np.bincount(lesions[truth], minlength=count + 1)[1:]
+    lesions = connected_parts(grown)  # also of voxels around
+    truth_voxels, part_voxels = np.bincount(lesions[truth])[1:], np.bincount(parts.ravel())[1:]
+    voxel_mm3 = float(np.prod(spacing_mm))
     # Every lesion and part that share a voxel, once.
-    both = prediction & grown
-    pairs, which = np.unique(lesions[both] * np.int64(part_count + 1) + parts[both], return_inverse=True)
-    lesion, part = divmod(pairs, part_count + 1)
+    both, base = (parts > 0) & grown, len(part_voxels) + 1
+    pairs, which = np.unique(lesions[both] * np.int64(base) + parts[both], return_inverse=True)
+    lesion, part = divmod(pairs, base)
     return Matching(
         truth_voxels,
-        truth_voxels * float(np.prod(spacing_mm)) > LESION_MM3,
-        np.bincount(parts[prediction], minlength=part_count + 1)[1:],
+        truth_voxels * voxel_mm3 > LESION_MM3,
+        part_voxels,
+        part_voxels * voxel_mm3,
         lesion - 1,
         part - 1,
-        np.bincount(which, weights=truth[both], minlength=len(pairs)),
+        np.bincount(which, weights=truth[both]),
     )

@@ -242,7 +242,7 @@ def _missing(files: RunFiles) -> List[str]:
 
 def _scores_section(files: RunFiles) -> List[Part]:
     scores = files.scores
-    every = " ".join(f"{metric.label}: {metric.description}." for metric in METRICS.values())
+    every = " ".join(" ".join(f"{metric.label}: {metric.of.__doc__}".split()) for metric in METRICS.values())
     about = (
         f"Weights \u201c{scores['weights']}\u201d, on the full original grid. {every} Empty masks score as in BraTS."
     )

@@ -12,6 +12,7 @@ The page is one file of about 3 MB that every browser of 2023 or later opens wit
 modalities, truth, prediction and error. It holds the box around the brain, at most 255 grey values.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple
@@ -20,12 +21,24 @@ import numpy as np
 
 from cpu3d.data.nifti import is_placed, read_volume, to_ras
 from cpu3d.data.stores.case import grid_problems
-from cpu3d.data.stores.layouts import labels_in_use, regions_of, stem_of
+from cpu3d.data.stores.layouts import (
+    FOLDER_LAYOUTS,
+    MODALITY_SUFFIX,
+    CaseFiles,
+    channels_of,
+    label_codes_of,
+    labels_in_use,
+    modality_of,
+    name_of,
+    regions_of,
+    stem_of,
+    volumes_in,
+)
 from cpu3d.errors import InputError, refuse
-from cpu3d.inference.cases import channels_of, label_codes_of, viewed_files
 from cpu3d.pages.page import page_file
 from cpu3d.pages.viewer import ViewedCase, write_case_page
 from cpu3d.util.progress import say
+from cpu3d.util.records import listed
 from memory_estimator.common.schema import option
 
 MOST_CHANNELS = 16  # of an image; more are time points, say, and no modalities
@@ -97,6 +110,34 @@ def read_case(image: Sequence[Path], label: Optional[Path], predictions: Sequenc
         truth=maps[label] if label else None,
         predictions={name: maps[path] for name, path in answers.items()},
     )
+
+
+def viewed_files(paths: Sequence[Path]) -> Tuple[CaseFiles, Tuple[str, ...]]:
+    """A case to look at and the names of its images: their modality, or else their file's name. The label is the
+    segmentation beside them, if there is one. Raises InputError for several cases or none, and for images of one
+    name."""
+    first = paths[0]
+    if len(paths) > 1 and any(path.is_dir() for path in paths):
+        raise InputError(f"--image must be one case, got {listed(paths)}; give one folder or its files")
+    files = volumes_in(first) if first.is_dir() else list(paths)
+    images = [path for path in files if modality_of(path) != "seg"]
+    if not images and first.is_dir():
+        found = "a segmentation alone" if files else "none"
+        rule = f"--image {first} must hold .nii.gz or .nii files of images, found {found}"
+        raise InputError(f"{rule}; give the folder of a case, or a file")
+    images = images or files  # a segmentation that is named is looked at
+    labels = [path for path in files if path not in images]
+    names = [modality_of(path) or stem_of(path) for path in images]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    refuse(f"--image must name one file of {name}, got several; give the files of one case" for name in twice)
+    if len(labels) > 1:
+        raise InputError(f"--image must have one segmentation, got {len(labels)}; give the files of one case")
+    named = MODALITY_SUFFIX.sub("", images[0].name) if all(map(modality_of, images)) else stem_of(images[0])
+    case_id = name_of(first) if first.is_dir() else named
+    order = list(FOLDER_LAYOUTS["brats2017"].suffixes.values())
+    pairs = sorted(zip(names, images), key=lambda one: order.index(one[0]) if one[0] in order else len(order))
+    case = CaseFiles(case_id or first.name, case_id, tuple(path for _, path in pairs), labels[0] if labels else None)
+    return case, tuple(name for name, _ in pairs)
 
 
 # --- Private helpers ---

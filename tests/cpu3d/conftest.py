@@ -15,6 +15,7 @@ from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import CaseFiles
 from cpu3d.data.stores.prepare import write_arrays
+from cpu3d.errors import DivergedError
 from cpu3d.inference.runs import Inference
 from cpu3d.settings import RunConfig, load_config, save_config
 
@@ -48,8 +49,10 @@ class FakePredictor:
     inference: Inference = AS_TRAINED
     window: Optional[Tuple[int, int, int]] = None
 
-    def probabilities(self, image, record, channels=None):
-        channels = self.channels if channels is None else channels
+    def probabilities(self, image, record, channels=()):
+        channels = channels or self.channels
+        if np.isnan(self.sure):
+            raise DivergedError(f"probabilities for case {record.case_id} must be finite")
         assert tuple(image.shape) == (*record.shape, len(channels))
         label = np.maximum(np.asarray(image[..., channels.index("FLAIR")], np.int16) - 10, 0)
         answers = np.stack([np.isin(label, codes) for codes in self.regions.values()], axis=-1)

@@ -38,7 +38,8 @@ def load_case(
     """Read, check and turn one case.
 
     The image is int16 where every voxel is integral and in range, else `float16_image`. `labels` are the codes that may
-    occur; None leaves the label unread. Sources are recorded relative to `dataset_folder`. Holds about two volumes.
+    occur; None leaves the label unread. Sources are recorded relative to `dataset_folder`, by default that of the first
+    image. Holds about two volumes.
     Raises InputError with every problem of the case.
     """
     paths = files.images if labels is None else files.paths
@@ -51,9 +52,9 @@ def load_case(
     del volumes
     if label is not None:
         label = np.ascontiguousarray(nifti.to_ras(label, geometry))
-    sources = []
+    sources, folder = [], dataset_folder or paths[0].parent
     for path in paths:
-        name = path.relative_to(dataset_folder).as_posix() if dataset_folder in path.parents else path.name
+        name = path.relative_to(folder).as_posix() if folder in path.parents else path.name
         sources.append(SourceFile(name, path.stat().st_size, file_sha256(path), path.stat().st_mtime_ns))
     record = CaseRecord(
         case_id=files.case_id,

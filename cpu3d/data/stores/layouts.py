@@ -156,6 +156,28 @@ def regions_of(labels: Dict[int, str]) -> Dict[str, Tuple[int, ...]]:
     return {name: tuple(members) for name, members in regions.items() if name != "RC" or tumour != codes}
 
 
+def channels_of(image: Path, count: int) -> List[str]:
+    """The channels of a 4D file: as the dataset.json above it names them, else by number."""
+    dataset = _decathlon_above(image)
+    return list(dataset[2]) if dataset and len(dataset[2]) == count else [f"channel {n + 1}" for n in range(count)]
+
+
+def label_codes_of(files: CaseFiles) -> Optional[Tuple[str, Dict[int, str]]]:
+    """Whose label codes go with the images of a case, and code -> name: those of the dataset.json above imagesTr/ or
+    imagesTs/, else of the release that all files are named as in; None for others, and for BraTS-PED, which has the
+    names of BraTS 2023 and other codes."""
+    folder = files.images[0].absolute().parent
+    dataset = _decathlon_above(files.images[0])
+    if dataset:
+        return str(folder.parent / "dataset.json"), dataset[3]
+    try:
+        refuse_other_codes(folder, [files.case_id])
+    except InputError:
+        return None
+    named = [layout for layout in FOLDER_LAYOUTS if all(modality_of(path, layout) for path in files.images)]
+    return (named[0], LABEL_CODES[named[0]]) if named else None
+
+
 def _read_folders(folder: Path):
     folders = _case_folders(folder)
     layouts = sorted({layout for _, layout in folders if layout})
@@ -286,3 +308,14 @@ def one_each(
             got = ", ".join(path.name for path in own) or "none"
             problems.append(f"{rule}, got {got}; repair the case or leave it out")
     return files, problems
+
+
+def _decathlon_above(image: Path):
+    """What `read_decathlon` gives of the data set that an image lies in; None where it lies in none, or a bad one."""
+    folder = image.absolute().parent
+    if folder.name not in ("imagesTr", "imagesTs") or not (folder.parent / "dataset.json").is_file():
+        return None
+    try:
+        return read_decathlon(folder.parent)
+    except InputError:
+        return None

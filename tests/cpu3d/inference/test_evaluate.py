@@ -210,7 +210,7 @@ def test_folds_are_cross_validated_each_case_by_the_run_that_has_not_seen_it(
         def __getattr__(self, name):
             return getattr(self.predictor, name)
 
-        def probabilities(self, image, record, channels=None):
+        def probabilities(self, image, record, channels=()):
             assert record.case_id in self.held_out
             return self.predictor.probabilities(image, record, channels)
 

@@ -18,7 +18,7 @@ from cpu3d.data.stores.layouts import CaseFiles
 from cpu3d.data.windows import sliding_window
 from cpu3d.inference import export_network as network
 from cpu3d.inference import segment
-from cpu3d.inference.export_contract import Contract
+from cpu3d.inference.export import contract
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.run.checkpoint import save_checkpoint
 from cpu3d.settings import RunConfig, load_config, save_config
@@ -139,19 +139,18 @@ def test_the_program_crops_pads_blends_and_paints_as_predict_does(mode, extent, 
         label_names=dict(enumerate("0abcd")), region_codes=REGIONS, regions=tuple(REGIONS),
         channels=("FLAIR", "T1w"), mode=mode, extent=extent, grid=size, unet=UNetConfig(channels=2, outputs=4),
     )  # fmt: skip
-    contract = Contract(config, "float32", "onnx")
     region = centred(box, tuple(max(pair) for pair in zip(box.size, size)), shape)
     stats, part = statistics(image), crop(image, region)
-    window = size if contract.config.is_patch else region.size
+    window = size if config.is_patch else region.size
     logits = sliding_window(lambda tile: made_up_logits(tile[0], *stats)[None], part[None], window)
     expected = label_from_regions(paste(1 / (1 + np.exp(-logits)), region, shape), REGIONS)
     assert len(np.unique(expected)) == 5
 
     def made_up(image, mean=None, std=None):
         logits = made_up_logits(image, *(statistics(image) if mean is None else (mean, std)))
-        return logits if contract.config.is_patch else 1 / (1 + np.exp(-logits))
+        return logits if config.is_patch else 1 / (1 + np.exp(-logits))
 
-    about = json.loads(json.dumps(contract.to_json()))
+    about = json.loads(json.dumps(contract(config, "float32", "onnx")))
     np.testing.assert_array_equal(segment.painted(segment.probabilities_of(made_up, about, image), about), expected)
     about = {**about, "mode": "whole", "size": [1, *size[1:]]}
     with pytest.raises(SystemExit, match="export with a larger --size"):
@@ -197,7 +196,7 @@ def test_another_size_the_last_weights_and_a_given_case(call, tiny, store, tmp_p
 
 
 def test_an_error_leaves_an_empty_folder(call, monkeypatch, tmp_path):
-    def full(contract, network, path):
+    def full(about, network, path):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 

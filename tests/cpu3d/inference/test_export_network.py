@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 
 from cpu3d.errors import InputError
-from cpu3d.inference.export_contract import Contract, require_onnx
-from cpu3d.inference.export_network import exported_network, layer_weights, onnx_model, write_saved_model
+from cpu3d.inference.export import contract, require_onnx
+from cpu3d.inference.export_network import exported_network, onnx_model, write_saved_model
 from cpu3d.settings import RunConfig
 from models.config import NETWORKS, NORMS, UPS, UNetConfig
 from models.unet3d import build_unet3d
@@ -27,13 +27,14 @@ OPTIONS += [{"deep_supervision": True, "residual": True, "depth": depth} for dep
 OPTIONS += [{"policy": "lean", "residual": True}]
 
 
-def contract_of(mode="whole", **options):
+def settings_of(mode="whole", **options):
+    """(of the export, of the run's own network)"""
     unet = UNetConfig(**{"channels": 2, "outputs": 2, "filters": 2, "depth": 3, "policy": "speed", **options})
     config = RunConfig(
         label_names={0: "background", 1: "edema", 2: "tumour"}, region_codes=REGIONS, channels=("FLAIR", "T1w"),
         regions=tuple(REGIONS), mode=mode, grid=SIZE, unet=dataclasses.replace(unet, policy="speed"),
     )  # fmt: skip
-    return Contract(config, "float32", "onnx"), unet
+    return config, unet
 
 
 def random_weights(unet, seed=0):
@@ -67,17 +68,17 @@ def run(model, **given):
     return session.run(None, given)[0]
 
 
-def both(contract, weights):
+def both(config, weights):
     """Probabilities of the raw image by the ONNX graph, and by the Keras model of the normalised one."""
-    network, image = exported_network(contract, weights), raw_image()
+    network, image = exported_network(config, weights), raw_image()
     expected = tf.sigmoid(network(normalised(image)[None], training=False))[0].numpy()
-    return run(onnx_model(contract, layer_weights(network)), image=image), expected
+    return run(onnx_model(contract(config, "float32", "onnx"), network), image=image), expected
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())))
 def test_every_network_gives_the_keras_models_probabilities_of_the_raw_image(options):
-    contract, unet = contract_of(**options)
-    found, expected = both(contract, random_weights(unet))  # of the run's own policy: their order is the same
+    config, unet = settings_of(**options)
+    found, expected = both(config, random_weights(unet))  # of the run's own policy: their order is the same
     assert expected.std() > 0.01
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected, atol=2e-5)
@@ -85,33 +86,33 @@ def test_every_network_gives_the_keras_models_probabilities_of_the_raw_image(opt
 
 @pytest.mark.parametrize("norm", ["batch", "instance"])
 def test_maps_that_hardly_vary_are_divided_by_the_same_epsilon(norm):
-    contract, unet = contract_of(norm=norm)
+    config, unet = settings_of(norm=norm)
     factors = {"kernel": 3e-3, "variance": 1e-5, "mean": 1e-2, "gamma": 2}  # 1.001e-5 would be off by 3e-4
     names = [weight.name for weight in build_unet3d(unet, SIZE, 1).weights]
     scales = [next((f for part, f in factors.items() if part in name and "head" not in name), 1) for name in names]
-    found, expected = both(contract, [array * scale for array, scale in zip(random_weights(unet), scales)])
+    found, expected = both(config, [array * scale for array, scale in zip(random_weights(unet), scales)])
     assert expected.std() > 0.05
     np.testing.assert_allclose(found, expected, atol=5e-6)
 
 
 def test_windows_take_the_volumes_statistics_and_give_logits(tmp_path):
-    contract, unet = contract_of(mode="patch")
-    network = exported_network(contract, random_weights(unet))
+    config, unet = settings_of(mode="patch")
+    network = exported_network(config, random_weights(unet))
     image, mean, std = raw_image(), np.float32([700, 3]), np.float32([300, 5])
     scores = np.where(image == 0, 0, (image - mean) / std)
     expected = network(scores[None], training=False)[0].numpy()
-    found = run(onnx_model(contract, layer_weights(network)), image=image, mean=mean, std=std)
+    found = run(onnx_model(contract(config, "float32", "onnx"), network), image=image, mean=mean, std=std)
     np.testing.assert_allclose(found, expected, atol=1e-4)
-    write_saved_model(contract, network, tmp_path / "saved")
+    write_saved_model(contract(config, "float32", "savedmodel"), network, tmp_path / "saved")
     loaded = tf.saved_model.load(str(tmp_path / "saved"))
     given = {"image": tf.constant(image), "mean": tf.constant(mean), "std": tf.constant(std)}
     np.testing.assert_allclose(loaded.signatures["serving_default"](**given)["logits"], expected, atol=1e-4)
 
 
 def test_a_channel_that_is_empty_or_constant_counts_as_background_and_gives_no_nan():
-    contract, unet = contract_of()
-    network = exported_network(contract, random_weights(unet))
-    model = onnx_model(contract, layer_weights(network))
+    config, unet = settings_of()
+    network = exported_network(config, random_weights(unet))
+    model = onnx_model(contract(config, "float32", "onnx"), network)
     image = raw_image()
     empty, constant = image.copy(), image.copy()
     empty[..., 1], constant[..., 1] = 0, 5

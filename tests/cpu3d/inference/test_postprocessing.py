@@ -149,6 +149,14 @@ def test_a_region_has_a_rule_of_its_own_where_that_gains():
     assert after_["WT"] == after_["TC"] == Means(1, 0, 1)
 
 
+def test_what_lies_in_a_removed_part_goes_with_it_and_needs_no_rule_of_its_own():
+    tumour = BIG, (2, (4, 4, 4), (9, 9, 9)), SMALL
+    island, within = (1, (26, 25, 20), (10, 10, 3)), (2, (28, 27, 20), (5, 5, 2))  # between the two that are true
+    chosen, before, after_ = choose(cases(*[((*tumour, island, within), tumour)] * 3), REGIONS)
+    assert chosen.rules == rules_with("WT", Rule(mm3=400))
+    assert (before["TC"].false_positives, after_["TC"]) == (1, Means(1, 0, 1))
+
+
 def test_a_region_that_should_be_empty_is_emptied_by_a_volume_alone():
     false = (3, (10, 10, 10), (3, 3, 3))  # 27 voxels of ET in a tumour without any
     chosen, before, after_ = choose(cases(*[((BIG, false), (BIG,))] * 3), REGIONS)

@@ -10,7 +10,8 @@ import pytest
 from cpu3d.data.nifti import read_volume, write_volume
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.inference import predict
-from cpu3d.inference.predict import Case, Options, codes_for, find_cases
+from cpu3d.inference.cases import Case, codes_for, find_cases
+from cpu3d.inference.predict import Options
 from tests.cpu3d.conftest import CHANNELS, LABELS, LPS_2MM, REGIONS, FakePredictor, write_case
 from tests.cpu3d.runs import run_command, shown_cases
 
@@ -29,7 +30,7 @@ def files(tmp_path):
 
 
 def predict_case(predictor, files, out, **how):
-    case, options = Case(files, CHANNELS, codes_for(predictor, files)), Options(image=(), out=out, **how)
+    case, options = Case(files, CHANNELS, *codes_for(predictor, files)), Options(image=(), out=out, **how)
     out.mkdir(exist_ok=True)
     return predict.predict_case(predictor, case, options, {}, predict.RAW)
 

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from cpu3d.data.region import Region, crop, whole
-from cpu3d.errors import DoesNotFitError
+from cpu3d.errors import DivergedError, DoesNotFitError
 from cpu3d.inference import predictor as predictor_module
 from cpu3d.inference.predictor import Predictor, over_mirror_images
 from cpu3d.inference.runs import Inference
@@ -73,6 +73,13 @@ def test_networks_of_two_grids_at_most_are_kept(phantom_store, networks, monkeyp
         assert predictor.probabilities(image, case).shape[:3] == shape
     gc.collect()
     assert len(alive) == 2
+
+
+def test_a_network_that_has_diverged_is_named_with_the_case(phantom_store, networks):
+    record, predictor = phantom_store.cases("test")[0], networks(window=(16, 16, 16))
+    predictor.weights[-1] = np.full_like(predictor.weights[-1], np.nan)
+    with pytest.raises(DivergedError, match=f"case {record.case_id} must be finite"):
+        predictor.probabilities(phantom_store.image(record.case_id), record)
 
 
 def test_memory_that_runs_out_names_a_smaller_way(phantom_store, networks, monkeypatch):
