@@ -7,6 +7,7 @@ the JSON and prints its result as the last line.
 import contextlib
 import importlib
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -14,12 +15,13 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from cpu3d.errors import InputError
+from cpu3d.host import apply
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import ROOT, forward_signals, how_ended, start
-from cpu3d.util.records import append_record
+from cpu3d.util.records import append_record, versions
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table, new_console
 from memory_estimator.common.units import GIB
@@ -67,6 +69,18 @@ def in_fresh_process(work: Callable[[Dict[str, Any]], Result], request: Dict[str
     """The result of `work(request)` in a new process, where nothing was allocated or compiled before."""
     command = [sys.executable, "-m", "cpu3d.bench.harness", work.__module__, work.__qualname__]
     return run_command([*command, json.dumps(request, default=str)], f"bench, {work.__name__},")
+
+
+FACTS = ("engine_name", "threads", "host", "versions")
+
+
+def set_up(request: Dict[str, Any]) -> Tuple[Any, Result]:
+    """In a measuring process: TensorFlow on the "engine" of the request and with its "threads", None for either is the
+    host's own or the environment's; and the FACTS of it, which a record has."""
+    if request.get("threads"):
+        os.environ.update(dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(request["threads"])))
+    host, plan, tf = apply.set_up(request.get("engine"))
+    return tf, dict(zip(FACTS, (apply.engine_name(tf), apply.in_force(plan), host.summary(), versions())))
 
 
 def run_command(command: Sequence[str], who: str, cwd: Optional[Path] = ROOT) -> Result:

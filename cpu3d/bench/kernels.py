@@ -19,12 +19,12 @@ from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 
 import numpy as np
 
-from cpu3d.bench.harness import Output, Result, host_of, in_fresh_process
+from cpu3d.bench.harness import Output, Result, host_of, in_fresh_process, set_up
 from cpu3d.errors import InputError
-from cpu3d.host.apply import engine_name, in_force, set_up
-from cpu3d.util.records import by, versions
+from cpu3d.report.pictures import Line, chart
+from cpu3d.util.records import by
 from memory_estimator.common.schema import option
-from memory_estimator.common.table import PALETTE, Table, new_figure, plain, png
+from memory_estimator.common.table import PALETTE, Table
 from memory_estimator.host import read_host
 from memory_estimator.job import DTYPE_BYTES
 
@@ -74,25 +74,15 @@ def kernels_table(record: Result) -> Table:
 
 def draw_roofline(record: Result) -> bytes:
     """PNG: GFLOP/s of every operation over its FLOPs a byte, own and the engine's, below the host's limits."""
-    figure = new_figure(5.4, 3.4)
-    axes = figure.add_subplot()
-    for dtype, colour in zip(record["limits"]["products_gflops"], PALETTE):
-        products, copy = record["limits"]["products_gflops"][dtype], record["limits"]["copy_gbytes"]
+    lines, limits = [], record["limits"]
+    for (dtype, products), colour in zip(limits["products_gflops"].items(), PALETTE):
         rows = [row for row in record["rows"] if row["dtype"] == dtype]
-        x = [_intensity(row) for row in rows]
-        ends = np.array([products / copy / 4, products / copy, max(x) * 2])
-        axes.plot(ends, np.minimum(ends * copy, products), color=colour, linewidth=1)
-        for name, style in (("own", {}), ("engine", {"markerfacecolor": "none"})):
-            y = [row[f"{name}_gflops"] for row in rows]
-            axes.plot(x, y, "o", color=colour, markersize=4, label=f"{dtype}, {name}", **style)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("FLOPs a byte of the maps")
-    axes.set_ylabel("GFLOP/s")
-    plain(axes, f"3x3x3 convolutions below the limits of {host_of(record)}")
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
-    figure.tight_layout(pad=0.6)
-    return png(figure)
+        x, corner = [_intensity(row) for row in rows], products / limits["copy_gbytes"]
+        lines.append(Line("", (corner / 4, corner, 2 * max(x)), (products / 4, products, products), colour, marks="-"))
+        for name, marks in (("own", "o"), ("engine", "x")):
+            lines.append(Line(f"{dtype}, {name}", x, [row[f"{name}_gflops"] for row in rows], colour, marks=marks))
+    title = f"3x3x3 convolutions below the limits of {host_of(record)}"
+    return chart(lines, title=title, x_label="FLOPs a byte of the maps", y_label="GFLOP/s", log=True)
 
 
 def _intensity(row: Result) -> float:
@@ -105,9 +95,7 @@ def _intensity(row: Result) -> float:
 
 def measure(request: Dict[str, Any]) -> Result:
     """Time every operation in `request["dtypes"]`; raises InputError where the own ones cannot be loaded."""
-    if request["threads"]:
-        os.environ.update(dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(request["threads"])))
-    host, threads, tf = set_up()
+    tf, facts = set_up(request)
     from models.native.operations import available
 
     if not available():
@@ -117,8 +105,7 @@ def measure(request: Dict[str, Any]) -> Result:
         for dtype, case in itertools.product(request["dtypes"], CASES)
         for row in timed_operations(tf, dtype, *case, request["rounds"])
     ]
-    about = {"engine_name": engine_name(tf), "threads": in_force(threads), "host": host.summary()}
-    return {"rows": rows, "limits": limits(request), **about, "versions": versions()}
+    return {"rows": rows, "limits": limits(request), **facts}
 
 
 def limits(request: Dict[str, Any]) -> Result:

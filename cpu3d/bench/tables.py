@@ -12,17 +12,19 @@ estimator.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from cpu3d.bench.kernels import draw_roofline, kernels_table
 from cpu3d.bench.learning import draw_learning, learning_table
 from cpu3d.bench.step import draw_policies, step_table, with_predictions
-from cpu3d.bench.validate import VALIDATION, accuracy_of, page, summary_table, validation
+from cpu3d.bench.validate import VALIDATION, page, summary_table, validation
 from cpu3d.compare.report import comparisons_markdown
 from cpu3d.util.atomic import write_bytes
 from cpu3d.util.records import newest, read_records
+from memory_estimator.accuracy import Accuracy, accuracy_json, digest
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.common.schema import option
+from memory_estimator.common.table import Table
 from memory_estimator.host import instruction_set
 
 HEAD = """\
@@ -55,8 +57,8 @@ def run(options: TableOptions) -> int:
         write_bytes(options.roofline, draw_roofline(read_records(options.records / "kernels.jsonl", "kernels")[-1]))
     if options.learning:
         write_bytes(options.learning, draw_learning(_newest(options.records / "learning.jsonl", LEARNING)))
-    if options.accuracy:
-        write_bytes(options.accuracy, accuracy_of(options.records))
+    if options.accuracy:  # made without margins, which follow from it
+        write_bytes(options.accuracy, accuracy_json(digest(validation(options.records, Accuracy(()))[1])))
     if options.page:
         write_bytes(options.page, ("\n".join(page(*validation(options.records))) + "\n").encode())
     text = "\n".join(tables(options.records)) + "\n"
@@ -90,12 +92,13 @@ def _newest(path: Path, names: Sequence[str]) -> List[Dict[str, Any]]:
     return newest(read_records(path, path.stem), job)
 
 
-def _policies(path: Path) -> List[str]:
-    lines: List[str] = []
-    for record in _newest(path, STEP):
-        constants = shipped_constants(instruction_set(record["host"]["isa"]))
-        lines += [*step_table(with_predictions(record, constants)).markdown(), ""]
-    return lines
+def _tables(path: Path, names: Sequence[str], table: Callable[[Dict[str, Any]], Table]) -> List[str]:
+    """A table for the newest record of each job."""
+    return [line for record in _newest(path, names) for line in (*table(record).markdown(), "")]
+
+
+def _policies(record: Dict[str, Any]) -> Table:
+    return step_table(with_predictions(record, shipped_constants(instruction_set(record["host"]["isa"]))))
 
 
 def _estimator(path: Path) -> List[str]:
@@ -103,24 +106,18 @@ def _estimator(path: Path) -> List[str]:
     return [*summary_table(rows).markdown(), "", "Every configuration is in [validation.md](validation.md)."]
 
 
-def _kernels(path: Path) -> List[str]:
-    lines: List[str] = []
-    for record in _newest(path, ("threads", "engine_name")):
-        lines += [*kernels_table(record).markdown(), ""]
-    return lines
-
-
 STEP = ("shape", "batch", "micro_batch", "unet", "optimizer", "engine_name")
+KERNELS = ("threads", "engine_name")
 LEARNING = ("task", "name", "shape", "steps")
 
 # File or folder of records -> heading, and the lines of it.
 SECTIONS = {
-    "policies.jsonl": ("Memory policies", _policies),
+    "policies.jsonl": ("Memory policies", lambda path: _tables(path, STEP, _policies)),
     VALIDATION: ("The estimator against measured steps", _estimator),
     "compare.jsonl": (
         "Whole volumes against patches",
         lambda path: comparisons_markdown(read_records(path, "compare")),
     ),
-    "kernels.jsonl": ("Own convolutions beside the engine's", _kernels),
+    "kernels.jsonl": ("Own convolutions beside the engine's", lambda path: _tables(path, KERNELS, kernels_table)),
     "learning.jsonl": ("Learning", lambda path: learning_table(_newest(path, LEARNING)).markdown()),
 }

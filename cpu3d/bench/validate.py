@@ -11,30 +11,20 @@ The published records are the files in records/memory. `bench tables` makes accu
 ships, and the validation page: every measured configuration with its prediction.
 """
 
-import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.bench.harness import Output, ProcessFailedError, gib, in_fresh_process
-from cpu3d.bench.step import has_known_engine, job_of_record, measure, request_for
+from cpu3d.bench.step import job_of_record, measure, request_for
 from cpu3d.errors import InputError, how_to_install
 from cpu3d.host.apply import installed
 from cpu3d.host.thread_plan import thread_plan
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.progress import bar, say
 from cpu3d.util.records import append_record, read_records
-from memory_estimator.accuracy import (
-    FIGURES,
-    Accuracy,
-    Measured,
-    Row,
-    accuracy_json,
-    digest,
-    left_out_in_turn,
-    spread,
-)
+from memory_estimator.accuracy import FIGURES, Accuracy, Measured, Row, left_out_in_turn, spread
 from memory_estimator.calibration import find_constants, shipped_constants
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table
@@ -147,9 +137,9 @@ def read_measured(path: Path) -> Tuple[Measured, ...]:
     they were disturbed. Raises InputError for a missing file, and for a line that is damaged or of another schema."""
 
     def measured_from(record: Mapping[str, Any]) -> Optional[Measured]:
-        if not has_known_engine(record):
-            return None
         job, host = job_of_record(record), record["host"]
+        if not job:
+            return None
         about = {"host": host["cpu"], "isa": tuple(host["isa"]), "date": record.get("date", "")}
         about["version"] = engine_version(job.engine, record.get("versions", {}))
         if record.get("error"):
@@ -187,23 +177,12 @@ def compare(measured: Iterable[Measured], predict: Callable[[Measured], Estimate
     return rows
 
 
-def predicted(one: Measured, accuracy: Optional[Accuracy] = None) -> Estimate:
-    """With the constants that are shipped, whatever this host's own are."""
-    return estimate(one.job, _shipped(instruction_set(one.isa)), accuracy)
-
-
-_shipped = functools.lru_cache(maxsize=None)(shipped_constants)
-
-
-def validation(folder: Path) -> Tuple[Sequence[Measured], List[Row]]:
-    """The measured steps in a folder of records, and each beside what the estimator as it stands predicts."""
+def validation(folder: Path, accuracy: Optional[Accuracy] = None) -> Tuple[Sequence[Measured], List[Row]]:
+    """The measured steps in a folder of records, and each beside what the estimator as it stands predicts: with the
+    constants that are shipped, whatever this host's own are, and the margins of `accuracy` (default: shipped too)."""
     measured = read_measured(folder / VALIDATION)
-    return measured, compare(measured, predicted)
-
-
-def accuracy_of(folder: Path) -> bytes:
-    """The content of the estimator's accuracy.json, from the records; its margins are what is worked out here."""
-    return accuracy_json(digest(compare(read_measured(folder / VALIDATION), lambda one: predicted(one, Accuracy(())))))
+    shipped = {one.isa: shipped_constants(instruction_set(one.isa)) for one in measured}
+    return measured, compare(measured, lambda one: estimate(one.job, shipped[one.isa], accuracy))
 
 
 # --- Tables and the page ---
@@ -211,33 +190,21 @@ def accuracy_of(folder: Path) -> bytes:
 
 def summary_table(rows: Sequence[Row]) -> Table:
     """Median (of the absolute errors) and worst error of every figure, for all rows and by host, engine and kind."""
-    groups: Dict[Tuple[str, ...], List[Row]] = {("all", ""): list(rows)}
-    for row in sorted(rows, key=_group):
+    groups: Dict[Tuple[str, str], List[Row]] = {}
+    for row in rows:
         job = row.measured.job
         about = f"{instruction_set(row.measured.isa)}, {job.engine}, {job.unet.dtype}, {job.policy}"
         groups.setdefault((row.measured.host, about), []).append(row)
     cells = []
-    for group, some in groups.items():
+    for group, some in [(("all", ""), rows), *sorted(groups.items())]:
         spreads = [spread(some, figure) for figure in FIGURES]
         errors = [f"{one.median:.1%}, worst {signed(one.worst)}" if one.count else "-" for one in spreads]
         least = min((row.errors["upper_bound"] for row in some), default=math.nan)
         bound = f"{signed(spread(some, 'upper_bound').mean)} ({signed(least)})"
         bound += "" if any(row.covered for row in some) else ", wide"
         cells.append((*group, str(len(some)), *errors[:2], bound, errors[2]))
-    columns = (
-        "host",
-        "kernels, engine, dtype, policy",
-        "runs",
-        "allocator peak",
-        "process peak",
-        "upper bound, mean (least)",
-    )
-    return Table((*columns, "seconds a step"), cells, names=2)
-
-
-def _group(row: Row) -> Tuple[str, ...]:
-    job = row.measured.job
-    return (row.measured.host, job.engine, job.unet.dtype, job.policy)
+    columns = ("host", "kernels, engine, dtype, policy", "runs", "allocator peak", "process peak")
+    return Table((*columns, "upper bound, mean (least)", "seconds a step"), cells, names=2)
 
 
 def signed(share: Optional[float]) -> str:
