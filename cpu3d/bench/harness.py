@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
@@ -83,6 +84,12 @@ def set_up(request: Dict[str, Any]) -> Tuple[Any, Result]:
     return tf, dict(zip(FACTS, (apply.engine_name(tf), apply.in_force(plan), host.summary(), versions())))
 
 
+def seconds_of(function: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
 def run_command(command: Sequence[str], who: str, cwd: Optional[Path] = ROOT) -> Result:
     """The JSON object that a command prints as its last line. SIGINT and SIGTERM end it (KeyboardInterrupt).
 
@@ -90,20 +97,19 @@ def run_command(command: Sequence[str], who: str, cwd: Optional[Path] = ROOT) ->
     """
     processes: List[subprocess.Popen] = []
     with tempfile.TemporaryFile() as log, forward_signals(processes, lambda _: signal.SIGKILL) as signals:
-        process = start(command, log, cwd=cwd)
-        processes.append(process)
+        processes.append(start(command, log, cwd=cwd))
         if signals:  # while it was being started
-            process.kill()
-        process.wait()
+            processes[0].kill()
+        code = processes[0].wait()
         log.seek(0)
         lines = log.read().decode("utf-8", errors="replace").strip().splitlines() or ["nothing"]
     if signals:
         raise KeyboardInterrupt
-    for line in reversed(lines if process.returncode == 0 else []):  # a library may print after it
+    for line in reversed(lines if code == 0 else []):  # a library may print after it
         if line.startswith("{"):
             with contextlib.suppress(ValueError):
                 return json.loads(line)
-    raise ProcessFailedError(f"{who} must end with a line of JSON, got {how_ended(process.returncode)}: {lines[-1]}")
+    raise ProcessFailedError(f"{who} must end with a line of JSON, got {how_ended(code)}: {lines[-1]}")
 
 
 def run_peer(command: str) -> Result:
@@ -117,9 +123,9 @@ def run_peer(command: str) -> Result:
 # --- For tables ---
 
 
-def gib(size_bytes: Optional[float], digits: int = 2) -> str:
+def gib(size_bytes: Optional[float]) -> str:
     """A size in GiB without its unit, "-" for what is not known."""
-    return "-" if size_bytes is None else f"{size_bytes / GIB:.{digits}f}"
+    return "-" if size_bytes is None else f"{size_bytes / GIB:.2f}"
 
 
 def host_of(record: Result) -> str:

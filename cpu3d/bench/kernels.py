@@ -12,14 +12,13 @@ transform may exceed, and a copy of memory by all threads.
 
 import itertools
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 
 import numpy as np
 
-from cpu3d.bench.harness import Output, Result, host_of, in_fresh_process, set_up
+from cpu3d.bench.harness import Output, Result, host_of, in_fresh_process, seconds_of, set_up
 from cpu3d.errors import InputError
 from cpu3d.report.pictures import Line, chart
 from cpu3d.util.records import by
@@ -50,8 +49,7 @@ OPTIONS = (Options, Output)
 
 def run(options: Options, output: Output) -> int:
     dtypes = [options.dtype] if options.dtype else list(DTYPES[not read_host().fast_bfloat16 :])
-    request = {"dtypes": dtypes, "threads": options.threads, "rounds": options.rounds}
-    result = in_fresh_process(measure, request)
+    result = in_fresh_process(measure, {**vars(options), "dtypes": dtypes})
     output.publish("kernels", result, kernels_table(result))
     return 0
 
@@ -116,17 +114,18 @@ def limits(request: Dict[str, Any]) -> Result:
     products = {dtype: round(products_per_s(dtype, threads) / 1e9, 1) for dtype in request["dtypes"]}
     blocks = [[np.full(COPIED_BYTES, n, np.uint8) for n in range(2)] for _ in range(threads)]
     with ThreadPoolExecutor(len(blocks)) as pool:
-        seconds = min(_seconds(lambda: list(pool.map(np.copyto, *zip(*blocks)))) for _ in range(request["rounds"]))
+        seconds = min(seconds_of(lambda: list(pool.map(np.copyto, *zip(*blocks)))) for _ in range(request["rounds"]))
     return {"products_gflops": products, "copy_gbytes": round(2 * COPIED_BYTES * len(blocks) / seconds / 1e9, 1)}
 
 
 def timed_operations(tf: Any, dtype: str, edge: int, inputs: int, outputs: int, rounds: int) -> Iterator[Result]:
     """A row for each operation on a cube: GFLOP/s of the engine and of the own one, the fastest of `rounds` in turn."""
     gflop = 2 * 27 * inputs * outputs * edge**3 / 1e9
-    for operation, functions in _operations(tf, dtype, (1, edge, edge, edge), inputs, outputs).items():
+    for operation, pair in _operations(tf, dtype, (1, edge, edge, edge), inputs, outputs).items():
+        functions = [tf.function(one, autograph=False, jit_compile=False) for one in pair]
         for function in functions:
             function()  # traces, and touches its memory
-        seconds = [min(times) for times in zip(*([_seconds(one) for one in functions] for _ in range(rounds)))]
+        seconds = [min(times) for times in zip(*([seconds_of(one) for one in functions] for _ in range(rounds)))]
         engine, own = (round(gflop / each, 1) for each in seconds)
         case = {"dtype": dtype, "edge": edge, "inputs": inputs, "outputs": outputs, "operation": operation}
         yield {**case, "engine_gflops": engine, "own_gflops": own}
@@ -138,31 +137,21 @@ def _operations(
     """Operation -> the engine's and the own one, of no arguments."""
     from models.native.operations import Gradient, Source, convolve, filter_gradient, input_gradient
 
-    values, gradient = (tf.cast(tf.random.normal((*grid, one)), dtype) for one in (inputs, outputs))
+    raw, same = tf.raw_ops, {"strides": [1] * 5, "padding": "SAME"}
+    values, out = (tf.cast(tf.random.normal((*grid, one)), dtype) for one in (inputs, outputs))
     filters = tf.random.normal((3, 3, 3, inputs, outputs))
-    engine_filters, same = tf.cast(filters, dtype), {"strides": [1] * 5, "padding": "SAME"}
-    raw_ops, pairs = tf.raw_ops, {}
-    pairs["forward"] = (
-        lambda: tf.nn.conv3d(values, engine_filters, **same),
-        lambda: convolve([Source(values)], filters),
-    )
-    pairs["input gradient"] = (
-        lambda: raw_ops.Conv3DBackpropInputV2(
-            input_sizes=values.shape, filter=engine_filters, out_backprop=gradient, **same
-        ),
-        lambda: input_gradient(Gradient(gradient), filters),
-    )
-    pairs["filter gradient"] = (
-        lambda: raw_ops.Conv3DBackpropFilterV2(input=values, filter_sizes=filters.shape, out_backprop=gradient, **same),
-        lambda: filter_gradient([Source(values)], Gradient(gradient)),
-    )
+    cast, size, sizes = tf.cast(filters, dtype), values.shape, filters.shape
     return {
-        name: tuple(tf.function(one, autograph=False, jit_compile=False) for one in pair)
-        for name, pair in pairs.items()
+        "forward": (
+            lambda: tf.nn.conv3d(values, cast, **same),
+            lambda: convolve([Source(values)], filters),
+        ),
+        "input gradient": (
+            lambda: raw.Conv3DBackpropInputV2(input_sizes=size, filter=cast, out_backprop=out, **same),
+            lambda: input_gradient(Gradient(out), filters),
+        ),
+        "filter gradient": (
+            lambda: raw.Conv3DBackpropFilterV2(input=values, filter_sizes=sizes, out_backprop=out, **same),
+            lambda: filter_gradient([Source(values)], Gradient(out)),
+        ),
     }
-
-
-def _seconds(function: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    function()
-    return time.perf_counter() - begin

@@ -15,12 +15,12 @@ in use over a step are those of one more step, in which TensorFlow's profiler re
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import shlex
 import statistics
 import sys
 import tempfile
-import time
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 import numpy as np
 
 from cpu3d.bench import harness
-from cpu3d.bench.harness import FACTS, Output, ProcessFailedError, Result, gib, host_of, run_peer, valid
+from cpu3d.bench.harness import FACTS, Output, ProcessFailedError, Result, gib, host_of, run_peer, seconds_of, valid
 from cpu3d.errors import InputError
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.plan import job_of
@@ -93,8 +93,6 @@ def compare_policies(request: Dict[str, Any], policies: Sequence[str], peers: Se
     died is not tried again, and its row has the "error". Raises ProcessFailedError for a peer that fails, and where no
     policy could be measured.
     """
-    from cpu3d.util.progress import bar  # not into the memory of a measuring process
-
     from cpu3d.util.progress import bar  # not into the memory of a measuring process
 
     done: Dict[str, List[Result]] = {name: [] for name in (*policies, *peers)}
@@ -233,18 +231,13 @@ def measure(request: Dict[str, Any]) -> Result:
     learner = Learner(config)
     # As with a store, one micro-batch is in memory.
     parts = itertools.repeat(made_up(tf, config.unet, config.micro, config.grid))
-
-    def step() -> float:
-        begin = time.perf_counter()
-        learner.step(parts, 1e-4)
-        return time.perf_counter() - begin
-
+    step = functools.partial(learner.step, parts, 1e-4)
     for _ in range(request.get("warm_up", WARM_UP_STEPS)):
         step()
     # An engine without oneDNN keeps no statistics, and reports none.
     with contextlib.suppress(ValueError, tf.errors.OpError):
         tf.config.experimental.reset_memory_stats("CPU:0")
-    timed = [step() for _ in range(request["steps"])]
+    timed = [seconds_of(step) for _ in range(request["steps"])]
     result = {**request, **facts, "step_s": statistics.median(timed)}
     result.update(allocator_peak_bytes=allocator_peak_bytes(), process_peak_bytes=peak_rss_bytes())
     if request.get("live"):

@@ -17,15 +17,16 @@ from typing import Any, Callable, Dict, List, Optional, Sequence
 from cpu3d.bench.kernels import draw_roofline, kernels_table
 from cpu3d.bench.learning import draw_learning, learning_table
 from cpu3d.bench.step import draw_policies, step_table, with_predictions
-from cpu3d.bench.validate import VALIDATION, page, summary_table, validation
+from cpu3d.bench.validate import VALIDATION, validation
 from cpu3d.compare.report import comparisons_markdown
 from cpu3d.util.atomic import write_bytes
 from cpu3d.util.records import newest, read_records
-from memory_estimator.accuracy import Accuracy, accuracy_json, digest
+from memory_estimator.accuracy import Accuracy
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table
 from memory_estimator.host import instruction_set
+from memory_estimator.validation import accuracy_json, digest, page, summary_table
 
 HEAD = """\
 # Results
@@ -51,21 +52,11 @@ OPTIONS = (TableOptions,)
 
 
 def run(options: TableOptions) -> int:
-    if options.picture:
-        write_bytes(options.picture, draw_policies(read_records(options.records / "policies.jsonl", "policies")))
-    if options.roofline:
-        write_bytes(options.roofline, draw_roofline(read_records(options.records / "kernels.jsonl", "kernels")[-1]))
-    if options.learning:
-        write_bytes(options.learning, draw_learning(_newest(options.records / "learning.jsonl", LEARNING)))
-    if options.accuracy:  # made without margins, which follow from it
-        write_bytes(options.accuracy, accuracy_json(digest(validation(options.records, Accuracy(()))[1])))
-    if options.page:
-        write_bytes(options.page, ("\n".join(page(*validation(options.records))) + "\n").encode())
-    text = "\n".join(tables(options.records)) + "\n"
-    if options.out:
-        write_bytes(options.out, text.encode())
-    else:
-        print(text, end="")
+    for name, make in WRITTEN.items():
+        if getattr(options, name):
+            write_bytes(getattr(options, name), make(options.records))
+    if not options.out:
+        print(WRITTEN["out"](options.records).decode(), end="")
     return 0
 
 
@@ -120,4 +111,15 @@ SECTIONS = {
     ),
     "kernels.jsonl": ("Own convolutions beside the engine's", lambda path: _tables(path, KERNELS, kernels_table)),
     "learning.jsonl": ("Learning", lambda path: learning_table(_newest(path, LEARNING)).markdown()),
+}
+
+# Option -> the content of its file.
+WRITTEN: Dict[str, Callable[[Path], bytes]] = {
+    "picture": lambda folder: draw_policies(read_records(folder / "policies.jsonl", "policies")),
+    "roofline": lambda folder: draw_roofline(read_records(folder / "kernels.jsonl", "kernels")[-1]),
+    "learning": lambda folder: draw_learning(_newest(folder / "learning.jsonl", LEARNING)),
+    # Made without margins, which follow from it.
+    "accuracy": lambda folder: accuracy_json(digest(validation(folder, Accuracy(()))[1])),
+    "page": lambda folder: "\n".join([*page(*validation(folder)), ""]).encode(),
+    "out": lambda folder: "\n".join([*tables(folder), ""]).encode(),
 }

@@ -5,19 +5,9 @@ from pathlib import Path
 import pytest
 
 from cpu3d.bench.validate import VALIDATION, validation
-from memory_estimator.accuracy import (
-    LEAST_RECORDS,
-    SHIPPED,
-    Accuracy,
-    Measured,
-    Row,
-    digest,
-    left_out_in_turn,
-    load_accuracy,
-    margin_share,
-    spread,
-)
+from memory_estimator.accuracy import SHIPPED, Accuracy, load_accuracy
 from memory_estimator.job import Job
+from memory_estimator.validation import LEAST_RECORDS, Measured, Row, digest, left_out_in_turn, margin_share, spread
 from models.config import UNetConfig
 
 GIB = 2**30

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.bench.validate import compare, read_measured
+from cpu3d.bench.validate import read_measured
 from cpu3d.errors import InputError
-from memory_estimator.accuracy import Measured, load_accuracy
+from memory_estimator.accuracy import load_accuracy
 from memory_estimator.job import Job
+from memory_estimator.validation import Measured, compare
 from models.config import UNetConfig
 
 GIB = 2**30

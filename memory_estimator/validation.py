@@ -1,0 +1,235 @@
+"""The estimator against measured steps: errors of its predictions, and the kinds and the page that are made of them.
+
+rows = compare(measured, lambda one: estimate(one.job, constants))
+accuracy_json(digest(rows)), page(measured, rows)
+"""
+
+import dataclasses
+import json
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+
+from memory_estimator.accuracy import Accuracy, Bound, Kind
+from memory_estimator.common.table import Table
+from memory_estimator.common.units import GIB
+from memory_estimator.estimate import Estimate
+from memory_estimator.host import instruction_set
+from memory_estimator.job import Job
+
+FITTED_VOXELS = 96**3  # constants are fitted to volumes of at most this size; errors are those of larger ones alone
+
+MARGIN_BYTES = 84 * 2**20
+"""The least margin of an upper bound: the most that a runtime was seen to hold beyond what is predicted of small steps,
+82 MiB in one of 1.2 GiB, where that outweighs all else."""
+
+SHARE, CONFIDENCE = 0.99, 0.90  # a bound is to hold for this share of the steps like its records, so surely
+
+LEAST_RECORDS = 8  # of a kind: fewer steps do not tell the spread of their errors
+
+FIGURES = ("allocator_peak", "process_peak", "step_s")  # what has an error: fields of `Kind`, keys of `Row.errors`
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One measured training step."""
+
+    job: Job
+    step_s: float = math.nan
+    process_peak_bytes: int = 0
+    allocator_peak_bytes: Optional[int] = None  # None where it was not recorded
+    failure: str = ""  # what went wrong instead; nothing was measured then
+    host: str = ""  # the CPU's name
+    isa: Tuple[str, ...] = ()  # its instruction sets
+    version: str = ""  # of the engine, as of `job.engine_version`
+    date: str = ""
+
+    @property
+    def held_out(self) -> bool:
+        """Whether it is larger than anything that constants may be fitted to."""
+        return math.prod(self.job.shape) > FITTED_VOXELS
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured step beside what was predicted of it."""
+
+    measured: Measured
+    process_peak_bytes: int  # predicted
+    covered: bool  # whether a kind of records covers it; else its upper bound is wide
+    errors: Dict[str, Optional[float]]
+    """Of FIGURES and "upper_bound": signed shares of what was measured, None where that was not recorded. The upper
+    bound's is how far it lies above the measured peak; negative is a broken promise."""
+
+
+def compare(measured: Iterable[Measured], predict: Callable[[Measured], Estimate]) -> List[Row]:
+    """A row for every step that was measured; `predict` gives the estimate of its job. Failures are left out."""
+    rows = []
+    for one in (one for one in measured if not one.failure):
+        found, allocator, process = predict(one), one.allocator_peak_bytes, one.process_peak_bytes
+        errors = {
+            "allocator_peak": None if allocator is None else found.allocator_peak_bytes / allocator - 1,
+            "process_peak": found.process_peak_bytes / process - 1,
+            "upper_bound": found.upper_bound_bytes / process - 1,
+            "step_s": None if math.isnan(one.step_s) else found.step_s / one.step_s - 1,
+        }
+        rows.append(Row(one, found.process_peak_bytes, found.kind is not None, errors))
+    return rows
+
+
+class Spread(NamedTuple):
+    """How large some errors are: the median of their sizes, the largest one and the mean with their signs."""
+
+    count: int
+    median: float
+    worst: float
+    mean: float
+
+
+def spread(rows: Iterable[Row], figure: str) -> Spread:
+    """Of a figure's errors over `rows`, where there are any; all NaN of none."""
+    known = [row.errors[figure] for row in rows if row.errors[figure] is not None]
+    if not known:
+        return Spread(0, math.nan, math.nan, math.nan)
+    return Spread(len(known), statistics.median(map(abs, known)), max(known, key=abs), statistics.fmean(known))
+
+
+# --- Kinds of steps, made of rows ---
+
+
+def digest(rows: Iterable[Row]) -> Accuracy:
+    """What the records of each kind say: errors over those that no constant was fitted to, and the margin of the upper
+    bound from all of them. Kinds with fewer than LEAST_RECORDS are left out: nothing covers such jobs."""
+    return Accuracy(tuple(_kind(key, some) for key, some in sorted(_covered(rows).items())))
+
+
+def accuracy_json(accuracy: Accuracy) -> bytes:
+    return (json.dumps({"kinds": dataclasses.asdict(accuracy)["kinds"]}, indent=1) + "\n").encode()
+
+
+def margin_share(rows: Sequence[Row]) -> float:
+    """What share of a predicted peak has to be added, to a tenth of a per cent: so much that no peak of these rows lies
+    above both that and MARGIN_BYTES, and that SHARE of all such steps lie below with CONFIDENCE. That is the one-sided
+    tolerance limit of a normal distribution (NIST/SEMATECH Handbook, 7.2.6.3) around the median; its spread is that of
+    the rows above the median, as a peak that is predicted too high harms no bound."""
+    needed = [row.measured.process_peak_bytes / row.process_peak_bytes - 1 for row in rows]
+    beyond = [row.measured.process_peak_bytes > row.process_peak_bytes + MARGIN_BYTES for row in rows]
+    median, quantile = statistics.median(needed), statistics.NormalDist().inv_cdf
+    deviation = math.sqrt(statistics.fmean((one - median) ** 2 for one in needed if one >= median))
+    share, sure = quantile(SHARE), quantile(CONFIDENCE)
+    a, b = 1 - sure**2 / (2 * (len(rows) - 1)), share**2 - sure**2 / len(rows)
+    limit = median + (share + math.sqrt(share**2 - a * b)) / a * deviation
+    return math.ceil(1000 * max(limit, 0.0, *(one for one, is_beyond in zip(needed, beyond) if is_beyond))) / 1000
+
+
+def left_out_in_turn(rows: Iterable[Row]) -> Tuple[int, int]:
+    """Of the rows of covered kinds, how many lie above the bound that the others of their kind make; and all."""
+    above = count = 0
+    for some in _covered(rows).values():
+        for place, row in enumerate(some):
+            share = margin_share(some[:place] + some[place + 1 :])
+            margin = max(row.process_peak_bytes * share, MARGIN_BYTES)
+            above += row.measured.process_peak_bytes > row.process_peak_bytes + margin
+        count += len(some)
+    return above, count
+
+
+Key = Tuple[str, str]  # (dtype, policy)
+
+
+def _covered(rows: Iterable[Row]) -> Dict[Key, List[Row]]:
+    """The rows of each kind that has enough of them to say how far the next one is off."""
+    found: Dict[Key, List[Row]] = {}
+    for row in rows:
+        job = row.measured.job
+        found.setdefault((job.unet.dtype, job.policy), []).append(row)
+    return {
+        key: some
+        for key, some in found.items()
+        if len(some) >= LEAST_RECORDS and any(row.measured.held_out for row in some)
+    }
+
+
+def _kind(key: Key, rows: Sequence[Row]) -> Kind:
+    held_out = [row for row in rows if row.measured.held_out]
+    return Kind(
+        *key,
+        versions=tuple(sorted({row.measured.version for row in rows})),
+        hosts=tuple(sorted({row.measured.host for row in rows})),
+        threads=tuple(sorted({row.measured.job.threads for row in rows})),
+        networks=tuple(sorted({row.measured.job.unet.network for row in rows})),
+        records=len(rows),
+        held_out=len(held_out),
+        **{figure: _bound(spread(held_out, figure)) for figure in FIGURES},
+        margin_share=margin_share(rows),
+        margin_bytes=MARGIN_BYTES,
+    )
+
+
+def _bound(errors: Spread) -> Optional[Bound]:
+    return Bound(round(errors.median, 4), round(abs(errors.worst), 4)) if errors.count else None
+
+
+# --- Tables and the page ---
+
+VALIDATION_HEAD = """\
+# The estimator against measured steps
+
+Made by `./run.sh bench tables --records records --page FILE` from records/memory (`bench validate`) and the code as it
+stands. Errors are shares of what was measured: +2% is predicted too high. A group of
+runs shows the median size and the worst error, and of the upper bound how far it is above the process's peak, the mean
+and the least; it is wide where too few records of a kind tell how far the next is off. The margin of an
+upper bound is that of all records of its kind: of a dtype and a policy.
+"""
+
+
+def summary_table(rows: Sequence[Row]) -> Table:
+    """Median (of the absolute errors) and worst error of every figure, for all rows and by host, engine and kind."""
+    groups: Dict[Tuple[str, str], List[Row]] = {}
+    for row in rows:
+        job = row.measured.job
+        about = f"{instruction_set(row.measured.isa)}, {job.engine}, {job.unet.dtype}, {job.policy}"
+        groups.setdefault((row.measured.host, about), []).append(row)
+    cells = []
+    for group, some in [(("all", ""), rows), *sorted(groups.items())]:
+        spreads = [spread(some, figure) for figure in FIGURES]
+        errors = [f"{one.median:.1%}, worst {signed(one.worst)}" if one.count else "-" for one in spreads]
+        least = min((row.errors["upper_bound"] for row in some), default=math.nan)
+        bound = f"{signed(spread(some, 'upper_bound').mean)} ({signed(least)})"
+        bound += "" if any(row.covered for row in some) else ", wide"
+        cells.append((*group, str(len(some)), *errors[:2], bound, errors[2]))
+    columns = ("host", "kernels, engine, dtype, policy", "runs", "allocator peak", "process peak")
+    return Table((*columns, "upper bound, mean (least)", "seconds a step"), cells, names=2)
+
+
+def signed(share: Optional[float]) -> str:
+    """For reading, such as "+6.3%"; "-" for what is not known."""
+    return "-" if share is None or math.isnan(share) else f"{share:+.1%}"
+
+
+def page(measured: Sequence[Measured], rows: Sequence[Row]) -> List[str]:
+    """The lines of the validation page. `rows` are what `compare` makes of `measured`, which has the failures too."""
+    (above, count), row_of = left_out_in_turn(rows), {row.measured: row for row in rows}
+    lines = [*VALIDATION_HEAD.splitlines(), "", *summary_table(rows).markdown(), ""]
+    lines.append(f"Left out of its kind in turn, {above} of {count} records are above the bound that the others make.")
+    columns = ("configuration", "allocator, GiB", "error", "process, GiB", "error", "bound above", "s a step", "error")
+    for host, isa in sorted({(one.host, one.isa) for one in measured}):
+        own = [one for one in measured if (one.host, one.isa) == (host, isa)]
+        own.sort(key=lambda one: (bool(one.failure), not one.held_out))
+        about = "; ".join(sorted({f"{one.version}, {one.job.threads} threads, {one.date}" for one in own}))
+        cells = [_cells(one, row_of.get(one)) for one in own]
+        lines += ["", f"## {host}, {instruction_set(isa)}", "", *Table((*columns, ""), cells, title=about).markdown()]
+    return lines
+
+
+def _cells(one: Measured, row: Optional[Row]) -> Sequence[str]:
+    """A configuration, and its errors; it has no row where it failed."""
+    name = f"{one.job.describe()}{', upsampling' * (one.job.unet.up == 'upsampling')}"
+    if row is None:
+        return (name, *7 * ["-"], f"not measured: {one.failure}")
+    allocator, process, bound, step = map(signed, row.errors.values())
+    step_s = "-" if math.isnan(one.step_s) else f"{one.step_s:.2f}"
+    peaks = (one.allocator_peak_bytes, one.process_peak_bytes)
+    sizes = ["-" if size is None else f"{size / GIB:.3f}" for size in peaks]
+    return (name, sizes[0], allocator, sizes[1], process, bound, step_s, step, "" if row.covered else "wide")
