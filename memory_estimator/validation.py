@@ -1,4 +1,4 @@
-"""The estimator against measured steps: errors of its predictions, and the kinds and the page that are made of them.
+"""The estimator against measured steps: which are measured, errors of predictions, kinds and a page made of them.
 
 rows = compare(measured, lambda one: estimate(one.job, constants))
 accuracy_json(digest(rows)), page(measured, rows)
@@ -9,14 +9,15 @@ import json
 import math
 import statistics
 from dataclasses import dataclass
-from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from memory_estimator.accuracy import Accuracy, Bound, Kind
 from memory_estimator.common.table import Table
 from memory_estimator.common.units import GIB
 from memory_estimator.estimate import Estimate
 from memory_estimator.host import instruction_set
-from memory_estimator.job import Job
+from memory_estimator.job import ENGINES, Job
+from models.config import DTYPES, POLICIES, UNetConfig
 
 FITTED_VOXELS = 96**3  # constants are fitted to volumes of at most this size; errors are those of larger ones alone
 
@@ -29,6 +30,39 @@ SHARE, CONFIDENCE = 0.99, 0.90  # a bound is to hold for this share of the steps
 LEAST_RECORDS = 8  # of a kind: fewer steps do not tell the spread of their errors
 
 FIGURES = ("allocator_peak", "process_peak", "step_s")  # what has an error: fields of `Kind`, keys of `Row.errors`
+
+
+NETWORKS: Tuple[Tuple[Dict[str, Any], Tuple[int, int, int], Dict[str, Any]], ...] = (
+    ({}, (64, 64, 64), {}),
+    ({}, (96, 96, 96), {}),
+    ({"filters": 8}, (96, 96, 96), {"optimizer": "adam"}),
+    ({"filters": 48}, (48, 48, 48), {}),
+    ({"network": "cicek2016", "filters": 24}, (32, 32, 32), {}),
+    ({}, (128, 128, 128), {}),
+    ({"residual": True}, (128, 112, 128), {}),
+    ({"deep_supervision": True}, (128, 128, 112), {"optimizer": "adam"}),
+    ({"norm": "batch", "up": "upsampling"}, (112, 112, 112), {"batch": 2}),
+    ({"norm": "none", "filters": 12, "channels": 1, "outputs": 1}, (128, 128, 128), {"optimizer": "sgd"}),
+    ({"filters": 32, "depth": 4}, (128, 128, 96), {}),
+    ({"network": "cicek2016", "depth": 4, "filters": 16, "channels": 1, "outputs": 1}, (128, 96, 128), {}),
+    ({"filters": 24, "depth": 3}, (128, 96, 128), {"batch": 2, "micro_batch": 1}),
+    ({}, (144, 192, 144), {}),
+    ({"filters": 48}, (96, 112, 96), {"batch": 1}),
+    ({"filters": 8, "channels": 1}, (240, 240, 160), {}),
+    ({}, (240, 240, 160), {}),
+)
+"""What is measured in each dtype under each policy: network, voxels and more of the job."""
+
+
+def configurations(threads: int, engines: Sequence[str] = ENGINES) -> Tuple[Job, ...]:
+    """Every job that `bench validate` measures on a host with so many threads; with further engines those of 128^3."""
+    return tuple(
+        Job(UNetConfig(**unet, dtype=dtype, policy=policy), shape, engine=engine, threads=threads, **more)
+        for unet, shape, more in NETWORKS
+        for dtype in DTYPES
+        for policy in POLICIES
+        for engine in (engines if shape == (128, 128, 128) else engines[:1])
+    )
 
 
 @dataclass(frozen=True)
@@ -78,21 +112,10 @@ def compare(measured: Iterable[Measured], predict: Callable[[Measured], Estimate
     return rows
 
 
-class Spread(NamedTuple):
-    """How large some errors are: the median of their sizes, the largest one and the mean with their signs."""
-
-    count: int
-    median: float
-    worst: float
-    mean: float
-
-
-def spread(rows: Iterable[Row], figure: str) -> Spread:
-    """Of a figure's errors over `rows`, where there are any; all NaN of none."""
+def spread(rows: Iterable[Row], figure: str) -> Optional[Bound]:
+    """How large a figure's errors are over `rows`, the worst with its sign; None where none is known."""
     known = [row.errors[figure] for row in rows if row.errors[figure] is not None]
-    if not known:
-        return Spread(0, math.nan, math.nan, math.nan)
-    return Spread(len(known), statistics.median(map(abs, known)), max(known, key=abs), statistics.fmean(known))
+    return Bound(statistics.median(map(abs, known)), max(known, key=abs)) if known else None
 
 
 # --- Kinds of steps, made of rows ---
@@ -126,11 +149,10 @@ def margin_share(rows: Sequence[Row]) -> float:
 def left_out_in_turn(rows: Iterable[Row]) -> Tuple[int, int]:
     """Of the rows of covered kinds, how many lie above the bound that the others of their kind make; and all."""
     above = count = 0
-    for some in _covered(rows).values():
+    for key, some in _covered(rows).items():
         for place, row in enumerate(some):
-            share = margin_share(some[:place] + some[place + 1 :])
-            margin = max(row.process_peak_bytes * share, MARGIN_BYTES)
-            above += row.measured.process_peak_bytes > row.process_peak_bytes + margin
+            bound = _kind(key, some[:place] + some[place + 1 :]).upper_bound(row.process_peak_bytes)
+            above += row.measured.process_peak_bytes > bound
         count += len(some)
     return above, count
 
@@ -161,14 +183,14 @@ def _kind(key: Key, rows: Sequence[Row]) -> Kind:
         networks=tuple(sorted({row.measured.job.unet.network for row in rows})),
         records=len(rows),
         held_out=len(held_out),
-        **{figure: _bound(spread(held_out, figure)) for figure in FIGURES},
+        **{figure: _shipped(spread(held_out, figure)) for figure in FIGURES},
         margin_share=margin_share(rows),
         margin_bytes=MARGIN_BYTES,
     )
 
 
-def _bound(errors: Spread) -> Optional[Bound]:
-    return Bound(round(errors.median, 4), round(abs(errors.worst), 4)) if errors.count else None
+def _shipped(found: Optional[Bound]) -> Optional[Bound]:
+    return found and Bound(round(found.median, 4), round(abs(found.worst), 4))
 
 
 # --- Tables and the page ---
@@ -194,9 +216,9 @@ def summary_table(rows: Sequence[Row]) -> Table:
     cells = []
     for group, some in [(("all", ""), rows), *sorted(groups.items())]:
         spreads = [spread(some, figure) for figure in FIGURES]
-        errors = [f"{one.median:.1%}, worst {signed(one.worst)}" if one.count else "-" for one in spreads]
-        least = min((row.errors["upper_bound"] for row in some), default=math.nan)
-        bound = f"{signed(spread(some, 'upper_bound').mean)} ({signed(least)})"
+        errors = [f"{one.median:.1%}, worst {signed(one.worst)}" if one else "-" for one in spreads]
+        above = [row.errors["upper_bound"] for row in some]
+        bound = f"{signed(statistics.fmean(above))} ({signed(min(above))})" if above else "-"
         bound += "" if any(row.covered for row in some) else ", wide"
         cells.append((*group, str(len(some)), *errors[:2], bound, errors[2]))
     columns = ("host", "kernels, engine, dtype, policy", "runs", "allocator peak", "process peak")

@@ -26,11 +26,10 @@ from memory_estimator.common.schema import option
 from memory_estimator.common.table import PALETTE, Table
 from memory_estimator.host import read_host
 from memory_estimator.job import DTYPE_BYTES
+from models.config import DTYPES
 
 CASES = ((128, 16, 16), (128, 32, 16), (128, 16, 32), (64, 32, 32), (128, 4, 16))
 """Edge of a cube, channels in and out: the finest levels of a U-Net with 16 filters."""
-
-DTYPES = ("bfloat16", "float32")
 
 COPIED_BYTES = 2**28  # a thread; the C library writes as much past the caches
 
@@ -48,7 +47,7 @@ OPTIONS = (Options, Output)
 
 
 def run(options: Options, output: Output) -> int:
-    dtypes = [options.dtype] if options.dtype else list(DTYPES[not read_host().fast_bfloat16 :])
+    dtypes = [options.dtype] if options.dtype else DTYPES[: 1 + read_host().fast_bfloat16]
     result = in_fresh_process(measure, {**vars(options), "dtypes": dtypes})
     output.publish("kernels", result, kernels_table(result))
     return 0

@@ -20,28 +20,26 @@ import itertools
 import shlex
 import statistics
 import sys
-import tempfile
 from argparse import Namespace
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
 from cpu3d.bench import harness
 from cpu3d.bench.harness import FACTS, Output, ProcessFailedError, Result, gib, host_of, run_peer, seconds_of, valid
 from cpu3d.errors import InputError
-from cpu3d.host.memory import peak_rss_bytes
+from cpu3d.host.memory import live_bytes, peak_rss_bytes
 from cpu3d.plan import job_of
 from cpu3d.run.summary import median, numbers
 from cpu3d.settings import AUTO, RunConfig, left_open
 from cpu3d.util.records import by
-from memory_estimator.calibration import HostConstants, find_constants
+from memory_estimator.calibration import HostConstants, find_constants, shipped_constants
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import PALETTE, Table
 from memory_estimator.common.units import GIB
 from memory_estimator.estimate import estimate
-from memory_estimator.host import read_host
+from memory_estimator.host import instruction_set, read_host
 from memory_estimator.job import Job, JobOptions, job_from, source_job
 from models.config import DTYPES, POLICIES, UNetConfig
 
@@ -151,9 +149,11 @@ def job_of_record(record: Mapping[str, Any]) -> Optional[Job]:
     return by_rule if by_rule.micro == job.micro else job
 
 
-def with_predictions(record: Result, constants: HostConstants) -> Result:
-    """The record with the estimator's figures as "predicted" in each row; None for a peer, and of an engine that the
-    estimator does not know, which is said on stderr."""
+def with_predictions(record: Result, constants: Optional[HostConstants] = None) -> Result:
+    """The record with the estimator's figures as "predicted" in each row, by default with the constants that are
+    shipped for its host; None for a peer, and of an engine that the estimator does not know, which is said on stderr.
+    """
+    constants = constants or shipped_constants(instruction_set(record["host"]["isa"]))
     job, rows = job_of_record(record), []
     if not job:
         print("no prediction: engine must use oneDNN, got none; the estimator knows itex and stock", file=sys.stderr)
@@ -197,19 +197,18 @@ def draw_policies(records: Sequence[Result]) -> bytes:
     alive = [record for record in records if any(row.get("live_bytes") for row in record["rows"])]
     if not alive:
         raise InputError("records of policies must have live_bytes, got none; measure with `bench step --policies`")
-    about, lines = (title_of(alive[-1]), host_of(alive[-1])), []
-
-    def add(name: str, step_s: float, held: Sequence[float], marks: str) -> None:
-        x, name, colour = np.linspace(0, step_s, len(held)), f"{name}, {gib(max(held))} GiB", PALETTE[len(lines) % 6]
-        lines.append(Line(name, x, [size / GIB for size in held], colour, marks=marks))
-
-    for row in (row for row in alive[-1]["rows"] if row.get("live_bytes")):
-        beside = row["process_peak_bytes"] - row["allocator_peak_bytes"]
-        # Parts of a step, each as high as the most in it; the step begins with what is live at its end.
-        add(row["name"], row["step_s"], [beside + size for size in (row["live_bytes"][-1], *row["live_bytes"])], "-")
-    for row in (row for record in records if (title_of(record), host_of(record)) == about for row in record["rows"]):
-        if row["kind"] == "peer" and row["process_peak_bytes"]:
-            add(row["name"].partition(" --")[0], row["step_s"], 2 * [row["process_peak_bytes"]], "--")
+    newest, lines = alive[-1], []
+    about = (title_of(newest), host_of(newest))
+    of_job = [row for record in records if (title_of(record), host_of(record)) == about for row in record["rows"]]
+    policies = [row for row in newest["rows"] if row.get("live_bytes")]
+    peers = [row for row in of_job if row["kind"] == "peer" and row["process_peak_bytes"]]
+    for row, colour in zip((*policies, *peers), itertools.cycle(PALETTE)):
+        held, marks = 2 * [row["process_peak_bytes"]], "--"
+        if row.get("live_bytes"):  # in parts of a step, which begins with what is live at its end
+            beside = row["process_peak_bytes"] - row["allocator_peak_bytes"]
+            held, marks = [beside + size for size in (row["live_bytes"][-1], *row["live_bytes"])], "-"
+        name = f"{row['name'].partition(' --')[0]}, {gib(max(held))} GiB"
+        lines.append(Line(name, np.linspace(0, row["step_s"], len(held)), np.array(held) / GIB, colour, marks=marks))
     axes = {"x_label": f"seconds\n{about[0]}", "y_label": "GiB held by the process", "y_range": (0, None)}
     return chart(lines, title=f"Memory over a training step, {about[1]}", **axes)
 
@@ -238,41 +237,9 @@ def measure(request: Dict[str, Any]) -> Result:
     with contextlib.suppress(ValueError, tf.errors.OpError):
         tf.config.experimental.reset_memory_stats("CPU:0")
     timed = [seconds_of(step) for _ in range(request["steps"])]
-    result = {**request, **facts, "step_s": statistics.median(timed)}
-    result.update(allocator_peak_bytes=allocator_peak_bytes(), process_peak_bytes=peak_rss_bytes())
-    if request.get("live"):
-        requests = _live_bytes(tf, step)
-        result["live_bytes"] = requests and most_in_each_part(requests)
-    return result
-
-
-def _live_bytes(tf: Any, step: Callable[[], Any]) -> List[Tuple[float, int]]:
-    """Seconds, and the bytes that TensorFlow's allocator has handed out then, at each of its requests in a step."""
-    # Where TensorFlow keeps the profile's format, from 2.13 to 2.21 at least.
-    from tensorflow.tsl.profiler.protobuf import xplane_pb2
-
-    profiler = tf.profiler.experimental
-    with tempfile.TemporaryDirectory() as folder:
-        with profiler.Profile(folder, profiler.ProfilerOptions(host_tracer_level=2, python_tracer_level=0)):
-            step()
-        spaces = [xplane_pb2.XSpace.FromString(path.read_bytes()) for path in Path(folder).rglob("*.xplane.pb")]
-    held = []
-    for plane in (plane for space in spaces for plane in space.planes):
-        names, stats = plane.event_metadata, plane.stat_metadata
-        for line in plane.lines:
-            for event in line.events:
-                if names[event.metadata_id].name in ("MemoryAllocation", "MemoryDeallocation"):
-                    size = next(one for one in event.stats if stats[one.metadata_id].name == "bytes_allocated")
-                    held.append((line.timestamp_ns / 1e9 + event.offset_ps / 1e12, size.int64_value))
-    return sorted(held)
-
-
-def most_in_each_part(requests: List[Tuple[float, int]]) -> List[int]:
-    """The most of the (seconds, bytes) of one step in each of LIVE_PARTS equal parts of it."""
-    seconds, sizes = np.array(requests).T
-    begins = np.linspace(seconds[0], seconds[-1], LIVE_PARTS, endpoint=False)
-    # Each part begins with what the last request before it has left.
-    return np.maximum.reduceat(sizes, np.searchsorted(seconds, begins, side="right") - 1).astype(int).tolist()
+    peaks = {"allocator_peak_bytes": allocator_peak_bytes(), "process_peak_bytes": peak_rss_bytes()}
+    live = {"live_bytes": live_bytes(tf, step, LIVE_PARTS)} if request.get("live") else {}
+    return {**request, **facts, "step_s": statistics.median(timed), **peaks, **live}
 
 
 def made_up(tf: Any, unet: UNetConfig, batch: int, grid: Tuple[int, ...]) -> Tuple[Any, Any]:

@@ -22,10 +22,8 @@ from cpu3d.compare.report import comparisons_markdown
 from cpu3d.util.atomic import write_bytes
 from cpu3d.util.records import newest, read_records
 from memory_estimator.accuracy import Accuracy
-from memory_estimator.calibration import shipped_constants
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table
-from memory_estimator.host import instruction_set
 from memory_estimator.validation import accuracy_json, digest, page, summary_table
 
 HEAD = """\
@@ -76,20 +74,13 @@ def tables(folder: Path) -> List[str]:
 
 def _newest(path: Path, names: Sequence[str]) -> List[Dict[str, Any]]:
     """The newest record of each job, which these fields and the CPU tell apart."""
-
-    def job(record: Dict[str, Any]) -> str:
-        return json.dumps([*(record.get(name) for name in names), record["host"]["cpu"]], sort_keys=True)
-
-    return newest(read_records(path, path.stem), job)
+    records = read_records(path, path.stem)
+    return newest(records, lambda one: json.dumps([*map(one.get, names), one["host"]["cpu"]], sort_keys=True))
 
 
 def _tables(path: Path, names: Sequence[str], table: Callable[[Dict[str, Any]], Table]) -> List[str]:
     """A table for the newest record of each job."""
     return [line for record in _newest(path, names) for line in (*table(record).markdown(), "")]
-
-
-def _policies(record: Dict[str, Any]) -> Table:
-    return step_table(with_predictions(record, shipped_constants(instruction_set(record["host"]["isa"]))))
 
 
 def _estimator(path: Path) -> List[str]:
@@ -103,7 +94,10 @@ LEARNING = ("task", "name", "shape", "steps")
 
 # File or folder of records -> heading, and the lines of it.
 SECTIONS = {
-    "policies.jsonl": ("Memory policies", lambda path: _tables(path, STEP, _policies)),
+    "policies.jsonl": (
+        "Memory policies",
+        lambda path: _tables(path, STEP, lambda one: step_table(with_predictions(one))),
+    ),
     VALIDATION: ("The estimator against measured steps", _estimator),
     "compare.jsonl": (
         "Whole volumes against patches",

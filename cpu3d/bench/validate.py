@@ -14,7 +14,7 @@ ships, and the validation page: every measured configuration with its prediction
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.bench.harness import ProcessFailedError, Result, in_fresh_process
 from cpu3d.bench.step import job_of_record, measure, request_for
@@ -32,8 +32,7 @@ from memory_estimator.common.units import format_bytes
 from memory_estimator.estimate import estimate
 from memory_estimator.host import Host, instruction_set, read_host
 from memory_estimator.job import ENGINES, Job, engine_version
-from memory_estimator.validation import Measured, Row, compare, summary_table
-from models.config import DTYPES, POLICIES, UNetConfig
+from memory_estimator.validation import Measured, Row, compare, configurations, summary_table
 
 VALIDATION = "memory"  # in the folder of records that of `bench validate`, a file a host
 STEPS = 3  # timed, after two more: enough for a median
@@ -57,10 +56,9 @@ def run(options: Options) -> int:
     done = {one.job for one in _of_this_host(options.record, host)}
     engines = [one for one in ENGINES if options.engine in (None, one) and installed(one)]
     if not engines:
-        todo = f"{how_to_install(options.engine)} or leave it out"
-        raise InputError(f"engine must be installed, got {options.engine}; {todo}")
-    wanted = configurations(thread_plan(host).intra_op, engines)[: options.first]
-    todo = [job for job in wanted if job not in done]
+        install = f"{how_to_install(options.engine)} or leave it out"
+        raise InputError(f"engine must be installed, got {options.engine}; {install}")
+    todo = [job for job in configurations(thread_plan(host).intra_op, engines)[: options.first] if job not in done]
     with bar("validate", total=len(todo)) as advance:
         for job in todo:
             needed, free = estimate(job, constants).upper_bound_bytes, read_host().free_bytes
@@ -86,42 +84,6 @@ def record_of(job: Job, host: Host) -> Result:
     except ProcessFailedError as error:
         threads = {**thread_plan(host).environment, "TF_NUM_INTRAOP_THREADS": str(job.threads)}
         return {**request, "error": str(error), "threads": threads, "host": host.summary()}
-
-
-NETWORKS: Tuple[Tuple[Dict[str, Any], Tuple[int, int, int], Dict[str, Any]], ...] = (
-    ({}, (64, 64, 64), {}),
-    ({}, (96, 96, 96), {}),
-    ({"filters": 8}, (96, 96, 96), {"optimizer": "adam"}),
-    ({"filters": 48}, (48, 48, 48), {}),
-    ({"network": "cicek2016", "filters": 24}, (32, 32, 32), {}),
-    ({}, (128, 128, 128), {}),
-    ({"residual": True}, (128, 112, 128), {}),
-    ({"deep_supervision": True}, (128, 128, 112), {"optimizer": "adam"}),
-    ({"norm": "batch", "up": "upsampling"}, (112, 112, 112), {"batch": 2}),
-    ({"norm": "none", "filters": 12, "channels": 1, "outputs": 1}, (128, 128, 128), {"optimizer": "sgd"}),
-    ({"filters": 32, "depth": 4}, (128, 128, 96), {}),
-    ({"network": "cicek2016", "depth": 4, "filters": 16, "channels": 1, "outputs": 1}, (128, 96, 128), {}),
-    ({"filters": 24, "depth": 3}, (128, 96, 128), {"batch": 2, "micro_batch": 1}),
-    ({}, (144, 192, 144), {}),
-    ({"filters": 48}, (96, 112, 96), {"batch": 1}),
-    ({"filters": 8, "channels": 1}, (240, 240, 160), {}),
-    ({}, (240, 240, 160), {}),
-)
-"""What is measured in each dtype under each policy: network, voxels and more of the job."""
-
-
-def configurations(threads: int, engines: Sequence[str] = ENGINES) -> Tuple[Job, ...]:
-    """Every job that `bench validate` measures on a host with so many threads; with further engines those of 128^3."""
-    return tuple(
-        Job(UNetConfig(**unet, dtype=dtype, policy=policy), shape, engine=engine, threads=threads, **more)
-        for unet, shape, more in NETWORKS
-        for dtype in DTYPES
-        for policy in POLICIES
-        for engine in (engines if shape == (128, 128, 128) else engines[:1])
-    )
-
-
-# --- What was measured, beside what is predicted ---
 
 
 def read_measured(path: Path) -> Tuple[Measured, ...]:
