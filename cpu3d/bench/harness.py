@@ -28,6 +28,7 @@ from memory_estimator.common.table import Table, new_console
 from memory_estimator.common.units import GIB
 
 Result = Dict[str, Any]  # the JSON object that a measuring process ends with
+FACTS = ("engine_name", "threads", "host", "versions")  # what it says of where it ran
 
 
 class ProcessFailedError(InputError):
@@ -72,9 +73,6 @@ def in_fresh_process(work: Callable[[Dict[str, Any]], Result], request: Dict[str
     return run_command([*command, json.dumps(request, default=str)], f"bench, {work.__name__},")
 
 
-FACTS = ("engine_name", "threads", "host", "versions")
-
-
 def set_up(request: Dict[str, Any]) -> Tuple[Any, Result]:
     """In a measuring process: TensorFlow on the "engine" of the request and with its "threads", None for either is the
     host's own or the environment's; and the FACTS of it, which a record has."""
@@ -85,6 +83,7 @@ def set_up(request: Dict[str, Any]) -> Tuple[Any, Result]:
 
 
 def seconds_of(function: Callable[[], Any]) -> float:
+    """What a call takes."""
     begin = time.perf_counter()
     function()
     return time.perf_counter() - begin

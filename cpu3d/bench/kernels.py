@@ -31,6 +31,8 @@ from models.config import DTYPES
 CASES = ((128, 16, 16), (128, 32, 16), (128, 16, 32), (64, 32, 32), (128, 4, 16))
 """Edge of a cube, channels in and out: the finest levels of a U-Net with 16 filters."""
 
+Pair = Tuple[Callable[[], Any], Callable[[], Any]]  # the engine's and the own one
+
 COPIED_BYTES = 2**28  # a thread; the C library writes as much past the caches
 
 
@@ -97,11 +99,8 @@ def measure(request: Dict[str, Any]) -> Result:
 
     if not available():
         raise InputError("own kernels must be built, got none; run python -m models.native.build")
-    rows = [
-        row
-        for dtype, case in itertools.product(request["dtypes"], CASES)
-        for row in timed_operations(tf, dtype, *case, request["rounds"])
-    ]
+    cases = itertools.product(request["dtypes"], CASES)
+    rows = [row for dtype, case in cases for row in timed_operations(tf, dtype, *case, request["rounds"])]
     return {"rows": rows, "limits": limits(request), **facts}
 
 
@@ -130,10 +129,8 @@ def timed_operations(tf: Any, dtype: str, edge: int, inputs: int, outputs: int, 
         yield {**case, "engine_gflops": engine, "own_gflops": own}
 
 
-def _operations(
-    tf: Any, dtype: str, grid: Tuple[int, ...], inputs: int, outputs: int
-) -> Dict[str, Tuple[Callable[[], Any], Callable[[], Any]]]:
-    """Operation -> the engine's and the own one, of no arguments."""
+def _operations(tf: Any, dtype: str, grid: Tuple[int, ...], inputs: int, outputs: int) -> Dict[str, Pair]:
+    """Each operation, of no arguments."""
     from models.native.operations import Gradient, Source, convolve, filter_gradient, input_gradient
 
     raw, same = tf.raw_ops, {"strides": [1] * 5, "padding": "SAME"}

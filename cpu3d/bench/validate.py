@@ -70,9 +70,8 @@ def run(options: Options) -> int:
             say(f"{job.describe()}: {outcome}")
             advance()
     held_out = [one for one in _of_this_host(options.record, host) if one.held_out]
-    # By what was known before: measuring adds to that. The page is made with the shipped constants alone.
-    rows = compare(held_out, lambda one: estimate(one.job, constants))
-    new_console().print(summary_table(rows))
+    # As `estimate` predicts here; the page is made with the shipped constants alone.
+    new_console().print(summary_table(compare(held_out, lambda one: estimate(one.job, constants))))
     return 0
 
 

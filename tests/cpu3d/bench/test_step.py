@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import shlex
 import sys
 
@@ -13,7 +12,6 @@ from cpu3d.bench import harness, step
 from cpu3d.bench.harness import ProcessFailedError
 from cpu3d.bench.step import compare_policies, draw_policies, job_of_record, request_for, step_table
 from cpu3d.errors import InputError
-from cpu3d.host.memory import most_in_each_part
 from cpu3d.util.records import read_records
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import estimate
@@ -161,10 +159,3 @@ def test_policies_are_compared_in_turn_and_the_dead_are_rows(answers):
     answers.update(speed=[ProcessFailedError("got SIGKILL")])
     with pytest.raises(ProcessFailedError, match="SIGKILL"):
         compare_policies(request_for(JOB), ["speed"], [], 1)
-
-
-def test_the_bytes_live_over_a_step_are_the_most_in_each_of_its_parts():
-    """A step of 3 s: 10 bytes, at 1 s for an instant 30, then 20; each part begins with what was held before it."""
-    parts = most_in_each_part([(0.0, 10), (1.0, 30), (1.001, 20), (3.0, 20)], 300)
-    assert (len(parts), parts[0], parts[99], parts[100], parts[101], parts[-1]) == (300, 10, 10, 30, 20, 20)
-    assert math.fsum(part == 30 for part in parts) == 1
