@@ -26,7 +26,7 @@ from cpu3d.util.progress import bar
 from memory_estimator.calibration import host_file, load_constants
 from memory_estimator.common.schema import option
 from memory_estimator.host import read_host
-from memory_estimator.job import ENGINES, Job
+from memory_estimator.job import ENGINES, Job, installed_engine
 from models.config import DTYPES, UNetConfig
 
 SHAPE, STEPS = (96, 96, 96), 4
@@ -52,7 +52,9 @@ def run(options: Options) -> int:
         rule = "own operations must be built, and CPU3D_INSTRUCTION_SET not set: only such steps are predicted"
         raise InputError(f"{rule}; run python -m models.native.build")
     writable_folder(path.parent, "folder")
-    engines = [engine for engine in ENGINES if installed(engine)] if options.all else [options.engine]
+    engines = (
+        [engine for engine in ENGINES if installed(engine)] if options.all else [options.engine or installed_engine()]
+    )
     jobs = [Job(UNetConfig(**unet, dtype=dtype), SHAPE) for dtype in DTYPES for unet in NETWORKS]
     with bar("calibrate", total=len(engines) * len(jobs)) as advance:
         for engine, job in itertools.product(engines, jobs):
