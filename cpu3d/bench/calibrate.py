@@ -52,9 +52,8 @@ def run(options: Options) -> int:
         rule = "own operations must be built, and CPU3D_INSTRUCTION_SET not set: only such steps are predicted"
         raise InputError(f"{rule}; run python -m models.native.build")
     writable_folder(path.parent, "folder")
-    engines = (
-        [engine for engine in ENGINES if installed(engine)] if options.all else [options.engine or installed_engine()]
-    )
+    every = [engine for engine in ENGINES if installed(engine)]
+    engines = every if options.all else [options.engine or installed_engine()]
     jobs = [Job(UNetConfig(**unet, dtype=dtype), SHAPE) for dtype in DTYPES for unet in NETWORKS]
     with bar("calibrate", total=len(engines) * len(jobs)) as advance:
         for engine, job in itertools.product(engines, jobs):
