@@ -9,14 +9,14 @@ import json
 import math
 import statistics
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 from memory_estimator.accuracy import Accuracy, Bound, Kind
 from memory_estimator.common.table import Table
 from memory_estimator.common.units import GIB
 from memory_estimator.estimate import Estimate
 from memory_estimator.host import instruction_set
-from memory_estimator.job import ENGINES, Job
+from memory_estimator.job import AUTO, ENGINES, Job, engine_version
 from models.config import DTYPES, POLICIES, UNetConfig
 
 FITTED_VOXELS = 96**3  # constants are fitted to volumes of at most this size; errors are those of larger ones alone
@@ -83,6 +83,42 @@ class Measured:
     def held_out(self) -> bool:
         """Whether it is larger than anything that constants may be fitted to."""
         return math.prod(self.job.shape) > FITTED_VOXELS
+
+
+def request_for(job: Job, **more: Any) -> Dict[str, Any]:
+    """The request that `bench` makes of a job, which its record begins with, with `more` in it."""
+    request = {"shape": list(job.shape), "batch": job.batch, "micro_batch": job.micro, "optimizer": job.optimizer}
+    request.update(unet=dataclasses.asdict(job.unet), engine=job.engine, threads=job.threads)
+    return {**request, **more}
+
+
+def job_of_record(record: Mapping[str, Any]) -> Optional[Job]:
+    """The job that a record measured, on the engine that really ran; None where that is TensorFlow without oneDNN,
+    which the estimator knows nothing of."""
+    engine, name = record["engine"], record.get("engine_name", "")
+    if "no oneDNN" in name:
+        return None
+    if engine in (None, AUTO):
+        engine = "itex" if "ITEX" in name else "stock"
+    sizes = {name: record[name] for name in ("batch", "micro_batch", "optimizer")}
+    threads = int(record["threads"]["TF_NUM_INTRAOP_THREADS"])
+    job = Job(UNetConfig(**record["unet"]), tuple(record["shape"]), **sizes, engine=engine, threads=threads)
+    by_rule = dataclasses.replace(job, micro_batch=0)  # so that equal jobs compare equal
+    return by_rule if by_rule.micro == job.micro else job
+
+
+def measured_from(record: Mapping[str, Any]) -> Optional[Measured]:
+    """What a record says of its step; None for one of an engine that the estimator knows nothing of. A record may lack
+    the seconds, where they were disturbed."""
+    job, host = job_of_record(record), record["host"]
+    if not job:
+        return None
+    about = {"host": host["cpu"], "isa": tuple(host["isa"]), "date": record.get("date", "")}
+    about["version"] = engine_version(job.engine, record.get("versions", {}))
+    if record.get("error"):
+        return Measured(job, failure=record["error"], **about)
+    peaks = {name: record[name] for name in ("process_peak_bytes", "allocator_peak_bytes")}
+    return Measured(job, record.get("step_s") or math.nan, **peaks, **about)
 
 
 @dataclass(frozen=True)

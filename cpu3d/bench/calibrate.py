@@ -17,7 +17,7 @@ from typing import Optional
 import psutil
 
 from cpu3d.bench.harness import in_fresh_process, valid
-from cpu3d.bench.step import job_of_record, measure, request_for
+from cpu3d.bench.step import measure
 from cpu3d.errors import InputError
 from cpu3d.host.apply import installed
 from cpu3d.host.speed import QUIET_SHARE, is_own, keep_calibration
@@ -27,6 +27,7 @@ from memory_estimator.calibration import host_file, load_constants
 from memory_estimator.common.schema import option
 from memory_estimator.host import read_host
 from memory_estimator.job import ENGINES, Job, installed_engine
+from memory_estimator.validation import job_of_record, request_for
 from models.config import DTYPES, UNetConfig
 
 SHAPE, STEPS = (96, 96, 96), 4

@@ -14,7 +14,6 @@ in use over a step are those of one more step, in which TensorFlow's profiler re
 """
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import shlex
@@ -22,7 +21,7 @@ import statistics
 import sys
 from argparse import Namespace
 from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -41,6 +40,7 @@ from memory_estimator.common.units import GIB
 from memory_estimator.estimate import estimate
 from memory_estimator.host import instruction_set, read_host
 from memory_estimator.job import Job, JobOptions, job_from, source_job
+from memory_estimator.validation import job_of_record, request_for
 from models.config import DTYPES, POLICIES, UNetConfig
 
 WARM_UP_STEPS = 2  # the first step compiles, the second still fills optimizer slots and caches
@@ -125,28 +125,6 @@ def compare_policies(request: Dict[str, Any], policies: Sequence[str], peers: Se
 
 
 # --- Records, as measured and as the estimator predicts them ---
-
-
-def request_for(job: Job, **more: Any) -> Dict[str, Any]:
-    """The request to `measure` of a job, with `more` in it."""
-    request = {"shape": list(job.shape), "batch": job.batch, "micro_batch": job.micro, "optimizer": job.optimizer}
-    request.update(unet=dataclasses.asdict(job.unet), engine=job.engine, threads=job.threads)
-    return {**request, **more}
-
-
-def job_of_record(record: Mapping[str, Any]) -> Optional[Job]:
-    """The job that a record measured, on the engine that really ran; None where that is TensorFlow without oneDNN,
-    which the estimator knows nothing of."""
-    engine, name = record["engine"], record.get("engine_name", "")
-    if "no oneDNN" in name:
-        return None
-    if engine in (None, AUTO):
-        engine = "itex" if "ITEX" in name else "stock"
-    sizes = {name: record[name] for name in ("batch", "micro_batch", "optimizer")}
-    threads = int(record["threads"]["TF_NUM_INTRAOP_THREADS"])
-    job = Job(UNetConfig(**record["unet"]), tuple(record["shape"]), **sizes, engine=engine, threads=threads)
-    by_rule = dataclasses.replace(job, micro_batch=0)  # so that equal jobs compare equal
-    return by_rule if by_rule.micro == job.micro else job
 
 
 def with_predictions(record: Result, constants: Optional[HostConstants] = None) -> Result:

@@ -11,13 +11,12 @@ The published records are the files in records/memory. `bench tables` makes accu
 ships, and the validation page: every measured configuration with its prediction.
 """
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, List, Mapping, Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 from cpu3d.bench.harness import ProcessFailedError, Result, in_fresh_process
-from cpu3d.bench.step import job_of_record, measure, request_for
+from cpu3d.bench.step import measure
 from cpu3d.errors import InputError, how_to_install
 from cpu3d.host.apply import installed
 from cpu3d.host.thread_plan import thread_plan
@@ -31,8 +30,16 @@ from memory_estimator.common.table import new_console
 from memory_estimator.common.units import format_bytes
 from memory_estimator.estimate import estimate
 from memory_estimator.host import Host, instruction_set, read_host
-from memory_estimator.job import ENGINES, Job, engine_version
-from memory_estimator.validation import Measured, Row, compare, configurations, summary_table
+from memory_estimator.job import ENGINES, Job
+from memory_estimator.validation import (
+    Measured,
+    Row,
+    compare,
+    configurations,
+    measured_from,
+    request_for,
+    summary_table,
+)
 
 VALIDATION = "memory"  # in the folder of records that of `bench validate`, a file a host
 STEPS = 3  # timed, after two more: enough for a median
@@ -87,20 +94,7 @@ def record_of(job: Job, host: Host) -> Result:
 
 def read_measured(path: Path) -> Tuple[Measured, ...]:
     """The measured steps of a record file, or of all of a folder, one a job and host: the newest, in the place of the
-    oldest. Lines of an engine that the estimator knows nothing of are passed over. A record may lack the seconds, where
-    they were disturbed. Raises InputError for a missing file, and for a line that is damaged or of another schema."""
-
-    def measured_from(record: Mapping[str, Any]) -> Optional[Measured]:
-        job, host = job_of_record(record), record["host"]
-        if not job:
-            return None
-        about = {"host": host["cpu"], "isa": tuple(host["isa"]), "date": record.get("date", "")}
-        about["version"] = engine_version(job.engine, record.get("versions", {}))
-        if record.get("error"):
-            return Measured(job, failure=record["error"], **about)
-        peaks = {name: record[name] for name in ("process_peak_bytes", "allocator_peak_bytes")}
-        return Measured(job, record.get("step_s") or math.nan, **peaks, **about)
-
+    oldest. Raises InputError for a missing file, and for a line that is damaged or of another schema."""
     files = sorted(Path(path).glob("*.jsonl")) if Path(path).is_dir() else [path]
     read = [one for file in files for one in read_records(file, "memory", measured_from)]
     return tuple({(one.host, one.isa, one.job): one for one in read}.values())

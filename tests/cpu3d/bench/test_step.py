@@ -10,13 +10,14 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.bench import harness, step
 from cpu3d.bench.harness import ProcessFailedError
-from cpu3d.bench.step import compare_policies, draw_policies, job_of_record, request_for, step_table
+from cpu3d.bench.step import compare_policies, draw_policies, step_table
 from cpu3d.errors import InputError
 from cpu3d.util.records import read_records
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
 from memory_estimator.job import RECIPES, Job
+from memory_estimator.validation import job_of_record, request_for
 from models.config import POLICIES, UNetConfig
 from tests.memory_estimator.test_job import write_plan
 
