@@ -25,7 +25,6 @@ from cpu3d.util.child import ROOT, forward_signals, how_ended, start
 from cpu3d.util.records import append_record, versions
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table, new_console
-from memory_estimator.common.units import GIB
 
 Result = Dict[str, Any]  # the JSON object that a measuring process ends with
 FACTS = ("engine_name", "threads", "host", "versions")  # what it says of where it ran
@@ -62,6 +61,11 @@ def valid(read: Callable[..., Any], *arguments: Any) -> Any:
         return read(*arguments)
     except ValueError as error:
         raise InputError(str(error)) from None
+
+
+def host_of(record: Result) -> str:
+    """ "2 cores of AMD EPYC"."""
+    return f"{record['host']['cores']} cores of {record['host']['cpu']}"
 
 
 # --- Measuring processes ---
@@ -117,19 +121,6 @@ def run_peer(command: str) -> Result:
     if not isinstance(result.get("step_s"), (int, float)):
         raise InputError(f"peer must print JSON with step_s, got {sorted(result)} from {command!r}; adapt it")
     return {**result, "process_peak_bytes": result.get("peak_rss_bytes")}
-
-
-# --- For tables ---
-
-
-def gib(size_bytes: Optional[float]) -> str:
-    """A size in GiB without its unit, "-" for what is not known."""
-    return "-" if size_bytes is None else f"{size_bytes / GIB:.2f}"
-
-
-def host_of(record: Result) -> str:
-    """ "2 cores of AMD EPYC"."""
-    return f"{record['host']['cores']} cores of {record['host']['cpu']}"
 
 
 if __name__ == "__main__":

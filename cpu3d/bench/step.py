@@ -19,16 +19,18 @@ import itertools
 import shlex
 import statistics
 import sys
+import tempfile
 from argparse import Namespace
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
 from cpu3d.bench import harness
-from cpu3d.bench.harness import FACTS, Output, ProcessFailedError, Result, gib, host_of, run_peer, seconds_of, valid
+from cpu3d.bench.harness import FACTS, Output, ProcessFailedError, Result, host_of, run_peer, seconds_of, valid
 from cpu3d.errors import InputError
-from cpu3d.host.memory import live_bytes, peak_rss_bytes
+from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.plan import job_of
 from cpu3d.run.summary import median, numbers
 from cpu3d.settings import AUTO, RunConfig, left_open
@@ -124,9 +126,6 @@ def compare_policies(request: Dict[str, Any], policies: Sequence[str], peers: Se
     return {**request, "rounds": rounds, "rows": rows, **{fact: measured[fact] for fact in FACTS}}
 
 
-# --- Records, as measured and as the estimator predicts them ---
-
-
 def with_predictions(record: Result, constants: Optional[HostConstants] = None) -> Result:
     """The record with the estimator's figures as "predicted" in each row, by default with the constants that are
     shipped for its host; None for a peer, and of an engine that the estimator does not know, which is said on stderr.
@@ -147,7 +146,7 @@ def step_table(record: Result) -> Table:
     for row in record["rows"]:
         for name, figures in ((row["name"], row), ("predicted", row["predicted"])):
             if figures:
-                peaks = [gib(figures.get(peak)) for peak in PREDICTED[:3]]
+                peaks = [f"{figures[peak] / GIB:.2f}" if figures.get(peak) else "-" for peak in PREDICTED[:3]]
                 cells.append([name, *peaks, f"{figures['step_s']:.2f}" if figures["step_s"] else "-"])
         died += [f"{row['name']} died: {row['error']}."] if row["error"] else []
     columns = ("", "allocator peak, GiB", "process peak, GiB", "upper bound, GiB", "s a step")
@@ -185,7 +184,7 @@ def draw_policies(records: Sequence[Result]) -> bytes:
         if row.get("live_bytes"):  # in parts of a step, which begins with what is live at its end
             beside = row["process_peak_bytes"] - row["allocator_peak_bytes"]
             held, marks = [beside + size for size in (row["live_bytes"][-1], *row["live_bytes"])], "-"
-        name = f"{row['name'].partition(' --')[0]}, {gib(max(held))} GiB"
+        name = f"{row['name'].partition(' --')[0]}, {max(held) / GIB:.2f} GiB"
         lines.append(Line(name, np.linspace(0, row["step_s"], len(held)), np.array(held) / GIB, colour, marks=marks))
     axes = {"x_label": f"seconds\n{about[0]}", "y_label": "GiB held by the process", "y_range": (0, None)}
     return chart(lines, title=f"Memory over a training step, {about[1]}", **axes)
@@ -216,8 +215,38 @@ def measure(request: Dict[str, Any]) -> Result:
         tf.config.experimental.reset_memory_stats("CPU:0")
     timed = [seconds_of(step) for _ in range(request["steps"])]
     peaks = {"allocator_peak_bytes": allocator_peak_bytes(), "process_peak_bytes": peak_rss_bytes()}
-    live = {"live_bytes": live_bytes(tf, step, LIVE_PARTS)} if request.get("live") else {}
+    live = {"live_bytes": _live_bytes(tf, step, LIVE_PARTS)} if request.get("live") else {}
     return {**request, **facts, "step_s": statistics.median(timed), **peaks, **live}
+
+
+def _live_bytes(tf: Any, work: Callable[[], Any], parts: int) -> List[int]:
+    """The most bytes that TensorFlow's allocator has handed out in each of equal parts of the time between its first
+    request in `work` and its last; none without requests."""
+    # Where TensorFlow keeps the profile's format, from 2.13 to 2.21 at least.
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    profiler = tf.profiler.experimental
+    with tempfile.TemporaryDirectory() as folder:
+        with profiler.Profile(folder, profiler.ProfilerOptions(host_tracer_level=2, python_tracer_level=0)):
+            work()
+        spaces = [xplane_pb2.XSpace.FromString(path.read_bytes()) for path in Path(folder).rglob("*.xplane.pb")]
+    held = []
+    for plane in (plane for space in spaces for plane in space.planes):
+        names, stats = plane.event_metadata, plane.stat_metadata
+        for line in plane.lines:
+            for event in line.events:
+                if names[event.metadata_id].name in ("MemoryAllocation", "MemoryDeallocation"):
+                    size = next(one for one in event.stats if stats[one.metadata_id].name == "bytes_allocated")
+                    held.append((line.timestamp_ns / 1e9 + event.offset_ps / 1e12, size.int64_value))
+    return most_in_each_part(sorted(held), parts) if held else []
+
+
+def most_in_each_part(requests: Sequence[Tuple[float, int]], parts: int) -> List[int]:
+    """The most of (seconds, bytes held from then on) in each of equal parts of the time."""
+    seconds, sizes = np.array(requests).T
+    begins = np.linspace(seconds[0], seconds[-1], parts, endpoint=False)
+    # Each part begins with what the last request before it has left.
+    return np.maximum.reduceat(sizes, np.searchsorted(seconds, begins, side="right") - 1).astype(int).tolist()
 
 
 def made_up(tf: Any, unet: UNetConfig, batch: int, grid: Tuple[int, ...]) -> Tuple[Any, Any]:

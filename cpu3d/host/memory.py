@@ -6,10 +6,9 @@ import os
 import platform
 import resource
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Dict, NamedTuple, Optional, Sequence, Tuple, Union
 
 from memory_estimator.host import read_text, sizes
 
@@ -42,38 +41,6 @@ def resident(pid: Union[int, str] = "self") -> Optional[Resident]:
         return None
     anonymous = found["RssAnon"] + found.get("RssShmem", 0)
     return Resident(anonymous, found["RssFile"], found.get("VmSwap", 0))
-
-
-def live_bytes(tf: Any, work: Callable[[], Any], parts: int) -> List[int]:
-    """The most bytes that TensorFlow's allocator has handed out in each of equal parts of the time between its first
-    request in `work` and its last; none without requests."""
-    # Where TensorFlow keeps the profile's format, from 2.13 to 2.21 at least.
-    from tensorflow.tsl.profiler.protobuf import xplane_pb2
-
-    profiler = tf.profiler.experimental
-    with tempfile.TemporaryDirectory() as folder:
-        with profiler.Profile(folder, profiler.ProfilerOptions(host_tracer_level=2, python_tracer_level=0)):
-            work()
-        spaces = [xplane_pb2.XSpace.FromString(path.read_bytes()) for path in Path(folder).rglob("*.xplane.pb")]
-    held = []
-    for plane in (plane for space in spaces for plane in space.planes):
-        names, stats = plane.event_metadata, plane.stat_metadata
-        for line in plane.lines:
-            for event in line.events:
-                if names[event.metadata_id].name in ("MemoryAllocation", "MemoryDeallocation"):
-                    size = next(one for one in event.stats if stats[one.metadata_id].name == "bytes_allocated")
-                    held.append((line.timestamp_ns / 1e9 + event.offset_ps / 1e12, size.int64_value))
-    return most_in_each_part(sorted(held), parts) if held else []
-
-
-def most_in_each_part(requests: Sequence[Tuple[float, int]], parts: int) -> List[int]:
-    """The most of (seconds, bytes held from then on) in each of equal parts of the time."""
-    import numpy as np  # on use: importing this module stays cheap
-
-    seconds, sizes = np.array(requests).T
-    begins = np.linspace(seconds[0], seconds[-1], parts, endpoint=False)
-    # Each part begins with what the last request before it has left.
-    return np.maximum.reduceat(sizes, np.searchsorted(seconds, begins, side="right") - 1).astype(int).tolist()
 
 
 def _status(pid: Union[int, str]) -> Dict[str, int]:

@@ -160,3 +160,10 @@ def test_policies_are_compared_in_turn_and_the_dead_are_rows(answers):
     answers.update(speed=[ProcessFailedError("got SIGKILL")])
     with pytest.raises(ProcessFailedError, match="SIGKILL"):
         compare_policies(request_for(JOB), ["speed"], [], 1)
+
+
+def test_the_bytes_live_over_a_step_are_the_most_in_each_of_its_parts():
+    """A step of 3 s: 10 bytes, at 1 s for an instant 30, then 20; each part begins with what was held before it."""
+    parts = step.most_in_each_part([(0.0, 10), (1.0, 30), (1.001, 20), (3.0, 20)], 300)
+    assert (len(parts), parts[0], parts[99], parts[100], parts[101], parts[-1]) == (300, 10, 10, 30, 20, 20)
+    assert sum(part == 30 for part in parts) == 1

@@ -1,4 +1,4 @@
-"""What a process holds, told apart by kind, and what is live over a step."""
+"""What a process holds, told apart by kind."""
 
 import mmap
 import os
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cpu3d.host.memory import most_in_each_part, peak_rss_bytes, resident
+from cpu3d.host.memory import peak_rss_bytes, resident
 
 MIB = 2**20
 
@@ -29,10 +29,3 @@ def test_memory_that_is_written_to_counts_as_anonymous_and_raises_the_peak():
 
 def test_a_process_that_has_ended_holds_nothing():
     assert resident(2**22 + 1) is None
-
-
-def test_the_bytes_live_over_a_step_are_the_most_in_each_of_its_parts():
-    """A step of 3 s: 10 bytes, at 1 s for an instant 30, then 20; each part begins with what was held before it."""
-    parts = most_in_each_part([(0.0, 10), (1.0, 30), (1.001, 20), (3.0, 20)], 300)
-    assert (len(parts), parts[0], parts[99], parts[100], parts[101], parts[-1]) == (300, 10, 10, 30, 20, 20)
-    assert sum(part == 30 for part in parts) == 1
