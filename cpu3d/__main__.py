@@ -8,8 +8,9 @@ import os
 import sys
 from typing import Any, Callable, List, Mapping, Optional, Sequence, Tuple
 
-from cpu3d.errors import ENDINGS, InputError, exit_code_of, how_to_install
-from memory_estimator.common.schema import add_options, arguments, as_typed
+from cpu3d.errors import ENDINGS, InputError, exit_code_of
+from memory_estimator.common.schema import add_options, arguments
+from memory_estimator.installed import as_typed, how_to_install
 
 COMMANDS = {
     "demo": ("cpu3d.demo", "make phantoms, train on them, score, predict, report: everything once, in minutes"),

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import List, Optional
 
 from cpu3d.util.progress import say
-from memory_estimator.common.schema import as_typed, option
+from memory_estimator.common.schema import option
+from memory_estimator.installed import as_typed
 from models.config import POLICIES
 
 CASES = 12

@@ -3,14 +3,11 @@
 The exceptions mean "your input, your host or your data, not our bug".
 """
 
-import platform
 import signal
-import sys
 from dataclasses import dataclass
 from typing import Dict, Iterable, Optional
 
 from memory_estimator.common.files import NotRegularError
-from memory_estimator.common.schema import in_checkout
 
 
 class InputError(Exception):
@@ -118,16 +115,3 @@ def refuse(problems: Iterable[str]) -> None:
     problems = tuple(problems)
     if problems:
         raise InputError(*problems)
-
-
-def how_to_install(extra: str = "") -> str:
-    """The command that installs an extra of pyproject.toml, by default this host's engine; run.sh's in a checkout."""
-    if in_checkout() and extra == "mlflow":
-        return f"run `{sys.executable} -m pip install -r requirements-mlflow.txt`"
-    if in_checkout():
-        return f"run `./run.sh setup{' --gpu' if extra == 'gpu' else ''}`"
-    has_itex = sys.platform == "linux" and platform.machine() == "x86_64" and sys.version_info < (3, 12)
-    engine = "itex" if has_itex else "tensorflow"
-    # MLflow together with the engine: alone it would bring a protobuf that ITEX cannot take.
-    extras = {"": engine, "mlflow": f"{engine},mlflow"}.get(extra, extra)
-    return f"run `pip install 'cpu3d[{extras}]'`"

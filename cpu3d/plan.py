@@ -47,15 +47,8 @@ from memory_estimator.estimate import (
     whole_volume_bytes,
 )
 from memory_estimator.host import Host
-from memory_estimator.job import (
-    OPTIMIZERS,
-    PLAN_SCHEMA,
-    Job,
-    installed_engine,
-    installed_versions,
-    statistics_note,
-    stored_bytes,
-)
+from memory_estimator.installed import installed_engine, installed_versions
+from memory_estimator.job import OPTIMIZERS, PLAN_SCHEMA, Job, statistics_note, stored_bytes
 from memory_estimator.scaling import of_one
 from memory_estimator.step.training_step import training_step
 from models.layer_plan import training_flops

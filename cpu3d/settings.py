@@ -25,16 +25,8 @@ from cpu3d.errors import InputError
 from cpu3d.util.atomic import write_json
 from memory_estimator.common.files import read_json, typed
 from memory_estimator.common.schema import check, option, to_command_line
-from memory_estimator.job import (
-    AUTO,
-    DEFAULT_RECIPE,
-    ENGINES,
-    OPTIMIZERS,
-    RECIPES,
-    Architecture,
-    check_micro_batch,
-    micro_of,
-)
+from memory_estimator.installed import ENGINES
+from memory_estimator.job import AUTO, DEFAULT_RECIPE, OPTIMIZERS, RECIPES, Architecture, check_micro_batch, micro_of
 from models.config import DTYPES, POLICIES, UNetConfig
 
 SCHEMA = 1  # of the run folder's layout; a run of another one is refused, never guessed at

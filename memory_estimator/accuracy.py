@@ -45,7 +45,7 @@ class Kind:
 
     dtype: str
     policy: str  # of memory
-    versions: Tuple[str, ...]  # of the engines, as of `job.engine_version`
+    versions: Tuple[str, ...]  # of the engines, as of `engine_version`
     hosts: Tuple[str, ...]  # the CPUs' names
     threads: Tuple[int, ...]  # numbers of threads that were measured
     networks: Tuple[str, ...]  # that were measured
@@ -73,7 +73,7 @@ class Accuracy:
     """How far predictions are off, by kind of record: the content of accuracy.json, and which engines are in force."""
 
     kinds: Tuple[Kind, ...]
-    versions: Dict[str, str] = field(default_factory=dict)  # engine -> `job.engine_version`; one missing is as recorded
+    versions: Dict[str, str] = field(default_factory=dict)  # engine -> its `engine_version`; one missing is as recorded
 
     def covering(self, job: Job) -> Tuple[Optional[Kind], str]:
         """The kind of records that a job is one of; None, and why, where there is none."""
@@ -117,7 +117,7 @@ class Measured:
     failure: str = ""  # what went wrong instead; nothing was measured then
     host: str = ""  # the CPU's name
     isa: Tuple[str, ...] = ()  # its instruction sets
-    version: str = ""  # of the engine, as of `job.engine_version`
+    version: str = ""  # of the engine, as of `engine_version`
     date: str = ""
 
     @property

@@ -30,7 +30,8 @@ from memory_estimator.calibration import host_file, like_shipped, load_constants
 from memory_estimator.common.schema import option
 from memory_estimator.estimate import estimate
 from memory_estimator.host import Host, read_host
-from memory_estimator.job import ENGINES, Job
+from memory_estimator.installed import ENGINES
+from memory_estimator.job import Job
 from models.config import DTYPES, UNetConfig
 
 SHAPE, STEPS = (96, 96, 96), 4

@@ -19,7 +19,7 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Seque
 
 from cpu3d.bench.harness import Output, ProcessFailedError, gib, in_fresh_process
 from cpu3d.bench.step import has_known_engine, job_of_record, measure, request_for
-from cpu3d.errors import InputError, how_to_install
+from cpu3d.errors import InputError
 from cpu3d.host.apply import installed
 from cpu3d.host.thread_plan import thread_plan
 from cpu3d.util.atomic import writable_folder
@@ -41,7 +41,8 @@ from memory_estimator.common.table import Table
 from memory_estimator.common.units import format_bytes
 from memory_estimator.estimate import Estimate, estimate
 from memory_estimator.host import Host, instruction_set, read_host
-from memory_estimator.job import ENGINES, Job, engine_version
+from memory_estimator.installed import ENGINES, engine_version, how_to_install
+from memory_estimator.job import Job
 from models.config import DTYPES, POLICIES, UNetConfig
 
 VALIDATION = "memory"  # in the folder of records that of `bench validate`, a file a host

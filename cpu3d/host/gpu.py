@@ -16,7 +16,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
-from cpu3d.errors import DoesNotFitError, InputError, how_to_install
+from cpu3d.errors import DoesNotFitError, InputError
+from memory_estimator.installed import how_to_install
 
 CPU = "cpu"
 
