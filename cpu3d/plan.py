@@ -23,16 +23,8 @@ from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import DoesNotFitError, InputError, refuse
 from cpu3d.host.gpu import Gpu, best_dtype, card_of, pick_device, why_no_card
 from cpu3d.host.thread_plan import thread_plan
-from cpu3d.settings import (
-    AUTO,
-    RunConfig,
-    config_from_json,
-    differences,
-    left_open,
-    load_config,
-    recipe_config,
-    with_settings,
-)
+from cpu3d.run.config import config_from_json, differences, load_config
+from cpu3d.settings import AUTO, RunConfig, left_open, recipe_config, with_settings
 from cpu3d.util.atomic import write_json
 from cpu3d.util.records import by
 from memory_estimator import planner

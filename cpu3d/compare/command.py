@@ -30,9 +30,10 @@ from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError, refuse
 from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.inference.runs import store_of_run
+from cpu3d.run.config import load_config
 from cpu3d.run.log import FINISHED, read_events
 from cpu3d.run.summary import last_end
-from cpu3d.settings import SETTINGS, as_options, load_config
+from cpu3d.settings import SETTINGS, as_options
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.lock import locked
 

@@ -21,9 +21,10 @@ from cpu3d.data.store import Store, grid_size
 from cpu3d.errors import InputError, refuse
 from cpu3d.inference.evaluate import PREDICTIONS, read_scores, scores_path
 from cpu3d.inference.scores import METRICS
+from cpu3d.run.config import load_config
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import costs_of, median, numbers, of_kind
-from cpu3d.settings import RunConfig, load_config
+from cpu3d.settings import RunConfig
 from cpu3d.util.records import number, seconds
 from memory_estimator.common.units import format_bytes
 

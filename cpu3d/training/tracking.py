@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, Mapping, Sequence, Union
 
 from cpu3d.errors import InputError
+from cpu3d.run.config import flat
 from cpu3d.run.log import FINISHED, read_events
-from cpu3d.settings import RunConfig, flat
+from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_json
 from cpu3d.util.progress import say
 from cpu3d.util.records import VERSION, without_passwords

@@ -26,8 +26,9 @@ from cpu3d.host.speed import Observer, is_own
 from cpu3d.host.thread_plan import describe, share_of
 from cpu3d.plan import Plan, check_fits, make_plan, plan_of_chief, save_plan
 from cpu3d.run.checkpoint import BEST, checkpoints
+from cpu3d.run.config import load_config, save_config
 from cpu3d.run.log import flush_log
-from cpu3d.settings import TRAIN_OPTIONS, RunConfig, left_open, load_config, save_config
+from cpu3d.settings import TRAIN_OPTIONS, RunConfig, left_open
 from cpu3d.settings import TrainOptions as Options
 from cpu3d.training.tracking import require_mlflow
 from cpu3d.training.watchdog import Guard

@@ -15,7 +15,8 @@ from cpu3d.data.store import Store, grid_size
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu
 from cpu3d.plan import Plan, check_fits, job_of, make_plan, plan_of_chief, save_plan
-from cpu3d.settings import RunConfig, save_config
+from cpu3d.run.config import save_config
+from cpu3d.settings import RunConfig
 from memory_estimator.estimate import estimate, whole_volume_bytes
 from memory_estimator.host import Host
 from memory_estimator.job import Job, read_run

@@ -9,16 +9,8 @@ import re
 import pytest
 
 from cpu3d.errors import InputError
-from cpu3d.settings import (
-    SETTINGS,
-    RunConfig,
-    as_options,
-    differences,
-    load_config,
-    recipe_config,
-    save_config,
-    with_settings,
-)
+from cpu3d.run.config import differences, load_config, save_config
+from cpu3d.settings import SETTINGS, RunConfig, as_options, recipe_config, with_settings
 from memory_estimator.common.schema import add_options, arguments
 from memory_estimator.job import RECIPES, Job
 from models.config import UNetConfig
