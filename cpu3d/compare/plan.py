@@ -196,7 +196,7 @@ def courses(variants: Mapping[str, Tuple[Json, Plan]], budget: Budget, validatio
     validations = min([validations, *filter(None, steps.values())])
     found = []
     for name, (settings, plan) in variants.items():
-        config, predicted, own = plan.config, plan.estimate, {"validations": validations}
+        config, predicted, own = plan.config, plan.forecast, {"validations": validations}
         if is_timed:
             own["epochs"] = math.ceil(60 * budget.amount / LEAST_STEP_S / plan.steps_per_epoch)
             own["budget_minutes"] = budget.amount
@@ -211,7 +211,7 @@ def courses(variants: Mapping[str, Tuple[Json, Plan]], budget: Budget, validatio
                 batch=config.batch,
                 policy=config.unet.policy,
                 step_s=predicted and plan.training_s / plan.steps,
-                peak_bytes=predicted and predicted.process_peak_bytes,
+                peak_bytes=predicted and predicted.full.process_peak_bytes,
                 steps=steps[name],
                 voxels=steps[name] and run_voxels(config, steps[name]),
             )

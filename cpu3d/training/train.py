@@ -120,7 +120,7 @@ class _Attempt:
         from cpu3d.training.fit import Fit  # imports TensorFlow, so not before the host is set up
         from cpu3d.training.learner import reserve
 
-        if self.plan.estimate:
+        if self.plan.forecast:
             reserve(self.plan.job)
         fit = Fit(self.plan, self.folder, exchange, guard)
         if not fit.is_over:  # one that is over takes no memory
@@ -141,7 +141,7 @@ class _Attempt:
         guard.plan(
             step=fit.step,
             steps=fit.steps,
-            bound_bytes=self.plan.upper_bound_bytes,  # None on a card
+            bound_bytes=self.plan.forecast and self.plan.forecast.upper_bound_bytes,
             save_bytes=fit.learner.largest_bytes,
             here=len(self.cluster.local_ranks),
             stall_minutes=fit.config.stall_minutes,
@@ -187,9 +187,9 @@ def _lock_of_chief(cluster: Cluster, run_folder: Path) -> Iterator[None]:
 
 def _observer(plan: Plan, host: Host, cluster: Cluster) -> Optional[Observer]:
     """Of the chief's steps on a CPU, where they are computed as predicted."""
-    if not cluster.is_chief or plan.estimate is None or not is_own():
+    if not cluster.is_chief or plan.forecast is None or not is_own():
         return None
-    config, job = plan.config, plan.estimate.job
+    config, job = plan.config, plan.forecast.full.job
     own = {"batch": config.batch // cluster.workers, "micro_batch": config.micro, "averaged": False}
     threads = int(os.environ.get("TF_NUM_INTRAOP_THREADS") or job.threads)
     return Observer(dataclasses.replace(job, **own, threads=threads), host, warm_up=1)
