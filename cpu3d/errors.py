@@ -52,13 +52,8 @@ class Interrupted(KeyboardInterrupt):
     """A signal that a run has answered by saving; the process ends with 128 + its number, as shells have it."""
 
     def __init__(self, message: str, signal_number: int = signal.SIGINT):
-        self.signal_number = signal_number
+        self.exit_code = 128 + signal_number  # 130 after SIGINT, 143 after SIGTERM
         super().__init__(message)
-
-    @property
-    def exit_code(self) -> int:
-        """130 after SIGINT, 143 after SIGTERM."""
-        return 128 + self.signal_number
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from cpu3d.data.resolution import field_of, network_grid
 from cpu3d.data.store import Store, check_names, grid_size
 from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import DoesNotFitError, InputError, refuse
-from cpu3d.host.gpu import Gpu, best_dtype, card_of, pick_device, why_no_card
+from cpu3d.host.gpu import Gpu, best_dtype, card_of, check_card, largest_patch, pick_device, why_no_card
 from cpu3d.host.thread_plan import thread_plan
 from cpu3d.run.config import config_from_json, differences, load_config
 from cpu3d.settings import AUTO, RunConfig, left_open, recipe_config, with_settings
@@ -153,8 +153,9 @@ def make_plan(
     calibration cannot be read.
     """
     saved = load_config(run_folder) if (run_folder / "config.json").is_file() else None
-    inputs = Inputs(store, host, _with_saved(settings, saved, workers), saved, gpus, workers)
-    config = _decided(inputs)
+    start = recipe_config(settings) if saved is None or "recipe" in settings else saved
+    inputs = Inputs(store, host, _with_kept(settings, start, saved, workers), gpus, workers)
+    config = _decided(start, saved, inputs)
     unused = why_no_card(inputs.chosen("device"), config.mode, gpus) if config.device == "cpu" else []
     plan = Plan(config, with_fold(store, config.fold), saved, workers, reasons=dict(zip(["device"], unused)))
     if not plan.steps_per_epoch:
@@ -192,7 +193,8 @@ def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
     """Raise DoesNotFitError, with the nearest settings that fit, where the upper bound of a run is more than is free. A
     run that continues may change its policy and, but for batch norm, its micro-batch: else it is another run."""
     if plan.config.device != "cpu":
-        _check_card(plan, card_of(plan.config.device, gpus))
+        smaller = "another --device" if plan.saved else "fewer --filters, a smaller --patch or --micro-batch"
+        check_card(card_of(plan.config.device, gpus), plan.job, f"choose {smaller}, or --force")
         return
     free_bytes, bound_bytes = host.free_bytes, plan.forecast.upper_bound_bytes if plan.forecast else 0
     if bound_bytes <= free_bytes:
@@ -232,8 +234,7 @@ class Inputs(NamedTuple):
 
     store: Store
     host: Host
-    settings: Mapping[str, Any]
-    saved: Optional[RunConfig]
+    settings: Mapping[str, Any]  # as `_with_kept` gives them
     gpus: Sequence[Gpu]
     workers: int
 
@@ -242,35 +243,31 @@ class Inputs(NamedTuple):
         return left_open(self.settings.get(name))
 
 
-def _with_saved(settings: Mapping[str, Any], saved: Optional[RunConfig], workers: int) -> Dict[str, Any]:
+def _with_kept(
+    settings: Mapping[str, Any], start: RunConfig, saved: Optional[RunConfig], workers: int
+) -> Dict[str, Any]:
     """The settings with the batch of all workers, and what of a saved run only a setting changes, no recipe."""
-    settings = dict(settings)
+    batch, kept = settings.get("batch", start.batch), {}
     if "batch_per_worker" in settings:
-        settings["batch"] = settings["batch_per_worker"] * workers
-    if saved is None:
-        return settings
-    kept = {"device": saved.device, "dtype": saved.unet.dtype, "policy": saved.unet.policy}
-    start = recipe_config(settings) if "recipe" in settings else saved
-    is_same = settings.get("batch", start.batch) == saved.batch
-    kept["micro_batch"] = saved.micro_batch if is_same else 0  # it divides the batch
-    if saved.is_patch:
-        kept.update(patch=saved.grid, patches_per_case=saved.patches_per_case)
-    return {**kept, **settings}
+        batch = settings["batch_per_worker"] * workers
+    if saved:
+        kept = {"device": saved.device, "dtype": saved.unet.dtype, "policy": saved.unet.policy}
+        kept["micro_batch"] = saved.micro_batch if batch == saved.batch else 0
+        kept.update({"patch": saved.grid, "patches_per_case": saved.patches_per_case} if saved.is_patch else {})
+    return {**kept, **settings, "batch": batch}
 
 
-def _decided(inputs: Inputs) -> RunConfig:
-    """Every setting but the memory policy of a new run."""
-    settings, saved = inputs.settings, inputs.saved
-    is_new = saved is None or "recipe" in settings
+def _decided(start: RunConfig, saved: Optional[RunConfig], inputs: Inputs) -> RunConfig:
+    """Every setting but the memory policy of a new run, from a recipe's or the saved ones."""
     try:
-        config = with_settings(recipe_config(settings) if is_new else saved, settings)
+        config = with_settings(start, inputs.settings)
         if saved and config.budget_minutes and config.budget_minutes == saved.budget_minutes:
             config = dataclasses.replace(config, steps=saved.steps)  # as it was timed when the run began
         if config.learning_rate is None:
             config = dataclasses.replace(config, learning_rate=config.peak_rate)
         if saved and saved.mode != config.mode:
             raise InputError(*differences(saved, config))
-        config = _for_workers(config, inputs, scale=is_new)
+        config = _for_workers(config, inputs, scale=start is not saved)
         config = _for_store(config, with_fold(inputs.store, config.fold))
         config = _with_curriculum(_with_grid(_for_host(config, inputs), inputs), inputs)
     except ValueError as error:
@@ -347,23 +344,13 @@ def _with_grid(config: RunConfig, inputs: Inputs) -> RunConfig:
     if "patch" in settings:
         patch = tuple(settings["patch"])
     elif config.device != "cpu":
-        patch = _largest_patch(dataclasses.replace(config, grid=grid), inputs)
+        job = job_of(dataclasses.replace(config, grid=grid), threads=1, cases=0)
+        patch = largest_patch(card_of(config.device, inputs.gpus), job)
     else:
         patch = planner.usual_patch(grid, divisor)
     planner.check_patch(patch, grid, divisor)
     as_many_voxels = max(round(math.prod(grid) / math.prod(patch)), 1)
     return dataclasses.replace(config, grid=patch, patches_per_case=settings.get("patches_per_case", as_many_voxels))
-
-
-def _largest_patch(config: RunConfig, inputs: Inputs) -> Shape3:
-    """The largest patch of `config.grid` that the card trains."""
-    free_bytes = card_of(config.device, inputs.gpus).free_bytes
-    if free_bytes is None:
-        raise InputError(f"the free memory of {config.device} must be known, got none from its driver; give --patch")
-    try:
-        return planner.patch_for(job_of(config, 1, 0), free_bytes, f"{config.device}, of which that is free,")
-    except ValueError as error:
-        raise DoesNotFitError(str(error)) from None
 
 
 def _with_curriculum(config: RunConfig, inputs: Inputs) -> RunConfig:
@@ -425,16 +412,6 @@ def _price(
         left_bytes=coarse.allocator_peak_bytes if coarse else 0,
     )
     return price_of_run(constants, accuracy, beside, workers=plan.workers)
-
-
-def _check_card(plan: Plan, card: Gpu) -> None:
-    config, needed = plan.config, planner.gpu_bytes(plan.job)
-    if card.free_bytes is not None and needed > card.free_bytes:
-        smaller = "another --device" if plan.saved else "fewer --filters, a smaller --patch or --micro-batch"
-        raise DoesNotFitError(
-            f"{config.device} must hold a step of {format_bytes(needed)}, got {format_bytes(card.free_bytes)} free of "
-            f"{format_bytes(card.memory_bytes)}; choose {smaller}, or --force"
-        )
 
 
 def _other_grids(plan: Plan) -> List[Tuple[str, Shape3]]:

@@ -11,7 +11,6 @@ import dataclasses
 import fractions
 import functools
 import math
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
@@ -20,7 +19,6 @@ from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.files.reader import READ_MODES
 from cpu3d.data.records import Code
 from cpu3d.data.region import EXTENTS
-from cpu3d.data.stores.splits import parse_fold
 from cpu3d.errors import InputError
 from memory_estimator.common.schema import check, option, to_command_line
 from memory_estimator.installed import ENGINES
@@ -148,10 +146,6 @@ class RunConfig:
             raise InputError(str(error)) from None
         if self.is_patch and self.resolution != 1:
             raise InputError(f"resolution must be 1 with --mode patch, got {self.resolution}; see `train --help`")
-        if self.fold:
-            parse_fold(self.fold)
-        if not re.fullmatch(r"cpu|gpu:\d+", self.device):
-            raise InputError(f"device must be cpu, or gpu:0 and so on, got {self.device}; see `train --help`")
 
     @property
     def micro(self) -> int:
@@ -294,6 +288,15 @@ def half_rates(config: RunConfig) -> str:
     return f"--batch {config.batch} --learning-rate {config.peak_rate / 2:.3g}{adam}"
 
 
+INSTEAD = {
+    "epochs": ("steps", "budget_minutes"),
+    "steps": ("budget_minutes",),
+    "budget_minutes": ("steps",),
+    "validate_every": ("validations",),
+}
+"""Setting -> others that it takes the place of."""
+
+
 def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     """`config` with the chosen settings in their places, but for what is "auto" and for `Shorthand`, which the plan
     decides. A length, or validations, chosen in one way replace those that `config` has in another. Raises ValueError
@@ -305,14 +308,8 @@ def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     own = {name: value for name, value in _fields_of(RunConfig, settings).items() if (name, value) != ("device", AUTO)}
     if own.get("steps") and own.get("budget_minutes"):
         raise InputError(f"--budget-minutes must come without --steps, got --steps {own['steps']}; leave one out")
-    for name, undone in (
-        ("epochs", {"steps": 0, "budget_minutes": 0.0}),
-        ("steps", {"budget_minutes": 0.0}),
-        ("budget_minutes", {"steps": 0}),
-        ("validate_every", {"validations": 0}),
-    ):
-        if name in settings:
-            own = {**undone, **own}
+    replaced = {other for name in settings for other in INSTEAD.get(name, ())}
+    own = {**{name: getattr(RunConfig, name) for name in replaced}, **own}
     return dataclasses.replace(config, **own, unet=unet, augment=augment)
 
 
