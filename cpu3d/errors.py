@@ -107,6 +107,5 @@ def exit_code_of(error: Optional[BaseException]) -> int:
 
 def refuse(problems: Iterable[str]) -> None:
     """Raise one InputError with all the problems, where there are any."""
-    problems = tuple(problems)
-    if problems:
+    if problems := tuple(problems):
         raise InputError(*problems)

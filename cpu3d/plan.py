@@ -23,7 +23,7 @@ from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import DoesNotFitError, InputError, refuse
 from cpu3d.host.gpu import Gpu, best_dtype, card_of, check_card, largest_patch, pick_device, why_no_card
 from cpu3d.host.thread_plan import thread_plan
-from cpu3d.run.config import config_from_json, differences, load_config
+from cpu3d.run.config import differences, load_config
 from cpu3d.settings import AUTO, RunConfig, left_open, recipe_config, with_settings
 from cpu3d.util.atomic import write_json
 from cpu3d.util.records import by
@@ -70,9 +70,8 @@ class Plan:
     @property
     def job(self) -> Job:
         """The run as a job of the estimator, on one thread."""
-        manifest = self.store.manifest
-        job = job_of(self.config, threads=1, cases=self.samples_per_epoch)
-        return dataclasses.replace(job, case_bytes=stored_bytes(manifest.largest_shape, len(manifest.channels)))
+        case_bytes = stored_bytes(self.store.manifest.largest_shape, len(self.store.manifest.channels))
+        return dataclasses.replace(job_of(self.config, 1, self.samples_per_epoch), case_bytes=case_bytes)
 
     @property
     def predicted(self) -> Dict[str, Any]:
@@ -108,8 +107,8 @@ class Plan:
     def describe(self, host: Host) -> List[str]:
         """Lines to print before the run starts."""
         config, unet, manifest = self.config, self.config.unet, self.store.manifest
+        fold = f", fold {config.fold}" * bool(config.fold)
         cases = ", ".join(f"{len(ids)} {name}" for name, ids in manifest.split.items())
-        fold = f", fold {config.fold}" if config.fold else ""
         sees = f"{by(config.grid, ' x ')} of {by(volume_shape(self.store, config), ' x ')} ({config.extent})"
         if config.is_patch:
             sees += f", {config.patches_per_case} of a case an epoch, {config.foreground:.0%} around labels"
@@ -166,22 +165,33 @@ def make_plan(
     if is_as_long or (saved and saved.coarse_steps < config.coarse_steps):  # made longer, it goes on in full
         config = dataclasses.replace(config, coarse_steps=saved.coarse_steps)
     plan = dataclasses.replace(plan, config=config)
-    return _with_forecast(plan, host, pick=inputs.chosen("policy") is None, force=force)
+    return with_forecast(plan, host, pick=inputs.chosen("policy") is None, force=force)
 
 
-def plan_of_chief(content: Mapping[str, Any], store: Store, host: Host, engine: str) -> Plan:
-    """The chief's plan, as `to_json` gave it with the name of its engine, on this worker's store, host and engine, both
-    of which must be the chief's."""
-    config = dataclasses.replace(config_from_json(dict(content["config"])), store=str(store.folder.resolve()))
-    if engine != content["engine_name"]:
-        rule = f"engine must be the chief's, {content['engine_name']}, got {engine}"
-        raise InputError(f"{rule}; give all workers the same --engine, and their hosts the same packages")
-    if config.split_hash != store.manifest.split_hash:
-        got = f"split {store.manifest.split_hash} for {config.split_hash}"
-        raise InputError(f"store {store.folder} must be the chief's, got {got}; copy that one to this host")
-    saved = config if content["continues"] else None
-    plan = Plan(config, with_fold(store, config.fold), saved, content["workers"])
-    return _with_forecast(plan, host, pick=False, force=True)
+def with_forecast(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
+    """The plan with its memory policy, picked where that was left open, and what a step takes."""
+    config, reasons = plan.config, dict(plan.reasons)
+    if config.device != "cpu":
+        return dataclasses.replace(plan, config=config.with_policy("speed") if pick else config)
+    job = dataclasses.replace(plan.job, threads=thread_plan(host).intra_op)
+    if not (host.instructions and door_library()):
+        reasons["own kernels"] = "own kernels: none; TensorFlow's layers take twice the time and memory, see `doctor`"
+    try:
+        known, coarse = (find_constants(host), load_accuracy(versions=installed_versions())), None
+        if config.coarse_steps:
+            of_coarse = dataclasses.replace(plan, config=config.at(0))
+            coarse_job = dataclasses.replace(job, shape=of_coarse.config.grid, unet=of_coarse.config.unet)
+            coarse = _price(of_coarse, *known)(coarse_job)
+        price = _price(plan, *known, coarse)
+        if pick:
+            choice = planner.fastest_that_fits(job, price, host.free_bytes)
+            config, job = config.with_policy(choice.policy), choice.estimate.job
+            reasons["policy"] = f"policy {choice.policy}: {choice.reason(f'{format_bytes(host.free_bytes)} free')}"
+        return dataclasses.replace(plan, config=config, forecast=Forecast(price(job), coarse), reasons=reasons)
+    except ValueError as error:
+        if not force:
+            raise InputError(f"{error}; or --force") from None
+        return dataclasses.replace(plan, reasons={**reasons, "memory": f"none, {error}"})
 
 
 def save_plan(plan: Plan, run_folder: Path) -> None:
@@ -246,8 +256,8 @@ class Inputs(NamedTuple):
 def _with_kept(
     settings: Mapping[str, Any], start: RunConfig, saved: Optional[RunConfig], workers: int
 ) -> Dict[str, Any]:
-    """The settings with the batch of all workers, and what of a saved run only a setting changes, no recipe."""
-    batch, kept = settings.get("batch", start.batch), {}
+    """The settings with the batch of all workers, a recipe's card, and what of a saved run no recipe changes."""
+    batch, kept = settings.get("batch", start.batch), {} if start.device == "cpu" else {"device": start.device}
     if "batch_per_worker" in settings:
         batch = settings["batch_per_worker"] * workers
     if saved:
@@ -319,15 +329,12 @@ def _for_store(config: RunConfig, store: Store) -> RunConfig:
 
 def _for_host(config: RunConfig, inputs: Inputs) -> RunConfig:
     """Fill in what follows from the host: the device, and the dtype that is fast on it."""
-    gpus, named = inputs.gpus, inputs.chosen("device")
-    if "device" not in inputs.settings and config.device != "cpu":
-        named = config.device  # the recipe's
-    device = pick_device(named, config.mode, gpus)
+    device = pick_device(inputs.chosen("device"), config.mode, inputs.gpus)
     if device != "cpu" and config.engine == "itex":
         raise InputError(f"engine must be auto or stock on {device}, got itex, which computes on CPUs; leave it out")
     if device != "cpu" and inputs.workers > 1:
         raise InputError(f"device must be cpu for several workers, got {device}; give --device cpu")
-    fast = inputs.host.best_dtype if device == "cpu" else best_dtype(card_of(device, gpus))
+    fast = inputs.host.best_dtype if device == "cpu" else best_dtype(card_of(device, inputs.gpus))
     unet = dataclasses.replace(config.unet, dtype=inputs.chosen("dtype") or fast)
     return dataclasses.replace(config, device=device, unet=unet)
 
@@ -373,32 +380,6 @@ def _with_curriculum(config: RunConfig, inputs: Inputs) -> RunConfig:
 # --- What a step takes ---
 
 
-def _with_forecast(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
-    """The plan with its memory policy, picked where that was left open, and what a step takes."""
-    config, reasons = plan.config, dict(plan.reasons)
-    if config.device != "cpu":
-        return dataclasses.replace(plan, config=config.with_policy("speed") if pick else config)
-    job = dataclasses.replace(plan.job, threads=thread_plan(host).intra_op)
-    if not (host.instructions and door_library()):
-        reasons["own kernels"] = "own kernels: none; TensorFlow's layers take twice the time and memory, see `doctor`"
-    try:
-        known, coarse = (find_constants(host), load_accuracy(versions=installed_versions())), None
-        if config.coarse_steps:
-            of_coarse = dataclasses.replace(plan, config=config.at(0))
-            coarse_job = dataclasses.replace(job, shape=of_coarse.config.grid, unet=of_coarse.config.unet)
-            coarse = _price(of_coarse, *known)(coarse_job)
-        price = _price(plan, *known, coarse)
-        if pick:
-            choice = planner.fastest_that_fits(job, price, host.free_bytes)
-            config, job = config.with_policy(choice.policy), choice.estimate.job
-            reasons["policy"] = f"policy {choice.policy}: {choice.reason(f'{format_bytes(host.free_bytes)} free')}"
-        return dataclasses.replace(plan, config=config, forecast=Forecast(price(job), coarse), reasons=reasons)
-    except ValueError as error:
-        if not force:
-            raise InputError(f"{error}; or --force") from None
-        return dataclasses.replace(plan, reasons={**reasons, "memory": f"none, {error}"})
-
-
 def _price(
     plan: Plan, constants: HostConstants, accuracy: Accuracy, coarse: Optional[Estimate] = None
 ) -> planner.Price:
@@ -420,6 +401,6 @@ def _other_grids(plan: Plan) -> List[Tuple[str, Shape3]]:
     if config.is_patch:
         *smaller, _ = planner.patch_shapes(config.grid, config.unet.divisor)
         return [(f"--patch {by(shape, ' ')}", shape) for shape in smaller]
-    brain = grid_size(plan.store, extent="brain", multiple=config.unet.divisor)
-    smaller = config.resolution == 1 and config.extent == "full" and brain != config.grid
-    return [("--extent brain", brain)] if smaller else []
+    if config.resolution < 1 or config.extent == "brain":
+        return []
+    return [("--extent brain", grid_size(plan.store, extent="brain", multiple=config.unet.divisor))]

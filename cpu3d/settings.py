@@ -13,14 +13,14 @@ import functools
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.files.reader import READ_MODES
 from cpu3d.data.records import Code
 from cpu3d.data.region import EXTENTS
 from cpu3d.errors import InputError
-from memory_estimator.common.schema import check, option, to_command_line
+from memory_estimator.common.schema import check, option
 from memory_estimator.installed import ENGINES
 from memory_estimator.job import AUTO, DEFAULT_RECIPE, OPTIMIZERS, RECIPES, Architecture, check_micro_batch, micro_of
 from models.config import DTYPES, POLICIES, UNetConfig
@@ -275,26 +275,12 @@ def recipe_config(settings: Mapping[str, Any]) -> RunConfig:
     return with_settings(RunConfig(**{name: getattr(recipe.job, name) for name in names}), recipe.settings)
 
 
-def as_options(settings: Mapping[str, Any]) -> List[str]:
-    """The command line of these settings, the recipe first."""
-    parts = ({name: settings[name] for name in settings if (name == "recipe") is first} for first in (True, False))
-    return [word for part in parts for cls in SETTINGS for word in to_command_line(cls, part)]
-
-
-def half_rates(config: RunConfig) -> str:
-    """The options that halve the learning rates of a run; the batch is in the place of --batch-per-worker, under which
-    rates grow with the workers."""
-    adam = f" --adam-rate {config.adam_rate / 2:.3g}" if OPTIMIZERS[config.optimizer].orthogonal else ""
-    return f"--batch {config.batch} --learning-rate {config.peak_rate / 2:.3g}{adam}"
-
-
-INSTEAD = {
+INSTEAD = {  # setting -> others that it takes the place of
     "epochs": ("steps", "budget_minutes"),
     "steps": ("budget_minutes",),
     "budget_minutes": ("steps",),
     "validate_every": ("validations",),
 }
-"""Setting -> others that it takes the place of."""
 
 
 def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:

@@ -22,7 +22,7 @@ from typing import Iterator, List, Tuple
 
 from rich.console import Console
 
-from cpu3d.compare.plan import Json, Kept, Options, continued, planned
+from cpu3d.compare.plan import Json, Kept, Options, as_options, continued, planned
 from cpu3d.compare.report import plan_table, publish
 from cpu3d.compare.run import PlannedRun, carry_out, is_evaluated
 from cpu3d.compare.statistics import compare, read_run
@@ -33,7 +33,7 @@ from cpu3d.inference.runs import store_of_run
 from cpu3d.run.config import load_config
 from cpu3d.run.log import FINISHED, read_events
 from cpu3d.run.summary import last_end
-from cpu3d.settings import SETTINGS, as_options
+from cpu3d.settings import SETTINGS
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.lock import locked
 

@@ -22,10 +22,10 @@ from cpu3d.inference.evaluate import UNTOUCHED
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.pages.page import flat
 from cpu3d.plan import Plan, make_plan
-from cpu3d.settings import SETTINGS, RunConfig, as_options, recipe_config
+from cpu3d.settings import SETTINGS, RunConfig, recipe_config
 from cpu3d.util.atomic import is_untouched, write_json
 from memory_estimator.common.files import read_json, typed
-from memory_estimator.common.schema import add_options, arguments, option
+from memory_estimator.common.schema import add_options, arguments, option, to_command_line
 from memory_estimator.host import read_host
 from memory_estimator.planner import BOTTOM
 
@@ -77,6 +77,12 @@ class Options:
 
 
 # --- Variants ---
+
+
+def as_options(settings: Mapping[str, Any]) -> List[str]:
+    """The command line of these settings, the recipe first."""
+    parts = ({name: settings[name] for name in settings if (name == "recipe") is first} for first in (True, False))
+    return [word for part in parts for cls in SETTINGS for word in to_command_line(cls, part)]
 
 
 def parse_variant(name: str, options: str, common: Json) -> Json:

@@ -13,6 +13,7 @@ from cpu3d.errors import InputError, refuse
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_json
 from memory_estimator.common.files import read_json, typed
+from memory_estimator.job import OPTIMIZERS
 
 SCHEMA = 1  # of the run folder's layout; a run of another one is refused, never guessed at
 
@@ -89,3 +90,10 @@ def flat(config: RunConfig) -> Dict[str, Any]:
     nested = {f"{part}.{name}": value for part in parts for name, value in vars(getattr(config, part)).items()}
     plain = {name: value for name, value in vars(config).items() if name not in parts}
     return {**nested, **plain}
+
+
+def half_rates(config: RunConfig) -> str:
+    """The options that halve the learning rates of a run that continues; the batch is in the place of
+    --batch-per-worker, under which rates grow with the workers."""
+    adam = f" --adam-rate {config.adam_rate / 2:.3g}" if OPTIMIZERS[config.optimizer].orthogonal else ""
+    return f"--batch {config.batch} --learning-rate {config.peak_rate / 2:.3g}{adam}"

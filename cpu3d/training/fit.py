@@ -27,8 +27,9 @@ from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.host.speed import Observer
 from cpu3d.plan import Plan
 from cpu3d.run.checkpoint import checkpoints, newest, set_aside, write_best, write_next
+from cpu3d.run.config import half_rates
 from cpu3d.run.log import append_event, forget_after, read_events, shown
-from cpu3d.settings import RunConfig, half_rates
+from cpu3d.settings import RunConfig
 from cpu3d.training.curriculum import TIMED_STEPS, continued, cut, measured_step_s, steps_within
 from cpu3d.training.feeds import Feeds, Parts
 from cpu3d.training.learner import Learner, Outcome, allocator_peak_bytes

@@ -19,12 +19,13 @@ from typing import Any, Dict, Iterator, Optional
 from cpu3d.data.store import open_store
 from cpu3d.distributed.all_reduce import Exchange, join
 from cpu3d.distributed.cluster import Cluster, read_cluster
+from cpu3d.distributed.rendezvous import plan_of_chief
 from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.gpu import HostGpus, fits_memory
 from cpu3d.host.speed import Observer, is_own
 from cpu3d.host.thread_plan import describe, share_of
-from cpu3d.plan import Plan, check_fits, make_plan, plan_of_chief, save_plan
+from cpu3d.plan import Plan, check_fits, make_plan, save_plan
 from cpu3d.run.checkpoint import BEST, checkpoints
 from cpu3d.run.config import load_config, save_config
 from cpu3d.run.log import flush_log

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from cpu3d.data.records import remake
 from cpu3d.data.store import Store, grid_size
+from cpu3d.distributed.rendezvous import plan_of_chief
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu
-from cpu3d.plan import Plan, check_fits, job_of, make_plan, plan_of_chief, save_plan
+from cpu3d.plan import Plan, check_fits, job_of, make_plan, save_plan
 from cpu3d.run.config import save_config
 from cpu3d.settings import RunConfig
 from memory_estimator.estimate import estimate
