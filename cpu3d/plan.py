@@ -155,7 +155,7 @@ def make_plan(
     start = recipe_config(settings) if saved is None or "recipe" in settings else saved
     inputs = Inputs(store, host, _with_kept(settings, start, saved, workers), gpus, workers)
     config = _decided(start, saved, inputs)
-    unused = why_no_card(inputs.chosen("device"), config.mode, gpus) if config.device == "cpu" else []
+    unused = why_no_card(left_open(inputs.settings.get("device")), config.mode, gpus) if config.device == "cpu" else []
     plan = Plan(config, with_fold(store, config.fold), saved, workers, reasons=dict(zip(["device"], unused)))
     if not plan.steps_per_epoch:
         samples = f"{plan.samples_per_epoch} {'patches of an epoch' if config.is_patch else 'training cases'}"
@@ -165,7 +165,7 @@ def make_plan(
     if is_as_long or (saved and saved.coarse_steps < config.coarse_steps):  # made longer, it goes on in full
         config = dataclasses.replace(config, coarse_steps=saved.coarse_steps)
     plan = dataclasses.replace(plan, config=config)
-    return with_forecast(plan, host, pick=inputs.chosen("policy") is None, force=force)
+    return with_forecast(plan, host, pick=left_open(inputs.settings.get("policy")) is None, force=force)
 
 
 def with_forecast(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
@@ -248,10 +248,6 @@ class Inputs(NamedTuple):
     gpus: Sequence[Gpu]
     workers: int
 
-    def chosen(self, name: str) -> Optional[str]:
-        """The device, dtype or policy that is set; None where it is left open."""
-        return left_open(self.settings.get(name))
-
 
 def _with_kept(
     settings: Mapping[str, Any], start: RunConfig, saved: Optional[RunConfig], workers: int
@@ -329,13 +325,13 @@ def _for_store(config: RunConfig, store: Store) -> RunConfig:
 
 def _for_host(config: RunConfig, inputs: Inputs) -> RunConfig:
     """Fill in what follows from the host: the device, and the dtype that is fast on it."""
-    device = pick_device(inputs.chosen("device"), config.mode, inputs.gpus)
+    device = pick_device(left_open(inputs.settings.get("device")), config.mode, inputs.gpus)
     if device != "cpu" and config.engine == "itex":
         raise InputError(f"engine must be auto or stock on {device}, got itex, which computes on CPUs; leave it out")
     if device != "cpu" and inputs.workers > 1:
         raise InputError(f"device must be cpu for several workers, got {device}; give --device cpu")
     fast = inputs.host.best_dtype if device == "cpu" else best_dtype(card_of(device, inputs.gpus))
-    unet = dataclasses.replace(config.unet, dtype=inputs.chosen("dtype") or fast)
+    unet = dataclasses.replace(config.unet, dtype=left_open(inputs.settings.get("dtype")) or fast)
     return dataclasses.replace(config, device=device, unet=unet)
 
 

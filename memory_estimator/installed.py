@@ -7,7 +7,7 @@ import platform
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Dict, Mapping
+from typing import Dict, Iterable, Mapping
 
 ENGINES = ("itex", "stock")
 
@@ -57,10 +57,16 @@ def engine_version(engine: str, versions: Mapping[str, str]) -> str:
 
 
 def installed_versions() -> Dict[str, str]:
-    """Engine -> `engine_version` of those that are installed here. Imports none of them."""
-    found = {}
-    for package in ("tensorflow", "intel-extension-for-tensorflow"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
+    """Engine -> `engine_version` of those that are installed here."""
+    found = versions_of(("tensorflow", "intel-extension-for-tensorflow"))
     named = {engine: engine_version(engine, found) for engine in ENGINES}
     return {engine: version for engine, version in named.items() if version}
+
+
+def versions_of(packages: Iterable[str]) -> Dict[str, str]:
+    """Package -> version of those that are installed."""
+    found = {}
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found

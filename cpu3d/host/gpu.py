@@ -9,7 +9,6 @@ use_device(tf, device)                          # after TensorFlow is imported, 
 import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 import os
 import re
 import subprocess
@@ -20,7 +19,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 from cpu3d.errors import DoesNotFitError, InputError
 from memory_estimator import planner
 from memory_estimator.common.units import format_bytes
-from memory_estimator.installed import how_to_install
+from memory_estimator.installed import how_to_install, versions_of
 from memory_estimator.job import Job
 from models.layer_plan import Shape3
 
@@ -161,9 +160,7 @@ def check_card(card: Gpu, job: Job, todo: str) -> None:
 
 def cuda_is_installed() -> bool:
     """Whether requirements-gpu.txt was installed here; a CUDA from elsewhere is not noticed. Imports nothing."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return bool(importlib.metadata.version(CUDA_PACKAGE))
-    return False
+    return bool(versions_of([CUDA_PACKAGE]))
 
 
 def use_device(tf: Any, device: str) -> None:
