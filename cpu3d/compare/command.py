@@ -22,7 +22,7 @@ from typing import Iterator, List, Tuple
 
 from rich.console import Console
 
-from cpu3d.compare.plan import Json, Kept, Options, as_options, continued, planned
+from cpu3d.compare.plan import Json, Kept, Options, continued, planned
 from cpu3d.compare.report import plan_table, publish
 from cpu3d.compare.run import PlannedRun, carry_out, is_evaluated
 from cpu3d.compare.statistics import compare, read_run
@@ -62,16 +62,11 @@ def run(options: Options, settings: Json) -> int:
         kept.save(out)  # whose folder it is, before anything else is in it
         if kept.plan:
             console.print(plan_table(kept, budget))
+            runs = []
             # Seed by seed, so that what is there when a long comparison is cut off can be compared.
-            runs = [
-                PlannedRun(
-                    course["name"],
-                    seed,
-                    out / "runs" / f"{course['name']}-seed{seed}",
-                    (*course["options"], *as_options({"seed": seed})),
-                )
-                for seed, course in itertools.product(kept.seeds, kept.plan)
-            ]
+            for seed, course in itertools.product(kept.seeds, kept.plan):
+                folder, own = out / "runs" / f"{course['name']}-seed{seed}", ("--seed", str(seed))
+                runs.append(PlannedRun(course["name"], seed, folder, (*course["options"], *own)))
             failed = carry_out(runs, store.folder.resolve(), out, options.evaluation, force=options.force)
         lost = [failure[:2] for failure in failed]
         results = [read_run(one, options.split, store) for one in runs if (one.variant, one.seed) not in lost]

@@ -102,8 +102,6 @@ def parse_variant(name: str, options: str, common: Json) -> Json:
         problem = f"variant {name} must have options of train, got {options!r}: {error}; see `train --help`"
         raise InputError(problem) from None
     _refuse_settings(f"variant {name}", own, FOR_ALL)
-    if "patch" in own:
-        common = _without(common, ("patch",))
     if own.get("mode", common.get("mode", recipe_config({**common, **own}).mode)) == "whole":
         common = _without(common, OF_PATCHES)
     return {**common, **own}
@@ -207,8 +205,7 @@ def courses(variants: Mapping[str, Tuple[Json, Plan]], budget: Budget, validatio
             own["epochs"] = math.ceil(60 * budget.amount / LEAST_STEP_S / plan.steps_per_epoch)
             own["budget_minutes"] = budget.amount
         else:
-            own["steps"] = steps[name]
-            own["warmup_steps"] = min(config.warmup_steps, steps[name] // WARMUP_SHARE)
+            own.update(steps=steps[name], warmup_steps=min(config.warmup_steps, steps[name] // WARMUP_SHARE))
         found.append(
             Course(
                 name=name,
@@ -232,13 +229,13 @@ def planned(options: Options, settings: Json, store: Store) -> Tuple[Json, List[
     """
     _refuse_settings("compare", settings, DECIDED)
     common = _without(settings, ("epochs", "validations"))
-    variants = {name: parse_variant(name, words, common) for name, words in options.variant}
-    variants = variants or usual_variants(common, store)
+    named = {name: parse_variant(name, words, common) for name, words in options.variant}
+    variants = named or usual_variants(common, store)
     resolved, validations = resolve_variants(variants, store), settings.get("validations", VALIDATIONS)
     baseline, (_, first) = next(iter(resolved.items()))
-    budget = Budget("epochs", settings.get("epochs", first.config.epochs))
-    if options.voxels or options.minutes:
-        budget = Budget("voxels", options.voxels) if options.voxels else Budget("minutes", options.minutes)
+    amounts = {"voxels": options.voxels, "minutes": options.minutes}
+    amounts["epochs"] = settings.get("epochs", first.config.epochs)
+    budget = next(Budget(kind, amount) for kind, amount in amounts.items() if amount)
     asked = {
         "baseline": baseline,
         "variants": {name: {"recipe": None, **chosen} for name, chosen in variants.items()},
