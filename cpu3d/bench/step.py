@@ -33,7 +33,7 @@ from cpu3d.bench import harness
 from cpu3d.bench.harness import Output, ProcessFailedError, Result, gib, host_of, run_peer, valid
 from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force, set_up
-from cpu3d.host.memory import peak_rss_bytes
+from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes, reserve
 from cpu3d.plan import job_of
 from cpu3d.run.summary import median, numbers
 from cpu3d.settings import AUTO, RunConfig, left_open
@@ -244,7 +244,7 @@ def measure(request: Dict[str, Any]) -> Result:
     if request.get("threads"):  # else they are the host's own number or the environment's
         os.environ.update(dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(request["threads"])))
     host, threads, tf = set_up(request["engine"])
-    from cpu3d.training.learner import Learner, allocator_peak_bytes, reserve
+    from cpu3d.training.learner import Learner
 
     own = {name: request[name] for name in ("batch", "micro_batch", "optimizer")}
     config = RunConfig(grid=tuple(request["shape"]), unet=UNetConfig(**request["unet"]), **own)

@@ -23,6 +23,7 @@ from cpu3d.distributed.rendezvous import plan_of_chief
 from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.gpu import HostGpus, fits_memory
+from cpu3d.host.memory import reserve
 from cpu3d.host.speed import Observer, is_own
 from cpu3d.host.thread_plan import describe, share_of
 from cpu3d.plan import Plan, check_fits, make_plan, save_plan
@@ -119,7 +120,6 @@ class _Attempt:
     def open(self, exchange: Exchange, guard: Guard) -> Any:
         """The run, a Fit, from its last checkpoint or its start. Saves its settings and plan."""
         from cpu3d.training.fit import Fit  # imports TensorFlow, so not before the host is set up
-        from cpu3d.training.learner import reserve
 
         if self.plan.forecast:
             reserve(self.plan.job)
