@@ -183,6 +183,11 @@ def test_the_batch_grows_with_the_workers_and_the_rates_with_it_and_once_alone(p
         save_config(config, tmp_path)
 
 
+def test_a_micro_batch_divides_the_batch_of_all_workers(phantom_store, tmp_path):
+    config = planned(phantom_store, tmp_path, 2, batch_per_worker=2, micro_batch=2).config
+    assert (config.batch, config.micro) == (4, 2)
+
+
 def test_a_learning_rate_left_open_is_the_optimizer_s_and_a_run_that_continues_may_change_it(phantom_store, tmp_path):
     def again(**settings):
         return make_plan(phantom_store, tmp_path, HOST, {"depth": 3, **settings}).config
