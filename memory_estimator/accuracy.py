@@ -31,7 +31,7 @@ class Kind:
 
     dtype: str
     policy: str  # of memory
-    versions: Tuple[str, ...]  # of the engines, as of `job.engine_version`
+    versions: Tuple[str, ...]  # of the engines, as of `engine_version`
     hosts: Tuple[str, ...]  # the CPUs' names
     threads: Tuple[int, ...]  # numbers of threads that were measured
     networks: Tuple[str, ...]  # that were measured
@@ -59,7 +59,7 @@ class Accuracy:
     """How far predictions are off, by kind of record: the content of accuracy.json, and which engines are in force."""
 
     kinds: Tuple[Kind, ...]
-    versions: Dict[str, str] = field(default_factory=dict)  # engine -> `job.engine_version`; one missing is as recorded
+    versions: Dict[str, str] = field(default_factory=dict)  # engine -> its `engine_version`; one missing is as recorded
 
     def covering(self, job: Job) -> Tuple[Optional[Kind], str]:
         """The kind of records that a job is one of; None, and why, where there is none."""

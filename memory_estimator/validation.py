@@ -16,7 +16,8 @@ from memory_estimator.common.table import Table
 from memory_estimator.common.units import GIB
 from memory_estimator.estimate import Estimate
 from memory_estimator.host import instruction_set
-from memory_estimator.job import AUTO, ENGINES, Job, engine_version
+from memory_estimator.installed import ENGINES, engine_version
+from memory_estimator.job import AUTO, Job
 from models.config import DTYPES, POLICIES, UNetConfig
 
 FITTED_VOXELS = 96**3  # constants are fitted to volumes of at most this size; errors are those of larger ones alone
@@ -76,7 +77,7 @@ class Measured:
     failure: str = ""  # what went wrong instead; nothing was measured then
     host: str = ""  # the CPU's name
     isa: Tuple[str, ...] = ()  # its instruction sets
-    version: str = ""  # of the engine, as of `job.engine_version`
+    version: str = ""  # of the engine, as of `engine_version`
     date: str = ""
 
     @property

@@ -26,7 +26,8 @@ from cpu3d.util.progress import bar
 from memory_estimator.calibration import host_file, load_constants
 from memory_estimator.common.schema import option
 from memory_estimator.host import read_host
-from memory_estimator.job import ENGINES, Job, installed_engine
+from memory_estimator.installed import ENGINES, installed_engine
+from memory_estimator.job import Job
 from memory_estimator.validation import job_of_record, request_for
 from models.config import DTYPES, UNetConfig
 

@@ -30,7 +30,7 @@ import numpy as np
 from cpu3d.bench import harness
 from cpu3d.bench.harness import FACTS, Output, ProcessFailedError, Result, host_of, run_peer, seconds_of, valid
 from cpu3d.errors import InputError
-from cpu3d.host.memory import peak_rss_bytes
+from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes, reserve
 from cpu3d.plan import job_of
 from cpu3d.run.summary import median, numbers
 from cpu3d.settings import AUTO, RunConfig, left_open
@@ -199,7 +199,7 @@ def measure(request: Dict[str, Any]) -> Result:
     With `request["live"]` one more step, after the peaks, is profiled for the bytes that are live over it.
     """
     tf, facts = harness.set_up(request)
-    from cpu3d.training.learner import Learner, allocator_peak_bytes, reserve
+    from cpu3d.training.learner import Learner
 
     own = {name: request[name] for name in ("batch", "micro_batch", "optimizer")}
     config = RunConfig(grid=tuple(request["shape"]), unet=UNetConfig(**request["unet"]), **own)

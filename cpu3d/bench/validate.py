@@ -17,7 +17,7 @@ from typing import List, Optional, Sequence, Tuple
 
 from cpu3d.bench.harness import ProcessFailedError, Result, in_fresh_process
 from cpu3d.bench.step import measure
-from cpu3d.errors import InputError, how_to_install
+from cpu3d.errors import InputError
 from cpu3d.host.apply import installed
 from cpu3d.host.thread_plan import thread_plan
 from cpu3d.util.atomic import writable_folder
@@ -30,7 +30,8 @@ from memory_estimator.common.table import new_console
 from memory_estimator.common.units import format_bytes
 from memory_estimator.estimate import estimate
 from memory_estimator.host import Host, instruction_set, read_host
-from memory_estimator.job import ENGINES, Job
+from memory_estimator.installed import ENGINES, how_to_install
+from memory_estimator.job import Job
 from memory_estimator.validation import (
     Measured,
     Row,

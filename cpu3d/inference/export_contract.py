@@ -7,8 +7,9 @@ from typing import Any, Dict, Tuple
 
 from cpu3d.data.labels import THRESHOLD, code_meanings, paint_order
 from cpu3d.data.windows import OVERLAP, SIGMA_SHARE
-from cpu3d.errors import InputError, how_to_install
+from cpu3d.errors import InputError
 from cpu3d.settings import RunConfig
+from memory_estimator.installed import how_to_install
 
 FILES = {"savedmodel": "saved_model", "onnx": "model.onnx"}  # format -> what holds the network
 PACKAGES = {"savedmodel": "tensorflow", "onnx": "onnxruntime"}  # what reads each format
