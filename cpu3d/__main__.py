@@ -8,8 +8,9 @@ import os
 import sys
 from typing import Any, Callable, List, Mapping, Optional, Sequence, Tuple
 
-from cpu3d.errors import ENDINGS, InputError, exit_code_of, how_to_install
-from memory_estimator.common.schema import add_options, arguments, as_typed
+from cpu3d.errors import ENDINGS, InputError, exit_code_of
+from memory_estimator.common.schema import add_options, arguments
+from memory_estimator.installed import as_typed, how_to_install
 
 COMMANDS = {
     "demo": ("cpu3d.demo", "make phantoms, train on them, score, predict, report: everything once, in minutes"),
@@ -52,8 +53,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (InputError, ModuleNotFoundError, KeyboardInterrupt, OSError, MemoryError) as error:
-        for line in _explained(error):
-            print(line, file=sys.stderr)
+        print(*_explained(error), sep="\n", file=sys.stderr)
         return exit_code_of(error)
 
 
@@ -77,22 +77,19 @@ def parse(argv: Sequence[str]) -> Tuple[Any, argparse.Namespace]:
 def _explained(error: BaseException) -> List[str]:
     """The lines to print of an exception. Raises it again where it is a bug of ours: a module of this project that is
     not there."""
-    if isinstance(error, InputError):
-        return [f"error: {problem}" for problem in error.problems]
     if isinstance(error, KeyboardInterrupt):
         return [f"interrupted: {str(error) or 'the same command continues where it can'}"]
+    problems = error.problems if isinstance(error, InputError) else [str(error)]
     if isinstance(error, MemoryError):
-        return [
-            f"error: memory must hold what the command needs, got {str(error) or 'too little'}; end other programs, or "
-            "use a host with more"
-        ]
+        got = str(error) or "too little"
+        problems = [f"memory must hold what the command needs, got {got}; end other programs, or use a host with more"]
     if isinstance(error, ModuleNotFoundError):
         package = (error.name or "").partition(".")[0]
         if package in ("", "cpu3d", "memory_estimator", "models"):
             raise error
         todo = how_to_install("" if package in ("tensorflow", "tf_keras") else "full")
-        return [f"error: {package} must be installed for this command, got none; {todo}"]
-    return [f"error: {error}"]
+        problems = [f"{package} must be installed for this command, got none; {todo}"]
+    return [f"error: {problem}" for problem in problems]
 
 
 def _choose(

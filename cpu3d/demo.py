@@ -11,10 +11,11 @@ import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import List, Optional
+from typing import Optional
 
 from cpu3d.util.progress import say
-from memory_estimator.common.schema import as_typed, option
+from memory_estimator.common.schema import option
+from memory_estimator.installed import as_typed
 from models.config import POLICIES
 
 CASES = 12
@@ -37,32 +38,26 @@ OPTIONS = (Options,)
 
 
 def run(options: Options) -> int:
+    """Each command in turn. A run under a policy that was asked for has folders of its own."""
     from cpu3d.__main__ import main
 
     os.environ.pop("TF_CONFIG", None)  # left over, it would make the training one of several that nobody has started
     out = options.out / "smoke" if options.smoke else options.out
-    for command in commands(out, options.smoke, options.policy):
-        say("", f"$ {as_typed('./run.sh')} {shlex.join(command)}")
-        code = main(command)
-        if code:
-            return code
-    return 0
-
-
-def commands(out: Path, smoke: bool, policy: Optional[str] = None) -> List[List[str]]:
-    """The demo, a command line each. A run under a policy that was asked for has folders of its own."""
-    own, chosen = (f"-{policy}", ["--policy", policy]) if policy else ("", [])
+    own, chosen = (f"-{options.policy}", ["--policy", options.policy]) if options.policy else ("", [])
     data, store, run_folder = str(out / "data"), str(out / "store"), str(out / f"run{own}")
-    shape = [str(n) for n in (SMOKE_SHAPE if smoke else SHAPE)]
-    length = ["--budget-minutes", str(BUDGET_MINUTES)]
-    if smoke:
-        length = ["--filters", "4", "--depth", "3", "--epochs", "4"]
+    shape, length = SHAPE, ["--budget-minutes", str(BUDGET_MINUTES)]
+    if options.smoke:
+        shape, length = SMOKE_SHAPE, ["--filters", "4", "--depth", "3", "--epochs", "4"]
     new_case = str(Path(data) / "imagesTr" / "BRATS_001.nii.gz")
-    return [
-        ["phantom", "--out", data, "--cases", str(CASES), "--shape", *shape, "--seed", "0"],
+    for command in (
+        ["phantom", "--out", data, "--cases", str(CASES), "--shape", *map(str, shape), "--seed", "0"],
         ["prepare", "--dataset", data, "--store", store, "--split", "7", "3", "2"],
         ["train", "--store", store, "--run", run_folder, "--recipe", "demo", *length, *chosen],
         ["evaluate", "--run", run_folder],
         ["predict", "--run", run_folder, "--image", new_case, "--out", str(out / f"predictions{own}")],
         ["report", "--run", run_folder],
-    ]
+    ):
+        say("", f"$ {as_typed('./run.sh')} {shlex.join(command)}")
+        if code := main(command):
+            return code
+    return 0

@@ -3,14 +3,11 @@
 The exceptions mean "your input, your host or your data, not our bug".
 """
 
-import platform
 import signal
-import sys
 from dataclasses import dataclass
 from typing import Dict, Iterable, Optional
 
 from memory_estimator.common.files import NotRegularError
-from memory_estimator.common.schema import in_checkout
 
 
 class InputError(Exception):
@@ -55,13 +52,8 @@ class Interrupted(KeyboardInterrupt):
     """A signal that a run has answered by saving; the process ends with 128 + its number, as shells have it."""
 
     def __init__(self, message: str, signal_number: int = signal.SIGINT):
-        self.signal_number = signal_number
+        self.exit_code = 128 + signal_number  # 130 after SIGINT, 143 after SIGTERM
         super().__init__(message)
-
-    @property
-    def exit_code(self) -> int:
-        """130 after SIGINT, 143 after SIGTERM."""
-        return 128 + self.signal_number
 
 
 @dataclass(frozen=True)
@@ -115,19 +107,5 @@ def exit_code_of(error: Optional[BaseException]) -> int:
 
 def refuse(problems: Iterable[str]) -> None:
     """Raise one InputError with all the problems, where there are any."""
-    problems = tuple(problems)
-    if problems:
+    if problems := tuple(problems):
         raise InputError(*problems)
-
-
-def how_to_install(extra: str = "") -> str:
-    """The command that installs an extra of pyproject.toml, by default this host's engine; run.sh's in a checkout."""
-    if in_checkout() and extra == "mlflow":
-        return f"run `{sys.executable} -m pip install -r requirements-mlflow.txt`"
-    if in_checkout():
-        return f"run `./run.sh setup{' --gpu' if extra == 'gpu' else ''}`"
-    has_itex = sys.platform == "linux" and platform.machine() == "x86_64" and sys.version_info < (3, 12)
-    engine = "itex" if has_itex else "tensorflow"
-    # MLflow together with the engine: alone it would bring a protobuf that ITEX cannot take.
-    extras = {"": engine, "mlflow": f"{engine},mlflow"}.get(extra, extra)
-    return f"run `pip install 'cpu3d[{extras}]'`"

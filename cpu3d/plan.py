@@ -21,43 +21,21 @@ from cpu3d.data.resolution import field_of, network_grid
 from cpu3d.data.store import Store, check_names, grid_size
 from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import DoesNotFitError, InputError, refuse
-from cpu3d.host.gpu import Gpu, best_dtype, card_of, pick_device, why_no_card
+from cpu3d.host.gpu import Gpu, best_dtype, card_of, check_card, largest_patch, pick_device, why_no_card
 from cpu3d.host.thread_plan import thread_plan
-from cpu3d.settings import (
-    AUTO,
-    RunConfig,
-    config_from_json,
-    differences,
-    left_open,
-    load_config,
-    recipe_config,
-    with_settings,
-)
+from cpu3d.run.config import differences, load_config
+from cpu3d.settings import AUTO, RunConfig, left_open, recipe_config, with_settings
 from cpu3d.util.atomic import write_json
 from cpu3d.util.records import by
 from memory_estimator import planner
 from memory_estimator.accuracy import Accuracy, load_accuracy
 from memory_estimator.calibration import HostConstants, find_constants
-from memory_estimator.common.units import format_bytes, format_seconds
-from memory_estimator.estimate import (
-    STORE_NOTE,
-    Component,
-    Estimate,
-    estimate,
-    whole_volume_bytes,
-)
+from memory_estimator.common.units import format_bytes
+from memory_estimator.estimate import Estimate
 from memory_estimator.host import Host
-from memory_estimator.job import (
-    OPTIMIZERS,
-    PLAN_SCHEMA,
-    Job,
-    installed_engine,
-    installed_versions,
-    statistics_note,
-    stored_bytes,
-)
-from memory_estimator.scaling import of_one
-from memory_estimator.step.training_step import training_step
+from memory_estimator.installed import installed_engine, installed_versions
+from memory_estimator.job import OPTIMIZERS, PLAN_SCHEMA, Job, statistics_note, stored_bytes
+from memory_estimator.training import Beside, Forecast, price_of_run
 from models.layer_plan import training_flops
 from models.native.build import door_library
 
@@ -70,10 +48,9 @@ class Plan:
     store: Store  # as the run's fold sees it
     saved: Optional[RunConfig] = None  # of the run that is continued; None for a new one
     workers: int = 1
-    estimate: Optional[Estimate] = None  # of a full step of one worker; None on a card, and where `reasons` say why
-    coarse: Optional[Estimate] = None  # of a coarse step; None without a curriculum, and where `estimate` is
+    forecast: Optional[Forecast] = None  # of one worker; None on a card, and where `reasons` say why
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Why what was left open was decided so, by the name of the setting; under "memory" why there is no estimate."""
+    """Why what was left open was decided so, by the name of the setting; under "memory" why there is no forecast."""
 
     @property
     def samples_per_epoch(self) -> int:
@@ -93,36 +70,20 @@ class Plan:
     @property
     def job(self) -> Job:
         """The run as a job of the estimator, on one thread."""
-        manifest = self.store.manifest
-        job = job_of(self.config, threads=1, cases=self.samples_per_epoch)
-        return dataclasses.replace(job, case_bytes=stored_bytes(manifest.largest_shape, len(manifest.channels)))
+        case_bytes = stored_bytes(self.store.manifest.largest_shape, len(self.store.manifest.channels))
+        return dataclasses.replace(job_of(self.config, 1, self.samples_per_epoch), case_bytes=case_bytes)
 
     @property
     def predicted(self) -> Dict[str, Any]:
         """What a step takes, for the log and the report to compare with what was measured."""
         if self.config.device != "cpu":
-            card_bytes = planner.gpu_bytes(self.job)
-            allocator_bytes = card_bytes - planner.CONTEXT_BYTES  # it holds all but the context
-            sizes = {"allocator_peak_bytes": allocator_bytes, "card_bytes": card_bytes}
-            return {**sizes, "constants": "assumed, not verified on a GPU"}
-        if not self.estimate:
-            return {}
-        names = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s")
-        full, coarse = ({name: getattr(one, name) for name in names if one} for one in (self.estimate, self.coarse))
-        return {**full, "constants": self.estimate.constants.name, **({"coarse": coarse} if coarse else {})}
+            return planner.gpu_forecast(self.job)
+        return self.forecast.to_json() if self.forecast else {}
 
     @property
     def training_s(self) -> Optional[float]:
         """Predicted seconds of all steps, validations aside; None where no step is predicted."""
-        if not self.estimate:
-            return None
-        coarse_s, coarse_steps = self.coarse.step_s if self.coarse else 0.0, self.config.coarse_steps
-        return coarse_steps * coarse_s + (self.steps - coarse_steps) * self.estimate.step_s
-
-    @property
-    def upper_bound_bytes(self) -> Optional[int]:
-        """Of the process over the whole run; None where no step is predicted."""
-        return max((one.upper_bound_bytes for one in (self.estimate, self.coarse) if one), default=None)
+        return self.forecast and self.forecast.seconds(self.steps, self.config.coarse_steps)
 
     def to_json(self) -> Dict[str, Any]:
         """What plan.json holds."""
@@ -146,8 +107,8 @@ class Plan:
     def describe(self, host: Host) -> List[str]:
         """Lines to print before the run starts."""
         config, unet, manifest = self.config, self.config.unet, self.store.manifest
+        fold = f", fold {config.fold}" * bool(config.fold)
         cases = ", ".join(f"{len(ids)} {name}" for name, ids in manifest.split.items())
-        fold = f", fold {config.fold}" if config.fold else ""
         sees = f"{by(config.grid, ' x ')} of {by(volume_shape(self.store, config), ' x ')} ({config.extent})"
         if config.is_patch:
             sees += f", {config.patches_per_case} of a case an epoch, {config.foreground:.0%} around labels"
@@ -156,6 +117,10 @@ class Plan:
             length += f", cut to {config.budget_minutes:g} minutes"
         elif config.coarse_steps:
             length += f", {config.coarse_steps} of them on {by(config.coarse_grid, ' x ')}"
+        taken = self.forecast.describe(host, self.training_s) if self.forecast else []
+        if config.device != "cpu":
+            size = format_bytes(planner.gpu_bytes(self.job))
+            taken = [f"a step takes {size} of the card, as far as can be said without one"]
         notes = [statistics_note(unet.norm, config.batch, config.micro)]
         if not manifest.split["val"]:
             notes.append("no validation cases in this split: the last weights count as the best")
@@ -166,7 +131,7 @@ class Plan:
             f"policy {unet.policy}, {training_flops(unet, config.grid, config.batch) / 1e9:,.0f} GFLOP a step",
             f"run: {length}; batch {config.batch}, {config.micro} at a time, workers {self.workers}",
             *(f"note: {note}" for note in notes if note),
-            *(f"plan: {line}" for line in (*_memory_and_time(self, host), *self.reasons.values())),
+            *(f"plan: {line}" for line in (*taken, *self.reasons.values())),
         ]
 
 
@@ -187,10 +152,11 @@ def make_plan(
     calibration cannot be read.
     """
     saved = load_config(run_folder) if (run_folder / "config.json").is_file() else None
-    inputs = Inputs(store, host, settings, saved, gpus, workers)
-    config = _decided(inputs)
-    unused = why_no_card(inputs.chosen("device"), config.mode, gpus) if config.device == "cpu" else []
-    plan = Plan(config, with_fold(store, config.fold), saved, workers, None, reasons=dict(zip(["device"], unused)))
+    start = recipe_config(settings) if saved is None or "recipe" in settings else saved
+    inputs = Inputs(store, host, _with_kept(settings, start, saved, workers), gpus, workers)
+    config = _decided(start, saved, inputs)
+    unused = why_no_card(left_open(inputs.settings.get("device")), config.mode, gpus) if config.device == "cpu" else []
+    plan = Plan(config, with_fold(store, config.fold), saved, workers, reasons=dict(zip(["device"], unused)))
     if not plan.steps_per_epoch:
         samples = f"{plan.samples_per_epoch} {'patches of an epoch' if config.is_patch else 'training cases'}"
         raise InputError(f"batch must be at most the {samples}, got {config.batch}; choose a smaller --batch")
@@ -199,22 +165,33 @@ def make_plan(
     if is_as_long or (saved and saved.coarse_steps < config.coarse_steps):  # made longer, it goes on in full
         config = dataclasses.replace(config, coarse_steps=saved.coarse_steps)
     plan = dataclasses.replace(plan, config=config)
-    return _with_estimate(plan, host, pick=inputs.chosen("policy") is None, force=force)
+    return with_forecast(plan, host, pick=left_open(inputs.settings.get("policy")) is None, force=force)
 
 
-def plan_of_chief(content: Mapping[str, Any], store: Store, host: Host, engine: str) -> Plan:
-    """The chief's plan, as `to_json` gave it with the name of its engine, on this worker's store, host and engine, both
-    of which must be the chief's."""
-    config = dataclasses.replace(config_from_json(dict(content["config"])), store=str(store.folder.resolve()))
-    if engine != content["engine_name"]:
-        rule = f"engine must be the chief's, {content['engine_name']}, got {engine}"
-        raise InputError(f"{rule}; give all workers the same --engine, and their hosts the same packages")
-    if config.split_hash != store.manifest.split_hash:
-        got = f"split {store.manifest.split_hash} for {config.split_hash}"
-        raise InputError(f"store {store.folder} must be the chief's, got {got}; copy that one to this host")
-    saved = config if content["continues"] else None
-    plan = Plan(config, with_fold(store, config.fold), saved, content["workers"])
-    return _with_estimate(plan, host, pick=False, force=True)
+def with_forecast(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
+    """The plan with its memory policy, picked where that was left open, and what a step takes."""
+    config, reasons = plan.config, dict(plan.reasons)
+    if config.device != "cpu":
+        return dataclasses.replace(plan, config=config.with_policy("speed") if pick else config)
+    job = dataclasses.replace(plan.job, threads=thread_plan(host).intra_op)
+    if not (host.instructions and door_library()):
+        reasons["own kernels"] = "own kernels: none; TensorFlow's layers take twice the time and memory, see `doctor`"
+    try:
+        known, coarse = (find_constants(host), load_accuracy(versions=installed_versions())), None
+        if config.coarse_steps:
+            of_coarse = dataclasses.replace(plan, config=config.at(0))
+            coarse_job = dataclasses.replace(job, shape=of_coarse.config.grid, unet=of_coarse.config.unet)
+            coarse = _price(of_coarse, *known)(coarse_job)
+        price = _price(plan, *known, coarse)
+        if pick:
+            choice = planner.fastest_that_fits(job, price, host.free_bytes)
+            config, job = config.with_policy(choice.policy), choice.estimate.job
+            reasons["policy"] = f"policy {choice.policy}: {choice.reason(f'{format_bytes(host.free_bytes)} free')}"
+        return dataclasses.replace(plan, config=config, forecast=Forecast(price(job), coarse), reasons=reasons)
+    except ValueError as error:
+        if not force:
+            raise InputError(f"{error}; or --force") from None
+        return dataclasses.replace(plan, reasons={**reasons, "memory": f"none, {error}"})
 
 
 def save_plan(plan: Plan, run_folder: Path) -> None:
@@ -226,17 +203,19 @@ def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
     """Raise DoesNotFitError, with the nearest settings that fit, where the upper bound of a run is more than is free. A
     run that continues may change its policy and, but for batch norm, its micro-batch: else it is another run."""
     if plan.config.device != "cpu":
-        _check_card(plan, card_of(plan.config.device, gpus))
+        smaller = "another --device" if plan.saved else "fewer --filters, a smaller --patch or --micro-batch"
+        check_card(card_of(plan.config.device, gpus), plan.job, f"choose {smaller}, or --force")
         return
-    full, free_bytes = plan.estimate, host.free_bytes
-    if full is None or plan.upper_bound_bytes <= free_bytes:
+    free_bytes, bound_bytes = host.free_bytes, plan.forecast.upper_bound_bytes if plan.forecast else 0
+    if bound_bytes <= free_bytes:
         return
-    price = _price(plan, host, full.constants, full.accuracy)
+    full = plan.forecast.full
+    price = _price(plan, full.constants, full.accuracy, plan.forecast.coarse)
     options = planner.nearest(full.job, price, free_bytes, same_training=True) if plan.saved else []
     where = ", as a run in another folder" if plan.saved and not options else ""
     options = options or planner.nearest(full.job, price, free_bytes, grids=_other_grids(plan))
     raise DoesNotFitError(
-        f"memory must hold this training, up to {format_bytes(plan.upper_bound_bytes)}, got {format_bytes(free_bytes)} "
+        f"memory must hold this training, up to {format_bytes(bound_bytes)}, got {format_bytes(free_bytes)} "
         f"free; what fits{where}: {'; '.join(map(str, options)) or 'nothing smaller does'}; end other programs, use a "
         "host with more memory, or --force"
     )
@@ -265,33 +244,36 @@ class Inputs(NamedTuple):
 
     store: Store
     host: Host
-    settings: Mapping[str, Any]
-    saved: Optional[RunConfig]
+    settings: Mapping[str, Any]  # as `_with_kept` gives them
     gpus: Sequence[Gpu]
     workers: int
 
-    def chosen(self, name: str) -> Optional[str]:
-        """The device, dtype or policy that a setting names, or else the saved run; None where it is left open."""
-        own = self.saved and {**vars(self.saved), **vars(self.saved.unet)}[name]
-        return left_open(self.settings.get(name, own))
+
+def _with_kept(
+    settings: Mapping[str, Any], start: RunConfig, saved: Optional[RunConfig], workers: int
+) -> Dict[str, Any]:
+    """The settings with the batch of all workers, a recipe's card, and what of a saved run no recipe changes."""
+    batch, kept = settings.get("batch", start.batch), {} if start.device == "cpu" else {"device": start.device}
+    if "batch_per_worker" in settings:
+        batch = settings["batch_per_worker"] * workers
+    if saved:
+        kept = {"device": saved.device, "dtype": saved.unet.dtype, "policy": saved.unet.policy}
+        kept["micro_batch"] = saved.micro_batch if batch == saved.batch else 0
+        kept.update({"patch": saved.grid, "patches_per_case": saved.patches_per_case} if saved.is_patch else {})
+    return {**kept, **settings, "batch": batch}
 
 
-def _decided(inputs: Inputs) -> RunConfig:
-    """Every setting but the memory policy of a new run."""
-    settings, saved = inputs.settings, inputs.saved
-    is_new = saved is None or "recipe" in settings
-    start = recipe_config(settings) if is_new else saved
-    if saved and "micro_batch" not in settings:
-        start = dataclasses.replace(start, micro_batch=0)  # it is the saved one again where the batch is
+def _decided(start: RunConfig, saved: Optional[RunConfig], inputs: Inputs) -> RunConfig:
+    """Every setting but the memory policy of a new run, from a recipe's or the saved ones."""
     try:
-        config = with_settings(start, settings)
+        config = with_settings(start, inputs.settings)
         if saved and config.budget_minutes and config.budget_minutes == saved.budget_minutes:
             config = dataclasses.replace(config, steps=saved.steps)  # as it was timed when the run began
         if config.learning_rate is None:
             config = dataclasses.replace(config, learning_rate=config.peak_rate)
         if saved and saved.mode != config.mode:
             raise InputError(*differences(saved, config))
-        config = _for_workers(config, inputs, scale=is_new)
+        config = _for_workers(config, inputs, scale=start is not saved)
         config = _for_store(config, with_fold(inputs.store, config.fold))
         config = _with_curriculum(_with_grid(_for_host(config, inputs), inputs), inputs)
     except ValueError as error:
@@ -301,20 +283,17 @@ def _decided(inputs: Inputs) -> RunConfig:
 
 
 def _for_workers(config: RunConfig, inputs: Inputs, *, scale: bool) -> RunConfig:
-    """Fill in what follows from the number of workers: batch and learning rate, where the batch grows with it, and what
-    is computed together. The rate of a run that continues has grown already, unless a setting or `scale` gives it."""
-    settings, saved, workers = inputs.settings, inputs.saved, inputs.workers
+    """Fill in what follows from the number of workers: the learning rates, where the batch grows with it, and what is
+    computed together. Those of a run that continues have grown already, unless a setting or `scale` gives them."""
+    settings, workers = inputs.settings, inputs.workers
     if "batch_per_worker" in settings:
-        config = dataclasses.replace(config, batch=settings["batch_per_worker"] * workers)
-        power = 1.0 if OPTIMIZERS[config.optimizer].rate_scaling == "linear" else 0.5
+        growth = workers ** (1.0 if OPTIMIZERS[config.optimizer].rate_scaling == "linear" else 0.5)
         grown = [name for name in ("learning_rate", "adam_rate") if scale or name in settings]
-        config = dataclasses.replace(config, **{name: getattr(config, name) * workers**power for name in grown})
+        config = dataclasses.replace(config, **{name: getattr(config, name) * growth for name in grown})
     if config.batch % workers:
         rule = f"batch must be a multiple of the {workers} workers, got {config.batch}"
         raise InputError(f"{rule}; choose --batch-per-worker, or another --batch")
     share = config.batch // workers
-    if saved and "micro_batch" not in settings and saved.batch == config.batch:
-        config = dataclasses.replace(config, micro_batch=saved.micro_batch)
     if workers > 1 and config.unet.norm == "batch" and not config.micro_batch:
         config = dataclasses.replace(config, micro_batch=share)
     if share % config.micro:
@@ -345,26 +324,20 @@ def _for_store(config: RunConfig, store: Store) -> RunConfig:
 
 
 def _for_host(config: RunConfig, inputs: Inputs) -> RunConfig:
-    """Fill in what follows from the host: the device, and the dtype that is fast on it; the saved ones stay."""
-    settings, saved, gpus = inputs.settings, inputs.saved, inputs.gpus
-    named = inputs.chosen("device")
-    if "device" not in settings and not saved and config.device != "cpu":
-        named = config.device  # the recipe's
-    device = pick_device(named, config.mode, gpus)
+    """Fill in what follows from the host: the device, and the dtype that is fast on it."""
+    device = pick_device(left_open(inputs.settings.get("device")), config.mode, inputs.gpus)
     if device != "cpu" and config.engine == "itex":
         raise InputError(f"engine must be auto or stock on {device}, got itex, which computes on CPUs; leave it out")
     if device != "cpu" and inputs.workers > 1:
         raise InputError(f"device must be cpu for several workers, got {device}; give --device cpu")
-    fast = inputs.host.best_dtype if device == "cpu" else best_dtype(card_of(device, gpus))
-    unet = dataclasses.replace(config.unet, dtype=inputs.chosen("dtype") or fast)
-    if saved and "policy" not in settings:
-        unet = dataclasses.replace(unet, policy=saved.unet.policy)
+    fast = inputs.host.best_dtype if device == "cpu" else best_dtype(card_of(device, inputs.gpus))
+    unet = dataclasses.replace(config.unet, dtype=left_open(inputs.settings.get("dtype")) or fast)
     return dataclasses.replace(config, device=device, unet=unet)
 
 
 def _with_grid(config: RunConfig, inputs: Inputs) -> RunConfig:
     """Fill in what the network sees: the extent's grid at the run's resolution, or a patch of it."""
-    settings, saved, divisor = inputs.settings, inputs.saved, config.unet.divisor
+    settings, divisor = inputs.settings, config.unet.divisor
     grid = network_grid(grid_size(inputs.store, extent=config.extent, multiple=1), config.resolution, divisor)
     if not config.is_patch:
         for name in ("patch", "patches_per_case", "foreground"):
@@ -373,25 +346,14 @@ def _with_grid(config: RunConfig, inputs: Inputs) -> RunConfig:
         return dataclasses.replace(config, grid=grid, patches_per_case=1)
     if "patch" in settings:
         patch = tuple(settings["patch"])
-    elif saved is None and config.device != "cpu":
-        patch = _largest_patch(dataclasses.replace(config, grid=grid), inputs)
+    elif config.device != "cpu":
+        job = job_of(dataclasses.replace(config, grid=grid), threads=1, cases=0)
+        patch = largest_patch(card_of(config.device, inputs.gpus), job)
     else:
-        patch = saved.grid if saved else planner.usual_patch(grid, divisor)
+        patch = planner.usual_patch(grid, divisor)
     planner.check_patch(patch, grid, divisor)
     as_many_voxels = max(round(math.prod(grid) / math.prod(patch)), 1)
-    each = settings.get("patches_per_case") or (saved.patches_per_case if saved else as_many_voxels)
-    return dataclasses.replace(config, grid=patch, patches_per_case=each)
-
-
-def _largest_patch(config: RunConfig, inputs: Inputs) -> Shape3:
-    """The largest patch of `config.grid` that the card trains."""
-    free_bytes = card_of(config.device, inputs.gpus).free_bytes
-    if free_bytes is None:
-        raise InputError(f"the free memory of {config.device} must be known, got none from its driver; give --patch")
-    try:
-        return planner.patch_for(job_of(config, 1, 0), free_bytes, f"{config.device}, of which that is free,")
-    except ValueError as error:
-        raise DoesNotFitError(str(error)) from None
+    return dataclasses.replace(config, grid=patch, patches_per_case=settings.get("patches_per_case", as_many_voxels))
 
 
 def _with_curriculum(config: RunConfig, inputs: Inputs) -> RunConfig:
@@ -414,69 +376,19 @@ def _with_curriculum(config: RunConfig, inputs: Inputs) -> RunConfig:
 # --- What a step takes ---
 
 
-def _with_estimate(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
-    """The plan with its memory policy, picked where that was left open, and what a step takes."""
-    config, reasons = plan.config, dict(plan.reasons)
-    if config.device != "cpu":
-        return dataclasses.replace(plan, config=config.with_policy("speed") if pick else config)
-    job = dataclasses.replace(plan.job, threads=thread_plan(host).intra_op)
-    if not (host.instructions and door_library()):
-        reasons["own kernels"] = "own kernels: none; TensorFlow's layers take twice the time and memory, see `doctor`"
-    try:
-        known = find_constants(host), load_accuracy(versions=installed_versions())
-        if config.coarse_steps:
-            coarse = dataclasses.replace(plan, config=config.at(0))
-            coarse_job = dataclasses.replace(job, shape=coarse.config.grid, unet=coarse.config.unet)
-            plan = dataclasses.replace(plan, coarse=_price(coarse, host, *known)(coarse_job))
-        price = _price(plan, host, *known)
-        if pick:
-            choice = planner.fastest_that_fits(job, price, host.free_bytes)
-            config = config.with_policy(choice.policy)
-            reasons["policy"] = f"policy {choice.policy}: {choice.reason(f'{format_bytes(host.free_bytes)} free')}"
-            job = dataclasses.replace(job, unet=config.unet)
-        return dataclasses.replace(plan, config=config, estimate=price(job), reasons=reasons)
-    except ValueError as error:
-        if not force:
-            raise InputError(f"{error}; or --force") from None
-        return dataclasses.replace(plan, reasons={**reasons, "memory": f"none, {error}"})
-
-
-def _price(plan: Plan, host: Host, constants: HostConstants, accuracy: Accuracy) -> planner.Price:
-    """What jobs take on this host, with what the run holds beside its steps in their upper bound: the memory of one
-    worker, and the time of all of them together, their exchange aside."""
+def _price(
+    plan: Plan, constants: HostConstants, accuracy: Accuracy, coarse: Optional[Estimate] = None
+) -> planner.Price:
+    """What jobs take as steps of the run, after coarse steps where `coarse` is their estimate."""
     config = plan.config
-    # The variables are held once more where the run's grid changes, and where steps are timed before it.
-    copies = bool(config.coarse_steps) + (bool(config.budget_minutes) and not config.steps)
-    left_bytes = plan.coarse.allocator_peak_bytes if plan.coarse else 0
-
-    def price(job: Job) -> Estimate:
-        saved = ("weights", "optimizer slots", "averaged weights")  # what a checkpoint holds
-        variables = sum(tensor.bytes for tensor in training_step(job).resident if tensor.group in saved)
-        return of_one(estimate(job, constants, accuracy), plan.workers).with_beside(
-            Component("whole volumes", _whole_volumes(plan, job), "derived: of validation, or to be averaged down"),
-            Component("variables, once more", copies * variables, "exact: of before the timing, or of another grid"),
-            Component("left by coarse steps", left_bytes, "at most: pages too scattered for maps of full size"),
-        )
-
-    return price
-
-
-def _whole_volumes(plan: Plan, job: Job) -> int:
-    """Bytes of whole volumes beside the steps; 0 where they are what these see, or no validation follows patches."""
-    config = plan.config
-    if config.resolution == 1 and not (config.is_patch and plan.store.manifest.split["val"]):
-        return 0
-    return whole_volume_bytes(job, volume_shape(plan.store, config), config.resolution)
-
-
-def _check_card(plan: Plan, card: Gpu) -> None:
-    config, needed = plan.config, planner.gpu_bytes(plan.job)
-    if card.free_bytes is not None and needed > card.free_bytes:
-        smaller = "another --device" if plan.saved else "fewer --filters, a smaller --patch or --micro-batch"
-        raise DoesNotFitError(
-            f"{config.device} must hold a step of {format_bytes(needed)}, got {format_bytes(card.free_bytes)} free of "
-            f"{format_bytes(card.memory_bytes)}; choose {smaller}, or --force"
-        )
+    sees_all = config.resolution == 1 and not (config.is_patch and plan.store.manifest.split["val"])
+    beside = Beside(
+        volume_shape=None if sees_all else volume_shape(plan.store, config),
+        resolution=config.resolution,
+        copies=bool(config.coarse_steps) + (bool(config.budget_minutes) and not config.steps),
+        left_bytes=coarse.allocator_peak_bytes if coarse else 0,
+    )
+    return price_of_run(constants, accuracy, beside, workers=plan.workers)
 
 
 def _other_grids(plan: Plan) -> List[Tuple[str, Shape3]]:
@@ -485,32 +397,6 @@ def _other_grids(plan: Plan) -> List[Tuple[str, Shape3]]:
     if config.is_patch:
         *smaller, _ = planner.patch_shapes(config.grid, config.unet.divisor)
         return [(f"--patch {by(shape, ' ')}", shape) for shape in smaller]
-    brain = grid_size(plan.store, extent="brain", multiple=config.unet.divisor)
-    smaller = config.resolution == 1 and config.extent == "full" and brain != config.grid
-    return [("--extent brain", brain)] if smaller else []
-
-
-def _memory_and_time(plan: Plan, host: Host) -> List[str]:
-    """What a step takes, and the run."""
-    if plan.config.device != "cpu":
-        return [
-            f"a step takes {format_bytes(planner.gpu_bytes(plan.job))} of the card, as far as can be said without one"
-        ]
-    full = plan.estimate
-    if full is None:
+    if config.resolution < 1 or config.extent == "brain":
         return []
-    steps = [
-        f"{name}allocator peak {format_bytes(one.allocator_peak_bytes)}, process peak "
-        f"{format_bytes(one.process_peak_bytes)}, {format_seconds(one.step_s)} a step"
-        for name, one in (("coarse steps: ", plan.coarse), ("", full))
-        if one
-    ]
-    return [
-        *steps,
-        f"errors: allocator peak {full.error('allocator_peak')}; process peak {full.error('process_peak')}; "
-        f"seconds a step {full.error('step_s')}",
-        f"up to {format_bytes(plan.upper_bound_bytes)} of {format_bytes(host.free_bytes)} free ({full.margin})",
-        f"{format_seconds(full.volume_s)} a volume, {format_seconds(full.epoch_s)} an epoch, "
-        f"{format_seconds(plan.training_s)} in all, validation aside; seconds: {full.constants.basis(full.job, host)}",
-        STORE_NOTE,
-    ]
+    return [("--extent brain", grid_size(plan.store, extent="brain", multiple=config.unet.divisor))]

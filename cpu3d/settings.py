@@ -11,33 +11,19 @@ import dataclasses
 import fractions
 import functools
 import math
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.files.reader import READ_MODES
 from cpu3d.data.records import Code
 from cpu3d.data.region import EXTENTS
-from cpu3d.data.stores.splits import parse_fold
 from cpu3d.errors import InputError
-from cpu3d.util.atomic import write_json
-from memory_estimator.common.files import read_json, typed
-from memory_estimator.common.schema import check, option, to_command_line
-from memory_estimator.job import (
-    AUTO,
-    DEFAULT_RECIPE,
-    ENGINES,
-    OPTIMIZERS,
-    RECIPES,
-    Architecture,
-    check_micro_batch,
-    micro_of,
-)
+from memory_estimator.common.schema import check, option
+from memory_estimator.installed import ENGINES
+from memory_estimator.job import AUTO, DEFAULT_RECIPE, OPTIMIZERS, RECIPES, Architecture, check_micro_batch, micro_of
 from models.config import DTYPES, POLICIES, UNetConfig
-
-SCHEMA = 1  # of the run folder's layout; a run of another one is refused, never guessed at
 
 SCHEDULES: Dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
@@ -49,15 +35,6 @@ SCHEDULES: Dict[str, Callable[[float], float]] = {
 COARSE_SHARE = fractions.Fraction(5, 6)
 """Of a run's steps that a curriculum takes at half the resolution, where a step has about an eighth of a full one's
 voxels (docs/log.md)."""
-
-CHANGEABLE = (
-    *("store", "epochs", "steps", "coarse_steps", "budget_minutes", "patience", "validate_every", "validations"),
-    *("read_mode", "save_minutes", "keep", "stall_minutes"),
-    *("learning_rate", "adam_rate", "device", "micro_batch", "unet.policy"),
-)
-"""Settings that may change when a run is continued; all others would make it another run. With batch norm the
-micro-batch is none of them, as its statistics are of what is computed together."""
-
 
 _data, _patches, _training, _network = (
     functools.partial(option, group=heading) for heading in ("data", "patches", "training", "network")
@@ -167,10 +144,8 @@ class RunConfig:
             check_micro_batch(self.batch, self.micro_batch)
         except ValueError as error:
             raise InputError(str(error)) from None
-        _require(self.mode == "whole" or self.resolution == 1, "resolution", "be 1 with --mode patch", self.resolution)
-        if self.fold:
-            parse_fold(self.fold)
-        _require(bool(re.fullmatch(r"cpu|gpu:\d+", self.device)), "device", "be cpu, or gpu:0 and so on", self.device)
+        if self.is_patch and self.resolution != 1:
+            raise InputError(f"resolution must be 1 with --mode patch, got {self.resolution}; see `train --help`")
 
     @property
     def micro(self) -> int:
@@ -300,17 +275,12 @@ def recipe_config(settings: Mapping[str, Any]) -> RunConfig:
     return with_settings(RunConfig(**{name: getattr(recipe.job, name) for name in names}), recipe.settings)
 
 
-def as_options(settings: Mapping[str, Any]) -> List[str]:
-    """The command line of these settings, the recipe first."""
-    parts = ({name: settings[name] for name in settings if (name == "recipe") is first} for first in (True, False))
-    return [word for part in parts for cls in SETTINGS for word in to_command_line(cls, part)]
-
-
-def half_rates(config: RunConfig) -> str:
-    """The options that halve the learning rates of a run; the batch is in the place of --batch-per-worker, under which
-    rates grow with the workers."""
-    adam = f" --adam-rate {config.adam_rate / 2:.3g}" if OPTIMIZERS[config.optimizer].orthogonal else ""
-    return f"--batch {config.batch} --learning-rate {config.peak_rate / 2:.3g}{adam}"
+INSTEAD = {  # setting -> others that it takes the place of
+    "epochs": ("steps", "budget_minutes"),
+    "steps": ("budget_minutes",),
+    "budget_minutes": ("steps",),
+    "validate_every": ("validations",),
+}
 
 
 def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
@@ -324,95 +294,15 @@ def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     own = {name: value for name, value in _fields_of(RunConfig, settings).items() if (name, value) != ("device", AUTO)}
     if own.get("steps") and own.get("budget_minutes"):
         raise InputError(f"--budget-minutes must come without --steps, got --steps {own['steps']}; leave one out")
-    for name, undone in (
-        ("epochs", {"steps": 0, "budget_minutes": 0.0}),
-        ("steps", {"budget_minutes": 0.0}),
-        ("budget_minutes", {"steps": 0}),
-        ("validate_every", {"validations": 0}),
-    ):
-        if name in settings:
-            own = {**undone, **own}
+    replaced = {other for name in settings for other in INSTEAD.get(name, ())}
+    own = {**{name: getattr(RunConfig, name) for name in replaced}, **own}
     return dataclasses.replace(config, **own, unet=unet, augment=augment)
 
 
-# --- config.json ---
-
-
-def save_config(config: RunConfig, run: Path) -> None:
-    """Write `run`/config.json, atomically."""
-    write_json(Path(run) / "config.json", {"schema": SCHEMA, **dataclasses.asdict(config)})
-
-
-def load_config(run: Path) -> RunConfig:
-    """Read `run`/config.json. Raises InputError when there is none, or it is damaged, or of another version."""
-    path = Path(run) / "config.json"
-    if not path.is_file():
-        raise InputError(f"run {run} must hold a config.json, found none; name a folder that `train` has written")
-    try:
-        content = typed(read_json(path), Dict[str, Any], "config")
-        schema = content.pop("schema", None)
-        config = config_from_json(content) if schema == SCHEMA else None
-    except (InputError, ValueError) as error:
-        raise InputError(
-            f"run config {path} must be JSON with a schema and all settings, got {error}; restore it"
-        ) from None
-    if config is None:
-        raise InputError(f"run {run} must have schema {SCHEMA}, got {schema}; use the version that made it, or retrain")
-    return config
-
-
-def config_from_json(content: Mapping[str, Any]) -> RunConfig:
-    """The configuration that `dataclasses.asdict` gave. Raises ValueError or InputError where it is not whole."""
-    config = typed(content, RunConfig, "config")
-    missing = [name for name in _NEEDED if name not in content]
-    _require(not missing, "config", "be complete", f"no {', '.join(missing)}")
-    if config.store_channels:  # what follows from a store is known
-        for name, known in (("channels", config.store_channels), ("regions", config.region_codes)):
-            chosen = getattr(config, name)
-            _require(bool(chosen) and set(chosen) <= set(known), name, f"be some of {', '.join(known)}", chosen)
-        _require(min(config.grid) >= 1, "grid", "be positive", config.grid)
-    return config
-
-
-def differences(old: RunConfig, new: RunConfig) -> List[str]:
-    """Settings that keep a run of `old` from being continued as `new`, each with both values; of another mode nothing
-    else, as other settings follow from it. A micro-batch that batch norm has to keep is compared as it is computed."""
-    left, right = flat(old), flat(new)
-    changeable = set(CHANGEABLE)
-    if old.unet.norm == new.unet.norm == "batch" and old.batch == new.batch:
-        changeable.remove("micro_batch")
-        left["micro_batch"], right["micro_batch"] = old.micro, new.micro
-    return [
-        f"{name} must stay as the run was started, got {right.get(name)!r} for {left.get(name)!r}; "
-        "leave it out, or train into another folder"
-        for name in ({**left, **right} if old.mode == new.mode else ("mode",))
-        if name not in changeable and left.get(name) != right.get(name)
-    ]
-
-
-def flat(config: RunConfig) -> Dict[str, Any]:
-    """All settings by name, those of the network and the augmentation as in "unet.filters"."""
-    parts = ("unet", "augment")
-    nested = {f"{part}.{name}": value for part in parts for name, value in vars(getattr(config, part)).items()}
-    plain = {name: value for name, value in vars(config).items() if name not in parts}
-    return {**nested, **plain}
-
-
 # --- Private helpers ---
-
-# What no saved run is without.
-_NEEDED = (
-    *("store_channels", "label_names", "region_codes", "split_hash"),
-    *("channels", "regions", "grid", "batch", "unet"),
-)
 
 
 def _fields_of(cls: type, settings: Mapping[str, Any]) -> Dict[str, Any]:
     """Those of the settings that are fields of `cls`, lists as tuples."""
     names = {one.name for one in dataclasses.fields(cls)} - {"store", "unet", "augment"}
     return {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items() if k in names}
-
-
-def _require(holds: bool, name: str, rule: str, value: Any) -> None:
-    if not holds:
-        raise InputError(f"{name} must {rule}, got {value}; see `train --help`")

@@ -26,20 +26,13 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 from memory_estimator import planner
 from memory_estimator.accuracy import load_accuracy
 from memory_estimator.calibration import find_constants, load_constants
-from memory_estimator.common.schema import add_options, as_typed, from_args, option
+from memory_estimator.common.schema import add_options, from_args, option
 from memory_estimator.common.table import Table, new_console
 from memory_estimator.common.units import format_bytes, format_seconds, parse_bytes
 from memory_estimator.estimate import STORE_NOTE, Component, Estimate, estimate
 from memory_estimator.host import INSTRUCTION_SETS, read_host
-from memory_estimator.job import (
-    Job,
-    JobOptions,
-    installed_versions,
-    job_from,
-    policy_is_open,
-    source_job,
-    statistics_note,
-)
+from memory_estimator.installed import as_typed, installed_versions
+from memory_estimator.job import Job, JobOptions, job_from, policy_is_open, source_job, statistics_note
 from memory_estimator.scaling import ScalingOptions, check_options, of_worker, several_hosts, share_of
 from models.config import POLICIES
 

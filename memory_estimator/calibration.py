@@ -16,7 +16,8 @@ from typing import Any, Dict, Mapping, Optional, Union
 
 from memory_estimator.common.files import read_json, reason, typed
 from memory_estimator.host import INSTRUCTION_SETS, Host, read_host
-from memory_estimator.job import ENGINES, Job
+from memory_estimator.installed import ENGINES
+from memory_estimator.job import Job
 from memory_estimator.step.program import Program
 from models.config import DTYPES
 

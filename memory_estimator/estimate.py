@@ -13,16 +13,11 @@ from memory_estimator.step.allocator import SMALL_BYTES, use
 from memory_estimator.step.program import Program, Tensor, Timeline, rounded, timeline
 from memory_estimator.step.timing import step_seconds
 from memory_estimator.step.training_step import training_step, validation_pass
-from models.layer_plan import Shape3
 
 STORE_NOTE = "errors are those of steps on one repeated batch; the upper bound includes what a run holds besides"
 """Stands with the errors of a job that a store feeds: what its pipeline does to the allocator is not replayed."""
 
 RESAMPLED_BYTES = 13  # a value of a volume to be rotated, at most: three float32 copies and a mask (data/normalise.py)
-
-LOGITS_MAPS = 2
-"""float32 maps as large as the logits that a validation of whole volumes holds at a time: what the windows have given,
-or the axis before, and the whole as a tensor. The scores, which come after, take a slab of it at a time."""
 
 NEXT_BATCH = "input pipeline, next batch"  # the group of what a store holds ready
 
@@ -152,20 +147,6 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
         kind=kind,
         uncovered=uncovered,
     )
-
-
-def whole_volume_bytes(job: Job, shape: Shape3, resolution: float) -> int:
-    """What whole volumes of `shape` take beside the steps of a `job` that sees less of them, counted and not measured.
-    With patches (resolution 1) a validation alone reads them, with logits and their weights; at a lower resolution the
-    steps too, a micro-batch at a time, rotated in float32 before they are averaged down."""
-    unet, volumes, shrinking = job.unet, 3, 0.0
-    if resolution < 1:
-        volumes = 2 * job.micro + 1
-        shrinking = job.micro * 4 * unet.channels * (1 + resolution)
-        shrinking += RESAMPLED_BYTES * unet.channels if job.resampled else 0
-    volume = unet.channels * DTYPE_BYTES[unet.dtype] + unet.outputs  # in use, ahead, and one in preparation
-    validation = 4 + LOGITS_MAPS * 4 * unet.outputs
-    return round(math.prod(shape) * (volumes * volume + validation + shrinking))
 
 
 def live_at_peak(line: Timeline) -> List[Component]:

@@ -1,17 +1,15 @@
 """What is to be estimated, one training step: from the command line, a recipe by its name, or the folder of a run."""
 
 import argparse
-import contextlib
 import dataclasses
-import importlib.util
 import math
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict, Union
 
 from memory_estimator.common.files import read_json, reason, typed
 from memory_estimator.common.schema import option
+from memory_estimator.installed import ENGINES, installed_engine
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 
 
@@ -35,7 +33,6 @@ OPTIMIZERS = {
     # With momentum. Goyal et al. 2017, "Accurate, Large Minibatch SGD".
     "sgd": Optimizer(0.1, "linear", slots=1, prepared="negated"),
 }
-ENGINES = ("itex", "stock")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 STORED_BYTES = 2  # a voxel and channel in a store, as int16 or float16; of a label it is one a voxel
 
@@ -135,33 +132,6 @@ def divisors(number: int) -> Tuple[int, ...]:
     """From 1 to `number`: the micro-batches that a batch can be computed in."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return tuple(sorted({*small, *(number // n for n in small)}))
-
-
-def itex_is_installed() -> bool:
-    """Whether TensorFlow would load Intel's extension. Imports neither."""
-    return importlib.util.find_spec("intel_extension_for_tensorflow") is not None
-
-
-def installed_engine() -> str:
-    """ "itex" unless TensorFlow is installed here without it: a laptop without either plans for the fast engine."""
-    return "stock" if importlib.util.find_spec("tensorflow") and not itex_is_installed() else "itex"
-
-
-def engine_version(engine: str, versions: Mapping[str, str]) -> str:
-    """An engine by its packages' versions, such as "TensorFlow 2.15.1, ITEX 2.15.0.0"; "" where one is missing."""
-    packages = {"TensorFlow": "tensorflow", **({"ITEX": "intel-extension-for-tensorflow"} if engine == "itex" else {})}
-    known = all(package in versions for package in packages.values())
-    return ", ".join(f"{name} {versions[package]}" for name, package in packages.items()) if known else ""
-
-
-def installed_versions() -> Dict[str, str]:
-    """Engine -> `engine_version` of those that are installed here. Imports none of them."""
-    found = {}
-    for package in ("tensorflow", "intel-extension-for-tensorflow"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    named = {engine: engine_version(engine, found) for engine in ENGINES}
-    return {engine: version for engine, version in named.items() if version}
 
 
 BRAIN_BOX = (144, 192, 144)  # holds the demo's brains, padded to 16; real ones fill about 135 x 174 x 136

@@ -5,7 +5,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from memory_estimator.common.units import format_bytes, format_seconds
 from memory_estimator.estimate import Estimate
@@ -214,6 +214,14 @@ def gpu_bytes(job: Job) -> int:
     layers, value_bytes = layer_plan(job.unet, job.shape), job.micro * DTYPE_BYTES[job.unet.dtype]
     sizes, weights = [op.elements * value_bytes for op in layers], sum(op.trainable for op in layers)
     return CONTEXT_BYTES + 4 * 4 * weights + sum(sizes) + 3 * max(sizes) + min(2 * max(sizes), WORKSPACE_BYTES)
+
+
+def gpu_forecast(job: Job) -> Dict[str, Any]:
+    """What a step takes of a card, as `training.Forecast.to_json` has it of a CPU: the allocator holds all but the
+    context."""
+    card_bytes = gpu_bytes(job)
+    sizes = {"allocator_peak_bytes": card_bytes - CONTEXT_BYTES, "card_bytes": card_bytes}
+    return {**sizes, "constants": "assumed, not verified on a GPU"}
 
 
 def _smaller(job: Job, kind: str, grids: Optional[Sequence[Tuple[str, Shape3]]]) -> List[Tuple[str, Job]]:

@@ -52,10 +52,10 @@ def test_commands_and_the_estimator_need_no_tensorflow_and_importing_them_does_n
 # --- The order of rooms ---
 
 ORDER = (
-    *({"models"}, {"memory_estimator"}, {"errors"}, {"util"}, {"data"}, {"run"}, {"pages"}, {"host"}, {"settings"}),
-    *({"distributed"}, {"training"}, {"inference"}, {"report"}, {"compare"}, {"bench"}, {"__main__", "demo"}),
+    *({"models"}, {"memory_estimator"}, {"errors"}, {"util"}, {"data"}, {"pages"}, {"host"}, {"settings"}, {"run"}),
+    *({"plan"}, {"distributed"}, {"training"}, {"inference"}, {"report"}, {"compare"}, {"bench"}, {"__main__", "demo"}),
 )
-"""Rooms beside each other stand in one set; "settings" is what else lies in cpu3d/ itself."""
+"""Rooms beside each other stand in one set."""
 
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 
@@ -65,8 +65,7 @@ def room_of(dotted):
     package, _, rest = dotted.partition(".")
     if package != "cpu3d":
         return package if package in RANK else None
-    name = rest.partition(".")[0]
-    return name if name in RANK else "settings"
+    return rest.partition(".")[0] or "errors"
 
 
 def imported(path):

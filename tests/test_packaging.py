@@ -16,9 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from cpu3d.errors import how_to_install
 from cpu3d.util.records import VERSION
-from memory_estimator.common.schema import as_typed
+from memory_estimator.installed import as_typed, how_to_install
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("cpu3d", "memory_estimator", "models")

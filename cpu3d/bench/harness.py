@@ -7,24 +7,27 @@ the JSON and prints its result as the last line.
 import contextlib
 import importlib
 import json
+import os
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from cpu3d.errors import InputError
+from cpu3d.host import apply
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import ROOT, forward_signals, how_ended, start
-from cpu3d.util.records import append_record
+from cpu3d.util.records import append_record, versions
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table, new_console
-from memory_estimator.common.units import GIB
 
 Result = Dict[str, Any]  # the JSON object that a measuring process ends with
+FACTS = ("engine_name", "threads", "host", "versions")  # what it says of where it ran
 
 
 class ProcessFailedError(InputError):
@@ -60,6 +63,11 @@ def valid(read: Callable[..., Any], *arguments: Any) -> Any:
         raise InputError(str(error)) from None
 
 
+def host_of(record: Result) -> str:
+    """ "2 cores of AMD EPYC"."""
+    return f"{record['host']['cores']} cores of {record['host']['cpu']}"
+
+
 # --- Measuring processes ---
 
 
@@ -69,6 +77,22 @@ def in_fresh_process(work: Callable[[Dict[str, Any]], Result], request: Dict[str
     return run_command([*command, json.dumps(request, default=str)], f"bench, {work.__name__},")
 
 
+def set_up(request: Dict[str, Any]) -> Tuple[Any, Result]:
+    """In a measuring process: TensorFlow on the "engine" of the request and with its "threads", None for either is the
+    host's own or the environment's; and the FACTS of it, which a record has."""
+    if request.get("threads"):
+        os.environ.update(dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(request["threads"])))
+    host, plan, tf = apply.set_up(request.get("engine"))
+    return tf, dict(zip(FACTS, (apply.engine_name(tf), apply.in_force(plan), host.summary(), versions())))
+
+
+def seconds_of(function: Callable[[], Any]) -> float:
+    """What a call takes."""
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
 def run_command(command: Sequence[str], who: str, cwd: Optional[Path] = ROOT) -> Result:
     """The JSON object that a command prints as its last line. SIGINT and SIGTERM end it (KeyboardInterrupt).
 
@@ -76,20 +100,19 @@ def run_command(command: Sequence[str], who: str, cwd: Optional[Path] = ROOT) ->
     """
     processes: List[subprocess.Popen] = []
     with tempfile.TemporaryFile() as log, forward_signals(processes, lambda _: signal.SIGKILL) as signals:
-        process = start(command, log, cwd=cwd)
-        processes.append(process)
+        processes.append(start(command, log, cwd=cwd))
         if signals:  # while it was being started
-            process.kill()
-        process.wait()
+            processes[0].kill()
+        code = processes[0].wait()
         log.seek(0)
         lines = log.read().decode("utf-8", errors="replace").strip().splitlines() or ["nothing"]
     if signals:
         raise KeyboardInterrupt
-    for line in reversed(lines if process.returncode == 0 else []):  # a library may print after it
+    for line in reversed(lines if code == 0 else []):  # a library may print after it
         if line.startswith("{"):
             with contextlib.suppress(ValueError):
                 return json.loads(line)
-    raise ProcessFailedError(f"{who} must end with a line of JSON, got {how_ended(process.returncode)}: {lines[-1]}")
+    raise ProcessFailedError(f"{who} must end with a line of JSON, got {how_ended(code)}: {lines[-1]}")
 
 
 def run_peer(command: str) -> Result:
@@ -98,19 +121,6 @@ def run_peer(command: str) -> Result:
     if not isinstance(result.get("step_s"), (int, float)):
         raise InputError(f"peer must print JSON with step_s, got {sorted(result)} from {command!r}; adapt it")
     return {**result, "process_peak_bytes": result.get("peak_rss_bytes")}
-
-
-# --- For tables ---
-
-
-def gib(size_bytes: Optional[float], digits: int = 2) -> str:
-    """A size in GiB without its unit, "-" for what is not known."""
-    return "-" if size_bytes is None else f"{size_bytes / GIB:.{digits}f}"
-
-
-def host_of(record: Result) -> str:
-    """ "2 cores of AMD EPYC"."""
-    return f"{record['host']['cores']} cores of {record['host']['cpu']}"
 
 
 if __name__ == "__main__":

@@ -22,9 +22,10 @@ from cpu3d.data.stores.phantom import USUAL_SHAPE
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import read_scores, scores_path
 from cpu3d.report.pictures import Line, chart
+from cpu3d.run.config import load_config
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import numbers, of_kind
-from cpu3d.settings import RunConfig, load_config
+from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import writable_folder
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import PALETTE, Table

@@ -14,42 +14,39 @@ in use over a step are those of one more step, in which TensorFlow's profiler re
 """
 
 import contextlib
-import dataclasses
+import functools
 import itertools
-import os
 import shlex
 import statistics
 import sys
 import tempfile
-import time
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
 from cpu3d.bench import harness
-from cpu3d.bench.harness import Output, ProcessFailedError, Result, gib, host_of, run_peer, valid
+from cpu3d.bench.harness import FACTS, Output, ProcessFailedError, Result, host_of, run_peer, seconds_of, valid
 from cpu3d.errors import InputError
-from cpu3d.host.apply import engine_name, in_force, set_up
-from cpu3d.host.memory import peak_rss_bytes
+from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes, reserve
 from cpu3d.plan import job_of
 from cpu3d.run.summary import median, numbers
 from cpu3d.settings import AUTO, RunConfig, left_open
-from cpu3d.util.records import by, versions
-from memory_estimator.calibration import HostConstants, find_constants
+from cpu3d.util.records import by
+from memory_estimator.calibration import HostConstants, find_constants, shipped_constants
 from memory_estimator.common.schema import option
-from memory_estimator.common.table import PALETTE, Table, new_figure, plain, png
+from memory_estimator.common.table import PALETTE, Table
 from memory_estimator.common.units import GIB
 from memory_estimator.estimate import estimate
-from memory_estimator.host import read_host
+from memory_estimator.host import instruction_set, read_host
 from memory_estimator.job import Job, JobOptions, job_from, source_job
+from memory_estimator.validation import job_of_record, request_for
 from models.config import DTYPES, POLICIES, UNetConfig
 
 WARM_UP_STEPS = 2  # the first step compiles, the second still fills optimizer slots and caches
 LIVE_PARTS = 300  # of a step, each with the most that is live in it: as fine as a picture shows
-HOST_FACTS = ("engine_name", "threads", "host", "versions")  # the same in all measurements of a record
 PREDICTED = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s")
 
 
@@ -78,14 +75,12 @@ OPTIONS = ((MeasuredJob,), StepOptions, Output)
 def run(given: Dict[str, Any], options: StepOptions, output: Output) -> int:
     if options.policies and "policy" in given:
         raise InputError(f"policy must be left out with --policies, got {given['policy']}; leave it out")
-    engine = given.get("engine", AUTO)
-    known = Namespace(**{**given, "engine": engine})
-    whole = valid(source_job, known).job
-    job = valid(job_from, known, whole or Job(UNetConfig(dtype=read_host().best_dtype)))
-    own = {"engine": job.engine if whole and engine == AUTO else left_open(engine), "threads": given.get("threads")}
-    request = request_for(job, **own, steps=options.steps, warm_up=options.warm_up)
+    whole = valid(source_job, Namespace(**given)).job
+    job = valid(job_from, Namespace(**given), whole or Job(UNetConfig(dtype=read_host().best_dtype)))
+    engine = job.engine if whole else left_open(given.get("engine", AUTO))
+    more = {"threads": given.get("threads"), "steps": options.steps, "warm_up": options.warm_up}
     policies = POLICIES if options.policies else (job.policy,)
-    result = compare_policies(request, policies, options.peer, options.rounds)
+    result = compare_policies(request_for(job, engine=engine, **more), policies, options.peer, options.rounds)
     result = with_predictions(result, find_constants())
     output.publish("policies", result, step_table(result))
     return 0
@@ -100,78 +95,49 @@ def compare_policies(request: Dict[str, Any], policies: Sequence[str], peers: Se
     """
     from cpu3d.util.progress import bar  # not into the memory of a measuring process
 
-    results: Dict[str, List[Result]] = {name: [] for name in (*policies, *peers)}
+    done: Dict[str, List[Result]] = {name: [] for name in (*policies, *peers)}
     errors: Dict[str, ProcessFailedError] = {}
-    with bar("bench step", total=rounds * len(results)) as advance:
-        for number in range(rounds):
-            for name in peers:  # first: one that is wrong is seen before ours take their time
-                results[name].append(run_peer(name))
-                advance()
-            for name in policies:
+    with bar("bench step", total=rounds * len(done)) as advance:
+        # Peers first: one that is wrong is seen before ours take their time.
+        for number, name in itertools.product(range(rounds), (*peers, *policies)):
+            if name in peers:
+                done[name].append(run_peer(name))
+            elif name not in errors:
                 own = {"unet": {**request["unet"], "policy": name}, "live": number == 0}
                 try:
-                    if name not in errors:
-                        results[name].append(harness.in_fresh_process(measure, {**request, **own}))
+                    done[name].append(harness.in_fresh_process(measure, {**request, **own}))
                 except ProcessFailedError as error:
                     errors[name] = error
-                advance()
-    measured = next((results[name][0] for name in policies if results[name]), None)
+            advance()
+    measured = next((done[name][0] for name in policies if done[name]), None)
     if not measured:
         raise next(iter(errors.values()))
     rows: List[Result] = []
-    for name, done in results.items():
+    for name, results in done.items():
         row = {"name": name, "kind": "policy", "error": str(errors[name]) if name in errors else None}
         if name in peers:
             words = [word for word in shlex.split(name)[1:] if "/" not in word]  # paths are of one machine
-            row.update(name=" ".join([done[0].get("peer", ""), *words]).strip(), kind="peer")
-        row["rounds"] = numbers(done, "step_s")
+            row.update(name=" ".join([results[0].get("peer", ""), *words]).strip(), kind="peer")
+        row["rounds"] = numbers(results, "step_s")
         row["step_s"] = median(row["rounds"])
         for peak in ("allocator_peak_bytes", "process_peak_bytes"):
-            row[peak] = max(numbers(done, peak), default=None)
-        rows.append({**row, "live_bytes": done[0].get("live_bytes") if done else None})
-    return {**request, "rounds": rounds, "rows": rows, **{name: measured[name] for name in HOST_FACTS}}
+            row[peak] = max(numbers(results, peak), default=None)
+        rows.append({**row, "live_bytes": results[0].get("live_bytes") if results else None})
+    return {**request, "rounds": rounds, "rows": rows, **{fact: measured[fact] for fact in FACTS}}
 
 
-# --- Records, as measured and as the estimator predicts them ---
-
-
-def request_for(job: Job, **more: Any) -> Dict[str, Any]:
-    """The request to `measure` of a job, with `more` in it."""
-    request = {"shape": list(job.shape), "batch": job.batch, "micro_batch": job.micro, "optimizer": job.optimizer}
-    request.update(unet=dataclasses.asdict(job.unet), engine=job.engine, threads=job.threads)
-    return {**request, **more}
-
-
-def has_known_engine(record: Mapping[str, Any]) -> bool:
-    """Whether the estimator predicts for the engine of a record: any but TensorFlow without oneDNN."""
-    return "no oneDNN" not in record.get("engine_name", "")
-
-
-def job_of_record(record: Mapping[str, Any]) -> Job:
-    """The job that a record measured, on the engine that really ran."""
-    engine = record["engine"]
-    if engine in (None, AUTO):
-        engine = "itex" if "ITEX" in record["engine_name"] else "stock"
-    sizes = {name: record[name] for name in ("batch", "micro_batch", "optimizer")}
-    threads = int(record["threads"]["TF_NUM_INTRAOP_THREADS"])
-    job = Job(UNetConfig(**record["unet"]), tuple(record["shape"]), **sizes, engine=engine, threads=threads)
-    by_rule = dataclasses.replace(job, micro_batch=0)  # so that equal jobs compare equal
-    return by_rule if by_rule.micro == job.micro else job
-
-
-def with_predictions(record: Result, constants: HostConstants) -> Result:
-    """The record with the estimator's figures as "predicted" in each row; None for a peer, and of an engine that the
-    estimator does not know, which is said on stderr."""
-    if not has_known_engine(record):
+def with_predictions(record: Result, constants: Optional[HostConstants] = None) -> Result:
+    """The record with the estimator's figures as "predicted" in each row, by default with the constants that are
+    shipped for its host; None for a peer, and of an engine that the estimator does not know, which is said on stderr.
+    """
+    constants = constants or shipped_constants(instruction_set(record["host"]["isa"]))
+    job, rows = job_of_record(record), []
+    if not job:
         print("no prediction: engine must use oneDNN, got none; the estimator knows itex and stock", file=sys.stderr)
-
-    def predicted(row: Result) -> Optional[Result]:
-        if row["kind"] != "policy" or not has_known_engine(record):
-            return None
-        found = estimate(job_of_record({**record, "unet": {**record["unet"], "policy": row["name"]}}), constants)
-        return {name: getattr(found, name) for name in PREDICTED}
-
-    return {**record, "rows": [{**row, "predicted": predicted(row)} for row in record["rows"]]}
+    for row in record["rows"]:
+        found = estimate(job.with_unet(policy=row["name"]), constants) if job and row["kind"] == "policy" else None
+        rows.append({**row, "predicted": found and {name: getattr(found, name) for name in PREDICTED}})
+    return {**record, "rows": rows}
 
 
 def step_table(record: Result) -> Table:
@@ -180,7 +146,7 @@ def step_table(record: Result) -> Table:
     for row in record["rows"]:
         for name, figures in ((row["name"], row), ("predicted", row["predicted"])):
             if figures:
-                peaks = [gib(figures.get(peak)) for peak in PREDICTED[:3]]
+                peaks = [f"{figures[peak] / GIB:.2f}" if figures.get(peak) else "-" for peak in PREDICTED[:3]]
                 cells.append([name, *peaks, f"{figures['step_s']:.2f}" if figures["step_s"] else "-"])
         died += [f"{row['name']} died: {row['error']}."] if row["error"] else []
     columns = ("", "allocator peak, GiB", "process peak, GiB", "upper bound, GiB", "s a step")
@@ -198,39 +164,30 @@ def title_of(record: Result) -> str:
 
 
 def draw_policies(records: Sequence[Result]) -> bytes:
-    """PNG: the memory of the process over one step under each policy, panels as wide as their steps take long.
+    """PNG: the memory of the process over one step under each policy, and the peaks of peers over theirs.
 
     That is of the newest record with the bytes live over a step, which are drawn on top of all else that the process
-    holds at its peak; lines are the peaks of peers in any record of that job. Raises InputError without such a record.
+    holds at its peak; peers are those of any record of that job and host. Raises InputError without such a record.
     """
+    from cpu3d.report.pictures import Line, chart  # not into the memory of a measuring process
+
     alive = [record for record in records if any(row.get("live_bytes") for row in record["rows"])]
     if not alive:
         raise InputError("records of policies must have live_bytes, got none; measure with `bench step --policies`")
-    shown, title = [row for row in alive[-1]["rows"] if row.get("live_bytes")], title_of(alive[-1])
-    of_job = [(record, row) for record in records if title_of(record) == title for row in record["rows"]]
-    peers = [(record, row) for record, row in of_job if row["kind"] == "peer" and row["process_peak_bytes"]]
-    figure, widths = new_figure(10, 4.2), [row["step_s"] / shown[0]["step_s"] for row in shown]
-    panels = figure.subplots(1, len(shown), sharey=True, squeeze=False, gridspec_kw={"width_ratios": widths})[0]
-    for axes, row, width in zip(panels, shown, widths):
-        beside = (row["process_peak_bytes"] - row["allocator_peak_bytes"]) / GIB
-        # Parts of a step, each as high as the most in it; the step begins with what is live at its end.
-        held = [beside + size / GIB for size in (row["live_bytes"][-1], *row["live_bytes"])]
-        parts, colour = np.linspace(0, width, len(held)), PALETTE[POLICIES.index(row["name"])]
-        axes.fill_between(parts, 0, beside, color="#888888", alpha=0.3, linewidth=0)
-        axes.fill_between(parts, beside, held, color=colour, alpha=0.3, linewidth=0, step="pre")
-        axes.step(parts, held, color=colour, linewidth=1.3, where="pre")
-        for (record, peer), dashes in zip(peers, itertools.cycle(("--", ":", "-."))):
-            peak_bytes = peer["process_peak_bytes"]
-            label = f"{peer['name'].partition(' --')[0]}: {gib(peak_bytes)} GiB\n{host_of(record)}"
-            axes.axhline(peak_bytes / GIB, color="#444444", linestyle=dashes, label=label)
-        plain(axes, f"{row['name']}\n{max(held):.2f} GiB, {width:.2f} x")
-        axes.set(xlim=(0, width), ylim=(0, None))
-    panels[0].set_ylabel("held by the process, GiB; grey: beside the allocator")
-    if peers:
-        panels[-1].legend(fontsize=7, loc="center right")
-    figure.supxlabel(f"{title}, {host_of(alive[-1])}; time in steps of {shown[0]['name']}", fontsize=8)
-    figure.tight_layout(pad=0.6, w_pad=0.8)
-    return png(figure)
+    newest, lines = alive[-1], []
+    about = (title_of(newest), host_of(newest))
+    of_job = [row for record in records if (title_of(record), host_of(record)) == about for row in record["rows"]]
+    policies = [row for row in newest["rows"] if row.get("live_bytes")]
+    peers = [row for row in of_job if row["kind"] == "peer" and row["process_peak_bytes"]]
+    for row, colour in zip((*policies, *peers), itertools.cycle(PALETTE)):
+        held, marks = 2 * [row["process_peak_bytes"]], "--"
+        if row.get("live_bytes"):  # in parts of a step, which begins with what is live at its end
+            beside = row["process_peak_bytes"] - row["allocator_peak_bytes"]
+            held, marks = [beside + size for size in (row["live_bytes"][-1], *row["live_bytes"])], "-"
+        name = f"{row['name'].partition(' --')[0]}, {max(held) / GIB:.2f} GiB"
+        lines.append(Line(name, np.linspace(0, row["step_s"], len(held)), np.array(held) / GIB, colour, marks=marks))
+    axes = {"x_label": f"seconds\n{about[0]}", "y_label": "GiB held by the process", "y_range": (0, None)}
+    return chart(lines, title=f"Memory over a training step, {about[1]}", **axes)
 
 
 # --- In the measuring process ---
@@ -241,10 +198,8 @@ def measure(request: Dict[str, Any]) -> Result:
 
     With `request["live"]` one more step, after the peaks, is profiled for the bytes that are live over it.
     """
-    if request.get("threads"):  # else they are the host's own number or the environment's
-        os.environ.update(dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(request["threads"])))
-    host, threads, tf = set_up(request["engine"])
-    from cpu3d.training.learner import Learner, allocator_peak_bytes, reserve
+    tf, facts = harness.set_up(request)
+    from cpu3d.training.learner import Learner
 
     own = {name: request[name] for name in ("batch", "micro_batch", "optimizer")}
     config = RunConfig(grid=tuple(request["shape"]), unet=UNetConfig(**request["unet"]), **own)
@@ -252,37 +207,28 @@ def measure(request: Dict[str, Any]) -> Result:
     learner = Learner(config)
     # As with a store, one micro-batch is in memory.
     parts = itertools.repeat(made_up(tf, config.unet, config.micro, config.grid))
-
-    def step() -> float:
-        begin = time.perf_counter()
-        learner.step(parts, 1e-4)
-        return time.perf_counter() - begin
-
+    step = functools.partial(learner.step, parts, 1e-4)
     for _ in range(request.get("warm_up", WARM_UP_STEPS)):
         step()
     # An engine without oneDNN keeps no statistics, and reports none.
     with contextlib.suppress(ValueError, tf.errors.OpError):
         tf.config.experimental.reset_memory_stats("CPU:0")
-    timed = [step() for _ in range(request["steps"])]
-    result = {**request, "step_s": statistics.median(timed), "step_s_min": min(timed), "step_s_max": max(timed)}
-    result.update(allocator_peak_bytes=allocator_peak_bytes(), process_peak_bytes=peak_rss_bytes())
-    about = {"engine_name": engine_name(tf), "threads": in_force(threads), "host": host.summary()}
-    result.update(about, versions=versions())
-    if request.get("live"):
-        requests = _live_bytes(tf, step)
-        result["live_bytes"] = requests and most_in_each_part(requests)
-    return result
+    timed = [seconds_of(step) for _ in range(request["steps"])]
+    peaks = {"allocator_peak_bytes": allocator_peak_bytes(), "process_peak_bytes": peak_rss_bytes()}
+    live = {"live_bytes": _live_bytes(tf, step, LIVE_PARTS)} if request.get("live") else {}
+    return {**request, **facts, "step_s": statistics.median(timed), **peaks, **live}
 
 
-def _live_bytes(tf: Any, step: Callable[[], Any]) -> List[Tuple[float, int]]:
-    """Seconds, and the bytes that TensorFlow's allocator has handed out then, at each of its requests in a step."""
+def _live_bytes(tf: Any, work: Callable[[], Any], parts: int) -> List[int]:
+    """The most bytes that TensorFlow's allocator has handed out in each of equal parts of the time between its first
+    request in `work` and its last; none without requests."""
     # Where TensorFlow keeps the profile's format, from 2.13 to 2.21 at least.
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
     profiler = tf.profiler.experimental
     with tempfile.TemporaryDirectory() as folder:
         with profiler.Profile(folder, profiler.ProfilerOptions(host_tracer_level=2, python_tracer_level=0)):
-            step()
+            work()
         spaces = [xplane_pb2.XSpace.FromString(path.read_bytes()) for path in Path(folder).rglob("*.xplane.pb")]
     held = []
     for plane in (plane for space in spaces for plane in space.planes):
@@ -292,13 +238,13 @@ def _live_bytes(tf: Any, step: Callable[[], Any]) -> List[Tuple[float, int]]:
                 if names[event.metadata_id].name in ("MemoryAllocation", "MemoryDeallocation"):
                     size = next(one for one in event.stats if stats[one.metadata_id].name == "bytes_allocated")
                     held.append((line.timestamp_ns / 1e9 + event.offset_ps / 1e12, size.int64_value))
-    return sorted(held)
+    return most_in_each_part(sorted(held), parts) if held else []
 
 
-def most_in_each_part(requests: List[Tuple[float, int]]) -> List[int]:
-    """The most of the (seconds, bytes) of one step in each of LIVE_PARTS equal parts of it."""
+def most_in_each_part(requests: Sequence[Tuple[float, int]], parts: int) -> List[int]:
+    """The most of (seconds, bytes held from then on) in each of equal parts of the time."""
     seconds, sizes = np.array(requests).T
-    begins = np.linspace(seconds[0], seconds[-1], LIVE_PARTS, endpoint=False)
+    begins = np.linspace(seconds[0], seconds[-1], parts, endpoint=False)
     # Each part begins with what the last request before it has left.
     return np.maximum.reduceat(sizes, np.searchsorted(seconds, begins, side="right") - 1).astype(int).tolist()
 

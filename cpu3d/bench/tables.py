@@ -12,18 +12,19 @@ estimator.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from cpu3d.bench.kernels import draw_roofline, kernels_table
 from cpu3d.bench.learning import draw_learning, learning_table
 from cpu3d.bench.step import draw_policies, step_table, with_predictions
-from cpu3d.bench.validate import VALIDATION, accuracy_of, page, summary_table, validation
+from cpu3d.bench.validate import VALIDATION, validation
 from cpu3d.compare.report import comparisons_markdown
 from cpu3d.util.atomic import write_bytes
 from cpu3d.util.records import newest, read_records
-from memory_estimator.calibration import shipped_constants
+from memory_estimator.accuracy import Accuracy
 from memory_estimator.common.schema import option
-from memory_estimator.host import instruction_set
+from memory_estimator.common.table import Table
+from memory_estimator.validation import accuracy_json, digest, page, summary_table
 
 HEAD = """\
 # Results
@@ -49,21 +50,11 @@ OPTIONS = (TableOptions,)
 
 
 def run(options: TableOptions) -> int:
-    if options.picture:
-        write_bytes(options.picture, draw_policies(read_records(options.records / "policies.jsonl", "policies")))
-    if options.roofline:
-        write_bytes(options.roofline, draw_roofline(read_records(options.records / "kernels.jsonl", "kernels")[-1]))
-    if options.learning:
-        write_bytes(options.learning, draw_learning(_newest(options.records / "learning.jsonl", LEARNING)))
-    if options.accuracy:
-        write_bytes(options.accuracy, accuracy_of(options.records))
-    if options.page:
-        write_bytes(options.page, ("\n".join(page(*validation(options.records))) + "\n").encode())
-    text = "\n".join(tables(options.records)) + "\n"
-    if options.out:
-        write_bytes(options.out, text.encode())
-    else:
-        print(text, end="")
+    for name, make in WRITTEN.items():
+        if getattr(options, name):
+            write_bytes(getattr(options, name), make(options.records))
+    if not options.out:
+        print(WRITTEN["out"](options.records).decode(), end="")
     return 0
 
 
@@ -83,19 +74,13 @@ def tables(folder: Path) -> List[str]:
 
 def _newest(path: Path, names: Sequence[str]) -> List[Dict[str, Any]]:
     """The newest record of each job, which these fields and the CPU tell apart."""
-
-    def job(record: Dict[str, Any]) -> str:
-        return json.dumps([*(record.get(name) for name in names), record["host"]["cpu"]], sort_keys=True)
-
-    return newest(read_records(path, path.stem), job)
+    records = read_records(path, path.stem)
+    return newest(records, lambda one: json.dumps([*map(one.get, names), one["host"]["cpu"]], sort_keys=True))
 
 
-def _policies(path: Path) -> List[str]:
-    lines: List[str] = []
-    for record in _newest(path, STEP):
-        constants = shipped_constants(instruction_set(record["host"]["isa"]))
-        lines += [*step_table(with_predictions(record, constants)).markdown(), ""]
-    return lines
+def _tables(path: Path, names: Sequence[str], table: Callable[[Dict[str, Any]], Table]) -> List[str]:
+    """A table for the newest record of each job."""
+    return [line for record in _newest(path, names) for line in (*table(record).markdown(), "")]
 
 
 def _estimator(path: Path) -> List[str]:
@@ -103,24 +88,32 @@ def _estimator(path: Path) -> List[str]:
     return [*summary_table(rows).markdown(), "", "Every configuration is in [validation.md](validation.md)."]
 
 
-def _kernels(path: Path) -> List[str]:
-    lines: List[str] = []
-    for record in _newest(path, ("threads", "engine_name")):
-        lines += [*kernels_table(record).markdown(), ""]
-    return lines
-
-
 STEP = ("shape", "batch", "micro_batch", "unet", "optimizer", "engine_name")
+KERNELS = ("threads", "engine_name")
 LEARNING = ("task", "name", "shape", "steps")
 
 # File or folder of records -> heading, and the lines of it.
 SECTIONS = {
-    "policies.jsonl": ("Memory policies", _policies),
+    "policies.jsonl": (
+        "Memory policies",
+        lambda path: _tables(path, STEP, lambda one: step_table(with_predictions(one))),
+    ),
     VALIDATION: ("The estimator against measured steps", _estimator),
     "compare.jsonl": (
         "Whole volumes against patches",
         lambda path: comparisons_markdown(read_records(path, "compare")),
     ),
-    "kernels.jsonl": ("Own convolutions beside the engine's", _kernels),
+    "kernels.jsonl": ("Own convolutions beside the engine's", lambda path: _tables(path, KERNELS, kernels_table)),
     "learning.jsonl": ("Learning", lambda path: learning_table(_newest(path, LEARNING)).markdown()),
+}
+
+# Option -> the content of its file.
+WRITTEN: Dict[str, Callable[[Path], bytes]] = {
+    "picture": lambda folder: draw_policies(read_records(folder / "policies.jsonl", "policies")),
+    "roofline": lambda folder: draw_roofline(read_records(folder / "kernels.jsonl", "kernels")[-1]),
+    "learning": lambda folder: draw_learning(_newest(folder / "learning.jsonl", LEARNING)),
+    # Made without margins, which follow from it.
+    "accuracy": lambda folder: accuracy_json(digest(validation(folder, Accuracy(()))[1])),
+    "page": lambda folder: "\n".join([*page(*validation(folder)), ""]).encode(),
+    "out": lambda folder: "\n".join([*tables(folder), ""]).encode(),
 }

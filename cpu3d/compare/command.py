@@ -30,9 +30,10 @@ from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError, refuse
 from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.inference.runs import store_of_run
+from cpu3d.run.config import load_config
 from cpu3d.run.log import FINISHED, read_events
 from cpu3d.run.summary import last_end
-from cpu3d.settings import SETTINGS, as_options, load_config
+from cpu3d.settings import SETTINGS
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.lock import locked
 
@@ -61,16 +62,11 @@ def run(options: Options, settings: Json) -> int:
         kept.save(out)  # whose folder it is, before anything else is in it
         if kept.plan:
             console.print(plan_table(kept, budget))
+            runs = []
             # Seed by seed, so that what is there when a long comparison is cut off can be compared.
-            runs = [
-                PlannedRun(
-                    course["name"],
-                    seed,
-                    out / "runs" / f"{course['name']}-seed{seed}",
-                    (*course["options"], *as_options({"seed": seed})),
-                )
-                for seed, course in itertools.product(kept.seeds, kept.plan)
-            ]
+            for seed, course in itertools.product(kept.seeds, kept.plan):
+                folder, own = out / "runs" / f"{course['name']}-seed{seed}", ("--seed", str(seed))
+                runs.append(PlannedRun(course["name"], seed, folder, (*course["options"], *own)))
             failed = carry_out(runs, store.folder.resolve(), out, options.evaluation, force=options.force)
         lost = [failure[:2] for failure in failed]
         results = [read_run(one, options.split, store) for one in runs if (one.variant, one.seed) not in lost]

@@ -22,10 +22,10 @@ from cpu3d.inference.evaluate import UNTOUCHED
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.pages.page import flat
 from cpu3d.plan import Plan, make_plan
-from cpu3d.settings import SETTINGS, RunConfig, as_options, recipe_config
+from cpu3d.settings import SETTINGS, RunConfig, recipe_config
 from cpu3d.util.atomic import is_untouched, write_json
 from memory_estimator.common.files import read_json, typed
-from memory_estimator.common.schema import add_options, arguments, option
+from memory_estimator.common.schema import add_options, arguments, option, to_command_line
 from memory_estimator.host import read_host
 from memory_estimator.planner import BOTTOM
 
@@ -79,6 +79,12 @@ class Options:
 # --- Variants ---
 
 
+def as_options(settings: Mapping[str, Any]) -> List[str]:
+    """The command line of these settings, the recipe first."""
+    parts = ({name: settings[name] for name in settings if (name == "recipe") is first} for first in (True, False))
+    return [word for part in parts for cls in SETTINGS for word in to_command_line(cls, part)]
+
+
 def parse_variant(name: str, options: str, common: Json) -> Json:
     """The chosen settings of the variant `name` of train's `options`, such as "--mode patch --patch 64 64 64", on top
     of the common ones.
@@ -96,8 +102,6 @@ def parse_variant(name: str, options: str, common: Json) -> Json:
         problem = f"variant {name} must have options of train, got {options!r}: {error}; see `train --help`"
         raise InputError(problem) from None
     _refuse_settings(f"variant {name}", own, FOR_ALL)
-    if "patch" in own:
-        common = _without(common, ("patch",))
     if own.get("mode", common.get("mode", recipe_config({**common, **own}).mode)) == "whole":
         common = _without(common, OF_PATCHES)
     return {**common, **own}
@@ -196,13 +200,12 @@ def courses(variants: Mapping[str, Tuple[Json, Plan]], budget: Budget, validatio
     validations = min([validations, *filter(None, steps.values())])
     found = []
     for name, (settings, plan) in variants.items():
-        config, predicted, own = plan.config, plan.estimate, {"validations": validations}
+        config, predicted, own = plan.config, plan.forecast, {"validations": validations}
         if is_timed:
             own["epochs"] = math.ceil(60 * budget.amount / LEAST_STEP_S / plan.steps_per_epoch)
             own["budget_minutes"] = budget.amount
         else:
-            own["steps"] = steps[name]
-            own["warmup_steps"] = min(config.warmup_steps, steps[name] // WARMUP_SHARE)
+            own.update(steps=steps[name], warmup_steps=min(config.warmup_steps, steps[name] // WARMUP_SHARE))
         found.append(
             Course(
                 name=name,
@@ -211,7 +214,7 @@ def courses(variants: Mapping[str, Tuple[Json, Plan]], budget: Budget, validatio
                 batch=config.batch,
                 policy=config.unet.policy,
                 step_s=predicted and plan.training_s / plan.steps,
-                peak_bytes=predicted and predicted.process_peak_bytes,
+                peak_bytes=predicted and predicted.full.process_peak_bytes,
                 steps=steps[name],
                 voxels=steps[name] and run_voxels(config, steps[name]),
             )
@@ -226,13 +229,13 @@ def planned(options: Options, settings: Json, store: Store) -> Tuple[Json, List[
     """
     _refuse_settings("compare", settings, DECIDED)
     common = _without(settings, ("epochs", "validations"))
-    variants = {name: parse_variant(name, words, common) for name, words in options.variant}
-    variants = variants or usual_variants(common, store)
+    named = {name: parse_variant(name, words, common) for name, words in options.variant}
+    variants = named or usual_variants(common, store)
     resolved, validations = resolve_variants(variants, store), settings.get("validations", VALIDATIONS)
     baseline, (_, first) = next(iter(resolved.items()))
-    budget = Budget("epochs", settings.get("epochs", first.config.epochs))
-    if options.voxels or options.minutes:
-        budget = Budget("voxels", options.voxels) if options.voxels else Budget("minutes", options.minutes)
+    amounts = {"voxels": options.voxels, "minutes": options.minutes}
+    amounts["epochs"] = settings.get("epochs", first.config.epochs)
+    budget = next(Budget(kind, amount) for kind, amount in amounts.items() if amount)
     asked = {
         "baseline": baseline,
         "variants": {name: {"recipe": None, **chosen} for name, chosen in variants.items()},

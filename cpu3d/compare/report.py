@@ -5,7 +5,6 @@ Every table is made of the results as compare.json and the records hold them, so
 
 import dataclasses
 import itertools
-import math
 import shlex
 from pathlib import Path
 from typing import List, Sequence
@@ -76,17 +75,16 @@ def plan_table(kept: Kept, budget: str) -> Table:
 
 def scores_table(record: Json) -> Table:
     """The mean over cases and seeds of every region and variant, and how the seeds differ."""
-    known = record["variants"][record["baseline"]]["scores"][record["regions"][0]]
-    metrics, rows = [name for name in METRICS if name in known], []
+    rows = []
     for region, variant in itertools.product(record["regions"], record["variants"]):
         scores = record["variants"][variant]["scores"][region]
-        rows.append((region, variant, *(plus_minus(**scores[name], digits=METRICS[name].digits) for name in metrics)))
+        rows.append((region, variant, *(plus_minus(**scores[name], digits=METRICS[name].digits) for name in METRICS)))
     return Table(
-        ("region", "variant", *(METRICS[name].label for name in metrics)),
+        ("region", "variant", *(metric.label for metric in METRICS.values())),
         rows,
         title="Scores",
         caption=f"Mean over {count(record['cases'], 'case')}, full grids, and seeds \u00b1 standard deviation of the "
-        f"seeds\u2019 means. {metric_notes(metrics, record['evaluation']['tolerance_mm'])}. Scored are the weights of "
+        f"seeds\u2019 means. {metric_notes(METRICS, record['evaluation']['tolerance_mm'])}. Scored are the weights of "
         "the validation in full with the highest mean Dice.",
         names=2,
     )
@@ -113,9 +111,9 @@ def differences_table(record: Json) -> Table:
 def costs_table(record: Json) -> Table:
     """The learning rates of each variant's runs, and the costs of one; a cost that no run knows has no row."""
     rates = {variant: {} for variant in record["variants"]}
-    for run in record["runs"]:  # which had no learning rate in records from before
-        rates[run["variant"]][f"{run.get('learning_rate', math.nan):g}"] = None  # each once
-    rows = [("learning rate", *(", ".join(of_variant) for of_variant in rates.values()))]
+    for run in record["runs"]:
+        rates[run["variant"]][f"{run['learning_rate']:g}"] = None  # each once
+    rows = [("learning rate", *map(", ".join, rates.values()))]
     for name, cost in COSTS.items():
         values = [of_variant["costs"].get(name) for of_variant in record["variants"].values()]
         if any(value is not None for value in values):
@@ -138,9 +136,8 @@ def settings_table(comparison: Comparison) -> Table:
 
 def results_tables(record: Json) -> List[Table]:
     """The tables of the terminal and the docs, that of costs last."""
-    tables = [scores_table(record)]
-    tables += [differences_table(record)] if record["differences"] else []
-    return [*tables, costs_table(record)]
+    differences = [differences_table(record)] if record["differences"] else []
+    return [scores_table(record), *differences, costs_table(record)]
 
 
 # --- What is published ---

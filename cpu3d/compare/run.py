@@ -22,9 +22,9 @@ from cpu3d.inference.evaluate import UNTOUCHED, read_scores, scores_path
 from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.run.checkpoint import checkpoints
+from cpu3d.run.config import load_config
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import last_end, numbers
-from cpu3d.settings import load_config
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT, forward_signals, how_ended, last_words, start
 from cpu3d.util.progress import bar, say

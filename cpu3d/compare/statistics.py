@@ -21,9 +21,10 @@ from cpu3d.data.store import Store, grid_size
 from cpu3d.errors import InputError, refuse
 from cpu3d.inference.evaluate import PREDICTIONS, read_scores, scores_path
 from cpu3d.inference.scores import METRICS
+from cpu3d.run.config import load_config
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import costs_of, median, numbers, of_kind
-from cpu3d.settings import RunConfig, load_config
+from cpu3d.settings import RunConfig
 from cpu3d.util.records import number, seconds
 from memory_estimator.common.units import format_bytes
 
@@ -89,8 +90,7 @@ def bootstrap_mean(values: np.ndarray) -> Optional[Tuple[float, float]]:
     of_seeds = rng.multinomial(seeds, np.full(seeds, 1 / seeds), size=RESAMPLES) / seeds
     of_cases = rng.multinomial(cases, np.full(cases, 1 / cases), size=RESAMPLES) / cases
     means = ((of_seeds @ values) * of_cases).sum(1)
-    low, high = np.quantile(means, ((1 - 0.95) / 2, (1 + 0.95) / 2))
-    return float(low), float(high)
+    return tuple(map(float, np.quantile(means, ((1 - 0.95) / 2, (1 + 0.95) / 2))))
 
 
 def mean_and_sd(of_seeds: Sequence[float]) -> Tuple[float, Optional[float]]:
@@ -168,8 +168,7 @@ def read_run(run: PlannedRun, split: str, store: Store) -> RunResult:
         region: {name: {case: float(of[region][name]) for case, of in cases.items()} for name in METRICS}
         for region in content["regions"]
     }
-    starts, curve, steps = of_kind(events, "start"), [], of_kind(events, "step")
-    host = starts[-1].get("host", {}) if starts else {}
+    host, curve, steps = (of_kind(events, "start") or [{}])[-1].get("host", {}), [], of_kind(events, "step")
     for event in of_kind(events, "validation"):
         until = costs_of([step for step in steps if step["step"] <= event["step"]])
         curve.append(Point(until.voxels, until.steps_s, event["mean_dice"]))
@@ -199,7 +198,6 @@ class Comparison:
     runs: Dict[str, List[RunResult]]  # variant -> its runs by seed; the first variant is the baseline
     cases: List[str]
     regions: List[str]  # where there are several, with the mean over them last
-    metrics: List[str]
     failed: Tuple[Failed, ...] = ()  # runs that are not among `runs`, and why
 
     @property
@@ -216,7 +214,7 @@ class Comparison:
         """The scores, differences and costs, as compare.json and the records hold them."""
 
         def of_all(value_of: Callable[[str, str, str], Any], variant: str) -> Dict[str, Dict[str, Any]]:
-            return {name: {metric: value_of(variant, name, metric) for metric in self.metrics} for name in self.regions}
+            return {name: {metric: value_of(variant, name, metric) for metric in METRICS} for name in self.regions}
 
         return {
             "baseline": self.baseline,
@@ -291,8 +289,7 @@ def compare(results: Sequence[RunResult], baseline: str, failed: Sequence[Failed
     left_out = [
         Failed(variant, run.seed, f"{baseline} has no such seed") for variant in lonely for run in runs.pop(variant)
     ]
-    metrics = [name for name in METRICS if all(name in of for run in results for of in run.scores.values())]
-    return Comparison(runs, cases, list(first.scores), metrics, (*failed, *left_out))
+    return Comparison(runs, cases, list(first.scores), (*failed, *left_out))
 
 
 # --- Private helpers ---

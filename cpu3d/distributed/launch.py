@@ -42,8 +42,9 @@ from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT
 from cpu3d.util.progress import say
 from cpu3d.util.records import count as counted
-from memory_estimator.common.schema import add_options, arguments, as_typed, option
+from memory_estimator.common.schema import add_options, arguments, option
 from memory_estimator.common.units import format_seconds
+from memory_estimator.installed import as_typed
 
 PORT = 29500  # of the first worker on each host where there are several and none is chosen: all have to know it
 

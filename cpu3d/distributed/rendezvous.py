@@ -6,6 +6,7 @@ Workers that share memory meet by sockets of their host instead, which no networ
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -13,11 +14,16 @@ import select
 import socket
 import struct
 import time
-from typing import Any, Callable, Dict, Sequence, Tuple
+from typing import Any, Callable, Dict, Mapping, Sequence, Tuple
 
+from cpu3d.data.store import Store
+from cpu3d.data.stores.splits import with_fold
 from cpu3d.distributed.cluster import Cluster, host_and_port
 from cpu3d.errors import InputError, WorkerLostError
+from cpu3d.plan import Plan, with_forecast
+from cpu3d.run.config import config_from_json
 from memory_estimator.common.files import parse_json
+from memory_estimator.host import Host
 
 MEETING_S = 300.0  # how long a worker waits for the others: the hosts of a queue do not start together
 POLL_S, TRY_AGAIN_S, SAY_AFTER_S = 0.05, 0.5, 10.0
@@ -67,6 +73,21 @@ def meet(
                 raise InputError(f"{answer['wrong']}; start them all by `launch`, or correct TF_CONFIG")
             wait_for(answer.get("missing", [0]), "missing" in answer)
             time.sleep(TRY_AGAIN_S)
+
+
+def plan_of_chief(content: Mapping[str, Any], store: Store, host: Host, engine: str) -> Plan:
+    """The chief's plan, as `to_json` gave it with the name of its engine, on this worker's store, host and engine, both
+    of which must be the chief's."""
+    config = dataclasses.replace(config_from_json(dict(content["config"])), store=str(store.folder.resolve()))
+    if engine != content["engine_name"]:
+        rule = f"engine must be the chief's, {content['engine_name']}, got {engine}"
+        raise InputError(f"{rule}; give all workers the same --engine, and their hosts the same packages")
+    if config.split_hash != store.manifest.split_hash:
+        got = f"split {store.manifest.split_hash} for {config.split_hash}"
+        raise InputError(f"store {store.folder} must be the chief's, got {got}; copy that one to this host")
+    saved = config if content["continues"] else None
+    plan = Plan(config, with_fold(store, config.fold), saved, content["workers"])
+    return with_forecast(plan, host, pick=False, force=True)
 
 
 def connect(cluster: Cluster) -> socket.socket:

@@ -15,13 +15,13 @@ import sys
 from pathlib import Path
 from typing import Any, Dict, Iterator, Optional, Tuple
 
-from cpu3d.errors import InputError, how_to_install
+from cpu3d.errors import InputError
 from cpu3d.host.gpu import CPU, use_device
 from cpu3d.host.memory import memory_policy, set_memory_policy
 from cpu3d.host.thread_plan import THREADS, ThreadPlan, read_topology, thread_plans
 from cpu3d.util.records import versions
 from memory_estimator.host import Host
-from memory_estimator.job import ENGINES, itex_is_installed
+from memory_estimator.installed import ENGINES, how_to_install, itex_is_installed
 
 
 def apply(plan: ThreadPlan, engine: Optional[str] = None) -> None:

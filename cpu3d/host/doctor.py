@@ -17,7 +17,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from rich.console import Console
 
-from cpu3d.errors import InputError, how_to_install
+from cpu3d.errors import InputError
 from cpu3d.host.apply import installed
 from cpu3d.host.self_test import Check, self_test
 from cpu3d.host.thread_plan import (
@@ -31,11 +31,11 @@ from cpu3d.host.thread_plan import (
     thread_plans,
 )
 from cpu3d.util.records import versions
-from memory_estimator.common.schema import as_typed, option
+from memory_estimator.common.schema import option
 from memory_estimator.common.table import Bad, Good, Poor, Table
 from memory_estimator.common.units import GIB, format_bytes
 from memory_estimator.host import memory_high
-from memory_estimator.job import ENGINES
+from memory_estimator.installed import ENGINES, as_typed, how_to_install
 
 FEW_BYTES = 8 * GIB  # free for a worker: less than a whole brain takes in the reference network at policy speed
 

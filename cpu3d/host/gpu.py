@@ -1,4 +1,5 @@
-"""The NVIDIA cards of this host: what there is, which one a run takes, and the call that gives TensorFlow only that.
+"""The NVIDIA cards of this host: what there is, which one a run takes, what it holds, and
+the call that gives TensorFlow only that.
 
 gpus = HostGpus()                               # asks the driver's nvidia-smi once it is looked at, no TensorFlow
 device = pick_device(None, "patch", gpus)       # "gpu:0", or "cpu"
@@ -8,7 +9,6 @@ use_device(tf, device)                          # after TensorFlow is imported, 
 import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 import os
 import re
 import subprocess
@@ -16,7 +16,12 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
-from cpu3d.errors import DoesNotFitError, InputError, how_to_install
+from cpu3d.errors import DoesNotFitError, InputError
+from memory_estimator import planner
+from memory_estimator.common.units import format_bytes
+from memory_estimator.installed import how_to_install, versions_of
+from memory_estimator.job import Job
+from models.layer_plan import Shape3
 
 CPU = "cpu"
 
@@ -134,11 +139,28 @@ def card_of(device: str, gpus: Sequence[Gpu]) -> Gpu:
     raise InputError(f"{rule}; use --device {use}, or see what `nvidia-smi` says")
 
 
+def largest_patch(card: Gpu, job: Job) -> Shape3:
+    """The largest patch of the job's grid that a card trains with what is free. Raises DoesNotFitError where that is
+    none, and InputError where nothing is known of what is free."""
+    if card.free_bytes is None:
+        raise InputError(f"the free memory of {card.device} must be known, got none from its driver; give --patch")
+    try:
+        return planner.patch_for(job, card.free_bytes, f"{card.device}, of which that is free,")
+    except ValueError as error:
+        raise DoesNotFitError(str(error)) from None
+
+
+def check_card(card: Gpu, job: Job, todo: str) -> None:
+    """Raise DoesNotFitError, with what to do, where a card has less memory free than a step of the job takes."""
+    needed = planner.gpu_bytes(job)
+    if card.free_bytes is not None and needed > card.free_bytes:
+        free = f"{format_bytes(card.free_bytes)} free of {format_bytes(card.memory_bytes)}"
+        raise DoesNotFitError(f"{card.device} must hold a step of {format_bytes(needed)}, got {free}; {todo}")
+
+
 def cuda_is_installed() -> bool:
     """Whether requirements-gpu.txt was installed here; a CUDA from elsewhere is not noticed. Imports nothing."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return bool(importlib.metadata.version(CUDA_PACKAGE))
-    return False
+    return bool(versions_of([CUDA_PACKAGE]))
 
 
 def use_device(tf: Any, device: str) -> None:

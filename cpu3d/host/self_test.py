@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, List, Optional, Tuple
 
-from cpu3d.errors import how_to_install
 from cpu3d.host.apply import engine_name, installed, set_up
 from cpu3d.util.child import ROOT, how_ended, last_words
 from memory_estimator.common.units import format_bytes, format_seconds
 from memory_estimator.host import Host, read_host
+from memory_estimator.installed import how_to_install
 
 PROGRAM = (sys.executable, "-m", "cpu3d.host.self_test")
 

@@ -9,7 +9,7 @@ import math
 import os
 import statistics
 from pathlib import Path
-from typing import Iterator, List, Sequence, Tuple
+from typing import Dict, Iterator, List, Sequence, Tuple
 
 import psutil
 
@@ -18,6 +18,7 @@ from cpu3d.util.lock import locked
 from cpu3d.util.progress import say
 from memory_estimator.calibration import FURTHEST, Scale, find_constants, host_file, like_shipped, shipped_constants
 from memory_estimator.common.files import read_json
+from memory_estimator.estimate import estimate
 from memory_estimator.host import Host
 from memory_estimator.job import Job
 from memory_estimator.step.timing import step_seconds
@@ -49,7 +50,7 @@ def keep_training(job: Job, step_s: float, host: Host, *, quiet: bool) -> None:
     """Keep the scale of a training. A quiet one replaces every other, a disturbed one only another disturbed one that
     was slower. Raises ValueError as `host_file`, and OSError where it cannot be written."""
     path, scale = host_file(host), scale_of([(job, step_s)], host, quiet=quiet)
-    with writing(path):
+    with _writing(path):
         is_known = find_constants(host).scales  # else missing, damaged, or of other constants than are shipped now
         kept = read_json(path) if is_known else like_shipped(host)
         old = kept["scales"].get(job.unet.dtype)
@@ -58,8 +59,25 @@ def keep_training(job: Job, step_s: float, host: Host, *, quiet: bool) -> None:
             write_json(path, kept)
 
 
+def keep_calibration(path: Path, measured: Sequence[Tuple[Job, float, int]], host: Host, *, quiet: bool) -> None:
+    """Write a host's file of jobs, the seconds of their steps and the peaks of their processes: a scale for each dtype,
+    and for each engine the shipped baseline and what the processes held more than predicted."""
+    base, kept = shipped_constants(host.instructions), like_shipped(host)
+    for dtype in dict.fromkeys(job.unet.dtype for job, _, _ in measured):
+        timed = [(job, step_s) for job, step_s, _ in measured if job.unet.dtype == dtype]
+        kept["scales"][dtype] = dataclasses.asdict(scale_of(timed, host, quiet=quiet))
+    more: Dict[str, List[int]] = {}
+    for job, _, peak_bytes in measured:
+        more.setdefault(job.engine, []).append(peak_bytes - estimate(job, base).process_peak_bytes)
+    moved = {engine: base.baseline_bytes[engine] + round(statistics.fmean(sizes)) for engine, sizes in more.items()}
+    origins = {**base.origins, "baseline_bytes": f"measured: calibrate, {datetime.date.today()}"}
+    kept.update(baseline_bytes={**base.baseline_bytes, **moved}, origins=origins)
+    with _writing(path):
+        write_json(path, kept)
+
+
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def _writing(path: Path) -> Iterator[None]:
     """Hold the folder of a host's file, so that none of two that write at once is lost. Raises InputError where another
     process holds it for seconds."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,8 @@ from cpu3d.inference.cases import check_there, find_cases
 from cpu3d.inference.runs import store_of_run
 from cpu3d.inference.segment import load_network, painted, probabilities_of
 from cpu3d.run.checkpoint import weights_file
-from cpu3d.settings import RunConfig, load_config
+from cpu3d.run.config import load_config
+from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_json
 from cpu3d.util.progress import say
 from cpu3d.util.records import by, versions

@@ -38,7 +38,8 @@ from cpu3d.errors import InputError
 from cpu3d.inference.runs import Inference, store_of_run, trained_predictors
 from cpu3d.inference.scores import Matching, connected_parts, match_lesions
 from cpu3d.run.checkpoint import weights_file
-from cpu3d.settings import RunConfig, load_config
+from cpu3d.run.config import load_config
+from cpu3d.settings import RunConfig
 from cpu3d.training.train import Options
 from cpu3d.util.atomic import write_json
 from cpu3d.util.lock import locked

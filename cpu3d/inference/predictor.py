@@ -19,7 +19,8 @@ from cpu3d.errors import DivergedError, InputError
 from cpu3d.host.gpu import fits_memory
 from cpu3d.inference.runs import Inference, window_of
 from cpu3d.run.checkpoint import load_checkpoint, weights_file
-from cpu3d.settings import RunConfig, load_config
+from cpu3d.run.config import load_config
+from cpu3d.settings import RunConfig
 from cpu3d.training.learner import finest, weight_names
 from models.unet3d import build_unet3d
 

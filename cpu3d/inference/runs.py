@@ -20,7 +20,8 @@ from cpu3d.data.windows import OVERLAP
 from cpu3d.errors import InputError, refuse
 from cpu3d.host.apply import set_up
 from cpu3d.host.gpu import HostGpus, pick_device, why_no_card
-from cpu3d.settings import AUTO, RunConfig, left_open, load_config
+from cpu3d.run.config import load_config
+from cpu3d.settings import AUTO, RunConfig, left_open
 from cpu3d.util.progress import say
 from cpu3d.util.records import listed
 from memory_estimator.common.schema import check, option

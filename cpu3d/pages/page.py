@@ -9,8 +9,8 @@ from typing import Any, List, Tuple
 
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import writable_folder
-from memory_estimator.common.schema import as_typed
 from memory_estimator.common.units import format_bytes
+from memory_estimator.installed import as_typed
 
 
 def page_file(out: Path) -> Path:

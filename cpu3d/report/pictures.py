@@ -26,7 +26,7 @@ class Line:
     y: Sequence[float]
     colour: str
     measured: bool = True  # drawn as it is; False for a dense noisy series: faint, with a running median over it
-    dots: bool = True  # whether a measured line shows its points
+    marks: str = "o-"  # of a measured line, as matplotlib has them: "-" without dots, "o" dots alone
 
 
 def chart(
@@ -37,8 +37,9 @@ def chart(
     x_label: str = "step",
     y_range: YRange = None,
     switch: Optional[float] = None,
+    log: bool = False,
 ) -> bytes:
-    """Curves over a common x axis, as PNG bytes, with a dashed line at x = `switch`.
+    """Curves over a common x axis, as PNG bytes, with a dashed line at x = `switch`; `log` is of both axes.
 
     Points that are not finite are left out; no line at all is fine. A legend appears where a line has a name.
     """
@@ -51,8 +52,7 @@ def chart(
         good = np.isfinite(x) & np.isfinite(y)
         x, y = x[good], y[good]
         if line.measured or x.size < 8:
-            marks = "o-" if line.dots else "-"
-            axes.plot(x, y, marks, color=line.colour, markersize=3.2, linewidth=1.6, label=line.name)
+            axes.plot(x, y, line.marks, color=line.colour, markersize=3.2, linewidth=1.6, label=line.name)
         else:
             axes.plot(x, y, color=line.colour, alpha=0.22, linewidth=0.8)
             axes.plot(x, median_filter(y, y.size // 20 + 5), color=line.colour, linewidth=1.4, label=line.name)
@@ -61,6 +61,8 @@ def chart(
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.set_ylim(y_range)
+    if log:
+        axes.set(xscale="log", yscale="log")
     plain(axes, title)
     if any(line.name for line in lines):
         axes.legend(frameon=False, fontsize=8)
@@ -133,4 +135,4 @@ def _line(name: str, events: Events, key: str, colour: str, unit: float = 1) -> 
     known = [event for event in events if numbers([event], key)]
     x, y = [event["step"] for event in known], [event[key] / unit for event in known]
     of_steps = bool(known) and known[0]["event"] == "step"
-    return Line(name, x, y, colour, measured=not (of_steps and name), dots=not of_steps)
+    return Line(name, x, y, colour, measured=not (of_steps and name), marks="-" if of_steps else "o-")

@@ -25,9 +25,9 @@ from cpu3d.inference.scores import METRICS
 from cpu3d.pages.page import flat, page_file, percent, render_page
 from cpu3d.pages.viewer import SCORES, ViewedCase, viewer
 from cpu3d.report import pictures
+from cpu3d.run.config import load_config
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import Events, costs_of, last_end, median, numbers, of_kind
-from cpu3d.settings import load_config
 from cpu3d.util.atomic import atomic_write
 from cpu3d.util.records import by, count, duration, listed, seconds
 from memory_estimator.common.schema import option

@@ -25,10 +25,11 @@ from rich.text import Text
 
 from cpu3d.errors import ENDINGS, ending_of
 from cpu3d.run.checkpoint import best_score, checkpoints, step_of
+from cpu3d.run.config import half_rates, load_config
 from cpu3d.run.heartbeat import BEAT_S, SILENT_S, Heartbeat, beat_age_s, heartbeat_path, read_heartbeats
 from cpu3d.run.log import FINISHED, recent_events
 from cpu3d.run.summary import Pace, median, numbers, of_kind
-from cpu3d.settings import RunConfig, half_rates, load_config
+from cpu3d.settings import RunConfig
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Bad, Good, Poor, Table
 from memory_estimator.common.units import format_bytes, format_seconds

@@ -6,15 +6,10 @@ is done stays as it was, and at least one step is in full.
 """
 
 import dataclasses
-import statistics
-from typing import Callable, Sequence
+from typing import Sequence
 
 from cpu3d.errors import InputError
 from cpu3d.settings import RunConfig
-from cpu3d.training.learner import Learner
-
-TIMED_STEPS = 3
-"""Taken to measure the time of a step, and undone. The first one compiles and does not count."""
 
 
 def continued(config: RunConfig, *, step: int, steps: int, saved_coarse_steps: int) -> RunConfig:
@@ -36,15 +31,6 @@ def cut(config: RunConfig, *, step: int, steps: int) -> RunConfig:
     config = dataclasses.replace(config, steps=steps)
     coarse = min(config.with_coarse_share(steps).coarse_steps, config.coarse_steps)
     return dataclasses.replace(config, coarse_steps=max(coarse, min(step, config.coarse_steps)))
-
-
-def measured_step_s(learner: Learner, take_step: Callable[[], float]) -> float:
-    """Median seconds of a learner's step; its variables stay as they were. `take_step` takes one and returns its
-    seconds."""
-    before = learner.arrays()
-    step_s = statistics.median([take_step() for _ in range(TIMED_STEPS)][1:])
-    learner.restore(before)
-    return step_s
 
 
 def steps_within(

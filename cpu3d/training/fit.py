@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 import math
+import statistics
 import time
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,15 +24,16 @@ from cpu3d.data.sampling import Share
 from cpu3d.distributed.all_reduce import ALONE, Exchange, array_from_chief, text_from_chief
 from cpu3d.errors import DivergedError, InputError, Interrupted, MemoryRunsOutError, WorkerLostError, WorkersDifferError
 from cpu3d.host.gpu import memory_device
-from cpu3d.host.memory import peak_rss_bytes
+from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes
 from cpu3d.host.speed import Observer
 from cpu3d.plan import Plan
 from cpu3d.run.checkpoint import checkpoints, newest, set_aside, write_best, write_next
+from cpu3d.run.config import half_rates
 from cpu3d.run.log import append_event, forget_after, read_events, shown
-from cpu3d.settings import RunConfig, half_rates
-from cpu3d.training.curriculum import TIMED_STEPS, continued, cut, measured_step_s, steps_within
+from cpu3d.settings import RunConfig
+from cpu3d.training.curriculum import continued, cut, steps_within
 from cpu3d.training.feeds import Feeds, Parts
-from cpu3d.training.learner import Learner, Outcome, allocator_peak_bytes
+from cpu3d.training.learner import Learner, Outcome
 from cpu3d.training.tracking import Track, tracked
 from cpu3d.training.validation import validate
 from cpu3d.training.watchdog import Guard, noted_signals
@@ -44,6 +46,8 @@ MEMORY = 1  # what a worker notes when its memory is running out; others are SIG
 
 # How a run is computed: with another one its weights are not the same to the bit.
 WAYS = ("engine", "workers", "policy", "device", "micro_batch", "OMP_NUM_THREADS")
+
+TIMED_STEPS = 3  # taken to measure the time of a step, and undone; the first one compiles and does not count
 
 HIGHEST_LOSS = 10.0  # above this a run has diverged; a network that predicts nothing has 1 to 2
 
@@ -70,9 +74,7 @@ class Fit:
         self.best_is_coarse = False  # then the first validation in full replaces it, whatever its Dice
         self.owes_validation = False  # whether the run was stopped before it could validate the step it has reached
         self.trained_s = 0.0  # wall time of earlier attempts and of this one, up to the last checkpoint
-        # Both get every event as it is logged.
-        self._show: Callable[[Dict[str, Any]], None] = lambda event: None
-        self._track: Track = lambda event: None
+        self._listeners: List[Track] = []  # all get every event as it is logged
         self._reader: Optional[Reader] = None
         self._full_learner: Optional[Learner] = None  # made early where the time of its steps was measured
         self.warnings = self._restore()  # a line for each damaged checkpoint
@@ -152,8 +154,9 @@ class Fit:
         with noted_signals() as noted, contextlib.ExitStack() as stack:
             if self._exchange.is_chief:
                 size = {"steps_per_epoch": self.steps_per_epoch, "batch": self.config.batch}
-                self._show = stack.enter_context(shown(self.folder, steps=self.steps, done=self.step, **size))
-                self._track = stack.enter_context(tracked(self.folder, self.config, mlflow))
+                show = shown(self.folder, steps=self.steps, done=self.step, **size)
+                track = tracked(self.folder, self.config, mlflow)
+                self._listeners = [stack.enter_context(show), stack.enter_context(track)]
             stop = 0 if was_over else self._loop(lambda: max(noted, default=MEMORY if self._guard.why else 0))
             if not was_over or [event["event"] for event in read_events(self.folder)][-1:] != ["end"]:
                 self._log_end(stop)
@@ -211,9 +214,12 @@ class Fit:
         return self.feeds.training(self.step, stop, self._guard.phase)
 
     def _timed(self, learner: Learner) -> float:
-        """Seconds of a step of a learner, whose variables stay as they were."""
+        """Median seconds of a step of a learner, whose variables stay as they were."""
         parts = self._feeds_of(learner.config).training(self.step, self.step + TIMED_STEPS, self._guard.phase)
-        return measured_step_s(learner, lambda: self._compute(learner, parts, 0.0)[1])
+        before = learner.arrays()
+        step_s = [self._compute(learner, parts, 0.0)[1] for _ in range(TIMED_STEPS)]
+        learner.restore(before)
+        return statistics.median(step_s[1:])
 
     # --- Steps ---
 
@@ -416,8 +422,8 @@ class Fit:
         line = {"event": event, "step": self.step, **content}
         with self._writing(f"step {self.step} could not be logged in {self.folder / 'log.jsonl'}"):
             append_event(self.folder, line)
-        self._show(line)
-        self._track(line)
+        for listen in self._listeners:
+            listen(line)
 
     def _state(self) -> Dict[str, Any]:
         own = {name: getattr(self, name) for name in _State.__annotations__}

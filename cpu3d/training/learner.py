@@ -5,11 +5,10 @@ weights from them, in the memory of one part and one set of gradients. The sums 
 its share of the parts, are added up once a step, and each updates its own weights from that, to the bit.
 """
 
-import contextlib
 import functools
 import time
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 import numpy as np
 import tensorflow as tf
@@ -19,12 +18,7 @@ from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
 from cpu3d.settings import RunConfig
 from cpu3d.training.losses import TrainingLoss
 from cpu3d.training.muon import Muon
-from memory_estimator.job import Job
-from memory_estimator.step.allocator import region_bytes
-from memory_estimator.step.training_step import training_step
 from models.unet3d import build_unet3d
-
-RESERVED_ROW_BYTES = 2**20  # as sides of a tensor's shape are 32-bit numbers
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,7 @@ class Learner:
         self._pack = compiled(self._packed)
         self._take = compiled(self._take_vector)
         self._apply = compiled(self._update_from_sums)
-        self._predict = compiled(self._infer)
+        self._predict = compiled(lambda image: finest(self.model(image, training=False)))
 
     def step(
         self,
@@ -237,9 +231,6 @@ class Learner:
                 decay = tf.minimum(self.config.ema, 1 - 1 / updates)
                 mean.assign(decay * mean + (1 - decay) * variable)
 
-    def _infer(self, image):
-        return finest(self.model(image, training=False))
-
 
 def _fingerprint(weights: Sequence[tf.Variable]) -> tf.Tensor:
     """24 bits of all the weights' bits, as a float32. Integers: their sum is the same for any number of threads."""
@@ -268,22 +259,3 @@ def finest(logits) -> tf.Tensor:
 def weight_names(weights: Sequence[tf.Variable]) -> List[str]:
     """What a checkpoint calls a network's weights, in Keras' order."""
     return [f"model/{index:03d}" for index in range(len(weights))]
-
-
-def reserve(job: Job) -> None:
-    """Have TensorFlow's allocator take the memory of a step of `job` in one piece, of which nothing is touched as yet.
-
-    By itself it takes one region after another, each twice as large, and what is free at the end of one is of no use to
-    a map that needs more: a process holds up to an eighth more. Where the system does not give as much nothing changes.
-    """
-    rows = -(-region_bytes(training_step(job)) // RESERVED_ROW_BYTES)
-    with contextlib.suppress(tf.errors.ResourceExhaustedError), tf.device("CPU:0"):
-        tf.raw_ops.Empty(shape=[rows, RESERVED_ROW_BYTES], dtype=tf.uint8, init=False)
-
-
-def allocator_peak_bytes(device: str = "CPU:0") -> Optional[int]:
-    """TensorFlow's own count of its largest heap, in bytes; None where the allocator keeps none (oneDNN off)."""
-    try:
-        return int(tf.config.experimental.get_memory_info(device)["peak"])
-    except (ValueError, KeyError, tf.errors.OpError):
-        return None

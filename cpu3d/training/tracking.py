@@ -17,13 +17,15 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, Mapping, Sequence, Union
 
-from cpu3d.errors import InputError, how_to_install
+from cpu3d.errors import InputError
+from cpu3d.run.config import flat
 from cpu3d.run.log import FINISHED, read_events
-from cpu3d.settings import RunConfig, flat
+from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_json
 from cpu3d.util.progress import say
 from cpu3d.util.records import VERSION, without_passwords
 from memory_estimator.common.files import read_json
+from memory_estimator.installed import how_to_install
 
 SCALARS = {"step": ("loss", "learning_rate", "step_s", "wait_s", "voxels"), "validation": ("loss", "mean_dice")}
 """Kind of event -> its fields that are curves, besides the Dice of each region."""

@@ -18,15 +18,18 @@ from typing import Any, Dict, Iterator, Optional
 from cpu3d.data.store import open_store
 from cpu3d.distributed.all_reduce import Exchange, join
 from cpu3d.distributed.cluster import Cluster, read_cluster
+from cpu3d.distributed.rendezvous import plan_of_chief
 from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.gpu import HostGpus, fits_memory
+from cpu3d.host.memory import reserve
 from cpu3d.host.speed import Observer, is_own
 from cpu3d.host.thread_plan import describe, share_of
-from cpu3d.plan import Plan, check_fits, make_plan, plan_of_chief, save_plan
+from cpu3d.plan import Plan, check_fits, make_plan, save_plan
 from cpu3d.run.checkpoint import BEST, checkpoints
+from cpu3d.run.config import load_config, save_config
 from cpu3d.run.log import flush_log
-from cpu3d.settings import TRAIN_OPTIONS, RunConfig, left_open, load_config, save_config
+from cpu3d.settings import TRAIN_OPTIONS, RunConfig, left_open
 from cpu3d.settings import TrainOptions as Options
 from cpu3d.training.tracking import require_mlflow
 from cpu3d.training.watchdog import Guard
@@ -116,9 +119,8 @@ class _Attempt:
     def open(self, exchange: Exchange, guard: Guard) -> Any:
         """The run, a Fit, from its last checkpoint or its start. Saves its settings and plan."""
         from cpu3d.training.fit import Fit  # imports TensorFlow, so not before the host is set up
-        from cpu3d.training.learner import reserve
 
-        if self.plan.estimate:
+        if self.plan.forecast:
             reserve(self.plan.job)
         fit = Fit(self.plan, self.folder, exchange, guard)
         if not fit.is_over:  # one that is over takes no memory
@@ -139,7 +141,7 @@ class _Attempt:
         guard.plan(
             step=fit.step,
             steps=fit.steps,
-            bound_bytes=self.plan.upper_bound_bytes,  # None on a card
+            bound_bytes=self.plan.forecast and self.plan.forecast.upper_bound_bytes,
             save_bytes=fit.learner.largest_bytes,
             here=len(self.cluster.local_ranks),
             stall_minutes=fit.config.stall_minutes,
@@ -185,9 +187,9 @@ def _lock_of_chief(cluster: Cluster, run_folder: Path) -> Iterator[None]:
 
 def _observer(plan: Plan, host: Host, cluster: Cluster) -> Optional[Observer]:
     """Of the chief's steps on a CPU, where they are computed as predicted."""
-    if not cluster.is_chief or plan.estimate is None or not is_own():
+    if not cluster.is_chief or plan.forecast is None or not is_own():
         return None
-    config, job = plan.config, plan.estimate.job
+    config, job = plan.config, plan.forecast.full.job
     own = {"batch": config.batch // cluster.workers, "micro_batch": config.micro, "averaged": False}
     threads = int(os.environ.get("TF_NUM_INTRAOP_THREADS") or job.threads)
     return Observer(dataclasses.replace(job, **own, threads=threads), host, warm_up=1)

@@ -20,13 +20,9 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import IO, Any, Callable, Deque, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-from cpu3d.errors import InputError
-
 ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the package, where PROGRAM is started
 PROGRAM = (sys.executable, "-m", "cpu3d")  # the command line, before its subcommand
 KILLED = object()  # the result of a job whose process was killed, though it ran alone: most likely for want of memory
-
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _WITH_PARENT = """
 import ctypes, os, signal, sys
@@ -72,7 +68,8 @@ def forward_signals(children: List[subprocess.Popen], as_signal: Callable[[int],
         for child in list(children):
             child.send_signal(as_signal(number))
 
-    handled = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
+    forwarded = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handled = [number for number in forwarded if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, forward) for number in handled}
     try:
         yield received
@@ -100,12 +97,8 @@ def last_words(log: Path, begin: int = 0, count: int = 12) -> str:
 
 
 def worker_count(requested: Optional[int]) -> int:
-    """`requested`, or one worker per core that this process may use. Raises InputError below 1."""
-    if requested is None:
-        return len(os.sched_getaffinity(0))
-    if requested < 1:
-        raise InputError(f"--workers must be at least 1, got {requested}; leave it away for one per core")
-    return requested
+    """`requested`, or one worker per core that this process may use."""
+    return requested or len(os.sched_getaffinity(0))
 
 
 def run_jobs(function: Callable[[Any], Any], jobs: Sequence[Any], workers: int) -> Iterator[Tuple[Any, Any]]:

@@ -3,16 +3,8 @@
 import contextlib
 from typing import Callable, Iterator, Optional, Tuple
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 
 def say(*lines: str, stderr: bool = True) -> None:
@@ -22,16 +14,18 @@ def say(*lines: str, stderr: bool = True) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def columns(*more: ProgressColumn, left: Optional[ProgressColumn] = None) -> Tuple[ProgressColumn, ...]:
+def columns(
+    *more: progress.ProgressColumn, left: Optional[progress.ProgressColumn] = None
+) -> Tuple[progress.ProgressColumn, ...]:
     """What every bar shows, with `more` before the times; `left` by default is by the last half minute."""
     return (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
         *more,
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        left or TimeRemainingColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("left"),
+        left or progress.TimeRemainingColumn(),
     )
 
 
@@ -44,6 +38,6 @@ def bar(description: str, total: int) -> Iterator[Callable[..., None]]:
         with bar("prepare", total=3) as advance:
             advance()
     """
-    with Progress(*columns(), console=Console(stderr=True)) as progress:
-        task = progress.add_task(description, total=total)
-        yield lambda steps=1: progress.advance(task, steps)
+    with progress.Progress(*columns(), console=Console(stderr=True)) as shown:
+        task = shown.add_task(description, total=total)
+        yield lambda steps=1: shown.advance(task, steps)

@@ -4,12 +4,12 @@ import datetime
 import json
 import platform
 import re
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Callable, Dict, Hashable, Iterable, List, Optional, Sequence, Sized, TypeVar, Union
 
 from cpu3d.errors import InputError
 from memory_estimator.common.files import parse_json, reason
+from memory_estimator.installed import versions_of
 
 T = TypeVar("T")
 
@@ -20,13 +20,7 @@ LIBRARIES = ("tensorflow", "intel-extension-for-tensorflow", "tf_keras", "numpy"
 
 def versions() -> Dict[str, str]:
     """Name -> version of this project, Python and the libraries that are installed. Imports none of them."""
-    found = {"cpu3d": VERSION, "python": platform.python_version()}
-    for name in LIBRARIES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return {"cpu3d": VERSION, "python": platform.python_version(), **versions_of(LIBRARIES)}
 
 
 def append_record(path: Path, kind: str, content: Dict[str, Any]) -> None:
@@ -64,7 +58,7 @@ def newest(records: Sequence[Dict[str, Any]], key: Callable[[Dict[str, Any]], Ha
 
 def listed(items: Iterable[Any]) -> str:
     """ "a, b and c"; one item alone as it is."""
-    words = [str(item) for item in items]
+    words = list(map(str, items))
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
@@ -73,11 +67,9 @@ def without_passwords(text: str) -> str:
     return re.sub(r"(://[^:/@\s]*:)\S*@", r"\1***@", text)
 
 
-def number(value: Optional[float], unit: float = 1) -> str:
-    """Three digits of `value` in units of `unit`, and "-" for what is not known."""
-    if value is None:
-        return "-"
-    return f"{value / unit:.3g}" if value / unit < 100 else f"{value / unit:,.0f}"
+def number(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
 def plus_minus(mean: float, sd: Optional[float], digits: int) -> str:

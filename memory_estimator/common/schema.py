@@ -18,23 +18,9 @@ A field's annotation gives the option's type: int, float, str, Path, bool, Optio
 
 import argparse
 import dataclasses
-import functools
 import operator
 from pathlib import Path
-from typing import (
-    Any,
-    Dict,
-    Iterator,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Tuple,
-    Type,
-    TypeVar,
-    Union,
-    get_type_hints,
-)
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar, Union, get_type_hints
 
 T = TypeVar("T")
 
@@ -57,20 +43,6 @@ class Option:
     positional: bool = False
     rest: bool = False  # positional, and takes all words that follow, options of others too
     repeat: bool = False  # given again for each element of a tuple
-
-
-@functools.cache
-def in_checkout() -> bool:
-    """Whether this is the project's own folder, and not what pip has installed of it."""
-    return (Path(__file__).resolve().parents[2] / "run.sh").is_file()
-
-
-def as_typed(text: str) -> str:
-    """`text`, which writes commands as `./run.sh train` and `./run.sh estimate`, with what a user types here: that in
-    a checkout, `cpu3d train` and `memory-estimator` where pip has installed them."""
-    if in_checkout():
-        return text
-    return text.replace("./run.sh estimate", "memory-estimator").replace("./run.sh", "cpu3d")
 
 
 def option(default: Any = dataclasses.MISSING, help: str = "", metavar: Any = None, **more: Any) -> Any:  # noqa: A002

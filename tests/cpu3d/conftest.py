@@ -17,7 +17,8 @@ from cpu3d.data.stores.layouts import CaseFiles
 from cpu3d.data.stores.prepare import write_arrays
 from cpu3d.errors import DivergedError
 from cpu3d.inference.runs import Inference
-from cpu3d.settings import RunConfig, load_config, save_config
+from cpu3d.run.config import load_config, save_config
+from cpu3d.settings import RunConfig
 
 CHANNELS = ("FLAIR", "T1gd")
 LABELS = {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"}

@@ -12,14 +12,17 @@ from hypothesis import strategies as st
 
 from cpu3d.data.records import remake
 from cpu3d.data.store import Store, grid_size
+from cpu3d.distributed.rendezvous import plan_of_chief
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu
-from cpu3d.plan import Plan, check_fits, job_of, make_plan, plan_of_chief, save_plan
-from cpu3d.settings import RunConfig, save_config
-from memory_estimator.estimate import estimate, whole_volume_bytes
+from cpu3d.plan import Plan, check_fits, job_of, make_plan, save_plan
+from cpu3d.run.config import save_config
+from cpu3d.settings import RunConfig
+from memory_estimator.estimate import estimate
 from memory_estimator.host import Host
 from memory_estimator.job import Job, read_run
 from memory_estimator.planner import check_patch, gpu_bytes, patch_shapes, usual_patch
+from memory_estimator.training import whole_volume_bytes
 from models.config import UNetConfig
 from models.layer_plan import layer_plan
 from tests.cpu3d.runs import SMALL, decided
@@ -48,9 +51,9 @@ def test_a_plan_is_saved_with_all_that_was_decided(phantom_store, tmp_path):
     assert (content["steps_per_epoch"], content["steps"], content["continues"]) == (2, 6, False)
     assert content["config"]["grid"] == list(plan.config.grid)
     assert content["config"]["unet"]["dtype"] == SMALL["dtype"]
-    assert content["predicted"]["upper_bound_bytes"] == plan.estimate.upper_bound_bytes
-    threads = plan.estimate.job.threads
-    assert dataclasses.replace(read_run(tmp_path)[0], threads=threads) == plan.estimate.job
+    assert content["predicted"]["upper_bound_bytes"] == plan.forecast.full.upper_bound_bytes
+    threads = plan.forecast.full.job.threads
+    assert dataclasses.replace(read_run(tmp_path)[0], threads=threads) == plan.forecast.full.job
     assert content["reasons"]["policy"].startswith(f"policy {content['config']['unet']['policy']}: ")
     text = " ".join(plan.describe(HOST))
     for word in ("allocator peak", "process peak", "of 20.00 GiB free", "a step", "a volume", "an epoch"):
@@ -61,7 +64,7 @@ def test_the_others_take_the_chief_s_plan_on_their_own_store_and_engine(phantom_
     plan = planned(phantom_store, tmp_path, workers=2, batch=2)
     content = json.loads(json.dumps({**plan.to_json(), "engine_name": "an engine"}))
     theirs = plan_of_chief(content, phantom_store, HOST, "an engine")
-    assert (theirs.config, theirs.workers, theirs.estimate) == (plan.config, 2, plan.estimate)
+    assert (theirs.config, theirs.workers, theirs.forecast) == (plan.config, 2, plan.forecast)
     with pytest.raises(InputError, match="engine must be the chief's, an engine, got another"):
         plan_of_chief(content, phantom_store, HOST, "another")
     content["config"] = {**content["config"], "split_hash": "0"}
@@ -180,6 +183,11 @@ def test_the_batch_grows_with_the_workers_and_the_rates_with_it_and_once_alone(p
         save_config(config, tmp_path)
 
 
+def test_a_micro_batch_divides_the_batch_of_all_workers(phantom_store, tmp_path):
+    config = planned(phantom_store, tmp_path, 2, batch_per_worker=2, micro_batch=2).config
+    assert (config.batch, config.micro) == (4, 2)
+
+
 def test_a_learning_rate_left_open_is_the_optimizer_s_and_a_run_that_continues_may_change_it(phantom_store, tmp_path):
     def again(**settings):
         return make_plan(phantom_store, tmp_path, HOST, {"depth": 3, **settings}).config
@@ -210,9 +218,9 @@ def test_most_steps_are_coarse_where_the_grid_allows(phantom_store, tmp_path, se
     if steps:
         assert plan.config.at(0).grid == plan.config.coarse_grid
         assert plan.config.at(7).grid == plan.config.grid
-        wanted = steps * plan.coarse.step_s + (8 - steps) * plan.estimate.step_s
+        wanted = steps * plan.forecast.coarse.step_s + (8 - steps) * plan.forecast.full.step_s
         assert plan.training_s == pytest.approx(wanted)
-        assert plan.coarse.process_peak_bytes < plan.estimate.process_peak_bytes
+        assert plan.forecast.coarse.process_peak_bytes < plan.forecast.full.process_peak_bytes
 
 
 def test_a_run_made_longer_keeps_its_coarse_steps_and_one_made_shorter_has_fewer(phantom_store, tmp_path):
@@ -262,7 +270,7 @@ def priced(monkeypatch, phantom_store):
         bound = gib * GIB * job.voxels / whole / (2 if job.unet.dtype == "bfloat16" else 1)
         return dataclasses.replace(estimate(job, *more, **others), upper_bound_bytes=round(bound), step_s=step_s)
 
-    monkeypatch.setattr("cpu3d.plan.estimate", made)
+    monkeypatch.setattr("memory_estimator.training.estimate", made)
 
 
 @pytest.mark.parametrize(("free_gib", "policy"), [(12, "speed"), (11, "lean"), (5, "lean")])
@@ -286,13 +294,13 @@ def refusal(plan, free_bytes):
 
 def test_a_run_that_fits_exactly_is_let_through_and_a_byte_less_is_not(phantom_store, tmp_path):
     plan = planned(phantom_store, tmp_path)
-    check_fits(plan, with_free(plan.estimate.upper_bound_bytes))
-    assert "memory must hold this training, up to" in refusal(plan, plan.estimate.upper_bound_bytes - 1)
+    check_fits(plan, with_free(plan.forecast.full.upper_bound_bytes))
+    assert "memory must hold this training, up to" in refusal(plan, plan.forecast.full.upper_bound_bytes - 1)
 
 
 def test_the_nearest_settings_that_fit_are_proposed(phantom_store, tmp_path, priced):
     plan = planned(phantom_store, tmp_path, policy="speed", extent="full", batch=4, micro_batch=4)
-    message = refusal(plan, 1.01 * plan.estimate.upper_bound_bytes / 4)
+    message = refusal(plan, 1.01 * plan.forecast.full.upper_bound_bytes / 4)
     assert "; what fits: --micro-batch 1: up to " in message
 
 
@@ -315,7 +323,7 @@ def test_steps_that_are_timed_before_the_run_hold_its_variables_twice(phantom_st
         planned(phantom_store, tmp_path, policy="speed", steps=0, **more) for more in ({}, {"budget_minutes": 4.0})
     )
     parameters = sum(op.trainable + op.frozen for op in layer_plan(plan.config.unet, plan.config.grid))
-    more = timed.estimate.upper_bound_bytes - plan.estimate.upper_bound_bytes
+    more = timed.forecast.full.upper_bound_bytes - plan.forecast.full.upper_bound_bytes
     assert more == pytest.approx(8 * parameters, rel=0.05), "weights and Muon's slot"
 
 
@@ -327,7 +335,7 @@ PATCHES = dataclasses.replace(RUN, mode="patch", grid=(64, 64, 64), batch=1, mic
 @pytest.mark.parametrize("settings", [{}, PATCH, {"resolution": 0.5}, {"resolution": 0.75}])
 def test_whole_volumes_are_in_the_bound_where_steps_see_less_than_these(phantom_store, tmp_path, settings):
     plan = planned(phantom_store, tmp_path, policy="speed", **settings)
-    found, resolution = plan.estimate, plan.config.resolution
+    found, resolution = plan.forecast.full, plan.config.resolution
     covered = (math.ceil(n / resolution) for n in plan.config.grid)
     volume = tuple(map(max, phantom_store.manifest.largest_box, covered))
     beside = whole_volume_bytes(found.job, volume, resolution) if settings else 0
@@ -335,7 +343,7 @@ def test_whole_volumes_are_in_the_bound_where_steps_see_less_than_these(phantom_
     assert found.upper_bound_bytes == alone.upper_bound_bytes + beside
     split = {**phantom_store.manifest.split, "val": ()}
     store = Store(phantom_store.folder, dataclasses.replace(phantom_store.manifest, split=split))
-    without = planned(store, tmp_path, policy="speed", **settings).estimate.upper_bound_bytes
+    without = planned(store, tmp_path, policy="speed", **settings).forecast.full.upper_bound_bytes
     assert without == found.upper_bound_bytes - (beside if plan.config.is_patch else 0), "no validation, no volume"
 
 
@@ -351,8 +359,8 @@ def test_what_whole_volumes_take_is_counted_by_hand():
 
 def test_of_smaller_patches_the_largest_that_fits_is_proposed(phantom_store, tmp_path, priced):
     plan = planned(phantom_store, tmp_path, policy="lean", mode="patch", patch=[24, 32, 32])
-    beside = whole_volume_bytes(plan.estimate.job, phantom_store.manifest.largest_box, 1.0)
-    message = refusal(plan, beside + 0.6 * (plan.estimate.upper_bound_bytes - beside))
+    beside = whole_volume_bytes(plan.forecast.full.job, phantom_store.manifest.largest_box, 1.0)
+    message = refusal(plan, beside + 0.6 * (plan.forecast.full.upper_bound_bytes - beside))
     (proposed,) = re.findall(r"--patch (\d+) (\d+) (\d+)", message)
     assert 0.3 < math.prod(map(int, proposed)) / math.prod(plan.config.grid) <= 0.6
 

@@ -8,17 +8,10 @@ import re
 
 import pytest
 
+from cpu3d.compare.plan import as_options
 from cpu3d.errors import InputError
-from cpu3d.settings import (
-    SETTINGS,
-    RunConfig,
-    as_options,
-    differences,
-    load_config,
-    recipe_config,
-    save_config,
-    with_settings,
-)
+from cpu3d.run.config import differences, load_config, save_config
+from cpu3d.settings import SETTINGS, RunConfig, recipe_config, with_settings
 from memory_estimator.common.schema import add_options, arguments
 from memory_estimator.job import RECIPES, Job
 from models.config import UNetConfig

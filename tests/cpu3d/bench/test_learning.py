@@ -8,7 +8,7 @@ from cpu3d.bench.learning import learning_table, points_of
 from cpu3d.bench.tables import tables
 from cpu3d.compare.run import RunFailedError
 from cpu3d.errors import DivergedError
-from cpu3d.settings import load_config
+from cpu3d.run.config import load_config
 from cpu3d.util.records import append_record, read_records
 
 SMALL = ["--shape", "32", "40", "32", "--cases", "2", "1", "--steps", "2", "--seeds", "0"]

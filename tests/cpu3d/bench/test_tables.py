@@ -9,11 +9,11 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.bench import validate as bench
 from cpu3d.bench.harness import ProcessFailedError
-from cpu3d.bench.step import request_for
 from cpu3d.bench.tables import tables
-from cpu3d.bench.validate import configurations, read_measured
+from cpu3d.bench.validate import read_measured
 from cpu3d.util.records import append_record
 from memory_estimator.host import read_host
+from memory_estimator.validation import configurations, request_for
 
 RECORDS = Path(__file__).parents[3] / "records"
 MIB = 2**20

@@ -14,7 +14,7 @@ import pytest
 from cpu3d.compare import run as compare_run
 from cpu3d.compare.run import RunFailedError
 from cpu3d.inference.evaluate import evaluate_split
-from cpu3d.settings import load_config, save_config
+from cpu3d.run.config import load_config, save_config
 from tests.cpu3d.compare import stand_in
 
 

@@ -229,6 +229,6 @@ def test_signals_are_passed_on_and_all_are_waited_for(job, tmp_path, number, pas
             supervise(jobs, tmp_path, patience=QUICK)
     finally:
         signal.signal(signal.SIGHUP, before[signal.SIGHUP])
-    assert caught.value.signal_number == passed_on
+    assert caught.value.exit_code == 128 + passed_on
     assert all("saved" in words(one) for one in jobs)
     assert {one: signal.getsignal(one) for one in before} == before

@@ -21,7 +21,8 @@ from cpu3d.inference import segment
 from cpu3d.inference.export import contract
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.run.checkpoint import save_checkpoint
-from cpu3d.settings import RunConfig, load_config, save_config
+from cpu3d.run.config import load_config, save_config
+from cpu3d.settings import RunConfig
 from cpu3d.training.learner import weight_names
 from models.config import UNetConfig
 from models.unet3d import build_unet3d

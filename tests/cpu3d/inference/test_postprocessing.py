@@ -25,7 +25,7 @@ from cpu3d.inference.postprocessing import (
     read_decision,
 )
 from cpu3d.inference.scores import score_region
-from cpu3d.settings import load_config, save_config
+from cpu3d.run.config import load_config, save_config
 from cpu3d.training.train import Options
 from tests.cpu3d.conftest import LPS_2MM, REGIONS, make_store
 from tests.cpu3d.runs import run_command

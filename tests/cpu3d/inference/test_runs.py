@@ -13,7 +13,8 @@ from cpu3d.host import gpu
 from cpu3d.host.gpu import Gpu
 from cpu3d.inference import predictor, runs
 from cpu3d.inference.runs import Ensemble, Inference, check_inference, load_configs, store_of_run, trained_predictors
-from cpu3d.settings import RunConfig, load_config, save_config
+from cpu3d.run.config import load_config, save_config
+from cpu3d.settings import RunConfig
 from tests.cpu3d.conftest import LABELS, REGIONS, FakePredictor
 
 CARD = Gpu(0, "made up", 2**34, 2**34, (8, 0))

@@ -15,8 +15,8 @@ from cpu3d.inference.postprocessing import FILE, Decision, Means, PostProcessing
 from cpu3d.inference.scores import METRICS
 from cpu3d.report import report
 from cpu3d.report.report import write_report
+from cpu3d.run.config import load_config, save_config
 from cpu3d.run.log import read_events
-from cpu3d.settings import load_config, save_config
 from cpu3d.util.atomic import write_json
 from tests.cpu3d.runs import run_command, shown_cases
 

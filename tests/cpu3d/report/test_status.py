@@ -12,9 +12,10 @@ from rich.console import Console
 from cpu3d.__main__ import main
 from cpu3d.report.status import describe, run_status
 from cpu3d.run.checkpoint import write_best
+from cpu3d.run.config import save_config
 from cpu3d.run.heartbeat import heartbeat_path, write_heartbeat
 from cpu3d.run.log import append_event
-from cpu3d.settings import RunConfig, save_config
+from cpu3d.settings import RunConfig
 from tests.cpu3d.training.beats import beat
 
 STEP = {"event": "step", "epoch": 0, "dice": {"WT": 0.5, "TC": 0.25}, "step_s": 2.0, "wait_s": 0.1, "rss_bytes": 10**9}

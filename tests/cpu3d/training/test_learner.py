@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from cpu3d.host.memory import allocator_peak_bytes
 from cpu3d.settings import RunConfig
-from cpu3d.training.learner import Learner, allocator_peak_bytes
+from cpu3d.training.learner import Learner
 from models.config import UNetConfig
 from tests.cpu3d.distributed.test_learning import flat
 from tests.cpu3d.runs import shared_learner

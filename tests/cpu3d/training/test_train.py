@@ -11,7 +11,7 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.splits import with_fold
-from cpu3d.errors import DoesNotFitError, InputError, how_to_install
+from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.speed import Observer
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference
@@ -23,6 +23,7 @@ from cpu3d.training.train import train
 from cpu3d.util.lock import locked
 from memory_estimator.calibration import find_constants
 from memory_estimator.host import read_host
+from memory_estimator.installed import how_to_install
 from tests.cpu3d.runs import (
     SMALL,
     assert_cut_and_continued_is_uninterrupted,

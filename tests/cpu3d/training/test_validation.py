@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from cpu3d.host.memory import allocator_peak_bytes
 from cpu3d.settings import RunConfig
-from cpu3d.training.learner import Learner, allocator_peak_bytes
+from cpu3d.training.learner import Learner
 from cpu3d.training.losses import DiceCrossEntropy, hard_dice_counts
 from cpu3d.training.validation import validate
 from memory_estimator.job import Job

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from cpu3d.errors import InputError
+from cpu3d.__main__ import main
 from cpu3d.util.child import KILLED, run_jobs, worker_count
 
 DIE = "__import__('os')._exit(9)"
@@ -75,8 +75,12 @@ def test_workers_end_with_their_parent(tmp_path, number):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_the_number_of_workers_is_checked():
+def test_without_a_number_there_is_a_worker_for_each_core():
     assert worker_count(3) == 3
     assert worker_count(None) == len(os.sched_getaffinity(0))
-    with pytest.raises(InputError, match="--workers must be at least 1, got 0"):
-        worker_count(0)
+
+
+@pytest.mark.parametrize("command", ["phantom --out x", "prepare --dataset x --store x", "store verify x"])
+def test_the_number_of_workers_is_checked(command, capsys):
+    assert main([*command.split(), "--workers", "0"]) == 2
+    assert "workers must be at least 1, got 0" in capsys.readouterr().err

@@ -33,7 +33,6 @@ def test_a_damaged_or_foreign_record_is_refused_with_its_line(tmp_path, line):
 
 def test_numbers_are_as_long_as_a_table_needs_them():
     assert [listed(items) for items in ([1], "ab", ["a", "b", 3])] == ["1", "a and b", "a, b and 3"]
-    assert [number(value) for value in (None, 0.12345, 99.4, 1234.4)] == ["-", "0.123", "99.4", "1,234"]
-    assert number(3 * 2**30, 2**30) == "3"
+    assert [number(value) for value in (0.12345, 99.4, 1234.4)] == ["0.123", "99.4", "1,234"]
     assert (plus_minus(0.9124, 0.0041, 3), plus_minus(0.9124, None, 2)) == ("0.912 \u00b1 0.004", "0.91")
     assert [seconds(value) for value in (None, 0.25, 99.9, 123)] == ["-", "0.25 s", "99.9 s", "0:02:03"]

@@ -1,23 +1,23 @@
 """Errors of predictions and the margin that is made of them, by hand; the shipped ones are those of the records."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cpu3d.bench.validate import VALIDATION, validation
-from memory_estimator.accuracy import (
+from memory_estimator.accuracy import SHIPPED, Accuracy, load_accuracy
+from memory_estimator.job import Job
+from memory_estimator.validation import (
     LEAST_RECORDS,
-    SHIPPED,
-    Accuracy,
     Measured,
     Row,
+    compare,
     digest,
     left_out_in_turn,
-    load_accuracy,
     margin_share,
     spread,
 )
-from memory_estimator.job import Job
 from models.config import UNetConfig
 
 GIB = 2**30
@@ -34,6 +34,19 @@ def row(process, side=128, threads=1, measured=10 * GIB, policy="speed", **about
 def rows_of(errors, **about):
     """Steps whose peak is off by these shares."""
     return [row(process=int(10 * GIB * (1 + error)), **about) for error in errors]
+
+
+def test_errors_are_signed_shares_of_what_was_measured():
+    job = Job(shape=(128,) * 3)
+    predicted = SimpleNamespace(
+        allocator_peak_bytes=9 * GIB, process_peak_bytes=11 * GIB, upper_bound_bytes=12 * GIB, step_s=1.5, kind=None,
+    )  # fmt: skip
+    timed = Measured(job, 1.0, process_peak_bytes=10 * GIB, allocator_peak_bytes=10 * GIB)
+    untimed = Measured(job, process_peak_bytes=10 * GIB)
+    one, other = compare([timed, untimed, Measured(job, failure="killed")], lambda one: predicted)
+    assert list(one.errors.values()) == pytest.approx([-0.1, 0.1, 0.2, 0.5])
+    assert (other.errors["allocator_peak"], other.errors["step_s"]) == (None, None)
+    assert not one.covered
 
 
 ERRORS = (-0.031, 0.02, 0.01, 0.0, -0.01, 0.003, -0.002, 0.015, -0.004)

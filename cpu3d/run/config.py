@@ -1,0 +1,99 @@
+"""The settings of a run as its folder keeps them, config.json, and what a run that continues may change of them.
+
+save_config(config, run)
+config = load_config(run)
+refuse(differences(config, changed))
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Dict, List, Mapping
+
+from cpu3d.errors import InputError, refuse
+from cpu3d.settings import RunConfig
+from cpu3d.util.atomic import write_json
+from memory_estimator.common.files import read_json, typed
+from memory_estimator.job import OPTIMIZERS
+
+SCHEMA = 1  # of the run folder's layout; a run of another one is refused, never guessed at
+
+CHANGEABLE = (
+    *("store", "epochs", "steps", "coarse_steps", "budget_minutes", "patience", "validate_every", "validations"),
+    *("read_mode", "save_minutes", "keep", "stall_minutes"),
+    *("learning_rate", "adam_rate", "device", "micro_batch", "unet.policy"),
+)
+"""Settings that may change when a run is continued; all others would make it another run. With batch norm the
+micro-batch is none of them, as its statistics are of what is computed together."""
+
+
+NEEDED = ("store_channels", "label_names", "region_codes", "split_hash", "channels", "regions", "grid", "batch", "unet")
+"""What no saved run is without."""
+
+
+def save_config(config: RunConfig, run: Path) -> None:
+    """Write `run`/config.json, atomically."""
+    write_json(Path(run) / "config.json", {"schema": SCHEMA, **dataclasses.asdict(config)})
+
+
+def load_config(run: Path) -> RunConfig:
+    """Read `run`/config.json. Raises InputError when there is none, or it is damaged, or of another version."""
+    path = Path(run) / "config.json"
+    if not path.is_file():
+        raise InputError(f"run {run} must hold a config.json, found none; name a folder that `train` has written")
+    try:
+        content = typed(read_json(path), Dict[str, Any], "config")
+        schema = content.pop("schema", None)
+        config = config_from_json(content) if schema == SCHEMA else None
+    except (InputError, ValueError) as error:
+        raise InputError(
+            f"run config {path} must be JSON with a schema and all settings, got {error}; restore it"
+        ) from None
+    if config is None:
+        raise InputError(f"run {run} must have schema {SCHEMA}, got {schema}; use the version that made it, or retrain")
+    return config
+
+
+def config_from_json(content: Mapping[str, Any]) -> RunConfig:
+    """The configuration that `dataclasses.asdict` gave. Raises ValueError or InputError where it is not whole."""
+    config = typed(content, RunConfig, "config")
+    problems = [f"config must be complete, got no {name}" for name in NEEDED if name not in content]
+    if config.store_channels:  # what follows from a store is known
+        for name, known in (("channels", config.store_channels), ("regions", config.region_codes)):
+            chosen = getattr(config, name)
+            if not chosen or not set(chosen) <= set(known):
+                problems.append(f"{name} must be some of {', '.join(known)}, got {chosen}")
+        if min(config.grid) < 1:
+            problems.append(f"grid must be positive, got {config.grid}")
+    refuse(problems)
+    return config
+
+
+def differences(old: RunConfig, new: RunConfig) -> List[str]:
+    """Settings that keep a run of `old` from being continued as `new`, each with both values; of another mode nothing
+    else, as other settings follow from it. A micro-batch that batch norm has to keep is compared as it is computed."""
+    left, right = flat(old), flat(new)
+    changeable = set(CHANGEABLE)
+    if old.unet.norm == new.unet.norm == "batch" and old.batch == new.batch:
+        changeable.remove("micro_batch")
+        left["micro_batch"], right["micro_batch"] = old.micro, new.micro
+    return [
+        f"{name} must stay as the run was started, got {right.get(name)!r} for {left.get(name)!r}; "
+        "leave it out, or train into another folder"
+        for name in ({**left, **right} if old.mode == new.mode else ("mode",))
+        if name not in changeable and left.get(name) != right.get(name)
+    ]
+
+
+def flat(config: RunConfig) -> Dict[str, Any]:
+    """All settings by name, those of the network and the augmentation as in "unet.filters"."""
+    parts = ("unet", "augment")
+    nested = {f"{part}.{name}": value for part in parts for name, value in vars(getattr(config, part)).items()}
+    plain = {name: value for name, value in vars(config).items() if name not in parts}
+    return {**nested, **plain}
+
+
+def half_rates(config: RunConfig) -> str:
+    """The options that halve the learning rates of a run that continues; the batch is in the place of
+    --batch-per-worker, under which rates grow with the workers."""
+    adam = f" --adam-rate {config.adam_rate / 2:.3g}" if OPTIMIZERS[config.optimizer].orthogonal else ""
+    return f"--batch {config.batch} --learning-rate {config.peak_rate / 2:.3g}{adam}"

@@ -1,0 +1,109 @@
+"""A whole training on paper: its coarse steps and its full ones, what a worker holds beside them, how long all take.
+
+price = price_of_run(constants, accuracy, Beside(volume_shape=(240, 240, 155)), workers=2)
+forecast = Forecast(price(job))
+forecast.upper_bound_bytes, forecast.seconds(100)
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Dict, List, Optional
+
+from memory_estimator.accuracy import Accuracy
+from memory_estimator.calibration import HostConstants
+from memory_estimator.common.units import format_bytes, format_seconds
+from memory_estimator.estimate import RESAMPLED_BYTES, STORE_NOTE, Component, Estimate, estimate
+from memory_estimator.host import Host
+from memory_estimator.job import DTYPE_BYTES, Job
+from memory_estimator.planner import Price
+from memory_estimator.scaling import of_one
+from memory_estimator.step.training_step import training_step
+from models.layer_plan import Shape3
+
+LOGITS_MAPS = 2
+"""float32 maps as large as the logits that a validation of whole volumes holds at a time: what the windows have given,
+or the axis before, and the whole as a tensor. The scores, which come after, take a slab of it at a time."""
+
+SAVED = ("weights", "optimizer slots", "averaged weights")  # groups of tensors that a checkpoint holds
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a worker of a run holds beside its steps, all of it in the upper bound."""
+
+    volume_shape: Optional[Shape3] = None  # of whole volumes; None where the steps see them, or nothing reads them
+    resolution: float = 1.0  # of what the steps see, as a share of that of the volumes
+    copies: int = 0  # of the variables: of before steps were timed, or of another grid
+    left_bytes: int = 0  # by coarse steps
+
+
+def price_of_run(constants: HostConstants, accuracy: Accuracy, beside: Beside = Beside(), *, workers: int = 1) -> Price:
+    """What jobs take on a host as steps of a run: the memory of one worker, and the time of all of them together."""
+
+    def price(job: Job) -> Estimate:
+        saved = sum(tensor.bytes for tensor in training_step(job).resident if tensor.group in SAVED)
+        copies, shape = beside.copies * saved, beside.volume_shape
+        volumes = whole_volume_bytes(job, shape, beside.resolution) if shape else 0
+        return of_one(estimate(job, constants, accuracy), workers).with_beside(
+            Component("whole volumes", volumes, "derived: of validation, or to be averaged down"),
+            Component("variables, once more", copies, "exact: of before the timing, or of another grid"),
+            Component("left by coarse steps", beside.left_bytes, "at most: pages too scattered for maps of full size"),
+        )
+
+    return price
+
+
+def whole_volume_bytes(job: Job, shape: Shape3, resolution: float) -> int:
+    """What whole volumes of `shape` take beside the steps of a `job` that sees less of them, counted and not measured.
+    With patches (resolution 1) a validation alone reads them, with logits and their weights; at a lower resolution the
+    steps too, a micro-batch at a time, rotated in float32 before they are averaged down."""
+    unet, volumes, shrinking = job.unet, 3, 0.0
+    if resolution < 1:
+        volumes = 2 * job.micro + 1
+        shrinking = job.micro * 4 * unet.channels * (1 + resolution)
+        shrinking += RESAMPLED_BYTES * unet.channels if job.resampled else 0
+    volume = unet.channels * DTYPE_BYTES[unet.dtype] + unet.outputs  # in use, ahead, and one in preparation
+    validation = 4 + LOGITS_MAPS * 4 * unet.outputs
+    return round(math.prod(shape) * (volumes * volume + validation + shrinking))
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a training takes, by the prices of its steps."""
+
+    full: Estimate
+    coarse: Optional[Estimate] = None  # None without a curriculum
+
+    @property
+    def upper_bound_bytes(self) -> int:
+        """Of the process over the whole run."""
+        return max(one.upper_bound_bytes for one in (self.full, self.coarse) if one)
+
+    def seconds(self, steps: int, coarse_steps: int = 0) -> float:
+        """Of so many steps, the coarse ones included; validations aside."""
+        return coarse_steps * (self.coarse.step_s if self.coarse else 0.0) + (steps - coarse_steps) * self.full.step_s
+
+    def to_json(self) -> Dict[str, Any]:
+        """What a step takes, for the log and the report to compare with what was measured."""
+        names = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s")
+        full, coarse = ({name: getattr(one, name) for name in names if one} for one in (self.full, self.coarse))
+        return {**full, "constants": self.full.constants.name, **({"coarse": coarse} if coarse else {})}
+
+    def describe(self, host: Host, all_s: float) -> List[str]:
+        """Lines on memory and time; `all_s` are the seconds of all steps."""
+        full = self.full
+        steps = [
+            f"{name}allocator peak {format_bytes(one.allocator_peak_bytes)}, process peak "
+            f"{format_bytes(one.process_peak_bytes)}, {format_seconds(one.step_s)} a step"
+            for name, one in (("coarse steps: ", self.coarse), ("", full))
+            if one
+        ]
+        return [
+            *steps,
+            f"errors: allocator peak {full.error('allocator_peak')}; process peak {full.error('process_peak')}; "
+            f"seconds a step {full.error('step_s')}",
+            f"up to {format_bytes(self.upper_bound_bytes)} of {format_bytes(host.free_bytes)} free ({full.margin})",
+            f"{format_seconds(full.volume_s)} a volume, {format_seconds(full.epoch_s)} an epoch, "
+            f"{format_seconds(all_s)} in all, validation aside; seconds: {full.constants.basis(full.job, host)}",
+            STORE_NOTE,
+        ]

@@ -1,0 +1,294 @@
+"""The estimator against measured steps: which are measured, errors of predictions, kinds and a page made of them.
+
+rows = compare(measured, lambda one: estimate(one.job, constants))
+accuracy_json(digest(rows)), page(measured, rows)
+"""
+
+import dataclasses
+import json
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+
+from memory_estimator.accuracy import Accuracy, Bound, Kind
+from memory_estimator.common.table import Table
+from memory_estimator.common.units import GIB
+from memory_estimator.estimate import Estimate
+from memory_estimator.host import instruction_set
+from memory_estimator.installed import ENGINES, engine_version
+from memory_estimator.job import AUTO, Job
+from models.config import DTYPES, POLICIES, UNetConfig
+
+FITTED_VOXELS = 96**3  # constants are fitted to volumes of at most this size; errors are those of larger ones alone
+
+MARGIN_BYTES = 84 * 2**20
+"""The least margin of an upper bound: the most that a runtime was seen to hold beyond what is predicted of small steps,
+82 MiB in one of 1.2 GiB, where that outweighs all else."""
+
+SHARE, CONFIDENCE = 0.99, 0.90  # a bound is to hold for this share of the steps like its records, so surely
+
+LEAST_RECORDS = 8  # of a kind: fewer steps do not tell the spread of their errors
+
+FIGURES = ("allocator_peak", "process_peak", "step_s")  # what has an error: fields of `Kind`, keys of `Row.errors`
+
+
+NETWORKS: Tuple[Tuple[Dict[str, Any], Tuple[int, int, int], Dict[str, Any]], ...] = (
+    ({}, (64, 64, 64), {}),
+    ({}, (96, 96, 96), {}),
+    ({"filters": 8}, (96, 96, 96), {"optimizer": "adam"}),
+    ({"filters": 48}, (48, 48, 48), {}),
+    ({"network": "cicek2016", "filters": 24}, (32, 32, 32), {}),
+    ({}, (128, 128, 128), {}),
+    ({"residual": True}, (128, 112, 128), {}),
+    ({"deep_supervision": True}, (128, 128, 112), {"optimizer": "adam"}),
+    ({"norm": "batch", "up": "upsampling"}, (112, 112, 112), {"batch": 2}),
+    ({"norm": "none", "filters": 12, "channels": 1, "outputs": 1}, (128, 128, 128), {"optimizer": "sgd"}),
+    ({"filters": 32, "depth": 4}, (128, 128, 96), {}),
+    ({"network": "cicek2016", "depth": 4, "filters": 16, "channels": 1, "outputs": 1}, (128, 96, 128), {}),
+    ({"filters": 24, "depth": 3}, (128, 96, 128), {"batch": 2, "micro_batch": 1}),
+    ({}, (144, 192, 144), {}),
+    ({"filters": 48}, (96, 112, 96), {"batch": 1}),
+    ({"filters": 8, "channels": 1}, (240, 240, 160), {}),
+    ({}, (240, 240, 160), {}),
+)
+"""What is measured in each dtype under each policy: network, voxels and more of the job."""
+
+
+def configurations(threads: int, engines: Sequence[str] = ENGINES) -> Tuple[Job, ...]:
+    """Every job that `bench validate` measures on a host with so many threads; with further engines those of 128^3."""
+    return tuple(
+        Job(UNetConfig(**unet, dtype=dtype, policy=policy), shape, engine=engine, threads=threads, **more)
+        for unet, shape, more in NETWORKS
+        for dtype in DTYPES
+        for policy in POLICIES
+        for engine in (engines if shape == (128, 128, 128) else engines[:1])
+    )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One measured training step."""
+
+    job: Job
+    step_s: float = math.nan
+    process_peak_bytes: int = 0
+    allocator_peak_bytes: Optional[int] = None  # None where it was not recorded
+    failure: str = ""  # what went wrong instead; nothing was measured then
+    host: str = ""  # the CPU's name
+    isa: Tuple[str, ...] = ()  # its instruction sets
+    version: str = ""  # of the engine, as of `engine_version`
+    date: str = ""
+
+    @property
+    def held_out(self) -> bool:
+        """Whether it is larger than anything that constants may be fitted to."""
+        return math.prod(self.job.shape) > FITTED_VOXELS
+
+
+def request_for(job: Job, **more: Any) -> Dict[str, Any]:
+    """The request that `bench` makes of a job, which its record begins with, with `more` in it."""
+    request = {"shape": list(job.shape), "batch": job.batch, "micro_batch": job.micro, "optimizer": job.optimizer}
+    request.update(unet=dataclasses.asdict(job.unet), engine=job.engine, threads=job.threads)
+    return {**request, **more}
+
+
+def job_of_record(record: Mapping[str, Any]) -> Optional[Job]:
+    """The job that a record measured, on the engine that really ran; None where that is TensorFlow without oneDNN,
+    which the estimator knows nothing of."""
+    engine, name = record["engine"], record.get("engine_name", "")
+    if "no oneDNN" in name:
+        return None
+    if engine in (None, AUTO):
+        engine = "itex" if "ITEX" in name else "stock"
+    sizes = {name: record[name] for name in ("batch", "micro_batch", "optimizer")}
+    threads = int(record["threads"]["TF_NUM_INTRAOP_THREADS"])
+    job = Job(UNetConfig(**record["unet"]), tuple(record["shape"]), **sizes, engine=engine, threads=threads)
+    by_rule = dataclasses.replace(job, micro_batch=0)  # so that equal jobs compare equal
+    return by_rule if by_rule.micro == job.micro else job
+
+
+def measured_from(record: Mapping[str, Any]) -> Optional[Measured]:
+    """What a record says of its step; None for one of an engine that the estimator knows nothing of. A record may lack
+    the seconds, where they were disturbed."""
+    job, host = job_of_record(record), record["host"]
+    if not job:
+        return None
+    about = {"host": host["cpu"], "isa": tuple(host["isa"]), "date": record.get("date", "")}
+    about["version"] = engine_version(job.engine, record.get("versions", {}))
+    if record.get("error"):
+        return Measured(job, failure=record["error"], **about)
+    peaks = {name: record[name] for name in ("process_peak_bytes", "allocator_peak_bytes")}
+    return Measured(job, record.get("step_s") or math.nan, **peaks, **about)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured step beside what was predicted of it."""
+
+    measured: Measured
+    process_peak_bytes: int  # predicted
+    covered: bool  # whether a kind of records covers it; else its upper bound is wide
+    errors: Dict[str, Optional[float]]
+    """Of FIGURES and "upper_bound": signed shares of what was measured, None where that was not recorded. The upper
+    bound's is how far it lies above the measured peak; negative is a broken promise."""
+
+
+def compare(measured: Iterable[Measured], predict: Callable[[Measured], Estimate]) -> List[Row]:
+    """A row for every step that was measured; `predict` gives the estimate of its job. Failures are left out."""
+    rows = []
+    for one in (one for one in measured if not one.failure):
+        found, allocator, process = predict(one), one.allocator_peak_bytes, one.process_peak_bytes
+        errors = {
+            "allocator_peak": None if allocator is None else found.allocator_peak_bytes / allocator - 1,
+            "process_peak": found.process_peak_bytes / process - 1,
+            "upper_bound": found.upper_bound_bytes / process - 1,
+            "step_s": None if math.isnan(one.step_s) else found.step_s / one.step_s - 1,
+        }
+        rows.append(Row(one, found.process_peak_bytes, found.kind is not None, errors))
+    return rows
+
+
+def spread(rows: Iterable[Row], figure: str) -> Optional[Bound]:
+    """How large a figure's errors are over `rows`, the worst with its sign; None where none is known."""
+    known = [row.errors[figure] for row in rows if row.errors[figure] is not None]
+    return Bound(statistics.median(map(abs, known)), max(known, key=abs)) if known else None
+
+
+# --- Kinds of steps, made of rows ---
+
+
+def digest(rows: Iterable[Row]) -> Accuracy:
+    """What the records of each kind say: errors over those that no constant was fitted to, and the margin of the upper
+    bound from all of them. Kinds with fewer than LEAST_RECORDS are left out: nothing covers such jobs."""
+    return Accuracy(tuple(_kind(key, some) for key, some in sorted(_covered(rows).items())))
+
+
+def accuracy_json(accuracy: Accuracy) -> bytes:
+    return (json.dumps({"kinds": dataclasses.asdict(accuracy)["kinds"]}, indent=1) + "\n").encode()
+
+
+def margin_share(rows: Sequence[Row]) -> float:
+    """What share of a predicted peak has to be added, to a tenth of a per cent: so much that no peak of these rows lies
+    above both that and MARGIN_BYTES, and that SHARE of all such steps lie below with CONFIDENCE. That is the one-sided
+    tolerance limit of a normal distribution (NIST/SEMATECH Handbook, 7.2.6.3) around the median; its spread is that of
+    the rows above the median, as a peak that is predicted too high harms no bound."""
+    needed = [row.measured.process_peak_bytes / row.process_peak_bytes - 1 for row in rows]
+    beyond = [row.measured.process_peak_bytes > row.process_peak_bytes + MARGIN_BYTES for row in rows]
+    median, quantile = statistics.median(needed), statistics.NormalDist().inv_cdf
+    deviation = math.sqrt(statistics.fmean((one - median) ** 2 for one in needed if one >= median))
+    share, sure = quantile(SHARE), quantile(CONFIDENCE)
+    a, b = 1 - sure**2 / (2 * (len(rows) - 1)), share**2 - sure**2 / len(rows)
+    limit = median + (share + math.sqrt(share**2 - a * b)) / a * deviation
+    return math.ceil(1000 * max(limit, 0.0, *(one for one, is_beyond in zip(needed, beyond) if is_beyond))) / 1000
+
+
+def left_out_in_turn(rows: Iterable[Row]) -> Tuple[int, int]:
+    """Of the rows of covered kinds, how many lie above the bound that the others of their kind make; and all."""
+    above = count = 0
+    for key, some in _covered(rows).items():
+        for place, row in enumerate(some):
+            bound = _kind(key, some[:place] + some[place + 1 :]).upper_bound(row.process_peak_bytes)
+            above += row.measured.process_peak_bytes > bound
+        count += len(some)
+    return above, count
+
+
+Key = Tuple[str, str]  # (dtype, policy)
+
+
+def _covered(rows: Iterable[Row]) -> Dict[Key, List[Row]]:
+    """The rows of each kind that has enough of them to say how far the next one is off."""
+    found: Dict[Key, List[Row]] = {}
+    for row in rows:
+        job = row.measured.job
+        found.setdefault((job.unet.dtype, job.policy), []).append(row)
+    return {
+        key: some
+        for key, some in found.items()
+        if len(some) >= LEAST_RECORDS and any(row.measured.held_out for row in some)
+    }
+
+
+def _kind(key: Key, rows: Sequence[Row]) -> Kind:
+    held_out = [row for row in rows if row.measured.held_out]
+    return Kind(
+        *key,
+        versions=tuple(sorted({row.measured.version for row in rows})),
+        hosts=tuple(sorted({row.measured.host for row in rows})),
+        threads=tuple(sorted({row.measured.job.threads for row in rows})),
+        networks=tuple(sorted({row.measured.job.unet.network for row in rows})),
+        records=len(rows),
+        held_out=len(held_out),
+        **{figure: _shipped(spread(held_out, figure)) for figure in FIGURES},
+        margin_share=margin_share(rows),
+        margin_bytes=MARGIN_BYTES,
+    )
+
+
+def _shipped(found: Optional[Bound]) -> Optional[Bound]:
+    return found and Bound(round(found.median, 4), round(abs(found.worst), 4))
+
+
+# --- Tables and the page ---
+
+VALIDATION_HEAD = """\
+# The estimator against measured steps
+
+Made by `./run.sh bench tables --records records --page FILE` from records/memory (`bench validate`) and the code as it
+stands. Errors are shares of what was measured: +2% is predicted too high. A group of
+runs shows the median size and the worst error, and of the upper bound how far it is above the process's peak, the mean
+and the least; it is wide where too few records of a kind tell how far the next is off. The margin of an
+upper bound is that of all records of its kind: of a dtype and a policy.
+"""
+
+
+def summary_table(rows: Sequence[Row]) -> Table:
+    """Median (of the absolute errors) and worst error of every figure, for all rows and by host, engine and kind."""
+    groups: Dict[Tuple[str, str], List[Row]] = {}
+    for row in rows:
+        job = row.measured.job
+        about = f"{instruction_set(row.measured.isa)}, {job.engine}, {job.unet.dtype}, {job.policy}"
+        groups.setdefault((row.measured.host, about), []).append(row)
+    cells = []
+    for group, some in [(("all", ""), rows), *sorted(groups.items())]:
+        spreads = [spread(some, figure) for figure in FIGURES]
+        errors = [f"{one.median:.1%}, worst {signed(one.worst)}" if one else "-" for one in spreads]
+        above = [row.errors["upper_bound"] for row in some]
+        bound = f"{signed(statistics.fmean(above))} ({signed(min(above))})" if above else "-"
+        bound += "" if any(row.covered for row in some) else ", wide"
+        cells.append((*group, str(len(some)), *errors[:2], bound, errors[2]))
+    columns = ("host", "kernels, engine, dtype, policy", "runs", "allocator peak", "process peak")
+    return Table((*columns, "upper bound, mean (least)", "seconds a step"), cells, names=2)
+
+
+def signed(share: Optional[float]) -> str:
+    """For reading, such as "+6.3%"; "-" for what is not known."""
+    return "-" if share is None or math.isnan(share) else f"{share:+.1%}"
+
+
+def page(measured: Sequence[Measured], rows: Sequence[Row]) -> List[str]:
+    """The lines of the validation page. `rows` are what `compare` makes of `measured`, which has the failures too."""
+    (above, count), row_of = left_out_in_turn(rows), {row.measured: row for row in rows}
+    lines = [*VALIDATION_HEAD.splitlines(), "", *summary_table(rows).markdown(), ""]
+    lines.append(f"Left out of its kind in turn, {above} of {count} records are above the bound that the others make.")
+    columns = ("configuration", "allocator, GiB", "error", "process, GiB", "error", "bound above", "s a step", "error")
+    for host, isa in sorted({(one.host, one.isa) for one in measured}):
+        own = [one for one in measured if (one.host, one.isa) == (host, isa)]
+        own.sort(key=lambda one: (bool(one.failure), not one.held_out))
+        about = "; ".join(sorted({f"{one.version}, {one.job.threads} threads, {one.date}" for one in own}))
+        cells = [_cells(one, row_of.get(one)) for one in own]
+        lines += ["", f"## {host}, {instruction_set(isa)}", "", *Table((*columns, ""), cells, title=about).markdown()]
+    return lines
+
+
+def _cells(one: Measured, row: Optional[Row]) -> Sequence[str]:
+    """A configuration, and its errors; it has no row where it failed."""
+    name = f"{one.job.describe()}{', upsampling' * (one.job.unet.up == 'upsampling')}"
+    if row is None:
+        return (name, *7 * ["-"], f"not measured: {one.failure}")
+    allocator, process, bound, step = map(signed, row.errors.values())
+    step_s = "-" if math.isnan(one.step_s) else f"{one.step_s:.2f}"
+    peaks = (one.allocator_peak_bytes, one.process_peak_bytes)
+    sizes = ["-" if size is None else f"{size / GIB:.3f}" for size in peaks]
+    return (name, sizes[0], allocator, sizes[1], process, bound, step_s, step, "" if row.covered else "wide")
