@@ -20,7 +20,7 @@ Train a 3D U-Net on whole volumes, or on patches of them.
   ./run.sh test [--all] [...]   run the tests; --all adds the slow ones; the rest goes to pytest
   ./run.sh demo [--smoke] [--policy P]
                                 phantom volumes, training, scores, report; --smoke is a small form, P a memory policy
-  ./run.sh estimate ...         what a training step takes: python -m memory_estimator ...; any Python with rich and msgspec will do
+  ./run.sh estimate ...         memory and time of a training step: python -m memory_estimator ...; any Python with rich and msgspec will do
   ./run.sh SUBCOMMAND ...       python -m cpu3d SUBCOMMAND ..., set up first where needed
   ./run.sh help                 this text; ./run.sh SUBCOMMAND --help explains a subcommand
 
@@ -31,7 +31,7 @@ Example:
 Engines: TensorFlow 2.15 with Intel's extension (requirements.txt) on Linux x86-64 with Python 3.9 to 3.11,
 TensorFlow 2.21 (requirements-latest.txt) elsewhere; `setup --latest` takes the second in any case, and `setup --gpu`
 the second with CUDA (requirements-gpu.txt, Linux x86-64), for `train --mode patch` on an NVIDIA GPU.
-PYTHON=/path/to/python ./run.sh setup uses that Python. Another engine or Python version is a fresh .venv.
+PYTHON=/path/to/python ./run.sh setup uses that Python. Another engine or Python version makes a new .venv.
 HELP
 }
 

@@ -1,10 +1,10 @@
-"""Everything once, from nothing to a report: phantoms, store, training on whole volumes, scores, a prediction.
+"""Run everything once: phantoms, a store, training on whole volumes, scores, a prediction, a report.
 
     ./run.sh demo                  # whole 240 x 240 x 155 x 4 volumes, minutes on 2 cores; fewer steps on slow ones
     ./run.sh demo --smoke          # the same steps on small volumes, in about a minute, to see that they work
-    ./run.sh demo --policy lean    # the same run with less memory, beside the other
+    ./run.sh demo --policy lean    # the same run with less memory, in its own folder
 
-Every step is the command that it prints. A demo that was cut off continues where it stopped.
+The demo prints the command of each step. The same command continues an interrupted demo.
 """
 
 import os

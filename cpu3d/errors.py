@@ -21,7 +21,7 @@ class InputError(Exception):
 
 
 class DoesNotFitError(InputError):
-    """A job that this host's free memory may not hold; it could run elsewhere, or smaller."""
+    """A job that may not fit this host's free memory; a smaller job or a larger host could run it."""
 
     exit_code = 3
 
@@ -33,7 +33,7 @@ class DivergedError(InputError):
 
 
 class MemoryRunsOutError(InputError):
-    """A run that was stopped, and saved, before the kernel would have killed it."""
+    """A run that stopped and was saved before the kernel could kill it."""
 
     exit_code = 5
 
@@ -45,7 +45,7 @@ class WorkerLostError(InputError):
 
 
 class WorkersDifferError(WorkerLostError):
-    """Workers that should have the same weights do not: none of them is to be saved."""
+    """The workers must have the same weights but do not: none of their weights may be saved."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -67,7 +67,7 @@ class Ending:
 
 ENDINGS: Dict[int, Ending] = {
     0: Ending("finished", "done", "a larger --epochs or --steps continues"),
-    1: Ending("failed", "failed, as on a full disk", "correct what the error names; then {again}"),
+    1: Ending("failed", "failed, for example on a full disk", "correct what the error names; then {again}"),
     InputError.exit_code: Ending("failed", "bad input", "correct what the error names; then {again}"),
     DoesNotFitError.exit_code: Ending(
         "too large", "does not fit the memory", "choose smaller settings, end other programs, or --force; then {again}"
@@ -86,18 +86,18 @@ ENDINGS: Dict[int, Ending] = {
     128 + signal.SIGINT: Ending("interrupted", "stopped by SIGINT, and saved"),
     128 + signal.SIGTERM: Ending("interrupted", "stopped by SIGTERM, and saved"),
     -signal.SIGTERM: Ending("failed", "ended before it could save"),
-    -signal.SIGKILL: Ending("failed", "killed by a user, or by the kernel as memory ran out"),
+    -signal.SIGKILL: Ending("failed", "killed by a user, or by the kernel when memory ran out"),
 }
 """Exit code, or a signal's number below 0, -> what it means: the one table, for --help, `status` and `launch`."""
 
 
 def ending_of(code: int) -> Ending:
-    """The ending of an exit code; of one that no command of this program has, without words."""
+    """The ending of an exit code; an unknown code has an ending without words."""
     return ENDINGS.get(code, Ending("failed", ""))
 
 
 def exit_code_of(error: Optional[BaseException]) -> int:
-    """What a process ends with that this exception ends; 0 for None."""
+    """The exit code of a process that ends with this exception; 0 for None."""
     if error is None:
         return 0
     if isinstance(error, (NotRegularError, ModuleNotFoundError)):

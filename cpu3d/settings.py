@@ -86,7 +86,7 @@ class RunConfig:
         0, "updates in all, at either resolution, instead of --epochs", "N", at_least=0, one_of="length"
     )
     budget_minutes: float = _training(
-        0.0, "only as many of the epochs' steps as fit; 0: no limit", "M", at_least=0, below=math.inf
+        0.0, "take only as many of the epochs' steps as fit; 0: no limit", "M", at_least=0, below=math.inf
     )
     """By the time of the first steps; at least those up to the first validation."""
     curriculum: str = _training(
@@ -100,7 +100,7 @@ class RunConfig:
     micro_batch: int = _training(
         0,
         "volumes computed at a time, a divisor of the batch (default: the recipe's, else 1, or with batch norm the "
-        "whole batch; a run that continues keeps its own, and with batch norm has to)",
+        "whole batch; a run that continues keeps its own, and must with batch norm)",
         metavar="M",
     )
     """Their gradients are summed. 0 is by rule, as `memory_estimator.job.micro_of` says."""
@@ -132,7 +132,7 @@ class RunConfig:
     save_minutes: float = _training(10.0, "longest time between checkpoints", "M", at_least=0)
     """There is one after every validation as well."""
     keep: int = _training(3, "checkpoints to keep, besides the best weights", "K", at_least=1)
-    stall_minutes: float = _training(15.0, "a step that takes longer counts as hanging; 0: none", "M", at_least=0)
+    stall_minutes: float = _training(15.0, "a step that takes longer counts as hanging; 0: no limit", "M", at_least=0)
     """And ten times longer than any before. What is done for the first time may take four times as long."""
     seed: int = _training(0, "seed of weights, order and augmentation", "S")
     """The split has the store's own."""
@@ -215,7 +215,7 @@ class Network(Architecture):
     dtype: str = _network(AUTO, "auto: bfloat16 where it is fast", choices=(AUTO, *DTYPES))
     policy: str = _network(
         AUTO,
-        "what a step trades for memory; auto: the fastest that fits what is free, and for a run that continues its own",
+        "memory policy; auto: the fastest that fits the free memory, or the policy of the run that continues",
         choices=(AUTO, *POLICIES),
     )
 
@@ -232,16 +232,16 @@ class Shorthand:
     )
     patch: Optional[Tuple[int, int, int]] = _patches(
         None,
-        "voxels of a patch (default: what the card trains; on a CPU 128 128 128, cut to the volume)",
+        "voxels of a patch (default: the largest that fits the card; on a CPU 128 128 128, cut to the volume)",
         metavar=("X", "Y", "Z"),
     )
     batch_per_worker: Optional[int] = _training(
         None,
-        "volumes a step of each worker; the learning rates grow with their number, under sgd, or with its root",
+        "volumes a step of each worker; the learning rates grow with the number of workers (sgd) or its square root",
         "N",
         one_of="batch",
     )
-    no_augment: bool = option(False, "none at all", group="augmentation")
+    no_augment: bool = option(False, "no augmentation", group="augmentation")
 
 
 SETTINGS = (RunConfig, Shorthand, Network, AugmentConfig)
@@ -255,8 +255,8 @@ class TrainOptions:
 
     store: Path = option(help="store that `prepare` has written", metavar="DIR")
     run: Path = option(help="folder for the run; continued where it exists", metavar="DIR")
-    force: bool = option(False, "train although it may not fit the memory that is free")
-    mlflow: str = option("", "where to track the run too, such as sqlite:///mlflow.db or http://localhost:5000", "URI")
+    force: bool = option(False, "train even if the job may not fit the free memory")
+    mlflow: str = option("", "also track the run here, such as sqlite:///mlflow.db or http://localhost:5000", "URI")
     """No setting of the run: it may hold a password, which is written nowhere."""
 
 

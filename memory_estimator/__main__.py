@@ -1,13 +1,13 @@
-"""How much memory a training step takes, and how long, before anything is allocated. Needs no TensorFlow.
+"""Predict the memory and the time of a training step before anything is allocated. Needs no TensorFlow.
 
     ./run.sh estimate --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16
     ./run.sh estimate --recipe paper-2020 --host-memory 1.5TiB --plan
     ./run.sh estimate --run runs/first --json
 
-Planning for a host that is not this one: its memory, its kind of CPU and its cores, as in
+For another host, give its memory, its kind of CPU and its cores:
     ./run.sh estimate --recipe paper-2020 --host-memory 6TiB --calibration amx --threads 56
 
-Several hosts that train together, as predicted from one worker's step, its gradients and the network:
+For several hosts that train together (predicted from one worker's step, its gradients and the network):
     ./run.sh estimate --shape 240 240 160 --hosts 1 2 4 8 --link 25Gbit/s --cases 484 --epochs 25
 
 Needs msgspec and rich, which prints its tables, and outside Linux psutil.
@@ -38,7 +38,7 @@ from models.config import POLICIES
 
 FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130  # exit codes
 
-CALIBRATION_HELP = f"constants that `calibrate` has written, or of {', '.join(INSTRUCTION_SETS)} (default: this host's)"
+CALIBRATION_HELP = f"constants that `calibrate` wrote, or of {', '.join(INSTRUCTION_SETS)} (default: this host's)"
 
 Answer = Tuple[Dict[str, Any], List[Union[str, Table]]]  # JSON content, and the same for reading
 
@@ -53,7 +53,7 @@ class Options(JobOptions):
     )
     host_memory: str = option("", "memory to fit into, such as 1.5TiB (default: free on this host)", "SIZE")
     calibration: str = option("", CALIBRATION_HELP, "FILE")
-    plan: bool = option(False, "what fits that memory")
+    plan: bool = option(False, "print what fits that memory")
     json: bool = option(False, "print one JSON object")
 
 
@@ -205,7 +205,7 @@ def _tables(found: Estimate, basis: str) -> List[Union[str, Table]]:
         epoch,
     )
     error = f"error, median and worst, over {found.kind}" if found.kind else "error: no step like this one was measured"
-    beside = [_bill("Beside the steps of a run, in the upper bound alone", found.beside)] if found.beside else []
+    beside = [_bill("Held by a run besides its steps, in the upper bound alone", found.beside)] if found.beside else []
     return [
         _bill(f"Held at the peak, while {found.timeline.peak_op} runs", found.components),
         *beside,
@@ -232,8 +232,8 @@ def _plan(job: Job, price: planner.Price, memory_bytes: int) -> Tuple[List[Dict[
                 sizes = {"batch": one.job.batch, "filters": one.job.unet.filters, "extent": extent}
                 taken = (str(sizes[name]), format_bytes(one.upper_bound_bytes), format_seconds(one.volume_s))
             rows.append((policy, "batch at once" if name == "batch" else name, *taken))
-    title = f"The largest that fits {format_bytes(memory_bytes)}, all else as asked for"
-    note = "batch at once: in parts, by --micro-batch, any larger one takes what one part does and a set of gradients"
+    title = f"The largest that fits {format_bytes(memory_bytes)}, with all other options as given"
+    note = "batch at once: in parts (--micro-batch), a larger batch takes the memory of one part and a set of gradients"
     return content, Table(("policy", "", "largest", "upper bound", "a volume"), rows, title, note, names=2)
 
 

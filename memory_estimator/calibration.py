@@ -159,7 +159,7 @@ def host_file(host: Host) -> Path:
     if not base.is_absolute():  # the XDG specification: ignore it then
         base = Path(os.path.expanduser("~/.local/share"))
     if not base.is_absolute():
-        raise ValueError("$XDG_DATA_HOME or a home folder must be there for a host's speed, got neither; set one")
+        raise ValueError("$XDG_DATA_HOME or a home folder must be set to keep a host's speed, got neither; set one")
     what = hashlib.sha256(repr((host.cpu_model, host.isa, host.usable_cores)).encode()).hexdigest()[:8]
     cpu = re.sub(r"[^a-z0-9.]+", "-", host.cpu_model.lower()).strip("-")
     return base / "cpu3d" / f"speed-{SCHEMA}" / f"{cpu}.cores-{host.usable_cores}.{what}.json"

@@ -14,7 +14,7 @@ from memory_estimator.step.program import Program, Tensor, Timeline, rounded, ti
 from memory_estimator.step.timing import step_seconds
 from memory_estimator.step.training_step import training_step, validation_pass
 
-STORE_NOTE = "errors are those of steps given one batch again and again; what a run holds beside is in the upper bound"
+STORE_NOTE = "errors are those of steps on one repeated batch; the upper bound includes what a run holds besides"
 """Stands with the errors of a job that a store feeds: what its pipeline does to the allocator is not replayed."""
 
 RESAMPLED_BYTES = 13  # a value of a volume to be rotated, at most: three float32 copies and a mask (data/normalise.py)
@@ -23,13 +23,13 @@ NEXT_BATCH = "input pipeline, next batch"  # the group of what a store holds rea
 
 RULES: Dict[str, str] = {
     "weights": "exact: float32",
-    "weights, parts": "exact: copies of what meets one of two joined maps",
+    "weights, parts": "exact: copies of the weights that meet one of two joined maps",
     "optimizer slots": "exact: float32 copies of the trainable weights",
     "averaged weights": "exact: a float32 copy of the trainable weights",
-    "gradients": "exact: float32, one a trainable weight that has it by then",
+    "gradients": "exact: float32, of each trainable weight that has its gradient by then",
     "gradient sums": "exact: a float32 copy of the trainable weights, for the micro-batches of a step",
     "activations": "derived: the maps that a gradient still reads",
-    "transients": "derived: the maps on their way down the backward pass",
+    "transients": "derived: maps that only a few operations need",
     "scratch": "derived: matrices of Muon",
     "input": "exact: images in the compute dtype, targets in one byte",
     NEXT_BATCH: "exact: images in the compute dtype, targets in one byte",

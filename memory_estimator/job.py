@@ -197,7 +197,7 @@ DEFAULT_RECIPE = "brats-regions"
 class Architecture:
     """The network between its input and its output, as the estimator and the trainer take it from a command line."""
 
-    network: str = option("unet3d", "the paper's, or the wider original", choices=NETWORKS, group="network")
+    network: str = option("unet3d", "the paper's, or cicek2016, the wider original", choices=NETWORKS, group="network")
     filters: int = option(16, "feature maps of the first convolution", "F", group="network")
     depth: int = option(5, "levels of resolution", "L", group="network")
     norm: str = option("instance", choices=NORMS, group="network")
@@ -213,7 +213,7 @@ class JobOptions(Architecture):
     channels: int = option(4, "image channels", "C")
     classes: int = option(3, "output regions", "K")
     recipe: Optional[str] = option(
-        None, "a named run's job; options given besides win", choices=sorted(RECIPES), one_of="source"
+        None, "the job of a recipe; other options override it", choices=sorted(RECIPES), one_of="source"
     )
     run: Optional[Path] = option(None, "the job of a run folder that `train` has written", "DIR", one_of="source")
     shape: Optional[Tuple[int, int, int]] = option(None, "voxels", ("X", "Y", "Z"))

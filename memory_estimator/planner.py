@@ -55,7 +55,7 @@ class Choice:
     def reason(self, memory: str) -> str:
         """Such as "speed would take up to 9.10 GiB of 7.00 GiB free"; `memory` is what there is, "7.00 GiB free"."""
         if not self.fits:
-            return f"none fits {memory}, and this one takes least"
+            return f"no policy fits {memory}, and this one takes least"
         taken = [f"{one.job.policy} would take up to {format_bytes(one.upper_bound_bytes)}" for one in self.passed_over]
         return f"{' and '.join(taken)} of {memory}" if taken else f"the fastest, and fits {memory}"
 
@@ -180,7 +180,7 @@ def check_patch(patch: Sequence[int], volume: Shape3, divisor: int) -> None:
         raise ValueError(f"--patch must be three positive numbers, got {tuple(patch)}; give voxels X Y Z")
     words, least = lambda shape: " ".join(map(str, shape)), least_patch(volume, divisor)
     outside = any(n > most for n, most in zip(patch, volume))
-    rules = [f"lie within the volumes of {words(volume)}"] if outside else []
+    rules = [f"fit into the volumes of {words(volume)}"] if outside else []
     if any(n % divisor or n < low for n, low in zip(patch, least)):
         rules.append(f"be divisible by {divisor}, the levels' stride, and at least {words(least)}")
     if rules:

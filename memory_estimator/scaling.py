@@ -125,8 +125,8 @@ class ScalingOptions:
     """--hosts and what belongs to it."""
 
     hosts: Optional[Tuple[int, ...]] = _option(None, HOSTS_HELP, "N", at_least=1)
-    workers_per_host: int = _option(1, "processes of a host, as one a socket", "W", at_least=1)
-    link: str = _option("25Gbit/s", "rate of a host's network link, as it is sold", "RATE")
+    workers_per_host: int = _option(1, "processes of a host, such as one per socket", "W", at_least=1)
+    link: str = _option("25Gbit/s", "nominal rate of a host's network link", "RATE")
     epochs: int = _option(1, "epochs, each of --cases", "E", at_least=1)
     global_batch: Optional[int] = _option(
         None, "volumes a step of all workers together (default: --batch for each, so it grows)", "G", at_least=1
@@ -142,7 +142,7 @@ def check_options(args: argparse.Namespace) -> None:
             raise ValueError(f"--hosts must be given with {names}, got none; add --hosts")
         return
     if hasattr(args, "plan"):
-        raise ValueError("--hosts must stand without --plan, got both; ask one at a time")
+        raise ValueError("--hosts must be given without --plan, got both; leave one of them out")
     described = ["--host-memory"] if hasattr(args, "host_memory") else []
     described += ["--workers-per-host"] if "workers_per_host" in found else []
     if described and not hasattr(args, "threads"):

@@ -79,7 +79,7 @@ class Pass(Order):
         return of_up, AtValues(*self._run(operations.up_input_gradient, at.map, self._up_filters(level, part), below))
 
     def join_up_gradients(self, level, parts):
-        of_up = tf.concat(parts, 3)
+        of_up = self._run(tf.concat, parts, 3) if len(parts) > 1 else parts[0]
         if self.unet.up == "transposed":
             self._put(self.layer(f"decoder{level}_up").kernel, of_up)
         else:
@@ -95,9 +95,9 @@ class Pass(Order):
         if len(entry) > 1:
             before = sum(source.raw.shape[-1] for source in entry[:part])
             after = layer.kernel.shape[3] - before - filters.shape[3]
-            of_part = tf.pad(of_part, ((0, 0), (0, 0), (0, 0), (before, after), (0, 0)))
+            of_part = self._run(tf.pad, of_part, ((0, 0), (0, 0), (0, 0), (before, after), (0, 0)))
         known = self._gradients.get(layer.kernel.ref())
-        self._put(layer.kernel, of_part if known is None else known + of_part)
+        self._put(layer.kernel, of_part if known is None else self._run(tf.add, known, of_part))
         if getattr(layer, "bias", None) is not None:
             self._put(layer.bias, of_bias)
         return AtValues(*at_values)
@@ -145,7 +145,7 @@ class Pass(Order):
         return gradient
 
     def join_gradients(self, name, parts):
-        self._put(self.layer(name).kernel, tf.concat(parts, 3))
+        self._put(self.layer(name).kernel, self._run(tf.concat, parts, 3))
 
     # --- Norms ---
 
@@ -214,7 +214,7 @@ class Pass(Order):
     def _once(self, key: Any, make: Callable[[], tf.Tensor]) -> tf.Tensor:
         """Filters that several operations read: one copy of them."""
         if key not in self._filters:
-            self._filters[key] = make()
+            self._filters[key] = self._run(make)
         return self._filters[key]
 
     def _put(self, variable: tf.Variable, gradient: tf.Tensor) -> None:

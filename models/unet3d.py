@@ -50,18 +50,21 @@ class UNet3D(tf.keras.Model):
         names = [weight.ref() for weight in read]
         return _as_outputs(computed(image, *map(tf.convert_to_tensor, read)))
 
-    def loss_and_gradients(self, loss, image, target) -> Tuple[tf.Tensor, tf.Tensor, List[tf.Tensor]]:
-        """Of (image, target uint8 (N, X, Y, Z, R)) in training: the loss, a score (N, R), and the gradients of
-        `trainable_weights`. `loss` is an object as models/supervision.py has it."""
+    def loss_and_gradients(
+        self, loss, image, target, share: float = 1.0
+    ) -> Tuple[tf.Tensor, tf.Tensor, List[tf.Tensor]]:
+        """Of (image, target uint8 (N, X, Y, Z, R)) in training: the loss, a score (N, R), and the gradients of `share`
+        times the loss by `trainable_weights`. `loss` is an object as models/supervision.py has it."""
         if _has_operations():
             one = Pass(self, True)
             supervised = supervise(loss, target, one.forward(image))
-            gradients = one.backward(supervised.slopes(1.0))
+            gradients = one.backward(supervised.slopes(share))
             return supervised.loss, supervised.score, [gradients[weight.ref()] for weight in self.trainable_weights]
         with tf.GradientTape() as tape:
             logits = tf.nest.flatten(self(image, training=True))
         supervised = supervise(loss, target, logits)
-        return supervised.loss, supervised.score, tape.gradient(logits, self.trainable_weights, supervised.slopes(1.0))
+        gradients = tape.gradient(logits, self.trainable_weights, supervised.slopes(share))
+        return supervised.loss, supervised.score, gradients
 
     @classmethod
     def from_config(cls, config: Dict[str, Any], custom_objects: Any = None) -> "UNet3D":

@@ -12,9 +12,9 @@ from typing import Dict
 def actions() -> Dict[str, str]:
     """The kinds, a module each, as subcommands with their lines of help."""
     return {
-        "kernels": "time the own convolutions beside the engine's, operation by operation",
+        "kernels": "time our own convolutions and the engine's, operation by operation",
         "learning": "measure the Dice of untouched cases over steps, voxels and seconds of training",
-        "step": "measure time and memory of the training step, under one policy or all, beside the prediction",
+        "step": "measure time and memory of the training step, under one policy or all, and the prediction",
         "tables": "make the pages of results from benchmark records",
         "validate": "measure the configurations that the estimator is judged by on this host",
     }

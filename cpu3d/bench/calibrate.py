@@ -4,7 +4,7 @@
     ./run.sh calibrate --all --out other.json
 
 Measures training steps of two networks of 96^3 voxels in each dtype, each in a fresh process, in about a minute for
-each engine. How much longer they take than predicted is kept for this host, in the place of what was kept before, and
+each engine. The ratio of measured to predicted seconds is kept for this host in place of an earlier ratio, and
 estimates use it. With --out it is written to a file instead. Run it while nothing else runs.
 """
 

@@ -1,13 +1,13 @@
-"""Time the own convolutions of models/native beside the engine's, operation by operation, in turn.
+"""Time our own convolutions (models/native) and the engine's in turn, operation by operation.
 
     ./run.sh bench kernels
     ./run.sh bench kernels --dtype bfloat16 --record records/kernels.jsonl
     ./run.sh bench tables --records records --roofline docs/pictures/roofline.png
 
-GFLOP/s count the multiplications and additions of a plain convolution, whichever way an operation takes. The engine's
-are of plain maps; the own ones as well, the forward one with mean and variance of what it writes. Bytes are those of
-the maps that are read and written, once each. Beside them stand the host's own limits: products of values that stay in
-the cache L1, which a transform may exceed, and a copy of memory by all threads.
+GFLOP/s count the multiplications and additions of a plain convolution, however an operation computes it. All read plain
+maps; our forward convolution also computes mean and variance of its output. Bytes are those of the maps that are read
+and written, once each. The host's limits are measured too: products of values that stay in the cache L1, which a
+transform may exceed, and a copy of memory by all threads.
 """
 
 import itertools

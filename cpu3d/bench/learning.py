@@ -3,8 +3,8 @@
     ./run.sh bench learning --workdir learning --task small --record records/learning.jsonl -- --recipe demo
 
 A task is plain, context or small, which are phantoms, or the folder of a real case, which is warped into copies. Data
-and stores stay in the workdir. A full step has the voxels of one at full resolution; seconds are of training alone. A
-region that an untouched case lacks is left out: its Dice there is 0 or 1.
+and stores stay in the workdir. A full step, the unit of cost, has the voxels of a step at full resolution; seconds are
+of training alone. A region that an untouched case lacks is left out: its Dice there is 0 or 1.
 """
 
 import dataclasses

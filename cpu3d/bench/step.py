@@ -1,16 +1,16 @@
-"""Measure time and memory of the real training step in a fresh process, beside the estimator's prediction.
+"""Measure time and memory of the real training step in a fresh process, and compare with the estimator's prediction.
 
     ./run.sh bench step --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16 --json
     ./run.sh bench step --policies --shape 128 128 128 --rounds 2 --peer "python other.py" --record r/policies.jsonl
 
-The step is the trainer's own: network, loss, gradients, optimizer, without averaged weights and the store's work. The
+The step is the trainer's own: network, loss, gradients, optimizer, without averaged weights and without the store. The
 allocator's peak is TensorFlow's own count, in which stock TensorFlow leaves out oneDNN's scratch; the process's is the
 kernel's (VmHWM).
 
 --policies measures the step under every memory policy, in turn. A peer is any command whose last line of output is JSON
-with "step_s", and "peak_rss_bytes" if it knows its peak. A process of ours that dies becomes a row. The bytes live over
-a step are those of one more, in which TensorFlow's profiler records every request to the allocator; `bench tables
---picture` draws them.
+with "step_s", and "peak_rss_bytes" if it knows its peak. If one of our processes dies, its row shows that. The bytes
+in use over a step are those of one more step, in which TensorFlow's profiler records every request to the allocator;
+`bench tables --picture` draws them.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ class StepOptions:
     warm_up: int = option(WARM_UP_STEPS, "steps before those, not timed", at_least=0, metavar="N")
     policies: bool = option(False, "compare all policies")
     peer: Tuple[str, ...] = option((), 'command whose last line is JSON with "step_s"; repeatable', "CMD", repeat=True)
-    rounds: int = option(1, "how often, in turn", at_least=1, metavar="N")
+    rounds: int = option(1, "times that all are measured, in turn", at_least=1, metavar="N")
 
 
 OPTIONS = ((MeasuredJob,), StepOptions, Output)

@@ -1,12 +1,12 @@
-"""Make the page of results from benchmark records: a section a kind, the newest record of each job.
+"""Make the page of results from benchmark records: one section per kind, with the newest record of each job.
 
-    ./run.sh bench tables --records records                         # prints it
+    ./run.sh bench tables --records records                         # prints the page
     ./run.sh bench tables --records records --page validation.md --picture docs/pictures/policies.png
     ./run.sh bench tables --records records --accuracy memory_estimator/accuracy.json
 
-Predictions are those of the estimator as it is now, with the constants that it ships. The upper bounds of the
-validation page follow from accuracy.json, how far predictions are off: write that after a record has come in, and after
-changes of the estimator.
+Predictions are those of the present estimator with its shipped constants. The upper bounds of the validation page
+follow from accuracy.json, the errors of the predictions: write that file after a new record, and after a change of the
+estimator.
 """
 
 import json
@@ -39,7 +39,7 @@ class TableOptions:
     records: Path = option(help="folder of .jsonl records", metavar="DIR")
     out: Optional[Path] = option(None, "write the page of results; else it is printed", metavar="FILE")
     page: Optional[Path] = option(None, "write the validation page", metavar="FILE")
-    accuracy: Optional[Path] = option(None, "write how far the estimator is off", metavar="FILE")
+    accuracy: Optional[Path] = option(None, "write the errors of the estimator, accuracy.json", metavar="FILE")
     picture: Optional[Path] = option(None, "draw the newest comparison of policies as PNG", metavar="FILE")
     roofline: Optional[Path] = option(None, "draw the newest record of `bench kernels` as PNG", metavar="FILE")
     learning: Optional[Path] = option(None, "draw the newest curves of `bench learning` as PNG", metavar="FILE")

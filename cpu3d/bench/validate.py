@@ -3,12 +3,12 @@
     ./run.sh bench validate --record my-host.jsonl
     ./run.sh bench validate --record my-host.jsonl --engine itex --first 12
 
-Each fits a host with 24 GB of memory; all together take about half an hour on two quiet cores with AVX512_BF16. Cut
-off, it continues: what the record holds is not measured again, failures included (remove a line to try again). One
-record file a host.
+Each fits a host with 24 GB of memory; all together take about half an hour on two quiet cores with AVX512_BF16. After
+an interruption it continues: a configuration in the record is not measured again, also if it failed (remove its line to
+repeat it). Use one record file per host.
 
-Put into records/memory, a file is one of the published records, of which `bench tables` makes accuracy.json, which the
-estimator ships, and the validation page, every measured configuration beside its prediction.
+The published records are the files in records/memory. `bench tables` makes accuracy.json from them, which the estimator
+ships, and the validation page: every measured configuration with its prediction.
 """
 
 import functools

@@ -8,12 +8,12 @@
 
 Every run is trained and scored in a process of its own, and validated 4 times, or --validations. The first variant is
 the baseline that the others are paired with, case by case and seed by seed. Options of `train` given to compare are for
-all variants; those of one are in its own quotes.
+all variants; options of one variant are inside its quotes.
 
-Leaves OUT/report.html, OUT/compare.json, ordinary run folders in OUT/runs and what they printed in OUT/logs. The same
-command continues one that was cut off; with more --seeds it adds to one that is done. A run that fails is left out and
-named, and the exit code is 1. Folders of --runs are only read: each must be trained to its end and scored. A
-variant has the name of its folders without "-seed" and a number at their end.
+Writes OUT/report.html, OUT/compare.json, ordinary run folders in OUT/runs and their output in OUT/logs. The same
+command continues an interrupted comparison; with more --seeds it adds to a finished one. A run that fails is left out
+and named, and the exit code is 1. Folders of --runs are only read: each must be trained to its end and scored. A
+variant has the name of its folders without "-seed" and the number at the end.
 """
 
 import itertools

@@ -53,7 +53,7 @@ class Options:
     store: Optional[Path] = option(None, help="store that `prepare` has written", metavar="DIR")
     variant: Tuple[Tuple[str, str], ...] = option(
         (),
-        help='a way to train, such as: patch-64 "--mode patch --patch 64 64 64"; again for each '
+        help='a way to train, such as: patch-64 "--mode patch --patch 64 64 64"; repeat for each '
         "(default: whole volumes, and patches of half their size)",
         metavar=("NAME", "OPTIONS"),
         repeat=True,
@@ -69,7 +69,7 @@ class Options:
     title: Optional[str] = option(None, help="title of page and record (default: the data's name)", metavar="TEXT")
     record: Optional[Path] = option(None, help="append the result to this .jsonl file", metavar="FILE")
     dry_run: bool = option(False, help="print the plan and stop")
-    force: bool = option(False, help="train although memory may not hold it")
+    force: bool = option(False, help="train even if a job may not fit the free memory")
 
     @property
     def evaluation(self) -> Evaluation:

@@ -30,8 +30,8 @@ from memory_estimator.host import read_host
 DIFFERENCES = (
     "On the same case and seed: mean (95 % interval), and cases better / worse / equal. Intervals: bootstrap of the "
     "mean over seeds and cases, crossed; with 3 seeds 2.7 times narrower than Student's t. So a difference counts, in "
-    "bold, where its interval leaves out 0 and it exceeds the bound of Student's t over the seeds (seeds alone). "
-    "With one seed none counts."
+    "bold, if its interval does not contain 0 and it exceeds the bound of Student's t over the seeds (seeds alone). "
+    "With one seed no difference counts."
 )
 
 COSTS_OF = (

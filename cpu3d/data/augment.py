@@ -18,7 +18,7 @@ from memory_estimator.common.schema import option
 class AugmentConfig:
     """The settings of augmentation. All zero (and no flips) turns it off."""
 
-    flip: bool = option(True, "no mirroring: where left and right differ", group="augmentation")
+    flip: bool = option(True, "no mirroring, for data whose left and right differ", group="augmentation")
     """Mirror along X, Y and Z, each with probability 1/2."""
     gain: float = 0.1  # multiply each channel by 1 + U(-gain, gain), in normalised units
     offset: float = 0.1  # add U(-offset, offset) to each channel, in standard deviations

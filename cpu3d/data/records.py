@@ -211,7 +211,7 @@ def case_from_json(content: bytes) -> CaseRecord:
     centres = [voxel for voxels in record.centres.values() for voxel in voxels]
     has_files = record.image_bytes > 0 and bool(record.label_bytes) == record.has_label
     rules = {
-        "box must lie in stored, and that in shape": all(0 <= a <= b < c <= d <= n for a, b, c, d, n in corners),
+        "box must be in stored, and stored in shape": all(0 <= a <= b < c <= d <= n for a, b, c, d, n in corners),
         "statistics must be as many for each channel": {*map(len, statistics)} == {len(record.channel_voxels)} != {0},
         "image_bytes and label_bytes must fit image and label": record.format == "" or has_files,
         "centres must be voxels of shape": all(0 <= a < n for voxel in centres for a, n in zip(voxel, shape)),

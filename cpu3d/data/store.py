@@ -98,7 +98,7 @@ def _read_manifest(folder: Path) -> Dict[str, Any]:
             raise InputError(f"store {folder} must have schema {SCHEMA}, got {content['schema']}; `prepare` another")
         # A records file of another name could lie outside of the store.
         if content != sealed(content) or not _RECORDS.fullmatch(content["records"]["file"]):
-            raise InputError(f"store manifest {path} must be as it was written, got an edited one; {ADVICE}")
+            raise InputError(f"store manifest {path} must be as it was written, got an edited manifest; {ADVICE}")
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"store manifest {path} must be complete JSON, got {error!r}; {ADVICE}") from None
     return content

@@ -1,4 +1,4 @@
-"""Train with several workers: one a socket of this host, and on several hosts.
+"""Train with several workers: one per socket of this host, or on several hosts.
 
     ./run.sh launch train --store store --run runs/first --batch-per-worker 1
     ./run.sh launch --workers 2 train --store store --run runs/first --batch 4
@@ -6,13 +6,13 @@
     ./run.sh launch --hosts node1,node2 train --store store --run runs/first --batch 8        (on each of them)
     srun --ntasks-per-node=1 --exclusive ./run.sh launch train --store store --run runs/first --batch 8
 
-The workers share each batch, and learn what one would with the same --batch. What each of them prints is added to
-RUN/logs/worker-RANK.log; the first one's is shown too. The first that fails ends all, is named with the end of its log,
-and gives its exit code. The same command again continues.
+The workers share each batch, and learn what one worker would with the same --batch. The output of each worker is added
+to RUN/logs/worker-RANK.log; that of the first is also shown. If a worker fails, all are stopped; `launch` prints its
+name and the end of its log, and ends with its exit code. The same command continues.
 
-Hosts are those of --hosts, else of TF_CONFIG (then this is one worker, as it says), else of Slurm's step, else this
-host. On several hosts the command is the same on each: the first worker, the chief, writes the run; store and program
-have to be on each.
+Hosts are those of --hosts, else of TF_CONFIG (then this process is one of its workers), else of Slurm's step, else this
+host. On several hosts give the same command on each; each needs the store and the program. The first worker, the chief,
+writes the run.
 """
 
 import argparse
@@ -130,7 +130,7 @@ def make_plan(options: Options, environ: Mapping[str, str], one_a_socket: int) -
             raise InputError(f"--host-index must be in --hosts, counted from 0, got {index}; leave it out")
     elif (cluster := read_cluster(environ)) != ALONE:
         if options.workers not in (None, 1):
-            raise InputError(f"--workers must be left out with TF_CONFIG, where each is one, got {options.workers}")
+            raise InputError(f"--workers must be left out with TF_CONFIG, got {options.workers}; leave it out")
         return Plan(cluster, range(cluster.rank, cluster.rank + 1), "TF_CONFIG")
     elif (step := read_slurm(environ)) is not None:
         hosts, index, port_of_job = step

@@ -53,7 +53,7 @@ def meet(
             todo = "see whether it runs and whether worker 0 can be reached, then give the same command again"
             raise WorkerLostError(f"{workers} must come within {limit_s:g} s, got nothing from it; {todo}")
         if time.monotonic() >= say_at_s:
-            say(f"waiting for {workers}, of this run by TF_CONFIG; without that variable it has one worker")
+            say(f"waiting for {workers}, named by TF_CONFIG; without that variable the run has one worker")
             say_at_s = float("inf")
 
     with _listen(cluster) as listener:

@@ -1,4 +1,4 @@
-"""Look over this host: what it has, what training would set on it, and whether TensorFlow does as expected.
+"""Check this host: what it has, what training would set, and whether TensorFlow works as expected.
 
     ./run.sh doctor                                      # with a self-test of about half a minute
     ./run.sh doctor --workers 2 --no-self-test
@@ -45,8 +45,8 @@ class Options:
     """Command-line options of `doctor`."""
 
     workers: Optional[int] = option(None, help="plan for N workers; default: one a socket", metavar="N")
-    engine: Optional[str] = option(None, "what to try out; default: ITEX where it is installed", choices=ENGINES)
-    self_test: bool = option(True, help="only look, start no TensorFlow")
+    engine: Optional[str] = option(None, "engine to test; default: ITEX where it is installed", choices=ENGINES)
+    self_test: bool = option(True, help="do not start TensorFlow")
     json: bool = option(False, help="print it as JSON, the host in full")
 
 

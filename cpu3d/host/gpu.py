@@ -122,8 +122,8 @@ def why_no_card(requested: Optional[str], mode: str, gpus: Sequence[Gpu]) -> Lis
     if requested is not None or mode != "patch" or not gpus or cuda_is_installed():
         return []
     device = gpus[0].device
-    why = f"this TensorFlow is without CUDA; {how_to_install('gpu')}, or"
-    return [f"{device} ({gpus[0].name}) is not used: {why} --device {device} where CUDA is there in another way"]
+    why = f"this TensorFlow has no CUDA; {how_to_install('gpu')}, or give"
+    return [f"{device} ({gpus[0].name}) is not used: {why} --device {device} if CUDA is installed in another way"]
 
 
 def card_of(device: str, gpus: Sequence[Gpu]) -> Gpu:

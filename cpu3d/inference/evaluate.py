@@ -5,14 +5,14 @@
     ./run.sh evaluate --run runs/fold-1 runs/fold-2 runs/fold-3 --out runs/folds
 
 Writes run/evaluation/scores.json and run/evaluation/predictions/<case_id>.nii.gz; for the splits "val" and "train",
-whose scores say less, the same below run/evaluation/val and run/evaluation/train. Earlier scores are replaced when all
-is done and not before. --out names another folder than the run's; where several runs are scored together it is needed.
+whose scores say less, the same below run/evaluation/val and run/evaluation/train. Earlier scores are replaced only
+when all cases are scored. --out names another folder than the run's; several runs together need it.
 
 Several runs predict together, as in `predict`, by the mean of their probabilities. On "val" folds are
-cross-validated instead: each case by the one run that has not trained on it.
+cross-validated instead: each case is predicted by the one run that has not trained on it.
 
-Scored is the label map that is written, turned back into regions, without the small parts that the run has decided to
-remove (`cpu3d.inference.postprocessing`); --raw leaves them. The store's grid is the original one with axes
+The label map that is written is scored, turned back into regions, without the small parts that the run has decided to
+remove (`cpu3d.inference.postprocessing`); --raw keeps them. The store's grid is the original one with axes
 turned, so scores on it are scores on the original grid.
 """
 
@@ -69,8 +69,8 @@ class Options:
     """What is scored, and where that is written."""
 
     split: str = option(UNTOUCHED, help="cases to score", choices=SPLITS)
-    store: Optional[Path] = option(None, help="store folder, if it is no longer where it was", metavar="DIR")
-    out: Optional[Path] = option(None, "folder for evaluation/ (default: the run's, as `report` needs it)", "DIR")
+    store: Optional[Path] = option(None, help="store folder, if it was moved", metavar="DIR")
+    out: Optional[Path] = option(None, "folder for evaluation/ (default: the run's, which `report` reads)", "DIR")
     tolerance: float = option(TOLERANCE_MM, "tolerance of the surface Dice in mm", "MM", at_least=0, below=math.inf)
     raw: bool = option(False, help="leave out the post-processing that the run has decided")
     json: bool = option(False, help="print scores.json instead of a table")

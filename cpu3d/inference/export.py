@@ -1,4 +1,4 @@
-"""Write a trained network for other programs: SavedModel or ONNX, tried on a case before it is called done.
+"""Write a trained network for other programs: SavedModel or ONNX, compared with `predict` on a case.
 
     ./run.sh export --run runs/first --format savedmodel --out exported
     ./run.sh export --run runs/first --format onnx --out exported-onnx --case data/BraTS-GLI-00001-000
@@ -8,7 +8,7 @@ float32. OUT/export.json describes it: channels, how to crop and pad, what the o
 from them, weights, versions. OUT/USAGE.md is a short program that does all of it with nibabel. A run on patches is
 exported at its patch's size; the caller slides it over a volume and gives the volume's statistics.
 
-At the end the files are read back and tried on a case, the store's first of test, val or train or --case; the answer
+At the end the files are read back and run on a case: the store's first of test, val or train, or --case. The result
 must be that of `predict`. If it is not, the exit code is 1 and there is no export.json.
 """
 
@@ -58,7 +58,7 @@ class Options:
     format: str = option(help="SavedModel of TensorFlow, or ONNX", choices=tuple(FILES))
     out: Path = option(help="folder for the export, new or empty", metavar="DIR")
     case: Tuple[Path, ...] = option(
-        (), help="case to try it on, as predict's --image (default: the first of the store)", metavar="PATH"
+        (), help="case to check it on, as predict's --image (default: the first of the store)", metavar="PATH"
     )
     zero_nan: bool = option(False, help="make the NaN and infinite voxels of that case background")
     weights: str = option("best", help="checkpoint", choices=("best", "last"))

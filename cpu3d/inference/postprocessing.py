@@ -105,7 +105,7 @@ class PostProcessing:
             return f"off: {self.off}"
         removed = [f"{name} below {listed(rules)}" for name, rules in self.rules.items()]
         parts = [f"removes parts of {', of '.join(removed)}"] if removed else []
-        return "; ".join([*parts, *["cuts each region to the larger ones"] * self.nested])
+        return "; ".join([*parts, *["cuts each region to the larger regions"] * self.nested])
 
 
 RAW = PostProcessing(off="--raw")

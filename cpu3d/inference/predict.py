@@ -1,26 +1,26 @@
-"""Segment new images: NIfTI in, a label map on the image's own grid, orientation, affine and label codes out.
+"""Segment new NIfTI images: writes label maps with the image's own grid, orientation, affine and label codes.
 
     ./run.sh predict --run runs/first --image data/BraTS-GLI-00001-000 --out predictions
     ./run.sh predict --run runs/first --image flair.nii.gz t1.nii.gz t1ce.nii.gz t2.nii.gz --out predictions
     ./run.sh predict --run runs/fold-1 runs/fold-2 runs/fold-3 --image data/BraTS-GLI-00001-000 --out predictions
     ./run.sh predict --run runs/flair --image a.nii.gz b.nii.gz --codes brats2023 --out predictions
 
-An image is a case folder, one 4D file, or one 3D file per channel. Several folders or 4D files are cases of their own:
-a bad one is reported at the end and the others are predicted. No label is needed or read. A run that was trained on
-some of its store's channels also takes images of those alone, such as one 3D FLAIR file.
+An image is a case folder, one 4D file, or one 3D file per channel. Several folders or 4D files are separate cases: a
+bad case is reported at the end, and the others are predicted. No label is needed or read. A run that was trained on
+some of its store's channels also takes images of these channels alone, such as one 3D FLAIR file.
 
-3D files are of one case. Named after their modality (x_flair, x_t1, ...) they are sorted by that, others must be given
-in the order of the channels. For a run of one channel each 3D file is a case; those of other modalities are ignored.
+3D files are one case. Files named after their modality (x_flair, x_t1, ...) are sorted by it; others must be given in
+the order of the channels. For a run of one channel each 3D file is a case; files of other modalities are ignored.
 
-Labels are written in the codes of the image's own data set: of the BraTS release that its files are named as in, or of
-the dataset.json above its imagesTr or imagesTs. Where neither is known they are those of the run's store. --codes
-chooses others.
+Labels are written in the codes of the image's own data set: those of the BraTS release whose names its files have, or
+of the dataset.json above its imagesTr or imagesTs. Where neither is known they are the codes of the run's store.
+--codes chooses other codes.
 
-Several runs predict together, by the mean of their probabilities; folds have to be complete. Small parts of regions
-are removed as the runs have decided (`cpu3d.inference.postprocessing`), where all have; --raw leaves them.
+Several runs predict together, by the mean of their probabilities; folds must be complete. Small parts of regions are
+removed as the runs have decided (`cpu3d.inference.postprocessing`), if all runs have; --raw keeps them.
 
-Beside <case_id>.nii.gz is <case_id>.json: what the codes mean, volumes in ml, sources with their hashes, the runs.
---page adds <case_id>.html, to scroll through the slices; --probabilities are as the network gives them.
+<case_id>.json beside <case_id>.nii.gz has the meaning of the codes, volumes in ml, sources with their hashes, the runs.
+--page adds <case_id>.html, to scroll through the slices; --probabilities adds the maps as the network gives them.
 """
 
 import dataclasses

@@ -41,7 +41,7 @@ class RunOptions:
     run: Tuple[Path, ...] = option(
         help="run folder written by train; several, such as all folds, predict together by their mean", metavar="DIR"
     )
-    some_folds: bool = option(False, help="accept that folds are missing among the runs")
+    some_folds: bool = option(False, help="allow some of the folds to be missing")
     weights: str = option("best", help="checkpoint", choices=("best", "last"))
 
 

@@ -2,9 +2,9 @@
 
     ./run.sh report --run runs/first
 
-Writes run/report.html: no network, pictures and the slices of three cases inside, so it can be mailed or put beside a
-paper. It works with what is there, also while a training is under way or before anything was evaluated, and says what
-is missing.
+Writes run/report.html. The page needs no network and holds its pictures and the slices of three cases, so it can be
+mailed or published with a paper. `report` works with the files that exist, also during a training or before an
+evaluation, and names what is missing.
 """
 
 import contextlib
@@ -291,7 +291,7 @@ def _decision_table(files: RunFiles) -> Optional[Table]:
             digits = METRICS[key].digits
             values.append(f"{was:.{digits}f} \u2192 {is_:.{digits}f}")
         rows.append((name, f"below {listed(rules)}" if rules else "-", *values))
-    nested = "; each region is cut to the larger ones" if decision.chosen.nested else ""
+    nested = "; each region is cut to the larger regions" if decision.chosen.nested else ""
     return Table(
         ("region", "parts removed", *(METRICS[key].label for key in SHOWN)),
         rows,

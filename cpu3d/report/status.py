@@ -1,4 +1,4 @@
-"""How a run is doing: phase, progress, memory, and what to do next.
+"""Print the state of a run: phase, progress, memory, and what to do next.
 
     ./run.sh status --run runs/first
     watch ./run.sh status --run runs/first
@@ -7,7 +7,7 @@
 Ends with 0 for a run that goes on or has finished, with 1 for one that needs attention: a worker is silent, hangs, or
 has ended before the run was done; with 2 for a folder that is no run. It reads heartbeats, config.json, log.jsonl and
 checkpoints, on any host that sees the folder, and changes nothing. A worker is alive while its heartbeat is younger
-than a minute. Any file may be missing or half-written; what it would say is then unknown.
+than a minute. Any file may be missing or half-written; its values are then unknown.
 """
 
 import contextlib
@@ -151,7 +151,7 @@ def worker_status(run: Path, beat: Heartbeat, now: float) -> WorkerStatus:
         state = ending_of(beat.exit_code).state
         detail = "" if state == "finished" else beat.reason
     elif age > SILENT_S:
-        state, silence = "silent", f"no beat for {format_seconds(age)}, where one comes every {BEAT_S:g} s"
+        state, silence = "silent", f"no heartbeat for {format_seconds(age)}; one is due every {BEAT_S:g} s"
         detail = f"{silence}; look on {beat.host_name} for process {beat.pid}, and in `dmesg` whether it was killed"
     elif beat.stalled:
         state, detail = "stalled", beat.stalled

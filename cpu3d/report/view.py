@@ -6,9 +6,9 @@
 
 A case is a folder of NIfTI files on one grid, one 3D or 4D file, or several 3D files. A file named as a segmentation
 (_seg, -seg) is the label unless --label names another. Predictions are label maps in the label's codes on that grid.
-What the codes mean is known from the files' names, as in `predict`; others are called by their numbers.
+The files' names show what the codes mean, as in `predict`; unknown codes are shown as numbers.
 
-The page is one file without network, some 3 MB, that every browser of 2023 or later opens: three linked planes, the
+The page is one file of about 3 MB that every browser of 2023 or later opens without a network: three linked planes, the
 modalities, truth, prediction and error. It holds the box around the brain, at most 255 grey values.
 """
 
@@ -37,8 +37,8 @@ class Options:
 
     image: Tuple[Path, ...] = option(help="the case: a folder, a 4D file, or 3D files on one grid", metavar="PATH")
     out: Path = option(help="page to write", metavar="FILE")
-    label: Optional[Path] = option(None, "the true label map (default: the segmentation beside it)", metavar="FILE")
-    prediction: Tuple[Path, ...] = option((), help="label maps to hold against it", metavar="FILE")
+    label: Optional[Path] = option(None, "true label map (default: the segmentation beside the image)", metavar="FILE")
+    prediction: Tuple[Path, ...] = option((), help="label maps to compare with the truth", metavar="FILE")
 
 
 OPTIONS = (Options,)

@@ -212,9 +212,7 @@ class Learner:
 
     def _gradients(self, image, target):
         """Loss, soft Dice, and the gradients of the part's share in the loss of the batch."""
-        loss, dice, gradients = self.model.loss_and_gradients(TrainingLoss(), image, target)
-        if self.config.parts > 1:
-            gradients = [gradient / self.config.parts for gradient in gradients]
+        loss, dice, gradients = self.model.loss_and_gradients(TrainingLoss(), image, target, 1 / self.config.parts)
         # A voxel that is NaN may not reach the loss, through a ReLU, but then it reaches a gradient.
         with tf.control_dependencies(gradients):
             finite = tf.math.is_finite(tf.add_n([tf.nn.l2_loss(gradient) for gradient in gradients]))

@@ -5,9 +5,8 @@
     ./run.sh train --store store --run runs/patches --mode patch --patch 96 96 96
     ./run.sh train --store store --run runs/fold-2 --fold 2/5
 
-The same command again continues a run that was cut off; a larger --epochs, or --steps, extends a finished one.
-Several processes that train one run together are started by `launch`; under a TF_CONFIG, as Kubernetes sets it, this is
-one of them.
+The same command continues an interrupted run; a larger --epochs, or --steps, extends a finished run. `launch` starts
+several processes that train one run together. Where TF_CONFIG is set, as by Kubernetes, this process is one of them.
 """
 
 import contextlib

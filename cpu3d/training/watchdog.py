@@ -242,7 +242,7 @@ class Guard:
                 self.now.beat, self.now.peak_bytes = time.time(), peak_rss_bytes()
                 write_heartbeat(self._run, self.now)
         except Exception as error:  # a full disk, a folder that is gone, or anything else
-            self._say_once("heartbeat", f"warning: no heartbeat can be written, {error}; the run goes on without")
+            self._say_once("heartbeat", f"warning: no heartbeat can be written, {error}; the run continues without it")
 
     def _stall(self, silent_s: float) -> None:
         now = self.now

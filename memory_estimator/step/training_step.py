@@ -24,7 +24,6 @@ def training_step(job: Job) -> Program:
     writer = Writer(job)
     reset_sums(writer)
     one = Pass(writer)
-    one.slice_filters()
     early = _target_piece(one, Map("head", 0, job.unet.outputs), "target")  # which waits for nothing
     slopes = _supervise(one, one.logits(), early)
     update(writer, one.gradients(slopes))
@@ -63,7 +62,6 @@ class Pass(Order):
         self.writer, self.job, self._group = writer, writer.job, group
         self._parts: Dict[Tuple[str, int], str] = {}
         self._gradients: Dict[str, str] = {}
-        self._joined: Dict[str, List[str]] = {}  # gradients of a kernel in parts
 
     def logits(self) -> List[Map]:
         """Of each head, the finest first."""
@@ -72,23 +70,7 @@ class Pass(Order):
     def gradients(self, slopes: Sequence[Map]) -> Dict[str, str]:
         """Of the kernels, by their layers, from those of the logits of each head."""
         self.backward(slopes)
-        for name, parts in reversed(list(self._joined.items())):  # TensorFlow puts this off
-            self._whole_gradient(name, "pass", parts)
         return self._gradients
-
-    def slice_filters(self) -> None:
-        """Copies of kernels that are made at the step's very beginning: parts that meet a part of what a decoder reads,
-        and of up-samplings a 1x1x1 one for all of its taps."""
-        for op in sorted(self.writer.kernels, key=lambda op: op.level):
-            if not op.name.startswith("decoder") or op.name.endswith("_conv2"):
-                continue
-            is_up, taps = "_up" in op.name, 8 if op.name.endswith("_up_conv") else 1
-            ups = [past - first for first, past in self.unet.up_parts(op.level - (taps == 8))]
-            widths = ups if is_up else [self.unet.encoder_widths(op.level)[1], *ups]
-            for part, width in reversed(list(enumerate(widths))):
-                if width < sum(widths) or taps > 1:
-                    name, size = f"{op.name}/kernel", 4 * taps * kernel_elements(op) * width // sum(widths)
-                    self._parts[op.name, part] = self._copy(f"{name}{part}", name, size)
 
     # --- Forward ---
 
@@ -101,19 +83,19 @@ class Pass(Order):
         return self._map(made, "convolve", entry, [f"{name}/kernel"], entry[:1], _group(again))
 
     def convolve_part(self, name: str, entry: List[Map], part: int, add: Optional[Map], last: bool) -> Map:
-        made, filters = Map(name, entry[0].level, self.writer.layers[name].shape[3]), [self._filters(name, part)]
+        made, filters = Map(name, entry[0].level, self.writer.layers[name].shape[3]), [self._rows(name, entry, part)]
         reads = [*filters, *([add.name] if add else [])]
         return self._map(made, "convolve", entry[part:], reads, [add or entry[part]])
 
     def up(self, level: int, below: Map, part: int, again: bool) -> Map:
         first, past = self.unet.up_parts(level)[part]
         made = Map(self._up_layer(level), level, past - first)
-        return self._map(made, "up", [below], [self._filters(made.name, part)], group=_group(again))
+        return self._map(made, "up", [below], [self._up_filters(level, part)], group=_group(again))
 
     def project(self, name: str, entry: List[Map], part: int, add: Optional[Map]) -> Map:
         source, over = entry[part], [add] if add else []
         made = Map(name, source.level, self.writer.layers[name].shape[3])
-        return self._map(made, "project", [source, *over], [self._filters(name, part)], over, "transients")
+        return self._map(made, "project", [source, *over], [self._rows(name, entry, part)], over, "transients")
 
     def residual_sum(self, name: str, second: Map, total: Map, again: bool) -> Map:
         made = second._replace(name=f"{name}_act2")
@@ -128,18 +110,18 @@ class Pass(Order):
     def up_gradients(self, level: int, below: Map, part: int, at: Map) -> Tuple[str, Map]:
         name = self._up_layer(level)
         of_up = self._kernel_gradient(name, [below], [at], "up")
-        return of_up, self._gradient(name, "up", [at, below], below, [self._filters(name, part)])
+        return of_up, self._gradient(name, "up", [at, below], below, [self._up_filters(level, part)])
 
     def join_up_gradients(self, level: int, parts: List[str]) -> None:
         if len(parts) > 1:
-            self._joined[self._up_layer(level)] = parts
+            self._whole_gradient(self._up_layer(level), "pass", parts)
 
     def add_gradients(self, at: Map, add: Map) -> Map:
         return self._gradient(f"{at.name}/sum", "pass", [at, add], at, over=[at, add])
 
     def project_gradient(self, name: str, entry: List[Map], part: int, at: Map, add: Optional[Map]) -> Map:
         source, over = entry[part], [add] if add else []
-        found = self._gradient(name, "project", [source, at, *over], source, [self._filters(name, part)], over)
+        found = self._gradient(name, "project", [source, at, *over], source, [self._rows(name, entry, part)], over)
         self._whole_gradient(name, "pass", [])  # those of two parts are padded and added up
         return found
 
@@ -160,23 +142,35 @@ class Pass(Order):
         return [self._map(made, "pass", at, over=[source], group="transients")]
 
     def input_gradient(self, name: str, at: List[Map], entry: List[Map], part: int, sums: bool = False) -> Map:
-        like, filters = entry[part], [self._filters(name, part)]
+        like, filters = entry[part], [self._rows(name, entry, part)]
         return self._gradient(name, "input_gradient", [*at, like] if sums else at, like, filters, at[:1])
 
     def filter_gradient(self, name: str, entry: List[Map], at: List[Map], part: str = "") -> str:
         return self._kernel_gradient(name, entry, at, "filter_gradient", part)
 
     def join_gradients(self, name: str, parts: List[str]) -> None:
-        self._joined[name] = parts
+        self._whole_gradient(name, "pass", parts)
 
     # --- Kernels ---
 
-    def _copy(self, name: str, kernel: str, size_bytes: int) -> str:
-        return self.writer.make(name, "update", [kernel], size_bytes, "weights, parts")
+    def _rows(self, name: str, entry: List[Map], part: int) -> str:
+        """A layer's kernel, or what of it meets a part of what its block reads: a copy, made where it is first read."""
+        return self._part_of(name, part, entry[part].channels, self.writer.layers[name].in_channels)
 
-    def _filters(self, name: str, part: int) -> str:
-        """A layer's kernel, or the part of it that meets a part of what a decoder reads."""
-        return self._parts.get((name, part), f"{name}/kernel")
+    def _up_filters(self, level: int, part: int) -> str:
+        """Of a part's channels; a 1x1x1 kernel is copied for each of its eight taps."""
+        (first, past), name = self.unet.up_parts(level)[part], self._up_layer(level)
+        taps = 1 if self.unet.up == "transposed" else 8
+        return self._part_of(name, part, taps * (past - first), self.writer.layers[name].shape[3])
+
+    def _part_of(self, name: str, part: int, width: int, whole: int) -> str:
+        kernel = f"{name}/kernel"
+        if width == whole:
+            return kernel
+        if (name, part) not in self._parts:
+            size = 4 * kernel_elements(self.writer.layers[name]) * width // whole
+            self._parts[name, part] = self.writer.make(f"{kernel}{part}", "update", [kernel], size, "weights, parts")
+        return self._parts[name, part]
 
     def _up_layer(self, level: int) -> str:
         return f"decoder{level}_up" + "_conv" * (self.unet.up != "transposed")

@@ -139,10 +139,10 @@ def test_a_store_with_the_same_names_and_other_volumes_is_another_split(phantom_
         ({"workers": 8, "batch_per_worker": 2}, "batch must be at most the 4 training cases, got 16"),
         (
             {**PATCH, "patch": [16, 16, 64]},
-            "--patch 16 16 64 must lie within the volumes of 24 36 32; give 16 16 32, or --",
+            "--patch 16 16 64 must fit into the volumes of 24 36 32; give 16 16 32, or --",
         ),
         ({**PATCH, "patch": [16, 18, 16]}, r"^--patch 16 18 16 must be divisible by 4, .*; give 16 20 16$"),
-        ({**PATCH, "patch": [10, 10, 90]}, r"must lie within .* and be divisible by 4, .*; give 12 12 32, [^\n]*$"),
+        ({**PATCH, "patch": [10, 10, 90]}, r"must fit into .* and be divisible by 4, .*; give 12 12 32, [^\n]*$"),
         ({**PATCH, "patch": [16, 0, 16]}, r"--patch must be three positive numbers, got \(16, 0, 16\)"),
         ({"mode": "patch", "resolution": 0.5}, "resolution must be 1 with --mode patch"),
         ({"mode": "patch", "device": "gpu:0"}, "device must be a GPU of this host, got gpu:0 with none found"),

@@ -116,7 +116,7 @@ def test_a_run_of_several_workers_is_estimated_as_one_of_them(tmp_path, capsys):
         ("--run nowhere", "must hold a plan.json"),
         ("--batch 2", "shape must be given, got none"),
         ("--shape 64 64 64 --link 25Gbit/s --epochs 3", "--hosts must be given with --link, --epochs, got none"),
-        ("--shape 64 64 64 --hosts 2 --plan", "--hosts must stand without --plan"),
+        ("--shape 64 64 64 --hosts 2 --plan", "--hosts must be given without --plan"),
     ],
 )
 def test_bad_input_exits_with_2_and_says_what_to_do(arguments, message, capsys):

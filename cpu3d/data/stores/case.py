@@ -165,9 +165,7 @@ def grid_problems(path: Path, grid: Geometry, first: Path, expected: Geometry) -
         difference = f"affines differ by {apart:g} mm, more than {AFFINE_TOLERANCE:g}"
     else:
         return []
-    return [
-        f"{path} must lie on the grid of {first.name}: {difference}; resample it, correct its header or leave it out"
-    ]
+    return [f"{path} must have the grid of {first.name}: {difference}; resample it, correct its header or leave it out"]
 
 
 def _channels(path: Path, array: np.ndarray, names: Sequence[str]) -> List[np.ndarray]:

@@ -231,7 +231,7 @@ def read_decathlon(folder: Path):
         rule = f"channels of {path} must be numbered 0, 1, ... without gaps"
         problems.append(f"{rule}, got {sorted(channels)}; correct it")
     if len(set(labels.values())) < len(labels) or min(labels) < 0 or max(labels) > 255 or len(labels) < 2:
-        rule = f"labels of {path} must be distinct names of codes 0..255, one beside the background"
+        rule = f"labels of {path} must be distinct names of codes 0..255, at least one besides the background"
         problems.append(f"{rule}, got {content.labels}; correct it")
     # A downloaded list must not reach beyond its folder; a link may, as it is the owner's.
     named = [one for entry in content.training for one in (entry.image, entry.label) if one is not None]

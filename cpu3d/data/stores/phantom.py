@@ -1,15 +1,15 @@
-"""A made-up brain tumour data set that is worth learning from, in the Decathlon layout.
+"""Write a data set of made-up brains with tumours that can be learnt, in the Decathlon layout.
 
 Example: ./run.sh phantom --out phantom --cases 10 --shape 240 240 155 --seed 0
 
-With --context count all tumours look alike, and the code of their rim depends on something far away: whether there is
-another lesion. A patch shorter than the gap between lesions shows WT and TC, but not ET; dataset.json has the length.
+With --context count all tumours look alike, and the code of their rim depends on whether there is another lesion, far
+away. A patch that is shorter than the gap between lesions shows WT and TC, but not ET; dataset.json has this length.
 
 With --lesion-size small the whole tumour, in one to three lesions, is 0.2 to 1 % of the brain's box, and the enhancing
 tumour at least 0.02 %. With --warp CASE the cases are warped copies of a real case: they show how fast a network learns
 what a real tumour looks like, not how well it does on other patients.
 
-Shapes and contrasts are drawn by hand after BraTS volumes, skull-stripped. No channel shows the tumour by brightness
+Shapes and contrasts imitate skull-stripped BraTS volumes. No channel shows the tumour by brightness
 alone: fluid is bright in T2, vessels in T1 with contrast agent, spots and cortex in FLAIR. Coordinates run from -1 to 1
 across the head's box: u to the right, v to the front, w up.
 """

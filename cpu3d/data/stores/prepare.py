@@ -1,9 +1,9 @@
-"""Turn a data set of NIfTI volumes into a store that trains at the speed of memory.
+"""Convert a data set of NIfTI volumes into a store, from which training reads at the speed of memory.
 
 Example: ./run.sh prepare --dataset Task01_BrainTumour --store store
 
 Each case is written whole or not at all: its record comes after its arrays and marks them as good, and the manifest
-comes last and marks the store as finished. A run that was cut is continued by the same command. source.json names the
+comes last and marks the store as finished. The same command continues after an interruption. source.json names the
 data set and the settings, quarantine.jsonl the cases that were left out.
 """
 

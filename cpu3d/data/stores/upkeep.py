@@ -1,10 +1,10 @@
-"""Look into a store, check it, add cases to it.
+"""Print what a store holds, check it, add cases to it.
 
 Examples: ./run.sh store info store
           ./run.sh store verify store
           ./run.sh store append store --dataset new_cases
 
-The old cases stay where they are. `append` can be interrupted: the same command continues.
+The cases of the store keep their split. `append` can be interrupted: the same command continues.
 """
 
 import functools
@@ -32,7 +32,7 @@ from memory_estimator.common.schema import option
 
 @dataclass(frozen=True)
 class Info:
-    """Print what a store holds, and how it would be read here."""
+    """Print what a store holds, and how this host would read it."""
 
     store: Path = option(help="folder made by `prepare`", positional=True)
 
@@ -47,7 +47,7 @@ class Verify:
 
 @dataclass(frozen=True)
 class Append:
-    """Add a data set's new cases, made as the store's own were."""
+    """Add a data set's new cases, prepared as the store's own cases."""
 
     store: Path = option(help="finished store", positional=True)
     dataset: Path = option(help="folder as for `prepare`")
@@ -139,7 +139,7 @@ def append(
     for what, value in (("channels", dataset.channels), ("labels", labels), ("regions", regions_of(labels))):
         if getattr(old, what) != value:
             rule = f"data set {dataset.folder} must have the {what} of store {store_dir}, {getattr(old, what)}"
-            raise InputError(f"{rule}, got {value}; prepare a store of its own")
+            raise InputError(f"{rule}, got {value}; prepare a separate store")
     writable_folder(store_dir, "store")
     with locked(store_dir, "store"):
         remove_partials(store_dir, store_dir / "cases")
@@ -185,7 +185,7 @@ def _patient_clashes(store: Store, patients: Optional[Path]) -> List[str]:
     """Where the store's patients come from a table and `patients` is no table, or a table of other patients."""
     old = store.manifest
     if TABLE in old.patient_rules and patients is None:
-        return [f"--patients must name a table, as store {store.folder} has its patients from one, got none; name one"]
+        return [f"--patients must be given, as store {store.folder} has its patients from a table, got none; name one"]
     problems, table = [], read_patients(patients, ()) if patients is not None else {}
     for case in old.cases if table else ():
         if table.get(case.case_id, case.patient_id) != case.patient_id:

@@ -80,7 +80,7 @@ def test_a_manifest_that_is_cut_edited_or_gone_is_refused(small_store):
     turned = dict(reversed(content["regions"].items()))
     for change in ({"largest_box": [1, 1, 1]}, {"regions": turned}, {"sha256": ""}, {"split_seed": float("nan")}):
         (folder / "manifest.json").write_text(json.dumps({**content, **change}))
-        with pytest.raises(InputError, match=r"must be as it was written, got an edited one; restore it"):
+        with pytest.raises(InputError, match=r"must be as it was written, got an edited manifest; restore it"):
             open_store(folder)
     for other in ('{"schema": 2', "7", "{}"):
         (folder / "manifest.json").write_text(other)

@@ -142,7 +142,7 @@ def test_the_worst_worker_decides_the_state_and_causes_come_first(run):
     assert (found.state, found.is_fine) == ("silent", False)
     assert [worker.state for worker in found.workers] == ["broken off", "silent", "running"]
     text = printed(run)
-    assert text.index("why: worker 1: no beat") < text.index("why: worker 0: worker 1 is lost")
+    assert text.index("why: worker 1: no heartbeat") < text.index("why: worker 0: worker 1 is lost")
     assert f"its last lines are in {run}/logs/worker-1.log" in text
     write_heartbeat(run, beat(workers=1, started=time.time() - 100))
     write_silent(run, 1, workers=2, started=time.time() - 9000)

@@ -135,7 +135,7 @@ def test_bad_input_is_one_line_and_leaves_what_is_there(case, tmp_path, capsys):
         (("--image", truth.parent), "found a segmentation alone"),
         (("--image", tmp_path / "text.nii.gz"), "must be a NIfTI file"),
         (("--image", series), "at most 16 channels, got 40"),
-        (("--image", case, "--label", other), "must lie on the grid"),
+        (("--image", case, "--label", other), "must have the grid of"),
         (("--image", case, "--prediction", series), "must be 3D"),
         (("--image", case, "--label", halves), "0..255, got 0.5"),
         (("--image", case, "--label", hole), "0..255, got nan"),
