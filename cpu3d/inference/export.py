@@ -29,7 +29,7 @@ from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Shape3
 from cpu3d.data.stores.case import facts_of, load_case
 from cpu3d.data.windows import OVERLAP, SIGMA_SHARE
-from cpu3d.errors import InputError, how_to_install, refuse
+from cpu3d.errors import InputError, refuse
 from cpu3d.host.apply import set_up
 from cpu3d.inference.cases import check_there, find_cases
 from cpu3d.inference.runs import store_of_run
@@ -42,6 +42,7 @@ from cpu3d.util.progress import say
 from cpu3d.util.records import by, versions
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table
+from memory_estimator.installed import how_to_install
 
 FILES = {"savedmodel": "saved_model", "onnx": "model.onnx"}  # format -> what holds the network
 
