@@ -120,7 +120,7 @@ class Plan:
         taken = self.forecast.describe(host, self.training_s) if self.forecast else []
         if config.device != "cpu":
             size = format_bytes(planner.gpu_bytes(self.job))
-            taken = [f"a step takes {size} of the card, as far as can be said without one"]
+            taken = [f"a step takes about {size} of the card"]
         notes = [statistics_note(unet.norm, config.batch, config.micro)]
         if not manifest.split["val"]:
             notes.append("no validation cases in this split: the last weights count as the best")

@@ -183,7 +183,7 @@ def test_appended_cases_join_their_patients_by_the_table_that_the_store_has_them
     table.write_text("a,p\nb,q\nc,r\nd,q\n")
     old = prepare(data, store, **EACH_ONE, patients=table)
     more = dataset("a", "b", "c", "d", folder="more")
-    with pytest.raises(InputError, match="--patients must name a table"):
+    with pytest.raises(InputError, match="--patients must be given"):
         append(store, more, workers=1)
     manifest = append(store, more, workers=1, patients=table).manifest
     assert manifest.patient_rules == {TABLE: 4}
