@@ -12,7 +12,7 @@ from typing import Dict, Mapping, Optional, Tuple, Union
 from memory_estimator.common.files import read_json, reason, typed
 from memory_estimator.job import Job
 
-SHIPPED = Path(__file__).with_name("accuracy.json")
+SHIPPED = Path(__file__).with_name("hosts") / "accuracy.json"
 
 WIDE_SHARE = 0.25  # of a peak, that the bound lies above it where there are no records at all
 

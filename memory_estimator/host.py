@@ -65,12 +65,14 @@ class Host:
 
     @property
     def instructions(self) -> str:
-        """What own kernels run here: of INSTRUCTION_SETS, or ""."""
-        return instruction_set(self.isa)
+        """What own kernels run here: of INSTRUCTION_SETS, or "". As models/native/select.c has it, which leaves out
+        the bfloat16 products of Intel's CPUs: they are slow, unlike AMX."""
+        slow = "Intel" in self.cpu_model and "amx_bf16" not in self.isa
+        return instruction_set([flag for flag in self.isa if not (slow and flag == "avx512_bf16")])
 
     @property
     def fast_bfloat16(self) -> bool:
-        """Whether bfloat16 values are multiplied here; else they become float32 first, which is slower."""
+        """Whether bfloat16 values are multiplied here; else they become float32 first."""
         return self.instructions in ("avx512_bf16", "amx")
 
     @property

@@ -226,7 +226,7 @@ def gpu_forecast(job: Job) -> Dict[str, Any]:
     context."""
     card_bytes = gpu_bytes(job)
     sizes = {"allocator_peak_bytes": card_bytes - CONTEXT_BYTES, "card_bytes": card_bytes}
-    return {**sizes, "constants": "two steps on an NVIDIA H200"}
+    return {**sizes, "constants": "rough: from two steps on an NVIDIA H200"}
 
 
 def _smaller(job: Job, kind: str, grids: Optional[Sequence[Tuple[str, Shape3]]]) -> List[Tuple[str, Job]]:

@@ -32,7 +32,6 @@ LEAST_RECORDS = 8  # of a kind: fewer steps do not tell the spread of their erro
 
 FIGURES = ("allocator_peak", "process_peak", "step_s")  # what has an error: fields of `Kind`, keys of `Row.errors`
 
-
 NETWORKS: Tuple[Tuple[Dict[str, Any], Tuple[int, int, int], Dict[str, Any]], ...] = (
     ({}, (64, 64, 64), {}),
     ({}, (96, 96, 96), {}),

@@ -89,9 +89,9 @@ def run(given: Dict[str, Any], options: StepOptions, output: Output) -> int:
 def compare_policies(request: Dict[str, Any], policies: Sequence[str], peers: Sequence[str], rounds: int) -> Result:
     """Measure the step of `request` under each policy, and the peers, in turn; the content of a record, with "rows".
 
-    Seconds are medians, peaks the highest; the bytes live over a step are of the first round. A policy whose process
-    died is not tried again, and its row has the "error". Raises ProcessFailedError for a peer that fails, and where no
-    policy could be measured.
+    Seconds are medians, peaks the highest; the bytes live over a step are of the first round, and only where several
+    are compared. A policy whose process died is not tried again, and its row has the "error". Raises ProcessFailedError
+    for a peer that fails, and where no policy could be measured.
     """
     from cpu3d.util.progress import bar  # not into the memory of a measuring process
 
@@ -103,7 +103,7 @@ def compare_policies(request: Dict[str, Any], policies: Sequence[str], peers: Se
             if name in peers:
                 done[name].append(run_peer(name))
             elif name not in errors:
-                own = {"unet": {**request["unet"], "policy": name}, "live": number == 0}
+                own = {"unet": {**request["unet"], "policy": name}, "live": number == 0 and len(done) > 1}
                 try:
                     done[name].append(harness.in_fresh_process(measure, {**request, **own}))
                 except ProcessFailedError as error:

@@ -2,7 +2,7 @@
 
     ./run.sh bench tables --records records                         # prints the page
     ./run.sh bench tables --records records --page validation.md --picture docs/pictures/policies.png
-    ./run.sh bench tables --records records --accuracy memory_estimator/accuracy.json
+    ./run.sh bench tables --records records --accuracy memory_estimator/hosts/accuracy.json
 
 Predictions are those of the present estimator with its shipped constants. The upper bounds of the validation page
 follow from accuracy.json, the errors of the predictions: write that file after a new record, and after a change of the

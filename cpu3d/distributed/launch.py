@@ -130,7 +130,7 @@ def make_plan(options: Options, environ: Mapping[str, str], one_a_socket: int) -
             raise InputError(f"--host-index must be in --hosts, counted from 0, got {index}; leave it out")
     elif (cluster := read_cluster(environ)) != ALONE:
         if options.workers not in (None, 1):
-            raise InputError(f"--workers must be left out with TF_CONFIG, got {options.workers}; leave it out")
+            raise InputError(f"--workers must be 1 with TF_CONFIG, got {options.workers}; leave it out")
         return Plan(cluster, range(cluster.rank, cluster.rank + 1), "TF_CONFIG")
     elif (step := read_slurm(environ)) is not None:
         hosts, index, port_of_job = step

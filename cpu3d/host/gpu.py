@@ -1,5 +1,4 @@
-"""The NVIDIA cards of this host: what there is, which one a run takes, what it holds, and
-the call that gives TensorFlow only that.
+"""The NVIDIA cards of this host: what there is, which one a run takes and what it holds; gives TensorFlow only that.
 
 gpus = HostGpus()                               # asks the driver's nvidia-smi once it is looked at, no TensorFlow
 device = pick_device(None, "patch", gpus)       # "gpu:0", or "cpu"

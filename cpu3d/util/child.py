@@ -98,7 +98,7 @@ def last_words(log: Path, begin: int = 0, count: int = 12) -> str:
 
 def worker_count(requested: Optional[int]) -> int:
     """`requested`, or one worker per core that this process may use."""
-    return requested or len(os.sched_getaffinity(0))
+    return len(os.sched_getaffinity(0)) if requested is None else requested
 
 
 def run_jobs(function: Callable[[Any], Any], jobs: Sequence[Any], workers: int) -> Iterator[Tuple[Any, Any]]:

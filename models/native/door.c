@@ -247,9 +247,9 @@ static void compute_kind(struct call *call, const struct attributes *given)
         return;
     int code = native_run(NULL, &op);
     if (code == -1)
-        TF_SetStatus(call->status, TF_RESOURCE_EXHAUSTED, "memory must suffice for the rows of every thread, got too little");
+        TF_SetStatus(call->status, TF_RESOURCE_EXHAUSTED, "memory must suffice for the rows of every thread");
     else if (code)
-        TF_SetStatus(call->status, TF_UNIMPLEMENTED, "the CPU must have AVX2 and FMA, got none of the kernels");
+        TF_SetStatus(call->status, TF_UNIMPLEMENTED, "the CPU must have AVX2 and FMA");
 }
 
 static void compute(void *attributes, TF_OpKernelContext *context)

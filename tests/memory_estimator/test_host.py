@@ -54,17 +54,18 @@ def test_only_the_memory_of_allowed_nodes_is_free(xeon, status, numa_maps, nodes
 
 
 @pytest.mark.parametrize(
-    ("isa", "name", "dtype"),
+    ("isa", "cpu", "name", "dtype"),
     [
-        (AMX, "amx", "bfloat16"),
-        (BFLOAT16, "avx512_bf16", "bfloat16"),
-        (VNNI, "avx512", "float32"),
-        (VNNI[:3], "avx2", "float32"),
-        (("avx",), "", "float32"),
+        (AMX, "Intel(R) Xeon(R) Platinum 8480+", "amx", "bfloat16"),
+        (BFLOAT16, "AMD EPYC 9654", "avx512_bf16", "bfloat16"),
+        (BFLOAT16, "Intel(R) Xeon(R) Gold 6348H", "avx512", "float32"),
+        (VNNI, "", "avx512", "float32"),
+        (VNNI[:3], "", "avx2", "float32"),
+        (("avx",), "", "", "float32"),
     ],
 )
-def test_own_kernels_are_those_of_the_best_instruction_set(isa, name, dtype):
-    host = dataclasses.replace(XEON.host, isa=isa)
+def test_own_kernels_are_those_of_the_best_instruction_set(isa, cpu, name, dtype):
+    host = dataclasses.replace(XEON.host, isa=isa, cpu_model=cpu)
     assert (host.instructions, host.best_dtype) == (name, dtype)
 
 

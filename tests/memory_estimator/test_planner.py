@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from memory_estimator.job import Job
+from memory_estimator.job import RECIPES, Job
 from memory_estimator.planner import (
     fastest_that_fits,
     gpu_bytes,
@@ -133,6 +133,13 @@ def test_the_patch_fits_and_the_next_larger_one_does_not(memory_bytes, batch):
     assert card_bytes(dataclasses.replace(job, shape=shapes[place])) <= memory_bytes
     if place < len(shapes) - 1:
         assert card_bytes(dataclasses.replace(job, shape=shapes[place + 1])) > memory_bytes
+
+
+@pytest.mark.parametrize(("dtype", "side", "held"), [("float32", 64, 1_071_644_160), ("bfloat16", 128, 5_030_344_960)])
+def test_a_card_is_to_hold_what_one_held(dtype, side, held):
+    """TensorFlow's own peak on an NVIDIA H200, of `train --recipe gpu-patch` with patches of this side."""
+    job = dataclasses.replace(RECIPES["gpu-patch"].job.with_unet(dtype=dtype), shape=(side,) * 3, micro_batch=1)
+    assert held <= gpu_bytes(job) - GIB <= 1.7 * held
 
 
 def test_a_card_too_small_for_any_patch_is_told_what_the_smallest_takes():

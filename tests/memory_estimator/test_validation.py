@@ -101,7 +101,7 @@ def validated():
 
 
 def test_what_the_estimator_says_of_its_errors_is_what_was_measured(validated):
-    remake = "run ./run.sh bench tables --records records --accuracy memory_estimator/accuracy.json"
+    remake = "run ./run.sh bench tables --records records --accuracy memory_estimator/hosts/accuracy.json"
     assert load_accuracy() == digest(validated), remake
 
 

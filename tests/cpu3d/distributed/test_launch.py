@@ -73,7 +73,7 @@ def test_one_worker_is_alone_and_workers_of_this_host_have_ports_of_their_own():
     ("options", "environ", "said"),
     [
         ({"hosts": "a,b", "host_index": 2}, {}, "--host-index must be in --hosts, counted from 0, got 2"),
-        ({"workers": 2}, TF, "--workers must be left out with TF_CONFIG"),
+        ({"workers": 2}, TF, "--workers must be 1 with TF_CONFIG"),
     ],
 )
 def test_what_does_not_agree_is_refused(options, environ, said):

@@ -56,6 +56,13 @@ def stepped(optimizer, steps=2):
     return variables
 
 
+def test_keras_does_not_compile_its_updates_on_a_card(monkeypatch):
+    """Each would be a graph of its own, and updates share what they compute."""
+    monkeypatch.setattr(tf.compat.v2.config, "list_physical_devices", lambda kind=None: ["a card"])
+    assert tf.keras.optimizers.Adam().jit_compile
+    assert not Muon().jit_compile
+
+
 def test_two_steps_are_those_worked_out_by_hand():
     found = stepped(Muon(0.1, adam_scale=1.5, momentum=0.9))
     adam = stepped(tf.keras.optimizers.Adam(0.15))
