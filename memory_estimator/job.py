@@ -21,7 +21,6 @@ class Optimizer:
     learning_rate: float  # where none is chosen: the best of those tried on untouched cases (docs/log.md)
     rate_scaling: str  # of the rate where the batch grows with the workers: "linear" or "sqrt"
     slots: int  # float32 copies that it keeps of a weight: mean and variance, or the momentum
-    prepared: str = ""  # what it makes of each gradient as soon as it is there; "" for nothing
     orthogonal: bool = False  # whether kernels of several voxels have orthogonal updates, one slot and their own rate
 
 
@@ -29,9 +28,9 @@ OPTIMIZERS = {
     # The square root is a guess.
     "muon": Optimizer(0.02, "sqrt", slots=2, orthogonal=True),
     # Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms".
-    "adam": Optimizer(0.01, "sqrt", slots=2, prepared="square"),
+    "adam": Optimizer(0.01, "sqrt", slots=2),
     # With momentum. Goyal et al. 2017, "Accurate, Large Minibatch SGD".
-    "sgd": Optimizer(0.1, "linear", slots=1, prepared="negated"),
+    "sgd": Optimizer(0.1, "linear", slots=1),
 }
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 STORED_BYTES = 2  # a voxel and channel in a store, as int16 or float16; of a label it is one a voxel

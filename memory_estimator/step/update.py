@@ -4,7 +4,7 @@ from typing import Dict
 
 from memory_estimator.job import OPTIMIZERS
 from memory_estimator.step.program import Tensor
-from memory_estimator.step.writer import Writer, is_orthogonal, kernel_elements, kernel_sides, slots_of
+from memory_estimator.step.writer import Writer, is_orthogonal, kernel_elements, kernel_sides
 from models.layer_plan import LayerOp
 
 SQUARES, SQUARE_PRODUCTS = 7, 19  # of Muon's iteration: square matrices at once, and products of two of them
@@ -27,28 +27,17 @@ def update(writer: Writer, gradients: Dict[str, str]) -> None:
             total = f"{op.name}/gradient_sum"
             writer.run(f"sums/{op.name}", "pass", [gradients[op.name], total])
             gradients = {**gradients, op.name: total}
-    if optimizer.orthogonal:
-        for op in writer.kernels:
-            (_orthogonalise if is_orthogonal(op) else _adapt)(writer, op, gradients[op.name])
-        return
-    prepared = {}
-    for op in writer.kernels:  # Adam's squares, and SGD's gradients negated, come before all else
-        gradient, name = gradients[op.name], f"{op.name}/{optimizer.prepared}"
-        over = [gradient] * (optimizer.prepared == "negated")
-        prepared[op.name] = writer.make(name, "update", [gradient], 4 * kernel_elements(op), over=over)
     for op in writer.kernels:
-        size, kernel = 4 * kernel_elements(op), f"{op.name}/kernel"
-        if optimizer.prepared == "negated":
-            _descend(writer, op, prepared[op.name])
-            continue
-        slots = [f"{op.name}/slot{slot}" for slot in range(slots_of(optimizer, op))]
-        writer.make(f"{op.name}/update", "update", [gradients[op.name], *slots, prepared[op.name], kernel], size)
+        orthogonal = optimizer.orthogonal and is_orthogonal(op)
+        change = _orthogonalise if orthogonal else _descend if optimizer.slots == 1 else _adapt
+        change(writer, op, gradients[op.name])
 
 
-def _descend(writer: Writer, op: LayerOp, negated: str) -> None:
+def _descend(writer: Writer, op: LayerOp, gradient: str) -> None:
     """SGD with Nesterov's momentum: m = d m - r g, w += d m - r g. Each product is a tensor, and the momentum moves
     into the sum."""
     size, slot = 4 * kernel_elements(op), f"{op.name}/slot0"
+    negated = writer.make(f"{op.name}/negated", "update", [gradient], size, over=[gradient])
     decayed = writer.make(f"{op.name}/decayed", "update", [slot], size)
     scaled = writer.make(f"{op.name}/scaled", "update", [negated], size)
     writer.move(slot, "optimizer slots", [scaled, decayed])
@@ -73,7 +62,7 @@ def _orthogonalise(writer: Writer, op: LayerOp, gradient: str) -> None:
 
 
 def _adapt(writer: Writer, op: LayerOp, gradient: str) -> None:
-    """Adam as Muon has it, of a kernel of one voxel: mean and square change in place, one after the other."""
+    """Adam: mean and square change in place, one after the other."""
     size, slots = 4 * kernel_elements(op), [f"{op.name}/slot{slot}" for slot in range(2)]
     for slot in reversed(slots):
         change = writer.make(f"{slot}/change", "update", [gradient, slot], size)
