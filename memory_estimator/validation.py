@@ -45,7 +45,7 @@ NETWORKS: Tuple[Tuple[Dict[str, Any], Tuple[int, int, int], Dict[str, Any]], ...
     ({"norm": "none", "filters": 12, "channels": 1, "outputs": 1}, (128, 128, 128), {"optimizer": "sgd"}),
     ({"filters": 32, "depth": 4}, (128, 128, 96), {}),
     ({"network": "cicek2016", "depth": 4, "filters": 16, "channels": 1, "outputs": 1}, (128, 96, 128), {}),
-    ({"filters": 24, "depth": 3}, (128, 96, 128), {"batch": 2, "micro_batch": 1}),
+    ({"filters": 24, "depth": 3}, (128, 96, 128), {"batch": 2}),
     ({}, (144, 192, 144), {}),
     ({"filters": 48}, (96, 112, 96), {"batch": 1}),
     ({"filters": 8, "channels": 1}, (240, 240, 160), {}),

@@ -262,7 +262,17 @@ class _Adam(_InOrder, tf.keras.optimizers.Adam):
     pass
 
 
-class _Sgd(_InOrder, tf.keras.optimizers.SGD):
+class _InPlace(tf.keras.optimizers.SGD):
+    """Nesterov's momentum where it lies: Keras puts a new one in the place of the old, which lies elsewhere then."""
+
+    def update_step(self, gradient, variable) -> None:
+        mean = self.momentums[self._index_dict[self._var_key(variable)]]
+        step = tf.cast(self.learning_rate, variable.dtype) * gradient
+        mean.assign_sub((1 - self.momentum) * mean + step)
+        variable.assign_add(self.momentum * mean - step)
+
+
+class _Sgd(_InOrder, _InPlace):
     pass
 
 

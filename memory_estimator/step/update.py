@@ -34,15 +34,13 @@ def update(writer: Writer, gradients: Dict[str, str]) -> None:
 
 
 def _descend(writer: Writer, op: LayerOp, gradient: str) -> None:
-    """SGD with Nesterov's momentum: m = d m - r g, w += d m - r g. Each product is a tensor, and the momentum moves
-    into the sum."""
+    """SGD with Nesterov's momentum, which changes in place: m -= (1 - d) m + r g, w += d m - r g."""
     size, slot = 4 * kernel_elements(op), f"{op.name}/slot0"
-    negated = writer.make(f"{op.name}/negated", "update", [gradient], size, over=[gradient])
+    scaled = writer.make(f"{op.name}/scaled", "update", [gradient], size, over=[gradient])
+    change = writer.make(f"{op.name}/change", "update", [slot], size)
+    writer.run(f"{op.name}/momentum", "update", [change, scaled, slot])
     decayed = writer.make(f"{op.name}/decayed", "update", [slot], size)
-    scaled = writer.make(f"{op.name}/scaled", "update", [negated], size)
-    writer.move(slot, "optimizer slots", [scaled, decayed])
-    again = writer.make(f"{op.name}/decayed", "update", [slot], size)
-    writer.run(f"{op.name}/update", "update", [negated, again, f"{op.name}/kernel"])
+    writer.run(f"{op.name}/update", "update", [decayed, scaled, f"{op.name}/kernel"])
 
 
 def _orthogonalise(writer: Writer, op: LayerOp, gradient: str) -> None:
