@@ -17,7 +17,7 @@ from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
 from cpu3d.settings import RunConfig
 from cpu3d.training.losses import TrainingLoss
-from cpu3d.training.muon import Muon
+from cpu3d.training.optimizers import Adam, Muon, Sgd
 from models.unet3d import build_unet3d
 
 
@@ -241,48 +241,13 @@ def _fingerprint(weights: Sequence[tf.Variable]) -> tf.Tensor:
     return tf.cast(tf.bitwise.bitwise_and(mixed, 0xFFFFFF), tf.float32)
 
 
-class _InOrder(tf.keras.optimizers.Optimizer):
-    """Put in front of one of Keras' own: each update waits for the one before. In any other order where small tensors
-    are in memory, and whether a large one fits between them, would depend on timing."""
-
-    def apply_gradients(self, *arguments, **options):
-        self._before = []
-        try:
-            return super().apply_gradients(*arguments, **options)
-        finally:
-            self._before = []
-
-    def update_step(self, gradient, variable) -> None:
-        with tf.control_dependencies(self._before):
-            super().update_step(gradient, variable)
-            self._before = [variable.read_value()]
-
-
-class _Adam(_InOrder, tf.keras.optimizers.Adam):
-    pass
-
-
-class _InPlace(tf.keras.optimizers.SGD):
-    """Nesterov's momentum where it lies: Keras puts a new one in the place of the old, which lies elsewhere then."""
-
-    def update_step(self, gradient, variable) -> None:
-        mean = self.momentums[self._index_dict[self._var_key(variable)]]
-        step = tf.cast(self.learning_rate, variable.dtype) * gradient
-        mean.assign_sub((1 - self.momentum) * mean + step)
-        variable.assign_add(self.momentum * mean - step)
-
-
-class _Sgd(_InOrder, _InPlace):
-    pass
-
-
 def optimizer_of(config: RunConfig) -> tf.keras.optimizers.Optimizer:
     """A new optimizer, as the run's settings say."""
     rate = config.peak_rate
     return {
         "muon": lambda: Muon(rate, config.adam_rate / rate),
-        "adam": lambda: _Adam(rate, jit_compile=False),
-        "sgd": lambda: _Sgd(rate, momentum=0.99, nesterov=True, jit_compile=False),
+        "adam": lambda: Adam(rate),
+        "sgd": lambda: Sgd(rate, momentum=0.99),
     }[config.optimizer]()
 
 

@@ -111,7 +111,7 @@ def test_no_peak_lies_above_its_bound(validated):
 
 @pytest.mark.parametrize(
     ("figure", "median", "worst"),
-    [("allocator_peak", 0.003, 0.06), ("process_peak", 0.01, 0.15), ("step_s", 0.08, 0.29)],
+    [("allocator_peak", 0.001, 0.02), ("process_peak", 0.02, 0.1), ("step_s", 0.05, 0.13)],
 )
 def test_errors_over_all_records_are_as_small_as_the_docs_have_them(validated, figure, median, worst):
     found = spread(validated, figure)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cpu3d.training.muon import ITERATION, TIMES, Muon, orthogonal
+from cpu3d.training.optimizers import ITERATION, TIMES, Muon, orthogonal
 
 
 def noise(*shape, seed=0):

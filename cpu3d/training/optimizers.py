@@ -1,5 +1,5 @@
-"""Muon: the optimizer whose update of a kernel is its momentum made orthogonal (Jordan 2024, "Muon: an optimizer for
-hidden layers in neural networks").
+"""Muon, whose update of a kernel is its momentum made orthogonal (Jordan 2024, "Muon: an optimizer for hidden layers in
+neural networks"); Adam and SGD in Keras' form, update by update.
 
 With all singular values made equal, directions that few voxels speak for, such as a small lesion's, move as far as
 those that all speak for. docs/log.md has what that saves in steps.
@@ -14,8 +14,48 @@ import tensorflow as tf
 ITERATION, TIMES = (3.4445, -4.7750, 2.0315), 5
 
 
+class InOrder(tf.keras.optimizers.Optimizer):
+    """Put in front of one of Keras' own: each update waits for the one before. In any other order where small tensors
+    are in memory, and whether a large one fits between them, would depend on timing. On a card Keras would compile each
+    update as a graph of its own, which could not wait."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **{"jit_compile": False, **options})
+
+    def apply_gradients(self, *arguments, **options):
+        self._before = []
+        try:
+            return super().apply_gradients(*arguments, **options)
+        finally:
+            self._before = []  # what is left in it would be saved with a model
+
+    def update_step(self, gradient, variable) -> None:
+        with tf.control_dependencies(self._before):
+            self._before = [self.change(gradient, variable)]
+
+    def change(self, gradient, variable):
+        """Update one variable; returns what the next one waits for."""
+        super().update_step(gradient, variable)
+        return variable.read_value()
+
+
+class Adam(InOrder, tf.keras.optimizers.Adam):
+    """Keras' own, in order."""
+
+
+class Sgd(InOrder, tf.keras.optimizers.SGD):
+    """Nesterov's momentum, in place: Keras puts a new one in the place of the old, which lies elsewhere after every
+    step."""
+
+    def change(self, gradient, variable):
+        mean = self.momentums[self._index_dict[self._var_key(variable)]]
+        step = tf.cast(self.learning_rate, variable.dtype) * gradient
+        mean.assign_sub((1 - self.momentum) * mean + step)
+        return variable.assign_add(self.momentum * mean - step)
+
+
 @tf.keras.utils.register_keras_serializable("cpu3d")
-class Muon(tf.keras.optimizers.Optimizer):
+class Muon(InOrder):
     """Muon for kernels of more than one voxel, Adam (Kingma 2015) for norms, biases and 1x1x1 kernels.
 
     One float32 slot a kernel, two for what Adam has. Updates come one after another: memory holds one at a time.
@@ -37,7 +77,7 @@ class Muon(tf.keras.optimizers.Optimizer):
     ):
         """`learning_rate` is of kernels; Adam's is `adam_scale` times that. `momentum` is of kernels, with Nesterov's
         look-ahead; `options` are those of every Keras optimizer, such as `clipnorm`."""
-        super().__init__(name=name, **{"weight_decay": None, "jit_compile": False, **options})
+        super().__init__(name=name, **{"weight_decay": None, **options})
         self._learning_rate = self._build_learning_rate(learning_rate)
         self.adam_scale, self.momentum = adam_scale, momentum
         self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
@@ -52,19 +92,17 @@ class Muon(tf.keras.optimizers.Optimizer):
         ]
         self._built = True
 
-    def apply_gradients(self, grads_and_vars, *args, **options):
-        self._before, self._shared = [], {}
+    def apply_gradients(self, *arguments, **options):
+        self._shared = {}
         try:
-            return super().apply_gradients(grads_and_vars, *args, **options)
+            return super().apply_gradients(*arguments, **options)
         finally:
-            self._before, self._shared = [], {}  # what is left in them would be saved with a model
+            self._shared = {}
 
-    def update_step(self, gradient, variable) -> None:
-        """Update one variable, after those before it."""
+    def change(self, gradient, variable):
         index = self._index_dict[self._var_key(variable)]
-        with tf.control_dependencies(self._before):
-            update = self._muon if is_orthogonal(variable.shape) else self._adam
-            self._before = [variable.assign_sub(update(index, tf.convert_to_tensor(gradient)))]
+        update = self._muon if is_orthogonal(variable.shape) else self._adam
+        return variable.assign_sub(update(index, tf.convert_to_tensor(gradient)))
 
     def get_config(self):
         own = {name: getattr(self, name) for name in ("adam_scale", "momentum", "beta_1", "beta_2", "epsilon")}
