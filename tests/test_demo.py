@@ -42,17 +42,30 @@ def test_it_leaves_scores_a_page_and_a_prediction_and_again_has_little_to_do(fol
     assert (folder / "run" / "log.jsonl").read_bytes() == log
 
 
-def test_only_the_whole_demo_is_cut_to_its_minutes():
-    whole, smoke = (demo.commands(demo.Path("out"), smoke)[2] for smoke in (False, True))
+@pytest.fixture
+def commands(monkeypatch):
+    """The commands of a demo with these options, none of them done."""
+
+    def of(**options):
+        done = []
+        monkeypatch.setattr("cpu3d.__main__.main", lambda command: done.append(command) or 0)
+        assert demo.run(demo.Options(out=demo.Path("out"), **options)) == 0
+        return done
+
+    return of
+
+
+def test_only_the_whole_demo_is_cut_to_its_minutes(commands):
+    whole, smoke = (commands(smoke=smoke)[2] for smoke in (False, True))
     assert whole[whole.index("--budget-minutes") + 1] == str(demo.BUDGET_MINUTES)
     assert "--budget-minutes" not in smoke
 
 
-def test_a_demo_under_a_policy_leaves_the_other_s_run_and_predictions_alone():
-    plain, lean = (demo.commands(demo.Path("out"), True, policy) for policy in (None, "lean"))
+def test_a_demo_under_a_policy_leaves_the_other_s_run_and_predictions_alone(commands):
+    plain, lean = (commands(smoke=True, policy=policy) for policy in (None, "lean"))
     of_plain, of_lean = ({word for each in one for word in each if word.startswith("out/")} for one in (plain, lean))
-    assert of_lean - of_plain == {"out/run-lean", "out/predictions-lean"}
-    assert of_plain - of_lean == {"out/run", "out/predictions"}
+    assert of_lean - of_plain == {"out/smoke/run-lean", "out/smoke/predictions-lean"}
+    assert of_plain - of_lean == {"out/smoke/run", "out/smoke/predictions"}
     assert lean[2][-2:] == ["--policy", "lean"]
 
 

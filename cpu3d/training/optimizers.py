@@ -23,11 +23,11 @@ class InOrder(tf.keras.optimizers.Optimizer):
         super().__init__(*arguments, **{"jit_compile": False, **options})
 
     def apply_gradients(self, *arguments, **options):
-        self._before = []
+        self._before, self._shared = [], {}
         try:
             return super().apply_gradients(*arguments, **options)
         finally:
-            self._before = []  # what is left in it would be saved with a model
+            self._before, self._shared = [], {}  # what is left in them would be saved with a model
 
     def update_step(self, gradient, variable) -> None:
         with tf.control_dependencies(self._before):
@@ -44,8 +44,7 @@ class Adam(InOrder, tf.keras.optimizers.Adam):
 
 
 class Sgd(InOrder, tf.keras.optimizers.SGD):
-    """Nesterov's momentum, in place: Keras puts a new one in the place of the old, which lies elsewhere after every
-    step."""
+    """Nesterov's momentum, in place: a new one, as Keras makes it, would lie elsewhere after every step."""
 
     def change(self, gradient, variable):
         mean = self.momentums[self._index_dict[self._var_key(variable)]]
@@ -58,7 +57,7 @@ class Sgd(InOrder, tf.keras.optimizers.SGD):
 class Muon(InOrder):
     """Muon for kernels of more than one voxel, Adam (Kingma 2015) for norms, biases and 1x1x1 kernels.
 
-    One float32 slot a kernel, two for what Adam has. Updates come one after another: memory holds one at a time.
+    One float32 slot a kernel, two for what Adam has.
 
     An update's length does not depend on that of the gradient, so one fixed rate serves every loss and data set. Adam's
     part has a rate of its own: at a third of it the head and the norms learn too slowly, whatever the kernels do.
@@ -91,13 +90,6 @@ class Muon(InOrder):
             None if is_orthogonal(v.shape) else self.add_variable_from_reference(v, "square") for v in var_list
         ]
         self._built = True
-
-    def apply_gradients(self, *arguments, **options):
-        self._shared = {}
-        try:
-            return super().apply_gradients(*arguments, **options)
-        finally:
-            self._shared = {}
 
     def change(self, gradient, variable):
         index = self._index_dict[self._var_key(variable)]
