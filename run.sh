@@ -125,7 +125,7 @@ choose() {
 cost_of_latest() {
   local cuda=""
   [ "$engine" != gpu ] || cuda=" with CUDA"
-  say "Engine: TensorFlow 2.21$cuda. On the CPU a training step takes about 1.3x as long as with TensorFlow 2.15 + ITEX (128^3, bfloat16)."
+  say "Engine: TensorFlow 2.21$cuda. On the CPU a training step takes as long as with TensorFlow 2.15 + ITEX, and 1.3x as long where own operations cannot be built."
   if [ "$engine" != fast ]; then
     say "For the faster engine: ./run.sh setup"
   elif [ "$platform" = linux-x86_64 ] && [ "$cpu" = avx2 ]; then
