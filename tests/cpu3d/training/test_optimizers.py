@@ -1,4 +1,4 @@
-"""Muon: what it makes of a kernel, one step by hand, and that it is an optimizer like any of Keras'."""
+"""Muon: what it makes of a kernel, one step by hand, as an optimizer of Keras; Adam and SGD beside Keras' own."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cpu3d.training.optimizers import ITERATION, TIMES, Muon, orthogonal
+from cpu3d.training.optimizers import ITERATION, TIMES, Adam, Muon, Sgd, orthogonal
 
 
 def noise(*shape, seed=0):
@@ -54,6 +54,27 @@ def stepped(optimizer, steps=2):
         gradients = [tf.constant(noise(*v.shape, seed=step)) for v in variables]
         optimizer.apply_gradients(zip(gradients, variables))
     return variables
+
+
+@pytest.mark.parametrize(
+    ("own", "keras_own"),
+    [
+        (lambda: Adam(0.01), lambda: tf.keras.optimizers.Adam(0.01)),
+        (lambda: Sgd(0.01, momentum=0.9), lambda: tf.keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True)),
+    ],
+)
+def test_adam_and_sgd_move_weights_as_keras_does(own, keras_own):
+    results = []
+    for optimizer in (own(), keras_own()):
+        weights = [tf.Variable([1.0, -2.0]), tf.Variable([[0.5], [3.0]])]
+        optimizer.build(weights)
+        step = tf.function(
+            lambda optimizer=optimizer, weights=weights: optimizer.apply_gradients([(2 * w, w) for w in weights])
+        )
+        for _ in range(4):
+            step()
+        results.append(np.concatenate([w.numpy().ravel() for w in weights]))
+    np.testing.assert_allclose(*results, rtol=1e-6)
 
 
 def test_keras_does_not_compile_its_updates_on_a_card(monkeypatch):
