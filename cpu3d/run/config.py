@@ -92,6 +92,20 @@ def flat(config: RunConfig) -> Dict[str, Any]:
     return {**nested, **plain}
 
 
+def continued(config: RunConfig, *, step: int, steps: int, saved_coarse_steps: int) -> RunConfig:
+    """A run of `steps` steps that goes on after `step`, from a checkpoint of one with `saved_coarse_steps`.
+
+    Where the checkpoint is of a full step the run keeps its coarse steps; where it is of a coarse one it has at least
+    the `step` that are done. Raises InputError where no step would be in full.
+    """
+    if step >= saved_coarse_steps:
+        return dataclasses.replace(config, coarse_steps=saved_coarse_steps)
+    if steps <= step:
+        rule = f"steps must be above the {step} that the run has done at half the resolution"
+        raise InputError(f"{rule}, got {steps}; raise it, so that the run ends in full")
+    return dataclasses.replace(config, coarse_steps=max(config.coarse_steps, step))
+
+
 def half_rates(config: RunConfig) -> str:
     """The options that halve the learning rates of a run that continues; the batch is in the place of
     --batch-per-worker, under which rates grow with the workers."""

@@ -7,6 +7,7 @@ Each of several workers runs this loop, on its own share of every batch. Only th
 """
 
 import contextlib
+import dataclasses
 import gc
 import json
 import math
@@ -14,7 +15,7 @@ import statistics
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, TypedDict
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, TypedDict
 
 import numpy as np
 import psutil
@@ -28,10 +29,9 @@ from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes
 from cpu3d.host.speed import Observer
 from cpu3d.plan import Plan
 from cpu3d.run.checkpoint import checkpoints, newest, set_aside, write_best, write_next
-from cpu3d.run.config import half_rates
+from cpu3d.run.config import continued, half_rates
 from cpu3d.run.log import append_event, forget_after, read_events, shown
 from cpu3d.settings import RunConfig
-from cpu3d.training.curriculum import continued, cut, steps_within
 from cpu3d.training.feeds import Feeds, Parts
 from cpu3d.training.learner import Learner, Outcome
 from cpu3d.training.tracking import Track, tracked
@@ -94,7 +94,7 @@ class Fit:
         if self.step < self.config.coarse_steps:
             self._full_learner = self._make_learner(self.config.at(self.steps))
             step_s.append(self._timed(self._full_learner))
-        steps = steps_within(
+        steps = _steps_within(
             self.config,
             step=self.step,
             steps=self.steps,
@@ -103,7 +103,7 @@ class Fit:
             step_s=step_s,
         )
         self.steps = int(array_from_chief(self._exchange, np.array([steps]))[0])
-        self.config = cut(self.config, step=self.step, steps=self.steps)
+        self.config = _cut(self.config, step=self.step, steps=self.steps)
         if self.learner.config.is_coarse and self.step >= self.config.coarse_steps:
             self._move_to_full()
         return step_s
@@ -341,7 +341,7 @@ class Fit:
             mean_dice=mean_dice,
             seconds=time.perf_counter() - begin,
             best=bool(better),
-            cases=scores.cases,
+            cases=self.feeds.held_out,
         )
         return stop
 
@@ -468,3 +468,30 @@ class _State(TypedDict):
 class _SavedState(_State):
     coarse_steps: int
     """Of the run when it was saved."""
+
+
+# --- A budget of minutes ---
+
+
+def _cut(config: RunConfig, *, step: int, steps: int) -> RunConfig:
+    """A run that has done `step` steps, with `steps` in all; no full step becomes coarse."""
+    config = dataclasses.replace(config, steps=steps)
+    coarse = min(config.with_coarse_share(steps).coarse_steps, config.coarse_steps)
+    return dataclasses.replace(config, coarse_steps=max(coarse, min(step, config.coarse_steps)))
+
+
+def _steps_within(
+    config: RunConfig, *, step: int, steps: int, at_least: int, left_s: float, step_s: Sequence[float]
+) -> int:
+    """How many of a run's `steps` it takes in all, where `left_s` are left after `step` of them: `at_least` so many.
+
+    `step_s` are the seconds of a coarse step and of a full one, or of a full one alone where no coarse one is left.
+    """
+
+    def needed_s(total: int) -> float:
+        coarse = max(_cut(config, step=step, steps=total).coarse_steps - step, 0)
+        return coarse * step_s[0] + (total - step - coarse) * step_s[-1]
+
+    fits = (total for total in range(steps, step, -1) if needed_s(total) <= left_s)
+    most = next(fits, step + (left_s > 0))
+    return min(max(most, at_least, step + len(step_s) - 1), steps)

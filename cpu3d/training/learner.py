@@ -55,7 +55,7 @@ class Learner:
         self._accumulate = compiled(self._add_part)
         self._pack = compiled(self._packed)
         self._take = compiled(self._take_vector)
-        self._apply = compiled(self._update_from_sums)
+        self._apply = compiled(lambda: self._update([tf.convert_to_tensor(total) for total in self._sums]))
         self._predict = compiled(lambda image: finest(self.model(image, training=False)))
 
     def step(
@@ -206,9 +206,6 @@ class Learner:
             for total, gradient in zip(self._sums, gradients):
                 total.assign_add(gradient)
         return loss, dice
-
-    def _update_from_sums(self):
-        self._update([tf.convert_to_tensor(total) for total in self._sums])
 
     def _gradients(self, image, target):
         """Loss, soft Dice, and the gradients of the part's share in the loss of the batch."""

@@ -21,7 +21,6 @@ class Validation:
 
     loss: float
     dice: np.ndarray  # (R,) hard Dice
-    cases: int
 
 
 def validate(
@@ -60,7 +59,7 @@ def validate(
         total = np.asarray(exchange.sum(np.concatenate([rows.ravel(), notes])))
         rows, stop = total[: rows.size].reshape(rows.shape), int(max(total[rows.size :]))
     mean = np.mean(rows, 0, dtype=np.float64)
-    return Validation(float(mean[0]), mean[1:], count), stop
+    return Validation(float(mean[0]), mean[1:]), stop
 
 
 # --- Private helpers ---
