@@ -1,6 +1,6 @@
 """What the site takes from outside docs/: the README, the notebook, tables of the records, each file a page links to.
 
-On its own a page's links work in the repository, `../records/wide.jsonl`; the site has these files under `project/`.
+On its own a page's links work in the repository, `../records/compare.jsonl`; the site has these files under `project/`.
 """
 
 import json

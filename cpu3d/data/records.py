@@ -15,7 +15,7 @@ from msgspec import Meta
 from cpu3d.data.region import Region, Shape3
 from cpu3d.errors import refuse
 
-SCHEMA = 2  # version of the store's layout and records; a store of another version is refused
+SCHEMA = 1  # version of the store's layout and records; a store of another version is refused
 SPLITS = ("train", "val", "test")
 CENTRES = 32  # most voxels of each label code in a record; patches are shifted around them
 

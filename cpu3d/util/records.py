@@ -14,7 +14,7 @@ from memory_estimator.installed import versions_of
 T = TypeVar("T")
 
 VERSION = "0.1.0"  # of this project
-SCHEMA = 2  # of records
+SCHEMA = 1  # of records
 LIBRARIES = ("tensorflow", "intel-extension-for-tensorflow", "tf_keras", "numpy", "nibabel", "blosc2", "scipy")
 
 

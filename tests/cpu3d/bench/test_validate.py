@@ -13,7 +13,7 @@ from memory_estimator.job import Job
 from models.config import UNetConfig
 
 RECORD = {
-    "schema": 2, "kind": "memory", "date": "2026-11-20", "shape": [64, 64, 64], "batch": 2,
+    "schema": 1, "kind": "memory", "date": "2026-11-20", "shape": [64, 64, 64], "batch": 2,
     "micro_batch": 2,
     "unet": {"filters": 8, "dtype": "bfloat16", "policy": "speed"}, "optimizer": "sgd", "engine": "auto",
     "engine_name": "TensorFlow 2.15.1, oneDNN, ITEX 2.15.0.0", "threads": {"TF_NUM_INTRAOP_THREADS": "7"},
@@ -35,7 +35,7 @@ def read(tmp_path):
 def test_a_record_is_read_as_the_job_that_really_ran(read):
     unknown = {**RECORD, "engine_name": "TensorFlow 2.15.1, no oneDNN"}
     failed = {**RECORD, "batch": 4, "error": "exited with -9", "step_s": None}
-    one, other = read({"schema": 2, "kind": "step"}, RECORD, unknown, failed)
+    one, other = read({"schema": 1, "kind": "step"}, RECORD, unknown, failed)
     unet = UNetConfig(filters=8, dtype="bfloat16", policy="speed")
     assert one.job == Job(unet, (64, 64, 64), 2, 2, "sgd", "itex", threads=7)
     assert (one.step_s, one.process_peak_bytes, one.allocator_peak_bytes) == (0.5, 1000, 500)
@@ -50,8 +50,8 @@ def test_a_record_is_read_as_the_job_that_really_ran(read):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", r":2 must be JSON of schema 2"),
-        ({**RECORD, "unet": {"policy": "leanest"}}, r":2 must be JSON of schema 2 .*leanest"),
+        ("{", r":2 must be JSON of schema 1"),
+        ({**RECORD, "unet": {"policy": "leanest"}}, r":2 must be JSON of schema 1 .*leanest"),
         ({name: value for name, value in RECORD.items() if name != "threads"}, r":2 must be .*threads"),
     ],
 )

@@ -54,8 +54,8 @@ def change_manifest(folder, change):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda content: content.update(schema=1), "must have schema 2, got 1;"),
-        (lambda content: {"schema": 2}, "complete JSON, got KeyError"),
+        (lambda content: content.update(schema=2), "must have schema 1, got 2;"),
+        (lambda content: {"schema": 1}, "complete JSON, got KeyError"),
         (lambda content: content.update(split=["a", "b"]), "complete"),
         (lambda content: content.pop("labels") and None, "complete"),
         (lambda content: content.update(largest_box=[1, "x", 1]), r"manifest.largest_box\[1\] must be int, got x"),
@@ -82,7 +82,7 @@ def test_a_manifest_that_is_cut_edited_or_gone_is_refused(small_store):
         (folder / "manifest.json").write_text(json.dumps({**content, **change}))
         with pytest.raises(InputError, match=r"must be as it was written, got an edited manifest; restore it"):
             open_store(folder)
-    for other in ('{"schema": 2', "7", "{}"):
+    for other in ('{"schema": 1', "7", "{}"):
         (folder / "manifest.json").write_text(other)
         with pytest.raises(InputError, match="complete JSON"):
             open_store(folder)

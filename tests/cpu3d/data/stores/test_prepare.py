@@ -142,7 +142,7 @@ def test_the_store_of_another_data_set_version_or_owner_is_refused_untouched(tmp
         with pytest.raises(InputError, match=r"name of .* must be 'BRATS', as it was begun, got 'SPLEEN'"):
             prepare(other, store, **THIRDS)
     (store / "manifest.json").write_text(json.dumps({"schema": 7}))
-    with pytest.raises(InputError, match="schema 2, got 7"):
+    with pytest.raises(InputError, match="schema 1, got 7"):
         prepare(dataset, store, **THIRDS)
     (store / "manifest.json").write_bytes(before["manifest.json"])
     assert content_of(store) == before
