@@ -22,9 +22,9 @@ from cpu3d.pages.viewer import viewer
 from cpu3d.report.pictures import Figures, Line, chart, strips
 from cpu3d.report.report import Section, shown_cases, write_page
 from cpu3d.util.progress import say
-from cpu3d.util.records import append_record, by, count, duration, listed, newest, plus_minus, seconds, versions
+from cpu3d.util.records import append_record, by, count, listed, newest, plus_minus, versions
 from memory_estimator.common.table import PALETTE, Bold, Table
-from memory_estimator.common.units import format_bytes
+from memory_estimator.common.units import format_bytes, format_seconds
 from memory_estimator.host import read_host
 
 DIFFERENCES = (
@@ -59,12 +59,12 @@ def plan_table(kept: Kept, budget: str) -> Table:
                 f"{steps:,}" if steps else "by time",
                 millions(course["voxels"]) if course["voxels"] else "by time",
                 course["policy"],
-                seconds(step_s),
-                duration(run_s[-1]),
+                format_seconds(step_s),
+                format_seconds(run_s[-1] or None),
                 format_bytes(course["peak_bytes"]),
             )
         )
-    all_s = duration(sum(run_s) * len(kept.seeds)) if all(run_s) else "unknown"
+    all_s = format_seconds(sum(run_s) * len(kept.seeds)) if all(run_s) else "unknown"
     return Table(
         ("variant", "sees", "steps", "voxels", "policy", "a step", "a run", "memory"),
         rows,

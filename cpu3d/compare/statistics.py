@@ -25,8 +25,8 @@ from cpu3d.run.config import load_config
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import costs_of, median, numbers, of_kind
 from cpu3d.settings import RunConfig
-from cpu3d.util.records import number, seconds
-from memory_estimator.common.units import format_bytes
+from cpu3d.util.records import number
+from memory_estimator.common.units import format_bytes, format_seconds
 
 RESAMPLES = 10_000
 SEED = 20_201  # of the resamples: the same values give the same interval
@@ -118,16 +118,16 @@ def millions(voxels: float) -> str:
 COSTS = {
     "steps": Cost("steps", "{:,.0f}".format),
     "voxels": Cost("voxels seen", millions),
-    "step_s": Cost("a step in full", seconds),
-    "case_train_s": Cost("a case trained once", seconds),  # as many voxels as a whole one; not known without a store
-    "steps_s": Cost("all steps", seconds),  # with the compilation in the first, and the waiting for data
-    "validation_s": Cost("validation", seconds),
-    "train_s": Cost("training in all", seconds),  # of all attempts; not known where the last one did not end
+    "step_s": Cost("a step in full", format_seconds),
+    "case_train_s": Cost("a case trained once", format_seconds),  # of a whole case's voxels; unknown without a store
+    "steps_s": Cost("all steps", format_seconds),  # with the compilation in the first, and the waiting for data
+    "validation_s": Cost("validation", format_seconds),
+    "train_s": Cost("training in all", format_seconds),  # of all attempts; not known where the last one did not end
     "core_hours": Cost("core-hours", number),  # of all cores that the process had; None on a card
     "train_peak_bytes": Cost("peak memory, training", format_bytes, max),
     "allocator_peak_bytes": Cost("of it TensorFlow's allocator", format_bytes, max),
     "card_peak_bytes": Cost("card's memory, training", format_bytes, max),
-    "case_predict_s": Cost("a case predicted", seconds),  # the median over the cases: the first one compiles
+    "case_predict_s": Cost("a case predicted", format_seconds),  # the median over the cases: the first one compiles
     "predict_peak_bytes": Cost("peak memory, prediction", format_bytes, max),
 }
 """By their names in compare.json and the records. Seconds are of the wall clock, memory the largest resident set."""

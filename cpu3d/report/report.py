@@ -29,10 +29,10 @@ from cpu3d.run.config import load_config
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import Events, costs_of, last_end, median, numbers, of_kind
 from cpu3d.util.atomic import atomic_write
-from cpu3d.util.records import by, count, duration, listed, seconds
+from cpu3d.util.records import by, count, listed
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Bold, Table
-from memory_estimator.common.units import format_bytes
+from memory_estimator.common.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
@@ -315,8 +315,8 @@ def _costs(files: RunFiles, starts: Events) -> Table:
         ("peak memory of the process", costs.peak_rss_bytes, "process_peak_bytes", format_bytes, "with mapped files"),
         ("upper bound of it", costs.peak_rss_bytes, "upper_bound_bytes", format_bytes, ""),
         (f"allocator on {device}", costs.allocator_peak_bytes, "allocator_peak_bytes", format_bytes, scratch),
-        ("time per coarse step", alone.coarse_step_s, "coarse_step_s", seconds, "median, without waiting"),
-        ("time per step", alone.step_s, "step_s", seconds, "median, without waiting"),
+        ("time per coarse step", alone.coarse_step_s, "coarse_step_s", format_seconds, "median, without waiting"),
+        ("time per step", alone.step_s, "step_s", format_seconds, "median, without waiting"),
     ):
         guess = max(numbers(guesses, key), default=None)
         if key != "upper_bound_bytes" or guess:
@@ -327,9 +327,9 @@ def _costs(files: RunFiles, starts: Events) -> Table:
     rows.append(("waiting for data", percent(wait_share), "of the time of the steps", "", ""))
     beside_share = beside_s / all_s if all_s else None
     rows.append(("validation and checkpoints", percent(beside_share), "of the whole time", "", ""))
-    rows.append(("whole training", duration(costs.train_s or all_s), "wall clock, all attempts", "", ""))
+    rows.append(("whole training", format_seconds(costs.train_s or all_s or None), "wall clock, all attempts", "", ""))
     for name, key in (("prediction", "predict_s"), ("scoring", "score_s")) if files.scores else ():
-        took = seconds(median(numbers(files.scores["cases"], key)))
+        took = format_seconds(median(numbers(files.scores["cases"], key)))
         rows.append((name, took, "a volume on its full grid, median", "", ""))
     cells = [(row[0], Bold(row[1]), *row[2:]) for row in rows if row[1] != "-" or row[3]]
     return Table(("", "measured", "", "predicted", "predicted is off by"), cells, names=3)

@@ -40,6 +40,7 @@ from cpu3d.pages.viewer import ViewedCase, write_case_page
 from cpu3d.util.progress import say
 from cpu3d.util.records import listed
 from memory_estimator.common.schema import option
+from memory_estimator.common.units import format_bytes
 
 MOST_CHANNELS = 16  # of an image; more are time points, say, and no modalities
 
@@ -69,7 +70,7 @@ def run(options: Options) -> int:
         rule = "does not give the patient's orientation (its sform and qform codes are 0)"
         say(f"note: {case.name} {rule}: R, L, A, P, S, I and mm are guesses")
     write_case_page(out, case, "view")
-    print(f"written: {out} ({out.stat().st_size / 1e6:.1f} MB)")
+    print(f"written: {out} ({format_bytes(out.stat().st_size)})")
     return 0
 
 

@@ -19,9 +19,9 @@ from rich.progress import Progress, TextColumn
 from cpu3d.run.summary import RECENT, Pace
 from cpu3d.util.atomic import atomic_write, sync, sync_folder
 from cpu3d.util.progress import columns, say
-from cpu3d.util.records import count, duration
+from cpu3d.util.records import count
 from memory_estimator.common.files import open_regular
-from memory_estimator.common.units import format_bytes
+from memory_estimator.common.units import format_bytes, format_seconds
 
 FINISHED = ("finished", "early stop")  # the reasons in the last line of a run that is over; others were stopped
 
@@ -148,7 +148,8 @@ def shown(
     console, pace = Console(stderr=True), Pace(recent_events(run))
     shows = columns(TextColumn("{task.fields[state]}"), left=TextColumn("{task.fields[left]}"))
     bar = Progress(*shows, console=console, disable=not console.is_terminal)
-    task = bar.add_task("train", total=steps, completed=done, state="", left=duration(pace.seconds_left(done, steps)))
+    left = format_seconds(pace.seconds_left(done, steps))
+    task = bar.add_task("train", total=steps, completed=done, state="", left=left)
 
     def show(event: Mapping[str, Any]) -> None:
         group, step, line = event["event"], event["step"], ""
@@ -157,7 +158,7 @@ def shown(
         if group == "step":
             speed = f"{event['step_s'] / batch:.2f} s/volume  {format_bytes(event['rss_bytes'])}"
             state = f"loss {event['loss']:.3f}  {dice}  {speed}"
-            left = duration(pace.seconds_left(step, steps))
+            left = format_seconds(pace.seconds_left(step, steps))
             bar.update(task, completed=step, state=state, left=left)
             if not console.is_terminal and step % steps_per_epoch == 0:
                 line = f"epoch {event['epoch'] + 1}, step {step}: {state}" + f"  {left} left" * (step < steps)

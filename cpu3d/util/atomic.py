@@ -1,4 +1,4 @@
-"""Files and folders written so that a reader sees either the old ones or the whole new ones, whatever happens."""
+"""Files and folders that a reader sees old or whole and new, whatever happens while they are written."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from typing import IO, Any, Iterator, Sequence, Union
 
 from cpu3d.errors import InputError
 
-# How the name of every file and folder ends that is not finished; a dot begins it. Only such names are ever swept.
+# The end of the name of every unfinished file and folder; a dot begins it. Only such names are ever removed.
 PARTIAL = ".cpu3d.partial"
 NEW, OLD = f".new{PARTIAL}", f".old{PARTIAL}"  # folders of `replace_files`
 
@@ -53,8 +53,7 @@ def replace_files(folder: Path, names: Sequence[str]) -> Iterator[Path]:
     """Yield an empty folder; on success `names` in it replace those in `folder` together, else those stay.
 
     `names` are files and folders, all of which must be there at the end. The last of them leaves first and arrives
-    last: where it lies, the others beside it are its own, at any moment. What a killed process left in between is
-    brought back by the next call.
+    last: whenever it is there, the files beside it belong to it. After a killed process the next call restores the old.
     """
     new, old = folder / NEW, folder / OLD
     shutil.rmtree(new, ignore_errors=True)
@@ -74,7 +73,7 @@ def replace_files(folder: Path, names: Sequence[str]) -> Iterator[Path]:
 
 
 def remove_partials(*folders: Path) -> None:
-    """Remove what killed processes have left of `atomic_write`. Only where nobody else writes in these folders."""
+    """Remove what killed processes have left of `atomic_write`. Only where no other process writes in these folders."""
     for folder in folders:
         for partial in Path(folder).glob(f".*{PARTIAL}"):
             if partial.is_file():  # a folder is another command's
@@ -82,12 +81,12 @@ def remove_partials(*folders: Path) -> None:
 
 
 def is_untouched(folder: Path, claim: str) -> bool:
-    """Whether a folder holds nothing, but for what a process left that was killed while it wrote the file `claim`."""
+    """Whether a folder is empty, but for the partial file of a process that was killed while it wrote `claim`."""
     return all(fnmatch(name, f".{claim}.*{PARTIAL}") for name in os.listdir(folder))
 
 
 def sync(path: Union[str, Path]) -> None:
-    """Return when all that was written to `path` is on the disk. Raises OSError where it cannot be."""
+    """Return when all that was written to `path` is on the disk. Raises OSError if it cannot be."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -96,14 +95,14 @@ def sync(path: Union[str, Path]) -> None:
 
 
 def sync_folder(folder: Union[str, Path]) -> None:
-    """`sync` of a folder's entries: names made, moved or gone. Where a file system cannot, nothing is done."""
+    """`sync` of a folder's entries: names made, moved or gone. If the file system cannot, nothing is done."""
     with contextlib.suppress(OSError):
         sync(folder)
 
 
-def writable_folder(path: Union[str, Path], what: str) -> Path:
-    """Make the folder `path` where there is none and return it. Raises InputError unless a file can be made in it: at
-    the start of long work, whose result would have no place at its end."""
+def writable_folder(path: Union[str, Path], kind: str) -> Path:
+    """Make the folder `path` if there is none and return it. Raises InputError, before long work whose result could not
+    be written, unless a file can be made in it. `kind` is the folder's name in the message."""
     path = Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -112,7 +111,7 @@ def writable_folder(path: Union[str, Path], what: str) -> Path:
     except OSError as error:
         reason = "a file" if path.is_file() else error.strerror
         raise InputError(
-            f"{what} {path} must be a folder to write to, got {reason}; choose another, or change its permissions"
+            f"{kind} {path} must be a folder to write to, got {reason}; choose another, or change its permissions"
         ) from None
 
 
@@ -120,7 +119,7 @@ def writable_folder(path: Union[str, Path], what: str) -> Path:
 
 
 def _bring_back(old: Path, folder: Path, names: Sequence[str]) -> None:
-    """Undo a replacement that was cut off, recognised by the last name's absence; then `old` goes."""
+    """Undo a replacement that was cut off, recognised by the last name's absence; then remove `old`."""
     if not (folder / names[-1]).exists():
         for name in names:
             if (old / name).exists():

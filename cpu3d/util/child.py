@@ -1,4 +1,4 @@
-"""Child processes: a command that ends with this process and gets its signals, or one function over many jobs.
+"""Child processes: commands that end with this process and get its signals, or a function applied to many jobs.
 
 with forward_signals(children, as_signal) as received:
     children.append(start(command, log))
@@ -22,14 +22,14 @@ from typing import IO, Any, Callable, Deque, Dict, Iterator, List, Mapping, Opti
 
 ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the package, where PROGRAM is started
 PROGRAM = (sys.executable, "-m", "cpu3d")  # the command line, before its subcommand
-KILLED = object()  # the result of a job whose process was killed, though it ran alone: most likely for want of memory
+KILLED = object()  # the result of a job whose process was killed though it ran alone, most likely for lack of memory
 
 _WITH_PARENT = """
 import ctypes, os, signal, sys
 if sys.platform.startswith("linux"):
     PR_SET_PDEATHSIG = 1  # of linux/prctl.h; it outlives the exec
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != int(sys.argv[1]):  # it has died before it could be watched
+    if os.getppid() != int(sys.argv[1]):  # the parent died before the line above
         sys.exit(1)
 os.execv(sys.argv[2], sys.argv[2:])
 """
@@ -40,8 +40,8 @@ def start(
 ) -> subprocess.Popen:
     """Start `command`, its stdout and stderr going to `output`, with our environment or `environ`.
 
-    It is in a session of its own, as Ctrl-C of a terminal would reach it twice. When we are killed it gets SIGTERM.
-    To be called in the main thread.
+    It is in a session of its own, as Ctrl-C of a terminal would reach it twice. If this process is killed, it gets
+    SIGTERM. To be called in the main thread.
     """
     return subprocess.Popen(
         [sys.executable, "-I", "-c", _WITH_PARENT, str(os.getpid()), *command],
@@ -79,7 +79,7 @@ def forward_signals(children: List[subprocess.Popen], as_signal: Callable[[int],
 
 
 def how_ended(returncode: int) -> str:
-    """In a few words, such as "exit code 2" or "SIGKILL"."""
+    """The end of a process in words, such as "exit code 2" or "SIGKILL"."""
     if returncode >= 0:
         return f"exit code {returncode}"
     try:
@@ -105,7 +105,7 @@ def run_jobs(function: Callable[[Any], Any], jobs: Sequence[Any], workers: int) 
     """Call `function(job)` for all jobs and yield (job, result) as they end: in `workers` processes, or here for one.
 
     When a process dies, the jobs in flight are tried again one at a time: one that kills its process even alone yields
-    KILLED, and the others go on with half the workers. Exceptions of `function` are raised here. Closing the generator
+    KILLED, and the rest continue with half the workers. Exceptions of `function` are raised here. Closing the generator
     kills the processes. They are spawned, so `function` and jobs must be picklable.
     """
     if min(workers, len(jobs)) <= 1:
@@ -127,9 +127,9 @@ def run_jobs(function: Callable[[Any], Any], jobs: Sequence[Any], workers: int) 
 def _through_pool(function: Callable[[Any], Any], waiting: Deque[Any], workers: int):
     """Take jobs from `waiting` through a pool and yield (job, result). Returns the jobs in flight when a process died.
 
-    No more jobs than workers are in flight, so that a death leaves few suspects.
+    No more jobs than workers are in flight, so few are tried again.
     """
-    others = set(multiprocessing.active_children())
+    earlier = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent)
     running: Dict[Future, Any] = {}
     try:
@@ -145,7 +145,7 @@ def _through_pool(function: Callable[[Any], Any], waiting: Deque[Any], workers: 
         return list(running.values())
     finally:
         pool.shutdown(wait=not running, cancel_futures=True)
-        for child in set(multiprocessing.active_children()) - others:
+        for child in set(multiprocessing.active_children()) - earlier:
             child.terminate()
             child.join()
 
@@ -160,7 +160,7 @@ def _submit(pool: ProcessPoolExecutor, function: Callable[[Any], Any], job: Any)
 
 
 def _end_with_parent() -> None:
-    """In a worker: end when the parent does. One whose parent was killed would wait for work without end."""
+    """In a worker: end when the parent does. It would wait without end for the work of a killed parent."""
     parent = multiprocessing.parent_process()
 
     def watch():

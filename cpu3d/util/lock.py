@@ -11,12 +11,12 @@ from cpu3d.errors import InputError
 
 
 @contextlib.contextmanager
-def locked(folder: Path, what: str, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold `folder`, which must exist, until the block ends or the process does, by whatever end it takes.
+def locked(folder: Path, kind: str, wait_s: float = 0.0) -> Iterator[None]:
+    """Hold `folder`, which must exist, until the block or the process ends, however it ends.
 
-    `what` is what the folder is to a reader, such as "run". Raises InputError where another process holds the folder
-    for longer than `wait_s`, and OSError where it cannot be opened. On a file system without locks, as some networks
-    have, nothing is held.
+    `kind` is the folder's name in the message, such as "run". Raises InputError if another process holds the folder for
+    longer than `wait_s`, and OSError if it cannot be opened. On a file system without locks, as some networks have,
+    nothing is held.
     """
     handle, end, held = os.open(folder, os.O_RDONLY), time.monotonic() + wait_s, False
     try:
@@ -26,8 +26,9 @@ def locked(folder: Path, what: str, wait_s: float = 0.0) -> Iterator[None]:
                 held = True
             except BlockingIOError:
                 if time.monotonic() >= end:
-                    todo = "wait for the other, which may be left over from a command that was killed"
-                    raise InputError(f"{what} {folder} must be written by one process at a time; {todo}") from None
+                    rule = f"{kind} {folder} must be written by one process at a time, got a second one"
+                    todo = "wait for the first, or end it if it is left over from a killed command"
+                    raise InputError(f"{rule}; {todo}") from None
                 time.sleep(0.1)
             except OSError:
                 break

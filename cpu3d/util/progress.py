@@ -1,4 +1,4 @@
-"""What a command prints on stderr while it works: lines, and one progress bar for everything that takes long."""
+"""Printing of a command: lines, and on stderr one progress bar for everything that takes long."""
 
 import contextlib
 from typing import Callable, Iterator, Optional, Tuple
@@ -8,16 +8,16 @@ from rich.console import Console
 
 
 def say(*lines: str, stderr: bool = True) -> None:
-    """Print lines as they are: not wrapped, nothing in them taken for markup."""
+    """Print lines as they are: not wrapped, nothing in them read as markup or as the name of a symbol."""
     console = Console(stderr=stderr)
     for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def columns(
     *more: progress.ProgressColumn, left: Optional[progress.ProgressColumn] = None
 ) -> Tuple[progress.ProgressColumn, ...]:
-    """What every bar shows, with `more` before the times; `left` by default is by the last half minute."""
+    """The columns of every bar, with `more` before the times; `left`, by default, follows from the last half minute."""
     return (
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
@@ -33,7 +33,7 @@ def columns(
 def bar(description: str, total: int) -> Iterator[Callable[..., None]]:
     """Show a bar on stderr and yield `advance(steps=1)`.
 
-    Where stderr is no terminal only the final state is printed, so that a log file holds one line and not thousands.
+    If stderr is no terminal, only the final state is printed, so that a log file holds one line and not thousands.
 
         with bar("prepare", total=3) as advance:
             advance()

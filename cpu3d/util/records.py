@@ -1,4 +1,4 @@
-"""Records of measurements, one JSON object a line: what made a result, and its numbers as tables print them."""
+"""Records of measurements, one JSON object a line: their conditions, and their numbers as tables print them."""
 
 import datetime
 import json
@@ -32,9 +32,9 @@ def append_record(path: Path, kind: str, content: Dict[str, Any]) -> None:
 
 
 def read_records(path: Path, kind: str, use: Callable[[Dict[str, Any]], Optional[T]] = dict) -> List[T]:
-    """What `use` makes of each record of a kind, None left out. Raises InputError for a missing file, and for a line
-    that is damaged, of another schema or refused by `use`."""
-    path, found = Path(path), []
+    """The results of `use` for the records of a kind, None left out. Raises InputError for a missing file, and for a
+    line that is damaged, of another schema or refused by `use`."""
+    path, results = Path(path), []
     if not path.is_file():
         raise InputError(f"record file {path} must exist, found none; make it with `bench` and --record {path}")
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -42,13 +42,13 @@ def read_records(path: Path, kind: str, use: Callable[[Dict[str, Any]], Optional
             record = parse_json(line)
             if record["schema"] != SCHEMA:
                 raise ValueError(f"schema {record['schema']}")
-            found.append(use(record) if record["kind"] == kind else None)
+            results.append(use(record) if record["kind"] == kind else None)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
             raise InputError(
                 f"record {path}:{number} must be JSON of schema {SCHEMA} as `bench` writes it, got {reason(error)}; "
                 "remove the line, or measure again"
             ) from None
-    return [one for one in found if one is not None]
+    return [result for result in results if result is not None]
 
 
 def newest(records: Sequence[Dict[str, Any]], key: Callable[[Dict[str, Any]], Hashable]) -> List[Dict[str, Any]]:
@@ -73,28 +73,16 @@ def number(value: float) -> str:
 
 
 def plus_minus(mean: float, sd: Optional[float], digits: int) -> str:
-    """ "0.912 ± 0.004", or the mean alone where there is no deviation."""
+    """ "0.912 ± 0.004", or the mean alone if there is no deviation."""
     return f"{mean:.{digits}f}" + ("" if sd is None else f" \u00b1 {sd:.{digits}f}")
 
 
-def seconds(value: Optional[float]) -> str:
-    """ "12.3 s", from 100 s on "0:02:03", and "-" for what is not known."""
-    if value is None:
-        return "-"
-    return f"{value:.3g} s" if value < 99.95 else duration(value)
-
-
-def duration(seconds: Any) -> str:
-    """ "1:02:03", and "-" for nothing or what is not known."""
-    return str(datetime.timedelta(seconds=round(seconds))) if seconds else "-"
-
-
-def count(items: Union[int, Sized], what: str) -> str:
-    """Such as "3 cases" or "1 case", of a number or of what can be counted."""
+def count(items: Union[int, Sized], noun: str) -> str:
+    """A number of things, or of a collection's items, as "3 cases" or "1 case"."""
     number = items if isinstance(items, int) else len(items)
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def by(shape: Sequence[int], sign: str = "x") -> str:
-    """Such as "240x240x155", or with " x " between, or " " as on a command line."""
+    """A shape as "240x240x155", or with " x " between, or " " as on a command line."""
     return sign.join(map(str, shape))

@@ -42,8 +42,10 @@ def format_bytes(size_bytes: Optional[float]) -> str:
     return f"{size_bytes / UNITS['TiB']:.2f} TiB"
 
 
-def format_seconds(seconds: float) -> str:
-    """For reading: seconds below two minutes, then minutes, hours, and days from the third on."""
+def format_seconds(seconds: Optional[float]) -> str:
+    """For reading: seconds below two minutes, then minutes, hours, and days from the third on; "-" for None."""
+    if seconds is None:
+        return "-"
     for unit, size, below in (("s", 1, 120), ("min", 60, 120 * 60), ("h", 3600, 72 * 3600)):
         if seconds < below:
             return f"{seconds / size:.3g} {unit}"

@@ -144,8 +144,8 @@ def test_bytes_are_written_in_the_unit_that_reads_best():
 
 
 def test_seconds_are_written_in_the_unit_that_reads_best():
-    assert [format_seconds(s) for s in (0.0123, 9.4, 600, 7200, 86400 * 3)] == [
-        "0.0123 s", "9.4 s", "10 min", "2 h", "3.0 days",
+    assert [format_seconds(s) for s in (None, 0.0123, 9.4, 600, 7200, 86400 * 3)] == [
+        "-", "0.0123 s", "9.4 s", "10 min", "2 h", "3.0 days",
     ]  # fmt: skip
 
 
