@@ -41,7 +41,7 @@ class AugmentConfig:
 NO_AUGMENT = AugmentConfig(flip=False, gain=0.0, offset=0.0)
 
 FLOATS = ("float32", (None,))
-# Name -> dtype and shape of what `draw` gives and `Finish` applies.
+# Name -> dtype and shape of the arrays that `draw` gives and `Finish` applies.
 DRAWN = {"scale": FLOATS, "shift": FLOATS, "flips": ("bool", (3,)), "planes": ("float32", (2, 4))}
 
 
@@ -56,7 +56,7 @@ def draw(
 ) -> Dict[str, np.ndarray]:
     """The arrays of `DRAWN` for the sample at `position`: the same numbers on every machine.
 
-    scale, shift (C,): what normalises the case's channels, into which the drawn intensity is folded. flips (3,): mirror
+    scale, shift (C,): normalisation of the case's channels, with the drawn intensity folded into it. flips (3,): mirror
     X, Y, Z. planes (2, 4): inverse maps (m00, m01, m10, m11), output offset -> input offset in voxels of `spacing_mm`,
     of the turn about Z with the zoom of X and Y, and of the turn about X with the zoom of Z.
     """

@@ -1,4 +1,4 @@
-"""Regions and label codes: a network predicts regions (WT, TC, ET), a label file holds a data set's own codes.
+"""Regions and label codes: a network predicts regions (WT, TC, ET), a label file holds a data set's codes.
 
 A region is a set of codes, and regions may be nested (ET within TC within WT). From regions to codes:
 
@@ -6,8 +6,8 @@ A region is a set of codes, and regions may be nested (ET within TC within WT). 
 - Regions are painted from the largest set of codes to the smallest, each with its smallest own code, so that a smaller
   region overrides. A region without a code of its own paints nothing.
 - Regions of equal size (one per organ, say) compete: the highest probability wins, the first named region in a tie.
-- Several own codes cannot be told apart. A network that only knows WT writes 1 for "1, 2 or 3"; `code_meanings` gives
-  the words for that.
+- Several own codes cannot be distinguished. A network that only knows WT writes 1 for "1, 2 or 3"; `code_meanings`
+  gives the words for that.
 """
 
 from collections import defaultdict
@@ -19,7 +19,7 @@ THRESHOLD = 0.5  # a voxel belongs to a region from this probability on
 
 
 def region_mask(label: np.ndarray, codes: Sequence[int]) -> np.ndarray:
-    """Where `label` holds one of `codes`: a boolean array of the same shape."""
+    """The voxels of `label` that hold one of `codes`: a boolean array of the same shape."""
     table = np.zeros(256, bool)
     table[list(codes)] = True
     # A table look-up is several times faster than np.isin on a whole volume; uint8 labels index it as they are.
@@ -30,7 +30,7 @@ def own_codes(regions: Mapping[str, Sequence[int]]) -> Dict[str, Tuple[int, ...]
     """For each region the codes that no smaller region contains, ascending; it may have none."""
     own = {}
     for name, codes in regions.items():
-        smaller = [set(other) for other in regions.values() if len(set(other)) < len(set(codes))]
+        smaller = [set(members) for members in regions.values() if len(set(members)) < len(set(codes))]
         own[name] = tuple(sorted(set(codes).difference(*smaller)))
     return own
 

@@ -28,7 +28,7 @@ _FORMS = ["quatern_b", "quatern_c", "quatern_d", "qoffset_x", "qoffset_y", "qoff
 def read_volume(path: Union[str, Path]) -> Tuple[np.ndarray, Geometry]:
     """Read the volume in `path`: `(X, Y, Z)` or `(X, Y, Z, C)` along the file's own axes, and its grid.
 
-    The array is Fortran-ordered, read-only, in native byte order, of the file's dtype where the header has no scaling
+    The array is Fortran-ordered, read-only, in native byte order, of the file's dtype if the header has no scaling
     (slope 0, NaN or 1 with intercept 0), else float64. Raises InputError for a file that is missing, damaged or no
     single NIfTI-1 or -2 file, voxels that are not real numbers, other numbers of axes, and a singular affine.
     """
@@ -110,7 +110,7 @@ def write_volume(path: Union[str, Path], volume_ras: np.ndarray, geometry: Geome
     """
     path = Path(path)
     if not path.name.endswith((".nii.gz", ".nii")):
-        raise InputError(f"{path} must end in .nii.gz or .nii; choose such a name")
+        raise InputError(f"file to write must end in .nii.gz or .nii, got {path}; choose such a name")
     voxels, header = from_ras(volume_ras, geometry), _placed_header(geometry)
     header.set_data_shape(voxels.shape)
     header.set_data_dtype(voxels.dtype.newbyteorder("<"))
@@ -125,7 +125,7 @@ def write_volume(path: Union[str, Path], volume_ras: np.ndarray, geometry: Geome
 
 
 def _read_bytes(path: Path) -> bytes:
-    """All of a file, unpacked where it is gzip by content; its CRC and length are checked."""
+    """The content of a file, unpacked if it is gzip data, whose CRC and length are checked."""
     try:
         content = read_regular(path)
         return gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
@@ -161,7 +161,7 @@ def _parse_header(path: Path, content: bytes):
 def _geometry(path: Path, header: nibabel.Nifti1Header, shape: Tuple[int, int, int]) -> Geometry:
     try:
         affine = np.asarray(header.get_best_affine(), np.float64)
-    except Exception as error:  # as above
+    except Exception as error:  # as in `_parse_header`
         raise InputError(f"{path} must have a valid qform, got {error}; correct its header") from None
     axes = orientations.aff2axcodes(affine) if np.isfinite(affine).all() else (None,)
     if None in axes or abs(np.linalg.det(affine[:3, :3])) < 1e-9:
@@ -169,7 +169,7 @@ def _geometry(path: Path, header: nibabel.Nifti1Header, shape: Tuple[int, int, i
     codes = int(header["sform_code"]), int(header["qform_code"])
     geometry = Geometry(shape, tuple(map(tuple, affine.tolist())), "".join(axes), *codes)
     forms = _forms(header)
-    if forms == _forms(_placed_header(geometry)) or not np.isfinite(forms).all():  # NaN, where one form is not used
+    if forms == _forms(_placed_header(geometry)) or not np.isfinite(forms).all():  # NaN, if a form is not used
         return geometry
     return dataclasses.replace(geometry, forms=forms)
 

@@ -40,7 +40,7 @@ def normalise(image: np.ndarray, record: CaseRecord, region: Region) -> np.ndarr
 
 @dataclass(frozen=True)
 class Finish:
-    """What finishes raw samples: the settings that are the same for all of them."""
+    """Finishes raw samples by settings that are the same for all of them."""
 
     codes: Tuple[Tuple[int, ...], ...]  # label codes of each region, in the order of the target's last axis
     dtype: str = "float32"  # of the image; it is computed in float32
@@ -106,9 +106,9 @@ class Finish:
         rows = tf.reshape(label, (shape[0] * shape[1], shape[2]))
         labelled = tf.where(tf.reduce_max(rows, 1) > 0)
         regions_of = np.array([[code in codes for codes in self.codes] for code in range(256)], np.uint8)
-        found = tf.gather(regions_of, tf.cast(tf.gather_nd(rows, labelled), tf.int32))
+        inside = tf.gather(regions_of, tf.cast(tf.gather_nd(rows, labelled), tf.int32))
         depth = shape[2] * len(self.codes)
-        target = tf.scatter_nd(labelled, tf.reshape(found, (-1, depth)), tf.stack([shape[0] * shape[1], depth]))
+        target = tf.scatter_nd(labelled, tf.reshape(inside, (-1, depth)), tf.stack([shape[0] * shape[1], depth]))
         return tf.reshape(target, tf.concat([shape, [len(self.codes)]], 0))
 
 
@@ -146,12 +146,12 @@ def _normalise(bits, is_half, scale, shift):
     batch, x, y, z, channels = shape[:-4], *tf.split(shape[-4:], 4)
     rows = tf.reshape(value, tf.concat([batch, x * y, z * channels], 0))
     along, one_row = tf.concat([batch, z, channels], 0), tf.concat([batch, [1], z * channels], 0)
-    scale, shift = (tf.reshape(tf.broadcast_to(one[..., None, :], along), one_row) for one in (scale, shift))
+    scale, shift = (tf.reshape(tf.broadcast_to(line[..., None, :], along), one_row) for line in (scale, shift))
     return tf.reshape(tf.where(tf.equal(rows, 0), 0.0, rows * scale + shift), shape)
 
 
 def flip(volume, flips):
-    """Mirror a tensor (X, Y, Z, ...) along the axes where the boolean tensor `flips` (3,) is true, or with (B, 3) each
+    """Mirror a tensor (X, Y, Z, ...) along the axes for which the boolean `flips` (3,) is true, or with (B, 3) each
     sample of a batch (B, X, Y, Z, ...) by its row."""
     if flips.shape.rank == 1:
         axes = tf.boolean_mask(tf.range(3), flips)

@@ -1,6 +1,5 @@
 """The records of a store and its cases, and their JSON."""
 
-import dataclasses
 import hashlib
 import json
 from collections import defaultdict
@@ -33,11 +32,11 @@ class Geometry:
     shape: Shape3
     affine: Tuple[Row, Row, Row, Row]  # source voxel to world in mm (RAS+), float64
     axes: Annotated[str, Meta(min_length=3, max_length=3)]
-    """Where the source's axes point, such as "LPS"."""
+    """Directions of the source's axes, such as "LPS"."""
     sform_code: Count
     qform_code: Count
     forms: Tuple[float, ...] = ()
-    """pixdim[0:4], quatern_b to _d, qoffset_x to _z and srow_x to _z of the NIfTI header. Empty where they follow from
+    """pixdim[0:4], quatern_b to _d, qoffset_x to _z and srow_x to _z of the NIfTI header. Empty if they follow from
     `affine`."""
 
 
@@ -57,13 +56,13 @@ class CaseRecord:
 
     case_id: BareName
     patient_id: str
-    shape: Shape3  # voxels of the whole grid, also where only a box of it is stored
+    shape: Shape3  # voxels of the whole grid, also if only a box of it is stored
     spacing_mm: Tuple[Positive, Positive, Positive]
     box: Region  # smallest box around every voxel that is non-zero in any channel or labelled
     image_dtype: Literal["int16", "float16"]
     """"int16": the source's values, exact. "float16": (value - mean) / std of the source, rounded."""
     max_abs_error: Annotated[float, Meta(ge=0)]
-    """Of rounding, in standard deviations; 0 when lossless."""
+    """Largest rounding error, in standard deviations; 0 if lossless."""
     channel_mean: Tuple[float, ...]  # per channel, over its non-zero voxels, of the stored values
     channel_std: Tuple[Positive, ...]
     channel_min: Tuple[float, ...]
@@ -97,7 +96,7 @@ class CaseRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a store holds. A store changes only by getting new cases."""
+    """The content of a store. A store changes only by getting new cases."""
 
     name: str
     layout: str  # the data set layout it was read from, such as "decathlon"
@@ -108,13 +107,13 @@ class Manifest:
     split: Dict[str, Tuple[str, ...]]
     """"train", "val", "test" -> case ids, sorted. Every case is in one of them, and stays there."""
     split_seed: int
-    split_hash: str  # twelve hex digits of which case with which voxels is in which split
+    split_hash: str  # from the function `split_hash`
     largest_shape: Shape3  # of the cases' grids, axis by axis
     largest_box: Shape3
     unlabelled: Tuple[str, ...]
     cases: Sequence[CaseRecord]  # sorted by case id
     versions: Dict[str, str]
-    patient_rules: Dict[str, int] = field(default_factory=dict)  # how patients are known -> of how many cases
+    patient_rules: Dict[str, int] = field(default_factory=dict)  # rule that tells a case's patient -> number of cases
     schema: int = SCHEMA
 
 
@@ -136,19 +135,19 @@ def make_manifest(*, split: Mapping[str, Sequence[str]], cases: Sequence[CaseRec
 def remake(manifest: Manifest, **changes: Any) -> Manifest:
     """The manifest with other cases or another split, and the fields that follow from them."""
     follows = ("split_hash", "largest_shape", "largest_box", "unlabelled", "schema")
-    kept = {one.name: getattr(manifest, one.name) for one in dataclasses.fields(Manifest) if one.name not in follows}
+    kept = {name: value for name, value in vars(manifest).items() if name not in follows}
     return make_manifest(**{**kept, **changes})
 
 
 def split_hash(split: Mapping[str, Sequence[str]], cases: Iterable[CaseRecord]) -> str:
-    """Twelve hex digits of which case with which voxels is in which split."""
+    """A hash, in twelve hex digits, of the case ids of each split and of their voxels."""
     content = {case.case_id: (case.image_voxels_sha256, case.label_voxels_sha256) for case in cases}
     listed = {name: [(case_id, content.get(case_id)) for case_id in sorted(split[name])] for name in SPLITS}
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:12]
 
 
 def split_problems(split: Mapping[str, Sequence[str]], cases: Iterable[CaseRecord]) -> List[str]:
-    """A line for each patient and each image in more than one split: it would be trained on and scored."""
+    """A line for each patient and each image in more than one split, which would be trained on and scored."""
     split_of = {case_id: name for name in SPLITS for case_id in split[name]}
     patients, images = defaultdict(dict), defaultdict(dict)
     for case in cases:

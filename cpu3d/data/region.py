@@ -11,7 +11,7 @@ from cpu3d.errors import refuse
 
 Shape3 = Tuple[int, int, int]
 
-EXTENTS = ("brain", "full")  # what the network sees of a case: its brain's box or its whole grid
+EXTENTS = ("brain", "full")  # the part of a case that the network gets: its brain's box or its whole grid
 
 
 def require(*rules: Tuple[str, str, Any, bool]) -> None:
@@ -41,7 +41,7 @@ class Region:
         return tuple(a + n for a, n in zip(self.start, self.size))
 
     def slices(self, shape: Shape3) -> Tuple[slice, slice, slice]:
-        """The part of this box that lies inside a volume of `shape`."""
+        """The part of this box that is inside a volume of `shape`."""
         ends = zip(self.start, self.stop, shape)
         return tuple(slice(min(max(a, 0), limit), min(max(b, 0), limit)) for a, b, limit in ends)
 
@@ -51,7 +51,7 @@ class Region:
         return tuple((p.start - a, b - p.stop) if p.stop > p.start else (0, b - a) for p, a, b in ends)
 
     def overlap(self, other: "Region") -> Optional["Region"]:
-        """The common box of this and another; None where they do not meet."""
+        """The common box of this and another; None if they do not meet."""
         start = tuple(map(max, self.start, other.start))
         size = tuple(b - a for a, b in zip(start, map(min, self.stop, other.stop)))
         return Region(start, size) if min(size) > 0 else None
@@ -63,7 +63,7 @@ def round_up(shape: Shape3, multiple: int) -> Shape3:
 
 
 def centred(inner: Region, size: Shape3, shape: Shape3) -> Region:
-    """A region of `size` around the middle of `inner`, kept inside a volume of `shape` where it fits.
+    """A region of `size` around the middle of `inner`, kept inside a volume of `shape` if it fits.
 
     Along an axis where `size` exceeds the volume, the volume is centred in the region and padded on both sides.
     """
@@ -88,7 +88,7 @@ def bounding_box(mask: np.ndarray) -> Region:
 
 
 def crop(volume: np.ndarray, region: Region) -> np.ndarray:
-    """Cut `region` out of a volume `(X, Y, Z, ...)`; voxels outside it are zero. A view where nothing is padded."""
+    """Cut `region` out of a volume `(X, Y, Z, ...)`; voxels outside it are zero. A view if nothing is padded."""
     padding = region.padding(volume.shape[:3])
     part = volume[region.slices(volume.shape[:3])]
     if not any(map(any, padding)):

@@ -1,4 +1,4 @@
-"""Which case, and which patch of it, comes at which position of a run, and which worker takes it. No TensorFlow.
+"""The case and the patch of it at each position of a run, and the worker that takes it. No TensorFlow.
 
 Everything random about a sample is a pure function of (seed, position), so that a restart needs one integer. The
 generator is SplitMix64 (Steele, Lea, Flood 2014), as NumPy's streams may change between versions.
@@ -24,7 +24,7 @@ _PLACE, _CENTRE = 0x706C616365, 0x63656E747265  # keys of the random streams of 
 
 
 class Sample(NamedTuple):
-    """What is drawn at a position: the pass over the cases, the index of the case, and the place of a patch."""
+    """The sample at a position: the pass over the cases, the index of the case, and the place of a patch."""
 
     position: int
     epoch: int
@@ -69,7 +69,7 @@ def random_units(*key: int) -> Iterator[float]:
 
 @dataclass(frozen=True)
 class PatchSampling:
-    """How patches are drawn from cases."""
+    """The rule by which patches are drawn from cases."""
 
     shape: Shape3  # voxels X, Y, Z of a patch
     sampling: str = "random"
@@ -126,7 +126,7 @@ class Share:
 
     @property
     def part(self) -> int:
-        """Own samples of a step; 1 where there are no steps."""
+        """Own samples of a step; 1 if there are no steps."""
         return self.batch // self.workers or 1
 
     def singly(self) -> "Share":

@@ -48,13 +48,13 @@ class Stream:
     """Samples of a batch; an incomplete last batch is dropped. It divides the worker's samples of a step."""
     share: Share = ALL  # this worker's samples. `start` and `stop` are positions in the stream of all workers
     channels: Optional[Sequence[str]] = None
-    regions: Optional[Sequence[str]] = None  # names, in the order wanted; None for all of the store's
+    regions: Optional[Sequence[str]] = None  # names, in the order of the target; None for all of the store's
     augment: AugmentConfig = NO_AUGMENT
     dtype: str = "float32"  # of images, "float32" or "bfloat16"
     read_mode: Union[str, Reader, None] = None
     """One of READ_MODES, or a reader of the store, from `open_reading`, that several datasets share."""
     threads: int = 1  # samples prepared at a time
-    finished: bool = True  # False for raw batches, for `finish_of` to be applied where the model runs
+    finished: bool = True  # False for raw batches, to which the caller applies `finish_of`
 
     def __post_init__(self):
         stop, step, part = 0 if self.stop is None else self.stop, self.share.batch or 1, self.share.part
@@ -108,14 +108,14 @@ def patch_dataset(
     `volume_dataset`.
     """
     chosen = Stream(**stream)
-    how = {"sampling": sampling, "foreground": foreground, "shuffle": shuffle, "seed": chosen.seed, "extent": extent}
-    return _dataset(store, chosen, patch_sampling(store, patch_shape, regions=chosen.regions, **how))
+    drawn = {"sampling": sampling, "foreground": foreground, "shuffle": shuffle, "seed": chosen.seed, "extent": extent}
+    return _dataset(store, chosen, patch_sampling(store, patch_shape, regions=chosen.regions, **drawn))
 
 
 def patch_sampling(
     store: Store, patch_shape: Shape3, *, regions: Optional[Sequence[str]] = None, **drawn: Any
 ) -> PatchSampling:
-    """How `patch_dataset` draws patches from this store, given its arguments; `drawn` are those of PatchSampling."""
+    """The rule by which `patch_dataset` draws patches, from its arguments; `drawn` are those of PatchSampling."""
     return PatchSampling(tuple(patch_shape), codes=finish_of(store, regions=regions).codes, **drawn)
 
 
@@ -126,7 +126,7 @@ def finish_of(
     augment: AugmentConfig = NO_AUGMENT,
     dtype: str = "float32",
 ) -> Finish:
-    """The function from raw batches of this store (`finished=False`) to `(image, target)`, given the same arguments."""
+    """The function from raw batches of this store (`finished=False`) to `(image, target)`, for the same arguments."""
     codes = tuple(store.manifest.regions.values())
     picked = _pick("regions", regions, tuple(store.manifest.regions))
     return Finish(tuple(codes[index] for index in picked), dtype, augment.resamples)
@@ -174,7 +174,7 @@ def _dataset(store: Store, chosen: Stream, sampling: PatchSampling) -> tf.data.D
 
 
 def _volume_size(store: Store, grid: Optional[Sequence[int]], extent: str, multiple: int) -> Shape3:
-    """The size of every volume: `grid`, or what holds all cases. InputError for a grid that would lose voxels."""
+    """The size of every volume: `grid`, or the least for all cases. InputError for a grid that would lose voxels."""
     fitting = grid_size(store, extent=extent, multiple=multiple)
     if grid is None:
         return fitting
@@ -185,12 +185,12 @@ def _volume_size(store: Store, grid: Optional[Sequence[int]], extent: str, multi
     return size
 
 
-def _pick(what: str, wanted: Optional[Sequence[str]], there: Sequence[str]) -> Tuple[int, ...]:
+def _pick(kind: str, wanted: Optional[Sequence[str]], names: Sequence[str]) -> Tuple[int, ...]:
     """Indices of the wanted names; all of them for None."""
     if wanted is None:
-        return tuple(range(len(there)))
-    check_names(what, wanted, there)
-    return tuple(there.index(name) for name in wanted)
+        return tuple(range(len(names)))
+    check_names(kind, wanted, names)
+    return tuple(names.index(name) for name in wanted)
 
 
 # --- Errors of a pipeline ---

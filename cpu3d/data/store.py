@@ -4,13 +4,14 @@ store/manifest.json         what the store is, with a SHA-256 of its own content
 store/cases-<hash>.jsonl    the records of its cases, one a line
 store/cases/<id>.x.npy      image (X, Y, Z, C), int16 or float16, C order, little endian, axes R A S (or .x.b2nd)
 store/cases/<id>.y.npy      label (X, Y, Z), uint8, in the data set's own codes (or .y.b2nd)
-store/cases/<id>.json       the case's record; written after its arrays, so it marks them as good
+store/cases/<id>.json       the case's record; written after its arrays, so they are whole if it is there
 store/quarantine.jsonl      cases left out, each with its reasons
 """
 
 import copy
 import dataclasses
 import hashlib
+import itertools
 import json
 import re
 from pathlib import Path
@@ -23,7 +24,7 @@ from cpu3d.data.records import SCHEMA, SPLITS, CaseRecord, Manifest, case_from_j
 from cpu3d.data.region import Region, Shape3, centred, paste, round_up, whole
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import PARTIAL, atomic_write, write_json
-from memory_estimator.common.files import NotRegularError, read_json, read_regular, typed
+from memory_estimator.common.files import NotRegularError, read_record, read_regular, reason, typed
 
 ADVICE = "restore it, or delete manifest.json and run `prepare` again"
 
@@ -76,8 +77,8 @@ class Store:
 
 
 def open_store(folder: Union[str, Path]) -> Store:
-    """Open the store in `folder` for reading. Raises InputError when there is no manifest, when manifest or records
-    are not as they were written, when the schema is another, or when a case is in two splits."""
+    """Open the store in `folder` for reading. Raises InputError if there is no manifest, if manifest or records are not
+    as they were written, if the schema is another, or if a case is in two splits."""
     folder = Path(folder)
     content = _read_manifest(folder)
     try:
@@ -89,25 +90,23 @@ def open_store(folder: Union[str, Path]) -> Store:
 
 
 def _read_manifest(folder: Path) -> Dict[str, Any]:
-    path = folder / "manifest.json"
-    if not path.is_file():
-        raise InputError(f"store {folder} must hold a finished manifest.json, found none; run `prepare` (again)")
-    try:
-        content = read_json(path)
-        if content["schema"] != SCHEMA:
-            raise InputError(f"store {folder} must have schema {SCHEMA}, got {content['schema']}; `prepare` another")
-        # A records file of another name could lie outside of the store.
+    def checked(content: Dict[str, Any]) -> Dict[str, Any]:
+        # A records file of another name could be outside of the store.
         if content != sealed(content) or not _RECORDS.fullmatch(content["records"]["file"]):
-            raise InputError(f"store manifest {path} must be as it was written, got an edited manifest; {ADVICE}")
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"store manifest {path} must be complete JSON, got {error!r}; {ADVICE}") from None
-    return content
+            raise ValueError("an edited manifest")
+        return content
+
+    try:
+        return read_record(folder / "manifest.json", SCHEMA, checked, ADVICE, InputError)
+    except (FileNotFoundError, NotADirectoryError):
+        rule = f"store {folder} must hold a finished manifest.json"
+        raise InputError(f"{rule}, found none; run `prepare`, again if it was interrupted") from None
 
 
 def sealed(content: Mapping[str, Any]) -> Dict[str, Any]:
-    """The content of a manifest.json with the SHA-256 of its other fields, in their order."""
+    """The content of a manifest.json with the SHA-256 of its other fields, in their order, but for "schema"."""
     bare = {name: value for name, value in content.items() if name != "sha256"}
-    text = json.dumps(bare, separators=(",", ":"))
+    text = json.dumps({name: value for name, value in bare.items() if name != "schema"}, separators=(",", ":"))
     return {**bare, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
@@ -134,10 +133,11 @@ def write_store(folder: Union[str, Path], manifest: Manifest) -> None:
             path.unlink()
 
 
-def check_names(what: str, wanted: Sequence[str], there: Sequence[str]) -> None:
-    """Raise InputError unless `wanted` names some of `there`, each once."""
-    if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(there):
-        raise InputError(f"{what} must be among {', '.join(there)}, each once, got {', '.join(wanted) or 'none'}")
+def check_names(kind: str, wanted: Sequence[str], names: Sequence[str]) -> None:
+    """Raise InputError unless `wanted` has some of `names`, each once."""
+    if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(names):
+        rule, got = f"{kind} must be among {', '.join(names)}, each once", ", ".join(wanted) or "none"
+        raise InputError(f"{rule}, got {got}; choose from these")
 
 
 def _opened(folder: Path, content: Mapping[str, Any]) -> Store:
@@ -147,7 +147,7 @@ def _opened(folder: Path, content: Mapping[str, Any]) -> Store:
         cases = _read_records(folder / content["records"]["file"], content["records"]["sha256"], ids)
         manifest = dataclasses.replace(typed({**fields, "cases": []}, Manifest, "manifest"), cases=cases)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"store manifest {folder}/manifest.json must be complete, got {error!r}; {ADVICE}") from None
+        raise InputError(f"{folder / 'manifest.json'} must be complete, got {reason(error)}; {ADVICE}") from None
     refuse(split_problems(manifest.split, cases))
     got = split_hash(manifest.split, cases)
     if got != manifest.split_hash:
@@ -169,8 +169,11 @@ def _read_records(path: Path, sha256: str, case_ids: Sequence[str]) -> Tuple[Cas
             records.append(case_from_json(line))
         except ValueError as error:
             raise InputError(f"{path}:{number} must be the record of a case, got {error}; {ADVICE}") from None
-    if [record.case_id for record in records] != list(case_ids):
-        raise InputError(f"store file {path} must hold the {len(case_ids)} cases of the split, got others; {ADVICE}")
+    pairs = itertools.zip_longest((record.case_id for record in records), case_ids, fillvalue="none")
+    for got, wanted in pairs:
+        if got != wanted:
+            rule = f"store file {path} must hold the {len(case_ids)} cases of the split"
+            raise InputError(f"{rule}, got {got} in place of {wanted}; {ADVICE}")
     return tuple(records)
 
 
@@ -180,5 +183,5 @@ def grid_size(store: Store, *, extent: str, multiple: int) -> Shape3:
 
 
 def case_region(record: CaseRecord, size: Shape3, extent: str) -> Region:
-    """Where a region of `size` lies in a case: around the brain, or around the whole grid."""
+    """The region of `size` around a case's brain, or around its whole grid."""
     return centred(record.box if extent == "brain" else whole(record.shape), size, record.shape)

@@ -1,4 +1,4 @@
-"""Sliding windows: a network applied tile by tile to a volume, the overlapping answers blended by Gaussian weights."""
+"""Sliding windows: a network applied to a volume tile by tile, the overlapping outputs averaged by Gaussian weights."""
 
 import itertools
 from typing import Any, Callable, Iterator
@@ -16,7 +16,7 @@ def sliding_window(network: Callable[[Any], Any], image: Any, patch: Shape3, ove
 
     `network` takes a tile (1, *patch, C) and gives its logits (1, *patch, R). Tiles are the fewest evenly spread ones
     that overlap by at least `overlap`; the first and last end with the volume. Their logits are averaged by Gaussian
-    weights, as a tile's border has seen the least around it. The mean is a running one: where all tiles agree the
+    weights, as a voxel at a tile's border has the fewest neighbours. It is a running mean: where all tiles agree, the
     result is their logits to the bit. Raises ValueError for an image smaller than the patch.
     """
     shape = tuple(int(n) for n in image.shape[1:4])
@@ -26,14 +26,14 @@ def sliding_window(network: Callable[[Any], Any], image: Any, patch: Shape3, ove
     weight = np.einsum("x,y,z->xyz", *axes).astype(np.float32)
     weights, mean = np.zeros(shape, np.float32), None
     for start in itertools.product(*(_starts(n, want, overlap) for n, want in zip(shape, patch))):
-        here = Region(start, patch).slices(shape)
-        answer = np.array(network(image[(slice(None), *here)]), np.float32)[0]
+        tile = Region(start, patch).slices(shape)
+        logits = np.array(network(image[(slice(None), *tile)]), np.float32)[0]
         if mean is None:
-            mean = np.zeros((*shape, answer.shape[-1]), np.float32)
-        weights[here] += weight
-        answer -= mean[here]
-        answer *= (weight / weights[here])[..., None]
-        mean[here] += answer
+            mean = np.zeros((*shape, logits.shape[-1]), np.float32)
+        weights[tile] += weight
+        logits -= mean[tile]
+        logits *= (weight / weights[tile])[..., None]
+        mean[tile] += logits
     return mean
 
 

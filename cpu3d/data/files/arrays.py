@@ -1,7 +1,7 @@
 """An array's file: .npy, which maps into memory as it is, or .b2nd (Blosc2), a tenth of the size.
 
 A .npy file is for fast disks or data that stays in the page cache: nothing is unpacked, a part is a part of the file.
-A .b2nd file is for slow disks and networks: less is read, and what is read has to be unpacked.
+A .b2nd file is for slow disks and networks: less is read, and all of it has to be unpacked.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import numpy as np
 
 from memory_estimator.common.files import open_regular
 
-FORMATS = ("npy", "b2nd")  # what an array's file can be, and how its name ends
+FORMATS = ("npy", "b2nd")  # kinds of an array's file, and the ends of its name
 ALIGNMENT_BYTES = 64  # TensorFlow takes an array without a copy when its data begins at a multiple of this
 # Of a .b2nd file: a block stays in a core's L2 cache while it is unpacked. Both hold all channels.
 BLOCK_VOXELS, CHUNK_VOXELS = (32, 32, 16), (128, 128, 128)
@@ -82,7 +82,7 @@ def npy_header(dtype: np.dtype, shape: Tuple[int, ...]) -> bytes:
 
 
 def voxels_sha256(array: np.ndarray) -> str:
-    """SHA-256 of an array's dtype, shape and voxels: the same however it is stored."""
+    """SHA-256 of an array's dtype, shape and voxels, which does not depend on its file."""
     digest = hashlib.sha256(npy_header(array.dtype, array.shape))
     digest.update(memoryview(np.ascontiguousarray(array)).cast("B"))
     return digest.hexdigest()

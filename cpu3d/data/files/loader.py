@@ -1,4 +1,4 @@
-"""What a dataset reads for one sample: a box of a case's arrays and the numbers drawn for it, as NumPy arrays."""
+"""The data of one sample, as NumPy arrays: a box of a case's arrays and the numbers drawn for it."""
 
 import math
 from typing import Callable, Optional, Sequence, Tuple
@@ -14,7 +14,7 @@ from cpu3d.data.sampling import ALL, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, refuse
 
-# Name -> dtype and shape of what a loader gives; normalise.py describes each.
+# Name -> dtype and shape of the arrays that a loader gives; normalise.py describes each.
 BOX = {
     "bits": ("int16", (None, None, None, None)),
     "is_half": ("bool", ()),
@@ -43,13 +43,13 @@ def open_reading(
 
 
 def labelled(store: Store, split: str) -> Sequence[CaseRecord]:
-    """The cases of a split. Raises InputError when there is no such split, it is empty, or a case has no label."""
+    """The cases of a split. Raises InputError if there is no such split, it is empty, or a case has no label."""
     if split not in store.manifest.split:
         raise InputError(f"split must be one of {', '.join(store.manifest.split)}, got {split!r}; pick one")
     if not store.manifest.split[split]:
         raise InputError(f"split {split!r} of {store.folder} must hold cases, got none; prepare with another --split")
     bare = sorted(set(store.manifest.unlabelled) & set(store.manifest.split[split]))
-    refuse(f"case {case_id} must have a label to train or score on, it has none" for case_id in bare)
+    refuse(f"case {case_id} must have a label to train or score on, got none; leave it out" for case_id in bare)
     return store.cases(split)
 
 

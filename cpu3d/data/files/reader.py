@@ -2,7 +2,7 @@
 
 mmap   Pages of the file are the array: no copy, and only touched pages are read. A file that is cut while it is mapped
        ends the process (SIGBUS), and so does a network that fails.
-pread  Reads into memory: one copy more, but every failure is an error that names the file. Boxes always are read so.
+pread  Reads into memory: one copy more, but every failure is an error that names the file. Boxes are always read so.
 
 A file's length is compared with its record before it is mapped, because a map past the end of its file ends the
 process. Stores replace files and never change them in place.
@@ -32,12 +32,12 @@ NETWORK = ("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre",
 
 
 def choose_read_mode(file_system: str) -> str:
-    """How to read files on a file system of this type: pread from a network, because a failing map ends the process."""
+    """The mode for a file system of this type: pread from a network, because a failing map ends the process."""
     return "pread" if file_system in NETWORK or file_system.startswith(("nfs", "smb", "fuse")) else "mmap"
 
 
 def file_system(path: Union[str, Path]) -> str:
-    """The type of the file system of `path`, such as "ext4" or "nfs4"; "" where it is not known."""
+    """The type of the file system of `path`, such as "ext4" or "nfs4"; "" if it is not known."""
     path, kind, longest = os.path.realpath(path), "", 0
     with contextlib.suppress(OSError):
         for mount in psutil.disk_partitions(all=True):
@@ -52,7 +52,7 @@ class Reader:
     """Reads the arrays of a store's cases in one of `READ_MODES`. Threads may share a reader; a process makes its own.
 
     Reading raises InputError for a file that is missing, too long or short, of another header or damaged, and for a
-    label of a case without one; OSError, with the file's name, where the disk fails.
+    label of a case without one; OSError, with the file's name, if the disk fails.
     """
 
     def __init__(self, folder: Union[str, Path], mode: str = "mmap"):
@@ -112,7 +112,7 @@ class Reader:
 
 
 class _ArrayFile:
-    """The open file of a case's image, `part` "x", or label, "y", and what its record says of it."""
+    """The open file of a case's image, `part` "x", or label, "y", with the facts in its record."""
 
     def __init__(self, record: CaseRecord, part: str, path: Path, handle: int):
         self.path, self.handle = path, handle
@@ -126,7 +126,7 @@ class _ArrayFile:
         self.header = npy_header(self.dtype, self.shape) if record.format == "npy" else b""
 
     def check_header(self) -> None:
-        """Refuse a .npy file of another array: it would be read as nonsense, or past its end."""
+        """Refuse a .npy file of another array: its voxels would be wrong, or read past its end."""
         start = np.empty(min(len(self.header), self.size_bytes), np.uint8)
         self._fill(start, 0)
         size_bytes = len(self.header) + math.prod(self.shape) * self.dtype.itemsize
@@ -146,7 +146,7 @@ class _ArrayFile:
 
     def read_box(self, slices: Sequence[slice]) -> np.ndarray:
         """A box of a .npy file, aligned, read a plane of X at a time: a map would take longer, for its page faults."""
-        out = aligned_empty([one.stop - one.start for one in slices], self.dtype)
+        out = aligned_empty([part.stop - part.start for part in slices], self.dtype)
         rows = np.empty((out.shape[1], *self.shape[2:]), self.dtype)
         (x, y, z), voxel_bytes = slices[:3], self.dtype.itemsize * math.prod(self.shape[3:])
         row = self.shape[2] * voxel_bytes
@@ -178,8 +178,8 @@ class _ArrayFile:
         while done < len(into):  # one call reads 2 GiB at most, and a network may give less than was asked for
             count = os.preadv(self.handle, [into[done:]], offset + done)
             if count == 0:
-                rule = f"store file {self.path} must be {self.size_bytes} bytes long, it ended at byte"
-                raise InputError(f"{rule} {offset + done} while it was read; restore it, or `prepare` again")
+                rule = f"store file {self.path} must be {self.size_bytes} bytes long, got its end at byte"
+                raise InputError(f"{rule} {offset + done} while it was read; restore it, or run `prepare` again")
             done += count
 
     def damaged(self, got) -> InputError:

@@ -13,7 +13,7 @@ from cpu3d.data.region import bounding_box, whole
 from cpu3d.data.stores.layouts import CaseFiles
 from cpu3d.errors import InputError, refuse
 
-AFFINE_TOLERANCE = 1e-3  # largest difference, in mm, between the affines of files that lie on one grid
+AFFINE_TOLERANCE = 1e-3  # largest difference, in mm, between the affines of files that share a grid
 FLOAT16_MAX = float(np.finfo(np.float16).max)
 FLOAT16_SMALLEST = np.float16(2**-24)
 
@@ -35,12 +35,11 @@ def load_case(
     dataset_folder: Optional[Path] = None,
     zero_nan: bool = False,
 ) -> LoadedCase:
-    """Read, check and turn one case.
+    """Read and check a case, and turn it to axes R A S.
 
-    The image is int16 where every voxel is integral and in range, else `float16_image`. `labels` are the codes that may
+    The image is int16 if every voxel is integral and in range, else `float16_image`. `labels` are the codes that may
     occur; None leaves the label unread. Sources are recorded relative to `dataset_folder`, by default that of the first
-    image. Holds about two volumes.
-    Raises InputError with every problem of the case.
+    image. Holds about two volumes. Raises InputError with every problem of the case.
     """
     paths = files.images if labels is None else files.paths
     volumes, label, geometry, zeroed_voxels = _read(files, paths, channels, labels, zero_nan)
@@ -85,7 +84,8 @@ def _read(
 ) -> Tuple[List[np.ndarray], Optional[np.ndarray], Geometry, int]:
     """(volume of each channel, label, grid, voxels that were zeroed), on the grid of the files."""
     if len(files.images) not in (1, len(channels)):
-        raise InputError(f"case {files.case_id} must have a file for each of {channels}, got {len(files.images)}")
+        rule = f"case {files.case_id} must have a file for each of {', '.join(channels)}, or one for all"
+        raise InputError(f"{rule}, got {len(files.images)} files; add or leave out files")
     names = [channels] if len(files.images) == 1 else [(name,) for name in channels]
     volumes, label, geometry, zeroed_voxels, problems = [], None, None, 0, []
     for number, path in enumerate(paths):
@@ -143,11 +143,11 @@ def facts_of(image: np.ndarray, label: Optional[np.ndarray]) -> Dict[str, Any]:
         "shape": tuple(image.shape[:3]),
         "box": bounding_box(mask),
         "image_dtype": image.dtype.name,
-        "channel_mean": tuple(float(one.mean()) for one in values),
-        "channel_std": tuple(float(one.std()) for one in values),
-        "channel_min": tuple(float(one.min()) for one in values),
-        "channel_max": tuple(float(one.max()) for one in values),
-        "channel_voxels": tuple(one.size for one in values),
+        "channel_mean": tuple(float(channel.mean()) for channel in values),
+        "channel_std": tuple(float(channel.std()) for channel in values),
+        "channel_min": tuple(float(channel.min()) for channel in values),
+        "channel_max": tuple(float(channel.max()) for channel in values),
+        "channel_voxels": tuple(channel.size for channel in values),
         "label_voxels": {code: int(count) for code, count in enumerate(counts) if count},
         "centres": centres_of(label) if label is not None else {},
         "image_voxels_sha256": voxels_sha256(image),
@@ -156,7 +156,7 @@ def facts_of(image: np.ndarray, label: Optional[np.ndarray]) -> Dict[str, Any]:
 
 
 def grid_problems(path: Path, grid: Geometry, first: Path, expected: Geometry) -> List[str]:
-    """How the grid of `path` differs from that of `first`; empty where it is the same."""
+    """The problem of a `path` whose grid differs from that of `first`; empty if it is the same."""
     apart = float(np.abs(np.subtract(grid.affine, expected.affine)).max())
     if grid.shape != expected.shape:
         difference = f"shape {expected.shape}, got {grid.shape}"
@@ -170,7 +170,7 @@ def grid_problems(path: Path, grid: Geometry, first: Path, expected: Geometry) -
 
 
 def _channels(path: Path, array: np.ndarray, names: Sequence[str]) -> List[np.ndarray]:
-    """The channels of a file, int16 where that is exact. Raises InputError for channels without contrast, for NaN and
+    """The channels of a file, int16 if that is exact. Raises InputError for channels without contrast, for NaN and
     infinity, and for another number of channels."""
     array = array if array.ndim == 4 else array[..., None]
     if array.shape[3] != len(names):
@@ -206,5 +206,5 @@ def _label(path: Path, label: np.ndarray, labels: Mapping[int, str]) -> np.ndarr
     unknown = [f"{value:g} ({n} voxels)" for value, n in zip(values, counts) if value not in labels]
     if unknown:
         known = ", ".join(f"{code} {name}" for code, name in sorted(labels.items()))
-        raise InputError(f"label {path} must hold only the codes {known}; got {', '.join(unknown[:8])}; correct it")
+        raise InputError(f"label {path} must hold only the codes {known}, got {', '.join(unknown[:8])}; correct it")
     return label.astype(np.uint8)

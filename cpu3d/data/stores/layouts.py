@@ -1,4 +1,4 @@
-"""Which files make up which case: the data set layouts that `prepare` and `predict` understand.
+"""The data set layouts that `prepare` and `predict` understand: the files that make up a case.
 
     decathlon   dataset.json beside imagesTr/ and labelsTr/; one 4D image a case (Medical Segmentation Decathlon)
     brats2017   <id>/<id>_flair _t1 _t1ce _t2 _seg .nii or .nii.gz, also below HGG/ and LGG/ (BraTS 2017-2021)
@@ -87,7 +87,7 @@ class CaseFiles:
 
     @property
     def paths(self) -> Tuple[Path, ...]:
-        """The images, then the label where there is one."""
+        """The images, then the label if there is one."""
         return (*self.images, *([self.label] if self.label else []))
 
 
@@ -102,22 +102,24 @@ class Dataset:
     labels: Dict[int, str]  # label code -> name; 0 is background
     cases: Tuple[CaseFiles, ...]  # the complete cases, by case id
     problems: Problems  # of the cases with a file missing or double, which are not in `cases`
-    patient_rules: Dict[str, str]  # case id -> how its patient is known: the rule of `patient_of`, or TABLE
+    patient_rules: Dict[str, str]  # case id -> the rule that tells its patient, from `patient_of`, or TABLE
 
 
 def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> Dataset:
     """Recognise the layout of `folder` and list its cases. A single BraTS case folder is a data set of one.
 
-    `patients` is a table of the cases' patients, else their names tell them. Links are followed. Raises InputError for
+    `patients` is a table of the cases' patients, else their names show them. Links are followed. Raises InputError for
     no folder, no cases, two layouts, a case id twice, a dataset.json that is damaged or names files outside its folder.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise InputError(f"data set {folder} must be a folder, found {'a file' if folder.exists() else 'none'}")
+        got = "a file" if folder.exists() else "none"
+        raise InputError(f"data set {folder} must be a folder, found {got}; check the path")
     read = read_decathlon if (folder / "dataset.json").is_file() else _read_folders
     name, layout, channels, labels, cases, problems = read(folder)
     times = Counter(case.case_id for case in cases)
-    refuse(f"case id {one} in {folder} must be used once; rename one of them" for one, n in times.items() if n > 1)
+    rule = f"in {folder} must be used once"
+    refuse(f"case id {name} {rule}, got {n} cases; rename one" for name, n in times.items() if n > 1)
     cases = sorted((case for case in cases if case.case_id not in problems), key=lambda case: case.case_id)
     known = {case.case_id: patient_of(case.case_id, layout) for case in cases}
     if patients is not None:
@@ -128,7 +130,7 @@ def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> D
 
 
 def patient_of(case_id: str, layout: str) -> Tuple[str, str]:
-    """(patient, rule that tells it) from the name of a case; (case_id, UNKNOWN) where no rule matches."""
+    """(patient, rule that tells it) from the name of a case; (case_id, UNKNOWN) if no rule matches."""
     own = FOLDER_LAYOUTS[layout].patients if layout in FOLDER_LAYOUTS else {}
     for rule, pattern in {**PATIENT_NAMES, **own}.items():
         match = re.match(pattern, case_id, re.IGNORECASE)
@@ -144,11 +146,11 @@ def labels_in_use(layout: str, labels: Dict[int, str], codes: Container[int]) ->
 
 
 def regions_of(labels: Dict[int, str]) -> Dict[str, Tuple[int, ...]]:
-    """Region -> codes: WT, TC, ET where the names tell one oedema and one enhancing tumour, and RC where they tell a
+    """Region -> codes: WT, TC, ET if the names show one oedema and one enhancing tumour, and RC if they show a
     resection cavity; else each label is a region."""
     codes = [code for code in sorted(labels) if code != 0]
     patterns = ("cavity", "edema", r"(?<!non-)(?<!non)(?<!non )\benhanc")
-    cavity, oedema, enhancing = ([code for code in codes if re.search(one, labels[code].lower())] for one in patterns)
+    cavity, oedema, enhancing = ([code for code in codes if re.search(p, labels[code].lower())] for p in patterns)
     tumour = [code for code in codes if [code] != cavity]
     if not (len(oedema) == len(enhancing) == 1 and len(tumour) == 3 and {*oedema, *enhancing} <= {*tumour}):
         return {labels[code]: (code,) for code in codes}
@@ -163,9 +165,9 @@ def channels_of(image: Path, count: int) -> List[str]:
 
 
 def label_codes_of(files: CaseFiles) -> Optional[Tuple[str, Dict[int, str]]]:
-    """Whose label codes go with the images of a case, and code -> name: those of the dataset.json above imagesTr/ or
-    imagesTs/, else of the release that all files are named as in; None for others, and for BraTS-PED, which has the
-    names of BraTS 2023 and other codes."""
+    """(source, code -> name) of the label codes that belong to a case's images: those of the dataset.json above
+    imagesTr/ or imagesTs/, else of the release that the files' names follow; None for others, and for BraTS-PED, which
+    has the names of BraTS 2023 and other codes."""
     folder = files.images[0].absolute().parent
     dataset = _decathlon_above(files.images[0])
     if dataset:
@@ -183,7 +185,7 @@ def _read_folders(folder: Path):
     layouts = sorted({layout for _, layout in folders if layout})
     if len(layouts) != 1:
         rule = f"data set {folder} must hold a dataset.json or case folders of one layout ({', '.join(FOLDER_LAYOUTS)})"
-        raise InputError(f"{rule}, found {' and '.join(layouts) or 'neither'}; give the folder of one")
+        raise InputError(f"{rule}, found {' and '.join(layouts) or 'neither'}; name the folder of one data set")
     layout = FOLDER_LAYOUTS[layouts[0]]
     refuse_other_codes(folder, [name_of(case) for case, _ in folders])
     cases, problems = [], {}
@@ -222,9 +224,9 @@ def _case_folders(folder: Path) -> List[Tuple[Path, Optional[str]]]:
 def refuse_other_codes(folder: Path, ids: Sequence[str]) -> None:
     """Refuse cases of BraTS-PED, which has the layout of BraTS 2023 and other label codes."""
     rule = "must have the label codes of BraTS gliomas, got those of BraTS-PED"
-    other = [f"case {one} of {folder} {rule}" for one in ids if one.upper().startswith("BRATS-PED-")]
+    problems = [f"case {case_id} of {folder} {rule}" for case_id in ids if case_id.upper().startswith("BRATS-PED-")]
     advice = "bring them into the Decathlon layout with a dataset.json that names their codes, or leave them out"
-    refuse([*other, advice] if other else ())
+    refuse([*problems, advice] if problems else ())
 
 
 class _Entry(msgspec.Struct):
@@ -256,17 +258,17 @@ def read_decathlon(folder: Path):
         rule = f"labels of {path} must be distinct names of codes 0..255, at least one besides the background"
         problems.append(f"{rule}, got {content.labels}; correct it")
     # A downloaded list must not reach beyond its folder; a link may, as it is the owner's.
-    named = [one for entry in content.training for one in (entry.image, entry.label) if one is not None]
-    outside = [one for one in named if PurePosixPath(one).is_absolute() or ".." in PurePosixPath(one).parts]
-    problems += [f"path {one!r} in {path} must stay inside its folder; make it relative" for one in outside]
+    named = [PurePosixPath(name) for entry in content.training for name in (entry.image, entry.label) if name]
+    outside = [str(name) for name in named if name.is_absolute() or ".." in name.parts]
+    problems += [f"paths in {path} must stay inside its folder, got {name!r}; make it relative" for name in outside]
     refuse(problems)
     cases, bad = [], defaultdict(list)
     for entry in content.training:
         case_id, files = stem_of(Path(entry.image)), (entry.image, entry.label)
         cases.append(CaseFiles(case_id, case_id, (folder / entry.image,), folder / (entry.label or "")))
-        for what, name in zip(("image", "label"), files):
+        for part, name in zip(("image", "label"), files):
             if name is None or not (folder / name).is_file():
-                rule = f"{what} of case {case_id} in {path} must be a file, got {name or 'none'}"
+                rule = f"{part} of case {case_id} in {path} must be a file, got {name or 'none'}"
                 bad[case_id].append(f"{rule}; fetch it again, or leave the case out")
     ordered = tuple(name for _, name in sorted(channels.items()))
     return content.name or name_of(folder), "decathlon", ordered, labels, cases, bad
@@ -311,7 +313,7 @@ def one_each(
 
 
 def _decathlon_above(image: Path):
-    """What `read_decathlon` gives of the data set that an image lies in; None where it lies in none, or a bad one."""
+    """The result of `read_decathlon` for the data set of an image; None if there is none, or a bad one."""
     folder = image.absolute().parent
     if folder.name not in ("imagesTr", "imagesTs") or not (folder.parent / "dataset.json").is_file():
         return None

@@ -1,4 +1,4 @@
-"""Write a data set of made-up brains with tumours that can be learnt, in the Decathlon layout.
+"""Write a data set of made-up brains with tumours that a network can learn, in the Decathlon layout.
 
 Example: ./run.sh phantom --out phantom --cases 10 --shape 240 240 155 --seed 0
 
@@ -7,7 +7,7 @@ away. A patch that is shorter than the gap between lesions shows WT and TC, but 
 
 With --lesion-size small the whole tumour, in one to three lesions, is 0.2 to 1 % of the brain's box, and the enhancing
 tumour at least 0.02 %. With --warp CASE the cases are warped copies of a real case: they show how fast a network learns
-what a real tumour looks like, not how well it does on other patients.
+the look of a real tumour, not how well it does on other patients.
 
 Shapes and contrasts imitate skull-stripped BraTS volumes. No channel shows the tumour by brightness
 alone: fluid is bright in T2, vessels in T1 with contrast agent, spots and cortex in FLAIR. Coordinates run from -1 to 1
@@ -32,7 +32,7 @@ from cpu3d.data.stores.prepare import claimed
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import write_json
 from cpu3d.util.child import KILLED, run_jobs, worker_count
-from cpu3d.util.progress import bar
+from cpu3d.util.progress import bar, say
 from cpu3d.util.records import by
 from memory_estimator.common.schema import option
 
@@ -41,7 +41,7 @@ CHANNELS = ("FLAIR", "T1w", "t1gd", "T2w")  # names, spelling and codes are thos
 LABELS = {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"}
 EDEMA, NON_ENHANCING, ENHANCING = 1, 2, 3
 USUAL_SHAPE = (240, 240, 155)
-LEAST_VOXELS = 24  # along an axis: below, the enhancing rim does not show
+LEAST_VOXELS = 24  # along an axis; with fewer the enhancing rim does not show
 
 SHARES = (135 / 240, 174 / 240, 136 / 155)  # size of an average head along each axis, as a share of the volume
 SMALLEST, LARGEST = 0.96, 1.04  # sizes of heads, as a share of an average head
@@ -65,7 +65,7 @@ Fields = Dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Options:
-    """What `phantom` takes."""
+    """The options of `phantom`."""
 
     out: Path = option(help="folder to write; made if absent, continued if unfinished")
     cases: int = option(10, "number of cases")
@@ -73,7 +73,7 @@ class Options:
     seed: int = option(0, "seed of everything that is random")
     context: str = option(
         "none",
-        "count: a rim is called enhancing where its lesion is the only one, in half of the cases",
+        "count: a rim is called enhancing if its lesion is the only one, in half of the cases",
         choices=("none", "count"),
     )
     lesion_size: str = option(
@@ -138,7 +138,7 @@ def write_phantom(
             advice = "choose a smaller one or run again with fewer --workers"
             raise InputError(f"--shape must fit into memory, got {by(shape)}; {advice}") from None
         write_json(out / "dataset.json", _dataset_json(cases, shape, context, lesion_size, warp))
-    print(f"{cases} phantom cases of {by(shape)} in {out}")
+    say(f"{cases} phantom cases of {by(shape)} in {out}", stderr=False)
     return out
 
 
@@ -201,7 +201,7 @@ def phantom_case(
     """Draw one case: image `(X, Y, Z, 4)` int16 and label `(X, Y, Z)` uint8, axes R A S, in the order of `CHANNELS`.
 
     Non-zero voxels are exactly the brain, the same in all channels. In the context "count" the lesion is the only one
-    where `holds`, by default in every other case. From 40 voxels along each axis on, every case has all tumour codes.
+    if `holds`, by default in every other case. From 40 voxels along each axis on, every case has all tumour codes.
     """
     rng = np.random.default_rng([VERSION, seed, index])
     # About 135x174x136 of 240x240x155, near the middle.
@@ -249,7 +249,7 @@ class Head:
         self.voxel = 2 / min(box)
 
     def field(self, cells: int) -> np.ndarray:
-        """As `smooth_field`."""
+        """A `smooth_field` in the head's box."""
         return smooth_field(self.rng, self.box, cells)
 
     def ball(self, centre: Sequence[float], radii: Sequence[float]) -> np.ndarray:
@@ -441,11 +441,11 @@ def _rim_thickness(head: Head, reach: float, rng: np.random.Generator) -> float:
 def signal_of(name: str, head: Head, parts: Fields) -> np.ndarray:
     """One channel in the head's box, int16: tissues mixed, tumour over them, uneven field, Rician noise, no skull."""
     rng = head.rng
-    level = {what: value * rng.uniform(0.94, 1.06) for what, value in zip(SUBSTANCES, SIGNALS[name])}
+    level = {substance: value * rng.uniform(0.94, 1.06) for substance, value in zip(SUBSTANCES, SIGNALS[name])}
     level["kernel"] = level["rim"]
     signal = parts["fluid"] * level["fluid"] + parts["grey"] * level["grey"] + parts["white"] * level["white"]
-    for what in (*SUBSTANCES[3:], "kernel"):
-        signal += parts[what] * (level[what] - signal)
+    for substance in (*SUBSTANCES[3:], "kernel"):
+        signal += parts[substance] * (level[substance] - signal)
     signal *= 1 + 0.06 * parts["texture"]
     signal *= np.exp(0.16 * head.field(3)) * rng.uniform(0.7, 1.4)
     brain, sigma = head.brain, np.float32(0.045 * level["white"])
@@ -516,7 +516,7 @@ def _places(box: Tuple[slice, ...], centre: np.ndarray, size: np.ndarray, rng: n
         turn = turn @ plane
     affine = turn * rng.uniform(1 - SCALE, 1 + SCALE, 3)
     offset = centre + rng.uniform(-SHIFT, SHIFT, 3) * size
-    axes = np.ix_(*((np.arange(one.start, one.stop) - c).astype(np.float32) for one, c in zip(box, centre)))
+    axes = np.ix_(*((np.arange(edge.start, edge.stop) - c).astype(np.float32) for edge, c in zip(box, centre)))
     places = np.empty((3, *(along.size for along in axes)), np.float32)
     for axis, (row, start, extent) in enumerate(zip(affine.astype(np.float32), offset.astype(np.float32), size)):
         u, v, w = (weight * along for weight, along in zip(row, axes))

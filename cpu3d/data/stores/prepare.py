@@ -2,9 +2,9 @@
 
 Example: ./run.sh prepare --dataset Task01_BrainTumour --store store
 
-Each case is written whole or not at all: its record comes after its arrays and marks them as good, and the manifest
-comes last and marks the store as finished. The same command continues after an interruption. source.json names the
-data set and the settings, quarantine.jsonl the cases that were left out.
+Each case is written whole or not at all: its record is written after its arrays, and the manifest of the finished
+store last. The same command continues after an interruption. source.json names the data set and the settings,
+quarantine.jsonl the cases that were left out.
 """
 
 import contextlib
@@ -43,37 +43,38 @@ from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import atomic_write, is_untouched, remove_partials, writable_folder, write_json
 from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.lock import locked
-from cpu3d.util.progress import bar
+from cpu3d.util.progress import bar, say
 from cpu3d.util.records import by, count, versions
-from memory_estimator.common.files import read_json, read_regular, typed
+from memory_estimator.common.files import read_json, read_record, read_regular, typed
 from memory_estimator.common.schema import option
+from memory_estimator.common.units import format_bytes
 
 Fractions = Tuple[float, float, float]
 
 PATIENTS_HELP = (
-    "table of two columns, case and patient (CSV, or with semicolons or tabs), where names such as BraTS-GLI-00001-000"
-    " do not tell the patient; a patient's cases stay in one split"
+    "table of two columns, case and patient (CSV, or with semicolons or tabs), for cases whose names do not show the"
+    " patient as BraTS-GLI-00001-000 does; a patient's cases stay in one split"
 )
 WORKERS_HELP = "processes; each holds about two volumes (default: one per usable core)"
-SKIP_BAD_HELP = "leave bad cases out and list them in quarantine.jsonl"
+SKIP_BAD_HELP = "leave out bad cases and list them in quarantine.jsonl"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How cases become arrays. A store is continued with the same settings only."""
+    """The settings by which cases become arrays. A store is continued with the same settings only."""
 
     format: str = option(
         "npy",
-        "npy: int16 where exact, else float16 z-scores, read without unpacking; b2nd: the same packed to a tenth,"
+        "npy: int16 if that is exact, else float16 z-scores, read without unpacking; b2nd: the same packed to a tenth,"
         " for slow disks and networks",
         choices=FORMATS,
     )
-    crop: bool = option(False, "store each brain's box only; what is outside is 0")
+    crop: bool = option(False, "store each brain's box only; voxels outside it are 0")
     zero_nan: bool = option(False, "make NaN and infinite voxels background, and count them")
 
     def __post_init__(self):
         if self.format not in FORMATS:
-            raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {self.format!r}")
+            raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {self.format!r}; choose one")
 
 
 USUAL = Settings()
@@ -81,7 +82,7 @@ USUAL = Settings()
 
 @dataclass(frozen=True)
 class Options:
-    """What `prepare` takes."""
+    """The options of `prepare`."""
 
     dataset: Path = option(help="folder in Decathlon or BraTS layout, or one BraTS case")
     store: Path = option(help="folder to write; made if absent, continued if unfinished")
@@ -96,16 +97,8 @@ OPTIONS = (Options, Settings)
 
 
 def run(options: Options, settings: Settings) -> int:
-    prepare(
-        options.dataset,
-        options.store,
-        fractions=options.split,
-        seed=options.seed,
-        workers=options.workers,
-        skip_bad=options.skip_bad,
-        settings=settings,
-        patients=options.patients,
-    )
+    named = dict(vars(options))
+    prepare(named.pop("dataset"), named.pop("store"), fractions=named.pop("split"), settings=settings, **named)
     return 0
 
 
@@ -143,7 +136,7 @@ def prepare(
                 write_store(store_dir, manifest)
                 summarise(store_dir)
             else:
-                print(f"Nothing to do: store {store_dir} is finished and unchanged.")
+                say(f"Nothing to do: store {store_dir} is finished and unchanged.", stderr=False)
             return manifest
         records, problems = convert_all(dataset.cases, dataset, store_dir, settings, workers)
         problems.update(dataset.problems)
@@ -157,9 +150,9 @@ def prepare(
 
 
 def _manifest_of(dataset: Dataset, records: Mapping[str, CaseRecord], fractions: Fractions, seed: int) -> Manifest:
-    """Of a new store with these cases, whose split is drawn now."""
+    """The manifest of a new store with these cases, whose split is drawn now."""
     patients_of = {case_id: record.patient_id for case_id, record in records.items()}
-    codes = {code for one in records.values() for code in one.label_voxels}
+    codes = {code for record in records.values() for code in record.label_voxels}
     labels = labels_in_use(dataset.layout, dataset.labels, codes)
     return make_manifest(
         name=dataset.name,
@@ -176,20 +169,20 @@ def _manifest_of(dataset: Dataset, records: Mapping[str, CaseRecord], fractions:
 
 
 def _repaired(store_dir: Path, old: Manifest, dataset: Dataset, settings: Settings, workers: int) -> Manifest:
-    """A finished store's manifest after its damaged cases were made again: of the same cases, in the same split."""
+    """The manifest of a finished store after its damaged cases were made again, with the same cases and split."""
     own = {case.case_id for case in old.cases}
     cases = [files for files in dataset.cases if files.case_id in own]
     records, problems = convert_all(cases, dataset, store_dir, settings, workers)
     refuse_bad_cases(problems, f"{count(records, 'good case')} kept in {store_dir}")
     manifest = remake(old, cases=list(records.values()))
-    if manifest.split_hash != old.split_hash:  # it is of the voxels
-        rule = f"the damaged cases of {store_dir} must get back the voxels that they had"
-        raise InputError(f"{rule}, got others; use the versions in manifest.json")
+    if manifest.split_hash != old.split_hash:  # the hash includes the voxels
+        rule = f"the damaged cases of {store_dir} must get back the voxels that they had, of hash {old.split_hash}"
+        raise InputError(f"{rule}, got {manifest.split_hash}; use the versions in manifest.json")
     return manifest
 
 
 def split_sizes(manifest: Manifest) -> str:
-    """Such as "8 train, 1 val, 1 test"."""
+    """The cases of each split, as "8 train, 1 val, 1 test"."""
     return ", ".join(f"{len(manifest.split[name])} {name}" for name in SPLITS)
 
 
@@ -197,19 +190,20 @@ def _announce(dataset: Dataset) -> None:
     """Print the data set's cases, channels, patients and label codes."""
     channels, regions = ", ".join(dataset.channels), regions_of(dataset.labels)
     always = labels_in_use(dataset.layout, dataset.labels, ())
-    print(f"{dataset.name}: {count(dataset.cases, 'case')}, layout {dataset.layout}, channels {channels}")
-    print("Labels and regions:")
+    head = f"{dataset.name}: {count(dataset.cases, 'case')}, layout {dataset.layout}, channels {channels}"
+    lines = [head, "Labels and regions:"]
     for code, name in sorted(dataset.labels.items()):
         within = ", ".join(region for region, codes in regions.items() if code in codes) or "no region"
-        print(f"  {code} {name} -> {within}{'' if code in always else ', where a label holds it'}")
-    rules = describe_patients(Counter(dataset.patient_rules.values()))
-    print(f"Patients: {len({case.patient_id for case in dataset.cases})}", *rules, sep="\n  ")
+        lines.append(f"  {code} {name} -> {within}{'' if code in always else ', if a label holds it'}")
+    lines.append(f"Patients: {len({case.patient_id for case in dataset.cases})}")
+    lines += [f"  {rule}" for rule in describe_patients(Counter(dataset.patient_rules.values()))]
     if UNKNOWN in dataset.patient_rules.values():
-        print("  where a patient has several cases, name them with --patients FILE: scores on them would be too good")
+        lines.append("  if a patient has several cases, name them with --patients FILE, or test scores may be too good")
+    say(*lines, stderr=False)
 
 
 def _refuse_other_content(store_dir: Path, old: Manifest, dataset: Dataset, fractions: Fractions, seed: int) -> None:
-    """Raise InputError, naming every difference, where this run would change the content of a finished store."""
+    """Raise InputError, naming every difference, if this run would change the content of a finished store."""
     files_of, patients = {files.case_id: files for files in dataset.cases}, {}
     left_out = read_quarantine(store_dir)
     differences = []
@@ -227,7 +221,7 @@ def _refuse_other_content(store_dir: Path, old: Manifest, dataset: Dataset, frac
         differences.append(f"--split and --seed ask for another split than {split_sizes(old)}, seed {old.split_seed}")
     rule = f"store {store_dir} is finished and must keep its content"
     advice = "give another --store for the new content, or add new cases with `store append`; it is untouched"
-    refuse([*(f"{rule}, but {one}" for one in differences), advice] if differences else ())
+    refuse([*(f"{rule}, but {difference}" for difference in differences), advice] if differences else ())
 
 
 # --- Cases into arrays ---
@@ -238,7 +232,7 @@ def convert(
 ) -> Union[CaseRecord, Tuple[str, ...]]:
     """Write a case's arrays, then its record, unless they are there and good.
 
-    Returns the record, or what is wrong with the case. Raises OSError.
+    Returns the record, or the problems of the case. Raises OSError.
     """
     record = _finished(store_dir, files)
     if record:
@@ -275,7 +269,7 @@ def _finished(store_dir: Path, files: CaseFiles) -> Optional[CaseRecord]:
 
 
 def same_sources(files: CaseFiles, record: CaseRecord) -> bool:
-    """Whether a case has the files that it was made from, by size and date, or by hash where the date is another."""
+    """Whether a case has the files that it was made from, by size and date, or by hash if the date is another."""
     if len(files.paths) != len(record.sources):
         return False
     for path, source in zip(files.paths, record.sources):
@@ -290,7 +284,7 @@ def same_sources(files: CaseFiles, record: CaseRecord) -> bool:
 def write_arrays(
     store: Path, record: CaseRecord, image: np.ndarray, label: Optional[np.ndarray], *, format_: str, cropped: bool
 ) -> CaseRecord:
-    """Write a case's arrays, given on its whole grid, and return its record with what follows from the files.
+    """Write a case's arrays, which are on its whole grid, and return its record with the facts of the files.
 
     `cropped` keeps only the brain's box; outside it the voxels are 0. Files are read back and compared. Raises OSError.
     """
@@ -347,10 +341,10 @@ def convert_all(
 
 
 def refuse_bad_cases(problems: Problems, kept: str) -> None:
-    """Raise InputError with all problems of a data set's cases, if any; `kept` says what was kept."""
+    """Raise InputError with all problems of a data set's cases, if any; `kept` are words for the cases that stay."""
     advice = "repair the bad cases and run again, or leave them out with --skip-bad"
     rule = f"the data set must be without bad cases, got {count(problems, 'bad case')}; {kept}: {advice}"
-    refuse([*(one for case_id in sorted(problems) for one in problems[case_id]), rule] if problems else ())
+    refuse([*(problem for case_id in sorted(problems) for problem in problems[case_id]), rule] if problems else ())
 
 
 # --- The store's folder ---
@@ -358,27 +352,28 @@ def refuse_bad_cases(problems: Problems, kept: str) -> None:
 
 @contextlib.contextmanager
 def claimed(
-    folder: Path, what: str, name: str, content: Mapping[str, Any], parts: Sequence[str] = ("cases",)
+    folder: Path, kind: str, name: str, content: Mapping[str, Any], parts: Sequence[str] = ("cases",)
 ) -> Iterator[None]:
     """Lock a folder, made if absent, for the work that `content` describes; remove what killed processes left.
 
-    An empty folder gets `content` as its file `name`; one that has the same content is continued. `parts` are folders
-    in it. Raises InputError, and changes nothing, where it holds other files, cannot be written, or is in use.
+    An empty folder gets `content` as its file `name`; a folder with the same content is continued. `parts` are folders
+    in it. Raises InputError, and changes nothing, if it holds other files, cannot be written, or is in use.
     """
     path = folder / name
     if not (folder / "manifest.json").exists():  # a finished store may be read-only
-        writable_folder(folder, what)
-    with locked(folder, what):
+        writable_folder(folder, kind)
+    with locked(folder, kind):
         if path.is_file():
             begun = _read_object(path)
             differences = [
-                f"{field} of {what} {folder} must be {begun.get(field)!r}, as it was begun, got {value!r}"
+                f"{field} of {kind} {folder} must be {begun.get(field)!r}, as it was begun, got {value!r}"
                 for field, value in content.items()
                 if begun.get(field) != value
             ]
-            refuse([*differences, f"choose another {what}; nothing was touched"] if differences else ())
+            refuse([*differences, f"choose another {kind}; nothing was touched"] if differences else ())
         elif not is_untouched(folder, name):
-            raise InputError(f"{what} {folder} must be empty or begun by this command, got other files; choose another")
+            names = ", ".join(sorted(entry.name for entry in folder.iterdir())[:3])
+            raise InputError(f"{kind} {folder} must be empty or hold {name}, got {names}; choose another")
         else:
             write_json(path, content)
         for part in parts:
@@ -401,13 +396,16 @@ def identity(content: Dataset, settings: Settings) -> Dict[str, Any]:
 
 
 def settings_of(store_dir: Path) -> Settings:
-    """The settings in a store's source.json, USUAL where it has none. Raises InputError where that is damaged."""
-    path = store_dir / "source.json"
-    content = _read_object(path) if path.is_file() else {}
+    """The settings in a store's source.json. Raises InputError if there is none, or one that is damaged."""
+
+    def made(content: Dict[str, Any]) -> Settings:
+        return typed({name: content[name] for name in vars(USUAL)}, Settings, "source")
+
+    todo = "restore it, or prepare a new store"
     try:
-        return typed({name: content[name] for name in vars(USUAL) if name in content}, Settings, "its content")
-    except ValueError as error:
-        raise InputError(f"{path} must be as `prepare` wrote it, got: {error}") from None
+        return read_record(store_dir / "source.json", SCHEMA, made, todo, InputError)
+    except FileNotFoundError:
+        raise InputError(f"store {store_dir} must hold source.json with its settings, found none; {todo}") from None
 
 
 class _BadCase(msgspec.Struct):
@@ -418,7 +416,7 @@ class _BadCase(msgspec.Struct):
 
 
 def read_quarantine(store_dir: Path) -> Problems:
-    """The cases that were left out of the store, with the reasons. Raises InputError where the list is damaged."""
+    """The cases that were left out of the store, with the reasons. Raises InputError if the list is damaged."""
     path = store_dir / "quarantine.jsonl"
     try:
         bad = msgspec.json.Decoder(_BadCase).decode_lines(path.read_bytes() if path.is_file() else b"")
@@ -429,13 +427,14 @@ def read_quarantine(store_dir: Path) -> Problems:
 
 
 def write_quarantine(store_dir: Path, problems: Problems) -> None:
-    """Write a JSON line for each bad case; no file without bad cases."""
+    """Write a JSON line for each bad case; without bad cases, remove the file."""
     path = store_dir / "quarantine.jsonl"
     if not problems:
         path.unlink(missing_ok=True)
         return
     with atomic_write(path, "w") as file:
-        file.writelines(json.dumps({"case_id": one, "reasons": problems[one]}) + "\n" for one in sorted(problems))
+        lines = (json.dumps({"case_id": case_id, "reasons": problems[case_id]}) for case_id in sorted(problems))
+        file.writelines(f"{line}\n" for line in lines)
 
 
 def _read_object(path: Path) -> Dict[str, Any]:
@@ -468,8 +467,8 @@ def describe(store: Store) -> List[str]:
         "patients": "; ".join(describe_patients(manifest.patient_rules)),
         "split": f"{split_sizes(manifest)}, seed {manifest.split_seed}, hash {manifest.split_hash}",
         "channels": ", ".join(manifest.channels),
-        "images": f"{', '.join(f'{n} {what}' for what, n in formats.most_common())}; {exact}",
-        "size": f"{size_bytes / 1e6:,.1f} MB on disk",
+        "images": f"{', '.join(f'{n} {form}' for form, n in formats.most_common())}; {exact}",
+        "size": f"{format_bytes(size_bytes)} on disk",
         "shapes": ", ".join(f"{shape} ({n})" for shape, n in shapes.most_common(6)),
         "largest": f"grid {by(manifest.largest_shape)}, brain's box {by(manifest.largest_box)}",
         "zeroed": f"{count(zeroed, 'NaN or infinite voxel')} made background" if zeroed else "",
@@ -485,8 +484,8 @@ def describe(store: Store) -> List[str]:
 
 def summarise(store_dir: Path) -> None:
     """Print the summary of a finished store, and how many cases were left out of it."""
-    print(*describe(open_store(store_dir)), sep="\n")
+    say(*describe(open_store(store_dir)), stderr=False)
     bad = read_quarantine(store_dir)
     if bad:
         path = store_dir / "quarantine.jsonl"
-        print(f"  left out {count(bad, 'bad case')}, see {path}; once repaired they can be added with `store append`")
+        say(f"  left out {count(bad, 'bad case')}, see {path}; add repaired cases with `store append`", stderr=False)

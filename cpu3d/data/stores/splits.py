@@ -1,4 +1,4 @@
-"""Which patient a case is of, and which cases are for training, validation and testing.
+"""The patients of cases, and the split of their cases into training, validation and testing.
 
 A patient's cases stay in one split, and in one part of a fold. Patients are dealt out in the order of the SHA-256 of
 "seed:patient", which is the same in every version of every library.
@@ -26,7 +26,7 @@ TABLE = "table"  # the rule for a patient that a table names
 def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
     """Case id -> patient from all lines of a table of two columns, separated by commas, semicolons or tabs.
 
-    Raises InputError for a file that cannot be read, lines that are no pair, a case with two patients, and one of
+    Raises InputError for a file that cannot be read, lines that are no pair, a case with two patients, and ids of
     `case_ids` without a patient.
     """
     name = f"--patients {path}"
@@ -45,12 +45,12 @@ def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
         elif any(row) and patients.setdefault(*row) != row[1]:
             problems.append(f"{name}:{number} must give case {row[0]} one patient, got {row[1]} too; keep one")
     lacking = sorted(set(case_ids) - set(patients)) if not problems else ()
-    refuse([*problems, *(f"{name} must give case {one} a patient, got none; add a line" for one in lacking)])
+    refuse([*problems, *(f"{name} must give case {case_id} a patient, got none; add a line" for case_id in lacking)])
     return patients
 
 
 def describe_patients(rules: Mapping[str, int]) -> List[str]:
-    """Lines such as "3 cases: table". `rules`: how patients are known -> of how many cases."""
+    """Lines such as "3 cases: table". `rules`: rule that tells a case's patient -> number of cases."""
     return [f"{count(number, 'case')}: {rule}" for rule, number in rules.items()]
 
 
@@ -62,7 +62,7 @@ def split_cases(patients: Mapping[str, str], *, fractions: Tuple[float, float, f
     """
     total = sum(fractions)
     if min(fractions) < 0 or not 0 < total < math.inf:
-        raise InputError(f"--split must be three shares from 0 on, one above it, got {fractions}; try --split 8 1 1")
+        raise InputError(f"--split must be three shares of at least 0, not all 0, got {fractions}; try --split 8 1 1")
     order = _dealing_order(patients.values(), seed)
     sizes = [int(fraction > 0) for fraction in fractions]
     if len(order) < sum(sizes):
@@ -72,7 +72,7 @@ def split_cases(patients: Mapping[str, str], *, fractions: Tuple[float, float, f
         wanted = [(share > 0, share / total * len(order) - size) for share, size in zip(fractions, sizes)]
         sizes[wanted.index(max(wanted))] += 1
     place = dict(zip(order, (name for name, size in zip(SPLITS, sizes) for _ in range(size))))
-    return {name: tuple(sorted(one for one, patient in patients.items() if place[patient] == name)) for name in SPLITS}
+    return {name: tuple(sorted(case for case in patients if place[patients[case]] == name)) for name in SPLITS}
 
 
 def deal_cases(
@@ -80,8 +80,8 @@ def deal_cases(
 ) -> Split:
     """The split with the new cases in it. `patients` and `new` map case id -> patient id.
 
-    A case of a known patient goes where that patient is. The others are dealt so that each split keeps its share of the
-    patients; a split without patients gets none.
+    A case of a known patient goes to that patient's split. The others are dealt so that each split keeps its share of
+    the patients; a split without patients gets none.
     """
     place = {patients[case_id]: name for name in SPLITS for case_id in split[name]}
     have = Counter(place.values())
@@ -107,14 +107,14 @@ def parse_fold(fold: str) -> Tuple[int, int]:
 
 
 def with_fold(store: Store, fold: str) -> Store:
-    """The store as a run of `fold` sees it; "" is the store itself. Raises InputError as `with_folds`."""
+    """The view of the store for a run of `fold`; "" is the store itself. Raises InputError as `with_folds`."""
     return with_folds(store, [fold]) if fold else store
 
 
 def with_folds(store: Store, folds: Sequence[str]) -> Store:
     """A view of the store with the parts of `folds` of its training and validation cases in "val", the rest in "train".
 
-    Test cases and split hash stay. Raises InputError for text that is no fold, for more parts than patients, and where
+    Test cases and split hash stay. Raises InputError for text that is no fold, for more parts than patients, and if
     identical images would be in two splits.
     """
     manifest = store.manifest

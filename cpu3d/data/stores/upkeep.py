@@ -1,4 +1,4 @@
-"""Print what a store holds, check it, add cases to it.
+"""Print the content of a store, check it, add cases to it.
 
 Examples: ./run.sh store info store
           ./run.sh store verify store
@@ -25,14 +25,14 @@ from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.lock import locked
-from cpu3d.util.progress import bar
+from cpu3d.util.progress import bar, say
 from cpu3d.util.records import count, versions
 from memory_estimator.common.schema import option
 
 
 @dataclass(frozen=True)
 class Info:
-    """Print what a store holds, and how this host would read it."""
+    """Print the content of a store, and how this host would read it."""
 
     store: Path = option(help="folder made by `prepare`", positional=True)
 
@@ -63,7 +63,7 @@ def run_info(options: Info) -> int:
 
 def run_verify(options: Verify) -> int:
     refuse(verify(options.store, workers=options.workers))
-    print(f"Store {options.store} is whole: {count(open_store(options.store).manifest.cases, 'case')}")
+    say(f"Store {options.store} is whole: {count(open_store(options.store).manifest.cases, 'case')}", stderr=False)
     return 0
 
 
@@ -72,12 +72,15 @@ def run_append(options: Append) -> int:
     done = append(
         folder, options.dataset, workers=options.workers, skip_bad=options.skip_bad, patients=options.patients
     )
-    print(f"Store {folder}: {count(done.new, 'new case')}, {count(done.known, 'case')} it had already, skipped")
+    lines = [f"Store {folder}: {count(done.new, 'new case')}, {count(done.known, 'case')} it had already, skipped"]
     if done.bad:
-        print(f"  left out {count(done.bad, 'bad case')}, see {folder / 'quarantine.jsonl'}")
+        lines.append(f"  left out {count(done.bad, 'bad case')}, see {folder / 'quarantine.jsonl'}")
     if done.new:
-        print(f"  split    {split_sizes(before)} before, {split_sizes(done.manifest)} now; no old case has moved")
-        print(f"  hash     {before.split_hash} before, {done.manifest.split_hash} now: older runs refuse the store")
+        lines += [
+            f"  split    {split_sizes(before)} before, {split_sizes(done.manifest)} now; no old case has moved",
+            f"  hash     {before.split_hash} before, {done.manifest.split_hash} now: older runs refuse the store",
+        ]
+    say(*lines, stderr=False)
     return 0
 
 
@@ -101,15 +104,15 @@ def verify(store_dir: Union[str, Path], *, workers: Optional[int] = None) -> Tup
     store, problems = open_store(store_dir), []
     check = functools.partial(Reader(store.folder, "pread").problems, contents=True)
     with bar("verify", total=len(store.manifest.cases)) as advance:
-        for record, found in run_jobs(check, store.manifest.cases, worker_count(workers)):
+        for record, damage in run_jobs(check, store.manifest.cases, worker_count(workers)):
             killed = f"case {record.case_id} must fit into memory, but its process was killed; use fewer --workers"
-            problems += [killed] if found is KILLED else found
+            problems += [killed] if damage is KILLED else damage
             advance()
     return tuple(problems)
 
 
 class Appended(NamedTuple):
-    """What `append` did: the store's manifest now, and the ids that were new, already in the store, and left out."""
+    """The result of `append`: the store's manifest, and the ids that were new, already in the store, and left out."""
 
     manifest: Manifest
     new: Tuple[str, ...]
@@ -129,16 +132,16 @@ def append(
 
     They are made with the store's own settings. The split of the old cases stays, new ones are dealt by `deal_cases`.
     The manifest is replaced at the end; the same call continues an interrupted one. Raises InputError, and leaves the
-    store as it was, when channels or labels differ, a known id has other files, a patient or identical images would be
-    in two splits, and for bad cases unless `skip_bad`; OSError and KeyboardInterrupt as `prepare`.
+    store as it was, if channels or labels differ, a known id has other files, a patient or identical images would be in
+    two splits, and for bad cases unless `skip_bad`; OSError and KeyboardInterrupt as `prepare`.
     """
     workers, store_dir = worker_count(workers), Path(store_dir)
-    settings, old = prepare.settings_of(store_dir), open_store(store_dir).manifest
+    old, settings = open_store(store_dir).manifest, prepare.settings_of(store_dir)
     dataset = read_dataset(dataset_dir, patients)
     labels = labels_in_use(dataset.layout, dataset.labels, old.labels)
-    for what, value in (("channels", dataset.channels), ("labels", labels), ("regions", regions_of(labels))):
-        if getattr(old, what) != value:
-            rule = f"data set {dataset.folder} must have the {what} of store {store_dir}, {getattr(old, what)}"
+    for name, value in (("channels", dataset.channels), ("labels", labels), ("regions", regions_of(labels))):
+        if getattr(old, name) != value:
+            rule = f"data set {dataset.folder} must have the {name} of store {store_dir}, {getattr(old, name)}"
             raise InputError(f"{rule}, got {value}; prepare a separate store")
     writable_folder(store_dir, "store")
     with locked(store_dir, "store"):
@@ -149,16 +152,17 @@ def append(
         new = [files for files in dataset.cases if files.case_id not in in_store]
         refuse([*_clashes(store, known), *(_patient_clashes(store, patients) if new else ())])
         records, problems = prepare.convert_all(new, replace(dataset, labels=labels), store_dir, settings, workers)
-        problems.update((case_id, why) for case_id, why in dataset.problems.items() if case_id not in in_store)
+        problems.update(item for item in dataset.problems.items() if item[0] not in in_store)
         if not skip_bad:
             prepare.refuse_bad_cases(problems, "nothing was appended")
         manifest = _grown(store.manifest, records, dataset) if records else store.manifest
         if records:
             write_store(store_dir, manifest)
         before = prepare.read_quarantine(store_dir)
-        still_out = {case_id: why for case_id, why in before.items() if case_id not in {*in_store, *records}}
+        still_out = {case_id: reasons for case_id, reasons in before.items() if case_id not in {*in_store, *records}}
         prepare.write_quarantine(store_dir, {**still_out, **problems})
-    return Appended(manifest, *(tuple(sorted(ids)) for ids in (records, [one.case_id for one in known], problems)))
+    known_ids = [files.case_id for files in known]
+    return Appended(manifest, *(tuple(sorted(ids)) for ids in (records, known_ids, problems)))
 
 
 def _grown(old: Manifest, records: Dict[str, CaseRecord], dataset: Dataset) -> Manifest:
@@ -170,19 +174,22 @@ def _grown(old: Manifest, records: Dict[str, CaseRecord], dataset: Dataset) -> M
         cases=[*old.cases, *records.values()],
         split=deal_cases(old.split, own, added, seed=old.split_seed),
         versions=versions(),
-        patient_rules=dict(Counter(old.patient_rules) + Counter(dataset.patient_rules[one] for one in records)),
+        patient_rules=dict(Counter(old.patient_rules) + Counter(dataset.patient_rules[case_id] for case_id in records)),
     )
 
 
 def _clashes(store: Store, known: Sequence[CaseFiles]) -> List[str]:
-    """Where a known case has other files than those it was made from."""
-    rule = f"must be the one of store {store.folder}, got other files; give it another id, or prepare a new store"
-    other = (files.case_id for files in known if not prepare.same_sources(files, store.case(files.case_id)))
-    return [f"case {case_id} {rule}" for case_id in other]
+    """A line for each known case that has other files than those it was made from."""
+    rule, todo = f"must be the one of store {store.folder}", "give it another id, or prepare a new store"
+    return [
+        f"case {files.case_id} {rule}, got other files, {', '.join(path.name for path in files.paths)}; {todo}"
+        for files in known
+        if not prepare.same_sources(files, store.case(files.case_id))
+    ]
 
 
 def _patient_clashes(store: Store, patients: Optional[Path]) -> List[str]:
-    """Where the store's patients come from a table and `patients` is no table, or a table of other patients."""
+    """A line for each case whose patient in the table `patients` is another, or for a table that is missing."""
     old = store.manifest
     if TABLE in old.patient_rules and patients is None:
         return [f"--patients must be given, as store {store.folder} has its patients from a table, got none; name one"]

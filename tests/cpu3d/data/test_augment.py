@@ -16,20 +16,20 @@ def drawn(config, position, seed=1, channels=2, spacing_mm=(1, 1, 1)):
 
 def test_what_is_drawn_depends_on_seed_and_position_alone():
     config = AugmentConfig(rotation_deg=10, scaling=0.1)
-    found, again = ([drawn(config, position) for position in range(50)] for _ in range(2))
-    for one, same in zip(found, again):
-        np.testing.assert_equal(one, same)
-        assert np.all(np.abs(one["scale"] - 1) <= 0.1)
-        assert np.all(np.abs(one["shift"]) <= 0.1)
-    assert len({one["planes"].tobytes() for one in found}) == 50
-    assert len({tuple(one["flips"]) for one in found}) == 8
+    samples, again = ([drawn(config, position) for position in range(50)] for _ in range(2))
+    for sample, same in zip(samples, again):
+        np.testing.assert_equal(sample, same)
+        assert np.all(np.abs(sample["scale"] - 1) <= 0.1)
+        assert np.all(np.abs(sample["shift"]) <= 0.1)
+    assert len({sample["planes"].tobytes() for sample in samples}) == 50
+    assert len({tuple(sample["flips"]) for sample in samples}) == 8
     # The drawn intensity is applied to normalised values: here to x / 2 - 2.
     halved = draw(config, np.full(2, 0.5), np.full(2, -2.0), (1, 1, 1), seed=1, position=3)
-    np.testing.assert_allclose(halved["scale"], 0.5 * found[3]["scale"], rtol=1e-6)
-    np.testing.assert_allclose(halved["shift"], found[3]["shift"] - 2 * found[3]["scale"], rtol=1e-6)
+    np.testing.assert_allclose(halved["scale"], 0.5 * samples[3]["scale"], rtol=1e-6)
+    np.testing.assert_allclose(halved["shift"], samples[3]["shift"] - 2 * samples[3]["scale"], rtol=1e-6)
     plain = drawn(AugmentConfig(), 3)
     for name in ("flips", "scale", "shift"):  # one option does not move the others
-        np.testing.assert_array_equal(plain[name], found[3][name])
+        np.testing.assert_array_equal(plain[name], samples[3][name])
 
 
 @pytest.mark.parametrize(("name", "value"), [("gain", 1), ("offset", -1), ("rotation_deg", 45), ("scaling", 0.5)])
@@ -99,10 +99,10 @@ def same(left, right):
 @pytest.mark.parametrize(("half", "planes"), [(False, 1), (False, 4), (True, 2), (True, 100)])
 def test_slabs_of_any_thickness_are_the_volume_by_hand(flips, half, planes, monkeypatch):
     monkeypatch.setattr(module, "SLAB_VALUES", planes * 7 * 6 * 4)
-    one = box(half=half, flips=np.array(flips, bool))
-    image, target = Finish(CODES).from_box(one)
+    sample = box(half=half, flips=np.array(flips, bool))
+    image, target = Finish(CODES).from_box(sample)
     cut = tuple(slice(a, a + n) for a, n in zip(START, SIZE))
-    bits, label, scale, shift = (one[name].numpy() for name in ("bits", "label", "scale", "shift"))
+    bits, label, scale, shift = (sample[name].numpy() for name in ("bits", "label", "scale", "shift"))
     value = bits[cut].view(np.float16).astype(np.float32) if half else bits[cut].astype(np.float32)
     mirrored, around = tuple(slice(None, None, -1 if flipped else 1) for flipped in flips), [*PADDING, (0, 0)]
     expected = np.where(value == 0, np.float32(0), value * scale + shift)
@@ -116,12 +116,12 @@ def test_slabs_of_any_thickness_are_the_volume_by_hand(flips, half, planes, monk
 def test_the_same_bits_wherever_it_runs(dtype, resamples):
     finish = Finish(CODES, dtype, resamples)
     boxes = [box(0), box(1), box(2, half=True)]
-    single, raws = [finish.from_box(one) for one in boxes], [padded(one) for one in boxes]
+    single, raws = [finish.from_box(part) for part in boxes], [padded(part) for part in boxes]
     batch = {name: tf.stack([raw[name] for raw in raws]) for name in raws[0]}
     together = [tf.stack(parts) for parts in zip(*single)]
     for run in (finish, tf.function(lambda raw: finish(raw))):
-        assert all(same(run(raw), one) for raw, one in zip(raws, single))
+        assert all(same(run(raw), sample) for raw, sample in zip(raws, single))
         assert same(run(batch), together)
     pipeline = tf.data.Dataset.from_tensor_slices(batch)
-    assert all(same(made, one) for made, one in zip(pipeline.map(finish), single))
+    assert all(same(made, sample) for made, sample in zip(pipeline.map(finish), single))
     assert same(next(iter(pipeline.batch(3).map(finish))), together)

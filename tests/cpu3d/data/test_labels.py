@@ -38,8 +38,8 @@ def test_the_code_that_is_painted_for_one_voxel(regions, answers, code):
 
 def test_what_a_code_means_where_a_network_tells_several_apart_or_not():
     assert own_codes({"both": (1, 2), "one": (1,), "two": (2,)}) == {"both": (), "one": (1,), "two": (2,)}
-    told = "WT (edema, non-enhancing tumor, enhancing tumour)"
-    assert code_meanings({"WT": (1, 2, 3)}, NAMES) == {0: "background", 1: told}
+    meaning = "WT (edema, non-enhancing tumor, enhancing tumour)"
+    assert code_meanings({"WT": (1, 2, 3)}, NAMES) == {0: "background", 1: meaning}
     none_of_both = {"both": (1, 2), "one": (1,), "two": (2,)}
     assert code_meanings(none_of_both, {}) == {0: "background", 1: "label 1", 2: "label 2"}
 

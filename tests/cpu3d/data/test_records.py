@@ -33,7 +33,7 @@ def on_grid_of(record, shape, **changes):
         {"patient_id": None},
     ],
 )
-def test_a_record_whose_files_would_lie_elsewhere_or_that_contradicts_itself_is_none(changes):
+def test_a_record_whose_files_would_be_elsewhere_or_that_contradicts_itself_is_none(changes):
     with pytest.raises(ValueError, match=r"(must|Expected|Invalid)"):
         read(make_record(), **changes)
 
@@ -44,10 +44,8 @@ def test_a_manifest_works_out_what_follows_from_its_cases():
     large = on_grid_of(bare, (4, 8, 5), box=Region((0, 3, 0), (2, 5, 5)))
     manifest = manifest_of([small, large])
     assert [case.case_id for case in manifest.cases] == ["a", "b"]
-    assert manifest.split["train"] == ("a", "b")
-    assert manifest.largest_shape == (9, 8, 5)
-    assert manifest.largest_box == (9, 5, 5)
-    assert manifest.unlabelled == ("a",)
+    assert (manifest.split["train"], manifest.unlabelled) == (("a", "b"), ("a",))
+    assert (manifest.largest_shape, manifest.largest_box) == ((9, 8, 5), (9, 5, 5))
 
 
 def test_centres_are_the_middles_of_even_steps_through_a_codes_voxels():
@@ -57,8 +55,7 @@ def test_centres_are_the_middles_of_even_steps_through_a_codes_voxels():
     centres = centres_of(label)
     assert list(centres) == [1, 7]
     assert centres[1][:5] == ((0, 0, 1), (0, 0, 3), (0, 0, 5), (0, 0, 7), (0, 1, 1))
-    assert centres[1][-1] == (1, 3, 7)
-    assert len(centres[1]) == CENTRES
+    assert (centres[1][-1], len(centres[1])) == ((1, 3, 7), CENTRES)
     assert centres[7] == tuple((3, 3, z) for z in range(8))
     assert all(type(n) is int for place in centres[1] for n in place)
 

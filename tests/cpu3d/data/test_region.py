@@ -35,11 +35,11 @@ def test_growing_gives_a_ramp_back_between_the_outermost_centres(resolution):
             np.testing.assert_allclose(weights.sum(1), 1, atol=1e-6)
             assert weights.min() >= 0
     x, y, z = np.indices(resizing.field)
-    there = np.stack([x + 10 * y + 100 * z, -x - 10 * y - 100 * z], -1)[None].astype(np.float32)
-    back = resizing.grow(resizing.shrink(there)).numpy()
+    ramp = np.stack([x + 10 * y + 100 * z, -x - 10 * y - 100 * z], -1)[None].astype(np.float32)
+    back = resizing.grow(resizing.shrink(ramp)).numpy()
     edge = int(np.ceil(0.5 / resolution))
     inside = (slice(None), *(slice(edge, -edge),) * 3)
-    np.testing.assert_allclose(back[inside], there[inside], rtol=1e-4, atol=2e-3)
+    np.testing.assert_allclose(back[inside], ramp[inside], rtol=1e-4, atol=2e-3)
     assert back[0, 0, 0, 0, 0] == pytest.approx(111 * (0.5 / resolution - 0.5), abs=1e-3)  # the first centre's value
 
 

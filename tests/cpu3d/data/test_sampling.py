@@ -84,8 +84,8 @@ def test_a_foreground_patch_holds_a_voxel_that_was_asked_for_or_is_random_where_
 def test_any_window_of_positions_has_its_share_of_foreground_to_one_patch(share, first, count):
     sampling = PatchSampling((1, 1, 1), "foreground", foreground=share, codes=((1,),), extent="full")
     case = record((10**9,) * 3, centres={1: ((7, 7, 7),)})
-    found = [patch_at(position, sampling, [case]).region.start for position in range(first, first + count)]
-    assert abs(found.count((7, 7, 7)) - share * count) < 1 + 1e-6
+    starts = [patch_at(position, sampling, [case]).region.start for position in range(first, first + count)]
+    assert abs(starts.count((7, 7, 7)) - share * count) < 1 + 1e-6
 
 
 # --- Shares of several workers ---
@@ -108,8 +108,8 @@ def test_samples_are_dealt_to_workers_by_hand():
 @given(WORKERS, st.integers(0, 4), st.integers(0, 60), st.integers(0, 60))
 def test_any_span_is_dealt_once_to_each_in_its_own_order(workers, part, start, length):
     dealt = [share.positions(start, start + length) for share in shares(workers, workers * part)]
-    assert sorted(position for one in dealt for position in one) == list(range(start, start + length))
-    assert all(list(one) == sorted(one) for one in dealt)
+    assert sorted(position for own in dealt for position in own) == list(range(start, start + length))
+    assert all(list(own) == sorted(own) for own in dealt)
     for share in shares(workers, workers * part):
         position = share.position(length)
         assert share.indices(position, position + 1) == range(length, length + 1)

@@ -136,13 +136,13 @@ def test_a_restart_at_every_position_with_any_threads_continues_bit_for_bit(phan
 
 @pytest.mark.parametrize("kind", ["volumes", "foreground"])
 def test_workers_together_give_the_bits_of_one_in_the_same_order(phantom_store, kind):
-    span, found = {"start": 4, "stop": 12}, {}
+    span, joined = {"start": 4, "stop": 12}, {}
     expected = dict(zip(range(4, 12), hashes(stream(kind, phantom_store, **span))))
     for share in (Share(0, 2, 4), Share(1, 2, 4), Share(2, 4, 4)):
         own = hashes(stream(kind, phantom_store, share=share, threads=1 + share.rank % 2, **span))
         assert own == [expected[position] for position in share.positions(**span)]
-        found.update(zip(share.positions(**span), own))
-    assert found == expected
+        joined.update(zip(share.positions(**span), own))
+    assert joined == expected
 
 
 def test_what_a_seed_draws_never_changes_silently(tmp_path):

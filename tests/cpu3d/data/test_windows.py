@@ -19,9 +19,9 @@ def test_a_network_without_a_neighbourhood_gives_the_whole_volumes_answer_to_the
 
 
 def test_where_two_tiles_disagree_the_nearer_middle_counts_more():
-    told = iter([0.0, 1.0])
+    values = iter([0.0, 1.0])
     answer = sliding_window(
-        lambda tile: np.full((1, 8, 6, 4, 1), next(told)), np.zeros((1, 12, 6, 4, 2)), (8, 6, 4), 0.5
+        lambda tile: np.full((1, 8, 6, 4, 1), next(values)), np.zeros((1, 12, 6, 4, 2)), (8, 6, 4), 0.5
     )
     along = answer[:, 3, 2, 0]
     np.testing.assert_array_equal(along[:4], 0)  # the first tile alone

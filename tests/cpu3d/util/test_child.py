@@ -1,4 +1,4 @@
-"""Jobs in processes. They are expressions for `eval`: a spawned process can import that, wherever the tests lie."""
+"""Jobs in processes. They are expressions for `eval`: a spawned process can import that, wherever the tests are."""
 
 import contextlib
 import os
@@ -76,8 +76,7 @@ def test_workers_end_with_their_parent(tmp_path, number):
 
 
 def test_without_a_number_there_is_a_worker_for_each_core():
-    assert worker_count(3) == 3
-    assert worker_count(None) == len(os.sched_getaffinity(0))
+    assert (worker_count(3), worker_count(None)) == (3, len(os.sched_getaffinity(0)))
 
 
 @pytest.mark.parametrize("command", ["phantom --out x", "prepare --dataset x --store x", "store verify x"])

@@ -157,7 +157,7 @@ def test_a_file_cut_while_it_is_read_is_an_error_with_pread(case, monkeypatch):
         return preadv(handle, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", cut_then_read)
-    message = f"{path} must be {record.image_bytes} bytes long, it ended at byte 200 while it was read"
+    message = f"{path} must be {record.image_bytes} bytes long, got its end at byte 200 while it was read"
     with pytest.raises(InputError, match=re.escape(message)):
         Reader(folder, "pread").array(record, "x")
 

@@ -46,12 +46,10 @@ def test_new_cases_are_made_as_the_stores_own_and_no_old_case_moves(data, settin
     assert new.manifest == done.manifest
     assert before.items() <= content_of(store / "cases").items()
     assert content_of(store / "cases") == content_of(data / "direct/cases")
-    for name in SPLITS:
-        assert set(old.manifest.split[name]) < set(new.manifest.split[name])
-        assert len(new.manifest.split[name]) == 2
+    assert all(set(old.manifest.split[name]) < set(new.manifest.split[name]) for name in SPLITS)
+    assert [len(new.manifest.split[name]) for name in SPLITS] == [2, 2, 2]
     assert new.manifest.split_hash != old.manifest.split_hash
-    assert settings_of(store) == settings
-    assert verify(store, workers=1) == ()
+    assert (settings_of(store), verify(store, workers=1)) == (settings, ())
     assert list(old.manifest.cases) == list(new.manifest.cases)[:3]  # open since before, still good
     assert len(list(store.glob("cases-*.jsonl"))) == 1
 
@@ -59,21 +57,30 @@ def test_new_cases_are_made_as_the_stores_own_and_no_old_case_moves(data, settin
 def test_ids_that_stand_for_other_files_are_refused(data, store):
     write_nifti(data / "many/labelsTr/BRATS_001.nii.gz", tiny_label(3, 2, 1))
     before = content_of(store)
-    with pytest.raises(InputError, match=r"case BRATS_001 must be the one of store .*, got other files"):
+    with pytest.raises(
+        InputError, match=r"case BRATS_001 must be the one of store .*, got other files, BRATS_001\.nii\.gz"
+    ):
         append(store, data / "many", workers=1)
     assert content_of(store) == before
 
 
-@pytest.mark.parametrize(
-    ("what", "change"),
-    [
+def test_other_channels_or_labels_are_refused(data, store):
+    for kind, change in (
         ("labels", {"labels": {"0": "background", "1": "edema", "2": "necrosis", "3": "enhancing tumour"}}),
         ("channels", {"modality": {"0": "FLAIR", "1": "T1w", "2": "T2w", "3": "t1gd"}}),
-    ],
-)
-def test_other_channels_or_labels_are_refused(data, store, what, change):
-    with pytest.raises(InputError, match=f"{what} of store"):
-        append(store, decathlon(data / "others", 1, **change), workers=1)
+    ):
+        with pytest.raises(InputError, match=f"{kind} of store"):
+            append(store, decathlon(data / "others", 1, **change), workers=1)
+
+
+def test_a_store_without_its_settings_takes_no_cases(data, store, capsys):
+    source, command = store / "source.json", ["store", "append", str(store), "--dataset", str(data / "many")]
+    for change in (lambda: source.write_text(source.read_text().replace("crop", "cut")), source.unlink):
+        change()
+        assert main(command) == 2
+    damaged, missing = capsys.readouterr().err.splitlines()
+    assert f"{source} must be complete JSON of schema 1, got no 'crop'; restore it, or prepare" in damaged
+    assert f"store {store} must hold source.json with its settings, found none; restore it, or prepare" in missing
 
 
 def test_bad_cases_are_named_and_nothing_is_appended_unless_they_may_be_left_out(data, store, capsys):
@@ -88,8 +95,8 @@ def test_bad_cases_are_named_and_nothing_is_appended_unless_they_may_be_left_out
     assert main([*command, str(data / "many")]) == 0
     after, printed = open_store(store).manifest, capsys.readouterr().out
     assert [record.case_id for record in after.cases] == [*IDS[:3], "BRATS_005"]
-    for found in ("1 new case, 3 cases", "2 bad cases", f"{before.split_hash} before, {after.split_hash} now"):
-        assert found in printed
+    for words in ("1 new case, 3 cases", "2 bad cases", f"{before.split_hash} before, {after.split_hash} now"):
+        assert words in printed
     assert main([*command, str(data / "few")]) == 0
     printed = capsys.readouterr().out
     assert "0 new cases, 3 cases" in printed
@@ -128,7 +135,7 @@ def test_a_case_with_a_resection_cavity_does_not_join_a_store_without_that_regio
         files = brats_case(tmp_path / name)
     write_nifti(files["seg"], tiny_label(1, 2, 3, 4))
     prepare(tmp_path / "few", tmp_path / "store", fractions=(1, 0, 0), workers=1)
-    with pytest.raises(InputError, match=r"BraTS-GLI-00007-100.* must hold only the codes .*; got 4 \(1 voxels\)"):
+    with pytest.raises(InputError, match=r"BraTS-GLI-00007-100.* must hold only the codes .*, got 4 \(1 voxels\)"):
         append(tmp_path / "store", tmp_path / "more", workers=1)
     done = append(tmp_path / "store", tmp_path / "more", workers=1, skip_bad=True)
     assert (done.new, done.bad) == (("BraTS-GLI-00006-100",), ("BraTS-GLI-00007-100",))

@@ -52,10 +52,8 @@ def test_an_integral_case_is_stored_exactly_in_ras_with_statistics_worked_out_by
     assert record.channel_mean == (3.0, -1.0)
     assert record.channel_std == pytest.approx((1.0, np.sqrt(8)))
     assert (record.channel_min, record.channel_max) == ((2.0, -5.0), (4.0, 1.0))
-    assert record.channel_voxels == (2, 3)
-    assert record.label_voxels == {0: 11, 3: 1}
-    assert record.box == Region((1, 0, 0), (2, 2, 2))
-    assert record.geometry.axes == "LPS"
+    assert (record.channel_voxels, record.label_voxels) == ((2, 3), {0: 11, 3: 1})
+    assert (record.box, record.geometry.axes) == (Region((1, 0, 0), (2, 2, 2)), "LPS")
     assert [source.path for source in record.sources] == ["c/c_0.nii.gz", "c/c_1.nii.gz", "c/c_seg.nii.gz"]
     assert record.sources[0].size_bytes == (tmp_path / "c/c_0.nii.gz").stat().st_size
 

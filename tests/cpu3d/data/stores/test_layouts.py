@@ -16,8 +16,7 @@ def names(paths):
 def test_decathlon_takes_channels_labels_and_cases_from_its_list(tmp_path):
     dataset = read_dataset(decathlon(tmp_path / "Task01"))
     assert (dataset.layout, dataset.name, dataset.problems) == ("decathlon", "BRATS", {})
-    assert dataset.channels == ("FLAIR", "T1w", "t1gd", "T2w")
-    assert dataset.labels[3] == "enhancing tumour"
+    assert (dataset.channels, dataset.labels[3]) == (("FLAIR", "T1w", "t1gd", "T2w"), "enhancing tumour")
     assert regions_of(dataset.labels) == {"WT": (1, 2, 3), "TC": (2, 3), "ET": (3,)}
     assert [case.case_id for case in dataset.cases] == ["BRATS_000", "BRATS_001", "BRATS_002"]
     assert dataset.cases[1].images == (tmp_path / "Task01/imagesTr/BRATS_001.nii.gz",)
@@ -113,12 +112,12 @@ def test_a_list_that_points_outside_its_folder_is_refused(tmp_path, path):
 def test_volumes_that_are_kept_elsewhere_may_be_linked(tmp_path, layout):
     folder, disk = tmp_path / "d", tmp_path / "disk"
     decathlon(folder, 1) if layout == "decathlon" else brats_case(folder / "a", layout)
-    there = [case.images for case in read_dataset(folder).cases]
+    images = [case.images for case in read_dataset(folder).cases]
     for name in {path.parent for path in folder.rglob("*.nii.gz")}:
         disk.mkdir(exist_ok=True)
         name.rename(disk / name.name)
         name.symlink_to(disk / name.name)
-    assert [case.images for case in read_dataset(folder).cases] == there
+    assert [case.images for case in read_dataset(folder).cases] == images
 
 
 GOOD = {"labels": {"0": "b", "1": "t"}, "modality": {"0": "CT"}, "training": [{"image": "a"}]}

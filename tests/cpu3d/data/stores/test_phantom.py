@@ -44,9 +44,8 @@ def test_it_is_a_decathlon_data_set_whatever_the_workers(tmp_path):
     assert len(files) == 3 + 3 + 2
     assert all((tmp_path / "one" / path).read_bytes() == (tmp_path / "two" / path).read_bytes() for path in files)
     dataset = read_dataset(tmp_path / "one")
-    assert dataset.channels == ("FLAIR", "T1w", "t1gd", "T2w")
     assert dataset.labels == {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"}
-    assert (len(dataset.cases), dataset.problems) == (3, {})
+    assert (dataset.channels, len(dataset.cases), dataset.problems) == (("FLAIR", "T1w", "t1gd", "T2w"), 3, {})
     image, label = phantom_case(SMALL, seed=4, index=1)
     assert np.array_equal(np.asarray(nibabel.load(dataset.cases[1].images[0]).dataobj), image)
     assert np.array_equal(np.asarray(nibabel.load(dataset.cases[1].label).dataobj), label)
@@ -81,7 +80,7 @@ def test_nothing_within_a_patch_of_a_lesion_tells_whether_it_is_the_only_one():
     shape = (64, 80, 56)
     for index in range(3):  # of the same random numbers, with the rule and without
         (image, label), (other, other_label) = (
-            phantom_case(shape, 1, index, "count", holds=one) for one in (True, False)
+            phantom_case(shape, 1, index, "count", holds=alone) for alone in (True, False)
         )
         length = np.ptp(along(1, image[..., 0] > 0)) + 1
         differ = along(1, (image != other).any(axis=-1))
@@ -114,7 +113,7 @@ def test_copies_of_a_case_are_other_heads_with_the_tumour_where_it_is(tmp_path, 
     source, dataset = read_dataset(case), read_dataset(out)
     assert (dataset.channels, dataset.labels, len(dataset.cases)) == (source.channels, source.labels, 3)
     read = lambda path: np.asarray(nibabel.load(path).dataobj)
-    pairs = [(read(one.images[0]), read(one.label)) for one in (*source.cases, *dataset.cases)]
+    pairs = [(read(files.images[0]), read(files.label)) for files in (*source.cases, *dataset.cases)]
     for image, label in pairs:
         brain = image[..., 0] != 0
         assert 0.7 < brain.sum() / (pairs[0][0][..., 0] != 0).sum() < 1.4

@@ -53,8 +53,8 @@ def test_a_store_says_what_it_is_and_two_processes_write_what_one_does(tmp_path,
 def test_what_was_cut_is_continued_and_ends_as_if_it_had_not_been(tmp_path, dataset, store, counted, monkeypatch):
     partial, real = tmp_path / "cut/cases/.BRATS_002.x.npy.xyz.cpu3d.partial", module.run_jobs
 
-    def cut(*given):
-        results = real(*given)
+    def cut(*arguments):
+        results = real(*arguments)
         try:
             yield from (next(results), next(results))
             raise KeyboardInterrupt
@@ -142,7 +142,7 @@ def test_the_store_of_another_data_set_version_or_owner_is_refused_untouched(tmp
         with pytest.raises(InputError, match=r"name of .* must be 'BRATS', as it was begun, got 'SPLEEN'"):
             prepare(other, store, **THIRDS)
     (store / "manifest.json").write_text(json.dumps({"schema": 7}))
-    with pytest.raises(InputError, match="schema 1, got 7"):
+    with pytest.raises(InputError, match="schema 1, got schema 7"):
         prepare(dataset, store, **THIRDS)
     (store / "manifest.json").write_bytes(before["manifest.json"])
     assert content_of(store) == before
@@ -189,7 +189,11 @@ def test_all_bad_cases_are_named_and_the_good_are_kept(tmp_path, dataset, worker
     manifest = prepare(dataset, tmp_path / "store", **ALL, skip_bad=True)
     assert [case.case_id for case in manifest.cases] == ["BRATS_003"]
     listed = [json.loads(line) for line in (tmp_path / "store/quarantine.jsonl").read_text().splitlines()]
-    assert {one["case_id"]: len(one["reasons"]) for one in listed} == {"BRATS_000": 1, "BRATS_001": 1, "BRATS_002": 2}
+    assert {bad["case_id"]: len(bad["reasons"]) for bad in listed} == {
+        "BRATS_000": 1,
+        "BRATS_001": 1,
+        "BRATS_002": 2,
+    }
     assert "left out 3 bad cases" in capsys.readouterr().out
     assert prepare(dataset, tmp_path / "store", **ALL, skip_bad=True) == manifest
     assert "Nothing to do" in capsys.readouterr().out

@@ -70,8 +70,7 @@ def test_what_is_no_fold_is_refused_with_the_rule(text):
 
 
 def test_the_folds_are_the_ones_they_have_always_been():
-    patients = {f"case{number}": f"patient{number}" for number in range(5)}
-    held_out = [deal(patients, f"{part}/2", seed=0) for part in (1, 2)]
+    held_out = [deal(one_each(5), f"{part}/2", seed=0) for part in (1, 2)]
     assert held_out == [("case0", "case2", "case3"), ("case1", "case4")]
 
 
@@ -88,8 +87,8 @@ def test_parts_are_disjoint_cover_all_are_even_and_never_part_a_patient(owners, 
             deal(patients, f"1/{parts}", seed=seed)
         return
     held_out = [deal(patients, f"{part}/{parts}", seed=seed) for part in range(1, parts + 1)]
-    assert sorted(case_id for one in held_out for case_id in one) == sorted(patients)
-    owners = [{patients[case_id] for case_id in one} for one in held_out]
+    assert sorted(case_id for part in held_out for case_id in part) == sorted(patients)
+    owners = [{patients[case_id] for case_id in part} for part in held_out]
     assert sum(map(len, owners)) == count
     assert max(map(len, owners)) - min(map(len, owners)) <= 1
 
@@ -142,9 +141,9 @@ def dataset(tmp_path):
         ("BraTS-GLI-00005-1000", None),
     ],
 )
-def test_the_patient_is_told_by_names_of_brats_in_any_layout(case_id, patient):
-    found, rule = patient_of(case_id, "decathlon")
-    assert (found, rule == UNKNOWN) == (patient or case_id, patient is None)
+def test_names_of_brats_show_the_patient_in_any_layout(case_id, patient):
+    known, rule = patient_of(case_id, "decathlon")
+    assert (known, rule == UNKNOWN) == (patient or case_id, patient is None)
 
 
 @pytest.mark.parametrize(
