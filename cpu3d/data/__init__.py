@@ -1,1 +1,1 @@
-"""From NIfTI to a store of volumes, and from that to tf.data."""
+"""NIfTI files into a store of volumes, and that into tf.data."""

@@ -27,7 +27,7 @@ def region_mask(label: np.ndarray, codes: Sequence[int]) -> np.ndarray:
 
 
 def own_codes(regions: Mapping[str, Sequence[int]]) -> Dict[str, Tuple[int, ...]]:
-    """For each region the codes that no smaller region contains, ascending; it may have none."""
+    """Region -> the codes that no smaller region contains, ascending; it may have none."""
     own = {}
     for name, codes in regions.items():
         smaller = [set(members) for members in regions.values() if len(set(members)) < len(set(codes))]

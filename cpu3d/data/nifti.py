@@ -67,7 +67,7 @@ def to_ras(array: np.ndarray, geometry: Geometry) -> np.ndarray:
 def from_ras(array: np.ndarray, geometry: Geometry) -> np.ndarray:
     """The exact inverse of `to_ras`: `array` in axes R A S back on the grid of `geometry`. A view."""
     if tuple(array.shape[:3]) != ras_shape(geometry):
-        raise ValueError(f"array must have the shape {ras_shape(geometry)} in axes R A S, got {array.shape}")
+        raise ValueError(f"array must have shape {ras_shape(geometry)} in axes R A S, got {array.shape}; use `to_ras`")
     ras, own = map(orientations.axcodes2ornt, ("RAS", geometry.axes))
     return orientations.apply_orientation(array, orientations.ornt_transform(ras, own))
 
@@ -98,7 +98,7 @@ def write_label(path: Union[str, Path], label_ras: np.ndarray, geometry: Geometr
     Codes must be integers from 0 to 255."""
     label = label_ras.astype(np.uint8)
     if label.ndim != 3 or not np.array_equal(label, label_ras):
-        raise ValueError(f"label must be 3D with integers 0..255, got {label_ras.ndim}D of {label_ras.dtype}")
+        raise ValueError(f"label must be 3D integers 0..255, got {label_ras.ndim}D of {label_ras.dtype}; convert it")
     write_volume(path, label, geometry)
 
 

@@ -49,7 +49,7 @@ class Store:
         return [self._records[case_id] for case_id in self.manifest.split[split]]
 
     def image(self, case_id: str) -> np.ndarray:
-        """The image `(X, Y, Z, C)` on the whole grid, read-only: a map where a .npy file holds the whole grid, else a
+        """The image `(X, Y, Z, C)` on the whole grid, read-only: a map if a .npy file holds the whole grid, else a
         copy in memory. Raises InputError for a damaged file."""
         return self._on_grid(case_id, "x")
 

@@ -160,7 +160,7 @@ def _submit(pool: ProcessPoolExecutor, function: Callable[[Any], Any], job: Any)
 
 
 def _end_with_parent() -> None:
-    """In a worker: end when the parent does. It would wait without end for the work of a killed parent."""
+    """End this worker when its parent ends. It would wait without end for the work of a killed parent."""
     parent = multiprocessing.parent_process()
 
     def watch():

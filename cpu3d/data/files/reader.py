@@ -90,7 +90,7 @@ class Reader:
     def _open(self, record: CaseRecord, part: str) -> Iterator["_ArrayFile"]:
         """A case's file, open, after every check that needs no voxels."""
         if part == "y" and not record.has_label:
-            raise InputError(f"case {record.case_id} must have a label, the store has none; choose a labelled case")
+            raise InputError(f"case {record.case_id} must have a label, got none in the store; choose a labelled case")
         path = array_path(self.folder, record, part)
         try:
             handle = open_regular(path)

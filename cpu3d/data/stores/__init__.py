@@ -1,1 +1,1 @@
-"""What becomes a store and what looks after it: layouts of data sets, splits, `prepare`, `phantom`, `store`."""
+"""Making and keeping a store: layouts of data sets, splits, `prepare`, `phantom`, `store`."""

@@ -30,7 +30,7 @@ class FolderLayout:
     separator: str
     suffixes: Dict[str, str]  # suffix -> channel, in the store's order, or "seg"
     labels: Dict[int, str]
-    optional: Tuple[int, ...] = ()  # codes that a store has only where they occur in its cases
+    optional: Tuple[int, ...] = ()  # codes that a store has only if they occur in its cases
     patients: Dict[str, str] = field(default_factory=dict)  # as PATIENT_NAMES, for this layout alone
 
 
@@ -297,7 +297,7 @@ def modality_of(path: Path, layout: Optional[str] = None) -> Optional[str]:
 
 
 def one_each(
-    paths: Sequence[Path], channels: Iterable[str], where: Path, layout: Optional[str] = None
+    paths: Sequence[Path], channels: Iterable[str], folder: Path, layout: Optional[str] = None
 ) -> Tuple[Dict[str, Path], List[str]]:
     """The file of each channel, or "seg", by their names, and a problem for each channel of no or several files."""
     files, problems = {}, []
@@ -306,7 +306,7 @@ def one_each(
         if len(own) == 1:
             files[channel] = own[0]
         else:
-            rule = f"{channel} of {where} must have one file named after it"
+            rule = f"{channel} of {folder} must have one file named after it"
             got = ", ".join(path.name for path in own) or "none"
             problems.append(f"{rule}, got {got}; repair the case or leave it out")
     return files, problems

@@ -126,7 +126,7 @@ def prepare(
     _announce(dataset)
     split_cases({case.case_id: case.patient_id for case in dataset.cases}, fractions=fractions, seed=seed)  # fail early
     if store_dir.resolve() == dataset.folder.resolve():
-        raise InputError(f"store {store_dir} must be another folder than the data set; choose one")
+        raise InputError(f"store {store_dir} must be another folder than the data set, got the same; choose one")
     with claimed(store_dir, "store", "source.json", identity(dataset, settings)):
         if (store_dir / "manifest.json").exists():
             manifest, reader = open_store(store_dir).manifest, Reader(store_dir, "pread")
@@ -324,7 +324,7 @@ def convert_all(
                 if isinstance(outcome, CaseRecord):
                     records[files.case_id] = outcome
                 elif outcome is KILLED:
-                    rule = f"case {files.case_id} must fit into memory, but its process was killed"
+                    rule = f"case {files.case_id} must fit into memory, got a killed process"
                     problems[files.case_id] = [f"{rule}; use fewer --workers"]
                 else:
                     problems[files.case_id] = list(outcome)

@@ -105,7 +105,7 @@ def verify(store_dir: Union[str, Path], *, workers: Optional[int] = None) -> Tup
     check = functools.partial(Reader(store.folder, "pread").problems, contents=True)
     with bar("verify", total=len(store.manifest.cases)) as advance:
         for record, damage in run_jobs(check, store.manifest.cases, worker_count(workers)):
-            killed = f"case {record.case_id} must fit into memory, but its process was killed; use fewer --workers"
+            killed = f"case {record.case_id} must fit into memory, got a killed process; use fewer --workers"
             problems += [killed] if damage is KILLED else damage
             advance()
     return tuple(problems)

@@ -1,4 +1,4 @@
-"""Which case and patch comes where, and whose it is: pure functions of seed and position."""
+"""The case and patch at a position, and its worker: pure functions of seed and position."""
 
 from itertools import islice
 from types import SimpleNamespace
@@ -42,9 +42,8 @@ def test_every_epoch_holds_each_case_once(cases, seed, epoch):
 
 
 def record(shape=(20, 18, 16), box=None, centres=None):
-    """What of a case's record patches depend on."""
-    box = box or Region((2, 3, 1), (15, 12, 13))
-    return SimpleNamespace(shape=shape, box=box, centres=centres or {})
+    """The fields of a case's record on which patches depend."""
+    return SimpleNamespace(shape=shape, box=box or Region((2, 3, 1), (15, 12, 13)), centres=centres or {})
 
 
 def draw(sampling, records, count=200):
