@@ -88,7 +88,7 @@ def test_a_header_that_does_not_make_sense_is_refused(tmp_path, place, content, 
 
 def test_what_does_not_fit_the_grid_or_the_format_is_not_written(tmp_path):
     geometry = geometry_of("LPS")
-    with pytest.raises(ValueError, match=r"label must be 3D with integers 0\.\.255"):
+    with pytest.raises(ValueError, match=r"label must be 3D integers 0\.\.255"):
         write_label(tmp_path / "a.nii", np.full((2, 3, 4), 0.5), geometry)
     with pytest.raises(InputError, match=r"must end in \.nii\.gz or \.nii"):
         write_label(tmp_path / "a.mgz", np.zeros((2, 3, 4), np.uint8), geometry)
