@@ -22,7 +22,7 @@ Count = Annotated[int, Meta(ge=0)]
 Code = Annotated[int, Meta(ge=0, le=255)]
 Positive = Annotated[float, Meta(gt=0)]
 BareName = Annotated[str, Meta(pattern=r"\A(?!\.{0,2}\Z)[^/\0]*\Z")]  # of a file, without a folder
-Row = Tuple[float, float, float, float]
+AffineRow = Tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Geometry:
     """The grid of a case's source, along its own axes; predictions are written on it."""
 
     shape: Shape3
-    affine: Tuple[Row, Row, Row, Row]  # source voxel to world in mm (RAS+), float64
+    affine: Tuple[AffineRow, AffineRow, AffineRow, AffineRow]  # source voxel to world in mm (RAS+), float64
     axes: Annotated[str, Meta(min_length=3, max_length=3)]
     """Directions of the source's axes, such as "LPS"."""
     sform_code: Count

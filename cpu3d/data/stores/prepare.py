@@ -134,7 +134,7 @@ def prepare(
             if any(map(reader.problems, manifest.cases)):
                 manifest = _repaired(store_dir, manifest, dataset, settings, workers)
                 write_store(store_dir, manifest)
-                summarise(store_dir)
+                print_summary(store_dir)
             else:
                 say(f"Nothing to do: store {store_dir} is finished and unchanged.", stderr=False)
             return manifest
@@ -145,7 +145,7 @@ def prepare(
         manifest = _manifest_of(dataset, records, fractions, seed)
         write_quarantine(store_dir, problems)
         write_store(store_dir, manifest)
-    summarise(store_dir)
+    print_summary(store_dir)
     return manifest
 
 
@@ -448,7 +448,7 @@ def _read_object(path: Path) -> Dict[str, Any]:
 # --- Its summary ---
 
 
-def describe(store: Store) -> List[str]:
+def summary_lines(store: Store) -> List[str]:
     """A summary of a store's records, as lines."""
     manifest, patients, error, zeroed, size_bytes = store.manifest, set(), 0.0, 0, 0
     formats, shapes, cases, voxels = Counter(), Counter(), Counter(), Counter()
@@ -482,9 +482,9 @@ def describe(store: Store) -> List[str]:
     return [head, *(f"  {name:<8} {line}" for name, line in lines.items() if line)]
 
 
-def summarise(store_dir: Path) -> None:
+def print_summary(store_dir: Path) -> None:
     """Print the summary of a finished store, and how many cases were left out of it."""
-    say(*describe(open_store(store_dir)), stderr=False)
+    say(*summary_lines(open_store(store_dir)), stderr=False)
     bad = read_quarantine(store_dir)
     if bad:
         path = store_dir / "quarantine.jsonl"

@@ -57,7 +57,7 @@ class Append:
 
 
 def run_info(options: Info) -> int:
-    prepare.summarise(options.store)
+    prepare.print_summary(options.store)
     return 0
 
 
