@@ -8,10 +8,10 @@ from rich.console import Console
 
 
 def say(*lines: str, stderr: bool = True) -> None:
-    """Print lines as they are: not wrapped, nothing in them taken for markup."""
+    """Print lines as they are: not wrapped, nothing in them taken for markup or a smiley, as `:b:` in an address."""
     console = Console(stderr=stderr)
     for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, emoji=False, highlight=False, markup=False, soft_wrap=True)
 
 
 def columns(
