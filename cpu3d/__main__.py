@@ -1,4 +1,4 @@
-"""./run.sh SUBCOMMAND ...: one module a subcommand, imported when it is asked for."""
+"""./run.sh SUBCOMMAND ...: a module for each subcommand, imported when it is asked for."""
 
 import argparse
 import contextlib
@@ -33,13 +33,13 @@ COMMANDS = {
 """Subcommand -> its module and a line of help."""
 
 AFTER = {"train": "cpu3d.inference.postprocessing"}
-"""Subcommand -> a module whose `after` follows it with the same options: its room lies above the subcommand's."""
+"""Subcommand -> a module whose `after` follows it with the same options: its room is above the subcommand's."""
 
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Run a subcommand; returns the exit code, one of `cpu3d.errors.ENDINGS`."""
     with contextlib.suppress(OSError, AttributeError):  # of a caller whose stderr is no file
-        faulthandler.enable()  # a file that is cut while it is mapped ends the process: this says where
+        faulthandler.enable()  # a file that is cut while it is mapped ends the process: this prints where
     try:
         argv = sys.argv[1:] if argv is None else argv
         command, args = parse(argv)
@@ -49,7 +49,7 @@ def main(argv: Optional[List[str]] = None) -> int:
             importlib.import_module(AFTER[argv[0]]).after(*options)
         return code
     except BrokenPipeError:
-        # The reader of our output went away, as `head` does: there is nobody to print to.
+        # The reader of our output is gone, as `head` is after its lines.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (InputError, ModuleNotFoundError, KeyboardInterrupt, OSError, MemoryError) as error:
@@ -58,7 +58,7 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> Tuple[Any, argparse.Namespace]:
-    """Read a command line: the command that it names, with `OPTIONS` and `run`, and the options as they were given."""
+    """Read a command line: the command that it names, with `OPTIONS` and `run`, and its options as they were typed."""
     endings = (f"  {code:<3}  {ending.words}" for code, ending in ENDINGS.items() if code >= 0)
     parser = argparse.ArgumentParser(
         prog=as_typed("./run.sh"),
@@ -75,10 +75,9 @@ def parse(argv: Sequence[str]) -> Tuple[Any, argparse.Namespace]:
 
 
 def _explained(error: BaseException) -> List[str]:
-    """The lines to print of an exception. Raises it again where it is a bug of ours: a module of this project that is
-    not there."""
+    """The lines to print of an exception. Raises it again if it is a bug of ours: a missing module of this project."""
     if isinstance(error, KeyboardInterrupt):
-        return [f"interrupted: {str(error) or 'the same command continues where it can'}"]
+        return [f"interrupted: {str(error) or 'the same command continues if it can'}"]
     problems = error.problems if isinstance(error, InputError) else [str(error)]
     if isinstance(error, MemoryError):
         got = str(error) or "too little"
@@ -95,7 +94,7 @@ def _explained(error: BaseException) -> List[str]:
 def _choose(
     parser: argparse.ArgumentParser, lines: Mapping[str, str], load: Callable[[str], Any], words: Sequence[str]
 ) -> Any:
-    """Offer the commands of `lines`, and load the one that `words` begin with, or one of its `actions()`, alone."""
+    """Offer the commands of `lines`, and load the command that `words` begin with, or one of its `actions()`, alone."""
     offered, chosen = parser.add_subparsers(metavar="COMMAND", required=True), None
     for name, line in lines.items():
         sub = offered.add_parser(name, help=line, formatter_class=argparse.RawDescriptionHelpFormatter)

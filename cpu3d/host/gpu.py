@@ -131,10 +131,10 @@ def card_of(device: str, gpus: Sequence[Gpu]) -> Gpu:
     for gpu in gpus:
         if gpu.device == device:
             return gpu
-    got = ", ".join(f"{gpu.device} ({gpu.name})" for gpu in gpus) or "none"
+    here = ", ".join(f"{gpu.device} ({gpu.name})" for gpu in gpus) or "none"
     use = gpus[0].device if gpus else CPU
-    rule = f"device must be a GPU of this host, got {device} among {got}"
-    raise InputError(f"{rule}; use --device {use}, or see `nvidia-smi`")
+    rule = f"device must be a GPU of this host, here {here}"
+    raise InputError(f"{rule}, got {device}; use --device {use}, or see `nvidia-smi`")
 
 
 def largest_patch(card: Gpu, job: Job) -> Shape3:

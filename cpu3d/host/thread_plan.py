@@ -123,7 +123,7 @@ def thread_plans(topology: Topology, workers: int) -> Tuple[ThreadPlan, ...]:
     host, possible = topology.host, possible_workers(topology)
     if workers not in possible:
         nearest = sorted(sorted(possible, key=lambda number: abs(number - workers))[:4])
-        rule = "workers must divide the sockets, or be a multiple of them with a core each"
+        rule = "workers must divide the number of sockets, or be a multiple of it with a core each"
         have = f"{count(host.usable_cores, 'core')} on {count(host.sockets, 'socket')}"
         raise InputError(f"{rule}, got {workers} on {have}; use {' or '.join(map(str, nearest))}")
     if host.cpu_quota is not None:

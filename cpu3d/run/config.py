@@ -56,8 +56,8 @@ def config_from_json(content: Mapping[str, Any]) -> RunConfig:
     default is not what the run has, or if one is not valid."""
     config = typed(content, RunConfig, "config")
     nested = {f"{part}.{name}" for part in PARTS for name in content.get(part, {})}
-    missing = ", ".join(name for name in settings_by_name(config) if name not in {*content, *nested})
-    problems = [f"config must hold every setting, got none for {missing}"] * bool(missing)
+    missing = sorted(set(settings_by_name(config)) - set(content) - nested)
+    problems = [f"config must hold every setting, got none for {', '.join(missing)}"] * bool(missing)
     if config.store_channels:  # what follows from a store is known
         for name, known in (("channels", config.store_channels), ("regions", config.region_codes)):
             chosen = getattr(config, name)

@@ -58,14 +58,14 @@ def test_workers_learn_as_one_know_of_each_other_and_refuse_other_weights():
         return outcomes, held, bad, after, differ
 
     ((expected, arrays, *_),) = together(1, train)
-    found = together(2, train)
-    for outcomes, held, bad, after, differ in found:
+    results = together(2, train)
+    for outcomes, held, bad, after, differ in results:
         for a, b in zip(expected, outcomes):
             np.testing.assert_allclose(b.losses, a.losses, rtol=1e-5)
             np.testing.assert_allclose(b.dice, a.dice, rtol=1e-4)
             assert b.notes.tolist() == [0.0, 15.0], "what one notes all are told"
         for name, array in held.items():
-            np.testing.assert_array_equal(array, found[0][1][name], err_msg=name)  # the same on all, to the bit
+            np.testing.assert_array_equal(array, results[0][1][name], err_msg=name)  # the same on all, to the bit
         # A small gradient is mostly rounding, and Adam divides by its size: only all weights together are alike.
         for kind in {name.split("/")[0] for name in arrays}:
             of_two, of_one = (flat(mapping, kind) for mapping in (held, arrays))
@@ -77,7 +77,7 @@ def test_workers_learn_as_one_know_of_each_other_and_refuse_other_weights():
             if name != "optimizer/001":  # the learning rate
                 np.testing.assert_array_equal(array, held[name], err_msg=name)
         assert isinstance(differ, WorkersDifferError)
-        assert "weights must be the same on all workers, got others on worker 1 than on the chief" in str(differ)
+        assert "weights must be the same on all workers, got fingerprints " in str(differ)
 
 
 def test_with_batch_norm_each_has_statistics_of_its_own_share_and_keeps_the_mean_of_all(monkeypatch):
@@ -107,8 +107,8 @@ def test_with_batch_norm_each_has_statistics_of_its_own_share_and_keeps_the_mean
         model.set_weights(initial)
         model(batch()[0][own : own + 2], training=True)
         alone.append([variable.numpy() for variable in model.non_trainable_variables])
-    for found in together(2, moved):
-        for a, b, c in zip(*alone, found):
+    for arrays in together(2, moved):
+        for a, b, c in zip(*alone, arrays):
             np.testing.assert_allclose(c, (a + b) / 2, rtol=1e-5, atol=1e-7)
 
 

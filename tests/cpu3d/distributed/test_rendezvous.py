@@ -23,7 +23,7 @@ def addresses(count):
     """Of ports that nobody has."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return tuple(f"127.0.0.1:{one.getsockname()[1]}" for one in sockets)
+        return tuple(f"127.0.0.1:{endpoint.getsockname()[1]}" for endpoint in sockets)
 
 
 @pytest.fixture(params=[False, pytest.param(True, marks=ON_LINUX)], ids=["network", "memory"])
@@ -43,14 +43,14 @@ def meet(cluster, limit_s=10, **more):
 def meeting_of(clusters, limit_s=10):
     """What comes of `meet` in each of these workers at once: the plan or the error."""
 
-    def one(cluster):
+    def meeting(cluster):
         try:
             return meet(cluster, limit_s)
         except InputError as error:
             return error
 
     with ThreadPoolExecutor(len(clusters)) as pool:
-        return list(pool.map(one, clusters))
+        return list(pool.map(meeting, clusters))
 
 
 def connected(cluster):
@@ -109,7 +109,7 @@ def test_a_port_that_is_taken_is_named_at_once(three):
 def test_workers_of_another_cluster_are_sent_away(three):
     stranger = dataclasses.replace(three, addresses=(three.addresses[0], *addresses(2)), rank=1)
     chief, sent_away = meeting_of([three, stranger], limit_s=1.5)
-    assert "got others of worker 1 than of worker 0" in str(sent_away)
+    assert "got addresses of worker 1 that worker 0 does not have" in str(sent_away)
     assert sent_away.exit_code == 2
     assert "worker 1" in str(chief)
 

@@ -61,8 +61,8 @@ def test_the_run_goes_on_stops_or_ends(what, samples, limits, action):
     """After the last of (own, free) in MiB of a machine of 16 GiB."""
     floor = MemoryFloor(**limits)
     for own, free in samples:
-        found = floor.judge(Sample({MACHINE: Room(free * MIB, 16 * GIB)}, own * MIB))
-    assert found[0] == action
+        decision = floor.judge(Sample({MACHINE: Room(free * MIB, 16 * GIB)}, own * MIB))
+    assert decision[0] == action
 
 
 # --- What the guard does ---
@@ -164,7 +164,7 @@ def test_a_long_first_step_a_suspended_process_signs_of_life_and_no_limit_are_no
         (5, "computing", 60.0),
         (5, "validating", 240.0),  # four times, for the first
         (30, "computing", 300.0),  # ten times the longest
-        (30, "exchanging", 450.0),  # half as much again as anything that another worker may be doing
+        (30, "summing gradients", 450.0),  # half as much again as anything that another worker may be doing
     ],
 )
 def test_what_takes_longer_than_ever_is_given_ten_times_that(guard, stage, longest_s, phase, allowed_s):
