@@ -129,6 +129,7 @@ def test_a_store_with_the_same_names_and_other_volumes_is_another_split(phantom_
         ({"batch": 9}, "batch must be at most the 4 training cases, got 9"),
         ({"rotation_deg": 90.0}, "augment rotation_deg must be in"),
         ({"budget_minutes": -1.0}, "budget_minutes must be at least 0, got -1.0"),
+        ({"budget_minutes": 1.0, "steps": 3}, "--budget-minutes must come without --steps, got --steps 3; leave"),
         ({"patch": [16, 16, 16]}, "--patch must come with --mode patch, got mode whole"),
         ({"depth": 5, "curriculum": "half"}, "--curriculum must be off if half of .* is below 32 along .*, got half"),
         ({"workers": 3, "batch": 4}, "batch must be a multiple of the 3 workers, got 4; choose --batch-per-worker"),

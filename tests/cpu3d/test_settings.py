@@ -169,8 +169,3 @@ def test_options_that_exclude_each_other_are_refused(words, capsys):
     with pytest.raises(SystemExit) as caught:
         chosen(*words.split())
     assert caught.value.code == 2
-
-
-def test_a_budget_of_minutes_goes_without_steps():
-    with pytest.raises(InputError, match="--budget-minutes must come without --steps"):
-        with_settings(RunConfig(), chosen("--steps", "3", "--budget-minutes", "1"))

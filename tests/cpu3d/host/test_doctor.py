@@ -118,12 +118,8 @@ def test_memory_and_threads_are_those_of_each_worker():
 
 
 def test_uneven_memory_and_sockets_are_warned_of():
-    topology = XEON
-    for second, state, result in (
-        (100 * GIB, "warn", "100.00 GiB to 768.00 GiB"),
-        (768 * GIB, "ok", "768.00 GiB on each"),
-    ):
-        check = checks_of(dataclasses.replace(topology, nodes=(topology.nodes[0], Node(1, second, second))))
+    for gib, state, result in ((100, "warn", "100.00 GiB to 768.00 GiB"), (768, "ok", "768.00 GiB on each")):
+        check = checks_of(dataclasses.replace(XEON, nodes=(XEON.nodes[0], Node(1, gib * GIB, gib * GIB))))
         assert check["memory of nodes"].state == state
         assert check["memory of nodes"].result.startswith(result)
     check = checks_of(masked(XEON, 0, 28, 29, 30))["CPU mask"]

@@ -57,9 +57,8 @@ def test_of_a_long_log_the_last_steps_are_read_and_all_other_events(tmp_path):
     assert read_events(tmp_path, steps=2) == [START, events[4], SCORE, events[6], END]
 
 
-@pytest.mark.parametrize("is_terminal", [0, 1])
-def test_regions_are_shown_as_they_are_named(tmp_path, capsys, monkeypatch, is_terminal):
-    monkeypatch.setenv("FORCE_COLOR" if is_terminal else "NO_COLOR", "1")
+def test_regions_are_shown_as_they_are_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal, with the bar
     monkeypatch.setenv("COLUMNS", "300")
     named = {"dice": {"BraTS[red]x": 0.5, "[/b]": 0.25, "a:b:c": 1.0}, "epoch": 0, "cases": 1}
     with shown(tmp_path, steps=2, done=0, steps_per_epoch=1, batch=1) as show:

@@ -241,8 +241,7 @@ def test_a_run_of_another_length_has_as_many_coarse_steps_as_it_has_done_and_no_
     assert (fit.step, fit.config.coarse_steps) == (done, coarse)
     fit.run()
     full = math.prod(fit.config.grid)
-    full_steps = [event["step"] for event in steps_of(tmp_path) if event["voxels"] == full]
-    assert full_steps == list(range(coarse + 1, steps + 1))
+    assert [each["step"] for each in steps_of(tmp_path) if each["voxels"] == full] == list(range(coarse + 1, steps + 1))
 
 
 def state_of(number, coarse_steps=0, **more):

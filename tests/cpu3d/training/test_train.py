@@ -83,10 +83,9 @@ def test_a_patch_run_predicts_by_its_window_within_the_brain_as_it_was_validated
     scored = [event for event in read_events(learnt) if event["event"] == "validation"][-1]
     assert scored["cases"] == 1
     for index, (name, codes) in enumerate(phantom_store.manifest.regions.items()):
-        predicted, true = answers[..., index] > 0.5, np.isin(truth, codes)
+        mask, true = answers[..., index] > 0.5, np.isin(truth, codes)
         # Not to the bit: tiles begin at the case's own box there, at the box common to all cases in a validation.
-        dice = 2 * (predicted & true).sum() / (predicted.sum() + true.sum())
-        assert scored["dice"][name] == pytest.approx(dice, abs=0.05)
+        assert scored["dice"][name] == pytest.approx(2 * (mask & true).sum() / (mask.sum() + true.sum()), abs=0.05)
     inside = record.box.slices(record.shape)
     assert np.all(answers[inside] > 0)
     answers[inside] = 0
