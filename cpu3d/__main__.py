@@ -16,10 +16,10 @@ COMMANDS = {
     "demo": ("cpu3d.demo", "make phantoms, train on them, score, predict, report: everything once, in minutes"),
     "phantom": ("cpu3d.data.stores.phantom", "write a data set of made-up brains with tumours"),
     "prepare": ("cpu3d.data.stores.prepare", "read a BraTS or Decathlon data set into a store"),
-    "store": ("cpu3d.data.stores.upkeep", "print what a store holds, check it, add cases"),
+    "store": ("cpu3d.data.stores.upkeep", "print the content of a store, check it, add cases"),
     "train": ("cpu3d.training.train", "train a 3D U-Net on whole volumes or on patches, or continue"),
     "launch": ("cpu3d.distributed.launch", "train with several workers: one per socket, or on several hosts"),
-    "status": ("cpu3d.report.status", "print how a run is doing: phase, progress, memory, and what to do next"),
+    "status": ("cpu3d.report.status", "print the state of a run: phase, progress, memory, and what to do next"),
     "evaluate": ("cpu3d.inference.evaluate", "score untouched cases on their full grids, or cross-validate folds"),
     "predict": ("cpu3d.inference.predict", "segment new cases on their own grids, with one run or several"),
     "view": ("cpu3d.report.view", "write a page to scroll through the slices of a case in a browser"),
@@ -28,7 +28,10 @@ COMMANDS = {
     "compare": ("cpu3d.compare.command", "train whole-volume and patch runs under one budget and compare them"),
     "bench": ("cpu3d.bench", "measure time and memory of a training step, and how fast settings learn"),
     "calibrate": ("cpu3d.bench.calibrate", "measure this host's speed for the estimator, in about a minute"),
-    "doctor": ("cpu3d.host.doctor", "check this host: what it has, what would be set, a self-test of the engine"),
+    "doctor": (
+        "cpu3d.host.doctor",
+        "check this host: cores, memory, settings of a training, a self-test of the engine",
+    ),
 }
 """Subcommand -> its module and a line of help."""
 
@@ -81,7 +84,7 @@ def _explained(error: BaseException) -> List[str]:
     problems = error.problems if isinstance(error, InputError) else [str(error)]
     if isinstance(error, MemoryError):
         got = str(error) or "too little"
-        problems = [f"memory must hold what the command needs, got {got}; end other programs, or use a host with more"]
+        problems = [f"memory must suffice for the command, got {got}; end other programs, or use a host with more"]
     if isinstance(error, ModuleNotFoundError):
         package = (error.name or "").partition(".")[0]
         if package in ("", "cpu3d", "memory_estimator", "models"):

@@ -33,8 +33,8 @@ SCHEDULES: Dict[str, Callable[[float], float]] = {
 """How the learning rate decays: progress after the warm-up, 0 to 1 -> share of the peak."""
 
 COARSE_SHARE = fractions.Fraction(5, 6)
-"""Of a run's steps that a curriculum takes at half the resolution, where a step has about an eighth of a full one's
-voxels (docs/log.md)."""
+"""The share of a run's steps that a curriculum takes at half the resolution, with an eighth of a full step's voxels
+(docs/log.md)."""
 
 _data, _patches, _training, _network = (
     functools.partial(option, group=heading) for heading in ("data", "patches", "training", "network")
@@ -113,7 +113,7 @@ class RunConfig:
     schedule: str = _training("cosine", "decay of the learning rate", choices=tuple(SCHEDULES))
     warmup_steps: int = _training(10, "first steps, over which the learning rate rises linearly", "N", at_least=0)
     ema: float = _training(0.0, "decay of averaged weights, such as 0.99; 0 is off", "D", at_least=0, below=1)
-    """Of the exponential moving average; validation and prediction then use the averaged weights."""
+    """The decay of an exponential moving average; validation and prediction then use the averaged weights."""
     validate_every: int = _training(1, "epochs between validations", "N", at_least=1, one_of="often")
     validations: int = _training(
         0, "validations in all, evenly spread, instead of --validate-every", "N", at_least=0, one_of="often"

@@ -119,7 +119,7 @@ class _Joined(Exchange):
         try:
             return self._tf.convert_to_tensor(self._sum(self._tf.convert_to_tensor(vector, self._tf.float32)))
         except (errors.InvalidArgumentError, errors.ResourceExhaustedError):
-            raise  # vectors of different lengths, or no memory: nobody is lost
+            raise  # vectors of different lengths, or no memory: no worker is lost
         except errors.OpError as error:
             raise lost_by_message(str(error), self._cluster) from error
 
@@ -250,7 +250,7 @@ class SharedMemory:
             try:
                 word = WORD.unpack(peer.recv(WORD.size))[0]
             except (OSError, struct.error):
-                lost = rank  # read the others first: closing with a word unread would drop what is sent to them
+                lost = rank  # read the others first: closing with a word unread would drop the words sent to them
                 continue
             if word < 0:
                 raise lost_worker(self._cluster, -1 - word, "no answer to worker 0")

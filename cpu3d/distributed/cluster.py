@@ -104,7 +104,7 @@ def read_cluster(environ: Mapping[str, str]) -> Cluster:
 
 
 def without_cluster(environ: Mapping[str, str]) -> Dict[str, str]:
-    """The environment of a process that trains by itself, whatever was left over from a cluster."""
+    """The environment of a process that trains by itself: without the variable of a cluster."""
     return {name: value for name, value in environ.items() if name != "TF_CONFIG"}
 
 

@@ -4,8 +4,8 @@
     host, plan, tf = set_up("stock", "gpu:0")
     host, plan, tf = set_up(local=(1, 2))           # the second of two workers on this host
 
-Engines: "itex" is TensorFlow with Intel's extension, "stock" without it, None is "itex" where it is installed and
-"stock" elsewhere.
+Engines: "itex" is TensorFlow with Intel's extension, "stock" without it, None is "itex" if it is installed, else
+"stock".
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Check this host: what it has, what training would set, and whether TensorFlow works as expected.
+"""Check this host: its parts, the settings that training would make, and whether TensorFlow works as expected.
 
     ./run.sh doctor                                      # with a self-test of about half a minute
     ./run.sh doctor --workers 2 --no-self-test

@@ -26,7 +26,7 @@ CPU = "cpu"
 
 QUERY = ("index", "name", "memory.total", "memory.free", "compute_cap", "uuid", "mig.mode.current")  # of nvidia-smi
 TIMEOUT_S = 60.0  # for its answer: without its daemon each of up to 16 cards takes 1 to 3 seconds to wake up
-CUDA_PACKAGE = "nvidia-cudnn-cu12"  # what requirements-gpu.txt brings and the other requirements do not
+CUDA_PACKAGE = "nvidia-cudnn-cu12"  # of requirements-gpu.txt, and of no other requirements
 
 
 @dataclass(frozen=True)

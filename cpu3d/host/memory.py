@@ -1,5 +1,5 @@
-"""The memory of a process: how much it holds, now and at most, what of it TensorFlow's allocator has, and from which
-NUMA nodes the kernel takes it."""
+"""The memory of a process, now and at most, the part of TensorFlow's allocator, and the NUMA nodes of the kernel's
+choice."""
 
 import contextlib
 import ctypes
@@ -17,7 +17,7 @@ from memory_estimator.job import Job
 from memory_estimator.step.allocator import region_bytes
 from memory_estimator.step.training_step import training_step
 
-ROW_BYTES = 2**20  # of what is reserved, as sides of a tensor's shape are 32-bit numbers
+ROW_BYTES = 2**20  # of the reserved piece, as sides of a tensor's shape are 32-bit numbers
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Resident:
     """The memory of a process at one moment."""
 
     anonymous_bytes: int
-    """Heap, stacks, shared memory and TensorFlow's pool: nobody can take it back without swap."""
+    """Heap, stacks, shared memory and TensorFlow's pool: the kernel cannot take it back without swap."""
     file_bytes: int
-    """Pages of files: the libraries' code, a mapped store. The kernel may drop those that nobody wrote to."""
+    """Pages of files: the libraries' code, a mapped store. The kernel may drop those that were not written to."""
     swapped_bytes: int = 0
     """Its own data that is in swap, and so in no memory."""
 
@@ -81,7 +81,7 @@ def allocator_peak_bytes(device: str = "CPU:0") -> Optional[int]:
         return None
 
 
-# --- NUMA nodes, by system call without libnuma; of the calling thread, and of what it starts from then on ---
+# --- NUMA nodes, by system call without libnuma; of the calling thread, and of threads that it starts later ---
 
 MODES = ("default", "preferred", "bound", "interleaved", "local", "preferred", "interleaved")
 """By the kernel's number (linux/mempolicy.h): MPOL_DEFAULT, PREFERRED, BIND, INTERLEAVE, LOCAL, PREFERRED_MANY and

@@ -70,7 +70,7 @@ def main(engine: Optional[str]) -> None:
     """Do the tests in this process, one line of JSON each on stdout."""
     host, _, tf = set_up(engine)
     for _, test in TESTS:
-        # On a line of its own: what others print comes in blocks, and one may have ended within a line.
+        # On a line of its own: libraries print in blocks, and a block may have ended within a line.
         print(f"\n{json.dumps(dataclasses.asdict(test(tf, host, engine)))}\n", end="", flush=True)
 
 
@@ -116,7 +116,7 @@ def bfloat16_gain(tf: Any, host: Host, engine: Optional[str]) -> Check:
         return Check("bfloat16", "skipped", "this CPU has no instructions for it; float32 is used")
 
     def step_in(dtype: Any) -> Callable[[], Any]:
-        """A function that computes the gradients, in float32 numbers whatever the dtype."""
+        """A function that computes the gradients, as float32 numbers in either dtype."""
         uniform, shape = tf.random.stateless_uniform, (3, 3, 3, STEP_CHANNELS, STEP_CHANNELS)
         image = tf.cast(uniform((1, *STEP_SHAPE, STEP_CHANNELS), (1, 2), -1.0, 1.0), dtype)
         filters = [tf.cast(uniform(shape, (3, n), -0.1, 0.1), dtype) for n in range(2)]

@@ -26,7 +26,7 @@ from memory_estimator.step.training_step import training_step
 from models.native.build import door_library
 
 LEAST_VOXELS, FEWEST_STEPS = 64**3, 3
-"""Of a training, to count: steps of smaller grids are TensorFlow's own overhead for the most part."""
+"""The fewest of a training that counts: steps of smaller grids are TensorFlow's own overhead for the most part."""
 
 LOCK_WAIT_S = 2.0  # for others that write at the same time
 
@@ -48,7 +48,7 @@ def scale_of(timed: Sequence[Tuple[Job, float]], host: Host, *, quiet: bool) -> 
 
 def keep_training(job: Job, step_s: float, host: Host, *, quiet: bool) -> None:
     """Keep the scale of a training. A quiet one replaces every other, a disturbed one only another disturbed one that
-    was slower. Raises ValueError as `host_file`, and OSError where it cannot be written."""
+    was slower. Raises ValueError as `host_file`, and OSError if it cannot be written."""
     path, scale = host_file(host), scale_of([(job, step_s)], host, quiet=quiet)
     with _writing(path):
         is_valid = find_constants(host).scales  # else missing, damaged, or of other constants than are shipped now
@@ -61,7 +61,7 @@ def keep_training(job: Job, step_s: float, host: Host, *, quiet: bool) -> None:
 
 def keep_calibration(path: Path, measured: Sequence[Tuple[Job, float, int]], host: Host, *, quiet: bool) -> None:
     """Write a host's file of jobs, the seconds of their steps and the peaks of their processes: a scale for each dtype,
-    and for each engine the shipped baseline and what the processes held more than predicted."""
+    and for each engine the shipped baseline and the bytes that processes held above the predicted ones."""
     base, kept = shipped_constants(host.instructions), like_shipped(host)
     for dtype in dict.fromkeys(job.unet.dtype for job, _, _ in measured):
         timed = [(job, step_s) for job, step_s, _ in measured if job.unet.dtype == dtype]

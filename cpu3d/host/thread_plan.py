@@ -29,7 +29,7 @@ worker each: the small one would hold up the large one at every step."""
 THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
 KMP_AFFINITY = "granularity=fine,compact,1,0"  # where Intel's OpenMP holds its threads on a host of several nodes
 
-SWITCHES = {  # what every process sets
+SWITCHES = {  # set by every process
     # From the launcher of ITEX 2.15 and its practice guide (0 or 1 for convolutional networks): after an operation
     # Intel's OpenMP spins this many ms before it sleeps. A step alone takes as long with 0, 1 or 200
     # (docs/log.md); that the data threads fare better with 1 than with 200 is assumed.
@@ -86,7 +86,7 @@ class ThreadPlan:
     """CPUs that the process is held to, both hyper-threads of each core; () leaves it where it is."""
     memory_nodes: Tuple[int, ...] = ()
     """NUMA nodes that its memory comes from: one is preferred, several take turns page by page; () is the kernel's own
-    way, which is the node of whoever touches a page first."""
+    way, which is the node of the thread that touches a page first."""
 
     @property
     def tuning(self) -> Dict[str, str]:
@@ -188,7 +188,7 @@ def describe(host: Host, plan: ThreadPlan, engine: str) -> List[str]:
     """Lines on a process that is set up, before its work starts; `engine` as of `host.apply.engine_name`.
 
     The lines are of what is in force, by the environment and the kernel, as a user's own setting wins over the plan's.
-    A number of threads that does so is warned of: clusters set OMP_NUM_THREADS=1 for everybody, and many cores idle.
+    A number of threads that does so is warned of: clusters set OMP_NUM_THREADS=1 for all users, and many cores idle.
     """
     tuning = {name: os.environ.get(name, value) for name, value in plan.tuning.items()}
     threads = ", ".join(f"{name}={value}" for name, value in tuning.items())

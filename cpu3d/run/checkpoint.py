@@ -2,7 +2,7 @@
 
     write_next(run, 120, arrays, state, keep=3)      run/checkpoints/step-00000120.npz; older ones than the last 3 go
     checkpoint = newest(run)                         the newest whole one, with the damaged ones after it
-    path = weights_file(run, "last")                 what prediction reads: "best", or the newest whole one
+    path = weights_file(run, "last")                 for prediction: "best", or the newest whole one
 
 A checkpoint is one uncompressed .npz: every variable as an array, and the run's state as JSON. No pickle. It is written
 atomically, and read, one array at a time, so that neither takes more memory than the largest array. Instead of a
@@ -35,7 +35,7 @@ _STATE = "state.json"
 
 
 class DamagedCheckpointError(InputError):
-    """A checkpoint file whose content is not what was written."""
+    """A checkpoint file whose content is not the one that was written."""
 
 
 class SavedArrays(Mapping[str, np.ndarray]):
@@ -61,7 +61,7 @@ class SavedArrays(Mapping[str, np.ndarray]):
             self.schema, names = self.state.pop("schema"), self.state.pop("names")
             del self.shapes[_STATE]
             if sorted(self) != names:
-                raise ValueError(f"{len(self)} arrays where {len(names)} were written")
+                raise ValueError(f"{len(self)} arrays instead of the {len(names)} that were written")
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self.shapes:

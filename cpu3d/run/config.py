@@ -1,4 +1,4 @@
-"""The settings of a run as its folder keeps them, config.json, and what a run that continues may change of them.
+"""The settings of a run as its folder keeps them, config.json, and those that a run that continues may change.
 
 save_config(config, run)
 config = load_config(run)
@@ -24,7 +24,7 @@ CHANGEABLE = (
     *("learning_rate", "adam_rate", "device", "micro_batch", "unet.policy"),
 )
 """Settings that may change when a run is continued; all others would make it another run. With batch norm the
-micro-batch is none of them, as its statistics are of what is computed together."""
+micro-batch is none of them, as its statistics are of the volumes that are computed together."""
 
 
 def save_config(config: RunConfig, run: Path) -> None:
@@ -58,7 +58,7 @@ def config_from_json(content: Mapping[str, Any]) -> RunConfig:
     nested = {f"{part}.{name}" for part in PARTS for name in content.get(part, {})}
     missing = sorted(set(settings_by_name(config)) - set(content) - nested)
     problems = [f"config must hold every setting, got none for {', '.join(missing)}"] * bool(missing)
-    if config.store_channels:  # what follows from a store is known
+    if config.store_channels:  # else the run is of no store yet
         for name, known in (("channels", config.store_channels), ("regions", config.region_codes)):
             chosen = getattr(config, name)
             if not chosen or not set(chosen) <= set(known):

@@ -1,4 +1,4 @@
-"""run/heartbeats/worker-RANK.json: what a worker of a run is doing, written every few seconds while it lives.
+"""run/heartbeats/worker-RANK.json: the state of a worker of a run, written every few seconds while it is alive.
 
 It is written atomically but not flushed to the disk. A worker is alive while its heartbeat is young, for `status` and
 `launch` alike, on the worker's host or on another one that sees the folder.
@@ -24,7 +24,7 @@ SCHEMA = 1
 # The phases in which a worker waits for the others.
 WAITING_PHASES = ("summing gradients", "waiting for the others' validation", "waiting for the last checkpoint")
 BEAT_S = 5.0  # between two beats, and the most between a change of phase and the file
-LOST_S = 20.0  # a worker that has sent another host nothing for so long, as where a signal has stopped it, is lost
+LOST_S = 20.0  # a worker that has sent another host nothing for so long, as one that a signal has stopped, is lost
 SILENT_S = 60.0  # a worker whose last beat is older is not alive; network file systems lag by seconds
 HANGING_S = 300.0  # without a beat, until `launch` kills it: importing a library from a slow disk may take long
 
@@ -59,7 +59,7 @@ class Heartbeat:
     stalled: str = ""  # why the worker counts as hanging, in a sentence
     stop: str = ""  # why the run is to stop after this step
     reason: str = ""  # how it ended, in a sentence or a word; "" while it runs
-    exit_code: Optional[int] = None  # what the process ends with; None while it runs
+    exit_code: Optional[int] = None  # of the process; None while it runs
 
 
 def heartbeat_path(run: Path, rank: int) -> Path:

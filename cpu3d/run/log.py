@@ -72,7 +72,7 @@ KINDS = {
         **dict.fromkeys(("peak_rss_bytes", "allocator_peak_bytes"), Optional[Bytes]),
     },
 }
-"""Kind of event -> what it holds, besides its kind under "event" and the steps done by then under "step"."""
+"""Kind of event -> its fields, besides its kind under "event" and the steps done by then under "step"."""
 
 NEEDED = ("event", "step", "mean_dice", "reason")
 """The fields that an event must have, if its kind has them. All else may be missing."""

@@ -83,7 +83,7 @@ class Feeds:
 
 class Parts:
     """An iterator over micro-batches that counts the seconds spent waiting for them, and those of `finish`, which turns
-    an element of the dataset into (image, target) where the step runs."""
+    an element of the dataset into (image, target) on the step's device."""
 
     def __init__(self, dataset: tf.data.Dataset, finish: Optional[Callable], watch: Callable[[str], None]):
         self._parts, self._finish, self._watch = Batches(dataset), finish, watch

@@ -42,7 +42,7 @@ from cpu3d.util.records import versions
 from memory_estimator.common.files import typed
 from memory_estimator.host import Host
 
-MEMORY = 1  # what a worker notes when its memory is running out; others are SIGINT's and SIGTERM's numbers, 0 is none
+MEMORY = 1  # a worker's note that its memory is running out; others are SIGINT's and SIGTERM's numbers, 0 is none
 
 # How a run is computed: if one of these changes, its weights are not the same to the bit.
 WAYS = ("engine", "workers", "policy", "device", "micro_batch", "OMP_NUM_THREADS")
@@ -71,7 +71,7 @@ class Fit:
         self._observer: Optional[Observer] = None
         self.step = self.stale_validations = 0
         self.best: Optional[float] = None  # the highest mean Dice of a validation so far
-        self.best_is_coarse = False  # then the first validation in full replaces it, whatever its Dice
+        self.best_is_coarse = False  # then the first validation in full replaces it at any Dice
         self.owes_validation = False  # whether the run was stopped before it could validate the step it has reached
         self.trained_s = 0.0  # wall time of earlier attempts and of this one, up to the last checkpoint
         self._listeners: List[Track] = []  # all get every event as it is logged
@@ -89,7 +89,7 @@ class Fit:
     def fit_budget(self) -> List[float]:
         """Cut the run to the steps that its minutes hold, earlier attempts and the timing included, validations not;
         those up to the first validation are kept. The weights stay as they were. Returns the seconds of a full step,
-        after those of a coarse one where coarse ones are left."""
+        after those of a coarse one if coarse ones are left."""
         begin, step_s = time.perf_counter(), [self._timed(self.learner)]
         if self.step < self.config.coarse_steps:
             self._full_learner = self._make_learner(self.config.at(self.steps))
@@ -467,7 +467,7 @@ class _State(TypedDict):
 
 class _SavedState(_State):
     coarse_steps: int
-    """Of the run when it was saved."""
+    """The coarse steps of the run when it was saved."""
 
 
 # --- A budget of minutes ---

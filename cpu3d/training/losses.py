@@ -1,4 +1,4 @@
-"""The training loss, soft Dice and cross-entropy by region, float32 whatever the network computes in; and hard Dice.
+"""The training loss, soft Dice and cross-entropy by region, float32 for any dtype of the network; and hard Dice.
 
     model.compile("adam", loss=DiceCrossEntropy(), metrics=[RegionDice(0, name="WT")])
 
@@ -7,7 +7,7 @@ and its validations take the one that TrainingLoss names.
 
 Both take logits, and a target of 0 and 1 of any dtype. With deep supervision each output is compared with every 2nd,
 4th ... voxel of the same target; `loss_weights=head_weights(model.outputs)` (models/supervision.py) makes of their
-losses what `train` minimises.
+losses the one that `train` minimises.
 """
 
 import functools
@@ -30,7 +30,7 @@ class DiceCrossEntropy(tf.keras.losses.Loss):
     Dice has no slope where probabilities are close to 0 or 1, so it neither finds a small region that is predicted
     nowhere nor takes away an island that is predicted with certainty; and a mean of the cross-entropy over all voxels
     gives both the weight of their share of the volume. Here each voxel of a region counts by its error |p - t|, divided
-    by the sum of these errors: d loss / d z is HARD |p - t| (p - t) / sum |p - t|, whatever the region's size.
+    by the sum of these errors: d loss / d z is HARD |p - t| (p - t) / sum |p - t|, for any size of the region.
 
     As |p - t| (p - t) is the slope of a voxel's cross-entropy less its error, the term is (sum of cross-entropies - sum
     of errors) / sum of errors, the divisor taken as constant, and needs no map of its own.

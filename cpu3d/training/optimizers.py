@@ -36,7 +36,7 @@ class InOrder(tf.keras.optimizers.Optimizer):
             self._before = [self.change(gradient, variable)]
 
     def change(self, gradient, variable):
-        """Update one variable; returns what the next one waits for."""
+        """Update a variable; returns the tensor that the next update waits for."""
         super().update_step(gradient, variable)
         return variable.read_value()
 
@@ -62,7 +62,7 @@ class Muon(InOrder):
     One float32 slot a kernel, two for each variable of Adam's.
 
     An update's length does not depend on that of the gradient, so one fixed rate serves every loss and data set. Adam's
-    part has a rate of its own: at a third of it the head and the norms learn too slowly, whatever the kernels do.
+    part has a rate of its own: at a third of it the head and the norms learn too slowly, at any rate of the kernels.
     """
 
     def __init__(

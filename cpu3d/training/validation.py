@@ -66,7 +66,7 @@ def validate(
 
 
 def _whole_logits(feeds: Feeds, logits_of: Callable[[tf.Tensor], tf.Tensor], image: tf.Tensor) -> tf.Tensor:
-    """Logits (1, X, Y, Z, R) of a whole volume at its own resolution, whatever the network sees at a time."""
+    """Logits (1, X, Y, Z, R) of a whole volume at its own resolution, by whole volumes or windows."""
     if feeds.config.is_patch:
         return sliding_window(logits_of, image, feeds.config.grid)[None]
     if feeds.resizing:
