@@ -28,10 +28,7 @@ COMMANDS = {
     "compare": ("cpu3d.compare.command", "train whole-volume and patch runs under one budget and compare them"),
     "bench": ("cpu3d.bench", "measure time and memory of a training step, and how fast settings learn"),
     "calibrate": ("cpu3d.bench.calibrate", "measure this host's speed for the estimator, in about a minute"),
-    "doctor": (
-        "cpu3d.host.doctor",
-        "check this host: cores, memory, settings of a training, a self-test of the engine",
-    ),
+    "doctor": ("cpu3d.host.doctor", "check this host: cores, memory, settings of a training, a test of the engine"),
 }
 """Subcommand -> its module and a line of help."""
 

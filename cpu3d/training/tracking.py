@@ -41,9 +41,8 @@ Track = Callable[[Mapping[str, Any]], None]
 def require_mlflow() -> None:
     """Raise InputError if its client is not installed."""
     if importlib.util.find_spec("mlflow") is None:
-        raise InputError(
-            f"mlflow must be installed for --mlflow, got none; {how_to_install('mlflow')}, or leave it out"
-        )
+        todo = f"{how_to_install('mlflow')}, or leave it out"
+        raise InputError(f"mlflow must be installed for --mlflow, got none; {todo}")
 
 
 @contextlib.contextmanager
