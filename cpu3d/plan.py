@@ -213,7 +213,8 @@ def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
     options = planner.nearest(full.job, price, free_bytes, same_training=True) if plan.saved else []
     place = ", as a run in another folder" if plan.saved and not options else ""
     options = options or planner.nearest(full.job, price, free_bytes, grids=_other_grids(plan))
-    smaller = f"what fits{place}: {'; '.join(map(str, options))}" if options else "no smaller setting fits"
+    listed = "; ".join(map(str, options))
+    smaller = f"what fits{place}: {listed}" if options else f"no smaller setting fits{place and ', even' + place[1:]}"
     raise DoesNotFitError(
         f"memory must hold this training, up to {format_bytes(bound_bytes)}, got {format_bytes(free_bytes)} free; "
         f"{smaller}; end other programs, use a host with more memory, or --force"
