@@ -114,8 +114,8 @@ def _listen(cluster: Cluster) -> socket.socket:
             listener = _of_host(cluster, cluster.rank, "bind")
             listener.listen(1024)
             return listener
-        both = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
-        return socket.create_server(("", port), backlog=1024, **both)
+        dual = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
+        return socket.create_server(("", port), backlog=1024, **dual)
     except OSError as error:
         rule = f"port {port} of worker {cluster.rank} ({address}) must be free, got {os.strerror(error.errno)}"
         todo = "end the process that has it, perhaps of an earlier run, or choose another port"

@@ -28,7 +28,7 @@ SMALL = {
 
 
 class NumpyLearner:
-    """What a `Fit` asks of a `Learner`, in NumPy: one number a region, which follows the region's share of the voxels.
+    """A `Learner` for `Fit`, in NumPy: one number a region, which follows the region's share of the voxels.
 
     Like the real one it has a state besides its weights, and each step hangs on the volumes that it is given.
     """
@@ -73,8 +73,8 @@ class NumpyLearner:
 
 def shared_learner(config):
     """The network of a run from its initial weights; one that was compiled for an equal run before is taken again."""
-    what = ("unet", "grid", "batch", "micro_batch", "optimizer", "ema", "device")
-    key = repr([getattr(config, name) for name in what])
+    names = ("unet", "grid", "batch", "micro_batch", "optimizer", "ema", "device")
+    key = repr([getattr(config, name) for name in names])
     if key not in _LEARNERS:
         learner = Learner(config)
         _LEARNERS[key] = learner, {name: np.array(array) for name, array in learner.arrays().items()}

@@ -114,8 +114,8 @@ def test_a_run_is_computed_as_it_was_before_unless_a_setting_says_otherwise(phan
 def test_a_store_with_the_same_names_and_other_volumes_is_another_split(phantom_store, tmp_path):
     save_config(decided(phantom_store, tmp_path, **SMALL), tmp_path)
     cases = phantom_store.manifest.cases
-    first, *others = cases
-    other = (dataclasses.replace(first, image_voxels_sha256="0" * 64), *others)
+    first, *rest = cases
+    other = (dataclasses.replace(first, image_voxels_sha256="0" * 64), *rest)
     changed = Store(phantom_store.folder, remake(phantom_store.manifest, cases=other))
     with pytest.raises(InputError, match="split_hash must stay "):
         decided(changed, tmp_path)
@@ -263,10 +263,10 @@ def priced(monkeypatch, phantom_store):
     taken = {"speed": (12, 1.0), "lean": (6, 1.3)}
     whole = math.prod(planned(phantom_store, phantom_store.folder).config.grid)
 
-    def made(job, *more, **others):
+    def made(job, *more, **options):
         gib, step_s = taken[job.policy]
         bound = gib * GIB * job.voxels / whole / (2 if job.unet.dtype == "bfloat16" else 1)
-        return dataclasses.replace(estimate(job, *more, **others), upper_bound_bytes=round(bound), step_s=step_s)
+        return dataclasses.replace(estimate(job, *more, **options), upper_bound_bytes=round(bound), step_s=step_s)
 
     monkeypatch.setattr("memory_estimator.training.estimate", made)
 
@@ -429,11 +429,11 @@ def test_a_card_sets_device_dtype_and_patch(phantom_store, tmp_path):
 
 
 def test_the_patch_of_a_card_is_the_largest_that_fits_it_or_refused_with_what_the_least_takes(phantom_store, tmp_path):
-    some = dataclasses.replace(CARD, free_bytes=round(1.02 * 2**30))
-    config = decided(phantom_store, tmp_path, gpus=(some,), **SMALL, mode="patch", device="gpu:0")
+    card = dataclasses.replace(CARD, free_bytes=round(1.02 * 2**30))
+    config = decided(phantom_store, tmp_path, gpus=(card,), **SMALL, mode="patch", device="gpu:0")
     grid = grid_size(phantom_store, extent="brain", multiple=4)
     assert all(n <= most and n % 4 == 0 for n, most in zip(config.grid, grid))
-    assert gpu_bytes(Job(config.unet, config.grid, engine="stock")) <= some.free_bytes
+    assert gpu_bytes(Job(config.unet, config.grid, engine="stock")) <= card.free_bytes
     full, silent = (dataclasses.replace(CARD, free_bytes=free) for free in (2**20, None))
     settings = {**SMALL, "mode": "patch", "device": "gpu:0"}
     with pytest.raises(DoesNotFitError, match=r"^gpu:0, .*, must hold a patch of at least 8 x 8 x 8, .* got 1 MiB"):

@@ -1,4 +1,4 @@
-"""The exchange: its sums to the bit, what the chief gives to all, and what is said when a worker is lost."""
+"""The exchange: its sums to the bit, arrays and text of the chief, and the messages when a worker is lost."""
 
 import contextlib
 import os
@@ -195,9 +195,9 @@ def test_three_workers_get_the_same_bits_and_name_the_one_that_is_killed():
             command = [sys.executable, "-c", WORKER]
             workers.append(stack.enter_context(subprocess.Popen(command, env={**environ, **config}, **pipes)))
             stack.callback(workers[-1].kill)
-        said = [worker.stdout.readline().split() for worker in workers]
-        assert said[0][:-1] == ["[0]", "6000.0", "6003.0", "6915.0", "6000.0"]
-        assert said[1] == said[2] == said[0]
+        sums = [worker.stdout.readline().split() for worker in workers]
+        assert sums[0][:-1] == ["[0]", "6000.0", "6003.0", "6915.0", "6000.0"]
+        assert sums[1] == sums[2] == sums[0]
         workers[2].kill()
         errors = [worker.communicate(timeout=60)[1] for worker in workers[:2]]
     assert [worker.returncode for worker in workers[:2]] == [6, 6]

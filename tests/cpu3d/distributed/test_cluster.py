@@ -59,7 +59,7 @@ def test_workers_of_one_host_share_memory(workers, shared):
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "message"),
     [
         ({"TF_CONFIG": "{'cluster'"}, "be JSON"),
         ({"TF_CONFIG": '{"cluster": ["a:1"]}'}, "be JSON of a cluster and a task"),
@@ -77,8 +77,8 @@ def test_workers_of_one_host_share_memory(workers, shared):
         (tf_config({"worker": ["fe80::1:29500"]}), "must be host:port"),
     ],
 )
-def test_a_cluster_that_is_not_whole_is_refused(environ, said):
-    with pytest.raises(InputError, match=said.replace("[", r"\[")):
+def test_a_cluster_that_is_not_whole_is_refused(environ, message):
+    with pytest.raises(InputError, match=message.replace("[", r"\[")):
         read_cluster(environ)
 
 
@@ -102,7 +102,7 @@ def test_this_host_is_the_one_that_a_socket_can_be_bound_to(monkeypatch, hosts, 
 
 
 @pytest.mark.parametrize(
-    ("hosts", "said"),
+    ("hosts", "message"),
     [
         (("n1", "n3"), "once, got none of n1, n3; give --host-index"),
         (("n2", "also-n2"), "got n2 and also-n2"),
@@ -110,9 +110,9 @@ def test_this_host_is_the_one_that_a_socket_can_be_bound_to(monkeypatch, hosts, 
         (("n1", "[::1]"), "got"),
     ],
 )
-def test_a_list_that_does_not_tell_is_refused(monkeypatch, hosts, said):
+def test_a_list_that_does_not_tell_is_refused(monkeypatch, hosts, message):
     monkeypatch.setattr(module, "is_this_host", lambda host: "n2" in host)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         own_index(hosts)
 
 
@@ -152,7 +152,7 @@ def test_one_task_a_host_is_the_host_and_ports_are_by_the_job_s_number():
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "message"),
     [
         (srun("n[1-3]", "1(x2)", 0), "one task on each of its hosts"),
         (srun("n[1-2]", "2(x2)", 3), "one task on each of its hosts, in order, got SLURM_PROCID 3 of 2.x2. tasks"),
@@ -164,6 +164,6 @@ def test_one_task_a_host_is_the_host_and_ports_are_by_the_job_s_number():
         (srun("a", "1", 0, SLURM_JOB_ID="12.3"), "must be whole numbers, got .*12.3"),
     ],
 )
-def test_a_step_that_is_not_whole_is_refused(environ, said):
-    with pytest.raises(InputError, match=said):
+def test_a_step_that_is_not_whole_is_refused(environ, message):
+    with pytest.raises(InputError, match=message):
         read_slurm(environ)

@@ -1,4 +1,4 @@
-"""What a launch plans and starts, with a stand-in for the training."""
+"""The plan of a launch and the workers it starts, with a stand-in for the training."""
 
 import functools
 import json
@@ -70,14 +70,14 @@ def test_one_worker_is_alone_and_workers_of_this_host_have_ports_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("options", "environ", "said"),
+    ("options", "environ", "message"),
     [
         ({"hosts": "a,b", "host_index": 2}, {}, "--host-index must be below 2, the number of hosts, got 2"),
         ({"workers": 2}, TF, "--workers must be 1 with TF_CONFIG"),
     ],
 )
-def test_what_does_not_agree_is_refused(options, environ, said):
-    with pytest.raises(InputError, match=said):
+def test_what_does_not_agree_is_refused(options, environ, message):
+    with pytest.raises(InputError, match=message):
         plan_of(environ, **options)
 
 
@@ -118,9 +118,9 @@ def train(folder, *more):
 def test_workers_train_and_leave_their_words(program, tmp_path, capsys):
     assert launched("--workers", 2, *train(tmp_path, "--batch", 2, "--filters", 8)) == 0
     for rank in (0, 1):
-        _, said = (tmp_path / "run" / "logs" / f"worker-{rank}.log").read_text().splitlines()
-        assert said.startswith(f"worker {rank} of 2 train --store {tmp_path / 'store'} ")
-        assert said.endswith("--batch 2 --filters 8")
+        _, line = (tmp_path / "run" / "logs" / f"worker-{rank}.log").read_text().splitlines()
+        assert line.startswith(f"worker {rank} of 2 train --store {tmp_path / 'store'} ")
+        assert line.endswith("--batch 2 --filters 8")
     printed = " ".join(capsys.readouterr().err.split())
     assert "launch: 2 workers on 1 host (this one), 2 here; logs: " in printed
     assert "worker 0 of 2 train" in printed, "the chief's words are shown"
@@ -129,7 +129,7 @@ def test_workers_train_and_leave_their_words(program, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ((), "launch and its options must be followed by `train` and its options, got nothing"),
         (("--workers", 2, "predict"), "got predict"),
@@ -137,8 +137,8 @@ def test_workers_train_and_leave_their_words(program, tmp_path, capsys):
         (("--dry-run", "--workers", 999, "train", "--store", "s", "--run", "r"), "workers must divide .* got 999 on"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_launched_is_refused(alone, words, said):
-    with pytest.raises(InputError, match=said):
+def test_what_cannot_be_launched_is_refused(alone, words, message):
+    with pytest.raises(InputError, match=message):
         launched(*words)
 
 

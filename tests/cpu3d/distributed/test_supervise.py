@@ -195,15 +195,15 @@ def test_one_of_another_host_one_that_waits_for_the_chief_and_one_that_beats_are
 
 
 def test_workers_of_an_earlier_launch_are_waited_for(tmp_path):
-    said = []
+    lines = []
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as saves:
         start = process_start(saves.pid)
         write_heartbeat(tmp_path, beat(pid=saves.pid, process_start=start, phase="saving", longest_step_s=None))
         with pytest.raises(InputError, match=rf"no other workers, got worker 0 \(process {saves.pid}\)"):
-            wait_for_earlier(tmp_path, said.append, most_s=0.3)
+            wait_for_earlier(tmp_path, lines.append, most_s=0.3)
         threading.Timer(0.3, saves.stdin.close).start()
-        wait_for_earlier(tmp_path, said.append, most_s=30)
-    assert "waiting for worker 0" in said[0]
+        wait_for_earlier(tmp_path, lines.append, most_s=30)
+    assert "waiting for worker 0" in lines[0]
 
 
 # --- Signals ---

@@ -10,7 +10,7 @@ from cpu3d.distributed.all_reduce import Exchange
 
 
 class ThreadExchange(Exchange):
-    """Of one of several workers; `table` is where all of them put their vectors."""
+    """The exchange of one of several workers; all of them put their vectors into `table`."""
 
     def __init__(self, rank: int, table: List[Any], barrier: threading.Barrier, turn: threading.Lock):
         self.rank, self.count = rank, len(table)

@@ -47,7 +47,7 @@ print(json.dumps({
 
 
 def run_python(script, *arguments, **environment):
-    """What a fresh process, which has nothing of this one's settings, prints last, read as JSON."""
+    """The last line of a fresh process, without settings of this one, read as JSON."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("TF_", "OMP_", "KMP_", "ITEX_"))}
     command = [sys.executable, "-c", script, *arguments]
     environment = {**clean, "PYTHONPATH": str(ROOT), **environment}
@@ -142,7 +142,7 @@ needs_two_cores = pytest.mark.skipif(
 
 @needs_two_cores
 def test_a_worker_is_held_to_its_part_of_the_cores():
-    """Each thread of the process, those of TensorFlow among them; and a second set_up finds the part, not its half."""
+    """All threads of the process are held, those of TensorFlow too; a second set_up reads the part, not its half."""
     answer = run_python(
         """
 import json, os, threading

@@ -1,4 +1,4 @@
-"""The doctor's report, its JSON, its exit codes; what is warned of, and what is said of a process that is set up."""
+"""The doctor's report, its JSON, its exit codes; its warnings, and the lines about a process that is set up."""
 
 import dataclasses
 import json
@@ -126,7 +126,7 @@ def test_uneven_memory_and_sockets_are_warned_of():
     assert (check.state, check.result) == ("warn", "4 CPUs, 1 and 3 of them on a socket")
 
 
-# --- The lines about a process that is set up; its places, which the kernel tells, are tested with `apply` ---
+# --- The lines about a process that is set up; its places, by the kernel, are tested with `apply` ---
 
 HOST = Host("Xeon", 2, 56, 112, 2, 2**40, 2**39, 64 * 2**30, 4 * 2**30, 7.0, ("avx512_bf16", "amx_tile", "amx_bf16"))
 

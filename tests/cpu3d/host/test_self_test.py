@@ -102,7 +102,7 @@ def test_own_operations_are_compared_with_tensorflow_s_layers(tf, monkeypatch):
 
 
 def test_a_convolution_that_stops_early_is_found(tf, monkeypatch):
-    """As one would that counts with 32 bits: what is beyond, here beyond 64 slices, is left as it was."""
+    """As with a count of 32 bits: elements beyond it, here beyond 64 slices, are left as they were."""
     monkeypatch.setattr(module, "SLICE", (4, 4, 16))
     monkeypatch.setattr(module, "LIMIT_ELEMENTS", 64 * 4 * 4 * 16)
     assert module.large_tensor(tf, HOST, "stock").state == "ok"

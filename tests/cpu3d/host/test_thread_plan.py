@@ -67,7 +67,7 @@ BOTH_SOCKETS = ["0-27,56-83 | preferred 0 | 28", "28-55,84-111 | preferred 1 | 2
     ],
 )  # fmt: skip
 def test_each_worker_has_cores_and_memory_of_its_own(topology, workers, plans):
-    """Each as "CPUs | memory nodes | threads"."""
+    """Plans are written as "CPUs | memory nodes | threads"."""
     assert [
         f"{cpu_ranges(plan.cpus)} | {plan.memory_policy} {cpu_ranges(plan.memory_nodes)} | {plan.intra_op}"
         for plan in thread_plans(topology, workers)
@@ -132,7 +132,7 @@ def test_what_a_cgroup_has_used_already_is_nobody_s_share():
 
 @pytest.mark.parametrize("topology", [*HOSTS, WITH_BUS])
 def test_a_host_is_read_as_it_was_written(topology, tmp_path):
-    down = lambda size: size // 1024 * 1024  # as /proc tells of memory: in KiB
+    down = lambda size: size // 1024 * 1024  # as /proc has memory: in KiB
     host = dataclasses.replace(topology.host, available_bytes=down(topology.host.available_bytes))
     nodes = tuple(node._replace(free_bytes=down(node.free_bytes)) for node in topology.nodes)
     topology = dataclasses.replace(topology, host=host, nodes=nodes)

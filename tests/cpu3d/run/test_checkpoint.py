@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_is_renamed_to_a_name_that_is_free(run):
 
 
 def test_a_power_cut_leaves_no_checkpoint_without_its_log_lines(tmp_path, monkeypatch):
-    """Of a file only what was synced outlives it, of a folder the names that were in it then."""
+    """Only synced content of a file outlives it, and of a folder the names that were in it at its sync."""
     (tmp_path / "checkpoints").mkdir()
     disk, left = {}, []
     fsync, replace = os.fsync, os.replace

@@ -1,4 +1,4 @@
-"""What happens to a run that a full disk, a signal, a bad number, too little memory or a damaged file stops.
+"""The end of a run that a full disk, a signal, a bad number, too little memory or a damaged file stops.
 
 Each ends with its own code, names the reason and what is left, and the same command continues to the same bits. The
 last test cuts real trainings, of one worker and of two, at random moments.
@@ -108,7 +108,7 @@ def test_a_write_that_fails_leaves_the_checkpoints_and_says_so(phantom_store, wh
 
 
 def run_low(fit):
-    """What its guard does; when that is, test_watchdog tells."""
+    """The act of its guard; test_watchdog has when that is."""
     fit._guard.now.stop = "memory must keep 64 MiB free"
 
 

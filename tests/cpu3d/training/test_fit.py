@@ -1,4 +1,4 @@
-"""The loop of a run: its order, its ends, and how it goes on. With a learner in NumPy, as no network matters here."""
+"""The loop of a run: its order, its ends, and how it continues. With a learner in NumPy, as no network matters here."""
 
 import dataclasses
 import math
@@ -245,7 +245,7 @@ def test_a_run_of_another_length_has_as_many_coarse_steps_as_it_has_done_and_no_
 
 
 def state_of(number, coarse_steps=0, **more):
-    """What a checkpoint keeps of a run after that step."""
+    """The state of a run after that step, as a checkpoint keeps it."""
     state = {"step": number, "best": None, "best_is_coarse": False, "stale_validations": 0, "trained_s": 1.0}
     return {**state, "owes_validation": False, "coarse_steps": coarse_steps, **more}
 

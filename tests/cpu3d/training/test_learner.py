@@ -22,7 +22,7 @@ def config(micro_batch, batch=BATCH, side=SIDE, unet=UNET, **settings):
 
 
 def learner(*numbers, **settings):
-    """From its initial weights; it is compiled once for all tests."""
+    """A learner with its initial weights; it is compiled once for all tests."""
     return shared_learner(config(*numbers, **settings))
 
 
@@ -41,9 +41,9 @@ def parts(pair, micro):
 
 
 def gradients(learned, pair):
-    """Those that the first step updates with."""
+    """The gradients that the first step updates with."""
     if learned.config.parts == 1:
-        # Compiled like the parts: computed eagerly, a value beside zero may lie on the other side of its ReLU.
+        # Compiled like the parts: computed eagerly, a value beside zero may be on the other side of its ReLU.
         return [gradient.numpy() for gradient in tf.function(learned._gradients)(*next(parts(pair, BATCH)))[2]]
     learned.step(parts(pair, learned.config.micro), 1e-2)
     return [total.numpy() for total in learned._sums]
@@ -55,9 +55,9 @@ def assert_alike(arrays, expected, within):
 
 
 def trained(learned, steps=2):
-    """What the steps returned, and all variables after them."""
-    said = [learned.step(parts(volumes(seed=step), learned.config.micro), 1e-2) for step in range(steps)]
-    return said, {name: np.array(array) for name, array in learned.arrays().items()}
+    """The outcomes of the steps, and all variables after them."""
+    outcomes = [learned.step(parts(volumes(seed=step), learned.config.micro), 1e-2) for step in range(steps)]
+    return outcomes, {name: np.array(array) for name, array in learned.arrays().items()}
 
 
 def test_gradients_summed_over_parts_are_those_of_the_whole_batch():
@@ -66,14 +66,14 @@ def test_gradients_summed_over_parts_are_those_of_the_whole_batch():
 
 
 def test_two_steps_in_parts_end_with_the_whole_batch_s_weights_averages_and_counters():
-    said, arrays = trained(learner(BATCH, ema=0.9))
-    said_of_parts, arrays_of_parts = trained(learner(1, ema=0.9))
+    outcomes, arrays = trained(learner(BATCH, ema=0.9))
+    outcomes_of_parts, arrays_of_parts = trained(learner(1, ema=0.9))
     assert list(arrays_of_parts) == list(arrays)
     # A small gradient is mostly rounding, and Adam divides by its size: only all weights together are alike.
     for kind in {name.split("/")[0] for name in arrays}:
         assert_alike(flat(arrays_of_parts, kind), flat(arrays, kind), 3e-3)
     assert arrays_of_parts["updates"] == 2
-    for outcome, of_parts in zip(said, said_of_parts):
+    for outcome, of_parts in zip(outcomes, outcomes_of_parts):
         assert of_parts.dice.shape == (BATCH, UNET.outputs)
         np.testing.assert_allclose(of_parts.loss, outcome.loss, rtol=1e-5)
         np.testing.assert_allclose(of_parts.dice, outcome.dice, rtol=1e-4)
@@ -102,7 +102,7 @@ def test_a_part_whose_loss_is_not_finite_ends_the_step_before_anything_is_update
 
 
 def peak_bytes_of(batch, micro):
-    """Of a step above what is held; the sums of gradients are held."""
+    """The peak of a step above the memory that is held; the sums of gradients are held."""
     learned = Learner(config(micro, batch, 32, dataclasses.replace(UNET, filters=8), optimizer="sgd"))
     part = next(parts(volumes(micro, 32), micro))
     for _ in range(2):

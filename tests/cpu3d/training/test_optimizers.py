@@ -41,7 +41,7 @@ def test_of_a_gradient_of_zeros_nothing_is_made():
 
 
 def test_the_graph_holds_no_constant_as_large_as_a_kernel_s_side():
-    """Each of TensorFlow's passes keeps a copy of the graph's constants: of 48 filters they were 290 MiB."""
+    """TensorFlow's passes each keep a copy of the graph's constants: with 48 filters these were 290 MiB."""
     trace = tf.function(orthogonal).get_concrete_function(tf.TensorSpec((3, 3, 3, 64, 256)))
     assert trace.graph.as_graph_def().ByteSize() < 256 * 256
 
@@ -78,7 +78,7 @@ def test_adam_and_sgd_move_weights_as_keras_does(own, keras_own):
 
 
 def test_keras_does_not_compile_its_updates_on_a_card(monkeypatch):
-    """Each would be a graph of its own, and updates share what they compute."""
+    """Then every update would be a graph of its own, and they share tensors."""
     monkeypatch.setattr(tf.compat.v2.config, "list_physical_devices", lambda kind=None: ["a card"])
     assert tf.keras.optimizers.Adam().jit_compile
     assert not Muon().jit_compile

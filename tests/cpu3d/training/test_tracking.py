@@ -1,4 +1,4 @@
-"""What TensorBoard and MLflow get of a run: read back by their own programs."""
+"""The numbers that TensorBoard and MLflow get of a run: read back by their own programs."""
 
 import sys
 import threading
@@ -89,11 +89,11 @@ def test_a_server_that_fails_is_one_warning_and_no_more(phantom_store, tmp_path,
         fit(phantom_store, tmp_path, epochs=2).run(mlflow=f"http://someone:{PASSWORD}@localhost:5000")
     finally:
         ended.set()
-    said = capsys.readouterr().err
-    assert said.count("MLflow") == 1
-    assert "finished" in said
+    printed = capsys.readouterr().err
+    assert printed.count("MLflow") == 1
+    assert "finished" in printed
     kept = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    assert PASSWORD not in said
+    assert PASSWORD not in printed
     assert PASSWORD.encode() not in kept
 
 

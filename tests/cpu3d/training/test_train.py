@@ -1,4 +1,4 @@
-"""Runs of `train`: they learn, go on to the bit, predict, and refuse what would not do."""
+"""Runs of `train`: they learn, continue to the bit, predict, and refuse settings that do not suit."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What a validation scores, and in what memory: that which the estimator counts."""
+"""The scores of a validation, and its memory, which is that of the estimator."""
 
 from types import SimpleNamespace
 
