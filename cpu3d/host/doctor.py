@@ -63,7 +63,7 @@ def run(options: Options) -> int:
         say(*host_lines(topology.host), *plan_lines(plans), "", stderr=False)
     checks = [*host_checks(topology, plans), *process_checks(topology, plans)]
     if options.self_test and all(check.state != "fail" for check in checks):
-        with Console(stderr=True).status("self-test: TensorFlow is tried out"):
+        with Console(stderr=True).status("self-test of TensorFlow"):
             checks += self_test(options.engine)
     if options.json:
         content = {
@@ -131,7 +131,7 @@ def process_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Chec
     points = {
         "ulimit -v": (limited and f"{format_bytes(addresses)} of addresses, mapped stores among them", "unlimited"),
         "memory.high": (slows and f"{format_bytes(high)} (cgroup): above it the kernel slows a run down", "none"),
-        "environment": (", ".join(own), "the environment sets nothing that the plan sets differently"),
+        "environment": (", ".join(own), "no variable differs from the plan"),
     }
     if tensorflow is None:
         return [*_checks(points), Check("TensorFlow", "fail", "not installed", how_to_install())]

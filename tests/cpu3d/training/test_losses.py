@@ -98,7 +98,7 @@ def test_a_target_of_other_regions_is_refused():
 
 
 def test_the_metric_is_the_mean_over_cases_of_a_region_or_of_all():
-    """Dice of the first region: 2 * 1 / (1 + 2), and 1 in a case without it and without a prediction; of the second 0."""
+    """Dice of the first region: 2 * 1 / (1 + 2), and 1 in a case without and not predicted; of the second 0."""
     target = tf.constant([[[1, 1], [0, 0]], [[0, 1], [0, 1]]], tf.uint8)
     logits = tf.constant([[[2.0, -1], [0, -1]], [[-1, -1], [-1, -1]]])
     metrics = [RegionDice(), RegionDice(0), RegionDice(1)]
