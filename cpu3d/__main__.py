@@ -1,4 +1,4 @@
-"""./run.sh SUBCOMMAND ...: one module a subcommand, imported when it is asked for."""
+"""./run.sh SUBCOMMAND ...: a module for each subcommand, imported when it is asked for."""
 
 import argparse
 import contextlib
@@ -16,10 +16,10 @@ COMMANDS = {
     "demo": ("cpu3d.demo", "make phantoms, train on them, score, predict, report: everything once, in minutes"),
     "phantom": ("cpu3d.data.stores.phantom", "write a data set of made-up brains with tumours"),
     "prepare": ("cpu3d.data.stores.prepare", "read a BraTS or Decathlon data set into a store"),
-    "store": ("cpu3d.data.stores.upkeep", "print what a store holds, check it, add cases"),
+    "store": ("cpu3d.data.stores.upkeep", "print the content of a store, check it, add cases"),
     "train": ("cpu3d.training.train", "train a 3D U-Net on whole volumes or on patches, or continue"),
     "launch": ("cpu3d.distributed.launch", "train with several workers: one per socket, or on several hosts"),
-    "status": ("cpu3d.report.status", "print how a run is doing: phase, progress, memory, and what to do next"),
+    "status": ("cpu3d.report.status", "print the state of a run: phase, progress, memory, and what to do next"),
     "evaluate": ("cpu3d.inference.evaluate", "score untouched cases on their full grids, or cross-validate folds"),
     "predict": ("cpu3d.inference.predict", "segment new cases on their own grids, with one run or several"),
     "view": ("cpu3d.report.view", "write a page to scroll through the slices of a case in a browser"),
@@ -28,18 +28,18 @@ COMMANDS = {
     "compare": ("cpu3d.compare.command", "train whole-volume and patch runs under one budget and compare them"),
     "bench": ("cpu3d.bench", "measure time and memory of a training step, and how fast settings learn"),
     "calibrate": ("cpu3d.bench.calibrate", "measure this host's speed for the estimator, in about a minute"),
-    "doctor": ("cpu3d.host.doctor", "check this host: what it has, what would be set, a self-test of the engine"),
+    "doctor": ("cpu3d.host.doctor", "check this host: cores, memory, settings of a training, a test of the engine"),
 }
 """Subcommand -> its module and a line of help."""
 
 AFTER = {"train": "cpu3d.inference.postprocessing"}
-"""Subcommand -> a module whose `after` follows it with the same options: its room lies above the subcommand's."""
+"""Subcommand -> a module whose `after` follows it with the same options: its room is above the subcommand's."""
 
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Run a subcommand; returns the exit code, one of `cpu3d.errors.ENDINGS`."""
     with contextlib.suppress(OSError, AttributeError):  # of a caller whose stderr is no file
-        faulthandler.enable()  # a file that is cut while it is mapped ends the process: this says where
+        faulthandler.enable()  # a file that is cut while it is mapped ends the process: this prints where
     try:
         argv = sys.argv[1:] if argv is None else argv
         command, args = parse(argv)
@@ -49,7 +49,7 @@ def main(argv: Optional[List[str]] = None) -> int:
             importlib.import_module(AFTER[argv[0]]).after(*options)
         return code
     except BrokenPipeError:
-        # The reader of our output went away, as `head` does: there is nobody to print to.
+        # The reader of our output is gone, as `head` is after its lines.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (InputError, ModuleNotFoundError, KeyboardInterrupt, OSError, MemoryError) as error:
@@ -58,7 +58,7 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> Tuple[Any, argparse.Namespace]:
-    """Read a command line: the command that it names, with `OPTIONS` and `run`, and the options as they were given."""
+    """Read a command line: the command that it names, with `OPTIONS` and `run`, and its options as they were typed."""
     endings = (f"  {code:<3}  {ending.words}" for code, ending in ENDINGS.items() if code >= 0)
     parser = argparse.ArgumentParser(
         prog=as_typed("./run.sh"),
@@ -75,14 +75,13 @@ def parse(argv: Sequence[str]) -> Tuple[Any, argparse.Namespace]:
 
 
 def _explained(error: BaseException) -> List[str]:
-    """The lines to print of an exception. Raises it again where it is a bug of ours: a module of this project that is
-    not there."""
+    """The lines to print of an exception. Raises it again if it is a bug of ours: a missing module of this project."""
     if isinstance(error, KeyboardInterrupt):
-        return [f"interrupted: {str(error) or 'the same command continues where it can'}"]
+        return [f"interrupted: {str(error) or 'the same command continues if it can'}"]
     problems = error.problems if isinstance(error, InputError) else [str(error)]
     if isinstance(error, MemoryError):
         got = str(error) or "too little"
-        problems = [f"memory must hold what the command needs, got {got}; end other programs, or use a host with more"]
+        problems = [f"memory must suffice for the command, got {got}; end other programs, or use a host with more"]
     if isinstance(error, ModuleNotFoundError):
         package = (error.name or "").partition(".")[0]
         if package in ("", "cpu3d", "memory_estimator", "models"):
@@ -95,7 +94,7 @@ def _explained(error: BaseException) -> List[str]:
 def _choose(
     parser: argparse.ArgumentParser, lines: Mapping[str, str], load: Callable[[str], Any], words: Sequence[str]
 ) -> Any:
-    """Offer the commands of `lines`, and load the one that `words` begin with, or one of its `actions()`, alone."""
+    """Offer the commands of `lines`, and load the command that `words` begin with, or one of its `actions()`, alone."""
     offered, chosen = parser.add_subparsers(metavar="COMMAND", required=True), None
     for name, line in lines.items():
         sub = offered.add_parser(name, help=line, formatter_class=argparse.RawDescriptionHelpFormatter)

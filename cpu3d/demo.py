@@ -22,7 +22,7 @@ CASES = 12
 SHAPE = (240, 240, 155)
 SMOKE_SHAPE = (64, 72, 48)
 BUDGET_MINUTES = 4
-"""For the training's steps, so that a slow host ends within 10 minutes: it takes fewer of them."""
+"""For the training's steps: a slow host takes fewer of them, so that it ends within 10 minutes."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,17 @@ class Options:
 
     out: Path = option(Path("demo"), "folder to write", "DIR")
     smoke: bool = option(False, "small volumes and a small network")
-    policy: Optional[str] = option(None, "memory policy of the run (default: what `train` picks)", choices=POLICIES)
+    policy: Optional[str] = option(None, "memory policy of the run (default: as `train` decides)", choices=POLICIES)
 
 
 OPTIONS = (Options,)
 
 
 def run(options: Options) -> int:
-    """Each command in turn. A run under a policy that was asked for has folders of its own."""
+    """Run each command in turn. A run under a chosen policy has folders of its own."""
     from cpu3d.__main__ import main
 
-    os.environ.pop("TF_CONFIG", None)  # left over, it would make the training one of several that nobody has started
+    os.environ.pop("TF_CONFIG", None)  # left over, it would make the training wait for other workers
     out = options.out / "smoke" if options.smoke else options.out
     own, chosen = (f"-{options.policy}", ["--policy", options.policy]) if options.policy else ("", [])
     data, store, run_folder = str(out / "data"), str(out / "store"), str(out / f"run{own}")

@@ -1,4 +1,4 @@
-"""What a training run will be, decided before anything is computed: settings -> plan -> run.
+"""The plan of a training run, decided before anything is computed: settings -> plan -> run.
 
     plan = make_plan(store, run_folder, host, settings, gpus=gpus, workers=2)
     print(*plan.describe(host))
@@ -6,8 +6,8 @@
     save_plan(plan, run_folder)              # run/plan.json
 
 Only here is a setting decided that was left open: names, channels and outputs from the store; batch and learning rate
-from the workers, where they grow with them; device and dtype from the host; the grid, or the patch, from both; and the
-memory policy from what the estimator says of a step.
+from the workers, if they grow with them; device and dtype from the host; the grid, or the patch, from both; and the
+memory policy by the estimate of a step.
 """
 
 import dataclasses
@@ -42,15 +42,15 @@ from models.native.build import door_library
 
 @dataclass(frozen=True)
 class Plan:
-    """A run, all of it decided."""
+    """A run in which nothing is left open."""
 
     config: RunConfig
     store: Store  # as the run's fold sees it
     saved: Optional[RunConfig] = None  # of the run that is continued; None for a new one
     workers: int = 1
-    forecast: Optional[Forecast] = None  # of one worker; None on a card, and where `reasons` say why
+    forecast: Optional[Forecast] = None  # of one worker; None on a card, and if `reasons` have why
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Why what was left open was decided so, by the name of the setting; under "memory" why there is no forecast."""
+    """Name of a setting that was left open -> why it was decided so; under "memory" why there is no forecast."""
 
     @property
     def samples_per_epoch(self) -> int:
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Of the whole run, as long as no budget of minutes cuts it."""
+        """Steps of the whole run, as long as no budget of minutes cuts it."""
         return self.config.steps or self.config.epochs * self.steps_per_epoch
 
     @property
@@ -75,18 +75,18 @@ class Plan:
 
     @property
     def predicted(self) -> Dict[str, Any]:
-        """What a step takes, for the log and the report to compare with what was measured."""
+        """Time and memory of a step, for the log and the report to compare with the measured ones."""
         if self.config.device != "cpu":
             return planner.gpu_forecast(self.job)
         return self.forecast.to_json() if self.forecast else {}
 
     @property
     def training_s(self) -> Optional[float]:
-        """Predicted seconds of all steps, validations aside; None where no step is predicted."""
+        """Predicted seconds of all steps, validations aside; None if no step is predicted."""
         return self.forecast and self.forecast.seconds(self.steps, self.config.coarse_steps)
 
     def to_json(self) -> Dict[str, Any]:
-        """What plan.json holds."""
+        """The content of plan.json."""
         return {
             "schema": PLAN_SCHEMA,
             "continues": self.saved is not None,
@@ -117,10 +117,9 @@ class Plan:
             length += f", cut to {config.budget_minutes:g} minutes"
         elif config.coarse_steps:
             length += f", {config.coarse_steps} of them on {by(config.coarse_grid, ' x ')}"
-        taken = self.forecast.describe(host, self.training_s) if self.forecast else []
+        forecast = self.forecast.describe(host, self.training_s) if self.forecast else []
         if config.device != "cpu":
-            size = format_bytes(planner.gpu_bytes(self.job))
-            taken = [f"a step takes about {size} of the card"]
+            forecast = [f"a step takes about {format_bytes(planner.gpu_bytes(self.job))} of the card"]
         notes = [statistics_note(unet.norm, config.batch, config.micro)]
         if not manifest.split["val"]:
             notes.append("no validation cases in this split: the last weights count as the best")
@@ -131,7 +130,7 @@ class Plan:
             f"policy {unet.policy}, {training_flops(unet, config.grid, config.batch) / 1e9:,.0f} GFLOP a step",
             f"run: {length}; batch {config.batch}, {config.micro} at a time, workers {self.workers}",
             *(f"note: {note}" for note in notes if note),
-            *(f"plan: {line}" for line in (*taken, *self.reasons.values())),
+            *(f"plan: {line}" for line in (*forecast, *self.reasons.values())),
         ]
 
 
@@ -145,10 +144,10 @@ def make_plan(
     workers: int = 1,
     force: bool = False,
 ) -> Plan:
-    """The plan of a run: recipe or saved run, then the chosen settings, then what store and host, this worker's share
-    of one, decide. Device, dtype, policy and micro-batch of a saved run only a setting changes, no recipe.
+    """The plan of a run: recipe or saved run, then the chosen settings, then the decisions by store and host, of which
+    this worker has its share. Device, dtype, policy and micro-batch of a saved run only a setting changes, no recipe.
 
-    Raises InputError for settings that do not suit the store or the saved run, and, unless `force`, where the host's
+    Raises InputError for settings that do not suit the store or the saved run, and, unless `force`, if the host's
     calibration cannot be read.
     """
     saved = load_config(run_folder) if (run_folder / "config.json").is_file() else None
@@ -162,27 +161,27 @@ def make_plan(
         raise InputError(f"batch must be at most the {samples}, got {config.batch}; choose a smaller --batch")
     config = config.with_coarse_share(plan.steps)
     is_as_long = saved and (saved.steps, saved.epochs) == (config.steps, config.epochs)
-    if is_as_long or (saved and saved.coarse_steps < config.coarse_steps):  # made longer, it goes on in full
+    if is_as_long or (saved and saved.coarse_steps < config.coarse_steps):  # made longer, it continues in full
         config = dataclasses.replace(config, coarse_steps=saved.coarse_steps)
     plan = dataclasses.replace(plan, config=config)
     return with_forecast(plan, host, pick=left_open(inputs.settings.get("policy")) is None, force=force)
 
 
 def with_forecast(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
-    """The plan with its memory policy, picked where that was left open, and what a step takes."""
+    """The plan with its memory policy, picked if it was left open, and its forecast."""
     config, reasons = plan.config, dict(plan.reasons)
     if config.device != "cpu":
         return dataclasses.replace(plan, config=config.with_policy("speed") if pick else config)
     job = dataclasses.replace(plan.job, threads=thread_plan(host).intra_op)
     if not (host.instructions and door_library()):
-        reasons["own kernels"] = "own kernels: none; TensorFlow's layers take twice the time and memory, see `doctor`"
+        reasons["own operations"] = "own operations: none; TensorFlow's take twice the time and memory, see `doctor`"
     try:
-        known, coarse = (find_constants(host), load_accuracy(versions=installed_versions())), None
+        measured, coarse = (find_constants(host), load_accuracy(versions=installed_versions())), None
         if config.coarse_steps:
             of_coarse = dataclasses.replace(plan, config=config.at(0))
             coarse_job = dataclasses.replace(job, shape=of_coarse.config.grid, unet=of_coarse.config.unet)
-            coarse = _price(of_coarse, *known)(coarse_job)
-        price = _price(plan, *known, coarse)
+            coarse = _price(of_coarse, *measured)(coarse_job)
+        price = _price(plan, *measured, coarse)
         if pick:
             choice = planner.fastest_that_fits(job, price, host.free_bytes)
             config, job = config.with_policy(choice.policy), choice.estimate.job
@@ -200,7 +199,7 @@ def save_plan(plan: Plan, run_folder: Path) -> None:
 
 
 def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
-    """Raise DoesNotFitError, with the nearest settings that fit, where the upper bound of a run is more than is free. A
+    """Raise DoesNotFitError, with the nearest settings that fit, if the upper bound of a run is more than is free. A
     run that continues may change its policy and, but for batch norm, its micro-batch: else it is another run."""
     if plan.config.device != "cpu":
         smaller = "another --device" if plan.saved else "fewer --filters, a smaller --patch or --micro-batch"
@@ -212,12 +211,13 @@ def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
     full = plan.forecast.full
     price = _price(plan, full.constants, full.accuracy, plan.forecast.coarse)
     options = planner.nearest(full.job, price, free_bytes, same_training=True) if plan.saved else []
-    where = ", as a run in another folder" if plan.saved and not options else ""
+    place = ", as a run in another folder" if plan.saved and not options else ""
     options = options or planner.nearest(full.job, price, free_bytes, grids=_other_grids(plan))
+    listed = "; ".join(map(str, options))
+    smaller = f"what fits{place}: {listed}" if options else f"no smaller setting fits{place and ', even' + place[1:]}"
     raise DoesNotFitError(
-        f"memory must hold this training, up to {format_bytes(bound_bytes)}, got {format_bytes(free_bytes)} "
-        f"free; what fits{where}: {'; '.join(map(str, options)) or 'nothing smaller does'}; end other programs, use a "
-        "host with more memory, or --force"
+        f"memory must hold this training, up to {format_bytes(bound_bytes)}, got {format_bytes(free_bytes)} free; "
+        f"{smaller}; end other programs, use a host with more memory, or --force"
     )
 
 
@@ -230,17 +230,17 @@ def job_of(config: RunConfig, threads: int, cases: int) -> Job:
 
 
 def volume_shape(store: Store, config: RunConfig) -> Shape3:
-    """Voxels X, Y, Z of a volume as the run is validated on it, at the store's resolution: what holds every case, and
-    what the network sees."""
+    """Voxels X, Y, Z of a volume as the run is validated on it, at the store's resolution: the box that holds every
+    case and the network's field."""
     extent = grid_size(store, extent=config.extent, multiple=1)
     return field_of(config.grid, config.resolution, at_least=extent)
 
 
-# --- What is decided ---
+# --- The decisions ---
 
 
 class Inputs(NamedTuple):
-    """What a run's settings are decided from."""
+    """The facts that a run's settings are decided by."""
 
     store: Store
     host: Host
@@ -252,7 +252,7 @@ class Inputs(NamedTuple):
 def _with_kept(
     settings: Mapping[str, Any], start: RunConfig, saved: Optional[RunConfig], workers: int
 ) -> Dict[str, Any]:
-    """The settings with the batch of all workers, a recipe's card, and what of a saved run no recipe changes."""
+    """The settings with the batch of all workers, a recipe's card, and those of a saved run that no recipe changes."""
     batch, kept = settings.get("batch", start.batch), {} if start.device == "cpu" else {"device": start.device}
     if "batch_per_worker" in settings:
         batch = settings["batch_per_worker"] * workers
@@ -283,8 +283,8 @@ def _decided(start: RunConfig, saved: Optional[RunConfig], inputs: Inputs) -> Ru
 
 
 def _for_workers(config: RunConfig, inputs: Inputs, *, scale: bool) -> RunConfig:
-    """Fill in what follows from the number of workers: the learning rates, where the batch grows with it, and what is
-    computed together. Those of a run that continues have grown already, unless a setting or `scale` gives them."""
+    """Fill in the settings that follow from the number of workers: the learning rates, if the batch grows with it, and
+    the micro-batch. The rates of a run that continues have grown already, unless a setting or `scale` gives them."""
     settings, workers = inputs.settings, inputs.workers
     if "batch_per_worker" in settings:
         growth = workers ** (1.0 if OPTIMIZERS[config.optimizer].rate_scaling == "linear" else 0.5)
@@ -303,10 +303,10 @@ def _for_workers(config: RunConfig, inputs: Inputs, *, scale: bool) -> RunConfig
 
 
 def _for_store(config: RunConfig, store: Store) -> RunConfig:
-    """Fill in what follows from the store: names, the network's channels and outputs."""
+    """Fill in the settings that follow from the store: names, the network's channels and outputs."""
     manifest = store.manifest
     if not manifest.split["train"]:
-        raise InputError(f"split train of {store.folder} must hold cases, it is empty; prepare with another --split")
+        raise InputError(f"split train of {store.folder} must hold cases, got none; prepare with another --split")
     channels, regions = config.channels or manifest.channels, config.regions or tuple(manifest.regions)
     check_names("channels", channels, manifest.channels)
     check_names("regions", regions, tuple(manifest.regions))
@@ -324,7 +324,7 @@ def _for_store(config: RunConfig, store: Store) -> RunConfig:
 
 
 def _for_host(config: RunConfig, inputs: Inputs) -> RunConfig:
-    """Fill in what follows from the host: the device, and the dtype that is fast on it."""
+    """Fill in the settings that follow from the host: the device, and the dtype that is fast on it."""
     device = pick_device(left_open(inputs.settings.get("device")), config.mode, inputs.gpus)
     if device != "cpu" and config.engine == "itex":
         raise InputError(f"engine must be auto or stock on {device}, got itex, which computes on CPUs; leave it out")
@@ -336,7 +336,7 @@ def _for_host(config: RunConfig, inputs: Inputs) -> RunConfig:
 
 
 def _with_grid(config: RunConfig, inputs: Inputs) -> RunConfig:
-    """Fill in what the network sees: the extent's grid at the run's resolution, or a patch of it."""
+    """Fill in the network's grid: the extent's at the run's resolution, or a patch of it."""
     settings, divisor = inputs.settings, config.unet.divisor
     grid = network_grid(grid_size(inputs.store, extent=config.extent, multiple=1), config.resolution, divisor)
     if not config.is_patch:
@@ -357,8 +357,8 @@ def _with_grid(config: RunConfig, inputs: Inputs) -> RunConfig:
 
 
 def _with_curriculum(config: RunConfig, inputs: Inputs) -> RunConfig:
-    """Fill in whether there is a curriculum, and its coarse grid: none where that would leave the deepest level fewer
-    than two voxels along an axis."""
+    """Fill in whether there is a curriculum, and its coarse grid: none if that would leave the deepest level fewer than
+    two voxels along an axis."""
     without = dataclasses.replace(config, curriculum="off", coarse_grid=(0, 0, 0))
     if config.curriculum == "off":
         return without
@@ -368,18 +368,18 @@ def _with_curriculum(config: RunConfig, inputs: Inputs) -> RunConfig:
     if min(coarse) >= 2 * divisor:
         return dataclasses.replace(config, curriculum="half", coarse_grid=coarse)
     if config.curriculum == "half":
-        rule = f"--curriculum must be off where half of {by(config.grid)} is below {2 * divisor} along an axis"
+        rule = f"--curriculum must be off if half of {by(config.grid)} is below {2 * divisor} along an axis"
         raise InputError(f"{rule}, got half, a grid of {by(coarse)}; leave it out, or choose a smaller --depth")
     return without
 
 
-# --- What a step takes ---
+# --- Time and memory ---
 
 
 def _price(
     plan: Plan, constants: HostConstants, accuracy: Accuracy, coarse: Optional[Estimate] = None
 ) -> planner.Price:
-    """What jobs take as steps of the run, after coarse steps where `coarse` is their estimate."""
+    """The price of jobs as steps of the run, after coarse steps if `coarse` is their estimate."""
     config = plan.config
     sees_all = config.resolution == 1 and not (config.is_patch and plan.store.manifest.split["val"])
     beside = Beside(

@@ -1,7 +1,7 @@
 """The settings of a training run. One declaration of each makes its option, its check and its place in config.json.
 
     add_options(parser, SETTINGS)                                 # every setting that a user may choose
-    settings, = arguments([SETTINGS], parser.parse_args())        # those that were given, by name
+    settings, = arguments([SETTINGS], parser.parse_args())        # the chosen ones, by name
     config = with_settings(recipe_config(settings), settings)     # in their places; `cpu3d.plan` decides what is open
 
 No TensorFlow. A run folder's config.json holds a RunConfig in which nothing is left open.
@@ -33,8 +33,8 @@ SCHEDULES: Dict[str, Callable[[float], float]] = {
 """How the learning rate decays: progress after the warm-up, 0 to 1 -> share of the peak."""
 
 COARSE_SHARE = fractions.Fraction(5, 6)
-"""Of a run's steps that a curriculum takes at half the resolution, where a step has about an eighth of a full one's
-voxels (docs/log.md)."""
+"""The share of a run's steps that a curriculum takes at half the resolution, with an eighth of a full step's voxels
+(docs/log.md)."""
 
 _data, _patches, _training, _network = (
     functools.partial(option, group=heading) for heading in ("data", "patches", "training", "network")
@@ -45,10 +45,10 @@ _data, _patches, _training, _network = (
 class RunConfig:
     """A training run, all of it. Two runs of equal configs on equal hosts are equal."""
 
-    # What follows from the store
+    # From the store
     store: str = ""  # its folder
-    store_channels: Tuple[str, ...] = ()  # all of the store: what an image to predict on must have
-    label_names: Dict[int, str] = field(default_factory=dict)  # by label code: what predictions are written in
+    store_channels: Tuple[str, ...] = ()  # all of the store: an image to predict on must have them
+    label_names: Dict[int, str] = field(default_factory=dict)  # by label code, of predictions too
     region_codes: Dict[str, Tuple[Code, ...]] = field(default_factory=dict)  # region -> label codes of the store
     split_hash: str = ""  # of the store the run was started on: a run never moves to another split
     grid: Tuple[int, int, int] = (0, 0, 0)  # voxels X, Y, Z that the network sees: a patch, or all of the extent
@@ -61,50 +61,44 @@ class RunConfig:
     extent: str = _data("brain", "the brain's box, or the full grid; lossless either way", choices=EXTENTS)
     channels: Tuple[str, ...] = _data((), "image channels to use, such as FLAIR; default: all", "NAME")
     regions: Tuple[str, ...] = _data((), "regions to learn, such as WT; default: all", "NAME")
-    read_mode: str = _data(
-        AUTO, "how files are read; auto: with pread from a network, else mmap", choices=(AUTO, *READ_MODES)
-    )
+    read_mode: str = _data(AUTO, "auto: pread if files are on a network, else mmap", choices=(AUTO, *READ_MODES))
     fold: str = _data("", "cross-validation: hold out the I-th of K parts, such as 2/5", "I/K")
     """The parts are of the training and validation cases; test cases are untouched. "" is the store's own split."""
     resolution: float = _data(
-        1.0,
-        "share of the store's resolution that the network sees; scores are on the full grid",
-        "R",
-        above=0,
-        at_most=1,
+        1.0, "the network's resolution, as a share of the store's; scores are on the full grid", "R", above=0, at_most=1
     )
 
-    mode: str = _patches("whole", "what a step sees: whole volumes, or patches of them", choices=("whole", "patch"))
+    mode: str = _patches("whole", "train on whole volumes, or on patches of them", choices=("whole", "patch"))
     foreground: float = _patches(1 / 3, "share of patches around labels (default: 1/3)", "F", at_least=0, at_most=1)
     patches_per_case: int = _patches(
-        1, "patches of a case in an epoch (default: as many as have its voxels)", "N", at_least=1
+        1, "patches of a case in an epoch (default: as many as together have its number of voxels)", "N", at_least=1
     )
-    device: str = _patches("cpu", "cpu, or gpu:0 (default: a GPU where there is one, for patches)", "D")
+    device: str = _patches("cpu", "cpu, or gpu:0 (default: for patches a GPU if there is one, else cpu)", "D")
 
     epochs: int = _training(100, "passes over the cases, at either resolution", "N", at_least=1, one_of="length")
     steps: int = _training(
         0, "updates in all, at either resolution, instead of --epochs", "N", at_least=0, one_of="length"
     )
     budget_minutes: float = _training(
-        0.0, "take only as many of the epochs' steps as fit; 0: no limit", "M", at_least=0, below=math.inf
+        0.0, "take only as many of the epochs' steps as fit these minutes; 0: no limit", "M", at_least=0, below=math.inf
     )
     """By the time of the first steps; at least those up to the first validation."""
     curriculum: str = _training(
         AUTO,
         f"half: the first {COARSE_SHARE} of the steps at half the resolution, or on patches of half the edge, the "
-        "others in full; auto: half, where the network's grid allows it",
+        "others in full; auto: half if the network's grid allows it, else off",
         choices=(AUTO, "off", "half"),
     )
     batch: int = _training(1, "volumes a step, of all workers together", "N", at_least=1, one_of="batch")
     """An epoch is as many whole batches as the cases fill, so it may leave some to the next."""
     micro_batch: int = _training(
         0,
-        "volumes computed at a time, a divisor of the batch (default: the recipe's, else 1, or with batch norm the "
-        "whole batch; a run that continues keeps its own, and must with batch norm)",
+        "volumes computed at once, a divisor of --batch (default: the recipe's, else 1; with batch norm the whole "
+        "batch). A continued run keeps its value; with batch norm it must",
         metavar="M",
     )
     """Their gradients are summed. 0 is by rule, as `memory_estimator.job.micro_of` says."""
-    optimizer: str = _training("muon", choices=tuple(OPTIMIZERS))
+    optimizer: str = _training("muon", "rule that updates the weights", choices=tuple(OPTIMIZERS))
     learning_rate: Optional[float] = _training(
         None,
         "learning rate after the warm-up "
@@ -114,16 +108,12 @@ class RunConfig:
         below=math.inf,
     )
     adam_rate: float = _training(
-        0.03,
-        "learning rate of what Adam updates under muon: norms, biases, the 1x1x1 head",
-        "R",
-        above=0,
-        below=math.inf,
+        0.03, "with muon: Adam's rate, for norms, biases and the 1x1x1 head", "R", above=0, below=math.inf
     )
     schedule: str = _training("cosine", "decay of the learning rate", choices=tuple(SCHEDULES))
     warmup_steps: int = _training(10, "first steps, over which the learning rate rises linearly", "N", at_least=0)
     ema: float = _training(0.0, "decay of averaged weights, such as 0.99; 0 is off", "D", at_least=0, below=1)
-    """Of the exponential moving average; validation and prediction then use the averaged weights."""
+    """The decay of an exponential moving average; validation and prediction then use the averaged weights."""
     validate_every: int = _training(1, "epochs between validations", "N", at_least=1, one_of="often")
     validations: int = _training(
         0, "validations in all, evenly spread, instead of --validate-every", "N", at_least=0, one_of="often"
@@ -133,10 +123,12 @@ class RunConfig:
     """There is one after every validation as well."""
     keep: int = _training(3, "checkpoints to keep, besides the best weights", "K", at_least=1)
     stall_minutes: float = _training(15.0, "a step that takes longer counts as hanging; 0: no limit", "M", at_least=0)
-    """And ten times longer than any before. What is done for the first time may take four times as long."""
+    """And ten times longer than any before. A phase that is done for the first time may take four times as long."""
     seed: int = _training(0, "seed of weights, order and augmentation", "S")
     """The split has the store's own."""
-    engine: str = _training(AUTO, "auto: ITEX where it is installed", choices=(AUTO, *ENGINES))
+    engine: str = _training(
+        AUTO, "itex (TensorFlow with Intel's extension) or stock; auto: itex if installed", choices=(AUTO, *ENGINES)
+    )
 
     def __post_init__(self):
         check(self, InputError)
@@ -179,12 +171,12 @@ class RunConfig:
         return self.peak_rate * SCHEDULES[self.schedule]((step - begin) / (end - begin))
 
     def full_steps(self, steps: int) -> float:
-        """How many full steps have the voxels of the run's first `steps`: its cost, whatever the host."""
+        """The number of full steps with the voxels of the run's first `steps`: its cost on any host."""
         coarse = min(steps, self.coarse_steps)
         return steps - coarse + coarse * (math.prod(self.coarse_grid) / math.prod(self.grid) if coarse else 0)
 
     def at(self, step: int) -> "RunConfig":
-        """What step `step` (0 is the first) is computed as: the run without its curriculum, at one resolution.
+        """The run as step `step` (0 is the first) is computed: without its curriculum, at one resolution.
 
         At half of it the policy is "speed", which takes less memory there than any policy in full."""
         if step >= self.coarse_steps:
@@ -196,11 +188,11 @@ class RunConfig:
 
     @property
     def is_coarse(self) -> bool:
-        """Whether this is what coarse steps are computed as."""
+        """Whether this is the run as coarse steps are computed."""
         return self.grid == self.coarse_grid
 
     def with_coarse_share(self, steps: int) -> "RunConfig":
-        """The same run with COARSE_SHARE of `steps` coarse, rounded down, where it has a curriculum."""
+        """The same run with COARSE_SHARE of `steps` coarse, rounded down, if it has a curriculum."""
         return dataclasses.replace(self, coarse_steps=int(COARSE_SHARE * steps) if self.curriculum == "half" else 0)
 
     def with_policy(self, policy: str) -> "RunConfig":
@@ -212,7 +204,7 @@ class RunConfig:
 class Network(Architecture):
     """Fields of UNetConfig that a user may choose."""
 
-    dtype: str = _network(AUTO, "auto: bfloat16 where it is fast", choices=(AUTO, *DTYPES))
+    dtype: str = _network(AUTO, "auto: bfloat16 if it is fast here", choices=(AUTO, *DTYPES))
     policy: str = _network(
         AUTO,
         "memory policy; auto: the fastest that fits the free memory, or the policy of the run that continues",
@@ -245,37 +237,37 @@ class Shorthand:
 
 
 SETTINGS = (RunConfig, Shorthand, Network, AugmentConfig)
-"""Where the settings that a user may choose are declared; what is left out comes from the recipe, or the run continued.
-Chosen settings are a dict of field name -> value."""
+"""The declarations of all settings that a user may choose; others come from the recipe, or the continued run. Chosen
+settings are a dict of field name -> value."""
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What `train` is given besides the settings of a run."""
+    """Options of `train` besides the settings of a run."""
 
     store: Path = option(help="store that `prepare` has written", metavar="DIR")
-    run: Path = option(help="folder for the run; continued where it exists", metavar="DIR")
+    run: Path = option(help="folder for the run; continued if it exists", metavar="DIR")
     force: bool = option(False, "train even if the job may not fit the free memory")
     mlflow: str = option("", "also track the run here, such as sqlite:///mlflow.db or http://localhost:5000", "URI")
-    """No setting of the run: it may hold a password, which is written nowhere."""
+    """No setting of the run: it may hold a password, which is never written to a file."""
 
 
 TRAIN_OPTIONS = (TrainOptions, SETTINGS)  # "OPTIONS" of `train`, which `launch` reads too
 
 
 def left_open(value: Optional[str]) -> Optional[str]:
-    """`value`, or None where it is AUTO."""
+    """`value`, or None if it is AUTO."""
     return None if value == AUTO else value
 
 
 def recipe_config(settings: Mapping[str, Any]) -> RunConfig:
-    """What chosen settings start from: their "recipe", or DEFAULT_RECIPE. dtype and grid follow from host and store."""
+    """The settings of the chosen "recipe", or of DEFAULT_RECIPE. dtype and grid follow from host and store."""
     recipe = RECIPES[settings.get("recipe") or DEFAULT_RECIPE]
     names = ("unet", "batch", "micro_batch", "optimizer")
     return with_settings(RunConfig(**{name: getattr(recipe.job, name) for name in names}), recipe.settings)
 
 
-INSTEAD = {  # setting -> others that it takes the place of
+INSTEAD = {  # setting -> others that it replaces
     "epochs": ("steps", "budget_minutes"),
     "steps": ("budget_minutes",),
     "budget_minutes": ("steps",),
@@ -284,7 +276,7 @@ INSTEAD = {  # setting -> others that it takes the place of
 
 
 def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    """`config` with the chosen settings in their places, but for what is "auto" and for `Shorthand`, which the plan
+    """`config` with the chosen settings in their places, but for values of "auto" and `Shorthand`, which the plan
     decides. A length, or validations, chosen in one way replace those that `config` has in another. Raises ValueError
     or InputError for values out of range.
     """
@@ -303,6 +295,6 @@ def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
 
 
 def _fields_of(cls: type, settings: Mapping[str, Any]) -> Dict[str, Any]:
-    """Those of the settings that are fields of `cls`, lists as tuples."""
-    names = {one.name for one in dataclasses.fields(cls)} - {"store", "unet", "augment"}
+    """The settings that are fields of `cls`, lists as tuples."""
+    names = {setting.name for setting in dataclasses.fields(cls)} - {"store", "unet", "augment"}
     return {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items() if k in names}

@@ -79,7 +79,7 @@ def test_a_demo_under_a_policy_leaves_the_other_s_run_and_predictions_alone(comm
         (NotRegularError(0, "a FIFO", "x"), 2, "error: x must be a regular file, got a FIFO"),
         (ModuleNotFoundError(name="tensorflow"), 2, "error: tensorflow must be installed"),
         (OSError(28, "No space left on device"), 1, "No space left on device"),
-        (MemoryError(), 1, "error: memory must hold what the command needs"),
+        (MemoryError(), 1, "error: memory must suffice for the command"),
     ],
 )
 def test_the_command_line_and_the_heartbeat_end_with_one_code(error, code, line, monkeypatch, capsys):

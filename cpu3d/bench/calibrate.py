@@ -20,7 +20,7 @@ from cpu3d.bench.harness import in_fresh_process, valid
 from cpu3d.bench.step import measure
 from cpu3d.errors import InputError
 from cpu3d.host.apply import installed
-from cpu3d.host.speed import QUIET_SHARE, is_own, keep_calibration
+from cpu3d.host.speed import QUIET_SHARE, computes_as_predicted, keep_calibration
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.progress import bar
 from memory_estimator.calibration import host_file, load_constants
@@ -50,7 +50,7 @@ OPTIONS = (Options,)
 def run(options: Options) -> int:
     host, begin, busy, measured = read_host(), time.perf_counter(), 0.0, []
     path = options.out or valid(host_file, host)
-    if not is_own():
+    if not computes_as_predicted():
         rule = "own operations must be built, and CPU3D_INSTRUCTION_SET not set: only such steps are predicted"
         raise InputError(f"{rule}; run python -m models.native.build")
     writable_folder(path.parent, "folder")

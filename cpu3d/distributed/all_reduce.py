@@ -1,4 +1,4 @@
-"""The exchange between the workers of a run: one vector a step, summed over all of them, the same bits on each.
+"""The exchange between the workers of a run: a vector a step, summed over all of them, the same bits on each.
 
     cluster = read_cluster(os.environ)
     exchange = join(cluster)             # right after TensorFlow is imported, before any operation
@@ -25,14 +25,14 @@ from cpu3d.distributed.rendezvous import MEETING_S, meet
 from cpu3d.errors import WorkerLostError
 from cpu3d.run.heartbeat import LOST_S
 
-PIECE = 4 * 2**20  # numbers summed at a time: 400 MB take 0.5 s so, in one 1.1 to 1.5 s and 1 GB more memory
+PIECE = 4 * 2**20  # numbers summed at a time: 400 MB take 0.5 s; in one sum 1.1 to 1.5 s, and 1 GB more memory
 
 
 class Exchange:
-    """The workers of a run. This one is for a run without others: the sum is what is put in."""
+    """The workers of a run. This class is for a run of one worker: the sum is the vector itself."""
 
     rank, count = 0, 1
-    plan: Any = None  # what the chief has sent to all as they met
+    plan: Any = None  # of the chief, which sent it to all as they met
 
     @property
     def is_chief(self) -> bool:
@@ -40,11 +40,11 @@ class Exchange:
         return self.rank == 0
 
     def sum(self, vector: Any) -> Any:
-        """The float32 tensor (n,) summed over all workers. Raises WorkerLostError when one of them is gone."""
+        """The float32 tensor (n,) summed over all workers. Raises WorkerLostError if one of them is gone."""
         return vector
 
     def close(self) -> None:
-        """Leave the others, who are at the same point and know what the chief has written; one may be gone."""
+        """Leave the others, which are at the same point, after the last files of the chief; one may be gone."""
 
 
 ALONE = Exchange()
@@ -55,9 +55,9 @@ def join(
 ) -> Exchange:
     """Wait for the other workers and return the exchange with them, whose `plan` is the chief's, anything of JSON.
 
-    Call it before any operation of TensorFlow, which between hosts makes a server. `say` gets a line when the others
-    take long, and a warning of that server. Raises InputError when this worker's port is taken,
-    WorkerLostError when a worker does not come within `meeting_s`.
+    Call it before any operation of TensorFlow, which between hosts makes a server. `say` gets a line if the others
+    take long, and a warning of that server. Raises InputError if this worker's port is taken, and WorkerLostError if a
+    worker does not come within `meeting_s`.
     """
     if cluster.workers == 1:
         return ALONE
@@ -68,17 +68,17 @@ def join(
     for peer in peers.values():
         peer.close()
     say(
-        f"warning: TensorFlow serves port {cluster.addresses[cluster.rank].rpartition(':')[2]} of this host on all "
-        "networks, without a password: anyone who reaches it can read and write files as you (docs/workers.md)"
+        f"warning: TensorFlow opens port {cluster.addresses[cluster.rank].rpartition(':')[2]} of this host; anyone who "
+        "reaches it can use it without a password, and read and write files as you (docs/workers.md)"
     )
     return _Joined(cluster, _tensorflow_sum(cluster), plan)
 
 
-# --- What the chief knows ---
+# --- Sent by the chief ---
 
 
 def array_from_chief(exchange: Exchange, array: np.ndarray) -> np.ndarray:
-    """The chief's array to the bit, by nothing but the sum: every 16 bits travel as one float32, which holds them.
+    """The chief's array to the bit, by the sum alone: every 16 bits travel as one float32, which holds them.
 
     The others give an array of the same shape and dtype, whose values do not count.
     """
@@ -94,7 +94,7 @@ def array_from_chief(exchange: Exchange, array: np.ndarray) -> np.ndarray:
 
 
 def text_from_chief(exchange: Exchange, text: str = "") -> str:
-    """The chief's text, whatever the others give."""
+    """The chief's text; that of the others does not count."""
     if exchange.count == 1:
         return text
     raw = np.frombuffer(text.encode(), np.uint8)
@@ -119,7 +119,7 @@ class _Joined(Exchange):
         try:
             return self._tf.convert_to_tensor(self._sum(self._tf.convert_to_tensor(vector, self._tf.float32)))
         except (errors.InvalidArgumentError, errors.ResourceExhaustedError):
-            raise  # vectors of different lengths, or no memory: nobody is lost
+            raise  # vectors of different lengths, or no memory: no worker is lost
         except errors.OpError as error:
             raise lost_by_message(str(error), self._cluster) from error
 
@@ -133,8 +133,8 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
     """Start this worker's server, find the others', and return the function that sums a float32 tensor (n,).
 
     The all-reduce of MultiWorkerMirroredStrategy, without its variables: those made outside its scope stay plain, with
-    the bits, the speed and the memory of a process without it. Raises WorkerLostError where a worker has gone since
-    they met, and RuntimeError when TensorFlow has computed before.
+    the bits, the speed and the memory of a process without it. Raises WorkerLostError if a worker has gone since
+    they met, and RuntimeError if TensorFlow has computed before.
     """
     import tensorflow as tf
     from tensorflow.python.eager import context  # limits have no public name
@@ -147,7 +147,7 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
         "standalone",
         service_leader="/job:worker/replica:0/task:0",
         cluster_register_timeout_in_ms=60_000,  # of workers that have just met; TensorFlow itself would wait an hour
-        heartbeat_timeout_in_ms=int(LOST_S * 1000),  # beats are a thread's own: one that computes is heard
+        heartbeat_timeout_in_ms=int(LOST_S * 1000),  # a thread of its own beats, while the worker computes too
         coordinated_jobs=list(jobs),
     )
     ring = tf.distribute.experimental.CommunicationImplementation.RING
@@ -156,7 +156,7 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
         task_type="worker",
         task_id=cluster.rank,
         rpc_layer="grpc",
-        num_accelerators={"GPU": 0},  # the sum is on the CPU, whatever computes
+        num_accelerators={"GPU": 0},  # the sum is on the CPU, also if a card computes
     )
     try:
         options = tf.distribute.experimental.CommunicationOptions(implementation=ring)
@@ -182,14 +182,14 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
 # --- The sum between workers of one host, in memory that they share ---
 
 MEMORY_BYTES = 32 * 2**20  # of all parts
-WORD = struct.Struct("<q")  # the vector's length, from a worker that is ready; -1 - rank where the chief has lost one
+WORD = struct.Struct("<q")  # the vector's length, from a worker that is ready; -1 - rank if the chief has lost one
 
 
 class SharedMemory:
     """Memory that the workers of a host share; `peers` are the connections of `meet`.
 
     Each worker copies a piece of its vector to its part of the memory, adds up its share of all parts in the order of
-    ranks, and copies the whole sum. Where one waits for the others, each tells the chief, and the chief tells all.
+    ranks, and copies the whole sum. A worker that is ready sends a word to the chief, and the chief one to all.
     """
 
     def __init__(self, cluster: Cluster, peers: Mapping[int, socket.socket]):
@@ -208,7 +208,7 @@ class SharedMemory:
         self._halves = itertools.cycle(halves)
 
     def sum(self, vector: np.ndarray) -> np.ndarray:
-        """A float32 array (n,) summed over all workers; the chief raises ValueError where one has another length."""
+        """A float32 array (n,) summed over all workers; the chief raises ValueError if one has another length."""
         total, rank, workers = np.empty_like(vector), self._cluster.rank, self._cluster.workers
         for start in range(0, vector.size, self._length):
             piece = vector[start : start + self._length]
@@ -250,7 +250,7 @@ class SharedMemory:
             try:
                 word = WORD.unpack(peer.recv(WORD.size))[0]
             except (OSError, struct.error):
-                lost = rank  # read the others first: closing with a word unread would drop what is sent to them
+                lost = rank  # read the others first: closing with a word unread would drop the words sent to them
                 continue
             if word < 0:
                 raise lost_worker(self._cluster, -1 - word, "no answer to worker 0")
@@ -268,7 +268,7 @@ GONE = "no connection: its process has ended or its host is gone"
 
 
 def lost_worker(cluster: Cluster, rank: Optional[int], reason: str) -> WorkerLostError:
-    """The error for the user: worker `rank` is gone, None where it is not known which, for `reason`."""
+    """The error for the user: worker `rank` is gone, None if it is not known which, for `reason`."""
     name = f"all {cluster.workers} workers" if rank is None else f"worker {rank} ({cluster.addresses[rank]})"
     rule = "must reach the others" if rank == cluster.rank else f"must answer worker {cluster.rank}"
     todo = "see the logs, the same command continues from the last checkpoint"

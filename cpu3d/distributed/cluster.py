@@ -1,4 +1,4 @@
-"""Which workers train one network together, which of them this process is, and on which hosts. No TensorFlow."""
+"""The workers that train a network together, their hosts, and this process's place among them. No TensorFlow."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 from cpu3d.errors import InputError
 from memory_estimator.common.files import parse_json, typed
 
-LOOPBACK = "127.0.0.1"  # the host of all workers where there is only one
+LOOPBACK = "127.0.0.1"  # the host of all workers if there is only one
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class Cluster:
     """The workers of one training and this process's place among them."""
 
     addresses: Tuple[str, ...]
-    """ "host:port" of each worker, by rank; an IPv6 host is in brackets. None of them for a process alone."""
+    """ "host:port" of each worker, by rank; an IPv6 host is in brackets. Empty for a process alone."""
     rank: int = 0
-    """This process's, from 0. The chief's is 0: it alone writes to the run."""
+    """This process's rank, from 0. The chief's is 0: it alone writes to the run."""
 
     def __post_init__(self):
         form = re.compile(r"(?:[^\s/\[\]@,:]+|\[[^\s/\[\]@,]+\]):(\d{1,5})", re.ASCII)
         for address, times in Counter(self.addresses).items():
-            found = form.fullmatch(address)
-            if not found or not 0 < int(found[1]) < 65536:
+            match = form.fullmatch(address)
+            if not match or not 0 < int(match[1]) < 65536:
                 rule = "worker address must be host:port or [IPv6]:port"
                 raise InputError(f"{rule}, got {address!r}; correct TF_CONFIG or --hosts")
             if times > 1:
@@ -39,7 +39,7 @@ class Cluster:
 
     @property
     def workers(self) -> int:
-        """How many there are, this process included."""
+        """The number of workers, this process included."""
         return max(1, len(self.addresses))
 
     @property
@@ -48,7 +48,7 @@ class Cluster:
 
     @property
     def hosts(self) -> Tuple[str, ...]:
-        """Of each worker, by rank; without brackets, in lower case."""
+        """The host of each worker, by rank; without brackets, in lower case."""
         return tuple(host_and_port(address)[0].lower() for address in self.addresses)
 
     @property
@@ -64,11 +64,11 @@ class Cluster:
 
     @property
     def local_index(self) -> int:
-        """Which of these this process is, from 0."""
+        """This process's place among them, from 0."""
         return self.local_ranks.index(self.rank)
 
     def as_tf_config(self) -> str:
-        """The environment variable TF_CONFIG that says the same, all of them named workers."""
+        """The cluster as the environment variable TF_CONFIG, all of its tasks named workers."""
         return json.dumps({"cluster": {"worker": self.addresses}, "task": {"type": "worker", "index": self.rank}})
 
     def of_rank(self, rank: int) -> "Cluster":
@@ -104,12 +104,12 @@ def read_cluster(environ: Mapping[str, str]) -> Cluster:
 
 
 def without_cluster(environ: Mapping[str, str]) -> Dict[str, str]:
-    """The environment of a process that trains by itself, whatever was left over from a cluster."""
+    """The environment of a process that trains by itself: without the variable of a cluster."""
     return {name: value for name, value in environ.items() if name != "TF_CONFIG"}
 
 
 def from_hosts(hosts: Sequence[str], workers: int, ports: Sequence[int], rank: int = 0) -> Cluster:
-    """So many workers on each of `hosts`, ranks host by host; the first on a host has `ports[0]`, and so on.
+    """A cluster of so many workers on each of `hosts`, ranks host by host; the first on a host has `ports[0]`.
 
     `hosts` are names or addresses, IPv6 with or without brackets. Raises InputError as `Cluster`.
     """
@@ -119,7 +119,7 @@ def from_hosts(hosts: Sequence[str], workers: int, ports: Sequence[int], rank: i
 
 
 def host_and_port(address: str) -> Tuple[str, int]:
-    """Take "host:port" or "[IPv6]:port" of a cluster apart."""
+    """The two parts of "host:port" or "[IPv6]:port"."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -128,11 +128,11 @@ def host_and_port(address: str) -> Tuple[str, int]:
 
 
 def own_index(hosts: Sequence[str]) -> int:
-    """Which of several `hosts` this one is. Raises InputError where none or several are, or one is "localhost"."""
+    """The place of this host among `hosts`. Raises InputError if none or several are, or one is "localhost"."""
     for host in hosts:
         if re.fullmatch(r"localhost|127\..*|\[?::1\]?", host, re.IGNORECASE):
-            raise InputError(f"--hosts must be what the others reach them by, got {host}; name it otherwise")
-    here = [index for index, host in enumerate(hosts) if is_own(host)]
+            raise InputError(f"--hosts must be names that the other hosts can reach, got {host}; give its network name")
+    here = [index for index, host in enumerate(hosts) if is_this_host(host)]
     if len(here) != 1:
         got = f"{' and '.join(hosts[index] for index in here) or 'none'} of {', '.join(hosts)}"
         rule = f"--hosts must hold this host, {socket.gethostname()}, once"
@@ -140,24 +140,24 @@ def own_index(hosts: Sequence[str]) -> int:
     return here[0]
 
 
-def is_own(host: str) -> bool:
+def is_this_host(host: str) -> bool:
     """Whether a name or an address is this host's: a socket can be bound to no other."""
     with contextlib.suppress(OSError, UnicodeError):
         for family, *_, address in socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM):
-            with contextlib.suppress(OSError), socket.socket(family) as one:
-                one.bind(address)
+            with contextlib.suppress(OSError), socket.socket(family) as endpoint:
+                endpoint.bind(address)
                 return True
     return False
 
 
 def free_ports(count: int) -> Tuple[int, ...]:
-    """Ports of this host that are free, below those that Linux hands out by itself: they are bound only later."""
-    found: List[int] = []
+    """Free ports of this host, below those that Linux hands out by itself: they are bound only later."""
+    ports: List[int] = []
     for port in random.sample(range(20000, 32768), 12768):
-        if len(found) < count:
+        if len(ports) < count:
             with contextlib.suppress(OSError), socket.create_server(("", port)):
-                found.append(port)
-    return tuple(found)
+                ports.append(port)
+    return tuple(ports)
 
 
 # --- Slurm: the variables that srun(1), OUTPUT ENVIRONMENT VARIABLES, sets for a task ---
@@ -166,10 +166,10 @@ def free_ports(count: int) -> Tuple[int, ...]:
 
 
 def read_slurm(environ: Mapping[str, str]) -> Optional[Tuple[Tuple[str, ...], int, int]]:
-    """(hosts of the job step, which of them this task is on, port of each host's first worker); None outside a step.
+    """(hosts of the job step, index of this task's host, port of each host's first worker); None outside a step.
 
     A batch script is none: it runs once, on the first host. The port is by the job's number, so that jobs of one host
-    seldom share it. Raises InputError where there is not one task a host, numbered in order.
+    seldom share it. Raises InputError if there is not one task a host, numbered in order.
     """
     if not {"SLURM_STEP_NODELIST", "SLURM_PROCID"} <= set(environ):
         return None

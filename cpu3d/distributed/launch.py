@@ -2,17 +2,17 @@
 
     ./run.sh launch train --store store --run runs/first --batch-per-worker 1
     ./run.sh launch --workers 2 train --store store --run runs/first --batch 4
-    ./run.sh launch --dry-run train --store store --run runs/first --batch 4                  (what would be started)
-    ./run.sh launch --hosts node1,node2 train --store store --run runs/first --batch 8        (on each of them)
+    ./run.sh launch --dry-run train --store store --run runs/first --batch 4                  (starts nothing)
+    ./run.sh launch --hosts node1,node2 train --store store --run runs/first --batch 8        (on both hosts)
     srun --ntasks-per-node=1 --exclusive ./run.sh launch train --store store --run runs/first --batch 8
 
-The workers share each batch, and learn what one worker would with the same --batch. The output of each worker is added
+The workers share each batch: the run is that of one worker with the same --batch. The output of each worker is added
 to RUN/logs/worker-RANK.log; that of the first is also shown. If a worker fails, all are stopped; `launch` prints its
 name and the end of its log, and ends with its exit code. The same command continues.
 
-Hosts are those of --hosts, else of TF_CONFIG (then this process is one of its workers), else of Slurm's step, else this
-host. On several hosts give the same command on each; each needs the store and the program. The first worker, the chief,
-writes the run.
+Hosts come from --hosts; without it from TF_CONFIG, then Slurm, then this host alone. With TF_CONFIG this process is one
+of its workers. On several hosts give the same command on each; each needs the store and the program. The first worker,
+the chief, writes the run.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from cpu3d.distributed.cluster import (
     read_slurm,
     without_cluster,
 )
-from cpu3d.distributed.supervise import Job, supervise, wait_for_earlier
+from cpu3d.distributed.supervise import WorkerCommand, run_workers, wait_for_earlier
 from cpu3d.errors import InputError
 from cpu3d.host.thread_plan import default_workers, plan_lines, read_topology, thread_plans
 from cpu3d.settings import TRAIN_OPTIONS
@@ -46,20 +46,16 @@ from memory_estimator.common.schema import add_options, arguments, option
 from memory_estimator.common.units import format_seconds
 from memory_estimator.installed import as_typed
 
-PORT = 29500  # of the first worker on each host where there are several and none is chosen: all have to know it
+PORT = 29500  # of the first worker on each of several hosts if none is chosen: all have to know it
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a launch."""
+    """Command-line options of `launch`."""
 
-    workers: Optional[int] = option(
-        None, "workers on each host (default: one for each of its sockets)", "N", at_least=1
-    )
-    hosts: Optional[str] = option(None, "names or addresses", "A,B")
-    host_index: Optional[int] = option(
-        None, "place of this host in --hosts, from 0 (default: found by its address)", "I", at_least=0
-    )
+    workers: Optional[int] = option(None, "workers on each host (default: one for each socket)", "N", at_least=1)
+    hosts: Optional[str] = option(None, "names or addresses of the hosts, the chief's first", "A,B")
+    host_index: Optional[int] = option(None, "this host's place in --hosts, from 0 (default: found)", "I", at_least=0)
     port: Optional[int] = option(
         None,
         "port of each host's first worker (default: a free one, or 29500 with --hosts)",
@@ -78,37 +74,37 @@ def run(options: Options) -> int:
     """Start the workers of this host and wait for their end, or print what would be started."""
     if options.train[:1] != ("train",):
         got = options.train[0] if options.train else "nothing"
-        raise InputError(f"launch must be followed by its options and then by train and its own, got {got}; see --help")
-    # As `train` reads its options: one refusal before anything starts, and not one a worker.
+        raise InputError(f"launch and its options must be followed by `train` and its options, got {got}; see --help")
+    # As `train` reads its options: one refusal before anything starts, instead of one for each worker.
     parser = argparse.ArgumentParser(prog=as_typed("./run.sh launch ... train"))
     add_options(parser, *TRAIN_OPTIONS)
     training, _ = arguments(TRAIN_OPTIONS, parser.parse_args(options.train[1:]), InputError)
     topology = read_topology()
-    plan = make_plan(options, os.environ, default_workers(topology))
-    threads = thread_plans(topology, len(plan.cluster.local_ranks))  # refused here, or each worker would refuse
+    placement = place_workers(options, os.environ, default_workers(topology))
+    threads = thread_plans(topology, len(placement.cluster.local_ranks))  # refused here, or each worker would refuse
     if not options.dry_run:
-        _launch(plan, options.train, training.run)
+        _launch(placement, options.train, training.run)
         return 0
-    print(f"{plan.words}; a dry run, nothing is started", *plan_lines(threads), sep="\n")
-    for rank in plan.ranks:
-        given = [f"{name}={shlex.quote(value)}" for name, value in plan.environ_of(rank, {}).items()]
-        print(f"worker {rank}: {' '.join([*given, shlex.join([*PROGRAM, *options.train])])}")
+    say(f"{placement.words}; a dry run, nothing is started", *plan_lines(threads), stderr=False)
+    for rank in placement.ranks:
+        variables = [f"{name}={shlex.quote(value)}" for name, value in placement.environ_of(rank, {}).items()]
+        say(f"worker {rank}: {' '.join([*variables, shlex.join([*PROGRAM, *options.train])])}", stderr=False)
     return 0
 
 
 @dataclass(frozen=True)
-class Plan:
+class Placement:
     """The workers of a run, and those that start here."""
 
-    cluster: Cluster  # as the first of those sees it
+    cluster: Cluster  # as the first worker that starts here sees it
     ranks: range  # of the workers that start here
-    found: str  # where the hosts are from, in words
+    origin: str  # of the hosts, in words
 
     @property
     def words(self) -> str:
-        """Such as "4 workers on 2 hosts (Slurm), 2 here"."""
+        """The numbers, such as "4 workers on 2 hosts (Slurm), 2 here"."""
         hosts = counted(len(set(self.cluster.hosts)), "host")
-        return f"{counted(self.cluster.workers, 'worker')} on {hosts} ({self.found}), {len(self.ranks)} here"
+        return f"{counted(self.cluster.workers, 'worker')} on {hosts} ({self.origin}), {len(self.ranks)} here"
 
     def environ_of(self, rank: int, environ: Mapping[str, str]) -> Dict[str, str]:
         """The whole environment of a worker: `environ`, and its place in the cluster. Alone it has none."""
@@ -116,47 +112,48 @@ class Plan:
         return {**without_cluster(environ), **place}
 
 
-def make_plan(options: Options, environ: Mapping[str, str], one_a_socket: int) -> Plan:
-    """From --hosts, else TF_CONFIG, else Slurm, else this host alone. Raises InputError where they do not agree."""
+def place_workers(options: Options, environ: Mapping[str, str], one_a_socket: int) -> Placement:
+    """The workers by --hosts, else TF_CONFIG, else Slurm, else of this host. Raises InputError if these disagree."""
     if options.host_index is not None and not options.hosts:
         raise InputError(f"--host-index must come with --hosts, got {options.host_index} alone; add them")
-    hosts, index, found, port, here = (LOOPBACK,), 0, "this one", options.port, options.workers or one_a_socket
+    hosts, index, origin, port, here = (LOOPBACK,), 0, "this one", options.port, options.workers or one_a_socket
     if options.hosts:
-        hosts, found, port = tuple(host.strip() for host in options.hosts.split(",")), "--hosts", port or PORT
+        hosts, origin, port = tuple(host.strip() for host in options.hosts.split(",")), "--hosts", port or PORT
         index = options.host_index or 0
         if options.host_index is None and len(hosts) > 1:
             index = own_index(hosts)
         if index >= len(hosts):
-            raise InputError(f"--host-index must be in --hosts, counted from 0, got {index}; leave it out")
+            raise InputError(f"--host-index must be below {len(hosts)}, the number of hosts, got {index}; leave it out")
     elif (cluster := read_cluster(environ)) != ALONE:
         if options.workers not in (None, 1):
             raise InputError(f"--workers must be 1 with TF_CONFIG, got {options.workers}; leave it out")
-        return Plan(cluster, range(cluster.rank, cluster.rank + 1), "TF_CONFIG")
+        return Placement(cluster, range(cluster.rank, cluster.rank + 1), "TF_CONFIG")
     elif (step := read_slurm(environ)) is not None:
         hosts, index, port_of_job = step
-        found, port = "Slurm", port or port_of_job
+        origin, port = "Slurm", port or port_of_job
     ports = range(port, port + here) if port else free_ports(here)
-    return Plan(from_hosts(hosts, here, ports, index * here), range(index * here, (index + 1) * here), found)
+    return Placement(from_hosts(hosts, here, ports, index * here), range(index * here, (index + 1) * here), origin)
 
 
-def _launch(plan: Plan, train: Sequence[str], run: Path) -> None:
+def _launch(placement: Placement, train: Sequence[str], run: Path) -> None:
     """Start the workers of this host; stderr gets the chief's lines as they come."""
     wait_for_earlier(run, say)
     logs = writable_folder(run / "logs", "folder of logs")
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environ = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
-    jobs = [
-        Job(f"worker {rank}", (*PROGRAM, *train), plan.environ_of(rank, environ), logs / f"worker-{rank}.log")
-        for rank in plan.ranks
-    ]
-    say(f"launch: {plan.words}; logs: {', '.join(str(job.log) for job in jobs)}")
-    began_s, read = time.monotonic(), jobs[0].log.stat().st_size if jobs[0].log.exists() else 0
+    commands = []
+    for rank in placement.ranks:
+        place, log = placement.environ_of(rank, environ), logs / f"worker-{rank}.log"
+        commands.append(WorkerCommand(f"worker {rank}", (*PROGRAM, *train), place, log))
+    first_log = commands[0].log
+    say(f"launch: {placement.words}; logs: {', '.join(str(command.log) for command in commands)}")
+    began_s, read = time.monotonic(), first_log.stat().st_size if first_log.exists() else 0
 
     def show() -> None:
         nonlocal read
-        if not plan.cluster.is_chief or not jobs[0].log.exists():
+        if not placement.cluster.is_chief or not first_log.exists():
             return
-        with jobs[0].log.open("rb") as file:
+        with first_log.open("rb") as file:
             file.seek(read)
             lines = [line for line in file if line.endswith(b"\n")]
         read += sum(map(len, lines))
@@ -164,5 +161,5 @@ def _launch(plan: Plan, train: Sequence[str], run: Path) -> None:
             if not line.startswith(b"--- "):  # a header
                 say(line.decode("utf-8", errors="replace").rstrip("\n"))
 
-    supervise(jobs, run, show=show, say=say)
-    say(f"launch: {plan.words}: finished after {format_seconds(time.monotonic() - began_s)}; logs in {logs}")
+    run_workers(commands, run, show=show, say=say)
+    say(f"launch: {placement.words}: finished after {format_seconds(time.monotonic() - began_s)}; logs in {logs}")

@@ -1,8 +1,8 @@
-"""The workers of a run meet before TensorFlow starts: its own wait lasts an hour, ignores Ctrl-C and names nobody.
+"""The workers of a run meet before TensorFlow starts: its own wait lasts an hour, ignores Ctrl-C and names no worker.
 
-Each worker first takes its port, which shows that it is free; those of rank 1 and up tell the chief at its port that
-they are there; and when all have come the chief sends its plan, and everyone gives its port free for TensorFlow.
-Workers that share memory meet by sockets of their host instead, which no network and no other user reaches.
+Each worker first takes its port, which shows that it is free; those of rank 1 and up connect to the chief's port; and
+when all have come the chief sends its plan, and each worker frees its port for TensorFlow. Workers that share memory
+meet by sockets of their host instead, which no network and no other user reaches.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ MEETING_S = 300.0  # how long a worker waits for the others: the hosts of a queu
 POLL_S, TRY_AGAIN_S, SAY_AFTER_S = 0.05, 0.5, 10.0
 HELLO_S = 5.0  # for a caller that has connected to send its rank
 HELLO_BYTES, PLAN_BYTES = 4096, 2**24  # the most that a caller may send, and the chief
-PIECE_BYTES = 2**15  # sent at a time: a socket of the host takes no larger message
+MESSAGE_BYTES = 2**15  # sent at a time: a socket of the host takes no larger message
 
 
 def meet(
@@ -37,23 +37,23 @@ def meet(
 ) -> Tuple[Dict[int, socket.socket], Any]:
     """Return when all workers of the cluster are there: (connections by rank, the chief's `plan`, of JSON).
 
-    `say` gets a line when some take long. The connections, which the caller closes, are the chief's to all others, and
-    another's to the chief.
+    `say` gets a line if some take long. The connections, which the caller closes, are the chief's to all others, and
+    another worker's to the chief.
 
-    Raises InputError when this worker's port cannot be had or the workers have been given different clusters, and
-    WorkerLostError on all that have come when others do not within `limit_s`.
+    Raises InputError if this worker's port is taken or the workers have different clusters, and WorkerLostError on all
+    that have come if others do not within `limit_s`.
     """
     until_s, say_at_s = time.monotonic() + limit_s, time.monotonic() + SAY_AFTER_S
 
     def wait_for(missing: Sequence[int], is_over: bool = False) -> None:
-        """Say once, after a while, which workers are missing. Raises WorkerLostError when the time is over."""
+        """Name the missing workers once, after a while. Raises WorkerLostError when the time is over."""
         nonlocal say_at_s
         workers = ", ".join(f"worker {rank} ({cluster.addresses[rank]})" for rank in missing)
         if is_over or time.monotonic() >= until_s:
             todo = "see whether it runs and whether worker 0 can be reached, then give the same command again"
-            raise WorkerLostError(f"{workers} must come within {limit_s:g} s, got nothing from it; {todo}")
+            raise WorkerLostError(f"{workers} must come within {limit_s:g} s, got no connection; {todo}")
         if time.monotonic() >= say_at_s:
-            say(f"waiting for {workers}, named by TF_CONFIG; without that variable the run has one worker")
+            say(f"waiting for {workers}, named by TF_CONFIG; without this variable the run has one worker")
             say_at_s = float("inf")
 
     with _listen(cluster) as listener:
@@ -76,8 +76,8 @@ def meet(
 
 
 def plan_of_chief(content: Mapping[str, Any], store: Store, host: Host, engine: str) -> Plan:
-    """The chief's plan, as `to_json` gave it with the name of its engine, on this worker's store, host and engine, both
-    of which must be the chief's."""
+    """The chief's plan, as `to_json` gave it with the name of its engine, for this worker's host. Its store and engine
+    must be the chief's."""
     config = dataclasses.replace(config_from_json(dict(content["config"])), store=str(store.folder.resolve()))
     if engine != content["engine_name"]:
         rule = f"engine must be the chief's, {content['engine_name']}, got {engine}"
@@ -91,14 +91,14 @@ def plan_of_chief(content: Mapping[str, Any], store: Store, host: Host, engine: 
 
 
 def connect(cluster: Cluster) -> socket.socket:
-    """A connection to the chief. Raises OSError where nobody listens."""
+    """A connection to the chief. Raises OSError if it does not listen."""
     if cluster.shares_memory:
         return _of_host(cluster, 0, "connect")
     return socket.create_connection(host_and_port(cluster.addresses[0]), timeout=HELLO_S)
 
 
 def digest(cluster: Cluster) -> str:
-    """Of the addresses, by which workers know that they are of one cluster."""
+    """A digest of the addresses: workers of one cluster have the same."""
     return hashlib.sha256(",".join(cluster.addresses).encode()).hexdigest()
 
 
@@ -114,11 +114,11 @@ def _listen(cluster: Cluster) -> socket.socket:
             listener = _of_host(cluster, cluster.rank, "bind")
             listener.listen(1024)
             return listener
-        both = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
-        return socket.create_server(("", port), backlog=1024, **both)
+        dual = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
+        return socket.create_server(("", port), backlog=1024, **dual)
     except OSError as error:
         rule = f"port {port} of worker {cluster.rank} ({address}) must be free, got {os.strerror(error.errno)}"
-        todo = "end the process that has it, a former run's perhaps, or choose another port"
+        todo = "end the process that has it, perhaps of an earlier run, or choose another port"
         raise InputError(f"{rule}; {todo}") from None
 
 
@@ -126,15 +126,15 @@ def _of_host(cluster: Cluster, rank: int, method: str) -> socket.socket:
     """A socket that has done `method` with a worker's name: an abstract one, in no folder and gone with its process."""
     name = f"\0cpu3d-{os.getuid()}-{hashlib.sha256(cluster.addresses[rank].encode()).hexdigest()}".encode()
     with contextlib.ExitStack() as stack:
-        one = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        one.settimeout(HELLO_S)
-        getattr(one, method)(name)
+        endpoint = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        endpoint.settimeout(HELLO_S)
+        getattr(endpoint, method)(name)
         stack.pop_all()
-        return one
+        return endpoint
 
 
 def _is_stranger(cluster: Cluster, connection: socket.socket) -> bool:
-    """Whether another user of this host is at the other end, as the kernel says."""
+    """Whether another user of this host is at the other end, by the kernel."""
     if not cluster.shares_memory:
         return False
     _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -153,8 +153,8 @@ def _gather(
             if select.select([listener], [], [], POLL_S)[0]:
                 with contextlib.suppress(OSError):  # the caller has gone again
                     _hear(listener.accept()[0], cluster, here)
-            for rank in [rank for rank, one in here.items() if select.select([one], [], [], 0)[0]]:
-                here.pop(rank).close()  # they send nothing while they wait: this one has gone again
+            for rank in [rank for rank, caller in here.items() if select.select([caller], [], [], 0)[0]]:
+                here.pop(rank).close()  # a caller that waits sends nothing: this one has gone again
             missing = [rank for rank in range(1, cluster.workers) if rank not in here]
         for connection in here.values():
             _send(connection, {"go": True, "plan": plan})
@@ -167,15 +167,16 @@ def _gather(
 
 
 def _hear(connection: socket.socket, cluster: Cluster, here: Dict[int, socket.socket]) -> None:
-    """Add a caller to those who are `here`, if it is one of the others."""
+    """Add a caller to those that are `here`, if it is a worker that is not."""
     hello = {} if _is_stranger(cluster, connection) else _receive(connection, HELLO_S, HELLO_BYTES)
     rank = hello.get("rank")
     if hello.get("cluster") == digest(cluster) and rank in range(1, cluster.workers) and rank not in here:
         here[rank] = connection
         return
     if hello:
-        rule = "workers must all be given the same addresses, and each a rank of its own"
-        _send(connection, {"wrong": f"{rule}, got others of worker {rank} than of worker 0"})
+        is_same = hello.get("cluster") == digest(cluster)
+        got = f"rank {rank} twice" if is_same else f"addresses of worker {rank} that worker 0 does not have"
+        _send(connection, {"wrong": f"workers must have the same addresses, and each a rank of its own, got {got}"})
     connection.close()
 
 
@@ -183,17 +184,17 @@ def _send(connection: socket.socket, content: Any) -> None:
     line = json.dumps(content).encode() + b"\n"
     connection.settimeout(HELLO_S)
     with contextlib.suppress(OSError):  # a worker that is gone is noticed when TensorFlow needs it
-        for start in range(0, len(line), PIECE_BYTES):
-            connection.sendall(line[start : start + PIECE_BYTES])
+        for start in range(0, len(line), MESSAGE_BYTES):
+            connection.sendall(line[start : start + MESSAGE_BYTES])
 
 
 def _receive(connection: socket.socket, limit_s: float, most_bytes: int) -> Dict[str, Any]:
-    """A JSON object on one line; empty where none comes in time."""
+    """A JSON object on one line; empty if none comes in time."""
     deadline, line, part = time.monotonic() + limit_s, b"", b"-"
     with contextlib.suppress(OSError, ValueError):
         while part and not line.endswith(b"\n") and len(line) < most_bytes:
             connection.settimeout(max(0.01, deadline - time.monotonic()))
-            part = connection.recv(PIECE_BYTES)
+            part = connection.recv(MESSAGE_BYTES)
             line += part
         content = parse_json(line)
         return content if isinstance(content, dict) else {}

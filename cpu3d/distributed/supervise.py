@@ -1,9 +1,9 @@
 """Worker processes of this host, started and watched together: the first that fails ends all, and is named.
 
-    supervise([Job("worker 0", command, environ, log), ...], run)
+    run_workers([WorkerCommand("worker 0", command, environ, log), ...], run)
 
-The others of a run cannot go on without one: their exchange fails within seconds, and they end with the code of
-WorkerLostError. So that code is never the cause where a worker ended in another way.
+The others of a run cannot continue without one: their sum fails within seconds, and they end with the code of
+WorkerLostError. So that code is never the cause if a worker ended in another way.
 """
 
 import contextlib
@@ -24,18 +24,18 @@ from cpu3d.util.child import forward_signals, how_ended, last_words, start
 from cpu3d.util.records import without_passwords
 
 LOST = WorkerLostError.exit_code
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)  # ends of who was asked to
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)  # of a worker asked to end
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long each wait may take, in seconds."""
+    """The longest that each wait may take, in seconds."""
 
     poll_s: float = 0.2
-    settle_s: float = 8.0  # from the first failure until the others are asked to end: they hear of it, the chief saves
+    settle_s: float = 8.0  # from the first failure until the others are asked to end: they notice it, the chief saves
     grace_s: float = 3600.0  # from there to SIGKILL: steps, validations and checkpoints may take long
     suspended_s: float = SILENT_S  # without a beat, of a worker that a signal has stopped: it holds up all others
-    silent_s: float = HANGING_S  # of any other
+    silent_s: float = HANGING_S  # of any other worker
 
 
 class WorkerFailedError(InputError):
@@ -46,7 +46,7 @@ class WorkerFailedError(InputError):
         self.exit_code = exit_code
 
 
-class Job(NamedTuple):
+class WorkerCommand(NamedTuple):
     """A worker to start, such as "worker 1": its whole environment, and the log that its output is added to."""
 
     name: str
@@ -55,25 +55,25 @@ class Job(NamedTuple):
     log: Path
 
 
-def supervise(
-    jobs: Sequence[Job],
+def run_workers(
+    commands: Sequence[WorkerCommand],
     run: Path,
     *,
     show: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda line: None,
     patience: Patience = Patience(),
 ) -> None:
-    """Run all `jobs` of a run until each has finished. Call it in the main thread; `show` is called often.
+    """Run the workers of a run until each has finished. Call it in the main thread; `show` is called often.
 
     SIGINT and SIGTERM are passed on, and when all have ended raised as Interrupted. Raises WorkerFailedError, of the
-    first that failed. When this process is killed the workers get SIGTERM.
+    first that failed. If this process is killed the workers get SIGTERM.
     """
     workers: List[_Worker] = []
     children: List[subprocess.Popen] = []
     with forward_signals(children, as_signal=_passed_on) as signals:
         try:
-            for job in jobs:
-                workers.append(_Worker(job))
+            for command in commands:
+                workers.append(_Worker(command))
                 children.append(workers[-1].child)
                 if signals:  # while it was being started
                     workers[-1].child.send_signal(_passed_on(signals[0]))
@@ -85,7 +85,7 @@ def supervise(
             raise
     failed = [worker for worker in workers if worker.failed(signals)]
     if failed:
-        # Before those that lost a worker, who then is on another host, and these before those that we have ended.
+        # The causes are before workers that lost another one, and these before workers that we have ended.
         raise _failure(min(failed, key=lambda worker: (worker.followed, worker.ended_s)), workers)
     if signals and any(worker.code for worker in workers):  # else it came when all was done
         raise Interrupted("all workers have ended; the same command continues", _passed_on(signals[0]))
@@ -94,7 +94,7 @@ def supervise(
 def wait_for_earlier(run: Path, say: Callable[[str], None], most_s: float = 60.0) -> None:
     """Return when `run` has no workers here: those of a launch that was killed still finish their step and save.
 
-    Raises InputError where they go on for longer than `most_s` and three of their steps.
+    Raises InputError if they take longer than `most_s` and three of their steps.
     """
     began_s, is_printed = time.monotonic(), False
     while left := _beats_here(run):
@@ -111,37 +111,38 @@ def wait_for_earlier(run: Path, say: Callable[[str], None], most_s: float = 60.0
 
 
 def _passed_on(number: int) -> int:
-    """The signal that workers get: a closed terminal is a request to end like any other."""
+    """The signal that workers get: SIGTERM for a closed terminal, which asks to end like any other."""
     return signal.SIGTERM if number == signal.SIGHUP else number
 
 
 class _Worker:
-    """A worker that was started, and what is known of it until it has ended."""
+    """A worker that was started, and its state until it has ended."""
 
-    def __init__(self, job: Job):
-        self.job, self.ended_s = job, 0.0
+    def __init__(self, command: WorkerCommand):
+        self.name, self.log, self.ended_s = command.name, command.log, 0.0
         self.asked_s: Optional[float] = None  # when it was asked to end, because others had failed
-        self.hangs = ""  # by what it shows
+        self.hangs = ""  # why it counts as hanging
         now = datetime.now().astimezone().isoformat(timespec="seconds")
-        with job.log.open("ab") as file:
-            file.write(f"--- {now} {job.name}: {without_passwords(shlex.join(job.command))}\n".encode())
+        with self.log.open("ab") as file:
+            file.write(f"--- {now} {self.name}: {without_passwords(shlex.join(command.command))}\n".encode())
             file.flush()
-            self.child, self.begin, self.began_s = start(job.command, file, job.environ), file.tell(), time.monotonic()
+            self.child, self.begin = start(command.command, file, command.environ), file.tell()
+            self.began_s = time.monotonic()
         self.beat_s, self.last_beat = self.began_s, 0.0  # when its heartbeat changed: the time of day may jump
 
     def has_ended(self) -> bool:
-        """Look whether it has."""
+        """Whether it has ended; notes when."""
         if not self.ended_s and self.child.poll() is not None:
             self.ended_s = time.monotonic()
         return self.ended_s > 0
 
     @property
     def code(self) -> int:
-        """What it has ended with, below 0 for a signal."""
+        """The exit code, below 0 for a signal."""
         return self.child.returncode or 0
 
     def ask_to_end(self) -> None:
-        """Send SIGTERM once, where it has not ended; a process that is suspended would not get it."""
+        """Send SIGTERM once, if it has not ended; a process that is suspended would not get it."""
         if self.asked_s is None and not self.has_ended():
             self.asked_s = time.monotonic()
             if is_suspended(self.child.pid):
@@ -154,7 +155,7 @@ class _Worker:
         self.child.kill()
 
     def kill_if_silent(self, beat: Heartbeat, run: Path, patience: Patience) -> None:
-        """End it where its heartbeat is old. Raises OSError on a full disk, where beats are lost."""
+        """End it if its heartbeat is old. Raises OSError on a full disk, as beats are lost there."""
         if beat.beat != self.last_beat:
             self.last_beat, self.beat_s = beat.beat, time.monotonic()
         silent_s, suspended = time.monotonic() - self.beat_s, is_suspended(self.child.pid)
@@ -162,8 +163,8 @@ class _Worker:
         if is_silent and (suspended or beat.exit_code is None):  # else it waits for the chief
             with tempfile.TemporaryFile(dir=run) as file:
                 file.write(bytes(2**16))
-            why = "as a signal has stopped it" if suspended else "though it lives"
-            self.kill(f"silent for {silent_s:.0f} s while {beat.phase}, {why}")
+            why = "as a signal has stopped it" if suspended else "though its process is alive"
+            self.kill(f"no heartbeat for {silent_s:.0f} s while {beat.phase}, {why}")
 
     def failed(self, signals: Sequence[int]) -> bool:
         """Whether it ended in a way that ends all."""
@@ -171,14 +172,14 @@ class _Worker:
 
     @property
     def followed(self) -> int:
-        """0 where it failed by itself, 1 where it lost another worker, 2 where we have ended it."""
+        """0 if it failed by itself, 1 if it lost another worker, 2 if we have ended it."""
         if self.hangs or self.code == LOST:
             return int(not self.hangs)
         return 2 * (self.asked_s is not None and self.code in (*STOPPED, -signal.SIGKILL))
 
     @property
     def ending(self) -> str:
-        """In words, such as "exit code 2 (bad input)"."""
+        """Its end in words, such as "exit code 2 (bad input)"."""
         if self.hangs or not self.code:
             return f"hangs, {self.hangs}" if self.hangs else "finished"
         words = ending_of(self.code).words
@@ -193,13 +194,13 @@ def _watch(
     say: Callable[[str], None],
     patience: Patience,
 ) -> None:
-    """Return when all have ended. Where one has failed, the others are asked to end, and in the end made to."""
+    """Return when all have ended. If one has failed, the others are asked to end, and killed if they do not."""
     is_printed = False
     while left := [worker for worker in workers if not worker.has_ended()]:
         now = time.monotonic()
         failed = [worker for worker in workers if worker.ended_s and worker.failed(signals)]
         if failed and not is_printed:
-            say(f"launch: {failed[0].job.name} has ended with {failed[0].ending}; waiting for the others to end")
+            say(f"launch: {failed[0].name} has ended with {failed[0].ending}; waiting for the others to end")
         is_printed = bool(failed)
         with contextlib.suppress(OSError):
             show()
@@ -219,17 +220,18 @@ def _watch(
 
 def _failure(failed: _Worker, workers: Sequence[_Worker]) -> WorkerFailedError:
     """The error that names the worker, with the last lines of its log and how the others ended."""
-    lines = [last_words(failed.job.log, failed.begin)]
+    lines = [last_words(failed.log, failed.begin)]
     if len(workers) > 1:
-        lines.append(f"others: {'; '.join(f'{one.job.name} {one.ending}' for one in workers if one is not failed)}")
+        endings = "; ".join(f"{worker.name} {worker.ending}" for worker in workers if worker is not failed)
+        lines.append(f"others: {endings}")
     if failed.followed == 1:
-        lines.append("no worker here failed in another way: where there are other hosts, look into their logs")
-    rule = f"{failed.job.name} on {socket.gethostname()} (process {failed.child.pid}) must finish"
-    got = f"{failed.ending}, after {failed.ended_s - failed.began_s:.0f} s; its log {failed.job.log} ends:"
+        lines.append("all workers here lost another one; see the logs of the other hosts")
+    rule = f"{failed.name} on {socket.gethostname()} (process {failed.child.pid}) must finish"
+    got = f"{failed.ending}, after {failed.ended_s - failed.began_s:.0f} s; its log {failed.log} ends:"
     code = LOST if failed.hangs or failed.code < 0 else failed.code if failed.code in ENDINGS else 1
     return WorkerFailedError("\n  ".join([f"{rule}, got {got}", *lines]), code)
 
 
 def _beats_here(run: Path) -> List[Heartbeat]:
-    """Of the run's workers that live at this place."""
+    """The heartbeats of the run's workers that are alive at this place."""
     return [beat for beat in read_heartbeats(run).values() if isinstance(beat, Heartbeat) and is_here(beat)]

@@ -1,1 +1,1 @@
-"""What this host has, the threads and cards that a run takes of it, `doctor`."""
+"""The host, the threads and cards that a run takes of it, `doctor`."""

@@ -4,8 +4,8 @@
     host, plan, tf = set_up("stock", "gpu:0")
     host, plan, tf = set_up(local=(1, 2))           # the second of two workers on this host
 
-Engines: "itex" is TensorFlow with Intel's extension, "stock" without it, None is "itex" where it is installed and
-"stock" elsewhere.
+Engines: "itex" is TensorFlow with Intel's extension, "stock" without it, None is "itex" if it is installed, else
+"stock".
 """
 
 import contextlib
@@ -25,10 +25,10 @@ from memory_estimator.installed import ENGINES, how_to_install, itex_is_installe
 
 
 def apply(plan: ThreadPlan, engine: Optional[str] = None) -> None:
-    """Set environment, CPUs and memory nodes of this process and its children by `plan`; what the user has set stays.
+    """Set environment, CPUs and memory nodes of this process and its children by `plan`; the user's own variables stay.
 
-    A kernel that refuses CPUs or nodes, as in some containers, is no error: the work is the same, only slower. What is
-    in force `thread_plan.describe` tells. The engine is a choice of this call, so oneDNN follows it and not the
+    A kernel that refuses CPUs or nodes, as in some containers, is no error: the work is the same, only slower.
+    `thread_plan.describe` shows what is in force. The engine is a choice of this call, so oneDNN follows it and not the
     environment. Raises RuntimeError when TensorFlow is already imported: it has read its environment by then.
     """
     installed(engine)
@@ -83,14 +83,14 @@ def set_up(
 ) -> Tuple[Host, ThreadPlan, Any]:
     """Plan for this host, apply the plan, import TensorFlow, hide the cards that are not `device`.
 
-    What every command that computes begins with. `local` is (index, count) of this process among the workers that share
-    the host; it gets its part of the cores, and the host that is returned is all of it. Where the process has imported
-    TensorFlow before, the plan is only returned; engine and device are still checked, and RuntimeError is raised where
-    it computes on another device. Raises InputError for numbers of workers that `thread_plans` refuses.
+    Every command that computes begins with it. `local` is (index, count) of this process among the workers that share
+    the host; it gets its part of the cores, and the host that is returned is all of it. If the process has imported
+    TensorFlow before, the plan is only returned; engine and device are still checked, and RuntimeError is raised if it
+    computes on another device. Raises InputError for numbers of workers that `thread_plans` refuses.
     """
     topology = read_topology()
     fresh = "tensorflow" not in sys.modules
-    index, count = local if fresh else (0, 1)  # later what is read is this process's part already
+    index, count = local if fresh else (0, 1)  # later the topology is this process's part already
     plan = thread_plans(topology, count)[index]
     if fresh:
         apply(plan, engine)
@@ -106,7 +106,7 @@ NOTICES = (
     "Could not find cuda drivers",
     "Unable to register cu",
 )
-"""Parts of lines that TensorFlow and XLA write to stderr whatever TF_CPP_MIN_LOG_LEVEL says."""
+"""Parts of lines that TensorFlow and XLA write to stderr at any TF_CPP_MIN_LOG_LEVEL."""
 
 
 @contextlib.contextmanager
@@ -114,7 +114,7 @@ def without_notices() -> Iterator[None]:
     """Keep NOTICES out of stderr, for the import of TensorFlow and for the first computation.
 
     Libraries write them to the file descriptor, so a process of its own passes on all other lines: those of a crash
-    come through. Where there is no `grep`, and where the user wants all of TensorFlow's log, all lines do.
+    come through. If there is no `grep`, or if the user wants all of TensorFlow's log, all lines do.
     """
     command = ["grep", "--line-buffered", "-v", *(word for notice in NOTICES for word in ("-e", notice))]
     try:
@@ -154,7 +154,7 @@ def engine_name(tf: Any) -> str:
 
 
 def installed(engine: Optional[str]) -> bool:
-    """Whether an engine is installed; imports nothing. Raises InputError for what is no engine, nor None."""
+    """Whether an engine is installed; imports nothing. Raises InputError for a name that is no engine."""
     if engine not in (None, *ENGINES):
         raise InputError(f"engine must be one of {', '.join(ENGINES)}, got {engine}; choose one of them")
     return engine != "itex" or itex_is_installed()
@@ -165,7 +165,7 @@ def installed(engine: Optional[str]) -> bool:
 
 @contextlib.contextmanager
 def _hidden_plugins() -> Iterator[None]:
-    """Let TensorFlow find no plug-in folder while it is imported: it loads every library there, and ITEX lives there.
+    """Let TensorFlow find no plug-in folder while it is imported: it loads every library there, ITEX's among them.
 
     There is no switch for it, but its __init__ asks `os.path.exists` for the folder in each site-packages.
     """
@@ -187,9 +187,9 @@ def _check_keras(tf: Any) -> None:
     """tf.keras is lazy: TF_USE_LEGACY_KERAS chooses the package behind it when it is first touched, here."""
     try:
         package = tf.keras.layers.Layer.__module__.partition(".")[0]
-        found = f"{package} {sys.modules[package].__version__}"
+        version = f"{package} {sys.modules[package].__version__}"
     except ImportError as error:
-        package, found = "none", str(error)
-    if package != "tf_keras" and not found.startswith("keras 2."):
+        package, version = "none", str(error)
+    if package != "tf_keras" and not version.startswith("keras 2."):
         todo = f"unset TF_USE_LEGACY_KERAS and install tf_keras of TensorFlow's version, or {how_to_install()}"
-        raise InputError(f"tf.keras must be Keras 2, got {found} with TensorFlow {tf.__version__}; {todo}")
+        raise InputError(f"tf.keras must be Keras 2, got {version} with TensorFlow {tf.__version__}; {todo}")

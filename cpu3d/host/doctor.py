@@ -1,4 +1,4 @@
-"""Check this host: what it has, what training would set, and whether TensorFlow works as expected.
+"""Check this host: its parts, the settings that training would make, and whether TensorFlow works as expected.
 
     ./run.sh doctor                                      # with a self-test of about half a minute
     ./run.sh doctor --workers 2 --no-self-test
@@ -30,6 +30,7 @@ from cpu3d.host.thread_plan import (
     read_topology,
     thread_plans,
 )
+from cpu3d.util.progress import say
 from cpu3d.util.records import versions
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Bad, Good, Poor, Table
@@ -44,26 +45,25 @@ FEW_BYTES = 8 * GIB  # free for a worker: less than a whole brain takes in the r
 class Options:
     """Command-line options of `doctor`."""
 
-    workers: Optional[int] = option(None, help="plan for N workers; default: one a socket", metavar="N")
-    engine: Optional[str] = option(None, "engine to test; default: ITEX where it is installed", choices=ENGINES)
+    workers: Optional[int] = option(None, help="plan for N workers (default: one a socket)", metavar="N")
+    engine: Optional[str] = option(None, "engine to test (default: itex if it is installed)", choices=ENGINES)
     self_test: bool = option(True, help="do not start TensorFlow")
-    json: bool = option(False, help="print it as JSON, the host in full")
+    json: bool = option(False, help="print everything as JSON")
 
 
 OPTIONS = (Options,)
 
 
 def run(options: Options) -> int:
-    console = Console()
     if not installed(options.engine):
-        raise InputError(f"engine must be installed, got {options.engine} without it; choose stock")
+        raise InputError(f"engine must be installed, got {options.engine}, which is not installed here; choose stock")
     topology = read_topology()
     plans = thread_plans(topology, default_workers(topology) if options.workers is None else options.workers)
     if not options.json:
-        console.print(*host_lines(topology.host), *plan_lines(plans), "", sep="\n", markup=False, soft_wrap=True)
+        say(*host_lines(topology.host), *plan_lines(plans), "", stderr=False)
     checks = [*host_checks(topology, plans), *process_checks(topology, plans)]
     if options.self_test and all(check.state != "fail" for check in checks):
-        with Console(stderr=True).status("self-test: TensorFlow is tried out"):
+        with Console(stderr=True).status("self-test of TensorFlow"):
             checks += self_test(options.engine)
     if options.json:
         content = {
@@ -74,17 +74,18 @@ def run(options: Options) -> int:
         print(json.dumps(content, indent=1))
     else:
         styles = {"ok": Good, "warn": Poor, "fail": Bad}
-        found = [one.found + (f"\n-> {one.advice}" if one.advice else "") for one in checks]
-        rows = [(one.name, styles.get(one.state, str)(one.state), words) for one, words in zip(checks, found)]
-        console.print(Table(("check", "", "found, and what to do"), rows, title="Checks", names=3))
+        results = ["\n-> ".join(filter(None, (check.result, check.advice))) for check in checks]
+        states = [styles.get(check.state, str)(check.state) for check in checks]
+        rows = list(zip([check.name for check in checks], states, results))
+        Console().print(Table(("check", "", "result, and what to do"), rows, title="Checks", names=3))
     return int(any(check.state == "fail" for check in checks))
 
 
-# --- What is looked at ---
+# --- The checks ---
 
 
 def host_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
-    """The points that follow from what a host has and from the plans of its workers."""
+    """Checks of the host and of the plans of its workers."""
     host, isa, threads = topology.host, topology.host.isa, [plan.intra_op for plan in plans]
     widest = "AVX-512" if "avx512f" in isa else "AVX2" if "avx2" in isa else "no AVX2"
     bfloat16 = f"none ({widest}): training computes in float32; AVX512_BF16 or AMX would halve its time and its memory"
@@ -97,7 +98,7 @@ def host_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
     memory = {node.number: node.memory_bytes for node in topology.nodes}
     near = [memory.get(node, 0) for node in sorted({cpu.node for cpu in topology.cpus})]
     least, most = format_bytes(min(near)), format_bytes(max(near))
-    found = {  # name -> a problem, if there is one, and what is printed without
+    points = {  # name -> a problem, if there is one, and the result without
         "CPU quota": (quota and f"{quota:g} CPUs' worth of time: {host.usable_cores} threads, not bound", "none"),
         "CPU mask": (
             max(sockets) > LOPSIDED * min(sockets) and f"{mask}, {' and '.join(map(str, sockets))} of them on a socket",
@@ -116,29 +117,29 @@ def host_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
         ),
         "swap": (swap and f"{format_bytes(swap)}: a step that needs it takes many times as long", "none"),
     }
-    return [Check("bfloat16 instructions", "ok" if host.fast_bfloat16 else "note", bfloat16), *_checks(found)]
+    return [Check("bfloat16 instructions", "ok" if host.fast_bfloat16 else "note", bfloat16), *_checks(points)]
 
 
 def process_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
-    """Those of this process and this installation: limits beside the host's own, versions, variables of the user's."""
+    """Checks of this process and this installation: limits beside the host's own, versions, the user's variables."""
     addresses, all_bytes = resource.getrlimit(resource.RLIMIT_AS)[0], topology.host.memory_bytes
-    high, found_versions = memory_high(Path("/"), all_bytes)[0], versions()
-    tensorflow, itex = map(found_versions.get, ("tensorflow", "intel-extension-for-tensorflow"))
+    high, installed_versions = memory_high(Path("/"), all_bytes)[0], versions()
+    tensorflow, itex = map(installed_versions.get, ("tensorflow", "intel-extension-for-tensorflow"))
     slows = high is not None and high < (topology.host.cgroup_limit_bytes or all_bytes)
     limited, planned = addresses != resource.RLIM_INFINITY, plans[0].environment
     own = [f"{name}={os.environ[name]}" for name, value in planned.items() if os.environ.get(name, value) != value]
-    found = {
+    points = {
         "ulimit -v": (limited and f"{format_bytes(addresses)} of addresses, mapped stores among them", "unlimited"),
         "memory.high": (slows and f"{format_bytes(high)} (cgroup): above it the kernel slows a run down", "none"),
-        "environment": (", ".join(own), "the environment sets nothing that the plan sets differently"),
+        "environment": (", ".join(own), "no variable differs from the plan"),
     }
     if tensorflow is None:
-        return [*_checks(found), Check("TensorFlow", "fail", "not installed", how_to_install())]
-    return [*_checks({**found, "ITEX": (not itex and "not installed", itex)}), Check("TensorFlow", "ok", tensorflow)]
+        return [*_checks(points), Check("TensorFlow", "fail", "not installed", how_to_install())]
+    return [*_checks({**points, "ITEX": (not itex and "not installed", itex)}), Check("TensorFlow", "ok", tensorflow)]
 
 
 def _advice() -> Dict[str, str]:
-    """What to do where there is a problem, by the check's name."""
+    """Name of a check -> what to do about its problem."""
     estimate = as_typed("./run.sh estimate")
     return {
         "CPU quota": "ask for whole CPUs (a cpuset) instead: threads then keep their caches",
@@ -155,10 +156,10 @@ def _advice() -> Dict[str, str]:
     }
 
 
-def _checks(found: Dict[str, Tuple[Any, Any]]) -> List[Check]:
-    """A warning with its advice for each problem, else what was found without."""
+def _checks(points: Dict[str, Tuple[Any, Any]]) -> List[Check]:
+    """A warning with its advice for each problem, else the result without."""
     advice = _advice()
     return [
         Check(name, "warn", problem, advice[name]) if problem else Check(name, "ok", well)
-        for name, (problem, well) in found.items()
+        for name, (problem, well) in points.items()
     ]

@@ -1,6 +1,6 @@
-"""The NVIDIA cards of this host: what there is, which one a run takes and what it holds; gives TensorFlow only that.
+"""The NVIDIA cards of this host, which one a run takes, and whether it holds the run; gives TensorFlow only that one.
 
-gpus = HostGpus()                               # asks the driver's nvidia-smi once it is looked at, no TensorFlow
+gpus = HostGpus()                               # asks the driver's nvidia-smi once it is read, no TensorFlow
 device = pick_device(None, "patch", gpus)       # "gpu:0", or "cpu"
 use_device(tf, device)                          # after TensorFlow is imported, before it computes: set_up does it
 """
@@ -26,7 +26,7 @@ CPU = "cpu"
 
 QUERY = ("index", "name", "memory.total", "memory.free", "compute_cap", "uuid", "mig.mode.current")  # of nvidia-smi
 TIMEOUT_S = 60.0  # for its answer: without its daemon each of up to 16 cards takes 1 to 3 seconds to wake up
-CUDA_PACKAGE = "nvidia-cudnn-cu12"  # what requirements-gpu.txt brings and the other requirements do not
+CUDA_PACKAGE = "nvidia-cudnn-cu12"  # of requirements-gpu.txt, and of no other requirements
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Gpu:
 
     index: int  # as TensorFlow counts: by the slot it is in, among those that CUDA_VISIBLE_DEVICES leaves
     name: str
-    memory_bytes: Optional[int]  # None where the driver does not tell, or where MIG splits it, as for the next
+    memory_bytes: Optional[int]  # None if the driver has no figure, or if MIG splits the card, as for the next
     free_bytes: Optional[int]
-    compute_capability: Tuple[int, int]  # of its instructions, (major, minor); (0, 0) where the driver does not tell
+    compute_capability: Tuple[int, int]  # of its instructions, (major, minor); (0, 0) if the driver has none
 
     @property
     def device(self) -> str:
@@ -45,19 +45,19 @@ class Gpu:
 
 
 class HostGpus(Sequence[Gpu]):
-    """The cards of this host that CUDA_VISIBLE_DEVICES leaves; empty where there is none, or no driver that answers.
+    """The cards of this host that CUDA_VISIBLE_DEVICES leaves; empty if there is none, or no driver that answers.
 
-    The driver is asked when somebody first looks, and only once: a run on the CPU does not wait for it.
+    The driver is asked at the first use, and only once: a run on the CPU does not wait for it.
     """
 
     def __getitem__(self, index: Any) -> Any:
-        return self._found[index]
+        return self._cards[index]
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._cards)
 
     @functools.cached_property
-    def _found(self) -> Tuple[Gpu, ...]:
+    def _cards(self) -> Tuple[Gpu, ...]:
         command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
@@ -67,13 +67,13 @@ class HostGpus(Sequence[Gpu]):
 
 
 def parse_gpus(text: str, visible: Optional[str] = None) -> Tuple[Gpu, ...]:
-    """The cards in what nvidia-smi answers to QUERY; `visible` is CUDA_VISIBLE_DEVICES, None where it is not set.
+    """The cards in the answer of nvidia-smi to QUERY; `visible` is CUDA_VISIBLE_DEVICES, None if it is not set.
 
     Figures that the driver has none for, "[N/A]" and the like, become None; a line that is no card is left out.
     As CUDA does, cards are taken in the named order, by number or by the beginning of an id, up to the first that is
     not there. The ids of a split card's instances, "MIG-...", are not in the answer, so such a card is named by number.
     """
-    found: Dict[Tuple[str, str], Gpu] = {}  # by number and id
+    cards: Dict[Tuple[str, str], Gpu] = {}  # by number and id
     for line in text.splitlines():
         number, *more = (value.strip() for value in line.split(","))
         if len(more) != len(QUERY) - 1 or not number.isdigit():
@@ -82,12 +82,12 @@ def parse_gpus(text: str, visible: Optional[str] = None) -> Tuple[Gpu, ...]:
         memory, left = (int(mib) * 2**20 if mib.isdigit() and mig != "Enabled" else None for mib in (total, free))
         version = re.fullmatch(r"(\d+)\.(\d+)", capability)
         since = (int(version[1]), int(version[2])) if version else (0, 0)
-        found[number, uuid] = Gpu(len(found), name, memory, left, since)
+        cards[number, uuid] = Gpu(len(cards), name, memory, left, since)
     if visible is None:
-        return tuple(found.values())
+        return tuple(cards.values())
     taken: List[Gpu] = []
     for word in map(str.strip, visible.split(",")):
-        matching = [gpu for (number, uuid), gpu in found.items() if word == number or (word and uuid.startswith(word))]
+        matching = [gpu for (number, uuid), gpu in cards.items() if word == number or (word and uuid.startswith(word))]
         if len(matching) != 1:
             break
         taken.append(dataclasses.replace(matching[0], index=len(taken)))
@@ -105,9 +105,8 @@ def best_dtype(gpu: Gpu) -> str:
 def pick_device(requested: Optional[str], mode: str, gpus: Sequence[Gpu]) -> str:
     """The device of a run: "cpu", or a card such as "gpu:0".
 
-    None is a card for mode "patch" alone, since whole volumes are what this trainer has a CPU for: of several the one
-    with most free memory, and only where a TensorFlow for cards is installed. Raises InputError for a card that is not
-    there.
+    None is a card for mode "patch" alone, as whole volumes are for the CPU here: of several the one with most free
+    memory, and only if a TensorFlow for cards is installed. Raises InputError for a card that is not there.
     """
     if requested is not None:
         return requested if requested == CPU else card_of(requested, gpus).device
@@ -117,7 +116,7 @@ def pick_device(requested: Optional[str], mode: str, gpus: Sequence[Gpu]) -> str
 
 
 def why_no_card(requested: Optional[str], mode: str, gpus: Sequence[Gpu]) -> List[str]:
-    """A line to print where `pick_device` has chosen the CPU although there is a card; else nothing."""
+    """A line to print if `pick_device` has chosen the CPU although there is a card; else nothing."""
     if requested is not None or mode != "patch" or not gpus or cuda_is_installed():
         return []
     device = gpus[0].device
@@ -126,21 +125,21 @@ def why_no_card(requested: Optional[str], mode: str, gpus: Sequence[Gpu]) -> Lis
 
 
 def card_of(device: str, gpus: Sequence[Gpu]) -> Gpu:
-    """The card that "gpu:0" and so on names. Raises InputError for one that is not there, and for what is no card."""
+    """The card that "gpu:0" and so on names. Raises InputError for a card that is not there, and for a name of none."""
     if not re.fullmatch(r"gpu:\d+", device):
         raise InputError(f"device must be cpu, or a card such as gpu:0, got {device!r}; choose one of them")
     for gpu in gpus:
         if gpu.device == device:
             return gpu
-    got = ", ".join(f"{gpu.device} ({gpu.name})" for gpu in gpus) or "none"
+    here = ", ".join(f"{gpu.device} ({gpu.name})" for gpu in gpus) or "none"
     use = gpus[0].device if gpus else CPU
-    rule = f"device must be a GPU of this host, got {device} with {got} found"
-    raise InputError(f"{rule}; use --device {use}, or see what `nvidia-smi` says")
+    rule = f"device must be a GPU of this host, here {here}"
+    raise InputError(f"{rule}, got {device}; use --device {use}, or see `nvidia-smi`")
 
 
 def largest_patch(card: Gpu, job: Job) -> Shape3:
-    """The largest patch of the job's grid that a card trains with what is free. Raises DoesNotFitError where that is
-    none, and InputError where nothing is known of what is free."""
+    """The largest patch of the job's grid that a card trains in its free memory. Raises DoesNotFitError if there is
+    none, and InputError if the free memory is not known."""
     if card.free_bytes is None:
         raise InputError(f"the free memory of {card.device} must be known, got none from its driver; give --patch")
     try:
@@ -150,7 +149,7 @@ def largest_patch(card: Gpu, job: Job) -> Shape3:
 
 
 def check_card(card: Gpu, job: Job, todo: str) -> None:
-    """Raise DoesNotFitError, with what to do, where a card has less memory free than a step of the job takes."""
+    """Raise DoesNotFitError, with what to do, if a card has less memory free than a step of the job takes."""
     needed = planner.gpu_bytes(job)
     if card.free_bytes is not None and needed > card.free_bytes:
         free = f"{format_bytes(card.free_bytes)} free of {format_bytes(card.memory_bytes)}"
@@ -166,7 +165,7 @@ def use_device(tf: Any, device: str) -> None:
     """Leave TensorFlow the one card that `device` names, its memory taken as it is needed, or with "cpu" none.
 
     To be called after TensorFlow is imported and before it computes; again with the same device it changes nothing.
-    Raises InputError where TensorFlow sees no such card, and RuntimeError where the process computes on another device.
+    Raises InputError if TensorFlow sees no such card, and RuntimeError if the process computes on another device.
     """
     cards = tf.config.list_physical_devices("GPU")
     wanted = [] if device == CPU else cards[int(device.partition(":")[2]) :][:1]
@@ -191,11 +190,11 @@ def memory_device(device: str) -> str:
 
 
 @contextlib.contextmanager
-def fits_memory(what: str, advice: str) -> Iterator[None]:
-    """Compute `what`, such as "a training step", in here: DoesNotFitError with `advice` where memory runs out.
+def fits_memory(work: str, advice: str) -> Iterator[None]:
+    """Compute `work`, such as "a training step", in here: DoesNotFitError with `advice` if memory runs out.
 
-    TensorFlow tells of a card, and of a host whose limit makes a request fail; a process that the kernel kills says
-    nothing.
+    TensorFlow reports it of a card, and of a host whose limit makes a request fail; a process that the kernel kills
+    leaves no message.
     """
     try:
         yield
@@ -205,4 +204,4 @@ def fits_memory(what: str, advice: str) -> Iterator[None]:
             raise
         # After its first line come the names of operations and their inputs.
         message = (str(error.message).strip().splitlines() or ["nothing more"])[0][:160]
-        raise DoesNotFitError(f"memory must hold {what}, got out of memory ({message}); {advice}") from None
+        raise DoesNotFitError(f"memory must hold {work}, got out of memory ({message}); {advice}") from None

@@ -1,5 +1,5 @@
-"""The memory of a process: how much it holds, now and at most, what of it TensorFlow's allocator has, and from which
-NUMA nodes the kernel takes it."""
+"""The memory of a process, now and at most, the part of TensorFlow's allocator, and the NUMA nodes of the kernel's
+choice."""
 
 import contextlib
 import ctypes
@@ -17,19 +17,19 @@ from memory_estimator.job import Job
 from memory_estimator.step.allocator import region_bytes
 from memory_estimator.step.training_step import training_step
 
-ROW_BYTES = 2**20  # of what is reserved, as sides of a tensor's shape are 32-bit numbers
+ROW_BYTES = 2**20  # of the reserved piece, as sides of a tensor's shape are 32-bit numbers
 
 
 @dataclass(frozen=True)
 class Resident:
-    """What of a process lies in memory at one moment."""
+    """The memory of a process at one moment."""
 
     anonymous_bytes: int
-    """Heap, stacks, shared memory and TensorFlow's pool: nobody can take it back without swap."""
+    """Heap, stacks, shared memory and TensorFlow's pool: the kernel cannot take it back without swap."""
     file_bytes: int
-    """Pages of files: the libraries' code, a mapped store. The kernel may drop those that nobody wrote to."""
+    """Pages of files: the libraries' code, a mapped store. The kernel may drop those that were not written to."""
     swapped_bytes: int = 0
-    """Of its own data, what lies in swap and so in no memory."""
+    """Its own data that is in swap, and so in no memory."""
 
     @property
     def total_bytes(self) -> int:
@@ -42,12 +42,12 @@ def peak_rss_bytes() -> int:
 
 
 def resident(pid: Union[int, str] = "self") -> Optional[Resident]:
-    """What a process holds now; None where there is no /proc, or no such process any more."""
-    found = _status(pid)
-    if "RssAnon" not in found:
+    """The memory of a process now; None if there is no /proc, or no such process any more."""
+    status = _status(pid)
+    if "RssAnon" not in status:
         return None
-    anonymous = found["RssAnon"] + found.get("RssShmem", 0)
-    return Resident(anonymous, found["RssFile"], found.get("VmSwap", 0))
+    anonymous = status["RssAnon"] + status.get("RssShmem", 0)
+    return Resident(anonymous, status["RssFile"], status.get("VmSwap", 0))
 
 
 def _status(pid: Union[int, str]) -> Dict[str, int]:
@@ -62,7 +62,7 @@ def reserve(job: Job) -> None:
     """Have TensorFlow's allocator take the memory of a step of `job` in one piece, of which nothing is touched as yet.
 
     By itself it takes one region after another, each twice as large, and what is free at the end of one is of no use to
-    a map that needs more: a process holds up to an eighth more. Where the system does not give as much nothing changes.
+    a map that needs more: a process holds up to an eighth more. If the system does not give as much, nothing changes.
     """
     import tensorflow as tf
 
@@ -72,7 +72,7 @@ def reserve(job: Job) -> None:
 
 
 def allocator_peak_bytes(device: str = "CPU:0") -> Optional[int]:
-    """TensorFlow's own count of its largest heap, in bytes; None where the allocator keeps none (oneDNN off)."""
+    """TensorFlow's own count of its largest heap, in bytes; None if the allocator keeps none (oneDNN off)."""
     import tensorflow as tf
 
     try:
@@ -81,7 +81,7 @@ def allocator_peak_bytes(device: str = "CPU:0") -> Optional[int]:
         return None
 
 
-# --- NUMA nodes, by system call without libnuma; of the calling thread, and of what it starts from then on ---
+# --- NUMA nodes, by system call without libnuma; of the calling thread, and of threads that it starts later ---
 
 MODES = ("default", "preferred", "bound", "interleaved", "local", "preferred", "interleaved")
 """By the kernel's number (linux/mempolicy.h): MPOL_DEFAULT, PREFERRED, BIND, INTERLEAVE, LOCAL, PREFERRED_MANY and
@@ -95,7 +95,7 @@ _Mask = ctypes.c_ulong * (_MOST_NODES // _WORD)
 
 
 class MemoryPolicy(NamedTuple):
-    """Where the kernel takes memory from."""
+    """The NUMA nodes that the kernel takes memory from, and how."""
 
     mode: str
     """One of MODES."""
@@ -103,7 +103,7 @@ class MemoryPolicy(NamedTuple):
 
 
 def memory_policy() -> Optional[MemoryPolicy]:
-    """The policy in force; None where the kernel does not tell, as in some containers and outside Linux."""
+    """The policy in force; None if the kernel does not show it, as in some containers and outside Linux."""
     number, mask = ctypes.c_int(), _Mask()
     if _call(1, ctypes.byref(number), mask, ctypes.c_ulong(_MOST_NODES), None, ctypes.c_ulong(0)):
         return None
@@ -125,10 +125,10 @@ def set_memory_policy(mode: str, nodes: Sequence[int] = ()) -> str:
     return os.strerror(error) if error else ""
 
 
-def _call(which: int, *arguments) -> int:
-    """The error number of a system call, 0 for none."""
+def _call(index: int, *arguments) -> int:
+    """The error number of one of _CALLS, 0 for none."""
     if sys.platform != "linux" or platform.machine() not in _CALLS:
         return errno.ENOSYS
     libc = ctypes.CDLL(None, use_errno=True)
-    number = ctypes.c_long(_CALLS[platform.machine()][which])
+    number = ctypes.c_long(_CALLS[platform.machine()][index])
     return ctypes.get_errno() if libc.syscall(number, *arguments) else 0

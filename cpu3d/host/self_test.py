@@ -1,7 +1,7 @@
-"""What TensorFlow does on this host, tried out in a fresh process within a minute or so.
+"""A self-test of TensorFlow on this host, in a fresh process, in about a minute.
 
 for check in self_test():
-    print(check.name, check.state, check.found, check.advice)
+    print(check.name, check.state, check.result, check.advice)
 
 As a program, `python -m cpu3d.host.self_test ENGINE` prints each result as a line of JSON when it has it. Others may
 print among them, as oneDNN does with ONEDNN_VERBOSE=1.
@@ -35,19 +35,19 @@ SLICE = (512, 512, 16)  # Y, Z, channels of the large tensor, which has one slic
 
 @dataclass(frozen=True)
 class Check:
-    """One point of what the doctor looks at."""
+    """A check of the doctor's."""
 
     name: str
     state: str  # "ok"; "note", worth knowing with nothing to set; "warn", with what to do; "fail"; "skipped"
-    found: str
+    result: str
     advice: str = ""  # what to do
 
 
 def self_test(engine: Optional[str] = None) -> List[Check]:
     """Try an engine out in a fresh process, within LIMIT_S; the result of each test, in order.
 
-    A failed one is the last, as what comes after it would not say anything. A process that dies, or is not done in
-    time, fails the test that it was at.
+    A failed test is the last, as those after it would show nothing. A process that dies, or is not done in time, fails
+    the test that it was at.
     """
     checks: List[Check] = []
     with tempfile.NamedTemporaryFile() as words, tempfile.NamedTemporaryFile() as errors:
@@ -70,12 +70,12 @@ def main(engine: Optional[str]) -> None:
     """Do the tests in this process, one line of JSON each on stdout."""
     host, _, tf = set_up(engine)
     for _, test in TESTS:
-        # On a line of its own: what others print comes in blocks, and one may have ended within a line.
+        # On a line of its own: libraries print in blocks, and a block may have ended within a line.
         print(f"\n{json.dumps(dataclasses.asdict(test(tf, host, engine)))}\n", end="", flush=True)
 
 
 def engine_in_force(tf: Any, host: Host, engine: Optional[str]) -> Check:
-    """oneDNN and, where it is installed or asked for, ITEX; by what is loaded and not by what was asked for."""
+    """Check oneDNN and, if it is installed or asked for, ITEX; by what is loaded and not by what was asked for."""
     name = engine_name(tf)
     if "no oneDNN" in name:
         return Check("engine", "fail", name, "`unset TF_ENABLE_ONEDNN_OPTS`: a step takes many times as long without")
@@ -84,15 +84,15 @@ def engine_in_force(tf: Any, host: Host, engine: Optional[str]) -> Check:
     return Check("engine", "ok", name)
 
 
-def own_kernels(tf: Any, host: Host, engine: Optional[str]) -> Check:
-    """Every operation of models/native/: a small network's answers and gradients against those of its Keras layers."""
+def own_operations(tf: Any, host: Host, engine: Optional[str]) -> Check:
+    """Check all of models/native/: a small network's answers and gradients against those of its Keras layers."""
     from models.config import UNetConfig
     from models.native.operations import available
     from models.unet3d import build_unet3d
 
     if not available():
-        found = "not built for this host, or no AVX2: TensorFlow's layers compute, in about twice the time and memory"
-        return Check("own kernels", "warn", found, "install a C compiler, then python -m models.native.build")
+        result = "not built for this host, or no AVX2: TensorFlow's layers compute, in about twice the time and memory"
+        return Check("own operations", "warn", result, "install a C compiler, then python -m models.native.build")
     uniform, error = tf.random.stateless_uniform, 0.0
     for residual in (False, True):
         model = build_unet3d(UNetConfig(filters=8, depth=3, residual=residual), (16, 16, 16), batch_size=1)
@@ -103,20 +103,20 @@ def own_kernels(tf: Any, host: Host, engine: Optional[str]) -> Check:
                 logits = network(image, training=True)
                 loss = tf.reduce_mean(tf.sigmoid(logits) ** 2)
             results.append([logits, *tape.gradient(loss, model.trainable_variables)])
-        error = max(error, *(float(tf.norm(own - one) / tf.norm(one)) for own, one in zip(*results)))
-    found = f"{host.instructions}: answers and gradients within {error:.1e} of those of TensorFlow's layers"
-    if not error < 0.02:  # a value beside zero may lie on the other side of its ReLU
-        return Check("own kernels", "fail", found, "set CPU3D_INSTRUCTION_SET=avx2, and report it")
-    return Check("own kernels", "ok", found)
+        error = max(error, *(float(tf.norm(own - keras) / tf.norm(keras)) for own, keras in zip(*results)))
+    result = f"{host.instructions}: answers and gradients within {error:.1e} of those of TensorFlow's layers"
+    if not error < 0.02:  # a value beside zero may be on the other side of its ReLU
+        return Check("own operations", "fail", result, "set CPU3D_INSTRUCTION_SET=avx2, and report it")
+    return Check("own operations", "ok", result)
 
 
 def bfloat16_gain(tf: Any, host: Host, engine: Optional[str]) -> Check:
-    """Seconds of a small training step, two convolutions and their filters' gradients, in float32 and in bfloat16."""
+    """Compare a small training step, two convolutions and their filters' gradients, in float32 and in bfloat16."""
     if not host.fast_bfloat16:
         return Check("bfloat16", "skipped", "this CPU has no instructions for it; float32 is used")
 
     def step_in(dtype: Any) -> Callable[[], Any]:
-        """A function that computes the gradients, in float32 numbers whatever the dtype."""
+        """A function that computes the gradients, as float32 numbers in either dtype."""
         uniform, shape = tf.random.stateless_uniform, (3, 3, 3, STEP_CHANNELS, STEP_CHANNELS)
         image = tf.cast(uniform((1, *STEP_SHAPE, STEP_CHANNELS), (1, 2), -1.0, 1.0), dtype)
         filters = [tf.cast(uniform(shape, (3, n), -0.1, 0.1), dtype) for n in range(2)]
@@ -127,7 +127,7 @@ def bfloat16_gain(tf: Any, host: Host, engine: Optional[str]) -> Check:
                 tape.watch(filters)
                 hidden = tf.nn.relu(tf.nn.conv3d(image, filters[0], [1] * 5, "SAME"))
                 loss = tf.reduce_mean(tf.cast(tf.nn.conv3d(hidden, filters[1], [1] * 5, "SAME"), tf.float32) ** 2)
-            return tf.concat([tf.cast(one, tf.float32) for one in tape.gradient(loss, filters)], 0)
+            return tf.concat([tf.cast(gradient, tf.float32) for gradient in tape.gradient(loss, filters)], 0)
 
         return step
 
@@ -136,19 +136,19 @@ def bfloat16_gain(tf: Any, host: Host, engine: Optional[str]) -> Check:
     times = [[_seconds(step)[0] for step in steps] for _ in range(4)]
     slow_s, fast_s = map(min, zip(*times))  # the fastest counts
     error, gain = abs(rounded - exact).max() / abs(exact).max(), slow_s / fast_s
-    found = (
+    result = (
         f"{gain:.2f} times as fast as float32: {format_seconds(fast_s)} against {format_seconds(slow_s)} a small step, "
         f"filter gradients within {error:.1%}"
     )
     if not error < 0.1:
-        return Check("bfloat16", "fail", found, "train with --dtype float32, and report it")
+        return Check("bfloat16", "fail", result, "train with --dtype float32, and report it")
     if gain < 1.2:  # 1.4 to 1.8 on two cores with AVX512_BF16, other work beside it
-        return Check("bfloat16", "warn", found, "try again when the host is quiet, or train with --dtype float32")
-    return Check("bfloat16", "ok", found)
+        return Check("bfloat16", "warn", result, "try again when the host is quiet, or train with --dtype float32")
+    return Check("bfloat16", "ok", result)
 
 
 def large_tensor(tf: Any, host: Host, engine: Optional[str]) -> Check:
-    """A 1 x 1 x 1 convolution of more than 2^31 elements, its answers to the far end and its duration.
+    """Check a 1 x 1 x 1 convolution of more than 2^31 elements: its answers to the far end, and its duration.
 
     Slice n holds n modulo 7 throughout, so its answer is that times the channels: small whole numbers, exact in any
     dtype.
@@ -162,20 +162,20 @@ def large_tensor(tf: Any, host: Host, engine: Optional[str]) -> Check:
     image = tf.broadcast_to(tf.reshape(values, (1, slices, 1, 1, 1)), (1, slices, *SLICE))
     filters = tf.ones((1, 1, 1, SLICE[-1], 1), dtype)
     seconds, answer = _seconds(lambda: tf.nn.conv3d(image, filters, [1] * 5, "SAME"))
-    found = f"{slices * elements / LIMIT_ELEMENTS:.3f} x 2^31 elements convolved in {format_seconds(seconds)}"
+    result = f"{slices * elements / LIMIT_ELEMENTS:.3f} x 2^31 elements convolved in {format_seconds(seconds)}"
     if all(bool(tf.reduce_all(answer[0, n] == SLICE[-1] * values[n])) for n in (0, slices // 2, -2, -1)):
-        return Check("large tensor", "ok", f"{found}: right to its far end")
+        return Check("large tensor", "ok", f"{result}: right to its far end")
     advice = "keep every tensor below 2^31 elements: --policy lean, --mode patch or fewer --filters"
-    return Check("large tensor", "fail", f"{found}: wrong at its far end", advice)
+    return Check("large tensor", "fail", f"{result}: wrong at its far end", advice)
 
 
 TESTS: Tuple[Tuple[str, Callable[[Any, Host, Optional[str]], Check]], ...] = (
     ("engine", engine_in_force),
     ("bfloat16", bfloat16_gain),
     ("large tensor", large_tensor),
-    ("own kernels", own_kernels),
+    ("own operations", own_operations),
 )
-"""In this order; the first also says whether TensorFlow can be imported at all."""
+"""In this order; the first also shows whether TensorFlow can be imported at all."""
 
 
 def _seconds(work: Callable[[], Any]) -> Tuple[float, Any]:

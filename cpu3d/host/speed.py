@@ -1,5 +1,5 @@
-"""How fast this host computes, kept for the estimator: a scale for each dtype, of measured seconds of a step over those
-predicted with the shipped constants. `calibrate` measures it, and every training of large enough volumes shows it.
+"""The speed of this host, kept for the estimator: a scale for each dtype, of measured seconds of a step over those
+predicted with the shipped constants. `calibrate` measures it, and every training of large enough volumes adds to it.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from memory_estimator.step.training_step import training_step
 from models.native.build import door_library
 
 LEAST_VOXELS, FEWEST_STEPS = 64**3, 3
-"""Of a training, to count: steps of smaller grids are TensorFlow's own overhead for the most part."""
+"""The fewest of a training that counts: steps of smaller grids are TensorFlow's own overhead for the most part."""
 
 LOCK_WAIT_S = 2.0  # for others that write at the same time
 
@@ -36,7 +36,7 @@ QUIET_SHARE = 0.05  # of the CPUs' time that other programs may take before seco
 def scale_of(timed: Sequence[Tuple[Job, float]], host: Host, *, quiet: bool) -> Scale:
     """The scale of jobs in one dtype and the seconds of their steps: the median of them, within FURTHEST."""
     base, job = shipped_constants(host.instructions), timed[0][0]
-    scale = statistics.median(step_s / step_seconds(training_step(one), base, one) for one, step_s in timed)
+    scale = statistics.median(step_s / step_seconds(training_step(each), base, each) for each, step_s in timed)
     return Scale(
         scale=min(max(scale, 1 / FURTHEST), FURTHEST),
         quiet=quiet,
@@ -48,11 +48,11 @@ def scale_of(timed: Sequence[Tuple[Job, float]], host: Host, *, quiet: bool) -> 
 
 def keep_training(job: Job, step_s: float, host: Host, *, quiet: bool) -> None:
     """Keep the scale of a training. A quiet one replaces every other, a disturbed one only another disturbed one that
-    was slower. Raises ValueError as `host_file`, and OSError where it cannot be written."""
+    was slower. Raises ValueError as `host_file`, and OSError if it cannot be written."""
     path, scale = host_file(host), scale_of([(job, step_s)], host, quiet=quiet)
     with _writing(path):
-        is_known = find_constants(host).scales  # else missing, damaged, or of other constants than are shipped now
-        kept = read_json(path) if is_known else like_shipped(host)
+        is_valid = find_constants(host).scales  # else missing, damaged, or of other constants than are shipped now
+        kept = read_json(path) if is_valid else like_shipped(host)
         old = kept["scales"].get(job.unet.dtype)
         if not old or quiet or (not old["quiet"] and scale.scale < old["scale"]):
             kept["scales"][job.unet.dtype] = dataclasses.asdict(scale)
@@ -61,7 +61,7 @@ def keep_training(job: Job, step_s: float, host: Host, *, quiet: bool) -> None:
 
 def keep_calibration(path: Path, measured: Sequence[Tuple[Job, float, int]], host: Host, *, quiet: bool) -> None:
     """Write a host's file of jobs, the seconds of their steps and the peaks of their processes: a scale for each dtype,
-    and for each engine the shipped baseline and what the processes held more than predicted."""
+    and for each engine the shipped baseline and the bytes that processes held above the predicted ones."""
     base, kept = shipped_constants(host.instructions), like_shipped(host)
     for dtype in dict.fromkeys(job.unet.dtype for job, _, _ in measured):
         timed = [(job, step_s) for job, step_s, _ in measured if job.unet.dtype == dtype]
@@ -78,7 +78,7 @@ def keep_calibration(path: Path, measured: Sequence[Tuple[Job, float, int]], hos
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Hold the folder of a host's file, so that none of two that write at once is lost. Raises InputError where another
+    """Hold the folder of a host's file, so that of two writers at once none is lost. Raises InputError if another
     process holds it for seconds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.parent, "folder", LOCK_WAIT_S):
@@ -86,16 +86,16 @@ def _writing(path: Path) -> Iterator[None]:
         yield
 
 
-def is_own() -> bool:
-    """Whether steps are computed as they are predicted: by own operations, of the best instruction set."""
+def computes_as_predicted() -> bool:
+    """Whether steps are computed as the estimator predicts: by own operations, of the best instruction set."""
     return door_library() is not None and not os.environ.get("CPU3D_INSTRUCTION_SET")
 
 
 class Observer:
-    """Watches the seconds of a training's steps, and keeps what they show of the host."""
+    """Watches the seconds of a training's steps, and keeps the speed of the host that they show."""
 
     def __init__(self, job: Job, host: Host, *, warm_up: int = 0):
-        """`job` is what this process computes. Its first `warm_up` steps do not count: they compile."""
+        """`job` is computed by this process. Its first `warm_up` steps do not count: they compile."""
         self._job, self._host, self._warm_up = job, host, warm_up
         self._steps_s: List[float] = []
         self._process = psutil.Process()
@@ -103,13 +103,13 @@ class Observer:
         self._is_kept = False
 
     def note(self, seconds: float) -> None:
-        """Note what a step took by itself, without waiting for data or other workers."""
+        """Note the seconds of a step by itself, without waiting for data or other workers."""
         self._steps_s.append(seconds)
         if len(self._steps_s) == self._warm_up:
             self._others_share()
 
     def record(self) -> None:
-        """Keep the steps' median, once they are enough. A failure is a warning on stderr: the training goes on."""
+        """Keep the steps' median, once they are enough. A failure is a warning on stderr: the training continues."""
         steps_s = self._steps_s[self._warm_up :]
         if self._is_kept or len(steps_s) < FEWEST_STEPS or math.prod(self._job.shape) < LEAST_VOXELS:
             return
@@ -122,7 +122,7 @@ class Observer:
 
     def _others_share(self) -> float:
         """The share of its CPUs' time that other programs than this process took since this was called before."""
-        each = psutil.cpu_percent(percpu=True)
-        cpus = self._process.cpu_affinity() if hasattr(self._process, "cpu_affinity") else range(len(each))
-        used = [each[cpu] for cpu in cpus if cpu < len(each)] or each
+        percents = psutil.cpu_percent(percpu=True)
+        cpus = self._process.cpu_affinity() if hasattr(self._process, "cpu_affinity") else range(len(percents))
+        used = [percents[cpu] for cpu in cpus if cpu < len(percents)] or percents
         return (sum(used) - self._process.cpu_percent()) / (100 * len(used))

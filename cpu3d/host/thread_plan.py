@@ -4,8 +4,8 @@ topology = read_topology()                                   # this host, as thi
 plans = thread_plans(topology, default_workers(topology))    # one worker a socket
 plan = thread_plan(host)                                     # for one process that has the host to itself
 
-`host.apply` carries a plan out; `describe` tells what of it is in force. Most of the project needs a host's sum alone,
-the estimator's `Host`; whoever lays workers on a host needs its `Topology`.
+`host.apply` carries a plan out; `describe` shows the part of it that is in force. Most of the project needs a host's
+sum alone, the estimator's `Host`; to place workers on a host takes its `Topology`.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ worker each: the small one would hold up the large one at every step."""
 THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
 KMP_AFFINITY = "granularity=fine,compact,1,0"  # where Intel's OpenMP holds its threads on a host of several nodes
 
-SWITCHES = {  # what every process sets
+SWITCHES = {  # set by every process
     # From the launcher of ITEX 2.15 and its practice guide (0 or 1 for convolutional networks): after an operation
     # Intel's OpenMP spins this many ms before it sleeps. A step alone takes as long with 0, 1 or 200
     # (docs/log.md); that the data threads fare better with 1 than with 200 is assumed.
@@ -39,7 +39,7 @@ SWITCHES = {  # what every process sets
     # TensorFlow 2.16 and later: tf.keras is Keras 2 (tf_keras). Not for TensorFlow 2.15, see host.apply.
     "TF_USE_LEGACY_KERAS": "1",
     # 3 is fatal only: at 2, every start without a GPU prints three harmless "Unable to register cuDNN factory".
-    # A real error reaches Python as an exception whatever this says.
+    # A real error reaches Python as an exception at any level.
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "ITEX_CPP_MIN_LOG_LEVEL": "2",
     # CUDA counts cards from the fastest on, their driver by the slot they are in: gpu:0 is to be one card for both.
@@ -58,15 +58,15 @@ class Topology:
 
     @property
     def cores(self) -> Cores:
-        """Each core's CPUs, in the order of sockets, then nodes, then CPUs: neighbours stand together."""
-        found: Dict[int, List[Cpu]] = {}
+        """The CPUs of each core, in the order of sockets, then nodes, then CPUs: neighbours are together."""
+        cores: Dict[int, List[Cpu]] = {}
         for cpu in sorted(self.cpus, key=lambda cpu: (cpu.socket, cpu.node, cpu.number)):
-            found.setdefault(cpu.core, []).append(cpu)
-        return tuple(map(tuple, found.values()))
+            cores.setdefault(cpu.core, []).append(cpu)
+        return tuple(map(tuple, cores.values()))
 
 
 def read_topology(root: Union[str, Path] = "/") -> Topology:
-    """The host whose /proc and /sys lie under `root`; outside Linux all cores are on one socket and one node."""
+    """The host whose /proc and /sys are under `root`; outside Linux all cores are on one socket and one node."""
     host, root = read_host(root), Path(root)
     if not (root / "proc/meminfo").is_file():
         cpus = tuple(Cpu(number, number % host.cores, 0, 0) for number in range(host.logical_cpus))
@@ -76,7 +76,7 @@ def read_topology(root: Union[str, Path] = "/") -> Topology:
 
 @dataclass(frozen=True)
 class ThreadPlan:
-    """What one training process on one host should set before TensorFlow is imported."""
+    """The settings of a training process, to be made before TensorFlow is imported."""
 
     intra_op: int
     """Threads inside one operation, TensorFlow's or those of the OpenMP pool that ITEX runs oneDNN on."""
@@ -86,11 +86,11 @@ class ThreadPlan:
     """CPUs that the process is held to, both hyper-threads of each core; () leaves it where it is."""
     memory_nodes: Tuple[int, ...] = ()
     """NUMA nodes that its memory comes from: one is preferred, several take turns page by page; () is the kernel's own
-    way, which is the node of whoever touches a page first."""
+    way, which is the node of the thread that touches a page first."""
 
     @property
     def tuning(self) -> Dict[str, str]:
-        """Of `environment`, what differs by host: how many threads, where they stay and how long they wait."""
+        """The variables that differ by host: how many threads, where they stay and how long they wait."""
         return {name: value for name, value in self.environment.items() if name in THREADS or name.startswith("KMP_")}
 
     @property
@@ -118,12 +118,12 @@ def thread_plans(topology: Topology, workers: int) -> Tuple[ThreadPlan, ...]:
     touches first what all of them use. Under a quota nothing is bound, as every container of the host would be bound to
     the same first CPUs.
 
-    Raises InputError, with the numbers that do, for workers that cannot be dealt cores so.
+    Raises InputError, with the nearest numbers that are possible, if cores cannot be divided so.
     """
     host, possible = topology.host, possible_workers(topology)
     if workers not in possible:
         nearest = sorted(sorted(possible, key=lambda number: abs(number - workers))[:4])
-        rule = "workers must have whole sockets or equal parts of them, and a core each"
+        rule = "workers must divide the number of sockets, or be a multiple of it with a core each"
         have = f"{count(host.usable_cores, 'core')} on {count(host.sockets, 'socket')}"
         raise InputError(f"{rule}, got {workers} on {have}; use {' or '.join(map(str, nearest))}")
     if host.cpu_quota is not None:
@@ -139,7 +139,7 @@ def thread_plans(topology: Topology, workers: int) -> Tuple[ThreadPlan, ...]:
 
 
 def default_workers(topology: Topology) -> int:
-    """One a socket; one in all under a quota, or where sockets are lopsided, as a CPU mask may leave them."""
+    """A worker for each socket; one in all under a quota, or if sockets are lopsided, as a CPU mask may leave them."""
     sizes = [len(socket) for socket in _sockets(topology.cores)]
     return 1 if topology.host.cpu_quota is not None or max(sizes) > LOPSIDED * min(sizes) else len(sizes)
 
@@ -150,10 +150,10 @@ def possible_workers(topology: Topology) -> List[int]:
     return [n for n in range(1, topology.host.usable_cores + 1) if under_quota or _shares(cores, n)]
 
 
-def share_of(host: Host, workers: int) -> Host:
+def host_share(host: Host, workers: int) -> Host:
     """The part of a host that one of its workers has: cores, quota and free memory divided.
 
-    `memory_bytes` stays the machine's: TensorFlow's pool grows by it in every process alike. Where workers share the
+    `memory_bytes` stays the machine's: TensorFlow's pool grows by it in every process alike. If workers share the
     cores unevenly it is the smallest part.
     """
     if workers == 1:
@@ -173,7 +173,7 @@ def share_of(host: Host, workers: int) -> Host:
 
 
 def host_lines(host: Host) -> List[str]:
-    """Two lines on what a host has."""
+    """Two lines on a host."""
     quota = "" if host.cpu_quota is None else f", quota {host.cpu_quota:g} CPUs"
     limit = "" if host.cgroup_limit_bytes is None else f", limit {format_bytes(host.cgroup_limit_bytes)}"
     return [
@@ -185,10 +185,10 @@ def host_lines(host: Host) -> List[str]:
 
 
 def describe(host: Host, plan: ThreadPlan, engine: str) -> List[str]:
-    """Lines on a process that is set up, before its work starts; `engine` as `host.apply.engine_name` tells it.
+    """Lines on a process that is set up, before its work starts; `engine` as of `host.apply.engine_name`.
 
-    What is in force, asked of the environment and of the kernel, for a user's own setting wins over the plan's. A
-    number of threads that does so is warned of: clusters set OMP_NUM_THREADS=1 for everybody, and many cores idle.
+    The lines are of what is in force, by the environment and the kernel, as a user's own setting wins over the plan's.
+    A number of threads that does so is warned of: clusters set OMP_NUM_THREADS=1 for all users, and many cores idle.
     """
     tuning = {name: os.environ.get(name, value) for name, value in plan.tuning.items()}
     threads = ", ".join(f"{name}={value}" for name, value in tuning.items())
@@ -201,12 +201,12 @@ def describe(host: Host, plan: ThreadPlan, engine: str) -> List[str]:
     for name in THREADS:
         if tuning.get(name) != plan.tuning.get(name):
             rule = f"must be {plan.tuning[name]} to use this host as planned, got {tuning[name]} from your environment"
-            lines.append(f"warning: {name} {rule}; `unset {name}`, unless you want it so")
+            lines.append(f"warning: {name} {rule}; `unset {name}`, unless you chose it")
     return lines
 
 
 def plan_lines(plans: Sequence[ThreadPlan]) -> List[str]:
-    """A line a worker: its CPUs, where its memory comes from and its variables."""
+    """A line for each worker: its CPUs, the source of its memory and its variables."""
     lines = []
     for index, plan in enumerate(plans):
         places = [f"CPUs {cpu_ranges(plan.cpus)}" if plan.cpus else "CPUs not bound"]
@@ -232,20 +232,20 @@ def cpu_ranges(numbers: Iterable[int]) -> str:
 
 
 def _plan(threads: int, *, binds: bool) -> ThreadPlan:
-    """A plan of so many threads; `binds` where each of them should stay on a core of its own.
+    """A plan of so many threads; `binds` if each of them should stay on a core of its own.
 
     That is assumed to pay, from the same guide, on several nodes alone: memory stays near the thread that touched it.
-    Intel's OpenMP lays its threads within the CPUs that the process is held to. Python's threads stay free: it is a
-    thread of TensorFlow's pool that enters an operation and is bound as the first.
+    Intel's OpenMP keeps its threads within the CPUs that the process is held to. Python's threads stay free: the one
+    that enters an operation, and is bound as the first, is of TensorFlow's pool.
     """
     numbers = dict(zip(THREADS, (str(threads), "1", str(threads))))
     return ThreadPlan(threads, {**numbers, **SWITCHES, **({"KMP_AFFINITY": KMP_AFFINITY} if binds else {})})
 
 
 def _shares(cores: Cores, workers: int) -> List[Cores]:
-    """The cores of each worker, whole sockets or parts of one with a core more or less; [] where they cannot be dealt.
+    """The cores of each worker, whole sockets or parts of one with a core more or less; [] if they cannot be divided.
 
-    Cores are in the order of nodes, so that parts of a socket are whole nodes where they come out even.
+    Cores are in the order of nodes, so that parts of a socket are whole nodes if the numbers allow.
     """
     sockets = _sockets(cores)
     if len(sockets) % workers == 0:
@@ -258,13 +258,13 @@ def _shares(cores: Cores, workers: int) -> List[Cores]:
 
 def _sockets(cores: Cores) -> List[Cores]:
     """Cores by their socket, in order."""
-    found: Dict[int, List[Tuple[Cpu, ...]]] = {}
+    sockets: Dict[int, List[Tuple[Cpu, ...]]] = {}
     for core in cores:
-        found.setdefault(core[0].socket, []).append(core)
-    return list(found.values())
+        sockets.setdefault(core[0].socket, []).append(core)
+    return list(sockets.values())
 
 
 def _cut(things: Sequence[Any], count: int) -> List[Sequence[Any]]:
-    """Neighbours, as many in each part or one more."""
+    """Parts of neighbours, as many in each or one more."""
     ends = [len(things) * part // count for part in range(count + 1)]
     return [things[begin:end] for begin, end in zip(ends, ends[1:])]

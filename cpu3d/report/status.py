@@ -34,14 +34,12 @@ from memory_estimator.common.schema import option
 from memory_estimator.common.table import Bad, Good, Poor, Table
 from memory_estimator.common.units import format_bytes, format_seconds
 
-# The run's state is the first of WORST_FIRST that a worker is in: a cause comes before what it does to other workers.
-# Those of workers that have ended are of `cpu3d.errors.ENDINGS`. FINE need no attention; IDLE workers do nothing for a
-# run whose log says that it is finished.
-FINE = ("stopping", "starting", "running", "finished")
-WORST_FIRST = ("diverged", "out of memory", "too large", "failed", "stalled", "silent", "broken off", "unknown")
-WORST_FIRST += ("interrupted", *FINE)
-IDLE = ("silent", "broken off", "unknown", "interrupted", "finished")
-STYLES = {"running": Good, "starting": Good, "finished": Good, "stopping": Poor, "interrupted": Poor}  # else Bad
+# State of a worker -> its rank, the worst first: those of workers that have ended are of `cpu3d.errors.ENDINGS`. The
+# run's state is that of its worst worker.
+BUSY = {"stopping": 10, "starting": 11, "running": 12}
+RANKS = {**{ending.state: ending.rank for ending in ENDINGS.values()}, "stalled": 5, "silent": 6, "unknown": 8, **BUSY}
+FINE = {state for state, rank in RANKS.items() if rank >= RANKS["stopping"]}  # these need no attention
+IDLE = {state for state, rank in RANKS.items() if rank >= RANKS["silent"]} - set(BUSY)  # of no effect on a finished run
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class WorkerStatus:
     """One worker."""
 
     rank: int
-    state: str  # one of WORST_FIRST
+    state: str  # one of RANKS
     detail: str = ""  # what is known besides, and what to look at
     beat_age_s: Optional[float] = None
     phase_s: Optional[float] = None  # how long the phase had gone on at the last beat
@@ -86,7 +84,7 @@ class RunStatus:
     """A run, now."""
 
     folder: str
-    state: str  # the worst of its workers', see WORST_FIRST; "unknown" without heartbeats and end
+    state: str  # the worst of its workers', see RANKS; "unknown" without heartbeats and end
     details: Tuple[str, ...]  # what is known of a state that needs attention, a sentence each
     advice: str  # what to do next; "" for nothing
     is_fine: bool  # whether it runs or has finished
@@ -115,7 +113,7 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
     step = max([*(event["step"] for event in events), *(beat.step for beat in beats)], default=0)
     known = [beat.steps for beat in beats] + [config.steps if config else None]
     steps = next(filter(None, [*known, *(event.get("steps") for event in reversed(starts))]), None)
-    judged = sorted(workers, key=lambda worker: WORST_FIRST.index(worker.state))
+    judged = sorted(workers, key=lambda worker: RANKS[worker.state])
     last = events[-1] if events else {"event": "none"}
     finished = last["event"] == "end" and last["reason"] in FINISHED
     if finished and (not workers or _stays_finished(last, workers, step, steps)):
@@ -166,7 +164,7 @@ def describe(status: RunStatus) -> Group:
     """What is printed: the run in a line, its workers in a table, then progress and what to do."""
     lines = [*_progress(status), *(("note" if status.is_fine else "why", detail) for detail in status.details)]
     lines += [("next", status.advice)] if status.advice else []
-    state = STYLES.get(status.state, Bad)(status.state)
+    state = _styled(status.state)
     first = Text.assemble(("run: ", "bold"), f"{status.folder}: ", (state, state.style))
     columns = ("worker", "state", "phase", "step", "memory", "peak", "plan", "free")
     rows = [_cells(worker) for worker in status.workers]
@@ -215,10 +213,9 @@ def _advice(run: Path, config: Optional[RunConfig], worst: WorkerStatus, checkpo
     advice = again
     if state in ("stalled", "silent"):
         advice = f"when its process has ended, {again}"
-    elif state == "diverged" and config:
-        advice = f"{again} with {half_rates(config)}, half the rates"
     elif beat and beat.exit_code is not None:
-        advice = ending_of(beat.exit_code).advice.format(again=again)
+        rates = f" with {half_rates(config)}" if config else ""
+        advice = ending_of(beat.exit_code).advice.format(again=again, rates=rates)
     log = run / "logs" / f"worker-{worst.rank}.log"
     return f"{advice}; its last lines are in {log}" if log.is_file() else advice
 
@@ -234,8 +231,14 @@ def _checkpoint(run: Path, now: float) -> Optional[Dict[str, Any]]:
 # --- Private helpers: what is printed ---
 
 
+def _styled(state: str) -> str:
+    """The state in the colour of its rank."""
+    rank = RANKS[state]
+    return (Good if rank > RANKS["stopping"] else Poor if rank >= RANKS["interrupted"] else Bad)(state)
+
+
 def _cells(worker: WorkerStatus) -> Tuple[str, ...]:
-    beat, state = worker.heartbeat, STYLES.get(worker.state, Bad)(worker.state)
+    beat, state = worker.heartbeat, _styled(worker.state)
     if beat is None:
         return (str(worker.rank), state, *["-"] * 6)
     phase = f"{beat.phase}, {_rounded(worker.phase_s)}" if beat.exit_code is None else f"ended, code {beat.exit_code}"

@@ -1,1 +1,1 @@
-"""A run's folder: log, checkpoints, heartbeats."""
+"""A run's folder: settings, log, checkpoints, heartbeats."""

@@ -1,11 +1,11 @@
 """The checkpoints of a run: its last few, each a whole file named by its step, and the best weights.
 
     write_next(run, 120, arrays, state, keep=3)      run/checkpoints/step-00000120.npz; older ones than the last 3 go
-    found = newest(run)                              the newest whole one, with the damaged ones after it
-    path = weights_file(run, "last")                 what prediction reads: "best", or the newest whole one
+    checkpoint = newest(run)                         the newest whole one, with the damaged ones after it
+    path = weights_file(run, "last")                 for prediction: "best", or the newest whole one
 
 A checkpoint is one uncompressed .npz: every variable as an array, and the run's state as JSON. No pickle. It is written
-atomically, and read, one array at a time, so that neither takes more memory than the largest array. In place of a
+atomically, and read, one array at a time, so that neither takes more memory than the largest array. Instead of a
 damaged one the one before is taken.
 """
 
@@ -30,12 +30,12 @@ from memory_estimator.common.files import open_regular
 
 SCHEMA = 1
 BEST = "best.npz"
-STATE_BYTES = 2**20  # more than any state has: what is read of one whose arrays are not checked
+STATE_BYTES = 2**20  # the most that is read of a state; none has as many
 _STATE = "state.json"
 
 
 class DamagedCheckpointError(InputError):
-    """A checkpoint file whose content is not what was written."""
+    """A checkpoint file whose content is not the one that was written."""
 
 
 class SavedArrays(Mapping[str, np.ndarray]):
@@ -61,7 +61,7 @@ class SavedArrays(Mapping[str, np.ndarray]):
             self.schema, names = self.state.pop("schema"), self.state.pop("names")
             del self.shapes[_STATE]
             if sorted(self) != names:
-                raise ValueError(f"{len(self)} arrays where {len(names)} were written")
+                raise ValueError(f"{len(self)} arrays instead of the {len(names)} that were written")
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self.shapes:
@@ -91,8 +91,8 @@ class SavedArrays(Mapping[str, np.ndarray]):
 
     @contextlib.contextmanager
     def _damage(self) -> Iterator[None]:
-        """Raise DamagedCheckpointError for any error of reading, but for one of the disk or of memory: these say
-        nothing of what the file holds."""
+        """Raise DamagedCheckpointError for any error of reading, but for one of the disk or of memory: those do not
+        show what the file holds."""
         try:
             yield
         except MemoryError:
@@ -127,16 +127,15 @@ def load_checkpoint(path: Path) -> Tuple[SavedArrays, Dict[str, Any]]:
     """The arrays and the state of `save_checkpoint`, every byte checked against its CRC.
 
     Raises InputError when the file is missing or of another version, DamagedCheckpointError when it is damaged, and
-    OSError or MemoryError when it could not be read, which says nothing of its content.
+    OSError or MemoryError when it could not be read, which does not show what it holds.
     """
     path = Path(path)
     if not path.is_file():
         raise InputError(f"checkpoint {path} must exist, found none; train first, or name another run")
     arrays = SavedArrays(path)
     if arrays.schema != SCHEMA:
-        raise InputError(
-            f"checkpoint {path} must have schema {SCHEMA}, got {arrays.schema}; use the version that made it"
-        )
+        rule = f"checkpoint {path} must have schema {SCHEMA}"
+        raise InputError(f"{rule}, got {arrays.schema}; use the version that made it")
     return arrays, arrays.state
 
 
@@ -144,7 +143,7 @@ def load_checkpoint(path: Path) -> Tuple[SavedArrays, Dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Found:
+class Checkpoint:
     """The newest checkpoint that is whole."""
 
     path: Path
@@ -170,7 +169,7 @@ def write_best(run: Path, weights: Mapping[str, Any], state: Dict[str, Any]) -> 
 
 
 def best_score(run: Path) -> Optional[float]:
-    """The mean Dice of a run's best weights, by their file's state alone; None without a file, for a damaged one, and
+    """The mean Dice of a run's best weights, by their file's state alone; None without a file, for a damaged file, and
     for a run without validation."""
     with contextlib.suppress(Exception):  # a damaged file may raise anything
         with os.fdopen(open_regular(_folder(run) / BEST), "rb") as file, zipfile.ZipFile(file) as archive:
@@ -195,17 +194,17 @@ def step_of(path: Path) -> int:
     return int(path.stem.partition("-")[2])
 
 
-def newest(run: Path) -> Optional[Found]:
-    """The newest checkpoint that is whole; None where there is none at all.
+def newest(run: Path) -> Optional[Checkpoint]:
+    """The newest checkpoint that is whole; None if there is none at all.
 
-    Raises InputError where there are some and none is whole, or one is of another version, and as `load_checkpoint`
-    where one could not be read: an older one is not taken for that.
+    Raises InputError if there are some and none is whole, or one is of another version, and as `load_checkpoint` if
+    one could not be read: an older one is not taken for that.
     """
     paths, damaged = checkpoints(run), {}
     for path in paths:
         try:
             arrays, state = load_checkpoint(path)
-            return Found(path, arrays, state, damaged)
+            return Checkpoint(path, arrays, state, damaged)
         except DamagedCheckpointError as error:
             damaged[path] = str(error)
         except (InputError, FileNotFoundError):
@@ -218,18 +217,18 @@ def newest(run: Path) -> Optional[Found]:
     return None
 
 
-def set_aside(found: Found) -> List[str]:
-    """Rename the damaged checkpoints; returns a line for each to print."""
+def set_aside(checkpoint: Checkpoint) -> List[str]:
+    """Rename the damaged checkpoints that are newer than a whole one; returns a line for each to print."""
     lines = []
-    for path, problem in found.damaged.items():
+    for path, problem in checkpoint.damaged.items():
         names = (path.with_suffix(f".damaged{number or ''}") for number in itertools.count())
         path.rename(next(name for name in names if not name.exists()))
-        lines.append(f"warning: {problem}; renamed to .damaged, continuing from {found.path.name}")
+        lines.append(f"warning: {problem}; renamed to .damaged, continuing from {checkpoint.path.name}")
     return lines
 
 
 def weights_file(run: Path, weights: str) -> Path:
-    """The file of the "best" weights of a run, or of the "last": its newest whole checkpoint. Raises InputError where
+    """The file of the "best" weights of a run, or of the "last": its newest whole checkpoint. Raises InputError if
     there is none."""
     path = _folder(run) / BEST
     if weights == "last":

@@ -1,4 +1,4 @@
-"""The settings of a run as its folder keeps them, config.json, and what a run that continues may change of them.
+"""The settings of a run as its folder keeps them, config.json, and those that a run that continues may change.
 
 save_config(config, run)
 config = load_config(run)
@@ -16,6 +16,7 @@ from memory_estimator.common.files import read_json, typed
 from memory_estimator.job import OPTIMIZERS
 
 SCHEMA = 1  # of the run folder's layout; a run of another one is refused, never guessed at
+PARTS = ("unet", "augment")  # the settings that hold settings
 
 CHANGEABLE = (
     *("store", "epochs", "steps", "coarse_steps", "budget_minutes", "patience", "validate_every", "validations"),
@@ -23,11 +24,7 @@ CHANGEABLE = (
     *("learning_rate", "adam_rate", "device", "micro_batch", "unet.policy"),
 )
 """Settings that may change when a run is continued; all others would make it another run. With batch norm the
-micro-batch is none of them, as its statistics are of what is computed together."""
-
-
-NEEDED = ("store_channels", "label_names", "region_codes", "split_hash", "channels", "regions", "grid", "batch", "unet")
-"""What no saved run is without."""
+micro-batch is none of them, as its statistics are of the volumes that are computed together."""
 
 
 def save_config(config: RunConfig, run: Path) -> None:
@@ -45,8 +42,9 @@ def load_config(run: Path) -> RunConfig:
         schema = content.pop("schema", None)
         config = config_from_json(content) if schema == SCHEMA else None
     except (InputError, ValueError) as error:
+        got = "; ".join(str(error).splitlines())
         raise InputError(
-            f"run config {path} must be JSON with a schema and all settings, got {error}; restore it"
+            f"run config {path} must be JSON with a schema and all settings, got {got}; restore it"
         ) from None
     if config is None:
         raise InputError(f"run {run} must have schema {SCHEMA}, got {schema}; use the version that made it, or retrain")
@@ -54,10 +52,13 @@ def load_config(run: Path) -> RunConfig:
 
 
 def config_from_json(content: Mapping[str, Any]) -> RunConfig:
-    """The configuration that `dataclasses.asdict` gave. Raises ValueError or InputError where it is not whole."""
+    """The configuration that `dataclasses.asdict` gave. Raises ValueError or InputError if a setting is missing, as a
+    default is not what the run has, or if one is not valid."""
     config = typed(content, RunConfig, "config")
-    problems = [f"config must be complete, got no {name}" for name in NEEDED if name not in content]
-    if config.store_channels:  # what follows from a store is known
+    nested = {f"{part}.{name}" for part in PARTS for name in content.get(part, {})}
+    missing = sorted(set(settings_by_name(config)) - set(content) - nested)
+    problems = [f"config must hold every setting, got none for {', '.join(missing)}"] * bool(missing)
+    if config.store_channels:  # else the run is of no store yet
         for name, known in (("channels", config.store_channels), ("regions", config.region_codes)):
             chosen = getattr(config, name)
             if not chosen or not set(chosen) <= set(known):
@@ -71,38 +72,36 @@ def config_from_json(content: Mapping[str, Any]) -> RunConfig:
 def differences(old: RunConfig, new: RunConfig) -> List[str]:
     """Settings that keep a run of `old` from being continued as `new`, each with both values; of another mode nothing
     else, as other settings follow from it. A micro-batch that batch norm has to keep is compared as it is computed."""
-    left, right = flat(old), flat(new)
+    left, right = settings_by_name(old), settings_by_name(new)
     changeable = set(CHANGEABLE)
     if old.unet.norm == new.unet.norm == "batch" and old.batch == new.batch:
         changeable.remove("micro_batch")
         left["micro_batch"], right["micro_batch"] = old.micro, new.micro
     return [
-        f"{name} must stay as the run was started, got {right.get(name)!r} for {left.get(name)!r}; "
-        "leave it out, or train into another folder"
+        f"{name} must stay {left.get(name)!r}, got {right.get(name)!r}; leave it out, or train into another folder"
         for name in ({**left, **right} if old.mode == new.mode else ("mode",))
         if name not in changeable and left.get(name) != right.get(name)
     ]
 
 
-def flat(config: RunConfig) -> Dict[str, Any]:
-    """All settings by name, those of the network and the augmentation as in "unet.filters"."""
-    parts = ("unet", "augment")
-    nested = {f"{part}.{name}": value for part in parts for name, value in vars(getattr(config, part)).items()}
-    plain = {name: value for name, value in vars(config).items() if name not in parts}
+def settings_by_name(config: RunConfig) -> Dict[str, Any]:
+    """Settings by name, those of the network and the augmentation as in "unet.filters"."""
+    nested = {f"{part}.{name}": value for part in PARTS for name, value in vars(getattr(config, part)).items()}
+    plain = {name: value for name, value in vars(config).items() if name not in PARTS}
     return {**nested, **plain}
 
 
 def continued(config: RunConfig, *, step: int, steps: int, saved_coarse_steps: int) -> RunConfig:
-    """A run of `steps` steps that goes on after `step`, from a checkpoint of one with `saved_coarse_steps`.
+    """A run of `steps` steps that continues after `step`, from a checkpoint of one with `saved_coarse_steps`.
 
-    Where the checkpoint is of a full step the run keeps its coarse steps; where it is of a coarse one it has at least
-    the `step` that are done. Raises InputError where no step would be in full.
+    If the checkpoint is of a full step the run keeps its coarse steps; if it is of a coarse one it has at least the
+    `step` that are done. Raises InputError if no step would be at full resolution.
     """
     if step >= saved_coarse_steps:
         return dataclasses.replace(config, coarse_steps=saved_coarse_steps)
     if steps <= step:
         rule = f"steps must be above the {step} that the run has done at half the resolution"
-        raise InputError(f"{rule}, got {steps}; raise it, so that the run ends in full")
+        raise InputError(f"{rule}, got {steps}; raise it, so that its last steps are at full resolution")
     return dataclasses.replace(config, coarse_steps=max(config.coarse_steps, step))
 
 

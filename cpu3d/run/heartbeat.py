@@ -1,6 +1,6 @@
-"""run/heartbeats/worker-RANK.json: what a worker of a run is doing, written every few seconds while it lives.
+"""run/heartbeats/worker-RANK.json: the state of a worker of a run, written every few seconds while it is alive.
 
-It is replaced in one move but not flushed to the disk. A worker is alive while its heartbeat is young, for `status` and
+It is written atomically but not flushed to the disk. A worker is alive while its heartbeat is young, for `status` and
 `launch` alike, on the worker's host or on another one that sees the folder.
 """
 
@@ -16,14 +16,15 @@ from typing import Any, Dict, Optional
 
 import psutil
 
+from cpu3d.util.atomic import atomic_write
 from memory_estimator.common.files import read_json, typed
 
 SCHEMA = 1
 
 # The phases in which a worker waits for the others.
-WAITING_PHASES = ("exchanging", "waiting for the others' validation", "waiting for the last checkpoint")
+WAITING_PHASES = ("summing gradients", "waiting for the others' validation", "waiting for the last checkpoint")
 BEAT_S = 5.0  # between two beats, and the most between a change of phase and the file
-LOST_S = 20.0  # a worker that has sent another host nothing for so long, as where a signal has stopped it, is lost
+LOST_S = 20.0  # a worker that has sent another host nothing for so long, as one that a signal has stopped, is lost
 SILENT_S = 60.0  # a worker whose last beat is older is not alive; network file systems lag by seconds
 HANGING_S = 300.0  # without a beat, until `launch` kills it: importing a library from a slow disk may take long
 
@@ -35,7 +36,7 @@ class Heartbeat:
     rank: int
     workers: int  # of the run
     pid: int
-    process_start: int  # tells the process from a later one of the same pid; see `process_start`
+    process_start: int  # a later process of the same pid has another; see `process_start`
     place: str  # the system and pid namespace that the pid is of; see `this_place`
     host_name: str
     started: float
@@ -43,9 +44,9 @@ class Heartbeat:
     phase: str
     phase_since: float
     step: int  # steps done
-    steps: int  # of the run; 0 where that is not known
+    steps: int  # of the run; 0 if that is not known
     longest_step_s: Optional[float] = None  # of this attempt; the first compiles the step
-    anonymous_bytes: Optional[int] = None  # the process's own data; None where the system does not tell
+    anonymous_bytes: Optional[int] = None  # the process's own data; None if the system does not show it
     file_bytes: Optional[int] = None  # mapped files
     swapped_bytes: Optional[int] = None
     peak_bytes: Optional[int] = None  # the most that was in memory, files included
@@ -58,7 +59,7 @@ class Heartbeat:
     stalled: str = ""  # why the worker counts as hanging, in a sentence
     stop: str = ""  # why the run is to stop after this step
     reason: str = ""  # how it ended, in a sentence or a word; "" while it runs
-    exit_code: Optional[int] = None  # what the process ends with; None while it runs
+    exit_code: Optional[int] = None  # of the process; None while it runs
 
 
 def heartbeat_path(run: Path, rank: int) -> Path:
@@ -67,17 +68,11 @@ def heartbeat_path(run: Path, rank: int) -> Path:
 
 
 def write_heartbeat(run: Path, heartbeat: Heartbeat) -> None:
-    """Replace the worker's file in one move. Raises OSError, with the old file unchanged, where that fails."""
+    """Replace the worker's file. Raises OSError, with the old file unchanged, if that fails."""
     path = heartbeat_path(run, heartbeat.rank)
     path.parent.mkdir(exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")  # one writer a rank, so one name: a killed one leaves one behind
-    try:
-        partial.write_text(json.dumps({"schema": SCHEMA, **dataclasses.asdict(heartbeat)}, indent=1), encoding="utf-8")
-        os.replace(partial, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
+    with atomic_write(path, "w", flush=False) as file:
+        file.write(json.dumps({"schema": SCHEMA, **dataclasses.asdict(heartbeat)}, indent=1))
 
 
 def read_heartbeats(run: Path) -> Dict[int, Any]:
@@ -92,7 +87,7 @@ def read_heartbeats(run: Path) -> Dict[int, Any]:
 
 
 def beat_age_s(run: Path, beat: Heartbeat, now: float) -> float:
-    """Since the last beat, by the clock of the worker's host or of the file system, whichever makes it younger."""
+    """Seconds since the last beat, by the clock of the worker's host or of the file system: the fewer of the two."""
     ages = [now - beat.beat]
     with contextlib.suppress(OSError):
         ages.append(now - os.stat(heartbeat_path(run, beat.rank)).st_mtime)
@@ -133,8 +128,9 @@ def is_suspended(pid: int) -> bool:
 def _read(path: Path) -> Any:
     try:
         content = read_json(path)
-        if content.pop("schema") != SCHEMA:
-            return f"{path} must have schema {SCHEMA}; look with the version that runs"
+        schema = content.pop("schema")
+        if schema != SCHEMA:
+            return f"{path} must have schema {SCHEMA}, got {schema}; use `status` of the version that runs"
         return typed(content, Heartbeat, "heartbeat")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         return f"{path} must be a whole heartbeat, got {error!r}; a running worker soon replaces it"

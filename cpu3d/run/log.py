@@ -1,7 +1,7 @@
 """A run's log.jsonl: one event a line, appended as it happens; and the bar that shows the events.
 
 What an event of each kind holds is declared here once. A line that holds anything else is left out with a warning, so
-that whoever reads events can count with what they hold.
+that every event that is read holds these types.
 """
 
 import collections
@@ -72,10 +72,10 @@ KINDS = {
         **dict.fromkeys(("peak_rss_bytes", "allocator_peak_bytes"), Optional[Bytes]),
     },
 }
-"""Kind of event -> what it holds, besides its kind under "event" and the steps done by then under "step"."""
+"""Kind of event -> its fields, besides its kind under "event" and the steps done by then under "step"."""
 
 NEEDED = ("event", "step", "mean_dice", "reason")
-"""What no event is without that has a place for it. All else may be missing."""
+"""The fields that an event must have, if its kind has them. All else may be missing."""
 
 # --- The file ---
 
@@ -87,30 +87,30 @@ def append_event(run: Path, event: Dict[str, Any]) -> None:
 
 
 def flush_log(run: Path) -> None:
-    """Have the lines of the log, and the file where it is new, on the disk. Raises OSError where that cannot be."""
+    """Flush the lines of the log, and the file if it is new, to the disk. Raises OSError if that fails."""
     with contextlib.suppress(FileNotFoundError):
         sync(Path(run) / "log.jsonl")
     sync_folder(run)
 
 
 def read_events(run: Path, steps: Optional[int] = None) -> List[Dict[str, Any]]:
-    """The events of a run, in order; of those of steps only the last `steps`, where that is given: quick on a long log.
+    """The events of a run, in order; of those of steps only the last `steps`, if that is given: quick on a long log.
     A line that is no event is left out, with one warning for all; a last line that was cut off without one."""
-    path, others, last = Path(run) / "log.jsonl", [], collections.deque(maxlen=steps)
+    path, rare, last = Path(run) / "log.jsonl", [], collections.deque(maxlen=steps)
     if not path.exists():
         return []
     with os.fdopen(open_regular(path), "rb") as file:
         for numbered in enumerate(file, 1):
-            (last if numbered[1].startswith(b'{"event": "step"') else others).append(numbered)
+            (last if numbered[1].startswith(b'{"event": "step"') else rare).append(numbered)
     events, problems = [], []
-    for number, line in sorted([*others, *last]):
+    for number, line in sorted([*rare, *last]):
         try:
             events.append(_event(line))
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             if line.endswith(b"\n"):
                 problems.append(f"line {number}: {error}")
     if problems:
-        rule = f"log {path} must hold events, got {count(problems, 'other line')}, such as {problems[0]}"
+        rule = f"log {path} must hold events alone, got {count(problems, 'line')} with none, such as {problems[0]}"
         say(f"warning: {rule}; left out")
     return events
 
@@ -121,8 +121,8 @@ def recent_events(run: Path) -> List[Dict[str, Any]]:
 
 
 def forget_after(run: Path, step: int, *, owes_validation: bool = False) -> None:
-    """Drop what a run logged after `step`, the checkpoint that it goes on from, and torn lines; the validation of
-    `step` where the checkpoint is from before it."""
+    """Drop what a run logged after `step`, the checkpoint that it continues from, and torn lines; the validation of
+    `step` too if the checkpoint is from before it."""
     path = Path(run) / "log.jsonl"
     if not path.is_file():
         return
@@ -146,7 +146,7 @@ def shown(
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Yields a function that shows an event of the log on stderr, as a bar on a terminal."""
     console, pace = Console(stderr=True), Pace(recent_events(run))
-    shows = columns(TextColumn("{task.fields[state]}"), left=TextColumn("{task.fields[left]}"))
+    shows = columns(TextColumn("{task.fields[state]}", markup=False), left=TextColumn("{task.fields[left]}"))
     bar = Progress(*shows, console=console, disable=not console.is_terminal)
     left = format_seconds(pace.seconds_left(done, steps))
     task = bar.add_task("train", total=steps, completed=done, state="", left=left)
@@ -171,7 +171,7 @@ def shown(
             peak = format_bytes(event["peak_rss_bytes"])
             line = f"{event['reason']} after step {step}: {event['seconds']:.0f} s in all, peak {peak}"
         if line:
-            bar.console.print(line, highlight=False, soft_wrap=True)
+            bar.console.print(line, emoji=False, highlight=False, markup=False, soft_wrap=True)
 
     with bar:
         yield show
@@ -195,7 +195,7 @@ _OTHER = msgspec.json.Decoder(_struct("event", _COMMON))
 
 
 def _event(line: bytes) -> Dict[str, Any]:
-    """The event of a line, with what is not declared. Raises MsgspecError, ValueError and RecursionError."""
+    """The event of a line, undeclared fields included. Raises MsgspecError, ValueError and RecursionError."""
     event = msgspec.json.decode(line)
     _DECODERS.get(_OTHER.decode(line).event, _OTHER).decode(line)
     return event

@@ -1,9 +1,9 @@
-"""What the events of a run's log say together: pace, costs, how the last attempt ended.
+"""Sums over the events of a run's log: pace, costs, how the last attempt ended.
 
     costs = costs_of(read_events(run), coarse_steps=14)
     left_s = Pace(events).seconds_left(step, steps)
 
-Events are as `cpu3d.run.log.read_events` gives them: what they hold is of its type, and may be missing.
+Events are as `cpu3d.run.log.read_events` gives them: a value may be missing, but is of its type.
 """
 
 import collections
@@ -29,19 +29,19 @@ def numbers(events: Events, key: str) -> List[float]:
 
 
 def median(values: Sequence[float]) -> Optional[float]:
-    """None for no values."""
+    """The median; None for no values."""
     return float(statistics.median(values)) if values else None
 
 
 def last_end(events: Events) -> Mapping[str, Any]:
-    """The event that ended the last attempt; empty when it has not ended, or was killed."""
+    """The event that ended the last attempt; empty if it has not ended, or was killed."""
     last = (of_kind(events, "start", "step", "end") or [{}])[-1]
     return last if last.get("event") == "end" else {}
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a run has taken in all its attempts. None is not known."""
+    """The costs of a run in all its attempts. None is not known."""
 
     steps: int
     voxels: int  # that the network has seen in them
@@ -51,7 +51,7 @@ class Costs:
     wait_s: float  # of it, waiting for data
     validation_s: float
     checkpoint_s: float
-    train_s: Optional[float]  # wall time of all attempts; None where the last one has not ended
+    train_s: Optional[float]  # wall time of all attempts; None if the last one has not ended
     peak_rss_bytes: Optional[float]
     allocator_peak_bytes: Optional[float]
 
@@ -77,7 +77,7 @@ def costs_of(events: Events, coarse_steps: int = 0) -> Costs:
 
 
 class Pace:
-    """How fast the last attempt of a run goes: coarse steps and full ones apart."""
+    """The pace of a run's last attempt: coarse steps and full ones apart."""
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = ()):
         self._begin = self._step = self._coarse_steps = 0
@@ -104,9 +104,9 @@ class Pace:
             self._beside_s += event.get("seconds", 0.0)
 
     def seconds_left(self, step: int, steps: Optional[int]) -> Optional[float]:
-        """From `step` to the end: each step left at the median of the recent ones of its kind, plus its share of what
-        validations and saves have taken. Where there are no recent ones of a kind, they take what was predicted, times
-        by how much the prediction of the other kind was off. None where neither is known, and above LONGEST_S."""
+        """Seconds from `step` to the end: each step left at the median of the recent ones of its kind, plus its share
+        of the seconds of validations and saves. A kind without recent steps takes what was predicted, times by how much
+        the prediction of the other kind was off. None if neither is known, and above LONGEST_S."""
         if not steps or step > steps:
             return None
         seen = {coarse: statistics.median(each) for coarse, each in self._steps_s.items() if each}

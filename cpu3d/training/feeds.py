@@ -13,7 +13,7 @@ from cpu3d.data.store import Store
 from cpu3d.plan import volume_shape
 from cpu3d.settings import RunConfig, left_open
 
-PREPARING_FOR_A_CARD = 4  # patches prepared at a time where a card computes and the CPU is free for them
+PREPARING_FOR_A_CARD = 4  # patches prepared at a time if a card computes and the CPU is free for them
 
 
 class Feeds:
@@ -31,7 +31,7 @@ class Feeds:
             share=share,
         )
         self.volume_shape = volume_shape(store, config)  # voxels X, Y, Z of a whole volume
-        self.resizing: Optional[Resizing] = None  # between a volume and the network's grid, where they differ
+        self.resizing: Optional[Resizing] = None  # between a volume and the network's grid, if they differ
         if config.resolution < 1:
             self.resizing = Resizing(config.grid, config.resolution, at_least=self.volume_shape)
         self._common = {
@@ -83,7 +83,7 @@ class Feeds:
 
 class Parts:
     """An iterator over micro-batches that counts the seconds spent waiting for them, and those of `finish`, which turns
-    an element of the dataset into (image, target) where the step runs."""
+    an element of the dataset into (image, target) on the step's device."""
 
     def __init__(self, dataset: tf.data.Dataset, finish: Optional[Callable], watch: Callable[[str], None]):
         self._parts, self._finish, self._watch = Batches(dataset), finish, watch

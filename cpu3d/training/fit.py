@@ -42,9 +42,9 @@ from cpu3d.util.records import versions
 from memory_estimator.common.files import typed
 from memory_estimator.host import Host
 
-MEMORY = 1  # what a worker notes when its memory is running out; others are SIGINT's and SIGTERM's numbers, 0 is none
+MEMORY = 1  # a worker's note that its memory is running out; others are SIGINT's and SIGTERM's numbers, 0 is none
 
-# How a run is computed: with another one its weights are not the same to the bit.
+# How a run is computed: if one of these changes, its weights are not the same to the bit.
 WAYS = ("engine", "workers", "policy", "device", "micro_batch", "OMP_NUM_THREADS")
 
 TIMED_STEPS = 3  # taken to measure the time of a step, and undone; the first one compiles and does not count
@@ -53,7 +53,7 @@ HIGHEST_LOSS = 10.0  # above this a run has diverged; a network that predicts no
 
 
 class Fit:
-    """One run in its folder, from its last checkpoint, or from the start where it has none."""
+    """A run in its folder, from its last checkpoint, or from the start if it has none."""
 
     def __init__(
         self,
@@ -71,12 +71,12 @@ class Fit:
         self._observer: Optional[Observer] = None
         self.step = self.stale_validations = 0
         self.best: Optional[float] = None  # the highest mean Dice of a validation so far
-        self.best_is_coarse = False  # then the first validation in full replaces it, whatever its Dice
+        self.best_is_coarse = False  # then the first validation in full replaces it at any Dice
         self.owes_validation = False  # whether the run was stopped before it could validate the step it has reached
         self.trained_s = 0.0  # wall time of earlier attempts and of this one, up to the last checkpoint
         self._listeners: List[Track] = []  # all get every event as it is logged
         self._reader: Optional[Reader] = None
-        self._full_learner: Optional[Learner] = None  # made early where the time of its steps was measured
+        self._full_learner: Optional[Learner] = None  # made early if the time of its steps was measured
         self.warnings = self._restore()  # a line for each damaged checkpoint
         if exchange.is_chief:
             forget_after(self.folder, self.step, owes_validation=self.owes_validation)
@@ -89,7 +89,7 @@ class Fit:
     def fit_budget(self) -> List[float]:
         """Cut the run to the steps that its minutes hold, earlier attempts and the timing included, validations not;
         those up to the first validation are kept. The weights stay as they were. Returns the seconds of a full step,
-        after those of a coarse one where coarse ones are left."""
+        after those of a coarse one if coarse ones are left."""
         begin, step_s = time.perf_counter(), [self._timed(self.learner)]
         if self.step < self.config.coarse_steps:
             self._full_learner = self._make_learner(self.config.at(self.steps))
@@ -109,7 +109,7 @@ class Fit:
         return step_s
 
     def log_start(self, host: Host, engine: str, threads: Dict[str, str], predicted: Dict[str, Any]) -> None:
-        """Log where and with what this attempt runs; a note where the run was computed in another way before."""
+        """Log where and with what this attempt runs; print a note if the run was computed in another way before."""
         config, way = self.config, {}
         for event in read_events(self.folder) if self._exchange.is_chief else ():
             way = {**event, **event.get("threads", {})} if event["event"] == "start" else way
@@ -142,15 +142,15 @@ class Fit:
 
     def run(self, observer: Optional[Observer] = None, mlflow: str = "") -> None:
         """Train to the last step, an early stop, or a stop that one of the workers asks for, and save in each case.
-        `observer` is given the time of full steps; `mlflow` is the URI where the chief tracks the run too. Of a run
-        that is over its end is logged, where a kill has lost that.
+        `observer` gets the time of full steps; `mlflow` is the URI where the chief tracks the run too. A run that is
+        over logs its end, if a kill has lost that.
 
-        Raises Interrupted after a signal and MemoryRunsOutError where the guard asks for a stop, each once the run is
+        Raises Interrupted after a signal and MemoryRunsOutError if the guard asks for a stop, each once the run is
         saved; DivergedError, and WorkerLostError.
         """
         self._observer, was_over = observer, self.is_over
         self._saved_at = time.monotonic()
-        self._began_at = self._saved_at - self.trained_s  # had there been one attempt alone
+        self._began_at = self._saved_at - self.trained_s  # as if there had been one attempt alone
         with noted_signals() as noted, contextlib.ExitStack() as stack:
             if self._exchange.is_chief:
                 size = {"steps_per_epoch": self.steps_per_epoch, "batch": self.config.batch}
@@ -167,7 +167,7 @@ class Fit:
             return
         saved = f"saved after step {self.step}; the same command continues"
         if stop == MEMORY:
-            why = self._guard.why or "the memory of another worker runs out"
+            why = self._guard.why or "memory must last on all workers, got another worker's running out; see its log"
             raise MemoryRunsOutError(f"{why}; stopped and {saved}")
         raise Interrupted(saved, stop)
 
@@ -179,7 +179,7 @@ class Fit:
 
     @property
     def reason(self) -> str:
-        """Of a run that is over."""
+        """Why a run is over."""
         return "finished" if self.step >= self.steps else "early stop"
 
     # --- The two grids ---
@@ -193,7 +193,7 @@ class Fit:
         self.feeds = self._feeds_of(config)
 
     def _move_to_full(self) -> None:
-        """Go on at the full grid with the weights, momentum and averages of the coarse one."""
+        """Continue at the full grid with the weights, momentum and averages of the coarse one."""
         self._guard.new_pace()
         self._phase("building the network in full")
         arrays = self.learner.arrays()
@@ -257,12 +257,12 @@ class Fit:
         self._guard.phase(name, step=self.step)
 
     def _train_step(self, parts: Parts, wish: Callable[[], int]) -> int:
-        """One step; returns as `_loop`."""
+        """Take a step; returns as `_loop`."""
         config = self.config
         if self.step == config.coarse_steps:  # coarse validations do not count for patience
             self.stale_validations = 0
         rate = config.rate_at(self.step, self.steps)
-        with self._saved_where_one_is_lost():  # nothing but this step is
+        with self._saved_if_a_worker_is_lost():  # at most this step is lost
             outcome, step_s = self._compute(self.learner, parts, rate, wish)
         waited_s, finished_s = parts.spent_s()
         if self._observer and self.step >= config.coarse_steps:
@@ -294,22 +294,22 @@ class Fit:
         """The outcome of a learner's step on the next parts, and its seconds."""
         self._phase("computing")
         begin = time.perf_counter()
-        outcome = learner.step(parts, rate, wish, lambda: self._phase("exchanging"))
+        outcome = learner.step(parts, rate, wish, lambda: self._phase("summing gradients"))
         self._phase("computing")
         return outcome, time.perf_counter() - begin
 
     def _diverged(self, outcome: Outcome, names: List[str]) -> DivergedError:
-        """Log a step whose loss is too high or not finite, and return the error to raise. Nothing of it is saved."""
+        """Log a step whose loss is too high or not finite, and return the error to raise. The step is not saved."""
         losses = np.repeat(outcome.losses, self.config.micro)  # of a part, for each of its cases
         bad = ", ".join(dict.fromkeys(name for name, loss in zip(names, losses) if not loss <= HIGHEST_LOSS))
         saved = checkpoints(self.folder)
-        left = f"{saved[0].name} is the last good checkpoint" if saved else "there is no checkpoint yet"
+        kept = f"{saved[0].name} is the last good checkpoint" if saved else "there is no checkpoint yet"
         reason = f"loss must be finite and at most {HIGHEST_LOSS:g}, got {outcome.loss:g} at step {self.step + 1}"
         reason += f" on {bad or ', '.join(names)}"
         with contextlib.suppress(OSError):  # the error has the same message
             self._log("diverged", reason=reason)
         todo = f"look at these cases, or add {half_rates(self.config)}, half the rates, to the command"
-        return DivergedError(f"{reason}; {left}; {todo}")
+        return DivergedError(f"{reason}; {kept}; {todo}")
 
     def _is_validation_step(self, step: int) -> bool:
         """Whether a validation is due after `step` steps, or would be if cases were held out for it."""
@@ -321,7 +321,7 @@ class Fit:
     def _validate(self, wish: Callable[[], int]) -> int:
         """Score the held-out volumes, and keep the weights of the best mean Dice so far; returns as `_loop`."""
         begin = time.perf_counter()
-        with self._saved_where_one_is_lost():
+        with self._saved_if_a_worker_is_lost():
             scores, stop = validate(self.feeds, self.learner, self._exchange, self._phase, wish)
         if scores is None:
             return stop
@@ -348,7 +348,7 @@ class Fit:
     # --- Files ---
 
     def _save(self) -> None:
-        """Have the chief write a checkpoint. Raises OSError where it cannot, naming the one before."""
+        """Have the chief write a checkpoint. Raises OSError if it cannot, with the name of the one before."""
         self._phase("saving")
         begin = time.perf_counter()
         self._saved_at = time.monotonic()
@@ -368,10 +368,10 @@ class Fit:
 
     def _check_finite(self) -> None:
         """Raise DivergedError for weights that are not finite; the loss of a step is of those before its update."""
-        # By two numbers: a mask would take memory. Both are NaN where one value is.
+        # By two numbers: a mask would take memory. Both are NaN if one value is.
         arrays = self.learner.arrays().values()
         if not all(np.isfinite(extreme(array)) for array in arrays for extreme in (np.min, np.max)):
-            rule = f"weights must be finite, got others after step {self.step}"
+            rule = f"weights must be finite, got NaN or infinity after step {self.step}"
             raise DivergedError(f"{rule}; add {half_rates(self.config)}, half the rates, to the command")
 
     def _save_best(self) -> None:
@@ -381,7 +381,7 @@ class Fit:
                 write_best(self.folder, self.learner.weights(), self._state())
 
     @contextlib.contextmanager
-    def _saved_where_one_is_lost(self) -> Iterator[None]:
+    def _saved_if_a_worker_is_lost(self) -> Iterator[None]:
         """Have the chief save the steps that are done before it raises WorkerLostError."""
         try:
             yield
@@ -393,8 +393,8 @@ class Fit:
             try:
                 self._save()
                 message = f"saved after step {self.step}"
-            except (OSError, InputError) as also:
-                message = str(also)
+            except (OSError, InputError) as failure:
+                message = str(failure)
             raise WorkerLostError(f"{error}; {message}") from error
 
     @contextlib.contextmanager
@@ -404,8 +404,8 @@ class Fit:
             yield
         except OSError as error:
             saved = checkpoints(self.folder)
-            left = f"{saved[0]} is whole" if saved else "there is no checkpoint yet"
-            raise OSError(f"{problem}: {error}; {left}; free disk space, then the same command continues") from error
+            kept = f"{saved[0]} is whole" if saved else "there is no checkpoint yet"
+            raise OSError(f"{problem}: {error}; {kept}; free disk space, then the same command continues") from error
 
     def _log_end(self, stop: int) -> None:
         self._log(
@@ -438,8 +438,8 @@ class Fit:
         try:
             state = typed(json.loads(text), _SavedState, "state") if text else {}
         except ValueError as error:
-            of = checkpoint.path if checkpoint else "of the chief"
-            raise InputError(f"checkpoint {of} must hold a run's state, got {error}; delete it") from None
+            name = checkpoint.path if checkpoint else "of the chief"
+            raise InputError(f"checkpoint {name} must hold a run's state, got {error}; delete it") from None
         if state:
             for name in _State.__annotations__:
                 setattr(self, name, state[name])
@@ -467,7 +467,7 @@ class _State(TypedDict):
 
 class _SavedState(_State):
     coarse_steps: int
-    """Of the run when it was saved."""
+    """The coarse steps of the run when it was saved."""
 
 
 # --- A budget of minutes ---
@@ -483,9 +483,9 @@ def _cut(config: RunConfig, *, step: int, steps: int) -> RunConfig:
 def _steps_within(
     config: RunConfig, *, step: int, steps: int, at_least: int, left_s: float, step_s: Sequence[float]
 ) -> int:
-    """How many of a run's `steps` it takes in all, where `left_s` are left after `step` of them: `at_least` so many.
+    """The number of a run's `steps` that it takes in all if `left_s` are left after `step` of them, `at_least` so many.
 
-    `step_s` are the seconds of a coarse step and of a full one, or of a full one alone where no coarse one is left.
+    `step_s` are the seconds of a coarse step and of a full one, or of a full one alone if no coarse one is left.
     """
 
     def needed_s(total: int) -> float:

@@ -17,24 +17,24 @@ from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
 from cpu3d.settings import RunConfig
 from cpu3d.training.losses import TrainingLoss
-from cpu3d.training.optimizers import Adam, Muon, Sgd
+from cpu3d.training.optimizers import optimizer_of
 from models.unet3d import build_unet3d
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one step, the same on all workers."""
+    """The outcome of a step, the same on all workers."""
 
     losses: np.ndarray
-    """(parts,) loss of each micro-batch before the update; not finite also where its gradients are not. After such a
-    one its worker computes no more: those are 0."""
+    """(parts,) loss of each micro-batch before the update; not finite if its gradients are not. The parts that its
+    worker would compute after it are left out: those are 0."""
     dice: np.ndarray  # (batch, R) soft Dice before the update
     notes: np.ndarray  # (workers,) each worker's `note`
     exchange_s: float = 0.0  # of summing the workers' gradients, waiting for the slowest included
 
     @property
     def loss(self) -> float:
-        """Of the batch; not finite where the weights were not updated."""
+        """The loss of the batch; not finite if the weights were not updated."""
         return float(np.mean(self.losses, dtype=np.float64))
 
 
@@ -65,12 +65,12 @@ class Learner:
         note: Callable[[], float] = lambda: 0.0,
         before_exchange: Callable[[], None] = lambda: None,
     ) -> Outcome:
-        """One optimizer step on this worker's next parts of the batch: image (micro, X, Y, Z, C) and target
+        """Take an optimizer step on this worker's next parts of the batch: image (micro, X, Y, Z, C) and target
         (micro, X, Y, Z, R) uint8. `note` is asked for a number once the gradients are there; all workers get it. With a
         loss that is not finite no worker updates its weights.
 
-        Raises WorkerLostError where another worker is gone, with all variables as they were before the step, and
-        WorkersDifferError where one has other weights than the chief.
+        Raises WorkerLostError if another worker is gone, with all variables as they were before the step, and
+        WorkersDifferError if one has other weights than the chief.
         """
         config = self.config
         self.optimizer.learning_rate.assign(learning_rate)
@@ -96,7 +96,7 @@ class Learner:
             before_exchange()
             begin = time.perf_counter()
             try:
-                losses, dice, notes = self._exchanged(losses, dice, own)
+                losses, dice, notes = self._summed(losses, dice, own)
             except WorkerLostError:
                 for moving, value in zip(self.model.non_trainable_variables, before):
                     moving.assign(value)
@@ -116,21 +116,21 @@ class Learner:
 
     @property
     def largest_bytes(self) -> int:
-        """Of the largest of `arrays()`: the memory of a save, which writes one after another."""
+        """Bytes of the largest of `arrays()`: the memory of a save, which writes one after another."""
         return max(v.dtype.size * v.shape.num_elements() for v in self.named_variables().values())
 
     @property
     def parameters(self) -> int:
-        """Trainable ones."""
+        """The number of trainable parameters."""
         return sum(v.shape.num_elements() for v in self.model.trainable_variables)
 
     def restore(self, arrays: Mapping[str, Any]) -> None:
         """Assign `arrays()`, one at a time. Raises InputError for names or shapes of another run."""
         variables, todo = self.named_variables(), "it belongs to another run"
-        others = ", ".join(sorted(set(arrays) ^ set(variables))[:3])
-        if others:
-            rule = f"checkpoint must hold this run's {len(variables)} variables"
-            raise InputError(f"{rule}, got others at {others}; {todo}")
+        differing = sorted(set(arrays) ^ set(variables))[:3]
+        if differing:
+            got = ", ".join(f"{'no' if name in variables else 'unknown'} {name}" for name in differing)
+            raise InputError(f"checkpoint must hold this run's {len(variables)} variables, got {got}; {todo}")
         for name, variable in variables.items():
             array, shape = arrays[name], tuple(variable.shape)
             if tuple(array.shape) != shape:
@@ -138,7 +138,7 @@ class Learner:
             variable.assign(array)
 
     def weights(self) -> Dict[str, tf.Tensor]:
-        """The network's weights alone, averaged where the run averages: what prediction needs. As `arrays()`."""
+        """The network's weights alone, averaged if the run averages, for prediction. As `arrays()`."""
         averaged = {id(v): mean for v, mean in zip(self.model.trainable_variables, self._average)}
         names = weight_names(self.model.weights)
         return {name: averaged.get(id(v), v).read_value() for name, v in zip(names, self.model.weights)}
@@ -153,24 +153,25 @@ class Learner:
     def named_variables(self) -> Dict[str, tf.Variable]:
         """Every variable by its name in `arrays()`."""
         groups = {"model": self.model.weights, "optimizer": self.optimizer.variables, "average": self._average}
-        named = {f"{group}/{i:03d}": v for group, found in groups.items() for i, v in enumerate(found)}
+        named = {f"{group}/{i:03d}": v for group, members in groups.items() for i, v in enumerate(members)}
         return {**named, "updates": self._updates}
 
     # --- Workers ---
 
-    def _exchanged(self, losses: np.ndarray, dice: np.ndarray, note: float) -> Tuple[np.ndarray, ...]:
-        """Sum everything over the workers, in one vector; what only one of them knows is 0 on the others."""
+    def _summed(self, losses: np.ndarray, dice: np.ndarray, note: float) -> Tuple[np.ndarray, ...]:
+        """Losses, Dice and notes, summed over the workers together with the gradients, which `_take` puts in place."""
         notes, prints = np.zeros((2, self._exchange.count), np.float32)
         notes[self._exchange.rank] = note
         known = np.concatenate([losses, dice.ravel(), notes, prints])
         total = self._exchange.sum(self._pack(known, self._exchange.rank - self._exchange.count))
         sizes = np.cumsum([losses.size, dice.size, notes.size])
         losses, dice, notes, prints = np.split(total[-len(known) :].numpy(), sizes)
-        others = ", ".join(f"worker {rank}" for rank in np.flatnonzero(prints != prints[0]))
-        if others:
+        differing = np.flatnonzero(prints != prints[0])
+        if differing.size:
+            got = ", ".join(f"{prints[rank]:.0f} on worker {rank}" for rank in (0, *differing))
             raise WorkersDifferError(
-                f"weights must be the same on all workers, got others on {others} than on the chief; take out the host "
-                "that computes wrong, then the same command continues from the last checkpoint"
+                f"weights must be the same on all workers, got fingerprints {got}; take out the host that computes "
+                "wrong, then the same command continues from the last checkpoint"
             )
         self._take(total)
         return losses, dice.reshape(self.config.batch, -1), notes
@@ -178,7 +179,7 @@ class Learner:
     # --- Traced ---
 
     def _packed(self, known, place):
-        """(n,) float32: gradients, moving statistics and what is `known`, with the weights' fingerprint at `place`."""
+        """(n,) float32: gradients, moving statistics and `known`, with the weights' fingerprint at `place`."""
         fingerprint = _fingerprint(self.model.trainable_variables)
         known = tf.tensor_scatter_nd_update(known, [[tf.size(known) + place]], [fingerprint])
         shares = [moving / self._exchange.count for moving in self.model.non_trainable_variables]
@@ -194,7 +195,7 @@ class Learner:
 
     def _train(self, image, target):
         loss, dice, gradients = self._gradients(image, target)
-        # It reads whether all gradients are finite. Stock TensorFlow does that last unless told, and keeps them for it.
+        # The loss shows whether all gradients are finite. By itself TensorFlow reads that last, and keeps them for it.
         with tf.control_dependencies([loss]):
             self._update(gradients)
         return loss, dice
@@ -230,22 +231,12 @@ class Learner:
 
 
 def _fingerprint(weights: Sequence[tf.Variable]) -> tf.Tensor:
-    """24 bits of all the weights' bits, as a float32. Integers: their sum is the same for any number of threads."""
+    """A fingerprint of 24 bits, as a float32. Of integers: their sum is the same for any number of threads."""
     total = tf.constant(0, tf.int32)
     for weight in weights:
         total = 31 * total + tf.reduce_sum(tf.bitcast(tf.convert_to_tensor(weight), tf.int32))
     mixed = tf.bitwise.bitwise_xor(total, tf.bitwise.right_shift(total, 16))
     return tf.cast(tf.bitwise.bitwise_and(mixed, 0xFFFFFF), tf.float32)
-
-
-def optimizer_of(config: RunConfig) -> tf.keras.optimizers.Optimizer:
-    """A new optimizer, as the run's settings say."""
-    rate = config.peak_rate
-    return {
-        "muon": lambda: Muon(rate, config.adam_rate / rate),
-        "adam": lambda: Adam(rate),
-        "sgd": lambda: Sgd(rate, momentum=0.99),
-    }[config.optimizer]()
 
 
 def finest(logits) -> tf.Tensor:
@@ -254,5 +245,5 @@ def finest(logits) -> tf.Tensor:
 
 
 def weight_names(weights: Sequence[tf.Variable]) -> List[str]:
-    """What a checkpoint calls a network's weights, in Keras' order."""
+    """The names of a network's weights in a checkpoint, in Keras' order."""
     return [f"model/{index:03d}" for index in range(len(weights))]

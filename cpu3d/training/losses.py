@@ -1,4 +1,4 @@
-"""The training loss, soft Dice and cross-entropy by region, float32 whatever the network computes in; and hard Dice.
+"""The training loss, soft Dice and cross-entropy by region, float32 for any dtype of the network; and hard Dice.
 
     model.compile("adam", loss=DiceCrossEntropy(), metrics=[RegionDice(0, name="WT")])
 
@@ -7,7 +7,7 @@ and its validations take the one that TrainingLoss names.
 
 Both take logits, and a target of 0 and 1 of any dtype. With deep supervision each output is compared with every 2nd,
 4th ... voxel of the same target; `loss_weights=head_weights(model.outputs)` (models/supervision.py) makes of their
-losses what `train` minimises.
+losses the one that `train` minimises.
 """
 
 import functools
@@ -30,7 +30,7 @@ class DiceCrossEntropy(tf.keras.losses.Loss):
     Dice has no slope where probabilities are close to 0 or 1, so it neither finds a small region that is predicted
     nowhere nor takes away an island that is predicted with certainty; and a mean of the cross-entropy over all voxels
     gives both the weight of their share of the volume. Here each voxel of a region counts by its error |p - t|, divided
-    by the sum of these errors: d loss / d z is HARD |p - t| (p - t) / sum |p - t|, whatever the region's size.
+    by the sum of these errors: d loss / d z is HARD |p - t| (p - t) / sum |p - t|, for any size of the region.
 
     As |p - t| (p - t) is the slope of a voxel's cross-entropy less its error, the term is (sum of cross-entropies - sum
     of errors) / sum of errors, the divisor taken as constant, and needs no map of its own.
@@ -59,9 +59,9 @@ class DiceCrossEntropy(tf.keras.losses.Loss):
         return of_samples(y_pred)[:, 0]
 
     def sums(self, t, z, regions: int):
-        """Of each region of a piece, (n, R, 4): cross-entropy, overlap, predicted, true; and the probabilities."""
+        """Sums of each region of a piece, (n, R, 4): cross-entropy, overlap, predicted, true; and the probabilities."""
         cross_entropy = _per_region(tf.nn.softplus(z), regions) - _per_region(z * t, regions)
-        # In this order the sigmoid can lie where z lay, and no more than four maps live at a time.
+        # In this order the sigmoid can take the memory of z, and no more than four maps live at a time.
         with tf.control_dependencies([cross_entropy]):
             p = tf.sigmoid(z)
         return tf.stack([cross_entropy, *(_per_region(m, regions) for m in (p * t, p, t))], -1), p
@@ -89,7 +89,7 @@ class DiceCrossEntropy(tf.keras.losses.Loss):
 
 tf.keras.utils.get_custom_objects()["dice_cross_entropy"] = DiceCrossEntropy  # compile(loss="dice_cross_entropy")
 
-TrainingLoss = DiceCrossEntropy  # what `train` minimises and its validations report
+TrainingLoss = DiceCrossEntropy  # which `train` minimises and its validations report
 
 
 @tf.keras.utils.register_keras_serializable("cpu3d")
@@ -101,13 +101,11 @@ class RegionDice(tf.keras.metrics.Mean):
         self.region = region
 
     def update_state(self, y_true, y_pred, sample_weight=None):
-        """As `DiceCrossEntropy.call`."""
+        """Add the Dice of cases; arguments as of `DiceCrossEntropy.call`."""
         y_pred = tf.convert_to_tensor(y_pred)
         dice = hard_dice(hard_dice_counts(_on_grid_of(y_pred, y_true), y_pred))
         if self.region is not None and not 0 <= self.region < dice.shape[1]:
-            raise ValueError(
-                f"region must be at least 0 and less than {dice.shape[1]}, got {self.region}; give an index"
-            )
+            raise ValueError(f"region must be at least 0, below {dice.shape[1]}, got {self.region}; give an index")
         dice = tf.reduce_mean(dice, 1) if self.region is None else dice[:, self.region]
         return super().update_state(dice, sample_weight)
 
@@ -138,7 +136,7 @@ def hard_dice_counts(target, logits) -> tf.Tensor:
 
 
 def _on_grid_of(logits, target):
-    """The target, thinned. Raises ValueError where it is no map of as many regions on that grid or a multiple of it."""
+    """The target, thinned. Raises ValueError if it is no map of as many regions on that grid or a multiple of it."""
     target = tf.convert_to_tensor(target)
     if target.shape.rank is None or None in target.shape[1:]:
         target = tf.ensure_shape(target, logits.shape)

@@ -1,8 +1,8 @@
 """Muon, whose update of a kernel is its momentum made orthogonal (Jordan 2024, "Muon: an optimizer for hidden layers in
 neural networks"); Adam and SGD in Keras' form, update by update.
 
-With all singular values made equal, directions that few voxels speak for, such as a small lesion's, move as far as
-those that all speak for. docs/log.md has what that saves in steps.
+All singular values become equal, so directions that few voxels support, such as a small lesion's, move as far as
+those that all voxels support. docs/log.md has the steps that this saves.
 """
 
 import math
@@ -10,14 +10,16 @@ from typing import Any, Callable, Optional, Tuple
 
 import tensorflow as tf
 
+from cpu3d.settings import RunConfig
+
 # Jordan's polynomial: a x + b x^3 + c x^5 takes singular values of 0.01 to 1 into 0.7 to 1.2 in five times.
 ITERATION, TIMES = (3.4445, -4.7750, 2.0315), 5
 
 
 class InOrder(tf.keras.optimizers.Optimizer):
-    """Put in front of one of Keras' own: each update waits for the one before. In any other order where small tensors
-    are in memory, and whether a large one fits between them, would depend on timing. On a card Keras would compile each
-    update as a graph of its own, which could not wait."""
+    """A base beside one of Keras' own optimizers: each update waits for the one before. In any other order the places
+    of small tensors, and whether a large one fits between them, would depend on timing. On a card Keras would compile
+    each update as a graph of its own, which could not wait."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **{"jit_compile": False, **options})
@@ -27,24 +29,24 @@ class InOrder(tf.keras.optimizers.Optimizer):
         try:
             return super().apply_gradients(*arguments, **options)
         finally:
-            self._before, self._shared = [], {}  # what is left in them would be saved with a model
+            self._before, self._shared = [], {}  # tensors left in them would be saved with a model
 
     def update_step(self, gradient, variable) -> None:
         with tf.control_dependencies(self._before):
             self._before = [self.change(gradient, variable)]
 
     def change(self, gradient, variable):
-        """Update one variable; returns what the next one waits for."""
+        """Update a variable; returns the tensor that the next update waits for."""
         super().update_step(gradient, variable)
         return variable.read_value()
 
 
 class Adam(InOrder, tf.keras.optimizers.Adam):
-    """Keras' own, in order."""
+    """Keras' own Adam, in order."""
 
 
 class Sgd(InOrder, tf.keras.optimizers.SGD):
-    """Nesterov's momentum, in place: a new one, as Keras makes it, would lie elsewhere after every step."""
+    """Nesterov's momentum, in place: a new one, as Keras makes it, would be elsewhere after every step."""
 
     def change(self, gradient, variable):
         mean = self.momentums[self._index_dict[self._var_key(variable)]]
@@ -57,10 +59,10 @@ class Sgd(InOrder, tf.keras.optimizers.SGD):
 class Muon(InOrder):
     """Muon for kernels of more than one voxel, Adam (Kingma 2015) for norms, biases and 1x1x1 kernels.
 
-    One float32 slot a kernel, two for what Adam has.
+    One float32 slot a kernel, two for each variable of Adam's.
 
     An update's length does not depend on that of the gradient, so one fixed rate serves every loss and data set. Adam's
-    part has a rate of its own: at a third of it the head and the norms learn too slowly, whatever the kernels do.
+    part has a rate of its own: at a third of it the head and the norms learn too slowly, at any rate of the kernels.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class Muon(InOrder):
     def _muon(self, index: int, gradient):
         mean, dtype = self._means[index], gradient.dtype
         rate = self._once("kernels' rate", lambda: tf.cast(self.learning_rate, dtype))
-        # Added to where it lies: a new mean in the place of the old one would lie elsewhere after every step.
+        # Added to in place: a new mean instead of the old one would be elsewhere after every step.
         mean = mean.assign_add(gradient - self._constant(1 - self.momentum, dtype) * mean)
         ahead = gradient + self._constant(self.momentum, dtype) * mean
         side = min(matrix_shape(gradient.shape))
@@ -117,7 +119,7 @@ class Muon(InOrder):
         return rate * mean / (tf.sqrt(square) + self._constant(self.epsilon, dtype))
 
     def _adam_rate(self, dtype):
-        """Corrected for means that begin at 0."""
+        """Adam's rate, corrected for means that begin at 0."""
         step = tf.cast(self.iterations + 1, dtype)
         corrected = tf.sqrt(1 - tf.pow(self.beta_2, step)) / (1 - tf.pow(self.beta_1, step))
         return tf.cast(self.learning_rate, dtype) * self.adam_scale * corrected
@@ -126,11 +128,21 @@ class Muon(InOrder):
         return self._once(f"{value}", lambda: tf.constant(value, dtype))
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
-        """What the updates of a step share, made once. It waits for none of them."""
+        """A tensor that the updates of a step share, made once. It waits for none of them."""
         if name not in self._shared:
             with tf.control_dependencies(None):
                 self._shared[name] = make()
         return self._shared[name]
+
+
+def optimizer_of(config: RunConfig) -> tf.keras.optimizers.Optimizer:
+    """A new optimizer with the settings of a run; its facts are in `memory_estimator.job.OPTIMIZERS`."""
+    rate = config.peak_rate
+    return {
+        "muon": lambda: Muon(rate, config.adam_rate / rate),
+        "adam": lambda: Adam(rate),
+        "sgd": lambda: Sgd(rate, momentum=0.99),
+    }[config.optimizer]()
 
 
 def is_orthogonal(shape: Tuple[int, ...]) -> bool:
@@ -144,7 +156,7 @@ def matrix_shape(shape: Tuple[int, ...]) -> Tuple[int, int]:
 
 
 def first_terms(side: int, dtype) -> Tuple[tf.Tensor, tf.Tensor]:
-    """What the polynomial of a `side` x `side` matrix adds to, for all kernels of that side.
+    """The terms that the polynomial of a `side` x `side` matrix is added to, for all kernels of that side.
 
     Operations: a constant would be part of the graph, and each of TensorFlow's passes over it keeps a copy, outside the
     allocator.
@@ -156,13 +168,13 @@ def first_terms(side: int, dtype) -> Tuple[tf.Tensor, tf.Tensor]:
 
 def orthogonal(kernel, terms: Optional[Tuple[tf.Tensor, tf.Tensor]] = None):
     """The orthogonal matrix nearest to a kernel (..., A, B) as a matrix of B columns, roughly, in the kernel's shape:
-    singular values of 0.7 to 1.2, times the root of its rows over its columns where that is more than 1. `terms` are
+    singular values of 0.7 to 1.2, times the root of its rows over its columns if that is more than 1. `terms` are
     `first_terms` of the smaller side.
 
     A kernel's rows are its voxels times its inputs, A. Jordan's scale is the root of columns over rows: a decoder's
     first convolution, which has twice the rows, then learns more slowly than the others (docs/log.md).
 
-    Newton and Schulz' iteration X <- X (a + b G + c G^2) with G = X'X. What X is multiplied with depends on G alone, so
+    Newton and Schulz' iteration X <- X (a + b G + c G^2) with G = X'X. The factor of X depends on G alone, so
     only that is iterated, B x B in size, times the root of c, and X, which has many more rows, is multiplied once.
     """
     rows, columns = matrix_shape(kernel.shape)
@@ -177,5 +189,5 @@ def orthogonal(kernel, terms: Optional[Tuple[tf.Tensor, tf.Tensor]] = None):
         product = factor if product is None else tf.matmul(product, factor)
         if time < TIMES - 1:
             gram = tf.matmul(tf.matmul(factor, gram), factor)
-    found = tf.matmul(product, matrix) if wide else tf.matmul(matrix, product)
-    return tf.reshape(found * (tf.math.rsqrt(square) * math.sqrt(max(1.0, rows / columns))), kernel.shape)
+    nearest = tf.matmul(product, matrix) if wide else tf.matmul(matrix, product)
+    return tf.reshape(nearest * (tf.math.rsqrt(square) * math.sqrt(max(1.0, rows / columns))), kernel.shape)

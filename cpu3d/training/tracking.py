@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, Mapping, Sequence, Union
 
 from cpu3d.errors import InputError
-from cpu3d.run.config import flat
+from cpu3d.run.config import settings_by_name
 from cpu3d.run.log import FINISHED, read_events
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_json
@@ -39,11 +39,10 @@ Track = Callable[[Mapping[str, Any]], None]
 
 
 def require_mlflow() -> None:
-    """Raises InputError where its client is not installed."""
+    """Raise InputError if its client is not installed."""
     if importlib.util.find_spec("mlflow") is None:
-        raise InputError(
-            f"mlflow must be installed for --mlflow, got none; {how_to_install('mlflow')}, or leave it out"
-        )
+        todo = f"{how_to_install('mlflow')}, or leave it out"
+        raise InputError(f"mlflow must be installed for --mlflow, got none; {todo}")
 
 
 @contextlib.contextmanager
@@ -75,7 +74,7 @@ def scalars(event: Mapping[str, Any]) -> Dict[str, float]:
 
 def parameters(config: RunConfig) -> Dict[str, Union[str, float, bool]]:
     """The settings of a run by name; a tuple as its elements with spaces between. Empty ones are left out."""
-    named = {name: value for name, value in flat(config).items() if name not in DERIVED}
+    named = {name: value for name, value in settings_by_name(config).items() if name not in DERIVED}
     named = {k: " ".join(map(str, v)) if isinstance(v, (tuple, list)) else v for k, v in named.items()}
     return {k: v if isinstance(v, (bool, int, float)) else str(v) for k, v in named.items() if v not in ("", None)}
 
@@ -103,7 +102,7 @@ class _TensorBoard:
 
 
 class _Mlflow:
-    """One run in MLflow for all attempts of a run: run/mlflow.json has its id, and nothing of the URI."""
+    """A run in MLflow for all attempts of a run: run/mlflow.json has its id, and nothing of the URI."""
 
     def __init__(self, run: Path, config: RunConfig, uri: str):
         # Short timeouts for the thread below; no telemetry.
@@ -133,7 +132,7 @@ class _Mlflow:
     def _give_up(self, why: str) -> None:
         if not self._given_up:
             self._given_up = True
-            again = "the training continues; a later call with --mlflow sends what is missing"
+            again = "the training continues; a later call with --mlflow sends the missing steps"
             say(f"warning: nothing more is sent to MLflow: {without_passwords(why)}; {again}")
 
     def _work(self) -> None:
@@ -146,48 +145,48 @@ class _Mlflow:
         from mlflow.tracking import MlflowClient
 
         client = MlflowClient(self._uri)
-        found = self._open(client)
+        run_id = self._open(client)
         # Restarts repeat steps, with equal numbers. The log has the steps that earlier attempts could not send.
         sent = {
-            group: max((one.step for one in client.get_metric_history(found, f"{group}/loss")), default=-1)
+            group: max((metric.step for metric in client.get_metric_history(run_id, f"{group}/loss")), default=-1)
             for group in SCALARS
         }
-        self._send(client, found, read_events(self._run), sent)
+        self._send(client, run_id, read_events(self._run), sent)
         for event in iter(self._events.get, None):
-            self._send(client, found, [event], sent)
+            self._send(client, run_id, [event], sent)
         for name in FILES:
             if (self._run / name).is_file():
-                client.log_artifact(found, str(self._run / name))
+                client.log_artifact(run_id, str(self._run / name))
         last = (read_events(self._run) or [{}])[-1]
         status = "FINISHED" if last.get("reason") in FINISHED else "KILLED" if last.get("event") == "end" else "FAILED"
-        client.set_terminated(found, status)
+        client.set_terminated(run_id, status)
 
     def _open(self, client: Any) -> str:
         """The id of the run in MLflow: that of earlier attempts, else a new one."""
         from mlflow.entities import Param
         from mlflow.exceptions import MlflowException
 
-        noted, found = self._run / "mlflow.json", None
+        noted, run = self._run / "mlflow.json", None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no file, or a damaged one
             try:
-                found = client.get_run(read_json(noted)["run_id"])
-                client.update_run(found.info.run_id, status="RUNNING")
+                run = client.get_run(read_json(noted)["run_id"])
+                client.update_run(run.info.run_id, status="RUNNING")
             except MlflowException as error:
-                found = None
+                run = None
                 if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):  # of another server
                     raise
-        if found is None:
+        if run is None:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "cpu3d")
             experiment = client.get_experiment_by_name(name)
             place = experiment.experiment_id if experiment else client.create_experiment(name)
-            found = client.create_run(place, run_name=self._run.resolve().name, tags={"cpu3d.version": VERSION})
-            write_json(noted, {"run_id": found.info.run_id})
+            run = client.create_run(place, run_name=self._run.resolve().name, tags={"cpu3d.version": VERSION})
+            write_json(noted, {"run_id": run.info.run_id})
         # A parameter in MLflow cannot change; of an extended run config.json has the present ones.
-        new = {name: str(value) for name, value in parameters(self._config).items() if name not in found.data.params}
-        client.log_batch(found.info.run_id, params=[Param(name, value) for name, value in new.items()])
-        return found.info.run_id
+        new = {name: str(value) for name, value in parameters(self._config).items() if name not in run.data.params}
+        client.log_batch(run.info.run_id, params=[Param(name, value) for name, value in new.items()])
+        return run.info.run_id
 
-    def _send(self, client: Any, found: str, events: Sequence[Mapping[str, Any]], sent: Dict[str, int]) -> None:
+    def _send(self, client: Any, run_id: str, events: Sequence[Mapping[str, Any]], sent: Dict[str, int]) -> None:
         """Send the numbers of events that are newer than those in `sent`, and update it."""
         from mlflow.entities import Metric
 
@@ -196,8 +195,8 @@ class _Mlflow:
             named = scalars(event)
             if named and event["step"] > sent[event["event"]]:
                 sent[event["event"]] = event["step"]
-                # The loss last: where MLflow has it, it has all of the event.
-                each = reversed(list(named.items()))
-                metrics += [Metric(name, float(value), now, event["step"]) for name, value in each]
+                # The loss last: if MLflow has it, it has all of the event.
+                loss_last = reversed(list(named.items()))
+                metrics += [Metric(name, float(value), now, event["step"]) for name, value in loss_last]
         for first in range(0, len(metrics), MOST_METRICS):
-            client.log_batch(found, metrics=metrics[first : first + MOST_METRICS])
+            client.log_batch(run_id, metrics=metrics[first : first + MOST_METRICS])

@@ -6,7 +6,7 @@
     ./run.sh train --store store --run runs/fold-2 --fold 2/5
 
 The same command continues an interrupted run; a larger --epochs, or --steps, extends a finished run. `launch` starts
-several processes that train one run together. Where TF_CONFIG is set, as by Kubernetes, this process is one of them.
+several processes that train one run together. If TF_CONFIG is set, as by Kubernetes, this process is one of them.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ from cpu3d.errors import InputError
 from cpu3d.host.apply import engine_name, in_force, set_up
 from cpu3d.host.gpu import HostGpus, fits_memory
 from cpu3d.host.memory import reserve
-from cpu3d.host.speed import Observer, is_own
-from cpu3d.host.thread_plan import describe, share_of
+from cpu3d.host.speed import Observer, computes_as_predicted
+from cpu3d.host.thread_plan import describe, host_share
 from cpu3d.plan import Plan, check_fits, make_plan, save_plan
 from cpu3d.run.checkpoint import BEST, checkpoints
 from cpu3d.run.config import load_config, save_config
@@ -56,10 +56,10 @@ def train(
     mlflow: str = "",
 ) -> RunConfig:
     """Train, or continue, the run in `run_folder` on the store in `store_folder`; returns the run's configuration.
-    Where the environment names other workers (`cluster.read_cluster`) this is one of them. All must be called alike.
+    If the environment names other workers (`cluster.read_cluster`) this is one of them; all need the same arguments.
 
-    Before anything is written it raises InputError and, unless `force`, DoesNotFitError; then, each once what is good
-    is saved, Interrupted after SIGINT and SIGTERM, DivergedError, MemoryRunsOutError and WorkerLostError.
+    Before anything is written it raises InputError and, unless `force`, DoesNotFitError; then, each once the good
+    steps are saved, Interrupted after SIGINT and SIGTERM, DivergedError, MemoryRunsOutError and WorkerLostError.
     """
     if mlflow:
         require_mlflow()
@@ -81,13 +81,13 @@ def train(
 
 
 class _Attempt:
-    """One call of `train`, by one worker of a run, in four steps."""
+    """A call of `train`, by one worker of a run, in four steps."""
 
     def __init__(self, store_folder: Path, folder: Path, settings: Dict[str, Any], force: bool, mlflow: str):
         self.folder, self.settings, self.force, self.mlflow = folder, settings, force, mlflow
         self.cluster = read_cluster(os.environ)
         self.store = open_store(store_folder)
-        self.host = share_of(read_host(), len(self.cluster.local_ranks))
+        self.host = host_share(read_host(), len(self.cluster.local_ranks))
         self.gpus = HostGpus()
         self.engine, self.device = left_open(settings.get("engine")), "cpu"
         self.plan: Optional[Plan] = None  # of a worker that is not the chief, once it has joined
@@ -147,8 +147,8 @@ class _Attempt:
             stall_minutes=fit.config.stall_minutes,
         )
         if fit.has_open_length:
-            whole, each = fit.steps, ", then ".join(map(format_seconds, fit.fit_budget()))
-            length = f"{fit.steps} of {whole} steps, {fit.config.coarse_steps} of them coarse, {each} a step"
+            whole, step_s = fit.steps, ", then ".join(map(format_seconds, fit.fit_budget()))
+            length = f"{fit.steps} of {whole} steps, {fit.config.coarse_steps} of them coarse, {step_s} a step"
             say(f"budget of {fit.config.budget_minutes:g} min: {length}; --epochs {fit.config.epochs} takes all")
             self._save(fit.config)  # a restart keeps this length
         guard.now.steps = fit.steps
@@ -186,8 +186,8 @@ def _lock_of_chief(cluster: Cluster, run_folder: Path) -> Iterator[None]:
 
 
 def _observer(plan: Plan, host: Host, cluster: Cluster) -> Optional[Observer]:
-    """Of the chief's steps on a CPU, where they are computed as predicted."""
-    if not cluster.is_chief or plan.forecast is None or not is_own():
+    """An observer of the chief's steps on a CPU; None if they are not computed as predicted."""
+    if not cluster.is_chief or plan.forecast is None or not computes_as_predicted():
         return None
     config, job = plan.config, plan.forecast.full.job
     own = {"batch": config.batch // cluster.workers, "micro_batch": config.micro, "averaged": False}

@@ -17,7 +17,7 @@ from models.supervision import supervise
 
 @dataclass(frozen=True)
 class Validation:
-    """Of one moment of a run, means over the cases."""
+    """The scores at one moment of a run, means over the cases."""
 
     loss: float
     dice: np.ndarray  # (R,) hard Dice
@@ -30,11 +30,11 @@ def validate(
     phase: Callable[[str], None] = lambda name: None,
     wish: Callable[[], int] = lambda: 0,
 ) -> Tuple[Optional[Validation], int]:
-    """Score all held-out cases, with the averaged weights where the run averages; returns the scores, and what stops
-    the run, 0 for nothing, the same on all workers.
+    """Score all held-out cases, with the averaged weights if the run averages; returns the scores, and why the run
+    must stop, 0 for nothing, the same on all workers.
 
-    `phase` is called for each volume, `wish` returns what should stop the run. A single worker then stops between two
-    volumes, without scores; several finish. Raises WorkerLostError where another worker is gone.
+    `phase` is called for each volume, `wish` returns why the run should stop. A single worker then stops between two
+    volumes, without scores; several finish. Raises WorkerLostError if another worker is gone.
     """
     count, regions = feeds.held_out, feeds.config.unet.outputs
     rows = np.zeros((count, 1 + regions), np.float32 if exchange.count > 1 else np.float64)
@@ -66,7 +66,7 @@ def validate(
 
 
 def _whole_logits(feeds: Feeds, logits_of: Callable[[tf.Tensor], tf.Tensor], image: tf.Tensor) -> tf.Tensor:
-    """Logits (1, X, Y, Z, R) of a whole volume at its own resolution, whatever the network sees at a time."""
+    """Logits (1, X, Y, Z, R) of a whole volume at its own resolution, by whole volumes or windows."""
     if feeds.config.is_patch:
         return sliding_window(logits_of, image, feeds.config.grid)[None]
     if feeds.resizing:

@@ -34,7 +34,7 @@ FLOOR_BYTES, HIGHEST_FLOOR_BYTES = 64 * 2**20, 2**30
 
 
 class Room(NamedTuple):
-    """What a limit leaves free. Pages of files, of a mapped store too, count as free: the kernel drops them."""
+    """The room that a limit leaves. Pages of files, of a mapped store too, count as free: the kernel drops them."""
 
     free_bytes: int
     total_bytes: int
@@ -48,7 +48,7 @@ class Room(NamedTuple):
 class Sample(NamedTuple):
     """A process's memory and what its limits leave, at one moment."""
 
-    rooms: Dict[str, Room]  # by limit: that of the machine always, that of a cgroup where set
+    rooms: Dict[str, Room]  # by limit: that of the machine always, that of a cgroup if set
     own_bytes: int = 0  # the process's own data, in memory or swapped out
     file_bytes: int = 0  # mapped pages of files: libraries, a store
     swapped_bytes: int = 0
@@ -107,7 +107,7 @@ class MemoryFloor:
 
 # --- The watch ---
 
-SAMPLE_EVERY_S, SAMPLE_SOON_S = 0.5, 0.05  # between two samples; the second where less than eight floors are free
+SAMPLE_EVERY_S, SAMPLE_SOON_S = 0.5, 0.05  # between two samples; the second if less than eight floors are free
 
 LONGER_THAN_BEFORE, FIRST_TIME, WHILE_OTHERS_WORK = 10, 4, 1.5
 """A process hangs when no progress is noted for longer than `stall_minutes` and than 10 times the longest silence so
@@ -156,7 +156,7 @@ class Guard:
             thread.join(LAST_WORDS_S)  # one that a file system holds is left behind; it is a daemon
 
     def phase(self, name: str, step: Optional[int] = None) -> None:
-        """Note what begins now, such as "computing", and the steps done. Every call, of microseconds, is progress."""
+        """Note a phase that begins, such as "computing", and the steps done. Each call counts as progress."""
         now = self.now
         if now.phase != "starting":
             self._seen.add(now.phase)
@@ -167,7 +167,7 @@ class Guard:
         now.phase, now.step = name, now.step if step is None else step
 
     def plan(self, *, step: int = 0, steps: int = 0, stall_minutes: float = 15.0, **limits: Any) -> None:
-        """Set what is known of the run; with 0 `stall_minutes` nothing hangs. `limits` are MemoryFloor's."""
+        """Set the facts of the run; with 0 `stall_minutes` nothing counts as hanging. `limits` are MemoryFloor's."""
         self.now.step, self.now.steps, self.now.bound_bytes = step, steps, limits.get("bound_bytes")
         self._stall_s, self._floor = 60 * stall_minutes, MemoryFloor(**limits)
         self._changed.set()
@@ -191,7 +191,7 @@ class Guard:
         self._changed.set()
 
     def allowed_s(self, phase: str) -> float:
-        """How long `phase` may take without progress."""
+        """Seconds that `phase` may take without progress."""
         longest_s = LONGER_THAN_BEFORE * self._longest_s
         if phase in WAITING_PHASES:  # the phases of the others are taken to be as long as those here
             return WHILE_OTHERS_WORK * max(FIRST_TIME * self._stall_s, longest_s)
@@ -226,7 +226,7 @@ class Guard:
             try:
                 self.look()
             except Exception as error:  # a fault of the watch must not end a run of days
-                self._say_once("watch", f"warning: memory and stalls cannot be watched, {error!r}; the run goes on")
+                self._say_once("watch", f"warning: memory and stalls cannot be watched, {error!r}; the run continues")
 
     def _beat(self) -> None:
         done = False
@@ -246,9 +246,9 @@ class Guard:
 
     def _stall(self, silent_s: float) -> None:
         now = self.now
-        who = f"worker {now.rank} of {now.workers}" if now.workers > 1 else "the run"
+        name = f"worker {now.rank} of {now.workers}" if now.workers > 1 else "the run"
         now.stalled = (
-            f"{who} must make progress within {format_seconds(self.allowed_s(now.phase))}, got none for "
+            f"{name} must make progress within {format_seconds(self.allowed_s(now.phase))}, got none for "
             f"{format_seconds(silent_s)}, {now.phase}; look at the stacks in its log, and whether file systems and "
             "other workers answer. The same command continues from the last checkpoint"
         )
@@ -257,7 +257,7 @@ class Guard:
         self._end_at_once(now.stalled, WorkerLostError.exit_code)
 
     def _end_at_once(self, why: str, exit_code: int) -> None:
-        """Print and note why, and end the process, even where the console or the file hangs."""
+        """Print and note why, and end the process, even if the console or the file hangs."""
         self.now.reason, self.now.exit_code = why, exit_code
         step = self.now.checkpoint_step
         line = f"error: {why}{'' if step is None else f'; the checkpoint of step {step} is good'}; ending at once"

@@ -18,23 +18,25 @@ NEW, OLD = f".new{PARTIAL}", f".old{PARTIAL}"  # folders of `replace_files`
 
 
 @contextlib.contextmanager
-def atomic_write(path: Union[str, Path], mode: str = "wb") -> Iterator[IO[Any]]:
-    """Yield a temporary file, `.NAME.*` and PARTIAL, beside `path`; on success flush it to the disk and rename it onto
-    `path`. On any error, Ctrl-C and a full disk among them, it is removed; a killed process can leave it behind."""
+def atomic_write(path: Union[str, Path], mode: str = "wb", flush: bool = True) -> Iterator[IO[Any]]:
+    """Yield a temporary file, `.NAME.*` and PARTIAL, beside `path`; on success `flush` it to the disk and rename it
+    onto `path`. On any error, Ctrl-C and a full disk too, it is removed; a killed process can leave it behind."""
     path = Path(path)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
         with partial.open(mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if flush:
+                os.fsync(file.fileno())
         partial.replace(path)
     except BaseException as error:
         partial.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(path)  # a failed write knows only its handle; its reader wants the name
         raise
-    sync_folder(path.parent)
+    if flush:
+        sync_folder(path.parent)
 
 
 def write_bytes(path: Union[str, Path], content: bytes) -> None:

@@ -28,7 +28,7 @@ SMALL = {
 
 
 class NumpyLearner:
-    """What a `Fit` asks of a `Learner`, in NumPy: one number a region, which follows the region's share of the voxels.
+    """A `Learner` for `Fit`, in NumPy: one number a region, which follows the region's share of the voxels.
 
     Like the real one it has a state besides its weights, and each step hangs on the volumes that it is given.
     """
@@ -42,11 +42,11 @@ class NumpyLearner:
         weights, momentum = self._arrays["model/000"], self._arrays["optimizer/000"]
         losses, dice, gradient = [], [], np.zeros_like(weights)
         for _ in range(self.config.parts):
-            image, target = (np.asarray(one, np.float64) for one in next(parts))
-            found = target.mean((1, 2, 3)) * (1 + image.mean()) - weights
-            losses.append(np.square(found).mean())
-            dice.extend(found)
-            gradient += found.sum(0) / self.config.batch
+            image, target = (np.asarray(array, np.float64) for array in next(parts))
+            error = target.mean((1, 2, 3)) * (1 + image.mean()) - weights
+            losses.append(np.square(error).mean())
+            dice.extend(error)
+            gradient += error.sum(0) / self.config.batch
         if np.isfinite(losses).all():
             momentum[:] = 0.9 * momentum + gradient
             weights += learning_rate * momentum
@@ -73,8 +73,8 @@ class NumpyLearner:
 
 def shared_learner(config):
     """The network of a run from its initial weights; one that was compiled for an equal run before is taken again."""
-    what = ("unet", "grid", "batch", "micro_batch", "optimizer", "ema", "device")
-    key = repr([getattr(config, name) for name in what])
+    names = ("unet", "grid", "batch", "micro_batch", "optimizer", "ema", "device")
+    key = repr([getattr(config, name) for name in names])
     if key not in _LEARNERS:
         learner = Learner(config)
         _LEARNERS[key] = learner, {name: np.array(array) for name, array in learner.arrays().items()}
@@ -138,18 +138,17 @@ def assert_same_run(run, reference, keep):
     """A finished run is that of `reference` to the bit: log, last checkpoint, best weights. Nothing else is left."""
     log, expected = read_events(run), read_events(reference)
     for kind, names in SAME.items():
-        found, wanted = (
-            [{name: one[name] for name in names} for one in all_ if one["event"] == kind] for all_ in (log, expected)
-        )
-        assert found == wanted
+        logs = ([event for event in events if event["event"] == kind] for events in (log, expected))
+        kept, wanted = ([{name: event[name] for name in names} for event in events] for events in logs)
+        assert kept == wanted
     assert (log[-1]["event"], log[-1]["reason"]) == ("end", "finished")
     for name in ("last", "best"):
-        (arrays, state), (wanted, wanted_state) = (load_checkpoint(weights_file(one, name)) for one in (run, reference))
+        (arrays, state), (wanted, wanted_state) = (load_checkpoint(weights_file(at, name)) for at in (run, reference))
         assert {**state, "trained_s": 0} == {**wanted_state, "trained_s": 0}
         assert sorted(arrays) == sorted(wanted)
         for key, array in arrays.items():
-            one, other = ((a.dtype, a.shape, a.tobytes()) for a in (array, wanted[key]))
-            assert one == other, key
+            bits, other_bits = ((a.dtype, a.shape, a.tobytes()) for a in (array, wanted[key]))
+            assert bits == other_bits, key
     assert newest(run).path == checkpoints(run)[0]
     assert len(checkpoints(run)) <= keep
     assert list((run / "checkpoints").glob(".*.partial")) == []
@@ -162,11 +161,11 @@ def assert_cut_and_continued_is_uninterrupted(store, folder, monkeypatch, steps,
     cut = start(store, folder / "cut", **options)
     step, taken = Fit._train_step, []
 
-    def die(self, *given):
+    def die(self, *arguments):
         if len(taken) == done:
             raise MemoryError
         taken.append(1)
-        return step(self, *given)
+        return step(self, *arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(Fit, "_train_step", die)

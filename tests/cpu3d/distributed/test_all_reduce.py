@@ -1,4 +1,4 @@
-"""The exchange: its sums to the bit, what the chief gives to all, and what is said when a worker is lost."""
+"""The exchange: its sums to the bit, arrays and text of the chief, and the messages when a worker is lost."""
 
 import contextlib
 import os
@@ -45,10 +45,10 @@ def test_alone_the_sum_is_what_is_put_in_and_costs_nothing():
     ],
 )
 def test_an_array_is_the_chief_s_to_the_bit_whatever_the_others_hold(array):
-    for found in together(
+    for received in together(
         3, lambda exchange: array_from_chief(exchange, array if exchange.is_chief else np.zeros_like(array))
     ):
-        assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
+        assert (received.dtype, received.shape, received.tobytes()) == (array.dtype, array.shape, array.tobytes())
 
 
 @pytest.mark.parametrize("text", ["", '{"name": "M\u00fcller"}', "x" * 100001])
@@ -70,7 +70,7 @@ def workers(monkeypatch):
     monkeypatch.setattr(all_reduce, "MEMORY_BYTES", 4096)
 
     def at_once(count, work):
-        def one(rank):
+        def of_rank(rank):
             with contextlib.ExitStack() as stack:
                 cluster = Cluster(tuple(f"127.0.0.1:{1000 + rank}" for rank in range(count)), rank)
                 peers, _ = meet(cluster, 10)
@@ -82,7 +82,7 @@ def workers(monkeypatch):
                     return error
 
         with ThreadPoolExecutor(count) as pool:
-            return list(pool.map(one, range(count)))
+            return list(pool.map(of_rank, range(count)))
 
     return at_once
 
@@ -133,7 +133,7 @@ STOPPED = "Error reported from /job:worker/task:2: Task /job:worker/replica:0/ta
 
 
 @pytest.mark.parametrize(
-    ("said", "rank", "told"),
+    ("text", "rank", "message"),
     [
         (KILLED, 1, "worker 2 (h2:29500) must answer worker 1, got failed to connect to all addresses"),
         (STOPPED, 1, "worker 2 (h2:29500) must answer worker 1, got Error reported from /job:worker/task:2"),
@@ -145,12 +145,12 @@ STOPPED = "Error reported from /job:worker/task:2: Task /job:worker/replica:0/ta
         ("x" * 5000, 1, "all 3 workers must answer worker 1, got xxx"),
     ],
 )
-def test_the_worker_that_is_lost_is_named_with_its_address_and_how(said, rank, told):
-    error = lost_by_message(f"Graph execution error:\n\nCollective ops is aborted by: {said}", Cluster(THREE, rank))
-    if not said.strip("x"):
-        error = lost_by_message(said, Cluster(THREE, rank))
+def test_the_worker_that_is_lost_is_named_with_its_address_and_how(text, rank, message):
+    error = lost_by_message(f"Graph execution error:\n\nCollective ops is aborted by: {text}", Cluster(THREE, rank))
+    if not text.strip("x"):
+        error = lost_by_message(text, Cluster(THREE, rank))
     assert error.exit_code == 6
-    assert str(error).startswith(told)
+    assert str(error).startswith(message)
     assert str(error).endswith("the same command continues from the last checkpoint")
     assert "\n" not in str(error)
     assert len(str(error)) < 400
@@ -195,11 +195,11 @@ def test_three_workers_get_the_same_bits_and_name_the_one_that_is_killed():
             command = [sys.executable, "-c", WORKER]
             workers.append(stack.enter_context(subprocess.Popen(command, env={**environ, **config}, **pipes)))
             stack.callback(workers[-1].kill)
-        said = [worker.stdout.readline().split() for worker in workers]
-        assert said[0][:-1] == ["[0]", "6000.0", "6003.0", "6915.0", "6000.0"]
-        assert said[1] == said[2] == said[0]
+        sums = [worker.stdout.readline().split() for worker in workers]
+        assert sums[0][:-1] == ["[0]", "6000.0", "6003.0", "6915.0", "6000.0"]
+        assert sums[1] == sums[2] == sums[0]
         workers[2].kill()
         errors = [worker.communicate(timeout=60)[1] for worker in workers[:2]]
     assert [worker.returncode for worker in workers[:2]] == [6, 6]
     # Whoever hears of it later may hear first of the one that has ended for it.
-    assert any("error: worker 2 " in one and "must answer worker" in one for one in errors), errors
+    assert any("error: worker 2 " in error and "must answer worker" in error for error in errors), errors

@@ -12,7 +12,7 @@ from cpu3d.distributed.cluster import (
     free_ports,
     from_hosts,
     host_and_port,
-    is_own,
+    is_this_host,
     own_index,
     read_cluster,
     read_slurm,
@@ -34,7 +34,7 @@ def test_without_variables_a_process_is_alone():
 
 
 @pytest.mark.parametrize(
-    ("tasks", "kind", "index", "found", "rank"),
+    ("tasks", "kind", "index", "addresses", "rank"),
     [
         ({"worker": ["a:1", "b:1"]}, "worker", 1, ("a:1", "b:1"), 1),
         ({"worker": ["a:1"]}, "worker", "0", ("a:1",), 0),
@@ -43,23 +43,23 @@ def test_without_variables_a_process_is_alone():
         ({"worker": ["[fe80::1]:29500", "[fe80::2]:29500"]}, "worker", 0, ("[fe80::1]:29500", "[fe80::2]:29500"), 0),
     ],
 )
-def test_tf_config_names_the_workers_and_a_chief_comes_first(tasks, kind, index, found, rank):
+def test_tf_config_names_the_workers_and_a_chief_comes_first(tasks, kind, index, addresses, rank):
     cluster = read_cluster(tf_config(tasks, kind, index, environment="cloud"))
-    assert (cluster.addresses, cluster.rank, cluster.is_chief) == (found, rank, rank == 0)
+    assert (cluster.addresses, cluster.rank, cluster.is_chief) == (addresses, rank, rank == 0)
     assert read_cluster({"TF_CONFIG": cluster.as_tf_config()}) == cluster
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere TensorFlow sums, on one host too")
 @pytest.mark.parametrize(
-    ("found", "shared"),
+    ("workers", "shared"),
     [(["127.0.0.1:1", "127.0.0.1:2"], True), (["A:1", "a:2"], True), (["a:1", "a:2", "b:1"], False)],
 )
-def test_workers_of_one_host_share_memory(found, shared):
-    assert read_cluster(tf_config({"worker": found})).shares_memory is shared
+def test_workers_of_one_host_share_memory(workers, shared):
+    assert read_cluster(tf_config({"worker": workers})).shares_memory is shared
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "message"),
     [
         ({"TF_CONFIG": "{'cluster'"}, "be JSON"),
         ({"TF_CONFIG": '{"cluster": ["a:1"]}'}, "be JSON of a cluster and a task"),
@@ -77,8 +77,8 @@ def test_workers_of_one_host_share_memory(found, shared):
         (tf_config({"worker": ["fe80::1:29500"]}), "must be host:port"),
     ],
 )
-def test_a_cluster_that_is_not_whole_is_refused(environ, said):
-    with pytest.raises(InputError, match=said.replace("[", r"\[")):
+def test_a_cluster_that_is_not_whole_is_refused(environ, message):
+    with pytest.raises(InputError, match=message.replace("[", r"\[")):
         read_cluster(environ)
 
 
@@ -97,27 +97,27 @@ def test_ranks_are_dealt_host_by_host_and_ports_worker_by_worker():
 
 @pytest.mark.parametrize(("hosts", "here"), [(("n1", "n2"), 1), (("n2", "n3"), 0), (("n1", "[fd00::3]", "n2"), 2)])
 def test_this_host_is_the_one_that_a_socket_can_be_bound_to(monkeypatch, hosts, here):
-    monkeypatch.setattr(module, "is_own", lambda host: host == "n2")
+    monkeypatch.setattr(module, "is_this_host", lambda host: host == "n2")
     assert own_index(hosts) == here
 
 
 @pytest.mark.parametrize(
-    ("hosts", "said"),
+    ("hosts", "message"),
     [
         (("n1", "n3"), "once, got none of n1, n3; give --host-index"),
         (("n2", "also-n2"), "got n2 and also-n2"),
-        (("localhost", "n2"), "what the others reach them by, got localhost"),
+        (("localhost", "n2"), "must be names that the other hosts can reach, got localhost"),
         (("n1", "[::1]"), "got"),
     ],
 )
-def test_a_list_that_does_not_tell_is_refused(monkeypatch, hosts, said):
-    monkeypatch.setattr(module, "is_own", lambda host: "n2" in host)
-    with pytest.raises(InputError, match=said):
+def test_a_list_that_does_not_tell_is_refused(monkeypatch, hosts, message):
+    monkeypatch.setattr(module, "is_this_host", lambda host: "n2" in host)
+    with pytest.raises(InputError, match=message):
         own_index(hosts)
 
 
 def test_this_machine_has_addresses_and_free_ports():
-    assert [is_own(host) for host in ("127.0.0.1", "a..b", "192.0.2.1")] == [True, False, False]
+    assert [is_this_host(host) for host in ("127.0.0.1", "a..b", "192.0.2.1")] == [True, False, False]
     ports = free_ports(3)
     assert len(set(ports)) == 3
     assert all(20000 <= port < 32768 for port in ports)
@@ -152,7 +152,7 @@ def test_one_task_a_host_is_the_host_and_ports_are_by_the_job_s_number():
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "message"),
     [
         (srun("n[1-3]", "1(x2)", 0), "one task on each of its hosts"),
         (srun("n[1-2]", "2(x2)", 3), "one task on each of its hosts, in order, got SLURM_PROCID 3 of 2.x2. tasks"),
@@ -164,6 +164,6 @@ def test_one_task_a_host_is_the_host_and_ports_are_by_the_job_s_number():
         (srun("a", "1", 0, SLURM_JOB_ID="12.3"), "must be whole numbers, got .*12.3"),
     ],
 )
-def test_a_step_that_is_not_whole_is_refused(environ, said):
-    with pytest.raises(InputError, match=said):
+def test_a_step_that_is_not_whole_is_refused(environ, message):
+    with pytest.raises(InputError, match=message):
         read_slurm(environ)

@@ -1,4 +1,4 @@
-"""What a launch plans and starts, with a stand-in for the training."""
+"""The plan of a launch and the workers it starts, with a stand-in for the training."""
 
 import functools
 import json
@@ -9,7 +9,7 @@ import pytest
 
 from cpu3d.distributed import launch
 from cpu3d.distributed.cluster import read_cluster
-from cpu3d.distributed.launch import Options, make_plan
+from cpu3d.distributed.launch import Options, place_workers
 from cpu3d.errors import InputError
 from tests.cpu3d.distributed.test_cluster import srun
 from tests.cpu3d.host.hosts import XEON
@@ -22,7 +22,7 @@ slurm = functools.partial(srun, SLURM_STEP_ID="0", SLURM_JOB_ID="1")
 
 
 def plan_of(environ=None, sockets=2, **options):
-    return make_plan(Options(**options), environ or {}, sockets)
+    return place_workers(Options(**options), environ or {}, sockets)
 
 
 TF = {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}})}
@@ -48,16 +48,16 @@ PLANS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "environ", "sockets", "addresses", "ranks", "found"), PLANS)
-def test_the_workers_and_those_that_start_here(options, environ, sockets, addresses, ranks, found):
+@pytest.mark.parametrize(("options", "environ", "sockets", "addresses", "ranks", "origin"), PLANS)
+def test_the_workers_and_those_that_start_here(options, environ, sockets, addresses, ranks, origin):
     plan = plan_of(environ, sockets, **options)
     assert list(plan.cluster.addresses) == addresses
-    assert (tuple(plan.ranks), plan.found) == (ranks, found)
+    assert (tuple(plan.ranks), plan.origin) == (ranks, origin)
     assert plan.cluster.rank == ranks[0]
     for rank in ranks:
-        told = plan.environ_of(rank, {**TF, "HOME": "/"})
-        assert read_cluster({"TF_CONFIG": told.pop("TF_CONFIG")}) == plan.cluster.of_rank(rank)
-        assert told == {"HOME": "/"}
+        variables = plan.environ_of(rank, {**TF, "HOME": "/"})
+        assert read_cluster({"TF_CONFIG": variables.pop("TF_CONFIG")}) == plan.cluster.of_rank(rank)
+        assert variables == {"HOME": "/"}
 
 
 def test_one_worker_is_alone_and_workers_of_this_host_have_ports_of_their_own():
@@ -70,14 +70,14 @@ def test_one_worker_is_alone_and_workers_of_this_host_have_ports_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("options", "environ", "said"),
+    ("options", "environ", "message"),
     [
-        ({"hosts": "a,b", "host_index": 2}, {}, "--host-index must be in --hosts, counted from 0, got 2"),
+        ({"hosts": "a,b", "host_index": 2}, {}, "--host-index must be below 2, the number of hosts, got 2"),
         ({"workers": 2}, TF, "--workers must be 1 with TF_CONFIG"),
     ],
 )
-def test_what_does_not_agree_is_refused(options, environ, said):
-    with pytest.raises(InputError, match=said):
+def test_what_does_not_agree_is_refused(options, environ, message):
+    with pytest.raises(InputError, match=message):
         plan_of(environ, **options)
 
 
@@ -118,27 +118,27 @@ def train(folder, *more):
 def test_workers_train_and_leave_their_words(program, tmp_path, capsys):
     assert launched("--workers", 2, *train(tmp_path, "--batch", 2, "--filters", 8)) == 0
     for rank in (0, 1):
-        _, said = (tmp_path / "run" / "logs" / f"worker-{rank}.log").read_text().splitlines()
-        assert said.startswith(f"worker {rank} of 2 train --store {tmp_path / 'store'} ")
-        assert said.endswith("--batch 2 --filters 8")
-    told = " ".join(capsys.readouterr().err.split())
-    assert "launch: 2 workers on 1 host (this one), 2 here; logs: " in told
-    assert "worker 0 of 2 train" in told, "the chief's words are shown"
-    assert "worker 1 of 2 train" not in told
-    assert "launch: 2 workers on 1 host (this one), 2 here: finished after " in told
+        _, line = (tmp_path / "run" / "logs" / f"worker-{rank}.log").read_text().splitlines()
+        assert line.startswith(f"worker {rank} of 2 train --store {tmp_path / 'store'} ")
+        assert line.endswith("--batch 2 --filters 8")
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "launch: 2 workers on 1 host (this one), 2 here; logs: " in printed
+    assert "worker 0 of 2 train" in printed, "the chief's words are shown"
+    assert "worker 1 of 2 train" not in printed
+    assert "launch: 2 workers on 1 host (this one), 2 here: finished after " in printed
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        ((), "launch must be followed by its options and then by train and its own, got nothing"),
+        ((), "launch and its options must be followed by `train` and its options, got nothing"),
         (("--workers", 2, "predict"), "got predict"),
         (("--host-index", 1, "train", "--store", "s", "--run", "r"), "--host-index must come with --hosts, got 1"),
-        (("--dry-run", "--workers", 999, "train", "--store", "s", "--run", "r"), "workers must have .* got 999 on"),
+        (("--dry-run", "--workers", 999, "train", "--store", "s", "--run", "r"), "workers must divide .* got 999 on"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_launched_is_refused(alone, words, said):
-    with pytest.raises(InputError, match=said):
+def test_what_cannot_be_launched_is_refused(alone, words, message):
+    with pytest.raises(InputError, match=message):
         launched(*words)
 
 
@@ -151,11 +151,11 @@ def test_options_of_train_are_read_before_anything_starts(program, tmp_path, cap
 
 def test_a_dry_run_prints_the_plan_and_commands_and_starts_nothing(program, tmp_path, capsys):
     assert launched("--dry-run", *train(tmp_path, "--batch", 4)) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert told[0].startswith("2 workers on 1 host (this one), 2 here; a dry run")
-    assert told[1].startswith("plan of worker 0: CPUs 0-27,56-83, memory preferred on NUMA nodes 0, ")
-    assert [f"worker {rank}: TF_CONFIG=" in told[3 + rank] for rank in (0, 1)] == [True] * 2
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("2 workers on 1 host (this one), 2 here; a dry run")
+    assert lines[1].startswith("plan of worker 0: CPUs 0-27,56-83, memory preferred on NUMA nodes 0, ")
+    assert [f"worker {rank}: TF_CONFIG=" in lines[3 + rank] for rank in (0, 1)] == [True] * 2
     assert all(
-        line.endswith(f"train --store {tmp_path / 'store'} --run {tmp_path / 'run'} --batch 4") for line in told[3:]
+        line.endswith(f"train --store {tmp_path / 'store'} --run {tmp_path / 'run'} --batch 4") for line in lines[3:]
     )
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""A step of several workers: the whole batch's gradients, the same weights everywhere, what they tell each other."""
+"""A step of several workers: the whole batch's gradients, the same weights everywhere, their notes for each other."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ def share_of(exchange, pair, micro=1):
 
 
 def flat(arrays, kind):
-    """All arrays of one kind (weights, optimizer, ...), as one vector."""
+    """The arrays of one kind (weights, optimizer, ...), as one vector."""
     return np.concatenate([array.ravel() for name, array in arrays.items() if name.split("/")[0] == kind])
 
 
@@ -58,26 +58,26 @@ def test_workers_learn_as_one_know_of_each_other_and_refuse_other_weights():
         return outcomes, held, bad, after, differ
 
     ((expected, arrays, *_),) = together(1, train)
-    found = together(2, train)
-    for outcomes, held, bad, after, differ in found:
+    results = together(2, train)
+    for outcomes, held, bad, after, differ in results:
         for a, b in zip(expected, outcomes):
             np.testing.assert_allclose(b.losses, a.losses, rtol=1e-5)
             np.testing.assert_allclose(b.dice, a.dice, rtol=1e-4)
-            assert b.notes.tolist() == [0.0, 15.0], "what one notes all are told"
+            assert b.notes.tolist() == [0.0, 15.0], "all get the note of each"
         for name, array in held.items():
-            np.testing.assert_array_equal(array, found[0][1][name], err_msg=name)  # the same on all, to the bit
+            np.testing.assert_array_equal(array, results[0][1][name], err_msg=name)  # the same on all, to the bit
         # A small gradient is mostly rounding, and Adam divides by its size: only all weights together are alike.
         for kind in {name.split("/")[0] for name in arrays}:
             of_two, of_one = (flat(mapping, kind) for mapping in (held, arrays))
             assert np.linalg.norm(of_two - of_one) <= 3e-3 * np.linalg.norm(of_one), kind
-        # A loss that is not finite is known to all by its place, and nobody updates.
+        # A loss that is not finite is known to all by its place, and none updates.
         assert np.flatnonzero(~np.isfinite(bad.losses)).tolist() == [3]
         assert not np.isfinite(bad.loss)
         for name, array in after.items():
             if name != "optimizer/001":  # the learning rate
                 np.testing.assert_array_equal(array, held[name], err_msg=name)
         assert isinstance(differ, WorkersDifferError)
-        assert "weights must be the same on all workers, got others on worker 1 than on the chief" in str(differ)
+        assert "weights must be the same on all workers, got fingerprints " in str(differ)
 
 
 def test_with_batch_norm_each_has_statistics_of_its_own_share_and_keeps_the_mean_of_all(monkeypatch):
@@ -107,8 +107,8 @@ def test_with_batch_norm_each_has_statistics_of_its_own_share_and_keeps_the_mean
         model.set_weights(initial)
         model(batch()[0][own : own + 2], training=True)
         alone.append([variable.numpy() for variable in model.non_trainable_variables])
-    for found in together(2, moved):
-        for a, b, c in zip(*alone, found):
+    for arrays in together(2, moved):
+        for a, b, c in zip(*alone, arrays):
             np.testing.assert_allclose(c, (a + b) / 2, rtol=1e-5, atol=1e-7)
 
 

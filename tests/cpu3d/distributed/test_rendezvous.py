@@ -20,10 +20,10 @@ ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="other systems sha
 
 
 def addresses(count):
-    """Of ports that nobody has."""
+    """Addresses with free ports."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return tuple(f"127.0.0.1:{one.getsockname()[1]}" for one in sockets)
+        return tuple(f"127.0.0.1:{endpoint.getsockname()[1]}" for endpoint in sockets)
 
 
 @pytest.fixture(params=[False, pytest.param(True, marks=ON_LINUX)], ids=["network", "memory"])
@@ -41,25 +41,25 @@ def meet(cluster, limit_s=10, **more):
 
 
 def meeting_of(clusters, limit_s=10):
-    """What comes of `meet` in each of these workers at once: the plan or the error."""
+    """The results of `meet` in each of these workers at once: the plan or the error."""
 
-    def one(cluster):
+    def meeting(cluster):
         try:
             return meet(cluster, limit_s)
         except InputError as error:
             return error
 
     with ThreadPoolExecutor(len(clusters)) as pool:
-        return list(pool.map(one, clusters))
+        return list(pool.map(meeting, clusters))
 
 
 def connected(cluster):
-    """A connection to the chief, as soon as he listens."""
+    """A connection to the chief, as soon as it listens."""
     for _ in range(200):
         with contextlib.suppress(OSError):
             return rendezvous.connect(cluster)
         time.sleep(0.02)
-    raise AssertionError("nobody listens")
+    raise AssertionError("the chief does not listen")
 
 
 def test_all_come_with_the_chief_s_plan_and_their_ports_are_free_again(three):
@@ -109,17 +109,17 @@ def test_a_port_that_is_taken_is_named_at_once(three):
 def test_workers_of_another_cluster_are_sent_away(three):
     stranger = dataclasses.replace(three, addresses=(three.addresses[0], *addresses(2)), rank=1)
     chief, sent_away = meeting_of([three, stranger], limit_s=1.5)
-    assert "got others of worker 1 than of worker 0" in str(sent_away)
+    assert "got addresses of worker 1 that worker 0 does not have" in str(sent_away)
     assert sent_away.exit_code == 2
     assert "worker 1" in str(chief)
 
 
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b'{"rank": [1]}\n', b"\xff" * 9000])
-def test_whoever_says_other_things_at_the_port_is_not_counted(three, monkeypatch, said):
+@pytest.mark.parametrize("text", [b"GET / HTTP/1.1\r\n\r\n", b'{"rank": [1]}\n', b"\xff" * 9000])
+def test_whoever_says_other_things_at_the_port_is_not_counted(three, monkeypatch, text):
     monkeypatch.setattr(rendezvous, "HELLO_S", 0.5)
     with ThreadPoolExecutor(1) as pool:
         chief = pool.submit(meet, three)
         with connected(three) as stranger, connected(three):
-            stranger.sendall(said)
+            stranger.sendall(text)
             assert meeting_of([three.of_rank(1), three.of_rank(2)]) == [PLAN] * 2
         assert chief.result() == PLAN

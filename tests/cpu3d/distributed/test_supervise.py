@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from cpu3d.distributed.supervise import Job, Patience, WorkerFailedError, supervise, wait_for_earlier
+from cpu3d.distributed.supervise import Patience, WorkerCommand, WorkerFailedError, run_workers, wait_for_earlier
 from cpu3d.errors import InputError, Interrupted
 from cpu3d.run.heartbeat import process_start, write_heartbeat
 from tests.cpu3d.training.beats import beat
@@ -21,16 +21,16 @@ WORKS = "import time; time.sleep(30)"
 
 SAVES = """
 import os, signal, sys, time
-told = []
+got = []
 for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, lambda number, frame: told.append(number))
+    signal.signal(number, lambda number, frame: got.append(number))
 print("ready", flush=True)
 end = time.monotonic() + 30
-while not told and time.monotonic() < end:
+while not got and time.monotonic() < end:
     time.sleep(0.01)
 time.sleep(0.1)
 print("saved", flush=True)
-sys.exit(128 + told[0])
+sys.exit(128 + got[0])
 """
 """A training: it takes a while to end after a signal."""
 
@@ -64,16 +64,16 @@ def job(tmp_path):
         (tmp_path / "jobs").write_text(str(len(ranks)))
         environ = {**os.environ, "STARTED": str(started), "RANK": str(rank), "SCRIPT": ALL_STARTED + script}
         command = (sys.executable, "-c", "import os; exec(os.environ['SCRIPT'])")
-        return Job(f"worker {rank}", command, environ, tmp_path / f"worker-{rank}.log")
+        return WorkerCommand(f"worker {rank}", command, environ, tmp_path / f"worker-{rank}.log")
 
     return make
 
 
 def test_a_log_names_the_command_without_the_password_of_a_uri(job, tmp_path):
-    one = job(0, "")._replace(command=(sys.executable, "-c", "'http://someone:s3cret@localhost:5000'"))
-    supervise([one], tmp_path, patience=QUICK)
-    assert "s3cret" not in one.log.read_text()
-    assert "http://someone:***@localhost:5000" in one.log.read_text()
+    job0 = job(0, "")._replace(command=(sys.executable, "-c", "'http://someone:s3cret@localhost:5000'"))
+    run_workers([job0], tmp_path, patience=QUICK)
+    assert "s3cret" not in job0.log.read_text()
+    assert "http://someone:***@localhost:5000" in job0.log.read_text()
 
 
 def words(job):
@@ -82,14 +82,14 @@ def words(job):
 
 def failure(jobs, patience=QUICK, **more):
     with pytest.raises(WorkerFailedError) as caught:
-        supervise(jobs, jobs[0].log.parent, patience=patience, **more)
+        run_workers(jobs, jobs[0].log.parent, patience=patience, **more)
     return caught.value
 
 
 def test_workers_that_finish_add_to_the_logs_of_before(job, tmp_path):
     jobs, shown = [job(rank, f"print('hello from {rank}')") for rank in (0, 1)], []
     for _ in range(2):
-        supervise(jobs, tmp_path, show=lambda: shown.append(jobs[0].log.read_text()), patience=QUICK)
+        run_workers(jobs, tmp_path, show=lambda: shown.append(jobs[0].log.read_text()), patience=QUICK)
     for rank in (0, 1):
         lines = jobs[rank].log.read_text().splitlines()
         assert [line.startswith("--- 20") and f"worker {rank}: " in line for line in lines[::2]] == [True] * 2
@@ -101,11 +101,11 @@ def test_the_first_failure_stops_the_others_and_is_named_with_its_last_words(job
     jobs = [job(0, SAVES), job(1, FAILS.format(after_s=0.3, code=2)), job(2, SAVES)]
     error = failure(jobs)
     assert error.exit_code == 2
-    told = str(error)
-    assert told.startswith("worker 1 on ")
-    assert "got exit code 2 (bad input)" in told
-    assert f"its log {jobs[1].log} ends:\n  error: no case is left" in told
-    assert told.count("stopped by SIGTERM, and saved") == 2
+    message = str(error)
+    assert message.startswith("worker 1 on ")
+    assert "got exit code 2 (bad input)" in message
+    assert f"its log {jobs[1].log} ends:\n  error: no case is left" in message
+    assert message.count("stopped by SIGTERM, and saved") == 2
     assert "saved" in words(jobs[0])
     assert "no case is left" not in str(failure([jobs[1]._replace(command=(sys.executable, "-c", "exit(1)"))]))
 
@@ -133,7 +133,7 @@ def test_the_cause_is_named_and_not_who_heard_of_it(job, scripts, culprit, code)
     error = failure([job(rank, script) for rank, script in enumerate(scripts)])
     assert str(error).startswith(f"{culprit} on")
     assert error.exit_code == code
-    assert ("look into their logs" in str(error)) == all("exit(6)" in script for script in scripts)
+    assert ("see the logs of the other hosts" in str(error)) == all("exit(6)" in script for script in scripts)
 
 
 def test_who_does_not_end_is_made_to(job):
@@ -165,7 +165,7 @@ REPORTS = "import os; print(os.getpid(), flush=True); "
 @pytest.mark.parametrize(
     ("script", "changes", "why"),
     [
-        (WORKS, {"phase": "exchanging"}, "while exchanging, though it lives"),
+        (WORKS, {"phase": "saving"}, "while saving, though its process is alive"),
         (SUSPENDED, {}, "while computing, as a signal has stopped it"),
         (SUSPENDED, {"phase": "ended", "exit_code": 0}, "as a signal has stopped it"),
     ],
@@ -176,7 +176,7 @@ def test_who_lives_and_beats_no_more_is_ended_and_named(job, tmp_path, script, c
     error = failure(jobs, patience, show=beating(tmp_path, beat=1.0, **changes))
     assert error.exit_code == 6
     assert str(error).startswith("worker 1 on")
-    assert "got hangs, silent for " in str(error)
+    assert "got hangs, no heartbeat for " in str(error)
     assert why in str(error)
 
 
@@ -191,19 +191,19 @@ def test_one_of_another_host_one_that_waits_for_the_chief_and_one_that_beats_are
         beating(tmp_path, **more)()
 
     patience = Patience(poll_s=0.02, settle_s=0.1, silent_s=0.3)
-    supervise([job(0, REPORTS + "import time; time.sleep(1)")], tmp_path, show=show, patience=patience)
+    run_workers([job(0, REPORTS + "import time; time.sleep(1)")], tmp_path, show=show, patience=patience)
 
 
 def test_workers_of_an_earlier_launch_are_waited_for(tmp_path):
-    said = []
+    lines = []
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as saves:
         start = process_start(saves.pid)
         write_heartbeat(tmp_path, beat(pid=saves.pid, process_start=start, phase="saving", longest_step_s=None))
         with pytest.raises(InputError, match=rf"no other workers, got worker 0 \(process {saves.pid}\)"):
-            wait_for_earlier(tmp_path, said.append, most_s=0.3)
+            wait_for_earlier(tmp_path, lines.append, most_s=0.3)
         threading.Timer(0.3, saves.stdin.close).start()
-        wait_for_earlier(tmp_path, said.append, most_s=30)
-    assert "waiting for worker 0" in said[0]
+        wait_for_earlier(tmp_path, lines.append, most_s=30)
+    assert "waiting for worker 0" in lines[0]
 
 
 # --- Signals ---
@@ -216,19 +216,19 @@ def test_workers_of_an_earlier_launch_are_waited_for(tmp_path):
 def test_signals_are_passed_on_and_all_are_waited_for(job, tmp_path, number, passed_on):
     def interrupt():
         end = time.monotonic() + 60
-        while not all("ready" in words(one) for one in jobs) and time.monotonic() < end:
+        while not all("ready" in words(job) for job in jobs) and time.monotonic() < end:
             time.sleep(0.01)
         os.kill(os.getpid(), number)
 
     jobs = [job(rank, SAVES) for rank in (0, 1)]
-    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # else a test under `nohup` would not pass it on
     try:
         threading.Thread(target=interrupt).start()
         with pytest.raises(Interrupted) as caught:
-            supervise(jobs, tmp_path, patience=QUICK)
+            run_workers(jobs, tmp_path, patience=QUICK)
     finally:
         signal.signal(signal.SIGHUP, before[signal.SIGHUP])
     assert caught.value.exit_code == 128 + passed_on
-    assert all("saved" in words(one) for one in jobs)
-    assert {one: signal.getsignal(one) for one in before} == before
+    assert all("saved" in words(job) for job in jobs)
+    assert {number: signal.getsignal(number) for number in before} == before

@@ -23,9 +23,9 @@ def test_two_workers_at_half_a_batch_each_are_one_worker_at_the_whole_batch(phan
         command = [sys.executable, "-m", "cpu3d", *begin, *words]
         done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
-    two, one = (newest(tmp_path / run).arrays for run in ("two", "one"))
+    two, alone = (newest(tmp_path / run).arrays for run in ("two", "one"))
     for name, array in two.items():
-        np.testing.assert_array_equal(array, one[name], err_msg=name)
+        np.testing.assert_array_equal(array, alone[name], err_msg=name)
     of_two, of_one = (read_events(tmp_path / run) for run in ("two", "one"))
     assert [event["event"] for event in of_two] == [event["event"] for event in of_one], "the chief alone writes"
     for a, b in zip(of_one, of_two):

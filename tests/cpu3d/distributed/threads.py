@@ -10,7 +10,7 @@ from cpu3d.distributed.all_reduce import Exchange
 
 
 class ThreadExchange(Exchange):
-    """Of one of several workers; `table` is where all of them put their vectors."""
+    """The exchange of one of several workers; all of them put their vectors into `table`."""
 
     def __init__(self, rank: int, table: List[Any], barrier: threading.Barrier, turn: threading.Lock):
         self.rank, self.count = rank, len(table)
@@ -32,18 +32,18 @@ class ThreadExchange(Exchange):
 
 
 def together(count: int, work: Callable[[Exchange], Any]) -> List[Any]:
-    """What `work` returns, or raises, as each of `count` workers at once."""
+    """The results, or errors, of `work` as each of `count` workers at once."""
     table, barrier, answers = [None] * count, threading.Barrier(count), [None] * count
     turn = threading.Lock()  # one of them computes at a time: Keras does not build two networks at once
 
-    def one(rank: int) -> None:
+    def of_rank(rank: int) -> None:
         with turn:
             try:
                 answers[rank] = work(ThreadExchange(rank, table, barrier, turn))
             except Exception as error:
                 answers[rank] = error  # who waits for it gives up after a minute
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(count)]
+    threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -47,7 +47,7 @@ print(json.dumps({
 
 
 def run_python(script, *arguments, **environment):
-    """What a fresh process, which has nothing of this one's settings, prints last, read as JSON."""
+    """The last line of a fresh process, without settings of this one, read as JSON."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("TF_", "OMP_", "KMP_", "ITEX_"))}
     command = [sys.executable, "-c", script, *arguments]
     environment = {**clean, "PYTHONPATH": str(ROOT), **environment}
@@ -62,14 +62,14 @@ def test_itex_is_loaded_and_named_and_its_bound_threads_leave_those_of_python_fr
 
     Else every thread that reads data would inherit its one CPU.
     """
-    found = run_python(SCRIPT, KMP_AFFINITY=KMP_AFFINITY)  # as a plan sets it on hosts of several nodes
-    assert found["name"] == f"TensorFlow {TENSORFLOW}, oneDNN, ITEX 2.15.0.0"
-    assert found["threads"] == [read_host().usable_cores, 1]
-    assert found["again_is_same"]
-    assert "stock on" in found["second"]
+    answer = run_python(SCRIPT, KMP_AFFINITY=KMP_AFFINITY)  # as a plan sets it on hosts of several nodes
+    assert answer["name"] == f"TensorFlow {TENSORFLOW}, oneDNN, ITEX 2.15.0.0"
+    assert answer["threads"] == [read_host().usable_cores, 1]
+    assert answer["again_is_same"]
+    assert "stock on" in answer["second"]
     if read_host().logical_cpus > 1:
-        assert found["bound"] == read_host().usable_cores
-        assert found["cpus"] == [sorted(os.sched_getaffinity(0))] * 2
+        assert answer["bound"] == read_host().usable_cores
+        assert answer["cpus"] == [sorted(os.sched_getaffinity(0))] * 2
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_what_cannot_be_set_up_is_refused(without_tensorflow, monkeypatch):
     for function in (lambda: apply(ThreadPlan(1, {}), "mkl"), lambda: import_tensorflow("mkl")):
         with pytest.raises(InputError, match="engine must be one of itex, stock, got mkl"):
             function()
-    with pytest.raises(InputError, match="workers must have"):
+    with pytest.raises(InputError, match="workers must divide"):
         set_up(local=(0, 100000))
     monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "all")
     with pytest.raises(InputError, match="TF_NUM_INTRAOP_THREADS must be a whole number of threads, got 'all'"):
@@ -142,8 +142,8 @@ needs_two_cores = pytest.mark.skipif(
 
 @needs_two_cores
 def test_a_worker_is_held_to_its_part_of_the_cores():
-    """Each thread of the process, those of TensorFlow among them; and a second set_up finds the part, not its half."""
-    found = run_python(
+    """All threads of the process are held, those of TensorFlow too; a second set_up reads the part, not its half."""
+    answer = run_python(
         """
 import json, os, threading
 thread = threading.Event()
@@ -163,11 +163,11 @@ print(json.dumps({
 """
     )
     expected = thread_plans(read_topology(), 2)[1]
-    assert found["cpus"] == found["again"] == list(expected.cpus) != found["before"]
-    assert found["masks"] == [list(expected.cpus)]
-    assert found["intra"] == found["threads"] == expected.intra_op
-    assert found["cores"] == read_host().cores
-    assert found["places"][0].startswith(f"places: CPUs {cpu_ranges(expected.cpus)}")
+    assert answer["cpus"] == answer["again"] == list(expected.cpus) != answer["before"]
+    assert answer["masks"] == [list(expected.cpus)]
+    assert answer["intra"] == answer["threads"] == expected.intra_op
+    assert answer["cores"] == read_host().cores
+    assert answer["places"][0].startswith(f"places: CPUs {cpu_ranges(expected.cpus)}")
 
 
 POLICIES = """
@@ -176,24 +176,24 @@ from cpu3d.host.apply import apply
 from cpu3d.host.memory import memory_policy, set_memory_policy
 from cpu3d.host.thread_plan import ThreadPlan, describe
 from memory_estimator.host import read_host
-cpus, found = tuple(sorted(os.sched_getaffinity(0))), []
+cpus, answers = tuple(sorted(os.sched_getaffinity(0))), []
 for mine, nodes in json.loads(sys.argv[1]):
     refused = set_memory_policy(*mine)
     plan = ThreadPlan(1, {}, cpus=cpus, memory_nodes=tuple(nodes))
     apply(plan)
-    found.append([refused, memory_policy(), describe(read_host(), plan, "")[4:]])
-print(json.dumps([set_memory_policy("preferred", [900]), *found]))
+    answers.append([refused, memory_policy(), describe(read_host(), plan, "")[4:]])
+print(json.dumps([set_memory_policy("preferred", [900]), *answers]))
 """
 
 
-@pytest.mark.skipif(memory_policy() is None, reason="the system does not tell of memory policies")
+@pytest.mark.skipif(memory_policy() is None, reason="the system shows no memory policies")
 def test_memory_comes_from_the_plan_s_nodes_unless_the_user_has_chosen():
-    refused, *found = run_python(
+    refused, *answers = run_python(
         POLICIES,
         json.dumps([(["default"], []), (["default"], [0]), (["interleaved", [0]], [0]), (["default"], [900, 901])]),
     )
     assert refused == "Invalid argument"
-    assert found == [
+    assert answers == [
         ["", ["default", []], []],
         ["", ["preferred", [0]], ["places: memory preferred on NUMA nodes 0"]],
         ["", ["interleaved", [0]], ["places: memory interleaved on NUMA nodes 0"]],

@@ -1,4 +1,4 @@
-"""The doctor's report, its JSON, its exit codes; what is warned of, and what is said of a process that is set up."""
+"""The doctor's report, its JSON, its exit codes; its warnings, and the lines about a process that is set up."""
 
 import dataclasses
 import json
@@ -53,7 +53,7 @@ def test_json_has_the_host_its_plans_and_the_checks(capsys, tried):
     assert code == 0
     assert len(here["topology"]["cpus"]) == read_topology().host.logical_cpus
     assert {"ulimit -v", "memory.high"} <= {check["name"] for check in here["checks"]}
-    assert here["checks"][-1] == {"name": "engine", "state": "ok", "found": "TensorFlow, oneDNN", "advice": ""}
+    assert here["checks"][-1] == {"name": "engine", "state": "ok", "result": "TensorFlow, oneDNN", "advice": ""}
 
 
 def test_a_failed_check_is_the_exit_code_and_a_warning_is_not(capsys, monkeypatch, tried):
@@ -74,8 +74,8 @@ def test_nothing_is_tried_where_tensorflow_is_missing_or_nobody_wants_it(capsys,
     with pytest.raises(InputError, match="engine must be installed, got itex"):
         run("--engine", "itex")
     monkeypatch.setattr(doctor, "versions", dict)
-    code, found = printed_json(capsys)
-    assert (code, found["checks"][-1]["name"], found["checks"][-1]["state"]) == (1, "TensorFlow", "fail")
+    code, content = printed_json(capsys)
+    assert (code, content["checks"][-1]["name"], content["checks"][-1]["state"]) == (1, "TensorFlow", "fail")
 
 
 def test_limits_and_settings_of_this_process_are_warned_of(capsys, monkeypatch, tried):
@@ -85,7 +85,7 @@ def test_limits_and_settings_of_this_process_are_warned_of(capsys, monkeypatch, 
     monkeypatch.setattr(doctor, "memory_high", lambda *_: (2**20, 0))
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (64 * GIB, 64 * GIB))
     checks = {check["name"]: check for check in printed_json(capsys, "--no-self-test")[1]["checks"]}
-    assert "OMP_NUM_THREADS=333" in checks["environment"]["found"]
+    assert "OMP_NUM_THREADS=333" in checks["environment"]["result"]
     assert {checks[name]["state"] for name in ("ulimit -v", "memory.high", "ITEX", "environment")} == {"warn"}
 
 
@@ -93,9 +93,8 @@ def test_limits_and_settings_of_this_process_are_warned_of(capsys, monkeypatch, 
 
 
 def checks_of(topology, workers=None):
-    return {
-        one.name: one for one in host_checks(topology, thread_plans(topology, workers or default_workers(topology)))
-    }
+    plans = thread_plans(topology, workers or default_workers(topology))
+    return {check.name: check for check in host_checks(topology, plans)}
 
 
 @pytest.mark.parametrize(
@@ -105,7 +104,7 @@ def test_hosts_are_warned_of_what_they_lack_and_told_what_to_do(topology, warned
     checks = checks_of(topology)
     assert {check.name for check in checks.values() if check.state == "warn"} == warned
     assert {check.name for check in checks.values() if check.advice} == warned
-    assert all(check.found for check in checks.values())
+    assert all(check.result for check in checks.values())
 
 
 def test_memory_and_threads_are_those_of_each_worker():
@@ -113,25 +112,21 @@ def test_memory_and_threads_are_those_of_each_worker():
     host = dataclasses.replace(host, host=dataclasses.replace(host.host, available_bytes=12 * GIB))
     assert checks_of(host)["free memory"].state == "ok"
     check = checks_of(host, workers=2)["free memory"]
-    assert (check.state, check.found) == ("warn", "6.00 GiB for each of 2 workers")
+    assert (check.state, check.result) == ("warn", "6.00 GiB for each of 2 workers")
     check = checks_of(masked(XEON, *range(7)), workers=2)["workers"]
-    assert (check.state, check.found[:14]) == ("warn", "3 to 4 threads")
+    assert (check.state, check.result[:14]) == ("warn", "3 to 4 threads")
 
 
 def test_uneven_memory_and_sockets_are_warned_of():
-    topology = XEON
-    for second, state, found in (
-        (100 * GIB, "warn", "100.00 GiB to 768.00 GiB"),
-        (768 * GIB, "ok", "768.00 GiB on each"),
-    ):
-        check = checks_of(dataclasses.replace(topology, nodes=(topology.nodes[0], Node(1, second, second))))
+    for gib, state, result in ((100, "warn", "100.00 GiB to 768.00 GiB"), (768, "ok", "768.00 GiB on each")):
+        check = checks_of(dataclasses.replace(XEON, nodes=(XEON.nodes[0], Node(1, gib * GIB, gib * GIB))))
         assert check["memory of nodes"].state == state
-        assert check["memory of nodes"].found.startswith(found)
+        assert check["memory of nodes"].result.startswith(result)
     check = checks_of(masked(XEON, 0, 28, 29, 30))["CPU mask"]
-    assert (check.state, check.found) == ("warn", "4 CPUs, 1 and 3 of them on a socket")
+    assert (check.state, check.result) == ("warn", "4 CPUs, 1 and 3 of them on a socket")
 
 
-# --- The lines about a process that is set up; its places, which the kernel tells, are tested with `apply` ---
+# --- The lines about a process that is set up; its places, by the kernel, are tested with `apply` ---
 
 HOST = Host("Xeon", 2, 56, 112, 2, 2**40, 2**39, 64 * 2**30, 4 * 2**30, 7.0, ("avx512_bf16", "amx_tile", "amx_bf16"))
 

@@ -25,7 +25,7 @@ A100 = Gpu(1, "NVIDIA A100-SXM4-40GB", 40960 * MIB, 40000 * MIB, (8, 0))
 
 def test_every_line_is_a_card_and_unknown_figures_are_none():
     assert parse_gpus(TWO) == (V100, A100)
-    assert [one.device for one in parse_gpus(TWO)] == ["gpu:0", "gpu:1"]
+    assert [gpu.device for gpu in parse_gpus(TWO)] == ["gpu:0", "gpu:1"]
     unified = "0, NVIDIA GB10, [N/A], [N/A], 12.1, GPU-cccc, [N/A]\n"
     old = "0, Quadro, 2048, [Insufficient Permissions], [N/A], GPU-dddd, [N/A]\n"
     split = "0, NVIDIA A100-SXM4-40GB, 40960, 40000, 8.0, GPU-bbbb2222, Enabled\n"
@@ -40,9 +40,9 @@ def test_every_line_is_a_card_and_unknown_figures_are_none():
     ("visible", "names"), [(None, "VA"), ("1", "A"), ("GPU-bbbb", "A"), ("GPU-", ""), ("", ""), ("1,7,0", "A")]
 )
 def test_cards_are_counted_as_cuda_does(visible, names):
-    found = parse_gpus(TWO, visible)
-    assert "".join({V100.name: "V", A100.name: "A"}[one.name] for one in found) == names
-    assert [one.index for one in found] == list(range(len(found)))
+    gpus = parse_gpus(TWO, visible)
+    assert "".join({V100.name: "V", A100.name: "A"}[gpu.name] for gpu in gpus) == names
+    assert [gpu.index for gpu in gpus] == list(range(len(gpus)))
 
 
 @pytest.fixture
@@ -111,8 +111,8 @@ def test_a_card_is_taken_for_patches_where_there_is_one(asked, mode, gpus, cuda,
 @pytest.mark.parametrize(
     ("asked", "gpus", "message"),
     [
-        ("gpu:0", (), "device must be a GPU of this host, got gpu:0 with none found; use --device cpu"),
-        ("gpu:2", (V100,), "gpu:2 with gpu:0 .Tesla V100-SXM2-16GB. found; use --device gpu:0"),
+        ("gpu:0", (), "device must be a GPU of this host, here none, got gpu:0; use --device cpu"),
+        ("gpu:2", (V100,), "here gpu:0 .Tesla V100-SXM2-16GB., got gpu:2; use --device gpu:0"),
         ("cuda", (V100,), "device must be cpu, or a card such as gpu:0, got 'cuda'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a process holds, told apart by kind."""
+"""The memory of a process, by kind."""
 
 import mmap
 import os

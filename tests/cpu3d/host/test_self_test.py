@@ -13,7 +13,7 @@ from memory_estimator.host import Host
 from models.native import operations
 
 GIB = 2**30
-NAMES = ("engine", "bfloat16", "large tensor", "own kernels")
+NAMES = ("engine", "bfloat16", "large tensor", "own operations")
 HOST = Host("a CPU", 1, 2, 2, 1, 24 * GIB, 20 * GIB, None, 0, None, ("avx512_bf16",))
 
 
@@ -35,27 +35,27 @@ def line(state, name="engine"):
 def test_results_are_found_among_what_others_print(process):
     noise = "print('onednn_verbose,exec,cpu', '[1]', '7', '{\"name\": 1}', sep='\\n')\n"
     states = ("ok", "warn", "skipped", "ok")
-    found = process(noise + noise.join(map(line, states, NAMES)) + noise)
-    assert [(one.name, one.state) for one in found] == list(zip(NAMES, states))
+    checks = process(noise + noise.join(map(line, states, NAMES)) + noise)
+    assert [(check.name, check.state) for check in checks] == list(zip(NAMES, states))
     assert [check.state for check in process(line("fail") + line("ok"))] == ["fail"], "nothing comes after a failure"
 
 
 @pytest.mark.parametrize(
-    ("end", "found"),
+    ("end", "result"),
     [
         ("print('cannot import', file=sys.stderr); sys.exit(2)", "the process ended with exit code 2: cannot import"),
         ("os.kill(os.getpid(), 9)", "the process ended with SIGKILL"),
     ],
 )
-def test_a_process_that_dies_fails_the_test_it_was_at(process, end, found):
+def test_a_process_that_dies_fails_the_test_it_was_at(process, end, result):
     first, second = process(line("ok") + end)
-    assert (first.state, second.name, second.state, second.found) == ("ok", "bfloat16", "fail", found)
+    assert (first.state, second.name, second.state, second.result) == ("ok", "bfloat16", "fail", result)
 
 
 def test_a_process_that_hangs_is_ended(process, monkeypatch):
     monkeypatch.setattr(module, "LIMIT_S", 0.5)
     (check,) = process("time.sleep(60)")
-    assert (check.name, check.state, check.found) == ("engine", "fail", "not done after 0 s")
+    assert (check.name, check.state, check.result) == ("engine", "fail", "not done after 0 s")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_process_that_hangs_is_ended(process, monkeypatch):
 )
 def test_the_engine_must_be_what_was_installed(monkeypatch, name, engine, itex, state):
     monkeypatch.setattr(module, "engine_name", lambda tf: name)
-    monkeypatch.setattr(module, "installed", lambda one: itex)
+    monkeypatch.setattr(module, "installed", lambda engine: itex)
     assert module.engine_in_force(None, HOST, engine).state == state
 
 
@@ -86,23 +86,23 @@ def test_bfloat16_is_faster_or_warned_of_and_left_out_without_instructions(tf, m
         monkeypatch.setattr(module, "_seconds", lambda step, seconds=seconds: (next(seconds), step()))
         check = module.bfloat16_gain(tf, HOST, None)
         assert check.state == state
-        assert check.found.startswith(f"{gain:.2f} times as fast")
+        assert check.result.startswith(f"{gain:.2f} times as fast")
     assert module.bfloat16_gain(tf, dataclasses.replace(HOST, isa=()), None).state == "skipped"
 
 
-def test_own_kernels_are_compared_with_tensorflow_s_layers(tf, monkeypatch):
+def test_own_operations_are_compared_with_tensorflow_s_layers(tf, monkeypatch):
     if operations.available():
-        assert module.own_kernels(tf, HOST, None).state == "ok"
+        assert module.own_operations(tf, HOST, None).state == "ok"
         pool = operations.max_pool
         monkeypatch.setattr(operations, "max_pool", lambda source: 1.1 * pool(source))
-        assert module.own_kernels(tf, HOST, None).state == "fail"
+        assert module.own_operations(tf, HOST, None).state == "fail"
     monkeypatch.setattr(operations, "available", lambda: False)
-    check = module.own_kernels(tf, HOST, None)
+    check = module.own_operations(tf, HOST, None)
     assert (check.state, "models.native.build" in check.advice) == ("warn", True)
 
 
 def test_a_convolution_that_stops_early_is_found(tf, monkeypatch):
-    """As one would that counts with 32 bits: what is beyond, here beyond 64 slices, is left as it was."""
+    """As with a count of 32 bits: elements beyond it, here beyond 64 slices, are left as they were."""
     monkeypatch.setattr(module, "SLICE", (4, 4, 16))
     monkeypatch.setattr(module, "LIMIT_ELEMENTS", 64 * 4 * 4 * 16)
     assert module.large_tensor(tf, HOST, "stock").state == "ok"
@@ -115,4 +115,4 @@ def test_a_convolution_that_stops_early_is_found(tf, monkeypatch):
     monkeypatch.setattr(tf.nn, "conv3d", cut)
     check = module.large_tensor(tf, HOST, "stock")
     assert check.state == "fail"
-    assert check.found.startswith("1.016 x 2^31 elements")
+    assert check.result.startswith("1.016 x 2^31 elements")

@@ -1,4 +1,4 @@
-"""What trainings show of a host's speed: when it is kept, what replaces it, and what is predicted then."""
+"""A host's speed by its trainings: when it is kept, when it is replaced, and the predictions from it."""
 
 import dataclasses
 import json

@@ -10,9 +10,9 @@ from cpu3d.host.thread_plan import (
     THREADS,
     cpu_ranges,
     default_workers,
+    host_share,
     possible_workers,
     read_topology,
-    share_of,
     thread_plan,
     thread_plans,
 )
@@ -67,7 +67,7 @@ BOTH_SOCKETS = ["0-27,56-83 | preferred 0 | 28", "28-55,84-111 | preferred 1 | 2
     ],
 )  # fmt: skip
 def test_each_worker_has_cores_and_memory_of_its_own(topology, workers, plans):
-    """Each as "CPUs | memory nodes | threads"."""
+    """Plans are written as "CPUs | memory nodes | threads"."""
     assert [
         f"{cpu_ranges(plan.cpus)} | {plan.memory_policy} {cpu_ranges(plan.memory_nodes)} | {plan.intra_op}"
         for plan in thread_plans(topology, workers)
@@ -89,7 +89,7 @@ def test_by_default_there_is_one_worker_a_socket_unless_sockets_are_lopsided(top
 @pytest.mark.parametrize(
     ("topology", "workers", "message"),
     [
-        (SMALL, 3, "workers must have whole sockets or equal parts of them, and a core each, got 3 "
+        (SMALL, 3, "workers must divide the number of sockets, or be a multiple of it with a core each, got 3 "
                                       "on 2 cores on 1 socket; use 1 or 2"),
         (XEON_28, 3, "got 3 on 56 cores on 2 sockets; use 1 or 2 or 4 or 6"),
         (XEON_28, 0, "got 0 on"),
@@ -109,7 +109,7 @@ def test_no_core_has_two_workers_none_is_left_over_and_shares_are_those_of_the_p
     for workers in possible_workers(topology):
         plans = thread_plans(topology, workers)
         threads = [plan.intra_op for plan in plans]
-        share = share_of(host, workers)
+        share = host_share(host, workers)
         assert thread_plan(share).intra_op == min(threads)
         assert (share.free_bytes, share.memory_bytes) == (host.free_bytes // workers, host.memory_bytes)
         if host.cpu_quota is not None:
@@ -123,8 +123,8 @@ def test_no_core_has_two_workers_none_is_left_over_and_shares_are_those_of_the_p
 
 def test_what_a_cgroup_has_used_already_is_nobody_s_share():
     host = dataclasses.replace(ZEN, cgroup_limit_bytes=16 * 2**30, cgroup_used_bytes=6 * 2**30)
-    assert share_of(host, 2).free_bytes == 5 * 2**30
-    assert share_of(dataclasses.replace(host, cgroup_used_bytes=17 * 2**30), 2).free_bytes == 0
+    assert host_share(host, 2).free_bytes == 5 * 2**30
+    assert host_share(dataclasses.replace(host, cgroup_used_bytes=17 * 2**30), 2).free_bytes == 0
 
 
 # --- The host ---
@@ -132,7 +132,7 @@ def test_what_a_cgroup_has_used_already_is_nobody_s_share():
 
 @pytest.mark.parametrize("topology", [*HOSTS, WITH_BUS])
 def test_a_host_is_read_as_it_was_written(topology, tmp_path):
-    down = lambda size: size // 1024 * 1024  # as /proc tells of memory: in KiB
+    down = lambda size: size // 1024 * 1024  # as /proc has memory: in KiB
     host = dataclasses.replace(topology.host, available_bytes=down(topology.host.available_bytes))
     nodes = tuple(node._replace(free_bytes=down(node.free_bytes)) for node in topology.nodes)
     topology = dataclasses.replace(topology, host=host, nodes=nodes)

@@ -10,12 +10,14 @@ import pytest
 from rich.console import Console
 
 from cpu3d.__main__ import main
+from cpu3d.errors import ENDINGS
 from cpu3d.report.status import describe, run_status
 from cpu3d.run.checkpoint import write_best
 from cpu3d.run.config import save_config
 from cpu3d.run.heartbeat import heartbeat_path, write_heartbeat
 from cpu3d.run.log import append_event
 from cpu3d.settings import RunConfig
+from cpu3d.util.child import ROOT
 from tests.cpu3d.training.beats import beat
 
 STEP = {"event": "step", "epoch": 0, "dice": {"WT": 0.5, "TC": 0.25}, "step_s": 2.0, "wait_s": 0.1, "rss_bytes": 10**9}
@@ -93,10 +95,12 @@ AGAIN = "the same command continues from step 100"
         ({"exit_code": 0, "reason": "finished"}, "finished", "next: `evaluate --run"),
         ({"stalled": "the run must give a sign"}, "stalled", f"next: when its process has ended, {AGAIN}"),
         ({"exit_code": 1, "reason": "OSError: full"}, "failed", f"next: correct what the error names; then {AGAIN}"),
+        ({"exit_code": 2}, "failed", f"then {AGAIN}"),
         ({"exit_code": 3}, "too large", f"then {AGAIN}"),
         ({"exit_code": 4, "reason": "loss must be finite"}, "diverged", "--learning-rate 0.01 --adam-rate 0.015"),
         ({"exit_code": 5, "reason": "memory must keep"}, "out of memory", f"or a larger host; then {AGAIN}"),
         ({"exit_code": 6, "reason": "worker 1 is lost"}, "broken off", f"worker 1 is lost next: {AGAIN}"),
+        ({"exit_code": 130}, "interrupted", f"next: {AGAIN}"),
         ({"exit_code": 143, "reason": "saved"}, "interrupted", f"next: {AGAIN}"),
     ],
 )
@@ -108,6 +112,8 @@ def test_every_state_has_its_word_its_exit_code_and_its_advice(run, changes, sta
     fine = state in ("starting", "running", "stopping", "finished")
     assert main(["status", "--run", str(run)]) == (0 if fine else 1)
     assert ("left, until" in text) is (state == "starting")
+    code = changes.get("exit_code")
+    assert code is None or f"| {code} | {ENDINGS[code].words}" in (ROOT / "docs" / "long_runs.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -108,8 +108,8 @@ def test_a_checkpoint_that_cannot_be_read_just_now_is_not_damaged(run, monkeypat
         with pytest.raises(type(error)) as caught:
             newest(run)
     assert caught.value is error
-    found = newest(run)
-    assert (found.state["step"], found.damaged) == (2, {})
+    checkpoint = newest(run)
+    assert (checkpoint.state["step"], checkpoint.damaged) == (2, {})
 
 
 def test_a_folder_that_cannot_be_listed_is_not_one_without_checkpoints(run, monkeypatch):
@@ -127,15 +127,15 @@ def test_a_damaged_checkpoint_is_renamed_to_a_name_that_is_free(run):
     path.write_bytes(b"damaged")
     kept = path.with_suffix(".damaged1")
     kept.write_bytes(b"an earlier one")
-    found = newest(run)
-    assert found.state["step"] == 1
-    set_aside(found)
+    checkpoint = newest(run)
+    assert checkpoint.state["step"] == 1
+    set_aside(checkpoint)
     assert kept.read_bytes() == b"an earlier one"
     assert path.with_suffix(".damaged").read_bytes() == b"damaged"
 
 
 def test_a_power_cut_leaves_no_checkpoint_without_its_log_lines(tmp_path, monkeypatch):
-    """Of a file only what was synced outlives it, of a folder the names that were in it then."""
+    """Only synced content of a file outlives it, and of a folder the names that were in it at its sync."""
     (tmp_path / "checkpoints").mkdir()
     disk, left = {}, []
     fsync, replace = os.fsync, os.replace
@@ -148,8 +148,8 @@ def test_a_power_cut_leaves_no_checkpoint_without_its_log_lines(tmp_path, monkey
     def replaced(old, new):
         replace(old, new)
         if Path(new).name.startswith("step-"):
-            there = "log.jsonl" in disk.get(str(tmp_path), ())
-            lines = disk.get(str(tmp_path / "log.jsonl"), b"").splitlines() if there else []
+            is_written = "log.jsonl" in disk.get(str(tmp_path), ())
+            lines = disk.get(str(tmp_path / "log.jsonl"), b"").splitlines() if is_written else []
             left.append([json.loads(line)["step"] for line in lines])
 
     monkeypatch.setattr(os, "fsync", synced)

@@ -22,8 +22,8 @@ from tests.cpu3d.training.beats import beat
 def test_what_is_written_is_read_as_json_of_one_level(tmp_path):
     assert read_heartbeats(tmp_path) == {}
     written = {rank: beat(rank=rank, workers=12) for rank in (0, 11)}
-    for one in written.values():
-        write_heartbeat(tmp_path, one)
+    for written_beat in written.values():
+        write_heartbeat(tmp_path, written_beat)
     assert read_heartbeats(tmp_path) == written
     assert {path.name for path in (tmp_path / "heartbeats").iterdir()} == {"worker-0.json", "worker-11.json"}
     content = json.loads(heartbeat_path(tmp_path, 0).read_text())
@@ -45,23 +45,23 @@ def test_a_damaged_file_is_told_and_no_other_is_lost(tmp_path, damage):
         write_heartbeat(tmp_path, beat(rank=rank, workers=2))
     path = heartbeat_path(tmp_path, 1)
     path.write_text(damage(path.read_text()))
-    found = read_heartbeats(tmp_path)
-    assert isinstance(found[0], Heartbeat)
-    assert found[1].startswith(f"{path} must ")
+    heartbeats = read_heartbeats(tmp_path)
+    assert isinstance(heartbeats[0], Heartbeat)
+    assert heartbeats[1].startswith(f"{path} must ")
 
 
 def test_a_process_is_told_from_others_by_its_start_and_watched_until_it_is_gone(tmp_path):
     name = tmp_path / "a) Z ("
     name.symlink_to("/bin/sleep")
     with subprocess.Popen([str(name), "60"]) as other:
-        one = beat(pid=other.pid, process_start=process_start(other.pid))
-        assert one.process_start >= process_start(os.getpid())
-        assert is_here(one)
-        assert not is_here(beat(pid=other.pid, process_start=one.process_start, place="elsewhere"))
+        own = beat(pid=other.pid, process_start=process_start(other.pid))
+        assert own.process_start >= process_start(os.getpid())
+        assert is_here(own)
+        assert not is_here(beat(pid=other.pid, process_start=own.process_start, place="elsewhere"))
         other.send_signal(signal.SIGSTOP)
         os.waitpid(other.pid, os.WUNTRACED)
         assert is_suspended(other.pid)
         other.kill()
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-        assert not is_here(one), "a zombie"
-    assert not is_here(one)
+        assert not is_here(own), "a zombie"
+    assert not is_here(own)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from cpu3d.run.log import read_events, recent_events
+from cpu3d.run.log import read_events, recent_events, shown
 from cpu3d.run.summary import Costs, Pace, costs_of
 
 START = {"event": "start", "step": 20, "predicted": {"step_s": 5.0, "coarse": {"step_s": 1.0}}, "coarse_steps": 2}
@@ -55,6 +55,18 @@ def test_of_a_long_log_the_last_steps_are_read_and_all_other_events(tmp_path):
     events = [START, *({**STEP, "step": step} for step in range(1, 5)), SCORE, {**STEP, "step": 5}, END]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     assert read_events(tmp_path, steps=2) == [START, events[4], SCORE, events[6], END]
+
+
+def test_regions_are_shown_as_they_are_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal, with the bar
+    monkeypatch.setenv("COLUMNS", "300")
+    named = {"dice": {"BraTS[red]x": 0.5, "[/b]": 0.25, "a:b:c": 1.0}, "epoch": 0, "cases": 1}
+    with shown(tmp_path, steps=2, done=0, steps_per_epoch=1, batch=1) as show:
+        show({**STEP, **named})
+        show({**SCORE, **named})
+    printed = capsys.readouterr().err
+    for before in ("loss 0.500  ", "Dice "):
+        assert f"{before}BraTS[red]x 0.500  [/b] 0.250  a:b:c 1.000" in printed
 
 
 def test_costs_are_of_all_attempts_with_coarse_steps_apart():

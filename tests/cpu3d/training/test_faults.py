@@ -1,4 +1,4 @@
-"""What happens to a run that a full disk, a signal, a bad number, too little memory or a damaged file stops.
+"""The end of a run that a full disk, a signal, a bad number, too little memory or a damaged file stops.
 
 Each ends with its own code, names the reason and what is left, and the same command continues to the same bits. The
 last test cuts real trainings, of one worker and of two, at random moments.
@@ -108,7 +108,7 @@ def test_a_write_that_fails_leaves_the_checkpoints_and_says_so(phantom_store, wh
 
 
 def run_low(fit):
-    """What its guard does; when that is, test_watchdog tells."""
+    """The act of its guard; test_watchdog has when that is."""
     fit._guard.now.stop = "memory must keep 64 MiB free"
 
 
@@ -170,15 +170,13 @@ as likely one as the other."""
 
 def cut(process, how, rng):
     """Cut a command: one of its workers at random, or its process where it has none; the disk for all of them."""
-    them = [process, *process.children(recursive=True)]
-    workers = [one for one in them if "TF_CONFIG" in one.environ()] or them[:1]
-    for one in (
-        workers if how == "disk" else [workers[rng.integers(len(workers))] if how == signal.SIGKILL else process]
-    ):
-        if how == "disk":
-            one.rlimit(psutil.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
-        else:
-            one.send_signal(how)
+    processes = [process, *process.children(recursive=True)]
+    workers = [each for each in processes if "TF_CONFIG" in each.environ()] or [process]
+    if how == "disk":
+        for worker in workers:
+            worker.rlimit(psutil.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    else:
+        (workers[rng.integers(len(workers))] if how == signal.SIGKILL else process).send_signal(how)
 
 
 def train(words, run, how=None, rng=None, delay_s=0.0):
@@ -187,7 +185,7 @@ def train(words, run, how=None, rng=None, delay_s=0.0):
     with (run.parent / "output.txt").open("a") as output:
         child = start([*PROGRAM, *words], output, cwd=ROOT)
     while child.poll() is None:
-        if not begin and any(one["event"] == "start" and one not in earlier for one in read_events(run)):
+        if not begin and any(event["event"] == "start" and event not in earlier for event in read_events(run)):
             begin = time.monotonic()
         if how and begin and time.monotonic() - begin >= delay_s:
             with contextlib.suppress(psutil.Error):  # it has ended meanwhile
@@ -213,9 +211,9 @@ def test_a_run_that_is_cut_at_random_moments_ends_with_the_same_bits(phantom_sto
         codes.append(train(command_of(run), run, how, rng, rng.random() * seconds / len(CUTS))[0])
         for path in (run / "checkpoints").glob("*.npz"):  # what is being written has another name
             load_checkpoint(path)
-        events, found = read_events(run), newest(run)
-        steps, saves = ([one["step"] for one in events if one["event"] == kind] for kind in ("step", "checkpoint"))
-        assert (found.state["step"] if found else 0) >= max(saves, default=0)
+        events, checkpoint = read_events(run), newest(run)
+        steps, saves = ([each["step"] for each in events if each["event"] == kind] for kind in ("step", "checkpoint"))
+        assert (checkpoint.state["step"] if checkpoint else 0) >= max(saves, default=0)
         assert steps == list(range(1, len(steps) + 1))
     assert 0 not in codes, "each was cut"
     assert train(command_of(run), run)[0] == 0

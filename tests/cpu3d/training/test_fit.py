@@ -1,4 +1,4 @@
-"""The loop of a run: its order, its ends, and how it goes on. With a learner in NumPy, as no network matters here."""
+"""The loop of a run: its order, its ends, and how it continues. With a learner in NumPy, as no network matters here."""
 
 import dataclasses
 import math
@@ -59,10 +59,10 @@ def budgeted(store, folder, monkeypatch, step_s, **settings):
     fit, now, taken = start(store, folder, **settings), [0.0], []
     step = fit.learner.step
 
-    def timed(*given):
+    def timed(*arguments):
         now[0] += step_s * (1 if taken else 10)
         taken.append(1)
-        return step(*given)
+        return step(*arguments)
 
     monkeypatch.setattr(fit.learner, "step", timed)
     monkeypatch.setattr(fit_module, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic))
@@ -99,7 +99,7 @@ def test_a_budget_cuts_nothing_that_fits_and_nothing_before_the_first_validation
 def without_gain(monkeypatch):
     """Have all validations end alike."""
     scores = SimpleNamespace(dice=np.ones(3), loss=1.0, cases=1)
-    monkeypatch.setattr(fit_module, "validate", lambda *given: (scores, 0))
+    monkeypatch.setattr(fit_module, "validate", lambda *arguments: (scores, 0))
 
 
 def test_early_stopping_ends_after_patience_validations_without_gain(phantom_store, tmp_path, without_gain):
@@ -137,7 +137,7 @@ def test_a_signal_during_a_validation_breaks_it_off_and_the_next_start_makes_up_
 def test_a_worker_that_is_lost_during_a_validation_costs_no_step(phantom_store, tmp_path, monkeypatch):
     fit = start(phantom_store, tmp_path, steps=4, save_minutes=100)
 
-    def lost(*given):
+    def lost(*arguments):
         raise WorkerLostError("worker 1 must answer worker 0")
 
     monkeypatch.setattr(fit_module, "validate", lost)
@@ -153,8 +153,8 @@ def test_an_update_that_overflows_is_not_saved_and_ends_the_run(phantom_store, t
     fit = start(phantom_store, tmp_path, save_minutes=0.0)
     step = fit.learner.step
 
-    def third_overflows(*given):
-        outcome = step(*given)
+    def third_overflows(*arguments):
+        outcome = step(*arguments)
         if fit.step == 2:
             fit.learner._arrays["model/000"][0] = np.inf
         return outcome
@@ -173,8 +173,8 @@ def test_a_loss_that_diverges_ends_the_run_and_leaves_what_is_good(
     fit = start(phantom_store, tmp_path / "cut", **options)
     step = fit.learner.step
 
-    def third_diverges(*given):
-        outcome = step(*given)
+    def third_diverges(*arguments):
+        outcome = step(*arguments)
         return dataclasses.replace(outcome, losses=outcome.losses * 0 + loss) if fit.step == 2 else outcome
 
     monkeypatch.setattr(fit.learner, "step", third_diverges)
@@ -189,8 +189,8 @@ def test_a_loss_that_diverges_ends_the_run_and_leaves_what_is_good(
     again = start(phantom_store, tmp_path / "cut", **options, learning_rate=0.005, adam_rate=0.015)
     assert again.step == (left or 0)
     again.run()
-    assert [one["step"] for one in steps_of(tmp_path / "cut")] == list(range(1, 7))
-    assert not [one for one in read_events(tmp_path / "cut") if one["event"] == "diverged"]
+    assert [event["step"] for event in steps_of(tmp_path / "cut")] == list(range(1, 7))
+    assert not [event for event in read_events(tmp_path / "cut") if event["event"] == "diverged"]
 
 
 # --- The curriculum ---
@@ -204,8 +204,8 @@ def test_the_first_steps_see_half_the_resolution_and_all_validations_the_full_gr
     coarse, full = math.prod(fit.config.coarse_grid), math.prod(fit.config.grid)
     assert coarse < full / 4
     fit.run()
-    assert [one["voxels"] for one in steps_of(tmp_path)] == 13 * [coarse] + 3 * [full]
-    assert [(one["step"], one["best"]) for one in validations_of(tmp_path)] == [(8, True), (16, True)]
+    assert [event["voxels"] for event in steps_of(tmp_path)] == 13 * [coarse] + 3 * [full]
+    assert [(event["step"], event["best"]) for event in validations_of(tmp_path)] == [(8, True), (16, True)]
     assert not newest(tmp_path).state["best_is_coarse"], "coarse weights do not compete with those in full"
 
 
@@ -226,7 +226,7 @@ def test_a_run_cut_after_any_step_ends_with_the_uninterrupted_one_s_weights(
         phantom_store, tmp_path, monkeypatch, done=done, learner=NumpyLearner, **settings
     )
     scores = (validations_of(tmp_path / name) for name in ("whole", "cut"))
-    whole, cut = ([(one["step"], one["loss"], one["best"]) for one in each] for each in scores)
+    whole, cut = ([(event["step"], event["loss"], event["best"]) for event in each] for each in scores)
     assert whole == cut
 
 
@@ -241,11 +241,11 @@ def test_a_run_of_another_length_has_as_many_coarse_steps_as_it_has_done_and_no_
     assert (fit.step, fit.config.coarse_steps) == (done, coarse)
     fit.run()
     full = math.prod(fit.config.grid)
-    assert [one["step"] for one in steps_of(tmp_path) if one["voxels"] == full] == list(range(coarse + 1, steps + 1))
+    assert [each["step"] for each in steps_of(tmp_path) if each["voxels"] == full] == list(range(coarse + 1, steps + 1))
 
 
 def state_of(number, coarse_steps=0, **more):
-    """What a checkpoint keeps of a run after that step."""
+    """The state of a run after that step, as a checkpoint keeps it."""
     state = {"step": number, "best": None, "best_is_coarse": False, "stale_validations": 0, "trained_s": 1.0}
     return {**state, "owes_validation": False, "coarse_steps": coarse_steps, **more}
 

@@ -21,9 +21,9 @@ def config(micro_batch, batch=BATCH, side=SIDE, unet=UNET, **settings):
     return RunConfig(grid=(side,) * 3, unet=unet, batch=batch, micro_batch=micro_batch, **settings)
 
 
-def learner(*given, **settings):
-    """From its initial weights; it is compiled once for all tests."""
-    return shared_learner(config(*given, **settings))
+def learner(*numbers, **settings):
+    """A learner with its initial weights; it is compiled once for all tests."""
+    return shared_learner(config(*numbers, **settings))
 
 
 def volumes(count=BATCH, side=SIDE, seed=0):
@@ -40,76 +40,76 @@ def parts(pair, micro):
         yield tf.constant(image[begin : begin + micro]), tf.constant(target[begin : begin + micro])
 
 
-def gradients(one, pair):
-    """Those that the first step updates with."""
-    if one.config.parts == 1:
-        # Compiled like the parts: computed eagerly, a value beside zero may lie on the other side of its ReLU.
-        return [gradient.numpy() for gradient in tf.function(one._gradients)(*next(parts(pair, BATCH)))[2]]
-    one.step(parts(pair, one.config.micro), 1e-2)
-    return [total.numpy() for total in one._sums]
+def gradients(learned, pair):
+    """The gradients that the first step updates with."""
+    if learned.config.parts == 1:
+        # Compiled like the parts: computed eagerly, a value beside zero may be on the other side of its ReLU.
+        return [gradient.numpy() for gradient in tf.function(learned._gradients)(*next(parts(pair, BATCH)))[2]]
+    learned.step(parts(pair, learned.config.micro), 1e-2)
+    return [total.numpy() for total in learned._sums]
 
 
-def assert_alike(found, expected, within):
+def assert_alike(arrays, expected, within):
     """The distance is at most so large a share of all."""
-    assert np.linalg.norm(found - expected) <= within * np.linalg.norm(expected)
+    assert np.linalg.norm(arrays - expected) <= within * np.linalg.norm(expected)
 
 
-def trained(one, steps=2):
-    """What the steps returned, and all variables after them."""
-    said = [one.step(parts(volumes(seed=step), one.config.micro), 1e-2) for step in range(steps)]
-    return said, {name: np.array(array) for name, array in one.arrays().items()}
+def trained(learned, steps=2):
+    """The outcomes of the steps, and all variables after them."""
+    outcomes = [learned.step(parts(volumes(seed=step), learned.config.micro), 1e-2) for step in range(steps)]
+    return outcomes, {name: np.array(array) for name, array in learned.arrays().items()}
 
 
 def test_gradients_summed_over_parts_are_those_of_the_whole_batch():
-    for found, expected in zip(*(gradients(learner(micro, ema=0.9), volumes()) for micro in (1, BATCH))):
-        assert_alike(found, expected, 1e-4)
+    for arrays, expected in zip(*(gradients(learner(micro, ema=0.9), volumes()) for micro in (1, BATCH))):
+        assert_alike(arrays, expected, 1e-4)
 
 
 def test_two_steps_in_parts_end_with_the_whole_batch_s_weights_averages_and_counters():
-    said, arrays = trained(learner(BATCH, ema=0.9))
-    said_of_parts, arrays_of_parts = trained(learner(1, ema=0.9))
+    outcomes, arrays = trained(learner(BATCH, ema=0.9))
+    outcomes_of_parts, arrays_of_parts = trained(learner(1, ema=0.9))
     assert list(arrays_of_parts) == list(arrays)
     # A small gradient is mostly rounding, and Adam divides by its size: only all weights together are alike.
     for kind in {name.split("/")[0] for name in arrays}:
         assert_alike(flat(arrays_of_parts, kind), flat(arrays, kind), 3e-3)
     assert arrays_of_parts["updates"] == 2
-    for outcome, of_parts in zip(said, said_of_parts):
+    for outcome, of_parts in zip(outcomes, outcomes_of_parts):
         assert of_parts.dice.shape == (BATCH, UNET.outputs)
         np.testing.assert_allclose(of_parts.loss, outcome.loss, rtol=1e-5)
         np.testing.assert_allclose(of_parts.dice, outcome.dice, rtol=1e-4)
 
 
 def test_a_part_whose_loss_is_not_finite_ends_the_step_before_anything_is_updated():
-    one = learner(1, ema=0.9)
-    before = {name: np.array(array) for name, array in one.arrays().items()}
+    learned = learner(1, ema=0.9)
+    before = {name: np.array(array) for name, array in learned.arrays().items()}
     image, target = volumes()
     image[1] = np.inf
-    outcome = one.step(parts((image, target), 1), 1e-2)
+    outcome = learned.step(parts((image, target), 1), 1e-2)
     assert np.isfinite(outcome.losses).tolist() == [True, False, True, True]  # the third and fourth were not computed
     assert not np.isfinite(outcome.loss)
     assert outcome.dice.shape == (BATCH, UNET.outputs)
     assert not outcome.dice[2:].any()
-    for name, array in one.arrays().items():
+    for name, array in learned.arrays().items():
         if name != "optimizer/001":  # the learning rate
             np.testing.assert_array_equal(array, before[name], err_msg=name)
     # Nor does anything of it stay in the sums.
-    one.step(parts(volumes(), 1), 1e-2)
-    found = {name: np.array(array) for name, array in one.arrays().items()}
-    one.restore(before)
-    one.step(parts(volumes(), 1), 1e-2)
-    for name, array in one.arrays().items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
+    learned.step(parts(volumes(), 1), 1e-2)
+    after = {name: np.array(array) for name, array in learned.arrays().items()}
+    learned.restore(before)
+    learned.step(parts(volumes(), 1), 1e-2)
+    for name, array in learned.arrays().items():
+        np.testing.assert_array_equal(after[name], array, err_msg=name)
 
 
 def peak_bytes_of(batch, micro):
-    """Of a step above what is held; the sums of gradients are held."""
-    one = Learner(config(micro, batch, 32, dataclasses.replace(UNET, filters=8), optimizer="sgd"))
-    given = next(parts(volumes(micro, 32), micro))
+    """The peak of a step above the memory that is held; the sums of gradients are held."""
+    learned = Learner(config(micro, batch, 32, dataclasses.replace(UNET, filters=8), optimizer="sgd"))
+    part = next(parts(volumes(micro, 32), micro))
     for _ in range(2):
-        one.step(iter([given] * one.config.parts), 1e-2)
+        learned.step(iter([part] * learned.config.parts), 1e-2)
     tf.config.experimental.reset_memory_stats("CPU:0")
     current = tf.config.experimental.get_memory_info("CPU:0")["current"]
-    one.step(iter([given] * one.config.parts), 1e-2)
+    learned.step(iter([part] * learned.config.parts), 1e-2)
     return allocator_peak_bytes() - current
 
 
@@ -121,13 +121,13 @@ def test_the_peak_of_a_batch_in_parts_is_that_of_one_part_and_one_set_of_gradien
 
 
 def test_arrays_stay_as_they_were_while_training_goes_on():
-    one = learner(1, ema=0.9)
-    held = one.arrays()
+    learned = learner(1, ema=0.9)
+    held = learned.arrays()
     copied = {name: np.array(array) for name, array in held.items()}
-    one.step(parts(volumes(), 1), 1e-2)
-    assert any((one.arrays()[name].numpy() != array).any() for name, array in copied.items())
+    learned.step(parts(volumes(), 1), 1e-2)
+    assert any((learned.arrays()[name].numpy() != array).any() for name, array in copied.items())
     for name, array in copied.items():
         np.testing.assert_array_equal(held[name], array, err_msg=name)
-    one.restore(held)
-    for name, array in one.arrays().items():
+    learned.restore(held)
+    for name, array in learned.arrays().items():
         np.testing.assert_array_equal(array, copied[name], err_msg=name)

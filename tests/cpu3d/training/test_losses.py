@@ -11,8 +11,8 @@ from models.supervision import supervise
 @tf.custom_gradient
 def dice_cross_entropy(target, *logits):
     """Loss and soft Dice, of one head or several."""
-    found = supervise(DiceCrossEntropy(), target, logits)
-    return (found.loss, found.score), lambda upstream, _: (None, *found.slopes(upstream))
+    supervised = supervise(DiceCrossEntropy(), target, logits)
+    return (supervised.loss, supervised.score), lambda upstream, _: (None, *supervised.slopes(upstream))
 
 
 def volume(values, shape=(1, 2, 2, 1, 1)):
@@ -76,7 +76,7 @@ def test_as_a_loss_of_keras_it_is_of_each_sample_and_of_a_target_on_a_finer_grid
     target = tf.constant(rng.random((2, 8, 4, 4, 3)) < [0.5, 0.1, 0.0], tf.uint8)
     logits, weights = tf.constant(rng.normal(0, 2, (2, 4, 2, 2, 3)), tf.float32), tf.constant([1.0, 3.0])
 
-    @tf.function(input_signature=[tf.TensorSpec((samples, *one.shape[1:]), one.dtype) for one in (target, logits)])
+    @tf.function(input_signature=[tf.TensorSpec((samples, *each.shape[1:]), each.dtype) for each in (target, logits)])
     def by_keras(target, logits):
         with tf.GradientTape() as tape:
             tape.watch(logits)
@@ -88,8 +88,8 @@ def test_as_a_loss_of_keras_it_is_of_each_sample_and_of_a_target_on_a_finer_grid
         thin = target[:, ::2, ::2, ::2]
         each = [dice_cross_entropy(thin[n : n + 1], logits[n : n + 1])[0] for n in range(2)]
         expected = tf.reduce_mean(tf.stack(each) * weights)
-    for found, one in zip(by_keras(target, logits), (expected, tape.gradient(expected, logits))):
-        np.testing.assert_allclose(found, one, rtol=1e-5, atol=1e-8)
+    for value, own in zip(by_keras(target, logits), (expected, tape.gradient(expected, logits))):
+        np.testing.assert_allclose(value, own, rtol=1e-5, atol=1e-8)
 
 
 def test_a_target_of_other_regions_is_refused():
@@ -98,16 +98,16 @@ def test_a_target_of_other_regions_is_refused():
 
 
 def test_the_metric_is_the_mean_over_cases_of_a_region_or_of_all():
-    """Of the first region 2 * 1 / (1 + 2) and, in a case where it is absent and not predicted, 1; of the second 0."""
+    """Dice of the first region: 2 * 1 / (1 + 2), and 1 in a case without and not predicted; of the second 0."""
     target = tf.constant([[[1, 1], [0, 0]], [[0, 1], [0, 1]]], tf.uint8)
     logits = tf.constant([[[2.0, -1], [0, -1]], [[-1, -1], [-1, -1]]])
     metrics = [RegionDice(), RegionDice(0), RegionDice(1)]
     for metric in metrics:
-        metric.update_state(*(tf.reshape(one, (2, 2, 1, 1, 2)) for one in (target, logits)))
+        metric.update_state(*(tf.reshape(array, (2, 2, 1, 1, 2)) for array in (target, logits)))
     np.testing.assert_allclose(
         [metric.result() for metric in metrics], [(2 / 3 + 1) / 4, (2 / 3 + 1) / 2, 0], rtol=1e-6
     )
-    with pytest.raises(ValueError, match="region must be at least 0 and less than 2, got 2"):
+    with pytest.raises(ValueError, match="region must be at least 0, below 2, got 2"):
         RegionDice(2).update_state(tf.zeros((1, 1, 1, 1, 2)), tf.zeros((1, 1, 1, 1, 2)))
 
 
@@ -128,8 +128,8 @@ def test_loss_and_gradient_are_those_of_the_definition_over_pieces_of_x(samples,
             loss, dice = function(target, logits if function is dice_cross_entropy else tf.cast(logits, tf.float32))
             weighted = 3 * loss
         results.append((loss, dice, tf.cast(tape.gradient(weighted, logits), tf.float32)))
-    for found, expected in zip(*results):
-        assert tf.norm(found - expected) <= (1e-5 if dtype == "float32" else 3e-3) * tf.norm(expected)
+    for gradient, expected in zip(*results):
+        assert tf.norm(gradient - expected) <= (1e-5 if dtype == "float32" else 3e-3) * tf.norm(expected)
 
 
 def test_compile_takes_the_loss_by_its_name_and_arrays():

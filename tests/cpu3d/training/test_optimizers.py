@@ -26,14 +26,14 @@ def orthogonal_by_hand(kernel):
 
 @pytest.mark.parametrize("shape", [(3, 3, 3, 4, 16), (3, 3, 3, 1, 64), (2, 2, 2, 16, 32)], ids=["tall", "wide", "up"])
 def test_what_is_made_orthogonal_has_singular_values_near_one_times_its_scale(shape):
-    found = orthogonal(tf.constant(noise(*shape))).numpy()
-    assert found.shape == shape
+    matrix = orthogonal(tf.constant(noise(*shape))).numpy()
+    assert matrix.shape == shape
     rows, columns = math.prod(shape[:-1]), shape[-1]
-    values = np.linalg.svd(found.reshape(rows, columns), compute_uv=False)
+    values = np.linalg.svd(matrix.reshape(rows, columns), compute_uv=False)
     scale = math.sqrt(max(1.0, rows / columns))
     assert values.min() >= 0.68 * scale
     assert values.max() <= 1.2 * scale
-    np.testing.assert_allclose(found, orthogonal_by_hand(noise(*shape)), atol=2e-3 * scale)
+    np.testing.assert_allclose(matrix, orthogonal_by_hand(noise(*shape)), atol=2e-3 * scale)
 
 
 def test_of_a_gradient_of_zeros_nothing_is_made():
@@ -41,7 +41,7 @@ def test_of_a_gradient_of_zeros_nothing_is_made():
 
 
 def test_the_graph_holds_no_constant_as_large_as_a_kernel_s_side():
-    """Each of TensorFlow's passes keeps a copy of the graph's constants: of 48 filters they were 290 MiB."""
+    """TensorFlow's passes each keep a copy of the graph's constants: with 48 filters these were 290 MiB."""
     trace = tf.function(orthogonal).get_concrete_function(tf.TensorSpec((3, 3, 3, 64, 256)))
     assert trace.graph.as_graph_def().ByteSize() < 256 * 256
 
@@ -78,23 +78,23 @@ def test_adam_and_sgd_move_weights_as_keras_does(own, keras_own):
 
 
 def test_keras_does_not_compile_its_updates_on_a_card(monkeypatch):
-    """Each would be a graph of its own, and updates share what they compute."""
+    """Then every update would be a graph of its own, and they share tensors."""
     monkeypatch.setattr(tf.compat.v2.config, "list_physical_devices", lambda kind=None: ["a card"])
     assert tf.keras.optimizers.Adam().jit_compile
     assert not Muon().jit_compile
 
 
 def test_two_steps_are_those_worked_out_by_hand():
-    found = stepped(Muon(0.1, adam_scale=1.5, momentum=0.9))
+    weights = stepped(Muon(0.1, adam_scale=1.5, momentum=0.9))
     adam = stepped(tf.keras.optimizers.Adam(0.15))
     kernel, mean = noise(3, 3, 3, 2, 4).astype(np.float64), 0.0
     for step in (1, 2):
         gradient = noise(3, 3, 3, 2, 4, seed=step)
         mean = 0.9 * mean + gradient
         kernel -= 0.1 * orthogonal_by_hand(gradient + 0.9 * mean)
-    np.testing.assert_allclose(found[0], kernel, atol=1e-3)
-    for one, other in zip(found[1:], adam[1:]):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+    np.testing.assert_allclose(weights[0], kernel, atol=1e-3)
+    for weight, other in zip(weights[1:], adam[1:]):
+        np.testing.assert_allclose(weight, other, atol=1e-5)
 
 
 def test_it_trains_with_fit_and_goes_on_from_a_saved_model_as_if_nothing_had_been(tmp_path):
@@ -108,7 +108,7 @@ def test_it_trains_with_fit_and_goes_on_from_a_saved_model_as_if_nothing_had_bee
     model.save_weights(tmp_path / "weights")  # in TensorFlow's format, which refuses what is of the step's graph
     again = tf.keras.models.load_model(tmp_path / "model.keras")
     assert again.optimizer.get_config() == model.optimizer.get_config()
-    for one in (model, again):
-        one.fit(x, y, batch_size=4, epochs=1, verbose=0)
-    for one, other in zip(model.get_weights(), again.get_weights()):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+    for trained in (model, again):
+        trained.fit(x, y, batch_size=4, epochs=1, verbose=0)
+    for weight, other in zip(model.get_weights(), again.get_weights()):
+        np.testing.assert_allclose(weight, other, atol=1e-5)

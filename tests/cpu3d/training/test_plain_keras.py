@@ -42,23 +42,23 @@ def compiled(more, batch_size, eager=False):
     return model
 
 
-def same(found, expected):
-    return all(map(np.array_equal, tf.nest.flatten(found), tf.nest.flatten(expected)))
+def same(arrays, expected):
+    return all(map(np.array_equal, tf.nest.flatten(arrays), tf.nest.flatten(expected)))
 
 
-@pytest.mark.parametrize(("more", "batch_size"), NETWORKS, ids=lambda one: str(one))
+@pytest.mark.parametrize(("more", "batch_size"), NETWORKS, ids=lambda case: str(case))
 def test_a_saved_model_answers_and_goes_on_as_the_one_it_was(more, batch_size, tmp_path):
-    model, given = compiled(more, batch_size, eager=True), volumes()  # in graphs: the example, below
+    model, data = compiled(more, batch_size, eager=True), volumes()  # in graphs: the example, below
     callback = tf.keras.callbacks.ModelCheckpoint(str(tmp_path / "model.keras"))
-    first = model.fit(given, epochs=2, callbacks=[callback], verbose=0).history
+    first = model.fit(data, epochs=2, callbacks=[callback], verbose=0).history
     assert first["loss"][1] < first["loss"][0]
     if "deep_supervision" in more:
         assert set(first) == {"loss", "head_loss", "head1_loss", "head_WT", "head1_WT"}
 
     again = tf.keras.models.load_model(tmp_path / "model.keras")  # without `custom_objects`
     assert [layer.name for layer in again.layers if not layer.trainable] == [model.layers[1].name]
-    assert same(again.predict(given, verbose=0), model.predict(given, verbose=0))
-    histories = [one.fit(given, verbose=0).history for one in (again, model)]
+    assert same(again.predict(data, verbose=0), model.predict(data, verbose=0))
+    histories = [each.fit(data, verbose=0).history for each in (again, model)]
     assert histories[0] == histories[1]
     assert same(again.get_weights(), model.get_weights())
 
@@ -79,11 +79,11 @@ def test_a_clone_is_the_same_network_from_its_first_weights():
 
 @pytest.mark.slow
 def test_a_saved_model_folder_answers_alike(tmp_path):
-    model, given = compiled({"policy": "lean"}, 2), volumes()
-    model.fit(given, verbose=0)
+    model, data = compiled({"policy": "lean"}, 2), volumes()
+    model.fit(data, verbose=0)
     model.save(tmp_path / "folder")
     assert same(
-        tf.keras.models.load_model(tmp_path / "folder").predict(given, verbose=0), model.predict(given, verbose=0)
+        tf.keras.models.load_model(tmp_path / "folder").predict(data, verbose=0), model.predict(data, verbose=0)
     )
 
 

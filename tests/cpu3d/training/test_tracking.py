@@ -1,4 +1,4 @@
-"""What TensorBoard and MLflow get of a run: read back by their own programs."""
+"""The numbers that TensorBoard and MLflow get of a run: read back by their own programs."""
 
 import sys
 import threading
@@ -34,7 +34,7 @@ def test_tensorboard_has_the_settings_and_the_scores(phantom_store, tmp_path):
     scores = {f"validation/dice/{region}" for region in ("WT", "TC", "ET")}
     assert {"step/loss", "validation/mean_dice", *scores} <= set(read.PluginRunToTagToContent("scalars")[run])
     for name in scores:
-        assert [one.step for one in read.Tensors(run, name)] == [4, 8]
+        assert [point.step for point in read.Tensors(run, name)] == [4, 8]
 
 
 @pytest.mark.filterwarnings("ignore")  # of MLflow's own libraries
@@ -50,10 +50,10 @@ def test_mlflow_has_one_run_with_every_point_once_through_cuts_failures_and_exte
     checkpoints(folder)[0].unlink()  # as after a kill: steps 5 to 8 are done again
     log_batch = tracking_module.MlflowClient.log_batch
 
-    def failing(self, found, metrics=(), **more):
-        if any(one.step > 10 for one in metrics):
+    def failing(self, run_id, metrics=(), **more):
+        if any(metric.step > 10 for metric in metrics):
             raise ConnectionError("gone")
-        return log_batch(self, found, metrics=metrics, **more)
+        return log_batch(self, run_id, metrics=metrics, **more)
 
     with monkeypatch.context() as patched:
         patched.setattr(tracking_module.MlflowClient, "log_batch", failing)
@@ -66,10 +66,10 @@ def test_mlflow_has_one_run_with_every_point_once_through_cuts_failures_and_exte
     assert (run.data.params["learning_rate"], run.data.params["unet.norm"]) == ("0.01", "instance")
 
     def steps(name):
-        return [one.step for one in client.get_metric_history(run.info.run_id, name)]
+        return [metric.step for metric in client.get_metric_history(run.info.run_id, name)]
 
     assert (steps("step/loss"), steps("validation/dice/WT")) == ([*range(1, 17)], [4, 8, 12, 16])
-    assert "config.json" in {one.path for one in client.list_artifacts(run.info.run_id)}
+    assert "config.json" in {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
     assert "records.db" not in (folder / "mlflow.json").read_text()
 
 
@@ -89,11 +89,11 @@ def test_a_server_that_fails_is_one_warning_and_no_more(phantom_store, tmp_path,
         fit(phantom_store, tmp_path, epochs=2).run(mlflow=f"http://someone:{PASSWORD}@localhost:5000")
     finally:
         ended.set()
-    said = capsys.readouterr().err
-    assert said.count("MLflow") == 1
-    assert "finished" in said
+    printed = capsys.readouterr().err
+    assert printed.count("MLflow") == 1
+    assert "finished" in printed
     kept = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    assert PASSWORD not in said
+    assert PASSWORD not in printed
     assert PASSWORD.encode() not in kept
 
 

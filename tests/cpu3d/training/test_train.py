@@ -1,4 +1,4 @@
-"""Runs of `train`: they learn, go on to the bit, predict, and refuse what would not do."""
+"""Runs of `train`: they learn, continue to the bit, predict, and refuse settings that do not suit."""
 
 import dataclasses
 import json
@@ -83,9 +83,9 @@ def test_a_patch_run_predicts_by_its_window_within_the_brain_as_it_was_validated
     scored = [event for event in read_events(learnt) if event["event"] == "validation"][-1]
     assert scored["cases"] == 1
     for index, (name, codes) in enumerate(phantom_store.manifest.regions.items()):
-        found, true = answers[..., index] > 0.5, np.isin(truth, codes)
+        mask, true = answers[..., index] > 0.5, np.isin(truth, codes)
         # Not to the bit: tiles begin at the case's own box there, at the box common to all cases in a validation.
-        assert scored["dice"][name] == pytest.approx(2 * (found & true).sum() / (found.sum() + true.sum()), abs=0.05)
+        assert scored["dice"][name] == pytest.approx(2 * (mask & true).sum() / (mask.sum() + true.sum()), abs=0.05)
     inside = record.box.slices(record.shape)
     assert np.all(answers[inside] > 0)
     answers[inside] = 0
@@ -262,9 +262,9 @@ def test_a_real_case_named_as_in_2018_without_enhancing_tumour_goes_through_ever
     assert dice["ET"] == 1, "there is none, and none is found"
     assert main(["predict", "--run", str(run), "--image", str(case), "--out", str(tmp_path / "predicted")]) == 0
     predicted = tmp_path / "predicted" / f"{case.name}.nii.gz"
-    truth, found = (nibabel.load(path) for path in (case / f"{case.name}_seg.nii.gz", predicted))
-    np.testing.assert_array_equal(found.affine, truth.affine)
-    assert set(np.unique(found.dataobj)) <= {0, 1, 2}
+    truth, answer = (nibabel.load(path) for path in (case / f"{case.name}_seg.nii.gz", predicted))
+    np.testing.assert_array_equal(answer.affine, truth.affine)
+    assert set(np.unique(answer.dataobj)) <= {0, 1, 2}
     page = tmp_path / "page.html"
     assert main(["view", "--image", str(case), "--prediction", str(predicted), "--out", str(page)]) == 0
     assert page.stat().st_size <= 3 * 2**20

@@ -1,4 +1,4 @@
-"""What a validation scores, and in what memory: that which the estimator counts."""
+"""The scores of a validation, and its memory, which is that of the estimator."""
 
 from types import SimpleNamespace
 
@@ -35,27 +35,27 @@ def learner(grid, **network):
 
 
 def test_scores_are_those_of_the_whole_volume():
-    one = learner(SMALL, channels=1, outputs=4, filters=4, depth=2)
-    ((image, target),) = feeds(one.config).validation()
-    logits = one.logits(image)
+    learned = learner(SMALL, channels=1, outputs=4, filters=4, depth=2)
+    ((image, target),) = feeds(learned.config).validation()
+    logits = learned.logits(image)
     overlap, predicted, true = np.moveaxis(hard_dice_counts(target, logits).numpy()[0], -1, 0)
-    found, _ = validate(feeds(one.config), one)
-    np.testing.assert_allclose(found.loss, supervise(DiceCrossEntropy(), target, [logits]).loss, rtol=1e-5)
-    np.testing.assert_array_equal(found.dice, 2 * overlap / (predicted + true))
+    scores, _ = validate(feeds(learned.config), learned)
+    np.testing.assert_allclose(scores.loss, supervise(DiceCrossEntropy(), target, [logits]).loss, rtol=1e-5)
+    np.testing.assert_array_equal(scores.dice, 2 * overlap / (predicted + true))
 
 
 def test_of_many_regions_a_validation_takes_no_more_than_is_counted():
     if allocator_peak_bytes() is None:
         pytest.skip("needs an engine that counts its memory")
-    one = learner(SHAPE, outputs=13, filters=4, depth=3, policy="lean")
-    given, job = feeds(one.config), Job(one.config.unet, SHAPE, threads=2)
+    learned = learner(SHAPE, outputs=13, filters=4, depth=3, policy="lean")
+    data, job = feeds(learned.config), Job(learned.config.unet, SHAPE, threads=2)
     resident = training_step(job).resident
     *_, image, target = resident
-    there = sum(tensor.bytes for tensor in (*resident, image, target))  # a volume is in use, another is ready
-    counted = timeline(Program(resident, validation_pass(job))).peak_bytes - there
-    validate(given, one)  # traced, and its weights in oneDNN's layout
+    held = sum(tensor.bytes for tensor in (*resident, image, target))  # a volume is in use, another is ready
+    counted = timeline(Program(resident, validation_pass(job))).peak_bytes - held
+    validate(data, learned)  # traced, and its weights in oneDNN's layout
     before = tf.config.experimental.get_memory_info("CPU:0")["current"]
     tf.config.experimental.reset_memory_stats("CPU:0")
-    validate(given, one)
+    validate(data, learned)
     # Chunks are larger than what is asked for, more so where other tests left holes. Whole maps are twice as much.
     assert allocator_peak_bytes() - before <= 1.75 * counted

@@ -1,4 +1,4 @@
-"""The guard around a training that is none: what is free, how long it is silent, what it notes, says and does."""
+"""The guard around a made-up training: free memory, time without progress, its notes, messages and acts."""
 
 import contextlib
 import os
@@ -40,7 +40,7 @@ def test_swap_counts_for_the_machine_and_a_container_leaves_what_is_not_used_and
 
 
 @pytest.mark.parametrize(
-    ("what", "samples", "limits", "action"),
+    ("case", "samples", "limits", "action"),
     [
         ("little is free but more than a save and the floor", [(5000, 170)] * 3, {"save_bytes": 100 * MIB}, ""),
         ("less than these", [(5000, 160)] * 3, {"save_bytes": 100 * MIB}, "stop"),
@@ -57,23 +57,23 @@ def test_swap_counts_for_the_machine_and_a_container_leaves_what_is_not_used_and
          {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB, "here": 2}, ""),
     ],
 )  # fmt: skip
-def test_the_run_goes_on_stops_or_ends(what, samples, limits, action):
+def test_the_run_goes_on_stops_or_ends(case, samples, limits, action):
     """After the last of (own, free) in MiB of a machine of 16 GiB."""
     floor = MemoryFloor(**limits)
     for own, free in samples:
-        found = floor.judge(Sample({MACHINE: Room(free * MIB, 16 * GIB)}, own * MIB))
-    assert found[0] == action
+        decision = floor.judge(Sample({MACHINE: Room(free * MIB, 16 * GIB)}, own * MIB))
+    assert decision[0] == action
 
 
 # --- What the guard does ---
 
 
 class Stage:
-    """A clock and a memory that only a test moves; what the guard says and how it ends."""
+    """A clock and a memory that only a test moves; the guard's messages and exit codes."""
 
     def __init__(self, monkeypatch):
         self.now, self.own, self.free = 0.0, GIB, 8 * GIB
-        self.said, self.ended = [], []
+        self.printed, self.ended = [], []
         monkeypatch.setattr(watchdog.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(watchdog.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(watchdog, "take_sample", lambda: Sample({MACHINE: Room(self.free, 16 * GIB)}, self.own))
@@ -96,8 +96,8 @@ def stage(monkeypatch):
 
 @pytest.fixture
 def guard(stage, tmp_path):
-    """Not entered: without threads, so that the test is the one who looks."""
-    return Guard(tmp_path, say=stage.said.append, end=stage.ended.append, bound_bytes=2 * GIB, stall_minutes=1)
+    """A guard that is not entered: without threads, so that the test itself looks."""
+    return Guard(tmp_path, say=stage.printed.append, end=stage.ended.append, bound_bytes=2 * GIB, stall_minutes=1)
 
 
 def test_memory_that_runs_low_asks_for_a_stop_once_and_not_before_there_is_something_to_save(guard, stage):
@@ -105,7 +105,7 @@ def test_memory_that_runs_low_asks_for_a_stop_once_and_not_before_there_is_somet
     stage.live(guard, 2)
     assert not guard.why, "it starts"
     stage.step(guard, 0, 2)
-    assert len(stage.said) == 1
+    assert len(stage.printed) == 1
     assert "must keep 64 MiB free for the next step, got 50 MiB free of this machine" in guard.why
     stage.free = 8 * GIB
     stage.live(guard, 3)
@@ -115,7 +115,7 @@ def test_memory_that_runs_low_asks_for_a_stop_once_and_not_before_there_is_somet
 
 @pytest.mark.parametrize("is_heard", [True, False])
 def test_memory_that_is_gone_ends_the_process_with_words_and_a_heartbeat(stage, tmp_path, is_heard):
-    guard = Guard(tmp_path, say=stage.said.append if is_heard else lambda line: 1 / 0, end=stage.ended.append)
+    guard = Guard(tmp_path, say=stage.printed.append if is_heard else lambda line: 1 / 0, end=stage.ended.append)
     stage.step(guard, 0, 5)
     guard.saved(7)
     stage.free = 10 * MIB
@@ -125,7 +125,7 @@ def test_memory_that_is_gone_ends_the_process_with_words_and_a_heartbeat(stage, 
     assert (beat.exit_code, beat.phase) == (5, "computing")
     assert beat.reason.startswith("memory must last to the end of a step, got 10 MiB free of this machine")
     if is_heard:
-        assert stage.said == [f"error: {beat.reason}; the checkpoint of step 7 is good; ending at once"]
+        assert stage.printed == [f"error: {beat.reason}; the checkpoint of step 7 is good; ending at once"]
 
 
 def test_a_stall_ends_the_process_with_the_stacks_and_the_phase(guard, stage, capfd, tmp_path):
@@ -164,7 +164,7 @@ def test_a_long_first_step_a_suspended_process_signs_of_life_and_no_limit_are_no
         (5, "computing", 60.0),
         (5, "validating", 240.0),  # four times, for the first
         (30, "computing", 300.0),  # ten times the longest
-        (30, "exchanging", 450.0),  # half as much again as anything that another worker may be doing
+        (30, "summing gradients", 450.0),  # half as much again as anything that another worker may be doing
     ],
 )
 def test_what_takes_longer_than_ever_is_given_ten_times_that(guard, stage, longest_s, phase, allowed_s):
@@ -213,17 +213,15 @@ def test_the_file_follows_the_run_within_seconds_and_not_step_by_step(tmp_path, 
 def test_a_heartbeat_that_cannot_be_written_and_a_watch_that_fails_stop_nothing_and_are_said_once(
     tmp_path, monkeypatch
 ):
-    said, end = [], time.monotonic() + 60
+    printed, end = [], time.monotonic() + 60
     monkeypatch.setattr(watchdog, "SAMPLE_EVERY_S", 0.01)
-    with Guard(tmp_path / "none-such", say=said.append) as guard:
+    with Guard(tmp_path / "none-such", say=printed.append) as guard:
         monkeypatch.setattr(watchdog, "take_sample", lambda: 1 / 0)
         guard.phase("computing")
-        while len(said) < 2 and time.monotonic() < end:
+        while len(printed) < 2 and time.monotonic() < end:
             time.sleep(0.02)
-    assert sorted(line.partition(",")[0] for line in said) == [
-        "warning: memory and stalls cannot be watched",
-        "warning: no heartbeat can be written",
-    ]
+    problems = sorted(line.partition(",")[0] for line in printed)
+    assert problems == ["warning: memory and stalls cannot be watched", "warning: no heartbeat can be written"]
 
 
 def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once():
