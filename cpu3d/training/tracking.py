@@ -3,8 +3,8 @@
     with tracked(run, config, mlflow="sqlite:///mlflow.db") as track:
         track(event)                 # as it is logged
 
-Both get the settings and the numbers of every step and validation, MLflow also the files in FILES. Nothing is sent
-twice.
+Both get the settings and the numbers of every step and validation, MLflow also the files in FILES. A step that a
+restart repeats is sent again only where its loss or rate is another.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ from memory_estimator.installed import how_to_install
 SCALARS = {"step": ("loss", "learning_rate", "step_s", "wait_s", "voxels"), "validation": ("loss", "mean_dice")}
 """Kind of event -> its fields that are curves, besides the Dice of each region."""
 
+SENT_BY = ("step/loss", "step/learning_rate", "validation/loss")  # an event is sent again only if one of them changed
 FILES = ("config.json", "plan.json", "report.html")  # of the run's folder, as they are when an attempt ends
 DERIVED = ("store_channels", "label_names", "region_codes")  # settings of a run that follow from the store
 PATIENCE_S = 60.0  # how long the end of a training waits for MLflow
@@ -109,8 +110,6 @@ class _Mlflow:
         short = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
         for name, value in {**short, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "WARNING"}.items():
             os.environ.setdefault(name, value)
-        # For a new database its client prints a line for each migration of its tables.
-        logging.getLogger("alembic.runtime.migration").addFilter(lambda record: record.levelno > logging.INFO)
         self._run, self._config, self._uri = run, config, uri
         self._events: queue.SimpleQueue = queue.SimpleQueue()
         self._given_up = False
@@ -144,12 +143,16 @@ class _Mlflow:
     def _send_all(self) -> None:
         from mlflow.tracking import MlflowClient
 
-        client = MlflowClient(self._uri)
-        run_id = self._open(client)
-        # Restarts repeat steps, with equal numbers. The log has the steps that earlier attempts could not send.
+        logging.disable(logging.INFO)  # for a new database its client prints a line for each migration of its tables
+        try:
+            client = MlflowClient(self._uri)
+            run_id = self._open(client)
+        finally:
+            logging.disable(logging.NOTSET)
+        # The log has the steps that earlier attempts could not send, and those that were repeated at another rate.
         sent = {
-            group: max((metric.step for metric in client.get_metric_history(run_id, f"{group}/loss")), default=-1)
-            for group in SCALARS
+            name: {m.step: m.value for m in sorted(client.get_metric_history(run_id, name), key=lambda m: m.timestamp)}
+            for name in SENT_BY
         }
         self._send(client, run_id, read_events(self._run), sent)
         for event in iter(self._events.get, None):
@@ -186,17 +189,17 @@ class _Mlflow:
         client.log_batch(run.info.run_id, params=[Param(name, value) for name, value in new.items()])
         return run.info.run_id
 
-    def _send(self, client: Any, run_id: str, events: Sequence[Mapping[str, Any]], sent: Dict[str, int]) -> None:
-        """Send the numbers of events that are newer than those in `sent`, and update it."""
+    def _send(self, client: Any, run_id: str, events: Sequence[Mapping[str, Any]], sent: Dict[str, Dict]) -> None:
+        """Send the numbers of events whose loss or rate is not in `sent`, and update it."""
         from mlflow.entities import Metric
 
         now, metrics = int(1000 * time.time()), []
         for event in events:
-            named = scalars(event)
-            if named and event["step"] > sent[event["event"]]:
-                sent[event["event"]] = event["step"]
+            named, step = scalars(event), event["step"]
+            if any(known.get(step) != named[name] for name, known in sent.items() if name in named):
                 # The loss last: if MLflow has it, it has all of the event.
-                loss_last = reversed(list(named.items()))
-                metrics += [Metric(name, float(value), now, event["step"]) for name, value in loss_last]
+                metrics += [Metric(name, float(value), now, step) for name, value in reversed(list(named.items()))]
+                for name in sent.keys() & named.keys():
+                    sent[name][step] = named[name]
         for first in range(0, len(metrics), MOST_METRICS):
             client.log_batch(run_id, metrics=metrics[first : first + MOST_METRICS])

@@ -10,6 +10,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from cpu3d.errors import InputError
 from cpu3d.run.checkpoint import checkpoints
+from cpu3d.run.log import read_events
 from cpu3d.training import tracking
 from cpu3d.training.tracking import require_mlflow
 from tests.cpu3d import runs
@@ -39,7 +40,7 @@ def test_tensorboard_has_the_settings_and_the_scores(phantom_store, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")  # of MLflow's own libraries
 def test_mlflow_has_one_run_with_every_point_once_through_cuts_failures_and_extensions(
-    phantom_store, tmp_path, monkeypatch
+    phantom_store, tmp_path, monkeypatch, capsys
 ):
     tracking_module = pytest.importorskip("mlflow.tracking", reason="needs mlflow: requirements-mlflow.txt")
     pytest.importorskip("sqlalchemy", reason="needs sqlalchemy: requirements-mlflow.txt")
@@ -47,7 +48,8 @@ def test_mlflow_has_one_run_with_every_point_once_through_cuts_failures_and_exte
     folder, uri = tmp_path / "run", f"sqlite:///{tmp_path}/records.db"
     fit(phantom_store, folder, epochs=1).run()  # not tracked: MLflow learns of it later
     fit(phantom_store, folder, epochs=2).run(mlflow=uri)
-    checkpoints(folder)[0].unlink()  # as after a kill: steps 5 to 8 are done again
+    checkpoints(folder)[0].unlink()  # as after a kill: steps 5 to 8 are done again, with equal numbers
+    fit(phantom_store, folder, epochs=2).run(mlflow=uri)
     log_batch = tracking_module.MlflowClient.log_batch
 
     def failing(self, run_id, metrics=(), **more):
@@ -69,8 +71,15 @@ def test_mlflow_has_one_run_with_every_point_once_through_cuts_failures_and_exte
         return [metric.step for metric in client.get_metric_history(run.info.run_id, name)]
 
     assert (steps("step/loss"), steps("validation/dice/WT")) == ([*range(1, 17)], [4, 8, 12, 16])
+    checkpoints(folder)[0].unlink()
+    fit(phantom_store, folder, epochs=4, learning_rate=0.005).run(mlflow=uri)  # steps 13 to 16 at another rate
+    for name in ("step/loss", "step/learning_rate", "validation/loss"):
+        group, field = name.split("/")
+        logged = {event["step"]: event[field] for event in read_events(folder) if event["event"] == group}
+        assert {m.step: m.value for m in client.get_metric_history(run.info.run_id, name)} == logged
     assert "config.json" in {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
     assert "records.db" not in (folder / "mlflow.json").read_text()
+    assert "INFO" not in capsys.readouterr().err  # of the migrations of a new database
 
 
 @pytest.mark.parametrize("way", ["refuses", "hangs"])
