@@ -37,7 +37,7 @@ NETWORKS = ({"filters": 16}, {"filters": 8})
 
 @dataclass(frozen=True)
 class Options:
-    """What `calibrate` measures, and where it writes."""
+    """The options of `calibrate`."""
 
     engine: Optional[str] = option(None, "engine to measure (default: the one that `train` would use)", choices=ENGINES)
     all: bool = option(False, help="measure every engine that is installed, a minute each")

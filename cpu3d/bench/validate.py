@@ -70,7 +70,7 @@ def run(options: Options) -> int:
     with bar("validate", total=len(todo)) as advance:
         for job in todo:
             needed, free = estimate(job, constants).upper_bound_bytes, read_host().free_bytes
-            outcome = f"left out, needs {format_bytes(needed)} where {format_bytes(free)} are free"
+            outcome = f"left out, needs {format_bytes(needed)}, {format_bytes(free)} are free"
             if needed <= free:
                 record = record_of(job, host)
                 append_record(options.record, "memory", record)

@@ -94,7 +94,7 @@ def processes(make_run, monkeypatch) -> Stage:
 
 @pytest.fixture
 def stage(make_run, monkeypatch) -> Stage:
-    """The same without processes: `stand_in.main` is called."""
+    """`stand_in.main` called in this process, instead of the real program."""
     template = make_run("template", shift=1)
 
     def call(command, log, label, **more):

@@ -1,4 +1,4 @@
-"""What a comparison is planned to be: variants, one budget, and the options of its runs."""
+"""The plan of a comparison: variants, one budget, and the options of its runs."""
 
 import argparse
 import math

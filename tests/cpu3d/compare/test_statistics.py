@@ -33,7 +33,7 @@ def test_the_interval_of_two_cases_of_one_seed_holds_all_four_resamples():
 
 
 def test_the_bound_of_the_seeds_is_students():
-    """Of differences 0.1, 0.2 and 0.3 the deviation is 0.1; t(0.975, 2) is 4.303."""
+    """Differences 0.1, 0.2 and 0.3 have the deviation 0.1; t(0.975, 2) is 4.303."""
     assert seed_bound([0.1, 0.2, 0.3]) == pytest.approx(4.3027 * 0.1 / np.sqrt(3), rel=1e-4)
     assert seed_bound([0.1, 0.3]) == pytest.approx(12.706 * 0.1414214 / np.sqrt(2), rel=1e-4)
     assert seed_bound([0.1]) is None
