@@ -57,7 +57,7 @@ class Options:
     )
     runs: Tuple[Path, ...] = option((), help="compare these scored run folders; nothing is trained", metavar="DIR")
     voxels: Optional[float] = option(None, "budget of every run: voxels seen", metavar="V", above=0, below=math.inf)
-    minutes: Optional[float] = option(None, "budget of every run: time of its steps", "M", above=0, below=math.inf)
+    minutes: Optional[float] = option(None, "budget of every run: minutes of its steps", "M", above=0, below=math.inf)
     seeds: Tuple[int, ...] = option((0, 1, 2), help="one run a variant for each seed", metavar="S", at_least=0)
     split: str = option(UNTOUCHED, help="cases to score", choices=SPLITS)
     tolerance: float = option(
