@@ -119,10 +119,10 @@ COSTS = {
     "steps": Cost("steps", "{:,.0f}".format),
     "voxels": Cost("voxels seen", millions),
     "step_s": Cost("a step in full", seconds),
-    "case_train_s": Cost("a case trained once", seconds),  # as many voxels as a whole case
+    "case_train_s": Cost("a case trained once", seconds),  # as many voxels as a whole one; not known without a store
     "steps_s": Cost("all steps", seconds),  # with the compilation in the first, and the waiting for data
     "validation_s": Cost("validation", seconds),
-    "train_s": Cost("training in all", seconds),  # of all attempts; not known if the last one did not end
+    "train_s": Cost("training in all", seconds),  # of all attempts; not known where the last one did not end
     "core_hours": Cost("core-hours", number),  # of all cores that the process had; None on a card
     "train_peak_bytes": Cost("peak memory, training", format_bytes, max),
     "allocator_peak_bytes": Cost("of it TensorFlow's allocator", format_bytes, max),
