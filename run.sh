@@ -5,9 +5,9 @@ set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
 venv="$root/.venv"
-stamp="$venv/installed"   # written last: without it the environment is half-made; .partial says what it is to become
+stamp="$venv/installed"   # written last: without it the environment is incomplete, and .partial names what was chosen for it
 log="$venv/install.log"
-lock="$venv.lock" # a folder, as mkdir lets one win on every file system, also between hosts
+lock="$venv.lock" # a folder: mkdir succeeds for one process alone on every file system, also between hosts
 beat=""           # the process that keeps our lock fresh, while we hold it
 
 help() {
@@ -19,9 +19,9 @@ Train a 3D U-Net on whole volumes, or on patches of them.
                                 make .venv and install the pinned packages, nothing else
   ./run.sh test [--all] [...]   run the tests; --all adds the slow ones; the rest goes to pytest
   ./run.sh demo [--smoke] [--policy P]
-                                phantom volumes, training, scores, report; --smoke is a small form, P a memory policy
-  ./run.sh estimate ...         memory and time of a training step: python -m memory_estimator ...; any Python with rich and msgspec will do
-  ./run.sh SUBCOMMAND ...       python -m cpu3d SUBCOMMAND ..., set up first where needed
+                                phantom volumes, training, scores, report; --smoke: smaller and shorter; P: a memory policy
+  ./run.sh estimate ...         memory and time of a training step: python -m memory_estimator ...; needs only rich and msgspec
+  ./run.sh SUBCOMMAND ...       python -m cpu3d SUBCOMMAND ..., after a set-up if needed
   ./run.sh help                 this text; ./run.sh SUBCOMMAND --help explains a subcommand
 
 Example:
@@ -29,7 +29,7 @@ Example:
   ./run.sh train --store ~/brats-store --run ~/runs/first
 
 Engines: TensorFlow 2.15 with Intel's extension (requirements.txt) on Linux x86-64 with Python 3.9 to 3.11,
-TensorFlow 2.21 (requirements-latest.txt) elsewhere; `setup --latest` takes the second in any case, and `setup --gpu`
+TensorFlow 2.21 (requirements-latest.txt) elsewhere; `setup --latest` always takes the second, `setup --gpu`
 the second with CUDA (requirements-gpu.txt, Linux x86-64), for `train --mode patch` on an NVIDIA GPU.
 PYTHON=/path/to/python ./run.sh setup uses that Python. Another engine or Python version makes a new .venv.
 HELP
@@ -40,7 +40,7 @@ die() { printf 'run.sh: %s\n' "$@" >&2; exit 1; }
 
 # --- Finding a Python ---
 
-# What a Python says of itself: version, whether it can make environments, platform, the CPU flags that matter.
+# Prints a Python's version, whether it can make environments, its platform, and the CPU flags that matter.
 probe='
 import platform, struct, sys, sysconfig
 try:
@@ -58,7 +58,7 @@ print("%d.%d" % sys.version_info[:2] if usable else "0.0", tools, sysconfig.get_
 '
 
 # find_python VERSION...: sets python, version, platform, cpu to the first of these versions that can make an environment;
-# bare collects those that cannot. Fails where there is none.
+# bare collects those that cannot. Fails if there is none.
 find_python() {
   local wanted name answer tools
   bare=""
@@ -75,7 +75,7 @@ find_python() {
   return 1
 }
 
-# find_light_python: sets python to the first one with what `estimate` needs: rich, msgspec, and outside Linux psutil. Fails where
+# find_light_python: sets python to the first one with what `estimate` needs: rich, msgspec, and outside Linux psutil. Fails if
 # none has.
 find_light_python() {
   local needs="import sys, rich, msgspec; assert sys.version_info >= (3, 9); sys.platform == 'linux' or __import__('psutil')"
@@ -85,14 +85,14 @@ find_light_python() {
   return 1
 }
 
-# no_python OLDEST: says what to install, and ends.
+# no_python OLDEST: prints what to install, and ends.
 no_python() {
   local first="${bare# }"
   first="${first%% *}"
   [ -z "$first" ] || die "Python must come with venv and ensurepip, got Python $first without; install them, then run this again:" \
     "  Debian, Ubuntu: sudo apt install python$first-venv"
   [ -z "${PYTHON:-}" ] || die "PYTHON must be a 64-bit CPython $1 to 3.13 that runs, got $PYTHON; unset it or name another"
-  die "a 64-bit CPython $1 to 3.13 must be installed, found none; install one (3.11 gives the fastest engine), then run this again:" \
+  die "a 64-bit CPython $1 to 3.13 must be installed, got none; install one (3.11 gives the fastest engine), then run this again:" \
     "  Debian, Ubuntu: sudo apt install python3 python3-venv" \
     "  Fedora, RHEL:   sudo dnf install python3.11" \
     "  anywhere:       https://www.python.org/downloads or https://docs.conda.io"
@@ -108,9 +108,9 @@ choose() {
   fi
   [ "$cpu" = avx2 ] || has_avx2=no
   case "$platform" in
-    linux-x86_64) [ "$cpu" != none ] || die "the CPU must have AVX, which TensorFlow is built for, and has none; use another host" ;;
+    linux-x86_64) [ "$cpu" != none ] || die "the CPU must have AVX, for which TensorFlow is built, got one without; use another host" ;;
     *)
-      [ "$engine" != gpu ] || die "setup --gpu must run on Linux x86-64, which TensorFlow with CUDA is built for, got $platform; use setup --latest"
+      [ "$engine" != gpu ] || die "setup --gpu must run on Linux x86-64, for which TensorFlow with CUDA is built, got $platform; use setup --latest"
       has_avx2=no
       ;;
   esac
@@ -125,12 +125,12 @@ choose() {
 cost_of_latest() {
   local cuda=""
   [ "$engine" != gpu ] || cuda=" with CUDA"
-  say "Engine: TensorFlow 2.21$cuda. On the CPU a training step takes as long as with TensorFlow 2.15 + ITEX, and 1.3x as long where own operations cannot be built."
+  say "Engine: TensorFlow 2.21$cuda. On the CPU a training step takes as long as with TensorFlow 2.15 + ITEX, and 1.3x as long if own operations cannot be built."
   if [ "$engine" != fast ]; then
     say "For the faster engine: ./run.sh setup"
   elif [ "$platform" = linux-x86_64 ] && [ "$cpu" = avx2 ]; then
     say "For the faster engine: install Python 3.11 with venv (Debian, Ubuntu: sudo apt install python3.11-venv), then ./run.sh setup"
-    [ -z "$bare" ] || say "(found, but without venv and so not used: Python$bare)"
+    [ -z "$bare" ] || say "(not used, as it has no venv: Python$bare)"
   else
     say "The faster engine exists for Linux on x86-64 CPUs with AVX2."
   fi
@@ -138,22 +138,22 @@ cost_of_latest() {
 
 # --- The environment ---
 
-# acquire: hold the lock, after whoever has it: another terminal, host or task of srun. Its holder writes into it every few
-# seconds; where nothing changes for a minute he is gone or stopped. Neither clocks nor process numbers are compared, as
-# hosts and containers have their own.
+# acquire: take the lock, once its holder (another terminal, host or task of srun) has released it. A holder writes into it
+# every few seconds; if nothing changes for a minute, the holder is gone or stopped. Neither clocks nor process numbers are
+# compared, as hosts and containers have their own.
 acquire() {
   local holder="" seen="" still=0
   [ -z "$beat" ] || return 0
   until mkdir "$lock" 2>/dev/null; do
-    [ -w "$root" ] || die "$root must be writable to set up .venv, got a folder that is not; let its owner set up, or use a copy of your own"
+    [ -w "$root" ] || die "$root must be writable to set up .venv, got a folder that is not; have its owner set up, or use a copy of your own"
     if read -r holder 2>/dev/null <"$lock/holder" && [ "$holder" != "$seen" ]; then
       [ -n "$seen" ] || say "Waiting for another set-up of .venv: $holder"
       seen="$holder"
       still=0
     fi
     still=$((still + 1))
-    [ "$still" -le 60 ] || die "the set-up of .venv must change its lock within a minute, which ${seen:-an unknown process} did not;" \
-      "  let it go on, or end it; where there is none any more, remove its lock and run this again: rm -r '$lock'"
+    [ "$still" -le 60 ] || die "the set-up of .venv must renew its lock within a minute, got no change by ${seen:-an unknown process};" \
+      "  resume or end that process; if it is gone, remove its lock and run this again: rm -r '$lock'"
     sleep 1
   done
   trap release EXIT
@@ -165,10 +165,10 @@ release() {
   [ -n "$beat" ] || return 0
   kill "$beat" 2>/dev/null && wait "$beat" 2>/dev/null || true
   beat=""
-  rm -rf "$lock" 2>/dev/null || { sleep 1; rm -rf "$lock"; } # NFS keeps a file while one who waits reads it
+  rm -rf "$lock" 2>/dev/null || { sleep 1; rm -rf "$lock"; } # NFS keeps a file while a waiting process reads it
 }
 
-# Of a requirements file and of the one that it includes, if any.
+# The checksum of a requirements file and of the one that it includes, if any.
 checksum() {
   case "$1" in
     requirements-gpu.txt) cat "$root/requirements-latest.txt" "$root/$1" | cksum ;;
@@ -176,7 +176,7 @@ checksum() {
   esac
 }
 
-# What the stamp must say: made from this very file with this Python.
+# The content of a stamp: made from this very file with this Python.
 expected_stamp() { say "$requirements $version $(checksum "$requirements")"; }
 
 # Whether the environment is whole, of $requirements and $version, and its requirements file unchanged since.
@@ -185,8 +185,8 @@ is_whole() {
   [ -f "$root/$requirements" ] && [ "$(cat "$stamp")" = "$(expected_stamp)" ]
 }
 
-# The same, whichever engine was chosen for it. Where it is not, requirements and version still say what was chosen, also
-# by a set-up that was cut.
+# The same, whichever engine was chosen for it. If it is not, requirements and version are still those that were chosen,
+# also by a set-up that was cut.
 is_ready() {
   read -r requirements version _ 2>/dev/null <"$stamp" || read -r requirements version _ 2>/dev/null <"$stamp.partial" || return 1
   is_whole
@@ -195,7 +195,7 @@ is_ready() {
 setup() {
   choose
   if is_whole || { acquire; is_whole; }; then
-    build_kernels
+    build_operations
     say "Ready: .venv has Python $version and $requirements."
     return
   fi
@@ -215,19 +215,19 @@ setup() {
   say "Installing into .venv, about $size; details in .venv/install.log"
   install "$requirements"
   mv "$stamp.partial" "$stamp"
-  build_kernels
+  build_operations
   say "Ready: .venv has Python $version and $requirements."
 }
 
-# build_kernels: the own convolutions, where they are not built from these sources; one line where that cannot be.
-build_kernels() { [ ! -d "$root/models/native" ] || (cd "$root" && "$venv/bin/python" -m models.native.build) || true; }
+# build_operations: own operations, unless they are built from these sources; prints one line if they cannot be built.
+build_operations() { [ ! -d "$root/models/native" ] || (cd "$root" && "$venv/bin/python" -m models.native.build) || true; }
 
-# install FILE: what a requirements file names, into the environment.
+# install FILE: the packages of a requirements file, into the environment.
 install() {
   local pid status=0 start=$SECONDS file="$1"
   "$venv/bin/python" -m pip install --disable-pip-version-check --no-input -r "$root/$file" >"$log" 2>&1 &
   pid=$!
-  trap 'kill "$pid" 2>/dev/null; printf "\nrun.sh: interrupted; the same command goes on from here\n" >&2; exit 130' INT TERM
+  trap 'kill "$pid" 2>/dev/null; printf "\nrun.sh: interrupted; the same command continues\n" >&2; exit 130' INT TERM
   while [ -t 1 ] && kill -0 "$pid" 2>/dev/null; do
     printf '\r  %3d packages, %4d s ' "$(grep -c '^Collecting' "$log" || true)" "$((SECONDS - start))"
     sleep 1
@@ -277,7 +277,7 @@ if ! is_ready; then
   if [ "$command" = estimate ] && find_light_python; then run_with "$python" memory_estimator "$@"; fi
   acquire
   if ! is_ready; then
-    case "${requirements:-}" in # as it was chosen before
+    case "${requirements:-}" in # as chosen before
       requirements-latest.txt) engine=latest ;;
       requirements-gpu.txt) engine=gpu ;;
     esac

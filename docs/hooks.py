@@ -1,4 +1,4 @@
-"""What the site takes from outside docs/: the README, the notebook, tables of the records, each file a page links to.
+"""Files of the site from outside docs/: the README, the notebook, tables of the records, all that pages link to.
 
 On its own a page's links work in the repository, `../records/compare.jsonl`; the site has these files under `project/`.
 """
@@ -34,7 +34,7 @@ def on_files(files, config):
 
 
 def tables():
-    """Name -> content of the pages that `bench tables` makes of records/, in the project's own environment."""
+    """Name -> content of the pages that `bench tables` makes from records/, in the project's own environment."""
     with tempfile.TemporaryDirectory() as folder:
         pages = {"results.md": "--out", "validation.md": "--page"}
         words = [word for name, option in pages.items() for word in (option, str(Path(folder) / name))]
@@ -43,12 +43,12 @@ def tables():
 
 
 def on_page_markdown(markdown, page, **_):
-    """Link to what lies outside where the site has it."""
+    """Let links to files outside docs/ lead to their place in the site."""
     return markdown if "/" in page.file.src_uri else OUTSIDE.sub(r"](project/\1", markdown)
 
 
 def as_markdown(cell):
-    """A notebook's cell and what it put out."""
+    """A notebook's cell with its output."""
     source = "".join(cell["source"])
     if cell["cell_type"] != "code":
         return source

@@ -1,4 +1,4 @@
-"""Train on whole volumes by plain Keras: compile, fit, save, load, go on. Half a minute on made-up brains.
+"""Train on whole volumes by plain Keras: compile, fit, save, load, continue. Half a minute on made-up brains.
 
 PYTHONPATH=. python examples/plain_keras.py --out /tmp/keras                    # makes six brains
 PYTHONPATH=. python examples/plain_keras.py --out /tmp/keras --store STORE      # or a store that `prepare` made
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cpu3d.host.apply import set_up
 
-set_up()  # before TensorFlow: this host's threads, oneDNN, and Keras 2 where tf.keras would be Keras 3
+set_up()  # before TensorFlow: this host's threads, oneDNN, and Keras 2 if tf.keras would be Keras 3
 
 import tensorflow as tf
 
@@ -46,7 +46,7 @@ def main(store_folder: Path, out: Path, epochs: int) -> list:
     history = model.fit(volume_dataset(store, stop=half * cases, grid=grid), epochs=half, **fit).history
     model.save(str(out / "last.keras"))
 
-    # Later, and elsewhere: the same weights, optimizer, loss and metrics, and the volumes that would have come next.
+    # Later, in another process: the same weights, optimizer, loss and metrics, and the next volumes.
     model = tf.keras.models.load_model(str(out / "last.keras"))
     rest = volume_dataset(store, start=half * cases, stop=epochs * cases, grid=grid)
     again = model.fit(rest, initial_epoch=half, epochs=epochs, **fit).history

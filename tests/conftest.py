@@ -1,4 +1,4 @@
-"""What all tests share. The host's plan is applied before any test module imports TensorFlow."""
+"""Fixtures of all tests. The host's plan is applied before any test module imports TensorFlow."""
 
 import atexit
 import os

@@ -239,13 +239,13 @@ def call(command):
     return estimate(words[1:]) if words[0] == "estimate" else main(words)
 
 
-def no_process(*given, **more):
+def no_process(*arguments, **more):
     raise InputError("a run must be trained and scored already, got one that is not; no process is started here")
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """The folder that all is in; "whole", beside it, stays as it is."""
+    """The folder of all files; "whole", beside it, is not changed."""
     root = tmp_path_factory.mktemp("damaged") / "root"
     root.mkdir()
     with pytest.MonkeyPatch.context() as patch:
@@ -318,7 +318,7 @@ def test_a_damaged_file_is_answered_and_nothing_else_is_changed(name, number, ro
     monkeypatch.chdir(root)
     monkeypatch.setattr(compare_run, "call", no_process)
     rng, (_, files, commands) = random.Random(f"{SEED} {name} {number}"), TARGETS[name]
-    path = rng.choice(sorted(one for one in root.glob(rng.choice(files)) if one.is_file()))
+    path = rng.choice(sorted(path for path in root.glob(rng.choice(files)) if path.is_file()))
     file = path.relative_to(root)
     command = rng.choice(commands).format(file=file, parent=file.parent, top=file.parts[0])
     way, before = damage(path, rng), content_of(root)
@@ -335,10 +335,10 @@ def test_a_damaged_file_is_answered_and_nothing_else_is_changed(name, number, ro
     assert len(printed) < 30_000, about
     assert "error: " in printed or code == 0 or command.startswith("status"), about
     may, whole = WRITES.get(command.partition(" ")[0], ()), content_of(root.with_name("whole"))
-    for one in {name for name in {**before, **after} if before.get(name) != after.get(name)}:
-        assert any(fnmatch.fnmatch(one, pattern) for pattern in may), f"{one} is changed: {about}"
-        if fnmatch.fnmatch(one, "*/cases/*") and one in before:
-            assert after.get(one) == whole[one], f"{one} is changed: {about}"
+    for name in {name for name in {**before, **after} if before.get(name) != after.get(name)}:
+        assert any(fnmatch.fnmatch(name, pattern) for pattern in may), f"{name} is changed: {about}"
+        if fnmatch.fnmatch(name, "*/cases/*") and name in before:
+            assert after.get(name) == whole[name], f"{name} is changed: {about}"
     if code == 0 and command.startswith(PREPARE) and way != "reseal":  # the other cases are what they were
         new, old = open_store(command.split()[6]), open_store(root.with_name("whole") / "store")
         assert "Nothing to do" in printed or call(f"store verify {new.folder} --workers 1") == 0, about

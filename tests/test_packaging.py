@@ -1,4 +1,4 @@
-"""The wheel: what it holds, and what it asks for beside the requirements files."""
+"""The wheel: its content, and its requirements beside those of the requirements files."""
 
 import configparser
 import email
@@ -24,13 +24,13 @@ PACKAGES = ("cpu3d", "memory_estimator", "models")
 
 
 def files_of(*places):
-    """Names of all files of the packages, without what Python has compiled."""
+    """Names of all files of the packages but compiled ones."""
     paths = (path for place in places for path in (ROOT / place).rglob("*") if path.is_file())
     return {str(path.relative_to(ROOT)) for path in paths if "__pycache__" not in path.parts}
 
 
 def portable_files():
-    """All but libraries, which are of a platform."""
+    """Names of all files but libraries, which are for one platform."""
     return {name for name in files_of(*PACKAGES) if "/built/" not in name}
 
 
@@ -61,7 +61,7 @@ def wheel(tmp_path_factory):
 
 def about(wheel, name):
     """Text of a file of the wheel's metadata."""
-    return wheel.read(next(one for one in wheel.namelist() if one.endswith(f".dist-info/{name}"))).decode()
+    return wheel.read(next(member for member in wheel.namelist() if member.endswith(f".dist-info/{name}"))).decode()
 
 
 def test_the_wheel_holds_every_file_of_the_packages_the_version_and_both_commands(wheel):
@@ -116,12 +116,12 @@ def test_what_pip_installs_calls_itself_as_its_user_types_it(wheel, tmp_path, wo
 )
 def test_the_requirements_files_pin_what_the_wheel_asks_for(wheel, extras, file):
     lines = re.findall(r"^[A-Za-z].*?(?=\s+#|$)", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
-    pins = {canonicalize_name(one.name): str(one.specifier)[2:] for one in map(Requirement, lines)}
+    pins = {canonicalize_name(pin.name): str(pin.specifier)[2:] for pin in map(Requirement, lines)}
     asked = map(Requirement, email.message_from_string(about(wheel, "METADATA")).get_all("Requires-Dist"))
-    for one in asked:
-        of = [extra for extra in extras if (one.marker.evaluate({"extra": extra}) if one.marker else not extra)]
-        if of and one.name != "cpu3d":
-            assert one.specifier.contains(pins[canonicalize_name(one.name)]), one
+    for need in asked:
+        of = [extra for extra in extras if (need.marker.evaluate({"extra": extra}) if need.marker else not extra)]
+        if of and need.name != "cpu3d":
+            assert need.specifier.contains(pins[canonicalize_name(need.name)]), need
 
 
 def test_a_checkout_calls_itself_as_its_user_types_it():

@@ -47,8 +47,8 @@ class Sandbox(NamedTuple):
     def run(self, *arguments, cwd=None, **environment):
         """Run ./run.sh; its exit code, and all that it printed."""
         process = self.start(*arguments, cwd=cwd, **environment)
-        said = process.communicate(timeout=60)[0]
-        return process.returncode, said
+        printed = process.communicate(timeout=60)[0]
+        return process.returncode, printed
 
     def start(self, *arguments, cwd=None, **environment):
         return subprocess.Popen(
@@ -69,7 +69,7 @@ class Sandbox(NamedTuple):
         return process
 
     def calls(self):
-        """What the Pythons were asked to do since the last call of this."""
+        """The calls of the Pythons since the last call of this."""
         lines = self.journal.read_text().splitlines() if self.journal.exists() else []
         self.journal.write_text("")
         return lines
@@ -102,12 +102,12 @@ def sandbox(tmp_path):
 def test_the_python_with_the_fastest_engine_is_taken(sandbox, versions, chosen):
     for version in versions:
         sandbox.python(f"python{version}", version)
-    code, said = sandbox.run("setup")
-    assert code == 0, said
+    code, printed = sandbox.run("setup")
+    assert code == 0, printed
     assert sandbox.installed() == chosen
     assert sandbox.calls() == [f"pip {sandbox.root}/{chosen.split()[0]}"]
-    assert ("1.3x as long" in said) == ("latest" in chosen)
-    assert ("install Python 3.11" in said) == ("latest" in chosen)
+    assert ("1.3x as long" in printed) == ("latest" in chosen)
+    assert ("install Python 3.11" in printed) == ("latest" in chosen)
 
 
 @pytest.mark.parametrize(
@@ -117,15 +117,15 @@ def test_the_python_with_the_fastest_engine_is_taken(sandbox, versions, chosen):
         ("3.11", "linux-x86_64", "avx", [], 0, "exists for Linux on x86-64 CPUs with AVX2"),
         ("3.9", "linux-aarch64", "avx2", [], 1, "CPython 3.10 to 3.13 must be installed"),
         ("3.11", "linux-x86_64", "none", [], 1, "must have AVX"),
-        ("3.12", "linux-aarch64", "none", ["--gpu"], 1, "must run on Linux x86-64, which TensorFlow with CUDA is"),
+        ("3.12", "linux-aarch64", "none", ["--gpu"], 1, "must run on Linux x86-64, for which TensorFlow"),
     ],
 )
 def test_a_host_without_a_wheel_gets_the_second_engine_or_an_error(
     sandbox, version, platform, cpu, options, code, words
 ):
     sandbox.python("python3", version, platform=platform, cpu=cpu)
-    done, said = sandbox.run("setup", *options)
-    assert (done, words in said) == (code, True), said
+    done, printed = sandbox.run("setup", *options)
+    assert (done, words in printed) == (code, True), printed
     if code == 0:
         assert sandbox.installed() == f"requirements-latest.txt {version}"
 
@@ -139,8 +139,8 @@ def test_latest_and_gpu_make_another_environment_and_a_plain_setup_goes_back(san
         left_over = sandbox.root / ".venv/left-over"
         assert not left_over.exists()
         left_over.touch()
-    code, said = sandbox.run("setup", "--gpu")
-    assert (code, "TensorFlow 2.21 with CUDA" in said, left_over.exists()) == (0, True, False), said
+    code, printed = sandbox.run("setup", "--gpu")
+    assert (code, "TensorFlow 2.21 with CUDA" in printed, left_over.exists()) == (0, True, False), printed
     assert sandbox.installed() == "requirements-gpu.txt 3.12"
     sandbox.calls()
     for changed in ("requirements-gpu.txt", "requirements-latest.txt"):  # the one includes the other
@@ -153,22 +153,22 @@ def test_latest_and_gpu_make_another_environment_and_a_plain_setup_goes_back(san
 def test_a_python_that_will_not_do_counts_as_none_and_what_is_missing_is_named(sandbox):
     sandbox.python("python3", "3.8")
     sandbox.python("python3.11", "0.0")
-    code, said = sandbox.run()
-    assert (code, "CPython 3.9 to 3.13 must be installed, found none" in said) == (1, True)
+    code, printed = sandbox.run()
+    assert (code, "CPython 3.9 to 3.13 must be installed, got none" in printed) == (1, True)
     sandbox.python("python3.11", "3.11", tools="bare")
-    code, said = sandbox.run("setup")
-    assert (code, "sudo apt install python3.11-venv" in said) == (1, True)
+    code, printed = sandbox.run("setup")
+    assert (code, "sudo apt install python3.11-venv" in printed) == (1, True)
     assert not (sandbox.root / ".venv").exists()
     sandbox.python("python3.12", "3.12")
-    code, said = sandbox.run("setup")
-    assert (code, "found, but without venv and so not used: Python 3.11" in said) == (0, True)
+    code, printed = sandbox.run("setup")
+    assert (code, "not used, as it has no venv: Python 3.11" in printed) == (0, True)
 
 
 def test_the_python_variable_wins(sandbox):
     sandbox.python("python3.11", "3.11")
     sandbox.python("mine", "3.12")
-    code, said = sandbox.run("setup", PYTHON="/nowhere/python")
-    assert (code, "got /nowhere/python" in said) == (1, True)
+    code, printed = sandbox.run("setup", PYTHON="/nowhere/python")
+    assert (code, "got /nowhere/python" in printed) == (1, True)
     assert sandbox.run("setup", PYTHON=str(sandbox.bin / "mine"))[0] == 0
     assert sandbox.installed() == "requirements-latest.txt 3.12"
 
@@ -183,8 +183,8 @@ def test_the_python_variable_wins(sandbox):
 )
 def test_words_go_where_they_belong_after_a_set_up(sandbox, arguments, call):
     sandbox.python("python3.11", "3.11")
-    code, said = sandbox.run(*arguments)
-    assert code == 0, said
+    code, printed = sandbox.run(*arguments)
+    assert code == 0, printed
     assert [line.split(" [")[0] for line in sandbox.calls()] == [
         f"pip {sandbox.root}/requirements.txt",
         f"python3.11 {call}",
@@ -225,10 +225,10 @@ def test_a_second_run_installs_nothing_until_the_requirements_change(sandbox):
 
 def test_a_failed_installation_shows_why_and_is_not_taken_for_whole(sandbox):
     sandbox.python("python3.11", "3.11")
-    code, said = sandbox.run("train", STUB_PIP_FAILS="1")
+    code, printed = sandbox.run("train", STUB_PIP_FAILS="1")
     assert code == 1
-    assert "ERROR: no matching distribution" in said
-    assert "installing requirements.txt failed" in said
+    assert "ERROR: no matching distribution" in printed
+    assert "installing requirements.txt failed" in printed
     assert not (sandbox.root / ".venv/installed").exists()
     assert not [line for line in sandbox.calls() if "cpu3d" in line]
     assert sandbox.run("train")[0] == 0
@@ -240,8 +240,8 @@ def test_who_comes_while_another_sets_up_waits_and_finds_it_ready(sandbox):
     assert f"process {first.pid} on {os.uname().nodename}" in second.stdout.readline()
     (sandbox.bin / "pip may end").touch()
     for process in (first, second):
-        said = process.communicate(timeout=60)[0]
-        assert process.returncode == 0, said
+        printed = process.communicate(timeout=60)[0]
+        assert process.returncode == 0, printed
     calls = [line.split()[0] for line in sandbox.calls()]
     assert calls == ["pip", "python3.11"]
     assert [path.name for path in sandbox.root.glob(".venv*")] == [".venv"]
@@ -254,8 +254,8 @@ def test_a_lock_that_does_not_change_is_named_with_the_way_out(sandbox):
     lock = sandbox.root / ".venv.lock"
     lock.mkdir()
     (lock / "holder").write_text("process 7 on node-3 (40 s so far)\n")
-    code, said = sandbox.run("setup")
-    assert (code, "process 7 on node-3" in said, f"rm -r '{lock}'" in said) == (1, True, True), said
+    code, printed = sandbox.run("setup")
+    assert (code, "process 7 on node-3" in printed, f"rm -r '{lock}'" in printed) == (1, True, True), printed
     assert not (sandbox.root / ".venv").exists()
     shutil.rmtree(lock)
     assert sandbox.run("setup")[0] == 0
@@ -272,8 +272,8 @@ def test_any_command_completes_a_setup_that_was_cut_with_its_engine_and_its_pyth
     sandbox.python(python, chosen.split()[1])
     process = sandbox.installing("setup", *words, PYTHON=str(sandbox.bin / python))
     os.killpg(process.pid, signal.SIGINT)
-    said = process.communicate(timeout=120)[0]
-    assert (process.returncode, "interrupted" in said) == (130, True)
+    printed = process.communicate(timeout=120)[0]
+    assert (process.returncode, "interrupted" in printed) == (130, True)
     (sandbox.bin / python).rename(sandbox.bin / f"python{chosen.split()[1]}")
     (sandbox.root / ".venv/downloaded").touch()
     assert sandbox.run("train")[0] == 0
@@ -293,10 +293,10 @@ def test_an_environment_of_unknown_making_or_without_its_python_is_made_again(sa
 
 
 def test_help_needs_nothing_and_setup_refuses_what_it_does_not_know(sandbox):
-    code, said = sandbox.run("--help")
-    assert (code, "./run.sh prepare --dataset" in said, (sandbox.root / ".venv").exists()) == (0, True, False)
-    code, said = sandbox.run("setup", "--fast")
-    assert (code, "got --fast" in said) == (2, True)
+    code, printed = sandbox.run("--help")
+    assert (code, "./run.sh prepare --dataset" in printed, (sandbox.root / ".venv").exists()) == (0, True, False)
+    code, printed = sandbox.run("setup", "--fast")
+    assert (code, "got --fast" in printed) == (2, True)
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="a Python that run.sh does not take")

@@ -1,7 +1,9 @@
-"""Measure time and memory of the project's parts, each measurement in a fresh process on a quiet machine.
+"""Measure time and memory of the project's parts, each measurement in a fresh process; use a quiet machine.
 
-./run.sh bench step --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16
-./run.sh bench step --policies --help
+    ./run.sh bench step --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16
+    ./run.sh bench tables --records records
+
+`bench KIND --help` has the options and examples of a kind.
 """
 
 import importlib
@@ -10,13 +12,13 @@ from typing import Dict
 
 
 def actions() -> Dict[str, str]:
-    """The kinds, a module each, as subcommands with their lines of help."""
+    """The kinds of measurement as subcommands, each with its line of help; a module each."""
     return {
-        "kernels": "time our own convolutions and the engine's, operation by operation",
-        "learning": "measure the Dice of untouched cases over steps, voxels and seconds of training",
-        "step": "measure time and memory of the training step, under one policy or all, and the prediction",
+        "kernels": "time own operations (convolutions) beside the engine's",
+        "learning": "measure how fast settings learn: Dice of untouched cases over training cost",
+        "step": "measure time and memory of the training step, under one policy or all, beside the prediction",
         "tables": "make the pages of results from benchmark records",
-        "validate": "measure the configurations that the estimator is judged by on this host",
+        "validate": "measure the configurations by which the estimator is judged, on this host",
     }
 
 

@@ -1,11 +1,11 @@
-"""Measure this host for the estimator: how fast it computes in each dtype, and what the runtime holds in memory.
+"""Measure this host for the estimator: its speed in each dtype, and the memory of the runtime.
 
     ./run.sh calibrate
     ./run.sh calibrate --all --out other.json
 
 Measures training steps of two networks of 96^3 voxels in each dtype, each in a fresh process, in about a minute for
-each engine. The ratio of measured to predicted seconds is kept for this host in place of an earlier ratio, and
-estimates use it. With --out it is written to a file instead. Run it while nothing else runs.
+each engine. The ratio of measured to predicted seconds replaces an earlier one of this host, and estimates use it. With
+--out it is written to a file instead. Run it while no other program computes.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from cpu3d.errors import InputError
 from cpu3d.host.apply import installed
 from cpu3d.host.speed import QUIET_SHARE, computes_as_predicted, keep_calibration
 from cpu3d.util.atomic import writable_folder
-from cpu3d.util.progress import bar
+from cpu3d.util.progress import bar, say
 from memory_estimator.calibration import host_file, load_constants
 from memory_estimator.common.schema import option
 from memory_estimator.host import read_host
@@ -37,11 +37,11 @@ NETWORKS = ({"filters": 16}, {"filters": 8})
 
 @dataclass(frozen=True)
 class Options:
-    """What `calibrate` measures, and where it writes."""
+    """The options of `calibrate`."""
 
-    engine: Optional[str] = option(None, "default: what `train` would use", choices=ENGINES)
-    all: bool = option(False, help="every engine that is installed, a minute each")
-    out: Optional[Path] = option(None, "write it to a file, for --calibration (default: keep it)", metavar="FILE")
+    engine: Optional[str] = option(None, "engine to measure (default: the one that `train` would use)", choices=ENGINES)
+    all: bool = option(False, help="measure every engine that is installed, a minute each")
+    out: Optional[Path] = option(None, "write to FILE for `estimate --calibration FILE`, instead of keeping it", "FILE")
 
 
 OPTIONS = (Options,)
@@ -51,22 +51,22 @@ def run(options: Options) -> int:
     host, begin, busy, measured = read_host(), time.perf_counter(), 0.0, []
     path = options.out or valid(host_file, host)
     if not computes_as_predicted():
-        rule = "own operations must be built, and CPU3D_INSTRUCTION_SET not set: only such steps are predicted"
-        raise InputError(f"{rule}; run python -m models.native.build")
+        rule = "own operations must be built and CPU3D_INSTRUCTION_SET unset, as only such steps are predicted"
+        raise InputError(f"{rule}; run python -m models.native.build, or unset the variable")
     writable_folder(path.parent, "folder")
     every = [engine for engine in ENGINES if installed(engine)]
     engines = every if options.all else [options.engine or installed_engine()]
     jobs = [Job(UNetConfig(**unet, dtype=dtype), SHAPE) for dtype in DTYPES for unet in NETWORKS]
     with bar("calibrate", total=len(engines) * len(jobs)) as advance:
         for engine, job in itertools.product(engines, jobs):
-            busy = max(busy, psutil.cpu_percent(0.5) / 100)  # with others: nothing of ours runs
+            busy = max(busy, psutil.cpu_percent(0.5) / 100)  # of other programs: nothing of ours runs
             record = in_fresh_process(measure, request_for(job, engine=engine, threads=None, steps=STEPS))
             measured.append((job_of_record(record), record["step_s"], record["process_peak_bytes"]))
             advance()
     keep_calibration(path, measured, host, quiet=busy <= QUIET_SHARE)
     for dtype, scale in load_constants(path).scales.items():
-        print(f"{dtype}: {scale.scale:.2f} of the predicted seconds")
+        say(f"{dtype}: {scale.scale:.2f} of the predicted seconds", stderr=False)
     if busy > QUIET_SHARE:
-        print(f"other programs took {busy:.0%} of the CPUs: times are too long, calibrate again on a quiet host")
-    print(f"{path} written after {time.perf_counter() - begin:.0f} s")
+        say(f"warning: other programs took {busy:.0%} of the CPUs, so times are too long; calibrate again later")
+    say(f"written after {time.perf_counter() - begin:.0f} s: {path}", stderr=False)
     return 0

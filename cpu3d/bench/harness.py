@@ -1,4 +1,4 @@
-"""The harness of all benchmarks: work in fresh processes, commands of others, and where a result goes.
+"""The harness of all benchmarks: work in fresh processes, commands of peers, and the output of a result.
 
 `python -m cpu3d.bench.harness MODULE FUNCTION '{"shape": ...}'` is one measuring process: it calls the function with
 the JSON and prints its result as the last line.
@@ -27,7 +27,7 @@ from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table, new_console
 
 Result = Dict[str, Any]  # the JSON object that a measuring process ends with
-FACTS = ("engine_name", "threads", "host", "versions")  # what it says of where it ran
+FACTS = ("engine_name", "threads", "host", "versions")  # where it ran
 
 
 class ProcessFailedError(InputError):
@@ -36,7 +36,7 @@ class ProcessFailedError(InputError):
 
 @dataclass(frozen=True)
 class Output:
-    """Where a result goes."""
+    """Options of the output of a result."""
 
     json: bool = option(False, "print one JSON object")
     record: Optional[Path] = option(None, "append the result to a .jsonl file", metavar="FILE")
@@ -77,9 +77,9 @@ def in_fresh_process(work: Callable[[Dict[str, Any]], Result], request: Dict[str
     return run_command([*command, json.dumps(request, default=str)], f"bench, {work.__name__},")
 
 
-def set_up(request: Dict[str, Any]) -> Tuple[Any, Result]:
-    """In a measuring process: TensorFlow on the "engine" of the request and with its "threads", None for either is the
-    host's own or the environment's; and the FACTS of it, which a record has."""
+def set_up_for(request: Dict[str, Any]) -> Tuple[Any, Result]:
+    """TensorFlow with the "engine" and "threads" of a request, and the FACTS for its record; in a measuring process.
+    Without "engine" or "threads" they are those of the host or the environment."""
     if request.get("threads"):
         os.environ.update(dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(request["threads"])))
     host, plan, tf = apply.set_up(request.get("engine"))
@@ -87,16 +87,16 @@ def set_up(request: Dict[str, Any]) -> Tuple[Any, Result]:
 
 
 def seconds_of(function: Callable[[], Any]) -> float:
-    """What a call takes."""
+    """Seconds that a call takes."""
     begin = time.perf_counter()
     function()
     return time.perf_counter() - begin
 
 
-def run_command(command: Sequence[str], who: str, cwd: Optional[Path] = ROOT) -> Result:
+def run_command(command: Sequence[str], name: str, cwd: Optional[Path] = ROOT) -> Result:
     """The JSON object that a command prints as its last line. SIGINT and SIGTERM end it (KeyboardInterrupt).
 
-    Raises ProcessFailedError where the command fails, or prints no such line.
+    Raises ProcessFailedError if the command fails, or prints no such line.
     """
     processes: List[subprocess.Popen] = []
     with tempfile.TemporaryFile() as log, forward_signals(processes, lambda _: signal.SIGKILL) as signals:
@@ -112,14 +112,14 @@ def run_command(command: Sequence[str], who: str, cwd: Optional[Path] = ROOT) ->
         if line.startswith("{"):
             with contextlib.suppress(ValueError):
                 return json.loads(line)
-    raise ProcessFailedError(f"{who} must end with a line of JSON, got {how_ended(code)}: {lines[-1]}")
+    raise ProcessFailedError(f"{name} must end with a line of JSON, got {how_ended(code)}: {lines[-1]}")
 
 
 def run_peer(command: str) -> Result:
-    """A peer's JSON and its peak. Raises InputError without step_s, and as `run_command`."""
+    """The JSON and the peak of a peer. Raises InputError without step_s, and as `run_command`."""
     result = run_command(valid(shlex.split, command), f"peer {command!r}", cwd=None)
     if not isinstance(result.get("step_s"), (int, float)):
-        raise InputError(f"peer must print JSON with step_s, got {sorted(result)} from {command!r}; adapt it")
+        raise InputError(f"peer {command!r} must print JSON with step_s, got {sorted(result)}; have it print step_s")
     return {**result, "process_peak_bytes": result.get("peak_rss_bytes")}
 
 

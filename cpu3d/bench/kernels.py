@@ -1,13 +1,13 @@
-"""Time our own convolutions (models/native) and the engine's in turn, operation by operation.
+"""Time own operations (models/native), the 3x3x3 convolutions, and the engine's in turn.
 
     ./run.sh bench kernels
     ./run.sh bench kernels --dtype bfloat16 --record records/kernels.jsonl
     ./run.sh bench tables --records records --roofline docs/pictures/roofline.png
 
 GFLOP/s count the multiplications and additions of a plain convolution, however an operation computes it. All read plain
-maps; our forward convolution also computes mean and variance of its output. Bytes are those of the maps that are read
-and written, once each. The host's limits are measured too: products of values that stay in the cache L1, which a
-transform may exceed, and a copy of memory by all threads.
+maps; the own forward convolution also computes mean and variance of its output. Bytes are those of the maps that are
+read and written, once each. The host's limits are measured too: products of values that stay in the cache L1, which an
+operation with a transform may exceed, and a copy of memory by all threads.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 
 import numpy as np
 
-from cpu3d.bench.harness import Output, Result, host_of, in_fresh_process, seconds_of, set_up
+from cpu3d.bench.harness import Output, Result, host_of, in_fresh_process, seconds_of, set_up_for
 from cpu3d.errors import InputError
 from cpu3d.report.pictures import Line, chart
 from cpu3d.util.records import by
@@ -31,18 +31,18 @@ from models.config import DTYPES
 CASES = ((128, 16, 16), (128, 32, 16), (128, 16, 32), (64, 32, 32), (128, 4, 16))
 """Edge of a cube, channels in and out: the finest levels of a U-Net with 16 filters."""
 
-Pair = Tuple[Callable[[], Any], Callable[[], Any]]  # the engine's and the own one
+Pair = Tuple[Callable[[], Any], Callable[[], Any]]  # the engine's operation and the own one
 
 COPIED_BYTES = 2**28  # a thread; the C library writes as much past the caches
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is timed."""
+    """The options of `bench kernels`."""
 
-    dtype: Optional[str] = option(None, "default: all that the host computes fast", choices=DTYPES)
-    threads: Optional[int] = option(None, "default: those of a training step", at_least=1)
-    rounds: int = option(5, "runs of each operation, of which the fastest counts", at_least=1)
+    dtype: Optional[str] = option(None, "compute dtype (default: all that the host computes fast)", choices=DTYPES)
+    threads: Optional[int] = option(None, "threads (default: those of a training step)", at_least=1)
+    rounds: int = option(5, "runs of each operation; the fastest counts", at_least=1)
 
 
 OPTIONS = (Options, Output)
@@ -72,7 +72,7 @@ def kernels_table(record: Result) -> Table:
 
 
 def draw_roofline(record: Result) -> bytes:
-    """PNG: GFLOP/s of every operation over its FLOPs a byte, own and the engine's, below the host's limits."""
+    """GFLOP/s of every operation over its FLOPs a byte, own and the engine's, below the host's limits, as PNG."""
     lines, limits = [], record["limits"]
     for (dtype, products), colour in zip(limits["products_gflops"].items(), PALETTE):
         rows = [row for row in record["rows"] if row["dtype"] == dtype]
@@ -93,19 +93,19 @@ def _intensity(row: Result) -> float:
 
 
 def measure(request: Dict[str, Any]) -> Result:
-    """Time every operation in `request["dtypes"]`; raises InputError where the own ones cannot be loaded."""
-    tf, facts = set_up(request)
+    """Time every operation in `request["dtypes"]`; raises InputError if own operations cannot be loaded."""
+    tf, facts = set_up_for(request)
     from models.native.operations import available
 
     if not available():
-        raise InputError("own kernels must be built, got none; run python -m models.native.build")
+        raise InputError("own operations must be built, got none; run python -m models.native.build")
     cases = itertools.product(request["dtypes"], CASES)
     rows = [row for dtype, case in cases for row in timed_operations(tf, dtype, *case, request["rounds"])]
     return {"rows": rows, "limits": limits(request), **facts}
 
 
 def limits(request: Dict[str, Any]) -> Result:
-    """The host's own: GFLOP/s of products from the cache L1, of each dtype, and GB/s that a copy reads and writes."""
+    """The host's limits: GFLOP/s of products from the cache L1 in each dtype, GB/s that a copy reads and writes."""
     from models.native.operations import products_per_s
 
     threads = int(os.environ["TF_NUM_INTRAOP_THREADS"])
@@ -117,24 +117,24 @@ def limits(request: Dict[str, Any]) -> Result:
 
 
 def timed_operations(tf: Any, dtype: str, edge: int, inputs: int, outputs: int, rounds: int) -> Iterator[Result]:
-    """A row for each operation on a cube: GFLOP/s of the engine and of the own one, the fastest of `rounds` in turn."""
+    """A row for each operation on a cube: GFLOP/s of the engine's and the own one, the fastest of `rounds` in turn."""
     gflop = 2 * 27 * inputs * outputs * edge**3 / 1e9
     for operation, pair in _operations(tf, dtype, (1, edge, edge, edge), inputs, outputs).items():
-        functions = [tf.function(one, autograph=False, jit_compile=False) for one in pair]
+        functions = [tf.function(work, autograph=False, jit_compile=False) for work in pair]
         for function in functions:
             function()  # traces, and touches its memory
-        seconds = [min(times) for times in zip(*([seconds_of(one) for one in functions] for _ in range(rounds)))]
-        engine, own = (round(gflop / each, 1) for each in seconds)
+        seconds = zip(*([seconds_of(function) for function in functions] for _ in range(rounds)))
+        engine, own = (round(gflop / min(times), 1) for times in seconds)
         case = {"dtype": dtype, "edge": edge, "inputs": inputs, "outputs": outputs, "operation": operation}
         yield {**case, "engine_gflops": engine, "own_gflops": own}
 
 
 def _operations(tf: Any, dtype: str, grid: Tuple[int, ...], inputs: int, outputs: int) -> Dict[str, Pair]:
-    """Each operation, of no arguments."""
+    """Name -> the engine's and the own operation, without arguments."""
     from models.native.operations import Gradient, Source, convolve, filter_gradient, input_gradient
 
     raw, same = tf.raw_ops, {"strides": [1] * 5, "padding": "SAME"}
-    values, out = (tf.cast(tf.random.normal((*grid, one)), dtype) for one in (inputs, outputs))
+    values, out = (tf.cast(tf.random.normal((*grid, channels)), dtype) for channels in (inputs, outputs))
     filters = tf.random.normal((3, 3, 3, inputs, outputs))
     cast, size, sizes = tf.cast(filters, dtype), values.shape, filters.shape
     return {

@@ -1,18 +1,18 @@
-"""Dice of untouched cases over its cost, in full steps and in seconds: how fast settings learn.
+"""Measure how fast settings learn: Dice of untouched cases over training cost, in full steps and in seconds.
 
     ./run.sh bench learning --workdir learning --task small --record records/learning.jsonl -- --recipe demo
 
 A task is plain, context or small, which are phantoms, or the folder of a real case, which is warped into copies. Data
-and stores stay in the workdir. A full step, the unit of cost, has the voxels of a step at full resolution; seconds are
-of training alone. A region that an untouched case lacks is left out: its Dice there is 0 or 1.
+and stores are kept in the workdir. A full step, the unit of cost, has the voxels of a step at full resolution; seconds
+are of training alone. A region that an untouched case lacks is left out: its Dice there is 0 or 1.
 """
 
 import dataclasses
 import shlex
-import statistics
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, List, Mapping, Sequence, Tuple
 
 from cpu3d.bench.harness import Output, Result
@@ -31,35 +31,35 @@ from memory_estimator.common.schema import option
 from memory_estimator.common.table import PALETTE, Table
 
 PHANTOMS = {"plain": [], "context": ["--context", "count"], "small": ["--lesion-size", "small"]}  # task -> options
-LESIONS = ("lesion_dice", "lesion_sensitivity", "false_positives")  # what a record has of a run's scores
+LESIONS = ("lesion_dice", "lesion_sensitivity", "false_positives")  # the scores that a record has
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `bench learning` trains."""
+    """The options of `bench learning`."""
 
-    workdir: Path = option(help="folder for data and stores, used again the next time", metavar="DIR")
-    task: str = option("plain", "name or folder of a case")
+    workdir: Path = option(help="folder for data and stores, used again by later calls", metavar="DIR")
+    task: str = option("plain", "plain, context or small, or the folder of a case")
     shape: Tuple[int, int, int] = option(USUAL_SHAPE, "voxels of phantoms", metavar=("X", "Y", "Z"))
-    cases: Tuple[int, int] = option((8, 4), "cases to train on, and untouched ones", metavar=("TRAIN", "VAL"))
+    cases: Tuple[int, int] = option((8, 4), "cases to train on, and untouched cases", metavar=("TRAIN", "VAL"))
     steps: int = option(64, "steps of every run", at_least=1, metavar="N")
     seeds: Tuple[int, ...] = option((0, 1, 2), "seeds of the runs", metavar="S")
     name: str = option("", "name of these settings in tables (default: the options of train)")
-    train: Tuple[str, ...] = option((), "after --: options of train", metavar="-- ...", rest=True)
+    train: Tuple[str, ...] = option((), "options of train, after --", metavar="-- ...", rest=True)
 
 
 OPTIONS = (Options, Output)
 
 
 def run(options: Options, output: Output) -> int:
-    """Train on the task with each seed in turn. Raises RunFailedError where a process fails."""
+    """Train on the task with each seed in turn. Raises RunFailedError if a process fails."""
     train, workdir = [w for w in options.train if w != "--"], writable_folder(options.workdir, "workdir").resolve()
     name, log, curves = options.name or shlex.join(train) or "defaults", workdir / "log.txt", []
     store = made_store(workdir, options, log)
     untouched, command = store.cases("val"), ["train", "--store", str(store.folder), "--validations", "8"]
     regions = [r for r, codes in store.manifest.regions.items() if all({*codes} & {*c.label_voxels} for c in untouched)]
     if not regions:
-        raise InputError("every untouched case must hold one region at least, got none common to all; choose others")
+        raise InputError("untouched cases must have a region in common, got none; choose other --cases")
     for seed in options.seeds:
         with tempfile.TemporaryDirectory(prefix="run-", dir=workdir) as folder:
             run, label = Path(folder) / "run", f"{options.task}, {name}, seed {seed}"
@@ -78,7 +78,7 @@ def run(options: Options, output: Output) -> int:
 
 
 def made_store(workdir: Path, options: Options, log: Path) -> Store:
-    """The store of the task below `workdir`, made where it is missing."""
+    """The store of the task below `workdir`, made if it is missing."""
     task, cases, shape = Path(options.task).resolve(), [*map(str, options.cases)], [*map(str, options.shape)]
     words = [*PHANTOMS[options.task], "--shape", *shape] if options.task in PHANTOMS else ["--warp", str(task)]
     folder = workdir / "-".join([task.name, *shape, *cases])
@@ -89,12 +89,11 @@ def made_store(workdir: Path, options: Options, log: Path) -> Store:
 
 
 def points_of(events: Sequence[Mapping[str, Any]], config: RunConfig, regions: Sequence[str]) -> List[Result]:
-    """Of each validation in a run's log: step, full steps and seconds of training until then, and Dice of `regions`."""
-    points, step_s = [], numbers(of_kind(events, "step"), "step_s")
+    """A point for each validation: step, full steps and seconds of training until then, and Dice of `regions`."""
+    points, times = [], numbers(of_kind(events, "step"), "step_s")
     for event in of_kind(events, "validation"):
-        step = event["step"]
-        costs = {"step": step, "full_steps": config.full_steps(step), "seconds": sum(step_s[:step])}
-        points.append({**costs, "dice": {name: event["dice"][name] for name in regions}})
+        step, dice = event["step"], {name: event["dice"][name] for name in regions}
+        points.append({"step": step, "full_steps": config.full_steps(step), "seconds": sum(times[:step]), "dice": dice})
     return points
 
 
@@ -103,19 +102,19 @@ def learning_table(records: Sequence[Result]) -> Table:
     rows = []
     for record in records:
         ends = [curve["points"][-1] for curve in record["curves"]]
-        full_steps, seconds = (statistics.fmean(end[cost] for end in ends) for cost in ("full_steps", "seconds"))
-        dice = [statistics.fmean(end["dice"].values()) for end in ends]
-        scores = (f"{statistics.fmean(dice):.3f}", f"{min(dice):.3f} to {max(dice):.3f}")
-        rows.append((record["task"], record["name"], f"{full_steps:.1f}", f"{seconds:.1f}", *scores))
+        costs = (f"{fmean(end[cost] for end in ends):.1f}" for cost in ("full_steps", "seconds"))
+        dice = [fmean(end["dice"].values()) for end in ends]
+        mean, low, high = fmean(dice), min(dice), max(dice)
+        rows.append((record["task"], record["name"], *costs, f"{mean:.3f}", f"{low:.3f} to {high:.3f}"))
     return Table(("task", "settings", "full steps", "seconds", "mean Dice", "of the seeds"), rows, names=2)
 
 
 def draw_learning(records: Sequence[Result]) -> bytes:
-    """PNG: mean Dice of the untouched cases over cost, a line a seed, a colour a record."""
+    """Mean Dice of the untouched cases over cost, a line a seed, a colour a record, as PNG."""
     lines = []
     for record, colour in zip(records, PALETTE * len(records)):
         for curve in record["curves"]:
             name = f"{record['task']}, {record['name']}" if curve is record["curves"][0] else ""
-            dice = [statistics.fmean(point["dice"].values()) for point in curve["points"]]
+            dice = [fmean(point["dice"].values()) for point in curve["points"]]
             lines.append(Line(name, [point["full_steps"] for point in curve["points"]], dice, colour))
     return chart(lines, title="Dice of untouched cases", x_label="full steps", y_label="mean Dice", y_range=(0, 1))

@@ -4,8 +4,8 @@
     ./run.sh bench step --policies --shape 128 128 128 --rounds 2 --peer "python other.py" --record r/policies.jsonl
 
 The step is the trainer's own: network, loss, gradients, optimizer, without averaged weights and without the store. The
-allocator's peak is TensorFlow's own count, in which stock TensorFlow leaves out oneDNN's scratch; the process's is the
-kernel's (VmHWM).
+allocator's peak is counted by TensorFlow, and stock TensorFlow leaves out oneDNN's scratch; the peak of the process is
+the kernel's (VmHWM).
 
 --policies measures the step under every memory policy, in turn. A peer is any command whose last line of output is JSON
 with "step_s", and "peak_rss_bytes" if it knows its peak. If one of our processes dies, its row shows that. The bytes
@@ -18,7 +18,6 @@ import functools
 import itertools
 import shlex
 import statistics
-import sys
 import tempfile
 from argparse import Namespace
 from dataclasses import dataclass
@@ -45,40 +44,40 @@ from memory_estimator.job import Job, JobOptions, job_from, source_job
 from memory_estimator.validation import job_of_record, request_for
 from models.config import DTYPES, POLICIES, UNetConfig
 
-WARM_UP_STEPS = 2  # the first step compiles, the second still fills optimizer slots and caches
-LIVE_PARTS = 300  # of a step, each with the most that is live in it: as fine as a picture shows
+WARM_UP_STEPS = 2  # the first step compiles, the second fills optimizer slots and caches
+LIVE_PARTS = 300  # of a step, each with the most bytes that are live in it; a picture shows no more
 PREDICTED = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s")
 
 
 @dataclass(frozen=True)
 class MeasuredJob(JobOptions):
-    """The estimator's options of a job, with a policy that is not picked."""
+    """The estimator's options of a job, with a policy that is never picked automatically."""
 
-    dtype: str = option(AUTO, "compute dtype; auto is the recipe's, the run's or this host's", choices=(AUTO, *DTYPES))
-    policy: str = option("speed", "memory policy (default: speed; of a --run its own)", choices=POLICIES)
+    dtype: str = option(AUTO, "compute dtype; auto: the recipe's, the run's or this host's", choices=(AUTO, *DTYPES))
+    policy: str = option("speed", "memory policy (default: speed; with --run the run's)", choices=POLICIES)
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How often the step is done, and what is measured in turn with it."""
+    """How many steps are timed, and which measurements are taken in turn."""
 
     steps: int = option(5, "steps timed", at_least=1, metavar="N")
-    warm_up: int = option(WARM_UP_STEPS, "steps before those, not timed", at_least=0, metavar="N")
-    policies: bool = option(False, "compare all policies")
+    warm_up: int = option(WARM_UP_STEPS, "steps before the timed ones", at_least=0, metavar="N")
+    policies: bool = option(False, "measure all policies")
     peer: Tuple[str, ...] = option((), 'command whose last line is JSON with "step_s"; repeatable', "CMD", repeat=True)
-    rounds: int = option(1, "times that all are measured, in turn", at_least=1, metavar="N")
+    rounds: int = option(1, "repeat all measurements N times, in turn", at_least=1, metavar="N")
 
 
 OPTIONS = ((MeasuredJob,), StepOptions, Output)
 
 
-def run(given: Dict[str, Any], options: StepOptions, output: Output) -> int:
-    if options.policies and "policy" in given:
-        raise InputError(f"policy must be left out with --policies, got {given['policy']}; leave it out")
-    whole = valid(source_job, Namespace(**given)).job
-    job = valid(job_from, Namespace(**given), whole or Job(UNetConfig(dtype=read_host().best_dtype)))
-    engine = job.engine if whole else left_open(given.get("engine", AUTO))
-    more = {"threads": given.get("threads"), "steps": options.steps, "warm_up": options.warm_up}
+def run(chosen: Dict[str, Any], options: StepOptions, output: Output) -> int:
+    if options.policies and "policy" in chosen:
+        raise InputError(f"--policies must be without --policy, got {chosen['policy']}; leave one out")
+    whole = valid(source_job, Namespace(**chosen)).job
+    job = valid(job_from, Namespace(**chosen), whole or Job(UNetConfig(dtype=read_host().best_dtype)))
+    engine = job.engine if whole else left_open(chosen.get("engine", AUTO))
+    more = {"threads": chosen.get("threads"), "steps": options.steps, "warm_up": options.warm_up}
     policies = POLICIES if options.policies else (job.policy,)
     result = compare_policies(request_for(job, engine=engine, **more), policies, options.peer, options.rounds)
     result = with_predictions(result, find_constants())
@@ -89,16 +88,16 @@ def run(given: Dict[str, Any], options: StepOptions, output: Output) -> int:
 def compare_policies(request: Dict[str, Any], policies: Sequence[str], peers: Sequence[str], rounds: int) -> Result:
     """Measure the step of `request` under each policy, and the peers, in turn; the content of a record, with "rows".
 
-    Seconds are medians, peaks the highest; the bytes live over a step are of the first round, and only where several
-    are compared. A policy whose process died is not tried again, and its row has the "error". Raises ProcessFailedError
-    for a peer that fails, and where no policy could be measured.
+    Seconds are medians, peaks the highest; the bytes live over a step are of the first round, and only if several are
+    compared. A policy whose process died is not tried again, and its row has the "error". Raises ProcessFailedError for
+    a peer that fails, and if no policy could be measured.
     """
     from cpu3d.util.progress import bar  # not into the memory of a measuring process
 
     done: Dict[str, List[Result]] = {name: [] for name in (*policies, *peers)}
     errors: Dict[str, ProcessFailedError] = {}
     with bar("bench step", total=rounds * len(done)) as advance:
-        # Peers first: one that is wrong is seen before ours take their time.
+        # Peers first: a wrong command fails before our own measurements take their time.
         for number, name in itertools.product(range(rounds), (*peers, *policies)):
             if name in peers:
                 done[name].append(run_peer(name))
@@ -128,20 +127,22 @@ def compare_policies(request: Dict[str, Any], policies: Sequence[str], peers: Se
 
 def with_predictions(record: Result, constants: Optional[HostConstants] = None) -> Result:
     """The record with the estimator's figures as "predicted" in each row, by default with the constants that are
-    shipped for its host; None for a peer, and of an engine that the estimator does not know, which is said on stderr.
+    shipped for its host; None for a peer, and for an engine that the estimator does not know, with a warning.
     """
+    from cpu3d.util.progress import say  # not into the memory of a measuring process
+
     constants = constants or shipped_constants(instruction_set(record["host"]["isa"]))
     job, rows = job_of_record(record), []
     if not job:
-        print("no prediction: engine must use oneDNN, got none; the estimator knows itex and stock", file=sys.stderr)
+        say(f"warning: engine must be itex or stock to be predicted, got {record['engine_name']}; no prediction")
     for row in record["rows"]:
-        found = estimate(job.with_unet(policy=row["name"]), constants) if job and row["kind"] == "policy" else None
-        rows.append({**row, "predicted": found and {name: getattr(found, name) for name in PREDICTED}})
+        own = estimate(job.with_unet(policy=row["name"]), constants) if job and row["kind"] == "policy" else None
+        rows.append({**row, "predicted": own and {name: getattr(own, name) for name in PREDICTED}})
     return {**record, "rows": rows}
 
 
 def step_table(record: Result) -> Table:
-    """Peaks and seconds of each policy and peer, the prediction below it."""
+    """Peaks and seconds of each policy and peer, with the prediction of a policy below it."""
     cells, died = [], []
     for row in record["rows"]:
         for name, figures in ((row["name"], row), ("predicted", row["predicted"])):
@@ -164,9 +165,9 @@ def title_of(record: Result) -> str:
 
 
 def draw_policies(records: Sequence[Result]) -> bytes:
-    """PNG: the memory of the process over one step under each policy, and the peaks of peers over theirs.
+    """The memory of the process over one step under each policy, and the peaks of peers over theirs, as PNG.
 
-    That is of the newest record with the bytes live over a step, which are drawn on top of all else that the process
+    The policies are of the newest record with the bytes live over a step, drawn on top of all else that the process
     holds at its peak; peers are those of any record of that job and host. Raises InputError without such a record.
     """
     from cpu3d.report.pictures import Line, chart  # not into the memory of a measuring process
@@ -194,11 +195,11 @@ def draw_policies(records: Sequence[Result]) -> bytes:
 
 
 def measure(request: Dict[str, Any]) -> Result:
-    """Do `steps` training steps in the dtype and on the engine of `request`: their time and their memory.
+    """Time and memory of `steps` training steps in the dtype and on the engine of `request`.
 
     With `request["live"]` one more step, after the peaks, is profiled for the bytes that are live over it.
     """
-    tf, facts = harness.set_up(request)
+    tf, facts = harness.set_up_for(request)
     from cpu3d.training.learner import Learner
 
     own = {name: request[name] for name in ("batch", "micro_batch", "optimizer")}
@@ -210,7 +211,7 @@ def measure(request: Dict[str, Any]) -> Result:
     step = functools.partial(learner.step, parts, 1e-4)
     for _ in range(request.get("warm_up", WARM_UP_STEPS)):
         step()
-    # An engine without oneDNN keeps no statistics, and reports none.
+    # An engine without oneDNN keeps no statistics.
     with contextlib.suppress(ValueError, tf.errors.OpError):
         tf.config.experimental.reset_memory_stats("CPU:0")
     timed = [seconds_of(step) for _ in range(request["steps"])]
@@ -220,9 +221,9 @@ def measure(request: Dict[str, Any]) -> Result:
 
 
 def _live_bytes(tf: Any, work: Callable[[], Any], parts: int) -> List[int]:
-    """The most bytes that TensorFlow's allocator has handed out in each of equal parts of the time between its first
-    request in `work` and its last; none without requests."""
-    # Where TensorFlow keeps the profile's format, from 2.13 to 2.21 at least.
+    """The most bytes in use in TensorFlow's allocator in each of `parts` equal parts of the time between its first and
+    its last request in `work`; empty without requests."""
+    # The profile's format is here in TensorFlow 2.13 to 2.21 at least.
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
     profiler = tf.profiler.experimental
@@ -236,23 +237,23 @@ def _live_bytes(tf: Any, work: Callable[[], Any], parts: int) -> List[int]:
         for line in plane.lines:
             for event in line.events:
                 if names[event.metadata_id].name in ("MemoryAllocation", "MemoryDeallocation"):
-                    size = next(one for one in event.stats if stats[one.metadata_id].name == "bytes_allocated")
+                    size = next(stat for stat in event.stats if stats[stat.metadata_id].name == "bytes_allocated")
                     held.append((line.timestamp_ns / 1e9 + event.offset_ps / 1e12, size.int64_value))
     return most_in_each_part(sorted(held), parts) if held else []
 
 
 def most_in_each_part(requests: Sequence[Tuple[float, int]], parts: int) -> List[int]:
-    """The most of (seconds, bytes held from then on) in each of equal parts of the time."""
+    """The most bytes in each of equal parts of the time, from requests as (seconds, bytes held from then on)."""
     seconds, sizes = np.array(requests).T
     begins = np.linspace(seconds[0], seconds[-1], parts, endpoint=False)
-    # Each part begins with what the last request before it has left.
+    # A part begins with the bytes held after the last request before it.
     return np.maximum.reduceat(sizes, np.searchsorted(seconds, begins, side="right") - 1).astype(int).tolist()
 
 
 def made_up(tf: Any, unet: UNetConfig, batch: int, grid: Tuple[int, ...]) -> Tuple[Any, Any]:
     """Noise (batch, X, Y, Z, C), and targets of a tenth of the voxels (batch, X, Y, Z, R) uint8.
 
-    Made by TensorFlow, for whether it copies an array of numpy's depends on the address that this happens to have.
+    Made by TensorFlow: whether it would copy an array of numpy's depends on the array's address.
     """
     noise = tf.random.stateless_normal((batch, *grid, unet.channels), (0, 1))
     drawn = tf.random.stateless_uniform((batch, *grid, unet.outputs), (0, 2), 0, 10, tf.int32)

@@ -4,8 +4,8 @@
     ./run.sh bench tables --records records --page validation.md --picture docs/pictures/policies.png
     ./run.sh bench tables --records records --accuracy memory_estimator/hosts/accuracy.json
 
-Predictions are those of the present estimator with its shipped constants. The upper bounds of the validation page
-follow from accuracy.json, the errors of the predictions: write that file after a new record, and after a change of the
+Predictions are made by the present estimator with its shipped constants. The upper bounds of the validation page follow
+from the errors of the predictions in accuracy.json: write that file after a new record, and after a change of the
 estimator.
 """
 
@@ -29,16 +29,16 @@ from memory_estimator.validation import accuracy_json, digest, page, summary_tab
 HEAD = """\
 # Results
 
-Made of `records/` by `./run.sh bench tables --records records`. The help of each command says how it measures.
+Made from `records/` by `./run.sh bench tables --records records`. The help of each command describes how it measures.
 """
 
 
 @dataclass(frozen=True)
 class TableOptions:
-    """Which records, and which pages are written."""
+    """The options of `bench tables`."""
 
     records: Path = option(help="folder of .jsonl records", metavar="DIR")
-    out: Optional[Path] = option(None, "write the page of results; else it is printed", metavar="FILE")
+    out: Optional[Path] = option(None, "write the page of results to FILE instead of printing it", metavar="FILE")
     page: Optional[Path] = option(None, "write the validation page", metavar="FILE")
     accuracy: Optional[Path] = option(None, "write the errors of the estimator, accuracy.json", metavar="FILE")
     picture: Optional[Path] = option(None, "draw the newest comparison of policies as PNG", metavar="FILE")
@@ -73,9 +73,9 @@ def tables(folder: Path) -> List[str]:
 
 
 def _newest(path: Path, names: Sequence[str]) -> List[Dict[str, Any]]:
-    """The newest record of each job, which these fields and the CPU tell apart."""
+    """The newest record of each job; jobs differ in these fields or the CPU."""
     records = read_records(path, path.stem)
-    return newest(records, lambda one: json.dumps([*map(one.get, names), one["host"]["cpu"]], sort_keys=True))
+    return newest(records, lambda record: json.dumps([*map(record.get, names), record["host"]["cpu"]], sort_keys=True))
 
 
 def _tables(path: Path, names: Sequence[str], table: Callable[[Dict[str, Any]], Table]) -> List[str]:
@@ -92,18 +92,18 @@ STEP = ("shape", "batch", "micro_batch", "unet", "optimizer", "engine_name")
 KERNELS = ("threads", "engine_name")
 LEARNING = ("task", "name", "shape", "steps")
 
-# File or folder of records -> heading, and the lines of it.
+# File or folder of records -> heading and lines of its section.
 SECTIONS = {
     "policies.jsonl": (
         "Memory policies",
-        lambda path: _tables(path, STEP, lambda one: step_table(with_predictions(one))),
+        lambda path: _tables(path, STEP, lambda record: step_table(with_predictions(record))),
     ),
     VALIDATION: ("The estimator against measured steps", _estimator),
     "compare.jsonl": (
         "Whole volumes against patches",
         lambda path: comparisons_markdown(read_records(path, "compare")),
     ),
-    "kernels.jsonl": ("Own convolutions beside the engine's", lambda path: _tables(path, KERNELS, kernels_table)),
+    "kernels.jsonl": ("Own operations beside the engine's", lambda path: _tables(path, KERNELS, kernels_table)),
     "learning.jsonl": ("Learning", lambda path: learning_table(_newest(path, LEARNING)).markdown()),
 }
 

@@ -1,4 +1,4 @@
-"""Measure the configurations that the estimator is judged by on this host, one fresh process each.
+"""Measure the configurations by which the estimator is judged, on this host, one fresh process each.
 
     ./run.sh bench validate --record my-host.jsonl
     ./run.sh bench validate --record my-host.jsonl --engine itex --first 12
@@ -42,17 +42,17 @@ from memory_estimator.validation import (
     summary_table,
 )
 
-VALIDATION = "memory"  # in the folder of records that of `bench validate`, a file a host
+VALIDATION = "memory"  # the folder of `bench validate` in the folder of records, a file a host
 STEPS = 3  # timed, after two more: enough for a median
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `bench validate` measures."""
+    """The options of `bench validate`."""
 
-    record: Path = option(help=".jsonl file, continued if there", metavar="FILE")
-    engine: Optional[str] = option(None, help="only this engine (default: all installed)", choices=ENGINES)
-    first: Optional[int] = option(None, help="only the first N of the list", at_least=1, metavar="N")
+    record: Path = option(help=".jsonl file; an existing one is continued", metavar="FILE")
+    engine: Optional[str] = option(None, "measure only this engine (default: all installed)", choices=ENGINES)
+    first: Optional[int] = option(None, "measure only the first N of the list", at_least=1, metavar="N")
 
 
 OPTIONS = (Options,)
@@ -61,30 +61,30 @@ OPTIONS = (Options,)
 def run(options: Options) -> int:
     writable_folder(options.record.parent, "folder")
     host, constants = read_host(), find_constants()
-    done = {one.job for one in _of_this_host(options.record, host)}
-    engines = [one for one in ENGINES if options.engine in (None, one) and installed(one)]
+    done = {measured.job for measured in _of_this_host(options.record, host)}
+    engines = [engine for engine in ENGINES if options.engine in (None, engine) and installed(engine)]
     if not engines:
-        install = f"{how_to_install(options.engine)} or leave it out"
-        raise InputError(f"engine must be installed, got {options.engine}; {install}")
+        missing = f"{options.engine}, which is not" if options.engine else "none"
+        raise InputError(f"engine must be installed, got {missing}; {how_to_install()}")
     todo = [job for job in configurations(thread_plan(host).intra_op, engines)[: options.first] if job not in done]
     with bar("validate", total=len(todo)) as advance:
         for job in todo:
             needed, free = estimate(job, constants).upper_bound_bytes, read_host().free_bytes
-            outcome = f"left out, needs {format_bytes(needed)} where {format_bytes(free)} are free"
+            outcome = f"left out, needs {format_bytes(needed)}, {format_bytes(free)} are free"
             if needed <= free:
                 record = record_of(job, host)
                 append_record(options.record, "memory", record)
                 outcome = record.get("error", "measured")
             say(f"{job.describe()}: {outcome}")
             advance()
-    held_out = [one for one in _of_this_host(options.record, host) if one.held_out]
-    # As `estimate` predicts here; the page is made with the shipped constants alone.
-    new_console().print(summary_table(compare(held_out, lambda one: estimate(one.job, constants))))
+    held_out = [measured for measured in _of_this_host(options.record, host) if measured.held_out]
+    # With this host's constants, as `estimate` has them; the page is made with the shipped ones.
+    new_console().print(summary_table(compare(held_out, lambda measured: estimate(measured.job, constants))))
     return 0
 
 
 def record_of(job: Job, host: Host) -> Result:
-    """The record of a job measured in a fresh process, or of its failure."""
+    """The record of a job, measured in a fresh process, or of its failure."""
     request = request_for(job, steps=STEPS)
     try:
         return in_fresh_process(measure, request)
@@ -94,26 +94,26 @@ def record_of(job: Job, host: Host) -> Result:
 
 
 def read_measured(path: Path) -> Tuple[Measured, ...]:
-    """The measured steps of a record file, or of all of a folder, one a job and host: the newest, in the place of the
+    """The measured steps of a record file, or of all in a folder: the newest of each job and host, in the place of the
     oldest. Raises InputError for a missing file, and for a line that is damaged or of another schema."""
     files = sorted(Path(path).glob("*.jsonl")) if Path(path).is_dir() else [path]
-    read = [one for file in files for one in read_records(file, "memory", measured_from)]
-    return tuple({(one.host, one.isa, one.job): one for one in read}.values())
+    read = [measured for file in files for measured in read_records(file, "memory", measured_from)]
+    return tuple({(measured.host, measured.isa, measured.job): measured for measured in read}.values())
 
 
 def _of_this_host(path: Path, host: Host) -> Sequence[Measured]:
-    """What the record holds, nothing where there is none yet. Raises InputError where it is another host's."""
+    """The measured steps of a record, none if it does not exist yet. Raises InputError if it is of another host."""
     measured = read_measured(path) if path.exists() else ()
-    others = {one.host for one in measured if (one.host, one.isa) != (host.cpu_model, tuple(host.isa))}
-    if others:
-        rule = f"be of this host, {host.cpu_model}, got {', '.join(others)}"
+    other = {step.host for step in measured if (step.host, step.isa) != (host.cpu_model, tuple(host.isa))}
+    if other:
+        rule = f"be of this host, {host.cpu_model}, got {', '.join(other)}"
         raise InputError(f"record {path} must {rule}; give each host a file")
     return measured
 
 
 def validation(folder: Path, accuracy: Optional[Accuracy] = None) -> Tuple[Sequence[Measured], List[Row]]:
-    """The measured steps in a folder of records, and each beside what the estimator as it stands predicts: with the
-    constants that are shipped, whatever this host's own are, and the margins of `accuracy` (default: shipped too)."""
+    """The measured steps in a folder of records, and a row for each with the present estimator's prediction: by the
+    shipped constants, whatever this host's own are, and the margins of `accuracy` (default: shipped too)."""
     measured = read_measured(folder / VALIDATION)
-    shipped = {one.isa: shipped_constants(instruction_set(one.isa)) for one in measured}
-    return measured, compare(measured, lambda one: estimate(one.job, shipped[one.isa], accuracy))
+    shipped = {step.isa: shipped_constants(instruction_set(step.isa)) for step in measured}
+    return measured, compare(measured, lambda step: estimate(step.job, shipped[step.isa], accuracy))

@@ -6,26 +6,24 @@
         --variant patch-64 "--mode patch --patch 64 64 64" --variant half "--resolution 0.5"
     ./run.sh compare --runs runs/first-seed0 runs/first-seed1 runs/other-seed0 runs/other-seed1 --out seen
 
-Every run is trained and scored in a process of its own, and validated 4 times, or --validations. The first variant is
-the baseline that the others are paired with, case by case and seed by seed. Options of `train` given to compare are for
-all variants; options of one variant are inside its quotes.
+Every run is trained and scored in a process of its own, and validated 4 times (--validations N: N times). The first
+variant is the baseline: every other variant is compared with it, case by case and seed by seed. Options of `train`
+outside the quotes are for all variants, options inside the quotes are for that variant.
 
 Writes OUT/report.html, OUT/compare.json, ordinary run folders in OUT/runs and their output in OUT/logs. The same
 command continues an interrupted comparison; with more --seeds it adds to a finished one. A run that fails is left out
-and named, and the exit code is 1. Folders of --runs are only read: each must be trained to its end and scored. A
-variant has the name of its folders without "-seed" and the number at the end.
+and named, and the exit code is 1. Folders of --runs are only read: each run must be trained to its end and scored. Runs
+whose folders have the same name before "-seed" and the number are one variant, of that name.
 """
 
 import itertools
 import re
 from typing import Iterator, List, Tuple
 
-from rich.console import Console
-
-from cpu3d.compare.plan import Json, Kept, Options, continued, planned
+from cpu3d.compare.plan import Json, Kept, Options, planned, resumed
 from cpu3d.compare.report import plan_table, publish
-from cpu3d.compare.run import PlannedRun, carry_out, is_evaluated
-from cpu3d.compare.statistics import compare, read_run
+from cpu3d.compare.run import PlannedRun, outdated_scores, train_and_score
+from cpu3d.compare.statistics import comparison_of, read_result
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError, refuse
 from cpu3d.inference.evaluate import UNTOUCHED, warning
@@ -36,15 +34,17 @@ from cpu3d.run.summary import last_end
 from cpu3d.settings import SETTINGS
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.lock import locked
+from cpu3d.util.progress import say
+from memory_estimator.common.table import new_console
 
 OPTIONS = (Options, SETTINGS)
 
 
 def run(options: Options, settings: Json) -> int:
     refuse(_problems(options, settings))
-    console, failed = Console(stderr=True), []
+    console, failed = new_console(), []
     if options.split != UNTOUCHED:
-        console.print(f"[bold yellow]{warning(options.split)}")
+        say(f"warning: {warning(options.split)}")
     if options.runs:
         store, new, runs = _finished(options)
         budget = "that of the runs"
@@ -54,23 +54,23 @@ def run(options: Options, settings: Json) -> int:
         asked, plan, chosen = planned(options, settings, store)
         new, budget = Kept(asked, list(options.seeds), plan), chosen.words(plan[0]["name"])
     if options.dry_run:
-        console.print(plan_table(continued(new, options.out), budget))
+        console.print(plan_table(resumed(new, options.out), budget))
         return 0
     out = writable_folder(options.out, "folder of --out").resolve()
     with locked(out, "comparison"):
-        kept = continued(new, out)
-        kept.save(out)  # whose folder it is, before anything else is in it
+        kept = resumed(new, out)
+        kept.save(out)  # before anything else is in the folder: this file says whose it is
         if kept.plan:
             console.print(plan_table(kept, budget))
             runs = []
-            # Seed by seed, so that what is there when a long comparison is cut off can be compared.
+            # Seed by seed, so that the runs of a long comparison that is cut off can be compared.
             for seed, course in itertools.product(kept.seeds, kept.plan):
                 folder, own = out / "runs" / f"{course['name']}-seed{seed}", ("--seed", str(seed))
                 runs.append(PlannedRun(course["name"], seed, folder, (*course["options"], *own)))
-            failed = carry_out(runs, store.folder.resolve(), out, options.evaluation, force=options.force)
+            failed = train_and_score(runs, store.folder.resolve(), out, options.evaluation, force=options.force)
         lost = [failure[:2] for failure in failed]
-        results = [read_run(one, options.split, store) for one in runs if (one.variant, one.seed) not in lost]
-        publish(compare(results, runs[0].variant, failed), kept, store, out, options, budget=budget)
+        results = [read_result(run, options.split, store) for run in runs if (run.variant, run.seed) not in lost]
+        publish(comparison_of(results, runs[0].variant, failed), kept, store, out, options, budget=budget)
     return 1 if failed else 0
 
 
@@ -79,27 +79,28 @@ def run(options: Options, settings: Json) -> int:
 
 def _problems(options: Options, settings: Json) -> Iterator[str]:
     """Options that are missing, equal or do not go together."""
-    given = {**settings, **{name: getattr(options, name) for name in ("voxels", "minutes", "variant", "dry_run")}}
-    budgets = [name for name in ("epochs", "voxels", "minutes") if given.get(name)]
+    chosen = {**settings, **{name: getattr(options, name) for name in ("voxels", "minutes", "variant", "dry_run")}}
+    budgets = [name for name in ("epochs", "voxels", "minutes") if chosen.get(name)]
     if not (options.runs or options.store):
-        yield "--store must name a store, got none; or give --runs with folders to compare"
+        yield "--store must name a store, got none; name one, or give --runs with folders to compare"
     if settings.get("validations", 1) < 1:
         yield f"--validations must be at least 1, got {settings['validations']}; the last step is always validated"
     for option, values in (("seeds", options.seeds), ("variant", [name for name, _ in options.variant])):
         if len(set(values)) < len(values):
             yield f"--{option} must differ, got {', '.join(map(str, values))}; leave one out"
-    if options.runs and any(given.values()):
-        names = " and ".join(f"--{name.replace('_', '-')}" for name, value in given.items() if value)
-        yield f"--runs must be without options of training, got {names}; nothing is trained, leave them out"
+    if options.runs and any(chosen.values()):
+        names = " and ".join(f"--{name.replace('_', '-')}" for name, value in chosen.items() if value)
+        yield f"--runs must be without options of training, got {names}; leave them out, as nothing is trained"
     elif len(budgets) > 1:
-        yield f"--{' and --'.join(budgets)} must be one budget, got several; leave all but one out"
+        values = " and ".join(f"{chosen[name]:g}" for name in budgets)
+        yield f"--{' and --'.join(budgets)} must be one budget, got {values}; leave all but one out"
 
 
 def _finished(options: Options) -> Tuple[Store, Kept, List[PlannedRun]]:
     """The store, the comparison and the runs of --runs, the first one's variant first.
 
-    Raises InputError, all offenders at once, for runs of one variant and seed, and for those that were not trained to
-    their end or have no current scores.
+    Raises InputError, with all problems at once, for two runs of one variant and seed, and for runs that were not
+    trained to their end or have no current scores.
     """
     runs, problems, evaluation = {}, [], options.evaluation
     for folder in (folder.resolve() for folder in options.runs):
@@ -110,14 +111,15 @@ def _finished(options: Options) -> Tuple[Store, Kept, List[PlannedRun]]:
             continue
         run = PlannedRun(name, config.seed, folder, ())
         if str(run) in runs:
-            problems.append(f"runs must differ in their name or seed, got {folder} too of {run}; leave one out")
+            both = f"{runs[str(run)].folder} and {folder}"
+            problems.append(f"runs must differ in their name or seed, got {run} for {both}; leave one out")
         runs[str(run)] = run
         end = last_end(read_events(folder)).get("reason", "none")
         if end not in FINISHED:
             problems.append(f"run {folder} must have been trained to its end, got end: {end}; continue it with `train`")
-        elif not is_evaluated(folder, evaluation):
+        elif outdated := outdated_scores(folder, evaluation):
             command = f"evaluate --run {folder} --split {evaluation.split} --tolerance {evaluation.tolerance_mm:g}"
-            problems.append(f"run {folder} must have current scores, got none or others; run `{command}`")
+            problems.append(f"run {folder} must have current scores, got {outdated}; run `{command}`")
     refuse(problems)
     ordered = list(runs.values())
     store = store_of_run(load_config(ordered[0].folder), options.store)

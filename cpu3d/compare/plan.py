@@ -1,11 +1,11 @@
 """The plan of a comparison, as it is kept in OUT/compare.json: variants, one budget for all, and the runs of each.
 
-A second call must ask for what the first did: then it continues, and more seeds are added; anything else is refused.
-Steps, dtype, policy and patch are decided once and then kept, so that every run of a variant is of one kind.
+A second call with the same options continues, and adds seeds; one with other options is refused. Steps, dtype, policy
+and patch are decided once and then kept, so that all runs of a variant are alike.
 """
 
 import argparse
-import functools
+import json
 import math
 import re
 import shlex
@@ -20,36 +20,33 @@ from cpu3d.errors import InputError, refuse
 from cpu3d.host.gpu import HostGpus
 from cpu3d.inference.evaluate import UNTOUCHED
 from cpu3d.inference.scores import TOLERANCE_MM
-from cpu3d.pages.page import flat
 from cpu3d.plan import Plan, make_plan
 from cpu3d.settings import SETTINGS, RunConfig, recipe_config
 from cpu3d.util.atomic import is_untouched, write_json
-from memory_estimator.common.files import read_json, typed
+from memory_estimator.common.files import read_json, reason, typed
 from memory_estimator.common.schema import add_options, arguments, option, to_command_line
 from memory_estimator.host import read_host
 from memory_estimator.planner import BOTTOM
 
-SCHEMA, FILE = 3, "compare.json"
-VALIDATIONS = 4  # of every run, where no number is chosen
+SCHEMA, FILE = 1, "compare.json"
+VALIDATIONS = 4  # of every run, unless a number is chosen
 WARMUP_SHARE = 10  # the warm-up is at most a tenth of a run: one of large batches or patches may have few steps
 LEAST_STEP_S = 1e-3  # no step is faster: a budget of minutes has the epochs that such steps would fill
-FEW = 8  # steps whose voxels are in proportion to those of many: a curriculum's share of them is whole
+FEW = 8  # steps, of which a curriculum's share is a whole number: their voxels are in proportion to those of many
 
-# Settings of patches alone, those that compare decides for every run, and those that are one for all variants.
+# Settings of patches alone, settings that compare decides for every run, settings that are the same for all variants.
 OF_PATCHES = ("patch", "patches_per_case", "foreground")
 DECIDED = ("seed", "steps", "budget_minutes", "validate_every", "patience")
 FOR_ALL = (*DECIDED, "epochs", "validations", "fold", "regions")
 
 Json = Dict[str, Any]
 
-a_budget = functools.partial(option, None, above=0, below=math.inf)
-
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `compare` but those of training, which are for all variants."""
+    """The options of `compare` beside those of training, which are for all variants."""
 
-    out: Path = option(help="folder to write; continued where it exists", metavar="DIR")
+    out: Path = option(help="folder to write; an existing comparison is continued", metavar="DIR")
     store: Optional[Path] = option(None, help="store that `prepare` has written", metavar="DIR")
     variant: Tuple[Tuple[str, str], ...] = option(
         (),
@@ -59,9 +56,9 @@ class Options:
         repeat=True,
     )
     runs: Tuple[Path, ...] = option((), help="compare these scored run folders; nothing is trained", metavar="DIR")
-    voxels: Optional[float] = a_budget("budget of every run: voxels seen", metavar="V")
-    minutes: Optional[float] = a_budget("budget of every run: wall time of its steps", metavar="M")
-    seeds: Tuple[int, ...] = option((0, 1, 2), metavar="S", at_least=0)
+    voxels: Optional[float] = option(None, "budget of every run: voxels seen", metavar="V", above=0, below=math.inf)
+    minutes: Optional[float] = option(None, "budget of every run: minutes of its steps", "M", above=0, below=math.inf)
+    seeds: Tuple[int, ...] = option((0, 1, 2), help="one run a variant for each seed", metavar="S", at_least=0)
     split: str = option(UNTOUCHED, help="cases to score", choices=SPLITS)
     tolerance: float = option(
         TOLERANCE_MM, help="tolerance of the surface Dice in mm", metavar="MM", at_least=0, below=math.inf
@@ -86,14 +83,13 @@ def as_options(settings: Mapping[str, Any]) -> List[str]:
 
 
 def parse_variant(name: str, options: str, common: Json) -> Json:
-    """The chosen settings of the variant `name` of train's `options`, such as "--mode patch --patch 64 64 64", on top
-    of the common ones.
+    """The common settings with those of a variant's `options`, such as "--mode patch --patch 64 64 64", in their place.
 
     Raises InputError, with the variant's name, for an invalid name and for options that train would refuse.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-        rule = "have a name of letters, digits, '-', '_' and '.'"
-        raise InputError(f"--variant must {rule}, got {name!r}; it names folders")
+        rule = "have a name of letters, digits, '-', '_' and '.', at most 64"
+        raise InputError(f"--variant must {rule}, got {name!r}; choose another, as it names folders")
     parser = _Parser(add_help=False, allow_abbrev=False)
     add_options(parser, SETTINGS)
     try:
@@ -111,10 +107,10 @@ def usual_variants(common: Json, store: Store) -> Dict[str, Json]:
     """Whole volumes, and patches: of the size that `common` has, else of half their grid along each axis, down to what
     the network takes and no less than it learns from.
 
-    Raises InputError for a common mode, as there is one of each.
+    Raises InputError for a common mode, as each variant has its own.
     """
     if "mode" in common:
-        raise InputError(f"--mode must be left to the variants, got {common['mode']}; compare has one of each")
+        raise InputError(f"--mode must be left to the variants, got {common['mode']}; leave it out to train both modes")
     whole, patch = {**_without(common, OF_PATCHES), "mode": "whole"}, {**common, "mode": "patch"}
     if "patch" in common:
         return {"whole": whole, "patch": patch}
@@ -125,9 +121,9 @@ def usual_variants(common: Json, store: Store) -> Dict[str, Json]:
 
 
 def resolve_variants(variants: Mapping[str, Json], store: Store) -> Dict[str, Tuple[Json, Plan]]:
-    """The settings of every variant, what its plan on this store and host decides among them, and the plan.
+    """The settings of every variant, with those that its plan on this store and host decides, and the plan.
 
-    So nothing can differ from run to run. Raises InputError with the problems of all variants, each by name.
+    So all runs of a variant have the same settings. Raises InputError with the problems of all variants, each by name.
     """
     host, gpus, resolved, problems = read_host(), HostGpus(), {}, []
     for name, chosen in variants.items():
@@ -145,7 +141,7 @@ def resolve_variants(variants: Mapping[str, Json], store: Store) -> Dict[str, Tu
     return resolved
 
 
-# --- The budget, and what every run of a variant does ---
+# --- The budget, and the course of every run of a variant ---
 
 
 class Budget(NamedTuple):
@@ -172,33 +168,33 @@ class Course(TypedDict):
     grid: Tuple[int, int, int]
     batch: int
     policy: str
-    step_s: Optional[float]  # predicted, as the next is; None where nothing is known of the engine
+    step_s: Optional[float]  # predicted, as the next is; None if the engine is unknown
     peak_bytes: Optional[int]
     steps: Optional[int]  # None under a budget of minutes: each run takes those that fit
     voxels: Optional[int]
 
 
 def run_voxels(config: RunConfig, steps: int) -> int:
-    """Voxels that the network sees in a run of so many steps, of which a curriculum has its share at half."""
+    """Voxels that the network sees in a run of so many steps, a curriculum's share of them at half resolution."""
     return round(config.batch * math.prod(config.grid) * config.with_coarse_share(steps).full_steps(steps))
 
 
 def steps_of(config: RunConfig, voxels: float) -> int:
-    """The number of steps, 1 or more, with the nearest number of voxels."""
+    """The number of steps, 1 or more, whose voxels are nearest to `voxels`."""
     near = max(round(voxels * FEW / run_voxels(config, FEW)), 1)
     return min(range(max(near - FEW, 1), near + FEW), key=lambda steps: abs(run_voxels(config, steps) - voxels))
 
 
 def courses(variants: Mapping[str, Tuple[Json, Plan]], budget: Budget, validations: int) -> List[Course]:
-    """What every run of each variant does. All have equally many validations to choose their best weights from: as
-    many as the steps of the shortest allow."""
+    """The course of every variant's runs. All have the same number of validations, from which the best weights are
+    chosen: `validations`, or as many as the variant with the fewest steps has steps."""
     first, voxels = next(iter(variants.values()))[1], budget.amount
     if budget.kind == "epochs":
         voxels = run_voxels(first.config, voxels * first.steps_per_epoch)  # patches as many as make up a volume
     is_timed = budget.kind == "minutes"
     steps = {name: None if is_timed else steps_of(plan.config, voxels) for name, (_, plan) in variants.items()}
     validations = min([validations, *filter(None, steps.values())])
-    found = []
+    result = []
     for name, (settings, plan) in variants.items():
         config, predicted, own = plan.config, plan.forecast, {"validations": validations}
         if is_timed:
@@ -206,7 +202,7 @@ def courses(variants: Mapping[str, Tuple[Json, Plan]], budget: Budget, validatio
             own["budget_minutes"] = budget.amount
         else:
             own.update(steps=steps[name], warmup_steps=min(config.warmup_steps, steps[name] // WARMUP_SHARE))
-        found.append(
+        result.append(
             Course(
                 name=name,
                 options=as_options({**settings, **own}),
@@ -219,13 +215,13 @@ def courses(variants: Mapping[str, Tuple[Json, Plan]], budget: Budget, validatio
                 voxels=steps[name] and run_voxels(config, steps[name]),
             )
         )
-    return found
+    return result
 
 
 def planned(options: Options, settings: Json, store: Store) -> Tuple[Json, List[Course], Budget]:
-    """What a later call must ask for too, the variants' courses and the budget.
+    """The request that a later call must repeat, the variants' courses and the budget.
 
-    Raises InputError for settings that are compare's to choose, and as `parse_variant` and `resolve_variants`.
+    Raises InputError for settings that compare itself decides, and as `parse_variant` and `resolve_variants`.
     """
     _refuse_settings("compare", settings, DECIDED)
     common = _without(settings, ("epochs", "validations"))
@@ -254,34 +250,35 @@ def planned(options: Options, settings: Json, store: Store) -> Tuple[Json, List[
 class Kept:
     """The content of compare.json."""
 
-    asked: Json  # what a later call must ask for too
+    asked: Json  # a later call must ask for the same
     seeds: List[int]
-    plan: List[Course]  # one a variant; empty for runs that were there already
+    plan: List[Course]  # one a variant; empty for --runs, which are trained already
     results: Optional[Json] = None  # None before the last run is done
 
     def save(self, out: Path) -> None:
         write_json(Path(out) / FILE, {"schema": SCHEMA, **vars(self)})
 
 
-def continued(new: Kept, out: Path) -> Kept:
-    """A new comparison or, in a folder that holds the same one, that with the new seeds added, then without results.
+def resumed(new: Kept, out: Path) -> Kept:
+    """The comparison in the folder `out` with the seeds of `new` added, then without results; `new` if there is none.
 
-    Raises InputError for a compare.json that is damaged or of another version, for a folder of other files, and where
-    another comparison was asked for there, with all differences at once.
+    Raises InputError for a compare.json that is damaged or of another version, for a folder of other files, and for a
+    folder where another comparison was asked for, with all differences at once.
     """
     path = Path(out) / FILE
     if not path.is_file():
         if path.parent.is_dir() and not is_untouched(path.parent, FILE):
-            raise InputError(f"--out {out} must be empty or hold a {FILE}, got other files; choose another")
+            name = min(path.name for path in path.parent.iterdir())
+            raise InputError(f"--out {out} must be empty or hold a {FILE}, got {name} in it; choose another")
         return new
     try:
         content = read_json(path)
-        if content.pop("schema") != SCHEMA:
-            raise ValueError("another version's")
+        if (schema := content.pop("schema")) != SCHEMA:
+            raise ValueError(f"schema {schema} of another version")
         kept = typed(content, Kept)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise InputError(f"{path} must be as compare writes it, got {error!r}; choose another --out") from None
-    before, now = dict(flat(kept.asked)), dict(flat(new.asked))
+        raise InputError(f"{path} must be as compare writes it, got {reason(error)}; choose another --out") from None
+    before, now = (_by_name(json.loads(json.dumps(asked))) for asked in (kept.asked, new.asked))
     refuse(
         f"{name} must stay as comparison {out} was started, got {now.get(name, 'none')} for {before.get(name, 'none')};"
         " leave it as it was, or choose another --out"
@@ -300,17 +297,25 @@ def continued(new: Kept, out: Path) -> Kept:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises ValueError where others print and exit."""
+    """A parser that raises ValueError instead of printing and exiting."""
 
     def error(self, message: str):
         raise ValueError(message)
 
 
-def _refuse_settings(who: str, settings: Json, names: Sequence[str]) -> None:
-    """Raise InputError for settings of these names, which `who` may not choose."""
+def _by_name(content: Any, name: str = "") -> Json:
+    """Nested JSON by dotted names, such as "variants.whole.norm"."""
+    if not isinstance(content, dict):
+        return {name: content}
+    parts = (_by_name(value, f"{name}.{key}".strip(".")) for key, value in content.items())
+    return {key: value for part in parts for key, value in part.items()}
+
+
+def _refuse_settings(source: str, settings: Json, names: Sequence[str]) -> None:
+    """Raise InputError for the settings among `names`, which `source`, such as "variant whole", may not choose."""
     refuse(
-        f"{who} must be without --{name.replace('_', '-')}, got {settings[name]}; compare itself has --seeds, a budget "
-        "and --validations for all variants"
+        f"{source} must be without --{name.replace('_', '-')}, got {settings[name]}; leave it out: compare has "
+        "--seeds, --validations and a budget for all variants"
         for name in names
         if name in settings
     )

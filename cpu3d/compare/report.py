@@ -1,6 +1,6 @@
 """The results of a comparison: compare.json, report.html, a record, tables on the terminal and in the docs.
 
-Every table is made of the results as compare.json and the records hold them, so that all places show the same rows.
+Every table is made from the results in compare.json and the records, so all places show the same rows.
 """
 
 import dataclasses
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import List, Sequence
 
 import numpy as np
-from rich.console import Console
 
 from cpu3d.compare.plan import Json, Kept, Options
 from cpu3d.compare.statistics import COSTS, Comparison, counts, millions
@@ -23,7 +22,7 @@ from cpu3d.report.pictures import Figures, Line, chart, strips
 from cpu3d.report.report import Section, shown_cases, write_page
 from cpu3d.util.progress import say
 from cpu3d.util.records import append_record, by, count, listed, newest, plus_minus, versions
-from memory_estimator.common.table import PALETTE, Bold, Table
+from memory_estimator.common.table import PALETTE, Bold, Table, new_console
 from memory_estimator.common.units import format_bytes, format_seconds
 from memory_estimator.host import read_host
 
@@ -39,7 +38,7 @@ COSTS_OF = (
     "case has. Memory is the largest resident set of the process; a card's is the peak of TensorFlow's allocator there."
 )
 
-# Settings that do not tell variants apart, or belong to the store.
+# Settings that are not those of a variant, or belong to the store.
 NOT_SETTINGS = ("seed", "unet.seed", "save_minutes", "store", "store_channels", "label_names", "region_codes")
 
 
@@ -47,7 +46,7 @@ NOT_SETTINGS = ("seed", "unet.seed", "save_minutes", "store", "store_channels", 
 
 
 def plan_table(kept: Kept, budget: str) -> Table:
-    """The runs to come, a row a variant."""
+    """The planned runs, a row a variant."""
     rows, run_s = [], []
     for course in kept.plan:
         steps, step_s = course["steps"], course["step_s"]
@@ -74,7 +73,7 @@ def plan_table(kept: Kept, budget: str) -> Table:
 
 
 def scores_table(record: Json) -> Table:
-    """The mean over cases and seeds of every region and variant, and how the seeds differ."""
+    """The mean over cases and seeds of every region and variant, and the deviation of the seeds."""
     rows = []
     for region, variant in itertools.product(record["regions"], record["variants"]):
         scores = record["variants"][variant]["scores"][region]
@@ -91,7 +90,7 @@ def scores_table(record: Json) -> Table:
 
 
 def differences_table(record: Json) -> Table:
-    """Every difference to the baseline; bold counts."""
+    """Every difference to the baseline; those that count are bold."""
     rows = []
     for variant, regions in record["differences"].items():
         for region, name, difference in ((region, *pair) for region, of in regions.items() for pair in of.items()):
@@ -109,7 +108,7 @@ def differences_table(record: Json) -> Table:
 
 
 def costs_table(record: Json) -> Table:
-    """The learning rates of each variant's runs, and the costs of one; a cost that no run knows has no row."""
+    """The learning rates of each variant's runs, and the costs of a run; a cost that no run knows has no row."""
     rates = {variant: {} for variant in record["variants"]}
     for run in record["runs"]:
         rates[run["variant"]][f"{run['learning_rate']:g}"] = None  # each once
@@ -126,7 +125,7 @@ def settings_table(comparison: Comparison) -> Table:
     configs = [runs[0].config for runs in comparison.runs.values()]
     columns = [dict(flat(dataclasses.asdict(config))) for config in configs]
     for config, settings in zip(configs, columns):
-        if not config.is_patch:  # these say nothing of whole volumes
+        if not config.is_patch:  # these mean nothing for whole volumes
             settings.update(foreground="-", patches_per_case="-")
     names = [name for name in sorted(set().union(*columns)) if not name.startswith(NOT_SETTINGS)]
     rows = [(name, *(settings.get(name, "-") for settings in columns)) for name in names]
@@ -135,7 +134,7 @@ def settings_table(comparison: Comparison) -> Table:
 
 
 def results_tables(record: Json) -> List[Table]:
-    """The tables of the terminal and the docs, that of costs last."""
+    """The tables of the terminal and the docs, the table of costs last."""
     differences = [differences_table(record)] if record["differences"] else []
     return [scores_table(record), *differences, costs_table(record)]
 
@@ -146,7 +145,7 @@ def results_tables(record: Json) -> List[Table]:
 def publish(comparison: Comparison, kept: Kept, store: Store, out: Path, options: Options, *, budget: str) -> None:
     """Keep the results, write the page and the record, print the tables.
 
-    A record names no folder and holds nothing of one case; the page is self-contained, pictures and slices inside.
+    A record names no folder and no case; the page is self-contained, with pictures and slices inside.
     """
     results, manifest = comparison.to_json(), store.manifest
     dataclasses.replace(kept, results=results).save(out)
@@ -168,12 +167,12 @@ def publish(comparison: Comparison, kept: Kept, store: Store, out: Path, options
     if options.record:
         append_record(options.record, "compare", content)
     for table in results_tables(content):
-        Console().print(table)
+        new_console().print(table)
     say(f"written: {out / 'report.html'}", *results["failed"])
 
 
 def page_sections(comparison: Comparison, record: Json, out: Path, store: Store) -> List[Section]:
-    """All that the page shows, in order. Folders in `out` are named from there."""
+    """The sections of the page, in order. Folders in `out` are named relative to it."""
     runs = [run for of_variant in comparison.runs.values() for run in of_variant]
     config = runs[0].config
     facts = (
@@ -243,7 +242,7 @@ def learning_curves(comparison: Comparison) -> Figures:
 
 
 def comparisons_markdown(records: Sequence[Json]) -> List[str]:
-    """For the page of results: the tables of the newest record of each title."""
+    """Lines for the page of results: the tables of the newest record of each title."""
     lines: List[str] = []
     for record in newest(records, lambda record: record["title"]):
         host, data = record["host"], record["data"]

@@ -1,10 +1,10 @@
 """Runs of a comparison: each training and each evaluation in a process of its own.
 
-    failed = carry_out(runs, store, out, Evaluation())
+    failed = train_and_score(runs, store, out, Evaluation())
 
-A fresh process has its own peak of memory and starts every run on equal terms. The same call continues where another
-was cut off: a run that is trained is not trained again, one that is half trained continues, current scores are kept,
-and a run that diverged is reported as such.
+A fresh process has its own peak of memory, and all runs start on equal terms. The same call continues after one that
+was cut off: a trained run is not trained again, a half-trained one continues, current scores are kept, and a run that
+diverged is reported as such.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 from cpu3d.distributed.cluster import without_cluster
-from cpu3d.errors import DivergedError, InputError
+from cpu3d.errors import ENDINGS, DivergedError, InputError
 from cpu3d.inference.evaluate import UNTOUCHED, read_scores, scores_path
 from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import TOLERANCE_MM
@@ -53,14 +53,14 @@ class PlannedRun:
 
     @property
     def steps(self) -> int:
-        """That it is to take; 0 where its minutes decide that, and are not timed yet."""
+        """Steps of the run; 0 while a budget of minutes has not decided them yet."""
         if "--steps" in self.options:
             return int(self.options[self.options.index("--steps") + 1])
         return load_config(self.folder).steps if (self.folder / "config.json").is_file() else 0
 
 
 class Failed(NamedTuple):
-    """A run without a result, and why in a few words, without paths."""
+    """A run without a result, and the reason in a few words, without paths."""
 
     variant: str
     seed: int
@@ -78,14 +78,14 @@ class RunFailedError(InputError):
         self.exit_code, self.why = exit_code, why  # in a few words, without paths
 
 
-def carry_out(
+def train_and_score(
     runs: Sequence[PlannedRun], store: Path, out: Path, evaluation: Evaluation, *, force: bool = False
 ) -> List[Failed]:
     """Train and score all of `runs`, in their order, and return those that failed; `force` is that of `train`.
 
-    What the processes print is added to out/logs/NAME-train.txt and NAME-evaluate.txt, NAME being a run's folder's. A
-    run that diverged before is not tried again. Raises the last RunFailedError where all fail, and KeyboardInterrupt
-    after a signal, which the process has got as SIGINT and answered by saving.
+    The output of the processes is added to out/logs/NAME-train.txt and NAME-evaluate.txt, where NAME is that of a run's
+    folder. A run that diverged before is not tried again. Raises the last RunFailedError if all fail, and
+    KeyboardInterrupt after a signal, which the process has received as SIGINT and answered by saving.
     """
     failed, logs = [], writable_folder(out / "logs", "folder of logs")
     for number, run in enumerate(runs, 1):
@@ -95,12 +95,12 @@ def carry_out(
             if is_trained(run):
                 say(f"{label}: trained already")
             elif [event["event"] for event in read_events(run.folder)[-1:]] == ["diverged"]:
-                problem = f"{run} diverged before, in {run.folder}; remove that to try again"
+                problem = f"{run} diverged before; remove {run.folder} to train it again"
                 raise RunFailedError(problem, DivergedError.exit_code, "train diverged")
             else:
                 command = ["train", *of_run, *run.options, *["--force"] * force]
                 call(command, log, f"{label}: train", run=run.folder, steps=run.steps)
-            if not is_evaluated(run.folder, evaluation):
+            if outdated_scores(run.folder, evaluation):
                 command = ["evaluate", *of_run, "--split", evaluation.split]
                 command += ["--tolerance", repr(evaluation.tolerance_mm)]
                 call(command, logs / f"{run.folder.name}-evaluate.txt", f"{label}: evaluate")
@@ -115,40 +115,37 @@ def carry_out(
 def is_trained(run: PlannedRun) -> bool:
     """Whether the run has taken all of its steps, or has stopped early."""
     end = last_end(read_events(run.folder)) if checkpoints(run.folder) else {}
-    reason = end.get("reason")
-    return reason == "early stop" or (reason == "finished" and end["step"] == run.steps)
+    return end.get("reason") == "early stop" or (end.get("reason") == "finished" and end["step"] == run.steps)
 
 
-def is_evaluated(run: Path, evaluation: Evaluation) -> bool:
-    """Whether a run has scores of this kind, younger than its weights and of the network applied as it was trained."""
+def outdated_scores(run: Path, evaluation: Evaluation) -> str:
+    """The reason why a run must be scored again, empty if its scores are of this kind, younger than its weights and of
+    the network applied as it was trained."""
     path, weights = scores_path(run, evaluation.split), run / "checkpoints" / "best.npz"
     try:
         scores, is_younger = read_scores(path), path.stat().st_mtime >= weights.stat().st_mtime
     except (InputError, FileNotFoundError):
-        return False  # none, or damaged: they are made again
+        return "none that can be read"
     config = load_config(run)
     window = list(config.grid) if config.is_patch else None
-    return (
-        is_younger
-        and scores.get("inference") == {**Inference().to_json(), "window": window, "one_pass": not window}
-        and scores["split_hash"] == config.split_hash
-        and scores["tolerance_mm"] == evaluation.tolerance_mm
-        and scores["weights"] == "best"
-    )
+    wanted = {"split_hash": config.split_hash, "tolerance_mm": evaluation.tolerance_mm, "weights": "best"}
+    wanted["inference"] = {**Inference().to_json(), "window": window, "one_pass": not window}
+    differing = [f"{name} {scores.get(name)}" for name, value in wanted.items() if scores.get(name) != value]
+    return ", ".join([*differing, *["scores older than the weights"] * (not is_younger)])
 
 
 def call(command: Sequence[str], log: Path, label: str, *, run: Optional[Path] = None, steps: int = 0) -> None:
     """Run `python -m cpu3d command`, its output added to `log`, with a bar of the steps that the folder `run` logs.
 
-    Our signals are sent on as SIGINT. Raises RunFailedError with the last lines it printed, and KeyboardInterrupt when
-    it ended after a signal.
+    Signals are passed on as SIGINT. Raises RunFailedError with the last lines that the command printed, and
+    KeyboardInterrupt when it ended after a signal.
     """
     steps, shown, children = steps or 1, 0, []
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(log.open("a", encoding="utf-8"))
         file.write(f"$ cpu3d {shlex.join(command)}\n")
         file.flush()
-        begin = os.fstat(file.fileno()).st_size  # what was printed before is of an earlier attempt
+        begin = os.fstat(file.fileno()).st_size  # all before is of an earlier attempt
         advance = stack.enter_context(bar(label, steps))
         signals = stack.enter_context(forward_signals(children, as_signal=lambda number: signal.SIGINT))
         child = start([*PROGRAM, *command], file, without_cluster(os.environ), cwd=ROOT)
@@ -168,6 +165,6 @@ def call(command: Sequence[str], log: Path, label: str, *, run: Optional[Path] =
         raise KeyboardInterrupt("the same command continues")
     if child.returncode:
         code, ended = child.returncode, how_ended(child.returncode)
-        problem = f"{label} must succeed, got {ended}; all of it is in {log}, which ends:\n  {last_words(log, begin)}"
+        problem = f"{label} must succeed, got {ended}; its output is in {log}, which ends:\n  {last_words(log, begin)}"
         why = f"{command[0]} diverged" if code == DivergedError.exit_code else f"{command[0]} ended with {ended}"
-        raise RunFailedError(problem, code if code in range(1, 7) else 1, why)
+        raise RunFailedError(problem, code if code > 0 and code in ENDINGS else 1, why)

@@ -1,10 +1,10 @@
 """The results of the runs: scores and costs of each, and paired differences between variants with their intervals.
 
 A difference is taken on the same case and seed. Its interval is a percentile bootstrap that resamples seeds and cases
-crossed (Owen 2007, "The pigeonhole bootstrap", Annals of Applied Statistics 1:386), so it speaks of other cases and
-other seeds. With few seeds it is too narrow beside Student's t: 9.2 times with 2 seeds, 2.7 times with 3, 1.6 times
-with 5. So a difference counts where the interval leaves out 0 and the mean is significant in a t-test of the seeds'
-means. With one seed none counts. Nothing is corrected for the number of differences.
+crossed (Owen 2007, "The pigeonhole bootstrap", Annals of Applied Statistics 1:386), so it holds for other cases and
+other seeds. With few seeds it is narrower than Student's t: 9.2 times with 2 seeds, 2.7 times with 3, 1.6 times with 5.
+So a difference counts if the interval does not contain 0 and the mean is significant in a t-test of the seeds' means.
+With one seed no difference counts. Nothing is corrected for the number of differences.
 """
 
 import math
@@ -30,15 +30,15 @@ from memory_estimator.common.units import format_bytes, format_seconds
 
 RESAMPLES = 10_000
 SEED = 20_201  # of the resamples: the same values give the same interval
-EQUAL = 1e-9  # a case whose difference is no larger is equal
-MEAN = "mean"  # in the place of a region's name: the mean over the regions
+EQUAL = 1e-9  # a case with at most this difference is equal
+MEAN = "mean"  # instead of a region's name: the mean over the regions
 Scores = Dict[str, Dict[str, Dict[str, float]]]  # region, or MEAN, -> metric -> case id -> value
 
 
 def paired_difference(values: np.ndarray, baseline: np.ndarray, *, larger_is_better: bool = True) -> Dict[str, Any]:
     """The difference of two arrays (seeds, cases) of one shape, neither empty, as in compare.json and the records.
 
-    "interval" is over cases and seeds, over one of them where there is a single one of the other, None for a single
+    "interval" is over cases and seeds (over cases alone for one seed, over seeds for one case), None for a single
     pair. "better", "worse" and "equal" count cases, by the mean over their seeds. Seeds alone make a mean larger than
     "seed_bound" once in 20 times, by Student's t; None for one seed.
     """
@@ -59,13 +59,13 @@ def paired_difference(values: np.ndarray, baseline: np.ndarray, *, larger_is_bet
 
 
 def counts(difference: Mapping[str, Any]) -> bool:
-    """Whether its interval leaves out 0 and its mean exceeds the "seed_bound"."""
+    """Whether the interval of a difference leaves out 0 and its mean exceeds the "seed_bound"."""
     bound, (low, high) = difference["seed_bound"], difference["interval"] or (0, 0)
     return (low > 0 or high < 0) and bound is not None and abs(difference["mean"]) > bound
 
 
 def seed_bound(of_seeds: Sequence[float]) -> Optional[float]:
-    """The least significant mean of the seeds' differences: half of Student's 95 % interval. None for one seed.
+    """The smallest significant mean of the seeds' differences: half of Student's 95 % interval. None for one seed.
 
     t(0.975, n - 1) * sd / sqrt(n): of 3 seeds 2.48 standard deviations, of 5 seeds 1.24.
     """
@@ -74,7 +74,7 @@ def seed_bound(of_seeds: Sequence[float]) -> Optional[float]:
     _, sd = mean_and_sd(of_seeds)
     if sd is None:
         return None
-    # Rounding alone spreads equal differences by less than EQUAL, which is no spread.
+    # Rounding alone makes equal differences differ by less than EQUAL, which is no deviation.
     return float(stdtrit(len(of_seeds) - 1, 0.975) * sd / np.sqrt(len(of_seeds))) if sd > EQUAL else 0.0
 
 
@@ -84,9 +84,9 @@ def bootstrap_mean(values: np.ndarray) -> Optional[Tuple[float, float]]:
     if values.size == 1:
         return None
     if np.ptp(values) == 0:
-        return float(values.flat[0]), float(values.flat[0])  # to the bit, which sums of shares are not
+        return float(values.flat[0]), float(values.flat[0])  # exact, unlike sums of shares
     rng = np.random.default_rng(SEED)
-    # How often each seed and each case was drawn says all of a resample: its mean is a product of three arrays.
+    # A resample is known by how often each seed and case was drawn: its mean is a product of three arrays.
     of_seeds = rng.multinomial(seeds, np.full(seeds, 1 / seeds), size=RESAMPLES) / seeds
     of_cases = rng.multinomial(cases, np.full(cases, 1 / cases), size=RESAMPLES) / cases
     means = ((of_seeds @ values) * of_cases).sum(1)
@@ -99,7 +99,7 @@ def mean_and_sd(of_seeds: Sequence[float]) -> Tuple[float, Optional[float]]:
     return float(of_seeds.mean()), float(of_seeds.std(ddof=1)) if len(of_seeds) > 1 else None
 
 
-# --- What came out of a run ---
+# --- The result of a run ---
 
 
 class Cost(NamedTuple):
@@ -107,7 +107,7 @@ class Cost(NamedTuple):
 
     label: str
     show: Callable[[float], str]
-    of: Callable[[Sequence[float]], float] = statistics.median  # of the seeds; memory by the most
+    of: Callable[[Sequence[float]], float] = statistics.median  # of the seeds; memory by the largest
 
 
 def millions(voxels: float) -> str:
@@ -130,11 +130,11 @@ COSTS = {
     "case_predict_s": Cost("a case predicted", format_seconds),  # the median over the cases: the first one compiles
     "predict_peak_bytes": Cost("peak memory, prediction", format_bytes, max),
 }
-"""By their names in compare.json and the records. Seconds are of the wall clock, memory the largest resident set."""
+"""Name in compare.json and the records -> cost. Seconds are of the wall clock, memory is the largest resident set."""
 
 
 class Point(NamedTuple):
-    """A validation on the way: after so many voxels, and seconds of steps alone."""
+    """A validation during training, after so many voxels, and seconds of steps alone."""
 
     voxels: int
     seconds: float
@@ -152,14 +152,14 @@ class RunResult:
     costs: Dict[str, Optional[float]]  # by COSTS; None is not known
     config: RunConfig
     curve: Sequence[Point]  # the validations, in order
-    host: Dict[str, Any]  # of the last attempt; empty where the log does not say
+    host: Dict[str, Any]  # of the last attempt; empty if the log has none
     predictions: Path  # folder of the label maps that were scored
 
 
-def read_run(run: PlannedRun, split: str, store: Store) -> RunResult:
+def read_result(run: PlannedRun, split: str, store: Store) -> RunResult:
     """Read a run that was trained and scored on `split` of `store`.
 
-    Raises InputError where the run was not trained or scored, or its files are damaged.
+    Raises InputError if the run was not trained or scored, or its files are damaged.
     """
     config, events, path = load_config(run.folder), read_events(run.folder), scores_path(run.folder, split)
     content = read_scores(path)
@@ -197,7 +197,7 @@ class Comparison:
 
     runs: Dict[str, List[RunResult]]  # variant -> its runs by seed; the first variant is the baseline
     cases: List[str]
-    regions: List[str]  # where there are several, with the mean over them last
+    regions: List[str]  # if there are several, with the mean over them last
     failed: Tuple[Failed, ...] = ()  # runs that are not among `runs`, and why
 
     @property
@@ -205,13 +205,13 @@ class Comparison:
         return next(iter(self.runs))
 
     def values(self, variant: str, region: str, metric: str, like: Optional[str] = None) -> np.ndarray:
-        """(seeds, cases) of a variant: of all its seeds, or of those that the variant `like` has too."""
+        """Scores (seeds, cases) of a variant: of all its seeds, or of those that the variant `like` has too."""
         shared = {run.seed for run in self.runs[like or variant]}
         chosen = [run for run in self.runs[variant] if run.seed in shared]
         return np.array([[run.scores[region][metric][case] for case in self.cases] for run in chosen])
 
     def to_json(self) -> Dict[str, Any]:
-        """The scores, differences and costs, as compare.json and the records hold them."""
+        """The scores, differences and costs, as in compare.json and the records."""
 
         def of_all(value_of: Callable[[str, str, str], Any], variant: str) -> Dict[str, Dict[str, Any]]:
             return {name: {metric: value_of(variant, name, metric) for metric in METRICS} for name in self.regions}
@@ -243,8 +243,8 @@ class Comparison:
             "failed": [str(failure) for failure in self.failed],
         }
 
-    def _score(self, *where: str) -> Dict[str, Optional[float]]:
-        return dict(zip(("mean", "sd"), mean_and_sd(self.values(*where).mean(1))))
+    def _score(self, *key: str) -> Dict[str, Optional[float]]:
+        return dict(zip(("mean", "sd"), mean_and_sd(self.values(*key).mean(1))))
 
     def _difference(self, variant: str, region: str, metric: str) -> Dict[str, Any]:
         own = self.values(variant, region, metric, like=self.baseline)
@@ -256,11 +256,11 @@ class Comparison:
         return COSTS[name].of(known) if known else None
 
 
-def compare(results: Sequence[RunResult], baseline: str, failed: Sequence[Failed] = ()) -> Comparison:
-    """Put runs beside each other, those of the variant `baseline` first.
+def comparison_of(results: Sequence[RunResult], baseline: str, failed: Sequence[Failed] = ()) -> Comparison:
+    """The comparison of these runs, with those of the variant `baseline` first.
 
     Raises InputError for runs that were not scored on the same cases and regions, and for a variant that shares no seed
-    with the baseline, as nothing can be paired then; one that lost its seeds to failures is left out instead.
+    with the baseline, as nothing can be paired then; a variant whose shared seeds failed is left out instead.
     """
     runs: Dict[str, List[RunResult]] = {name: [] for name in (baseline, *(result.variant for result in results))}
     for result in sorted(results, key=lambda run: run.seed):
@@ -270,14 +270,14 @@ def compare(results: Sequence[RunResult], baseline: str, failed: Sequence[Failed
     first = runs[baseline][0]
     cases = list(next(iter(first.scores.values()))["dice"])
     refuse(
-        f"run {result.folder} must be scored on the same {what} as {first.folder}, got {', '.join(sorted(found))} for "
+        f"run {result.folder} must be scored on the same {kind} as {first.folder}, got {', '.join(sorted(names))} for "
         f"{', '.join(sorted(wanted))}; evaluate both on one store"
         for result in results
-        for what, found, wanted in (
+        for kind, names, wanted in (
             ("regions", result.scores, first.scores),
             ("cases", next(iter(result.scores.values()))["dice"], cases),
         )
-        if set(found) != set(wanted)
+        if set(names) != set(wanted)
     )
     seeds = {variant: {run.seed for run in own} for variant, own in runs.items()}
     lonely = [variant for variant, own in seeds.items() if not own & seeds[baseline]]
@@ -298,10 +298,10 @@ def compare(results: Sequence[RunResult], baseline: str, failed: Sequence[Failed
 def _costs(
     events: Sequence[Json], config: RunConfig, scores: Json, cores: Optional[int], store: Store
 ) -> Dict[str, Optional[float]]:
-    """A run's COSTS, of its log and the content of scores.json."""
+    """A run's COSTS, from its log and the content of scores.json."""
     costs, on_cpu = costs_of(events, config.coarse_steps), config.device == "cpu"
     whole = grid_size(store, extent=config.extent, multiple=config.unet.divisor) if config.is_patch else config.grid
-    found = {
+    values = {
         **vars(costs),
         "case_train_s": costs.step_s and costs.step_s / (config.batch * math.prod(config.grid)) * math.prod(whole),
         "core_hours": costs.train_s * cores / 3600 if costs.train_s is not None and cores and on_cpu else None,
@@ -311,4 +311,4 @@ def _costs(
         "case_predict_s": median(numbers(scores["cases"], "predict_s")),
         "predict_peak_bytes": scores.get("peak_rss_bytes"),
     }
-    return {name: found[name] for name in COSTS}
+    return {name: values[name] for name in COSTS}

@@ -1,4 +1,4 @@
-"""`calibrate`: once for real on a tiny network, and what it makes of made-up measurements."""
+"""`calibrate`: once for real on a tiny network, and on made-up measurements."""
 
 import json
 
@@ -23,16 +23,16 @@ LARGE = Job(UNetConfig(filters=24, dtype="float32"), (128, 112, 96), engine="sto
 
 
 def record(unet, times=1.0, more_bytes=0):
-    """As if a step had taken `times` the predicted seconds, and the process more than the predicted bytes."""
+    """The record of a step that took `times` the predicted seconds, of a process with more than the predicted bytes."""
     job = Job(UNetConfig(**unet), (96, 96, 96), engine="stock", threads=2)
-    found, about = estimate(job, SHIPPED), {"engine_name": "TensorFlow 2", "threads": {"TF_NUM_INTRAOP_THREADS": 2}}
-    measured = {"step_s": times * found.step_s, "process_peak_bytes": found.process_peak_bytes + more_bytes}
+    predicted, about = estimate(job, SHIPPED), {"engine_name": "TensorFlow 2", "threads": {"TF_NUM_INTRAOP_THREADS": 2}}
+    measured = {"step_s": times * predicted.step_s, "process_peak_bytes": predicted.process_peak_bytes + more_bytes}
     return {**request_for(job), **about, **measured}
 
 
 @pytest.fixture
 def answers(monkeypatch):
-    """What the measuring processes answer, in turn."""
+    """The answers of the measuring processes, in turn."""
     answers = []
     monkeypatch.setattr(calibrate, "in_fresh_process", lambda *_: answers.pop(0))
     return answers
@@ -47,12 +47,12 @@ def test_a_host_is_measured_and_its_file_is_found_again(answers, monkeypatch, tm
     assert main(["calibrate", "--engine", "stock", "--out", str(out)]) == 0
     assert find_constants(HOST).basis(LARGE, HOST).startswith("assumed from ")
     assert main(["calibrate", "--engine", "stock"]) == 0
-    found, there = find_constants(HOST), load_constants(out)
-    assert found == there
-    assert found.baseline_bytes["stock"] > 0
-    assert found.baseline_bytes["itex"] == SHIPPED.baseline_bytes["itex"]
-    assert found.origins["baseline_bytes"].startswith("measured")
-    assert found.basis(LARGE, HOST).startswith(f"scaled by {found.scales['float32'].scale:.2f} to steps here on ")
+    kept, written = find_constants(HOST), load_constants(out)
+    assert kept == written
+    assert kept.baseline_bytes["stock"] > 0
+    assert kept.baseline_bytes["itex"] == SHIPPED.baseline_bytes["itex"]
+    assert kept.origins["baseline_bytes"].startswith("measured")
+    assert kept.basis(LARGE, HOST).startswith(f"scaled by {kept.scales['float32'].scale:.2f} to steps here on ")
     capsys.readouterr()
     assert estimator(["--shape", "64", "64", "64", "--calibration", str(out), "--json"]) == 0
     basis = json.loads(capsys.readouterr().out)["constants"]["basis"]
@@ -67,9 +67,9 @@ def test_seconds_are_scaled_in_each_dtype_and_the_baseline_is_moved(answers, mon
     assert main(["calibrate"]) == 0
     constants = find_constants(HOST)
     for job, times in ((LARGE, 2.5), (LARGE.with_unet(dtype="bfloat16"), 0.5)):  # the mean of two is their median
-        before, found = estimate(job, SHIPPED), estimate(job, constants)
-        assert found.step_s == pytest.approx(times * before.step_s)
-        assert found.process_peak_bytes - before.process_peak_bytes == 22_500_000
+        before, after = estimate(job, SHIPPED), estimate(job, constants)
+        assert after.step_s == pytest.approx(times * before.step_s)
+        assert after.process_peak_bytes - before.process_peak_bytes == 22_500_000
     # A training afterwards changes the seconds alone.
     keep_training(LARGE, 4 * estimate(LARGE, SHIPPED).step_s, HOST, quiet=True)
     after = estimate(LARGE, find_constants(HOST))
@@ -77,11 +77,11 @@ def test_seconds_are_scaled_in_each_dtype_and_the_baseline_is_moved(answers, mon
     assert after.process_peak_bytes == estimate(LARGE, constants).process_peak_bytes
 
 
-def test_on_a_busy_host_it_says_so_and_the_next_quiet_training_counts(answers, monkeypatch, capsys):
+def test_on_a_busy_host_a_warning_is_printed_and_the_next_quiet_training_counts(answers, monkeypatch, capsys):
     monkeypatch.setattr(calibrate.psutil, "cpu_percent", lambda _: 40.0)
     answers += [record({"filters": 16, "dtype": dtype}) for dtype in ("float32", "float32", "bfloat16", "bfloat16")]
     assert main(["calibrate"]) == 0
-    assert "40%" in capsys.readouterr().out
+    assert "40%" in capsys.readouterr().err
     assert "other programs kept its CPUs busy" in find_constants(HOST).basis(LARGE, HOST)
     keep_training(LARGE, 4 * estimate(LARGE, SHIPPED).step_s, HOST, quiet=True)
     assert find_constants(HOST).basis(LARGE, HOST).startswith("scaled by 4.00")

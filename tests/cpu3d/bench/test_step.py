@@ -44,7 +44,7 @@ def test_a_step_is_measured_beside_a_peer_and_recorded(tmp_path, capsys):
     assert [row[1:] for row in step_table(kept).rows][2] == ["-", "1.00", "-", "1000.00"]
 
 
-@pytest.mark.slow  # a process of its own: stock TensorFlow takes no order that it is not told
+@pytest.mark.slow  # a process of its own: stock TensorFlow takes no order that is not given
 def test_gradients_do_not_outlive_their_update_under_stock_tensorflow():
     job = Job(UNetConfig(filters=64, depth=3, dtype="float32"), (16, 16, 16), engine="stock", threads=2)
     measured = harness.in_fresh_process(step.measure, request_for(job, steps=1))
@@ -55,7 +55,7 @@ def test_gradients_do_not_outlive_their_update_under_stock_tensorflow():
 
 @pytest.fixture
 def requests(monkeypatch):
-    """What would have been measured."""
+    """The requests that would have been measured."""
     asked = []
 
     def refused(work, request):
@@ -94,7 +94,7 @@ def test_the_job_is_that_of_the_options_the_recipe_or_the_run(requests, tmp_path
         (f"--peer '{sys.executable} -c print({{}})'", "must print JSON with step_s"),
         ("""--peer 'python "x'""", "No closing quotation"),
         ("--policies --record /proc/none/r.jsonl", "folder /proc/none must be a folder to write to"),
-        ("--policies --policy lean", "policy must be left out with --policies"),
+        ("--policies --policy lean", "--policies must be without --policy, got lean"),
     ],
 )
 def test_bad_settings_are_refused_before_ours_are_measured(arguments, message, requests, capsys):

@@ -53,8 +53,8 @@ def test_a_cut_campaign_continues_and_measures_nothing_twice(validate, monkeypat
         assert validate("--first", "7") == 0
         assert len(validate.asked) == 7
     kept = read_measured(validate.record)
-    assert [one.job for one in kept] == list(configurations(read_host().usable_cores)[:7])
-    assert [bool(one.failure) for one in kept] == [False, False, True, False, False, True, False]
+    assert [measured.job for measured in kept] == list(configurations(read_host().usable_cores)[:7])
+    assert [bool(measured.failure) for measured in kept] == [False, False, True, False, False, True, False]
     assert " all " in capsys.readouterr().out
 
 
@@ -63,12 +63,15 @@ def test_what_does_not_fit_or_has_no_engine_is_left_out_and_not_recorded(validat
     assert validate("--first", "4") == 0
     assert {request["engine"] for request in validate.asked} == {"stock"}
     assert validate("--engine", "itex") == 2
-    assert "engine must be installed, got itex" in capsys.readouterr().err
+    assert "engine must be installed, got itex, which is not; run `" in capsys.readouterr().err
     huge = SimpleNamespace(**{**PREDICTED, "upper_bound_bytes": 2**60})
     monkeypatch.setattr(bench, "estimate", lambda job, constants: huge)
     assert validate("--first", "5") == 0
     assert len(validate.asked) == 4
     assert "left out" in capsys.readouterr().err
+    monkeypatch.setattr(bench, "installed", lambda engine: False)
+    assert validate("--first", "5") == 2
+    assert "engine must be installed, got none; run `" in capsys.readouterr().err
 
 
 def test_a_record_of_another_host_or_a_damaged_one_is_refused(validate, capsys):

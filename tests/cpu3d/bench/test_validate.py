@@ -26,7 +26,7 @@ RECORD = {
 def read(tmp_path):
     def measured(*records):
         path = tmp_path / "memory.jsonl"
-        path.write_text("".join(f"{one if isinstance(one, str) else json.dumps(one)}\n" for one in records))
+        path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in records))
         return read_measured(path)
 
     return measured
@@ -35,12 +35,12 @@ def read(tmp_path):
 def test_a_record_is_read_as_the_job_that_really_ran(read):
     unknown = {**RECORD, "engine_name": "TensorFlow 2.15.1, no oneDNN"}
     failed = {**RECORD, "batch": 4, "error": "exited with -9", "step_s": None}
-    one, other = read({"schema": 1, "kind": "step"}, RECORD, unknown, failed)
+    first, second = read({"schema": 1, "kind": "step"}, RECORD, unknown, failed)
     unet = UNetConfig(filters=8, dtype="bfloat16", policy="speed")
-    assert one.job == Job(unet, (64, 64, 64), 2, 2, "sgd", "itex", threads=7)
-    assert (one.step_s, one.process_peak_bytes, one.allocator_peak_bytes) == (0.5, 1000, 500)
-    assert (one.host, one.isa, one.date, one.held_out) == ("some CPU", ("avx",), "2026-11-20", False)
-    assert other.failure == "exited with -9"
+    assert first.job == Job(unet, (64, 64, 64), 2, 2, "sgd", "itex", threads=7)
+    assert (first.step_s, first.process_peak_bytes, first.allocator_peak_bytes) == (0.5, 1000, 500)
+    assert (first.host, first.isa, first.date, first.held_out) == ("some CPU", ("avx",), "2026-11-20", False)
+    assert second.failure == "exited with -9"
     (stock,) = read({**RECORD, "engine_name": "TensorFlow 2.15.1, oneDNN", "versions": {"tensorflow": "2.15.1"}})
     assert (stock.job.engine, stock.version) == ("stock", "TensorFlow 2.15.1")
     (untimed,) = read({name: value for name, value in RECORD.items() if name != "step_s"})
@@ -72,7 +72,7 @@ def test_the_accuracy_of_a_folder_of_records_is_written_and_a_missing_folder_is_
     folder.mkdir()
     for name, cpu in (("one", "some CPU"), ("other", "another")):
         lines = [{**large, "host": {**RECORD["host"], "cpu": cpu}, "unet": {"filters": n}} for n in range(8, 12)]
-        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in lines))
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     out = tmp_path / "accuracy.json"
     assert main(["bench", "tables", "--records", str(tmp_path), "--accuracy", str(out)]) == 0
     (kind,) = load_accuracy(out).kinds

@@ -59,16 +59,16 @@ def make_run(tmp_path, tiny_run, fake_predictor, tiny_store):
 
 @dataclass
 class Stage:
-    """The folder of what `stand_in.py` shall do and has done."""
+    """The folder that tells `stand_in.py` what to do, and shows what it has done."""
 
     folder: Path
 
     def calls(self):
-        """What was called since the last question, such as ["train whole-seed0"]."""
+        """The calls since the last question, such as ["train whole-seed0"]."""
         path = self.folder / "calls.txt"
-        found = path.read_text().splitlines() if path.exists() else []
+        calls = path.read_text().splitlines() if path.exists() else []
         path.unlink(missing_ok=True)
-        return found
+        return calls
 
     def tell(self, name, text=""):
         (self.folder / name).write_text(text)
@@ -84,7 +84,7 @@ class Stage:
 
 @pytest.fixture
 def processes(make_run, monkeypatch) -> Stage:
-    """In the place of the real program, `stand_in.py`."""
+    """`stand_in.py` instead of the real program."""
     template = make_run("template", shift=1)
     program = (sys.executable, str(Path(__file__).with_name("stand_in.py")), str(template))
     monkeypatch.setattr(compare_run, "PROGRAM", program)
@@ -94,14 +94,14 @@ def processes(make_run, monkeypatch) -> Stage:
 
 @pytest.fixture
 def stage(make_run, monkeypatch) -> Stage:
-    """The same without processes: `stand_in.main` is called."""
+    """`stand_in.main` called in this process, instead of the real program."""
     template = make_run("template", shift=1)
 
     def call(command, log, label, **more):
         code = stand_in.main(template, *command)
         if code:
             why = f"{command[0]} {'diverged' if code == 4 else 'failed'}"
-            raise RunFailedError(f"{label} must end well", code, why)
+            raise RunFailedError(f"{label} must succeed", code, why)
 
     monkeypatch.setattr(compare_run, "call", call)
     return Stage(template.parent)

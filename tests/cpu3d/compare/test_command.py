@@ -92,7 +92,7 @@ def test_a_run_that_diverges_is_left_out_and_named(no_page, stage, chosen, out, 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(stage, tiny_store, out, capsys):
     assert compare("--store", tiny_store.folder, "--out", out, *SMALL, "--dry-run") == 0
-    assert "patch-half" in capsys.readouterr().err
+    assert "patch-half" in capsys.readouterr().out
     assert not out.exists()
     assert stage.calls() == []
 
@@ -109,7 +109,7 @@ def test_a_folder_of_other_files_is_refused_and_left_as_it_is(stage, chosen, mak
     out.mkdir()
     mine.write_text("mine")
     for words in ([*chosen, "--minutes", 0.2], ["--runs", make_run("whole"), "--out", out]):
-        with pytest.raises(InputError, match=r"--out .*out must be empty or hold a compare\.json"):
+        with pytest.raises(InputError, match=r"--out .*out must be empty or hold a compare\.json, got report"):
             compare(*words)
     assert ([mine], mine.read_text()) == (list(out.iterdir()), "mine")
 
@@ -123,7 +123,7 @@ def test_a_damaged_plan_is_refused_by_name_and_nothing_is_trained(stage, chosen,
     whole = kept(out)
     for part, value, problem in (
         ("seeds", ["0"], r"seeds\[0\] must be int"),
-        ("schema", 1, "another version's"),
+        ("schema", 2, "schema 2 of another version"),
         ("steps", "4", r"plan\[0\].steps must be int"),
         ("grid", [8, 8], r"plan\[0\].grid must be"),
         ("name", "../whole", "a plan of ../whole, patch"),
@@ -155,7 +155,7 @@ def test_scored_runs_are_compared_without_training_or_changing_them(no_page, sta
     unscored, cut = make_run("late", scored=False), make_run("cut", end="none")
     with pytest.raises(InputError) as caught:
         compare("--runs", *runs, runs[0], unscored, cut, "--out", out)
-    for problem, words in zip(caught.value.problems, ("differ in their name or seed", "current scores", "to its end")):
+    for problem, words in zip(caught.value.problems, ("got whole, seed 0 for ", "current scores", "to its end")):
         assert words in problem
     assert stage.calls() == []
 

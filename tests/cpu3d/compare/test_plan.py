@@ -1,4 +1,4 @@
-"""What a comparison is planned to be: variants, one budget, and the options of its runs."""
+"""The plan of a comparison: variants, one budget, and the options of its runs."""
 
 import argparse
 import math
@@ -41,9 +41,9 @@ def test_what_a_variant_may_not_have_is_refused_with_its_name():
 
 def test_the_usual_patches_are_of_the_size_that_is_chosen_or_half_the_volume(phantom_store):
     for own, name in (({"patch": [16, 8, 16]}, "patch"), ({}, "patch-half")):
-        found = resolve_variants(usual_variants({**SMALL, **own, "patches_per_case": 5}, phantom_store), phantom_store)
-        assert list(found) == ["whole", name]
-        grid, of_patches = found["whole"][1].config.grid, found[name][1].config
+        plans = resolve_variants(usual_variants({**SMALL, **own, "patches_per_case": 5}, phantom_store), phantom_store)
+        assert list(plans) == ["whole", name]
+        grid, of_patches = plans["whole"][1].config.grid, plans[name][1].config
         expected = tuple(own.get("patch", [max(n // 8 * 4, 8) for n in grid]))
         assert (of_patches.grid, of_patches.patches_per_case) == (expected, 5)
 

@@ -7,7 +7,7 @@ from cpu3d.compare.command import Options
 from cpu3d.compare.plan import Kept
 from cpu3d.compare.report import costs_table, publish, settings_table
 from cpu3d.compare.run import PlannedRun
-from cpu3d.compare.statistics import compare, read_run
+from cpu3d.compare.statistics import comparison_of, read_result
 from tests.cpu3d.runs import shown_cases
 
 PATCH = {"mode": "patch", "grid": (8, 8, 8), "patches_per_case": 8}
@@ -16,7 +16,7 @@ PATCH = {"mode": "patch", "grid": (8, 8, 8), "patches_per_case": 8}
 def test_the_page_holds_all_of_it_and_needs_nothing_else(make_run, tiny_store, tmp_path):
     runs = [("whole", seed, make_run("whole", seed, learning_rate=0.13)) for seed in (0, 1)]
     runs += [("patch", seed, make_run("patch", seed, shift=1 + seed, learning_rate=0.25, **PATCH)) for seed in (0, 1)]
-    comparison = compare([read_run(PlannedRun(*run, ()), "test", tiny_store) for run in runs], "whole")
+    comparison = comparison_of([read_result(PlannedRun(*run, ()), "test", tiny_store) for run in runs], "whole")
     differing = {row[0]: row[1:] for row in settings_table(comparison).rows}
     assert differing["mode"] == ("whole", "patch")
     assert differing["patches_per_case"] == ("-", "8"), "a whole volume has none"
@@ -35,6 +35,6 @@ def test_the_page_holds_all_of_it_and_needs_nothing_else(make_run, tiny_store, t
     shown = shown_cases(tmp_path / "report.html")
     assert [case["note"] for case in shown] == ["best", "median and worst"]
     for case in shown:
-        assert [one["name"] for one in case["predictions"]] == ["whole, seed 0", "patch, seed 0"]
+        assert [prediction["name"] for prediction in case["predictions"]] == ["whole, seed 0", "patch, seed 0"]
         assert re.fullmatch(r"mean Dice: whole \d\.\d{3}, patch \d\.\d{3}", case["scores"])
     assert json.loads((tmp_path / "compare.json").read_text())["results"]["baseline"] == "whole"

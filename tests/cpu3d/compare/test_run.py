@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from cpu3d.compare.run import Evaluation, PlannedRun, RunFailedError, carry_out, is_evaluated, is_trained
+from cpu3d.compare.run import Evaluation, PlannedRun, RunFailedError, is_trained, outdated_scores, train_and_score
 from cpu3d.run.log import read_events
 
 OPTIONS = ("--steps", "4", "--seed", "0")
@@ -18,10 +18,10 @@ def planned(out, *names, options=OPTIONS):
 
 
 def carried_out(out, runs, tolerance_mm=1.0):
-    return carry_out(runs, out / "store", out, Evaluation(tolerance_mm=tolerance_mm))
+    return train_and_score(runs, out / "store", out, Evaluation(tolerance_mm=tolerance_mm))
 
 
-def test_runs_are_trained_and_scored_once_and_one_that_was_killed_goes_on(processes, tmp_path, monkeypatch):
+def test_runs_are_trained_and_scored_once_and_one_that_was_killed_continues(processes, tmp_path, monkeypatch):
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}')
     out = tmp_path / "out"
     runs = planned(out, "a", "b")
@@ -87,13 +87,13 @@ def test_a_run_is_trained_when_its_last_step_is_done(make_run):
 
 def test_scores_that_are_older_of_another_kind_or_another_way_to_predict_do_not_count(make_run):
     folder = make_run("a")
-    assert is_evaluated(folder, Evaluation())
-    assert not is_evaluated(folder, Evaluation(tolerance_mm=2))
-    assert not is_evaluated(folder, Evaluation("val"))
+    assert outdated_scores(folder, Evaluation()) == ""
+    assert outdated_scores(folder, Evaluation(tolerance_mm=2)) == "tolerance_mm 1.0"
+    assert outdated_scores(folder, Evaluation("val"))
     path, later = folder / "evaluation" / "scores.json", time.time() + 60
     scores = path.read_text()
     path.write_text(scores.replace('"flips": false', '"flips": true'))
-    assert not is_evaluated(folder, Evaluation())
+    assert "'flips': True" in outdated_scores(folder, Evaluation())
     path.write_text(scores)
     os.utime(folder / "checkpoints" / "best.npz", (later, later))
-    assert not is_evaluated(folder, Evaluation())
+    assert "older" in outdated_scores(folder, Evaluation())
