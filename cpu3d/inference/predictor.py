@@ -25,8 +25,8 @@ from cpu3d.training.learner import finest, weight_names
 from models.unet3d import build_unet3d
 
 AS_TRAINED = Inference()
-NETWORKS = 2  # grids of which the network is kept: the training grid, which most cases share, and the last other one
-ADVICE = "slide a smaller --window X Y Z where the run is at full resolution, or take --device cpu if a card ran out"
+NETWORKS = 2  # grids whose networks are kept: the training grid, which most cases share, and the last other grid
+ADVICE = "slide a smaller --window X Y Z if the run is at full resolution, or take --device cpu if a card ran out"
 
 
 class Predictor:
@@ -48,9 +48,10 @@ class Predictor:
         """Probability of each region, float32 (X, Y, Z, R), on the full grid of `image` (X, Y, Z, C).
 
         `image` and `record` are a store's or `load_case`'s; `channels` names the image's, all of the store's if none.
-        In one pass the network sees the grid it was trained on, larger where this case needs it. Windows slide over the
-        brain's box, or with the full extent over the volume, and at least one window's size of it. Outside of that the
-        probability is 0. Raises DoesNotFitError where memory runs out, DivergedError for answers that are not finite.
+        In one pass the network sees the grid it was trained on, or a larger one if this case needs it. Windows slide
+        over the brain's box, or with the full extent over the volume, and at least one window's size of it. Outside of
+        that the probability is 0. Raises DoesNotFitError if memory runs out, DivergedError for answers that are not
+        finite.
         """
         region, resizing = self.region(record), self._resizing(record)
         present = tuple(channels or self.channels)
@@ -67,7 +68,7 @@ class Predictor:
         return answers
 
     def region(self, record: CaseRecord) -> Region:
-        """What of a case is predicted, in the voxels of its image, padding included."""
+        """The part of a case that is predicted, in the voxels of its image, padding included."""
         config, needed, resizing = self.config, self._needed(record), self._resizing(record)
         if resizing:
             size = resizing.field
@@ -82,7 +83,7 @@ class Predictor:
         return record.box.size if self.config.extent == "brain" else record.shape
 
     def _resizing(self, record: CaseRecord) -> Optional[Resizing]:
-        """Between the region and what the network sees of it; None where that is the same."""
+        """From the region to the smaller grid that the network sees; None at full resolution."""
         config = self.config
         if config.resolution == 1:
             return None
@@ -109,12 +110,12 @@ def over_mirror_images(logits_of: Callable, image) -> np.ndarray:
     """Mean of the logits (X, Y, Z, R) of `image` (1, X, Y, Z, C) and its seven mirror images, each mirrored back."""
     images = [axes for count in range(4) for axes in itertools.combinations(range(3), count)]
     mirrored = (tf.reverse(image, np.array(axes, np.int32) + 1) for axes in images)
-    return sum(np.flip(logits_of(one), axes) / np.float32(len(images)) for one, axes in zip(mirrored, images))
+    return sum(np.flip(logits_of(mirror), axes) / np.float32(len(images)) for mirror, axes in zip(mirrored, images))
 
 
 def load_predictor(run: Path, weights: str = "best", inference: Inference = AS_TRAINED) -> Predictor:
     """The predictor of a run with its "best" or "last" weights. Raises InputError when the run or its weights are
-    missing, damaged, or do not fit together."""
+    missing, damaged, or of another network."""
     config, arrays = load_weights(load_config(run), weights_file(run, weights))
     return Predictor(config, arrays, inference)
 
@@ -124,9 +125,13 @@ def load_weights(config: RunConfig, path: Path) -> Tuple[RunConfig, List[np.ndar
     weights of coarse steps predict on the coarse grid. Raises InputError as `load_predictor`."""
     arrays, state = load_checkpoint(path)
     expected = build_unet3d(config.unet, (config.unet.divisor,) * 3, 1).weights
-    names = weight_names(expected)
-    sizes = (config.unet.channels, config.unet.outputs) == (len(config.channels), len(config.regions))
-    if not sizes or any(arrays.shapes.get(name) != tuple(one.shape) for name, one in zip(names, expected)):
-        raise InputError(f"checkpoint {path} must hold the weights of its run's config.json, got others; restore both")
+    shapes = {name: tuple(weight.shape) for name, weight in zip(weight_names(expected), expected)}
+    saved = {name: arrays.shapes.get(name) for name in shapes}
+    differ = [f"{name} of shape {saved[name]} for {shape}" for name, shape in shapes.items() if saved[name] != shape]
+    if (config.unet.channels, config.unet.outputs) != (len(config.channels), len(config.regions)):
+        differ = [f"{config.unet.channels} channels and {config.unet.outputs} outputs for other channels and regions"]
+    if differ:
+        rule = f"checkpoint {path} must hold the weights of its run's config.json, got {differ[0]}"
+        raise InputError(f"{rule}; restore both")
     config = dataclasses.replace(config, coarse_steps=state["coarse_steps"]).at(state["step"])
-    return config, [arrays[name] for name in names]
+    return config, [arrays[name] for name in shapes]
