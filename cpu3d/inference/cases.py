@@ -47,12 +47,10 @@ def find_cases(paths: Sequence[Path], predictor: Any, codes: str = AUTO) -> Tupl
     together, groups, cases, problems = [], [], [], []
     for path in paths:
         try:
-            if path.is_dir() or channel_count(path) > 1:
-                groups.append([path])
-            else:
-                together.append(path)
-        except InputError as error:
-            problems.extend(error.problems)
+            is_case = path.is_dir() or channel_count(path) > 1
+        except InputError:
+            is_case = True  # `_files` names its problem
+        groups.append([path]) if is_case else together.append(path)
     named = (None, CHANNEL_NAMES.get(predictor.inputs[0].lower()))
     own = [path for path in together if modality_of(path) in named] or together
     groups += [together] if together and len(predictor.inputs) > 1 else [[path] for path in own]

@@ -1,9 +1,6 @@
-"""Predictors of trained runs on one device, several as one.
+"""Predictors of trained runs on one device, several as one: their probabilities are averaged, as in nnU-Net.
 
-    predictor = Ensemble(trained_predictors(runs, "best", Inference(window=(96, 96, 96))))
-
-Logits are averaged over windows and mirror images, probabilities over runs, as in nnU-Net. TensorFlow is imported once
-the host is set up for it.
+predictor = Ensemble(trained_predictors(runs, "best", Inference(window=(96, 96, 96))))
 """
 
 from pathlib import Path

@@ -41,7 +41,7 @@ from cpu3d.util.atomic import OLD, replace_files, writable_folder, write_json
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar, say
 from cpu3d.util.records import count, plus_minus
-from memory_estimator.common.files import read_json, reason, typed
+from memory_estimator.common.files import read_json, read_record, typed
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table, new_console
 
@@ -125,10 +125,9 @@ def evaluate_split(
 ) -> Dict[str, Any]:
     """Predict and score every case of `split`, one in memory at a time; returns the content of scores.json.
 
-    `predictor` is as `load_predictor` returns it; a case of `held_out` has its own, and its own post-processing. For a
-    run of a fold `store` is the fold's view. `about`, as `origin` returns it and by default that of the run in
-    `run_dir`, is written into the file. Predictions and scores replace earlier ones only when all cases are done: an
-    error or Ctrl-C leaves those whole.
+    `predictor` is as by `load_predictor`; a case of `held_out` has its own, and its own post-processing. For a run of a
+    fold `store` is the fold's view. `about`, the `origin`, is by default that of the run in `run_dir`. Predictions and
+    scores replace earlier ones only when all cases are done: an error or Ctrl-C leaves those whole.
 
     Raises InputError when the split has no cases or one without a label, when the store's channels or labels are not
     the run's, and when the network's answer is not finite.
@@ -206,26 +205,7 @@ def read_scores(path: Path) -> Dict[str, Any]:
     """The content of a scores.json. Raises InputError if it is missing, damaged, or of another version."""
     if not path.is_file():
         raise InputError(f"run must have scores in {path}, found none; run `evaluate`")
-    try:
-        scores = read_json(path)
-        if scores["schema"] != SCHEMA:
-            raise ValueError(f"schema {scores['schema']}")
-        typed(scores, _Scores, "scores")
-        parts, names = [scores["summary"], *(case["regions"] for case in scores["cases"])], set(scores["regions"])
-        if scores["split"] not in SPLITS or len(parts) == 1 or any(set(part) != names for part in parts):
-            raise ValueError("another split, no cases, or cases of other regions")
-        if not all("inference" in run for run in runs_of(scores)):
-            raise ValueError("a run without inference")
-    except (ValueError, KeyError, TypeError) as error:
-        rule = f"{path} must be complete JSON of schema {SCHEMA}, got {reason(error)}"
-        raise InputError(f"{rule}; run `evaluate` again") from None
-    return scores
-
-
-def runs_of(scores: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The runs that predicted: how their networks were applied under "inference", and the case ids "held_out" of each
-    if folds were cross-validated."""
-    return scores.get("runs", [scores])
+    return read_record(path, SCHEMA, _checked, "run `evaluate` again", InputError)
 
 
 def warning(split: str) -> str:
@@ -310,9 +290,19 @@ class _Scores(_Run):
     cases: List[TypedDict("_Case", {**_CASE, "regions": Dict[str, _Region]})]
 
 
+def _checked(scores: Dict[str, Any]) -> Dict[str, Any]:
+    """The content of scores.json as it was read. Raises ValueError if it is damaged."""
+    typed(scores, _Scores, "scores")
+    parts, names = [scores["summary"], *(case["regions"] for case in scores["cases"])], set(scores["regions"])
+    if scores["split"] not in SPLITS or len(parts) == 1 or any(set(part) != names for part in parts):
+        raise ValueError("another split, no cases, or cases of other regions")
+    if not all("inference" in run for run in scores.get("runs", [scores])):
+        raise ValueError("a run without inference")
+    return scores
+
+
 def _held_out(store: Store, folds: Sequence[str], split: str) -> Dict[str, Sequence[str]]:
-    """Fold -> the case ids it held out, if several folds are cross-validated on them, else nothing. Raises InputError
-    for the training cases of several folds."""
+    """Fold -> the case ids it held out, if folds are cross-validated. Raises InputError for their training cases."""
     if len(folds) == 1 or not any(folds) or split == UNTOUCHED:
         return {}
     if split == "train":

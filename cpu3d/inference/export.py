@@ -12,14 +12,13 @@ At the end the files are read back and run on a case: the store's first of test,
 must be that of `predict`; else the exit code is 1 and no export.json is written.
 """
 
-import contextlib
 import dataclasses
 import datetime
 import shutil
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Dict, Iterator, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import numpy as np
 
@@ -59,13 +58,11 @@ class Options:
     format: str = option(help="SavedModel of TensorFlow, or ONNX", choices=tuple(FILES))
     out: Path = option(help="folder for the export, new or empty", metavar="DIR")
     case: Tuple[Path, ...] = option(
-        (), help="case to check it on, as predict's --image (default: the store's first)", metavar="PATH"
+        (), "case to check it on, as predict's --image (default: the store's first)", "PATH"
     )
     zero_nan: bool = option(False, help="make the NaN and infinite voxels of that case background")
     weights: str = option("best", help=WEIGHTS, choices=("best", "last"))
-    size: Optional[Shape3] = option(
-        None, "voxels of the image that it takes (default: as the network was trained)", ("X", "Y", "Z"), at_least=1
-    )
+    size: Optional[Shape3] = option(None, "voxels of its image (default: as trained)", ("X", "Y", "Z"), at_least=1)
 
 
 OPTIONS = (Options,)
@@ -101,7 +98,8 @@ def run(options: Options) -> int:
         "checkpoint": path.name,
         "weights_sha256": digest,
     }
-    with _emptied_on_error(out):
+    out.mkdir(parents=True, exist_ok=True)
+    try:
         write = networks.write_onnx if onnx else networks.write_saved_model
         write(about, networks.exported_network(exported, weights), out / about["file"])
         (out / "USAGE.md").write_text(usage(about), encoding="utf-8")
@@ -109,13 +107,15 @@ def run(options: Options) -> int:
         if verification["passed"]:
             about |= {"files": sorted(path.name for path in out.iterdir()), "verification": verification}
             write_json(out / "export.json", about)
+    except BaseException:
+        for path in out.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        raise
     rows = [(name.replace("_", " "), str(value)) for name, value in verification.items()]
     new_console().print(Table(("", ""), rows, title="Against predict, and the same network in float32"))
-    if not verification["passed"]:
-        say(f"failed: {out} has no export.json; do not use the network", stderr=False)
-        return 1
-    say(f"written: {out}", stderr=False)
-    return 0
+    passed = verification["passed"]
+    say(f"written: {out}" if passed else f"failed: {out} has no export.json; do not use the network", stderr=False)
+    return 0 if passed else 1
 
 
 def exported_config(config: RunConfig, size: Optional[Shape3] = None) -> RunConfig:
@@ -150,7 +150,6 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
     mean = {**statistic, "values": f"mean {rest}"}
     std = {**statistic, "values": f"standard deviation (division by n) {rest}"}
     answer = {"dtype": "float32", "shape": [*config.grid, len(regions)], "regions": config.regions}
-    unet = dataclasses.asdict(config.unet)
     return {
         "schema": 1,
         "written_by": "cpu3d export",
@@ -169,7 +168,7 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
         "size": config.grid,
         "overlap": OVERLAP if config.is_patch else None,
         "sigma": SIGMA_SHARE if config.is_patch else None,
-        "network": {name: value for name, value in unet.items() if name != "policy"},
+        "network": {name: value for name, value in dataclasses.asdict(config.unet).items() if name != "policy"},
         "trained_dtype": trained_dtype,
         "format": format_,
     }
@@ -188,7 +187,6 @@ def require_onnx() -> None:
 def usage(about: Dict[str, Any]) -> str:
     """The text of USAGE.md, with the program of segment.py; `about` is the `contract`."""
     codes = ", ".join(f"{code} {name}" for code, name in about["label_codes"].items())
-    channels = ", ".join(about["channels"])
     package = {"savedmodel": "tensorflow", "onnx": "onnxruntime"}[about["format"]]
     program = Path(__file__).with_name("segment.py").read_text(encoding="utf-8")
     return f"""# How to use this network
@@ -196,9 +194,9 @@ def usage(about: Dict[str, Any]) -> str:
 `{about["file"]}` holds the network, `export.json` its inputs, outputs, size and label codes, its origin and how well it
 agrees with `predict`. Keep the files of this folder together.
 
-It takes {channels}, each a 3D file in this order, or together a 4D file. `predict` rounds images whose voxels are not
-all whole numbers from -32768 to 32767 to float16 after normalisation; this network does not.
-Save the program below as `segment.py` beside `export.json` and run it (pip install nibabel {package}):
+It takes {", ".join(about["channels"])}, each a 3D file in this order, or together a 4D file. `predict`
+rounds images whose voxels are not all whole numbers from -32768 to 32767 to float16 after normalisation; this network
+does not. Save the program below as `segment.py` beside `export.json` and run it (pip install nibabel {package}):
 
     python segment.py IMAGE.nii.gz [IMAGE.nii.gz ...] LABEL.nii.gz
 
@@ -214,10 +212,8 @@ def check_case_fits(record: CaseRecord, exact: Any) -> None:
     config, size = exact.config, exact.region(record).size
     if not config.is_patch and size != config.grid:
         extent, needed = ("brain", record.box.size) if config.extent == "brain" else ("volume", record.shape)
-        raise InputError(
-            f"case {record.case_id} must fit into {by(config.grid, ' x ')}, got a {extent} of {by(needed, ' x ')}; "
-            f"export with --size {by(size, ' ')}, or name another --case"
-        )
+        rule = f"case {record.case_id} must fit into {by(config.grid, ' x ')}, got a {extent} of {by(needed, ' x ')}"
+        raise InputError(f"{rule}; export with --size {by(size, ' ')}, or name another --case")
 
 
 def verify(
@@ -242,18 +238,6 @@ def verify(
         "different_labels": dict(zip(("float32", "predict"), differ)),
         "label_voxels": int(np.count_nonzero(label)),
     }
-
-
-@contextlib.contextmanager
-def _emptied_on_error(folder: Path) -> Iterator[None]:
-    """Make a folder, and remove what was written into it if that fails."""
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        for path in folder.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        raise
 
 
 def _case_to_try(options: Options, config: RunConfig, predictor: Any) -> Tuple[CaseRecord, np.ndarray]:

@@ -46,7 +46,7 @@ from cpu3d.util.atomic import write_json
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar, say
 from cpu3d.util.records import count, listed
-from memory_estimator.common.files import read_json, reason, typed
+from memory_estimator.common.files import read_record, typed
 
 FILE = "postprocessing.json"  # in the run's folder
 SCHEMA = 1
@@ -136,7 +136,6 @@ class Means:
 class Decision:
     """The content of postprocessing.json."""
 
-    schema: int
     weights_sha256: str  # of the best weights, with which it was decided
     split_hash: str
     cases: int  # labelled validation cases
@@ -151,18 +150,15 @@ def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:
     path = Path(run) / FILE
     if not path.exists():
         return None
-    try:
-        content = read_json(path)
-        if content["schema"] != SCHEMA:
-            raise ValueError(f"schema {content['schema']}")
+
+    def checked(content: Dict[str, Any]) -> Decision:
         decision = typed(content, Decision)
         rules, before = decision.chosen.rules, set(decision.before)
         if before != set(decision.after) or not {*before, *rules} <= set(config.regions) or not all(rules.values()):
-            raise ValueError("means or rules of other regions")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        rule = f"{path} must be JSON of schema {SCHEMA} for {', '.join(config.regions)}, got {reason(error)}"
-        raise InputError(f"{rule}; delete it and repeat the run's `train`, which decides again") from None
-    return decision
+            raise ValueError(f"means or rules of other regions than {', '.join(config.regions)}")
+        return decision
+
+    return read_record(path, SCHEMA, checked, "delete it and repeat the run's `train`, which decides again", InputError)
 
 
 def postprocessing_of(run: Path, config: RunConfig, weights: str = "best") -> PostProcessing:
@@ -209,8 +205,8 @@ def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
                     return probabilities, np.asarray(store.label(record.case_id)), record.spacing_mm
 
                 chosen, before, after = choose(map(answer, records), predictor.regions)
-        decision = Decision(SCHEMA, digest, config.split_hash, len(records), chosen, before, after)
-        write_json(run / FILE, dataclasses.asdict(decision))
+        decision = Decision(digest, config.split_hash, len(records), chosen, before, after)
+        write_json(run / FILE, {"schema": SCHEMA, **dataclasses.asdict(decision)})
     return decision
 
 
@@ -235,11 +231,10 @@ def after(training: Options, settings: Dict[str, Any]) -> None:
     say(f"post-processing: {line}")
 
 
-# A case: answers (X, Y, Z, R), true label (X, Y, Z), mm along X, Y, Z.
-Answered = Tuple[np.ndarray, np.ndarray, Sequence[float]]
+Answered = Tuple[np.ndarray, np.ndarray, Sequence[float]]  # of a case: answers (X, Y, Z, R), true label, voxel's mm
 # The P parts of a region in a case, and larger region -> (P,) index of the part of it that holds each: enough to score
 # any choice among them.
-RegionParts = Tuple[Matching, Dict[str, np.ndarray]]
+_Parts = Tuple[Matching, Dict[str, np.ndarray]]
 LESION_DICE, FALSE_POSITIVES, DICE, DETECTED = range(4)  # columns of `_scores`, the first three as in Means
 
 
@@ -250,9 +245,8 @@ def choose(cases: Iterable[Answered], regions: Regions) -> Tuple[PostProcessing,
     for answers, truth, spacing_mm in cases:
         label, cut = (PostProcessing(nested=nest).paint(answers, regions, spacing_mm) for nest in (False, True))
         del answers  # else they are in memory while the next case is predicted
-        plain.append(_parts_of(label, truth, spacing_mm, regions))
-        same = np.array_equal(label, cut)
-        nested.append(plain[-1] if same else _parts_of(cut, truth, spacing_mm, regions))
+        plain.append(_parts(label, truth, spacing_mm, regions))
+        nested.append(plain[-1] if np.array_equal(label, cut) else _parts(cut, truth, spacing_mm, regions))
     measured, chosen = plain, PostProcessing()
     best = before = _scores(plain, {})
     scores = _scores(nested, {})
@@ -272,9 +266,7 @@ def choose(cases: Iterable[Answered], regions: Regions) -> Tuple[PostProcessing,
     return chosen, _means(before, regions), _means(best, regions)
 
 
-def _parts_of(
-    label: np.ndarray, truth: np.ndarray, spacing_mm: Sequence[float], regions: Regions
-) -> Dict[str, RegionParts]:
+def _parts(label: np.ndarray, truth: np.ndarray, spacing_mm: Sequence[float], regions: Regions) -> Dict[str, _Parts]:
     """Region, the largest first -> its parts in a painted label."""
     box = bounding_box((label > 0) | (truth > 0)).slices(label.shape)  # lesions grow together inside of it
     numbered, parts_of = {}, {}
@@ -289,7 +281,7 @@ def _parts_of(
     return parts_of
 
 
-def _scores(cases: Sequence[Dict[str, RegionParts]], rules: Mapping[str, Sequence[Rule]]) -> np.ndarray:
+def _scores(cases: Sequence[Dict[str, _Parts]], rules: Mapping[str, Sequence[Rule]]) -> np.ndarray:
     """Scores of the parts that `PostProcessing.paint` leaves under `rules`, (cases, regions from the largest on, 4)."""
     rows = []
     for case in cases:
@@ -330,8 +322,7 @@ def _larger(regions: Regions) -> Dict[str, List[str]]:
 
 def _codes_below(regions: Regions) -> Dict[str, int]:
     """Region, the largest first -> the code of voxels removed from it: the next larger region's own, or background.
-    Left out are regions whose next larger region has no code of its own: voxels removed from them would leave it too.
-    """
+    Not for regions whose next larger one has no code of its own: voxels removed from them would leave that too."""
     own = own_codes(regions)
     codes = {name: own[larger[0]] if larger else (0,) for name, larger in _larger(regions).items()}
     return {name: code[0] for name, code in codes.items() if code}

@@ -87,10 +87,11 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     predictors = trained_predictors(chosen.run, chosen.weights, inference)
     predictor, postprocessing = Ensemble(predictors), gentlest(decided)
     cases, problems = find_cases(options.image, predictor, options.codes)
-    if options.out.resolve() in (path.resolve() for path in options.image):
-        raise InputError(f"--out must not be a folder that is predicted on, got {options.out}; choose another")
     twice = [case_id for case_id, times in Counter(case.files.case_id for case in cases).items() if times > 1]
-    refuse(f"case ids must differ, got {case_id} twice; predict them into separate folders" for case_id in twice)
+    wrong = [f"case ids must differ, got {case_id} twice; predict them into separate folders" for case_id in twice]
+    if options.out.resolve() in (path.resolve() for path in options.image):
+        wrong.insert(0, f"--out must not be a folder that is predicted on, got {options.out}; choose another")
+    refuse(wrong)
     read = {path for case in cases for path in case.files.images}
     unread = [path for path in options.image if path.is_file() and path not in read]
     lines = [*(f"not read: {path}" for path in unread), f"post-processing: {postprocessing.words}"]

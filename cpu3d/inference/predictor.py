@@ -15,7 +15,7 @@ from cpu3d.data.region import Region, Shape3, paste, round_up
 from cpu3d.data.resolution import Resizing, resizing_for
 from cpu3d.data.store import case_region
 from cpu3d.data.windows import sliding_window
-from cpu3d.errors import DivergedError, InputError
+from cpu3d.errors import DivergedError, refuse
 from cpu3d.host.gpu import fits_memory
 from cpu3d.inference.runs import Inference, window_of
 from cpu3d.run.checkpoint import load_checkpoint, weights_file
@@ -48,10 +48,9 @@ class Predictor:
         """Probability of each region, float32 (X, Y, Z, R), on the full grid of `image` (X, Y, Z, C).
 
         `image` and `record` are a store's or `load_case`'s; `channels` names the image's, all of the store's if none.
-        In one pass the network sees the grid it was trained on, or a larger one if this case needs it. Windows slide
-        over the brain's box, or with the full extent over the volume, and at least one window's size of it. Outside of
-        that the probability is 0. Raises DoesNotFitError if memory runs out, DivergedError for answers that are not
-        finite.
+        In one pass the network sees the grid it was trained on, larger if this case needs it. Windows slide over the
+        brain's box, or with the full extent over the volume, and at least one window's size of it. Outside of that the
+        probability is 0. Raises DoesNotFitError if memory runs out, DivergedError for answers that are not finite.
         """
         region, resizing = self.region(record), self._resizing(record)
         present = tuple(channels or self.channels)
@@ -126,12 +125,10 @@ def load_weights(config: RunConfig, path: Path) -> Tuple[RunConfig, List[np.ndar
     arrays, state = load_checkpoint(path)
     expected = build_unet3d(config.unet, (config.unet.divisor,) * 3, 1).weights
     shapes = {name: tuple(weight.shape) for name, weight in zip(weight_names(expected), expected)}
-    saved = {name: arrays.shapes.get(name) for name in shapes}
-    differ = [f"{name} of shape {saved[name]} for {shape}" for name, shape in shapes.items() if saved[name] != shape]
-    if (config.unet.channels, config.unet.outputs) != (len(config.channels), len(config.regions)):
-        differ = [f"{config.unet.channels} channels and {config.unet.outputs} outputs for other channels and regions"]
-    if differ:
-        rule = f"checkpoint {path} must hold the weights of its run's config.json, got {differ[0]}"
-        raise InputError(f"{rule}; restore both")
+    needed = {**shapes, "channels and regions": (len(config.channels), len(config.regions))}
+    saved = {**arrays.shapes, "channels and regions": (config.unet.channels, config.unet.outputs)}
+    differ = [f"{name} {saved.get(name)} for {size}" for name, size in needed.items() if saved.get(name) != size]
+    rule = f"checkpoint {path} must hold the weights of its run's config.json"
+    refuse(f"{rule}, got {first}; restore both" for first in differ[:1])
     config = dataclasses.replace(config, coarse_steps=state["coarse_steps"]).at(state["step"])
     return config, [arrays[name] for name in shapes]

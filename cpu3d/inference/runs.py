@@ -1,7 +1,6 @@
 """Trained runs and how their networks are applied: options, stores, which runs may predict together.
 
 configs = load_configs(runs)
-check_inference(configs[0], Inference(window=(96, 96, 96)))
 store = store_of_run(configs[0])
 """
 
@@ -23,6 +22,7 @@ WEIGHTS = "best: highest validation Dice; last: newest checkpoint"  # help of --
 # Settings that runs must share to be averaged. With another split, test cases of one are training cases of the other.
 COMMON = ("store_channels", "label_names", "region_codes", "regions", "split_hash")
 GROUP = "inference (default: as the run was trained)"
+_RUN = "run folder written by train; several, such as all folds, predict by their mean probabilities"
 _WINDOW = "slide a window of this size in voxels, also for a run on whole volumes"
 _OVERLAP = "minimum overlap of neighbouring windows, as a share of the window; ignored in one pass"
 _DEVICE = "auto, cpu, or gpu:0 (default: auto, a GPU if the host has one and every run slides a window)"
@@ -32,10 +32,7 @@ _DEVICE = "auto, cpu, or gpu:0 (default: auto, a GPU if the host has one and eve
 class RunOptions:
     """Options of the runs that predict, and of their weights."""
 
-    run: Tuple[Path, ...] = option(
-        help="run folder written by train; several, such as all folds, predict by their mean probabilities",
-        metavar="DIR",
-    )
+    run: Tuple[Path, ...] = option(help=_RUN, metavar="DIR")
     some_folds: bool = option(False, help="allow some of the folds to be missing")
     weights: str = option("best", help=WEIGHTS, choices=("best", "last"))
     raw: bool = option(False, help="keep small parts that post-processing would remove")
@@ -91,10 +88,9 @@ def store_of_run(config: RunConfig, folder: Optional[Path] = None) -> Store:
         moved = "if the store was moved, name its folder with --store, or in `export` a case with --case"
         raise InputError(*error.problems, *([] if folder else [moved])) from None
     if store.manifest.split_hash != config.split_hash:
-        raise InputError(
-            f"store {store.folder} must have the split {config.split_hash} that the run was trained with, got "
-            f"{store.manifest.split_hash}; its test cases may have been trained on, so name the run's own store"
-        )
+        rule = f"store {store.folder} must have the split {config.split_hash} that the run was trained with"
+        todo = "its test cases may have been trained on, so name the run's own store"
+        raise InputError(f"{rule}, got {store.manifest.split_hash}; {todo}")
     return with_fold(store, config.fold)
 
 

@@ -93,9 +93,8 @@ class Masks:
     def distances_mm(self) -> Tuple[np.ndarray, np.ndarray]:
         """Surface distances, neither mask empty: (truth to prediction, prediction to truth), float64, unordered."""
         spacing_mm = np.asarray(self.spacing_mm, float)
-        true, predicted = (
-            np.argwhere(mask & ~binary_erosion(mask)) * spacing_mm for mask in (self.truth, self.prediction)
-        )
+        masks = self.truth, self.prediction
+        true, predicted = (np.argwhere(mask & ~binary_erosion(mask)) * spacing_mm for mask in masks)
         return cKDTree(predicted).query(true)[0], cKDTree(true).query(predicted)[0]
 
     @cached_property

@@ -23,14 +23,13 @@ def load_network(folder, about):
     model, output = tf.saved_model.load(file), next(iter(about["outputs"]))
 
     def network(**inputs):
-        tensors = {name: tf.constant(array) for name, array in inputs.items()}
-        return model.signatures["serving_default"](**tensors)[output].numpy()
+        return model.signatures["serving_default"](**{n: tf.constant(a) for n, a in inputs.items()})[output].numpy()
 
     return network
 
 
 def probabilities_of(network, about, image):
-    """Probabilities float32 (X, Y, Z, R) of an image float32 (X, Y, Z, C) with axes R A S; 0 outside of what is seen."""
+    """Probabilities float32 (X, Y, Z, R) of an image float32 (X, Y, Z, C) with axes R A S; 0 where nothing is seen."""
     shape, size, slides = image.shape[:3], about["size"], about["mode"] == "patch"
     low, high = (0, 0, 0), shape
     if about["extent"] == "brain":  # the box around all voxels that are not 0

@@ -61,11 +61,11 @@ def test_scores_are_those_of_brute_force(truth, prediction, spacing_mm, toleranc
     if not truth.any() or not prediction.any():
         assert scores["empty"]
         return
-    there, back = _brute_force(truth, prediction, spacing_mm), _brute_force(prediction, truth, spacing_mm)
+    forth, back = _brute_force(truth, prediction, spacing_mm), _brute_force(prediction, truth, spacing_mm)
     overlap = sum(bool(truth[v] and prediction[v]) for v in np.ndindex(truth.shape))
     assert scores["dice"] == pytest.approx(2 * overlap / (truth.sum() + prediction.sum()))
-    assert scores["hd95_mm"] == pytest.approx(max(np.percentile(there, 95), np.percentile(back, 95)))
-    near = [d <= tolerance_mm + 1e-9 for d in there + back]
+    assert scores["hd95_mm"] == pytest.approx(max(np.percentile(forth, 95), np.percentile(back, 95)))
+    near = [d <= tolerance_mm + 1e-9 for d in forth + back]
     assert scores["surface_dice"] == pytest.approx(sum(near) / len(near))
 
 
@@ -100,7 +100,7 @@ MM = (1, 1, 1)
 
 
 @pytest.mark.parametrize(
-    ("truth", "prediction", "spacing_mm", "true", "found", "false_positives", "dice"),
+    ("truth", "prediction", "spacing_mm", "true", "detected", "false_positives", "dice"),
     [
         pytest.param((CUBE, FAR), (CUBE, FAR), MM, 2, 2, 0, 1, id="right"),
         pytest.param((CUBE, FAR), (CUBE,), MM, 2, 1, 0, 1 / 2, id="one missed"),
@@ -129,13 +129,10 @@ MM = (1, 1, 1)
         pytest.param((CUBE, FAR), (), MM, 2, 0, 0, 0, id="prediction empty"),
     ],
 )
-def test_lesions_are_those_of_the_rule(truth, prediction, spacing_mm, true, found, false_positives, dice):
+def test_lesions_are_those_of_the_rule(truth, prediction, spacing_mm, true, detected, false_positives, dice):
     masks = boxes(*truth), boxes(*prediction)
     scores = score_region(*masks, spacing_mm)
-    assert (scores["true_lesions"], scores["found_lesions"], scores["false_positives"]) == (
-        true,
-        found,
-        false_positives,
-    )
-    assert scores["lesion_sensitivity"] == pytest.approx(found / true if true else 1)
+    counts = [scores[name] for name in ("true_lesions", "detected_lesions", "false_positives")]
+    assert counts == [true, detected, false_positives]
+    assert scores["lesion_sensitivity"] == pytest.approx(detected / true if true else 1)
     assert scores["lesion_dice"] == pytest.approx(dice)
