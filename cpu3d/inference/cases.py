@@ -86,11 +86,11 @@ def case_files(paths: Sequence[Path], channels: Sequence[str]) -> CaseFiles:
     be in it. Segmentations are left out: `label` is None. Raises InputError when a channel is missing or double."""
     first, own = paths[0], [CHANNEL_NAMES.get(name.lower()) for name in channels]
     if first.is_dir():
-        case_id, where, files = name_of(first), first, volumes_in(first)
+        case_id, folder, files = name_of(first), first, volumes_in(first)
     elif len(paths) == 1 < len(channels):
         return CaseFiles(stem_of(first), stem_of(first), (first,), None)
     else:
-        case_id, where, files = stem_of(first), first.parent, [path for path in paths if modality_of(path) != "seg"]
+        case_id, folder, files = stem_of(first), first.parent, [path for path in paths if modality_of(path) != "seg"]
         if not (all(own) and all(map(modality_of, paths))):
             if len(files) != len(channels):
                 rule = f"one 4D file or one for each of {', '.join(channels)}"
@@ -102,9 +102,9 @@ def case_files(paths: Sequence[Path], channels: Sequence[str]) -> CaseFiles:
                 if modality_of(path) in {*own} - {None, suffix}
             )
             return CaseFiles(case_id, case_id, tuple(files), None)
-        case_id = MODALITY_SUFFIX.sub("", f"{case_id}.nii") or name_of(where)
+        case_id = MODALITY_SUFFIX.sub("", f"{case_id}.nii") or name_of(folder)
     wanted = [known or name for known, name in zip(own, channels)]
-    by_name, wrong = one_each(files, wanted, where)
+    by_name, wrong = one_each(files, wanted, folder)
     refuse(wrong)
     return CaseFiles(case_id, case_id, tuple(by_name[name] for name in wanted), None)
 

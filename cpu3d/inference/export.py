@@ -221,7 +221,7 @@ def verify(
 ) -> Dict[str, Any]:
     """Differences of the exported network, as the program of USAGE.md applies it, from `exact`, the predictor in
     float32, and from `own`, in the run's dtype as `predict` computes, as in export.json; "passed" is whether it may be
-    used. `image` has the channels of the run. Raises InputError where `exact`'s answer is not finite."""
+    used. `image` has the channels of the run. Raises InputError if `exact`'s answer is not finite."""
     answer = probabilities_of(load_network(folder, about), about, image.astype(np.float32))
     expected = [predictor.probabilities(image, record, exact.inputs) for predictor in (exact, own)]
     label = painted(answer, about)

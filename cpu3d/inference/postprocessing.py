@@ -5,7 +5,7 @@
     label = chosen.paint(probabilities, regions, spacing_mm)
 
 A network answers with islands in tissue that looks alike. As in nnU-Net (Isensee et al. 2021), something is removed
-only where it helps on cases that were not trained on. Here that is judged by the lesion-wise Dice of BraTS 2023
+only if that helps on cases that were not trained on. Here the measure is the lesion-wise Dice of BraTS 2023
 (`cpu3d.inference.scores`):
 
 - *Parts* of a region are connected by 26 neighbours. A rule removes those below a volume in mm3, or below a share of
@@ -78,7 +78,7 @@ RULES = (*(Rule(share=share) for share in (0.001, 0.003, 0.01, 0.03, 0.1)), *map
 class PostProcessing:
     """The changes to an answer when it is painted."""
 
-    rules: Dict[str, Tuple[Rule, ...]] = dataclasses.field(default_factory=dict)  # a part goes where each removes it
+    rules: Dict[str, Tuple[Rule, ...]] = dataclasses.field(default_factory=dict)  # a part goes if each removes it
     nested: bool = False
     off: str = ""  # the reason why nothing is done, else empty
 

@@ -1,6 +1,6 @@
 """Segment an image with an exported network: python segment.py IMAGE.nii.gz [IMAGE.nii.gz ...] LABEL.nii.gz"""
 
-# This text is in USAGE.md, to be saved beside export.json: it needs NumPy, nibabel and what reads the network alone.
+# This text is in USAGE.md, to be saved beside export.json: it needs NumPy, nibabel and a reader of the network alone.
 import itertools
 import json
 import pathlib

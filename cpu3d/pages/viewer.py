@@ -22,7 +22,7 @@ from cpu3d.data.region import Region, bounding_box
 from cpu3d.pages.page import render_page
 from cpu3d.util.atomic import atomic_write
 
-CASE_BYTES = 3_000_000  # of the modalities and labels of a case in the page; more only where LEAST steps take more
+CASE_BYTES = 3_000_000  # of the modalities and labels of a case in the page; more only if LEAST steps take more
 STEPS, LEAST = 255, 24
 # Percentiles of the brain: the ends of the steps, and black and white at first.
 RANGE, WINDOW = (0.1, 99.9), (0.5, 99.5)
@@ -143,7 +143,7 @@ def _box(case: ViewedCase) -> Region:
 
 
 def _start(label: Optional[np.ndarray], regions: Mapping[str, Sequence[int]], size: Sequence[int]) -> List[int]:
-    """Per axis the slice with most of all regions; the middle one without any."""
+    """The slice of each axis with most voxels of all regions; the middle one without any."""
     codes = sorted({code for region in regions.values() for code in region})
     mask = None if label is None else region_mask(label, codes)
     if mask is None or not mask.any():

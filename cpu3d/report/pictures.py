@@ -13,7 +13,7 @@ from cpu3d.run.summary import Events, numbers, of_kind
 from memory_estimator.common.table import PALETTE, new_figure, plain, png
 from memory_estimator.common.units import GIB
 
-Figures = List[Tuple[str, bytes]]  # (what it shows, PNG) each
+Figures = List[Tuple[str, bytes]]  # (title, PNG) each
 YRange = Optional[Tuple[float, Optional[float]]]  # (bottom, top) of an axis; a top of None leaves room above the data
 
 

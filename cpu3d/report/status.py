@@ -169,7 +169,7 @@ def describe(status: RunStatus) -> Group:
     return Group(first, *table, *(Text.assemble((f"{name}: ", "bold"), text) for name, text in lines))
 
 
-# --- Private helpers: what is known ---
+# --- Private helpers: the state ---
 
 
 def _workers(run: Path, heartbeats: Mapping[int, Any], now: float) -> List[WorkerStatus]:
@@ -192,7 +192,7 @@ def _workers(run: Path, heartbeats: Mapping[int, Any], now: float) -> List[Worke
 
 def _stays_finished(end: Mapping[str, Any], workers: Sequence[WorkerStatus], step: int, steps: Optional[int]) -> bool:
     """Whether a run that has finished was begun again with nothing to do, however that attempt ended. Not so for one
-    that was made longer, nor where a worker is busy or has noted an error."""
+    that was made longer, nor if a worker is busy or has noted an error."""
     longer = end["reason"] == "finished" and bool(steps) and end["step"] < steps
     return end["step"] >= step and not longer and all(worker.state in IDLE for worker in workers)
 
@@ -238,7 +238,7 @@ def _checkpoint(run: Path, now: float) -> Optional[Dict[str, Any]]:
     return None
 
 
-# --- Private helpers: what is printed ---
+# --- Private helpers: the text ---
 
 
 def _cells(worker: WorkerStatus) -> Tuple[str, ...]:

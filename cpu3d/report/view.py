@@ -77,7 +77,7 @@ def run(options: Options) -> int:
 def read_case(image: Sequence[Path], label: Optional[Path], predictions: Sequence[Path]) -> ViewedCase:
     """Read a case from its files.
 
-    Raises InputError for files that cannot be read, are on different grids, or hold no label map where one must be.
+    Raises InputError for files that cannot be read, are on different grids, or are no label map but must be.
     """
     files, names = viewed_files(image)
     label = label or files.label
