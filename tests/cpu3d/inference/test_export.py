@@ -51,18 +51,16 @@ def make_run(store, folder, **settings):
         0 * array if "head" in weight.name and "bias" in weight.name else array  # no region is rare
         for weight, array in zip(weights, arrays)
     ]
-    save_checkpoint(
-        folder / "checkpoints/best.npz", dict(zip(weight_names(weights), arrays)), {"step": 1, "coarse_steps": 0}
-    )
+    named = dict(zip(weight_names(weights), arrays))
+    save_checkpoint(folder / "checkpoints/best.npz", named, {"step": 1, "coarse_steps": 0})
     return folder
 
 
-RUNS = {
+RUNS = {  # format and kind of run -> its settings
     "onnx": {},
     "savedmodel": {"extent": "full", "channels": ("T1gd",), "deep_supervision": True, "dtype": "bfloat16"},
     "onnx windows": {"mode": "patch", "grid": (8, 8, 4), "channels": ("T1gd",)},
 }
-"""Format and kind of run -> what the run was trained with."""
 
 
 @pytest.fixture(scope="module", params=RUNS)
@@ -224,9 +222,11 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written(call, store, 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_smaller_resolution_and_a_folder_that_holds_something_else_are_refused(call, tiny, tmp_path):
-    run = shutil.copytree(tiny, tmp_path / "run")
-    save_config(dataclasses.replace(load_config(tiny), resolution=0.5), run)
+def test_other_weights_a_smaller_resolution_and_a_folder_with_files_are_refused(call, tiny, tmp_path):
+    run, config = shutil.copytree(tiny, tmp_path / "run"), load_config(tiny)
+    save_config(dataclasses.replace(config, unet=dataclasses.replace(config.unet, filters=8)), run)
+    assert "config.json, got model/000 (3, 3, 3, 2, 4) for (3, 3, 3, 2, 8); restore" in call(run=run)[1]
+    save_config(dataclasses.replace(config, resolution=0.5), run)
     assert "export needs a run at full resolution, got 0.5" in call(run=run)[1]
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.tex").write_text("a year of work")

@@ -116,9 +116,7 @@ MM = (1, 1, 1)
         pytest.param((CUBE,), ((FOUR, FOUR, (4, 5)), (FOUR, FOUR, (7, 8))), MM, 1, 1, 0, 2 / 3, id="split prediction"),
         pytest.param((CUBE,), (((10, 14), FOUR, FOUR),), MM, 1, 1, 0, 0, id="found beside, 3 mm off"),
         pytest.param((CUBE,), (((11, 15), FOUR, FOUR),), MM, 1, 0, 1, 0, id="4 mm off"),
-        pytest.param(
-            (CUBE, FAR), (((4, 24), FOUR, FOUR),), MM, 2, 2, 0, 2 * 64 / (64 + 320), id="one part, two lesions"
-        ),
+        pytest.param((CUBE, FAR), (((4, 24), FOUR, FOUR),), MM, 2, 2, 0, 2 * 64 / 384, id="one part, two lesions"),
         # Of 2 mm, 3 mm are 1.5 voxels: 2 of them; of 5 mm 1; of 7 mm none.
         pytest.param((CUBE, ((12, 16), FOUR, FOUR)), (CUBE,), (2, 1, 1), 1, 1, 0, 2 / 3, id="2 mm, a gap of 4"),
         pytest.param((CUBE, ((13, 17), FOUR, FOUR)), (CUBE,), (2, 1, 1), 2, 1, 0, 1 / 2, id="2 mm, a gap of 5"),
