@@ -125,9 +125,9 @@ def evaluate_split(
 ) -> Dict[str, Any]:
     """Predict and score every case of `split`, one in memory at a time; returns the content of scores.json.
 
-    `predictor` is as by `load_predictor`; a case of `held_out` has its own, and its own post-processing. For a run of a
-    fold `store` is the fold's view. `about`, the `origin`, is by default that of the run in `run_dir`. Predictions and
-    scores replace earlier ones only when all cases are done: an error or Ctrl-C leaves those whole.
+    `predictor` comes from `load_predictor`; a case of `held_out` has its own, and its own post-processing. For a run of
+    a fold `store` is the fold's view. `about`, the `origin`, is by default that of the run in `run_dir`. Predictions
+    and scores replace earlier ones only when all cases are done: an error or Ctrl-C leaves those whole.
 
     Raises InputError when the split has no cases or one without a label, when the store's channels or labels are not
     the run's, and when the network's answer is not finite.
@@ -306,7 +306,7 @@ def _held_out(store: Store, folds: Sequence[str], split: str) -> Dict[str, Seque
     if len(folds) == 1 or not any(folds) or split == UNTOUCHED:
         return {}
     if split == "train":
-        raise InputError(f"--split must be test or val for {len(folds)} folds, got train; each trained on other cases")
+        raise InputError(f"--split must be test or val for {len(folds)} folds, got train, which differs by fold")
     return {fold: with_fold(store, fold).manifest.split["val"] for fold in folds}
 
 
@@ -319,7 +319,7 @@ def _refuse_foreign(path: Path) -> None:
     except (OSError, ValueError, TypeError):
         ours = path.with_name(OLD).is_dir()  # an evaluation was cut off while it replaced its own
     if present and not ours:
-        rule = f"{present[0]} must not be replaced unless `evaluate` wrote it, got no scores of its in {path}"
+        rule = f"{present[0]} must not be replaced unless `evaluate` wrote it, got no scores of `evaluate` in {path}"
         raise InputError(f"{rule}; move it away, or choose another --out")
 
 

@@ -31,7 +31,7 @@ SCORES = "standard deviations"  # the unit of images that are stored after norma
 # Oedema green, core red, enhancing yellow, as the field draws them, in the tones of Okabe and Ito, which colour-blind
 # readers can tell apart; then those of other regions.
 COLOURS = {"WT": "#009e73", "TC": "#d55e00", "ET": "#f0e442", "RC": "#cc79a7"}
-OTHERS = ("#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#d55e00", "#f0e442", "#0072b2")
+MORE_COLOURS = ("#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#d55e00", "#f0e442", "#0072b2")
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _case(case: ViewedCase, name: str) -> Tuple[Dict[str, Any], Dict[str, bytes]
     to_voxel = ras_to_file(case.geometry)
     to_voxel[:3, 3] += to_voxel[:3, :3] @ box.start
     to_mm = np.asarray(case.geometry.affine) @ to_voxel
-    colours = itertools.cycle(OTHERS)
+    colours = itertools.cycle(MORE_COLOURS)
     return {
         "name": case.name,
         "note": case.note,

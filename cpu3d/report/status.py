@@ -4,7 +4,7 @@
     watch ./run.sh status --run runs/first
     ./run.sh status --run runs/first --json
 
-The exit code is 0 for a run that continues or has finished, 1 for a run that needs attention: a worker sends no
+The exit code is 0 while a run trains and once it has finished, 1 for a run that needs attention: a worker sends no
 heartbeat, hangs, or has ended before the run was done; 2 for a folder that is no run. It reads heartbeats, config.json,
 log.jsonl and checkpoints, on any host that sees the folder, and changes nothing. A worker is alive while its heartbeat
 is younger than a minute. Any file may be missing or half-written; its values are then unknown.
