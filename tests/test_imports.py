@@ -1,6 +1,7 @@
 """Importing a command does nothing and needs no TensorFlow; rooms import only from those before them."""
 
 import ast
+import graphlib
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ def test_keras_is_reached_through_tensorflow_alone():
     """`import keras` is Keras 3 beside TensorFlow 2.16 and later; tf.keras is Keras 2 on both engines."""
     paths = sources("models", "memory_estimator", "cpu3d", "tests")
     packages = [(path.name, name.partition(".")[0]) for path in paths for name in imported(path)]
-    assert [one for one in packages if one[1] in ("keras", "tf_keras")] == []
+    assert [pair for pair in packages if pair[1] in ("keras", "tf_keras")] == []
 
 
 PROBE = """
@@ -61,7 +62,7 @@ RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 
 
 def room_of(dotted):
-    """Of a dotted name, such as "cpu3d.data.store"; None outside the project."""
+    """The room of a dotted name, such as "cpu3d.data.store"; None outside the project."""
     package, _, rest = dotted.partition(".")
     if package != "cpu3d":
         return package if package in RANK else None
@@ -71,18 +72,20 @@ def room_of(dotted):
 def imported(path):
     """Dotted names of what a module imports, at its top or within a function."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom):
-            # `from cpu3d import memory_plan` names a module, `from cpu3d.settings import RunConfig` does not.
-            yield from (f"{node.module}.{one.name}" if node.module == "cpu3d" else node.module for one in node.names)
+        if isinstance(node, ast.ImportFrom):  # of a module, or of a module's names
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
         elif isinstance(node, ast.Import):
-            yield from (one.name for one in node.names)
+            yield from (alias.name for alias in node.names)
+
+
+PATHS = sources("models", "memory_estimator", "cpu3d")
+IMPORTS = {".".join(path.relative_to(ROOT).with_suffix("").parts): set(imported(path)) for path in PATHS}
 
 
 def test_rooms_import_only_from_those_before_them():
-    found = {}
-    for path in sources("models", "memory_estimator", "cpu3d"):
-        here = room_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
-        for room in filter(None, map(room_of, imported(path))):
-            if RANK[room] > RANK[here]:
-                found.setdefault((here, room), set()).add(str(path.relative_to(ROOT)))
-    assert not found
+    pairs = [(module, name) for module, names in IMPORTS.items() for name in names if room_of(name)]
+    assert [pair for pair in pairs if RANK[room_of(pair[1])] > RANK[room_of(pair[0])]] == []
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graphlib.TopologicalSorter({module: names & set(IMPORTS) for module, names in IMPORTS.items()}).prepare()

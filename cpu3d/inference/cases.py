@@ -1,4 +1,4 @@
-"""The cases to predict, as a user names their files: folders, 4D files, or 3D files, one a channel."""
+"""The cases to predict, from the paths a user gives: folders, 4D files, or 3D files, one a channel."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from cpu3d.data.stores.layouts import (
 from cpu3d.errors import InputError, refuse
 from cpu3d.settings import AUTO
 
-STORE = "the run's store"  # whose label codes they are where a case says nothing of its own
+STORE = "the run's store"  # the origin of label codes if a case has none of its own
 
 
 @dataclass(frozen=True)
@@ -30,29 +30,27 @@ class Case:
 
     files: CaseFiles
     channels: Tuple[str, ...]  # of its image: those of the run's store, or just the run's own
-    codes_of: str  # whose codes they are: STORE, a layout, or the path of a dataset.json
+    codes_of: str  # origin of the codes: STORE, a layout, or the path of a dataset.json
     labels: Mapping[int, str]  # code -> name
     regions: Mapping[str, Tuple[int, ...]]  # the run's regions, in its order, in these codes
 
 
-def check_there(name: str, paths: Sequence[Path]) -> None:
+def check_exist(name: str, paths: Sequence[Path]) -> None:
     """Raise InputError for each of the `paths` of an option that does not exist."""
     refuse(f"{name} {path} must exist, found none; check the path" for path in paths if not path.exists())
 
 
 def find_cases(paths: Sequence[Path], predictor: Any, codes: str = AUTO) -> Tuple[List[Case], List[str]]:
-    """The cases that `paths` name, and what is wrong with those that cannot be one: a folder, a 4D file, or all 3D
-    files, which for a run of one channel are a case each, without those of other modalities and segmentations. A case
-    has each of the channels of the run's store, or else of the run's own."""
+    """The cases in `paths`, and the problems of paths that are none. A case is a folder, a 4D file, or all 3D files;
+    for a run of one channel each 3D file, without those of other modalities and segmentations. A case has each of the
+    channels of the run's store, or else of the run's own."""
     together, groups, cases, problems = [], [], [], []
     for path in paths:
         try:
-            if path.is_dir() or channel_count(path) > 1:
-                groups.append([path])
-            else:
-                together.append(path)
-        except InputError as error:
-            problems.extend(error.problems)
+            is_case = path.is_dir() or channel_count(path) > 1
+        except InputError:
+            is_case = True  # `_files` names its problem
+        groups.append([path]) if is_case else together.append(path)
     named = (None, CHANNEL_NAMES.get(predictor.inputs[0].lower()))
     own = [path for path in together if modality_of(path) in named] or together
     groups += [together] if together and len(predictor.inputs) > 1 else [[path] for path in own]
@@ -66,8 +64,8 @@ def find_cases(paths: Sequence[Path], predictor: Any, codes: str = AUTO) -> Tupl
 
 
 def codes_for(predictor: Any, files: CaseFiles, choice: str = AUTO) -> Tuple[str, Mapping, Mapping]:
-    """The last fields of a `Case`: the codes of --codes, or of the case's own data set, or the store's where that is
-    not known or lacks a region of the run. Raises InputError where codes that were chosen lack one."""
+    """The last fields of a `Case`: the codes of --codes, or of the case's own data set, or the store's if that is not
+    known or lacks a region of the run. Raises InputError if codes that were chosen lack one."""
     of, labels = (label_codes_of(files) or (STORE, {})) if choice == AUTO else (choice, LABEL_CODES.get(choice, {}))
     regions = {**{name: (code,) for code, name in labels.items() if code}, **regions_of(labels)}
     missing = [name for name in predictor.regions if name not in regions]
@@ -84,29 +82,29 @@ def codes_for(predictor: Any, files: CaseFiles, choice: str = AUTO) -> Tuple[str
 
 def case_files(paths: Sequence[Path], channels: Sequence[str]) -> CaseFiles:
     """The image files of one case to predict: a BraTS case folder, one 4D file, or one 3D file per channel. Files that
-    all end in a known modality (`_flair`, `-t1c`, ...) are put in the order of `channels`, others must be given in it.
-    Segmentations are left out: `label` is None. Raises InputError when a channel is missing or double."""
+    all end in a known modality (`_flair`, `-t1c`, ...) are put in the order of `channels`; without such names they must
+    be in it. Segmentations are left out: `label` is None. Raises InputError when a channel is missing or double."""
     first, own = paths[0], [CHANNEL_NAMES.get(name.lower()) for name in channels]
     if first.is_dir():
-        case_id, where, files = name_of(first), first, volumes_in(first)
+        case_id, folder, files = name_of(first), first, volumes_in(first)
     elif len(paths) == 1 < len(channels):
         return CaseFiles(stem_of(first), stem_of(first), (first,), None)
     else:
-        case_id, where, files = stem_of(first), first.parent, [path for path in paths if modality_of(path) != "seg"]
+        case_id, folder, files = stem_of(first), first.parent, [path for path in paths if modality_of(path) != "seg"]
         if not (all(own) and all(map(modality_of, paths))):
             if len(files) != len(channels):
                 rule = f"one 4D file or one for each of {', '.join(channels)}"
                 raise InputError(f"--image must name {rule}, got {len(files)} files; name them all")
-            rule = f"must be the file of its channel by its place among {', '.join(channels)}"
+            rule = f"--image must name files in the order {', '.join(channels)}"
             refuse(
-                f"{path} {rule}, got a name of {modality_of(path)}; give files in that order"
-                for path, one in zip(files, own)
-                if modality_of(path) in {*own} - {None, one}
+                f"{rule}, got {path} for {channel}; put them in that order"
+                for path, channel, suffix in zip(files, channels, own)
+                if modality_of(path) in {*own} - {None, suffix}
             )
             return CaseFiles(case_id, case_id, tuple(files), None)
-        case_id = MODALITY_SUFFIX.sub("", f"{case_id}.nii") or name_of(where)
+        case_id = MODALITY_SUFFIX.sub("", f"{case_id}.nii") or name_of(folder)
     wanted = [known or name for known, name in zip(own, channels)]
-    by_name, wrong = one_each(files, wanted, where)
+    by_name, wrong = one_each(files, wanted, folder)
     refuse(wrong)
     return CaseFiles(case_id, case_id, tuple(by_name[name] for name in wanted), None)
 

@@ -11,9 +11,8 @@ when all cases are scored. --out names another folder than the run's; several ru
 Several runs predict together, as in `predict`, by the mean of their probabilities. On "val" folds are
 cross-validated instead: each case is predicted by the one run that has not trained on it.
 
-The label map that is written is scored, turned back into regions, without the small parts that the run has decided to
-remove (`cpu3d.inference.postprocessing`); --raw keeps them. The store's grid is the original one with axes
-turned, so scores on it are scores on the original grid.
+The written label map is scored. Small parts are removed first, as the run decided; --raw keeps them. The store's grid
+is the original one with axes turned, so scores on it are scores on the original grid.
 """
 
 import datetime
@@ -25,7 +24,6 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypedDict
 
 import numpy as np
-from rich.console import Console
 
 from cpu3d.data.labels import code_meanings, region_mask
 from cpu3d.data.nifti import write_label
@@ -34,36 +32,37 @@ from cpu3d.data.store import Store
 from cpu3d.data.stores.splits import with_fold, with_folds
 from cpu3d.errors import InputError, refuse
 from cpu3d.host.memory import peak_rss_bytes
+from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors
 from cpu3d.inference.postprocessing import RAW, PostProcessing, gentlest, postprocessing_of
-from cpu3d.inference.runs import Ensemble, Inference, RunOptions, load_configs, origin, store_of_run, trained_predictors
+from cpu3d.inference.runs import Inference, RunOptions, load_configs, store_of_run
 from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metric_notes, score_region
+from cpu3d.run.config import load_config
 from cpu3d.util.atomic import OLD, replace_files, writable_folder, write_json
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar, say
 from cpu3d.util.records import count, plus_minus
-from memory_estimator.common.files import read_json, reason, typed
+from memory_estimator.common.files import read_json, read_record, typed
 from memory_estimator.common.schema import option
-from memory_estimator.common.table import Table
+from memory_estimator.common.table import Table, new_console
 
 SCHEMA = 1  # version of scores.json
 PREDICTIONS = "predictions"  # folder of the label maps, <case_id>.nii.gz, beside scores.json
-FILES = (PREDICTIONS, "scores.json")  # what an evaluation consists of; the scores say whether it is complete
+FILES = (PREDICTIONS, "scores.json")  # all files of an evaluation; the scores are written last
 UNTOUCHED = "test"  # the one split that neither training nor the choice of the best checkpoint has seen
-WORST = 5  # how many of the worst cases the summary names
+WORST = 5  # cases that the summary names
 
-# Of a metric over the cases; the deviation is of these cases, n in the denominator.
+# Statistics of a metric over the cases; the deviation is of these cases, n in the denominator.
 STATISTICS = {"mean": np.mean, "median": np.median, "std": np.std, "min": np.min, "max": np.max}
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is scored, and where that is written."""
+    """Options of `evaluate`."""
 
     split: str = option(UNTOUCHED, help="cases to score", choices=SPLITS)
     store: Optional[Path] = option(None, help="store folder, if it was moved", metavar="DIR")
     out: Optional[Path] = option(None, "folder for evaluation/ (default: the run's, which `report` reads)", "DIR")
     tolerance: float = option(TOLERANCE_MM, "tolerance of the surface Dice in mm", "MM", at_least=0, below=math.inf)
-    raw: bool = option(False, help="leave out the post-processing that the run has decided")
     json: bool = option(False, help="print scores.json instead of a table")
 
 
@@ -71,47 +70,43 @@ OPTIONS = (RunOptions, Options, Inference)
 
 
 def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
-    runs = [folder.resolve() for folder in chosen.run]
+    runs, split = [folder.resolve() for folder in chosen.run], options.split
     configs = load_configs(runs, some_folds=chosen.some_folds)
     if len(runs) > 1 and not options.out:
         raise InputError(f"--out must name a folder for the scores of {len(runs)} runs together, got none; add it")
     out = options.out.resolve() if options.out else runs[0]
     store, folds = store_of_run(configs[0], options.store), [config.fold for config in configs]
-    several_folds = len(runs) > 1 and any(folds)
-    if several_folds and options.split == "train":
-        raise InputError(f"--split must be test or val for {len(runs)} folds, got train; each has its own there")
-    crossed = several_folds and options.split == "val"
-    held_out = [with_fold(store, fold).manifest.split["val"] for fold in folds] if crossed else []
-    own = [RAW if options.raw else postprocessing_of(*one, chosen.weights) for one in zip(runs, configs)]
-    path = scores_path(out, options.split)
+    held_out = _held_out(store, folds, split)
+    decided = [RAW if chosen.raw else postprocessing_of(*pair, chosen.weights) for pair in zip(runs, configs)]
+    path = scores_path(out, split)
     folder = writable_folder(path.parent, "evaluation")
     if out not in runs:
-        _refuse_others(path)
+        _refuse_foreign(path)
     predictors = trained_predictors(runs, chosen.weights, inference)
-    if options.split != UNTOUCHED:
-        Console(stderr=True).print(f"[bold yellow]{warning(options.split)}")
-    by_fold = list(zip(predictors, own)) if crossed else [(Ensemble(predictors), gentlest(own))]
-    for words in dict.fromkeys(postprocessing.words for _, postprocessing in by_fold):
+    if split != UNTOUCHED:
+        say(f"warning: {warning(split)}")
+    answering = list(zip(predictors, decided)) if held_out else [(Ensemble(predictors), gentlest(decided))]
+    for words in dict.fromkeys(postprocessing.words for _, postprocessing in answering):
         say(f"post-processing: {words}")
     about = origin(runs, configs, predictors)
-    for run, ids in zip(about.get("runs", ()), held_out):
+    for run, ids in zip(about.get("runs", ()), held_out.values()):
         run["held_out"] = ids
     with locked(folder, "evaluation"):
         scores = evaluate_split(
-            by_fold[0][0],
-            with_folds(store, folds) if crossed else store,
-            options.split,
+            answering[0][0],
+            with_folds(store, folds) if held_out else store,
+            split,
             out,
             weights=chosen.weights,
             tolerance_mm=options.tolerance,
             about=about,
-            postprocessing=by_fold[0][1],
-            held_out={case_id: one for one, ids in zip(by_fold, held_out) for case_id in ids},
+            postprocessing=answering[0][1],
+            held_out={case_id: pair for pair, ids in zip(answering, held_out.values()) for case_id in ids},
         )
     if options.json:
         print(json.dumps(scores, indent=1))
     else:
-        _print_scores(scores, dict(zip(folds, held_out)))
+        _print_scores(scores, held_out)
     say(f"written: {path}")
     return 0
 
@@ -130,52 +125,57 @@ def evaluate_split(
 ) -> Dict[str, Any]:
     """Predict and score every case of `split`, one in memory at a time; returns the content of scores.json.
 
-    `predictor` is what `load_predictor` gives; a case of `held_out` has its own, and its own post-processing. Of a run
-    of a fold `store` is the fold's view. `about` is what `origin` gives, written into the file as it is. Predictions
+    `predictor` comes from `load_predictor`; a case of `held_out` has its own, and its own post-processing. For a run of
+    a fold `store` is the fold's view. `about`, the `origin`, is by default that of the run in `run_dir`. Predictions
     and scores replace earlier ones only when all cases are done: an error or Ctrl-C leaves those whole.
 
     Raises InputError when the split has no cases or one without a label, when the store's channels or labels are not
     the run's, and when the network's answer is not finite.
     """
     records = _cases_to_score(predictor, store, split)
-    cases = []
+    about = origin([run_dir], [load_config(run_dir)], [predictor]) if about is None else about
+    about, cases = {"run": str(run_dir), **about, "weights": weights, "tolerance_mm": tolerance_mm}, []
     with replace_files(scores_path(run_dir, split).parent, FILES) as folder:
         (folder / PREDICTIONS).mkdir()
         with bar(f"evaluate {split}", total=len(records)) as advance:
             for record in records:
-                who = (held_out or {}).get(record.case_id, (predictor, postprocessing))
-                cases.append(_score(who, store, record, tolerance_mm, folder / PREDICTIONS))
+                answering = (held_out or {}).get(record.case_id, (predictor, postprocessing))
+                cases.append(_score(answering, store, record, tolerance_mm, folder / PREDICTIONS))
                 advance()
-        regions, manifest = predictor.regions, store.manifest
-        content = {
-            "schema": SCHEMA,
-            "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "run": str(run_dir),
-            **(about or {}),
-            "weights": weights,
-            "store": str(store.folder),
-            "name": manifest.name,
-            "split": split,
-            "untouched": split == UNTOUCHED,
-            "split_hash": manifest.split_hash,
-            "tolerance_mm": tolerance_mm,
-            "regions": {name: list(codes) for name, codes in regions.items()},
-            "label_codes": {str(code): name for code, name in code_meanings(regions, predictor.labels).items()},
-            "mean_dice": float(np.mean([case["mean_dice"] for case in cases])),
-            "peak_rss_bytes": peak_rss_bytes(),
-            "summary": summarise(cases),
-            "worst": [{key: case[key] for key in ("case_id", "mean_dice")} for case in ranked(cases)[:WORST]],
-            "cases": cases,
-        }
+        content = _scores_json(predictor, store, split, about, cases)
         write_json(folder / "scores.json", content)
     return content
 
 
+def _scores_json(
+    predictor: Any, store: Store, split: str, about: Mapping[str, Any], cases: Sequence[Mapping[str, Any]]
+) -> Dict[str, Any]:
+    """The content of scores.json."""
+    regions, manifest = predictor.regions, store.manifest
+    return {
+        "schema": SCHEMA,
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **about,
+        "store": str(store.folder),
+        "name": manifest.name,
+        "split": split,
+        "untouched": split == UNTOUCHED,
+        "split_hash": manifest.split_hash,
+        "regions": {name: list(codes) for name, codes in regions.items()},
+        "label_codes": {str(code): name for code, name in code_meanings(regions, predictor.labels).items()},
+        "mean_dice": float(np.mean([case["mean_dice"] for case in cases])),
+        "peak_rss_bytes": peak_rss_bytes(),
+        "summary": summarise(cases),
+        "worst": [{key: case[key] for key in ("case_id", "mean_dice")} for case in ranked(cases)[:WORST]],
+        "cases": cases,
+    }
+
+
 def _score(
-    who: Tuple[Any, PostProcessing], store: Store, record: CaseRecord, tolerance_mm: float, predictions: Path
+    answering: Tuple[Any, PostProcessing], store: Store, record: CaseRecord, tolerance_mm: float, predictions: Path
 ) -> Dict[str, Any]:
     """Write the label map of a case into `predictions`; returns its entry in scores.json."""
-    (predictor, postprocessing), begin = who, time.monotonic()
+    (predictor, postprocessing), begin = answering, time.monotonic()
     answers = predictor.probabilities(store.image(record.case_id), record)
     label = postprocessing.paint(answers, predictor.regions, record.spacing_mm)
     predicted = time.monotonic()
@@ -196,43 +196,32 @@ def _score(
 
 
 def scores_path(run_dir: Path, split: str = UNTOUCHED) -> Path:
-    """Where the scores of `split` are kept; "predictions" lies beside."""
+    """The file of the scores of `split`; "predictions" is beside it."""
     folder = Path(run_dir) / "evaluation"
     return (folder if split == UNTOUCHED else folder / split) / "scores.json"
 
 
 def read_scores(path: Path) -> Dict[str, Any]:
-    """The content of a scores.json. Raises InputError where there is none, it is damaged, or of another version."""
+    """The content of a scores.json. Raises InputError if it is missing, damaged, or of another version."""
     if not path.is_file():
         raise InputError(f"run must have scores in {path}, found none; run `evaluate`")
-    try:
-        scores = read_json(path)
-        if scores["schema"] != SCHEMA:
-            raise ValueError(f"schema {scores['schema']}")
-        typed(scores, _Scores, "scores")
-        parts = [scores["summary"], *(case["regions"] for case in scores["cases"])]
-        if scores["split"] not in SPLITS or len(parts) == 1 or any(set(one) != set(scores["regions"]) for one in parts):
-            raise ValueError("another split, no cases, or cases of other regions")
-    except (ValueError, KeyError, TypeError) as error:
-        rule = f"{path} must be complete JSON of schema {SCHEMA}, got {reason(error)}"
-        raise InputError(f"{rule}; run `evaluate` again") from None
-    return scores
+    return read_record(path, SCHEMA, _checked, "run `evaluate` again", InputError)
 
 
 def warning(split: str) -> str:
-    """What to say, loudly, beside scores of a split that is not untouched."""
+    """The warning beside scores of a split that is not untouched."""
     seen = "was trained on these cases" if split == "train" else "was chosen by its scores on these cases"
     return f'These are NOT untouched cases: split "{split}". The network {seen}; quote the scores of "test" instead.'
 
 
 def summarise(cases: Sequence[Mapping[str, Any]]) -> Dict[str, Dict[str, Any]]:
-    """Per region and metric the STATISTICS over the "cases" of scores.json, empty ones too; "empty" counts these."""
+    """The STATISTICS per region and metric over the "cases" of scores.json, empty masks too; "empty" counts these."""
     summary: Dict[str, Dict[str, Any]] = {}
     for region in cases[0]["regions"]:
         rows = [case["regions"][region] for case in cases]
         columns = {metric: [row[metric] for row in rows] for metric in METRICS}
         summary[region] = {
-            **{one: {name: float(of(columns[one])) for name, of in STATISTICS.items()} for one in METRICS},
+            **{name: {key: float(of(values)) for key, of in STATISTICS.items()} for name, values in columns.items()},
             "empty": {kind: sum(row["empty"] == kind for row in rows) for kind in ("both", "truth", "prediction")},
         }
     return summary
@@ -243,7 +232,7 @@ def ranked(cases: Sequence[Mapping[str, Any]]) -> List[Mapping[str, Any]]:
     return sorted(cases, key=lambda case: (case["mean_dice"], case["case_id"]))
 
 
-def summary_table(scores: Mapping[str, Any]) -> Table:
+def scores_table(scores: Mapping[str, Any]) -> Table:
     """Every metric of every region: mean, standard deviation and median over the cases."""
     kind = "untouched" if scores["untouched"] else "NOT untouched"
     rows = []
@@ -264,17 +253,17 @@ def summary_table(scores: Mapping[str, Any]) -> Table:
 
 def _print_scores(scores: Mapping[str, Any], held_out: Mapping[str, Sequence[str]]) -> None:
     """The summary as a table, the worst cases, and the mean Dice of each fold on the cases that it has held out."""
-    console, dice = Console(), {case["case_id"]: case["mean_dice"] for case in scores["cases"]}
-    console.print(summary_table(scores).rich())
+    new_console().print(scores_table(scores))
+    dice = {case["case_id"]: case["mean_dice"] for case in scores["cases"]}
     if len(dice) > 1:
         worst = ", ".join(f"{case['case_id']} {case['mean_dice']:.3f}" for case in scores["worst"])
-        console.print(f"worst by mean Dice: {worst}")
+        say(f"worst by mean Dice: {worst}", stderr=False)
     if held_out:
-        means = ", ".join(f"{fold} {np.mean([dice[one] for one in ids]):.3f}" for fold, ids in held_out.items())
-        console.print(f"mean Dice of each fold on the cases it held out: {means}")
+        means = ", ".join(f"{fold} {np.mean([dice[case] for case in ids]):.3f}" for fold, ids in held_out.items())
+        say(f"mean Dice of each fold on the cases it held out: {means}", stderr=False)
 
 
-# What is read of scores.json.
+# The fields of scores.json that are read.
 _Statistics = TypedDict("_Statistics", dict.fromkeys(STATISTICS, float))
 _Summary = TypedDict("_Summary", dict.fromkeys(METRICS, _Statistics))
 _Region = TypedDict("_Region", {**dict.fromkeys((*METRICS, "truth_ml", "prediction_ml"), float), "empty": str})
@@ -301,22 +290,42 @@ class _Scores(_Run):
     cases: List[TypedDict("_Case", {**_CASE, "regions": Dict[str, _Region]})]
 
 
-def _refuse_others(path: Path) -> None:
-    """Raise InputError where the files that an evaluation with its scores in `path` replaces are not of one, of this or
-    another version."""
+def _checked(scores: Dict[str, Any]) -> Dict[str, Any]:
+    """The content of scores.json as it was read. Raises ValueError if it is damaged."""
+    typed(scores, _Scores, "scores")
+    parts, names = [scores["summary"], *(case["regions"] for case in scores["cases"])], set(scores["regions"])
+    if scores["split"] not in SPLITS or len(parts) == 1 or any(set(part) != names for part in parts):
+        raise ValueError("another split, no cases, or cases of other regions")
+    if not all("inference" in run for run in scores.get("runs", [scores])):
+        raise ValueError("a run without inference")
+    return scores
+
+
+def _held_out(store: Store, folds: Sequence[str], split: str) -> Dict[str, Sequence[str]]:
+    """Fold -> the case ids it held out, if folds are cross-validated. Raises InputError for their training cases."""
+    if len(folds) == 1 or not any(folds) or split == UNTOUCHED:
+        return {}
+    if split == "train":
+        raise InputError(f"--split must be test or val for {len(folds)} folds, got train, which differs by fold")
+    return {fold: with_fold(store, fold).manifest.split["val"] for fold in folds}
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Raise InputError if files would be replaced that no evaluation with its scores in `path`, of this or another
+    version, has written."""
     present = [path.with_name(name) for name in FILES if path.with_name(name).exists()]
     try:
         ours = {"schema", "split_hash", "cases"} <= set(read_json(path))
     except (OSError, ValueError, TypeError):
-        ours = path.with_name(OLD).is_dir()  # one that was cut off while it replaced its own
+        ours = path.with_name(OLD).is_dir()  # an evaluation was cut off while it replaced its own
     if present and not ours:
-        rule = f"{present[0]} must not be replaced, it was not written by evaluate"
+        rule = f"{present[0]} must not be replaced unless `evaluate` wrote it, got no scores of `evaluate` in {path}"
         raise InputError(f"{rule}; move it away, or choose another --out")
 
 
 def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecord, ...]:
     manifest, records = store.manifest, store.cases(split)
-    own, stored = ((tuple(one.channels), dict(one.labels)) for one in (predictor, manifest))
+    own, stored = ((tuple(owner.channels), dict(owner.labels)) for owner in (predictor, manifest))
     if own != stored:
         rule = f"store {store.folder} must have the run's channels and labels {own}, got {stored}"
         raise InputError(f"{rule}; name the run's own store")
@@ -325,7 +334,7 @@ def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecor
         rule = f'split "{split}" of store {store.folder} must hold cases, got none'
         raise InputError(f"{rule}; choose --split {' or '.join(filled)}, or `prepare` with other fractions")
     refuse(
-        f"case {record.case_id} must have a label to be scored, the store has none; `predict` needs none"
+        f"case {record.case_id} must have a label to be scored, got none in store {store.folder}; `predict` needs none"
         for record in records
         if not record.has_label
     )

@@ -2,7 +2,7 @@
 
 A SavedModel is readable by TensorFlow alone, without this project or Keras. The ONNX graph needs no converter: tf2onnx
 pins a protobuf older than TensorFlow's and does not know the fused batch norm in training mode, which is what instance
-norm is here. ONNX has channels first, so the image is turned on the way in and the answer on the way out.
+norm is here. ONNX has channels first, so the image is transposed on the way in and the answer on the way out.
 """
 
 from pathlib import Path
@@ -37,8 +37,8 @@ def write_saved_model(about: Mapping[str, Any], network: tf.keras.Model, folder:
         return {output: logits if output == "logits" else tf.sigmoid(logits)}
 
     module = tf.Module()
-    module.weights = network.weights  # and not the Keras model, whose layers would be written down as well
-    signature = [tf.TensorSpec(one["shape"], one["dtype"], name=name) for name, one in about["inputs"].items()]
+    module.weights = network.weights  # not the Keras model, whose layers would be saved as well
+    signature = [tf.TensorSpec(spec["shape"], spec["dtype"], name=name) for name, spec in about["inputs"].items()]
     module.answer = tf.function(answer, signature, autograph=False)
     # Gradients would be saved as well, twice the graph, and nothing is trained any more.
     options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
@@ -48,11 +48,11 @@ def write_saved_model(about: Mapping[str, Any], network: tf.keras.Model, folder:
 class ExactPredictor(Predictor):
     """A predictor whose instance norm is computed by its definition, as other programs do.
 
-    The fused kernel adds up a whole map in float32, as onnxruntime's own does: with 144 x 176 x 128 voxels and ITEX
-    that puts a probability off by 0.025 here and there, as much as bfloat16 does. Slower, and it takes more memory.
+    The fused operation adds up a whole map in float32, as onnxruntime's own does: with 144 x 176 x 128 voxels and ITEX
+    some probabilities are off by 0.025, as much as in bfloat16. Slower, and it takes more memory.
     """
 
-    batch_size = None  # not known: no fused kernel takes it
+    batch_size = None  # not known: no fused operation takes it
 
 
 def write_onnx(about: Mapping[str, Any], network: tf.keras.Model, path: Path) -> None:
@@ -78,7 +78,7 @@ def onnx_model(about: Mapping[str, Any], network: tf.keras.Model) -> Any:
     for op in layer_plan(unet, tuple(about["size"])):
         if op.kind == "input":
             tensors[op.name] = image
-        elif op.kind != "head" or op.name == "head":  # the others are of the loss alone
+        elif op.kind != "head" or op.name == "head":  # other heads are for the loss alone
             inputs = [tensors[name] for name in op.inputs]
             tensors[op.name] = _layer(graph, op, unet.norm, inputs, weights.get(op.name, {}))
     answer = tensors["head"] if output == "logits" else graph.add("Sigmoid", [tensors["head"]])
@@ -86,8 +86,8 @@ def onnx_model(about: Mapping[str, Any], network: tf.keras.Model) -> Any:
     graph.add("Squeeze", [turned, graph.constant(np.int64([0]))], output)
     helper, float32 = onnx.helper, onnx.TensorProto.FLOAT
     ends = [
-        [helper.make_tensor_value_info(name, float32, one["shape"]) for name, one in about[some].items()]
-        for some in ("inputs", "outputs")
+        [helper.make_tensor_value_info(name, float32, spec["shape"]) for name, spec in about[end].items()]
+        for end in ("inputs", "outputs")
     ]
     whole = helper.make_graph(graph.nodes, "cpu3d", *ends, graph.constants)
     opsets = [helper.make_opsetid("", OPSET)]
@@ -95,7 +95,7 @@ def onnx_model(about: Mapping[str, Any], network: tf.keras.Model) -> Any:
 
 
 def _normalised_tensor(image, mean: Any = None, std: Any = None):
-    """(value - mean) / std where a voxel is not 0, else 0: (X, Y, Z, C) float32. A channel without contrast is 0.
+    """(value - mean) / std of voxels that are not 0, else 0: (X, Y, Z, C) float32. A channel without contrast is 0.
     Statistics are float64, as in a store's records: a sum over millions of voxels loses digits in float32."""
     present = tf.not_equal(image, 0)
     if mean is None:
@@ -131,24 +131,24 @@ class _Graph:
 
 
 def _normalised(graph: _Graph, about: Mapping[str, Any]) -> str:
-    """As `_normalised_tensor`."""
-    zero, one = graph.constant(np.float64(0)), graph.constant(np.float64(1))
-    nothing = graph.constant(np.float32(0))
-    present = graph.add("Not", [graph.add("Equal", ["image", nothing])])
+    """The image as by `_normalised_tensor`."""
+    zero, unit = graph.constant(np.float64(0)), graph.constant(np.float64(1))
+    background = graph.constant(np.float32(0))
+    present = graph.add("Not", [graph.add("Equal", ["image", background])])
     if "mean" in about["inputs"]:
         mean, std = graph.cast("mean", "DOUBLE"), graph.cast("std", "DOUBLE")
     else:
         grid = graph.constant(np.int64([0, 1, 2]))
         values, mask = graph.cast("image", "DOUBLE"), graph.cast(present, "DOUBLE")
-        count = graph.add("Max", [graph.add("ReduceSum", [mask, grid], keepdims=0), one])
+        count = graph.add("Max", [graph.add("ReduceSum", [mask, grid], keepdims=0), unit])
         mean = graph.add("Div", [graph.add("ReduceSum", [values, grid], keepdims=0), count])
         off = graph.add("Mul", [graph.add("Sub", [values, mean]), mask])
         squares = graph.add("ReduceSum", [graph.add("Mul", [off, off]), grid], keepdims=0)
         std = graph.add("Sqrt", [graph.add("Div", [squares, count])])
-    scale = graph.add("Where", [graph.add("Greater", [std, zero]), graph.add("Div", [one, std]), zero])
+    scale = graph.add("Where", [graph.add("Greater", [std, zero]), graph.add("Div", [unit, std]), zero])
     shift = graph.add("Neg", [graph.add("Mul", [mean, scale])])
     scores = graph.add("Add", [graph.add("Mul", ["image", graph.cast(scale, "FLOAT")]), graph.cast(shift, "FLOAT")])
-    return graph.add("Where", [present, scores, nothing])
+    return graph.add("Where", [present, scores, background])
 
 
 def _layer(graph: _Graph, op: LayerOp, norm: str, inputs: List[str], weights: Mapping[str, np.ndarray]) -> str:

@@ -1,11 +1,11 @@
-"""Which small parts of a predicted region are removed, decided on a run's validation cases.
+"""Post-processing: small parts of predicted regions are removed by rules that a run's validation cases decide.
 
     decision = decide(run)                                  # writes run/postprocessing.json
     chosen = postprocessing_of(run, config)                 # as decided, or off and why
     label = chosen.paint(probabilities, regions, spacing_mm)
 
 A network answers with islands in tissue that looks alike. As in nnU-Net (Isensee et al. 2021), something is removed
-only where it helps on cases that were not trained on. Here that is judged by the lesion-wise Dice of BraTS 2023
+only if that helps on cases that were not trained on. Here the measure is the lesion-wise Dice of BraTS 2023
 (`cpu3d.inference.scores`):
 
 - *Parts* of a region are connected by 26 neighbours. A rule removes those below a volume in mm3, or below a share of
@@ -14,10 +14,10 @@ only where it helps on cases that were not trained on. Here that is judged by th
   smaller regions within it go with it.
 - *Nested* answers are cut before they are painted: a voxel of TC outside WT, or of ET outside TC, is not in it.
 
-Chosen are, one after another, whether to nest, and the rule of each region from the largest to the smallest: the one
+The choices are, in this order, whether to nest, and the rule of each region from the largest to the smallest: the rule
 with the highest mean over the cases, of those that lower the mean of no region and lose no true lesion that was found
 in any case. Of equal rules a share is taken, and of several the middle one: as far from losing a lesion as from leaving
-an island in a case that is not here. Where all choices together gain nothing, nothing is removed.
+an island in a new case. If all choices together gain nothing, nothing is removed.
 """
 
 import dataclasses
@@ -35,7 +35,8 @@ from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import bounding_box
 from cpu3d.distributed.cluster import read_cluster
 from cpu3d.errors import InputError
-from cpu3d.inference.runs import Inference, store_of_run, trained_predictors
+from cpu3d.inference.ensemble import trained_predictors
+from cpu3d.inference.runs import Inference, store_of_run
 from cpu3d.inference.scores import Matching, connected_parts, match_lesions
 from cpu3d.run.checkpoint import weights_file
 from cpu3d.run.config import load_config
@@ -45,7 +46,7 @@ from cpu3d.util.atomic import write_json
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar, say
 from cpu3d.util.records import count, listed
-from memory_estimator.common.files import read_json, reason, typed
+from memory_estimator.common.files import read_record, typed
 
 FILE = "postprocessing.json"  # in the run's folder
 SCHEMA = 1
@@ -56,7 +57,7 @@ Regions = Mapping[str, Sequence[int]]  # region -> its label codes
 
 @dataclass(frozen=True)
 class Rule:
-    """Which parts of a region are removed: those below either bound. Raises ValueError for a bound out of range."""
+    """Removes the parts of a region below either bound. Raises ValueError for a bound out of range."""
 
     mm3: float = 0.0
     share: float = 0.0  # of the region's largest part
@@ -75,11 +76,11 @@ RULES = (*(Rule(share=share) for share in (0.001, 0.003, 0.01, 0.03, 0.1)), *map
 
 @dataclass(frozen=True)
 class PostProcessing:
-    """What is done to an answer when it is painted."""
+    """The changes to an answer when it is painted."""
 
-    rules: Dict[str, Tuple[Rule, ...]] = dataclasses.field(default_factory=dict)  # a part goes where each removes it
+    rules: Dict[str, Tuple[Rule, ...]] = dataclasses.field(default_factory=dict)  # a part goes if each removes it
     nested: bool = False
-    off: str = ""  # why nothing is done, else empty
+    off: str = ""  # the reason why nothing is done, else empty
 
     def paint(self, answers: np.ndarray, regions: Regions, spacing_mm: Sequence[float]) -> np.ndarray:
         """Paint probabilities `(X, Y, Z, R)` in the order of `regions` into a label `(X, Y, Z)`, as
@@ -112,13 +113,13 @@ RAW = PostProcessing(off="--raw")
 
 
 def gentlest(several: Sequence[PostProcessing]) -> PostProcessing:
-    """What all of several runs remove, for their joint answer. Off where one of them is, for its reason."""
-    off = [one for one in several if one.off]
+    """The removals that several runs have in common, for their joint answer; off if any of them is, for its reason."""
+    off = [each for each in several if each.off]
     if off:
         return off[0]
-    names = [name for name in several[0].rules if all(name in one.rules for one in several)]
-    rules = {name: tuple(dict.fromkeys(rule for one in several for rule in one.rules[name])) for name in names}
-    nested = all(one.nested for one in several)
+    names = [name for name in several[0].rules if all(name in each.rules for each in several)]
+    rules = {name: tuple(dict.fromkeys(rule for each in several for rule in each.rules[name])) for name in names}
+    nested = all(each.nested for each in several)
     return PostProcessing(rules, nested, "" if rules or nested else "the runs have no rule in common")
 
 
@@ -135,37 +136,33 @@ class Means:
 class Decision:
     """The content of postprocessing.json."""
 
-    schema: int
     weights_sha256: str  # of the best weights, with which it was decided
     split_hash: str
     cases: int  # labelled validation cases
     chosen: PostProcessing
-    before: Dict[str, Means]  # region -> means of the raw answers; empty where there were too few cases
+    before: Dict[str, Means]  # region -> means of the raw answers; empty if there were too few cases
     after: Dict[str, Means]  # the same after `chosen`
 
 
 def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:
-    """What the run has decided, with its present weights or earlier ones; None where it has not. Raises InputError for
-    a postprocessing.json that is damaged, of another version or of other regions."""
+    """The run's decision, with its present weights or earlier ones; None if it has none. Raises InputError for a
+    postprocessing.json that is damaged, of another version or of other regions."""
     path = Path(run) / FILE
     if not path.exists():
         return None
-    try:
-        content = read_json(path)
-        if content["schema"] != SCHEMA:
-            raise ValueError(f"schema {content['schema']}")
+
+    def checked(content: Dict[str, Any]) -> Decision:
         decision = typed(content, Decision)
         rules, before = decision.chosen.rules, set(decision.before)
         if before != set(decision.after) or not {*before, *rules} <= set(config.regions) or not all(rules.values()):
-            raise ValueError("means or rules of other regions")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        rule = f"{path} must be JSON of schema {SCHEMA} for {', '.join(config.regions)}, got {reason(error)}"
-        raise InputError(f"{rule}; delete it and repeat the run's `train`, which decides again") from None
-    return decision
+            raise ValueError(f"means or rules of other regions than {', '.join(config.regions)}")
+        return decision
+
+    return read_record(path, SCHEMA, checked, "delete it and repeat the run's `train`, which decides again", InputError)
 
 
 def postprocessing_of(run: Path, config: RunConfig, weights: str = "best") -> PostProcessing:
-    """What a run does to its answers with its "best" or "last" weights. Raises InputError as `read_decision`."""
+    """The post-processing of a run with its "best" or "last" weights. Raises InputError as `read_decision`."""
     decision = read_decision(run, config)
     if decision is None:
         return PostProcessing(off="not decided; repeat the run's `train`")
@@ -174,7 +171,7 @@ def postprocessing_of(run: Path, config: RunConfig, weights: str = "best") -> Po
     try:
         digest = file_sha256(weights_file(run, "best"))
     except (InputError, OSError):
-        digest = ""  # whoever needs the weights reports it
+        digest = ""  # reported where the weights are read
     if (decision.weights_sha256, decision.split_hash) != (digest, config.split_hash):
         return PostProcessing(off="decided with other weights or another split; repeat the run's `train`")
     return decision.chosen
@@ -183,7 +180,7 @@ def postprocessing_of(run: Path, config: RunConfig, weights: str = "best") -> Po
 def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
     """Decide the post-processing of a trained run on its labelled validation cases, one in memory at a time, and write
     it into the run. A decision with the present weights is returned as it is. Raises InputError as `trained_predictors`
-    and `store_of_run`, and where another process writes to the run."""
+    and `store_of_run`, and if another process writes to the run."""
     run, config = Path(run), load_config(run)
     with locked(run, "run"):
         digest = file_sha256(weights_file(run, "best"))
@@ -202,20 +199,20 @@ def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
             (predictor,) = trained_predictors([run], "best", Inference(device=config.device))
             with bar("post-processing", total=len(records)) as advance:
 
-                def answered(record: CaseRecord) -> Case:
+                def answer(record: CaseRecord) -> Answered:
                     probabilities = predictor.probabilities(store.image(record.case_id), record)
                     advance()
                     return probabilities, np.asarray(store.label(record.case_id)), record.spacing_mm
 
-                chosen, before, after = choose(map(answered, records), predictor.regions)
-        decision = Decision(SCHEMA, digest, config.split_hash, len(records), chosen, before, after)
-        write_json(run / FILE, dataclasses.asdict(decision))
+                chosen, before, after = choose(map(answer, records), predictor.regions)
+        decision = Decision(digest, config.split_hash, len(records), chosen, before, after)
+        write_json(run / FILE, {"schema": SCHEMA, **dataclasses.asdict(decision)})
     return decision
 
 
 def after(training: Options, settings: Dict[str, Any]) -> None:
-    """Follow `train`, whose options these are: the chief of a finished run decides, and prints the choice or why there
-    is none. Raises KeyboardInterrupt with nothing written."""
+    """Follow `train` with its options: the chief of a finished run decides, and prints the choice or why there is none.
+    Raises KeyboardInterrupt with nothing written."""
     if not read_cluster(os.environ).is_chief:
         return
     gc.collect()  # frees the network that was trained
@@ -226,7 +223,7 @@ def after(training: Options, settings: Dict[str, Any]) -> None:
             pairs = zip(decision.before.items(), decision.after.values())
             changes = ", ".join(f"{name} {was.lesion_dice:.3f} -> {now.lesion_dice:.3f}" for (name, was), now in pairs)
             line += f"; lesion-wise Dice {changes} on {count(decision.cases, 'validation case')}"
-    except Exception as error:  # also TensorFlow's own: whatever it is, the run is whole
+    except Exception as error:  # also TensorFlow's own: in any case the run is whole
         line = f"off: it could not be decided, {str(error) or type(error).__name__}; repeat the same command"
     except KeyboardInterrupt:
         done = "the run is complete, its post-processing is not decided"
@@ -234,23 +231,22 @@ def after(training: Options, settings: Dict[str, Any]) -> None:
     say(f"post-processing: {line}")
 
 
-Case = Tuple[np.ndarray, np.ndarray, Sequence[float]]  # answers (X, Y, Z, R), true label (X, Y, Z), mm along X, Y, Z
+Answered = Tuple[np.ndarray, np.ndarray, Sequence[float]]  # of a case: answers (X, Y, Z, R), true label, voxel's mm
 # The P parts of a region in a case, and larger region -> (P,) index of the part of it that holds each: enough to score
 # any choice among them.
-Parts = Tuple[Matching, Dict[str, np.ndarray]]
-LESION_DICE, FALSE_POSITIVES, DICE, FOUND = range(4)  # columns of `_scores`, the first three as in Means
+_Parts = Tuple[Matching, Dict[str, np.ndarray]]
+LESION_DICE, FALSE_POSITIVES, DICE, DETECTED = range(4)  # columns of `_scores`, the first three as in Means
 
 
-def choose(cases: Iterable[Case], regions: Regions) -> Tuple[PostProcessing, Dict[str, Means], Dict[str, Means]]:
+def choose(cases: Iterable[Answered], regions: Regions) -> Tuple[PostProcessing, Dict[str, Means], Dict[str, Means]]:
     """The post-processing that the rules at the top of this file choose, and the means before and after it. `cases`, at
-    least one, are taken one by one; kept are the sizes of their parts and lesions and which touch."""
+    least one, are taken in turn; kept are the sizes of their parts and lesions and which touch."""
     plain, nested = [], []
     for answers, truth, spacing_mm in cases:
         label, cut = (PostProcessing(nested=nest).paint(answers, regions, spacing_mm) for nest in (False, True))
         del answers  # else they are in memory while the next case is predicted
-        plain.append(_parts_of(label, truth, spacing_mm, regions))
-        same = np.array_equal(label, cut)
-        nested.append(plain[-1] if same else _parts_of(cut, truth, spacing_mm, regions))
+        plain.append(_parts(label, truth, spacing_mm, regions))
+        nested.append(plain[-1] if np.array_equal(label, cut) else _parts(cut, truth, spacing_mm, regions))
     measured, chosen = plain, PostProcessing()
     best = before = _scores(plain, {})
     scores = _scores(nested, {})
@@ -270,23 +266,23 @@ def choose(cases: Iterable[Case], regions: Regions) -> Tuple[PostProcessing, Dic
     return chosen, _means(before, regions), _means(best, regions)
 
 
-def _parts_of(label: np.ndarray, truth: np.ndarray, spacing_mm: Sequence[float], regions: Regions) -> Dict[str, Parts]:
+def _parts(label: np.ndarray, truth: np.ndarray, spacing_mm: Sequence[float], regions: Regions) -> Dict[str, _Parts]:
     """Region, the largest first -> its parts in a painted label."""
     box = bounding_box((label > 0) | (truth > 0)).slices(label.shape)  # lesions grow together inside of it
-    numbered, found = {}, {}
+    numbered, parts_of = {}, {}
     for name, larger in _larger(regions).items():
         parts = numbered[name] = connected_parts(region_mask(label[box], regions[name]))
         inside = {}
         for other in larger:
             index = np.zeros(parts.max() + 1, np.int64)
-            index[parts] = numbered[other]  # index[0], of what is in no part, means nothing
+            index[parts] = numbered[other]  # index[0], of voxels in no part, means nothing
             inside[other] = index[1:] - 1
-        found[name] = match_lesions(region_mask(truth[box], regions[name]), parts, spacing_mm), inside
-    return found
+        parts_of[name] = match_lesions(region_mask(truth[box], regions[name]), parts, spacing_mm), inside
+    return parts_of
 
 
-def _scores(cases: Sequence[Dict[str, Parts]], rules: Mapping[str, Sequence[Rule]]) -> np.ndarray:
-    """Scores of what `PostProcessing.paint` leaves under `rules`, (cases, regions from the largest on, 4)."""
+def _scores(cases: Sequence[Dict[str, _Parts]], rules: Mapping[str, Sequence[Rule]]) -> np.ndarray:
+    """Scores of the parts that `PostProcessing.paint` leaves under `rules`, (cases, regions from the largest on, 4)."""
     rows = []
     for case in cases:
         kept: Dict[str, np.ndarray] = {}
@@ -297,14 +293,14 @@ def _scores(cases: Sequence[Dict[str, Parts]], rules: Mapping[str, Sequence[Rule
             if name in rules:
                 stays[stays] = ~_is_small(matching.part_mm3[stays], rules[name])
             kept[name], lesions = stays, matching.lesions(stays)
-            rows.append((lesions.dice, lesions.false_positives, matching.dice(stays), lesions.found))
+            rows.append((lesions.dice, lesions.false_positives, matching.dice(stays), lesions.detected))
     return np.reshape(rows, (len(cases), -1, 4))
 
 
 def _gain(scores: np.ndarray, other: np.ndarray) -> float:
-    """In the mean lesion-wise Dice; -1 where that of a region falls or a lesion is lost that was found."""
+    """Gain in the mean lesion-wise Dice; -1 if that of a region falls or a lesion is lost that was found."""
     change = (scores - other)[..., LESION_DICE].mean(0)
-    lost = (scores[..., FOUND] < other[..., FOUND]).any()
+    lost = (scores[..., DETECTED] < other[..., DETECTED]).any()
     return -1.0 if lost or change.min() < -1e-9 else round(float(change.mean()), 9)
 
 
@@ -319,21 +315,21 @@ def _is_small(sizes_mm3: np.ndarray, rules: Sequence[Rule]) -> np.ndarray:
 
 
 def _larger(regions: Regions) -> Dict[str, List[str]]:
-    """Region, the one of the most codes first -> the regions that hold it and more, the smallest first."""
+    """Region, that of the most codes first -> the regions that hold it and more, the smallest first."""
     names = sorted(regions, key=lambda name: -len(set(regions[name])))
     return {name: [other for other in reversed(names) if set(regions[other]) > set(regions[name])] for name in names}
 
 
 def _codes_below(regions: Regions) -> Dict[str, int]:
-    """Region, the largest first -> the code of what is removed from it: the next larger region's own, or background.
-    Without regions whose next larger one has no code of its own: what leaves them would leave that one too."""
+    """Region, the largest first -> the code of voxels removed from it: the next larger region's own, or background.
+    Not for regions whose next larger one has no code of its own: voxels removed from them would leave that too."""
     own = own_codes(regions)
     codes = {name: own[larger[0]] if larger else (0,) for name, larger in _larger(regions).items()}
     return {name: code[0] for name, code in codes.items() if code}
 
 
 def _nested(answers: np.ndarray, regions: Regions) -> np.ndarray:
-    """A copy of `answers` with 0 where a voxel is in a region and not in every one that holds it."""
+    """A copy of `answers` with 0 where a voxel is in a region and not in all larger regions that hold it."""
     names, nested = list(regions), answers.copy()
     for name, larger in _larger(regions).items():
         for other in larger:

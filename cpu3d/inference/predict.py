@@ -9,18 +9,18 @@ An image is a case folder, one 4D file, or one 3D file per channel. Several fold
 bad case is reported at the end, and the others are predicted. No label is needed or read. A run that was trained on
 some of its store's channels also takes images of these channels alone, such as one 3D FLAIR file.
 
-3D files are one case. Files named after their modality (x_flair, x_t1, ...) are sorted by it; others must be given in
-the order of the channels. For a run of one channel each 3D file is a case; files of other modalities are ignored.
+Several 3D files are one case, one file per channel; a run of one channel takes each file as a case. Files named after
+their modality (x_flair, x_t1, ...) are sorted by it; without such names they must be in the order of the channels. A
+run of one channel ignores files of other modalities.
 
-Labels are written in the codes of the image's own data set: those of the BraTS release whose names its files have, or
-of the dataset.json above its imagesTr or imagesTs. Where neither is known they are the codes of the run's store.
---codes chooses other codes.
+Labels are written in the codes of the image's own data set: of the BraTS release that its files are named as, or of the
+dataset.json above its imagesTr or imagesTs; else in those of the run's store. --codes chooses other codes.
 
 Several runs predict together, by the mean of their probabilities; folds must be complete. Small parts of regions are
-removed as the runs have decided (`cpu3d.inference.postprocessing`), if all runs have; --raw keeps them.
+removed as the runs decided, if all runs did (`cpu3d.inference.postprocessing`); --raw keeps them.
 
 <case_id>.json beside <case_id>.nii.gz has the meaning of the codes, volumes in ml, sources with their hashes, the runs.
---page adds <case_id>.html, to scroll through the slices; --probabilities adds the maps as the network gives them.
+--page adds <case_id>.html, to scroll through the slices; --probabilities adds the network's probabilities.
 """
 
 import dataclasses
@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 import numpy as np
-from rich.console import Console
 
 from cpu3d.data.labels import THRESHOLD, code_meanings, region_mask
 from cpu3d.data.nifti import write_label, write_volume
@@ -40,9 +39,10 @@ from cpu3d.data.records import CaseRecord
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles
 from cpu3d.errors import DoesNotFitError, InputError, refuse
-from cpu3d.inference.cases import STORE, Case, check_there, find_cases
+from cpu3d.inference.cases import STORE, Case, check_exist, find_cases
+from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors
 from cpu3d.inference.postprocessing import RAW, PostProcessing, gentlest, postprocessing_of
-from cpu3d.inference.runs import Ensemble, Inference, RunOptions, load_configs, origin, trained_predictors
+from cpu3d.inference.runs import Inference, RunOptions, load_configs
 from cpu3d.pages.viewer import SCORES, ViewedCase, write_case_page
 from cpu3d.settings import AUTO
 from cpu3d.util.atomic import writable_folder, write_json
@@ -50,29 +50,28 @@ from cpu3d.util.progress import bar, say
 from cpu3d.util.records import listed
 from memory_estimator.common.files import read_json
 from memory_estimator.common.schema import option
-from memory_estimator.common.table import Table
+from memory_estimator.common.table import Table, new_console
 
 SCHEMA = 1  # version of the sidecar
-WRITER = "cpu3d predict"  # how a sidecar says that the label beside it was made here and may be replaced
+WRITER = "cpu3d predict"  # the writer in a sidecar: the label beside it was made here and may be replaced
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is predicted, and what is written."""
+    """Options of `predict`."""
 
     image: Tuple[Path, ...] = option(
         help="case folders, 4D files, or a 3D file per channel, named after its modality or in the channels' order; "
-        "for a run of one channel 3D files are a case each",
+        "for a run of one channel each 3D file is a case",
         metavar="PATH",
     )
     out: Path = option(help="folder for the predictions", metavar="DIR")
-    raw: bool = option(False, help="leave out the post-processing that the run has decided")
     zero_nan: bool = option(False, help="make NaN and infinite voxels background")
-    probabilities: bool = option(False, help="write <case_id>_<region>_probability.nii.gz, too, in float32")
-    page: bool = option(False, help="write <case_id>.html, too: a page to scroll through the slices in a browser")
+    probabilities: bool = option(False, help="also write <case_id>_<region>_probability.nii.gz, in float32")
+    page: bool = option(False, help="also write <case_id>.html, a page to scroll through the slices in a browser")
     codes: str = option(
         AUTO,
-        help="whose label codes to write; auto: those of the image's own data set where known, else of the run's store",
+        help="label codes to write; auto: those of the image's own data set if known, else of the run's store",
         choices=(AUTO, "store", *LABEL_CODES),
     )
 
@@ -81,15 +80,15 @@ OPTIONS = (RunOptions, Options, Inference)
 
 
 def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
-    check_there("--image", options.image)
+    check_exist("--image", options.image)
     configs = load_configs(chosen.run, some_folds=chosen.some_folds)
-    decided = [RAW if options.raw else postprocessing_of(*one, chosen.weights) for one in zip(chosen.run, configs)]
+    decided = [RAW if chosen.raw else postprocessing_of(*pair, chosen.weights) for pair in zip(chosen.run, configs)]
     writable_folder(options.out, "--out")
     predictors = trained_predictors(chosen.run, chosen.weights, inference)
     predictor, postprocessing = Ensemble(predictors), gentlest(decided)
     cases, problems = find_cases(options.image, predictor, options.codes)
-    twice = [one for one, times in Counter(case.files.case_id for case in cases).items() if times > 1]
-    wrong = [f"case ids must differ, got {one} twice; predict them into separate folders" for one in twice]
+    twice = [case_id for case_id, times in Counter(case.files.case_id for case in cases).items() if times > 1]
+    wrong = [f"case ids must differ, got {case_id} twice; predict them into separate folders" for case_id in twice]
     if options.out.resolve() in (path.resolve() for path in options.image):
         wrong.insert(0, f"--out must not be a folder that is predicted on, got {options.out}; choose another")
     refuse(wrong)
@@ -110,9 +109,10 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     if done:
         head = ("file", *(f"{name} ml" for name in done[0]["volumes_ml"]), "seconds")
         rows = [
-            (one["label"], *(f"{ml:.2f}" for ml in one["volumes_ml"].values()), f"{one['seconds']:.1f}") for one in done
+            (case["label"], *(f"{ml:.2f}" for ml in case["volumes_ml"].values()), f"{case['seconds']:.1f}")
+            for case in done
         ]
-        Console().print(Table(head, rows, title="predictions").rich())
+        new_console().print(Table(head, rows, title="predictions"))
     if problems:
         raise kind(*problems)
     return 0
@@ -121,9 +121,9 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
 def predict_case(
     predictor: Any, case: Case, options: Options, about: Mapping[str, Any], postprocessing: PostProcessing
 ) -> Dict[str, Any]:
-    """Segment one case into `options.out`; returns the content of its sidecar, `about` included: whose answer it is. A
+    """Segment one case into `options.out`; returns the content of its sidecar, with `about`, the answer's origin. A
     label among the case's files is not read. Raises InputError for an image that cannot be read or does not fit the
-    run, and where a file would be overwritten whose sidecar does not say that it was written here."""
+    run, and for a file that would be overwritten without a sidecar by `predict`."""
     begin, out, files = time.monotonic(), options.out, case.files
     names = _probability_names(files.case_id, tuple(predictor.regions)) if options.probabilities else {}
     label_file, sidecar, page_file = (out / f"{files.case_id}.{end}" for end in ("nii.gz", "json", "html"))
@@ -151,7 +151,7 @@ def predict_case(
 
 
 def _sidecar(case: Case, record: CaseRecord, label: np.ndarray, **about: Any) -> Dict[str, Any]:
-    """What a case's sidecar holds of its label, grid and sources, before it is complete."""
+    """The content of a case's sidecar before it is complete: label, grid, sources."""
     voxel_ml = float(np.prod(record.spacing_mm)) / 1000.0
     masks = {name: region_mask(label, codes) for name, codes in case.regions.items()}
     return {
@@ -176,15 +176,15 @@ def _sidecar(case: Case, record: CaseRecord, label: np.ndarray, **about: Any) ->
 def _mapping(cases: Sequence[Case]) -> List[str]:
     """The codes that are written, a line for all cases with the same codes."""
     lines = []
-    for of, one in {case.codes_of: case for case in cases}.items():
+    for of, last in {case.codes_of: case for case in cases}.items():
         ids = listed(case.files.case_id for case in cases if case.codes_of == of)
-        meanings = ", ".join(f"{code} {name}" for code, name in code_meanings(one.regions, one.labels).items())
+        meanings = ", ".join(f"{code} {name}" for code, name in code_meanings(last.regions, last.labels).items())
         lines.append(f"{ids}: label codes of {of}: {meanings}{'; --codes chooses others' * (of == STORE)}")
     return lines
 
 
 def _probability_names(case_id: str, regions: Sequence[str]) -> Dict[str, str]:
-    """Region -> file name. Regions may be named after labels, and those may hold blanks or slashes."""
+    """Region -> file name. Regions may be named after labels, whose names may hold blanks or slashes."""
     slugs = [re.sub(r"[^\w.-]+", "-", name) for name in regions]
     if len(set(slugs)) < len(slugs):
         slugs = [f"{position}-{slug}" for position, slug in enumerate(slugs, start=1)]
@@ -192,12 +192,12 @@ def _probability_names(case_id: str, regions: Sequence[str]) -> Dict[str, str]:
 
 
 def _check_replaceable(sidecar: Path, outputs: Sequence[Path], files: CaseFiles) -> None:
-    """Raise InputError when an output is a source, or exists and no sidecar says that it was written here."""
+    """Raise InputError for an output that is a source, or that exists without a sidecar by `predict`."""
     sources = {path.resolve() for path in files.paths}
     try:
         ours = read_json(sidecar).get("written_by") == WRITER
     except (OSError, ValueError, AttributeError):
         ours = False
-    reasons = {path: "was not written by predict" for path in outputs if path.exists() and not ours}
-    reasons.update({path: "is a source image" for path in outputs if path.resolve() in sources})
-    refuse(f"{path} must not be overwritten, it {why}; choose another --out" for path, why in reasons.items())
+    kinds = {path: "a file that was not written by predict" for path in outputs if path.exists() and not ours}
+    kinds.update({path: "a source image" for path in outputs if path.resolve() in sources})
+    refuse(f"{path} must not be overwritten, got {kind}; choose another --out" for path, kind in kinds.items())

@@ -15,7 +15,7 @@ from cpu3d.data.region import Region, Shape3, paste, round_up
 from cpu3d.data.resolution import Resizing, resizing_for
 from cpu3d.data.store import case_region
 from cpu3d.data.windows import sliding_window
-from cpu3d.errors import DivergedError, InputError
+from cpu3d.errors import DivergedError, refuse
 from cpu3d.host.gpu import fits_memory
 from cpu3d.inference.runs import Inference, window_of
 from cpu3d.run.checkpoint import load_checkpoint, weights_file
@@ -25,8 +25,8 @@ from cpu3d.training.learner import finest, weight_names
 from models.unet3d import build_unet3d
 
 AS_TRAINED = Inference()
-NETWORKS = 2  # grids of which the network is kept: the training grid, which most cases share, and the last other one
-ADVICE = "slide a smaller --window X Y Z where the run is at full resolution, or take --device cpu if a card ran out"
+NETWORKS = 2  # grids whose networks are kept: the training grid, which most cases share, and the last other grid
+ADVICE = "slide a smaller --window X Y Z if the run is at full resolution, or take --device cpu if a card ran out"
 
 
 class Predictor:
@@ -48,9 +48,9 @@ class Predictor:
         """Probability of each region, float32 (X, Y, Z, R), on the full grid of `image` (X, Y, Z, C).
 
         `image` and `record` are a store's or `load_case`'s; `channels` names the image's, all of the store's if none.
-        In one pass the network sees the grid it was trained on, larger where this case needs it. Windows slide over the
+        In one pass the network sees the grid it was trained on, larger if this case needs it. Windows slide over the
         brain's box, or with the full extent over the volume, and at least one window's size of it. Outside of that the
-        probability is 0. Raises DoesNotFitError where memory runs out, DivergedError for answers that are not finite.
+        probability is 0. Raises DoesNotFitError if memory runs out, DivergedError for answers that are not finite.
         """
         region, resizing = self.region(record), self._resizing(record)
         present = tuple(channels or self.channels)
@@ -67,7 +67,7 @@ class Predictor:
         return answers
 
     def region(self, record: CaseRecord) -> Region:
-        """What of a case is predicted, in the voxels of its image, padding included."""
+        """The part of a case that is predicted, in the voxels of its image, padding included."""
         config, needed, resizing = self.config, self._needed(record), self._resizing(record)
         if resizing:
             size = resizing.field
@@ -82,7 +82,7 @@ class Predictor:
         return record.box.size if self.config.extent == "brain" else record.shape
 
     def _resizing(self, record: CaseRecord) -> Optional[Resizing]:
-        """Between the region and what the network sees of it; None where that is the same."""
+        """From the region to the smaller grid that the network sees; None at full resolution."""
         config = self.config
         if config.resolution == 1:
             return None
@@ -109,12 +109,12 @@ def over_mirror_images(logits_of: Callable, image) -> np.ndarray:
     """Mean of the logits (X, Y, Z, R) of `image` (1, X, Y, Z, C) and its seven mirror images, each mirrored back."""
     images = [axes for count in range(4) for axes in itertools.combinations(range(3), count)]
     mirrored = (tf.reverse(image, np.array(axes, np.int32) + 1) for axes in images)
-    return sum(np.flip(logits_of(one), axes) / np.float32(len(images)) for one, axes in zip(mirrored, images))
+    return sum(np.flip(logits_of(mirror), axes) / np.float32(len(images)) for mirror, axes in zip(mirrored, images))
 
 
 def load_predictor(run: Path, weights: str = "best", inference: Inference = AS_TRAINED) -> Predictor:
     """The predictor of a run with its "best" or "last" weights. Raises InputError when the run or its weights are
-    missing, damaged, or do not fit together."""
+    missing, damaged, or of another network."""
     config, arrays = load_weights(load_config(run), weights_file(run, weights))
     return Predictor(config, arrays, inference)
 
@@ -124,9 +124,11 @@ def load_weights(config: RunConfig, path: Path) -> Tuple[RunConfig, List[np.ndar
     weights of coarse steps predict on the coarse grid. Raises InputError as `load_predictor`."""
     arrays, state = load_checkpoint(path)
     expected = build_unet3d(config.unet, (config.unet.divisor,) * 3, 1).weights
-    names = weight_names(expected)
-    sizes = (config.unet.channels, config.unet.outputs) == (len(config.channels), len(config.regions))
-    if not sizes or any(arrays.shapes.get(name) != tuple(one.shape) for name, one in zip(names, expected)):
-        raise InputError(f"checkpoint {path} must hold the weights of its run's config.json, got others; restore both")
+    shapes = {name: tuple(weight.shape) for name, weight in zip(weight_names(expected), expected)}
+    needed = {**shapes, "channels and regions": (len(config.channels), len(config.regions))}
+    saved = {**arrays.shapes, "channels and regions": (config.unet.channels, config.unet.outputs)}
+    differ = [f"{name} {saved.get(name)} for {size}" for name, size in needed.items() if saved.get(name) != size]
+    rule = f"checkpoint {path} must hold the weights of its run's config.json"
+    refuse(f"{rule}, got {first}; restore both" for first in differ[:1])
     config = dataclasses.replace(config, coarse_steps=state["coarse_steps"]).at(state["step"])
-    return config, [arrays[name] for name in names]
+    return config, [arrays[name] for name in shapes]

@@ -9,16 +9,16 @@ comparable with published tables:
 Lesions are those of BraTS 2023 for adult glioma (github.com/rachitsaluja/BraTS-2023-Metrics, BraTS-GLI):
 
 - *Lesions* are the parts of the truth that are connected, by 26 neighbours, once it is grown by 3 mm: near parts are
-  one lesion. Those of at most 50 mm3 are neither to be found nor wrong to find.
-- *Found* is a lesion that, grown, shares a voxel with a connected part of the prediction. All such parts are its own,
-  also those that are another lesion's too. A part of any size that no lesion has is a false positive.
+  one lesion. Those of at most 50 mm3 count neither as missed nor as false positives.
+- A lesion is *detected* if, grown, it shares a voxel with a connected part of the prediction. All such parts are its
+  own, also those that are another lesion's too. A part of any size that no lesion has is a false positive.
 
 Growing is in rounds of a voxel to 18 neighbours. The challenge, all of 1 mm, takes 3 rounds; here an axis takes part in
 as many as 3 mm have voxels, rounded, so that lesions of other spacings are the same ones.
 
 Empty masks are scored by the rule of the BraTS challenge: both empty is right, one empty as wrong as possible (HD95 is
-373.13 mm for 240x240x155 at 1 mm). Where there is no lesion to find, sensitivity is 1 whatever was predicted, and
-lesion-wise Dice 1 without and 0 with false positives.
+373.13 mm for 240x240x155 at 1 mm). Without a true lesion, sensitivity is 1 whatever was predicted, and lesion-wise Dice
+1 without and 0 with false positives.
 
 DeepMind's `surface-distance` is not used: its only release (0.1) calls names that numpy 2 and scipy have dropped.
 """
@@ -35,14 +35,14 @@ from cpu3d.data.region import bounding_box
 
 TOLERANCE_MM = 1.0  # of the surface Dice, unless another is chosen: one BraTS voxel, about what two raters differ by
 
-LESION_GROWTH_MM, LESION_MM3 = 3.0, 50.0  # how far a true lesion reaches, and the volume up to which none is asked for
+LESION_GROWTH_MM, LESION_MM3 = 3.0, 50.0  # how far a true lesion reaches, and the volume up to which it does not count
 
 
 class Lesions(NamedTuple):
-    """The lesions of a truth, and what was found of them."""
+    """Counts of the lesions of a truth, and their mean Dice."""
 
     true: int
-    found: int
+    detected: int
     false_positives: int
     dice: float  # the sum over true lesions, 0 of a missed one, over the count of these and of false positives
 
@@ -53,7 +53,7 @@ class Matching:
     any choice among the parts need."""
 
     truth_voxels: np.ndarray  # (L,)
-    counted: np.ndarray  # (L,) whether the lesion is large enough to be asked for
+    counted: np.ndarray  # (L,) whether the lesion is large enough to count
     part_voxels: np.ndarray  # (P,)
     part_mm3: np.ndarray  # (P,)
     lesion: np.ndarray  # (N,) index of a pair's lesion
@@ -61,7 +61,7 @@ class Matching:
     shared_voxels: np.ndarray  # (N,) voxels of the part in the lesion before it was grown
 
     def lesions(self, kept: Optional[np.ndarray] = None) -> Lesions:
-        """The scores where only the parts of `kept` (P,) are predicted, by default all."""
+        """The scores if only the parts of `kept` (P,) are predicted, by default all."""
         kept = np.ones(len(self.part_voxels), bool) if kept is None else kept
         pairs, count = kept[self.part], len(self.truth_voxels)
         lesion, part = self.lesion[pairs], self.part[pairs]
@@ -69,11 +69,11 @@ class Matching:
         shared = np.bincount(lesion, weights=self.shared_voxels[pairs], minlength=count)
         dice = 2 * shared[self.counted] / (self.truth_voxels + own)[self.counted]
         false_positives = int(np.count_nonzero(kept)) - len(np.unique(part))
-        judged, found = len(dice) + false_positives, int(np.count_nonzero(own[self.counted]))
-        return Lesions(len(dice), found, false_positives, float(dice.sum() / judged) if judged else 1.0)
+        judged, detected = len(dice) + false_positives, int(np.count_nonzero(own[self.counted]))
+        return Lesions(len(dice), detected, false_positives, float(dice.sum() / judged) if judged else 1.0)
 
     def dice(self, kept: np.ndarray) -> float:
-        """Dice of the whole region where only the parts of `kept` (P,) are predicted."""
+        """Dice of the whole region if only the parts of `kept` (P,) are predicted."""
         total = self.truth_voxels.sum() + self.part_voxels[kept].sum()
         return float(2 * self.shared_voxels[kept[self.part]].sum() / total) if total else 1.0
 
@@ -87,15 +87,14 @@ class Masks:
     spacing_mm: Sequence[float]
     tolerance_mm: float
     diagonal_mm: float  # of the whole image grid
-    empty: str  # which one is: "", "truth", "prediction" or "both"
+    empty: str  # which mask is: "", "truth", "prediction" or "both"
 
     @cached_property
     def distances_mm(self) -> Tuple[np.ndarray, np.ndarray]:
         """Surface distances, neither mask empty: (truth to prediction, prediction to truth), float64, unordered."""
         spacing_mm = np.asarray(self.spacing_mm, float)
-        true, predicted = (
-            np.argwhere(mask & ~binary_erosion(mask)) * spacing_mm for mask in (self.truth, self.prediction)
-        )
+        masks = self.truth, self.prediction
+        true, predicted = (np.argwhere(mask & ~binary_erosion(mask)) * spacing_mm for mask in masks)
         return cKDTree(predicted).query(true)[0], cKDTree(true).query(predicted)[0]
 
     @cached_property
@@ -104,22 +103,22 @@ class Masks:
 
 
 def dice(masks: Masks) -> float:
-    """Twice the voxels that both masks share over the sum of both; 1 where both are empty, 0 where one is."""
+    """Twice the voxels that both masks share over the sum of both; 1 if both are empty, 0 if one is."""
     total = np.count_nonzero(masks.truth) + np.count_nonzero(masks.prediction)
     return float(2 * np.count_nonzero(masks.truth & masks.prediction) / total) if total else 1.0
 
 
 def hausdorff95_mm(masks: Masks) -> float:
-    """The larger of the two directed 95th percentiles of surface distances, linear between ranks; 0 where both are
-    empty, the diagonal of the image where one is."""
+    """The larger of the two directed 95th percentiles of surface distances, linear between ranks; 0 if both masks are
+    empty, the diagonal of the image if one is."""
     if masks.empty:
         return 0.0 if masks.empty == "both" else masks.diagonal_mm
     return float(max(np.percentile(distances, 95) for distances in masks.distances_mm))
 
 
 def surface_dice(masks: Masks) -> float:
-    """The share of all surface voxels, of both masks together, within the tolerance (<=) of the other surface; 1 where
-    both are empty, 0 where one is."""
+    """The share of all surface voxels, of both masks together, within the tolerance (<=) of the other surface; 1 if
+    both are empty, 0 if one is."""
     if masks.empty:
         return float(masks.empty == "both")
     # Distances are roots of sums of squares: a tolerance of exactly 3 voxels of 0.1 mm must still hold three of them.
@@ -128,18 +127,18 @@ def surface_dice(masks: Masks) -> float:
 
 
 def lesion_dice(masks: Masks) -> float:
-    """The mean Dice of true lesions and false positives, each alone, by the rule of BraTS 2023: what is missed or false
-    has 0; 1 where there are none."""
+    """The mean Dice of true lesions and false positives, each alone, by the rule of BraTS 2023: a missed lesion and a
+    false positive have 0; 1 if there are none."""
     return masks.lesions.dice
 
 
 def lesion_sensitivity(masks: Masks) -> float:
-    """The share of true lesions above 50 mm³ that were found; 1 where there are none."""
-    return masks.lesions.found / masks.lesions.true if masks.lesions.true else 1.0
+    """The share of true lesions above 50 mm³ that were detected; 1 if there are none."""
+    return masks.lesions.detected / masks.lesions.true if masks.lesions.true else 1.0
 
 
 def false_positives(masks: Masks) -> float:
-    """Connected parts of the prediction that no true lesion, grown by 3 mm, touches; their count in a case."""
+    """The number of connected parts of the prediction in a case that no true lesion, grown by 3 mm, touches."""
     return float(masks.lesions.false_positives)
 
 
@@ -148,7 +147,7 @@ class Metric:
     """A number that says how well a region was segmented. Cases are aggregated by their mean."""
 
     label: str  # for people
-    of: Callable[[Masks], float]  # its docstring is what the metric measures, in a sentence, and of empty masks
+    of: Callable[[Masks], float]  # its docstring says what the metric measures, also for empty masks, in a sentence
     larger_is_better: bool = True  # then it is a share, from 0 to 1
     unit: str = ""
     digits: int = 3  # after the point, in tables
@@ -176,7 +175,7 @@ def score_region(
 ) -> Dict[str, Any]:
     """Score boolean masks `(X, Y, Z)` of one region on the full image grid; voxels measure `spacing_mm`.
 
-    Metric -> value; truth_voxels, prediction_voxels, truth_ml, prediction_ml; true_lesions and found_lesions, the
+    Metric -> value; truth_voxels, prediction_voxels, truth_ml, prediction_ml; true_lesions and detected_lesions, the
     counts behind the sensitivity; and "empty": which mask is, as in `Masks`.
     """
     voxels = {"truth": int(np.count_nonzero(truth)), "prediction": int(np.count_nonzero(prediction))}
@@ -190,13 +189,13 @@ def score_region(
         **{f"{name}_voxels": count for name, count in voxels.items()},
         **{f"{name}_ml": count * voxel_ml for name, count in voxels.items()},
         "true_lesions": masks.lesions.true,
-        "found_lesions": masks.lesions.found,
+        "detected_lesions": masks.lesions.detected,
         "empty": empty,
     }
 
 
 def metric_notes(names: Sequence[str], tolerance_mm: float) -> str:
-    """What a table of these metrics has below it, as "HD95 in mm; surface Dice at 1 mm"."""
+    """The caption of a table of these metrics, as "HD95 in mm; surface Dice at 1 mm"."""
     metrics = [METRICS[name] for name in names]
     notes = [f"{metric.label} in {metric.unit}" for metric in metrics if metric.unit]
     notes += [f"{metric.label} {metric.note.format(tolerance_mm=tolerance_mm)}" for metric in metrics if metric.note]
@@ -216,12 +215,12 @@ def match_lesions(truth: np.ndarray, parts: np.ndarray, spacing_mm: Sequence[flo
     for done, stop in zip(stops, stops[1:]):
         neighbours = near[tuple(slice(None) if done < n else slice(1, 2) for n in rounds)]
         grown = binary_dilation(grown, neighbours, iterations=int(stop - done))
-    lesions = connected_parts(grown)  # also of voxels around
+    lesions = connected_parts(grown)  # with the voxels around them
     truth_voxels, part_voxels = np.bincount(lesions[truth])[1:], np.bincount(parts.ravel())[1:]
     voxel_mm3 = float(np.prod(spacing_mm))
     # Every lesion and part that share a voxel, once.
     both, base = (parts > 0) & grown, len(part_voxels) + 1
-    pairs, which = np.unique(lesions[both] * np.int64(base) + parts[both], return_inverse=True)
+    pairs, pair = np.unique(lesions[both] * np.int64(base) + parts[both], return_inverse=True)
     lesion, part = divmod(pairs, base)
     return Matching(
         truth_voxels,
@@ -230,5 +229,5 @@ def match_lesions(truth: np.ndarray, parts: np.ndarray, spacing_mm: Sequence[flo
         part_voxels * voxel_mm3,
         lesion - 1,
         part - 1,
-        np.bincount(which, weights=truth[both]),
+        np.bincount(pair, weights=truth[both]),
     )

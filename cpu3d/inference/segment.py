@@ -1,6 +1,6 @@
 """Segment an image with an exported network: python segment.py IMAGE.nii.gz [IMAGE.nii.gz ...] LABEL.nii.gz"""
 
-# This text is in USAGE.md, to be saved beside export.json: it needs NumPy, nibabel and what reads the network alone.
+# This text is in USAGE.md, to be saved beside export.json: it needs NumPy, nibabel and a reader of the network alone.
 import itertools
 import json
 import pathlib
@@ -17,19 +17,19 @@ def load_network(folder, about):
         import onnxruntime
 
         session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-        return lambda **given: session.run(None, given)[0]
+        return lambda **inputs: session.run(None, inputs)[0]
     import tensorflow as tf
 
     model, output = tf.saved_model.load(file), next(iter(about["outputs"]))
 
-    def network(**given):
-        return model.signatures["serving_default"](**{name: tf.constant(given[name]) for name in given})[output].numpy()
+    def network(**inputs):
+        return model.signatures["serving_default"](**{n: tf.constant(a) for n, a in inputs.items()})[output].numpy()
 
     return network
 
 
 def probabilities_of(network, about, image):
-    """Probabilities float32 (X, Y, Z, R) of an image float32 (X, Y, Z, C) with axes R A S; 0 where it is not seen."""
+    """Probabilities float32 (X, Y, Z, R) of an image float32 (X, Y, Z, C) with axes R A S; 0 where nothing is seen."""
     shape, size, slides = image.shape[:3], about["size"], about["mode"] == "patch"
     low, high = (0, 0, 0), shape
     if about["extent"] == "brain":  # the box around all voxels that are not 0
@@ -55,7 +55,7 @@ def probabilities_of(network, about, image):
 def windows(network, about, image, part):
     """Probabilities of a part of an image, from windows that slide over it."""
     values = [image[..., channel][image[..., channel] != 0].astype(np.float64) for channel in range(image.shape[3])]
-    mean, std = (np.float32([getattr(one, name)() for one in values]) for name in ("mean", "std"))
+    mean, std = (np.float32([getattr(channel, name)() for channel in values]) for name in ("mean", "std"))
     size = about["size"]
     bells = [np.exp(-0.5 * ((np.arange(w) - (w - 1) / 2) / (w * about["sigma"])) ** 2) for w in size]
     bell = np.einsum("x,y,z->xyz", *bells).astype(np.float32)[..., None]
@@ -73,14 +73,14 @@ def painted(probabilities, about):
     """The label uint8 (X, Y, Z); later groups of regions override earlier ones."""
     label = np.zeros(probabilities.shape[:3], np.uint8)
     for group in about["paint"]:
-        rivals = probabilities[..., [one["output"] for one in group]]
-        codes = np.uint8([one["code"] for one in group])[rivals.argmax(-1)]
+        rivals = probabilities[..., [region["output"] for region in group]]
+        codes = np.uint8([region["code"] for region in group])[rivals.argmax(-1)]
         label = np.where(rivals.max(-1) >= about["threshold"], codes, label)
     return label
 
 
 def main(folder, *paths):
-    """Segment the images `paths` but the last one, which is written."""
+    """Segment the images `paths[:-1]`, the channels in order, and write the label `paths[-1]`."""
     about = json.loads((folder / "export.json").read_text())
     files = [nibabel.as_closest_canonical(nibabel.load(path)) for path in paths[:-1]]  # axes R A S
     image = np.concatenate([file.get_fdata(dtype=np.float32).reshape(*file.shape[:3], -1) for file in files], -1)

@@ -1,4 +1,4 @@
-"""What every self-contained page is made with: one style, pictures inside, numbers in words for people."""
+"""The frame of every self-contained page: one style, pictures inside, values as text for people."""
 
 import base64
 import datetime
@@ -14,7 +14,7 @@ from memory_estimator.installed import as_typed
 
 
 def page_file(out: Path) -> Path:
-    """`out`, in a folder that is made where there is none. Raises InputError unless a page can be written there."""
+    """`out`, in a folder that is made if it is missing. Raises InputError unless a page can be written there."""
     if out.is_dir():
         raise InputError(f"--out {out} must be a file, found a folder; add a name such as page.html")
     if out.suffix.lower() not in (".html", ".htm"):  # an image named by mistake would be lost
@@ -59,4 +59,5 @@ def flat(content: Any, prefix: str = "") -> List[Tuple[str, str]]:
 
 
 def percent(share: Any) -> str:
+    """A share such as "12.5 %", and "-" for what is no finite number."""
     return f"{100 * share:.1f} %" if isinstance(share, (int, float)) and math.isfinite(share) else "-"

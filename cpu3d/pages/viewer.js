@@ -1,4 +1,4 @@
-// Three linked planes of a case on 2-D canvases. The page's JSON says what there is, its base64 scripts hold the voxels:
+// Three linked planes of a case on 2-D canvases. The page's JSON describes the cases, its base64 scripts hold the voxels:
 // gzip of the differences to the mean of the three neighbours before, decoded when they are first shown.
 (() => {
 "use strict";
@@ -40,8 +40,8 @@ function start(root, fail) {
   const cases = JSON.parse(find("cases").textContent);
   const [list, modality, region, answer] = ["list", "modality", "region", "answer"].map(find);
   const [truthOn, answerOn, errorOn, opacity] = ["truth-on", "answer-on", "error-on", "opacity"].map(find);
-  const volumes = new Map(); // what has been decoded, as promises
-  const present = new Set(Array.from(root.querySelectorAll("script[id]"), (one) => one.id)); // others follow this script
+  const volumes = new Map(); // decoded volumes, as promises
+  const present = new Set(Array.from(root.querySelectorAll("script[id]"), (script) => script.id)); // others follow this script
   const planes = PLANES.map((plane) => ({
     ...plane,
     canvas: find(plane.name),
@@ -52,7 +52,7 @@ function start(root, fail) {
   let shown = cases[0]; // the case
   let at = shown.start.slice(); // the crosshair's voxel, in the box that the page holds
   let windows = new Map(); // modality -> [low, high] that black and white stand for
-  let image, truth, prediction; // voxels of what is chosen
+  let image, truth, prediction; // voxels of the chosen volumes
   let opacityBefore = 0.5;
   let asked = 0;
 
@@ -87,23 +87,23 @@ function start(root, fail) {
   // Label code -> 1 + position of its innermost region among those that are shown, 0 for none.
   function innermost() {
     const table = new Uint8Array(256);
-    const outerFirst = regions().map((one, position) => [one, position]);
+    const outerFirst = regions().map((area, position) => [area, position]);
     outerFirst.sort(([a], [b]) => b.codes.length - a.codes.length);
-    for (const [one, position] of outerFirst) for (const code of one.codes) table[code] = position + 1;
+    for (const [area, position] of outerFirst) for (const code of area.codes) table[code] = position + 1;
     return table;
   }
 
   function errorOf(inTruth, inPrediction) {
     if (inTruth === inPrediction) return inTruth ? "both" : null;
     if (!inTruth || !inPrediction) return inTruth ? "missed" : "false";
-    const size = (one) => regions()[one - 1].codes.length; // a smaller region lies further in
+    const size = (number) => regions()[number - 1].codes.length; // a smaller region is further in
     return size(inTruth) <= size(inPrediction) ? "missed" : "false";
   }
 
   function overlay() {
     const table = innermost();
-    const colours = [null, ...regions().map((one) => rgb(one.colour))];
-    const outlines = colours.map((one) => one && [...one, 1]); // opaque
+    const colours = [null, ...regions().map((area) => rgb(area.colour))];
+    const outlines = colours.map((colour) => colour && [...colour, 1]); // opaque
     const errorColours = Object.fromEntries(Object.entries(ERRORS).map(([name, hex]) => [name, rgb(hex)]));
     const withTruth = truth && truthOn.checked, withAnswer = prediction && answerOn.checked;
     const inTruth = (voxel) => table[truth[voxel]], inAnswer = (voxel) => table[prediction[voxel]];
@@ -113,7 +113,7 @@ function start(root, fail) {
     return (voxel, neighbours) => {
       if (!withAnswer) return withTruth ? colours[inTruth(voxel)] : null;
       const here = withTruth && inTruth(voxel);
-      return here && neighbours.some((one) => inTruth(one) !== here) ? outlines[here] : colours[inAnswer(voxel)];
+      return here && neighbours.some((neighbour) => inTruth(neighbour) !== here) ? outlines[here] : colours[inAnswer(voxel)];
     };
   }
 
@@ -146,7 +146,7 @@ function start(root, fail) {
         neighbours[3] = b < height - 1 ? voxel + strides[down] : voxel;
         const grey = table[image[voxel]], colour = colourOf(voxel, neighbours);
         const part = colour ? colour[3] || alpha : 0;
-        const [red, green, blue] = colour ? colour.map((one) => grey + part * (one - grey)) : [grey, grey, grey];
+        const [red, green, blue] = colour ? colour.map((value) => grey + part * (value - grey)) : [grey, grey, grey];
         pixels[pixel] = OPAQUE | (blue << 16) | (green << 8) | red;
       }
     context.putImageData(picture, 0, 0);
@@ -191,19 +191,19 @@ function start(root, fail) {
 
   function nameOf(code) {
     const name = shown.labels[code] || (code ? `label ${code}` : "background");
-    const within = shown.regions.filter((one) => one.codes.includes(code) && one.name !== name).map((one) => one.name);
+    const within = shown.regions.filter((area) => area.codes.includes(code) && area.name !== name).map((area) => area.name);
     return within.length ? `${name} (${within.join(", ")})` : name;
   }
 
   function readOut() {
-    const here = offset(...at), level = image[here], one = channel();
-    const clipped = level === 1 ? "\u2264 " : level === one.levels ? "\u2265 " : "\u2248 ";
+    const here = offset(...at), level = image[here], { name: shows, unit, levels } = channel();
+    const clipped = level === 1 ? "\u2264 " : level === levels ? "\u2265 " : "\u2248 ";
     const signed = (value, plus, minus) => `${value < 0 ? minus : plus} ${Math.abs(value).toFixed(1)}`;
     const [x, y, z] = times(shown.to_mm, at);
     const facts = [ // pairs: a modality may be called "window" or "truth"
       ["voxel", times(shown.to_voxel, at).map(Math.round).join(", ")],
       ["mm", `${signed(x, "R", "L")}, ${signed(y, "A", "P")}, ${signed(z, "S", "I")}`],
-      [one.name, level ? clipped + number(intensity(level)) + (one.unit && ` ${one.unit}`) : "0 (outside)"],
+      [shows, level ? clipped + number(intensity(level)) + (unit && ` ${unit}`) : "0 (outside)"],
       ["window", greyWindow().map(number).join(" to ")],
     ];
     if (truth) facts.push(["truth", nameOf(truth[here])]);
@@ -224,7 +224,7 @@ function start(root, fail) {
     const both = truth && prediction && errorOn.checked;
     const entries = both
       ? [["missed: truth only", ERRORS.missed], ["false: prediction only", ERRORS.false], ["both", ERRORS.both]]
-      : truth || prediction ? regions().map((one) => [one.name, one.colour]) : [];
+      : truth || prediction ? regions().map((area) => [area.name, area.colour]) : [];
     find("legend").replaceChildren(...entries.map(([name, colour]) => {
       const entry = element("span", name), key = element("i", "");
       key.style.background = colour;
@@ -239,7 +239,7 @@ function start(root, fail) {
   async function show() {
     const turn = ++asked, chosen = shown.predictions[answer.selectedIndex];
     const ids = [channel().id, shown.truth, chosen && chosen.id];
-    image = truth = prediction = null; // what was decoded before may have another shape
+    image = truth = prediction = null; // volumes of another case may have another shape
     try {
       const decoded = await Promise.all(ids.map((id) => (id ? volume(id) : null)));
       if (turn !== asked) return; // another choice was made meanwhile
@@ -270,8 +270,8 @@ function start(root, fail) {
     select.closest("label").hidden = names.length < 2;
   }
 
-  function take(one) {
-    shown = one;
+  function take(chosen) {
+    shown = chosen;
     at = shown.start.slice();
     [...list.children].forEach((button, place) => button.setAttribute("aria-pressed", cases[place] === shown));
     options(modality, shown.modalities.map((each) => each.name));
@@ -382,10 +382,10 @@ function start(root, fail) {
     event.preventDefault();
     keys[event.key]();
   });
-  list.append(...cases.map((one) => {
-    const button = element("button", "", { type: "button", onclick: () => take(one) });
-    if (one.note) button.append(element("b", one.note));
-    button.append(element("span", one.name), element("small", one.scores));
+  list.append(...cases.map((choice) => {
+    const button = element("button", "", { type: "button", onclick: () => take(choice) });
+    if (choice.note) button.append(element("b", choice.note));
+    button.append(element("span", choice.name), element("small", choice.scores));
     return button;
   }));
   list.hidden = cases.length < 2 && !cases[0].scores;

@@ -1,9 +1,9 @@
-"""The slices of cases in a page: what `viewer.html.j2` shows and `viewer.js` decodes.
+"""The slices of cases in a page: the volumes that `viewer.html.j2` shows and `viewer.js` decodes.
 
-A volume is cropped to the box of what is not zero and held as one byte a voxel: 0 outside of the brain, from 1 on steps
-of equal width from the 0.1th to the 99.9th percentile of the rest, with what lies beyond at the ends. There are as many
-steps, at most 255, as let all modalities of a case fit 3 MB. Stored is gzip, in base64, of each voxel's difference to
-the mean of the three before it along X, Y and Z, modulo 256: a quarter less than gzip of the voxels themselves.
+A volume is cropped to the box of voxels that are not zero and held as one byte a voxel: 0 outside of the brain, from 1
+on steps of equal width from the 0.1th to the 99.9th percentile of the brain; values beyond are clipped. There are as
+many steps, at most 255, as let all modalities of a case fit 3 MB. Stored is gzip, in base64, of each voxel's difference
+to the mean of the three before it along X, Y and Z, modulo 256: a quarter less than gzip of the voxels themselves.
 """
 
 import base64
@@ -22,23 +22,21 @@ from cpu3d.data.region import Region, bounding_box
 from cpu3d.pages.page import render_page
 from cpu3d.util.atomic import atomic_write
 
-CASE_BYTES = 3_000_000  # of the modalities and labels of a case in the page; more only where LEAST steps take more
+CASE_BYTES = 3_000_000  # of the modalities and labels of a case in the page; more only if LEAST steps take more
 STEPS, LEAST = 255, 24
-RANGE, WINDOW = (
-    (0.1, 99.9),
-    (0.5, 99.5),
-)  # percentiles of the brain: what the steps span, what is black and white at first
+# Percentiles of the brain: the ends of the steps, and black and white at first.
+RANGE, WINDOW = (0.1, 99.9), (0.5, 99.5)
 SCORES = "standard deviations"  # the unit of images that are stored after normalisation
 
 # Oedema green, core red, enhancing yellow, as the field draws them, in the tones of Okabe and Ito, which colour-blind
-# readers can tell apart; then of other regions.
+# readers can tell apart; then those of other regions.
 COLOURS = {"WT": "#009e73", "TC": "#d55e00", "ET": "#f0e442", "RC": "#cc79a7"}
-OTHERS = ("#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#d55e00", "#f0e442", "#0072b2")
+MORE_COLOURS = ("#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#d55e00", "#f0e442", "#0072b2")
 
 
 @dataclass(frozen=True)
 class ViewedCase:
-    """What is shown of a case; volumes have axes R A S and lie on the grid of `geometry`."""
+    """A case to show; its volumes have axes R A S and are on the grid of `geometry`."""
 
     name: str
     image: np.ndarray  # (X, Y, Z, C) of finite numbers, of which a channel at a time is read
@@ -54,7 +52,7 @@ class ViewedCase:
 
 
 def viewer(cases: Iterable[ViewedCase]) -> Dict[str, Any]:
-    """What `viewer.html.j2` needs as `viewer`: JSON about the cases, and their volumes as base64 by name.
+    """The `viewer` of `viewer.html.j2`: JSON about the cases, and their volumes as base64 by name.
 
     Takes one case after the other, so that a generator need not hold them all.
     """
@@ -80,14 +78,14 @@ def pack(voxels: np.ndarray) -> bytes:
     before[1:] += voxels[:-1]
     before[:, 1:] += voxels[:, :-1]
     before[:, :, 1:] += voxels[:, :, :-1]
-    # 31: gzip framing, with a zero time stamp. Noise does not repeat: to look for more than runs takes five times as
+    # 31: gzip framing, with a zero time stamp. Noise does not repeat: a search for more than runs takes five times as
     # long, and the result is larger.
     packer = zlib.compressobj(6, zlib.DEFLATED, 31, 9, zlib.Z_RLE)
     return packer.compress((voxels - before // 3).astype(np.uint8).tobytes()) + packer.flush()
 
 
 def in_steps(volume: np.ndarray, low: float, high: float, steps: int) -> np.ndarray:
-    """uint8: 0 where `volume` is, else 1 for `low` and less up to `steps` for `high` and more."""
+    """uint8: 0 for 0 in `volume`, else 1 for `low` and less up to `steps` for `high` and more."""
     scaled = np.clip((volume - low) / (high - low), 0, 1) * (steps - 1)
     return np.where(volume != 0, 1 + np.rint(scaled), 0).astype(np.uint8)
 
@@ -96,12 +94,12 @@ def in_steps(volume: np.ndarray, low: float, high: float, steps: int) -> np.ndar
 
 
 def _case(case: ViewedCase, name: str) -> Tuple[Dict[str, Any], Dict[str, bytes]]:
-    """What the page is told of a case, and its volumes, packed."""
+    """The page's JSON about a case, and its volumes, packed."""
     box = _box(case)
     inside = box.slices(case.image.shape[:3])
-    given = {} if case.truth is None else {f"{name}-truth": case.truth}
-    answers = {f"{name}-prediction-{number}": one for number, one in enumerate(case.predictions.values())}
-    volumes = {key: np.ascontiguousarray(label[inside]) for key, label in {**given, **answers}.items()}
+    truth = {} if case.truth is None else {f"{name}-truth": case.truth}
+    answers = {f"{name}-prediction-{number}": label for number, label in enumerate(case.predictions.values())}
+    volumes = {key: np.ascontiguousarray(label[inside]) for key, label in {**truth, **answers}.items()}
     start = _start(next(iter(volumes.values()), None), case.regions, box.size)
     packed = {key: pack(label) for key, label in volumes.items()}
     spare = CASE_BYTES * 3 / 4 - sum(map(len, packed.values()))  # base64 makes four bytes of three
@@ -113,7 +111,7 @@ def _case(case: ViewedCase, name: str) -> Tuple[Dict[str, Any], Dict[str, bytes]
     to_voxel = ras_to_file(case.geometry)
     to_voxel[:3, 3] += to_voxel[:3, :3] @ box.start
     to_mm = np.asarray(case.geometry.affine) @ to_voxel
-    others = itertools.cycle(OTHERS)
+    colours = itertools.cycle(MORE_COLOURS)
     return {
         "name": case.name,
         "note": case.note,
@@ -127,16 +125,16 @@ def _case(case: ViewedCase, name: str) -> Tuple[Dict[str, Any], Dict[str, bytes]
         "modalities": modalities,
         "labels": {int(code): label for code, label in case.labels.items()},
         "regions": [
-            {"name": region, "codes": [int(code) for code in codes], "colour": COLOURS.get(region) or next(others)}
+            {"name": region, "codes": [int(code) for code in codes], "colour": COLOURS.get(region) or next(colours)}
             for region, codes in case.regions.items()
         ],
-        "truth": next(iter(given), None),
-        "predictions": [{"name": one, "id": key} for one, key in zip(case.predictions, answers)],
+        "truth": next(iter(truth), None),
+        "predictions": [{"name": answer, "id": key} for answer, key in zip(case.predictions, answers)],
     }, packed
 
 
 def _box(case: ViewedCase) -> Region:
-    """Around all that is not zero in any modality or label."""
+    """The box around all voxels that are not zero in any modality or label."""
     mask = np.zeros(case.image.shape[:3], bool)
     channels = (case.image[..., number] for number in range(len(case.channels)))
     for volume in itertools.chain(channels, [] if case.truth is None else [case.truth], case.predictions.values()):
@@ -145,8 +143,8 @@ def _box(case: ViewedCase) -> Region:
 
 
 def _start(label: Optional[np.ndarray], regions: Mapping[str, Sequence[int]], size: Sequence[int]) -> List[int]:
-    """Per axis the slice with most of all regions; the middle where there is none."""
-    codes = sorted({code for those in regions.values() for code in those})
+    """The slice of each axis with most voxels of all regions; the middle one without any."""
+    codes = sorted({code for region in regions.values() for code in region})
     mask = None if label is None else region_mask(label, codes)
     if mask is None or not mask.any():
         return [n // 2 for n in size]
@@ -154,7 +152,7 @@ def _start(label: Optional[np.ndarray], regions: Mapping[str, Sequence[int]], si
 
 
 def _modality(volume: np.ndarray, most_bytes: float) -> Tuple[Dict[str, Any], bytes]:
-    """What the page is told of a modality, and its voxels, packed into `most_bytes` where that can be."""
+    """The page's JSON about a modality, and its voxels, packed into `most_bytes` if LEAST steps fit."""
     volume = np.clip(volume, -1e30, 1e30).astype(np.float32)  # so that the window and its steps do not overflow
     brain = volume[volume != 0]
     low, high, black, white = np.percentile(brain, (*RANGE, *WINDOW)).tolist() if brain.size else (0, 1, 0, 1)

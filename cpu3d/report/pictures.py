@@ -13,7 +13,7 @@ from cpu3d.run.summary import Events, numbers, of_kind
 from memory_estimator.common.table import PALETTE, new_figure, plain, png
 from memory_estimator.common.units import GIB
 
-Figures = List[Tuple[str, bytes]]  # (what it shows, PNG) each
+Figures = List[Tuple[str, bytes]]  # (title, PNG) each
 YRange = Optional[Tuple[float, Optional[float]]]  # (bottom, top) of an axis; a top of None leaves room above the data
 
 
@@ -26,7 +26,7 @@ class Line:
     y: Sequence[float]
     colour: str
     measured: bool = True  # drawn as it is; False for a dense noisy series: faint, with a running median over it
-    marks: str = "o-"  # of a measured line, as matplotlib has them: "-" without dots, "o" dots alone
+    marks: str = "o-"  # of a measured line, in matplotlib's notation: "-" without dots, "o" dots alone
 
 
 def chart(
@@ -41,7 +41,7 @@ def chart(
 ) -> bytes:
     """Curves over a common x axis, as PNG bytes, with a dashed line at x = `switch`; `log` is of both axes.
 
-    Points that are not finite are left out; no line at all is fine. A legend appears where a line has a name.
+    Points that are not finite are left out; no line at all is fine. A legend appears if a line has a name.
     """
     from scipy.ndimage import median_filter  # on use: importing this module stays cheap
 
@@ -77,7 +77,7 @@ def strips(values: Mapping[str, Sequence[float]], *, title: str, y_label: str, y
     for position, (name, column) in enumerate(values.items()):
         y = np.asarray(column, float)
         colour = PALETTE[position % len(PALETTE)]
-        # Golden-ratio offsets: dots keep apart and the picture is the same every time.
+        # Golden-ratio offsets: dots stay apart and the picture is the same every time.
         x = position + 0.34 * ((np.arange(y.size) * 0.618034) % 1.0 - 0.5) * (y.size > 1)
         axes.plot(x, y, "o", color=colour, alpha=0.75, markersize=4.5, markeredgewidth=0, label=name)
         axes.boxplot(
@@ -95,7 +95,7 @@ def strips(values: Mapping[str, Sequence[float]], *, title: str, y_label: str, y
 
 
 def curves(events: Events, coarse_steps: int) -> Figures:
-    """A chart of every curve there is something to draw of, with a dashed line where full steps begin."""
+    """A chart of every curve that has points, with a dashed line where full steps begin."""
     steps, validations = of_kind(events, "step"), of_kind(events, "validation")
     charts: Figures = []
 
@@ -131,7 +131,7 @@ def score_pictures(scores: Mapping[str, Any]) -> Figures:
 
 
 def _line(name: str, events: Events, key: str, colour: str, unit: float = 1) -> Line:
-    """What events hold under a key over their steps: with names those of steps are noisy, those of validations dots."""
+    """The values of a key over the events' steps: with a name those of steps are noisy, those of validations dots."""
     known = [event for event in events if numbers([event], key)]
     x, y = [event["step"] for event in known], [event[key] / unit for event in known]
     of_steps = bool(known) and known[0]["event"] == "step"

@@ -19,7 +19,7 @@ from cpu3d.data.nifti import read_volume, to_ras
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError
-from cpu3d.inference.evaluate import PREDICTIONS, UNTOUCHED, ranked, read_scores, scores_path, summary_table, warning
+from cpu3d.inference.evaluate import PREDICTIONS, UNTOUCHED, ranked, read_scores, scores_path, scores_table, warning
 from cpu3d.inference.postprocessing import Decision, PostProcessing, postprocessing_of, read_decision
 from cpu3d.inference.scores import METRICS
 from cpu3d.pages.page import flat, page_file, percent, render_page
@@ -29,6 +29,7 @@ from cpu3d.run.config import load_config
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import Events, costs_of, last_end, median, numbers, of_kind
 from cpu3d.util.atomic import atomic_write
+from cpu3d.util.progress import say
 from cpu3d.util.records import by, count, listed
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Bold, Table
@@ -37,7 +38,7 @@ from memory_estimator.common.units import format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class Options:
-    """Command-line options of `report`."""
+    """Options of `report`."""
 
     run: Path = option(help="run folder written by train", metavar="DIR")
     out: Optional[Path] = option(None, help="page to write (default: report.html in the run folder)", metavar="FILE")
@@ -45,7 +46,7 @@ class Options:
 
 OPTIONS = (Options,)
 
-# The facts of a run: settings, and those of its last attempt. Then the METRICS that post-processing is shown by.
+# The facts of a run: settings, and those of its last attempt. Then the METRICS that post-processing is shown with.
 SETTINGS = ("split_hash", "fold", "mode", "grid", "resolution", "coarse_steps", "coarse_grid")
 STARTED_WITH = ("parameters", "precision", "policy", "micro_batch", "engine")
 SHOWN = ("lesion_dice", "false_positives", "dice")
@@ -59,9 +60,9 @@ class RunFiles:
     config: Dict[str, Any]
     events: Events  # of log.jsonl, in order
     scores: Optional[Dict[str, Any]]  # scores.json of the test cases, else of "val", else of "train"
-    store: Optional[Store]  # with the run's fold; None when it is not where it was
-    postprocessing: PostProcessing  # of the answers of its best weights, or why there is none
-    decision: Optional[Decision]  # the scores behind it; None where nothing was decided
+    store: Optional[Store]  # with the run's fold; None if it was moved or deleted
+    postprocessing: PostProcessing  # of the answers of its best weights
+    decision: Optional[Decision]  # the scores behind it; None if nothing was decided
 
 
 @dataclass(frozen=True)
@@ -72,22 +73,21 @@ class Folded:
     table: Table
 
 
-# Of a section: a table, pictures beside each other, a paragraph, or the cases of `viewer`. Empty ones are left out, and
-# so is a section, a heading and its parts, that has none.
+# A part of a section: a table, pictures beside each other, a paragraph, or the cases of `viewer`. Empty parts are left
+# out, and so is a section, a heading and its parts, without any.
 Part = Union[Table, Folded, pictures.Figures, str, Mapping[str, Any]]
 Section = Tuple[str, Sequence[Part]]
 
 
 def run(options: Options) -> int:
-    print(f"written: {write_report(options.run, options.out)}")
+    say(f"written: {write_report(options.run, options.out)}", stderr=False)
     return 0
 
 
 def write_report(run_dir: Path, out: Optional[Path] = None) -> Path:
     """Write the page of the run in `run_dir` to `out`, by default run/report.html, atomically; returns its path.
 
-    Raises InputError when `run_dir` holds no readable config.json, for a scores.json that is damaged or of another
-    version, and when the page cannot be written there. What else is missing is named on the page.
+    Raises InputError as `gather`, and when the page cannot be written there. The page names what else is missing.
     """
     files, out = gather(run_dir.resolve()), out or run_dir / "report.html"
     page_file(out)
@@ -133,7 +133,7 @@ def shown_cases(
     """The best, the median and the worst case, under the files in folders of `predictions`.
 
     `scores` is case id -> its scores in words, the best case first. A prediction that is damaged or on another grid is
-    left out, and a case that has none or that the store no longer has.
+    left out, and a case without predictions or that the store no longer has.
     """
     notes: Dict[str, List[str]] = {}
     ids, labels = list(scores), store.manifest.labels
@@ -192,7 +192,7 @@ def _is_filled(part: Part) -> bool:
 
 
 def _facts(files: RunFiles, starts: Events) -> List[Tuple[str, str]]:
-    """Name and value of what tells this run from others."""
+    """Name and value of the settings and facts that distinguish this run."""
     config, manifest = files.config, files.store.manifest if files.store else None
     end, last = last_end(files.events), starts[-1] if starts else {}
     facts = [
@@ -206,19 +206,19 @@ def _facts(files: RunFiles, starts: Events) -> List[Tuple[str, str]]:
     ]
     if files.scores:
         facts.append(("inference", _inference(files.scores)))
-        done = dict.fromkeys(case.get("postprocessing", "-") for case in files.scores["cases"])
-        facts.append(("post-processing of the scores", "; ".join(done)))
+        applied = dict.fromkeys(case["postprocessing"] for case in files.scores["cases"])
+        facts.append(("post-processing of the scores", "; ".join(applied)))
     return facts
 
 
 def _inference(scores: Mapping[str, Any]) -> str:
-    """How the network was applied to the cases that were scored; "-" where scores.json does not have it."""
-    runs, ways = scores.get("runs") or [scores], {}
-    for how in (run.get("inference") or {} for run in runs):
-        way = "in one pass" if how else "-"
-        if how.get("window"):
-            way = f"window of {by(how['window'], ' x ')}, {100 * how.get('overlap', 0):g} % overlap"
-        ways[way + ", mean of 8 mirror images" * bool(how.get("flips"))] = None  # each once
+    """How the network was applied to the cases that were scored."""
+    runs, ways = scores.get("runs", [scores]), {}
+    for how in (run["inference"] for run in runs):
+        way = "in one pass"
+        if how["window"]:
+            way = f"window of {by(how['window'], ' x ')}, {100 * how['overlap']:g} % overlap"
+        ways[way + ", mean of 8 mirror images" * how["flips"]] = None  # each once
     if len(runs) > 1:
         crossed = all("held_out" in run for run in runs)
         ways["each case by the fold that held it out" if crossed else f"mean of {len(runs)} runs"] = None
@@ -226,16 +226,15 @@ def _inference(scores: Mapping[str, Any]) -> str:
 
 
 def _missing(files: RunFiles) -> List[str]:
-    """What is missing and how to make it, one sentence each."""
+    """Notes on what is missing and how to make it, one sentence each."""
     notes = []
     if files.scores is None:
         notes.append(f"No scores yet: run `evaluate --run {files.folder}` and then `report` again.")
     if not of_kind(files.events, "step"):
         notes.append("No training step is in log.jsonl yet, so there are no curves.")
     if files.store is None:
-        notes.append(f"The store {files.config.get('store', '')} is not there now, so no cases are shown.")
-    trained_with = files.config.get("split_hash")
-    if files.scores and trained_with and files.scores["split_hash"] != trained_with:
+        notes.append(f"The store {files.config['store']} cannot be read, so no cases are shown.")
+    if files.scores and files.scores["split_hash"] != files.config["split_hash"]:
         notes.append(f"The scores are of another split, {files.scores['split_hash']}: run `evaluate` again.")
     return notes
 
@@ -243,16 +242,14 @@ def _missing(files: RunFiles) -> List[str]:
 def _scores_section(files: RunFiles) -> List[Part]:
     scores = files.scores
     every = " ".join(" ".join(f"{metric.label}: {metric.of.__doc__}".split()) for metric in METRICS.values())
-    about = (
-        f"Weights \u201c{scores['weights']}\u201d, on the full original grid. {every} Empty masks score as in BraTS."
-    )
-    return [summary_table(scores), about, pictures.score_pictures(scores), Folded("Every case", _cases_table(scores))]
+    text = f"Weights \u201c{scores['weights']}\u201d, on the full original grid. {every} Empty masks score as in BraTS."
+    return [scores_table(scores), text, pictures.score_pictures(scores), Folded("Every case", _cases_table(scores))]
 
 
 def _cases(files: RunFiles) -> Mapping[str, Any]:
     """The best, median and worst case by mean Dice."""
     scores = {
-        case["case_id"]: "Dice " + ", ".join(f"{name} {one['dice']:.3f}" for name, one in case["regions"].items())
+        case["case_id"]: "Dice " + ", ".join(f"{name} {region['dice']:.3f}" for name, region in case["regions"].items())
         for case in reversed(ranked(files.scores["cases"]))
     }
     predictions = scores_path(files.folder, files.scores["split"]).parent / PREDICTIONS
@@ -264,10 +261,10 @@ def _cases_table(scores: Mapping[str, Any]) -> Table:
     rows = []
     for case in ranked(scores["cases"]):
         case_id = case["case_id"]  # in its first row
-        for region, one in case["regions"].items():
-            values = [f"{one[name]:.{metric.digits}f}" for name, metric in METRICS.items()]
-            ml = f"{one['truth_ml']:.1f} \u2192 {one['prediction_ml']:.1f}"
-            rows.append((case_id, region + "*" * bool(one["empty"]), *values, ml))
+        for region, scored in case["regions"].items():
+            values = [f"{scored[name]:.{metric.digits}f}" for name, metric in METRICS.items()]
+            ml = f"{scored['truth_ml']:.1f} \u2192 {scored['prediction_ml']:.1f}"
+            rows.append((case_id, region + "*" * bool(scored["empty"]), *values, ml))
             case_id = ""
     return Table(
         ("case", "region", *(metric.heading for metric in METRICS.values()), "ml"),
@@ -278,7 +275,7 @@ def _cases_table(scores: Mapping[str, Any]) -> Table:
 
 
 def _decision_table(files: RunFiles) -> Optional[Table]:
-    """Region by region what is removed, and what that changes on the validation cases; None where nothing is."""
+    """Each region's removed parts, and the scores of validation cases before and after; None if nothing is removed."""
     decision = files.decision
     if files.postprocessing.off or decision is None:
         return None
@@ -287,9 +284,9 @@ def _decision_table(files: RunFiles) -> Optional[Table]:
         rules = decision.chosen.rules.get(name)
         values = []
         for key in SHOWN:
-            was, is_ = (getattr(means[name], key) for means in (decision.before, decision.after))
+            before, after = (getattr(means[name], key) for means in (decision.before, decision.after))
             digits = METRICS[key].digits
-            values.append(f"{was:.{digits}f} \u2192 {is_:.{digits}f}")
+            values.append(f"{before:.{digits}f} \u2192 {after:.{digits}f}")
         rows.append((name, f"below {listed(rules)}" if rules else "-", *values))
     nested = "; each region is cut to the larger regions" if decision.chosen.nested else ""
     return Table(
@@ -301,16 +298,21 @@ def _decision_table(files: RunFiles) -> Optional[Table]:
 
 
 def _costs(files: RunFiles, starts: Events) -> Table:
-    """Memory and time: what, value, what value it is; what was predicted, the most of all attempts, and by how much
-    that is off. Time is predicted of a step alone, so its waiting for data is a row of its own."""
+    """Memory and time, a row each: name, measured value, what kind of value, the largest prediction of all attempts, by
+    how much that is off. Time is predicted of a step alone, so its waiting for data is a row of its own."""
+    events, coarse_steps = files.events, files.config["coarse_steps"]
     computing = [
-        {**one, "step_s": one["step_s"] - one.get("wait_s", 0)} if "step_s" in one else one for one in files.events
+        {**event, "step_s": event["step_s"] - event.get("wait_s", 0)} if "step_s" in event else event
+        for event in events
     ]
-    costs, alone = (costs_of(events, files.config["coarse_steps"]) for events in (files.events, computing))
+    costs, alone = costs_of(events, coarse_steps), costs_of(computing, coarse_steps)
     device, beside_s = files.config["device"], costs.validation_s + costs.checkpoint_s
-    scratch = "with oneDNN's scratch, by ITEX" if device == "cpu" else "with cuDNN's workspaces, without CUDA's context"
-    guesses, rows = [start.get("predicted", {}) for start in starts], []
-    guesses += [{"coarse_step_s": one["coarse"].get("step_s")} for one in guesses if "coarse" in one]
+    scratch = (
+        "without own operations' scratch" if device == "cpu" else "with cuDNN's workspaces, without CUDA's context"
+    )
+    predicted = [start.get("predicted", {}) for start in starts]
+    predicted += [{"coarse_step_s": each["coarse"].get("step_s")} for each in predicted if "coarse" in each]
+    rows = []
     for name, value, key, show, how in (
         ("peak memory of the process", costs.peak_rss_bytes, "process_peak_bytes", format_bytes, "with mapped files"),
         ("upper bound of it", costs.peak_rss_bytes, "upper_bound_bytes", format_bytes, ""),
@@ -318,15 +320,13 @@ def _costs(files: RunFiles, starts: Events) -> Table:
         ("time per coarse step", alone.coarse_step_s, "coarse_step_s", format_seconds, "median, without waiting"),
         ("time per step", alone.step_s, "step_s", format_seconds, "median, without waiting"),
     ):
-        guess = max(numbers(guesses, key), default=None)
+        guess = max(numbers(predicted, key), default=None)
+        off = f"{guess / value - 1:+.1%}" if guess and value else ""
         if key != "upper_bound_bytes" or guess:
-            off = f"{guess / value - 1:+.1%}" if guess and value else ""
             rows.append((name, show(value), how, show(guess) if guess else "", off))
-    wait_share = costs.wait_s / costs.steps_s if costs.steps_s else None
-    all_s = costs.steps_s + beside_s
+    all_s, wait_share = costs.steps_s + beside_s, costs.wait_s / (costs.steps_s or np.nan)
     rows.append(("waiting for data", percent(wait_share), "of the time of the steps", "", ""))
-    beside_share = beside_s / all_s if all_s else None
-    rows.append(("validation and checkpoints", percent(beside_share), "of the whole time", "", ""))
+    rows.append(("validation and checkpoints", percent(beside_s / (all_s or np.nan)), "of the whole time", "", ""))
     rows.append(("whole training", format_seconds(costs.train_s or all_s or None), "wall clock, all attempts", "", ""))
     for name, key in (("prediction", "predict_s"), ("scoring", "score_s")) if files.scores else ():
         took = format_seconds(median(numbers(files.scores["cases"], key)))

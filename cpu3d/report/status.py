@@ -4,10 +4,10 @@
     watch ./run.sh status --run runs/first
     ./run.sh status --run runs/first --json
 
-Ends with 0 for a run that goes on or has finished, with 1 for one that needs attention: a worker is silent, hangs, or
-has ended before the run was done; with 2 for a folder that is no run. It reads heartbeats, config.json, log.jsonl and
-checkpoints, on any host that sees the folder, and changes nothing. A worker is alive while its heartbeat is younger
-than a minute. Any file may be missing or half-written; its values are then unknown.
+The exit code is 0 while a run trains and once it has finished, 1 for a run that needs attention: a worker sends no
+heartbeat, hangs, or has ended before the run was done; 2 for a folder that is no run. It reads heartbeats, config.json,
+log.jsonl and checkpoints, on any host that sees the folder, and changes nothing. A worker is alive while its heartbeat
+is younger than a minute. Any file may be missing or half-written; its values are then unknown.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.text import Text
 
 from cpu3d.errors import ENDINGS, ending_of
@@ -31,7 +31,7 @@ from cpu3d.run.log import FINISHED, recent_events
 from cpu3d.run.summary import Pace, median, numbers, of_kind
 from cpu3d.settings import RunConfig
 from memory_estimator.common.schema import option
-from memory_estimator.common.table import Bad, Good, Poor, Table
+from memory_estimator.common.table import Bad, Good, Poor, Table, new_console
 from memory_estimator.common.units import format_bytes, format_seconds
 
 # State of a worker -> its rank, the worst first: those of workers that have ended are of `cpu3d.errors.ENDINGS`. The
@@ -44,10 +44,10 @@ IDLE = {state for state, rank in RANKS.items() if rank >= RANKS["silent"]} - set
 
 @dataclass(frozen=True)
 class Options:
-    """Command-line options of `status`."""
+    """Options of `status`."""
 
     run: Path = option(help="folder of the run", metavar="DIR")
-    json: bool = option(False, help="print all that is known as JSON")
+    json: bool = option(False, help="print everything as JSON")
 
 
 OPTIONS = (Options,)
@@ -58,19 +58,19 @@ def run(options: Options) -> int:
     if options.json:
         print(json.dumps(dataclasses.asdict(status), indent=1))
     else:
-        Console().print(describe(status))
+        new_console().print(describe(status))
     return 0 if status.is_fine else 1
 
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """One worker."""
+    """The state of a worker."""
 
     rank: int
     state: str  # one of RANKS
-    detail: str = ""  # what is known besides, and what to look at
+    detail: str = ""  # more on the state, and what to look at
     beat_age_s: Optional[float] = None
-    phase_s: Optional[float] = None  # how long the phase had gone on at the last beat
+    phase_s: Optional[float] = None  # duration of the phase up to the last beat
     heartbeat: Optional[Heartbeat] = None
 
     @property
@@ -81,11 +81,11 @@ class WorkerStatus:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run, now."""
+    """The present state of a run."""
 
     folder: str
     state: str  # the worst of its workers', see RANKS; "unknown" without heartbeats and end
-    details: Tuple[str, ...]  # what is known of a state that needs attention, a sentence each
+    details: Tuple[str, ...]  # on states that need attention, a sentence each
     advice: str  # what to do next; "" for nothing
     is_fine: bool  # whether it runs or has finished
     workers: Tuple[WorkerStatus, ...]
@@ -97,7 +97,7 @@ class RunStatus:
     loss: Optional[float]
     dice: Dict[str, float]
     validation: Optional[Dict[str, Any]]  # the last one: step, mean_dice, dice, best
-    best: Optional[float]  # the mean Dice of the best weights, as their file says; None without validation
+    best: Optional[float]  # the mean Dice of the best weights, from their file; None without validation
     checkpoint: Optional[Dict[str, Any]]  # the last one: step, age_s, size_bytes
 
 
@@ -107,7 +107,7 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
     heartbeats = read_heartbeats(run)
     config = None if heartbeats and not (run / "config.json").is_file() else load_config(run)
     events = recent_events(run)
-    starts, recent, validations = (of_kind(events, kind) for kind in ("start", "step", "validation"))
+    starts, validations = of_kind(events, "start"), of_kind(events, "validation")
     workers, checkpoint = _workers(run, heartbeats, now), _checkpoint(run, now)
     beats = [worker.heartbeat for worker in workers if worker.heartbeat]
     step = max([*(event["step"] for event in events), *(beat.step for beat in beats)], default=0)
@@ -120,8 +120,6 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
         judged = [WorkerStatus(0, "finished")]
     judged = judged or [WorkerStatus(0, "unknown", "there is no heartbeat")]
     worst = judged[0]
-    of_one_grid = [event for event in recent if event.get("voxels") == recent[-1].get("voxels")]
-    losses, dice = numbers(recent, "loss"), [event.get("dice") or {} for event in recent]
     return RunStatus(
         folder=str(run),
         state=worst.state,
@@ -131,11 +129,8 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
         workers=tuple(workers),
         step=step,
         steps=steps,
-        step_s=median(numbers(of_one_grid, "step_s")),
         seconds_left=Pace(events).seconds_left(step, steps) if worst.state in ("running", "starting") else None,
-        recent_steps=len(recent),
-        loss=statistics.fmean(losses) if losses else None,
-        dice={name: statistics.fmean(numbers(dice, name)) for name in (dice[-1] if dice else {})},
+        **_recent(of_kind(events, "step")),
         validation=validations[-1] if validations else None,
         best=best_score(run),
         checkpoint=checkpoint,
@@ -143,7 +138,7 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
 
 
 def worker_status(run: Path, beat: Heartbeat, now: float) -> WorkerStatus:
-    """Judge a worker by its heartbeat: the end it noted, else the age of its last beat, else what that says."""
+    """The state of a worker by its heartbeat: its noted end, else the age of its last beat, else the beat's content."""
     age, detail = beat_age_s(run, beat, now), ""
     if beat.exit_code is not None:
         state = ending_of(beat.exit_code).state
@@ -161,22 +156,22 @@ def worker_status(run: Path, beat: Heartbeat, now: float) -> WorkerStatus:
 
 
 def describe(status: RunStatus) -> Group:
-    """What is printed: the run in a line, its workers in a table, then progress and what to do."""
+    """The text to print: the run in a line, its workers in a table, then progress and what to do."""
     lines = [*_progress(status), *(("note" if status.is_fine else "why", detail) for detail in status.details)]
     lines += [("next", status.advice)] if status.advice else []
     state = _styled(status.state)
     first = Text.assemble(("run: ", "bold"), f"{status.folder}: ", (state, state.style))
     columns = ("worker", "state", "phase", "step", "memory", "peak", "plan", "free")
     rows = [_cells(worker) for worker in status.workers]
-    table = [Table(columns, rows, caption="phase: and how long it has gone on; G is GiB", names=3)] if rows else []
+    table = [Table(columns, rows, caption="phase and its duration; G is GiB", names=3)] if rows else []
     return Group(first, *table, *(Text.assemble((f"{name}: ", "bold"), text) for name, text in lines))
 
 
-# --- Private helpers: what is known ---
+# --- Private helpers: the state ---
 
 
 def _workers(run: Path, heartbeats: Mapping[int, Any], now: float) -> List[WorkerStatus]:
-    """Of the latest attempt: one with fewer workers leaves the files of more behind."""
+    """The workers of the latest attempt: one with fewer workers leaves files of the others behind."""
     readable = [beat for beat in heartbeats.values() if isinstance(beat, Heartbeat)]
     latest = max(readable, key=lambda beat: beat.started, default=None)
     workers = []
@@ -184,7 +179,7 @@ def _workers(run: Path, heartbeats: Mapping[int, Any], now: float) -> List[Worke
         beat = heartbeats.get(rank)
         if isinstance(beat, Heartbeat):
             workers.append(worker_status(run, beat, now))
-        elif beat is not None:  # what is wrong with its file
+        elif beat is not None:  # the problem of its file
             workers.append(WorkerStatus(rank, "unknown", beat))
         elif now - latest.started < SILENT_S:
             workers.append(WorkerStatus(rank, "starting"))
@@ -195,7 +190,7 @@ def _workers(run: Path, heartbeats: Mapping[int, Any], now: float) -> List[Worke
 
 def _stays_finished(end: Mapping[str, Any], workers: Sequence[WorkerStatus], step: int, steps: Optional[int]) -> bool:
     """Whether a run that has finished was begun again with nothing to do, however that attempt ended. Not so for one
-    that was made longer, nor where a worker is busy or has noted an error."""
+    that was made longer, nor if a worker is busy or has noted an error."""
     longer = end["reason"] == "finished" and bool(steps) and end["step"] < steps
     return end["step"] >= step and not longer and all(worker.state in IDLE for worker in workers)
 
@@ -220,15 +215,27 @@ def _advice(run: Path, config: Optional[RunConfig], worst: WorkerStatus, checkpo
     return f"{advice}; its last lines are in {log}" if log.is_file() else advice
 
 
+def _recent(steps: Sequence[Mapping[str, Any]]) -> Dict[str, Any]:
+    """Fields of `RunStatus` by its recent steps; the time of a step is that of the steps on the last one's grid."""
+    of_one_grid = [event for event in steps if event.get("voxels") == steps[-1].get("voxels")]
+    losses, dice = numbers(steps, "loss"), [event.get("dice") or {} for event in steps]
+    return {
+        "step_s": median(numbers(of_one_grid, "step_s")),
+        "recent_steps": len(steps),
+        "loss": statistics.fmean(losses) if losses else None,
+        "dice": {name: statistics.fmean(numbers(dice, name)) for name in (dice[-1] if dice else {})},
+    }
+
+
 def _checkpoint(run: Path, now: float) -> Optional[Dict[str, Any]]:
     for path in checkpoints(run):
-        with contextlib.suppress(OSError):  # it may be removed for newer ones just now
+        with contextlib.suppress(OSError):  # it may be removed for a newer one at the same time
             stat = path.stat()
             return {"step": step_of(path), "age_s": max(0.0, now - stat.st_mtime), "size_bytes": stat.st_size}
     return None
 
 
-# --- Private helpers: what is printed ---
+# --- Private helpers: the text ---
 
 
 def _styled(state: str) -> str:
@@ -241,14 +248,11 @@ def _cells(worker: WorkerStatus) -> Tuple[str, ...]:
     beat, state = worker.heartbeat, _styled(worker.state)
     if beat is None:
         return (str(worker.rank), state, *["-"] * 6)
-    phase = f"{beat.phase}, {_rounded(worker.phase_s)}" if beat.exit_code is None else f"ended, code {beat.exit_code}"
+    phase = f"{beat.phase}, {format_seconds(round(worker.phase_s))}"
+    phase = phase if beat.exit_code is None else f"ended, code {beat.exit_code}"
     now = None if beat.anonymous_bytes is None else beat.anonymous_bytes + (beat.file_bytes or 0)
-    sizes = (
-        now if worker.lives else None,
-        beat.peak_bytes,
-        beat.bound_bytes,
-        beat.free_bytes if worker.lives else None,
-    )
+    now, free = (now, beat.free_bytes) if worker.lives else (None, None)
+    sizes = (now, beat.peak_bytes, beat.bound_bytes, free)
     return (str(worker.rank), state, phase, str(beat.step), *map(_short, sizes))
 
 
@@ -258,7 +262,7 @@ def _progress(status: RunStatus) -> List[Tuple[str, str]]:
     pace = f", {format_seconds(status.step_s)} a step" if status.step_s else ""
     if status.seconds_left is not None:
         end = datetime.now() + timedelta(seconds=status.seconds_left)
-        pace += f", about {_rounded(status.seconds_left)} left, until {end:%a %d %b %H:%M}"
+        pace += f", about {format_seconds(round(status.seconds_left))} left, until {end:%a %d %b %H:%M}"
     lines = [("step", f"{status.step:,}{of}{pace}")]
     if status.loss is not None:
         lines.append((f"mean of {status.recent_steps} steps", f"loss {status.loss:.3f}, Dice {_dice(status.dice)}"))
@@ -270,21 +274,18 @@ def _progress(status: RunStatus) -> List[Tuple[str, str]]:
         lines.append((f"validation after step {status.validation.get('step')}", text))
     saved, text = status.checkpoint, "none yet"
     if saved:
-        text = f"step {saved['step']:,}, {_rounded(saved['age_s'])} ago, {format_bytes(saved['size_bytes'])}"
+        age = format_seconds(round(saved["age_s"]))
+        text = f"step {saved['step']:,}, {age} ago, {format_bytes(saved['size_bytes'])}"
     lines.append(("checkpoint", text))
     free = [worker.heartbeat for worker in status.workers if worker.lives and worker.heartbeat.free_bytes is not None]
-    for beat in sorted(free, key=lambda beat: beat.free_bytes)[:1]:  # what leaves least, which the table does not name
+    for beat in sorted(free, key=lambda beat: beat.free_bytes)[:1]:  # the least, whose limit the table does not name
         limit = f", {format_bytes(beat.limit_bytes)}" if beat.limit_bytes else ""
         lines.append(("memory", f"{format_bytes(beat.free_bytes)} free of {beat.free_of}{limit}"))
     return lines
 
 
-def _rounded(seconds: Optional[float]) -> str:
-    return "-" if seconds is None else format_seconds(round(seconds) if seconds < 120 else seconds)
-
-
 def _short(size_bytes: Optional[int]) -> str:
-    """As 14.00G, for a column."""
+    """Bytes for a column, as 14.00G."""
     return "-" if size_bytes is None else format_bytes(size_bytes).replace(" ", "").replace("iB", "")
 
 

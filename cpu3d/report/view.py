@@ -42,12 +42,12 @@ from cpu3d.util.records import listed
 from memory_estimator.common.schema import option
 from memory_estimator.common.units import format_bytes
 
-MOST_CHANNELS = 16  # of an image; more are time points, say, and no modalities
+MOST_CHANNELS = 16  # of an image; more are no modalities but, for example, time points
 
 
 @dataclass(frozen=True)
 class Options:
-    """Command-line options of `view`."""
+    """Options of `view`."""
 
     image: Tuple[Path, ...] = option(help="the case: a folder, a 4D file, or 3D files on one grid", metavar="PATH")
     out: Path = option(help="page to write", metavar="FILE")
@@ -65,19 +65,19 @@ def run(options: Options) -> int:
     out = page_file(options.out)
     for number, channel in enumerate(case.channels):
         if not case.image[..., number].any():
-            say(f"note: {channel} of {case.name} is empty: no voxel is a number other than 0")
+            say(f"note: {channel} of {case.name} is empty: all voxels are 0 or not finite")
     if not is_placed(case.geometry):
         rule = "does not give the patient's orientation (its sform and qform codes are 0)"
         say(f"note: {case.name} {rule}: R, L, A, P, S, I and mm are guesses")
     write_case_page(out, case, "view")
-    print(f"written: {out} ({format_bytes(out.stat().st_size)})")
+    say(f"written: {out} ({format_bytes(out.stat().st_size)})", stderr=False)
     return 0
 
 
 def read_case(image: Sequence[Path], label: Optional[Path], predictions: Sequence[Path]) -> ViewedCase:
     """Read a case from its files.
 
-    Raises InputError for files that cannot be read, lie on different grids, or hold no label map where one must be.
+    Raises InputError for files that cannot be read, are on different grids, or are no label map but must be.
     """
     files, names = viewed_files(image)
     label = label or files.label
@@ -120,23 +120,16 @@ def viewed_files(paths: Sequence[Path]) -> Tuple[CaseFiles, Tuple[str, ...]]:
     first = paths[0]
     if len(paths) > 1 and any(path.is_dir() for path in paths):
         raise InputError(f"--image must be one case, got {listed(paths)}; give one folder or its files")
-    files = volumes_in(first) if first.is_dir() else list(paths)
-    images = [path for path in files if modality_of(path) != "seg"]
-    if not images and first.is_dir():
-        found = "a segmentation alone" if files else "none"
-        rule = f"--image {first} must hold .nii.gz or .nii files of images, found {found}"
-        raise InputError(f"{rule}; give the folder of a case, or a file")
-    images = images or files  # a segmentation that is named is looked at
-    labels = [path for path in files if path not in images]
+    images, labels = _images_and_labels(paths)
     names = [modality_of(path) or stem_of(path) for path in images]
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    refuse(f"--image must name one file of {name}, got several; give the files of one case" for name in twice)
+    twice = {name: count for name, count in Counter(names).items() if count > 1}
+    refuse(f"--image must name one file of {name}, got {n}; give the files of one case" for name, n in twice.items())
     if len(labels) > 1:
         raise InputError(f"--image must have one segmentation, got {len(labels)}; give the files of one case")
     named = MODALITY_SUFFIX.sub("", images[0].name) if all(map(modality_of, images)) else stem_of(images[0])
     case_id = name_of(first) if first.is_dir() else named
     order = list(FOLDER_LAYOUTS["brats2017"].suffixes.values())
-    pairs = sorted(zip(names, images), key=lambda one: order.index(one[0]) if one[0] in order else len(order))
+    pairs = sorted(zip(names, images), key=lambda pair: order.index(pair[0]) if pair[0] in order else len(order))
     case = CaseFiles(case_id or first.name, case_id, tuple(path for _, path in pairs), labels[0] if labels else None)
     return case, tuple(name for name, _ in pairs)
 
@@ -144,26 +137,40 @@ def viewed_files(paths: Sequence[Path]) -> Tuple[CaseFiles, Tuple[str, ...]]:
 # --- Private helpers ---
 
 
+def _images_and_labels(paths: Sequence[Path]) -> Tuple[List[Path], List[Path]]:
+    """The images of a folder or of files, and the segmentations among them; one that is named alone is an image. Raises
+    InputError for a folder without images."""
+    first = paths[0]
+    files = volumes_in(first) if first.is_dir() else list(paths)
+    labels = [path for path in files if modality_of(path) == "seg"]
+    images = [path for path in files if path not in labels]
+    if not images and first.is_dir():
+        rule = f"--image {first} must hold .nii.gz or .nii files of images"
+        got = "a segmentation alone" if files else "none"
+        raise InputError(f"{rule}, found {got}; give the folder of a case, or a file")
+    return (images, labels) if images else (labels, [])
+
+
 def _modalities(path: Path, array: np.ndarray, *, alone: bool) -> np.ndarray:
-    """As `(X, Y, Z, C)` of finite numbers."""
+    """An image as `(X, Y, Z, C)` of finite numbers."""
     array = array if array.ndim == 4 else array[..., None]
     most = MOST_CHANNELS if alone else 1
     if array.shape[3] > most:
         rule = f"have at most {most} channels" if alone else "be 3D beside other images"
-        raise InputError(f"--image {path} must {rule}, got {array.shape[3]} channels; give others or one alone")
+        raise InputError(f"--image {path} must {rule}, got {array.shape[3]} channels; give other images or one alone")
     return np.nan_to_num(array, posinf=0, neginf=0)
 
 
 def _label_map(path: Path, array: np.ndarray) -> np.ndarray:
-    """As uint8 `(X, Y, Z)`."""
+    """A label map as uint8 `(X, Y, Z)`."""
     array = array[..., 0] if array.ndim == 4 and array.shape[3] == 1 else array
     if array.ndim != 3:
         raise InputError(f"label map {path} must be 3D, got shape {array.shape}; give one label map")
     with np.errstate(invalid="ignore"):
         codes = array.astype(np.uint8)
-    others = array[codes != array]
-    if others.size:
-        got = f"{others[0]}, one of {others.size} other values"
+    wrong = array[codes != array]
+    if wrong.size:
+        got = f"{wrong[0]} in the first of {wrong.size} other voxels"
         raise InputError(f"label map {path} must hold integers 0..255, got {got}; give a label map")
     return codes
 
@@ -174,15 +181,15 @@ def _meanings(
     """Code -> name and region -> codes; codes that the files' names do not explain are regions of their own."""
     codes = sorted({int(code) for label in maps for code in np.unique(label)} - {0})
     labels = labels_in_use(*known, codes) if known else {0: "background"}
-    others = {f"label {code}": (code,) for code in codes if code not in labels}
-    return labels, {**(regions_of(labels) if known else {}), **others}
+    unnamed = {f"label {code}": (code,) for code in codes if code not in labels}
+    return labels, {**(regions_of(labels) if known else {}), **unnamed}
 
 
 def _distinct(paths: Sequence[Path]) -> List[str]:
-    """A name for each file: its own without the ending, or where some are equal its folder's, or else numbered."""
+    """A name for each file: its own without the ending; if some are equal its folder's, or else numbered."""
     resolved, names = [path.resolve() for path in paths], [stem_of(path) for path in paths]
-    if len(set(resolved)) < len(paths):
-        raise InputError(f"--prediction must name different files, got {paths[0]} and others twice; leave one out")
+    twice = [path for path, place in zip(paths, resolved) if resolved.count(place) > 1]
+    refuse(f"--prediction must name different files, got {path} twice; name it once" for path in twice[:1])
     for candidates in (names, [path.parent.name for path in resolved]):
         if len(set(candidates)) == len(paths):
             return candidates

@@ -26,11 +26,12 @@ from tests.cpu3d.runs import run_command
 def trained(monkeypatch, fake_predictor):
     """Let every run have the fake predictor; the list collects what it was called with."""
     calls = []
-    monkeypatch.setattr(
-        evaluate,
-        "trained_predictors",
-        lambda runs, weights, inference: [calls.append((run, weights, inference)) or fake_predictor for run in runs],
-    )
+
+    def load(runs, weights, inference):
+        calls.extend((run, weights, inference) for run in runs)
+        return [fake_predictor] * len(runs)
+
+    monkeypatch.setattr(evaluate, "trained_predictors", load)
     return calls
 
 
@@ -45,11 +46,11 @@ def test_a_right_answer_scores_one_and_the_prediction_lies_on_the_source_voxel_b
     assert [case["case_id"] for case in scores["cases"]] == ["e", "f"]
     assert (scores["mean_dice"], scores["untouched"]) == (1, True)
     for case_id in ("e", "f"):
-        prediction, found = read_volume(tiny_run / f"evaluation/predictions/{case_id}.nii.gz")
-        source, geometry = read_volume(tmp_path / f"source/{case_id}_label.nii.gz")
+        prediction, geometry = read_volume(tiny_run / f"evaluation/predictions/{case_id}.nii.gz")
+        source, expected = read_volume(tmp_path / f"source/{case_id}_label.nii.gz")
         np.testing.assert_array_equal(prediction, source)
-        assert found == geometry
-    assert read(tiny_run) == scores == read_scores(scores_path(tiny_run))
+        assert geometry == expected
+    assert read(tiny_run) == scores == {"schema": 1, **read_scores(scores_path(tiny_run))}
     assert (scores["schema"], scores["weights"], scores["split"], scores["tolerance_mm"]) == (1, "last", "test", 2.0)
     assert scores["split_hash"] == tiny_store.manifest.split_hash
     assert scores["label_codes"] == {str(code): name for code, name in LABELS.items()}
@@ -77,9 +78,11 @@ def test_the_summary_is_worked_out_by_hand():
     assert summary["hd95_mm"]["median"] == 3.0
 
 
-def test_scores_of_seen_cases_are_marked_and_never_replace_those_of_untouched_ones(tiny_run, trained, capsys):
+def test_scores_of_seen_cases_are_marked_and_replace_no_others(tiny_run, trained, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, "ranked", lambda cases: [{**case, "case_id": "a[red]"} for case in cases])
     assert run_command(evaluate, "--run", tiny_run) == 0
     test, (out, err) = read(tiny_run), capsys.readouterr()
+    assert "worst by mean Dice: a[red] 1.000, a[red] 1.000" in out  # no markup
     assert "Dice 1.000 ± 0.000 1.000 HD95, mm 0.00 ± 0.00 0.00" in " ".join(out.split())
     assert "NOT untouched" not in err
     assert trained == [(tiny_run, "best", Inference())]
@@ -150,8 +153,8 @@ def test_a_store_that_cannot_be_scored_is_refused_with_every_reason(tiny_store, 
         return caught.value.problems
 
     bare = {"label_bytes": 0, "label_sha256": "", "label_voxels": {}}
-    found = problems(cases=[dataclasses.replace(case, **bare) for case in tiny_store.manifest.cases])
-    assert [problem[:27] for problem in found] == ["case e must have a label to", "case f must have a label to"]
+    unlabelled = problems(cases=[dataclasses.replace(case, **bare) for case in tiny_store.manifest.cases])
+    assert [problem[:27] for problem in unlabelled] == ["case e must have a label to", "case f must have a label to"]
     assert "choose --split train" in problems(split={"train": tuple("abcdef"), "val": (), "test": ()})[0]
     fake_predictor.channels, fake_predictor.labels = ("T2w",), {0: "background", 1: "liver"}
     assert "must have the run's channels and labels" in problems()[0]
@@ -161,11 +164,12 @@ def test_a_store_that_cannot_be_scored_is_refused_with_every_reason(tiny_store, 
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [
-        (lambda one: one["cases"][0]["regions"]["WT"].pop("hd95_mm"), "no hd95_mm"),
-        (lambda one: one["summary"].pop("ET"), "cases of other regions"),
-        (lambda one: one.update(split="all"), "another split"),
-        (lambda one: one.update(schema=99), "schema 99"),
-        (lambda one: one.pop("schema"), "no 'schema'"),
+        (lambda scores: scores["cases"][0]["regions"]["WT"].pop("hd95_mm"), "no hd95_mm"),
+        (lambda scores: scores["summary"].pop("ET"), "cases of other regions"),
+        (lambda scores: scores.pop("inference"), "a run without inference"),
+        (lambda scores: scores.update(split="all"), "another split"),
+        (lambda scores: scores.update(schema=99), "schema 99"),
+        (lambda scores: scores.pop("schema"), "no 'schema'"),
     ],
 )
 def test_damaged_scores_are_refused(tiny_store, tiny_run, fake_predictor, spoil, problem):
@@ -192,7 +196,7 @@ def test_several_runs_are_scored_together_on_test_into_a_folder_of_their_own(fol
     assert run_command(evaluate, "--run", first, last, "--out", out, "--some-folds") == 0
     scores = read(out)
     assert [case["case_id"] for case in scores["cases"]] == ["e", "f"]
-    assert [(one["run"], one["fold"]) for one in scores["runs"]] == [(str(first), "1/3"), (str(last), "3/3")]
+    assert [(run["run"], run["fold"]) for run in scores["runs"]] == [(str(first), "1/3"), (str(last), "3/3")]
     assert scores["untouched"]
     assert not (first / "evaluation").exists()
 
@@ -222,7 +226,7 @@ def test_folds_are_cross_validated_each_case_by_the_run_that_has_not_seen_it(
     scores = read(tmp_path / "both", "val")
     assert [case["case_id"] for case in scores["cases"]] == ["a", "b", "c", "d"]
     assert not scores["untouched"]
-    assert [tuple(one["held_out"]) for one in scores["runs"]] == [one.held_out for one in own]
+    assert [tuple(run["held_out"]) for run in scores["runs"]] == [predictor.held_out for predictor in own]
     right = {case["case_id"] for case in scores["cases"] if case["mean_dice"] == 1}
     assert right == set(own[0].held_out) == {c["case_id"] for c in scores["cases"] if c["postprocessing"] == "off: 1/2"}
     printed = " ".join(capsys.readouterr().out.split())

@@ -51,18 +51,16 @@ def make_run(store, folder, **settings):
         0 * array if "head" in weight.name and "bias" in weight.name else array  # no region is rare
         for weight, array in zip(weights, arrays)
     ]
-    save_checkpoint(
-        folder / "checkpoints/best.npz", dict(zip(weight_names(weights), arrays)), {"step": 1, "coarse_steps": 0}
-    )
+    named = dict(zip(weight_names(weights), arrays))
+    save_checkpoint(folder / "checkpoints/best.npz", named, {"step": 1, "coarse_steps": 0})
     return folder
 
 
-RUNS = {
+RUNS = {  # format and kind of run -> its settings
     "onnx": {},
     "savedmodel": {"extent": "full", "channels": ("T1gd",), "deep_supervision": True, "dtype": "bfloat16"},
     "onnx windows": {"mode": "patch", "grid": (8, 8, 4), "channels": ("T1gd",)},
 }
-"""Format and kind of run -> what the run was trained with."""
 
 
 @pytest.fixture(scope="module", params=RUNS)
@@ -89,9 +87,9 @@ def test_the_program_in_usage_md_segments_a_file_as_predict_does_and_export_json
     predictor = load_predictor(run)
     expected = label_from_regions(predictor.probabilities(case.image, case.record, config.channels), predictor.regions)
     assert len(np.unique(expected)) > 2
-    found, geometry = read_volume(tmp_path / "label.nii.gz")
+    label, geometry = read_volume(tmp_path / "label.nii.gz")
     assert geometry.axes == "RAS"
-    assert np.mean(found != expected) < (0.02 if config.unet.dtype == "bfloat16" else 0.002)
+    assert np.mean(label != expected) < (0.02 if config.unet.dtype == "bfloat16" else 0.002)
     about = json.loads((out / "export.json").read_text())
     taken = about["inputs"]["image"]
     assert (taken["dtype"], taken["shape"]) == ("float32", [*config.grid, len(config.channels)])
@@ -100,11 +98,11 @@ def test_the_program_in_usage_md_segments_a_file_as_predict_does_and_export_json
     assert sorted(path.name for path in out.iterdir()) == sorted(["export.json", *about["files"]])
     (answer,) = about["outputs"]
     assert (answer, "mean" in about["inputs"]) == (("logits", True) if config.is_patch else ("probabilities", False))
-    found = about["verification"]
-    assert found["case_id"] == "e"  # the first of test
-    assert found["largest_difference"] < 1e-4
-    assert found["label_voxels"] > 0
-    assert found["different_labels"]["float32"] <= 1  # of 960 voxels, where two regions are as likely to rounding
+    checked = about["verification"]
+    assert checked["case_id"] == "e"  # the first of test
+    assert checked["largest_difference"] < 1e-4
+    assert checked["label_voxels"] > 0
+    assert checked["different_labels"]["float32"] <= 1  # of 960 voxels, where two regions are as likely to rounding
 
 
 REGIONS = {"all": (1, 2, 3, 4), "left": (1,), "right": (3,), "inner": (2,)}
@@ -224,13 +222,15 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written(call, store, 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_smaller_resolution_and_a_folder_that_holds_something_else_are_refused(call, tiny, tmp_path):
-    run = shutil.copytree(tiny, tmp_path / "run")
-    save_config(dataclasses.replace(load_config(tiny), resolution=0.5), run)
-    assert "must have a run of resolution 1, got 0.5" in call(run=run)[1]
+def test_other_weights_a_smaller_resolution_and_a_folder_with_files_are_refused(call, tiny, tmp_path):
+    run, config = shutil.copytree(tiny, tmp_path / "run"), load_config(tiny)
+    save_config(dataclasses.replace(config, unet=dataclasses.replace(config.unet, filters=8)), run)
+    assert "config.json, got model/000 (3, 3, 3, 2, 4) for (3, 3, 3, 2, 8); restore" in call(run=run)[1]
+    save_config(dataclasses.replace(config, resolution=0.5), run)
+    assert "export needs a run at full resolution, got 0.5" in call(run=run)[1]
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.tex").write_text("a year of work")
     code, message = call()
     assert (code, (tmp_path / "out/thesis.tex").read_text()) == (2, "a year of work")
-    assert "must be a new or an empty folder" in message
-    assert "must be a new or an empty folder" in call(out=tmp_path / "out/thesis.tex")[1]
+    assert "must be a new or an empty folder, got a folder with files" in message
+    assert "must be a new or an empty folder, got a file" in call(out=tmp_path / "out/thesis.tex")[1]

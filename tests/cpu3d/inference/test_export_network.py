@@ -40,12 +40,12 @@ def settings_of(mode="whole", **options):
 def random_weights(unet, seed=0):
     """Weights of a network that has moved away from where it began, in Keras' order."""
     rng = np.random.default_rng(seed)
-    found = []
+    arrays = []
     for weight in build_unet3d(unet, SIZE, 1).weights:
         positive = "gamma" in weight.name or "variance" in weight.name
         spread = 1 / np.sqrt(np.prod(weight.shape[:-1])) if "kernel" in weight.name else 0.5
-        found.append(rng.uniform(0.5, 2, weight.shape) if positive else rng.normal(0, spread, weight.shape))
-    return [array.astype(np.float32) for array in found]
+        arrays.append(rng.uniform(0.5, 2, weight.shape) if positive else rng.normal(0, spread, weight.shape))
+    return [array.astype(np.float32) for array in arrays]
 
 
 def raw_image(seed=1):
@@ -63,9 +63,9 @@ def normalised(image):
     return np.nan_to_num((values - mean) / std).astype(np.float32)
 
 
-def run(model, **given):
+def run(model, **inputs):
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, given)[0]
+    return session.run(None, inputs)[0]
 
 
 def both(config, weights):
@@ -78,10 +78,10 @@ def both(config, weights):
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())))
 def test_every_network_gives_the_keras_models_probabilities_of_the_raw_image(options):
     config, unet = settings_of(**options)
-    found, expected = both(config, random_weights(unet))  # of the run's own policy: their order is the same
+    answer, expected = both(config, random_weights(unet))  # of the run's own policy: their order is the same
     assert expected.std() > 0.01
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, expected, atol=2e-5)
+    assert answer.dtype == np.float32
+    np.testing.assert_allclose(answer, expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("norm", ["batch", "instance"])
@@ -90,9 +90,9 @@ def test_maps_that_hardly_vary_are_divided_by_the_same_epsilon(norm):
     factors = {"kernel": 3e-3, "variance": 1e-5, "mean": 1e-2, "gamma": 2}  # 1.001e-5 would be off by 3e-4
     names = [weight.name for weight in build_unet3d(unet, SIZE, 1).weights]
     scales = [next((f for part, f in factors.items() if part in name and "head" not in name), 1) for name in names]
-    found, expected = both(config, [array * scale for array, scale in zip(random_weights(unet), scales)])
+    answer, expected = both(config, [array * scale for array, scale in zip(random_weights(unet), scales)])
     assert expected.std() > 0.05
-    np.testing.assert_allclose(found, expected, atol=5e-6)
+    np.testing.assert_allclose(answer, expected, atol=5e-6)
 
 
 def test_windows_take_the_volumes_statistics_and_give_logits(tmp_path):
@@ -101,12 +101,12 @@ def test_windows_take_the_volumes_statistics_and_give_logits(tmp_path):
     image, mean, std = raw_image(), np.float32([700, 3]), np.float32([300, 5])
     scores = np.where(image == 0, 0, (image - mean) / std)
     expected = network(scores[None], training=False)[0].numpy()
-    found = run(onnx_model(contract(config, "float32", "onnx"), network), image=image, mean=mean, std=std)
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    answer = run(onnx_model(contract(config, "float32", "onnx"), network), image=image, mean=mean, std=std)
+    np.testing.assert_allclose(answer, expected, atol=1e-4)
     write_saved_model(contract(config, "float32", "savedmodel"), network, tmp_path / "saved")
     loaded = tf.saved_model.load(str(tmp_path / "saved"))
-    given = {"image": tf.constant(image), "mean": tf.constant(mean), "std": tf.constant(std)}
-    np.testing.assert_allclose(loaded.signatures["serving_default"](**given)["logits"], expected, atol=1e-4)
+    inputs = {"image": tf.constant(image), "mean": tf.constant(mean), "std": tf.constant(std)}
+    np.testing.assert_allclose(loaded.signatures["serving_default"](**inputs)["logits"], expected, atol=1e-4)
 
 
 def test_a_channel_that_is_empty_or_constant_counts_as_background_and_gives_no_nan():
@@ -116,9 +116,9 @@ def test_a_channel_that_is_empty_or_constant_counts_as_background_and_gives_no_n
     image = raw_image()
     empty, constant = image.copy(), image.copy()
     empty[..., 1], constant[..., 1] = 0, 5
-    found = run(model, image=empty)
-    assert np.isfinite(found).all()
-    np.testing.assert_allclose(run(model, image=constant), found, atol=1e-6)
+    answer = run(model, image=empty)
+    assert np.isfinite(answer).all()
+    np.testing.assert_allclose(run(model, image=constant), answer, atol=1e-6)
 
 
 def test_without_onnx_the_error_says_what_to_install(monkeypatch):

@@ -71,8 +71,8 @@ def test_a_part_that_is_removed_becomes_the_next_larger_region(rules, expected):
         (3, (10, 10, 10), (5, 5, 5)),
     )
     answers = answers_of(label)
-    found = PostProcessing({name: (rule,) for name, rule in rules.items()}).paint(answers, REGIONS, MM)
-    assert tuple(found[at] for at in ((40, 20, 20), (4, 4, 6), (4, 4, 4), (12, 12, 12))) == expected
+    painted = PostProcessing({name: (rule,) for name, rule in rules.items()}).paint(answers, REGIONS, MM)
+    assert tuple(painted[at] for at in ((40, 20, 20), (4, 4, 6), (4, 4, 4), (12, 12, 12))) == expected
     np.testing.assert_array_equal(answers, answers_of(label))
 
 
@@ -91,14 +91,14 @@ def test_nested_answers_are_cut_to_the_larger_regions():
 
 
 def test_several_runs_remove_what_each_of_them_would():
-    one = PostProcessing({"WT": (Rule(mm3=100),), "TC": (Rule(share=0.1),)}, nested=True)
-    both = gentlest([one, PostProcessing({"WT": (Rule(share=0.01),)})])
+    first = PostProcessing({"WT": (Rule(mm3=100),), "TC": (Rule(share=0.1),)}, nested=True)
+    both = gentlest([first, PostProcessing({"WT": (Rule(share=0.01),)})])
     assert (set(both.rules), both.nested, both.off) == ({"WT"}, False, "")
     label = label_of(BIG, (1, (40, 20, 20), (3, 3, 10)), (1, (50, 5, 5), (3, 3, 3)))  # 90 voxels: over 1 % of 8000
-    found = both.paint(answers_of(label), REGIONS, MM)
-    assert (found[40, 20, 20], found[50, 5, 5]) == (1, 0)
+    painted = both.paint(answers_of(label), REGIONS, MM)
+    assert (painted[40, 20, 20], painted[50, 5, 5]) == (1, 0)
     off = PostProcessing(off="why")
-    assert (gentlest([one, off]), gentlest([one])) == (off, one)
+    assert (gentlest([first, off]), gentlest([first])) == (off, first)
 
 
 def cases(*pairs, spacing_mm=MM, regions=REGIONS):
@@ -107,7 +107,7 @@ def cases(*pairs, spacing_mm=MM, regions=REGIONS):
 
 
 def rules_with(first, rule, regions=REGIONS):
-    """Of a region, and of the others, of which the validation cases say nothing."""
+    """The rule of a region, and the usual one of those without parts in the validation cases."""
     return {**dict.fromkeys(regions, (Rule(share=0.01),)), first: (rule,)}
 
 
@@ -195,8 +195,8 @@ def test_the_means_are_those_of_the_painted_labels():
         made.append((answers_of(truth) + np.stack([blobs(0.03), blobs(0.03), blobs(0.02)], -1), truth, spacing_mm))
     chosen, before, after_ = choose(made, REGIONS)
     assert chosen.rules or chosen.nested
-    for one, means in ((PostProcessing(), before), (chosen, after_)):
-        labels = [(truth, one.paint(answers, REGIONS, spacing_mm)) for answers, truth, _ in made]
+    for tried, means in ((PostProcessing(), before), (chosen, after_)):
+        labels = [(truth, tried.paint(answers, REGIONS, spacing_mm)) for answers, truth, _ in made]
         for name, codes in REGIONS.items():
             scores = [score_region(*(region_mask(label, codes) for label in pair), spacing_mm) for pair in labels]
             for metric, mean in dataclasses.asdict(means[name]).items():
@@ -209,11 +209,11 @@ def predictor(fake_predictor, monkeypatch):
     answer = fake_predictor.probabilities
     fake_predictor.calls, fake_predictor.error = 0, None
 
-    def with_island(*given):
+    def with_island(*case):
         fake_predictor.calls += 1
         if fake_predictor.error:
             raise fake_predictor.error
-        answers = answer(*given)
+        answers = answer(*case)
         place = 2 if answers[15:].any() else 26
         answers[place : place + 2, 5, 4, 0] = 0.9
         return answers
@@ -269,10 +269,10 @@ def test_below_three_validation_cases_no_network_is_asked(tiny_run, predictor):
 def test_a_damaged_decision_is_refused_and_made_again(run):
     decision = decide(run)
     for spoil, got in (
-        (lambda one: one.update(schema=2), "schema 2"),
-        (lambda one: one.pop("chosen"), "chosen"),
-        (lambda one: one["before"].pop("ET"), "other regions"),
-        (lambda one: one["chosen"]["rules"].update(NCR=[{"mm3": 1}]), "other regions"),
+        (lambda content: content.update(schema=2), "schema 2"),
+        (lambda content: content.pop("chosen"), "chosen"),
+        (lambda content: content["before"].pop("ET"), "other regions than WT, TC, ET"),
+        (lambda content: content["chosen"]["rules"].update(NCR=[{"mm3": 1}]), "other regions"),
     ):
         content = json.loads((run / FILE).read_text())
         spoil(content)
@@ -311,10 +311,10 @@ def test_scores_are_of_what_is_left_and_raw_ones_of_the_answer(run):
 
     assert scores()["summary"]["WT"]["false_positives"]["mean"] == 1  # nothing is decided yet
     decide(run)
-    found, raw = scores(), scores("--raw")
-    assert (found["summary"]["WT"]["false_positives"]["mean"], found["mean_dice"]) == (0, 1)
+    decided, raw = scores(), scores("--raw")
+    assert (decided["summary"]["WT"]["false_positives"]["mean"], decided["mean_dice"]) == (0, 1)
     assert raw["summary"]["WT"]["lesion_dice"]["mean"] == 0.5
-    assert {case["postprocessing"] for case in found["cases"]} == {of(run).words}
+    assert {case["postprocessing"] for case in decided["cases"]} == {of(run).words}
     assert "3 %" in of(run).words
     assert "--raw" in raw["cases"][0]["postprocessing"]
 
@@ -326,10 +326,10 @@ def test_predictions_lack_what_is_removed_and_probabilities_keep_it(run, tmp_pat
         return json.loads((tmp_path / "out/e.json").read_text())
 
     decide(run)
-    found, printed = predicted("--probabilities"), capsys.readouterr().out
-    assert found["volumes_ml"]["WT"] == pytest.approx(0.25)
-    assert of(run).words == found["postprocessing"]
+    content, printed = predicted("--probabilities"), capsys.readouterr().out
+    assert content["volumes_ml"]["WT"] == pytest.approx(0.25)
+    assert of(run).words == content["postprocessing"]
     assert of(run).words in " ".join(printed.split())
-    probability = read_volume(tmp_path / "out" / found["probabilities"]["WT"])[0]
+    probability = read_volume(tmp_path / "out" / content["probabilities"]["WT"])[0]
     assert np.count_nonzero(probability >= 0.5) == 127
     assert predicted("--raw")["volumes_ml"]["WT"] == pytest.approx(0.254)

@@ -158,7 +158,7 @@ def test_a_page_lies_beside_the_answer_and_replaces_its_own_alone(call, files, t
     page = tmp_path / "out/a.html"
     assert call(*words) == call(*words) == 0
     (shown,) = shown_cases(page)
-    assert [one["name"] for one in shown["modalities"]] == list(CHANNELS)
+    assert [modality["name"] for modality in shown["modalities"]] == list(CHANNELS)
     (tmp_path / "out/a.json").unlink()
     with pytest.raises(InputError, match=r"a\.html must not be overwritten"):
         call(*words)
@@ -198,22 +198,22 @@ def test_a_run_of_flair_alone_takes_the_stores_images_and_flair_alone(predictor,
 def test_3d_files_are_one_case_or_one_each_for_a_single_channel(files, inputs, names, cases):
     paths = split_channels(files.images[0], *(f"{name}.nii.gz" for name in names.split()))
     of_run = FakePredictor(None, REGIONS, LABELS, channels=STORES, inputs=tuple(inputs.split()))
-    found, problems = find_cases(paths, of_run)
+    chosen, problems = find_cases(paths, of_run)
     assert bool(problems) == (not cases)
-    stems = {one.files.case_id: ",".join(path.name[:-7] for path in one.files.images) for one in found}
+    stems = {case.files.case_id: ",".join(path.name[:-7] for path in case.files.images) for case in chosen}
     assert " ".join(f"{name}:{stem}" for name, stem in stems.items()) == cases
 
 
 def test_files_of_others_are_never_overwritten(predictor, files, tmp_path, call):
     image, before = files.images[0], files.images[0].read_bytes()
-    with pytest.raises(InputError, match="it is a source image"):
+    with pytest.raises(InputError, match="must not be overwritten, got a source image"):
         call("--image", image, "--out", tmp_path / "in")
     assert (image.read_bytes(), (tmp_path / "in/a.json").exists()) == (before, False)
     label = tmp_path / "labels/a.nii.gz"
     label.parent.mkdir()
     label.write_bytes(b"an expert's week of work")
     (tmp_path / "labels/a.json").write_text('{"written_by": "somebody"}')
-    with pytest.raises(InputError, match="not written by predict"):
+    with pytest.raises(InputError, match="got a file that was not written by predict"):
         predict_case(predictor, files, tmp_path / "labels")
     assert label.read_bytes() == b"an expert's week of work"
 
@@ -242,9 +242,7 @@ def test_images_and_folders_that_cannot_be_used_are_refused_before_any_work(file
     image = files.images[0]
     case = split_channels(image, "case_flair.nii.gz", "case_t1ce.nii.gz")[0].parent
     again = shutil.copy(image, tmp_path / "a.nii.gz")
-    with pytest.raises(
-        InputError, match=r"must not be a folder that is predicted on[\s\S]*case ids must differ, got a"
-    ):
+    with pytest.raises(InputError, match=r"must not be a folder that is predicted on[\s\S]*case ids must differ, got"):
         call("--image", case, image, again, "--out", case)
     monkeypatch.setattr(predict, "trained_predictors", lambda *_: pytest.fail("the network was loaded"))
     with pytest.raises(InputError) as caught:

@@ -11,8 +11,9 @@ from cpu3d.data.store import write_store
 from cpu3d.errors import InputError
 from cpu3d.host import gpu
 from cpu3d.host.gpu import Gpu
-from cpu3d.inference import predictor, runs
-from cpu3d.inference.runs import Ensemble, Inference, check_inference, load_configs, store_of_run, trained_predictors
+from cpu3d.inference import ensemble, predictor
+from cpu3d.inference.ensemble import Ensemble, trained_predictors
+from cpu3d.inference.runs import Inference, check_inference, load_configs, store_of_run
 from cpu3d.run.config import load_config, save_config
 from cpu3d.settings import RunConfig
 from tests.cpu3d.conftest import LABELS, REGIONS, FakePredictor
@@ -48,9 +49,9 @@ def test_a_store_with_another_split_is_refused_because_its_test_cases_may_have_b
 def devices(monkeypatch):
     """What processes on a made-up host with one card are set up with."""
     devices = []
-    monkeypatch.setattr(runs, "HostGpus", lambda: (CARD,))
+    monkeypatch.setattr(ensemble, "HostGpus", lambda: (CARD,))
     monkeypatch.setattr(gpu, "cuda_is_installed", lambda: True)
-    monkeypatch.setattr(runs, "set_up", lambda *, device: devices.append(device))
+    monkeypatch.setattr(ensemble, "set_up", lambda *, device: devices.append(device))
     monkeypatch.setattr(predictor, "load_predictor", lambda run, weights, how: (run, weights, how))
     return devices
 
@@ -158,9 +159,8 @@ def test_runs_that_are_the_same_or_of_other_stores_splits_or_regions_are_refused
     save_config(dataclasses.replace(load_config(tmp_path / "run-1"), **other), second)
     with pytest.raises(InputError) as caught:
         load_configs([tmp_path / "run-1", second])
-    assert [problem.split()[:4] for problem in caught.value.problems] == [
-        [name, "of", "run", str(second)] for name in other
-    ]
+    names = [[name, "of", "run", str(second)] for name in other]
+    assert [problem.split()[:4] for problem in caught.value.problems] == names
 
 
 def test_a_window_goes_with_a_run_at_full_resolution_alone():

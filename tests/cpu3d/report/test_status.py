@@ -63,13 +63,13 @@ def write_silent(run, rank=0, **changes):
 
 def test_a_run_that_goes_on(run, capsys):
     write_heartbeat(run, beat())
-    found = run_status(run)
-    assert (found.state, found.is_fine, found.step, found.steps, found.step_s) == ("running", True, 120, 4000, 2.0)
+    status = run_status(run)
+    assert (status.state, status.is_fine, status.step, status.steps, status.step_s) == ("running", True, 120, 4000, 2.0)
     # 240 s beside 120 steps: 2 s more for each of the 3880 that are left.
-    assert found.seconds_left == pytest.approx(3880 * 4)
-    assert (found.recent_steps, found.loss) == (50, pytest.approx(0.955))
-    assert (found.best, found.validation["step"], found.dice) == (0.85, 100, {"WT": 0.5, "TC": 0.25})
-    assert (found.checkpoint["step"], found.checkpoint["size_bytes"]) == (100, 5)
+    assert status.seconds_left == pytest.approx(3880 * 4)
+    assert (status.recent_steps, status.loss) == (50, pytest.approx(0.955))
+    assert (status.best, status.validation["step"], status.dice) == (0.85, 100, {"WT": 0.5, "TC": 0.25})
+    assert (status.checkpoint["step"], status.checkpoint["size_bytes"]) == (100, 5)
     text = printed(run)
     for part in (
         "run: running",
@@ -144,9 +144,9 @@ def test_the_worst_worker_decides_the_state_and_causes_come_first(run):
     write_heartbeat(run, beat(workers=3, exit_code=6, reason="worker 1 is lost"))
     write_silent(run, 1, workers=3)
     write_heartbeat(run, beat(rank=2, workers=3))
-    found = run_status(run)
-    assert (found.state, found.is_fine) == ("silent", False)
-    assert [worker.state for worker in found.workers] == ["broken off", "silent", "running"]
+    status = run_status(run)
+    assert (status.state, status.is_fine) == ("silent", False)
+    assert [worker.state for worker in status.workers] == ["broken off", "silent", "running"]
     text = printed(run)
     assert text.index("why: worker 1: no heartbeat") < text.index("why: worker 0: worker 1 is lost")
     assert f"its last lines are in {run}/logs/worker-1.log" in text
@@ -189,8 +189,8 @@ def test_what_is_damaged_or_missing_is_named(run):
 
 
 def test_without_heartbeats_a_run_is_unknown_unless_its_log_ends_finished(run):
-    found = run_status(run)
-    assert (found.state, found.is_fine, found.checkpoint["step"]) == ("unknown", False, 100)
+    status = run_status(run)
+    assert (status.state, status.is_fine, status.checkpoint["step"]) == ("unknown", False, 100)
     assert "there is no heartbeat" in printed(run)
     for reason, state in (("interrupted", "unknown"), ("early stop", "finished")):
         append_event(run, {"event": "end", "step": 120, "reason": reason})

@@ -95,7 +95,7 @@ def test_a_page_shows_the_case_by_the_names_of_its_files_and_names_no_folder(cas
     assert CASE_ID not in text, "a name from outside is escaped"
     assert not re.search(r"https?://", text)
     (shown,) = shown_cases(out)
-    names = {key: [one["name"] for one in shown[key]] for key in ("modalities", "regions", "predictions")}
+    names = {key: [part["name"] for part in shown[key]] for key in ("modalities", "regions", "predictions")}
     assert names == {"modalities": ["FLAIR", "T1gd"], "regions": ["WT", "TC", "ET"], "predictions": ["ours"]}
     assert (shown["shape"], shown["spacing"]) == ([11, 14, 8], [1, 1, 3])
 
@@ -111,8 +111,8 @@ def test_predictions_of_one_name_are_called_by_their_folders_and_unknown_labels_
     assert (shown_cases(out)[0]["truth"], shown_cases(out)[0]["predictions"]) == (None, [])
     for chosen, names in ((paths[1:], ["same (1)", "same (2)"]), (paths[:2], ["first", "below"])):
         assert view("--image", scan, "--label", paths[0], "--prediction", *chosen, "--out", out) == 0
-        assert [one["name"] for one in shown_cases(out)[0]["predictions"]] == names
-    assert [one["name"] for one in shown_cases(out)[0]["regions"]] == ["label 2", "label 3"]
+        assert [label["name"] for label in shown_cases(out)[0]["predictions"]] == names
+    assert [region["name"] for region in shown_cases(out)[0]["regions"]] == ["label 2", "label 3"]
 
 
 def test_bad_input_is_one_line_and_leaves_what_is_there(case, tmp_path, capsys):
@@ -150,11 +150,11 @@ def test_bad_input_is_one_line_and_leaves_what_is_there(case, tmp_path, capsys):
     assert not list(tmp_path.glob(".*partial"))
 
 
-def test_an_empty_image_and_one_of_unknown_orientation_are_told(tmp_path, capsys):
+def test_an_empty_image_and_one_of_unknown_orientation_are_named(tmp_path, capsys):
     for name, value, code, notes in (
         ("plain", 1, 1, ()),
-        ("zero", 0, 1, ("no voxel is a number other than 0",)),
-        ("nan", np.nan, 0, ("no voxel is a number other than 0", "sform and qform codes are 0")),
+        ("zero", 0, 1, ("all voxels are 0 or not finite",)),
+        ("nan", np.nan, 0, ("all voxels are 0 or not finite", "sform and qform codes are 0")),
     ):
         geometry = dataclasses.replace(GEOMETRY, sform_code=code, qform_code=code)
         write_volume(tmp_path / f"{name}.nii.gz", np.full(SHAPE, value, np.float32), geometry)
@@ -342,7 +342,7 @@ def test_overlays_and_regions_toggle_and_predictions_switch(page):
         page.press(key)
         seen = [int(colour[at : at + 2], 16) for at in (1, 3, 5)] if colour else [grey(page, 0)] * 3
         for pixel in page.pixels():
-            assert pixel == pytest.approx([(grey(page, 0) + one) / 2 for one in seen], abs=3), key
+            assert pixel == pytest.approx([(grey(page, 0) + value) / 2 for value in seen], abs=3), key
     assert "missed" in page.find("legend").text
 
 
@@ -377,7 +377,7 @@ def test_a_case_of_the_list_is_shown_with_what_it_has(driver, case, tmp_path):
     (tmp_path / "page.html").write_text(render_page(template, title="two", made_by="view", viewer=shown))
     page = Page(driver, tmp_path / "page.html")
     listed = page.find("list").find_elements("tag name", "button")
-    assert [one.text.split("\n")[1:] for one in listed] == [[CASE_ID, "Dice WT 0.9"], ["thick"]]
+    assert [button.text.split("\n")[1:] for button in listed] == [[CASE_ID, "Dice WT 0.9"], ["thick"]]
     modality = page.find("modality")
     for press in (listed[1].click, lambda: page.press("c"), lambda: page.press("c")):
         press()
