@@ -101,17 +101,16 @@ def set_up(
 
 NOTICES = (
     "All log messages before absl::InitializeLog",
-    "Compiled cluster using XLA!",
     "oneDNN custom operations are on",
     "Could not find cuda drivers",
     "Unable to register cu",
 )
-"""Parts of lines that TensorFlow and XLA write to stderr at any TF_CPP_MIN_LOG_LEVEL."""
+"""Parts of lines that TensorFlow writes to stderr when it is imported, at any TF_CPP_MIN_LOG_LEVEL."""
 
 
 @contextlib.contextmanager
 def without_notices() -> Iterator[None]:
-    """Keep NOTICES out of stderr, for the import of TensorFlow and for the first computation.
+    """Keep NOTICES out of stderr, for the import of TensorFlow.
 
     Libraries write them to the file descriptor, so a process of its own passes on all other lines: those of a crash
     come through. If there is no `grep`, or if the user wants all of TensorFlow's log, all lines do.

@@ -1,6 +1,7 @@
 """Several workers train as one: processes of their own, a thread each, on the store of phantoms."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -23,6 +24,8 @@ def test_two_workers_at_half_a_batch_each_are_one_worker_at_the_whole_batch(phan
         command = [sys.executable, "-m", "cpu3d", *begin, *words]
         done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
+        printed = done.stderr + "".join(path.read_text() for path in (tmp_path / run).glob("**/*.log"))
+        assert not re.search(r"^(20\d\d-|[IWEF]\d{4} |INFO|WARNING)|XLA|ITEX_|oneDNN custom", printed, re.MULTILINE)
     two, alone = (newest(tmp_path / run).arrays for run in ("two", "one"))
     for name, array in two.items():
         np.testing.assert_array_equal(array, alone[name], err_msg=name)

@@ -40,7 +40,7 @@ def test_tensorboard_has_the_settings_and_the_scores(phantom_store, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")  # of MLflow's own libraries
 def test_mlflow_has_one_run_with_every_point_once_through_cuts_failures_and_extensions(
-    phantom_store, tmp_path, monkeypatch, capsys
+    phantom_store, tmp_path, monkeypatch
 ):
     tracking_module = pytest.importorskip("mlflow.tracking", reason="needs mlflow: requirements-mlflow.txt")
     pytest.importorskip("sqlalchemy", reason="needs sqlalchemy: requirements-mlflow.txt")
@@ -79,7 +79,6 @@ def test_mlflow_has_one_run_with_every_point_once_through_cuts_failures_and_exte
         assert {m.step: m.value for m in client.get_metric_history(run.info.run_id, name)} == logged
     assert "config.json" in {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
     assert "records.db" not in (folder / "mlflow.json").read_text()
-    assert "INFO" not in capsys.readouterr().err  # of the migrations of a new database
 
 
 @pytest.mark.parametrize("way", ["refuses", "hangs"])
