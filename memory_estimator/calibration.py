@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, Mapping, Optional, Union
 
-from memory_estimator.common.files import read_json, reason, typed
+from memory_estimator.common.files import read_json, read_record, typed
 from memory_estimator.host import INSTRUCTION_SETS, Host, read_host
 from memory_estimator.installed import ENGINES
 from memory_estimator.job import Job
 from memory_estimator.step.program import Program
 from models.config import DTYPES
 
-SCHEMA = 4
+SCHEMA = 1
 
 SHIPPED = Path(__file__).with_name("hosts")
 
@@ -132,14 +132,9 @@ def load_constants(name: Union[str, Path]) -> HostConstants:
     """Constants from a file, or shipped ones by their name. Raises ValueError for a file that is missing, damaged or of
     another schema, and for one whose steps were predicted by other constants than those that are shipped now."""
     try:
-        return _constants(_content(name))
-    except FileNotFoundError:
+        return read_record(_path(name), SCHEMA, _constants, "run `calibrate` again, or delete it")
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"calibration {name} must exist, got none; write it with `calibrate --out {name}`") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"calibration {name} must be complete JSON of schema {SCHEMA}, got {reason(error)}; run `calibrate` again, "
-            "or delete it"
-        ) from None
 
 
 def find_constants(host: Optional[Host] = None) -> HostConstants:
@@ -176,29 +171,32 @@ def like_shipped(host: Host) -> Dict[str, Any]:
     return {"schema": SCHEMA, "cpu": host.cpu_model, **about, "scales": {}}
 
 
-def _content(name: Union[str, Path]) -> Dict[str, Any]:
-    """The JSON of a file. What it lacks is that of the shipped one that it is "like", and the arithmetic of that takes
-    "slower" times as long."""
-    content = read_json(SHIPPED / f"{name}.json" if name in INSTRUCTION_SETS else name)
-    if content["schema"] != SCHEMA:
-        raise ValueError(f"schema {content['schema']}")
+def _path(name: Union[str, Path]) -> Union[str, Path]:
+    """The file of constants, or of shipped ones by their name."""
+    return SHIPPED / f"{name}.json" if name in INSTRUCTION_SETS else name
+
+
+def _constants(content: Mapping[str, Any]) -> HostConstants:
+    """The constants in the content of a file."""
+    content = _completed(content)
+    names = {field.name for field in dataclasses.fields(HostConstants)} & set(content)
+    constants = typed({name: content[name] for name in names}, HostConstants, "calibration")
+    _check(constants)
+    if content.get("shipped", constants.date) != constants.date:
+        raise ValueError(f"scales of what was shipped on {content['shipped']}, and not on {constants.date}")
+    return constants
+
+
+def _completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The content with what it lacks of the shipped file that it is "like", whose arithmetic takes "slower" times as
+    long."""
     if "like" not in content:
         return content
     if content["like"] not in INSTRUCTION_SETS:
         raise ValueError(f"like {content['like']}")
-    base = _content(content["like"])
+    base = _completed(read_json(_path(content["like"])))
     costs = {dtype: scaled(kinds, work=content.get("slower", 1.0)) for dtype, kinds in base["costs"].items()}
     return {**base, "costs": costs, **content}
-
-
-def _constants(content: Mapping[str, Any]) -> HostConstants:
-    """From the JSON of a file."""
-    names = {field.name for field in dataclasses.fields(HostConstants)} & set(content)
-    found = typed({name: content[name] for name in names}, HostConstants, "calibration")
-    _check(found)
-    if content.get("shipped", found.date) != found.date:
-        raise ValueError(f"scales of what was shipped on {content['shipped']}, and not on {found.date}")
-    return found
 
 
 def _check(constants: HostConstants) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict, Union
 
-from memory_estimator.common.files import read_json, reason, typed
+from memory_estimator.common.files import read_record, typed
 from memory_estimator.common.schema import option
 from memory_estimator.installed import ENGINES, installed_engine
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
@@ -290,29 +290,27 @@ class _SavedPlan(TypedDict):
     job: Dict[str, Any]
 
 
+def _saved_plan(content: Mapping[str, Any]) -> Tuple[_SavedPlan, Job]:
+    """The plan and its job, with all of its fields: defaults are not what the run has."""
+    plan = typed(content, _SavedPlan, "plan")
+    job = typed(plan["job"], Job, "job")
+    if (set(plan["job"]), set(plan["job"]["unet"])) != (set(vars(job)), set(vars(job.unet))):
+        raise ValueError("a job without all of its fields")
+    if plan["workers"] < 1 or job.batch % plan["workers"]:
+        raise ValueError(f"{plan['workers']} workers for batches of {job.batch}")
+    return plan, job
+
+
 def read_run(folder: Union[str, Path]) -> Source:
     """The job of the run in `folder`, as its plan.json has it. Raises ValueError for a folder without a plan, or with
     one that is damaged or of another version."""
     path, todo = Path(folder) / "plan.json", "continue the run with its store, which writes it again"
     try:
-        content = read_json(path)
-        schema = typed(content, Dict[str, Any], "plan")["schema"]
-        if schema > PLAN_SCHEMA:
-            todo = "use the version that made it"
-        if schema != PLAN_SCHEMA:
-            raise ValueError(f"schema {schema}, not {PLAN_SCHEMA}")
-        plan = typed(content, _SavedPlan, "plan")
-        config, job = plan["config"], typed(plan["job"], Job, "job")
-        if (set(plan["job"]), set(plan["job"]["unet"])) != (set(vars(job)), set(vars(job.unet))):
-            raise ValueError("a job without all of its fields")  # defaults are not what the run has
-        if plan["workers"] < 1 or job.batch % plan["workers"]:
-            raise ValueError(f"{plan['workers']} workers for batches of {job.batch}")
-    except OSError as error:
-        is_older = (path.parent / "config.json").is_file()
-        todo = todo if is_older else "name a folder that `train` has written"
-        raise ValueError(f"run {folder} must hold a plan.json, got {reason(error)}; {todo}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"run plan {path} must be as `train` writes it, got {reason(error)}; {todo}") from None
+        plan, job = read_record(path, PLAN_SCHEMA, _saved_plan, todo)
+    except (FileNotFoundError, NotADirectoryError):
+        todo = "name a folder that `train` has written"
+        raise ValueError(f"run {folder} must hold a plan.json, got none; {todo}") from None
+    config = plan["config"]
     card = f"the run is on {config['device']}: a CPU is estimated; `train` says what its steps take on the card"
     validation = "the run validates on whole volumes of the store, which is not counted; `train` adds it"
     twice = "the run holds its variables once more while its grid changes, which is not counted; `train` adds it"

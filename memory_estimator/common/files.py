@@ -7,7 +7,7 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, Callable, Dict, Type, Union
 
 import msgspec
 
@@ -37,6 +37,30 @@ def read_regular(path: Union[str, Path]) -> bytes:
 def read_json(path: Union[str, Path]) -> Any:
     """The content of a file of JSON. Raises ValueError where it is none, and as `open_regular`."""
     return parse_json(read_regular(path))
+
+
+def read_record(
+    path: Union[str, Path],
+    schema: int,
+    make: Callable[[Dict[str, Any]], Any],
+    todo: str,
+    error: Type[Exception] = ValueError,
+) -> Any:
+    """What `make` returns for the object in a file of JSON, less its "schema", the version of its format. Raises
+    FileNotFoundError or NotADirectoryError for a missing file; `error`, whose message ends with `todo`, for one that is
+    damaged or of another version, and if `make` raises ValueError, KeyError or TypeError."""
+    try:
+        content = read_json(path)
+        version = content.pop("schema")
+        if version != schema:
+            todo = f"use the version that wrote it, or {todo}"
+            raise ValueError(f"schema {version}")
+        return make(content)
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        rule = f"{path} must be complete JSON of schema {schema}"
+        raise error(f"{rule}, got {reason(problem)}; {todo}") from None
 
 
 def parse_json(text: Union[str, bytes]) -> Any:
@@ -82,24 +106,21 @@ def typed(content: Any, kind: Any, name: str = "content") -> Any:
 def _check_rest(record: Any, content: Any, name: str) -> None:
     """Raise ValueError for what msgspec lets pass: unknown fields of a dataclass, numbers that are too large."""
     if dataclasses.is_dataclass(record):
-        names = [field.name for field in dataclasses.fields(record)]
-        unknown = ", ".join(sorted(set(content) - set(names)))
+        fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+        unknown = ", ".join(sorted(set(content) - set(fields)))
         if unknown:
             raise ValueError(f"{name} must have its fields and no others, got unknown {unknown}")
-        for missing in set(names) - set(vars(record)):  # msgspec leaves plain defaults to the class
-            object.__setattr__(record, missing, getattr(record, missing))
-        parts = [(f".{key}", getattr(record, key), value) for key, value in content.items()]
-    elif isinstance(record, dict):
-        parts = [(f".{key}", value, content.get(key, content.get(str(key)))) for key, value in record.items()]
-    elif isinstance(record, (list, tuple)) and not all(type(one) is str for one in record):
-        parts = [(f"[{index}]", *both) for index, both in enumerate(zip(record, content))]
-    else:
-        parts = []
-        is_number = isinstance(record, (int, float)) and not isinstance(record, bool)
-        if is_number and not abs(record) < (2**63 if isinstance(record, int) else math.inf):
-            raise ValueError(f"{name} must be {type(record).__name__}, got {_short(record)}")
-    for place, part, value in parts:
-        _check_rest(part, value, name + place)
+        vars(record).update(fields)  # msgspec leaves plain defaults to the class
+        record = fields
+    if isinstance(record, dict):
+        for key in record:
+            if str(key) in content:
+                _check_rest(record[key], content[str(key)], f"{name}.{key}")
+    elif isinstance(record, (list, tuple)):
+        for index, (part, value) in enumerate(zip(record, content)):
+            _check_rest(part, value, f"{name}[{index}]")
+    elif type(record) in (int, float) and not abs(record) < (2**63 if type(record) is int else math.inf):
+        raise ValueError(f"{name} must be {type(record).__name__}, got {_short(record)}")
 
 
 def _message(error: str, content: Any, name: str) -> str:

@@ -124,7 +124,7 @@ def with_costs(kind, costs):
     ("damage", "message"),
     [
         (lambda content: json.dumps(content)[:-40], "must be complete JSON"),
-        (changed(schema=1), "must be complete JSON of schema 4, got schema 1"),
+        (changed(schema=2), "must be complete JSON of schema 1, got schema 2"),
         (lambda content: json.dumps({k: v for k, v in content.items() if k != "costs"}), "must be complete"),
         (with_costs("pass", {"traffic": -1.0}), "float32: pass traffic -1.0"),
         (with_costs("update", {"traffic": 1e-9}), "float32: update work missing"),

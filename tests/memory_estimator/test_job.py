@@ -95,7 +95,7 @@ def test_a_run_is_the_job_of_its_plan_and_what_its_estimate_leaves_out_is_said(t
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema": 2}, "got schema 2, not 1; use the version that made it"),
+        ({"schema": 2}, "of schema 1, got schema 2; use the version that wrote it"),
         ({"job": {**dataclasses.asdict(JOB), "unet": {}}}, "got a job without all of its fields"),
         ({"job": {"batch": 4, "micro_batch": 3}}, "micro_batch must divide the batch of 4, got 3"),
         ({"workers": 3}, "got 3 workers for batches of 4"),
