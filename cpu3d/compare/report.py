@@ -22,9 +22,9 @@ from cpu3d.pages.viewer import viewer
 from cpu3d.report.pictures import Figures, Line, chart, strips
 from cpu3d.report.report import Section, shown_cases, write_page
 from cpu3d.util.progress import say
-from cpu3d.util.records import append_record, by, count, duration, listed, newest, plus_minus, seconds, versions
+from cpu3d.util.records import append_record, count, duration, listed, newest, plus_minus, seconds, versions
 from memory_estimator.common.table import PALETTE, Bold, Table
-from memory_estimator.common.units import format_bytes
+from memory_estimator.common.units import by, format_bytes
 from memory_estimator.host import read_host
 
 DIFFERENCES = (

@@ -29,10 +29,10 @@ from cpu3d.run.config import load_config
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import Events, costs_of, last_end, median, numbers, of_kind
 from cpu3d.util.atomic import atomic_write
-from cpu3d.util.records import by, count, duration, listed, seconds
+from cpu3d.util.records import count, duration, listed, seconds
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Bold, Table
-from memory_estimator.common.units import format_bytes
+from memory_estimator.common.units import by, format_bytes
 
 
 @dataclass(frozen=True)

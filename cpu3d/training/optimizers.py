@@ -10,6 +10,8 @@ from typing import Any, Callable, Optional, Tuple
 
 import tensorflow as tf
 
+from memory_estimator.job import is_orthogonal
+
 # Jordan's polynomial: a x + b x^3 + c x^5 takes singular values of 0.01 to 1 into 0.7 to 1.2 in five times.
 ITERATION, TIMES = (3.4445, -4.7750, 2.0315), 5
 
@@ -131,11 +133,6 @@ class Muon(InOrder):
             with tf.control_dependencies(None):
                 self._shared[name] = make()
         return self._shared[name]
-
-
-def is_orthogonal(shape: Tuple[int, ...]) -> bool:
-    """Whether a variable of this shape is a kernel of more than one voxel, whose updates are made orthogonal."""
-    return len(shape) > 2 and math.prod(shape[:-2]) > 1
 
 
 def matrix_shape(shape: Tuple[int, ...]) -> Tuple[int, int]:

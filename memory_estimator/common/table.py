@@ -79,12 +79,10 @@ class Table:
             return f"<td><b>{escaped}</b></td>" if isinstance(text, Bold) else f"<td>{escaped}</td>"
 
         body = "".join(f"<tr>{''.join(map(cell, row))}</tr>\n" for row in self.rows)
-        return (
-            f'<div class="scroll"><table class="names{self.names}">\n'
-            + (f"<caption>{words}</caption>\n" if words else "")
-            + (f"<thead><tr>{head}</tr></thead>\n" if any(self.columns) else "")
-            + f"<tbody>\n{body}</tbody></table></div>"
-        )
+        caption = f"<caption>{words}</caption>\n" if words else ""
+        header = f"<thead><tr>{head}</tr></thead>\n" if any(self.columns) else ""
+        start = f'<div class="scroll"><table class="names{self.names}">\n'
+        return f"{start}{caption}{header}<tbody>\n{body}</tbody></table></div>"
 
 
 def new_console() -> Any:
