@@ -35,11 +35,11 @@ from memory_estimator.job import Job
 from memory_estimator.validation import (
     Measured,
     Row,
-    compare,
+    compare_steps,
     configurations,
+    error_table,
     measured_from,
     request_for,
-    summary_table,
 )
 
 VALIDATION = "memory"  # in the folder of records that of `bench validate`, a file a host
@@ -79,7 +79,7 @@ def run(options: Options) -> int:
             advance()
     held_out = [one for one in _of_this_host(options.record, host) if one.held_out]
     # As `estimate` predicts here; the page is made with the shipped constants alone.
-    new_console().print(summary_table(compare(held_out, lambda one: estimate(one.job, constants))))
+    new_console().print(error_table(compare_steps(held_out, lambda one: estimate(one.job, constants))))
     return 0
 
 
@@ -116,4 +116,4 @@ def validation(folder: Path, accuracy: Optional[Accuracy] = None) -> Tuple[Seque
     constants that are shipped, whatever this host's own are, and the margins of `accuracy` (default: shipped too)."""
     measured = read_measured(folder / VALIDATION)
     shipped = {one.isa: shipped_constants(instruction_set(one.isa)) for one in measured}
-    return measured, compare(measured, lambda one: estimate(one.job, shipped[one.isa], accuracy))
+    return measured, compare_steps(measured, lambda one: estimate(one.job, shipped[one.isa], accuracy))

@@ -8,7 +8,7 @@ its share of the parts, are added up once a step, and each updates its own weigh
 import functools
 import time
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, Mapping, Sequence, Tuple
 
 import numpy as np
 import tensorflow as tf
@@ -18,7 +18,7 @@ from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
 from cpu3d.settings import RunConfig
 from cpu3d.training.losses import TrainingLoss
 from cpu3d.training.optimizers import Adam, Muon, Sgd
-from models.unet3d import build_unet3d
+from models.unet3d import build_unet3d, finest, weight_names
 
 
 @dataclass(frozen=True)
@@ -246,13 +246,3 @@ def optimizer_of(config: RunConfig) -> tf.keras.optimizers.Optimizer:
         "adam": lambda: Adam(rate),
         "sgd": lambda: Sgd(rate, momentum=0.99),
     }[config.optimizer]()
-
-
-def finest(logits) -> tf.Tensor:
-    """The full-resolution logits of a network's output, which is a list under deep supervision."""
-    return logits[0] if isinstance(logits, (list, tuple)) else logits
-
-
-def weight_names(weights: Sequence[tf.Variable]) -> List[str]:
-    """What a checkpoint calls a network's weights, in Keras' order."""
-    return [f"model/{index:03d}" for index in range(len(weights))]

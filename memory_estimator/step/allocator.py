@@ -30,7 +30,7 @@ class Use:
 
 
 def use(program: Program) -> Use:
-    """Three steps, of which the third is like all later ones, then the operations between two steps, and a step more."""
+    """Three steps, of which the third is like all later ones, then the ones between two steps, and a step more."""
     allocator, stays = Allocator(), {tensor.name for tensor in program.resident}
     allocator.reserve(region_bytes(program))
     made = {tensor.name for op in program.before for tensor in op.writes}

@@ -37,7 +37,7 @@ def training_step(job: Job) -> Program:
 
 
 def validation_pass(job: Job) -> Tuple[StepOp, ...]:
-    """The operations of `cpu3d.training.validation` on a volume or a window: the network forward, and the scores. Besides
+    """The operations of `cpu3d.training.validation` on a volume or window: the network forward, and the scores. Besides
     the resident tensors, the held-out volume that comes next is ready."""
     writer = Writer(replace(job, unet=replace(job.unet, deep_supervision=False), batch=1, micro_batch=1))
     ready = [writer.tensor(f"validation/{tensor.name}", tensor.bytes, "input") for tensor in writer.resident[-2:]]
@@ -60,8 +60,7 @@ class Map(NamedTuple):
 
 
 class PaperPass(Order):
-    """One pass over the network, written down. A map is a `Map`, the gradient of a raw sum a list of the maps that it is
-    formed of."""
+    """One pass over the network. A map is a `Map`, the gradient of a raw sum a list of the maps that form it."""
 
     def __init__(self, writer: Writer, keeps: bool = True):
         """Whether it `keeps` maps for a backward pass."""
@@ -259,7 +258,7 @@ def _slopes(paper: PaperPass, logits: List[Map], early: str) -> List[Map]:
 
 
 def _sums(paper: PaperPass, head: Map, target: str, t: str) -> None:
-    """The sums of a piece, whose target `t` is made in its turn. Sums without a map of their own take almost no time."""
+    """The sums of a piece, whose target `t` is made in its turn. Sums without a map of their own take no time."""
     z = _logits_piece(paper, head)
     paper.writer.run(f"{head.name}/softplus/sum", "pass", [_loss_map(paper, head, "softplus", [z])])
     t = t or _target_piece(paper, head, target)

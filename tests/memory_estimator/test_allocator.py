@@ -88,7 +88,7 @@ def live(program):
 
 
 def calls(program):
-    return [(op.name, [tensor.name for tensor in taken], given) for op, taken, given in walk(program.ops, set())]
+    return [(op.name, [tensor.name for tensor in taken], freed) for op, taken, freed in walk(program.ops, set())]
 
 
 def test_a_tensor_goes_with_the_last_operation_that_reads_it():

@@ -75,8 +75,8 @@ def live(job):
     """KiB of maps while each operation runs, by its name."""
     program = training_step(job)
     without = sum(rounded(tensor.bytes) for tensor in program.resident)
-    found = zip(program.ops, timeline(program).live_bytes)
-    return {op.name: round((size - without) / KIB) for op, size in found}
+    sizes = zip(program.ops, timeline(program).live_bytes)
+    return {op.name: round((size - without) / KIB) for op, size in sizes}
 
 
 def test_every_raw_sum_is_kept_under_speed_and_two_a_level_under_lean():
@@ -107,7 +107,7 @@ def test_muon_keeps_one_copy_of_large_kernels_and_two_of_the_rest():
     slots = {}
     for optimizer in ("muon", "adam"):
         program = training_step(Job(UNetConfig(residual=True), (64,) * 3, optimizer=optimizer))
-        slots[optimizer] = {one.name for one in program.resident if "/slot" in one.name}
+        slots[optimizer] = {tensor.name for tensor in program.resident if "/slot" in tensor.name}
     only_adam = slots["adam"] - slots["muon"]
     assert {"encoder0_conv1/slot1", "decoder0_up/slot1"} <= only_adam
     assert {"encoder1_shortcut/slot1", "head/slot1"} <= slots["muon"]
