@@ -88,22 +88,19 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all options."""
-    words = {"description": as_typed(__doc__), "epilog": EXIT_CODES}
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=as_typed("./run.sh estimate"), formatter_class=formatter, **words)
+    """The parser of the command line."""
+    parser = argparse.ArgumentParser(as_typed("./run.sh estimate"), None, as_typed(__doc__), EXIT_CODES)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_options(parser, Options, ScalingOptions)
     return parser
 
 
-def verdict(estimate: Estimate, memory_bytes: int, whose: str) -> str:
-    """Whether it fits, in one sentence; `whose` describes `memory_bytes`, such as "free on this host"."""
-    needed = estimate.upper_bound_bytes
-    fits, left = needed <= memory_bytes, format_bytes(abs(memory_bytes - needed))
-    return (
-        f"{'fits' if fits else 'does not fit'}: needs up to {format_bytes(needed)}, "
-        f"{format_bytes(memory_bytes)} {whose}, {left} {'to spare' if fits else 'short'}"
-    )
+def verdict(estimate: Estimate, memory_bytes: int, label: str) -> str:
+    """Whether it fits, in one sentence; `label` describes `memory_bytes`, such as "free on this host"."""
+    spare_bytes = memory_bytes - estimate.upper_bound_bytes
+    fits, rest = ("does not fit", "short") if spare_bytes < 0 else ("fits", "to spare")
+    needed, memory, difference = map(format_bytes, (estimate.upper_bound_bytes, memory_bytes, abs(spare_bytes)))
+    return f"{fits}: needs up to {needed}, {memory} {label}, {difference} {rest}"
 
 
 def _failed(message: str, code: int) -> int:
@@ -116,13 +113,13 @@ def _answer(args: argparse.Namespace) -> Answer:
     check_options(args)
     host = functools.cache(read_host)  # not read if the options describe one
     source, given_bytes = source_job(args), parse_bytes(options.host_memory) if options.host_memory else None
-    job, workers = _share(args, scaling, source, host)
+    job, workers = _share(args, source, host)
     price, is_open = _price(options, host), policy_is_open(args)
     if scaling.hosts is not None:
         return _several_hosts(scaling, job, price, given_bytes and given_bytes // scaling.workers_per_host, is_open)
-    memory_bytes, whose = (given_bytes, "given") if given_bytes else (host().free_bytes, "free on this host")
+    memory_bytes, label = (given_bytes, "given") if given_bytes else (host().free_bytes, "free on this host")
     if workers > 1:  # as `launch` has them on one host
-        price, whose = worker_price(price, workers), f"for each of {workers} workers on one host"
+        price, label = worker_price(price, workers), f"for each of {workers} workers on one host"
         memory_bytes //= workers
     choice = planner.fastest_that_fits(job, price, memory_bytes) if is_open else None
     predicted = choice.estimate if choice else price(job)
@@ -137,22 +134,20 @@ def _answer(args: argparse.Namespace) -> Answer:
         "notes": [*source.notes, *_assumptions(options, predicted, host)],
     }
     if choice:
-        content["policy"]["reason"] = choice.reason(f"{format_bytes(memory_bytes)} {whose}")
+        content["policy"]["reason"] = choice.reason(f"{format_bytes(memory_bytes)} {label}")
     content["constants"]["basis"] = predicted.constants.basis(job, None if options.calibration else host())
     parts = _parts(job, predicted, content)
-    parts.append("\n  ".join((verdict(predicted, memory_bytes, whose), *content["advice"])))
+    parts.append("\n  ".join((verdict(predicted, memory_bytes, label), *content["advice"])))
     if options.plan:
         content["plan"], table = _plan(job, price, memory_bytes)
         parts.append(table)
     return content, parts
 
 
-def _share(
-    args: argparse.Namespace, scaling: ScalingOptions, source: JobSource, host: Callable[[], Host]
-) -> Tuple[Job, int]:
+def _share(args: argparse.Namespace, source: JobSource, host: Callable[[], Host]) -> Tuple[Job, int]:
     """The job of one worker, and the number of workers that compute such a share of each batch."""
     if not hasattr(args, "threads"):
-        workers_here = source.workers if scaling.hosts is None else scaling.workers_per_host
+        workers_here = getattr(args, "workers_per_host", 1) if hasattr(args, "hosts") else source.workers
         args.threads = max(1, host().usable_cores // workers_here)
     workers = 1 if hasattr(args, "batch") else source.workers  # another batch is one worker's
     return worker_share(job_from(args, source.job), workers), workers
@@ -168,7 +163,7 @@ def _price(options: Options, host: Callable[[], Host]) -> planner.Price:
 
 
 def _assumptions(options: Options, predicted: Estimate, host: Callable[[], Host]) -> List[str]:
-    """Notes on what the estimate takes for granted."""
+    """Notes on the assumptions of an estimate."""
     notes = []
     if not (options.calibration or options.host_memory or host().instructions):
         notes.append("a step is predicted as own operations compute it, which need a CPU with AVX2")
@@ -186,7 +181,7 @@ def _advice(job: Job, predicted: Estimate, price: planner.Price, memory_bytes: i
 
 
 def _parts(job: Job, predicted: Estimate, content: Mapping[str, Any]) -> List[Union[str, Table]]:
-    """The same as the content, for reading."""
+    """The content for reading."""
     policy, workers = content["policy"], content.get("workers")
     notes = (*content["notes"], statistics_note(job.unet.norm, job.batch, job.micro))
     return [
@@ -203,17 +198,14 @@ def _several_hosts(
     options: ScalingOptions, job: Job, price: planner.Price, memory_bytes: Optional[int], is_open: bool
 ) -> Answer:
     """Time on several hosts. `memory_bytes` are a worker's, if they were given: this host's memory is another."""
-    workers = max(options.hosts) * options.workers_per_host
-    share = job
+    fewest, most = (number(options.hosts) * options.workers_per_host for number in (min, max))
     if options.global_batch:  # the fewest workers have the largest share of it
-        share = dataclasses.replace(
-            job, batch=max(1, options.global_batch // (min(options.hosts) * options.workers_per_host))
-        )
-    price_of_worker = worker_price(price, workers)
+        job = dataclasses.replace(job, batch=max(1, options.global_batch // fewest))
+    price_of_worker = worker_price(price, most)
     if memory_bytes and is_open:
-        share = share.with_unet(policy=planner.fastest_that_fits(share, price_of_worker, memory_bytes).policy)
-    content, table = several_hosts(options, price(share))
-    worker, parts = price_of_worker(share), [share.describe(), table]
+        job = job.with_unet(policy=planner.fastest_that_fits(job, price_of_worker, memory_bytes).policy)
+    content, table = several_hosts(options, price(job))
+    worker, parts = price_of_worker(job), [job.describe(), table]
     if memory_bytes:
         parts.append(f"a worker {verdict(worker, memory_bytes, 'its share of a host')}")
     needed = worker.upper_bound_bytes

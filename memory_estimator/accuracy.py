@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Dict, Mapping, Optional, Tuple, Union
 
-from memory_estimator.common.files import read_json, reason, typed
+from memory_estimator.common.files import read_record, typed
 from memory_estimator.job import Job
 
+SCHEMA = 1
 SHIPPED = Path(__file__).with_name("hosts") / "accuracy.json"
 
 WIDE_SHARE = 0.25  # of a peak, by which the bound is above it if there are no records at all
@@ -56,7 +57,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How far predictions are off, by kind of record: the content of accuracy.json, and which engines are in force."""
+    """Errors of predictions, by kind of record: the content of accuracy.json, and the engines in use."""
 
     kinds: Tuple[Kind, ...]
     versions: Dict[str, str] = field(default_factory=dict)  # engine -> its `engine_version`; one missing is as recorded
@@ -74,16 +75,13 @@ class Accuracy:
         return None, f"{job.unet.dtype} under policy {job.policy}"
 
     def widest(self, process_peak_bytes: int) -> int:
-        """As `Kind.upper_bound`, by the widest margin of any kind."""
+        """The upper bound for a predicted peak by the widest margin of any kind."""
         wide = math.ceil(process_peak_bytes * (1 + WIDE_SHARE))
         return max((kind.upper_bound(process_peak_bytes) for kind in self.kinds), default=wide)
 
 
 def load_accuracy(path: Union[str, Path] = SHIPPED, versions: Optional[Mapping[str, str]] = None) -> Accuracy:
     """The shipped digest; `versions` are those of the engines, if known. Raises ValueError for a damaged file."""
-    try:
-        return dataclasses.replace(typed(read_json(path), Accuracy), versions=dict(versions or {}))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"accuracy {path} must be complete JSON, got {reason(error)}; restore it, or make it from the records"
-        ) from None
+    todo = "restore it, or make it from the records"
+    accuracy = read_record(path, SCHEMA, lambda content: typed(content, Accuracy, "accuracy"), todo)
+    return dataclasses.replace(accuracy, versions=dict(versions or {}))

@@ -81,7 +81,7 @@ class HostConstants:
         return self.scales.get(dtype) or next(iter(self.scales.values()), None)
 
     def basis(self, job: Job, host: Optional[Host] = None) -> str:
-        """Where the costs are from, and why they may be less exact for a job on `host` (None: on theirs)."""
+        """The source of the costs, and why they may be less exact for a job on `host` (None: on theirs)."""
         scale = self.scale(job.unet.dtype)
         words, measured = f"measured on {self.cpu} on {self.date}", scale.threads if scale else self.threads
         if scale:
@@ -100,8 +100,7 @@ class HostConstants:
 
     def speeds(self, job: Job) -> Mapping[str, Mapping[str, float]]:
         """Kind -> feature -> seconds a unit with a job's threads. Work divides evenly, which a socket full of cores
-        comes close to; traffic does up to `saturating_threads`; TensorFlow's overhead between operations is the same.
-        """
+        comes close to; traffic does up to `saturating_threads`; the time between operations stays the same."""
         measured = self.scale(job.unet.dtype)
         scale = measured.scale if measured else 1.0
         moving = min(self.threads, self.saturating_threads) / min(job.threads, self.saturating_threads)
@@ -109,8 +108,7 @@ class HostConstants:
 
 
 def scaled(kinds: Mapping[str, Mapping[str, float]], work: float, traffic: float = 1.0, overhead: float = 1.0) -> Any:
-    """Costs of kinds of operations in one dtype, times factors: of arithmetic, of moving memory, of TensorFlow's own
-    code."""
+    """Costs of kinds of operations in a dtype, times factors of arithmetic, of memory traffic, of TensorFlow's code."""
 
     def times(feature: str) -> float:
         return work if feature.startswith("work") else overhead if feature == "seconds" else traffic
@@ -184,13 +182,12 @@ def _constants(content: Mapping[str, Any]) -> HostConstants:
     constants = typed({name: content[name] for name in names}, HostConstants, "calibration")
     _check(constants)
     if content.get("shipped", constants.date) != constants.date:
-        raise ValueError(f"scales of what was shipped on {content['shipped']}, and not on {constants.date}")
+        raise ValueError(f"scales of constants shipped on {content['shipped']}, not on {constants.date}")
     return constants
 
 
 def _completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The content with what it lacks of the shipped file that it is "like", whose arithmetic takes "slower" times as
-    long."""
+    """The content, with fields of the shipped file that it is "like", whose arithmetic is "slower" by that factor."""
     if "like" not in content:
         return content
     if content["like"] not in INSTRUCTION_SETS:

@@ -21,7 +21,6 @@ STORE_NOTE = (
 """Printed with the errors of a job that a store feeds: its pipeline's requests of the allocator are not replayed."""
 
 RESAMPLED_BYTES = 13  # a value of a volume to be rotated, at most: three float32 copies and a mask (data/normalise.py)
-
 NEXT_BATCH = "input pipeline, next batch"  # the group of the tensors that a store holds ready
 
 RULES: Dict[str, str] = {
@@ -161,8 +160,8 @@ def live_at_peak(line: Timeline) -> List[Component]:
             raise ValueError(f"group must be one of {', '.join(RULES)}, got {tensor.group!r}; declare it in RULES")
         groups.setdefault((list(RULES).index(rule), tensor.group), []).append(tensor)
     bill = []
-    for (place, group), tensors in sorted(groups.items(), key=lambda entry: entry[0]):
-        source = list(RULES.values())[place]
+    for place, group in sorted(groups):
+        tensors, source = groups[place, group], list(RULES.values())[place]
         if group in NAMED_SINGLY:
             names = [tensor.name for tensor in tensors]  # the largest first, as all are
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -1,6 +1,6 @@
 """This host's cores, sockets, memory and instructions, and the part of them that this process may use.
 
-From /proc and /sys: a container sees the whole machine but may use only what its cgroup and CPU mask leave.
+From /proc and /sys: a container sees the whole machine but may use only the part that its cgroup and CPU mask leave.
 """
 
 import contextlib
@@ -129,9 +129,8 @@ class Cpu(NamedTuple):
 
 
 def cpu_places(root: Path) -> List[Cpu]:
-    """The CPUs that this process may run on, by number: its mask covers taskset, numactl and cpusets. They and their
-    places are from /sys, else from /proc/cpuinfo, as in a container that masks it, else each is a core of its own on
-    socket 0."""
+    """The CPUs that this process may run on, by number: its mask covers taskset, numactl and cpusets. Their places are
+    from /sys, else from /proc/cpuinfo, as in a container that masks it, else each is a core of its own on socket 0."""
     listed = {cpu.get("processor"): cpu for cpu in map(fields, read_text(root / "proc/cpuinfo").split("\n\n"))}
     node_of = {
         cpu: int(path.parent.name[4:])
@@ -141,9 +140,8 @@ def cpu_places(root: Path) -> List[Cpu]:
     mask = cpu_list(fields(read_text(root / "proc/self/status")).get("Cpus_allowed_list", ""))
     places: List[Cpu] = []
     cores: Dict[str, int] = {}
-    online = cpu_list(read_text(root / "sys/devices/system/cpu/online")) or [
-        int(n) for n in listed if n and n.isdigit()
-    ]
+    numbers = [int(number) for number in listed if number and number.isdigit()]
+    online = cpu_list(read_text(root / "sys/devices/system/cpu/online")) or numbers
     for cpu in sorted({*mask} & {*online}) or sorted(online) or [0]:  # a mask may name CPUs that do not exist
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
         siblings, socket = (read_text(topology / name) for name in ("thread_siblings_list", "physical_package_id"))
@@ -211,7 +209,7 @@ def memory_limit(root: Path, machine_bytes: int) -> Tuple[Optional[int], int]:
 
 
 def memory_high(root: Path, machine_bytes: int) -> Tuple[Optional[int], int]:
-    """As `memory_limit`, of version 2's memory.high: beyond it no process is killed, but allocations wait."""
+    """The same for version 2's memory.high: beyond it no process is killed, but allocations wait."""
     return _tightest(root, machine_bytes, (("memory.high", *VERSION_2[1:]),))
 
 

@@ -17,8 +17,7 @@ from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 @dataclass(frozen=True)
 class Optimizer:
     """An optimizer as everything but TensorFlow knows it. A new one is a record in OPTIMIZERS, a Keras object in
-    `cpu3d.training.optimizers.optimizer_of` and, unless its update is one of those, its operations in
-    `memory_estimator.step.update.UPDATES`."""
+    `cpu3d.training.optimizers.optimizer_of` and, if they are new, its operations in `step.update.UPDATES`."""
 
     learning_rate: float  # if none is chosen: the best of several on untouched cases (docs/log.md)
     rate_scaling: str  # of the rate if the batch grows with the workers: "linear" or "sqrt"
@@ -56,7 +55,7 @@ class Job:
     unet: UNetConfig = field(default_factory=UNetConfig)  # its compute dtype and memory policy included
     shape: Tuple[int, int, int] = (128, 128, 128)  # voxels X, Y, Z that the network sees
     batch: int = 1  # volumes a step, for one update
-    micro_batch: int = 0  # volumes computed at a time, a divisor of `batch`; 0 is by rule, as `micro_of` says
+    micro_batch: int = 0  # volumes computed at a time, a divisor of `batch`; 0 is by the rule of `micro_of`
     optimizer: str = "muon"
     engine: str = "itex"  # "itex": TensorFlow with Intel's extension; "stock": without it. Both with oneDNN
     threads: int = 1  # threads inside one operation: some scratch is taken once a thread
@@ -114,7 +113,7 @@ class Job:
         return ", ".join(parts)
 
     def to_json(self) -> Dict[str, Any]:
-        """As JSON content, with the policy and the micro-batch that the rules give."""
+        """JSON content, with the policy and the micro-batch that the rules give."""
         return {**dataclasses.asdict(self), "policy": self.policy, "micro_batch": self.micro}
 
 
@@ -144,7 +143,6 @@ def divisors(number: int) -> Tuple[int, ...]:
 
 
 BRAIN_BOX = (144, 192, 144)  # holds the demo's brains, padded to 16; real ones fill about 135 x 174 x 136
-
 USUAL_PATCH = (128, 128, 128)  # nnU-Net's for BraTS (Isensee et al. 2021)
 
 
@@ -177,7 +175,7 @@ RECIPES: Dict[str, Recipe] = {
         Job(UNetConfig(channels=1, outputs=1, norm="batch", dtype="bfloat16"), (240, 240, 160), cases=484),
         _PAPER,
     ),
-    # As published, on a grid cropped to 144 slices, but one volume at a time where the paper took 16 at once. Predicted
+    # As published, on a grid cropped to 144 slices, but one volume at a time, and the paper took 16 at once. Predicted
     # 10.5 GiB under lean, 143 s a volume in float32, 15 h an epoch; the paper's took 1 TB, 30 s.
     "paper-2020": Recipe(
         "The paper's job: Cicek's wide network, batch 16 computed one volume at a time, FLAIR, batch norm, 25 epochs.",
@@ -235,9 +233,7 @@ class JobOptions(Architecture):
     dtype: str = option("bfloat16", "compute dtype", choices=DTYPES)
     optimizer: str = option("muon", "rule that updates the weights", choices=tuple(OPTIMIZERS))
     policy: str = option(
-        AUTO,
-        "memory policy (default: auto, the fastest that fits; with --run the run's own)",
-        choices=(AUTO, *POLICIES),
+        AUTO, "memory policy (default: auto, the fastest that fits; with --run the run's)", choices=(AUTO, *POLICIES)
     )
     engine: str = option(
         AUTO,
@@ -302,18 +298,18 @@ class _SavedPlan(TypedDict):
 
     workers: int
     config: _Config
-    job: Dict[str, Any]
+    job: Job
 
 
-def _saved_plan(content: Mapping[str, Any]) -> Tuple[_SavedPlan, Job]:
-    """The plan and its job, with all of its fields: defaults are not what the run has."""
+def _saved_plan(content: Mapping[str, Any]) -> _SavedPlan:
+    """The plan of a run, whose job has all of its fields: defaults are not those of the run."""
     plan = typed(content, _SavedPlan, "plan")
-    job = typed(plan["job"], Job, "job")
-    if (set(plan["job"]), set(plan["job"]["unet"])) != (set(vars(job)), set(vars(job.unet))):
+    job, fields = plan["job"], content["job"]
+    if (set(fields), set(fields["unet"])) != (set(vars(job)), set(vars(job.unet))):
         raise ValueError("a job without all of its fields")
     if plan["workers"] < 1 or job.batch % plan["workers"]:
         raise ValueError(f"{plan['workers']} workers for batches of {job.batch}")
-    return plan, job
+    return plan
 
 
 def read_run(folder: Union[str, Path]) -> JobSource:
@@ -321,7 +317,7 @@ def read_run(folder: Union[str, Path]) -> JobSource:
     one that is damaged or of another version."""
     path, todo = Path(folder) / "plan.json", "continue the run with its store, which writes it again"
     try:
-        plan, job = read_record(path, PLAN_SCHEMA, _saved_plan, todo)
+        plan = read_record(path, PLAN_SCHEMA, _saved_plan, todo)
     except (FileNotFoundError, NotADirectoryError):
         todo = "name a folder that `train` has written"
         raise ValueError(f"run {folder} must hold a plan.json, got none; {todo}") from None
@@ -331,7 +327,7 @@ def read_run(folder: Union[str, Path]) -> JobSource:
     twice = "the run holds its variables once more while its grid changes, which is not counted; `train` adds it"
     notes = {card: config["device"] != "cpu", validation: config["mode"] == "patch" or config["resolution"] != 1}
     notes[twice] = config["coarse_steps"] > 0
-    return JobSource(job, [note for note, is_so in notes.items() if is_so], plan["workers"])
+    return JobSource(plan["job"], [note for note, is_so in notes.items() if is_so], plan["workers"])
 
 
 def stored_bytes(shape: Sequence[int], channels: int) -> int:

@@ -16,16 +16,10 @@ from models.layer_plan import Shape3, layer_plan
 Price = Callable[[Job], Estimate]
 
 STEP_OF_FILTERS = 8  # convolutions compute vectors of channels: numbers between cost as much as the next multiple
-
 LARGEST = 2**20  # no search continues past this number: the memory would be without limit
 CONTEXT_BYTES = 2**30  # of a GPU: CUDA's context, cuDNN's and cuBLAS's handles and kernels
-
-CARD_SHARE = 1.4
-"""Memory held on a card, as a share of the sum in `gpu_bytes`: 0.9 was measured in float32 and 1.35 in bfloat16 on an
-H200 (docs/log.md)."""
-
+CARD_SHARE = 1.4  # of the sum in `gpu_bytes`: 0.9 was measured in float32, 1.35 in bfloat16 on an H200 (docs/log.md)
 WORKSPACE_BYTES = 4 * 2**30  # TensorFlow's limit for one convolution of cuDNN (TF_CUDNN_WORKSPACE_LIMIT_IN_MB)
-
 BOTTOM = 2  # least voxels of the deepest level along an axis: a norm makes a single voxel zero
 
 

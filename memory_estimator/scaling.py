@@ -22,11 +22,8 @@ from memory_estimator.job import Job
 from models.layer_plan import layer_plan
 
 RING_BYTES = 16 * 2**20  # of the vector, summed at a time by a ring of its own (`cpu3d.distributed.all_reduce`)
-
 LATENCY_S = 50e-6  # of a message between two hosts, besides the cost of one inside a host
-
 DATA_WAIT_SHARE = 0.0004  # of a step's computing, waiting for data that are read in time (docs/log.md, loading)
-
 SENT_COPIES = 4  # of the gradients, while they are summed: sent, received, the network's buffers; not measured
 
 HOSTS_HELP = "time on so many hosts; --batch is then of one worker, --threads its cores, --host-memory of one host"
@@ -35,16 +32,15 @@ NOT_COUNTED = (
     "learns as much"
 )
 
-
 # Costs of working together, by TensorFlow's own collectives over gRPC: medians of two jobs of a core a worker,
 # 240x240x160 and 128^3, 16 filters, 22.6 MB of gradients.
 COSTS = {
     "endpoint_s_per_byte": 1.956e-9,  # that sender and receiver spend, without a network between them
-    "call_s": 0.8547e-3,  # that a sum takes whatever its length and the number of workers
+    "call_s": 0.8547e-3,  # that a sum takes at any length and number of workers
     "message_s": 92.56e-6,  # of a message without content between two processes of one host; an upper bound
     "packing_s_per_byte": 0.23e-9,  # of putting all gradients into one vector, and of taking them out of the sum
     "spread": 0.005946,  # standard deviation of the workers' seconds for the same work: the slowest is waited for
-    "contention": 0.0312,  # share by which a worker is slower where others compute on the same host, on other cores
+    "contention": 0.0312,  # share by which a worker is slower if others compute on the same host, on other cores
 }
 ORIGIN = "measured: 2026-11-21, 2 workers on one AMD EPYC (docs/log.md)"
 ERRORS = (0.063, -0.002)  # of the predicted steps of two workers in these two jobs, each by the constants of the other
@@ -54,29 +50,24 @@ ERRORS = (0.063, -0.002)  # of the predicted steps of two workers in these two j
 
 
 def step_parts(
-    alone_s: float,
-    gradient_bytes: int,
-    hosts: int = 1,
-    workers_per_host: int = 1,
-    *,
-    network_bytes_per_s: float = math.inf,
+    alone_s: float, vector_bytes: int, hosts: int = 1, workers_per_host: int = 1, network_bytes_per_s: float = math.inf
 ) -> Dict[str, float]:
     """Seconds of each part of a step of several workers, one after the other. A worker alone computes its share in
     `alone_s`. The network is one host's link, each way.
 
-    Gradients are summed in pieces, one after the other. Each goes round a ring: 2 (n - 1) rounds, in each of which
-    every worker passes an n-th on to its neighbour, at once with all others (Patarasuk and Yuan, J. Parallel Distrib.
-    Comput. 69, 2009). The slowest link sets the pace: the one out of each host, if there are several."""
+    Gradients, one vector, are summed in pieces, one after the other. Each goes round a ring: 2 (n - 1) rounds, in each
+    of which every worker passes an n-th on to its neighbour, at once with all others (Patarasuk and Yuan, J. Parallel
+    Distrib. Comput. 69, 2009). The slowest link sets the pace: the one out of each host, if there are several."""
     workers = hosts * workers_per_host
     compute_s = alone_s * (1 + COSTS["contention"] * (workers_per_host > 1))
     packing_s = exchange_s = 0.0
     if workers > 1:
         network_s, latency_s = (1 / network_bytes_per_s, LATENCY_S) if hosts > 1 else (0, 0)
         s_per_byte, message_s = COSTS["endpoint_s_per_byte"] + network_s, COSTS["message_s"] + latency_s
-        pieces = math.ceil(gradient_bytes / RING_BYTES)
-        rounds_s = 2 * (workers - 1) * (gradient_bytes / workers * s_per_byte + pieces * message_s)
+        pieces = math.ceil(vector_bytes / RING_BYTES)
+        rounds_s = 2 * (workers - 1) * (vector_bytes / workers * s_per_byte + pieces * message_s)
         exchange_s = rounds_s + pieces * COSTS["call_s"]
-        packing_s = gradient_bytes * COSTS["packing_s_per_byte"]
+        packing_s = vector_bytes * COSTS["packing_s_per_byte"]
     return {
         "compute_s": compute_s,  # of the mean worker
         "slowest_s": compute_s * COSTS["spread"] * largest_of(workers),  # that the slowest takes longer
@@ -153,10 +144,9 @@ def check_options(args: argparse.Namespace) -> None:
         return
     if hasattr(args, "plan"):
         raise ValueError("--hosts must be given without --plan, got both; leave one of them out")
-    described = ["--host-memory"] if hasattr(args, "host_memory") else []
-    described += ["--workers-per-host"] if "workers_per_host" in chosen else []
-    if described and not hasattr(args, "threads"):
-        raise ValueError(f"--threads must be given with {described[0]}, got none; add a worker's cores on that host")
+    described = "--host-memory" if hasattr(args, "host_memory") else "--workers-per-host"
+    if ("workers_per_host" in chosen or hasattr(args, "host_memory")) and not hasattr(args, "threads"):
+        raise ValueError(f"--threads must be given with {described}, got none; add a worker's cores on that host")
 
 
 def several_hosts(options: ScalingOptions, worker: Estimate) -> Tuple[Dict[str, Any], Table]:
@@ -176,18 +166,10 @@ def several_hosts(options: ScalingOptions, worker: Estimate) -> Tuple[Dict[str, 
         step_s = sum(parts.values())
         # Whole batches only, as `train` counts them; None without cases, or with fewer than a batch.
         epoch_s = job.cases // batch * step_s if job.cases >= batch else None
-        row = {
-            "hosts": hosts,
-            "workers": workers,
-            "batch": batch,
-            **parts,
-            "step_s": step_s,
-            "cases_per_s": batch / step_s,
-            "network_share": parts["exchange_s"] / step_s,
-            "efficiency": alone_s * (1 + DATA_WAIT_SHARE) / step_s,  # 1 without any losses
-            "epoch_s": epoch_s,
-            "total_s": None if epoch_s is None else options.epochs * epoch_s,
-        }
+        row = {"hosts": hosts, "workers": workers, "batch": batch, **parts, "step_s": step_s, "epoch_s": epoch_s}
+        row["efficiency"] = alone_s * (1 + DATA_WAIT_SHARE) / step_s  # 1 without any losses
+        row.update(cases_per_s=batch / step_s, network_share=parts["exchange_s"] / step_s)
+        row["total_s"] = None if epoch_s is None else options.epochs * epoch_s
         rows.append(row)
         times = ["-" if row[name] is None else format_seconds(row[name]) for name in ("epoch_s", "total_s")]
         shares = [f"{step_s:.3g}", f"{row['network_share']:.0%}", f"{row['cases_per_s']:.3g}"]

@@ -11,7 +11,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
-from memory_estimator.accuracy import Accuracy, Bound, Kind
+from memory_estimator.accuracy import SCHEMA, Accuracy, Bound, Kind
 from memory_estimator.common.table import Table
 from memory_estimator.common.units import GIB
 from memory_estimator.estimate import Estimate
@@ -27,9 +27,7 @@ MARGIN_BYTES = 84 * 2**20
 is most of the error: 82 MiB in one of 1.2 GiB."""
 
 SHARE, CONFIDENCE = 0.99, 0.90  # a bound is to hold for this share of the steps like its records, so surely
-
 LEAST_RECORDS = 8  # of a kind: fewer steps do not show the spread of their errors
-
 FIGURES = ("allocator_peak", "process_peak", "step_s")  # that have errors: fields of `Kind`, keys of `Row.errors`
 
 NETWORKS: Tuple[Tuple[Dict[str, Any], Tuple[int, int, int], Dict[str, Any]], ...] = (
@@ -93,8 +91,7 @@ def request_for(job: Job, **more: Any) -> Dict[str, Any]:
 
 
 def job_of_record(record: Mapping[str, Any]) -> Optional[Job]:
-    """The job that a record measured, on the engine that really ran; None if that is TensorFlow without oneDNN, which
-    the estimator has no constants for."""
+    """A record's job, on the engine that really ran; None for TensorFlow without oneDNN, which has no constants."""
     engine, name = record["engine"], record.get("engine_name", "")
     if "no oneDNN" in name:
         return None
@@ -108,8 +105,7 @@ def job_of_record(record: Mapping[str, Any]) -> Optional[Job]:
 
 
 def measured_from(record: Mapping[str, Any]) -> Optional[Measured]:
-    """A record's step; None on an engine that the estimator has no constants for. A record may lack seconds that were
-    disturbed."""
+    """A record's step; None on an engine without constants. A record may lack seconds that were disturbed."""
     job, host = job_of_record(record), record["host"]
     if not job:
         return None
@@ -164,7 +160,7 @@ def digest(rows: Iterable[Row]) -> Accuracy:
 
 
 def accuracy_json(accuracy: Accuracy) -> bytes:
-    return (json.dumps({"kinds": dataclasses.asdict(accuracy)["kinds"]}, indent=1) + "\n").encode()
+    return (json.dumps({"schema": SCHEMA, "kinds": dataclasses.asdict(accuracy)["kinds"]}, indent=1) + "\n").encode()
 
 
 def margin_share(rows: Sequence[Row]) -> float:
@@ -235,7 +231,7 @@ VALIDATION_HEAD = """\
 # The estimator against measured steps
 
 Made by `./run.sh bench tables --records records --page FILE` from records/memory (`bench validate`) and the code as it
-stands. Errors are shares of what was measured: +2% is predicted too high. A group of
+stands. Errors are shares of the measured value: +2% is predicted too high. A group of
 runs shows the median size and the worst error, and how far the upper bound is above the process's peak, the mean and
 the least; it is wide if a kind has too few records to predict the next error. The margin of an upper bound is that of
 all records of its kind: of a dtype and a policy.

@@ -104,5 +104,5 @@ class ShortcutSum(tf.keras.layers.Conv3D):
 
 def initial_kernel(seed: int, name: str):
     """Glorot's uniform, from the network's seed and the layer's name: no layer depends on those built before.
-    On one real glioma Glorot's smaller kernels reach in 20 steps what He's reach in 30."""
+    On one real glioma Glorot's smaller kernels learn in 20 steps as much as He's in 30."""
     return tf.keras.initializers.GlorotUniform(seed=zlib.crc32(f"{seed}/{name}".encode()) & 0x7FFFFFFF)

@@ -142,7 +142,7 @@ class Order:
         return at_skip, at_below
 
     def _through_parts(self, level: int, at_first: Any, at_sum: Any) -> Tuple[Any, Any]:
-        """The same if the block's maps are made again, a part of the up-sampled map at a time."""
+        """`_through_decoder` if the block's maps are made again, a part of the up-sampled map at a time."""
         name, below, at_below, of_ups = f"decoder{level}", self._below(level), None, []
         entry = [self._encoders[level].output if level else self._block_again(level).output]
         of_parts = [self.filter_gradient(f"{name}_conv1", entry, at_first, "/skip")]

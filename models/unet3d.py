@@ -1,4 +1,4 @@
-"""The 3D U-Net as a Keras model: plain layers, and own operations in their place where they run."""
+"""The 3D U-Net as a Keras model: plain layers, and own operations in their place if they run."""
 
 import dataclasses
 import sys
@@ -29,7 +29,7 @@ class UNet3D(tf.keras.Model):
         return {"unet": dataclasses.asdict(self.unet), "shape": shape, "batch_size": batch_size, "frozen": frozen}
 
     def call(self, inputs, training=None, mask=None):
-        """As Keras calls it: by own operations where they run, else layer by layer."""
+        """The logits as Keras asks for them: by own operations if they run, else layer by layer."""
         if not _has_operations():
             return super().call(inputs, training, mask)
 

@@ -32,7 +32,7 @@ def open_regular(path: AnyPath) -> int:
 
 
 def read_regular(path: AnyPath) -> bytes:
-    """All of a regular file. Raises as `open_regular`."""
+    """The content of a regular file. Raises as `open_regular`."""
     with os.fdopen(open_regular(path), "rb") as file:
         return file.read()
 
@@ -43,7 +43,7 @@ def read_json(path: AnyPath) -> Any:
 
 
 def read_record(path: AnyPath, schema: int, make: Callable[[Any], T], todo: str, error: Any = ValueError) -> T:
-    """What `make` returns for the object in a file of JSON, less its "schema", the version of its format. Raises
+    """The result of `make` for the object in a file of JSON, less its "schema", the version of its format. Raises
     FileNotFoundError or NotADirectoryError for a missing file; `error`, whose message ends with `todo`, for one that is
     damaged or of another version, and if `make` raises ValueError, KeyError or TypeError."""
     try:
@@ -87,7 +87,7 @@ def reason(error: Exception) -> str:
 
 def typed(content: Any, kind: Any, name: str = "content") -> Any:
     """Parsed JSON as `kind`: a dataclass or TypedDict, a tuple, list, dict or Optional of them, a plain type.
-    Lists become tuples where `kind` has tuples, text becomes int where keys are int, and an int is a float too. Fields
+    Lists become tuples and text becomes int where `kind` has tuples and int keys, and an int is a float too. Fields
     with defaults may be missing, and a TypedDict may have more fields. Raises ValueError, with the dotted name, if a
     value is not of its kind: another type, not finite, an integer beyond 64 bits, a field missing or unknown."""
     try:

@@ -158,7 +158,7 @@ def _shape_of(hint: Any) -> Tuple[Any, Union[int, str, None]]:
 
 
 def _help(field: dataclasses.Field, spec: Option) -> str:
-    """The help line, its default added where that is a plain value and not named already."""
+    """The help line, with its default if that is a plain value and not named already."""
     default = field.default
     if isinstance(default, tuple):
         default = " ".join(map(str, default))

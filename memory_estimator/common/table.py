@@ -9,7 +9,7 @@ import io
 from dataclasses import dataclass
 from typing import Any, List, Sequence
 
-WIDTH = 120  # columns where the output is no terminal, as in a log
+WIDTH = 120  # columns if the output is no terminal, as in a log
 
 
 class Bold(str):
@@ -37,7 +37,7 @@ class Table:
     columns: Sequence[str]  # header cells; all "" for no header
     rows: Sequence[Sequence[str]]
     title: str = ""
-    caption: str = ""  # what holds for all rows, below the table
+    caption: str = ""  # a note on all rows, below the table
     names: int = 1
 
     def rich(self) -> Any:

@@ -8,9 +8,9 @@ UNITS = {
     **{f"{letter}iB": 2 ** (10 * power) for power, letter in enumerate("KMGTP", 1)},
     **{f"{letter}B": 10 ** (3 * power) for power, letter in enumerate(("k", "M", "G", "T", "P"), 1)},
 }
-"""What a unit of memory counts in bytes."""
+"""Unit of memory -> bytes."""
 
-GIB = UNITS["GiB"]  # for dividing by, where a figure has a unit of its own, as on an axis
+GIB = UNITS["GiB"]  # a divisor for figures with a unit of their own, as on an axis
 
 
 def parse_bytes(text: str) -> int:

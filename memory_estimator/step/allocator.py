@@ -13,10 +13,8 @@ from typing import Dict, List, Optional, Sequence, Set, Tuple
 from memory_estimator.step.program import GRANULE_BYTES, Program, StepOp, rounded, timeline, walk
 
 MIB = 2**20
-
 SMALL_BYTES = 256 * 1024  # requests below this go to malloc and are not counted (mkl_cpu_allocator.h)
 SPARE_BYTES = 128 * MIB  # a chunk with this much to spare is always split
-
 HANDLE_BYTES = 8  # of a region's table for every GRANULE_BYTES of it: 3 % of all regions, with malloc
 
 

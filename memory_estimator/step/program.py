@@ -22,7 +22,7 @@ class Tensor:
 class StepOp:
     """One operation of the step. Operations run one after the other, in the order of the program."""
 
-    name: str  # unique in its program: the layer's name and what is done, such as "decoder0_conv1/filter_gradient"
+    name: str  # unique in its program: the names of layer and operation, such as "decoder0_conv1/filter_gradient"
     kind: str  # of operations with the same costs: of `calibration.FEATURES`
     reads: Tuple[str, ...] = ()  # names of tensors that must live until it is done; a tensor goes with its last reader
     writes: Tuple[Tensor, ...] = ()

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 
 CACHE_BYTES = 2**20  # L2 of a core: a thread's ring of rows fills five eighths of it
-
 TAPS = {"pass": 0, "project": 1, "up": 8}  # of the filters, by the kind of operation; others have 27
-
 LANES = 16  # channels of a group, and values of a line of the cache
 
 

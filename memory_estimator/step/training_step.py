@@ -22,7 +22,6 @@ SCORE_MAPS = 5  # float32 maps of a slab that is scored: logits, target, three o
 def training_step(job: Job) -> Program:
     """The program of `job`. Raises ValueError for a shape that the network cannot take."""
     writer = Writer(job)
-    writer.phase = "forward pass"
     reset_sums(writer)
     paper = PaperPass(writer)
     early = _target_piece(paper, Map("head", 0, job.unet.outputs), "target")  # which waits for nothing
@@ -230,7 +229,7 @@ class PaperPass(Order):
         self, kind: str, read: Map, made: Map, inputs: int, multiplies: bool = True, in_place: bool = False
     ) -> Dict[str, int]:
         """Counts of a `StepOp` besides tensors: scratch on the finer grid, multiply-adds, as 2, on the coarser one. A
-        projection's gradient is two operations."""
+        projection's gradient is two."""
         fine, coarse = (self._grid(pick(read.level, made.level)) for pick in (min, max))
         shape = Shape(self.job.micro, fine, inputs, made.channels, self.writer.value_bytes, self.job.threads)
         products = TAPS.get(kind, 27) * self.job.micro * math.prod(coarse) * inputs * made.channels
@@ -246,8 +245,7 @@ class PaperPass(Order):
 
 
 def _slopes(paper: PaperPass, logits: List[Map], early: str) -> List[Map]:
-    """Gradients of each head's logits. Sums of all heads come first, then the slopes. `early` is the first piece of the
-    target in float32."""
+    """Gradients of each head's logits. All heads' sums come first, then slopes. `early`: the target's first piece."""
     targets = []
     for head in logits:
         name, size = f"{head_of(head.level)}/target", paper.map_bytes(head, 1)

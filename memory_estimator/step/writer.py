@@ -16,7 +16,7 @@ class Writer:
 
     def __init__(self, job: Job):
         """Writes weights, slots and one input batch down. Raises ValueError for a shape the network cannot take."""
-        self.job, self.phase = job, ""  # the phase of the operations that are added next
+        self.job, self.phase = job, "forward pass"  # the phase of the operations that are added next
         self.plan = layer_plan(job.unet, job.shape)
         self.layers = {op.name: op for op in self.plan}
         self.kernels = [op for op in self.plan if op.kind in CONVOLUTIONS]

@@ -1,7 +1,7 @@
 """Own operations of a 3D U-Net: convolutions, pools, projections with norm and ReLU formed on load; their gradients.
 
 Maps are (batch, x, y, z, channels), float32 or bfloat16; filters, statistics and sums are float32, and (N, C) is a
-value for each channel of each sample. Products of bfloat16 maps are of bfloat16 values where the CPU multiplies those,
+value for each channel of each sample. Products of bfloat16 maps are of bfloat16 values if the CPU multiplies these,
 sums always float32. Equal inputs and threads give equal bits. An output is written over the input of its shape that it
 is made from, if no other operation reads that. TF_NUM_INTRAOP_THREADS threads take part, by default one for each CPU
 that the process may use. CPU3D_INSTRUCTION_SET (avx2, avx512, avx512_bf16, amx) replaces the fastest instruction set.
@@ -69,24 +69,24 @@ def available() -> bool:
 def convolve(sources: Sequence[Source], filters: Tensor, add: Optional[Tensor] = None) -> Tuple[Tensor, Tensor, Tensor]:
     """The raw sum (batch, x, y, z, out), plus `add`, and its mean and variance over the grid, each (N, out). Two
     sources count as concatenated."""
-    maps, others = [source.raw for source in sources], [] if add is None else [add]
+    maps, extras = [source.raw for source in sources], [] if add is None else [add]
     made = (*maps[0].shape[:4], filters.shape[4])
-    return tuple(_run(CONVOLVE, maps, others, filters, None, _norms(sources), made=made)[0])
+    return tuple(_run(CONVOLVE, maps, extras, filters, None, _norms(sources), made=made)[0])
 
 
 def input_gradient(gradient: Gradient, filters: Tensor, below: Optional[Source] = None) -> AtValues:
     """The gradient of the convolved map, (batch, x, y, z, in), whose norm is that of `below`. For concatenated maps
     call it with each map's part of the filters."""
-    others = [source.raw for source in (below, gradient.source) if source and source.norm]
+    extras = [source.raw for source in (below, gradient.source) if source and source.norm]
     made, norms = (*gradient.map.shape[:4], filters.shape[3]), (_through(gradient), _norms([below] if below else []))
-    return _run(INPUT_GRADIENT, [gradient.map], others, filters, None, *norms, made=made)[0]
+    return _run(INPUT_GRADIENT, [gradient.map], extras, filters, None, *norms, made=made)[0]
 
 
 def filter_gradient(sources: Sequence[Source], gradient: Gradient) -> Tensor:
     """The gradient of the filters, (3, 3, 3, in, out)."""
     maps = [source.raw for source in sources]
-    others = [gradient.map, *([gradient.source.raw] if gradient.source else [])]
-    _, result, _ = _run(FILTER_GRADIENT, maps, others, None, None, _norms(sources), _through(gradient))
+    extras = [gradient.map, *([gradient.source.raw] if gradient.source else [])]
+    _, result, _ = _run(FILTER_GRADIENT, maps, extras, None, None, _norms(sources), _through(gradient))
     result.set_shape((3, 3, 3, sum(map_.shape[-1] for map_ in maps), gradient.map.shape[-1]))
     return result
 
@@ -137,18 +137,18 @@ def project_gradient(
 
 
 def project_sums(source: Source, gradient: Tensor, filters: Tensor) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    """All of `project_gradient` but the gradient of the source's values."""
+    """The results of `project_gradient` but the gradient of the source's values."""
     at, *of_weights = _pass(PROJECT_SUMS, source, [gradient], filters)
     return (at.sum1, at.sum2, *of_weights)
 
 
-def residual_sum(source: Source, other: Tensor) -> Tensor:
-    """max(value + other, 0)."""
-    return _pass(RESIDUAL_SUM, source, [other])[0].map
+def residual_sum(source: Source, term: Tensor) -> Tensor:
+    """max(value + term, 0)."""
+    return _pass(RESIDUAL_SUM, source, [term])[0].map
 
 
 def residual_gradient(source: Source, output: Tensor, gradient: Tensor) -> AtValues:
-    """The gradient where the sum, `output`, is positive, which is that of both terms."""
+    """The gradient of both terms: that of the sum, `output`, where it is positive."""
     return _pass(RESIDUAL_GRADIENT, source, [output, gradient])[0]
 
 
@@ -185,7 +185,7 @@ WITH_SUMS += (UP_INPUT_GRADIENT,)
 
 
 def _run(
-    kind: int, maps: Sequence[Tensor], others: Sequence[Tensor], *floats: Optional[Tensor], made: Sequence = ()
+    kind: int, maps: Sequence[Tensor], extras: Sequence[Tensor], *floats: Optional[Tensor], made: Sequence = ()
 ) -> Tuple[AtValues, Tensor, Tensor]:
     """Map with its two sums, gradients of filters and bias; results that the kind does not make are empty. `floats` are
     filters, bias, coefficients and other coefficients, if any; `made` is the shape of the map, or of the map that has
@@ -194,7 +194,7 @@ def _run(
     if module is None:
         raise RuntimeError("own operations must be built, with AVX2, got none; run python -m models.native.build")
     floats = [tf.zeros((0,)) if array is None else array for array in (*floats, *4 * [None])[:4]]
-    made_map, sums, of_filters, of_bias = module.cpu_operation(*floats, list(maps), list(others), kind=kind)
+    made_map, sums, of_filters, of_bias = module.cpu_operation(*floats, list(maps), list(extras), kind=kind)
     if made and kind in WITH_SUMS:
         sums.set_shape((made[0], 2, made[4]))
     if made and kind not in (PROJECT_SUMS, UP_FILTER_GRADIENT):
@@ -207,7 +207,7 @@ def _run(
 def _pass(
     kind: int,
     source: Source,
-    others: Sequence[Tensor] = (),
+    extras: Sequence[Tensor] = (),
     filters: Optional[Tensor] = None,
     bias: Optional[Tensor] = None,
     coefficients: Optional[Tensor] = None,
@@ -218,7 +218,7 @@ def _pass(
     batch, *size, width = source.raw.shape
     made = (batch, *(side and int(side * grid) for side in size), channels or width)
     coefficients = _norms([source]) if coefficients is None else coefficients
-    return _run(kind, [source.raw], others, filters, bias, coefficients, made=made)
+    return _run(kind, [source.raw], extras, filters, bias, coefficients, made=made)
 
 
 @functools.cache

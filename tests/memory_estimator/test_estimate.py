@@ -1,4 +1,4 @@
-"""What an estimate is made of, and how it moves with the job. How far it is off is told by the records."""
+"""An estimate's parts, and its changes with the job. The records show its errors."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ VERSION = "TensorFlow 1, ITEX 1"
 
 
 def kind(policy, dtype):
-    """Of steps on two threads whose bounds lie a tenth above their peaks."""
+    """Accuracy of steps on two threads whose bounds are a tenth above their peaks."""
     bound = Bound(0.01, 0.02)
     return Kind(dtype, policy, (VERSION,), ("AMD EPYC",), (2,), ("unet3d",), 9, 9, bound, bound, bound, 0.1, 2**20)
 
@@ -65,14 +65,14 @@ def test_a_store_adds_the_next_batch_and_to_the_bound_what_a_run_holds_beside_it
     # To be rotated it is whole in float32, a few times over.
     rotated = of(from_store=True, resampled=True).upper_bound_bytes
     assert rotated - from_store.upper_bound_bytes == 96**3 * 4 * (13 - 2 * 2)
-    # Several volumes lie side by side before they are copied into one batch.
+    # Several volumes are side by side before they are copied into one batch.
     both, single = (of(from_store=True, batch=batch, micro_batch=batch).beside for batch in (2, 1))
     prepared = [line.bytes for bill in (both, single) for line in bill if line.name == "a volume in preparation"]
     assert prepared[0] - prepared[1] == 2 * 96**3 * (4 * 2 + 3)
 
 
 @pytest.mark.parametrize(
-    ("changes", "versions", "what"),
+    ("changes", "versions", "setting"),
     [
         ({"threads": 56}, {}, "56 threads"),
         ({}, {"itex": "TensorFlow 9, ITEX 9"}, "TensorFlow 9, ITEX 9"),
@@ -80,12 +80,12 @@ def test_a_store_adds_the_next_batch_and_to_the_bound_what_a_run_holds_beside_it
         ({"unet": dataclasses.replace(SMALL.unet, dtype="float32")}, {}, "float32 under policy speed"),
     ],
 )
-def test_where_nothing_like_it_was_measured_the_bound_is_the_widest(changes, versions, what):
+def test_where_nothing_like_it_was_measured_the_bound_is_the_widest(changes, versions, setting):
     wider = dataclasses.replace(RECORDED.kinds[1], margin_share=0.3)
     accuracy = Accuracy((RECORDED.kinds[0], wider), versions)
     result = of(accuracy=accuracy, **changes)
     assert result.kind is None
-    assert what in result.uncovered
+    assert setting in result.uncovered
     assert result.to_json()["errors"]["records"] is None
     assert result.upper_bound_bytes == wider.upper_bound(result.process_peak_bytes)
     assert of(accuracy=Accuracy(())).upper_bound_bytes > 1.2 * of().process_peak_bytes

@@ -56,7 +56,7 @@ def test_the_plan_has_the_largest_of_each_kind_for_every_policy(capsys):
 
 def test_the_fastest_policy_that_fits_is_picked_and_said(monkeypatch, capsys):
     def made(job, *more):
-        """As it is, but for the policies: 4 GiB under speed, 1 under lean."""
+        """The estimate, but by policy: 4 GiB under speed, 1 under lean."""
         bound, times = {"speed": (4, 1.0), "lean": (1, 1.2)}[job.policy]
         return dataclasses.replace(estimate(job, *more), upper_bound_bytes=bound * 2**30, step_s=times)
 

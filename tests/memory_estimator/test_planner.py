@@ -1,4 +1,4 @@
-"""What fits, over made-up prices whose answers are known, by trying everything, and the patch for a GPU."""
+"""Jobs that fit, over made-up prices whose answers are known, by trying everything, and the patch for a GPU."""
 
 import dataclasses
 import functools

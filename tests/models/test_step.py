@@ -30,12 +30,12 @@ NETWORKS = {
 have a first block, one between, the deepest and two decoders."""
 
 DRAWS = range(2, 7)
-"""Of weights and volumes. Of a million values one may be so close to 0 that the order of a sum opens or closes its ReLU
-and with it go up to 2e-3 of the gradients before it."""
+"""Seeds of weights and volumes. One of a million values may be so near 0 that the order of a sum opens or closes its
+ReLU, which changes up to 2e-3 of the gradients before it."""
 
 
 class Step(NamedTuple):
-    """Of the weights those after the step: batch norm's statistics have moved."""
+    """Results of a step; the weights are after it: batch norm's statistics have moved."""
 
     loss: float
     answers: list  # in inference
@@ -45,7 +45,7 @@ class Step(NamedTuple):
 
 
 def plain(model, image, training):
-    """What the layers say, one by one."""
+    """The outputs of the layers, one by one."""
     return tf.keras.Model(model.inputs, model.outputs)(image, training=training)
 
 
@@ -90,7 +90,7 @@ def step(config, batch, draw=0, call=UNet3D.__call__, eager=False, open_size=Fal
 
 
 def distances(arrays, expected):
-    """Of each array, as a share of it."""
+    """The distance of each array, as a share of it."""
     assert [array.shape for array in arrays] == [array.shape for array in expected]
     return [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(arrays, expected)]
 
@@ -195,7 +195,7 @@ def test_a_dropped_network_goes_with_its_graph():
 
 
 def exact_gradients(image, target, weights, depth):
-    """Of the mean squared error, by the definition of an instance-norm U-Net in float64."""
+    """Gradients of the mean squared error, by the definition of an instance-norm U-Net in float64."""
     weights = [tf.constant(weight, tf.float64) for weight in weights]
     rest = iter(weights)
 

@@ -89,7 +89,7 @@ def pointer(array):
 
 
 def formed(maps, coefficients=None, raw=None):
-    """What is convolved, in float64: maps, with a norm (coefficients [batch, 6, channels]), or the gradient of one."""
+    """Convolved values in float64: maps, with a norm (coefficients [batch, 6, channels]), or the gradient of a map."""
     values = np.concatenate([array.astype(np.float64) for array in maps], -1)
     if coefficients is None:
         return values

@@ -96,7 +96,7 @@ def filters_of(rng, channels):
 
 
 def coefficients_of(rng, shape, channels):
-    """Of a norm, or of the gradient of one; floors are ReLUs, others, and none."""
+    """Coefficients of a norm, or of its gradient; floors are ReLUs, others, and none."""
     coefficients = rng.standard_normal((shape[0], 6, channels)).astype(np.float32)
     coefficients[:, 2] = rng.choice([0, 0.5, -np.inf], (shape[0], channels))
     return coefficients

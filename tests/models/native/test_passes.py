@@ -137,10 +137,10 @@ def test_a_pass_makes_what_its_definition_says(library, kind, name, dtype):
         results = case.run(library, name, count)
         made, *rest = case.expected(results[0] if kind != "project_sums" else None)
         bounds = (ERRORS[dtype], SUM_ERROR, SUM_ERROR, SUM_ERROR)
-        for what, result, expected, bound in zip(("map", "sums", "filters", "bias"), results, (made, *rest), bounds):
+        for part, result, expected, bound in zip(("map", "sums", "filters", "bias"), results, (made, *rest), bounds):
             if result is not None:
                 error = np.linalg.norm(result.astype(np.float64) - expected) / (np.linalg.norm(expected) + 1e-30)
-                assert error < bound, (what, shape, channels, count, plain, add)
+                assert error < bound, (part, shape, channels, count, plain, add)
         again = case.run(library, name, count, in_place=kind in OVER and len(case.others) >= OVER[kind])
         for result, other in zip(results, again):  # the same bits, also over an input
             assert result is None or result.tobytes() == other.tobytes()
