@@ -173,11 +173,11 @@ def _assumptions(options: Options, predicted: Estimate, host: Callable[[], Host]
 
 
 def _advice(job: Job, predicted: Estimate, price: planner.Price, memory_bytes: int) -> List[str]:
-    """Changes after which a job fits that does not."""
+    """Changes that make a job fit; none if it does."""
     if predicted.upper_bound_bytes <= memory_bytes:
         return []
     smaller = [f"fits with {option}" for option in planner.nearest(job, price, memory_bytes)]
-    return smaller or ["nothing smaller fits either; use another host"]
+    return smaller or ["no smaller setting fits; use another host"]
 
 
 def _parts(job: Job, predicted: Estimate, content: Mapping[str, Any]) -> List[Union[str, Table]]:

@@ -96,7 +96,7 @@ class Estimate:
             return (
                 f"{self.kind.margin_share:.1%} above the process peak, {format_bytes(self.kind.margin_bytes)} at least"
             )
-        return f"wide: nothing like it was measured ({self.uncovered})"
+        return f"a larger margin: nothing similar was measured ({self.uncovered})"
 
     def to_json(self) -> Dict[str, Any]:
         """The figures, and the records and constants behind them, as JSON content."""

@@ -175,7 +175,7 @@ RECIPES: Dict[str, Recipe] = {
         Job(UNetConfig(channels=1, outputs=1, norm="batch", dtype="bfloat16"), (240, 240, 160), cases=484),
         _PAPER,
     ),
-    # As published, on a grid cropped to 144 slices, but one volume at a time, and the paper took 16 at once. Predicted
+    # As published, on a grid cropped to 144 slices, but one volume at a time; the paper took 16 at once. Predicted
     # 10.5 GiB under lean, 143 s a volume in float32, 15 h an epoch; the paper's took 1 TB, 30 s.
     "paper-2020": Recipe(
         "The paper's job: Cicek's wide network, batch 16 computed one volume at a time, FLAIR, batch norm, 25 epochs.",

@@ -256,7 +256,7 @@ def _slopes(paper: PaperPass, logits: List[Map], early: str) -> List[Map]:
 
 
 def _sums(paper: PaperPass, head: Map, target: str, t: str) -> None:
-    """The sums of a piece, whose target `t` is made in its turn. Sums without a map of their own take no time."""
+    """The sums of a piece, whose target `t` is made in its turn. Sums without their own map take almost no time."""
     z = _logits_piece(paper, head)
     paper.writer.run(f"{head.name}/softplus/sum", "pass", [_loss_map(paper, head, "softplus", [z])])
     t = t or _target_piece(paper, head, target)
@@ -300,5 +300,5 @@ def _loss_map(
 ) -> str:
     """A map of a piece; returns its name."""
     size = paper.map_bytes(head, value_bytes) // PIECES
-    moved = size * (1 + len(reads))  # of maps that are whole a piece
+    moved = size * (1 + len(reads))  # a piece of each map, even of a whole one
     return paper.writer.make(f"{head_of(head.level)}/loss/{name}", "loss", reads, size, over=over, traffic_bytes=moved)

@@ -11,7 +11,7 @@ SQUARES, SQUARE_PRODUCTS = 7, 19  # of Muon's iteration: square matrices at once
 
 
 def reset_sums(writer: Writer) -> None:
-    """The begin of a step in micro-batches: zeros, into whose memory the sums of gradients move."""
+    """The start of a step in micro-batches: zeros, into whose memory the sums of gradients move."""
     for op in writer.kernels if writer.job.parts > 1 else ():
         zeros = writer.make(f"{op.name}/zeros", "update", [], 4 * kernel_elements(op))
         writer.move(f"{op.name}/gradient_sum", "gradient sums", [zeros])

@@ -34,9 +34,9 @@ JOBS = st.builds(
 @settings(max_examples=80)
 def test_every_program_is_consistent(job):
     program = training_step(job)
-    done = [each.name for each in program.ops]
-    assert len(set(done)) == len(done)
-    # Raises where an operation reads what is not there.
+    assert len({op.name for op in program.ops}) == len(program.ops)
+    assert [*dict.fromkeys(op.phase for op in program.ops)] == ["forward pass", "loss", "backward pass", "update"]
+    # Raises if an operation reads a tensor that does not live.
     line = timeline(program)
     assert line.peak_bytes >= sum(tensor.bytes for tensor in program.resident)
     # What a step takes it gives back.
