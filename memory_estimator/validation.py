@@ -253,7 +253,7 @@ def error_table(rows: Sequence[Row]) -> Table:
         mean = f"{signed(statistics.fmean(above))} ({signed(min(above))})" if above else "-"
         mean += "" if any(row.covered for row in some) else ", wide"
         cells.append((*group, str(len(some)), *errors[:2], mean, errors[2]))
-    columns = ("host", "kernels, engine, dtype, policy", "runs", "allocator peak", "process peak")
+    columns = ("host", "instruction set, engine, dtype, policy", "runs", "allocator peak", "process peak")
     return Table((*columns, "upper bound, mean (least)", "seconds a step"), cells, names=2)
 
 

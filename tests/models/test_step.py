@@ -15,7 +15,7 @@ from models.layers import NormActivation
 from models.native import operations
 from models.unet3d import UNet3D, build_unet3d
 
-pytestmark = pytest.mark.skipif(not operations.available(), reason="own kernels are not built")
+pytestmark = pytest.mark.skipif(not operations.available(), reason="own operations are not built")
 
 GRID = (16, 8, 8)
 
