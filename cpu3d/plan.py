@@ -26,11 +26,10 @@ from cpu3d.host.thread_plan import thread_plan
 from cpu3d.run.config import differences, load_config
 from cpu3d.settings import AUTO, RunConfig, left_open, recipe_config, with_settings
 from cpu3d.util.atomic import write_json
-from cpu3d.util.records import by
 from memory_estimator import planner
 from memory_estimator.accuracy import Accuracy, load_accuracy
 from memory_estimator.calibration import HostConstants, find_constants
-from memory_estimator.common.units import format_bytes
+from memory_estimator.common.units import by, format_bytes
 from memory_estimator.estimate import Estimate
 from memory_estimator.host import Host
 from memory_estimator.installed import installed_engine, installed_versions

@@ -1,1 +1,1 @@
-"""What a training step holds in memory, before anything is allocated. No TensorFlow."""
+"""Memory and time of a training step, before anything is allocated. No TensorFlow."""

@@ -11,7 +11,6 @@ For several hosts that train together (predicted from one worker's step, its gra
     ./run.sh estimate --shape 240 240 160 --hosts 1 2 4 8 --link 25Gbit/s --cases 484 --epochs 25
 
 Needs msgspec and rich, which prints its tables, and outside Linux psutil.
-Exit codes: 0 the job fits, 3 it does not, 2 bad input, 1 failed (a full disk, a missing package), 130 interrupted.
 """
 
 import argparse
@@ -21,39 +20,43 @@ import json
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from memory_estimator import planner
 from memory_estimator.accuracy import load_accuracy
 from memory_estimator.calibration import find_constants, load_constants
 from memory_estimator.common.schema import add_options, from_args, option
 from memory_estimator.common.table import Table, new_console
-from memory_estimator.common.units import format_bytes, format_seconds, parse_bytes
+from memory_estimator.common.units import by, format_bytes, format_seconds, parse_bytes
 from memory_estimator.estimate import STORE_NOTE, Component, Estimate, estimate
-from memory_estimator.host import INSTRUCTION_SETS, read_host
+from memory_estimator.host import INSTRUCTION_SETS, Host, read_host
 from memory_estimator.installed import as_typed, installed_versions
-from memory_estimator.job import Job, JobOptions, job_from, policy_is_open, source_job, statistics_note
-from memory_estimator.scaling import ScalingOptions, check_options, of_worker, several_hosts, share_of
+from memory_estimator.job import Job, JobOptions, JobSource, job_from, policy_is_open, source_job, statistics_note
+from memory_estimator.scaling import ScalingOptions, check_options, several_hosts, worker_price, worker_share
 from models.config import POLICIES
 
-FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130  # exit codes
+FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
+EXIT_CODES = (
+    f"Exit codes: {FITS} the job fits, {DOES_NOT_FIT} it does not, {BAD_INPUT} bad input, "
+    f"{FAILED} failed (a full disk, a missing package), {INTERRUPTED} interrupted."
+)
 
-CALIBRATION_HELP = f"constants that `calibrate` wrote, or of {', '.join(INSTRUCTION_SETS)} (default: this host's)"
+CALIBRATION_HELP = f"constants that `calibrate` wrote, or those of {', '.join(INSTRUCTION_SETS)} (default: this host's)"
 
 Answer = Tuple[Dict[str, Any], List[Union[str, Table]]]  # JSON content, and the same for reading
 
 
 @dataclass(frozen=True)
 class Options(JobOptions):
-    """What is asked of a job, besides `ScalingOptions`."""
+    """All options but `ScalingOptions`."""
 
     cases: int = option(0, "training cases of an epoch (default: unknown)", "N")
     from_store: bool = option(
-        False, "count what feeds the step in `train` too: the next batch, a volume in preparation (default with --run)"
+        False, "also count the data pipeline of `train`: the next batch, a volume in preparation (default with --run)"
     )
     host_memory: str = option("", "memory to fit into, such as 1.5TiB (default: free on this host)", "SIZE")
     calibration: str = option("", CALIBRATION_HELP, "FILE")
-    plan: bool = option(False, "print what fits that memory")
+    plan: bool = option(False, "print the largest jobs that fit that memory")
     json: bool = option(False, "print one JSON object")
 
 
@@ -61,7 +64,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     """Print the estimate; returns one of the exit codes."""
     args = make_parser().parse_args(argv)
     try:
-        # All is worked out before anything is printed: bad input then leaves half a table nowhere.
+        # All is computed before anything is printed: bad input never leaves half a table.
         content, parts = _answer(args)
         if hasattr(args, "json"):
             print(json.dumps(content))
@@ -69,7 +72,7 @@ def main(argv: Optional[List[str]] = None) -> int:
             console = new_console()
             for part in parts:
                 console.print(part)
-        sys.stdout.flush()  # a reader that went away is noticed here, not when Python ends
+        sys.stdout.flush()  # a reader that has gone away is noticed here, not when Python ends
         return FITS if content["fits"] else DOES_NOT_FIT
     except (ValueError, OverflowError) as error:
         return _failed(str(error), BAD_INPUT)
@@ -79,139 +82,157 @@ def main(argv: Optional[List[str]] = None) -> int:
     except KeyboardInterrupt:
         return _failed("interrupted", INTERRUPTED)
     except OSError as error:
-        # The reader of our output went away, as `head` does, or the disk is full: what is left goes nowhere.
+        # The reader of our output has gone away, as `head` does, or the disk is full: the rest is discarded.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED if isinstance(error, BrokenPipeError) else _failed(str(error), FAILED)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=as_typed("./run.sh estimate"), description=as_typed(__doc__))
+    """The parser of the command line."""
+    parser = argparse.ArgumentParser(as_typed("./run.sh estimate"), None, as_typed(__doc__), EXIT_CODES)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_options(parser, Options, ScalingOptions)
     return parser
 
 
-def verdict(estimate: Estimate, memory_bytes: int, whose: str) -> str:
-    """Whether it fits, in one sentence; `whose` says what `memory_bytes` is, such as "free on this host"."""
-    needed = estimate.upper_bound_bytes
-    fits, left = needed <= memory_bytes, format_bytes(abs(memory_bytes - needed))
-    return (
-        f"{'fits' if fits else 'does not fit'}: needs up to {format_bytes(needed)}, "
-        f"{format_bytes(memory_bytes)} {whose}, {left} {'to spare' if fits else 'short'}"
-    )
+def verdict(estimate: Estimate, memory_bytes: int, label: str) -> str:
+    """Whether it fits, in one sentence; `label` describes `memory_bytes`, such as "free on this host"."""
+    spare_bytes = memory_bytes - estimate.upper_bound_bytes
+    fits, rest = ("does not fit", "short") if spare_bytes < 0 else ("fits", "to spare")
+    needed, memory, difference = map(format_bytes, (estimate.upper_bound_bytes, memory_bytes, abs(spare_bytes)))
+    return f"{fits}: needs up to {needed}, {memory} {label}, {difference} {rest}"
 
 
-def _failed(why: str, code: int) -> int:
-    print(f"error: {why}", file=sys.stderr)
+def _failed(message: str, code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
     return code
 
 
 def _answer(args: argparse.Namespace) -> Answer:
     options, scaling = from_args(Options, args), from_args(ScalingOptions, args)
     check_options(args)
-    host = functools.lru_cache(maxsize=None)(read_host)  # not asked where everything is given
-    given_bytes = parse_bytes(options.host_memory) if options.host_memory else None
-    source = source_job(args)
-    if options.threads is None:
-        workers_here = source.workers if scaling.hosts is None else scaling.workers_per_host
-        args.threads = max(1, host().usable_cores // workers_here)
-    job = job_from(args, source.job)
-    workers = 1 if hasattr(args, "batch") else source.workers  # another batch is one worker's
-    job = share_of(job, workers)
-    named = options.calibration
-    constants = load_constants(named) if named else find_constants(host())
-    # Of a host that is described nothing is installed here: its engines are taken to be those that were recorded.
-    accuracy = load_accuracy(versions=None if named or given_bytes else installed_versions())
-    price = functools.lru_cache(maxsize=None)(lambda one: estimate(one, constants, accuracy))
-    is_open = policy_is_open(args)
+    host = functools.cache(read_host)  # not read if the options describe one
+    source, given_bytes = source_job(args), parse_bytes(options.host_memory) if options.host_memory else None
+    job, workers = _share(args, source, host)
+    price, is_open = _price(options, host), policy_is_open(args)
     if scaling.hosts is not None:
         return _several_hosts(scaling, job, price, given_bytes and given_bytes // scaling.workers_per_host, is_open)
-    memory_bytes, whose = (given_bytes, "given") if given_bytes else (host().free_bytes, "free on this host")
+    memory_bytes, label = (given_bytes, "given") if given_bytes else (host().free_bytes, "free on this host")
     if workers > 1:  # as `launch` has them on one host
-        price, whose = of_worker(price, workers), f"for each of {workers} workers on one host"
+        price, label = worker_price(price, workers), f"for each of {workers} workers on one host"
         memory_bytes //= workers
     choice = planner.fastest_that_fits(job, price, memory_bytes) if is_open else None
-    found = choice.estimate if choice else price(job)
-    job, fits = job.with_unet(policy=found.job.policy), found.upper_bound_bytes <= memory_bytes
-    smaller = [] if fits else planner.nearest(job, price, memory_bytes)
-    nothing = [] if fits or smaller else ["nothing smaller fits either; use another host"]
-    reason = choice.reason(f"{format_bytes(memory_bytes)} {whose}") if choice else "given"
-    assumed = []
-    if not (named or given_bytes or host().instructions):
-        assumed.append("a step is predicted as own kernels compute it, which take a CPU with AVX2")
-    if found.kind and job.engine not in accuracy.versions:
-        assumed.append(f"the engine is taken to be what was recorded, {' or '.join(found.kind.versions)}")
-    content: Dict[str, Any] = {
-        **found.to_json(),
+    predicted = choice.estimate if choice else price(job)
+    job = job.with_unet(policy=predicted.job.policy)
+    content = {
+        **predicted.to_json(),
         "host_memory_bytes": memory_bytes * workers,
         **({"workers": workers} if workers > 1 else {}),
-        "fits": fits,
-        "advice": [f"fits with {option}" for option in smaller] + nothing,
-        "policy": {"name": job.policy, "picked": bool(choice), "reason": reason},
-        "notes": [*source.notes, *assumed],
+        "fits": predicted.upper_bound_bytes <= memory_bytes,
+        "advice": _advice(job, predicted, price, memory_bytes),
+        "policy": {"name": job.policy, "picked": bool(choice), "reason": "given"},
+        "notes": [*source.notes, *_assumptions(options, predicted, host)],
     }
-    content["constants"]["basis"] = found.constants.basis(job, None if named else host())
-    shared = [f"of one of {workers} workers, memory and time of its share of each batch"] if workers > 1 else []
-    parts = [job.describe(), *shared, *_tables(found, content["constants"]["basis"])]
     if choice:
-        parts.insert(1, f"policy {job.policy} picked: {reason}")
-    notes = (
-        STORE_NOTE if job.from_store else "",
-        *content["notes"],
-        statistics_note(job.unet.norm, job.batch, job.micro),
-    )
-    parts += [f"note: {note}" for note in notes if note]
-    parts.append("\n  ".join((verdict(found, memory_bytes, whose), *content["advice"])))
+        content["policy"]["reason"] = choice.reason(f"{format_bytes(memory_bytes)} {label}")
+    content["constants"]["basis"] = predicted.constants.basis(job, None if options.calibration else host())
+    parts = _parts(job, predicted, content)
+    parts.append("\n  ".join((verdict(predicted, memory_bytes, label), *content["advice"])))
     if options.plan:
         content["plan"], table = _plan(job, price, memory_bytes)
         parts.append(table)
     return content, parts
 
 
+def _share(args: argparse.Namespace, source: JobSource, host: Callable[[], Host]) -> Tuple[Job, int]:
+    """The job of one worker, and the number of workers that compute such a share of each batch."""
+    if not hasattr(args, "threads"):
+        workers_here = getattr(args, "workers_per_host", 1) if hasattr(args, "hosts") else source.workers
+        args.threads = max(1, host().usable_cores // workers_here)
+    workers = 1 if hasattr(args, "batch") else source.workers  # another batch is one worker's
+    return worker_share(job_from(args, source.job), workers), workers
+
+
+def _price(options: Options, host: Callable[[], Host]) -> planner.Price:
+    """The estimate of a job on the host of --calibration, else on this one."""
+    constants = load_constants(options.calibration) if options.calibration else find_constants(host())
+    # A host that is described has no engines installed here: the recorded ones are assumed.
+    is_described = options.calibration or options.host_memory
+    accuracy = load_accuracy(versions=None if is_described else installed_versions())
+    return functools.cache(lambda job: estimate(job, constants, accuracy))
+
+
+def _assumptions(options: Options, predicted: Estimate, host: Callable[[], Host]) -> List[str]:
+    """Notes on the assumptions of an estimate."""
+    notes = []
+    if not (options.calibration or options.host_memory or host().instructions):
+        notes.append("a step is predicted as own operations compute it, which need a CPU with AVX2")
+    if predicted.kind and predicted.job.engine not in predicted.accuracy.versions:
+        notes.append(f"assumes the recorded engine, {' or '.join(predicted.kind.versions)}")
+    return notes
+
+
+def _advice(job: Job, predicted: Estimate, price: planner.Price, memory_bytes: int) -> List[str]:
+    """Changes that make a job fit; none if it does."""
+    if predicted.upper_bound_bytes <= memory_bytes:
+        return []
+    smaller = [f"fits with {option}" for option in planner.nearest(job, price, memory_bytes)]
+    return smaller or ["no smaller setting fits; use another host"]
+
+
+def _parts(job: Job, predicted: Estimate, content: Mapping[str, Any]) -> List[Union[str, Table]]:
+    """The content for reading."""
+    policy, workers = content["policy"], content.get("workers")
+    notes = (*content["notes"], statistics_note(job.unet.norm, job.batch, job.micro))
+    return [
+        job.describe(),
+        *([f"policy {policy['name']} picked: {policy['reason']}"] if policy["picked"] else []),
+        *([f"of one of {workers} workers, memory and time of its share of each batch"] if workers else []),
+        *_tables(predicted, content["constants"]["basis"]),
+        *([f"note: {STORE_NOTE}"] if job.from_store else []),
+        *[f"note: {note}" for note in notes if note],
+    ]
+
+
 def _several_hosts(
     options: ScalingOptions, job: Job, price: planner.Price, memory_bytes: Optional[int], is_open: bool
 ) -> Answer:
-    """Time on several hosts. Memory, a worker's, is looked at where it was given: this host's says nothing of it."""
-    workers = max(options.hosts) * options.workers_per_host
-    share = job
+    """Time on several hosts. `memory_bytes` are a worker's, if they were given: this host's memory is another."""
+    fewest, most = (number(options.hosts) * options.workers_per_host for number in (min, max))
     if options.global_batch:  # the fewest workers have the largest share of it
-        share = dataclasses.replace(
-            job, batch=max(1, options.global_batch // (min(options.hosts) * options.workers_per_host))
-        )
-
-    price_of_worker = of_worker(price, workers)
+        job = dataclasses.replace(job, batch=max(1, options.global_batch // fewest))
+    price_of_worker = worker_price(price, most)
     if memory_bytes and is_open:
-        share = share.with_unet(policy=planner.fastest_that_fits(share, price_of_worker, memory_bytes).policy)
-    content, table = several_hosts(options, price(share))
-    worker, parts = price_of_worker(share), [share.describe(), table]
+        job = job.with_unet(policy=planner.fastest_that_fits(job, price_of_worker, memory_bytes).policy)
+    content, table = several_hosts(options, price(job))
+    worker, parts = price_of_worker(job), [job.describe(), table]
     if memory_bytes:
         parts.append(f"a worker {verdict(worker, memory_bytes, 'its share of a host')}")
     needed = worker.upper_bound_bytes
     return {**content, "upper_bound_bytes": needed, "fits": not memory_bytes or needed <= memory_bytes}, parts
 
 
-def _tables(found: Estimate, basis: str) -> List[Union[str, Table]]:
-    """The bill, the predictions with their errors, and what speed and baseline rest on."""
-    job, constants = found.job, found.constants
-    time, epoch = found.error("step_s"), ("epoch", "-", "add --cases N")
-    if found.epoch_s is not None:
-        epoch = ("epoch", format_seconds(found.epoch_s), f"{time}; {job.cases} cases, validation not counted")
-    predicted = (
-        ("allocator peak", format_bytes(found.allocator_peak_bytes), found.error("allocator_peak")),
-        ("process peak", format_bytes(found.process_peak_bytes), found.error("process_peak")),
-        ("upper bound", format_bytes(found.upper_bound_bytes), found.margin),
-        ("step", format_seconds(found.step_s), time),
-        ("volume", format_seconds(found.volume_s), time),
+def _tables(predicted: Estimate, basis: str) -> List[Union[str, Table]]:
+    """The bill, the predictions with their errors, and the source of the seconds."""
+    time, epoch, line = predicted.error("step_s"), ("epoch", "-", "add --cases N"), predicted.timeline
+    if predicted.epoch_s is not None:
+        error = f"{time}; {predicted.job.cases} cases, validation not counted"
+        epoch = ("epoch", format_seconds(predicted.epoch_s), error)
+    figures = (
+        ("allocator peak", format_bytes(predicted.allocator_peak_bytes), predicted.error("allocator_peak")),
+        ("process peak", format_bytes(predicted.process_peak_bytes), predicted.error("process_peak")),
+        ("upper bound", format_bytes(predicted.upper_bound_bytes), predicted.margin),
+        ("step", format_seconds(predicted.step_s), time),
+        ("volume", format_seconds(predicted.volume_s), time),
         epoch,
     )
-    error = f"error, median and worst, over {found.kind}" if found.kind else "error: no step like this one was measured"
-    beside = [_bill("Held by a run besides its steps, in the upper bound alone", found.beside)] if found.beside else []
-    return [
-        _bill(f"Held at the peak, while {found.timeline.peak_op} runs", found.components),
-        *beside,
-        Table(("", "", error), predicted, "Predicted", names=3),
-        f"seconds: {basis} ({constants.record})",
-    ]
+    kind = predicted.kind
+    errors = f"error, median and worst, over {kind}" if kind else "error: no step like this one was measured"
+    bills = [_bill(f"Held at the peak, in the {line.peak_phase} ({line.peak_op})", predicted.components)]
+    if predicted.beside:
+        bills.append(_bill("Held by a run besides its steps, in the upper bound alone", predicted.beside))
+    table = Table(("", "", errors), figures, "Predicted", names=3)
+    return [*bills, table, f"seconds: {basis} ({predicted.constants.record})"]
 
 
 def _bill(title: str, lines: Sequence[Component]) -> Table:
@@ -223,15 +244,15 @@ def _plan(job: Job, price: planner.Price, memory_bytes: int) -> Tuple[List[Dict[
     """The largest batch, filters and extent that fit under each policy."""
     content, rows = [], []
     for policy in POLICIES:
-        found = planner.plan(job.with_unet(policy=policy), price, memory_bytes)
-        content.append({"policy": policy, **{name: one and one.to_json() for name, one in found.items()}})
-        for name, one in found.items():
-            taken = ("none", "", "")
-            if one:
-                extent = " x ".join(map(str, one.job.shape))
-                sizes = {"batch": one.job.batch, "filters": one.job.unet.filters, "extent": extent}
-                taken = (str(sizes[name]), format_bytes(one.upper_bound_bytes), format_seconds(one.volume_s))
-            rows.append((policy, "batch at once" if name == "batch" else name, *taken))
+        largest = planner.plan(job.with_unet(policy=policy), price, memory_bytes)
+        content.append({"policy": policy, **{name: value and value.to_json() for name, value in largest.items()}})
+        for name, value in largest.items():
+            cells = ("none", "", "")
+            if value:
+                fit = value.job
+                sizes = {"batch": fit.batch, "filters": fit.unet.filters, "extent": by(fit.shape, " x ")}
+                cells = (str(sizes[name]), format_bytes(value.upper_bound_bytes), format_seconds(value.volume_s))
+            rows.append((policy, "batch at once" if name == "batch" else name, *cells))
     title = f"The largest that fits {format_bytes(memory_bytes)}, with all other options as given"
     note = "batch at once: in parts (--micro-batch), a larger batch takes the memory of one part and a set of gradients"
     return content, Table(("policy", "", "largest", "upper bound", "a volume"), rows, title, note, names=2)

@@ -1,6 +1,6 @@
-"""How far predictions are off, by kind of measured step, and the margin of an upper bound that follows from it.
+"""Errors of predictions by kind of measured step, and the margin of an upper bound that follows from them.
 
-accuracy.json holds it for the records in records/memory: `bench tables --accuracy` writes what `validation` makes.
+accuracy.json holds them for the records in records/memory: `bench tables --accuracy` writes it, from `validation`.
 """
 
 import dataclasses
@@ -9,17 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Dict, Mapping, Optional, Tuple, Union
 
-from memory_estimator.common.files import read_json, reason, typed
+from memory_estimator.common.files import read_record, typed
 from memory_estimator.job import Job
 
+SCHEMA = 1
 SHIPPED = Path(__file__).with_name("hosts") / "accuracy.json"
 
-WIDE_SHARE = 0.25  # of a peak, that the bound lies above it where there are no records at all
+WIDE_SHARE = 0.25  # of a peak, by which the bound is above it if there are no records at all
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Errors as shares of what was measured, without their signs."""
+    """Errors as shares of measured values, without their signs."""
 
     median: float
     worst: float
@@ -27,7 +28,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Kind:
-    """What held over the measured steps of one kind: which those are, how far they were off, and the margin."""
+    """Measured steps of one kind: which they are, how far predictions were off, and the margin."""
 
     dtype: str
     policy: str  # of memory
@@ -35,16 +36,16 @@ class Kind:
     hosts: Tuple[str, ...]  # the CPUs' names
     threads: Tuple[int, ...]  # numbers of threads that were measured
     networks: Tuple[str, ...]  # that were measured
-    records: int  # measured steps, all of which the margin is made of
-    held_out: int  # of them, those that no constant was fitted to, which the errors are of
+    records: int  # measured steps; the margin is made of all of them
+    held_out: int  # of them, larger than any that constants were fitted to: the errors are theirs
     allocator_peak: Optional[Bound]
     process_peak: Optional[Bound]
-    step_s: Optional[Bound]  # None where no seconds were recorded
-    margin_share: float  # of the process's peak: what the upper bound lies above it
-    margin_bytes: int  # the least that it does
+    step_s: Optional[Bound]  # None if no seconds were recorded
+    margin_share: float  # of the process's peak, by which the upper bound is above it
+    margin_bytes: int  # the least by which it is
 
     def upper_bound(self, process_peak_bytes: int) -> int:
-        """What has to be free for a predicted peak: the peak and the margin."""
+        """Memory that must be free for a predicted peak: the peak and the margin."""
         return process_peak_bytes + max(math.ceil(process_peak_bytes * self.margin_share), self.margin_bytes)
 
     def __str__(self) -> str:
@@ -56,34 +57,31 @@ class Kind:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How far predictions are off, by kind of record: the content of accuracy.json, and which engines are in force."""
+    """Errors of predictions, by kind of record: the content of accuracy.json, and the engines in use."""
 
     kinds: Tuple[Kind, ...]
     versions: Dict[str, str] = field(default_factory=dict)  # engine -> its `engine_version`; one missing is as recorded
 
     def covering(self, job: Job) -> Tuple[Optional[Kind], str]:
-        """The kind of records that a job is one of; None, and why, where there is none."""
-        for one in self.kinds:
-            if (one.dtype, one.policy) == (job.unet.dtype, job.policy):
+        """The kind of records that covers a job; None, and the setting that was not measured, if there is none."""
+        for kind in self.kinds:
+            if (kind.dtype, kind.policy) == (job.unet.dtype, job.policy):
                 version = self.versions.get(job.engine)
-                if version and version not in one.versions:
+                if version and version not in kind.versions:
                     return None, version
-                if job.unet.network not in one.networks:
+                if job.unet.network not in kind.networks:
                     return None, job.unet.network
-                return (one, "") if job.threads in one.threads else (None, f"{job.threads} threads")
+                return (kind, "") if job.threads in kind.threads else (None, f"{job.threads} threads")
         return None, f"{job.unet.dtype} under policy {job.policy}"
 
     def widest(self, process_peak_bytes: int) -> int:
-        """As `Kind.upper_bound`, by the widest margin of any kind."""
+        """The upper bound for a predicted peak by the widest margin of any kind."""
         wide = math.ceil(process_peak_bytes * (1 + WIDE_SHARE))
-        return max((one.upper_bound(process_peak_bytes) for one in self.kinds), default=wide)
+        return max((kind.upper_bound(process_peak_bytes) for kind in self.kinds), default=wide)
 
 
 def load_accuracy(path: Union[str, Path] = SHIPPED, versions: Optional[Mapping[str, str]] = None) -> Accuracy:
-    """The shipped digest; `versions` are those of the engines, where known. Raises ValueError for a damaged file."""
-    try:
-        return dataclasses.replace(typed(read_json(path), Accuracy), versions=dict(versions or {}))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"accuracy {path} must be complete JSON, got {reason(error)}; restore it, or make it from the records"
-        ) from None
+    """The shipped digest; `versions` are those of the engines, if known. Raises ValueError for a damaged file."""
+    todo = "restore it, or make it from the records"
+    accuracy = read_record(path, SCHEMA, lambda content: typed(content, Accuracy, "accuracy"), todo)
+    return dataclasses.replace(accuracy, versions=dict(versions or {}))

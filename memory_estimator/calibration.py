@@ -1,8 +1,8 @@
-"""What the estimator knows of a host: what its runtime holds in memory, and what a unit of each kind of work costs.
+"""A host's constants: the memory of its runtime, and the seconds that a unit of each kind of work takes.
 
-Shipped files are in `hosts/`, one for each instruction set of own kernels, which is its name: some were measured, the
-others state how they differ from one of these. A host's own file is in the user's data directory (`cpu3d.host.speed`
-writes it) and comes first: shipped constants, whose seconds are scaled to those of measured steps.
+Shipped files are in `hosts/`, one for each instruction set of own operations, which is its name: some were measured,
+the others state how they differ from one of these. A host's own file is in the user's data directory
+(`cpu3d.host.speed` writes it) and comes first: shipped constants, with seconds scaled to those of measured steps.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ FEATURES = {
     "update": ("work", "traffic"),
     "every_op": ("seconds",),
 }
-"""Kind of operations -> what is counted of it (`timing.features`) and has a cost."""
+"""Kind of operations -> its features that have a cost; `timing.features` counts them."""
 
 FURTHEST = 8.0
 """Measured seconds are at most so many times the predicted ones, and at least that part of them: beyond it something
@@ -48,7 +48,7 @@ class Scale:
     """The seconds of measured steps beside those that were predicted for them."""
 
     scale: float  # measured / predicted, within FURTHEST
-    quiet: bool  # whether the CPUs had next to nothing else to do
+    quiet: bool  # whether the CPUs had almost nothing else to do
     threads: int
     date: str
     job: str  # for printing, such as "240 x 240 x 160 in bfloat16"
@@ -66,22 +66,22 @@ class HostConstants:
     cpu: str  # the model's name in /proc/cpuinfo; "" for a class of hosts
     origin: str  # "measured" or "assumed", of the costs
     origins: Dict[str, str]  # field -> "measured: how" or "assumed: why", for every field of figures
-    record: str  # what the figures rest on, for printing
+    record: str  # where the figures are from, for printing
     date: str
     threads: int  # that `costs` are of
-    saturating_threads: int  # from this many threads on, more do not move memory any faster
+    saturating_threads: int  # from this many threads on, more do not move memory faster
     baseline_bytes: Dict[str, int]  # engine -> resident memory besides tensors, in front of the first operation
-    op_bytes: Dict[str, int]  # engine -> what each operation adds to it: graph nodes, tiny tensors
+    op_bytes: Dict[str, int]  # engine -> bytes that each operation adds to it: graph nodes, tiny tensors
     costs: Dict[str, Dict[str, Dict[str, float]]]  # dtype -> kind of operations -> feature -> seconds a unit
-    scales: Dict[str, Scale] = field(default_factory=dict)  # dtype -> what `costs` are multiplied by
+    scales: Dict[str, Scale] = field(default_factory=dict)  # dtype -> factor of `costs`
     note: str = ""  # why the host's own file was not read
 
     def scale(self, dtype: str) -> Optional[Scale]:
-        """Of steps in a dtype: that of the other where it has none."""
+        """The scale of steps in a dtype: the other dtype's if it has none."""
         return self.scales.get(dtype) or next(iter(self.scales.values()), None)
 
     def basis(self, job: Job, host: Optional[Host] = None) -> str:
-        """Where the costs are from, and why they may be less exact for a job on `host` (None: on theirs)."""
+        """The source of the costs, and why they may be less exact for a job on `host` (None: on theirs)."""
         scale = self.scale(job.unet.dtype)
         words, measured = f"measured on {self.cpu} on {self.date}", scale.threads if scale else self.threads
         if scale:
@@ -100,30 +100,29 @@ class HostConstants:
 
     def speeds(self, job: Job) -> Mapping[str, Mapping[str, float]]:
         """Kind -> feature -> seconds a unit with a job's threads. Work divides evenly, which a socket full of cores
-        comes close to; traffic does up to `saturating_threads`; what TensorFlow does between operations takes as long.
-        """
-        scale = one.scale if (one := self.scale(job.unet.dtype)) else 1.0
+        comes close to; traffic does up to `saturating_threads`; the time between operations stays the same."""
+        measured = self.scale(job.unet.dtype)
+        scale = measured.scale if measured else 1.0
         moving = min(self.threads, self.saturating_threads) / min(job.threads, self.saturating_threads)
         return scaled(self.costs[job.unet.dtype], scale * self.threads / job.threads, scale * moving, scale)
 
 
 def scaled(kinds: Mapping[str, Mapping[str, float]], work: float, traffic: float = 1.0, overhead: float = 1.0) -> Any:
-    """Costs of kinds of operations in one dtype, times factors: of arithmetic, of moving memory, of TensorFlow's own
-    code."""
+    """Costs of kinds of operations in a dtype, times factors of arithmetic, of memory traffic, of TensorFlow's code."""
 
     def times(feature: str) -> float:
         return work if feature.startswith("work") else overhead if feature == "seconds" else traffic
 
-    return {kind: {name: cost * times(name) for name, cost in one.items()} for kind, one in kinds.items()}
+    return {kind: {name: cost * times(name) for name, cost in costs.items()} for kind, costs in kinds.items()}
 
 
 ORTHOGONAL = 11
 """Operations that a kernel which Muon makes orthogonal counts as, with its twenty products of matrices: 20 of 21 steps
-of 64^3 and 96^3 voxels lie within 35 MiB of a line through their operations."""
+of 64^3 and 96^3 voxels are within 35 MiB of a line through their operations."""
 
 
 def runtime_ops(program: Program) -> int:
-    """What `op_bytes` counts: operations, as far as a program tells TensorFlow's own."""
+    """Operations that `op_bytes` counts, as far as a program shows TensorFlow's own."""
     orthogonal = sum(op.name.endswith("/orthogonal") for op in program.ops)
     return len(program.ops) + ORTHOGONAL * orthogonal
 
@@ -138,7 +137,7 @@ def load_constants(name: Union[str, Path]) -> HostConstants:
 
 
 def find_constants(host: Optional[Host] = None) -> HostConstants:
-    """What was measured on this host, else the shipped constants. A damaged file is left out, with a note."""
+    """This host's own constants, else the shipped ones. A damaged file is left out, with a note."""
     host = host or read_host()
     try:
         path = host_file(host)
@@ -149,19 +148,19 @@ def find_constants(host: Optional[Host] = None) -> HostConstants:
 
 def host_file(host: Host) -> Path:
     """The file of a host's own speed, by its CPU, instruction sets and cores. In $XDG_DATA_HOME, else ~/.local/share,
-    a folder a schema, so that versions leave each other's alone. Raises ValueError where there is no such folder."""
+    a folder a schema, so that versions leave each other's alone. Raises ValueError if there is no such folder."""
     base = Path(os.environ.get("XDG_DATA_HOME", ""))
     if not base.is_absolute():  # the XDG specification: ignore it then
         base = Path(os.path.expanduser("~/.local/share"))
     if not base.is_absolute():
         raise ValueError("$XDG_DATA_HOME or a home folder must be set to keep a host's speed, got neither; set one")
-    what = hashlib.sha256(repr((host.cpu_model, host.isa, host.usable_cores)).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(repr((host.cpu_model, host.isa, host.usable_cores)).encode()).hexdigest()[:8]
     cpu = re.sub(r"[^a-z0-9.]+", "-", host.cpu_model.lower()).strip("-")
-    return base / "cpu3d" / f"speed-{SCHEMA}" / f"{cpu}.cores-{host.usable_cores}.{what}.json"
+    return base / "cpu3d" / f"speed-{SCHEMA}" / f"{cpu}.cores-{host.usable_cores}.{digest}.json"
 
 
 def shipped_constants(instructions: str) -> HostConstants:
-    """The shipped constants for hosts where own kernels are those for an instruction set; "" is none, as avx2."""
+    """The shipped constants for hosts whose own operations use an instruction set; "" is none, as avx2."""
     return load_constants(instructions or "avx2")
 
 
@@ -183,13 +182,12 @@ def _constants(content: Mapping[str, Any]) -> HostConstants:
     constants = typed({name: content[name] for name in names}, HostConstants, "calibration")
     _check(constants)
     if content.get("shipped", constants.date) != constants.date:
-        raise ValueError(f"scales of what was shipped on {content['shipped']}, and not on {constants.date}")
+        raise ValueError(f"scales of constants shipped on {content['shipped']}, not on {constants.date}")
     return constants
 
 
 def _completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The content with what it lacks of the shipped file that it is "like", whose arithmetic takes "slower" times as
-    long."""
+    """The content, with fields of the shipped file that it is "like", whose arithmetic is "slower" by that factor."""
     if "like" not in content:
         return content
     if content["like"] not in INSTRUCTION_SETS:
@@ -200,7 +198,7 @@ def _completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _check(constants: HostConstants) -> None:
-    """Raise ValueError for a figure that cannot be, and for one that is missing."""
+    """Raise ValueError for a figure that is impossible or missing."""
     for name in ("threads", "saturating_threads"):
         if getattr(constants, name) < 1:
             raise ValueError(f"{name} {getattr(constants, name)}")

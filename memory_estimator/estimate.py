@@ -14,12 +14,14 @@ from memory_estimator.step.program import Program, Tensor, Timeline, rounded, ti
 from memory_estimator.step.timing import step_seconds
 from memory_estimator.step.training_step import training_step, validation_pass
 
-STORE_NOTE = "errors are those of steps on one repeated batch; the upper bound includes what a run holds besides"
-"""Stands with the errors of a job that a store feeds: what its pipeline does to the allocator is not replayed."""
+STORE_NOTE = (
+    "the errors were measured on steps with one repeated batch; "
+    "the upper bound also covers data loading, validation and saving"
+)
+"""Printed with the errors of a job that a store feeds: its pipeline's requests of the allocator are not replayed."""
 
 RESAMPLED_BYTES = 13  # a value of a volume to be rotated, at most: three float32 copies and a mask (data/normalise.py)
-
-NEXT_BATCH = "input pipeline, next batch"  # the group of what a store holds ready
+NEXT_BATCH = "input pipeline, next batch"  # the group of the tensors that a store holds ready
 
 RULES: Dict[str, str] = {
     "weights": "exact: float32",
@@ -34,14 +36,14 @@ RULES: Dict[str, str] = {
     "input": "exact: images in the compute dtype, targets in one byte",
     NEXT_BATCH: "exact: images in the compute dtype, targets in one byte",
 }
-"""What `Tensor.group` may name, in the order of the bill, and how it is known; some are split by level."""
+"""Groups of tensors, in the order of the bill, and how their sizes are known; some are split by level."""
 
 NAMED_SINGLY = ("transients", "scratch")  # groups that live during few operations: the bill names their tensors
 
 
 @dataclass(frozen=True)
 class Component:
-    """One line of the memory bill: what a process holds when the step is at its peak, grouped by cause."""
+    """One line of the memory bill: memory of one cause that a process holds when the step is at its peak."""
 
     name: str  # such as "optimizer slots"
     bytes: int
@@ -50,20 +52,20 @@ class Component:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one training step of a job takes."""
+    """Memory and time of one training step of a job."""
 
     job: Job
     allocator_peak_bytes: int  # of TensorFlow's allocator: `get_memory_info("CPU:0")["peak"]`, from the third step on
     process_peak_bytes: int  # Resident: VmHWM. Pages of mapped files, which the kernel can drop, are not counted.
-    upper_bound_bytes: int  # what has to be free: the process's peak and a margin
+    upper_bound_bytes: int  # memory that must be free: the process's peak and a margin
     step_s: float  # of all the micro-batches of a step, and its update
     components: Tuple[Component, ...]  # the bill, which adds up to `process_peak_bytes`
     timeline: Timeline
     accuracy: Accuracy
     constants: HostConstants
-    beside: Tuple[Component, ...] = ()  # what a run holds beside its steps, at its most: in the upper bound alone
-    kind: Optional[Kind] = None  # of records that covers the job; None where none does, and the upper bound is wide
-    uncovered: str = ""  # what of the job or its host was not measured then
+    beside: Tuple[Component, ...] = ()  # held by a run beside its steps, at its most: in the upper bound alone
+    kind: Optional[Kind] = None  # of records that covers the job; None if none does, and the upper bound is wide
+    uncovered: str = ""  # the setting of the job or its host that was not measured then
 
     @property
     def volume_s(self) -> float:
@@ -71,13 +73,13 @@ class Estimate:
 
     @property
     def epoch_s(self) -> Optional[float]:
-        """None where the number of cases is unknown. Whole batches only, as `train` counts them; no validation."""
+        """None if the number of cases is unknown. Whole batches only, as `train` counts them; no validation."""
         return self.step_s * (self.job.cases // self.job.batch) if self.job.cases else None
 
     def with_beside(self, *more: Component) -> "Estimate":
-        """The same with more beside the steps; what takes nothing is left out."""
-        more = tuple(one for one in more if one.bytes)
-        bound = self.upper_bound_bytes + sum(one.bytes for one in more)
+        """The same with more beside the steps; components without bytes are left out."""
+        more = tuple(part for part in more if part.bytes)
+        bound = self.upper_bound_bytes + sum(part.bytes for part in more)
         return dataclasses.replace(self, beside=(*self.beside, *more), upper_bound_bytes=bound)
 
     def error(self, figure: str) -> str:
@@ -89,15 +91,15 @@ class Estimate:
 
     @property
     def margin(self) -> str:
-        """What the upper bound lies above the process's peak, and why."""
+        """The share and bytes by which the upper bound is above the process's peak, or why it is wide."""
         if self.kind:
             return (
                 f"{self.kind.margin_share:.1%} above the process peak, {format_bytes(self.kind.margin_bytes)} at least"
             )
-        return f"wide: nothing like it was measured ({self.uncovered})"
+        return f"a larger margin: nothing similar was measured ({self.uncovered})"
 
     def to_json(self) -> Dict[str, Any]:
-        """The figures and what they rest on, as JSON content."""
+        """The figures, and the records and constants behind them, as JSON content."""
         names = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s", "volume_s", "epoch_s")
         errors = {figure: self.error(figure) for figure in ("allocator_peak", "process_peak", "step_s")}
         return {
@@ -112,8 +114,8 @@ class Estimate:
 
 
 def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = None) -> Estimate:
-    """Memory and time of a step of `job` on a host of these constants. Of a job that a store feeds the bound holds for
-    its validations too. Steps are predicted as own kernels compute them, on a CPU with AVX2."""
+    """Memory and time of a step of `job` on a host of these constants. For a job that a store feeds the bound holds for
+    its validations too. Steps are predicted as own operations compute them, on a CPU with AVX2."""
     accuracy = accuracy or load_accuracy()
     program, beside = _with_store(training_step(job), job) if job.from_store else (training_step(job), ())
     line = timeline(program)
@@ -125,11 +127,11 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
     validation = allocator.validated_bytes - allocator.resident_bytes
     kind, uncovered = accuracy.covering(job)
     upper_bound = (kind.upper_bound if kind else accuracy.widest)(process_peak + validation)
-    upper_bound += sum(one.bytes for one in beside)
+    upper_bound += sum(part.bytes for part in beside)
     beside = (Component("validation", validation, "derived: the allocator replayed through one"), *beside)
     overhead = allocator.resident_bytes + small - sum(rounded(tensor.bytes) for tensor in line.peak_tensors)
     around = (
-        Component("scratch outside the allocator", hidden, "derived: own kernels' buffers, at their largest"),
+        Component("scratch outside the allocator", hidden, "derived: own operations' buffers, at their largest"),
         Component("allocator overhead", overhead, "derived: TensorFlow's allocator replayed"),
         Component("runtime baseline", baseline, constants.origins["baseline_bytes"]),
     )
@@ -157,20 +159,20 @@ def live_at_peak(line: Timeline) -> List[Component]:
         if rule not in RULES:
             raise ValueError(f"group must be one of {', '.join(RULES)}, got {tensor.group!r}; declare it in RULES")
         groups.setdefault((list(RULES).index(rule), tensor.group), []).append(tensor)
-    found = []
-    for (place, group), tensors in sorted(groups.items(), key=lambda one: one[0]):
-        source = list(RULES.values())[place]
+    bill = []
+    for place, group in sorted(groups):
+        tensors, source = groups[place, group], list(RULES.values())[place]
         if group in NAMED_SINGLY:
             names = [tensor.name for tensor in tensors]  # the largest first, as all are
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             source = f"{source}: {', '.join(names[:3])}{more}"
-        found.append(Component(group, sum(rounded(tensor.bytes) for tensor in tensors), source))
-    return found
+        bill.append(Component(group, sum(rounded(tensor.bytes) for tensor in tensors), source))
+    return bill
 
 
 def _with_store(program: Program, job: Job) -> Tuple[Program, Tuple[Component, ...]]:
-    """The program of a run that a store feeds, which is validated too, with the next micro-batch; and what is held
-    beside it outside of TensorFlow's allocator, or at moments that are not replayed."""
+    """The program of a run that a store feeds, which is validated too, with the next micro-batch; and memory that is
+    held beside it outside of TensorFlow's allocator, or at moments that are not replayed."""
     channels, outputs, value_bytes = job.unet.channels, job.unet.outputs, DTYPE_BYTES[job.unet.dtype]
     image = Tensor("next_image", job.voxels * channels * value_bytes, NEXT_BATCH)
     target = Tensor("next_target", job.voxels * outputs, NEXT_BATCH)
@@ -179,7 +181,7 @@ def _with_store(program: Program, job: Job) -> Tuple[Program, Tuple[Component, .
     files = job.case_bytes or stored_bytes(job.shape, channels)
     largest = max(tensor.bytes for tensor in program.resident if tensor.group == "weights")
     beside = (
-        Component("a volume in preparation", prepared, "derived: slabs, and what they are put together into"),
+        Component("a volume in preparation", prepared, "derived: slabs, and the volume that they make"),
         Component("a case's files", files, "exact: mapped or read; counted, though the kernel may drop mapped pages"),
         Component("saving and restoring", 2 * largest, "exact: the largest variable, as read and as copied"),
     )

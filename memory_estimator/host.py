@@ -1,6 +1,6 @@
-"""What this host has and what of it this process may use: cores, sockets, memory, instructions.
+"""This host's cores, sockets, memory and instructions, and the part of them that this process may use.
 
-From /proc and /sys: a container sees the whole machine but may use only what its cgroup and CPU mask leave.
+From /proc and /sys: a container sees the whole machine but may use only the part that its cgroup and CPU mask leave.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ ISA_FLAGS = (
     *("avx", "avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16"),
     *("amx_tile", "amx_bf16", "amx_int8"),
 )
-"""The instruction sets that matter to own kernels and oneDNN's, in the spelling of /proc/cpuinfo."""
+"""The instruction sets that matter to own operations and oneDNN, in the spelling of /proc/cpuinfo."""
 
 INSTRUCTION_SETS = {
     "amx": ("avx512_bf16", "amx_tile", "amx_bf16"),
@@ -23,11 +23,11 @@ INSTRUCTION_SETS = {
     "avx512": ("avx512f",),
     "avx2": ("avx2", "fma"),
 }
-"""What own kernels are compiled for, the fastest first, and the ISA_FLAGS that each needs."""
+"""Instruction sets that own operations are compiled for, the fastest first, and the ISA_FLAGS that each needs."""
 
 
 def instruction_set(isa: Sequence[str]) -> str:
-    """The first of INSTRUCTION_SETS that a CPU with these ISA_FLAGS has; "" for none, where own kernels do not run."""
+    """The first of INSTRUCTION_SETS that a CPU with these ISA_FLAGS has; "" for none: own operations do not run."""
     return next((name for name, flags in INSTRUCTION_SETS.items() if set(flags) <= set(isa)), "")
 
 
@@ -41,9 +41,9 @@ class Host:
     logical_cpus: int  # CPUs this process may run on, hyper-threads counted
     numa_nodes: int  # NUMA nodes that hold at least one CPU of this process
     memory_bytes: int  # memory of the machine
-    available_bytes: int  # of it, what this process can have without swapping: MemAvailable, of the nodes it may use
-    cgroup_limit_bytes: Optional[int]  # the tightest memory limit above this process; None without one
-    cgroup_used_bytes: int  # of that limit, less the page cache that the kernel can drop; 0 without one
+    available_bytes: int  # of it, free for this process without swapping: MemAvailable, of the nodes it may use
+    cgroup_limit_bytes: Optional[int]  # the tightest memory limit above this process; None without any
+    cgroup_used_bytes: int  # of that limit, less the page cache that the kernel can drop; 0 without a limit
     cpu_quota: Optional[float]  # CPUs' worth of time a cgroup grants; None for no limit, or all CPUs
     isa: Tuple[str, ...]  # those of ISA_FLAGS that the CPU has, in that order
 
@@ -58,15 +58,15 @@ class Host:
 
     @property
     def free_bytes(self) -> int:
-        """Memory one can fill before something is killed: the machine's, or less where a cgroup leaves less."""
+        """Memory that can be filled before something is killed: the machine's, or less if a cgroup leaves less."""
         if self.cgroup_limit_bytes is None:
             return self.available_bytes
         return max(0, min(self.available_bytes, self.cgroup_limit_bytes - self.cgroup_used_bytes))
 
     @property
     def instructions(self) -> str:
-        """What own kernels run here: of INSTRUCTION_SETS, or "". As models/native/select.c has it, which leaves out
-        the bfloat16 products of Intel's CPUs: they are slow, unlike AMX."""
+        """The instruction set of own operations here: one of INSTRUCTION_SETS, or "". As models/native/select.c has it,
+        which leaves out the bfloat16 products of Intel's CPUs: they are slow, unlike AMX."""
         slow = "Intel" in self.cpu_model and "amx_bf16" not in self.isa
         return instruction_set([flag for flag in self.isa if not (slow and flag == "avx512_bf16")])
 
@@ -81,13 +81,13 @@ class Host:
         return "bfloat16" if self.fast_bfloat16 else "float32"
 
     def summary(self) -> Dict[str, Any]:
-        """What a log or a record says of the host, as JSON content."""
+        """The host's fields in a log or a record, as JSON content."""
         own = {"cores": self.usable_cores, "memory_bytes": self.memory_bytes, "isa": list(self.isa)}
         return {"cpu": self.cpu_model, **own}
 
 
 def read_host(root: Union[str, Path] = "/") -> Host:
-    """Describe the host whose /proc and /sys lie under `root`; without a /proc (macOS, Windows), ask psutil.
+    """Describe the host whose /proc and /sys are under `root`; without a /proc (macOS, Windows), ask psutil.
     Never fails for a file that is missing, as many are in containers."""
     root = Path(root)
     if not (root / "proc/meminfo").is_file():
@@ -120,7 +120,7 @@ def read_host(root: Union[str, Path] = "/") -> Host:
 
 
 class Cpu(NamedTuple):
-    """A CPU as Linux counts them: a hyper-thread where a core has several."""
+    """A CPU as Linux counts them: a hyper-thread if a core has several."""
 
     number: int
     core: int  # hyper-threads of one core have the same. Counted over the whole host in the order of the CPUs
@@ -129,10 +129,9 @@ class Cpu(NamedTuple):
 
 
 def cpu_places(root: Path) -> List[Cpu]:
-    """The CPUs that this process may run on, by number: its mask covers taskset, numactl and cpusets. They and their
-    places are from /sys, else from /proc/cpuinfo, as in a container that masks it, else each is a core of its own on
-    socket 0."""
-    listed = {one.get("processor"): one for one in map(fields, read_text(root / "proc/cpuinfo").split("\n\n"))}
+    """The CPUs that this process may run on, by number: its mask covers taskset, numactl and cpusets. Their places are
+    from /sys, else from /proc/cpuinfo, as in a container that masks it, else each is a core of its own on socket 0."""
+    listed = {cpu.get("processor"): cpu for cpu in map(fields, read_text(root / "proc/cpuinfo").split("\n\n"))}
     node_of = {
         cpu: int(path.parent.name[4:])
         for path in (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
@@ -141,17 +140,16 @@ def cpu_places(root: Path) -> List[Cpu]:
     mask = cpu_list(fields(read_text(root / "proc/self/status")).get("Cpus_allowed_list", ""))
     places: List[Cpu] = []
     cores: Dict[str, int] = {}
-    online = cpu_list(read_text(root / "sys/devices/system/cpu/online")) or [
-        int(n) for n in listed if n and n.isdigit()
-    ]
-    for cpu in sorted({*mask} & {*online}) or sorted(online) or [0]:  # a mask may name CPUs that are not there
+    numbers = [int(number) for number in listed if number and number.isdigit()]
+    online = cpu_list(read_text(root / "sys/devices/system/cpu/online")) or numbers
+    for cpu in sorted({*mask} & {*online}) or sorted(online) or [0]:  # a mask may name CPUs that do not exist
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
         siblings, socket = (read_text(topology / name) for name in ("thread_siblings_list", "physical_package_id"))
         if not siblings:
             named = listed.get(str(cpu), {})
             socket = named.get("physical id", "")
             siblings = f"{socket}/{named['core id']}" if "core id" in named else f"cpu{cpu}"
-        core = cores.setdefault(siblings, len(cores))  # the socket is -1 where the machine does not know
+        core = cores.setdefault(siblings, len(cores))  # the socket is -1 if the machine does not know
         places.append(Cpu(cpu, core, int(socket) if socket.isdigit() else 0, node_of.get(cpu, 0)))
     return places
 
@@ -165,14 +163,14 @@ class Node(NamedTuple):
 
 
 def node_memory(root: Path) -> List[Node]:
-    """The NUMA nodes whose memory this process may use, by number; node 0 where /sys has none."""
+    """The NUMA nodes whose memory this process may use, by number; node 0 if /sys has none."""
     allowed, memory = _allowed_nodes(root), meminfo(root)
     nodes = [node for node in _nodes(root) if not allowed or node.number in allowed]
     return nodes or [Node(0, memory["MemTotal"], available_bytes(memory))]
 
 
 def _nodes(root: Path) -> List[Node]:
-    """The machine's."""
+    """The machine's NUMA nodes."""
     nodes = []
     for path in (root / "sys/devices/system/node").glob("node[0-9]*/meminfo"):
         # "Node 0 MemTotal:   24684092 kB"
@@ -183,7 +181,7 @@ def _nodes(root: Path) -> List[Node]:
 
 
 def _allowed_nodes(root: Path) -> Set[int]:
-    """Those of this process's cpuset (Slurm) that it is bound to (`numactl --membind`); empty where unknown."""
+    """The nodes of this process's cpuset (Slurm) that it is bound to (`numactl --membind`); empty if unknown."""
     allowed = set(cpu_list(fields(read_text(root / "proc/self/status")).get("Mems_allowed_list", "")))
     policy = ""
     with contextlib.suppress(OSError), open(root / "proc/self/numa_maps", encoding="utf-8") as file:
@@ -201,17 +199,17 @@ def meminfo(root: Path) -> Dict[str, int]:
 
 
 def available_bytes(memory: Dict[str, int]) -> int:
-    """Of `meminfo`, what can be had without swapping."""
+    """The part of `meminfo` that can be used without swapping."""
     return memory.get("MemAvailable", memory.get("MemFree", memory["MemTotal"]))
 
 
 def memory_limit(root: Path, machine_bytes: int) -> Tuple[Optional[int], int]:
-    """The limit that leaves least, and what is used of it; a limit of the machine's size or more is none."""
+    """The limit that leaves least, and the used part of it; a limit of the machine's size or more is none."""
     return _tightest(root, machine_bytes, (VERSION_2, VERSION_1))
 
 
 def memory_high(root: Path, machine_bytes: int) -> Tuple[Optional[int], int]:
-    """As `memory_limit`, of version 2's memory.high: beyond it no process is killed, but allocations wait."""
+    """The same for version 2's memory.high: beyond it no process is killed, but allocations wait."""
     return _tightest(root, machine_bytes, (("memory.high", *VERSION_2[1:]),))
 
 
@@ -234,11 +232,11 @@ def cpu_list(text: str) -> List[int]:
 
 VERSION_2 = ("memory.max", "memory.current", ("active_file", "inactive_file"))
 VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
-"""Of a cgroup: the file of its limit, of what it uses, and what of that are pages of files."""
+"""A cgroup's files of its limit and of its use, and the fields of its memory.stat that are pages of files."""
 
 
 def _tightest(root: Path, machine_bytes: int, kinds: Sequence[Tuple]) -> Tuple[Optional[int], int]:
-    """The limit that leaves least, on the way up, and what is used of it without pages of files; (None, 0) for none."""
+    """The limit that leaves least, on the way up, and its used part without pages of files; (None, 0) for none."""
     tightest, least = (None, 0), math.inf
     for folder in _cgroup_folders(root, "memory"):
         for limit_name, used_name, file_names in kinds:
@@ -254,7 +252,7 @@ def _tightest(root: Path, machine_bytes: int, kinds: Sequence[Tuple]) -> Tuple[O
 
 
 def read_text(path: Path) -> str:
-    """The stripped text of a file, "" where it is missing or may not be read."""
+    """The stripped text of a file, "" if it is missing or may not be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -275,7 +273,7 @@ def sizes(text: str) -> Dict[str, int]:
 def _cgroup_folders(root: Path, controller: str) -> List[Path]:
     """The folders, from this process's cgroup up to the root of the mount, whose files may limit it. Version 2 has one
     tree, version 1 one a controller, and a machine may have both. A container often names a path of the host's in
-    /proc/self/cgroup that it cannot see; what it can see is the top, so go all the way."""
+    /proc/self/cgroup that it cannot see; it can see the top, so go all the way."""
     folders: List[Path] = []
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

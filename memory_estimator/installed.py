@@ -1,4 +1,4 @@
-"""What is installed here: this project, or its checkout, and which engines. Imports none of them."""
+"""The installed project, or its checkout, and engines. Imports none of them."""
 
 import contextlib
 import functools
@@ -14,13 +14,13 @@ ENGINES = ("itex", "stock")
 
 @functools.cache
 def in_checkout() -> bool:
-    """Whether this is the project's own folder, and not what pip has installed of it."""
+    """Whether this is the project's own folder, and not its installation by pip."""
     return (Path(__file__).resolve().parents[1] / "run.sh").is_file()
 
 
 def as_typed(text: str) -> str:
-    """`text`, which writes commands as `./run.sh train` and `./run.sh estimate`, with what a user types here: that in
-    a checkout, `cpu3d train` and `memory-estimator` where pip has installed them."""
+    """`text`, which writes commands as `./run.sh train` and `./run.sh estimate`, with the commands that a user types
+    here: these in a checkout, `cpu3d train` and `memory-estimator` if pip has installed them."""
     if in_checkout():
         return text
     return text.replace("./run.sh estimate", "memory-estimator").replace("./run.sh", "cpu3d")
@@ -50,23 +50,23 @@ def installed_engine() -> str:
 
 
 def engine_version(engine: str, versions: Mapping[str, str]) -> str:
-    """An engine by its packages' versions, such as "TensorFlow 2.15.1, ITEX 2.15.0.0"; "" where one is missing."""
+    """An engine by its packages' versions, such as "TensorFlow 2.15.1, ITEX 2.15.0.0"; "" if one is missing."""
     packages = {"TensorFlow": "tensorflow", **({"ITEX": "intel-extension-for-tensorflow"} if engine == "itex" else {})}
     known = all(package in versions for package in packages.values())
     return ", ".join(f"{name} {versions[package]}" for name, package in packages.items()) if known else ""
 
 
 def installed_versions() -> Dict[str, str]:
-    """Engine -> `engine_version` of those that are installed here."""
-    found = versions_of(("tensorflow", "intel-extension-for-tensorflow"))
-    named = {engine: engine_version(engine, found) for engine in ENGINES}
+    """Engine -> `engine_version`, of the engines that are installed here."""
+    packages = versions_of(("tensorflow", "intel-extension-for-tensorflow"))
+    named = {engine: engine_version(engine, packages) for engine in ENGINES}
     return {engine: version for engine, version in named.items() if version}
 
 
 def versions_of(packages: Iterable[str]) -> Dict[str, str]:
-    """Package -> version of those that are installed."""
-    found = {}
+    """Package -> version, of the packages that are installed."""
+    versions = {}
     for package in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+            versions[package] = metadata.version(package)
+    return versions

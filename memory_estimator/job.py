@@ -1,4 +1,4 @@
-"""What is to be estimated, one training step: from the command line, a recipe by its name, or the folder of a run."""
+"""The job to be estimated, one training step: from the command line, a recipe by its name, or the folder of a run."""
 
 import argparse
 import dataclasses
@@ -9,44 +9,53 @@ from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Ty
 
 from memory_estimator.common.files import read_record, typed
 from memory_estimator.common.schema import option
+from memory_estimator.common.units import by
 from memory_estimator.installed import ENGINES, installed_engine
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer as everything but TensorFlow knows it. Another one is a record in OPTIMIZERS, its Keras object in
-    `cpu3d.training.learner.optimizer_of`, and what its update holds in `memory_estimator.step.update`."""
+    """An optimizer as everything but TensorFlow knows it. A new one is a record in OPTIMIZERS, a Keras object in
+    `cpu3d.training.optimizers.optimizer_of` and, if they are new, its operations in `step.update.UPDATES`."""
 
-    learning_rate: float  # where none is chosen: the best of those tried on untouched cases (docs/log.md)
-    rate_scaling: str  # of the rate where the batch grows with the workers: "linear" or "sqrt"
+    learning_rate: float  # if none is chosen: the best of several on untouched cases (docs/log.md)
+    rate_scaling: str  # of the rate if the batch grows with the workers: "linear" or "sqrt"
     slots: int  # float32 copies that it keeps of a weight: mean and variance, or the momentum
+    update: str  # the cost of a weight's update: the operations of `step.update.UPDATES`
     orthogonal: bool = False  # whether kernels of several voxels have orthogonal updates, one slot and their own rate
 
 
 OPTIMIZERS = {
     # The square root is a guess.
-    "muon": Optimizer(0.02, "sqrt", slots=2, orthogonal=True),
+    "muon": Optimizer(0.02, "sqrt", slots=2, update="adam", orthogonal=True),
     # Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms".
-    "adam": Optimizer(0.01, "sqrt", slots=2),
+    "adam": Optimizer(0.01, "sqrt", slots=2, update="adam"),
     # With momentum. Goyal et al. 2017, "Accurate, Large Minibatch SGD".
-    "sgd": Optimizer(0.1, "linear", slots=1),
+    "sgd": Optimizer(0.1, "linear", slots=1, update="momentum"),
 }
+
+
+def is_orthogonal(shape: Sequence[int]) -> bool:
+    """Whether a variable of this shape is a kernel of more than one voxel, whose updates Muon makes orthogonal."""
+    return len(shape) > 2 and math.prod(shape[:-2]) > 1
+
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 STORED_BYTES = 2  # a voxel and channel in a store, as int16 or float16; of a label it is one a voxel
 
-AUTO = "auto"  # of an option that is to be worked out
+AUTO = "auto"  # of an option that is decided later
 PLAN_SCHEMA = 1  # version of plan.json, which `cpu3d.plan` writes into a run's folder
 
 
 @dataclass(frozen=True)
 class Job:
-    """One training job. Everything that its memory and time depend on, the host's speed aside."""
+    """One training job: everything that its memory and time depend on, the host's speed aside."""
 
     unet: UNetConfig = field(default_factory=UNetConfig)  # its compute dtype and memory policy included
     shape: Tuple[int, int, int] = (128, 128, 128)  # voxels X, Y, Z that the network sees
     batch: int = 1  # volumes a step, for one update
-    micro_batch: int = 0  # volumes computed at a time, a divisor of `batch`; 0 is by rule, as `micro_of` says
+    micro_batch: int = 0  # volumes computed at a time, a divisor of `batch`; 0 is by the rule of `micro_of`
     optimizer: str = "muon"
     engine: str = "itex"  # "itex": TensorFlow with Intel's extension; "stock": without it. Both with oneDNN
     threads: int = 1  # threads inside one operation: some scratch is taken once a thread
@@ -57,7 +66,7 @@ class Job:
     cases: int = 0  # training cases, which make an epoch; 0 is unknown
 
     def __post_init__(self):
-        self.unet.check_shape(self.shape)
+        self.unet.check_shape(self.shape, "--shape")
         for name, least in (("batch", 1), ("threads", 1), ("cases", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}; raise it")
@@ -68,12 +77,12 @@ class Job:
 
     @property
     def policy(self) -> str:
-        """What a step trades for memory: one of `models.config.POLICIES`."""
+        """The time that a step gives for memory: one of `models.config.POLICIES`."""
         return self.unet.policy
 
     @property
     def micro(self) -> int:
-        """Volumes computed at a time: what all maps of a step, and the inputs that it is given, are sized by."""
+        """Volumes computed at a time: the batch of all maps of a step, and of its inputs."""
         return micro_of(self.unet.norm, self.batch, self.micro_batch)
 
     @property
@@ -83,7 +92,7 @@ class Job:
 
     @property
     def voxels(self) -> int:
-        """Of a micro-batch, so of all that is computed at a time."""
+        """Voxels of a micro-batch, so of all that is computed at a time."""
         return self.micro * math.prod(self.shape)
 
     def with_unet(self, **changes: Any) -> "Job":
@@ -93,7 +102,7 @@ class Job:
     def describe(self) -> str:
         unet = self.unet
         parts = (
-            f"{' x '.join(map(str, self.shape))} x {unet.channels} -> {unet.outputs}",
+            f"{by(self.shape, ' x ')} x {unet.channels} -> {unet.outputs}",
             f"{unet.network}, {unet.depth} levels, {unet.filters} filters, {unet.norm} norm",
             *["residual"] * unet.residual,
             *["deep supervision"] * unet.deep_supervision,
@@ -104,13 +113,13 @@ class Job:
         return ", ".join(parts)
 
     def to_json(self) -> Dict[str, Any]:
-        """As JSON content, with the policy and the micro-batch that the rules give."""
+        """JSON content, with the policy and the micro-batch that the rules give."""
         return {**dataclasses.asdict(self), "policy": self.policy, "micro_batch": self.micro}
 
 
 def micro_of(norm: str, batch: int, micro_batch: int) -> int:
-    """Volumes computed at a time: `micro_batch`; where that is 0 the whole batch with batch norm, whose statistics are
-    of what is computed together, else 1: the least memory, and the same gradients to rounding."""
+    """Volumes computed at a time: `micro_batch`; if that is 0 the whole batch with batch norm, whose statistics are of
+    the volumes computed together, else 1: the least memory, and the same gradients to rounding."""
     return micro_batch or (batch if norm == "batch" else 1)
 
 
@@ -122,29 +131,28 @@ def check_micro_batch(batch: int, micro_batch: int) -> None:
 
 
 def statistics_note(norm: str, batch: int, micro: int) -> str:
-    """What batch norm makes of a batch computed `micro` volumes at a time, in a sentence; "" where that is nothing."""
+    """A sentence on batch norm's statistics in a batch computed `micro` volumes at a time; "" if they are the same."""
     note = f"batch norm's statistics are of {micro} of a batch's {batch} volumes at a time, unlike on whole batches"
     return note if norm == "batch" and micro != batch else ""
 
 
 def divisors(number: int) -> Tuple[int, ...]:
-    """From 1 to `number`: the micro-batches that a batch can be computed in."""
+    """The divisors from 1 to `number`: the micro-batches that a batch can be computed in."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return tuple(sorted({*small, *(number // n for n in small)}))
 
 
 BRAIN_BOX = (144, 192, 144)  # holds the demo's brains, padded to 16; real ones fill about 135 x 174 x 136
-
 USUAL_PATCH = (128, 128, 128)  # nnU-Net's for BraTS (Isensee et al. 2021)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A named run: `train --recipe NAME` starts from it, `estimate --recipe NAME` says what it takes."""
+    """A named run: `train --recipe NAME` starts from it, `estimate --recipe NAME` predicts its memory and time."""
 
     summary: str  # A line for the end of a help page
     job: Job  # on the grid of a typical store: `train` takes a store's own, and the dtype from the host
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of the trainer, by name; no memory hangs on them
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the trainer, by name; they change no memory
 
 
 _CICEK = UNetConfig(channels=1, outputs=1, filters=32, depth=4, network="cicek2016", norm="batch")
@@ -167,7 +175,7 @@ RECIPES: Dict[str, Recipe] = {
         Job(UNetConfig(channels=1, outputs=1, norm="batch", dtype="bfloat16"), (240, 240, 160), cases=484),
         _PAPER,
     ),
-    # As published, on a grid cropped to 144 slices, but one volume at a time where the paper took 16 at once. Predicted
+    # As published, on a grid cropped to 144 slices, but one volume at a time; the paper took 16 at once. Predicted
     # 10.5 GiB under lean, 143 s a volume in float32, 15 h an epoch; the paper's took 1 TB, 30 s.
     "paper-2020": Recipe(
         "The paper's job: Cicek's wide network, batch 16 computed one volume at a time, FLAIR, batch norm, 25 epochs.",
@@ -194,12 +202,14 @@ DEFAULT_RECIPE = "brats-regions"
 
 @dataclass(frozen=True)
 class Architecture:
-    """The network between its input and its output, as the estimator and the trainer take it from a command line."""
+    """Options of the network between its input and its output, for the estimator and the trainer."""
 
-    network: str = option("unet3d", "the paper's, or cicek2016, the wider original", choices=NETWORKS, group="network")
+    network: str = option(
+        "unet3d", "unet3d, the paper's, or cicek2016, the wider original", choices=NETWORKS, group="network"
+    )
     filters: int = option(16, "feature maps of the first convolution", "F", group="network")
     depth: int = option(5, "levels of resolution", "L", group="network")
-    norm: str = option("instance", choices=NORMS, group="network")
+    norm: str = option("instance", "normalisation after each convolution", choices=NORMS, group="network")
     up: str = option("transposed", "how the decoder doubles the grid", choices=UPS, group="network")
     residual: bool = option(False, "residual blocks", group="network")
     deep_supervision: bool = option(False, "a loss at every decoder level", group="network")
@@ -207,7 +217,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class JobOptions(Architecture):
-    """What makes a `Job`: where it comes from, the network, and how it is trained."""
+    """The options of a `Job`: its source, the network, and how it is trained."""
 
     channels: int = option(4, "image channels", "C")
     classes: int = option(3, "output regions", "K")
@@ -218,63 +228,64 @@ class JobOptions(Architecture):
     shape: Optional[Tuple[int, int, int]] = option(None, "voxels", ("X", "Y", "Z"))
     batch: int = option(1, "volumes a step", "B")
     micro_batch: int = option(
-        0, "volumes computed at a time, a divisor of the batch (default: 1, or with batch norm the whole batch)", "M"
+        0, "volumes computed at once, a divisor of --batch (default: 1; with batch norm the whole batch)", "M"
     )
     dtype: str = option("bfloat16", "compute dtype", choices=DTYPES)
-    optimizer: str = option("muon", choices=tuple(OPTIMIZERS))
+    optimizer: str = option("muon", "rule that updates the weights", choices=tuple(OPTIMIZERS))
     policy: str = option(
-        AUTO,
-        "memory policy (default: auto, the fastest that fits; with --run the run's own)",
-        choices=(AUTO, *POLICIES),
+        AUTO, "memory policy (default: auto, the fastest that fits; with --run the run's)", choices=(AUTO, *POLICIES)
     )
     engine: str = option(
-        AUTO, "default: auto, ITEX unless only stock TensorFlow is installed", choices=(AUTO, *ENGINES)
+        AUTO,
+        "itex (TensorFlow with Intel's extension) or stock (default: auto, itex unless only stock is installed)",
+        choices=(AUTO, *ENGINES),
     )
-    threads: Optional[int] = option(None, "default: this host's physical cores", "N")
+    threads: Optional[int] = option(None, "threads of each operation (default: this host's physical cores)", "N")
 
 
-class Source(NamedTuple):
+class JobSource(NamedTuple):
     """The job of --recipe or --run."""
 
     job: Optional[Job] = None  # None without them; of several workers all that they compute together
-    notes: Sequence[str] = ()  # what an estimate of it does not count, a sentence each
+    notes: Sequence[str] = ()  # memory that an estimate of it does not count, a sentence each
     workers: int = 1  # of the run
 
 
-def source_job(args: argparse.Namespace) -> Source:
-    """Where a job comes from. Raises ValueError as `read_run`."""
+def source_job(args: argparse.Namespace) -> JobSource:
+    """The source of a job. Raises ValueError as `read_run`."""
     if hasattr(args, "recipe"):
-        return Source(dataclasses.replace(RECIPES[args.recipe].job, engine=installed_engine()))
-    return read_run(args.run) if hasattr(args, "run") else Source()
+        return JobSource(dataclasses.replace(RECIPES[args.recipe].job, engine=installed_engine()))
+    return read_run(args.run) if hasattr(args, "run") else JobSource()
 
 
 def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
-    """The job of `JobOptions`; what was not given is as in `base`. A policy that is left open is
-    `base`'s for the time being. Raises ValueError for settings out of range."""
-    found = {name: value for name, value in vars(args).items() if value != AUTO}
-    if base is None and "shape" not in found:
+    """The job of `JobOptions`; options that were not given are as in `base`. A policy that is left open is `base`'s for
+    the time being. Raises ValueError for settings out of range."""
+    chosen = {name: value for name, value in vars(args).items() if value != AUTO}
+    if base is None and "shape" not in chosen:
         raise ValueError("shape must be given, got none; add --shape X Y Z, --recipe or --run")
-    if "shape" in found:
-        found["shape"] = tuple(found["shape"])
-    if "classes" in found:
-        found["outputs"] = found.pop("classes")
+    if "shape" in chosen:
+        chosen["shape"] = tuple(chosen["shape"])
+    if "classes" in chosen:
+        chosen["outputs"] = chosen.pop("classes")
     base = base or Job(UNetConfig(dtype="bfloat16"), engine=installed_engine())
-    network, own = ({f.name for f in dataclasses.fields(kind)} & set(found) for kind in (UNetConfig, Job))
-    job = dataclasses.replace(
-        base.with_unet(**{name: found[name] for name in network}), **{name: found[name] for name in own}
+    network, own = (
+        {field.name: chosen[field.name] for field in dataclasses.fields(kind) if field.name in chosen}
+        for kind in (UNetConfig, Job)
     )
+    job = dataclasses.replace(base.with_unet(**network), **own)
     if 0 < job.cases < job.batch:
         raise ValueError(f"batch must be at most the {job.cases} training cases, got {job.batch}; lower it")
     return job
 
 
 def policy_is_open(args: argparse.Namespace) -> bool:
-    """Whether the policy is to be picked: where none was given, but for a run, which has its own."""
+    """Whether the policy is to be picked: if none was given, but for a run, which has its own."""
     return getattr(args, "policy", "" if hasattr(args, "run") else AUTO) == AUTO
 
 
 class _Config(TypedDict):
-    """Of a run's settings, what an estimate does not count."""
+    """Settings of a run that add memory which an estimate does not count."""
 
     device: str
     mode: str
@@ -283,42 +294,42 @@ class _Config(TypedDict):
 
 
 class _SavedPlan(TypedDict):
-    """What plan.json says to the estimator."""
+    """The fields of plan.json that the estimator reads."""
 
     workers: int
     config: _Config
-    job: Dict[str, Any]
+    job: Job
 
 
-def _saved_plan(content: Mapping[str, Any]) -> Tuple[_SavedPlan, Job]:
-    """The plan and its job, with all of its fields: defaults are not what the run has."""
+def _saved_plan(content: Mapping[str, Any]) -> _SavedPlan:
+    """The plan of a run, whose job has all of its fields: defaults are not those of the run."""
     plan = typed(content, _SavedPlan, "plan")
-    job = typed(plan["job"], Job, "job")
-    if (set(plan["job"]), set(plan["job"]["unet"])) != (set(vars(job)), set(vars(job.unet))):
+    job, fields = plan["job"], content["job"]
+    if (set(fields), set(fields["unet"])) != (set(vars(job)), set(vars(job.unet))):
         raise ValueError("a job without all of its fields")
     if plan["workers"] < 1 or job.batch % plan["workers"]:
         raise ValueError(f"{plan['workers']} workers for batches of {job.batch}")
-    return plan, job
+    return plan
 
 
-def read_run(folder: Union[str, Path]) -> Source:
+def read_run(folder: Union[str, Path]) -> JobSource:
     """The job of the run in `folder`, as its plan.json has it. Raises ValueError for a folder without a plan, or with
     one that is damaged or of another version."""
     path, todo = Path(folder) / "plan.json", "continue the run with its store, which writes it again"
     try:
-        plan, job = read_record(path, PLAN_SCHEMA, _saved_plan, todo)
+        plan = read_record(path, PLAN_SCHEMA, _saved_plan, todo)
     except (FileNotFoundError, NotADirectoryError):
         todo = "name a folder that `train` has written"
         raise ValueError(f"run {folder} must hold a plan.json, got none; {todo}") from None
     config = plan["config"]
-    card = f"the run is on {config['device']}: a CPU is estimated; `train` says what its steps take on the card"
+    card = f"the run is on {config['device']}: a CPU is estimated; `train` shows what its steps take on the card"
     validation = "the run validates on whole volumes of the store, which is not counted; `train` adds it"
     twice = "the run holds its variables once more while its grid changes, which is not counted; `train` adds it"
     notes = {card: config["device"] != "cpu", validation: config["mode"] == "patch" or config["resolution"] != 1}
     notes[twice] = config["coarse_steps"] > 0
-    return Source(job, [note for note, is_so in notes.items() if is_so], plan["workers"])
+    return JobSource(plan["job"], [note for note, is_so in notes.items() if is_so], plan["workers"])
 
 
 def stored_bytes(shape: Sequence[int], channels: int) -> int:
-    """Of a case's files in a store at most: image and label (X, Y, Z), as `prepare` writes them without packing."""
+    """Bytes of a case's files in a store at most: image and label (X, Y, Z), as `prepare` writes them unpacked."""
     return math.prod(shape) * (channels * STORED_BYTES + 1)

@@ -1,4 +1,4 @@
-"""What fits: the fastest policy, the largest micro-batch, filters and extent, the mildest change, a GPU's patch.
+"""Jobs that fit: the fastest policy, the largest micro-batch, filters and extent, the mildest change, a GPU's patch.
 
 `price` makes the estimate of a job: `estimate` with a host's constants in it, or a table in a test.
 """
@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
-from memory_estimator.common.units import format_bytes, format_seconds
+from memory_estimator.common.units import by, format_bytes, format_seconds
 from memory_estimator.estimate import Estimate
 from memory_estimator.job import DTYPE_BYTES, USUAL_PATCH, Job, divisors
 from models.config import POLICIES
@@ -16,32 +16,24 @@ from models.layer_plan import Shape3, layer_plan
 Price = Callable[[Job], Estimate]
 
 STEP_OF_FILTERS = 8  # convolutions compute vectors of channels: numbers between cost as much as the next multiple
-
-LARGEST = 2**20  # no search goes on past this number: the memory would then be without end
+LARGEST = 2**20  # no search continues past this number: the memory would be without limit
 CONTEXT_BYTES = 2**30  # of a GPU: CUDA's context, cuDNN's and cuBLAS's handles and kernels
-
-CARD_SHARE = 1.4
-"""What is held of a card, as a share of the sum in `gpu_bytes`: 0.9 was measured in float32 and 1.35 in bfloat16 on an
-H200 (docs/log.md)."""
-
+CARD_SHARE = 1.4  # of the sum in `gpu_bytes`: 0.9 was measured in float32, 1.35 in bfloat16 on an H200 (docs/log.md)
 WORKSPACE_BYTES = 4 * 2**30  # TensorFlow's limit for one convolution of cuDNN (TF_CUDNN_WORKSPACE_LIMIT_IN_MB)
-
-BOTTOM = 2  # least voxels of the deepest level along an axis: a norm leaves nothing of a single voxel but zero
+BOTTOM = 2  # least voxels of the deepest level along an axis: a norm makes a single voxel zero
 
 
 @dataclass(frozen=True)
 class Option:
-    """A job changed, with what it takes then."""
+    """A job changed, and its estimate then."""
 
     change: str  # as options of the command line, such as "--batch 2"
     estimate: Estimate
 
     def __str__(self) -> str:
         """Such as "--batch 2: up to 312.00 GiB, 41 s a volume"."""
-        taken = self.estimate
-        return (
-            f"{self.change}: up to {format_bytes(taken.upper_bound_bytes)}, {format_seconds(taken.volume_s)} a volume"
-        )
+        bound, volume = format_bytes(self.estimate.upper_bound_bytes), format_seconds(self.estimate.volume_s)
+        return f"{self.change}: up to {bound}, {volume} a volume"
 
 
 @dataclass(frozen=True)
@@ -49,35 +41,35 @@ class Choice:
     """A policy picked, and why."""
 
     estimate: Estimate  # of the job under it
-    fits: bool  # whether it does; where none does, it is the one that takes least
-    passed_over: Tuple[Estimate, ...]  # the faster ones, which do not fit
+    fits: bool  # whether it does; if none does, the policy is the one that takes least
+    passed_over: Tuple[Estimate, ...]  # of faster policies, which do not fit
 
     @property
     def policy(self) -> str:
         return self.estimate.job.policy
 
     def reason(self, memory: str) -> str:
-        """Such as "speed would take up to 9.10 GiB of 7.00 GiB free"; `memory` is what there is, "7.00 GiB free"."""
+        """Such as "speed would take up to 9.10 GiB of 7.00 GiB free"; `memory` is the limit, "7.00 GiB free"."""
         if not self.fits:
             return f"no policy fits {memory}, and this one takes least"
-        taken = [f"{one.job.policy} would take up to {format_bytes(one.upper_bound_bytes)}" for one in self.passed_over]
+        taken = [f"{job.job.policy} would take up to {format_bytes(job.upper_bound_bytes)}" for job in self.passed_over]
         return f"{' and '.join(taken)} of {memory}" if taken else f"the fastest, and fits {memory}"
 
 
 def fastest_that_fits(job: Job, price: Price, budget_bytes: int) -> Choice:
     """The policy that takes the least time of those whose upper bound is within the budget, whatever `job` has now.
-    Where none is, the one that takes the least memory. Of equals the first, as POLICIES has them."""
-    by_time = sorted((price(job.with_unet(policy=policy)) for policy in POLICIES), key=lambda one: one.step_s)
-    for place, one in enumerate(by_time):
-        if one.upper_bound_bytes <= budget_bytes:
-            return Choice(one, fits=True, passed_over=tuple(by_time[:place]))
-    return Choice(min(by_time, key=lambda one: one.upper_bound_bytes), fits=False, passed_over=())
+    If none is, the policy that takes the least memory. Of equals the first, as POLICIES has them."""
+    by_time = sorted((price(job.with_unet(policy=policy)) for policy in POLICIES), key=lambda priced: priced.step_s)
+    for place, priced in enumerate(by_time):
+        if priced.upper_bound_bytes <= budget_bytes:
+            return Choice(priced, fits=True, passed_over=tuple(by_time[:place]))
+    return Choice(min(by_time, key=lambda priced: priced.upper_bound_bytes), fits=False, passed_over=())
 
 
 def plan(job: Job, price: Price, budget_bytes: int) -> Dict[str, Optional[Estimate]]:
     """The largest "batch" at once, "filters" (multiples of 8) and "extent" (in the job's proportions) in the budget.
-    All else is as asked for; None where not even the smallest fits. In micro-batches a larger batch takes no more than
-    one of them and a set of gradients. No batch is larger than the training cases, where their number is known."""
+    All else is as asked for; None if not even the smallest fits. In micro-batches a larger batch takes no more than one
+    of them and a set of gradients. No batch is larger than the training cases, if their number is known."""
 
     def largest(chain: Callable[[int], Job], last: int = LARGEST) -> Optional[Estimate]:
         number = largest_number(lambda number: price(chain(number)).upper_bound_bytes, budget_bytes, last)
@@ -93,7 +85,7 @@ def plan(job: Job, price: Price, budget_bytes: int) -> Dict[str, Optional[Estima
 
 
 def extent(job: Job, number: int) -> Job:
-    """On the `number`-th grid of about its proportions, every side a multiple of what the network divides by."""
+    """The job on the `number`-th grid of about its proportions, every side a multiple of the network's divisor."""
     divisor, longest = job.unet.divisor, max(job.shape)
     shape = tuple(divisor * max(1, (2 * number * side + longest) // (2 * longest)) for side in job.shape)
     return dataclasses.replace(job, shape=shape)
@@ -101,7 +93,7 @@ def extent(job: Job, number: int) -> Job:
 
 def largest_number(cost: Callable[[int], int], budget: int, last: int = LARGEST) -> int:
     """The largest number from 1 to `last` whose cost is within the budget; 0 for none. Costs grow with the number but
-    for the allocator's rounding, so the guesses double, then halve what is left."""
+    for the allocator's rounding, so the guesses double, then halve the remaining range."""
     low, high = 0, 1
     while high <= last and cost(high) <= budget:
         low, high = high, 2 * high
@@ -122,25 +114,25 @@ def nearest(
 ) -> List[Option]:
     """The mildest changes after which the job fits, each alone sufficient; if none is, one that takes them together.
     `grids` are the only grids that may be chosen, each with its option, the smallest first; None is any of the job's
-    proportions. With `same_training` only what costs a run that has begun time alone: the policy, and the micro-batch
-    but for batch norm, whose statistics follow it."""
+    proportions. `same_training` leaves the changes that cost a run which has begun nothing but time: of the policy, and
+    of the micro-batch but for batch norm, whose statistics follow it."""
     kinds = ["policy", "micro-batch"] if same_training else ["policy", "micro-batch", "dtype", "shape", "filters"]
     if same_training and job.unet.norm == "batch":
         kinds = ["policy"]
 
     def mildest(job: Job, kind: str) -> Optional[Option]:
-        """The mildest change that fits; where none does, the strongest; None where there is none."""
+        """The mildest change that fits; if none does, the strongest; None without any."""
         changes = _smaller(job, kind, grids)
         if not changes:
             return None
         if kind == "policy":
-            if min(price(one).upper_bound_bytes for _, one in changes) >= price(job).upper_bound_bytes:
+            if min(price(changed).upper_bound_bytes for _, changed in changes) >= price(job).upper_bound_bytes:
                 return None
-            found = fastest_that_fits(job, price, budget_bytes)
-            return Option(f"--policy {found.policy}", found.estimate)
+            choice = fastest_that_fits(job, price, budget_bytes)
+            return Option(f"--policy {choice.policy}", choice.estimate)
         cost = lambda number: price(changes[number - 1][1]).upper_bound_bytes  # noqa: E731
-        change, one = changes[max(1, largest_number(cost, budget_bytes, len(changes))) - 1]
-        return Option(change, price(one))
+        change, changed = changes[max(1, largest_number(cost, budget_bytes, len(changes))) - 1]
+        return Option(change, price(changed))
 
     options = [option for option in (mildest(job, kind) for kind in kinds) if option]
     alone = [option for option in options if option.estimate.upper_bound_bytes <= budget_bytes]
@@ -157,22 +149,22 @@ def nearest(
 
 
 def patch_for(job: Job, memory_bytes: int, name: str) -> Shape3:
-    """The largest of `patch_shapes` that a GPU trains, `job.micro` at a time. Raises ValueError, with what the smallest
-    takes of memory `name`, where it trains none."""
+    """The largest of `patch_shapes` that a GPU trains, `job.micro` at a time. Raises ValueError, with the bytes of the
+    smallest and memory `name`, if it trains none."""
     jobs = [dataclasses.replace(job, shape=shape) for shape in patch_shapes(job.shape, job.unet.divisor)]
-    found = largest_number(lambda number: gpu_bytes(jobs[number - 1]), memory_bytes, len(jobs))
-    if found:
-        return jobs[found - 1].shape
+    number = largest_number(lambda number: gpu_bytes(jobs[number - 1]), memory_bytes, len(jobs))
+    if number:
+        return jobs[number - 1].shape
     at_once = f", {job.micro} at a time," if job.micro > 1 else ","
     lower = "--filters or --micro-batch" if job.micro > 1 else "--filters"
     raise ValueError(
-        f"{name} must hold a patch of at least {' x '.join(map(str, jobs[0].shape))}{at_once} which takes "
+        f"{name} must hold a patch of at least {by(jobs[0].shape, ' x ')}{at_once} which takes "
         f"{format_bytes(gpu_bytes(jobs[0]))}, got {format_bytes(memory_bytes)}; lower {lower}, or use a larger card"
     )
 
 
 def least_patch(volume: Shape3, divisor: int) -> Shape3:
-    """The smallest patch to learn from: BOTTOM voxels along each axis at the deepest level, or as many as there are."""
+    """The smallest patch to learn from: BOTTOM voxels along each axis at the deepest level, or all of the volume's."""
     return tuple(min(BOTTOM * divisor, side) for side in volume)
 
 
@@ -182,19 +174,18 @@ def check_patch(patch: Sequence[int], volume: Shape3, divisor: int) -> None:
     error names the nearest patch that meets all rules."""
     if len(patch) != 3 or min(patch) < 1:
         raise ValueError(f"--patch must be three positive numbers, got {tuple(patch)}; give voxels X Y Z")
-    words, least = lambda shape: " ".join(map(str, shape)), least_patch(volume, divisor)
-    outside = any(n > most for n, most in zip(patch, volume))
-    rules = [f"fit into the volumes of {words(volume)}"] if outside else []
+    least, outside = least_patch(volume, divisor), any(n > most for n, most in zip(patch, volume))
+    rules = [f"fit into the volumes of {by(volume, ' ')}"] if outside else []
     if any(n % divisor or n < low for n, low in zip(patch, least)):
-        rules.append(f"be divisible by {divisor}, the levels' stride, and at least {words(least)}")
+        rules.append(f"be divisible by {divisor}, the levels' stride, and at least {by(least, ' ')}")
     if rules:
         fitting = (min(max(-(-n // divisor) * divisor, low), most) for n, low, most in zip(patch, least, volume))
         whole = ", or --mode whole for all of a volume" if outside else ""
-        raise ValueError(f"--patch {words(patch)} must {' and '.join(rules)}; give {words(fitting)}{whole}")
+        raise ValueError(f"--patch {by(patch, ' ')} must {' and '.join(rules)}; give {by(fitting, ' ')}{whole}")
 
 
 def usual_patch(volume: Shape3, divisor: int) -> Shape3:
-    """USUAL_PATCH within a volume, or the least that a network of this divisor learns from where it is more."""
+    """USUAL_PATCH within a volume, or the least patch that a network of this divisor learns from if that is larger."""
     return tuple(min(max(n, BOTTOM * divisor), most) for n, most in zip(USUAL_PATCH, volume))
 
 
@@ -213,8 +204,8 @@ def patch_shapes(volume: Shape3, divisor: int) -> Tuple[Shape3, ...]:
 
 def gpu_bytes(job: Job) -> int:
     """Memory of a card that a training step takes, in plain layers: CONTEXT_BYTES, and CARD_SHARE times every layer's
-    output, three of the largest for gradients, four sets of weights, and for cuDNN a workspace as large as what the
-    convolution reads and writes, WORKSPACE_BYTES at most. Rough: two steps were measured."""
+    output, three of the largest for gradients, four sets of weights, and for cuDNN a workspace as large as a
+    convolution's input and output, WORKSPACE_BYTES at most. Rough: two steps were measured."""
     layers, value_bytes = layer_plan(job.unet, job.shape), job.micro * DTYPE_BYTES[job.unet.dtype]
     sizes, weights = [op.elements * value_bytes for op in layers], sum(op.trainable for op in layers)
     held = 4 * 4 * weights + sum(sizes) + 3 * max(sizes) + min(2 * max(sizes), WORKSPACE_BYTES)
@@ -222,8 +213,7 @@ def gpu_bytes(job: Job) -> int:
 
 
 def gpu_forecast(job: Job) -> Dict[str, Any]:
-    """What a step takes of a card, as `training.Forecast.to_json` has it of a CPU: the allocator holds all but the
-    context."""
+    """A step's memory on a card, in fields of `training.Forecast.to_json`: the allocator holds all but the context."""
     card_bytes = gpu_bytes(job)
     sizes = {"allocator_peak_bytes": card_bytes - CONTEXT_BYTES, "card_bytes": card_bytes}
     return {**sizes, "constants": "rough: from two steps on an NVIDIA H200"}
@@ -245,4 +235,4 @@ def _smaller(job: Job, kind: str, grids: Optional[Sequence[Tuple[str, Shape3]]])
     if grids is not None:
         return [(name, dataclasses.replace(job, shape=shape)) for name, shape in grids if shape != job.shape]
     smaller = [extent(job, number) for number in range(1, max(job.shape) // unet.divisor)]
-    return [(f"--shape {' '.join(map(str, one.shape))}", one) for one in smaller]
+    return [(f"--shape {by(changed.shape, ' ')}", changed) for changed in smaller]

@@ -1,4 +1,4 @@
-"""A whole training on paper: its coarse steps and its full ones, what a worker holds beside them, how long all take.
+"""A whole training on paper: its coarse steps and its full ones, a worker's memory beside them, and the time of all.
 
 price = price_of_run(constants, accuracy, Beside(volume_shape=(240, 240, 155)), workers=2)
 forecast = Forecast(price(job))
@@ -16,37 +16,37 @@ from memory_estimator.estimate import RESAMPLED_BYTES, STORE_NOTE, Component, Es
 from memory_estimator.host import Host
 from memory_estimator.job import DTYPE_BYTES, Job
 from memory_estimator.planner import Price
-from memory_estimator.scaling import of_one
+from memory_estimator.scaling import worker_estimate
 from memory_estimator.step.training_step import training_step
 from models.layer_plan import Shape3
 
 LOGITS_MAPS = 2
-"""float32 maps as large as the logits that a validation of whole volumes holds at a time: what the windows have given,
-or the axis before, and the whole as a tensor. The scores, which come after, take a slab of it at a time."""
+"""float32 maps as large as the logits that a validation of whole volumes holds at a time: the windows' sum, or the axis
+before, and the whole as a tensor. The scores, which come after, take a slab of it at a time."""
 
 SAVED = ("weights", "optimizer slots", "averaged weights")  # groups of tensors that a checkpoint holds
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What a worker of a run holds beside its steps, all of it in the upper bound."""
+    """A worker's memory beside the steps of a run, all of it in the upper bound."""
 
-    volume_shape: Optional[Shape3] = None  # of whole volumes; None where the steps see them, or nothing reads them
-    resolution: float = 1.0  # of what the steps see, as a share of that of the volumes
-    copies: int = 0  # of the variables: of before steps were timed, or of another grid
+    volume_shape: Optional[Shape3] = None  # of whole volumes; None if the steps see them, or nothing reads them
+    resolution: float = 1.0  # of the steps' input, as a share of that of the volumes
+    copies: int = 0  # of the variables: from before steps were timed, or on another grid
     left_bytes: int = 0  # by coarse steps
 
 
 def price_of_run(constants: HostConstants, accuracy: Accuracy, beside: Beside = Beside(), *, workers: int = 1) -> Price:
-    """What jobs take on a host as steps of a run: the memory of one worker, and the time of all of them together."""
+    """The price of jobs on a host as steps of a run: the memory of one worker, the time of all of them together."""
 
     def price(job: Job) -> Estimate:
         saved = sum(tensor.bytes for tensor in training_step(job).resident if tensor.group in SAVED)
         copies, shape = beside.copies * saved, beside.volume_shape
         volumes = whole_volume_bytes(job, shape, beside.resolution) if shape else 0
-        return of_one(estimate(job, constants, accuracy), workers).with_beside(
+        return worker_estimate(estimate(job, constants, accuracy), workers).with_beside(
             Component("whole volumes", volumes, "derived: of validation, or to be averaged down"),
-            Component("variables, once more", copies, "exact: of before the timing, or of another grid"),
+            Component("variables, once more", copies, "exact: from before the timing, or on another grid"),
             Component("left by coarse steps", beside.left_bytes, "at most: pages too scattered for maps of full size"),
         )
 
@@ -54,7 +54,7 @@ def price_of_run(constants: HostConstants, accuracy: Accuracy, beside: Beside = 
 
 
 def whole_volume_bytes(job: Job, shape: Shape3, resolution: float) -> int:
-    """What whole volumes of `shape` take beside the steps of a `job` that sees less of them, counted and not measured.
+    """Bytes of whole volumes of `shape` beside the steps of a `job` that sees less of them, counted and not measured.
     With patches (resolution 1) a validation alone reads them, with logits and their weights; at a lower resolution the
     steps too, a micro-batch at a time, rotated in float32 before they are averaged down."""
     unet, volumes, shrinking = job.unet, 3, 0.0
@@ -69,34 +69,34 @@ def whole_volume_bytes(job: Job, shape: Shape3, resolution: float) -> int:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a training takes, by the prices of its steps."""
+    """Memory and time of a training, by the prices of its steps."""
 
     full: Estimate
     coarse: Optional[Estimate] = None  # None without a curriculum
 
     @property
     def upper_bound_bytes(self) -> int:
-        """Of the process over the whole run."""
-        return max(one.upper_bound_bytes for one in (self.full, self.coarse) if one)
+        """The process's, over the whole run."""
+        return max(step.upper_bound_bytes for step in (self.full, self.coarse) if step)
 
     def seconds(self, steps: int, coarse_steps: int = 0) -> float:
-        """Of so many steps, the coarse ones included; validations aside."""
+        """Seconds of so many steps, the coarse ones included; validations aside."""
         return coarse_steps * (self.coarse.step_s if self.coarse else 0.0) + (steps - coarse_steps) * self.full.step_s
 
     def to_json(self) -> Dict[str, Any]:
-        """What a step takes, for the log and the report to compare with what was measured."""
+        """A step's memory and time, for the log and the report to compare with the measured ones."""
         names = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s")
-        full, coarse = ({name: getattr(one, name) for name in names if one} for one in (self.full, self.coarse))
+        full, coarse = ({name: getattr(step, name) for name in names if step} for step in (self.full, self.coarse))
         return {**full, "constants": self.full.constants.name, **({"coarse": coarse} if coarse else {})}
 
     def describe(self, host: Host, all_s: float) -> List[str]:
         """Lines on memory and time; `all_s` are the seconds of all steps."""
         full = self.full
         steps = [
-            f"{name}allocator peak {format_bytes(one.allocator_peak_bytes)}, process peak "
-            f"{format_bytes(one.process_peak_bytes)}, {format_seconds(one.step_s)} a step"
-            for name, one in (("coarse steps: ", self.coarse), ("", full))
-            if one
+            f"{name}allocator peak {format_bytes(step.allocator_peak_bytes)}, process peak "
+            f"{format_bytes(step.process_peak_bytes)}, {format_seconds(step.step_s)} a step"
+            for name, step in (("coarse steps: ", self.coarse), ("", full))
+            if step
         ]
         return [
             *steps,

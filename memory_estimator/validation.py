@@ -1,6 +1,6 @@
 """The estimator against measured steps: which are measured, errors of predictions, kinds and a page made of them.
 
-rows = compare(measured, lambda one: estimate(one.job, constants))
+rows = compare_steps(measured, lambda step: estimate(step.job, constants))
 accuracy_json(digest(rows)), page(measured, rows)
 """
 
@@ -11,7 +11,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
-from memory_estimator.accuracy import Accuracy, Bound, Kind
+from memory_estimator.accuracy import SCHEMA, Accuracy, Bound, Kind
 from memory_estimator.common.table import Table
 from memory_estimator.common.units import GIB
 from memory_estimator.estimate import Estimate
@@ -23,14 +23,12 @@ from models.config import DTYPES, POLICIES, UNetConfig
 FITTED_VOXELS = 96**3  # constants are fitted to volumes of at most this size; errors are those of larger ones alone
 
 MARGIN_BYTES = 84 * 2**20
-"""The least margin of an upper bound: the most that a runtime was seen to hold beyond what is predicted of small steps,
-82 MiB in one of 1.2 GiB, where that outweighs all else."""
+"""The least margin of an upper bound: the most that a runtime held beyond the prediction in small steps, in which that
+is most of the error: 82 MiB in one of 1.2 GiB."""
 
 SHARE, CONFIDENCE = 0.99, 0.90  # a bound is to hold for this share of the steps like its records, so surely
-
-LEAST_RECORDS = 8  # of a kind: fewer steps do not tell the spread of their errors
-
-FIGURES = ("allocator_peak", "process_peak", "step_s")  # what has an error: fields of `Kind`, keys of `Row.errors`
+LEAST_RECORDS = 8  # of a kind: fewer steps do not show the spread of their errors
+FIGURES = ("allocator_peak", "process_peak", "step_s")  # that have errors: fields of `Kind`, keys of `Row.errors`
 
 NETWORKS: Tuple[Tuple[Dict[str, Any], Tuple[int, int, int], Dict[str, Any]], ...] = (
     ({}, (64, 64, 64), {}),
@@ -51,7 +49,7 @@ NETWORKS: Tuple[Tuple[Dict[str, Any], Tuple[int, int, int], Dict[str, Any]], ...
     ({"filters": 8, "channels": 1}, (240, 240, 160), {}),
     ({}, (240, 240, 160), {}),
 )
-"""What is measured in each dtype under each policy: network, voxels and more of the job."""
+"""Jobs that are measured in each dtype under each policy: network, voxels and other settings."""
 
 
 def configurations(threads: int, engines: Sequence[str] = ENGINES) -> Tuple[Job, ...]:
@@ -72,8 +70,8 @@ class Measured:
     job: Job
     step_s: float = math.nan
     process_peak_bytes: int = 0
-    allocator_peak_bytes: Optional[int] = None  # None where it was not recorded
-    failure: str = ""  # what went wrong instead; nothing was measured then
+    allocator_peak_bytes: Optional[int] = None  # None if it was not recorded
+    failure: str = ""  # the error instead; nothing was measured then
     host: str = ""  # the CPU's name
     isa: Tuple[str, ...] = ()  # its instruction sets
     version: str = ""  # of the engine, as of `engine_version`
@@ -81,7 +79,7 @@ class Measured:
 
     @property
     def held_out(self) -> bool:
-        """Whether it is larger than anything that constants may be fitted to."""
+        """Whether it is larger than any step that constants may be fitted to."""
         return math.prod(self.job.shape) > FITTED_VOXELS
 
 
@@ -93,8 +91,7 @@ def request_for(job: Job, **more: Any) -> Dict[str, Any]:
 
 
 def job_of_record(record: Mapping[str, Any]) -> Optional[Job]:
-    """The job that a record measured, on the engine that really ran; None where that is TensorFlow without oneDNN,
-    which the estimator knows nothing of."""
+    """A record's job, on the engine that really ran; None for TensorFlow without oneDNN, which has no constants."""
     engine, name = record["engine"], record.get("engine_name", "")
     if "no oneDNN" in name:
         return None
@@ -108,8 +105,7 @@ def job_of_record(record: Mapping[str, Any]) -> Optional[Job]:
 
 
 def measured_from(record: Mapping[str, Any]) -> Optional[Measured]:
-    """What a record says of its step; None for one of an engine that the estimator knows nothing of. A record may lack
-    the seconds, where they were disturbed."""
+    """A record's step; None on an engine without constants. A record may lack seconds that were disturbed."""
     job, host = job_of_record(record), record["host"]
     if not job:
         return None
@@ -123,33 +119,33 @@ def measured_from(record: Mapping[str, Any]) -> Optional[Measured]:
 
 @dataclass(frozen=True)
 class Row:
-    """A measured step beside what was predicted of it."""
+    """A measured step and its prediction."""
 
     measured: Measured
     process_peak_bytes: int  # predicted
     covered: bool  # whether a kind of records covers it; else its upper bound is wide
     errors: Dict[str, Optional[float]]
-    """Of FIGURES and "upper_bound": signed shares of what was measured, None where that was not recorded. The upper
-    bound's is how far it lies above the measured peak; negative is a broken promise."""
+    """FIGURES and "upper_bound" -> signed shares of the measured value, None if it was not recorded. The upper bound's
+    is of the measured peak; a negative one is too low."""
 
 
-def compare(measured: Iterable[Measured], predict: Callable[[Measured], Estimate]) -> List[Row]:
+def compare_steps(measured: Iterable[Measured], predict: Callable[[Measured], Estimate]) -> List[Row]:
     """A row for every step that was measured; `predict` gives the estimate of its job. Failures are left out."""
     rows = []
-    for one in (one for one in measured if not one.failure):
-        found, allocator, process = predict(one), one.allocator_peak_bytes, one.process_peak_bytes
+    for step in (step for step in measured if not step.failure):
+        predicted, allocator, process = predict(step), step.allocator_peak_bytes, step.process_peak_bytes
         errors = {
-            "allocator_peak": None if allocator is None else found.allocator_peak_bytes / allocator - 1,
-            "process_peak": found.process_peak_bytes / process - 1,
-            "upper_bound": found.upper_bound_bytes / process - 1,
-            "step_s": None if math.isnan(one.step_s) else found.step_s / one.step_s - 1,
+            "allocator_peak": None if allocator is None else predicted.allocator_peak_bytes / allocator - 1,
+            "process_peak": predicted.process_peak_bytes / process - 1,
+            "upper_bound": predicted.upper_bound_bytes / process - 1,
+            "step_s": None if math.isnan(step.step_s) else predicted.step_s / step.step_s - 1,
         }
-        rows.append(Row(one, found.process_peak_bytes, found.kind is not None, errors))
+        rows.append(Row(step, predicted.process_peak_bytes, predicted.kind is not None, errors))
     return rows
 
 
 def spread(rows: Iterable[Row], figure: str) -> Optional[Bound]:
-    """How large a figure's errors are over `rows`, the worst with its sign; None where none is known."""
+    """The size of a figure's errors over `rows`, the worst with its sign; None if none is known."""
     known = [row.errors[figure] for row in rows if row.errors[figure] is not None]
     return Bound(statistics.median(map(abs, known)), max(known, key=abs)) if known else None
 
@@ -158,32 +154,32 @@ def spread(rows: Iterable[Row], figure: str) -> Optional[Bound]:
 
 
 def digest(rows: Iterable[Row]) -> Accuracy:
-    """What the records of each kind say: errors over those that no constant was fitted to, and the margin of the upper
-    bound from all of them. Kinds with fewer than LEAST_RECORDS are left out: nothing covers such jobs."""
+    """The accuracy of each kind: errors over the records that no constant was fitted to, and the margin of the upper
+    bound from all of them. Kinds with fewer than LEAST_RECORDS are left out: no kind covers such jobs."""
     return Accuracy(tuple(_kind(key, some) for key, some in sorted(_covered(rows).items())))
 
 
 def accuracy_json(accuracy: Accuracy) -> bytes:
-    return (json.dumps({"kinds": dataclasses.asdict(accuracy)["kinds"]}, indent=1) + "\n").encode()
+    return (json.dumps({"schema": SCHEMA, "kinds": dataclasses.asdict(accuracy)["kinds"]}, indent=1) + "\n").encode()
 
 
 def margin_share(rows: Sequence[Row]) -> float:
-    """What share of a predicted peak has to be added, to a tenth of a per cent: so much that no peak of these rows lies
-    above both that and MARGIN_BYTES, and that SHARE of all such steps lie below with CONFIDENCE. That is the one-sided
+    """The share of a predicted peak to be added, to a tenth of a per cent: so much that no peak of these rows is above
+    both that and MARGIN_BYTES, and that SHARE of all such steps are below with CONFIDENCE. That is the one-sided
     tolerance limit of a normal distribution (NIST/SEMATECH Handbook, 7.2.6.3) around the median; its spread is that of
     the rows above the median, as a peak that is predicted too high harms no bound."""
     needed = [row.measured.process_peak_bytes / row.process_peak_bytes - 1 for row in rows]
     beyond = [row.measured.process_peak_bytes > row.process_peak_bytes + MARGIN_BYTES for row in rows]
     median, quantile = statistics.median(needed), statistics.NormalDist().inv_cdf
-    deviation = math.sqrt(statistics.fmean((one - median) ** 2 for one in needed if one >= median))
+    deviation = math.sqrt(statistics.fmean((error - median) ** 2 for error in needed if error >= median))
     share, sure = quantile(SHARE), quantile(CONFIDENCE)
     a, b = 1 - sure**2 / (2 * (len(rows) - 1)), share**2 - sure**2 / len(rows)
     limit = median + (share + math.sqrt(share**2 - a * b)) / a * deviation
-    return math.ceil(1000 * max(limit, 0.0, *(one for one, is_beyond in zip(needed, beyond) if is_beyond))) / 1000
+    return math.ceil(1000 * max(limit, 0.0, *(error for error, is_beyond in zip(needed, beyond) if is_beyond))) / 1000
 
 
 def left_out_in_turn(rows: Iterable[Row]) -> Tuple[int, int]:
-    """Of the rows of covered kinds, how many lie above the bound that the others of their kind make; and all."""
+    """Numbers of rows of covered kinds: those above the bound that the other rows of their kind make, and all."""
     above = count = 0
     for key, some in _covered(rows).items():
         for place, row in enumerate(some):
@@ -197,14 +193,14 @@ Key = Tuple[str, str]  # (dtype, policy)
 
 
 def _covered(rows: Iterable[Row]) -> Dict[Key, List[Row]]:
-    """The rows of each kind that has enough of them to say how far the next one is off."""
-    found: Dict[Key, List[Row]] = {}
+    """The rows of each kind that has enough of them to predict the error of the next one."""
+    kinds: Dict[Key, List[Row]] = {}
     for row in rows:
         job = row.measured.job
-        found.setdefault((job.unet.dtype, job.policy), []).append(row)
+        kinds.setdefault((job.unet.dtype, job.policy), []).append(row)
     return {
         key: some
-        for key, some in found.items()
+        for key, some in kinds.items()
         if len(some) >= LEAST_RECORDS and any(row.measured.held_out for row in some)
     }
 
@@ -225,8 +221,8 @@ def _kind(key: Key, rows: Sequence[Row]) -> Kind:
     )
 
 
-def _shipped(found: Optional[Bound]) -> Optional[Bound]:
-    return found and Bound(round(found.median, 4), round(abs(found.worst), 4))
+def _shipped(bound: Optional[Bound]) -> Optional[Bound]:
+    return bound and Bound(round(bound.median, 4), round(abs(bound.worst), 4))
 
 
 # --- Tables and the page ---
@@ -235,14 +231,14 @@ VALIDATION_HEAD = """\
 # The estimator against measured steps
 
 Made by `./run.sh bench tables --records records --page FILE` from records/memory (`bench validate`) and the code as it
-stands. Errors are shares of what was measured: +2% is predicted too high. A group of
-runs shows the median size and the worst error, and of the upper bound how far it is above the process's peak, the mean
-and the least; it is wide where too few records of a kind tell how far the next is off. The margin of an
-upper bound is that of all records of its kind: of a dtype and a policy.
+stands. Errors are shares of the measured value: +2% is predicted too high. A group of
+runs shows the median size and the worst error, and how far the upper bound is above the process's peak, the mean and
+the least; it is wide if a kind has too few records to predict the next error. The margin of an upper bound is that of
+all records of its kind: of a dtype and a policy.
 """
 
 
-def summary_table(rows: Sequence[Row]) -> Table:
+def error_table(rows: Sequence[Row]) -> Table:
     """Median (of the absolute errors) and worst error of every figure, for all rows and by host, engine and kind."""
     groups: Dict[Tuple[str, str], List[Row]] = {}
     for row in rows:
@@ -252,42 +248,42 @@ def summary_table(rows: Sequence[Row]) -> Table:
     cells = []
     for group, some in [(("all", ""), rows), *sorted(groups.items())]:
         spreads = [spread(some, figure) for figure in FIGURES]
-        errors = [f"{one.median:.1%}, worst {signed(one.worst)}" if one else "-" for one in spreads]
+        errors = [f"{bound.median:.1%}, worst {signed(bound.worst)}" if bound else "-" for bound in spreads]
         above = [row.errors["upper_bound"] for row in some]
-        bound = f"{signed(statistics.fmean(above))} ({signed(min(above))})" if above else "-"
-        bound += "" if any(row.covered for row in some) else ", wide"
-        cells.append((*group, str(len(some)), *errors[:2], bound, errors[2]))
-    columns = ("host", "kernels, engine, dtype, policy", "runs", "allocator peak", "process peak")
+        mean = f"{signed(statistics.fmean(above))} ({signed(min(above))})" if above else "-"
+        mean += "" if any(row.covered for row in some) else ", wide"
+        cells.append((*group, str(len(some)), *errors[:2], mean, errors[2]))
+    columns = ("host", "instruction set, engine, dtype, policy", "runs", "allocator peak", "process peak")
     return Table((*columns, "upper bound, mean (least)", "seconds a step"), cells, names=2)
 
 
 def signed(share: Optional[float]) -> str:
-    """For reading, such as "+6.3%"; "-" for what is not known."""
+    """For reading, such as "+6.3%"; "-" if it is not known."""
     return "-" if share is None or math.isnan(share) else f"{share:+.1%}"
 
 
 def page(measured: Sequence[Measured], rows: Sequence[Row]) -> List[str]:
-    """The lines of the validation page. `rows` are what `compare` makes of `measured`, which has the failures too."""
+    """The lines of the validation page. `rows` are those of `compare_steps`; the steps include failures."""
     (above, count), row_of = left_out_in_turn(rows), {row.measured: row for row in rows}
-    lines = [*VALIDATION_HEAD.splitlines(), "", *summary_table(rows).markdown(), ""]
+    lines = [*VALIDATION_HEAD.splitlines(), "", *error_table(rows).markdown(), ""]
     lines.append(f"Left out of its kind in turn, {above} of {count} records are above the bound that the others make.")
     columns = ("configuration", "allocator, GiB", "error", "process, GiB", "error", "bound above", "s a step", "error")
-    for host, isa in sorted({(one.host, one.isa) for one in measured}):
-        own = [one for one in measured if (one.host, one.isa) == (host, isa)]
-        own.sort(key=lambda one: (bool(one.failure), not one.held_out))
-        about = "; ".join(sorted({f"{one.version}, {one.job.threads} threads, {one.date}" for one in own}))
-        cells = [_cells(one, row_of.get(one)) for one in own]
+    for host, isa in sorted({(step.host, step.isa) for step in measured}):
+        own = [step for step in measured if (step.host, step.isa) == (host, isa)]
+        own.sort(key=lambda step: (bool(step.failure), not step.held_out))
+        about = "; ".join(sorted({f"{step.version}, {step.job.threads} threads, {step.date}" for step in own}))
+        cells = [_cells(step, row_of.get(step)) for step in own]
         lines += ["", f"## {host}, {instruction_set(isa)}", "", *Table((*columns, ""), cells, title=about).markdown()]
     return lines
 
 
-def _cells(one: Measured, row: Optional[Row]) -> Sequence[str]:
-    """A configuration, and its errors; it has no row where it failed."""
-    name = f"{one.job.describe()}{', upsampling' * (one.job.unet.up == 'upsampling')}"
+def _cells(step: Measured, row: Optional[Row]) -> Sequence[str]:
+    """A configuration, and its errors; it has no row if it failed."""
+    name = f"{step.job.describe()}{', upsampling' * (step.job.unet.up == 'upsampling')}"
     if row is None:
-        return (name, *7 * ["-"], f"not measured: {one.failure}")
-    allocator, process, bound, step = map(signed, row.errors.values())
-    step_s = "-" if math.isnan(one.step_s) else f"{one.step_s:.2f}"
-    peaks = (one.allocator_peak_bytes, one.process_peak_bytes)
+        return (name, *7 * ["-"], f"not measured: {step.failure}")
+    allocator, process, bound, seconds = map(signed, row.errors.values())
+    step_s = "-" if math.isnan(step.step_s) else f"{step.step_s:.2f}"
+    peaks = (step.allocator_peak_bytes, step.process_peak_bytes)
     sizes = ["-" if size is None else f"{size / GIB:.3f}" for size in peaks]
-    return (name, sizes[0], allocator, sizes[1], process, bound, step_s, step, "" if row.covered else "wide")
+    return (name, sizes[0], allocator, sizes[1], process, bound, step_s, seconds, "" if row.covered else "wide")

@@ -1,4 +1,4 @@
-"""What the network is, as one frozen record. No TensorFlow: the estimator and the command line read it too."""
+"""The network's settings, as one frozen record. No TensorFlow: the estimator and the command line read it too."""
 
 from dataclasses import dataclass
 from typing import List, Tuple
@@ -8,7 +8,7 @@ NORMS = ("instance", "batch", "none")
 UPS = ("transposed", "upsampling")
 DTYPES = ("float32", "bfloat16")
 POLICIES = ("speed", "lean")
-"""What may be traded for memory in a training step (models/step.py), the fastest first.
+"""Ways to save memory in a training step (models/step.py), the fastest first.
 
 "speed"  keeps the raw sum of every convolution.
 "lean"   keeps two a level, those of its decoder, and makes the others again in the backward pass.
@@ -40,8 +40,6 @@ class UNetConfig:
     policy: str = "speed"  # one of POLICIES
 
     def __post_init__(self):
-        if self.policy == "balanced":  # of runs before own operations
-            object.__setattr__(self, "policy", "lean")
         for name in ("channels", "outputs", "filters"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
@@ -75,14 +73,13 @@ class UNetConfig:
         most = self.encoder_widths(level)[1] if self.policy == "lean" else width
         return [(first, min(first + most, width)) for first in range(0, width, most)]
 
-    def check_shape(self, shape: Tuple[int, int, int], name: str = "input_shape") -> None:
-        """Raise ValueError unless the network can take an image of `shape` (X, Y, Z), and name the nearest.
-        `name` is what the error calls the shape."""
+    def check_shape(self, shape: Tuple[int, int, int], name: str = "shape") -> None:
+        """Raise ValueError unless the network can take an image of `shape` (X, Y, Z), with the nearest ones. `name` is
+        that of the shape in the error."""
         if len(shape) != 3 or min(shape) < 1:
             raise ValueError(f"{name} must be three positive numbers, got {tuple(shape)}; give X Y Z in voxels")
         if any(n % self.divisor for n in shape):
             up = tuple(-(-n // self.divisor) * self.divisor for n in shape)
             down = tuple(max(n // self.divisor, 1) * self.divisor for n in shape)
-            raise ValueError(
-                f"{name} {tuple(shape)} must be divisible by {self.divisor}; pad to {up} or crop to {down}"
-            )
+            todo = f"pad to {up} or crop to {down}"
+            raise ValueError(f"{name} {tuple(shape)} must be divisible by {self.divisor}; {todo}")

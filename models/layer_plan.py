@@ -1,6 +1,6 @@
 """The network on paper: every layer's name, shape, dtype, parameters and work, in the order it runs. No TensorFlow.
 
-The Keras model, the memory estimator and the exporter are made of it.
+The Keras model, the memory estimator and the exporter are made from it.
 """
 
 import math
@@ -25,7 +25,7 @@ class LayerOp:
     inputs: Tuple[str, ...]  # names of the layers whose outputs it reads
     level: int  # resolution level of its output, 0 is the finest
     shape: Tuple[int, int, int, int]  # of its output for one sample: (X, Y, Z, C)
-    kernel: int = 0  # side of the convolution kernel in voxels; 0 where there is none
+    kernel: int = 0  # side of the convolution kernel in voxels; 0 without one
     in_channels: int = 0  # channels of a convolution's input
     trainable: int = 0  # trainable parameters
     frozen: int = 0  # parameters that training moves but does not differentiate (batch norm's moving statistics)
@@ -70,9 +70,8 @@ def layer_plan(config: UNetConfig, shape: Shape3) -> Tuple[LayerOp, ...]:
 
 
 def training_flops(config: UNetConfig, shape: Shape3, batch: int = 1) -> int:
-    """Floating-point operations of one training step's convolutions, a multiply-add counted as 2.
-    Forward, filter gradient and input gradient cost the same; what reads the image has no input gradient. Recomputation
-    under a memory policy is not counted."""
+    """Floating-point operations of a training step's convolutions, a multiply-add counted as 2. Forward pass, filter
+    and input gradient cost the same; the first layer has no input gradient. Recomputation is not counted."""
     plan = layer_plan(config, shape)
     image = plan[0].name
     return batch * sum(op.flops * (2 if image in op.inputs else 3) for op in plan)
@@ -107,8 +106,7 @@ class _Plan:
         if not self.config.residual:
             return self.norm(f"{name}_act2", "norm_act", x)
         x = self.norm(f"{name}_norm2", "norm", x)
-        fan_in = entry.shape[3]
-        more = {"kernel": 1, "in_channels": fan_in, "trainable": fan_in * widths[1]}
+        more = {"kernel": 1, "in_channels": entry.shape[3], "trainable": entry.shape[3] * widths[1]}
         x = self.add(f"{name}_shortcut", "shortcut", (x, entry), level, widths[1], **more)
         return self.add(f"{name}_act2", "act", (x,), level, widths[1])
 

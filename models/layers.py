@@ -13,7 +13,7 @@ one real glioma after 40 steps: 0.96/0.93/0.75, from 0.5 0.88/0.84/0.71."""
 
 
 def plain_layer(config: UNetConfig, op: LayerOp) -> tf.keras.layers.Layer:
-    """The Keras layer of a layer of the plan. Only heads have a bias: what follows the others normalises or adds one.
+    """The Keras layer of a layer of the plan. Only heads have a bias: the layers after the others normalise or add one.
     Logits are of the compute dtype, as all else: the loss casts them to float32."""
     own = {"name": op.name, "dtype": "mixed_bfloat16" if config.dtype == "bfloat16" else "float32"}
     if op.kind in ("norm", "norm_act"):
@@ -103,6 +103,6 @@ class ShortcutSum(tf.keras.layers.Conv3D):
 
 
 def initial_kernel(seed: int, name: str):
-    """Glorot's uniform, from the network's seed and the layer's name: no layer depends on what was built before.
-    On one real glioma Glorot's smaller kernels reach in 20 steps what He's reach in 30."""
+    """Glorot's uniform, from the network's seed and the layer's name: no layer depends on those built before.
+    On one real glioma Glorot's smaller kernels learn in 20 steps as much as He's in 30."""
     return tf.keras.initializers.GlorotUniform(seed=zlib.crc32(f"{seed}/{name}".encode()) & 0x7FFFFFFF)

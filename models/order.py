@@ -1,10 +1,10 @@
-"""The forward and backward pass of a U-Net: the order of its operations, and what each of them reads. No TensorFlow.
+"""The forward and backward pass of a U-Net: the order of its operations, and the inputs of each. No TensorFlow.
 
 models/step.py computes it, and the memory estimator writes it down (memory_estimator/step/training_step.py).
 
-Of a convolution nothing is kept but its raw sum: norm and ReLU are formed wherever it is read. Under "speed" every raw
-sum is kept. Under "lean" these are made again where the backward pass reads them: the finest level's encoder, the first
-sum of the others, and all up-sampled maps, which come in parts no wider than the skip.
+A convolution keeps nothing but its raw sum: norm and ReLU are formed wherever it is read. Under "speed" every raw sum
+is kept. Under "lean" these are made again when the backward pass reads them: the finest level's encoder, the first sum
+of the others, and all up-sampled maps, which come in parts no wider than the skip.
 """
 
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
@@ -13,7 +13,7 @@ from models.config import UNetConfig
 
 
 class Block(NamedTuple):
-    """Of a level's block: what its convolutions read and make."""
+    """Maps that the convolutions of a level's block read and make."""
 
     entry: List[Any]  # one map, or the skip's and the parts of the up-sampled one
     first: Any
@@ -22,11 +22,11 @@ class Block(NamedTuple):
 
 
 class Order:
-    """One pass. A subclass has the operations, and says what a map is and what the gradient of one.
+    """One pass. A subclass has the operations, and the types of a map and of its gradient.
 
-    `name` is a layer's and `again` true where a map was there before. `part` is the place in `entry`, what a block
-    reads, of one map; a kernel of joined maps has a part for each. `at` is a gradient of a map's values, or of its
-    raw sum where `of_raw` or `to_raw` has made that of it.
+    `name` is a layer's and `again` true if the map was made before. `entry` are the maps that a block reads, and `part`
+    is the place of one of them; a kernel of joined maps has a part for each. `at` is a gradient of a map's values, or
+    of its raw sum if `of_raw` or `to_raw` has made it.
 
         max_pool(level, source)                      to `level`
         max_pool_gradient(level, source, at, add)    from below `level`, plus `add`
@@ -42,8 +42,8 @@ class Order:
         residual_sum(name, second, total, again)
         residual_gradient(name, block, at)
         of_raw(name, source, at)                     through the norm and ReLU of a convolution's sum; takes no memory
-        to_raw(name, source, at)                     of that a map, over the raw sum
-        input_gradient(name, at, entry, part, sums)  `sums`: the norm of what was read needs those of its gradient
+        to_raw(name, source, at)                     a map of that, over the raw sum
+        input_gradient(name, at, entry, part, sums)  `sums`: the norm of the map needs those of its gradient
         filter_gradient(name, entry, at, part)       `part` names the part of a kernel, "" is the whole
         join_gradients(name, parts)                  of a kernel of joined maps
     """
@@ -65,7 +65,7 @@ class Order:
         return [self.project(head_of(level), [self._decoders[level].output], 0, None) for level in self._heads()]
 
     def backward(self, slopes: Sequence[Any]) -> None:
-        """From the gradients of the logits of each head."""
+        """All gradients, from those of the logits of each head."""
         by_level, depth = dict(zip(self._heads(), slopes)), self.unet.depth
         at_skips, at = {}, None
         for level in range(depth - 1):
@@ -85,11 +85,11 @@ class Order:
                 self.project_gradient(f"{name}_shortcut", block.entry, 0, at_sum, None)
 
     def _heads(self) -> List[int]:
-        """Levels that have one, as the network's outputs are ordered."""
+        """Levels with a head, as the network's outputs are ordered."""
         return [0, *range(self.unet.depth - 2, 0, -1)] if self.unet.deep_supervision else [0]
 
     def _below(self, level: int) -> Any:
-        """What decoder `level` samples up."""
+        """The map that decoder `level` samples up."""
         return (self._decoders[level + 1] if level + 1 in self._decoders else self._encoders[-1]).output
 
     def _decoder(self, level: int) -> Block:
@@ -124,12 +124,12 @@ class Order:
 
     def _through_head(self, level: int, slope: Any, at: Optional[Any]) -> Any:
         source = self._decoders[level].output
-        if at is None and not self.unet.residual:  # where memory is at its peak: over the raw map itself
+        if at is None and not self.unet.residual:  # memory is at its peak: over the raw map itself
             return self.project_to_raw(source, slope)
         return self.project_gradient(head_of(level), [source], 0, slope, at)
 
     def _through_decoder(self, level: int, at: Any) -> Tuple[Any, Any]:
-        """Gradients of the skip's values and of what the level below puts out."""
+        """Gradients of the values of the skip and of the level below."""
         name, block, below = f"decoder{level}", self._decoders[level], self._below(level)
         at_first, at_sum = self._through_block(name, block, at)
         if self.makes_again:
@@ -142,7 +142,7 @@ class Order:
         return at_skip, at_below
 
     def _through_parts(self, level: int, at_first: Any, at_sum: Any) -> Tuple[Any, Any]:
-        """The same where what the block reads is made again, a part of the up-sampled map at a time."""
+        """`_through_decoder` if the block's maps are made again, a part of the up-sampled map at a time."""
         name, below, at_below, of_ups = f"decoder{level}", self._below(level), None, []
         entry = [self._encoders[level].output if level else self._block_again(level).output]
         of_parts = [self.filter_gradient(f"{name}_conv1", entry, at_first, "/skip")]
@@ -150,9 +150,9 @@ class Order:
             entry.append(self.up(level, below, part, True))
             of_parts.append(self.filter_gradient(f"{name}_conv1", entry[-1:], at_first, f"/up{part}"))
             at_up = self._at_entry(name, entry, part + 1, at_first, at_sum)
-            of_up, found = self.up_gradients(level, below, part, at_up)
+            of_up, at_part = self.up_gradients(level, below, part, at_up)
             of_ups.append(of_up)
-            at_below = self.add_gradients(found, at_below) if at_below else found
+            at_below = self.add_gradients(at_part, at_below) if at_below else at_part
         self.join_gradients(f"{name}_conv1", of_parts)
         self.join_up_gradients(level, of_ups)
         return self._at_entry(name, entry, 0, at_first, at_sum), at_below
@@ -168,7 +168,7 @@ class Order:
         return self.of_raw(f"{name}_conv1", block.first, at_values), at_sum
 
     def _at_entry(self, name: str, entry: List[Any], part: int, at_first: Any, at_sum: Optional[Any]) -> Any:
-        """The gradient of the values of a part of what a block reads."""
+        """The gradient of the values of a part of a block's entry."""
         at_values = self.input_gradient(f"{name}_conv1", at_first, entry, part)
         if at_sum is None:
             return at_values

@@ -1,6 +1,6 @@
 """A U-Net's forward and backward pass in the order of models/order.py, by own operations (models/native/operations.py).
 
-Each operation waits for the one before, so what is in memory at a time is known, and a map whose last reader has its
+Each operation waits for the one before, so the maps in memory at a time are known, and a map whose last reader has its
 shape is written over.
 """
 
@@ -15,9 +15,8 @@ from models.order import Block, Order
 
 
 class Pass(Order):
-    """One pass over the weights of a model of `build_unet3d`, in training or not. `values` stand for its variables,
-    by their names, where they are given. A map is a `Source`, the gradient of its values an `AtValues`, and that of a
-    raw sum a `Gradient`."""
+    """One pass over the weights of a model of `build_unet3d`, in training or not. `values` replace its variables, by
+    their names. A map is a `Source`, the gradient of its values an `AtValues`, and that of a raw sum a `Gradient`."""
 
     def __init__(self, model: tf.keras.Model, training: bool, values: Optional[Dict[str, tf.Tensor]] = None):
         super().__init__(model.unet)
@@ -96,8 +95,7 @@ class Pass(Order):
     def project_to_raw(self, source, at):
         head = self.layer("head")
         *sums, of_kernel, of_bias = self._run(operations.project_sums, source, at.map, self._value(head.kernel))
-        self._gradients[head.kernel.name] = of_kernel
-        self._gradients[head.bias.name] = of_bias
+        self._gradients.update({head.kernel.name: of_kernel, head.bias.name: of_bias})
         of_raw = self.of_raw("decoder0_conv2", source, AtValues(at.map, *sums))
         return self._run(operations.to_raw, of_raw, self._value(head.kernel))
 
@@ -105,7 +103,7 @@ class Pass(Order):
         return self._run(operations.residual_gradient, block.second, block.output.raw, at.map)
 
     def of_raw(self, name, source, at):
-        """To be formed where it is read, from that of the norm's values (Ioffe and Szegedy 2015)."""
+        """The gradient to be formed on reading, from that of the norm's values (Ioffe and Szegedy 2015)."""
         if isinstance(at, Gradient):
             return at
         layer, norm = self._norm_layer(name), source.norm
@@ -118,7 +116,7 @@ class Pass(Order):
             return Gradient(at.map, source, norm.scale, 0 * norm.scale, 0 * norm.scale)
         mean1, mean2 = at.sum1 / self._elements(source.raw), at.sum2 / self._elements(source.raw)
         if layer.norm == "batch":
-            mean1, mean2 = (tf.reduce_mean(one, 0, keepdims=True) for one in (mean1, mean2))
+            mean1, mean2 = (tf.reduce_mean(mean, 0, keepdims=True) for mean in (mean1, mean2))
         of_raw = -norm.scale * norm.rstd * mean2
         return Gradient(at.map, source, norm.scale, of_raw, -norm.scale * mean1 - of_raw * norm.mean)
 
@@ -139,12 +137,12 @@ class Pass(Order):
     # --- Norms ---
 
     def _norm_layer(self, name: str) -> tf.keras.layers.Layer:
-        """That of a convolution."""
+        """The norm after a convolution."""
         adds = self.unet.residual and name.endswith("_conv2")
         return self.layer(name.replace("_conv", "_norm" if adds else "_act"))
 
     def _norm(self, name, raw, mean, variance, again: bool) -> Norm:
-        """Of the raw sum of a convolution with these statistics of each sample, (N, C); `again` moves nothing."""
+        """The norm of a raw sum with these statistics of each sample, (N, C); `again` moves no moving statistics."""
         layer, ones = self._norm_layer(name), tf.ones_like(mean)
         floor = 0 * ones if layer.activate else -float("inf") * ones
         if layer.norm == "none":
@@ -178,12 +176,12 @@ class Pass(Order):
         return self.values.get(variable.name, variable)
 
     def _rows(self, name: str, entry: List[Source], part: int) -> tf.Tensor:
-        """Of a layer's kernel, what meets a part of what its block reads."""
+        """The rows of a layer's kernel for a part of its block's entry."""
         first = sum(source.raw.shape[-1] for source in entry[:part])
         return self._slice(name, 3, first, first + entry[part].raw.shape[-1])
 
     def _up_filters(self, level: int, part: int) -> tf.Tensor:
-        """(2, 2, 2, out, in) of a part. Nearest neighbour and a 1x1x1 convolution commute: eight equal taps."""
+        """The filters (2, 2, 2, out, in) of a part. Nearest neighbour and a 1x1x1 kernel commute: eight equal taps."""
         channels = self.unet.up_parts(level)[part]
         if self.unet.up == "transposed":
             return self._slice(f"decoder{level}_up", 3, *channels)
@@ -191,7 +189,7 @@ class Pass(Order):
         return self._once((level, part), lambda: tf.tile(tf.transpose(kernel, (0, 1, 2, 4, 3)), (2, 2, 2, 1, 1)))
 
     def _slice(self, name: str, axis: int, first: int, past: int) -> tf.Tensor:
-        """Of a layer's kernel, from `first` to `past` along an axis."""
+        """A layer's kernel from `first` to `past` along an axis."""
         kernel = self.layer(name).kernel
         if past - first == kernel.shape[axis]:
             return self._value(kernel)
@@ -206,7 +204,7 @@ class Pass(Order):
         return self._filters[key]
 
     def _run(self, operation: Callable, *arguments) -> Any:
-        """What an operation gives, after the one before it."""
+        """The outputs of an operation, computed after the one before it."""
         with tf.control_dependencies(self._last):
             outputs = operation(*arguments)
         self._last = tf.nest.flatten(outputs)[:1]

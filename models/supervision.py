@@ -3,8 +3,8 @@
 A loss is an object with three pure functions. Maps are float32 rows (n, X * Y, Z * R) of a piece of n samples with R
 regions, `t` the target and `p` the sigmoid of the logits `z`.
 
-    sums(t, z, regions)    (n, R, any), what adds up over the pieces of a sample, and p
-    value(sums)            from those of whole samples: the loss, a score (N, R) and `factors`, a tuple of (N, R)
+    sums(t, z, regions)    (n, R, any), which add up over the pieces of a sample, and p
+    value(sums)            from the sums of whole samples: the loss, a score (N, R) and `factors`, a tuple of (N, R)
     slope(t, p, factors)   d loss / d z, from the factors of the samples and proportional to them
 
 `cpu3d.training.losses.DiceCrossEntropy` is one.
@@ -18,7 +18,7 @@ from models.layer_plan import PIECES
 
 
 class Supervised(NamedTuple):
-    """What a loss says to logits."""
+    """A loss of logits, and its gradients."""
 
     loss: tf.Tensor  # of the batch
     score: tf.Tensor  # (N, R) of the finest head
@@ -36,17 +36,17 @@ def supervise(loss, target, logits: Sequence) -> Supervised:
             heads.append(_Head(loss, thinned(target, each), each))
 
     def slopes(upstream):
-        found: List[tf.Tensor] = []
+        gradients: List[tf.Tensor] = []
         for head, weight in zip(heads, weights):
-            with tf.control_dependencies(found[-1:]):
-                found.append(head.slope(weight * upstream))
-        return found
+            with tf.control_dependencies(gradients[-1:]):
+                gradients.append(head.slope(weight * upstream))
+        return gradients
 
     return Supervised(tf.add_n([head.loss * weight for head, weight in zip(heads, weights)]), heads[0].score, slopes)
 
 
 def head_weights(heads: Sequence) -> List[float]:
-    """Of each head's loss, from their logits, the finest first: 1, 1/2, 1/4 ... by resolution, the sum being 1."""
+    """Weights of the heads' losses, from their logits, the finest first: 1, 1/2, 1/4 ... by resolution, with sum 1."""
     weights = [head.shape[1] / heads[0].shape[1] for head in heads]
     return [weight / sum(weights) for weight in weights]
 
@@ -64,24 +64,23 @@ class _Head:
     def __init__(self, loss, target, logits):
         self._loss, self._target, self._logits = loss, target, logits
         self._edges = sorted({logits.shape[1] * piece // PIECES for piece in range(PIECES + 1)})
-        total, before = None, []
+        total = []
         for first, past in zip(self._edges, self._edges[1:]):
-            t, z = self._piece(first, past, before)
+            t, z = self._piece(first, past, total)
             sums = loss.sums(t, z, logits.shape[-1])[0]
-            total = sums if total is None else total + sums
-            before = [total]
-        self.loss, self.score, self._factors = loss.value(total)
+            total = [total[0] + sums if total else sums]
+        self.loss, self.score, self._factors = loss.value(*total)
 
     def slope(self, upstream):
         """The gradient of the logits."""
-        logits, factors, found = self._logits, [factor * upstream for factor in self._factors], []
+        logits, factors, pieces = self._logits, [factor * upstream for factor in self._factors], []
         for first, past in zip(self._edges, self._edges[1:]):
-            t, z = self._piece(first, past, found[-1:] or factors[:1])
+            t, z = self._piece(first, past, pieces[-1:] or factors[:1])
             p = tf.sigmoid(z)
             with tf.control_dependencies([p]):
                 slope = tf.cast(self._loss.slope(t, p, factors), logits.dtype)
-            found.append(tf.reshape(slope, (-1, past - first, *logits.shape[2:])))
-        return tf.concat(found, 1)
+            pieces.append(tf.reshape(slope, (-1, past - first, *logits.shape[2:])))
+        return tf.concat(pieces, 1)
 
     def _piece(self, first: int, past: int, before: Sequence):
         """Target and logits as float32 rows: broadcasting three values over the last axis is slow."""

@@ -1,8 +1,8 @@
-"""The 3D U-Net as a Keras model: plain layers, and own operations in their place where these serve."""
+"""The 3D U-Net as a Keras model: plain layers, and own operations in their place if they run."""
 
 import dataclasses
 import sys
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import tensorflow as tf
 
@@ -17,7 +17,7 @@ from models.supervision import supervise
 @tf.keras.utils.register_keras_serializable("cpu3d")
 class UNet3D(tf.keras.Model):
     """The model of `build_unet3d`. Its file holds that function's arguments, from which it is built on loading, its
-    weights, `trainable` of each layer and what it was compiled with: its layers need no configs of their own."""
+    weights, `trainable` of each layer and its compile arguments: its layers need no configs of their own."""
 
     def __init__(self, unet: UNetConfig, image, logits):
         super().__init__(image, logits, name=unet.network)
@@ -29,33 +29,32 @@ class UNet3D(tf.keras.Model):
         return {"unet": dataclasses.asdict(self.unet), "shape": shape, "batch_size": batch_size, "frozen": frozen}
 
     def call(self, inputs, training=None, mask=None):
-        """As Keras calls it: by own operations where they serve, else layer by layer."""
+        """The logits as Keras asks for them: by own operations if they run, else layer by layer."""
         if not _has_operations():
             return super().call(inputs, training, mask)
 
         @tf.custom_gradient
         def computed(image, *values):
-            one = Pass(self, True, dict(zip(names, values)))
+            network = Pass(self, True, dict(zip(names, values)))
 
             def gradient(*slopes):
-                of_values = one.backward(slopes)
-                return (None, *map(of_values.get, names))
+                return (None, *map(network.backward(slopes).get, names))
 
-            return one.forward(image), gradient
+            return network.forward(image), gradient
 
         image = tf.cast(inputs, self.unet.dtype)
         read = [weight for weight in self.weights if weight.trainable]  # a frozen layer's too
-        names = [weight.name for weight in read]  # read once: an optimizer may change one before the pass has ended
+        names = [weight.name for weight in read]  # read once: an optimizer may change one during the pass
         logits = computed(image, *map(tf.convert_to_tensor, read)) if training else Pass(self, False).forward(image)
         return logits if len(logits) > 1 else logits[0]
 
     def loss_and_gradients(self, loss, image, target, share=1.0) -> Tuple[tf.Tensor, tf.Tensor, List[tf.Tensor]]:
-        """Of (image, target uint8 (N, X, Y, Z, R)) in training: the loss, a score (N, R), and the gradients of `share`
+        """The loss of (image, target uint8 (N, X, Y, Z, R)) in training, a score (N, R), and the gradients of `share`
         times the loss by `trainable_weights`. `loss` is an object as models/supervision.py has it."""
         if _has_operations():
-            one = Pass(self, True)
-            supervised = supervise(loss, target, one.forward(image))
-            gradients = one.backward(supervised.slopes(share))
+            network = Pass(self, True)
+            supervised = supervise(loss, target, network.forward(image))
+            gradients = network.backward(supervised.slopes(share))
             return supervised.loss, supervised.score, [gradients[weight.name] for weight in self.trainable_weights]
         with tf.GradientTape() as tape:
             logits = tf.nest.flatten(self(image, training=True))
@@ -77,7 +76,7 @@ def build_unet3d(config: UNetConfig, shape: Tuple[int, int, int], batch_size: Op
     Takes (batch, X, Y, Z, channels) in `config.dtype` and gives logits (batch, X, Y, Z, outputs) in the same dtype;
     with deep supervision a list of logits: the finest first, then each coarser decoder level, deepest first. The model
     is compiled, fitted and saved as any of Keras' own; its losses and metrics take logits (cpu3d/training/losses.py has
-    some). Raises ValueError when the shape does not divide, and ImportError where tf.keras is not Keras 2.
+    some). Raises ValueError when the shape does not divide, and ImportError if tf.keras is not Keras 2.
     """
     _check_keras()
     plan, maps = layer_plan(config, shape), {}
@@ -87,6 +86,16 @@ def build_unet3d(config: UNetConfig, shape: Tuple[int, int, int], batch_size: Op
         maps[op.name] = plain_layer(config, op)(read if len(read) > 1 else read[0])
     logits = [maps[op.name] for op in plan if op.kind == "head"]
     return UNet3D(config, maps["image"], logits if config.deep_supervision else logits[0])
+
+
+def finest(logits) -> tf.Tensor:
+    """The full-resolution logits of a network's output, which is a list under deep supervision."""
+    return logits[0] if isinstance(logits, (list, tuple)) else logits
+
+
+def weight_names(weights: Sequence[tf.Variable]) -> List[str]:
+    """A network's weights as checkpoints name them, in Keras' order."""
+    return [f"model/{index:03d}" for index in range(len(weights))]
 
 
 # --- Private helpers ---

@@ -21,9 +21,9 @@ import numpy as np
 from cpu3d.bench.harness import Output, Result, host_of, in_fresh_process, seconds_of, set_up_for
 from cpu3d.errors import InputError
 from cpu3d.report.pictures import Line, chart
-from cpu3d.util.records import by
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import PALETTE, Table
+from memory_estimator.common.units import by
 from memory_estimator.host import read_host
 from memory_estimator.job import DTYPE_BYTES
 from models.config import DTYPES

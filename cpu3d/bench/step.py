@@ -33,11 +33,10 @@ from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes, reserve
 from cpu3d.plan import job_of
 from cpu3d.run.summary import median, numbers
 from cpu3d.settings import AUTO, RunConfig, left_open
-from cpu3d.util.records import by
 from memory_estimator.calibration import HostConstants, find_constants, shipped_constants
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import PALETTE, Table
-from memory_estimator.common.units import GIB
+from memory_estimator.common.units import GIB, by
 from memory_estimator.estimate import estimate
 from memory_estimator.host import instruction_set, read_host
 from memory_estimator.job import Job, JobOptions, job_from, source_job

@@ -24,7 +24,7 @@ from cpu3d.util.records import newest, read_records
 from memory_estimator.accuracy import Accuracy
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table
-from memory_estimator.validation import accuracy_json, digest, page, summary_table
+from memory_estimator.validation import accuracy_json, digest, error_table, page
 
 HEAD = """\
 # Results
@@ -85,7 +85,7 @@ def _tables(path: Path, names: Sequence[str], table: Callable[[Dict[str, Any]], 
 
 def _estimator(path: Path) -> List[str]:
     rows = validation(path.parent)[1]
-    return [*summary_table(rows).markdown(), "", "Every configuration is in [validation.md](validation.md)."]
+    return [*error_table(rows).markdown(), "", "Every configuration is in [validation.md](validation.md)."]
 
 
 STEP = ("shape", "batch", "micro_batch", "unet", "optimizer", "engine_name")

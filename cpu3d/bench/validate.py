@@ -35,11 +35,11 @@ from memory_estimator.job import Job
 from memory_estimator.validation import (
     Measured,
     Row,
-    compare,
+    compare_steps,
     configurations,
+    error_table,
     measured_from,
     request_for,
-    summary_table,
 )
 
 VALIDATION = "memory"  # the folder of `bench validate` in the folder of records, a file a host
@@ -78,8 +78,8 @@ def run(options: Options) -> int:
             say(f"{job.describe()}: {outcome}")
             advance()
     held_out = [measured for measured in _of_this_host(options.record, host) if measured.held_out]
-    # With this host's constants, as `estimate` has them; the page is made with the shipped ones.
-    new_console().print(summary_table(compare(held_out, lambda measured: estimate(measured.job, constants))))
+    # As `estimate` predicts here; the page is made with the shipped constants alone.
+    new_console().print(error_table(compare_steps(held_out, lambda measured: estimate(measured.job, constants))))
     return 0
 
 
@@ -116,4 +116,4 @@ def validation(folder: Path, accuracy: Optional[Accuracy] = None) -> Tuple[Seque
     shipped constants, whatever this host's own are, and the margins of `accuracy` (default: shipped too)."""
     measured = read_measured(folder / VALIDATION)
     shipped = {step.isa: shipped_constants(instruction_set(step.isa)) for step in measured}
-    return measured, compare(measured, lambda step: estimate(step.job, shipped[step.isa], accuracy))
+    return measured, compare_steps(measured, lambda step: estimate(step.job, shipped[step.isa], accuracy))

@@ -21,9 +21,9 @@ from cpu3d.pages.viewer import viewer
 from cpu3d.report.pictures import Figures, Line, chart, strips
 from cpu3d.report.report import Section, shown_cases, write_page
 from cpu3d.util.progress import say
-from cpu3d.util.records import append_record, by, count, listed, newest, plus_minus, versions
+from cpu3d.util.records import append_record, count, listed, newest, plus_minus, versions
 from memory_estimator.common.table import PALETTE, Bold, Table, new_console
-from memory_estimator.common.units import format_bytes, format_seconds
+from memory_estimator.common.units import by, format_bytes, format_seconds
 from memory_estimator.host import read_host
 
 DIFFERENCES = (

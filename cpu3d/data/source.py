@@ -27,7 +27,7 @@ from cpu3d.data.region import Shape3, is_integer, require
 from cpu3d.data.sampling import ALL, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store, case_region, check_names, grid_size, open_store
 from cpu3d.errors import InputError
-from cpu3d.util.records import by
+from memory_estimator.common.units import by
 
 __all__ = [
     "Batches", "Finish", "PatchSampling", "Stream", "case_region", "finish_of", "grid_size", "normalise",

@@ -18,6 +18,7 @@ from cpu3d.util.lock import locked
 from cpu3d.util.progress import say
 from memory_estimator.calibration import FURTHEST, Scale, find_constants, host_file, like_shipped, shipped_constants
 from memory_estimator.common.files import read_json
+from memory_estimator.common.units import by
 from memory_estimator.estimate import estimate
 from memory_estimator.host import Host
 from memory_estimator.job import Job
@@ -42,7 +43,7 @@ def scale_of(timed: Sequence[Tuple[Job, float]], host: Host, *, quiet: bool) -> 
         quiet=quiet,
         threads=job.threads,
         date=datetime.date.today().isoformat(),
-        job=f"{' x '.join(map(str, job.shape))} in {job.unet.dtype}",
+        job=f"{by(job.shape, ' x ')} in {job.unet.dtype}",
     )
 
 

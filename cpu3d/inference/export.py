@@ -38,9 +38,10 @@ from cpu3d.run.config import load_config
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_json
 from cpu3d.util.progress import say
-from cpu3d.util.records import by, versions
+from cpu3d.util.records import versions
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table, new_console
+from memory_estimator.common.units import by
 from memory_estimator.installed import how_to_install
 
 FILES = {"savedmodel": "saved_model", "onnx": "model.onnx"}  # format -> file or folder of the network

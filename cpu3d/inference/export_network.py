@@ -13,10 +13,9 @@ import tensorflow as tf
 
 from cpu3d.inference.predictor import Predictor
 from cpu3d.settings import RunConfig
-from cpu3d.training.learner import finest
 from models.config import EPSILON, UNetConfig
 from models.layer_plan import LayerOp, layer_plan
-from models.unet3d import build_unet3d
+from models.unet3d import build_unet3d, finest
 
 OPSET, IR_VERSION = 17, 8  # of 2022: every onnxruntime from 1.12 on reads them
 

@@ -21,8 +21,7 @@ from cpu3d.inference.runs import Inference, window_of
 from cpu3d.run.checkpoint import load_checkpoint, weights_file
 from cpu3d.run.config import load_config
 from cpu3d.settings import RunConfig
-from cpu3d.training.learner import finest, weight_names
-from models.unet3d import build_unet3d
+from models.unet3d import build_unet3d, finest, weight_names
 
 AS_TRAINED = Inference()
 NETWORKS = 2  # grids whose networks are kept: the training grid, which most cases share, and the last other grid

@@ -30,10 +30,10 @@ from cpu3d.run.log import read_events
 from cpu3d.run.summary import Events, costs_of, last_end, median, numbers, of_kind
 from cpu3d.util.atomic import atomic_write
 from cpu3d.util.progress import say
-from cpu3d.util.records import by, count, listed
+from cpu3d.util.records import count, listed
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Bold, Table
-from memory_estimator.common.units import format_bytes, format_seconds
+from memory_estimator.common.units import by, format_bytes, format_seconds
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ its share of the parts, are added up once a step, and each updates its own weigh
 import functools
 import time
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, Mapping, Sequence, Tuple
 
 import numpy as np
 import tensorflow as tf
@@ -18,7 +18,7 @@ from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
 from cpu3d.settings import RunConfig
 from cpu3d.training.losses import TrainingLoss
 from cpu3d.training.optimizers import optimizer_of
-from models.unet3d import build_unet3d
+from models.unet3d import build_unet3d, finest, weight_names
 
 
 @dataclass(frozen=True)
@@ -237,13 +237,3 @@ def _fingerprint(weights: Sequence[tf.Variable]) -> tf.Tensor:
         total = 31 * total + tf.reduce_sum(tf.bitcast(tf.convert_to_tensor(weight), tf.int32))
     mixed = tf.bitwise.bitwise_xor(total, tf.bitwise.right_shift(total, 16))
     return tf.cast(tf.bitwise.bitwise_and(mixed, 0xFFFFFF), tf.float32)
-
-
-def finest(logits) -> tf.Tensor:
-    """The full-resolution logits of a network's output, which is a list under deep supervision."""
-    return logits[0] if isinstance(logits, (list, tuple)) else logits
-
-
-def weight_names(weights: Sequence[tf.Variable]) -> List[str]:
-    """The names of a network's weights in a checkpoint, in Keras' order."""
-    return [f"model/{index:03d}" for index in range(len(weights))]

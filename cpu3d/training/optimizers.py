@@ -11,6 +11,7 @@ from typing import Any, Callable, Optional, Tuple
 import tensorflow as tf
 
 from cpu3d.settings import RunConfig
+from memory_estimator.job import is_orthogonal
 
 # Jordan's polynomial: a x + b x^3 + c x^5 takes singular values of 0.01 to 1 into 0.7 to 1.2 in five times.
 ITERATION, TIMES = (3.4445, -4.7750, 2.0315), 5
@@ -143,11 +144,6 @@ def optimizer_of(config: RunConfig) -> tf.keras.optimizers.Optimizer:
         "adam": lambda: Adam(rate),
         "sgd": lambda: Sgd(rate, momentum=0.99),
     }[config.optimizer]()
-
-
-def is_orthogonal(shape: Tuple[int, ...]) -> bool:
-    """Whether a variable of this shape is a kernel of more than one voxel, whose updates are made orthogonal."""
-    return len(shape) > 2 and math.prod(shape[:-2]) > 1
 
 
 def matrix_shape(shape: Tuple[int, ...]) -> Tuple[int, int]:

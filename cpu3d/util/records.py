@@ -81,8 +81,3 @@ def count(items: Union[int, Sized], noun: str) -> str:
     """A number of things, or of a collection's items, as "3 cases" or "1 case"."""
     number = items if isinstance(items, int) else len(items)
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def by(shape: Sequence[int], sign: str = "x") -> str:
-    """A shape as "240x240x155", or with " x " between, or " " as on a command line."""
-    return sign.join(map(str, shape))

@@ -1,4 +1,4 @@
-"""Files that are read only where they are regular ones, and JSON that is read as typed records."""
+"""Regular files, which alone are read, and JSON as typed records."""
 
 import dataclasses
 import json
@@ -7,9 +7,12 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import Any, Callable, Dict, Type, Union
+from typing import Any, Callable, TypeVar, Union
 
 import msgspec
+
+AnyPath = Union[str, Path]
+T = TypeVar("T")
 
 
 class NotRegularError(OSError, ValueError):
@@ -19,7 +22,7 @@ class NotRegularError(OSError, ValueError):
         return f"{self.filename} must be a regular file, got {self.strerror}; put a file there, or name another"
 
 
-def open_regular(path: Union[str, Path]) -> int:
+def open_regular(path: AnyPath) -> int:
     """A handle for reading a regular file; the caller closes it. Raises NotRegularError for others, unopened."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
@@ -28,25 +31,19 @@ def open_regular(path: Union[str, Path]) -> int:
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
-def read_regular(path: Union[str, Path]) -> bytes:
-    """All of a regular file. Raises as `open_regular`."""
+def read_regular(path: AnyPath) -> bytes:
+    """The content of a regular file. Raises as `open_regular`."""
     with os.fdopen(open_regular(path), "rb") as file:
         return file.read()
 
 
-def read_json(path: Union[str, Path]) -> Any:
-    """The content of a file of JSON. Raises ValueError where it is none, and as `open_regular`."""
+def read_json(path: AnyPath) -> Any:
+    """The content of a file of JSON. Raises ValueError if it is not JSON, and as `open_regular`."""
     return parse_json(read_regular(path))
 
 
-def read_record(
-    path: Union[str, Path],
-    schema: int,
-    make: Callable[[Dict[str, Any]], Any],
-    todo: str,
-    error: Type[Exception] = ValueError,
-) -> Any:
-    """What `make` returns for the object in a file of JSON, less its "schema", the version of its format. Raises
+def read_record(path: AnyPath, schema: int, make: Callable[[Any], T], todo: str, error: Any = ValueError) -> T:
+    """The result of `make` for the object in a file of JSON, less its "schema", the version of its format. Raises
     FileNotFoundError or NotADirectoryError for a missing file; `error`, whose message ends with `todo`, for one that is
     damaged or of another version, and if `make` raises ValueError, KeyError or TypeError."""
     try:
@@ -64,7 +61,7 @@ def read_record(
 
 
 def parse_json(text: Union[str, bytes]) -> Any:
-    """What `json.loads` makes of text in UTF-8. Raises ValueError where that is none, too deep or no Unicode."""
+    """The content of JSON in UTF-8. Raises ValueError if the text is not JSON, nested too deep or not Unicode."""
     try:
         text = text if isinstance(text, str) else text.decode()
         content = json.loads(text)
@@ -78,7 +75,7 @@ def parse_json(text: Union[str, bytes]) -> Any:
 
 
 def reason(error: Exception) -> str:
-    """What is wrong with content that was read, for a message that names its file, in no words of Python's."""
+    """The fault of content that was read, without Python's own words, for a message that names its file."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     if isinstance(error, KeyError):
@@ -90,9 +87,9 @@ def reason(error: Exception) -> str:
 
 def typed(content: Any, kind: Any, name: str = "content") -> Any:
     """Parsed JSON as `kind`: a dataclass or TypedDict, a tuple, list, dict or Optional of them, a plain type.
-    Lists become tuples where `kind` has tuples, text becomes int where keys are int, and an int is a float too. Fields
-    with defaults may be missing, and a TypedDict may have more fields. Raises ValueError, with the dotted name, where a
-    value is not of its kind: another type, no finite number, an integer beyond 64 bits, a field missing or unknown."""
+    Lists become tuples and text becomes int where `kind` has tuples and int keys, and an int is a float too. Fields
+    with defaults may be missing, and a TypedDict may have more fields. Raises ValueError, with the dotted name, if a
+    value is not of its kind: another type, not finite, an integer beyond 64 bits, a field missing or unknown."""
     try:
         record = msgspec.convert(content, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -104,7 +101,7 @@ def typed(content: Any, kind: Any, name: str = "content") -> Any:
 
 
 def _check_rest(record: Any, content: Any, name: str) -> None:
-    """Raise ValueError for what msgspec lets pass: unknown fields of a dataclass, numbers that are too large."""
+    """Raise ValueError for unknown fields of a dataclass and numbers that are too large: msgspec lets them pass."""
     if dataclasses.is_dataclass(record):
         fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
         unknown = ", ".join(sorted(set(content) - set(fields)))
@@ -124,7 +121,7 @@ def _check_rest(record: Any, content: Any, name: str) -> None:
 
 
 def _message(error: str, content: Any, name: str) -> str:
-    """What msgspec says of content, with the name of the place and the value there."""
+    """msgspec's message about content, with the name of the place and the value there."""
     rule, _, path = error.partition(" - at ")
     places = [(name, content)]
     for key, index in re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", path):
@@ -139,15 +136,10 @@ def _message(error: str, content: Any, name: str) -> str:
         place = next(place for place, value in places if missing[1] not in value)
         return f"{place} must have its fields and no others, got no {missing[1]}"
     expected = re.sub(r"Expected (.+?)(, got .*)?$", r"must be \1", rule).replace("`", "")
-    kinds = re.findall(r"\w+", expected)
-    place, value = next((one for one in places if _kind_of(one[1]) not in kinds), places[0])
+    kinds, names = re.findall(r"\w+", expected), {type(None): "null", dict: "object", list: "array"}
+    wrong = (part for part in places if names.get(type(part[1]), type(part[1]).__name__) not in kinds)
+    place, value = next(wrong, places[0])
     return f"{place} {expected}, got {_short(value)}"
-
-
-def _kind_of(value: Any) -> str:
-    """As msgspec calls the type of a value of JSON."""
-    names = {type(None): "null", dict: "object", list: "array"}
-    return names.get(type(value), type(value).__name__)
 
 
 def _short(content: Any) -> str:

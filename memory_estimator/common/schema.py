@@ -18,6 +18,7 @@ A field's annotation gives the option's type: int, float, str, Path, bool, Optio
 
 import argparse
 import dataclasses
+import functools
 import operator
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar, Union, get_type_hints
@@ -29,7 +30,7 @@ _KEY = "option"
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What a field's metadata hold, beside its name, type and default."""
+    """A field's metadata, beside its name, type and default."""
 
     help: str
     metavar: Union[str, Tuple[str, ...], None] = None
@@ -41,7 +42,7 @@ class Option:
     group: str = ""  # heading that --help lists it under
     one_of: str = ""  # options with the same word here exclude each other
     positional: bool = False
-    rest: bool = False  # positional, and takes all words that follow, options of others too
+    rest: bool = False  # positional, and takes all words that follow, also other commands' options
     repeat: bool = False  # given again for each element of a tuple
 
 
@@ -53,19 +54,16 @@ def option(default: Any = dataclasses.MISSING, help: str = "", metavar: Any = No
 
 
 def add_options(parser: argparse.ArgumentParser, *classes: Union[type, Tuple[type, ...]]) -> None:
-    """Add the options of dataclasses; what is not given leaves no attribute."""
-    groups: Dict[str, Any] = {"": parser}
+    """Add the options of dataclasses; an option that is not given leaves no attribute."""
+    groups = functools.cache(lambda title: parser.add_argument_group(title) if title else parser)
     exclusive: Dict[str, Any] = {}
     each = [cls for part in classes for cls in (part if isinstance(part, tuple) else (part,))]
     fields = [(get_type_hints(cls)[field.name], field, spec) for cls in each for field, spec in _fields(cls)]
     for hint, field, spec in fields:
-        if spec.group not in groups:
-            groups[spec.group] = parser.add_argument_group(spec.group)
-        target = groups[spec.group]
-        if spec.one_of:
-            if spec.one_of not in exclusive:
-                exclusive[spec.one_of] = target.add_mutually_exclusive_group()
-            target = exclusive[spec.one_of]
+        target = groups(spec.group)
+        if spec.one_of and spec.one_of not in exclusive:
+            exclusive[spec.one_of] = target.add_mutually_exclusive_group()
+        target = exclusive.get(spec.one_of, target)
         flag = _flag(field)
         more: Dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field, spec)}
         inner, count = _shape_of(hint)
@@ -77,39 +75,34 @@ def add_options(parser: argparse.ArgumentParser, *classes: Union[type, Tuple[typ
                 more["help"] = more["help"] if on or not both else f"not {flag}"
                 pair.add_argument(name, dest=field.name, action="store_true" if on else "store_false", **more)
             continue
-        more.update(type=inner, metavar=spec.metavar, choices=spec.choices)
-        if count is not None:
-            more["nargs"] = count
+        nargs = argparse.REMAINDER if spec.rest else None if spec.repeat and count == "+" else count
+        more.update(type=inner, metavar=spec.metavar, choices=spec.choices, nargs=nargs)
         if spec.repeat:
             more["action"] = "append"
-            if count == "+":
-                del more["nargs"]
-        if spec.rest:
-            target.add_argument(field.name, **{**more, "nargs": argparse.REMAINDER})
-        elif spec.positional:
+        if spec.positional or spec.rest:
             target.add_argument(field.name, **more)
         else:
             target.add_argument(flag, dest=field.name, required=field.default is dataclasses.MISSING, **more)
 
 
-def given(cls: type, args: argparse.Namespace) -> Dict[str, Any]:
+def given_options(cls: type, args: argparse.Namespace) -> Dict[str, Any]:
     """Field name -> value of the options of `cls` that were given, lists as tuples."""
     return {field.name: _frozen(getattr(args, field.name)) for field, _ in _fields(cls) if hasattr(args, field.name)}
 
 
 def from_args(cls: Type[T], args: argparse.Namespace, error: Type[Exception] = ValueError) -> T:
     """The dataclass with the options that were given, its defaults for the others. Raises `error` out of range."""
-    found = cls(**given(cls, args))
-    check(found, error)
-    return found
+    settings = cls(**given_options(cls, args))
+    check(settings, error)
+    return settings
 
 
 def arguments(
     parts: Sequence[Union[type, Tuple[type, ...]]], args: argparse.Namespace, error: Type[Exception] = ValueError
 ) -> List[Any]:
-    """What a command's `run` takes: its OPTIONS as they were given. Raises `error` for a value out of range."""
+    """The arguments of a command's `run`: its OPTIONS as they were given. Raises `error` for a value out of range."""
     return [
-        {name: value for cls in part for name, value in given(cls, args).items()}
+        {name: value for cls in part for name, value in given_options(cls, args).items()}
         if isinstance(part, tuple)
         else from_args(part, args, error)
         for part in parts
@@ -120,14 +113,14 @@ def check(settings: Any, error: Type[Exception] = ValueError) -> None:
     """Raise `error` for the first field of a dataclass that is outside its range or none of its choices."""
     for field, spec in _fields(type(settings)):
         value = getattr(settings, field.name)
-        for one in value if isinstance(value, tuple) else () if value is None else (value,):
-            rule = _broken_rule(one, spec)
+        for part in value if isinstance(value, tuple) else () if value is None else (value,):
+            rule = _broken_rule(part, spec)
             if rule:
-                raise error(f"{field.name} must {rule}, got {one!r}; see --help")
+                raise error(f"{field.name} must {rule}, got {part!r}; see --help")
 
 
 def to_command_line(cls: type, settings: Mapping[str, Any]) -> List[str]:
-    """The command line that `given` makes these settings of."""
+    """The command line of which `given_options` makes these settings."""
     words: List[str] = []
     for field, spec in _fields(cls):
         if field.name not in settings:
@@ -136,8 +129,8 @@ def to_command_line(cls: type, settings: Mapping[str, Any]) -> List[str]:
         if isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-"))
         elif spec.repeat:
-            for one in value:
-                words += [flag, *_words(one)]
+            for part in value:
+                words += [flag, *_words(part)]
         else:
             words += [*([] if spec.positional or spec.rest else [flag]), *_words(value)]
     return words
@@ -155,7 +148,7 @@ def _shape_of(hint: Any) -> Tuple[Any, Union[int, str, None]]:
     """(type of one word, how many of them as argparse counts) of a field's annotation."""
     arguments = getattr(hint, "__args__", ())
     if getattr(hint, "__origin__", None) is Union:
-        return _shape_of(next(one for one in arguments if one is not type(None)))
+        return _shape_of(next(kind for kind in arguments if kind is not type(None)))
     if getattr(hint, "__origin__", None) is not tuple:
         return hint, None
     if arguments[-1] is not Ellipsis:
@@ -165,11 +158,11 @@ def _shape_of(hint: Any) -> Tuple[Any, Union[int, str, None]]:
 
 
 def _help(field: dataclasses.Field, spec: Option) -> str:
-    """The help line, its default added where that is a plain value and not named already."""
+    """The help line, with its default if that is a plain value and not named already."""
     default = field.default
+    if isinstance(default, tuple):
+        default = " ".join(map(str, default))
     plain = isinstance(default, (int, float, str, Path)) and not isinstance(default, bool) and default != ""
-    if isinstance(default, tuple) and default and all(isinstance(one, (int, float, str)) for one in default):
-        default, plain = " ".join(map(str, default)), True
     if not plain or "default:" in spec.help:
         return spec.help
     return f"{spec.help} (default: {default})" if spec.help else f"default: {default}"
@@ -190,8 +183,8 @@ def _broken_rule(value: Any, spec: Option) -> str:
 
 
 def _frozen(value: Any) -> Any:
-    return tuple(_frozen(one) for one in value) if isinstance(value, list) else value
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def _words(value: Any) -> List[str]:
-    return [str(one) for one in value] if isinstance(value, (list, tuple)) else [str(value)]
+    return list(map(str, value)) if isinstance(value, (list, tuple)) else [str(value)]

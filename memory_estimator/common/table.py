@@ -9,7 +9,7 @@ import io
 from dataclasses import dataclass
 from typing import Any, List, Sequence
 
-WIDTH = 120  # columns where the output is no terminal, as in a log
+WIDTH = 120  # columns if the output is no terminal, as in a log
 
 
 class Bold(str):
@@ -37,7 +37,7 @@ class Table:
     columns: Sequence[str]  # header cells; all "" for no header
     rows: Sequence[Sequence[str]]
     title: str = ""
-    caption: str = ""  # what holds for all rows, below the table
+    caption: str = ""  # a note on all rows, below the table
     names: int = 1
 
     def rich(self) -> Any:
@@ -79,12 +79,10 @@ class Table:
             return f"<td><b>{escaped}</b></td>" if isinstance(text, Bold) else f"<td>{escaped}</td>"
 
         body = "".join(f"<tr>{''.join(map(cell, row))}</tr>\n" for row in self.rows)
-        return (
-            f'<div class="scroll"><table class="names{self.names}">\n'
-            + (f"<caption>{words}</caption>\n" if words else "")
-            + (f"<thead><tr>{head}</tr></thead>\n" if any(self.columns) else "")
-            + f"<tbody>\n{body}</tbody></table></div>"
-        )
+        caption = f"<caption>{words}</caption>\n" if words else ""
+        header = f"<thead><tr>{head}</tr></thead>\n" if any(self.columns) else ""
+        start = f'<div class="scroll"><table class="names{self.names}">\n'
+        return f"{start}{caption}{header}<tbody>\n{body}</tbody></table></div>"
 
 
 def new_console() -> Any:

@@ -1,16 +1,16 @@
-"""Amounts of memory and time as people write and read them; bytes and seconds everywhere else."""
+"""Amounts of memory and time, and shapes, as people write and read them; bytes and seconds everywhere else."""
 
 import re
-from typing import Optional
+from typing import Optional, Sequence
 
 UNITS = {
     "B": 1,
     **{f"{letter}iB": 2 ** (10 * power) for power, letter in enumerate("KMGTP", 1)},
     **{f"{letter}B": 10 ** (3 * power) for power, letter in enumerate(("k", "M", "G", "T", "P"), 1)},
 }
-"""What a unit of memory counts in bytes."""
+"""Unit of memory -> bytes."""
 
-GIB = UNITS["GiB"]  # for dividing by, where a figure has a unit of its own, as on an axis
+GIB = UNITS["GiB"]  # a divisor for figures with a unit of their own, as on an axis
 
 
 def parse_bytes(text: str) -> int:
@@ -52,10 +52,6 @@ def format_seconds(seconds: Optional[float]) -> str:
     return f"{seconds / 86400:,.1f} days"
 
 
-def parse_rate(text: str) -> float:
-    """Bytes a second of a rate such as "25Gbit/s" or "2GB/s". Raises ValueError for others, as "25Gb/s"."""
-    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([kMGT]?)bit|([kMGT]?B|[KMGT]iB))/s", text.strip(), re.ASCII)
-    if not match or not float(match[1]):
-        raise ValueError(f"rate must be a positive number with its unit, got {text!r}; write it like 25Gbit/s or 2GB/s")
-    unit = UNITS[match[3]] if match[3] else 1000 ** ("", "k", "M", "G", "T").index(match[2]) / 8
-    return float(match[1]) * unit
+def by(numbers: Sequence[int], sign: str = "x") -> str:
+    """Such as "240x240x155", or with " x " between, or " " as on a command line."""
+    return sign.join(map(str, numbers))

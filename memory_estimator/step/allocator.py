@@ -1,9 +1,9 @@
-"""TensorFlow's best-fit allocator on paper: what it counts and what becomes resident for a sequence of requests.
+"""TensorFlow's best-fit allocator on paper: bytes that it counts and that become resident for a sequence of requests.
 
 With oneDNN on, TensorFlow hands requests of 256 KiB and more to a best-fit-with-coalescing allocator
 (tsl/framework/bfc_allocator.cc), the same as on GPUs, and smaller ones to malloc. It grows by regions of 2 MiB, 4 MiB
 and so on, gives nothing back to the system, and hands out a free chunk whole unless it is at least twice as large as
-asked for or has 128 MiB to spare: what it counts depends on the order of all requests since the process began.
+asked for or has 128 MiB to spare: its count depends on the order of all requests since the process began.
 """
 
 import bisect
@@ -13,24 +13,22 @@ from typing import Dict, List, Optional, Sequence, Set, Tuple
 from memory_estimator.step.program import GRANULE_BYTES, Program, StepOp, rounded, timeline, walk
 
 MIB = 2**20
-
 SMALL_BYTES = 256 * 1024  # requests below this go to malloc and are not counted (mkl_cpu_allocator.h)
 SPARE_BYTES = 128 * MIB  # a chunk with this much to spare is always split
-
 HANDLE_BYTES = 8  # of a region's table for every GRANULE_BYTES of it: 3 % of all regions, with malloc
 
 
 @dataclass(frozen=True)
 class Use:
-    """What a program makes of the allocator."""
+    """A program's use of the allocator."""
 
     peak_bytes: int  # most chunks handed out at once from the third step on: `get_memory_info("CPU:0")["peak"]`
-    resident_bytes: int  # memory that a tensor has lain in once, and that the process therefore keeps
-    validated_bytes: int  # the same once a validation and a step have followed, where there is one
+    resident_bytes: int  # memory that has held a tensor once, and that the process therefore keeps
+    validated_bytes: int  # the same after a validation and one more step, if there is a validation
 
 
 def use(program: Program) -> Use:
-    """Three steps, of which the third is like all that follow, then what comes between two of them, and a step more."""
+    """Three steps, of which the third is like all later ones, then the ones between two steps, and a step more."""
     allocator, stays = Allocator(), {tensor.name for tensor in program.resident}
     allocator.reserve(region_bytes(program))
     made = {tensor.name for op in program.before for tensor in op.writes}
@@ -49,7 +47,7 @@ def use(program: Program) -> Use:
 
 
 def region_bytes(program: Program) -> int:
-    """Of the region that `cpu3d.training.learner.reserve` asks for: what is live at most, and a sixteenth for gaps."""
+    """Bytes of the region that `cpu3d.host.memory.reserve` requests: the peak of live memory, and 1/16 for gaps."""
     return timeline(program).peak_bytes * 17 // 16
 
 
@@ -65,7 +63,7 @@ class Chunk:
 
 
 class Allocator:
-    """Takes and gives back by name; knows what is in use now and was at most."""
+    """Takes and gives back by name; counts the bytes in use, now and at most."""
 
     def __init__(self):
         self.counted_bytes = 0
@@ -79,12 +77,12 @@ class Allocator:
         self._by_name: Dict[str, Optional[Chunk]] = {}
 
     def reserve(self, size_bytes: int) -> None:
-        """Take a region before all else, as `cpu3d.training.learner.reserve`."""
+        """Take a region before all else, as `cpu3d.host.memory.reserve`."""
         self._extend(rounded(size_bytes))
 
     def run(self, ops: Sequence[StepOp], stays: Set[str]) -> None:
         """Take and give back as operations do, in order; tensors named in `stays` remain."""
-        for op, taken, given in walk(ops, stays):
+        for op, taken, freed in walk(ops, stays):
             for tensor in taken:
                 self.take(tensor.name, tensor.bytes)
             if op.takes_over:
@@ -92,7 +90,7 @@ class Allocator:
                 if name in self._by_name:  # a resident tensor, which moves
                     self.give_back(name)
                 self._by_name[name] = self._by_name.pop(op.takes_over)
-            for name in given:
+            for name in freed:
                 self.give_back(name)
 
     def take(self, name: str, size_bytes: int) -> None:
@@ -127,7 +125,7 @@ class Allocator:
 
     @property
     def resident_bytes(self) -> int:
-        """Memory touched so far: wherever a tensor has lain, each byte once, and the regions' tables of chunks."""
+        """Memory touched so far: each byte that has held a tensor, once, and the regions' tables of chunks."""
         total, end = self.reserved_bytes * HANDLE_BYTES // GRANULE_BYTES, 0
         for first, last in sorted(self._touched):
             total += max(0, last - max(first, end))
@@ -151,7 +149,7 @@ class Allocator:
         return chunk
 
     def _extend(self, size: int) -> None:
-        """A region more, in which a chunk of this size fits."""
+        """Add a region, in which a chunk of this size fits."""
         doubled = False
         while size > self._next_region_bytes:
             self._next_region_bytes *= 2

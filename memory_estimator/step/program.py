@@ -1,4 +1,4 @@
-"""A training step as a list of operations that make and read tensors, and the memory that is live over its time.
+"""A training step as a list of operations that make and read tensors, and its live memory over time.
 
 A tensor lives from the operation that writes it to the last one that reads it.
 """
@@ -22,28 +22,29 @@ class Tensor:
 class StepOp:
     """One operation of the step. Operations run one after the other, in the order of the program."""
 
-    name: str  # unique in its program: the layer's name and what is done, such as "decoder0_conv1/filter_gradient"
-    kind: str  # what its speed is looked up by: of `calibration.FEATURES`
+    name: str  # unique in its program: the names of layer and operation, such as "decoder0_conv1/filter_gradient"
+    kind: str  # of operations with the same costs: of `calibration.FEATURES`
     reads: Tuple[str, ...] = ()  # names of tensors that must live until it is done; a tensor goes with its last reader
     writes: Tuple[Tensor, ...] = ()
     scratch: Tuple[Tensor, ...] = ()  # live during this operation alone
     takes_over: Optional[str] = None
-    """A tensor it reads last and writes its result into: the first of `writes` then takes no new memory. Where that is
-    one of the program's resident tensors, it moves there and leaves the memory that it had."""
+    """A tensor it reads last and writes its result into: the first of `writes` then takes no new memory. If that is one
+    of the program's resident tensors, it moves there and leaves the memory that it had."""
     hidden_bytes: int = 0  # scratch outside the allocator: in the process's memory, not in the allocator's count
     flops: int = 0  # multiply-adds counted as 2
     traffic_bytes: int = 0  # bytes read and written, each tensor once: the least any implementation moves
     in_channels: int = 0
     out_channels: int = 0
+    phase: str = ""  # of the step: "forward pass", "loss", "backward pass" or "update"
 
 
 @dataclass(frozen=True)
 class Program:
-    """A whole training step, and what was made before it."""
+    """A whole training step, and the operations before and after it."""
 
-    resident: Tuple[Tensor, ...]  # what lives before, during and after the step: weights, slots, the input batch
+    resident: Tuple[Tensor, ...]  # that live before, during and after the step: weights, slots, the input batch
     ops: Tuple[StepOp, ...]  # the step
-    before: Tuple[StepOp, ...] = ()  # what ran once to make the resident tensors, in an order that shapes the regions
+    before: Tuple[StepOp, ...] = ()  # run once to make the resident tensors, in an order that shapes the regions
     after: Tuple[StepOp, ...] = ()  # now and then between two steps: a validation
 
 
@@ -54,6 +55,7 @@ class Timeline:
     live_bytes: Tuple[int, ...]  # during each operation: outputs and scratch taken, nothing given back yet
     peak_op: str  # the operation that runs when most is live; the first of equals
     peak_tensors: Tuple[Tensor, ...]  # everything live then, the largest first
+    peak_phase: str = ""  # of `peak_op`
 
     @property
     def peak_bytes(self) -> int:
@@ -61,17 +63,17 @@ class Timeline:
 
 
 def rounded(size_bytes: int) -> int:
-    """What the allocator counts for a request of this many bytes, where it finds a chunk that fits."""
+    """Bytes that the allocator counts for a request of so many, if it finds a chunk that fits."""
     return -(-size_bytes // GRANULE_BYTES) * GRANULE_BYTES
 
 
 def timeline(program: Program) -> Timeline:
-    """Live bytes of a step, from the second on. Raises ValueError where an operation reads a tensor that is gone."""
+    """Live bytes of a step, from the second on. Raises ValueError if an operation reads a tensor that is gone."""
     live_bytes: List[int] = []
-    best, peak_op, peak_tensors = -1, "", ()
+    peak_bytes, peak_op, peak_tensors = -1, program.ops[0], ()
     live = {tensor.name: tensor for tensor in program.resident}
     held = sum(rounded(tensor.bytes) for tensor in live.values())
-    for op, taken, given in walk(program.ops, {tensor.name for tensor in program.resident}):
+    for op, taken, freed in walk(program.ops, {tensor.name for tensor in program.resident}):
         missing = [name for name in op.reads if name not in live]
         if missing:
             raise ValueError(f"{op.name} must read tensors that are live, got {missing[0]}; correct the program")
@@ -82,12 +84,13 @@ def timeline(program: Program) -> Timeline:
                 held -= rounded(live[tensor.name].bytes)
             live[tensor.name] = tensor
             held += rounded(tensor.bytes)
-        if held > best:
-            best, peak_op, peak_tensors = held, op.name, tuple(sorted(live.values(), key=lambda tensor: -tensor.bytes))
+        if held > peak_bytes:
+            peak_bytes, peak_op = held, op
+            peak_tensors = tuple(sorted(live.values(), key=lambda tensor: -tensor.bytes))
         live_bytes.append(held)
-        for name in given:
+        for name in freed:
             held -= rounded(live.pop(name).bytes)
-    return Timeline(tuple(live_bytes), peak_op, peak_tensors)
+    return Timeline(tuple(live_bytes), peak_op.name, peak_tensors, peak_op.phase)
 
 
 def walk(ops: Sequence[StepOp], stays: Set[str]) -> Iterator[Tuple[StepOp, Tuple[Tensor, ...], List[str]]]:
@@ -102,20 +105,20 @@ def walk(ops: Sequence[StepOp], stays: Set[str]) -> Iterator[Tuple[StepOp, Tuple
             gone.setdefault(index, []).append(name)
     for index, op in enumerate(ops):
         new = op.writes[1:] if op.takes_over else op.writes
-        given = [tensor.name for tensor in reversed(op.scratch)]
-        yield op, new + op.scratch, given + [name for name in gone.get(index, ()) if name != op.takes_over]
+        freed = [tensor.name for tensor in reversed(op.scratch)]
+        yield op, new + op.scratch, freed + [name for name in gone.get(index, ()) if name != op.takes_over]
 
 
 def kernel_made(kernel: Tensor) -> List[StepOp]:
-    """By Glorot's three operations in float32: numbers drawn, scaled, and shifted into place."""
+    """Glorot's three operations in float32: numbers drawn, scaled, and shifted into place."""
     drawn, wide = (Tensor(f"{kernel.name}/{part}", kernel.bytes, kernel.group) for part in ("uniform", "scaled"))
     return [_made(drawn), _made(wide, drawn), _made(kernel, drawn, wide)]
 
 
 def inputs_made(image: Tensor, target: Tensor, values: int) -> List[StepOp]:
-    """How the inputs came to be in `cpu3d.bench.step.made_up`: an image of so many values is noise scaled and shifted,
-    in float32 the image already; a target is numbers compared with one of them. Both are drawn, in four bytes a value,
-    then both are cast, and what was drawn to be cast goes when that is done."""
+    """The operations of `cpu3d.bench.step.made_up`: an image of so many values is noise scaled and shifted, in float32
+    the image already; a target is numbers compared with one of them. Both are drawn, in four bytes a value, then both
+    are cast, and the drawn ones go when that is done."""
     wide = [Tensor(f"{image.name}/{name}", 4 * values, image.group) for name in ("noise", "scaled", "shifted")]
     noise, scaled, shifted = wide if image.bytes < 4 * values else (*wide[:2], image)
     numbers = Tensor(f"{target.name}/drawn", 4 * target.bytes, target.group)

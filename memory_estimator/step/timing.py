@@ -1,6 +1,6 @@
 """Seconds of a training step: every operation by its work and its traffic, at the speed of the host's own calibration.
 
-On top comes a constant for every operation, for what TensorFlow does between them.
+On top comes a constant for every operation, for TensorFlow's work between them.
 """
 
 from typing import Dict, Tuple
@@ -13,7 +13,7 @@ LANES, FEWEST = 16, 4  # channels are written in blocks of so many, and read in 
 
 
 def op_seconds(program: Program, constants: HostConstants, job: Job) -> Tuple[float, ...]:
-    """What each operation of a step takes."""
+    """Seconds of each operation of a step."""
     speeds = constants.speeds(job)
     overhead_s = speeds["every_op"]["seconds"]
     return tuple(
@@ -23,14 +23,14 @@ def op_seconds(program: Program, constants: HostConstants, job: Job) -> Tuple[fl
 
 
 def step_seconds(program: Program, constants: HostConstants, job: Job) -> float:
-    """Of a whole step of `job`, whose program is that of one micro-batch and, at its end, of the update."""
+    """Seconds of a step of `job`, whose program is that of one micro-batch and, at its end, of the update."""
     op_s = op_seconds(program, constants, job)
     part = max(index for index, op in enumerate(program.ops) if op.kind != "update") + 1
     return job.parts * sum(op_s[:part]) + sum(op_s[part:])
 
 
 def features(op: StepOp) -> Dict[str, float]:
-    """What is counted of an operation, of FEATURES.
+    """FEATURES of an operation and their amounts.
 
     work          multiply-adds, counted as 2, with the channels of a 3x3x3 convolution rounded up to whole blocks
     work, values  of maps that such a convolution reads and writes, to be formed and transformed

@@ -1,7 +1,7 @@
 """The training step on paper: the operations of `models/step.py` in the order of `models/order.py`, with their tensors.
 
-Forward, loss, backward, update. Of a batch in micro-batches the program is one of them, and the update. A validation is
-the forward part alone, and its scores.
+Forward, loss, backward, update. For a batch in micro-batches the program is one of them, and the update. A validation
+is the forward part alone, and its scores.
 """
 
 import math
@@ -23,20 +23,25 @@ def training_step(job: Job) -> Program:
     """The program of `job`. Raises ValueError for a shape that the network cannot take."""
     writer = Writer(job)
     reset_sums(writer)
-    one = Pass(writer)
-    early = _target_piece(one, Map("head", 0, job.unet.outputs), "target")  # which waits for nothing
-    slopes = _supervise(one, one.logits(), early)
-    update(writer, one.gradients(slopes))
+    paper = PaperPass(writer)
+    early = _target_piece(paper, Map("head", 0, job.unet.outputs), "target")  # which waits for nothing
+    logits = paper.logits()
+    writer.phase = "loss"
+    slopes = _slopes(paper, logits, early)
+    writer.phase = "backward pass"
+    gradients = paper.gradients(slopes)
+    writer.phase = "update"
+    update(writer, gradients)
     return writer.program()
 
 
 def validation_pass(job: Job) -> Tuple[StepOp, ...]:
-    """What `cpu3d.training.validation` does with a volume or a window: the network forward, and the scores. Beside what
-    lives between steps, the held-out volume that comes next is ready."""
+    """The operations of `cpu3d.training.validation` on a volume or window: the network forward, and the scores. Besides
+    the resident tensors, the held-out volume that comes next is ready."""
     writer = Writer(replace(job, unet=replace(job.unet, deep_supervision=False), batch=1, micro_batch=1))
     ready = [writer.tensor(f"validation/{tensor.name}", tensor.bytes, "input") for tensor in writer.resident[-2:]]
     writer.run("validation/next", "pass", [], ready)
-    (logits,) = Pass(writer, keeps=False).logits()
+    (logits,) = PaperPass(writer, keeps=False).logits()
     maps = SCORE_MAPS * 4 * writer.job.voxels * logits.channels // PIECES
     reads = [logits.name, "target", *(tensor.name for tensor in ready)]
     scored = writer.tensor("validation/slab", maps)
@@ -53,8 +58,8 @@ class Map(NamedTuple):
     of_raw: bool = False  # a gradient of a raw map, not of its values
 
 
-class Pass(Order):
-    """One pass over the network. A map is a `Map`, and the gradient of a raw sum a list of those it is formed of."""
+class PaperPass(Order):
+    """One pass over the network. A map is a `Map`, the gradient of a raw sum a list of the maps that form it."""
 
     def __init__(self, writer: Writer, keeps: bool = True):
         """Whether it `keeps` maps for a backward pass."""
@@ -64,11 +69,11 @@ class Pass(Order):
         self._gradients: Dict[str, str] = {}
 
     def logits(self) -> List[Map]:
-        """Of each head, the finest first."""
+        """Logits of each head, the finest first."""
         return self.forward(Map("image", 0, self.unet.channels))
 
     def gradients(self, slopes: Sequence[Map]) -> Dict[str, str]:
-        """Of the kernels, by their layers, from those of the logits of each head."""
+        """Gradients of the kernels, by their layers, from those of the logits of each head."""
         self.backward(slopes)
         return self._gradients
 
@@ -121,15 +126,15 @@ class Pass(Order):
 
     def project_gradient(self, name: str, entry: List[Map], part: int, at: Map, add: Optional[Map]) -> Map:
         source, over = entry[part], [add] if add else []
-        found = self._gradient(name, "project", [source, at, *over], source, [self._rows(name, entry, part)], over)
+        gradient = self._gradient(name, "project", [source, at, *over], source, [self._rows(name, entry, part)], over)
         self._whole_gradient(name, "pass", [])  # those of two parts are padded and added up
-        return found
+        return gradient
 
     def project_to_raw(self, source: Map, at: Map) -> Map:
         """First come the sums that the norm needs."""
         self._whole_gradient("head", "project", [source.name, at.name])
-        found = self._gradient("head", "project", [source, at], source, ["head/kernel"], [source])
-        return found._replace(of_raw=True)
+        gradient = self._gradient("head", "project", [source, at], source, ["head/kernel"], [source])
+        return gradient._replace(of_raw=True)
 
     def residual_gradient(self, name: str, block: Block, at: Map) -> Map:
         return self._gradient(f"{name}_act2", "pass", [block.second, block.output, at], at, over=[at])
@@ -154,11 +159,11 @@ class Pass(Order):
     # --- Kernels ---
 
     def _rows(self, name: str, entry: List[Map], part: int) -> str:
-        """A layer's kernel, or what of it meets a part of what its block reads: a copy, made where it is first read."""
+        """A layer's kernel, or the rows for a part of its block's input: a copy, made when it is first read."""
         return self._part_of(name, part, entry[part].channels, self.writer.layers[name].in_channels)
 
     def _up_filters(self, level: int, part: int) -> str:
-        """Of a part's channels; a 1x1x1 kernel is copied for each of its eight taps."""
+        """The filters of a part's channels; a 1x1x1 kernel is copied for each of its eight taps."""
         (first, past), name = self.unet.up_parts(level)[part], self._up_layer(level)
         taps = 1 if self.unet.up == "transposed" else 8
         return self._part_of(name, part, taps * (past - first), self.writer.layers[name].shape[3])
@@ -182,26 +187,26 @@ class Pass(Order):
 
     def _map(self, made: Map, kind: str, maps: Sequence[Map], filters=(), over=(), kept: bool = True) -> Map:
         """An operation that makes a map, from maps and filters, under the name that it gets."""
-        # Of two joined maps both are counted; other maps go with the first.
-        inputs = sum(one.channels for one in maps) if kind == "convolve" else maps[0].channels
+        # Both of two joined maps are counted; other maps go with the first.
+        inputs = sum(read.channels for read in maps) if kind == "convolve" else maps[0].channels
         name = self.writer.make(
             made.name,
             kind,
-            [*(one.name for one in maps), *filters],
+            [*(read.name for read in maps), *filters],
             self.map_bytes(made),
             f"activations, level {made.level}" if kept and self._keeps else "transients",
-            over=[one.name for one in over],
+            over=[read.name for read in over],
             **self._counted(kind, maps[0], made, inputs, bool(filters), bool(over)),
         )
         return made._replace(name=name)
 
     def _kernel_gradient(self, name: str, sources: List[Map], at: List[Map], kind: str, part: str = "") -> str:
-        """An operation that makes a kernel's gradient, or that of the part of it that meets `sources`."""
-        op, inputs = self.writer.layers[name], sum(one.channels for one in sources)
+        """An operation that makes a kernel's gradient, or that of the part that `sources` are multiplied by."""
+        op, inputs = self.writer.layers[name], sum(source.channels for source in sources)
         self._gradients[name] = self.writer.make(
             f"{name}/filter_gradient{part}",
             kind,
-            [one.name for one in (*sources, *at)],
+            [read.name for read in (*sources, *at)],
             4 * kernel_elements(op) * inputs * at[0].channels // (op.in_channels * op.shape[3]),
             "gradients",
             **self._counted(kind, sources[0], at[0], inputs),
@@ -209,13 +214,13 @@ class Pass(Order):
         return self._gradients[name]
 
     def _whole_gradient(self, name: str, kind: str, reads: Sequence[str]) -> None:
-        """Where no multiply-adds are counted: they are of the operation beside it, or there are none."""
+        """A kernel's gradient without multiply-adds: the operation beside it has them, or there are none."""
         size = 4 * kernel_elements(self.writer.layers[name])
         self._gradients[name] = self.writer.make(f"{name}/filter_gradient", kind, reads, size, "gradients")
 
-    def map_bytes(self, one: Map, value_bytes: int = 0) -> int:
-        voxels = self.job.micro * math.prod(self._grid(one.level))
-        return voxels * one.channels * (value_bytes or self.writer.value_bytes)
+    def map_bytes(self, made: Map, value_bytes: int = 0) -> int:
+        voxels = self.job.micro * math.prod(self._grid(made.level))
+        return voxels * made.channels * (value_bytes or self.writer.value_bytes)
 
     def _grid(self, level: int) -> Tuple[int, int, int]:
         return tuple(side >> level for side in self.job.shape)
@@ -223,7 +228,7 @@ class Pass(Order):
     def _counted(
         self, kind: str, read: Map, made: Map, inputs: int, multiplies: bool = True, in_place: bool = False
     ) -> Dict[str, int]:
-        """What `StepOp` counts besides tensors: scratch on the finer grid, multiply-adds, as 2, on the coarser one. A
+        """Counts of a `StepOp` besides tensors: scratch on the finer grid, multiply-adds, as 2, on the coarser one. A
         projection's gradient is two."""
         fine, coarse = (self._grid(pick(read.level, made.level)) for pick in (min, max))
         shape = Shape(self.job.micro, fine, inputs, made.channels, self.writer.value_bytes, self.job.threads)
@@ -239,60 +244,61 @@ class Pass(Order):
 # --- The loss, as models/supervision.py and cpu3d.training.losses.DiceCrossEntropy have it ---
 
 
-def _supervise(one: Pass, logits: List[Map], early: str) -> List[Map]:
-    """Gradients of each head's logits. Sums of all heads come first, then the slopes. `early` is the first piece of the
-    target in float32."""
+def _slopes(paper: PaperPass, logits: List[Map], early: str) -> List[Map]:
+    """Gradients of each head's logits. All heads' sums come first, then slopes. `early`: the target's first piece."""
     targets = []
     for head in logits:
-        name, size = f"{head_of(head.level)}/target", one.map_bytes(head, 1)
-        targets.append(one.writer.make(name, "loss", ["target"], size) if head.level else "target")
+        name, size = f"{head_of(head.level)}/target", paper.map_bytes(head, 1)
+        targets.append(paper.writer.make(name, "loss", ["target"], size) if head.level else "target")
         for piece in range(PIECES):
-            _sums(one, head, targets[-1], "" if head.level or piece else early)
-    return [_slope(one, head, target) for head, target in zip(logits, targets)]
+            _sums(paper, head, targets[-1], "" if head.level or piece else early)
+    return [_slope(paper, head, target) for head, target in zip(logits, targets)]
 
 
-def _sums(one: Pass, head: Map, target: str, t: str) -> None:
-    """Of a piece, whose target `t` is made when it is its turn. Sums that no map is made for take next to no time."""
-    z = _logits_piece(one, head)
-    one.writer.run(f"{head.name}/softplus/sum", "pass", [_loss_map(one, head, "softplus", [z])])
-    t = t or _target_piece(one, head, target)
-    one.writer.run(f"{head.name}/product/sum", "pass", [_loss_map(one, head, "product", [z, t])])
-    p = _loss_map(one, head, "probability", [z], over=[z])
-    one.writer.run(f"{head.name}/overlap/sum", "pass", [_loss_map(one, head, "overlap", [p, t], over=[t])])
+def _sums(paper: PaperPass, head: Map, target: str, t: str) -> None:
+    """The sums of a piece, whose target `t` is made in its turn. Sums without their own map take almost no time."""
+    z = _logits_piece(paper, head)
+    paper.writer.run(f"{head.name}/softplus/sum", "pass", [_loss_map(paper, head, "softplus", [z])])
+    t = t or _target_piece(paper, head, target)
+    paper.writer.run(f"{head.name}/product/sum", "pass", [_loss_map(paper, head, "product", [z, t])])
+    p = _loss_map(paper, head, "probability", [z], over=[z])
+    paper.writer.run(f"{head.name}/overlap/sum", "pass", [_loss_map(paper, head, "overlap", [p, t], over=[t])])
 
 
-def _slope(one: Pass, head: Map, target: str) -> Map:
+def _slope(paper: PaperPass, head: Map, target: str) -> Map:
     """The gradient of a head's logits, piece by piece."""
-    found = []
+    pieces = []
     for _ in range(PIECES):
-        z = _logits_piece(one, head)
-        p = _loss_map(one, head, "probability", [z], over=[z])
-        t = _target_piece(one, head, target)
-        slope = _loss_map(one, head, "weighted", [t])
-        rest = _loss_map(one, head, "rest", [p])
-        slope = _loss_map(one, head, "slope", [rest, slope], over=[rest])
-        slope = _loss_map(one, head, "slope", [p, slope], over=[p])
-        truth = _loss_map(one, head, "truth", [t], over=[t])
-        slope = _loss_map(one, head, "slope", [slope, truth], over=[slope])
-        if one.writer.value_bytes == 2:
-            slope = _loss_map(one, head, "slope/cast", [slope], value_bytes=2)
-        found.append(slope)
-    return head._replace(name=one.writer.make(f"{head_of(head.level)}/slope", "loss", found, one.map_bytes(head)))
+        z = _logits_piece(paper, head)
+        p = _loss_map(paper, head, "probability", [z], over=[z])
+        t = _target_piece(paper, head, target)
+        slope = _loss_map(paper, head, "weighted", [t])
+        rest = _loss_map(paper, head, "rest", [p])
+        slope = _loss_map(paper, head, "slope", [rest, slope], over=[rest])
+        slope = _loss_map(paper, head, "slope", [p, slope], over=[p])
+        truth = _loss_map(paper, head, "truth", [t], over=[t])
+        slope = _loss_map(paper, head, "slope", [slope, truth], over=[slope])
+        if paper.writer.value_bytes == 2:
+            slope = _loss_map(paper, head, "slope/cast", [slope], value_bytes=2)
+        pieces.append(slope)
+    return head._replace(name=paper.writer.make(f"{head_of(head.level)}/slope", "loss", pieces, paper.map_bytes(head)))
 
 
-def _target_piece(one: Pass, head: Map, target: str) -> str:
-    """In float32, of a copy."""
-    return _loss_map(one, head, "target", [_loss_map(one, head, "target/piece", [target], value_bytes=1)])
+def _target_piece(paper: PaperPass, head: Map, target: str) -> str:
+    """A piece of the target in float32, made of a copy."""
+    return _loss_map(paper, head, "target", [_loss_map(paper, head, "target/piece", [target], value_bytes=1)])
 
 
-def _logits_piece(one: Pass, head: Map) -> str:
-    """In float32: a copy, or what is made of one."""
-    cut = _loss_map(one, head, "logits/piece", [head.name], value_bytes=one.writer.value_bytes)
-    return cut if one.writer.value_bytes == 4 else _loss_map(one, head, "logits", [cut])
+def _logits_piece(paper: PaperPass, head: Map) -> str:
+    """A piece of the logits in float32: a copy, or made of one."""
+    cut = _loss_map(paper, head, "logits/piece", [head.name], value_bytes=paper.writer.value_bytes)
+    return cut if paper.writer.value_bytes == 4 else _loss_map(paper, head, "logits", [cut])
 
 
-def _loss_map(one: Pass, head: Map, name: str, reads: List[str], over: Sequence[str] = (), value_bytes: int = 4) -> str:
+def _loss_map(
+    paper: PaperPass, head: Map, name: str, reads: List[str], over: Sequence[str] = (), value_bytes: int = 4
+) -> str:
     """A map of a piece; returns its name."""
-    size = one.map_bytes(head, value_bytes) // PIECES
-    moved = size * (1 + len(reads))  # of whole maps a piece
-    return one.writer.make(f"{head_of(head.level)}/loss/{name}", "loss", reads, size, over=over, traffic_bytes=moved)
+    size = paper.map_bytes(head, value_bytes) // PIECES
+    moved = size * (1 + len(reads))  # a piece of each map, even of a whole one
+    return paper.writer.make(f"{head_of(head.level)}/loss/{name}", "loss", reads, size, over=over, traffic_bytes=moved)

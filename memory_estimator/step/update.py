@@ -1,17 +1,17 @@
-"""What ends a step: the gradients' sums over its micro-batches, and the optimizer's update, kernel by kernel."""
+"""The end of a step: the gradients' sums over its micro-batches, and the optimizer's update, kernel by kernel."""
 
 from typing import Dict
 
-from memory_estimator.job import OPTIMIZERS
+from memory_estimator.job import OPTIMIZERS, is_orthogonal
 from memory_estimator.step.program import Tensor
-from memory_estimator.step.writer import Writer, is_orthogonal, kernel_elements, kernel_sides
+from memory_estimator.step.writer import Writer, kernel_elements, kernel_shape, kernel_sides
 from models.layer_plan import LayerOp
 
 SQUARES, SQUARE_PRODUCTS = 7, 19  # of Muon's iteration: square matrices at once, and products of two of them
 
 
 def reset_sums(writer: Writer) -> None:
-    """What begins a step in micro-batches: zeros, into whose memory the sums of gradients move."""
+    """The start of a step in micro-batches: zeros, into whose memory the sums of gradients move."""
     for op in writer.kernels if writer.job.parts > 1 else ():
         zeros = writer.make(f"{op.name}/zeros", "update", [], 4 * kernel_elements(op))
         writer.move(f"{op.name}/gradient_sum", "gradient sums", [zeros])
@@ -28,8 +28,8 @@ def update(writer: Writer, gradients: Dict[str, str]) -> None:
             writer.run(f"sums/{op.name}", "pass", [gradients[op.name], total])
             gradients = {**gradients, op.name: total}
     for op in writer.kernels:
-        orthogonal = optimizer.orthogonal and is_orthogonal(op)
-        change = _orthogonalise if orthogonal else _descend if optimizer.slots == 1 else _adapt
+        orthogonal = optimizer.orthogonal and is_orthogonal(kernel_shape(op))
+        change = _orthogonalise if orthogonal else UPDATES[optimizer.update]
         change(writer, op, gradients[op.name])
 
 
@@ -44,8 +44,8 @@ def _descend(writer: Writer, op: LayerOp, gradient: str) -> None:
 
 
 def _orthogonalise(writer: Writer, op: LayerOp, gradient: str) -> None:
-    """Muon of a kernel of more than one voxel: its momentum changes in place; what is looked ahead at lies over the
-    gradient where that is no sum. Then the matrices of its fewer side, and the last product."""
+    """Muon of a kernel of more than one voxel: its momentum changes in place; the look-ahead is written over the
+    gradient if that is no sum. Then the matrices of its smaller side, and the last product."""
     size, few, slot = 4 * kernel_elements(op), min(kernel_sides(op)), f"{op.name}/slot0"
     change = writer.make(f"{op.name}/change", "update", [slot], size)
     writer.run(f"{op.name}/momentum", "update", [change, gradient, slot])
@@ -55,8 +55,8 @@ def _orthogonalise(writer: Writer, op: LayerOp, gradient: str) -> None:
     flops = 2 * kernel_elements(op) * few
     more = {"scratch": squares, "flops": flops + 2 * SQUARE_PRODUCTS * few**3}
     product = writer.make(f"{op.name}/product", "update", [ahead], 4 * few**2, **more)
-    found = writer.make(f"{op.name}/orthogonal", "update", [ahead, product], size, flops=flops)
-    writer.run(f"{op.name}/update", "update", [found, f"{op.name}/kernel"])
+    step = writer.make(f"{op.name}/orthogonal", "update", [ahead, product], size, flops=flops)
+    writer.run(f"{op.name}/update", "update", [step, f"{op.name}/kernel"])
 
 
 def _adapt(writer: Writer, op: LayerOp, gradient: str) -> None:
@@ -67,3 +67,7 @@ def _adapt(writer: Writer, op: LayerOp, gradient: str) -> None:
         writer.run(f"{slot}/changed", "update", [change, slot])
     parts = [writer.make(f"{slot}/scaled", "update", [slot], size) for slot in slots]
     writer.run(f"{op.name}/update", "update", [*parts, f"{op.name}/kernel"])
+
+
+UPDATES = {"momentum": _descend, "adam": _adapt}
+"""`Optimizer.update` -> the operations of a weight's update."""

@@ -1,10 +1,10 @@
-"""Writes a job's program down operation by operation, and what was made before it: weights, slots, the inputs."""
+"""Writes a job's program down operation by operation, and the making of weights, slots and inputs before it."""
 
 import dataclasses
 from collections import Counter
 from typing import Dict, List, Sequence, Tuple
 
-from memory_estimator.job import DTYPE_BYTES, OPTIMIZERS, Job, Optimizer
+from memory_estimator.job import DTYPE_BYTES, OPTIMIZERS, Job, Optimizer, is_orthogonal
 from memory_estimator.step.program import Program, StepOp, Tensor, inputs_made, kernel_made
 from models.layer_plan import LayerOp, layer_plan
 
@@ -16,7 +16,7 @@ class Writer:
 
     def __init__(self, job: Job):
         """Writes weights, slots and one input batch down. Raises ValueError for a shape the network cannot take."""
-        self.job = job
+        self.job, self.phase = job, "forward pass"  # the phase of the operations that are added next
         self.plan = layer_plan(job.unet, job.shape)
         self.layers = {op.name: op for op in self.plan}
         self.kernels = [op for op in self.plan if op.kind in CONVOLUTIONS]
@@ -33,7 +33,7 @@ class Writer:
         self.resident += [image, target]
 
     def program(self) -> Program:
-        """Everything written so far. An operation writes over the first of those it may, that nobody else reads."""
+        """The program so far. An operation writes over the first of the tensors it may, that no later one reads."""
         last = {name: index for index, (op, _) in enumerate(self._ops) for name in op.reads}
         stays, ops = {tensor.name for tensor in self.resident}, []
         for index, (op, over) in enumerate(self._ops):
@@ -43,7 +43,7 @@ class Writer:
         return Program(tuple(self.resident), tuple(ops), tuple(self._before))
 
     def tensor(self, name: str, size_bytes: int, group: str = "transients") -> Tensor:
-        """Under a name of its own: the second of one name ends in /2."""
+        """A tensor under a name of its own: the second of one name ends in /2."""
         name = self._unique(name, "tensor")
         self._bytes[name] = size_bytes
         return Tensor(name, size_bytes, group)
@@ -59,7 +59,7 @@ class Writer:
     ) -> None:
         """Add an operation, which may write its first output `over` one of its inputs; `more` is as of `StepOp`."""
         moved = sum(self._bytes[read] for read in reads) + sum(tensor.bytes for tensor in writes)
-        more = {"traffic_bytes": moved, **more}
+        more = {"traffic_bytes": moved, "phase": self.phase, **more}
         self._ops.append((StepOp(self._unique(name, "operation"), kind, tuple(reads), tuple(writes), **more), over))
 
     def make(
@@ -74,9 +74,9 @@ class Writer:
         """A resident tensor is computed over the first of `reads`, and is there from now on."""
         self.run(f"{tensor}/moved", "update", reads, [Tensor(tensor, self._bytes[tensor], group)], over=reads[:1])
 
-    def _unique(self, name: str, what: str) -> str:
-        self._names[what, name] += 1
-        return name + f"/{self._names[what, name]}" * (self._names[what, name] > 1)
+    def _unique(self, name: str, kind: str) -> str:
+        self._names[kind, name] += 1
+        return name + f"/{self._names[kind, name]}" * (self._names[kind, name] > 1)
 
     def _make_weights(self, optimizer: Optimizer) -> None:
         """Kernels, slots as zeros, averages as copies: in the order of `cpu3d.training.learner.Learner`."""
@@ -100,7 +100,7 @@ class Writer:
         if self.job.parts > 1:
             self.resident.append(self.tensor("sums of norms and biases", 4 * trained, "gradient sums"))
         if optimizer.orthogonal:
-            for side in sorted({min(kernel_sides(op)) for op in self.kernels if is_orthogonal(op)}):
+            for side in sorted({min(kernel_sides(op)) for op in self.kernels if is_orthogonal(kernel_shape(op))}):
                 for _ in range(2):
                     self._zeros(f"diagonal{side}", 4 * side**2, "optimizer slots")
 
@@ -117,15 +117,15 @@ def kernel_elements(op: LayerOp) -> int:
 
 def slots_of(optimizer: Optimizer, op: LayerOp) -> int:
     """Float32 copies that the optimizer keeps of a layer's kernel."""
-    return 1 if optimizer.orthogonal and is_orthogonal(op) else optimizer.slots
+    return 1 if optimizer.orthogonal and is_orthogonal(kernel_shape(op)) else optimizer.slots
 
 
-def is_orthogonal(op: LayerOp) -> bool:
-    """Whether Muon updates a layer's kernel; it leaves norms, biases and 1x1x1 kernels to Adam."""
-    return op.kind in ("conv", "up_conv") and op.kernel > 1
+def kernel_shape(op: LayerOp) -> Tuple[int, ...]:
+    """A layer's kernel: voxels X, Y, Z, and its channels."""
+    return (*3 * (op.kernel,), op.in_channels, op.shape[3])
 
 
 def kernel_sides(op: LayerOp) -> Tuple[int, int]:
-    """A kernel as Muon's matrix: rows, columns. An up-convolution's last axis is of what it reads."""
+    """A kernel as Muon's matrix: rows, columns. The last axis of an up-convolution is its inputs."""
     columns = op.in_channels if op.kind == "up_conv" else op.shape[3]
     return kernel_elements(op) // columns, columns

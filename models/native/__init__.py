@@ -1,1 +1,1 @@
-"""Own convolutions for few channels, in C: see docs/kernels.md."""
+"""Own operations for few channels, in C: see docs/kernels.md."""

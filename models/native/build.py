@@ -1,6 +1,6 @@
-"""Build the kernels with the host's C compiler, in seconds: `python -m models.native.build`.
+"""Build own operations with the host's C compiler, in seconds: `python -m models.native.build`.
 
-The libraries lie in `built/` beside the sources, with a hash of sources and compiler's options in their names.
+The libraries are in `built/` beside the sources, with a hash of sources and compiler's options in their names.
 """
 
 import contextlib
@@ -32,23 +32,23 @@ INSTRUCTION_SETS = {
 
 
 def kernels_library() -> Optional[Path]:
-    """The functions of native.h alone, for ctypes; None where they are not built from these sources."""
+    """The functions of native.h alone, for ctypes; None if they are not built from these sources."""
     return _existing("kernels")
 
 
 def door_library() -> Optional[Path]:
-    """The operations for `tf.load_op_library`; None where they are not built from these sources."""
+    """The operations for `tf.load_op_library`; None if they are not built from these sources."""
     return _existing("door")
 
 
 def build(extra: Sequence[str] = (), folder: Optional[Path] = None) -> List[Path]:
-    """Compile what is not built yet, and return the libraries. TensorFlow is not needed.
+    """Compile the libraries that are not built yet, and return all. TensorFlow is not needed.
 
-    `extra` are more options for compiler and linker, `folder` is BUILT by default. Raises OSError where there is no
-    x86-64 Linux or no compiler, and subprocess.CalledProcessError where the compiler fails.
+    `extra` are more options for compiler and linker, `folder` is BUILT by default. Raises OSError without x86-64 Linux
+    or a compiler, and subprocess.CalledProcessError if the compiler fails.
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
-        raise OSError(f"own kernels must be built on Linux x86-64, got {sys.platform} {platform.machine()}")
+        raise OSError(f"own operations must be built on Linux x86-64, got {sys.platform} {platform.machine()}")
     folder = folder or BUILT
     wanted = {name: _path(name, folder) for name in ("kernels", "door")}
     if extra or not all(path.exists() for path in wanted.values()):
@@ -100,7 +100,7 @@ def _compiler() -> List[str]:
         return [named]
     if importlib.util.find_spec("ziglang"):
         return [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-linux-gnu.2.28", "-fno-sanitize=undefined"]
-    raise OSError("a C compiler must be there to build own kernels, got none; install gcc or `pip install ziglang`")
+    raise OSError("own operations must be built by a C compiler, got none; install gcc or `pip install ziglang`")
 
 
 def _path(name: str, folder: Path) -> Path:
@@ -115,13 +115,12 @@ def _existing(name: str) -> Optional[Path]:
     return path if path.exists() else None
 
 
-def main() -> int:
+def main() -> None:
     try:
         build()
     except (OSError, subprocess.CalledProcessError) as error:
-        print(f"Own kernels are not built, and the engine's are used for all: {error}")
-    return 0
+        print(f"Own operations are not built; TensorFlow's layers compute everything: {error}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,12 +1,12 @@
 """Own operations of a 3D U-Net: convolutions, pools, projections with norm and ReLU formed on load; their gradients.
 
 Maps are (batch, x, y, z, channels), float32 or bfloat16; filters, statistics and sums are float32, and (N, C) is a
-value for each channel of each sample. Products of bfloat16 maps are of bfloat16 values where the CPU multiplies those,
+value for each channel of each sample. Products of bfloat16 maps are of bfloat16 values if the CPU multiplies these,
 sums always float32. Equal inputs and threads give equal bits. An output is written over the input of its shape that it
-is made of, where nobody else has that one. TF_NUM_INTRAOP_THREADS threads take part, by default one for each CPU that
-the process may use. CPU3D_INSTRUCTION_SET (avx2, avx512, avx512_bf16, amx) takes other kernels than the fastest.
+is made from, if no other operation reads that. TF_NUM_INTRAOP_THREADS threads take part, by default one for each CPU
+that the process may use. CPU3D_INSTRUCTION_SET (avx2, avx512, avx512_bf16, amx) replaces the fastest instruction set.
 
-All raise RuntimeError where `available` is false, and InvalidArgumentError for shapes that do not fit.
+All raise RuntimeError if `available` is false, and InvalidArgumentError for shapes that do not fit.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ Tensor = tf.Tensor
 
 
 class Norm(NamedTuple):
-    """Of a raw map, (N, C) each: r's value is max(scale * r + shift, floor). A floor of 0 is a ReLU, of -inf none."""
+    """A raw map's norm, (N, C) each: r's value is max(scale * r + shift, floor). A floor of 0 is a ReLU, -inf none."""
 
     scale: Tensor
     shift: Tensor
@@ -51,7 +51,7 @@ class Gradient(NamedTuple):
 
 class AtValues(NamedTuple):
     """The gradient g of the values of a map, and two sums of it, (N, C): of g where scale * raw + shift > floor, and of
-    that times (raw - mean) * rstd. Without a norm both are of no use."""
+    that times (raw - mean) * rstd. Without a norm both are meaningless."""
 
     map: Tensor
     sum1: Tensor
@@ -69,25 +69,25 @@ def available() -> bool:
 def convolve(sources: Sequence[Source], filters: Tensor, add: Optional[Tensor] = None) -> Tuple[Tensor, Tensor, Tensor]:
     """The raw sum (batch, x, y, z, out), plus `add`, and its mean and variance over the grid, each (N, out). Two
     sources count as concatenated."""
-    maps, others = [source.raw for source in sources], [] if add is None else [add]
+    maps, extras = [source.raw for source in sources], [] if add is None else [add]
     made = (*maps[0].shape[:4], filters.shape[4])
-    return tuple(_run(CONVOLVE, maps, others, filters, None, _norms(sources), made=made)[0])
+    return tuple(_run(CONVOLVE, maps, extras, filters, None, _norms(sources), made=made)[0])
 
 
 def input_gradient(gradient: Gradient, filters: Tensor, below: Optional[Source] = None) -> AtValues:
-    """The gradient of what was convolved, (batch, x, y, z, in), whose norm is that of `below`. Of
-    concatenated maps call it with each one's part of the filters."""
-    others = [source.raw for source in (below, gradient.source) if source and source.norm]
+    """The gradient of the convolved map, (batch, x, y, z, in), whose norm is that of `below`. For concatenated maps
+    call it with each map's part of the filters."""
+    extras = [source.raw for source in (below, gradient.source) if source and source.norm]
     made, norms = (*gradient.map.shape[:4], filters.shape[3]), (_through(gradient), _norms([below] if below else []))
-    return _run(INPUT_GRADIENT, [gradient.map], others, filters, None, *norms, made=made)[0]
+    return _run(INPUT_GRADIENT, [gradient.map], extras, filters, None, *norms, made=made)[0]
 
 
 def filter_gradient(sources: Sequence[Source], gradient: Gradient) -> Tensor:
     """The gradient of the filters, (3, 3, 3, in, out)."""
     maps = [source.raw for source in sources]
-    others = [gradient.map, *([gradient.source.raw] if gradient.source else [])]
-    _, result, _ = _run(FILTER_GRADIENT, maps, others, None, None, _norms(sources), _through(gradient))
-    result.set_shape((3, 3, 3, sum(one.shape[-1] for one in maps), gradient.map.shape[-1]))
+    extras = [gradient.map, *([gradient.source.raw] if gradient.source else [])]
+    _, result, _ = _run(FILTER_GRADIENT, maps, extras, None, None, _norms(sources), _through(gradient))
+    result.set_shape((3, 3, 3, sum(map_.shape[-1] for map_ in maps), gradient.map.shape[-1]))
     return result
 
 
@@ -137,18 +137,18 @@ def project_gradient(
 
 
 def project_sums(source: Source, gradient: Tensor, filters: Tensor) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    """All of `project_gradient` but the gradient of the source's values."""
+    """The results of `project_gradient` but the gradient of the source's values."""
     at, *of_weights = _pass(PROJECT_SUMS, source, [gradient], filters)
     return (at.sum1, at.sum2, *of_weights)
 
 
-def residual_sum(source: Source, other: Tensor) -> Tensor:
-    """max(value + other, 0)."""
-    return _pass(RESIDUAL_SUM, source, [other])[0].map
+def residual_sum(source: Source, term: Tensor) -> Tensor:
+    """max(value + term, 0)."""
+    return _pass(RESIDUAL_SUM, source, [term])[0].map
 
 
 def residual_gradient(source: Source, output: Tensor, gradient: Tensor) -> AtValues:
-    """The gradient where the sum, `output`, is positive, which is that of both terms."""
+    """The gradient of both terms: that of the sum, `output`, where it is positive."""
     return _pass(RESIDUAL_GRADIENT, source, [output, gradient])[0]
 
 
@@ -185,16 +185,16 @@ WITH_SUMS += (UP_INPUT_GRADIENT,)
 
 
 def _run(
-    kind: int, maps: Sequence[Tensor], others: Sequence[Tensor], *floats: Optional[Tensor], made: Sequence = ()
+    kind: int, maps: Sequence[Tensor], extras: Sequence[Tensor], *floats: Optional[Tensor], made: Sequence = ()
 ) -> Tuple[AtValues, Tensor, Tensor]:
-    """Map with its two sums, gradients of filters and bias; those that the kind does not make are empty. `floats` are
-    filters, bias, coefficients and other coefficients, as far as there are; `made` is the shape of the map, or of the
-    one that has the sums."""
+    """Map with its two sums, gradients of filters and bias; results that the kind does not make are empty. `floats` are
+    filters, bias, coefficients and other coefficients, if any; `made` is the shape of the map, or of the map that has
+    the sums."""
     module = _loaded()
     if module is None:
-        raise RuntimeError("own kernels must be built, on a CPU with AVX2, got none; run python -m models.native.build")
-    floats = [tf.zeros((0,)) if one is None else one for one in (*floats, None, None, None, None)[:4]]
-    made_map, sums, of_filters, of_bias = module.cpu_operation(*floats, list(maps), list(others), kind=kind)
+        raise RuntimeError("own operations must be built, with AVX2, got none; run python -m models.native.build")
+    floats = [tf.zeros((0,)) if array is None else array for array in (*floats, *4 * [None])[:4]]
+    made_map, sums, of_filters, of_bias = module.cpu_operation(*floats, list(maps), list(extras), kind=kind)
     if made and kind in WITH_SUMS:
         sums.set_shape((made[0], 2, made[4]))
     if made and kind not in (PROJECT_SUMS, UP_FILTER_GRADIENT):
@@ -207,23 +207,23 @@ def _run(
 def _pass(
     kind: int,
     source: Source,
-    others: Sequence[Tensor] = (),
+    extras: Sequence[Tensor] = (),
     filters: Optional[Tensor] = None,
     bias: Optional[Tensor] = None,
     coefficients: Optional[Tensor] = None,
     grid: float = 1,
     channels: Optional[int] = None,
 ) -> Tuple[AtValues, Tensor, Tensor]:
-    """`_run` on one map; the one that is made has `grid` times as many voxels along an axis."""
+    """`_run` on one map; the new map has `grid` times as many voxels along an axis."""
     batch, *size, width = source.raw.shape
     made = (batch, *(side and int(side * grid) for side in size), channels or width)
     coefficients = _norms([source]) if coefficients is None else coefficients
-    return _run(kind, [source.raw], others, filters, bias, coefficients, made=made)
+    return _run(kind, [source.raw], extras, filters, bias, coefficients, made=made)
 
 
 @functools.cache
 def _loaded() -> Optional[Any]:
-    """TensorFlow's module of the operations; None where they are not built or of no use here."""
+    """TensorFlow's module of the operations; None if they are not built or do not run here."""
     path = door_library()
     if path is None:
         return None
@@ -237,7 +237,7 @@ def _loaded() -> Optional[Any]:
 
 
 def _norms(sources: Sequence[Source]) -> Optional[Tensor]:
-    """(batch, 6, channels): scale, shift, floor, mean, rstd, and one that is not read; None where all is raw."""
+    """(batch, 6, channels): scale, shift, floor, mean, rstd, and one that is not read; None if all are raw."""
     if not any(source.norm for source in sources):
         return None
     parts = []
@@ -249,7 +249,7 @@ def _norms(sources: Sequence[Source]) -> Optional[Tensor]:
 
 
 def _through(gradient: Gradient) -> Optional[Tensor]:
-    """(batch, 6, channels): scale, shift, floor, a, b, c; None of a raw map's gradient."""
+    """(batch, 6, channels): scale, shift, floor, a, b, c; None for a raw map's gradient."""
     if gradient.source is None:
         return None
     norm = gradient.source.norm

@@ -43,7 +43,7 @@ def test_a_recorded_process_is_followed_chunk_by_chunk():
         else:
             allocator.give_back(str(call))
     assert taken > 1000
-    # What `get_memory_info` said of that process.
+    # As `get_memory_info` had it of that process.
     assert allocator.peak_bytes == 643_607_296
 
 
@@ -79,7 +79,7 @@ def test_no_two_tensors_overlap_and_no_tensor_is_short_and_all_that_is_given_bac
 
 
 def tensor(name, granules):
-    """Of so many of the allocator's smallest units."""
+    """A tensor of so many of the allocator's smallest units."""
     return Tensor(name, granules * GRANULE_BYTES, "")
 
 
@@ -88,7 +88,7 @@ def live(program):
 
 
 def calls(program):
-    return [(op.name, [tensor.name for tensor in taken], given) for op, taken, given in walk(program.ops, set())]
+    return [(op.name, [tensor.name for tensor in taken], freed) for op, taken, freed in walk(program.ops, set())]
 
 
 def test_a_tensor_goes_with_the_last_operation_that_reads_it():
@@ -127,7 +127,7 @@ def test_a_result_in_place_takes_nothing_and_gives_back_what_it_lies_in():
             StepOp("d", "reduce", ("z", "mask")),
         ),
     )
-    # The first of what is written lies where the input lay; anything beside it is new.
+    # The first output takes the memory of the input; all others are new.
     assert live(program) == [8192, 8192, 12288, 12288]
     assert calls(program)[1:] == [("b", [], []), ("c", ["mask"], []), ("d", [], ["z", "mask"])]
     allocator = Allocator()

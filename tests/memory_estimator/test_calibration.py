@@ -38,12 +38,12 @@ def own(tmp_path):
 
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
 def test_there_are_shipped_constants_for_every_instruction_set_and_they_say_where_each_figure_is_from(name):
-    found = load_constants(name)
+    constants = load_constants(name)
     for field in ("costs", "baseline_bytes", "op_bytes", "saturating_threads"):
-        assert found.origins[field].startswith(("measured: ", "assumed: "))
-    assert found.record
-    assert found.date
-    assert found == shipped_constants(name)
+        assert constants.origins[field].startswith(("measured: ", "assumed: "))
+    assert constants.record
+    assert constants.date
+    assert constants == shipped_constants(name)
     assert shipped_constants("") == shipped_constants("avx2")
 
 
@@ -56,12 +56,12 @@ def test_what_was_measured_on_a_host_is_found_there_and_a_damaged_file_is_said()
     path, shipped = host_file(here), shipped_constants(here.instructions)
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({**like_shipped(here), "scales": {"bfloat16": scale()}}))
-    found = find_constants(here)
+    own = find_constants(here)
     for dtype in DTYPES:  # one that was not measured has the scale of the other
         job = JOB.with_unet(dtype=dtype)
         for kind, speeds in shipped.speeds(job).items():
-            assert found.speeds(job)[kind] == pytest.approx({name: 2 * one for name, one in speeds.items()})
-    assert found.basis(JOB, here) == "scaled by 2.00 to steps here on 2026-11-26, some"
+            assert own.speeds(job)[kind] == pytest.approx({name: 2 * cost for name, cost in speeds.items()})
+    assert own.basis(JOB, here) == "scaled by 2.00 to steps here on 2026-11-26, some"
     assert load_constants(path).basis(JOB) == "scaled by 2.00 to steps on Some CPU on 2026-11-26, some"
     path.write_text("{")
     damaged = find_constants(here)
@@ -72,9 +72,9 @@ def test_what_was_measured_on_a_host_is_found_there_and_a_damaged_file_is_said()
 @pytest.mark.parametrize("changes", [{"cpu_model": "Another"}, {"isa": ("avx2",)}, {"cpu_quota": 1.0}])
 def test_another_host_has_another_file(changes):
     here = host(cpu_model="Some CPU", isa=("avx512f",), cores=2, logical_cpus=2, cpu_quota=None)
-    one = host_file(here)
-    assert one == host_file(here)
-    assert one != host_file(dataclasses.replace(here, **changes))
+    path = host_file(here)
+    assert path == host_file(here)
+    assert path != host_file(dataclasses.replace(here, **changes))
 
 
 def test_every_operation_of_every_network_has_costs():
@@ -95,8 +95,8 @@ def test_a_missing_file_is_refused(tmp_path):
 def test_a_number_of_threads_beyond_the_measured_one_is_said():
     measured, other = dataclasses.replace(shipped_constants("avx512"), origin="measured"), host(cpu_model="Another")
     assert measured.basis(JOB) == f"measured on {measured.cpu} on {measured.date}"
-    found = measured.basis(dataclasses.replace(JOB, threads=56), other)
-    assert found == f"assumed from measurements on {measured.cpu}; from 2 threads to 56 by assumption"
+    basis = measured.basis(dataclasses.replace(JOB, threads=56), other)
+    assert basis == f"assumed from measurements on {measured.cpu}; from 2 threads to 56 by assumption"
 
 
 def test_work_divides_among_threads_and_traffic_up_to_a_number_of_them():

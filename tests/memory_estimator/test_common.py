@@ -11,9 +11,10 @@ import pytest
 
 from memory_estimator.__main__ import main
 from memory_estimator.common.files import NotRegularError, read_regular, typed
-from memory_estimator.common.schema import add_options, from_args, given, option, to_command_line
+from memory_estimator.common.schema import add_options, from_args, given_options, option, to_command_line
 from memory_estimator.common.table import PALETTE, Bold, Table, new_figure, plain, png
-from memory_estimator.common.units import format_bytes, format_seconds, parse_bytes, parse_rate
+from memory_estimator.common.units import format_bytes, format_seconds, parse_bytes
+from memory_estimator.scaling import parse_rate
 
 
 def test_only_regular_files_and_links_to_them_are_opened(tmp_path, monkeypatch):
@@ -25,8 +26,8 @@ def test_only_regular_files_and_links_to_them_are_opened(tmp_path, monkeypatch):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("socket")
         assert read_regular(tmp_path / "link") == b"content"
-        for name, found in (("fifo", "a FIFO"), ("device", "a device"), ("socket", "a socket"), (".", "a folder")):
-            with pytest.raises(NotRegularError, match=f"{name} must be a regular file, got {found}"):
+        for name, kind in (("fifo", "a FIFO"), ("device", "a device"), ("socket", "a socket"), (".", "a folder")):
+            with pytest.raises(NotRegularError, match=f"{name} must be a regular file, got {kind}"):
                 read_regular(name)
     with pytest.raises(FileNotFoundError):
         read_regular("nothing")
@@ -65,7 +66,7 @@ def test_json_becomes_records_of_the_kinds_that_their_fields_have():
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"parts": [{"name": 1}]}, r"content.parts\[0\].name must be str, got 1"),
         ({"parts": [{"name": "a", "weight": float("inf")}]}, "weight must be float, got Infinity"),
@@ -75,9 +76,9 @@ def test_json_becomes_records_of_the_kinds_that_their_fields_have():
         ({"more": 1}, "content must have its fields and no others, got unknown more"),
     ],
 )
-def test_json_of_another_kind_is_a_value_error_that_names_the_place(change, told):
+def test_json_of_another_kind_is_a_value_error_that_names_the_place(change, message):
     content = {"parts": [], "size": [3, 4], "codes": {}}
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         typed({**content, **change}, Whole)
 
 
@@ -110,7 +111,7 @@ def test_settings_come_from_a_command_line_and_go_back_to_it():
     words = line.split()
     args = parsed(*words)
     assert from_args(Options, args) == Options(Path("s"), 2, 0.25, False, False, (1, 2, 3), ("x", "y"), "a", ("a", "b"))
-    assert to_command_line(Options, given(Options, args)) == words
+    assert to_command_line(Options, given_options(Options, args)) == words
     with pytest.raises(ValueError, match="rate must be below 1, got 1"):
         from_args(Options, parsed("--store", "s", "--rate", "1"))
     assert from_args(Rest, parsed("train", "--steps", "3", kinds=(Rest,))).words == ("train", "--steps", "3")

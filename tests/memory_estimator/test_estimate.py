@@ -1,4 +1,4 @@
-"""What an estimate is made of, and how it moves with the job. How far it is off is told by the records."""
+"""An estimate's parts, and its changes with the job. The records show its errors."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ VERSION = "TensorFlow 1, ITEX 1"
 
 
 def kind(policy, dtype):
-    """Of steps on two threads whose bounds lie a tenth above their peaks."""
+    """Accuracy of steps on two threads whose bounds are a tenth above their peaks."""
     bound = Bound(0.01, 0.02)
     return Kind(dtype, policy, (VERSION,), ("AMD EPYC",), (2,), ("unet3d",), 9, 9, bound, bound, bound, 0.1, 2**20)
 
@@ -42,12 +42,12 @@ def of(job=SMALL, accuracy=RECORDED, **changes):
     ],
 )
 def test_the_bill_adds_up_to_the_process_s_peak_whatever_the_job(changes, unet, policy):
-    found = of(SMALL.with_unet(policy=policy, **unet), **changes)
-    assert sum(line.bytes for line in found.components) == found.process_peak_bytes
-    assert all(line.bytes > 0 and line.source for line in found.components)
-    assert len({line.name for line in found.components}) == len(found.components)
-    assert found.allocator_peak_bytes < found.process_peak_bytes < found.upper_bound_bytes
-    assert found.step_s > 0
+    result = of(SMALL.with_unet(policy=policy, **unet), **changes)
+    assert sum(line.bytes for line in result.components) == result.process_peak_bytes
+    assert all(line.bytes > 0 and line.source for line in result.components)
+    assert len({line.name for line in result.components}) == len(result.components)
+    assert result.allocator_peak_bytes < result.process_peak_bytes < result.upper_bound_bytes
+    assert result.step_s > 0
 
 
 def test_a_store_adds_the_next_batch_and_to_the_bound_what_a_run_holds_beside_its_steps():
@@ -65,14 +65,14 @@ def test_a_store_adds_the_next_batch_and_to_the_bound_what_a_run_holds_beside_it
     # To be rotated it is whole in float32, a few times over.
     rotated = of(from_store=True, resampled=True).upper_bound_bytes
     assert rotated - from_store.upper_bound_bytes == 96**3 * 4 * (13 - 2 * 2)
-    # Several volumes lie side by side before they are copied into one batch.
-    both, one = (of(from_store=True, batch=batch, micro_batch=batch).beside for batch in (2, 1))
-    prepared = [line.bytes for bill in (both, one) for line in bill if line.name == "a volume in preparation"]
+    # Several volumes are side by side before they are copied into one batch.
+    both, single = (of(from_store=True, batch=batch, micro_batch=batch).beside for batch in (2, 1))
+    prepared = [line.bytes for bill in (both, single) for line in bill if line.name == "a volume in preparation"]
     assert prepared[0] - prepared[1] == 2 * 96**3 * (4 * 2 + 3)
 
 
 @pytest.mark.parametrize(
-    ("changes", "versions", "what"),
+    ("changes", "versions", "setting"),
     [
         ({"threads": 56}, {}, "56 threads"),
         ({}, {"itex": "TensorFlow 9, ITEX 9"}, "TensorFlow 9, ITEX 9"),
@@ -80,14 +80,14 @@ def test_a_store_adds_the_next_batch_and_to_the_bound_what_a_run_holds_beside_it
         ({"unet": dataclasses.replace(SMALL.unet, dtype="float32")}, {}, "float32 under policy speed"),
     ],
 )
-def test_where_nothing_like_it_was_measured_the_bound_is_the_widest(changes, versions, what):
+def test_where_nothing_like_it_was_measured_the_bound_is_the_widest(changes, versions, setting):
     wider = dataclasses.replace(RECORDED.kinds[1], margin_share=0.3)
     accuracy = Accuracy((RECORDED.kinds[0], wider), versions)
-    found = of(accuracy=accuracy, **changes)
-    assert found.kind is None
-    assert what in found.uncovered
-    assert found.to_json()["errors"]["records"] is None
-    assert found.upper_bound_bytes == wider.upper_bound(found.process_peak_bytes)
+    result = of(accuracy=accuracy, **changes)
+    assert result.kind is None
+    assert setting in result.uncovered
+    assert result.to_json()["errors"]["records"] is None
+    assert result.upper_bound_bytes == wider.upper_bound(result.process_peak_bytes)
     assert of(accuracy=Accuracy(())).upper_bound_bytes > 1.2 * of().process_peak_bytes
 
 
@@ -98,10 +98,10 @@ def test_threads_take_scratch_of_their_own():
 
 def test_a_job_like_those_recorded_has_their_errors_whatever_its_size_and_says_of_which():
     for job in (SMALL, dataclasses.replace(SMALL, shape=(240, 240, 160), batch=3)):
-        found = of(job)
-        assert found.kind == RECORDED.kinds[0]
-        assert found.upper_bound_bytes == found.kind.upper_bound(found.process_peak_bytes)
-        errors = found.to_json()["errors"]
+        result = of(job)
+        assert result.kind == RECORDED.kinds[0]
+        assert result.upper_bound_bytes == result.kind.upper_bound(result.process_peak_bytes)
+        errors = result.to_json()["errors"]
         assert errors["process_peak"] == errors["step_s"] == "± 1.0%, worst 2.0%"
         assert errors["records"]["hosts"] == ("AMD EPYC",)
 

@@ -17,7 +17,7 @@ def xeon(tmp_path):
 
 @pytest.fixture
 def big(tmp_path):
-    """One socket, 64 cores, 256 GiB: what containers are cut from."""
+    """One socket, 64 cores, 256 GiB: the host of the containers."""
     write_tree(tmp_path, CLOUD)
     return tmp_path
 
@@ -111,7 +111,7 @@ def test_the_cgroup_on_the_way_up_that_leaves_least_decides(big, job_used, left)
 
 @pytest.mark.parametrize(("mask", "time", "quota", "usable"), [("0-6", 7, None, 7), ("0-7", 7, 7.0, 7)])
 def test_a_quota_of_all_the_cpus_or_more_is_none(big, mask, time, quota, usable):
-    """As a pod of Kubernetes has it whose CPUs are its own."""
+    """A pod of Kubernetes whose CPUs are its own."""
     write_line(big, "proc/self/status", f"Cpus_allowed_list: {mask}")
     write_line(big, "proc/self/cgroup", "0::/")
     write_line(big, "sys/fs/cgroup/cpu.max", f"{time}00000 100000")

@@ -21,7 +21,7 @@ def parsed(text):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"shape": (64, 64, 60)}, r"input_shape \(64, 64, 60\) must be divisible by 16; pad to \(64, 64, 64\)"),
+        ({"shape": (64, 64, 60)}, r"--shape \(64, 64, 60\) must be divisible by 16; pad to \(64, 64, 64\)"),
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"optimizer": "lamb"}, "optimizer must be one of muon, adam, sgd, got 'lamb'"),
         ({"engine": "torch"}, "engine must be one of itex, stock, got 'torch'"),
@@ -88,7 +88,7 @@ def test_a_run_is_the_job_of_its_plan_and_what_its_estimate_leaves_out_is_said(t
     (note,) = read_run(write_plan(tmp_path, settings={"resolution": 0.5})).notes
     assert "validates on whole volumes" in note
     assert read_run(write_plan(tmp_path, settings={"mode": "patch", "device": "gpu:1"})).notes == [
-        "the run is on gpu:1: a CPU is estimated; `train` says what its steps take on the card", note
+        "the run is on gpu:1: a CPU is estimated; `train` shows what its steps take on the card", note
     ]  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def test_a_run_is_the_job_of_its_plan_and_what_its_estimate_leaves_out_is_said(t
         ({"job": {**dataclasses.asdict(JOB), "unet": {}}}, "got a job without all of its fields"),
         ({"job": {"batch": 4, "micro_batch": 3}}, "micro_batch must divide the batch of 4, got 3"),
         ({"workers": 3}, "got 3 workers for batches of 4"),
-        ({"job": {"unet": {"policy": "fast"}}}, "policy must be one of speed, lean, got 'fast'"),
+        ({"job": {"unet": {"policy": "balanced"}}}, "policy must be one of speed, lean, got 'balanced'"),
         ({"job": {"shape": [64, 64.5, 64]}}, r"job.shape\[1\] must be int, got 64.5"),
         ({"config": {}}, "plan.config must have its fields and no others, got no device"),
     ],

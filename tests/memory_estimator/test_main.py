@@ -45,18 +45,18 @@ def test_a_job_that_does_not_fit_exits_with_3_and_says_what_would(capsys):
 
 def test_the_plan_has_the_largest_of_each_kind_for_every_policy(capsys):
     content = answer(f"{SMALL.replace('64GiB', '2GiB')} --plan", capsys)
-    assert [one["policy"] for one in content["plan"]] == list(POLICIES)
-    for one in content["plan"]:
-        assert one["batch"]["job"]["batch"] == one["batch"]["job"]["micro_batch"] > 1
-        assert one["batch"]["upper_bound_bytes"] <= 2 * 2**30
-        assert one["filters"]["job"]["unet"]["filters"] % 8 == 0
-        assert all(side % 8 == 0 for side in one["extent"]["job"]["shape"])
-        assert {one[row]["job"]["policy"] for row in ("batch", "filters", "extent")} == {one["policy"]}
+    assert [entry["policy"] for entry in content["plan"]] == list(POLICIES)
+    for entry in content["plan"]:
+        assert entry["batch"]["job"]["batch"] == entry["batch"]["job"]["micro_batch"] > 1
+        assert entry["batch"]["upper_bound_bytes"] <= 2 * 2**30
+        assert entry["filters"]["job"]["unet"]["filters"] % 8 == 0
+        assert all(side % 8 == 0 for side in entry["extent"]["job"]["shape"])
+        assert {entry[row]["job"]["policy"] for row in ("batch", "filters", "extent")} == {entry["policy"]}
 
 
 def test_the_fastest_policy_that_fits_is_picked_and_said(monkeypatch, capsys):
     def made(job, *more):
-        """As it is, but for the policies: 4 GiB under speed, 1 under lean."""
+        """The estimate, but by policy: 4 GiB under speed, 1 under lean."""
         bound, times = {"speed": (4, 1.0), "lean": (1, 1.2)}[job.policy]
         return dataclasses.replace(estimate(job, *more), upper_bound_bytes=bound * 2**30, step_s=times)
 

@@ -1,4 +1,4 @@
-"""What fits, over made-up prices whose answers are known, by trying everything, and the patch for a GPU."""
+"""Jobs that fit, over made-up prices whose answers are known, by trying everything, and the patch for a GPU."""
 
 import dataclasses
 import functools
@@ -51,16 +51,16 @@ def test_the_largest_number_is_found_in_a_few_guesses_however_costs_grow(limit, 
 
 
 def test_the_plan_of_a_known_memory_is_the_one_by_hand():
-    found = plan(JOB, price, 5 * ONE_VOLUME + 1000)
-    assert (found["batch"].job.batch, found["batch"].job.parts) == (5, 1)
-    assert found["filters"] is None  # 8 filters at batch 16 are eight volumes
+    largest = plan(JOB, price, 5 * ONE_VOLUME + 1000)
+    assert (largest["batch"].job.batch, largest["batch"].job.parts) == (5, 1)
+    assert largest["filters"] is None  # 8 filters at batch 16 are eight volumes
     # 5 / 16 of the voxels: 160 x 160 x 112 would be 0.311 of them, 176 x 176 x 112 are more than 0.3125.
-    assert found["extent"].job.shape == (160, 160, 112)
+    assert largest["extent"].job.shape == (160, 160, 112)
     lean = plan(JOB.with_unet(policy="lean"), price, 5 * ONE_VOLUME + 1000)
     assert (lean["batch"].job.batch, lean["filters"].job.unet.filters) == (10, 8)
     # One volume at a time of any batch is a job of one volume, but for the batch at once, which stays the same.
     singly = plan(dataclasses.replace(JOB, micro_batch=1), price, 5 * ONE_VOLUME + 1000)
-    assert (singly["batch"], singly["filters"].job.unet.filters) == (found["batch"], 80)
+    assert (singly["batch"], singly["filters"].job.unet.filters) == (largest["batch"], 80)
     assert singly["filters"].job.parts == 16
 
 
@@ -69,19 +69,19 @@ def test_the_policy_picked_is_the_fastest_that_fits_or_else_takes_least(figures,
     names = ("upper_bound_bytes", "step_s")
     prices = {policy: SimpleNamespace(**dict(zip(names, both))) for policy, both in zip(POLICIES, figures)}
     choice = fastest_that_fits(JOB.with_unet(policy="lean"), lambda job: prices[job.policy], budget)
-    fitting = [one for one in prices.values() if one.upper_bound_bytes <= budget]
+    fitting = [priced for priced in prices.values() if priced.upper_bound_bytes <= budget]
     assert choice.fits == bool(fitting)
     if fitting:
-        assert choice.estimate.step_s == min(one.step_s for one in fitting)
+        assert choice.estimate.step_s == min(priced.step_s for priced in fitting)
     else:
-        assert choice.estimate.upper_bound_bytes == min(one.upper_bound_bytes for one in prices.values())
-    assert all(one.upper_bound_bytes > budget for one in choice.passed_over)
+        assert choice.estimate.upper_bound_bytes == min(priced.upper_bound_bytes for priced in prices.values())
+    assert all(priced.upper_bound_bytes > budget for priced in choice.passed_over)
 
 
 def test_each_change_that_is_enough_alone_is_named_with_what_it_takes():
-    found = nearest(JOB, price, ONE_VOLUME * 8 + 1000)
-    assert str(found[0]) == "--policy lean: up to 4.39 GiB, 1.3 s a volume"
-    assert [option.change for option in found[1:]] == [
+    options = nearest(JOB, price, ONE_VOLUME * 8 + 1000)
+    assert str(options[0]) == "--policy lean: up to 4.39 GiB, 1.3 s a volume"
+    assert [option.change for option in options[1:]] == [
         *("--micro-batch 8", "--dtype bfloat16", "--shape 176 176 112", "--filters 8")
     ]
     assert nearest(JOB, price, 5) == []
@@ -119,7 +119,7 @@ def test_every_patch_divides_lies_within_the_volume_and_is_one_step_larger_than_
     assert all(n % divisor == 0 and n <= most for shape in shapes for n, most in zip(shape, volume))
     # Two voxels at the bottom, where the volume has them: a norm over one voxel alone is zero.
     assert all(n // divisor >= min(2, most // divisor) for shape in shapes for n, most in zip(shape, volume))
-    assert all(sum(two) - sum(one) == divisor for one, two in zip(shapes, shapes[1:]))
+    assert all(sum(second) - sum(first) == divisor for first, second in zip(shapes, shapes[1:]))
     for shape in shapes:  # near-cubes: a side is longer than another only by a step, or where that other is at its end
         assert all(a - b <= divisor or b == most for a in shape for b, most in zip(shape, volume))
 

@@ -89,19 +89,19 @@ def test_workers_that_lose_nothing_take_as_long_as_one(monkeypatch):
 def test_every_part_of_a_step_is_what_it_is_by_hand(monkeypatch):
     monkeypatch.setattr(scaling, "COSTS", COSTS)
     asked = (10.0, 80_000_000)
-    one, two = (step_parts(*asked, hosts, 2, network_bytes_per_s=1e9) for hosts in (1, 2))
-    assert one["compute_s"] == two["compute_s"] == pytest.approx(10.5)  # contention, as two share each host
+    single, two = (step_parts(*asked, hosts, 2, network_bytes_per_s=1e9) for hosts in (1, 2))
+    assert single["compute_s"] == two["compute_s"] == pytest.approx(10.5)  # contention, as two share each host
     assert two["slowest_s"] == pytest.approx(1.05 * largest_of(4))
     assert two["packing_s"] == pytest.approx(0.16)
     # 80 MB are five pieces of 16 MiB, each a ring. Inside a host there is no network.
-    assert one["exchange_s"] == pytest.approx(2 * (40e6 * 1e-9 + 5 * 1e-3) + 5 * 0.01)
+    assert single["exchange_s"] == pytest.approx(2 * (40e6 * 1e-9 + 5 * 1e-3) + 5 * 0.01)
     assert two["exchange_s"] == pytest.approx(6 * (20e6 * 2e-9 + 5 * 1.05e-3) + 5 * 0.01)
     alone = step_parts(*asked)
     assert (alone["slowest_s"], alone["packing_s"], alone["exchange_s"]) == (0, 0, 0)
 
 
 def test_the_pieces_of_a_sum_are_those_of_the_trainer():
-    assert 4 * all_reduce.PIECE == scaling.PIECE_BYTES  # of float32
+    assert 4 * all_reduce.PIECE == scaling.RING_BYTES  # of float32
 
 
 PARTS = ("compute", "slowest", "packing", "exchange", "data")
@@ -113,10 +113,10 @@ def test_the_answer_has_a_row_for_each_number_of_hosts(monkeypatch, capsys):
     asked = f"{ASKED} --batch 2 --epochs 2 --link 8Gbit/s"
     assert main(f"{asked} --hosts 1 2 51 --cases 101 --json".split()) == 0
     content = json.loads(capsys.readouterr().out)
-    one, two, many = content["rows"]
+    single, two, many = content["rows"]
     assert [row["batch"] for row in content["rows"]] == [2, 4, 102]
-    assert (one["compute_s"], one["efficiency"]) == (2 * content["volume_s"], pytest.approx(1))
-    assert one["total_s"] == pytest.approx(2 * 50 * 2 * content["volume_s"] * WAIT)  # two epochs of whole batches
+    assert (single["compute_s"], single["efficiency"]) == (2 * content["volume_s"], pytest.approx(1))
+    assert single["total_s"] == pytest.approx(2 * 50 * 2 * content["volume_s"] * WAIT)  # two epochs of whole batches
     assert many["epoch_s"] is many["total_s"] is None  # not one batch
     assert two["exchange_s"] == pytest.approx(content["gradient_bytes"] * (1e-9 + 1e-9) + 2 * 0.00105 + 0.01)
     assert two["step_s"] == pytest.approx(sum(two[f"{part}_s"] for part in PARTS))
@@ -138,7 +138,7 @@ def test_memory_is_that_of_one_of_several_as_train_counts_it(capsys):
     # One of several adds its gradients up, as one does that has two micro-batches, and has copies of them for the sum.
     in_parts, several = asked("--hosts 1 --batch 2 --micro-batch 1"), asked("--hosts 2")
     copies = several["upper_bound_bytes"] - in_parts["upper_bound_bytes"]
-    assert copies == pytest.approx(scaling.EXCHANGED_COPIES * several["gradient_bytes"], rel=0.01)
+    assert copies == pytest.approx(scaling.SENT_COPIES * several["gradient_bytes"], rel=0.01)
     assert asked("--hosts 1")["upper_bound_bytes"] < in_parts["upper_bound_bytes"]
-    dealt, given = asked("--norm batch --hosts 2 4 --global-batch 8"), asked("--norm batch --hosts 2 4 --batch 4")
-    assert dealt["upper_bound_bytes"] == given["upper_bound_bytes"]
+    dealt, each = asked("--norm batch --hosts 2 4 --global-batch 8"), asked("--norm batch --hosts 2 4 --batch 4")
+    assert dealt["upper_bound_bytes"] == each["upper_bound_bytes"]

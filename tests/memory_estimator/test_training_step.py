@@ -34,9 +34,9 @@ JOBS = st.builds(
 @settings(max_examples=80)
 def test_every_program_is_consistent(job):
     program = training_step(job)
-    done = [each.name for each in program.ops]
-    assert len(set(done)) == len(done)
-    # Raises where an operation reads what is not there.
+    assert len({op.name for op in program.ops}) == len(program.ops)
+    assert [*dict.fromkeys(op.phase for op in program.ops)] == ["forward pass", "loss", "backward pass", "update"]
+    # Raises if an operation reads a tensor that does not live.
     line = timeline(program)
     assert line.peak_bytes >= sum(tensor.bytes for tensor in program.resident)
     # What a step takes it gives back.
@@ -75,8 +75,8 @@ def live(job):
     """KiB of maps while each operation runs, by its name."""
     program = training_step(job)
     without = sum(rounded(tensor.bytes) for tensor in program.resident)
-    found = zip(program.ops, timeline(program).live_bytes)
-    return {op.name: round((size - without) / KIB) for op, size in found}
+    sizes = zip(program.ops, timeline(program).live_bytes)
+    return {op.name: round((size - without) / KIB) for op, size in sizes}
 
 
 def test_every_raw_sum_is_kept_under_speed_and_two_a_level_under_lean():
@@ -107,7 +107,7 @@ def test_muon_keeps_one_copy_of_large_kernels_and_two_of_the_rest():
     slots = {}
     for optimizer in ("muon", "adam"):
         program = training_step(Job(UNetConfig(residual=True), (64,) * 3, optimizer=optimizer))
-        slots[optimizer] = {one.name for one in program.resident if "/slot" in one.name}
+        slots[optimizer] = {tensor.name for tensor in program.resident if "/slot" in tensor.name}
     only_adam = slots["adam"] - slots["muon"]
     assert {"encoder0_conv1/slot1", "decoder0_up/slot1"} <= only_adam
     assert {"encoder1_shortcut/slot1", "head/slot1"} <= slots["muon"]

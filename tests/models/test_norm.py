@@ -59,15 +59,15 @@ def test_a_norm_is_its_definition_and_so_are_its_gradients(norm, samples, activa
     close = {"rtol": 1e-2, "atol": 1e-2} if dtype == "bfloat16" else {"rtol": 1e-4, "atol": 1e-5}
     np.testing.assert_allclose(tf.cast(y, tf.float64), expected, **close)
     assert (tf.reduce_min(y) < 0) == (not activate)
-    for found, one in zip(gradients, tape.gradient(expected, inputs, tf.cast(upstream, tf.float64))):
-        np.testing.assert_allclose(tf.cast(found, tf.float64), one, **close)
+    for gradient, automatic in zip(gradients, tape.gradient(expected, inputs, tf.cast(upstream, tf.float64))):
+        np.testing.assert_allclose(tf.cast(gradient, tf.float64), automatic, **close)
 
     if norm == "batch":  # what moves is an estimate of the variance of what the batch was drawn from
         flat = np.reshape(inputs[0], (-1, channels))
-        for moved, before, found in zip(layer.get_weights()[2:], first[2:], (flat.mean(0), flat.var(0, ddof=1))):
-            np.testing.assert_allclose(moved, MOMENTUM * before + (1 - MOMENTUM) * found, rtol=1e-4)
-    for found, again in zip((y, *gradients), tf.nest.flatten(by_layer())):
-        np.testing.assert_array_equal(tf.cast(found, tf.float32), tf.cast(again, tf.float32))  # to the last bit
+        for moved, before, statistic in zip(layer.get_weights()[2:], first[2:], (flat.mean(0), flat.var(0, ddof=1))):
+            np.testing.assert_allclose(moved, MOMENTUM * before + (1 - MOMENTUM) * statistic, rtol=1e-4)
+    for own, again in zip((y, *gradients), tf.nest.flatten(by_layer())):
+        np.testing.assert_array_equal(tf.cast(own, tf.float32), tf.cast(again, tf.float32))  # to the last bit
 
 
 @pytest.mark.parametrize(("channels", "dtype"), zip(CHANNELS, DTYPES))

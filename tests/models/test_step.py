@@ -15,7 +15,7 @@ from models.layers import NormActivation
 from models.native import operations
 from models.unet3d import UNet3D, build_unet3d
 
-pytestmark = pytest.mark.skipif(not operations.available(), reason="own kernels are not built")
+pytestmark = pytest.mark.skipif(not operations.available(), reason="own operations are not built")
 
 GRID = (16, 8, 8)
 
@@ -30,12 +30,12 @@ NETWORKS = {
 have a first block, one between, the deepest and two decoders."""
 
 DRAWS = range(2, 7)
-"""Of weights and volumes. Of a million values one may be so close to 0 that the order of a sum opens or closes its ReLU
-and with it go up to 2e-3 of the gradients before it."""
+"""Seeds of weights and volumes. One of a million values may be so near 0 that the order of a sum opens or closes its
+ReLU, which changes up to 2e-3 of the gradients before it."""
 
 
 class Step(NamedTuple):
-    """Of the weights those after the step: batch norm's statistics have moved."""
+    """Results of a step; the weights are after it: batch norm's statistics have moved."""
 
     loss: float
     answers: list  # in inference
@@ -45,7 +45,7 @@ class Step(NamedTuple):
 
 
 def plain(model, image, training):
-    """What the layers say, one by one."""
+    """The outputs of the layers, one by one."""
     return tf.keras.Model(model.inputs, model.outputs)(image, training=training)
 
 
@@ -60,7 +60,7 @@ def compiled(config, batch, call):
         answers = tf.nest.flatten(call(model, image, False))
         with tf.GradientTape() as tape:
             logits = tf.nest.flatten(call(model, image, True))
-            errors = [(tf.sigmoid(tf.cast(one, tf.float32)) - target) ** 2 for one, target in zip(logits, targets)]
+            errors = [(tf.sigmoid(tf.cast(map_, tf.float32)) - target) ** 2 for map_, target in zip(logits, targets)]
             loss = tf.add_n([tf.reduce_mean(error) for error in errors])
         return loss, answers, logits, tape.gradient(loss, model.trainable_variables)
 
@@ -85,14 +85,14 @@ def step(config, batch, draw=0, call=UNet3D.__call__, eager=False, open_size=Fal
     image = tf.cast(image, config.dtype)
     targets = [tf.constant(rng.random((batch, *head.shape[1:])) < 0.1, tf.float32) for head in model.outputs]
     loss, answers, logits, gradients = (function.python_function if eager else function)(image, targets)
-    answers, logits = ([tf.cast(one, tf.float32).numpy() for one in maps] for maps in (answers, logits))
-    return Step(float(loss), answers, logits, [one.numpy() for one in gradients], model.get_weights())
+    answers, logits = ([tf.cast(map_, tf.float32).numpy() for map_ in maps] for maps in (answers, logits))
+    return Step(float(loss), answers, logits, [gradient.numpy() for gradient in gradients], model.get_weights())
 
 
-def distances(found, expected):
-    """Of each array, as a share of it."""
-    assert [one.shape for one in found] == [one.shape for one in expected]
-    return [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(found, expected)]
+def distances(arrays, expected):
+    """The distance of each array, as a share of it."""
+    assert [array.shape for array in arrays] == [array.shape for array in expected]
+    return [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(arrays, expected)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -105,8 +105,8 @@ def test_answers_gradients_and_moved_statistics_are_those_of_the_layers(network,
         assert own.loss == pytest.approx(of_layers.loss, rel=1e-6)
         assert max(distances(own.logits, of_layers.logits)) < 1e-5
         assert max(distances(own.answers, of_layers.answers)) < 1e-5
-        for found, expected in zip(own.weights, of_layers.weights):
-            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+        for weight, expected in zip(own.weights, of_layers.weights):
+            np.testing.assert_allclose(weight, expected, rtol=0, atol=1e-6)
         apart.append(max(distances(own.gradients, of_layers.gradients)))
         assert apart[-1] < 1e-2
         if apart[-1] < 2e-5:
@@ -120,7 +120,7 @@ def test_in_bfloat16_gradients_are_about_as_far_from_float32s_as_those_of_the_la
     config = dataclasses.replace(config, policy=policy)
     half = dataclasses.replace(config, dtype="bfloat16")
     steps = step(config, batch), step(half, batch, call=plain), step(half, batch)
-    exact, of_layers, own = (np.concatenate([g.ravel() for g in one.gradients]) for one in steps)
+    exact, of_layers, own = (np.concatenate([g.ravel() for g in result.gradients]) for result in steps)
     (rounding,) = distances([of_layers], [exact])
     assert distances([own], [exact])[0] < 1.5 * rounding
 
@@ -129,9 +129,9 @@ def test_in_bfloat16_gradients_are_about_as_far_from_float32s_as_those_of_the_la
 def test_a_tape_that_is_asked_twice_answers_the_same(network):
     model = build_unet3d(NETWORKS[network][0], GRID, 1)
     with tf.GradientTape(persistent=True) as tape:
-        loss = tf.add_n([tf.reduce_sum(one**2) for one in tf.nest.flatten(model(tf.ones((1, *GRID, 4)), True))])
+        loss = tf.add_n([tf.reduce_sum(output**2) for output in tf.nest.flatten(model(tf.ones((1, *GRID, 4)), True))])
     first, again = (tape.gradient(loss, model.trainable_variables) for _ in range(2))
-    assert max(distances([one.numpy() for one in again], [one.numpy() for one in first])) < 1e-6
+    assert max(distances([gradient.numpy() for gradient in again], [gradient.numpy() for gradient in first])) < 1e-6
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -162,8 +162,8 @@ def test_without_a_compiled_step_and_with_an_open_batch_size_it_is_the_same(poli
     config = dataclasses.replace(config, policy=policy)
     expected = step(config, batch)
     for more in ({"eager": True}, {"open_size": True}):
-        found = step(config, batch, **more)
-        assert max(distances(found.logits + found.gradients, expected.logits + expected.gradients)) < 1e-5
+        result = step(config, batch, **more)
+        assert max(distances(result.logits + result.gradients, expected.logits + expected.gradients)) < 1e-5
 
 
 def test_a_weight_that_keras_updates_at_once_does_not_change_the_gradients_of_others():
@@ -196,7 +196,7 @@ def test_a_dropped_network_goes_with_its_graph(policy):
 
 
 def exact_gradients(image, target, weights, depth):
-    """Of the mean squared error, by the definition of an instance-norm U-Net in float64."""
+    """Gradients of the mean squared error, by the definition of an instance-norm U-Net in float64."""
     weights = [tf.constant(weight, tf.float64) for weight in weights]
     rest = iter(weights)
 
@@ -246,9 +246,9 @@ def test_gradients_are_close_to_float64s(policy):
     for draw in DRAWS:
         rng = np.random.default_rng(draw)
         image, target = rng.standard_normal((1, *grid, 4)) * inside, rng.random((1, *grid, 3)) < 0.1
-        found = gradients(*(tf.constant(one, tf.float32) for one in (image, target)))
+        result = gradients(*(tf.constant(array, tf.float32) for array in (image, target)))
         exact = exact_gradients(image.astype(np.float32), target.astype(float), weights, config.depth)
-        apart.append(max(distances([gradient.numpy() for gradient in found], exact)))
+        apart.append(max(distances([gradient.numpy() for gradient in result], exact)))
         assert apart[-1] < 1e-2
         if apart[-1] < 1e-5:
             return

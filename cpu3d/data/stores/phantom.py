@@ -33,8 +33,8 @@ from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import write_json
 from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.progress import bar, say
-from cpu3d.util.records import by
 from memory_estimator.common.schema import option
+from memory_estimator.common.units import by
 
 VERSION = 1  # the same version, seed, shape and NumPy give the same volumes
 CHANNELS = ("FLAIR", "T1w", "t1gd", "T2w")  # names, spelling and codes are those of MSD Task01_BrainTumour

@@ -44,10 +44,10 @@ from cpu3d.util.atomic import atomic_write, is_untouched, remove_partials, writa
 from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar, say
-from cpu3d.util.records import by, count, versions
+from cpu3d.util.records import count, versions
 from memory_estimator.common.files import read_json, read_record, read_regular, typed
 from memory_estimator.common.schema import option
-from memory_estimator.common.units import format_bytes
+from memory_estimator.common.units import by, format_bytes
 
 Fractions = Tuple[float, float, float]
 

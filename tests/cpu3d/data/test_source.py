@@ -18,7 +18,7 @@ from cpu3d.data.store import write_store
 from cpu3d.data.stores.case import facts_of
 from cpu3d.data.stores.prepare import write_arrays
 from cpu3d.errors import InputError
-from cpu3d.util.records import by
+from memory_estimator.common.units import by
 from tests.cpu3d.data.datasets import make_record, manifest_of
 
 AUGMENT = AugmentConfig(flip=True, gain=0.2, offset=0.2)

@@ -23,9 +23,8 @@ from cpu3d.inference.predictor import load_predictor
 from cpu3d.run.checkpoint import save_checkpoint
 from cpu3d.run.config import load_config, save_config
 from cpu3d.settings import RunConfig
-from cpu3d.training.learner import weight_names
 from models.config import UNetConfig
-from models.unet3d import build_unet3d
+from models.unet3d import build_unet3d, weight_names
 from tests.cpu3d.conftest import LPS_2MM, make_store
 from tests.cpu3d.runs import decided
 

@@ -34,12 +34,12 @@ class Operation(ctypes.Structure):
 def operation(kind, dtype, shape, threads, maps, outputs, others=(), **arrays):
     """An Operation on NumPy arrays; it does not keep them."""
     made = Operation(KINDS.index(kind), DTYPES[dtype][0], threads, *shape, outputs=outputs)
-    for i, one in enumerate(maps):
-        made.maps[i], made.channels[i] = pointer(one), one.shape[-1]
-    for i, one in enumerate(others):
-        made.others[i] = pointer(one)
-    for name, one in arrays.items():
-        setattr(made, name, pointer(one))
+    for i, array in enumerate(maps):
+        made.maps[i], made.channels[i] = pointer(array), array.shape[-1]
+    for i, array in enumerate(others):
+        made.others[i] = pointer(array)
+    for name, array in arrays.items():
+        setattr(made, name, pointer(array))
     return made
 
 
@@ -89,8 +89,8 @@ def pointer(array):
 
 
 def formed(maps, coefficients=None, raw=None):
-    """What is convolved, in float64: maps, with a norm (coefficients [batch, 6, channels]), or the gradient of one."""
-    values = np.concatenate([one.astype(np.float64) for one in maps], -1)
+    """Convolved values in float64: maps, with a norm (coefficients [batch, 6, channels]), or the gradient of a map."""
+    values = np.concatenate([array.astype(np.float64) for array in maps], -1)
     if coefficients is None:
         return values
     scale, shift, floor, a, b, c = np.moveaxis(coefficients.astype(np.float64), 1, 0)[:, :, None, None, None, :]

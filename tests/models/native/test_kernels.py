@@ -57,8 +57,8 @@ class Kernel:
         self.map_error = EXACT if dtype == "float32" else max(ROUNDED, products)
         self.filter_error = products
 
-    def run(self, *given, **arrays):
-        assert self.library.native_run(self.name.encode(), operation(*given, **arrays)) == 0
+    def run(self, *arguments, **arrays):
+        assert self.library.native_run(self.name.encode(), operation(*arguments, **arrays)) == 0
 
     def convolve(self, shape, threads, maps, filters, coefficients=None, *, add=None, sums=True, over=None):
         """The map, plus `add`, written over the map `over` or a new one, and its moments."""
@@ -81,14 +81,14 @@ class Kernel:
 
     def filter_gradient(self, shape, threads, maps, gradient, coefficients=None, above=(None, None)):
         """`above` is the raw map of the gradient and its coefficients."""
-        channels = sum(one.shape[-1] for one in maps), gradient.shape[-1]
+        channels = sum(array.shape[-1] for array in maps), gradient.shape[-1]
         result = np.full((3, 3, 3, *channels), np.nan, np.float32)
         arrays = {"coefficients": coefficients, "other_coefficients": above[1], "filter_gradient": result}
         self.run("filter_gradient", self.dtype, shape, threads, maps, channels[1], [gradient, above[0]], **arrays)
         return result
 
     def maps(self, rng, shape, *channels):
-        return [rng.standard_normal((*shape, one)).astype(self.numpy) for one in channels]
+        return [rng.standard_normal((*shape, width)).astype(self.numpy) for width in channels]
 
 
 def filters_of(rng, channels):
@@ -96,7 +96,7 @@ def filters_of(rng, channels):
 
 
 def coefficients_of(rng, shape, channels):
-    """Of a norm, or of the gradient of one; floors are ReLUs, others, and none."""
+    """Coefficients of a norm, or of its gradient; floors are ReLUs, others, and none."""
     coefficients = rng.standard_normal((shape[0], 6, channels)).astype(np.float32)
     coefficients[:, 2] = rng.choice([0, 0.5, -np.inf], (shape[0], channels))
     return coefficients
@@ -171,9 +171,9 @@ def test_input_gradient_through_a_norm_with_the_sums_of_the_norm_below(kernel):
         scale, shift, floor, mean, rstd, _ = np.moveaxis(below.astype(np.float64), 1, 0)[:, :, None, None, None, :]
         r = raw_below.astype(np.float64)
         g = np.where(scale * r + shift > floor, result.astype(np.float64), 0)
-        for found, terms in ((sums[:, 0], g), (sums[:, 1], g * (r - mean) * rstd)):
+        for total, terms in ((sums[:, 0], g), (sums[:, 1], g * (r - mean) * rstd)):
             size = np.abs(terms).sum((1, 2, 3)).max() + 1e-30
-            np.testing.assert_allclose(found / size, terms.sum((1, 2, 3)) / size, atol=1e-6, err_msg=str(case))
+            np.testing.assert_allclose(total / size, terms.sum((1, 2, 3)) / size, atol=1e-6, err_msg=str(case))
 
 
 @pytest.mark.parametrize("shape", [(1, 7, 9, 11), (2, 5, 6, 7), (3, 1, 2, 5), (1, 5, 15, 400), (2, 5, 4, 3000)])
@@ -186,11 +186,11 @@ def test_over_the_map_that_is_read_come_the_same_bits_as_elsewhere(kernel, shape
     for threads in THREADS:
         over, again = source.copy(), source.copy()
         expected = kernel.convolve(shape, threads, [source], filters, norm)
-        found = kernel.convolve(shape, threads, [over], filters, norm, over=over)
-        assert [each.tobytes() for each in found] == [each.tobytes() for each in expected], threads
+        results = kernel.convolve(shape, threads, [over], filters, norm, over=over)
+        assert [each.tobytes() for each in results] == [each.tobytes() for each in expected], threads
         expected = kernel.input_gradient(shape, threads, source, filters, (raw, norm), below)
-        found = kernel.input_gradient(shape, threads, again, filters, (raw, norm), below, over=again)
-        assert [each.tobytes() for each in found] == [each.tobytes() for each in expected], threads
+        results = kernel.input_gradient(shape, threads, again, filters, (raw, norm), below, over=again)
+        assert [each.tobytes() for each in results] == [each.tobytes() for each in expected], threads
 
 
 def test_filter_gradient_of_raw_and_formed_maps(kernel):
@@ -261,14 +261,14 @@ def test_emulated_tiles_are_taken_by_name_alone_and_for_bfloat16_alone(library, 
 def test_scratch_is_what_the_formula_says(kernel, shape, kind):
     for channels, outputs in ((1, 16), (33, 16), (256, 256)):
         outputs = channels if kind == "in place" else outputs
-        maps, found = [np.zeros((1, channels)), np.zeros((1, outputs))], np.zeros(2, np.uint64)
+        maps, sizes = [np.zeros((1, channels)), np.zeros((1, outputs))], np.zeros(2, np.uint64)
         name, result = "filter_gradient" if kind == "filters" else "convolve", maps[kind != "in place"]
-        kernel.run(name, kernel.dtype, shape, 3, maps[:1], outputs, map=result, scratch=found)
+        kernel.run(name, kernel.dtype, shape, 3, maps[:1], outputs, map=result, scratch=sizes)
         l2_bytes, rounded = os.sysconf(SC_LEVEL2_CACHE_SIZE), kernel.name in ROUNDED_ROWS
         dtype_bytes = np.dtype(kernel.numpy).itemsize
         l2_bytes, amx = l2_bytes or 1 << 20, "amx" in kernel.name
         expected = scratch(dtype_bytes, rounded, shape, channels, outputs, 3, l2_bytes, kind, amx)
-        assert tuple(found) == expected
+        assert tuple(sizes) == expected
 
 
 @pytest.mark.slow

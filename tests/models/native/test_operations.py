@@ -40,9 +40,9 @@ def test_a_map_that_nobody_else_reads_is_written_over_with_the_same_result(dtype
         raw, mean, _ = convolve([Source(back)], filters)
         return raw, mean
 
-    found, expected = tf.function(steps, autograph=False)(gradient, filters), steps(gradient, filters)
-    for one, other in zip(found, expected):
-        np.testing.assert_array_equal(one, other)
+    compiled, expected = tf.function(steps, autograph=False)(gradient, filters), steps(gradient, filters)
+    for result, known in zip(compiled, expected):
+        np.testing.assert_array_equal(result, known)
 
 
 def test_a_map_that_is_read_again_is_not_written_over():
@@ -117,7 +117,7 @@ FREE = {"UP_CONVOLVE": [(0, 3), (4, 1), (4, 2), (4, 3)], "UP_FILTER_GRADIENT": [
 def test_every_kind_refuses_a_tensor_that_is_larger_along_any_axis_and_another_number_of_maps(kind):
     filters, bias, norms, other_norms, maps, others = KINDS[kind]
     floats = [filters, bias, norms and (2, 6, norms), other_norms and (2, 6, other_norms)]
-    fitting = [one or (0,) for one in floats] + [MAPS[one] for one in maps + others]
+    fitting = [name or (0,) for name in floats] + [MAPS[name] for name in maps + others]
 
     def call(shapes):
         tensors = [tf.zeros(shape) for shape in shapes]

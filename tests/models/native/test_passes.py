@@ -43,12 +43,12 @@ class Case:
         if plain and not kind.endswith("to_raw"):
             self.coefficients = None
         filters = (2, 2, 2, wide, channels[0]) if ups else (channels[0], wide)
-        self.filters, self.bias = (rng.standard_normal(one).astype(np.float32) for one in (filters, wide))
+        self.filters, self.bias = (rng.standard_normal(shape).astype(np.float32) for shape in (filters, wide))
 
     def run(self, library, name, threads, in_place=False):
         """Map, sums, gradients of filters and bias; None where the kind does not make them."""
         kind, (batch, *grid) = self.kind, self.shape
-        maps = [np.array(one) for one in (self.raw, *self.others)]
+        maps = [np.array(array) for array in (self.raw, *self.others)]
         results, width = [None] * 4, self.bias.size
         if kind not in ("project_sums", "up_filter_gradient"):
             shape = [batch, *([2 * n for n in grid] if kind == "up_convolve" else self.raw.shape[1:4])]
@@ -61,17 +61,17 @@ class Case:
             results[2] = np.full_like(self.filters, np.nan)
             results[3] = np.full(width, np.nan, np.float32) if kind != "up_filter_gradient" else None
         made = dict(zip(("map", "sums_to", "filter_gradient", "bias_gradient"), results))
-        given = {"coefficients": self.coefficients, "filters": self.filters, **made}
+        arguments = {"coefficients": self.coefficients, "filters": self.filters, **made}
         if kind == "project":
-            given["bias"] = self.bias
-        call = operation(kind, self.dtype, self.shape, threads, maps[:1], width, maps[1:], **given)
+            arguments["bias"] = self.bias
+        call = operation(kind, self.dtype, self.shape, threads, maps[:1], width, maps[1:], **arguments)
         assert library.native_run(name.encode(), call) == 0
         return results
 
     def expected(self, written):
         """The same in float64; sums are of the map that was `written`, if there is one."""
         kind, raw = self.kind, self.raw.astype(np.float64)
-        first, second = [one.astype(np.float64) for one in self.others] + [0.0] * (2 - len(self.others))
+        first, second = [array.astype(np.float64) for array in self.others] + [0.0] * (2 - len(self.others))
         scale, shift, floor, *rest = (1.0, 0.0, -np.inf, 0.0, 1.0)
         if self.coefficients is not None:
             rows = np.moveaxis(self.coefficients.astype(np.float64), 1, 0)[:, :, None, None, None, :]
@@ -131,16 +131,16 @@ def test_a_pass_makes_what_its_definition_says(library, kind, name, dtype):
         pytest.skip(f"needs a CPU with {name}")
     rng, threads = np.random.default_rng(0), itertools.cycle(THREADS)
     for shape, channels, (plain, add) in zip(
-        itertools.cycle(SHAPES), [one for one in CHANNELS for _ in SHAPES], itertools.cycle([(0, 1), (0, 0), (1, 1)])
+        itertools.cycle(SHAPES), [row for row in CHANNELS for _ in SHAPES], itertools.cycle([(0, 1), (0, 0), (1, 1)])
     ):
         case, count = Case(rng, kind, shape, channels, dtype, plain, add), next(threads)
-        found = case.run(library, name, count)
-        made, *rest = case.expected(found[0] if kind != "project_sums" else None)
+        results = case.run(library, name, count)
+        made, *rest = case.expected(results[0] if kind != "project_sums" else None)
         bounds = (ERRORS[dtype], SUM_ERROR, SUM_ERROR, SUM_ERROR)
-        for what, one, expected, bound in zip(("map", "sums", "filters", "bias"), found, (made, *rest), bounds):
-            if one is not None:
-                error = np.linalg.norm(one.astype(np.float64) - expected) / (np.linalg.norm(expected) + 1e-30)
-                assert error < bound, (what, shape, channels, count, plain, add)
+        for part, result, expected, bound in zip(("map", "sums", "filters", "bias"), results, (made, *rest), bounds):
+            if result is not None:
+                error = np.linalg.norm(result.astype(np.float64) - expected) / (np.linalg.norm(expected) + 1e-30)
+                assert error < bound, (part, shape, channels, count, plain, add)
         again = case.run(library, name, count, in_place=kind in OVER and len(case.others) >= OVER[kind])
-        for one, other in zip(found, again):  # the same bits, also over an input
-            assert one is None or one.tobytes() == other.tobytes()
+        for result, other in zip(results, again):  # the same bits, also over an input
+            assert result is None or result.tobytes() == other.tobytes()
