@@ -34,6 +34,7 @@ class Kind:
     policy: str  # of memory
     versions: Tuple[str, ...]  # of the engines, as of `engine_version`
     hosts: Tuple[str, ...]  # the CPUs' names
+    instructions: Tuple[str, ...]  # the instruction sets of own operations that were measured
     threads: Tuple[int, ...]  # numbers of threads that were measured
     networks: Tuple[str, ...]  # that were measured
     records: int  # measured steps; the margin is made of all of them
@@ -62,15 +63,17 @@ class Accuracy:
     kinds: Tuple[Kind, ...]
     versions: Dict[str, str] = field(default_factory=dict)  # engine -> its `engine_version`; one missing is as recorded
 
-    def covering(self, job: Job) -> Tuple[Optional[Kind], str]:
-        """The kind of records that covers a job; None, and the setting that was not measured, if there is none."""
+    def covering(self, job: Job, instructions: str) -> Tuple[Optional[Kind], str]:
+        """The kind of records that covers a job by own operations of an instruction set; None, and what was not
+        measured, if there is none."""
         for kind in self.kinds:
             if (kind.dtype, kind.policy) == (job.unet.dtype, job.policy):
                 version = self.versions.get(job.engine)
                 if version and version not in kind.versions:
                     return None, version
-                if job.unet.network not in kind.networks:
-                    return None, job.unet.network
+                for measured, value in ((kind.networks, job.unet.network), (kind.instructions, instructions)):
+                    if value not in measured:
+                        return None, value
                 return (kind, "") if job.threads in kind.threads else (None, f"{job.threads} threads")
         return None, f"{job.unet.dtype} under policy {job.policy}"
 

@@ -63,6 +63,7 @@ class HostConstants:
     """One host's constants."""
 
     name: str  # such as "AMD EPYC with AVX512_BF16"
+    instructions: str  # the instruction set of own operations there
     cpu: str  # the model's name in /proc/cpuinfo; "" for a class of hosts
     origin: str  # "measured" or "assumed", of the costs
     origins: Dict[str, str]  # field -> "measured: how" or "assumed: why", for every field of figures
@@ -75,6 +76,11 @@ class HostConstants:
     costs: Dict[str, Dict[str, Dict[str, float]]]  # dtype -> kind of operations -> feature -> seconds a unit
     scales: Dict[str, Scale] = field(default_factory=dict)  # dtype -> factor of `costs`
     note: str = ""  # why the host's own file was not read
+
+    @property
+    def digest(self) -> str:
+        """A short one of the figures that predictions are made of."""
+        return _digest(self.threads, self.saturating_threads, self.baseline_bytes, self.op_bytes, self.costs)
 
     def scale(self, dtype: str) -> Optional[Scale]:
         """The scale of steps in a dtype: the other dtype's if it has none."""
@@ -147,16 +153,17 @@ def find_constants(host: Optional[Host] = None) -> HostConstants:
 
 
 def host_file(host: Host) -> Path:
-    """The file of a host's own speed, by its CPU, instruction sets and cores. In $XDG_DATA_HOME, else ~/.local/share,
-    a folder a schema, so that versions leave each other's alone. Raises ValueError if there is no such folder."""
+    """The file of a host's own speed, by its CPU, instruction sets and cores, and by the shipped constants that it
+    scales: versions leave each other's alone. It is in $XDG_DATA_HOME, else ~/.local/share. Raises ValueError if there
+    is no such folder."""
     base = Path(os.environ.get("XDG_DATA_HOME", ""))
     if not base.is_absolute():  # the XDG specification: ignore it then
         base = Path(os.path.expanduser("~/.local/share"))
     if not base.is_absolute():
         raise ValueError("$XDG_DATA_HOME or a home folder must be set to keep a host's speed, got neither; set one")
-    digest = hashlib.sha256(repr((host.cpu_model, host.isa, host.usable_cores)).encode()).hexdigest()[:8]
+    digest = _digest(host.cpu_model, host.isa, host.usable_cores, shipped_constants(host.instructions).digest)
     cpu = re.sub(r"[^a-z0-9.]+", "-", host.cpu_model.lower()).strip("-")
-    return base / "cpu3d" / f"speed-{SCHEMA}" / f"{cpu}.cores-{host.usable_cores}.{digest}.json"
+    return base / "cpu3d" / "speed" / f"{cpu}.cores-{host.usable_cores}.{digest}.json"
 
 
 def shipped_constants(instructions: str) -> HostConstants:
@@ -166,8 +173,12 @@ def shipped_constants(instructions: str) -> HostConstants:
 
 def like_shipped(host: Host) -> Dict[str, Any]:
     """The JSON of a host's own file that scales nothing yet: it has the shipped constants."""
-    about = {"like": host.instructions or "avx2", "shipped": shipped_constants(host.instructions).date}
+    about = {"like": host.instructions or "avx2", "shipped": shipped_constants(host.instructions).digest}
     return {"schema": SCHEMA, "cpu": host.cpu_model, **about, "scales": {}}
+
+
+def _digest(*figures: Any) -> str:
+    return hashlib.sha256(repr(figures).encode()).hexdigest()[:8]
 
 
 def _path(name: Union[str, Path]) -> Union[str, Path]:
@@ -181,8 +192,8 @@ def _constants(content: Mapping[str, Any]) -> HostConstants:
     names = {field.name for field in dataclasses.fields(HostConstants)} & set(content)
     constants = typed({name: content[name] for name in names}, HostConstants, "calibration")
     _check(constants)
-    if content.get("shipped", constants.date) != constants.date:
-        raise ValueError(f"scales of constants shipped on {content['shipped']}, not on {constants.date}")
+    if "shipped" in content and content["shipped"] != shipped_constants(content["like"]).digest:
+        raise ValueError("scales of other constants than are shipped now")
     return constants
 
 

@@ -98,10 +98,7 @@ def read_host(root: Union[str, Path] = "/") -> Host:
         return Host(platform.processor(), 1, cores, logical, 1, memory.total, memory.available, None, 0, None, ())
     first = fields(read_text(root / "proc/cpuinfo").partition("\n\n")[0])
     isa = tuple(flag for flag in ISA_FLAGS if flag in first.get("flags", "").split())
-    places, memory, nodes = cpu_places(root), meminfo(root), node_memory(root)
-    available = available_bytes(memory)
-    if len(nodes) < len(_nodes(root)):
-        available = min(available, sum(node.free_bytes for node in nodes))
+    places, memory = cpu_places(root), meminfo(root)
     limit, used = memory_limit(root, memory["MemTotal"])
     sockets, cores = len({place.socket for place in places}), len({place.core for place in places})
     return Host(
@@ -111,7 +108,7 @@ def read_host(root: Union[str, Path] = "/") -> Host:
         logical_cpus=len(places),
         numa_nodes=len({place.node for place in places}),
         memory_bytes=memory["MemTotal"],
-        available_bytes=available,
+        available_bytes=available_bytes(root),
         cgroup_limit_bytes=limit,
         cgroup_used_bytes=used,
         cpu_quota=cpu_quota(root),
@@ -164,9 +161,10 @@ class Node(NamedTuple):
 
 def node_memory(root: Path) -> List[Node]:
     """The NUMA nodes whose memory this process may use, by number; node 0 if /sys has none."""
-    allowed, memory = _allowed_nodes(root), meminfo(root)
-    nodes = [node for node in _nodes(root) if not allowed or node.number in allowed]
-    return nodes or [Node(0, memory["MemTotal"], available_bytes(memory))]
+    nodes, memory = _nodes(root), meminfo(root)
+    allowed = _allowed_nodes(root) if len(nodes) > 1 else ()
+    usable = [node for node in nodes if not allowed or node.number in allowed]
+    return usable or [Node(0, memory["MemTotal"], _available_bytes(memory))]
 
 
 def _nodes(root: Path) -> List[Node]:
@@ -198,8 +196,14 @@ def meminfo(root: Path) -> Dict[str, int]:
     return sizes(read_text(root / "proc/meminfo"))
 
 
-def available_bytes(memory: Dict[str, int]) -> int:
-    """The part of `meminfo` that can be used without swapping."""
+def available_bytes(root: Path) -> int:
+    """Memory that this process can have without swapping, of the NUMA nodes that it may use."""
+    machine, nodes = _available_bytes(meminfo(root)), node_memory(root)
+    return min(machine, sum(node.free_bytes for node in nodes)) if len(nodes) < len(_nodes(root)) else machine
+
+
+def _available_bytes(memory: Dict[str, int]) -> int:
+    """The whole machine's, of its `meminfo`."""
     return memory.get("MemAvailable", memory.get("MemFree", memory["MemTotal"]))
 
 

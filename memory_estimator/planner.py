@@ -16,6 +16,7 @@ from models.layer_plan import Shape3, layer_plan
 Price = Callable[[Job], Estimate]
 
 STEP_OF_FILTERS = 8  # convolutions compute vectors of channels: numbers between cost as much as the next multiple
+BEYOND = 4  # numbers tried past the first that does not fit: with rounding a larger one may take less
 LARGEST = 2**20  # no search continues past this number: the memory would be without limit
 CONTEXT_BYTES = 2**30  # of a GPU: CUDA's context, cuDNN's and cuBLAS's handles and kernels
 CARD_SHARE = 1.4  # of the sum in `gpu_bytes`: 0.9 was measured in float32, 1.35 in bfloat16 on an H200 (docs/log.md)
@@ -93,7 +94,7 @@ def extent(job: Job, number: int) -> Job:
 
 def largest_number(cost: Callable[[int], int], budget: int, last: int = LARGEST) -> int:
     """The largest number from 1 to `last` whose cost is within the budget; 0 for none. Costs grow with the number but
-    for the allocator's rounding, so the guesses double, then halve the remaining range."""
+    for the allocator's rounding: the guesses double, then halve the remaining range, then try BEYOND more numbers."""
     low, high = 0, 1
     while high <= last and cost(high) <= budget:
         low, high = high, 2 * high
@@ -101,7 +102,7 @@ def largest_number(cost: Callable[[int], int], budget: int, last: int = LARGEST)
     while high - low > 1:
         guess = (low + high) // 2
         low, high = (guess, high) if cost(guess) <= budget else (low, guess)
-    return low
+    return next((n for n in range(min(low + BEYOND, last), low, -1) if cost(n) <= budget), low)
 
 
 def nearest(

@@ -211,6 +211,7 @@ def _kind(key: Key, rows: Sequence[Row]) -> Kind:
         *key,
         versions=tuple(sorted({row.measured.version for row in rows})),
         hosts=tuple(sorted({row.measured.host for row in rows})),
+        instructions=tuple(sorted({instruction_set(row.measured.isa) for row in rows})),
         threads=tuple(sorted({row.measured.job.threads for row in rows})),
         networks=tuple(sorted({row.measured.job.unet.network for row in rows})),
         records=len(rows),

@@ -42,10 +42,10 @@ class UNetConfig:
     def __post_init__(self):
         for name in ("channels", "outputs", "filters"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}; give a positive number")
+            if not isinstance(value, int) or not 1 <= value < 2**16:
+                raise ValueError(f"{name} must be an integer from 1 to 65535, got {value!r:.40}; give such a number")
         if not isinstance(self.depth, int) or not 2 <= self.depth <= 8:
-            raise ValueError(f"depth must be between 2 and 8, got {self.depth!r}; 5 is the paper's")
+            raise ValueError(f"depth must be between 2 and 8, got {self.depth!r:.40}; 5 is the paper's")
         choices = {"network": NETWORKS, "norm": NORMS, "up": UPS, "dtype": DTYPES, "policy": POLICIES}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

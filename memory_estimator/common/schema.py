@@ -116,7 +116,7 @@ def check(settings: Any, error: Type[Exception] = ValueError) -> None:
         for part in value if isinstance(value, tuple) else () if value is None else (value,):
             rule = _broken_rule(part, spec)
             if rule:
-                raise error(f"{field.name} must {rule}, got {part!r}; see --help")
+                raise error(f"{field.name} must {rule}, got {part!r:.40}; see --help")
 
 
 def to_command_line(cls: type, settings: Mapping[str, Any]) -> List[str]:
@@ -159,9 +159,7 @@ def _shape_of(hint: Any) -> Tuple[Any, Union[int, str, None]]:
 
 def _help(field: dataclasses.Field, spec: Option) -> str:
     """The help line, with its default if that is a plain value and not named already."""
-    default = field.default
-    if isinstance(default, tuple):
-        default = " ".join(map(str, default))
+    default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
     plain = isinstance(default, (int, float, str, Path)) and not isinstance(default, bool) and default != ""
     if not plain or "default:" in spec.help:
         return spec.help
@@ -172,6 +170,8 @@ def _broken_rule(value: Any, spec: Option) -> str:
     """The rule that a value breaks, as in "be at least 1"; "" for none."""
     if spec.choices is not None:
         return "" if value in spec.choices else f"be one of {', '.join(map(str, spec.choices))}"
+    if isinstance(value, int) and abs(value) >= 2**31:
+        return "fit into 32 bits"
     rules = (
         (spec.at_least, operator.ge, "be at least"),
         (spec.above, operator.gt, "be above"),

@@ -21,14 +21,15 @@ VERSION = "TensorFlow 1, ITEX 1"
 def kind(policy, dtype):
     """Accuracy of steps on two threads whose bounds are a tenth above their peaks."""
     bound = Bound(0.01, 0.02)
-    return Kind(dtype, policy, (VERSION,), ("AMD EPYC",), (2,), ("unet3d",), 9, 9, bound, bound, bound, 0.1, 2**20)
+    measured = ((VERSION,), ("AMD EPYC",), ("avx512_bf16",), (2,), ("unet3d",))
+    return Kind(dtype, policy, *measured, 9, 9, bound, bound, bound, 0.1, 2**20)
 
 
 RECORDED = Accuracy(tuple(kind(policy, "bfloat16") for policy in POLICIES))
 
 
-def of(job=SMALL, accuracy=RECORDED, **changes):
-    return estimate(dataclasses.replace(job, **changes), CONSTANTS, accuracy)
+def of(job=SMALL, accuracy=RECORDED, constants=CONSTANTS, **changes):
+    return estimate(dataclasses.replace(job, **changes), constants, accuracy)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -75,6 +76,7 @@ def test_a_store_adds_the_next_batch_and_to_the_bound_what_a_run_holds_beside_it
     ("changes", "versions", "setting"),
     [
         ({"threads": 56}, {}, "56 threads"),
+        ({"constants": shipped_constants("amx")}, {}, "amx"),
         ({}, {"itex": "TensorFlow 9, ITEX 9"}, "TensorFlow 9, ITEX 9"),
         ({"unet": dataclasses.replace(SMALL.unet, network="cicek2016")}, {}, "cicek2016"),
         ({"unet": dataclasses.replace(SMALL.unet, dtype="float32")}, {}, "float32 under policy speed"),

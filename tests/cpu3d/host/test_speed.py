@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import shutil
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from cpu3d.host.speed import Observer, keep_training
+from memory_estimator import calibration
 from memory_estimator.calibration import find_constants, host_file
 from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
@@ -92,6 +94,19 @@ def test_what_is_damaged_or_of_another_version_is_not_used_and_replaced(damage):
     assert str(path) in basis()
     keep_training(JOB, 2 * before, HOST, quiet=False)
     assert basis().startswith("scaled by 2.00")
+
+
+def test_versions_with_other_constants_leave_each_other_s_speeds_alone(monkeypatch, tmp_path):
+    keep_training(JOB, 3 * predicted_s(), HOST, quiet=True)
+    kept, other = predicted_s(), shutil.copytree(calibration.SHIPPED, tmp_path / "hosts")
+    for path in other.glob("*.json"):
+        path.write_text(path.read_text().replace('"work, values": ', '"work, values": 2'))
+    with monkeypatch.context() as patched:
+        patched.setattr(calibration, "SHIPPED", other)
+        assert "assumed from" in basis()
+        keep_training(JOB, 2 * predicted_s(), HOST, quiet=False)
+        assert basis().startswith("scaled by 2.00")
+    assert predicted_s() == kept
 
 
 def observed(job, steps_s):

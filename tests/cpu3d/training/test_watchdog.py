@@ -12,7 +12,8 @@ from cpu3d.errors import Interrupted
 from cpu3d.run.heartbeat import read_heartbeats
 from cpu3d.training import watchdog
 from cpu3d.training.watchdog import CGROUP, MACHINE, Guard, MemoryFloor, Room, Sample, noted_signals, take_sample
-from tests.cpu3d.host.hosts import write_line
+from memory_estimator.host import read_host
+from tests.cpu3d.host.hosts import XEON, write_line, write_tree
 
 MIB, GIB = 2**20, 2**30
 
@@ -34,6 +35,12 @@ def test_swap_counts_for_the_machine_and_a_container_leaves_what_is_not_used_and
     for name, text in (("max", 8 * GIB), ("current", 7 * GIB), ("stat", f"active_file {4 * GIB}")):
         write_line(host, f"sys/fs/cgroup/job/memory.{name}", str(text))
     assert take_sample(host).rooms[CGROUP] == Room(5 * GIB, 8 * GIB)
+
+
+def test_a_process_bound_to_a_numa_node_has_the_memory_of_that_node(tmp_path):
+    write_tree(tmp_path, XEON)
+    write_line(tmp_path, "proc/self/status", "Mems_allowed_list: 1")
+    assert take_sample(tmp_path).rooms[MACHINE].free_bytes == read_host(tmp_path).free_bytes < 768 * GIB
 
 
 # --- Whether it lasts ---
