@@ -36,6 +36,7 @@ NETWORKS: Tuple[Tuple[Dict[str, Any], Tuple[int, int, int], Dict[str, Any]], ...
     ({"filters": 8}, (96, 96, 96), {"optimizer": "adam"}),
     ({"filters": 48}, (48, 48, 48), {}),
     ({"network": "cicek2016", "filters": 24}, (32, 32, 32), {}),
+    ({}, (16, 16, 16), {"batch": 16, "micro_batch": 16}),
     ({}, (128, 128, 128), {}),
     ({"residual": True}, (128, 112, 128), {}),
     ({"deep_supervision": True}, (128, 128, 112), {"optimizer": "adam"}),
@@ -51,15 +52,17 @@ NETWORKS: Tuple[Tuple[Dict[str, Any], Tuple[int, int, int], Dict[str, Any]], ...
 )
 """Jobs that are measured in each dtype under each policy: network, voxels and other settings."""
 
+ON_EVERY_ENGINE = ((32, 32, 32), (128, 128, 128))  # voxels; the others on the first engine alone
+
 
 def configurations(threads: int, engines: Sequence[str] = ENGINES) -> Tuple[Job, ...]:
-    """Every job that `bench validate` measures on a host with so many threads; with further engines those of 128^3."""
+    """Every job that `bench validate` measures on a host with so many threads; with further engines those of ON_EVERY_ENGINE."""
     return tuple(
         Job(UNetConfig(**unet, dtype=dtype, policy=policy), shape, engine=engine, threads=threads, **more)
         for unet, shape, more in NETWORKS
         for dtype in DTYPES
         for policy in POLICIES
-        for engine in (engines if shape == (128, 128, 128) else engines[:1])
+        for engine in (engines if shape in ON_EVERY_ENGINE else engines[:1])
     )
 
 

@@ -107,6 +107,7 @@ def test_what_the_estimator_says_of_its_errors_is_what_was_measured(validated):
 
 def test_no_peak_lies_above_its_bound(validated):
     assert all(row.errors["upper_bound"] >= 0 for row in validated)
+    assert left_out_in_turn(validated)[0] == 0  # nor above the bound that all other records make
 
 
 @pytest.mark.parametrize(
