@@ -19,6 +19,7 @@ MIB = 2**20
 
 CONSTANTS = HostConstants(
     name="by hand",
+    instructions="",
     cpu="",
     origin="assumed",
     origins={},
