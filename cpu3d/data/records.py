@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any, Dict, Iterable, List, Literal, Mapping, Sequence, Tuple, Union
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from cpu3d.data.region import Region, Shape3
@@ -16,7 +15,6 @@ from cpu3d.errors import refuse
 
 SCHEMA = 1  # version of the store's layout and records; a store of another version is refused
 SPLITS = ("train", "val", "test")
-CENTRES = 32  # most voxels of each label code in a record; patches are shifted around them
 
 Count = Annotated[int, Meta(ge=0)]
 Code = Annotated[int, Meta(ge=0, le=255)]
@@ -72,7 +70,7 @@ class CaseRecord:
     label_voxels: Dict[Code, Annotated[int, Meta(gt=0)]]
     """Voxels of each label code that occurs, 0 included; empty for a case without a label."""
     centres: Dict[Code, Tuple[Shape3, ...]]
-    """Up to `CENTRES` voxels of each label code but 0, spread evenly over it: where patches may be centred."""
+    """Up to `stores.case.CENTRES` voxels of each label code but 0, spread evenly over it: where patches may be centred."""
     geometry: Geometry
     sources: Tuple[SourceFile, ...]
     stem: BareName  # name of the arrays' files up to the first dot
@@ -165,20 +163,6 @@ def split_problems(split: Mapping[str, Sequence[str]], cases: Iterable[CaseRecor
             advice = "leave all but one out, or `prepare` with --patients FILE that gives them one patient"
             problems.append(f"image of cases {names} must be in one split, got identical voxels; {advice}")
     return problems
-
-
-def centres_of(label: np.ndarray) -> Dict[int, Tuple[Shape3, ...]]:
-    """Up to `CENTRES` voxels of each code but 0 of a label map (X, Y, Z), at even steps in C order."""
-    flat, centres = label.reshape(-1), {}
-    inside = np.flatnonzero(flat)
-    codes = flat[inside]
-    for code in np.unique(codes):
-        voxels = inside[codes == code]
-        steps = min(CENTRES, len(voxels))
-        picked = voxels[(2 * np.arange(steps) + 1) * len(voxels) // (2 * steps)]
-        places = np.stack(np.unravel_index(picked, label.shape), -1)
-        centres[int(code)] = tuple(map(tuple, places.tolist()))
-    return centres
 
 
 def array_path(folder: Path, record: CaseRecord, part: str) -> Path:

@@ -8,12 +8,13 @@ import numpy as np
 
 from cpu3d.data import nifti
 from cpu3d.data.files.arrays import file_sha256, voxels_sha256
-from cpu3d.data.records import CaseRecord, Geometry, SourceFile, centres_of
-from cpu3d.data.region import bounding_box, whole
+from cpu3d.data.records import CaseRecord, Geometry, SourceFile
+from cpu3d.data.region import Shape3, bounding_box, whole
 from cpu3d.data.stores.layouts import CaseFiles
 from cpu3d.errors import InputError, refuse
 
 AFFINE_TOLERANCE = 1e-3  # largest difference, in mm, between the affines of files that share a grid
+CENTRES = 32  # most voxels of each label code in a record; patches are shifted around them
 FLOAT16_MAX = float(np.finfo(np.float16).max)
 FLOAT16_SMALLEST = np.float16(2**-24)
 
@@ -153,6 +154,20 @@ def facts_of(image: np.ndarray, label: Optional[np.ndarray]) -> Dict[str, Any]:
         "image_voxels_sha256": voxels_sha256(image),
         "label_voxels_sha256": voxels_sha256(label) if label is not None else "",
     }
+
+
+def centres_of(label: np.ndarray) -> Dict[int, Tuple[Shape3, ...]]:
+    """Up to `CENTRES` voxels of each code but 0 of a label map (X, Y, Z), at even steps in C order."""
+    flat, centres = label.reshape(-1), {}
+    inside = np.flatnonzero(flat)
+    codes = flat[inside]
+    for code in np.unique(codes):
+        voxels = inside[codes == code]
+        steps = min(CENTRES, len(voxels))
+        picked = voxels[(2 * np.arange(steps) + 1) * len(voxels) // (2 * steps)]
+        places = np.stack(np.unravel_index(picked, label.shape), -1)
+        centres[int(code)] = tuple(map(tuple, places.tolist()))
+    return centres
 
 
 def grid_problems(path: Path, grid: Geometry, first: Path, expected: Geometry) -> List[str]:

@@ -9,8 +9,9 @@ import nibabel
 import numpy as np
 
 from cpu3d.data.files.arrays import encode
-from cpu3d.data.records import CaseRecord, Geometry, Manifest, SourceFile, array_path, centres_of, make_manifest
+from cpu3d.data.records import CaseRecord, Geometry, Manifest, SourceFile, array_path, make_manifest
 from cpu3d.data.region import Region, whole
+from cpu3d.data.stores.case import centres_of
 
 SUFFIXES = {
     "brats2017": ("_flair", "_t1", "_t1ce", "_t2", "_seg"),

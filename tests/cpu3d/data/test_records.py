@@ -1,10 +1,9 @@
 import dataclasses
 import json
 
-import numpy as np
 import pytest
 
-from cpu3d.data.records import CENTRES, case_from_json, centres_of, remake, to_json
+from cpu3d.data.records import case_from_json, remake, to_json
 from cpu3d.data.region import Region, whole
 from tests.cpu3d.data.datasets import make_record, manifest_of
 
@@ -46,18 +45,6 @@ def test_a_manifest_works_out_what_follows_from_its_cases():
     assert [case.case_id for case in manifest.cases] == ["a", "b"]
     assert (manifest.split["train"], manifest.unlabelled) == (("a", "b"), ("a",))
     assert (manifest.largest_shape, manifest.largest_box) == ((9, 8, 5), (9, 5, 5))
-
-
-def test_centres_are_the_middles_of_even_steps_through_a_codes_voxels():
-    label = np.zeros((4, 4, 8), np.uint8)
-    label[:2] = 1  # flat voxels 0..63: two a step, the second of each is kept
-    label[3, 3] = 7  # eight voxels: all of them
-    centres = centres_of(label)
-    assert list(centres) == [1, 7]
-    assert centres[1][:5] == ((0, 0, 1), (0, 0, 3), (0, 0, 5), (0, 0, 7), (0, 1, 1))
-    assert (centres[1][-1], len(centres[1])) == ((1, 3, 7), CENTRES)
-    assert centres[7] == tuple((3, 3, z) for z in range(8))
-    assert all(type(n) is int for place in centres[1] for n in place)
 
 
 def test_the_split_hash_tells_moved_cases_and_other_voxels_and_nothing_else():

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from cpu3d.data.region import Region
-from cpu3d.data.stores.case import load_case
+from cpu3d.data.stores.case import CENTRES, centres_of, load_case
 from cpu3d.data.stores.layouts import CaseFiles
 from cpu3d.errors import InputError
 from tests.cpu3d.data.datasets import tiny_image, write_nifti
@@ -85,3 +85,15 @@ def test_a_case_has_a_file_for_each_channel_and_one_label_map(files):
         case = files(*map(tiny_image, range(2)), label=np.ones((6, 5, 4, depth), np.uint8))
         with pytest.raises(InputError, match=rule):
             load_case(case, channels=tuple(channels), labels=LABELS)
+
+
+def test_centres_are_the_middles_of_even_steps_through_a_codes_voxels():
+    label = np.zeros((4, 4, 8), np.uint8)
+    label[:2] = 1  # flat voxels 0..63: two a step, the second of each is kept
+    label[3, 3] = 7  # eight voxels: all of them
+    centres = centres_of(label)
+    assert list(centres) == [1, 7]
+    assert centres[1][:5] == ((0, 0, 1), (0, 0, 3), (0, 0, 5), (0, 0, 7), (0, 1, 1))
+    assert (centres[1][-1], len(centres[1])) == ((1, 3, 7), CENTRES)
+    assert centres[7] == tuple((3, 3, z) for z in range(8))
+    assert all(type(n) is int for place in centres[1] for n in place)
