@@ -70,7 +70,7 @@ class CaseRecord:
     label_voxels: Dict[Code, Annotated[int, Meta(gt=0)]]
     """Voxels of each label code that occurs, 0 included; empty for a case without a label."""
     centres: Dict[Code, Tuple[Shape3, ...]]
-    """Up to `stores.case.CENTRES` voxels of each label code but 0, spread evenly over it: where patches may be centred."""
+    """Up to `stores.case.CENTRES` voxels of each label code but 0, evenly over it, around which patches are drawn."""
     geometry: Geometry
     sources: Tuple[SourceFile, ...]
     stem: BareName  # name of the arrays' files up to the first dot
