@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -158,3 +159,31 @@ def test_without_a_compiler_one_line_says_what_follows(tmp_path):
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert ended.stdout.count("\n") == 1
     assert "C compiler" in ended.stdout
+
+
+COMPILER = """#!/bin/sh
+echo "$@" >> "$0.log"
+case "$*" in *-mamx*) exit 1 ;; *"$REFUSED"*) exit 2 ;; esac
+while [ $# -gt 1 ]; do [ "$1" = -o ] && touch "$2"; shift; done
+"""
+
+
+def test_libraries_are_built_once_for_the_instruction_sets_that_the_compiler_knows(monkeypatch, tmp_path):
+    folder, compiler = tmp_path / "built", tmp_path / "cc"
+    folder.mkdir()
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    (folder / "kernels-0123456789ab.so").touch()  # of other sources
+    for name, value in (("CC", str(compiler)), ("REFUSED", "passes.c")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(subprocess.CalledProcessError):
+        build(folder=folder)
+    assert [path.name for path in folder.iterdir()] == ["kernels-0123456789ab.so"]
+    monkeypatch.setenv("REFUSED", "nothing")
+    libraries = build(folder=folder)
+    assert sorted(folder.iterdir()) == sorted(libraries)
+    calls = Path(f"{compiler}.log").read_text()
+    assert "-DKERNELS=kernels_avx2 " in calls
+    assert "-DKERNELS=kernels_amx " not in calls
+    assert build(folder=folder) == libraries
+    assert Path(f"{compiler}.log").read_text() == calls
