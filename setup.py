@@ -1,4 +1,4 @@
-"""Beside pyproject.toml: where there is a C compiler, the wheel holds the own kernels, built here, and its platform."""
+"""Beside pyproject.toml: own operations are built into the wheel, for its platform, if there is a C compiler."""
 
 import sys
 from pathlib import Path

@@ -77,7 +77,10 @@ ENDINGS: Dict[int, Ending] = {
         "choose smaller settings, end other programs, or --force; then {again}",
     ),
     DivergedError.exit_code: Ending(
-        "diverged", 1, "diverged: losses too high or not finite", "correct the case, or halve the rates: {again}{rates}"
+        "diverged",
+        1,
+        "diverged: losses too high or not finite",
+        "correct the case, then {again}; or halve the rates: {again}{rates}",
     ),
     MemoryRunsOutError.exit_code: Ending(
         "out of memory",

@@ -79,7 +79,7 @@ class HostConstants:
 
     @property
     def digest(self) -> str:
-        """A short one of the figures that predictions are made of."""
+        """A short hash of the figures that predictions are made from."""
         return _digest(self.threads, self.saturating_threads, self.baseline_bytes, self.op_bytes, self.costs)
 
     def scale(self, dtype: str) -> Optional[Scale]:

@@ -26,9 +26,12 @@ INSTRUCTION_SETS = {
 """Instruction sets that own operations are compiled for, the fastest first, and the ISA_FLAGS that each needs."""
 
 
-def instruction_set(isa: Sequence[str]) -> str:
-    """The first of INSTRUCTION_SETS that a CPU with these ISA_FLAGS has; "" for none: own operations do not run."""
-    return next((name for name, flags in INSTRUCTION_SETS.items() if set(flags) <= set(isa)), "")
+def instruction_set(isa: Sequence[str], cpu_model: str) -> str:
+    """The first of INSTRUCTION_SETS that a CPU with these ISA_FLAGS has; "" for none: own operations do not run. As
+    models/native/select.c has it, without the bfloat16 products of Intel's CPUs: they are slow, unlike AMX."""
+    slow = "Intel" in cpu_model and "amx_bf16" not in isa
+    flags = set(isa) - {"avx512_bf16" if slow else ""}
+    return next((name for name, needed in INSTRUCTION_SETS.items() if set(needed) <= flags), "")
 
 
 @dataclass(frozen=True)
@@ -65,10 +68,8 @@ class Host:
 
     @property
     def instructions(self) -> str:
-        """The instruction set of own operations here: one of INSTRUCTION_SETS, or "". As models/native/select.c has it,
-        which leaves out the bfloat16 products of Intel's CPUs: they are slow, unlike AMX."""
-        slow = "Intel" in self.cpu_model and "amx_bf16" not in self.isa
-        return instruction_set([flag for flag in self.isa if not (slow and flag == "avx512_bf16")])
+        """The `instruction_set` of own operations here."""
+        return instruction_set(self.isa, self.cpu_model)
 
     @property
     def fast_bfloat16(self) -> bool:
@@ -161,10 +162,13 @@ class Node(NamedTuple):
 
 def node_memory(root: Path) -> List[Node]:
     """The NUMA nodes whose memory this process may use, by number; node 0 if /sys has none."""
-    nodes, memory = _nodes(root), meminfo(root)
+    memory = meminfo(root)
+    return _usable(root, _nodes(root)) or [Node(0, memory["MemTotal"], _available_bytes(memory))]
+
+
+def _usable(root: Path, nodes: List[Node]) -> List[Node]:
     allowed = _allowed_nodes(root) if len(nodes) > 1 else ()
-    usable = [node for node in nodes if not allowed or node.number in allowed]
-    return usable or [Node(0, memory["MemTotal"], _available_bytes(memory))]
+    return [node for node in nodes if not allowed or node.number in allowed]
 
 
 def _nodes(root: Path) -> List[Node]:
@@ -182,8 +186,9 @@ def _allowed_nodes(root: Path) -> Set[int]:
     """The nodes of this process's cpuset (Slurm) that it is bound to (`numactl --membind`); empty if unknown."""
     allowed = set(cpu_list(fields(read_text(root / "proc/self/status")).get("Mems_allowed_list", "")))
     policy = ""
-    with contextlib.suppress(OSError), open(root / "proc/self/numa_maps", encoding="utf-8") as file:
-        policy = file.readline()  # "561bbaff2000 bind:1 file=..."; the next lines are as slow as memory is large
+    with contextlib.suppress(OSError), open(root / "proc/self/numa_maps", "rb", buffering=0) as file:
+        # Such as "561bbaff2000 bind:1 file=...". Without a buffer: the next lines take as long as memory is large.
+        policy = file.readline().decode()
     bound = re.match(r"\S+ bind\S*:(\S+)", policy)
     if not bound:
         return allowed
@@ -198,8 +203,9 @@ def meminfo(root: Path) -> Dict[str, int]:
 
 def available_bytes(root: Path) -> int:
     """Memory that this process can have without swapping, of the NUMA nodes that it may use."""
-    machine, nodes = _available_bytes(meminfo(root)), node_memory(root)
-    return min(machine, sum(node.free_bytes for node in nodes)) if len(nodes) < len(_nodes(root)) else machine
+    machine, nodes = _available_bytes(meminfo(root)), _nodes(root)
+    usable = _usable(root, nodes)
+    return min(machine, sum(node.free_bytes for node in usable)) if len(usable) < len(nodes) else machine
 
 
 def _available_bytes(memory: Dict[str, int]) -> int:

@@ -66,7 +66,7 @@ class Job:
     cases: int = 0  # training cases, which make an epoch; 0 is unknown
 
     def __post_init__(self):
-        self.unet.check_shape(self.shape, "--shape")
+        self.unet.check_shape(self.shape)
         for name, least in (("batch", 1), ("threads", 1), ("cases", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}; raise it")
@@ -319,7 +319,7 @@ def read_run(folder: Union[str, Path]) -> JobSource:
     try:
         plan = read_record(path, PLAN_SCHEMA, _saved_plan, todo)
     except (FileNotFoundError, NotADirectoryError):
-        todo = "name a folder that `train` has written"
+        todo = todo if (path.parent / "config.json").is_file() else "name a folder that `train` has written"
         raise ValueError(f"run {folder} must hold a plan.json, got none; {todo}") from None
     config = plan["config"]
     card = f"the run is on {config['device']}: a CPU is estimated; `train` shows what its steps take on the card"

@@ -53,7 +53,7 @@ class Choice:
         """Such as "speed would take up to 9.10 GiB of 7.00 GiB free"; `memory` is the limit, "7.00 GiB free"."""
         if not self.fits:
             return f"no policy fits {memory}, and this one takes least"
-        taken = [f"{job.job.policy} would take up to {format_bytes(job.upper_bound_bytes)}" for job in self.passed_over]
+        taken = [f"{e.job.policy} would take up to {format_bytes(e.upper_bound_bytes)}" for e in self.passed_over]
         return f"{' and '.join(taken)} of {memory}" if taken else f"the fastest, and fits {memory}"
 
 

@@ -88,7 +88,7 @@ def worker_estimate(whole: Estimate, workers: int) -> Estimate:
     if workers == 1:
         return whole
     sums = sum(part.bytes for part in whole.components if part.name == "gradient sums")
-    exchange = Component("exchange of gradients", SENT_COPIES * sums, "derived: copies of their sums")
+    exchange = Component("summing gradients", SENT_COPIES * sums, "derived: copies of their sums")
     return dataclasses.replace(whole.with_beside(exchange), step_s=whole.step_s / workers)
 
 
@@ -177,7 +177,7 @@ def several_hosts(options: ScalingOptions, worker: Estimate) -> Tuple[Dict[str, 
     worst = f"{max(ERRORS, key=abs):+.1%} of a step, workers on one host"
     content = {"job": job.to_json(), "volume_s": worker.volume_s, "gradient_bytes": gradient_bytes, **link}
     content.update(rows=rows, workers_per_host=per_host, latency_s=LATENCY_S, costs=COSTS, errors=list(ERRORS))
-    columns = ("hosts", "batch", "s a step", "exchange", "cases/s", "efficiency", "an epoch", "in all")
+    columns = ("hosts", "batch", "s a step", "summing", "cases/s", "efficiency", "an epoch", "in all")
     title = f"{per_host} worker{'s' * (per_host > 1)} a host, {format_bytes(gradient_bytes)} of gradients summed"
-    caption = f"costs of the exchange: {ORIGIN}\nworst error: {worst}\n{NOT_COUNTED}"
+    caption = f"costs of summing: {ORIGIN}\nworst error: {worst}\n{NOT_COUNTED}"
     return content, Table(columns, lines, title, caption, names=0)

@@ -214,7 +214,7 @@ def _kind(key: Key, rows: Sequence[Row]) -> Kind:
         *key,
         versions=tuple(sorted({row.measured.version for row in rows})),
         hosts=tuple(sorted({row.measured.host for row in rows})),
-        instructions=tuple(sorted({instruction_set(row.measured.isa) for row in rows})),
+        instructions=tuple(sorted({instruction_set(row.measured.isa, row.measured.host) for row in rows})),
         threads=tuple(sorted({row.measured.job.threads for row in rows})),
         networks=tuple(sorted({row.measured.job.unet.network for row in rows})),
         records=len(rows),
@@ -235,10 +235,10 @@ VALIDATION_HEAD = """\
 # The estimator against measured steps
 
 Made by `./run.sh bench tables --records records --page FILE` from records/memory (`bench validate`) and the code as it
-stands. Errors are shares of the measured value: +2% is predicted too high. A group of
-runs shows the median size and the worst error, and how far the upper bound is above the process's peak, the mean and
-the least; it is wide if a kind has too few records to predict the next error. The margin of an upper bound is that of
-all records of its kind: of a dtype and a policy.
+stands. Errors are shares of the measured value: +2% is predicted too high. A group of runs shows the median size and
+the worst error, and how far the upper bound is above the process's peak, the mean and the least; it is "wide", of the
+largest margin, if a kind has too few records to predict the next error. The margin of an upper bound is that of all
+records of its kind: of a dtype and a policy.
 """
 
 
@@ -247,7 +247,7 @@ def error_table(rows: Sequence[Row]) -> Table:
     groups: Dict[Tuple[str, str], List[Row]] = {}
     for row in rows:
         job = row.measured.job
-        about = f"{instruction_set(row.measured.isa)}, {job.engine}, {job.unet.dtype}, {job.policy}"
+        about = f"{instruction_set(row.measured.isa, row.measured.host)}, {job.engine}, {job.unet.dtype}, {job.policy}"
         groups.setdefault((row.measured.host, about), []).append(row)
     cells = []
     for group, some in [(("all", ""), rows), *sorted(groups.items())]:
@@ -277,7 +277,12 @@ def page(measured: Sequence[Measured], rows: Sequence[Row]) -> List[str]:
         own.sort(key=lambda step: (bool(step.failure), not step.held_out))
         about = "; ".join(sorted({f"{step.version}, {step.job.threads} threads, {step.date}" for step in own}))
         cells = [_cells(step, row_of.get(step)) for step in own]
-        lines += ["", f"## {host}, {instruction_set(isa)}", "", *Table((*columns, ""), cells, title=about).markdown()]
+        lines += [
+            "",
+            f"## {host}, {instruction_set(isa, host)}",
+            "",
+            *Table((*columns, ""), cells, title=about).markdown(),
+        ]
     return lines
 
 

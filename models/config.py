@@ -11,7 +11,7 @@ POLICIES = ("speed", "lean")
 """Ways to save memory in a training step (models/step.py), the fastest first.
 
 "speed"  keeps the raw sum of every convolution.
-"lean"   keeps two a level, those of its decoder, and makes the others again in the backward pass.
+"lean"   keeps those of the decoder and, below the finest level, the encoder's second; computes the others again.
 """
 
 EPSILON = 1e-5  # added to the variance by every norm

@@ -130,7 +130,7 @@ def with_predictions(record: Result, constants: Optional[HostConstants] = None) 
     """
     from cpu3d.util.progress import say  # not into the memory of a measuring process
 
-    constants = constants or shipped_constants(instruction_set(record["host"]["isa"]))
+    constants = constants or shipped_constants(instruction_set(record["host"]["isa"], record["host"]["cpu"]))
     job, rows = job_of_record(record), []
     if not job:
         say(f"warning: engine must be itex or stock to be predicted, got {record['engine_name']}; no prediction")

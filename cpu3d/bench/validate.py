@@ -115,5 +115,5 @@ def validation(folder: Path, accuracy: Optional[Accuracy] = None) -> Tuple[Seque
     """The measured steps in a folder of records, and a row for each with the present estimator's prediction: by the
     shipped constants, whatever this host's own are, and the margins of `accuracy` (default: shipped too)."""
     measured = read_measured(folder / VALIDATION)
-    shipped = {step.isa: shipped_constants(instruction_set(step.isa)) for step in measured}
-    return measured, compare_steps(measured, lambda step: estimate(step.job, shipped[step.isa], accuracy))
+    shipped = {(step.isa, step.host): shipped_constants(instruction_set(step.isa, step.host)) for step in measured}
+    return measured, compare_steps(measured, lambda step: estimate(step.job, shipped[step.isa, step.host], accuracy))

@@ -151,12 +151,12 @@ class Budget(NamedTuple):
     amount: float
 
     def words(self, baseline: str) -> str:
-        """Such as "the voxels of 25 epochs of whole each"."""
+        """Such as "the voxels of 25 epochs of whole"."""
         amount = f"{self.amount:,g}"
         return {
-            "epochs": f"the voxels of {amount} epochs of {baseline} each",
-            "voxels": f"{self.amount / 1e6:,.4g} million voxels each",
-            "minutes": f"{amount} minutes of steps each",
+            "epochs": f"the voxels of {amount} epochs of {baseline}",
+            "voxels": f"{self.amount / 1e6:,.4g} million voxels",
+            "minutes": f"{amount} minutes of steps",
         }[self.kind]
 
 

@@ -33,7 +33,7 @@ from cpu3d.host.thread_plan import (
 from cpu3d.util.progress import say
 from cpu3d.util.records import versions
 from memory_estimator.common.schema import option
-from memory_estimator.common.table import Bad, Good, Poor, Table
+from memory_estimator.common.table import Bad, Good, Poor, Table, new_console
 from memory_estimator.common.units import GIB, format_bytes
 from memory_estimator.host import memory_high
 from memory_estimator.installed import ENGINES, as_typed, how_to_install
@@ -77,7 +77,7 @@ def run(options: Options) -> int:
         results = ["\n-> ".join(filter(None, (check.result, check.advice))) for check in checks]
         states = [styles.get(check.state, str)(check.state) for check in checks]
         rows = list(zip([check.name for check in checks], states, results))
-        Console().print(Table(("check", "", "result, and what to do"), rows, title="Checks", names=3))
+        new_console().print(Table(("check", "", "result, and what to do"), rows, title="Checks", names=3))
     return int(any(check.state == "fail" for check in checks))
 
 

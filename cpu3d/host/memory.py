@@ -1,5 +1,4 @@
-"""The memory of a process, now and at most, the part of TensorFlow's allocator, and the NUMA nodes of the kernel's
-choice."""
+"""The memory of a process, now and at most, TensorFlow's allocator's part, and the NUMA nodes it comes from."""
 
 import contextlib
 import ctypes

@@ -49,7 +49,7 @@ def find_cases(paths: Sequence[Path], predictor: Any, codes: str = AUTO) -> Tupl
         try:
             is_case = path.is_dir() or channel_count(path) > 1
         except InputError:
-            is_case = True  # `_files` names its problem
+            is_case = True  # its problem is named when it is loaded
         groups.append([path]) if is_case else together.append(path)
     named = (None, CHANNEL_NAMES.get(predictor.inputs[0].lower()))
     own = [path for path in together if modality_of(path) in named] or together

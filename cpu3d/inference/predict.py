@@ -13,7 +13,7 @@ Several 3D files are one case, one file per channel; a run of one channel takes 
 their modality (x_flair, x_t1, ...) are sorted by it; without such names they must be in the order of the channels. A
 run of one channel ignores files of other modalities.
 
-Labels are written in the codes of the image's own data set: of the BraTS release that its files are named as, or of the
+Labels are written in the codes of the image's own data set: of the BraTS release whose file names it has, or of the
 dataset.json above its imagesTr or imagesTs; else in those of the run's store. --codes chooses other codes.
 
 Several runs predict together, by the mean of their probabilities; folds must be complete. Small parts of regions are

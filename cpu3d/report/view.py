@@ -170,7 +170,7 @@ def _label_map(path: Path, array: np.ndarray) -> np.ndarray:
         codes = array.astype(np.uint8)
     wrong = array[codes != array]
     if wrong.size:
-        got = f"{wrong[0]} in the first of {wrong.size} other voxels"
+        got = f"{wrong[0]}, one of {wrong.size} voxels with other values"
         raise InputError(f"label map {path} must hold integers 0..255, got {got}; give a label map")
     return codes
 

@@ -71,7 +71,7 @@ def write_heartbeat(run: Path, heartbeat: Heartbeat) -> None:
     """Replace the worker's file. Raises OSError, with the old file unchanged, if that fails."""
     path = heartbeat_path(run, heartbeat.rank)
     path.parent.mkdir(exist_ok=True)
-    with atomic_write(path, "w", flush=False) as file:
+    with atomic_write(path, "w", flush=False, token="beat") as file:
         file.write(json.dumps({"schema": SCHEMA, **dataclasses.asdict(heartbeat)}, indent=1))
 
 
@@ -87,7 +87,7 @@ def read_heartbeats(run: Path) -> Dict[int, Any]:
 
 
 def beat_age_s(run: Path, beat: Heartbeat, now: float) -> float:
-    """Seconds since the last beat, by the clock of the worker's host or of the file system: the fewer of the two."""
+    """Seconds since the last beat, by the clock of the worker's host or of the file system: the smaller of the two."""
     ages = [now - beat.beat]
     with contextlib.suppress(OSError):
         ages.append(now - os.stat(heartbeat_path(run, beat.rank)).st_mtime)

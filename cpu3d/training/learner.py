@@ -231,7 +231,7 @@ class Learner:
 
 
 def _fingerprint(weights: Sequence[tf.Variable]) -> tf.Tensor:
-    """A fingerprint of 24 bits, as a float32. Of integers: their sum is the same for any number of threads."""
+    """24 bits of all the weights' bits, as a float32. They are added as integers, in which order does not matter."""
     total = tf.constant(0, tf.int32)
     for weight in weights:
         total = 31 * total + tf.reduce_sum(tf.bitcast(tf.convert_to_tensor(weight), tf.int32))

@@ -4,7 +4,7 @@
         track(event)                 # as it is logged
 
 Both get the settings and the numbers of every step and validation, MLflow also the files in FILES. A step that a
-restart repeats is sent again only where its loss or rate is another.
+restart repeats is sent again only if its loss or rate has changed.
 """
 
 import contextlib
@@ -143,12 +143,13 @@ class _Mlflow:
     def _send_all(self) -> None:
         from mlflow.tracking import MlflowClient
 
+        before = logging.root.manager.disable
         logging.disable(logging.INFO)  # for a new database its client prints a line for each migration of its tables
         try:
             client = MlflowClient(self._uri)
             run_id = self._open(client)
         finally:
-            logging.disable(logging.NOTSET)
+            logging.disable(before)
         # The log has the steps that earlier attempts could not send, and those that were repeated at another rate.
         sent = {
             name: {m.step: m.value for m in sorted(client.get_metric_history(run_id, name), key=lambda m: m.timestamp)}

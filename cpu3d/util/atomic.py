@@ -1,4 +1,4 @@
-"""Files and folders that a reader sees old or whole and new, whatever happens while they are written."""
+"""Files and folders that a reader sees either as they were or complete, whatever happens while they are written."""
 
 import contextlib
 import json
@@ -18,13 +18,14 @@ NEW, OLD = f".new{PARTIAL}", f".old{PARTIAL}"  # folders of `replace_files`
 
 
 @contextlib.contextmanager
-def atomic_write(path: Union[str, Path], mode: str = "wb", flush: bool = True) -> Iterator[IO[Any]]:
+def atomic_write(path: Union[str, Path], mode: str = "wb", flush: bool = True, token: str = "") -> Iterator[IO[Any]]:
     """Yield a temporary file, `.NAME.*` and PARTIAL, beside `path`; on success `flush` it to the disk and rename it
-    onto `path`. On any error, Ctrl-C and a full disk too, it is removed; a killed process can leave it behind."""
+    onto `path`. On any error, Ctrl-C and a full disk too, it is removed; a killed process can leave it behind. A
+    `token` in its name instead of random digits, for a `path` of one writer, makes the next write replace that."""
     path = Path(path)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
+    partial = path.with_name(f".{path.name}.{token or secrets.token_hex(4)}{PARTIAL}")
     try:
-        with partial.open(mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8") as file:
+        with partial.open(mode if token else mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8") as file:
             yield file
             file.flush()
             if flush:

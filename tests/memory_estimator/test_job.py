@@ -21,7 +21,7 @@ def parsed(text):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"shape": (64, 64, 60)}, r"--shape \(64, 64, 60\) must be divisible by 16; pad to \(64, 64, 64\)"),
+        ({"shape": (64, 64, 60)}, r"shape \(64, 64, 60\) must be divisible by 16; pad to \(64, 64, 64\)"),
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"optimizer": "lamb"}, "optimizer must be one of muon, adam, sgd, got 'lamb'"),
         ({"engine": "torch"}, "engine must be one of itex, stock, got 'torch'"),

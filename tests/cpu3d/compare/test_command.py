@@ -57,7 +57,7 @@ def test_a_comparison_is_carried_out_added_to_and_kept(stage, chosen, out, tmp_p
     assert stage.calls() == [], "all is done"
     assert kept(out) == before
     (line,) = read_records(record, "compare")
-    assert line["budget"] == "the voxels of 2 epochs of whole each"
+    assert line["budget"] == "the voxels of 2 epochs of whole"
     assert str(tmp_path) not in json.dumps(line), "a record names no folder"
     assert any(row.startswith("| mean | patch | Dice | +0.000 (") for row in comparisons_markdown([line, line]))
     assert comparisons_markdown([line, line]) == comparisons_markdown([line]), "the newest of a title counts"
