@@ -92,5 +92,5 @@ def test_memory_that_runs_out_names_a_smaller_way(phantom_store, networks, monke
 
     predictor = networks()
     monkeypatch.setattr(predictor, "_kept_network", lambda size: full)
-    with pytest.raises(DoesNotFitError, match=f"of case {record.case_id}, got out of.*smaller --window X Y Z"):
+    with pytest.raises(DoesNotFitError, match=f"of case {record.case_id}, got out of.*--window"):
         predictor.probabilities(phantom_store.image(record.case_id), record)

@@ -57,9 +57,9 @@ def spoil(fit):
 LOW = "memory must keep 64 MiB free"  # the guard sets it; test_watchdog tests when
 FAULTS = {  # exit code -> fault, before which step, --save-minutes, messages, last step kept, reason in the log
     1: (lambda fit: limit_files(100_000), 5, "0", ["step-00000005.npz", "step-00000004.npz is whole"], 4, ""),
-    4: (spoil, 2, "0", ["got nan at step 2 on {case}; ", "step-00000001.npz"], 1, "got nan"),
+    4: (spoil, 2, "0", ["got nan at step 2 on {case}", "step-00000001.npz"], 1, "got nan"),
     5: (lambda fit: setattr(fit._guard.now, "stop", LOW), 3, "60", [LOW, "saved after step 3"], 3, "memory"),
-    143: (lambda _: signal.raise_signal(signal.SIGTERM), 3, "60", ["after step 3; the same command"], 3, "interrupted"),
+    143: (lambda _: signal.raise_signal(signal.SIGTERM), 3, "60", ["after step 3"], 3, "interrupted"),
 }
 
 

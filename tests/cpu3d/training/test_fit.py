@@ -141,7 +141,7 @@ def test_a_worker_that_is_lost_during_a_validation_costs_no_step(phantom_store, 
         raise WorkerLostError("worker 1 must answer worker 0")
 
     monkeypatch.setattr(fit_module, "validate", lost)
-    with pytest.raises(WorkerLostError, match="worker 1 must answer worker 0; saved after step 4"):
+    with pytest.raises(WorkerLostError, match=r"worker 1 must answer worker 0.* after step 4"):
         fit.run()
     assert newest(tmp_path).state["owes_validation"]
 
@@ -179,7 +179,7 @@ def test_a_loss_that_diverges_ends_the_run_and_leaves_what_is_good(
 
     monkeypatch.setattr(fit.learner, "step", third_diverges)
     case = fit.feeds.case_ids(2)[0]
-    with pytest.raises(DivergedError, match=rf"got {loss:g} at step 3 on {case}; ") as error:
+    with pytest.raises(DivergedError, match=rf"got {loss:g} at step 3 on {case}") as error:
         fit.run()
     assert error.value.exit_code == 4
     assert "--learning-rate 0.005 --adam-rate 0.015" in str(error.value)
