@@ -71,12 +71,11 @@ def test_the_fastest_policy_that_fits_is_picked_and_said(monkeypatch, capsys):
     monkeypatch.setattr("memory_estimator.__main__.estimate", made)
     ask, policy = SMALL.replace("64GiB", "1GiB"), "lean"
     content = answer(f"{ask} --policy auto", capsys)
-    reason = content["policy"]["reason"]
-    assert re.match("speed .* 4.00 GiB of 1.00 GiB", reason)
-    assert content["policy"] == {"name": policy, "picked": True, "reason": reason}
+    choice = content["policy"]
+    assert (choice["name"], choice["picked"], "4.00 GiB of 1.00 GiB" in choice["reason"]) == (policy, True, True)
     assert content["job"]["policy"] == content["job"]["unet"]["policy"] == policy
     assert main(ask.split()) == 0
-    assert f"policy {policy} picked: {reason}" in capsys.readouterr().out
+    assert f"policy {policy} picked: {choice['reason']}" in capsys.readouterr().out
 
 
 def test_a_recipe_is_a_job_and_options_win_over_it(capsys):

@@ -56,11 +56,9 @@ def relog(run, *events, start=None, **settings):
 
 def test_a_whole_run_gives_one_page_that_needs_no_network(tiny_run, evaluated):
     page, text = read(write_report(tiny_run))
-    for word in ("WT", "TC", "ET", evaluated["split_hash"], "ITEX 2.15.0.0", "made up", "mixed_bfloat16", "2.15.1"):
-        assert word in text
-    assert f"{evaluated['summary']['TC']['dice']['mean']:.3f}" in text
-    for part in ("3.00 GiB", "2 untouched cases"):
+    for part in (evaluated["split_hash"], "ITEX 2.15.0.0", "made up", "bfloat16", "2.15.1", "3.00 GiB", "2 untouched"):
         assert part in text
+    assert f"{evaluated['summary']['TC']['dice']['mean']:.3f}" in text
     shown = shown_cases(tiny_run / "report.html")
     assert [case["note"] for case in shown] == ["best", "median and worst"]
     assert all(case["truth"] and len(case["predictions"]) == 1 for case in shown)

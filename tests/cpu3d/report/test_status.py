@@ -73,7 +73,6 @@ def test_a_run_that_goes_on(run, capsys):
     assert (status.checkpoint["step"], status.checkpoint["size_bytes"]) == (100, 5)
     text = printed(run)
     for part in (
-        "run: running",
         "step: 120 of 4,000.*3.0%.* 2 s a step.* 4.31 h left",
         "validation after step 100: .*WT 0.900.* TC 0.700.* mean 0.800.* best 0.850",
         "checkpoint: step 100, 4",
