@@ -125,20 +125,17 @@ def test_a_store_with_the_same_names_and_other_volumes_is_another_split(phantom_
     ("settings", "message"),
     [
         ({"channels": ["PET"]}, "channels must be among"),
-        ({"batch": 4, "micro_batch": 3}, "micro_batch must divide the batch of 4, got 3; give one of 1, 2, 4"),
+        ({"batch": 4, "micro_batch": 3}, "micro_batch must divide the batch of 4, got 3.* 1, 2, 4"),
         ({"batch": 9}, "batch must be at most the 4 training cases, got 9"),
         ({"rotation_deg": 90.0}, "augment rotation_deg must be in"),
         ({"budget_minutes": -1.0}, "budget_minutes must be at least 0, got -1.0"),
-        ({"budget_minutes": 1.0, "steps": 3}, "--budget-minutes must come without --steps, got --steps 3; leave"),
+        ({"budget_minutes": 1.0, "steps": 3}, "--budget-minutes must .*, got --steps 3"),
         ({"patch": [16, 16, 16]}, "--patch must come with --mode patch, got mode whole"),
         ({"depth": 5, "curriculum": "half"}, "--curriculum must be off if half of .* is below 32 along .*, got half"),
-        ({"workers": 3, "batch": 4}, "batch must be a multiple of the 3 workers, got 4; choose --batch-per-worker"),
+        ({"workers": 3, "batch": 4}, "batch must be a multiple of the 3 workers, got 4"),
         ({"workers": 2, "batch": 4, "micro_batch": 4}, "micro-batch must divide the 2 volumes of a worker, got 4"),
         ({"workers": 8, "batch_per_worker": 2}, "batch must be at most the 4 training cases, got 16"),
-        (
-            {**PATCH, "patch": [16, 16, 64]},
-            "--patch 16 16 64 must fit into the volumes of 24 36 32; give 16 16 32, or --",
-        ),
+        ({**PATCH, "patch": [16, 16, 64]}, "--patch 16 16 64 must fit into .* of 24 36 32; give 16 16 32,"),
         ({**PATCH, "patch": [16, 18, 16]}, r"^--patch 16 18 16 must be divisible by 4, .*; give 16 20 16$"),
         ({**PATCH, "patch": [10, 10, 90]}, r"must fit into .* and be divisible by 4, .*; give 12 12 32, [^\n]*$"),
         ({**PATCH, "patch": [16, 0, 16]}, r"--patch must be three positive numbers, got \(16, 0, 16\)"),
@@ -299,7 +296,7 @@ def test_a_run_that_fits_exactly_is_let_through_and_a_byte_less_is_not(phantom_s
 def test_the_nearest_settings_that_fit_are_proposed(phantom_store, tmp_path, priced):
     plan = planned(phantom_store, tmp_path, policy="speed", extent="full", batch=4, micro_batch=4)
     message = refusal(plan, 1.01 * plan.forecast.full.upper_bound_bytes / 4)
-    assert "; what fits: --micro-batch 1: up to " in message
+    assert "--micro-batch 1: up to " in message
 
 
 def test_a_continued_run_is_told_only_of_what_it_may_change(phantom_store, tmp_path, priced):
@@ -307,13 +304,15 @@ def test_a_continued_run_is_told_only_of_what_it_may_change(phantom_store, tmp_p
         plan = planned(phantom_store, tmp_path, policy="speed", **settings)
         return dataclasses.replace(plan, saved=plan.config)
 
-    assert "; what fits: --policy lean: up to 6.00 GiB, 1.3 s a volume; end" in refusal(continued(), 8 * GIB)
+    once = refusal(continued(), 8 * GIB)
+    assert "--policy lean: up to 6.00 GiB, 1.3 s a volume" in once
+    assert "another folder" not in once
     several = continued(batch=4, micro_batch=4)
-    assert "; what fits: --policy lean --micro-batch 1: up to 6.00 GiB" in refusal(several, 8 * GIB)
-    assert "; what fits, as a run in another folder: " in refusal(several, 5 * GIB)
+    assert "--policy lean --micro-batch 1: up to 6.00 GiB" in refusal(several, 8 * GIB)
+    assert re.search("another folder.* up to ", refusal(several, 5 * GIB))
     batch_norm = continued(batch=4, micro_batch=4, norm="batch")
-    assert "; what fits: --policy lean: up to 24.00 GiB" in refusal(batch_norm, 30 * GIB)
-    assert "as a run in another folder: --micro-batch 1: up to 12.00 GiB" in refusal(batch_norm, 12 * GIB)
+    assert "--policy lean: up to 24.00 GiB" in refusal(batch_norm, 30 * GIB)
+    assert re.search("another folder.* --micro-batch 1: up to 12.00 GiB", refusal(batch_norm, 12 * GIB))
 
 
 def test_steps_that_are_timed_before_the_run_hold_its_variables_twice(phantom_store, tmp_path):

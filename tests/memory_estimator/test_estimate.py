@@ -143,5 +143,5 @@ def test_tensors_are_added_up_by_cause_in_the_order_of_a_bill():
         ("transients", 2048),
     ]
     assert "decoder0_act2/gradient" in bill[-1].source
-    with pytest.raises(ValueError, match=r"group must be one of weights, .*got 'weights, of another kind'; declare it"):
+    with pytest.raises(ValueError, match=r"group must be one of weights, .*got 'weights, of another kind'"):
         held(("surprise", 256, "weights, of another kind"))

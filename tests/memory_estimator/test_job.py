@@ -21,11 +21,11 @@ def parsed(text):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"shape": (64, 64, 60)}, r"shape \(64, 64, 60\) must be divisible by 16; pad to \(64, 64, 64\)"),
+        ({"shape": (64, 64, 60)}, r"shape \(64, 64, 60\) must be divisible by 16\b.* \(64, 64, 64\)"),
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"optimizer": "lamb"}, "optimizer must be one of muon, adam, sgd, got 'lamb'"),
         ({"engine": "torch"}, "engine must be one of itex, stock, got 'torch'"),
-        ({"batch": 16, "micro_batch": 3}, "micro_batch must divide the batch of 16, got 3; give one of 1, 2, 4, 8, 16"),
+        ({"batch": 16, "micro_batch": 3}, "micro_batch must divide the batch of 16, got 3.* 1, 2, 4, 8, 16"),
     ],
 )
 def test_a_job_that_cannot_be_is_refused(changes, message):
@@ -87,15 +87,14 @@ def test_a_run_is_the_job_of_its_plan_and_what_its_estimate_leaves_out_is_said(t
     assert read_run(write_plan(tmp_path)) == (JOB, [], 2)
     (note,) = read_run(write_plan(tmp_path, settings={"resolution": 0.5})).notes
     assert "validates on whole volumes" in note
-    assert read_run(write_plan(tmp_path, settings={"mode": "patch", "device": "gpu:1"})).notes == [
-        "the run is on gpu:1: a CPU is estimated; `train` shows what its steps take on the card", note
-    ]  # fmt: skip
+    of_card, again = read_run(write_plan(tmp_path, settings={"mode": "patch", "device": "gpu:1"})).notes
+    assert ("gpu:1" in of_card, again) == (True, note)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema": 2}, "of schema 1, got schema 2; use the version that wrote it"),
+        ({"schema": 2}, "of schema 1, got schema 2"),
         ({"job": {**dataclasses.asdict(JOB), "unet": {}}}, "got a job without all of its fields"),
         ({"job": {"batch": 4, "micro_batch": 3}}, "micro_batch must divide the batch of 4, got 3"),
         ({"workers": 3}, "got 3 workers for batches of 4"),

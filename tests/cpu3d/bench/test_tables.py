@@ -63,7 +63,7 @@ def test_what_does_not_fit_or_has_no_engine_is_left_out_and_not_recorded(validat
     assert validate("--first", "4") == 0
     assert {request["engine"] for request in validate.asked} == {"stock"}
     assert validate("--engine", "itex") == 2
-    assert "engine must be installed, got itex, which is not; run `" in capsys.readouterr().err
+    assert "engine must be installed, got itex" in capsys.readouterr().err
     huge = SimpleNamespace(**{**PREDICTED, "upper_bound_bytes": 2**60})
     monkeypatch.setattr(bench, "estimate", lambda job, constants: huge)
     assert validate("--first", "5") == 0
@@ -71,7 +71,7 @@ def test_what_does_not_fit_or_has_no_engine_is_left_out_and_not_recorded(validat
     assert "left out" in capsys.readouterr().err
     monkeypatch.setattr(bench, "installed", lambda engine: False)
     assert validate("--first", "5") == 2
-    assert "engine must be installed, got none; run `" in capsys.readouterr().err
+    assert "engine must be installed, got none" in capsys.readouterr().err
 
 
 def test_a_record_of_another_host_or_a_damaged_one_is_refused(validate, capsys):

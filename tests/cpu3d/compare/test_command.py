@@ -57,7 +57,7 @@ def test_a_comparison_is_carried_out_added_to_and_kept(stage, chosen, out, tmp_p
     assert stage.calls() == [], "all is done"
     assert kept(out) == before
     (line,) = read_records(record, "compare")
-    assert line["budget"] == "the voxels of 2 epochs of whole"
+    assert "2 epochs of whole" in line["budget"]
     assert str(tmp_path) not in json.dumps(line), "a record names no folder"
     assert any(row.startswith("| mean | patch | Dice | +0.000 (") for row in comparisons_markdown([line, line]))
     assert comparisons_markdown([line, line]) == comparisons_markdown([line]), "the newest of a title counts"
@@ -82,9 +82,9 @@ def test_a_run_that_diverges_is_left_out_and_named(no_page, stage, chosen, out, 
     chosen, record = [*chosen, "--epochs", 2, "--seeds", 0, 1], tmp_path / "compare.jsonl"
     assert compare(*chosen, "--record", record) == 1
     assert stage.calls() == [*done("whole-seed0"), "train patch-seed0", *done("whole-seed1", "patch-seed1")]
-    line = "patch, seed 0, is left out: train diverged."
-    assert line in capsys.readouterr().err
-    assert kept(out)["results"]["failed"] == [line] == read_records(record, "compare")[0]["failed"]
+    (line,) = kept(out)["results"]["failed"]
+    assert ("patch, seed 0" in line, "diverged" in line, line in capsys.readouterr().err) == (True, True, True)
+    assert [line] == read_records(record, "compare")[0]["failed"]
     assert kept(out)["results"]["variants"]["patch"]["seeds"] == [1]
     assert compare(*chosen) == 1
     assert stage.calls() == [], "it is known"

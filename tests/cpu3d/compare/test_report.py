@@ -28,7 +28,8 @@ def test_the_page_holds_all_of_it_and_needs_nothing_else(make_run, tiny_store, t
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "<h1>A &amp; B</h1>" in html
     assert "NOT untouched" in html
-    assert html.count('<img src="data:image/png;base64,') == 4 + 2, "strips, curves"
+    for title in ("every case, WT", "every case, TC", "every case, ET", "over voxels", "over seconds"):
+        assert re.search(f'<img src="data:image/png;base64,[^"]+" alt="[^"]*{title}', html), title
     assert "<td>0.25</td><td>runs/patch-seed1</td>" in re.sub(r">\s+<", "><", html)
     assert "<td>runs/patch-seed1</td>" in html, "a page names no folder of the machine"
     assert not re.search(r"url\(|@import|https?://", html)

@@ -104,7 +104,7 @@ def test_this_host_is_the_one_that_a_socket_can_be_bound_to(monkeypatch, hosts, 
 @pytest.mark.parametrize(
     ("hosts", "message"),
     [
-        (("n1", "n3"), "once, got none of n1, n3; give --host-index"),
+        (("n1", "n3"), "once, got none of n1, n3"),
         (("n2", "also-n2"), "got n2 and also-n2"),
         (("localhost", "n2"), "must be names that the other hosts can reach, got localhost"),
         (("n1", "[::1]"), "got"),

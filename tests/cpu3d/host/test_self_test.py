@@ -42,20 +42,18 @@ def test_results_are_found_among_what_others_print(process):
 
 @pytest.mark.parametrize(
     ("end", "result"),
-    [
-        ("print('cannot import', file=sys.stderr); sys.exit(2)", "the process ended with exit code 2: cannot import"),
-        ("os.kill(os.getpid(), 9)", "the process ended with SIGKILL"),
-    ],
+    [("sys.exit('cannot import')", "exit code 1: cannot import"), ("os.kill(os.getpid(), 9)", "SIGKILL")],
 )
 def test_a_process_that_dies_fails_the_test_it_was_at(process, end, result):
     first, second = process(line("ok") + end)
-    assert (first.state, second.name, second.state, second.result) == ("ok", "bfloat16", "fail", result)
+    assert (first.state, second.name, second.state) == ("ok", "bfloat16", "fail")
+    assert result in second.result
 
 
 def test_a_process_that_hangs_is_ended(process, monkeypatch):
     monkeypatch.setattr(module, "LIMIT_S", 0.5)
     (check,) = process("time.sleep(60)")
-    assert (check.name, check.state, check.result) == ("engine", "fail", "not done after 0 s")
+    assert (check.name, check.state, "after 0 s" in check.result) == ("engine", "fail", True)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -36,12 +37,11 @@ def test_all_predictions_are_scaled_to_what_a_training_took(tmp_path):
     assert "assumed from" in basis()
     keep_training(JOB, 3 * before[0], HOST, quiet=True)
     assert [predicted_s(job) for job in jobs] == pytest.approx([3 * seconds for seconds in before])
-    assert basis().startswith("scaled by 3.00 to steps here on ")
-    assert basis().endswith(", 64 x 64 x 64 in float32")
+    assert re.search("scaled by 3.00 .* 64 x 64 x 64 in float32$", basis())
     keep_training(JOB, 1.5 * before[0], HOST, quiet=True)  # against what was predicted without any training
     keep_training(in_bfloat16, 2 * before[2], HOST, quiet=False)  # which has a scale of its own from now on
     assert [predicted_s(job) for job in jobs] == pytest.approx([1.5 * before[0], 1.5 * before[1], 2 * before[2]])
-    assert basis(in_bfloat16).endswith("64 x 64 x 64 in bfloat16; other programs kept its CPUs busy")
+    assert re.search("64 x 64 x 64 in bfloat16.* other programs", basis(in_bfloat16))
     assert basis(dataclasses.replace(JOB, threads=6)).endswith("from 2 threads to 6 by assumption")
     other = dataclasses.replace(HOST, cpu_model="Another CPU")
     assert find_constants(other).basis(JOB, other).startswith("assumed from ")
@@ -69,7 +69,7 @@ def test_a_quiet_training_counts_before_a_disturbed_one(first, then, kept):
     for scale, quiet in (first, then):
         keep_training(JOB, scale * alone_s, HOST, quiet=quiet)
     assert predicted_s() == pytest.approx(kept * alone_s)
-    assert ("other programs kept its CPUs busy" in basis()) == (not any(quiet for _, quiet in (first, then)))
+    assert ("other programs" in basis()) == (not any(quiet for _, quiet in (first, then)))
 
 
 def changed(content, changes):
@@ -137,7 +137,7 @@ def test_only_what_other_programs_take_of_its_own_cpus_disturbs_a_training(own, 
     monkeypatch.setattr(psutil, "Process", lambda: process)
     monkeypatch.setattr(psutil, "cpu_percent", lambda percpu: each if percpu else None)
     assert observed(JOB, 4 * [predicted_s()])
-    assert ("other programs kept its CPUs busy" in basis()) == disturbed
+    assert ("other programs" in basis()) == disturbed
 
 
 def test_few_steps_and_small_grids_say_nothing_of_the_host():

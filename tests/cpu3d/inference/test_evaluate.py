@@ -174,7 +174,7 @@ def test_a_store_that_cannot_be_scored_is_refused_with_every_reason(tiny_store, 
 )
 def test_damaged_scores_are_refused(tiny_store, tiny_run, fake_predictor, spoil, problem):
     path = scores_path(tiny_run)
-    with pytest.raises(InputError, match="found none; run `evaluate`"):
+    with pytest.raises(InputError, match=r"scores\.json.* none"):
         read_scores(path)
     scores = evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
     spoil(scores)

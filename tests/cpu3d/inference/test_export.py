@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -206,9 +207,9 @@ def test_an_error_leaves_an_empty_folder(call, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--size", 16, 10, 8], "--size (16, 10, 8) must be divisible by 4; pad to (16, 12, 8)"),
-        (["--size", 8, 8, 8], "case e must fit into 8 x 8 x 8, got a brain of 10 x 8 x 6; export with --size 12 8 8"),
-        (["--case", "no.nii.gz"], "--case no.nii.gz must exist, found none"),
+        (["--size", 16, 10, 8], r"--size \(16, 10, 8\) must be divisible by 4\b.*\(16, 12, 8\)"),
+        (["--size", 8, 8, 8], r"case e must fit into 8 x 8 x 8, got .* 10 x 8 x 6\b.* --size 12 8 8"),
+        (["--case", "no.nii.gz"], "--case no.nii.gz must exist"),
         (["--case", "a.nii.gz", "b.nii.gz"], "--case must be one case, got 2"),
         (["--weights", "last"], "must hold its last weights, found none"),
     ],
@@ -217,14 +218,14 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written(call, store, 
     monkeypatch.chdir(store.folder.parent / "source")
     code, message = call(*words)
     assert code == 2
-    assert problem in message
+    assert re.search(problem, message)
     assert not list(tmp_path.iterdir())
 
 
 def test_other_weights_a_smaller_resolution_and_a_folder_with_files_are_refused(call, tiny, tmp_path):
     run, config = shutil.copytree(tiny, tmp_path / "run"), load_config(tiny)
     save_config(dataclasses.replace(config, unet=dataclasses.replace(config.unet, filters=8)), run)
-    assert "config.json, got model/000 (3, 3, 3, 2, 4) for (3, 3, 3, 2, 8); restore" in call(run=run)[1]
+    assert "config.json, got model/000 (3, 3, 3, 2, 4) for (3, 3, 3, 2, 8)" in call(run=run)[1]
     save_config(dataclasses.replace(config, resolution=0.5), run)
     assert "export needs a run at full resolution, got 0.5" in call(run=run)[1]
     (tmp_path / "out").mkdir()

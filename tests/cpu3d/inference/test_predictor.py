@@ -87,10 +87,10 @@ def test_a_network_that_has_diverged_is_named_with_the_case(phantom_store, netwo
 def test_memory_that_runs_out_names_a_smaller_way(phantom_store, networks, monkeypatch):
     record = phantom_store.cases("test")[0]
 
-    def full(*_):
+    def full(*_, **more):
         raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
 
     predictor = networks()
-    monkeypatch.setattr(predictor, "_kept_network", lambda size: full)
-    with pytest.raises(DoesNotFitError, match=f"of case {record.case_id}, got out of.*smaller --window X Y Z"):
+    monkeypatch.setattr(predictor_module, "build_unet3d", full)
+    with pytest.raises(DoesNotFitError, match=f"of case {record.case_id}, got out of.*--window"):
         predictor.probabilities(phantom_store.image(record.case_id), record)

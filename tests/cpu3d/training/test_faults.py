@@ -13,7 +13,7 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.run.checkpoint import load_checkpoint, newest
 from cpu3d.run.log import read_events
-from cpu3d.training.fit import Fit
+from cpu3d.training.watchdog import Guard
 from cpu3d.util.child import PROGRAM, ROOT, start
 from tests.cpu3d.runs import NumpyLearner, assert_same_run, steps_of
 
@@ -48,18 +48,17 @@ def limit_files(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, NO_LIMIT))
 
 
-def spoil(fit):
-    """Make the second volume of the next step NaN."""
-    step = fit.learner.step
-    fit.learner.step = lambda parts, *rest: step(iter([next(parts), (np.full(1, np.nan), next(parts)[1])]), *rest)
+def spoil(parts, patch):
+    """The two volumes of a step, the second of them NaN."""
+    return iter([next(parts), (np.full(1, np.nan), next(parts)[1])])
 
 
-LOW = "memory must keep 64 MiB free"  # the guard sets it; test_watchdog tests when
+LOW = "memory must keep 64 MiB free"  # the guard's; test_watchdog tests when
 FAULTS = {  # exit code -> fault, before which step, --save-minutes, messages, last step kept, reason in the log
-    1: (lambda fit: limit_files(100_000), 5, "0", ["step-00000005.npz", "step-00000004.npz is whole"], 4, ""),
-    4: (spoil, 2, "0", ["got nan at step 2 on {case}; ", "step-00000001.npz"], 1, "got nan"),
-    5: (lambda fit: setattr(fit._guard.now, "stop", LOW), 3, "60", [LOW, "saved after step 3"], 3, "memory"),
-    143: (lambda _: signal.raise_signal(signal.SIGTERM), 3, "60", ["after step 3; the same command"], 3, "interrupted"),
+    1: (lambda parts, patch: limit_files(100_000), 5, "0", ["step-00000005.npz", "step-00000004.npz is whole"], 4, ""),
+    4: (spoil, 2, "0", ["got nan at step 2 on {case}", "step-00000001.npz"], 1, "got nan"),
+    5: (lambda parts, patch: patch.setattr(Guard, "why", LOW), 3, "60", [LOW, "saved after step 3"], 3, "memory"),
+    143: (lambda parts, patch: signal.raise_signal(signal.SIGTERM), 3, "60", ["after step 3"], 3, "interrupted"),
 }
 
 
@@ -68,16 +67,16 @@ def test_a_fault_ends_with_its_code_and_the_run_continues_to_the_same_bits(
     phantom_store, whole, tmp_path, monkeypatch, capsys, code
 ):
     fault, before, save_minutes, messages, kept, reason = FAULTS[code]
-    step, done = Fit._train_step, []
+    step = HeavyLearner.step
 
-    def faulty_step(self, *arguments):
-        if self.step == before - 1 and not done:
-            done.append(fault(self))
-        return step(self, *arguments)
+    def faulty_step(self, parts, *rest):
+        is_due = self.arrays()["updates"] == before - 1
+        return step(self, (is_due and fault(parts, patch)) or parts, *rest)
 
-    monkeypatch.setattr(Fit, "_train_step", faulty_step)
     try:
-        assert main(command(phantom_store, tmp_path, "--save-minutes", save_minutes)) == code
+        with monkeypatch.context() as patch:
+            patch.setattr(HeavyLearner, "step", faulty_step)
+            assert main(command(phantom_store, tmp_path, "--save-minutes", save_minutes)) == code
     finally:
         limit_files(NO_LIMIT)
     errors, case = capsys.readouterr().err, steps_of(whole)[1]["case_id"].split()[1]

