@@ -87,6 +87,22 @@ def test_the_wheel_carries_the_built_operations(wheel, tmp_path):
     assert done.stdout.split() == [str(tmp_path / "models/native/operations.py"), str(usable)], done.stderr
 
 
+WITHOUT_COMPILER = """
+import importlib.util, runpy, setuptools
+importlib.util.find_spec = lambda name: None
+setuptools.setup = lambda **more: print(more)
+runpy.run_path("setup.py")
+"""
+
+
+def test_without_a_compiler_the_wheel_is_for_every_platform(wheel, tmp_path):
+    wheel.extractall(tmp_path, [name for name in wheel.namelist() if "/built/" not in name])
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    command, nowhere = [sys.executable, "-c", WITHOUT_COMPILER], {**os.environ, "PATH": "", "CC": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=nowhere, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1:] == ["{'options': {}}"], done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "usage"),
     [("memory_estimator --help", "usage: memory-estimator "), ("cpu3d train --help", "usage: cpu3d train ")],

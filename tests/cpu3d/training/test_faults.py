@@ -6,13 +6,20 @@ import resource
 import signal
 import time
 
+import nibabel
 import numpy as np
 import psutil
 import pytest
 
 from cpu3d.__main__ import main
+from cpu3d.data.records import array_path
+from cpu3d.data.sampling import sample_at
+from cpu3d.data.store import open_store
+from cpu3d.data.stores.phantom import write_phantom
+from cpu3d.data.stores.prepare import prepare
 from cpu3d.run.checkpoint import load_checkpoint, newest
 from cpu3d.run.log import read_events
+from cpu3d.settings import RunConfig
 from cpu3d.training.watchdog import Guard
 from cpu3d.util.child import PROGRAM, ROOT, start
 from tests.cpu3d.runs import NumpyLearner, assert_same_run, steps_of
@@ -82,10 +89,27 @@ def test_a_fault_ends_with_its_code_and_the_run_continues_to_the_same_bits(
     errors, case = capsys.readouterr().err, steps_of(whole)[1]["case_id"].split()[1]
     assert [message for message in messages if message.format(case=case) not in errors] == []
     assert newest(tmp_path).state["step"] == kept
+    assert all(np.isfinite(array).all() for array in newest(tmp_path).arrays.values())
     assert not list((tmp_path / "checkpoints").glob("*.partial"))
     assert reason in read_events(tmp_path)[-1].get("reason", "")
     assert main(command(phantom_store, tmp_path)) == 0
     assert_same_run(tmp_path, whole, KEEP)
+
+
+def test_a_voxel_that_is_nan_names_its_case(tmp_path, whole, capsys):
+    write_phantom(tmp_path / "raw", cases=4, shape=(24, 24, 24), seed=5, workers=1)
+    for path in (tmp_path / "raw" / "imagesTr").iterdir():  # halved, so that the store has float16, which holds NaN
+        image = nibabel.load(path)
+        nibabel.save(nibabel.Nifti1Image(np.asarray(image.dataobj) * np.float32(0.5), image.affine), path)
+    prepare(tmp_path / "raw", tmp_path / "store", fractions=(1, 0, 0), workers=1)
+    store = open_store(tmp_path / "store")
+    cases = store.cases("train")
+    second = cases[sample_at(3, cases=len(cases), seed=RunConfig.seed).index]  # of the second step's two
+    voxels = np.load(array_path(store.folder, second, "x"), mmap_mode="r+", allow_pickle=False)
+    voxels[tuple(n // 2 for n in voxels.shape)] = np.nan
+    voxels.flush()
+    assert main(command(store, tmp_path / "run")) == 4
+    assert f"got nan at step 2 on {second.case_id};" in capsys.readouterr().err, "not all of its batch"
 
 
 # --- Random moments ---
