@@ -65,7 +65,7 @@ FAULTS = {  # exit code -> fault, before which step, --save-minutes, messages, l
     1: (lambda parts, patch: limit_files(100_000), 5, "0", ["step-00000005.npz", "step-00000004.npz is whole"], 4, ""),
     4: (spoil, 2, "0", ["got nan at step 2 on {case}", "step-00000001.npz"], 1, "got nan"),
     5: (lambda parts, patch: patch.setattr(Guard, "why", LOW), 3, "60", [LOW, "saved after step 3"], 3, "memory"),
-    143: (lambda parts, patch: signal.raise_signal(signal.SIGTERM), 3, "60", ["after step 3"], 3, "interrupted"),
+    143: (lambda parts, patch: signal.raise_signal(signal.SIGTERM), 3, "60", ["saved after step 3"], 3, "interrupted"),
 }
 
 
