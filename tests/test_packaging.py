@@ -34,28 +34,23 @@ def portable_files():
     return {name for name in files_of(*PACKAGES) if "/built/" not in name}
 
 
-def build_wheel(folder, **environment):
-    """Path of the wheel, built in a folder from a copy without libraries: setuptools writes beside its sources."""
-    if importlib.util.find_spec("setuptools") is None or importlib.util.find_spec("wheel") is None:
-        pytest.skip("needs setuptools and wheel, which these requirements do not bring")
-    copy, out = folder / "sources", folder / "wheel"
-    for name in (*portable_files(), "pyproject.toml", "setup.py", "README.md"):
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, copy / name)
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
-    own = {**os.environ, **environment}
-    subprocess.run([*command, "-w", out, copy], check=True, capture_output=True, timeout=300, env=own)
-    return next(out.glob("*.whl"))
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
+    """The wheel, built from a copy without libraries: setuptools writes beside its sources."""
+    if importlib.util.find_spec("setuptools") is None or importlib.util.find_spec("wheel") is None:
+        pytest.skip("needs setuptools and wheel, which these requirements do not bring")
     folder, quick = tmp_path_factory.mktemp("wheel"), {}
+    for name in (*portable_files(), "pyproject.toml", "setup.py", "README.md"):
+        (folder / "sources" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / "sources" / name)
     if shutil.which("cc"):  # but without optimising: seconds less
         (folder / "cc").write_text(f'#!/bin/sh\nexec {shutil.which("cc")} "$@" -O0\n')
         (folder / "cc").chmod(0o755)
         quick["CC"] = str(folder / "cc")
-    with zipfile.ZipFile(build_wheel(folder, **quick)) as file:
+    flags = ("-q", "--no-deps", "--no-build-isolation", "--no-index")
+    command = [sys.executable, "-m", "pip", "wheel", *flags, "./sources"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300, env={**os.environ, **quick})
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as file:
         yield file
 
 

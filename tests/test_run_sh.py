@@ -120,9 +120,7 @@ def test_the_python_with_the_fastest_engine_is_taken(sandbox, versions, chosen):
         ("3.12", "linux-aarch64", "none", ["--gpu"], 1, "must run on Linux x86-64, for which TensorFlow"),
     ],
 )
-def test_a_host_without_a_wheel_gets_the_second_engine_or_an_error(
-    sandbox, version, platform, cpu, options, code, words
-):
+def test_without_a_wheel_the_second_engine_is_set_up_or_refused(sandbox, version, platform, cpu, options, code, words):
     sandbox.python("python3", version, platform=platform, cpu=cpu)
     done, printed = sandbox.run("setup", *options)
     assert (done, words in printed) == (code, True), printed

@@ -76,9 +76,7 @@ def test_the_others_take_the_chief_s_plan_on_their_own_store_and_engine(phantom_
 
 
 @pytest.mark.parametrize(("settings", "other"), [({}, {"filters": 8}), (PATCH, {"patch": [8, 16, 16]})])
-def test_a_run_continues_without_its_options_repeated_and_may_change_its_length(
-    phantom_store, tmp_path, settings, other
-):
+def test_a_run_continues_without_options_and_may_change_its_length(phantom_store, tmp_path, settings, other):
     config = decided(phantom_store, tmp_path, **SMALL, **settings)
     save_config(config, tmp_path)
     assert decided(phantom_store, tmp_path) == config
@@ -269,9 +267,7 @@ def priced(monkeypatch, phantom_store):
 
 
 @pytest.mark.parametrize(("free_gib", "policy"), [(12, "speed"), (11, "lean"), (5, "lean")])
-def test_the_fastest_policy_that_fits_is_picked_and_the_reason_is_kept(
-    phantom_store, tmp_path, priced, free_gib, policy
-):
+def test_the_fastest_policy_that_fits_is_picked_with_a_reason(phantom_store, tmp_path, priced, free_gib, policy):
     plan = planned(phantom_store, tmp_path, host=with_free(free_gib * GIB))
     assert plan.config.unet.policy == policy
     assert f"{free_gib}.00 GiB free" in plan.reasons["policy"]

@@ -49,14 +49,12 @@ def test_the_plan_has_the_largest_of_each_kind_for_every_policy(threads, capsys)
     content = answer(f"{ask} --plan", capsys)
     assert [entry["policy"] for entry in content["plan"]] == list(POLICIES)
     for entry in content["plan"]:
-        batch, filters, side = (
-            entry[kind]["job"][name] for kind, name in (("batch", "batch"), ("filters", "unet"), ("extent", "shape"))
-        )
+        jobs = {kind: entry[kind]["job"] for kind in ("batch", "filters", "extent")}
         for more in range(2):
             for words in (
-                f"--batch {batch + more} --micro-batch {batch + more}",
-                f"--filters {filters['filters'] + 8 * more}",
-                f"--shape {' '.join([str(side[0] + 16 * more)] * 3)}",
+                "--batch {0} --micro-batch {0}".format(jobs["batch"]["batch"] + more),
+                f"--filters {jobs['filters']['unet']['filters'] + 8 * more}",
+                f"--shape {' '.join([str(jobs['extent']['shape'][0] + 16 * more)] * 3)}",
             ):
                 assert main(f"{ask} --policy {entry['policy']} {words}".split()) == (3 if more else 0), words
         capsys.readouterr()

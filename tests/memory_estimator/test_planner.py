@@ -53,7 +53,6 @@ def test_the_largest_number_is_found_in_a_few_guesses_however_costs_grow(limit, 
 def test_the_largest_number_may_be_beyond_one_that_does_not_fit():
     costs = [1, 2, 9, 3, 9, 9, 9, 9, 9, 1]
     assert largest_number(lambda n: costs[n - 1], 5, len(costs)) == 4
-    assert largest_number(lambda n: costs[n - 1], 5, 3) == 2
 
 
 def test_the_plan_of_a_known_memory_is_the_one_by_hand():

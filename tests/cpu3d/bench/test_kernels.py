@@ -3,26 +3,19 @@
 import pytest
 
 from cpu3d.bench.kernels import draw_roofline, kernels_table, timed_operations
-from models.native.build import build
+from models.native import operations
 
 HOST = {"cores": 2, "cpu": "some CPU"}
 
 
+@pytest.mark.skipif(not operations.available(), reason="own operations are not built")
 def test_every_operation_is_timed_beside_the_engines():
-    try:
-        build()
-    except OSError as error:
-        pytest.skip(str(error))
     import tensorflow as tf
 
-    from models.native.operations import available, products_per_s
-
-    if not available():
-        pytest.skip("needs a CPU with AVX2")
     rows = list(timed_operations(tf, "float32", 16, 4, 8, rounds=1))
     assert [row["operation"] for row in rows] == ["forward", "input gradient", "filter gradient"]
     assert all(row["engine_gflops"] > 0 and row["own_gflops"] > 0 for row in rows)
-    assert products_per_s("float32", threads=1) > 1e8
+    assert operations.products_per_s("float32", threads=1) > 1e8
 
 
 def test_the_table_says_how_much_faster_and_the_roofline_is_drawn_of_it():

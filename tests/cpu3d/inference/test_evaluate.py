@@ -39,9 +39,7 @@ def read(run, split="test"):
     return json.loads(scores_path(run, split).read_text())
 
 
-def test_a_right_answer_scores_one_and_the_prediction_lies_on_the_source_voxel_by_voxel(
-    tiny_store, tiny_run, fake_predictor, tmp_path
-):
+def test_a_right_answer_scores_one_on_the_source_s_grid(tiny_store, tiny_run, fake_predictor, tmp_path):
     scores = evaluate_split(fake_predictor, tiny_store, "test", tiny_run, weights="last", tolerance_mm=2.0)
     assert [case["case_id"] for case in scores["cases"]] == ["e", "f"]
     assert (scores["mean_dice"], scores["untouched"]) == (1, True)
@@ -100,9 +98,7 @@ def content_of(run):
 
 
 @pytest.mark.parametrize("renames", range(4))
-def test_scores_and_predictions_are_replaced_together_or_not_at_all(
-    tiny_store, tiny_run, fake_predictor, monkeypatch, renames
-):
+def test_scores_and_predictions_are_replaced_together(tiny_store, tiny_run, fake_predictor, monkeypatch, renames):
     evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
     before, done, rename = content_of(tiny_run), [], Path.rename
     fake_predictor.shift = 1
@@ -201,7 +197,7 @@ def test_several_runs_are_scored_together_on_test_into_a_folder_of_their_own(fol
     assert not (first / "evaluation").exists()
 
 
-def test_folds_are_cross_validated_each_case_by_the_run_that_has_not_seen_it(
+def test_each_fold_is_scored_by_the_run_that_has_not_seen_it(
     tiny_store, fold_runs, monkeypatch, fake_predictor, tmp_path, capsys
 ):
     class Own:

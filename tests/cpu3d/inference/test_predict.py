@@ -113,9 +113,7 @@ def test_each_image_is_answered_in_the_codes_of_its_own_data_set(images, files, 
         assert content["volumes_ml"]["ET"] == pytest.approx(2e-3)
 
 
-def test_a_region_without_a_code_there_has_the_stores_and_is_refused_for_chosen_codes(
-    predictor, images, call, tmp_path
-):
+def test_a_region_without_a_code_there_has_that_of_the_store(predictor, images, call, tmp_path):
     def content(name):
         return json.loads((tmp_path / f"out/{name}.json").read_text())
 

@@ -144,9 +144,7 @@ def test_what_is_missing_is_named_and_everything_else_is_there(tiny_store, tiny_
     assert not re.search("<img|<script", page)
 
 
-def test_scores_of_seen_cases_carry_a_warning_and_those_of_untouched_ones_go_first(
-    tiny_store, tiny_run, fake_predictor, no_pictures
-):
+def test_scores_of_seen_cases_carry_a_warning(tiny_store, tiny_run, fake_predictor, no_pictures):
     window = {"window": [8, 8, 16], "one_pass": False, "overlap": 0.5, "flips": True}
     one_pass = {"inference": {"window": None, "one_pass": True, "overlap": 0.5, "flips": False}, "held_out": ["a"]}
     for split, about, words in (

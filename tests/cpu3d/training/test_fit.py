@@ -83,9 +83,7 @@ def test_a_budget_of_minutes_becomes_the_steps_of_a_whole_run_and_leaves_no_trac
 @pytest.mark.parametrize(
     ("minutes", "settings", "steps"), [(1e6, {}, 12), (1e-6, {"validate_every": 2}, 8), (1e-6, {"validations": 3}, 1)]
 )
-def test_a_budget_cuts_nothing_that_fits_and_nothing_before_the_first_validation(
-    phantom_store, tmp_path, monkeypatch, minutes, settings, steps
-):
+def test_a_budget_cuts_nothing_that_fits(phantom_store, tmp_path, monkeypatch, minutes, settings, steps):
     fit = budgeted(phantom_store, tmp_path, monkeypatch, step_s=10.0, budget_minutes=minutes, **settings)
     fit.fit_budget()
     assert fit.steps == steps
@@ -108,9 +106,7 @@ def test_early_stopping_ends_after_patience_validations_without_gain(phantom_sto
     assert fit.step == 3 * fit.steps_per_epoch
 
 
-def test_a_signal_during_a_validation_breaks_it_off_and_the_next_start_makes_up_for_it(
-    phantom_store, tmp_path, monkeypatch
-):
+def test_a_signal_breaks_off_a_validation_which_is_made_up_for(phantom_store, tmp_path, monkeypatch):
     options = {"steps": 4, "save_minutes": 100}
     start(phantom_store, tmp_path / "whole", **options).run()
     fit = start(phantom_store, tmp_path / "cut", **options)
@@ -164,9 +160,7 @@ def test_an_update_that_overflows_is_not_saved_and_ends_the_run(phantom_store, t
 
 
 @pytest.mark.parametrize(("loss", "save_minutes", "left"), [(11.0, 0.0, 2), (np.nan, 10.0, None)])
-def test_a_loss_that_diverges_ends_the_run_and_leaves_what_is_good(
-    phantom_store, tmp_path, monkeypatch, loss, save_minutes, left
-):
+def test_a_loss_that_diverges_ends_the_run(phantom_store, tmp_path, monkeypatch, loss, save_minutes, left):
     options = {"save_minutes": save_minutes, "steps": 6, "validations": 1}
     fit = start(phantom_store, tmp_path / "cut", **options)
     step = fit.learner.step
@@ -217,9 +211,7 @@ def test_the_first_steps_see_half_the_resolution_and_all_validations_the_full_gr
         (13, {**HALF, "batch": 2, "ema": 0.5}),
     ],
 )
-def test_a_run_cut_after_any_step_ends_with_the_uninterrupted_one_s_weights(
-    phantom_store, tmp_path, monkeypatch, done, settings
-):
+def test_a_run_cut_after_any_step_ends_with_the_same_weights(phantom_store, tmp_path, monkeypatch, done, settings):
     assert_cut_and_continued_is_uninterrupted(
         phantom_store, tmp_path, monkeypatch, done=done, learner=NumpyLearner, **settings
     )
@@ -229,9 +221,7 @@ def test_a_run_cut_after_any_step_ends_with_the_uninterrupted_one_s_weights(
 
 
 @pytest.mark.parametrize(("done", "steps", "coarse"), [(10, 12, 10), (10, 24, 13), (16, 24, 13), (10, 16, 13)])
-def test_a_run_of_another_length_has_as_many_coarse_steps_as_it_has_done_and_no_fewer(
-    phantom_store, tmp_path, done, steps, coarse
-):
+def test_a_run_of_another_length_keeps_the_coarse_steps_it_has_done(phantom_store, tmp_path, done, steps, coarse):
     fit = start(phantom_store, tmp_path, **HALF, save_minutes=0.0)
     fit.steps = done  # as if it was cut there
     fit.run()
@@ -273,9 +263,7 @@ def test_a_curriculum_s_rate_decays_over_the_coarse_steps_and_again_over_those_i
 # --- Going on ---
 
 
-def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_and_none_that_is_whole_is_refused(
-    phantom_store, tmp_path
-):
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(phantom_store, tmp_path):
     start(phantom_store, tmp_path / "whole", epochs=1).run()
     start(phantom_store, tmp_path / "cut", epochs=1, save_minutes=0.0, keep=2).run()
     path = newest(tmp_path / "cut").path

@@ -39,9 +39,7 @@ def test_tensorboard_has_the_settings_and_the_scores(phantom_store, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")  # of MLflow's own libraries
-def test_mlflow_has_one_run_with_every_point_once_through_cuts_failures_and_extensions(
-    phantom_store, tmp_path, monkeypatch
-):
+def test_mlflow_has_one_run_with_every_point_once(phantom_store, tmp_path, monkeypatch):
     tracking_module = pytest.importorskip("mlflow.tracking", reason="needs mlflow: requirements-mlflow.txt")
     pytest.importorskip("sqlalchemy", reason="needs sqlalchemy: requirements-mlflow.txt")
     monkeypatch.chdir(tmp_path)  # MLflow keeps files beside a database in ./mlruns

@@ -37,9 +37,7 @@ PATCH = {"mode": "patch", "patch": [16, 16, 16], "depth": 2}
 LEARNT = {"steps": 10, "batch": 2, "ema": 0.9, "validations": 1, **PATCH}
 
 
-def test_training_without_tensorflow_is_bad_input_with_the_way_to_install_it(
-    phantom_store, tmp_path, monkeypatch, capsys
-):
+def test_training_without_tensorflow_is_bad_input(phantom_store, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tensorflow", None)  # as Python has it for what cannot be imported
     assert main(["train", "--store", str(phantom_store.folder), "--run", str(tmp_path / "run")]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
@@ -111,9 +109,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS)
-def test_a_run_that_is_cut_ends_with_the_uninterrupted_one_s_weights_and_predicts(
-    phantom_store, tmp_path, monkeypatch, settings
-):
+def test_a_run_that_is_cut_ends_with_the_same_weights(phantom_store, tmp_path, monkeypatch, settings):
     assert_cut_and_continued_is_uninterrupted(phantom_store, tmp_path, monkeypatch, steps=3, done=2, **settings)
     if "resolution" not in settings:
         return
@@ -146,9 +142,7 @@ def test_a_fold_trains_on_its_cases_and_validates_on_its_own(phantom_store, tmp_
 
 
 @pytest.mark.usefixtures("without_network")
-def test_a_finished_run_is_left_as_it_is_or_extended_and_gets_a_last_line_that_was_lost(
-    phantom_store, tmp_path, capsys
-):
+def test_a_finished_run_is_left_alone_extended_or_gets_its_lost_last_line(phantom_store, tmp_path, capsys):
     def go(**settings):
         train(phantom_store.folder, tmp_path, settings={**small, **settings})
         return len(steps_of(tmp_path)), capsys.readouterr().err
@@ -212,9 +206,7 @@ def test_a_run_that_may_not_fit_is_refused_before_anything_is_written(phantom_st
 
 
 @pytest.mark.usefixtures("without_network")
-def test_a_forced_run_logs_what_was_predicted_and_goes_on_only_where_it_fits(
-    phantom_store, tmp_path, monkeypatch, capsys
-):
+def test_a_forced_run_logs_its_plan_and_continues_if_it_fits(phantom_store, tmp_path, monkeypatch, capsys):
     def go(epochs, **options):
         settings = {**SMALL, "epochs": epochs, "batch": 2, "extent": "full"}
         train(phantom_store.folder, tmp_path, settings=settings, **options)

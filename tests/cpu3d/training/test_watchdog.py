@@ -218,9 +218,7 @@ def test_the_file_follows_the_run_within_seconds_and_not_step_by_step(tmp_path, 
     assert read_heartbeats(tmp_path)[1].reason == "early stop", "the end that was noted is the one that counts"
 
 
-def test_a_heartbeat_that_cannot_be_written_and_a_watch_that_fails_stop_nothing_and_are_said_once(
-    tmp_path, monkeypatch
-):
+def test_a_failing_watch_or_heartbeat_stops_nothing(tmp_path, monkeypatch):
     printed, end = [], time.monotonic() + 60
     monkeypatch.setattr(watchdog, "SAMPLE_EVERY_S", 0.01)
     with Guard(tmp_path / "none-such", say=printed.append) as guard:

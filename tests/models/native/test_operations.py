@@ -15,11 +15,7 @@ from models.native.operations import Gradient, Source, available, convolve, inpu
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _built():
-    try:
-        build()
-    except OSError as error:
-        pytest.skip(str(error))
+def _built(library):
     if not available():
         pytest.skip("needs a CPU with AVX2")
 
