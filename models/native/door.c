@@ -127,8 +127,8 @@ static void *values_of(struct call *call, int input, bool taken, const char *nam
     return TF_TensorData(call->inputs[input]);
 }
 
-/* Memory for an output, or NULL where it is empty. It is that of input `over`, where this is not negative and nobody else has it:
-   its handle goes, as it would count. */
+/* Memory for an output, or NULL if it is empty: the memory of input `over`, if that is not negative and has no other user. The
+   input's handle is given back first, as it would count as one. */
 static void *output_of(struct call *call, int index, TF_DataType type, struct shape shape, int over)
 {
     int64_t count = 1;

@@ -40,12 +40,12 @@ enum kind {
 struct operation {
     int kind, dtype, threads;
     int batch, x, y, z;
-    int channels[2], outputs;    /* of the maps, the second 0 where there is one; of the gradient, or what the filters make */
+    int channels[2], outputs;    /* of the maps, the second 0 if there is one map; of the gradient, or of the filters' output */
     const void *maps[2], *others[2];
-    const float *coefficients, *other_coefficients; /* of maps; of the map below, or the gradient; NULL where there is no norm */
+    const float *coefficients, *other_coefficients; /* of maps; of the map below, or the gradient; NULL without a norm */
     const float *filters, *bias;
     void *map;                   /* may be the first map's memory or what is added, and from MAX_POOL on that of any map */
-    float *sums_to;              /* NULL where they are not asked for, as below */
+    float *sums_to;              /* NULL if they are not wanted, as below */
     float *filter_gradient, *bias_gradient;
     size_t *scratch; /* not NULL: kinds before MAX_POOL write here the bytes that each thread keeps, and the rest, and do nothing */
 };
@@ -53,14 +53,14 @@ struct operation {
 /* An instruction set: the same sources, compiled for it. */
 struct kernels {
     const char *name;
-    int (*run)(const struct operation *); /* returns 0, or -1 where memory runs out */
+    int (*run)(const struct operation *); /* returns 0, or -1 if memory runs out */
     /* Products of values in the cache L1, a limit to measure against; returns multiplications and additions of all threads. */
     double (*products)(int threads, long repeats);
 };
 
 /* pool.c: calls work(argument, thread, threads) once for every thread, the caller's among them; one call at a time. */
 void run_on_threads(int threads, void (*work)(void *, int thread, int threads), void *argument);
-/* Memory that a thread keeps from call to call, at least so large, aligned to 64 bytes; NULL where there is none. */
+/* Memory that a thread keeps from call to call, at least so large, aligned to 64 bytes; NULL if there is not enough. */
 void *thread_memory(int thread, size_t bytes);
 #define MOST_THREADS 256
 

@@ -4,8 +4,8 @@
    It goes along x through each tile: forms the rows of the next plane, then multiplies and finishes row after row. So each
    map is read from memory once, and once more what tiles and slabs share.
 
-   In place, where the output is written over the one map that is read, what of it is needed later is copied as it is: before
-   any thread writes, the planes beside each slab; and in each plane of a slab, the last row of the tile before. */
+   In place, the output is written over the one map that is read. Parts that are read later are copied first: the planes
+   beside each slab before any thread writes, and in each plane of a slab the last row of the tile before. */
 #include <stdlib.h>
 #include <unistd.h>
 #include "rows.h"

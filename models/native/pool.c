@@ -1,6 +1,6 @@
-/* Threads of our own. They spin for a moment, so that operations that follow each other wake nobody, then sleep: they do not
-   stand in the way of the engine's. They may run where the process's first thread may: the
-   caller's may be one that an engine's OpenMP has bound to a core. */
+/* Our own threads. Each spins for a moment before it sleeps: operations in a row then wake no thread, and the engine's threads
+   keep their cores. They may run on all CPUs of the process's first thread: the caller may be a thread that an engine's
+   OpenMP has bound to one core. */
 #define _GNU_SOURCE
 #include <limits.h>
 #include <linux/futex.h>

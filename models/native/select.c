@@ -61,14 +61,14 @@ const struct kernels *native_kernels(const char *name, int dtype)
     return NULL;
 }
 
-/* An operation by kernels of this name: 0; -1 where memory ran out; -2 where the machine has no such kernels. */
+/* An operation by kernels of this name: 0; -1 if memory ran out; -2 if the machine has no such kernels. */
 int native_run(const char *name, const struct operation *operation)
 {
     const struct kernels *kernels = native_kernels(name, operation->dtype);
     return kernels ? kernels->run(operation) : -2;
 }
 
-/* Those of native.h; 0 where there are none. */
+/* `products` of native.h; 0 without kernels of this name. */
 double native_products(const char *name, int dtype, int threads, long repeats)
 {
     const struct kernels *kernels = native_kernels(name, dtype);
