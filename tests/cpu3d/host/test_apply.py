@@ -98,10 +98,9 @@ def test_what_cannot_be_set_up_is_refused(without_tensorflow, monkeypatch):
             function()
     with pytest.raises(InputError, match="workers must divide"):
         set_up(local=(0, 100000))
-    with monkeypatch.context() as patched:
-        patched.setattr("cpu3d.host.apply.itex_is_installed", lambda: False)
-        with pytest.raises(InputError, match="engine must be installed, got itex"):
-            import_tensorflow("itex")
+    monkeypatch.setattr("cpu3d.host.apply.itex_is_installed", lambda: False)
+    with pytest.raises(InputError, match="engine must be installed, got itex"):
+        import_tensorflow("itex")
     monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "all")
     with pytest.raises(InputError, match="TF_NUM_INTRAOP_THREADS must be a whole number of threads, got 'all'"):
         import_tensorflow("stock")

@@ -9,17 +9,15 @@ import tensorflow as tf
 
 from cpu3d.training.losses import DiceCrossEntropy, RegionDice
 from models.config import UNetConfig
+from models.native import operations
 from models.supervision import head_weights
 from models.unet3d import build_unet3d
 
-GRID = (8, 8, 8)
-
+GRID, SLOW = (8, 8, 8), pytest.mark.slow
 DEEP = {"depth": 3, "deep_supervision": True}
 NETWORKS = [
     ({"policy": "speed", "norm": "none", "dtype": "bfloat16", **DEEP}, 2),
-    pytest.param(
-        {"policy": "lean", "norm": "batch", "residual": True, "up": "upsampling"}, None, marks=pytest.mark.slow
-    ),
+    pytest.param({"policy": "lean", "norm": "batch", "residual": True, "up": "upsampling"}, None, marks=SLOW),
 ]
 """Every policy, norm and dtype, one output or several, a batch size that is known or not."""
 
@@ -27,18 +25,15 @@ NETWORKS = [
 def volumes(count=4, batch=2):
     rng = np.random.default_rng(0)
     image, target = rng.standard_normal((count, *GRID, 4)), rng.random((count, *GRID, 3)) < 0.3
-    return tf.data.Dataset.from_tensor_slices((image.astype("f4"), target.astype("u1"))).batch(
-        batch, drop_remainder=True
-    )
+    data = tf.data.Dataset.from_tensor_slices((image.astype("f4"), target.astype("u1")))
+    return data.batch(batch, drop_remainder=True)
 
 
 def compiled(more, batch_size, eager=False):
     model = build_unet3d(UNetConfig(**{"filters": 4, "depth": 2, **more}), GRID, batch_size)
     model.layers[1].trainable = False
-    metrics = [RegionDice(0, "WT")]
-    model.compile(
-        "adam", loss=DiceCrossEntropy(), loss_weights=head_weights(model.outputs), metrics=metrics, run_eagerly=eager
-    )
+    more = {"loss_weights": head_weights(model.outputs), "metrics": [RegionDice(0, "WT")], "run_eagerly": eager}
+    model.compile("adam", DiceCrossEntropy(), **more)
     return model
 
 
@@ -63,11 +58,15 @@ def test_a_saved_model_answers_and_goes_on_as_the_one_it_was(more, batch_size, t
     assert same(again.get_weights(), model.get_weights())
 
 
-def test_its_loss_is_the_one_that_train_minimises():
+def test_its_loss_is_the_one_that_train_minimises_by_own_operations_or_layers(monkeypatch):
     model, ((image, target),) = compiled(DEEP, 2), volumes(2)
-    expected, *_ = model.loss_and_gradients(DiceCrossEntropy(), image, target)
+    expected, _, gradients = model.loss_and_gradients(DiceCrossEntropy(), image, target)
     losses = [model.loss(target, head) * weight for head, weight in zip(model(image), head_weights(model.outputs))]
     assert float(sum(losses)) == pytest.approx(float(expected), rel=1e-5)
+    monkeypatch.setattr(operations, "available", lambda: False)
+    loss, _, of_layers = model.loss_and_gradients(DiceCrossEntropy(), image, target)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert all(np.allclose(own, other, atol=1e-4) for own, other in zip(gradients, of_layers))
 
 
 def test_a_clone_is_the_same_network_from_its_first_weights():
