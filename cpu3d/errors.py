@@ -61,45 +61,41 @@ class Ending:
     """A way for a process to end."""
 
     state: str  # of a worker that ended so, as `status` shows it
-    rank: int  # of the state, the worst first, a cause before its effects on other workers; see `report.status`
     words: str  # of the event, for --help and for `launch`
     advice: str = "{again}"  # what to do next; {again}: the same command, and from where; {rates}: with half the rates
 
 
 ENDINGS: Dict[int, Ending] = {
-    0: Ending("finished", 13, "done", "a larger --epochs or --steps continues"),
-    1: Ending("failed", 4, "failed, for example on a full disk", "correct what the error names; then {again}"),
-    InputError.exit_code: Ending("failed", 4, "bad input", "correct what the error names; then {again}"),
+    0: Ending("finished", "done", "a larger --epochs or --steps continues"),
+    1: Ending("failed", "failed, for example on a full disk", "correct what the error names; then {again}"),
+    InputError.exit_code: Ending("failed", "bad input", "correct what the error names; then {again}"),
     DoesNotFitError.exit_code: Ending(
         "too large",
-        3,
         "does not fit the memory",
         "choose smaller settings, end other programs, or --force; then {again}",
     ),
     DivergedError.exit_code: Ending(
         "diverged",
-        1,
         "diverged: losses too high or not finite",
         "correct the case, then {again}; or halve the rates: {again}{rates}",
     ),
     MemoryRunsOutError.exit_code: Ending(
         "out of memory",
-        2,
         "memory was running out: stopped and saved",
         "end other programs, or take a leaner --policy or a larger host; then {again}",
     ),
-    WorkerLostError.exit_code: Ending("broken off", 7, "lost another worker, or hung"),
-    128 + signal.SIGINT: Ending("interrupted", 9, "stopped by SIGINT, and saved"),
-    128 + signal.SIGTERM: Ending("interrupted", 9, "stopped by SIGTERM, and saved"),
-    -signal.SIGTERM: Ending("failed", 4, "ended before it could save"),
-    -signal.SIGKILL: Ending("failed", 4, "killed by a user, or by the kernel when memory ran out"),
+    WorkerLostError.exit_code: Ending("broken off", "lost another worker, or hung"),
+    128 + signal.SIGINT: Ending("interrupted", "stopped by SIGINT, and saved"),
+    128 + signal.SIGTERM: Ending("interrupted", "stopped by SIGTERM, and saved"),
+    -signal.SIGTERM: Ending("failed", "ended before it could save"),
+    -signal.SIGKILL: Ending("failed", "killed by a user, or by the kernel when memory ran out"),
 }
 """Exit code, or a signal's number below 0, -> its meaning: the one table, for --help, `status` and `launch`."""
 
 
 def ending_of(code: int) -> Ending:
     """The ending of an exit code; an unknown code has an ending without words."""
-    return ENDINGS.get(code, Ending("failed", 4, ""))
+    return ENDINGS.get(code, Ending("failed", ""))
 
 
 def exit_code_of(error: Optional[BaseException]) -> int:

@@ -109,7 +109,7 @@ def read_host(root: Union[str, Path] = "/") -> Host:
         logical_cpus=len(places),
         numa_nodes=len({place.node for place in places}),
         memory_bytes=memory["MemTotal"],
-        available_bytes=available_bytes(root),
+        available_bytes=available_bytes(root, memory),
         cgroup_limit_bytes=limit,
         cgroup_used_bytes=used,
         cpu_quota=cpu_quota(root),
@@ -201,9 +201,9 @@ def meminfo(root: Path) -> Dict[str, int]:
     return sizes(read_text(root / "proc/meminfo"))
 
 
-def available_bytes(root: Path) -> int:
-    """Memory that this process can have without swapping, of the NUMA nodes that it may use."""
-    machine, nodes = _available_bytes(meminfo(root)), _nodes(root)
+def available_bytes(root: Path, memory: Dict[str, int]) -> int:
+    """The part of `meminfo` that this process can have without swapping, of the NUMA nodes that it may use."""
+    machine, nodes = _available_bytes(memory), _nodes(root)
     usable = _usable(root, nodes)
     return min(machine, sum(node.free_bytes for node in usable)) if len(usable) < len(nodes) else machine
 

@@ -34,12 +34,15 @@ from memory_estimator.common.schema import option
 from memory_estimator.common.table import Bad, Good, Poor, Table, new_console
 from memory_estimator.common.units import format_bytes, format_seconds
 
-# State of a worker -> its rank, the worst first: those of workers that have ended are of `cpu3d.errors.ENDINGS`. The
-# run's state is that of its worst worker.
-BUSY = {"stopping": 10, "starting": 11, "running": 12}
-RANKS = {**{ending.state: ending.rank for ending in ENDINGS.values()}, "stalled": 5, "silent": 6, "unknown": 8, **BUSY}
-FINE = {state for state, rank in RANKS.items() if rank >= RANKS["stopping"]}  # these need no attention
-IDLE = {state for state, rank in RANKS.items() if rank >= RANKS["silent"]} - set(BUSY)  # of no effect on a finished run
+WORST_FIRST = (
+    *("diverged", "out of memory", "too large", "failed", "stalled", "silent", "broken off", "unknown", "interrupted"),
+    *("stopping", "starting", "running", "finished"),
+)
+"""States of a worker, a cause before its effects on other workers: those of `cpu3d.errors.ENDINGS`, and those of
+workers that have noted no end. The run's state is that of its worst worker."""
+
+FINE = WORST_FIRST[-4:]  # these need no attention
+IDLE = ("silent", "broken off", "unknown", "interrupted", "finished")  # of no effect on a finished run
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class WorkerStatus:
     """The state of a worker."""
 
     rank: int
-    state: str  # one of RANKS
+    state: str  # one of WORST_FIRST
     detail: str = ""  # more on the state, and what to look at
     beat_age_s: Optional[float] = None
     phase_s: Optional[float] = None  # duration of the phase up to the last beat
@@ -84,7 +87,7 @@ class RunStatus:
     """The present state of a run."""
 
     folder: str
-    state: str  # the worst of its workers', see RANKS; "unknown" without heartbeats and end
+    state: str  # the worst of its workers', see WORST_FIRST; "unknown" without heartbeats and end
     details: Tuple[str, ...]  # on states that need attention, a sentence each
     advice: str  # what to do next; "" for nothing
     is_fine: bool  # whether it runs or has finished
@@ -113,7 +116,7 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
     step = max([*(event["step"] for event in events), *(beat.step for beat in beats)], default=0)
     known = [beat.steps for beat in beats] + [config.steps if config else None]
     steps = next(filter(None, [*known, *(event.get("steps") for event in reversed(starts))]), None)
-    judged = sorted(workers, key=lambda worker: RANKS[worker.state])
+    judged = sorted(workers, key=lambda worker: WORST_FIRST.index(worker.state))
     last = events[-1] if events else {"event": "none"}
     finished = last["event"] == "end" and last["reason"] in FINISHED
     if finished and (not workers or _stays_finished(last, workers, step, steps)):
@@ -239,9 +242,8 @@ def _checkpoint(run: Path, now: float) -> Optional[Dict[str, Any]]:
 
 
 def _styled(state: str) -> str:
-    """The state in the colour of its rank."""
-    rank = RANKS[state]
-    return (Good if rank > RANKS["stopping"] else Poor if rank >= RANKS["interrupted"] else Bad)(state)
+    """The state in its colour."""
+    return (Poor if state in ("interrupted", "stopping") else Good if state in FINE else Bad)(state)
 
 
 def _cells(worker: WorkerStatus) -> Tuple[str, ...]:

@@ -59,7 +59,7 @@ def take_sample(root: Path = Path("/")) -> Sample:
     process while it has some; not for a cgroup."""
     memory, process = meminfo(root), resident()
     total = memory["MemTotal"]
-    rooms = {MACHINE: Room(available_bytes(root) + memory.get("SwapFree", 0), total)}
+    rooms = {MACHINE: Room(available_bytes(root, memory) + memory.get("SwapFree", 0), total)}
     limit, used = memory_limit(root, total)
     if limit is not None:
         rooms[CGROUP] = Room(max(0, limit - used), limit)

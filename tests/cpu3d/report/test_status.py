@@ -12,7 +12,7 @@ from rich.console import Console
 
 from cpu3d.__main__ import main
 from cpu3d.errors import ENDINGS
-from cpu3d.report.status import describe, run_status
+from cpu3d.report.status import WORST_FIRST, describe, run_status
 from cpu3d.run.checkpoint import write_best
 from cpu3d.run.config import save_config
 from cpu3d.run.heartbeat import heartbeat_path, write_heartbeat
@@ -113,6 +113,7 @@ def test_every_state_has_its_word_its_exit_code_and_its_advice(run, changes, sta
     assert main(["status", "--run", str(run)]) == (0 if fine else 1)
     assert ("left, until" in text) is (state == "starting")
     code = changes.get("exit_code")
+    assert {ending.state for ending in ENDINGS.values()} < set(WORST_FIRST)
     assert code is None or f"| {code} | {ENDINGS[code].words}" in (ROOT / "docs" / "long_runs.md").read_text()
 
 
