@@ -33,7 +33,7 @@ SCHEDULES: Dict[str, Callable[[float], float]] = {
 """How the learning rate decays: progress after the warm-up, 0 to 1 -> share of the peak."""
 
 COARSE_SHARE = fractions.Fraction(5, 6)
-"""The share of a run's steps that a curriculum takes at half the resolution, with an eighth of a full step's voxels
+"""The share of a run's steps that a curriculum takes at half resolution, with an eighth of a full step's voxels
 (docs/log.md)."""
 
 _data, _patches, _training, _network = (
@@ -53,7 +53,7 @@ class RunConfig:
     split_hash: str = ""  # of the store the run was started on: a run never moves to another split
     grid: Tuple[int, int, int] = (0, 0, 0)  # voxels X, Y, Z that the network sees: a patch, or all of the extent
     coarse_grid: Tuple[int, int, int] = (0, 0, 0)
-    """The same in the first `coarse_steps` steps: half the resolution, or a patch of half the edge."""
+    """The same in the first `coarse_steps` steps: half resolution, or a patch of half the edge."""
     coarse_steps: int = 0  # steps that a curriculum takes first; 0 without one
     unet: UNetConfig = field(default_factory=UNetConfig)  # channels, outputs, dtype follow from store and host
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -85,8 +85,8 @@ class RunConfig:
     """By the time of the first steps; at least those up to the first validation."""
     curriculum: str = _training(
         AUTO,
-        f"half: the first {COARSE_SHARE} of the steps at half the resolution, or on patches of half the edge, the "
-        "others in full; auto: half if the network's grid allows it, else off",
+        f"half: the first {COARSE_SHARE} of the steps at half resolution, or on patches of half the edge, the "
+        "others at full resolution; auto: half if the network's grid allows it, else off",
         choices=(AUTO, "off", "half"),
     )
     batch: int = _training(1, "volumes a step, of all workers together", "N", at_least=1, one_of="batch")
@@ -161,7 +161,7 @@ class RunConfig:
 
     def rate_at(self, step: int, steps: int) -> float:
         """The learning rate of step `step` (0 is the first) of `steps`: linear warm-up, then the decay, under a
-        curriculum over the coarse steps and again over those in full. A run that is made longer decays over its new
+        curriculum over the coarse steps and again over the full ones. A run that is made longer decays over its new
         length, so its rate rises again at the join."""
         if step < self.warmup_steps:
             return self.peak_rate * (step + 1) / self.warmup_steps

@@ -168,7 +168,7 @@ RECIPES: Dict[str, Recipe] = {
         Job(UNetConfig(dtype="bfloat16"), BRAIN_BOX, cases=7),
         {"epochs": 10, "validate_every": 5, "warmup_steps": 3, "gain": 0.05, "offset": 0.05},
     ),
-    # Predicted 2.9 GiB, 6.7 s a volume in bfloat16, 43 minutes an epoch, 18 h in all. The paper (Ojika et al. 2020)
+    # Predicted 2.8 GiB, 6.7 s a volume in bfloat16, 43 minutes an epoch, 18 h in all. The paper (Ojika et al. 2020)
     # reports Dice 0.82 to 0.83 after 25 epochs at batch 16 on the Decathlon's 484 cases.
     "paper-flair": Recipe(
         "The paper's task with a network of today: the whole tumour from FLAIR alone, one sigmoid, the full grid.",
@@ -176,19 +176,19 @@ RECIPES: Dict[str, Recipe] = {
         _PAPER,
     ),
     # As published, on a grid cropped to 144 slices, but one volume at a time; the paper took 16 at once. Predicted
-    # 10.5 GiB under lean, 143 s a volume in float32, 15 h an epoch; the paper's took 1 TB, 30 s.
+    # 10.9 GiB under lean, 143 s a volume in float32, 15 h an epoch; the paper's took 1 TB, 30 s.
     "paper-2020": Recipe(
         "The paper's job: Cicek's wide network, batch 16 computed one volume at a time, FLAIR, batch norm, 25 epochs.",
         Job(_CICEK, (240, 240, 144), 16, 1, "adam", cases=484),
         {**_PAPER, "curriculum": "off"},
     ),
-    # Predicted 1.8 GiB, 3.0 s a volume in bfloat16, 19 minutes an epoch, 32 h in all. For context: nnU-Net, on patches,
+    # Predicted 1.7 GiB, 3.0 s a volume in bfloat16, 19 minutes an epoch, 32 h in all. For context: nnU-Net, on patches,
     # has a mean Dice of 91.2 over the five folds of BraTS 2021 (MIC-DKFZ/nnUNet, documentation/resenc_presets.md).
     "brats-regions": Recipe(
         "The three regions from all four modalities, whole brains; the default.",
         Job(UNetConfig(dtype="bfloat16"), BRAIN_BOX),
     ),
-    # Assumed 4.5 GiB of the card: the two patches are computed one after the other. Its time is not predicted. For
+    # Assumed 5.8 GiB of the card: the two patches are computed one after the other. Its time is not predicted. For
     # context: nnU-Net's, batch 2 of such patches, takes 7.7 GB and 9 h on an A100 (as above).
     "gpu-patch": Recipe(
         "Settings usual on a GPU: the regions, loss and schedule of brats-regions on patches, batch 2, 32 filters.",

@@ -22,7 +22,7 @@ from cpu3d.host.apply import installed
 from cpu3d.host.thread_plan import thread_plan
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.progress import bar, say
-from cpu3d.util.records import append_record, read_records
+from cpu3d.util.records import append_record, newest, read_records
 from memory_estimator.accuracy import Accuracy
 from memory_estimator.calibration import find_constants, shipped_constants
 from memory_estimator.common.schema import option
@@ -98,7 +98,7 @@ def read_measured(path: Path) -> Tuple[Measured, ...]:
     oldest. Raises InputError for a missing file, and for a line that is damaged or of another schema."""
     files = sorted(Path(path).glob("*.jsonl")) if Path(path).is_dir() else [path]
     read = [measured for file in files for measured in read_records(file, "memory", measured_from)]
-    return tuple({(measured.host, measured.isa, measured.job): measured for measured in read}.values())
+    return tuple(newest(read, lambda step: (step.host, step.isa, step.job)))
 
 
 def _of_this_host(path: Path, host: Host) -> Sequence[Measured]:

@@ -84,7 +84,7 @@ def scores_table(record: Json) -> Table:
         title="Scores",
         caption=f"Mean over {count(record['cases'], 'case')}, full grids, and seeds \u00b1 standard deviation of the "
         f"seeds\u2019 means. {metric_notes(METRICS, record['evaluation']['tolerance_mm'])}. Scored are the weights of "
-        "the validation in full with the highest mean Dice.",
+        "the validation at full resolution with the highest mean Dice.",
         names=2,
     )
 

@@ -105,8 +105,8 @@ def best_dtype(gpu: Gpu) -> str:
 def pick_device(requested: Optional[str], mode: str, gpus: Sequence[Gpu]) -> str:
     """The device of a run: "cpu", or a card such as "gpu:0".
 
-    None is a card for mode "patch" alone, as whole volumes are for the CPU here: of several the one with most free
-    memory, and only if a TensorFlow for cards is installed. Raises InputError for a card that is not there.
+    If `requested` is None, patches get the card with most free memory if a TensorFlow for cards is installed, and whole
+    volumes the CPU. Raises InputError for a card that is not there.
     """
     if requested is not None:
         return requested if requested == CPU else card_of(requested, gpus).device

@@ -100,7 +100,7 @@ def continued(config: RunConfig, *, step: int, steps: int, saved_coarse_steps: i
     if step >= saved_coarse_steps:
         return dataclasses.replace(config, coarse_steps=saved_coarse_steps)
     if steps <= step:
-        rule = f"steps must be above the {step} that the run has done at half the resolution"
+        rule = f"steps must be above the {step} that the run has done at half resolution"
         raise InputError(f"{rule}, got {steps}; raise it, so that its last steps are at full resolution")
     return dataclasses.replace(config, coarse_steps=max(config.coarse_steps, step))
 

@@ -71,7 +71,7 @@ class Fit:
         self._observer: Optional[Observer] = None
         self.step = self.stale_validations = 0
         self.best: Optional[float] = None  # the highest mean Dice of a validation so far
-        self.best_is_coarse = False  # then the first validation in full replaces it at any Dice
+        self.best_is_coarse = False  # then the first one at full resolution replaces it at any Dice
         self.owes_validation = False  # whether the run was stopped before it could validate the step it has reached
         self.trained_s = 0.0  # wall time of earlier attempts and of this one, up to the last checkpoint
         self._listeners: List[Track] = []  # all get every event as it is logged
@@ -195,7 +195,7 @@ class Fit:
     def _move_to_full(self) -> None:
         """Continue at the full grid with the weights, momentum and averages of the coarse one."""
         self._guard.new_pace()
-        self._phase("building the network in full")
+        self._phase("building the full network")
         arrays = self.learner.arrays()
         self._enter()
         self.learner.restore(arrays)

@@ -26,8 +26,8 @@ class Outcome:
     """The outcome of a step, the same on all workers."""
 
     losses: np.ndarray
-    """(parts,) loss of each micro-batch before the update; not finite if its gradients are not. The parts that its
-    worker would compute after it are left out: those are 0."""
+    """(parts,) loss of each micro-batch before the update; not finite if its gradients are not. A worker skips
+    its parts after one that is not finite; their losses are 0."""
     dice: np.ndarray  # (batch, R) soft Dice before the update
     notes: np.ndarray  # (workers,) each worker's `note`
     exchange_s: float = 0.0  # of summing the workers' gradients, waiting for the slowest included

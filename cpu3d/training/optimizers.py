@@ -1,5 +1,5 @@
 """Muon, whose update of a kernel is its momentum made orthogonal (Jordan 2024, "Muon: an optimizer for hidden layers in
-neural networks"); Adam and SGD in Keras' form, update by update.
+neural networks"); Adam and Nesterov's SGD. Each updates one variable after another.
 
 All singular values become equal, so directions that few voxels support, such as a small lesion's, move as far as
 those that all voxels support. docs/log.md has the steps that this saves.
@@ -18,15 +18,15 @@ ITERATION, TIMES = (3.4445, -4.7750, 2.0315), 5
 
 
 class InOrder(tf.keras.optimizers.Optimizer):
-    """A base beside one of Keras' own optimizers: each update waits for the one before. In any other order the places
-    of small tensors, and whether a large one fits between them, would depend on timing. On a card Keras would compile
-    each update as a graph of its own, which could not wait."""
+    """A Keras optimizer whose updates each wait for the one before. In any other order the places of small tensors, and
+    whether a large one fits between them, would depend on timing. On a card Keras would compile each update as a graph
+    of its own, which could not wait."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **{"jit_compile": False, **options})
 
     def apply_gradients(self, *arguments, **options):
-        self._before, self._shared = [], {}
+        self._before, self._shared = [], {}  # the last update; tensors that the updates of a subclass share
         try:
             return super().apply_gradients(*arguments, **options)
         finally:

@@ -20,8 +20,9 @@ NEW, OLD = f".new{PARTIAL}", f".old{PARTIAL}"  # folders of `replace_files`
 @contextlib.contextmanager
 def atomic_write(path: Union[str, Path], mode: str = "wb", flush: bool = True, token: str = "") -> Iterator[IO[Any]]:
     """Yield a temporary file, `.NAME.*` and PARTIAL, beside `path`; on success `flush` it to the disk and rename it
-    onto `path`. On any error, Ctrl-C and a full disk too, it is removed; a killed process can leave it behind. A
-    `token` in its name instead of random digits, for a `path` of one writer, makes the next write replace that."""
+    onto `path`. On any error, Ctrl-C and a full disk too, it is removed; a killed process can leave it behind. Its
+    name has random digits; with a `token`, for a `path` of one writer, it is always the same, so that the next write
+    replaces what a killed process left."""
     path = Path(path)
     partial = path.with_name(f".{path.name}.{token or secrets.token_hex(4)}{PARTIAL}")
     try:

@@ -51,7 +51,7 @@ def read_records(path: Path, kind: str, use: Callable[[Dict[str, Any]], Optional
     return [result for result in results if result is not None]
 
 
-def newest(records: Sequence[Dict[str, Any]], key: Callable[[Dict[str, Any]], Hashable]) -> List[Dict[str, Any]]:
+def newest(records: Sequence[T], key: Callable[[T], Hashable]) -> List[T]:
     """The last record of each key, in the place of the first."""
     return list({key(record): record for record in records}.values())
 

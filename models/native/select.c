@@ -39,7 +39,7 @@ static int instruction_sets(void)
    the best after AMX. float32 maps by the name of kernels for bfloat16 alone have the best ones there are. */
 const struct kernels *native_kernels(const char *name, int dtype)
 {
-    static const struct { const struct kernels *kernels; int needs, bfloat16_alone, not_unnamed_on; } all[] = {
+    static const struct { const struct kernels *kernels; int needs, bfloat16_alone, only_named_on; } all[] = {
         {&kernels_amx_in_c, AVX2, 1, AVX2}, {&kernels_amx, AMX, 1, 0}, {&kernels_avx512_bf16, AVX512_BF16, 1, INTEL},
         {&kernels_avx512, AVX512, 0, 0}, {&kernels_avx2, AVX2, 0, 0},
     };
@@ -52,7 +52,7 @@ const struct kernels *native_kernels(const char *name, int dtype)
     if (name && !*name)
         name = NULL;
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-        if (!all[i].kernels || !(sets & all[i].needs) || (name ? strcmp(name, all[i].kernels->name) : sets & all[i].not_unnamed_on))
+        if (!all[i].kernels || !(sets & all[i].needs) || (name ? strcmp(name, all[i].kernels->name) : sets & all[i].only_named_on))
             continue;
         if (dtype == BFLOAT16 || !all[i].bfloat16_alone)
             return all[i].kernels;

@@ -46,7 +46,7 @@ from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar, say
 from cpu3d.util.records import count, versions
 from memory_estimator.common.files import read_json, read_record, read_regular, typed
-from memory_estimator.common.schema import option
+from memory_estimator.common.schema import check, option
 from memory_estimator.common.units import by, format_bytes
 
 Fractions = Tuple[float, float, float]
@@ -73,8 +73,7 @@ class Settings:
     zero_nan: bool = option(False, "make NaN and infinite voxels background, and count them")
 
     def __post_init__(self):
-        if self.format not in FORMATS:
-            raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {self.format!r}; choose one")
+        check(self)
 
 
 USUAL = Settings()
