@@ -9,7 +9,7 @@ The cases of the store keep their split. `append` can be interrupted: the same c
 
 import functools
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
@@ -18,10 +18,12 @@ from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import CaseRecord, Manifest, remake
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores import prepare
-from cpu3d.data.stores.layouts import CaseFiles, Dataset, labels_in_use, read_dataset, regions_of
+from cpu3d.data.stores.convert import Job, convert_all, other_files, refuse_bad_cases, same_sources
+from cpu3d.data.stores.layouts import CaseFiles, Dataset, read_dataset
 from cpu3d.data.stores.prepare import PATIENTS_HELP, SKIP_BAD_HELP, WORKERS_HELP, split_sizes
+from cpu3d.data.stores.repair import fitting, repair
 from cpu3d.data.stores.splits import TABLE, deal_cases, read_patients
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import refuse
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.lock import locked
@@ -47,7 +49,7 @@ class Verify:
 
 @dataclass(frozen=True)
 class Append:
-    """Add a data set's new cases, prepared as the store's own cases."""
+    """Add a data set's new cases, prepared as the store's own cases, and make lost files again."""
 
     store: Path = option(help="finished store", positional=True)
     dataset: Path = option(help="folder as for `prepare`")
@@ -68,17 +70,23 @@ def run_verify(options: Verify) -> int:
 
 
 def run_append(options: Append) -> int:
-    folder, before = options.store, open_store(options.store).manifest
+    folder = options.store
     done = append(
         folder, options.dataset, workers=options.workers, skip_bad=options.skip_bad, patients=options.patients
     )
-    lines = [f"Store {folder}: {count(done.new, 'new case')}, {count(done.known, 'case')} it had already, skipped"]
+    before, after = done.before, done.manifest
+    known = count(done.known, "case")
+    lines = [f"Store {folder}: {count(done.new, 'new case')}, {known} it had already, skipped"]
+    if done.repaired:
+        names = ", ".join(done.repaired)
+        lines.append(f"  made again {count(done.repaired, 'case')} whose files were lost or damaged: {names}")
     if done.bad:
         lines.append(f"  left out {count(done.bad, 'bad case')}, see {folder / 'quarantine.jsonl'}")
     if done.new:
+        hashes = f"{before.split_hash} before, {after.split_hash} now"
         lines += [
-            f"  split    {split_sizes(before)} before, {split_sizes(done.manifest)} now; no old case has moved",
-            f"  hash     {before.split_hash} before, {done.manifest.split_hash} now: older runs refuse the store",
+            f"  split    {split_sizes(before)} before, {split_sizes(after)} now; no old case has moved",
+            f"  hash     {hashes}: older runs refuse the store",
         ]
     say(*lines, stderr=False)
     return 0
@@ -112,12 +120,14 @@ def verify(store_dir: Union[str, Path], *, workers: Optional[int] = None) -> Tup
 
 
 class Appended(NamedTuple):
-    """The result of `append`: the store's manifest, and the ids that were new, already in the store, and left out."""
+    """The result of `append`: the store's manifest before and after, and the ids of the data set's cases."""
 
+    before: Manifest
     manifest: Manifest
     new: Tuple[str, ...]
-    known: Tuple[str, ...]
-    bad: Tuple[str, ...]
+    known: Tuple[str, ...]  # in the store already, and whole
+    repaired: Tuple[str, ...]  # in the store already, with files that were lost and are there again
+    bad: Tuple[str, ...]  # left out
 
 
 def append(
@@ -128,7 +138,7 @@ def append(
     skip_bad: bool = False,
     patients: Optional[Path] = None,
 ) -> Appended:
-    """Add the cases of a data set that a finished store does not have.
+    """Add the cases of a data set that a finished store does not have, and make those again whose files it has lost.
 
     They are made with the store's own settings. The split of the old cases stays, new ones are dealt by `deal_cases`.
     The manifest is replaced at the end; the same call continues an interrupted one. Raises InputError, and leaves the
@@ -136,33 +146,49 @@ def append(
     two splits, and for bad cases unless `skip_bad`; OSError and KeyboardInterrupt as `prepare`.
     """
     workers, store_dir = worker_count(workers), Path(store_dir)
-    old, settings = open_store(store_dir).manifest, prepare.settings_of(store_dir)
+    settings = prepare.settings_of(store_dir)
     dataset = read_dataset(dataset_dir, patients)
-    labels = labels_in_use(dataset.layout, dataset.labels, old.labels)
-    for name, value in (("channels", dataset.channels), ("labels", labels), ("regions", regions_of(labels))):
-        if getattr(old, name) != value:
-            rule = f"data set {dataset.folder} must have the {name} of store {store_dir}, {getattr(old, name)}"
-            raise InputError(f"{rule}, got {value}; prepare a separate store")
     writable_folder(store_dir, "store")
     with locked(store_dir, "store"):
         remove_partials(store_dir, store_dir / "cases")
-        store = open_store(store_dir)
+        mended = repair(store_dir, dataset, settings, workers)
+        store = mended.store
         in_store = {case.case_id for case in store.manifest.cases}
         known = [files for files in dataset.cases if files.case_id in in_store]
         new = [files for files in dataset.cases if files.case_id not in in_store]
-        refuse([*_clashes(store, known), *(_patient_clashes(store, patients) if new else ())])
-        records, problems = prepare.convert_all(new, replace(dataset, labels=labels), store_dir, settings, workers)
-        problems.update(item for item in dataset.problems.items() if item[0] not in in_store)
+        problems = [problem for case_id in sorted(mended.problems) for problem in mended.problems[case_id]]
+        problems += _clashes(store, [files for files in known if files.case_id not in mended.problems])
+        problems += _patient_clashes(store, patients) if new else []
+        if problems:
+            refuse([*problems, f"nothing was appended; {count(mended.case_ids, 'lost case')} made again"])
+        records, bad = convert_all(
+            [Job(files) for files in new],
+            fitting(dataset, store.manifest, store_dir),
+            store_dir,
+            settings,
+            workers,
+        )
+        bad.update(item for item in dataset.problems.items() if item[0] not in in_store)
         if not skip_bad:
-            prepare.refuse_bad_cases(problems, "nothing was appended")
-        manifest = _grown(store.manifest, records, dataset) if records else store.manifest
+            refuse_bad_cases(bad, "nothing was appended")
+        manifest = store.manifest
         if records:
+            prepare.note_growth(store_dir)
+            manifest = _grown(manifest, records, dataset)
             write_store(store_dir, manifest)
         before = prepare.read_quarantine(store_dir)
-        still_out = {case_id: reasons for case_id, reasons in before.items() if case_id not in {*in_store, *records}}
-        prepare.write_quarantine(store_dir, {**still_out, **problems})
-    known_ids = [files.case_id for files in known]
-    return Appended(manifest, *(tuple(sorted(ids)) for ids in (records, known_ids, problems)))
+        known_now = {*in_store, *records}
+        still_out = {case_id: reasons for case_id, reasons in before.items() if case_id not in known_now}
+        prepare.write_quarantine(store_dir, {**still_out, **bad})
+    whole = [files.case_id for files in known if files.case_id not in mended.case_ids]
+    return Appended(
+        before=store.manifest,
+        manifest=manifest,
+        new=tuple(sorted(records)),
+        known=tuple(sorted(whole)),
+        repaired=mended.case_ids,
+        bad=tuple(sorted(bad)),
+    )
 
 
 def _grown(old: Manifest, records: Dict[str, CaseRecord], dataset: Dataset) -> Manifest:
@@ -180,12 +206,8 @@ def _grown(old: Manifest, records: Dict[str, CaseRecord], dataset: Dataset) -> M
 
 def _clashes(store: Store, known: Sequence[CaseFiles]) -> List[str]:
     """A line for each known case that has other files than those it was made from."""
-    rule, todo = f"must be the one of store {store.folder}", "give it another id, or prepare a new store"
-    return [
-        f"case {files.case_id} {rule}, got other files, {', '.join(path.name for path in files.paths)}; {todo}"
-        for files in known
-        if not prepare.same_sources(files, store.case(files.case_id))
-    ]
+    differing = [files for files in known if not same_sources(files, store.case(files.case_id))]
+    return [other_files(store.folder, files) for files in differing]
 
 
 def _patient_clashes(store: Store, patients: Optional[Path]) -> List[str]:

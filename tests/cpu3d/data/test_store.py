@@ -7,8 +7,8 @@ from cpu3d.data import store as store_module
 from cpu3d.data.records import remake
 from cpu3d.data.store import open_store, sealed, write_store
 from cpu3d.data.stores.case import load_case
+from cpu3d.data.stores.convert import write_arrays
 from cpu3d.data.stores.layouts import CaseFiles
-from cpu3d.data.stores.prepare import write_arrays
 from cpu3d.errors import InputError
 from tests.cpu3d.data.datasets import manifest_of, tiny_image, tiny_label, write_nifti
 

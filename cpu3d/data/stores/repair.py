@@ -1,0 +1,91 @@
+"""Makes lost or damaged files of a finished store again, from the files that its cases were made from.
+
+A case comes back as it was, to the byte; the split, the manifest and their hashes stay, so that runs go on. The store
+may have grown from several data sets: each gives back its own cases.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Dict, List, NamedTuple, Optional, Tuple
+
+from cpu3d.data.files.reader import Reader
+from cpu3d.data.records import CaseRecord, Manifest, case_from_json, record_path, remake, to_json
+from cpu3d.data.store import Store, open_store, write_store
+from cpu3d.data.stores.convert import Job, Settings, convert_all
+from cpu3d.data.stores.layouts import Dataset, Problems, labels_in_use, regions_of
+from cpu3d.errors import InputError
+from cpu3d.util.atomic import write_json
+from memory_estimator.common.files import read_regular
+
+
+class Repaired(NamedTuple):
+    """A store after its repair with a data set."""
+
+    store: Store
+    case_ids: Tuple[str, ...]  # that had lost files, which are there again
+    problems: Problems  # case of the data set that could not be made again -> the reasons why
+    elsewhere: Tuple[str, ...]  # damaged cases that the data set does not have
+
+
+def repair(store_dir: Path, dataset: Dataset, settings: Settings, workers: int) -> Repaired:
+    """Make the cases of `dataset` again whose files in the store are gone, or of another length or header.
+
+    Whole cases are not read. The caller holds the store's lock. What was killed is continued by the next call. Raises
+    InputError for a data set of other channels or labels, and as `open_store`; OSError and KeyboardInterrupt as
+    `convert_all`.
+    """
+    store = open_store(store_dir)
+    dataset = fitting(dataset, store.manifest, store_dir)
+    (store_dir / "cases").mkdir(exist_ok=True)
+    files_of = {files.case_id: files for files in dataset.cases}
+    problems: Problems = {}
+    jobs: List[Job] = []
+    rewritten: List[str] = []
+    elsewhere: List[str] = []
+    reader = Reader(store_dir, "pread")
+    for record in store.manifest.cases:
+        files = files_of.get(record.case_id)
+        damage = reader.problems(record)
+        if damage and files:
+            jobs.append(Job(files, record))
+        elif damage and record.case_id in dataset.problems:
+            problems[record.case_id] = [*damage, *dataset.problems[record.case_id]]
+        elif damage:
+            elsewhere.append(record.case_id)
+        elif files and _own_record(store_dir, record.case_id) != record:
+            write_json(record_path(store_dir, record.case_id), to_json(record))
+            rewritten.append(record.case_id)
+    records, bad = convert_all(jobs, dataset, store_dir, settings, workers)
+    problems.update(bad)
+    store = _with_records(store, records)
+    return Repaired(store, tuple(sorted([*records, *rewritten])), problems, tuple(elsewhere))
+
+
+def fitting(dataset: Dataset, manifest: Manifest, store_dir: Path) -> Dataset:
+    """The data set with the labels that the store has. Raises InputError for other channels, labels or regions."""
+    labels = labels_in_use(dataset.layout, dataset.labels, manifest.labels)
+    found = {"channels": dataset.channels, "labels": labels, "regions": regions_of(labels)}
+    for name, value in found.items():
+        expected = getattr(manifest, name)
+        if value != expected:
+            rule = f"data set {dataset.folder} must have the {name} of store {store_dir}, {expected}"
+            raise InputError(f"{rule}, got {value}; prepare a separate store")
+    return replace(dataset, labels=labels)
+
+
+def _own_record(store_dir: Path, case_id: str) -> Optional[CaseRecord]:
+    """The record in the case's own file; None if that is lost or damaged."""
+    try:
+        return case_from_json(read_regular(record_path(store_dir, case_id)))
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _with_records(store: Store, records: Dict[str, CaseRecord]) -> Store:
+    """The store with the records of cases that were made again. They are the old ones, unless another version of the
+    packing library wrote other bytes for the same voxels."""
+    if all(store.case(case_id) == record for case_id, record in records.items()):
+        return store
+    cases = [records.get(case.case_id, case) for case in store.manifest.cases]
+    write_store(store.folder, remake(store.manifest, cases=cases))
+    return open_store(store.folder)
