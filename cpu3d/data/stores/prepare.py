@@ -88,14 +88,18 @@ def prepare(
     workers, store_dir = worker_count(workers), Path(store_dir)
     dataset = read_dataset(dataset_dir, patients)
     _announce(dataset)
-    split_cases({case.case_id: case.patient_id for case in dataset.cases}, fractions=fractions, seed=seed)  # fail early
+    finished = (store_dir / "manifest.json").exists()
+    if not finished:  # fail early
+        patients_of = {case.case_id: case.patient_id for case in dataset.cases}
+        split_cases(patients_of, fractions=fractions, seed=seed)
     if store_dir.resolve() == dataset.folder.resolve():
         raise InputError(f"store {store_dir} must be another folder than the data set, got the same; choose one")
     content = identity(dataset, settings)
-    if has_grown(store_dir):  # from data sets of other names, perhaps
-        content = {name: value for name, value in content.items() if name not in ("name", "layout")}
-    with claimed(store_dir, "store", "source.json", content):
-        if (store_dir / "manifest.json").exists():
+    claim = dict(content)
+    if finished and has_grown(store_dir):  # from data sets of other names, perhaps
+        del claim["name"], claim["layout"]
+    with claimed(store_dir, "store", "source.json", claim):
+        if finished:
             return _finished_before(store_dir, dataset, settings, workers, fractions, seed)
         records, problems = convert_all([Job(files) for files in dataset.cases], dataset, store_dir, settings, workers)
         problems.update(dataset.problems)
@@ -103,6 +107,8 @@ def prepare(
             refuse_bad_cases(problems, f"{count(records, 'good case')} kept in {store_dir}")
         manifest = _manifest_of(dataset, records, fractions, seed)
         write_quarantine(store_dir, problems)
+        if has_grown(store_dir):  # its manifest was lost, and what was appended has to come again
+            write_json(store_dir / "source.json", content)
         write_store(store_dir, manifest)
     print_summary(store_dir)
     return manifest
@@ -133,14 +139,15 @@ def _finished_before(
     """The manifest of a finished store, whose lost files are made again; all else stays as it is."""
     mended = repair(store_dir, dataset, settings, workers)
     manifest = mended.store.manifest
-    problems = [problem for case_id in sorted(mended.problems) for problem in mended.problems[case_id]]
-    differences = _differences(store_dir, manifest, dataset, fractions, seed, but=mended.problems)
-    if problems or differences:
-        advice = "give another --store for the new content, or add new cases with `store append`"
-        kept = f"{count(mended.case_ids, 'lost case')} made again, else it is untouched"
-        refuse([*problems, *differences, f"{advice}; {kept}"])
+    problems = mended.lines()
     if mended.case_ids:
         say(f"Made again: {', '.join(mended.case_ids)}", stderr=False)
+    differences = _differences(store_dir, manifest, dataset, fractions, seed, but=mended.problems)
+    if differences:
+        todo = "give another --store for the new content, or add new cases with `store append`"
+        differences.append(f"{todo}; its content is untouched")
+    refuse([*problems, *differences])
+    if mended.case_ids:
         print_summary(store_dir)
     else:
         say(f"Nothing to do: store {store_dir} is finished and unchanged.", stderr=False)
@@ -179,14 +186,14 @@ def _differences(
     rule = f"store {store_dir} is finished and must keep its content, but"
     files_of = {files.case_id: files for files in dataset.cases}
     patients: Dict[str, str] = {}
-    absent: List[str] = []
+    absent = set()
     differences = []
     for record in old.cases:
         case_id = record.case_id
         files = files_of.pop(case_id, None)
         patients[case_id] = record.patient_id
         if files is None:
-            absent.append(case_id)
+            absent.add(case_id)
         elif files.patient_id != record.patient_id:
             got = f"{record.patient_id} and not {files.patient_id}"
             differences.append(f"{rule} case {case_id} is of patient {got}")
@@ -195,14 +202,32 @@ def _differences(
     left_out = read_quarantine(store_dir)
     new = [case_id for case_id in files_of if case_id not in left_out]
     differences += [f"{rule} case {case_id} is new in {dataset.folder}" for case_id in new]
-    if has_grown(store_dir):  # the other cases are of other data sets, and the split is from before they came
-        return differences
-    gone = [case_id for case_id in absent if case_id not in but]
+    own = {case_id: patient for case_id, patient in patients.items() if case_id not in absent}
+    if has_grown(store_dir) or _holds_split_of(old, own, fractions, seed):
+        return differences  # the other cases are of other data sets, and the split is from before they came
+    gone = [case_id for case_id in sorted(absent) if case_id not in but]
     differences += [f"{rule} case {case_id} is no longer whole in {dataset.folder}" for case_id in gone]
     if seed != old.split_seed or split_cases(patients, fractions=fractions, seed=seed) != old.split:
-        own = f"{split_sizes(old)}, seed {old.split_seed}"
-        differences.append(f"{rule} --split and --seed ask for another split than {own}")
+        kept = f"{split_sizes(old)}, seed {old.split_seed}"
+        differences.append(f"{rule} --split and --seed ask for another split than {kept}")
     return differences
+
+
+def _holds_split_of(old: Manifest, own: Mapping[str, str], fractions: Fractions, seed: int) -> bool:
+    """Whether a store has grown from one of the cases `own`, case id -> patient, whose split it still holds.
+
+    Of a store that grew before source.json told it this is the only trace.
+    """
+    if not 0 < len(own) < len(old.cases) or seed != old.split_seed:
+        return False
+    everyone = {case.case_id: case.patient_id for case in old.cases}
+    if split_cases(everyone, fractions=fractions, seed=seed) == old.split:
+        return False
+    held = {name: tuple(case_id for case_id in old.split[name] if case_id in own) for name in SPLITS}
+    try:
+        return split_cases(own, fractions=fractions, seed=seed) == held
+    except InputError:  # fewer patients than splits
+        return False
 
 
 # --- The store's folder ---

@@ -26,6 +26,10 @@ class Repaired(NamedTuple):
     problems: Problems  # case of the data set that could not be made again -> the reasons why
     elsewhere: Tuple[str, ...]  # damaged cases that the data set does not have
 
+    def lines(self) -> List[str]:
+        """All problems, in the order of the cases."""
+        return [problem for case_id in sorted(self.problems) for problem in self.problems[case_id]]
+
 
 def repair(store_dir: Path, dataset: Dataset, settings: Settings, workers: int) -> Repaired:
     """Make the cases of `dataset` again whose files in the store are gone, or of another length or header.
@@ -49,7 +53,7 @@ def repair(store_dir: Path, dataset: Dataset, settings: Settings, workers: int) 
         if damage and files:
             jobs.append(Job(files, record))
         elif damage and record.case_id in dataset.problems:
-            problems[record.case_id] = [*damage, *dataset.problems[record.case_id]]
+            problems[record.case_id] = [_source_lost(store_dir, record, dataset)]
         elif damage:
             elsewhere.append(record.case_id)
         elif files and _own_record(store_dir, record.case_id) != record:
@@ -71,6 +75,12 @@ def fitting(dataset: Dataset, manifest: Manifest, store_dir: Path) -> Dataset:
             rule = f"data set {dataset.folder} must have the {name} of store {store_dir}, {expected}"
             raise InputError(f"{rule}, got {value}; prepare a separate store")
     return replace(dataset, labels=labels)
+
+
+def _source_lost(store_dir: Path, record: CaseRecord, dataset: Dataset) -> str:
+    rule = f"case {record.case_id} of store {store_dir} must be made again from {len(record.sources)} files"
+    got = "; ".join(line.partition("; ")[0] for line in dataset.problems[record.case_id])
+    return f"{rule}, got not all of them: {got}; bring them back, or the store's own files from a copy"
 
 
 def _own_record(store_dir: Path, case_id: str) -> Optional[CaseRecord]:

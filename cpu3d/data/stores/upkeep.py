@@ -156,7 +156,7 @@ def append(
         in_store = {case.case_id for case in store.manifest.cases}
         known = [files for files in dataset.cases if files.case_id in in_store]
         new = [files for files in dataset.cases if files.case_id not in in_store]
-        problems = [problem for case_id in sorted(mended.problems) for problem in mended.problems[case_id]]
+        problems = mended.lines()
         problems += _clashes(store, [files for files in known if files.case_id not in mended.problems])
         problems += _patient_clashes(store, patients) if new else []
         if problems:
