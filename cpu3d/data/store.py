@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any, Dict, Iterable, Mapping, Sequence, Tuple, Union
@@ -20,11 +21,23 @@ from typing import Any, Dict, Iterable, Mapping, Sequence, Tuple, Union
 import numpy as np
 
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.records import SCHEMA, SPLITS, CaseRecord, Manifest, case_from_json, split_hash, split_problems, to_json
+from cpu3d.data.records import (
+    SCHEMA,
+    SPLITS,
+    CaseList,
+    CaseRecord,
+    Manifest,
+    RecordLines,
+    case_from_json,
+    case_list,
+    split_hash,
+    split_problems,
+    to_json,
+)
 from cpu3d.data.region import Region, Shape3, centred, paste, round_up, whole
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import PARTIAL, atomic_write, write_json
-from memory_estimator.common.files import NotRegularError, read_record, read_regular, reason, typed
+from memory_estimator.common.files import NotRegularError, open_regular, read_record, reason, typed
 
 ADVICE = "restore it, or delete manifest.json and run `prepare` again"
 
@@ -38,15 +51,15 @@ class Store:
         self.folder = Path(folder)
         self.manifest = manifest
         self._reader = Reader(self.folder)
-        self._records = {case.case_id: case for case in manifest.cases}
+        self._cases = case_list(manifest.cases)
 
     def case(self, case_id: str) -> CaseRecord:
         """The record of `case_id`; KeyError if the store has no such case."""
-        return self._records[case_id]
+        return self._cases.chosen([case_id])[0]
 
     def cases(self, split: str) -> Sequence[CaseRecord]:
         """The records of "train", "val" or "test", sorted by case id."""
-        return [self._records[case_id] for case_id in self.manifest.split[split]]
+        return self._cases.chosen(self.manifest.split[split])
 
     def image(self, case_id: str) -> np.ndarray:
         """The image `(X, Y, Z, C)` on the whole grid, read-only: a map if a .npy file holds the whole grid, else a
@@ -119,8 +132,7 @@ def write_store(folder: Union[str, Path], manifest: Manifest) -> None:
     digest, size_bytes = hashlib.sha256(), 0
     unnamed = folder / f".cases{PARTIAL}"  # its name follows from its content
     with atomic_write(unnamed) as file:
-        for case in manifest.cases:
-            line = json.dumps(to_json(case), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        for line in case_list(manifest.cases).lines:
             file.write(line)
             digest.update(line)
             size_bytes += len(line)
@@ -148,33 +160,39 @@ def _opened(folder: Path, content: Mapping[str, Any]) -> Store:
         manifest = dataclasses.replace(typed({**fields, "cases": []}, Manifest, "manifest"), cases=cases)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{folder / 'manifest.json'} must be complete, got {reason(error)}; {ADVICE}") from None
-    refuse(split_problems(manifest.split, cases))
-    got = split_hash(manifest.split, cases)
+    refuse(split_problems(manifest.split, cases.known))
+    got = split_hash(manifest.split, cases.known)
     if got != manifest.split_hash:
         raise InputError(f"split of store {folder} must have hash {manifest.split_hash}, got {got}; {ADVICE}")
     return Store(folder, manifest)
 
 
-def _read_records(path: Path, sha256: str, case_ids: Sequence[str]) -> Tuple[CaseRecord, ...]:
+def _read_records(path: Path, sha256: str, case_ids: Sequence[str]) -> CaseList:
+    """The records in a file, each of which is checked here and forgotten again."""
     try:
-        content = read_regular(path)
+        handle = open_regular(path)
     except (FileNotFoundError, NotRegularError) as error:
         got = "none" if isinstance(error, FileNotFoundError) else error.strerror
         raise InputError(f"store file {path} must exist, got {got}; {ADVICE}") from None
-    if hashlib.sha256(content).hexdigest() != sha256:
-        raise InputError(f"store file {path} must be as it was written, got other bytes; {ADVICE}")
-    records = []
-    for number, line in enumerate(content.splitlines(), 1):
-        try:
-            records.append(case_from_json(line))
-        except ValueError as error:
-            raise InputError(f"{path}:{number} must be the record of a case, got {error}; {ADVICE}") from None
-    pairs = itertools.zip_longest((record.case_id for record in records), case_ids, fillvalue="none")
-    for got, wanted in pairs:
+    lines = RecordLines(handle, path)
+    digest, problem = hashlib.sha256(), ""
+    with os.fdopen(os.dup(handle), "rb") as file:
+        for number, line in enumerate(file, 1):
+            digest.update(line)
+            try:
+                lines.add(line, case_from_json(line))
+            except ValueError as error:
+                problem = problem or f"{path}:{number} must be the record of a case, got {error}"
+    if digest.hexdigest() != sha256:
+        problem = f"store file {path} must be as it was written, got other bytes"
+    if problem:
+        raise InputError(f"{problem}; {ADVICE}")
+    for case, wanted in itertools.zip_longest(lines.known, case_ids):
+        got = case.case_id if case else "none"
         if got != wanted:
             rule = f"store file {path} must hold the {len(case_ids)} cases of the split"
-            raise InputError(f"{rule}, got {got} in place of {wanted}; {ADVICE}")
-    return tuple(records)
+            raise InputError(f"{rule}, got {got} in place of {wanted or 'none'}; {ADVICE}")
+    return CaseList(lines, range(len(lines.known)))
 
 
 def grid_size(store: Store, *, extent: str, multiple: int) -> Shape3:

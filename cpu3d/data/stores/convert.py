@@ -9,13 +9,13 @@ import functools
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Dict, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Iterator, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
 from cpu3d.data.files.arrays import FORMATS, encode, file_sha256, give_back
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.records import CaseRecord, array_path, case_from_json, record_path, to_json
+from cpu3d.data.records import CaseList, CaseRecord, array_path, case_from_json, case_list, record_path, to_json
 from cpu3d.data.region import crop, whole
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import CaseFiles, Dataset, Problems
@@ -160,27 +160,32 @@ def write_arrays(
 
 def convert_all(
     jobs: Sequence[Job], dataset: Dataset, store_dir: Path, settings: Settings, workers: int
-) -> Tuple[Dict[str, CaseRecord], Problems]:
+) -> Tuple[CaseList, Problems]:
     """The records of all good cases, finished ones included, and the problems of the bad ones, by case id.
 
     Raises OSError, as on a full disk, and KeyboardInterrupt, both with the number of cases that are kept.
     """
-    records: Dict[str, CaseRecord] = {}
+    if not jobs:
+        return case_list(()), {}
     problems: Problems = {}
     bare = replace(dataset, cases=(), problems={}, patient_rules={})
     results = run_jobs(functools.partial(convert, bare, store_dir, settings), jobs, workers)
+
+    def good() -> Iterator[CaseRecord]:
+        for job, outcome in results:
+            case_id = job.files.case_id
+            if isinstance(outcome, CaseRecord):
+                yield outcome
+            elif outcome is KILLED:
+                rule = f"case {case_id} must fit into memory, got a killed process"
+                problems[case_id] = [f"{rule}; use fewer --workers"]
+            else:
+                problems[case_id] = list(outcome)
+            advance()
+
     try:
         with contextlib.closing(results), bar("prepare", total=len(jobs)) as advance:
-            for job, outcome in results:
-                case_id = job.files.case_id
-                if isinstance(outcome, CaseRecord):
-                    records[case_id] = outcome
-                elif outcome is KILLED:
-                    rule = f"case {case_id} must fit into memory, got a killed process"
-                    problems[case_id] = [f"{rule}; use fewer --workers"]
-                else:
-                    problems[case_id] = list(outcome)
-                advance()
+            records = CaseList.collected(good(), store_dir)
     except (OSError, KeyboardInterrupt) as error:
         finished = list((store_dir / "cases").glob("*.json"))
         kept = f"{count(finished, 'finished case')} kept in {store_dir}; run the same command again to continue"

@@ -17,7 +17,7 @@ from typing import Any, Container, Dict, Iterator, List, Mapping, Optional, Sequ
 import msgspec
 
 from cpu3d.data.files.reader import choose_read_mode, file_system
-from cpu3d.data.records import SCHEMA, SPLITS, CaseRecord, Manifest, make_manifest
+from cpu3d.data.records import SCHEMA, SPLITS, CaseList, Manifest, case_list, make_manifest
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores.convert import USUAL, Job, Settings, convert_all, refuse_bad_cases, same_sources
 from cpu3d.data.stores.layouts import UNKNOWN, Dataset, Problems, labels_in_use, read_dataset, regions_of
@@ -114,10 +114,10 @@ def prepare(
     return manifest
 
 
-def _manifest_of(dataset: Dataset, records: Mapping[str, CaseRecord], fractions: Fractions, seed: int) -> Manifest:
+def _manifest_of(dataset: Dataset, records: CaseList, fractions: Fractions, seed: int) -> Manifest:
     """The manifest of a new store with these cases, whose split is drawn now."""
-    patients_of = {case_id: record.patient_id for case_id, record in records.items()}
-    codes = {code for record in records.values() for code in record.label_voxels}
+    patients_of = {case.case_id: case.patient_id for case in records.known}
+    codes = {code for record in records for code in record.label_voxels}
     labels = labels_in_use(dataset.layout, dataset.labels, codes)
     return make_manifest(
         name=dataset.name,
@@ -127,9 +127,9 @@ def _manifest_of(dataset: Dataset, records: Mapping[str, CaseRecord], fractions:
         regions=regions_of(labels),
         split=split_cases(patients_of, fractions=fractions, seed=seed),
         split_seed=seed,
-        cases=list(records.values()),
+        cases=records,
         versions=versions(),
-        patient_rules=Counter(dataset.patient_rules[case_id] for case_id in sorted(records)),
+        patient_rules=Counter(dataset.patient_rules[case_id] for case_id in patients_of),
     )
 
 
@@ -220,7 +220,7 @@ def _holds_split_of(old: Manifest, own: Mapping[str, str], fractions: Fractions,
     """
     if not 0 < len(own) < len(old.cases) or seed != old.split_seed:
         return False
-    everyone = {case.case_id: case.patient_id for case in old.cases}
+    everyone = {case.case_id: case.patient_id for case in case_list(old.cases).known}
     if split_cases(everyone, fractions=fractions, seed=seed) == old.split:
         return False
     held = {name: tuple(case_id for case_id in old.split[name] if case_id in own) for name in SPLITS}

@@ -6,10 +6,10 @@ may have grown from several data sets: each gives back its own cases.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import List, NamedTuple, Optional, Tuple
 
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.records import CaseRecord, Manifest, case_from_json, record_path, remake, to_json
+from cpu3d.data.records import CaseList, CaseRecord, Manifest, case_from_json, record_path, remake, to_json
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores.convert import Job, Settings, convert_all
 from cpu3d.data.stores.layouts import Dataset, Problems, labels_in_use, regions_of
@@ -62,7 +62,8 @@ def repair(store_dir: Path, dataset: Dataset, settings: Settings, workers: int) 
     records, bad = convert_all(jobs, dataset, store_dir, settings, workers)
     problems.update(bad)
     store = _with_records(store, records)
-    return Repaired(store, tuple(sorted([*records, *rewritten])), problems, tuple(elsewhere))
+    mended = sorted([*(case.case_id for case in records.known), *rewritten])
+    return Repaired(store, tuple(mended), problems, tuple(elsewhere))
 
 
 def fitting(dataset: Dataset, manifest: Manifest, store_dir: Path) -> Dataset:
@@ -91,11 +92,12 @@ def _own_record(store_dir: Path, case_id: str) -> Optional[CaseRecord]:
         return None
 
 
-def _with_records(store: Store, records: Dict[str, CaseRecord]) -> Store:
+def _with_records(store: Store, records: CaseList) -> Store:
     """The store with the records of cases that were made again. They are the old ones, unless another version of the
     packing library wrote other bytes for the same voxels."""
-    if all(store.case(case_id) == record for case_id, record in records.items()):
+    changed = {record.case_id: record for record in records if record != store.case(record.case_id)}
+    if not changed:
         return store
-    cases = [records.get(case.case_id, case) for case in store.manifest.cases]
-    write_store(store.folder, remake(store.manifest, cases=cases))
+    cases = (changed.get(case.case_id, case) for case in store.manifest.cases)
+    write_store(store.folder, remake(store.manifest, cases=CaseList.collected(cases, store.folder)))
     return open_store(store.folder)

@@ -8,6 +8,7 @@ The cases of the store keep their split. `append` can be interrupted: the same c
 """
 
 import functools
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.records import CaseRecord, Manifest, remake
+from cpu3d.data.records import SPLITS, CaseList, Manifest, case_list, remake
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores import prepare
 from cpu3d.data.stores.convert import Job, convert_all, other_files, refuse_bad_cases, same_sources
@@ -153,7 +154,7 @@ def append(
         remove_partials(store_dir, store_dir / "cases")
         mended = repair(store_dir, dataset, settings, workers)
         store = mended.store
-        in_store = {case.case_id for case in store.manifest.cases}
+        in_store = {case_id for name in SPLITS for case_id in store.manifest.split[name]}
         known = [files for files in dataset.cases if files.case_id in in_store]
         new = [files for files in dataset.cases if files.case_id not in in_store]
         problems = mended.lines()
@@ -171,36 +172,39 @@ def append(
         bad.update(item for item in dataset.problems.items() if item[0] not in in_store)
         if not skip_bad:
             refuse_bad_cases(bad, "nothing was appended")
+        added = tuple(case.case_id for case in records.known)
         manifest = store.manifest
-        if records:
+        if added:
             prepare.note_growth(store_dir)
-            manifest = _grown(manifest, records, dataset)
+            manifest = _grown(store, records, dataset)
             write_store(store_dir, manifest)
         before = prepare.read_quarantine(store_dir)
-        known_now = {*in_store, *records}
+        known_now = {*in_store, *added}
         still_out = {case_id: reasons for case_id, reasons in before.items() if case_id not in known_now}
         prepare.write_quarantine(store_dir, {**still_out, **bad})
     whole = [files.case_id for files in known if files.case_id not in mended.case_ids]
     return Appended(
         before=store.manifest,
         manifest=manifest,
-        new=tuple(sorted(records)),
+        new=added,
         known=tuple(sorted(whole)),
         repaired=mended.case_ids,
         bad=tuple(sorted(bad)),
     )
 
 
-def _grown(old: Manifest, records: Dict[str, CaseRecord], dataset: Dataset) -> Manifest:
+def _grown(store: Store, records: CaseList, dataset: Dataset) -> Manifest:
     """The manifest with new cases dealt into its split."""
-    own = {case.case_id: case.patient_id for case in old.cases}
-    added = {case_id: record.patient_id for case_id, record in records.items()}
+    old = store.manifest
+    own = {case.case_id: case.patient_id for case in case_list(old.cases).known}
+    added = {case.case_id: case.patient_id for case in records.known}
+    rules = Counter(dataset.patient_rules[case_id] for case_id in added)
     return remake(
         old,
-        cases=[*old.cases, *records.values()],
+        cases=CaseList.collected(itertools.chain(old.cases, records), store.folder),
         split=deal_cases(old.split, own, added, seed=old.split_seed),
         versions=versions(),
-        patient_rules=dict(Counter(old.patient_rules) + Counter(dataset.patient_rules[case_id] for case_id in records)),
+        patient_rules=dict(Counter(old.patient_rules) + rules),
     )
 
 
@@ -216,7 +220,7 @@ def _patient_clashes(store: Store, patients: Optional[Path]) -> List[str]:
     if TABLE in old.patient_rules and patients is None:
         return [f"--patients must be given, as store {store.folder} has its patients from a table, got none; name one"]
     problems, table = [], read_patients(patients, ()) if patients is not None else {}
-    for case in old.cases if table else ():
+    for case in case_list(old.cases).known if table else ():
         if table.get(case.case_id, case.patient_id) != case.patient_id:
             rule = f"case {case.case_id} must be of the patient that store {store.folder} has, {case.patient_id}"
             problems.append(f"{rule}, got {table[case.case_id]}; prepare a new store with this table")

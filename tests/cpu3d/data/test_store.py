@@ -93,14 +93,14 @@ def test_a_manifest_that_is_cut_edited_or_gone_is_refused(small_store):
 
 def test_a_store_that_is_replaced_while_it_is_opened_opens_as_the_new_one(small_store, monkeypatch):
     folder, manifest = small_store
-    newer, real = [remake(manifest, name="newer", cases=manifest.cases[:1], split=ALONE)], store_module.read_regular
+    newer, real = [remake(manifest, name="newer", cases=manifest.cases[:1], split=ALONE)], store_module.open_regular
 
     def slow(path):
         if newer:
             write_store(folder, newer.pop())
         return real(path)
 
-    monkeypatch.setattr(store_module, "read_regular", slow)
+    monkeypatch.setattr(store_module, "open_regular", slow)
     opened = open_store(folder).manifest
     assert (opened.name, opened.cases) == ("newer", manifest.cases[:1])
 
