@@ -16,7 +16,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any, Dict, Iterable, Mapping, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from cpu3d.data.records import (
     RecordLines,
     case_from_json,
     case_list,
+    record_path,
     split_hash,
     split_problems,
     to_json,
@@ -37,11 +38,16 @@ from cpu3d.data.records import (
 from cpu3d.data.region import Region, Shape3, centred, paste, round_up, whole
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import PARTIAL, atomic_write, write_json
-from memory_estimator.common.files import NotRegularError, open_regular, read_record, reason, typed
+from memory_estimator.common.files import NotRegularError, open_regular, read_record, read_regular, reason, typed
 
-ADVICE = "restore it, or delete manifest.json and run `prepare` again"
+ADVICE = "restore it, or delete manifest.json and run `prepare` again, then each `store append` in its order"
+MADE_AGAIN = "run `prepare` again, or `store append`: it comes back from the records in cases/"
 
 _RECORDS = re.compile(r"cases-[0-9a-f]+\.jsonl")
+
+
+class RecordsLostError(InputError):
+    """The file of a store's records is lost or damaged; the cases' own records may still be there."""
 
 
 class Store:
@@ -102,6 +108,27 @@ def open_store(folder: Union[str, Path]) -> Store:
     return open_store(folder)  # `append` has replaced both files between the two reads
 
 
+def restore_records(folder: Path) -> Store:
+    """Write the file of a store's records again, which is lost or damaged, from the records in cases/. The caller holds
+    the store's lock. Raises InputError if the manifest is damaged too, and if they are not those of the split."""
+    content = _read_manifest(folder)
+    lost: List[str] = []
+
+    def own() -> Iterator[CaseRecord]:
+        for case_id in _case_ids(folder, content):
+            try:
+                yield case_from_json(read_regular(record_path(folder, case_id)))
+            except (FileNotFoundError, ValueError) as error:
+                rule = f"store file {record_path(folder, case_id)} must be the record of a case"
+                lost.append(f"{rule}, got {reason(error)}; {ADVICE}")
+
+    cases = CaseList.collected(own(), folder)
+    refuse(lost)
+    manifest = _checked(folder, content, cases)
+    write_store(folder, manifest)
+    return Store(folder, manifest)
+
+
 def _read_manifest(folder: Path) -> Dict[str, Any]:
     def checked(content: Dict[str, Any]) -> Dict[str, Any]:
         # A records file of another name could be outside of the store.
@@ -153,10 +180,23 @@ def check_names(kind: str, wanted: Sequence[str], names: Sequence[str]) -> None:
 
 
 def _opened(folder: Path, content: Mapping[str, Any]) -> Store:
+    records = content["records"]
+    cases = _read_records(folder / records["file"], str(records.get("sha256")), _case_ids(folder, content))
+    return Store(folder, _checked(folder, content, cases))
+
+
+def _case_ids(folder: Path, content: Mapping[str, Any]) -> List[str]:
+    """The cases of a manifest's split, sorted. Raises InputError for a manifest without a split."""
+    try:
+        return sorted(case_id for name in SPLITS for case_id in content["split"][name])
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{folder / 'manifest.json'} must be complete, got {reason(error)}; {ADVICE}") from None
+
+
+def _checked(folder: Path, content: Mapping[str, Any], cases: CaseList) -> Manifest:
+    """The manifest with its cases. Raises InputError unless they are those of its split."""
     fields = {name: value for name, value in content.items() if name not in ("records", "sha256")}
     try:
-        ids = sorted(case_id for name in SPLITS for case_id in fields["split"][name])
-        cases = _read_records(folder / content["records"]["file"], content["records"]["sha256"], ids)
         manifest = dataclasses.replace(typed({**fields, "cases": []}, Manifest, "manifest"), cases=cases)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{folder / 'manifest.json'} must be complete, got {reason(error)}; {ADVICE}") from None
@@ -164,7 +204,7 @@ def _opened(folder: Path, content: Mapping[str, Any]) -> Store:
     got = split_hash(manifest.split, cases.known)
     if got != manifest.split_hash:
         raise InputError(f"split of store {folder} must have hash {manifest.split_hash}, got {got}; {ADVICE}")
-    return Store(folder, manifest)
+    return manifest
 
 
 def _read_records(path: Path, sha256: str, case_ids: Sequence[str]) -> CaseList:
@@ -173,7 +213,7 @@ def _read_records(path: Path, sha256: str, case_ids: Sequence[str]) -> CaseList:
         handle = open_regular(path)
     except (FileNotFoundError, NotRegularError) as error:
         got = "none" if isinstance(error, FileNotFoundError) else error.strerror
-        raise InputError(f"store file {path} must exist, got {got}; {ADVICE}") from None
+        raise RecordsLostError(f"store file {path} must exist, got {got}; {MADE_AGAIN}") from None
     lines = RecordLines(handle, path)
     digest, problem = hashlib.sha256(), ""
     with os.fdopen(os.dup(handle), "rb") as file:
@@ -184,7 +224,7 @@ def _read_records(path: Path, sha256: str, case_ids: Sequence[str]) -> CaseList:
             except ValueError as error:
                 problem = problem or f"{path}:{number} must be the record of a case, got {error}"
     if digest.hexdigest() != sha256:
-        problem = f"store file {path} must be as it was written, got other bytes"
+        raise RecordsLostError(f"store file {path} must be as it was written, got other bytes; {MADE_AGAIN}")
     if problem:
         raise InputError(f"{problem}; {ADVICE}")
     for case, wanted in itertools.zip_longest(lines.known, case_ids):

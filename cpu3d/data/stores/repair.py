@@ -10,7 +10,7 @@ from typing import List, NamedTuple, Optional, Tuple
 
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import CaseList, CaseRecord, Manifest, case_from_json, record_path, remake, to_json
-from cpu3d.data.store import Store, open_store, write_store
+from cpu3d.data.store import RecordsLostError, Store, open_store, restore_records, write_store
 from cpu3d.data.stores.convert import Job, Settings, convert_all
 from cpu3d.data.stores.layouts import Dataset, Problems, labels_in_use, regions_of
 from cpu3d.errors import InputError
@@ -38,7 +38,10 @@ def repair(store_dir: Path, dataset: Dataset, settings: Settings, workers: int) 
     InputError for a data set of other channels or labels, and as `open_store`; OSError and KeyboardInterrupt as
     `convert_all`.
     """
-    store = open_store(store_dir)
+    try:
+        store = open_store(store_dir)
+    except RecordsLostError:
+        store = restore_records(store_dir)
     dataset = fitting(dataset, store.manifest, store_dir)
     (store_dir / "cases").mkdir(exist_ok=True)
     files_of = {files.case_id: files for files in dataset.cases}

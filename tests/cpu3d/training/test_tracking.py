@@ -118,7 +118,7 @@ class SlowServer:
         experiment = types.SimpleNamespace(experiment_id="0")
         run = types.SimpleNamespace(info=types.SimpleNamespace(run_id="1"), data=types.SimpleNamespace(params={}))
         self.get_experiment_by_name = lambda name: experiment
-        self.create_run = lambda *_, **__: run
+        self.create_run = self.get_run = lambda *_, **__: run
         self.log_artifact = self.set_terminated = lambda *_: None
 
     def get_metric_history(self, run_id, name):

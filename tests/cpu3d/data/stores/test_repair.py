@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -122,6 +123,24 @@ def test_append_says_what_was_whole_what_was_lost_and_what_is_new(grown, tmp_pat
     assert "1 new case, 3 cases it had already, skipped" in printed
     assert "3 cases whose files were lost or damaged: BRATS_000, BRATS_001, BRATS_002" in printed
     assert verify(store, workers=1) == ()
+
+
+@pytest.mark.parametrize("command", [PREPARE, APPEND])
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[1:])])
+def test_the_file_of_records_comes_back_from_the_records_of_the_cases(grown, tmp_path, monkeypatch, damage, command):
+    store = grown()
+    monkeypatch.chdir(tmp_path)
+    before = content_of(store)
+    (records,) = store.glob("cases-*.jsonl")
+    damage(records)
+    with pytest.raises(InputError, match=rf"{records.name} must .* run `prepare` again, or `store append`"):
+        open_store(store)
+    assert main([*command, "first"]) == 0
+    assert content_of(store) == before
+    (store / "cases/BRATS_004.json").unlink()
+    damage(records)
+    with pytest.raises(InputError, match=r"BRATS_004\.json must be the record of a case"):
+        append(store, tmp_path / "first", workers=1)
 
 
 @pytest.mark.parametrize("command", [PREPARE, APPEND])
