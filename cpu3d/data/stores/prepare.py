@@ -18,6 +18,7 @@ import msgspec
 
 from cpu3d.data.files.reader import choose_read_mode, file_system
 from cpu3d.data.records import SCHEMA, SPLITS, CaseList, Manifest, case_list, make_manifest
+from cpu3d.data.region import whole
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores.convert import USUAL, Job, Settings, convert_all, refuse_bad_cases, same_sources
 from cpu3d.data.stores.layouts import UNKNOWN, Dataset, Problems, labels_in_use, read_dataset, regions_of
@@ -98,6 +99,8 @@ def prepare(
     claim = dict(content)
     if finished and has_grown(store_dir):  # from data sets of other names, perhaps
         del claim["name"], claim["layout"]
+    if finished and not (store_dir / "source.json").exists():
+        _restore_source(store_dir, content, dataset)
     with claimed(store_dir, "store", "source.json", claim):
         if finished:
             return _finished_before(store_dir, dataset, settings, workers, fractions, seed)
@@ -292,13 +295,41 @@ def note_growth(store_dir: Path) -> None:
         write_json(path, {**content, GROWN: True})
 
 
+def _restore_source(store_dir: Path, content: Dict[str, Any], dataset: Dataset) -> None:
+    """Write the lost source.json of a finished store again. Raises InputError if it would not be the store's own."""
+    manifest = open_store(store_dir).manifest
+    labels = labels_in_use(manifest.layout, manifest.labels, ())
+    own: Dict[str, Any] = {
+        "name": manifest.name,
+        "layout": manifest.layout,
+        "channels": list(manifest.channels),
+        "labels": {str(code): name for code, name in labels.items()},
+    }
+    for record in manifest.cases:
+        own["format"] = record.format
+        if record.stored != whole(record.shape):
+            own["crop"] = True
+        elif record.box != record.stored:
+            own["crop"] = False
+        if record.zeroed_voxels:
+            own["zero_nan"] = True
+    refuse(
+        f"{name} of store {store_dir}, whose source.json is lost, must be {value!r}, got {content[name]!r}; give that"
+        for name, value in own.items()
+        if content[name] != value
+    )
+    own_cases = {files.case_id for files in dataset.cases} | set(dataset.problems)
+    grown = any(case.case_id not in own_cases for case in case_list(manifest.cases).known)
+    write_json(store_dir / "source.json", {**content, GROWN: True} if grown else content)
+
+
 def settings_of(store_dir: Path) -> Settings:
     """The settings in a store's source.json. Raises InputError if there is none, or one that is damaged."""
 
     def made(content: Dict[str, Any]) -> Settings:
         return typed({name: content[name] for name in vars(USUAL)}, Settings, "source")
 
-    todo = "restore it, or prepare a new store"
+    todo = "restore it, or run `prepare` of its first data set with the same settings, which writes it again"
     try:
         return read_record(store_dir / "source.json", SCHEMA, made, todo, InputError)
     except FileNotFoundError:

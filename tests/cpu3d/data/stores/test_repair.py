@@ -143,6 +143,36 @@ def test_the_file_of_records_comes_back_from_the_records_of_the_cases(grown, tmp
         append(store, tmp_path / "first", workers=1)
 
 
+def test_a_store_that_grew_before_source_json_told_it_is_known_by_its_split(tmp_path):
+    store, source = tmp_path / "store", tmp_path / "store/source.json"
+    how = {"fractions": (0.8, 0.1, 0.1), "workers": 1}
+    prepare(decathlon(tmp_path / "first", 3), store, **how)
+    before = source.read_bytes()
+    append(store, second_set(tmp_path / "second"), workers=1)
+    source.write_bytes(before)
+    whole = content_of(store)
+    lose(store, "image", 2)
+    prepare(tmp_path / "first", store, **how)
+    assert content_of(store) == whole
+    with pytest.raises(InputError, match="no longer whole"):
+        prepare(tmp_path / "first", store, **{**how, "fractions": (1, 0, 0)})
+
+
+def test_the_settings_of_a_store_come_back_if_prepare_is_given_them(grown, tmp_path):
+    store = grown(crop=True)
+    (store / "source.json").unlink()
+    how = {"fractions": (1, 1, 1), "workers": 1}
+    with pytest.raises(InputError, match=r"source\.json .* `prepare` of its first data set"):
+        append(store, tmp_path / "first", workers=1)
+    with pytest.raises(InputError, match=r"crop of store .* must be True, got False"):
+        prepare(tmp_path / "first", store, **how)
+    with pytest.raises(InputError, match=r"name of store .* must be 'BRATS', got 'SECOND'"):
+        prepare(tmp_path / "second", store, **how, settings=Settings(crop=True))
+    prepare(tmp_path / "first", store, **how, settings=Settings(crop=True))
+    lose(store, "image", 4)
+    assert append(store, tmp_path / "second", workers=1).repaired == ("BRATS_004",)
+
+
 @pytest.mark.parametrize("command", [PREPARE, APPEND])
 def test_a_lost_case_whose_source_has_changed_or_gone_is_named_and_the_others_come_back(
     grown, tmp_path, monkeypatch, capsys, command
