@@ -295,6 +295,7 @@ def record_line(record: CaseRecord) -> bytes:
 def make_manifest(*, split: Mapping[str, Sequence[str]], cases: Iterable[CaseRecord], **fields: Any) -> Manifest:
     """The manifest of `cases`, at least one, and `split`. Raises InputError for the lines of `split_problems`."""
     cases = case_list(cases)
+    cases = cases.chosen(sorted(case.case_id for case in cases.known))
     known = list(cases.known)
     refuse(split_problems(split, known))
     return Manifest(

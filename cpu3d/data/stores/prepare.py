@@ -80,8 +80,8 @@ def prepare(
 ) -> Manifest:
     """Write the store of the data set in `dataset_dir`, print a summary and return its manifest.
 
-    A finished store stays as it is, but for cases whose files are gone or of another length, which are made again; an
-    unfinished one is continued with its own `settings` only. Several workers are processes that import the calling
+    A finished store stays as it is, but for cases whose files are gone or of another length, which are made again, also
+    if `store append` has added others; an unfinished one is continued with its own `settings` only. Several workers are processes that import the calling
     script: guard its start with `if __name__ == "__main__"`. Raises InputError for bad cases unless `skip_bad`, a bad
     data set or split, and a store of other content or settings; OSError when writing fails, KeyboardInterrupt on
     Ctrl-C. Finished cases are kept then.

@@ -1,10 +1,11 @@
-"""Print the content of a store, check it, add cases to it.
+"""Print the content of a store, check it, add cases to it, make lost files again.
 
 Examples: ./run.sh store info store
           ./run.sh store verify store
           ./run.sh store append store --dataset new_cases
 
-The cases of the store keep their split. `append` can be interrupted: the same command continues.
+The cases of the store keep their split. `append` also makes those cases of the data set again whose files the store has
+lost. It can be interrupted: the same command continues.
 """
 
 import functools
