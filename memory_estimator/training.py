@@ -25,8 +25,8 @@ LOGITS_MAPS = 2
 before, and the whole as a tensor. The scores, which come after, take a slab of it at a time."""
 
 CASE_BYTES = 1200
-"""Of each case of a store in every worker: its place in the file of records and the facts that are kept in memory, 840
-measured, and its number in the orders of four epochs."""
+"""Of each case of a store in every worker: its place in the file of records and the facts that are
+kept in memory, 840 measured, and its number in the orders of four epochs."""
 
 SAVED = ("weights", "optimizer slots", "averaged weights")  # groups of tensors that a checkpoint holds
 
@@ -49,7 +49,7 @@ def price_of_run(constants: HostConstants, accuracy: Accuracy, beside: Beside = 
         saved = sum(tensor.bytes for tensor in training_step(job).resident if tensor.group in SAVED)
         copies, shape = beside.copies * saved, beside.volume_shape
         volumes = whole_volume_bytes(job, shape, beside.resolution) if shape else 0
-        records = beside.cases * CASE_BYTES // 2**20 * 2**20  # nothing for a store of a few hundred cases
+        records = beside.cases * CASE_BYTES // 2**20 * 2**20  # none for a few hundred cases
         return worker_estimate(estimate(job, constants, accuracy), workers).with_beside(
             Component("whole volumes", volumes, "derived: of validation, or to be averaged down"),
             Component("variables, once more", copies, "exact: from before the timing, or on another grid"),

@@ -132,7 +132,8 @@ class Manifest:
     largest_shape: Shape3  # of the cases' grids, axis by axis
     largest_box: Shape3
     unlabelled: Tuple[str, ...]
-    cases: Sequence[CaseRecord]  # sorted by case id: a `CaseList`, whose records are read one at a time
+    cases: Sequence[CaseRecord]
+    """Sorted by case id: a `CaseList`, whose records are read one at a time."""
     versions: Dict[str, str]
     patient_rules: Dict[str, int] = field(default_factory=dict)  # rule that tells a case's patient -> number of cases
     schema: int = SCHEMA
@@ -156,8 +157,8 @@ class Known(msgspec.Struct, frozen=True, gc=False):
 class CaseList(Sequence[CaseRecord]):
     """Records of cases, of which each is read from a file when it is asked for.
 
-    A record in memory takes 20 KB, its `Known` facts and its place in the file take half a kilobyte. A slice is a list
-    of the same kind. The file stays open: `store append` may replace it meanwhile.
+    A record in memory takes 20 KB; its `Known` facts and its place in the file take 0.8 KB. A slice
+    is a list of the same kind. The file stays open: `store append` may replace it meanwhile.
     """
 
     def __init__(self, lines: "RecordLines", rows: Sequence[int]):
@@ -166,14 +167,16 @@ class CaseList(Sequence[CaseRecord]):
 
     @classmethod
     def collected(cls, records: Iterable[CaseRecord], folder: Optional[Path] = None) -> "CaseList":
-        """Records that come in any order, sorted by case id, in a temporary file without a name in `folder`."""
+        """Records that come in any order, sorted by case id, in a temporary file in `folder` that
+        has no name."""
         with tempfile.TemporaryFile(dir=folder) as file:
             lines = RecordLines(os.dup(file.fileno()), "a temporary file")
             for record in records:
                 line = record_line(record)
                 file.write(line)
                 lines.add(line, record)
-        return cls(lines, array("q", sorted(range(len(lines.known)), key=lambda row: lines.known[row].case_id)))
+        rows = sorted(range(len(lines.known)), key=lambda row: lines.known[row].case_id)
+        return cls(lines, array("q", rows))
 
     @overload
     def __getitem__(self, index: int) -> CaseRecord: ...
@@ -239,7 +242,8 @@ class RecordLines:
         self._sums.append(zlib.crc32(line))
 
     def line(self, row: int) -> bytes:
-        """The bytes of a line. Raises InputError unless they are those that were noted; OSError if the disk fails."""
+        """The bytes of a line. Raises InputError unless they are those that were noted; OSError if
+        the disk fails."""
         start = self._starts[row]
         try:
             line = os.pread(self._handle, self._starts[row + 1] - start, start)
@@ -248,7 +252,8 @@ class RecordLines:
             raise
         if zlib.crc32(line) != self._sums[row]:
             rule = f"store file {self._path} must stay as it was when it was opened"
-            raise InputError(f"{rule}, got other bytes for case {self.known[row].case_id}; restore it")
+            case_id = self.known[row].case_id
+            raise InputError(f"{rule}, got other bytes for case {case_id}; restore it")
         return line
 
     def record(self, row: int) -> CaseRecord:
@@ -258,7 +263,7 @@ class RecordLines:
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
-        # Another host has appended to a store on a network. The case's own file has the same record.
+        # Another host has appended to a store on a network: the case's own file has the record too.
         path = record_path(Path(self._path).parent, self.known[row].case_id)
         record = case_from_json(read_regular(path))
         if _known(record) != self.known[row]:
@@ -292,7 +297,12 @@ def record_line(record: CaseRecord) -> bytes:
 # --- What follows from the cases ---
 
 
-def make_manifest(*, split: Mapping[str, Sequence[str]], cases: Iterable[CaseRecord], **fields: Any) -> Manifest:
+def make_manifest(
+    *,
+    split: Mapping[str, Sequence[str]],
+    cases: Iterable[CaseRecord],
+    **fields: Any,
+) -> Manifest:
     """The manifest of `cases`, at least one, and `split`. Raises InputError for the lines of `split_problems`."""
     cases = case_list(cases)
     cases = cases.chosen(sorted(case.case_id for case in cases.known))
@@ -316,7 +326,10 @@ def remake(manifest: Manifest, **changes: Any) -> Manifest:
     return make_manifest(**{**kept, **changes})
 
 
-def split_hash(split: Mapping[str, Sequence[str]], cases: Iterable[Union[Known, CaseRecord]]) -> str:
+def split_hash(
+    split: Mapping[str, Sequence[str]],
+    cases: Iterable[Union[Known, CaseRecord]],
+) -> str:
     """A hash, in twelve hex digits, of the case ids of each split and of their voxels."""
     case_of = {case.case_id: case for case in cases}
     digest = hashlib.sha256(b"{")  # of the JSON of all pairs, which is never in memory as a whole
@@ -331,13 +344,16 @@ def split_hash(split: Mapping[str, Sequence[str]], cases: Iterable[Union[Known, 
     return digest.hexdigest()[:12]
 
 
-def split_problems(split: Mapping[str, Sequence[str]], cases: Iterable[Union[Known, CaseRecord]]) -> List[str]:
+def split_problems(
+    split: Mapping[str, Sequence[str]],
+    cases: Iterable[Union[Known, CaseRecord]],
+) -> List[str]:
     """A line for each patient and each image in more than one split, which would be trained on and scored."""
     split_of = {case_id: name for name in SPLITS for case_id in split[name]}
     split_cases = [case for case in cases if case.case_id in split_of]
 
     def straddling(fact: str) -> Dict[str, Dict[str, Tuple[str, str]]]:
-        """Value of a fact that cases of several splits share -> split -> (a case of it, its patient)."""
+        """Value of a fact that cases of several splits share -> split -> (its case, patient)."""
         first: Dict[str, str] = {}
         shared = set()
         for case in split_cases:
@@ -346,8 +362,9 @@ def split_problems(split: Mapping[str, Sequence[str]], cases: Iterable[Union[Kno
                 shared.add(getattr(case, fact))
         places: Dict[str, Dict[str, Tuple[str, str]]] = defaultdict(dict)
         for case in split_cases if shared else ():
-            if getattr(case, fact) in shared:
-                places[getattr(case, fact)][split_of[case.case_id]] = (case.case_id, case.patient_id)
+            value = getattr(case, fact)
+            if value in shared:
+                places[value][split_of[case.case_id]] = (case.case_id, case.patient_id)
         return dict(sorted(places.items()))
 
     problems = [

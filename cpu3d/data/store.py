@@ -47,7 +47,7 @@ _RECORDS = re.compile(r"cases-[0-9a-f]+\.jsonl")
 
 
 class RecordsLostError(InputError):
-    """The file of a store's records is lost or damaged; the cases' own records may still be there."""
+    """The file of a store's records is lost or damaged; those in cases/ may still be there."""
 
 
 class Store:
@@ -109,8 +109,11 @@ def open_store(folder: Union[str, Path]) -> Store:
 
 
 def restore_records(folder: Path) -> Store:
-    """Write the file of a store's records again, which is lost or damaged, from the records in cases/. The caller holds
-    the store's lock. Raises InputError if the manifest is damaged too, and if they are not those of the split."""
+    """Write the lost or damaged file of a store's records again, from the records in cases/.
+
+    The caller holds the store's lock. Raises InputError if the manifest is damaged too, and if the
+    records are not those of its split.
+    """
     content = _read_manifest(folder)
     lost: List[str] = []
 
@@ -181,7 +184,8 @@ def check_names(kind: str, wanted: Sequence[str], names: Sequence[str]) -> None:
 
 def _opened(folder: Path, content: Mapping[str, Any]) -> Store:
     records = content["records"]
-    cases = _read_records(folder / records["file"], str(records.get("sha256")), _case_ids(folder, content))
+    ids = _case_ids(folder, content)
+    cases = _read_records(folder / records["file"], str(records.get("sha256")), ids)
     return Store(folder, _checked(folder, content, cases))
 
 
@@ -190,7 +194,8 @@ def _case_ids(folder: Path, content: Mapping[str, Any]) -> List[str]:
     try:
         return sorted(case_id for name in SPLITS for case_id in content["split"][name])
     except (KeyError, TypeError) as error:
-        raise InputError(f"{folder / 'manifest.json'} must be complete, got {reason(error)}; {ADVICE}") from None
+        rule = f"{folder / 'manifest.json'} must be complete"
+        raise InputError(f"{rule}, got {reason(error)}; {ADVICE}") from None
 
 
 def _checked(folder: Path, content: Mapping[str, Any], cases: CaseList) -> Manifest:
@@ -224,7 +229,8 @@ def _read_records(path: Path, sha256: str, case_ids: Sequence[str]) -> CaseList:
             except ValueError as error:
                 problem = problem or f"{path}:{number} must be the record of a case, got {error}"
     if digest.hexdigest() != sha256:
-        raise RecordsLostError(f"store file {path} must be as it was written, got other bytes; {MADE_AGAIN}")
+        rule = f"store file {path} must be as it was written"
+        raise RecordsLostError(f"{rule}, got other bytes; {MADE_AGAIN}")
     if problem:
         raise InputError(f"{problem}; {ADVICE}")
     for case, wanted in itertools.zip_longest(lines.known, case_ids):

@@ -123,7 +123,8 @@ class _Mlflow:
         if self._given_up or not scalars(event):
             return
         if event["event"] == "step" and self._events.qsize() >= WAITING:
-            self._left_out += 1  # and is read from the log at the end; validations are few, and always wait
+            # It is read from the log at the end. Validations are few: they always wait.
+            self._left_out += 1
         else:
             self._events.put(event)
 
@@ -131,8 +132,10 @@ class _Mlflow:
         self._events.put(None)
         self._thread.join(PATIENCE_S)
         if self._thread.is_alive():
-            slow = f"; it was too slow for {count(self._left_out, 'step')}" if self._left_out else ""
-            self._give_up(f"it did not finish within {PATIENCE_S:g} s of the end{slow}")
+            why = f"it did not finish within {PATIENCE_S:g} s of the end"
+            if self._left_out:
+                why += f", after {count(self._left_out, 'step')} that it was too slow for"
+            self._give_up(why)
 
     # --- In the thread ---
 
@@ -201,12 +204,13 @@ class _Mlflow:
         return run.info.run_id
 
     def _catch_up(self, client: Any, run_id: str) -> Sent:
-        """Send the numbers in the log that MLflow does not have: of steps that earlier attempts could not send, or
-        that were left out. Returns what it has of the last steps, which may wait here too, and of later ones, which
-        an earlier attempt did: a restart repeats them."""
+        """Send the numbers in the log that MLflow does not have: of steps that earlier attempts
+        could not send, or that were left out. Returns what it has of the last steps, which may wait
+        here too, and of later ones, which an earlier attempt did: a restart repeats them."""
         sent = {}
         for name in SENT_BY:
-            history = sorted(client.get_metric_history(run_id, name), key=lambda metric: metric.timestamp)
+            history = client.get_metric_history(run_id, name)
+            history = sorted(history, key=lambda metric: metric.timestamp)
             sent[name] = {metric.step: metric.value for metric in history}
         last = self._send(client, run_id, read_events(self._run), sent)
         return {
@@ -214,9 +218,15 @@ class _Mlflow:
             for name, known in sent.items()
         }
 
-    def _send(self, client: Any, run_id: str, events: Iterable[Mapping[str, Any]], sent: Sent) -> int:
-        """Send the numbers of events whose loss or rate is not in `sent`, which gets those of the last WAITING steps;
-        returns the last step."""
+    def _send(
+        self,
+        client: Any,
+        run_id: str,
+        events: Iterable[Mapping[str, Any]],
+        sent: Sent,
+    ) -> int:
+        """Send the numbers of events whose loss or rate is not in `sent`, which gets those of the
+        last WAITING steps; returns the last step."""
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())

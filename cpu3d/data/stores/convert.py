@@ -15,7 +15,15 @@ import numpy as np
 
 from cpu3d.data.files.arrays import FORMATS, encode, file_sha256, give_back
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.records import CaseList, CaseRecord, array_path, case_from_json, case_list, record_path, to_json
+from cpu3d.data.records import (
+    CaseList,
+    CaseRecord,
+    array_path,
+    case_from_json,
+    case_list,
+    record_path,
+    to_json,
+)
 from cpu3d.data.region import crop, whole
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import CaseFiles, Dataset, Problems
@@ -132,7 +140,13 @@ def other_files(store_dir: Path, files: CaseFiles) -> str:
 
 
 def write_arrays(
-    store: Path, record: CaseRecord, image: np.ndarray, label: Optional[np.ndarray], *, format_: str, cropped: bool
+    store: Path,
+    record: CaseRecord,
+    image: np.ndarray,
+    label: Optional[np.ndarray],
+    *,
+    format_: str,
+    cropped: bool,
 ) -> CaseRecord:
     """Write a case's arrays, which are on its whole grid, and return its record with the facts of the files.
 
@@ -143,7 +157,10 @@ def write_arrays(
     for part, name, full in (("x", "image", image), ("y", "label", label)):
         if full is None:
             continue
-        pieces, path = encode(np.ascontiguousarray(crop(full, stored)), format_), array_path(store, record, part)
+        pieces, path = (
+            encode(np.ascontiguousarray(crop(full, stored)), format_),
+            array_path(store, record, part),
+        )
         digest = hashlib.sha256()
         with atomic_write(path) as file:
             for piece in pieces:
@@ -153,7 +170,11 @@ def write_arrays(
             give_back(file.fileno())  # so that the disk is read and not the kernel's copy
         if file_sha256(path) != digest.hexdigest():
             path.unlink()
-            raise OSError(errno.EIO, "what was read back is not what was written, the disk may be failing", str(path))
+            raise OSError(
+                errno.EIO,
+                "what was read back is not what was written, the disk may be failing",
+                str(path),
+            )
         changes.update({f"{name}_bytes": sum(map(len, pieces)), f"{name}_sha256": digest.hexdigest()})
     return replace(record, **changes)
 

@@ -20,7 +20,14 @@ from cpu3d.data.files.reader import choose_read_mode, file_system
 from cpu3d.data.records import SCHEMA, SPLITS, CaseList, Manifest, case_list, make_manifest
 from cpu3d.data.region import whole
 from cpu3d.data.store import Store, open_store, write_store
-from cpu3d.data.stores.convert import USUAL, Job, Settings, convert_all, refuse_bad_cases, same_sources
+from cpu3d.data.stores.convert import (
+    USUAL,
+    Job,
+    Settings,
+    convert_all,
+    refuse_bad_cases,
+    same_sources,
+)
 from cpu3d.data.stores.layouts import UNKNOWN, Dataset, Problems, labels_in_use, read_dataset, regions_of
 from cpu3d.data.stores.repair import repair
 from cpu3d.data.stores.splits import describe_patients, split_cases
@@ -80,11 +87,12 @@ def prepare(
 ) -> Manifest:
     """Write the store of the data set in `dataset_dir`, print a summary and return its manifest.
 
-    A finished store stays as it is, but for cases whose files are gone or of another length, which are made again, also
-    if `store append` has added others; an unfinished one is continued with its own `settings` only. Several workers are processes that import the calling
-    script: guard its start with `if __name__ == "__main__"`. Raises InputError for bad cases unless `skip_bad`, a bad
-    data set or split, and a store of other content or settings; OSError when writing fails, KeyboardInterrupt on
-    Ctrl-C. Finished cases are kept then.
+    A finished store stays as it is, but for cases whose files are gone or of another length, which
+    are made again, also if `store append` has added others; an unfinished one is continued with its
+    own `settings` only. Several workers are processes that import the calling script: guard its
+    start with `if __name__ == "__main__"`. Raises InputError for bad cases unless `skip_bad`, a bad
+    data set or split, and a store of other content or settings; OSError when writing fails,
+    KeyboardInterrupt on Ctrl-C. Finished cases are kept then.
     """
     workers, store_dir = worker_count(workers), Path(store_dir)
     dataset = read_dataset(dataset_dir, patients)
@@ -104,7 +112,8 @@ def prepare(
     with claimed(store_dir, "store", "source.json", claim):
         if finished:
             return _finished_before(store_dir, dataset, settings, workers, fractions, seed)
-        records, problems = convert_all([Job(files) for files in dataset.cases], dataset, store_dir, settings, workers)
+        jobs = [Job(files) for files in dataset.cases]
+        records, problems = convert_all(jobs, dataset, store_dir, settings, workers)
         problems.update(dataset.problems)
         if not skip_bad:
             refuse_bad_cases(problems, f"{count(records, 'good case')} kept in {store_dir}")
@@ -137,7 +146,12 @@ def _manifest_of(dataset: Dataset, records: CaseList, fractions: Fractions, seed
 
 
 def _finished_before(
-    store_dir: Path, dataset: Dataset, settings: Settings, workers: int, fractions: Fractions, seed: int
+    store_dir: Path,
+    dataset: Dataset,
+    settings: Settings,
+    workers: int,
+    fractions: Fractions,
+    seed: int,
 ) -> Manifest:
     """The manifest of a finished store, whose lost files are made again; all else stays as it is."""
     mended = repair(store_dir, dataset, settings, workers)
@@ -155,9 +169,9 @@ def _finished_before(
     else:
         say(f"Nothing to do: store {store_dir} is finished and unchanged.", stderr=False)
     if mended.elsewhere:
-        cases = ", ".join(mended.elsewhere)
+        got = f"files of {', '.join(mended.elsewhere)} are lost or damaged"
         todo = f"run `store append {store_dir}` with the data set that has them"
-        say(f"warning: files of {cases} are lost or damaged, and {dataset.folder} does not have them; {todo}")
+        say(f"warning: {got}, and {dataset.folder} does not have them; {todo}")
     return manifest
 
 
@@ -183,9 +197,15 @@ def _announce(dataset: Dataset) -> None:
 
 
 def _differences(
-    store_dir: Path, old: Manifest, dataset: Dataset, fractions: Fractions, seed: int, but: Container[str]
+    store_dir: Path,
+    old: Manifest,
+    dataset: Dataset,
+    fractions: Fractions,
+    seed: int,
+    but: Container[str],
 ) -> List[str]:
-    """A line for everything that this run would change in the content of a finished store; cases of `but` aside."""
+    """A line for everything that this run would change in the content of a finished store; cases of
+    `but` aside."""
     rule = f"store {store_dir} is finished and must keep its content, but"
     files_of = {files.case_id: files for files in dataset.cases}
     patients: Dict[str, str] = {}
@@ -207,9 +227,11 @@ def _differences(
     differences += [f"{rule} case {case_id} is new in {dataset.folder}" for case_id in new]
     own = {case_id: patient for case_id, patient in patients.items() if case_id not in absent}
     if has_grown(store_dir) or _holds_split_of(old, own, fractions, seed):
-        return differences  # the other cases are of other data sets, and the split is from before they came
-    gone = [case_id for case_id in sorted(absent) if case_id not in but]
-    differences += [f"{rule} case {case_id} is no longer whole in {dataset.folder}" for case_id in gone]
+        # The other cases are of other data sets, and the split is from before they came.
+        return differences
+    for case_id in sorted(absent):
+        if case_id not in but:
+            differences.append(f"{rule} case {case_id} is no longer whole in {dataset.folder}")
     if seed != old.split_seed or split_cases(patients, fractions=fractions, seed=seed) != old.split:
         kept = f"{split_sizes(old)}, seed {old.split_seed}"
         differences.append(f"{rule} --split and --seed ask for another split than {kept}")
@@ -217,7 +239,8 @@ def _differences(
 
 
 def _holds_split_of(old: Manifest, own: Mapping[str, str], fractions: Fractions, seed: int) -> bool:
-    """Whether a store has grown from one of the cases `own`, case id -> patient, whose split it still holds.
+    """Whether a store has grown from one of the cases `own`, case id -> patient, whose split it
+    still holds.
 
     Of a store that grew before source.json told it this is the only trace.
     """
@@ -226,7 +249,7 @@ def _holds_split_of(old: Manifest, own: Mapping[str, str], fractions: Fractions,
     everyone = {case.case_id: case.patient_id for case in case_list(old.cases).known}
     if split_cases(everyone, fractions=fractions, seed=seed) == old.split:
         return False
-    held = {name: tuple(case_id for case_id in old.split[name] if case_id in own) for name in SPLITS}
+    held = {name: tuple(filter(own.__contains__, old.split[name])) for name in SPLITS}
     try:
         return split_cases(own, fractions=fractions, seed=seed) == held
     except InputError:  # fewer patients than splits
@@ -296,7 +319,8 @@ def note_growth(store_dir: Path) -> None:
 
 
 def _restore_source(store_dir: Path, content: Dict[str, Any], dataset: Dataset) -> None:
-    """Write the lost source.json of a finished store again. Raises InputError if it would not be the store's own."""
+    """Write the lost source.json of a finished store again. Raises InputError if it would not be the
+    store's own."""
     manifest = open_store(store_dir).manifest
     labels = labels_in_use(manifest.layout, manifest.labels, ())
     own: Dict[str, Any] = {
@@ -313,8 +337,9 @@ def _restore_source(store_dir: Path, content: Dict[str, Any], dataset: Dataset) 
             own["crop"] = False
         if record.zeroed_voxels:
             own["zero_nan"] = True
+    lost = f"store {store_dir}, whose source.json is lost,"
     refuse(
-        f"{name} of store {store_dir}, whose source.json is lost, must be {value!r}, got {content[name]!r}; give that"
+        f"{name} of {lost} must be {value!r}, got {content[name]!r}; give that"
         for name, value in own.items()
         if content[name] != value
     )
@@ -329,7 +354,8 @@ def settings_of(store_dir: Path) -> Settings:
     def made(content: Dict[str, Any]) -> Settings:
         return typed({name: content[name] for name in vars(USUAL)}, Settings, "source")
 
-    todo = "restore it, or run `prepare` of its first data set with the same settings, which writes it again"
+    first = "`prepare` of its first data set with the same settings"
+    todo = f"restore it, or run {first}, which writes it again"
     try:
         return read_record(store_dir / "source.json", SCHEMA, made, todo, InputError)
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Makes lost or damaged files of a finished store again, from the files that its cases were made from.
+"""Makes lost files of a finished store again, from the files that its cases were made from.
 
-A case comes back as it was, to the byte; the split, the manifest and their hashes stay, so that runs go on. The store
-may have grown from several data sets: each gives back its own cases.
+A case comes back as it was, to the byte; the split, the manifest and their hashes stay, so that runs
+go on. The store may have grown from several data sets: each gives back its own cases.
 """
 
 from dataclasses import replace
@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import List, NamedTuple, Optional, Tuple
 
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.records import CaseList, CaseRecord, Manifest, case_from_json, record_path, remake, to_json
+from cpu3d.data.records import (
+    CaseList,
+    CaseRecord,
+    Manifest,
+    case_from_json,
+    record_path,
+    remake,
+    to_json,
+)
 from cpu3d.data.store import RecordsLostError, Store, open_store, restore_records, write_store
 from cpu3d.data.stores.convert import Job, Settings, convert_all
 from cpu3d.data.stores.layouts import Dataset, Problems, labels_in_use, regions_of
@@ -32,11 +40,12 @@ class Repaired(NamedTuple):
 
 
 def repair(store_dir: Path, dataset: Dataset, settings: Settings, workers: int) -> Repaired:
-    """Make the cases of `dataset` again whose files in the store are gone, or of another length or header.
+    """Make the cases of `dataset` again whose files in the store are gone, or of another length or
+    header.
 
-    Whole cases are not read. The caller holds the store's lock. What was killed is continued by the next call. Raises
-    InputError for a data set of other channels or labels, and as `open_store`; OSError and KeyboardInterrupt as
-    `convert_all`.
+    The voxels of whole cases are not read. The caller holds the store's lock. What was killed is
+    continued by the next call. Raises InputError for a data set of other channels or labels, and as
+    `open_store`; OSError and KeyboardInterrupt as `convert_all`.
     """
     try:
         store = open_store(store_dir)
@@ -70,21 +79,24 @@ def repair(store_dir: Path, dataset: Dataset, settings: Settings, workers: int) 
 
 
 def fitting(dataset: Dataset, manifest: Manifest, store_dir: Path) -> Dataset:
-    """The data set with the labels that the store has. Raises InputError for other channels, labels or regions."""
+    """The data set with the labels that the store has. Raises InputError for other channels, labels
+    or regions."""
     labels = labels_in_use(dataset.layout, dataset.labels, manifest.labels)
     found = {"channels": dataset.channels, "labels": labels, "regions": regions_of(labels)}
     for name, value in found.items():
         expected = getattr(manifest, name)
         if value != expected:
-            rule = f"data set {dataset.folder} must have the {name} of store {store_dir}, {expected}"
-            raise InputError(f"{rule}, got {value}; prepare a separate store")
+            rule = f"data set {dataset.folder} must have the {name} of store {store_dir}"
+            raise InputError(f"{rule}, {expected}, got {value}; prepare a separate store")
     return replace(dataset, labels=labels)
 
 
 def _source_lost(store_dir: Path, record: CaseRecord, dataset: Dataset) -> str:
-    rule = f"case {record.case_id} of store {store_dir} must be made again from {len(record.sources)} files"
+    own = f"case {record.case_id} of store {store_dir}"
+    rule = f"{own} must be made again from {len(record.sources)} files"
     got = "; ".join(line.partition("; ")[0] for line in dataset.problems[record.case_id])
-    return f"{rule}, got not all of them: {got}; bring them back, or the store's own files from a copy"
+    todo = "bring them back, or the store's own files from a copy"
+    return f"{rule}, got not all of them: {got}; {todo}"
 
 
 def _own_record(store_dir: Path, case_id: str) -> Optional[CaseRecord]:
@@ -96,8 +108,8 @@ def _own_record(store_dir: Path, case_id: str) -> Optional[CaseRecord]:
 
 
 def _with_records(store: Store, records: CaseList) -> Store:
-    """The store with the records of cases that were made again. They are the old ones, unless another version of the
-    packing library wrote other bytes for the same voxels."""
+    """The store with the records of cases that were made again. They are the old ones, unless
+    another version of the packing library wrote other bytes for the same voxels."""
     changed = {record.case_id: record for record in records if record != store.case(record.case_id)}
     if not changed:
         return store

@@ -4,8 +4,8 @@ Examples: ./run.sh store info store
           ./run.sh store verify store
           ./run.sh store append store --dataset new_cases
 
-The cases of the store keep their split. `append` also makes those cases of the data set again whose files the store has
-lost. It can be interrupted: the same command continues.
+The cases of the store keep their split. `append` also makes those cases of the data set again whose
+files the store has lost. It can be interrupted: the same command continues.
 """
 
 import functools
@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Container, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import SPLITS, CaseList, Manifest, case_list, remake
@@ -81,7 +81,8 @@ def run_append(options: Append) -> int:
     lines = [f"Store {folder}: {count(done.new, 'new case')}, {known} it had already, skipped"]
     if done.repaired:
         names = ", ".join(done.repaired)
-        lines.append(f"  made again {count(done.repaired, 'case')} whose files were lost or damaged: {names}")
+        repaired = count(done.repaired, "case")
+        lines.append(f"  made again {repaired} whose files were lost or damaged: {names}")
     if done.bad:
         lines.append(f"  left out {count(done.bad, 'bad case')}, see {folder / 'quarantine.jsonl'}")
     if done.new:
@@ -122,7 +123,7 @@ def verify(store_dir: Union[str, Path], *, workers: Optional[int] = None) -> Tup
 
 
 class Appended(NamedTuple):
-    """The result of `append`: the store's manifest before and after, and the ids of the data set's cases."""
+    """The result of `append`: the store's manifest before and after, and ids of the data set."""
 
     before: Manifest
     manifest: Manifest
@@ -140,7 +141,8 @@ def append(
     skip_bad: bool = False,
     patients: Optional[Path] = None,
 ) -> Appended:
-    """Add the cases of a data set that a finished store does not have, and make those again whose files it has lost.
+    """Add the cases of a data set that a finished store does not have, and make those again whose
+    files it has lost.
 
     They are made with the store's own settings. The split of the old cases stays, new ones are dealt by `deal_cases`.
     The manifest is replaced at the end; the same call continues an interrupted one. Raises InputError, and leaves the
@@ -159,10 +161,11 @@ def append(
         known = [files for files in dataset.cases if files.case_id in in_store]
         new = [files for files in dataset.cases if files.case_id not in in_store]
         problems = mended.lines()
-        problems += _clashes(store, [files for files in known if files.case_id not in mended.problems])
+        problems += _clashes(store, known, but=mended.problems)
         problems += _patient_clashes(store, patients) if new else []
         if problems:
-            refuse([*problems, f"nothing was appended; {count(mended.case_ids, 'lost case')} made again"])
+            again = count(mended.case_ids, "lost case")
+            refuse([*problems, f"nothing was appended; {again} made again"])
         records, bad = convert_all(
             [Job(files) for files in new],
             fitting(dataset, store.manifest, store_dir),
@@ -181,7 +184,7 @@ def append(
             write_store(store_dir, manifest)
         before = prepare.read_quarantine(store_dir)
         known_now = {*in_store, *added}
-        still_out = {case_id: reasons for case_id, reasons in before.items() if case_id not in known_now}
+        still_out = {name: reasons for name, reasons in before.items() if name not in known_now}
         prepare.write_quarantine(store_dir, {**still_out, **bad})
     whole = [files.case_id for files in known if files.case_id not in mended.case_ids]
     return Appended(
@@ -209,10 +212,14 @@ def _grown(store: Store, records: CaseList, dataset: Dataset) -> Manifest:
     )
 
 
-def _clashes(store: Store, known: Sequence[CaseFiles]) -> List[str]:
-    """A line for each known case that has other files than those it was made from."""
-    differing = [files for files in known if not same_sources(files, store.case(files.case_id))]
-    return [other_files(store.folder, files) for files in differing]
+def _clashes(store: Store, known: Sequence[CaseFiles], but: Container[str]) -> List[str]:
+    """A line for each known case that has other files than those it was made from; but for those of
+    `but`."""
+    return [
+        other_files(store.folder, files)
+        for files in known
+        if files.case_id not in but and not same_sources(files, store.case(files.case_id))
+    ]
 
 
 def _patient_clashes(store: Store, patients: Optional[Path]) -> List[str]:

@@ -115,7 +115,11 @@ def test_append_says_what_was_whole_what_was_lost_and_what_is_new(grown, tmp_pat
             shutil.copyfile(tmp_path / of / name, tmp_path / "third" / name)
     shutil.rmtree(store / "cases")
     lost = append(store, tmp_path / "second", workers=1)
-    assert (lost.new, lost.known, lost.repaired) == ((), (), ("BRATS_003", "BRATS_004", "BRATS_005"))
+    assert (lost.new, lost.known, lost.repaired) == (
+        (),
+        (),
+        ("BRATS_003", "BRATS_004", "BRATS_005"),
+    )
     assert lost.manifest.split_hash == lost.before.split_hash
     capsys.readouterr()
     assert main(["store", "append", str(store), "--dataset", str(tmp_path / "third"), "--workers", "1"]) == 0
