@@ -6,7 +6,7 @@ go on. The store may have grown from several data sets: each gives back its own 
 
 from dataclasses import replace
 from pathlib import Path
-from typing import List, NamedTuple, Optional, Tuple
+from typing import List, NamedTuple, Tuple
 
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import (
@@ -68,7 +68,7 @@ def repair(store_dir: Path, dataset: Dataset, settings: Settings, workers: int) 
             problems[record.case_id] = [_source_lost(store_dir, record, dataset)]
         elif damage:
             elsewhere.append(record.case_id)
-        elif files and _own_record(store_dir, record.case_id) != record:
+        elif files and not _has_own_record(store_dir, record.case_id):
             write_json(record_path(store_dir, record.case_id), to_json(record))
             rewritten.append(record.case_id)
     records, bad = convert_all(jobs, dataset, store_dir, settings, workers)
@@ -99,12 +99,13 @@ def _source_lost(store_dir: Path, record: CaseRecord, dataset: Dataset) -> str:
     return f"{rule}, got not all of them: {got}; {todo}"
 
 
-def _own_record(store_dir: Path, case_id: str) -> Optional[CaseRecord]:
-    """The record in the case's own file; None if that is lost or damaged."""
+def _has_own_record(store_dir: Path, case_id: str) -> bool:
+    """Whether the case's own file holds a record; one that differs from the store's is left alone."""
     try:
-        return case_from_json(read_regular(record_path(store_dir, case_id)))
+        case_from_json(read_regular(record_path(store_dir, case_id)))
     except (FileNotFoundError, ValueError):
-        return None
+        return False
+    return True
 
 
 def _with_records(store: Store, records: CaseList) -> Store:
