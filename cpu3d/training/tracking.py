@@ -174,7 +174,7 @@ class _Mlflow:
         for name in FILES:
             if (self._run / name).is_file():
                 client.log_artifact(run_id, str(self._run / name))
-        last = (read_events(self._run) or [{}])[-1]
+        last = (read_events(self._run, steps=1) or [{}])[-1]
         status = "FINISHED" if last.get("reason") in FINISHED else "KILLED" if last.get("event") == "end" else "FAILED"
         client.set_terminated(run_id, status)
 
