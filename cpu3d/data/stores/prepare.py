@@ -29,7 +29,7 @@ from cpu3d.data.stores.convert import (
     same_sources,
 )
 from cpu3d.data.stores.layouts import UNKNOWN, Dataset, Problems, labels_in_use, read_dataset, regions_of
-from cpu3d.data.stores.repair import repair
+from cpu3d.data.stores.repair import fitting, open_mended, repair
 from cpu3d.data.stores.splits import describe_patients, split_cases
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import atomic_write, is_untouched, remove_partials, writable_folder, write_json
@@ -154,7 +154,8 @@ def _finished_before(
     seed: int,
 ) -> Manifest:
     """The manifest of a finished store, whose lost files are made again; all else stays as it is."""
-    mended = repair(store_dir, dataset, settings, workers)
+    store = open_mended(store_dir)
+    mended = repair(store, fitting(dataset, store), settings, workers)
     manifest = mended.store.manifest
     problems = mended.lines()
     if mended.case_ids:

@@ -12,7 +12,6 @@ from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import (
     CaseList,
     CaseRecord,
-    Manifest,
     case_from_json,
     record_path,
     remake,
@@ -39,19 +38,24 @@ class Repaired(NamedTuple):
         return [problem for case_id in sorted(self.problems) for problem in self.problems[case_id]]
 
 
-def repair(store_dir: Path, dataset: Dataset, settings: Settings, workers: int) -> Repaired:
+def open_mended(store_dir: Path) -> Store:
+    """The finished store, whose file of records is made again if it is lost. The caller holds the
+    store's lock. Raises InputError as `open_store` and `restore_records`."""
+    try:
+        return open_store(store_dir)
+    except RecordsLostError:
+        return restore_records(store_dir)
+
+
+def repair(store: Store, dataset: Dataset, settings: Settings, workers: int) -> Repaired:
     """Make the cases of `dataset` again whose files in the store are gone, or of another length or
     header.
 
-    The voxels of whole cases are not read. The caller holds the store's lock. What was killed is
-    continued by the next call. Raises InputError for a data set of other channels or labels, and as
-    `open_store`; OSError and KeyboardInterrupt as `convert_all`.
+    The voxels of whole cases are not read. The caller holds the store's lock, and has `fitting`'s
+    data set. What was killed is continued by the next call. Raises OSError and KeyboardInterrupt as
+    `convert_all`.
     """
-    try:
-        store = open_store(store_dir)
-    except RecordsLostError:
-        store = restore_records(store_dir)
-    dataset = fitting(dataset, store.manifest, store_dir)
+    store_dir = store.folder
     (store_dir / "cases").mkdir(exist_ok=True)
     files_of = {files.case_id: files for files in dataset.cases}
     problems: Problems = {}
@@ -78,15 +82,15 @@ def repair(store_dir: Path, dataset: Dataset, settings: Settings, workers: int) 
     return Repaired(store, tuple(mended), problems, tuple(elsewhere))
 
 
-def fitting(dataset: Dataset, manifest: Manifest, store_dir: Path) -> Dataset:
+def fitting(dataset: Dataset, store: Store) -> Dataset:
     """The data set with the labels that the store has. Raises InputError for other channels, labels
     or regions."""
-    labels = labels_in_use(dataset.layout, dataset.labels, manifest.labels)
+    labels = labels_in_use(dataset.layout, dataset.labels, store.manifest.labels)
     found = {"channels": dataset.channels, "labels": labels, "regions": regions_of(labels)}
     for name, value in found.items():
-        expected = getattr(manifest, name)
+        expected = getattr(store.manifest, name)
         if value != expected:
-            rule = f"data set {dataset.folder} must have the {name} of store {store_dir}"
+            rule = f"data set {dataset.folder} must have the {name} of store {store.folder}"
             raise InputError(f"{rule}, {expected}, got {value}; prepare a separate store")
     return replace(dataset, labels=labels)
 

@@ -23,7 +23,7 @@ from cpu3d.data.stores import prepare
 from cpu3d.data.stores.convert import Job, convert_all, other_files, refuse_bad_cases, same_sources
 from cpu3d.data.stores.layouts import CaseFiles, Dataset, read_dataset
 from cpu3d.data.stores.prepare import PATIENTS_HELP, SKIP_BAD_HELP, WORKERS_HELP, split_sizes
-from cpu3d.data.stores.repair import fitting, repair
+from cpu3d.data.stores.repair import fitting, open_mended, repair
 from cpu3d.data.stores.splits import TABLE, deal_cases, read_patients
 from cpu3d.errors import refuse
 from cpu3d.util.atomic import remove_partials, writable_folder
@@ -144,10 +144,11 @@ def append(
     """Add the cases of a data set that a finished store does not have, and make those again whose
     files it has lost.
 
-    They are made with the store's own settings. The split of the old cases stays, new ones are dealt by `deal_cases`.
-    The manifest is replaced at the end; the same call continues an interrupted one. Raises InputError, and leaves the
-    store as it was, if channels or labels differ, a known id has other files, a patient or identical images would be in
-    two splits, and for bad cases unless `skip_bad`; OSError and KeyboardInterrupt as `prepare`.
+    They are made with the store's own settings. The split of the old cases stays, new ones are dealt
+    by `deal_cases`. The manifest is replaced at the end; the same call continues an interrupted one.
+    Raises InputError, and adds nothing, if channels or labels differ, a known id has other files, a
+    lost case cannot be made again, a patient or identical images would be in two splits, and for bad
+    cases unless `skip_bad`; OSError and KeyboardInterrupt as `prepare`.
     """
     workers, store_dir = worker_count(workers), Path(store_dir)
     settings = prepare.settings_of(store_dir)
@@ -155,7 +156,9 @@ def append(
     writable_folder(store_dir, "store")
     with locked(store_dir, "store"):
         remove_partials(store_dir, store_dir / "cases")
-        mended = repair(store_dir, dataset, settings, workers)
+        store = open_mended(store_dir)
+        dataset = fitting(dataset, store)
+        mended = repair(store, dataset, settings, workers)
         store = mended.store
         in_store = {case_id for name in SPLITS for case_id in store.manifest.split[name]}
         known = [files for files in dataset.cases if files.case_id in in_store]
@@ -166,13 +169,8 @@ def append(
         if problems:
             again = count(mended.case_ids, "lost case")
             refuse([*problems, f"nothing was appended; {again} made again"])
-        records, bad = convert_all(
-            [Job(files) for files in new],
-            fitting(dataset, store.manifest, store_dir),
-            store_dir,
-            settings,
-            workers,
-        )
+        jobs = [Job(files) for files in new]
+        records, bad = convert_all(jobs, dataset, store_dir, settings, workers)
         bad.update(item for item in dataset.problems.items() if item[0] not in in_store)
         if not skip_bad:
             refuse_bad_cases(bad, "nothing was appended")
