@@ -1,0 +1,124 @@
+"""What own operations take besides their maps: as the C functions say, in sum by hand, and no more than a process grows."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memory_estimator.host import read_host
+from memory_estimator.step.program import OwnOperation, StepOp
+from memory_estimator.step.scratch import KINDS, scratch_bytes, scratch_of
+from models.native.build import build
+from tests.models.native import reference
+from tests.models.native.reference import DTYPES, KERNELS, LIBRARY, operation
+
+L2_BYTES = read_host().l2_bytes
+WIDTHS = (1, 3, 4, 16, 20, 33, 256, 2048)
+
+
+@pytest.fixture(scope="module")
+def path():
+    try:
+        return LIBRARY or build()[0]
+    except OSError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def library(path):
+    return reference.load(path)
+
+
+def operations(kind, dtype):
+    """Own operations of a kind, with the threads that compute them and whether they write over their map."""
+    widths = st.tuples(st.sampled_from(WIDTHS), st.sampled_from(WIDTHS))
+    grids = st.tuples(st.integers(1, 70), st.integers(1, 300), st.integers(1, 300))
+    value_bytes = np.dtype(DTYPES[dtype][1]).itemsize
+    made = st.builds(
+        lambda batch, grid, widths: OwnOperation(kind, batch, grid, *widths, value_bytes),
+        st.integers(1, 3),
+        grids,
+        widths,
+    )
+    return st.tuples(made, st.sampled_from((1, 2, 3, 8, 56)), st.booleans())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("instructions", "dtype"), KERNELS)
+def test_every_operation_takes_what_the_c_function_says(library, kind, instructions, dtype):
+    if not library.native_kernels(instructions.encode(), DTYPES[dtype][0]):
+        pytest.skip(f"needs a CPU with {instructions}")
+
+    @given(operations(kind, dtype))
+    @settings(max_examples=25, deadline=None, derandomize=True)
+    def agree(drawn):
+        op, threads, in_place = drawn
+        in_place = in_place and kind in ("convolve", "input_gradient") and op.channels == op.outputs
+        maps = [np.zeros((1, op.channels)), np.zeros((1, op.outputs))]
+        arrays = {"map": maps[0] if in_place else maps[1], "scratch": np.zeros(3, np.uint64)}
+        if kind.startswith(("project", "up_")) and kind != "up_filter_gradient":
+            arrays["filters"] = maps[1]
+        if kind.endswith("filter_gradient") or kind in ("project_gradient", "project_sums"):
+            arrays["filter_gradient"] = maps[1]
+        call = operation(kind, dtype, (op.batch, *op.grid), threads, maps[:1], op.outputs, maps[1:], **arrays)
+        assert library.native_run(instructions.encode(), call) == 0
+        assert tuple(arrays["scratch"]) == scratch_of(op, threads, instructions, L2_BYTES, in_place)
+
+    agree()
+
+
+def step_op(name, kind, x, channels, over=None):
+    own = OwnOperation(kind, 1, (x, 8, 16), channels, channels, 4)
+    return StepOp(name, kind, ("map",), takes_over=over, own=own)
+
+
+def test_buffers_of_a_thread_and_of_what_passes_are_as_large_as_the_largest_operations_whichever_these_are():
+    wide, flat = step_op("wide", "filter_gradient", 2, 64), step_op("flat", "convolve", 8, 16)
+    of_wide, of_flat = (scratch_of(op.own, 8, "avx2", 2**20) for op in (wide, flat))
+    assert of_wide.threads == 2  # as many as there are planes
+    assert of_flat.threads == 8
+    assert of_wide.kept_bytes > of_flat.kept_bytes
+    assert of_wide.passing_bytes > of_flat.passing_bytes
+    together = scratch_bytes([wide, flat], 8, "avx2", 2**20)
+    whole = 2 * of_wide.kept_bytes + 6 * of_flat.kept_bytes + of_wide.passing_bytes
+    assert whole < together <= whole + 9 * (64 + 4096)  # a buffer's first line, in whole pages
+    assert scratch_bytes([flat, wide, StepOp("engine's", "pass")], 8, "avx2", 2**20) == together
+    in_place = step_op("in place", "convolve", 8, 16, over="map")
+    assert scratch_bytes([in_place], 8, "avx2", 2**20) > scratch_bytes([flat], 8, "avx2", 2**20)
+    assert scratch_bytes([StepOp("engine's", "pass")], 8, "avx2", 2**20) <= 4096
+
+
+def test_a_process_that_computes_grows_by_what_is_predicted_and_not_with_the_operations(path):
+    """In a fresh process, besides the maps: many sizes, the largest neither first nor last."""
+    script = f"""
+import ctypes
+import numpy as np
+from memory_estimator.step.program import OwnOperation, StepOp
+from memory_estimator.step.scratch import scratch_bytes
+from tests.models.native.reference import *
+library = load({str(path)!r})
+KIB = 1024
+def resident():
+    return next(int(line.split()[1]) * KIB for line in open("/proc/self/status") if line.startswith("VmHWM"))
+threads, ops, calls = 8, [], []
+for x, channels in ((4, 64), (16, 16), (12, 96), (8, 128), (20, 48), (6, 80)):
+    shape = (1, x, 8, 16)
+    filters = np.ones((3, 3, 3, channels, channels), np.float32)
+    maps = [np.ones((*shape, channels), np.float32) for _ in range(2)]
+    for kind, made in (("convolve", dict(filters=filters, map=maps[1])), ("filter_gradient", dict(filter_gradient=filters))):
+        calls.append((operation(kind, "float32", shape, threads, maps[:1], channels, maps[1:] * (kind != "convolve"), **made), maps, filters))
+        ops.append(StepOp(kind, kind, ("map",), own=OwnOperation(kind, 1, shape[1:], channels, channels, 4)))
+before = resident()
+for _ in range(3):
+    for call, *_ in calls:
+        assert library.native_run(b"avx2", call) == 0
+grown, predicted = resident() - before, scratch_bytes(ops, threads, "avx2", {L2_BYTES})
+assert 0.7 * predicted < grown < 1.02 * predicted + 2**20, (grown / 2**20, predicted / 2**20)
+"""
+    root = Path(__file__).parents[2]
+    ended = subprocess.run([sys.executable, "-c", script], cwd=root, timeout=120, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
