@@ -80,7 +80,9 @@ def plan(job: Job, price: Price, budget_bytes: int) -> Dict[str, Optional[Estima
         "batch": largest(
             lambda number: dataclasses.replace(job, batch=number, micro_batch=number), job.cases or LARGEST
         ),
-        "filters": largest(lambda number: job.with_unet(filters=STEP_OF_FILTERS * number)),
+        "filters": largest(
+            lambda number: job.with_unet(filters=STEP_OF_FILTERS * number), job.unet.most_filters // STEP_OF_FILTERS
+        ),
         "extent": largest(lambda number: extent(job, number)),
     }
 

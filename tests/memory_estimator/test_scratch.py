@@ -1,4 +1,4 @@
-"""What own operations take besides their maps: as the C functions say, in sum by hand, and no more than a process grows."""
+"""What own operations take besides their maps: as the C functions say, by hand in sum, and as a process grows."""
 
 import subprocess
 import sys
@@ -95,28 +95,30 @@ def test_buffers_of_a_thread_and_of_what_passes_are_as_large_as_the_largest_oper
 def test_a_process_that_computes_grows_by_what_is_predicted_and_not_with_the_operations(path):
     """In a fresh process, besides the maps: many sizes, the largest neither first nor last."""
     script = f"""
-import ctypes
 import numpy as np
 from memory_estimator.step.program import OwnOperation, StepOp
 from memory_estimator.step.scratch import scratch_bytes
 from tests.models.native.reference import *
-library = load({str(path)!r})
-KIB = 1024
-def resident():
-    return next(int(line.split()[1]) * KIB for line in open("/proc/self/status") if line.startswith("VmHWM"))
-threads, ops, calls = 8, [], []
+library, threads = load({str(path)!r}), 8
+
+def most_resident():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+ops, calls, arrays = [], [], []
 for x, channels in ((4, 64), (16, 16), (12, 96), (8, 128), (20, 48), (6, 80)):
-    shape = (1, x, 8, 16)
-    filters = np.ones((3, 3, 3, channels, channels), np.float32)
+    shape, filters = (1, x, 8, 16), np.ones((3, 3, 3, channels, channels), np.float32)
     maps = [np.ones((*shape, channels), np.float32) for _ in range(2)]
-    for kind, made in (("convolve", dict(filters=filters, map=maps[1])), ("filter_gradient", dict(filter_gradient=filters))):
-        calls.append((operation(kind, "float32", shape, threads, maps[:1], channels, maps[1:] * (kind != "convolve"), **made), maps, filters))
+    arrays += [filters, *maps]
+    about = ("float32", shape, threads, maps[:1], channels)
+    calls.append(operation("convolve", *about, filters=filters, map=maps[1]))
+    calls.append(operation("filter_gradient", *about, maps[1:], filter_gradient=filters))
+    for kind in ("convolve", "filter_gradient"):
         ops.append(StepOp(kind, kind, ("map",), own=OwnOperation(kind, 1, shape[1:], channels, channels, 4)))
-before = resident()
-for _ in range(3):
-    for call, *_ in calls:
-        assert library.native_run(b"avx2", call) == 0
-grown, predicted = resident() - before, scratch_bytes(ops, threads, "avx2", {L2_BYTES})
+before = most_resident()
+for call in 3 * calls:
+    assert library.native_run(b"avx2", call) == 0
+grown, predicted = most_resident() - before, scratch_bytes(ops, threads, "avx2", {L2_BYTES})
 assert 0.7 * predicted < grown < 1.02 * predicted + 2**20, (grown / 2**20, predicted / 2**20)
 """
     root = Path(__file__).parents[2]
