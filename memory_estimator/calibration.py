@@ -144,7 +144,8 @@ def load_constants(name: Union[str, Path]) -> HostConstants:
 
 
 def find_constants(host: Optional[Host] = None) -> HostConstants:
-    """This host's own constants, else the shipped ones, and its cache. A damaged file is left out, with a note."""
+    """This host's own constants, else the shipped ones, with its cache. A damaged file is left
+    out, with a note."""
     host = host or read_host()
     try:
         path = host_file(host)

@@ -39,6 +39,8 @@ RULES: Dict[str, str] = {
 }
 """Groups of tensors, in the order of the bill, and how their sizes are known; some are split by level."""
 
+SCRATCH_RULE = "derived: own operations' buffers, each at its largest"
+
 NAMED_SINGLY = ("transients", "scratch")  # groups that live during few operations: the bill names their tensors
 
 
@@ -122,19 +124,19 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
     line = timeline(program)
     allocator = use(program)
     small = sum(rounded(tensor.bytes) for tensor in line.peak_tensors if tensor.bytes < SMALL_BYTES)
-    scratch = scratch_bytes(program.ops, job.threads, constants.instructions, constants.l2_bytes)
+    cpu = (job.threads, constants.instructions, constants.l2_bytes)
+    scratch = scratch_bytes(program.ops, *cpu)
     baseline = constants.runtime_bytes(job.engine, program)
     process_peak = baseline + allocator.resident_bytes + small + scratch
     validation = allocator.validated_bytes - allocator.resident_bytes
-    every_op = (*program.ops, *program.after)
-    validation += scratch_bytes(every_op, job.threads, constants.instructions, constants.l2_bytes) - scratch
+    validation += scratch_bytes((*program.ops, *program.after), *cpu) - scratch
     kind, uncovered = accuracy.covering(job, constants.instructions)
     upper_bound = (kind.upper_bound if kind else accuracy.widest)(process_peak + validation)
     upper_bound += sum(part.bytes for part in beside)
     beside = (Component("validation", validation, "derived: the allocator replayed through one"), *beside)
     overhead = allocator.resident_bytes + small - sum(rounded(tensor.bytes) for tensor in line.peak_tensors)
     around = (
-        Component("scratch outside the allocator", scratch, "derived: own operations' buffers, each at its largest"),
+        Component("scratch outside the allocator", scratch, SCRATCH_RULE),
         Component("allocator overhead", overhead, "derived: TensorFlow's allocator replayed"),
         Component("runtime baseline", baseline, constants.origins["baseline_bytes"]),
     )

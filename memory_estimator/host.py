@@ -53,7 +53,7 @@ class Host:
     cgroup_used_bytes: int  # of that limit, less the page cache that the kernel can drop; 0 without a limit
     cpu_quota: Optional[float]  # CPUs' worth of time a cgroup grants; None for no limit, or all CPUs
     isa: Tuple[str, ...]  # those of ISA_FLAGS that the CPU has, in that order
-    l2_bytes: int = 0  # of a core's cache L2, as own operations ask for it; 0 for a host that is not this one
+    l2_bytes: int = 0  # of a core's cache L2; 0 if it is not known, as of another host
 
     def __post_init__(self):
         if self.cpu_quota is not None and self.cpu_quota >= self.logical_cpus:

@@ -20,7 +20,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class OwnOperation:
-    """An own operation in the terms of models/native/native.h, for the memory that it takes besides its maps."""
+    """An own operation in the terms of models/native/native.h, for its memory besides the maps."""
 
     kind: str  # of `scratch.KINDS`
     batch: int

@@ -1,7 +1,8 @@
-"""Memory of own operations outside TensorFlow's allocator, as models/native (operations.c, passes.c, pool.c) takes it.
+"""Memory of own operations outside TensorFlow's allocator, as models/native takes it: operations.c,
+passes.c and pool.c.
 
-A buffer for each thread stays from operation to operation, and one passes from each operation to the next. A buffer is
-as large as the largest operation so far has made it, whichever that was.
+A buffer for each thread stays from operation to operation, and one passes from each operation to
+the next. A buffer is as large as the largest operation so far has made it, whichever that was.
 """
 
 from typing import Iterable, List, NamedTuple
@@ -25,7 +26,7 @@ KINDS = {
     "up_input_gradient": "up",
     "up_filter_gradient": "up",
 }
-"""Kinds of own operations, as native.h has them -> kinds of operations that cost the same, of `calibration.FEATURES`"""
+"""Own operations, as native.h has them -> kinds that cost the same, of `calibration.FEATURES`."""
 
 CONVOLUTIONS = ("convolve", "input_gradient", "filter_gradient")
 FILTER_GRADIENTS = ("filter_gradient", "project_gradient", "project_sums", "up_filter_gradient")
@@ -53,7 +54,7 @@ class Rows(NamedTuple):
 
 
 def scratch_bytes(ops: Iterable[StepOp], threads: int, instructions: str, l2_bytes: int) -> int:
-    """All buffers after these operations on so many threads, with an instruction set and so large a cache L2."""
+    """All buffers after these operations, with an instruction set and so large a cache L2."""
     every: List[Scratch] = []
     for op in ops:
         if op.own:
@@ -68,7 +69,13 @@ def scratch_bytes(ops: Iterable[StepOp], threads: int, instructions: str, l2_byt
     return total
 
 
-def scratch_of(op: OwnOperation, threads: int, instructions: str, l2_bytes: int, in_place: bool = False) -> Scratch:
+def scratch_of(
+    op: OwnOperation,
+    threads: int,
+    instructions: str,
+    l2_bytes: int,
+    in_place: bool = False,
+) -> Scratch:
     """Scratch of one operation; `in_place` if it writes over the first map that it reads."""
     slabs = min(threads, MOST_THREADS, op.batch * op.grid[0])
     rows = rows_of(instructions, op.value_bytes)
@@ -78,16 +85,24 @@ def scratch_of(op: OwnOperation, threads: int, instructions: str, l2_bytes: int,
 
 
 def rows_of(instructions: str, value_bytes: int) -> Rows:
-    """Rows of maps of so many bytes a value. Without products of bfloat16 these maps are multiplied in float32."""
+    """Rows of maps of so many bytes a value. Without products of bfloat16 values they are of
+    float32."""
     lanes = 16 if instructions in ("avx512", "avx512_bf16", "amx") else 8
     if value_bytes == 2 and instructions in ("avx512_bf16", "amx", "amx_in_c"):
         return Rows(4, 2, 2, lanes, in_registers=instructions != "avx512_bf16")
     return Rows(6, 4, 1, lanes, in_registers=False)
 
 
-def _of_convolution(op: OwnOperation, slabs: int, rows: Rows, l2_bytes: int, in_place: bool) -> Scratch:
-    """`job_of` in operations.c: a ring of transformed rows in the cache, two lines in float32 and sums of a row; packed
-    filters, and of each slab the sums or, in place, the rows that other slabs still read."""
+def _of_convolution(
+    op: OwnOperation,
+    slabs: int,
+    rows: Rows,
+    l2_bytes: int,
+    in_place: bool,
+) -> Scratch:
+    """`job_of` in operations.c: a ring of transformed rows in the cache, two lines in float32 and
+    sums of a row; packed filters, and of each slab the sums or, in place, the rows that other
+    slabs still read."""
     _, y, z = op.grid
     is_gradient = op.kind == "filter_gradient"
     width = _up(op.channels, GROUP)
@@ -138,7 +153,7 @@ def _padded_tiles(z: int, rows: Rows, is_gradient: bool) -> int:
 
 
 def _row_bytes(width: int, tiles: int, rows: Rows) -> int:
-    """From one row to the next: an odd number of lines, so that not all rows compete for the same part of a cache."""
+    """From one row to the next: an odd number of lines, so that rows spread over the cache."""
     lines = _parts(rows.streams * width * tiles // rows.unit, 16)
     return LINE_BYTES * (lines + (49 - lines % 32) % 32)
 

@@ -16,7 +16,7 @@ from memory_estimator.step.writer import Writer, kernel_elements
 from models.layer_plan import PIECES
 from models.order import Block, Order, head_of
 
-TAPS = {"pass": 0, "project": 1, "up": 8}  # products of a voxel and channel, by the kind of operation; others have 27
+TAPS = {"pass": 0, "project": 1, "up": 8}  # of filters, by the kind of operation; others have 27
 SCORE_MAPS = 5  # float32 maps of a slab that is scored: logits, target, three of the loss's
 
 
@@ -96,7 +96,8 @@ class PaperPass(Order):
     def up(self, level: int, below: Map, part: int, again: bool) -> Map:
         first, past = self.unet.up_parts(level)[part]
         made = Map(self._up_layer(level), level, past - first)
-        return self._map(made, "up_convolve", [below], [self._up_filters(level, part)], kept=not again)
+        filters = [self._up_filters(level, part)]
+        return self._map(made, "up_convolve", [below], filters, kept=not again)
 
     def project(self, name: str, entry: List[Map], part: int, add: Optional[Map]) -> Map:
         source, over = entry[part], [add] if add else []
@@ -116,7 +117,8 @@ class PaperPass(Order):
     def up_gradients(self, level: int, below: Map, part: int, at: Map) -> Tuple[str, Map]:
         name = self._up_layer(level)
         of_up = self._kernel_gradient(name, [below], [at], "up_filter_gradient")
-        return of_up, self._gradient(name, "up_input_gradient", [at, below], below, [self._up_filters(level, part)])
+        filters = [self._up_filters(level, part)]
+        return of_up, self._gradient(name, "up_input_gradient", [at, below], below, filters)
 
     def join_up_gradients(self, level: int, parts: List[str]) -> None:
         if len(parts) > 1:
@@ -127,8 +129,8 @@ class PaperPass(Order):
 
     def project_gradient(self, name: str, entry: List[Map], part: int, at: Map, add: Optional[Map]) -> Map:
         source, over = entry[part], [add] if add else []
-        filters = [self._rows(name, entry, part)]
-        gradient = self._gradient(name, "project_gradient", [source, at, *over], source, filters, over)
+        maps, filters = [source, at, *over], [self._rows(name, entry, part)]
+        gradient = self._gradient(name, "project_gradient", maps, source, filters, over)
         self._whole_gradient(name, "pass", [])  # those of two parts are padded and added up
         return gradient
 
@@ -136,11 +138,13 @@ class PaperPass(Order):
         """First come the sums that the norm needs."""
         sums = self._own("project_sums", source.level, source.channels, at.channels)
         self._whole_gradient("head", "project", [source.name, at.name], own=sums)
-        gradient = self._gradient("head", "project_to_raw", [source, at], source, ["head/kernel"], [source])
+        maps, filters = [source, at], ["head/kernel"]
+        gradient = self._gradient("head", "project_to_raw", maps, source, filters, [source])
         return gradient._replace(of_raw=True)
 
     def residual_gradient(self, name: str, block: Block, at: Map) -> Map:
-        return self._gradient(f"{name}_act2", "residual_gradient", [block.second, block.output, at], at, over=[at])
+        maps = [block.second, block.output, at]
+        return self._gradient(f"{name}_act2", "residual_gradient", maps, at, over=[at])
 
     def of_raw(self, name: str, source: Map, at: Map) -> List[Map]:
         return [at] if at.of_raw else [at, source]
@@ -189,8 +193,8 @@ class PaperPass(Order):
         return self._map(Map(f"{name}/gradient", like.level, like.channels), kind, maps, filters, over, kept=False)
 
     def _map(self, made: Map, kind: str, maps: Sequence[Map], filters=(), over=(), kept: bool = True) -> Map:
-        """An operation that makes a map, from maps and filters, under the name that it gets. `kind` is of own ones, or
-        "add", TensorFlow's."""
+        """An operation that makes a map, from maps and filters, under the name that it gets.
+        `kind` is of own ones, or "add", TensorFlow's."""
         # Both of two joined maps are counted; other maps go with the first.
         inputs = sum(read.channels for read in maps) if kind == "convolve" else maps[0].channels
         name = self.writer.make(
@@ -219,10 +223,17 @@ class PaperPass(Order):
         )
         return self._gradients[name]
 
-    def _whole_gradient(self, name: str, kind: str, reads: Sequence[str], own: Optional[OwnOperation] = None) -> None:
-        """A kernel's gradient without multiply-adds: the operation beside it has them, or there are none."""
-        size = 4 * kernel_elements(self.writer.layers[name])
-        self._gradients[name] = self.writer.make(f"{name}/filter_gradient", kind, reads, size, "gradients", own=own)
+    def _whole_gradient(
+        self,
+        name: str,
+        kind: str,
+        reads: Sequence[str],
+        own: Optional[OwnOperation] = None,
+    ) -> None:
+        """A kernel's gradient without multiply-adds: the operation beside it has them, or there
+        are none."""
+        size, made = 4 * kernel_elements(self.writer.layers[name]), f"{name}/filter_gradient"
+        self._gradients[name] = self.writer.make(made, kind, reads, size, "gradients", own=own)
 
     def map_bytes(self, made: Map, value_bytes: int = 0) -> int:
         voxels = self.job.micro * math.prod(self._grid(made.level))
@@ -231,15 +242,29 @@ class PaperPass(Order):
     def _grid(self, level: int) -> Tuple[int, int, int]:
         return tuple(side >> level for side in self.job.shape)
 
-    def _counted(self, kind: str, read: Map, made: Map, inputs: int, multiplies: bool = True) -> Dict[str, int]:
-        """Counts of a `StepOp` besides tensors: multiply-adds, as 2, on the coarser grid. A projection's gradient is
-        two."""
+    def _counted(
+        self,
+        kind: str,
+        read: Map,
+        made: Map,
+        inputs: int,
+        multiplies: bool = True,
+    ) -> Dict[str, int]:
+        """Counts of a `StepOp` besides tensors: multiply-adds, as 2, on the coarser grid. A
+        projection's gradient is two."""
         coarse = self._grid(max(read.level, made.level))
         taps = TAPS.get(KINDS.get(kind, "pass"), 27)
         products = taps * self.job.micro * math.prod(coarse) * inputs * made.channels
-        return {"flops": 2 * products * multiplies, "in_channels": inputs, "out_channels": made.channels}
+        channels = {"in_channels": inputs, "out_channels": made.channels}
+        return {"flops": 2 * products * multiplies, **channels}
 
-    def _own_of(self, kind: str, maps: Sequence[Map], made: Map, inputs: int) -> Optional[OwnOperation]:
+    def _own_of(
+        self,
+        kind: str,
+        maps: Sequence[Map],
+        made: Map,
+        inputs: int,
+    ) -> Optional[OwnOperation]:
         """The own operation that makes a map from maps; None if it is TensorFlow's."""
         if kind not in KINDS:
             return None
@@ -251,7 +276,8 @@ class PaperPass(Order):
         return self._own(kind, coarse, inputs, made.channels)
 
     def _own(self, kind: str, level: int, channels: int, outputs: int) -> OwnOperation:
-        return OwnOperation(kind, self.job.micro, self._grid(level), channels, outputs, self.writer.value_bytes)
+        batch, value_bytes = self.job.micro, self.writer.value_bytes
+        return OwnOperation(kind, batch, self._grid(level), channels, outputs, value_bytes)
 
 
 # --- The loss, as models/supervision.py and cpu3d.training.losses.DiceCrossEntropy have it ---

@@ -11,10 +11,12 @@ SQUARES, SQUARE_PRODUCTS = 7, 19  # of Muon's iteration: square matrices at once
 
 
 FEW_THREADS = 4
-"""On so many threads oneDNN does not divide a sum over rows among them (16, 56 and 112 do; 2 and 4 do not)."""
+"""Up to so many threads oneDNN does not divide a sum over rows among them (2 and 4 do not; 16, 56
+and 112 do)."""
 COPIED_BYTES = 512
-"""For each thread and column: the parts of a matrix that oneDNN copies. With the threads' own sums this is 95 to 130 %
-of what was requested on 56 and 112 threads for matrices of 128 to 1024 columns (oneDNN 3.3 in ITEX 2.15)."""
+"""For each thread and column: the parts of a matrix that oneDNN copies. With the threads' own sums
+this is 102 to 131 % of what was requested on 56 and 112 threads for matrices of 128 to 1024 columns
+whose rows were divided (oneDNN 3.3 in ITEX 2.15.0.0)."""
 
 
 def reset_sums(writer: Writer) -> None:
@@ -68,7 +70,7 @@ def _orthogonalise(writer: Writer, op: LayerOp, gradient: str) -> None:
 
 
 def _of_threads(writer: Writer, side: int) -> int:
-    """What Intel's extension requests for the threads of the first product: a matrix's sums over its rows."""
+    """What Intel's extension requests for the threads of a matrix's product with itself: sums."""
     if writer.job.engine != "itex":
         return 0
     sums = 4 * side**2 if writer.job.threads > FEW_THREADS else 0

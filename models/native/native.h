@@ -37,8 +37,9 @@ enum kind {
     KINDS
 };
 
-/* Of an operation's memory besides its maps: the threads that keep some, the bytes that each of them keeps, and the bytes that
-   pass to the next operation. memory_estimator/step/scratch.py has the same as a formula. */
+/* Of an operation's memory besides its maps: the threads that keep some, the bytes that each of
+   them keeps, and the bytes that pass to the next operation. memory_estimator/step/scratch.py has
+   the same as a formula. */
 enum { KEEPING_THREADS, KEPT_BYTES, PASSING_BYTES, SCRATCH };
 
 struct operation {
@@ -65,10 +66,12 @@ struct kernels {
 /* pool.c: what follows is for one operation at a time, which waits for the one before it. */
 void begin_operation(void);
 void end_operation(void);
-/* Calls work(argument, thread, threads) once for every thread, at most MOST_THREADS, the caller's among them. */
+/* Calls work(argument, thread, threads) once for every thread, at most MOST_THREADS, the caller's
+   among them. */
 void run_on_threads(int threads, void (*work)(void *, int thread, int threads), void *argument);
-/* Memory that each thread keeps from operation to operation, and memory that passes from one operation to the next: at least
-   so large, aligned to 64 bytes, with whatever was left in it; NULL if there is not enough. */
+/* Memory that each thread keeps from operation to operation, and memory that passes from one
+   operation to the next: at least so large, aligned to 64 bytes, with whatever was left in it;
+   NULL if there is not enough. */
 void *thread_memory(int thread, size_t bytes);
 void *passing_memory(size_t bytes);
 enum { MOST_THREADS = 256 };

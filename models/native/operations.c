@@ -232,13 +232,14 @@ struct job {
     size_t passing;           /* the bytes of all that */
     unit *weights;            /* [16 outputs][stream][tap][unit][16] */
     double *totals;           /* of every slab: [batch][2][output_width] */
-    char *copies;             /* of every slab, in place: two planes, and a row of each plane of it */
-    float *filter_sums;       /* of every slab, of a filter gradient: [tap][stream][group][16 outputs][16 channels][16] */
+    char *copies;             /* of every slab, in place: two planes, a row of each of its own */
+    /* Of every slab, of a filter gradient: [tap][stream][group][16 outputs][16 channels][16]. */
+    float *filter_sums;
     int failed;
 };
 
 /* A thread keeps `bytes`, the most of all operations so far: a ring of rows, two lines, and sums of the streams of a row, or of
-   as many as are multiplied at once: at most 64 tiles. What else an operation takes passes to the next one.
+   as many as are multiplied at once: at most 64 tiles. What else an operation takes passes on.
    memory_estimator/step/scratch.py has all as a formula. */
 static struct job job_of(const struct operation *op)
 {
@@ -280,7 +281,8 @@ static struct job job_of(const struct operation *op)
         j.thread_totals = (size_t)op->batch * 2 * j.output_width + 16; /* a line between threads */
         j.thread_copies = op->map == op->maps[0] ? ((2 * op->y + planes) * j.row_bytes + 63) / 64 * 64 : 0;
     }
-    j.passing = j.weight_bytes + j.slabs * (sizeof(double) * j.thread_totals + j.thread_copies + sizeof(float) * j.thread_sums);
+    size_t totals = sizeof(double) * j.thread_totals, sums = sizeof(float) * j.thread_sums;
+    j.passing = j.weight_bytes + j.slabs * (totals + j.thread_copies + sums);
     return j;
 }
 

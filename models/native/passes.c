@@ -263,7 +263,8 @@ static void pack_filters(const struct job *job)
             for (int o = 0; o < outputs; o++) {
                 size_t by_channel = ((size_t)tap * channels + c) * job->other_width + o;
                 size_t by_output = ((size_t)tap * outputs + o) * job->width + c;
-                job->filters[job->from_raw ? by_channel : by_output] = op->filters[filter_at(op, tap, c, o)];
+                size_t to = job->from_raw ? by_channel : by_output;
+                job->filters[to] = op->filters[filter_at(op, tap, c, o)];
             }
 }
 
@@ -271,15 +272,17 @@ static void write_results(const struct job *job)
 {
     const struct operation *op = job->op;
     int channels = op->channels[0], outputs = op->outputs, width = job->width, slabs = job->slabs;
-    for (int i = 0; op->sums_to && i < 2 * op->batch * channels; i++)
-        op->sums_to[i] = (float)total(job->sums + (size_t)(i / channels) * width + i % channels, job->sum_count, slabs);
+    for (int i = 0; op->sums_to && i < 2 * op->batch * channels; i++) {
+        const double *sums = job->sums + (size_t)(i / channels) * width + i % channels;
+        op->sums_to[i] = (float)total(sums, job->sum_count, slabs);
+    }
     for (int row = 0; op->filter_gradient && row < job->taps * outputs; row++)
         for (int c = 0; c < channels; c++)
             op->filter_gradient[filter_at(op, row / outputs, c, row % outputs)] =
                 (float)total(job->filter_sums + (size_t)row * width + c, job->filter_count, slabs);
+    const double *of_bias = job->filter_sums + (size_t)job->taps * outputs * width;
     for (int o = 0; op->bias_gradient && o < outputs; o++)
-        op->bias_gradient[o] =
-            (float)total(job->filter_sums + (size_t)job->taps * outputs * width + o, job->filter_count, slabs);
+        op->bias_gradient[o] = (float)total(of_bias + o, job->filter_count, slabs);
 }
 
 /* The name that build.py gives to those of an instruction set. */
@@ -296,7 +299,8 @@ int PASSES(const struct operation *op)
     size_t filters = (size_t)job.taps * job.width * job.other_width;
     job.packed_count = op->filters ? filters : 0;
     job.filter_count = op->filter_gradient ? filters + job.other_width : 0;
-    size_t bytes = (job.sum_count + job.filter_count) * job.slabs * sizeof(double) + job.packed_count * sizeof(float);
+    size_t bytes = (job.sum_count + job.filter_count) * job.slabs * sizeof(double);
+    bytes += job.packed_count * sizeof(float);
     if (op->scratch) {
         op->scratch[KEEPING_THREADS] = job.slabs;
         op->scratch[KEPT_BYTES] = job.floats * sizeof(float);

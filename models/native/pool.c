@@ -29,10 +29,12 @@ void begin_operation(void) { pthread_mutex_lock(&pool.operation); }
 
 void end_operation(void) { pthread_mutex_unlock(&pool.operation); }
 
-/* --- Memory: mapped buffers that only grow. In the heap of the C library freed memory would stay beside what is taken next. --- */
+/* --- Memory: mapped buffers that only grow. In the C library's heap, freed memory would stay
+   beside what is taken next. --- */
 
-/* The first line of a buffer has its length, so that one pointer names all of it: a process may fork at any moment, and its
-   child then finds a whole buffer or none. While a buffer is not at its place, no pointer leads to it. */
+/* The first line of a buffer has its length, so that one pointer names all of it: a process may
+   fork at any moment, and its child then finds a whole buffer or none. While a buffer is not at
+   its place, no pointer leads to it. */
 struct buffer { size_t bytes; };
 enum { LINE = 64, PAGE = 4096 };
 
@@ -122,7 +124,10 @@ static void forget_threads(void)
 }
 
 /* When the library is loaded: a process of one thread of ours may have others, which fork. */
-__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_threads); }
+__attribute__((constructor)) static void watch_forks(void)
+{
+    pthread_atfork(NULL, NULL, forget_threads);
+}
 
 static void start_threads(int wanted)
 {

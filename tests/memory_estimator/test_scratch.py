@@ -1,4 +1,4 @@
-"""What own operations take besides their maps: as the C functions say, by hand in sum, and as a process grows."""
+"""What own operations take besides maps: as the C functions say, in sum, and as a process grows."""
 
 import subprocess
 import sys
@@ -34,7 +34,7 @@ def library(path):
 
 
 def operations(kind, dtype):
-    """Own operations of a kind, with the threads that compute them and whether they write over their map."""
+    """Own operations of a kind, with threads, and whether they write over their map."""
     widths = st.tuples(st.sampled_from(WIDTHS), st.sampled_from(WIDTHS))
     grids = st.tuples(st.integers(1, 70), st.integers(1, 300), st.integers(1, 300))
     value_bytes = np.dtype(DTYPES[dtype][1]).itemsize
@@ -64,7 +64,8 @@ def test_every_operation_takes_what_the_c_function_says(library, kind, instructi
             arrays["filters"] = maps[1]
         if kind.endswith("filter_gradient") or kind in ("project_gradient", "project_sums"):
             arrays["filter_gradient"] = maps[1]
-        call = operation(kind, dtype, (op.batch, *op.grid), threads, maps[:1], op.outputs, maps[1:], **arrays)
+        about = (kind, dtype, (op.batch, *op.grid), threads)
+        call = operation(*about, maps[:1], op.outputs, maps[1:], **arrays)
         assert library.native_run(instructions.encode(), call) == 0
         assert tuple(arrays["scratch"]) == scratch_of(op, threads, instructions, L2_BYTES, in_place)
 
@@ -76,7 +77,7 @@ def step_op(name, kind, x, channels, over=None):
     return StepOp(name, kind, ("map",), takes_over=over, own=own)
 
 
-def test_buffers_of_a_thread_and_of_what_passes_are_as_large_as_the_largest_operations_whichever_these_are():
+def test_each_buffer_is_as_large_as_the_operation_that_takes_most_of_it():
     wide, flat = step_op("wide", "filter_gradient", 2, 64), step_op("flat", "convolve", 8, 16)
     of_wide, of_flat = (scratch_of(op.own, 8, "avx2", 2**20) for op in (wide, flat))
     assert of_wide.threads == 2  # as many as there are planes
@@ -114,7 +115,8 @@ for x, channels in ((4, 64), (16, 16), (12, 96), (8, 128), (20, 48), (6, 80)):
     calls.append(operation("convolve", *about, filters=filters, map=maps[1]))
     calls.append(operation("filter_gradient", *about, maps[1:], filter_gradient=filters))
     for kind in ("convolve", "filter_gradient"):
-        ops.append(StepOp(kind, kind, ("map",), own=OwnOperation(kind, 1, shape[1:], channels, channels, 4)))
+        own = OwnOperation(kind, 1, shape[1:], channels, channels, 4)
+        ops.append(StepOp(kind, kind, ("map",), own=own))
 before = most_resident()
 for call in 3 * calls:
     assert library.native_run(b"avx2", call) == 0
@@ -122,5 +124,6 @@ grown, predicted = most_resident() - before, scratch_bytes(ops, threads, "avx2",
 assert 0.7 * predicted < grown < 1.02 * predicted + 2**20, (grown / 2**20, predicted / 2**20)
 """
     root = Path(__file__).parents[2]
-    ended = subprocess.run([sys.executable, "-c", script], cwd=root, timeout=120, capture_output=True, text=True)
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, cwd=root, timeout=120, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

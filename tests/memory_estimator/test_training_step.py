@@ -115,8 +115,8 @@ def test_muon_keeps_one_copy_of_large_kernels_and_two_of_the_rest():
     ("engine", "threads", "requested"),
     [("itex", 112, 134.416), ("itex", 56, 67.208), ("itex", 2, 1.283), ("stock", 112, 0)],
 )
-def test_sums_of_many_threads_are_counted_where_the_engine_requests_them(engine, threads, requested):
-    """MiB that were requested for the product of a matrix of 2048 x 512 with itself: TensorFlow 2.15.1."""
+def test_sums_of_many_threads_are_counted_where_they_are_requested(engine, threads, requested):
+    """MiB for the product of a matrix of 2048 x 512 with itself: TensorFlow 2.15.1."""
     unet = UNetConfig(filters=32)
     program = training_step(Job(unet, (32, 32, 32), engine=engine, threads=threads))
     scratch = {tensor.name: tensor.bytes for op in program.ops for tensor in op.scratch}

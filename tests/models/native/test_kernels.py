@@ -256,20 +256,19 @@ def test_emulated_tiles_are_taken_by_name_alone_and_for_bfloat16_alone(library, 
 
 
 def test_maps_of_as_many_channels_as_a_network_may_have_are_computed(kernel):
-    """One voxel, so that the middle tap alone counts; each side of the filters in turn. Sums of so many terms round
-    more than short ones."""
+    """One voxel, so that the middle tap alone counts; each side of the filters in turn. Sums of so
+    many terms round more than short ones."""
     rng, shape, longer = np.random.default_rng(8), (1, 1, 1, 1), 8
     for channels in ((MOST_CHANNELS, 5), (5, MOST_CHANNELS)):
         filters = np.zeros((3, 3, 3, *channels), np.float32)
         filters[1, 1, 1] = rng.standard_normal(channels) / 10
-        (values,), (gradient,) = kernel.maps(rng, shape, channels[0]), kernel.maps(rng, shape, channels[1])
+        values, gradient = kernel.maps(rng, shape, *channels)
         read, written = values.astype(np.float64), gradient.astype(np.float64)
         result, _ = kernel.convolve(shape, 2, [values], filters)
-        truth = read @ filters[1, 1, 1]
-        assert error(result, truth, values, filters[1, 1, 1], channels[0]) < longer * kernel.map_error
+        truth, middle, limit = read @ filters[1, 1, 1], filters[1, 1, 1], longer * kernel.map_error
+        assert error(result, truth, values, middle, channels[0]) < limit
         back, _ = kernel.input_gradient(shape, 2, gradient, filters)
-        truth = written @ filters[1, 1, 1].T
-        assert error(back, truth, gradient, filters[1, 1, 1], channels[1]) < longer * kernel.map_error
+        assert error(back, written @ middle.T, gradient, middle, channels[1]) < limit
         change = kernel.filter_gradient(shape, 2, [values], gradient)
         truth = read.reshape(-1, 1) * written.reshape(1, -1)
         assert error(change[1, 1, 1], truth, values, gradient, 1) < kernel.filter_error
@@ -326,7 +325,8 @@ assert os.waitpid(child, 0)[1] == 0
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_process_may_fork_at_any_moment_and_its_children_compute(library, threads):
-    """Operations of growing size run in a thread meanwhile; a child ends after a minute if it waits for that thread."""
+    """Operations of growing size run in a thread meanwhile; a child that waits for that thread
+    ends after a minute."""
     script = f"""
 import os, signal, threading
 import numpy as np
@@ -334,9 +334,12 @@ from tests.models.native.reference import *
 library = load({library._name!r})
 
 def computed(channels):
-    values, filters = np.ones((1, 6, 6, 8, channels), np.float32), np.ones((3, 3, 3, channels, 4), np.float32)
-    result = np.zeros((1, 6, 6, 8, 4), np.float32)
-    call = operation("convolve", "float32", (1, 6, 6, 8), {threads}, [values], 4, filters=filters, map=result)
+    shape = (1, 6, 6, 8)
+    values = np.ones((*shape, channels), np.float32)
+    filters = np.ones((3, 3, 3, channels, 4), np.float32)
+    result = np.zeros((*shape, 4), np.float32)
+    arrays = dict(filters=filters, map=result)
+    call = operation("convolve", "float32", shape, {threads}, [values], 4, **arrays)
     assert library.native_run(None, call) == 0
     return result[0, 1, 1, 1, 0] == 27 * channels
 
