@@ -54,8 +54,8 @@ class UNetConfig:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}; pick one")
         if self.filters > self.most_filters:
             rule = f"be at most {self.most_filters} on {self.depth} levels of {self.network}"
-            why = f"a map has at most {MOST_CHANNELS} channels"
-            raise ValueError(f"filters must {rule}, got {self.filters}: {why}; lower filters or depth")
+            got = f"{self.filters}: a map has at most {MOST_CHANNELS} channels"
+            raise ValueError(f"filters must {rule}, got {got}; lower filters or depth")
 
     @property
     def most_filters(self) -> int:
