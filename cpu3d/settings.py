@@ -150,6 +150,11 @@ class RunConfig:
         return self.learning_rate or OPTIMIZERS[self.optimizer].learning_rate
 
     @property
+    def codes_by_region(self) -> Dict[str, Tuple[int, ...]]:
+        """Region -> its label codes, of the regions that are learnt, in the order of the network's outputs."""
+        return {name: self.region_codes[name] for name in self.regions}
+
+    @property
     def is_patch(self) -> bool:
         """Whether the network sees patches."""
         return self.mode == "patch"

@@ -139,7 +139,7 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
 
     A network of whole volumes computes the statistics of their non-zero voxels and returns probabilities. A window does
     not see the volume: the caller passes the statistics, and gets logits to blend."""
-    regions = {name: config.region_codes[name] for name in config.regions}  # in the order of the answer's last axis
+    regions = config.codes_by_region  # in the order of the answer's last axis
     image = {
         "dtype": "float32",
         "shape": [*config.grid, len(config.channels)],

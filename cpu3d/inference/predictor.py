@@ -38,7 +38,7 @@ class Predictor:
         self.channels: Tuple[str, ...] = config.store_channels  # of the store the run was trained on
         self.inputs: Tuple[str, ...] = config.channels  # the run's own among them: what an image must have
         self.labels: Dict[int, str] = config.label_names
-        self.regions: Dict[str, Tuple[int, ...]] = {name: config.region_codes[name] for name in config.regions}
+        self.regions: Dict[str, Tuple[int, ...]] = config.codes_by_region
         self.window = window_of(config, self.inference)  # voxels X, Y, Z of what slides; None is one pass
         self.weights = weights  # in the order of Keras
         self._kept_network = functools.lru_cache(maxsize=NETWORKS)(self._network)
