@@ -107,6 +107,20 @@ class PostProcessing:
                 label[box][removed[parts]] = code_below
         return label
 
+    def steps(self, regions: Regions) -> Dict[str, Any]:
+        """The same changes for a program without this project (`cpu3d.inference.segment`), as export.json has them:
+        "cut", the outputs that are 0 outside of larger ones, and "remove", the rules in their order."""
+        names, cut, remove = list(regions), [], []
+        if self.nested and not self.off:
+            for name, larger in _larger(regions).items():
+                cut.append({"output": names.index(name), "to": [names.index(other) for other in larger]})
+        for name, code_below in _codes_below(regions).items():
+            if name in self.rules and not self.off:
+                below = [dataclasses.asdict(rule) for rule in self.rules[name]]
+                codes = list(regions[name])
+                remove.append({"region": name, "codes": codes, "below": below, "becomes": code_below})
+        return {"words": self.words, "cut": cut, "remove": remove}
+
     @property
     def words(self) -> str:
         """In a line, such as "removes parts of WT below 1 % of its largest part", or "off: " and why."""
