@@ -191,6 +191,11 @@ class RunConfig:
             self.with_policy("speed"), grid=self.coarse_grid, resolution=resolution, coarse_steps=0
         )
 
+    def after(self, step: int) -> "RunConfig":
+        """The run as the last of its first `step` steps is computed: how the weights predict that are then there. The
+        step after the last coarse one is a full one, but the weights before it are coarse."""
+        return self.at(max(step - 1, 0))
+
     @property
     def is_coarse(self) -> bool:
         """Whether this is the run as coarse steps are computed."""
