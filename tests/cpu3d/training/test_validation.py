@@ -57,11 +57,17 @@ def test_dice_is_of_the_painted_label_in_the_case_s_own_voxels_and_the_loss_of_t
         assert scores.dice[region] == pytest.approx(dice, abs=1e-12)
 
 
-@pytest.mark.parametrize("settings", [{}, {"extent": "full", "depth": 4}])
-def test_a_validation_of_a_run_has_the_dice_that_evaluate_has_of_its_weights(phantom_store, tmp_path, settings):
-    """Also where zeros are added around a volume, whose voxels count in neither."""
+@pytest.mark.parametrize(
+    ("settings", "resolution"),
+    [({}, 1), ({"extent": "full", "depth": 4}, 1), ({"curriculum": "half", "steps": 2}, 0.5)],
+)
+def test_a_validation_of_a_run_has_the_dice_that_evaluate_has_of_its_weights(
+    phantom_store, tmp_path, settings, resolution
+):
+    """Also where zeros are added around a volume, whose voxels count in neither, and after the last coarse step."""
     rates = {"learning_rate": 1e-6, "adam_rate": 1e-6}
-    fit = start(phantom_store, tmp_path, steps=1, validations=1, **rates, **settings)
+    fit = start(phantom_store, tmp_path, **{"steps": 1, "validations": 2, **rates, **settings})
+    fit.steps = 1
     rng = np.random.default_rng(0)
     for variable in fit.learner.model.weights:  # so that the maps of the regions are not nested
         variable.assign_add(rng.normal(0, 0.3, variable.shape).astype(np.float32))
@@ -72,6 +78,7 @@ def test_a_validation_of_a_run_has_the_dice_that_evaluate_has_of_its_weights(pha
     dice = {name: of_region["dice"]["mean"] for name, of_region in scores["summary"].items()}
     assert event["dice"] == pytest.approx(dice, abs=1e-9)
     assert event["mean_dice"] == pytest.approx(scores["mean_dice"])
+    assert predictor.config.resolution == resolution
     answers = predictor.probabilities(phantom_store.image(record.case_id), record)
     painted = region_mask(label_from_regions(answers, predictor.regions), predictor.regions["TC"])
     map_of_tc = answers[..., list(predictor.regions).index("TC")] >= 0.5
