@@ -38,6 +38,7 @@ def test_best_weights_that_are_lost_are_not_called_untrained_where_the_run_has_o
     """`evaluate`, `predict` and `export` end with these lines."""
     with pytest.raises(InputError, match="must hold its best weights, found none; train it first"):
         weights_file(tmp_path, "best")
+    (tmp_path / "checkpoints").mkdir()
     write_next(tmp_path, 3, ARRAYS, {"step": 3}, keep=1)
     with pytest.raises(InputError, match=r"must hold its best weights, found none.*--weights last.*`train`") as caught:
         weights_file(tmp_path, "best")
