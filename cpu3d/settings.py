@@ -151,7 +151,8 @@ class RunConfig:
 
     @property
     def codes_by_region(self) -> Dict[str, Tuple[int, ...]]:
-        """Region -> its label codes, of the regions that are learnt, in the order of the network's outputs."""
+        """Region -> its label codes, of the regions that are learnt, in the order of the network's
+        outputs."""
         return {name: self.region_codes[name] for name in self.regions}
 
     @property
@@ -192,8 +193,9 @@ class RunConfig:
         )
 
     def after(self, step: int) -> "RunConfig":
-        """The run as the last of its first `step` steps is computed: how the weights predict that are then there. The
-        step after the last coarse one is a full one, but the weights before it are coarse."""
+        """The run as the last of its first `step` steps is computed: how the weights predict that
+        are then there. The step after the last coarse one is a full one, but the weights before it
+        are coarse."""
         return self.at(max(step - 1, 0))
 
     @property

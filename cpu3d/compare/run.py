@@ -113,8 +113,8 @@ def train_and_score(
 
 
 def is_trained(run: PlannedRun) -> bool:
-    """Whether the run has taken all of its steps, or has stopped early, and has its best weights: `train` replaces
-    those that are lost."""
+    """Whether the run has taken all of its steps, or has stopped early, and has its best weights:
+    `train` replaces those that are lost."""
     best = run.folder / "checkpoints" / BEST
     end = last_end(read_events(run.folder)) if checkpoints(run.folder) and best.is_file() else {}
     return end.get("reason") == "early stop" or (end.get("reason") == "finished" and end["step"] == run.steps)

@@ -20,7 +20,8 @@ def trained_predictors(runs: Sequence[Path], weights: str, inference: Inference)
     """The predictor of each run, all on the device of `inference`, for which the host is set up. Raises InputError,
     before TensorFlow is imported, as `check_inference` and for a device that the host lacks; and as `load_predictor`.
     """
-    configs = [config_of_weights(run, weights) for run in runs]  # coarse steps are at another resolution
+    # Of the weights, as coarse steps are at another resolution than the run.
+    configs = [config_of_weights(run, weights) for run in runs]
     for config in configs:
         check_inference(config, inference)
     # Left open it is a card only if every run slides a window: a whole volume in one pass is for a CPU's memory.

@@ -8,12 +8,12 @@ float32. OUT/export.json describes it: channels, how to crop and pad, what the o
 from them, weights, versions. OUT/USAGE.md is a short program that does all of it with nibabel. A run on patches is
 exported at its patch's size; the caller slides it over a volume and gives the volume's statistics.
 
-Small parts of regions are removed as `predict` removes them, with the weights that are exported: export.json holds the
-rules, and the program applies them.
+Small parts of regions are removed as `predict` removes them, with the weights that are exported:
+export.json holds the rules, and the program applies them.
 
-At the end the files are read back and run on a case: the store's first of test, val or train, or --case. The result
-must be that of `predict`; else the exit code is 1 and no export.json is written. Voxels whose label differs, such as
-from a run in bfloat16, are counted there.
+At the end the files are read back and run on a case: the store's first of test, val or train, or
+--case. The result must be that of `predict`; else the exit code is 1 and no export.json is written.
+Voxels whose label differs, such as from a run in bfloat16, are counted there.
 """
 
 import dataclasses
@@ -194,7 +194,8 @@ def require_onnx() -> None:
 
 
 def usage(about: Dict[str, Any]) -> str:
-    """The text of USAGE.md, with the program of segment.py; `about` is the `contract` with the post-processing."""
+    """The text of USAGE.md, with the program of segment.py; `about` is the `contract` with the
+    post-processing."""
     codes = ", ".join(f"{code} {name}" for code, name in about["label_codes"].items())
     package = {"savedmodel": "tensorflow", "onnx": "onnxruntime"}[about["format"]]
     program = Path(__file__).with_name("segment.py").read_text(encoding="utf-8")
@@ -203,9 +204,10 @@ def usage(about: Dict[str, Any]) -> str:
 `{about["file"]}` holds the network, `export.json` its inputs, outputs, size and label codes, its origin and how well it
 agrees with `predict`. Keep the files of this folder together.
 
-It takes {", ".join(about["channels"])}, each a 3D file in this order, or together a 4D file. `predict`
-rounds images whose voxels are not all whole numbers from -32768 to 32767 to float16 after normalisation; this network
-does not. Save the program below as `segment.py` beside `export.json` and run it (pip install nibabel scipy {package}):
+It takes {", ".join(about["channels"])}, each a 3D file in this order, or together a 4D file.
+`predict` rounds images whose voxels are not all whole numbers from -32768 to 32767 to float16 after
+normalisation; this network does not. Save the program below as `segment.py` beside `export.json`
+and run it (pip install nibabel scipy {package}):
 
     python segment.py IMAGE.nii.gz [IMAGE.nii.gz ...] LABEL.nii.gz
 
@@ -235,10 +237,11 @@ def verify(
     own: Any,
     postprocessing: PostProcessing,
 ) -> Dict[str, Any]:
-    """Differences of the exported network, as the program of USAGE.md applies it, from `exact`, the predictor in
-    float32, and from `own`, in the run's dtype as `predict` computes, as in export.json; "passed" is whether it may be
-    used. Labels are compared after the run's `postprocessing`, those of `predict --raw` without it. `image` has the
-    channels of the run. Raises InputError if `exact`'s answer is not finite."""
+    """Differences of the exported network, as the program of USAGE.md applies it, from `exact`, the
+    predictor in float32, and from `own`, in the run's dtype as `predict` computes, as in
+    export.json; "passed" is whether it may be used. Labels are compared after the run's
+    `postprocessing`, those of `predict --raw` without it. `image` has the channels of the run.
+    Raises InputError if `exact`'s answer is not finite."""
     regions, spacing_mm = exact.regions, record.spacing_mm
     answer = probabilities_of(load_network(folder, about), about, image.astype(np.float32))
     expected = [predictor.probabilities(image, record, exact.inputs) for predictor in (exact, own)]

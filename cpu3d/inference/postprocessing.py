@@ -14,8 +14,8 @@ only if that helps on cases that were not trained on. Here the measure is the le
   smaller regions within it go with it.
 - *Nested* answers are cut before they are painted: a voxel of TC outside WT, or of ET outside TC, is not in it.
 
-The choices are, in this order, whether to nest, and the rule of each region from the largest to the smallest. A choice
-needs evidence of its own:
+The choices are, in this order, whether to nest, and the rule of each region from the largest to the
+smallest. A choice needs evidence of its own:
 
 - At least LEAST_CASES validation cases have the region. Where no case has it, every part is an
   island, and a rule would take the true lesions of other cases.
@@ -23,8 +23,8 @@ needs evidence of its own:
 - No true lesion that was found is lost in any case and region: neither a connected part of the
   truth, of any size, that shares a voxel with the answer, nor a lesion by the rule of BraTS.
 
-Of these rules the one with the highest mean over all regions is taken; of equal rules a share, and of several the
-middle one: as far from losing a lesion as from leaving an island in a new case.
+Of these rules the one with the highest mean over all regions is taken; of equal rules a share, and
+of several the middle one: as far from losing a lesion as from leaving an island in a new case.
 """
 
 import dataclasses
@@ -88,7 +88,8 @@ class PostProcessing:
     rules: Dict[str, Tuple[Rule, ...]] = dataclasses.field(default_factory=dict)  # a part goes if each removes it
     nested: bool = False
     off: str = ""  # the reason why nothing is done, else empty
-    without: Dict[str, str] = dataclasses.field(default_factory=dict)  # region that has no rule -> why
+    without: Dict[str, str] = dataclasses.field(default_factory=dict)
+    """Region that has no rule -> why."""
 
     def paint(self, answers: np.ndarray, regions: Regions, spacing_mm: Sequence[float]) -> np.ndarray:
         """Paint probabilities `(X, Y, Z, R)` in the order of `regions` into a label `(X, Y, Z)`, as
@@ -108,17 +109,20 @@ class PostProcessing:
         return label
 
     def steps(self, regions: Regions) -> Dict[str, Any]:
-        """The same changes for a program without this project (`cpu3d.inference.segment`), as export.json has them:
-        "cut", the outputs that are 0 outside of larger ones, and "remove", the rules in their order."""
+        """The same changes for a program without this project (`cpu3d.inference.segment`), as
+        export.json has them: "cut", the outputs that are 0 outside of larger ones, and "remove",
+        the rules in their order."""
         names, cut, remove = list(regions), [], []
         if self.nested and not self.off:
             for name, larger in _larger(regions).items():
-                cut.append({"output": names.index(name), "to": [names.index(other) for other in larger]})
+                outputs = [names.index(other) for other in larger]
+                cut.append({"output": names.index(name), "to": outputs})
         for name, code_below in _codes_below(regions).items():
             if name in self.rules and not self.off:
                 below = [dataclasses.asdict(rule) for rule in self.rules[name]]
                 codes = list(regions[name])
-                remove.append({"region": name, "codes": codes, "below": below, "becomes": code_below})
+                rule = {"region": name, "codes": codes, "below": below, "becomes": code_below}
+                remove.append(rule)
         return {"words": self.words, "cut": cut, "remove": remove}
 
     @property
@@ -152,7 +156,8 @@ def gentlest(several: Sequence[PostProcessing]) -> PostProcessing:
     for each in several:
         for name, why in each.without.items():
             without.setdefault(name, why)
-    return PostProcessing(rules, nested, "" if rules or nested else "the runs have no rule in common", without)
+    off = "" if rules or nested else "the runs have no rule in common"
+    return PostProcessing(rules, nested, off, without)
 
 
 @dataclass(frozen=True)
@@ -175,7 +180,8 @@ class Decision:
     before: Dict[str, Means]  # region -> means of the raw answers; empty if there were too few cases
     after: Dict[str, Means]  # the same after `chosen`
     cases_with: Optional[Dict[str, int]] = None
-    """Region -> validation cases that have it. None in a file of an earlier version, whose rules needed none."""
+    """Region -> validation cases that have it. None in a file of an earlier version, whose rules
+    needed none."""
 
 
 def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:
@@ -189,7 +195,8 @@ def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:
         decision = typed(content, Decision)
         chosen, before = decision.chosen, set(decision.before)
         named = {*before, *chosen.rules, *chosen.without, *(decision.cases_with or {})}
-        if before != set(decision.after) or not named <= set(config.regions) or not all(chosen.rules.values()):
+        is_whole = before == set(decision.after) and all(chosen.rules.values())
+        if not is_whole or not named <= set(config.regions):
             raise ValueError(f"means or rules of other regions than {', '.join(config.regions)}")
         return decision
 
@@ -216,9 +223,10 @@ def postprocessing_of(run: Path, config: RunConfig, weights: str = "best") -> Po
 
 
 def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
-    """Decide the post-processing of a trained run on its labelled validation cases, one in memory at a time, and write
-    it into the run. A decision of this version with the present weights is returned as it is. Raises InputError as
-    `trained_predictors` and `store_of_run`, and if another process writes to the run."""
+    """Decide the post-processing of a trained run on its labelled validation cases, one in memory
+    at a time, and write it into the run. A decision of this version with the present weights is
+    returned as it is. Raises InputError as `trained_predictors` and `store_of_run`, and if another
+    process writes to the run."""
     run, config = Path(run), load_config(run)
     with locked(run, "run"):
         digest = file_sha256(weights_file(run, "best"))
@@ -250,7 +258,8 @@ def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
                     return probabilities, np.asarray(store.label(record.case_id)), record.spacing_mm
 
                 chosen, before, after = choose(map(answer, records), regions)
-        decision = Decision(digest, config.split_hash, len(records), chosen, before, after, cases_with)
+        hashes = digest, config.split_hash
+        decision = Decision(*hashes, len(records), chosen, before, after, cases_with)
         write_json(run / FILE, {"schema": SCHEMA, **dataclasses.asdict(decision)})
     return decision
 
@@ -291,8 +300,8 @@ class _Parts:
     part: np.ndarray  # (N,) the index of that part
 
     def found(self, kept: np.ndarray) -> np.ndarray:
-        """(F,) whether each true lesion is found if only the parts of `kept` (P,) are left: the connected parts of the
-        truth, then the lesions by the rule of BraTS."""
+        """(F,) whether each true lesion is found if only the parts of `kept` (P,) are left: the
+        connected parts of the truth, then the lesions by the rule of BraTS."""
         components = np.zeros(self.components, bool)
         components[self.component[kept[self.part]]] = True
         lesions = np.zeros(len(self.matching.truth_voxels), bool)
@@ -420,7 +429,8 @@ def _too_few(cases: int) -> str:
 
 
 def _reasons(without: Mapping[str, str]) -> str:
-    """Regions and why they have no rule, those of one reason together: "WT and TC (no rule gains)"."""
+    """Regions and why they have no rule, those of one reason together: "WT and TC (no rule
+    gains)"."""
     names: Dict[str, List[str]] = {}
     for name, why in without.items():
         names.setdefault(why, []).append(name)
@@ -444,17 +454,19 @@ def _larger(regions: Regions) -> Dict[str, List[str]]:
 
 
 def _codes_below(regions: Regions) -> Dict[str, int]:
-    """Region, the largest first -> the code of voxels removed from it: the next larger region's own, or background.
-    Only for regions whose voxels can be removed without a change to any other region but those within them."""
+    """Region, the largest first -> the code of voxels removed from it: the next larger region's
+    own, or background. Only for regions whose voxels can be removed without a change to any other
+    region but those within them."""
     own, codes_below = own_codes(regions), {}
     members = {name: set(codes) for name, codes in regions.items()}
     for name, larger in _larger(regions).items():
         codes = own[larger[0]] if larger else (0,)
         holders = {other for other in regions if members[other].intersection(codes[:1])}
+        own_members = members[name]
         is_apart = all(
-            members[other] > members[name] or members[other] < members[name] or members[other].isdisjoint(members[name])
-            for other in regions
-            if other != name
+            other > own_members or other < own_members or other.isdisjoint(own_members)
+            for other_name, other in members.items()
+            if other_name != name
         )
         if codes and is_apart and holders == set(larger):
             codes_below[name] = codes[0]

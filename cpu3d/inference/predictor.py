@@ -118,8 +118,8 @@ def load_predictor(run: Path, weights: str = "best", inference: Inference = AS_T
 
 
 def load_weights(config: RunConfig, path: Path) -> Tuple[RunConfig, List[np.ndarray]]:
-    """A run's weights from one of its checkpoints, in Keras' order, and the run as they predict: those
-    of coarse steps on the coarse grid. Raises InputError as `load_predictor`."""
+    """A run's weights from one of its checkpoints, in Keras' order, and the run as they predict:
+    those of coarse steps on the coarse grid. Raises InputError as `load_predictor`."""
     arrays, state = load_checkpoint(path)
     expected = build_unet3d(config.unet, (config.unet.divisor,) * 3, 1).weights
     shapes = {name: tuple(weight.shape) for name, weight in zip(weight_names(expected), expected)}

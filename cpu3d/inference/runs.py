@@ -67,13 +67,15 @@ def window_of(config: RunConfig, inference: Inference) -> Optional[Shape3]:
 
 
 def config_of_state(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
-    """A run as the weights of a checkpoint with this state predict: those of coarse steps at half resolution."""
+    """A run as the weights of a checkpoint with this state predict: those of coarse steps at half
+    resolution."""
     return dataclasses.replace(config, coarse_steps=state["coarse_steps"]).after(state["step"])
 
 
 def config_of_weights(run: Path, weights: str) -> RunConfig:
-    """A run as its "best" or "last" weights predict; if they cannot be read, whose problem is named when they are
-    loaded, the run as its last step is computed. Raises InputError as `load_config`."""
+    """A run as its "best" or "last" weights predict; if they cannot be read, whose problem is named
+    when they are loaded, the run as its last step is computed. Raises InputError as
+    `load_config`."""
     config = load_config(run)
     try:
         return config_of_state(config, read_state(weights_file(run, weights)))
@@ -82,8 +84,8 @@ def config_of_weights(run: Path, weights: str) -> RunConfig:
 
 
 def check_inference(config: RunConfig, inference: Inference) -> None:
-    """Raise InputError, all problems together, if a run's network cannot be applied so. `config` is that of the weights
-    that are applied."""
+    """Raise InputError, all problems together, if a run's network cannot be applied so. `config` is
+    that of the weights that are applied."""
     problems, window = [], window_of(config, inference)
     if window and config.resolution < 1:
         got = f"{config.resolution:g}, at which the network saw its steps"

@@ -80,7 +80,8 @@ def painted(probabilities, about):
 
 
 def processed(probabilities, about, voxel_mm3):
-    """The label as `predict` writes it: with the post-processing of export.json. Voxels measure `voxel_mm3`."""
+    """The label as `predict` writes it: with the post-processing of export.json. Voxels measure
+    `voxel_mm3`."""
     steps, kept = about["postprocessing"], probabilities.copy()
     for cut in steps["cut"]:  # a region is 0 outside of the larger ones that hold it
         for larger in cut["to"]:
@@ -112,9 +113,10 @@ def main(folder, *paths):
     image = np.concatenate([file.get_fdata(dtype=np.float32).reshape(*file.shape[:3], -1) for file in files], -1)
     image = np.nan_to_num(image, posinf=0, neginf=0)
     probabilities = probabilities_of(load_network(folder, about), about, image)
-    label = nibabel.Nifti1Image(processed(probabilities, about, voxel_mm3_of(files[0])), files[0].affine)
-    label.header["xyzt_units"] = files[0].header["xyzt_units"]
-    nibabel.save(label, paths[-1])
+    label = processed(probabilities, about, voxel_mm3_of(files[0]))
+    written = nibabel.Nifti1Image(label, files[0].affine)
+    written.header["xyzt_units"] = files[0].header["xyzt_units"]
+    nibabel.save(written, paths[-1])
 
 
 if __name__ == "__main__":

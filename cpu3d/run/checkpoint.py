@@ -101,8 +101,8 @@ class SavedArrays(Mapping[str, np.ndarray]):
             if self._raw.error:
                 self._raw.error.filename = str(self._path)
                 raise self._raw.error from None
-            problem = f"checkpoint {self._path} must be whole, got {error!r}; {how_to_go_on(self._path)}"
-            raise DamagedCheckpointError(problem) from None
+            problem = f"checkpoint {self._path} must be whole, got {error!r}"
+            raise DamagedCheckpointError(f"{problem}; {how_to_go_on(self._path)}") from None
 
 
 def save_checkpoint(path: Path, arrays: Mapping[str, Any], state: Dict[str, Any]) -> int:
@@ -169,7 +169,8 @@ def write_best(run: Path, weights: Mapping[str, Any], state: Dict[str, Any]) -> 
 
 
 def read_state(path: Path) -> Dict[str, Any]:
-    """The state in a checkpoint alone, quickly; {} without a file and for one whose state is damaged."""
+    """The state in a checkpoint alone, quickly; {} without a file and for one whose state is
+    damaged."""
     with contextlib.suppress(Exception):  # a damaged file may raise anything
         with os.fdopen(open_regular(path), "rb") as file, zipfile.ZipFile(file) as archive:
             state = io.BytesIO(archive.open(f"{_STATE}.npy").read(STATE_BYTES))
@@ -186,10 +187,12 @@ def best_score(run: Path) -> Optional[float]:
 
 
 def lost_best(run: Path, checkpoint: Checkpoint) -> str:
-    """Why the best weights that a run had at its checkpoint are lost, empty if they are there: the file is missing,
-    damaged, or of other weights. Raises OSError if it could not be read, which does not show what it holds."""
-    path, known = _folder(run) / BEST, checkpoint.state
-    network = {name: shape for name, shape in checkpoint.arrays.shapes.items() if name.startswith("model/")}
+    """Why the best weights that a run had at its checkpoint are lost, empty if they are there: the
+    file is missing, damaged, or of other weights. Raises OSError if it could not be read, which
+    does not show what it holds."""
+    path = _folder(run) / BEST
+    known, shapes = checkpoint.state, checkpoint.arrays.shapes
+    network = {name: shape for name, shape in shapes.items() if name.startswith("model/")}
     got = ""
     try:
         arrays, state = load_checkpoint(path)
@@ -197,7 +200,7 @@ def lost_best(run: Path, checkpoint: Checkpoint) -> str:
         is_later = state.get("step", 0) > known.get("step", 0)
         if arrays.shapes != network:
             got = "weights of another network"
-        elif state.get("split_hash") != known.get("split_hash") or state.get("seed") != known.get("seed"):
+        elif any(state.get(name) != known.get(name) for name in ("split_hash", "seed")):
             got = "weights of another run"
         elif not is_later and state.get("best") != known.get("best"):
             got = f"weights with a Dice of {state.get('best')} instead of {known.get('best')}"
@@ -215,7 +218,8 @@ def how_to_go_on(path: Path) -> str:
     if not checkpoints(path.parent.parent):
         return "train it first, or name another run"
     last = "take the newest checkpoint with --weights last"
-    return f"restore it, {last}, or repeat the run's `train`, which validates that one and keeps it as the best"
+    again = "repeat the run's `train`, which validates that one and keeps it as the best"
+    return f"restore it, {last}, or {again}"
 
 
 def checkpoints(run: Path) -> List[Path]:

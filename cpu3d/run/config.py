@@ -94,8 +94,9 @@ def settings_by_name(config: RunConfig) -> Dict[str, Any]:
 def continued(config: RunConfig, *, step: int, steps: int, saved_coarse_steps: int) -> RunConfig:
     """A run of `steps` steps that continues after `step`, from a checkpoint of one with `saved_coarse_steps`.
 
-    If the checkpoint is of a full step, or of the last coarse one, the run keeps its coarse steps; else it has at least
-    the `step` that are done. Raises InputError if no step would be at full resolution.
+    If the checkpoint is of a full step, or of the last coarse one, the run keeps its coarse steps;
+    else it has at least the `step` that are done. Raises InputError if no step would be at full
+    resolution.
     """
     if 0 < step <= saved_coarse_steps and steps <= step:
         rule = f"steps must be above the {step} that the run has done at half resolution"

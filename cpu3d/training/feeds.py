@@ -15,7 +15,8 @@ from cpu3d.settings import RunConfig, left_open
 
 PREPARING_FOR_A_CARD = 4  # patches prepared at a time if a card computes and the CPU is free for them
 
-Inside = Tuple[slice, slice, slice]  # the voxels X, Y, Z of a volume that are of its case, not added around it
+# The voxels X, Y, Z of a volume that are of its case, not added around it.
+Inside = Tuple[slice, slice, slice]
 
 
 class Feeds:
@@ -77,7 +78,8 @@ class Feeds:
         return self._share.singly().positions(0, self.held_out)
 
     def inside(self, held_out: int) -> Inside:
-        """Where the case of this index among all `held_out` ones is in its volume of `validation`."""
+        """Where the case of this index among all `held_out` ones is in its volume of
+        `validation`."""
         record = self._store.cases("val")[held_out]
         region = case_region(record, self.volume_shape, self.config.extent)
         padding = region.padding(record.shape)

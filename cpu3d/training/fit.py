@@ -183,8 +183,8 @@ class Fit:
     # --- The two grids ---
 
     def _enter(self) -> None:
-        """Make the learner of the next step, with its first weights, and its data; if a validation comes before that,
-        those of the step that is done."""
+        """Make the learner of the next step, with its first weights, and its data; if a validation
+        comes before that, those of the step that is done."""
         config, made = self.config.at(self.step), None
         if self.owes_validation:
             config = self.config.after(self.step)
@@ -437,9 +437,10 @@ class Fit:
         return {**own, "coarse_steps": config.coarse_steps, "split_hash": config.split_hash, "seed": config.seed}
 
     def _restore(self) -> List[str]:
-        """Continue from the newest whole checkpoint, which the chief reads for all, or start; makes the learner and the
-        data of the next step. Best weights that are lost are forgotten: those of the checkpoint are validated and take
-        their place. Returns a line for each damaged checkpoint, and for those weights."""
+        """Continue from the newest whole checkpoint, which the chief reads for all, or start; makes
+        the learner and the data of the next step. Best weights that are lost are forgotten: those
+        of the checkpoint are validated and take their place. Returns a line for each damaged
+        checkpoint, and for those weights."""
         checkpoint = newest(self.folder) if self._exchange.is_chief else None
         lost, has_cases = "", bool(self.store.cases("val"))
         if checkpoint and (isinstance(checkpoint.state.get("best"), float) or not has_cases):
@@ -468,7 +469,8 @@ class Fit:
         warnings = set_aside(checkpoint)
         if lost:
             validated = "validated and " if has_cases else ""
-            warnings.append(f"warning: {lost}; those after step {self.step} are {validated}kept instead")
+            instead = f"those after step {self.step} are {validated}kept instead"
+            warnings.append(f"warning: {lost}; {instead}")
         if lost and not has_cases:
             self._save_best()
         return warnings

@@ -1,9 +1,11 @@
-"""Scores on whole held-out volumes while a run trains: each worker scores its share, and all get all scores.
+"""Scores on whole held-out volumes while a run trains: each worker scores its share, and all get
+all scores.
 
-The loss is of each region's map. Dice is of the regions as `evaluate --raw` paints them, on the same grid: ET counts as
-TC wherever it is painted, whatever the map of TC says there, so the weights that are best are those whose label map is
-best. With whole volumes it is that of `evaluate` to rounding, if no case is larger than the training grid. Windows are
-placed over the largest box of the set here and over each case's own there, so a run on patches differs a little.
+The loss is of each region's map. Dice is of the regions as `evaluate --raw` paints them, on the
+same grid: ET counts as TC wherever it is painted, whatever the map of TC says there, so the weights
+that are best are those whose label map is best. With whole volumes it is that of `evaluate` to
+rounding, if no case is larger than the training grid. Windows are placed over the largest box of
+the set here and over each case's own there, so a run on patches differs a little.
 """
 
 from dataclasses import dataclass
@@ -85,8 +87,8 @@ def _whole_logits(feeds: Feeds, logits_of: Callable[[tf.Tensor], tf.Tensor], ima
 def _painted_dice(
     target: tf.Tensor, logits: tf.Tensor, regions: Mapping[str, Sequence[int]], inside: Inside
 ) -> np.ndarray:
-    """(R,) Dice of the regions of the painted label of a case, in its own voxels `inside` the volume. Slab by slab of
-    X, as each map of a whole volume is a large one."""
+    """(R,) Dice of the regions of the painted label of a case, in its own voxels `inside` the
+    volume. Slab by slab of X, as each map of a whole volume is a large one."""
     counts = np.zeros((len(regions), 3), np.int64)  # voxels: of both, predicted, true
     along_x, *across = inside
     size = -(-logits.shape[1] // PIECES)

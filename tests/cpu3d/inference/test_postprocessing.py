@@ -168,7 +168,8 @@ FALSE_ET = (3, (12, 12, 12), (3, 3, 3))  # 27 voxels of ET in a core without any
 
 @pytest.mark.parametrize("with_it", range(4))
 def test_a_region_has_a_rule_only_if_three_validation_cases_have_it(with_it):
-    """Where no case has it every part is an island, and a rule takes true lesions of other cases."""
+    """Where no case has it every part is an island, and a rule takes true lesions of other
+    cases."""
     true = BIG, CORE, ENHANCING
     has, lacks = ((*true, FALSE_ET), true), ((BIG, CORE, FALSE_ET), (BIG, CORE))
     chosen, before, _ = choose(cases(*[has] * with_it, *[lacks] * (3 - with_it)), REGIONS)

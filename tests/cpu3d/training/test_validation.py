@@ -64,7 +64,8 @@ def test_dice_is_of_the_painted_label_in_the_case_s_own_voxels_and_the_loss_of_t
 def test_a_validation_of_a_run_has_the_dice_that_evaluate_has_of_its_weights(
     phantom_store, tmp_path, settings, resolution
 ):
-    """Also where zeros are added around a volume, whose voxels count in neither, and after the last coarse step."""
+    """Also where zeros are added around a volume, whose voxels count in neither, and after the last
+    coarse step."""
     rates = {"learning_rate": 1e-6, "adam_rate": 1e-6}
     fit = start(phantom_store, tmp_path, **{"steps": 1, "validations": 2, **rates, **settings})
     fit.steps = 1
