@@ -62,6 +62,8 @@ struct kernels {
 void run_on_threads(int threads, void (*work)(void *, int thread, int threads), void *argument);
 /* Memory that a thread keeps from call to call, at least so large, aligned to 64 bytes; NULL if there is not enough. */
 void *thread_memory(int thread, size_t bytes);
+/* Threads of an operation: TF_NUM_INTRAOP_THREADS, by default one for each CPU that the process may use. */
+int thread_count(void);
 #define MOST_THREADS 256
 
 #endif
