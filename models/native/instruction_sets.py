@@ -45,6 +45,10 @@ BFLOAT16_PRODUCTS = ("amx", "avx512_bf16", "amx_in_c")
 """Those that multiply bfloat16 values. The others make them float32 first."""
 
 
+BFLOAT16_FLAGS = ("avx512_bf16", "amx_tile", "amx_bf16")
+"""Flags of a CPU that do nothing for float32 maps."""
+
+
 def best_instruction_set(flags: Sequence[str], *, on_intel: bool) -> str:
     """The name of the fastest that a CPU with these flags runs; "" for none. The same rule as in select.c."""
     for name, each in INSTRUCTION_SETS.items():

@@ -19,6 +19,11 @@ from typing import List, Optional
 from models.native import build
 from models.native.instruction_sets import INSTRUCTION_SETS
 
+
+class InstructionSetError(ValueError):
+    """CPU3D_INSTRUCTION_SET is no instruction set, or none of this CPU."""
+
+
 VARIABLE = "CPU3D_INSTRUCTION_SET"
 FLOAT32, BFLOAT16 = 0, 1  # as in native.h
 
@@ -38,7 +43,7 @@ def own_operations() -> OwnOperations:
     """The answer of the library that loads here. One that is there but does not load, as on a second host that shares
     the folder, is built again for this host first, which takes seconds, once.
 
-    Raises ValueError if CPU3D_INSTRUCTION_SET is no instruction set, or none of this CPU."""
+    Raises InstructionSetError for a CPU3D_INSTRUCTION_SET that cannot be had here."""
     chosen = chosen_instruction_set()
     if _refused_by_tensorflow:
         return OwnOperations(why=_refused_by_tensorflow[0])
@@ -46,11 +51,11 @@ def own_operations() -> OwnOperations:
 
 
 def chosen_instruction_set() -> str:
-    """The value of CPU3D_INSTRUCTION_SET, "" without. Raises ValueError for an unknown name."""
+    """The value of CPU3D_INSTRUCTION_SET, "" without. Raises InstructionSetError for an unknown name."""
     chosen = os.environ.get(VARIABLE, "")
     if chosen and chosen not in INSTRUCTION_SETS:
         names = ", ".join(INSTRUCTION_SETS)
-        raise ValueError(f"{VARIABLE} must be one of {names}, got {chosen!r}; choose one, or unset it")
+        raise InstructionSetError(f"{VARIABLE} must be one of {names}, got {chosen!r}; choose one, or unset it")
     return chosen
 
 
@@ -113,4 +118,4 @@ def _answer(pair: build.Libraries, chosen: str) -> OwnOperations:
     else:
         rule = f"{VARIABLE} must be one that the library was built with, got {chosen}; it has "
         rule += ", ".join(pair.instruction_sets)
-    raise ValueError(f"{rule}; choose another, or unset it")
+    raise InstructionSetError(f"{rule}; choose another, or unset it")

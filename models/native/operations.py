@@ -6,8 +6,8 @@ sums always float32. Equal inputs and threads give equal bits. An output is writ
 is made from, if no other operation reads that. TF_NUM_INTRAOP_THREADS threads take part, by default one for each CPU
 that the process may use. CPU3D_INSTRUCTION_SET (avx2, avx512, avx512_bf16, amx) replaces the fastest instruction set.
 
-All raise RuntimeError if `available` is false, and InvalidArgumentError for shapes that do not fit; ValueError if
-CPU3D_INSTRUCTION_SET is no instruction set of this CPU.
+All raise RuntimeError if `available` is false, and InvalidArgumentError for shapes that do not fit;
+InstructionSetError for a CPU3D_INSTRUCTION_SET that is none, or none of this CPU.
 """
 
 import ctypes

@@ -65,8 +65,8 @@ static const struct set {
     {"amx_in_c", &kernels_amx_in_c, NEEDS_amx_in_c, .bfloat16_alone = 1, .by_name_alone = 1},
     {"amx", &kernels_amx, NEEDS_amx, .bfloat16_alone = 1},
     {"avx512_bf16", &kernels_avx512_bf16, NEEDS_avx512_bf16, .bfloat16_alone = 1, .slow_on_intel = 1},
-    {"avx512", &kernels_avx512, NEEDS_avx512},
-    {"avx2", &kernels_avx2, NEEDS_avx2},
+    {"avx512", &kernels_avx512, NEEDS_avx512, .bfloat16_alone = 0},
+    {"avx2", &kernels_avx2, NEEDS_avx2, .bfloat16_alone = 0},
 };
 enum { SETS = sizeof sets / sizeof *sets };
 

@@ -25,10 +25,11 @@ from memory_estimator.planner import check_patch, gpu_bytes, patch_shapes, usual
 from memory_estimator.training import whole_volume_bytes
 from models.config import UNetConfig
 from models.layer_plan import layer_plan
+from tests.cpu3d.host.hosts import BFLOAT16
 from tests.cpu3d.runs import SMALL, decided
 
 GIB = 2**30
-HOST = Host("a CPU", 1, 2, 2, 1, 24 * GIB, 20 * GIB, None, 0, None, ("avx512_bf16",))
+HOST = Host("a CPU", 1, 2, 2, 1, 24 * GIB, 20 * GIB, None, 0, None, BFLOAT16)
 RUN = RunConfig(
     grid=(240, 240, 160), unet=UNetConfig(dtype="float32", policy="speed"), batch=4, micro_batch=4, ema=0.9,
     extent="full", engine="itex",

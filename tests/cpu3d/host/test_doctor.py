@@ -12,7 +12,7 @@ from cpu3d.host.doctor import host_checks
 from cpu3d.host.self_test import Check
 from cpu3d.host.thread_plan import THREADS, default_workers, describe, read_topology, thread_plan, thread_plans
 from memory_estimator.host import Host, Node
-from tests.cpu3d.host.hosts import GIB, PAPER, QUOTA, SMALL, SNC4, XEON, masked
+from tests.cpu3d.host.hosts import AMX, GIB, PAPER, QUOTA, SMALL, SNC4, XEON, masked
 from tests.cpu3d.runs import run_command
 
 
@@ -129,7 +129,7 @@ def test_uneven_memory_and_sockets_are_warned_of():
 
 # --- The lines about a process that is set up; its places, by the kernel, are tested with `apply` ---
 
-HOST = Host("Xeon", 2, 56, 112, 2, 2**40, 2**39, 64 * 2**30, 4 * 2**30, 7.0, ("avx512_bf16", "amx_tile", "amx_bf16"))
+HOST = Host("Xeon", 2, 56, 112, 2, 2**40, 2**39, 64 * 2**30, 4 * 2**30, 7.0, AMX)
 
 
 def test_the_description_says_what_is_in_force(monkeypatch):

@@ -11,10 +11,11 @@ from cpu3d.host.apply import set_up
 from cpu3d.host.self_test import Check
 from memory_estimator.host import Host
 from models.native import operations
+from tests.cpu3d.host.hosts import BFLOAT16
 
 GIB = 2**30
 NAMES = ("engine", "bfloat16", "large tensor", "own operations")
-HOST = Host("a CPU", 1, 2, 2, 1, 24 * GIB, 20 * GIB, None, 0, None, ("avx512_bf16",))
+HOST = Host("a CPU", 1, 2, 2, 1, 24 * GIB, 20 * GIB, None, 0, None, BFLOAT16)
 
 
 @pytest.fixture
