@@ -15,6 +15,9 @@ POLICIES = ("speed", "lean")
 """
 
 EPSILON = 1e-5  # added to the variance by every norm
+MOST_WIDTH = 2**16 - 1  # channels, outputs and filters
+MOST_SIDE = 2**31 - 1  # voxels along an axis
+
 MOMENTUM = 0.9  # of moving statistics: a run sees hundreds of volumes, not the 100,000 images of Keras' 0.99
 
 
@@ -42,8 +45,9 @@ class UNetConfig:
     def __post_init__(self):
         for name in ("channels", "outputs", "filters"):
             value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value < 2**16:
-                raise ValueError(f"{name} must be an integer from 1 to 65535, got {value!r:.40}; give such a number")
+            if not isinstance(value, int) or not 1 <= value <= MOST_WIDTH:
+                rule = f"{name} must be an integer from 1 to {MOST_WIDTH}"
+                raise ValueError(f"{rule}, got {value!r:.40}; give such a number")
         if not isinstance(self.depth, int) or not 2 <= self.depth <= 8:
             raise ValueError(f"depth must be between 2 and 8, got {self.depth!r:.40}; 5 is the paper's")
         choices = {"network": NETWORKS, "norm": NORMS, "up": UPS, "dtype": DTYPES, "policy": POLICIES}
@@ -76,8 +80,9 @@ class UNetConfig:
     def check_shape(self, shape: Tuple[int, int, int], name: str = "shape") -> None:
         """Raise ValueError unless the network can take an image of `shape` (X, Y, Z), with the nearest ones. `name` is
         that of the shape in the error."""
-        if len(shape) != 3 or min(shape) < 1:
-            raise ValueError(f"{name} must be three positive numbers, got {tuple(shape)}; give X Y Z in voxels")
+        if len(shape) != 3 or min(shape) < 1 or max(shape) > MOST_SIDE:
+            rule = f"{name} must be three numbers from 1 to {MOST_SIDE}"
+            raise ValueError(f"{rule}, got {tuple(shape)!s:.80}; give X Y Z in voxels")
         if any(n % self.divisor for n in shape):
             up = tuple(-(-n // self.divisor) * self.divisor for n in shape)
             down = tuple(max(n // self.divisor, 1) * self.divisor for n in shape)
