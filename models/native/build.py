@@ -73,12 +73,13 @@ def door_library() -> Optional[Path]:
     return next((pair.door for pair in existing()), None)
 
 
-def build(extra: Sequence[str] = (), folder: Optional[Path] = None) -> List[Path]:
+def build(extra: Sequence[str] = (), folder: Optional[Path] = None, refused: Sequence[Libraries] = ()) -> List[Path]:
     """Compile the pair of libraries for this platform, unless there is one with all instruction sets that the compiler
     knows, and return it. TensorFlow is not needed. A pair that was built elsewhere stays beside it; pairs of other
     sources, and what a killed build has left, are removed.
 
-    `extra` are more options for compiler and linker, `folder` is BUILT by default. Raises OSError without x86-64 Linux
+    `extra` are more options for compiler and linker, `folder` is BUILT by default, `refused` are pairs that do not load
+    here. Raises OSError without x86-64 Linux
     or a compiler, and subprocess.CalledProcessError if the compiler fails.
     """
     folder = folder or BUILT
@@ -90,7 +91,8 @@ def build(extra: Sequence[str] = (), folder: Optional[Path] = None) -> List[Path
     with _locked(folder):  # whoever waited finds what the other one has built
         for left in folder.glob("tmp*"):
             shutil.rmtree(left, ignore_errors=True)
-        own = [pair for pair in existing(folder) if pair.platform == platform_name()]
+        usable = [pair for pair in existing(folder) if pair not in refused]
+        own = [pair for pair in usable if pair.platform == platform_name()]
         done = [pair for pair in own if set(sets) <= set(pair.instruction_sets)]
         if done and not extra:
             return [done[0].kernels, done[0].door]

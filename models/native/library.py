@@ -14,7 +14,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import List, Optional
+from typing import Dict, List, Optional, Tuple
 
 from models.native import build
 from models.native.instruction_sets import INSTRUCTION_SETS
@@ -73,32 +73,30 @@ def _asked(chosen: str, folder: Path) -> OwnOperations:
         build.check_platform()
     except OSError as error:
         return OwnOperations(why=str(error))
-    tried: List[str] = []
-    library = _loadable(folder, tried)
-    if library is None and build.are_left(folder):
-        reason = tried[0] if tried else "it is damaged"
-        words = "own operations in {} do not load here ({}); building them for this host"
-        print(f"note: {words.format(folder, reason)}", file=sys.stderr)
+    library, refused = _loadable(folder)
+    why = next(iter(refused.values()), "they are damaged" if build.are_left(folder) else "")
+    if library is None and why:
+        print(f"note: own operations do not load here ({why}); they are built for this host", file=sys.stderr)
         try:
-            build.build(folder=folder)
-            library = _loadable(folder, tried)
+            build.build(folder=folder, refused=tuple(refused))
+            library, refused = _loadable(folder)
         except (OSError, subprocess.CalledProcessError) as error:
-            tried.insert(0, f"{reason}, and they cannot be built here: {error}")
+            why = f"{why}, and they cannot be built here: {error}"
     if library is None:
-        why = tried[0] if tried else "they are not built; run python -m models.native.build"
-        return OwnOperations(why=why)
+        return OwnOperations(why=why or "they are not built; run python -m models.native.build")
     return _answer(library, chosen)
 
 
-def _loadable(folder: Path, tried: List[str]) -> Optional[build.Libraries]:
-    """The first pair that loads here; why others do not is added to `tried`."""
+def _loadable(folder: Path) -> Tuple[Optional[build.Libraries], Dict[build.Libraries, str]]:
+    """The first pair that loads here, and those before it, with why they do not."""
+    refused: Dict[build.Libraries, str] = {}
     for pair in build.existing(folder):
         try:
             ctypes.CDLL(str(pair.kernels))
-            return pair
+            return pair, refused
         except OSError as error:
-            tried.append(str(error))
-    return None
+            refused[pair] = str(error)
+    return None, refused
 
 
 def _answer(pair: build.Libraries, chosen: str) -> OwnOperations:
