@@ -164,8 +164,8 @@ def _price(options: Options, host: Callable[[], Host]) -> planner.Price:
 
 
 def _constants(options: Options, host: Callable[[], Host]) -> HostConstants:
-    """Those of --calibration, else of what computes on this host, or on one with its CPU that is set up as it should
-    be: own operations run there."""
+    """Those of --calibration, else of what computes on this host, or on one with its CPU that is
+    set up as it should be: own operations run there."""
     if options.calibration:
         return load_constants(options.calibration)
     if not _is_assumed(options, host):
@@ -175,9 +175,11 @@ def _constants(options: Options, host: Callable[[], Host]) -> HostConstants:
 
 
 def _is_assumed(options: Options, host: Callable[[], Host]) -> bool:
-    """Whether own operations are assumed, and not asked for: on a host that is described, and here before TensorFlow is
-    installed, as the set-up builds both."""
-    return bool(options.host_memory) or not (has_tensorflow() or host().instructions or _no_compiler())
+    """Whether own operations are assumed, and not asked for: on a host that is described, and here
+    before TensorFlow is installed, as the set-up builds both."""
+    if options.host_memory:
+        return True
+    return not (has_tensorflow() or host().instructions or _no_compiler())
 
 
 def _no_compiler() -> str:
@@ -195,10 +197,12 @@ def _assumptions(options: Options, predicted: Estimate, host: Callable[[], Host]
     notes = []
     if not predicted.constants.instructions:
         why = host().own.why or _no_compiler()
-        notes.append(f"TensorFlow's layers compute here, so memory and time are rough: own operations: {why}")
+        rough = "TensorFlow's layers compute here, so memory and time are rough"
+        notes.append(f"{rough}; no own operations: {why}")
     elif not options.calibration and _is_assumed(options, host):
         name = predicted.constants.instructions
-        notes.append(f"assumes that own operations compute, with {name}, as `./run.sh setup` builds them")
+        setup = as_typed("./run.sh setup")
+        notes.append(f"assumes that own operations compute, with {name}, as `{setup}` builds them")
     if predicted.kind and predicted.job.engine not in predicted.accuracy.versions:
         notes.append(f"assumes the recorded engine, {' or '.join(predicted.kind.versions)}")
     return notes

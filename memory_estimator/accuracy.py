@@ -80,13 +80,15 @@ class Accuracy:
         return None, f"{job.unet.dtype} under policy {job.policy}"
 
     def widest(self, process_peak_bytes: int) -> int:
-        """The upper bound for a predicted peak by the widest margin of any kind of own operations' steps."""
+        """The upper bound for a predicted peak by the widest margin of any kind of own operations'
+        steps."""
         wide = math.ceil(process_peak_bytes * (1 + WIDE_SHARE))
         return max((kind.upper_bound(process_peak_bytes) for kind in self.kinds), default=wide)
 
 
 def bound_of_layers(process_peak_bytes: int) -> int:
-    """The upper bound for a predicted peak of TensorFlow's layers, of which there are no records."""
+    """The upper bound for a predicted peak of TensorFlow's layers, of which there are no
+    records."""
     return math.ceil(process_peak_bytes * (1 + WIDE_SHARE))
 
 

@@ -66,7 +66,7 @@ class HostConstants:
     """One host's constants."""
 
     name: str  # such as "AMD EPYC with AVX512_BF16"
-    instructions: str  # the instruction set of own operations there; "" if TensorFlow's layers compute
+    instructions: str  # the set of own operations there; "" if TensorFlow's layers compute
     cpu: str  # the model's name in /proc/cpuinfo; "" for a class of hosts
     origin: str  # "measured" or "assumed", of the costs
     origins: Dict[str, str]  # field -> "measured: how" or "assumed: why", for every field of figures
@@ -146,8 +146,8 @@ def load_constants(name: Union[str, Path]) -> HostConstants:
 
 
 def find_constants(host: Optional[Host] = None) -> HostConstants:
-    """This host's own constants, else the shipped ones. A damaged file is left out, with a note. Raises
-    InstructionSetError as `Host.own`."""
+    """This host's own constants, else the shipped ones. A damaged file is left out, with a note.
+    Raises InstructionSetError as `Host.own`."""
     host = host or read_host()
     shipped = constants_of(host)
     if host.instructions not in INSTRUCTION_SETS:  # of such steps no seconds are kept
@@ -160,8 +160,8 @@ def find_constants(host: Optional[Host] = None) -> HostConstants:
 
 
 def constants_of(host: Host) -> HostConstants:
-    """The shipped constants of what computes on a host: own operations of an instruction set, or TensorFlow's layers,
-    which take LAYERS_SLOWER times as long."""
+    """The shipped constants of what computes on a host: own operations of an instruction set, or
+    TensorFlow's layers, which take LAYERS_SLOWER times as long."""
     if host.instructions in INSTRUCTION_SETS:
         return shipped_constants(host.instructions)
     base = shipped_constants(instruction_set(host.isa, host.cpu_model))

@@ -39,6 +39,8 @@ RULES: Dict[str, str] = {
 }
 """Groups of tensors, in the order of the bill, and how their sizes are known; some are split by level."""
 
+CONSTANTS = ("name", "instructions", "origin", "record")  # fields that `to_json` names
+
 NAMED_SINGLY = ("transients", "scratch")  # groups that live during few operations: the bill names their tensors
 
 
@@ -109,20 +111,21 @@ class Estimate:
             "beside": [vars(line) for line in self.beside],
             "peak_op": self.timeline.peak_op,
             "errors": {**errors, "upper_bound": self.margin, "records": self.kind and dataclasses.asdict(self.kind)},
-            "constants": {name: getattr(self.constants, name) for name in ("name", "instructions", "origin", "record")},
+            "constants": {name: getattr(self.constants, name) for name in CONSTANTS},
             "job": self.job.to_json(),
         }
 
 
 def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = None) -> Estimate:
-    """Memory and time of a step of `job` on a host of these constants. For a job that a store feeds the bound holds for
-    its validations too. Steps are predicted as own operations of the constants' instruction set compute them, or as
-    TensorFlow's layers do where there is none."""
+    """Memory and time of a step of `job` on a host of these constants. For a job that a store feeds
+    the bound holds for its validations too. Steps are predicted as own operations of the constants'
+    instruction set compute them, or as TensorFlow's layers do where there is none."""
     accuracy = accuracy or load_accuracy()
     program, beside = step_of(job, constants.instructions), ()
     if job.from_store:
         program, beside = _with_store(program, job)
-        if constants.instructions:  # by layers a validation takes less than a step, as it keeps no maps
+        # By layers a validation takes less than a step, as it keeps no maps.
+        if constants.instructions:
             program = dataclasses.replace(program, after=validation_pass(job))
     line = timeline(program)
     allocator = use(program)

@@ -21,13 +21,15 @@ ISA_FLAGS = (
 )
 """The instruction sets that matter to own operations and oneDNN, in the spelling of /proc/cpuinfo."""
 
-INSTRUCTION_SETS = tuple(name for name, each in instruction_sets.INSTRUCTION_SETS.items() if not each.emulated)
+_ALL = instruction_sets.INSTRUCTION_SETS
+INSTRUCTION_SETS = tuple(name for name, each in _ALL.items() if not each.emulated)
 """Names of those that own operations are compiled for, the fastest first."""
 
 
 def instruction_set(isa: Sequence[str], cpu_model: str) -> str:
-    """The best for own operations on a CPU with these ISA_FLAGS; "" for none. It is what a described host is taken to
-    compute with. On this host the library is asked (`Host.instructions`)."""
+    """The best for own operations on a CPU with these ISA_FLAGS; "" for none. It is what a
+    described host is taken to compute with. On this host the library is asked
+    (`Host.instructions`)."""
     return instruction_sets.best_instruction_set(isa, on_intel="Intel" in cpu_model)
 
 
@@ -66,23 +68,25 @@ class Host:
 
     @property
     def own(self) -> OwnOperations:
-        """What own operations compute with: by their library's answer here, else what suits the CPU. Raises
-        InstructionSetError for a CPU3D_INSTRUCTION_SET that cannot be had here."""
+        """What own operations compute with: by their library's answer here, else what suits the
+        CPU. Raises InstructionSetError for a CPU3D_INSTRUCTION_SET that cannot be had here."""
         if self.is_here:
             return own_operations()
         best = instruction_set(self.isa, self.cpu_model)
         flags = [flag for flag in self.isa if flag not in instruction_sets.BFLOAT16_FLAGS]
-        return OwnOperations(instruction_set(flags, self.cpu_model), best, "" if best else "the CPU lacks avx2")
+        why = "" if best else "the CPU lacks avx2"
+        return OwnOperations(instruction_set(flags, self.cpu_model), best, why)
 
     @property
     def instructions(self) -> str:
-        """The instruction set of own operations for bfloat16 maps, the best one; "" if TensorFlow's layers compute."""
+        """The instruction set of own operations for bfloat16 maps, the best one; "" if TensorFlow's
+        layers compute."""
         return self.own.bfloat16
 
     @property
     def fast_bfloat16(self) -> bool:
-        """Whether bfloat16 values are multiplied here; else they become float32 first. TensorFlow's layers multiply
-        them if the CPU does."""
+        """Whether bfloat16 values are multiplied here; else they become float32 first. TensorFlow's
+        layers multiply them if the CPU does."""
         computing = self.instructions or instruction_set(self.isa, self.cpu_model)
         return computing in instruction_sets.BFLOAT16_PRODUCTS
 

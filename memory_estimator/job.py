@@ -73,7 +73,8 @@ class Job:
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}; raise it")
             if getattr(self, name) > MOST:
-                raise ValueError(f"{name} must be at most {MOST}, got {getattr(self, name)!s:.40}; lower it")
+                got = f"{getattr(self, name)!s:.40}"
+                raise ValueError(f"{name} must be at most {MOST}, got {got}; lower it")
         check_micro_batch(self.batch, self.micro_batch)
         for name, allowed in (("optimizer", OPTIMIZERS), ("engine", ENGINES)):
             if getattr(self, name) not in allowed:

@@ -84,7 +84,8 @@ def plan(job: Job, price: Price, budget_bytes: int) -> Dict[str, Optional[Estima
             lambda number: dataclasses.replace(job, batch=number, micro_batch=number), job.cases or LARGEST
         ),
         "filters": largest(
-            lambda number: job.with_unet(filters=STEP_OF_FILTERS * number), MOST_WIDTH // STEP_OF_FILTERS
+            lambda number: job.with_unet(filters=STEP_OF_FILTERS * number),
+            MOST_WIDTH // STEP_OF_FILTERS,
         ),
         "extent": largest(lambda number: extent(job, number)),
     }
@@ -132,7 +133,8 @@ def nearest(
         if not changes.count:
             return None
         if kind == "policy":
-            least = min(price(changes.number(n)[1]).upper_bound_bytes for n in range(1, changes.count + 1))
+            changed = [changes.number(number)[1] for number in range(1, changes.count + 1)]
+            least = min(price(each).upper_bound_bytes for each in changed)
             if least >= price(job).upper_bound_bytes:
                 return None
             choice = fastest_that_fits(job, price, budget_bytes)
@@ -229,8 +231,8 @@ def gpu_forecast(job: Job) -> Dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Changes:
-    """Changes of one kind, numbered from 1: each leaves a job at least as large as the one before. They are made when
-    they are asked for, as a shape may have a thousand million of them."""
+    """Changes of one kind, numbered from 1: each leaves a job at least as large as the one before.
+    They are made when they are asked for, as a shape may have a thousand million of them."""
 
     count: int
     number: Callable[[int], Tuple[str, Job]]  # the change as options, and the job with it

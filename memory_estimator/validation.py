@@ -109,8 +109,9 @@ def job_of_record(record: Mapping[str, Any]) -> Optional[Job]:
 
 
 def instructions_of(record: Mapping[str, Any]) -> str:
-    """The instruction set of own operations in a record; "" if TensorFlow's layers computed. Records before 2026-11-27,
-    all of own operations, do not have it, nor all flags: a CPU with AVX512_VNNI has these three."""
+    """The instruction set of own operations in a record; "" if TensorFlow's layers computed.
+    Records before 2026-11-27, all of own operations, do not have it, nor all flags: a CPU with
+    AVX512_VNNI has these three."""
     host = record["host"]
     if "instructions" in host:
         return host["instructions"]
@@ -119,8 +120,8 @@ def instructions_of(record: Mapping[str, Any]) -> str:
 
 
 def measured_from(record: Mapping[str, Any]) -> Optional[Measured]:
-    """A record's step; None on an engine without constants, and by layers. A record may lack seconds, if they were
-    disturbed."""
+    """A record's step; None on an engine without constants, and by layers. A record may lack
+    seconds, if they were disturbed."""
     job, host, instructions = job_of_record(record), record["host"], instructions_of(record)
     if not job or not instructions:
         return None

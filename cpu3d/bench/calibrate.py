@@ -53,9 +53,10 @@ def run(options: Options) -> int:
     host, begin, busy, measured = read_host(), time.perf_counter(), 0.0, []
     path = options.out or valid(host_file, host)
     if not computes_as_predicted():
-        rule = f"own operations must be built, load here, and {VARIABLE} be unset, as only such steps are predicted"
+        rule = f"own operations must be built and {VARIABLE} unset, as only these are predicted"
         got = host.own.why or os.environ.get(VARIABLE)
-        raise InputError(f"{rule}, got {got}; run python -m models.native.build, or unset the variable")
+        todo = "run python -m models.native.build, or unset the variable"
+        raise InputError(f"{rule}, got {got}; {todo}")
     writable_folder(path.parent, "folder")
     every = [engine for engine in ENGINES if installed(engine)]
     engines = every if options.all else [options.engine or installed_engine()]

@@ -28,7 +28,7 @@ from memory_estimator.calibration import find_constants, shipped_constants
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import new_console
 from memory_estimator.common.units import format_bytes
-from memory_estimator.estimate import estimate
+from memory_estimator.estimate import Estimate, estimate
 from memory_estimator.host import Host, read_host
 from memory_estimator.installed import ENGINES, how_to_install
 from memory_estimator.job import Job
@@ -117,4 +117,8 @@ def validation(folder: Path, accuracy: Optional[Accuracy] = None) -> Tuple[Seque
     shipped constants, whatever this host's own are, and the margins of `accuracy` (default: shipped too)."""
     measured = read_measured(folder / VALIDATION)
     shipped = {name: shipped_constants(name) for name in {step.instructions for step in measured}}
-    return measured, compare_steps(measured, lambda step: estimate(step.job, shipped[step.instructions], accuracy))
+
+    def predicted(step: Measured) -> Estimate:
+        return estimate(step.job, shipped[step.instructions], accuracy)
+
+    return measured, compare_steps(measured, predicted)

@@ -84,11 +84,12 @@ def set_up(
 ) -> Tuple[Host, ThreadPlan, Any]:
     """Plan for this host, apply the plan, import TensorFlow, hide the cards that are not `device`.
 
-    Every command that computes begins with it. `local` is (index, count) of this process among the workers that share
-    the host; it gets its part of the cores, and the host that is returned is all of it. If the process has imported
-    TensorFlow before, the plan is only returned; engine and device are still checked, and RuntimeError is raised if it
-    computes on another device. Raises InputError for numbers of workers that `thread_plans` refuses, and
-    InstructionSetError as `own_operations`.
+    Every command that computes begins with it. `local` is (index, count) of this process among the
+    workers that share the host; it gets its part of the cores, and the host that is returned is all
+    of it. If the process has imported TensorFlow before, the plan is only returned; engine and
+    device are still checked, and RuntimeError is raised if it computes on another device. Raises
+    InputError for numbers of workers that `thread_plans` refuses, and InstructionSetError as
+    `own_operations`.
     """
     own_operations()  # which may be built first, and refuses before anything is imported
     topology = read_topology()

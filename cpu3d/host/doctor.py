@@ -41,6 +41,8 @@ from models.native.library import VARIABLE
 
 FEW_BYTES = 8 * GIB  # free for a worker: less than a whole brain takes in the reference network at policy speed
 
+NO_SET = "no AVX2"  # of a CPU on which own operations do not run
+
 
 @dataclass(frozen=True)
 class Options:
@@ -118,21 +120,28 @@ def host_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
 
 
 def instruction_checks(host: Host) -> List[Check]:
-    """Checks of the instruction set that own operations compute with, beside the best that the CPU has."""
+    """Checks of the instruction set that own operations compute with, beside the best that the CPU
+    has."""
     own, name = host.own, "instruction set"
-    cpu = instruction_set(host.isa, host.cpu_model) or "no AVX2"
+    cpu = instruction_set(host.isa, host.cpu_model) or NO_SET
     dtype = Check("dtype", "ok", "training computes in bfloat16")
     if not host.fast_bfloat16:
-        words = "training computes in float32; AVX512_BF16 or AMX would halve its time and its memory"
-        dtype = Check("dtype", "note", words)
+        words = "training computes in float32"
+        more = "AVX512_BF16 or AMX would halve its time and its memory"
+        dtype = Check("dtype", "note", f"{words}; {more}")
     result = f"{own.bfloat16} of own operations; the CPU has {cpu}"
     if not own.bfloat16:
-        result = f"none of own operations ({own.why}): TensorFlow's layers compute; the CPU has {cpu}"
+        why = f"none of own operations ({own.why})"
+        result = f"{why}: TensorFlow's layers compute; the CPU has {cpu}"
+        if cpu == NO_SET:
+            return [Check(name, "note", result), dtype]
         todo = "install a C compiler, then python -m models.native.build"
-        return [Check(name, "warn" if host.is_here else "note", result, todo if host.is_here else ""), dtype]
+        return [Check(name, "warn", result, todo), dtype]
     if own.bfloat16 == cpu:
         return [Check(name, "ok", result), dtype]
-    todo = f"unset {VARIABLE}" if os.environ.get(VARIABLE) else "build them by a newer compiler: faster"
+    todo = "build them by a newer compiler: training is faster"
+    if os.environ.get(VARIABLE):
+        todo = f"unset {VARIABLE}"
     return [Check(name, "warn", result, todo), dtype]
 
 

@@ -85,8 +85,9 @@ def engine_in_force(tf: Any, host: Host, engine: Optional[str]) -> Check:
 
 
 def own_operations(tf: Any, host: Host, engine: Optional[str]) -> Check:
-    """Check all of models/native/ in each dtype that a training here may have, and so with its instruction set: a small
-    network's answers and gradients against those of its Keras layers in float32."""
+    """Check all of models/native/ in each dtype that a training here may have, and so with its
+    instruction set: a small network's answers and gradients against those of its Keras layers in
+    float32."""
     from models.native.operations import available
 
     if not available():
@@ -101,7 +102,8 @@ def own_operations(tf: Any, host: Host, engine: Optional[str]) -> Check:
         answers = max(error.answers for error in errors)
         gradients = max(error.gradients for error in errors)
         name = getattr(host.own, dtype)
-        results.append(f"{name} in {dtype}, answers within {answers:.1e}, gradients within {gradients:.1e}")
+        within = f"answers within {answers:.1e}, gradients within {gradients:.1e}"
+        results.append(f"{name} in {dtype}, {within}")
     result = f"{'; '.join(results)} of TensorFlow's layers; the CPU has {cpu}"
     if not is_right:
         return Check("own operations", "fail", result, "set CPU3D_INSTRUCTION_SET=avx2, and report it")
@@ -109,15 +111,19 @@ def own_operations(tf: Any, host: Host, engine: Optional[str]) -> Check:
 
 
 class OwnErrors(NamedTuple):
-    """Errors of a network by own operations, as shares of the norms of what its layers give in float32."""
+    """Errors of a network by own operations, as shares of the norms of what its layers give in
+    float32."""
 
     answers: float
-    gradients: float  # the largest of a weight's in float32; of all together in bfloat16, whose single ones are noise
+    gradients: float
+    """In float32 the largest of a weight's; in bfloat16, where single ones are noise, of all
+    together."""
     of_layers: float  # of the gradients by layers in the same dtype
 
     @property
     def is_small(self) -> bool:
-        """Whether rounding explains them. In float32 a value beside zero may be on the other side of its ReLU."""
+        """Whether rounding explains them. In float32 a value beside zero may be on the other side
+        of its ReLU."""
         return self.answers < 0.02 and self.gradients < 0.02 + self.of_layers
 
 
@@ -126,9 +132,11 @@ def _own_errors(tf: Any, dtype: str, residual: bool) -> OwnErrors:
     from models.unet3d import build_unet3d
 
     unet = UNetConfig(filters=8, depth=3, residual=residual, dtype=dtype)
-    models = [build_unet3d(each, (16, 16, 16), 1) for each in (unet, dataclasses.replace(unet, dtype="float32"))]
-    layers, exact_layers = (tf.keras.Model(model.inputs, model.outputs) for model in models)
-    models[1].set_weights(models[0].get_weights())
+    model = build_unet3d(unet, (16, 16, 16), 1)
+    exact_model = build_unet3d(dataclasses.replace(unet, dtype="float32"), (16, 16, 16), 1)
+    exact_model.set_weights(model.get_weights())
+    layers = tf.keras.Model(model.inputs, model.outputs)
+    exact_layers = tf.keras.Model(exact_model.inputs, exact_model.outputs)
     image = tf.random.stateless_uniform((1, 16, 16, 16, 4), (1, 2))
 
     def computed(network: Any) -> List[Any]:
@@ -143,11 +151,12 @@ def _own_errors(tf: Any, dtype: str, residual: bool) -> OwnErrors:
     def joined(gradients: Sequence[Any]) -> Any:
         return tf.concat([tf.reshape(gradient, [-1]) for gradient in gradients], 0)
 
-    own, plain, exact = (computed(network) for network in (models[0], layers, exact_layers))
+    own, plain, exact = (computed(network) for network in (model, layers, exact_layers))
     if dtype == "float32":
         return OwnErrors(error(own[0], exact[0]), max(map(error, own[1:], exact[1:])), 0.0)
     truth = joined(exact[1:])
-    return OwnErrors(error(own[0], exact[0]), error(joined(own[1:]), truth), error(joined(plain[1:]), truth))
+    gradients, of_layers = (error(joined(each[1:]), truth) for each in (own, plain))
+    return OwnErrors(error(own[0], exact[0]), gradients, of_layers)
 
 
 def bfloat16_gain(tf: Any, host: Host, engine: Optional[str]) -> Check:

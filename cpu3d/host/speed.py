@@ -16,7 +16,14 @@ import psutil
 from cpu3d.util.atomic import remove_partials, write_json
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import say
-from memory_estimator.calibration import FURTHEST, Scale, constants_of, find_constants, host_file, like_shipped
+from memory_estimator.calibration import (
+    FURTHEST,
+    Scale,
+    constants_of,
+    find_constants,
+    host_file,
+    like_shipped,
+)
 from memory_estimator.common.files import read_json
 from memory_estimator.common.units import by
 from memory_estimator.estimate import estimate
@@ -88,8 +95,8 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def computes_as_predicted() -> bool:
-    """Whether steps are computed as the estimator's constants have them: by own operations, of the best instruction
-    set. Raises InstructionSetError as `own_operations`."""
+    """Whether steps are computed as the estimator's constants have them: by own operations, of the
+    best instruction set. Raises InstructionSetError as `own_operations`."""
     return own_operations().door is not None and not os.environ.get(VARIABLE)
 
 

@@ -1,7 +1,8 @@
-"""The training step on paper as TensorFlow's own layers compute it (models/layers.py), where own operations do not run.
+"""The training step on paper as TensorFlow's own layers compute it (models/layers.py), where own
+operations do not run.
 
-TensorFlow keeps the output of every layer for the backward pass, under each policy alike, and orders the operations
-itself: memory is known roughly, so the bound on it is wide.
+TensorFlow keeps the output of every layer for the backward pass, under each policy alike, and
+orders the operations itself: memory is known roughly, so the bound on it is wide.
 """
 
 from typing import Dict, List
@@ -26,7 +27,8 @@ to 8 % more than is predicted so (docs/log.md)."""
 
 
 def step_of(job: Job, instructions: str) -> Program:
-    """A step of `job` as it is computed: by own operations of an instruction set, or by layers if that is ""."""
+    """A step of `job` as it is computed: by own operations of an instruction set, or by layers if
+    that is ""."""
     return training_step(job) if instructions else layer_step(job)
 
 
@@ -40,7 +42,7 @@ def layer_step(job: Job) -> Program:
     writer.phase = "loss"
     slopes = loss_slopes(layers.paper, heads, early)
     writer.phase = "backward pass"
-    gradients = layers.backward(dict(zip((head.name for head in heads), (each.name for each in slopes))))
+    gradients = layers.backward({head.name: slope.name for head, slope in zip(heads, slopes)})
     writer.phase = "update"
     update(writer, gradients)
     return writer.program()
@@ -104,17 +106,19 @@ class _Layers:
         source = op.inputs[-1]  # of a shortcut its entry
         more = self._counted(op, kind)
         size = 4 * kernel_elements(op)
-        reads = [source, gradient]
-        return self.writer.make(f"{op.name}/filter_gradient", kind, reads, size, "gradients", **more)
+        name, reads = f"{op.name}/filter_gradient", [source, gradient]
+        return self.writer.make(name, kind, reads, size, "gradients", **more)
 
-    def _make(self, op: LayerOp, what: str, reads: List[str], like: LayerOp, kind="pass", **more) -> str:
+    def _make(self, op: LayerOp, what: str, reads: List[str], like: LayerOp, kind="pass", **more):
+        """An operation of a layer that makes a map as large as another's; returns its name."""
         return self.writer.make(f"{op.name}/{what}", kind, reads, self._bytes(like), **more)
 
     def _bytes(self, op: LayerOp) -> int:
         return self.writer.job.micro * op.elements * self.writer.value_bytes
 
     def _counted(self, op: LayerOp, kind: str) -> Dict[str, object]:
-        """Counts of a `StepOp` besides tensors. A convolution takes its maps in a layout of its own: copies of them."""
+        """Counts of a `StepOp` besides tensors. A convolution takes its maps in a layout of its
+        own: copies of them."""
         if not op.kernel:
             return {}
         job, source = self.writer.job, self.writer.layers[op.inputs[-1]]
@@ -133,4 +137,6 @@ def _kind(op: LayerOp) -> str:
     """The kind of operations whose cost a layer's pass has."""
     if op.kernel == 3:
         return "convolve"
-    return {"up_conv": "up", "conv": "project", "head": "project", "shortcut": "project"}.get(op.kind, "pass")
+    if op.kernel == 1:
+        return "project"
+    return "up" if op.kernel else "pass"

@@ -24,7 +24,8 @@ def training_step(job: Job) -> Program:
     writer = Writer(job)
     reset_sums(writer)
     paper = PaperPass(writer)
-    early = target_piece(paper, Map("head", 0, job.unet.outputs), "target")  # which waits for nothing
+    # It waits for nothing.
+    early = target_piece(paper, Map("head", 0, job.unet.outputs), "target")
     logits = paper.logits()
     writer.phase = "loss"
     slopes = loss_slopes(paper, logits, early)

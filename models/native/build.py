@@ -1,7 +1,8 @@
 """Build own operations with the host's C compiler, in seconds: `python -m models.native.build`.
 
-CC names the compiler, with its options if need be: `CC="gcc-13 -m64"`; CFLAGS is not read. Libraries are in `built/`
-beside the sources, in pairs: "kernels" for ctypes and "door" for TensorFlow. The names of a pair tell what it is:
+CC names the compiler, with its options if need be: `CC="gcc-13 -m64"`; CFLAGS is not read.
+Libraries are in `built/` beside the sources, in pairs: "kernels" for ctypes and "door" for
+TensorFlow. The names of a pair tell what it is:
 
     kernels-SOURCES.PLATFORM.INSTRUCTION+SETS.CHECKSUM.so
 
@@ -46,20 +47,25 @@ class Libraries(NamedTuple):
 
 
 def existing(folder: Optional[Path] = None) -> List[Libraries]:
-    """The pairs that are built from these sources and undamaged, those of this platform and with most instruction sets
-    first."""
+    """The pairs that are built from these sources and undamaged, those of this platform and with
+    most instruction sets first."""
     pairs = []
     for kernels in (folder or BUILT).glob(f"kernels-{_digest()}.*.so"):
         about = kernels.name.split(".", 1)[1].rsplit(".", 2)[0]
-        doors = [path for path in kernels.parent.glob(f"door-{_digest()}.{about}.*.so") if _is_whole(path)]
+        doors = list(filter(_is_whole, kernels.parent.glob(f"door-{_digest()}.{about}.*.so")))
         if doors and _is_whole(kernels):
             built_on, _, sets = about.rpartition(".")
             pairs.append(Libraries(kernels, doors[0], built_on, tuple(sets.split("+"))))
-    return sorted(pairs, key=lambda pair: (pair.platform != platform_name(), -len(pair.instruction_sets), pair.kernels))
+
+    def order(pair: Libraries) -> Tuple:
+        return pair.platform != platform_name(), -len(pair.instruction_sets), pair.kernels
+
+    return sorted(pairs, key=order)
 
 
 def are_left(folder: Optional[Path] = None) -> bool:
-    """Whether there are libraries of these sources at all, damaged ones and those for other hosts included."""
+    """Whether there are libraries of these sources at all, damaged ones and those for other hosts
+    included."""
     return any((folder or BUILT).glob(f"*-{_digest()}.*.so"))
 
 
@@ -73,24 +79,31 @@ def door_library() -> Optional[Path]:
     return next((pair.door for pair in existing()), None)
 
 
-def build(extra: Sequence[str] = (), folder: Optional[Path] = None, refused: Sequence[Libraries] = ()) -> List[Path]:
-    """Compile the pair of libraries for this platform, unless there is one with all instruction sets that the compiler
-    knows, and return it. TensorFlow is not needed. A pair that was built elsewhere stays beside it; pairs of other
-    sources, and what a killed build has left, are removed.
+def build(
+    extra: Sequence[str] = (),
+    folder: Optional[Path] = None,
+    refused: Sequence[Libraries] = (),
+) -> List[Path]:
+    """Compile the pair of libraries for this platform, unless there is one with all instruction
+    sets that the compiler knows, and return it. TensorFlow is not needed. A pair that was built
+    elsewhere stays beside it; pairs of other sources, and what a killed build has left, are
+    removed.
 
-    `extra` are more options for compiler and linker, `folder` is BUILT by default, `refused` are pairs that do not load
-    here. Raises OSError without x86-64 Linux
-    or a compiler, and subprocess.CalledProcessError if the compiler fails.
+    `extra` are more options for compiler and linker, `folder` is BUILT by default, `refused` are
+    pairs that do not load here. Raises OSError without x86-64 Linux or a compiler, and
+    subprocess.CalledProcessError if the compiler fails.
     """
     folder = folder or BUILT
     check_platform()
     compiler = find_compiler()
     sets = tuple(name for name, each in INSTRUCTION_SETS.items() if _knows(compiler, each.options))
+    if not sets:
+        rule = "the C compiler must know AVX2, for which the least of the operations is"
+        raise OSError(f"{rule}, got {shlex.join(compiler)}; install another, or name it in CC")
     about = f"{_digest()}.{platform_name()}.{'+'.join(sets)}"
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):  # whoever waited finds what the other one has built
-        for left in folder.glob("tmp*"):
-            shutil.rmtree(left, ignore_errors=True)
+    with _locked(folder) as is_held:  # whoever waited finds what the other one has built
+        _remove_left(folder, at_least_s=0.0 if is_held else LOCK_WAIT_S)
         usable = [pair for pair in existing(folder) if pair not in refused]
         own = [pair for pair in usable if pair.platform == platform_name()]
         done = [pair for pair in own if set(sets) <= set(pair.instruction_sets)]
@@ -117,22 +130,25 @@ def check_platform() -> None:
 
 
 def platform_name() -> str:
-    """This system and its C library, such as "x86_64-glibc2.36": a library may need this one or a newer one."""
+    """This system and its C library, such as "x86_64-glibc2.36": a library may need this one or a
+    newer one."""
     library, version = platform.libc_ver()
     return f"{platform.machine()}-{library or 'libc'}{version}"
 
 
 def find_compiler() -> List[str]:
-    """The words that the command line of the C compiler begins with. Raises OSError without one, and for a CC that
-    names none."""
+    """The words that the command line of the C compiler begins with. Raises OSError without one,
+    and for a CC that names none."""
     chosen = os.environ.get("CC", "").strip()
     if chosen:
         try:
-            words = [chosen] if shutil.which(chosen) else shlex.split(chosen)  # a path may have blanks
+            # A path may have blanks.
+            words = [chosen] if shutil.which(chosen) else shlex.split(chosen)
         except ValueError:  # of quotes
             words = []
         if not words or not shutil.which(words[0]):
-            raise OSError(f"CC must name a C compiler, got {chosen!r}; unset it, or name one that is there")
+            rule = f"CC must name a C compiler, got {chosen!r}"
+            raise OSError(f"{rule}; unset it, or name one that is there")
         return words
     named = next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     if named:
@@ -174,6 +190,15 @@ def _compile(compiler: List[str], sets: Sequence[str], scratch: Path, extra: Seq
     subprocess.run([*link, *door, "-o", str(scratch / "door"), "-lpthread"], check=True)
 
 
+def _remove_left(folder: Path, at_least_s: float) -> None:
+    """Remove what killed builds have left, of at least that age: where nothing can be locked, a
+    young folder may be that of a build that goes on."""
+    for left in folder.glob("tmp*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime >= at_least_s:
+                shutil.rmtree(left)
+
+
 def _knows(compiler: List[str], options: Sequence[str]) -> bool:
     """Whether a compiler has an instruction set's options; older ones lack the newest."""
     command = [*compiler, *options, "-E", "-x", "c", os.devnull]
@@ -201,17 +226,19 @@ def _is_whole(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold a folder while building in it. The system lets go of it when the process ends, however that ends. On a file
-    system without locks nothing is held."""
+def _locked(folder: Path) -> Iterator[bool]:
+    """Hold a folder while building in it; false on a file system without locks, where nothing is
+    held. The system lets go of it when the process ends, however that ends."""
     import fcntl  # which Windows has not
 
     handle = os.open(folder, os.O_RDONLY)
     end = time.monotonic() + LOCK_WAIT_S
+    is_held = False
     try:
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_held = True
                 break
             except BlockingIOError:
                 if time.monotonic() >= end:
@@ -221,7 +248,7 @@ def _locked(folder: Path) -> Iterator[None]:
                 time.sleep(0.1)
             except OSError:
                 break
-        yield
+        yield is_held
     finally:
         os.close(handle)
 

@@ -1,4 +1,5 @@
-"""The instruction sets that own operations are compiled for: the one list, of Python and, by build.py, of select.c."""
+"""The instruction sets that own operations are compiled for: the one list, of Python and, by
+build.py, of select.c."""
 
 from dataclasses import dataclass
 from typing import Dict, Sequence, Tuple
@@ -50,7 +51,8 @@ BFLOAT16_FLAGS = ("avx512_bf16", "amx_tile", "amx_bf16")
 
 
 def best_instruction_set(flags: Sequence[str], *, on_intel: bool) -> str:
-    """The name of the fastest that a CPU with these flags runs; "" for none. The same rule as in select.c."""
+    """The name of the fastest that a CPU with these flags runs; "" for none. The same rule as in
+    select.c."""
     for name, each in INSTRUCTION_SETS.items():
         by_name_alone = each.emulated or (each.slow_on_intel and on_intel)
         if not by_name_alone and set(each.needs) <= set(flags):

@@ -1,10 +1,11 @@
-"""Which instruction set do own operations compute with here? The library answers by itself, without TensorFlow.
+"""Which instruction set do own operations compute with here? The library answers by itself, without
+TensorFlow.
 
-    own = own_operations()
-    own.bfloat16, own.float32          # such as "amx", "avx512"; "" for none: TensorFlow's layers compute
-    own.why                            # why there are none
+    own = own_operations() own.bfloat16, own.float32          # such as "amx", "avx512"; "" for
+    none: TensorFlow's layers compute own.why                            # why there are none
 
-Plans, estimates, `doctor` and kept speeds all ask here, so that what is predicted is what is computed.
+Plans, estimates, `doctor` and kept speeds all ask here, so that what is predicted is what is
+computed.
 """
 
 import ctypes
@@ -40,8 +41,9 @@ class OwnOperations:
 
 
 def own_operations() -> OwnOperations:
-    """The answer of the library that loads here. One that is there but does not load, as on a second host that shares
-    the folder, is built again for this host first, which takes seconds, once.
+    """The answer of the library that loads here. One that is there but does not load, as on a
+    second host that shares the folder, is built again for this host first, which takes seconds,
+    once.
 
     Raises InstructionSetError for a CPU3D_INSTRUCTION_SET that cannot be had here."""
     chosen = chosen_instruction_set()
@@ -51,16 +53,19 @@ def own_operations() -> OwnOperations:
 
 
 def chosen_instruction_set() -> str:
-    """The value of CPU3D_INSTRUCTION_SET, "" without. Raises InstructionSetError for an unknown name."""
+    """The value of CPU3D_INSTRUCTION_SET, "" without. Raises InstructionSetError for an unknown
+    name."""
     chosen = os.environ.get(VARIABLE, "")
     if chosen and chosen not in INSTRUCTION_SETS:
         names = ", ".join(INSTRUCTION_SETS)
-        raise InstructionSetError(f"{VARIABLE} must be one of {names}, got {chosen!r}; choose one, or unset it")
+        rule = f"{VARIABLE} must be one of {names}, got {chosen!r}"
+        raise InstructionSetError(f"{rule}; choose one, or unset it")
     return chosen
 
 
 def does_not_load(why: str) -> None:
-    """From now on there are no own operations in this process: TensorFlow has refused the library."""
+    """From now on there are no own operations in this process: TensorFlow has refused the
+    library."""
     _refused_by_tensorflow.append(why)
 
 
@@ -76,7 +81,8 @@ def _asked(chosen: str, folder: Path) -> OwnOperations:
     library, refused = _loadable(folder)
     why = next(iter(refused.values()), "they are damaged" if build.are_left(folder) else "")
     if library is None and why:
-        print(f"note: own operations do not load here ({why}); they are built for this host", file=sys.stderr)
+        note = f"note: own operations do not load here ({why}); building them for this host"
+        print(note, file=sys.stderr)
         try:
             build.build(folder=folder, refused=tuple(refused))
             library, refused = _loadable(folder)
@@ -103,16 +109,17 @@ def _answer(pair: build.Libraries, chosen: str) -> OwnOperations:
     library = ctypes.CDLL(str(pair.kernels))
     library.native_instruction_set.restype = ctypes.c_char_p
     library.native_lacks.restype = ctypes.c_char_p
-    float32, bfloat16 = (
-        library.native_instruction_set(chosen.encode() or None, dtype) for dtype in (FLOAT32, BFLOAT16)
-    )
+    name = chosen.encode() or None
+    float32 = library.native_instruction_set(name, FLOAT32)
+    bfloat16 = library.native_instruction_set(name, BFLOAT16)
     if float32 and bfloat16:
         return OwnOperations(float32.decode(), bfloat16.decode(), "", pair.kernels, pair.door)
     lacking = library.native_lacks((chosen or "avx2").encode()).decode()
     if not chosen:
         return OwnOperations(why=f"the CPU lacks {lacking}")
     if lacking:
-        rule = f"{VARIABLE} must be an instruction set of this CPU, got {chosen}, for which it lacks {lacking}"
+        rule = f"{VARIABLE} must be an instruction set of this CPU, got {chosen}"
+        rule += f", for which it lacks {lacking}"
     else:
         rule = f"{VARIABLE} must be one that the library was built with, got {chosen}; it has "
         rule += ", ".join(pair.instruction_sets)

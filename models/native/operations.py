@@ -225,6 +225,7 @@ def _pass(
     return _run(kind, [source.raw], extras, filters, bias, coefficients, made=made)
 
 
+@tf.autograph.experimental.do_not_convert
 def _loaded() -> Optional[Any]:
     """TensorFlow's module of the operations; None if they are not built or do not run here."""
     own = own_operations()
@@ -233,7 +234,8 @@ def _loaded() -> Optional[Any]:
 
 @functools.cache
 def _module_of(door: Path) -> Optional[Any]:
-    """TensorFlow's module of a library; None, with a warning, for one that this TensorFlow does not take."""
+    """TensorFlow's module of a library; None, with a warning, for one that this TensorFlow does not
+    take."""
     try:
         module = tf.load_op_library(str(door))
         return module if hasattr(module, "cpu_operation") else _module_of_registered()
@@ -246,16 +248,18 @@ def _module_of(door: Path) -> Optional[Any]:
 
 
 def _module_of_registered() -> Any:
-    """The module of an operation that is registered already: `load_op_library` makes one only of what a library
-    registers when it is opened, and another part of this process has opened it before."""
+    """The module of an operation that is registered already: `load_op_library` makes one only of
+    what a library registers when it is opened, and another part of this process has opened it
+    before."""
     from tensorflow.core.framework import op_def_pb2
     from tensorflow.python.client import pywrap_tf_session  # noqa: F401, the next one needs it
     from tensorflow.python.framework import _pywrap_python_op_gen, op_def_registry
 
     definition = op_def_registry.get("CpuOperation")
     if definition is None:
-        raise ImportError("the library was opened before TensorFlow, by another part of this process")
-    source = _pywrap_python_op_gen.GetPythonWrappers(op_def_pb2.OpList(op=[definition]).SerializeToString())
+        raise ImportError("another part of this process opened the library before TensorFlow")
+    definitions = op_def_pb2.OpList(op=[definition]).SerializeToString()
+    source = _pywrap_python_op_gen.GetPythonWrappers(definitions)
     module = types.ModuleType("cpu_operation")
     exec(source, module.__dict__)
     module._IS_TENSORFLOW_PLUGIN = True  # as load_op_library's, for AutoGraph

@@ -73,7 +73,7 @@ def test_the_others_take_the_chief_s_plan_on_their_own_store_and_engine(phantom_
         plan_of_chief(content, phantom_store, HOST, "an engine")
 
 
-def test_where_own_operations_do_not_run_layers_are_planned_and_why_is_said(phantom_store, tmp_path, monkeypatch):
+def test_without_own_operations_layers_are_planned(phantom_store, tmp_path, monkeypatch):
     monkeypatch.setattr("models.native.build.BUILT", tmp_path)
     here = dataclasses.replace(HOST, is_here=True)
     plan, own = planned(phantom_store, tmp_path, host=here), planned(phantom_store, tmp_path)

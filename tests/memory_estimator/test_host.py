@@ -70,7 +70,8 @@ def test_only_the_memory_of_allowed_nodes_is_free(xeon, status, numa_maps, nodes
     ],
 )
 def test_own_kernels_are_those_of_the_best_instruction_set(isa, cpu, name, dtype, tmp_path):
-    write_tree(tmp_path, dataclasses.replace(XEON, host=dataclasses.replace(XEON.host, isa=isa, cpu_model=cpu)))
+    made_up = dataclasses.replace(XEON.host, isa=isa, cpu_model=cpu)
+    write_tree(tmp_path, dataclasses.replace(XEON, host=made_up))
     host = read_host(tmp_path)
     assert (host.instructions, host.best_dtype) == (name, dtype)
 

@@ -26,7 +26,7 @@ MEASURED = [
     ({"dtype": "float32"}, {}, 96, 1914),
     ({"dtype": "bfloat16"}, {}, 96, 1399),
     ({"dtype": "float32", "norm": "batch"}, {"batch": 2, "micro_batch": 2}, 64, 1435),
-    ({"dtype": "float32", "residual": True, "deep_supervision": True}, {"optimizer": "adam"}, 64, 1141),
+    ({"residual": True, "deep_supervision": True}, {"optimizer": "adam"}, 64, 1141),
     ({"dtype": "float32", "network": "cicek2016", "depth": 4}, {"engine": "stock"}, 64, 1108),
     ({"dtype": "bfloat16", "filters": 32, "depth": 4}, {}, 64, 1149),
     ({"dtype": "float32"}, {"engine": "stock"}, 96, 1532),
@@ -36,7 +36,7 @@ MEASURED = [
 
 
 @pytest.mark.parametrize(("unet", "more", "side", "held_mib"), MEASURED)
-def test_the_bound_holds_what_a_process_held_and_no_more_than_half_as_much_again(unet, more, side, held_mib):
+def test_the_bound_is_above_what_a_process_held_but_not_by_half(unet, more, side, held_mib):
     job = Job(UNetConfig(**unet), (side,) * 3, threads=2, **more)
     predicted = estimate(job, constants_of(WITHOUT))
     assert predicted.process_peak_bytes == pytest.approx(held_mib * MIB, rel=0.1)
@@ -45,9 +45,10 @@ def test_the_bound_holds_what_a_process_held_and_no_more_than_half_as_much_again
 
 @pytest.mark.parametrize("network", [{}, {"up": "upsampling", "residual": True, "norm": "none"}])
 def test_it_takes_more_memory_and_time_than_own_operations_under_every_policy_alike(network):
-    jobs = [Job(UNetConfig(policy=policy, **network), (64, 64, 64), batch=2, micro_batch=1) for policy in POLICIES]
+    unets = [UNetConfig(policy=policy, **network) for policy in POLICIES]
+    jobs = [Job(unet, (64, 64, 64), batch=2, micro_batch=1, from_store=True) for unet in unets]
     own = [estimate(job, shipped_constants("avx2")) for job in jobs]
-    layers = [estimate(dataclasses.replace(job, from_store=True), constants_of(WITHOUT)) for job in jobs]
+    layers = [estimate(job, constants_of(WITHOUT)) for job in jobs]
     for one, other in zip(own, layers):
         assert one.upper_bound_bytes < other.upper_bound_bytes
         assert one.step_s < other.step_s

@@ -150,12 +150,13 @@ ABSURD = [
 @pytest.mark.parametrize(("arguments", "code"), ABSURD)
 def test_the_largest_sizes_are_answered_or_refused(arguments, code):
     command = [sys.executable, "-m", "memory_estimator", *arguments.split()]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    more = {"capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run(command, env=ENVIRONMENT, check=False, **more)
     assert done.returncode == code
     assert done.stderr.count("\n") == (code == 2)
 
 
-def test_where_own_operations_do_not_load_layers_are_counted_and_a_note_says_why(monkeypatch, tmp_path, capsys):
+def test_without_own_operations_layers_are_counted(monkeypatch, tmp_path, capsys):
     monkeypatch.delenv("CPU3D_INSTRUCTION_SET", raising=False)
     ask = "--shape 64 64 64 --threads 2"
     own = answer(f"{ask} --calibration avx2", capsys)
@@ -164,12 +165,13 @@ def test_where_own_operations_do_not_load_layers_are_counted_and_a_note_says_why
     assert here["constants"]["instructions"] == ""
     assert here["upper_bound_bytes"] > own["upper_bound_bytes"]
     assert any("TensorFlow's layers" in note and "not built" in note for note in here["notes"])
-    described = answer(f"{ask} --host-memory 64GiB", capsys)  # a host that is set up as it should be
+    # A host that is described is set up as it should be.
+    described = answer(f"{ask} --host-memory 64GiB", capsys)
     assert described["constants"]["instructions"]
     assert any("own operations" in note for note in described["notes"])
 
 
-def test_before_a_set_up_own_operations_are_assumed_if_it_can_build_them(monkeypatch, tmp_path, capsys):
+def test_before_a_set_up_what_it_can_build_is_assumed(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("models.native.build.BUILT", tmp_path)
     monkeypatch.setattr("memory_estimator.__main__.has_tensorflow", lambda: False)
     for compiler, is_assumed in ((sys.executable, True), ("no-such-compiler", False)):
@@ -182,7 +184,8 @@ def test_before_a_set_up_own_operations_are_assumed_if_it_can_build_them(monkeyp
 def test_an_instruction_set_that_is_none_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("CPU3D_INSTRUCTION_SET", "avx-512")
     assert main(["--shape", "64", "64", "64", "--threads", "2"]) == 2
-    assert re.search("CPU3D_INSTRUCTION_SET must .*avx512_bf16.*, got 'avx-512'", capsys.readouterr().err)
+    message = capsys.readouterr().err
+    assert re.search("CPU3D_INSTRUCTION_SET must .*avx512_bf16.*, got 'avx-512'", message)
 
 
 COST = """

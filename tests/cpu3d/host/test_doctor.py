@@ -111,7 +111,10 @@ def test_hosts_are_warned_of_what_they_lack_and_told_what_to_do(topology, warned
     assert all(check.result for check in checks.values())
 
 
-@pytest.mark.parametrize(("topology", "name"), [(SMALL, "avx512_bf16"), (XEON, "avx512"), (SNC4, "amx")])
+NAMES = [(SMALL, "avx512_bf16"), (XEON, "avx512"), (SNC4, "amx")]
+
+
+@pytest.mark.parametrize(("topology", "name"), NAMES)
 def test_the_instruction_set_of_own_operations_is_named_beside_the_cpu_s(topology, name):
     check = checks_of(topology)["instruction set"]
     assert (check.state, check.result.split()[0], check.result.split()[-1]) == ("ok", name, name)
@@ -119,7 +122,10 @@ def test_the_instruction_set_of_own_operations_is_named_beside_the_cpu_s(topolog
 
 @pytest.mark.parametrize(
     ("answer", "word"),
-    [(OwnOperations("avx512", "avx512"), "avx512 "), (OwnOperations(why="GLIBC_2.99 is not found"), "GLIBC_2.99")],
+    [
+        (OwnOperations("avx512", "avx512"), "avx512 "),
+        (OwnOperations(why="GLIBC_2.99 is not found"), "GLIBC_2.99"),
+    ],
 )
 def test_a_library_that_is_not_the_cpu_s_best_or_not_there_is_warned_of(monkeypatch, answer, word):
     here = dataclasses.replace(SNC4, host=dataclasses.replace(SNC4.host, is_here=True))

@@ -100,7 +100,7 @@ def test_own_operations_are_compared_with_tensorflow_s_layers(tf, monkeypatch):
     assert (check.state, "models.native.build" in check.advice) == ("warn", True)
 
 
-def test_own_operations_are_tried_in_each_dtype_and_by_each_instruction_set_of_a_training(tf, monkeypatch):
+def test_own_operations_are_tried_in_each_dtype_of_a_training(tf, monkeypatch):
     if not operations.available():
         pytest.skip("needs built operations, and a CPU with AVX2")
     result = module.own_operations(tf, HOST, None).result

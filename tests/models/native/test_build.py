@@ -1,4 +1,5 @@
-"""Building the libraries: by which compiler, when again, and what stays of other builds. The compiler is a script."""
+"""Building the libraries: by which compiler, when again, and what stays of other builds. The
+compiler is a script."""
 
 import fcntl
 import os
@@ -27,8 +28,10 @@ class Compiler:
         self.path.write_text(COMPILER)
         self.path.chmod(0o755)
         self.set = monkeypatch.setenv
-        for name, value in {"CC": self.path, "LOG": self.log, "LACKED": "-mamx", "REFUSED": "nothing"}.items():
-            self.set(name, str(value))
+        self.set("CC", str(self.path))
+        self.set("LOG", str(self.log))
+        self.set("LACKED", "-mamx")
+        self.set("REFUSED", "nothing")
 
     def compiled(self):
         """Its calls that compile."""
@@ -94,7 +97,10 @@ def test_a_compiler_that_knows_more_builds_again(compiler, built):
     assert build(folder=built) == after
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"", lambda data: b"x" + data[1:]])
+DAMAGES = [lambda data: data[:-1], lambda data: b"", lambda data: b"x" + data[1:]]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("kind", [0, 1])
 def test_a_damaged_library_is_built_again(compiler, built, damage, kind):
     library = build(folder=built)[kind]
@@ -170,7 +176,8 @@ def test_seven_cpus_of_a_host_of_thousands_have_a_thread_each(library, tmp_path)
         subprocess.run(command, check=True)
     except OSError:
         pytest.skip("needs a C compiler")
-    environment = {name: value for name, value in os.environ.items() if name != "TF_NUM_INTRAOP_THREADS"}
+    environment = dict(os.environ)
+    environment.pop("TF_NUM_INTRAOP_THREADS", None)
     script = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).thread_count())"
     done = subprocess.run(
         [sys.executable, "-c", script, library._name],
@@ -188,5 +195,5 @@ def test_every_instruction_set_needs_flags_and_options_of_its_own():
         assert {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= set(INSTRUCTION_SETS[name].needs)
     for each in INSTRUCTION_SETS.values():
         flags = {flag.replace("_", "") for flag in each.needs}
-        options = {option[2:].replace("-", "") for option in each.options if option.startswith("-m")}
-        assert flags == {option for option in options if "=" not in option}
+        options = {option.replace("-", "") for option in each.options if "=" not in option}
+        assert flags == {option[1:] for option in options if option.startswith("m")}

@@ -1,4 +1,5 @@
-"""The question which instruction set own operations compute with: of libraries that load, and of those that do not."""
+"""The question which instruction set own operations compute with: of libraries that load, and of
+those that do not."""
 
 import os
 import shutil
@@ -49,7 +50,7 @@ def test_the_library_s_answer_is_what_python_says_of_this_cpu(pair):
     assert own_operations().bfloat16 == host.instructions == best
 
 
-def test_every_known_name_is_what_computes_or_is_refused_for_a_flag_that_the_cpu_lacks(pair, monkeypatch):
+def test_a_known_name_computes_or_is_refused_for_a_flag_that_the_cpu_lacks(pair, monkeypatch):
     for name, each in INSTRUCTION_SETS.items():
         monkeypatch.setenv(VARIABLE, name)
         try:
@@ -70,7 +71,10 @@ def test_an_unknown_name_is_refused_with_all_that_are_known(pair, monkeypatch, n
     assert all(known in str(caught.value) for known in INSTRUCTION_SETS)
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"#!/bin/sh"])
+DAMAGES = [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"#!/bin/sh"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("kind", ["kernels", "door"])
 def test_a_damaged_library_does_not_count_and_is_named(pair, damage, kind, capsys):
     path = getattr(pair, kind)
@@ -97,7 +101,7 @@ done
 """
 
 
-def test_a_library_for_another_machine_is_built_again_here_beside_it(pair, whole, monkeypatch, tmp_path):
+def test_a_library_for_another_machine_is_built_again_beside_it(pair, whole, monkeypatch, tmp_path):
     """Of the same name and whole: only loading it shows that it needs another system."""
     (tmp_path / "cc").write_text(FOREIGN)
     (tmp_path / "cc").chmod(0o755)
@@ -105,7 +109,8 @@ def test_a_library_for_another_machine_is_built_again_here_beside_it(pair, whole
     shutil.rmtree(build.BUILT)
     foreign = build.build()
     assert own_operations().bfloat16 == ""
-    monkeypatch.setattr(build, "BUILT", shutil.copytree(build.BUILT, tmp_path / "shared"))  # asked anew
+    shutil.copytree(build.BUILT, tmp_path / "shared")
+    monkeypatch.setattr(build, "BUILT", tmp_path / "shared")  # so that it is asked anew
     (tmp_path / "cc").write_text(OWN.format(cp=shutil.which("cp", path=os.defpath)))
     monkeypatch.setenv("KERNELS", str(whole.kernels))
     monkeypatch.setenv("DOOR", str(whole.door))
@@ -114,6 +119,12 @@ def test_a_library_for_another_machine_is_built_again_here_beside_it(pair, whole
     assert own.door.read_bytes() == whole.door.read_bytes()
     assert own.door.parent == tmp_path / "shared"
     assert not {path.name for path in foreign} & {own.door.name, own.kernels.name}
+
+
+def run_script(script):
+    environment = {**os.environ, "PYTHONPATH": str(build.HERE.parents[1])}
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_a_host_that_cannot_run_them_is_named(pair, monkeypatch):
@@ -128,8 +139,7 @@ def test_it_is_asked_without_tensorflow_and_numpy(pair):
         "from models.native.library import own_operations\n"
         "print(own_operations().bfloat16)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(build.HERE.parents[1])}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    done = run_script(script)
     assert done.stdout.strip() == own_operations().bfloat16
 
 
@@ -145,24 +155,19 @@ print(operations.available(), float(operations.max_pool(Source(tf.ones((1, 2, 2,
 
 
 def test_a_library_that_the_process_has_opened_already_computes(whole):
-    environment = {**os.environ, "PYTHONPATH": str(build.HERE.parents[1])}
-    done = subprocess.run([sys.executable, "-c", OPENED], env=environment, capture_output=True, text=True, check=False)
+    done = run_script(OPENED)
     assert done.stdout.split() == ["True", "1.0"], done.stderr
 
 
-REFUSED = """
-import tensorflow as tf
-from models.native.library import own_operations
-tf.load_op_library = lambda path: (_ for _ in ()).throw(tf.errors.NotFoundError(None, None, "undefined symbol: TF_New"))
-from models.native import operations
-print(operations.available(), own_operations().bfloat16 or "none")
-print(own_operations().why)
+REFUSED = """ import tensorflow as tf from models.native.library import own_operations
+tf.load_op_library = lambda path: (_ for _ in ()).throw(tf.errors.NotFoundError(None, None,
+"undefined symbol: TF_New")) from models.native import operations print(operations.available(),
+own_operations().bfloat16 or "none") print(own_operations().why)
 """
 
 
 def test_where_tensorflow_refuses_it_the_answer_is_none_and_a_warning_says_so(whole):
-    environment = {**os.environ, "PYTHONPATH": str(build.HERE.parents[1])}
-    done = subprocess.run([sys.executable, "-c", REFUSED], env=environment, capture_output=True, text=True, check=True)
+    done = run_script(REFUSED)
     assert done.stdout.split()[:2] == ["False", "none"]
     assert "undefined symbol" in done.stdout
     assert "warning: own operations" in done.stderr
