@@ -12,6 +12,7 @@ from memory_estimator.job import DTYPE_BYTES, Job, stored_bytes
 from memory_estimator.step.allocator import SMALL_BYTES, use
 from memory_estimator.step.layer_step import step_of
 from memory_estimator.step.program import Program, Tensor, Timeline, rounded, timeline
+from memory_estimator.step.scratch import scratch_bytes
 from memory_estimator.step.timing import step_seconds
 from memory_estimator.step.training_step import validation_pass
 
@@ -40,6 +41,8 @@ RULES: Dict[str, str] = {
 """Groups of tensors, in the order of the bill, and how their sizes are known; some are split by level."""
 
 CONSTANTS = ("name", "instructions", "origin", "record")  # fields that `to_json` names
+
+SCRATCH_RULE = "derived: own operations' buffers, each at its largest"
 
 NAMED_SINGLY = ("transients", "scratch")  # groups that live during few operations: the bill names their tensors
 
@@ -130,10 +133,12 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
     line = timeline(program)
     allocator = use(program)
     small = sum(rounded(tensor.bytes) for tensor in line.peak_tensors if tensor.bytes < SMALL_BYTES)
-    hidden = max(op.hidden_bytes for op in program.ops)
+    cpu = (job.threads, constants.instructions, constants.l2_bytes)
+    scratch = scratch_bytes(program.ops, *cpu)
     baseline = constants.runtime_bytes(job.engine, program)
-    process_peak = baseline + allocator.resident_bytes + small + hidden
+    process_peak = baseline + allocator.resident_bytes + small + scratch
     validation = allocator.validated_bytes - allocator.resident_bytes
+    validation += scratch_bytes((*program.ops, *program.after), *cpu) - scratch
     kind, uncovered = accuracy.covering(job, constants.instructions)
     bound = kind.upper_bound if kind else accuracy.widest
     if not constants.instructions:
@@ -143,7 +148,7 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
     beside = (Component("validation", validation, "derived: the allocator replayed through one"), *beside)
     overhead = allocator.resident_bytes + small - sum(rounded(tensor.bytes) for tensor in line.peak_tensors)
     around = (
-        Component("scratch outside the allocator", hidden, "derived: own operations' buffers, at their largest"),
+        Component("scratch outside the allocator", scratch, SCRATCH_RULE),
         Component("allocator overhead", overhead, "derived: TensorFlow's allocator replayed"),
         Component("runtime baseline", baseline, constants.origins["baseline_bytes"]),
     )

@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 from memory_estimator.common.units import by, format_bytes, format_seconds
 from memory_estimator.estimate import Estimate
 from memory_estimator.job import DTYPE_BYTES, USUAL_PATCH, Job, divisors
-from models.config import MOST_WIDTH, POLICIES
+from models.config import POLICIES
 from models.layer_plan import Shape3, layer_plan
 
 Price = Callable[[Job], Estimate]
@@ -79,14 +79,12 @@ def plan(job: Job, price: Price, budget_bytes: int) -> Dict[str, Optional[Estima
         number = last if cost(last) <= budget_bytes else largest_number(cost, budget_bytes, last)
         return price(chain(number)) if number else None
 
+    most_filters = job.unet.most_filters // STEP_OF_FILTERS
     return {
         "batch": largest(
             lambda number: dataclasses.replace(job, batch=number, micro_batch=number), job.cases or LARGEST
         ),
-        "filters": largest(
-            lambda number: job.with_unet(filters=STEP_OF_FILTERS * number),
-            MOST_WIDTH // STEP_OF_FILTERS,
-        ),
+        "filters": largest(lambda n: job.with_unet(filters=STEP_OF_FILTERS * n), most_filters),
         "extent": largest(lambda number: extent(job, number)),
     }
 

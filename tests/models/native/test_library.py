@@ -159,10 +159,17 @@ def test_a_library_that_the_process_has_opened_already_computes(whole):
     assert done.stdout.split() == ["True", "1.0"], done.stderr
 
 
-REFUSED = """ import tensorflow as tf from models.native.library import own_operations
-tf.load_op_library = lambda path: (_ for _ in ()).throw(tf.errors.NotFoundError(None, None,
-"undefined symbol: TF_New")) from models.native import operations print(operations.available(),
-own_operations().bfloat16 or "none") print(own_operations().why)
+REFUSED = """
+import tensorflow as tf
+from models.native.library import own_operations
+
+def refuse(path):
+    raise tf.errors.NotFoundError(None, None, "undefined symbol: TF_New")
+
+tf.load_op_library = refuse
+from models.native import operations
+print(operations.available(), own_operations().bfloat16 or "none")
+print(own_operations().why)
 """
 
 
