@@ -246,8 +246,9 @@ def _case_to_try(options: Options, config: RunConfig, predictor: Any) -> Tuple[C
     has only those that the network takes."""
     if options.case:
         check_exist("--case", options.case)
-        cases, problems = find_cases(options.case, predictor)
+        cases, problems, notes = find_cases(options.case, predictor)
         refuse(problems)
+        say(*notes)
         if len(cases) != 1:
             raise InputError(f"--case must be one case, got {len(cases)}; the network is tried on one alone")
         files, channels = cases[0].files, cases[0].channels

@@ -45,7 +45,7 @@ from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar, say
 from cpu3d.util.records import count, versions
-from memory_estimator.common.files import read_json, read_record, read_regular, typed
+from memory_estimator.common.files import read_json, read_record, read_regular, read_text, typed
 from memory_estimator.common.schema import check, option
 from memory_estimator.common.units import by, format_bytes
 
@@ -418,8 +418,8 @@ def read_quarantine(store_dir: Path) -> Problems:
     """The cases that were left out of the store, with the reasons. Raises InputError if the list is damaged."""
     path = store_dir / "quarantine.jsonl"
     try:
-        bad = msgspec.json.Decoder(_BadCase).decode_lines(path.read_bytes() if path.is_file() else b"")
-    except (msgspec.MsgspecError, RecursionError) as error:
+        bad = msgspec.json.Decoder(_BadCase).decode_lines(read_text(path) if path.is_file() else "")
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         rule = f"{path} must be JSON lines of a case_id and its reasons, got {error}"
         raise InputError(f"{rule}; restore or delete the file") from None
     return {case.case_id: case.reasons for case in bad}

@@ -137,9 +137,9 @@ def append(
     """
     workers, store_dir = worker_count(workers), Path(store_dir)
     old, settings = open_store(store_dir).manifest, prepare.settings_of(store_dir)
-    dataset = read_dataset(dataset_dir, patients)
+    dataset = read_dataset(dataset_dir, patients).with_channels(old.channels)
     labels = labels_in_use(dataset.layout, dataset.labels, old.labels)
-    for name, value in (("channels", dataset.channels), ("labels", labels), ("regions", regions_of(labels))):
+    for name, value in (("labels", labels), ("regions", regions_of(labels))):
         if getattr(old, name) != value:
             rule = f"data set {dataset.folder} must have the {name} of store {store_dir}, {getattr(old, name)}"
             raise InputError(f"{rule}, got {value}; prepare a separate store")

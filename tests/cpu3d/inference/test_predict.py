@@ -189,14 +189,14 @@ def test_a_run_of_flair_alone_takes_the_stores_images_and_flair_alone(predictor,
         ("FLAIR T1gd", "a b c", ""),
         ("FLAIR T1gd", "a_t1ce b", ""),
         ("FLAIR T1w", "x-t1n a", ""),
-        ("FLAIR T1gd", "one_flair one_t1ce two_flair two_t1ce", ""),
+        ("FLAIR T1gd", "one_flair one_t1ce two_flair two_t1ce", "one:one_flair,one_t1ce two:two_flair,two_t1ce"),
         ("FLAIR", "a_t1", ""),
     ],
 )
 def test_3d_files_are_one_case_or_one_each_for_a_single_channel(files, inputs, names, cases):
     paths = split_channels(files.images[0], *(f"{name}.nii.gz" for name in names.split()))
     of_run = FakePredictor(None, REGIONS, LABELS, channels=STORES, inputs=tuple(inputs.split()))
-    chosen, problems = find_cases(paths, of_run)
+    chosen, problems, _ = find_cases(paths, of_run)
     assert bool(problems) == (not cases)
     stems = {case.files.case_id: ",".join(path.name[:-7] for path in case.files.images) for case in chosen}
     assert " ".join(f"{name}:{stem}" for name, stem in stems.items()) == cases

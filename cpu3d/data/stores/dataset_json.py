@@ -1,0 +1,138 @@
+"""dataset.json: the channels and label codes of a data set, as the Decathlon, nnU-Net 1 and nnU-Net 2 write them.
+
+about = describing(Path("Task01/imagesTs/a.nii.gz"))       # of Task01/dataset.json; None if there is none
+about.channels, about.labels
+"""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Dict, List, Optional, Sequence, Tuple
+
+import msgspec
+
+from cpu3d.data.stores.names import places_of, same_channels
+from cpu3d.errors import InputError, refuse
+from memory_estimator.common.files import read_text
+
+NAME = "dataset.json"
+
+
+class Entry(msgspec.Struct):
+    """A training case."""
+
+    image: str
+    label: Optional[str] = None
+
+
+class _Names(msgspec.Struct):
+    """The part that `describe` needs. Entries, of which there may be thousands, are passed over."""
+
+    modality: Optional[Dict[int, str]] = None
+    channel_names: Optional[Dict[int, str]] = None  # of nnU-Net 2
+    labels: Optional[Dict[str, Any]] = None  # code -> name; of nnU-Net 2 name -> code, or codes of a region
+    name: Optional[str] = None
+
+
+class _Entries(msgspec.Struct):
+    training: Annotated[List[Entry], msgspec.Meta(min_length=1)]
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a data set says about its images."""
+
+    path: Path
+    channels: Tuple[str, ...]  # in the order of a 4D file's volumes, and of nnU-Net's numbers
+    labels: Dict[int, str]  # code -> name; empty if there are none, or regions in their place
+    is_nnunet2: bool
+    name: str = ""
+
+    def places_of(self, wanted: Sequence[str]) -> Tuple[int, ...]:
+        """The place of each wanted channel in a 4D file. Raises InputError if there is none."""
+        return places_of(wanted, self.channels, str(self.path))
+
+
+def describe(path: Path) -> Description:
+    """Read a dataset.json, entries aside. Raises InputError if it is damaged, if a channel's number is missing, if two
+    channels have one name, or if labels are no names of codes."""
+    content = _decoded(path, _Names)
+    numbered = content.channel_names or content.modality
+    if not numbered:
+        raise InputError(f'{path} must name channels as "modality" or "channel_names", got none; add them')
+    is_nnunet2 = content.channel_names is not None
+    channels = tuple(name for _, name in sorted(numbered.items()))
+    problems = []
+    if sorted(numbered) != list(range(len(numbered))):
+        rule = f"channels of {path} must be numbered 0, 1, ... without gaps"
+        problems.append(f"{rule}, got {sorted(numbered)}; correct it")
+    for names in same_channels(channels):
+        rule = f"channels of {path} must have different names"
+        problems.append(f"{rule}, got {', '.join(names)}, which mean the same; correct them")
+    try:
+        labels = _codes(content.labels or {}, is_nnunet2)
+    except ValueError:
+        rule = f"labels of {path} must be distinct names of codes 0..255, at least one besides the background"
+        problems.append(f"{rule}, got {content.labels}; correct it")
+    refuse(problems)
+    return Description(path, channels, labels, is_nnunet2, content.name or "")
+
+
+def entries_of(path: Path) -> List[Entry]:
+    """The training cases that a dataset.json lists. Raises InputError if it lists none."""
+    return _decoded(path, _Entries).training
+
+
+def describing(image: Path) -> Optional[Description]:
+    """The description of the data set that an image is of: of the dataset.json above its imagesTr, imagesTs or other
+    folder of such a name, or beside it; None if there is none. It is read once, until the file changes.
+
+    Raises InputError as `describe`; a file beside an image that names no channels may be anybody's and is passed over.
+    """
+    folder = image.absolute().parent
+    above, beside = folder.parent / NAME, folder / NAME
+    if folder.name.lower().startswith("images") and above.exists():
+        return _kept(above)
+    if not beside.is_file():
+        return None
+    names = _decoded(beside, _Names)
+    return _kept(beside) if names.modality or names.channel_names else None
+
+
+# --- Private helpers ---
+
+
+def _kept(path: Path) -> Description:
+    """`describe`, with the results of the last files kept."""
+    status = path.stat()
+    return _described(path, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=16)
+def _described(path: Path, mtime_ns: int, size_bytes: int) -> Description:
+    return describe(path)
+
+
+def _codes(labels: Dict[str, Any], is_nnunet2: bool) -> Dict[int, str]:
+    """Code -> name. Raises ValueError for other content."""
+    if is_nnunet2:
+        if not all(isinstance(code, int) for code in labels.values()):
+            return {}  # regions, whose codes have no names
+        labels = {str(code): name for name, code in labels.items()}
+    if not labels:
+        return {}
+    codes = {0: "background", **dict(sorted(msgspec.convert(labels, Dict[int, str], str_keys=True).items()))}
+    if len(set(codes.values())) < len(codes) or min(codes) < 0 or max(codes) > 255 or len(codes) < 2:
+        raise ValueError("labels")
+    return codes
+
+
+def _decoded(path: Path, kind: Any) -> Any:
+    """A dataset.json as `kind`."""
+    try:
+        return msgspec.json.decode(read_text(path), type=kind)
+    except OSError as error:
+        raise InputError(f"{path} must be readable, got {error.strerror}; check the file") from None
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
+        rule = f'{path} must be JSON with "modality", "labels" and "training" with image and label'
+        raise InputError(f"{rule}, got {error}; correct it") from None
