@@ -63,8 +63,8 @@ class Options:
     """Options of `predict`."""
 
     image: Tuple[Path, ...] = option(
-        help="case folders, folders of cases, 4D files, or a 3D file per channel, named after its modality, numbered as "
-        "by nnU-Net, or in the channels' order; for a run of one channel each 3D file is a case",
+        help="case folders, folders of cases, 4D files, or a 3D file per channel, named after it, "
+        "numbered as by nnU-Net, or in the channels' order; for a run of one channel each is a case",
         metavar="PATH",
     )
     out: Path = option(help="folder for the predictions", metavar="DIR")

@@ -12,6 +12,7 @@ from cpu3d.data.records import CaseRecord, Geometry, SourceFile
 from cpu3d.data.region import Shape3, bounding_box, whole
 from cpu3d.data.stores.layouts import CaseFiles
 from cpu3d.data.stores.names import places_of
+from cpu3d.data.stores.unsupported import ct_problem, looks_like_ct
 from cpu3d.errors import InputError, refuse
 
 AFFINE_TOLERANCE = 1e-3  # largest difference, in mm, between the affines of files that share a grid
@@ -203,6 +204,8 @@ def _channels(path: Path, array: np.ndarray, names: Sequence[str], present: Sequ
             problems.append(f"{rule} be finite, got {bad} NaN or infinite voxels; {advice}")
         elif inside.size == 0:
             problems.append(f"{rule} not be empty, got zeros only; {advice}")
+        elif looks_like_ct(volume):
+            problems.append(ct_problem(f"channel {name} of {path}"))
         elif inside.min() == inside.max():
             problems.append(f"{rule} vary over its non-zero voxels, got {inside[0]:g} everywhere; {advice}")
         else:

@@ -7,11 +7,11 @@ about.channels, about.labels
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Dict, List, Optional, Sequence, Tuple
+from typing import Annotated, Any, Dict, List, Optional, Tuple
 
 import msgspec
 
-from cpu3d.data.stores.names import places_of, same_channels
+from cpu3d.data.stores.names import same_channels
 from cpu3d.errors import InputError, refuse
 from memory_estimator.common.files import read_text
 
@@ -47,10 +47,6 @@ class Description:
     labels: Dict[int, str]  # code -> name; empty if there are none, or regions in their place
     is_nnunet2: bool
     name: str = ""
-
-    def places_of(self, wanted: Sequence[str]) -> Tuple[int, ...]:
-        """The place of each wanted channel in a 4D file. Raises InputError if there is none."""
-        return places_of(wanted, self.channels, str(self.path))
 
 
 def describe(path: Path) -> Description:

@@ -39,6 +39,7 @@ from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import UNKNOWN, CaseFiles, Dataset, Problems, labels_in_use, read_dataset, regions_of
 from cpu3d.data.stores.splits import describe_patients, split_cases
+from cpu3d.data.stores.unsupported import refuse_hounsfield, refuse_unsupported
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import atomic_write, is_untouched, remove_partials, writable_folder, write_json
 from cpu3d.util.child import KILLED, run_jobs, worker_count
@@ -122,6 +123,7 @@ def prepare(
     """
     workers, store_dir = worker_count(workers), Path(store_dir)
     dataset = read_dataset(dataset_dir, patients)
+    refuse_unsupported(dataset)
     _announce(dataset)
     split_cases({case.case_id: case.patient_id for case in dataset.cases}, fractions=fractions, seed=seed)  # fail early
     if store_dir.resolve() == dataset.folder.resolve():
@@ -314,6 +316,7 @@ def convert_all(
 
     Raises OSError, as on a full disk, and KeyboardInterrupt, both with the number of cases that are kept.
     """
+    refuse_hounsfield(cases)
     records, problems = {}, {}
     bare = replace(dataset, cases=(), problems={}, patient_rules={})
     results = run_jobs(functools.partial(convert, bare, store_dir, settings), cases, workers)

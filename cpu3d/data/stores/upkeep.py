@@ -21,6 +21,7 @@ from cpu3d.data.stores import prepare
 from cpu3d.data.stores.layouts import CaseFiles, Dataset, labels_in_use, read_dataset, regions_of
 from cpu3d.data.stores.prepare import PATIENTS_HELP, SKIP_BAD_HELP, WORKERS_HELP, split_sizes
 from cpu3d.data.stores.splits import TABLE, deal_cases, read_patients
+from cpu3d.data.stores.unsupported import refuse_unsupported
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.child import KILLED, run_jobs, worker_count
@@ -138,6 +139,7 @@ def append(
     workers, store_dir = worker_count(workers), Path(store_dir)
     old, settings = open_store(store_dir).manifest, prepare.settings_of(store_dir)
     dataset = read_dataset(dataset_dir, patients).with_channels(old.channels)
+    refuse_unsupported(dataset)
     labels = labels_in_use(dataset.layout, dataset.labels, old.labels)
     for name, value in (("labels", labels), ("regions", regions_of(labels))):
         if getattr(old, name) != value:
