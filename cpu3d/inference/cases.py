@@ -113,8 +113,12 @@ class _Search:
 
     def assumptions(self) -> List[str]:
         """A line for each order of channels that was assumed."""
-        rule = "the order of the channels is not told by a name or a dataset.json, so it is taken to be"
-        return [f"note: {listed(ids)}: {rule} {', '.join(order)}" for order, ids in self.assumed.items()]
+        lines = []
+        for order, ids in self.assumed.items():
+            of = listed(ids if len(ids) < 4 else [*ids[:2], f"{len(ids) - 2} other cases"])
+            rule = "no dataset.json or name tells the order of the channels, which is taken to be"
+            lines.append(f"note: {of}: {rule} {', '.join(order)}")
+        return lines
 
     def is_4d(self, path: Path) -> bool:
         """Whether a file is a case of its own, by its header; one that is damaged is, unless its name tells more."""

@@ -30,7 +30,7 @@ class _Names(msgspec.Struct):
 
     modality: Optional[Dict[int, str]] = None
     channel_names: Optional[Dict[int, str]] = None  # of nnU-Net 2
-    labels: Optional[Dict[str, Any]] = None  # code -> name; of nnU-Net 2 name -> code, or codes of a region
+    labels: Optional[Dict[str, Any]] = None  # code -> name; of nnU-Net 2 name -> code or codes
     name: Optional[str] = None
 
 
@@ -56,7 +56,7 @@ def describe(path: Path) -> Description:
     numbered = content.channel_names or content.modality
     if not numbered:
         raise InputError(f'{path} must name channels as "modality" or "channel_names", got none; add them')
-    is_nnunet2 = content.channel_names is not None
+    is_nnunet2 = content.modality is None
     channels = tuple(name for _, name in sorted(numbered.items()))
     problems = []
     if sorted(numbered) != list(range(len(numbered))):
@@ -66,7 +66,7 @@ def describe(path: Path) -> Description:
         rule = f"channels of {path} must have different names"
         problems.append(f"{rule}, got {', '.join(names)}, which mean the same; correct them")
     try:
-        labels = _codes(content.labels or {}, is_nnunet2)
+        labels = _codes(content.labels or {})
     except ValueError:
         rule = f"labels of {path} must be distinct names of codes 0..255, at least one besides the background"
         problems.append(f"{rule}, got {content.labels}; correct it")
@@ -80,45 +80,54 @@ def entries_of(path: Path) -> List[Entry]:
 
 
 def describing(image: Path) -> Optional[Description]:
-    """The description of the data set that an image is of: of the dataset.json above its imagesTr, imagesTs or other
-    folder of such a name, or beside it; None if there is none. It is read once, until the file changes.
+    """The description of the data set that an image is of; None if there is none.
 
-    Raises InputError as `describe`; a file beside an image that names no channels may be anybody's and is passed over.
+    It is in the dataset.json above the image's folder imagesTr, imagesTs or of another such name, or beside the image;
+    there it may be anybody's, and one that names no channels is passed over. It is read once, until the file changes.
+    Raises InputError as `describe`.
     """
     folder = image.absolute().parent
-    above, beside = folder.parent / NAME, folder / NAME
-    if folder.name.lower().startswith("images") and above.exists():
-        return _kept(above)
-    if not beside.is_file():
-        return None
-    names = _decoded(beside, _Names)
-    return _kept(beside) if names.modality or names.channel_names else None
+    for place in (folder, folder.parent):
+        if place.name.lower().startswith("images") and (place.parent / NAME).exists():
+            return _kept(place.parent / NAME)
+    beside = folder / NAME
+    return _kept(beside, may_be_other=True) if beside.is_file() else None
 
 
 # --- Private helpers ---
 
 
-def _kept(path: Path) -> Description:
+def _kept(path: Path, may_be_other: bool = False) -> Optional[Description]:
     """`describe`, with the results of the last files kept."""
     status = path.stat()
-    return _described(path, status.st_mtime_ns, status.st_size)
+    return _described(path, may_be_other, status.st_mtime_ns, status.st_size)
 
 
 @functools.lru_cache(maxsize=16)
-def _described(path: Path, mtime_ns: int, size_bytes: int) -> Description:
+def _described(path: Path, may_be_other: bool, mtime_ns: int, size: int) -> Optional[Description]:
+    if may_be_other:
+        content = _decoded(path, Any)
+        if not isinstance(content, dict) or not {"modality", "channel_names"} & set(content):
+            return None
     return describe(path)
 
 
-def _codes(labels: Dict[str, Any], is_nnunet2: bool) -> Dict[int, str]:
-    """Code -> name. Raises ValueError for other content."""
-    if is_nnunet2:
-        if not all(isinstance(code, int) for code in labels.values()):
-            return {}  # regions, whose codes have no names
+def _codes(labels: Dict[str, Any]) -> Dict[int, str]:
+    """Code -> name, of labels in either direction; empty for regions of several codes, which have no names. Raises
+    ValueError for other content."""
+    if any(isinstance(code, list) for code in labels.values()):
+        return {}
+    if all(isinstance(code, int) for code in labels.values()):
         labels = {str(code): name for name, code in labels.items()}
     if not labels:
         return {}
-    codes = {0: "background", **dict(sorted(msgspec.convert(labels, Dict[int, str], str_keys=True).items()))}
-    if len(set(codes.values())) < len(codes) or min(codes) < 0 or max(codes) > 255 or len(codes) < 2:
+    try:
+        named = msgspec.convert(labels, Dict[int, str], str_keys=True)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
+    codes = {0: "background", **dict(sorted(named.items()))}
+    is_in_range = min(codes) >= 0 and max(codes) <= 255
+    if len(set(codes.values())) < len(codes) or not is_in_range or len(codes) < 2:
         raise ValueError("labels")
     return codes
 
