@@ -123,7 +123,8 @@ class Plan:
         notes = [statistics_note(unet.norm, config.batch, config.micro)]
         pair = mirror_pair(manifest.labels.values())
         if pair and config.augment.flip:
-            notes.append(f"no mirroring along X, as the labels {pair[0]} and {pair[1]} are left and right of one kind")
+            sides = " and ".join(pair)
+            notes.append(f"no mirroring along X, as the labels {sides} are left and right")
         if not manifest.split["val"]:
             notes.append("no validation cases in this split: the last weights count as the best")
         return [

@@ -19,7 +19,7 @@ class AugmentConfig:
     """The settings of augmentation. All zero (and no flips) turns it off."""
 
     flip: bool = option(True, "no mirroring, for data whose left and right differ", group="augmentation")
-    """Mirror along X, Y and Z, each with probability 1/2; not along X if names of labels pair left and right."""
+    """Mirror along X, Y and Z, each with probability 1/2; not X if labels pair left and right."""
     gain: float = 0.1  # multiply each channel by 1 + U(-gain, gain), in normalised units
     offset: float = 0.1  # add U(-offset, offset) to each channel, in standard deviations
     rotation_deg: float = option(0.0, "small rotations up to A degrees; they cost time", "A", group="augmentation")
@@ -57,10 +57,10 @@ def draw(
 ) -> Dict[str, np.ndarray]:
     """The arrays of `DRAWN` for the sample at `position`: the same numbers on every machine.
 
-    scale, shift (C,): normalisation of the case's channels, with the drawn intensity folded into it. flips (3,): mirror
-    X, Y, Z, of which `mirrored` are those that may be. planes (2, 4): inverse maps (m00, m01, m10, m11), output offset
-    -> input offset in voxels of `spacing_mm`, of the turn about Z with the zoom of X and Y, and of the turn about X
-    with the zoom of Z.
+    scale, shift (C,): normalisation of the case's channels, with the drawn intensity folded into
+    it. flips (3,): mirror X, Y, Z, of which `mirrored` are those that may be. planes (2, 4):
+    inverse maps (m00, m01, m10, m11), output offset -> input offset in voxels of `spacing_mm`, of
+    the turn about Z with the zoom of X and Y, and of the turn about X with the zoom of Z.
     """
     units = random_units(seed, position, 0x61756721)
 

@@ -91,11 +91,11 @@ def code_meanings(regions: Mapping[str, Sequence[int]], labels: Mapping[int, str
 
 
 def mirror_pair(names: Iterable[str]) -> Optional[Tuple[str, str]]:
-    """Two names that differ in left and right alone, such as ("left kidney", "right kidney") or ("Hip-L", "Hip-R");
-    None if there are none.
+    """Two names that differ in left and right alone, such as ("left kidney", "right kidney") or
+    ("Hip-L", "Hip-R"); None if there are none.
 
-    A side is one of `SIDES`: a word between blanks, marks, digits and changes of case; or within a word, if it is long;
-    or the first or the last letter of a name.
+    A side is one of `SIDES`: a word between blanks, marks, digits and changes of case; or within a
+    word, if it is long; or the first or the last letter of a name.
     """
     names = sorted(names)
     for left_word, right_word in SIDES:
@@ -108,7 +108,7 @@ def mirror_pair(names: Iterable[str]) -> Optional[Tuple[str, str]]:
 
 
 def mirrored_axes(names: Iterable[str]) -> Tuple[int, ...]:
-    """The axes of X, Y, Z along which images with these labels may be mirrored: not X if names pair left and right."""
+    """The axes of X, Y, Z that images may be mirrored along: not X if labels are left and right."""
     return (1, 2) if mirror_pair(names) else (0, 1, 2)
 
 
@@ -116,7 +116,7 @@ _BETWEEN_WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|(?<=\
 
 
 def _without_side(name: str, side: str) -> Optional[str]:
-    """The other words of a name that has the word `side`, in lower case and sorted; None if it does not have it."""
+    """The words of a name without `side`, in lower case and sorted; None if it is not there."""
     words = _BETWEEN_WORDS.sub(" ", name).lower().split()
     text = " ".join(words)
     is_long = len(side) > 3 or not side.isascii()

@@ -1,9 +1,10 @@
 """The cases to predict, from the paths a user gives: folders, 4D files, or 3D files, one a channel.
 
-found = find_cases([Path("Task01/imagesTs")], predictor)      # found.cases, found.problems, found.notes
+found = find_cases([Path("Task01/imagesTs")], predictor)    # its cases, problems and notes
 
-Channels are found by name wherever names are known: a dataset.json names those of its 4D files and of nnU-Net's numbers
-(_0000), the end of a 3D file's name its own. Only where nothing tells them they are taken in the order of the run's.
+Channels are found by name wherever names are known: a dataset.json names those of its 4D files and
+of nnU-Net's numbers (_0000), the end of a 3D file's name its own. Only where nothing tells them
+they are taken in the order of the run's.
 """
 
 import contextlib
@@ -14,14 +15,22 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from cpu3d.data.nifti import channel_count
-from cpu3d.data.stores.dataset_json import describing
-from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles, label_codes_of, name_of, regions_of, volumes_in
+from cpu3d.data.stores.dataset_json import Description, describing
+from cpu3d.data.stores.layouts import (
+    LABEL_CODES,
+    CaseFiles,
+    label_codes_of,
+    name_of,
+    regions_of,
+    volumes_in,
+)
 from cpu3d.data.stores.names import FileName, channel_key, places_of, read_name, stem_of
 from cpu3d.errors import InputError, refuse
 from cpu3d.settings import AUTO
 from cpu3d.util.records import listed
 
-NO_IMAGE = re.compile(r"(^|[\s_.-])(seg|segmentations?|labels?|masks?)$", re.IGNORECASE)  # beside images in a folder
+# Names of files that lie beside images in a folder.
+NO_IMAGE = re.compile(r"(^|[\s_.-])(seg|segmentations?|labels?|masks?)$", re.IGNORECASE)
 STORE = "the run's store"  # the origin of label codes if a case has none of its own
 
 
@@ -49,12 +58,18 @@ def check_exist(name: str, paths: Sequence[Path]) -> None:
     refuse(f"{name} {path} must exist, found none; check the path" for path in paths if not path.exists())
 
 
-def find_cases(paths: Sequence[Path], predictor: Any, codes: str = AUTO, out: Optional[Path] = None) -> Found:
+def find_cases(
+    paths: Sequence[Path],
+    predictor: Any,
+    codes: str = AUTO,
+    out: Optional[Path] = None,
+) -> Found:
     """The cases in `paths`, with each of the channels of the run's store, or else of the run's own.
 
-    A folder is a case, or holds several: 4D files, 3D files of one or more cases, or folders of these (two levels deep,
-    `out` aside). 3D files that are named one by one are cases by their names; for a run of one channel each file is
-    one, without those of other modalities and segmentations.
+    A folder is a case, or holds several: 4D files, 3D files of one or more cases, or folders of
+    these (two levels deep, `out` aside). 3D files that are named one by one are cases by their
+    names; for a run of one channel each file is one, without those of other modalities and
+    segmentations.
     """
     search = _Search(predictor)
     loose = []
@@ -78,8 +93,9 @@ def find_cases(paths: Sequence[Path], predictor: Any, codes: str = AUTO, out: Op
 
 
 def codes_for(predictor: Any, files: CaseFiles, choice: str = AUTO) -> Tuple[str, Mapping, Mapping]:
-    """The last fields of a `Case`: the codes of --codes, or of the case's own data set, or the store's if that is not
-    known or lacks a region of the run. Raises InputError if codes that were chosen lack one."""
+    """The last fields of a `Case`: the codes of --codes, or of the case's own data set, or the
+    store's if that is not known or lacks a region of the run. Raises InputError if codes that were
+    chosen lack one."""
     of, labels = choice, LABEL_CODES.get(choice, {})
     if choice == AUTO:
         of, labels = label_codes_of(files) or (STORE, {})
@@ -106,10 +122,11 @@ class _Search:
     def __init__(self, predictor: Any):
         self.store: Tuple[str, ...] = tuple(predictor.channels)
         self.inputs: Tuple[str, ...] = tuple(predictor.inputs)
-        self.images: List[Tuple[CaseFiles, Tuple[str, ...]]] = []  # files, and the channels that they are
+        self.images: List[Tuple[CaseFiles, Tuple[str, ...]]] = []  # files, and their channels
         self.problems: List[str] = []
         self.unread: List[Path] = []
-        self.assumed: Dict[Tuple[str, ...], List[str]] = defaultdict(list)  # order that nothing tells -> its cases
+        self.assumed: Dict[Tuple[str, ...], List[str]] = defaultdict(list)
+        """Order of channels that nothing tells -> its cases."""
 
     def assumptions(self) -> List[str]:
         """A line for each order of channels that was assumed."""
@@ -121,7 +138,8 @@ class _Search:
         return lines
 
     def is_4d(self, path: Path) -> bool:
-        """Whether a file is a case of its own, by its header; one that is damaged is, unless its name tells more."""
+        """Whether a file is a case of its own, by its header; one that is damaged is, unless its
+        name tells more."""
         try:
             return channel_count(path) > 1
         except InputError:
@@ -143,11 +161,12 @@ class _Search:
             return
         found = []
         for path in below:
-            found += [path] if volumes_in(path) else [deep for deep in _folders_in(path, out) if volumes_in(deep)]
+            candidates = [path] if volumes_in(path) else _folders_in(path, out)
+            found += [candidate for candidate in candidates if volumes_in(candidate)]
         for path in found:
             self._add_volumes(path)
         if not found:
-            rule = f"--image {folder} must be a case or hold cases, .nii.gz or .nii files or folders of them"
+            rule = f"--image {folder} must be a case or hold cases, files in .nii.gz or .nii"
             self.problems.append(f"{rule}, found none; check the path")
 
     def _add_volumes(self, folder: Path) -> None:
@@ -169,10 +188,13 @@ class _Search:
         elif single and len(self.inputs) == 1:
             self.add_3d(single)
         else:
-            got = f"{len(single)} 3D files such as {single[0].name}" if single else "a segmentation alone"
-            rule = f"--image {folder} must hold 4D files, or 3D files whose names end in their channel or in its number"
+            got = "a segmentation alone"
+            if single:
+                got = f"{len(single)} 3D files such as {single[0].name}"
+            rule = f"--image {folder} must hold 4D files, or 3D files whose names end in a channel"
             order = ", ".join(f"{name} or {number:04d}" for number, name in enumerate(self.store))
-            self.problems.append(f"{rule} ({order}), got {got}; rename them, or give the files of one case in order")
+            todo = "rename them, or give the files of one case in order"
+            self.problems.append(f"{rule} ({order}), got {got}; {todo}")
 
     # --- 4D files ---
 
@@ -184,8 +206,8 @@ class _Search:
             with contextlib.suppress(InputError):  # a damaged file is named when it is loaded
                 count = channel_count(path)
             if about and count and count != len(about.channels):
-                rule = f"{path} must hold the channels that {about.path} names, {', '.join(about.channels)}"
-                raise InputError(f"{rule}, got {count}; correct the list or the file")
+                todo = "correct the list or the file"
+                raise InputError(f"{_must_hold(path, about)}, got {count}; {todo}")
             if about:
                 names = about.channels
                 channels, _ = self._wanted(names, str(about.path))
@@ -197,9 +219,13 @@ class _Search:
                     self.assumed[channels].append(case_id)
             self.images.append((CaseFiles(case_id, case_id, (path,), None, names), channels))
 
-    def _wanted(self, present: Sequence[str], where: str) -> Tuple[Tuple[str, ...], Tuple[int, ...]]:
-        """The channels to take of those that are there, the store's if there are all of them, else the run's; and their
-        places. Raises InputError if the run's are not there."""
+    def _wanted(
+        self,
+        present: Sequence[str],
+        where: str,
+    ) -> Tuple[Tuple[str, ...], Tuple[int, ...]]:
+        """The channels to take of those that are there, the store's if there are all of them, else
+        the run's; and their places. Raises InputError if the run's are not there."""
         try:
             return self.store, places_of(self.store, present, where)
         except InputError:
@@ -208,7 +234,8 @@ class _Search:
     # --- 3D files ---
 
     def add_3d(self, paths: Sequence[Path]) -> None:
-        """Add the cases of 3D files that were named one by one, or that names do not tell apart in their folder."""
+        """Add the cases of 3D files that were named one by one, or that names do not tell apart in
+        their folder."""
         names = {path: read_name(path, self.store) for path in paths}
         self.unread += [path for path in paths if names[path].channel == "seg"]
         paths = [path for path in paths if names[path].channel != "seg"]
@@ -234,37 +261,41 @@ class _Search:
             self._add_named(named)
 
     def _add_named(self, paths: Sequence[Path], folder: Optional[Path] = None) -> None:
-        """Add the cases of files that are named after their channels: one case if each channel has one file, else one
-        for each rest of a name. In a folder files of other channels may lie beside them."""
+        """Add the cases of files that are named after their channels: one case if each channel has
+        one file, else one for each rest of a name. In a folder files of other channels may lie
+        beside them."""
         names = {path: read_name(path, self.store) for path in paths}
-        channels = [name.channel for name in names.values()]
+        is_one_case = len({name.channel for name in names.values()}) == len(names)
         groups = defaultdict(list)
         for path, name in names.items():
-            groups[(path.parent, name.case) if len(set(channels)) < len(channels) else None].append(path)
+            groups["" if is_one_case else (path.parent, name.case)].append(path)
         for files in groups.values():
             where = folder or files[0].parent
             rest = names[files[0]].case
             case_id = name_of(where) if not rest or (folder and len(groups) == 1) else rest
-            by_channel = defaultdict(list)
-            for path in files:
-                by_channel[names[path].channel].append(path)
-            has_store = all(len(by_channel[channel_key(name)]) == 1 for name in self.store)
+            own = {
+                channel: [path for path in files if names[path].channel == channel_key(channel)]
+                for channel in self.store
+            }
+            has_store = all(len(paths) == 1 for paths in own.values())
             is_alone = folder is None and len(self.inputs) == 1
             wanted = self.store if has_store and not is_alone else self.inputs
-            wrong = {name: by_channel[channel_key(name)] for name in wanted if len(by_channel[channel_key(name)]) != 1}
-            for name, got in wrong.items():
-                rule = f"{name} of case {case_id} in {where} must have one file named after it"
-                found = ", ".join(path.name for path in got) or "none"
-                self.problems.append(f"{rule}, got {found}; repair the case or leave it out")
-            if not wrong:
-                images = tuple(by_channel[channel_key(name)][0] for name in wanted)
+            with self._problems():
+                rule = f"of case {case_id} in {where} must have one file named after it"
+                refuse(
+                    f"{channel} {rule}, got {_names(own[channel])}; repair the case or leave it out"
+                    for channel in wanted
+                    if len(own[channel]) != 1
+                )
+                images = tuple(own[channel][0] for channel in wanted)
                 self.images.append((CaseFiles(case_id, case_id, images, None), wanted))
 
     def _are_channels(self, names: Mapping[Path, FileName]) -> bool:
-        """Whether the numbers at the end of names are nnU-Net's, of channels, and not those of cases.
+        """Whether the numbers at the end of names are nnU-Net's, of channels, and not those of
+        cases.
 
-        With one channel they are if all are 0; with several, if there is a 0, or cases of several files, or a
-        dataset.json of several channels.
+        With one channel they are if all are 0; with several, if there is a 0, or cases of several
+        files, or a dataset.json of several channels.
         """
         numbers = [name.number for name in names.values()]
         if None in numbers:
@@ -282,10 +313,11 @@ class _Search:
 
     def _add_numbered(self, paths: Sequence[Path]) -> None:
         """Add the cases of nnU-Net's files: <case>_<number of the channel>."""
-        groups: Dict[Tuple[Path, str], Dict[int, List[Path]]] = defaultdict(lambda: defaultdict(list))
+        groups: Dict[Tuple[Path, str], Dict[int, List[Path]]] = {}
         for path in paths:
             name = read_name(path)
-            groups[path.parent, name.case][name.number].append(path)
+            by_number = groups.setdefault((path.parent, name.case), defaultdict(list))
+            by_number[name.number].append(path)
         for (folder, case_id), files in groups.items():
             with self._problems():
                 about = describing(folder / case_id)
@@ -296,9 +328,9 @@ class _Search:
                     channels, places = self.inputs, places_of(self.inputs, order, where)
                 rule = f"case {case_id} in {folder} must have one file for each channel of {where}"
                 wrong = {number: files.get(number, []) for number in {*places, *files}}
+                todo = "repair the case or leave it out"
                 refuse(
-                    f"{rule}, got {', '.join(path.name for path in got) or 'none'} for {_numbered(number, order)}; "
-                    "repair the case or leave it out"
+                    f"{rule}, got {_names(got)} for {_numbered(number, order)}; {todo}"
                     for number, got in sorted(wrong.items())
                     if len(got) != 1 or number >= len(order)
                 )
@@ -312,23 +344,25 @@ class _Search:
         with self._problems():
             about = describing(path)
             if about and len(about.channels) > 1:
-                rule = f"{path} must hold the channels that {about.path} names, {', '.join(about.channels)}"
-                raise InputError(f"{rule}, got 1; name the file after its channel, as in x_{self.inputs[0]}.nii.gz")
+                todo = f"name the file after its channel, as in x_{self.inputs[0]}.nii.gz"
+                raise InputError(f"{_must_hold(path, about)}, got 1; {todo}")
             if about:
                 places_of(self.inputs, about.channels, str(about.path))
             case_id = stem_of(path)
             self.images.append((CaseFiles(case_id, case_id, (path,), None), self.inputs))
 
     def _add_in_order(self, paths: Sequence[Path], names: Mapping[Path, FileName]) -> None:
-        """Add one case of files of which some, or all, do not tell their channel: they must be in its order."""
+        """Add one case of files of which some, or all, do not tell their channel: they must be in
+        its order."""
         channels = self.inputs if len(paths) == len(self.inputs) else self.store
         with self._problems():
             if len(paths) != len(channels):
                 rule = f"--image must name one 4D file or one for each of {', '.join(channels)}"
                 raise InputError(f"{rule}, got {len(paths)} files; name them all")
             rule = f"--image must name files in the order {', '.join(channels)}"
+            todo = "name every file after its channel, or put them in that order"
             refuse(
-                f"{rule}, got {path} for {channel}; name every file after its channel, or put them in that order"
+                f"{rule}, got {path} for {channel}; {todo}"
                 for path, channel in zip(paths, channels)
                 if names[path].channel not in (None, channel_key(channel))
             )
@@ -346,20 +380,31 @@ class _Search:
         except InputError as error:
             self.problems += error.problems
 
-    def _description(self, path: Path) -> Any:
-        """The description of an image's data set; None for one that is damaged, which is refused later."""
+    def _description(self, path: Path) -> Optional[Description]:
+        """The description of an image's data set; None for one that is damaged, which is refused
+        later."""
         with contextlib.suppress(InputError):
             return describing(path)
         return None
 
 
+def _must_hold(path: Path, about: Description) -> str:
+    """The rule for a file of a data set."""
+    return f"{path} must hold the channels that {about.path} names, {', '.join(about.channels)}"
+
+
+def _names(paths: Sequence[Path]) -> str:
+    return ", ".join(path.name for path in paths) or "none"
+
+
 def _numbered(number: int, order: Sequence[str]) -> str:
     """A number of nnU-Net's and the channel that it means."""
-    return f"{number:04d} ({order[number]})" if number < len(order) else f"{number:04d} (no channel)"
+    meaning = order[number] if number < len(order) else "no channel"
+    return f"{number:04d} ({meaning})"
 
 
 def _folders_in(folder: Path, out: Optional[Path]) -> List[Path]:
     """The folders in a folder, but for hidden ones and the one that predictions go to."""
     skipped = out.resolve() if out else None
-    paths = [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith(".")]
-    return [path for path in paths if path.resolve() != skipped]
+    paths = [path for path in sorted(folder.iterdir()) if path.is_dir()]
+    return [path for path in paths if not path.name.startswith(".") and path.resolve() != skipped]

@@ -178,8 +178,8 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
 
 
 def _names_of(channel: str, config: RunConfig) -> List[str]:
-    """What a channel may be called in a dataset.json and at the end of a file's name, nnU-Net's number included; in
-    lower case, without blanks, - and _."""
+    """What a channel may be called in a dataset.json and at the end of a file's name, nnU-Net's
+    number included; in lower case, without blanks, - and _."""
     key = channel_key(channel)
     names = [name for name, known in CHANNEL_NAMES.items() if known == key] or [key]
     if channel in config.store_channels:
@@ -207,11 +207,12 @@ def usage(about: Dict[str, Any]) -> str:
 `{about["file"]}` holds the network, `export.json` its inputs, outputs, size and label codes, its origin and how well it
 agrees with `predict`. Keep the files of this folder together.
 
-It takes {", ".join(about["channels"])}, each a 3D file, or together a 4D file. Channels are found by
-the names in a dataset.json above imagesTr or imagesTs, or at the end of 3D files' names (`channel_names` in
-`export.json`); if no name tells, they must be in this order. `predict` rounds images whose voxels are not all
-whole numbers from -32768 to 32767 to float16 after normalisation; this network does not. Save the program
-below as `segment.py` beside `export.json` and run it (pip install nibabel {package}):
+It takes {", ".join(about["channels"])}, each a 3D file, or together a 4D file.
+Channels are found by the names in a dataset.json above imagesTr or imagesTs, or at the end of 3D
+files' names (`channel_names` in `export.json`); if no name tells, they must be in this order.
+`predict` rounds images whose voxels are not all whole numbers from -32768 to 32767 to float16 after
+normalisation; this network does not. Save the program below as `segment.py` beside `export.json`
+and run it (pip install nibabel {package}):
 
     python segment.py IMAGE.nii.gz [IMAGE.nii.gz ...] LABEL.nii.gz
 

@@ -5,15 +5,16 @@
     ./run.sh predict --run runs/fold-1 runs/fold-2 runs/fold-3 --image data/BraTS-GLI-00001-000 --out predictions
     ./run.sh predict --run runs/flair --image a.nii.gz b.nii.gz --codes brats2023 --out predictions
 
-An image is a case folder, one 4D file, or one 3D file per channel; a folder may also hold several cases, as imagesTs
-does. Several folders or 4D files are separate cases: a bad case is reported at the end, and the others are predicted.
-No label is needed or read. A run that was trained on some of its store's channels also takes images of these channels
-alone, such as one 3D FLAIR file.
+An image is a case folder, one 4D file, or one 3D file per channel; a folder may also hold several
+cases, as imagesTs does. Several folders or 4D files are separate cases: a bad case is reported at
+the end, and the others are predicted. No label is needed or read. A run that was trained on some of
+its store's channels also takes images of these channels alone, such as one 3D FLAIR file.
 
-Channels are found by name: those of a 4D file, and of nnU-Net's files (x_0000, x_0001, ...), in the dataset.json above
-their imagesTr or imagesTs, those of 3D files at the end of their names (x_flair, x_t1, ...). Other names are refused.
-Without a dataset.json 4D files and numbers have the order of the run's channels, and so have 3D files whose names do
-not tell; a note says so. A run of one channel takes each 3D file as a case and ignores files of other modalities.
+Channels are found by name: those of a 4D file, and of nnU-Net's files (x_0000, x_0001, ...), in the
+dataset.json above their imagesTr or imagesTs, those of 3D files at the end of their names (x_flair,
+x_t1, ...). Other names are refused. Without a dataset.json 4D files and numbers have the order of
+the run's channels, and so have 3D files whose names do not tell; a note says so. A run of one
+channel takes each 3D file as a case and ignores files of other modalities.
 
 Labels are written in the codes of the image's own data set: of the BraTS release whose file names it has, or of the
 dataset.json above its imagesTr or imagesTs; else in those of the run's store. --codes chooses other codes.
@@ -64,7 +65,7 @@ class Options:
 
     image: Tuple[Path, ...] = option(
         help="case folders, folders of cases, 4D files, or a 3D file per channel, named after it, "
-        "numbered as by nnU-Net, or in the channels' order; for a run of one channel each is a case",
+        "numbered as by nnU-Net, or in the channels' order; with one channel each is a case",
         metavar="PATH",
     )
     out: Path = option(help="folder for the predictions", metavar="DIR")

@@ -59,7 +59,8 @@ class Predictor:
         with fits_memory(f"the prediction of case {record.case_id}", ADVICE):
             part = tf.cast(normalise(image, record, region)[None, ..., picked], self.config.unet.dtype)
             if self.inference.flips:
-                logits = over_mirror_images(logits_of, part, mirrored_axes(self.config.label_names.values()))
+                axes = mirrored_axes(self.config.label_names.values())
+                logits = over_mirror_images(logits_of, part, axes)
             else:
                 logits = logits_of(part)
             answers = paste(tf.sigmoid(logits).numpy(), region, record.shape)
@@ -109,11 +110,15 @@ class Predictor:
 
 
 def over_mirror_images(logits_of: Callable, image, axes: Sequence[int] = (0, 1, 2)) -> np.ndarray:
-    """Mean of the logits (X, Y, Z, R) of `image` (1, X, Y, Z, C) and of its mirror images along some `axes` of X, Y, Z,
-    seven along all three, each mirrored back."""
-    images = [some for count in range(len(axes) + 1) for some in itertools.combinations(axes, count)]
-    mirrored = (tf.reverse(image, np.array(some, np.int32) + 1) for some in images)
-    return sum(np.flip(logits_of(mirror), some) / np.float32(len(images)) for mirror, some in zip(mirrored, images))
+    """Mean of the logits (X, Y, Z, R) of `image` (1, X, Y, Z, C) and of its mirror images along
+    some `axes` of X, Y, Z, seven along all three, each mirrored back."""
+    counts = range(len(axes) + 1)
+    images = [some for count in counts for some in itertools.combinations(axes, count)]
+    total = 0
+    for some in images:
+        mirror = tf.reverse(image, np.array(some, np.int32) + 1)
+        total = total + np.flip(logits_of(mirror), some) / np.float32(len(images))
+    return total
 
 
 def load_predictor(run: Path, weights: str = "best", inference: Inference = AS_TRAINED) -> Predictor:

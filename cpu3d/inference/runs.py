@@ -25,7 +25,7 @@ GROUP = "inference (default: as the run was trained)"
 _RUN = "run folder written by train; several, such as all folds, predict by their mean probabilities"
 _WINDOW = "slide a window of this size in voxels, also for a run on whole volumes"
 _OVERLAP = "minimum overlap of neighbouring windows, as a share of the window; ignored in one pass"
-_FLIPS = "average the logits over eight mirror images, four if labels pair left and right; takes so many times as long"
+_FLIPS = "average the logits over eight mirror images, four if labels are left and right; slower"
 _DEVICE = "auto, cpu, or gpu:0 (default: auto, a GPU if the host has one and every run slides a window)"
 
 

@@ -81,7 +81,7 @@ def painted(probabilities, about):
 
 
 def listed_channels(path):
-    """The channels that the dataset.json above an image's folder imagesTr or imagesTs, or beside it, names."""
+    """The channels that a dataset.json above an image's imagesTs, or beside it, names."""
     folder = pathlib.Path(path).absolute().parent
     above = [folder.parent] if folder.name.lower().startswith("images") else []
     for place in (*above, folder):
@@ -93,13 +93,16 @@ def listed_channels(path):
 
 
 def channel_of(name, about):
-    """The network's channel that a name means, in any case, with or without blanks, - and _; else None."""
+    """The network's channel that a name means, whatever its case, blanks, - and _; else None."""
     plain = re.sub(r"[\s_-]+", "", name.lower())
-    return next((channel for channel, names in about["channel_names"].items() if plain in names), None)
+    for channel, names in about["channel_names"].items():
+        if plain in names:
+            return channel
+    return None
 
 
 def channel_of_file(path, about):
-    """The network's channel that the end of a 3D file's name, or its number as in _0002, means; else None."""
+    """The network's channel that a 3D file's name ends in, or its number as in _0002; else None."""
     stem = re.sub(r"\.nii(\.gz)?$", "", pathlib.Path(path).name, flags=re.IGNORECASE)
     listed, number = listed_channels(path), re.search(r"_(\d{4})$", stem)
     if listed and number:
@@ -109,7 +112,7 @@ def channel_of_file(path, about):
 
 
 def in_order(image, paths, about):
-    """The network's channels of `image` (X, Y, Z, C), which `paths` hold: by name, or as given if no name tells."""
+    """The network's channels of `image` (X, Y, Z, C): by name, or as given if no name tells."""
     wanted, listed = about["channels"], listed_channels(paths[0])
     if len(paths) == 1 and (image.shape[3] > 1 or len(listed) == 1):
         names = [channel_of(name, about) for name in listed]
@@ -118,8 +121,9 @@ def in_order(image, paths, about):
     if not any(names) and not listed:
         names = wanted
     if len(names) != image.shape[3] or any(names.count(name) != 1 for name in wanted):
-        got = ", ".join(listed or [f"{pathlib.Path(path).name}" for path in paths])
-        sys.exit(f"the image must have each of {', '.join(wanted)} once, by name or in this order, got {got}")
+        got = ", ".join(listed or [pathlib.Path(path).name for path in paths])
+        rule = f"the image must have each of {', '.join(wanted)} once, by name or in this order"
+        sys.exit(f"{rule}, got {got}")
     return image[..., [names.index(name) for name in wanted]]
 
 

@@ -137,7 +137,8 @@ def viewed_files(paths: Sequence[Path]) -> Tuple[CaseFiles, Tuple[str, ...]]:
         return (order.index(key), 0) if key in order else (len(order), number or 0)
 
     parts = sorted(zip(names, told, images), key=place)
-    case = CaseFiles(case_id or first.name, case_id, tuple(path for *_, path in parts), labels[0] if labels else None)
+    files = tuple(path for *_, path in parts)
+    case = CaseFiles(case_id or first.name, case_id, files, labels[0] if labels else None)
     return case, tuple(name for name, *_ in parts)
 
 
@@ -145,7 +146,7 @@ def viewed_files(paths: Sequence[Path]) -> Tuple[CaseFiles, Tuple[str, ...]]:
 
 
 def _channel_of(path: Path, name: FileName) -> str:
-    """The name of a 3D file's channel: as its end tells it, or its number and its data set; else the file's own."""
+    """The name of a 3D file's channel: by its end, or its number and data set; else the file's."""
     if name.channel:
         return name.channel
     about = describing(path) if name.number is not None else None

@@ -40,7 +40,8 @@ def read_records(path: Path, kind: str, use: Callable[[Dict[str, Any]], Optional
     try:
         lines = read_text(path).splitlines()
     except ValueError as error:
-        raise InputError(f"record file {path} must be text in UTF-8, got {error}; restore it") from None
+        rule = f"record file {path} must be text in UTF-8"
+        raise InputError(f"{rule}, got {error}; restore it") from None
     for number, line in enumerate(lines, 1):
         try:
             record = parse_json(line)

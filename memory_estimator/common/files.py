@@ -14,7 +14,7 @@ import msgspec
 AnyPath = Union[str, Path]
 T = TypeVar("T")
 
-WIDE_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")  # before UTF-16 and UTF-32, of either byte order
+WIDE_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")  # of UTF-16 and 32, in either order
 
 
 class NotRegularError(OSError, ValueError):
@@ -40,13 +40,15 @@ def read_regular(path: AnyPath) -> bytes:
 
 
 def read_text(path: AnyPath) -> str:
-    """The text of a regular file, as `decoded`. Raises ValueError for other text, and as `open_regular`."""
+    """The text of a regular file. Raises ValueError as `decoded`, and as `open_regular`."""
     return decoded(read_regular(path))
 
 
 def decoded(content: bytes) -> str:
-    """Text in UTF-8, without the byte order mark that editors on Windows put before it. Raises ValueError for other
-    text; UTF-16 and UTF-32, which have a mark of their own or zeros, are named."""
+    """Text in UTF-8, without the byte order mark that editors on Windows put before it.
+
+    Raises ValueError for other text; UTF-16 and UTF-32, which have marks or zeros, are named.
+    """
     has_zeros = 0 < content[:4].count(0) < 4
     if content.startswith(WIDE_MARKS) or has_zeros:
         raise ValueError("text in UTF-16 or UTF-32, which must be saved as UTF-8")
@@ -80,8 +82,8 @@ def read_record(path: AnyPath, schema: int, make: Callable[[Any], T], todo: str,
 
 
 def parse_json(text: Union[str, bytes]) -> Any:
-    """The content of JSON, of bytes as `decoded`. Raises ValueError if the text is not JSON, nested too deep or not
-    Unicode."""
+    """The content of JSON, of bytes as `decoded`. Raises ValueError if the text is not JSON, nested
+    too deep or not Unicode."""
     if isinstance(text, bytes):
         text = decoded(text)
     try:

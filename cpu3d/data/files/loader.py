@@ -61,9 +61,10 @@ def loader(
     share: Share,
     mirrored: Sequence[int],
 ) -> Callable[[int], Tuple[np.ndarray, ...]]:
-    """Index of a sample of `share` -> the arrays of `BOX`, in that order. Threads may call it, in any order.
+    """Index of a sample of `share` -> the arrays of `BOX`, in that order.
 
-    `mirrored` are the axes along which a sample may be mirrored."""
+    Threads may call it, in any order. `mirrored` are the axes along which samples may be mirrored.
+    """
 
     def load(sample: int) -> Tuple[np.ndarray, ...]:
         position = share.position(int(sample))

@@ -186,14 +186,23 @@ def grid_problems(path: Path, grid: Geometry, first: Path, expected: Geometry) -
     return [f"{path} must have the grid of {first.name}: {difference}; resample it, correct its header or leave it out"]
 
 
-def _channels(path: Path, array: np.ndarray, names: Sequence[str], present: Sequence[str]) -> List[np.ndarray]:
-    """The channels `names` of a file, whose own are `present` if that is known; int16 if that is exact. Raises
-    InputError for channels without contrast, for NaN and infinity, and for another number of channels."""
+def _channels(
+    path: Path,
+    array: np.ndarray,
+    names: Sequence[str],
+    present: Sequence[str],
+) -> List[np.ndarray]:
+    """The channels `names` of a file, whose own are `present` if that is known, in int16 if exact.
+
+    Raises InputError for channels without contrast, for CT, for NaN and infinity, and for another
+    number of channels.
+    """
     array = array if array.ndim == 4 else array[..., None]
-    if array.shape[3] != len(present or names):
+    count = len(present or names)
+    places = places_of(names, present, str(path)) if present else range(count)
+    if array.shape[3] != count:
         advice = "give one 4D file or one 3D file for each channel"
-        raise InputError(f"{path} must hold {len(present or names)} channel(s), got {array.shape[3]}; {advice}")
-    places = places_of(names, present, str(path)) if present else range(len(names))
+        raise InputError(f"{path} must hold {count} channel(s), got {array.shape[3]}; {advice}")
     volumes, problems = [], []
     for place, name in zip(places, names):
         volume, rule = array[..., place], f"channel {name} of {path} must"

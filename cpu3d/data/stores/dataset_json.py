@@ -1,6 +1,7 @@
-"""dataset.json: the channels and label codes of a data set, as the Decathlon, nnU-Net 1 and nnU-Net 2 write them.
+"""dataset.json: the channels and label codes of a data set, as the Decathlon, nnU-Net 1 and nnU-Net
+2 write them.
 
-about = describing(Path("Task01/imagesTs/a.nii.gz"))       # of Task01/dataset.json; None if there is none
+about = describing(Path("Task01/imagesTs/a.nii.gz"))    # of Task01/dataset.json, or None
 about.channels, about.labels
 """
 
@@ -16,6 +17,7 @@ from cpu3d.errors import InputError, refuse
 from memory_estimator.common.files import read_text
 
 NAME = "dataset.json"
+LABELS_RULE = "must be distinct names of codes 0..255, at least one besides the background"
 
 
 class Entry(msgspec.Struct):
@@ -50,12 +52,13 @@ class Description:
 
 
 def describe(path: Path) -> Description:
-    """Read a dataset.json, entries aside. Raises InputError if it is damaged, if a channel's number is missing, if two
-    channels have one name, or if labels are no names of codes."""
+    """Read a dataset.json, entries aside. Raises InputError if it is damaged, if a channel's number
+    is missing, if two channels have one name, or if labels are no names of codes."""
     content = _decoded(path, _Names)
     numbered = content.channel_names or content.modality
     if not numbered:
-        raise InputError(f'{path} must name channels as "modality" or "channel_names", got none; add them')
+        rule = f'{path} must name channels, as "modality" or "channel_names"'
+        raise InputError(f"{rule}, got none; add them")
     is_nnunet2 = content.modality is None
     channels = tuple(name for _, name in sorted(numbered.items()))
     problems = []
@@ -68,8 +71,7 @@ def describe(path: Path) -> Description:
     try:
         labels = _codes(content.labels or {})
     except ValueError:
-        rule = f"labels of {path} must be distinct names of codes 0..255, at least one besides the background"
-        problems.append(f"{rule}, got {content.labels}; correct it")
+        problems.append(f"labels of {path} {LABELS_RULE}, got {content.labels}; correct it")
     refuse(problems)
     return Description(path, channels, labels, is_nnunet2, content.name or "")
 
@@ -82,9 +84,9 @@ def entries_of(path: Path) -> List[Entry]:
 def describing(image: Path) -> Optional[Description]:
     """The description of the data set that an image is of; None if there is none.
 
-    It is in the dataset.json above the image's folder imagesTr, imagesTs or of another such name, or beside the image;
-    there it may be anybody's, and one that names no channels is passed over. It is read once, until the file changes.
-    Raises InputError as `describe`.
+    It is in the dataset.json above the image's folder imagesTr, imagesTs or of another such name,
+    or beside the image; there it may be anybody's, and one that names no channels is passed over.
+    It is read once, until the file changes. Raises InputError as `describe`.
     """
     folder = image.absolute().parent
     for place in (folder, folder.parent):
@@ -113,8 +115,8 @@ def _described(path: Path, may_be_other: bool, mtime_ns: int, size: int) -> Opti
 
 
 def _codes(labels: Dict[str, Any]) -> Dict[int, str]:
-    """Code -> name, of labels in either direction; empty for regions of several codes, which have no names. Raises
-    ValueError for other content."""
+    """Code -> name, of labels in either direction; empty for regions of several codes, which have
+    no names. Raises ValueError for other content."""
     if any(isinstance(code, list) for code in labels.values()):
         return {}
     if all(isinstance(code, int) for code in labels.values()):

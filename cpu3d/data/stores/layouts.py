@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Container, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.nifti import channel_count
-from cpu3d.data.stores.dataset_json import NAME, describe, describing, entries_of
+from cpu3d.data.stores.dataset_json import LABELS_RULE, NAME, describe, describing, entries_of
 from cpu3d.data.stores.names import is_volume, places_of, read_name, stem_of
 from cpu3d.data.stores.splits import TABLE, read_patients
 from cpu3d.errors import InputError, refuse
@@ -97,7 +97,7 @@ class Dataset:
     patient_rules: Dict[str, str]  # case id -> the rule that tells its patient, from `patient_of`, or TABLE
 
     def with_channels(self, wanted: Sequence[str]) -> "Dataset":
-        """The same cases with these channels, found by name. Raises InputError if the data set lacks one."""
+        """The same cases with these channels, by name. Raises InputError if one is missing."""
         places = places_of(wanted, self.channels, f"data set {self.folder}")
         if places == tuple(range(len(self.channels))):
             return replace(self, channels=tuple(wanted))
@@ -172,9 +172,12 @@ def channels_of(image: Path, count: int) -> List[str]:
 
 
 def label_codes_of(files: CaseFiles) -> Optional[Tuple[str, Dict[int, str]]]:
-    """(source, code -> name) of the label codes that belong to a case's images: those of their data set's dataset.json,
-    else of the release that the files' names follow; None for others, and for BraTS-PED, which has the names of BraTS
-    2023 and other codes. Raises InputError as `describing`."""
+    """(source, code -> name) of the label codes that belong to a case's images: those of their data
+    set's dataset.json, else of the release that the files' names follow.
+
+    None for others, and for BraTS-PED, which has the names of BraTS 2023 and other codes. Raises
+    InputError as `describing`.
+    """
     about = describing(files.images[0])
     if about and about.labels:
         return str(about.path), about.labels
@@ -242,17 +245,18 @@ def read_decathlon(folder: Path):
         raise InputError(_not_decathlon(folder, "nnU-Net 2's raw data, with channel_names"))
     entries, problems = entries_of(path), []
     if not about.labels:
-        rule = f"labels of {path} must be distinct names of codes 0..255, at least one besides the background"
-        problems.append(f"{rule}, got none; add them")
+        problems.append(f"labels of {path} {LABELS_RULE}, got none; add them")
     # A downloaded list must not reach beyond its folder; a link may, as it is the owner's.
-    named = [PurePosixPath(name) for entry in entries for name in (entry.image, entry.label) if name]
+    files = [name for entry in entries for name in (entry.image, entry.label) if name]
+    named = [PurePosixPath(name) for name in files]
     outside = [str(name) for name in named if name.is_absolute() or ".." in name.parts]
     problems += [f"paths in {path} must stay inside its folder, got {name!r}; make it relative" for name in outside]
     refuse(problems)
     images = [folder / entry.image for entry in entries]
     first = _first_of_nnunet(images, len(about.channels))
     if first:
-        raise InputError(_not_decathlon(folder, f"nnU-Net's files for each channel, such as {first.name}"))
+        got = f"nnU-Net's files for each channel, such as {first.name}"
+        raise InputError(_not_decathlon(folder, got))
     cases, bad = [], defaultdict(list)
     for entry, image in zip(entries, images):
         case_id, files = stem_of(image), (entry.image, entry.label)
@@ -267,12 +271,12 @@ def read_decathlon(folder: Path):
 def _not_decathlon(folder: Path, got: str) -> str:
     """The problem of a data set whose layout is recognised and cannot be prepared."""
     rule = f"data set {folder} must be in the Decathlon layout, one image file for each case"
-    todo = 'join each case\'s files _0000, _0001, ... in a 4D file, and list the cases under "training"'
+    todo = "join each case's files _0000, _0001, ... in a 4D file, and list these under training"
     return f"{rule}, got {got}, which is not supported yet; {todo}"
 
 
 def _first_of_nnunet(images: Sequence[Path], channels: int) -> Optional[Path]:
-    """A file of a first channel, if nnU-Net's file for each channel lies in the place of an image; else None."""
+    """A file of a first channel, if nnU-Net's files lie in the place of an image; else None."""
     for image in images:
         stem = stem_of(image)
         first = image.with_name(f"{stem}_0000{image.name[len(stem) :]}")

@@ -1,5 +1,5 @@
-"""What names tell: the channel that is meant, in a data set's list or at the end of a file's name; the case; the
-number that nnU-Net gives a channel.
+"""What names tell: the channel that is meant, in a data set's list or at the end of a file's name;
+the case; the number that nnU-Net gives a channel.
 
 read_name(Path("p7_T1ce.NII.GZ"))     # FileName(case="p7", channel="T1gd", number=None)
 read_name(Path("p7_0002.nii.gz"))     # FileName(case="p7", channel=None, number=2)
@@ -7,7 +7,7 @@ read_name(Path("p7_0002.nii.gz"))     # FileName(case="p7", channel=None, number
 
 import re
 import unicodedata
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import List, Optional, Sequence, Tuple
@@ -39,7 +39,8 @@ class FileName:
 
     case: str  # the name without its ending and without the channel; may be empty
     channel: Optional[str] = None  # as `channel_key` gives it, or "seg"
-    number: Optional[int] = None  # of the channel, if nnU-Net has named the file; it may be a case's own number too
+    number: Optional[int] = None
+    """Of the channel, if nnU-Net has named the file; else it may be of the case."""
 
 
 def is_volume(path: Path) -> bool:
@@ -53,7 +54,8 @@ def stem_of(path: Path) -> str:
 
 
 def channel_key(name: str) -> str:
-    """A channel's name as names are compared: its name in stores if that is known, else without case, blanks, - and _.
+    """A channel's name as names are compared: its name in stores if that is known, else without
+    case, blanks, - and _.
 
     Both "T1ce" and "t1-Gd" are "T1gd".
     """
@@ -63,25 +65,30 @@ def channel_key(name: str) -> str:
 
 def same_channels(names: Sequence[str]) -> List[Tuple[str, ...]]:
     """The names among `names` that mean one channel, each group once."""
-    counts = Counter(map(channel_key, names))
-    return [tuple(name for name in names if channel_key(name) == key) for key, n in counts.items() if n > 1]
+    groups = defaultdict(list)
+    for name in names:
+        groups[channel_key(name)].append(name)
+    return [tuple(group) for group in groups.values() if len(group) > 1]
 
 
 def places_of(wanted: Sequence[str], present: Sequence[str], where: str) -> Tuple[int, ...]:
-    """The place of each wanted channel among those that `where` names. Raises InputError if it lacks one."""
+    """The place of each wanted channel among those that `where` names. Raises InputError if it
+    lacks one."""
     keys = [channel_key(name) for name in present]
     missing = [name for name in wanted if channel_key(name) not in keys]
     if missing:
         rule = f"channels of {where} must have {', '.join(wanted)}"
-        raise InputError(f"{rule}, got {', '.join(present)}; correct its names, or take images of these channels")
+        todo = "correct its names, or take images of these channels"
+        raise InputError(f"{rule}, got {', '.join(present)}; {todo}")
     return tuple(keys.index(channel_key(name)) for name in wanted)
 
 
 def read_name(path: Path, channels: Sequence[str] = ()) -> FileName:
-    """What a volume's name tells. Its end is a channel, if it is one of CHANNEL_NAMES or of `channels`, or a number of
-    four digits; else all of it is the case's."""
+    """What a volume's name tells. Its end is a channel, if it is one of CHANNEL_NAMES or of
+    `channels`, or a number of four digits; else all of it is the case's."""
     stem = stem_of(path)
-    known = {*CHANNEL_NAMES.values(), *(channel_key(name) for name in channels if re.search(r"[^\W\d_]", name))}
+    worded = [name for name in channels if re.search(r"[^\W\d_]", name)]  # a number tells nothing
+    known = {*CHANNEL_NAMES.values(), *map(channel_key, worded)}
     for start in (0, *(match.end() for match in re.finditer(r"[\s_.-]", stem))):
         key = channel_key(stem[start:])
         if key in known:

@@ -236,7 +236,8 @@ def test_volumes_whose_labels_pair_left_and_right_are_not_mirrored_along_x(phant
         raw = small_patches(store, augment=AUGMENT, finished=False, split="train", stop=24)
         return {tuple(batch["flips"].numpy()[0]) for batch in raw}
 
-    paired = dict(zip(phantom_store.manifest.labels, ("background", "left kidney", "right kidney", "liver")))
+    names = ("background", "left kidney", "right kidney", "liver")
+    paired = dict(zip(phantom_store.manifest.labels, names))
     store = copy.copy(phantom_store)
     store.manifest = dataclasses.replace(store.manifest, labels=paired)
     assert {along_x for along_x, *_ in flips(phantom_store)} == {False, True}

@@ -1,11 +1,12 @@
-"""Which cases lie in the paths that a user gives, and which of their files and volumes is which channel."""
+"""Which cases lie in the paths that a user gives, and which of their files and volumes is which
+channel."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cpu3d.data.stores import layouts
 from cpu3d.data.stores.case import load_case
 from cpu3d.inference import segment
 from cpu3d.inference.cases import find_cases
@@ -15,7 +16,8 @@ from tests.cpu3d.data.datasets import tiny_image, write_nifti
 STORE = ("FLAIR", "T1w", "t1gd", "T2w")
 VALUES = dict(zip(STORE, (100, 200, 300, 400)))
 """Channel -> the value of its voxels, by which it is known again."""
-NAMES = {"FLAIR": "FLAIR", "t1w": "T1w", "T1-CE": "t1gd", "t2": "T2w", "ADC": None, "flair": "FLAIR", "T1gd": "t1gd"}
+NAMES = {"FLAIR": "FLAIR", "flair": "FLAIR", "t1w": "T1w", "t2": "T2w", "ADC": None}
+NAMES.update({"T1-CE": "t1gd", "T1gd": "t1gd"})
 
 
 def volume(channel):
@@ -40,7 +42,8 @@ def listed(folder, names, key="modality", **more):
 
 
 def found_in(paths, predictor):
-    """Case -> the channels that it was loaded with, which must hold the voxels that they stand for."""
+    """Case -> the channels that it was loaded with, which must hold the voxels that they stand
+    for."""
     found = find_cases(paths, predictor)
     assert found.problems == []
     cases = {}
@@ -68,7 +71,7 @@ def problem_of(paths, predictor):
     ],
 )
 @pytest.mark.parametrize("key", ["modality", "channel_names"])
-def test_channels_of_a_4d_file_are_those_that_its_dataset_json_names(tmp_path, names, inputs, taken, key):
+def test_channels_of_a_4d_file_are_those_of_its_dataset_json(tmp_path, names, inputs, taken, key):
     folder = listed(tmp_path, names, key)
     write_nifti(folder / "a.nii.gz", np.stack([volume(NAMES[name]) for name in names], -1))
     assert found_in([folder / "a.nii.gz"], of_run(*inputs)) == {"a": taken}
@@ -89,7 +92,8 @@ def test_channels_of_other_names_are_refused_with_both_lists(tmp_path):
 
 
 def test_a_4d_file_that_no_list_names_has_the_runs_order_and_a_note_says_so(tmp_path):
-    paths = [write_nifti(tmp_path / f"{n}.nii.gz", np.stack([volume(name) for name in STORE], -1)) for n in "ab"]
+    image = np.stack([volume(name) for name in STORE], -1)
+    paths = [write_nifti(tmp_path / f"{name}.nii.gz", image) for name in "ab"]
     assert found_in(paths, of_run()) == {"a": STORE, "b": STORE}
     (note,) = find_cases(paths, of_run()).notes
     assert "a and b" in note
@@ -115,26 +119,27 @@ def test_nnunets_numbers_tell_the_channels_in_any_order_of_the_files(tmp_path):
     assert find_cases([folder], of_run()).notes == []
 
 
-@pytest.mark.parametrize(("numbers", "wrong"), [((0, 1, 3), "0002"), ((0, 1, 2, 3, 4), "0004"), ((1, 2, 3), "0000")])
+@pytest.mark.parametrize(("numbers", "wrong"), [((0, 1, 3), "0002"), (range(5), "0004"), ((1, 2, 3), "0000")])
 def test_numbers_that_are_missing_or_of_no_channel_are_named(tmp_path, numbers, wrong):
     numbered(tmp_path, "case_000", (*STORE, None), numbers)
     assert f"for {wrong}" in problem_of([tmp_path], of_run())
 
 
 def test_two_files_of_one_number_are_named(tmp_path):
-    files = [*numbered(tmp_path, "case_000"), write_nifti(tmp_path / "case_000_0001.nii", volume("T1w"))]
+    files = numbered(tmp_path, "case_000")
+    files.append(write_nifti(tmp_path / "case_000_0001.nii", volume("T1w")))
     assert "case_000_0001.nii.gz, case_000_0001.nii for 0001 (T1w)" in problem_of(files, of_run())
 
 
 def test_numbers_of_patients_are_no_channels(tmp_path):
     for number in (0, 1, 17):
         write_nifti(tmp_path / f"lung_{number:04d}.nii.gz", volume("FLAIR"))
-    assert set(found_in([tmp_path], of_run(store=("FLAIR",)))) == {"lung_0000", "lung_0001", "lung_0017"}
-    assert set(found_in([tmp_path], of_run("FLAIR"))) == {"lung_0000", "lung_0001", "lung_0017"}
+    for run in (of_run(store=("FLAIR",)), of_run("FLAIR")):
+        assert set(found_in([tmp_path], run)) == {"lung_0000", "lung_0001", "lung_0017"}
 
 
 def test_files_are_sorted_by_the_channels_at_the_ends_of_their_names(tmp_path):
-    of_prostate = FakePredictor(None, REGIONS, LABELS, channels=("T2w", "ADC"), inputs=("T2w", "ADC"))
+    of_prostate = of_run(store=("T2w", "ADC"))
     for case in ("p1", "p2"):
         for name in ("adc", "T2"):
             write_nifti(tmp_path / f"{case}_{name}.NII.GZ", volume(NAMES.get(name.lower())))
@@ -150,7 +155,7 @@ def test_every_case_in_a_folder_is_found_and_a_folder_of_no_cases_says_so(tmp_pa
         write_nifti(flat / f"{name}.Nii.gz", np.stack([volume(name) for name in STORE], -1))
         write_nifti(flat / f"{name}_label.nii.gz", volume(None))
         write_nifti(plain / f"{name}.nii", volume("FLAIR"))
-        for end, channel in (("flair", "FLAIR"), ("t1", "T1w"), ("t1ce", "t1gd"), ("t2", "T2w"), ("seg", None)):
+        for end, channel in zip(("flair", "t1", "t1ce", "t2", "seg"), (*STORE, None)):
             write_nifti(deep / f"HGG/{name}/{name}_{end}.nii.gz", volume(channel))
     (deep / "HGG/notes").mkdir()
     write_nifti(deep / "out/b.nii.gz", volume("FLAIR"))
@@ -164,18 +169,24 @@ def test_every_case_in_a_folder_is_found_and_a_folder_of_no_cases_says_so(tmp_pa
     assert "imagesTs" in problem_of([tmp_path / "data"], of_run())
 
 
-def test_a_list_is_read_once_for_all_cases_and_no_training_case_is_looked_for(tmp_path, monkeypatch):
-    training = [{"image": f"./imagesTr/{n}.nii.gz", "label": f"./labelsTr/{n}.nii.gz"} for n in range(50)]
+def test_no_training_case_of_a_list_is_looked_for(tmp_path, monkeypatch):
+    training = [{"image": f"./imagesTr/{n}.nii.gz"} for n in range(50)]
     folder = listed(tmp_path, STORE, training=training)
     image = write_nifti(folder / "0.nii.gz", np.stack([volume(name) for name in STORE], -1))
     for number in range(1, 20):
         (folder / f"{number}.nii.gz").symlink_to(image)
-    monkeypatch.setattr(layouts.Path, "is_file", lambda path: "imagesTr" not in path.parts or pytest.fail("looked for"))
-    assert len(find_cases(sorted(folder.iterdir()), of_run()).cases) == 20
+    paths, stat = sorted(folder.iterdir()), Path.stat
+
+    def guarded(path, **how):
+        assert "imagesTr" not in path.parts
+        return stat(path, **how)
+
+    monkeypatch.setattr(Path, "stat", guarded)
+    assert len(find_cases(paths, of_run()).cases) == 20
 
 
-def test_export_tries_a_network_on_channels_found_by_name_and_its_program_finds_them_too(tmp_path):
-    """Its program needs no part of this project, so it finds them on its own."""
+def test_the_program_of_an_export_finds_channels_by_name(tmp_path):
+    """It needs no part of this project, so it finds them on its own."""
     names = {"FLAIR": ["flair", "t2f", "0000"], "t1gd": ["t1gd", "t1ce", "t1c", "0002"]}
     about = {"channels": ["FLAIR", "t1gd"], "channel_names": names}
     image = np.arange(4.0).reshape(1, 1, 1, 4)

@@ -205,7 +205,7 @@ def test_a_run_of_flair_alone_takes_the_stores_images_and_flair_alone(predictor,
         ("FLAIR T1gd", "a b c", ""),
         ("FLAIR T1gd", "a_t1ce b", ""),
         ("FLAIR T1w", "x-t1n a", ""),
-        ("FLAIR T1gd", "one_flair one_t1ce two_flair two_t1ce", "one:one_flair,one_t1ce two:two_flair,two_t1ce"),
+        ("FLAIR T1gd", "a_flair a_t1ce b_t1ce b_flair", "a:a_flair,a_t1ce b:b_flair,b_t1ce"),
         ("FLAIR", "a_t1", ""),
     ],
 )

@@ -59,9 +59,10 @@ def test_the_mean_over_mirror_images_undoes_each_mirror():
 
 
 def test_left_and_right_of_a_pair_are_not_exchanged_by_mirror_images(phantom_store, networks):
-    """The answer to a mirrored image is the mirrored answer only where that image is among those of the mean."""
+    """The answer to a mirrored image is the mirrored answer only if the mean holds that image."""
     record = phantom_store.cases("test")[0]
-    image = crop(np.asarray(phantom_store.image(record.case_id)), centred(record.box, (12, 12, 12), record.shape))
+    region = centred(record.box, (12, 12, 12), record.shape)
+    image = crop(np.asarray(phantom_store.image(record.case_id)), region)
     small = dataclasses.replace(record, shape=(12, 12, 12), box=whole((12, 12, 12)))
     predictor = networks(flips=True)
 

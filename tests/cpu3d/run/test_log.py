@@ -41,7 +41,7 @@ def test_an_event_with_a_value_of_another_type_is_left_out_with_a_warning(tmp_pa
 
 def test_a_log_that_was_saved_by_an_editor_on_windows_is_read(tmp_path, capsys):
     text = "".join(json.dumps(event) + "\r\n" for event in (START, STEP))
-    (tmp_path / "log.jsonl").write_text(text, encoding="utf-8-sig", newline="")
+    (tmp_path / "log.jsonl").write_bytes(text.encode("utf-8-sig"))
     assert read_events(tmp_path) == [START, STEP]
     assert not capsys.readouterr().err
 

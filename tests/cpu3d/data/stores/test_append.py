@@ -75,7 +75,7 @@ def test_other_channels_or_labels_are_refused(data, store):
             append(store, decathlon(data / "others", 1, **change), workers=1)
 
 
-@pytest.mark.parametrize("names", [("T2w", "T1-Gd", "flair", "t1n"), ("ADC", "T2w", "t1ce", "FLAIR", "T1")])
+@pytest.mark.parametrize("names", [["T2w", "T1-Gd", "flair", "t1n"], ["ADC", "T2w", "t1ce", "FLAIR", "T1"]])
 def test_channels_in_another_order_are_taken_by_name(data, store, names):
     own = {"FLAIR": 0, "T1w": 1, "T1gd": 2, "T2w": 3}
     others = decathlon(data / "others", 2, modality={str(n): name for n, name in enumerate(names)})

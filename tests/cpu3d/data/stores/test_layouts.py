@@ -172,13 +172,14 @@ def test_endings_in_letters_of_any_case_are_volumes(tmp_path):
     folder = decathlon(tmp_path / "d", 1)
     image = folder / "imagesTr/BRATS_000.nii.gz"
     image.rename(image.with_name("BRATS_000.Nii.gz"))
-    text = (folder / "dataset.json").read_text().replace("imagesTr/BRATS_000.nii", "imagesTr/BRATS_000.Nii")
+    text = (folder / "dataset.json").read_text()
+    text = text.replace("imagesTr/BRATS_000.nii", "imagesTr/BRATS_000.Nii")
     (folder / "dataset.json").write_text(text)
     assert [case.case_id for case in read_dataset(folder).cases] == ["BRATS_000"]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-32"])
-def test_a_list_saved_by_an_editor_on_windows_is_read_or_refused_by_its_encoding(tmp_path, encoding):
+def test_a_list_saved_on_windows_is_read_or_refused_by_its_encoding(tmp_path, encoding):
     folder = decathlon(tmp_path, 2)
     text = (folder / "dataset.json").read_text().replace(",", ",\r\n")
     (folder / "dataset.json").write_bytes(text.encode(encoding))
