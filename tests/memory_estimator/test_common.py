@@ -10,7 +10,14 @@ from typing import Dict, Optional, Tuple
 import pytest
 
 from memory_estimator.__main__ import main
-from memory_estimator.common.files import NotRegularError, read_json, read_record, read_regular, read_text, typed
+from memory_estimator.common.files import (
+    NotRegularError,
+    read_json,
+    read_record,
+    read_regular,
+    read_text,
+    typed,
+)
 from memory_estimator.common.schema import add_options, from_args, given_options, option, to_command_line
 from memory_estimator.common.table import PALETTE, Bold, Table, new_figure, plain, png
 from memory_estimator.common.units import format_bytes, format_seconds, parse_bytes

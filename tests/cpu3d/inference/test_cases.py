@@ -119,10 +119,10 @@ def test_nnunets_numbers_tell_the_channels_in_any_order_of_the_files(tmp_path):
     assert find_cases([folder], of_run()).notes == []
 
 
-@pytest.mark.parametrize(("numbers", "wrong"), [((0, 1, 3), "0002"), (range(5), "0004"), ((1, 2, 3), "0000")])
+@pytest.mark.parametrize(("numbers", "wrong"), [((0, 1, 3), 2), (range(5), 4), ((1, 2, 3), 0)])
 def test_numbers_that_are_missing_or_of_no_channel_are_named(tmp_path, numbers, wrong):
     numbered(tmp_path, "case_000", (*STORE, None), numbers)
-    assert f"for {wrong}" in problem_of([tmp_path], of_run())
+    assert f"for {wrong:04d}" in problem_of([tmp_path], of_run())
 
 
 def test_two_files_of_one_number_are_named(tmp_path):

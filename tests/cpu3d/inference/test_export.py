@@ -201,8 +201,8 @@ def test_another_size_the_last_weights_and_a_given_case(call, tiny, store, tmp_p
 def test_a_given_case_has_its_channels_by_name(call, store, tmp_path):
     (tmp_path / "data/imagesTs").mkdir(parents=True)
     case = shutil.copy(store.folder.parent / "source/b.nii.gz", tmp_path / "data/imagesTs/b.nii.gz")
-    names = {"0": "t2f", "1": "ADC"}
-    (tmp_path / "data/dataset.json").write_text(json.dumps({"modality": names, "labels": {"1": "tumour"}}))
+    content = {"modality": {"0": "t2f", "1": "ADC"}, "labels": {"1": "tumour"}}
+    (tmp_path / "data/dataset.json").write_text(json.dumps(content))
     code, message = call("--case", case)
     assert code == 2
     assert "FLAIR, T1gd, got t2f, ADC" in message

@@ -103,11 +103,14 @@ def test_a_page_shows_the_case_by_the_names_of_its_files_and_names_no_folder(cas
 
 def test_channels_are_named_by_the_list_of_their_data_set(case, tmp_path):
     names = {"0": "T2w", "1": "t1ce", "2": "FLAIR"}
+    content = {"channel_names": names, "labels": {"background": 0, "core": 1}}
     data, out = tmp_path / "data", tmp_path / "page.html"
     (data / "imagesTs").mkdir(parents=True)
-    (data / "dataset.json").write_text(json.dumps({"channel_names": names, "labels": {"background": 0, "core": 1}}))
+    (data / "dataset.json").write_text(json.dumps(content))
     scan = case / f"{CASE_ID}-t1c.nii.gz"
-    files = [Path(shutil.copy(scan, data / f"imagesTs/p_{number:04d}.NII.GZ")) for number in (1, 0, 2)]
+    files = [data / f"imagesTs/p_{number:04d}.NII.GZ" for number in (1, 0, 2)]
+    for file in files:
+        shutil.copy(scan, file)
     assert view("--image", *files, "--out", out) == 0
     (shown,) = shown_cases(out)
     assert shown["name"] == "p"

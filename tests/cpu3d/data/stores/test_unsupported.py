@@ -27,11 +27,8 @@ def test_a_channel_is_ct_by_its_name(name, answer):
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
-        *[
-            (name, True)
-            for name in ("ignore", "Ignore label", "void", "unlabelled", "Don't care", "unknown", "IGNORED")
-        ],
-        *[(name, True) for name in ("not annotated", "void / ignore", "ignore_index")],
+        *[(name, True) for name in ("ignore", "Ignore label", "void", "unlabelled", "Don't care")],
+        *[(name, True) for name in ("unknown", "not annotated", "void / ignore", "ignore_index")],
         *[(name, False) for name in ("tumour", "unknown tumour", "avoid", "background")],
     ],
 )
