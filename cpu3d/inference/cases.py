@@ -159,13 +159,13 @@ class _Search:
             rule = f"--image {folder} must be a folder of cases, got a data set"
             self.problems.append(f"{rule}; name its {' or '.join(images)}")
             return
-        found = []
+        cases = []
         for path in below:
             candidates = [path] if volumes_in(path) else _folders_in(path, out)
-            found += [candidate for candidate in candidates if volumes_in(candidate)]
-        for path in found:
+            cases += [candidate for candidate in candidates if volumes_in(candidate)]
+        for path in cases:
             self._add_volumes(path)
-        if not found:
+        if not cases:
             rule = f"--image {folder} must be a case or hold cases, files in .nii.gz or .nii"
             self.problems.append(f"{rule}, found none; check the path")
 

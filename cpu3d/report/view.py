@@ -121,14 +121,15 @@ def viewed_files(paths: Sequence[Path]) -> Tuple[CaseFiles, Tuple[str, ...]]:
     if len(paths) > 1 and any(path.is_dir() for path in paths):
         raise InputError(f"--image must be one case, got {listed(paths)}; give one folder or its files")
     images, labels = _images_and_labels(paths)
-    told = [read_name(path) for path in images]
-    names = [_channel_of(path, name) for path, name in zip(images, told)]
+    file_names = [read_name(path) for path in images]
+    names = [_channel_of(path, name) for path, name in zip(images, file_names)]
     twice = {name: count for name, count in Counter(names).items() if count > 1}
     refuse(f"--image must name one file of {name}, got {n}; give the files of one case" for name, n in twice.items())
     if len(labels) > 1:
         raise InputError(f"--image must have one segmentation, got {len(labels)}; give the files of one case")
-    is_told = all(name.channel for name in told) or len({name.case for name in told}) < len(told)
-    named = told[0].case if is_told else stem_of(images[0])
+    stems = {name.case for name in file_names}
+    is_of_channel = all(name.channel for name in file_names) or len(stems) < len(images)
+    named = file_names[0].case if is_of_channel else stem_of(images[0])
     case_id = name_of(first) if first.is_dir() else named
     order = list(FOLDER_LAYOUTS["brats2017"].suffixes.values())
 
@@ -136,7 +137,7 @@ def viewed_files(paths: Sequence[Path]) -> Tuple[CaseFiles, Tuple[str, ...]]:
         key, number = channel_key(part[0]), part[1].number
         return (order.index(key), 0) if key in order else (len(order), number or 0)
 
-    parts = sorted(zip(names, told, images), key=place)
+    parts = sorted(zip(names, file_names, images), key=place)
     files = tuple(path for *_, path in parts)
     case = CaseFiles(case_id or first.name, case_id, files, labels[0] if labels else None)
     return case, tuple(name for name, *_ in parts)

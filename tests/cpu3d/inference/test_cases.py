@@ -44,10 +44,10 @@ def listed(folder, names, key="modality", **more):
 def found_in(paths, predictor):
     """Case -> the channels that it was loaded with, which must hold the voxels that they stand
     for."""
-    found = find_cases(paths, predictor)
-    assert found.problems == []
+    result = find_cases(paths, predictor)
+    assert result.problems == []
     cases = {}
-    for case in found.cases:
+    for case in result.cases:
         image = load_case(case.files, channels=case.channels).image
         for place, channel in enumerate(case.channels):
             np.testing.assert_array_equal(image[..., place], volume(channel), channel)
@@ -56,9 +56,9 @@ def found_in(paths, predictor):
 
 
 def problem_of(paths, predictor):
-    found = find_cases(paths, predictor)
-    assert found.cases == []
-    return "\n".join(found.problems)
+    result = find_cases(paths, predictor)
+    assert result.cases == []
+    return "\n".join(result.problems)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def test_every_case_in_a_folder_is_found_and_a_folder_of_no_cases_says_so(tmp_pa
     (deep / "HGG/notes").mkdir()
     write_nifti(deep / "out/b.nii.gz", volume("FLAIR"))
     assert found_in([flat], of_run()) == {"a": STORE, "b": STORE}
-    found = find_cases([deep], of_run(), out=deep / "out")
-    assert [case.files.case_id for case in found.cases] == ["a", "b"]
+    result = find_cases([deep], of_run(), out=deep / "out")
+    assert [case.files.case_id for case in result.cases] == ["a", "b"]
     assert found_in([plain], of_run("FLAIR")) == {"a": ("FLAIR",), "b": ("FLAIR",)}
     assert "0002" in problem_of([plain], of_run())
     assert "found none" in problem_of([deep / "HGG/notes"], of_run())
