@@ -24,7 +24,7 @@ from cpu3d.data.stores.layouts import (
     regions_of,
     volumes_in,
 )
-from cpu3d.data.stores.names import FileName, channel_key, places_of, read_name, stem_of
+from cpu3d.data.stores.names import FileName, channel_key, places_of, read_name, read_names, stem_of
 from cpu3d.errors import InputError, refuse
 from cpu3d.settings import AUTO
 from cpu3d.util.records import listed
@@ -171,19 +171,23 @@ class _Search:
 
     def _add_volumes(self, folder: Path) -> None:
         """Add the cases whose files lie in a folder."""
+        if folder.name.lower().startswith("labels"):
+            rule = f"--image {folder} must be a folder of images"
+            self.problems.append(f"{rule}, got one of labels; name that of the images")
+            return
         volumes = [path for path in volumes_in(folder) if not NO_IMAGE.search(stem_of(path))]
-        names = {path: read_name(path, self.store) for path in volumes}
         whole = [path for path in volumes if self.is_4d(path)]
         single = [path for path in volumes if path not in whole]
+        names = read_names(single, self.store)
         named = [path for path in single if names[path].channel]
         if named:
-            self._add_named(named, folder)
+            self._add_named(named, names, folder)
             self.unread += [path for path in volumes if path not in named]
         elif whole:
             for path in whole:
                 self.add_4d(path)
             self.unread += single
-        elif single and self._are_channels({path: names[path] for path in single}):
+        elif single and self._are_channels(names):
             self._add_numbered(single)
         elif single and len(self.inputs) == 1:
             self.add_3d(single)
@@ -236,7 +240,7 @@ class _Search:
     def add_3d(self, paths: Sequence[Path]) -> None:
         """Add the cases of 3D files that were named one by one, or that names do not tell apart in
         their folder."""
-        names = {path: read_name(path, self.store) for path in paths}
+        names = read_names(paths, self.store)
         self.unread += [path for path in paths if names[path].channel == "seg"]
         paths = [path for path in paths if names[path].channel != "seg"]
         named = [path for path in paths if names[path].channel]
@@ -252,26 +256,30 @@ class _Search:
                 self.unread += [path for path in named if path not in own]
                 named = own
             if named:
-                self._add_named(named)
+                self._add_named(named, names)
             for path in unnamed:
                 self._add_alone(path)
         elif unnamed:
             self._add_in_order(paths, names)
         else:
-            self._add_named(named)
+            self._add_named(named, names)
 
-    def _add_named(self, paths: Sequence[Path], folder: Optional[Path] = None) -> None:
+    def _add_named(
+        self,
+        paths: Sequence[Path],
+        names: Mapping[Path, FileName],
+        folder: Optional[Path] = None,
+    ) -> None:
         """Add the cases of files that are named after their channels: one case if each channel has
         one file, else one for each rest of a name. In a folder files of other channels may lie
         beside them."""
-        names = {path: read_name(path, self.store) for path in paths}
-        is_one_case = len({name.channel for name in names.values()}) == len(names)
+        is_one_case = len({names[path].channel for path in paths}) == len(paths)
         groups = defaultdict(list)
-        for path, name in names.items():
-            groups["" if is_one_case else (path.parent, name.case)].append(path)
+        for path in paths:
+            groups["" if is_one_case else (path.parent, names[path].case)].append(path)
         for files in groups.values():
             where = folder or files[0].parent
-            rest = names[files[0]].case
+            rest = min(names[path].case for path in files)
             case_id = name_of(where) if not rest or (folder and len(groups) == 1) else rest
             own = {
                 channel: [path for path in files if names[path].channel == channel_key(channel)]

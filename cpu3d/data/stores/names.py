@@ -10,7 +10,7 @@ import unicodedata
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import List, Optional, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Set, Tuple
 
 from cpu3d.errors import InputError
 
@@ -30,6 +30,7 @@ CHANNEL_NAMES = {
     "seg": "seg",
 }
 VOLUME_END = re.compile(r"\.nii(\.gz)?$", re.IGNORECASE)
+_MARK = re.compile(r"[\s_.-]")
 _NUMBERED = re.compile(r"(.+)_(\d{4})")  # as nnU-Net names a file: case, channel
 
 
@@ -87,11 +88,43 @@ def read_name(path: Path, channels: Sequence[str] = ()) -> FileName:
     """What a volume's name tells. Its end is a channel, if it is one of CHANNEL_NAMES or of
     `channels`, or a number of four digits; else all of it is the case's."""
     stem = stem_of(path)
-    worded = [name for name in channels if re.search(r"[^\W\d_]", name)]  # a number tells nothing
-    known = {*CHANNEL_NAMES.values(), *map(channel_key, worded)}
-    for start in (0, *(match.end() for match in re.finditer(r"[\s_.-]", stem))):
+    known = _known_keys(channels)
+    for start in (0, *(mark.end() for mark in _MARK.finditer(stem))):
         key = channel_key(stem[start:])
         if key in known:
             return FileName(stem[:start].rstrip(" _.-"), key)
     match = _NUMBERED.fullmatch(stem)
     return FileName(match[1], number=int(match[2])) if match else FileName(stem)
+
+
+def read_names(paths: Sequence[Path], channels: Sequence[str] = ()) -> Dict[Path, FileName]:
+    """What the names of 3D files tell: their ends; or if no end is a channel, the only channel
+    within each name, unless it is the same one in all."""
+    names = {path: read_name(path, channels) for path in paths}
+    if any(name.channel for name in names.values()):
+        return names
+    within = {path: _read_within(path, channels) for path in paths}
+    keys = {name.channel for name in within.values()}
+    return names if None in keys or len(keys) < 2 else within
+
+
+# --- Private helpers ---
+
+
+def _read_within(path: Path, channels: Sequence[str]) -> FileName:
+    """The only channel in a name, in one word or two, and the other words."""
+    words, known, keys, rest = _MARK.split(stem_of(path)), _known_keys(channels), [], []
+    while words:
+        length = next((n for n in (2, 1) if channel_key("".join(words[:n])) in known), 0)
+        if length:
+            keys.append(channel_key("".join(words[:length])))
+        else:
+            rest.append(words[0])
+        words = words[length or 1 :]
+    return FileName("_".join(rest), keys[0]) if len(keys) == 1 else FileName(stem_of(path))
+
+
+def _known_keys(channels: Sequence[str]) -> Set[str]:
+    """The keys of all channels that names may tell; a number of a store's tells nothing."""
+    worded = [name for name in channels if re.search(r"[^\W\d_]", name)]
+    return {*CHANNEL_NAMES.values(), *map(channel_key, worded)}

@@ -149,6 +149,20 @@ def test_files_are_sorted_by_the_channels_at_the_ends_of_their_names(tmp_path):
         assert found_in(paths, of_prostate) == {"p1": ("T2w", "ADC"), "p2": ("T2w", "ADC")}
 
 
+PATTERNS = ("{}_p1.nii.gz", "p1_{}_bet.nii.gz", "{}_0012.nii.gz", "sub-1_{}_brain.nii")
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_channels_within_names_tell_the_order_where_no_end_does(tmp_path, pattern):
+    ends = dict(zip(STORE, ("T2_FLAIR", "T1", "t1ce", "T2")))
+    files = {name: tmp_path / pattern.format(end) for name, end in ends.items()}
+    for name, path in files.items():
+        write_nifti(path, volume(name))
+    for paths in (sorted(tmp_path.iterdir()), [tmp_path]):
+        assert list(found_in(paths, of_run()).values()) == [STORE]
+    assert find_cases(list(files.values()), of_run()).notes == []
+
+
 def test_every_case_in_a_folder_is_found_and_a_folder_of_no_cases_says_so(tmp_path):
     flat, deep, plain = tmp_path / "flat", tmp_path / "deep", tmp_path / "plain"
     for name in "ab":
