@@ -23,10 +23,11 @@ class Feeds:
         """`share` is this worker's part of batches and held-out cases; `reader` is shared with other feeds."""
         self.config = config
         self._store, self._share = store, share
-        self._train_cases, self.held_out = store.cases("train"), len(store.cases("val"))
+        self._train_cases = store.manifest.split["train"]
+        self.held_out = len(store.manifest.split["val"])
         self.reader = reader or open_reading(
             store,
-            [split for split in ("train", "val") if store.cases(split)],
+            [split for split in ("train", "val") if store.manifest.split[split]],
             read_mode=left_open(config.read_mode),
             share=share,
         )
@@ -78,7 +79,7 @@ class Feeds:
         """The cases of a step, a name for each volume or patch."""
         positions = range(step * self.config.batch, (step + 1) * self.config.batch)
         count, seed = len(self._train_cases), self.config.seed
-        return [self._train_cases[sample_at(p, cases=count, seed=seed).index].case_id for p in positions]
+        return [self._train_cases[sample_at(p, cases=count, seed=seed).index] for p in positions]
 
 
 class Parts:
