@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+from cpu3d.data.labels import mirror_pair
 from cpu3d.data.region import Shape3
 from cpu3d.data.resolution import field_of, network_grid
 from cpu3d.data.store import Store, check_names, grid_size
@@ -119,6 +120,10 @@ class Plan:
         if config.device != "cpu":
             forecast = [f"a step takes about {format_bytes(planner.gpu_bytes(self.job))} of the card"]
         notes = [statistics_note(unet.norm, config.batch, config.micro)]
+        pair = mirror_pair(manifest.labels.values())
+        if pair and config.augment.flip:
+            sides = " and ".join(pair)
+            notes.append(f"no mirroring along X, as the labels {sides} are left and right")
         if not manifest.split["val"]:
             notes.append("no validation cases in this split: the last weights count as the best")
         return [

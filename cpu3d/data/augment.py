@@ -19,7 +19,7 @@ class AugmentConfig:
     """The settings of augmentation. All zero (and no flips) turns it off."""
 
     flip: bool = option(True, "no mirroring, for data whose left and right differ", group="augmentation")
-    """Mirror along X, Y and Z, each with probability 1/2."""
+    """Mirror along X, Y and Z, each with probability 1/2; not X if labels pair left and right."""
     gain: float = 0.1  # multiply each channel by 1 + U(-gain, gain), in normalised units
     offset: float = 0.1  # add U(-offset, offset) to each channel, in standard deviations
     rotation_deg: float = option(0.0, "small rotations up to A degrees; they cost time", "A", group="augmentation")
@@ -53,12 +53,14 @@ def draw(
     *,
     seed: int,
     position: int,
+    mirrored: Sequence[int] = (0, 1, 2),
 ) -> Dict[str, np.ndarray]:
     """The arrays of `DRAWN` for the sample at `position`: the same numbers on every machine.
 
-    scale, shift (C,): normalisation of the case's channels, with the drawn intensity folded into it. flips (3,): mirror
-    X, Y, Z. planes (2, 4): inverse maps (m00, m01, m10, m11), output offset -> input offset in voxels of `spacing_mm`,
-    of the turn about Z with the zoom of X and Y, and of the turn about X with the zoom of Z.
+    scale, shift (C,): normalisation of the case's channels, with the drawn intensity folded into
+    it. flips (3,): mirror X, Y, Z, of which `mirrored` are those that may be. planes (2, 4):
+    inverse maps (m00, m01, m10, m11), output offset -> input offset in voxels of `spacing_mm`, of
+    the turn about Z with the zoom of X and Y, and of the turn about X with the zoom of Z.
     """
     units = random_units(seed, position, 0x61756721)
 
@@ -66,7 +68,7 @@ def draw(
         return (2 * next(units) - 1) * limit
 
     # Every number is always drawn, so that one option does not shift the others.
-    flips = [next(units) < 0.5 and config.flip for _ in range(3)]
+    flips = [next(units) < 0.5 and config.flip and axis in mirrored for axis in range(3)]
     about_z, about_x = (math.radians(within(config.rotation_deg)) for _ in range(2))
     zoom_xy, zoom_z = (1 + within(config.scaling) for _ in range(2))
     gain = [1 + within(config.gain) for _ in scale]

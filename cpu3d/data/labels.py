@@ -10,12 +10,26 @@ A region is a set of codes, and regions may be nested (ET within TC within WT). 
   gives the words for that.
 """
 
+import re
 from collections import defaultdict
-from typing import Dict, List, Mapping, Sequence, Tuple
+from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
 THRESHOLD = 0.5  # a voxel belongs to a region from this probability on
+
+SIDES = (
+    *(("left", "right"), ("l", "r"), ("lt", "rt"), ("lft", "rgt"), ("lh", "rh")),
+    *(("sinister", "dexter"), ("sin", "dex"), ("sin", "dx")),
+    *(("links", "rechts"), ("linke", "rechte"), ("linker", "rechter"), ("linkes", "rechtes")),
+    *(("gauche", "droit"), ("gauche", "droite")),
+    *(("izquierdo", "derecho"), ("izquierda", "derecha")),
+    *(("esquerdo", "direito"), ("esquerda", "direita")),
+    *(("sinistro", "destro"), ("sinistra", "destra")),
+    *(("левый", "правый"), ("левая", "правая"), ("левое", "правое")),
+    ("左", "右"),
+)
+"""Words for left and right in the names of labels."""
 
 
 def region_mask(label: np.ndarray, codes: Sequence[int]) -> np.ndarray:
@@ -74,3 +88,46 @@ def code_meanings(regions: Mapping[str, Sequence[int]], labels: Mapping[int, str
         if codes:
             meanings[codes[0]] = names[0] if len(names) == 1 else f"{name} ({', '.join(names)})"
     return dict(sorted(meanings.items()))
+
+
+def mirror_pair(names: Iterable[str]) -> Optional[Tuple[str, str]]:
+    """Two names that differ in left and right alone, such as ("left kidney", "right kidney") or
+    ("Hip-L", "Hip-R"); None if there are none.
+
+    A side is one of `SIDES`: a word between blanks, marks, digits and changes of case; or within a
+    word, if it is long; or the first or the last letter of a name.
+    """
+    names = sorted(names)
+    for left_word, right_word in SIDES:
+        on_the_left = {_without_side(name, left_word): name for name in names}
+        for right in names:
+            rest = _without_side(right, right_word)
+            if rest is not None and on_the_left.get(rest, right) != right:
+                return on_the_left[rest], right
+    return None
+
+
+def mirrored_axes(names: Iterable[str]) -> Tuple[int, ...]:
+    """The axes of X, Y, Z that images may be mirrored along: not X if labels are left and right."""
+    return (1, 2) if mirror_pair(names) else (0, 1, 2)
+
+
+_BETWEEN_WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|(?<=\D)(?=\d)|[\W_]+")
+
+
+def _without_side(name: str, side: str) -> Optional[str]:
+    """The words of a name without `side`, in lower case and sorted; None if it is not there."""
+    words = _BETWEEN_WORDS.sub(" ", name).lower().split()
+    text = " ".join(words)
+    is_long = len(side) > 3 or not side.isascii()
+    if side in words:
+        words.remove(side)
+    elif is_long and side in text:
+        words = text.replace(side, " ", 1).split()
+    elif len(side) == 1 and len(text) > 3 and text.startswith(side):
+        words = text[1:].split()
+    elif len(side) == 1 and len(text) > 3 and text.endswith(side):
+        words = text[:-1].split()
+    else:
+        return None
+    return " ".join(sorted(words))

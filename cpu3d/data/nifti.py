@@ -109,7 +109,7 @@ def write_volume(path: Union[str, Path], volume_ras: np.ndarray, geometry: Geome
     .nii.gz or .nii.
     """
     path = Path(path)
-    if not path.name.endswith((".nii.gz", ".nii")):
+    if not path.name.lower().endswith((".nii.gz", ".nii")):
         raise InputError(f"file to write must end in .nii.gz or .nii, got {path}; choose such a name")
     voxels, header = from_ras(volume_ras, geometry), _placed_header(geometry)
     header.set_data_shape(voxels.shape)
@@ -117,7 +117,7 @@ def write_volume(path: Union[str, Path], volume_ras: np.ndarray, geometry: Geome
     header.set_xyzt_units("mm")
     header["magic"], header["vox_offset"], header["scl_slope"], header["scl_inter"] = b"n+1", 352, 1, 0
     content = header.binaryblock + b"\0\0\0\0" + voxels.tobytes(order="F")  # the zeros say "no extension"
-    if path.name.endswith(".gz"):
+    if path.name.lower().endswith(".gz"):
         packer = zlib.compressobj(compression, wbits=31)  # 31: gzip framing, with a zero time stamp
         content = packer.compress(content) + packer.flush()
     with atomic_write(path) as file:

@@ -22,6 +22,7 @@ import tensorflow as tf
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.files.loader import BOX, labelled, loader, open_reading
 from cpu3d.data.files.reader import Reader
+from cpu3d.data.labels import mirrored_axes
 from cpu3d.data.normalise import Finish, normalise, padded
 from cpu3d.data.region import Shape3, is_integer, require
 from cpu3d.data.sampling import ALL, PatchSampling, Share, patch_at
@@ -142,7 +143,8 @@ def _dataset(store: Store, chosen: Stream, sampling: PatchSampling) -> tf.data.D
     own = share.indices(chosen.start, max(stop, chosen.start))
     if not isinstance(reader, Reader):
         reader = open_reading(store, (chosen.split,), read_mode=reader, share=share)
-    load = _keeping_errors(loader(reader, records, sampling, chosen.augment, share))
+    mirrored = mirrored_axes(store.manifest.labels.values())
+    load = _keeping_errors(loader(reader, records, sampling, chosen.augment, share, mirrored))
     shapes = {"bits": (*size, channels), "label": size, "scale": (channels,), "shift": (channels,)}
 
     @tf.autograph.experimental.do_not_convert  # nothing in it branches on a tensor, and it is traced sooner

@@ -22,7 +22,7 @@ import shutil
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from cpu3d.data.labels import THRESHOLD, code_meanings, label_from_regions, pain
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Shape3
 from cpu3d.data.stores.case import facts_of, load_case
+from cpu3d.data.stores.names import CHANNEL_NAMES, channel_key
 from cpu3d.data.windows import OVERLAP, SIGMA_SHARE
 from cpu3d.errors import InputError, refuse
 from cpu3d.host.apply import set_up
@@ -166,6 +167,7 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
         "inputs": {"image": image, **({"mean": mean, "std": std} if config.is_patch else {})},
         "outputs": {"logits" if config.is_patch else "probabilities": answer},
         "channels": config.channels,
+        "channel_names": {name: _names_of(name, config) for name in config.channels},
         "regions": regions,
         "threshold": THRESHOLD,
         "label_names": {str(code): name for code, name in config.label_names.items()},
@@ -181,6 +183,16 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
         "trained_dtype": trained_dtype,
         "format": format_,
     }
+
+
+def _names_of(channel: str, config: RunConfig) -> List[str]:
+    """What a channel may be called in a dataset.json and at the end of a file's name, nnU-Net's
+    number included; in lower case, without blanks, - and _."""
+    key = channel_key(channel)
+    names = [name for name, known in CHANNEL_NAMES.items() if known == key] or [key]
+    if channel in config.store_channels:
+        names.append(f"{config.store_channels.index(channel):04d}")
+    return names
 
 
 def require_onnx() -> None:
@@ -204,7 +216,9 @@ def usage(about: Dict[str, Any]) -> str:
 `{about["file"]}` holds the network, `export.json` its inputs, outputs, size and label codes, its origin and how well it
 agrees with `predict`. Keep the files of this folder together.
 
-It takes {", ".join(about["channels"])}, each a 3D file in this order, or together a 4D file.
+It takes {", ".join(about["channels"])}, each a 3D file, or together a 4D file.
+Channels are found by the names in a dataset.json above imagesTr or imagesTs, or at the end of 3D
+files' names (`channel_names` in `export.json`); if no name tells, they must be in this order.
 `predict` rounds images whose voxels are not all whole numbers from -32768 to 32767 to float16 after
 normalisation; this network does not. Save the program below as `segment.py` beside `export.json`
 and run it (pip install nibabel scipy {package}):
@@ -272,8 +286,9 @@ def _case_to_try(options: Options, config: RunConfig, predictor: Any) -> Tuple[C
     has only those that the network takes."""
     if options.case:
         check_exist("--case", options.case)
-        cases, problems = find_cases(options.case, predictor)
+        cases, problems, notes = find_cases(options.case, predictor)
         refuse(problems)
+        say(*notes)
         if len(cases) != 1:
             raise InputError(f"--case must be one case, got {len(cases)}; the network is tried on one alone")
         files, channels = cases[0].files, cases[0].channels

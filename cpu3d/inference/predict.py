@@ -5,13 +5,16 @@
     ./run.sh predict --run runs/fold-1 runs/fold-2 runs/fold-3 --image data/BraTS-GLI-00001-000 --out predictions
     ./run.sh predict --run runs/flair --image a.nii.gz b.nii.gz --codes brats2023 --out predictions
 
-An image is a case folder, one 4D file, or one 3D file per channel. Several folders or 4D files are separate cases: a
-bad case is reported at the end, and the others are predicted. No label is needed or read. A run that was trained on
-some of its store's channels also takes images of these channels alone, such as one 3D FLAIR file.
+An image is a case folder, one 4D file, or one 3D file per channel; a folder may also hold several
+cases, as imagesTs does. Several folders or 4D files are separate cases: a bad case is reported at
+the end, and the others are predicted. No label is needed or read. A run that was trained on some of
+its store's channels also takes images of these channels alone, such as one 3D FLAIR file.
 
-Several 3D files are one case, one file per channel; a run of one channel takes each file as a case. Files named after
-their modality (x_flair, x_t1, ...) are sorted by it; without such names they must be in the order of the channels. A
-run of one channel ignores files of other modalities.
+Channels are found by name: those of a 4D file, and of nnU-Net's files (x_0000, x_0001, ...), in the
+dataset.json above their imagesTr or imagesTs, those of 3D files at the end of their names (x_flair,
+x_t1, ...). Other names are refused. Without a dataset.json 4D files and numbers have the order of
+the run's channels, and so have 3D files whose names do not tell; a note says so. A run of one
+channel takes each 3D file as a case and ignores files of other modalities.
 
 Labels are written in the codes of the image's own data set: of the BraTS release whose file names it has, or of the
 dataset.json above its imagesTr or imagesTs; else in those of the run's store. --codes chooses other codes.
@@ -61,8 +64,8 @@ class Options:
     """Options of `predict`."""
 
     image: Tuple[Path, ...] = option(
-        help="case folders, 4D files, or a 3D file per channel, named after its modality or in the channels' order; "
-        "for a run of one channel each 3D file is a case",
+        help="case folders, folders of cases, 4D files, or a 3D file per channel, named after it, "
+        "numbered as by nnU-Net, or in the channels' order; with one channel each is a case",
         metavar="PATH",
     )
     out: Path = option(help="folder for the predictions", metavar="DIR")
@@ -86,16 +89,13 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     writable_folder(options.out, "--out")
     predictors = trained_predictors(chosen.run, chosen.weights, inference)
     predictor, postprocessing = Ensemble(predictors), gentlest(decided)
-    cases, problems = find_cases(options.image, predictor, options.codes)
+    cases, problems, notes = find_cases(options.image, predictor, options.codes, options.out)
     twice = [case_id for case_id, times in Counter(case.files.case_id for case in cases).items() if times > 1]
     wrong = [f"case ids must differ, got {case_id} twice; predict them into separate folders" for case_id in twice]
     if options.out.resolve() in (path.resolve() for path in options.image):
         wrong.insert(0, f"--out must not be a folder that is predicted on, got {options.out}; choose another")
     refuse(wrong)
-    read = {path for case in cases for path in case.files.images}
-    unread = [path for path in options.image if path.is_file() and path not in read]
-    lines = [*(f"not read: {path}" for path in unread), f"post-processing: {postprocessing.words}"]
-    say(*lines, *_mapping(cases), stderr=False)
+    say(*notes, f"post-processing: {postprocessing.words}", *_mapping(cases), stderr=False)
     about = {**origin(chosen.run, configs, predictors), "weights": chosen.weights}
     done, kind = [], InputError
     with bar("predict", total=len(cases)) as advance:

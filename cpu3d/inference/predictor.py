@@ -8,6 +8,7 @@ from typing import Callable, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 import tensorflow as tf
 
+from cpu3d.data.labels import mirrored_axes
 from cpu3d.data.normalise import normalise
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Region, Shape3, paste, round_up
@@ -56,7 +57,11 @@ class Predictor:
         logits_of = lambda image: self._logits(image, resizing)  # noqa: E731
         with fits_memory(f"the prediction of case {record.case_id}", ADVICE):
             part = tf.cast(normalise(image, record, region)[None, ..., picked], self.config.unet.dtype)
-            logits = over_mirror_images(logits_of, part) if self.inference.flips else logits_of(part)
+            if self.inference.flips:
+                axes = mirrored_axes(self.config.label_names.values())
+                logits = over_mirror_images(logits_of, part, axes)
+            else:
+                logits = logits_of(part)
             answers = paste(tf.sigmoid(logits).numpy(), region, record.shape)
         if not np.isfinite(answers).all():
             rule = f"probabilities for case {record.case_id} must be finite, got NaN or infinity"
@@ -103,11 +108,16 @@ class Predictor:
         return tf.function(lambda x: tf.cast(finest(model(x, training=False)), tf.float32), [taken], autograph=False)
 
 
-def over_mirror_images(logits_of: Callable, image) -> np.ndarray:
-    """Mean of the logits (X, Y, Z, R) of `image` (1, X, Y, Z, C) and its seven mirror images, each mirrored back."""
-    images = [axes for count in range(4) for axes in itertools.combinations(range(3), count)]
-    mirrored = (tf.reverse(image, np.array(axes, np.int32) + 1) for axes in images)
-    return sum(np.flip(logits_of(mirror), axes) / np.float32(len(images)) for mirror, axes in zip(mirrored, images))
+def over_mirror_images(logits_of: Callable, image, axes: Sequence[int] = (0, 1, 2)) -> np.ndarray:
+    """Mean of the logits (X, Y, Z, R) of `image` (1, X, Y, Z, C) and of its mirror images along
+    some `axes` of X, Y, Z, seven along all three, each mirrored back."""
+    counts = range(len(axes) + 1)
+    images = [some for count in counts for some in itertools.combinations(axes, count)]
+    total = 0
+    for some in images:
+        mirror = tf.reverse(image, np.array(some, np.int32) + 1)
+        total = total + np.flip(logits_of(mirror), some) / np.float32(len(images))
+    return total
 
 
 def load_predictor(run: Path, weights: str = "best", inference: Inference = AS_TRAINED) -> Predictor:

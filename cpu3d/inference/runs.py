@@ -27,6 +27,7 @@ GROUP = "inference (default: as the run was trained)"
 _RUN = "run folder written by train; several, such as all folds, predict by their mean probabilities"
 _WINDOW = "slide a window of this size in voxels, also for a run on whole volumes"
 _OVERLAP = "minimum overlap of neighbouring windows, as a share of the window; ignored in one pass"
+_FLIPS = "average the logits over eight mirror images, four if labels are left and right; slower"
 _DEVICE = "auto, cpu, or gpu:0 (default: auto, a GPU if the host has one and every run slides a window)"
 
 
@@ -48,7 +49,7 @@ class Inference:
     window: Optional[Shape3] = option(None, _WINDOW, metavar=("X", "Y", "Z"), at_least=1, group=GROUP, one_of="size")
     one_pass: bool = option(False, "predict whole volumes, also with a run on patches", group=GROUP, one_of="size")
     overlap: float = option(OVERLAP, _OVERLAP, metavar="S", at_least=0, below=1, group=GROUP)
-    flips: bool = option(False, "average the logits over eight mirror images; takes eight times as long", group=GROUP)
+    flips: bool = option(False, _FLIPS, group=GROUP)
     device: str = option(AUTO, _DEVICE, metavar="D", group=GROUP)
 
     def __post_init__(self):

@@ -4,6 +4,7 @@
 import itertools
 import json
 import pathlib
+import re
 import sys
 
 import nibabel
@@ -79,6 +80,53 @@ def painted(probabilities, about):
     return label
 
 
+def listed_channels(path):
+    """The channels that a dataset.json above an image's imagesTs, or beside it, names."""
+    folder = pathlib.Path(path).absolute().parent
+    above = [folder.parent] if folder.name.lower().startswith("images") else []
+    for place in (*above, folder):
+        if (place / "dataset.json").is_file():
+            content = json.loads((place / "dataset.json").read_text(encoding="utf-8-sig"))
+            names = content.get("channel_names") or content.get("modality") or {}
+            return [names[number] for number in sorted(names, key=int)]
+    return []
+
+
+def channel_of(name, about):
+    """The network's channel that a name means, whatever its case, blanks, - and _; else None."""
+    plain = re.sub(r"[\s_-]+", "", name.lower())
+    for channel, names in about["channel_names"].items():
+        if plain in names:
+            return channel
+    return None
+
+
+def channel_of_file(path, about):
+    """The network's channel that a 3D file's name ends in, or its number as in _0002; else None."""
+    stem = re.sub(r"\.nii(\.gz)?$", "", pathlib.Path(path).name, flags=re.IGNORECASE)
+    listed, number = listed_channels(path), re.search(r"_(\d{4})$", stem)
+    if listed and number:
+        return channel_of(listed[int(number[1])], about) if int(number[1]) < len(listed) else None
+    starts = [0, *(mark.end() for mark in re.finditer(r"[\s_.-]", stem))]
+    return next(filter(None, (channel_of(stem[start:], about) for start in starts)), None)
+
+
+def in_order(image, paths, about):
+    """The network's channels of `image` (X, Y, Z, C): by name, or as given if no name tells."""
+    wanted, listed = about["channels"], listed_channels(paths[0])
+    if len(paths) == 1 and (image.shape[3] > 1 or len(listed) == 1):
+        names = [channel_of(name, about) for name in listed]
+    else:
+        names, listed = [channel_of_file(path, about) for path in paths], []
+    if not any(names) and not listed:
+        names = wanted
+    if len(names) != image.shape[3] or any(names.count(name) != 1 for name in wanted):
+        got = ", ".join(listed or [pathlib.Path(path).name for path in paths])
+        rule = f"the image must have each of {', '.join(wanted)} once, by name or in this order"
+        sys.exit(f"{rule}, got {got}")
+    return image[..., [names.index(name) for name in wanted]]
+
+
 def processed(probabilities, about, voxel_mm3):
     """The label as `predict` writes it: with the post-processing of export.json. Voxels measure
     `voxel_mm3`."""
@@ -107,11 +155,11 @@ def voxel_mm3_of(file):
 
 
 def main(folder, *paths):
-    """Segment the images `paths[:-1]`, the channels in order, and write the label `paths[-1]`."""
-    about = json.loads((folder / "export.json").read_text())
+    """Segment the images `paths[:-1]` and write the label `paths[-1]`."""
+    about = json.loads((folder / "export.json").read_text(encoding="utf-8-sig"))
     files = [nibabel.as_closest_canonical(nibabel.load(path)) for path in paths[:-1]]  # axes R A S
     image = np.concatenate([file.get_fdata(dtype=np.float32).reshape(*file.shape[:3], -1) for file in files], -1)
-    image = np.nan_to_num(image, posinf=0, neginf=0)
+    image = in_order(np.nan_to_num(image, posinf=0, neginf=0), paths[:-1], about)
     probabilities = probabilities_of(load_network(folder, about), about, image)
     label = processed(probabilities, about, voxel_mm3_of(files[0]))
     written = nibabel.Nifti1Image(label, files[0].affine)

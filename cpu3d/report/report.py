@@ -218,7 +218,7 @@ def _inference(scores: Mapping[str, Any]) -> str:
         way = "in one pass"
         if how["window"]:
             way = f"window of {by(how['window'], ' x ')}, {100 * how['overlap']:g} % overlap"
-        ways[way + ", mean of 8 mirror images" * how["flips"]] = None  # each once
+        ways[way + ", mean of mirror images" * how["flips"]] = None  # each once
     if len(runs) > 1:
         crossed = all("held_out" in run for run in runs)
         ways["each case by the fold that held it out" if crossed else f"mean of {len(runs)} runs"] = None

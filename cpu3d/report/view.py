@@ -21,9 +21,9 @@ import numpy as np
 
 from cpu3d.data.nifti import is_placed, read_volume, to_ras
 from cpu3d.data.stores.case import grid_problems
+from cpu3d.data.stores.dataset_json import describing
 from cpu3d.data.stores.layouts import (
     FOLDER_LAYOUTS,
-    MODALITY_SUFFIX,
     CaseFiles,
     channels_of,
     label_codes_of,
@@ -31,9 +31,9 @@ from cpu3d.data.stores.layouts import (
     modality_of,
     name_of,
     regions_of,
-    stem_of,
     volumes_in,
 )
+from cpu3d.data.stores.names import FileName, channel_key, read_name, stem_of
 from cpu3d.errors import InputError, refuse
 from cpu3d.pages.page import page_file
 from cpu3d.pages.viewer import ViewedCase, write_case_page
@@ -121,20 +121,39 @@ def viewed_files(paths: Sequence[Path]) -> Tuple[CaseFiles, Tuple[str, ...]]:
     if len(paths) > 1 and any(path.is_dir() for path in paths):
         raise InputError(f"--image must be one case, got {listed(paths)}; give one folder or its files")
     images, labels = _images_and_labels(paths)
-    names = [modality_of(path) or stem_of(path) for path in images]
+    file_names = [read_name(path) for path in images]
+    names = [_channel_of(path, name) for path, name in zip(images, file_names)]
     twice = {name: count for name, count in Counter(names).items() if count > 1}
     refuse(f"--image must name one file of {name}, got {n}; give the files of one case" for name, n in twice.items())
     if len(labels) > 1:
         raise InputError(f"--image must have one segmentation, got {len(labels)}; give the files of one case")
-    named = MODALITY_SUFFIX.sub("", images[0].name) if all(map(modality_of, images)) else stem_of(images[0])
+    stems = {name.case for name in file_names}
+    is_of_channel = all(name.channel for name in file_names) or len(stems) < len(images)
+    named = file_names[0].case if is_of_channel else stem_of(images[0])
     case_id = name_of(first) if first.is_dir() else named
     order = list(FOLDER_LAYOUTS["brats2017"].suffixes.values())
-    pairs = sorted(zip(names, images), key=lambda pair: order.index(pair[0]) if pair[0] in order else len(order))
-    case = CaseFiles(case_id or first.name, case_id, tuple(path for _, path in pairs), labels[0] if labels else None)
-    return case, tuple(name for name, _ in pairs)
+
+    def place(part: Tuple[str, FileName, Path]) -> Tuple[int, int]:
+        key, number = channel_key(part[0]), part[1].number
+        return (order.index(key), 0) if key in order else (len(order), number or 0)
+
+    parts = sorted(zip(names, file_names, images), key=place)
+    files = tuple(path for *_, path in parts)
+    case = CaseFiles(case_id or first.name, case_id, files, labels[0] if labels else None)
+    return case, tuple(name for name, *_ in parts)
 
 
 # --- Private helpers ---
+
+
+def _channel_of(path: Path, name: FileName) -> str:
+    """The name of a 3D file's channel: by its end, or its number and data set; else the file's."""
+    if name.channel:
+        return name.channel
+    about = describing(path) if name.number is not None else None
+    if about and len(about.channels) > max(name.number, 1):
+        return about.channels[name.number]
+    return stem_of(path)
 
 
 def _images_and_labels(paths: Sequence[Path]) -> Tuple[List[Path], List[Path]]:

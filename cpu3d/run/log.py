@@ -4,6 +4,7 @@ What an event of each kind holds is declared here once. A line that holds anythi
 that every event that is read holds these types.
 """
 
+import codecs
 import collections
 import contextlib
 import json
@@ -196,6 +197,7 @@ _OTHER = msgspec.json.Decoder(_struct("event", _COMMON))
 
 def _event(line: bytes) -> Dict[str, Any]:
     """The event of a line, undeclared fields included. Raises MsgspecError, ValueError and RecursionError."""
+    line = line.removeprefix(codecs.BOM_UTF8)  # as an editor on Windows puts before the first one
     event = msgspec.json.decode(line)
     _DECODERS.get(_OTHER.decode(line).event, _OTHER).decode(line)
     return event

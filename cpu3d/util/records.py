@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Hashable, Iterable, List, Optional, Sequence, Sized, TypeVar, Union
 
 from cpu3d.errors import InputError
-from memory_estimator.common.files import parse_json, reason
+from memory_estimator.common.files import parse_json, read_text, reason
 from memory_estimator.installed import versions_of
 
 T = TypeVar("T")
@@ -37,7 +37,12 @@ def read_records(path: Path, kind: str, use: Callable[[Dict[str, Any]], Optional
     path, results = Path(path), []
     if not path.is_file():
         raise InputError(f"record file {path} must exist, found none; make it with `bench` and --record {path}")
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = read_text(path).splitlines()
+    except ValueError as error:
+        rule = f"record file {path} must be text in UTF-8"
+        raise InputError(f"{rule}, got {error}; restore it") from None
+    for number, line in enumerate(lines, 1):
         try:
             record = parse_json(line)
             if record["schema"] != SCHEMA:

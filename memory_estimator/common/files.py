@@ -14,6 +14,8 @@ import msgspec
 AnyPath = Union[str, Path]
 T = TypeVar("T")
 
+WIDE_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")  # of UTF-16 and 32, in either order
+
 
 class NotRegularError(OSError, ValueError):
     """A FIFO, device, socket or folder in place of a file: opening one may wait without end, or do something."""
@@ -35,6 +37,25 @@ def read_regular(path: AnyPath) -> bytes:
     """The content of a regular file. Raises as `open_regular`."""
     with os.fdopen(open_regular(path), "rb") as file:
         return file.read()
+
+
+def read_text(path: AnyPath) -> str:
+    """The text of a regular file. Raises ValueError as `decoded`, and as `open_regular`."""
+    return decoded(read_regular(path))
+
+
+def decoded(content: bytes) -> str:
+    """Text in UTF-8, without the byte order mark that editors on Windows put before it.
+
+    Raises ValueError for other text; UTF-16 and UTF-32, which have marks or zeros, are named.
+    """
+    has_zeros = 0 < content[:4].count(0) < 4
+    if content.startswith(WIDE_MARKS) or has_zeros:
+        raise ValueError("text in UTF-16 or UTF-32, which must be saved as UTF-8")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(str(error)) from None  # its repr holds all of the text
 
 
 def read_json(path: AnyPath) -> Any:
@@ -61,15 +82,15 @@ def read_record(path: AnyPath, schema: int, make: Callable[[Any], T], todo: str,
 
 
 def parse_json(text: Union[str, bytes]) -> Any:
-    """The content of JSON in UTF-8. Raises ValueError if the text is not JSON, nested too deep or not Unicode."""
+    """The content of JSON, of bytes as `decoded`. Raises ValueError if the text is not JSON, nested
+    too deep or not Unicode."""
+    if isinstance(text, bytes):
+        text = decoded(text)
     try:
-        text = text if isinstance(text, str) else text.decode()
         content = json.loads(text)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(content, ensure_ascii=False).encode()  # fails for half a surrogate pair, which no file can hold
         return content
-    except UnicodeDecodeError as error:
-        raise ValueError(str(error)) from None  # its repr holds all of the text
     except RecursionError:
         raise ValueError("brackets that are nested too deep") from None
 

@@ -61,6 +61,15 @@ def test_a_plan_is_saved_with_all_that_was_decided(phantom_store, tmp_path):
         assert word in text
 
 
+def test_labels_that_pair_left_and_right_are_named_once(phantom_store, tmp_path):
+    names = dict(enumerate(("background", "Kidney_L", "Kidney_R", "liver")))
+    manifest = dataclasses.replace(phantom_store.manifest, labels=names)
+    store = Store(phantom_store.folder, manifest)
+    for flip, times in ((True, 1), (False, 0)):
+        lines = planned(store, tmp_path, flip=flip).describe(HOST)
+        assert sum("Kidney_L and Kidney_R" in line for line in lines) == times
+
+
 def test_the_others_take_the_chief_s_plan_on_their_own_store_and_engine(phantom_store, tmp_path):
     plan = planned(phantom_store, tmp_path, workers=2, batch=2)
     content = json.loads(json.dumps({**plan.to_json(), "engine_name": "an engine"}))

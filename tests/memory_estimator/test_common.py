@@ -10,7 +10,14 @@ from typing import Dict, Optional, Tuple
 import pytest
 
 from memory_estimator.__main__ import main
-from memory_estimator.common.files import NotRegularError, read_regular, typed
+from memory_estimator.common.files import (
+    NotRegularError,
+    read_json,
+    read_record,
+    read_regular,
+    read_text,
+    typed,
+)
 from memory_estimator.common.schema import add_options, from_args, given_options, option, to_command_line
 from memory_estimator.common.table import PALETTE, Bold, Table, new_figure, plain, png
 from memory_estimator.common.units import format_bytes, format_seconds, parse_bytes
@@ -43,6 +50,21 @@ def test_what_the_estimator_is_given_in_place_of_a_file_is_bad_input(tmp_path, m
     (tmp_path / "plan.json").write_text("[" * 100_000)
     assert main(list(options)) == 2
     assert "plan.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_json_is_read_with_and_without_a_byte_order_mark(tmp_path, encoding):
+    (tmp_path / "a.json").write_bytes('{"schema": 1,\r\n"name": "№"}\r\n'.encode(encoding))
+    assert read_json(tmp_path / "a.json") == {"schema": 1, "name": "№"}
+    assert read_record(tmp_path / "a.json", 1, dict, "restore it") == {"name": "№"}
+    assert read_text(tmp_path / "a.json").startswith("{")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
+def test_wide_text_is_refused_by_its_name(tmp_path, encoding):
+    (tmp_path / "a.json").write_bytes('{"schema": 1}'.encode(encoding))
+    with pytest.raises(ValueError, match=r"UTF-16 or UTF-32.* UTF-8"):
+        read_json(tmp_path / "a.json")
 
 
 @dataclass

@@ -55,15 +55,30 @@ def labelled(store: Store, split: str) -> Sequence[CaseRecord]:
 
 
 def loader(
-    reader: Reader, records: Sequence[CaseRecord], sampling: PatchSampling, augment: AugmentConfig, share: Share
+    reader: Reader,
+    records: Sequence[CaseRecord],
+    sampling: PatchSampling,
+    augment: AugmentConfig,
+    share: Share,
+    mirrored: Sequence[int],
 ) -> Callable[[int], Tuple[np.ndarray, ...]]:
-    """Index of a sample of `share` -> the arrays of `BOX`, in that order. Threads may call it, in any order."""
+    """Index of a sample of `share` -> the arrays of `BOX`, in that order.
+
+    Threads may call it, in any order. `mirrored` are the axes along which samples may be mirrored.
+    """
 
     def load(sample: int) -> Tuple[np.ndarray, ...]:
         position = share.position(int(sample))
         _, _, index, region = patch_at(position, sampling, records)
         record = records[index]
-        drawn = draw(augment, *normalisation(record), record.spacing_mm, seed=sampling.seed, position=position)
+        drawn = draw(
+            augment,
+            *normalisation(record),
+            record.spacing_mm,
+            seed=sampling.seed,
+            position=position,
+            mirrored=mirrored,
+        )
         inside = region.overlap(record.box) or Region(region.start, (1, 1, 1))
         bits, label, at = _arrays(reader, record, inside)
         box = {

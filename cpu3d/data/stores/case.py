@@ -11,6 +11,8 @@ from cpu3d.data.files.arrays import file_sha256, voxels_sha256
 from cpu3d.data.records import CaseRecord, Geometry, SourceFile
 from cpu3d.data.region import Shape3, bounding_box, whole
 from cpu3d.data.stores.layouts import CaseFiles
+from cpu3d.data.stores.names import places_of
+from cpu3d.data.stores.unsupported import ct_problem, looks_like_ct
 from cpu3d.errors import InputError, refuse
 
 AFFINE_TOLERANCE = 1e-3  # largest difference, in mm, between the affines of files that share a grid
@@ -101,7 +103,7 @@ def _read(
             if zero_nan and not np.isfinite(array).all():
                 zeroed_voxels += int(np.count_nonzero(~np.isfinite(array)))
                 array = np.where(np.isfinite(array), array, 0)
-            volumes += _channels(path, array, names[number])
+            volumes += _channels(path, array, names[number], files.names)
         except InputError as error:
             problems += error.problems
     refuse(problems)
@@ -184,16 +186,26 @@ def grid_problems(path: Path, grid: Geometry, first: Path, expected: Geometry) -
     return [f"{path} must have the grid of {first.name}: {difference}; resample it, correct its header or leave it out"]
 
 
-def _channels(path: Path, array: np.ndarray, names: Sequence[str]) -> List[np.ndarray]:
-    """The channels of a file, int16 if that is exact. Raises InputError for channels without contrast, for NaN and
-    infinity, and for another number of channels."""
+def _channels(
+    path: Path,
+    array: np.ndarray,
+    names: Sequence[str],
+    present: Sequence[str],
+) -> List[np.ndarray]:
+    """The channels `names` of a file, whose own are `present` if that is known, in int16 if exact.
+
+    Raises InputError for channels without contrast, for CT, for NaN and infinity, and for another
+    number of channels.
+    """
     array = array if array.ndim == 4 else array[..., None]
-    if array.shape[3] != len(names):
+    count = len(present or names)
+    places = places_of(names, present, str(path)) if present else range(count)
+    if array.shape[3] != count:
         advice = "give one 4D file or one 3D file for each channel"
-        raise InputError(f"{path} must hold {len(names)} channel(s), got {array.shape[3]}; {advice}")
+        raise InputError(f"{path} must hold {count} channel(s), got {array.shape[3]}; {advice}")
     volumes, problems = [], []
-    for index, name in enumerate(names):
-        volume, rule = array[..., index], f"channel {name} of {path} must"
+    for place, name in zip(places, names):
+        volume, rule = array[..., place], f"channel {name} of {path} must"
         advice = "fetch it again or leave the case out"
         bad, inside = volume.size - int(np.count_nonzero(np.isfinite(volume))), volume[volume != 0]
         if bad:
@@ -201,6 +213,8 @@ def _channels(path: Path, array: np.ndarray, names: Sequence[str]) -> List[np.nd
             problems.append(f"{rule} be finite, got {bad} NaN or infinite voxels; {advice}")
         elif inside.size == 0:
             problems.append(f"{rule} not be empty, got zeros only; {advice}")
+        elif looks_like_ct(volume):
+            problems.append(ct_problem(f"channel {name} of {path}"))
         elif inside.min() == inside.max():
             problems.append(f"{rule} vary over its non-zero voxels, got {inside[0]:g} everywhere; {advice}")
         else:

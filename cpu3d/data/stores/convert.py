@@ -27,6 +27,7 @@ from cpu3d.data.records import (
 from cpu3d.data.region import crop, whole
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import CaseFiles, Dataset, Problems
+from cpu3d.data.stores.unsupported import refuse_hounsfield
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import atomic_write, remove_partials, write_json
 from cpu3d.util.child import KILLED, run_jobs
@@ -188,6 +189,7 @@ def convert_all(
     """
     if not jobs:
         return case_list(()), {}
+    refuse_hounsfield([job.files for job in jobs if job.before is None])
     problems: Problems = {}
     bare = replace(dataset, cases=(), problems={}, patient_rules={})
     results = run_jobs(functools.partial(convert, bare, store_dir, settings), jobs, workers)

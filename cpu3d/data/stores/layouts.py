@@ -12,13 +12,13 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Container, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Container, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
-import msgspec
-
+from cpu3d.data.nifti import channel_count
+from cpu3d.data.stores.dataset_json import LABELS_RULE, NAME, describe, describing, entries_of
+from cpu3d.data.stores.names import is_volume, places_of, read_name, stem_of
 from cpu3d.data.stores.splits import TABLE, read_patients
 from cpu3d.errors import InputError, refuse
-from memory_estimator.common.files import read_regular
 
 UNKNOWN = "not known from the name: each case counts as a patient of its own"
 
@@ -62,16 +62,6 @@ PATIENT_NAMES = {
     "BraTS 2020 and 2021, one case a patient": r"(BraTS(?:20_[a-z]+|2021)_\d+)",
     "TCGA-<site>-<patient>": r"(TCGA-\w\w-\w{4})(?![a-z0-9])",
 }
-# Name of a channel in files and data sets, in lower case -> its name in stores, or "seg".
-CHANNEL_NAMES = {
-    **{suffix: channel for layout in FOLDER_LAYOUTS.values() for suffix, channel in layout.suffixes.items()},
-    "t1w": "T1w",
-    "t1gd": "T1gd",
-}
-MODALITY_SUFFIX = re.compile(
-    rf"(?:^|[_-])({'|'.join(sorted(CHANNEL_NAMES, key=len, reverse=True))})\.nii(\.gz)?$", re.IGNORECASE
-)
-
 Problems = Dict[str, List[str]]  # case that cannot be used -> the reasons why
 
 
@@ -84,6 +74,8 @@ class CaseFiles:
     images: Tuple[Path, ...]
     """One 4D file with the channels last, or one 3D file per channel in the order of the channels."""
     label: Optional[Path]
+    names: Tuple[str, ...] = ()
+    """The channels that a 4D file holds, in its order, if they are not the ones that are wanted."""
 
     @property
     def paths(self) -> Tuple[Path, ...]:
@@ -104,6 +96,19 @@ class Dataset:
     problems: Problems  # of the cases with a file missing or double, which are not in `cases`
     patient_rules: Dict[str, str]  # case id -> the rule that tells its patient, from `patient_of`, or TABLE
 
+    def with_channels(self, wanted: Sequence[str]) -> "Dataset":
+        """The same cases with these channels, by name. Raises InputError if one is missing."""
+        places = places_of(wanted, self.channels, f"data set {self.folder}")
+        if places == tuple(range(len(self.channels))):
+            return replace(self, channels=tuple(wanted))
+
+        def picked(case: CaseFiles) -> CaseFiles:
+            if len(case.images) == 1:
+                return replace(case, names=self.channels)
+            return replace(case, images=tuple(case.images[place] for place in places))
+
+        return replace(self, channels=tuple(wanted), cases=tuple(map(picked, self.cases)))
+
 
 def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> Dataset:
     """Recognise the layout of `folder` and list its cases. A single BraTS case folder is a data set of one.
@@ -115,7 +120,7 @@ def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> D
     if not folder.is_dir():
         got = "a file" if folder.exists() else "none"
         raise InputError(f"data set {folder} must be a folder, found {got}; check the path")
-    read = read_decathlon if (folder / "dataset.json").is_file() else _read_folders
+    read = read_decathlon if (folder / NAME).is_file() else _read_folders
     name, layout, channels, labels, cases, problems = read(folder)
     times = Counter(case.case_id for case in cases)
     rule = f"in {folder} must be used once"
@@ -159,21 +164,25 @@ def regions_of(labels: Dict[int, str]) -> Dict[str, Tuple[int, ...]]:
 
 
 def channels_of(image: Path, count: int) -> List[str]:
-    """The channels of a 4D file: as the dataset.json above it names them, else by number."""
-    dataset = _decathlon_above(image)
-    return list(dataset[2]) if dataset and len(dataset[2]) == count else [f"channel {n + 1}" for n in range(count)]
+    """The channels of a 4D file: as the dataset.json of its data set names them, else by number."""
+    about = describing(image)
+    if about and len(about.channels) == count:
+        return list(about.channels)
+    return [f"channel {n + 1}" for n in range(count)]
 
 
 def label_codes_of(files: CaseFiles) -> Optional[Tuple[str, Dict[int, str]]]:
-    """(source, code -> name) of the label codes that belong to a case's images: those of the dataset.json above
-    imagesTr/ or imagesTs/, else of the release that the files' names follow; None for others, and for BraTS-PED, which
-    has the names of BraTS 2023 and other codes."""
-    folder = files.images[0].absolute().parent
-    dataset = _decathlon_above(files.images[0])
-    if dataset:
-        return str(folder.parent / "dataset.json"), dataset[3]
+    """(source, code -> name) of the label codes that belong to a case's images: those of their data
+    set's dataset.json, else of the release that the files' names follow.
+
+    None for others, and for BraTS-PED, which has the names of BraTS 2023 and other codes. Raises
+    InputError as `describing`.
+    """
+    about = describing(files.images[0])
+    if about and about.labels:
+        return str(about.path), about.labels
     try:
-        refuse_other_codes(folder, [files.case_id])
+        refuse_other_codes(files.images[0].absolute().parent, [files.case_id])
     except InputError:
         return None
     named = [layout for layout in FOLDER_LAYOUTS if all(modality_of(path, layout) for path in files.images)]
@@ -229,54 +238,62 @@ def refuse_other_codes(folder: Path, ids: Sequence[str]) -> None:
     refuse([*problems, advice] if problems else ())
 
 
-class _Entry(msgspec.Struct):
-    image: str
-    label: Optional[str] = None
-
-
-class _DatasetJson(msgspec.Struct):
-    modality: Annotated[Dict[int, str], msgspec.Meta(min_length=1)]
-    labels: Dict[int, str]
-    training: Annotated[List[_Entry], msgspec.Meta(min_length=1)]
-    name: Optional[str] = None
-
-
 def read_decathlon(folder: Path):
-    path = folder / "dataset.json"
-    try:
-        content = msgspec.json.decode(read_regular(path), type=_DatasetJson)
-    except OSError as error:
-        raise InputError(f"{path} must be readable, got {error.strerror}; check the file") from None
-    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
-        rule = f'{path} must be JSON with "modality", "labels" and "training" with image and label'
-        raise InputError(f"{rule}, got {error}; correct it") from None
-    channels, labels, problems = content.modality, {0: "background", **dict(sorted(content.labels.items()))}, []
-    if sorted(channels) != list(range(len(channels))):
-        rule = f"channels of {path} must be numbered 0, 1, ... without gaps"
-        problems.append(f"{rule}, got {sorted(channels)}; correct it")
-    if len(set(labels.values())) < len(labels) or min(labels) < 0 or max(labels) > 255 or len(labels) < 2:
-        rule = f"labels of {path} must be distinct names of codes 0..255, at least one besides the background"
-        problems.append(f"{rule}, got {content.labels}; correct it")
+    path = folder / NAME
+    about = describe(path)
+    if about.is_nnunet2:
+        raise InputError(_not_decathlon(folder, "nnU-Net 2's raw data, with channel_names"))
+    entries, problems = entries_of(path), []
+    if not about.labels:
+        problems.append(f"labels of {path} {LABELS_RULE}, got none; add them")
     # A downloaded list must not reach beyond its folder; a link may, as it is the owner's.
-    named = [PurePosixPath(name) for entry in content.training for name in (entry.image, entry.label) if name]
+    files = [name for entry in entries for name in (entry.image, entry.label) if name]
+    named = [PurePosixPath(name) for name in files]
     outside = [str(name) for name in named if name.is_absolute() or ".." in name.parts]
     problems += [f"paths in {path} must stay inside its folder, got {name!r}; make it relative" for name in outside]
     refuse(problems)
+    images = [folder / entry.image for entry in entries]
+    first = _first_of_nnunet(images, len(about.channels))
+    if first:
+        got = f"nnU-Net's files for each channel, such as {first.name}"
+        raise InputError(_not_decathlon(folder, got))
     cases, bad = [], defaultdict(list)
-    for entry in content.training:
-        case_id, files = stem_of(Path(entry.image)), (entry.image, entry.label)
-        cases.append(CaseFiles(case_id, case_id, (folder / entry.image,), folder / (entry.label or "")))
+    for entry, image in zip(entries, images):
+        case_id, files = stem_of(image), (entry.image, entry.label)
+        cases.append(CaseFiles(case_id, case_id, (image,), folder / (entry.label or "")))
         for part, name in zip(("image", "label"), files):
             if name is None or not (folder / name).is_file():
                 rule = f"{part} of case {case_id} in {path} must be a file, got {name or 'none'}"
                 bad[case_id].append(f"{rule}; fetch it again, or leave the case out")
-    ordered = tuple(name for _, name in sorted(channels.items()))
-    return content.name or name_of(folder), "decathlon", ordered, labels, cases, bad
+    return about.name or name_of(folder), "decathlon", about.channels, about.labels, cases, bad
+
+
+def _not_decathlon(folder: Path, got: str) -> str:
+    """The problem of a data set whose layout is recognised and cannot be prepared."""
+    rule = f"data set {folder} must be in the Decathlon layout, one image file for each case"
+    todo = "join each case's files _0000, _0001, ... in a 4D file, and list these under training"
+    return f"{rule}, got {got}, which is not supported yet; {todo}"
+
+
+def _first_of_nnunet(images: Sequence[Path], channels: int) -> Optional[Path]:
+    """A file of a first channel, if nnU-Net's files lie in the place of an image; else None."""
+    for image in images:
+        stem = stem_of(image)
+        first = image.with_name(f"{stem}_0000{image.name[len(stem) :]}")
+        if not image.is_file() and first.is_file():
+            return first
+    image = images[0]
+    if channels == 1 or read_name(image).number is None:
+        return None
+    try:
+        return image if channel_count(image) == 1 else None
+    except InputError:
+        return None  # its problem is named when it is loaded
 
 
 def volumes_in(folder: Path) -> List[Path]:
     """NIfTI files in `folder`, without the "._" companions that macOS leaves in archives."""
-    named = (path for path in sorted(folder.iterdir()) if path.name.endswith((".nii", ".nii.gz")))
+    named = (path for path in sorted(folder.iterdir()) if is_volume(path))
     return [path for path in named if not path.name.startswith(".") and path.is_file()]
 
 
@@ -284,16 +301,13 @@ def name_of(folder: Path) -> str:
     return folder.resolve().name
 
 
-def stem_of(path: Path) -> str:
-    return re.sub(r"\.nii(\.gz)?$", "", path.name)
-
-
 def modality_of(path: Path, layout: Optional[str] = None) -> Optional[str]:
     """The channel, or "seg", that a file's name ends in, as `layout` names files or in any way; else None."""
-    match, names = MODALITY_SUFFIX.search(path.name), FOLDER_LAYOUTS.get(layout)
-    if not match or (names and match[0][0] != names.separator):
-        return None
-    return (names.suffixes if names else CHANNEL_NAMES).get(match[1].lower())
+    if layout is None:
+        return read_name(path).channel
+    names = FOLDER_LAYOUTS[layout]
+    _, separator, suffix = stem_of(path).rpartition(names.separator)
+    return names.suffixes.get(suffix.lower()) if separator else None
 
 
 def one_each(
@@ -310,14 +324,3 @@ def one_each(
             got = ", ".join(path.name for path in own) or "none"
             problems.append(f"{rule}, got {got}; repair the case or leave it out")
     return files, problems
-
-
-def _decathlon_above(image: Path):
-    """The result of `read_decathlon` for the data set of an image; None if there is none, or a bad one."""
-    folder = image.absolute().parent
-    if folder.name not in ("imagesTr", "imagesTs") or not (folder.parent / "dataset.json").is_file():
-        return None
-    try:
-        return read_decathlon(folder.parent)
-    except InputError:
-        return None

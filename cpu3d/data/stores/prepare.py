@@ -31,13 +31,14 @@ from cpu3d.data.stores.convert import (
 from cpu3d.data.stores.layouts import UNKNOWN, Dataset, Problems, labels_in_use, read_dataset, regions_of
 from cpu3d.data.stores.repair import fitting, open_mended, repair
 from cpu3d.data.stores.splits import describe_patients, split_cases
+from cpu3d.data.stores.unsupported import refuse_unsupported
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import atomic_write, is_untouched, remove_partials, writable_folder, write_json
 from cpu3d.util.child import worker_count
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import say
 from cpu3d.util.records import count, versions
-from memory_estimator.common.files import read_json, read_record, typed
+from memory_estimator.common.files import read_json, read_record, read_text, typed
 from memory_estimator.common.schema import option
 from memory_estimator.common.units import by, format_bytes
 
@@ -96,6 +97,7 @@ def prepare(
     """
     workers, store_dir = worker_count(workers), Path(store_dir)
     dataset = read_dataset(dataset_dir, patients)
+    refuse_unsupported(dataset)
     _announce(dataset)
     finished = (store_dir / "manifest.json").exists()
     if not finished:  # fail early
@@ -105,8 +107,9 @@ def prepare(
         raise InputError(f"store {store_dir} must be another folder than the data set, got the same; choose one")
     content = identity(dataset, settings)
     claim = dict(content)
-    if finished and has_grown(store_dir):  # from data sets of other names, perhaps
-        del claim["name"], claim["layout"]
+    if finished and has_grown(store_dir):  # from data sets of other names and orders, perhaps
+        for name in ("name", "layout", "channels"):
+            del claim[name]
     if finished and not (store_dir / "source.json").exists():
         _restore_source(store_dir, content, dataset)
     with claimed(store_dir, "store", "source.json", claim):
@@ -374,8 +377,9 @@ def read_quarantine(store_dir: Path) -> Problems:
     """The cases that were left out of the store, with the reasons. Raises InputError if the list is damaged."""
     path = store_dir / "quarantine.jsonl"
     try:
-        bad = msgspec.json.Decoder(_BadCase).decode_lines(path.read_bytes() if path.is_file() else b"")
-    except (msgspec.MsgspecError, RecursionError) as error:
+        text = read_text(path) if path.is_file() else ""
+        bad = msgspec.json.Decoder(_BadCase).decode_lines(text)
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         rule = f"{path} must be JSON lines of a case_id and its reasons, got {error}"
         raise InputError(f"{rule}; restore or delete the file") from None
     return {case.case_id: case.reasons for case in bad}

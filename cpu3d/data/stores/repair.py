@@ -83,11 +83,12 @@ def repair(store: Store, dataset: Dataset, settings: Settings, workers: int) -> 
 
 
 def fitting(dataset: Dataset, store: Store) -> Dataset:
-    """The data set with the labels that the store has. Raises InputError for other channels, labels
-    or regions."""
+    """The data set with the channels, by name, and the labels that the store has. Raises InputError
+    for other channels, labels or regions."""
+    dataset = dataset.with_channels(store.manifest.channels)
     labels = labels_in_use(dataset.layout, dataset.labels, store.manifest.labels)
-    found = {"channels": dataset.channels, "labels": labels, "regions": regions_of(labels)}
-    for name, value in found.items():
+    values = {"labels": labels, "regions": regions_of(labels)}
+    for name, value in values.items():
         expected = getattr(store.manifest, name)
         if value != expected:
             rule = f"data set {dataset.folder} must have the {name} of store {store.folder}"

@@ -16,7 +16,7 @@ from cpu3d.data.records import SPLITS, case_list, split_problems
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.records import count
-from memory_estimator.common.files import read_regular
+from memory_estimator.common.files import read_text
 
 Split = Dict[str, Tuple[str, ...]]
 
@@ -31,7 +31,7 @@ def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
     """
     name = f"--patients {path}"
     try:
-        lines = read_regular(path).decode("utf-8-sig").splitlines()
+        lines = read_text(path).splitlines()
         delimiter = next((mark for mark in "\t;" if any(mark in line for line in lines)), ",")
         rows = [[cell.strip() for cell in row] for row in csv.reader(lines, delimiter=delimiter)]
     except (OSError, ValueError, csv.Error) as error:

@@ -25,6 +25,7 @@ from cpu3d.data.stores.layouts import CaseFiles, Dataset, read_dataset
 from cpu3d.data.stores.prepare import PATIENTS_HELP, SKIP_BAD_HELP, WORKERS_HELP, split_sizes
 from cpu3d.data.stores.repair import fitting, open_mended, repair
 from cpu3d.data.stores.splits import TABLE, deal_cases, read_patients
+from cpu3d.data.stores.unsupported import refuse_unsupported
 from cpu3d.errors import refuse
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.child import KILLED, run_jobs, worker_count
@@ -153,6 +154,7 @@ def append(
     workers, store_dir = worker_count(workers), Path(store_dir)
     settings = prepare.settings_of(store_dir)
     dataset = read_dataset(dataset_dir, patients)
+    refuse_unsupported(dataset)
     writable_folder(store_dir, "store")
     with locked(store_dir, "store"):
         remove_partials(store_dir, store_dir / "cases")

@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu3d.data.labels import code_meanings, label_from_regions, own_codes, region_mask
+from cpu3d.data.labels import (
+    code_meanings,
+    label_from_regions,
+    mirror_pair,
+    mirrored_axes,
+    own_codes,
+    region_mask,
+)
 
 DECATHLON = {"WT": (1, 2, 3), "TC": (2, 3), "ET": (3,)}
 BRATS_2021 = {"WT": (1, 2, 4), "TC": (1, 4), "ET": (4,)}
@@ -50,3 +57,39 @@ def test_painting_the_masks_of_a_label_gives_that_label(regions, seed):
     label = np.random.default_rng(seed).choice(np.array(codes, np.uint8), (3, 4, 2))
     masks = np.stack([region_mask(label, own) for own in regions.values()], axis=-1)
     np.testing.assert_array_equal(label_from_regions(masks, regions), label)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("left kidney", "right kidney"),
+        ("Kidney_L", "Kidney_R"),
+        ("lh-cortex", "rh-cortex"),
+        ("Left-Cerebral-White-Matter", "Right-Cerebral-White-Matter"),
+        ("Hippocampus-Left", "Hippocampus-Right"),
+        ("LeftLung", "RightLung"),
+        ("lkidney", "rkidney"),
+        ("Left Lung", "lung right"),
+        ("rein gauche", "rein droit"),
+        ("левая почка", "правая почка"),
+        ("左肾", "右肾"),
+    ],
+)
+def test_names_that_differ_in_left_and_right_alone_are_a_pair(pair):
+    assert mirror_pair(["background", *pair, "liver"]) == pair
+    assert mirrored_axes(["tumour", *pair]) == (1, 2)
+    assert mirrored_axes(["background", pair[0], "liver"]) == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("edema", "non-enhancing tumor", "enhancing tumour"),
+        ("left atrium",),
+        ("LV", "RV", "myocardium"),
+        ("left upper lobe", "right lower lobe"),
+        ("bright", "blight"),
+    ],
+)
+def test_other_names_are_no_pair(names):
+    assert mirror_pair(["background", *names]) is None

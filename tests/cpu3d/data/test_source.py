@@ -1,5 +1,7 @@
 """The tf.data source against the arrays it streams from."""
 
+import copy
+import dataclasses
 import hashlib
 import shutil
 import zlib
@@ -227,3 +229,16 @@ def test_a_grid_that_would_lose_voxels_is_refused(phantom_store, extent):
         rule = f"grid must be three integers of at least {by(least)}, .*, got {by(grid)};"
         with pytest.raises(InputError, match=rule):
             volume_dataset(phantom_store, extent=extent, grid=grid)
+
+
+def test_volumes_whose_labels_pair_left_and_right_are_not_mirrored_along_x(phantom_store):
+    def flips(store):
+        raw = small_patches(store, augment=AUGMENT, finished=False, split="train", stop=24)
+        return {tuple(batch["flips"].numpy()[0]) for batch in raw}
+
+    names = ("background", "left kidney", "right kidney", "liver")
+    paired = dict(zip(phantom_store.manifest.labels, names))
+    store = copy.copy(phantom_store)
+    store.manifest = dataclasses.replace(store.manifest, labels=paired)
+    assert {along_x for along_x, *_ in flips(phantom_store)} == {False, True}
+    assert flips(store) == {(False, y, z) for y in (False, True) for z in (False, True)}

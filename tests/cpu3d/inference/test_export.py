@@ -108,6 +108,10 @@ def test_the_program_in_usage_md_segments_a_file_as_predict_does_and_export_json
     about = json.loads((out / "export.json").read_text())
     taken = about["inputs"]["image"]
     assert (taken["dtype"], taken["shape"]) == ("float32", [*config.grid, len(config.channels)])
+    numbers = {"FLAIR": "0000", "T1gd": "0001"}
+    assert list(about["channel_names"]) == list(config.channels)
+    for channel, names in about["channel_names"].items():
+        assert {channel.lower(), numbers[channel]} <= set(names)
     assert about["paint"] == [[{"output": 0, "code": 1}], [{"output": 1, "code": 2}], [{"output": 2, "code": 3}]]
     assert about["weights_sha256"] == file_sha256(run / "checkpoints/best.npz")
     assert sorted(path.name for path in out.iterdir()) == sorted(["export.json", *about["files"]])
@@ -271,6 +275,16 @@ def test_another_size_the_last_weights_and_a_given_case(call, tiny, store, tmp_p
     assert (about["size"], about["verification"]["case_id"]) == ([16, 12, 8], "b")
     assert (about["weights"], about["checkpoint"]) == ("last", "step-00000120.npz")
     assert about["weights_sha256"] == file_sha256(run / "checkpoints/step-00000120.npz")
+
+
+def test_a_given_case_has_its_channels_by_name(call, store, tmp_path):
+    (tmp_path / "data/imagesTs").mkdir(parents=True)
+    case = shutil.copy(store.folder.parent / "source/b.nii.gz", tmp_path / "data/imagesTs/b.nii.gz")
+    content = {"modality": {"0": "t2f", "1": "ADC"}, "labels": {"1": "tumour"}}
+    (tmp_path / "data/dataset.json").write_text(json.dumps(content))
+    code, message = call("--case", case)
+    assert code == 2
+    assert "FLAIR, T1gd, got t2f, ADC" in message
 
 
 def test_an_error_leaves_an_empty_folder(call, monkeypatch, tmp_path):

@@ -127,6 +127,22 @@ def test_a_region_without_a_code_there_has_that_of_the_store(predictor, images, 
     assert (new["codes_of"], new["label_codes"]["4"]) == ("brats2023", "resection cavity")
 
 
+def test_nnunets_files_in_capitals_are_answered_as_their_case_in_lower_case(files, tmp_path, call):
+    first, second = split_channels(files.images[0], "p_0000.NII.GZ", "p_0001.Nii.gz")
+    assert call("--image", second, first, "--out", tmp_path / "out") == 0
+    truth = read_volume(files.label)[0]
+    np.testing.assert_array_equal(read_volume(tmp_path / "out/p.nii.gz")[0], truth)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["p.json", "p.nii.gz"]
+
+
+def test_ct_is_refused(files, tmp_path, call):
+    image = files.images[0]
+    voxels = read_volume(image)[0][::-1, ::-1] - np.int16(1000)
+    write_volume(image, voxels, LPS_2MM)
+    with pytest.raises(InputError, match=r"a\.nii\.gz must not be CT.*not supported yet"):
+        call("--image", image, "--out", tmp_path / "out")
+
+
 def test_nan_is_refused_or_made_background(files, tmp_path, call):
     image = files.images[0]
     voxels = read_volume(image)[0][::-1, ::-1].astype(np.float32)
@@ -189,14 +205,14 @@ def test_a_run_of_flair_alone_takes_the_stores_images_and_flair_alone(predictor,
         ("FLAIR T1gd", "a b c", ""),
         ("FLAIR T1gd", "a_t1ce b", ""),
         ("FLAIR T1w", "x-t1n a", ""),
-        ("FLAIR T1gd", "one_flair one_t1ce two_flair two_t1ce", ""),
+        ("FLAIR T1gd", "a_flair a_t1ce b_t1ce b_flair", "a:a_flair,a_t1ce b:b_flair,b_t1ce"),
         ("FLAIR", "a_t1", ""),
     ],
 )
 def test_3d_files_are_one_case_or_one_each_for_a_single_channel(files, inputs, names, cases):
     paths = split_channels(files.images[0], *(f"{name}.nii.gz" for name in names.split()))
     of_run = FakePredictor(None, REGIONS, LABELS, channels=STORES, inputs=tuple(inputs.split()))
-    chosen, problems = find_cases(paths, of_run)
+    chosen, problems, _ = find_cases(paths, of_run)
     assert bool(problems) == (not cases)
     stems = {case.files.case_id: ",".join(path.name[:-7] for path in case.files.images) for case in chosen}
     assert " ".join(f"{name}:{stem}" for name, stem in stems.items()) == cases

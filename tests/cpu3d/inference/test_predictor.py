@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cpu3d.data.region import Region, crop, whole
+from cpu3d.data.region import Region, centred, crop, whole
 from cpu3d.errors import DivergedError, DoesNotFitError
 from cpu3d.inference import predictor as predictor_module
 from cpu3d.inference.predictor import Predictor, over_mirror_images
@@ -56,6 +56,24 @@ def test_the_mean_over_mirror_images_undoes_each_mirror():
     calls = []
     over_mirror_images(lambda x: calls.append(x.numpy().tobytes()) or x.numpy()[0], volume)
     assert len(set(calls)) == 8
+
+
+def test_left_and_right_of_a_pair_are_not_exchanged_by_mirror_images(phantom_store, networks):
+    """The answer to a mirrored image is the mirrored answer only if the mean holds that image."""
+    record = phantom_store.cases("test")[0]
+    region = centred(record.box, (12, 12, 12), record.shape)
+    image = crop(np.asarray(phantom_store.image(record.case_id)), region)
+    small = dataclasses.replace(record, shape=(12, 12, 12), box=whole((12, 12, 12)))
+    predictor = networks(flips=True)
+
+    def differences():
+        turned = predictor.probabilities(np.ascontiguousarray(image[::-1]), small)
+        return np.abs(turned[::-1] - predictor.probabilities(image, small)).max()
+
+    assert differences() < 1e-5
+    names = dict(enumerate(("background", "Kidney_L", "Kidney_R", "liver")))
+    predictor.config = dataclasses.replace(predictor.config, label_names=names)
+    assert differences() > 1e-3
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -154,7 +154,7 @@ def test_scores_of_seen_cases_carry_a_warning(tiny_store, tiny_run, fake_predict
     one_pass = {"inference": {"window": None, "one_pass": True, "overlap": 0.5, "flips": False}, "held_out": ["a"]}
     for split, about, words in (
         ("train", None, "inference in one pass"),
-        ("test", {"inference": window}, "inference window of 8 x 8 x 16, 50 % overlap, mean of 8 mirror images"),
+        ("test", {"inference": window}, "inference window of 8 x 8 x 16, 50 % overlap, mean of mirror images"),
         ("test", {"runs": [one_pass] * 2}, "by the fold that held it"),
     ):
         evaluate_split(fake_predictor, tiny_store, split, tiny_run, about=about)

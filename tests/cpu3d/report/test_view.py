@@ -1,6 +1,7 @@
 """`view` from the command line: what it takes and refuses, and its page in a browser, one for the whole module."""
 
 import dataclasses
+import json
 import re
 import shutil
 import zlib
@@ -98,6 +99,22 @@ def test_a_page_shows_the_case_by_the_names_of_its_files_and_names_no_folder(cas
     names = {key: [part["name"] for part in shown[key]] for key in ("modalities", "regions", "predictions")}
     assert names == {"modalities": ["FLAIR", "T1gd"], "regions": ["WT", "TC", "ET"], "predictions": ["ours"]}
     assert (shown["shape"], shown["spacing"]) == ([11, 14, 8], [1, 1, 3])
+
+
+def test_channels_are_named_by_the_list_of_their_data_set(case, tmp_path):
+    names = {"0": "T2w", "1": "t1ce", "2": "FLAIR"}
+    content = {"channel_names": names, "labels": {"background": 0, "core": 1}}
+    data, out = tmp_path / "data", tmp_path / "page.html"
+    (data / "imagesTs").mkdir(parents=True)
+    (data / "dataset.json").write_text(json.dumps(content))
+    scan = case / f"{CASE_ID}-t1c.nii.gz"
+    files = [data / f"imagesTs/p_{number:04d}.NII.GZ" for number in (1, 0, 2)]
+    for file in files:
+        shutil.copy(scan, file)
+    assert view("--image", *files, "--out", out) == 0
+    (shown,) = shown_cases(out)
+    assert shown["name"] == "p"
+    assert [modality["name"] for modality in shown["modalities"]] == ["FLAIR", "t1ce", "T2w"]
 
 
 def test_predictions_of_one_name_are_called_by_their_folders_and_unknown_labels_by_their_numbers(case, tmp_path):

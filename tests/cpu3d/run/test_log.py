@@ -39,6 +39,13 @@ def test_an_event_with_a_value_of_another_type_is_left_out_with_a_warning(tmp_pa
     assert len(warnings) == 2, "one for each reading"
 
 
+def test_a_log_that_was_saved_by_an_editor_on_windows_is_read(tmp_path, capsys):
+    text = "".join(json.dumps(event) + "\r\n" for event in (START, STEP))
+    (tmp_path / "log.jsonl").write_bytes(text.encode("utf-8-sig"))
+    assert read_events(tmp_path) == [START, STEP]
+    assert not capsys.readouterr().err
+
+
 @pytest.mark.parametrize("torn", [b'{"event": "step", "st', b"\xff", b"{" * 100_000])
 def test_a_last_line_that_was_cut_off_is_left_out_in_silence_and_another_one_is_not(tmp_path, capsys, torn):
     path = tmp_path / "log.jsonl"

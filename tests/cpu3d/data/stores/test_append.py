@@ -2,16 +2,18 @@ import json
 import os
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cpu3d.__main__ import main
 from cpu3d.data.store import open_store
+from cpu3d.data.stores.names import channel_key
 from cpu3d.data.stores.prepare import Settings, prepare, settings_of
 from cpu3d.data.stores.upkeep import append, deal_cases, verify
 from cpu3d.errors import InputError
-from tests.cpu3d.data.datasets import brats_case, decathlon, tiny_label, write_nifti
+from tests.cpu3d.data.datasets import brats_case, decathlon, tiny_image, tiny_label, write_nifti
 from tests.cpu3d.data.stores.test_prepare import content_of
 
 SPLITS = ("train", "val", "test")
@@ -67,10 +69,31 @@ def test_ids_that_stand_for_other_files_are_refused(data, store):
 def test_other_channels_or_labels_are_refused(data, store):
     for kind, change in (
         ("labels", {"labels": {"0": "background", "1": "edema", "2": "necrosis", "3": "enhancing tumour"}}),
-        ("channels", {"modality": {"0": "FLAIR", "1": "T1w", "2": "T2w", "3": "t1gd"}}),
+        ("channels", {"modality": {"0": "FLAIR", "1": "T1w", "2": "T2w", "3": "ADC"}}),
     ):
-        with pytest.raises(InputError, match=f"{kind} of store"):
+        with pytest.raises(InputError, match=f"{kind} of .*(necrosis|FLAIR, T1w, t1gd, T2w.* ADC)"):
             append(store, decathlon(data / "others", 1, **change), workers=1)
+
+
+@pytest.mark.parametrize("names", ["T2w T1-Gd flair t1n", "ADC T2w t1ce FLAIR T1"])
+def test_channels_in_another_order_are_taken_by_name(data, store, names):
+    names = names.split()
+    keys = [channel_key(name) for name in names]
+    others = decathlon(data / "others", 2, modality={str(n): name for n, name in enumerate(names)})
+    expected = {}
+    for path in (others / "imagesTr").iterdir():
+        voxels = [tiny_image(100 + number + len(expected)) for number in range(len(names))]
+        new = write_nifti(path.with_name(f"new_{path.name}"), np.stack(voxels, -1))
+        path.unlink()
+        label = others / "labelsTr" / path.name
+        label.rename(label.with_name(new.name))
+        places = [keys.index(name) for name in ("FLAIR", "T1w", "T1gd", "T2w")]
+        expected[new.name[:-7]] = np.stack([voxels[place] for place in places], -1)
+    text = (others / "dataset.json").read_text().replace("/BRATS", "/new_BRATS")
+    (others / "dataset.json").write_text(text)
+    append(store, others, workers=1)
+    for case_id, image in expected.items():
+        np.testing.assert_array_equal(open_store(store).image(case_id), image)
 
 
 def test_a_store_without_its_settings_takes_no_cases(data, store, capsys):

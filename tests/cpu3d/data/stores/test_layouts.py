@@ -138,3 +138,53 @@ def test_a_damaged_list_is_refused_by_name(tmp_path, change):
     (tmp_path / "dataset.json").write_text(json.dumps({**GOOD, **change}))
     with pytest.raises(InputError, match=r"dataset\.json"):
         read_dataset(tmp_path)
+
+
+NAMED = {
+    "channel_names": {"0": "FLAIR", "1": "T1w"},
+    "labels": {"background": 0, "tumour": 1},
+    "file_ending": ".nii.gz",
+}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_nnunets_raw_data_is_recognised_and_refused_in_one_line(tmp_path, version):
+    folder = decathlon(tmp_path / "Dataset001", 2)
+    for image in sorted((folder / "imagesTr").iterdir()):
+        image.rename(image.with_name(image.name.replace(".nii", "_0000.nii")))
+    if version == 2:
+        (folder / "dataset.json").write_text(json.dumps(NAMED))
+    with pytest.raises(InputError, match=r"nnU-Net.*not supported yet; .*4D file") as error:
+        read_dataset(folder)
+    assert len(error.value.problems) == 1
+
+
+def test_channels_of_one_name_are_refused(tmp_path):
+    folder = decathlon(tmp_path, 1, modality={"0": "FLAIR", "1": "T1w", "2": "t1-N", "3": "T2w"})
+    with pytest.raises(InputError, match=r"dataset\.json must have different names, got T1w, t1-N"):
+        read_dataset(folder)
+
+
+def test_endings_in_letters_of_any_case_are_volumes(tmp_path):
+    brats_case(tmp_path / "BraTS-GLI-00001-000", end=".NII.GZ")
+    (case,) = read_dataset(tmp_path).cases
+    assert (case.case_id, len(case.paths)) == ("BraTS-GLI-00001-000", 5)
+    folder = decathlon(tmp_path / "d", 1)
+    image = folder / "imagesTr/BRATS_000.nii.gz"
+    image.rename(image.with_name("BRATS_000.Nii.gz"))
+    text = (folder / "dataset.json").read_text()
+    text = text.replace("imagesTr/BRATS_000.nii", "imagesTr/BRATS_000.Nii")
+    (folder / "dataset.json").write_text(text)
+    assert [case.case_id for case in read_dataset(folder).cases] == ["BRATS_000"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-32"])
+def test_a_list_saved_on_windows_is_read_or_refused_by_its_encoding(tmp_path, encoding):
+    folder = decathlon(tmp_path, 2)
+    text = (folder / "dataset.json").read_text().replace(",", ",\r\n")
+    (folder / "dataset.json").write_bytes(text.encode(encoding))
+    if encoding == "utf-8-sig":
+        assert len(read_dataset(folder).cases) == 2
+        return
+    with pytest.raises(InputError, match=r"dataset\.json .*UTF-16.*UTF-8"):
+        read_dataset(folder)

@@ -156,7 +156,10 @@ def test_a_table_of_patients_may_be_written_as_spreadsheets_do(tmp_path, text):
 
 @pytest.mark.parametrize(
     ("content", "named"),
-    [(b"a,p", "case b"), (b"a,p\na,q\nb,p", ":2"), (b"a\nb,p", ":1"), (b"a,\nb,p", ":1"), (b"\xff", "UTF-8")],
+    [
+        *((b"a,p", "case b"), (b"a,p\na,q\nb,p", ":2"), (b"a\nb,p", ":1"), (b"a,\nb,p", ":1")),
+        *((b"\xff", "UTF-8"), ("a,p\nb,p".encode("utf-16"), "UTF-16.*UTF-8")),
+    ],
 )
 def test_a_table_that_does_not_give_each_case_one_patient_is_refused(tmp_path, content, named):
     (tmp_path / "table").write_bytes(content)

@@ -1,0 +1,130 @@
+"""What names tell: the channel that is meant, in a data set's list or at the end of a file's name;
+the case; the number that nnU-Net gives a channel.
+
+read_name(Path("p7_T1ce.NII.GZ"))     # FileName(case="p7", channel="T1gd", number=None)
+read_name(Path("p7_0002.nii.gz"))     # FileName(case="p7", channel=None, number=2)
+"""
+
+import re
+import unicodedata
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Dict, List, Optional, Sequence, Set, Tuple
+
+from cpu3d.errors import InputError
+
+# Name of a channel in files and data sets, in lower case -> its name in stores, or "seg".
+CHANNEL_NAMES = {
+    "flair": "FLAIR",
+    "t2f": "FLAIR",
+    "t2flair": "FLAIR",
+    "t1": "T1w",
+    "t1n": "T1w",
+    "t1w": "T1w",
+    "t1ce": "T1gd",
+    "t1c": "T1gd",
+    "t1gd": "T1gd",
+    "t2": "T2w",
+    "t2w": "T2w",
+    "seg": "seg",
+}
+VOLUME_END = re.compile(r"\.nii(\.gz)?$", re.IGNORECASE)
+_MARK = re.compile(r"[\s_.-]")
+_NUMBERED = re.compile(r"(.+)_(\d{4})")  # as nnU-Net names a file: case, channel
+
+
+@dataclass(frozen=True)
+class FileName:
+    """What the name of a volume tells."""
+
+    case: str  # the name without its ending and without the channel; may be empty
+    channel: Optional[str] = None  # as `channel_key` gives it, or "seg"
+    number: Optional[int] = None
+    """Of the channel, if nnU-Net has named the file; else it may be of the case."""
+
+
+def is_volume(path: Path) -> bool:
+    """Whether a name ends in .nii or .nii.gz, in letters of any case."""
+    return VOLUME_END.search(path.name) is not None
+
+
+def stem_of(path: Path) -> str:
+    """A volume's name without its ending."""
+    return VOLUME_END.sub("", path.name)
+
+
+def channel_key(name: str) -> str:
+    """A channel's name as names are compared: its name in stores if that is known, else without
+    case, blanks, - and _.
+
+    Both "T1ce" and "t1-Gd" are "T1gd".
+    """
+    plain = re.sub(r"[\s_-]+", "", unicodedata.normalize("NFKC", name).casefold())
+    return CHANNEL_NAMES.get(plain, plain)
+
+
+def same_channels(names: Sequence[str]) -> List[Tuple[str, ...]]:
+    """The names among `names` that mean one channel, each group once."""
+    groups = defaultdict(list)
+    for name in names:
+        groups[channel_key(name)].append(name)
+    return [tuple(group) for group in groups.values() if len(group) > 1]
+
+
+def places_of(wanted: Sequence[str], present: Sequence[str], where: str) -> Tuple[int, ...]:
+    """The place of each wanted channel among those that `where` names. Raises InputError if it
+    lacks one."""
+    keys = [channel_key(name) for name in present]
+    missing = [name for name in wanted if channel_key(name) not in keys]
+    if missing:
+        rule = f"channels of {where} must have {', '.join(wanted)}"
+        todo = "correct its names, or take images of these channels"
+        raise InputError(f"{rule}, got {', '.join(present)}; {todo}")
+    return tuple(keys.index(channel_key(name)) for name in wanted)
+
+
+def read_name(path: Path, channels: Sequence[str] = ()) -> FileName:
+    """What a volume's name tells. Its end is a channel, if it is one of CHANNEL_NAMES or of
+    `channels`, or a number of four digits; else all of it is the case's."""
+    stem = stem_of(path)
+    known = _known_keys(channels)
+    for start in (0, *(mark.end() for mark in _MARK.finditer(stem))):
+        key = channel_key(stem[start:])
+        if key in known:
+            return FileName(stem[:start].rstrip(" _.-"), key)
+    match = _NUMBERED.fullmatch(stem)
+    return FileName(match[1], number=int(match[2])) if match else FileName(stem)
+
+
+def read_names(paths: Sequence[Path], channels: Sequence[str] = ()) -> Dict[Path, FileName]:
+    """What the names of 3D files tell: their ends; or if no end is a channel, the only channel
+    within each name, unless it is the same one in all."""
+    names = {path: read_name(path, channels) for path in paths}
+    if any(name.channel for name in names.values()):
+        return names
+    within = {path: _read_within(path, channels) for path in paths}
+    keys = {name.channel for name in within.values()}
+    return names if None in keys or len(keys) < 2 else within
+
+
+# --- Private helpers ---
+
+
+def _read_within(path: Path, channels: Sequence[str]) -> FileName:
+    """The only channel in a name, in one word or two, and the other words."""
+    words, known, keys, rest = _MARK.split(stem_of(path)), _known_keys(channels), [], []
+    while words:
+        length = next((n for n in (2, 1) if channel_key("".join(words[:n])) in known), 0)
+        if length:
+            keys.append(channel_key("".join(words[:length])))
+        else:
+            rest.append(words[0])
+        words = words[length or 1 :]
+    return FileName("_".join(rest), keys[0]) if len(keys) == 1 else FileName(stem_of(path))
+
+
+def _known_keys(channels: Sequence[str]) -> Set[str]:
+    """The keys of all channels that names may tell; a number of a store's tells nothing."""
+    worded = [name for name in channels if re.search(r"[^\W\d_]", name)]
+    return {*CHANNEL_NAMES.values(), *map(channel_key, worded)}

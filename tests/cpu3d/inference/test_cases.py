@@ -1,0 +1,220 @@
+"""Which cases lie in the paths that a user gives, and which of their files and volumes is which
+channel."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cpu3d.data.stores.case import load_case
+from cpu3d.inference import segment
+from cpu3d.inference.cases import find_cases
+from tests.cpu3d.conftest import LABELS, REGIONS, FakePredictor
+from tests.cpu3d.data.datasets import tiny_image, write_nifti
+
+STORE = ("FLAIR", "T1w", "t1gd", "T2w")
+VALUES = dict(zip(STORE, (100, 200, 300, 400)))
+"""Channel -> the value of its voxels, by which it is known again."""
+NAMES = {"FLAIR": "FLAIR", "flair": "FLAIR", "t1w": "T1w", "t2": "T2w", "ADC": None}
+NAMES.update({"T1-CE": "t1gd", "T1gd": "t1gd"})
+
+
+def volume(channel):
+    """A 3D image of a channel; of None, any other."""
+    image = tiny_image(VALUES.get(channel, 7))
+    return np.where(image > 0, VALUES.get(channel, 50) + image % 9, 0).astype(np.int16)
+
+
+def of_run(*inputs, store=STORE):
+    return FakePredictor(None, REGIONS, LABELS, channels=store, inputs=inputs or store)
+
+
+def listed(folder, names, key="modality", **more):
+    """A dataset.json that names channels; returns the folder of its images."""
+    labels = {"0": "background", "1": "edema", "2": "non-enhancing tumor", "3": "enhancing tumour"}
+    if key == "channel_names":
+        labels = {name: int(code) for code, name in labels.items()}
+    content = {key: {str(n): name for n, name in enumerate(names)}, "labels": labels, **more}
+    (folder / "imagesTs").mkdir(parents=True, exist_ok=True)
+    (folder / "dataset.json").write_text(json.dumps(content))
+    return folder / "imagesTs"
+
+
+def found_in(paths, predictor):
+    """Case -> the channels that it was loaded with, which must hold the voxels that they stand
+    for."""
+    result = find_cases(paths, predictor)
+    assert result.problems == []
+    cases = {}
+    for case in result.cases:
+        image = load_case(case.files, channels=case.channels).image
+        for place, channel in enumerate(case.channels):
+            np.testing.assert_array_equal(image[..., place], volume(channel), channel)
+        cases[case.files.case_id] = case.channels
+    return cases
+
+
+def problem_of(paths, predictor):
+    result = find_cases(paths, predictor)
+    assert result.cases == []
+    return "\n".join(result.problems)
+
+
+@pytest.mark.parametrize(
+    ("names", "inputs", "taken"),
+    [
+        (("t1w", "T1-CE", "t2", "FLAIR"), (), STORE),
+        (("ADC", "t2", "flair", "t1w", "T1gd"), (), STORE),
+        (("t2", "flair"), ("FLAIR",), ("FLAIR",)),
+        (("t1w", "T1-CE", "t2", "FLAIR"), ("FLAIR",), STORE),
+    ],
+)
+@pytest.mark.parametrize("key", ["modality", "channel_names"])
+def test_channels_of_a_4d_file_are_those_of_its_dataset_json(tmp_path, names, inputs, taken, key):
+    folder = listed(tmp_path, names, key)
+    write_nifti(folder / "a.nii.gz", np.stack([volume(NAMES[name]) for name in names], -1))
+    assert found_in([folder / "a.nii.gz"], of_run(*inputs)) == {"a": taken}
+    (case,) = find_cases([folder], of_run(*inputs)).cases
+    assert (case.codes_of, case.labels[3]) == (str(tmp_path / "dataset.json"), "enhancing tumour")
+
+
+def test_channels_of_other_names_are_refused_with_both_lists(tmp_path):
+    folder = listed(tmp_path, ("t1w", "ADC", "t2", "FLAIR"))
+    write_nifti(folder / "a.nii.gz", np.stack([volume(name) for name in STORE], -1))
+    message = problem_of([folder / "a.nii.gz"], of_run())
+    assert "FLAIR, T1w, t1gd, T2w" in message
+    assert "t1w, ADC, t2, FLAIR" in message
+    listed(tmp_path, ("t1w", "T1n", "t2", "FLAIR"))
+    assert "t1w, T1n" in problem_of([folder / "a.nii.gz"], of_run())
+    listed(tmp_path, ("t1w", "flair", "t2"))
+    assert "got 4" in problem_of([folder / "a.nii.gz"], of_run("FLAIR"))
+
+
+def test_a_4d_file_that_no_list_names_has_the_runs_order_and_a_note_says_so(tmp_path):
+    image = np.stack([volume(name) for name in STORE], -1)
+    paths = [write_nifti(tmp_path / f"{name}.nii.gz", image) for name in "ab"]
+    assert found_in(paths, of_run()) == {"a": STORE, "b": STORE}
+    (note,) = find_cases(paths, of_run()).notes
+    assert "a and b" in note
+    assert "FLAIR, T1w, t1gd, T2w" in note
+
+
+def numbered(folder, case, order=STORE, numbers=(0, 1, 2, 3)):
+    """nnU-Net's files of a case."""
+    return [write_nifti(folder / f"{case}_{n:04d}.nii.gz", volume(order[n])) for n in numbers]
+
+
+def test_nnunets_numbers_tell_the_channels_in_any_order_of_the_files(tmp_path):
+    first, second = numbered(tmp_path, "case_000"), numbered(tmp_path, "case_001")
+    mixed = [first[3], second[1], first[1], second[0], first[0], first[2], second[3], second[2]]
+    assert found_in(mixed, of_run()) == {"case_000": STORE, "case_001": STORE}
+    assert found_in([tmp_path], of_run("FLAIR")) == {"case_000": STORE, "case_001": STORE}
+    assert found_in([first[0]], of_run("FLAIR")) == {"case_000": ("FLAIR",)}
+    assert "0002 (t1gd)" in problem_of([first[0], first[1]], of_run("t1gd"))
+    order = ("T2w", "t1gd", "FLAIR", "T1w")
+    folder = listed(tmp_path / "data", order, "channel_names")
+    files = numbered(folder, "p", order)
+    assert found_in([folder], of_run()) == found_in(files[::-1], of_run()) == {"p": STORE}
+    assert find_cases([folder], of_run()).notes == []
+
+
+@pytest.mark.parametrize(("numbers", "wrong"), [((0, 1, 3), 2), (range(5), 4), ((1, 2, 3), 0)])
+def test_numbers_that_are_missing_or_of_no_channel_are_named(tmp_path, numbers, wrong):
+    numbered(tmp_path, "case_000", (*STORE, None), numbers)
+    assert f"for {wrong:04d}" in problem_of([tmp_path], of_run())
+
+
+def test_two_files_of_one_number_are_named(tmp_path):
+    files = numbered(tmp_path, "case_000")
+    files.append(write_nifti(tmp_path / "case_000_0001.nii", volume("T1w")))
+    assert "case_000_0001.nii.gz, case_000_0001.nii for 0001 (T1w)" in problem_of(files, of_run())
+
+
+def test_numbers_of_patients_are_no_channels(tmp_path):
+    for number in (0, 1, 17):
+        write_nifti(tmp_path / f"lung_{number:04d}.nii.gz", volume("FLAIR"))
+    for run in (of_run(store=("FLAIR",)), of_run("FLAIR")):
+        assert set(found_in([tmp_path], run)) == {"lung_0000", "lung_0001", "lung_0017"}
+
+
+def test_files_are_sorted_by_the_channels_at_the_ends_of_their_names(tmp_path):
+    of_prostate = of_run(store=("T2w", "ADC"))
+    for case in ("p1", "p2"):
+        for name in ("adc", "T2"):
+            write_nifti(tmp_path / f"{case}_{name}.NII.GZ", volume(NAMES.get(name.lower())))
+    files = sorted(tmp_path.iterdir())
+    for paths in (files, files[::-1], [tmp_path]):
+        assert {case.files.case_id for case in find_cases(paths, of_prostate).cases} == {"p1", "p2"}
+        assert found_in(paths, of_prostate) == {"p1": ("T2w", "ADC"), "p2": ("T2w", "ADC")}
+
+
+PATTERNS = ("{}_p1.nii.gz", "p1_{}_bet.nii.gz", "{}_0012.nii.gz", "sub-1_{}_brain.nii")
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_channels_within_names_tell_the_order_where_no_end_does(tmp_path, pattern):
+    ends = dict(zip(STORE, ("T2_FLAIR", "T1", "t1ce", "T2")))
+    files = {name: tmp_path / pattern.format(end) for name, end in ends.items()}
+    for name, path in files.items():
+        write_nifti(path, volume(name))
+    for paths in (sorted(tmp_path.iterdir()), [tmp_path]):
+        assert list(found_in(paths, of_run()).values()) == [STORE]
+    assert find_cases(list(files.values()), of_run()).notes == []
+
+
+def test_every_case_in_a_folder_is_found_and_a_folder_of_no_cases_says_so(tmp_path):
+    flat, deep, plain = tmp_path / "flat", tmp_path / "deep", tmp_path / "plain"
+    for name in "ab":
+        write_nifti(flat / f"{name}.Nii.gz", np.stack([volume(name) for name in STORE], -1))
+        write_nifti(flat / f"{name}_label.nii.gz", volume(None))
+        write_nifti(plain / f"{name}.nii", volume("FLAIR"))
+        for end, channel in zip(("flair", "t1", "t1ce", "t2", "seg"), (*STORE, None)):
+            write_nifti(deep / f"HGG/{name}/{name}_{end}.nii.gz", volume(channel))
+    (deep / "HGG/notes").mkdir()
+    write_nifti(deep / "out/b.nii.gz", volume("FLAIR"))
+    assert found_in([flat], of_run()) == {"a": STORE, "b": STORE}
+    result = find_cases([deep], of_run(), out=deep / "out")
+    assert [case.files.case_id for case in result.cases] == ["a", "b"]
+    assert found_in([plain], of_run("FLAIR")) == {"a": ("FLAIR",), "b": ("FLAIR",)}
+    assert "0002" in problem_of([plain], of_run())
+    assert "found none" in problem_of([deep / "HGG/notes"], of_run())
+    listed(tmp_path / "data", STORE)
+    assert "imagesTs" in problem_of([tmp_path / "data"], of_run())
+
+
+def test_no_training_case_of_a_list_is_looked_for(tmp_path, monkeypatch):
+    training = [{"image": f"./imagesTr/{n}.nii.gz"} for n in range(50)]
+    folder = listed(tmp_path, STORE, training=training)
+    image = write_nifti(folder / "0.nii.gz", np.stack([volume(name) for name in STORE], -1))
+    for number in range(1, 20):
+        (folder / f"{number}.nii.gz").symlink_to(image)
+    paths, stat = sorted(folder.iterdir()), Path.stat
+
+    def guarded(path, **how):
+        assert "imagesTr" not in path.parts
+        return stat(path, **how)
+
+    monkeypatch.setattr(Path, "stat", guarded)
+    assert len(find_cases(paths, of_run()).cases) == 20
+
+
+def test_the_program_of_an_export_finds_channels_by_name(tmp_path):
+    """It needs no part of this project, so it finds them on its own."""
+    names = {"FLAIR": ["flair", "t2f", "0000"], "t1gd": ["t1gd", "t1ce", "t1c", "0002"]}
+    about = {"channels": ["FLAIR", "t1gd"], "channel_names": names}
+    image = np.arange(4.0).reshape(1, 1, 1, 4)
+    folder = listed(tmp_path / "d", ("t1w", "T1-CE", "t2", "FLAIR"))
+    cases = {
+        ("x_T1ce.nii.gz", "x_flair.NII"): [1, 0],
+        ("x_0002.nii.gz", "x_0000.nii.gz"): [1, 0],
+        ("one.nii.gz", "two.nii.gz"): [0, 1],
+        (str(folder / "a.nii.gz"),): [3, 1],
+        (str(folder / "a_0003.nii.gz"), str(folder / "a_0001.nii.gz")): [0, 1],
+    }
+    for paths, places in cases.items():
+        taken = image[..., : max(len(paths), 4 * (len(paths) == 1))]
+        assert segment.in_order(taken, paths, about).ravel().tolist() == places, paths
+    for paths in (("x_t1ce.nii.gz", "y.nii.gz"), ("x_t1ce.nii.gz", "x_t1c.nii.gz"), ("a.nii.gz",)):
+        with pytest.raises(SystemExit, match="FLAIR, t1gd"):
+            segment.in_order(image[..., :2] if len(paths) > 1 else image, paths, about)
