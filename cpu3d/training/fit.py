@@ -30,7 +30,7 @@ from cpu3d.host.speed import Observer
 from cpu3d.plan import Plan
 from cpu3d.run.checkpoint import checkpoints, newest, set_aside, write_best, write_next
 from cpu3d.run.config import continued, half_rates
-from cpu3d.run.log import append_event, forget_after, read_events, shown
+from cpu3d.run.log import append_event, forget_after, last_event, shown
 from cpu3d.settings import RunConfig
 from cpu3d.training.feeds import Feeds, Parts
 from cpu3d.training.learner import Learner, Outcome
@@ -110,9 +110,9 @@ class Fit:
 
     def log_start(self, host: Host, engine: str, threads: Dict[str, str], predicted: Dict[str, Any]) -> None:
         """Log where and with what this attempt runs; print a note if the run was computed in another way before."""
-        config, way = self.config, {}
-        for event in read_events(self.folder) if self._exchange.is_chief else ():
-            way = {**event, **event.get("threads", {})} if event["event"] == "start" else way
+        config = self.config
+        before = last_event(self.folder, "start") if self._exchange.is_chief else {}
+        way = {**before, **before.get("threads", {})}
         start = {
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "parameters": self.learner.parameters,
@@ -135,9 +135,10 @@ class Fit:
             "policy": config.unet.policy,
         }
         now = {**start, **threads}
-        before = ", ".join(f"{name} {way[name]}" for name in WAYS if name in way and way[name] != now.get(name))
-        if before:
-            say(f"note: this run had {before} before, so its weights will not be the same to the bit")
+        other = [name for name in WAYS if name in way and way[name] != now.get(name)]
+        if other:
+            was = ", ".join(f"{name} {way[name]}" for name in other)
+            say(f"note: this run had {was} before, so its weights will not be the same to the bit")
         self._log("start", **start)
 
     def run(self, observer: Optional[Observer] = None, mlflow: str = "") -> None:
@@ -158,7 +159,7 @@ class Fit:
                 track = tracked(self.folder, self.config, mlflow)
                 self._listeners = [stack.enter_context(show), stack.enter_context(track)]
             stop = 0 if was_over else self._loop(lambda: max(noted, default=MEMORY if self._guard.why else 0))
-            if not was_over or [event["event"] for event in read_events(self.folder)][-1:] != ["end"]:
+            if not was_over or last_event(self.folder).get("event") != "end":
                 self._log_end(stop)
         if self._exchange.count > 1:
             self._wait_for_chief()
