@@ -58,8 +58,9 @@ def chart(
             axes.plot(x[shown], y[shown], line.marks, markersize=3.2, linewidth=1.6, **style)
         else:
             axes.plot(x[shown], y[shown], color=line.colour, alpha=0.22, linewidth=0.8)
-            middle = running_median(y, y.size // 20 + 5, shown)
-            axes.plot(x[shown], middle, linewidth=1.4, **style)
+            few = np.unique(np.linspace(0, y.size - 1, min(y.size, COLUMNS)).astype(int))
+            middle = running_median(y, y.size // 20 + 5, few)
+            axes.plot(x[few], middle, linewidth=1.4, **style)
     if switch:
         axes.axvline(switch, color="#888888", linewidth=0.8, linestyle="--")
     axes.set_xlabel(x_label)

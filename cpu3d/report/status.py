@@ -25,6 +25,7 @@ from rich.console import Group
 from rich.text import Text
 
 from cpu3d.errors import ENDINGS, DivergedError, ending_of
+from cpu3d.plan import read_plan
 from cpu3d.run.checkpoint import best_score, checkpoints, step_of
 from cpu3d.run.config import half_rates, load_config
 from cpu3d.run.heartbeat import BEAT_S, SILENT_S, Heartbeat, beat_age_s, heartbeat_path, read_heartbeats
@@ -217,7 +218,8 @@ def _advice(run: Path, config: Optional[RunConfig], worst: WorkerStatus, checkpo
         advice = f"when its process has ended, {again}"
     elif state == "diverged" or (beat and beat.exit_code is not None):
         code = DivergedError.exit_code if state == "diverged" else beat.exit_code
-        rates = f" with {half_rates(config)}" if config else ""
+        growth = read_plan(run).get("rate_growth", 1.0)
+        rates = f" with {half_rates(config, growth=growth)}" if config else ""
         advice = ending_of(code).advice.format(again=again, rates=rates)
     log = run / "logs" / f"worker-{worst.rank}.log"
     return f"{advice}; its last lines are in {log}" if log.is_file() else advice
