@@ -218,7 +218,8 @@ def _advice(run: Path, config: Optional[RunConfig], worst: WorkerStatus, checkpo
         advice = f"when its process has ended, {again}"
     elif state == "diverged" or (beat and beat.exit_code is not None):
         code = DivergedError.exit_code if state == "diverged" else beat.exit_code
-        growth = read_plan(run).get("rate_growth", 1.0)
+        growth = read_plan(run).get("rate_growth")
+        growth = growth if isinstance(growth, float) and growth > 0 else 1.0
         rates = f" with {half_rates(config, growth=growth)}" if config else ""
         advice = ending_of(code).advice.format(again=again, rates=rates)
     log = run / "logs" / f"worker-{worst.rank}.log"

@@ -372,6 +372,7 @@ class Fit:
         self._saved_at = time.monotonic()
         self.trained_s = self._saved_at - self._began_at
         self._check_finite()
+        self._saved_step = self.step
         if not self._exchange.is_chief:
             return
         if self._observer:
@@ -381,7 +382,6 @@ class Fit:
         with self._writing(f"step {self.step} could not be saved"):
             arrays, state = self.learner.arrays(), self._state()
             size = write_next(self.folder, self.step, arrays, state, keep=self.config.keep)
-        self._saved_step = self.step
         self._guard.saved(self.step)
         self._log("checkpoint", seconds=time.perf_counter() - begin, bytes=size)
 
