@@ -5,7 +5,8 @@
     ./run.sh train --store store --run runs/patches --mode patch --patch 96 96 96
     ./run.sh train --store store --run runs/fold-2 --fold 2/5
 
-The same command continues an interrupted run; a larger --epochs, or --steps, extends a finished run. `launch` starts
+The same command continues an interrupted run; more --epochs, --steps or --budget-minutes extend a
+finished run. `launch` starts
 several processes that train one run together. If TF_CONFIG is set, as by Kubernetes, this process is one of them.
 """
 
