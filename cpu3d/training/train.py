@@ -6,8 +6,8 @@
     ./run.sh train --store store --run runs/fold-2 --fold 2/5
 
 The same command continues an interrupted run; more --epochs, --steps or --budget-minutes extend a
-finished run. `launch` starts
-several processes that train one run together. If TF_CONFIG is set, as by Kubernetes, this process is one of them.
+finished one. `launch` starts several processes that train one run together. If TF_CONFIG is set, as
+by Kubernetes, this process is one of them.
 """
 
 import contextlib
