@@ -159,17 +159,17 @@ def make_plan(
     this worker has its share. Device, dtype, policy and micro-batch of a saved run only a setting changes, no recipe.
 
     Before a run's first checkpoint nothing is trained that would have to be continued: the settings
-    that were chosen for it are kept, and all else is decided anew.
+    that were chosen for it are kept, and all else is decided again.
 
     Raises InputError for settings that do not suit the store or the saved run, and, unless `force`, if the host's
     calibration cannot be read.
     """
     saved = load_config(run_folder) if (run_folder / "config.json").is_file() else None
-    is_begun = bool(checkpoints(run_folder))
+    is_begun = saved is not None and bool(checkpoints(run_folder))
     chosen = dict(settings)
     if saved and not is_begun:
         earlier = read_plan(run_folder).get("chosen")
-        if earlier is not None:
+        if isinstance(earlier, dict):  # an earlier version does not write it
             chosen, saved = chosen_again(earlier, settings), None
     start = recipe_config(chosen) if saved is None or "recipe" in chosen else saved
     inputs = Inputs(store, host, _with_kept(chosen, start, saved, workers), gpus, workers, saved, is_begun)
