@@ -67,7 +67,7 @@ class Ending:
 
 
 ENDINGS: Dict[int, Ending] = {
-    0: Ending("finished", "done", "a larger --epochs or --steps continues"),
+    0: Ending("finished", "done", "more --steps, --epochs or --budget-minutes continue it"),
     1: Ending("failed", "failed, for example on a full disk", "correct what the error names; then {again}"),
     InputError.exit_code: Ending("failed", "bad input", "correct what the error names; then {again}"),
     DoesNotFitError.exit_code: Ending(

@@ -10,6 +10,7 @@ from the workers, if they grow with them; device and dtype from the host; the gr
 memory policy by the estimate of a step.
 """
 
+import contextlib
 import dataclasses
 import math
 from dataclasses import dataclass, field
@@ -24,17 +25,19 @@ from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import DoesNotFitError, InputError, refuse
 from cpu3d.host.gpu import Gpu, best_dtype, card_of, check_card, largest_patch, pick_device, why_no_card
 from cpu3d.host.thread_plan import thread_plan
-from cpu3d.run.config import differences, load_config
-from cpu3d.settings import AUTO, RunConfig, left_open, recipe_config, with_settings
+from cpu3d.run.checkpoint import checkpoints
+from cpu3d.run.config import differences, load_config, rate_growth
+from cpu3d.settings import AUTO, RunConfig, chosen_again, left_open, recipe_config, with_settings
 from cpu3d.util.atomic import write_json
 from memory_estimator import planner
 from memory_estimator.accuracy import Accuracy, load_accuracy
 from memory_estimator.calibration import HostConstants, find_constants
+from memory_estimator.common.files import read_json
 from memory_estimator.common.units import by, format_bytes
 from memory_estimator.estimate import Estimate
 from memory_estimator.host import Host
 from memory_estimator.installed import installed_engine, installed_versions
-from memory_estimator.job import OPTIMIZERS, PLAN_SCHEMA, Job, statistics_note, stored_bytes
+from memory_estimator.job import PLAN_SCHEMA, Job, statistics_note, stored_bytes
 from memory_estimator.training import Beside, Forecast, price_of_run
 from models.layer_plan import training_flops
 
@@ -47,6 +50,8 @@ class Plan:
     store: Store  # as the run's fold sees it
     saved: Optional[RunConfig] = None  # of the run that is continued; None for a new one
     workers: int = 1
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+    """The settings that the user gave: in this call, and before the first checkpoint in earlier ones too."""
     forecast: Optional[Forecast] = None  # of one worker; None on a card, and if `reasons` have why
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Name of a setting that was left open -> why it was decided so; under "memory" why there is no forecast."""
@@ -65,6 +70,11 @@ class Plan:
     def steps(self) -> int:
         """Steps of the whole run, as long as no budget of minutes cuts it."""
         return self.config.steps or self.config.epochs * self.steps_per_epoch
+
+    @property
+    def rate_growth(self) -> float:
+        """By how much the learning rates that are given to this run grow with its workers."""
+        return rate_growth(self.config, self.workers) if "batch_per_worker" in self.chosen else 1.0
 
     @property
     def job(self) -> Job:
@@ -90,6 +100,8 @@ class Plan:
             "schema": PLAN_SCHEMA,
             "continues": self.saved is not None,
             "workers": self.workers,
+            "chosen": dict(self.chosen),
+            "rate_growth": self.rate_growth,
             "engine": self.job.engine,
             "micro_batch": self.config.micro,
             "volume_shape": list(volume_shape(self.store, self.config)),
@@ -150,24 +162,42 @@ def make_plan(
     """The plan of a run: recipe or saved run, then the chosen settings, then the decisions by store and host, of which
     this worker has its share. Device, dtype, policy and micro-batch of a saved run only a setting changes, no recipe.
 
+    Before a run's first checkpoint nothing is trained that would have to be continued: the settings
+    that were chosen for it are kept, and all else is decided again.
+
     Raises InputError for settings that do not suit the store or the saved run, and, unless `force`, if the host's
     calibration cannot be read.
     """
     saved = load_config(run_folder) if (run_folder / "config.json").is_file() else None
-    start = recipe_config(settings) if saved is None or "recipe" in settings else saved
-    inputs = Inputs(store, host, _with_kept(settings, start, saved, workers), gpus, workers)
-    config = _decided(start, saved, inputs)
-    unused = why_no_card(left_open(inputs.settings.get("device")), config.mode, gpus) if config.device == "cpu" else []
-    plan = Plan(config, with_fold(store, config.fold), saved, workers, reasons=dict(zip(["device"], unused)))
+    is_begun = saved is not None and bool(checkpoints(run_folder))
+    chosen = dict(settings)
+    if saved and not is_begun:
+        earlier = read_plan(run_folder).get("chosen")
+        if isinstance(earlier, dict):  # an earlier version does not write it
+            chosen, saved = chosen_again(earlier, settings), None
+    start = recipe_config(chosen) if saved is None or "recipe" in chosen else saved
+    inputs = Inputs(store, host, _with_kept(chosen, start, saved, workers), gpus, workers, saved, is_begun)
+    config = _decided(start, inputs)
+    reasons = {}
+    if config.device == "cpu":
+        reasons.update(zip(["device"], why_no_card(left_open(inputs.settings.get("device")), config.mode, gpus)))
+    plan = Plan(config, with_fold(store, config.fold), saved, workers, chosen, reasons=reasons)
     if not plan.steps_per_epoch:
-        samples = f"{plan.samples_per_epoch} {'patches of an epoch' if config.is_patch else 'training cases'}"
-        raise InputError(f"batch must be at most the {samples}, got {config.batch}; choose a smaller --batch")
-    config = config.with_coarse_share(plan.steps)
-    is_as_long = saved and (saved.steps, saved.epochs) == (config.steps, config.epochs)
-    if is_as_long or (saved and saved.coarse_steps < config.coarse_steps):  # made longer, it continues in full
-        config = dataclasses.replace(config, coarse_steps=saved.coarse_steps)
-    plan = dataclasses.replace(plan, config=config)
+        kind = "patches of an epoch" if config.is_patch else "training cases"
+        raise InputError(
+            f"batch must be at most the {plan.samples_per_epoch} {kind}, got {config.batch}; {_smaller_batch(inputs)}"
+        )
+    plan = _with_coarse_steps(plan, is_begun)
     return with_forecast(plan, host, pick=left_open(inputs.settings.get("policy")) is None, force=force)
+
+
+def read_plan(run_folder: Path) -> Dict[str, Any]:
+    """The content of a run's plan.json; {} if there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        content = read_json(Path(run_folder) / "plan.json")
+        if isinstance(content, dict) and content.get("schema") == PLAN_SCHEMA:
+            return content
+    return {}
 
 
 def with_forecast(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
@@ -251,6 +281,8 @@ class Inputs(NamedTuple):
     settings: Mapping[str, Any]  # as `_with_kept` gives them
     gpus: Sequence[Gpu]
     workers: int
+    saved: Optional[RunConfig] = None  # of the run that is continued
+    is_begun: bool = False  # whether that run has a checkpoint
 
 
 def _with_kept(
@@ -267,12 +299,15 @@ def _with_kept(
     return {**kept, **settings, "batch": batch}
 
 
-def _decided(start: RunConfig, saved: Optional[RunConfig], inputs: Inputs) -> RunConfig:
+def _decided(start: RunConfig, inputs: Inputs) -> RunConfig:
     """Every setting but the memory policy of a new run, from a recipe's or the saved ones."""
+    saved = inputs.saved
     try:
         config = with_settings(start, inputs.settings)
-        if saved and config.budget_minutes and config.budget_minutes == saved.budget_minutes:
-            config = dataclasses.replace(config, steps=saved.steps)  # as it was timed when the run began
+        if saved and config.budget_minutes:
+            budget = (config.budget_minutes, config.epochs)
+            is_timed = inputs.is_begun and budget == (saved.budget_minutes, saved.epochs)
+            config = dataclasses.replace(config, steps=saved.steps if is_timed else 0)
         if config.learning_rate is None:
             config = dataclasses.replace(config, learning_rate=config.peak_rate)
         if saved and saved.mode != config.mode:
@@ -291,18 +326,24 @@ def _for_workers(config: RunConfig, inputs: Inputs, *, scale: bool) -> RunConfig
     the micro-batch. The rates of a run that continues have grown already, unless a setting or `scale` gives them."""
     settings, workers = inputs.settings, inputs.workers
     if "batch_per_worker" in settings:
-        growth = workers ** (1.0 if OPTIMIZERS[config.optimizer].rate_scaling == "linear" else 0.5)
+        growth = rate_growth(config, workers)
         grown = [name for name in ("learning_rate", "adam_rate") if scale or name in settings]
         config = dataclasses.replace(config, **{name: getattr(config, name) * growth for name in grown})
     if config.batch % workers:
         rule = f"batch must be a multiple of the {workers} workers, got {config.batch}"
-        raise InputError(f"{rule}; choose --batch-per-worker, or another --batch")
+        todo = "choose another --batch, or --batch-per-worker in its place"
+        if inputs.saved:  # its batch must stay
+            todo = "take as many workers as divide it"
+        raise InputError(f"{rule}; {todo}")
     share = config.batch // workers
     if workers > 1 and config.unet.norm == "batch" and not config.micro_batch:
         config = dataclasses.replace(config, micro_batch=share)
     if share % config.micro:
         rule = f"micro-batch must divide the {share} volumes of a worker, got {config.micro}"
-        raise InputError(f"{rule}; choose another --micro-batch, or fewer workers")
+        todo = "choose another --micro-batch, or fewer workers"
+        if inputs.saved and config.unet.norm == "batch":  # its micro-batch must stay
+            todo = "take fewer workers"
+        raise InputError(f"{rule}; {todo}")
     return config
 
 
@@ -331,7 +372,8 @@ def _for_host(config: RunConfig, inputs: Inputs) -> RunConfig:
     """Fill in the settings that follow from the host: the device, and the dtype that is fast on it."""
     device = pick_device(left_open(inputs.settings.get("device")), config.mode, inputs.gpus)
     if device != "cpu" and config.engine == "itex":
-        raise InputError(f"engine must be auto or stock on {device}, got itex, which computes on CPUs; leave it out")
+        rule = f"engine must be auto or stock on {device}, got itex, which computes on CPUs"
+        raise InputError(f"{rule}; give --engine stock")
     if device != "cpu" and inputs.workers > 1:
         raise InputError(f"device must be cpu for several workers, got {device}; give --device cpu")
     fast = inputs.host.best_dtype if device == "cpu" else best_dtype(card_of(device, inputs.gpus))
@@ -346,7 +388,8 @@ def _with_grid(config: RunConfig, inputs: Inputs) -> RunConfig:
     if not config.is_patch:
         for name in ("patch", "patches_per_case", "foreground"):
             if name in settings:
-                raise InputError(f"--{name.replace('_', '-')} must come with --mode patch, got mode whole; add it")
+                todo = "leave it out" if inputs.saved else "add that"
+                raise InputError(f"--{name.replace('_', '-')} must come with --mode patch, got mode whole; {todo}")
         return dataclasses.replace(config, grid=grid, patches_per_case=1)
     if "patch" in settings:
         patch = tuple(settings["patch"])
@@ -373,8 +416,35 @@ def _with_curriculum(config: RunConfig, inputs: Inputs) -> RunConfig:
         return dataclasses.replace(config, curriculum="half", coarse_grid=coarse)
     if config.curriculum == "half":
         rule = f"--curriculum must be off if half of {by(config.grid)} is below {2 * divisor} along an axis"
-        raise InputError(f"{rule}, got half, a grid of {by(coarse)}; leave it out, or choose a smaller --depth")
+        todo = "leave it out" if inputs.saved else "leave it out, or choose a smaller --depth"
+        raise InputError(f"{rule}, got half, a grid of {by(coarse)}; {todo}")
     return without
+
+
+def _with_coarse_steps(plan: Plan, is_begun: bool) -> Plan:
+    """The plan with the coarse steps of its length. A run that has begun keeps its own if it stays
+    as long, or is made longer: the steps that are added are in full."""
+    saved, config = plan.saved, plan.config.with_coarse_share(plan.steps)
+    share, reasons = config.coarse_steps, dict(plan.reasons)
+    if saved and is_begun:
+        is_as_long = (saved.steps, saved.epochs) == (config.steps, config.epochs)
+        if is_as_long or saved.coarse_steps < share:
+            config = dataclasses.replace(config, coarse_steps=saved.coarse_steps)
+        if not is_as_long and saved.coarse_steps < share:
+            reasons["coarse steps"] = (
+                f"coarse steps: {saved.coarse_steps}, as the run was begun, and what is added in full; "
+                f"a new run of {plan.steps} steps would have {share}"
+            )
+    return dataclasses.replace(plan, config=config, reasons=reasons)
+
+
+def _smaller_batch(inputs: Inputs) -> str:
+    """What to do about a batch that is too large, of all workers together."""
+    if "batch_per_worker" not in inputs.settings:
+        return "choose a smaller --batch"
+    if inputs.settings["batch_per_worker"] == 1:
+        return "take fewer workers"
+    return "choose a smaller --batch-per-worker, or fewer workers"
 
 
 # --- Time and memory ---

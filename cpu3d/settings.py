@@ -287,6 +287,20 @@ INSTEAD = {  # setting -> others that it replaces
 }
 
 
+OF_PATCHES = ("patch", "patches_per_case", "foreground")  # settings of patches alone
+
+
+def chosen_again(before: Mapping[str, Any], now: Mapping[str, Any]) -> Dict[str, Any]:
+    """The settings chosen in two calls: those of the later one, and of the earlier one those that
+    they do not replace."""
+    replaced = {other for name in now for other in INSTEAD.get(name, ())}
+    if "batch" in now or "batch_per_worker" in now:
+        replaced.update(("batch", "batch_per_worker"))
+    if now.get("mode") == "whole":
+        replaced.update(OF_PATCHES)
+    return {**{name: value for name, value in before.items() if name not in replaced}, **now}
+
+
 def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     """`config` with the chosen settings in their places, but for values of "auto" and `Shorthand`, which the plan
     decides. A length, or validations, chosen in one way replace those that `config` has in another. Raises ValueError

@@ -8,6 +8,7 @@ are of training alone. A region that an untouched case lacks is left out: its Di
 """
 
 import dataclasses
+import itertools
 import shlex
 import tempfile
 from dataclasses import dataclass
@@ -90,10 +91,11 @@ def made_store(workdir: Path, options: Options, log: Path) -> Store:
 
 def points_of(events: Sequence[Mapping[str, Any]], config: RunConfig, regions: Sequence[str]) -> List[Result]:
     """A point for each validation: step, full steps and seconds of training until then, and Dice of `regions`."""
-    points, times = [], numbers(of_kind(events, "step"), "step_s")
+    points, seconds = [], [0.0, *itertools.accumulate(numbers(of_kind(events, "step"), "step_s"))]
     for event in of_kind(events, "validation"):
         step, dice = event["step"], {name: event["dice"][name] for name in regions}
-        points.append({"step": step, "full_steps": config.full_steps(step), "seconds": sum(times[:step]), "dice": dice})
+        took = {"full_steps": config.full_steps(step), "seconds": seconds[min(step, len(seconds) - 1)]}
+        points.append({"step": step, **took, "dice": dice})
     return points
 
 

@@ -18,6 +18,7 @@ whose folders have the same name before "-seed" and the number are one variant, 
 
 import itertools
 import re
+import shlex
 from typing import Iterator, List, Tuple
 
 from cpu3d.compare.plan import Json, Kept, Options, planned, resumed
@@ -29,8 +30,7 @@ from cpu3d.errors import InputError, refuse
 from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.inference.runs import store_of_run
 from cpu3d.run.config import load_config
-from cpu3d.run.log import FINISHED, read_events
-from cpu3d.run.summary import last_end
+from cpu3d.run.log import FINISHED, last_end, last_event
 from cpu3d.settings import SETTINGS
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.lock import locked
@@ -114,11 +114,16 @@ def _finished(options: Options) -> Tuple[Store, Kept, List[PlannedRun]]:
             both = f"{runs[str(run)].folder} and {folder}"
             problems.append(f"runs must differ in their name or seed, got {run} for {both}; leave one out")
         runs[str(run)] = run
-        end = last_end(read_events(folder)).get("reason", "none")
+        end = last_end(folder).get("reason", "none")
+        diverged = last_event(folder).get("event") == "diverged"
         if end not in FINISHED:
-            problems.append(f"run {folder} must have been trained to its end, got end: {end}; continue it with `train`")
+            got, todo = f"end: {end}", "continue it with `train`"
+            if diverged:
+                got, todo = "diverged", f"see `status --run {shlex.quote(str(folder))}`, or leave it out"
+            problems.append(f"run {folder} must have been trained to its end, got {got}; {todo}")
         elif outdated := outdated_scores(folder, evaluation):
-            command = f"evaluate --run {folder} --split {evaluation.split} --tolerance {evaluation.tolerance_mm:g}"
+            words = ["evaluate", "--run", str(folder), "--split", evaluation.split]
+            command = shlex.join([*words, "--tolerance", f"{evaluation.tolerance_mm!r}"])
             problems.append(f"run {folder} must have current scores, got {outdated}; run `{command}`")
     refuse(problems)
     ordered = list(runs.values())

@@ -21,7 +21,7 @@ from cpu3d.host.gpu import HostGpus
 from cpu3d.inference.evaluate import UNTOUCHED
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.plan import Plan, make_plan
-from cpu3d.settings import SETTINGS, RunConfig, recipe_config
+from cpu3d.settings import OF_PATCHES, SETTINGS, RunConfig, recipe_config
 from cpu3d.util.atomic import is_untouched, write_json
 from memory_estimator.common.files import read_json, reason, typed
 from memory_estimator.common.schema import add_options, arguments, option, to_command_line
@@ -34,8 +34,7 @@ WARMUP_SHARE = 10  # the warm-up is at most a tenth of a run: one of large batch
 LEAST_STEP_S = 1e-3  # no step is faster: a budget of minutes has the epochs that such steps would fill
 FEW = 8  # steps, of which a curriculum's share is a whole number: their voxels are in proportion to those of many
 
-# Settings of patches alone, settings that compare decides for every run, settings that are the same for all variants.
-OF_PATCHES = ("patch", "patches_per_case", "foreground")
+# Settings that compare decides for every run, and those that are the same for all variants.
 DECIDED = ("seed", "steps", "budget_minutes", "validate_every", "patience")
 FOR_ALL = (*DECIDED, "epochs", "validations", "fold", "regions")
 
@@ -103,7 +102,7 @@ def parse_variant(name: str, options: str, common: Json) -> Json:
     return {**common, **own}
 
 
-def usual_variants(common: Json, store: Store) -> Dict[str, Json]:
+def usual_variants(common: Json, store: Store, *, force: bool = False) -> Dict[str, Json]:
     """Whole volumes, and patches: of the size that `common` has, else of half their grid along each axis, down to what
     the network takes and no less than it learns from.
 
@@ -114,21 +113,24 @@ def usual_variants(common: Json, store: Store) -> Dict[str, Json]:
     whole, patch = {**_without(common, OF_PATCHES), "mode": "whole"}, {**common, "mode": "patch"}
     if "patch" in common:
         return {"whole": whole, "patch": patch}
-    config = resolve_variants({"whole": whole}, store)["whole"][1].config
+    config = resolve_variants({"whole": whole}, store, force=force)["whole"][1].config
     divisor = config.unet.divisor
     patch["patch"] = [min(n, max(n // (2 * divisor) * divisor, BOTTOM * divisor)) for n in config.grid]
     return {"whole": whole, "patch-half": patch}
 
 
-def resolve_variants(variants: Mapping[str, Json], store: Store) -> Dict[str, Tuple[Json, Plan]]:
-    """The settings of every variant, with those that its plan on this store and host decides, and the plan.
+def resolve_variants(
+    variants: Mapping[str, Json], store: Store, *, force: bool = False
+) -> Dict[str, Tuple[Json, Plan]]:
+    """The settings of every variant, with those that its plan on this store and host decides, and
+    the plan; `force` is that of `make_plan`.
 
     So all runs of a variant have the same settings. Raises InputError with the problems of all variants, each by name.
     """
     host, gpus, resolved, problems = read_host(), HostGpus(), {}, []
     for name, chosen in variants.items():
         try:
-            plan = make_plan(store, Path("/nonexistent"), host, chosen, gpus=gpus)
+            plan = make_plan(store, Path("/nonexistent"), host, chosen, gpus=gpus, force=force)
         except InputError as error:
             problems += [f"variant {name}: {problem}" for problem in error.problems]
             continue
@@ -226,8 +228,9 @@ def planned(options: Options, settings: Json, store: Store) -> Tuple[Json, List[
     _refuse_settings("compare", settings, DECIDED)
     common = _without(settings, ("epochs", "validations"))
     named = {name: parse_variant(name, words, common) for name, words in options.variant}
-    variants = named or usual_variants(common, store)
-    resolved, validations = resolve_variants(variants, store), settings.get("validations", VALIDATIONS)
+    variants = named or usual_variants(common, store, force=options.force)
+    resolved = resolve_variants(variants, store, force=options.force)
+    validations = settings.get("validations", VALIDATIONS)
     baseline, (_, first) = next(iter(resolved.items()))
     amounts = {"voxels": options.voxels, "minutes": options.minutes}
     amounts["epochs"] = settings.get("epochs", first.config.epochs)
@@ -313,9 +316,11 @@ def _by_name(content: Any, name: str = "") -> Json:
 
 def _refuse_settings(source: str, settings: Json, names: Sequence[str]) -> None:
     """Raise InputError for the settings among `names`, which `source`, such as "variant whole", may not choose."""
+    for_all = "give it outside the quotes, for all variants"
+    own = "leave it out: compare has --seeds, --validations and a budget for all variants"
     refuse(
-        f"{source} must be without --{name.replace('_', '-')}, got {settings[name]}; leave it out: compare has "
-        "--seeds, --validations and a budget for all variants"
+        f"{source} must be without --{name.replace('_', '-')}, got {settings[name]}; "
+        f"{own if name in DECIDED else for_all}"
         for name in names
         if name in settings
     )

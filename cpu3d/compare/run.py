@@ -23,8 +23,7 @@ from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.run.checkpoint import BEST, checkpoints
 from cpu3d.run.config import load_config
-from cpu3d.run.log import read_events
-from cpu3d.run.summary import last_end, numbers
+from cpu3d.run.log import last_end, last_event
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT, forward_signals, how_ended, last_words, start
 from cpu3d.util.progress import bar, say
@@ -94,7 +93,7 @@ def train_and_score(
         try:
             if is_trained(run):
                 say(f"{label}: trained already")
-            elif [event["event"] for event in read_events(run.folder)[-1:]] == ["diverged"]:
+            elif last_event(run.folder).get("event") == "diverged":
                 problem = f"{run} diverged before; remove {run.folder} to train it again"
                 raise RunFailedError(problem, DivergedError.exit_code, "train diverged")
             else:
@@ -116,7 +115,7 @@ def is_trained(run: PlannedRun) -> bool:
     """Whether the run has taken all of its steps, or has stopped early, and has its best weights:
     `train` replaces those that are lost."""
     best = run.folder / "checkpoints" / BEST
-    end = last_end(read_events(run.folder)) if checkpoints(run.folder) and best.is_file() else {}
+    end = last_end(run.folder) if checkpoints(run.folder) and best.is_file() else {}
     return end.get("reason") == "early stop" or (end.get("reason") == "finished" and end["step"] == run.steps)
 
 
@@ -158,8 +157,8 @@ def call(command: Sequence[str], log: Path, label: str, *, run: Optional[Path] =
         while child.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(POLL_S)
-            done = numbers(read_events(run, steps=1), "step") if run else []
-            step = min(done[-1], steps) if done else 0
+            done = last_event(run, "step").get("step", 0) if run else 0
+            step = min(done, steps)
             advance(step - shown)
             shown = step
         advance(steps - shown if child.returncode == 0 else 0)

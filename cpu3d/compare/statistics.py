@@ -22,8 +22,8 @@ from cpu3d.errors import InputError, refuse
 from cpu3d.inference.evaluate import PREDICTIONS, read_scores, scores_path
 from cpu3d.inference.scores import METRICS
 from cpu3d.run.config import load_config
-from cpu3d.run.log import read_events
-from cpu3d.run.summary import costs_of, median, numbers, of_kind
+from cpu3d.run.log import iter_events
+from cpu3d.run.summary import History, median, numbers
 from cpu3d.settings import RunConfig
 from cpu3d.util.records import number
 from memory_estimator.common.units import format_bytes, format_seconds
@@ -161,20 +161,18 @@ def read_result(run: PlannedRun, split: str, store: Store) -> RunResult:
 
     Raises InputError if the run was not trained or scored, or its files are damaged.
     """
-    config, events, path = load_config(run.folder), read_events(run.folder), scores_path(run.folder, split)
+    config, path = load_config(run.folder), scores_path(run.folder, split)
     content = read_scores(path)
+    history = History(iter_events(run.folder))
     cases = {case["case_id"]: case["regions"] for case in content["cases"]}
     regions = {
         region: {name: {case: float(of[region][name]) for case, of in cases.items()} for name in METRICS}
         for region in content["regions"]
     }
-    host, curve, steps = (of_kind(events, "start") or [{}])[-1].get("host", {}), [], of_kind(events, "step")
-    for event in of_kind(events, "validation"):
-        until = costs_of([step for step in steps if step["step"] <= event["step"]])
-        curve.append(Point(until.voxels, until.steps_s, event["mean_dice"]))
-    costs = _costs(events, config, content, host.get("cores"), store)
+    host = history.starts[-1].get("host", {}) if history.starts else {}
+    costs = _costs(history, config, content, host.get("cores"), store)
     about = (run.variant, run.seed, run.folder, with_mean(regions), costs, config)
-    return RunResult(*about, curve, host, path.parent / PREDICTIONS)
+    return RunResult(*about, _curve(history), host, path.parent / PREDICTIONS)
 
 
 def with_mean(scores: Scores) -> Scores:
@@ -295,11 +293,26 @@ def comparison_of(results: Sequence[RunResult], baseline: str, failed: Sequence[
 # --- Private helpers ---
 
 
+def _curve(history: History) -> List[Point]:
+    """A run's validations, each with what the steps up to it have cost."""
+    order = np.argsort(history.steps["step"], kind="stable")
+    done = history.steps["step"][order]
+    voxels, seconds = (
+        np.concatenate([[0], np.cumsum(np.nan_to_num(history.steps[name][order]))]) for name in ("voxels", "step_s")
+    )
+    validations = history.validations
+    until = np.searchsorted(done, validations["step"], side="right")  # how many steps
+    return [
+        Point(int(seen), float(took), float(dice))
+        for seen, took, dice in zip(voxels[until], seconds[until], validations["mean_dice"])
+    ]
+
+
 def _costs(
-    events: Sequence[Json], config: RunConfig, scores: Json, cores: Optional[int], store: Store
+    history: History, config: RunConfig, scores: Json, cores: Optional[int], store: Store
 ) -> Dict[str, Optional[float]]:
     """A run's COSTS, from its log and the content of scores.json."""
-    costs, on_cpu = costs_of(events, config.coarse_steps), config.device == "cpu"
+    costs, on_cpu = history.costs(config.coarse_steps), config.device == "cpu"
     whole = grid_size(store, extent=config.extent, multiple=config.unet.divisor) if config.is_patch else config.grid
     values = {
         **vars(costs),

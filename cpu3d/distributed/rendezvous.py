@@ -86,7 +86,8 @@ def plan_of_chief(content: Mapping[str, Any], store: Store, host: Host, engine: 
         got = f"split {store.manifest.split_hash} for {config.split_hash}"
         raise InputError(f"store {store.folder} must be the chief's, got {got}; copy that one to this host")
     saved = config if content["continues"] else None
-    plan = Plan(config, with_fold(store, config.fold), saved, content["workers"])
+    split = with_fold(store, config.fold)
+    plan = Plan(config, split, saved, content["workers"], chosen=content["chosen"])
     return with_forecast(plan, host, pick=False, force=True)
 
 

@@ -2,6 +2,7 @@
 predicted with the shipped constants. `calibrate` measures it, and every training of large enough volumes adds to it.
 """
 
+import collections
 import contextlib
 import dataclasses
 import datetime
@@ -9,7 +10,7 @@ import math
 import os
 import statistics
 from pathlib import Path
-from typing import Dict, Iterator, List, Sequence, Tuple
+from typing import Deque, Dict, Iterator, List, Sequence, Tuple
 
 import psutil
 
@@ -35,6 +36,8 @@ from models.native.library import VARIABLE, own_operations
 
 LEAST_VOXELS, FEWEST_STEPS = 64**3, 3
 """The fewest of a training that counts: steps of smaller grids are TensorFlow's own overhead for the most part."""
+
+MOST_STEPS = 1000  # of which the median is taken, the latest ones: a run may have millions
 
 LOCK_WAIT_S = 2.0  # for others that write at the same time
 
@@ -106,20 +109,23 @@ class Observer:
     def __init__(self, job: Job, host: Host, *, warm_up: int = 0):
         """`job` is computed by this process. Its first `warm_up` steps do not count: they compile."""
         self._job, self._host, self._warm_up = job, host, warm_up
-        self._steps_s: List[float] = []
+        self._steps_s: Deque[float] = collections.deque(maxlen=MOST_STEPS)
         self._process = psutil.Process()
         self._others_share()
         self._is_kept = False
 
     def note(self, seconds: float) -> None:
         """Note the seconds of a step by itself, without waiting for data or other workers."""
+        if self._warm_up > 0:
+            self._warm_up -= 1
+            if self._warm_up == 0:
+                self._others_share()
+            return
         self._steps_s.append(seconds)
-        if len(self._steps_s) == self._warm_up:
-            self._others_share()
 
     def record(self) -> None:
         """Keep the steps' median, once they are enough. A failure is a warning on stderr: the training continues."""
-        steps_s = self._steps_s[self._warm_up :]
+        steps_s = self._steps_s
         if self._is_kept or len(steps_s) < FEWEST_STEPS or math.prod(self._job.shape) < LEAST_VOXELS:
             return
         self._is_kept = True

@@ -3,18 +3,21 @@
 Nothing here touches pyplot or any other state of the process: every function makes a figure, draws and encodes it.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
 from cpu3d.inference.scores import METRICS
-from cpu3d.run.summary import Events, numbers, of_kind
+from cpu3d.run.summary import History, known
 from memory_estimator.common.table import PALETTE, new_figure, plain, png
 from memory_estimator.common.units import GIB
 
 Figures = List[Tuple[str, bytes]]  # (title, PNG) each
 YRange = Optional[Tuple[float, Optional[float]]]  # (bottom, top) of an axis; a top of None leaves room above the data
+
+COLUMNS = 2000  # of a chart, several in a dot: more points than four in each would show nothing more
 
 
 @dataclass(frozen=True)
@@ -43,19 +46,21 @@ def chart(
 
     Points that are not finite are left out; no line at all is fine. A legend appears if a line has a name.
     """
-    from scipy.ndimage import median_filter  # on use: importing this module stays cheap
-
     figure = new_figure(5.4, 2.8)
     axes = figure.add_subplot()
     for line in lines:
         x, y = np.asarray(line.x, float), np.asarray(line.y, float)
         good = np.isfinite(x) & np.isfinite(y)
         x, y = x[good], y[good]
+        shown = shown_points(x, y, log=log)
+        style = {"color": line.colour, "label": line.name}
         if line.measured or x.size < 8:
-            axes.plot(x, y, line.marks, color=line.colour, markersize=3.2, linewidth=1.6, label=line.name)
+            axes.plot(x[shown], y[shown], line.marks, markersize=3.2, linewidth=1.6, **style)
         else:
-            axes.plot(x, y, color=line.colour, alpha=0.22, linewidth=0.8)
-            axes.plot(x, median_filter(y, y.size // 20 + 5), color=line.colour, linewidth=1.4, label=line.name)
+            axes.plot(x[shown], y[shown], color=line.colour, alpha=0.22, linewidth=0.8)
+            few = np.unique(np.linspace(0, y.size - 1, min(y.size, COLUMNS)).astype(int))
+            middle = running_median(y, y.size // 20 + 5, few)
+            axes.plot(x[few], middle, linewidth=1.4, **style)
     if switch:
         axes.axvline(switch, color="#888888", linewidth=0.8, linestyle="--")
     axes.set_xlabel(x_label)
@@ -68,6 +73,30 @@ def chart(
         axes.legend(frameon=False, fontsize=8)
     figure.tight_layout(pad=0.6)
     return png(figure)
+
+
+def shown_points(x: np.ndarray, y: np.ndarray, *, log: bool = False) -> np.ndarray:
+    """The indices of the points that a curve needs: all of a few, and of neighbours that fall into
+    one of COLUMNS the first, the lowest, the highest and the last."""
+    if x.size <= 4 * COLUMNS:
+        return np.arange(x.size)
+    place = np.log(x.clip(np.finfo(float).tiny)) if log else x
+    column = np.floor((place - place.min()) * (COLUMNS / (np.ptp(place) or 1)))
+    group = np.cumsum(np.diff(column, prepend=column[0]) != 0)
+    last = np.append(np.diff(group) != 0, True)
+    first = np.roll(last, 1)
+    by_height = np.lexsort((y, group))  # within each group, which has the same places there
+    return np.unique(np.concatenate([np.flatnonzero(first | last), by_height[first], by_height[last]]))
+
+
+def running_median(y: np.ndarray, size: int, at: np.ndarray) -> np.ndarray:
+    """The medians of the `size` values around those with the indices `at`, mirrored at both ends:
+    as scipy.ndimage.median_filter has them, in a time that grows with the values alone and not with
+    their square."""
+    mirrored = np.pad(y, size // 2, mode="symmetric")
+    windows = (mirrored[index : index + size] for index in at)
+    middle = size // 2  # the upper one of two
+    return np.array([np.partition(window, middle)[middle] for window in windows])
 
 
 def strips(values: Mapping[str, Sequence[float]], *, title: str, y_label: str, y_range: YRange = None) -> bytes:
@@ -94,28 +123,46 @@ def strips(values: Mapping[str, Sequence[float]], *, title: str, y_label: str, y
     return png(figure)
 
 
-def curves(events: Events, coarse_steps: int) -> Figures:
+def curves(history: History, coarse_steps: int) -> Figures:
     """A chart of every curve that has points, with a dashed line where full steps begin."""
-    steps, validations = of_kind(events, "step"), of_kind(events, "validation")
+    steps, validations = history.steps, history.validations
     charts: Figures = []
 
+    def of_steps(name: str, values: np.ndarray, colour: str) -> Line:
+        """A curve of steps; with a name it is noisy."""
+        return Line(name, steps["step"], values, colour, measured=not name, marks="-")
+
+    def of_validations(name: str, values: np.ndarray, colour: str) -> Line:
+        return Line(name, validations["step"], values, colour)
+
     def add(title: str, lines: Sequence[Line], **axis: Any) -> None:
-        lines = [line for line in lines if len(line.x)]
+        lines = [line for line in lines if len(known(line.y))]
         if lines:
             charts.append((title, chart(lines, title=title, switch=coarse_steps, **axis)))
 
-    loss = [_line("training", steps, "loss", PALETTE[0]), _line("validation", validations, "loss", PALETTE[1])]
+    loss = [
+        of_steps("training", steps["loss"], PALETTE[0]),
+        of_validations("validation", validations["loss"], PALETTE[1]),
+    ]
     add("Loss", loss, y_label="loss")
-    regions = dict.fromkeys(name for event in (*validations, *steps) for name in event.get("dice", {}))
-    for kind, source in (("validation, whole volumes", validations), ("training steps", steps)):
-        dice = [{**event, **event.get("dice", {})} for event in source]
-        lines = [_line(name, dice, name, colour) for name, colour in zip(regions, PALETTE * len(regions))]
-        add(f"Dice, {kind}", lines, y_label="Dice", y_range=(0, 1))
+    regions = dict.fromkeys((*validations.dice, *steps.dice))
+    colours = dict(zip(regions, itertools.cycle(PALETTE)))
+    for title, line_of, columns in (
+        ("Dice, validation, whole volumes", of_validations, validations),
+        ("Dice, training steps", of_steps, steps),
+    ):
+        lines = [line_of(name, dice, colours[name]) for name, dice in columns.dice.items()]
+        add(title, lines, y_label="Dice", y_range=(0, 1))
     from_zero = {"y_range": (0, None)}
-    times = [_line("step", steps, "step_s", PALETTE[0]), _line("waiting for data", steps, "wait_s", PALETTE[1])]
+    times = [
+        of_steps("step", steps["step_s"], PALETTE[0]),
+        of_steps("waiting for data", steps["wait_s"], PALETTE[1]),
+    ]
     add("Time of a step", times, y_label="s", **from_zero)
-    add("Learning rate", [_line("", steps, "learning_rate", PALETTE[2])], y_label="learning rate", **from_zero)
-    add("Memory of the process", [_line("", steps, "rss_bytes", PALETTE[2], GIB)], y_label="GiB", **from_zero)
+    rate = of_steps("", steps["learning_rate"], PALETTE[2])
+    add("Learning rate", [rate], y_label="learning rate", **from_zero)
+    memory = of_steps("", steps["rss_bytes"] / GIB, PALETTE[2])
+    add("Memory of the process", [memory], y_label="GiB", **from_zero)
     return charts
 
 
@@ -128,11 +175,3 @@ def score_pictures(scores: Mapping[str, Any]) -> Figures:
         title = metric.label if metric.larger_is_better else f"{metric.label} (less is better)"
         figures.append((f"{title} of every case", strips(values, title=title, y_label=metric.unit, y_range=y_range)))
     return figures
-
-
-def _line(name: str, events: Events, key: str, colour: str, unit: float = 1) -> Line:
-    """The values of a key over the events' steps: with a name those of steps are noisy, those of validations dots."""
-    known = [event for event in events if numbers([event], key)]
-    x, y = [event["step"] for event in known], [event[key] / unit for event in known]
-    of_steps = bool(known) and known[0]["event"] == "step"
-    return Line(name, x, y, colour, measured=not (of_steps and name), marks="-" if of_steps else "o-")

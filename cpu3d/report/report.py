@@ -26,8 +26,8 @@ from cpu3d.pages.page import flat, page_file, percent, render_page
 from cpu3d.pages.viewer import SCORES, ViewedCase, viewer
 from cpu3d.report import pictures
 from cpu3d.run.config import load_config
-from cpu3d.run.log import read_events
-from cpu3d.run.summary import Events, costs_of, last_end, median, numbers, of_kind
+from cpu3d.run.log import iter_events
+from cpu3d.run.summary import Events, History, median, numbers
 from cpu3d.util.atomic import atomic_write
 from cpu3d.util.progress import say
 from cpu3d.util.records import count, listed
@@ -58,7 +58,7 @@ class RunFiles:
 
     folder: Path
     config: Dict[str, Any]
-    events: Events  # of log.jsonl, in order
+    history: History  # of log.jsonl
     scores: Optional[Dict[str, Any]]  # scores.json of the test cases, else of "val", else of "train"
     store: Optional[Store]  # with the run's fold; None if it was moved or deleted
     postprocessing: PostProcessing  # of the answers of its best weights
@@ -123,8 +123,9 @@ def gather(run_dir: Path) -> RunFiles:
         if folder and store is None:
             with contextlib.suppress(InputError):  # moved or deleted since: the page says so
                 store = with_fold(open_store(folder), config.fold)
+    history = History(iter_events(run_dir))
     decided = postprocessing_of(run_dir, config), read_decision(run_dir, config)
-    return RunFiles(run_dir, dataclasses.asdict(config), read_events(run_dir), scores, store, *decided)
+    return RunFiles(run_dir, dataclasses.asdict(config), history, scores, store, *decided)
 
 
 def shown_cases(
@@ -158,8 +159,7 @@ def shown_cases(
 
 def page_sections(files: RunFiles) -> List[Section]:
     """All that the page shows, in order. An element is added here."""
-    scores, config, events = files.scores, files.config, files.events
-    starts = of_kind(events, "start")
+    scores, config, starts = files.scores, files.config, files.history.starts
     decided = _decision_table(files) or f"Post-processing is {files.postprocessing.words}."
     hosts = []
     for start in starts:
@@ -173,7 +173,7 @@ def page_sections(files: RunFiles) -> List[Section]:
         ("Scores", _scores_section(files) if scores else []),
         ("Post-processing", [decided]),
         ("Cases", [_cases(files)] if scores and files.store else []),
-        ("Training", [pictures.curves(events, config["coarse_steps"])]),
+        ("Training", [pictures.curves(files.history, config["coarse_steps"])]),
         ("Memory and time", [_costs(files, starts)]),
         ("Host and software", hosts),
         ("Settings", [Folded("config.json", Table(("", ""), sorted(flat(config)), names=2)), Folded("split", ids)]),
@@ -194,12 +194,12 @@ def _is_filled(part: Part) -> bool:
 def _facts(files: RunFiles, starts: Events) -> List[Tuple[str, str]]:
     """Name and value of the settings and facts that distinguish this run."""
     config, manifest = files.config, files.store.manifest if files.store else None
-    end, last = last_end(files.events), starts[-1] if starts else {}
+    history, last = files.history, starts[-1] if starts else {}
     facts = [
         ("run", str(files.folder)),
         ("data", f"{manifest.name} ({manifest.layout}), {len(manifest.cases)} cases" if manifest else "-"),
-        ("steps", f"{max(numbers(of_kind(files.events, 'step'), 'step'), default=0):,}"),
-        ("ended", f"{end['reason']} after step {end['step']}" if end else "not yet"),
+        ("steps", f"{history.last_step:,}"),
+        ("ended", _ended(history)),
         *((name, value) for name, value in flat(config) if value and name in SETTINGS),
         *((name, str(last.get(name, "-"))) for name in STARTED_WITH),
         ("device", last.get("device", config["device"])),
@@ -209,6 +209,13 @@ def _facts(files: RunFiles, starts: Events) -> List[Tuple[str, str]]:
         applied = dict.fromkeys(case["postprocessing"] for case in files.scores["cases"])
         facts.append(("post-processing of the scores", "; ".join(applied)))
     return facts
+
+
+def _ended(history: History) -> str:
+    """How and when the last attempt ended."""
+    if history.last.get("event") == "diverged":
+        return f"diverged after step {history.last['step']}: {history.last['reason']}"
+    return f"{history.end['reason']} after step {history.end['step']}" if history.end else "not yet"
 
 
 def _inference(scores: Mapping[str, Any]) -> str:
@@ -230,7 +237,7 @@ def _missing(files: RunFiles) -> List[str]:
     notes = []
     if files.scores is None:
         notes.append(f"No scores yet: run `evaluate --run {files.folder}` and then `report` again.")
-    if not of_kind(files.events, "step"):
+    if not files.history.last_step:
         notes.append("No training step is in log.jsonl yet, so there are no curves.")
     if files.store is None:
         notes.append(f"The store {files.config['store']} cannot be read, so no cases are shown.")
@@ -301,13 +308,11 @@ def _decision_table(files: RunFiles) -> Optional[Table]:
 def _costs(files: RunFiles, starts: Events) -> Table:
     """Memory and time, a row each: name, measured value, what kind of value, the largest prediction of all attempts, by
     how much that is off. Time is predicted of a step alone, so its waiting for data is a row of its own."""
-    events, coarse_steps = files.events, files.config["coarse_steps"]
-    computing = [
-        {**event, "step_s": event["step_s"] - event.get("wait_s", 0)} if "step_s" in event else event
-        for event in events
-    ]
-    costs, alone = costs_of(events, coarse_steps), costs_of(computing, coarse_steps)
-    device, beside_s = files.config["device"], costs.validation_s + costs.checkpoint_s
+    coarse_steps, device = files.config["coarse_steps"], files.config["device"]
+    costs = files.history.costs(coarse_steps)
+    coarse_s = files.history.median_step_s(coarse_steps, coarse=True, waiting=False)
+    full_s = files.history.median_step_s(coarse_steps, waiting=False)
+    beside_s = costs.validation_s + costs.checkpoint_s
     scratch = (
         "without own operations' scratch" if device == "cpu" else "with cuDNN's workspaces, without CUDA's context"
     )
@@ -318,8 +323,8 @@ def _costs(files: RunFiles, starts: Events) -> Table:
         ("peak memory of the process", costs.peak_rss_bytes, "process_peak_bytes", format_bytes, "with mapped files"),
         ("upper bound of it", costs.peak_rss_bytes, "upper_bound_bytes", format_bytes, ""),
         (f"allocator on {device}", costs.allocator_peak_bytes, "allocator_peak_bytes", format_bytes, scratch),
-        ("time per coarse step", alone.coarse_step_s, "coarse_step_s", format_seconds, "median, without waiting"),
-        ("time per step", alone.step_s, "step_s", format_seconds, "median, without waiting"),
+        ("time per coarse step", coarse_s, "coarse_step_s", format_seconds, "median, without waiting"),
+        ("time per step", full_s, "step_s", format_seconds, "median, without waiting"),
     ):
         guess = max(numbers(predicted, key), default=None)
         off = f"{guess / value - 1:+.1%}" if guess and value else ""

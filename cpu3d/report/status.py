@@ -20,15 +20,17 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
+import numpy as np
 from rich.console import Group
 from rich.text import Text
 
-from cpu3d.errors import ENDINGS, ending_of
+from cpu3d.errors import ENDINGS, DivergedError, ending_of
+from cpu3d.plan import read_plan
 from cpu3d.run.checkpoint import best_score, checkpoints, step_of
 from cpu3d.run.config import half_rates, load_config
 from cpu3d.run.heartbeat import BEAT_S, SILENT_S, Heartbeat, beat_age_s, heartbeat_path, read_heartbeats
 from cpu3d.run.log import FINISHED, recent_events
-from cpu3d.run.summary import Pace, median, numbers, of_kind
+from cpu3d.run.summary import Columns, History, known, median
 from cpu3d.settings import RunConfig
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Bad, Good, Poor, Table, new_console
@@ -109,20 +111,23 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
     run, now = Path(run), time.time() if now is None else now
     heartbeats = read_heartbeats(run)
     config = None if heartbeats and not (run / "config.json").is_file() else load_config(run)
-    events = recent_events(run)
-    starts, validations = of_kind(events, "start"), of_kind(events, "validation")
+    history = History(recent_events(run))
     workers, checkpoint = _workers(run, heartbeats, now), _checkpoint(run, now)
     beats = [worker.heartbeat for worker in workers if worker.heartbeat]
-    step = max([*(event["step"] for event in events), *(beat.step for beat in beats)], default=0)
-    known = [beat.steps for beat in beats] + [config.steps if config else None]
-    steps = next(filter(None, [*known, *(event.get("steps") for event in reversed(starts))]), None)
+    last = history.last
+    step = max(last.get("step", 0), history.last_step, *(beat.step for beat in beats))
+    lengths = [beat.steps for beat in beats] + [config.steps if config else None]
+    lengths += [start.get("steps") for start in reversed(history.starts)]
+    steps = next(filter(None, lengths), None)
     judged = sorted(workers, key=lambda worker: WORST_FIRST.index(worker.state))
-    last = events[-1] if events else {"event": "none"}
-    finished = last["event"] == "end" and last["reason"] in FINISHED
+    finished = last.get("event") == "end" and last["reason"] in FINISHED
     if finished and (not workers or _stays_finished(last, workers, step, steps)):
         judged = [WorkerStatus(0, "finished")]
+    elif last.get("event") == "diverged" and all(worker.state in IDLE for worker in workers):
+        judged = [WorkerStatus(0, "diverged", last["reason"])]
     judged = judged or [WorkerStatus(0, "unknown", "there is no heartbeat")]
     worst = judged[0]
+    is_alive = worst.state in ("running", "starting")
     return RunStatus(
         folder=str(run),
         state=worst.state,
@@ -132,9 +137,9 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
         workers=tuple(workers),
         step=step,
         steps=steps,
-        seconds_left=Pace(events).seconds_left(step, steps) if worst.state in ("running", "starting") else None,
-        **_recent(of_kind(events, "step")),
-        validation=validations[-1] if validations else None,
+        seconds_left=history.pace.seconds_left(step, steps) if is_alive else None,
+        **_recent(history.steps),
+        validation=history.last_validation or None,
         best=best_score(run),
         checkpoint=checkpoint,
     )
@@ -211,22 +216,28 @@ def _advice(run: Path, config: Optional[RunConfig], worst: WorkerStatus, checkpo
     advice = again
     if state in ("stalled", "silent"):
         advice = f"when its process has ended, {again}"
-    elif beat and beat.exit_code is not None:
-        rates = f" with {half_rates(config)}" if config else ""
-        advice = ending_of(beat.exit_code).advice.format(again=again, rates=rates)
+    elif state == "diverged" or (beat and beat.exit_code is not None):
+        code = DivergedError.exit_code if state == "diverged" else beat.exit_code
+        growth = read_plan(run).get("rate_growth")
+        growth = growth if isinstance(growth, float) and growth > 0 else 1.0
+        rates = f" with {half_rates(config, growth=growth)}" if config else ""
+        advice = ending_of(code).advice.format(again=again, rates=rates)
     log = run / "logs" / f"worker-{worst.rank}.log"
     return f"{advice}; its last lines are in {log}" if log.is_file() else advice
 
 
-def _recent(steps: Sequence[Mapping[str, Any]]) -> Dict[str, Any]:
-    """Fields of `RunStatus` by its recent steps; the time of a step is that of the steps on the last one's grid."""
-    of_one_grid = [event for event in steps if event.get("voxels") == steps[-1].get("voxels")]
-    losses, dice = numbers(steps, "loss"), [event.get("dice") or {} for event in steps]
+def _recent(steps: Columns) -> Dict[str, Any]:
+    """Fields of `RunStatus` by its recent steps; the time of a step is that of the steps on the
+    last one's grid."""
+    voxels = np.nan_to_num(steps["voxels"])  # 0 where it was not logged
+    of_one_grid = voxels == voxels[-1:]
+    loss = known(steps["loss"])
+    latest = {region: known(dice) for region, dice in steps.dice.items() if not np.isnan(dice[-1])}
     return {
-        "step_s": median(numbers(of_one_grid, "step_s")),
+        "step_s": median(known(steps["step_s"][of_one_grid])),
         "recent_steps": len(steps),
-        "loss": statistics.fmean(losses) if losses else None,
-        "dice": {name: statistics.fmean(numbers(dice, name)) for name in (dice[-1] if dice else {})},
+        "loss": statistics.fmean(loss) if len(loss) else None,
+        "dice": {region: statistics.fmean(dice) for region, dice in latest.items()},
     }
 
 

@@ -19,7 +19,7 @@ import re
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, TypedDict
 
 import numpy as np
 
@@ -140,6 +140,25 @@ def load_checkpoint(path: Path) -> Tuple[SavedArrays, Dict[str, Any]]:
 
 
 # --- A run's checkpoints ---
+
+
+class RunState(TypedDict):
+    """The attributes of a run that a checkpoint keeps."""
+
+    step: int
+    best: Optional[float]
+    best_is_coarse: bool
+    stale_validations: int
+    trained_s: float
+    validated_s: float
+    owes_validation: bool
+
+
+class SavedState(RunState):
+    """What is read of them."""
+
+    coarse_steps: int
+    """The coarse steps of the run when it was saved."""
 
 
 @dataclass(frozen=True)

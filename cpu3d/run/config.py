@@ -21,10 +21,16 @@ PARTS = ("unet", "augment")  # the settings that hold settings
 CHANGEABLE = (
     *("store", "epochs", "steps", "coarse_steps", "budget_minutes", "patience", "validate_every", "validations"),
     *("read_mode", "save_minutes", "keep", "stall_minutes"),
-    *("learning_rate", "adam_rate", "device", "micro_batch", "unet.policy"),
+    *("learning_rate", "adam_rate", "engine", "device", "micro_batch", "unet.policy"),
 )
 """Settings that may change when a run is continued; all others would make it another run. With batch norm the
 micro-batch is none of them, as its statistics are of the volumes that are computed together."""
+
+FOLLOWING = (
+    *("store_channels", "label_names", "region_codes", "split_hash", "grid", "coarse_grid"),
+    *("unet.channels", "unet.outputs", "unet.seed"),
+)
+"""Settings that no option gives: they follow from the store, or from other settings."""
 
 
 def save_config(config: RunConfig, run: Path) -> None:
@@ -77,11 +83,18 @@ def differences(old: RunConfig, new: RunConfig) -> List[str]:
     if old.unet.norm == new.unet.norm == "batch" and old.batch == new.batch:
         changeable.remove("micro_batch")
         left["micro_batch"], right["micro_batch"] = old.micro, new.micro
-    return [
-        f"{name} must stay {left.get(name)!r}, got {right.get(name)!r}; leave it out, or train into another folder"
-        for name in ({**left, **right} if old.mode == new.mode else ("mode",))
-        if name not in changeable and left.get(name) != right.get(name)
-    ]
+    names = [name for name in ({**left, **right} if old.mode == new.mode else ("mode",)) if name not in changeable]
+    differing = [name for name in names if left.get(name) != right.get(name)]
+    chosen = [name for name in differing if name not in FOLLOWING]
+    lines = []
+    for name in chosen or differing:  # what only follows from a setting is not named beside it
+        todo = "take the store that the run was begun on" if name in FOLLOWING else "leave it out"
+        if name == "grid" and old.is_patch:
+            todo = "leave --patch out"
+        lines.append(
+            f"{name} must stay {left.get(name)!r}, got {right.get(name)!r}; {todo}, or train into another folder"
+        )
+    return lines
 
 
 def settings_by_name(config: RunConfig) -> Dict[str, Any]:
@@ -106,8 +119,15 @@ def continued(config: RunConfig, *, step: int, steps: int, saved_coarse_steps: i
     return dataclasses.replace(config, coarse_steps=max(config.coarse_steps, step))
 
 
-def half_rates(config: RunConfig) -> str:
-    """The options that halve the learning rates of a run that continues; the batch is in the place of
-    --batch-per-worker, under which rates grow with the workers."""
-    adam = f" --adam-rate {config.adam_rate / 2:.3g}" if OPTIMIZERS[config.optimizer].orthogonal else ""
-    return f"--batch {config.batch} --learning-rate {config.peak_rate / 2:.3g}{adam}"
+def rate_growth(config: RunConfig, workers: int) -> float:
+    """By how much the learning rates grow with the workers under --batch-per-worker."""
+    return workers ** (1.0 if OPTIMIZERS[config.optimizer].rate_scaling == "linear" else 0.5)
+
+
+def half_rates(config: RunConfig, *, growth: float = 1.0) -> str:
+    """The options that halve the learning rates of a run that continues, if the command lets the
+    rates that it gives grow by so much."""
+    options = f"--learning-rate {config.peak_rate / 2 / growth:.3g}"
+    if OPTIMIZERS[config.optimizer].orthogonal:
+        options += f" --adam-rate {config.adam_rate / 2 / growth:.3g}"
+    return options

@@ -5,19 +5,30 @@ that every event that is read holds these types.
 """
 
 import codecs
-import collections
 import contextlib
+import io
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any, Callable, Dict, Iterator, List, Mapping, Optional
+from typing import (
+    Annotated,
+    Any,
+    BinaryIO,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Tuple,
+)
 
 import msgspec
 from msgspec import Meta
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from cpu3d.run.summary import RECENT, Pace
+from cpu3d.run.summary import COURSE, RECENT, Event, Pace
 from cpu3d.util.atomic import atomic_write, sync, sync_folder
 from cpu3d.util.progress import columns, say
 from cpu3d.util.records import count
@@ -78,64 +89,93 @@ KINDS = {
 NEEDED = ("event", "step", "mean_dice", "reason")
 """The fields that an event must have, if its kind has them. All else may be missing."""
 
+STEP_LINE = b'{"event": "step"'  # the begin of a step's line, as `append_event` writes it
+BLOCK_BYTES = 2**16  # read at a time from the end of a log
+
 # --- The file ---
 
 
 def append_event(run: Path, event: Dict[str, Any]) -> None:
-    """Add one line. A crash in between can tear the last line, which `read_events` skips and the next run drops."""
-    with (Path(run) / "log.jsonl").open("a", encoding="utf-8") as file:
+    """Add one line. A crash in between can tear the last line, which readers skip and the next run
+    drops."""
+    with _path(run).open("a", encoding="utf-8") as file:
         file.write(json.dumps(event) + "\n")
 
 
 def flush_log(run: Path) -> None:
     """Flush the lines of the log, and the file if it is new, to the disk. Raises OSError if that fails."""
     with contextlib.suppress(FileNotFoundError):
-        sync(Path(run) / "log.jsonl")
+        sync(_path(run))
     sync_folder(run)
 
 
-def read_events(run: Path, steps: Optional[int] = None) -> List[Dict[str, Any]]:
-    """The events of a run, in order; of those of steps only the last `steps`, if that is given: quick on a long log.
-    A line that is no event is left out, with one warning for all; a last line that was cut off without one."""
-    path, rare, last = Path(run) / "log.jsonl", [], collections.deque(maxlen=steps)
-    if not path.exists():
-        return []
-    with os.fdopen(open_regular(path), "rb") as file:
-        for numbered in enumerate(file, 1):
-            (last if numbered[1].startswith(b'{"event": "step"') else rare).append(numbered)
-    events, problems = [], []
-    for number, line in sorted([*rare, *last]):
-        try:
-            events.append(_event(line))
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            if line.endswith(b"\n"):
-                problems.append(f"line {number}: {error}")
-    if problems:
-        rule = f"log {path} must hold events alone, got {count(problems, 'line')} with none, such as {problems[0]}"
-        say(f"warning: {rule}; left out")
-    return events
+def iter_events(run: Path, steps: Optional[int] = None) -> Iterator[Event]:
+    """The events of a run, in order, one at a time, so that a log of any length takes the memory of
+    an event. Of those of steps only the last `steps`, if that is given: quick on a long log.
+
+    A line that is no event is left out, with one warning for all at the end; a last line that was
+    cut off without one. What is logged meanwhile is not read.
+    """
+    for _, _, event in _checked(_path(run), steps):
+        yield event
 
 
-def recent_events(run: Path) -> List[Dict[str, Any]]:
+def read_events(run: Path, steps: Optional[int] = None) -> List[Event]:
+    """All that `iter_events` gives, for a log that is known to be short."""
+    return list(iter_events(run, steps))
+
+
+def recent_events(run: Path) -> Iterator[Event]:
     """All events but those of steps, and of these the last RECENT."""
-    return read_events(run, steps=RECENT)
+    return iter_events(run, steps=RECENT)
+
+
+def last_event(run: Path, *kinds: str) -> Event:
+    """The last event of a run, or the last of these kinds; {} if there is none. It is looked for
+    from the end of the file, so it is quick however long the log is."""
+    with _opened(_path(run)) as (file, size):
+        for _, line in _lines_from_end(file, size):
+            if kinds and "step" not in kinds and line.startswith(STEP_LINE):
+                continue
+            with contextlib.suppress(*NO_EVENT):
+                event = _event(line)
+                if not kinds or event["event"] in kinds:
+                    return event
+    return {}
+
+
+def last_end(run: Path) -> Event:
+    """The event that ended the last attempt; {} if it has not ended, or was killed."""
+    last = last_event(run, *COURSE)
+    return last if last.get("event") == "end" else {}
 
 
 def forget_after(run: Path, step: int, *, owes_validation: bool = False) -> None:
-    """Drop what a run logged after `step`, the checkpoint that it continues from, and torn lines; the validation of
-    `step` too if the checkpoint is from before it."""
-    path = Path(run) / "log.jsonl"
-    if not path.is_file():
+    """Drop what a run logged after `step`, the checkpoint that it continues from, and torn lines;
+    the validation of `step` too if the checkpoint is from before it."""
+    path = _path(run)
+
+    def is_kept(event: Event) -> bool:
+        kind = event["event"]
+        if kind == "diverged" or event["step"] > step:
+            return False
+        return not (owes_validation and kind == "validation" and event["step"] == step)
+
+    end = 0  # of the lines that are kept
+    for begin, line, event in _checked(path):
+        if is_kept(event):
+            if begin > end or not line.endswith(b"\n"):
+                break  # something before it is dropped, or its end is missing
+            end += len(line)
+    else:
+        # As a rule all that goes is at the end. Then no second file of that size is written.
+        if path.exists() and end < path.stat().st_size:
+            os.truncate(path, end)
         return
-    kept = [
-        event
-        for event in read_events(run)
-        if event["step"] <= step
-        and event["event"] != "diverged"
-        and not (owes_validation and event["event"] == "validation" and event["step"] == step)
-    ]
-    with atomic_write(path, "w") as file:
-        file.writelines(json.dumps(event) + "\n" for event in kept)
+    with atomic_write(path) as file:
+        for _, line, event in _checked(path):
+            if is_kept(event):
+                file.write(line.rstrip(b"\n") + b"\n")
 
 
 # --- What a person watches ---
@@ -195,9 +235,89 @@ _DECODERS = {kind: msgspec.json.Decoder(_struct(kind, {**_COMMON, **content})) f
 _OTHER = msgspec.json.Decoder(_struct("event", _COMMON))
 
 
-def _event(line: bytes) -> Dict[str, Any]:
-    """The event of a line, undeclared fields included. Raises MsgspecError, ValueError and RecursionError."""
+NO_EVENT = (msgspec.MsgspecError, ValueError, RecursionError)  # what `_event` raises
+
+
+def _event(line: bytes) -> Event:
+    """The event of a line, undeclared fields included. Raises NO_EVENT."""
     line = line.removeprefix(codecs.BOM_UTF8)  # as an editor on Windows puts before the first one
     event = msgspec.json.decode(line)
-    _DECODERS.get(_OTHER.decode(line).event, _OTHER).decode(line)
+    kind = event.get("event") if isinstance(event, dict) else None
+    decoder = _DECODERS.get(kind, _OTHER) if isinstance(kind, str) else _OTHER
+    decoder.decode(line)
     return event
+
+
+def _path(run: Path) -> Path:
+    return Path(run) / "log.jsonl"
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Tuple[BinaryIO, int]]:
+    """Yields a log and the size that it has now; an empty one if there is none."""
+    if not path.exists():
+        yield io.BytesIO(), 0
+        return
+    with os.fdopen(open_regular(path), "rb") as file:
+        yield file, os.fstat(file.fileno()).st_size
+
+
+def _checked(path: Path, steps: Optional[int] = None) -> Iterator[Tuple[int, bytes, Event]]:
+    """The events of a log, each with where its line begins and the line; else as `iter_events`."""
+    wrong, example = 0, ""
+    with _opened(path) as (file, size):
+        steps_from = 0 if steps is None else _begin_of_last_steps(file, size, steps)
+        file.seek(0)
+        end = 0
+        for number, line in enumerate(file, 1):
+            begin = end
+            end += len(line)
+            if begin >= size:
+                break
+            if begin < steps_from and line.startswith(STEP_LINE):
+                continue
+            try:
+                event = _event(line)
+            except NO_EVENT as error:
+                if line.endswith(b"\n"):
+                    wrong += 1
+                    example = example or f"line {number}: {error}"
+                continue
+            yield begin, line, event
+    if wrong:
+        got = f"{count(wrong, 'line')} with none, such as {example}"
+        say(f"warning: log {path} must hold events alone, got {got}; left out")
+
+
+def _begin_of_last_steps(file: BinaryIO, size: int, steps: int) -> int:
+    """Where the first of the last `steps` lines of steps begins; `size` for no steps."""
+    first = size
+    for begin, line in _lines_from_end(file, size):
+        if steps == 0:
+            break
+        if line.startswith(STEP_LINE):
+            first = begin
+            steps -= 1
+    return first
+
+
+def _lines_from_end(file: BinaryIO, size: int) -> Iterator[Tuple[int, bytes]]:
+    """The lines of the first `size` bytes of a file, the last one first, each with where it begins.
+    What follows the last line break is the first of them, empty or not."""
+    block = BLOCK_BYTES
+    rest = b""  # of a line whose begin is not read yet
+    begin = size
+    while begin > 0:
+        length = min(block, begin)
+        begin -= length
+        file.seek(begin)
+        rest = file.read(length) + rest
+        if begin > 0 and b"\n" not in rest:
+            block *= 2  # so that a line of any length is joined a few times, not thousands
+            continue
+        rest, *lines = rest.split(b"\n")
+        at = begin + len(rest) + 1 + sum(len(line) + 1 for line in lines)
+        for line in reversed(lines):
+            at -= len(line) + 1
+            yield at, line
+    yield 0, rest

@@ -7,7 +7,6 @@ Each of several workers runs this loop, on its own share of every batch. Only th
 """
 
 import contextlib
-import dataclasses
 import gc
 import json
 import math
@@ -15,7 +14,7 @@ import statistics
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, TypedDict
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import numpy as np
 import psutil
@@ -28,10 +27,20 @@ from cpu3d.host.gpu import memory_device
 from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes
 from cpu3d.host.speed import Observer
 from cpu3d.plan import Plan
-from cpu3d.run.checkpoint import checkpoints, lost_best, newest, set_aside, write_best, write_next
+from cpu3d.run.checkpoint import (
+    RunState,
+    SavedState,
+    checkpoints,
+    lost_best,
+    newest,
+    set_aside,
+    write_best,
+    write_next,
+)
 from cpu3d.run.config import continued, half_rates
-from cpu3d.run.log import append_event, forget_after, read_events, shown
+from cpu3d.run.log import append_event, forget_after, last_event, shown
 from cpu3d.settings import RunConfig
+from cpu3d.training.budget import cut, steps_within
 from cpu3d.training.feeds import Feeds, Parts
 from cpu3d.training.learner import Learner, Outcome
 from cpu3d.training.tracking import Track, tracked
@@ -66,6 +75,7 @@ class Fit:
         """`make_learner` makes, by default, the network of a configuration without a curriculum."""
         self.store, self.folder, self.config = plan.store, Path(folder), plan.config
         self.steps_per_epoch, self.steps = plan.steps_per_epoch, plan.steps
+        self._rate_growth = plan.rate_growth
         self._exchange, self._guard = exchange, guard or Guard(self.folder, say=say)
         self._make_learner = make_learner or (lambda config: Learner(config, exchange))
         self._observer: Optional[Observer] = None
@@ -74,9 +84,11 @@ class Fit:
         self.best_is_coarse = False  # then the first one at full resolution replaces it at any Dice
         self.owes_validation = False  # whether the run was stopped before it could validate the step it has reached
         self.trained_s = 0.0  # wall time of earlier attempts and of this one, up to the last checkpoint
+        self.validated_s = 0.0  # of it, in validations, those that were broken off included
         self._listeners: List[Track] = []  # all get every event as it is logged
         self._reader: Optional[Reader] = None
         self._full_learner: Optional[Learner] = None  # made early if the time of its steps was measured
+        self._has_validated = False  # with this learner: it takes memory of its own the first time
         self.warnings = self._restore()  # a line for each damaged checkpoint
         if exchange.is_chief:
             forget_after(self.folder, self.step, owes_validation=self.owes_validation)
@@ -90,27 +102,29 @@ class Fit:
         """Cut the run to the steps that its minutes hold, earlier attempts and the timing included, validations not;
         those up to the first validation are kept. The weights stay as they were. Returns the seconds of a full step,
         after those of a coarse one if coarse ones are left."""
-        begin, step_s = time.perf_counter(), [self._timed(self.learner)]
+        begin = time.perf_counter()
+        spent_s = self.trained_s - self.validated_s
+        step_s = [self._timed(self.learner)]
         if self.learner.config.is_coarse:
             self._full_learner = self._make_learner(self.config.at(self.steps))
             step_s.append(self._timed(self._full_learner))
-        steps = _steps_within(
+        steps = steps_within(
             self.config,
             step=self.step,
             steps=self.steps,
             at_least=1 if self.config.validations else self.config.validate_every * self.steps_per_epoch,
-            left_s=60 * self.config.budget_minutes - self.trained_s - (time.perf_counter() - begin),
+            left_s=60 * self.config.budget_minutes - spent_s - (time.perf_counter() - begin),
             step_s=step_s,
         )
         self.steps = int(array_from_chief(self._exchange, np.array([steps]))[0])
-        self.config = _cut(self.config, step=self.step, steps=self.steps)
+        self.config = cut(self.config, step=self.step, steps=self.steps)
         return step_s
 
     def log_start(self, host: Host, engine: str, threads: Dict[str, str], predicted: Dict[str, Any]) -> None:
         """Log where and with what this attempt runs; print a note if the run was computed in another way before."""
-        config, way = self.config, {}
-        for event in read_events(self.folder) if self._exchange.is_chief else ():
-            way = {**event, **event.get("threads", {})} if event["event"] == "start" else way
+        config = self.config
+        before = last_event(self.folder, "start") if self._exchange.is_chief else {}
+        way = {**before, **before.get("threads", {})}
         start = {
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "parameters": self.learner.parameters,
@@ -133,9 +147,10 @@ class Fit:
             "policy": config.unet.policy,
         }
         now = {**start, **threads}
-        before = ", ".join(f"{name} {way[name]}" for name in WAYS if name in way and way[name] != now.get(name))
-        if before:
-            say(f"note: this run had {before} before, so its weights will not be the same to the bit")
+        other = [name for name in WAYS if name in way and way[name] != now.get(name)]
+        if other:
+            was = ", ".join(f"{name} {way[name]}" for name in other)
+            say(f"note: this run had {was} before, so its weights will not be the same to the bit")
         self._log("start", **start)
 
     def run(self, observer: Optional[Observer] = None, mlflow: str = "") -> None:
@@ -156,7 +171,7 @@ class Fit:
                 track = tracked(self.folder, self.config, mlflow)
                 self._listeners = [stack.enter_context(show), stack.enter_context(track)]
             stop = 0 if was_over else self._loop(lambda: max(noted, default=MEMORY if self._guard.why else 0))
-            if not was_over or [event["event"] for event in read_events(self.folder)][-1:] != ["end"]:
+            if not was_over or last_event(self.folder).get("event") != "end":
                 self._log_end(stop)
         if self._exchange.count > 1:
             self._wait_for_chief()
@@ -191,6 +206,7 @@ class Fit:
         if not config.is_coarse:
             made, self._full_learner = self._full_learner, None
         self.learner = made or self._make_learner(config)
+        self._has_validated = False
         self.feeds = self._feeds_of(config)
 
     def _move_to_full(self) -> None:
@@ -232,6 +248,8 @@ class Fit:
             if not self.owes_validation:
                 # Only now, as a validation after the last coarse step is of coarse weights, on their grid.
                 if self.learner.config.is_coarse and self.step >= self.config.coarse_steps:
+                    if self.step > self._saved_step:
+                        self._save()  # building may take more memory than there is
                     parts = None  # frees its volumes before others are read
                     self._move_to_full()
                 if parts is None:
@@ -241,7 +259,10 @@ class Fit:
                 self.owes_validation = bool(self.feeds.held_out) and is_due
             if self.owes_validation and not stop:  # a stop does not wait for a validation
                 self._check_finite()
+                if not self._has_validated and self.step > self._saved_step:
+                    self._save()  # as before building
                 stop = self._validate(wish)
+                self._has_validated = True
             late = time.monotonic() - self._saved_at > 60 * self.config.save_minutes
             if stop or self.is_over or late or self._is_validation_step(self.step):
                 self._save()
@@ -273,7 +294,7 @@ class Fit:
         self._guard.stepped(step_s)
         names = self.feeds.case_ids(self.step)
         if not outcome.loss <= HIGHEST_LOSS:
-            raise self._diverged(outcome, names)
+            raise self._diverged(self._too_high(outcome, names), "look at these cases, or ")
         epoch = self.step // self.steps_per_epoch
         self.step += 1
         self._log(
@@ -301,18 +322,23 @@ class Fit:
         self._phase("computing")
         return outcome, time.perf_counter() - begin
 
-    def _diverged(self, outcome: Outcome, names: List[str]) -> DivergedError:
-        """Log a step whose loss is too high or not finite, and return the error to raise. The step is not saved."""
+    def _too_high(self, outcome: Outcome, names: List[str]) -> str:
+        """What is wrong with a step whose loss is too high or not finite, and on which cases."""
         losses = np.repeat(outcome.losses, self.config.micro)  # of a part, for each of its cases
-        bad = ", ".join(dict.fromkeys(name for name, loss in zip(names, losses) if not loss <= HIGHEST_LOSS))
+        bad = [name for name, loss in zip(names, losses) if not loss <= HIGHEST_LOSS]
+        rule = f"loss must be finite and at most {HIGHEST_LOSS:g}"
+        cases = ", ".join(dict.fromkeys(bad or names))
+        return f"{rule}, got {outcome.loss:g} at step {self.step + 1} on {cases}"
+
+    def _diverged(self, reason: str, first: str = "") -> DivergedError:
+        """Log that the run has diverged, and return the error to raise; `first` is what may be done
+        before the rates are changed. What has diverged is not saved."""
         saved = checkpoints(self.folder)
         kept = f"{saved[0].name} is the last good checkpoint" if saved else "there is no checkpoint yet"
-        reason = f"loss must be finite and at most {HIGHEST_LOSS:g}, got {outcome.loss:g} at step {self.step + 1}"
-        reason += f" on {bad or ', '.join(names)}"
         with contextlib.suppress(OSError):  # the error has the same message
             self._log("diverged", reason=reason)
-        todo = f"look at these cases, or add {half_rates(self.config)}, half the rates, to the command"
-        return DivergedError(f"{reason}; {kept}; {todo}")
+        rates = half_rates(self.config, growth=self._rate_growth)
+        return DivergedError(f"{reason}; {kept}; {first}add {rates}, half the rates, to the command")
 
     def _is_validation_step(self, step: int) -> bool:
         """Whether a validation is due after `step` steps, or would be if cases were held out for it."""
@@ -326,6 +352,8 @@ class Fit:
         begin = time.perf_counter()
         with self._saved_if_a_worker_is_lost():
             scores, stop = validate(self.feeds, self.learner, self._exchange, self._phase, wish)
+        seconds = time.perf_counter() - begin
+        self.validated_s += seconds
         if scores is None:
             return stop
         mean_dice = float(scores.dice.mean())
@@ -345,7 +373,7 @@ class Fit:
             loss=scores.loss,
             dice=dict(zip(self.config.regions, map(float, scores.dice))),
             mean_dice=mean_dice,
-            seconds=time.perf_counter() - begin,
+            seconds=seconds,
             best=bool(better),
             cases=self.feeds.held_out,
         )
@@ -360,6 +388,7 @@ class Fit:
         self._saved_at = time.monotonic()
         self.trained_s = self._saved_at - self._began_at
         self._check_finite()
+        self._saved_step = self.step
         if not self._exchange.is_chief:
             return
         if self._observer:
@@ -374,11 +403,13 @@ class Fit:
 
     def _check_finite(self) -> None:
         """Raise DivergedError for weights that are not finite; the loss of a step is of those before its update."""
-        # By two numbers: a mask would take memory. Both are NaN if one value is.
-        arrays = self.learner.arrays().values()
-        if not all(np.isfinite(extreme(array)) for array in arrays for extreme in (np.min, np.max)):
-            rule = f"weights must be finite, got NaN or infinity after step {self.step}"
-            raise DivergedError(f"{rule}; add {half_rates(self.config)}, half the rates, to the command")
+        for name, array in self.learner.arrays().items():
+            # By two numbers: a mask would take memory. Both are NaN if one value is.
+            extremes = (np.min(array), np.max(array))
+            if not np.isfinite(extremes).all():
+                got = "NaN" if np.isnan(extremes).any() else "infinity"
+                rule = f"weights must be finite, got {got} in {name} after step {self.step}"
+                raise self._diverged(rule)
 
     def _save_best(self) -> None:
         if self._exchange.is_chief:
@@ -432,7 +463,7 @@ class Fit:
             listen(line)
 
     def _state(self) -> Dict[str, Any]:
-        own = {name: getattr(self, name) for name in _State.__annotations__}
+        own = {name: getattr(self, name) for name in RunState.__annotations__}
         config = self.config
         return {**own, "coarse_steps": config.coarse_steps, "split_hash": config.split_hash, "seed": config.seed}
 
@@ -449,15 +480,17 @@ class Fit:
             checkpoint.state.update(best=None, best_is_coarse=False, owes_validation=True)
         text = text_from_chief(self._exchange, json.dumps(checkpoint.state) if checkpoint else "")
         try:
-            state = typed(json.loads(text), _SavedState, "state") if text else {}
+            # Earlier versions did not count the seconds of validations.
+            state = typed({"validated_s": 0.0, **json.loads(text)}, SavedState, "state") if text else {}
         except ValueError as error:
             name = checkpoint.path if checkpoint else "of the chief"
             raise InputError(f"checkpoint {name} must hold a run's state, got {error}; delete it") from None
         if state:
-            for name in _State.__annotations__:
+            for name in RunState.__annotations__:
                 setattr(self, name, state[name])
             done = {"step": self.step, "saved_coarse_steps": state["coarse_steps"]}
             self.config = continued(self.config, steps=self.steps, **done)
+        self._saved_step = self.step
         self._enter()
         if checkpoint:
             self.learner.restore(checkpoint.arrays)
@@ -474,46 +507,3 @@ class Fit:
         if lost and not has_cases:
             self._save_best()
         return warnings
-
-
-class _State(TypedDict):
-    """The attributes of a run that a checkpoint keeps."""
-
-    step: int
-    best: Optional[float]
-    best_is_coarse: bool
-    stale_validations: int
-    trained_s: float
-    owes_validation: bool
-
-
-class _SavedState(_State):
-    coarse_steps: int
-    """The coarse steps of the run when it was saved."""
-
-
-# --- A budget of minutes ---
-
-
-def _cut(config: RunConfig, *, step: int, steps: int) -> RunConfig:
-    """A run that has done `step` steps, with `steps` in all; no full step becomes coarse."""
-    config = dataclasses.replace(config, steps=steps)
-    coarse = min(config.with_coarse_share(steps).coarse_steps, config.coarse_steps)
-    return dataclasses.replace(config, coarse_steps=max(coarse, min(step, config.coarse_steps)))
-
-
-def _steps_within(
-    config: RunConfig, *, step: int, steps: int, at_least: int, left_s: float, step_s: Sequence[float]
-) -> int:
-    """The number of a run's `steps` that it takes in all if `left_s` are left after `step` of them, `at_least` so many.
-
-    `step_s` are the seconds of a coarse step and of a full one, or of a full one alone if no coarse one is left.
-    """
-
-    def needed_s(total: int) -> float:
-        coarse = max(_cut(config, step=step, steps=total).coarse_steps - step, 0)
-        return coarse * step_s[0] + (total - step - coarse) * step_s[-1]
-
-    fits = (total for total in range(steps, step, -1) if needed_s(total) <= left_s)
-    most = next(fits, step + (left_s > 0))
-    return min(max(most, at_least, step + len(step_s) - 1), steps)

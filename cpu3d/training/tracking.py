@@ -19,7 +19,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Union
 
 from cpu3d.errors import InputError
 from cpu3d.run.config import settings_by_name
-from cpu3d.run.log import FINISHED, read_events
+from cpu3d.run.log import FINISHED, iter_events, last_event
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_json
 from cpu3d.util.progress import say
@@ -174,7 +174,7 @@ class _Mlflow:
         for name in FILES:
             if (self._run / name).is_file():
                 client.log_artifact(run_id, str(self._run / name))
-        last = (read_events(self._run, steps=1) or [{}])[-1]
+        last = last_event(self._run)
         status = "FINISHED" if last.get("reason") in FINISHED else "KILLED" if last.get("event") == "end" else "FAILED"
         client.set_terminated(run_id, status)
 
@@ -212,7 +212,7 @@ class _Mlflow:
             history = client.get_metric_history(run_id, name)
             history = sorted(history, key=lambda metric: metric.timestamp)
             sent[name] = {metric.step: metric.value for metric in history}
-        last = self._send(client, run_id, read_events(self._run), sent)
+        last = self._send(client, run_id, iter_events(self._run), sent)
         return {
             name: {step: value for step, value in known.items() if step > last - WAITING}
             for name, known in sent.items()

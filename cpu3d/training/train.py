@@ -5,8 +5,9 @@
     ./run.sh train --store store --run runs/patches --mode patch --patch 96 96 96
     ./run.sh train --store store --run runs/fold-2 --fold 2/5
 
-The same command continues an interrupted run; a larger --epochs, or --steps, extends a finished run. `launch` starts
-several processes that train one run together. If TF_CONFIG is set, as by Kubernetes, this process is one of them.
+The same command continues an interrupted run; more --epochs, --steps or --budget-minutes extend a
+finished one. `launch` starts several processes that train one run together. If TF_CONFIG is set, as
+by Kubernetes, this process is one of them.
 """
 
 import contextlib
@@ -69,7 +70,8 @@ def train(
     with _lock_of_chief(attempt.cluster, attempt.folder), guard:
         exchange = attempt.join()
         is_patch = attempt.plan.config.is_patch
-        smaller = "a smaller --patch" if is_patch else "a leaner --policy, or fewer --filters in another folder"
+        smaller = "a smaller --patch" if is_patch else "a leaner --policy, or fewer --filters"
+        smaller += " in another folder" if attempt.plan.saved or not is_patch else ""
         with fits_memory("a training step", f"train with {smaller}"):
             fit = attempt.open(exchange, guard)
             attempt.carry_out(fit, guard)
@@ -134,8 +136,7 @@ class _Attempt:
     def carry_out(self, fit: Any, guard: Guard) -> None:
         """Train to the end, or log the end of a run that is over."""
         if fit.is_over:
-            more = "a larger --patience" if fit.reason == "early stop" else "a larger --epochs or --steps"
-            say(f"nothing to do after step {fit.step}: {fit.reason}; {more} continues")
+            say(f"nothing to do after step {fit.step}: {fit.reason}; {self._what_continues(fit)} continues")
             fit.run(mlflow=self.mlflow)  # sends what is missing there
             return
         guard.plan(
@@ -147,13 +148,28 @@ class _Attempt:
             stall_minutes=fit.config.stall_minutes,
         )
         if fit.has_open_length:
-            whole, step_s = fit.steps, ", then ".join(map(format_seconds, fit.fit_budget()))
-            length = f"{fit.steps} of {whole} steps, {fit.config.coarse_steps} of them coarse, {step_s} a step"
-            say(f"budget of {fit.config.budget_minutes:g} min: {length}; --epochs {fit.config.epochs} takes all")
+            budget, whole = f"budget of {fit.config.budget_minutes:g} min", fit.steps
+            say(f"{budget}: timing steps, to find how many of {whole} fit")
+            step_s = ", then ".join(map(format_seconds, fit.fit_budget()))
+            length = f"{fit.steps} of {whole} steps, {fit.config.coarse_steps} of them coarse"
+            say(f"{budget}: {length}, {step_s} a step")
+            if fit.steps < whole:
+                say("note: --budget-minutes 0 takes all steps")
             self._save(fit.config)  # a restart keeps this length
         guard.now.steps = fit.steps
         fit.log_start(self.host, self.engine, in_force(self.threads), self.plan.predicted)
         fit.run(_observer(self.plan, self.host, self.cluster), self.mlflow)
+
+    def _what_continues(self, fit: Any) -> str:
+        """The option that makes a run which is over longer, and from where."""
+        if fit.reason == "early stop":
+            return f"--patience above {fit.config.patience}"
+        is_cut = fit.config.budget_minutes and fit.step < fit.config.epochs * fit.steps_per_epoch
+        if is_cut:
+            return "a larger --budget-minutes"
+        if "epochs" in self.settings or not fit.config.steps or fit.config.budget_minutes:
+            return f"--epochs above {fit.step // fit.steps_per_epoch}"
+        return f"--steps above {fit.step}"
 
     def _save(self, config: RunConfig) -> None:
         """Have the chief write config.json and plan.json."""

@@ -152,7 +152,8 @@ def test_a_store_with_the_same_names_and_other_volumes_is_another_split(phantom_
         ({"depth": 5, "curriculum": "half"}, "--curriculum must be off if half of .* is below 32 along .*, got half"),
         ({"workers": 3, "batch": 4}, "batch must be a multiple of the 3 workers, got 4"),
         ({"workers": 2, "batch": 4, "micro_batch": 4}, "micro-batch must divide the 2 volumes of a worker, got 4"),
-        ({"workers": 8, "batch_per_worker": 2}, "batch must be at most the 4 training cases, got 16"),
+        ({"workers": 8, "batch_per_worker": 2}, "batch .* at most the 4 training cases, got 16; .* --batch-per-worker"),
+        ({"workers": 8, "batch_per_worker": 1}, "batch .* at most the 4 training cases, got 8; take fewer workers"),
         ({**PATCH, "patch": [16, 16, 64]}, "--patch 16 16 64 must fit into .* of 24 36 32; give 16 16 32,"),
         ({**PATCH, "patch": [16, 18, 16]}, r"^--patch 16 18 16 must be divisible by 4, .*; give 16 20 16$"),
         ({**PATCH, "patch": [10, 10, 90]}, r"must fit into .* and be divisible by 4, .*; give 12 12 32, [^\n]*$"),
@@ -240,8 +241,124 @@ def test_a_run_made_longer_keeps_its_coarse_steps_and_one_made_shorter_has_fewer
     def config(**settings):
         return make_plan(phantom_store, tmp_path, HOST, {"depth": 3, **settings}).config
 
+    with_checkpoint(tmp_path)
     save_config(dataclasses.replace(config(steps=16), coarse_steps=14), tmp_path)  # as by another share
     assert [config(steps=steps).coarse_steps for steps in (8, 16, 32)] == [6, 14, 14]
+
+
+def test_a_longer_run_that_keeps_its_coarse_steps_says_so(phantom_store, tmp_path):
+    def plan(**settings):
+        return make_plan(phantom_store, tmp_path, HOST, {"depth": 3, **settings})
+
+    save_config(plan(steps=6).config, tmp_path)
+    with_checkpoint(tmp_path)
+    printed = " ".join(plan(steps=8400).describe(HOST))
+    assert re.search(r"coarse steps: 5, .* 8400 steps would have 7000", printed)
+    assert "coarse steps: 5" not in " ".join(plan(steps=6).describe(HOST))
+
+
+# --- Before the first checkpoint ---
+
+
+def with_checkpoint(run):
+    """A run of which a step is done: it has a checkpoint."""
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / "step-00000001.npz").touch()
+
+
+def cut_short(store, run, host=HOST, **settings):
+    """A run that was ended before its first checkpoint."""
+    plan = make_plan(store, run, host, {"depth": 3, **settings})
+    save_config(plan.config, run)
+    save_plan(plan, run)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "coarse_steps"),
+    [
+        ({"steps": 6}, {"steps": 8400}, 7000),
+        ({"steps": 8400}, {"steps": 6}, 5),
+        ({"steps": 6}, {"epochs": 3}, 10),
+        ({"epochs": 3}, {"steps": 6}, 5),
+        ({"steps": 6}, {}, 5),
+        ({"steps": 6}, {"curriculum": "off", "steps": 12}, 0),
+        ({"steps": 6, "curriculum": "off"}, {"curriculum": "half", "steps": 12}, 10),
+    ],
+)
+@pytest.mark.parametrize("plan_is_there", [True, False])
+def test_a_run_without_a_checkpoint_gets_the_curriculum_of_its_length(
+    phantom_store, tmp_path, before, now, coarse_steps, plan_is_there
+):
+    cut_short(phantom_store, tmp_path, **before)
+    if not plan_is_there:  # as of an earlier version
+        if "curriculum" in now:
+            return
+        (tmp_path / "plan.json").unlink()
+    config = make_plan(phantom_store, tmp_path, HOST, now).config
+    assert config.coarse_steps == coarse_steps
+    assert config.unet.depth == 3, "what was chosen is kept"
+
+
+def test_a_budget_of_minutes_is_timed_again_if_no_step_was_kept(phantom_store, tmp_path):
+    budget = {"budget_minutes": 30.0, "epochs": 50}
+    cut_short(phantom_store, tmp_path, **budget)
+    timed = dataclasses.replace(make_plan(phantom_store, tmp_path, HOST, budget).config, steps=9)
+    save_config(timed, tmp_path)
+    assert make_plan(phantom_store, tmp_path, HOST, budget).config.steps == 0
+    with_checkpoint(tmp_path)
+    for settings in (budget, {}):
+        assert make_plan(phantom_store, tmp_path, HOST, settings).config.steps == 9
+    longer = make_plan(phantom_store, tmp_path, HOST, {**budget, "epochs": 60}).config
+    assert (longer.steps, longer.budget_minutes) == (0, 30), "more epochs may fit"
+    whole = make_plan(phantom_store, tmp_path, HOST, {**budget, "budget_minutes": 0.0})
+    assert whole.steps == 50 * whole.steps_per_epoch
+
+
+@pytest.mark.parametrize(
+    ("chosen", "kept"),
+    [
+        ({}, ("bfloat16", "speed", 1)),
+        ({"dtype": "float32", "policy": "lean", "batch": 2, "micro_batch": 2}, ("float32", "lean", 2)),
+    ],
+)
+def test_what_a_host_decided_is_decided_again_and_what_was_chosen_is_kept(phantom_store, tmp_path, chosen, kept):
+    slow = dataclasses.replace(HOST, isa=())
+    cut_short(phantom_store, tmp_path, host=slow, **chosen)
+    cut_short(phantom_store, tmp_path, host=slow, steps=7)
+    config = make_plan(phantom_store, tmp_path, HOST, {}).config
+    assert (config.unet.dtype, config.unet.policy, config.micro) == kept
+    assert config.steps == 7
+    with_checkpoint(tmp_path)
+    slower = make_plan(phantom_store, tmp_path, HOST, {}).config
+    assert slower.unet.dtype == "float32", "weights are there"
+
+
+def test_before_the_first_checkpoint_other_settings_are_another_run_in_the_same_folder(phantom_store, tmp_path):
+    cut_short(phantom_store, tmp_path, **PATCH, batch_per_worker=2)
+    config = make_plan(phantom_store, tmp_path, HOST, {"mode": "whole", "batch": 1, "filters": 8}).config
+    assert (config.mode, config.batch, config.unet.filters) == ("whole", 1, 8)
+    with_checkpoint(tmp_path)
+    with pytest.raises(InputError, match="mode must stay 'patch', got 'whole'"):
+        make_plan(phantom_store, tmp_path, HOST, {"mode": "whole"})
+
+
+# --- What keeps a run from being continued ---
+
+
+def test_a_run_that_was_begun_with_any_engine_continues_with_another(phantom_store, tmp_path):
+    for before, now in (("auto", "stock"), ("itex", "stock"), ("stock", "auto")):
+        save_config(decided(phantom_store, tmp_path, **SMALL, engine=before), tmp_path)
+        assert decided(phantom_store, tmp_path, engine=now).engine == now
+
+
+def test_what_only_follows_from_a_setting_or_the_store_is_not_to_be_left_out(phantom_store, tmp_path):
+    save_config(decided(phantom_store, tmp_path, **SMALL), tmp_path)
+    with pytest.raises(InputError) as error:
+        decided(phantom_store, tmp_path, extent="full")
+    assert [problem.split()[0] for problem in error.value.problems] == ["extent"]
+    other = remake(phantom_store.manifest, labels={**phantom_store.manifest.labels, 9: "other"})
+    with pytest.raises(InputError, match=r"must stay .*; take the store"):
+        decided(Store(phantom_store.folder, other), tmp_path)
 
 
 @pytest.mark.parametrize("recipe", [{}, {"recipe": "demo"}])

@@ -10,6 +10,7 @@ from cpu3d.compare import run as compare_run
 from cpu3d.compare.report import comparisons_markdown
 from cpu3d.errors import InputError
 from cpu3d.run.config import load_config
+from cpu3d.run.log import append_event
 from cpu3d.util.records import read_records
 from tests.cpu3d.runs import run_command
 
@@ -152,11 +153,14 @@ def test_scored_runs_are_compared_without_training_or_changing_them(no_page, sta
     results = kept(out)["results"]
     assert (results["baseline"], list(results["variants"])) == ("whole", ["whole", "patch"])
     assert results["differences"]["patch"]["WT"]["dice"]["seeds"] == 1
-    unscored, cut = make_run("late", scored=False), make_run("cut", end="none")
+    unscored, cut, lost = make_run("late", scored=False), make_run("cut", end="none"), make_run("lost", end="none")
+    append_event(lost, {"event": "diverged", "step": 4, "reason": "weights must be finite, got NaN"})
     with pytest.raises(InputError) as caught:
-        compare("--runs", *runs, runs[0], unscored, cut, "--out", out)
-    for problem, words in zip(caught.value.problems, ("got whole, seed 0 for ", "current scores", "to its end")):
+        compare("--runs", *runs, runs[0], unscored, cut, lost, "--out", out)
+    expected = ("got whole, seed 0 for ", "current scores", "to its end, got end: none", "to its end, got diverged")
+    for problem, words in zip(caught.value.problems, expected):
         assert words in problem
+    assert len(caught.value.problems) == len(expected)
     assert stage.calls() == []
 
 

@@ -1,4 +1,6 @@
 import dataclasses
+import json
+import time
 
 import numpy as np
 import pytest
@@ -109,6 +111,19 @@ def test_costs_are_those_of_the_log(read_result):
     card = read_result("card", device="gpu:0", end={"allocator_peak_bytes": 5}).costs
     assert (card["card_peak_bytes"], card["allocator_peak_bytes"], card["core_hours"]) == (5, None, None)
     assert card["case_train_s"] == 1.5
+
+
+def test_the_curve_of_many_validations_is_found_in_one_pass(make_run, tiny_store):
+    folder, lines = make_run("long"), []
+    for step in range(1, 6001):
+        lines.append({"event": "step", "step": step, "step_s": 0.5, "voxels": 2})
+        lines.append({"event": "validation", "step": step, "mean_dice": 0.5, "seconds": 0.25})
+    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    begin = time.process_time()
+    result = statistics.read_result(PlannedRun("long", 0, folder, ()), "test", tiny_store)
+    assert time.process_time() - begin < 3, "a sum over all steps for each validation takes minutes"
+    assert (result.curve[0], result.curve[-1]) == (Point(2, 0.5, 0.5), Point(12_000, 3000.0, 0.5))
+    assert result.costs["validation_s"] == 1500
 
 
 def test_the_curve_is_over_voxels_and_seconds_and_scores_are_by_case_with_the_mean_of_the_regions(read_result):

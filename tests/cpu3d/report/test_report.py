@@ -130,6 +130,11 @@ def test_a_run_that_was_restarted_has_not_ended_yet_and_shows_each_start(tiny_ru
         assert part in text
 
 
+def test_a_run_that_has_diverged_says_why(tiny_run, no_pictures):
+    diverged = {"event": "diverged", "step": 40, "reason": "weights must be finite, got NaN"}
+    assert "diverged after step 40: weights must be finite, got NaN" in relog(tiny_run, diverged)
+
+
 def test_what_is_missing_is_named_and_everything_else_is_there(tiny_store, tiny_run, evaluated, no_pictures):
     (tiny_run / "evaluation/predictions/e.nii.gz").write_bytes(b"not a volume")
     titles = PICTURE.findall(read(write_report(tiny_run))[0])

@@ -18,6 +18,7 @@ from cpu3d.run.config import save_config
 from cpu3d.run.heartbeat import heartbeat_path, write_heartbeat
 from cpu3d.run.log import append_event
 from cpu3d.settings import RunConfig
+from cpu3d.util.atomic import write_json
 from cpu3d.util.child import ROOT
 from tests.cpu3d.training.beats import beat
 
@@ -216,3 +217,20 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"schema": 1, "st')
     assert main(["status", "--run", str(tmp_path)]) == 2
     assert "must be JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("heartbeat", [None, {"phase": "computing"}])
+def test_a_run_whose_log_ends_with_its_divergence_has_diverged_whatever_became_of_its_process(run, heartbeat):
+    append_event(run, {"event": "diverged", "step": 120, "reason": "weights must be finite, got NaN"})
+    if heartbeat:
+        write_silent(run, **heartbeat)
+    text = printed(run)
+    for part in ("run: diverged", "weights must be finite, got NaN", "--learning-rate 0.01"):
+        assert re.search(part, text), text
+    assert main(["status", "--run", str(run)]) == 1
+
+
+def test_the_rates_to_halve_are_those_of_the_command(run):
+    write_heartbeat(run, beat(exit_code=4, reason="loss must be finite"))
+    write_json(run / "plan.json", {"schema": 1, "rate_growth": 2.0})  # --batch-per-worker of four workers
+    assert "--learning-rate 0.005 --adam-rate 0.0075" in printed(run)

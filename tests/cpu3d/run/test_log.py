@@ -1,11 +1,25 @@
 """A run's log: what is damaged in it is left out with a warning; what it costs, and how long it still takes."""
 
 import json
+import tempfile
+import tracemalloc
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from cpu3d.run.log import read_events, recent_events, shown
-from cpu3d.run.summary import Costs, Pace, costs_of
+from cpu3d.run.log import (
+    append_event,
+    forget_after,
+    iter_events,
+    last_end,
+    last_event,
+    read_events,
+    recent_events,
+    shown,
+)
+from cpu3d.run.summary import Costs, History, Pace
 
 START = {"event": "start", "step": 20, "predicted": {"step_s": 5.0, "coarse": {"step_s": 1.0}}, "coarse_steps": 2}
 STEP = {"event": "step", "step": 1, "loss": 0.5, "dice": {"WT": 0.5}, "voxels": 8, "step_s": 2, "rss_bytes": 9}
@@ -33,7 +47,7 @@ def test_an_event_with_a_value_of_another_type_is_left_out_with_a_warning(tmp_pa
     good = [START, STEP, {**SCORE, "added by a later version": [1]}, END]
     lines = [json.dumps(event) for event in (*good[:2], damaged, *good[2:])]
     (tmp_path / "log.jsonl").write_text("\n".join(lines) + "\n")
-    assert read_events(tmp_path) == recent_events(tmp_path) == good
+    assert read_events(tmp_path) == list(recent_events(tmp_path)) == good
     warnings = capsys.readouterr().err.splitlines()
     assert all(str(tmp_path / "log.jsonl") in line and "line 3" in line for line in warnings)
     assert len(warnings) == 2, "one for each reading"
@@ -64,6 +78,124 @@ def test_of_a_long_log_the_last_steps_are_read_and_all_other_events(tmp_path):
     assert read_events(tmp_path, steps=2) == [START, events[4], SCORE, events[6], END]
 
 
+# --- Long logs ---
+
+
+def write_log(run, events, torn=""):
+    run.mkdir(exist_ok=True)
+    lines = "".join(json.dumps(event) + "\n" for event in events)
+    (run / "log.jsonl").write_text(lines + torn, encoding="utf-8")
+
+
+def steps_up_to(last, first=1):
+    return [{**STEP, "step": step} for step in range(first, last + 1)]
+
+
+@pytest.fixture(scope="module")
+def long_log(tmp_path_factory):
+    """A run of 60,000 steps, with 10 events that are rare, and a torn last line."""
+    run = tmp_path_factory.mktemp("long")
+    events = [START, *steps_up_to(60_000)]
+    for step in range(6000, 60_001, 6000):
+        events.insert(len(events) - 60_000 + step, {**SCORE, "step": step})
+    write_log(run, events, torn='{"event": "end", "st')
+    return run
+
+
+def peak_bytes(work):
+    """The most that Python allocates while `work` is done."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("work", "most_bytes"),
+    [
+        (lambda run: sum(1 for _ in iter_events(run)), 2**20),
+        (lambda run: list(recent_events(run)), 2**20),
+        (lambda run: last_event(run, "start"), 2**20),
+        (lambda run: forget_after(run, 60_000), 2**20),
+        (lambda run: History(iter_events(run)), 60_000 * 8 * 12),
+    ],
+    ids=["all", "recent", "last", "restart", "summed up"],
+)
+def test_reading_a_long_log_takes_the_memory_of_a_few_lines(long_log, work, most_bytes):
+    assert peak_bytes(lambda: work(long_log)) < most_bytes
+
+
+def test_the_last_events_are_found_from_the_end_of_a_log(tmp_path):
+    assert last_event(tmp_path) == last_end(tmp_path) == {}
+    events = [START, *steps_up_to(3000), SCORE, *steps_up_to(3003, first=3001), END]
+    write_log(tmp_path, events, torn='{"event": "step", "step": 9')
+    assert last_event(tmp_path) == last_end(tmp_path) == END
+    assert [last_event(tmp_path, kind) for kind in ("start", "validation", "checkpoint")] == [START, SCORE, {}]
+    assert last_event(tmp_path, "step")["step"] == 3003
+    write_log(tmp_path, [*events, START])
+    assert last_end(tmp_path) == {}, "another attempt has begun"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.sampled_from(["step", "validation", "no event", "x" * 200_000]), max_size=40), st.booleans())
+def test_reading_from_the_end_finds_what_reading_from_the_begin_does(kinds, ends):
+    with tempfile.TemporaryDirectory() as folder:
+        lines = [json.dumps({"event": kind, "step": step, "mean_dice": 0}) for step, kind in enumerate(kinds)]
+        lines = [kind if kind == "no event" else line for kind, line in zip(kinds, lines)]
+        text = "\n".join(lines) + ("\n" if ends else "")
+        Path(folder, "log.jsonl").write_text(text, encoding="utf-8")
+        events = read_events(Path(folder))
+        assert last_event(Path(folder)) == (events[-1] if events else {})
+        steps = [event for event in events if event["event"] == "step"]
+        assert last_event(Path(folder), "step") == (steps[-1] if steps else {})
+        recent = [event for event in events if event["event"] != "step" or event in steps[-3:]]
+        assert read_events(Path(folder), steps=3) == recent
+
+
+def test_what_is_logged_while_a_log_is_read_is_left_to_the_next_reading(tmp_path):
+    write_log(tmp_path, [START, *steps_up_to(2)])
+    reading = iter_events(tmp_path)
+    assert next(reading) == START
+    append_event(tmp_path, {**STEP, "step": 3})
+    assert [event["step"] for event in reading] == [1, 2]
+    assert last_event(tmp_path)["step"] == 3
+
+
+LOGGED = [{**START, "step": 0}, *steps_up_to(4), {**SCORE, "step": 4}, *steps_up_to(6, first=5)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "step", "owes", "kept"),
+    [
+        (LOGGED, 6, False, LOGGED),
+        (LOGGED, 4, False, LOGGED[:6]),
+        (LOGGED, 4, True, LOGGED[:5]),
+        ([*LOGGED, {"event": "diverged", "step": 6, "reason": "NaN"}], 6, False, LOGGED),
+        ([*LOGGED[:2], "no event", *LOGGED[2:]], 6, False, LOGGED),
+        ([*LOGGED[:2], {**STEP, "step": 9}, *LOGGED[2:]], 6, False, LOGGED),
+        (LOGGED, 0, False, LOGGED[:1]),
+        (LOGGED[1:], 0, False, []),
+    ],
+)
+@pytest.mark.parametrize("torn", ["", '{"event": "step", "step": 6, "lo', json.dumps({**STEP, "step": 7})])
+def test_a_log_is_cut_back_to_a_checkpoint_s_step(tmp_path, lines, step, owes, kept, torn):
+    write_log(tmp_path, lines, torn)
+    forget_after(tmp_path, step, owes_validation=owes)
+    assert (tmp_path / "log.jsonl").read_text() == "".join(json.dumps(event) + "\n" for event in kept)
+
+
+def test_a_last_line_without_its_line_break_is_kept_and_gets_one(tmp_path):
+    write_log(tmp_path, LOGGED[:2], torn=json.dumps(LOGGED[2]))
+    forget_after(tmp_path, 6)
+    append_event(tmp_path, LOGGED[3])
+    assert read_events(tmp_path) == LOGGED[:4]
+
+
+# --- What is shown, costs and pace ---
+
+
 def test_regions_are_shown_as_they_are_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal, with the bar
     monkeypatch.setenv("COLUMNS", "300")
@@ -79,12 +211,12 @@ def test_regions_are_shown_as_they_are_named(tmp_path, capsys, monkeypatch):
 def test_costs_are_of_all_attempts_with_coarse_steps_apart():
     steps = [{**STEP, "step": n, "step_s": s, "wait_s": 0.5} for n, s in ((1, 9), (2, 1), (3, 8), (4, 4), (5, 6))]
     saved = {"event": "checkpoint", "step": 5, "seconds": 1.5}
-    costs = costs_of([START, *steps[:2], SCORE, START, *steps[2:], saved, END], coarse_steps=2)
+    costs = History([START, *steps[:2], SCORE, START, *steps[2:], saved, END]).costs(coarse_steps=2)
     known = {"steps": 5, "voxels": 40, "step_s": 6, "coarse_step_s": 5, "steps_s": 28, "wait_s": 2.5}
     other = {"validation_s": 3, "checkpoint_s": 1.5, "train_s": 20, "peak_rss_bytes": 9, "allocator_peak_bytes": None}
     assert costs == Costs(**known, **other)
-    assert costs_of([START, *steps]).train_s is None, "it has not ended"
-    assert costs_of([]).step_s is None
+    assert History([START, *steps]).costs().train_s is None, "it has not ended"
+    assert History([]).costs().step_s is None
 
 
 def steps(first, *seconds):

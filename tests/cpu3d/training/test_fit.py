@@ -1,8 +1,11 @@
 """The loop of a run: its order, its ends, and how it continues. With a learner in NumPy, as no network matters here."""
 
+import argparse
+import contextlib
 import dataclasses
 import math
 import os
+import re
 import shutil
 import signal
 import time
@@ -15,13 +18,19 @@ import pytest
 from cpu3d.data.records import remake
 from cpu3d.data.store import open_store, write_store
 from cpu3d.errors import DivergedError, InputError, Interrupted, WorkerLostError
+from cpu3d.plan import make_plan
 from cpu3d.run.checkpoint import checkpoints, load_checkpoint, newest, save_checkpoint, weights_file, write_next
+from cpu3d.run.config import save_config
 from cpu3d.run.log import append_event, read_events
-from cpu3d.settings import RunConfig
+from cpu3d.settings import SETTINGS, RunConfig
 from cpu3d.training import fit as fit_module
+from cpu3d.training.fit import Fit
+from memory_estimator.common.schema import add_options, arguments
 from memory_estimator.host import read_host
 from tests.cpu3d import runs
 from tests.cpu3d.runs import (
+    HOST,
+    SMALL,
     NumpyLearner,
     assert_cut_and_continued_is_uninterrupted,
     assert_same_weights,
@@ -99,6 +108,34 @@ def test_a_budget_cuts_nothing_that_fits(phantom_store, tmp_path, monkeypatch, m
     assert fit.steps == steps
 
 
+@pytest.mark.parametrize("cut_in_a_validation", [False, True])
+def test_a_budget_does_not_count_the_validations_of_earlier_attempts(
+    phantom_store, tmp_path, monkeypatch, cut_in_a_validation
+):
+    options = {"budget_minutes": 190 / 60, "save_minutes": 0.0}
+    now = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0])
+    monkeypatch.setattr(fit_module, "time", clock)
+
+    def validate(*arguments):
+        now[0] += 1000
+        if cut_in_a_validation:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return None, signal.SIGTERM
+        return SimpleNamespace(dice=np.ones(3), loss=1.0), 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fit_module, "validate", validate)
+        first = start(phantom_store, tmp_path, epochs=1, save_minutes=0.0)
+        with contextlib.suppress(Interrupted):
+            first.run()
+    assert newest(tmp_path).state["trained_s"] == 1000
+    fit = budgeted(phantom_store, tmp_path, monkeypatch, step_s=10.0, **options)
+    fit.fit_budget()
+    # 120 of the 190 s go into timing; of the 8 steps that are left 7 fit.
+    assert (fit.step, fit.steps) == (4, 11)
+
+
 # --- Validations ---
 
 
@@ -164,9 +201,79 @@ def test_an_update_that_overflows_is_not_saved_and_ends_the_run(phantom_store, t
         return outcome
 
     monkeypatch.setattr(fit.learner, "step", third_overflows)
-    with pytest.raises(DivergedError, match=r"weights must be finite.* after step 3.*--learning-rate 0\.005"):
+    words = r"weights must be finite, got infinity in model/000 after step 3.*--learning-rate 0\.005"
+    with pytest.raises(DivergedError, match=words):
         fit.run()
     assert newest(tmp_path).state["step"] == 2
+    last = read_events(tmp_path)[-1]
+    assert (last["event"], last["step"]) == ("diverged", 3)
+    assert "infinity in model/000" in last["reason"]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"batch": 4}, {"batch_per_worker": 2}, {"batch_per_worker": 2, "optimizer": "sgd"}]
+)
+def test_the_rates_that_a_diverged_run_names_suit_its_command_and_halve_them(
+    phantom_store, tmp_path, monkeypatch, settings
+):
+    """As worker 0 of two, whose rates grow with --batch-per-worker."""
+    command = {**SMALL, **settings}
+    (tmp_path / "checkpoints").mkdir()
+
+    def planned(**more):
+        return make_plan(phantom_store, tmp_path, HOST, {**command, **more}, workers=2)
+
+    plan = planned()
+    save_config(plan.config, tmp_path)
+    fit = Fit(plan, tmp_path, make_learner=NumpyLearner)
+    monkeypatch.setattr(fit.learner, "arrays", lambda: {"model/000": np.array([np.nan])})
+    with pytest.raises(DivergedError) as error:
+        fit.run()
+    words = re.search(r"add (--.*?), half", str(error.value))[1].split()
+    parser = argparse.ArgumentParser()
+    add_options(parser, SETTINGS)
+    given = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    (more,) = arguments([SETTINGS], parser.parse_args([*given, *words]))
+    again = planned(**more).config
+    assert again.learning_rate == pytest.approx(plan.config.learning_rate / 2, rel=1e-2)
+    assert again.adam_rate == pytest.approx(plan.config.adam_rate / (1 if "optimizer" in settings else 2), rel=1e-2)
+
+
+# --- Memory that runs out ---
+
+
+def out_of_memory(*arguments):
+    raise MemoryError
+
+
+class WithoutMemoryInFull(NumpyLearner):
+    """There is memory for the coarse network alone."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        if not config.is_coarse:
+            out_of_memory()
+
+
+class WithoutMemoryToValidate(NumpyLearner):
+    logits = out_of_memory
+
+
+@pytest.mark.parametrize(
+    ("learner", "validations", "kept"), [(WithoutMemoryInFull, 1, 13), (WithoutMemoryToValidate, 2, 8)]
+)
+def test_memory_that_runs_out_where_more_is_taken_for_the_first_time_costs_no_step(
+    phantom_store, tmp_path, learner, validations, kept
+):
+    options = {**HALF, "save_minutes": 100.0, "validations": validations}
+    with pytest.raises(MemoryError):
+        runs.start(phantom_store, tmp_path / "cut", learner=learner, **options).run()
+    assert newest(tmp_path / "cut").state["step"] == kept
+    start(phantom_store, tmp_path / "cut", **options).run()
+    start(phantom_store, tmp_path / "whole", **options).run()
+    assert_same_weights(tmp_path / "cut", tmp_path / "whole")
+    cut, whole = ([e["step"] for e in validations_of(tmp_path / name)] for name in ("cut", "whole"))
+    assert cut == whole
 
 
 @pytest.mark.parametrize(("loss", "save_minutes", "left"), [(11.0, 0.0, 2), (np.nan, 10.0, None)])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import sys
 
 import nibabel
@@ -18,6 +19,7 @@ from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference
 from cpu3d.plan import job_of
 from cpu3d.run.checkpoint import newest
+from cpu3d.run.config import load_config
 from cpu3d.run.log import read_events
 from cpu3d.training.fit import Fit
 from cpu3d.training.train import train
@@ -27,6 +29,7 @@ from memory_estimator.host import read_host
 from memory_estimator.installed import how_to_install
 from tests.cpu3d.runs import (
     SMALL,
+    NumpyLearner,
     assert_cut_and_continued_is_uninterrupted,
     assert_same_weights,
     start,
@@ -164,6 +167,53 @@ def test_a_finished_run_is_left_alone_extended_or_gets_its_lost_last_line(phanto
     assert "nothing to do after step 4: finished" in go()[1]
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert (plan["continues"], plan["steps"]) == (True, 4)
+
+
+@pytest.mark.usefixtures("without_network")
+def test_a_run_that_was_cut_before_its_first_checkpoint_gets_the_curriculum_of_its_new_length(
+    phantom_store, tmp_path, monkeypatch
+):
+    command = {**SMALL, "curriculum": "half"}
+    del command["epochs"]
+
+    def cut(*arguments):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NumpyLearner, "step", cut)
+        with pytest.raises(MemoryError):
+            train(phantom_store.folder, tmp_path, settings={**command, "steps": 6})
+    assert load_config(tmp_path).coarse_steps == 5
+    config = train(phantom_store.folder, tmp_path, settings={"steps": 24})
+    assert (config.steps, config.coarse_steps, config.unet.filters) == (24, 20, SMALL["filters"])
+    coarse = math.prod(config.coarse_grid)
+    assert [step["voxels"] == coarse for step in steps_of(tmp_path)] == 20 * [True] + 4 * [False]
+
+
+@pytest.mark.usefixtures("without_network")
+@pytest.mark.parametrize(
+    ("command", "advice", "more"),
+    [
+        ({"steps": 2}, "--steps above 2", {"steps": 3}),
+        ({"epochs": 1}, "--epochs above 1", {"epochs": 2}),
+        ({"steps": 8, "validations": 8, "patience": 1}, "--patience above 1", {"patience": 8}),
+        ({"epochs": 2, "budget_minutes": 1e-6}, "a larger --budget-minutes", {"budget_minutes": 9.0}),
+        ({"epochs": 2, "budget_minutes": 1e-6}, "--budget-minutes 0 takes all", {"budget_minutes": 0.0}),
+        ({"epochs": 1, "budget_minutes": 9.0}, "--epochs above 1", {"epochs": 2}),
+    ],
+)
+def test_what_a_run_that_is_over_names_can_be_added_to_its_command_and_continues_it(
+    phantom_store, tmp_path, capsys, command, advice, more
+):
+    small = {name: value for name, value in SMALL.items() if name != "epochs"}
+    if "patience" in command:
+        small["learning_rate"] = 1e-12  # no validation is better than the first
+    for _ in range(2):
+        train(phantom_store.folder, tmp_path, settings={**small, **command})
+    assert advice in capsys.readouterr().err
+    done = len(steps_of(tmp_path))
+    train(phantom_store.folder, tmp_path, settings={**small, **command, **more})
+    assert len(steps_of(tmp_path)) > done
 
 
 @pytest.mark.parametrize("name", ["log.jsonl", "checkpoints/best.npz", "checkpoints/step-00000120.npz"])

@@ -1,0 +1,51 @@
+"""A budget of minutes: how many steps of a run fit it.
+
+steps = steps_within(config, step=0, steps=8400, at_least=1, left_s=1800, step_s=[0.3, 2.1])
+config = cut(config, step=0, steps=steps)
+"""
+
+import dataclasses
+from typing import Sequence
+
+from cpu3d.settings import RunConfig
+
+
+def cut(config: RunConfig, *, step: int, steps: int) -> RunConfig:
+    """A run that has done `step` steps, with `steps` in all; no full step becomes coarse."""
+    config = dataclasses.replace(config, steps=steps)
+    coarse = min(config.with_coarse_share(steps).coarse_steps, config.coarse_steps)
+    return dataclasses.replace(config, coarse_steps=max(coarse, min(step, config.coarse_steps)))
+
+
+def steps_within(
+    config: RunConfig,
+    *,
+    step: int,
+    steps: int,
+    at_least: int,
+    left_s: float,
+    step_s: Sequence[float],
+) -> int:
+    """The number of a run's `steps` that it takes in all if `left_s` are left after `step` of them,
+    `at_least` so many.
+
+    `step_s` are the seconds of a coarse step and of a full one, or of a full one alone if no coarse
+    one is left.
+    """
+
+    def needed_s(total: int) -> float:
+        coarse = max(cut(config, step=step, steps=total).coarse_steps - step, 0)
+        return coarse * step_s[0] + (total - step - coarse) * step_s[-1]
+
+    # More steps never need less time: with each either a coarse or a full one is added.
+    fits = step
+    too_many = steps + 1
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if needed_s(middle) <= left_s:
+            fits = middle
+        else:
+            too_many = middle
+    if fits == step and left_s > 0:
+        fits += 1  # one is begun in any time
+    return min(max(fits, at_least, step + len(step_s) - 1), steps)
