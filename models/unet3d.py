@@ -29,24 +29,38 @@ class UNet3D(tf.keras.Model):
         return {"unet": dataclasses.asdict(self.unet), "shape": shape, "batch_size": batch_size, "frozen": frozen}
 
     def call(self, inputs, training=None, mask=None):
-        """The logits as Keras asks for them: by own operations if they run, else layer by layer."""
-        if not _has_operations():
+        """The logits as Keras asks for them: by own operations if they run, else layer by layer.
+
+        A tape has gradients of the weights and of the image. In training they are computed by own operations, else by
+        TensorFlow's, which takes longer but can be differentiated again.
+        """
+        if self.jit_compile or not _has_operations():
             return super().call(inputs, training, mask)
+        (image,) = tf.nest.flatten(inputs)
+        image = tf.cast(image, self.unet.dtype)
+        if training:
+            logits = self._in_training(image)
+        else:
+            logits = Pass(self, False).forward(image)
+        return logits if len(logits) > 1 else logits[0]
+
+    def _in_training(self, image) -> List[tf.Tensor]:
+        """The logits of each head, with the backward pass of `Pass` as their gradient."""
+        read = [weight for weight in self.weights if weight.trainable]  # a frozen layer's too
+        names = [weight.name for weight in read]
 
         @tf.custom_gradient
         def computed(image, *values):
             network = Pass(self, True, dict(zip(names, values)))
 
             def gradient(*slopes):
-                return (None, *map(network.backward(slopes).get, names))
+                of_weights = network.backward(slopes)
+                return (network.image_gradient(), *map(of_weights.get, names))
 
             return network.forward(image), gradient
 
-        image = tf.cast(inputs, self.unet.dtype)
-        read = [weight for weight in self.weights if weight.trainable]  # a frozen layer's too
-        names = [weight.name for weight in read]  # read once: an optimizer may change one during the pass
-        logits = computed(image, *map(tf.convert_to_tensor, read)) if training else Pass(self, False).forward(image)
-        return logits if len(logits) > 1 else logits[0]
+        # Weights are read once: an optimizer may change one during the pass.
+        return computed(image, *map(tf.convert_to_tensor, read))
 
     def loss_and_gradients(self, loss, image, target, share=1.0) -> Tuple[tf.Tensor, tf.Tensor, List[tf.Tensor]]:
         """The loss of (image, target uint8 (N, X, Y, Z, R)) in training, a score (N, R), and the gradients of `share`
