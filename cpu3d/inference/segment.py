@@ -81,7 +81,7 @@ def painted(probabilities, about):
 
 def main(folder, *paths):
     """Segment the images `paths[:-1]`, the channels in order, and write the label `paths[-1]`."""
-    about = json.loads((folder / "export.json").read_text())
+    about = json.loads((folder / "export.json").read_text("utf-8"))
     files = [nibabel.as_closest_canonical(nibabel.load(path)) for path in paths[:-1]]  # axes R A S
     image = np.concatenate([file.get_fdata(dtype=np.float32).reshape(*file.shape[:3], -1) for file in files], -1)
     image = np.nan_to_num(image, posinf=0, neginf=0)
