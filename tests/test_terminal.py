@@ -1,0 +1,65 @@
+"""Both command lines on terminals that are not UTF-8, with names that have other letters, and without a reader."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TERMINALS = {
+    "ascii": {"PYTHONIOENCODING": "ascii"},
+    "latin-1": {"PYTHONIOENCODING": "latin-1:strict"},
+    "no letters in names either": {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+}
+ESTIMATE = ("memory_estimator", "--shape", "16", "16", "16", "--depth", "2")
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its terminals are UTF-16")
+
+
+def call(*words, terminal=None, stdout=subprocess.PIPE):
+    """The end of `python -m WORDS`, with what it printed in bytes."""
+    known = {name: os.environ[name] for name in ("PATH", "HOME", "XDG_DATA_HOME") if name in os.environ}
+    environment = {**known, "PYTHONPATH": str(ROOT), **(terminal or {})}
+    command = [sys.executable, "-m", *map(str, words)]
+    return subprocess.run(command, env=environment, stdout=stdout, stderr=subprocess.PIPE, check=False)
+
+
+@pytest.mark.parametrize("terminal", TERMINALS)
+def test_a_letter_that_the_terminal_lacks_is_replaced(terminal):
+    done = call(*ESTIMATE, terminal=TERMINALS[terminal])
+    assert done.returncode == 0, done.stderr
+    assert b"peak" in done.stdout
+    encoding = "latin-1" if terminal == "latin-1" else "ascii"
+    assert ("\N{PLUS-MINUS SIGN}" if encoding == "latin-1" else "?") in done.stdout.decode(encoding)
+
+
+@pytest.mark.parametrize("terminal", TERMINALS)
+def test_a_name_with_other_letters_is_kept_in_files_and_stops_nothing(terminal, tmp_path):
+    raw, store, name = tmp_path / "données", tmp_path / "магазин", "Zoë_患者"
+    made = call("cpu3d", "phantom", "--out", raw, "--cases", "3", "--shape", "24", "24", "24")
+    assert made.returncode == 0, made.stderr
+    listed = json.loads((raw / "dataset.json").read_text("utf-8"))
+    old = Path(listed["training"][0]["image"]).name
+    for folder in ("imagesTr", "labelsTr"):
+        (raw / folder / old).rename(raw / folder / f"{name}.nii.gz")
+    text = json.dumps(listed, ensure_ascii=False).replace(old, f"{name}.nii.gz")
+    (raw / "dataset.json").write_text(text, "utf-8")
+    words = ("prepare", "--dataset", raw, "--store", store, "--split", "1", "1", "1")
+    for command in (words, ("store", "show", store), ("store", "verify", store)):
+        done = call("cpu3d", *command, terminal=TERMINALS[terminal])
+        assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr
+    assert name in (store / "manifest.json").read_text("utf-8")
+    absent = call("cpu3d", "status", "--run", tmp_path / name, terminal=TERMINALS[terminal])
+    assert (absent.returncode, b"config.json" in absent.stderr) == (2, True), absent.stderr
+
+
+@pytest.mark.parametrize("words", [ESTIMATE, ("cpu3d", "train", "--help"), ("memory_estimator", "--help")], ids=str)
+def test_a_reader_that_has_gone_away_ends_a_command_without_a_word(words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = call(*words, stdout=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
