@@ -29,8 +29,9 @@ class UNet3D(tf.keras.Model):
         batch_size, *shape, _ = self.input_shape
         frozen = [layer.name for layer in self.layers if not layer.trainable]
         own = {"unet": dataclasses.asdict(self.unet), "shape": shape, "batch_size": batch_size, "frozen": frozen}
-        if in_save_context():  # a SavedModel has the layers themselves, as graphs
-            return {**super().get_config(), **own}
+        keras = super().get_config()
+        if "layers" in keras:  # for a SavedModel, which holds the layers themselves, as graphs
+            return {**keras, **own}
         if not self._has_names_of_keras():
             return own
         return {**self._of_keras().get_config(), **own}
@@ -40,10 +41,11 @@ class UNet3D(tf.keras.Model):
         return not any(type(layer) in (NormActivation, ShortcutSum) for layer in self.layers)
 
     def _of_keras(self) -> tf.keras.Model:
-        """The same network of Keras' own layers, without values of its weights."""
+        """The same network of Keras' own layers, with first weights."""
         batch_size, *shape, _ = self.input_shape
-        with tf.Graph().as_default():  # which holds no memory for them
-            network = tf.keras.Model(*_built(self.unet, shape, batch_size, keras_layers), name=self.name)
+        with tf.init_scope():
+            image, logits = _built(self.unet, shape, batch_size, keras_layers)
+            network = tf.keras.Model(image, logits, name=self.name)
         for layer in self.layers:
             network.get_layer(layer.name).trainable = layer.trainable
         return network

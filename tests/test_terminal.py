@@ -48,7 +48,7 @@ def test_a_name_with_other_letters_is_kept_in_files_and_stops_nothing(terminal, 
     text = json.dumps(listed, ensure_ascii=False).replace(old, f"{name}.nii.gz")
     (raw / "dataset.json").write_text(text, "utf-8")
     words = ("prepare", "--dataset", raw, "--store", store, "--split", "1", "1", "1")
-    for command in (words, ("store", "show", store), ("store", "verify", store)):
+    for command in (words, ("store", "info", store), ("store", "verify", store)):
         done = call("cpu3d", *command, terminal=TERMINALS[terminal])
         assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr
     assert name in (store / "manifest.json").read_text("utf-8")
