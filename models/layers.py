@@ -29,7 +29,7 @@ def plain_layer(config: UNetConfig, op: LayerOp) -> tf.keras.layers.Layer:
         return plain[op.kind]()
     width, own["kernel_initializer"] = op.shape[3], initial_kernel(config.seed, op.name)
     if op.kind == "shortcut":
-        return Conv3D(width, **own)
+        return Shortcut(width, **own)
     if op.kind == "up_conv":
         return tf.keras.layers.Conv3DTranspose(width, 2, strides=2, use_bias=False, **own)
     bias = tf.keras.initializers.Constant(PRIOR_LOGIT)
@@ -126,26 +126,28 @@ class ShortcutSum(tf.keras.layers.Conv3D):
         return maps + super().call(entry)
 
 
-# Files of Keras find a layer's weights by the name of its class and its number among those of the class. So these have
-# the names of the layers in `keras_layers` that stand for them.
-
-
 @tf.keras.utils.register_keras_serializable("cpu3d")
-class GroupNormalization(NormActivation):
+class InstanceNorm(NormActivation):
     """Instance norm, and ReLU."""
 
 
 @tf.keras.utils.register_keras_serializable("cpu3d")
-class BatchNormalization(NormActivation):
+class BatchNorm(NormActivation):
     """Batch norm, and ReLU."""
 
 
 @tf.keras.utils.register_keras_serializable("cpu3d")
-class Conv3D(ShortcutSum):
+class Shortcut(ShortcutSum):
     """The shortcut of a residual block, and its sum."""
 
 
-NORM_CLASSES = {"instance": GroupNormalization, "batch": BatchNormalization, "none": NormActivation}
+NORM_CLASSES = {"instance": InstanceNorm, "batch": BatchNorm, "none": NormActivation}
+
+# A file of Keras finds a layer's weights by its class's name in small letters and its number among those of the class.
+# So these have the names of the layers that stand for them in `keras_layers`.
+InstanceNorm.__name__ = "group_normalization"
+BatchNorm.__name__ = "batch_normalization"
+Shortcut.__name__ = "conv3d"
 
 
 def initial_kernel(seed: int, name: str):
