@@ -6,7 +6,8 @@ set -euo pipefail
 # folder_of PATH: the folder that holds it, absolute. Whatever CDPATH is, which would let cd print.
 folder_of() { CDPATH='' cd -P -- "$(dirname -- "$1")" && pwd -P; }
 
-# end_of_links PATH: the file behind a chain of symbolic links, whether it exists or not. macOS has no readlink -f.
+# end_of_links PATH: the file behind a chain of symbolic links, whether it exists or not. macOS has
+# no readlink -f.
 end_of_links() {
   local path="$1" next
   while [ -L "$path" ]; do
@@ -209,8 +210,9 @@ is_ready() {
   is_whole
 }
 
-# has_lost_python: whether the environment was whole but its Python is not there for this user; sets lost to that Python,
-# and closed to the folder on the way to it that this user may not enter, which is empty if the Python is gone.
+# has_lost_python: whether the environment was whole but its Python is not there for this user. Sets
+# lost to that Python, and closed to the folder on the way to it that this user may not enter, which
+# is empty if the Python is gone.
 has_lost_python() {
   [ -f "$stamp" ] && [ -L "$venv/bin/python" ] && [ ! -x "$venv/bin/python" ] || return 1
   lost="$(end_of_links "$venv/bin/python")"
@@ -220,11 +222,14 @@ has_lost_python() {
 }
 
 die_of_lost_python() {
-  local got="$lost, which is gone" todo="  have the owner of $root run ./run.sh setup, or use a copy of your own"
-  [ -z "$closed" ] || got="$lost, and $closed is closed to this user"
-  [ -z "$closed" ] || todo="  have its owner open that folder (chmod o+x), or make .venv from a Python that all can reach:"
-  [ -z "$closed" ] || todo="$todo PYTHON=/usr/bin/python3 ./run.sh setup"
-  die "the Python of $venv must be one that this user can run, got $got;" "$todo"
+  local rule="the Python of $venv must be one that this user can run, got $lost"
+  if [ -n "$closed" ]; then
+    die "$rule, and $closed is closed to this user;" \
+      "  have its owner open that folder (chmod o+x), or make .venv from a Python that all can" \
+      "  reach: PYTHON=/usr/bin/python3 ./run.sh setup"
+  fi
+  die "$rule, which is gone;" \
+    "  have the owner of $root run ./run.sh setup, or use a copy of your own"
 }
 
 setup() {

@@ -38,8 +38,9 @@ def plain_layer(config: UNetConfig, op: LayerOp) -> tf.keras.layers.Layer:
 
 
 def keras_layers(config: UNetConfig, op: LayerOp, inputs: List[Any]) -> Any:
-    """The output of a layer of the plan by layers that Keras has itself, which any program with Keras can load. Their
-    weights have the same order and shapes, but not one norm: Keras has no layer that only adds a bias."""
+    """The output of a layer of the plan by layers that Keras has itself, which any program with
+    Keras can load. Their weights have the same order and shapes. Not for a network without norms:
+    Keras has no layer that only adds a bias."""
     own = {"name": op.name, "dtype": "mixed_bfloat16" if config.dtype == "bfloat16" else "float32"}
     x = inputs[0]
     if op.kind in ("norm", "norm_act"):
@@ -143,8 +144,8 @@ class Shortcut(ShortcutSum):
 
 NORM_CLASSES = {"instance": InstanceNorm, "batch": BatchNorm, "none": NormActivation}
 
-# A file of Keras finds a layer's weights by its class's name in small letters and its number among those of the class.
-# So these have the names of the layers that stand for them in `keras_layers`.
+# A file of Keras finds a layer's weights by its class's name in small letters and its number among
+# those of the class. So these have the names of the layers that stand for them in `keras_layers`.
 InstanceNorm.__name__ = "group_normalization"
 BatchNorm.__name__ = "batch_normalization"
 Shortcut.__name__ = "conv3d"

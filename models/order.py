@@ -84,7 +84,8 @@ class Order:
                 continue
             at_shortcut = None
             if at_sum is not None:
-                at_shortcut = self.project_gradient(f"{name}_shortcut", block.entry, 0, at_sum, None)
+                shortcut = f"{name}_shortcut"
+                at_shortcut = self.project_gradient(shortcut, block.entry, 0, at_sum, None)
             self._before_image = (at_first, at_shortcut)
 
     def image_gradient(self) -> Any:

@@ -35,8 +35,8 @@ class Pass(Order):
         return self._gradients
 
     def image_gradient(self) -> tf.Tensor:
-        """The gradient of the image, (N, X, Y, Z, C), after `backward`. Nothing waits for it: a graph leaves it out
-        unless it is asked for."""
+        """The gradient of the image, (N, X, Y, Z, C), after `backward`. Nothing waits for it: a
+        graph leaves it out unless it is asked for."""
         return super().image_gradient().map
 
     # --- Forward ---

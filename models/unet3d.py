@@ -17,9 +17,12 @@ from models.supervision import supervise
 
 @tf.keras.utils.register_keras_serializable("cpu3d")
 class UNet3D(tf.keras.Model):
-    """The model of `build_unet3d`. Its file holds that function's arguments, from which it is built on loading, its
-    weights, `trainable` of each layer and its compile arguments. It also holds a network of Keras' own layers with the
-    same weights: a program without this project loads that."""
+    """The model of `build_unet3d`.
+
+    Its file holds that function's arguments, from which it is built on loading, its weights,
+    `trainable` of each layer and its compile arguments. It also holds a network of Keras' own
+    layers with the same weights: a program without this project loads that.
+    """
 
     def __init__(self, unet: UNetConfig, image, logits):
         super().__init__(image, logits, name=unet.network)
@@ -27,8 +30,12 @@ class UNet3D(tf.keras.Model):
 
     def get_config(self) -> Dict[str, Any]:
         batch_size, *shape, _ = self.input_shape
-        frozen = [layer.name for layer in self.layers if not layer.trainable]
-        own = {"unet": dataclasses.asdict(self.unet), "shape": shape, "batch_size": batch_size, "frozen": frozen}
+        own = {
+            "unet": dataclasses.asdict(self.unet),
+            "shape": shape,
+            "batch_size": batch_size,
+            "frozen": [layer.name for layer in self.layers if not layer.trainable],
+        }
         keras = super().get_config()
         if "layers" in keras:  # for a SavedModel, which holds the layers themselves, as graphs
             return {**keras, **own}
@@ -51,11 +58,12 @@ class UNet3D(tf.keras.Model):
         return network
 
     def call(self, inputs, training=None, mask=None):
-        """The logits as Keras asks for them: by own operations if they run, else layer by layer. A SavedModel and a
-        step that XLA compiles have the layers, as neither can hold own operations.
+        """The logits as Keras asks for them: by own operations if they run, else layer by layer.
+        A SavedModel and a step that XLA compiles have the layers, as neither can hold own
+        operations.
 
-        A tape has gradients of the weights and of the image. In training they are computed by own operations, else by
-        TensorFlow's, which takes longer but can be differentiated again.
+        A tape has gradients of the weights and of the image. In training they are computed by own
+        operations, else by TensorFlow's, which takes longer but can be differentiated again.
         """
         if self.jit_compile or in_save_context() or not _has_operations():
             return super().call(inputs, training, mask)
@@ -117,7 +125,8 @@ class UNet3D(tf.keras.Model):
         return model
 
 
-# A program without this project makes of a file what the file says that it holds: a network of Keras' own layers.
+# A program without this project makes of a file what the file says that it holds: a network of
+# Keras' own layers.
 UNet3D.__name__ = "Functional"
 UNet3D.__module__ = tf.keras.Model.__module__.replace("training", "functional")
 
@@ -148,14 +157,21 @@ def weight_names(weights: Sequence[tf.Variable]) -> List[str]:
 # --- Private helpers ---
 
 
-def _built(config: UNetConfig, shape: Sequence[int], batch_size: Optional[int], make: Callable) -> Tuple[Any, Any]:
+def _built(
+    config: UNetConfig,
+    shape: Sequence[int],
+    batch_size: Optional[int],
+    make: Callable[[UNetConfig, LayerOp, List[Any]], Any],
+) -> Tuple[Any, Any]:
     """Image and logits of a Keras model whose layers are those of `make`."""
     plan = layer_plan(config, tuple(shape))
-    maps = {"image": tf.keras.Input((*shape, config.channels), batch_size, dtype=config.dtype, name="image")}
+    size = (*shape, config.channels)
+    image = tf.keras.Input(size, batch_size, dtype=config.dtype, name="image")
+    maps = {"image": image}
     for op in plan[1:]:
         maps[op.name] = make(config, op, [maps[name] for name in op.inputs])
     logits = [maps[op.name] for op in plan if op.kind == "head"]
-    return maps["image"], logits if config.deep_supervision else logits[0]
+    return image, logits if config.deep_supervision else logits[0]
 
 
 def _plain(config: UNetConfig, op: LayerOp, inputs: List[Any]) -> Any:

@@ -52,7 +52,7 @@ class Sandbox(NamedTuple):
         return process.returncode, printed
 
     def start(self, *arguments, cwd=None, script=None, user=None, **environment):
-        """`script` is what is called, by default ./run.sh; `user` the number of the user who calls it."""
+        """`script` is what is called, by default ./run.sh; `user` the number of who calls it."""
         return subprocess.Popen(
             [str(script or self.root / "run.sh"), *arguments],
             user=user,
@@ -200,7 +200,10 @@ def test_it_works_from_another_folder_and_leaves_relative_paths_to_the_caller(sa
         assert sandbox.calls()[-1].endswith(f"[{folder}] [{sandbox.root}]")
 
 
-@pytest.mark.parametrize("link", ["absolute", "relative", "of a link", "of the folder", "by its name"])
+LINKS = ["absolute", "relative", "of a link", "of the folder", "by its name"]
+
+
+@pytest.mark.parametrize("link", LINKS)
 def test_through_a_link_it_is_the_checkout_that_is_used(sandbox, tmp_path, link):
     sandbox.python("python3.11", "3.11")
     calls = tmp_path / "calls"
@@ -226,7 +229,7 @@ def test_through_a_link_it_is_the_checkout_that_is_used(sandbox, tmp_path, link)
 
 @pytest.fixture
 def shared(sandbox):
-    """A sandbox that other users can reach, with an environment whose Python is a link into a home beside it."""
+    """A sandbox that other users can reach. The environment's Python is a link into a home."""
     with tempfile.TemporaryDirectory() as folder:
         top = Path(folder)
         top.chmod(0o755)
@@ -254,7 +257,7 @@ def another_user():
 
 
 @pytest.mark.parametrize("writable", [True, False])
-def test_a_python_in_a_home_that_is_closed_is_named_and_the_environment_is_left_alone(shared, writable):
+def test_a_python_in_a_closed_home_is_named_and_the_environment_left_alone(shared, writable):
     sandbox, home = shared
     stamp = (sandbox.root / ".venv/installed").read_text()
     assert sandbox.run("train", user=another_user()) == (0, "")
@@ -275,9 +278,9 @@ def test_a_python_that_is_gone_is_named_to_who_cannot_make_the_environment_again
     shutil.rmtree(home / "bin")
     sandbox.root.chmod(0o555)
     code, printed = sandbox.run("train", user=another_user())
-    assert (code, f"got {home}/bin/python3.11, which is gone" in printed, "setup" in printed) == (1, True, True), (
-        printed
-    )
+    assert code == 1
+    assert f"got {home}/bin/python3.11, which is gone" in printed
+    assert "./run.sh setup" in printed
     sandbox.root.chmod(0o755)
     assert sandbox.run("train")[0] == 0  # its owner can
     assert sandbox.installed() == "requirements.txt 3.11"

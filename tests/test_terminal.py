@@ -1,4 +1,4 @@
-"""Both command lines on terminals that are not UTF-8, with names that have other letters, and without a reader."""
+"""Both command lines on a terminal that is not UTF-8, with names in other letters, and unread."""
 
 import json
 import os
@@ -14,7 +14,11 @@ ROOT = Path(__file__).resolve().parents[1]
 TERMINALS = {
     "ascii": {"PYTHONIOENCODING": "ascii"},
     "latin-1": {"PYTHONIOENCODING": "latin-1:strict"},
-    "no letters in names either": {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    "no letters in names either": {
+        "LC_ALL": "POSIX",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+    },
 }
 ESTIMATE = ("memory_estimator", "--shape", "16", "16", "16", "--depth", "2")
 
@@ -23,10 +27,11 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its terminals a
 
 def call(*words, terminal=None, stdout=subprocess.PIPE):
     """The end of `python -m WORDS`, with what it printed in bytes."""
-    known = {name: os.environ[name] for name in ("PATH", "HOME", "XDG_DATA_HOME") if name in os.environ}
-    environment = {**known, "PYTHONPATH": str(ROOT), **(terminal or {})}
+    names = ("PATH", "HOME", "XDG_DATA_HOME")
+    environment = {name: os.environ[name] for name in names if name in os.environ}
+    environment.update(PYTHONPATH=str(ROOT), **(terminal or {}))
     command = [sys.executable, "-m", *map(str, words)]
-    return subprocess.run(command, env=environment, stdout=stdout, stderr=subprocess.PIPE, check=False)
+    return subprocess.run(command, env=environment, stdout=stdout, stderr=subprocess.PIPE)
 
 
 @pytest.mark.parametrize("terminal", TERMINALS)
@@ -65,7 +70,11 @@ def test_a_name_with_other_letters_is_kept_in_files_and_stops_nothing(terminal, 
     assert (done.returncode, b"config.json" in done.stderr) == (2, True), done.stderr
 
 
-@pytest.mark.parametrize("words", [ESTIMATE, ("cpu3d", "train", "--help"), ("memory_estimator", "--help")], ids=str)
+@pytest.mark.parametrize(
+    "words",
+    [ESTIMATE, ("cpu3d", "train", "--help"), ("memory_estimator", "--help")],
+    ids=str,
+)
 def test_a_reader_that_has_gone_away_ends_a_command_without_a_word(words):
     reader, writer = os.pipe()
     os.close(reader)

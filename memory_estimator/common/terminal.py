@@ -9,9 +9,11 @@ READER_GONE = 1  # the exit code
 
 
 def use_utf8() -> None:
-    """Start this program again in Python's UTF-8 mode, if the locale has another encoding for names of files: a name
-    with other letters would go into JSON as half surrogates, and no other host would find that file. What is printed
-    stays in the locale's encoding."""
+    """Start this program again in Python's UTF-8 mode, if the locale has another encoding.
+
+    Else a file's name with other letters would go into JSON as half surrogates, and no other host
+    would find that file. What is printed stays in the locale's encoding.
+    """
     if sys.getfilesystemencoding() == "utf-8" or os.environ.get("PYTHONUTF8") == "1":
         return
     os.environ["PYTHONUTF8"] = "1"
@@ -25,9 +27,9 @@ def use_utf8() -> None:
 def printing(command: Callable[[], int]) -> int:
     """Run `command` and return its exit code, whatever it prints to.
 
-    A letter that the encoding of stdout or stderr lacks is replaced by "?": a terminal that is not UTF-8 stops no
-    command. If the reader of our output goes away, as `head` does after its lines, the rest is discarded and the code
-    is `READER_GONE`.
+    A letter that the encoding of stdout or stderr lacks is replaced by "?": a terminal that is not
+    UTF-8 stops no command. If the reader of our output goes away, as `head` does after its lines,
+    the rest is discarded and the code is `READER_GONE`.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):  # of a caller's own stream, or none

@@ -261,12 +261,13 @@ def _through(gradient: Gradient) -> Optional[Tensor]:
 
 @tf.RegisterGradient("CpuOperation")
 def _gradient_of(op, at_map: Tensor, at_sums: Tensor, *_) -> List[Optional[Tensor]]:
-    """Gradients of the inputs of a forward operation, by TensorFlow's operations on the same values. These can be
-    differentiated again. A training step does not come here: models/step.py has gradients by own operations."""
+    """Gradients of the inputs of a forward operation, by TensorFlow's operations on the same
+    values. These can be differentiated again. A training step does not come here: models/step.py
+    has gradients by own operations."""
     kind = op.get_attr("kind")
     if kind not in _PLAIN:
         raise NotImplementedError(
-            "a second derivative must be that of model(image, training=False), got one of training=True; "
+            "a second derivative must be of model(image, training=False), got training=True; "
             "call the model with training=False"
         )
     inputs = list(op.inputs)
@@ -296,7 +297,8 @@ def _plain_values(maps: Sequence[Tensor], norms: Tensor) -> Tensor:
         return raw
     scale, shift, floor, *_ = _over_grid(norms)
     values = scale * tf.cast(raw, tf.float32) + shift
-    return tf.cast(tf.where(values > floor, values, floor), raw.dtype)  # at the floor itself the gradient is 0
+    # At the floor itself the gradient is 0.
+    return tf.cast(tf.where(values > floor, values, floor), raw.dtype)
 
 
 def _over_grid(rows: Tensor) -> List[Tensor]:
@@ -304,14 +306,14 @@ def _over_grid(rows: Tensor) -> List[Tensor]:
     return [row[:, None, None, None] for row in tf.unstack(rows, axis=1)]
 
 
-def _plain_convolve(values: Tensor, filters: Tensor, bias: Tensor, others: Sequence[Tensor]) -> Tensor:
+def _plain_convolve(values: Tensor, filters: Tensor, bias: Tensor, others: List[Tensor]) -> Tensor:
     made = tf.nn.conv3d(values, tf.cast(filters, values.dtype), (1, 1, 1, 1, 1), "SAME")
     if bias.shape.num_elements():
         made += tf.cast(bias, values.dtype)
     return tf.add_n([made, *others])
 
 
-def _plain_up(values: Tensor, filters: Tensor, bias: Tensor, others: Sequence[Tensor]) -> Tensor:
+def _plain_up(values: Tensor, filters: Tensor, bias: Tensor, others: List[Tensor]) -> Tensor:
     grid = [2 * size for size in values.shape[1:4]]
     shape = (tf.shape(values)[0], *grid, filters.shape[3])
     return tf.nn.conv3d_transpose(values, tf.cast(filters, values.dtype), shape, 2, "SAME")
@@ -324,4 +326,4 @@ _PLAIN = {
     UP_CONVOLVE: _plain_up,
     RESIDUAL_SUM: lambda values, filters, bias, others: tf.nn.relu(values + others[0]),
 }
-"""Kind of a forward operation -> its map from values, filters, bias and other maps, by TensorFlow's operations."""
+"""Kind of a forward operation -> its map by TensorFlow, from values, filters, bias, other maps."""

@@ -16,7 +16,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:You are saving your model as an 
 GRID = (8, 4, 4)
 NETWORKS = {
     "instance": UNetConfig(filters=4, depth=2, channels=1, outputs=1),
-    "residual": UNetConfig(filters=4, depth=2, channels=1, norm="batch", residual=True, deep_supervision=True),
+    "residual": UNetConfig(
+        filters=4,
+        depth=2,
+        channels=1,
+        norm="batch",
+        residual=True,
+        deep_supervision=True,
+    ),
 }
 ELSEWHERE = """
 import json, sys
@@ -37,7 +44,8 @@ for name in sys.argv[1:]:
 def network(config):
     """One with weights unlike the first ones and a frozen layer, compiled."""
     model, rng = build_unet3d(config, GRID, 1), np.random.default_rng(0)
-    model.set_weights([weight + rng.uniform(0, 0.1, weight.shape) for weight in model.get_weights()])
+    first = model.get_weights()
+    model.set_weights([weight + rng.uniform(0, 0.1, weight.shape) for weight in first])
     model.get_layer("encoder0_conv1").trainable = False
     model.compile("adam", "mse")
     return model
@@ -63,7 +71,7 @@ def test_another_program_has_the_same_answers_from_every_kind_of_file(image, tmp
     variables = ("PATH", "HOME", "TF_USE_LEGACY_KERAS")
     environment = {name: os.environ[name] for name in variables if name in os.environ}
     command = [sys.executable, "-c", ELSEWHERE, *expected]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     for name, model in expected.items():
         answer = np.load(tmp_path / f"{name}.answer.npy")
@@ -79,7 +87,8 @@ def test_here_a_file_is_the_network_itself_again(name, image, tmp_path):
     for file, more in (("network.keras", None), ("network.h5", {"Functional": UNet3D})):
         again = tf.keras.models.load_model(tmp_path / file, custom_objects=more)
         assert isinstance(again, UNet3D)
-        assert [layer.trainable for layer in again.layers] == [layer.trainable for layer in model.layers]
+        frozen = ([layer.trainable for layer in each.layers] for each in (again, model))
+        assert next(frozen) == next(frozen)
         for own, other in zip(tf.nest.flatten(model(image)), tf.nest.flatten(again(image))):
             np.testing.assert_array_equal(own, other)
 
