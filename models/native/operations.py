@@ -262,8 +262,9 @@ def _through(gradient: Gradient) -> Optional[Tensor]:
 @tf.RegisterGradient("CpuOperation")
 def _gradient_of(op, at_map: Tensor, at_sums: Tensor, *_) -> List[Optional[Tensor]]:
     """Gradients of the inputs of a forward operation, by TensorFlow's operations on the same
-    values. These can be differentiated again. A training step does not come here: models/step.py
-    has gradients by own operations."""
+    values in float32: in bfloat16 its gradients of filters may be infinite. These can be
+    differentiated again. A training step does not come here: models/step.py has gradients by own
+    operations."""
     kind = op.get_attr("kind")
     if kind not in _PLAIN:
         raise NotImplementedError(
@@ -273,11 +274,13 @@ def _gradient_of(op, at_map: Tensor, at_sums: Tensor, *_) -> List[Optional[Tenso
     inputs = list(op.inputs)
     filters, bias, norms, _, *maps = inputs
     sources, others = maps[: op.get_attr("n_maps")], maps[op.get_attr("n_maps") :]
+    at_map = tf.cast(at_map, tf.float32)
     if kind in WITH_SUMS:
         at_map += _through_sums(op.outputs[0], op.outputs[1], at_sums)
     with tf.GradientTape() as tape:
         tape.watch(inputs)
-        made = _PLAIN[kind](_plain_values(sources, norms), filters, bias, others)
+        terms = [tf.cast(other, tf.float32) for other in others]
+        made = _PLAIN[kind](_plain_values(sources, norms), filters, bias, terms)
     return tape.gradient(made, inputs, at_map)
 
 
@@ -286,19 +289,17 @@ def _through_sums(raw: Tensor, sums: Tensor, at_sums: Tensor) -> Tensor:
     mean, _ = _over_grid(sums)
     at_mean, at_variance = _over_grid(at_sums)
     voxels = float(raw.shape[1:4].num_elements())
-    at_raw = (at_mean + 2 * at_variance * (tf.cast(raw, tf.float32) - mean)) / voxels
-    return tf.cast(at_raw, raw.dtype)
+    return (at_mean + 2 * at_variance * (tf.cast(raw, tf.float32) - mean)) / voxels
 
 
 def _plain_values(maps: Sequence[Tensor], norms: Tensor) -> Tensor:
     """The values of maps side by side, formed with `norms` as of `_norms`."""
-    raw = tf.concat(maps, -1)
+    raw = tf.cast(tf.concat(maps, -1), tf.float32)
     if norms.shape.num_elements() == 0:
         return raw
     scale, shift, floor, *_ = _over_grid(norms)
-    values = scale * tf.cast(raw, tf.float32) + shift
-    # At the floor itself the gradient is 0.
-    return tf.cast(tf.where(values > floor, values, floor), raw.dtype)
+    values = scale * raw + shift
+    return tf.where(values > floor, values, floor)  # at the floor itself the gradient is 0
 
 
 def _over_grid(rows: Tensor) -> List[Tensor]:
@@ -306,24 +307,24 @@ def _over_grid(rows: Tensor) -> List[Tensor]:
     return [row[:, None, None, None] for row in tf.unstack(rows, axis=1)]
 
 
-def _plain_convolve(values: Tensor, filters: Tensor, bias: Tensor, others: List[Tensor]) -> Tensor:
-    made = tf.nn.conv3d(values, tf.cast(filters, values.dtype), (1, 1, 1, 1, 1), "SAME")
+def _plain_convolve(values: Tensor, filters: Tensor, bias: Tensor, terms: List[Tensor]) -> Tensor:
+    made = tf.nn.conv3d(values, filters, (1, 1, 1, 1, 1), "SAME")
     if bias.shape.num_elements():
-        made += tf.cast(bias, values.dtype)
-    return tf.add_n([made, *others])
+        made += bias
+    return tf.add_n([made, *terms])
 
 
-def _plain_up(values: Tensor, filters: Tensor, bias: Tensor, others: List[Tensor]) -> Tensor:
+def _plain_up(values: Tensor, filters: Tensor, bias: Tensor, terms: List[Tensor]) -> Tensor:
     grid = [2 * size for size in values.shape[1:4]]
     shape = (tf.shape(values)[0], *grid, filters.shape[3])
-    return tf.nn.conv3d_transpose(values, tf.cast(filters, values.dtype), shape, 2, "SAME")
+    return tf.nn.conv3d_transpose(values, filters, shape, 2, "SAME")
 
 
 _PLAIN = {
     CONVOLVE: _plain_convolve,
     PROJECT: _plain_convolve,
-    MAX_POOL: lambda values, filters, bias, others: tf.nn.max_pool3d(values, 2, 2, "VALID"),
+    MAX_POOL: lambda values, filters, bias, terms: tf.nn.max_pool3d(values, 2, 2, "VALID"),
     UP_CONVOLVE: _plain_up,
-    RESIDUAL_SUM: lambda values, filters, bias, others: tf.nn.relu(values + others[0]),
+    RESIDUAL_SUM: lambda values, filters, bias, terms: tf.nn.relu(values + terms[0]),
 }
-"""Kind of a forward operation -> its map by TensorFlow, from values, filters, bias, other maps."""
+"""Kind of a forward operation -> its map by TensorFlow, from values, filters, bias, other terms."""
