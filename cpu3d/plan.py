@@ -386,6 +386,7 @@ def _price(
         resolution=config.resolution,
         copies=bool(config.coarse_steps) + (bool(config.budget_minutes) and not config.steps),
         left_bytes=coarse.allocator_peak_bytes if coarse else 0,
+        cases=len(plan.store.manifest.cases),
     )
     return price_of_run(constants, accuracy, beside, workers=plan.workers)
 

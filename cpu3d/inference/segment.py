@@ -79,14 +79,44 @@ def painted(probabilities, about):
     return label
 
 
+def processed(probabilities, about, voxel_mm3):
+    """The label as `predict` writes it: with the post-processing of export.json. Voxels measure
+    `voxel_mm3`."""
+    steps, kept = about["postprocessing"], probabilities.copy()
+    for cut in steps["cut"]:  # a region is 0 outside of the larger ones that hold it
+        for larger in cut["to"]:
+            kept[..., cut["output"]][~(probabilities[..., larger] >= about["threshold"])] = 0
+    label = painted(kept, about)
+    for rule in steps["remove"]:  # the small parts of a region, connected by 26 neighbours
+        from scipy import ndimage
+
+        parts = ndimage.label(np.isin(label, rule["codes"]), np.ones((3, 3, 3)))[0]
+        mm3 = np.bincount(parts.ravel()) * float(voxel_mm3)
+        mm3[0] = 0  # all that is in no part
+        least = min(max(bound["mm3"], bound["share"] * mm3.max()) for bound in rule["below"])
+        is_small = mm3 < least * (1 - 1e-9)
+        is_small[0] = False
+        label[is_small[parts]] = rule["becomes"]
+    return label
+
+
+def voxel_mm3_of(file):
+    """The volume of a voxel of a NIfTI file in mm3; its header may be in metres or micrometres."""
+    unit_mm = {1: 1000.0, 3: 0.001}.get(int(file.header["xyzt_units"]) & 7, 1.0)
+    return abs(np.linalg.det(file.affine[:3, :3])) * unit_mm**3
+
+
 def main(folder, *paths):
     """Segment the images `paths[:-1]`, the channels in order, and write the label `paths[-1]`."""
     about = json.loads((folder / "export.json").read_text("utf-8"))
     files = [nibabel.as_closest_canonical(nibabel.load(path)) for path in paths[:-1]]  # axes R A S
     image = np.concatenate([file.get_fdata(dtype=np.float32).reshape(*file.shape[:3], -1) for file in files], -1)
     image = np.nan_to_num(image, posinf=0, neginf=0)
-    label = painted(probabilities_of(load_network(folder, about), about, image), about)
-    nibabel.save(nibabel.Nifti1Image(label, files[0].affine), paths[-1])
+    probabilities = probabilities_of(load_network(folder, about), about, image)
+    label = processed(probabilities, about, voxel_mm3_of(files[0]))
+    written = nibabel.Nifti1Image(label, files[0].affine)
+    written.header["xyzt_units"] = files[0].header["xyzt_units"]
+    nibabel.save(written, paths[-1])
 
 
 if __name__ == "__main__":
