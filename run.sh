@@ -3,7 +3,24 @@
 # Threads and switches are not set here but in cpu3d/host/apply.py.
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
+# folder_of PATH: the folder that holds it, absolute. Whatever CDPATH is, which would let cd print.
+folder_of() { CDPATH='' cd -P -- "$(dirname -- "$1")" && pwd -P; }
+
+# end_of_links PATH: the file behind a chain of symbolic links, whether it exists or not. macOS has
+# no readlink -f.
+end_of_links() {
+  local path="$1" next
+  while [ -L "$path" ]; do
+    next="$(readlink "$path")"
+    case "$next" in
+      /*) path="$next" ;;
+      *) path="$(folder_of "$path")/$next" ;;
+    esac
+  done
+  printf '%s\n' "$path"
+}
+
+root="$(folder_of "$(end_of_links "${BASH_SOURCE[0]}")")" # also when called through a link
 venv="$root/.venv"
 stamp="$venv/installed"   # written last: without it the environment is incomplete, and .partial names what was chosen for it
 log="$venv/install.log"
@@ -145,6 +162,7 @@ acquire() {
   local holder="" seen="" still=0
   [ -z "$beat" ] || return 0
   until mkdir "$lock" 2>/dev/null; do
+    [ -w "$root" ] || ! has_lost_python || die_of_lost_python
     [ -w "$root" ] || die "$root must be writable to set up .venv, got a folder that is not; have its owner set up, or use a copy of your own"
     if read -r holder 2>/dev/null <"$lock/holder" && [ "$holder" != "$seen" ]; then
       [ -n "$seen" ] || say "Waiting for another set-up of .venv: $holder"
@@ -190,6 +208,28 @@ is_whole() {
 is_ready() {
   read -r requirements version _ 2>/dev/null <"$stamp" || read -r requirements version _ 2>/dev/null <"$stamp.partial" || return 1
   is_whole
+}
+
+# has_lost_python: whether the environment was whole but its Python is not there for this user. Sets
+# lost to that Python, and closed to the folder on the way to it that this user may not enter, which
+# is empty if the Python is gone.
+has_lost_python() {
+  [ -f "$stamp" ] && [ -L "$venv/bin/python" ] && [ ! -x "$venv/bin/python" ] || return 1
+  lost="$(end_of_links "$venv/bin/python")"
+  closed="$lost"
+  until [ -e "$closed" ]; do closed="$(dirname -- "$closed")"; done
+  [ "$closed" = "$lost" ] || [ ! -x "$closed" ] || closed=""
+}
+
+die_of_lost_python() {
+  local rule="the Python of $venv must be one that this user can run, got $lost"
+  if [ -n "$closed" ]; then
+    die "$rule, and $closed is closed to this user;" \
+      "  have its owner open that folder (chmod o+x), or make .venv from a Python that all can" \
+      "  reach: PYTHON=/usr/bin/python3 ./run.sh setup"
+  fi
+  die "$rule, which is gone;" \
+    "  have the owner of $root run ./run.sh setup, or use a copy of your own"
 }
 
 setup() {
@@ -275,6 +315,8 @@ esac
 if ! is_ready; then
   # A laptop that only plans needs no TensorFlow.
   if [ "$command" = estimate ] && find_light_python; then run_with "$python" memory_estimator "$@"; fi
+  # The environment is whole for others: it is not made again over their heads.
+  if has_lost_python && [ -n "$closed" ]; then die_of_lost_python; fi
   acquire
   if ! is_ready; then
     case "${requirements:-}" in # as chosen before

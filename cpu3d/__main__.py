@@ -4,12 +4,12 @@ import argparse
 import contextlib
 import faulthandler
 import importlib
-import os
 import sys
 from typing import Any, Callable, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.errors import ENDINGS, InputError, exit_code_of
 from memory_estimator.common.schema import add_options, arguments
+from memory_estimator.common.terminal import printing, use_utf8
 from memory_estimator.installed import as_typed, how_to_install
 from models.native.library import InstructionSetError
 
@@ -44,21 +44,10 @@ def main(argv: Optional[List[str]] = None) -> int:
     """Run a subcommand; returns the exit code, one of `cpu3d.errors.ENDINGS`."""
     with contextlib.suppress(OSError, AttributeError):  # of a caller whose stderr is no file
         faulthandler.enable()  # a file that is cut while it is mapped ends the process: this prints where
-    try:
-        argv = sys.argv[1:] if argv is None else argv
-        command, args = parse(argv)
-        options = arguments(command.OPTIONS, args, InputError)
-        code = command.run(*options)
-        if argv[0] in AFTER:
-            importlib.import_module(AFTER[argv[0]]).after(*options)
-        return code
-    except BrokenPipeError:
-        # The reader of our output is gone, as `head` is after its lines.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (*EXPLAINED, ModuleNotFoundError, KeyboardInterrupt, OSError, MemoryError) as error:
-        print(*_explained(error), sep="\n", file=sys.stderr)
-        return exit_code_of(error)
+    if argv is None:
+        use_utf8()
+        argv = sys.argv[1:]
+    return printing(lambda: _run(argv))
 
 
 def parse(argv: Sequence[str]) -> Tuple[Any, argparse.Namespace]:
@@ -76,6 +65,21 @@ def parse(argv: Sequence[str]) -> Tuple[Any, argparse.Namespace]:
 
 
 # --- Private helpers ---
+
+
+def _run(argv: Sequence[str]) -> int:
+    try:
+        command, args = parse(argv)
+        options = arguments(command.OPTIONS, args, InputError)
+        code = command.run(*options)
+        if argv[0] in AFTER:
+            importlib.import_module(AFTER[argv[0]]).after(*options)
+        return code
+    except BrokenPipeError:
+        raise
+    except (*EXPLAINED, ModuleNotFoundError, KeyboardInterrupt, OSError, MemoryError) as error:
+        print(*_explained(error), sep="\n", file=sys.stderr)
+        return exit_code_of(error)
 
 
 def _explained(error: BaseException) -> List[str]:

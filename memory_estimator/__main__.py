@@ -27,6 +27,7 @@ from memory_estimator.accuracy import load_accuracy
 from memory_estimator.calibration import HostConstants, find_constants, load_constants
 from memory_estimator.common.schema import add_options, from_args, option
 from memory_estimator.common.table import Table, new_console
+from memory_estimator.common.terminal import printing, use_utf8
 from memory_estimator.common.units import by, format_bytes, format_seconds, parse_bytes
 from memory_estimator.estimate import STORE_NOTE, Component, Estimate, estimate
 from memory_estimator.host import INSTRUCTION_SETS, Host, read_host
@@ -63,6 +64,12 @@ class Options(JobOptions):
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Print the estimate; returns one of the exit codes."""
+    if argv is None:
+        use_utf8()
+    return printing(lambda: _estimate(argv))
+
+
+def _estimate(argv: Optional[List[str]]) -> int:
     args = make_parser().parse_args(argv)
     try:
         # All is computed before anything is printed: bad input never leaves half a table.
@@ -73,7 +80,8 @@ def main(argv: Optional[List[str]] = None) -> int:
             console = new_console()
             for part in parts:
                 console.print(part)
-        sys.stdout.flush()  # a reader that has gone away is noticed here, not when Python ends
+        if sys.stdout is not None:
+            sys.stdout.flush()  # a full disk is noticed here
         return FITS if content["fits"] else DOES_NOT_FIT
     except (ValueError, OverflowError) as error:
         return _failed(str(error), BAD_INPUT)
@@ -82,10 +90,12 @@ def main(argv: Optional[List[str]] = None) -> int:
         return _failed(f"package {package} must be installed, got none; run `pip install {package}`", FAILED)
     except KeyboardInterrupt:
         return _failed("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        raise
     except OSError as error:
-        # The reader of our output has gone away, as `head` does, or the disk is full: the rest is discarded.
+        # The disk is full: the rest is discarded.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED if isinstance(error, BrokenPipeError) else _failed(str(error), FAILED)
+        return _failed(str(error), FAILED)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -1,6 +1,7 @@
 """The layers of a U-Net as plain ones of Keras."""
 
 import zlib
+from typing import Any, List
 
 import tensorflow as tf
 
@@ -17,7 +18,7 @@ def plain_layer(config: UNetConfig, op: LayerOp) -> tf.keras.layers.Layer:
     Logits are of the compute dtype, as all else: the loss casts them to float32."""
     own = {"name": op.name, "dtype": "mixed_bfloat16" if config.dtype == "bfloat16" else "float32"}
     if op.kind in ("norm", "norm_act"):
-        return NormActivation(config.norm, op.kind == "norm_act", **own)
+        return NORM_CLASSES[config.norm](config.norm, op.kind == "norm_act", **own)
     plain = {
         "pool": lambda: tf.keras.layers.MaxPool3D(2, **own),
         "upsample": lambda: tf.keras.layers.UpSampling3D(2, **own),
@@ -28,12 +29,33 @@ def plain_layer(config: UNetConfig, op: LayerOp) -> tf.keras.layers.Layer:
         return plain[op.kind]()
     width, own["kernel_initializer"] = op.shape[3], initial_kernel(config.seed, op.name)
     if op.kind == "shortcut":
-        return ShortcutSum(width, **own)
+        return Shortcut(width, **own)
     if op.kind == "up_conv":
         return tf.keras.layers.Conv3DTranspose(width, 2, strides=2, use_bias=False, **own)
     bias = tf.keras.initializers.Constant(PRIOR_LOGIT)
     more = {"use_bias": op.kind == "head", "bias_initializer": bias, "padding": "same"}
     return tf.keras.layers.Conv3D(width, op.kernel, **more, **own)
+
+
+def keras_layers(config: UNetConfig, op: LayerOp, inputs: List[Any]) -> Any:
+    """The output of a layer of the plan by layers that Keras has itself, which any program with
+    Keras can load. Their weights have the same order and shapes. Not for a network without norms:
+    Keras has no layer that only adds a bias."""
+    own = {"name": op.name, "dtype": "mixed_bfloat16" if config.dtype == "bfloat16" else "float32"}
+    x = inputs[0]
+    if op.kind in ("norm", "norm_act"):
+        exact = {"name": op.name, "dtype": "float32", "epsilon": EPSILON}  # statistics are float32
+        if config.norm == "instance":
+            y = tf.keras.layers.GroupNormalization(-1, **exact)(x)
+        else:
+            y = tf.keras.layers.BatchNormalization(momentum=MOMENTUM, **exact)(x)
+        if op.kind == "norm":
+            return y
+        return tf.keras.layers.ReLU(name=f"{op.name}_relu", dtype=own["dtype"])(y)
+    if op.kind == "shortcut":
+        projected = tf.keras.layers.Conv3D(op.shape[3], 1, use_bias=False, **own)(inputs[1])
+        return tf.keras.layers.Add(name=f"{op.name}_sum", dtype=own["dtype"])([x, projected])
+    return plain_layer(config, op)(inputs if len(inputs) > 1 else x)
 
 
 class NormActivation(tf.keras.layers.Layer):
@@ -43,6 +65,9 @@ class NormActivation(tf.keras.layers.Layer):
     def __init__(self, norm: str = "instance", activate: bool = True, **kwargs):
         super().__init__(**kwargs)
         self.norm, self.activate = norm, activate
+
+    def get_config(self):
+        return {**super().get_config(), "norm": self.norm, "activate": self.activate}
 
     def build(self, input_shape):
         single = {"shape": (input_shape[-1],), "dtype": "float32", "experimental_autocast": False}
@@ -100,6 +125,30 @@ class ShortcutSum(tf.keras.layers.Conv3D):
     def call(self, inputs):
         maps, entry = inputs
         return maps + super().call(entry)
+
+
+@tf.keras.utils.register_keras_serializable("cpu3d")
+class InstanceNorm(NormActivation):
+    """Instance norm, and ReLU."""
+
+
+@tf.keras.utils.register_keras_serializable("cpu3d")
+class BatchNorm(NormActivation):
+    """Batch norm, and ReLU."""
+
+
+@tf.keras.utils.register_keras_serializable("cpu3d")
+class Shortcut(ShortcutSum):
+    """The shortcut of a residual block, and its sum."""
+
+
+NORM_CLASSES = {"instance": InstanceNorm, "batch": BatchNorm, "none": NormActivation}
+
+# A file of Keras finds a layer's weights by its class's name in small letters and its number among
+# those of the class. So these have the names of the layers that stand for them in `keras_layers`.
+InstanceNorm.__name__ = "group_normalization"
+BatchNorm.__name__ = "batch_normalization"
+Shortcut.__name__ = "conv3d"
 
 
 def initial_kernel(seed: int, name: str):

@@ -81,8 +81,20 @@ class Order:
             self.filter_gradient(f"{name}_conv1", block.entry, at_first)
             if level:
                 at = self._at_entry(name, block.entry, 0, at_first, at_sum)
-            elif at_sum is not None:
-                self.project_gradient(f"{name}_shortcut", block.entry, 0, at_sum, None)
+                continue
+            at_shortcut = None
+            if at_sum is not None:
+                shortcut = f"{name}_shortcut"
+                at_shortcut = self.project_gradient(shortcut, block.entry, 0, at_sum, None)
+            self._before_image = (at_first, at_shortcut)
+
+    def image_gradient(self) -> Any:
+        """The gradient of the image's values, after `backward`. Training does not ask for it."""
+        at_first, at_shortcut = self._before_image
+        at_image = self.input_gradient("encoder0_conv1", at_first, self._encoders[0].entry, 0)
+        if at_shortcut is None:
+            return at_image
+        return self.add_gradients(at_image, at_shortcut)
 
     def _heads(self) -> List[int]:
         """Levels with a head, as the network's outputs are ordered."""

@@ -34,6 +34,11 @@ class Pass(Order):
         super().backward([Gradient(slope) for slope in slopes])
         return self._gradients
 
+    def image_gradient(self) -> tf.Tensor:
+        """The gradient of the image, (N, X, Y, Z, C), after `backward`. Nothing waits for it: a
+        graph leaves it out unless it is asked for."""
+        return super().image_gradient().map
+
     # --- Forward ---
 
     def max_pool(self, level, source):

@@ -2,13 +2,14 @@
 
 import dataclasses
 import sys
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import tensorflow as tf
+from tensorflow.python.saved_model.save_context import in_save_context
 
 from models.config import UNetConfig
-from models.layer_plan import layer_plan
-from models.layers import plain_layer
+from models.layer_plan import LayerOp, layer_plan
+from models.layers import NormActivation, ShortcutSum, keras_layers, plain_layer
 from models.native import operations
 from models.step import Pass
 from models.supervision import supervise
@@ -16,8 +17,12 @@ from models.supervision import supervise
 
 @tf.keras.utils.register_keras_serializable("cpu3d")
 class UNet3D(tf.keras.Model):
-    """The model of `build_unet3d`. Its file holds that function's arguments, from which it is built on loading, its
-    weights, `trainable` of each layer and its compile arguments: its layers need no configs of their own."""
+    """The model of `build_unet3d`.
+
+    Its file holds that function's arguments, from which it is built on loading, its weights,
+    `trainable` of each layer and its compile arguments. It also holds a network of Keras' own
+    layers with the same weights: a program without this project loads that.
+    """
 
     def __init__(self, unet: UNetConfig, image, logits):
         super().__init__(image, logits, name=unet.network)
@@ -25,28 +30,68 @@ class UNet3D(tf.keras.Model):
 
     def get_config(self) -> Dict[str, Any]:
         batch_size, *shape, _ = self.input_shape
-        frozen = [layer.name for layer in self.layers if not layer.trainable]
-        return {"unet": dataclasses.asdict(self.unet), "shape": shape, "batch_size": batch_size, "frozen": frozen}
+        own = {
+            "unet": dataclasses.asdict(self.unet),
+            "shape": shape,
+            "batch_size": batch_size,
+            "frozen": [layer.name for layer in self.layers if not layer.trainable],
+        }
+        keras = super().get_config()
+        if "layers" in keras:  # for a SavedModel, which holds the layers themselves, as graphs
+            return {**keras, **own}
+        if not self._has_names_of_keras():
+            return own
+        return {**self._of_keras().get_config(), **own}
+
+    def _has_names_of_keras(self) -> bool:
+        """Whether the weights of Keras' own layers lie in the same places of a file."""
+        return not any(type(layer) in (NormActivation, ShortcutSum) for layer in self.layers)
+
+    def _of_keras(self) -> tf.keras.Model:
+        """The same network of Keras' own layers, with first weights."""
+        batch_size, *shape, _ = self.input_shape
+        with tf.init_scope():
+            image, logits = _built(self.unet, shape, batch_size, keras_layers)
+            network = tf.keras.Model(image, logits, name=self.name)
+        for layer in self.layers:
+            network.get_layer(layer.name).trainable = layer.trainable
+        return network
 
     def call(self, inputs, training=None, mask=None):
-        """The logits as Keras asks for them: by own operations if they run, else layer by layer."""
-        if not _has_operations():
+        """The logits as Keras asks for them: by own operations if they run, else layer by layer.
+        A SavedModel and a step that XLA compiles have the layers, as neither can hold own
+        operations.
+
+        A tape has gradients of the weights and of the image. In training they are computed by own
+        operations, else by TensorFlow's, which takes longer but can be differentiated again.
+        """
+        if self.jit_compile or in_save_context() or not _has_operations():
             return super().call(inputs, training, mask)
+        (image,) = tf.nest.flatten(inputs)
+        image = tf.cast(image, self.unet.dtype)
+        if training:
+            logits = self._in_training(image)
+        else:
+            logits = Pass(self, False).forward(image)
+        return logits if len(logits) > 1 else logits[0]
+
+    def _in_training(self, image) -> List[tf.Tensor]:
+        """The logits of each head, with the backward pass of `Pass` as their gradient."""
+        read = [weight for weight in self.weights if weight.trainable]  # a frozen layer's too
+        names = [weight.name for weight in read]
 
         @tf.custom_gradient
         def computed(image, *values):
             network = Pass(self, True, dict(zip(names, values)))
 
             def gradient(*slopes):
-                return (None, *map(network.backward(slopes).get, names))
+                of_weights = network.backward(slopes)
+                return (network.image_gradient(), *map(of_weights.get, names))
 
             return network.forward(image), gradient
 
-        image = tf.cast(inputs, self.unet.dtype)
-        read = [weight for weight in self.weights if weight.trainable]  # a frozen layer's too
-        names = [weight.name for weight in read]  # read once: an optimizer may change one during the pass
-        logits = computed(image, *map(tf.convert_to_tensor, read)) if training else Pass(self, False).forward(image)
-        return logits if len(logits) > 1 else logits[0]
+        # Weights are read once: an optimizer may change one during the pass.
+        return computed(image, *map(tf.convert_to_tensor, read))
 
     def loss_and_gradients(self, loss, image, target, share=1.0) -> Tuple[tf.Tensor, tf.Tensor, List[tf.Tensor]]:
         """The loss of (image, target uint8 (N, X, Y, Z, R)) in training, a score (N, R), and the gradients of `share`
@@ -62,12 +107,28 @@ class UNet3D(tf.keras.Model):
         gradients = tape.gradient(logits, self.trainable_weights, supervised.slopes(share))
         return supervised.loss, supervised.score, gradients
 
+    def export(self, filepath, *args, **kwargs):
+        """Keras' `export`, of plain layers: other hosts have no own operations."""
+        layers = tf.keras.Model(self.input, self.output, name=self.name)
+        layers.export(filepath, *args, **kwargs)
+
     @classmethod
     def from_config(cls, config: Dict[str, Any], custom_objects: Any = None) -> "UNet3D":
         model = build_unet3d(UNetConfig(**config["unet"]), tuple(config["shape"]), config["batch_size"])
         for name in config["frozen"]:
             model.get_layer(name).trainable = False
+        if "layers" not in config:  # a file from before these were named as Keras' own
+            for layer in model.layers:
+                for old in (NormActivation, ShortcutSum):
+                    if isinstance(layer, old):
+                        layer.__class__ = old
         return model
+
+
+# A program without this project makes of a file what the file says that it holds: a network of
+# Keras' own layers.
+UNet3D.__name__ = "Functional"
+UNet3D.__module__ = tf.keras.Model.__module__.replace("training", "functional")
 
 
 def build_unet3d(config: UNetConfig, shape: Tuple[int, int, int], batch_size: Optional[int] = None) -> UNet3D:
@@ -79,13 +140,8 @@ def build_unet3d(config: UNetConfig, shape: Tuple[int, int, int], batch_size: Op
     some). Raises ValueError when the shape does not divide, and ImportError if tf.keras is not Keras 2.
     """
     _check_keras()
-    plan, maps = layer_plan(config, shape), {}
-    maps["image"] = tf.keras.Input((*shape, config.channels), batch_size, dtype=config.dtype, name="image")
-    for op in plan[1:]:
-        read = [maps[name] for name in op.inputs]
-        maps[op.name] = plain_layer(config, op)(read if len(read) > 1 else read[0])
-    logits = [maps[op.name] for op in plan if op.kind == "head"]
-    return UNet3D(config, maps["image"], logits if config.deep_supervision else logits[0])
+    image, logits = _built(config, shape, batch_size, _plain)
+    return UNet3D(config, image, logits)
 
 
 def finest(logits) -> tf.Tensor:
@@ -99,6 +155,27 @@ def weight_names(weights: Sequence[tf.Variable]) -> List[str]:
 
 
 # --- Private helpers ---
+
+
+def _built(
+    config: UNetConfig,
+    shape: Sequence[int],
+    batch_size: Optional[int],
+    make: Callable[[UNetConfig, LayerOp, List[Any]], Any],
+) -> Tuple[Any, Any]:
+    """Image and logits of a Keras model whose layers are those of `make`."""
+    plan = layer_plan(config, tuple(shape))
+    size = (*shape, config.channels)
+    image = tf.keras.Input(size, batch_size, dtype=config.dtype, name="image")
+    maps = {"image": image}
+    for op in plan[1:]:
+        maps[op.name] = make(config, op, [maps[name] for name in op.inputs])
+    logits = [maps[op.name] for op in plan if op.kind == "head"]
+    return image, logits if config.deep_supervision else logits[0]
+
+
+def _plain(config: UNetConfig, op: LayerOp, inputs: List[Any]) -> Any:
+    return plain_layer(config, op)(inputs if len(inputs) > 1 else inputs[0])
 
 
 def _check_keras() -> None:

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -44,15 +45,17 @@ class Sandbox(NamedTuple):
         stub.write_text(STUB.format(name=name, answer=f"{version} {tools} {platform} {cpu}"))
         stub.chmod(0o755)
 
-    def run(self, *arguments, cwd=None, **environment):
+    def run(self, *arguments, cwd=None, script=None, user=None, **environment):
         """Run ./run.sh; its exit code, and all that it printed."""
-        process = self.start(*arguments, cwd=cwd, **environment)
+        process = self.start(*arguments, cwd=cwd, script=script, user=user, **environment)
         printed = process.communicate(timeout=60)[0]
         return process.returncode, printed
 
-    def start(self, *arguments, cwd=None, **environment):
+    def start(self, *arguments, cwd=None, script=None, user=None, **environment):
+        """`script` is what is called, by default ./run.sh; `user` the number of who calls it."""
         return subprocess.Popen(
-            [str(self.root / "run.sh"), *arguments],
+            [str(script or self.root / "run.sh"), *arguments],
+            user=user,
             cwd=cwd or self.root,
             env={"PATH": str(self.bin), "HOME": str(self.root), "JOURNAL": str(self.journal), **environment},
             stdout=subprocess.PIPE,
@@ -86,7 +89,8 @@ def sandbox(tmp_path):
     bin_folder.mkdir()
     for path in (ROOT / "run.sh", *ROOT.glob("requirements*.txt")):
         shutil.copy(path, root / path.name)
-    for tool in ("bash", "env", "cat", "cksum", "cp", "cut", "dirname", "grep", "mkdir", "mv", "rm", "sleep", "tail"):
+    tools = "bash env cat cksum cp cut dirname grep mkdir mv readlink rm sleep tail"
+    for tool in tools.split():
         (bin_folder / tool).symlink_to(shutil.which(tool))
     return Sandbox(root, bin_folder, tmp_path / "journal")
 
@@ -194,6 +198,92 @@ def test_it_works_from_another_folder_and_leaves_relative_paths_to_the_caller(sa
     for command, folder in (("train --store store", tmp_path), ("test", sandbox.root)):
         assert sandbox.run(*command.split(), cwd=tmp_path)[0] == 0
         assert sandbox.calls()[-1].endswith(f"[{folder}] [{sandbox.root}]")
+
+
+LINKS = ["absolute", "relative", "of a link", "of the folder", "by its name"]
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_through_a_link_it_is_the_checkout_that_is_used(sandbox, tmp_path, link):
+    sandbox.python("python3.11", "3.11")
+    calls = tmp_path / "calls"
+    calls.mkdir()
+    (calls / "absolute").symlink_to(sandbox.root / "run.sh")
+    (calls / "relative").symlink_to(Path("..") / sandbox.root.name / "run.sh")
+    (calls / "of a link").symlink_to("relative")
+    (calls / "checkout").symlink_to(sandbox.root)
+    path = {"PATH": str(sandbox.bin), "CDPATH": str(tmp_path)}
+    script = calls / link
+    if link == "of the folder":
+        script = Path("calls/checkout/run.sh")
+    if link == "by its name":
+        (sandbox.bin / "cpu3d").symlink_to(sandbox.root / "run.sh")
+        script = "cpu3d"
+    before = {item.name for item in calls.iterdir()}
+    code, printed = sandbox.run("train", cwd=tmp_path, script=script, **path)
+    assert code == 0, printed
+    assert sandbox.installed() == "requirements.txt 3.11"
+    assert sandbox.calls()[-1] == f"python3.11 -m cpu3d train [{tmp_path}] [{sandbox.root}]"
+    assert {item.name for item in calls.iterdir()} == before
+
+
+@pytest.fixture
+def shared(sandbox):
+    """A sandbox that other users can reach. The environment's Python is a link into a home."""
+    with tempfile.TemporaryDirectory() as folder:
+        top = Path(folder)
+        top.chmod(0o755)
+        root = top / "checkout"
+        shutil.copytree(sandbox.root, root)
+        shutil.copytree(sandbox.bin, top / "bin", symlinks=True)
+        shared = Sandbox(root, top / "bin", top / "journal")
+        shared.python("python3.11", "3.11")
+        assert shared.run("setup")[0] == 0
+        home = top / "home"
+        (home / "bin").mkdir(parents=True)
+        python = root / ".venv/bin/python"
+        python.rename(home / "bin/python3.11")
+        (python.parent / "python3").symlink_to(home / "bin/python3.11")
+        python.symlink_to("python3")
+        shared.calls()
+        (top / "journal").chmod(0o666)
+        yield shared, home
+        home.chmod(0o755)
+
+
+def another_user():
+    """Root may enter every folder, so it calls as somebody else."""
+    return 65534 if os.geteuid() == 0 else None
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_python_in_a_closed_home_is_named_and_the_environment_left_alone(shared, writable):
+    sandbox, home = shared
+    stamp = (sandbox.root / ".venv/installed").read_text()
+    assert sandbox.run("train", user=another_user()) == (0, "")
+    home.chmod(0)
+    for folder in (sandbox.root, sandbox.root / ".venv"):
+        folder.chmod(0o777 if writable else 0o555)
+    code, printed = sandbox.run("train", user=another_user())
+    assert code == 1
+    for part in (f"got {home}/bin/python3.11", f"{home} is closed", "chmod o+x", "PYTHON="):
+        assert part in printed
+    sandbox.root.chmod(0o755)
+    (sandbox.root / ".venv").chmod(0o755)
+    assert (sandbox.root / ".venv/installed").read_text() == stamp
+
+
+def test_a_python_that_is_gone_is_named_to_who_cannot_make_the_environment_again(shared):
+    sandbox, home = shared
+    shutil.rmtree(home / "bin")
+    sandbox.root.chmod(0o555)
+    code, printed = sandbox.run("train", user=another_user())
+    assert code == 1
+    assert f"got {home}/bin/python3.11, which is gone" in printed
+    assert "./run.sh setup" in printed
+    sandbox.root.chmod(0o755)
+    assert sandbox.run("train")[0] == 0  # its owner can
+    assert sandbox.installed() == "requirements.txt 3.11"
 
 
 def test_an_estimate_needs_no_environment_where_a_python_has_what_it_takes(sandbox, tmp_path):

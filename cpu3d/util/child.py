@@ -41,12 +41,14 @@ def start(
     """Start `command`, its stdout and stderr going to `output`, with our environment or `environ`.
 
     It is in a session of its own, as Ctrl-C of a terminal would reach it twice. If this process is killed, it gets
-    SIGTERM. To be called in the main thread.
+    SIGTERM. To be called in the main thread. What it prints is UTF-8, whatever our terminal has.
     """
+    environ = dict(os.environ if environ is None else environ)
+    environ["PYTHONIOENCODING"] = "utf-8:replace"
     return subprocess.Popen(
         [sys.executable, "-I", "-c", _WITH_PARENT, str(os.getpid()), *command],
         cwd=cwd,
-        env=None if environ is None else dict(environ),
+        env=environ,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,

@@ -16,7 +16,7 @@ import sys
 import time
 import types
 from pathlib import Path
-from typing import Any, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 import tensorflow as tf
 
@@ -284,3 +284,77 @@ def _through(gradient: Gradient) -> Optional[Tensor]:
         return None
     norm = gradient.source.norm
     return tf.stack([norm.scale, norm.shift, norm.floor, gradient.a, gradient.b, gradient.c], 1)
+
+
+# --- What a tape asks for that has recorded an operation ---
+
+
+@tf.RegisterGradient("CpuOperation")
+def _gradient_of(op, at_map: Tensor, at_sums: Tensor, *_) -> List[Optional[Tensor]]:
+    """Gradients of the inputs of a forward operation, by TensorFlow's operations on the same
+    values in float32: in bfloat16 its gradients of filters may be infinite. These can be
+    differentiated again. A training step does not come here: models/step.py has gradients by own
+    operations."""
+    kind = op.get_attr("kind")
+    if kind not in _PLAIN:
+        raise NotImplementedError(
+            "a second derivative must be of model(image, training=False), got training=True; "
+            "call the model with training=False"
+        )
+    inputs = list(op.inputs)
+    filters, bias, norms, _, *maps = inputs
+    sources, others = maps[: op.get_attr("n_maps")], maps[op.get_attr("n_maps") :]
+    at_map = tf.cast(at_map, tf.float32)
+    if kind in WITH_SUMS:
+        at_map += _through_sums(op.outputs[0], op.outputs[1], at_sums)
+    with tf.GradientTape() as tape:
+        tape.watch(inputs)
+        terms = [tf.cast(other, tf.float32) for other in others]
+        made = _PLAIN[kind](_plain_values(sources, norms), filters, bias, terms)
+    return tape.gradient(made, inputs, at_map)
+
+
+def _through_sums(raw: Tensor, sums: Tensor, at_sums: Tensor) -> Tensor:
+    """The gradient of a raw map from those of its mean and variance, (N, 2, C)."""
+    mean, _ = _over_grid(sums)
+    at_mean, at_variance = _over_grid(at_sums)
+    voxels = float(raw.shape[1:4].num_elements())
+    return (at_mean + 2 * at_variance * (tf.cast(raw, tf.float32) - mean)) / voxels
+
+
+def _plain_values(maps: Sequence[Tensor], norms: Tensor) -> Tensor:
+    """The values of maps side by side, formed with `norms` as of `_norms`."""
+    raw = tf.cast(tf.concat(maps, -1), tf.float32)
+    if norms.shape.num_elements() == 0:
+        return raw
+    scale, shift, floor, *_ = _over_grid(norms)
+    values = scale * raw + shift
+    return tf.where(values > floor, values, floor)  # at the floor itself the gradient is 0
+
+
+def _over_grid(rows: Tensor) -> List[Tensor]:
+    """(N, rows, C) as a list of (N, 1, 1, 1, C)."""
+    return [row[:, None, None, None] for row in tf.unstack(rows, axis=1)]
+
+
+def _plain_convolve(values: Tensor, filters: Tensor, bias: Tensor, terms: List[Tensor]) -> Tensor:
+    made = tf.nn.conv3d(values, filters, (1, 1, 1, 1, 1), "SAME")
+    if bias.shape.num_elements():
+        made += bias
+    return tf.add_n([made, *terms])
+
+
+def _plain_up(values: Tensor, filters: Tensor, bias: Tensor, terms: List[Tensor]) -> Tensor:
+    grid = [2 * size for size in values.shape[1:4]]
+    shape = (tf.shape(values)[0], *grid, filters.shape[3])
+    return tf.nn.conv3d_transpose(values, filters, shape, 2, "SAME")
+
+
+_PLAIN = {
+    CONVOLVE: _plain_convolve,
+    PROJECT: _plain_convolve,
+    MAX_POOL: lambda values, filters, bias, terms: tf.nn.max_pool3d(values, 2, 2, "VALID"),
+    UP_CONVOLVE: _plain_up,
+    RESIDUAL_SUM: lambda values, filters, bias, terms: tf.nn.relu(values + terms[0]),
+}
+"""Kind of a forward operation -> its map by TensorFlow, from values, filters, bias, other terms."""

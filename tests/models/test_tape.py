@@ -1,0 +1,189 @@
+"""What a tape has of the network: the plain layers' gradients, of the weights and the image."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from models.config import UNetConfig
+from models.native import operations
+from models.unet3d import build_unet3d
+
+pytestmark = pytest.mark.skipif(not operations.available(), reason="own operations are not built")
+
+GRID, BATCH = (8, 8, 4), 2
+NETWORKS = {
+    "instance": UNetConfig(filters=4, depth=2),
+    "batch, deep supervision": UNetConfig(filters=4, depth=3, norm="batch", deep_supervision=True),
+    "residual": UNetConfig(filters=4, depth=2, channels=1, residual=True, up="upsampling"),
+    "no norm": UNetConfig(filters=4, depth=2, network="cicek2016", residual=True, norm="none"),
+}
+DRAWS = range(1, 6)
+"""A value so near 0 that rounding opens or closes its ReLU changes gradients: one draw has none."""
+
+
+class Case:
+    """A network with weights unlike the first ones, its plain layers, and an image."""
+
+    def __init__(self, config, draw=1, batch=BATCH):
+        rng = np.random.default_rng(draw)
+        self.model = build_unet3d(config, GRID, batch)
+        self.layers = tf.keras.Model(self.model.input, self.model.output)
+        first = self.model.get_weights()
+        self.first = [weight + rng.normal(0, 0.05, weight.shape) for weight in first]
+        self.image = tf.constant(rng.standard_normal((BATCH, *GRID, config.channels)), tf.float32)
+
+    def loss(self, network, image, **training):
+        """Of every logit. Statistics of a batch norm are those of `first` again."""
+        self.model.set_weights(self.first)
+        logits = tf.nest.flatten(network(image, **training))
+        answers = [tf.sigmoid(tf.cast(each, tf.float32)) for each in logits]
+        return tf.add_n([tf.reduce_mean(answer**2) for answer in answers])
+
+    def gradients(self, network, **training):
+        """Of the image and of every weight that trains."""
+        with tf.GradientTape() as tape:
+            tape.watch(self.image)
+            loss = self.loss(network, self.image, **training)
+        return tape.gradient(loss, [self.image, *self.model.trainable_weights])
+
+
+@functools.cache
+def of_layers(network, draw, training):
+    """A case, and the gradients of its plain layers."""
+    case = Case(NETWORKS[network], draw)
+    return case, case.gradients(case.layers, training=training)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_networks():
+    yield
+    of_layers.cache_clear()
+
+
+def distance(tensors, expected):
+    """The largest of them, as a share of what is expected."""
+    pairs = zip(tensors, expected)
+    return max(float(tf.norm(own - other) / tf.norm(other)) for own, other in pairs)
+
+
+def closest(compare):
+    """The least distance of a few draws, each of which must be small."""
+    found = []
+    for draw in DRAWS:
+        found.append(compare(draw))
+        assert found[-1] < 2e-2
+        if found[-1] < 5e-5:
+            break
+    return min(found)
+
+
+CALLS = [{}, {"training": None}, {"training": False}, {"training": True}]
+
+
+@pytest.mark.parametrize("training", CALLS, ids=str)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_gradients_of_image_and_weights_are_those_of_the_layers(network, training):
+    def compare(draw):
+        case, expected = of_layers(network, draw, bool(training.get("training")))
+        return distance(case.gradients(case.model, **training), expected)
+
+    assert closest(compare) < 5e-5
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_through_a_graph_of_an_open_batch_size_they_are_the_same(training):
+    config = dataclasses.replace(NETWORKS["residual"], policy="lean")
+
+    def compare(draw):
+        case = Case(config, draw, batch=None)
+        expected = case.gradients(case.layers, training=training)
+        function = tf.function(lambda image: case.model(image, training=training))
+        return distance(case.gradients(function), expected)
+
+    assert closest(compare) < 5e-5
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("network", ["instance", "residual"])
+def test_in_bfloat16_they_are_near_those_of_float32(network, training):
+    exact = Case(NETWORKS[network])
+    rounded = Case(dataclasses.replace(NETWORKS[network], dtype="bfloat16"))
+    expected = exact.gradients(exact.layers, training=training)
+    found = rounded.gradients(rounded.model, training=training)
+    error = sum(float(tf.norm(own - other) ** 2) for own, other in zip(found, expected))
+    assert error < 0.3**2 * sum(float(tf.norm(other) ** 2) for other in expected)
+
+
+def test_a_persistent_tape_answers_twice_and_what_is_not_watched_has_no_gradient():
+    case = Case(NETWORKS["instance"])
+    for training in (False, True):
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(case.image)
+            loss = case.loss(case.model, case.image, training=training)
+        first, again = (tape.gradient(loss, case.image) for _ in range(2))
+        assert distance([again], [first]) < 1e-6
+        with tf.GradientTape() as tape:
+            loss = case.loss(case.model, case.image, training=training)
+        assert tape.gradient(loss, case.image) is None
+
+
+def test_a_second_derivative_is_that_of_the_layers_or_is_refused():
+    case = Case(NETWORKS["instance"])
+
+    def second(network, training):
+        with tf.GradientTape() as outer:
+            outer.watch(case.image)
+            norm = tf.reduce_sum(case.gradients(network, training=training)[0] ** 2)
+        return outer.gradient(norm, [case.image, case.model.trainable_weights[0]])
+
+    assert distance(second(case.model, False), second(case.layers, False)) < 2e-2
+    with pytest.raises(NotImplementedError, match="training=False"):
+        second(case.model, True)
+
+
+def test_an_image_may_come_as_keras_takes_it_and_from_another_layer():
+    case = Case(NETWORKS["instance"])
+    expected = case.model(case.image)
+    for image in ([case.image], {"image": case.image}, case.image.numpy().astype(float)):
+        assert distance([case.model(image)], [expected]) == 0
+    inputs = tf.keras.Input((*GRID, 4), BATCH)
+    scaled = tf.keras.layers.Rescaling(2.0)(inputs)
+    outer = tf.keras.Model(inputs, case.model(scaled))
+    halved = case.image / 2
+    with tf.GradientTape() as tape:
+        tape.watch(halved)
+        loss = case.loss(outer, halved)
+    of_image = case.gradients(case.model)[0]
+    assert distance([tape.gradient(loss, halved)], [2 * of_image]) < 1e-5
+
+
+@pytest.mark.parametrize("training", [{}, {"training": True}], ids=str)
+def test_three_steps_of_a_loop_of_ones_own_are_those_of_fit(training):
+    case = Case(NETWORKS["instance"])
+    target = tf.cast(case.image[..., :3] > 1, tf.float32)
+    loss_of = tf.keras.losses.BinaryCrossentropy(from_logits=True)
+    results = []
+    for by_hand in (True, False):
+        case.model.set_weights(case.first)
+        optimizer = tf.keras.optimizers.SGD(0.1, momentum=0.9)
+        if not by_hand:
+            case.model.compile(optimizer, loss_of)
+            case.model.fit(case.image, target, batch_size=BATCH, epochs=3, verbose=0)
+            results.append(case.model.get_weights())
+            break
+
+        @tf.function
+        def step(optimizer=optimizer):
+            with tf.GradientTape() as tape:
+                loss = loss_of(target, case.model(case.image, **training))
+            gradients = tape.gradient(loss, case.model.trainable_weights)
+            optimizer.apply_gradients(zip(gradients, case.model.trainable_weights))
+
+        for _ in range(3):
+            step()
+        results.append(case.model.get_weights())
+    assert distance(*results) < 1e-4
+    assert distance(results[0], case.first) > 1e-3

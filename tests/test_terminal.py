@@ -1,0 +1,84 @@
+"""Both command lines on a terminal that is not UTF-8, with names in other letters, and unread."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cpu3d.data.stores.phantom import write_phantom
+
+ROOT = Path(__file__).resolve().parents[1]
+TERMINALS = {
+    "ascii": {"PYTHONIOENCODING": "ascii"},
+    "latin-1": {"PYTHONIOENCODING": "latin-1:strict"},
+    "no letters in names either": {
+        "LC_ALL": "POSIX",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+    },
+}
+ESTIMATE = ("memory_estimator", "--shape", "16", "16", "16", "--depth", "2")
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its terminals are UTF-16")
+
+
+def call(*words, terminal=None, stdout=subprocess.PIPE):
+    """The end of `python -m WORDS`, with what it printed in bytes."""
+    names = ("PATH", "HOME", "XDG_DATA_HOME")
+    environment = {name: os.environ[name] for name in names if name in os.environ}
+    environment.update(PYTHONPATH=str(ROOT), **(terminal or {}))
+    command = [sys.executable, "-m", *map(str, words)]
+    return subprocess.run(command, env=environment, stdout=stdout, stderr=subprocess.PIPE)
+
+
+@pytest.mark.parametrize("terminal", TERMINALS)
+def test_a_letter_that_the_terminal_lacks_is_replaced(terminal):
+    done = call(*ESTIMATE, terminal=TERMINALS[terminal])
+    assert done.returncode == 0, done.stderr
+    assert b"peak" in done.stdout
+    encoding = "latin-1" if terminal == "latin-1" else "ascii"
+    assert ("\N{PLUS-MINUS SIGN}" if encoding == "latin-1" else "?") in done.stdout.decode(encoding)
+
+
+NAME = "Zoë_患者"
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory):
+    """A data set with a case of this name, in a folder with other letters too."""
+    raw = tmp_path_factory.mktemp("raw") / "données"
+    write_phantom(raw, cases=3, shape=(24, 24, 24))
+    text = (raw / "dataset.json").read_text("utf-8")
+    old = Path(json.loads(text)["training"][0]["image"]).name
+    for folder in ("imagesTr", "labelsTr"):
+        (raw / folder / old).rename(raw / folder / f"{NAME}.nii.gz")
+    (raw / "dataset.json").write_text(text.replace(old, f"{NAME}.nii.gz"), "utf-8")
+    return raw
+
+
+@pytest.mark.parametrize("terminal", ["ascii", "no letters in names either"])
+def test_a_name_with_other_letters_is_kept_in_files_and_stops_nothing(terminal, raw, tmp_path):
+    store = tmp_path / "магазин"
+    words = ("prepare", "--dataset", raw, "--store", store, "--split", "1", "1", "1")
+    done = call("cpu3d", *words, terminal=TERMINALS[terminal])
+    assert done.returncode == 0, done.stderr
+    assert [path for path in store.rglob("*") if NAME in path.name]
+    done = call("cpu3d", "status", "--run", tmp_path / NAME, terminal=TERMINALS[terminal])
+    assert (done.returncode, b"config.json" in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [ESTIMATE, ("cpu3d", "train", "--help"), ("memory_estimator", "--help")],
+    ids=str,
+)
+def test_a_reader_that_has_gone_away_ends_a_command_without_a_word(words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = call(*words, stdout=writer)
+    os.close(writer)
+    assert done.stderr == b""
+    assert done.returncode == (0 if "train" in words else 1)  # argparse itself passes over it
