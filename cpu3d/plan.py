@@ -12,10 +12,12 @@ memory policy by the estimate of a step.
 
 import dataclasses
 import math
+import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+from cpu3d.data.nifti import is_placed
 from cpu3d.data.region import Shape3
 from cpu3d.data.resolution import field_of, network_grid
 from cpu3d.data.store import Store, check_names, grid_size
@@ -316,10 +318,22 @@ def _for_store(config: RunConfig, store: Store) -> RunConfig:
         label_names=manifest.labels,
         region_codes=manifest.regions,
         split_hash=manifest.split_hash,
+        **_training_grid(store),
         channels=tuple(channels),
         regions=tuple(regions),
         unet=dataclasses.replace(config.unet, channels=len(channels), outputs=len(regions), seed=config.seed),
     )
+
+
+def _training_grid(store: Store) -> Dict[str, Any]:
+    """The fields of a run that say what voxels its training cases have, and whether their sides are known."""
+    records = store.cases("train")
+    axes = zip(*(record.spacing_mm for record in records))
+    placed = {is_placed(record.geometry) for record in records}
+    return {
+        "spacing_mm": tuple(float(statistics.median(lengths)) for lengths in axes),
+        "oriented": placed.pop() if len(placed) == 1 else None,
+    }
 
 
 def _for_host(config: RunConfig, inputs: Inputs) -> RunConfig:

@@ -26,12 +26,12 @@ from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import THRESHOLD, code_meanings, label_from_regions, paint_order
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Shape3
-from cpu3d.data.stores.case import facts_of, load_case
+from cpu3d.data.stores.case import case_notes, facts_of, load_case, note_lines
 from cpu3d.data.windows import OVERLAP, SIGMA_SHARE
 from cpu3d.errors import InputError, refuse
 from cpu3d.host.apply import set_up
 from cpu3d.inference.cases import check_exist, find_cases
-from cpu3d.inference.runs import WEIGHTS, store_of_run
+from cpu3d.inference.runs import WEIGHTS, store_of_run, training_notes
 from cpu3d.inference.segment import load_network, painted, probabilities_of
 from cpu3d.run.checkpoint import weights_file
 from cpu3d.run.config import load_config
@@ -164,6 +164,8 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
         "label_codes": {str(c): name for c, name in code_meanings(regions, config.label_names).items()},
         "paint": [[{"output": at, "code": code} for at, code in group] for group in paint_order(regions)],
         "axes": "RAS",
+        "trained_spacing_mm": config.spacing_mm,
+        "trained_with_orientation": config.oriented,
         "extent": config.extent,
         "mode": config.mode,
         "size": config.grid,
@@ -253,6 +255,8 @@ def _case_to_try(options: Options, config: RunConfig, predictor: Any) -> Tuple[C
         files, channels = cases[0].files, cases[0].channels
         loaded = load_case(files, channels=channels, zero_nan=options.zero_nan)
         record, image = loaded.record, loaded.image
+        notes = [*case_notes(record, channels), *training_notes(record, [config])]
+        say(*note_lines({record.case_id: notes}))
     else:
         store = store_of_run(config)
         record = next(record for split in ("test", "val", "train") for record in store.cases(split))

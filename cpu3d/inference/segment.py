@@ -79,14 +79,67 @@ def painted(probabilities, about):
     return label
 
 
+def without_residue(volume):
+    """A channel with exact 0 for what interpolation has left around a head, by the rule of `predict`."""
+    size = np.abs(volume)
+    tiny = size <= 1e-4 * np.percentile(size, 99.9)
+    border = np.concatenate([np.take(tiny, end, axis).ravel() for axis in range(3) for end in (0, -1)])
+    few = np.count_nonzero(volume[tiny]) <= 0.01 * np.count_nonzero(tiny)
+    whole = np.array_equal(np.rint(volume), volume)
+    return volume if whole or few or border.mean() < 0.5 else np.where(tiny, np.float32(0), volume)
+
+
+def read_image(paths):
+    """The image float32 (X, Y, Z, C) in axes R A S, and its first file."""
+    nibabel.Nifti1Header.quaternion_threshold = 1e-5  # for quaternions of length 1 but for rounding
+    nibabel.Nifti2Header.quaternion_threshold = 1e-5
+    files = [nibabel.load(path) for path in paths]
+    channels = []
+    for file in map(nibabel.as_closest_canonical, files):
+        volume = np.nan_to_num(file.get_fdata(dtype=np.float32), posinf=0, neginf=0)
+        channels += [without_residue(part) for part in np.moveaxis(volume.reshape(*volume.shape[:3], -1), -1, 0)]
+    return np.stack(channels, -1), files[0]
+
+
+def is_placed(file):
+    """Whether a file gives the patient's orientation."""
+    return bool(file.header["sform_code"] or file.header["qform_code"])
+
+
+def notes_on(file, about):
+    """What to say of an image whose sides or voxels are not as the training's."""
+    if not is_placed(file):
+        taken = "its first axis is taken to run to the left; left and right may be exchanged"
+        yield f"no orientation in the file (its sform and qform codes are 0): {taken}"
+    unit = {1: 1000.0, 3: 0.001}.get(int(file.header["xyzt_units"]) & 7, 1.0)  # metres, micrometres, else mm
+    canonical = nibabel.as_closest_canonical(file)
+    spacing = [float(n) * unit for n in nibabel.affines.voxel_sizes(canonical.affine)]
+    trained = about["trained_spacing_mm"]
+    if trained and any(abs(got - n) > 0.1 * n * (1 + 1e-6) for got, n in zip(spacing, trained)):
+        own, usual = (" x ".join(f"{n:.3g}" for n in sizes) for sizes in (spacing, trained))
+        yield f"voxels of {own} mm, but the network was trained on {usual} mm; resample the image to the latter"
+
+
+def save_label(path, label, file):
+    """Write a label in axes R A S, with the file's place and unit. Without a place it has the file's own axes."""
+    affine = nibabel.as_closest_canonical(file).affine
+    if not is_placed(file):
+        turn = nibabel.orientations.ornt_transform([[0, 1], [1, 1], [2, 1]], nibabel.io_orientation(file.affine))
+        label, affine = nibabel.apply_orientation(label, turn), None
+    answer = nibabel.Nifti1Image(label, affine)
+    answer.header.set_zooms(nibabel.affines.voxel_sizes(file.affine if affine is None else affine))
+    answer.header["xyzt_units"] = int(file.header["xyzt_units"]) & 7
+    nibabel.save(answer, path)
+
+
 def main(folder, *paths):
     """Segment the images `paths[:-1]`, the channels in order, and write the label `paths[-1]`."""
     about = json.loads((folder / "export.json").read_text())
-    files = [nibabel.as_closest_canonical(nibabel.load(path)) for path in paths[:-1]]  # axes R A S
-    image = np.concatenate([file.get_fdata(dtype=np.float32).reshape(*file.shape[:3], -1) for file in files], -1)
-    image = np.nan_to_num(image, posinf=0, neginf=0)
+    image, file = read_image(paths[:-1])
+    for note in notes_on(file, about):
+        print(f"note: {note}", file=sys.stderr)
     label = painted(probabilities_of(load_network(folder, about), about, image), about)
-    nibabel.save(nibabel.Nifti1Image(label, files[0].affine), paths[-1])
+    save_label(paths[-1], label, file)
 
 
 if __name__ == "__main__":

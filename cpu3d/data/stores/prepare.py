@@ -36,7 +36,7 @@ from cpu3d.data.records import (
 )
 from cpu3d.data.region import crop, whole
 from cpu3d.data.store import Store, open_store, write_store
-from cpu3d.data.stores.case import load_case
+from cpu3d.data.stores.case import case_notes, load_case, mixed_orientation, note_lines
 from cpu3d.data.stores.layouts import UNKNOWN, CaseFiles, Dataset, Problems, labels_in_use, read_dataset, regions_of
 from cpu3d.data.stores.splits import describe_patients, split_cases
 from cpu3d.errors import InputError, refuse
@@ -138,7 +138,9 @@ def prepare(
                 say(f"Nothing to do: store {store_dir} is finished and unchanged.", stderr=False)
             return manifest
         records, problems = convert_all(dataset.cases, dataset, store_dir, settings, workers)
-        problems.update(dataset.problems)
+        mixed = mixed_orientation(records)
+        records = {case_id: record for case_id, record in records.items() if case_id not in mixed}
+        problems.update({**dataset.problems, **mixed})
         if not skip_bad:
             refuse_bad_cases(problems, f"{count(records, 'good case')} kept in {store_dir}")
         manifest = _manifest_of(dataset, records, fractions, seed)
@@ -478,7 +480,8 @@ def summary_lines(store: Store) -> List[str]:
         share = f"{voxels[code] / max(sum(voxels.values()), 1):.3%}"
         lines[f"label {code}"] = f"{name} -> {regions}: {count(cases[code], 'case')}, {share} of the voxels"
     head = f"Store {store.folder}: {manifest.name}, layout {manifest.layout}"
-    return [head, *(f"  {name:<8} {line}" for name, line in lines.items() if line)]
+    notes = {record.case_id: case_notes(record, manifest.channels) for record in manifest.cases}
+    return [head, *(f"  {name:<8} {line}" for name, line in lines.items() if line), *note_lines(notes)]
 
 
 def print_summary(store_dir: Path) -> None:

@@ -18,6 +18,7 @@ from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import CaseRecord, Manifest, remake
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores import prepare
+from cpu3d.data.stores.case import case_notes, mixed_orientation, note_lines
 from cpu3d.data.stores.layouts import CaseFiles, Dataset, labels_in_use, read_dataset, regions_of
 from cpu3d.data.stores.prepare import PATIENTS_HELP, SKIP_BAD_HELP, WORKERS_HELP, split_sizes
 from cpu3d.data.stores.splits import TABLE, deal_cases, read_patients
@@ -80,7 +81,10 @@ def run_append(options: Append) -> int:
             f"  split    {split_sizes(before)} before, {split_sizes(done.manifest)} now; no old case has moved",
             f"  hash     {before.split_hash} before, {done.manifest.split_hash} now: older runs refuse the store",
         ]
-    say(*lines, stderr=False)
+    new = set(done.new)
+    added = [record for record in done.manifest.cases if record.case_id in new]
+    notes = {record.case_id: case_notes(record, done.manifest.channels) for record in added}
+    say(*lines, *note_lines(notes), stderr=False)
     return 0
 
 
@@ -153,6 +157,9 @@ def append(
         refuse([*_clashes(store, known), *(_patient_clashes(store, patients) if new else ())])
         records, problems = prepare.convert_all(new, replace(dataset, labels=labels), store_dir, settings, workers)
         problems.update(item for item in dataset.problems.items() if item[0] not in in_store)
+        mixed = mixed_orientation(records, store.manifest.cases)
+        records = {case_id: record for case_id, record in records.items() if case_id not in mixed}
+        problems.update(mixed)
         if not skip_bad:
             prepare.refuse_bad_cases(problems, "nothing was appended")
         manifest = _grown(store.manifest, records, dataset) if records else store.manifest
