@@ -38,7 +38,7 @@ from cpu3d.distributed.cluster import read_cluster
 from cpu3d.errors import InputError
 from cpu3d.inference.ensemble import trained_predictors
 from cpu3d.inference.runs import Inference, store_of_run
-from cpu3d.inference.scores import Matching, connected_parts, match_lesions, voxel_mm3
+from cpu3d.inference.scores import Matching, Spacing, connected_parts, match_lesions, voxel_mm3
 from cpu3d.run.checkpoint import weights_file
 from cpu3d.run.config import load_config
 from cpu3d.settings import RunConfig
@@ -83,7 +83,7 @@ class PostProcessing:
     nested: bool = False
     off: str = ""  # the reason why nothing is done, else empty
 
-    def paint(self, answers: np.ndarray, regions: Regions, spacing_mm: Sequence[float]) -> np.ndarray:
+    def paint(self, answers: np.ndarray, regions: Regions, spacing_mm: Spacing) -> np.ndarray:
         """Paint probabilities `(X, Y, Z, R)` in the order of `regions` into a label `(X, Y, Z)`, as
         `label_from_regions` does, without the small parts. `spacing_mm` is as in `score_region`. `answers` stay as they
         are."""
@@ -235,7 +235,7 @@ def after(training: Options, settings: Dict[str, Any]) -> None:
 
 
 # Of a case: answers (X, Y, Z, R), true label, its spacing or steps in mm.
-Answered = Tuple[np.ndarray, np.ndarray, Sequence[float]]
+Answered = Tuple[np.ndarray, np.ndarray, Spacing]
 # The P parts of a region in a case, and larger region -> (P,) index of the part of it that holds each: enough to score
 # any choice among them.
 _Parts = Tuple[Matching, Dict[str, np.ndarray]]
@@ -270,7 +270,7 @@ def choose(cases: Iterable[Answered], regions: Regions) -> Tuple[PostProcessing,
     return chosen, _means(before, regions), _means(best, regions)
 
 
-def _parts(label: np.ndarray, truth: np.ndarray, spacing_mm: Sequence[float], regions: Regions) -> Dict[str, _Parts]:
+def _parts(label: np.ndarray, truth: np.ndarray, spacing_mm: Spacing, regions: Regions) -> Dict[str, _Parts]:
     """Region, the largest first -> its parts in a painted label."""
     box = bounding_box((label > 0) | (truth > 0)).slices(label.shape)  # lesions grow together inside of it
     numbered, parts_of = {}, {}

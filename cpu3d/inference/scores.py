@@ -41,6 +41,9 @@ TOLERANCE_MM = 1.0  # of the surface Dice, unless another is chosen: one BraTS v
 LESION_GROWTH_MM, LESION_MM3 = 3.0, 50.0  # how far a true lesion reaches, and the volume up to which it does not count
 
 
+Spacing = Union[Sequence[float], np.ndarray]  # mm of a voxel along X, Y, Z, or its steps (3, 3)
+
+
 class Lesions(NamedTuple):
     """Counts of the lesions of a truth, and their mean Dice."""
 
@@ -172,13 +175,13 @@ METRICS: Dict[str, Metric] = {
 }
 
 
-def steps_of(spacing_mm: Union[Sequence[float], np.ndarray]) -> np.ndarray:
+def steps_of(spacing_mm: Spacing) -> np.ndarray:
     """The steps along X, Y, Z as the columns of a matrix (3, 3), in mm, of a spacing or of such a matrix."""
     given = np.asarray(spacing_mm, float)
     return np.diag(given) if given.ndim == 1 else given
 
 
-def voxel_mm3(spacing_mm: Union[Sequence[float], np.ndarray]) -> float:
+def voxel_mm3(spacing_mm: Spacing) -> float:
     """The volume of a voxel, of its spacing or of the upper triangular matrix of its steps."""
     return float(np.prod(np.diagonal(steps_of(spacing_mm))))
 
@@ -186,7 +189,7 @@ def voxel_mm3(spacing_mm: Union[Sequence[float], np.ndarray]) -> float:
 def score_region(
     truth: np.ndarray,
     prediction: np.ndarray,
-    spacing_mm: Union[Sequence[float], np.ndarray],
+    spacing_mm: Spacing,
     tolerance_mm: float = TOLERANCE_MM,
 ) -> Dict[str, Any]:
     """Score boolean masks `(X, Y, Z)` of one region on the full image grid; voxels measure `spacing_mm`, or have the
@@ -230,7 +233,7 @@ def connected_parts(mask: np.ndarray) -> np.ndarray:
     return label(mask, generate_binary_structure(3, 3))[0]
 
 
-def match_lesions(truth: np.ndarray, parts: np.ndarray, spacing_mm: Union[Sequence[float], np.ndarray]) -> Matching:
+def match_lesions(truth: np.ndarray, parts: np.ndarray, spacing_mm: Spacing) -> Matching:
     """Match a boolean truth `(X, Y, Z)` and a prediction's `connected_parts` by the rule at the top of this file."""
     near = generate_binary_structure(3, 2)
     steps_mm = steps_of(spacing_mm)
