@@ -49,6 +49,6 @@ def _border(volume: np.ndarray) -> np.ndarray:
     """The voxels of the six faces."""
     faces = []
     for axis in range(3):
-        for end in (0, -1):
-            faces.append(np.take(volume, end, axis).ravel())
+        slices = np.moveaxis(volume, axis, 0)
+        faces += [slices[0].ravel(), slices[-1].ravel()]
     return np.concatenate(faces)

@@ -245,6 +245,8 @@ def label_codes(path: Path, label: np.ndarray) -> np.ndarray:
     for other values than integers 0..255."""
     if label.ndim != 3:
         raise InputError(f"label {path} must be 3D, got shape {label.shape}; give one label map")
+    if label.dtype == np.uint8:
+        return label
     with np.errstate(invalid="ignore"):  # NaN is no code
         codes = np.rint(label).astype(np.uint8)
         wrong = label[~(np.abs(label - codes.astype(np.float64)) <= CODE_TOLERANCE)]

@@ -138,10 +138,9 @@ def test_another_background_is_named_with_its_channel_and_value(files):
 @pytest.mark.parametrize(("codes", "label_codes"), [((0, 0), (1, 1)), ((1, 1), (0, 0))])
 def test_a_label_with_and_an_image_without_orientation_are_refused_unless_their_grids_agree(files, codes, label_codes):
     label = np.ones((6, 5, 4), np.uint8)
+    differ = files(tiny_image(), label=label, codes=codes, label_codes=label_codes)
     with pytest.raises(InputError, match="sform and qform codes are 0"):
-        load_case(
-            files(tiny_image(), label=label, codes=codes, label_codes=label_codes), channels=("a",), labels=LABELS
-        )
+        load_case(differ, channels=("a",), labels=LABELS)
     guess = np.diag([-1.0, 1, 1, 1])
     guess[:3, 3] = 2.5, -2, -1.5
     same = {"affines": [guess], "label_affine": guess, "codes": codes, "label_codes": label_codes}

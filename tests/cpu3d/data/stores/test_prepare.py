@@ -245,12 +245,12 @@ def test_cases_with_and_without_orientation_are_not_mixed_in_a_store(tmp_path, w
     folder = decathlon(tmp_path / "data", 4)
     turn_off_orientation(folder, without)
     with pytest.raises(InputError) as caught:
-        prepare(folder, tmp_path / "store", workers=1)
+        prepare(folder, tmp_path / "store", **ALL)
     *problems, _ = caught.value.problems
     assert [problem.split()[1] for problem in problems] == [f"BRATS_{number:03d}" for number in refused]
     assert all("sform" in problem and "left and right" in problem for problem in problems)
     assert not (tmp_path / "store/manifest.json").exists()
-    manifest = prepare(folder, tmp_path / "store", workers=1, skip_bad=True)
+    manifest = prepare(folder, tmp_path / "store", skip_bad=True, **ALL)
     assert {case.case_id for case in manifest.cases} == {
         f"BRATS_{number:03d}" for number in range(4) if number not in refused
     }
