@@ -9,6 +9,7 @@ import numpy as np
 # as small; a hundred times what resampling in float32 leaves (1e-6).
 TOLERANCE = 1e-4
 ROBUST = 99.9  # percentile of the magnitudes: a few hot voxels are no maximum
+NEAR = 1e-2  # of the robust maximum: what is no residue but may be no head either
 BORDER_SHARE = 0.5  # of the grid's outermost voxels that must be alike to be background
 # Of the voxels within the tolerance of 0, those that must not be 0 to be residue. Behind a background
 # of exact zeros, one z-score in thousands is that near to 0 by chance, and stays as it is.
@@ -31,14 +32,21 @@ def without_residue(volume: np.ndarray) -> np.ndarray:
 
 
 def border_value(volume: np.ndarray) -> float:
-    """What most of the outermost voxels of a finite volume `(X, Y, Z)` are; 0 if they vary."""
+    """What most of the outermost voxels of a finite volume `(X, Y, Z)` are if it should perhaps be 0: one
+    value, or about so near to 0 as nothing in a head. 0 if it is 0, if they vary, or for the noise of a
+    scanner, which is of whole numbers."""
     border = _border(volume)
-    middle = np.median(border)
+    middle = float(np.median(border))
     if middle == 0:
         return 0.0
     tolerance = _tolerance(volume)
-    alike = np.mean(np.abs(border - middle) <= tolerance)
-    return float(middle) if alike >= BORDER_SHARE and abs(middle) > tolerance else 0.0
+    if np.mean(np.abs(border - middle) <= tolerance) >= BORDER_SHARE:
+        return middle if abs(middle) > tolerance else 0.0
+    size = np.abs(border)
+    near = (size > 0) & (size <= tolerance * NEAR / TOLERANCE)
+    if volume.dtype.kind != "f" or near.mean() < BORDER_SHARE:
+        return 0.0
+    return float(np.median(size[near]))
 
 
 def _tolerance(volume: np.ndarray) -> float:

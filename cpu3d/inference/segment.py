@@ -114,7 +114,7 @@ def notes_on(file, about):
     unit = {1: 1000.0, 3: 0.001}.get(int(file.header["xyzt_units"]) & 7, 1.0)  # metres, micrometres, else mm
     canonical = nibabel.as_closest_canonical(file)
     spacing = [float(n) * unit for n in nibabel.affines.voxel_sizes(canonical.affine)]
-    trained = about["trained_spacing_mm"]
+    trained = about.get("trained_spacing_mm")
     if trained and any(abs(got - n) > 0.1 * n * (1 + 1e-6) for got, n in zip(spacing, trained)):
         own, usual = (" x ".join(f"{n:.3g}" for n in sizes) for sizes in (spacing, trained))
         yield f"voxels of {own} mm, but the network was trained on {usual} mm; resample the image to the latter"

@@ -1,5 +1,6 @@
 """One case read from its files: checked, on one grid in axes R A S, with its statistics."""
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ AFFINE_TOLERANCE = 1e-3  # largest difference, in mm, between the affines of fil
 CODE_TOLERANCE = 1e-3  # how far a label's voxel may be from its code: a scaled header rounds it
 NAMED = 3  # cases that a note names
 CENTRES = 32  # most voxels of each label code in a record; patches are shifted around them
+_NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?")  # not the 1 of T1
 FLOAT16_MAX = float(np.finfo(np.float16).max)
 FLOAT16_SMALLEST = np.float16(2**-24)
 
@@ -265,21 +267,27 @@ def case_notes(record: CaseRecord, channels: Sequence[str]) -> List[str]:
     notes = [nifti.orientation_note(record.geometry)] if not nifti.is_placed(record.geometry) else []
     for name, value in zip(channels, record.background):
         if value:
-            rule = f"most of the border of channel {name} is {value:g}, and only 0 is background"
+            rule = f"most of the border of channel {name} is about {value:.3g}, and only 0 is background"
             notes.append(f"{rule}: the whole grid counts as brain; make it 0 if nothing is there")
     return notes
 
 
 def note_lines(notes: Mapping[str, Iterable[str]]) -> List[str]:
-    """The notes of cases, by case id, as lines: one for each that differs, with the ids of the first cases."""
-    ids: Dict[str, List[str]] = {}
+    """The notes of cases, by case id, as lines: one for each text, with the ids of the first cases. More than a few
+    that differ in numbers alone, as in each case's own spacing, are one line too, with those of the first."""
+    alike: Dict[str, Dict[str, List[str]]] = {}  # text without its numbers -> text -> case ids
     for case_id, texts in notes.items():
         for text in texts:
-            ids.setdefault(text, []).append(case_id)
+            alike.setdefault(_NUMBER.sub("#", text), {}).setdefault(text, []).append(case_id)
     lines = []
-    for text, of in ids.items():
-        more = [f"{len(of) - NAMED} more"] if len(of) > NAMED else []
-        lines.append(f"note: {listed([*of[:NAMED], *more])}: {text}")
+    for ids_of in alike.values():
+        if len(ids_of) > NAMED:
+            first = next(iter(ids_of))
+            joined = [case_id for ids in ids_of.values() for case_id in ids]
+            ids_of = {f"{first} (numbers of {joined[0]})": joined}
+        for text, ids in ids_of.items():
+            more = [f"{len(ids) - NAMED} more"] if len(ids) > NAMED else []
+            lines.append(f"note: {listed([*ids[:NAMED], *more])}: {text}")
     return lines
 
 

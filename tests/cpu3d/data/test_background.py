@@ -80,6 +80,14 @@ def test_another_constant_background_is_named(value, dtype):
     assert without_residue(volume) is volume
 
 
+@pytest.mark.parametrize("scale", [0.5, 3])
+def test_a_border_that_is_almost_0_but_no_residue_is_named_in_scans_of_no_whole_numbers(scale):
+    volume = np.where(head() == 0, noise(scale), head())
+    assert without_residue(volume) is volume
+    assert 0 < border_value(volume) < 2 * scale
+    assert border_value(np.rint(volume).astype(np.int16)) == 0
+
+
 def test_no_other_background_is_named_for_0_nor_for_noise():
     assert border_value(head()) == 0
     assert border_value(np.where(head() == 0, noise(1e-5), head()).astype(np.float32)) == 0

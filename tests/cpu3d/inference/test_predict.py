@@ -390,7 +390,7 @@ def test_another_background_is_named_and_residue_is_background(call, files, tmp_
         nibabel.save(nibabel.Nifti1Image(array.astype(np.float32), image.affine), path)
         assert call("--image", path, "--out", tmp_path / "out") == 0
     err = capsys.readouterr().err
-    assert all(f"channel {name} is -1" in err for name in CHANNELS)
+    assert all(f"channel {name} is about -1" in err for name in CHANNELS)
     assert "note: residue" not in err
     np.testing.assert_array_equal(read_volume(tmp_path / "out/residue.nii.gz")[0], read_volume(files.label)[0])
 

@@ -132,7 +132,7 @@ def test_another_background_is_named_with_its_channel_and_value(files):
     record = load_case(files(tiny_image(0), other), channels=("a", "b")).record
     (note,) = case_notes(record, ("a", "b"))
     assert "channel b" in note
-    assert "is -1" in note
+    assert "about -1" in note
 
 
 @pytest.mark.parametrize(("codes", "label_codes"), [((0, 0), (1, 1)), ((1, 1), (0, 0))])
@@ -151,3 +151,7 @@ def test_a_label_with_and_an_image_without_orientation_are_refused_unless_their_
 def test_notes_of_many_cases_are_one_line_each_with_the_first_cases():
     lines = note_lines({"a": ["x"], "b": ["x", "y"], "c": [], "d": ["x"], "e": ["x"]})
     assert [line.split(": ") for line in lines] == [["note", "a, b, d and 1 more", "x"], ["note", "b", "y"]]
+    few = {"a": ["T1 is 1", "T2 is 1"], "b": ["T1 is 0.5"], "c": ["T1 is -3e-05"]}
+    assert len(note_lines(few)) == 4
+    lines = note_lines({**few, "d": ["T1 is 7"]})
+    assert ["a, b, c and 1 more: T1 is 1" in lines[0], lines[1:]] == [True, ["note: a: T2 is 1"]]

@@ -269,4 +269,4 @@ def test_a_store_without_orientation_or_with_another_background_says_so(tmp_path
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
     assert len(notes) == 5  # and one for each channel
     assert re.search("BRATS_000, BRATS_001, BRATS_002 and 2 more: .*sform and qform codes are 0", notes[0])
-    assert all(re.search("BRATS_002: .* is -7", note) for note in notes[1:])
+    assert all(re.search("BRATS_002: .* is about -7", note) for note in notes[1:])
