@@ -4,12 +4,17 @@ Everything else takes 0 as background: statistics, the brain's box, normalisatio
 """
 
 import numpy as np
+from scipy.ndimage import label
 
-# Of the robust maximum. Less than one step of a scanner's 12 bits (2.4e-4), so nothing measured is
-# as small; a hundred times what resampling in float32 leaves (1e-6).
+# Shares of the robust maximum. Residue is less than one step of a scanner's 12 bits (2.4e-4), so nothing
+# that was measured is as small, and a hundred times what resampling in float32 leaves (1e-6).
 TOLERANCE = 1e-4
+# Cubic splines swing around 0 beside a head's edge, by a factor of 4 less with each voxel. In a real
+# FLAIR and T1 turned by 7 degrees no voxel of the brain was below this share, and the mean of what was
+# left differed by 0.1 standard deviations from the brain's; by 0.5 if only residue is removed.
+NEAR = 1e-2
+SWINGS_SHARE = 0.2  # of the voxels between both that must be below 0 to be a swing; intensities are above
 ROBUST = 99.9  # percentile of the magnitudes: a few hot voxels are no maximum
-NEAR = 1e-2  # of the robust maximum: what is no residue but may be no head either
 BORDER_SHARE = 0.5  # of the grid's outermost voxels that must be alike to be background
 # Of the voxels within the tolerance of 0, those that must not be 0 to be residue. Behind a background
 # of exact zeros, one z-score in thousands is that near to 0 by chance, and stays as it is.
@@ -17,17 +22,29 @@ RESIDUE_SHARE = 0.01
 
 
 def without_residue(volume: np.ndarray) -> np.ndarray:
-    """A finite volume `(X, Y, Z)` with exact 0 for what is almost 0, as splines leave it around a head.
+    """A finite volume `(X, Y, Z)` with exact 0 for what is almost 0, as splines leave it around a head,
+    and for what they let swing beside its edge: all below 1 % that hangs together with the border, if
+    it has both signs.
 
     Returned as it is if its voxels are whole numbers, if most of its border is not almost 0, as the
     noise in the air of a scan that is not skull-stripped, or if its background is exactly 0 already.
     """
     if volume.dtype.kind != "f" or np.array_equal(np.rint(volume), volume):
         return volume
-    tiny = np.abs(volume) <= _tolerance(volume)
+    size = np.abs(volume)
+    tolerance = _tolerance(volume)
+    tiny = size <= tolerance
     residue = np.count_nonzero(volume[tiny])
     if _border(tiny).mean() < BORDER_SHARE or residue <= RESIDUE_SHARE * np.count_nonzero(tiny):
         return volume
+    parts = label(size <= tolerance * NEAR / TOLERANCE)[0]
+    is_outside = np.zeros(parts.max() + 1, bool)  # of each part: whether it reaches the border
+    is_outside[_border(parts)] = True
+    is_outside[0] = False  # in no part
+    outside = is_outside[parts]
+    beside = volume[outside & ~tiny]
+    if np.count_nonzero(beside < 0) >= SWINGS_SHARE * max(beside.size, 1):
+        tiny |= outside
     return np.where(tiny, volume.dtype.type(0), volume)
 
 

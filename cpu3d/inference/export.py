@@ -199,7 +199,7 @@ agrees with `predict`. Keep the files of this folder together.
 
 It takes {", ".join(about["channels"])}, each a 3D file in this order, or together a 4D file. `predict`
 rounds images whose voxels are not all whole numbers from -32768 to 32767 to float16 after normalisation; this network
-does not. Save the program below as `segment.py` beside `export.json` and run it (pip install nibabel {package}):
+does not. Save the program below as `segment.py` beside `export.json` and run it (pip install nibabel scipy {package}):
 
     python segment.py IMAGE.nii.gz [IMAGE.nii.gz ...] LABEL.nii.gz
 

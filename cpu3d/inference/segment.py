@@ -8,6 +8,7 @@ import sys
 
 import nibabel
 import numpy as np
+import scipy.ndimage
 
 
 def load_network(folder, about):
@@ -82,11 +83,24 @@ def painted(probabilities, about):
 def without_residue(volume):
     """A channel with exact 0 for what interpolation has left around a head, by the rule of `predict`."""
     size = np.abs(volume)
-    tiny = size <= 1e-4 * np.percentile(size, 99.9)
-    border = np.concatenate([np.take(tiny, end, axis).ravel() for axis in range(3) for end in (0, -1)])
+    largest = np.percentile(size, 99.9)
+    tiny = size <= 1e-4 * largest
     few = np.count_nonzero(volume[tiny]) <= 0.01 * np.count_nonzero(tiny)
-    whole = np.array_equal(np.rint(volume), volume)
-    return volume if whole or few or border.mean() < 0.5 else np.where(tiny, np.float32(0), volume)
+    if few or border(tiny).mean() < 0.5 or np.array_equal(np.rint(volume), volume):
+        return volume
+    parts = scipy.ndimage.label(size <= 1e-2 * largest)[0]
+    outside = np.zeros(parts.max() + 1, bool)
+    outside[border(parts)] = True
+    outside[0] = False
+    beside = volume[outside[parts] & ~tiny]
+    swings = np.count_nonzero(beside < 0) >= 0.2 * max(beside.size, 1)
+    return np.where(tiny | (outside[parts] & swings), np.float32(0), volume)
+
+
+def border(volume):
+    """The voxels of the six faces."""
+    sides = [np.moveaxis(volume, axis, 0) for axis in range(3)]
+    return np.concatenate([side[end].ravel() for side in sides for end in (0, -1)])
 
 
 def read_image(paths):

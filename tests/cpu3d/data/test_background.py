@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from scipy.ndimage import affine_transform
 
 from cpu3d.data.background import border_value, without_residue
 
@@ -28,6 +29,26 @@ def test_residue_of_both_signs_around_a_head_becomes_0_in_any_unit_of_intensity(
     cleaned = without_residue(volume)
     assert cleaned.dtype == dtype
     assert np.array_equal(cleaned, np.where(clean == 0, 0, volume))
+
+
+def test_low_intensities_at_the_edge_of_a_head_stay_beside_residue():
+    clean = np.where(head() == 0, 0, np.random.default_rng(2).uniform(0.5, 900, SHAPE)).astype(np.float32)
+    dirty = np.where(clean == 0, noise(1e-4), clean).astype(np.float32)
+    assert np.array_equal(without_residue(dirty), clean)
+
+
+def test_what_cubic_splines_leave_of_a_head_that_is_turned_becomes_0_beside_it_too():
+    volume = np.zeros((48, 44, 40), np.float32)
+    volume[12:36, 12:32, 12:28] = np.random.default_rng(0).uniform(300, 900, (24, 20, 16))
+    cos, sin = np.cos(0.1), np.sin(0.1)
+    turn = np.array([[cos, -sin, 0], [sin, cos, 0], [0, 0, 1]])
+    how = {"matrix": turn, "offset": (np.eye(3) - turn) @ [24, 22, 20] + 0.3}
+    turned = affine_transform(volume, order=3, **how)
+    inside = affine_transform((volume > 0).astype(np.float32), order=1, **how) > 0
+    assert np.mean(turned != 0) > 0.9
+    cleaned = without_residue(turned)
+    assert np.mean(cleaned != 0) < 1.5 * inside.mean()
+    assert np.array_equal(cleaned[inside & (turned > 9)], turned[inside & (turned > 9)])
 
 
 def test_residue_that_is_left_in_a_part_of_the_background_becomes_0_too():
