@@ -265,10 +265,13 @@ def label_codes(path: Path, label: np.ndarray) -> np.ndarray:
 def case_notes(record: CaseRecord, channels: Sequence[str]) -> List[str]:
     """What to say of a case: that its file gives no orientation, and channels whose background is not 0."""
     notes = [nifti.orientation_note(record.geometry)] if not nifti.is_placed(record.geometry) else []
+    names: Dict[str, List[str]] = {}  # value -> channels
     for name, value in zip(channels, record.background):
         if value:
-            rule = f"most of the border of channel {name} is about {value:.3g}, and only 0 is background"
-            notes.append(f"{rule}: the whole grid counts as brain; make it 0 if nothing is there")
+            names.setdefault(f"{value:.3g}", []).append(name)
+    for value, of in names.items():
+        rule = f"most of the border of {listed(of)} is about {value}, and only 0 is background"
+        notes.append(f"{rule}: the whole grid counts as brain; make it 0 if nothing is there")
     return notes
 
 

@@ -4,7 +4,8 @@ Example: ./run.sh prepare --dataset Task01_BrainTumour --store store
 
 Each case is written whole or not at all: its record is written after its arrays, and the manifest of the finished
 store last. The same command continues after an interruption. source.json names the data set and the settings,
-quarantine.jsonl the cases that were left out.
+quarantine.jsonl the cases that were left out. A store has cases whose files give the patient's orientation, or cases
+whose files do not: those of the smaller group are bad cases.
 """
 
 import contextlib

@@ -131,7 +131,7 @@ def test_another_background_is_named_with_its_channel_and_value(files):
     other = np.where(tiny_image(1) == 0, -1, tiny_image(1)).astype(np.int16)
     record = load_case(files(tiny_image(0), other), channels=("a", "b")).record
     (note,) = case_notes(record, ("a", "b"))
-    assert "channel b" in note
+    assert "border of b is" in note
     assert "about -1" in note
 
 
