@@ -326,7 +326,8 @@ def _for_store(config: RunConfig, store: Store) -> RunConfig:
 
 
 def _training_grid(store: Store) -> Dict[str, Any]:
-    """The fields of a run that say what voxels its training cases have, and whether their sides are known."""
+    """The fields of a run that say what voxels its training cases have, and whether their sides are
+    known."""
     records = store.cases("train")
     axes = zip(*(record.spacing_mm for record in records))
     placed = {is_placed(record.geometry) for record in records}

@@ -23,18 +23,19 @@ from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import atomic_write
 from memory_estimator.common.files import read_regular
 
-# The spatial units of xyzt_units, by their codes in the header, and how many of each are a mm. A code
-# of 0, and those that the format leaves open, are taken as mm.
+# The spatial units of xyzt_units, by their codes in the header, and how many of each are a mm. A
+# code of 0, and those that the format leaves open, are taken as mm.
 UNITS = ("unknown", "meter", "mm", "micron")
 PER_MM = {"unknown": 1.0, "meter": 0.001, "mm": 1.0, "micron": 1000.0}
-# Voxels of another size are in another unit than the header says. Every rule for lesions is in mm, so
-# nothing that is computed from such a file would be right.
+# Voxels of another size are in another unit than the header says. Every rule for lesions is in mm,
+# so nothing that is computed from such a file would be right.
 LEAST_MM, MOST_MM = 0.01, 100.0
-# A gantry is tilted by 30 degrees at most. Beyond 45 a sheared axis is nearer to another direction than
-# to its own, so that R, A and S mean nothing.
+# A gantry is tilted by 30 degrees at most. Beyond 45 a sheared axis is nearer to another direction
+# than to its own, so that R, A and S mean nothing.
 MOST_SHEAR_DEG = 45.0
 SHEAR_DEG = 0.01  # up to here axes count as perpendicular: headers round their numbers
-# Most by which the square of a unit quaternion's length may be above 1, as of one written with six digits.
+# Most by which the square of a unit quaternion's length may be above 1, as of one written with six
+# digits.
 QUATERNION_TOLERANCE = 1e-5
 
 # Header fields whose numbers follow pixdim[0:4] in `Geometry.forms`.
@@ -42,13 +43,15 @@ _FORMS = ["quatern_b", "quatern_c", "quatern_d", "qoffset_x", "qoffset_y", "qoff
 
 
 def read_volume(path: Union[str, Path]) -> Tuple[np.ndarray, Geometry]:
-    """Read the volume in `path`: `(X, Y, Z)` or `(X, Y, Z, C)` along the file's own axes, and its grid.
-    Axes of length 1 behind the third are left out: `(X, Y, Z, 1, C)`, as ITK writes C channels, is the latter.
+    """Read the volume in `path`: `(X, Y, Z)` or `(X, Y, Z, C)` along the file's own axes, and its
+    grid. Axes of length 1 behind the third are left out: `(X, Y, Z, 1, C)`, as ITK writes C
+    channels, is the latter.
 
-    The array is Fortran-ordered, read-only, in native byte order, of the file's dtype if the header has no scaling
-    (slope 0, NaN or 1 with intercept 0), else float64. Raises InputError for a file that is missing, damaged or no
-    single NIfTI-1 or -2 file, voxels that are not real numbers, other numbers of axes, an affine that is singular or
-    sheared by more than 45 degrees, and voxels below 0.01 or above 100 mm.
+    The array is Fortran-ordered, read-only, in native byte order, of the file's dtype if the header
+    has no scaling (slope 0, NaN or 1 with intercept 0), else float64. Raises InputError for a file
+    that is missing, damaged or no single NIfTI-1 or -2 file, voxels that are not real numbers,
+    other numbers of axes, an affine that is singular or sheared by more than 45 degrees, and voxels
+    below 0.01 or above 100 mm.
     """
     path = Path(path)
     content = _read_bytes(path)
@@ -96,8 +99,9 @@ def ras_to_file(geometry: Geometry) -> np.ndarray:
 
 
 def is_placed(geometry: Geometry) -> bool:
-    """Whether the file gives the patient's orientation. With sform and qform codes of 0 the axes are those of the
-    Analyze format, as nibabel and FSL read it: the first to the left, the second to anterior, the third up."""
+    """Whether the file gives the patient's orientation. With sform and qform codes of 0 the axes
+    are those of the Analyze format, as nibabel and FSL read it: the first to the left, the second
+    to anterior, the third up."""
     return bool(geometry.sform_code or geometry.qform_code)
 
 
@@ -124,8 +128,9 @@ def ras_spacing_mm(geometry: Geometry) -> Tuple[float, float, float]:
 def ras_steps_mm(geometry: Geometry) -> np.ndarray:
     """The steps from a voxel to the next along R, A, S: the columns of a matrix (3, 3), in mm.
 
-    It is upper triangular, in a frame turned so that R is its first axis: the product of its diagonal is a voxel's
-    volume, and the distance of two voxels the length of matrix @ difference. Diagonal, unless the grid is sheared.
+    It is upper triangular, in a frame turned so that R is its first axis: the product of its
+    diagonal is a voxel's volume, and the distance of two voxels the length of matrix @ difference.
+    Diagonal, unless the grid is sheared.
     """
     steps = (np.asarray(geometry.affine, np.float64) @ ras_to_file(geometry))[:3, :3]
     if _shear_deg(steps) <= SHEAR_DEG:
@@ -228,9 +233,11 @@ def _checked_axes(path: Path, affine: np.ndarray, unit: str) -> str:
     steps = affine[:3, :3]
     lengths = np.linalg.norm(steps, axis=0)
     if None in axes or abs(np.linalg.det(steps)) <= 1e-6 * np.prod(lengths):
-        raise InputError(f"{path} must have an invertible affine, got {affine.tolist()}; correct its header")
+        rule = f"{path} must have an invertible affine"
+        raise InputError(f"{rule}, got {affine.tolist()}; correct its header")
     if lengths.min() < LEAST_MM * (1 - 1e-6) or lengths.max() > MOST_MM * (1 + 1e-6):
-        sizes, own = (" x ".join(f"{n:.4g}" for n in values) for values in (lengths, lengths * PER_MM[unit]))
+        sizes = " x ".join(f"{n:.4g}" for n in lengths)
+        own = " x ".join(f"{n:.4g}" for n in lengths * PER_MM[unit])
         got = f"{sizes} mm, of {own} in the header's unit, {unit}"
         rule = f"{path} must have voxels of {LEAST_MM:g} to {MOST_MM:g} mm"
         raise InputError(f"{rule}, got {got}; correct xyzt_units in its header")
@@ -249,7 +256,8 @@ def _shear_deg(steps: np.ndarray) -> float:
 
 
 def _shorten_quaternion(header: nibabel.Nifti1Header) -> None:
-    """Bring a quaternion that is too long by rounding to length 1: nibabel refuses it, also in what we write."""
+    """Bring a quaternion that is too long by rounding to length 1: nibabel refuses it, also in what
+    we write."""
     names = ("quatern_b", "quatern_c", "quatern_d")
     quaternion = np.array([float(header[name]) for name in names])
     above = float(quaternion @ quaternion) - 1

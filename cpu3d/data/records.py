@@ -35,8 +35,8 @@ class Geometry:
     sform_code: Count
     qform_code: Count
     forms: Tuple[float, ...] = ()
-    """pixdim[0:4], quatern_b to _d, qoffset_x to _z and srow_x to _z of the NIfTI header, in its own
-    unit. Empty if they follow from `affine`."""
+    """pixdim[0:4], quatern_b to _d, qoffset_x to _z and srow_x to _z of the NIfTI header, in its
+    own unit. Empty if they follow from `affine`."""
     unit: Literal["unknown", "meter", "mm", "micron"] = "mm"  # of lengths in the source's header
 
 
@@ -85,8 +85,8 @@ class CaseRecord:
     label_sha256: str
     label_voxels_sha256: str
     background: Tuple[float, ...] = ()
-    """Per channel, what most of the border of its source's grid is, 0 where it varies. Empty if it is 0 in
-    all channels."""
+    """Per channel, what most of the border of its source's grid is, 0 where it varies. Empty if it
+    is 0 in all channels."""
 
     @property
     def has_label(self) -> bool:

@@ -89,10 +89,10 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     answering = list(zip(predictors, decided)) if held_out else [(Ensemble(predictors), gentlest(decided))]
     for words in dict.fromkeys(postprocessing.words for _, postprocessing in answering):
         say(f"post-processing: {words}")
-    notes = {
-        record.case_id: [*case_notes(record, store.manifest.channels), *training_notes(record, configs)]
-        for record in store.cases(split)
-    }
+    notes = {}
+    for record in store.cases(split):
+        of_case = case_notes(record, store.manifest.channels)
+        notes[record.case_id] = [*of_case, *training_notes(record, configs)]
     say(*note_lines(notes))
     about = origin(runs, configs, predictors)
     for run, ids in zip(about.get("runs", ()), held_out.values()):
@@ -187,10 +187,10 @@ def _score(
     label = postprocessing.paint(answers, predictor.regions, steps_mm)
     predicted = time.monotonic()
     truth = np.asarray(store.label(record.case_id))
-    regions = {
-        name: score_region(region_mask(truth, codes), region_mask(label, codes), steps_mm, tolerance_mm)
-        for name, codes in predictor.regions.items()
-    }
+    regions = {}
+    for name, codes in predictor.regions.items():
+        masks = region_mask(truth, codes), region_mask(label, codes)
+        regions[name] = score_region(*masks, steps_mm, tolerance_mm)
     write_label(predictions / f"{record.case_id}.nii.gz", label, record.geometry)
     return {
         "case_id": record.case_id,

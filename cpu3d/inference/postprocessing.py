@@ -85,8 +85,8 @@ class PostProcessing:
 
     def paint(self, answers: np.ndarray, regions: Regions, spacing_mm: Spacing) -> np.ndarray:
         """Paint probabilities `(X, Y, Z, R)` in the order of `regions` into a label `(X, Y, Z)`, as
-        `label_from_regions` does, without the small parts. `spacing_mm` is as in `score_region`. `answers` stay as they
-        are."""
+        `label_from_regions` does, without the small parts. `spacing_mm` is as in `score_region`.
+        `answers` stay as they are."""
         label = label_from_regions(answers, regions)
         if self.off or not (self.rules or self.nested):
             return label

@@ -19,10 +19,10 @@ dataset.json above its imagesTr or imagesTs; else in those of the run's store. -
 Several runs predict together, by the mean of their probabilities; folds must be complete. Small parts of regions are
 removed as the runs decided, if all runs did (`cpu3d.inference.postprocessing`); --raw keeps them.
 
-<case_id>.json beside <case_id>.nii.gz has the meaning of the codes, volumes in ml, sources with their hashes, the runs,
-and the notes that are printed: an image without orientation, with voxels of another size than the training's, or with a
-background other than 0.
---page adds <case_id>.html, to scroll through the slices; --probabilities adds the network's probabilities.
+<case_id>.json beside <case_id>.nii.gz has the meaning of the codes, volumes in ml, sources with
+their hashes, the runs, and the notes that are printed: an image without orientation, with voxels of
+another size than the training's, or with a background other than 0. --page adds <case_id>.html, to
+scroll through the slices; --probabilities adds the network's probabilities.
 """
 
 import dataclasses
@@ -130,10 +130,11 @@ def predict_case(
     postprocessing: PostProcessing,
     configs: Sequence[RunConfig] = (),
 ) -> Dict[str, Any]:
-    """Segment one case into `options.out`; returns the content of its sidecar, with `about`, the answer's origin. With
-    the `configs` of the runs its notes say how the image differs from what they were trained on. A label among the
-    case's files is not read. Raises InputError for an image that cannot be read or does not fit the
-    run, and for a file that would be overwritten without a sidecar by `predict`."""
+    """Segment one case into `options.out`; returns the content of its sidecar, with `about`, the
+    answer's origin. With the `configs` of the runs its notes say how the image differs from what
+    they were trained on. A label among the case's files is not read. Raises InputError for an image
+    that cannot be read or does not fit the run, and for a file that would be overwritten without a
+    sidecar by `predict`."""
     begin, out, files = time.monotonic(), options.out, case.files
     names = _probability_names(files.case_id, tuple(predictor.regions)) if options.probabilities else {}
     label_file, sidecar, page_file = (out / f"{files.case_id}.{end}" for end in ("nii.gz", "json", "html"))

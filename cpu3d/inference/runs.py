@@ -98,15 +98,15 @@ def store_of_run(config: RunConfig, folder: Optional[Path] = None) -> Store:
 
 
 def training_notes(record: CaseRecord, configs: Sequence[RunConfig]) -> List[str]:
-    """What to say of a case that is not as the training cases of the runs: voxels of another size, or an
-    orientation where they had none. Nothing of runs that do not know. None where they had one is said in
-    any case, by `case_notes`."""
+    """What to say of a case that is not as the training cases of the runs: voxels of another size,
+    or an orientation where they had none. Nothing of runs that do not know. None where they had one
+    is said in any case, by `case_notes`."""
     notes = []
     for config in configs:
         trained = config.spacing_mm or record.spacing_mm
         shares = [abs(got / usual - 1) for got, usual in zip(record.spacing_mm, trained)]
         if max(shares) > SPACING_SHARE + 1e-6:  # 1.1 mm are not above 10 % more than 1
-            own, usual = (by([f"{n:.3g}" for n in mm], " x ") for mm in (record.spacing_mm, trained))
+            own, usual = (" x ".join(f"{n:.3g}" for n in mm) for mm in (record.spacing_mm, trained))
             effect = "the answer may be worse; resample the image to the latter"
             notes.append(f"voxels of {own} mm, but the run was trained on {usual} mm: {effect}")
         if config.oriented is False and is_placed(record.geometry):

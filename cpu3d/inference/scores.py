@@ -16,8 +16,8 @@ Lesions are those of BraTS 2023 for adult glioma (github.com/rachitsaluja/BraTS-
 Growing is in rounds of a voxel to 18 neighbours. The challenge, all of 1 mm, takes 3 rounds; here an axis takes part in
 as many as 3 mm have voxels, rounded, so that lesions of other spacings are the same ones.
 
-Voxels are boxes, or on a sheared grid (a tilted gantry) parallelepipeds: functions take the spacing along X, Y and Z,
-or the matrix of `ras_steps_mm`, whose columns are the steps along them.
+Voxels are boxes, or on a sheared grid (a tilted gantry) parallelepipeds: functions take the spacing
+along X, Y and Z, or the matrix of `ras_steps_mm`, whose columns are the steps along them.
 
 Empty masks are scored by the rule of the BraTS challenge: both empty is right, one empty as wrong as possible (HD95 is
 373.13 mm for 240x240x155 at 1 mm). Without a true lesion, sensitivity is 1 whatever was predicted, and lesion-wise Dice
@@ -99,7 +99,8 @@ class Masks:
     def distances_mm(self) -> Tuple[np.ndarray, np.ndarray]:
         """Surface distances, neither mask empty: (truth to prediction, prediction to truth), float64, unordered."""
         masks = self.truth, self.prediction
-        true, predicted = (np.argwhere(mask & ~binary_erosion(mask)) @ self.steps_mm.T for mask in masks)
+        surfaces = [np.argwhere(mask & ~binary_erosion(mask)) for mask in masks]
+        true, predicted = (voxels @ self.steps_mm.T for voxels in surfaces)
         return cKDTree(predicted).query(true)[0], cKDTree(true).query(predicted)[0]
 
     @cached_property
@@ -176,7 +177,8 @@ METRICS: Dict[str, Metric] = {
 
 
 def steps_of(spacing_mm: Spacing) -> np.ndarray:
-    """The steps along X, Y, Z as the columns of a matrix (3, 3), in mm, of a spacing or of such a matrix."""
+    """The steps along X, Y, Z as the columns of a matrix (3, 3), in mm, of a spacing or of such a
+    matrix."""
     given = np.asarray(spacing_mm, float)
     return np.diag(given) if given.ndim == 1 else given
 
@@ -192,8 +194,8 @@ def score_region(
     spacing_mm: Spacing,
     tolerance_mm: float = TOLERANCE_MM,
 ) -> Dict[str, Any]:
-    """Score boolean masks `(X, Y, Z)` of one region on the full image grid; voxels measure `spacing_mm`, or have the
-    steps (3, 3) of `ras_steps_mm`.
+    """Score boolean masks `(X, Y, Z)` of one region on the full image grid; voxels measure
+    `spacing_mm`, or have the steps (3, 3) of `ras_steps_mm`.
 
     Metric -> value; truth_voxels, prediction_voxels, truth_ml, prediction_ml; true_lesions and detected_lesions, the
     counts behind the sensitivity; and "empty": which mask is, as in `Masks`.
@@ -202,7 +204,8 @@ def score_region(
     empty = "both" if not any(voxels.values()) else "".join(name for name, count in voxels.items() if not count)
     box = bounding_box(truth | prediction).slices(truth.shape)  # lesions that grow together do so inside of it
     steps_mm = steps_of(spacing_mm)
-    masks = Masks(truth[box], prediction[box], steps_mm, tolerance_mm, _diagonal_mm(truth.shape, steps_mm), empty)
+    diagonal_mm = _diagonal_mm(truth.shape, steps_mm)
+    masks = Masks(truth[box], prediction[box], steps_mm, tolerance_mm, diagonal_mm, empty)
     voxel_ml = voxel_mm3(steps_mm) / 1000.0
     return {
         **{name: metric.of(masks) for name, metric in METRICS.items()},

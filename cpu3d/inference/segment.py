@@ -81,7 +81,8 @@ def painted(probabilities, about):
 
 
 def without_residue(volume):
-    """A channel with exact 0 for what interpolation has left around a head, by the rule of `predict`."""
+    """A channel with exact 0 for what interpolation has left around a head, by the rule of
+    `predict`."""
     size = np.abs(volume)
     largest = np.percentile(size, 99.9)
     tiny = size <= 1e-4 * largest
@@ -111,7 +112,8 @@ def read_image(paths):
     channels = []
     for file in map(nibabel.as_closest_canonical, files):
         volume = np.nan_to_num(file.get_fdata(dtype=np.float32), posinf=0, neginf=0)
-        channels += [without_residue(part) for part in np.moveaxis(volume.reshape(*volume.shape[:3], -1), -1, 0)]
+        volume = volume.reshape(*volume.shape[:3], -1)
+        channels += [without_residue(part) for part in np.moveaxis(volume, -1, 0)]
     return np.stack(channels, -1), files[0]
 
 
@@ -125,20 +127,24 @@ def notes_on(file, about):
     if not is_placed(file):
         taken = "its first axis is taken to run to the left; left and right may be exchanged"
         yield f"no orientation in the file (its sform and qform codes are 0): {taken}"
-    unit = {1: 1000.0, 3: 0.001}.get(int(file.header["xyzt_units"]) & 7, 1.0)  # metres, micrometres, else mm
+    code = int(file.header["xyzt_units"]) & 7
+    unit = {1: 1000.0, 3: 0.001}.get(code, 1.0)  # mm of a metre, of a micrometre; else it is mm
     canonical = nibabel.as_closest_canonical(file)
     spacing = [float(n) * unit for n in nibabel.affines.voxel_sizes(canonical.affine)]
     trained = about.get("trained_spacing_mm")
     if trained and any(abs(got - n) > 0.1 * n * (1 + 1e-6) for got, n in zip(spacing, trained)):
         own, usual = (" x ".join(f"{n:.3g}" for n in sizes) for sizes in (spacing, trained))
-        yield f"voxels of {own} mm, but the network was trained on {usual} mm; resample the image to the latter"
+        rule = f"voxels of {own} mm, but the network was trained on {usual} mm"
+        yield f"{rule}; resample the image to the latter"
 
 
 def save_label(path, label, file):
-    """Write a label in axes R A S, with the file's place and unit. Without a place it has the file's own axes."""
+    """Write a label in axes R A S, with the file's place and unit. Without a place it has the
+    file's own axes."""
     affine = nibabel.as_closest_canonical(file).affine
     if not is_placed(file):
-        turn = nibabel.orientations.ornt_transform([[0, 1], [1, 1], [2, 1]], nibabel.io_orientation(file.affine))
+        ras, own = [[0, 1], [1, 1], [2, 1]], nibabel.io_orientation(file.affine)
+        turn = nibabel.orientations.ornt_transform(ras, own)
         label, affine = nibabel.apply_orientation(label, turn), None
     answer = nibabel.Nifti1Image(label, affine)
     answer.header.set_zooms(nibabel.affines.voxel_sizes(file.affine if affine is None else affine))

@@ -27,7 +27,8 @@ CHANGEABLE = (
 micro-batch is none of them, as its statistics are of the volumes that are computed together."""
 
 FACTS = ("spacing_mm", "oriented")
-"""Fields that follow from the training cases, which a split's hash fixes. Runs of earlier versions lack them."""
+"""Fields that follow from the training cases, which a split's hash fixes. Runs of earlier versions
+lack them."""
 
 
 def save_config(config: RunConfig, run: Path) -> None:

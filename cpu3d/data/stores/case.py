@@ -186,9 +186,11 @@ def grid_problems(path: Path, grid: Geometry, first: Path, expected: Geometry) -
     if grid.shape != expected.shape:
         difference = f"shape {expected.shape}, got {grid.shape}"
     elif apart > AFFINE_TOLERANCE and nifti.is_placed(grid) != nifti.is_placed(expected):
-        # That the same voxels are meant is likely, but a side that is guessed wrong is not seen later.
+        # That the same voxels are meant is likely, but a side that is guessed wrong is not seen
+        # later.
         lacking = first.name if nifti.is_placed(grid) else path.name
-        difference = f"{lacking} does not give the orientation, its sform and qform codes are 0, but the other does"
+        codes = "its sform and qform codes are 0"
+        difference = f"{lacking} does not give the orientation, {codes}, but the other does"
         advice = "copy the header of one to the other if their voxels are in the same order"
     elif grid.axes != expected.axes:
         difference = f"axes {expected.axes}, got {grid.axes}"
@@ -200,9 +202,9 @@ def grid_problems(path: Path, grid: Geometry, first: Path, expected: Geometry) -
 
 
 def _channels(path: Path, array: np.ndarray, names: Sequence[str]) -> List[np.ndarray]:
-    """The channels of a file, int16 if that is exact, with a background of exactly 0 if it was that but for what an
-    interpolation left. Raises InputError for channels without contrast, for NaN and infinity, and for another number of
-    channels."""
+    """The channels of a file, int16 if that is exact, with a background of exactly 0 if it was that
+    but for what an interpolation left. Raises InputError for channels without contrast, for NaN and
+    infinity, and for another number of channels."""
     array = array if array.ndim == 4 else array[..., None]
     if array.shape[3] != len(names):
         advice = "give one 4D file or one 3D file for each channel"
@@ -243,8 +245,8 @@ def _label(path: Path, label: np.ndarray, labels: Mapping[int, str]) -> np.ndarr
 
 
 def label_codes(path: Path, label: np.ndarray) -> np.ndarray:
-    """A label map as it was read, as uint8 `(X, Y, Z)`; 0.9999999 is 1. Raises InputError for more than three axes, and
-    for other values than integers 0..255."""
+    """A label map as it was read, as uint8 `(X, Y, Z)`; 0.9999999 is 1. Raises InputError for more
+    than three axes, and for other values than integers 0..255."""
     if label.ndim != 3:
         raise InputError(f"label {path} must be 3D, got shape {label.shape}; give one label map")
     if label.dtype == np.uint8:
@@ -263,8 +265,11 @@ def label_codes(path: Path, label: np.ndarray) -> np.ndarray:
 
 
 def case_notes(record: CaseRecord, channels: Sequence[str]) -> List[str]:
-    """What to say of a case: that its file gives no orientation, and channels whose background is not 0."""
-    notes = [nifti.orientation_note(record.geometry)] if not nifti.is_placed(record.geometry) else []
+    """What to say of a case: that its file gives no orientation, and channels whose background is
+    not 0."""
+    notes = []
+    if not nifti.is_placed(record.geometry):
+        notes.append(nifti.orientation_note(record.geometry))
     names: Dict[str, List[str]] = {}  # value -> channels
     for name, value in zip(channels, record.background):
         if value:
@@ -276,8 +281,9 @@ def case_notes(record: CaseRecord, channels: Sequence[str]) -> List[str]:
 
 
 def note_lines(notes: Mapping[str, Iterable[str]]) -> List[str]:
-    """The notes of cases, by case id, as lines: one for each text, with the ids of the first cases. More than a few
-    that differ in numbers alone, as in each case's own spacing, are one line too, with those of the first."""
+    """The notes of cases, by case id, as lines: one for each text, with the ids of the first cases.
+    More than a few that differ in numbers alone, as in each case's own spacing, are one line too,
+    with those of the first."""
     alike: Dict[str, Dict[str, List[str]]] = {}  # text without its numbers -> text -> case ids
     for case_id, texts in notes.items():
         for text in texts:
@@ -295,17 +301,18 @@ def note_lines(notes: Mapping[str, Iterable[str]]) -> List[str]:
 
 
 def mixed_orientation(new: Mapping[str, CaseRecord], in_store: Sequence[CaseRecord] = ()) -> Problems:
-    """The problems of cases that give an orientation where the others give none, or the other way round: left and right
-    may be exchanged between them. The others are those of the store, or else the larger group; of two equal ones, those
-    with an orientation."""
+    """The problems of cases that give an orientation where the others give none, or the other way
+    round: left and right may be exchanged between them. The others are those of the store, or else
+    the larger group; of two equal ones, those with an orientation."""
     placed = {case_id: nifti.is_placed(record.geometry) for case_id, record in new.items()}
-    others = Counter(nifti.is_placed(record.geometry) for record in in_store) or Counter(placed.values())
+    others = Counter(nifti.is_placed(record.geometry) for record in in_store)
+    if not others:
+        others = Counter(placed.values())
     wanted = others[True] >= others[False]
     kind, got = "give", "sform and qform codes of 0"
     if not wanted:
         kind, got = "not give", "sform or qform codes above 0"
     rule = f"must {kind} the patient's orientation, as {count(others[wanted], 'other case')}"
     advice = "correct its header, or leave it out: left and right may be exchanged between them"
-    return {
-        case_id: [f"case {case_id} {rule}, got {got}; {advice}"] for case_id, has in placed.items() if has != wanted
-    }
+    odd = [case_id for case_id, has in placed.items() if has != wanted]
+    return {case_id: [f"case {case_id} {rule}, got {got}; {advice}"] for case_id in odd}

@@ -2,10 +2,11 @@
 
 Example: ./run.sh prepare --dataset Task01_BrainTumour --store store
 
-Each case is written whole or not at all: its record is written after its arrays, and the manifest of the finished
-store last. The same command continues after an interruption. source.json names the data set and the settings,
-quarantine.jsonl the cases that were left out. A store has cases whose files give the patient's orientation, or cases
-whose files do not: those of the smaller group are bad cases.
+Each case is written whole or not at all: its record is written after its arrays, and the manifest
+of the finished store last. The same command continues after an interruption. source.json names the
+data set and the settings, quarantine.jsonl the cases that were left out. A store has cases whose
+files give the patient's orientation, or cases whose files do not: those of the smaller group are
+bad cases.
 """
 
 import contextlib
@@ -482,7 +483,8 @@ def summary_lines(store: Store) -> List[str]:
         lines[f"label {code}"] = f"{name} -> {regions}: {count(cases[code], 'case')}, {share} of the voxels"
     head = f"Store {store.folder}: {manifest.name}, layout {manifest.layout}"
     notes = {record.case_id: case_notes(record, manifest.channels) for record in manifest.cases}
-    return [head, *(f"  {name:<8} {line}" for name, line in lines.items() if line), *note_lines(notes)]
+    shown = [f"  {name:<8} {line}" for name, line in lines.items() if line]
+    return [head, *shown, *note_lines(notes)]
 
 
 def print_summary(store_dir: Path) -> None:
