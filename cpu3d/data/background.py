@@ -15,7 +15,7 @@ TOLERANCE = 1e-4
 # what was left differed by 0.1 standard deviations from the brain's; by 0.5 if only residue is
 # removed.
 NEAR = 1e-2
-SWINGS_SHARE = 0.2  # of the voxels between both that must be below 0 to be a swing; intensities are above
+SWINGS_SHARE = 0.2  # of the voxels between both that must be below 0, as no intensity is
 ROBUST = 99.9  # percentile of the magnitudes: a few hot voxels are no maximum
 BORDER_SHARE = 0.5  # of the grid's outermost voxels that must be alike to be background
 # Of the voxels within the tolerance of 0, those that must not be 0 to be residue. Behind a

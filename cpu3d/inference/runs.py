@@ -23,7 +23,7 @@ from memory_estimator.common.schema import check, option
 WEIGHTS = "best: highest validation Dice; last: newest checkpoint"  # help of --weights
 # Settings that runs must share to be averaged. With another split, test cases of one are training cases of the other.
 COMMON = ("store_channels", "label_names", "region_codes", "regions", "split_hash")
-SPACING_SHARE = 0.1  # by which a spacing may differ from the training's on any axis before it is said
+SPACING_SHARE = 0.1  # by which a spacing may differ from the training's before it is said
 GROUP = "inference (default: as the run was trained)"
 _RUN = "run folder written by train; several, such as all folds, predict by their mean probabilities"
 _WINDOW = "slide a window of this size in voxels, also for a run on whole volumes"
@@ -111,7 +111,8 @@ def training_notes(record: CaseRecord, configs: Sequence[RunConfig]) -> List[str
             notes.append(f"voxels of {own} mm, but the run was trained on {usual} mm: {effect}")
         if config.oriented is False and is_placed(record.geometry):
             sides = "left and right may be exchanged in the answer"
-            notes.append(f"an image with orientation, but the run was trained on images without: {sides}")
+            rule = "an image with orientation, but the run was trained on images without"
+            notes.append(f"{rule}: {sides}")
     return list(dict.fromkeys(notes))
 
 

@@ -300,11 +300,14 @@ def note_lines(notes: Mapping[str, Iterable[str]]) -> List[str]:
     return lines
 
 
-def mixed_orientation(new: Mapping[str, CaseRecord], in_store: Sequence[CaseRecord] = ()) -> Problems:
+def mixed_orientation(
+    new: Iterable[CaseRecord],
+    in_store: Iterable[CaseRecord] = (),
+) -> Problems:
     """The problems of cases that give an orientation where the others give none, or the other way
     round: left and right may be exchanged between them. The others are those of the store, or else
     the larger group; of two equal ones, those with an orientation."""
-    placed = {case_id: nifti.is_placed(record.geometry) for case_id, record in new.items()}
+    placed = {record.case_id: nifti.is_placed(record.geometry) for record in new}
     others = Counter(nifti.is_placed(record.geometry) for record in in_store)
     if not others:
         others = Counter(placed.values())

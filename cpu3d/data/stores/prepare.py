@@ -140,7 +140,7 @@ def prepare(
                 say(f"Nothing to do: store {store_dir} is finished and unchanged.", stderr=False)
             return manifest
         records, problems = convert_all(dataset.cases, dataset, store_dir, settings, workers)
-        mixed = mixed_orientation(records)
+        mixed = mixed_orientation(records.values())
         records = {case_id: record for case_id, record in records.items() if case_id not in mixed}
         problems.update({**dataset.problems, **mixed})
         if not skip_bad:
@@ -454,9 +454,12 @@ def _read_object(path: Path) -> Dict[str, Any]:
 def summary_lines(store: Store) -> List[str]:
     """A summary of a store's records, as lines."""
     manifest, patients, error, zeroed, size_bytes = store.manifest, set(), 0.0, 0, 0
+    notes = {}
     formats, shapes, cases, voxels = Counter(), Counter(), Counter(), Counter()
     for record in manifest.cases:
         patients.add(record.patient_id)
+        if of_case := case_notes(record, manifest.channels):
+            notes[record.case_id] = of_case
         size_bytes += record.image_bytes + record.label_bytes
         formats[f"{record.image_dtype} .{record.format}{' cropped' * (record.stored.size != record.shape)}"] += 1
         shapes[by(record.shape)] += 1
@@ -482,7 +485,6 @@ def summary_lines(store: Store) -> List[str]:
         share = f"{voxels[code] / max(sum(voxels.values()), 1):.3%}"
         lines[f"label {code}"] = f"{name} -> {regions}: {count(cases[code], 'case')}, {share} of the voxels"
     head = f"Store {store.folder}: {manifest.name}, layout {manifest.layout}"
-    notes = {record.case_id: case_notes(record, manifest.channels) for record in manifest.cases}
     shown = [f"  {name:<8} {line}" for name, line in lines.items() if line]
     return [head, *shown, *note_lines(notes)]
 

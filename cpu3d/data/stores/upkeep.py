@@ -157,7 +157,7 @@ def append(
         refuse([*_clashes(store, known), *(_patient_clashes(store, patients) if new else ())])
         records, problems = prepare.convert_all(new, replace(dataset, labels=labels), store_dir, settings, workers)
         problems.update(item for item in dataset.problems.items() if item[0] not in in_store)
-        mixed = mixed_orientation(records, store.manifest.cases)
+        mixed = mixed_orientation(records.values(), store.manifest.cases)
         records = {case_id: record for case_id, record in records.items() if case_id not in mixed}
         problems.update(mixed)
         if not skip_bad:
