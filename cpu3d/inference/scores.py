@@ -179,8 +179,8 @@ METRICS: Dict[str, Metric] = {
 def steps_of(spacing_mm: Spacing) -> np.ndarray:
     """The steps along X, Y, Z as the columns of a matrix (3, 3), in mm, of a spacing or of such a
     matrix."""
-    given = np.asarray(spacing_mm, float)
-    return np.diag(given) if given.ndim == 1 else given
+    spacing = np.asarray(spacing_mm, float)
+    return np.diag(spacing) if spacing.ndim == 1 else spacing
 
 
 def voxel_mm3(spacing_mm: Spacing) -> float:
