@@ -328,11 +328,12 @@ def _for_store(config: RunConfig, store: Store) -> RunConfig:
 def _training_grid(store: Store) -> Dict[str, Any]:
     """The fields of a run that say what voxels its training cases have, and whether their sides are
     known."""
-    records = store.cases("train")
-    axes = zip(*(record.spacing_mm for record in records))
-    placed = {is_placed(record.geometry) for record in records}
+    spacings, placed = [], set()
+    for record in store.cases("train"):  # each is read from disk
+        spacings.append(record.spacing_mm)
+        placed.add(is_placed(record.geometry))
     return {
-        "spacing_mm": tuple(float(statistics.median(lengths)) for lengths in axes),
+        "spacing_mm": tuple(float(statistics.median(lengths)) for lengths in zip(*spacings)),
         "oriented": placed.pop() if len(placed) == 1 else None,
     }
 
@@ -401,6 +402,7 @@ def _price(
         resolution=config.resolution,
         copies=bool(config.coarse_steps) + (bool(config.budget_minutes) and not config.steps),
         left_bytes=coarse.allocator_peak_bytes if coarse else 0,
+        cases=len(plan.store.manifest.cases),
     )
     return price_of_run(constants, accuracy, beside, workers=plan.workers)
 

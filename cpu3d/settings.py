@@ -156,6 +156,12 @@ class RunConfig:
         return self.learning_rate or OPTIMIZERS[self.optimizer].learning_rate
 
     @property
+    def codes_by_region(self) -> Dict[str, Tuple[int, ...]]:
+        """Region -> its label codes, of the regions that are learnt, in the order of the network's
+        outputs."""
+        return {name: self.region_codes[name] for name in self.regions}
+
+    @property
     def is_patch(self) -> bool:
         """Whether the network sees patches."""
         return self.mode == "patch"
@@ -191,6 +197,12 @@ class RunConfig:
         return dataclasses.replace(
             self.with_policy("speed"), grid=self.coarse_grid, resolution=resolution, coarse_steps=0
         )
+
+    def after(self, step: int) -> "RunConfig":
+        """The run as the last of its first `step` steps is computed: how the weights predict that
+        are then there. The step after the last coarse one is a full one, but the weights before it
+        are coarse."""
+        return self.at(max(step - 1, 0))
 
     @property
     def is_coarse(self) -> bool:

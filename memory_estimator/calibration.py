@@ -73,6 +73,7 @@ class HostConstants:
     saturating_threads: int  # from this many threads on, more do not move memory faster
     baseline_bytes: Dict[str, int]  # engine -> resident memory besides tensors, in front of the first operation
     op_bytes: Dict[str, int]  # engine -> bytes that each operation adds to it: graph nodes, tiny tensors
+    l2_bytes: int  # of a core's cache L2, which own operations fill with rows
     costs: Dict[str, Dict[str, Dict[str, float]]]  # dtype -> kind of operations -> feature -> seconds a unit
     scales: Dict[str, Scale] = field(default_factory=dict)  # dtype -> factor of `costs`
     note: str = ""  # why the host's own file was not read
@@ -143,13 +144,15 @@ def load_constants(name: Union[str, Path]) -> HostConstants:
 
 
 def find_constants(host: Optional[Host] = None) -> HostConstants:
-    """This host's own constants, else the shipped ones. A damaged file is left out, with a note."""
+    """This host's own constants, else the shipped ones, with its cache. A damaged file is left
+    out, with a note."""
     host = host or read_host()
     try:
         path = host_file(host)
-        return load_constants(path) if path.exists() else shipped_constants(host.instructions)
+        constants = load_constants(path) if path.exists() else shipped_constants(host.instructions)
     except (OSError, ValueError) as error:
-        return dataclasses.replace(shipped_constants(host.instructions), note=str(error))
+        constants = dataclasses.replace(shipped_constants(host.instructions), note=str(error))
+    return dataclasses.replace(constants, l2_bytes=host.l2_bytes or constants.l2_bytes)
 
 
 def host_file(host: Host) -> Path:
@@ -174,7 +177,8 @@ def shipped_constants(instructions: str) -> HostConstants:
 def like_shipped(host: Host) -> Dict[str, Any]:
     """The JSON of a host's own file that scales nothing yet: it has the shipped constants."""
     about = {"like": host.instructions or "avx2", "shipped": shipped_constants(host.instructions).digest}
-    return {"schema": SCHEMA, "cpu": host.cpu_model, **about, "scales": {}}
+    cache = {"l2_bytes": host.l2_bytes} if host.l2_bytes else {}
+    return {"schema": SCHEMA, "cpu": host.cpu_model, **about, **cache, "scales": {}}
 
 
 def _digest(*figures: Any) -> str:
@@ -210,7 +214,7 @@ def _completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _check(constants: HostConstants) -> None:
     """Raise ValueError for a figure that is impossible or missing."""
-    for name in ("threads", "saturating_threads"):
+    for name in ("threads", "saturating_threads", "l2_bytes"):
         if getattr(constants, name) < 1:
             raise ValueError(f"{name} {getattr(constants, name)}")
     for name, engine in itertools.product(("baseline_bytes", "op_bytes"), ENGINES):

@@ -11,6 +11,7 @@ from memory_estimator.common.units import format_bytes
 from memory_estimator.job import DTYPE_BYTES, Job, stored_bytes
 from memory_estimator.step.allocator import SMALL_BYTES, use
 from memory_estimator.step.program import Program, Tensor, Timeline, rounded, timeline
+from memory_estimator.step.scratch import scratch_bytes
 from memory_estimator.step.timing import step_seconds
 from memory_estimator.step.training_step import training_step, validation_pass
 
@@ -37,6 +38,8 @@ RULES: Dict[str, str] = {
     NEXT_BATCH: "exact: images in the compute dtype, targets in one byte",
 }
 """Groups of tensors, in the order of the bill, and how their sizes are known; some are split by level."""
+
+SCRATCH_RULE = "derived: own operations' buffers, each at its largest"
 
 NAMED_SINGLY = ("transients", "scratch")  # groups that live during few operations: the bill names their tensors
 
@@ -121,17 +124,19 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
     line = timeline(program)
     allocator = use(program)
     small = sum(rounded(tensor.bytes) for tensor in line.peak_tensors if tensor.bytes < SMALL_BYTES)
-    hidden = max(op.hidden_bytes for op in program.ops)
+    cpu = (job.threads, constants.instructions, constants.l2_bytes)
+    scratch = scratch_bytes(program.ops, *cpu)
     baseline = constants.runtime_bytes(job.engine, program)
-    process_peak = baseline + allocator.resident_bytes + small + hidden
+    process_peak = baseline + allocator.resident_bytes + small + scratch
     validation = allocator.validated_bytes - allocator.resident_bytes
+    validation += scratch_bytes((*program.ops, *program.after), *cpu) - scratch
     kind, uncovered = accuracy.covering(job, constants.instructions)
     upper_bound = (kind.upper_bound if kind else accuracy.widest)(process_peak + validation)
     upper_bound += sum(part.bytes for part in beside)
     beside = (Component("validation", validation, "derived: the allocator replayed through one"), *beside)
     overhead = allocator.resident_bytes + small - sum(rounded(tensor.bytes) for tensor in line.peak_tensors)
     around = (
-        Component("scratch outside the allocator", hidden, "derived: own operations' buffers, at their largest"),
+        Component("scratch outside the allocator", scratch, SCRATCH_RULE),
         Component("allocator overhead", overhead, "derived: TensorFlow's allocator replayed"),
         Component("runtime baseline", baseline, constants.origins["baseline_bytes"]),
     )

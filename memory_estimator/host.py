@@ -5,6 +5,7 @@ From /proc and /sys: a container sees the whole machine but may use only the par
 
 import contextlib
 import math
+import os
 import platform
 import re
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ INSTRUCTION_SETS = {
     "avx2": ("avx2", "fma"),
 }
 """Instruction sets that own operations are compiled for, the fastest first, and the ISA_FLAGS that each needs."""
+
+
+_SC_LEVEL2_CACHE_SIZE = 191  # of glibc (bits/confname.h), which Python has no name for
 
 
 def instruction_set(isa: Sequence[str], cpu_model: str) -> str:
@@ -49,6 +53,7 @@ class Host:
     cgroup_used_bytes: int  # of that limit, less the page cache that the kernel can drop; 0 without a limit
     cpu_quota: Optional[float]  # CPUs' worth of time a cgroup grants; None for no limit, or all CPUs
     isa: Tuple[str, ...]  # those of ISA_FLAGS that the CPU has, in that order
+    l2_bytes: int = 0  # of a core's cache L2; 0 if it is not known, as of another host
 
     def __post_init__(self):
         if self.cpu_quota is not None and self.cpu_quota >= self.logical_cpus:
@@ -114,7 +119,16 @@ def read_host(root: Union[str, Path] = "/") -> Host:
         cgroup_used_bytes=used,
         cpu_quota=cpu_quota(root),
         isa=isa,
+        l2_bytes=_l2_bytes() if root == Path("/") else 0,
     )
+
+
+def _l2_bytes() -> int:
+    """As models/native/operations.c has it."""
+    try:
+        return max(os.sysconf(_SC_LEVEL2_CACHE_SIZE), 0) or 2**20
+    except (OSError, ValueError):
+        return 2**20
 
 
 class Cpu(NamedTuple):

@@ -76,11 +76,12 @@ def plan(job: Job, price: Price, budget_bytes: int) -> Dict[str, Optional[Estima
         number = largest_number(lambda number: price(chain(number)).upper_bound_bytes, budget_bytes, last)
         return price(chain(number)) if number else None
 
+    most_filters = job.unet.most_filters // STEP_OF_FILTERS
     return {
         "batch": largest(
             lambda number: dataclasses.replace(job, batch=number, micro_batch=number), job.cases or LARGEST
         ),
-        "filters": largest(lambda number: job.with_unet(filters=STEP_OF_FILTERS * number)),
+        "filters": largest(lambda n: job.with_unet(filters=STEP_OF_FILTERS * n), most_filters),
         "extent": largest(lambda number: extent(job, number)),
     }
 

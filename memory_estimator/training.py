@@ -24,6 +24,10 @@ LOGITS_MAPS = 2
 """float32 maps as large as the logits that a validation of whole volumes holds at a time: the windows' sum, or the axis
 before, and the whole as a tensor. The scores, which come after, take a slab of it at a time."""
 
+CASE_BYTES = 1200
+"""Of each case of a store in every worker: its place in the file of records and the facts that are
+kept in memory, 840 measured, and its number in the orders of four epochs."""
+
 SAVED = ("weights", "optimizer slots", "averaged weights")  # groups of tensors that a checkpoint holds
 
 
@@ -35,6 +39,7 @@ class Beside:
     resolution: float = 1.0  # of the steps' input, as a share of that of the volumes
     copies: int = 0  # of the variables: from before steps were timed, or on another grid
     left_bytes: int = 0  # by coarse steps
+    cases: int = 0  # of the store
 
 
 def price_of_run(constants: HostConstants, accuracy: Accuracy, beside: Beside = Beside(), *, workers: int = 1) -> Price:
@@ -44,10 +49,12 @@ def price_of_run(constants: HostConstants, accuracy: Accuracy, beside: Beside = 
         saved = sum(tensor.bytes for tensor in training_step(job).resident if tensor.group in SAVED)
         copies, shape = beside.copies * saved, beside.volume_shape
         volumes = whole_volume_bytes(job, shape, beside.resolution) if shape else 0
+        records = beside.cases * CASE_BYTES // 2**20 * 2**20  # none for a few hundred cases
         return worker_estimate(estimate(job, constants, accuracy), workers).with_beside(
             Component("whole volumes", volumes, "derived: of validation, or to be averaged down"),
             Component("variables, once more", copies, "exact: from before the timing, or on another grid"),
             Component("left by coarse steps", beside.left_bytes, "at most: pages too scattered for maps of full size"),
+            Component("case records", records, "measured: of each case what is kept in memory"),
         )
 
     return price

@@ -14,6 +14,7 @@ POLICIES = ("speed", "lean")
 "lean"   keeps those of the decoder and, below the finest level, the encoder's second; computes the others again.
 """
 
+MOST_CHANNELS = 2**14  # of a map, as own operations take it (models/native/door.c)
 EPSILON = 1e-5  # added to the variance by every norm
 MOMENTUM = 0.9  # of moving statistics: a run sees hundreds of volumes, not the 100,000 images of Keras' 0.99
 
@@ -42,14 +43,25 @@ class UNetConfig:
     def __post_init__(self):
         for name in ("channels", "outputs", "filters"):
             value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value < 2**16:
-                raise ValueError(f"{name} must be an integer from 1 to 65535, got {value!r:.40}; give such a number")
+            if not isinstance(value, int) or not 1 <= value <= MOST_CHANNELS:
+                rule = f"be an integer from 1 to {MOST_CHANNELS}"
+                raise ValueError(f"{name} must {rule}, got {value!r:.40}; give such a number")
         if not isinstance(self.depth, int) or not 2 <= self.depth <= 8:
             raise ValueError(f"depth must be between 2 and 8, got {self.depth!r:.40}; 5 is the paper's")
         choices = {"network": NETWORKS, "norm": NORMS, "up": UPS, "dtype": DTYPES, "policy": POLICIES}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}; pick one")
+        if self.filters > self.most_filters:
+            rule = f"be at most {self.most_filters} on {self.depth} levels of {self.network}"
+            got = f"{self.filters}: a map has at most {MOST_CHANNELS} channels"
+            raise ValueError(f"filters must {rule}, got {got}; lower filters or depth")
+
+    @property
+    def most_filters(self) -> int:
+        """The filters of which the deepest level, the widest, has MOST_CHANNELS."""
+        doubled = 2 if self.network == "cicek2016" else 1
+        return MOST_CHANNELS // (doubled * 2 ** (self.depth - 1))
 
     @property
     def divisor(self) -> int:

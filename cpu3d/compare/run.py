@@ -21,7 +21,7 @@ from cpu3d.errors import ENDINGS, DivergedError, InputError
 from cpu3d.inference.evaluate import UNTOUCHED, read_scores, scores_path
 from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import TOLERANCE_MM
-from cpu3d.run.checkpoint import checkpoints
+from cpu3d.run.checkpoint import BEST, checkpoints
 from cpu3d.run.config import load_config
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import last_end, numbers
@@ -113,15 +113,17 @@ def train_and_score(
 
 
 def is_trained(run: PlannedRun) -> bool:
-    """Whether the run has taken all of its steps, or has stopped early."""
-    end = last_end(read_events(run.folder)) if checkpoints(run.folder) else {}
+    """Whether the run has taken all of its steps, or has stopped early, and has its best weights:
+    `train` replaces those that are lost."""
+    best = run.folder / "checkpoints" / BEST
+    end = last_end(read_events(run.folder)) if checkpoints(run.folder) and best.is_file() else {}
     return end.get("reason") == "early stop" or (end.get("reason") == "finished" and end["step"] == run.steps)
 
 
 def outdated_scores(run: Path, evaluation: Evaluation) -> str:
     """The reason why a run must be scored again, empty if its scores are of this kind, younger than its weights and of
     the network applied as it was trained."""
-    path, weights = scores_path(run, evaluation.split), run / "checkpoints" / "best.npz"
+    path, weights = scores_path(run, evaluation.split), run / "checkpoints" / BEST
     try:
         scores, is_younger = read_scores(path), path.stat().st_mtime >= weights.stat().st_mtime
     except (InputError, FileNotFoundError):

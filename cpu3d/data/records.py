@@ -1,17 +1,40 @@
 """The records of a store and its cases, and their JSON."""
 
+import errno
+import functools
 import hashlib
 import json
+import os
+import tempfile
+import weakref
+import zlib
+from array import array
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Dict, Iterable, List, Literal, Mapping, Sequence, Tuple, Union
+from typing import (
+    Annotated,
+    Any,
+    Container,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Literal,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+    overload,
+)
 
 import msgspec
 from msgspec import Meta
 
 from cpu3d.data.region import Region, Shape3
-from cpu3d.errors import refuse
+from cpu3d.errors import InputError, refuse
+from memory_estimator.common.files import read_regular
 
 SCHEMA = 1  # version of the store's layout and records; a store of another version is refused
 SPLITS = ("train", "val", "test")
@@ -21,6 +44,7 @@ Code = Annotated[int, Meta(ge=0, le=255)]
 Positive = Annotated[float, Meta(gt=0)]
 BareName = Annotated[str, Meta(pattern=r"\A(?!\.{0,2}\Z)[^/\0]*\Z")]  # of a file, without a folder
 AffineRow = Tuple[float, float, float, float]
+Voxel = Tuple[Count, Count, Count]
 
 
 @dataclass(frozen=True)
@@ -71,7 +95,7 @@ class CaseRecord:
     zeroed_voxels: Count  # NaN or infinite voxels that were set to 0, all channels together
     label_voxels: Dict[Code, Annotated[int, Meta(gt=0)]]
     """Voxels of each label code that occurs, 0 included; empty for a case without a label."""
-    centres: Dict[Code, Tuple[Shape3, ...]]
+    centres: Dict[Code, Tuple[Voxel, ...]]
     """Up to `stores.case.CENTRES` voxels of each label code but 0, evenly over it, around which patches are drawn."""
     geometry: Geometry
     sources: Tuple[SourceFile, ...]
@@ -114,22 +138,192 @@ class Manifest:
     largest_shape: Shape3  # of the cases' grids, axis by axis
     largest_box: Shape3
     unlabelled: Tuple[str, ...]
-    cases: Sequence[CaseRecord]  # sorted by case id
+    cases: Sequence[CaseRecord]
+    """Sorted by case id: a `CaseList`, whose records are read one at a time."""
     versions: Dict[str, str]
     patient_rules: Dict[str, int] = field(default_factory=dict)  # rule that tells a case's patient -> number of cases
     schema: int = SCHEMA
 
 
-def make_manifest(*, split: Mapping[str, Sequence[str]], cases: Sequence[CaseRecord], **fields: Any) -> Manifest:
+# --- Many records, on disk ---
+
+
+class Known(msgspec.Struct, frozen=True, gc=False):
+    """The facts of a case that are kept in memory: those by which stores and splits are checked."""
+
+    case_id: str
+    patient_id: str
+    image_voxels_sha256: str
+    label_voxels_sha256: str
+    shape: Shape3
+    box_size: Shape3
+    has_label: bool
+
+
+class CaseList(Sequence[CaseRecord]):
+    """Records of cases, of which each is read from a file when it is asked for.
+
+    A record in memory takes 20 KB; its `Known` facts and its place in the file take 0.8 KB. A slice
+    is a list of the same kind. The file stays open: `store append` may replace it meanwhile.
+    """
+
+    def __init__(self, lines: "RecordLines", rows: Sequence[int]):
+        """The records of `lines` at `rows`, in that order."""
+        self._lines, self._rows = lines, rows
+
+    @classmethod
+    def collected(cls, records: Iterable[CaseRecord], folder: Optional[Path] = None) -> "CaseList":
+        """Records that come in any order, sorted by case id, in a temporary file in `folder` that
+        has no name."""
+        with tempfile.TemporaryFile(dir=folder) as file:
+            lines = RecordLines(os.dup(file.fileno()), "a temporary file")
+            for record in records:
+                line = record_line(record)
+                file.write(line)
+                lines.add(line, record)
+        rows = sorted(range(len(lines.known)), key=lambda row: lines.known[row].case_id)
+        return cls(lines, array("q", rows))
+
+    @overload
+    def __getitem__(self, index: int) -> CaseRecord: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "CaseList": ...
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return CaseList(self._lines, self._rows[index])
+        return self._lines.record(self._rows[index])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(own == record for own, record in zip(self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"CaseList({len(self)} cases)"
+
+    def __reduce__(self):
+        return CaseList.collected, (tuple(self),)
+
+    @property
+    def known(self) -> Iterator[Known]:
+        """The facts of the cases that are in memory, in the order of the records."""
+        return (self._lines.known[row] for row in self._rows)
+
+    @property
+    def lines(self) -> Iterator[bytes]:
+        """The records as lines of JSON."""
+        return map(self._lines.line, self._rows)
+
+    def chosen(self, case_ids: Iterable[str]) -> "CaseList":
+        """The cases of these ids, in this order; KeyError for one that is not in the list."""
+        return CaseList(self._lines, array("q", [self._row_of[case_id] for case_id in case_ids]))
+
+    def without(self, case_ids: Container[str]) -> "CaseList":
+        """The cases of other ids than these."""
+        return self.chosen(case.case_id for case in self.known if case.case_id not in case_ids)
+
+    @functools.cached_property
+    def _row_of(self) -> Dict[str, int]:
+        return {self._lines.known[row].case_id: row for row in self._rows}
+
+
+class RecordLines:
+    """Records as lines of an open file, by the number of the line."""
+
+    def __init__(self, handle: int, path: Union[str, Path]):
+        """`handle` is closed with this object; `path` is the file's name in messages."""
+        self.known: List[Known] = []
+        self._handle, self._path = handle, path
+        self._starts = array("q", [0])
+        self._sums = array("L")
+        weakref.finalize(self, os.close, handle)
+
+    def add(self, line: bytes, record: CaseRecord) -> None:
+        """Note the next line of the file."""
+        self.known.append(_known(record))
+        self._starts.append(self._starts[-1] + len(line))
+        self._sums.append(zlib.crc32(line))
+
+    def line(self, row: int) -> bytes:
+        """The bytes of a line. Raises InputError unless they are those that were noted; OSError if
+        the disk fails."""
+        start = self._starts[row]
+        try:
+            line = os.pread(self._handle, self._starts[row + 1] - start, start)
+        except OSError as error:
+            error.filename = str(self._path)
+            raise
+        if zlib.crc32(line) != self._sums[row]:
+            rule = f"store file {self._path} must stay as it was when it was opened"
+            case_id = self.known[row].case_id
+            raise InputError(f"{rule}, got other bytes for case {case_id}; restore it")
+        return line
+
+    def record(self, row: int) -> CaseRecord:
+        """The record in a line, which was checked when it was noted."""
+        try:
+            return msgspec.json.decode(self.line(row), type=CaseRecord)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+        # Another host has appended to a store on a network: the case's own file has the record too.
+        path = record_path(Path(self._path).parent, self.known[row].case_id)
+        record = case_from_json(read_regular(path))
+        if _known(record) != self.known[row]:
+            rule = f"store file {path} must have the record that the store had when it was opened"
+            raise InputError(f"{rule}, got another; open the store again")
+        return record
+
+
+def _known(record: CaseRecord) -> Known:
+    return Known(
+        record.case_id,
+        record.patient_id,
+        record.image_voxels_sha256,
+        record.label_voxels_sha256,
+        record.shape,
+        record.box.size,
+        record.has_label,
+    )
+
+
+def case_list(cases: Iterable[CaseRecord]) -> CaseList:
+    """The cases as a list whose records are on disk."""
+    return cases if isinstance(cases, CaseList) else CaseList.collected(cases)
+
+
+def record_line(record: CaseRecord) -> bytes:
+    """The record as a line of the store's file of records."""
+    return json.dumps(to_json(record), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+# --- What follows from the cases ---
+
+
+def make_manifest(
+    *,
+    split: Mapping[str, Sequence[str]],
+    cases: Iterable[CaseRecord],
+    **fields: Any,
+) -> Manifest:
     """The manifest of `cases`, at least one, and `split`. Raises InputError for the lines of `split_problems`."""
-    cases = tuple(sorted(cases, key=lambda case: case.case_id))
-    refuse(split_problems(split, cases))
+    cases = case_list(cases)
+    cases = cases.chosen(sorted(case.case_id for case in cases.known))
+    known = list(cases.known)
+    refuse(split_problems(split, known))
     return Manifest(
         split={name: tuple(sorted(split[name])) for name in SPLITS},
-        split_hash=split_hash(split, cases),
-        largest_shape=tuple(map(max, *(case.shape for case in cases), (0, 0, 0))),
-        largest_box=tuple(map(max, *(case.box.size for case in cases), (0, 0, 0))),
-        unlabelled=tuple(case.case_id for case in cases if not case.has_label),
+        split_hash=split_hash(split, known),
+        largest_shape=tuple(map(max, *(case.shape for case in known), (0, 0, 0))),
+        largest_box=tuple(map(max, *(case.box_size for case in known), (0, 0, 0))),
+        unlabelled=tuple(case.case_id for case in known if not case.has_label),
         cases=cases,
         **fields,
     )
@@ -142,27 +336,52 @@ def remake(manifest: Manifest, **changes: Any) -> Manifest:
     return make_manifest(**{**kept, **changes})
 
 
-def split_hash(split: Mapping[str, Sequence[str]], cases: Iterable[CaseRecord]) -> str:
+def split_hash(
+    split: Mapping[str, Sequence[str]],
+    cases: Iterable[Union[Known, CaseRecord]],
+) -> str:
     """A hash, in twelve hex digits, of the case ids of each split and of their voxels."""
-    content = {case.case_id: (case.image_voxels_sha256, case.label_voxels_sha256) for case in cases}
-    listed = {name: [(case_id, content.get(case_id)) for case_id in sorted(split[name])] for name in SPLITS}
-    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:12]
+    case_of = {case.case_id: case for case in cases}
+    digest = hashlib.sha256(b"{")  # of the JSON of all pairs, which is never in memory as a whole
+    for number, name in enumerate(SPLITS):
+        digest.update(f"{', ' if number else ''}{json.dumps(name)}: [".encode())
+        for place, case_id in enumerate(sorted(split[name])):
+            case = case_of.get(case_id)
+            voxels = (case.image_voxels_sha256, case.label_voxels_sha256) if case else None
+            digest.update(f"{', ' if place else ''}{json.dumps([case_id, voxels])}".encode())
+        digest.update(b"]")
+    digest.update(b"}")
+    return digest.hexdigest()[:12]
 
 
-def split_problems(split: Mapping[str, Sequence[str]], cases: Iterable[CaseRecord]) -> List[str]:
+def split_problems(
+    split: Mapping[str, Sequence[str]],
+    cases: Iterable[Union[Known, CaseRecord]],
+) -> List[str]:
     """A line for each patient and each image in more than one split, which would be trained on and scored."""
     split_of = {case_id: name for name in SPLITS for case_id in split[name]}
-    patients, images = defaultdict(dict), defaultdict(dict)
-    for case in cases:
-        if case.case_id in split_of:
-            entry, name = (case.case_id, case.patient_id), split_of[case.case_id]
-            patients[case.patient_id][name] = images[case.image_voxels_sha256][name] = entry
+    split_cases = [case for case in cases if case.case_id in split_of]
+
+    def straddling(fact: str) -> Dict[str, Dict[str, Tuple[str, str]]]:
+        """Value of a fact that cases of several splits share -> split -> (its case, patient)."""
+        first: Dict[str, str] = {}
+        shared = set()
+        for case in split_cases:
+            name = split_of[case.case_id]
+            if first.setdefault(getattr(case, fact), name) != name:
+                shared.add(getattr(case, fact))
+        places: Dict[str, Dict[str, Tuple[str, str]]] = defaultdict(dict)
+        for case in split_cases if shared else ():
+            value = getattr(case, fact)
+            if value in shared:
+                places[value][split_of[case.case_id]] = (case.case_id, case.patient_id)
+        return dict(sorted(places.items()))
+
     problems = [
         f"patient {patient} must be in one split, got {' and '.join(places)}; keep its cases together"
-        for patient, places in sorted(patients.items())
-        if len(places) > 1
+        for patient, places in straddling("patient_id").items()
     ]
-    for _, places in sorted(images.items()):
+    for places in straddling("image_voxels_sha256").values():
         if len({patient_id for _, patient_id in places.values()}) > 1:
             names = " and ".join(f"{case_id} ({name})" for name, (case_id, _) in places.items())
             advice = "leave all but one out, or `prepare` with --patients FILE that gives them one patient"
@@ -196,13 +415,12 @@ def case_from_json(content: bytes) -> CaseRecord:
     shape, box, stored = record.shape, record.box, record.stored
     statistics = (record.channel_mean, record.channel_std, record.channel_min, record.channel_max)
     corners = zip(stored.start, box.start, box.stop, stored.stop, shape)
-    centres = [voxel for voxels in record.centres.values() for voxel in voxels]
     has_files = record.image_bytes > 0 and bool(record.label_bytes) == record.has_label
     rules = {
         "box must be in stored, and stored in shape": all(0 <= a <= b < c <= d <= n for a, b, c, d, n in corners),
         "statistics must be as many for each channel": {*map(len, statistics)} == {len(record.channel_voxels)} != {0},
         "image_bytes and label_bytes must fit image and label": record.format == "" or has_files,
-        "centres must be voxels of shape": all(0 <= a < n for voxel in centres for a, n in zip(voxel, shape)),
+        "centres must be voxels of shape": _within(record.centres, shape),
         "geometry must be of shape, turned": sorted(record.geometry.shape) == sorted(shape),
         "forms must be none or 22 numbers": len(record.geometry.forms) in (0, 22),
     }
@@ -210,3 +428,12 @@ def case_from_json(content: bytes) -> CaseRecord:
     if broken:
         raise ValueError("; ".join(broken))
     return record
+
+
+def _within(centres: Mapping[int, Sequence[Voxel]], shape: Shape3) -> bool:
+    """Whether all voxels are of a volume of `shape`."""
+    for voxels in centres.values():
+        for places, size in zip(zip(*voxels), shape):
+            if max(places) >= size:
+                return False
+    return True

@@ -13,22 +13,41 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import os
 import re
 from pathlib import Path
-from typing import Any, Dict, Iterable, Mapping, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Sequence, Tuple, Union
 
 import numpy as np
 
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.records import SCHEMA, SPLITS, CaseRecord, Manifest, case_from_json, split_hash, split_problems, to_json
+from cpu3d.data.records import (
+    SCHEMA,
+    SPLITS,
+    CaseList,
+    CaseRecord,
+    Manifest,
+    RecordLines,
+    case_from_json,
+    case_list,
+    record_path,
+    split_hash,
+    split_problems,
+    to_json,
+)
 from cpu3d.data.region import Region, Shape3, centred, paste, round_up, whole
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import PARTIAL, atomic_write, write_json
-from memory_estimator.common.files import NotRegularError, read_record, read_regular, reason, typed
+from memory_estimator.common.files import NotRegularError, open_regular, read_record, read_regular, reason, typed
 
-ADVICE = "restore it, or delete manifest.json and run `prepare` again"
+ADVICE = "restore it, or delete manifest.json and run `prepare` again, then each `store append` in its order"
+MADE_AGAIN = "run `prepare` again, or `store append`: it comes back from the records in cases/"
 
 _RECORDS = re.compile(r"cases-[0-9a-f]+\.jsonl")
+
+
+class RecordsLostError(InputError):
+    """The file of a store's records is lost or damaged; those in cases/ may still be there."""
 
 
 class Store:
@@ -38,15 +57,15 @@ class Store:
         self.folder = Path(folder)
         self.manifest = manifest
         self._reader = Reader(self.folder)
-        self._records = {case.case_id: case for case in manifest.cases}
+        self._cases = case_list(manifest.cases)
 
     def case(self, case_id: str) -> CaseRecord:
         """The record of `case_id`; KeyError if the store has no such case."""
-        return self._records[case_id]
+        return self._cases.chosen([case_id])[0]
 
     def cases(self, split: str) -> Sequence[CaseRecord]:
         """The records of "train", "val" or "test", sorted by case id."""
-        return [self._records[case_id] for case_id in self.manifest.split[split]]
+        return self._cases.chosen(self.manifest.split[split])
 
     def image(self, case_id: str) -> np.ndarray:
         """The image `(X, Y, Z, C)` on the whole grid, read-only: a map if a .npy file holds the whole grid, else a
@@ -89,6 +108,30 @@ def open_store(folder: Union[str, Path]) -> Store:
     return open_store(folder)  # `append` has replaced both files between the two reads
 
 
+def restore_records(folder: Path) -> Store:
+    """Write the lost or damaged file of a store's records again, from the records in cases/.
+
+    The caller holds the store's lock. Raises InputError if the manifest is damaged too, and if the
+    records are not those of its split.
+    """
+    content = _read_manifest(folder)
+    lost: List[str] = []
+
+    def own() -> Iterator[CaseRecord]:
+        for case_id in _case_ids(folder, content):
+            try:
+                yield case_from_json(read_regular(record_path(folder, case_id)))
+            except (FileNotFoundError, ValueError) as error:
+                rule = f"store file {record_path(folder, case_id)} must be the record of a case"
+                lost.append(f"{rule}, got {reason(error)}; {ADVICE}")
+
+    cases = CaseList.collected(own(), folder)
+    refuse(lost)
+    manifest = _checked(folder, content, cases)
+    write_store(folder, manifest)
+    return Store(folder, manifest)
+
+
 def _read_manifest(folder: Path) -> Dict[str, Any]:
     def checked(content: Dict[str, Any]) -> Dict[str, Any]:
         # A records file of another name could be outside of the store.
@@ -119,8 +162,7 @@ def write_store(folder: Union[str, Path], manifest: Manifest) -> None:
     digest, size_bytes = hashlib.sha256(), 0
     unnamed = folder / f".cases{PARTIAL}"  # its name follows from its content
     with atomic_write(unnamed) as file:
-        for case in manifest.cases:
-            line = json.dumps(to_json(case), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        for line in case_list(manifest.cases).lines:
             file.write(line)
             digest.update(line)
             size_bytes += len(line)
@@ -141,40 +183,62 @@ def check_names(kind: str, wanted: Sequence[str], names: Sequence[str]) -> None:
 
 
 def _opened(folder: Path, content: Mapping[str, Any]) -> Store:
+    records = content["records"]
+    ids = _case_ids(folder, content)
+    cases = _read_records(folder / records["file"], str(records.get("sha256")), ids)
+    return Store(folder, _checked(folder, content, cases))
+
+
+def _case_ids(folder: Path, content: Mapping[str, Any]) -> List[str]:
+    """The cases of a manifest's split, sorted. Raises InputError for a manifest without a split."""
+    try:
+        return sorted(case_id for name in SPLITS for case_id in content["split"][name])
+    except (KeyError, TypeError) as error:
+        rule = f"{folder / 'manifest.json'} must be complete"
+        raise InputError(f"{rule}, got {reason(error)}; {ADVICE}") from None
+
+
+def _checked(folder: Path, content: Mapping[str, Any], cases: CaseList) -> Manifest:
+    """The manifest with its cases. Raises InputError unless they are those of its split."""
     fields = {name: value for name, value in content.items() if name not in ("records", "sha256")}
     try:
-        ids = sorted(case_id for name in SPLITS for case_id in fields["split"][name])
-        cases = _read_records(folder / content["records"]["file"], content["records"]["sha256"], ids)
         manifest = dataclasses.replace(typed({**fields, "cases": []}, Manifest, "manifest"), cases=cases)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{folder / 'manifest.json'} must be complete, got {reason(error)}; {ADVICE}") from None
-    refuse(split_problems(manifest.split, cases))
-    got = split_hash(manifest.split, cases)
+    refuse(split_problems(manifest.split, cases.known))
+    got = split_hash(manifest.split, cases.known)
     if got != manifest.split_hash:
         raise InputError(f"split of store {folder} must have hash {manifest.split_hash}, got {got}; {ADVICE}")
-    return Store(folder, manifest)
+    return manifest
 
 
-def _read_records(path: Path, sha256: str, case_ids: Sequence[str]) -> Tuple[CaseRecord, ...]:
+def _read_records(path: Path, sha256: str, case_ids: Sequence[str]) -> CaseList:
+    """The records in a file, each of which is checked here and forgotten again."""
     try:
-        content = read_regular(path)
+        handle = open_regular(path)
     except (FileNotFoundError, NotRegularError) as error:
         got = "none" if isinstance(error, FileNotFoundError) else error.strerror
-        raise InputError(f"store file {path} must exist, got {got}; {ADVICE}") from None
-    if hashlib.sha256(content).hexdigest() != sha256:
-        raise InputError(f"store file {path} must be as it was written, got other bytes; {ADVICE}")
-    records = []
-    for number, line in enumerate(content.splitlines(), 1):
-        try:
-            records.append(case_from_json(line))
-        except ValueError as error:
-            raise InputError(f"{path}:{number} must be the record of a case, got {error}; {ADVICE}") from None
-    pairs = itertools.zip_longest((record.case_id for record in records), case_ids, fillvalue="none")
-    for got, wanted in pairs:
+        raise RecordsLostError(f"store file {path} must exist, got {got}; {MADE_AGAIN}") from None
+    lines = RecordLines(handle, path)
+    digest, problem = hashlib.sha256(), ""
+    with os.fdopen(os.dup(handle), "rb") as file:
+        for number, line in enumerate(file, 1):
+            digest.update(line)
+            try:
+                lines.add(line, case_from_json(line))
+            except ValueError as error:
+                problem = problem or f"{path}:{number} must be the record of a case, got {error}"
+    if digest.hexdigest() != sha256:
+        rule = f"store file {path} must be as it was written"
+        raise RecordsLostError(f"{rule}, got other bytes; {MADE_AGAIN}")
+    if problem:
+        raise InputError(f"{problem}; {ADVICE}")
+    for case, wanted in itertools.zip_longest(lines.known, case_ids):
+        got = case.case_id if case else "none"
         if got != wanted:
             rule = f"store file {path} must hold the {len(case_ids)} cases of the split"
-            raise InputError(f"{rule}, got {got} in place of {wanted}; {ADVICE}")
-    return tuple(records)
+            raise InputError(f"{rule}, got {got} in place of {wanted or 'none'}; {ADVICE}")
+    return CaseList(lines, range(len(lines.known)))
 
 
 def grid_size(store: Store, *, extent: str, multiple: int) -> Shape3:

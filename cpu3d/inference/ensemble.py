@@ -11,8 +11,7 @@ import numpy as np
 from cpu3d.data.records import CaseRecord
 from cpu3d.host.apply import set_up
 from cpu3d.host.gpu import HostGpus, pick_device, why_no_card
-from cpu3d.inference.runs import Inference, check_inference, window_of
-from cpu3d.run.config import load_config
+from cpu3d.inference.runs import Inference, check_inference, config_of_weights, window_of
 from cpu3d.settings import RunConfig, left_open
 from cpu3d.util.progress import say
 
@@ -21,7 +20,8 @@ def trained_predictors(runs: Sequence[Path], weights: str, inference: Inference)
     """The predictor of each run, all on the device of `inference`, for which the host is set up. Raises InputError,
     before TensorFlow is imported, as `check_inference` and for a device that the host lacks; and as `load_predictor`.
     """
-    configs = [load_config(run) for run in runs]
+    # Of the weights, as coarse steps are at another resolution than the run.
+    configs = [config_of_weights(run, weights) for run in runs]
     for config in configs:
         check_inference(config, inference)
     # Left open it is a card only if every run slides a window: a whole volume in one pass is for a CPU's memory.

@@ -8,8 +8,12 @@ float32. OUT/export.json describes it: channels, how to crop and pad, what the o
 from them, weights, versions. OUT/USAGE.md is a short program that does all of it with nibabel. A run on patches is
 exported at its patch's size; the caller slides it over a volume and gives the volume's statistics.
 
-At the end the files are read back and run on a case: the store's first of test, val or train, or --case. The result
-must be that of `predict`; else the exit code is 1 and no export.json is written.
+Small parts of regions are removed as `predict` removes them, with the weights that are exported:
+export.json holds the rules, and the program applies them.
+
+At the end the files are read back and run on a case: the store's first of test, val or train, or
+--case. The result must be that of `predict`; else the exit code is 1 and no export.json is written.
+Voxels whose label differs, such as from a run in bfloat16, are counted there.
 """
 
 import dataclasses
@@ -24,6 +28,7 @@ import numpy as np
 
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import THRESHOLD, code_meanings, label_from_regions, paint_order
+from cpu3d.data.nifti import ras_steps_mm
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Shape3
 from cpu3d.data.stores.case import case_notes, facts_of, load_case, note_lines
@@ -31,8 +36,10 @@ from cpu3d.data.windows import OVERLAP, SIGMA_SHARE
 from cpu3d.errors import InputError, refuse
 from cpu3d.host.apply import set_up
 from cpu3d.inference.cases import check_exist, find_cases
+from cpu3d.inference.postprocessing import PostProcessing, postprocessing_of
 from cpu3d.inference.runs import WEIGHTS, store_of_run, training_notes
-from cpu3d.inference.segment import load_network, painted, probabilities_of
+from cpu3d.inference.scores import voxel_mm3
+from cpu3d.inference.segment import load_network, painted, probabilities_of, processed
 from cpu3d.run.checkpoint import weights_file
 from cpu3d.run.config import load_config
 from cpu3d.settings import RunConfig
@@ -90,8 +97,10 @@ def run(options: Options) -> int:
     exact = (networks.ExactPredictor if onnx else Predictor)(exported, weights)
     record, image = _case_to_try(options, config, own)
     check_case_fits(record, exact)
+    postprocessing = postprocessing_of(options.run, config, options.weights)
     about = {
         **contract(exported, config.unet.dtype, options.format),
+        "postprocessing": postprocessing.steps(exact.regions),
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "run": str(options.run.resolve()),
         "versions": {**versions(), **{name: metadata.version(name) for name in ("onnx", "onnxruntime") if onnx}},
@@ -104,7 +113,7 @@ def run(options: Options) -> int:
         write = networks.write_onnx if onnx else networks.write_saved_model
         write(about, networks.exported_network(exported, weights), out / about["file"])
         (out / "USAGE.md").write_text(usage(about), encoding="utf-8")
-        verification = verify(about, out, record, image, exact, own)
+        verification = verify(about, out, record, image, exact, own, postprocessing)
         if verification["passed"]:
             about |= {"files": sorted(path.name for path in out.iterdir()), "verification": verification}
             write_json(out / "export.json", about)
@@ -114,6 +123,7 @@ def run(options: Options) -> int:
         raise
     rows = [(name.replace("_", " "), str(value)) for name, value in verification.items()]
     new_console().print(Table(("", ""), rows, title="Against predict, and the same network in float32"))
+    say(f"post-processing: {postprocessing.words}", stderr=False)
     passed = verification["passed"]
     say(f"written: {out}" if passed else f"failed: {out} has no export.json; do not use the network", stderr=False)
     return 0 if passed else 1
@@ -139,7 +149,7 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
 
     A network of whole volumes computes the statistics of their non-zero voxels and returns probabilities. A window does
     not see the volume: the caller passes the statistics, and gets logits to blend."""
-    regions = {name: config.region_codes[name] for name in config.regions}  # in the order of the answer's last axis
+    regions = config.codes_by_region  # in the order of the answer's last axis
     image = {
         "dtype": "float32",
         "shape": [*config.grid, len(config.channels)],
@@ -188,7 +198,8 @@ def require_onnx() -> None:
 
 
 def usage(about: Dict[str, Any]) -> str:
-    """The text of USAGE.md, with the program of segment.py; `about` is the `contract`."""
+    """The text of USAGE.md, with the program of segment.py; `about` is the `contract` with the
+    post-processing."""
     codes = ", ".join(f"{code} {name}" for code, name in about["label_codes"].items())
     package = {"savedmodel": "tensorflow", "onnx": "onnxruntime"}[about["format"]]
     program = Path(__file__).with_name("segment.py").read_text(encoding="utf-8")
@@ -197,9 +208,10 @@ def usage(about: Dict[str, Any]) -> str:
 `{about["file"]}` holds the network, `export.json` its inputs, outputs, size and label codes, its origin and how well it
 agrees with `predict`. Keep the files of this folder together.
 
-It takes {", ".join(about["channels"])}, each a 3D file in this order, or together a 4D file. `predict`
-rounds images whose voxels are not all whole numbers from -32768 to 32767 to float16 after normalisation; this network
-does not. Save the program below as `segment.py` beside `export.json` and run it (pip install nibabel scipy {package}):
+It takes {", ".join(about["channels"])}, each a 3D file in this order, or together a 4D file.
+`predict` rounds images whose voxels are not all whole numbers from -32768 to 32767 to float16 after
+normalisation; this network does not. Save the program below as `segment.py` beside `export.json`
+and run it (pip install nibabel scipy {package}):
 
     python segment.py IMAGE.nii.gz [IMAGE.nii.gz ...] LABEL.nii.gz
 
@@ -207,6 +219,7 @@ does not. Save the program below as `segment.py` beside `export.json` and run it
 {program}```
 
 The label has the image's place in space, with axes R A S; codes: {codes}.
+Post-processing, as `predict` does it: {about["postprocessing"]["words"]}.
 """
 
 
@@ -220,15 +233,29 @@ def check_case_fits(record: CaseRecord, exact: Any) -> None:
 
 
 def verify(
-    about: Dict[str, Any], folder: Path, record: CaseRecord, image: np.ndarray, exact: Any, own: Any
+    about: Dict[str, Any],
+    folder: Path,
+    record: CaseRecord,
+    image: np.ndarray,
+    exact: Any,
+    own: Any,
+    postprocessing: PostProcessing,
 ) -> Dict[str, Any]:
-    """Differences of the exported network, as the program of USAGE.md applies it, from `exact`, the predictor in
-    float32, and from `own`, in the run's dtype as `predict` computes, as in export.json; "passed" is whether it may be
-    used. `image` has the channels of the run. Raises InputError if `exact`'s answer is not finite."""
+    """Differences of the exported network, as the program of USAGE.md applies it, from `exact`, the
+    predictor in float32, and from `own`, in the run's dtype as `predict` computes, as in
+    export.json; "passed" is whether it may be used. Labels are compared after the run's
+    `postprocessing`, those of `predict --raw` without it. `image` has the channels of the run.
+    Raises InputError if `exact`'s answer is not finite."""
+    regions, steps_mm = exact.regions, ras_steps_mm(record.geometry)
     answer = probabilities_of(load_network(folder, about), about, image.astype(np.float32))
     expected = [predictor.probabilities(image, record, exact.inputs) for predictor in (exact, own)]
-    label = painted(answer, about)
-    differ = [int(np.count_nonzero(label != label_from_regions(other, exact.regions))) for other in expected]
+    raw = painted(answer, about)
+    label = processed(answer, about, voxel_mm3(steps_mm))
+    differ = {
+        name: int(np.count_nonzero(label != postprocessing.paint(other, regions, steps_mm)))
+        for name, other in zip(("float32", "predict"), expected)
+    }
+    differ["predict --raw"] = int(np.count_nonzero(raw != label_from_regions(expected[1], regions)))
     finite = bool(np.isfinite(answer).all())
     largest, from_predict = (float(np.abs(answer - other).max()) for other in expected)
     return {
@@ -238,8 +265,9 @@ def verify(
         "largest_difference": largest if finite else None,
         "largest_difference_from_predict": from_predict if finite else None,
         "voxels": int(np.prod(exact.region(record).size)),
-        "different_labels": dict(zip(("float32", "predict"), differ)),
+        "different_labels": differ,
         "label_voxels": int(np.count_nonzero(label)),
+        "postprocessed_voxels": int(np.count_nonzero(label != raw)),
     }
 
 

@@ -14,10 +14,17 @@ only if that helps on cases that were not trained on. Here the measure is the le
   smaller regions within it go with it.
 - *Nested* answers are cut before they are painted: a voxel of TC outside WT, or of ET outside TC, is not in it.
 
-The choices are, in this order, whether to nest, and the rule of each region from the largest to the smallest: the rule
-with the highest mean over the cases, of those that lower the mean of no region and lose no true lesion that was found
-in any case. Of equal rules a share is taken, and of several the middle one: as far from losing a lesion as from leaving
-an island in a new case. If all choices together gain nothing, nothing is removed.
+The choices are, in this order, whether to nest, and the rule of each region from the largest to the
+smallest. A choice needs evidence of its own:
+
+- At least LEAST_CASES validation cases have the region. Where no case has it, every part is an
+  island, and a rule would take the true lesions of other cases.
+- The mean of that region rises, that of no other falls. Nesting must raise each region it cuts.
+- No true lesion that was found is lost in any case and region: neither a connected part of the
+  truth, of any size, that shares a voxel with the answer, nor a lesion by the rule of BraTS.
+
+Of these rules the one with the highest mean over all regions is taken; of equal rules a share, and
+of several the middle one: as far from losing a lesion as from leaving an island in a new case.
 """
 
 import dataclasses
@@ -51,7 +58,7 @@ from memory_estimator.common.files import read_record, typed
 
 FILE = "postprocessing.json"  # in the run's folder
 SCHEMA = 1
-LEAST_CASES = 3  # labelled validation cases below which nothing is removed
+LEAST_CASES = 3  # validation cases that must have a region before anything of it is removed
 
 Regions = Mapping[str, Sequence[int]]  # region -> its label codes
 
@@ -82,6 +89,8 @@ class PostProcessing:
     rules: Dict[str, Tuple[Rule, ...]] = dataclasses.field(default_factory=dict)  # a part goes if each removes it
     nested: bool = False
     off: str = ""  # the reason why nothing is done, else empty
+    without: Dict[str, str] = dataclasses.field(default_factory=dict)
+    """Region that has no rule -> why."""
 
     def paint(self, answers: np.ndarray, regions: Regions, spacing_mm: Spacing) -> np.ndarray:
         """Paint probabilities `(X, Y, Z, R)` in the order of `regions` into a label `(X, Y, Z)`, as
@@ -101,14 +110,37 @@ class PostProcessing:
                 label[box][removed[parts]] = code_below
         return label
 
+    def steps(self, regions: Regions) -> Dict[str, Any]:
+        """The same changes for a program without this project (`cpu3d.inference.segment`), as
+        export.json has them: "cut", the outputs that are 0 outside of larger ones, and "remove",
+        the rules in their order."""
+        names, cut, remove = list(regions), [], []
+        if self.nested and not self.off:
+            for name, larger in _larger(regions).items():
+                outputs = [names.index(other) for other in larger]
+                cut.append({"output": names.index(name), "to": outputs})
+        for name, code_below in _codes_below(regions).items():
+            if name in self.rules and not self.off:
+                below = [dataclasses.asdict(rule) for rule in self.rules[name]]
+                codes = list(regions[name])
+                rule = {"region": name, "codes": codes, "below": below, "becomes": code_below}
+                remove.append(rule)
+        return {"words": self.words, "cut": cut, "remove": remove}
+
     @property
     def words(self) -> str:
         """In a line, such as "removes parts of WT below 1 % of its largest part", or "off: " and why."""
         if self.off:
             return f"off: {self.off}"
-        removed = [f"{name} below {listed(rules)}" for name, rules in self.rules.items()]
-        parts = [f"removes parts of {', of '.join(removed)}"] if removed else []
-        return "; ".join([*parts, *["cuts each region to the larger regions"] * self.nested])
+        parts = []
+        if self.rules:
+            removed = [f"{name} below {listed(rules)}" for name, rules in self.rules.items()]
+            parts.append(f"removes parts of {', of '.join(removed)}")
+        if self.nested:
+            parts.append("cuts each region to the larger regions")
+        if self.without:
+            parts.append(f"no rule for {_reasons(self.without)}")
+        return "; ".join(parts)
 
 
 RAW = PostProcessing(off="--raw")
@@ -122,7 +154,12 @@ def gentlest(several: Sequence[PostProcessing]) -> PostProcessing:
     names = [name for name in several[0].rules if all(name in each.rules for each in several)]
     rules = {name: tuple(dict.fromkeys(rule for each in several for rule in each.rules[name])) for name in names}
     nested = all(each.nested for each in several)
-    return PostProcessing(rules, nested, "" if rules or nested else "the runs have no rule in common")
+    without: Dict[str, str] = {}
+    for each in several:
+        for name, why in each.without.items():
+            without.setdefault(name, why)
+    off = "" if rules or nested else "the runs have no rule in common"
+    return PostProcessing(rules, nested, off, without)
 
 
 @dataclass(frozen=True)
@@ -144,6 +181,9 @@ class Decision:
     chosen: PostProcessing
     before: Dict[str, Means]  # region -> means of the raw answers; empty if there were too few cases
     after: Dict[str, Means]  # the same after `chosen`
+    cases_with: Optional[Dict[str, int]] = None
+    """Region -> validation cases that have it. None in a file of an earlier version, whose rules
+    needed none."""
 
 
 def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:
@@ -155,8 +195,10 @@ def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:
 
     def checked(content: Dict[str, Any]) -> Decision:
         decision = typed(content, Decision)
-        rules, before = decision.chosen.rules, set(decision.before)
-        if before != set(decision.after) or not {*before, *rules} <= set(config.regions) or not all(rules.values()):
+        chosen, before = decision.chosen, set(decision.before)
+        named = {*before, *chosen.rules, *chosen.without, *(decision.cases_with or {})}
+        is_whole = before == set(decision.after) and all(chosen.rules.values())
+        if not is_whole or not named <= set(config.regions):
             raise ValueError(f"means or rules of other regions than {', '.join(config.regions)}")
         return decision
 
@@ -176,13 +218,17 @@ def postprocessing_of(run: Path, config: RunConfig, weights: str = "best") -> Po
         digest = ""  # reported where the weights are read
     if (decision.weights_sha256, decision.split_hash) != (digest, config.split_hash):
         return PostProcessing(off="decided with other weights or another split; repeat the run's `train`")
+    if decision.cases_with is None:
+        rule = "decided by an earlier version, whose rules needed no case that has the region"
+        return PostProcessing(off=f"{rule}; repeat the run's `train`, which decides again")
     return decision.chosen
 
 
 def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
-    """Decide the post-processing of a trained run on its labelled validation cases, one in memory at a time, and write
-    it into the run. A decision with the present weights is returned as it is. Raises InputError as `trained_predictors`
-    and `store_of_run`, and if another process writes to the run."""
+    """Decide the post-processing of a trained run on its labelled validation cases, one in memory
+    at a time, and write it into the run. A decision of this version with the present weights is
+    returned as it is. Raises InputError as `trained_predictors` and `store_of_run`, and if another
+    process writes to the run."""
     run, config = Path(run), load_config(run)
     with locked(run, "run"):
         digest = file_sha256(weights_file(run, "best"))
@@ -190,13 +236,20 @@ def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
             decision = read_decision(run, config)
         except InputError:
             decision = None  # damaged: decided again
-        if decision and (decision.weights_sha256, decision.split_hash) == (digest, config.split_hash):
+        known = decision is not None and decision.cases_with is not None
+        if known and (decision.weights_sha256, decision.split_hash) == (digest, config.split_hash):
             return decision
         store = store_of_run(config, store_folder)
         records = [record for record in store.cases("val") if record.has_label]
-        if len(records) < LEAST_CASES:
-            off = f"{count(records, 'validation case')}, {LEAST_CASES} are needed"
-            chosen, before, after = PostProcessing(off=off), {}, {}
+        regions = config.codes_by_region
+        cases_with = {
+            name: sum(not record.label_voxels.keys().isdisjoint(codes) for record in records)
+            for name, codes in regions.items()
+        }
+        if max(cases_with.values()) < LEAST_CASES:  # no network need be asked
+            few = {name: _too_few(number) for name, number in cases_with.items()}
+            off = _reasons(few) if len(records) >= LEAST_CASES else _too_few(len(records))
+            chosen, before, after = PostProcessing(off=off, without=few), {}, {}
         else:
             (predictor,) = trained_predictors([run], "best", Inference(device=config.device))
             with bar("post-processing", total=len(records)) as advance:
@@ -207,8 +260,9 @@ def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
                     steps_mm = ras_steps_mm(record.geometry)
                     return probabilities, np.asarray(store.label(record.case_id)), steps_mm
 
-                chosen, before, after = choose(map(answer, records), predictor.regions)
-        decision = Decision(digest, config.split_hash, len(records), chosen, before, after)
+                chosen, before, after = choose(map(answer, records), regions)
+        hashes = digest, config.split_hash
+        decision = Decision(*hashes, len(records), chosen, before, after, cases_with)
         write_json(run / FILE, {"schema": SCHEMA, **dataclasses.asdict(decision)})
     return decision
 
@@ -236,10 +290,35 @@ def after(training: Options, settings: Dict[str, Any]) -> None:
 
 # Of a case: answers (X, Y, Z, R), true label, its spacing or steps in mm.
 Answered = Tuple[np.ndarray, np.ndarray, Spacing]
-# The P parts of a region in a case, and larger region -> (P,) index of the part of it that holds each: enough to score
-# any choice among them.
-_Parts = Tuple[Matching, Dict[str, np.ndarray]]
-LESION_DICE, FALSE_POSITIVES, DICE, DETECTED = range(4)  # columns of `_scores`, the first three as in Means
+LESION_DICE, FALSE_POSITIVES, DICE = range(3)  # columns of scores, as in Means
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The P parts of a region in a case: enough to score any choice among them."""
+
+    matching: Matching
+    inside: Dict[str, np.ndarray]  # larger region -> (P,) index of the part of it that holds each
+    components: int  # the connected parts of the truth
+    component: np.ndarray  # (N,) the index of one that shares a voxel with a part, once a pair
+    part: np.ndarray  # (N,) the index of that part
+
+    def found(self, kept: np.ndarray) -> np.ndarray:
+        """(F,) whether each true lesion is found if only the parts of `kept` (P,) are left: the
+        connected parts of the truth, then the lesions by the rule of BraTS."""
+        components = np.zeros(self.components, bool)
+        components[self.component[kept[self.part]]] = True
+        lesions = np.zeros(len(self.matching.truth_voxels), bool)
+        lesions[self.matching.lesion[kept[self.matching.part]]] = True
+        return np.concatenate([components, lesions & self.matching.counted])
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """Scores of all cases under some rules."""
+
+    rows: np.ndarray  # (cases, regions from the largest on, 3), the columns as in Means
+    found: np.ndarray  # (F,) whether each true lesion of all cases and regions is found
 
 
 def choose(cases: Iterable[Answered], regions: Regions) -> Tuple[PostProcessing, Dict[str, Means], Dict[str, Means]]:
@@ -251,23 +330,54 @@ def choose(cases: Iterable[Answered], regions: Regions) -> Tuple[PostProcessing,
         del answers  # else they are in memory while the next case is predicted
         plain.append(_parts(label, truth, spacing_mm, regions))
         nested.append(plain[-1] if np.array_equal(label, cut) else _parts(cut, truth, spacing_mm, regions))
-    measured, chosen = plain, PostProcessing()
-    best = before = _scores(plain, {})
-    scores = _scores(nested, {})
-    if _gain(scores, best) > 0:
-        best, measured, chosen = scores, nested, PostProcessing(nested=True)
-    for name in _codes_below(regions):
-        tried = {rule: _scores(measured, {**chosen.rules, name: (rule,)}) for rule in RULES}
-        gains = {rule: _gain(scores, best) for rule, scores in tried.items()}
-        most = max(gains.values())
-        if most >= 0:
-            equal = [rule for rule, gain in gains.items() if gain == most]
-            shares = [rule for rule in equal if rule.share] or equal
-            rule = shares[(len(shares) - 1) // 2]
-            best, chosen = tried[rule], dataclasses.replace(chosen, rules={**chosen.rules, name: (rule,)})
-    if not _gain(best, before) > 0:
-        chosen, best = PostProcessing(off="no rule gains on the validation cases"), before
+    cases_with = {name: sum(case[name].components > 0 for case in plain) for name in regions}
+    chosen, measured = PostProcessing(), plain
+    before = best = _scores(plain, {})
+    cut = _scores(nested, {})
+    if _is_nesting_evident(cut, before, regions, cases_with):
+        chosen, measured, best = PostProcessing(nested=True), nested, cut
+    codes_below = _codes_below(regions)
+    rules: Dict[str, Tuple[Rule, ...]] = {}
+    without: Dict[str, str] = {}
+    for position, name in enumerate(_larger(regions)):
+        if name not in codes_below:
+            without[name] = "other regions would lose the same voxels"
+            continue
+        if cases_with[name] < LEAST_CASES:
+            without[name] = _too_few(cases_with[name])
+            continue
+        tried = {rule: _scores(measured, {**rules, name: (rule,)}) for rule in RULES}
+        gaining = [rule for rule in RULES if _gains(tried[rule], best)[position] > 0]
+        harmless = [rule for rule in gaining if _is_harmless(tried[rule], best)]
+        if harmless:
+            rule = _middle_of_best({rule: _gains(tried[rule], best).mean() for rule in harmless})
+            rules[name] = (rule,)
+            best = tried[rule]
+        elif gaining:
+            without[name] = "each that gains takes a true lesion or lowers another region"
+        else:
+            without[name] = "none gains"
+    off = "" if rules or chosen.nested else f"no rule for {_reasons(without)}"
+    chosen = dataclasses.replace(chosen, rules=rules, off=off, without=without)
     return chosen, _means(before, regions), _means(best, regions)
+
+
+def _is_nesting_evident(cut: _Scores, plain: _Scores, regions: Regions, cases_with: Mapping[str, int]) -> bool:
+    """Whether nested answers gain in each region that nesting cuts, and do no harm."""
+    cuts = [bool(larger) for larger in _larger(regions).values()]  # in the order of scores
+    if not any(cuts) or not _is_harmless(cut, plain):
+        return False
+    inner = [name for name, larger in _larger(regions).items() if larger]
+    has_cases = all(cases_with[name] >= LEAST_CASES for name in inner)
+    return has_cases and bool((_gains(cut, plain)[cuts] > 0).all())
+
+
+def _middle_of_best(gains: Mapping[Rule, float]) -> Rule:
+    """Of rules with their gains the best; of equal ones a share, and of several the middle one."""
+    most = max(gains.values())
+    equal = [rule for rule, gain in gains.items() if round(most - gain, 9) <= 0]
+    shares = [rule for rule in equal if rule.share] or equal
+    return shares[(len(shares) - 1) // 2]
 
 
 def _parts(label: np.ndarray, truth: np.ndarray, spacing_mm: Spacing, regions: Regions) -> Dict[str, _Parts]:
@@ -281,35 +391,58 @@ def _parts(label: np.ndarray, truth: np.ndarray, spacing_mm: Spacing, regions: R
             index = np.zeros(parts.max() + 1, np.int64)
             index[parts] = numbered[other]  # index[0], of voxels in no part, means nothing
             inside[other] = index[1:] - 1
-        parts_of[name] = match_lesions(region_mask(truth[box], regions[name]), parts, spacing_mm), inside
+        true = region_mask(truth[box], regions[name])
+        components = connected_parts(true)
+        pairs = np.unique(np.stack([components, parts])[:, true & (parts > 0)], axis=1) - 1
+        matching = match_lesions(true, parts, spacing_mm)
+        parts_of[name] = _Parts(matching, inside, int(components.max(initial=0)), *pairs)
     return parts_of
 
 
-def _scores(cases: Sequence[Dict[str, _Parts]], rules: Mapping[str, Sequence[Rule]]) -> np.ndarray:
-    """Scores of the parts that `PostProcessing.paint` leaves under `rules`, (cases, regions from the largest on, 4)."""
-    rows = []
+def _scores(cases: Sequence[Dict[str, _Parts]], rules: Mapping[str, Sequence[Rule]]) -> _Scores:
+    """The scores of the parts that `PostProcessing.paint` leaves under `rules`."""
+    rows, found = [], []
     for case in cases:
         kept: Dict[str, np.ndarray] = {}
-        for name, (matching, inside) in case.items():
+        for name, parts in case.items():
+            matching = parts.matching
             stays = np.ones(len(matching.part_mm3), bool)
-            for larger, index in inside.items():
+            for larger, index in parts.inside.items():
                 stays &= kept[larger][index]
             if name in rules:
                 stays[stays] = ~_is_small(matching.part_mm3[stays], rules[name])
-            kept[name], lesions = stays, matching.lesions(stays)
-            rows.append((lesions.dice, lesions.false_positives, matching.dice(stays), lesions.detected))
-    return np.reshape(rows, (len(cases), -1, 4))
+            kept[name] = stays
+            lesions = matching.lesions(stays)
+            rows.append((lesions.dice, lesions.false_positives, matching.dice(stays)))
+            found.append(parts.found(stays))
+    return _Scores(np.reshape(rows, (len(cases), -1, 3)), np.concatenate(found))
 
 
-def _gain(scores: np.ndarray, other: np.ndarray) -> float:
-    """Gain in the mean lesion-wise Dice; -1 if that of a region falls or a lesion is lost that was found."""
-    change = (scores - other)[..., LESION_DICE].mean(0)
-    lost = (scores[..., DETECTED] < other[..., DETECTED]).any()
-    return -1.0 if lost or change.min() < -1e-9 else round(float(change.mean()), 9)
+def _gains(scores: _Scores, other: _Scores) -> np.ndarray:
+    """(R,) gains in the mean lesion-wise Dice of each region, from the largest on."""
+    return (scores.rows - other.rows)[..., LESION_DICE].mean(0).round(9)
 
 
-def _means(scores: np.ndarray, regions: Regions) -> Dict[str, Means]:
-    return {name: Means(*row[: DICE + 1]) for name, row in zip(_larger(regions), scores.mean(0).tolist())}
+def _is_harmless(scores: _Scores, other: _Scores) -> bool:
+    """Whether the mean of no region falls and no true lesion that was found is lost."""
+    return _gains(scores, other).min() >= 0 and not (other.found & ~scores.found).any()
+
+
+def _too_few(cases: int) -> str:
+    return f"in {count(cases, 'validation case')}, {LEAST_CASES} are needed"
+
+
+def _reasons(without: Mapping[str, str]) -> str:
+    """Regions and why they have no rule, those of one reason together: "WT and TC (no rule
+    gains)"."""
+    names: Dict[str, List[str]] = {}
+    for name, why in without.items():
+        names.setdefault(why, []).append(name)
+    return ", ".join(f"{listed(regions)} ({why})" for why, regions in names.items())
+
+
+def _means(scores: _Scores, regions: Regions) -> Dict[str, Means]:
+    return {name: Means(*row) for name, row in zip(_larger(regions), scores.rows.mean(0).tolist())}
 
 
 def _is_small(sizes_mm3: np.ndarray, rules: Sequence[Rule]) -> np.ndarray:
@@ -325,11 +458,23 @@ def _larger(regions: Regions) -> Dict[str, List[str]]:
 
 
 def _codes_below(regions: Regions) -> Dict[str, int]:
-    """Region, the largest first -> the code of voxels removed from it: the next larger region's own, or background.
-    Not for regions whose next larger one has no code of its own: voxels removed from them would leave that too."""
-    own = own_codes(regions)
-    codes = {name: own[larger[0]] if larger else (0,) for name, larger in _larger(regions).items()}
-    return {name: code[0] for name, code in codes.items() if code}
+    """Region, the largest first -> the code of voxels removed from it: the next larger region's
+    own, or background. Only for regions whose voxels can be removed without a change to any other
+    region but those within them."""
+    own, codes_below = own_codes(regions), {}
+    members = {name: set(codes) for name, codes in regions.items()}
+    for name, larger in _larger(regions).items():
+        codes = own[larger[0]] if larger else (0,)
+        holders = {other for other in regions if members[other].intersection(codes[:1])}
+        own_members = members[name]
+        is_apart = all(
+            other > own_members or other < own_members or other.isdisjoint(own_members)
+            for other_name, other in members.items()
+            if other_name != name
+        )
+        if codes and is_apart and holders == set(larger):
+            codes_below[name] = codes[0]
+    return codes_below
 
 
 def _nested(answers: np.ndarray, regions: Regions) -> np.ndarray:

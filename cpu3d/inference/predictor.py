@@ -1,6 +1,5 @@
 """A trained run as a function from a volume to probabilities on its full grid: in one pass, or window by window."""
 
-import dataclasses
 import functools
 import itertools
 from pathlib import Path
@@ -17,8 +16,8 @@ from cpu3d.data.store import case_region
 from cpu3d.data.windows import sliding_window
 from cpu3d.errors import DivergedError, refuse
 from cpu3d.host.gpu import fits_memory
-from cpu3d.inference.runs import Inference, window_of
-from cpu3d.run.checkpoint import load_checkpoint, weights_file
+from cpu3d.inference.runs import Inference, config_of_state, window_of
+from cpu3d.run.checkpoint import how_to_go_on, load_checkpoint, weights_file
 from cpu3d.run.config import load_config
 from cpu3d.settings import RunConfig
 from models.unet3d import build_unet3d, finest, weight_names
@@ -38,7 +37,7 @@ class Predictor:
         self.channels: Tuple[str, ...] = config.store_channels  # of the store the run was trained on
         self.inputs: Tuple[str, ...] = config.channels  # the run's own among them: what an image must have
         self.labels: Dict[int, str] = config.label_names
-        self.regions: Dict[str, Tuple[int, ...]] = {name: config.region_codes[name] for name in config.regions}
+        self.regions: Dict[str, Tuple[int, ...]] = config.codes_by_region
         self.window = window_of(config, self.inference)  # voxels X, Y, Z of what slides; None is one pass
         self.weights = weights  # in the order of Keras
         self._kept_network = functools.lru_cache(maxsize=NETWORKS)(self._network)
@@ -119,8 +118,8 @@ def load_predictor(run: Path, weights: str = "best", inference: Inference = AS_T
 
 
 def load_weights(config: RunConfig, path: Path) -> Tuple[RunConfig, List[np.ndarray]]:
-    """A run's weights from one of its checkpoints, in Keras' order, and the run as its next step would be computed:
-    weights of coarse steps predict on the coarse grid. Raises InputError as `load_predictor`."""
+    """A run's weights from one of its checkpoints, in Keras' order, and the run as they predict:
+    those of coarse steps on the coarse grid. Raises InputError as `load_predictor`."""
     arrays, state = load_checkpoint(path)
     expected = build_unet3d(config.unet, (config.unet.divisor,) * 3, 1).weights
     shapes = {name: tuple(weight.shape) for name, weight in zip(weight_names(expected), expected)}
@@ -128,6 +127,6 @@ def load_weights(config: RunConfig, path: Path) -> Tuple[RunConfig, List[np.ndar
     saved = {**arrays.shapes, "channels and regions": (config.unet.channels, config.unet.outputs)}
     differ = [f"{name} {saved.get(name)} for {size}" for name, size in needed.items() if saved.get(name) != size]
     rule = f"checkpoint {path} must hold the weights of its run's config.json"
-    refuse(f"{rule}, got {first}; restore both" for first in differ[:1])
-    config = dataclasses.replace(config, coarse_steps=state["coarse_steps"]).at(state["step"])
-    return config, [arrays[name] for name in shapes]
+    todo = f"restore both, or the one that is of another run: {how_to_go_on(path)}"
+    refuse(f"{rule}, got {first}; {todo}" for first in differ[:1])
+    return config_of_state(config, state), [arrays[name] for name in shapes]

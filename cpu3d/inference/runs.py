@@ -4,9 +4,10 @@ configs = load_configs(runs)
 store = store_of_run(configs[0])
 """
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.data.nifti import is_placed
 from cpu3d.data.records import CaseRecord
@@ -15,6 +16,7 @@ from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.splits import parse_fold, with_fold
 from cpu3d.data.windows import OVERLAP
 from cpu3d.errors import InputError, refuse
+from cpu3d.run.checkpoint import read_state, weights_file
 from cpu3d.run.config import load_config
 from cpu3d.settings import AUTO, RunConfig
 from cpu3d.util.records import listed
@@ -67,11 +69,32 @@ def window_of(config: RunConfig, inference: Inference) -> Optional[Shape3]:
     return tuple(config.grid) if config.is_patch and not inference.one_pass else None
 
 
+def config_of_state(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
+    """A run as the weights of a checkpoint with this state predict: those of coarse steps at half
+    resolution."""
+    return dataclasses.replace(config, coarse_steps=state["coarse_steps"]).after(state["step"])
+
+
+def config_of_weights(run: Path, weights: str) -> RunConfig:
+    """A run as its "best" or "last" weights predict; if they cannot be read, whose problem is named
+    when they are loaded, the run as its last step is computed. Raises InputError as
+    `load_config`."""
+    config = load_config(run)
+    try:
+        return config_of_state(config, read_state(weights_file(run, weights)))
+    except (InputError, OSError, KeyError, TypeError):
+        return config
+
+
 def check_inference(config: RunConfig, inference: Inference) -> None:
-    """Raise InputError, all problems together, if the run's network cannot be applied so."""
+    """Raise InputError, all problems together, if a run's network cannot be applied so. `config` is
+    that of the weights that are applied."""
     problems, window = [], window_of(config, inference)
     if window and config.resolution < 1:
-        problems.append(f"--window must come with a run at full resolution, got {config.resolution:g}; leave it out")
+        got = f"{config.resolution:g}, at which the network saw its steps"
+        rule = f"--window must come with a run at full resolution, got {got}"
+        later = ", or train until the first step at full resolution" if config.is_coarse else ""
+        problems.append(f"{rule}; leave it out{later}")
     elif window:
         try:
             config.unet.check_shape(window, "--window")

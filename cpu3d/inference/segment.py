@@ -8,7 +8,6 @@ import sys
 
 import nibabel
 import numpy as np
-import scipy.ndimage
 
 
 def load_network(folder, about):
@@ -80,6 +79,37 @@ def painted(probabilities, about):
     return label
 
 
+def processed(probabilities, about, voxel_mm3):
+    """The label as `predict` writes it: with the post-processing of export.json. Voxels measure
+    `voxel_mm3`."""
+    steps, kept = about["postprocessing"], probabilities.copy()
+    for cut in steps["cut"]:  # a region is 0 outside of the larger ones that hold it
+        for larger in cut["to"]:
+            kept[..., cut["output"]][~(probabilities[..., larger] >= about["threshold"])] = 0
+    label = painted(kept, about)
+    for rule in steps["remove"]:  # the small parts of a region, connected by 26 neighbours
+        from scipy import ndimage
+
+        parts = ndimage.label(np.isin(label, rule["codes"]), np.ones((3, 3, 3)))[0]
+        mm3 = np.bincount(parts.ravel()) * float(voxel_mm3)
+        mm3[0] = 0  # all that is in no part
+        least = min(max(bound["mm3"], bound["share"] * mm3.max()) for bound in rule["below"])
+        is_small = mm3 < least * (1 - 1e-9)
+        is_small[0] = False
+        label[is_small[parts]] = rule["becomes"]
+    return label
+
+
+def unit_mm(file):
+    """The length unit of a file's header in mm: metres, micrometres, else it is mm."""
+    return {1: 1000.0, 3: 0.001}.get(int(file.header["xyzt_units"]) & 7, 1.0)
+
+
+def voxel_mm3_of(file):
+    """The volume of a voxel of a NIfTI file in mm3."""
+    return abs(np.linalg.det(file.affine[:3, :3])) * unit_mm(file) ** 3
+
+
 def without_residue(volume):
     """A channel with exact 0 for what interpolation has left around a head, by the rule of
     `predict`."""
@@ -89,7 +119,9 @@ def without_residue(volume):
     few = np.count_nonzero(volume[tiny]) <= 0.01 * np.count_nonzero(tiny)
     if few or border(tiny).mean() < 0.5 or np.array_equal(np.rint(volume), volume):
         return volume
-    parts = scipy.ndimage.label(size <= 1e-2 * largest)[0]
+    from scipy import ndimage
+
+    parts = ndimage.label(size <= 1e-2 * largest)[0]
     outside = np.zeros(parts.max() + 1, bool)
     outside[border(parts)] = True
     outside[0] = False
@@ -127,10 +159,8 @@ def notes_on(file, about):
     if not is_placed(file):
         taken = "its first axis is taken to run to the left; left and right may be exchanged"
         yield f"no orientation in the file (its sform and qform codes are 0): {taken}"
-    code = int(file.header["xyzt_units"]) & 7
-    unit = {1: 1000.0, 3: 0.001}.get(code, 1.0)  # mm of a metre, of a micrometre; else it is mm
     canonical = nibabel.as_closest_canonical(file)
-    spacing = [float(n) * unit for n in nibabel.affines.voxel_sizes(canonical.affine)]
+    spacing = [float(n) * unit_mm(file) for n in nibabel.affines.voxel_sizes(canonical.affine)]
     trained = about.get("trained_spacing_mm")
     if trained and any(abs(got - n) > 0.1 * n * (1 + 1e-6) for got, n in zip(spacing, trained)):
         own, usual = (" x ".join(f"{n:.3g}" for n in sizes) for sizes in (spacing, trained))
@@ -148,7 +178,7 @@ def save_label(path, label, file):
         label, affine = nibabel.apply_orientation(label, turn), None
     answer = nibabel.Nifti1Image(label, affine)
     answer.header.set_zooms(nibabel.affines.voxel_sizes(file.affine if affine is None else affine))
-    answer.header["xyzt_units"] = int(file.header["xyzt_units"]) & 7
+    answer.header["xyzt_units"] = file.header["xyzt_units"]
     nibabel.save(answer, path)
 
 
@@ -158,8 +188,8 @@ def main(folder, *paths):
     image, file = read_image(paths[:-1])
     for note in notes_on(file, about):
         print(f"note: {note}", file=sys.stderr)
-    label = painted(probabilities_of(load_network(folder, about), about, image), about)
-    save_label(paths[-1], label, file)
+    probabilities = probabilities_of(load_network(folder, about), about, image)
+    save_label(paths[-1], processed(probabilities, about, voxel_mm3_of(file)), file)
 
 
 if __name__ == "__main__":

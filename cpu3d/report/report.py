@@ -287,10 +287,11 @@ def _decision_table(files: RunFiles) -> Optional[Table]:
             before, after = (getattr(means[name], key) for means in (decision.before, decision.after))
             digits = METRICS[key].digits
             values.append(f"{before:.{digits}f} \u2192 {after:.{digits}f}")
-        rows.append((name, f"below {listed(rules)}" if rules else "-", *values))
+        removed = f"below {listed(rules)}" if rules else decision.chosen.without.get(name, "none")
+        rows.append((name, removed, *values, str(decision.cases_with[name])))
     nested = "; each region is cut to the larger regions" if decision.chosen.nested else ""
     return Table(
-        ("region", "parts removed", *(METRICS[key].label for key in SHOWN)),
+        ("region", "parts removed", *(METRICS[key].label for key in SHOWN), "cases with it"),
         rows,
         caption=f"Means over {count(decision.cases, 'validation case')}, before \u2192 after{nested}.",
         names=2,

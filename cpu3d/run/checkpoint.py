@@ -101,8 +101,8 @@ class SavedArrays(Mapping[str, np.ndarray]):
             if self._raw.error:
                 self._raw.error.filename = str(self._path)
                 raise self._raw.error from None
-            problem = f"checkpoint {self._path} must be whole, got {error!r}; restore it, or delete it"
-            raise DamagedCheckpointError(problem) from None
+            problem = f"checkpoint {self._path} must be whole, got {error!r}"
+            raise DamagedCheckpointError(f"{problem}; {how_to_go_on(self._path)}") from None
 
 
 def save_checkpoint(path: Path, arrays: Mapping[str, Any], state: Dict[str, Any]) -> int:
@@ -131,7 +131,7 @@ def load_checkpoint(path: Path) -> Tuple[SavedArrays, Dict[str, Any]]:
     """
     path = Path(path)
     if not path.is_file():
-        raise InputError(f"checkpoint {path} must exist, found none; train first, or name another run")
+        raise InputError(f"checkpoint {path} must exist, found none; {how_to_go_on(path)}")
     arrays = SavedArrays(path)
     if arrays.schema != SCHEMA:
         rule = f"checkpoint {path} must have schema {SCHEMA}"
@@ -168,15 +168,58 @@ def write_best(run: Path, weights: Mapping[str, Any], state: Dict[str, Any]) -> 
     save_checkpoint(_folder(run) / BEST, weights, state)
 
 
+def read_state(path: Path) -> Dict[str, Any]:
+    """The state in a checkpoint alone, quickly; {} without a file and for one whose state is
+    damaged."""
+    with contextlib.suppress(Exception):  # a damaged file may raise anything
+        with os.fdopen(open_regular(path), "rb") as file, zipfile.ZipFile(file) as archive:
+            state = io.BytesIO(archive.open(f"{_STATE}.npy").read(STATE_BYTES))
+        content = json.loads(np.lib.format.read_array(state).tobytes())
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
 def best_score(run: Path) -> Optional[float]:
     """The mean Dice of a run's best weights, by their file's state alone; None without a file, for a damaged file, and
     for a run without validation."""
-    with contextlib.suppress(Exception):  # a damaged file may raise anything
-        with os.fdopen(open_regular(_folder(run) / BEST), "rb") as file, zipfile.ZipFile(file) as archive:
-            state = io.BytesIO(archive.open(f"{_STATE}.npy").read(STATE_BYTES))
-        best = json.loads(np.lib.format.read_array(state).tobytes())["best"]
-        return best if isinstance(best, float) and math.isfinite(best) else None
-    return None
+    best = read_state(_folder(run) / BEST).get("best")
+    return best if isinstance(best, float) and math.isfinite(best) else None
+
+
+def lost_best(run: Path, checkpoint: Checkpoint) -> str:
+    """Why the best weights that a run had at its checkpoint are lost, empty if they are there: the
+    file is missing, damaged, or of other weights. Raises OSError if it could not be read, which
+    does not show what it holds."""
+    path = _folder(run) / BEST
+    known, shapes = checkpoint.state, checkpoint.arrays.shapes
+    network = {name: shape for name, shape in shapes.items() if name.startswith("model/")}
+    got = ""
+    try:
+        arrays, state = load_checkpoint(path)
+        # A run that was killed before it could save a checkpoint has weights of a later step.
+        is_later = state.get("step", 0) > known.get("step", 0)
+        if arrays.shapes != network:
+            got = "weights of another network"
+        elif any(state.get(name) != known.get(name) for name in ("split_hash", "seed")):
+            got = "weights of another run"
+        elif not is_later and state.get("best") != known.get("best"):
+            got = f"weights with a Dice of {state.get('best')} instead of {known.get('best')}"
+    except DamagedCheckpointError:
+        got = "a damaged file"
+    except InputError:
+        got = "a file of another version" if path.is_file() else "none"
+    return f"{path} must hold the run's best weights, got {got}" if got else ""
+
+
+def how_to_go_on(path: Path) -> str:
+    """What to do if a file of a run's checkpoints is missing or cannot be taken."""
+    if path.name != BEST:
+        return "restore it, or delete it"
+    if not checkpoints(path.parent.parent):
+        return "train it first, or name another run"
+    last = "take the newest checkpoint with --weights last"
+    again = "repeat the run's `train`, which validates that one and keeps it as the best"
+    return f"restore it, {last}, or {again}"
 
 
 def checkpoints(run: Path) -> List[Path]:
@@ -235,7 +278,8 @@ def weights_file(run: Path, weights: str) -> Path:
         last = newest(run)
         path = last and last.path
     if path is None or not path.is_file():
-        raise InputError(f"run {run} must hold its {weights} weights, found none; train it first, or name another run")
+        todo = how_to_go_on(path or _folder(run) / BEST)
+        raise InputError(f"run {run} must hold its {weights} weights, found none; {todo}")
     return path
 
 

@@ -98,14 +98,15 @@ def settings_by_name(config: RunConfig) -> Dict[str, Any]:
 def continued(config: RunConfig, *, step: int, steps: int, saved_coarse_steps: int) -> RunConfig:
     """A run of `steps` steps that continues after `step`, from a checkpoint of one with `saved_coarse_steps`.
 
-    If the checkpoint is of a full step the run keeps its coarse steps; if it is of a coarse one it has at least the
-    `step` that are done. Raises InputError if no step would be at full resolution.
+    If the checkpoint is of a full step, or of the last coarse one, the run keeps its coarse steps;
+    else it has at least the `step` that are done. Raises InputError if no step would be at full
+    resolution.
     """
-    if step >= saved_coarse_steps:
-        return dataclasses.replace(config, coarse_steps=saved_coarse_steps)
-    if steps <= step:
+    if 0 < step <= saved_coarse_steps and steps <= step:
         rule = f"steps must be above the {step} that the run has done at half resolution"
         raise InputError(f"{rule}, got {steps}; raise it, so that its last steps are at full resolution")
+    if step >= saved_coarse_steps:
+        return dataclasses.replace(config, coarse_steps=saved_coarse_steps)
     return dataclasses.replace(config, coarse_steps=max(config.coarse_steps, step))
 
 

@@ -9,11 +9,14 @@ from cpu3d.data.files.reader import Reader
 from cpu3d.data.resolution import Resizing
 from cpu3d.data.sampling import ALL, Share, sample_at
 from cpu3d.data.source import Batches, finish_of, open_reading, patch_dataset, volume_dataset
-from cpu3d.data.store import Store
+from cpu3d.data.store import Store, case_region
 from cpu3d.plan import volume_shape
 from cpu3d.settings import RunConfig, left_open
 
 PREPARING_FOR_A_CARD = 4  # patches prepared at a time if a card computes and the CPU is free for them
+
+# The voxels X, Y, Z of a volume that are of its case, not added around it.
+Inside = Tuple[slice, slice, slice]
 
 
 class Feeds:
@@ -23,10 +26,11 @@ class Feeds:
         """`share` is this worker's part of batches and held-out cases; `reader` is shared with other feeds."""
         self.config = config
         self._store, self._share = store, share
-        self._train_cases, self.held_out = store.cases("train"), len(store.cases("val"))
+        self._train_cases = store.manifest.split["train"]
+        self.held_out = len(store.manifest.split["val"])
         self.reader = reader or open_reading(
             store,
-            [split for split in ("train", "val") if store.cases(split)],
+            [split for split in ("train", "val") if store.manifest.split[split]],
             read_mode=left_open(config.read_mode),
             share=share,
         )
@@ -74,11 +78,19 @@ class Feeds:
         """The indices of `validation`'s cases among all `held_out` ones, in its order."""
         return self._share.singly().positions(0, self.held_out)
 
+    def inside(self, held_out: int) -> Inside:
+        """Where the case of this index among all `held_out` ones is in its volume of
+        `validation`."""
+        record = self._store.cases("val")[held_out]
+        region = case_region(record, self.volume_shape, self.config.extent)
+        padding = region.padding(record.shape)
+        return tuple(slice(before, n - after) for (before, after), n in zip(padding, region.size))
+
     def case_ids(self, step: int) -> List[str]:
         """The cases of a step, a name for each volume or patch."""
         positions = range(step * self.config.batch, (step + 1) * self.config.batch)
         count, seed = len(self._train_cases), self.config.seed
-        return [self._train_cases[sample_at(p, cases=count, seed=seed).index].case_id for p in positions]
+        return [self._train_cases[sample_at(p, cases=count, seed=seed).index] for p in positions]
 
 
 class Parts:

@@ -28,7 +28,7 @@ from cpu3d.host.gpu import memory_device
 from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes
 from cpu3d.host.speed import Observer
 from cpu3d.plan import Plan
-from cpu3d.run.checkpoint import checkpoints, newest, set_aside, write_best, write_next
+from cpu3d.run.checkpoint import checkpoints, lost_best, newest, set_aside, write_best, write_next
 from cpu3d.run.config import continued, half_rates
 from cpu3d.run.log import append_event, forget_after, read_events, shown
 from cpu3d.settings import RunConfig
@@ -91,7 +91,7 @@ class Fit:
         those up to the first validation are kept. The weights stay as they were. Returns the seconds of a full step,
         after those of a coarse one if coarse ones are left."""
         begin, step_s = time.perf_counter(), [self._timed(self.learner)]
-        if self.step < self.config.coarse_steps:
+        if self.learner.config.is_coarse:
             self._full_learner = self._make_learner(self.config.at(self.steps))
             step_s.append(self._timed(self._full_learner))
         steps = _steps_within(
@@ -104,8 +104,6 @@ class Fit:
         )
         self.steps = int(array_from_chief(self._exchange, np.array([steps]))[0])
         self.config = _cut(self.config, step=self.step, steps=self.steps)
-        if self.learner.config.is_coarse and self.step >= self.config.coarse_steps:
-            self._move_to_full()
         return step_s
 
     def log_start(self, host: Host, engine: str, threads: Dict[str, str], predicted: Dict[str, Any]) -> None:
@@ -185,8 +183,11 @@ class Fit:
     # --- The two grids ---
 
     def _enter(self) -> None:
-        """Make the learner of the next step, with its first weights, and its data."""
+        """Make the learner of the next step, with its first weights, and its data; if a validation
+        comes before that, those of the step that is done."""
         config, made = self.config.at(self.step), None
+        if self.owes_validation:
+            config = self.config.after(self.step)
         if not config.is_coarse:
             made, self._full_learner = self._full_learner, None
         self.learner = made or self._make_learner(config)
@@ -226,16 +227,18 @@ class Fit:
     def _loop(self, wish: Callable[[], int]) -> int:
         """Steps, validations and saves until the run is over or a worker wants to stop; returns why it does, 0 for
         nothing: the same on all workers."""
-        stop, parts = 0, self._parts()
+        stop, parts = 0, None
         while not (stop or self.is_over):
             if not self.owes_validation:
+                # Only now, as a validation after the last coarse step is of coarse weights, on their grid.
+                if self.learner.config.is_coarse and self.step >= self.config.coarse_steps:
+                    parts = None  # frees its volumes before others are read
+                    self._move_to_full()
+                if parts is None:
+                    parts = self._parts()
                 stop = self._train_step(parts, wish)
                 is_due = self.step == self.steps or self._is_validation_step(self.step)
                 self.owes_validation = bool(self.feeds.held_out) and is_due
-                if self.step == self.config.coarse_steps and not stop:
-                    parts = None  # frees its volumes before others are read
-                    self._move_to_full()
-                    parts = self._parts()
             if self.owes_validation and not stop:  # a stop does not wait for a validation
                 self._check_finite()
                 stop = self._validate(wish)
@@ -328,7 +331,10 @@ class Fit:
         mean_dice = float(scores.dice.mean())
         is_first = self.best is None or self.best_is_coarse > self.learner.config.is_coarse
         better = is_first or mean_dice > self.best
-        self.stale_validations = 0 if better else self.stale_validations + 1
+        if not better:
+            self.stale_validations += 1
+        elif self.best is not None:  # weights that replace lost ones do not give patience anew
+            self.stale_validations = 0
         self.owes_validation = False
         if better:
             self.best, self.best_is_coarse = mean_dice, self.learner.config.is_coarse
@@ -431,9 +437,16 @@ class Fit:
         return {**own, "coarse_steps": config.coarse_steps, "split_hash": config.split_hash, "seed": config.seed}
 
     def _restore(self) -> List[str]:
-        """Continue from the newest whole checkpoint, which the chief reads for all, or start; makes the learner and the
-        data of the next step. Returns a line for each damaged checkpoint."""
+        """Continue from the newest whole checkpoint, which the chief reads for all, or start; makes
+        the learner and the data of the next step. Best weights that are lost are forgotten: those
+        of the checkpoint are validated and take their place. Returns a line for each damaged
+        checkpoint, and for those weights."""
         checkpoint = newest(self.folder) if self._exchange.is_chief else None
+        lost, has_cases = "", bool(self.store.cases("val"))
+        if checkpoint and (isinstance(checkpoint.state.get("best"), float) or not has_cases):
+            lost = lost_best(self.folder, checkpoint)
+        if lost and has_cases:
+            checkpoint.state.update(best=None, best_is_coarse=False, owes_validation=True)
         text = text_from_chief(self._exchange, json.dumps(checkpoint.state) if checkpoint else "")
         try:
             state = typed(json.loads(text), _SavedState, "state") if text else {}
@@ -451,7 +464,16 @@ class Fit:
         if text and self._exchange.count > 1:
             for variable in self.learner.named_variables().values():
                 variable.assign(array_from_chief(self._exchange, np.asarray(variable.read_value())))
-        return set_aside(checkpoint) if checkpoint else []
+        if not checkpoint:
+            return []
+        warnings = set_aside(checkpoint)
+        if lost:
+            validated = "validated and " if has_cases else ""
+            instead = f"those after step {self.step} are {validated}kept instead"
+            warnings.append(f"warning: {lost}; {instead}")
+        if lost and not has_cases:
+            self._save_best()
+        return warnings
 
 
 class _State(TypedDict):

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, Mapping, Sequence, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Union
 
 from cpu3d.errors import InputError
 from cpu3d.run.config import FACTS, settings_by_name
@@ -23,7 +23,7 @@ from cpu3d.run.log import FINISHED, read_events
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_json
 from cpu3d.util.progress import say
-from cpu3d.util.records import VERSION, without_passwords
+from cpu3d.util.records import VERSION, count, without_passwords
 from memory_estimator.common.files import read_json
 from memory_estimator.installed import how_to_install
 
@@ -36,8 +36,10 @@ FILES = ("config.json", "plan.json", "report.html")  # of the run's folder, as t
 DERIVED = ("store_channels", "label_names", "region_codes", *FACTS)
 PATIENCE_S = 60.0  # how long the end of a training waits for MLflow
 MOST_METRICS = 1000  # the most that MLflow takes in one call
+WAITING = 1000  # the most steps that wait for a slow server, less than 2 MB; the log has the others
 
 Track = Callable[[Mapping[str, Any]], None]
+Sent = Dict[str, Dict[int, float]]  # name in SENT_BY -> step -> the value that MLflow has
 
 
 def require_mlflow() -> None:
@@ -113,19 +115,28 @@ class _Mlflow:
             os.environ.setdefault(name, value)
         self._run, self._config, self._uri = run, config, uri
         self._events: queue.SimpleQueue = queue.SimpleQueue()
+        self._left_out = 0  # steps that came while WAITING others waited
         self._given_up = False
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
         self._thread.start()
 
     def track(self, event: Mapping[str, Any]) -> None:
-        if not self._given_up:
+        if self._given_up or not scalars(event):
+            return
+        if event["event"] == "step" and self._events.qsize() >= WAITING:
+            # It is read from the log at the end. Validations are few: they always wait.
+            self._left_out += 1
+        else:
             self._events.put(event)
 
     def close(self) -> None:
         self._events.put(None)
         self._thread.join(PATIENCE_S)
         if self._thread.is_alive():
-            self._give_up(f"it did not finish within {PATIENCE_S:g} s of the end")
+            why = f"it did not finish within {PATIENCE_S:g} s of the end"
+            if self._left_out:
+                why += f", after {count(self._left_out, 'step')} that it was too slow for"
+            self._give_up(why)
 
     # --- In the thread ---
 
@@ -151,18 +162,20 @@ class _Mlflow:
             run_id = self._open(client)
         finally:
             logging.disable(before)
-        # The log has the steps that earlier attempts could not send, and those that were repeated at another rate.
-        sent = {
-            name: {m.step: m.value for m in sorted(client.get_metric_history(run_id, name), key=lambda m: m.timestamp)}
-            for name in SENT_BY
-        }
-        self._send(client, run_id, read_events(self._run), sent)
-        for event in iter(self._events.get, None):
-            self._send(client, run_id, [event], sent)
+        sent = self._catch_up(client, run_id)
+        ended = False
+        while not ended:
+            events = [self._events.get()]
+            while not self._events.empty():
+                events.append(self._events.get())
+            ended = events[-1] is None
+            self._send(client, run_id, [event for event in events if event is not None], sent)
+        if self._left_out:
+            self._catch_up(client, run_id)
         for name in FILES:
             if (self._run / name).is_file():
                 client.log_artifact(run_id, str(self._run / name))
-        last = (read_events(self._run) or [{}])[-1]
+        last = (read_events(self._run, steps=1) or [{}])[-1]
         status = "FINISHED" if last.get("reason") in FINISHED else "KILLED" if last.get("event") == "end" else "FAILED"
         client.set_terminated(run_id, status)
 
@@ -191,17 +204,47 @@ class _Mlflow:
         client.log_batch(run.info.run_id, params=[Param(name, value) for name, value in new.items()])
         return run.info.run_id
 
-    def _send(self, client: Any, run_id: str, events: Sequence[Mapping[str, Any]], sent: Dict[str, Dict]) -> None:
-        """Send the numbers of events whose loss or rate is not in `sent`, and update it."""
+    def _catch_up(self, client: Any, run_id: str) -> Sent:
+        """Send the numbers in the log that MLflow does not have: of steps that earlier attempts
+        could not send, or that were left out. Returns what it has of the last steps, which may wait
+        here too, and of later ones, which an earlier attempt did: a restart repeats them."""
+        sent = {}
+        for name in SENT_BY:
+            history = client.get_metric_history(run_id, name)
+            history = sorted(history, key=lambda metric: metric.timestamp)
+            sent[name] = {metric.step: metric.value for metric in history}
+        last = self._send(client, run_id, read_events(self._run), sent)
+        return {
+            name: {step: value for step, value in known.items() if step > last - WAITING}
+            for name, known in sent.items()
+        }
+
+    def _send(
+        self,
+        client: Any,
+        run_id: str,
+        events: Iterable[Mapping[str, Any]],
+        sent: Sent,
+    ) -> int:
+        """Send the numbers of events whose loss or rate is not in `sent`, which gets those of the
+        last WAITING steps; returns the last step."""
         from mlflow.entities import Metric
 
-        now, metrics = int(1000 * time.time()), []
+        now = int(1000 * time.time())
+        metrics: List[Metric] = []
+        step = 0
         for event in events:
-            named, step = scalars(event), event["step"]
+            named = scalars(event)
+            step = event["step"]
             if any(known.get(step) != named[name] for name, known in sent.items() if name in named):
                 # The loss last: if MLflow has it, it has all of the event.
                 metrics += [Metric(name, float(value), now, step) for name, value in reversed(list(named.items()))]
-                for name in sent.keys() & named.keys():
-                    sent[name][step] = named[name]
-        for first in range(0, len(metrics), MOST_METRICS):
-            client.log_batch(run_id, metrics=metrics[first : first + MOST_METRICS])
+            for name in sent.keys() & named.keys():
+                sent[name][step] = named[name]
+                sent[name].pop(step - WAITING, None)
+            while len(metrics) >= MOST_METRICS:
+                client.log_batch(run_id, metrics=metrics[:MOST_METRICS])
+                del metrics[:MOST_METRICS]
+        if metrics:
+            client.log_batch(run_id, metrics=metrics)
+        return step

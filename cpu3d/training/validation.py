@@ -1,16 +1,25 @@
-"""Scores on whole held-out volumes while a run trains: each worker scores its share, and all get all scores."""
+"""Scores on whole held-out volumes while a run trains: each worker scores its share, and all get
+all scores.
+
+The loss is of each region's map. Dice is of the regions as `evaluate --raw` paints them, on the
+same grid: ET counts as TC wherever it is painted, whatever the map of TC says there, so the weights
+that are best are those whose label map is best. With whole volumes it is that of `evaluate` to
+rounding, if no case is larger than the training grid. Windows are placed over the largest box of
+the set here and over each case's own there, so a run on patches differs a little.
+"""
 
 from dataclasses import dataclass
-from typing import Callable, Optional, Tuple
+from typing import Callable, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 import tensorflow as tf
 
+from cpu3d.data.labels import label_from_regions, region_mask
 from cpu3d.data.windows import sliding_window
 from cpu3d.distributed.all_reduce import ALONE, Exchange
-from cpu3d.training.feeds import Feeds
+from cpu3d.training.feeds import Feeds, Inside
 from cpu3d.training.learner import Learner
-from cpu3d.training.losses import TrainingLoss, hard_dice, hard_dice_counts
+from cpu3d.training.losses import TrainingLoss
 from models.layer_plan import PIECES
 from models.supervision import supervise
 
@@ -20,7 +29,7 @@ class Validation:
     """The scores at one moment of a run, means over the cases."""
 
     loss: float
-    dice: np.ndarray  # (R,) hard Dice
+    dice: np.ndarray  # (R,) hard Dice of the painted regions
 
 
 def validate(
@@ -36,16 +45,17 @@ def validate(
     `phase` is called for each volume, `wish` returns why the run should stop. A single worker then stops between two
     volumes, without scores; several finish. Raises WorkerLostError if another worker is gone.
     """
-    count, regions = feeds.held_out, feeds.config.unet.outputs
-    rows = np.zeros((count, 1 + regions), np.float32 if exchange.count > 1 else np.float64)
+    count, regions = feeds.held_out, feeds.config.codes_by_region
+    rows = np.zeros((count, 1 + len(regions)), np.float32 if exchange.count > 1 else np.float64)
     learner.swap_average()
     try:
         phase("validating")
         for case, (image, target) in zip(feeds.held_out_share(), feeds.validation()):
             logits = _whole_logits(feeds, learner.logits, image)
-            loss, counts = _score(target, logits)
+            logits = tf.convert_to_tensor(logits)
+            dice = _painted_dice(target, logits, regions, feeds.inside(case))
+            rows[case] = [float(_loss(target, logits)), *dice]
             del logits  # before the next are made
-            rows[case] = [float(loss), *hard_dice(counts).numpy()[0]]
             phase("validating")
             if exchange.count == 1 and wish():
                 return None, wish()
@@ -74,17 +84,28 @@ def _whole_logits(feeds: Feeds, logits_of: Callable[[tf.Tensor], tf.Tensor], ima
     return logits_of(image)
 
 
-def _score(target, logits) -> Tuple[tf.Tensor, tf.Tensor]:
-    """Loss and counts (1, R, 3), slab by slab of X: with many regions each map of a whole volume is a large one."""
-    logits = tf.convert_to_tensor(logits)
+def _painted_dice(
+    target: tf.Tensor, logits: tf.Tensor, regions: Mapping[str, Sequence[int]], inside: Inside
+) -> np.ndarray:
+    """(R,) Dice of the regions of the painted label of a case, in its own voxels `inside` the
+    volume. Slab by slab of X, as each map of a whole volume is a large one."""
+    counts = np.zeros((len(regions), 3), np.int64)  # voxels: of both, predicted, true
+    along_x, *across = inside
     size = -(-logits.shape[1] // PIECES)
-    slabs = [slice(first, first + size) for first in range(0, logits.shape[1], size)]
-    return _loss(target, logits), sum(_counts(target[:, slab], logits[:, slab]) for slab in slabs)
+    for first in range(along_x.start, along_x.stop, size):
+        slab = (0, slice(first, min(first + size, along_x.stop)), *across)
+        probabilities = tf.sigmoid(tf.cast(logits[slab], tf.float32)).numpy()
+        label = label_from_regions(probabilities, regions)
+        truth = np.asarray(target[slab], bool)
+        for position, codes in enumerate(regions.values()):
+            true, predicted = truth[..., position], region_mask(label, codes)
+            for column, mask in enumerate((true & predicted, predicted, true)):
+                counts[position, column] += np.count_nonzero(mask)
+    both, predicted, true = counts.T
+    is_empty = predicted + true == 0
+    return np.where(is_empty, 1.0, 2 * both / np.maximum(predicted + true, 1))
 
 
 @tf.function(autograph=False)
 def _loss(target, logits):
     return supervise(TrainingLoss(), target, [logits]).loss
-
-
-_counts = tf.function(hard_dice_counts, autograph=False)

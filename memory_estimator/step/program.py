@@ -19,6 +19,18 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class OwnOperation:
+    """An own operation in the terms of models/native/native.h, for its memory besides the maps."""
+
+    kind: str  # of `scratch.KINDS`
+    batch: int
+    grid: Tuple[int, int, int]  # voxels X, Y, Z; of two grids the coarser
+    channels: int  # of the maps, those of two that are joined together
+    outputs: int  # channels of the filters' output, or of the gradient
+    value_bytes: int  # of a map: 2 is bfloat16
+
+
+@dataclass(frozen=True)
 class StepOp:
     """One operation of the step. Operations run one after the other, in the order of the program."""
 
@@ -30,7 +42,7 @@ class StepOp:
     takes_over: Optional[str] = None
     """A tensor it reads last and writes its result into: the first of `writes` then takes no new memory. If that is one
     of the program's resident tensors, it moves there and leaves the memory that it had."""
-    hidden_bytes: int = 0  # scratch outside the allocator: in the process's memory, not in the allocator's count
+    own: Optional[OwnOperation] = None  # None for TensorFlow's operations
     flops: int = 0  # multiply-adds counted as 2
     traffic_bytes: int = 0  # bytes read and written, each tensor once: the least any implementation moves
     in_channels: int = 0

@@ -1,85 +1,170 @@
-"""Memory of own operations outside TensorFlow's allocator, as models/native (operations.c, passes.c) has it."""
+"""Memory of own operations outside TensorFlow's allocator, as models/native takes it: operations.c,
+passes.c and pool.c.
 
-from dataclasses import dataclass
+A buffer for each thread stays from operation to operation, and one passes from each operation to
+the next. A buffer is as large as the largest operation so far has made it, whichever that was.
+"""
 
-CACHE_BYTES = 2**20  # L2 of a core: a thread's ring of rows fills five eighths of it
-TAPS = {"pass": 0, "project": 1, "up": 8}  # of the filters, by the kind of operation; others have 27
-LANES = 16  # channels of a group, and values of a line of the cache
+from typing import Iterable, List, NamedTuple
 
+from memory_estimator.step.program import OwnOperation, StepOp
 
-@dataclass(frozen=True)
-class Shape:
-    """The maps of an operation, and its threads. Channels of two sources are counted together."""
+KINDS = {
+    "convolve": "convolve",
+    "input_gradient": "input_gradient",
+    "filter_gradient": "filter_gradient",
+    "max_pool": "pass",
+    "max_pool_gradient": "pass",
+    "residual_sum": "pass",
+    "residual_gradient": "pass",
+    "to_raw": "pass",
+    "project": "project",
+    "project_gradient": "project",
+    "project_sums": "project",
+    "project_to_raw": "project",
+    "up_convolve": "up",
+    "up_input_gradient": "up",
+    "up_filter_gradient": "up",
+}
+"""Own operations, as native.h has them -> kinds that cost the same, of `calibration.FEATURES`."""
 
-    batch: int
-    grid: tuple  # voxels X, Y, Z
-    inputs: int
-    outputs: int
-    value_bytes: int  # of the maps: 2 is bfloat16
-    threads: int
-
-
-def scratch_bytes(kind: str, shape: Shape, in_place: bool) -> int:
-    """Scratch of an operation; `in_place` if it may write over a map that it reads."""
-    if kind == "filter_gradient":
-        return filter_gradient_bytes(shape)
-    return pass_bytes(shape, TAPS[kind]) if kind in TAPS else convolve_bytes(shape, in_place)
-
-
-def convolve_bytes(shape: Shape, in_place: bool) -> int:
-    """Scratch of a 3x3x3 convolution or its input gradient: packed filters, each thread's ring and sums, and in place
-    the rows that other threads still read."""
-    streams, _, unit = _tiles(shape)
-    x, y, z = shape.grid
-    packed = 4 * _padded(shape.outputs) * streams * 9 * _parts(shape.inputs, unit)
-    sums = 8 * (shape.batch * 2 * _padded(shape.outputs) + LANES)
-    planes = _parts(shape.batch * x, shape.threads)
-    rows = (2 * y + planes) * z * shape.inputs * shape.value_bytes * in_place
-    return packed + shape.threads * (_thread_bytes(shape, with_gradient=False) + sums + rows)
+CONVOLUTIONS = ("convolve", "input_gradient", "filter_gradient")
+FILTER_GRADIENTS = ("filter_gradient", "project_gradient", "project_sums", "up_filter_gradient")
+MOST_THREADS = 256  # that compute an operation (native.h)
+GROUP = 16  # channels that are stored together
+LINE_BYTES, PAGE_BYTES = 64, 4096  # in front of a buffer; what a buffer is rounded up to
 
 
-def filter_gradient_bytes(shape: Shape) -> int:
-    """Scratch of a 3x3x3 filter gradient, which every thread sums for itself."""
-    sums = 4 * 9 * _tiles(shape)[0] * _padded(shape.inputs) * _padded(shape.outputs)
-    return shape.threads * (_thread_bytes(shape, with_gradient=True) + sums)
+class Scratch(NamedTuple):
+    """What one operation takes besides its maps."""
+
+    threads: int  # that keep some: one for each slab of planes along X
+    kept_bytes: int  # of each of them
+    passing_bytes: int
 
 
-def pass_bytes(shape: Shape, taps: int) -> int:
-    """Scratch of all other operations; `taps` are those of the filters, 0 without."""
-    inputs, outputs = _padded(shape.inputs), _padded(shape.outputs)
-    row = 4 * shape.grid[2] * (inputs + outputs * max(taps, 1))
-    filters = 4 * taps * inputs * outputs
-    return filters + shape.threads * (row + 16 * shape.batch * inputs + 2 * filters)
+class Rows(NamedTuple):
+    """The rows that an instruction set multiplies."""
+
+    streams: int
+    tile: int  # voxels along Z
+    unit: int  # values in 4 bytes
+    lanes: int  # of a vector of float32
+    in_registers: bool  # AMX: whole registers of tiles
 
 
-def _tiles(shape: Shape) -> tuple:
-    """Streams, outputs of a tile along Z, and values of a unit: products are of the maps' dtype."""
-    return (4, 2, 2) if shape.value_bytes == 2 else (6, 4, 1)
+def scratch_bytes(ops: Iterable[StepOp], threads: int, instructions: str, l2_bytes: int) -> int:
+    """All buffers after these operations, with an instruction set and so large a cache L2."""
+    every: List[Scratch] = []
+    for op in ops:
+        if op.own:
+            in_place = op.takes_over == op.reads[0]
+            every.append(scratch_of(op.own, threads, instructions, l2_bytes, in_place))
+    total = _mapped(max((one.passing_bytes for one in every), default=0))
+    counted = 0
+    for count in sorted({one.threads for one in every}):
+        largest = max(one.kept_bytes for one in every if one.threads >= count)
+        total += (count - counted) * _mapped(largest)
+        counted = count
+    return total
 
 
-def _thread_bytes(shape: Shape, with_gradient: bool) -> int:
-    """Bytes of `job_of` in C: a ring of transformed rows in the cache, two lines in float32 and sums."""
-    streams, tile, unit = _tiles(shape)
-    _, y, z = shape.grid
-    tiles = _parts(z, tile)
-    pairs = 2 if tiles >= 8 else unit  # short rows are not padded to pairs
-    tiles = pairs * _parts(tiles, pairs)
-    inputs, outputs = _padded(shape.inputs), _padded(shape.outputs)
+def scratch_of(
+    op: OwnOperation,
+    threads: int,
+    instructions: str,
+    l2_bytes: int,
+    in_place: bool = False,
+) -> Scratch:
+    """Scratch of one operation; `in_place` if it writes over the first map that it reads."""
+    slabs = min(threads, MOST_THREADS, op.batch * op.grid[0])
+    rows = rows_of(instructions, op.value_bytes)
+    if op.kind in CONVOLUTIONS:
+        return _of_convolution(op, slabs, rows, l2_bytes, in_place)
+    return _of_pass(op, slabs, rows.lanes)
 
-    def row_bytes(width: int) -> int:
-        lines = _parts(streams * width * tiles // unit, LANES)
-        return 64 * (lines + (49 - lines % 32) % 32)
 
-    row, of_gradient = row_bytes(inputs), row_bytes(outputs) if with_gradient else 0
-    most = max(1, CACHE_BYTES * 5 // 8 // (3 * row + of_gradient) - 2)
-    rows = _parts(y, _parts(y, most))
-    lines = 4 * ((tiles * tile + 2) * (inputs + outputs) + streams * max(tiles, 64) * LANES)
-    return (3 * (rows + 2) + 1) * row + rows * (of_gradient + 16) + lines
+def rows_of(instructions: str, value_bytes: int) -> Rows:
+    """Rows of maps of so many bytes a value. Without products of bfloat16 values they are of
+    float32."""
+    lanes = 16 if instructions in ("avx512", "avx512_bf16", "amx") else 8
+    if value_bytes == 2 and instructions in ("avx512_bf16", "amx", "amx_in_c"):
+        return Rows(4, 2, 2, lanes, in_registers=instructions != "avx512_bf16")
+    return Rows(6, 4, 1, lanes, in_registers=False)
+
+
+def _of_convolution(
+    op: OwnOperation,
+    slabs: int,
+    rows: Rows,
+    l2_bytes: int,
+    in_place: bool,
+) -> Scratch:
+    """`job_of` in operations.c: a ring of transformed rows in the cache, two lines in float32 and
+    sums of a row; packed filters, and of each slab the sums or, in place, the rows that other
+    slabs still read."""
+    _, y, z = op.grid
+    is_gradient = op.kind == "filter_gradient"
+    width = _up(op.channels, GROUP)
+    output_width = _up(op.outputs, GROUP)
+    tiles = _padded_tiles(z, rows, is_gradient)
+
+    row = _row_bytes(width, tiles, rows)
+    gradient_row = _row_bytes(output_width, tiles, rows) if is_gradient else 0
+    most = max(1, l2_bytes * 5 // 8 // (3 * row + gradient_row) - 2)
+    y_rows = _parts(y, _parts(y, most))
+    kept = (3 * (y_rows + 2) + 1) * row + y_rows * gradient_row
+    kept += 4 * (tiles * rows.tile + 2) * (width + output_width)  # two lines
+    kept += 4 * rows.streams * max(tiles, 64) * GROUP  # sums
+    kept += 16 * y_rows  # two pointers
+
+    if is_gradient:
+        return Scratch(slabs, kept, slabs * 4 * 9 * rows.streams * width * output_width)
+    packed = _up(op.channels, GROUP if rows.in_registers else rows.unit) // rows.unit
+    passing = 4 * output_width * rows.streams * 9 * packed
+    passing += slabs * 8 * (op.batch * 2 * output_width + 16)
+    if in_place:
+        planes = _parts(op.batch * op.grid[0], slabs)
+        passing += slabs * _up((2 * y + planes) * z * op.outputs * op.value_bytes, LINE_BYTES)
+    return Scratch(slabs, kept, passing)
+
+
+def _of_pass(op: OwnOperation, slabs: int, lanes: int) -> Scratch:
+    """`PASSES` in passes.c: a line of both maps; sums of each slab, and packed filters."""
+    taps = 8 if op.kind.startswith("up_") else 1
+    width = _up(op.channels, lanes)
+    output_width = _up(op.outputs, lanes)
+    filters = taps * width * output_width
+    kept = 4 * op.grid[2] * (width + output_width * taps)
+    sums = op.batch * 2 * width
+    if op.kind in FILTER_GRADIENTS:
+        sums += filters + output_width
+    takes_filters = op.kind.startswith(("project", "up_")) and op.kind != "up_filter_gradient"
+    return Scratch(slabs, kept, slabs * 8 * sums + 4 * filters * takes_filters)
+
+
+def _padded_tiles(z: int, rows: Rows, is_gradient: bool) -> int:
+    tiles = _parts(z, rows.tile)
+    step = 2 if tiles >= 8 else rows.unit
+    if rows.in_registers:  # of up to 16 tiles, or 16 pairs of them, and equally high
+        registers = _parts(tiles, 32 if is_gradient else 16)
+        step = _up(_parts(tiles, registers), 2)
+    return _up(tiles, step)
+
+
+def _row_bytes(width: int, tiles: int, rows: Rows) -> int:
+    """From one row to the next: an odd number of lines, so that rows spread over the cache."""
+    lines = _parts(rows.streams * width * tiles // rows.unit, 16)
+    return LINE_BYTES * (lines + (49 - lines % 32) % 32)
+
+
+def _mapped(size_bytes: int) -> int:
+    return _up(LINE_BYTES + size_bytes, PAGE_BYTES)
 
 
 def _parts(number: int, size: int) -> int:
     return -(-number // size)
 
 
-def _padded(channels: int) -> int:
-    return LANES * _parts(channels, LANES)
+def _up(number: int, to: int) -> int:
+    return to * _parts(number, to)

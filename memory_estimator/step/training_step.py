@@ -9,13 +9,14 @@ from dataclasses import replace
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from memory_estimator.job import Job
-from memory_estimator.step.program import Program, StepOp
-from memory_estimator.step.scratch import TAPS, Shape, scratch_bytes
+from memory_estimator.step.program import OwnOperation, Program, StepOp
+from memory_estimator.step.scratch import KINDS
 from memory_estimator.step.update import reset_sums, update
 from memory_estimator.step.writer import Writer, kernel_elements
 from models.layer_plan import PIECES
 from models.order import Block, Order, head_of
 
+TAPS = {"pass": 0, "project": 1, "up": 8}  # of filters, by the kind of operation; others have 27
 SCORE_MAPS = 5  # float32 maps of a slab that is scored: logits, target, three of the loss's
 
 
@@ -80,7 +81,7 @@ class PaperPass(Order):
     # --- Forward ---
 
     def max_pool(self, level: int, source: Map) -> Map:
-        return self._map(Map(f"encoder{level}_pool", level, source.channels), "pass", [source])
+        return self._map(Map(f"encoder{level}_pool", level, source.channels), "max_pool", [source])
 
     def convolve(self, name: str, entry: List[Map], again: bool) -> Map:
         op = self.writer.layers[name]
@@ -95,7 +96,8 @@ class PaperPass(Order):
     def up(self, level: int, below: Map, part: int, again: bool) -> Map:
         first, past = self.unet.up_parts(level)[part]
         made = Map(self._up_layer(level), level, past - first)
-        return self._map(made, "up", [below], [self._up_filters(level, part)], kept=not again)
+        filters = [self._up_filters(level, part)]
+        return self._map(made, "up_convolve", [below], filters, kept=not again)
 
     def project(self, name: str, entry: List[Map], part: int, add: Optional[Map]) -> Map:
         source, over = entry[part], [add] if add else []
@@ -104,47 +106,52 @@ class PaperPass(Order):
 
     def residual_sum(self, name: str, second: Map, total: Map, again: bool) -> Map:
         made = second._replace(name=f"{name}_act2")
-        return self._map(made, "pass", [second, total], over=[total], kept=not again)
+        return self._map(made, "residual_sum", [second, total], over=[total], kept=not again)
 
     # --- Backward ---
 
     def max_pool_gradient(self, level: int, source: Map, at: Map, add: Map) -> Map:
         made = source._replace(name=f"encoder{level}_pool/gradient")
-        return self._map(made, "pass", [source, at, add], over=[add])
+        return self._map(made, "max_pool_gradient", [source, at, add], over=[add])
 
     def up_gradients(self, level: int, below: Map, part: int, at: Map) -> Tuple[str, Map]:
         name = self._up_layer(level)
-        of_up = self._kernel_gradient(name, [below], [at], "up")
-        return of_up, self._gradient(name, "up", [at, below], below, [self._up_filters(level, part)])
+        of_up = self._kernel_gradient(name, [below], [at], "up_filter_gradient")
+        filters = [self._up_filters(level, part)]
+        return of_up, self._gradient(name, "up_input_gradient", [at, below], below, filters)
 
     def join_up_gradients(self, level: int, parts: List[str]) -> None:
         if len(parts) > 1:
             self._whole_gradient(self._up_layer(level), "pass", parts)
 
     def add_gradients(self, at: Map, add: Map) -> Map:
-        return self._gradient(f"{at.name}/sum", "pass", [at, add], at, over=[at, add])
+        return self._gradient(f"{at.name}/sum", "add", [at, add], at, over=[at, add])
 
     def project_gradient(self, name: str, entry: List[Map], part: int, at: Map, add: Optional[Map]) -> Map:
         source, over = entry[part], [add] if add else []
-        gradient = self._gradient(name, "project", [source, at, *over], source, [self._rows(name, entry, part)], over)
+        maps, filters = [source, at, *over], [self._rows(name, entry, part)]
+        gradient = self._gradient(name, "project_gradient", maps, source, filters, over)
         self._whole_gradient(name, "pass", [])  # those of two parts are padded and added up
         return gradient
 
     def project_to_raw(self, source: Map, at: Map) -> Map:
         """First come the sums that the norm needs."""
-        self._whole_gradient("head", "project", [source.name, at.name])
-        gradient = self._gradient("head", "project", [source, at], source, ["head/kernel"], [source])
+        sums = self._own("project_sums", source.level, source.channels, at.channels)
+        self._whole_gradient("head", "project", [source.name, at.name], own=sums)
+        maps, filters = [source, at], ["head/kernel"]
+        gradient = self._gradient("head", "project_to_raw", maps, source, filters, [source])
         return gradient._replace(of_raw=True)
 
     def residual_gradient(self, name: str, block: Block, at: Map) -> Map:
-        return self._gradient(f"{name}_act2", "pass", [block.second, block.output, at], at, over=[at])
+        maps = [block.second, block.output, at]
+        return self._gradient(f"{name}_act2", "residual_gradient", maps, at, over=[at])
 
     def of_raw(self, name: str, source: Map, at: Map) -> List[Map]:
         return [at] if at.of_raw else [at, source]
 
     def to_raw(self, name: str, source: Map, at: List[Map]) -> List[Map]:
         made = Map(f"{name}/to_raw", source.level, source.channels, of_raw=True)
-        return [self._map(made, "pass", at, over=[source], kept=False)]
+        return [self._map(made, "to_raw", at, over=[source], kept=False)]
 
     def input_gradient(self, name: str, at: List[Map], entry: List[Map], part: int, sums: bool = False) -> Map:
         like, filters = entry[part], [self._rows(name, entry, part)]
@@ -186,17 +193,19 @@ class PaperPass(Order):
         return self._map(Map(f"{name}/gradient", like.level, like.channels), kind, maps, filters, over, kept=False)
 
     def _map(self, made: Map, kind: str, maps: Sequence[Map], filters=(), over=(), kept: bool = True) -> Map:
-        """An operation that makes a map, from maps and filters, under the name that it gets."""
+        """An operation that makes a map, from maps and filters, under the name that it gets.
+        `kind` is of own ones, or "add", TensorFlow's."""
         # Both of two joined maps are counted; other maps go with the first.
         inputs = sum(read.channels for read in maps) if kind == "convolve" else maps[0].channels
         name = self.writer.make(
             made.name,
-            kind,
+            KINDS.get(kind, "pass"),
             [*(read.name for read in maps), *filters],
             self.map_bytes(made),
             f"activations, level {made.level}" if kept and self._keeps else "transients",
             over=[read.name for read in over],
-            **self._counted(kind, maps[0], made, inputs, bool(filters), bool(over)),
+            own=self._own_of(kind, maps, made, inputs),
+            **self._counted(kind, maps[0], made, inputs, bool(filters)),
         )
         return made._replace(name=name)
 
@@ -205,18 +214,26 @@ class PaperPass(Order):
         op, inputs = self.writer.layers[name], sum(source.channels for source in sources)
         self._gradients[name] = self.writer.make(
             f"{name}/filter_gradient{part}",
-            kind,
+            KINDS[kind],
             [read.name for read in (*sources, *at)],
             4 * kernel_elements(op) * inputs * at[0].channels // (op.in_channels * op.shape[3]),
             "gradients",
+            own=self._own(kind, sources[0].level, inputs, at[0].channels),
             **self._counted(kind, sources[0], at[0], inputs),
         )
         return self._gradients[name]
 
-    def _whole_gradient(self, name: str, kind: str, reads: Sequence[str]) -> None:
-        """A kernel's gradient without multiply-adds: the operation beside it has them, or there are none."""
-        size = 4 * kernel_elements(self.writer.layers[name])
-        self._gradients[name] = self.writer.make(f"{name}/filter_gradient", kind, reads, size, "gradients")
+    def _whole_gradient(
+        self,
+        name: str,
+        kind: str,
+        reads: Sequence[str],
+        own: Optional[OwnOperation] = None,
+    ) -> None:
+        """A kernel's gradient without multiply-adds: the operation beside it has them, or there
+        are none."""
+        size, made = 4 * kernel_elements(self.writer.layers[name]), f"{name}/filter_gradient"
+        self._gradients[name] = self.writer.make(made, kind, reads, size, "gradients", own=own)
 
     def map_bytes(self, made: Map, value_bytes: int = 0) -> int:
         voxels = self.job.micro * math.prod(self._grid(made.level))
@@ -226,19 +243,41 @@ class PaperPass(Order):
         return tuple(side >> level for side in self.job.shape)
 
     def _counted(
-        self, kind: str, read: Map, made: Map, inputs: int, multiplies: bool = True, in_place: bool = False
+        self,
+        kind: str,
+        read: Map,
+        made: Map,
+        inputs: int,
+        multiplies: bool = True,
     ) -> Dict[str, int]:
-        """Counts of a `StepOp` besides tensors: scratch on the finer grid, multiply-adds, as 2, on the coarser one. A
+        """Counts of a `StepOp` besides tensors: multiply-adds, as 2, on the coarser grid. A
         projection's gradient is two."""
-        fine, coarse = (self._grid(pick(read.level, made.level)) for pick in (min, max))
-        shape = Shape(self.job.micro, fine, inputs, made.channels, self.writer.value_bytes, self.job.threads)
-        products = TAPS.get(kind, 27) * self.job.micro * math.prod(coarse) * inputs * made.channels
-        return {
-            "hidden_bytes": scratch_bytes(kind, shape, in_place),
-            "flops": 2 * products * multiplies,
-            "in_channels": inputs,
-            "out_channels": made.channels,
-        }
+        coarse = self._grid(max(read.level, made.level))
+        taps = TAPS.get(KINDS.get(kind, "pass"), 27)
+        products = taps * self.job.micro * math.prod(coarse) * inputs * made.channels
+        channels = {"in_channels": inputs, "out_channels": made.channels}
+        return {"flops": 2 * products * multiplies, **channels}
+
+    def _own_of(
+        self,
+        kind: str,
+        maps: Sequence[Map],
+        made: Map,
+        inputs: int,
+    ) -> Optional[OwnOperation]:
+        """The own operation that makes a map from maps; None if it is TensorFlow's."""
+        if kind not in KINDS:
+            return None
+        coarse = max(maps[0].level, made.level)
+        if kind == "up_input_gradient":
+            return self._own(kind, coarse, made.channels, maps[0].channels)
+        if kind in ("project_gradient", "project_to_raw"):
+            return self._own(kind, coarse, made.channels, maps[1].channels)
+        return self._own(kind, coarse, inputs, made.channels)
+
+    def _own(self, kind: str, level: int, channels: int, outputs: int) -> OwnOperation:
+        batch, value_bytes = self.job.micro, self.writer.value_bytes
+        return OwnOperation(kind, batch, self._grid(level), channels, outputs, value_bytes)
 
 
 # --- The loss, as models/supervision.py and cpu3d.training.losses.DiceCrossEntropy have it ---

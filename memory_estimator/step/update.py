@@ -10,6 +10,15 @@ from models.layer_plan import LayerOp
 SQUARES, SQUARE_PRODUCTS = 7, 19  # of Muon's iteration: square matrices at once, and products of two of them
 
 
+FEW_THREADS = 4
+"""Up to so many threads oneDNN does not divide a sum over rows among them (2 and 4 do not; 16, 56
+and 112 do)."""
+COPIED_BYTES = 512
+"""For each thread and column: the parts of a matrix that oneDNN copies. With the threads' own sums
+this is 102 to 131 % of what was requested on 56 and 112 threads for matrices of 128 to 1024 columns
+whose rows were divided (oneDNN 3.3 in ITEX 2.15.0.0)."""
+
+
 def reset_sums(writer: Writer) -> None:
     """The start of a step in micro-batches: zeros, into whose memory the sums of gradients move."""
     for op in writer.kernels if writer.job.parts > 1 else ():
@@ -53,10 +62,19 @@ def _orthogonalise(writer: Writer, op: LayerOp, gradient: str) -> None:
     ahead = writer.make(f"{op.name}/ahead", "update", [gradient, decayed], size, over=[gradient, decayed])
     squares = tuple(Tensor(f"{op.name}/square{n}", 4 * few**2, "scratch") for n in range(1, SQUARES))
     flops = 2 * kernel_elements(op) * few
-    more = {"scratch": squares, "flops": flops + 2 * SQUARE_PRODUCTS * few**3}
+    threads = Tensor(f"{op.name}/threads", _of_threads(writer, few), "scratch")
+    more = {"scratch": (*squares, threads), "flops": flops + 2 * SQUARE_PRODUCTS * few**3}
     product = writer.make(f"{op.name}/product", "update", [ahead], 4 * few**2, **more)
     step = writer.make(f"{op.name}/orthogonal", "update", [ahead, product], size, flops=flops)
     writer.run(f"{op.name}/update", "update", [step, f"{op.name}/kernel"])
+
+
+def _of_threads(writer: Writer, side: int) -> int:
+    """What Intel's extension requests for the threads of a matrix's product with itself: sums."""
+    if writer.job.engine != "itex":
+        return 0
+    sums = 4 * side**2 if writer.job.threads > FEW_THREADS else 0
+    return writer.job.threads * (COPIED_BYTES * side + sums)
 
 
 def _adapt(writer: Writer, op: LayerOp, gradient: str) -> None:

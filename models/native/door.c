@@ -76,7 +76,8 @@ static int thread_count(void)
 
 /* --- A call: its tensors, their shapes, and the first rule that they break --- */
 
-enum { FILTERS, BIAS, NORMS, OTHER_NORMS, MAPS, MOST_INPUTS = MAPS + 4, OUTPUTS = 4, MOST_CHANNELS = 1024 };
+enum { FILTERS, BIAS, NORMS, OTHER_NORMS, MAPS, MOST_INPUTS = MAPS + 4, OUTPUTS = 4 };
+enum { MOST_CHANNELS = 1 << 14 }; /* of a map, as models/config.py has it */
 
 struct call {
     TF_OpKernelContext *context;

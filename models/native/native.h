@@ -37,6 +37,11 @@ enum kind {
     KINDS
 };
 
+/* Of an operation's memory besides its maps: the threads that keep some, the bytes that each of
+   them keeps, and the bytes that pass to the next operation. memory_estimator/step/scratch.py has
+   the same as a formula. */
+enum { KEEPING_THREADS, KEPT_BYTES, PASSING_BYTES, SCRATCH };
+
 struct operation {
     int kind, dtype, threads;
     int batch, x, y, z;
@@ -47,7 +52,7 @@ struct operation {
     void *map;                   /* may be the first map's memory or what is added, and from MAX_POOL on that of any map */
     float *sums_to;              /* NULL if they are not wanted, as below */
     float *filter_gradient, *bias_gradient;
-    size_t *scratch; /* not NULL: kinds before MAX_POOL write here the bytes that each thread keeps, and the rest, and do nothing */
+    size_t *scratch; /* not NULL: nothing is computed; SCRATCH numbers are written here */
 };
 
 /* An instruction set: the same sources, compiled for it. */
@@ -58,10 +63,17 @@ struct kernels {
     double (*products)(int threads, long repeats);
 };
 
-/* pool.c: calls work(argument, thread, threads) once for every thread, the caller's among them; one call at a time. */
+/* pool.c: what follows is for one operation at a time, which waits for the one before it. */
+void begin_operation(void);
+void end_operation(void);
+/* Calls work(argument, thread, threads) once for every thread, at most MOST_THREADS, the caller's
+   among them. */
 void run_on_threads(int threads, void (*work)(void *, int thread, int threads), void *argument);
-/* Memory that a thread keeps from call to call, at least so large, aligned to 64 bytes; NULL if there is not enough. */
+/* Memory that each thread keeps from operation to operation, and memory that passes from one
+   operation to the next: at least so large, aligned to 64 bytes, with whatever was left in it;
+   NULL if there is not enough. */
 void *thread_memory(int thread, size_t bytes);
-#define MOST_THREADS 256
+void *passing_memory(size_t bytes);
+enum { MOST_THREADS = 256 };
 
 #endif

@@ -6,7 +6,6 @@
 
    In place, the output is written over the one map that is read. Parts that are read later are copied first: the planes
    beside each slab before any thread writes, and in each plane of a slab the last row of the tile before. */
-#include <stdlib.h>
 #include <unistd.h>
 #include "rows.h"
 
@@ -220,6 +219,7 @@ struct job {
     const struct operation *op;
     struct input input, gradient; /* of the output, for a filter gradient */
     enum { NO_SUMS, MOMENTS, NORM_SUMS } sums;
+    int slabs;                /* one a thread; without planes for all, some threads have none */
     int inputs, outputs;      /* channels */
     int width, output_width;  /* the same, rounded up to whole groups */
     int tiles, step;          /* of a row; a row is padded to whole steps */
@@ -231,19 +231,21 @@ struct job {
     size_t weight_bytes, thread_totals, thread_copies, thread_sums; /* sizes of what is below, of copies in bytes; or 0 */
     size_t passing;           /* the bytes of all that */
     unit *weights;            /* [16 outputs][stream][tap][unit][16] */
-    double *totals;           /* of every thread: [batch][2][output_width] */
-    char *copies;             /* of every thread, in place: two planes, and a row of each plane of a slab */
-    float *filter_sums;       /* of every thread, of a filter gradient: [tap][stream][group][16 outputs][16 channels][16] */
+    double *totals;           /* of every slab: [batch][2][output_width] */
+    char *copies;             /* of every slab, in place: two planes, a row of each of its own */
+    /* Of every slab, of a filter gradient: [tap][stream][group][16 outputs][16 channels][16]. */
+    float *filter_sums;
     int failed;
 };
 
 /* A thread keeps `bytes`, the most of all operations so far: a ring of rows, two lines, and sums of the streams of a row, or of
-   as many as are multiplied at once: at most 64 tiles. What else an operation takes goes at its end.
-   tests/models/native/reference.py has all as a formula. */
+   as many as are multiplied at once: at most 64 tiles. What else an operation takes passes on.
+   memory_estimator/step/scratch.py has all as a formula. */
 static struct job job_of(const struct operation *op)
 {
     int gradient = op->kind == FILTER_GRADIENT, tiles = (op->z + TILE - 1) / TILE;
     struct job j = {.op = op, .inputs = op->channels[0] + op->channels[1], .outputs = op->outputs};
+    j.slabs = slabs_of(op);
     j.input = (struct input){{op->channels[0], op->channels[1]}, {op->maps[0], op->maps[1]}, .coefficients = op->coefficients};
     j.gradient = (struct input){{op->outputs}, {op->others[0]}, op->others[1], op->other_coefficients};
     if (op->kind == INPUT_GRADIENT)
@@ -271,7 +273,7 @@ static struct job job_of(const struct operation *op)
     j.line = (size_t)(j.tiles * TILE + 2) * j.width, j.output_line = (size_t)(j.tiles * TILE + 2) * j.output_width;
     j.row_sums = (size_t)STREAMS * 16 * (j.tiles > 64 ? j.tiles : 64);
     j.bytes = j.ring * sizeof(unit) + (j.line + j.output_line + j.row_sums) * sizeof(float) + 2 * j.y_rows * sizeof(void *);
-    long planes = ((long)op->batch * op->x + op->threads - 1) / op->threads;
+    long planes = ((long)op->batch * op->x + j.slabs - 1) / j.slabs; /* of the largest slab */
     if (gradient) {
         j.thread_sums = (size_t)9 * STREAMS * j.width * j.output_width;
     } else {
@@ -279,7 +281,8 @@ static struct job job_of(const struct operation *op)
         j.thread_totals = (size_t)op->batch * 2 * j.output_width + 16; /* a line between threads */
         j.thread_copies = op->map == op->maps[0] ? ((2 * op->y + planes) * j.row_bytes + 63) / 64 * 64 : 0;
     }
-    j.passing = j.weight_bytes + op->threads * (sizeof(double) * j.thread_totals + j.thread_copies + sizeof(float) * j.thread_sums);
+    size_t totals = sizeof(double) * j.thread_totals, sums = sizeof(float) * j.thread_sums;
+    j.passing = j.weight_bytes + j.slabs * (totals + j.thread_copies + sums);
     return j;
 }
 
@@ -545,7 +548,7 @@ static void write_filter_gradient(void *argument, int thread, int threads)
                 size_t panel = ((size_t)(tap * STREAMS + k) * groups + i / GROUP) * blocks + block;
                 const float *from = j->filter_sums + (panel * GROUP + i % GROUP) * 16;
                 double sum[16] = {0};
-                for (int other = 0; other < j->op->threads; other++, from += j->thread_sums)
+                for (int slab = 0; slab < j->slabs; slab++, from += j->thread_sums)
                     for (int o = 0; o < 16; o++)
                         sum[o] += from[o];
                 for (int z = 0; z < 3; z++)
@@ -602,34 +605,42 @@ static void operation_thread(void *argument, int thread, int threads)
 
 int PASSES(const struct operation *); /* build.py defines the names */
 
-static int run(const struct operation *op)
+static int convolve(const struct operation *op)
 {
-    if (op->kind >= MAX_POOL)
-        return PASSES(op);
     struct job j = job_of(op);
     if (op->scratch) {
-        op->scratch[0] = j.bytes;
-        op->scratch[1] = j.passing;
+        op->scratch[KEEPING_THREADS] = j.slabs;
+        op->scratch[KEPT_BYTES] = j.bytes;
+        op->scratch[PASSING_BYTES] = j.passing;
         return 0;
     }
-    char *memory = aligned_alloc(64, j.passing);
+    char *memory = passing_memory(j.passing);
     if (!memory)
         return -1;
     j.weights = (unit *)memory;
     j.totals = (double *)(memory + j.weight_bytes);
-    j.copies = (char *)(j.totals + op->threads * j.thread_totals);
-    j.filter_sums = (float *)(j.copies + op->threads * j.thread_copies);
+    j.copies = (char *)(j.totals + j.slabs * j.thread_totals);
+    j.filter_sums = (float *)(j.copies + j.slabs * j.thread_copies);
     if (j.weight_bytes)
         run_on_threads(op->threads, pack_weights, &j);
     if (j.thread_copies)
-        run_on_threads(op->threads, copy_planes_beside, &j);
-    run_on_threads(op->threads, operation_thread, &j);
+        run_on_threads(j.slabs, copy_planes_beside, &j);
+    run_on_threads(j.slabs, operation_thread, &j);
+    if (j.failed)
+        return -1;
     if (j.thread_sums)
         run_on_threads(op->threads, write_filter_gradient, &j);
     else if (op->sums_to)
-        write_sums(&j, op->threads);
-    free(memory);
-    return j.failed ? -1 : 0;
+        write_sums(&j, j.slabs);
+    return 0;
+}
+
+static int run(const struct operation *op)
+{
+    begin_operation();
+    int failed = op->kind >= MAX_POOL ? PASSES(op) : convolve(op);
+    end_operation();
+    return failed;
 }
 
 static void multiply_in_cache(void *repeats, int thread, int threads)
@@ -646,7 +657,9 @@ static void multiply_in_cache(void *repeats, int thread, int threads)
 
 static double products(int threads, long repeats)
 {
+    begin_operation();
     run_on_threads(threads, multiply_in_cache, &repeats);
+    end_operation();
     return 2.0 * repeats * threads * 9 * GROUP * 16 * MOST_SUMS;
 }
 

@@ -2,7 +2,6 @@
 
    A thread has a share of the planes along x. Each voxel is read before it is written, so a map may be written over one that it
    is made of. Sums are of float32 within a row, and of float64 over rows. */
-#include <stdlib.h>
 #include "rows.h"
 
 enum { BLOCK = 8 }; /* voxels, or outputs of a filter gradient, whose sums are in registers at a time: whole vectors have as many */
@@ -12,11 +11,13 @@ struct job {
     int from_raw, reads_other; /* whether products are of the raw map's values, or the other map's */
     int edge, taps;           /* of the filters */
     int width, other_width;   /* channels of the raw map and of the other one, rounded up to whole vectors */
+    int slabs;                /* of planes, one a thread */
     size_t floats;            /* of a thread's lines */
     size_t filter_count;      /* of a gradient of the filters, its bias included */
     size_t sum_count;         /* [batch][2][width] */
+    size_t packed_count;      /* of filters, where the operation takes some */
     float *filters;           /* packed: [tap][value that is multiplied][channel of the map] */
-    double *filter_sums, *sums; /* of every thread */
+    double *filter_sums, *sums; /* of every slab */
     int failed;
 };
 
@@ -232,11 +233,14 @@ static void pass_thread(void *argument, int thread, int threads)
     memset(memory, 0, job->floats * sizeof(float)); /* channels that are not there stay 0 */
     struct worker w = {job, .line = memory, .other = memory + (size_t)op->z * job->width};
     w.filter_sums = job->filter_sums + thread * job->filter_count;
+    double *sums = job->sums + thread * job->sum_count;
+    memset(w.filter_sums, 0, job->filter_count * sizeof(double));
+    memset(sums, 0, job->sum_count * sizeof(double));
     long planes = (long)op->batch * op->x;
     for (long plane = planes * thread / threads; plane < planes * (thread + 1) / threads; plane++) {
         int batch = (int)(plane / op->x);
         w.norm = op->coefficients ? op->coefficients + (size_t)batch * COEFFICIENTS * op->channels[0] : NULL;
-        w.sums = job->sums + thread * job->sum_count + (size_t)batch * 2 * job->width;
+        w.sums = sums + (size_t)batch * 2 * job->width;
         for (int y = 0; y < op->y; y++)
             row(&w, batch, (int)(plane % op->x), y);
     }
@@ -253,49 +257,66 @@ static void pack_filters(const struct job *job)
 {
     const struct operation *op = job->op;
     int channels = op->channels[0], outputs = op->outputs;
-    for (int i = 0; i < job->taps * channels * outputs; i++) {
-        int tap = i / outputs / channels, c = i / outputs % channels, o = i % outputs;
-        size_t by_channel = ((size_t)tap * channels + c) * job->other_width + o;
-        size_t by_output = ((size_t)tap * outputs + o) * job->width + c;
-        job->filters[job->from_raw ? by_channel : by_output] = op->filters[filter_at(op, tap, c, o)];
-    }
+    memset(job->filters, 0, job->packed_count * sizeof(float)); /* channels that are not there */
+    for (int tap = 0; tap < job->taps; tap++)
+        for (int c = 0; c < channels; c++)
+            for (int o = 0; o < outputs; o++) {
+                size_t by_channel = ((size_t)tap * channels + c) * job->other_width + o;
+                size_t by_output = ((size_t)tap * outputs + o) * job->width + c;
+                size_t to = job->from_raw ? by_channel : by_output;
+                job->filters[to] = op->filters[filter_at(op, tap, c, o)];
+            }
 }
 
 static void write_results(const struct job *job)
 {
     const struct operation *op = job->op;
-    int channels = op->channels[0], outputs = op->outputs, width = job->width, threads = op->threads;
-    for (int i = 0; op->sums_to && i < 2 * op->batch * channels; i++)
-        op->sums_to[i] = (float)total(job->sums + (size_t)(i / channels) * width + i % channels, job->sum_count, threads);
-    for (int i = 0; op->filter_gradient && i < job->taps * outputs * channels; i++) {
-        int row = i / channels, c = i % channels;
-        op->filter_gradient[filter_at(op, row / outputs, c, row % outputs)] =
-            (float)total(job->filter_sums + (size_t)row * width + c, job->filter_count, threads);
+    int channels = op->channels[0], outputs = op->outputs, width = job->width, slabs = job->slabs;
+    for (int i = 0; op->sums_to && i < 2 * op->batch * channels; i++) {
+        const double *sums = job->sums + (size_t)(i / channels) * width + i % channels;
+        op->sums_to[i] = (float)total(sums, job->sum_count, slabs);
     }
+    for (int row = 0; op->filter_gradient && row < job->taps * outputs; row++)
+        for (int c = 0; c < channels; c++)
+            op->filter_gradient[filter_at(op, row / outputs, c, row % outputs)] =
+                (float)total(job->filter_sums + (size_t)row * width + c, job->filter_count, slabs);
+    const double *of_bias = job->filter_sums + (size_t)job->taps * outputs * width;
     for (int o = 0; op->bias_gradient && o < outputs; o++)
-        op->bias_gradient[o] = (float)total(job->filter_sums + (size_t)outputs * width + o, job->filter_count, threads);
+        op->bias_gradient[o] = (float)total(of_bias + o, job->filter_count, slabs);
 }
 
-int PASSES(const struct operation *op) /* the name that build.py gives to those of an instruction set */
+/* The name that build.py gives to those of an instruction set. */
+int PASSES(const struct operation *op)
 {
-    int edge = op->kind >= UP_CONVOLVE ? 2 : 1, taps = edge * edge * edge;
-    struct job job = {.op = op, .edge = edge, .taps = taps};
+    int edge = op->kind >= UP_CONVOLVE ? 2 : 1;
+    struct job job = {.op = op, .edge = edge, .taps = edge * edge * edge, .slabs = slabs_of(op)};
     job.from_raw = op->kind == PROJECT || op->kind == UP_CONVOLVE;
     job.reads_other = op->kind > PROJECT && !job.from_raw;
-    job.width = round_up(op->channels[0], LANES), job.other_width = round_up(op->outputs, LANES);
-    job.floats = (size_t)op->z * (job.width + job.other_width * taps);
+    job.width = round_up(op->channels[0], LANES);
+    job.other_width = round_up(op->outputs, LANES);
+    job.floats = (size_t)op->z * (job.width + job.other_width * job.taps);
     job.sum_count = (size_t)op->batch * 2 * job.width;
-    size_t filters = (size_t)taps * job.width * job.other_width;
+    size_t filters = (size_t)job.taps * job.width * job.other_width;
+    job.packed_count = op->filters ? filters : 0;
     job.filter_count = op->filter_gradient ? filters + job.other_width : 0;
-    job.sums = calloc((job.sum_count + job.filter_count) * op->threads + filters / 2, sizeof(double));
+    size_t bytes = (job.sum_count + job.filter_count) * job.slabs * sizeof(double);
+    bytes += job.packed_count * sizeof(float);
+    if (op->scratch) {
+        op->scratch[KEEPING_THREADS] = job.slabs;
+        op->scratch[KEPT_BYTES] = job.floats * sizeof(float);
+        op->scratch[PASSING_BYTES] = bytes;
+        return 0;
+    }
+    job.sums = passing_memory(bytes);
     if (!job.sums)
         return -1;
-    job.filter_sums = job.sums + job.sum_count * op->threads;
-    job.filters = (float *)(job.filter_sums + job.filter_count * op->threads);
+    job.filter_sums = job.sums + job.sum_count * job.slabs;
+    job.filters = (float *)(job.filter_sums + job.filter_count * job.slabs);
     if (op->filters)
         pack_filters(&job);
-    run_on_threads(op->threads, pass_thread, &job);
+    run_on_threads(job.slabs, pass_thread, &job);
+    if (job.failed)
+        return -1;
     write_results(&job);
-    free(job.sums);
-    return job.failed ? -1 : 0;
+    return 0;
 }

@@ -7,7 +7,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
-#include <stdlib.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -16,26 +16,69 @@
 #define SPIN_NS 50000
 
 static struct {
-    pthread_mutex_t call; /* one operation at a time */
-    int started;          /* threads besides the caller's */
-    atomic_int round;     /* goes up by one with every call */
+    pthread_mutex_t operation; /* one at a time */
+    int started;               /* threads besides the caller's */
+    atomic_int round;          /* goes up by one with every call */
     atomic_int working;
     int threads;
     void (*work)(void *, int, int);
     void *argument;
-} pool = {.call = PTHREAD_MUTEX_INITIALIZER};
+} pool = {.operation = PTHREAD_MUTEX_INITIALIZER};
 
-static struct { void *memory; size_t bytes; } kept[MOST_THREADS];
+void begin_operation(void) { pthread_mutex_lock(&pool.operation); }
 
-void *thread_memory(int thread, size_t bytes)
+void end_operation(void) { pthread_mutex_unlock(&pool.operation); }
+
+/* --- Memory: mapped buffers that only grow. In the C library's heap, freed memory would stay
+   beside what is taken next. --- */
+
+/* The first line of a buffer has its length, so that one pointer names all of it: a process may
+   fork at any moment, and its child then finds a whole buffer or none. While a buffer is not at
+   its place, no pointer leads to it. */
+struct buffer { size_t bytes; };
+enum { LINE = 64, PAGE = 4096 };
+
+static struct buffer *_Atomic kept[MOST_THREADS];
+static struct buffer *_Atomic passing;
+
+#ifdef __SANITIZE_ADDRESS__ /* what an operation did not ask for is not to be touched */
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(from, bytes) ((void)0)
+#define ASAN_UNPOISON_MEMORY_REGION(from, bytes) ((void)0)
+#endif
+
+static void *at_least_so_large(struct buffer *_Atomic *place, size_t bytes)
 {
-    if (kept[thread].bytes < bytes) {
-        free(kept[thread].memory);
-        kept[thread].memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
-        kept[thread].bytes = kept[thread].memory ? bytes : 0;
+    struct buffer *buffer = *place;
+    size_t wanted = (LINE + bytes + PAGE - 1) / PAGE * PAGE;
+    if (buffer)
+        ASAN_UNPOISON_MEMORY_REGION(buffer, buffer->bytes);
+    if (!buffer || buffer->bytes < wanted) {
+        void *grown;
+        *place = NULL;
+        if (buffer) /* its pages move with it: never are two buffers there */
+            grown = mremap(buffer, buffer->bytes, wanted, MREMAP_MAYMOVE);
+        else
+            grown = mmap(NULL, wanted, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (grown == MAP_FAILED) {
+            *place = buffer;
+            return NULL;
+        }
+        buffer = grown;
+        buffer->bytes = wanted;
+        *place = buffer;
     }
-    return kept[thread].memory;
+    char *memory = (char *)buffer + LINE;
+    ASAN_POISON_MEMORY_REGION(memory + bytes, buffer->bytes - LINE - bytes);
+    return memory;
 }
+
+void *thread_memory(int thread, size_t bytes) { return at_least_so_large(&kept[thread], bytes); }
+
+void *passing_memory(size_t bytes) { return at_least_so_large(&passing, bytes); }
+
+/* --- Threads --- */
 
 static long now_ns(void)
 {
@@ -76,17 +119,20 @@ static void *thread_main(void *number)
 /* A child of fork has none of the threads, and the lock as it was at that moment. */
 static void forget_threads(void)
 {
-    pthread_mutex_init(&pool.call, NULL);
+    pthread_mutex_init(&pool.operation, NULL);
     pool.started = 0;
+}
+
+/* When the library is loaded: a process of one thread of ours may have others, which fork. */
+__attribute__((constructor)) static void watch_forks(void)
+{
+    pthread_atfork(NULL, NULL, forget_threads);
 }
 
 static void start_threads(int wanted)
 {
     if (pool.started >= wanted)
         return;
-    static int registered;
-    if (!registered++)
-        pthread_atfork(NULL, NULL, forget_threads);
     pthread_attr_t attributes;
     cpu_set_t cpus;
     pthread_attr_init(&attributes);
@@ -107,13 +153,14 @@ void run_on_threads(int threads, void (*work)(void *, int, int), void *argument)
 {
     if (threads > MOST_THREADS)
         threads = MOST_THREADS;
-    pthread_mutex_lock(&pool.call);
     start_threads(threads - 1);
     if (threads == 1 || pool.started < threads - 1) { /* shares are fixed: one thread after the other, with the same result */
         for (int thread = 0; thread < threads; thread++)
             work(argument, thread, threads);
     } else {
-        pool.work = work, pool.argument = argument, pool.threads = threads;
+        pool.work = work;
+        pool.argument = argument;
+        pool.threads = threads;
         atomic_store(&pool.working, pool.started);
         atomic_fetch_add(&pool.round, 1);
         wake(&pool.round);
@@ -121,5 +168,4 @@ void run_on_threads(int threads, void (*work)(void *, int, int), void *argument)
         for (int left; (left = atomic_load(&pool.working));)
             wait_while(&pool.working, left);
     }
-    pthread_mutex_unlock(&pool.call);
 }

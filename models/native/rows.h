@@ -97,6 +97,12 @@ static const float FILTER_TRANSFORM[STREAMS][3] = {
 static inline int least(int a, int b) { return a < b ? a : b; }
 static inline int round_up(int value, int to) { return (value + to - 1) / to * to; }
 
+/* Slabs of planes along x, of all samples: one for each thread, as far as there are planes. */
+static int slabs_of(const struct operation *op)
+{
+    return least(least(op->threads, MOST_THREADS), op->batch * op->x);
+}
+
 /* Voxel (x, y, 0) of a grid that is `times` as fine. */
 static size_t voxel_of(const struct operation *op, int times, int batch, int x, int y)
 {

@@ -363,6 +363,19 @@ def test_whole_volumes_are_in_the_bound_where_steps_see_less_than_these(phantom_
     assert without == full.upper_bound_bytes - (beside if plan.config.is_patch else 0), "no validation, no volume"
 
 
+def test_what_a_large_store_keeps_of_each_case_is_in_the_bound(phantom_store, tmp_path):
+    case = phantom_store.manifest.cases[0]
+
+    def bound(count):
+        cases = [dataclasses.replace(case, case_id=f"{n:05d}") for n in range(count)]
+        split = {"train": [case.case_id for case in cases], "val": (), "test": ()}
+        manifest = remake(phantom_store.manifest, cases=cases, split=split)
+        store = Store(phantom_store.folder, manifest)
+        return planned(store, tmp_path, policy="speed").forecast.upper_bound_bytes
+
+    assert bound(2000) - bound(1) == pytest.approx(2000 * 1200, rel=0.2)
+
+
 def test_what_whole_volumes_take_is_counted_by_hand():
     job, shape, voxels = job_of(PATCHES, threads=2, cases=8), (240, 240, 155), 240 * 240 * 155
     # Three volumes of 4 float32 channels and 3 masks, weights, 2 float32 maps of 3 regions.

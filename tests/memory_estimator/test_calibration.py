@@ -70,6 +70,19 @@ def test_what_was_measured_on_a_host_is_found_there_and_a_damaged_file_is_said()
     assert str(path) in damaged.basis(JOB, here)
 
 
+@pytest.mark.parametrize("measured", [False, True])
+def test_scratch_is_that_of_the_host_s_own_cache_and_of_its_shipped_one_where_it_is_not_known(measured):
+    known = host(cpu_model="Some CPU", l2_bytes=3 * 2**20)
+    if measured:
+        path = host_file(known)
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({**like_shipped(known), "scales": {"bfloat16": scale()}}))
+        assert load_constants(path).l2_bytes == 3 * 2**20
+    assert find_constants(known).l2_bytes == 3 * 2**20
+    unknown = dataclasses.replace(known, cpu_model="Other CPU", l2_bytes=0)
+    assert find_constants(unknown).l2_bytes == shipped_constants(known.instructions).l2_bytes
+
+
 @pytest.mark.parametrize("changes", [{"cpu_model": "Another"}, {"isa": ("avx2",)}, {"cpu_quota": 1.0}])
 def test_another_host_has_another_file(changes):
     here = host(cpu_model="Some CPU", isa=("avx512f",), cores=2, logical_cpus=2, cpu_quota=None)

@@ -118,6 +118,8 @@ def test_a_run_of_several_workers_is_estimated_as_one_of_them(tmp_path, capsys):
         ("--shape 240 240 155", "pad to (240, 240, 160) or crop to (240, 240, 144)"),
         ("--shape 64 64 64 --cases 3 --batch 16", "batch must be at most the 3 training cases, got 16"),
         ("--shape 64 64 64 --host-memory 64G", "memory must be in one of B, KiB"),
+        ("--shape 64 64 64 --filters 1025", "filters must be at most 1024 on 5 levels of unet3d, got 1025"),
+        ("--shape 64 64 64 --channels 16385", "channels must be an integer from 1 to 16384, got 16385"),
         (f"--shape 64 64 {'9' * 400}", "shape must fit into 32 bits, got 999"),
         ("--shape 64 64 64 --calibration nowhere.json", "nowhere.json"),
         ("--run nowhere", "must hold a plan.json"),

@@ -69,6 +69,15 @@ def test_the_plan_of_a_known_memory_is_the_one_by_hand():
     assert singly["filters"].job.parts == 16
 
 
+@pytest.mark.parametrize(("network", "depth", "most"), [("unet3d", 5, 1024), ("cicek2016", 8, 64)])
+def test_without_a_limit_of_memory_filters_end_where_a_map_has_the_most_channels(network, depth, most):
+    job = Job(UNetConfig(network=network, depth=depth, filters=8), (128, 128, 128))
+    largest = plan(job, lambda job: SimpleNamespace(job=job, upper_bound_bytes=0), 2**60)
+    assert largest["filters"].job.unet.filters == most
+    with pytest.raises(ValueError, match=f"filters must be at most {most} .*, got {most + 1}.*; lower"):
+        job.with_unet(filters=most + 1)
+
+
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=3, max_size=3), st.integers(0, 10))
 def test_the_policy_picked_is_the_fastest_that_fits_or_else_takes_least(figures, budget):
     names = ("upper_bound_bytes", "step_s")

@@ -29,6 +29,7 @@ CONSTANTS = HostConstants(
     saturating_threads=4,
     baseline_bytes={"stock": 1000},
     op_bytes={"stock": 10},
+    l2_bytes=2**20,
     costs={
         "float32": {
             "convolve": {"work": 1e-12, "work, values": 2e-9},

@@ -1,5 +1,6 @@
 """The data of one sample, as NumPy arrays: a box of a case's arrays and the numbers drawn for it."""
 
+import itertools
 import math
 from typing import Callable, Optional, Sequence, Tuple
 
@@ -35,10 +36,10 @@ def open_reading(
     No voxels are read. A worker checks every n-th file, by its `share`. Raises InputError for an unknown or empty
     split, cases without labels, and damaged files.
     """
-    records = [record for split in splits for record in labelled(store, split)]
+    records = itertools.chain.from_iterable([labelled(store, split) for split in splits])
     if read_mode not in (None, *READ_MODES):
         raise InputError(f"read mode must be one of {', '.join(READ_MODES)}, got {read_mode!r}; leave it out")
-    store.check(records[share.rank :: share.workers])
+    store.check(itertools.islice(records, share.rank, None, share.workers))
     return Reader(store.folder, read_mode or choose_read_mode(file_system(store.folder)))
 
 

@@ -10,45 +10,38 @@ bad cases.
 """
 
 import contextlib
-import errno
-import functools
-import hashlib
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Container, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import msgspec
-import numpy as np
 
-from cpu3d.data.files.arrays import FORMATS, encode, file_sha256, give_back
-from cpu3d.data.files.reader import Reader, choose_read_mode, file_system
-from cpu3d.data.records import (
-    SCHEMA,
-    SPLITS,
-    CaseRecord,
-    Manifest,
-    array_path,
-    case_from_json,
-    make_manifest,
-    record_path,
-    remake,
-    to_json,
-)
-from cpu3d.data.region import crop, whole
+from cpu3d.data.files.reader import choose_read_mode, file_system
+from cpu3d.data.records import SCHEMA, SPLITS, CaseList, Manifest, case_list, make_manifest
+from cpu3d.data.region import whole
 from cpu3d.data.store import Store, open_store, write_store
-from cpu3d.data.stores.case import case_notes, load_case, mixed_orientation, note_lines
-from cpu3d.data.stores.layouts import UNKNOWN, CaseFiles, Dataset, Problems, labels_in_use, read_dataset, regions_of
+from cpu3d.data.stores.case import case_notes, mixed_orientation, note_lines
+from cpu3d.data.stores.convert import (
+    USUAL,
+    Job,
+    Settings,
+    convert_all,
+    refuse_bad_cases,
+    same_sources,
+)
+from cpu3d.data.stores.layouts import UNKNOWN, Dataset, Problems, labels_in_use, read_dataset, regions_of
+from cpu3d.data.stores.repair import fitting, open_mended, repair
 from cpu3d.data.stores.splits import describe_patients, split_cases
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import atomic_write, is_untouched, remove_partials, writable_folder, write_json
-from cpu3d.util.child import KILLED, run_jobs, worker_count
+from cpu3d.util.child import worker_count
 from cpu3d.util.lock import locked
-from cpu3d.util.progress import bar, say
+from cpu3d.util.progress import say
 from cpu3d.util.records import count, versions
-from memory_estimator.common.files import read_json, read_record, read_regular, typed
-from memory_estimator.common.schema import check, option
+from memory_estimator.common.files import read_json, read_record, typed
+from memory_estimator.common.schema import option
 from memory_estimator.common.units import by, format_bytes
 
 Fractions = Tuple[float, float, float]
@@ -57,28 +50,9 @@ PATIENTS_HELP = (
     "table of two columns, case and patient (CSV, or with semicolons or tabs), for cases whose names do not show the"
     " patient as BraTS-GLI-00001-000 does; a patient's cases stay in one split"
 )
+GROWN = "grown"  # field of source.json that is true once cases were appended
 WORKERS_HELP = "processes; each holds about two volumes (default: one per usable core)"
 SKIP_BAD_HELP = "leave out bad cases and list them in quarantine.jsonl"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings by which cases become arrays. A store is continued with the same settings only."""
-
-    format: str = option(
-        "npy",
-        "npy: int16 if that is exact, else float16 z-scores, read without unpacking; b2nd: the same packed to a tenth,"
-        " for slow disks and networks",
-        choices=FORMATS,
-    )
-    crop: bool = option(False, "store each brain's box only; voxels outside it are 0")
-    zero_nan: bool = option(False, "make NaN and infinite voxels background, and count them")
-
-    def __post_init__(self):
-        check(self)
-
-
-USUAL = Settings()
 
 
 @dataclass(frozen=True)
@@ -116,46 +90,51 @@ def prepare(
 ) -> Manifest:
     """Write the store of the data set in `dataset_dir`, print a summary and return its manifest.
 
-    A finished store stays as it is, but for cases whose files are gone or of another length, which are made again; an
-    unfinished one is continued with its own `settings` only. Several workers are processes that import the calling
-    script: guard its start with `if __name__ == "__main__"`. Raises InputError for bad cases unless `skip_bad`, a bad
-    data set or split, and a store of other content or settings; OSError when writing fails, KeyboardInterrupt on
-    Ctrl-C. Finished cases are kept then.
+    A finished store stays as it is, but for cases whose files are gone or of another length, which
+    are made again, also if `store append` has added others; an unfinished one is continued with its
+    own `settings` only. Several workers are processes that import the calling script: guard its
+    start with `if __name__ == "__main__"`. Raises InputError for bad cases unless `skip_bad`, a bad
+    data set or split, and a store of other content or settings; OSError when writing fails,
+    KeyboardInterrupt on Ctrl-C. Finished cases are kept then.
     """
     workers, store_dir = worker_count(workers), Path(store_dir)
     dataset = read_dataset(dataset_dir, patients)
     _announce(dataset)
-    split_cases({case.case_id: case.patient_id for case in dataset.cases}, fractions=fractions, seed=seed)  # fail early
+    finished = (store_dir / "manifest.json").exists()
+    if not finished:  # fail early
+        patients_of = {case.case_id: case.patient_id for case in dataset.cases}
+        split_cases(patients_of, fractions=fractions, seed=seed)
     if store_dir.resolve() == dataset.folder.resolve():
         raise InputError(f"store {store_dir} must be another folder than the data set, got the same; choose one")
-    with claimed(store_dir, "store", "source.json", identity(dataset, settings)):
-        if (store_dir / "manifest.json").exists():
-            manifest, reader = open_store(store_dir).manifest, Reader(store_dir, "pread")
-            _refuse_other_content(store_dir, manifest, dataset, fractions, seed)
-            if any(map(reader.problems, manifest.cases)):
-                manifest = _repaired(store_dir, manifest, dataset, settings, workers)
-                write_store(store_dir, manifest)
-                print_summary(store_dir)
-            else:
-                say(f"Nothing to do: store {store_dir} is finished and unchanged.", stderr=False)
-            return manifest
-        records, problems = convert_all(dataset.cases, dataset, store_dir, settings, workers)
-        mixed = mixed_orientation(records.values())
-        records = {case_id: record for case_id, record in records.items() if case_id not in mixed}
+    content = identity(dataset, settings)
+    claim = dict(content)
+    if finished and has_grown(store_dir):  # from data sets of other names, perhaps
+        del claim["name"], claim["layout"]
+    if finished and not (store_dir / "source.json").exists():
+        _restore_source(store_dir, content, dataset)
+    with claimed(store_dir, "store", "source.json", claim):
+        if finished:
+            return _finished_before(store_dir, dataset, settings, workers, fractions, seed)
+        jobs = [Job(files) for files in dataset.cases]
+        records, problems = convert_all(jobs, dataset, store_dir, settings, workers)
+        mixed = mixed_orientation(records)
+        records = records.without(mixed)
         problems.update({**dataset.problems, **mixed})
         if not skip_bad:
             refuse_bad_cases(problems, f"{count(records, 'good case')} kept in {store_dir}")
         manifest = _manifest_of(dataset, records, fractions, seed)
         write_quarantine(store_dir, problems)
+        if has_grown(store_dir):  # its manifest was lost, and what was appended has to come again
+            write_json(store_dir / "source.json", content)
         write_store(store_dir, manifest)
     print_summary(store_dir)
     return manifest
 
 
-def _manifest_of(dataset: Dataset, records: Mapping[str, CaseRecord], fractions: Fractions, seed: int) -> Manifest:
+def _manifest_of(dataset: Dataset, records: CaseList, fractions: Fractions, seed: int) -> Manifest:
     """The manifest of a new store with these cases, whose split is drawn now."""
-    patients_of = {case_id: record.patient_id for case_id, record in records.items()}
-    codes = {code for record in records.values() for code in record.label_voxels}
+    patients_of = {case.case_id: case.patient_id for case in records.known}
+    codes = {code for record in records for code in record.label_voxels}
     labels = labels_in_use(dataset.layout, dataset.labels, codes)
     return make_manifest(
         name=dataset.name,
@@ -165,22 +144,40 @@ def _manifest_of(dataset: Dataset, records: Mapping[str, CaseRecord], fractions:
         regions=regions_of(labels),
         split=split_cases(patients_of, fractions=fractions, seed=seed),
         split_seed=seed,
-        cases=list(records.values()),
+        cases=records,
         versions=versions(),
-        patient_rules=Counter(dataset.patient_rules[case_id] for case_id in sorted(records)),
+        patient_rules=Counter(dataset.patient_rules[case_id] for case_id in patients_of),
     )
 
 
-def _repaired(store_dir: Path, old: Manifest, dataset: Dataset, settings: Settings, workers: int) -> Manifest:
-    """The manifest of a finished store after its damaged cases were made again, with the same cases and split."""
-    own = {case.case_id for case in old.cases}
-    cases = [files for files in dataset.cases if files.case_id in own]
-    records, problems = convert_all(cases, dataset, store_dir, settings, workers)
-    refuse_bad_cases(problems, f"{count(records, 'good case')} kept in {store_dir}")
-    manifest = remake(old, cases=list(records.values()))
-    if manifest.split_hash != old.split_hash:  # the hash includes the voxels
-        rule = f"the damaged cases of {store_dir} must get back the voxels that they had, of hash {old.split_hash}"
-        raise InputError(f"{rule}, got {manifest.split_hash}; use the versions in manifest.json")
+def _finished_before(
+    store_dir: Path,
+    dataset: Dataset,
+    settings: Settings,
+    workers: int,
+    fractions: Fractions,
+    seed: int,
+) -> Manifest:
+    """The manifest of a finished store, whose lost files are made again; all else stays as it is."""
+    store = open_mended(store_dir)
+    mended = repair(store, fitting(dataset, store), settings, workers)
+    manifest = mended.store.manifest
+    problems = mended.lines()
+    if mended.case_ids:
+        say(f"Made again: {', '.join(mended.case_ids)}", stderr=False)
+    differences = _differences(store_dir, manifest, dataset, fractions, seed, but=mended.problems)
+    if differences:
+        todo = "give another --store for the new content, or add new cases with `store append`"
+        differences.append(f"{todo}; its content is untouched")
+    refuse([*problems, *differences])
+    if mended.case_ids:
+        print_summary(store_dir)
+    else:
+        say(f"Nothing to do: store {store_dir} is finished and unchanged.", stderr=False)
+    if mended.elsewhere:
+        got = f"files of {', '.join(mended.elsewhere)} are lost or damaged"
+        todo = f"run `store append {store_dir}` with the data set that has them"
+        say(f"warning: {got}, and {dataset.folder} does not have them; {todo}")
     return manifest
 
 
@@ -205,149 +202,64 @@ def _announce(dataset: Dataset) -> None:
     say(*lines, stderr=False)
 
 
-def _refuse_other_content(store_dir: Path, old: Manifest, dataset: Dataset, fractions: Fractions, seed: int) -> None:
-    """Raise InputError, naming every difference, if this run would change the content of a finished store."""
-    files_of, patients = {files.case_id: files for files in dataset.cases}, {}
-    left_out = read_quarantine(store_dir)
+def _differences(
+    store_dir: Path,
+    old: Manifest,
+    dataset: Dataset,
+    fractions: Fractions,
+    seed: int,
+    but: Container[str],
+) -> List[str]:
+    """A line for everything that this run would change in the content of a finished store; cases of
+    `but` aside."""
+    rule = f"store {store_dir} is finished and must keep its content, but"
+    files_of = {files.case_id: files for files in dataset.cases}
+    patients: Dict[str, str] = {}
+    absent = set()
     differences = []
     for record in old.cases:
-        patients[record.case_id] = record.patient_id
-        files = files_of.pop(record.case_id, None)
+        case_id = record.case_id
+        files = files_of.pop(case_id, None)
+        patients[case_id] = record.patient_id
         if files is None:
-            differences.append(f"case {record.case_id} is no longer whole in {dataset.folder}")
+            absent.add(case_id)
         elif files.patient_id != record.patient_id:
-            differences.append(f"case {record.case_id} is of patient {record.patient_id} and not {files.patient_id}")
-        elif not same_sources(files, record):
-            differences.append(f"the source of case {record.case_id} has changed")
-    differences += [f"case {case_id} is new in {dataset.folder}" for case_id in files_of if case_id not in left_out]
+            got = f"{record.patient_id} and not {files.patient_id}"
+            differences.append(f"{rule} case {case_id} is of patient {got}")
+        elif case_id not in but and not same_sources(files, record):
+            differences.append(f"{rule} the source of case {case_id} has changed")
+    left_out = read_quarantine(store_dir)
+    new = [case_id for case_id in files_of if case_id not in left_out]
+    differences += [f"{rule} case {case_id} is new in {dataset.folder}" for case_id in new]
+    own = {case_id: patient for case_id, patient in patients.items() if case_id not in absent}
+    if has_grown(store_dir) or _holds_split_of(old, own, fractions, seed):
+        # The other cases are of other data sets, and the split is from before they came.
+        return differences
+    for case_id in sorted(absent):
+        if case_id not in but:
+            differences.append(f"{rule} case {case_id} is no longer whole in {dataset.folder}")
     if seed != old.split_seed or split_cases(patients, fractions=fractions, seed=seed) != old.split:
-        differences.append(f"--split and --seed ask for another split than {split_sizes(old)}, seed {old.split_seed}")
-    rule = f"store {store_dir} is finished and must keep its content"
-    advice = "give another --store for the new content, or add new cases with `store append`; it is untouched"
-    refuse([*(f"{rule}, but {difference}" for difference in differences), advice] if differences else ())
+        kept = f"{split_sizes(old)}, seed {old.split_seed}"
+        differences.append(f"{rule} --split and --seed ask for another split than {kept}")
+    return differences
 
 
-# --- Cases into arrays ---
+def _holds_split_of(old: Manifest, own: Mapping[str, str], fractions: Fractions, seed: int) -> bool:
+    """Whether a store has grown from one of the cases `own`, case id -> patient, whose split it
+    still holds.
 
-
-def convert(
-    dataset: Dataset, store_dir: Path, settings: Settings, files: CaseFiles
-) -> Union[CaseRecord, Tuple[str, ...]]:
-    """Write a case's arrays, then its record, unless they are there and good.
-
-    Returns the record, or the problems of the case. Raises OSError.
+    Of a store that grew before source.json told it this is the only trace.
     """
-    record = _finished(store_dir, files)
-    if record:
-        return record
-    rule = f"case {files.case_id} must"
-    try:
-        case = load_case(
-            files,
-            channels=dataset.channels,
-            labels=dataset.labels,
-            dataset_folder=dataset.folder,
-            zero_nan=settings.zero_nan,
-        )
-    except InputError as error:
-        return error.problems
-    except Exception as error:  # any failure of one case, too little memory too, leaves the others to be converted
-        got = f"{type(error).__name__}: {error}"
-        return (f"{rule} be readable in memory, got {got}; repair it, leave it out, or use fewer --workers",)
-    record = write_arrays(
-        store_dir, case.record, case.image, case.label, format_=settings.format, cropped=settings.crop
-    )
-    write_json(record_path(store_dir, record.case_id), to_json(record))
-    return record
-
-
-def _finished(store_dir: Path, files: CaseFiles) -> Optional[CaseRecord]:
-    """The record of a case whose arrays are as they were written, from the sources that it has now; else None."""
-    try:
-        record = case_from_json(read_regular(record_path(store_dir, files.case_id)))
-    except (FileNotFoundError, ValueError):
-        return None
-    same = record.patient_id == files.patient_id and same_sources(files, record)
-    return record if same and not Reader(store_dir, "pread").problems(record, contents=True) else None
-
-
-def same_sources(files: CaseFiles, record: CaseRecord) -> bool:
-    """Whether a case has the files that it was made from, by size and date, or by hash if the date is another."""
-    if len(files.paths) != len(record.sources):
+    if not 0 < len(own) < len(old.cases) or seed != old.split_seed:
         return False
-    for path, source in zip(files.paths, record.sources):
-        status = path.stat()
-        if status.st_size != source.size_bytes:
-            return False
-        if status.st_mtime_ns != source.mtime_ns and file_sha256(path) != source.sha256:
-            return False
-    return True
-
-
-def write_arrays(
-    store: Path, record: CaseRecord, image: np.ndarray, label: Optional[np.ndarray], *, format_: str, cropped: bool
-) -> CaseRecord:
-    """Write a case's arrays, which are on its whole grid, and return its record with the facts of the files.
-
-    `cropped` keeps only the brain's box; outside it the voxels are 0. Files are read back and compared. Raises OSError.
-    """
-    stored = record.box if cropped else whole(record.shape)
-    record, changes = replace(record, format=format_, stored=stored), {}
-    for part, name, full in (("x", "image", image), ("y", "label", label)):
-        if full is None:
-            continue
-        pieces, path = encode(np.ascontiguousarray(crop(full, stored)), format_), array_path(store, record, part)
-        digest = hashlib.sha256()
-        with atomic_write(path) as file:
-            for piece in pieces:
-                file.write(piece)
-                digest.update(piece)
-        with open(path, "rb") as file:
-            give_back(file.fileno())  # so that the disk is read and not the kernel's copy
-        if file_sha256(path) != digest.hexdigest():
-            path.unlink()
-            raise OSError(errno.EIO, "what was read back is not what was written, the disk may be failing", str(path))
-        changes.update({f"{name}_bytes": sum(map(len, pieces)), f"{name}_sha256": digest.hexdigest()})
-    return replace(record, **changes)
-
-
-def convert_all(
-    cases: Sequence[CaseFiles], dataset: Dataset, store_dir: Path, settings: Settings, workers: int
-) -> Tuple[Dict[str, CaseRecord], Problems]:
-    """The records of all good cases, finished ones included, and the problems of the bad ones, by case id.
-
-    Raises OSError, as on a full disk, and KeyboardInterrupt, both with the number of cases that are kept.
-    """
-    records, problems = {}, {}
-    bare = replace(dataset, cases=(), problems={}, patient_rules={})
-    results = run_jobs(functools.partial(convert, bare, store_dir, settings), cases, workers)
+    everyone = {case.case_id: case.patient_id for case in case_list(old.cases).known}
+    if split_cases(everyone, fractions=fractions, seed=seed) == old.split:
+        return False
+    held = {name: tuple(filter(own.__contains__, old.split[name])) for name in SPLITS}
     try:
-        with contextlib.closing(results), bar("prepare", total=len(cases)) as advance:
-            for files, outcome in results:
-                if isinstance(outcome, CaseRecord):
-                    records[files.case_id] = outcome
-                elif outcome is KILLED:
-                    rule = f"case {files.case_id} must fit into memory, got a killed process"
-                    problems[files.case_id] = [f"{rule}; use fewer --workers"]
-                else:
-                    problems[files.case_id] = list(outcome)
-                advance()
-    except (OSError, KeyboardInterrupt) as error:
-        finished = list((store_dir / "cases").glob("*.json"))
-        kept = f"{count(finished, 'finished case')} kept in {store_dir}; run the same command again to continue"
-        if isinstance(error, KeyboardInterrupt):
-            raise KeyboardInterrupt(kept) from None
-        raise OSError(error.errno, f"writing stopped, {error.strerror}; {kept}", str(store_dir)) from error
-    finally:
-        remove_partials(store_dir, store_dir / "cases")
-    return records, problems
-
-
-def refuse_bad_cases(problems: Problems, kept: str) -> None:
-    """Raise InputError with all problems of a data set's cases, if any; `kept` are words for the cases that stay."""
-    advice = "repair the bad cases and run again, or leave them out with --skip-bad"
-    rule = f"the data set must be without bad cases, got {count(problems, 'bad case')}; {kept}: {advice}"
-    refuse([*(problem for case_id in sorted(problems) for problem in problems[case_id]), rule] if problems else ())
+        return split_cases(own, fractions=fractions, seed=seed) == held
+    except InputError:  # fewer patients than splits
+        return False
 
 
 # --- The store's folder ---
@@ -398,13 +310,58 @@ def identity(content: Dataset, settings: Settings) -> Dict[str, Any]:
     }
 
 
+def has_grown(store_dir: Path) -> bool:
+    """Whether `store append` has added cases to a store, as its source.json says."""
+    path = store_dir / "source.json"
+    return path.is_file() and _read_object(path).get(GROWN, False) is True
+
+
+def note_growth(store_dir: Path) -> None:
+    """Write into source.json that the store has cases of several data sets."""
+    path = store_dir / "source.json"
+    content = _read_object(path)
+    if content.get(GROWN) is not True:
+        write_json(path, {**content, GROWN: True})
+
+
+def _restore_source(store_dir: Path, content: Dict[str, Any], dataset: Dataset) -> None:
+    """Write the lost source.json of a finished store again. Raises InputError if it would not be the
+    store's own."""
+    manifest = open_store(store_dir).manifest
+    labels = labels_in_use(manifest.layout, manifest.labels, ())
+    own: Dict[str, Any] = {
+        "name": manifest.name,
+        "layout": manifest.layout,
+        "channels": list(manifest.channels),
+        "labels": {str(code): name for code, name in labels.items()},
+    }
+    for record in manifest.cases:
+        own["format"] = record.format
+        if record.stored != whole(record.shape):
+            own["crop"] = True
+        elif record.box != record.stored:
+            own["crop"] = False
+        if record.zeroed_voxels:
+            own["zero_nan"] = True
+    lost = f"store {store_dir}, whose source.json is lost,"
+    refuse(
+        f"{name} of {lost} must be {value!r}, got {content[name]!r}; give that"
+        for name, value in own.items()
+        if content[name] != value
+    )
+    own_cases = {files.case_id for files in dataset.cases} | set(dataset.problems)
+    grown = any(case.case_id not in own_cases for case in case_list(manifest.cases).known)
+    write_json(store_dir / "source.json", {**content, GROWN: True} if grown else content)
+
+
 def settings_of(store_dir: Path) -> Settings:
     """The settings in a store's source.json. Raises InputError if there is none, or one that is damaged."""
 
     def made(content: Dict[str, Any]) -> Settings:
         return typed({name: content[name] for name in vars(USUAL)}, Settings, "source")
 
-    todo = "restore it, or prepare a new store"
+    first = "`prepare` of its first data set with the same settings"
+    todo = f"restore it, or run {first}, which writes it again"
     try:
         return read_record(store_dir / "source.json", SCHEMA, made, todo, InputError)
     except FileNotFoundError:

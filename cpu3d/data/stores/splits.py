@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Collection, Dict, Iterable, List, Mapping, Sequence, Tuple
 
-from cpu3d.data.records import SPLITS, split_problems
+from cpu3d.data.records import SPLITS, case_list, split_problems
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.records import count
@@ -119,10 +119,11 @@ def with_folds(store: Store, folds: Sequence[str]) -> Store:
     """
     manifest = store.manifest
     own = {*manifest.split["train"], *manifest.split["val"]}
-    patients = {case.case_id: case.patient_id for case in manifest.cases if case.case_id in own}
+    known = list(case_list(manifest.cases).known)
+    patients = {case.case_id: case.patient_id for case in known if case.case_id in own}
     held_out = {case_id for fold in folds for case_id in deal(patients, fold, seed=manifest.split_seed)}
     split = {"train": tuple(sorted(own - held_out)), "val": tuple(sorted(held_out)), "test": manifest.split["test"]}
-    refuse(split_problems(split, manifest.cases))
+    refuse(split_problems(split, known))
     return store.with_split(split)
 
 

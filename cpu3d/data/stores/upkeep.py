@@ -1,28 +1,32 @@
-"""Print the content of a store, check it, add cases to it.
+"""Print the content of a store, check it, add cases to it, make lost files again.
 
 Examples: ./run.sh store info store
           ./run.sh store verify store
           ./run.sh store append store --dataset new_cases
 
-The cases of the store keep their split. `append` can be interrupted: the same command continues.
+The cases of the store keep their split. `append` also makes those cases of the data set again whose
+files the store has lost. It can be interrupted: the same command continues.
 """
 
 import functools
+import itertools
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Container, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.records import CaseRecord, Manifest, remake
+from cpu3d.data.records import SPLITS, CaseList, Manifest, case_list, remake
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores import prepare
 from cpu3d.data.stores.case import case_notes, mixed_orientation, note_lines
-from cpu3d.data.stores.layouts import CaseFiles, Dataset, labels_in_use, read_dataset, regions_of
+from cpu3d.data.stores.convert import Job, convert_all, other_files, refuse_bad_cases, same_sources
+from cpu3d.data.stores.layouts import CaseFiles, Dataset, read_dataset
 from cpu3d.data.stores.prepare import PATIENTS_HELP, SKIP_BAD_HELP, WORKERS_HELP, split_sizes
+from cpu3d.data.stores.repair import fitting, open_mended, repair
 from cpu3d.data.stores.splits import TABLE, deal_cases, read_patients
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import refuse
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.lock import locked
@@ -48,7 +52,7 @@ class Verify:
 
 @dataclass(frozen=True)
 class Append:
-    """Add a data set's new cases, prepared as the store's own cases."""
+    """Add a data set's new cases, prepared as the store's own cases, and make lost files again."""
 
     store: Path = option(help="finished store", positional=True)
     dataset: Path = option(help="folder as for `prepare`")
@@ -69,21 +73,27 @@ def run_verify(options: Verify) -> int:
 
 
 def run_append(options: Append) -> int:
-    folder, before = options.store, open_store(options.store).manifest
+    folder = options.store
     done = append(
         folder, options.dataset, workers=options.workers, skip_bad=options.skip_bad, patients=options.patients
     )
-    lines = [f"Store {folder}: {count(done.new, 'new case')}, {count(done.known, 'case')} it had already, skipped"]
+    before, after = done.before, done.manifest
+    known = count(done.known, "case")
+    lines = [f"Store {folder}: {count(done.new, 'new case')}, {known} it had already, skipped"]
+    if done.repaired:
+        names = ", ".join(done.repaired)
+        repaired = count(done.repaired, "case")
+        lines.append(f"  made again {repaired} whose files were lost or damaged: {names}")
     if done.bad:
         lines.append(f"  left out {count(done.bad, 'bad case')}, see {folder / 'quarantine.jsonl'}")
     if done.new:
+        hashes = f"{before.split_hash} before, {after.split_hash} now"
         lines += [
-            f"  split    {split_sizes(before)} before, {split_sizes(done.manifest)} now; no old case has moved",
-            f"  hash     {before.split_hash} before, {done.manifest.split_hash} now: older runs refuse the store",
+            f"  split    {split_sizes(before)} before, {split_sizes(after)} now; no old case has moved",
+            f"  hash     {hashes}: older runs refuse the store",
         ]
-    new = set(done.new)
-    added = [record for record in done.manifest.cases if record.case_id in new]
-    notes = {record.case_id: case_notes(record, done.manifest.channels) for record in added}
+    added = case_list(after.cases).chosen(done.new)
+    notes = {record.case_id: case_notes(record, after.channels) for record in added}
     say(*lines, *note_lines(notes), stderr=False)
     return 0
 
@@ -116,12 +126,14 @@ def verify(store_dir: Union[str, Path], *, workers: Optional[int] = None) -> Tup
 
 
 class Appended(NamedTuple):
-    """The result of `append`: the store's manifest, and the ids that were new, already in the store, and left out."""
+    """The result of `append`: the store's manifest before and after, and ids of the data set."""
 
+    before: Manifest
     manifest: Manifest
     new: Tuple[str, ...]
-    known: Tuple[str, ...]
-    bad: Tuple[str, ...]
+    known: Tuple[str, ...]  # in the store already, and whole
+    repaired: Tuple[str, ...]  # in the store already, with files that were lost and are there again
+    bad: Tuple[str, ...]  # left out
 
 
 def append(
@@ -132,66 +144,85 @@ def append(
     skip_bad: bool = False,
     patients: Optional[Path] = None,
 ) -> Appended:
-    """Add the cases of a data set that a finished store does not have.
+    """Add the cases of a data set that a finished store does not have, and make those again whose
+    files it has lost.
 
-    They are made with the store's own settings. The split of the old cases stays, new ones are dealt by `deal_cases`.
-    The manifest is replaced at the end; the same call continues an interrupted one. Raises InputError, and leaves the
-    store as it was, if channels or labels differ, a known id has other files, a patient or identical images would be in
-    two splits, and for bad cases unless `skip_bad`; OSError and KeyboardInterrupt as `prepare`.
+    They are made with the store's own settings. The split of the old cases stays, new ones are dealt
+    by `deal_cases`. The manifest is replaced at the end; the same call continues an interrupted one.
+    Raises InputError, and adds nothing, if channels or labels differ, a known id has other files, a
+    lost case cannot be made again, a patient or identical images would be in two splits, and for bad
+    cases unless `skip_bad`; OSError and KeyboardInterrupt as `prepare`.
     """
     workers, store_dir = worker_count(workers), Path(store_dir)
-    old, settings = open_store(store_dir).manifest, prepare.settings_of(store_dir)
+    settings = prepare.settings_of(store_dir)
     dataset = read_dataset(dataset_dir, patients)
-    labels = labels_in_use(dataset.layout, dataset.labels, old.labels)
-    for name, value in (("channels", dataset.channels), ("labels", labels), ("regions", regions_of(labels))):
-        if getattr(old, name) != value:
-            rule = f"data set {dataset.folder} must have the {name} of store {store_dir}, {getattr(old, name)}"
-            raise InputError(f"{rule}, got {value}; prepare a separate store")
     writable_folder(store_dir, "store")
     with locked(store_dir, "store"):
         remove_partials(store_dir, store_dir / "cases")
-        store = open_store(store_dir)
-        in_store = {case.case_id for case in store.manifest.cases}
+        store = open_mended(store_dir)
+        dataset = fitting(dataset, store)
+        mended = repair(store, dataset, settings, workers)
+        store = mended.store
+        in_store = {case_id for name in SPLITS for case_id in store.manifest.split[name]}
         known = [files for files in dataset.cases if files.case_id in in_store]
         new = [files for files in dataset.cases if files.case_id not in in_store]
-        refuse([*_clashes(store, known), *(_patient_clashes(store, patients) if new else ())])
-        records, problems = prepare.convert_all(new, replace(dataset, labels=labels), store_dir, settings, workers)
-        problems.update(item for item in dataset.problems.items() if item[0] not in in_store)
-        mixed = mixed_orientation(records.values(), store.manifest.cases)
-        records = {case_id: record for case_id, record in records.items() if case_id not in mixed}
-        problems.update(mixed)
+        problems = mended.lines()
+        problems += _clashes(store, known, but=mended.problems)
+        problems += _patient_clashes(store, patients) if new else []
+        if problems:
+            again = count(mended.case_ids, "lost case")
+            refuse([*problems, f"nothing was appended; {again} made again"])
+        jobs = [Job(files) for files in new]
+        records, bad = convert_all(jobs, dataset, store_dir, settings, workers)
+        bad.update(item for item in dataset.problems.items() if item[0] not in in_store)
+        mixed = mixed_orientation(records, store.manifest.cases)
+        records = records.without(mixed)
+        bad.update(mixed)
         if not skip_bad:
-            prepare.refuse_bad_cases(problems, "nothing was appended")
-        manifest = _grown(store.manifest, records, dataset) if records else store.manifest
-        if records:
+            refuse_bad_cases(bad, "nothing was appended")
+        added = tuple(case.case_id for case in records.known)
+        manifest = store.manifest
+        if added:
+            prepare.note_growth(store_dir)
+            manifest = _grown(store, records, dataset)
             write_store(store_dir, manifest)
         before = prepare.read_quarantine(store_dir)
-        still_out = {case_id: reasons for case_id, reasons in before.items() if case_id not in {*in_store, *records}}
-        prepare.write_quarantine(store_dir, {**still_out, **problems})
-    known_ids = [files.case_id for files in known]
-    return Appended(manifest, *(tuple(sorted(ids)) for ids in (records, known_ids, problems)))
-
-
-def _grown(old: Manifest, records: Dict[str, CaseRecord], dataset: Dataset) -> Manifest:
-    """The manifest with new cases dealt into its split."""
-    own = {case.case_id: case.patient_id for case in old.cases}
-    added = {case_id: record.patient_id for case_id, record in records.items()}
-    return remake(
-        old,
-        cases=[*old.cases, *records.values()],
-        split=deal_cases(old.split, own, added, seed=old.split_seed),
-        versions=versions(),
-        patient_rules=dict(Counter(old.patient_rules) + Counter(dataset.patient_rules[case_id] for case_id in records)),
+        known_now = {*in_store, *added}
+        still_out = {name: reasons for name, reasons in before.items() if name not in known_now}
+        prepare.write_quarantine(store_dir, {**still_out, **bad})
+    whole = [files.case_id for files in known if files.case_id not in mended.case_ids]
+    return Appended(
+        before=store.manifest,
+        manifest=manifest,
+        new=added,
+        known=tuple(sorted(whole)),
+        repaired=mended.case_ids,
+        bad=tuple(sorted(bad)),
     )
 
 
-def _clashes(store: Store, known: Sequence[CaseFiles]) -> List[str]:
-    """A line for each known case that has other files than those it was made from."""
-    rule, todo = f"must be the one of store {store.folder}", "give it another id, or prepare a new store"
+def _grown(store: Store, records: CaseList, dataset: Dataset) -> Manifest:
+    """The manifest with new cases dealt into its split."""
+    old = store.manifest
+    own = {case.case_id: case.patient_id for case in case_list(old.cases).known}
+    added = {case.case_id: case.patient_id for case in records.known}
+    rules = Counter(dataset.patient_rules[case_id] for case_id in added)
+    return remake(
+        old,
+        cases=CaseList.collected(itertools.chain(old.cases, records), store.folder),
+        split=deal_cases(old.split, own, added, seed=old.split_seed),
+        versions=versions(),
+        patient_rules=dict(Counter(old.patient_rules) + rules),
+    )
+
+
+def _clashes(store: Store, known: Sequence[CaseFiles], but: Container[str]) -> List[str]:
+    """A line for each known case that has other files than those it was made from; but for those of
+    `but`."""
     return [
-        f"case {files.case_id} {rule}, got other files, {', '.join(path.name for path in files.paths)}; {todo}"
+        other_files(store.folder, files)
         for files in known
-        if not prepare.same_sources(files, store.case(files.case_id))
+        if files.case_id not in but and not same_sources(files, store.case(files.case_id))
     ]
 
 
@@ -201,7 +232,7 @@ def _patient_clashes(store: Store, patients: Optional[Path]) -> List[str]:
     if TABLE in old.patient_rules and patients is None:
         return [f"--patients must be given, as store {store.folder} has its patients from a table, got none; name one"]
     problems, table = [], read_patients(patients, ()) if patients is not None else {}
-    for case in old.cases if table else ():
+    for case in case_list(old.cases).known if table else ():
         if table.get(case.case_id, case.patient_id) != case.patient_id:
             rule = f"case {case.case_id} must be of the patient that store {store.folder} has, {case.patient_id}"
             problems.append(f"{rule}, got {table[case.case_id]}; prepare a new store with this table")

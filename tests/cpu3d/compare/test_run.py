@@ -38,6 +38,9 @@ def test_runs_are_trained_and_scored_once_and_one_that_was_killed_continues(proc
     assert processes.calls() == ["train a", "train a", "evaluate a", "train b", "evaluate b"]
     carried_out(out, runs, 1 / 3)
     assert processes.calls() == [], "a third is passed on with all of its digits"
+    (runs[0].folder / "checkpoints/best.npz").unlink()
+    carried_out(out, runs, 1 / 3)
+    assert processes.calls() == ["train a", "evaluate a"], "which brings lost weights back"
 
 
 def test_failed_runs_are_returned_and_where_all_fail_the_last_words_say_why(processes, tmp_path):

@@ -16,7 +16,7 @@ from cpu3d.data.sampling import Share
 from cpu3d.data.source import Batches, grid_size, open_store, patch_dataset, volume_dataset
 from cpu3d.data.store import write_store
 from cpu3d.data.stores.case import facts_of
-from cpu3d.data.stores.prepare import write_arrays
+from cpu3d.data.stores.convert import write_arrays
 from cpu3d.errors import InputError
 from memory_estimator.common.units import by
 from tests.cpu3d.data.datasets import make_record, manifest_of

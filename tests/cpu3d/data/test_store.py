@@ -1,16 +1,20 @@
+import errno
 import hashlib
 import json
+import pickle
+import tracemalloc
 
 import pytest
 
 from cpu3d.data import store as store_module
-from cpu3d.data.records import remake
+from cpu3d.data.records import record_path, remake, to_json
 from cpu3d.data.store import open_store, sealed, write_store
 from cpu3d.data.stores.case import load_case
+from cpu3d.data.stores.convert import write_arrays
 from cpu3d.data.stores.layouts import CaseFiles
-from cpu3d.data.stores.prepare import write_arrays
 from cpu3d.errors import InputError
-from tests.cpu3d.data.datasets import manifest_of, tiny_image, tiny_label, write_nifti
+from cpu3d.util.atomic import write_json
+from tests.cpu3d.data.datasets import make_record, manifest_of, tiny_image, tiny_label, write_nifti
 
 ALONE = {"train": ["a"], "val": [], "test": []}
 
@@ -93,16 +97,78 @@ def test_a_manifest_that_is_cut_edited_or_gone_is_refused(small_store):
 
 def test_a_store_that_is_replaced_while_it_is_opened_opens_as_the_new_one(small_store, monkeypatch):
     folder, manifest = small_store
-    newer, real = [remake(manifest, name="newer", cases=manifest.cases[:1], split=ALONE)], store_module.read_regular
+    newer, real = [remake(manifest, name="newer", cases=manifest.cases[:1], split=ALONE)], store_module.open_regular
 
     def slow(path):
         if newer:
             write_store(folder, newer.pop())
         return real(path)
 
-    monkeypatch.setattr(store_module, "read_regular", slow)
+    monkeypatch.setattr(store_module, "open_regular", slow)
     opened = open_store(folder).manifest
     assert (opened.name, opened.cases) == ("newer", manifest.cases[:1])
+
+
+def test_a_large_store_takes_little_memory_for_each_case(tmp_path):
+    cases, centres = 2000, tuple((x, y, z) for x in range(4) for y in range(4) for z in range(2))
+    records = (make_record(f"case {n:06d}", centres={1: centres, 2: centres}) for n in range(cases))
+    ids = [f"case {n:06d}" for n in range(cases)]
+    write_store(tmp_path, manifest_of(list(records), {"train": ids[:1800], "val": ids[1800:]}))
+    tracemalloc.start()
+    try:
+        store = open_store(tmp_path)
+        seen = [record.case_id for split in ("train", "val") for record in store.cases(split)]
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert seen == ids
+    assert store.case(ids[7]).centres[2] == centres
+    assert kept < 1500 * cases, "the records themselves take 8 KB each"
+    assert peak < 2500 * cases
+
+
+def test_a_store_that_is_open_keeps_its_records_when_their_file_is_replaced_or_stale(small_store, monkeypatch):
+    folder, manifest = small_store
+    opened = open_store(folder)
+    write_store(folder, remake(manifest, cases=manifest.cases[:1], split=ALONE))
+    assert opened.manifest.cases == manifest.cases
+    first, second = manifest.cases
+    for record in (first, second):
+        write_json(record_path(folder, record.case_id), to_json(record))
+
+    def stale(*_):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.pread", stale)  # as on a network, when another host has replaced it
+        assert opened.case("b") == second
+        write_json(record_path(folder, "b"), to_json(first))
+        with pytest.raises(InputError, match=r"b\.json must have the record"):
+            opened.case("b")
+
+
+def test_a_record_that_is_changed_in_place_is_named(small_store):
+    folder, _ = small_store
+    opened = open_store(folder)
+    (path,) = folder.glob("cases-*.jsonl")
+    content = path.read_bytes()
+    with path.open("r+b") as file:
+        file.write(content.replace(b'patient_id":"b"', b'patient_id":"x"'))
+    assert opened.case("a").patient_id == "a"
+    with pytest.raises(InputError, match=rf"{path.name} must stay as it was .* case b"):
+        opened.case("b")
+
+
+def test_cases_are_a_sequence_in_the_order_that_was_asked_for(small_store):
+    folder, manifest = small_store
+    cases = open_store(folder).manifest.cases
+    assert cases == list(manifest.cases) == [cases[0], cases[-1]]
+    assert cases[::-1][0] == cases[1:][0] == cases[1]
+    assert cases[:1] != cases
+    assert pickle.loads(pickle.dumps(cases)) == cases
+    assert len(cases[5:]) == 0
+    with pytest.raises(IndexError):
+        cases[2]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 import nibabel
 import numpy as np
 import pytest
+from scipy.ndimage import uniform_filter
 
 from cpu3d.__main__ import main
 from cpu3d.data.background import without_residue
@@ -20,12 +21,14 @@ from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import CaseFiles
 from cpu3d.data.windows import sliding_window
 from cpu3d.inference import export_network as network
-from cpu3d.inference import segment
+from cpu3d.inference import postprocessing, segment
 from cpu3d.inference.export import contract
+from cpu3d.inference.postprocessing import Decision, PostProcessing, Rule, postprocessing_of
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.run.checkpoint import save_checkpoint
 from cpu3d.run.config import load_config, save_config
 from cpu3d.settings import RunConfig
+from cpu3d.util.atomic import write_json
 from models.config import UNetConfig
 from models.unet3d import build_unet3d, weight_names
 from tests.cpu3d.conftest import LPS_2MM, make_store
@@ -55,7 +58,15 @@ def make_run(store, folder, **settings):
     ]
     named = dict(zip(weight_names(weights), arrays))
     save_checkpoint(folder / "checkpoints/best.npz", named, {"step": 1, "coarse_steps": 0})
+    digest = file_sha256(folder / "checkpoints/best.npz")
+    with_it = dict.fromkeys(config.regions, 3)
+    decision = Decision(digest, config.split_hash, 3, RULES, {}, {}, with_it)
+    write_json(folder / postprocessing.FILE, {"schema": 1, **dataclasses.asdict(decision)})
     return folder
+
+
+RULES = PostProcessing({"WT": (Rule(mm3=40),), "TC": (Rule(share=0.5),), "ET": (Rule(mm3=9),)}, nested=True)
+"""A decision that changes what an untrained network answers."""
 
 
 RUNS = {  # format and kind of run -> its settings
@@ -87,7 +98,10 @@ def test_the_program_in_usage_md_segments_a_file_as_predict_does_and_export_json
     segment.main(out, str(image), str(tmp_path / "label.nii.gz"))
     case = load_case(CaseFiles("f", "f", (image,), None), channels=config.channels, labels=None)
     predictor = load_predictor(run)
-    expected = label_from_regions(predictor.probabilities(case.image, case.record, config.channels), predictor.regions)
+    answers = predictor.probabilities(case.image, case.record, config.channels)
+    rules, spacing_mm = postprocessing_of(run, config), case.record.spacing_mm
+    expected = rules.paint(answers, predictor.regions, spacing_mm)
+    assert np.any(expected != label_from_regions(answers, predictor.regions))
     assert len(np.unique(expected)) > 2
     label, geometry = read_volume(tmp_path / "label.nii.gz")
     assert geometry.axes == "RAS"
@@ -105,6 +119,70 @@ def test_the_program_in_usage_md_segments_a_file_as_predict_does_and_export_json
     assert checked["largest_difference"] < 1e-4
     assert checked["label_voxels"] > 0
     assert checked["different_labels"]["float32"] <= 1  # of 960 voxels, where two regions are as likely to rounding
+    assert checked["different_labels"]["predict"] < 0.02 * 960
+    assert checked["postprocessed_voxels"] > 0
+    assert about["postprocessing"]["words"] == rules.words
+
+
+def made_up_answers(seed, regions):
+    """Blobs of all sizes in each region, many of them outside of the larger regions."""
+    noise = np.random.default_rng(seed).random((24, 20, 18, len(regions)))
+    smooth = uniform_filter(noise, (3, 3, 3, 0))
+    return (smooth - np.quantile(smooth, 0.95) + 0.5).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        RULES,
+        PostProcessing({"WT": (Rule(mm3=50), Rule(share=0.1)), "ET": (Rule(mm3=100),)}),
+        PostProcessing({"TC": (Rule(mm3=30),)}),
+        PostProcessing(nested=True),
+        PostProcessing(RULES.rules, nested=True, off="not decided"),
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"left": (4,), "right": (5,)}])
+def test_the_program_removes_the_small_parts_that_predict_removes(chosen, more):
+    regions, spacing_mm = {"WT": (1, 2, 3), "TC": (2, 3), "ET": (3,), **more}, (0.7, 1.1, 2.5)
+    config = RunConfig(
+        label_names=dict(enumerate("0abcde")), region_codes=regions, regions=tuple(regions), channels=("FLAIR",),
+        grid=(24, 20, 16), unet=UNetConfig(channels=1, outputs=len(regions)),
+    )  # fmt: skip
+    steps = {"postprocessing": chosen.steps(regions)}
+    about = json.loads(json.dumps({**contract(config, "float32", "onnx"), **steps}))
+    for seed in range(3):
+        answers = made_up_answers(seed, regions)
+        label = segment.processed(answers, about, float(np.prod(spacing_mm)))
+        expected = chosen.paint(answers, regions, spacing_mm)
+        np.testing.assert_array_equal(label, expected)
+        assert bool(chosen.off) == np.array_equal(expected, label_from_regions(answers, regions))
+
+
+def test_the_program_knows_the_unit_of_a_file(tiny, store, tmp_path):
+    out = tmp_path / "out"
+    assert main(["export", "--run", str(tiny), "--format", "onnx", "--out", str(out)]) == 0
+    source = nibabel.load(store.folder.parent / "source/e.nii.gz")
+    written = {}
+    for unit, factor in (("mm", 1), ("micron", 1000), ("meter", 0.001)):
+        image = nibabel.Nifti1Image(np.asarray(source.dataobj), np.diag([factor] * 3 + [1]) @ source.affine)
+        image.header.set_xyzt_units(unit)
+        nibabel.save(image, tmp_path / f"{unit}.nii.gz")
+        segment.main(out, str(tmp_path / f"{unit}.nii.gz"), str(tmp_path / "label.nii.gz"))
+        label = nibabel.load(tmp_path / "label.nii.gz")
+        assert label.header.get_xyzt_units()[0] == unit
+        written[unit] = np.asarray(label.dataobj)
+    np.testing.assert_array_equal(written["micron"], written["mm"])
+    np.testing.assert_array_equal(written["meter"], written["mm"])
+
+
+def test_the_last_weights_are_exported_without_rules_of_the_best(call, tiny, tmp_path):
+    run = shutil.copytree(tiny, tmp_path / "run")
+    shutil.copy(run / "checkpoints/best.npz", run / "checkpoints/step-00000001.npz")
+    assert call("--weights", "last", run=run)[0] == 0
+    about = json.loads((tmp_path / "out/export.json").read_text())
+    assert (about["postprocessing"]["cut"], about["postprocessing"]["remove"]) == ([], [])
+    assert "best weights" in about["postprocessing"]["words"]
+    assert about["verification"]["postprocessed_voxels"] == 0
 
 
 @pytest.mark.parametrize("codes", [(1, 1), (0, 0)])
@@ -128,6 +206,7 @@ def test_the_program_reads_units_orientation_and_background_as_predict_does(
         segment, "probabilities_of", lambda network, about, image: seen.append(image) or image[..., :1] / 20
     )
     about = {"paint": [[{"output": 0, "code": 1}]], "threshold": 0.5, "trained_spacing_mm": [1, 1, 1]}
+    about["postprocessing"] = {"cut": [], "remove": []}
     (tmp_path / "export.json").write_text(json.dumps(about))
     segment.main(tmp_path, str(path), str(out))
     np.testing.assert_array_equal(seen[0] != 0, case.image != 0)

@@ -9,6 +9,8 @@ from scipy.ndimage import uniform_filter
 
 from cpu3d.data.labels import label_from_regions, region_mask
 from cpu3d.data.nifti import read_volume
+from cpu3d.data.records import remake
+from cpu3d.data.store import open_store, write_store
 from cpu3d.errors import InputError
 from cpu3d.inference import evaluate, postprocessing, predict
 from cpu3d.inference.evaluate import scores_path
@@ -114,18 +116,14 @@ def cases(*pairs, spacing_mm=MM, regions=REGIONS):
     return [(answers_of(label_of(*predicted), regions), label_of(*true), spacing_mm) for predicted, true in pairs]
 
 
-def rules_with(first, rule, regions=REGIONS):
-    """The rule of a region, and the usual one of those without parts in the validation cases."""
-    return {**dict.fromkeys(regions, (Rule(share=0.01),)), first: (rule,)}
-
-
 WITH_ISLAND = ((BIG, SMALL, ISLAND), (BIG, SMALL))
 
 
 def test_islands_go_and_a_true_lesion_of_407_voxels_stays():
     # 1 % of 8000 leaves the island of 300, 10 % takes the lesion of 407, and so does 600 flat; 400 mm3 is between.
     chosen, before, after_ = choose(cases(*[WITH_ISLAND] * 3), REGIONS)
-    assert (chosen.rules, chosen.nested, chosen.off) == (rules_with("WT", Rule(mm3=400)), False, "")
+    assert (chosen.rules, chosen.nested, chosen.off) == ({"WT": (Rule(mm3=400),)}, False, "")
+    assert set(chosen.without) == {"TC", "ET"}  # no case has them
     # Two lesions found and a false positive, then two lesions; 2 * 8407 / (8407 + 8707) and 1.
     assert before["WT"] == Means(pytest.approx(2 / 3), 1, pytest.approx(2 * 8407 / (8407 + 8707)))
     assert after_["WT"] == Means(1, 0, 1)
@@ -137,20 +135,23 @@ def test_no_rule_takes_a_lesion_that_is_found_in_one_case_for_the_mean_of_the_ot
     only = ((BIG, SMALL), (BIG, SMALL))
     chosen, before, after_ = choose(cases(*[((BIG, large), (BIG,))] * 3, only), REGIONS)
     assert chosen.rules == {}
-    assert "no rule gains" in chosen.off
+    assert "WT (each that gains takes a true lesion" in chosen.off
     assert before == after_
     chosen, before, after_ = choose(cases(*[((BIG, large), (BIG,))] * 3), REGIONS)
     # 500 voxels are 6.25 % of 8000: 10 % and 800 mm3 remove them alike, and the share never removes all of a region.
-    assert chosen.rules == rules_with("WT", Rule(share=0.1))
+    assert chosen.rules == {"WT": (Rule(share=0.1),)}
     assert (before["WT"].lesion_dice, after_["WT"].lesion_dice) == (0.5, 1)
     tiny = (1, (40, 20, 20), (2, 1, 1))  # every rule removes it: the middle one of the shares is taken
-    assert choose(cases(*[((BIG, tiny), (BIG,))] * 3), REGIONS)[0].rules == rules_with("WT", Rule(share=0.01))
+    chosen, _, _ = choose(cases(*[((BIG, tiny), (BIG,))] * 3), REGIONS)
+    assert chosen.rules == {"WT": (Rule(share=0.01),)}
 
 
 def test_a_region_has_a_rule_of_its_own_where_that_gains():
     core, small_core = (2, (4, 4, 4), (14, 14, 14)), (2, (40, 4, 4), (5, 4, 3))  # 60 voxels of 2744, a true lesion
     around, island = (1, (38, 2, 2), (9, 9, 8)), (1, (40, 20, 20), (6, 6, 6))  # 216 voxels of 8000, which is false
-    pair = (BIG, core, around, small_core, island), (BIG, core, around, small_core)
+    false_core = (2, (20, 20, 20), (2, 2, 2))  # 8 voxels
+    true = BIG, core, around, small_core
+    pair = (*true, island, false_core), true
     chosen, _, after_ = choose(cases(*[pair] * 3), REGIONS)
     assert chosen.rules["WT"] == (Rule(share=0.03),)
     assert chosen.rules["TC"] == (Rule(share=0.003),)  # 3 % would take the small core
@@ -161,31 +162,96 @@ def test_what_lies_in_a_removed_part_goes_with_it_and_needs_no_rule_of_its_own()
     tumour = BIG, (2, (4, 4, 4), (9, 9, 9)), SMALL
     island, within = (1, (26, 25, 20), (10, 10, 3)), (2, (28, 27, 20), (5, 5, 2))  # between the two that are true
     chosen, before, after_ = choose(cases(*[((*tumour, island, within), tumour)] * 3), REGIONS)
-    assert chosen.rules == rules_with("WT", Rule(mm3=400))
+    assert chosen.rules == {"WT": (Rule(mm3=400),)}
+    assert "none gains" in chosen.without["TC"]
     assert (before["TC"].false_positives, after_["TC"]) == (1, Means(1, 0, 1))
 
 
-def test_a_region_that_should_be_empty_is_emptied_by_a_volume_alone():
-    false = (3, (10, 10, 10), (3, 3, 3))  # 27 voxels of ET in a tumour without any
-    chosen, before, after_ = choose(cases(*[((BIG, false), (BIG,))] * 3), REGIONS)
-    assert chosen.rules == rules_with("TC", Rule(mm3=200))  # ET goes with it
-    assert (before["ET"].lesion_dice, after_["ET"].lesion_dice) == (0, 1)
-    assert after_["WT"] == Means(1, 0, 1)
+# --- A rule needs evidence of its own ---
+
+CORE = (2, (4, 4, 4), (12, 12, 12))
+ENHANCING = (3, (5, 5, 5), (6, 6, 6))  # 216 voxels in the core
+FALSE_ET = (3, (12, 12, 12), (3, 3, 3))  # 27 voxels of ET in a core without any
 
 
-def test_nesting_is_chosen_where_it_gains():
-    label = label_of(BIG, (2, (4, 4, 4), (9, 9, 9)))
+@pytest.mark.parametrize("with_it", range(4))
+def test_a_region_has_a_rule_only_if_three_validation_cases_have_it(with_it):
+    """Where no case has it every part is an island, and a rule takes true lesions of other
+    cases."""
+    true = BIG, CORE, ENHANCING
+    has, lacks = ((*true, FALSE_ET), true), ((BIG, CORE, FALSE_ET), (BIG, CORE))
+    chosen, before, _ = choose(cases(*[has] * with_it, *[lacks] * (3 - with_it)), REGIONS)
+    assert before["ET"].lesion_dice < 1
+    if with_it == 3:
+        assert set(chosen.rules) == {"ET"}
+        return
+    assert f"in {with_it} validation case" in chosen.without["ET"]
+    lesion = label_of(BIG, CORE, (3, (8, 8, 8), (4, 4, 4)))  # of another case, 64 voxels
+    np.testing.assert_array_equal(chosen.paint(answers_of(lesion), REGIONS, MM), lesion)
+
+
+def test_a_region_that_gains_nothing_by_itself_has_no_rule_because_another_gains():
+    cores = BIG, CORE, (2, (17, 17, 17), (2, 2, 2))  # 8 voxels of 1728: below 1 % of the largest
+    chosen, _, _ = choose(cases(*[((BIG, CORE, ISLAND), (BIG, CORE))] * 3), REGIONS)
+    assert set(chosen.rules) == {"WT"}
+    assert "none gains" in chosen.without["TC"]
+    painted = chosen.paint(answers_of(label_of(*cores)), REGIONS, MM)
+    np.testing.assert_array_equal(painted, label_of(*cores))
+
+
+@pytest.mark.parametrize("size", [2, 3])  # 8 and 27 voxels: too small to count as a lesion by BraTS
+def test_no_rule_takes_a_true_part_that_was_found_however_small_it_is(size):
+    tiny = (1, (40, 2, 2), (size, size, size))
+    made = cases(((BIG, tiny, ISLAND), (BIG, tiny)), *[((BIG, ISLAND), (BIG,))] * 3)
+    chosen, _, _ = choose(made, REGIONS)
+    assert "WT" not in chosen.rules
+    assert "true lesion" in chosen.without["WT"]
+    made = cases(((BIG, ISLAND), (BIG, tiny)), *[((BIG, ISLAND), (BIG,))] * 3)  # not found: nothing is lost
+    assert set(choose(made, REGIONS)[0].rules) == {"WT"}
+
+
+def test_of_two_true_parts_of_one_lesion_neither_is_lost():
+    """By BraTS parts that are 2 mm apart are one lesion, which the larger one detects alone."""
+    near = (1, (24, 2, 2), (3, 3, 3))
+    chosen, _, _ = choose(cases(*[((BIG, near, ISLAND), (BIG, near))] * 3), REGIONS)
+    assert chosen.rules == {}
+
+
+def test_small_parts_of_a_region_become_the_next_larger_and_leave_every_other_alone():
+    small = (2, (17, 17, 17), (3, 3, 3))
+    chosen, _, after_ = choose(cases(*[((BIG, CORE, ENHANCING, small), (BIG, CORE, ENHANCING))] * 3), REGIONS)
+    assert set(chosen.rules) == {"TC"}
+    assert after_["TC"] == after_["WT"] == after_["ET"] == Means(1, 0, 1)
+    # Regions that share some of their voxels: removing one would take voxels from the other, or paint into it.
+    crossing = {"all": (1, 2, 3), "a": (1, 2), "b": (2, 3)}
+    made = cases(*[((BIG, CORE, small), (BIG, CORE))] * 3, regions=crossing)
+    chosen, _, _ = choose(made, crossing)
+    assert set(chosen.without) >= {"a", "b"}
+    assert set(chosen.rules) <= {"all"}
+
+
+def nested_case(*outside):
+    """A tumour, and beside it answers of the regions at these positions outside of WT."""
+    label = label_of(BIG, CORE, ENHANCING)
     answers = answers_of(label)
-    answers[30:40, :10, :10, 1] = 0.9  # TC outside of WT
-    chosen, before, after_ = choose([(answers, label, MM)] * 3, REGIONS)
-    assert (chosen.nested, chosen.rules) == (True, rules_with("WT", Rule(share=0.01)))
-    assert (before["TC"].lesion_dice, after_["TC"].lesion_dice) == (0.5, 1)
+    for position in outside:
+        answers[30 + 8 * position : 36 + 8 * position, :10, :10, position] = 0.9
+    return answers, label, MM
+
+
+def test_nesting_is_chosen_where_each_region_that_it_cuts_gains():
+    chosen, before, after_ = choose([nested_case(1, 2)] * 3, REGIONS)
+    assert (chosen.nested, chosen.rules) == (True, {})
+    assert before["TC"].lesion_dice < after_["TC"].lesion_dice == 1
+    assert before["ET"].lesion_dice < after_["ET"].lesion_dice == 1
+    assert not choose([nested_case(1)] * 3, REGIONS)[0].nested  # ET gains nothing
+    assert not choose([nested_case(1, 2)] * 2, REGIONS)[0].nested  # two cases
 
 
 def test_organs_and_a_single_region_are_decided_too():
     for regions in ({"WT": (1,)}, {"a": (1,), "b": (2,)}):
         chosen, _, after_ = choose(cases(*[WITH_ISLAND] * 3, regions=regions), regions)
-        assert chosen.rules == rules_with(next(iter(regions)), Rule(mm3=400), regions)
+        assert chosen.rules == {next(iter(regions)): (Rule(mm3=400),)}
         assert len(after_) == len(regions)
 
 
@@ -252,8 +318,10 @@ def test_a_run_decides_once_and_again_when_its_weights_are_others(run, predictor
     assert "not decided" in of(run).off
     decision = decide(run)
     # A tumour of 125 voxels and an island of 2, which is 1.6 % of it.
-    assert decision.chosen == PostProcessing(rules_with("WT", Rule(share=0.03)))
+    assert decision.chosen.rules == {"WT": (Rule(share=0.03),)}
+    assert set(decision.chosen.without) == {"TC", "ET"}
     assert decision.cases == 3
+    assert decision.cases_with == {"WT": 3, "TC": 3, "ET": 3}
     assert decision.before["WT"] == Means(0.5, 1, pytest.approx(250 / 252))
     assert decision.after["WT"] == Means(1, 0, 1)
     predictor.error = AssertionError("no network is asked again")
@@ -279,6 +347,7 @@ def test_a_damaged_decision_is_refused_and_made_again(run):
     decision = decide(run)
     for spoil, got in (
         (lambda content: content.update(schema=2), "schema 2"),
+        (lambda content: content["cases_with"].update(NCR=3), "other regions"),
         (lambda content: content.pop("chosen"), "chosen"),
         (lambda content: content["before"].pop("ET"), "other regions than WT, TC, ET"),
         (lambda content: content["chosen"]["rules"].update(NCR=[{"mm3": 1}]), "other regions"),
@@ -289,6 +358,38 @@ def test_a_damaged_decision_is_refused_and_made_again(run):
         with pytest.raises(InputError, match=rf"{FILE} must be .* got .*{got}.*`train`"):
             of(run)
         assert decide(run) == decision
+
+
+def test_rules_of_an_earlier_version_are_not_applied_and_are_decided_again(run):
+    decision = decide(run)
+    content = json.loads((run / FILE).read_text())
+    del content["cases_with"], content["chosen"]["without"]  # as it was written then
+    (run / FILE).write_text(json.dumps(content))
+    assert "earlier version" in of(run).off
+    assert "`train`" in of(run).off
+    assert read_decision(run, load_config(run)).chosen.rules == decision.chosen.rules
+    assert decide(run) == decision
+    assert of(run) == decision.chosen
+
+
+def test_a_region_that_three_cases_lack_has_no_rule_and_where_none_has_three_no_network_is_asked(
+    run, predictor, capsys
+):
+    config = load_config(run)
+    store = open_store(config.store)
+
+    def without(*case_ids):
+        return [
+            dataclasses.replace(case, label_voxels={0: 1}) if case.case_id in case_ids else case
+            for case in store.manifest.cases
+        ]
+
+    write_store(store.folder, remake(store.manifest, cases=without("b", "c")))
+    predictor.error = AssertionError("asked")
+    after(Options(store=store.folder, run=run), {})
+    assert "in 1 validation case" in capsys.readouterr().err
+    assert decide(run).cases_with == {"WT": 1, "TC": 1, "ET": 1}
+    assert "WT" in of(run).off
 
 
 def test_after_a_training_a_failure_is_printed_and_ctrl_c_leaves_the_run_as_it_was(run, predictor, monkeypatch, capsys):

@@ -14,6 +14,7 @@ from cpu3d.host.gpu import Gpu
 from cpu3d.inference import ensemble, predictor
 from cpu3d.inference.ensemble import Ensemble, trained_predictors
 from cpu3d.inference.runs import Inference, check_inference, load_configs, store_of_run
+from cpu3d.run.checkpoint import save_checkpoint
 from cpu3d.run.config import load_config, save_config
 from cpu3d.settings import RunConfig
 from tests.cpu3d.conftest import LABELS, REGIONS, FakePredictor
@@ -101,6 +102,27 @@ def test_what_cannot_be_applied_is_refused_before_tensorflow_is_set_up(devices, 
         trained_predictors([run_of("whole", augment=NO_AUGMENT)], "best", Inference(**how))
     assert [problem.split()[0] for problem in caught.value.problems] == names
     assert devices == []
+
+
+@pytest.mark.parametrize("weights", ["best", "last"])
+def test_a_window_is_checked_against_the_resolution_of_the_weights(devices, run_of, weights):
+    """Those of the last coarse step are coarse, though the next step is a full one."""
+    coarse = {"grid": (16, 16, 16), "coarse_grid": (8, 8, 8), "coarse_steps": 5}
+    window = Inference(window=(16, 16, 16))
+    run = run_of("whole", **coarse)
+    file = run / "checkpoints" / ("best.npz" if weights == "best" else "step-00000005.npz")
+    file.parent.mkdir()
+    for step in (3, 5):
+        save_checkpoint(file, {}, {"step": step, "coarse_steps": 5})
+        with pytest.raises(InputError, match=r"--window must .* at full resolution, got 0\.5"):
+            trained_predictors([run], weights, window)
+        trained_predictors([run], weights, Inference())
+    save_checkpoint(file, {}, {"step": 6, "coarse_steps": 5})
+    assert trained_predictors([run], weights, window) == [(run, weights, window)]
+    patches = run_of("patch", **coarse)  # of half the edge, at full resolution
+    (patches / "checkpoints").mkdir()
+    save_checkpoint(patches / "checkpoints" / file.name, {}, {"step": 5, "coarse_steps": 5})
+    assert trained_predictors([patches], weights, window) == [(patches, weights, window)]
 
 
 @pytest.mark.parametrize("how", [{"overlap": 1}, {"window": (8, 0, 8)}])

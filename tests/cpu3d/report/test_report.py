@@ -83,11 +83,16 @@ def test_post_processing_is_shown_before_and_after_or_why_it_is_off(tiny_run, no
         {name: Means(*values) for name in ("WT", "TC", "ET")} for values in ((0.164, 7, 0.925), (0.9, 0, 0.93))
     )
     hashes = file_sha256(best), load_config(tiny_run).split_hash
-    decision = Decision(*hashes, 3, PostProcessing({"WT": (Rule(share=0.01),)}), before, after)
+    chosen = PostProcessing({"WT": (Rule(share=0.01),)}, without={"TC": "none gains", "ET": "too few"})
+    cases_with = {"WT": 3, "TC": 3, "ET": 1}
+    decision = Decision(*hashes, 3, chosen, before, after, cases_with)
     write_json(tiny_run / FILE, {"schema": 1, **dataclasses.asdict(decision)})
     text = read(write_report(tiny_run))[1]
     assert "3 validation cases" in text
-    assert "WT below 1 % of its largest part 0.164 \u2192 0.900 7.00 \u2192 0.00 0.925 \u2192 0.930" in text
+    assert "WT below 1 % of its largest part 0.164 \u2192 0.900 7.00 \u2192 0.00 0.925 \u2192 0.930 3" in text
+    assert "ET too few" in text
+    write_json(tiny_run / FILE, {"schema": 1, **dataclasses.asdict(dataclasses.replace(decision, cases_with=None))})
+    assert "Post-processing is off: decided by an earlier version" in read(write_report(tiny_run))[1]
     best.write_bytes(b"others")
     assert "Post-processing is off: decided with other weights" in read(write_report(tiny_run))[1]
 

@@ -18,6 +18,7 @@ from cpu3d.run.checkpoint import (
     newest,
     save_checkpoint,
     set_aside,
+    weights_file,
     write_next,
 )
 from cpu3d.run.log import append_event, read_events
@@ -31,6 +32,23 @@ def test_another_version_and_a_missing_one_are_refused(tmp_path):
         load_checkpoint(tmp_path / "last.npz")
     with pytest.raises(InputError, match="must exist, found none"):
         load_checkpoint(tmp_path / "best.npz")
+
+
+def test_best_weights_that_are_lost_are_not_called_untrained_where_the_run_has_others(tmp_path):
+    """`evaluate`, `predict` and `export` end with these lines."""
+    with pytest.raises(InputError, match="must hold its best weights, found none; train it first"):
+        weights_file(tmp_path, "best")
+    (tmp_path / "checkpoints").mkdir()
+    write_next(tmp_path, 3, ARRAYS, {"step": 3}, keep=1)
+    with pytest.raises(InputError, match=r"must hold its best weights, found none.*--weights last.*`train`") as caught:
+        weights_file(tmp_path, "best")
+    assert "train it first" not in str(caught.value)
+    best = tmp_path / "checkpoints/best.npz"
+    best.write_bytes(b"PK")
+    with pytest.raises(DamagedCheckpointError, match=r"best\.npz must be whole.*--weights last.*`train`"):
+        load_checkpoint(best)
+    with pytest.raises(InputError, match="must hold its last weights, found none; train it first"):
+        weights_file(tmp_path / "other", "last")
 
 
 def test_a_header_that_lies_is_damage_and_takes_no_memory(tmp_path):

@@ -3,21 +3,31 @@
 import dataclasses
 import math
 import os
+import shutil
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from cpu3d.data.records import remake
+from cpu3d.data.store import open_store, write_store
 from cpu3d.errors import DivergedError, InputError, Interrupted, WorkerLostError
-from cpu3d.run.checkpoint import checkpoints, newest, write_next
+from cpu3d.run.checkpoint import checkpoints, load_checkpoint, newest, save_checkpoint, weights_file, write_next
 from cpu3d.run.log import append_event, read_events
 from cpu3d.settings import RunConfig
 from cpu3d.training import fit as fit_module
 from memory_estimator.host import read_host
 from tests.cpu3d import runs
-from tests.cpu3d.runs import NumpyLearner, assert_cut_and_continued_is_uninterrupted, assert_same_weights, steps_of
+from tests.cpu3d.runs import (
+    NumpyLearner,
+    assert_cut_and_continued_is_uninterrupted,
+    assert_same_weights,
+    steps_of,
+    weights,
+)
 
 
 def start(store, folder, **settings):
@@ -201,12 +211,59 @@ def test_the_first_steps_see_half_the_resolution_and_all_validations_the_full_gr
     assert not newest(tmp_path).state["best_is_coarse"], "coarse weights do not compete with those in full"
 
 
+def test_a_validation_after_the_last_coarse_step_counts_as_coarse(phantom_store, tmp_path):
+    options = {**HALF, "validations": 16}
+    fit = start(phantom_store, tmp_path, **options)
+    grids, validated = [], fit_module.validate
+
+    def noted(feeds, learner, *arguments):
+        grids.append((feeds.config.grid, learner.config.grid))
+        return validated(feeds, learner, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit_module, "validate", noted)
+        fit.run()
+    coarse, full = fit.config.coarse_grid, fit.config.grid
+    assert grids == 13 * [(coarse, coarse)] + 3 * [(full, full)]
+    best = [event["step"] for event in validations_of(tmp_path) if event["best"]]
+    assert 14 in best, "the first in full, however good those before it"
+    assert load_checkpoint(weights_file(tmp_path, "best"))[1]["step"] >= 14
+
+
+def test_a_validation_after_the_last_coarse_step_that_is_broken_off_is_made_up_for_on_its_grid(
+    phantom_store, tmp_path, monkeypatch
+):
+    options = {**HALF, "validations": 16, "save_minutes": 100}
+    start(phantom_store, tmp_path / "whole", **options).run()
+    fit = start(phantom_store, tmp_path / "cut", **options)
+    logits = type(fit.learner).logits
+
+    def asked_to_stop(learner, image):
+        if fit.step == 13:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return logits(learner, image)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(fit.learner), "logits", asked_to_stop)
+        with pytest.raises(Interrupted, match="saved after step 13"):
+            fit.run()
+    again = start(phantom_store, tmp_path / "cut", **options)
+    assert again.learner.config.grid == again.config.coarse_grid
+    again.run()
+    assert_same_weights(tmp_path / "cut", tmp_path / "whole")
+    whole, cut = (
+        [(e["step"], e["loss"], e["best"]) for e in validations_of(tmp_path / run)] for run in ("whole", "cut")
+    )
+    assert whole == cut
+
+
 @pytest.mark.parametrize(
     ("done", "settings"),
     [
         (0, {"steps": 6, "validations": 1}),
         (5, {"steps": 6, "batch": 2, "micro_batch": 1}),
         *((done, HALF) for done in (12, 13)),
+        (13, {**HALF, "validations": 16}),
         (13, {**HALF, "mode": "patch", "patch": (16, 16, 16)}),
         (13, {**HALF, "batch": 2, "ema": 0.5}),
     ],
@@ -238,18 +295,19 @@ def state_of(number, coarse_steps=0, **more):
     return {**state, "owes_validation": False, "coarse_steps": coarse_steps, **more}
 
 
-def test_a_run_that_would_end_at_half_the_resolution_is_refused(phantom_store, tmp_path):
+@pytest.mark.parametrize(("done", "steps"), [(10, 8), (10, 10), (13, 13)])
+def test_a_run_that_would_end_at_half_the_resolution_is_refused(phantom_store, tmp_path, done, steps):
     arrays = start(phantom_store, tmp_path, **HALF).learner.arrays()
-    write_next(tmp_path, 10, arrays, state_of(10, coarse_steps=13), keep=1)
-    with pytest.raises(InputError, match=r"steps must be above the 10 .* got 8"):
-        start(phantom_store, tmp_path, **{**HALF, "steps": 8})
+    write_next(tmp_path, done, arrays, state_of(done, coarse_steps=13), keep=1)
+    with pytest.raises(InputError, match=rf"steps must be above the {done} .* got {steps}"):
+        start(phantom_store, tmp_path, **{**HALF, "steps": steps})
 
 
 def test_patience_does_not_end_a_run_before_it_is_in_full(phantom_store, tmp_path, without_gain):
     fit = start(phantom_store, tmp_path, **{**HALF, "steps": 32, "validations": 32, "patience": 2})
     fit.run()
     assert read_events(tmp_path)[-1]["reason"] == "early stop"
-    assert fit.step == 26 + 2
+    assert fit.step == 26 + 1 + 2  # the first in full has no other to compete with
 
 
 def test_a_curriculum_s_rate_decays_over_the_coarse_steps_and_again_over_those_in_full():
@@ -288,6 +346,90 @@ def test_a_checkpoint_whose_state_is_of_another_kind_is_refused_by_name(phantom_
         start(phantom_store, tmp_path)
     write_next(tmp_path, 2, fit.learner.arrays(), state_of(2), keep=1)
     assert start(phantom_store, tmp_path).step == 2
+
+
+# --- Best weights that are lost ---
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[content.index(b"\x93NUMPY", len(content) // 2) + 130] ^= 1
+    path.write_bytes(content)
+
+
+def of_another_network(path):
+    arrays, state = load_checkpoint(path)
+    save_checkpoint(path, {name: np.zeros(7) for name in arrays}, state)
+
+
+def of_another_score(path):
+    arrays, state = load_checkpoint(path)
+    save_checkpoint(path, dict(arrays), {**state, "best": state["best"] - 0.25})
+
+
+LOST = {
+    "none": lambda path: path.unlink(),
+    "damaged": lambda path: path.write_bytes(path.read_bytes()[:-20]),
+    "empty": lambda path: path.write_bytes(b""),
+    "a bit": flip_a_bit,
+    "network": of_another_network,
+    "score": of_another_score,
+}
+
+
+@pytest.mark.parametrize("lose", LOST.values(), ids=LOST)
+@pytest.mark.parametrize("done", [4, 12])
+def test_lost_best_weights_are_replaced_by_those_of_the_last_checkpoint(phantom_store, tmp_path, lose, done):
+    """At once, after a validation of them, in a run that goes on and in one that is over."""
+    options = {"steps": 12, "validations": 3}
+    fit = start(phantom_store, tmp_path, **options)
+    fit.steps = done  # as if it was cut there, or is over
+    fit.run()
+    best = weights_file(tmp_path, "best")
+    lose(best)
+    again = start(phantom_store, tmp_path, **options)
+    (warning,) = again.warnings
+    assert "best.npz must hold the run's best weights" in warning
+    assert not again.is_over
+    again.steps = done  # to see what is done before the next step
+    again.run()
+    assert again.is_over
+    arrays, state = load_checkpoint(best)
+    assert (state["step"], state["best"]) == (done, validations_of(tmp_path)[-1]["mean_dice"])
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(array, newest(tmp_path).arrays[name])
+    steps = [event["step"] for event in validations_of(tmp_path)]
+    assert steps == sorted(set(steps))
+    once_more = start(phantom_store, tmp_path, **options)
+    assert once_more.warnings == []
+    once_more.run()
+    assert once_more.step == 12
+
+
+def test_an_early_stop_stays_one_when_best_weights_are_lost(phantom_store, tmp_path, without_gain):
+    options = {"epochs": 20, "patience": 2}
+    fit = start(phantom_store, tmp_path, **options)
+    fit.run()
+    weights_file(tmp_path, "best").unlink()
+    again = start(phantom_store, tmp_path, **options)
+    again.run()
+    assert (again.step, again.reason) == (fit.step, "early stop")
+    assert weights_file(tmp_path, "best").is_file()
+
+
+def test_without_validation_the_last_weights_are_the_best_again(phantom_store, tmp_path):
+    store = Path(shutil.copytree(phantom_store.folder, tmp_path / "store"))
+    split = phantom_store.manifest.split
+    split = {"train": (*split["train"], *split["val"]), "val": (), "test": split["test"]}
+    write_store(store, remake(phantom_store.manifest, split=split))
+    options = {"store": open_store(store), "folder": tmp_path / "run", "steps": 3}
+    start(**options).run()
+    weights_file(tmp_path / "run", "best").unlink()
+    again = start(**options)
+    assert again.is_over
+    assert len(again.warnings) == 1
+    best = weights(tmp_path / "run", "best")
+    np.testing.assert_array_equal(best["model/000"], weights(tmp_path / "run")["model/000"])
 
 
 # --- Data ---

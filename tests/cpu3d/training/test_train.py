@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
+from cpu3d.data.labels import label_from_regions
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import DoesNotFitError, InputError
@@ -80,8 +81,9 @@ def test_a_patch_run_predicts_by_its_window_within_the_brain_as_it_was_validated
     truth = np.asarray(phantom_store.label(record.case_id))
     scored = [event for event in read_events(learnt) if event["event"] == "validation"][-1]
     assert scored["cases"] == 1
-    for index, (name, codes) in enumerate(phantom_store.manifest.regions.items()):
-        mask, true = answers[..., index] > 0.5, np.isin(truth, codes)
+    label = label_from_regions(answers, predictor.regions)
+    for name, codes in phantom_store.manifest.regions.items():
+        mask, true = np.isin(label, codes), np.isin(truth, codes)
         # Not to the bit: tiles begin at the case's own box there, at the box common to all cases in a validation.
         assert scored["dice"][name] == pytest.approx(2 * (mask & true).sum() / (mask.sum() + true.sum()), abs=0.05)
     inside = record.box.slices(record.shape)

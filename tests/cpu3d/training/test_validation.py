@@ -1,21 +1,27 @@
 """The scores of a validation, and its memory, which is that of the estimator."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from cpu3d.data.labels import label_from_regions, region_mask
 from cpu3d.host.memory import allocator_peak_bytes
+from cpu3d.inference.evaluate import evaluate_split
+from cpu3d.inference.predictor import load_predictor
+from cpu3d.run.log import read_events
 from cpu3d.settings import RunConfig
 from cpu3d.training.learner import Learner
-from cpu3d.training.losses import DiceCrossEntropy, hard_dice_counts
+from cpu3d.training.losses import DiceCrossEntropy
 from cpu3d.training.validation import validate
 from memory_estimator.job import Job
 from memory_estimator.step.program import Program, timeline
 from memory_estimator.step.training_step import training_step, validation_pass
 from models.config import UNetConfig
 from models.supervision import supervise
+from tests.cpu3d.runs import start
 
 SMALL, SHAPE = (16, 16, 12), (48, 48, 44)
 
@@ -26,22 +32,58 @@ def feeds(config):
     target = rng.uniform((1, *config.grid, config.unet.outputs)) < np.linspace(0, 0.5, config.unet.outputs)
     volume = rng.normal((1, *config.grid, config.unet.channels)), tf.cast(target, tf.uint8)
     return SimpleNamespace(
-        config=config, held_out=1, held_out_share=lambda: (0,), validation=lambda: [volume], resizing=None
-    )
+        config=config, held_out=1, held_out_share=lambda: (0,), validation=lambda: [volume], resizing=None,
+        inside=lambda case: tuple(slice(2, n - 1) for n in config.grid),
+    )  # fmt: skip
 
 
 def learner(grid, **network):
-    return Learner(RunConfig(grid=grid, unet=UNetConfig(**network), batch=1, micro_batch=1, engine="auto"))
+    unet = UNetConfig(**network)
+    regions = {str(code): tuple(range(code, unet.outputs + 1)) for code in range(1, unet.outputs + 1)}  # nested
+    config = RunConfig(region_codes=regions, regions=tuple(regions), grid=grid, unet=unet)
+    return Learner(dataclasses.replace(config, batch=1, micro_batch=1, engine="auto"))
 
 
-def test_scores_are_those_of_the_whole_volume():
+def test_dice_is_of_the_painted_label_in_the_case_s_own_voxels_and_the_loss_of_the_maps():
     learned = learner(SMALL, channels=1, outputs=4, filters=4, depth=2)
     ((image, target),) = feeds(learned.config).validation()
     logits = learned.logits(image)
-    overlap, predicted, true = np.moveaxis(hard_dice_counts(target, logits).numpy()[0], -1, 0)
     scores, _ = validate(feeds(learned.config), learned)
     np.testing.assert_allclose(scores.loss, supervise(DiceCrossEntropy(), target, [logits]).loss, rtol=1e-5)
-    np.testing.assert_array_equal(scores.dice, 2 * overlap / (predicted + true))
+    logits, target = (array.numpy()[0, 2:-1, 2:-1, 2:-1] for array in (logits, target))
+    for region in range(4):  # painted wherever it or a smaller one is predicted
+        predicted, true = (logits[..., region:] >= 0).any(-1), target[..., region] == 1
+        dice = 2 * np.count_nonzero(predicted & true) / (predicted.sum() + true.sum())
+        assert scores.dice[region] == pytest.approx(dice, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("settings", "resolution"),
+    [({}, 1), ({"extent": "full", "depth": 4}, 1), ({"curriculum": "half", "steps": 2}, 0.5)],
+)
+def test_a_validation_of_a_run_has_the_dice_that_evaluate_has_of_its_weights(
+    phantom_store, tmp_path, settings, resolution
+):
+    """Also where zeros are added around a volume, whose voxels count in neither, and after the last
+    coarse step."""
+    rates = {"learning_rate": 1e-6, "adam_rate": 1e-6}
+    fit = start(phantom_store, tmp_path, **{"steps": 1, "validations": 2, **rates, **settings})
+    fit.steps = 1
+    rng = np.random.default_rng(0)
+    for variable in fit.learner.model.weights:  # so that the maps of the regions are not nested
+        variable.assign_add(rng.normal(0, 0.3, variable.shape).astype(np.float32))
+    fit.run()
+    (event,) = [event for event in read_events(tmp_path) if event["event"] == "validation"]
+    predictor, (record,) = load_predictor(tmp_path), phantom_store.cases("val")
+    scores = evaluate_split(predictor, phantom_store, "val", tmp_path)
+    dice = {name: of_region["dice"]["mean"] for name, of_region in scores["summary"].items()}
+    assert event["dice"] == pytest.approx(dice, abs=1e-9)
+    assert event["mean_dice"] == pytest.approx(scores["mean_dice"])
+    assert predictor.config.resolution == resolution
+    answers = predictor.probabilities(phantom_store.image(record.case_id), record)
+    painted = region_mask(label_from_regions(answers, predictor.regions), predictor.regions["TC"])
+    map_of_tc = answers[..., list(predictor.regions).index("TC")] >= 0.5
+    assert np.any(map_of_tc != painted)
 
 
 def test_of_many_regions_a_validation_takes_no_more_than_is_counted():

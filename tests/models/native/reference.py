@@ -51,39 +51,6 @@ def load(path):
     return library
 
 
-def scratch(dtype_bytes, bfloat16_rows, shape, channels, outputs, threads, l2_bytes, kind, amx=False):
-    """Bytes that each thread keeps, and that an operation of a `kind` (convolve, in place, filters) takes besides."""
-    batch, x, y, z = shape
-    streams, tile, unit = (4, 2, 2) if bfloat16_rows else (6, 4, 1)
-    tiles = -(-z // tile)
-    if amx:  # whole registers of up to 16 tiles, or pairs of tiles
-        blocks = -(-tiles // (32 if kind == "filters" else 16))
-        tiles = blocks * up(-(-tiles // blocks), 2)
-    tiles = up(tiles, 2 if tiles >= 8 else unit)
-    width, output_width = up(channels, 16), up(outputs, 16)
-
-    def row_bytes(width):
-        lines = up(streams * width * tiles // unit, 16) // 16
-        return 64 * (lines + (49 - lines % 32) % 32)
-
-    row, gradient_row = row_bytes(width), row_bytes(output_width) if kind == "filters" else 0
-    most = max(l2_bytes * 5 // 8 // (3 * row + gradient_row) - 2, 1)
-    y_rows = up(y, -(-y // most)) // -(-y // most)
-    kept = (3 * (y_rows + 2) + 1) * row + y_rows * gradient_row + 16 * y_rows
-    kept += 4 * ((tiles * tile + 2) * (width + output_width) + streams * max(tiles, 64) * 16)
-    if kind == "filters":
-        return kept, threads * 4 * 9 * streams * width * output_width
-    passing = 4 * output_width * streams * 9 * (up(channels, 16 if amx else unit) // unit)
-    passing += threads * 8 * (batch * 2 * output_width + 16)
-    if kind == "in place":
-        passing += threads * up((2 * y + up(batch * x, threads) // threads) * z * channels * dtype_bytes, 64)
-    return kept, passing
-
-
-def up(value, to):
-    return -(-value // to) * to
-
-
 def pointer(array):
     return None if array is None else array.ctypes.data
 

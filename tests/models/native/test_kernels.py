@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from models.config import MOST_CHANNELS
 from models.native.build import build
 from tests.models.native.reference import (
     BFLOAT16,
@@ -19,7 +20,6 @@ from tests.models.native.reference import (
     filter_gradient_of,
     formed,
     operation,
-    scratch,
 )
 
 ROUNDED_ROWS = ("avx512_bf16", "amx", "amx_in_c")
@@ -34,7 +34,6 @@ SHAPES += [
 CHANNELS = [(1, 16), (3, 6), (6, 2), (16, 4), (8, 13), (20, 32), (16, 16), (48, 8), (33, 48)]
 THREADS = (1, 2, 3, 8)
 PASSES = str(Path(__file__).with_name("test_passes.py"))
-SC_LEVEL2_CACHE_SIZE = 191  # of glibc
 EXACT, ROUNDED, ROUNDED_PRODUCTS = 2e-6, 2.2e-3, 5e-3
 """Root mean square errors relative to the size of a sum: float32; bfloat16 map; bfloat16 products as well."""
 
@@ -256,19 +255,23 @@ def test_emulated_tiles_are_taken_by_name_alone_and_for_bfloat16_alone(library, 
     assert named[1] not in best
 
 
-@pytest.mark.parametrize("kind", ["convolve", "in place", "filters"])
-@pytest.mark.parametrize("shape", [(1, 240, 240, 160), (3, 5, 7, 9), (1, 8, 8, 8)])
-def test_scratch_is_what_the_formula_says(kernel, shape, kind):
-    for channels, outputs in ((1, 16), (33, 16), (256, 256)):
-        outputs = channels if kind == "in place" else outputs
-        maps, sizes = [np.zeros((1, channels)), np.zeros((1, outputs))], np.zeros(2, np.uint64)
-        name, result = "filter_gradient" if kind == "filters" else "convolve", maps[kind != "in place"]
-        kernel.run(name, kernel.dtype, shape, 3, maps[:1], outputs, map=result, scratch=sizes)
-        l2_bytes, rounded = os.sysconf(SC_LEVEL2_CACHE_SIZE), kernel.name in ROUNDED_ROWS
-        dtype_bytes = np.dtype(kernel.numpy).itemsize
-        l2_bytes, amx = l2_bytes or 1 << 20, "amx" in kernel.name
-        expected = scratch(dtype_bytes, rounded, shape, channels, outputs, 3, l2_bytes, kind, amx)
-        assert tuple(sizes) == expected
+def test_maps_of_as_many_channels_as_a_network_may_have_are_computed(kernel):
+    """One voxel, so that the middle tap alone counts; each side of the filters in turn. Sums of so
+    many terms round more than short ones."""
+    rng, shape, longer = np.random.default_rng(8), (1, 1, 1, 1), 8
+    for channels in ((MOST_CHANNELS, 5), (5, MOST_CHANNELS)):
+        filters = np.zeros((3, 3, 3, *channels), np.float32)
+        filters[1, 1, 1] = rng.standard_normal(channels) / 10
+        values, gradient = kernel.maps(rng, shape, *channels)
+        read, written = values.astype(np.float64), gradient.astype(np.float64)
+        result, _ = kernel.convolve(shape, 2, [values], filters)
+        truth, middle, limit = read @ filters[1, 1, 1], filters[1, 1, 1], longer * kernel.map_error
+        assert error(result, truth, values, middle, channels[0]) < limit
+        back, _ = kernel.input_gradient(shape, 2, gradient, filters)
+        assert error(back, written @ middle.T, gradient, middle, channels[1]) < limit
+        change = kernel.filter_gradient(shape, 2, [values], gradient)
+        truth = read.reshape(-1, 1) * written.reshape(1, -1)
+        assert error(change[1, 1, 1], truth, values, gradient, 1) < kernel.filter_error
 
 
 @pytest.mark.slow
@@ -315,6 +318,47 @@ assert library.native_run(None, call) == 0 and result[0, 1, 1, 1, 0] == 108
 if child == 0:
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
+"""
+    root = Path(__file__).parents[3]
+    subprocess.run([sys.executable, "-c", script], cwd=root, check=True, timeout=120)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_process_may_fork_at_any_moment_and_its_children_compute(library, threads):
+    """Operations of growing size run in a thread meanwhile; a child that waits for that thread
+    ends after a minute."""
+    script = f"""
+import os, signal, threading
+import numpy as np
+from tests.models.native.reference import *
+library = load({library._name!r})
+
+def computed(channels):
+    shape = (1, 6, 6, 8)
+    values = np.ones((*shape, channels), np.float32)
+    filters = np.ones((3, 3, 3, channels, 4), np.float32)
+    result = np.zeros((*shape, 4), np.float32)
+    arrays = dict(filters=filters, map=result)
+    call = operation("convolve", "float32", shape, {threads}, [values], 4, **arrays)
+    assert library.native_run(None, call) == 0
+    return result[0, 1, 1, 1, 0] == 27 * channels
+
+done = threading.Event()
+def meanwhile():
+    channels = 0
+    while not done.is_set():
+        channels = channels % 640 + 16
+        computed(channels)
+thread = threading.Thread(target=meanwhile)
+thread.start()
+for channels in range(4, 124, 4):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        os._exit(not computed(8 * channels))
+    assert os.waitpid(child, 0)[1] == 0
+done.set()
+thread.join()
 """
     root = Path(__file__).parents[3]
     subprocess.run([sys.executable, "-c", script], cwd=root, check=True, timeout=120)

@@ -60,8 +60,8 @@ def test_a_map_that_is_read_again_is_not_written_over():
 @pytest.mark.parametrize(
     ("shape", "filters", "message"),
     [
-        ((1, 2, 2, 2, 4), (3, 3, 3, 4, 0), "outputs must be 1 to 1024, got 0"),
-        ((1, 2, 2, 2, 1025), (3, 3, 3, 1025, 4), "channels must be 1 to 1024, got 1025"),
+        ((1, 2, 2, 2, 4), (3, 3, 3, 4, 0), "outputs must be 1 to 16384, got 0"),
+        ((1, 1, 1, 1, 16385), (3, 3, 3, 16385, 4), "channels must be 1 to 16384, got 16385"),
         ((1, 2, 2, 2, 8), (3, 3, 3, 4, 4), r"filters must be of shape \(3, 3, 3, 8, 4\), got \(3, 3, 3, 4, 4\)"),
         ((1, 2, 2, 2, 4), (5, 3, 3, 4, 4), r"filters must be of shape \(3, .* got \(5, "),
         ((0, 2, 2, 2, 4), (3, 3, 3, 4, 4), r"map must .* voxels.* got \(0, 2, 2, 2, 4\)"),

@@ -1,0 +1,225 @@
+"""Cases of a data set into the arrays and records of a store, several at a time.
+
+A case is written whole or not at all: its record is written after its arrays.
+"""
+
+import contextlib
+import errno
+import functools
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Iterator, NamedTuple, Optional, Sequence, Tuple, Union
+
+import numpy as np
+
+from cpu3d.data.files.arrays import FORMATS, encode, file_sha256, give_back
+from cpu3d.data.files.reader import Reader
+from cpu3d.data.records import (
+    CaseList,
+    CaseRecord,
+    array_path,
+    case_from_json,
+    case_list,
+    record_path,
+    to_json,
+)
+from cpu3d.data.region import crop, whole
+from cpu3d.data.stores.case import load_case
+from cpu3d.data.stores.layouts import CaseFiles, Dataset, Problems
+from cpu3d.errors import InputError, refuse
+from cpu3d.util.atomic import atomic_write, remove_partials, write_json
+from cpu3d.util.child import KILLED, run_jobs
+from cpu3d.util.progress import bar
+from cpu3d.util.records import count
+from memory_estimator.common.files import read_regular
+from memory_estimator.common.schema import check, option
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings by which cases become arrays. A store is continued with the same settings only."""
+
+    format: str = option(
+        "npy",
+        "npy: int16 if that is exact, else float16 z-scores, read without unpacking; b2nd: the same packed to a tenth,"
+        " for slow disks and networks",
+        choices=FORMATS,
+    )
+    crop: bool = option(False, "store each brain's box only; voxels outside it are 0")
+    zero_nan: bool = option(False, "make NaN and infinite voxels background, and count them")
+
+    def __post_init__(self):
+        check(self)
+
+
+USUAL = Settings()
+
+
+class Job(NamedTuple):
+    """A case to convert."""
+
+    files: CaseFiles
+    before: Optional[CaseRecord] = None
+    """Its record in a finished store, whose arrays are made again as they were; None for a case that is new."""
+
+
+def convert(dataset: Dataset, store_dir: Path, settings: Settings, job: Job) -> Union[CaseRecord, Tuple[str, ...]]:
+    """Write a case's arrays, then its record. A new case whose arrays are there and good stays as it is.
+
+    Returns the record, or the problems of the case; with problems nothing is written. Raises OSError.
+    """
+    files, before = job
+    record = _finished(store_dir, files) if before is None else None
+    if record:
+        return record
+    if before and not same_sources(files, before):
+        return (other_files(store_dir, files),)
+    rule = f"case {files.case_id} must"
+    try:
+        case = load_case(
+            files,
+            channels=dataset.channels,
+            labels=dataset.labels,
+            dataset_folder=dataset.folder,
+            zero_nan=settings.zero_nan,
+        )
+    except InputError as error:
+        return error.problems
+    except Exception as error:  # any failure of one case, too little memory too, leaves the others to be converted
+        got = f"{type(error).__name__}: {error}"
+        return (f"{rule} be readable in memory, got {got}; repair it, leave it out, or use fewer --workers",)
+    if before and _voxels(case.record) != _voxels(before):
+        got = "got others from the same files; use the versions in manifest.json"
+        return (f"{rule} get back the voxels that it had in store {store_dir}, {got}",)
+    record = write_arrays(
+        store_dir,
+        before or case.record,
+        case.image,
+        case.label,
+        format_=settings.format,
+        cropped=settings.crop,
+    )
+    write_json(record_path(store_dir, record.case_id), to_json(record))
+    return record
+
+
+def _voxels(record: CaseRecord) -> Tuple[str, str]:
+    return record.image_voxels_sha256, record.label_voxels_sha256
+
+
+def _finished(store_dir: Path, files: CaseFiles) -> Optional[CaseRecord]:
+    """The record of a case whose arrays are as they were written, from the sources that it has now; else None."""
+    try:
+        record = case_from_json(read_regular(record_path(store_dir, files.case_id)))
+    except (FileNotFoundError, ValueError):
+        return None
+    same = record.patient_id == files.patient_id and same_sources(files, record)
+    return record if same and not Reader(store_dir, "pread").problems(record, contents=True) else None
+
+
+def same_sources(files: CaseFiles, record: CaseRecord) -> bool:
+    """Whether a case has the files that it was made from, by size and date, or by hash if the date is another."""
+    if len(files.paths) != len(record.sources):
+        return False
+    for path, source in zip(files.paths, record.sources):
+        status = path.stat()
+        if status.st_size != source.size_bytes:
+            return False
+        if status.st_mtime_ns != source.mtime_ns and file_sha256(path) != source.sha256:
+            return False
+    return True
+
+
+def other_files(store_dir: Path, files: CaseFiles) -> str:
+    """The line for a case whose id has other files than the case of the store was made from."""
+    rule = f"case {files.case_id} must be the one of store {store_dir}"
+    names = ", ".join(path.name for path in files.paths)
+    todo = "bring back those it was made from, give it another id, or prepare a new store"
+    return f"{rule}, got other files, {names}; {todo}"
+
+
+def write_arrays(
+    store: Path,
+    record: CaseRecord,
+    image: np.ndarray,
+    label: Optional[np.ndarray],
+    *,
+    format_: str,
+    cropped: bool,
+) -> CaseRecord:
+    """Write a case's arrays, which are on its whole grid, and return its record with the facts of the files.
+
+    `cropped` keeps only the brain's box; outside it the voxels are 0. Files are read back and compared. Raises OSError.
+    """
+    stored = record.box if cropped else whole(record.shape)
+    record, changes = replace(record, format=format_, stored=stored), {}
+    for part, name, full in (("x", "image", image), ("y", "label", label)):
+        if full is None:
+            continue
+        pieces, path = (
+            encode(np.ascontiguousarray(crop(full, stored)), format_),
+            array_path(store, record, part),
+        )
+        digest = hashlib.sha256()
+        with atomic_write(path) as file:
+            for piece in pieces:
+                file.write(piece)
+                digest.update(piece)
+        with open(path, "rb") as file:
+            give_back(file.fileno())  # so that the disk is read and not the kernel's copy
+        if file_sha256(path) != digest.hexdigest():
+            path.unlink()
+            raise OSError(
+                errno.EIO,
+                "what was read back is not what was written, the disk may be failing",
+                str(path),
+            )
+        changes.update({f"{name}_bytes": sum(map(len, pieces)), f"{name}_sha256": digest.hexdigest()})
+    return replace(record, **changes)
+
+
+def convert_all(
+    jobs: Sequence[Job], dataset: Dataset, store_dir: Path, settings: Settings, workers: int
+) -> Tuple[CaseList, Problems]:
+    """The records of all good cases, finished ones included, and the problems of the bad ones, by case id.
+
+    Raises OSError, as on a full disk, and KeyboardInterrupt, both with the number of cases that are kept.
+    """
+    if not jobs:
+        return case_list(()), {}
+    problems: Problems = {}
+    bare = replace(dataset, cases=(), problems={}, patient_rules={})
+    results = run_jobs(functools.partial(convert, bare, store_dir, settings), jobs, workers)
+
+    def good() -> Iterator[CaseRecord]:
+        for job, outcome in results:
+            case_id = job.files.case_id
+            if isinstance(outcome, CaseRecord):
+                yield outcome
+            elif outcome is KILLED:
+                rule = f"case {case_id} must fit into memory, got a killed process"
+                problems[case_id] = [f"{rule}; use fewer --workers"]
+            else:
+                problems[case_id] = list(outcome)
+            advance()
+
+    try:
+        with contextlib.closing(results), bar("prepare", total=len(jobs)) as advance:
+            records = CaseList.collected(good(), store_dir)
+    except (OSError, KeyboardInterrupt) as error:
+        finished = list((store_dir / "cases").glob("*.json"))
+        kept = f"{count(finished, 'finished case')} kept in {store_dir}; run the same command again to continue"
+        if isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(kept) from None
+        raise OSError(error.errno, f"writing stopped, {error.strerror}; {kept}", str(store_dir)) from error
+    finally:
+        remove_partials(store_dir, store_dir / "cases")
+    return records, problems
+
+
+def refuse_bad_cases(problems: Problems, kept: str) -> None:
+    """Raise InputError with all problems of a data set's cases, if any; `kept` are words for the cases that stay."""
+    advice = "repair the bad cases and run again, or leave them out with --skip-bad"
+    rule = f"the data set must be without bad cases, got {count(problems, 'bad case')}; {kept}: {advice}"
+    refuse([*(problem for case_id in sorted(problems) for problem in problems[case_id]), rule] if problems else ())

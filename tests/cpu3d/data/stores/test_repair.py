@@ -1,0 +1,257 @@
+"""Lost and damaged files of a finished store come back from their sources, whichever command finds them."""
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cpu3d.__main__ import main
+from cpu3d.data.store import open_store
+from cpu3d.data.stores.prepare import Settings, prepare
+from cpu3d.data.stores.upkeep import append, verify
+from cpu3d.errors import InputError
+from tests.cpu3d.data.datasets import decathlon, tiny_image, tiny_label, write_nifti
+from tests.cpu3d.data.stores.test_prepare import content_of
+
+FLOAT = 0.37  # makes an image of whole numbers one that only float16 can hold
+
+
+def second_set(folder, **changes):
+    """A data set with the cases 3 to 5 alone."""
+    decathlon(folder, 6, **changes)
+    training = [{"image": f"imagesTr/BRATS_00{n}.nii.gz", "label": f"labelsTr/BRATS_00{n}.nii.gz"} for n in (3, 4, 5)]
+    return decathlon(folder, 6, training=training, **changes)
+
+
+@pytest.fixture
+def grown(tmp_path):
+    """grown(**settings): a store of three cases that has grown by three of a data set with another name."""
+
+    def make(**settings):
+        decathlon(tmp_path / "first", 3)
+        second_set(tmp_path / "second", name="SECOND")
+        for number in (1, 4):  # one case of each with voxels that are no whole numbers
+            image = np.stack([tiny_image(90 + number + channel) for channel in range(4)], -1) * FLOAT
+            folder = tmp_path / ("first" if number == 1 else "second")
+            write_nifti(folder / f"imagesTr/BRATS_00{number}.nii.gz", image.astype(np.float32))
+        how = {"fractions": (1, 1, 1), "workers": 1, "settings": Settings(**settings)}
+        prepare(tmp_path / "first", tmp_path / "store", **how)
+        append(tmp_path / "store", tmp_path / "second", workers=1)
+        return tmp_path / "store"
+
+    return make
+
+
+def lose(store, way, number):
+    """Lose or damage files of case `number`, as its store's owner might find them."""
+    case_id = f"BRATS_00{number}"
+    (image,) = store.glob(f"cases/{case_id}.x.*")
+    (label,) = store.glob(f"cases/{case_id}.y.*")
+    if way == "image":
+        image.unlink()
+    elif way == "label":
+        label.unlink()
+    elif way == "cut":
+        image.write_bytes(image.read_bytes()[:-1])
+    elif way == "record":
+        (store / f"cases/{case_id}.json").unlink()
+    elif way == "all of it":
+        for path in (image, label, store / f"cases/{case_id}.json"):
+            path.unlink()
+    elif way == "flipped, then deleted as `verify` says":
+        content = image.read_bytes()
+        image.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        (problem,) = verify(store, workers=1)
+        assert str(image) in problem
+        assert "delete it and run `prepare` again" in problem
+        image.unlink()
+
+
+WAYS = ("image", "label", "cut", "record", "all of it", "flipped, then deleted as `verify` says")
+PREPARE = ("prepare", "--store", "store", "--split", "1", "1", "1", "--workers", "1", "--dataset")
+APPEND = ("store", "append", "store", "--workers", "1", "--dataset")
+
+
+@pytest.mark.parametrize("command", [PREPARE, APPEND])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_grown_store_gets_the_lost_files_of_each_of_its_data_sets_back(grown, tmp_path, monkeypatch, way, command):
+    store = grown()
+    monkeypatch.chdir(tmp_path)
+    before = content_of(store)
+    for number, dataset in ((1, "first"), (4, "second")):
+        lose(store, way, number)
+        assert main([*command, dataset]) == 0
+        assert content_of(store) == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ({"format": "b2nd"}, ["--format", "b2nd"]),
+        ({"crop": True}, ["--crop"]),
+        ({"format": "b2nd", "crop": True}, ["--format", "b2nd", "--crop"]),
+    ],
+)
+def test_packed_and_cropped_files_come_back_to_the_byte(grown, tmp_path, monkeypatch, settings, options):
+    store = grown(**settings)
+    monkeypatch.chdir(tmp_path)
+    before = content_of(store)
+    for command, more in ((PREPARE, options), (APPEND, [])):
+        for number, dataset in ((0, "first"), (1, "first"), (4, "second")):
+            lose(store, "all of it", number)
+            assert main([*command, dataset, *more]) == 0
+        assert content_of(store) == before
+
+
+def test_append_says_what_was_whole_what_was_lost_and_what_is_new(grown, tmp_path, capsys):
+    store = grown()
+    decathlon(tmp_path / "third", 7)
+    for number in range(6):  # the cases of both sets and a seventh
+        of = "first" if number < 3 else "second"
+        for kind in ("imagesTr", "labelsTr"):
+            name = f"{kind}/BRATS_00{number}.nii.gz"
+            shutil.copyfile(tmp_path / of / name, tmp_path / "third" / name)
+    shutil.rmtree(store / "cases")
+    lost = append(store, tmp_path / "second", workers=1)
+    assert (lost.new, lost.known, lost.repaired) == (
+        (),
+        (),
+        ("BRATS_003", "BRATS_004", "BRATS_005"),
+    )
+    assert lost.manifest.split_hash == lost.before.split_hash
+    capsys.readouterr()
+    assert main(["store", "append", str(store), "--dataset", str(tmp_path / "third"), "--workers", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "1 new case, 3 cases it had already, skipped" in printed
+    assert "3 cases whose files were lost or damaged: BRATS_000, BRATS_001, BRATS_002" in printed
+    assert verify(store, workers=1) == ()
+
+
+@pytest.mark.parametrize("command", [PREPARE, APPEND])
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[1:])])
+def test_the_file_of_records_comes_back_from_the_records_of_the_cases(grown, tmp_path, monkeypatch, damage, command):
+    store = grown()
+    monkeypatch.chdir(tmp_path)
+    before = content_of(store)
+    (records,) = store.glob("cases-*.jsonl")
+    damage(records)
+    with pytest.raises(InputError, match=rf"{records.name} must .* run `prepare` again, or `store append`"):
+        open_store(store)
+    assert main([*command, "first"]) == 0
+    assert content_of(store) == before
+    (store / "cases/BRATS_004.json").unlink()
+    damage(records)
+    with pytest.raises(InputError, match=r"BRATS_004\.json must be the record of a case"):
+        append(store, tmp_path / "first", workers=1)
+
+
+def test_a_store_that_grew_before_source_json_told_it_is_known_by_its_split(tmp_path):
+    store, source = tmp_path / "store", tmp_path / "store/source.json"
+    how = {"fractions": (0.8, 0.1, 0.1), "workers": 1}
+    prepare(decathlon(tmp_path / "first", 3), store, **how)
+    before = source.read_bytes()
+    append(store, second_set(tmp_path / "second"), workers=1)
+    source.write_bytes(before)
+    whole = content_of(store)
+    lose(store, "image", 2)
+    prepare(tmp_path / "first", store, **how)
+    assert content_of(store) == whole
+    with pytest.raises(InputError, match="no longer whole"):
+        prepare(tmp_path / "first", store, **{**how, "fractions": (1, 0, 0)})
+
+
+def test_the_settings_of_a_store_come_back_if_prepare_is_given_them(grown, tmp_path):
+    store = grown(crop=True)
+    (store / "source.json").unlink()
+    how = {"fractions": (1, 1, 1), "workers": 1}
+    with pytest.raises(InputError, match=r"source\.json .* `prepare` of its first data set"):
+        append(store, tmp_path / "first", workers=1)
+    with pytest.raises(InputError, match=r"crop of store .* must be True, got False"):
+        prepare(tmp_path / "first", store, **how)
+    with pytest.raises(InputError, match=r"name of store .* must be 'BRATS', got 'SECOND'"):
+        prepare(tmp_path / "second", store, **how, settings=Settings(crop=True))
+    prepare(tmp_path / "first", store, **how, settings=Settings(crop=True))
+    lose(store, "image", 4)
+    assert append(store, tmp_path / "second", workers=1).repaired == ("BRATS_004",)
+
+
+@pytest.mark.parametrize("command", [PREPARE, APPEND])
+def test_a_lost_case_whose_source_has_changed_or_gone_is_named_and_the_others_come_back(
+    grown, tmp_path, monkeypatch, capsys, command
+):
+    store = grown()
+    monkeypatch.chdir(tmp_path)
+    before = content_of(store)
+    shutil.rmtree(store / "cases")
+    write_nifti(tmp_path / "first/labelsTr/BRATS_000.nii.gz", tiny_label(3, 2, 1))
+    (tmp_path / "first/imagesTr/BRATS_002.nii.gz").unlink()
+    capsys.readouterr()
+    assert main([*command, "first"]) == 2
+    printed = capsys.readouterr().err
+    assert "case BRATS_000 must be the one of store store, got other files" in printed
+    assert "case BRATS_002 of store store must be made again" in printed
+    assert "imagesTr/BRATS_002.nii.gz" in printed
+    assert "BRATS_001 " not in printed
+    back = content_of(store)
+    assert {name: back[name] for name in before if "BRATS_001" in name} == {
+        name: content for name, content in before.items() if "BRATS_001" in name
+    }
+    assert back["manifest.json"] == before["manifest.json"]
+
+
+def test_bad_cases_that_may_be_left_out_are_no_lost_cases_of_the_store(grown, tmp_path):
+    store = grown()
+    lose(store, "all of it", 4)
+    (tmp_path / "second/imagesTr/BRATS_004.nii.gz").unlink()
+    with pytest.raises(InputError, match="case BRATS_004 of store"):
+        append(store, tmp_path / "second", workers=1, skip_bad=True)
+    assert not (store / "quarantine.jsonl").exists()
+
+
+def test_a_repair_that_was_killed_is_continued(grown, tmp_path, monkeypatch):
+    store = grown()
+    before = content_of(store)
+    shutil.rmtree(store / "cases")
+    real = os.replace
+    written = []
+
+    def killed(self, target):
+        if len(written) == 4:  # the first case is whole, of the second only the image
+            raise KeyboardInterrupt
+        written.append(target)
+        return real(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("pathlib.Path.replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            append(store, tmp_path / "first", workers=1)
+    assert append(store, tmp_path / "first", workers=1).repaired == ("BRATS_001", "BRATS_002")
+    append(store, tmp_path / "second", workers=1)
+    assert content_of(store) == before
+
+
+def test_a_store_with_patients_from_a_table_needs_the_table_for_new_cases_only(tmp_path):
+    (tmp_path / "table").write_text("".join(f"BRATS_00{n},p{n % 4}\n" for n in range(6)))
+    store, table = tmp_path / "store", tmp_path / "table"
+    prepare(decathlon(tmp_path / "first", 4), store, fractions=(1, 1, 1), workers=1, patients=table)
+    before = content_of(store)
+    lose(store, "all of it", 2)
+    assert append(store, tmp_path / "first", workers=1).repaired == ("BRATS_002",)
+    assert content_of(store) == before
+    lose(store, "label", 3)
+    with pytest.raises(InputError, match="--patients must be given"):
+        append(store, decathlon(tmp_path / "more", 6), workers=1)
+    assert content_of(store) == before
+
+
+def test_the_manifest_of_a_grown_store_comes_back_by_the_same_commands_in_their_order(grown, tmp_path):
+    store = grown()
+    hash_ = open_store(store).manifest.split_hash
+    before = content_of(store)
+    (store / "manifest.json").unlink()
+    prepare(tmp_path / "first", store, fractions=(1, 1, 1), workers=1)
+    append(store, tmp_path / "second", workers=1)
+    assert open_store(store).manifest.split_hash == hash_
+    assert content_of(store) == before
