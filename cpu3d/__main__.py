@@ -11,6 +11,7 @@ from typing import Any, Callable, List, Mapping, Optional, Sequence, Tuple
 from cpu3d.errors import ENDINGS, InputError, exit_code_of
 from memory_estimator.common.schema import add_options, arguments
 from memory_estimator.installed import as_typed, how_to_install
+from models.native.library import InstructionSetError
 
 COMMANDS = {
     "demo": ("cpu3d.demo", "make phantoms, train on them, score, predict, report: everything once, in minutes"),
@@ -32,6 +33,9 @@ COMMANDS = {
 }
 """Subcommand -> its module and a line of help."""
 
+EXPLAINED = (InputError, InstructionSetError)
+"""Errors that say what to do."""
+
 AFTER = {"train": "cpu3d.inference.postprocessing"}
 """Subcommand -> a module whose `after` follows it with the same options: its room is above the subcommand's."""
 
@@ -52,7 +56,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         # The reader of our output is gone, as `head` is after its lines.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (InputError, ModuleNotFoundError, KeyboardInterrupt, OSError, MemoryError) as error:
+    except (*EXPLAINED, ModuleNotFoundError, KeyboardInterrupt, OSError, MemoryError) as error:
         print(*_explained(error), sep="\n", file=sys.stderr)
         return exit_code_of(error)
 

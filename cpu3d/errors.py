@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Dict, Iterable, Optional
 
 from memory_estimator.common.files import NotRegularError
+from models.native.library import InstructionSetError
 
 
 class InputError(Exception):
@@ -102,7 +103,7 @@ def exit_code_of(error: Optional[BaseException]) -> int:
     """The exit code of a process that ends with this exception; 0 for None."""
     if error is None:
         return 0
-    if isinstance(error, (NotRegularError, ModuleNotFoundError)):
+    if isinstance(error, (NotRegularError, InstructionSetError, ModuleNotFoundError)):
         return InputError.exit_code
     return getattr(error, "exit_code", 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
 

@@ -38,7 +38,6 @@ from memory_estimator.installed import installed_engine, installed_versions
 from memory_estimator.job import OPTIMIZERS, PLAN_SCHEMA, Job, statistics_note, stored_bytes
 from memory_estimator.training import Beside, Forecast, price_of_run
 from models.layer_plan import training_flops
-from models.native.build import door_library
 
 
 @dataclass(frozen=True)
@@ -174,8 +173,9 @@ def with_forecast(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
     if config.device != "cpu":
         return dataclasses.replace(plan, config=config.with_policy("speed") if pick else config)
     job = dataclasses.replace(plan.job, threads=thread_plan(host).intra_op)
-    if not (host.instructions and door_library()):
-        reasons["own operations"] = "own operations: none; TensorFlow's take twice the time and memory, see `doctor`"
+    if not host.instructions:
+        why = "TensorFlow's layers compute, which take twice the time and memory"
+        reasons["own operations"] = f"own operations: none ({host.own.why}); {why}"
     try:
         measured, coarse = (find_constants(host), load_accuracy(versions=installed_versions())), None
         if config.coarse_steps:

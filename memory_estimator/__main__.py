@@ -24,16 +24,17 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from memory_estimator import planner
 from memory_estimator.accuracy import load_accuracy
-from memory_estimator.calibration import find_constants, load_constants
+from memory_estimator.calibration import HostConstants, find_constants, load_constants
 from memory_estimator.common.schema import add_options, from_args, option
 from memory_estimator.common.table import Table, new_console
 from memory_estimator.common.units import by, format_bytes, format_seconds, parse_bytes
 from memory_estimator.estimate import STORE_NOTE, Component, Estimate, estimate
 from memory_estimator.host import INSTRUCTION_SETS, Host, read_host
-from memory_estimator.installed import as_typed, installed_versions
+from memory_estimator.installed import as_typed, has_tensorflow, installed_versions
 from memory_estimator.job import Job, JobOptions, JobSource, job_from, policy_is_open, source_job, statistics_note
 from memory_estimator.scaling import ScalingOptions, check_options, several_hosts, worker_price, worker_share
 from models.config import POLICIES
+from models.native.build import check_platform, find_compiler
 
 FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
 EXIT_CODES = (
@@ -155,18 +156,53 @@ def _share(args: argparse.Namespace, source: JobSource, host: Callable[[], Host]
 
 def _price(options: Options, host: Callable[[], Host]) -> planner.Price:
     """The estimate of a job on the host of --calibration, else on this one."""
-    constants = load_constants(options.calibration) if options.calibration else find_constants(host())
+    constants = _constants(options, host)
     # A host that is described has no engines installed here: the recorded ones are assumed.
     is_described = options.calibration or options.host_memory
     accuracy = load_accuracy(versions=None if is_described else installed_versions())
     return functools.cache(lambda job: estimate(job, constants, accuracy))
 
 
+def _constants(options: Options, host: Callable[[], Host]) -> HostConstants:
+    """Those of --calibration, else of what computes on this host, or on one with its CPU that is
+    set up as it should be: own operations run there."""
+    if options.calibration:
+        return load_constants(options.calibration)
+    if not _is_assumed(options, host):
+        return find_constants(host())
+    described = dataclasses.replace(host(), is_here=False)
+    return find_constants(described) if described.instructions else load_constants("avx2")
+
+
+def _is_assumed(options: Options, host: Callable[[], Host]) -> bool:
+    """Whether own operations are assumed, and not asked for: on a host that is described, and here
+    before TensorFlow is installed, as the set-up builds both."""
+    if options.host_memory:
+        return True
+    return not (has_tensorflow() or host().instructions or _no_compiler())
+
+
+def _no_compiler() -> str:
+    """Why a set-up here could not build own operations; "" if it could."""
+    try:
+        check_platform()
+        find_compiler()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
 def _assumptions(options: Options, predicted: Estimate, host: Callable[[], Host]) -> List[str]:
     """Notes on the assumptions of an estimate."""
     notes = []
-    if not (options.calibration or options.host_memory or host().instructions):
-        notes.append("a step is predicted as own operations compute it, which need a CPU with AVX2")
+    if not predicted.constants.instructions:
+        why = host().own.why or _no_compiler()
+        rough = "TensorFlow's layers compute here, so memory and time are rough"
+        notes.append(f"{rough}; no own operations: {why}")
+    elif not options.calibration and _is_assumed(options, host):
+        name = predicted.constants.instructions
+        setup = as_typed("./run.sh setup")
+        notes.append(f"assumes that own operations compute, with {name}, as `{setup}` builds them")
     if predicted.kind and predicted.job.engine not in predicted.accuracy.versions:
         notes.append(f"assumes the recorded engine, {' or '.join(predicted.kind.versions)}")
     return notes

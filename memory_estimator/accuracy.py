@@ -65,7 +65,9 @@ class Accuracy:
 
     def covering(self, job: Job, instructions: str) -> Tuple[Optional[Kind], str]:
         """The kind of records that covers a job by own operations of an instruction set; None, and what was not
-        measured, if there is none."""
+        measured, if there is none. For "" TensorFlow's layers compute, which no kind covers."""
+        if not instructions:
+            return None, "TensorFlow's layers"
         for kind in self.kinds:
             if (kind.dtype, kind.policy) == (job.unet.dtype, job.policy):
                 version = self.versions.get(job.engine)
@@ -78,9 +80,16 @@ class Accuracy:
         return None, f"{job.unet.dtype} under policy {job.policy}"
 
     def widest(self, process_peak_bytes: int) -> int:
-        """The upper bound for a predicted peak by the widest margin of any kind."""
+        """The upper bound for a predicted peak by the widest margin of any kind of own operations'
+        steps."""
         wide = math.ceil(process_peak_bytes * (1 + WIDE_SHARE))
         return max((kind.upper_bound(process_peak_bytes) for kind in self.kinds), default=wide)
+
+
+def bound_of_layers(process_peak_bytes: int) -> int:
+    """The upper bound for a predicted peak of TensorFlow's layers, of which there are no
+    records."""
+    return math.ceil(process_peak_bytes * (1 + WIDE_SHARE))
 
 
 def load_accuracy(path: Union[str, Path] = SHIPPED, versions: Optional[Mapping[str, str]] = None) -> Accuracy:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Dict, Mapping, Optional, Union
 
 from memory_estimator.common.files import read_json, read_record, typed
-from memory_estimator.host import INSTRUCTION_SETS, Host, read_host
+from memory_estimator.host import INSTRUCTION_SETS, Host, instruction_set, read_host
 from memory_estimator.installed import ENGINES
 from memory_estimator.job import Job
 from memory_estimator.step.program import Program
@@ -37,6 +37,9 @@ FEATURES = {
     "every_op": ("seconds",),
 }
 """Kind of operations -> its features that have a cost; `timing.features` counts them."""
+
+LAYERS_SLOWER = 2.0
+"""Seconds of TensorFlow's layers over those of own operations on the same CPU: assumed."""
 
 FURTHEST = 8.0
 """Measured seconds are at most so many times the predicted ones, and at least that part of them: beyond it something
@@ -63,7 +66,7 @@ class HostConstants:
     """One host's constants."""
 
     name: str  # such as "AMD EPYC with AVX512_BF16"
-    instructions: str  # the instruction set of own operations there
+    instructions: str  # the set of own operations there; "" if TensorFlow's layers compute
     cpu: str  # the model's name in /proc/cpuinfo; "" for a class of hosts
     origin: str  # "measured" or "assumed", of the costs
     origins: Dict[str, str]  # field -> "measured: how" or "assumed: why", for every field of figures
@@ -144,15 +147,32 @@ def load_constants(name: Union[str, Path]) -> HostConstants:
 
 
 def find_constants(host: Optional[Host] = None) -> HostConstants:
-    """This host's own constants, else the shipped ones, with its cache. A damaged file is left
-    out, with a note."""
+    """This host's own constants, else the shipped ones, with its cache. A damaged file is left out,
+    with a note. Raises InstructionSetError as `Host.own`."""
     host = host or read_host()
+    shipped = constants_of(host)
+    if host.instructions not in INSTRUCTION_SETS:  # of such steps no seconds are kept
+        return shipped
     try:
         path = host_file(host)
-        constants = load_constants(path) if path.exists() else shipped_constants(host.instructions)
+        constants = load_constants(path) if path.exists() else shipped
     except (OSError, ValueError) as error:
-        constants = dataclasses.replace(shipped_constants(host.instructions), note=str(error))
+        constants = dataclasses.replace(shipped, note=str(error))
     return dataclasses.replace(constants, l2_bytes=host.l2_bytes or constants.l2_bytes)
+
+
+def constants_of(host: Host) -> HostConstants:
+    """The shipped constants of what computes on a host: own operations of an instruction set, or
+    TensorFlow's layers, which take LAYERS_SLOWER times as long."""
+    if host.instructions in INSTRUCTION_SETS:
+        return shipped_constants(host.instructions)
+    base = shipped_constants(instruction_set(host.isa, host.cpu_model))
+    if host.instructions:
+        return dataclasses.replace(base, instructions=host.instructions, origin="assumed")
+    each = LAYERS_SLOWER
+    costs = {dtype: scaled(kinds, each, each, each) for dtype, kinds in base.costs.items()}
+    name = f"{LAYERS_SLOWER:g} times the seconds of own operations on a {base.name}"
+    return dataclasses.replace(base, name=name, instructions="", origin="assumed", costs=costs)
 
 
 def host_file(host: Host) -> Path:
@@ -164,7 +184,7 @@ def host_file(host: Host) -> Path:
         base = Path(os.path.expanduser("~/.local/share"))
     if not base.is_absolute():
         raise ValueError("$XDG_DATA_HOME or a home folder must be set to keep a host's speed, got neither; set one")
-    digest = _digest(host.cpu_model, host.isa, host.usable_cores, shipped_constants(host.instructions).digest)
+    digest = _digest(host.cpu_model, host.isa, host.usable_cores, constants_of(host).digest)
     cpu = re.sub(r"[^a-z0-9.]+", "-", host.cpu_model.lower()).strip("-")
     return base / "cpu3d" / "speed" / f"{cpu}.cores-{host.usable_cores}.{digest}.json"
 
@@ -176,7 +196,7 @@ def shipped_constants(instructions: str) -> HostConstants:
 
 def like_shipped(host: Host) -> Dict[str, Any]:
     """The JSON of a host's own file that scales nothing yet: it has the shipped constants."""
-    about = {"like": host.instructions or "avx2", "shipped": shipped_constants(host.instructions).digest}
+    about = {"like": host.instructions, "shipped": constants_of(host).digest}
     cache = {"l2_bytes": host.l2_bytes} if host.l2_bytes else {}
     return {"schema": SCHEMA, "cpu": host.cpu_model, **about, **cache, "scales": {}}
 

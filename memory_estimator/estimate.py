@@ -5,15 +5,16 @@ import math
 from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Tuple
 
-from memory_estimator.accuracy import Accuracy, Kind, load_accuracy
+from memory_estimator.accuracy import Accuracy, Kind, bound_of_layers, load_accuracy
 from memory_estimator.calibration import HostConstants
 from memory_estimator.common.units import format_bytes
 from memory_estimator.job import DTYPE_BYTES, Job, stored_bytes
 from memory_estimator.step.allocator import SMALL_BYTES, use
+from memory_estimator.step.layer_step import step_of
 from memory_estimator.step.program import Program, Tensor, Timeline, rounded, timeline
 from memory_estimator.step.scratch import scratch_bytes
 from memory_estimator.step.timing import step_seconds
-from memory_estimator.step.training_step import training_step, validation_pass
+from memory_estimator.step.training_step import validation_pass
 
 STORE_NOTE = (
     "the errors were measured on steps with one repeated batch; "
@@ -38,6 +39,8 @@ RULES: Dict[str, str] = {
     NEXT_BATCH: "exact: images in the compute dtype, targets in one byte",
 }
 """Groups of tensors, in the order of the bill, and how their sizes are known; some are split by level."""
+
+CONSTANTS = ("name", "instructions", "origin", "record")  # fields that `to_json` names
 
 SCRATCH_RULE = "derived: own operations' buffers, each at its largest"
 
@@ -111,16 +114,22 @@ class Estimate:
             "beside": [vars(line) for line in self.beside],
             "peak_op": self.timeline.peak_op,
             "errors": {**errors, "upper_bound": self.margin, "records": self.kind and dataclasses.asdict(self.kind)},
-            "constants": {name: getattr(self.constants, name) for name in ("name", "origin", "record")},
+            "constants": {name: getattr(self.constants, name) for name in CONSTANTS},
             "job": self.job.to_json(),
         }
 
 
 def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = None) -> Estimate:
-    """Memory and time of a step of `job` on a host of these constants. For a job that a store feeds the bound holds for
-    its validations too. Steps are predicted as own operations compute them, on a CPU with AVX2."""
+    """Memory and time of a step of `job` on a host of these constants. For a job that a store feeds
+    the bound holds for its validations too. Steps are predicted as own operations of the constants'
+    instruction set compute them, or as TensorFlow's layers do where there is none."""
     accuracy = accuracy or load_accuracy()
-    program, beside = _with_store(training_step(job), job) if job.from_store else (training_step(job), ())
+    program, beside = step_of(job, constants.instructions), ()
+    if job.from_store:
+        program, beside = _with_store(program, job)
+        # By layers a validation takes less than a step, as it keeps no maps.
+        if constants.instructions:
+            program = dataclasses.replace(program, after=validation_pass(job))
     line = timeline(program)
     allocator = use(program)
     small = sum(rounded(tensor.bytes) for tensor in line.peak_tensors if tensor.bytes < SMALL_BYTES)
@@ -131,7 +140,10 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
     validation = allocator.validated_bytes - allocator.resident_bytes
     validation += scratch_bytes((*program.ops, *program.after), *cpu) - scratch
     kind, uncovered = accuracy.covering(job, constants.instructions)
-    upper_bound = (kind.upper_bound if kind else accuracy.widest)(process_peak + validation)
+    bound = kind.upper_bound if kind else accuracy.widest
+    if not constants.instructions:
+        bound = bound_of_layers
+    upper_bound = bound(process_peak + validation)
     upper_bound += sum(part.bytes for part in beside)
     beside = (Component("validation", validation, "derived: the allocator replayed through one"), *beside)
     overhead = allocator.resident_bytes + small - sum(rounded(tensor.bytes) for tensor in line.peak_tensors)
@@ -191,4 +203,4 @@ def _with_store(program: Program, job: Job) -> Tuple[Program, Tuple[Component, .
         Component("saving and restoring", 2 * largest, "exact: the largest variable, as read and as copied"),
     )
     resident = (*program.resident, image, target)
-    return dataclasses.replace(program, resident=resident, after=validation_pass(job)), beside
+    return dataclasses.replace(program, resident=resident), beside

@@ -12,30 +12,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
+from models.native import instruction_sets
+from models.native.library import OwnOperations, own_operations
+
 ISA_FLAGS = (
-    *("avx", "avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16"),
+    *("avx", "avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"),
+    *("avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16"),
     *("amx_tile", "amx_bf16", "amx_int8"),
 )
 """The instruction sets that matter to own operations and oneDNN, in the spelling of /proc/cpuinfo."""
 
-INSTRUCTION_SETS = {
-    "amx": ("avx512_bf16", "amx_tile", "amx_bf16"),
-    "avx512_bf16": ("avx512_bf16",),
-    "avx512": ("avx512f",),
-    "avx2": ("avx2", "fma"),
-}
-"""Instruction sets that own operations are compiled for, the fastest first, and the ISA_FLAGS that each needs."""
+_ALL = instruction_sets.INSTRUCTION_SETS
+INSTRUCTION_SETS = tuple(name for name, each in _ALL.items() if not each.emulated)
+"""Names of those that own operations are compiled for, the fastest first."""
 
 
 _SC_LEVEL2_CACHE_SIZE = 191  # of glibc (bits/confname.h), which Python has no name for
 
 
 def instruction_set(isa: Sequence[str], cpu_model: str) -> str:
-    """The first of INSTRUCTION_SETS that a CPU with these ISA_FLAGS has; "" for none: own operations do not run. As
-    models/native/select.c has it, without the bfloat16 products of Intel's CPUs: they are slow, unlike AMX."""
-    slow = "Intel" in cpu_model and "amx_bf16" not in isa
-    flags = set(isa) - {"avx512_bf16" if slow else ""}
-    return next((name for name, needed in INSTRUCTION_SETS.items() if set(needed) <= flags), "")
+    """The best for own operations on a CPU with these ISA_FLAGS; "" for none. It is what a
+    described host is taken to compute with. On this host the library is asked
+    (`Host.instructions`)."""
+    return instruction_sets.best_instruction_set(isa, on_intel="Intel" in cpu_model)
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,7 @@ class Host:
     cpu_quota: Optional[float]  # CPUs' worth of time a cgroup grants; None for no limit, or all CPUs
     isa: Tuple[str, ...]  # those of ISA_FLAGS that the CPU has, in that order
     l2_bytes: int = 0  # of a core's cache L2; 0 if it is not known, as of another host
+    is_here: bool = False  # whether this process runs on it; else it was made up, or described
 
     def __post_init__(self):
         if self.cpu_quota is not None and self.cpu_quota >= self.logical_cpus:
@@ -72,14 +72,28 @@ class Host:
         return max(0, min(self.available_bytes, self.cgroup_limit_bytes - self.cgroup_used_bytes))
 
     @property
+    def own(self) -> OwnOperations:
+        """What own operations compute with: by their library's answer here, else what suits the
+        CPU. Raises InstructionSetError for a CPU3D_INSTRUCTION_SET that cannot be had here."""
+        if self.is_here:
+            return own_operations()
+        best = instruction_set(self.isa, self.cpu_model)
+        flags = [flag for flag in self.isa if flag not in instruction_sets.BFLOAT16_FLAGS]
+        why = "" if best else "the CPU lacks avx2"
+        return OwnOperations(instruction_set(flags, self.cpu_model), best, why)
+
+    @property
     def instructions(self) -> str:
-        """The `instruction_set` of own operations here."""
-        return instruction_set(self.isa, self.cpu_model)
+        """The instruction set of own operations for bfloat16 maps, the best one; "" if TensorFlow's
+        layers compute."""
+        return self.own.bfloat16
 
     @property
     def fast_bfloat16(self) -> bool:
-        """Whether bfloat16 values are multiplied here; else they become float32 first."""
-        return self.instructions in ("avx512_bf16", "amx")
+        """Whether bfloat16 values are multiplied here; else they become float32 first. TensorFlow's
+        layers multiply them if the CPU does."""
+        computing = self.instructions or instruction_set(self.isa, self.cpu_model)
+        return computing in instruction_sets.BFLOAT16_PRODUCTS
 
     @property
     def best_dtype(self) -> str:
@@ -88,20 +102,27 @@ class Host:
 
     def summary(self) -> Dict[str, Any]:
         """The host's fields in a log or a record, as JSON content."""
-        own = {"cores": self.usable_cores, "memory_bytes": self.memory_bytes, "isa": list(self.isa)}
-        return {"cpu": self.cpu_model, **own}
+        return {
+            "cpu": self.cpu_model,
+            "cores": self.usable_cores,
+            "memory_bytes": self.memory_bytes,
+            "isa": list(self.isa),
+            "instructions": self.instructions,
+        }
 
 
 def read_host(root: Union[str, Path] = "/") -> Host:
     """Describe the host whose /proc and /sys are under `root`; without a /proc (macOS, Windows), ask psutil.
     Never fails for a file that is missing, as many are in containers."""
     root = Path(root)
+    is_here = root == Path("/")
     if not (root / "proc/meminfo").is_file():
         import psutil
 
         memory, logical = psutil.virtual_memory(), psutil.cpu_count() or 1
         cores = psutil.cpu_count(logical=False) or logical
-        return Host(platform.processor(), 1, cores, logical, 1, memory.total, memory.available, None, 0, None, ())
+        sizes_bytes = (memory.total, memory.available, None, 0)
+        return Host(platform.processor(), 1, cores, logical, 1, *sizes_bytes, None, (), is_here)
     first = fields(read_text(root / "proc/cpuinfo").partition("\n\n")[0])
     isa = tuple(flag for flag in ISA_FLAGS if flag in first.get("flags", "").split())
     places, memory = cpu_places(root), meminfo(root)
@@ -119,7 +140,8 @@ def read_host(root: Union[str, Path] = "/") -> Host:
         cgroup_used_bytes=used,
         cpu_quota=cpu_quota(root),
         isa=isa,
-        l2_bytes=_l2_bytes() if root == Path("/") else 0,
+        l2_bytes=_l2_bytes() if is_here else 0,
+        is_here=is_here,
     )
 
 

@@ -44,9 +44,14 @@ def itex_is_installed() -> bool:
     return importlib.util.find_spec("intel_extension_for_tensorflow") is not None
 
 
+def has_tensorflow() -> bool:
+    """Whether TensorFlow is installed here. Does not import it."""
+    return importlib.util.find_spec("tensorflow") is not None
+
+
 def installed_engine() -> str:
     """ "itex" unless TensorFlow is installed here without it: a laptop without either plans for the fast engine."""
-    return "stock" if importlib.util.find_spec("tensorflow") and not itex_is_installed() else "itex"
+    return "stock" if has_tensorflow() and not itex_is_installed() else "itex"
 
 
 def engine_version(engine: str, versions: Mapping[str, str]) -> str:

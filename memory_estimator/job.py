@@ -41,6 +41,8 @@ def is_orthogonal(shape: Sequence[int]) -> bool:
     return len(shape) > 2 and math.prod(shape[:-2]) > 1
 
 
+MOST = 2**31 - 1  # volumes of a batch, threads, cases
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 STORED_BYTES = 2  # a voxel and channel in a store, as int16 or float16; of a label it is one a voxel
 
@@ -70,6 +72,9 @@ class Job:
         for name, least in (("batch", 1), ("threads", 1), ("cases", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}; raise it")
+            if getattr(self, name) > MOST:
+                got = f"{getattr(self, name)!s:.40}"
+                raise ValueError(f"{name} must be at most {MOST}, got {got}; lower it")
         check_micro_batch(self.batch, self.micro_batch)
         for name, allowed in (("optimizer", OPTIMIZERS), ("engine", ENGINES)):
             if getattr(self, name) not in allowed:

@@ -73,7 +73,10 @@ def plan(job: Job, price: Price, budget_bytes: int) -> Dict[str, Optional[Estima
     of them and a set of gradients. No batch is larger than the training cases, if their number is known."""
 
     def largest(chain: Callable[[int], Job], last: int = LARGEST) -> Optional[Estimate]:
-        number = largest_number(lambda number: price(chain(number)).upper_bound_bytes, budget_bytes, last)
+        def cost(number: int) -> int:
+            return price(chain(number)).upper_bound_bytes
+
+        number = last if cost(last) <= budget_bytes else largest_number(cost, budget_bytes, last)
         return price(chain(number)) if number else None
 
     most_filters = job.unet.most_filters // STEP_OF_FILTERS
@@ -125,15 +128,18 @@ def nearest(
     def mildest(job: Job, kind: str) -> Optional[Option]:
         """The mildest change that fits; if none does, the strongest; None without any."""
         changes = _smaller(job, kind, grids)
-        if not changes:
+        if not changes.count:
             return None
         if kind == "policy":
-            if min(price(changed).upper_bound_bytes for _, changed in changes) >= price(job).upper_bound_bytes:
+            changed = [changes.number(number)[1] for number in range(1, changes.count + 1)]
+            least = min(price(each).upper_bound_bytes for each in changed)
+            if least >= price(job).upper_bound_bytes:
                 return None
             choice = fastest_that_fits(job, price, budget_bytes)
             return Option(f"--policy {choice.policy}", choice.estimate)
-        cost = lambda number: price(changes[number - 1][1]).upper_bound_bytes  # noqa: E731
-        change, changed = changes[max(1, largest_number(cost, budget_bytes, len(changes))) - 1]
+        cost = lambda number: price(changes.number(number)[1]).upper_bound_bytes  # noqa: E731
+        most = largest_number(cost, budget_bytes, changes.count)
+        change, changed = changes.number(max(1, most))
         return Option(change, price(changed))
 
     options = [option for option in (mildest(job, kind) for kind in kinds) if option]
@@ -221,20 +227,51 @@ def gpu_forecast(job: Job) -> Dict[str, Any]:
     return {**sizes, "constants": "rough: from two steps on an NVIDIA H200"}
 
 
-def _smaller(job: Job, kind: str, grids: Optional[Sequence[Tuple[str, Shape3]]]) -> List[Tuple[str, Job]]:
-    """The job with one kind of change, and the change as options; each at least as large as the one before."""
+@dataclass(frozen=True)
+class _Changes:
+    """Changes of one kind, numbered from 1: each leaves a job at least as large as the one before.
+    They are made when they are asked for, as a shape may have a thousand million of them."""
+
+    count: int
+    number: Callable[[int], Tuple[str, Job]]  # the change as options, and the job with it
+
+
+def _smaller(job: Job, kind: str, grids: Optional[Sequence[Tuple[str, Shape3]]]) -> _Changes:
+    """The changes of one kind that make a job smaller."""
     unet = job.unet
     if kind == "policy":
-        return [(f"--policy {policy}", job.with_unet(policy=policy)) for policy in POLICIES]
-    if kind == "micro-batch":
+        changes = [(f"--policy {policy}", job.with_unet(policy=policy)) for policy in POLICIES]
+    elif kind == "micro-batch":
         numbers = [n for n in divisors(job.batch) if n < job.micro]
-        return [(f"--micro-batch {n}", dataclasses.replace(job, micro_batch=n)) for n in numbers]
-    if kind == "dtype":
-        return [("--dtype bfloat16", job.with_unet(dtype="bfloat16"))] if unet.dtype != "bfloat16" else []
-    if kind == "filters":
-        numbers = [n for n in (1, 2, 4, *range(STEP_OF_FILTERS, unet.filters, STEP_OF_FILTERS)) if n < unet.filters]
-        return [(f"--filters {n}", job.with_unet(filters=n)) for n in numbers]
-    if grids is not None:
-        return [(name, dataclasses.replace(job, shape=shape)) for name, shape in grids if shape != job.shape]
-    smaller = [extent(job, number) for number in range(1, max(job.shape) // unet.divisor)]
-    return [(f"--shape {by(changed.shape, ' ')}", changed) for changed in smaller]
+        changes = [(f"--micro-batch {n}", dataclasses.replace(job, micro_batch=n)) for n in numbers]
+    elif kind == "dtype":
+        changes = []
+        if unet.dtype != "bfloat16":
+            changes = [("--dtype bfloat16", job.with_unet(dtype="bfloat16"))]
+    elif kind == "filters":
+        return _fewer_filters(job)
+    elif grids is None:
+        return _smaller_shapes(job)
+    else:
+        others = [(name, shape) for name, shape in grids if shape != job.shape]
+        changes = [(name, dataclasses.replace(job, shape=shape)) for name, shape in others]
+    return _Changes(len(changes), lambda number: changes[number - 1])
+
+
+def _fewer_filters(job: Job) -> _Changes:
+    numbers = (1, 2, 4, *range(STEP_OF_FILTERS, job.unet.filters, STEP_OF_FILTERS))
+    fewer = [n for n in numbers if n < job.unet.filters]
+
+    def change(number: int) -> Tuple[str, Job]:
+        filters = fewer[number - 1]
+        return f"--filters {filters}", job.with_unet(filters=filters)
+
+    return _Changes(len(fewer), change)
+
+
+def _smaller_shapes(job: Job) -> _Changes:
+    def change(number: int) -> Tuple[str, Job]:
+        smaller = extent(job, number)
+        return f"--shape {by(smaller.shape, ' ')}", smaller
+
+    return _Changes(max(job.shape) // job.unet.divisor - 1, change)

@@ -76,7 +76,8 @@ class Measured:
     allocator_peak_bytes: Optional[int] = None  # None if it was not recorded
     failure: str = ""  # the error instead; nothing was measured then
     host: str = ""  # the CPU's name
-    isa: Tuple[str, ...] = ()  # its instruction sets
+    isa: Tuple[str, ...] = ()  # its flags
+    instructions: str = ""  # the instruction set of own operations there
     version: str = ""  # of the engine, as of `engine_version`
     date: str = ""
 
@@ -107,12 +108,25 @@ def job_of_record(record: Mapping[str, Any]) -> Optional[Job]:
     return by_rule if by_rule.micro == job.micro else job
 
 
+def instructions_of(record: Mapping[str, Any]) -> str:
+    """The instruction set of own operations in a record; "" if TensorFlow's layers computed.
+    Records before 2026-11-27, all of own operations, do not have it, nor all flags: a CPU with
+    AVX512_VNNI has these three."""
+    host = record["host"]
+    if "instructions" in host:
+        return host["instructions"]
+    implied = ("avx512bw", "avx512dq", "avx512vl") if "avx512_vnni" in host["isa"] else ()
+    return instruction_set((*host["isa"], *implied), host["cpu"]) or "avx2"
+
+
 def measured_from(record: Mapping[str, Any]) -> Optional[Measured]:
-    """A record's step; None on an engine without constants. A record may lack seconds that were disturbed."""
-    job, host = job_of_record(record), record["host"]
-    if not job:
+    """A record's step; None on an engine without constants, and by layers. A record may lack
+    seconds, if they were disturbed."""
+    job, host, instructions = job_of_record(record), record["host"], instructions_of(record)
+    if not job or not instructions:
         return None
     about = {"host": host["cpu"], "isa": tuple(host["isa"]), "date": record.get("date", "")}
+    about["instructions"] = instructions
     about["version"] = engine_version(job.engine, record.get("versions", {}))
     if record.get("error"):
         return Measured(job, failure=record["error"], **about)
@@ -214,7 +228,7 @@ def _kind(key: Key, rows: Sequence[Row]) -> Kind:
         *key,
         versions=tuple(sorted({row.measured.version for row in rows})),
         hosts=tuple(sorted({row.measured.host for row in rows})),
-        instructions=tuple(sorted({instruction_set(row.measured.isa, row.measured.host) for row in rows})),
+        instructions=tuple(sorted({row.measured.instructions for row in rows})),
         threads=tuple(sorted({row.measured.job.threads for row in rows})),
         networks=tuple(sorted({row.measured.job.unet.network for row in rows})),
         records=len(rows),
@@ -247,7 +261,7 @@ def error_table(rows: Sequence[Row]) -> Table:
     groups: Dict[Tuple[str, str], List[Row]] = {}
     for row in rows:
         job = row.measured.job
-        about = f"{instruction_set(row.measured.isa, row.measured.host)}, {job.engine}, {job.unet.dtype}, {job.policy}"
+        about = f"{row.measured.instructions}, {job.engine}, {job.unet.dtype}, {job.policy}"
         groups.setdefault((row.measured.host, about), []).append(row)
     cells = []
     for group, some in [(("all", ""), rows), *sorted(groups.items())]:
@@ -272,14 +286,14 @@ def page(measured: Sequence[Measured], rows: Sequence[Row]) -> List[str]:
     lines = [*VALIDATION_HEAD.splitlines(), "", *error_table(rows).markdown(), ""]
     lines.append(f"Left out of its kind in turn, {above} of {count} records are above the bound that the others make.")
     columns = ("configuration", "allocator, GiB", "error", "process, GiB", "error", "bound above", "s a step", "error")
-    for host, isa in sorted({(step.host, step.isa) for step in measured}):
-        own = [step for step in measured if (step.host, step.isa) == (host, isa)]
+    for host, instructions in sorted({(step.host, step.instructions) for step in measured}):
+        own = [step for step in measured if (step.host, step.instructions) == (host, instructions)]
         own.sort(key=lambda step: (bool(step.failure), not step.held_out))
         about = "; ".join(sorted({f"{step.version}, {step.job.threads} threads, {step.date}" for step in own}))
         cells = [_cells(step, row_of.get(step)) for step in own]
         lines += [
             "",
-            f"## {host}, {instruction_set(isa, host)}",
+            f"## {host}, {instructions}",
             "",
             *Table((*columns, ""), cells, title=about).markdown(),
         ]

@@ -14,6 +14,7 @@ POLICIES = ("speed", "lean")
 "lean"   keeps those of the decoder and, below the finest level, the encoder's second; computes the others again.
 """
 
+MOST_SIDE = 2**31 - 1  # voxels along an axis
 MOST_CHANNELS = 2**14  # of a map, as own operations take it (models/native/door.c)
 EPSILON = 1e-5  # added to the variance by every norm
 MOMENTUM = 0.9  # of moving statistics: a run sees hundreds of volumes, not the 100,000 images of Keras' 0.99
@@ -88,8 +89,9 @@ class UNetConfig:
     def check_shape(self, shape: Tuple[int, int, int], name: str = "shape") -> None:
         """Raise ValueError unless the network can take an image of `shape` (X, Y, Z), with the nearest ones. `name` is
         that of the shape in the error."""
-        if len(shape) != 3 or min(shape) < 1:
-            raise ValueError(f"{name} must be three positive numbers, got {tuple(shape)}; give X Y Z in voxels")
+        if len(shape) != 3 or min(shape) < 1 or max(shape) > MOST_SIDE:
+            rule = f"{name} must be three numbers from 1 to {MOST_SIDE}"
+            raise ValueError(f"{rule}, got {tuple(shape)!s:.80}; give X Y Z in voxels")
         if any(n % self.divisor for n in shape):
             up = tuple(-(-n // self.divisor) * self.divisor for n in shape)
             down = tuple(max(n // self.divisor, 1) * self.divisor for n in shape)

@@ -9,6 +9,7 @@ each engine. The ratio of measured to predicted seconds replaces an earlier one 
 """
 
 import itertools
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from memory_estimator.installed import ENGINES, installed_engine
 from memory_estimator.job import Job
 from memory_estimator.validation import job_of_record, request_for
 from models.config import DTYPES, UNetConfig
+from models.native.library import VARIABLE
 
 SHAPE, STEPS = (96, 96, 96), 4
 NETWORKS = ({"filters": 16}, {"filters": 8})
@@ -51,8 +53,10 @@ def run(options: Options) -> int:
     host, begin, busy, measured = read_host(), time.perf_counter(), 0.0, []
     path = options.out or valid(host_file, host)
     if not computes_as_predicted():
-        rule = "own operations must be built and CPU3D_INSTRUCTION_SET unset, as only such steps are predicted"
-        raise InputError(f"{rule}; run python -m models.native.build, or unset the variable")
+        rule = f"own operations must be built and {VARIABLE} unset, as only these are predicted"
+        got = host.own.why or os.environ.get(VARIABLE)
+        todo = "run python -m models.native.build, or unset the variable"
+        raise InputError(f"{rule}, got {got}; {todo}")
     writable_folder(path.parent, "folder")
     every = [engine for engine in ENGINES if installed(engine)]
     engines = every if options.all else [options.engine or installed_engine()]

@@ -27,6 +27,7 @@ from memory_estimator.common.units import by
 from memory_estimator.host import read_host
 from memory_estimator.job import DTYPE_BYTES
 from models.config import DTYPES
+from models.native.library import own_operations
 
 CASES = ((128, 16, 16), (128, 32, 16), (128, 16, 32), (64, 32, 32), (128, 4, 16))
 """Edge of a cube, channels in and out: the finest levels of a U-Net with 16 filters."""
@@ -98,7 +99,8 @@ def measure(request: Dict[str, Any]) -> Result:
     from models.native.operations import available
 
     if not available():
-        raise InputError("own operations must be built, got none; run python -m models.native.build")
+        rule = f"own operations must load here, got none: {own_operations().why}"
+        raise InputError(f"{rule}; install a C compiler and run python -m models.native.build")
     cases = itertools.product(request["dtypes"], CASES)
     rows = [row for dtype, case in cases for row in timed_operations(tf, dtype, *case, request["rounds"])]
     return {"rows": rows, "limits": limits(request), **facts}

@@ -38,9 +38,9 @@ from memory_estimator.common.schema import option
 from memory_estimator.common.table import PALETTE, Table
 from memory_estimator.common.units import GIB, by
 from memory_estimator.estimate import estimate
-from memory_estimator.host import instruction_set, read_host
+from memory_estimator.host import read_host
 from memory_estimator.job import Job, JobOptions, job_from, source_job
-from memory_estimator.validation import job_of_record, request_for
+from memory_estimator.validation import instructions_of, job_of_record, request_for
 from models.config import DTYPES, POLICIES, UNetConfig
 
 WARM_UP_STEPS = 2  # the first step compiles, the second fills optimizer slots and caches
@@ -130,7 +130,7 @@ def with_predictions(record: Result, constants: Optional[HostConstants] = None) 
     """
     from cpu3d.util.progress import say  # not into the memory of a measuring process
 
-    constants = constants or shipped_constants(instruction_set(record["host"]["isa"], record["host"]["cpu"]))
+    constants = constants or shipped_constants(instructions_of(record))
     job, rows = job_of_record(record), []
     if not job:
         say(f"warning: engine must be itex or stock to be predicted, got {record['engine_name']}; no prediction")

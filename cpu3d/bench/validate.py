@@ -28,8 +28,8 @@ from memory_estimator.calibration import find_constants, shipped_constants
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import new_console
 from memory_estimator.common.units import format_bytes
-from memory_estimator.estimate import estimate
-from memory_estimator.host import Host, instruction_set, read_host
+from memory_estimator.estimate import Estimate, estimate
+from memory_estimator.host import Host, read_host
 from memory_estimator.installed import ENGINES, how_to_install
 from memory_estimator.job import Job
 from memory_estimator.validation import (
@@ -98,13 +98,14 @@ def read_measured(path: Path) -> Tuple[Measured, ...]:
     oldest. Raises InputError for a missing file, and for a line that is damaged or of another schema."""
     files = sorted(Path(path).glob("*.jsonl")) if Path(path).is_dir() else [path]
     read = [measured for file in files for measured in read_records(file, "memory", measured_from)]
-    return tuple(newest(read, lambda step: (step.host, step.isa, step.job)))
+    return tuple(newest(read, lambda step: (step.host, step.instructions, step.job)))
 
 
 def _of_this_host(path: Path, host: Host) -> Sequence[Measured]:
     """The measured steps of a record, none if it does not exist yet. Raises InputError if it is of another host."""
     measured = read_measured(path) if path.exists() else ()
-    other = {step.host for step in measured if (step.host, step.isa) != (host.cpu_model, tuple(host.isa))}
+    here = (host.cpu_model, host.instructions)
+    other = {step.host for step in measured if (step.host, step.instructions) != here}
     if other:
         rule = f"be of this host, {host.cpu_model}, got {', '.join(other)}"
         raise InputError(f"record {path} must {rule}; give each host a file")
@@ -115,5 +116,9 @@ def validation(folder: Path, accuracy: Optional[Accuracy] = None) -> Tuple[Seque
     """The measured steps in a folder of records, and a row for each with the present estimator's prediction: by the
     shipped constants, whatever this host's own are, and the margins of `accuracy` (default: shipped too)."""
     measured = read_measured(folder / VALIDATION)
-    shipped = {(step.isa, step.host): shipped_constants(instruction_set(step.isa, step.host)) for step in measured}
-    return measured, compare_steps(measured, lambda step: estimate(step.job, shipped[step.isa, step.host], accuracy))
+    shipped = {name: shipped_constants(name) for name in {step.instructions for step in measured}}
+
+    def predicted(step: Measured) -> Estimate:
+        return estimate(step.job, shipped[step.instructions], accuracy)
+
+    return measured, compare_steps(measured, predicted)

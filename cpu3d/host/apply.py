@@ -22,6 +22,7 @@ from cpu3d.host.thread_plan import THREADS, ThreadPlan, read_topology, thread_pl
 from cpu3d.util.records import versions
 from memory_estimator.host import Host
 from memory_estimator.installed import ENGINES, how_to_install, itex_is_installed
+from models.native.library import own_operations
 
 
 def apply(plan: ThreadPlan, engine: Optional[str] = None) -> None:
@@ -83,11 +84,14 @@ def set_up(
 ) -> Tuple[Host, ThreadPlan, Any]:
     """Plan for this host, apply the plan, import TensorFlow, hide the cards that are not `device`.
 
-    Every command that computes begins with it. `local` is (index, count) of this process among the workers that share
-    the host; it gets its part of the cores, and the host that is returned is all of it. If the process has imported
-    TensorFlow before, the plan is only returned; engine and device are still checked, and RuntimeError is raised if it
-    computes on another device. Raises InputError for numbers of workers that `thread_plans` refuses.
+    Every command that computes begins with it. `local` is (index, count) of this process among the
+    workers that share the host; it gets its part of the cores, and the host that is returned is all
+    of it. If the process has imported TensorFlow before, the plan is only returned; engine and
+    device are still checked, and RuntimeError is raised if it computes on another device. Raises
+    InputError for numbers of workers that `thread_plans` refuses, and InstructionSetError as
+    `own_operations`.
     """
+    own_operations()  # which may be built first, and refuses before anything is imported
     topology = read_topology()
     fresh = "tensorflow" not in sys.modules
     index, count = local if fresh else (0, 1)  # later the topology is this process's part already
@@ -96,6 +100,9 @@ def set_up(
         apply(plan, engine)
     tf = import_tensorflow(engine)
     use_device(tf, device)
+    from models.native import operations
+
+    operations.available()  # whether this TensorFlow takes them: plans are made after this
     return topology.host, plan, tf
 
 

@@ -35,10 +35,13 @@ from cpu3d.util.records import versions
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Bad, Good, Poor, Table, new_console
 from memory_estimator.common.units import GIB, format_bytes
-from memory_estimator.host import memory_high
+from memory_estimator.host import Host, instruction_set, memory_high
 from memory_estimator.installed import ENGINES, as_typed, how_to_install
+from models.native.library import VARIABLE
 
 FEW_BYTES = 8 * GIB  # free for a worker: less than a whole brain takes in the reference network at policy speed
+
+NO_SET = "no AVX2"  # of a CPU on which own operations do not run
 
 
 @dataclass(frozen=True)
@@ -86,11 +89,7 @@ def run(options: Options) -> int:
 
 def host_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
     """Checks of the host and of the plans of its workers."""
-    host, isa, threads = topology.host, topology.host.isa, [plan.intra_op for plan in plans]
-    widest = "AVX-512" if "avx512f" in isa else "AVX2" if "avx2" in isa else "no AVX2"
-    bfloat16 = f"none ({widest}): training computes in float32; AVX512_BF16 or AMX would halve its time and its memory"
-    if host.fast_bfloat16:
-        bfloat16 = f"{'AMX' if 'amx_bf16' in isa else 'AVX512_BF16'}: training computes in bfloat16"
+    host, threads = topology.host, [plan.intra_op for plan in plans]
     quota, limit, swap, free = host.cpu_quota, host.cgroup_limit_bytes, topology.swap_bytes, host.free_bytes
     sockets = Counter(cpu.socket for cpu in topology.cpus).values()
     mask = f"{host.logical_cpus} CPUs"
@@ -117,7 +116,33 @@ def host_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
         ),
         "swap": (swap and f"{format_bytes(swap)}: a step that needs it takes many times as long", "none"),
     }
-    return [Check("bfloat16 instructions", "ok" if host.fast_bfloat16 else "note", bfloat16), *_checks(points)]
+    return [*instruction_checks(host), *_checks(points)]
+
+
+def instruction_checks(host: Host) -> List[Check]:
+    """Checks of the instruction set that own operations compute with, beside the best that the CPU
+    has."""
+    own, name = host.own, "instruction set"
+    cpu = instruction_set(host.isa, host.cpu_model) or NO_SET
+    dtype = Check("dtype", "ok", "training computes in bfloat16")
+    if not host.fast_bfloat16:
+        words = "training computes in float32"
+        more = "AVX512_BF16 or AMX would halve its time and its memory"
+        dtype = Check("dtype", "note", f"{words}; {more}")
+    result = f"{own.bfloat16} of own operations; the CPU has {cpu}"
+    if not own.bfloat16:
+        why = f"none of own operations ({own.why})"
+        result = f"{why}: TensorFlow's layers compute; the CPU has {cpu}"
+        if cpu == NO_SET:
+            return [Check(name, "note", result), dtype]
+        todo = "install a C compiler, then python -m models.native.build"
+        return [Check(name, "warn", result, todo), dtype]
+    if own.bfloat16 == cpu:
+        return [Check(name, "ok", result), dtype]
+    todo = "build them by a newer compiler: training is faster"
+    if os.environ.get(VARIABLE):
+        todo = f"unset {VARIABLE}"
+    return [Check(name, "warn", result, todo), dtype]
 
 
 def process_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:

@@ -14,7 +14,8 @@ from typing import Dict, NamedTuple, Optional, Sequence, Tuple, Union
 from memory_estimator.host import read_text, sizes
 from memory_estimator.job import Job
 from memory_estimator.step.allocator import region_bytes
-from memory_estimator.step.training_step import training_step
+from memory_estimator.step.layer_step import step_of
+from models.native.library import own_operations
 
 ROW_BYTES = 2**20  # of the reserved piece, as sides of a tensor's shape are 32-bit numbers
 
@@ -65,7 +66,8 @@ def reserve(job: Job) -> None:
     """
     import tensorflow as tf
 
-    rows = -(-region_bytes(training_step(job)) // ROW_BYTES)
+    program = step_of(job, own_operations().bfloat16)
+    rows = -(-region_bytes(program) // ROW_BYTES)
     with contextlib.suppress(tf.errors.ResourceExhaustedError), tf.device("CPU:0"):
         tf.raw_ops.Empty(shape=[rows, ROW_BYTES], dtype=tf.uint8, init=False)
 

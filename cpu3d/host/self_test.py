@@ -17,12 +17,12 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 from cpu3d.host.apply import engine_name, installed, set_up
 from cpu3d.util.child import ROOT, how_ended, last_words
 from memory_estimator.common.units import format_bytes, format_seconds
-from memory_estimator.host import Host, read_host
+from memory_estimator.host import Host, instruction_set, read_host
 from memory_estimator.installed import how_to_install
 
 PROGRAM = (sys.executable, "-m", "cpu3d.host.self_test")
@@ -85,29 +85,78 @@ def engine_in_force(tf: Any, host: Host, engine: Optional[str]) -> Check:
 
 
 def own_operations(tf: Any, host: Host, engine: Optional[str]) -> Check:
-    """Check all of models/native/: a small network's answers and gradients against those of its Keras layers."""
-    from models.config import UNetConfig
+    """Check all of models/native/ in each dtype that a training here may have, and so with its
+    instruction set: a small network's answers and gradients against those of its Keras layers in
+    float32."""
     from models.native.operations import available
-    from models.unet3d import build_unet3d
 
     if not available():
-        result = "not built for this host, or no AVX2: TensorFlow's layers compute, in about twice the time and memory"
-        return Check("own operations", "warn", result, "install a C compiler, then python -m models.native.build")
-    uniform, error = tf.random.stateless_uniform, 0.0
-    for residual in (False, True):
-        model = build_unet3d(UNetConfig(filters=8, depth=3, residual=residual), (16, 16, 16), batch_size=1)
-        layers, image = tf.keras.Model(model.inputs, model.outputs), uniform((1, 16, 16, 16, 4), (1, 2))
-        results = []
-        for network in (model, layers):
-            with tf.GradientTape() as tape:
-                logits = network(image, training=True)
-                loss = tf.reduce_mean(tf.sigmoid(logits) ** 2)
-            results.append([logits, *tape.gradient(loss, model.trainable_variables)])
-        error = max(error, *(float(tf.norm(own - keras) / tf.norm(keras)) for own, keras in zip(*results)))
-    result = f"{host.instructions}: answers and gradients within {error:.1e} of those of TensorFlow's layers"
-    if not error < 0.02:  # a value beside zero may be on the other side of its ReLU
+        result = f"{host.own.why}: TensorFlow's layers compute, in about twice the time and memory"
+        todo = "install a C compiler, then python -m models.native.build"
+        return Check("own operations", "warn", result, todo)
+    cpu = instruction_set(host.isa, host.cpu_model) or "no AVX2"
+    results, is_right = [], True
+    for dtype in dict.fromkeys(("float32", host.best_dtype)):
+        errors = [_own_errors(tf, dtype, residual) for residual in (False, True)]
+        is_right &= all(error.is_small for error in errors)
+        answers = max(error.answers for error in errors)
+        gradients = max(error.gradients for error in errors)
+        name = getattr(host.own, dtype)
+        within = f"answers within {answers:.1e}, gradients within {gradients:.1e}"
+        results.append(f"{name} in {dtype}, {within}")
+    result = f"{'; '.join(results)} of TensorFlow's layers; the CPU has {cpu}"
+    if not is_right:
         return Check("own operations", "fail", result, "set CPU3D_INSTRUCTION_SET=avx2, and report it")
     return Check("own operations", "ok", result)
+
+
+class OwnErrors(NamedTuple):
+    """Errors of a network by own operations, as shares of the norms of what its layers give in
+    float32."""
+
+    answers: float
+    gradients: float
+    """In float32 the largest of a weight's; in bfloat16, where single ones are noise, of all
+    together."""
+    of_layers: float  # of the gradients by layers in the same dtype
+
+    @property
+    def is_small(self) -> bool:
+        """Whether rounding explains them. In float32 a value beside zero may be on the other side
+        of its ReLU."""
+        return self.answers < 0.02 and self.gradients < 0.02 + self.of_layers
+
+
+def _own_errors(tf: Any, dtype: str, residual: bool) -> OwnErrors:
+    from models.config import UNetConfig
+    from models.unet3d import build_unet3d
+
+    unet = UNetConfig(filters=8, depth=3, residual=residual, dtype=dtype)
+    model = build_unet3d(unet, (16, 16, 16), 1)
+    exact_model = build_unet3d(dataclasses.replace(unet, dtype="float32"), (16, 16, 16), 1)
+    exact_model.set_weights(model.get_weights())
+    layers = tf.keras.Model(model.inputs, model.outputs)
+    exact_layers = tf.keras.Model(exact_model.inputs, exact_model.outputs)
+    image = tf.random.stateless_uniform((1, 16, 16, 16, 4), (1, 2))
+
+    def computed(network: Any) -> List[Any]:
+        with tf.GradientTape() as tape:
+            logits = tf.cast(network(image, training=True), tf.float32)
+            loss = tf.reduce_mean(tf.sigmoid(logits) ** 2)
+        return [logits, *tape.gradient(loss, network.trainable_variables)]
+
+    def error(one: Any, other: Any) -> float:
+        return float(tf.norm(one - other) / tf.norm(other))
+
+    def joined(gradients: Sequence[Any]) -> Any:
+        return tf.concat([tf.reshape(gradient, [-1]) for gradient in gradients], 0)
+
+    own, plain, exact = (computed(network) for network in (model, layers, exact_layers))
+    if dtype == "float32":
+        return OwnErrors(error(own[0], exact[0]), max(map(error, own[1:], exact[1:])), 0.0)
+    truth = joined(exact[1:])
+    gradients, of_layers = (error(joined(each[1:]), truth) for each in (own, plain))
+    return OwnErrors(error(own[0], exact[0]), gradients, of_layers)
 
 
 def bfloat16_gain(tf: Any, host: Host, engine: Optional[str]) -> Check:

@@ -16,7 +16,14 @@ import psutil
 from cpu3d.util.atomic import remove_partials, write_json
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import say
-from memory_estimator.calibration import FURTHEST, Scale, find_constants, host_file, like_shipped, shipped_constants
+from memory_estimator.calibration import (
+    FURTHEST,
+    Scale,
+    constants_of,
+    find_constants,
+    host_file,
+    like_shipped,
+)
 from memory_estimator.common.files import read_json
 from memory_estimator.common.units import by
 from memory_estimator.estimate import estimate
@@ -24,7 +31,7 @@ from memory_estimator.host import Host
 from memory_estimator.job import Job
 from memory_estimator.step.timing import step_seconds
 from memory_estimator.step.training_step import training_step
-from models.native.build import door_library
+from models.native.library import VARIABLE, own_operations
 
 LEAST_VOXELS, FEWEST_STEPS = 64**3, 3
 """The fewest of a training that counts: steps of smaller grids are TensorFlow's own overhead for the most part."""
@@ -36,7 +43,7 @@ QUIET_SHARE = 0.05  # of the CPUs' time that other programs may take before seco
 
 def scale_of(timed: Sequence[Tuple[Job, float]], host: Host, *, quiet: bool) -> Scale:
     """The scale of jobs in one dtype and the seconds of their steps: the median of them, within FURTHEST."""
-    base, job = shipped_constants(host.instructions), timed[0][0]
+    base, job = constants_of(host), timed[0][0]
     scale = statistics.median(step_s / step_seconds(training_step(each), base, each) for each, step_s in timed)
     return Scale(
         scale=min(max(scale, 1 / FURTHEST), FURTHEST),
@@ -63,7 +70,7 @@ def keep_training(job: Job, step_s: float, host: Host, *, quiet: bool) -> None:
 def keep_calibration(path: Path, measured: Sequence[Tuple[Job, float, int]], host: Host, *, quiet: bool) -> None:
     """Write a host's file of jobs, the seconds of their steps and the peaks of their processes: a scale for each dtype,
     and for each engine the shipped baseline and the bytes that processes held above the predicted ones."""
-    base, kept = shipped_constants(host.instructions), like_shipped(host)
+    base, kept = constants_of(host), like_shipped(host)
     for dtype in dict.fromkeys(job.unet.dtype for job, _, _ in measured):
         timed = [(job, step_s) for job, step_s, _ in measured if job.unet.dtype == dtype]
         kept["scales"][dtype] = dataclasses.asdict(scale_of(timed, host, quiet=quiet))
@@ -88,8 +95,9 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def computes_as_predicted() -> bool:
-    """Whether steps are computed as the estimator predicts: by own operations, of the best instruction set."""
-    return door_library() is not None and not os.environ.get("CPU3D_INSTRUCTION_SET")
+    """Whether steps are computed as the estimator's constants have them: by own operations, of the
+    best instruction set. Raises InstructionSetError as `own_operations`."""
+    return own_operations().door is not None and not os.environ.get(VARIABLE)
 
 
 class Observer:

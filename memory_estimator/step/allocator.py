@@ -7,6 +7,7 @@ asked for or has 128 MiB to spare: its count depends on the order of all request
 """
 
 import bisect
+import math
 from dataclasses import dataclass
 from typing import Dict, List, Optional, Sequence, Set, Tuple
 
@@ -126,7 +127,7 @@ class Allocator:
     @property
     def resident_bytes(self) -> int:
         """Memory touched so far: each byte that has held a tensor, once, and the regions' tables of chunks."""
-        total, end = self.reserved_bytes * HANDLE_BYTES // GRANULE_BYTES, 0
+        total, end = self.reserved_bytes * HANDLE_BYTES // GRANULE_BYTES, -math.inf
         for first, last in sorted(self._touched):
             total += max(0, last - max(first, end))
             end = max(end, last)
@@ -134,7 +135,7 @@ class Allocator:
 
     def _find(self, size: int) -> Optional[Chunk]:
         """The smallest free chunk that is large enough; of equals the one at the lowest address."""
-        index = bisect.bisect_left(self._free, (size, -1))
+        index = bisect.bisect_left(self._free, (size,))
         if index == len(self._free):
             return None
         chunk = self._chunks[self._free[index][1]]

@@ -25,10 +25,11 @@ def training_step(job: Job) -> Program:
     writer = Writer(job)
     reset_sums(writer)
     paper = PaperPass(writer)
-    early = _target_piece(paper, Map("head", 0, job.unet.outputs), "target")  # which waits for nothing
+    # It waits for nothing.
+    early = target_piece(paper, Map("head", 0, job.unet.outputs), "target")
     logits = paper.logits()
     writer.phase = "loss"
-    slopes = _slopes(paper, logits, early)
+    slopes = loss_slopes(paper, logits, early)
     writer.phase = "backward pass"
     gradients = paper.gradients(slopes)
     writer.phase = "update"
@@ -283,7 +284,7 @@ class PaperPass(Order):
 # --- The loss, as models/supervision.py and cpu3d.training.losses.DiceCrossEntropy have it ---
 
 
-def _slopes(paper: PaperPass, logits: List[Map], early: str) -> List[Map]:
+def loss_slopes(paper: PaperPass, logits: List[Map], early: str) -> List[Map]:
     """Gradients of each head's logits. All heads' sums come first, then slopes. `early`: the target's first piece."""
     targets = []
     for head in logits:
@@ -298,7 +299,7 @@ def _sums(paper: PaperPass, head: Map, target: str, t: str) -> None:
     """The sums of a piece, whose target `t` is made in its turn. Sums without their own map take almost no time."""
     z = _logits_piece(paper, head)
     paper.writer.run(f"{head.name}/softplus/sum", "pass", [_loss_map(paper, head, "softplus", [z])])
-    t = t or _target_piece(paper, head, target)
+    t = t or target_piece(paper, head, target)
     paper.writer.run(f"{head.name}/product/sum", "pass", [_loss_map(paper, head, "product", [z, t])])
     p = _loss_map(paper, head, "probability", [z], over=[z])
     paper.writer.run(f"{head.name}/overlap/sum", "pass", [_loss_map(paper, head, "overlap", [p, t], over=[t])])
@@ -310,7 +311,7 @@ def _slope(paper: PaperPass, head: Map, target: str) -> Map:
     for _ in range(PIECES):
         z = _logits_piece(paper, head)
         p = _loss_map(paper, head, "probability", [z], over=[z])
-        t = _target_piece(paper, head, target)
+        t = target_piece(paper, head, target)
         slope = _loss_map(paper, head, "weighted", [t])
         rest = _loss_map(paper, head, "rest", [p])
         slope = _loss_map(paper, head, "slope", [rest, slope], over=[rest])
@@ -323,7 +324,7 @@ def _slope(paper: PaperPass, head: Map, target: str) -> Map:
     return head._replace(name=paper.writer.make(f"{head_of(head.level)}/slope", "loss", pieces, paper.map_bytes(head)))
 
 
-def _target_piece(paper: PaperPass, head: Map, target: str) -> str:
+def target_piece(paper: PaperPass, head: Map, target: str) -> str:
     """A piece of the target in float32, made of a copy."""
     return _loss_map(paper, head, "target", [_loss_map(paper, head, "target/piece", [target], value_bytes=1)])
 

@@ -1,6 +1,12 @@
 """Build own operations with the host's C compiler, in seconds: `python -m models.native.build`.
 
-The libraries are in `built/` beside the sources, with a hash of sources and compiler's options in their names.
+CC names the compiler, with its options if need be: `CC="gcc-13 -m64"`; CFLAGS is not read.
+Libraries are in `built/` beside the sources, in pairs: "kernels" for ctypes and "door" for
+TensorFlow. The names of a pair tell what it is:
+
+    kernels-SOURCES.PLATFORM.INSTRUCTION+SETS.CHECKSUM.so
+
+Hosts that share a checkout may each have a pair of their own there.
 """
 
 import contextlib
@@ -8,69 +14,164 @@ import hashlib
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
+import zlib
 from pathlib import Path
-from typing import List, Optional, Sequence
+from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+
+from models.native.instruction_sets import INSTRUCTION_SETS
 
 HERE = Path(__file__).resolve().parent
 BUILT = HERE / "built"
+KINDS = ("kernels", "door")
 TENSORFLOW = "libtensorflow_framework.so.2"  # has the C interface; loaded before our library
-OPTIONS = ("-O3", "-std=gnu11", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-function", "-Wno-unused-parameter")
-AVX2 = ("-mavx2", "-mfma")
-AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
-INSTRUCTION_SETS = {
-    "avx2": AVX2,
-    "avx512": AVX512,
-    "avx512_bf16": (*AVX512, "-mavx512bf16", "-DBFLOAT16_ROWS"),
-    "amx": (*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-DBFLOAT16_ROWS", "-DTILES"),
-    "amx_in_c": (*AVX2, "-DBFLOAT16_ROWS", "-DTILES"),
-}
-"""Name -> options with which operations.c is compiled for it."""
+OPTIONS = (
+    *("-O3", "-std=gnu11", "-fPIC"),
+    *("-Wall", "-Wextra", "-Wno-unused-function", "-Wno-unused-parameter"),
+)
+LOCK_WAIT_S = 300.0  # for another process that builds in the same folder
+
+
+class Libraries(NamedTuple):
+    """A pair of libraries, built together."""
+
+    kernels: Path  # the functions of native.h alone, for ctypes
+    door: Path  # the operations, for `tf.load_op_library`
+    platform: str  # that it was built on
+    instruction_sets: Tuple[str, ...]  # that its compiler knew
+
+
+def existing(folder: Optional[Path] = None) -> List[Libraries]:
+    """The pairs that are built from these sources and undamaged, those of this platform and with
+    most instruction sets first."""
+    pairs = []
+    for kernels in (folder or BUILT).glob(f"kernels-{_digest()}.*.so"):
+        about = kernels.name.split(".", 1)[1].rsplit(".", 2)[0]
+        doors = list(filter(_is_whole, kernels.parent.glob(f"door-{_digest()}.{about}.*.so")))
+        if doors and _is_whole(kernels):
+            built_on, _, sets = about.rpartition(".")
+            pairs.append(Libraries(kernels, doors[0], built_on, tuple(sets.split("+"))))
+
+    def order(pair: Libraries) -> Tuple:
+        return pair.platform != platform_name(), -len(pair.instruction_sets), pair.kernels
+
+    return sorted(pairs, key=order)
+
+
+def are_left(folder: Optional[Path] = None) -> bool:
+    """Whether there are libraries of these sources at all, damaged ones and those for other hosts
+    included."""
+    return any((folder or BUILT).glob(f"*-{_digest()}.*.so"))
 
 
 def kernels_library() -> Optional[Path]:
-    """The functions of native.h alone, for ctypes; None if they are not built from these sources."""
-    return _existing("kernels")
+    """The first pair's functions of native.h; None if none is built from these sources."""
+    return next((pair.kernels for pair in existing()), None)
 
 
 def door_library() -> Optional[Path]:
-    """The operations for `tf.load_op_library`; None if they are not built from these sources."""
-    return _existing("door")
+    """The first pair's operations; None if none is built from these sources."""
+    return next((pair.door for pair in existing()), None)
 
 
-def build(extra: Sequence[str] = (), folder: Optional[Path] = None) -> List[Path]:
-    """Compile the libraries that are not built yet, and return all. TensorFlow is not needed.
+def build(
+    extra: Sequence[str] = (),
+    folder: Optional[Path] = None,
+    refused: Sequence[Libraries] = (),
+) -> List[Path]:
+    """Compile the pair of libraries for this platform, unless there is one with all instruction
+    sets that the compiler knows, and return it. TensorFlow is not needed. A pair that was built
+    elsewhere stays beside it; pairs of other sources, and what a killed build has left, are
+    removed.
 
-    `extra` are more options for compiler and linker, `folder` is BUILT by default. Raises OSError without x86-64 Linux
-    or a compiler, and subprocess.CalledProcessError if the compiler fails.
+    `extra` are more options for compiler and linker, `folder` is BUILT by default, `refused` are
+    pairs that do not load here. Raises OSError without x86-64 Linux or a compiler, and
+    subprocess.CalledProcessError if the compiler fails.
     """
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        raise OSError(f"own operations must be built on Linux x86-64, got {sys.platform} {platform.machine()}")
     folder = folder or BUILT
-    wanted = {name: _path(name, folder) for name in ("kernels", "door")}
-    if extra or not all(path.exists() for path in wanted.values()):
-        compiler = _compiler()
-        folder.mkdir(parents=True, exist_ok=True)
+    check_platform()
+    compiler = find_compiler()
+    sets = tuple(name for name, each in INSTRUCTION_SETS.items() if _knows(compiler, each.options))
+    if not sets:
+        rule = "the C compiler must know AVX2, for which the least of the operations is"
+        raise OSError(f"{rule}, got {shlex.join(compiler)}; install another, or name it in CC")
+    about = f"{_digest()}.{platform_name()}.{'+'.join(sets)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder) as is_held:  # whoever waited finds what the other one has built
+        _remove_left(folder, at_least_s=0.0 if is_held else LOCK_WAIT_S)
+        usable = [pair for pair in existing(folder) if pair not in refused]
+        own = [pair for pair in usable if pair.platform == platform_name()]
+        done = [pair for pair in own if set(sets) <= set(pair.instruction_sets)]
+        if done and not extra:
+            return [done[0].kernels, done[0].door]
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            _compile(compiler, Path(scratch), tuple(extra))
-            for name, path in wanted.items():
-                os.replace(Path(scratch) / name, path)
-        for old in {*folder.glob("*.so")} - {*wanted.values()}:
-            with contextlib.suppress(OSError):
-                old.unlink()
-    return list(wanted.values())
+            _compile(compiler, sets, Path(scratch), tuple(extra))
+            made = [Path(scratch) / kind for kind in KINDS]
+            wanted = [folder / f"{path.name}-{about}.{_checksum(path)}.so" for path in made]
+            for path, name in zip(made, wanted):
+                os.replace(path, name)
+        for old in {*folder.glob("*.so")} - {*wanted}:
+            if _digest() not in old.name or f".{platform_name()}." in old.name:
+                with contextlib.suppress(OSError):
+                    old.unlink()
+        return wanted
 
 
-def _compile(compiler: List[str], scratch: Path, extra: Sequence[str]) -> None:
-    jobs = {"pool": ["pool.c"], "select": ["select.c"], "door": ["door.c"]}
-    for name, options in INSTRUCTION_SETS.items():
-        if not _knows(compiler, options):
-            continue
+def check_platform() -> None:
+    """Raise OSError where own operations cannot run."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        here = f"{sys.platform} {platform.machine()}"
+        raise OSError(f"own operations must be built on Linux x86-64, got {here}")
+
+
+def platform_name() -> str:
+    """This system and its C library, such as "x86_64-glibc2.36": a library may need this one or a
+    newer one."""
+    library, version = platform.libc_ver()
+    return f"{platform.machine()}-{library or 'libc'}{version}"
+
+
+def find_compiler() -> List[str]:
+    """The words that the command line of the C compiler begins with. Raises OSError without one,
+    and for a CC that names none."""
+    chosen = os.environ.get("CC", "").strip()
+    if chosen:
+        try:
+            # A path may have blanks.
+            words = [chosen] if shutil.which(chosen) else shlex.split(chosen)
+        except ValueError:  # of quotes
+            words = []
+        if not words or not shutil.which(words[0]):
+            rule = f"CC must name a C compiler, got {chosen!r}"
+            raise OSError(f"{rule}; unset it, or name one that is there")
+        return words
+    named = next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    if named:
+        return [named]
+    if importlib.util.find_spec("ziglang"):
+        target = ("-target", "x86_64-linux-gnu.2.28", "-fno-sanitize=undefined")
+        return [sys.executable, "-m", "ziglang", "cc", *target]
+    rule = "own operations must be built by a C compiler, got none"
+    raise OSError(f"{rule}; install gcc or `pip install ziglang`")
+
+
+def _compile(compiler: List[str], sets: Sequence[str], scratch: Path, extra: Sequence[str]) -> None:
+    needs = [f'-DNEEDS_{name}="{" ".join(each.needs)}"' for name, each in INSTRUCTION_SETS.items()]
+    jobs: Dict[str, List[str]] = {
+        "pool": ["pool.c"],
+        "select": ["select.c", *needs],
+        "door": ["door.c"],
+    }
+    for name in sets:
         names = [f"-DKERNELS=kernels_{name}", f'-DKERNELS_NAME="{name}"', f"-DPASSES=passes_{name}"]
-        jobs[name], jobs[f"passes_{name}"] = ["operations.c", *options, *names], ["passes.c", *options, *names]
+        options = (*INSTRUCTION_SETS[name].options, *names)
+        jobs[name] = ["operations.c", *options]
+        jobs[f"passes_{name}"] = ["passes.c", *options]
     compile_ = [*compiler, *OPTIONS, *extra, "-c"]
     running = [
         subprocess.Popen([*compile_, *job, "-o", str(scratch / f"{name}.o")], cwd=HERE) for name, job in jobs.items()
@@ -82,10 +183,20 @@ def _compile(compiler: List[str], scratch: Path, extra: Sequence[str]) -> None:
     subprocess.run([*link, *common, "-o", str(scratch / "kernels"), "-lpthread"], check=True)
     # An empty library in the place of TensorFlow's: only its name goes into ours.
     tensorflow = scratch / TENSORFLOW
-    empty = [*compiler, "-shared", "-x", "c", os.devnull, f"-Wl,-soname,{TENSORFLOW}", "-o", str(tensorflow)]
+    soname = f"-Wl,-soname,{TENSORFLOW}"
+    empty = [*compiler, "-shared", "-x", "c", os.devnull, soname, "-o", str(tensorflow)]
     subprocess.run(empty, check=True)
     door = [*common, str(scratch / "door.o"), "-Wl,--no-as-needed", str(tensorflow)]
     subprocess.run([*link, *door, "-o", str(scratch / "door"), "-lpthread"], check=True)
+
+
+def _remove_left(folder: Path, at_least_s: float) -> None:
+    """Remove what killed builds have left, of at least that age: where nothing can be locked, a
+    young folder may be that of a build that goes on."""
+    for left in folder.glob("tmp*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime >= at_least_s:
+                shutil.rmtree(left)
 
 
 def _knows(compiler: List[str], options: Sequence[str]) -> bool:
@@ -94,32 +205,60 @@ def _knows(compiler: List[str], options: Sequence[str]) -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def _compiler() -> List[str]:
-    named = next(filter(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang"))), None)
-    if named:
-        return [named]
-    if importlib.util.find_spec("ziglang"):
-        return [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-linux-gnu.2.28", "-fno-sanitize=undefined"]
-    raise OSError("own operations must be built by a C compiler, got none; install gcc or `pip install ziglang`")
-
-
-def _path(name: str, folder: Path) -> Path:
+def _digest() -> str:
+    """Of all that libraries are made from but the compiler."""
     digest = hashlib.sha256(repr((OPTIONS, INSTRUCTION_SETS)).encode())
     for source in sorted(HERE.glob("*.[ch]")):
         digest.update(source.read_bytes())
-    return folder / f"{name}-{digest.hexdigest()[:12]}.so"
+    return digest.hexdigest()[:12]
 
 
-def _existing(name: str) -> Optional[Path]:
-    path = _path(name, BUILT)
-    return path if path.exists() else None
+def _checksum(path: Path) -> str:
+    return f"{zlib.crc32(path.read_bytes()):08x}"
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a library is as it was built: a full disk or a broken copy would have changed it."""
+    try:
+        return path.name.split(".")[-2] == _checksum(path)
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Hold a folder while building in it; false on a file system without locks, where nothing is
+    held. The system lets go of it when the process ends, however that ends."""
+    import fcntl  # which Windows has not
+
+    handle = os.open(folder, os.O_RDONLY)
+    end = time.monotonic() + LOCK_WAIT_S
+    is_held = False
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_held = True
+                break
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    rule = f"{folder} must be free within {LOCK_WAIT_S:.0f} s to build in"
+                    todo = "end the process that builds there"
+                    raise OSError(f"{rule}, got a build that has not ended; {todo}") from None
+                time.sleep(0.1)
+            except OSError:
+                break
+        yield is_held
+    finally:
+        os.close(handle)
 
 
 def main() -> None:
     try:
         build()
     except (OSError, subprocess.CalledProcessError) as error:
-        print(f"Own operations are not built; TensorFlow's layers compute everything: {error}")
+        if not existing():
+            print(f"Own operations are not built; TensorFlow's layers compute everything: {error}")
 
 
 if __name__ == "__main__":

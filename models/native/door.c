@@ -6,13 +6,11 @@
    of each kind in native.h. What a kind neither takes nor makes is empty; every other shape follows from the first map's and the
    filters', and is compared with them before any memory is read. */
 #define _GNU_SOURCE
-#include <sched.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 #include "native.h"
 
 int native_run(const char *name, const struct operation *operation);
@@ -63,16 +61,6 @@ TF_Tensor *TF_AllocateOutput(TF_OpKernelContext *, int index, TF_DataType, const
 TF_Tensor *TF_ForwardInputOrAllocateOutput(TF_OpKernelContext *, const int *inputs, int count, int index, const int64_t *shape,
                                            int rank, int *forwarded, TF_Status *);
 void TF_OpKernelContext_Failure(TF_OpKernelContext *, TF_Status *);
-
-static int thread_count(void)
-{
-    const char *wanted = getenv("TF_NUM_INTRAOP_THREADS");
-    int threads = wanted ? atoi(wanted) : 0;
-    cpu_set_t cpus;
-    if (threads < 1 && !sched_getaffinity(getpid(), sizeof cpus, &cpus))
-        threads = CPU_COUNT(&cpus);
-    return threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads;
-}
 
 /* --- A call: its tensors, their shapes, and the first rule that they break --- */
 

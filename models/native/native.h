@@ -74,6 +74,9 @@ void run_on_threads(int threads, void (*work)(void *, int thread, int threads), 
    NULL if there is not enough. */
 void *thread_memory(int thread, size_t bytes);
 void *passing_memory(size_t bytes);
+/* Threads of an operation: TF_NUM_INTRAOP_THREADS, by default one for each CPU that the process may
+   use. */
+int thread_count(void);
 enum { MOST_THREADS = 256 };
 
 #endif

@@ -6,17 +6,21 @@ sums always float32. Equal inputs and threads give equal bits. An output is writ
 is made from, if no other operation reads that. TF_NUM_INTRAOP_THREADS threads take part, by default one for each CPU
 that the process may use. CPU3D_INSTRUCTION_SET (avx2, avx512, avx512_bf16, amx) replaces the fastest instruction set.
 
-All raise RuntimeError if `available` is false, and InvalidArgumentError for shapes that do not fit.
+All raise RuntimeError if `available` is false, and InvalidArgumentError for shapes that do not fit;
+InstructionSetError for a CPU3D_INSTRUCTION_SET that is none, or none of this CPU.
 """
 
 import ctypes
 import functools
+import sys
 import time
+import types
+from pathlib import Path
 from typing import Any, NamedTuple, Optional, Sequence, Tuple
 
 import tensorflow as tf
 
-from models.native.build import door_library, kernels_library
+from models.native.library import does_not_load, own_operations
 
 Tensor = tf.Tensor
 
@@ -165,7 +169,7 @@ def to_raw(at: Gradient, filters: Optional[Tensor] = None) -> Gradient:
 def products_per_s(dtype: str, threads: int) -> float:
     """Multiplications and additions a second of the products alone, of values in the cache L1: the most of a few runs.
     A short convolution may be counted as faster, as it needs fewer of them."""
-    library = ctypes.CDLL(str(kernels_library()))
+    library = ctypes.CDLL(str(own_operations().kernels))
     library.native_products.restype = ctypes.c_double
     best, code = 0.0, ("float32", "bfloat16").index(dtype)
     for _ in range(5):
@@ -192,7 +196,7 @@ def _run(
     the sums."""
     module = _loaded()
     if module is None:
-        raise RuntimeError("own operations must be built, with AVX2, got none; run python -m models.native.build")
+        raise RuntimeError(f"own operations must load here, got none: {own_operations().why}")
     floats = [tf.zeros((0,)) if array is None else array for array in (*floats, *4 * [None])[:4]]
     made_map, sums, of_filters, of_bias = module.cpu_operation(*floats, list(maps), list(extras), kind=kind)
     if made and kind in WITH_SUMS:
@@ -221,19 +225,45 @@ def _pass(
     return _run(kind, [source.raw], extras, filters, bias, coefficients, made=made)
 
 
-@functools.cache
+@tf.autograph.experimental.do_not_convert
 def _loaded() -> Optional[Any]:
     """TensorFlow's module of the operations; None if they are not built or do not run here."""
-    path = door_library()
-    if path is None:
-        return None
+    own = own_operations()
+    return _module_of(own.door) if own.door else None
+
+
+@functools.cache
+def _module_of(door: Path) -> Optional[Any]:
+    """TensorFlow's module of a library; None, with a warning, for one that this TensorFlow does not
+    take."""
     try:
-        module = tf.load_op_library(str(path))
-        kernels = ctypes.CDLL(str(path)).native_kernels
-    except (OSError, tf.errors.OpError):
+        module = tf.load_op_library(str(door))
+        return module if hasattr(module, "cpu_operation") else _module_of_registered()
+    except (OSError, ImportError, AttributeError, tf.errors.OpError) as error:
+        reason = str(error).strip().splitlines()[0]
+        why = f"TensorFlow {tf.__version__} does not load them: {reason}"
+        print(f"warning: own operations are left out: {why}", file=sys.stderr)
+        does_not_load(why)
         return None
-    kernels.restype = ctypes.c_void_p
-    return module if kernels(None, 0) or kernels(None, 1) else None
+
+
+def _module_of_registered() -> Any:
+    """The module of an operation that is registered already: `load_op_library` makes one only of
+    what a library registers when it is opened, and another part of this process has opened it
+    before."""
+    from tensorflow.core.framework import op_def_pb2
+    from tensorflow.python.client import pywrap_tf_session  # noqa: F401, the next one needs it
+    from tensorflow.python.framework import _pywrap_python_op_gen, op_def_registry
+
+    definition = op_def_registry.get("CpuOperation")
+    if definition is None:
+        raise ImportError("another part of this process opened the library before TensorFlow")
+    definitions = op_def_pb2.OpList(op=[definition]).SerializeToString()
+    source = _pywrap_python_op_gen.GetPythonWrappers(definitions)
+    module = types.ModuleType("cpu_operation")
+    exec(source, module.__dict__)
+    module._IS_TENSORFLOW_PLUGIN = True  # as load_op_library's, for AutoGraph
+    return module
 
 
 def _norms(sources: Sequence[Source]) -> Optional[Tensor]:

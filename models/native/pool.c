@@ -2,11 +2,13 @@
    keep their cores. They may run on all CPUs of the process's first thread: the caller may be a thread that an engine's
    OpenMP has bound to one core. */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -129,15 +131,45 @@ __attribute__((constructor)) static void watch_forks(void)
     pthread_atfork(NULL, NULL, forget_threads);
 }
 
+/* The CPUs of the process's first thread, to be freed, and the bytes of their set; NULL if the system does not tell. A set of
+   fixed size would be too small where there are more than 1024. */
+static cpu_set_t *own_cpus(size_t *bytes)
+{
+    for (int most = 1024; most <= 1 << 20; most *= 2) {
+        cpu_set_t *cpus = CPU_ALLOC(most);
+        *bytes = CPU_ALLOC_SIZE(most);
+        if (cpus && !sched_getaffinity(getpid(), *bytes, cpus))
+            return cpus;
+        CPU_FREE(cpus);
+        if (errno != EINVAL) /* that is of a set which is too small */
+            break;
+    }
+    return NULL;
+}
+
+int thread_count(void)
+{
+    const char *wanted = getenv("TF_NUM_INTRAOP_THREADS");
+    int threads = wanted ? atoi(wanted) : 0;
+    size_t bytes;
+    cpu_set_t *cpus = threads < 1 ? own_cpus(&bytes) : NULL;
+    if (cpus)
+        threads = CPU_COUNT_S(bytes, cpus);
+    CPU_FREE(cpus);
+    return threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads;
+}
+
 static void start_threads(int wanted)
 {
     if (pool.started >= wanted)
         return;
     pthread_attr_t attributes;
-    cpu_set_t cpus;
+    size_t bytes;
+    cpu_set_t *cpus = own_cpus(&bytes);
     pthread_attr_init(&attributes);
-    if (!sched_getaffinity(getpid(), sizeof cpus, &cpus))
-        pthread_attr_setaffinity_np(&attributes, sizeof cpus, &cpus);
+    if (cpus)
+        pthread_attr_setaffinity_np(&attributes, bytes, cpus);
+    CPU_FREE(cpus);
     while (pool.started < wanted) {
         pthread_t thread;
         long number = ((long)(pool.started + 1) << 32) | (unsigned)atomic_load(&pool.round);

@@ -26,10 +26,11 @@ from memory_estimator.training import whole_volume_bytes
 from models.config import UNetConfig
 from models.layer_plan import layer_plan
 from tests.cpu3d.conftest import make_store
+from tests.cpu3d.host.hosts import BFLOAT16
 from tests.cpu3d.runs import SMALL, decided
 
 GIB = 2**30
-HOST = Host("a CPU", 1, 2, 2, 1, 24 * GIB, 20 * GIB, None, 0, None, ("avx512_bf16",))
+HOST = Host("a CPU", 1, 2, 2, 1, 24 * GIB, 20 * GIB, None, 0, None, BFLOAT16)
 RUN = RunConfig(
     grid=(240, 240, 160), unet=UNetConfig(dtype="float32", policy="speed"), batch=4, micro_batch=4, ema=0.9,
     extent="full", engine="itex",
@@ -93,6 +94,16 @@ def test_the_others_take_the_chief_s_plan_on_their_own_store_and_engine(phantom_
     content["config"] = {**content["config"], "split_hash": "0"}
     with pytest.raises(InputError, match="must be the chief's, got split"):
         plan_of_chief(content, phantom_store, HOST, "an engine")
+
+
+def test_without_own_operations_layers_are_planned(phantom_store, tmp_path, monkeypatch):
+    monkeypatch.setattr("models.native.build.BUILT", tmp_path)
+    here = dataclasses.replace(HOST, is_here=True)
+    plan, own = planned(phantom_store, tmp_path, host=here), planned(phantom_store, tmp_path)
+    assert "not built" in plan.reasons["own operations"]
+    assert "own operations" not in own.reasons
+    assert plan.forecast.upper_bound_bytes > own.forecast.upper_bound_bytes
+    assert plan.forecast.full.step_s > own.forecast.full.step_s
 
 
 # --- What a saved run keeps ---

@@ -7,6 +7,8 @@ import pytest
 from memory_estimator.host import memory_high, read_host
 from tests.cpu3d.host.hosts import AMX, BFLOAT16, CLOUD, GIB, VNNI, XEON, write_line, write_tree
 
+AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
+
 
 @pytest.fixture
 def xeon(tmp_path):
@@ -62,10 +64,15 @@ def test_only_the_memory_of_allowed_nodes_is_free(xeon, status, numa_maps, nodes
         (VNNI, "", "avx512", "float32"),
         (VNNI[:3], "", "avx2", "float32"),
         (("avx",), "", "", "float32"),
+        (("avx2",), "", "", "float32"),
+        *(([flag for flag in AMX if flag != lacked], "", "avx2", "float32") for lacked in AVX512),
+        ([flag for flag in AMX if flag != "amx_tile"], "AMD EPYC", "avx512_bf16", "bfloat16"),
     ],
 )
-def test_own_kernels_are_those_of_the_best_instruction_set(isa, cpu, name, dtype):
-    host = dataclasses.replace(XEON.host, isa=isa, cpu_model=cpu)
+def test_own_kernels_are_those_of_the_best_instruction_set(isa, cpu, name, dtype, tmp_path):
+    made_up = dataclasses.replace(XEON.host, isa=isa, cpu_model=cpu)
+    write_tree(tmp_path, dataclasses.replace(XEON, host=made_up))
+    host = read_host(tmp_path)
     assert (host.instructions, host.best_dtype) == (name, dtype)
 
 

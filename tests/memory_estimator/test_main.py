@@ -135,6 +135,62 @@ def test_bad_input_exits_with_2_and_says_what_to_do(arguments, message, capsys):
     assert printed.out == ""
 
 
+ABSURD = [
+    ("--shape 1000000000 1000000000 1000000000 --depth 2", 3),
+    ("--shape 16 16 2147483632 --policy speed", 3),
+    ("--shape 64 64 64 --batch 2147483647 --micro-batch 2147483647", 3),
+    ("--shape 1280000000 128 128 --filters 128 --depth 8 --policy speed", 3),
+    ("--shape 64 64 64 --filters 1000000000", 2),
+    ("--shape 64 64 64 --plan --host-memory 900000000000000000PiB", 0),
+    ("--shape 64 64 64 --hosts 2147483647 --host-memory 1GiB --threads 2", 3),
+    ("--shape 2147483648 16 16", 2),
+    ("--shape 64 64 64 --batch 2147483648", 2),
+    ("--shape 0 64 64", 2),
+    ("--shape -64 64 64", 2),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code"), ABSURD)
+def test_the_largest_sizes_are_answered_or_refused(arguments, code):
+    command = [sys.executable, "-m", "memory_estimator", *arguments.split()]
+    more = {"capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run(command, env=ENVIRONMENT, check=False, **more)
+    assert done.returncode == code
+    assert done.stderr.count("\n") == (code == 2)
+
+
+def test_without_own_operations_layers_are_counted(monkeypatch, tmp_path, capsys):
+    monkeypatch.delenv("CPU3D_INSTRUCTION_SET", raising=False)
+    ask = "--shape 64 64 64 --threads 2"
+    own = answer(f"{ask} --calibration avx2", capsys)
+    monkeypatch.setattr("models.native.build.BUILT", tmp_path)
+    here = answer(ask, capsys)
+    assert here["constants"]["instructions"] == ""
+    assert here["upper_bound_bytes"] > own["upper_bound_bytes"]
+    assert any("TensorFlow's layers" in note and "not built" in note for note in here["notes"])
+    # A host that is described is set up as it should be.
+    described = answer(f"{ask} --host-memory 64GiB", capsys)
+    assert described["constants"]["instructions"]
+    assert any("own operations" in note for note in described["notes"])
+
+
+def test_before_a_set_up_what_it_can_build_is_assumed(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("models.native.build.BUILT", tmp_path)
+    monkeypatch.setattr("memory_estimator.__main__.has_tensorflow", lambda: False)
+    for compiler, is_assumed in ((sys.executable, True), ("no-such-compiler", False)):
+        monkeypatch.setenv("CC", compiler)
+        content = answer("--shape 64 64 64 --threads 2", capsys)
+        assert bool(content["constants"]["instructions"]) == is_assumed
+        assert any("own operations" in note for note in content["notes"])
+
+
+def test_an_instruction_set_that_is_none_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("CPU3D_INSTRUCTION_SET", "avx-512")
+    assert main(["--shape", "64", "64", "64", "--threads", "2"]) == 2
+    message = capsys.readouterr().err
+    assert re.search("CPU3D_INSTRUCTION_SET must .*avx512_bf16.*, got 'avx-512'", message)
+
+
 COST = """
 import json, re, sys, time
 from memory_estimator.__main__ import main

@@ -120,6 +120,36 @@ def test_changes_are_put_together_where_none_is_enough_alone():
     assert cost(only.estimate.job) <= budget
 
 
+BYTES = st.integers(1, 2**80)
+
+
+@settings(max_examples=30)
+@given(
+    sides=st.tuples(*[st.integers(1, 2**31 // 128 - 1)] * 3),
+    depth=st.integers(2, 8),
+    batch=st.integers(1, 2**31 - 1),
+    filters=st.integers(1, 128),
+    budget=BYTES,
+)
+@example(sides=(500_000_000,) * 3, depth=2, batch=1, filters=16, budget=16 * GIB)
+@example(sides=(1, 1, 16_000_000), depth=8, batch=2**31 - 1, filters=64, budget=2**80)
+def test_no_size_takes_more_than_some_hundred_prices(sides, depth, batch, filters, budget):
+    divisor = 2 ** (depth - 1)
+    unet = UNetConfig(depth=depth, filters=filters, policy="speed")
+    job = Job(unet, tuple(divisor * n for n in sides), batch=batch, micro_batch=batch)
+    asked = []
+
+    def counted(job):
+        asked.append(job)
+        return price(job)
+
+    options = nearest(job, counted, budget)
+    assert all(option.estimate.upper_bound_bytes <= budget for option in options)
+    for policy in POLICIES:
+        plan(job.with_unet(policy=policy), counted, budget)
+    assert len(asked) < 700
+
+
 CARD_JOB = Job(UNetConfig(dtype="float32", policy="speed"), (240, 240, 160), threads=2)
 card_bytes = functools.lru_cache(maxsize=None)(gpu_bytes)
 

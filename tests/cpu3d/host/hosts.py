@@ -26,7 +26,7 @@ def made_up(model, isa, memory_gib, sockets, cores, threads=1, nodes=1):
     return Topology(host, cpus, each)
 
 
-VNNI = ("avx", "avx2", "fma", "avx512f", "avx512_vnni")
+VNNI = ("avx", "avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
 BFLOAT16 = (*VNNI, "avx_vnni", "avx512_bf16")
 AMX = (*BFLOAT16, "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
 SMALL = made_up("2 cores with AVX512_BF16", BFLOAT16, 24, sockets=1, cores=2)

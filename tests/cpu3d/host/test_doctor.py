@@ -3,16 +3,19 @@
 import dataclasses
 import json
 import os
+import re
 
 import pytest
 
+from cpu3d.__main__ import main
 from cpu3d.errors import InputError
 from cpu3d.host import doctor
 from cpu3d.host.doctor import host_checks
 from cpu3d.host.self_test import Check
 from cpu3d.host.thread_plan import THREADS, default_workers, describe, read_topology, thread_plan, thread_plans
 from memory_estimator.host import Host, Node
-from tests.cpu3d.host.hosts import GIB, PAPER, QUOTA, SMALL, SNC4, XEON, masked
+from models.native.library import OwnOperations
+from tests.cpu3d.host.hosts import AMX, GIB, PAPER, QUOTA, SMALL, SNC4, XEON, masked
 from tests.cpu3d.runs import run_command
 
 
@@ -108,6 +111,48 @@ def test_hosts_are_warned_of_what_they_lack_and_told_what_to_do(topology, warned
     assert all(check.result for check in checks.values())
 
 
+NAMES = [(SMALL, "avx512_bf16"), (XEON, "avx512"), (SNC4, "amx")]
+
+
+@pytest.mark.parametrize(("topology", "name"), NAMES)
+def test_the_instruction_set_of_own_operations_is_named_beside_the_cpu_s(topology, name):
+    check = checks_of(topology)["instruction set"]
+    assert (check.state, check.result.split()[0], check.result.split()[-1]) == ("ok", name, name)
+
+
+@pytest.mark.parametrize(
+    ("answer", "word"),
+    [
+        (OwnOperations("avx512", "avx512"), "avx512 "),
+        (OwnOperations(why="GLIBC_2.99 is not found"), "GLIBC_2.99"),
+    ],
+)
+def test_a_library_that_is_not_the_cpu_s_best_or_not_there_is_warned_of(monkeypatch, answer, word):
+    here = dataclasses.replace(SNC4, host=dataclasses.replace(SNC4.host, is_here=True))
+    monkeypatch.setattr("memory_estimator.host.own_operations", lambda: answer)
+    check = checks_of(here)["instruction set"]
+    assert check.state == "warn"
+    assert word in check.result
+    assert "the CPU has amx" in check.result
+    assert check.advice
+
+
+def test_an_instruction_set_that_is_none_is_refused_before_anything_is_computed(
+    phantom_store, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setenv("CPU3D_INSTRUCTION_SET", "avx-512")
+    for words in (
+        ["doctor"],
+        ["calibrate"],
+        ["train", "--store", str(phantom_store.folder), "--run", str(tmp_path / "run")],
+    ):
+        assert main(words) == 2
+        printed = capsys.readouterr()
+        assert re.search("CPU3D_INSTRUCTION_SET must .*avx512_bf16.*, got 'avx-512'", printed.err)
+        assert printed.err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
 def test_memory_and_threads_are_those_of_each_worker():
     host = SMALL
     host = dataclasses.replace(host, host=dataclasses.replace(host.host, available_bytes=12 * GIB))
@@ -129,7 +174,7 @@ def test_uneven_memory_and_sockets_are_warned_of():
 
 # --- The lines about a process that is set up; its places, by the kernel, are tested with `apply` ---
 
-HOST = Host("Xeon", 2, 56, 112, 2, 2**40, 2**39, 64 * 2**30, 4 * 2**30, 7.0, ("avx512_bf16", "amx_tile", "amx_bf16"))
+HOST = Host("Xeon", 2, 56, 112, 2, 2**40, 2**39, 64 * 2**30, 4 * 2**30, 7.0, AMX)
 
 
 def test_the_description_says_what_is_in_force(monkeypatch):

@@ -11,10 +11,11 @@ from cpu3d.host.apply import set_up
 from cpu3d.host.self_test import Check
 from memory_estimator.host import Host
 from models.native import operations
+from tests.cpu3d.host.hosts import BFLOAT16, VNNI
 
 GIB = 2**30
 NAMES = ("engine", "bfloat16", "large tensor", "own operations")
-HOST = Host("a CPU", 1, 2, 2, 1, 24 * GIB, 20 * GIB, None, 0, None, ("avx512_bf16",))
+HOST = Host("a CPU", 1, 2, 2, 1, 24 * GIB, 20 * GIB, None, 0, None, BFLOAT16)
 
 
 @pytest.fixture
@@ -97,6 +98,25 @@ def test_own_operations_are_compared_with_tensorflow_s_layers(tf, monkeypatch):
     monkeypatch.setattr(operations, "available", lambda: False)
     check = module.own_operations(tf, HOST, None)
     assert (check.state, "models.native.build" in check.advice) == ("warn", True)
+
+
+def test_own_operations_are_tried_in_each_dtype_of_a_training(tf, monkeypatch):
+    if not operations.available():
+        pytest.skip("needs built operations, and a CPU with AVX2")
+    result = module.own_operations(tf, HOST, None).result
+    assert "avx512 in float32" in result
+    assert "avx512_bf16 in bfloat16" in result
+    slow = dataclasses.replace(HOST, isa=VNNI[:3])  # a training there computes in float32
+    assert "bfloat16" not in module.own_operations(tf, slow, None).result
+    project = operations.project
+
+    def wrong(source, *more):
+        factor = 1.1 if source.raw.dtype == tf.bfloat16 else 1.0
+        return tf.cast(factor, source.raw.dtype) * project(source, *more)
+
+    monkeypatch.setattr(operations, "project", wrong)
+    assert module.own_operations(tf, HOST, None).state == "fail"
+    assert module.own_operations(tf, slow, None).state == "ok"
 
 
 def test_a_convolution_that_stops_early_is_found(tf, monkeypatch):

@@ -9,15 +9,17 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from cpu3d.host.speed import Observer, keep_training
+from cpu3d.host.speed import Observer, computes_as_predicted, keep_training
 from memory_estimator import calibration
 from memory_estimator.calibration import find_constants, host_file
 from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
 from memory_estimator.job import Job
 from models.config import UNetConfig
+from models.native.library import InstructionSetError
+from tests.cpu3d.host.hosts import BFLOAT16
 
-HOST = read_host()
+HOST = dataclasses.replace(read_host(), isa=BFLOAT16, is_here=False)
 JOB = Job(UNetConfig(depth=2, filters=8, dtype="float32"), (64, 64, 64), engine="stock", threads=2)
 LARGE = dataclasses.replace(JOB, shape=(240, 240, 160))
 
@@ -152,3 +154,13 @@ def test_a_failure_to_keep_it_is_a_warning(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "file"))
     assert not observed(JOB, [1.0] * 4)
     assert "not kept for the estimator: " in capsys.readouterr().err
+
+
+def test_seconds_are_kept_of_the_best_own_operations_alone(monkeypatch, tmp_path):
+    monkeypatch.setattr("models.native.build.BUILT", tmp_path)
+    assert not computes_as_predicted()  # none is there
+    (tmp_path / "door-0123456789ab.so").touch()
+    assert not computes_as_predicted()
+    monkeypatch.setenv("CPU3D_INSTRUCTION_SET", "avx-512")
+    with pytest.raises(InstructionSetError):
+        computes_as_predicted()

@@ -17,10 +17,10 @@ from cpu3d.host.thread_plan import (
     thread_plans,
 )
 from memory_estimator.host import Cpu, Host, Node
-from tests.cpu3d.host.hosts import HOSTS, PAPER, QUOTA, SMALL, SNC4, WITH_BUS, masked, write_tree
+from tests.cpu3d.host.hosts import BFLOAT16, HOSTS, PAPER, QUOTA, SMALL, SNC4, WITH_BUS, masked, write_tree
 from tests.cpu3d.host.hosts import XEON as XEON_28
 
-ZEN = Host("Zen", 1, 2, 2, 1, 24 * 2**30, 20 * 2**30, None, 0, None, ("avx2", "avx512_bf16"))
+ZEN = Host("Zen", 1, 2, 2, 1, 24 * 2**30, 20 * 2**30, None, 0, None, BFLOAT16)
 XEON = Host("Xeon", 2, 56, 112, 2, 1536 * 2**30, 1500 * 2**30, None, 0, None, ("avx2",))
 CONTAINER = dataclasses.replace(XEON, cpu_quota=7.0)
 PINCH = dataclasses.replace(ZEN, cpu_quota=0.5)

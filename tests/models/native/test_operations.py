@@ -1,16 +1,11 @@
 """The operations within TensorFlow: in a graph, written over what they read, and what they refuse."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from models.native import operations
-from models.native.build import build, door_library, kernels_library
+from models.native.build import door_library
 from models.native.operations import Gradient, Source, available, convolve, input_gradient
 
 
@@ -136,51 +131,3 @@ def test_every_kind_refuses_a_tensor_that_is_larger_along_any_axis_and_another_n
     for shapes in numbers:
         with pytest.raises(tf.errors.InvalidArgumentError, match=r"must .*, got"):
             call(shapes)
-
-
-def test_a_library_of_other_sources_does_not_count(monkeypatch, tmp_path):
-    monkeypatch.setattr("models.native.build.BUILT", tmp_path)
-    (tmp_path / "kernels-0123456789ab.so").touch()
-    assert kernels_library() is None
-
-
-def test_without_a_compiler_one_line_says_what_follows(tmp_path):
-    script = (
-        "import sys, models.native.build as b\n"
-        "b.importlib.util.find_spec = lambda name: None\n"
-        "b.BUILT = b.Path(sys.argv[1])\n"
-        "sys.exit(b.main())\n"
-    )
-    environment = {**os.environ, "PATH": str(tmp_path), "CC": ""}
-    command = [sys.executable, "-c", script, str(tmp_path / "built")]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert ended.stdout.count("\n") == 1
-    assert "C compiler" in ended.stdout
-
-
-COMPILER = """#!/bin/sh
-echo "$@" >> "$0.log"
-case "$*" in *-mamx*) exit 1 ;; *"$REFUSED"*) exit 2 ;; esac
-while [ $# -gt 1 ]; do [ "$1" = -o ] && touch "$2"; shift; done
-"""
-
-
-def test_libraries_are_built_once_for_the_instruction_sets_that_the_compiler_knows(monkeypatch, tmp_path):
-    folder, compiler = tmp_path / "built", tmp_path / "cc"
-    folder.mkdir()
-    compiler.write_text(COMPILER)
-    compiler.chmod(0o755)
-    (folder / "kernels-0123456789ab.so").touch()  # of other sources
-    for name, value in (("CC", str(compiler)), ("REFUSED", "passes.c")):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(subprocess.CalledProcessError):
-        build(folder=folder)
-    assert [path.name for path in folder.iterdir()] == ["kernels-0123456789ab.so"]
-    monkeypatch.setenv("REFUSED", "nothing")
-    libraries = build(folder=folder)
-    assert sorted(folder.iterdir()) == sorted(libraries)
-    calls = Path(f"{compiler}.log").read_text()
-    assert "-DKERNELS=kernels_avx2 " in calls
-    assert "-DKERNELS=kernels_amx " not in calls
-    assert build(folder=folder) == libraries
-    assert Path(f"{compiler}.log").read_text() == calls

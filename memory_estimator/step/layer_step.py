@@ -1,0 +1,147 @@
+"""The training step on paper as TensorFlow's own layers compute it (models/layers.py), where own
+operations do not run.
+
+TensorFlow keeps the output of every layer for the backward pass, under each policy alike, and
+orders the operations itself: memory is known roughly, so the bound on it is wide.
+"""
+
+from typing import Dict, List
+
+from memory_estimator.job import Job
+from memory_estimator.step.program import Program, Tensor
+from memory_estimator.step.training_step import (
+    Map,
+    PaperPass,
+    loss_slopes,
+    target_piece,
+    training_step,
+)
+from memory_estimator.step.update import reset_sums, update
+from memory_estimator.step.writer import Writer, kernel_elements
+from models.layer_plan import LayerOp
+
+COPIES = {
+    ("itex", "float32"): 2,
+    ("itex", "bfloat16"): 3,
+    ("stock", "float32"): 1,
+    ("stock", "bfloat16"): 2,
+}
+"""Engine, dtype -> copies of a convolution's maps that the process holds beside them, in oneDNN's
+layout. Thirteen processes on 64^3 to 128^3 voxels held from 8 % less
+to 8 % more than is predicted so (docs/log.md)."""
+
+
+def step_of(job: Job, instructions: str) -> Program:
+    """A step of `job` as it is computed: by own operations of an instruction set, or by layers if
+    that is ""."""
+    return training_step(job) if instructions else layer_step(job)
+
+
+def layer_step(job: Job) -> Program:
+    """The program of `job`. Raises ValueError for a shape that the network cannot take."""
+    writer = Writer(job)
+    reset_sums(writer)
+    layers = _Layers(writer)
+    early = target_piece(layers.paper, Map("head", 0, job.unet.outputs), "target")
+    heads = layers.forward()
+    writer.phase = "loss"
+    slopes = loss_slopes(layers.paper, heads, early)
+    writer.phase = "backward pass"
+    gradients = layers.backward({head.name: slope.name for head, slope in zip(heads, slopes)})
+    writer.phase = "update"
+    update(writer, gradients)
+    return writer.program()
+
+
+class _Layers:
+    """The layers of a network, forward and backward. A layer's output has the layer's name."""
+
+    def __init__(self, writer: Writer):
+        self.writer, self.paper = writer, PaperPass(writer)
+
+    def forward(self) -> List[Map]:
+        """The logits of each head, the finest first."""
+        for op in self.writer.plan[1:]:
+            group = f"activations, level {op.level}"
+            reads = list(op.inputs)
+            if op.kernel:
+                reads.append(f"{op.name}/kernel")
+            kind = _kind(op)
+            over: List[str] = []
+            if op.kind == "norm_act":
+                over = [self.writer.make(f"{op.name}/norm", "pass", reads, self._bytes(op))]
+                reads = over
+            more = self._counted(op, kind)
+            self.writer.make(op.name, kind, reads, self._bytes(op), group, over=over, **more)
+        heads = [op for op in self.writer.plan if op.kind == "head"]
+        return [Map(op.name, op.level, op.shape[3]) for op in heads]
+
+    def backward(self, slopes: Dict[str, str]) -> Dict[str, str]:
+        """Gradients of the kernels, by their layers, from those of the logits."""
+        at, kernels = dict(slopes), {}
+        for op in reversed(self.writer.plan[1:]):
+            gradient = at.pop(op.name)
+            if op.kind in ("norm_act", "act"):
+                gradient = self._make(op, "relu/gradient", [gradient, op.name], op)
+            if op.kernel:
+                kernels[op.name] = self._kernel_gradient(op, gradient)
+            for name in op.inputs:
+                below = self.writer.layers[name]
+                if below.kind == "input":
+                    continue
+                made = self._gradient(op, below, gradient)
+                if name in at:
+                    made = self._make(below, "gradients", [at[name], made], below, over=[made])
+                at[name] = made
+        return kernels
+
+    def _gradient(self, op: LayerOp, below: LayerOp, gradient: str) -> str:
+        """The gradient of a layer's input, from that of its output."""
+        if op.kind == "act" or (op.kind == "shortcut" and below.name == op.inputs[0]):
+            return gradient
+        reads = {"norm_act": [gradient, below.name], "norm": [gradient, below.name]}
+        reads["pool"] = [gradient, op.name, below.name]
+        kind = _kind(op)
+        kind = "input_gradient" if kind == "convolve" else kind
+        more = self._counted(op, kind)
+        return self._make(op, "gradient", reads.get(op.kind, [gradient]), below, kind, **more)
+
+    def _kernel_gradient(self, op: LayerOp, gradient: str) -> str:
+        kind = "filter_gradient" if _kind(op) == "convolve" else _kind(op)
+        source = op.inputs[-1]  # of a shortcut its entry
+        more = self._counted(op, kind)
+        size = 4 * kernel_elements(op)
+        name, reads = f"{op.name}/filter_gradient", [source, gradient]
+        return self.writer.make(name, kind, reads, size, "gradients", **more)
+
+    def _make(self, op: LayerOp, what: str, reads: List[str], like: LayerOp, kind="pass", **more):
+        """An operation of a layer that makes a map as large as another's; returns its name."""
+        return self.writer.make(f"{op.name}/{what}", kind, reads, self._bytes(like), **more)
+
+    def _bytes(self, op: LayerOp) -> int:
+        return self.writer.job.micro * op.elements * self.writer.value_bytes
+
+    def _counted(self, op: LayerOp, kind: str) -> Dict[str, object]:
+        """Counts of a `StepOp` besides tensors. A convolution takes its maps in a layout of its
+        own: copies of them."""
+        if not op.kernel:
+            return {}
+        job, source = self.writer.job, self.writer.layers[op.inputs[-1]]
+        size = self._bytes(op) + self._bytes(source)
+        size *= COPIES[job.engine, job.unet.dtype]
+        copies = (Tensor(f"{op.name}/{kind}/reordered", size, "scratch"),)
+        return {
+            "flops": op.flops * job.micro,
+            "in_channels": op.in_channels,
+            "out_channels": op.shape[3],
+            "scratch": copies,
+        }
+
+
+def _kind(op: LayerOp) -> str:
+    """The kind of operations whose cost a layer's pass has."""
+    if op.kernel == 3:
+        return "convolve"
+    if op.kernel == 1:
+        return "project"
+    return "up" if op.kernel else "pass"

@@ -1,0 +1,60 @@
+"""The instruction sets that own operations are compiled for: the one list, of Python and, by
+build.py, of select.c."""
+
+from dataclasses import dataclass
+from typing import Dict, Sequence, Tuple
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """One of them."""
+
+    needs: Tuple[str, ...]  # flags of a CPU that runs it, as /proc/cpuinfo spells them
+    options: Tuple[str, ...]  # of the compiler, for operations.c and passes.c
+    slow_on_intel: bool = False  # there it is taken by name alone
+    emulated: bool = False  # in plain C, for tests: taken by name alone everywhere
+
+
+_AVX2 = ("avx2", "fma")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
+_BFLOAT16 = (*_AVX512, "avx512_bf16")
+_FOR_AVX2 = ("-mavx2", "-mfma")
+_FOR_AVX512 = (
+    *_FOR_AVX2,
+    *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
+    "-mprefer-vector-width=512",
+)
+_FOR_BFLOAT16 = (*_FOR_AVX512, "-mavx512bf16", "-DBFLOAT16_ROWS")
+
+INSTRUCTION_SETS: Dict[str, InstructionSet] = {
+    "amx": InstructionSet(
+        needs=(*_BFLOAT16, "amx_tile", "amx_bf16"),
+        options=(*_FOR_BFLOAT16, "-mamx-tile", "-mamx-bf16", "-DTILES"),
+    ),
+    "avx512_bf16": InstructionSet(needs=_BFLOAT16, options=_FOR_BFLOAT16, slow_on_intel=True),
+    "avx512": InstructionSet(needs=_AVX512, options=_FOR_AVX512),
+    "avx2": InstructionSet(needs=_AVX2, options=_FOR_AVX2),
+    "amx_in_c": InstructionSet(
+        needs=_AVX2,
+        options=(*_FOR_AVX2, "-DBFLOAT16_ROWS", "-DTILES"),
+        emulated=True,
+    ),
+}
+"""By name, the fastest first."""
+
+BFLOAT16_PRODUCTS = ("amx", "avx512_bf16", "amx_in_c")
+"""Those that multiply bfloat16 values. The others make them float32 first."""
+
+
+BFLOAT16_FLAGS = ("avx512_bf16", "amx_tile", "amx_bf16")
+"""Flags of a CPU that do nothing for float32 maps."""
+
+
+def best_instruction_set(flags: Sequence[str], *, on_intel: bool) -> str:
+    """The name of the fastest that a CPU with these flags runs; "" for none. The same rule as in
+    select.c."""
+    for name, each in INSTRUCTION_SETS.items():
+        by_name_alone = each.emulated or (each.slow_on_intel and on_intel)
+        if not by_name_alone and set(each.needs) <= set(flags):
+            return name
+    return ""

@@ -1,0 +1,126 @@
+"""Which instruction set do own operations compute with here? The library answers by itself, without
+TensorFlow.
+
+    own = own_operations() own.bfloat16, own.float32          # such as "amx", "avx512"; "" for
+    none: TensorFlow's layers compute own.why                            # why there are none
+
+Plans, estimates, `doctor` and kept speeds all ask here, so that what is predicted is what is
+computed.
+"""
+
+import ctypes
+import functools
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Dict, List, Optional, Tuple
+
+from models.native import build
+from models.native.instruction_sets import INSTRUCTION_SETS
+
+
+class InstructionSetError(ValueError):
+    """CPU3D_INSTRUCTION_SET is no instruction set, or none of this CPU."""
+
+
+VARIABLE = "CPU3D_INSTRUCTION_SET"
+FLOAT32, BFLOAT16 = 0, 1  # as in native.h
+
+
+@dataclass(frozen=True)
+class OwnOperations:
+    """What own operations compute with, by the dtype of the maps."""
+
+    float32: str = ""  # a name of INSTRUCTION_SETS; "" for none
+    bfloat16: str = ""
+    why: str = ""  # there are none
+    kernels: Optional[Path] = None  # the libraries that answered, as `build.Libraries` has them
+    door: Optional[Path] = None
+
+
+def own_operations() -> OwnOperations:
+    """The answer of the library that loads here. One that is there but does not load, as on a
+    second host that shares the folder, is built again for this host first, which takes seconds,
+    once.
+
+    Raises InstructionSetError for a CPU3D_INSTRUCTION_SET that cannot be had here."""
+    chosen = chosen_instruction_set()
+    if _refused_by_tensorflow:
+        return OwnOperations(why=_refused_by_tensorflow[0])
+    return _asked(chosen, build.BUILT)
+
+
+def chosen_instruction_set() -> str:
+    """The value of CPU3D_INSTRUCTION_SET, "" without. Raises InstructionSetError for an unknown
+    name."""
+    chosen = os.environ.get(VARIABLE, "")
+    if chosen and chosen not in INSTRUCTION_SETS:
+        names = ", ".join(INSTRUCTION_SETS)
+        rule = f"{VARIABLE} must be one of {names}, got {chosen!r}"
+        raise InstructionSetError(f"{rule}; choose one, or unset it")
+    return chosen
+
+
+def does_not_load(why: str) -> None:
+    """From now on there are no own operations in this process: TensorFlow has refused the
+    library."""
+    _refused_by_tensorflow.append(why)
+
+
+_refused_by_tensorflow: List[str] = []
+
+
+@functools.cache
+def _asked(chosen: str, folder: Path) -> OwnOperations:
+    try:
+        build.check_platform()
+    except OSError as error:
+        return OwnOperations(why=str(error))
+    library, refused = _loadable(folder)
+    why = next(iter(refused.values()), "they are damaged" if build.are_left(folder) else "")
+    if library is None and why:
+        note = f"note: own operations do not load here ({why}); building them for this host"
+        print(note, file=sys.stderr)
+        try:
+            build.build(folder=folder, refused=tuple(refused))
+            library, refused = _loadable(folder)
+        except (OSError, subprocess.CalledProcessError) as error:
+            why = f"{why}, and they cannot be built here: {error}"
+    if library is None:
+        return OwnOperations(why=why or "they are not built; run python -m models.native.build")
+    return _answer(library, chosen)
+
+
+def _loadable(folder: Path) -> Tuple[Optional[build.Libraries], Dict[build.Libraries, str]]:
+    """The first pair that loads here, and those before it, with why they do not."""
+    refused: Dict[build.Libraries, str] = {}
+    for pair in build.existing(folder):
+        try:
+            ctypes.CDLL(str(pair.kernels))
+            return pair, refused
+        except OSError as error:
+            refused[pair] = str(error)
+    return None, refused
+
+
+def _answer(pair: build.Libraries, chosen: str) -> OwnOperations:
+    library = ctypes.CDLL(str(pair.kernels))
+    library.native_instruction_set.restype = ctypes.c_char_p
+    library.native_lacks.restype = ctypes.c_char_p
+    name = chosen.encode() or None
+    float32 = library.native_instruction_set(name, FLOAT32)
+    bfloat16 = library.native_instruction_set(name, BFLOAT16)
+    if float32 and bfloat16:
+        return OwnOperations(float32.decode(), bfloat16.decode(), "", pair.kernels, pair.door)
+    lacking = library.native_lacks((chosen or "avx2").encode()).decode()
+    if not chosen:
+        return OwnOperations(why=f"the CPU lacks {lacking}")
+    if lacking:
+        rule = f"{VARIABLE} must be an instruction set of this CPU, got {chosen}"
+        rule += f", for which it lacks {lacking}"
+    else:
+        rule = f"{VARIABLE} must be one that the library was built with, got {chosen}; it has "
+        rule += ", ".join(pair.instruction_sets)
+    raise InstructionSetError(f"{rule}; choose another, or unset it")

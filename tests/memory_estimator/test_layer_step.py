@@ -1,0 +1,76 @@
+"""A step by TensorFlow's layers, as it is predicted where own operations do not run."""
+
+import dataclasses
+
+import pytest
+
+from memory_estimator.calibration import constants_of, find_constants, host_file, shipped_constants
+from memory_estimator.estimate import estimate
+from memory_estimator.host import read_host
+from memory_estimator.job import Job
+from models import native
+from models.config import POLICIES, UNetConfig
+from tests.cpu3d.host.hosts import SMALL
+
+MIB = 2**20
+WITHOUT = dataclasses.replace(SMALL.host, isa=("avx",))
+"""A host on which own operations do not run."""
+
+# Job, side, MiB of the process at most: `bench step` without built libraries on two cores of an AMD
+# EPYC, TensorFlow 2.15.1, 2026-11-26.
+MEASURED = [
+    ({"dtype": "float32"}, {}, 64, 1094),
+    ({"dtype": "bfloat16"}, {}, 64, 969),
+    ({"dtype": "float32"}, {"engine": "stock"}, 64, 897),
+    ({"dtype": "bfloat16"}, {"engine": "stock"}, 64, 822),
+    ({"dtype": "float32"}, {}, 96, 1914),
+    ({"dtype": "bfloat16"}, {}, 96, 1399),
+    ({"dtype": "float32", "norm": "batch"}, {"batch": 2, "micro_batch": 2}, 64, 1435),
+    ({"residual": True, "deep_supervision": True}, {"optimizer": "adam"}, 64, 1141),
+    ({"dtype": "float32", "network": "cicek2016", "depth": 4}, {"engine": "stock"}, 64, 1108),
+    ({"dtype": "bfloat16", "filters": 32, "depth": 4}, {}, 64, 1149),
+    ({"dtype": "float32"}, {"engine": "stock"}, 96, 1532),
+    ({"dtype": "bfloat16"}, {"engine": "stock"}, 96, 1195),
+    ({"dtype": "bfloat16"}, {}, 128, 2275),
+]
+
+
+@pytest.mark.parametrize(("unet", "more", "side", "held_mib"), MEASURED)
+def test_the_bound_is_above_what_a_process_held_but_not_by_half(unet, more, side, held_mib):
+    job = Job(UNetConfig(**unet), (side,) * 3, threads=2, **more)
+    predicted = estimate(job, constants_of(WITHOUT))
+    assert predicted.process_peak_bytes == pytest.approx(held_mib * MIB, rel=0.1)
+    assert held_mib * MIB <= predicted.upper_bound_bytes <= 1.5 * held_mib * MIB
+
+
+@pytest.mark.parametrize("network", [{}, {"up": "upsampling", "residual": True, "norm": "none"}])
+def test_it_takes_more_memory_and_time_than_own_operations_under_every_policy_alike(network):
+    unets = [UNetConfig(policy=policy, **network) for policy in POLICIES]
+    jobs = [Job(unet, (64, 64, 64), batch=2, micro_batch=1, from_store=True) for unet in unets]
+    own = [estimate(job, shipped_constants("avx2")) for job in jobs]
+    layers = [estimate(job, constants_of(WITHOUT)) for job in jobs]
+    for one, other in zip(own, layers):
+        assert one.upper_bound_bytes < other.upper_bound_bytes
+        assert one.step_s < other.step_s
+    assert layers[0].upper_bound_bytes == layers[1].upper_bound_bytes
+    assert "TensorFlow's layers" in layers[0].margin
+    assert sum(line.bytes for line in layers[0].components) == layers[0].process_peak_bytes
+
+
+def test_seconds_that_own_operations_took_are_not_those_of_layers(monkeypatch, tmp_path):
+    own = find_constants(SMALL.host)
+    host_file(SMALL.host).parent.mkdir(parents=True)
+    host_file(SMALL.host).write_text("{}")  # which would be left out with a note
+    assert find_constants(SMALL.host).note
+    layers = find_constants(WITHOUT)
+    assert (own.instructions, layers.instructions, layers.note) == ("avx512_bf16", "", "")
+
+
+def test_this_host_is_asked_and_its_flags_are_not_believed(monkeypatch, tmp_path):
+    monkeypatch.setattr(native.build, "BUILT", tmp_path)
+    here = dataclasses.replace(SMALL.host, is_here=True)
+    assert (here.instructions, find_constants(here).instructions) == ("", "")
+    assert here.own.why
+    assert here.best_dtype == "bfloat16"  # TensorFlow's layers multiply in it too
+    assert read_host().instructions == ""
+    assert SMALL.host.instructions == "avx512_bf16"

@@ -1,0 +1,180 @@
+"""The question which instruction set own operations compute with: of libraries that load, and of
+those that do not."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from memory_estimator.host import instruction_set, read_host
+from models.native import build
+from models.native.instruction_sets import INSTRUCTION_SETS
+from models.native.library import InstructionSetError, own_operations
+
+VARIABLE = "CPU3D_INSTRUCTION_SET"
+
+
+@pytest.fixture(scope="module")
+def whole(library):
+    """A pair that loads here, on a CPU that it computes on."""
+    if not build.existing() or not own_operations().door:
+        pytest.skip("needs built operations, and a CPU with AVX2")
+    return build.existing()[0]
+
+
+@pytest.fixture
+def pair(whole, tmp_path, monkeypatch):
+    """A copy of it, which alone counts, on a host without a compiler."""
+    monkeypatch.setattr(build, "BUILT", tmp_path / "built")
+    build.BUILT.mkdir()
+    for path in (whole.kernels, whole.door):
+        shutil.copy(path, build.BUILT)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    return build.existing()[0]
+
+
+def test_the_library_s_answer_is_what_python_says_of_this_cpu(pair):
+    host = read_host()
+    flags = set(host.isa)
+    for name, each in INSTRUCTION_SETS.items():
+        if name not in pair.instruction_sets:
+            flags -= set(each.needs[-1:])
+    if "amx_tile" in flags:
+        pytest.skip("the system may keep AMX from this process")
+    best = instruction_set([flag for flag in host.isa if flag in flags], host.cpu_model)
+    assert own_operations().bfloat16 == host.instructions == best
+
+
+def test_a_known_name_computes_or_is_refused_for_a_flag_that_the_cpu_lacks(pair, monkeypatch):
+    for name, each in INSTRUCTION_SETS.items():
+        monkeypatch.setenv(VARIABLE, name)
+        try:
+            assert own_operations().bfloat16 == name
+        except InstructionSetError as error:
+            words = str(error)
+            lacking = [flag for flag in each.needs if flag in words.split("lacks ")[1]]
+            assert lacking
+            assert name in words
+            assert not set(lacking) <= set(read_host().isa)
+
+
+@pytest.mark.parametrize("name", ["avx-512", "AVX2", "amx ", "none"])
+def test_an_unknown_name_is_refused_with_all_that_are_known(pair, monkeypatch, name):
+    monkeypatch.setenv(VARIABLE, name)
+    with pytest.raises(InstructionSetError, match=rf"{VARIABLE} must .*, got '{name}'") as caught:
+        own_operations()
+    assert all(known in str(caught.value) for known in INSTRUCTION_SETS)
+
+
+DAMAGES = [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"#!/bin/sh"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("kind", ["kernels", "door"])
+def test_a_damaged_library_does_not_count_and_is_named(pair, damage, kind, capsys):
+    path = getattr(pair, kind)
+    path.write_bytes(damage(path.read_bytes()))
+    own = own_operations()
+    assert (own.float32, own.bfloat16, own.door) == ("", "", None)
+    assert "damaged" in own.why
+    assert "C compiler" in own.why
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+FOREIGN = """#!/bin/sh
+while [ $# -gt 1 ]; do [ "$1" = -o ] && echo "for another machine" > "$2"; shift; done
+"""
+OWN = """#!/bin/sh
+while [ $# -gt 1 ]; do
+  case "$1 $2" in
+    "-o "*/kernels) {cp} "$KERNELS" "$2" ;;
+    "-o "*/door) {cp} "$DOOR" "$2" ;;
+    "-o "*) echo > "$2" ;;
+  esac
+  shift
+done
+"""
+
+
+def test_a_library_for_another_machine_is_built_again_beside_it(pair, whole, monkeypatch, tmp_path):
+    """Of the same name and whole: only loading it shows that it needs another system."""
+    (tmp_path / "cc").write_text(FOREIGN)
+    (tmp_path / "cc").chmod(0o755)
+    monkeypatch.setenv("CC", str(tmp_path / "cc"))
+    shutil.rmtree(build.BUILT)
+    foreign = build.build()
+    assert own_operations().bfloat16 == ""
+    shutil.copytree(build.BUILT, tmp_path / "shared")
+    monkeypatch.setattr(build, "BUILT", tmp_path / "shared")  # so that it is asked anew
+    (tmp_path / "cc").write_text(OWN.format(cp=shutil.which("cp", path=os.defpath)))
+    monkeypatch.setenv("KERNELS", str(whole.kernels))
+    monkeypatch.setenv("DOOR", str(whole.door))
+    own = own_operations()
+    assert own.bfloat16
+    assert own.door.read_bytes() == whole.door.read_bytes()
+    assert own.door.parent == tmp_path / "shared"
+    assert not {path.name for path in foreign} & {own.door.name, own.kernels.name}
+
+
+def run_script(script):
+    environment = {**os.environ, "PYTHONPATH": str(build.HERE.parents[1])}
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_host_that_cannot_run_them_is_named(pair, monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert "aarch64" in own_operations().why
+
+
+def test_it_is_asked_without_tensorflow_and_numpy(pair):
+    script = (
+        "import sys\n"
+        "sys.modules.update(tensorflow=None, numpy=None)\n"
+        "from models.native.library import own_operations\n"
+        "print(own_operations().bfloat16)\n"
+    )
+    done = run_script(script)
+    assert done.stdout.strip() == own_operations().bfloat16
+
+
+OPENED = """
+import ctypes, sys
+import tensorflow as tf
+from models.native.library import own_operations
+ctypes.CDLL(str(own_operations().door))
+from models.native import operations
+from models.native.operations import Source
+print(operations.available(), float(operations.max_pool(Source(tf.ones((1, 2, 2, 2, 1))))))
+"""
+
+
+def test_a_library_that_the_process_has_opened_already_computes(whole):
+    done = run_script(OPENED)
+    assert done.stdout.split() == ["True", "1.0"], done.stderr
+
+
+REFUSED = """
+import tensorflow as tf
+from models.native.library import own_operations
+
+def refuse(path):
+    raise tf.errors.NotFoundError(None, None, "undefined symbol: TF_New")
+
+tf.load_op_library = refuse
+from models.native import operations
+print(operations.available(), own_operations().bfloat16 or "none")
+print(own_operations().why)
+"""
+
+
+def test_where_tensorflow_refuses_it_the_answer_is_none_and_a_warning_says_so(whole):
+    done = run_script(REFUSED)
+    assert done.stdout.split()[:2] == ["False", "none"]
+    assert "undefined symbol" in done.stdout
+    assert "warning: own operations" in done.stderr
