@@ -13,11 +13,13 @@ memory policy by the estimate of a step.
 import contextlib
 import dataclasses
 import math
+import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from cpu3d.data.labels import mirror_pair
+from cpu3d.data.nifti import is_placed
 from cpu3d.data.region import Shape3
 from cpu3d.data.resolution import field_of, network_grid
 from cpu3d.data.store import Store, check_names, grid_size
@@ -362,10 +364,24 @@ def _for_store(config: RunConfig, store: Store) -> RunConfig:
         label_names=manifest.labels,
         region_codes=manifest.regions,
         split_hash=manifest.split_hash,
+        **_training_grid(store),
         channels=tuple(channels),
         regions=tuple(regions),
         unet=dataclasses.replace(config.unet, channels=len(channels), outputs=len(regions), seed=config.seed),
     )
+
+
+def _training_grid(store: Store) -> Dict[str, Any]:
+    """The fields of a run that say what voxels its training cases have, and whether their sides are
+    known."""
+    spacings, placed = [], set()
+    for record in store.cases("train"):  # each is read from disk
+        spacings.append(record.spacing_mm)
+        placed.add(is_placed(record.geometry))
+    return {
+        "spacing_mm": tuple(float(statistics.median(lengths)) for lengths in zip(*spacings)),
+        "oriented": placed.pop() if len(placed) == 1 else None,
+    }
 
 
 def _for_host(config: RunConfig, inputs: Inputs) -> RunConfig:

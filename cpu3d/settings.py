@@ -51,6 +51,12 @@ class RunConfig:
     label_names: Dict[int, str] = field(default_factory=dict)  # by label code, of predictions too
     region_codes: Dict[str, Tuple[Code, ...]] = field(default_factory=dict)  # region -> label codes of the store
     split_hash: str = ""  # of the store the run was started on: a run never moves to another split
+    spacing_mm: Optional[Tuple[float, float, float]] = None
+    """Along R, A, S: the median of the training cases on each axis. None in runs of earlier
+    versions."""
+    oriented: Optional[bool] = None
+    """Whether the training cases' files gave the patient's orientation; None if only some did, or
+    as above."""
     grid: Tuple[int, int, int] = (0, 0, 0)  # voxels X, Y, Z that the network sees: a patch, or all of the extent
     coarse_grid: Tuple[int, int, int] = (0, 0, 0)
     """The same in the first `coarse_steps` steps: half resolution, or a patch of half the edge."""

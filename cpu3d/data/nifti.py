@@ -1,5 +1,7 @@
 """NIfTI files: read with their checksum checked, turned to axes R A S and back, written on a grid.
 
+Lengths are in mm here and everywhere else, whatever the unit of a header; it is written back.
+
 nibabel parses headers and knows orientations. The bytes are read here, because nibabel stops at the last voxel and
 never checks gzip's CRC behind it: a flipped bit then gives wrong voxels without an error.
 """
@@ -10,7 +12,7 @@ import io
 import math
 import zlib
 from pathlib import Path
-from typing import Tuple, Union
+from typing import Sequence, Tuple, Union
 
 import nibabel
 import numpy as np
@@ -21,16 +23,35 @@ from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import atomic_write
 from memory_estimator.common.files import read_regular
 
+# The spatial units of xyzt_units, by their codes in the header, and how many of each are a mm. A
+# code of 0, and those that the format leaves open, are taken as mm.
+UNITS = ("unknown", "meter", "mm", "micron")
+PER_MM = {"unknown": 1.0, "meter": 0.001, "mm": 1.0, "micron": 1000.0}
+# Voxels of another size are in another unit than the header says. Every rule for lesions is in mm,
+# so nothing that is computed from such a file would be right.
+LEAST_MM, MOST_MM = 0.01, 100.0
+# A gantry is tilted by 30 degrees at most. Beyond 45 a sheared axis is nearer to another direction
+# than to its own, so that R, A and S mean nothing.
+MOST_SHEAR_DEG = 45.0
+SHEAR_DEG = 0.01  # up to here axes count as perpendicular: headers round their numbers
+# Most by which the square of a unit quaternion's length may be above 1, as of one written with six
+# digits.
+QUATERNION_TOLERANCE = 1e-5
+
 # Header fields whose numbers follow pixdim[0:4] in `Geometry.forms`.
 _FORMS = ["quatern_b", "quatern_c", "quatern_d", "qoffset_x", "qoffset_y", "qoffset_z", "srow_x", "srow_y", "srow_z"]
 
 
 def read_volume(path: Union[str, Path]) -> Tuple[np.ndarray, Geometry]:
-    """Read the volume in `path`: `(X, Y, Z)` or `(X, Y, Z, C)` along the file's own axes, and its grid.
+    """Read the volume in `path`: `(X, Y, Z)` or `(X, Y, Z, C)` along the file's own axes, and its
+    grid. Axes of length 1 behind the third are left out: `(X, Y, Z, 1, C)`, as ITK writes C
+    channels, is the latter.
 
-    The array is Fortran-ordered, read-only, in native byte order, of the file's dtype if the header has no scaling
-    (slope 0, NaN or 1 with intercept 0), else float64. Raises InputError for a file that is missing, damaged or no
-    single NIfTI-1 or -2 file, voxels that are not real numbers, other numbers of axes, and a singular affine.
+    The array is Fortran-ordered, read-only, in native byte order, of the file's dtype if the header
+    has no scaling (slope 0, NaN or 1 with intercept 0), else float64. Raises InputError for a file
+    that is missing, damaged or no single NIfTI-1 or -2 file, voxels that are not real numbers,
+    other numbers of axes, an affine that is singular or sheared by more than 45 degrees, and voxels
+    below 0.01 or above 100 mm.
     """
     path = Path(path)
     content = _read_bytes(path)
@@ -51,7 +72,7 @@ def read_volume(path: Union[str, Path]) -> Tuple[np.ndarray, Geometry]:
 def channel_count(path: Path) -> int:
     """Channels of a file by its header. Raises InputError as `read_volume`."""
     try:
-        shape = nibabel.load(path).shape
+        shape = _axes(nibabel.load(path).shape)
     except Exception:  # nibabel raises its own errors, zlib's, numpy's and OSError for bytes that are no image
         shape = ()
     if len(shape) not in (3, 4):
@@ -78,8 +99,19 @@ def ras_to_file(geometry: Geometry) -> np.ndarray:
 
 
 def is_placed(geometry: Geometry) -> bool:
-    """Whether the file gives the patient's position: with sform and qform codes of 0, axes and mm are guesses."""
+    """Whether the file gives the patient's orientation. With sform and qform codes of 0 the axes
+    are those of the Analyze format, as nibabel and FSL read it: the first to the left, the second
+    to anterior, the third up."""
     return bool(geometry.sform_code or geometry.qform_code)
+
+
+def orientation_note(geometry: Geometry) -> str:
+    """What to say of a file that does not give the patient's orientation; empty for others."""
+    if is_placed(geometry):
+        return ""
+    rule = "no orientation in the file (its sform and qform codes are 0)"
+    taken = "its first axis is taken to run to the left, as nibabel and FSL do"
+    return f"{rule}: {taken}; R, L, A, P, S, I are guesses, and left and right may be exchanged"
 
 
 def ras_shape(geometry: Geometry) -> Tuple[int, int, int]:
@@ -91,6 +123,20 @@ def ras_spacing_mm(geometry: Geometry) -> Tuple[float, float, float]:
     """Distance between neighbouring voxels along R, A, S in mm."""
     lengths = np.linalg.norm(np.asarray(geometry.affine, np.float64)[:3, :3], axis=0)
     return _in_ras_order(geometry, lengths.tolist())
+
+
+def ras_steps_mm(geometry: Geometry) -> np.ndarray:
+    """The steps from a voxel to the next along R, A, S: the columns of a matrix (3, 3), in mm.
+
+    It is upper triangular, in a frame turned so that R is its first axis: the product of its
+    diagonal is a voxel's volume, and the distance of two voxels the length of matrix @ difference.
+    Diagonal, unless the grid is sheared.
+    """
+    steps = (np.asarray(geometry.affine, np.float64) @ ras_to_file(geometry))[:3, :3]
+    if _shear_deg(steps) <= SHEAR_DEG:
+        return np.diag(ras_spacing_mm(geometry))
+    triangular = np.linalg.qr(steps)[1]
+    return triangular * np.sign(np.diagonal(triangular))[:, None]
 
 
 def write_label(path: Union[str, Path], label_ras: np.ndarray, geometry: Geometry) -> None:
@@ -114,7 +160,7 @@ def write_volume(path: Union[str, Path], volume_ras: np.ndarray, geometry: Geome
     voxels, header = from_ras(volume_ras, geometry), _placed_header(geometry)
     header.set_data_shape(voxels.shape)
     header.set_data_dtype(voxels.dtype.newbyteorder("<"))
-    header.set_xyzt_units("mm")
+    header.set_xyzt_units(geometry.unit)
     header["magic"], header["vox_offset"], header["scl_slope"], header["scl_inter"] = b"n+1", 352, 1, 0
     content = header.binaryblock + b"\0\0\0\0" + voxels.tobytes(order="F")  # the zeros say "no extension"
     if path.name.lower().endswith(".gz"):
@@ -141,7 +187,7 @@ def _parse_header(path: Path, content: bytes):
     try:
         header = kind.from_fileobj(io.BytesIO(content), check=True)
         magic = bytes(header["magic"])[:3]
-        shape = tuple(int(n) for n in header.get_data_shape())
+        shape = _axes(header.get_data_shape())
         dtype, offset = header.get_data_dtype(), int(header.get_data_offset())
         slope, inter = header.get_slope_inter()
     except Exception as error:  # nibabel's own, numpy's and struct's, for bytes that are no header
@@ -158,20 +204,66 @@ def _parse_header(path: Path, content: bytes):
     return header, shape, dtype, offset, (1.0 if slope is None else float(slope), float(inter or 0))
 
 
+def _axes(shape: Sequence[int]) -> Tuple[int, ...]:
+    """A file's shape without the axes of length 1 behind the third."""
+    return tuple(int(n) for axis, n in enumerate(shape) if axis < 3 or n != 1)
+
+
 def _geometry(path: Path, header: nibabel.Nifti1Header, shape: Tuple[int, int, int]) -> Geometry:
+    _shorten_quaternion(header)
+    code = int(header["xyzt_units"]) & 7  # the other bits are of time
+    unit = UNITS[code] if code < len(UNITS) else "unknown"
     try:
-        affine = np.asarray(header.get_best_affine(), np.float64)
+        affine = np.array(header.get_best_affine(), np.float64)
     except Exception as error:  # as in `_parse_header`
         raise InputError(f"{path} must have a valid qform, got {error}; correct its header") from None
-    axes = orientations.aff2axcodes(affine) if np.isfinite(affine).all() else (None,)
-    if None in axes or abs(np.linalg.det(affine[:3, :3])) < 1e-9:
-        raise InputError(f"{path} must have an invertible affine, got {affine.tolist()}; correct its header")
+    affine[:3] /= PER_MM[unit]
+    axes = _checked_axes(path, affine, unit)
     codes = int(header["sform_code"]), int(header["qform_code"])
-    geometry = Geometry(shape, tuple(map(tuple, affine.tolist())), "".join(axes), *codes)
+    geometry = Geometry(shape, tuple(map(tuple, affine.tolist())), axes, *codes, unit=unit)
     forms = _forms(header)
     if forms == _forms(_placed_header(geometry)) or not np.isfinite(forms).all():  # NaN, if a form is not used
         return geometry
     return dataclasses.replace(geometry, forms=forms)
+
+
+def _checked_axes(path: Path, affine: np.ndarray, unit: str) -> str:
+    """The directions of an affine's axes, such as "LPS". Raises InputError as `read_volume`."""
+    axes = orientations.aff2axcodes(affine) if np.isfinite(affine).all() else (None,)
+    steps = affine[:3, :3]
+    lengths = np.linalg.norm(steps, axis=0)
+    if None in axes or abs(np.linalg.det(steps)) <= 1e-6 * np.prod(lengths):
+        rule = f"{path} must have an invertible affine"
+        raise InputError(f"{rule}, got {affine.tolist()}; correct its header")
+    if lengths.min() < LEAST_MM * (1 - 1e-6) or lengths.max() > MOST_MM * (1 + 1e-6):
+        sizes = " x ".join(f"{n:.4g}" for n in lengths)
+        own = " x ".join(f"{n:.4g}" for n in lengths * PER_MM[unit])
+        got = f"{sizes} mm, of {own} in the header's unit, {unit}"
+        rule = f"{path} must have voxels of {LEAST_MM:g} to {MOST_MM:g} mm"
+        raise InputError(f"{rule}, got {got}; correct xyzt_units in its header")
+    shear = _shear_deg(steps)
+    if shear > MOST_SHEAR_DEG:
+        rule = f"{path} must have axes that are sheared by at most {MOST_SHEAR_DEG:g} degrees"
+        raise InputError(f"{rule}, got {shear:.1f}; resample it")
+    return "".join(axes)
+
+
+def _shear_deg(steps: np.ndarray) -> float:
+    """The most by which two columns of (3, 3) are not perpendicular, in degrees."""
+    directions = steps / np.linalg.norm(steps, axis=0)
+    cosines = np.abs(directions.T @ directions)[np.triu_indices(3, 1)]
+    return math.degrees(math.asin(min(float(cosines.max()), 1.0)))
+
+
+def _shorten_quaternion(header: nibabel.Nifti1Header) -> None:
+    """Bring a quaternion that is too long by rounding to length 1: nibabel refuses it, also in what
+    we write."""
+    names = ("quatern_b", "quatern_c", "quatern_d")
+    quaternion = np.array([float(header[name]) for name in names])
+    above = float(quaternion @ quaternion) - 1
+    if abs(header.quaternion_threshold) <= above <= QUATERNION_TOLERANCE:
+        for name, value in zip(names, quaternion / math.sqrt(1 + above)):
+            header[name] = value
 
 
 def _in_ras_order(geometry: Geometry, values) -> tuple:
@@ -187,8 +279,10 @@ def _forms(header: nibabel.Nifti1Header) -> Tuple[float, ...]:
 
 
 def _placed_header(geometry: Geometry) -> nibabel.Nifti1Header:
-    """A little-endian NIfTI-1 header with the sform and qform of a grid."""
-    header, affine = nibabel.Nifti1Header(endianness="<"), np.asarray(geometry.affine, np.float64)
+    """A little-endian NIfTI-1 header with the sform and qform of a grid, in its source's unit."""
+    header = nibabel.Nifti1Header(endianness="<")
+    affine = np.array(geometry.affine, np.float64)
+    affine[:3] *= PER_MM[geometry.unit]
     header.set_qform(affine, geometry.qform_code)
     header.set_sform(affine, geometry.sform_code)
     if geometry.forms:

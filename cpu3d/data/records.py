@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import (
     Annotated,
     Any,
+    Container,
     Dict,
     Iterable,
     Iterator,
@@ -51,14 +52,16 @@ class Geometry:
     """The grid of a case's source, along its own axes; predictions are written on it."""
 
     shape: Shape3
-    affine: Tuple[AffineRow, AffineRow, AffineRow, AffineRow]  # source voxel to world in mm (RAS+), float64
+    affine: Tuple[AffineRow, AffineRow, AffineRow, AffineRow]
+    """Source voxel to world in mm (RAS+), float64, whatever the unit of the file's own numbers."""
     axes: Annotated[str, Meta(min_length=3, max_length=3)]
     """Directions of the source's axes, such as "LPS"."""
     sform_code: Count
     qform_code: Count
     forms: Tuple[float, ...] = ()
-    """pixdim[0:4], quatern_b to _d, qoffset_x to _z and srow_x to _z of the NIfTI header. Empty if they follow from
-    `affine`."""
+    """pixdim[0:4], quatern_b to _d, qoffset_x to _z and srow_x to _z of the NIfTI header, in its
+    own unit. Empty if they follow from `affine`."""
+    unit: Literal["unknown", "meter", "mm", "micron"] = "mm"  # of lengths in the source's header
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,9 @@ class CaseRecord:
     label_bytes: Count
     label_sha256: str
     label_voxels_sha256: str
+    background: Tuple[float, ...] = ()
+    """Per channel, what most of the border of its source's grid is, 0 where it varies. Empty if it
+    is 0 in all channels."""
 
     @property
     def has_label(self) -> bool:
@@ -218,6 +224,10 @@ class CaseList(Sequence[CaseRecord]):
     def chosen(self, case_ids: Iterable[str]) -> "CaseList":
         """The cases of these ids, in this order; KeyError for one that is not in the list."""
         return CaseList(self._lines, array("q", [self._row_of[case_id] for case_id in case_ids]))
+
+    def without(self, case_ids: Container[str]) -> "CaseList":
+        """The cases of other ids than these."""
+        return self.chosen(case.case_id for case in self.known if case.case_id not in case_ids)
 
     @functools.cached_property
     def _row_of(self) -> Dict[str, int]:

@@ -26,15 +26,16 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypedDic
 import numpy as np
 
 from cpu3d.data.labels import code_meanings, region_mask
-from cpu3d.data.nifti import write_label
+from cpu3d.data.nifti import ras_steps_mm, write_label
 from cpu3d.data.records import SPLITS, CaseRecord
 from cpu3d.data.store import Store
+from cpu3d.data.stores.case import case_notes, note_lines
 from cpu3d.data.stores.splits import with_fold, with_folds
 from cpu3d.errors import InputError, refuse
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors
 from cpu3d.inference.postprocessing import RAW, PostProcessing, gentlest, postprocessing_of
-from cpu3d.inference.runs import Inference, RunOptions, load_configs, store_of_run
+from cpu3d.inference.runs import Inference, RunOptions, load_configs, store_of_run, training_notes
 from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metric_notes, score_region
 from cpu3d.run.config import load_config
 from cpu3d.util.atomic import OLD, replace_files, writable_folder, write_json
@@ -88,6 +89,11 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     answering = list(zip(predictors, decided)) if held_out else [(Ensemble(predictors), gentlest(decided))]
     for words in dict.fromkeys(postprocessing.words for _, postprocessing in answering):
         say(f"post-processing: {words}")
+    notes = {}
+    for record in store.cases(split):
+        of_case = case_notes(record, store.manifest.channels)
+        notes[record.case_id] = [*of_case, *training_notes(record, configs)]
+    say(*note_lines(notes))
     about = origin(runs, configs, predictors)
     for run, ids in zip(about.get("runs", ()), held_out.values()):
         run["held_out"] = ids
@@ -177,13 +183,14 @@ def _score(
     """Write the label map of a case into `predictions`; returns its entry in scores.json."""
     (predictor, postprocessing), begin = answering, time.monotonic()
     answers = predictor.probabilities(store.image(record.case_id), record)
-    label = postprocessing.paint(answers, predictor.regions, record.spacing_mm)
+    steps_mm = ras_steps_mm(record.geometry)
+    label = postprocessing.paint(answers, predictor.regions, steps_mm)
     predicted = time.monotonic()
     truth = np.asarray(store.label(record.case_id))
-    regions = {
-        name: score_region(region_mask(truth, codes), region_mask(label, codes), record.spacing_mm, tolerance_mm)
-        for name, codes in predictor.regions.items()
-    }
+    regions = {}
+    for name, codes in predictor.regions.items():
+        masks = region_mask(truth, codes), region_mask(label, codes)
+        regions[name] = score_region(*masks, steps_mm, tolerance_mm)
     write_label(predictions / f"{record.case_id}.nii.gz", label, record.geometry)
     return {
         "case_id": record.case_id,

@@ -28,16 +28,18 @@ import numpy as np
 
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import THRESHOLD, code_meanings, label_from_regions, paint_order
+from cpu3d.data.nifti import ras_steps_mm
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Shape3
-from cpu3d.data.stores.case import facts_of, load_case
+from cpu3d.data.stores.case import case_notes, facts_of, load_case, note_lines
 from cpu3d.data.stores.names import CHANNEL_NAMES, channel_key
 from cpu3d.data.windows import OVERLAP, SIGMA_SHARE
 from cpu3d.errors import InputError, refuse
 from cpu3d.host.apply import set_up
 from cpu3d.inference.cases import check_exist, find_cases
 from cpu3d.inference.postprocessing import PostProcessing, postprocessing_of
-from cpu3d.inference.runs import WEIGHTS, store_of_run
+from cpu3d.inference.runs import WEIGHTS, store_of_run, training_notes
+from cpu3d.inference.scores import voxel_mm3
 from cpu3d.inference.segment import load_network, painted, probabilities_of, processed
 from cpu3d.run.checkpoint import weights_file
 from cpu3d.run.config import load_config
@@ -174,6 +176,8 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
         "label_codes": {str(c): name for c, name in code_meanings(regions, config.label_names).items()},
         "paint": [[{"output": at, "code": code} for at, code in group] for group in paint_order(regions)],
         "axes": "RAS",
+        "trained_spacing_mm": config.spacing_mm,
+        "trained_with_orientation": config.oriented,
         "extent": config.extent,
         "mode": config.mode,
         "size": config.grid,
@@ -256,13 +260,13 @@ def verify(
     export.json; "passed" is whether it may be used. Labels are compared after the run's
     `postprocessing`, those of `predict --raw` without it. `image` has the channels of the run.
     Raises InputError if `exact`'s answer is not finite."""
-    regions, spacing_mm = exact.regions, record.spacing_mm
+    regions, steps_mm = exact.regions, ras_steps_mm(record.geometry)
     answer = probabilities_of(load_network(folder, about), about, image.astype(np.float32))
     expected = [predictor.probabilities(image, record, exact.inputs) for predictor in (exact, own)]
     raw = painted(answer, about)
-    label = processed(answer, about, float(np.prod(spacing_mm)))
+    label = processed(answer, about, voxel_mm3(steps_mm))
     differ = {
-        name: int(np.count_nonzero(label != postprocessing.paint(other, regions, spacing_mm)))
+        name: int(np.count_nonzero(label != postprocessing.paint(other, regions, steps_mm)))
         for name, other in zip(("float32", "predict"), expected)
     }
     differ["predict --raw"] = int(np.count_nonzero(raw != label_from_regions(expected[1], regions)))
@@ -294,6 +298,8 @@ def _case_to_try(options: Options, config: RunConfig, predictor: Any) -> Tuple[C
         files, channels = cases[0].files, cases[0].channels
         loaded = load_case(files, channels=channels, zero_nan=options.zero_nan)
         record, image = loaded.record, loaded.image
+        notes = [*case_notes(record, channels), *training_notes(record, [config])]
+        say(*note_lines({record.case_id: notes}))
     else:
         store = store_of_run(config)
         record = next(record for split in ("test", "val", "train") for record in store.cases(split))

@@ -38,13 +38,14 @@ import numpy as np
 
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import THRESHOLD, label_from_regions, own_codes, region_mask
+from cpu3d.data.nifti import ras_steps_mm
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import bounding_box
 from cpu3d.distributed.cluster import read_cluster
 from cpu3d.errors import InputError
 from cpu3d.inference.ensemble import trained_predictors
 from cpu3d.inference.runs import Inference, store_of_run
-from cpu3d.inference.scores import Matching, connected_parts, match_lesions
+from cpu3d.inference.scores import Matching, Spacing, connected_parts, match_lesions, voxel_mm3
 from cpu3d.run.checkpoint import weights_file
 from cpu3d.run.config import load_config
 from cpu3d.settings import RunConfig
@@ -91,9 +92,10 @@ class PostProcessing:
     without: Dict[str, str] = dataclasses.field(default_factory=dict)
     """Region that has no rule -> why."""
 
-    def paint(self, answers: np.ndarray, regions: Regions, spacing_mm: Sequence[float]) -> np.ndarray:
+    def paint(self, answers: np.ndarray, regions: Regions, spacing_mm: Spacing) -> np.ndarray:
         """Paint probabilities `(X, Y, Z, R)` in the order of `regions` into a label `(X, Y, Z)`, as
-        `label_from_regions` does, without the small parts. Voxels measure `spacing_mm`. `answers` stay as they are."""
+        `label_from_regions` does, without the small parts. `spacing_mm` is as in `score_region`.
+        `answers` stay as they are."""
         label = label_from_regions(answers, regions)
         if self.off or not (self.rules or self.nested):
             return label
@@ -103,7 +105,7 @@ class PostProcessing:
         for name, code_below in _codes_below(regions).items():
             if name in self.rules:
                 parts = connected_parts(region_mask(label[box], regions[name]))
-                sizes_mm3 = np.bincount(parts.ravel())[1:] * float(np.prod(spacing_mm))
+                sizes_mm3 = np.bincount(parts.ravel())[1:] * voxel_mm3(spacing_mm)
                 removed = np.concatenate([[False], _is_small(sizes_mm3, self.rules[name])])
                 label[box][removed[parts]] = code_below
         return label
@@ -257,7 +259,8 @@ def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
                 def answer(record: CaseRecord) -> Answered:
                     probabilities = predictor.probabilities(store.image(record.case_id), record)
                     advance()
-                    return probabilities, np.asarray(store.label(record.case_id)), record.spacing_mm
+                    steps_mm = ras_steps_mm(record.geometry)
+                    return probabilities, np.asarray(store.label(record.case_id)), steps_mm
 
                 chosen, before, after = choose(map(answer, records), regions)
         hashes = digest, config.split_hash
@@ -287,7 +290,8 @@ def after(training: Options, settings: Dict[str, Any]) -> None:
     say(f"post-processing: {line}")
 
 
-Answered = Tuple[np.ndarray, np.ndarray, Sequence[float]]  # of a case: answers (X, Y, Z, R), true label, voxel's mm
+# Of a case: answers (X, Y, Z, R), true label, its spacing or steps in mm.
+Answered = Tuple[np.ndarray, np.ndarray, Spacing]
 LESION_DICE, FALSE_POSITIVES, DICE = range(3)  # columns of scores, as in Means
 
 
@@ -378,7 +382,7 @@ def _middle_of_best(gains: Mapping[Rule, float]) -> Rule:
     return shares[(len(shares) - 1) // 2]
 
 
-def _parts(label: np.ndarray, truth: np.ndarray, spacing_mm: Sequence[float], regions: Regions) -> Dict[str, _Parts]:
+def _parts(label: np.ndarray, truth: np.ndarray, spacing_mm: Spacing, regions: Regions) -> Dict[str, _Parts]:
     """Region, the largest first -> its parts in a painted label."""
     box = bounding_box((label > 0) | (truth > 0)).slices(label.shape)  # lesions grow together inside of it
     numbered, parts_of = {}, {}

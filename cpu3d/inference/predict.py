@@ -22,8 +22,10 @@ dataset.json above its imagesTr or imagesTs; else in those of the run's store. -
 Several runs predict together, by the mean of their probabilities; folds must be complete. Small parts of regions are
 removed as the runs decided, if all runs did (`cpu3d.inference.postprocessing`); --raw keeps them.
 
-<case_id>.json beside <case_id>.nii.gz has the meaning of the codes, volumes in ml, sources with their hashes, the runs.
---page adds <case_id>.html, to scroll through the slices; --probabilities adds the network's probabilities.
+<case_id>.json beside <case_id>.nii.gz has the meaning of the codes, volumes in ml, sources with
+their hashes, the runs, and the notes that are printed: an image without orientation, with voxels of
+another size than the training's, or with a background other than 0. --page adds <case_id>.html, to
+scroll through the slices; --probabilities adds the network's probabilities.
 """
 
 import dataclasses
@@ -37,17 +39,18 @@ from typing import Any, Dict, List, Mapping, Sequence, Tuple
 import numpy as np
 
 from cpu3d.data.labels import THRESHOLD, code_meanings, region_mask
-from cpu3d.data.nifti import write_label, write_volume
+from cpu3d.data.nifti import ras_steps_mm, write_label, write_volume
 from cpu3d.data.records import CaseRecord
-from cpu3d.data.stores.case import load_case
+from cpu3d.data.stores.case import case_notes, load_case, note_lines
 from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles
 from cpu3d.errors import DoesNotFitError, InputError, refuse
 from cpu3d.inference.cases import STORE, Case, check_exist, find_cases
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors
 from cpu3d.inference.postprocessing import RAW, PostProcessing, gentlest, postprocessing_of
-from cpu3d.inference.runs import Inference, RunOptions, load_configs
+from cpu3d.inference.runs import Inference, RunOptions, load_configs, training_notes
+from cpu3d.inference.scores import voxel_mm3
 from cpu3d.pages.viewer import SCORES, ViewedCase, write_case_page
-from cpu3d.settings import AUTO
+from cpu3d.settings import AUTO, RunConfig
 from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.progress import bar, say
 from cpu3d.util.records import listed
@@ -101,11 +104,12 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     with bar("predict", total=len(cases)) as advance:
         for case in cases:
             try:
-                done.append(predict_case(predictor, case, options, about, postprocessing))
+                done.append(predict_case(predictor, case, options, about, postprocessing, configs))
             except InputError as error:
                 problems += error.problems
                 kind = DoesNotFitError if isinstance(error, DoesNotFitError) else kind
             advance()
+    say(*note_lines({case["case_id"]: case["notes"] for case in done}))
     if done:
         head = ("file", *(f"{name} ml" for name in done[0]["volumes_ml"]), "seconds")
         rows = [
@@ -119,11 +123,18 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
 
 
 def predict_case(
-    predictor: Any, case: Case, options: Options, about: Mapping[str, Any], postprocessing: PostProcessing
+    predictor: Any,
+    case: Case,
+    options: Options,
+    about: Mapping[str, Any],
+    postprocessing: PostProcessing,
+    configs: Sequence[RunConfig] = (),
 ) -> Dict[str, Any]:
-    """Segment one case into `options.out`; returns the content of its sidecar, with `about`, the answer's origin. A
-    label among the case's files is not read. Raises InputError for an image that cannot be read or does not fit the
-    run, and for a file that would be overwritten without a sidecar by `predict`."""
+    """Segment one case into `options.out`; returns the content of its sidecar, with `about`, the
+    answer's origin. With the `configs` of the runs its notes say how the image differs from what
+    they were trained on. A label among the case's files is not read. Raises InputError for an image
+    that cannot be read or does not fit the run, and for a file that would be overwritten without a
+    sidecar by `predict`."""
     begin, out, files = time.monotonic(), options.out, case.files
     names = _probability_names(files.case_id, tuple(predictor.regions)) if options.probabilities else {}
     label_file, sidecar, page_file = (out / f"{files.case_id}.{end}" for end in ("nii.gz", "json", "html"))
@@ -132,8 +143,10 @@ def predict_case(
     loaded = load_case(files, channels=case.channels, zero_nan=options.zero_nan)
     record, geometry = loaded.record, loaded.record.geometry
     answers = predictor.probabilities(loaded.image, record, case.channels)
-    label = postprocessing.paint(answers, case.regions, record.spacing_mm)
-    content = _sidecar(case, record, label, postprocessing=postprocessing.words, probabilities=names) | about
+    label = postprocessing.paint(answers, case.regions, ras_steps_mm(geometry))
+    notes = [*case_notes(record, case.channels), *training_notes(record, configs)]
+    more = {"postprocessing": postprocessing.words, "probabilities": names, "notes": notes}
+    content = _sidecar(case, record, label, **more) | about
     write_json(sidecar, content)  # first, so that a label cut off by a crash is known as ours and can be redone
     for position, name in enumerate(names):
         # Level 1: probabilities are noise in their last bits, and level 6 takes three times as long for little.
@@ -152,7 +165,7 @@ def predict_case(
 
 def _sidecar(case: Case, record: CaseRecord, label: np.ndarray, **about: Any) -> Dict[str, Any]:
     """The content of a case's sidecar before it is complete: label, grid, sources."""
-    voxel_ml = float(np.prod(record.spacing_mm)) / 1000.0
+    voxel_ml = voxel_mm3(ras_steps_mm(record.geometry)) / 1000.0
     masks = {name: region_mask(label, codes) for name, codes in case.regions.items()}
     return {
         "schema": SCHEMA,

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
+from cpu3d.data.nifti import is_placed
+from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Shape3
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.splits import parse_fold, with_fold
@@ -23,6 +25,7 @@ from memory_estimator.common.schema import check, option
 WEIGHTS = "best: highest validation Dice; last: newest checkpoint"  # help of --weights
 # Settings that runs must share to be averaged. With another split, test cases of one are training cases of the other.
 COMMON = ("store_channels", "label_names", "region_codes", "regions", "split_hash")
+SPACING_SHARE = 0.1  # by which a spacing may differ from the training's before it is said
 GROUP = "inference (default: as the run was trained)"
 _RUN = "run folder written by train; several, such as all folds, predict by their mean probabilities"
 _WINDOW = "slide a window of this size in voxels, also for a run on whole volumes"
@@ -116,6 +119,25 @@ def store_of_run(config: RunConfig, folder: Optional[Path] = None) -> Store:
         todo = "its test cases may have been trained on, so name the run's own store"
         raise InputError(f"{rule}, got {store.manifest.split_hash}; {todo}")
     return with_fold(store, config.fold)
+
+
+def training_notes(record: CaseRecord, configs: Sequence[RunConfig]) -> List[str]:
+    """What to say of a case that is not as the training cases of the runs: voxels of another size,
+    or an orientation where they had none. Nothing of runs that do not know. None where they had one
+    is said in any case, by `case_notes`."""
+    notes = []
+    for config in configs:
+        trained = config.spacing_mm or record.spacing_mm
+        shares = [abs(got / usual - 1) for got, usual in zip(record.spacing_mm, trained)]
+        if max(shares) > SPACING_SHARE + 1e-6:  # 1.1 mm are not above 10 % more than 1
+            own, usual = (" x ".join(f"{n:.3g}" for n in mm) for mm in (record.spacing_mm, trained))
+            effect = "the answer may be worse; resample the image to the latter"
+            notes.append(f"voxels of {own} mm, but the run was trained on {usual} mm: {effect}")
+        if config.oriented is False and is_placed(record.geometry):
+            sides = "left and right may be exchanged in the answer"
+            rule = "an image with orientation, but the run was trained on images without"
+            notes.append(f"{rule}: {sides}")
+    return list(dict.fromkeys(notes))
 
 
 def load_configs(runs: Sequence[Path], *, some_folds: bool = False) -> List[RunConfig]:

@@ -16,6 +16,9 @@ Lesions are those of BraTS 2023 for adult glioma (github.com/rachitsaluja/BraTS-
 Growing is in rounds of a voxel to 18 neighbours. The challenge, all of 1 mm, takes 3 rounds; here an axis takes part in
 as many as 3 mm have voxels, rounded, so that lesions of other spacings are the same ones.
 
+Voxels are boxes, or on a sheared grid (a tilted gantry) parallelepipeds: functions take the spacing
+along X, Y and Z, or the matrix of `ras_steps_mm`, whose columns are the steps along them.
+
 Empty masks are scored by the rule of the BraTS challenge: both empty is right, one empty as wrong as possible (HD95 is
 373.13 mm for 240x240x155 at 1 mm). Without a true lesion, sensitivity is 1 whatever was predicted, and lesion-wise Dice
 1 without and 0 with false positives.
@@ -25,7 +28,7 @@ DeepMind's `surface-distance` is not used: its only release (0.1) calls names th
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 from scipy.ndimage import binary_dilation, binary_erosion, generate_binary_structure, label
@@ -36,6 +39,9 @@ from cpu3d.data.region import bounding_box
 TOLERANCE_MM = 1.0  # of the surface Dice, unless another is chosen: one BraTS voxel, about what two raters differ by
 
 LESION_GROWTH_MM, LESION_MM3 = 3.0, 50.0  # how far a true lesion reaches, and the volume up to which it does not count
+
+
+Spacing = Union[Sequence[float], np.ndarray]  # mm of a voxel along X, Y, Z, or its steps (3, 3)
 
 
 class Lesions(NamedTuple):
@@ -84,7 +90,7 @@ class Masks:
 
     truth: np.ndarray
     prediction: np.ndarray
-    spacing_mm: Sequence[float]
+    steps_mm: np.ndarray  # (3, 3), a column for each axis
     tolerance_mm: float
     diagonal_mm: float  # of the whole image grid
     empty: str  # which mask is: "", "truth", "prediction" or "both"
@@ -92,14 +98,14 @@ class Masks:
     @cached_property
     def distances_mm(self) -> Tuple[np.ndarray, np.ndarray]:
         """Surface distances, neither mask empty: (truth to prediction, prediction to truth), float64, unordered."""
-        spacing_mm = np.asarray(self.spacing_mm, float)
         masks = self.truth, self.prediction
-        true, predicted = (np.argwhere(mask & ~binary_erosion(mask)) * spacing_mm for mask in masks)
+        surfaces = [np.argwhere(mask & ~binary_erosion(mask)) for mask in masks]
+        true, predicted = (voxels @ self.steps_mm.T for voxels in surfaces)
         return cKDTree(predicted).query(true)[0], cKDTree(true).query(predicted)[0]
 
     @cached_property
     def lesions(self) -> Lesions:
-        return match_lesions(self.truth, connected_parts(self.prediction), self.spacing_mm).lesions()
+        return match_lesions(self.truth, connected_parts(self.prediction), self.steps_mm).lesions()
 
 
 def dice(masks: Masks) -> float:
@@ -170,10 +176,26 @@ METRICS: Dict[str, Metric] = {
 }
 
 
+def steps_of(spacing_mm: Spacing) -> np.ndarray:
+    """The steps along X, Y, Z as the columns of a matrix (3, 3), in mm, of a spacing or of such a
+    matrix."""
+    spacing = np.asarray(spacing_mm, float)
+    return np.diag(spacing) if spacing.ndim == 1 else spacing
+
+
+def voxel_mm3(spacing_mm: Spacing) -> float:
+    """The volume of a voxel, of its spacing or of the upper triangular matrix of its steps."""
+    return float(np.prod(np.diagonal(steps_of(spacing_mm))))
+
+
 def score_region(
-    truth: np.ndarray, prediction: np.ndarray, spacing_mm: Sequence[float], tolerance_mm: float = TOLERANCE_MM
+    truth: np.ndarray,
+    prediction: np.ndarray,
+    spacing_mm: Spacing,
+    tolerance_mm: float = TOLERANCE_MM,
 ) -> Dict[str, Any]:
-    """Score boolean masks `(X, Y, Z)` of one region on the full image grid; voxels measure `spacing_mm`.
+    """Score boolean masks `(X, Y, Z)` of one region on the full image grid; voxels measure
+    `spacing_mm`, or have the steps (3, 3) of `ras_steps_mm`.
 
     Metric -> value; truth_voxels, prediction_voxels, truth_ml, prediction_ml; true_lesions and detected_lesions, the
     counts behind the sensitivity; and "empty": which mask is, as in `Masks`.
@@ -181,9 +203,10 @@ def score_region(
     voxels = {"truth": int(np.count_nonzero(truth)), "prediction": int(np.count_nonzero(prediction))}
     empty = "both" if not any(voxels.values()) else "".join(name for name, count in voxels.items() if not count)
     box = bounding_box(truth | prediction).slices(truth.shape)  # lesions that grow together do so inside of it
-    diagonal_mm = float(np.linalg.norm(np.multiply(truth.shape, spacing_mm, dtype=float)))
-    masks = Masks(truth[box], prediction[box], spacing_mm, tolerance_mm, diagonal_mm, empty)
-    voxel_ml = float(np.prod(spacing_mm)) / 1000.0
+    steps_mm = steps_of(spacing_mm)
+    diagonal_mm = _diagonal_mm(truth.shape, steps_mm)
+    masks = Masks(truth[box], prediction[box], steps_mm, tolerance_mm, diagonal_mm, empty)
+    voxel_ml = voxel_mm3(steps_mm) / 1000.0
     return {
         **{name: metric.of(masks) for name, metric in METRICS.items()},
         **{f"{name}_voxels": count for name, count in voxels.items()},
@@ -202,31 +225,38 @@ def metric_notes(names: Sequence[str], tolerance_mm: float) -> str:
     return "; ".join(notes)
 
 
+def _diagonal_mm(shape: Sequence[int], steps_mm: np.ndarray) -> float:
+    """The longest diagonal of a grid; a sheared one has four of different length."""
+    corners = [np.multiply(shape, (1, y, z)) for y in (1, -1) for z in (1, -1)]
+    return float(max(np.linalg.norm(steps_mm @ corner) for corner in corners))
+
+
 def connected_parts(mask: np.ndarray) -> np.ndarray:
     """The parts of a mask `(X, Y, Z)` that are connected by 26 neighbours, numbered from 1 on; 0 is none."""
     return label(mask, generate_binary_structure(3, 3))[0]
 
 
-def match_lesions(truth: np.ndarray, parts: np.ndarray, spacing_mm: Sequence[float]) -> Matching:
+def match_lesions(truth: np.ndarray, parts: np.ndarray, spacing_mm: Spacing) -> Matching:
     """Match a boolean truth `(X, Y, Z)` and a prediction's `connected_parts` by the rule at the top of this file."""
     near = generate_binary_structure(3, 2)
-    rounds = np.round(LESION_GROWTH_MM / np.asarray(spacing_mm, float)).astype(int)
+    steps_mm = steps_of(spacing_mm)
+    rounds = np.round(LESION_GROWTH_MM / np.linalg.norm(steps_mm, axis=0)).astype(int)
     stops, grown = sorted({0, *rounds}), truth
     for done, stop in zip(stops, stops[1:]):
         neighbours = near[tuple(slice(None) if done < n else slice(1, 2) for n in rounds)]
         grown = binary_dilation(grown, neighbours, iterations=int(stop - done))
     lesions = connected_parts(grown)  # with the voxels around them
     truth_voxels, part_voxels = np.bincount(lesions[truth])[1:], np.bincount(parts.ravel())[1:]
-    voxel_mm3 = float(np.prod(spacing_mm))
+    size_mm3 = voxel_mm3(steps_mm)
     # Every lesion and part that share a voxel, once.
     both, base = (parts > 0) & grown, len(part_voxels) + 1
     pairs, pair = np.unique(lesions[both] * np.int64(base) + parts[both], return_inverse=True)
     lesion, part = divmod(pairs, base)
     return Matching(
         truth_voxels,
-        truth_voxels * voxel_mm3 > LESION_MM3,
+        truth_voxels * size_mm3 > LESION_MM3,
         part_voxels,
-        part_voxels * voxel_mm3,
+        part_voxels * size_mm3,
         lesion - 1,
         part - 1,
         np.bincount(pair, weights=truth[both]),

@@ -148,23 +148,97 @@ def processed(probabilities, about, voxel_mm3):
     return label
 
 
+def unit_mm(file):
+    """The length unit of a file's header in mm: metres, micrometres, else it is mm."""
+    return {1: 1000.0, 3: 0.001}.get(int(file.header["xyzt_units"]) & 7, 1.0)
+
+
 def voxel_mm3_of(file):
-    """The volume of a voxel of a NIfTI file in mm3; its header may be in metres or micrometres."""
-    unit_mm = {1: 1000.0, 3: 0.001}.get(int(file.header["xyzt_units"]) & 7, 1.0)
-    return abs(np.linalg.det(file.affine[:3, :3])) * unit_mm**3
+    """The volume of a voxel of a NIfTI file in mm3."""
+    return abs(np.linalg.det(file.affine[:3, :3])) * unit_mm(file) ** 3
+
+
+def without_residue(volume):
+    """A channel with exact 0 for what interpolation has left around a head, by the rule of
+    `predict`."""
+    size = np.abs(volume)
+    largest = np.percentile(size, 99.9)
+    tiny = size <= 1e-4 * largest
+    few = np.count_nonzero(volume[tiny]) <= 0.01 * np.count_nonzero(tiny)
+    if few or border(tiny).mean() < 0.5 or np.array_equal(np.rint(volume), volume):
+        return volume
+    from scipy import ndimage
+
+    parts = ndimage.label(size <= 1e-2 * largest)[0]
+    outside = np.zeros(parts.max() + 1, bool)
+    outside[border(parts)] = True
+    outside[0] = False
+    beside = volume[outside[parts] & ~tiny]
+    swings = np.count_nonzero(beside < 0) >= 0.2 * max(beside.size, 1)
+    return np.where(tiny | (outside[parts] & swings), np.float32(0), volume)
+
+
+def border(volume):
+    """The voxels of the six faces."""
+    sides = [np.moveaxis(volume, axis, 0) for axis in range(3)]
+    return np.concatenate([side[end].ravel() for side in sides for end in (0, -1)])
+
+
+def read_image(paths):
+    """The image float32 (X, Y, Z, C) in axes R A S, and its first file."""
+    nibabel.Nifti1Header.quaternion_threshold = 1e-5  # for quaternions of length 1 but for rounding
+    nibabel.Nifti2Header.quaternion_threshold = 1e-5
+    files = [nibabel.load(path) for path in paths]
+    channels = []
+    for file in map(nibabel.as_closest_canonical, files):
+        volume = np.nan_to_num(file.get_fdata(dtype=np.float32), posinf=0, neginf=0)
+        volume = volume.reshape(*volume.shape[:3], -1)
+        channels += [without_residue(part) for part in np.moveaxis(volume, -1, 0)]
+    return np.stack(channels, -1), files[0]
+
+
+def is_placed(file):
+    """Whether a file gives the patient's orientation."""
+    return bool(file.header["sform_code"] or file.header["qform_code"])
+
+
+def notes_on(file, about):
+    """What to say of an image whose sides or voxels are not as the training's."""
+    if not is_placed(file):
+        taken = "its first axis is taken to run to the left; left and right may be exchanged"
+        yield f"no orientation in the file (its sform and qform codes are 0): {taken}"
+    canonical = nibabel.as_closest_canonical(file)
+    spacing = [float(n) * unit_mm(file) for n in nibabel.affines.voxel_sizes(canonical.affine)]
+    trained = about.get("trained_spacing_mm")
+    if trained and any(abs(got - n) > 0.1 * n * (1 + 1e-6) for got, n in zip(spacing, trained)):
+        own, usual = (" x ".join(f"{n:.3g}" for n in sizes) for sizes in (spacing, trained))
+        rule = f"voxels of {own} mm, but the network was trained on {usual} mm"
+        yield f"{rule}; resample the image to the latter"
+
+
+def save_label(path, label, file):
+    """Write a label in axes R A S, with the file's place and unit. Without a place it has the
+    file's own axes."""
+    affine = nibabel.as_closest_canonical(file).affine
+    if not is_placed(file):
+        ras, own = [[0, 1], [1, 1], [2, 1]], nibabel.io_orientation(file.affine)
+        turn = nibabel.orientations.ornt_transform(ras, own)
+        label, affine = nibabel.apply_orientation(label, turn), None
+    answer = nibabel.Nifti1Image(label, affine)
+    answer.header.set_zooms(nibabel.affines.voxel_sizes(file.affine if affine is None else affine))
+    answer.header["xyzt_units"] = file.header["xyzt_units"]
+    nibabel.save(answer, path)
 
 
 def main(folder, *paths):
     """Segment the images `paths[:-1]` and write the label `paths[-1]`."""
     about = json.loads((folder / "export.json").read_text(encoding="utf-8-sig"))
-    files = [nibabel.as_closest_canonical(nibabel.load(path)) for path in paths[:-1]]  # axes R A S
-    image = np.concatenate([file.get_fdata(dtype=np.float32).reshape(*file.shape[:3], -1) for file in files], -1)
-    image = in_order(np.nan_to_num(image, posinf=0, neginf=0), paths[:-1], about)
+    image, file = read_image(paths[:-1])
+    image = in_order(image, paths[:-1], about)
+    for note in notes_on(file, about):
+        print(f"note: {note}", file=sys.stderr)
     probabilities = probabilities_of(load_network(folder, about), about, image)
-    label = processed(probabilities, about, voxel_mm3_of(files[0]))
-    written = nibabel.Nifti1Image(label, files[0].affine)
-    written.header["xyzt_units"] = files[0].header["xyzt_units"]
-    nibabel.save(written, paths[-1])
+    save_label(paths[-1], processed(probabilities, about, voxel_mm3_of(file)), file)
 
 
 if __name__ == "__main__":

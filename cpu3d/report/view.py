@@ -19,8 +19,9 @@ from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
-from cpu3d.data.nifti import is_placed, read_volume, to_ras
-from cpu3d.data.stores.case import grid_problems
+from cpu3d.data.background import without_residue
+from cpu3d.data.nifti import is_placed, orientation_note, read_volume, to_ras
+from cpu3d.data.stores.case import grid_problems, label_codes, note_lines
 from cpu3d.data.stores.dataset_json import describing
 from cpu3d.data.stores.layouts import (
     FOLDER_LAYOUTS,
@@ -67,8 +68,7 @@ def run(options: Options) -> int:
         if not case.image[..., number].any():
             say(f"note: {channel} of {case.name} is empty: all voxels are 0 or not finite")
     if not is_placed(case.geometry):
-        rule = "does not give the patient's orientation (its sform and qform codes are 0)"
-        say(f"note: {case.name} {rule}: R, L, A, P, S, I and mm are guesses")
+        say(*note_lines({case.name: [orientation_note(case.geometry)]}))
     write_case_page(out, case, "view")
     say(f"written: {out} ({format_bytes(out.stat().st_size)})", stderr=False)
     return 0
@@ -90,7 +90,7 @@ def read_case(image: Sequence[Path], label: Optional[Path], predictions: Sequenc
             first = first or (path, geometry)
             refuse(grid_problems(path, geometry, *first))
             if is_label:
-                maps[path] = to_ras(_label_map(path, array), geometry)
+                maps[path] = to_ras(label_codes(path, array), geometry)
             else:
                 images[path] = to_ras(_modalities(path, array, alone=len(names) == 1), geometry)
         except InputError as error:
@@ -177,21 +177,10 @@ def _modalities(path: Path, array: np.ndarray, *, alone: bool) -> np.ndarray:
     if array.shape[3] > most:
         rule = f"have at most {most} channels" if alone else "be 3D beside other images"
         raise InputError(f"--image {path} must {rule}, got {array.shape[3]} channels; give other images or one alone")
-    return np.nan_to_num(array, posinf=0, neginf=0)
-
-
-def _label_map(path: Path, array: np.ndarray) -> np.ndarray:
-    """A label map as uint8 `(X, Y, Z)`."""
-    array = array[..., 0] if array.ndim == 4 and array.shape[3] == 1 else array
-    if array.ndim != 3:
-        raise InputError(f"label map {path} must be 3D, got shape {array.shape}; give one label map")
-    with np.errstate(invalid="ignore"):
-        codes = array.astype(np.uint8)
-    wrong = array[codes != array]
-    if wrong.size:
-        got = f"{wrong[0]}, one of {wrong.size} voxels with other values"
-        raise InputError(f"label map {path} must hold integers 0..255, got {got}; give a label map")
-    return codes
+    array = np.nan_to_num(array, posinf=0, neginf=0)
+    for number in range(array.shape[3]):
+        array[..., number] = without_residue(array[..., number])
+    return array
 
 
 def _meanings(

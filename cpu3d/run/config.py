@@ -31,6 +31,9 @@ FOLLOWING = (
     *("unet.channels", "unet.outputs", "unet.seed"),
 )
 """Settings that no option gives: they follow from the store, or from other settings."""
+FACTS = ("spacing_mm", "oriented")
+"""Fields that follow from the training cases, which a split's hash fixes. Runs of earlier versions
+lack them."""
 
 
 def save_config(config: RunConfig, run: Path) -> None:
@@ -62,7 +65,7 @@ def config_from_json(content: Mapping[str, Any]) -> RunConfig:
     default is not what the run has, or if one is not valid."""
     config = typed(content, RunConfig, "config")
     nested = {f"{part}.{name}" for part in PARTS for name in content.get(part, {})}
-    missing = sorted(set(settings_by_name(config)) - set(content) - nested)
+    missing = sorted(set(settings_by_name(config)) - set(content) - nested - set(FACTS))
     problems = [f"config must hold every setting, got none for {', '.join(missing)}"] * bool(missing)
     if config.store_channels:  # else the run is of no store yet
         for name, known in (("channels", config.store_channels), ("regions", config.region_codes)):
@@ -79,7 +82,7 @@ def differences(old: RunConfig, new: RunConfig) -> List[str]:
     """Settings that keep a run of `old` from being continued as `new`, each with both values; of another mode nothing
     else, as other settings follow from it. A micro-batch that batch norm has to keep is compared as it is computed."""
     left, right = settings_by_name(old), settings_by_name(new)
-    changeable = set(CHANGEABLE)
+    changeable = {*CHANGEABLE, *FACTS}
     if old.unet.norm == new.unet.norm == "batch" and old.batch == new.batch:
         changeable.remove("micro_batch")
         left["micro_batch"], right["micro_batch"] = old.micro, new.micro

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Union
 
 from cpu3d.errors import InputError
-from cpu3d.run.config import settings_by_name
+from cpu3d.run.config import FACTS, settings_by_name
 from cpu3d.run.log import FINISHED, iter_events, last_event
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_json
@@ -32,7 +32,8 @@ SCALARS = {"step": ("loss", "learning_rate", "step_s", "wait_s", "voxels"), "val
 
 SENT_BY = ("step/loss", "step/learning_rate", "validation/loss")  # an event is sent again only if one of them changed
 FILES = ("config.json", "plan.json", "report.html")  # of the run's folder, as they are when an attempt ends
-DERIVED = ("store_channels", "label_names", "region_codes")  # settings of a run that follow from the store
+# Settings of a run that follow from the store.
+DERIVED = ("store_channels", "label_names", "region_codes", *FACTS)
 PATIENCE_S = 60.0  # how long the end of a training waits for MLflow
 MOST_METRICS = 1000  # the most that MLflow takes in one call
 WAITING = 1000  # the most steps that wait for a slow server, less than 2 MB; the log has the others

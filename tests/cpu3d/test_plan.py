@@ -16,7 +16,7 @@ from cpu3d.distributed.rendezvous import plan_of_chief
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu
 from cpu3d.plan import Plan, check_fits, job_of, make_plan, save_plan
-from cpu3d.run.config import save_config
+from cpu3d.run.config import load_config, save_config
 from cpu3d.settings import RunConfig
 from memory_estimator.estimate import estimate
 from memory_estimator.host import Host
@@ -25,6 +25,7 @@ from memory_estimator.planner import check_patch, gpu_bytes, patch_shapes, usual
 from memory_estimator.training import whole_volume_bytes
 from models.config import UNetConfig
 from models.layer_plan import layer_plan
+from tests.cpu3d.conftest import make_store
 from tests.cpu3d.host.hosts import BFLOAT16
 from tests.cpu3d.runs import SMALL, decided
 
@@ -68,6 +69,28 @@ def test_labels_that_pair_left_and_right_are_named_once(phantom_store, tmp_path)
     for flip, times in ((True, 1), (False, 0)):
         lines = planned(store, tmp_path, flip=flip).describe(HOST)
         assert sum("Kidney_L and Kidney_R" in line for line in lines) == times
+
+
+def test_a_run_knows_the_voxels_of_its_training_cases_and_one_of_an_earlier_version_learns_them(tmp_path):
+    split = {"train": ("a", "b", "c"), "val": ("d",), "test": ("e",)}
+    store = make_store(tmp_path / "store", tmp_path / "source", split=split)
+    sizes = {"a": (1.0, 1.0, 3.0), "b": (0.9, 1.0, 1.0), "c": (0.8, 1.2, 2.0), "d": (9.0, 9.0, 9.0)}
+    cases = [
+        dataclasses.replace(case, spacing_mm=sizes.get(case.case_id, case.spacing_mm)) for case in store.manifest.cases
+    ]
+    store = Store(store.folder, dataclasses.replace(store.manifest, cases=cases))
+    run = tmp_path / "run"
+    run.mkdir()
+    config = decided(store, run)
+    assert (config.spacing_mm, config.oriented) == ((0.9, 1.0, 2.0), True)
+    save_config(config, run)
+    assert load_config(run) == config
+    path = run / "config.json"
+    content = json.loads(path.read_text())
+    del content["spacing_mm"], content["oriented"]
+    path.write_text(json.dumps(content))
+    assert (load_config(run).spacing_mm, load_config(run).oriented) == (None, None)
+    assert decided(store, run).spacing_mm == (0.9, 1.0, 2.0)
 
 
 def test_the_others_take_the_chief_s_plan_on_their_own_store_and_engine(phantom_store, tmp_path):

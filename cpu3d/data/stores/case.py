@@ -1,22 +1,29 @@
 """One case read from its files: checked, on one grid in axes R A S, with its statistics."""
 
+import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
 from cpu3d.data import nifti
+from cpu3d.data.background import border_value, without_residue
 from cpu3d.data.files.arrays import file_sha256, voxels_sha256
 from cpu3d.data.records import CaseRecord, Geometry, SourceFile
 from cpu3d.data.region import Shape3, bounding_box, whole
-from cpu3d.data.stores.layouts import CaseFiles
+from cpu3d.data.stores.layouts import CaseFiles, Problems
 from cpu3d.data.stores.names import places_of
 from cpu3d.data.stores.unsupported import ct_problem, looks_like_ct
 from cpu3d.errors import InputError, refuse
+from cpu3d.util.records import count, listed
 
 AFFINE_TOLERANCE = 1e-3  # largest difference, in mm, between the affines of files that share a grid
+CODE_TOLERANCE = 1e-3  # how far a label's voxel may be from its code: a scaled header rounds it
+NAMED = 3  # cases that a note names
 CENTRES = 32  # most voxels of each label code in a record; patches are shifted around them
+_NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?")  # not the 1 of T1
 FLOAT16_MAX = float(np.finfo(np.float16).max)
 FLOAT16_SMALLEST = np.float16(2**-24)
 
@@ -46,6 +53,7 @@ def load_case(
     """
     paths = files.images if labels is None else files.paths
     volumes, label, geometry, zeroed_voxels = _read(files, paths, channels, labels, zero_nan)
+    background = tuple(map(border_value, volumes))
     volumes, error = [nifti.to_ras(volume, geometry) for volume in volumes], 0.0
     if any(volume.dtype != np.int16 for volume in volumes):
         image, error = float16_image(volumes, [f"channel {name} of {files.case_id}" for name in channels])
@@ -74,6 +82,7 @@ def load_case(
         image_sha256="",
         label_bytes=0,
         label_sha256="",
+        background=background if any(background) else (),
     )
     return LoadedCase(image, label, record)
 
@@ -175,15 +184,23 @@ def centres_of(label: np.ndarray) -> Dict[int, Tuple[Shape3, ...]]:
 def grid_problems(path: Path, grid: Geometry, first: Path, expected: Geometry) -> List[str]:
     """The problem of a `path` whose grid differs from that of `first`; empty if it is the same."""
     apart = float(np.abs(np.subtract(grid.affine, expected.affine)).max())
+    advice = "resample it, correct its header or leave it out"
     if grid.shape != expected.shape:
         difference = f"shape {expected.shape}, got {grid.shape}"
+    elif apart > AFFINE_TOLERANCE and nifti.is_placed(grid) != nifti.is_placed(expected):
+        # That the same voxels are meant is likely, but a side that is guessed wrong is not seen
+        # later.
+        lacking = first.name if nifti.is_placed(grid) else path.name
+        codes = "its sform and qform codes are 0"
+        difference = f"{lacking} does not give the orientation, {codes}, but the other does"
+        advice = "copy the header of one to the other if their voxels are in the same order"
     elif grid.axes != expected.axes:
         difference = f"axes {expected.axes}, got {grid.axes}"
     elif apart > AFFINE_TOLERANCE:
         difference = f"affines differ by {apart:g} mm, more than {AFFINE_TOLERANCE:g}"
     else:
         return []
-    return [f"{path} must have the grid of {first.name}: {difference}; resample it, correct its header or leave it out"]
+    return [f"{path} must have the grid of {first.name}: {difference}; {advice}"]
 
 
 def _channels(
@@ -194,8 +211,8 @@ def _channels(
 ) -> List[np.ndarray]:
     """The channels `names` of a file, whose own are `present` if that is known, in int16 if exact.
 
-    Raises InputError for channels without contrast, for CT, for NaN and infinity, and for another
-    number of channels.
+    A background is exactly 0 if it was that but for what an interpolation left. Raises InputError for
+    channels without contrast, for CT, for NaN and infinity, and for another number of channels.
     """
     array = array if array.ndim == 4 else array[..., None]
     count = len(present or names)
@@ -205,9 +222,13 @@ def _channels(
         raise InputError(f"{path} must hold {count} channel(s), got {array.shape[3]}; {advice}")
     volumes, problems = [], []
     for place, name in zip(places, names):
-        volume, rule = array[..., place], f"channel {name} of {path} must"
+        volume = array[..., place]
+        rule = f"channel {name} of {path} must"
         advice = "fetch it again or leave the case out"
-        bad, inside = volume.size - int(np.count_nonzero(np.isfinite(volume))), volume[volume != 0]
+        bad = volume.size - int(np.count_nonzero(np.isfinite(volume)))
+        if not bad:
+            volume = without_residue(volume)
+        inside = volume[volume != 0]
         if bad:
             advice = "repair it, leave it out, or make them background with --zero-nan"
             problems.append(f"{rule} be finite, got {bad} NaN or infinite voxels; {advice}")
@@ -227,13 +248,87 @@ def _channels(
 
 def _label(path: Path, label: np.ndarray, labels: Mapping[int, str]) -> np.ndarray:
     """The label as uint8. Raises InputError for other codes than `labels`."""
-    if label.ndim == 4 and label.shape[3] == 1:
-        label = label[..., 0]
-    if label.ndim != 3:
-        raise InputError(f"label {path} must be 3D, got shape {label.shape}; give one label map")
-    values, counts = np.unique(label, return_counts=True)
-    unknown = [f"{value:g} ({n} voxels)" for value, n in zip(values, counts) if value not in labels]
+    codes = label_codes(path, label)
+    values, counts = np.unique(codes, return_counts=True)
+    unknown = [f"{code} ({n} voxels)" for code, n in zip(values, counts) if code not in labels]
     if unknown:
         known = ", ".join(f"{code} {name}" for code, name in sorted(labels.items()))
         raise InputError(f"label {path} must hold only the codes {known}, got {', '.join(unknown[:8])}; correct it")
-    return label.astype(np.uint8)
+    return codes
+
+
+def label_codes(path: Path, label: np.ndarray) -> np.ndarray:
+    """A label map as it was read, as uint8 `(X, Y, Z)`; 0.9999999 is 1. Raises InputError for more
+    than three axes, and for other values than integers 0..255."""
+    if label.ndim != 3:
+        raise InputError(f"label {path} must be 3D, got shape {label.shape}; give one label map")
+    if label.dtype == np.uint8:
+        return label
+    with np.errstate(invalid="ignore"):  # NaN is no code
+        codes = np.rint(label).astype(np.uint8)
+        wrong = label[~(np.abs(label - codes.astype(np.float64)) <= CODE_TOLERANCE)]
+    if wrong.size:
+        values, counts = np.unique(wrong, return_counts=True)
+        got = ", ".join(f"{value!s} ({n} voxels)" for value, n in zip(values[:8], counts))
+        raise InputError(f"label {path} must hold integer codes 0..255, got {got}; correct it")
+    return codes
+
+
+# --- What is said of cases that can be used but may not be what they seem ---
+
+
+def case_notes(record: CaseRecord, channels: Sequence[str]) -> List[str]:
+    """What to say of a case: that its file gives no orientation, and channels whose background is
+    not 0."""
+    notes = []
+    if not nifti.is_placed(record.geometry):
+        notes.append(nifti.orientation_note(record.geometry))
+    names: Dict[str, List[str]] = {}  # value -> channels
+    for name, value in zip(channels, record.background):
+        if value:
+            names.setdefault(f"{value:.3g}", []).append(name)
+    for value, of in names.items():
+        rule = f"most of the border of {listed(of)} is about {value}, and only 0 is background"
+        notes.append(f"{rule}: the whole grid counts as brain; make it 0 if nothing is there")
+    return notes
+
+
+def note_lines(notes: Mapping[str, Iterable[str]]) -> List[str]:
+    """The notes of cases, by case id, as lines: one for each text, with the ids of the first cases.
+    More than a few that differ in numbers alone, as in each case's own spacing, are one line too,
+    with those of the first."""
+    alike: Dict[str, Dict[str, List[str]]] = {}  # text without its numbers -> text -> case ids
+    for case_id, texts in notes.items():
+        for text in texts:
+            alike.setdefault(_NUMBER.sub("#", text), {}).setdefault(text, []).append(case_id)
+    lines = []
+    for ids_of in alike.values():
+        if len(ids_of) > NAMED:
+            first = next(iter(ids_of))
+            joined = [case_id for ids in ids_of.values() for case_id in ids]
+            ids_of = {f"{first} (numbers of {joined[0]})": joined}
+        for text, ids in ids_of.items():
+            more = [f"{len(ids) - NAMED} more"] if len(ids) > NAMED else []
+            lines.append(f"note: {listed([*ids[:NAMED], *more])}: {text}")
+    return lines
+
+
+def mixed_orientation(
+    new: Iterable[CaseRecord],
+    in_store: Iterable[CaseRecord] = (),
+) -> Problems:
+    """The problems of cases that give an orientation where the others give none, or the other way
+    round: left and right may be exchanged between them. The others are those of the store, or else
+    the larger group; of two equal ones, those with an orientation."""
+    placed = {record.case_id: nifti.is_placed(record.geometry) for record in new}
+    others = Counter(nifti.is_placed(record.geometry) for record in in_store)
+    if not others:
+        others = Counter(placed.values())
+    wanted = others[True] >= others[False]
+    kind, got = "give", "sform and qform codes of 0"
+    if not wanted:
+        kind, got = "not give", "sform or qform codes above 0"
+    rule = f"must {kind} the patient's orientation, as {count(others[wanted], 'other case')}"
+    advice = "correct its header, or leave it out: left and right may be exchanged between them"
+    odd = [case_id for case_id, has in placed.items() if has != wanted]
+    return {case_id: [f"case {case_id} {rule}, got {got}; {advice}"] for case_id in odd}

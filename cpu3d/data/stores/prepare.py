@@ -2,9 +2,11 @@
 
 Example: ./run.sh prepare --dataset Task01_BrainTumour --store store
 
-Each case is written whole or not at all: its record is written after its arrays, and the manifest of the finished
-store last. The same command continues after an interruption. source.json names the data set and the settings,
-quarantine.jsonl the cases that were left out.
+Each case is written whole or not at all: its record is written after its arrays, and the manifest
+of the finished store last. The same command continues after an interruption. source.json names the
+data set and the settings, quarantine.jsonl the cases that were left out. A store has cases whose
+files give the patient's orientation, or cases whose files do not: those of the smaller group are
+bad cases.
 """
 
 import contextlib
@@ -20,6 +22,7 @@ from cpu3d.data.files.reader import choose_read_mode, file_system
 from cpu3d.data.records import SCHEMA, SPLITS, CaseList, Manifest, case_list, make_manifest
 from cpu3d.data.region import whole
 from cpu3d.data.store import Store, open_store, write_store
+from cpu3d.data.stores.case import case_notes, mixed_orientation, note_lines
 from cpu3d.data.stores.convert import (
     USUAL,
     Job,
@@ -117,7 +120,9 @@ def prepare(
             return _finished_before(store_dir, dataset, settings, workers, fractions, seed)
         jobs = [Job(files) for files in dataset.cases]
         records, problems = convert_all(jobs, dataset, store_dir, settings, workers)
-        problems.update(dataset.problems)
+        mixed = mixed_orientation(records)
+        records = records.without(mixed)
+        problems.update({**dataset.problems, **mixed})
         if not skip_bad:
             refuse_bad_cases(problems, f"{count(records, 'good case')} kept in {store_dir}")
         manifest = _manifest_of(dataset, records, fractions, seed)
@@ -410,9 +415,12 @@ def _read_object(path: Path) -> Dict[str, Any]:
 def summary_lines(store: Store) -> List[str]:
     """A summary of a store's records, as lines."""
     manifest, patients, error, zeroed, size_bytes = store.manifest, set(), 0.0, 0, 0
+    notes = {}
     formats, shapes, cases, voxels = Counter(), Counter(), Counter(), Counter()
     for record in manifest.cases:
         patients.add(record.patient_id)
+        if of_case := case_notes(record, manifest.channels):
+            notes[record.case_id] = of_case
         size_bytes += record.image_bytes + record.label_bytes
         formats[f"{record.image_dtype} .{record.format}{' cropped' * (record.stored.size != record.shape)}"] += 1
         shapes[by(record.shape)] += 1
@@ -438,7 +446,8 @@ def summary_lines(store: Store) -> List[str]:
         share = f"{voxels[code] / max(sum(voxels.values()), 1):.3%}"
         lines[f"label {code}"] = f"{name} -> {regions}: {count(cases[code], 'case')}, {share} of the voxels"
     head = f"Store {store.folder}: {manifest.name}, layout {manifest.layout}"
-    return [head, *(f"  {name:<8} {line}" for name, line in lines.items() if line)]
+    shown = [f"  {name:<8} {line}" for name, line in lines.items() if line]
+    return [head, *shown, *note_lines(notes)]
 
 
 def print_summary(store_dir: Path) -> None:

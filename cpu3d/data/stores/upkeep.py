@@ -20,6 +20,7 @@ from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import SPLITS, CaseList, Manifest, case_list, remake
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores import prepare
+from cpu3d.data.stores.case import case_notes, mixed_orientation, note_lines
 from cpu3d.data.stores.convert import Job, convert_all, other_files, refuse_bad_cases, same_sources
 from cpu3d.data.stores.layouts import CaseFiles, Dataset, read_dataset
 from cpu3d.data.stores.prepare import PATIENTS_HELP, SKIP_BAD_HELP, WORKERS_HELP, split_sizes
@@ -92,7 +93,9 @@ def run_append(options: Append) -> int:
             f"  split    {split_sizes(before)} before, {split_sizes(after)} now; no old case has moved",
             f"  hash     {hashes}: older runs refuse the store",
         ]
-    say(*lines, stderr=False)
+    added = case_list(after.cases).chosen(done.new)
+    notes = {record.case_id: case_notes(record, after.channels) for record in added}
+    say(*lines, *note_lines(notes), stderr=False)
     return 0
 
 
@@ -174,6 +177,9 @@ def append(
         jobs = [Job(files) for files in new]
         records, bad = convert_all(jobs, dataset, store_dir, settings, workers)
         bad.update(item for item in dataset.problems.items() if item[0] not in in_store)
+        mixed = mixed_orientation(records, store.manifest.cases)
+        records = records.without(mixed)
+        bad.update(mixed)
         if not skip_bad:
             refuse_bad_cases(bad, "nothing was appended")
         added = tuple(case.case_id for case in records.known)

@@ -36,7 +36,7 @@ THIRD = np.arange(4) == 2
         (lambda _, image: image * ~THIRD, r"channel t1gd of .*2\.nii\.gz must not be empty, got zeros only"),
         (lambda _, image: np.where(THIRD & (image != 0), 7, image), "must vary over its non-zero .*, got 7 everywhere"),
         (lambda _, image: image[..., 0].astype(RGB), r"002\.nii\.gz must hold real numbers"),
-        (lambda _, image: image[..., None], r"must have 3 axes, or 4 .*, got shape \(6, 5, 4, 4, 1"),
+        (lambda _, image: np.stack([image] * 2, -1), r"must have 3 axes, or 4 .*, got shape \(6, 5, 4, 4, 2"),
         (lambda _, image: image[..., :3], r"must hold 4 channel\(s\), got 3"),
     ],
 )

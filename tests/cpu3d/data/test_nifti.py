@@ -125,3 +125,148 @@ def test_sform_and_qform_that_differ_are_both_written_back_to_the_bit_also_by_wa
     assert after[76:92] == before[76:92]  # pixdim
     assert after[252:328] == before[252:328]  # both codes, the quaternion, its offset, srow
     assert read_volume(tmp_path / "label.nii")[1] == geometry
+
+
+# --- Units, sheared grids, files without orientation, headers off by rounding ---
+
+
+def header_fields(path):
+    """(spatial code of xyzt_units, pixdim, quaternion and its offset, srow) of a NIfTI-1 file, as bytes."""
+    content = path.read_bytes()
+    return content[123] & 7, content[76:92], content[256:328]
+
+
+@pytest.mark.parametrize("kind", [nibabel.Nifti1Image, nibabel.Nifti2Image])
+@pytest.mark.parametrize("codes", [(1, 1), (0, 1), (0, 0)])
+@pytest.mark.parametrize(("unit", "per_mm"), [(0, 1.0), (1, 0.001), (2, 1.0), (3, 1000.0), (6, 1.0)])
+def test_a_grid_is_in_mm_whatever_the_unit_of_its_header_which_is_written_back(tmp_path, kind, codes, unit, per_mm):
+    affine = np.array(geometry_of("LPS", spacing=(0.9, 1.1, 2.5)).affine)
+    affine[:3] *= per_mm
+    image = kind(np.zeros((4, 4, 4), np.int16), affine)
+    image.set_sform(affine, codes[0])
+    image.set_qform(affine, codes[1])
+    image.header["xyzt_units"] = unit + 8  # and a unit of time
+    nibabel.save(image, tmp_path / "a.nii")
+    _, geometry = read_volume(tmp_path / "a.nii")
+    assert ras_spacing_mm(geometry) == pytest.approx((0.9, 1.1, 2.5), rel=1e-6)
+    if any(codes):
+        assert np.array(geometry.affine)[:3, 3] == pytest.approx((-10, 20, 5), rel=1e-5)
+    record = make_record(geometry=geometry)
+    geometry = case_from_json(json.dumps(to_json(record)).encode()).geometry
+    write_label(tmp_path / "label.nii", np.zeros((4, 4, 4), np.uint8), geometry)
+    written = nibabel.load(tmp_path / "label.nii")
+    assert int(written.header["xyzt_units"]) == (unit if unit < 4 else 0)
+    assert written.affine == pytest.approx(image.affine if any(codes) else image.header.get_base_affine(), rel=1e-6)
+    if kind is nibabel.Nifti1Image and unit < 4:
+        assert header_fields(tmp_path / "label.nii") == header_fields(tmp_path / "a.nii")
+        assert read_volume(tmp_path / "label.nii")[1] == geometry
+
+
+def test_a_record_without_a_unit_is_of_mm():
+    content = to_json(make_record())
+    del content["geometry"]["unit"]
+    assert case_from_json(json.dumps(content).encode()) == make_record()
+
+
+@pytest.mark.parametrize(("unit", "size"), [(3, 1.0), (1, 1.0), (2, 1000.0), (0, 0.001)])
+def test_voxels_of_no_scan_are_refused_as_their_unit_must_be_another(tmp_path, unit, size):
+    image = nibabel.Nifti1Image(np.zeros((2, 3, 4), np.int16), np.diag([size, size, size, 1]))
+    image.header["xyzt_units"] = unit
+    nibabel.save(image, tmp_path / "a.nii")
+    mm = size * {0: 1, 1: 1000, 2: 1, 3: 0.001}[unit]
+    with pytest.raises(InputError, match=rf"must have voxels of 0.01 to 100 mm, got {mm:g} x .*xyzt_units"):
+        read_volume(tmp_path / "a.nii")
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((2, 3, 4, 1, 3), (2, 3, 4, 3)),  # ITK's channels
+        ((2, 3, 4, 3, 1), (2, 3, 4, 3)),
+        ((2, 3, 4, 1, 1, 3), (2, 3, 4, 3)),
+        ((2, 3, 4, 1), (2, 3, 4)),
+        ((2, 3, 4, 1, 1), (2, 3, 4)),
+        ((2, 3, 1, 1, 2), (2, 3, 1, 2)),
+        ((1, 3, 1), (1, 3, 1)),
+    ],
+)
+def test_axes_of_length_one_behind_the_third_are_left_out(tmp_path, shape, expected):
+    array = np.arange(np.prod(shape), dtype=np.int16).reshape(shape)
+    path = write_nifti(tmp_path / "a.nii.gz", array)
+    assert np.array_equal(read_volume(path)[0], array.reshape(expected))
+    assert nifti.channel_count(path) == (expected[3] if len(expected) == 4 else 1)
+
+
+@pytest.mark.parametrize("kind", [nibabel.Nifti1Image, nibabel.Nifti2Image])
+@pytest.mark.parametrize("sform", [0, 1])
+@pytest.mark.parametrize("above", [4e-7, 9e-6])
+def test_a_quaternion_that_is_too_long_by_rounding_is_read_and_what_is_written_can_be_read(
+    tmp_path, kind, sform, above
+):
+    image = kind(np.zeros((2, 3, 4), np.int16), np.eye(4))
+    image.set_sform(np.eye(4), sform)
+    image.set_qform(np.eye(4), 1)
+    nibabel.save(image, tmp_path / "a.nii")
+    content = bytearray((tmp_path / "a.nii").read_bytes())
+    header = np.frombuffer(content, kind.header_class.template_dtype, 1)[0].copy()
+    half = np.sqrt((1 + above) / 2)
+    header["quatern_b"], header["quatern_c"], header["quatern_d"] = 0, half, half
+    content[: header.nbytes] = header.tobytes()
+    (tmp_path / "a.nii").write_bytes(content)
+    _, geometry = read_volume(tmp_path / "a.nii")
+    assert geometry.axes == ("RAS" if sform else "LSA")
+    write_label(tmp_path / "label.nii", np.zeros(nifti.ras_shape(geometry), np.uint8), geometry)
+    assert nibabel.load(tmp_path / "label.nii").get_qform() == pytest.approx(
+        np.array([[-1, 0, 0, 0], [0, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 1]]), abs=1e-4
+    )
+
+
+def sheared(degrees, about=(0.0, 0.0, 0.0)):
+    """An affine of 1 x 1 x 2 mm whose third axis leans, all turned by angles about X, Y and Z."""
+    affine = np.eye(4)
+    affine[:3, 2] = 0, 2 * np.sin(np.radians(degrees)), 2 * np.cos(np.radians(degrees))
+    for axis, angle in enumerate(np.radians(about)):
+        turn, (i, j) = np.eye(4), [other for other in range(3) if other != axis]
+        turn[i, i] = turn[j, j] = np.cos(angle)
+        turn[i, j], turn[j, i] = -np.sin(angle), np.sin(angle)
+        affine = turn @ affine
+    return affine
+
+
+@pytest.mark.parametrize("about", [(0.0, 0.0, 0.0), (7.0, -12.0, 4.0)])
+@pytest.mark.parametrize("flips", [(1, 1, 1), (-1, -1, 1)])
+@pytest.mark.parametrize("degrees", [-30, 0, 20])
+def test_steps_of_a_sheared_grid_give_its_distances_and_volumes(tmp_path, degrees, about, flips):
+    affine = sheared(degrees, about) @ np.diag([*flips, 1])
+    path = write_nifti(tmp_path / "a.nii", np.zeros((2, 3, 4), np.int16))
+    image = nibabel.load(path)
+    image.set_qform(None, 0)
+    image.set_sform(affine, 1)
+    nibabel.save(image, tmp_path / "b.nii")
+    _, geometry = read_volume(tmp_path / "b.nii")
+    steps = nifti.ras_steps_mm(geometry)
+    apart = np.random.default_rng(0).integers(-9, 9, (50, 3))
+    expected = np.linalg.norm(apart @ (affine[:3, :3] * flips).T, axis=1)
+    assert np.linalg.norm(apart @ steps.T, axis=1) == pytest.approx(expected, rel=1e-5)
+    assert np.prod(np.diagonal(steps)) == pytest.approx(2 * np.cos(np.radians(degrees)), rel=1e-5)
+    assert ras_spacing_mm(geometry) == pytest.approx((1, 1, 2), rel=1e-5)
+    if not degrees:  # turned alone: as the spacing, to the bit
+        assert np.array_equal(steps, np.diag(ras_spacing_mm(geometry)))
+
+
+def test_a_grid_sheared_by_more_than_any_gantry_is_refused(tmp_path):
+    for name, degrees in (("good", 44), ("bad", 46)):
+        image = nibabel.Nifti1Image(np.zeros((2, 3, 4), np.int16), sheared(degrees))
+        nibabel.save(image, tmp_path / f"{name}.nii")
+    read_volume(tmp_path / "good.nii")
+    with pytest.raises(InputError, match=r"sheared by at most 45 degrees, got 46\.0"):
+        read_volume(tmp_path / "bad.nii")
+
+
+def test_without_orientation_the_first_axis_runs_to_the_left_and_that_is_said(tmp_path):
+    array = np.zeros((2, 3, 4), np.int16)
+    placed = read_volume(write_nifti(tmp_path / "a.nii", array))[1]
+    guessed = read_volume(write_nifti(tmp_path / "b.nii", array, codes=(0, 0)))[1]
+    assert (placed.axes, guessed.axes) == ("RAS", "LAS")
+    assert nifti.orientation_note(placed) == ""
+    assert "sform and qform codes are 0" in nifti.orientation_note(guessed)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cpu3d.data.nifti import read_volume
-from cpu3d.data.records import remake
+from cpu3d.data.records import Geometry, remake
 from cpu3d.data.store import open_store, write_store
 from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError
@@ -17,8 +17,9 @@ from cpu3d.inference.evaluate import evaluate_split, read_scores, scores_path, s
 from cpu3d.inference.postprocessing import PostProcessing
 from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import METRICS
+from cpu3d.run.config import load_config, save_config
 from cpu3d.util import atomic
-from tests.cpu3d.conftest import LABELS
+from tests.cpu3d.conftest import LABELS, make_store
 from tests.cpu3d.runs import run_command
 
 
@@ -64,6 +65,24 @@ def test_a_shifted_answer_scores_what_was_worked_out_by_hand(tiny_store, tiny_ru
         assert case["regions"]["TC"]["dice"] == pytest.approx(18 / 27)
         assert case["regions"]["TC"]["truth_ml"] == pytest.approx(27 * 2e-3)
     assert scores["summary"]["TC"]["dice"]["mean"] == pytest.approx(18 / 27)
+
+
+@pytest.mark.parametrize(("spacing_mm", "said"), [((1.0, 1.0, 2.0), False), ((1.0, 1.0, 1.0), True), (None, False)])
+def test_cases_with_other_voxels_than_the_trainings_are_named(tiny_run, trained, capsys, spacing_mm, said):
+    save_config(dataclasses.replace(load_config(tiny_run), spacing_mm=spacing_mm), tiny_run)
+    assert run_command(evaluate, "--run", tiny_run) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note")]
+    assert len(lines) == said
+    assert all("e and f: voxels of 1 x 1 x 2 mm, but the run was trained on 1 x 1 x 1 mm" in line for line in lines)
+
+
+def test_scores_on_a_sheared_grid_are_in_true_mm(tmp_path, tiny_run, fake_predictor):
+    lean = ((1.0, 0, 0, 0), (0, 1.0, 1.2, 0), (0, 0, 1.6, 0), (0, 0, 0, 1))  # 2 mm, 37 degrees
+    store = make_store(
+        tmp_path / "sheared", tmp_path / "sheared source", geometry=Geometry((12, 10, 8), lean, "RAS", 1, 0)
+    )
+    scores = evaluate_split(fake_predictor, store, "test", tiny_run)
+    assert scores["cases"][0]["regions"]["TC"]["truth_ml"] == pytest.approx(27 * 1.6e-3)
 
 
 def test_the_summary_is_worked_out_by_hand():

@@ -12,9 +12,10 @@ import pytest
 from scipy.ndimage import uniform_filter
 
 from cpu3d.__main__ import main
+from cpu3d.data.background import without_residue
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import label_from_regions
-from cpu3d.data.nifti import read_volume, write_volume
+from cpu3d.data.nifti import ras_spacing_mm, read_volume, to_ras, write_volume
 from cpu3d.data.region import bounding_box, centred, crop, paste, whole
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import CaseFiles
@@ -186,6 +187,56 @@ def test_the_last_weights_are_exported_without_rules_of_the_best(call, tiny, tmp
     assert (about["postprocessing"]["cut"], about["postprocessing"]["remove"]) == ([], [])
     assert "best weights" in about["postprocessing"]["words"]
     assert about["verification"]["postprocessed_voxels"] == 0
+
+
+@pytest.mark.parametrize("codes", [(1, 1), (0, 0)])
+def test_the_program_reads_units_orientation_and_background_as_predict_does(
+    store, tmp_path, capsys, monkeypatch, codes
+):
+    voxels = read_volume(store.folder.parent / "source/f.nii.gz")[0]
+    residue = np.random.default_rng(0).normal(0, 1e-7, voxels.shape)
+    image = nibabel.Nifti1Image(
+        np.where(voxels == 0, residue, voxels).astype(np.float32), np.diag([1000, 1000, 2000, 1])
+    )
+    image.set_sform(image.affine, codes[0])
+    image.set_qform(image.affine, codes[1])
+    image.header.set_xyzt_units("micron")
+    path, out = tmp_path / "f.nii.gz", tmp_path / "label.nii.gz"
+    nibabel.save(image, path)
+    case = load_case(CaseFiles("f", "f", (path,), None), channels=("FLAIR", "T1gd"))
+    seen = []
+    monkeypatch.setattr(segment, "load_network", lambda folder, about: None)
+    monkeypatch.setattr(
+        segment, "probabilities_of", lambda network, about, image: seen.append(image) or image[..., :1] / 20
+    )
+    about = {"paint": [[{"output": 0, "code": 1}]], "threshold": 0.5, "trained_spacing_mm": [1, 1, 1]}
+    about["postprocessing"] = {"cut": [], "remove": []}
+    (tmp_path / "export.json").write_text(json.dumps(about))
+    segment.main(tmp_path, str(path), str(out))
+    np.testing.assert_array_equal(seen[0] != 0, case.image != 0)
+    printed = capsys.readouterr().err
+    assert "voxels of 1 x 1 x 2 mm, but the network was trained on 1 x 1 x 1 mm" in printed
+    assert ("sform and qform codes are 0" in printed) == (codes == (0, 0))
+    label, place = read_volume(out)
+    expected = np.asarray(seen[0][..., 0] >= 10, np.uint8)
+    np.testing.assert_array_equal(to_ras(label, place), expected)
+    assert place.axes == ("LAS" if codes == (0, 0) else "RAS")
+    assert (place.unit, ras_spacing_mm(place)) == ("micron", pytest.approx((1, 1, 2)))
+
+
+@pytest.mark.parametrize("kind", ["residue", "air", "scores", "whole"])
+def test_the_program_takes_the_same_background_as_predict(kind):
+    rng = np.random.default_rng(0)
+    volume = np.zeros((24, 20, 16), np.float32)
+    volume[5:19, 4:16, 3:13] = rng.uniform(100, 900, (14, 12, 10))
+    noise = rng.normal(0, 1, volume.shape)
+    volume = {
+        "residue": np.where(volume == 0, 1e-5 * noise, volume),
+        "air": np.hypot(volume, 5 * noise),
+        "scores": np.where(volume == 0, 0, noise),
+        "whole": np.rint(volume),
+    }[kind].astype(np.float32)
+    np.testing.assert_array_equal(segment.without_residue(volume), without_residue(volume))
 
 
 REGIONS = {"all": (1, 2, 3, 4), "left": (1,), "right": (3,), "inner": (2,)}

@@ -85,6 +85,14 @@ def test_a_bound_is_a_volume_and_parts_touch_at_corners():
         assert rule.paint(answers_of(label), REGIONS, spacing_mm)[40, 20, 20] == kept
 
 
+def test_the_volume_of_a_part_on_a_sheared_grid_is_that_of_its_slanted_voxels():
+    label = label_of((1, (2, 2, 2), (10, 10, 10)), (1, (20, 2, 2), (11, 10, 1)))
+    upright, leaning = np.eye(3), np.array([[1, 0, 0], [0, 1, 0.5], [0, 0, 0.87]])
+    rule = PostProcessing({"WT": (Rule(mm3=100),)})
+    assert (rule.paint(answers_of(label), REGIONS, upright) > 0).sum() == 1110
+    assert (rule.paint(answers_of(label), REGIONS, leaning) > 0).sum() == 1000  # 110 voxels are 96 mm3
+
+
 def test_nested_answers_are_cut_to_the_larger_regions():
     answers = np.zeros((4, 1, 1, 3), np.float32)  # WT, TC, ET
     answers[:, 0, 0] = (0.9, 0.9, 0.9), (0.9, 0.1, 0.9), (0.1, 0.9, 0.9), (0.9, 0.9, 0.1)

@@ -1,5 +1,6 @@
 """Predicting new images: where the answer lies, what lies beside it, and what is never overwritten."""
 
+import dataclasses
 import json
 import shutil
 
@@ -12,6 +13,7 @@ from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.inference import predict
 from cpu3d.inference.cases import Case, codes_for, find_cases
 from cpu3d.inference.predict import Options
+from cpu3d.run.config import load_config, save_config
 from tests.cpu3d.conftest import CHANNELS, LABELS, LPS_2MM, REGIONS, FakePredictor, write_case
 from tests.cpu3d.runs import run_command, shown_cases
 
@@ -286,3 +288,133 @@ def test_a_bad_case_costs_the_others_nothing_and_is_named_at_the_end(predictor, 
         call("--image", *images, "--out", tmp_path / "out")
     assert len(caught.value.problems) == 3
     assert [path.name for path in (tmp_path / "out").glob("*.gz")] == ["b.nii.gz"]
+
+
+# --- What an image's header says, and how it differs from the training's ---
+
+
+def with_header(image, path, *, affine=None, codes=(1, 1), unit=2):
+    """The voxels of an image under another header, written by nibabel."""
+    source = nibabel.load(image)
+    affine = source.affine if affine is None else affine
+    written = nibabel.Nifti1Image(np.asarray(source.dataobj), affine)
+    written.set_sform(affine, codes[0])
+    written.set_qform(affine if codes[1] else None, codes[1])
+    written.header["xyzt_units"] = unit
+    path.parent.mkdir(exist_ok=True)
+    nibabel.save(written, path)
+    return path
+
+
+def trained_on(run, **facts):
+    """Let a run have been trained on such images."""
+    save_config(dataclasses.replace(load_config(run), **facts), run)
+
+
+@pytest.mark.parametrize(("unit", "per_mm"), [(0, 1), (1, 1e-3), (2, 1), (3, 1e3)])
+def test_volumes_are_in_ml_whatever_the_headers_unit_which_the_answer_has_too(call, files, tmp_path, unit, per_mm):
+    image = nibabel.load(files.images[0])
+    affine = np.diag([per_mm, per_mm, per_mm, 1]) @ image.affine
+    path = with_header(files.images[0], tmp_path / "u/a.nii.gz", affine=affine, unit=unit)
+    assert call("--image", path, "--out", tmp_path / "out") == 0
+    content = json.loads((tmp_path / "out/a.json").read_text())
+    assert content["volumes_ml"]["TC"] == pytest.approx(27 * 2e-3)
+    assert content["spacing_mm"] == pytest.approx([1, 1, 2])
+    answer = nibabel.load(tmp_path / "out/a.nii.gz")
+    assert int(answer.header["xyzt_units"]) == unit
+    assert answer.affine == pytest.approx(affine)
+    np.testing.assert_array_equal(np.asarray(answer.dataobj), read_volume(files.label)[0])
+
+
+def test_volumes_of_a_sheared_grid_are_those_of_its_slanted_voxels(call, files, tmp_path):
+    affine = np.array([[1, 0, 0, 0], [0, 1, 2 * 0.6, 0], [0, 0, 2 * 0.8, 0], [0, 0, 0, 1.0]])
+    path = with_header(files.images[0], tmp_path / "s/a.nii.gz", affine=affine, codes=(1, 0))
+    assert call("--image", path, "--out", tmp_path / "out") == 0
+    content = json.loads((tmp_path / "out/a.json").read_text())
+    assert content["volumes_ml"]["TC"] == pytest.approx(27 * 2e-3 * 0.8)
+    assert nibabel.load(tmp_path / "out/a.nii.gz").affine == pytest.approx(affine)
+
+
+@pytest.mark.parametrize("shape", [(12, 10, 8, 1, 2), (12, 10, 8, 2, 1)])
+def test_channels_on_the_fifth_axis_are_channels(call, files, tmp_path, shape):
+    image = nibabel.load(files.images[0])
+    array = np.asarray(image.dataobj).reshape(shape)
+    nibabel.save(nibabel.Nifti1Image(array, image.affine, image.header), files.images[0])
+    assert call("--image", files.images[0], "--out", tmp_path / "out") == 0
+    np.testing.assert_array_equal(read_volume(tmp_path / "out/a.nii.gz")[0], read_volume(files.label)[0])
+
+
+@pytest.mark.parametrize(
+    ("trained", "note"),
+    [
+        ((1.0, 1.0, 2.0), ""),
+        ((1.09, 0.92, 2.19), ""),
+        ((1.0, 1.0, 1.0), "voxels of 1 x 1 x 2 mm, but the run was trained on 1 x 1 x 1 mm"),
+        ((1.0, 1.12, 2.0), "voxels of 1 x 1 x 2 mm, but the run was trained on 1 x 1.12 x 2 mm"),
+        ((0.5, 1.0, 2.0), "voxels of 1 x 1 x 2 mm, but the run was trained on 0.5 x 1 x 2 mm"),
+        (None, ""),
+    ],
+)
+def test_voxels_of_another_size_than_the_trainings_are_named_with_both(
+    call, files, tiny_run, tmp_path, capsys, trained, note
+):
+    trained_on(tiny_run, spacing_mm=trained)
+    assert call("--image", files.images[0], "--out", tmp_path / "out") == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note")]
+    notes = json.loads((tmp_path / "out/a.json").read_text())["notes"]
+    assert len(lines) == len(notes) == bool(note)
+    assert all(note in text for text in (*lines, *notes))
+
+
+@pytest.mark.parametrize(
+    ("codes", "oriented", "count"),
+    [
+        ((1, 1), True, 0),
+        ((1, 1), None, 0),
+        ((1, 1), False, 1),
+        ((0, 0), True, 1),
+        ((0, 0), None, 1),
+        ((0, 0), False, 1),
+    ],
+)
+def test_an_image_without_orientation_is_named_and_one_other_than_the_trainings(
+    call, files, tiny_run, tmp_path, capsys, codes, oriented, count
+):
+    trained_on(tiny_run, oriented=oriented)
+    path = with_header(files.images[0], tmp_path / "o/a.nii.gz", codes=codes)
+    assert call("--image", path, "--out", tmp_path / "out") == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: a: ")]
+    notes = json.loads((tmp_path / "out/a.json").read_text())["notes"]
+    assert len(lines) == len(notes) == count
+    assert any("sform and qform codes are 0" in note for note in notes) == (codes == (0, 0))
+    assert all("left and right may be exchanged" in note for note in notes)
+    before, after = path, tmp_path / "out/a.nii.gz"
+    fields = ("sform_code", "qform_code", "pixdim")
+    headers = [nibabel.load(file).header for file in (before, after)]
+    assert all(np.array_equal(headers[0][name][:4], headers[1][name][:4]) for name in fields[2:])
+    assert all(headers[0][name] == headers[1][name] for name in fields[:2])
+
+
+def test_another_background_is_named_and_residue_is_background(call, files, tmp_path, capsys):
+    image = nibabel.load(files.images[0])
+    voxels = np.asarray(image.dataobj).astype(np.float32)
+    rng = np.random.default_rng(0)
+    residue = np.where(voxels == 0, rng.normal(0, 1e-7, voxels.shape), voxels)
+    for name, array in (("residue", residue), ("other", np.where(voxels == 0, -1, voxels))):
+        path = tmp_path / f"b/{name}.nii.gz"
+        path.parent.mkdir(exist_ok=True)
+        nibabel.save(nibabel.Nifti1Image(array.astype(np.float32), image.affine), path)
+        assert call("--image", path, "--out", tmp_path / "out") == 0
+    err = capsys.readouterr().err
+    assert f"{CHANNELS[0]} and {CHANNELS[1]} is about -1" in err
+    assert "note: residue" not in err
+    np.testing.assert_array_equal(read_volume(tmp_path / "out/residue.nii.gz")[0], read_volume(files.label)[0])
+
+
+def test_several_runs_are_compared_each(call, files, fold_runs, tmp_path, capsys):
+    runs = fold_runs("1/2", "2/2")
+    trained_on(runs[1], spacing_mm=(1.0, 1.0, 5.0))
+    assert call("--image", files.images[0], "--out", tmp_path / "out", runs=runs) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note")]
+    assert len(lines) == 1
+    assert "trained on 1 x 1 x 5 mm" in lines[0]

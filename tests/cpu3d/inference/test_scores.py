@@ -71,17 +71,17 @@ def test_scores_are_those_of_brute_force(truth, prediction, spacing_mm, toleranc
 
 def _brute_force(from_mask, to_mask, spacing_mm):
     """Distances from every surface voxel of one mask to the other's, by the definition and nothing else."""
+    targets = [v * np.array(spacing_mm) for v in _surface(to_mask)]
+    return [min(np.linalg.norm(v * np.array(spacing_mm) - b) for b in targets) for v in _surface(from_mask)]
 
-    steps = [sign * np.eye(3, dtype=int)[axis] for axis in range(3) for sign in (-1, 1)]
 
-    def surface(mask):
-        padded = np.pad(mask, 1)
-        for v in np.argwhere(mask):
-            if not all(padded[tuple(v + 1 + step)] for step in steps):
-                yield v * np.array(spacing_mm)
-
-    targets = list(surface(to_mask))
-    return [min(np.linalg.norm(a - b) for b in targets) for a in surface(from_mask)]
+def _surface(mask):
+    """The voxels of a mask with a face neighbour outside of it."""
+    neighbours = [sign * np.eye(3, dtype=int)[axis] for axis in range(3) for sign in (-1, 1)]
+    padded = np.pad(mask, 1)
+    for v in np.argwhere(mask):
+        if not all(padded[tuple(v + 1 + step)] for step in neighbours):
+            yield v
 
 
 def boxes(*corners, shape=(30, 12, 12)):
@@ -134,3 +134,44 @@ def test_lesions_are_those_of_the_rule(truth, prediction, spacing_mm, true, dete
     assert counts == [true, detected, false_positives]
     assert scores["lesion_sensitivity"] == pytest.approx(detected / true if true else 1)
     assert scores["lesion_dice"] == pytest.approx(dice)
+
+
+def steps(lean_deg):
+    """The steps of a grid of 1 x 1 x 2 mm whose third axis leans towards the second, as columns."""
+    lean = np.radians(lean_deg)
+    return np.array([[1, 0, 0], [0, 1, 2 * np.sin(lean)], [0, 0, 2 * np.cos(lean)]])
+
+
+@settings(max_examples=40)
+@given(MASKS, MASKS, st.sampled_from([-30.0, 0.0, 20.0]))
+def test_on_a_sheared_grid_distances_are_those_of_the_voxels_places(truth, prediction, lean_deg):
+    if not truth.any() or not prediction.any():
+        return
+    scores = score_region(truth, prediction, steps(lean_deg), tolerance_mm=1.9)
+
+    def distances(from_mask, to_mask):
+        """By the voxels' places; the surface is that of the grid with a spacing of 1."""
+        places = [np.array(list(_surface(mask))) @ steps(lean_deg).T for mask in (from_mask, to_mask)]
+        return [np.linalg.norm(places[1] - place, axis=1).min() for place in places[0]]
+
+    forth, back = distances(truth, prediction), distances(prediction, truth)
+    assert scores["hd95_mm"] == pytest.approx(max(np.percentile(forth, 95), np.percentile(back, 95)))
+    near = [d <= 1.9 + 1e-9 for d in forth + back]
+    assert scores["surface_dice"] == pytest.approx(sum(near) / len(near))
+
+
+def test_volumes_and_the_diagonal_of_a_sheared_grid_worked_out_by_hand():
+    scores = score_region(voxels((5, 5, 5), (5, 5, 6)), voxels(), steps(30))
+    assert scores["truth_ml"] == pytest.approx(2 * 2 * math.cos(math.radians(30)) / 1000)
+    # 20 voxels along each axis: (20, 20 + 20, 40 cos 30) is the longest way through.
+    assert scores["hd95_mm"] == pytest.approx(math.sqrt(20**2 + 40**2 + 1200))
+    assert score_region(voxels((1, 1, 1)), voxels(), np.diag([3, 4, 0.5])) == score_region(
+        voxels((1, 1, 1)), voxels(), (3, 4, 0.5)
+    )
+
+
+def test_a_lesion_of_a_sheared_grid_is_small_by_its_true_volume():
+    truth = boxes(((5, 10), (5, 10), (5, 6)))  # 25 voxels: 50 mm3 if the third axis is upright, 43 if it leans
+    for lean_deg, mm3 in ((0, 2.001), (30, 2.001)):
+        grid = steps(lean_deg) * [[1], [1], [mm3 / 2]]
+        assert score_region(truth, truth, grid)["true_lesions"] == (lean_deg == 0)

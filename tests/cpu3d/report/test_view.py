@@ -7,6 +7,7 @@ import shutil
 import zlib
 from pathlib import Path
 
+import nibabel
 import numpy as np
 import pytest
 
@@ -180,6 +181,22 @@ def test_an_empty_image_and_one_of_unknown_orientation_are_named(tmp_path, capsy
         assert len(lines) == len(notes)
         assert all(note in line for note, line in zip(notes, lines))
         assert shown_cases(tmp_path / "page.html")[0]["placed"] is bool(code)
+
+
+def test_lengths_are_in_mm_labels_may_be_off_by_rounding_and_residue_is_no_brain(tmp_path):
+    image = np.zeros(SHAPE, np.float32)
+    image[3:6, 3:8, 2:5] = np.random.default_rng(0).uniform(100, 900, (3, 5, 3))
+    label = np.where(image > 500, 0.9999999, 0).astype(np.float32)
+    dirty = np.where(image == 0, np.random.default_rng(1).normal(0, 1e-6, SHAPE), image)
+    for name, array in (("image", dirty), ("label", label[..., None, None])):
+        written = nibabel.Nifti1Image(array.astype(np.float32), np.diag([1000, 1000, 3000, 1]))
+        written.header.set_xyzt_units("micron")
+        nibabel.save(written, tmp_path / f"{name}.nii.gz")
+    words = ("--image", tmp_path / "image.nii.gz", "--label", tmp_path / "label.nii.gz")
+    assert view(*words, "--out", tmp_path / "page.html") == 0
+    (shown,) = shown_cases(tmp_path / "page.html")
+    assert (shown["shape"], shown["spacing"]) == ([3, 5, 3], [1, 1, 3])
+    assert np.array(shown["to_mm"])[:, :3].tolist() == np.diag([1, 1, 3]).tolist()
 
 
 # --- In a browser ---

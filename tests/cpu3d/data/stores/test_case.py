@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from cpu3d.data.region import Region
-from cpu3d.data.stores.case import CENTRES, centres_of, load_case
+from cpu3d.data.stores.case import CENTRES, case_notes, centres_of, load_case, note_lines
 from cpu3d.data.stores.layouts import CaseFiles
 from cpu3d.errors import InputError
 from tests.cpu3d.data.datasets import tiny_image, write_nifti
@@ -13,17 +13,17 @@ LPS = np.diag([-1.0, -1.0, 1.0, 1.0])
 
 @pytest.fixture
 def files(tmp_path):
-    """files(*images, label=None, affines=..., label_affine=...): a case of the given arrays."""
+    """files(*images, label=None, affines=..., label_affine=..., label_codes=...): a case of the given arrays."""
 
-    def make(*images, label=None, affines=None, label_affine=None):
+    def make(*images, label=None, affines=None, label_affine=None, codes=(1, 1), label_codes=(1, 1)):
         affines = affines or [np.eye(4)] * len(images)
         paths = tuple(
-            write_nifti(tmp_path / "c" / f"c_{number}.nii.gz", image, affine)
+            write_nifti(tmp_path / "c" / f"c_{number}.nii.gz", image, affine, codes)
             for number, (image, affine) in enumerate(zip(images, affines))
         )
         label_path = None
         if label is not None:
-            label_path = write_nifti(tmp_path / "c" / "c_seg.nii.gz", label, label_affine)
+            label_path = write_nifti(tmp_path / "c" / "c_seg.nii.gz", label, label_affine, label_codes)
         return CaseFiles("c", "p", paths, label_path)
 
     return make
@@ -97,3 +97,61 @@ def test_centres_are_the_middles_of_even_steps_through_a_codes_voxels():
     assert (centres[1][-1], len(centres[1])) == ((1, 3, 7), CENTRES)
     assert centres[7] == tuple((3, 3, z) for z in range(8))
     assert all(type(n) is int for place in centres[1] for n in place)
+
+
+@pytest.mark.parametrize("shape", [(6, 5, 4), (6, 5, 4, 1), (6, 5, 4, 1, 1)])
+def test_a_label_is_its_nearest_codes_if_rounding_explains_the_difference(files, shape):
+    codes = np.where(tiny_image() > 500, 3, 1)
+    label = (codes + np.resize([1e-7, -1e-7, 9e-4, -9e-4], codes.shape)).astype(np.float32).reshape(shape)
+    case = load_case(files(tiny_image(), label=label), channels=("a",), labels=LABELS)
+    assert np.array_equal(case.label, codes)
+
+
+@pytest.mark.parametrize("value", [0.998, 1.0011, 0.5, 1.0019999, np.nan, -1, 256])
+def test_other_label_values_are_refused_with_the_digits_that_differ(files, value):
+    label = np.zeros((6, 5, 4), np.float32)
+    label[1, 1, 1:3] = value
+    with pytest.raises(InputError) as caught:
+        load_case(files(tiny_image(), label=label), channels=("a",), labels=LABELS)
+    (problem,) = caught.value.problems
+    assert f"got {np.float32(value)!s} (2 voxels)" in problem
+
+
+def test_what_splines_leave_around_a_head_is_background_in_each_channel(files):
+    rng = np.random.default_rng(0)
+    clean = [np.where(tiny_image(seed) > 0, tiny_image(seed) + 0.25, 0) for seed in range(2)]
+    dirty = [np.where(volume == 0, rng.normal(0, 1e-6, volume.shape), volume) for volume in clean]
+    case, expected = (load_case(files(*volumes), channels=("a", "b")) for volumes in (dirty, clean))
+    assert np.array_equal(case.image, expected.image)
+    assert case.record.box == expected.record.box
+    assert case_notes(case.record, ("a", "b")) == []
+
+
+def test_another_background_is_named_with_its_channel_and_value(files):
+    other = np.where(tiny_image(1) == 0, -1, tiny_image(1)).astype(np.int16)
+    record = load_case(files(tiny_image(0), other), channels=("a", "b")).record
+    (note,) = case_notes(record, ("a", "b"))
+    assert "border of b is" in note
+    assert "about -1" in note
+
+
+@pytest.mark.parametrize(("codes", "label_codes"), [((0, 0), (1, 1)), ((1, 1), (0, 0))])
+def test_a_label_with_and_an_image_without_orientation_are_refused_unless_their_grids_agree(files, codes, label_codes):
+    label = np.ones((6, 5, 4), np.uint8)
+    differ = files(tiny_image(), label=label, codes=codes, label_codes=label_codes)
+    with pytest.raises(InputError, match="sform and qform codes are 0"):
+        load_case(differ, channels=("a",), labels=LABELS)
+    guess = np.diag([-1.0, 1, 1, 1])
+    guess[:3, 3] = 2.5, -2, -1.5
+    same = {"affines": [guess], "label_affine": guess, "codes": codes, "label_codes": label_codes}
+    record = load_case(files(tiny_image(), label=label, **same), channels=("a",), labels=LABELS).record
+    assert bool(case_notes(record, ("a",))) is (codes == (0, 0))
+
+
+def test_notes_of_many_cases_are_one_line_each_with_the_first_cases():
+    lines = note_lines({"a": ["x"], "b": ["x", "y"], "c": [], "d": ["x"], "e": ["x"]})
+    assert [line.split(": ") for line in lines] == [["note", "a, b, d and 1 more", "x"], ["note", "b", "y"]]
+    few = {"a": ["T1 is 1", "T2 is 1"], "b": ["T1 is 0.5"], "c": ["T1 is -3e-05"]}
+    assert len(note_lines(few)) == 4
+    lines = note_lines({**few, "d": ["T1 is 7"]})
+    assert ["a, b, c and 1 more: T1 is 1" in lines[0], lines[1:]] == [True, ["note: a: T2 is 1"]]

@@ -1,12 +1,14 @@
 import json
 import os
+import re
 
+import nibabel
 import numpy as np
 import pytest
 
 from cpu3d.data.store import open_store
 from cpu3d.data.stores import convert as module
-from cpu3d.data.stores.prepare import Settings, prepare
+from cpu3d.data.stores.prepare import Settings, prepare, read_quarantine
 from cpu3d.errors import InputError
 from tests.cpu3d.data.datasets import decathlon, tiny_image, write_nifti
 
@@ -228,3 +230,43 @@ def test_a_disk_that_gives_back_other_bytes_is_an_error_and_leaves_no_such_file(
     with pytest.raises(OSError, match="read back"):
         prepare(dataset, tmp_path / "store", **THIRDS)
     assert not list((tmp_path / "store/cases").iterdir())
+
+
+def turn_off_orientation(folder, numbers):
+    """Give the cases with these numbers, image and label, sform and qform codes of 0."""
+    for number in numbers:
+        for part in ("imagesTr", "labelsTr"):
+            path = folder / part / f"BRATS_{number:03d}.nii.gz"
+            write_nifti(path, np.asarray(nibabel.load(path).dataobj), codes=(0, 0))
+
+
+@pytest.mark.parametrize(("without", "refused"), [((1,), (1,)), ((0, 2, 3), (1,)), ((0, 2), (0, 2))])
+def test_cases_with_and_without_orientation_are_not_mixed_in_a_store(tmp_path, without, refused):
+    folder = decathlon(tmp_path / "data", 4)
+    turn_off_orientation(folder, without)
+    with pytest.raises(InputError) as caught:
+        prepare(folder, tmp_path / "store", **ALL)
+    *problems, _ = caught.value.problems
+    assert [problem.split()[1] for problem in problems] == [f"BRATS_{number:03d}" for number in refused]
+    assert all("sform" in problem and "left and right" in problem for problem in problems)
+    assert not (tmp_path / "store/manifest.json").exists()
+    manifest = prepare(folder, tmp_path / "store", skip_bad=True, **ALL)
+    assert {case.case_id for case in manifest.cases} == {
+        f"BRATS_{number:03d}" for number in range(4) if number not in refused
+    }
+    assert sorted(read_quarantine(tmp_path / "store")) == [f"BRATS_{number:03d}" for number in refused]
+
+
+def test_a_store_without_orientation_or_with_another_background_says_so(tmp_path, capsys):
+    folder = decathlon(tmp_path / "data", 5)
+    prepare(folder, tmp_path / "good", workers=1)
+    assert "note" not in capsys.readouterr().out
+    turn_off_orientation(folder, range(5))
+    path = folder / "imagesTr/BRATS_002.nii.gz"
+    image = np.asarray(nibabel.load(path).dataobj)
+    write_nifti(path, np.where(image == 0, -7, image).astype(np.int16), codes=(0, 0))
+    prepare(folder, tmp_path / "store", workers=1)
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
+    assert len(notes) == 2
+    assert re.search("BRATS_000, BRATS_001, BRATS_002 and 2 more: .*sform and qform codes are 0", notes[0])
+    assert re.search("BRATS_002: .* FLAIR, T1w, t1gd and T2w is about -7", notes[1])

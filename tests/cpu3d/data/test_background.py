@@ -1,0 +1,115 @@
+"""What counts as background: what interpolation leaves is 0, and nothing that was measured."""
+
+import numpy as np
+import pytest
+from scipy.ndimage import affine_transform
+
+from cpu3d.data.background import border_value, without_residue
+
+SHAPE = (24, 20, 16)
+
+
+def head(seed=0, dtype=np.float32):
+    """A skull-stripped scan: intensities of 100 to 900 in a box, 0 around it."""
+    volume = np.zeros(SHAPE, dtype)
+    volume[5:19, 4:16, 3:13] = np.random.default_rng(seed).uniform(100, 900, (14, 12, 10))
+    return volume
+
+
+def noise(scale, seed=1):
+    return np.random.default_rng(seed).normal(0, scale, SHAPE)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("unit", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("residue", [1e-12, 1e-9, 1e-8, 1e-6])
+def test_residue_of_both_signs_around_a_head_becomes_0_in_any_unit_of_intensity(dtype, unit, residue):
+    clean = head(dtype=dtype)
+    volume = (np.where(clean == 0, noise(residue * 900), clean) * unit).astype(dtype)
+    cleaned = without_residue(volume)
+    assert cleaned.dtype == dtype
+    assert np.array_equal(cleaned, np.where(clean == 0, 0, volume))
+
+
+def test_low_intensities_at_the_edge_of_a_head_stay_beside_residue():
+    clean = np.where(head() == 0, 0, np.random.default_rng(2).uniform(0.5, 900, SHAPE)).astype(np.float32)
+    dirty = np.where(clean == 0, noise(1e-4), clean).astype(np.float32)
+    assert np.array_equal(without_residue(dirty), clean)
+
+
+def test_what_cubic_splines_leave_of_a_head_that_is_turned_becomes_0_beside_it_too():
+    volume = np.zeros((48, 44, 40), np.float32)
+    volume[12:36, 12:32, 12:28] = np.random.default_rng(0).uniform(300, 900, (24, 20, 16))
+    cos, sin = np.cos(0.1), np.sin(0.1)
+    turn = np.array([[cos, -sin, 0], [sin, cos, 0], [0, 0, 1]])
+    how = {"matrix": turn, "offset": (np.eye(3) - turn) @ [24, 22, 20] + 0.3}
+    turned = affine_transform(volume, order=3, **how)
+    inside = affine_transform((volume > 0).astype(np.float32), order=1, **how) > 0
+    assert np.mean(turned != 0) > 0.9
+    cleaned = without_residue(turned)
+    assert np.mean(cleaned != 0) < 1.5 * inside.mean()
+    assert np.array_equal(cleaned[inside & (turned > 9)], turned[inside & (turned > 9)])
+
+
+def test_residue_that_is_left_in_a_part_of_the_background_becomes_0_too():
+    volume = np.where(head() == 0, noise(1e-5), head()).astype(np.float32)
+    volume[:4] = 0
+    assert np.array_equal(without_residue(volume), head())
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1, 5, 30])
+def test_the_air_of_a_scan_that_is_not_skull_stripped_stays_as_it_is(sigma):
+    volume = np.hypot(head() + noise(sigma), noise(sigma, 2)).astype(np.float32)
+    assert without_residue(volume) is volume
+
+
+def test_scores_around_0_behind_a_background_of_0_stay_as_they_are():
+    rng = np.random.default_rng(0)
+    volume = np.zeros((64, 64, 64), np.float32)
+    volume[8:56, 8:56, 8:56] = rng.normal(0, 1, (48, 48, 48))
+    volume[20, 20, 20:30] = 1e-6
+    assert without_residue(volume) is volume
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.uint8, np.float64])
+def test_whole_numbers_stay_as_they_are(dtype):
+    volume = np.where(head() == 0, noise(1) > 1, 200).astype(dtype)  # 0 and 1 around 200
+    assert without_residue(volume) is volume
+    large = np.where(head() == 0, np.sign(noise(1)), 1e6).astype(np.float64)
+    assert without_residue(large) is large
+
+
+def test_a_few_hot_voxels_do_not_make_the_head_residue():
+    volume = head()
+    volume[10, 10, 5:8] = 1e9
+    cleaned = without_residue(np.where(volume == 0, noise(1e-5), volume).astype(np.float32))
+    assert np.array_equal(cleaned != 0, volume != 0)
+
+
+def test_a_crop_inside_the_body_stays_as_it_is():
+    volume = np.random.default_rng(0).uniform(0, 1000, SHAPE).astype(np.float32)
+    assert without_residue(volume) is volume
+    assert border_value(volume) == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(-1, np.int16), (-1024, np.int16), (7, np.uint8), (-0.73, np.float32), (-0.73, np.float64)]
+)
+def test_another_constant_background_is_named(value, dtype):
+    volume = np.where(head() == 0, value, 200 + noise(9)).astype(dtype)
+    assert border_value(volume) == pytest.approx(value)
+    assert without_residue(volume) is volume
+
+
+@pytest.mark.parametrize("scale", [0.5, 3])
+def test_a_border_that_is_almost_0_but_no_residue_is_named_in_scans_of_no_whole_numbers(scale):
+    volume = np.where(head() == 0, noise(scale), head())
+    assert without_residue(volume) is volume
+    assert 0 < border_value(volume) < 2 * scale
+    assert border_value(np.rint(volume).astype(np.int16)) == 0
+
+
+def test_no_other_background_is_named_for_0_nor_for_noise():
+    assert border_value(head()) == 0
+    assert border_value(np.where(head() == 0, noise(1e-5), head()).astype(np.float32)) == 0
+    assert border_value(np.where(head() == 0, np.abs(noise(20)), 500).astype(np.int16)) == 0
