@@ -63,7 +63,7 @@ class Store:
         """The record of `case_id`; KeyError if the store has no such case."""
         return self._cases.chosen([case_id])[0]
 
-    def cases(self, split: str) -> Sequence[CaseRecord]:
+    def cases(self, split: str) -> CaseList:
         """The records of "train", "val" or "test", sorted by case id."""
         return self._cases.chosen(self.manifest.split[split])
 

@@ -238,7 +238,9 @@ def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
         if known and (decision.weights_sha256, decision.split_hash) == (digest, config.split_hash):
             return decision
         store = store_of_run(config, store_folder)
-        records = [record for record in store.cases("val") if record.has_label]
+        bare = set(store.manifest.unlabelled)
+        ids = [case_id for case_id in store.manifest.split["val"] if case_id not in bare]
+        records = store.cases("val").chosen(ids)  # read one at a time
         regions = config.codes_by_region
         cases_with = {
             name: sum(not record.label_voxels.keys().isdisjoint(codes) for record in records)

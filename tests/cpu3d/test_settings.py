@@ -100,7 +100,7 @@ SAVED = dataclasses.replace(
         ("grid", [16, 0, 16], "grid must be positive"),
         ("ema", float("nan"), "config.ema must be"),
         ("unet", {"depth": 99}, ".*depth must be between 2 and 8"),
-        ("unet", {"filters": 5000}, ".*filters must be at most 4096 on 3 levels of unet3d, got 5000"),
+        ("unet", {"filters": 5000}, ".*filters must be at most 1024 on 5 levels of unet3d, got 5000"),
         ("unet", {"filters": "8"}, "config.unet.filters must be int, got 8"),
         ("augment", {"flop": True}, "config.augment must have its fields and no others, got unknown flop"),
         ("regions", ["TC"], "regions must be some of WT, got"),

@@ -153,7 +153,7 @@ def _finished_before(
     fractions: Fractions,
     seed: int,
 ) -> Manifest:
-    """The manifest of a finished store, whose lost files are made again; all else stays as it is."""
+    """The manifest of a finished store, whose lost files are made again; all else stays."""
     store = open_mended(store_dir)
     mended = repair(store, fitting(dataset, store), settings, workers)
     manifest = mended.store.manifest
@@ -320,8 +320,8 @@ def note_growth(store_dir: Path) -> None:
 
 
 def _restore_source(store_dir: Path, content: Dict[str, Any], dataset: Dataset) -> None:
-    """Write the lost source.json of a finished store again. Raises InputError if it would not be the
-    store's own."""
+    """Write the lost source.json of a finished store again. Raises InputError if it would not be
+    the store's own."""
     manifest = open_store(store_dir).manifest
     labels = labels_in_use(manifest.layout, manifest.labels, ())
     own: Dict[str, Any] = {

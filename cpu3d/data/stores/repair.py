@@ -1,7 +1,7 @@
 """Makes lost files of a finished store again, from the files that its cases were made from.
 
-A case comes back as it was, to the byte; the split, the manifest and their hashes stay, so that runs
-go on. The store may have grown from several data sets: each gives back its own cases.
+A case comes back as it was, to the byte; the split, the manifest and their hashes stay, so that
+runs go on. The store may have grown from several data sets: each gives back its own cases.
 """
 
 from dataclasses import replace
@@ -104,7 +104,8 @@ def _source_lost(store_dir: Path, record: CaseRecord, dataset: Dataset) -> str:
 
 
 def _has_own_record(store_dir: Path, case_id: str) -> bool:
-    """Whether the case's own file holds a record; one that differs from the store's is left alone."""
+    """Whether the case's own file holds a record, which is left alone if it differs from the
+    store's."""
     try:
         case_from_json(read_regular(record_path(store_dir, case_id)))
     except (FileNotFoundError, ValueError):

@@ -144,11 +144,11 @@ def append(
     """Add the cases of a data set that a finished store does not have, and make those again whose
     files it has lost.
 
-    They are made with the store's own settings. The split of the old cases stays, new ones are dealt
-    by `deal_cases`. The manifest is replaced at the end; the same call continues an interrupted one.
-    Raises InputError, and adds nothing, if channels or labels differ, a known id has other files, a
-    lost case cannot be made again, a patient or identical images would be in two splits, and for bad
-    cases unless `skip_bad`; OSError and KeyboardInterrupt as `prepare`.
+    They are made with the store's own settings. The split of the old cases stays, new ones are
+    dealt by `deal_cases`. The manifest is replaced at the end; the same call continues an
+    interrupted one. Raises InputError, and adds nothing, if channels or labels differ, a known id
+    has other files, a lost case cannot be made again, a patient or identical images would be in two
+    splits, and for bad cases unless `skip_bad`; OSError and KeyboardInterrupt as `prepare`.
     """
     workers, store_dir = worker_count(workers), Path(store_dir)
     settings = prepare.settings_of(store_dir)

@@ -351,7 +351,7 @@ def meanwhile():
         computed(channels)
 thread = threading.Thread(target=meanwhile)
 thread.start()
-for channels in range(4, 124, 4):
+for channels in range(4, 124, 10):
     child = os.fork()
     if child == 0:
         signal.alarm(60)
