@@ -52,8 +52,10 @@ class Plan:
     store: Store  # as the run's fold sees it
     saved: Optional[RunConfig] = None  # of the run that is continued; None for a new one
     workers: int = 1
-    chosen: Mapping[str, Any] = field(default_factory=dict)
-    """The settings that the user gave: in this call, and before the first checkpoint in earlier ones too."""
+    chosen: Optional[Mapping[str, Any]] = field(default_factory=dict)
+    """The settings that the user gave in all calls for this run; None if an earlier version began
+    it, which did not note them."""
+    rate_growth: float = 1.0  # of the learning rates that are given to this run, with its workers
     forecast: Optional[Forecast] = None  # of one worker; None on a card, and if `reasons` have why
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Name of a setting that was left open -> why it was decided so; under "memory" why there is no forecast."""
@@ -72,11 +74,6 @@ class Plan:
     def steps(self) -> int:
         """Steps of the whole run, as long as no budget of minutes cuts it."""
         return self.config.steps or self.config.epochs * self.steps_per_epoch
-
-    @property
-    def rate_growth(self) -> float:
-        """By how much the learning rates that are given to this run grow with its workers."""
-        return rate_growth(self.config, self.workers) if "batch_per_worker" in self.chosen else 1.0
 
     @property
     def job(self) -> Job:
@@ -102,7 +99,7 @@ class Plan:
             "schema": PLAN_SCHEMA,
             "continues": self.saved is not None,
             "workers": self.workers,
-            "chosen": dict(self.chosen),
+            "chosen": self.chosen,
             "rate_growth": self.rate_growth,
             "engine": self.job.engine,
             "micro_batch": self.config.micro,
@@ -173,17 +170,21 @@ def make_plan(
     saved = load_config(run_folder) if (run_folder / "config.json").is_file() else None
     is_begun = saved is not None and bool(checkpoints(run_folder))
     chosen = dict(settings)
-    if saved and not is_begun:
-        earlier = read_plan(run_folder).get("chosen")
-        if isinstance(earlier, dict):  # an earlier version does not write it
-            chosen, saved = chosen_again(earlier, settings), None
+    in_all = None
+    earlier = read_plan(run_folder).get("chosen") if saved else {}
+    if isinstance(earlier, dict):
+        in_all = chosen_again(earlier, settings)
+    if in_all is not None and not is_begun:
+        chosen, saved = in_all, None
     start = recipe_config(chosen) if saved is None or "recipe" in chosen else saved
     inputs = Inputs(store, host, _with_kept(chosen, start, saved, workers), gpus, workers, saved, is_begun)
     config = _decided(start, inputs)
     reasons = {}
     if config.device == "cpu":
         reasons.update(zip(["device"], why_no_card(left_open(inputs.settings.get("device")), config.mode, gpus)))
-    plan = Plan(config, with_fold(store, config.fold), saved, workers, chosen, reasons=reasons)
+    growth = rate_growth(config, workers) if "batch_per_worker" in chosen else 1.0
+    split = with_fold(store, config.fold)
+    plan = Plan(config, split, saved, workers, in_all, growth, reasons=reasons)
     if not plan.steps_per_epoch:
         kind = "patches of an epoch" if config.is_patch else "training cases"
         raise InputError(

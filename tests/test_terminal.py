@@ -30,7 +30,8 @@ def call(*words, terminal=None, stdout=subprocess.PIPE):
     names = ("PATH", "HOME", "XDG_DATA_HOME")
     environment = {name: os.environ[name] for name in names if name in os.environ}
     environment.update(PYTHONPATH=str(ROOT), **(terminal or {}))
-    command = [sys.executable, "-m", *map(str, words)]
+    options = [] if words[0].startswith("-") else ["-m"]
+    command = [sys.executable, *options, *map(str, words)]
     return subprocess.run(command, env=environment, stdout=stdout, stderr=subprocess.PIPE)
 
 
@@ -41,6 +42,26 @@ def test_a_letter_that_the_terminal_lacks_is_replaced(terminal):
     assert b"peak" in done.stdout
     encoding = "latin-1" if terminal == "latin-1" else "ascii"
     assert ("\N{PLUS-MINUS SIGN}" if encoding == "latin-1" else "?") in done.stdout.decode(encoding)
+
+
+TEXT = """
+import sys
+from memory_estimator.__main__ import main
+print(*sys.warnoptions, "dev" in sys._xoptions, file=sys.stderr)
+sys.exit(main())
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 10), reason="3.9 does not know its own command line")
+def test_python_s_own_options_and_a_program_after_c_stay():
+    terminal = TERMINALS["no letters in names either"]
+    options = ("-Wignore::ImportWarning", "-Xdev", "-c", TEXT)
+    done = call(*options, *ESTIMATE[1:], terminal=terminal)
+    assert (done.returncode, b"peak" in done.stdout) == (0, True), done.stderr
+    before, after, *_ = done.stderr.splitlines()
+    assert before == after
+    assert b"ignore::ImportWarning" in after
+    assert after.endswith(b"True")
 
 
 NAME = "Zoë_患者"

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-from typing import Callable
+from typing import Callable, List
 
 READER_GONE = 1  # the exit code
 
@@ -16,12 +16,13 @@ def use_utf8() -> None:
     """
     if sys.getfilesystemencoding() == "utf-8" or os.environ.get("PYTHONUTF8") == "1":
         return
+    words = _own_words()
+    if not words or not sys.executable:  # no program, but a prompt or another program's Python
+        return
     os.environ["PYTHONUTF8"] = "1"
     if sys.stdout is not None:
         os.environ.setdefault("PYTHONIOENCODING", f"{sys.stdout.encoding}:replace")
-    spec = sys.modules["__main__"].__spec__
-    program = sys.argv[:1] if spec is None else ["-m", spec.parent]
-    os.execv(sys.executable, [sys.executable, *program, *sys.argv[1:]])
+    os.execv(sys.executable, [sys.executable, *words])
 
 
 def printing(command: Callable[[], int]) -> int:
@@ -44,6 +45,18 @@ def printing(command: Callable[[], int]) -> int:
 
 
 # --- Private helpers ---
+
+
+def _own_words() -> List[str]:
+    """The command line of this process after Python's name, Python's own options included; [] where
+    it is not known."""
+    if sys.version_info >= (3, 10):
+        return sys.orig_argv[1:]
+    options = [f"-W{rule}" for rule in sys.warnoptions]
+    spec = sys.modules["__main__"].__spec__
+    if spec is None:  # the text of a program after -c is not known
+        return [*options, *sys.argv] if os.path.isfile(sys.argv[0]) else []
+    return [*options, "-m", spec.name.rpartition(".__main__")[0] or spec.name, *sys.argv[1:]]
 
 
 def _flushed(command: Callable[[], int]) -> int:

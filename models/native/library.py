@@ -1,8 +1,9 @@
-"""Which instruction set do own operations compute with here? The library answers by itself, without
-TensorFlow.
+"""Which instruction set do own operations compute with here? The library answers by itself,
+without TensorFlow.
 
-    own = own_operations() own.bfloat16, own.float32          # such as "amx", "avx512"; "" for
-    none: TensorFlow's layers compute own.why                            # why there are none
+    own = own_operations()
+    own.bfloat16, own.float32  # such as "amx", "avx512"; "" for none: TensorFlow's layers compute
+    own.why                    # why there are none
 
 Plans, estimates, `doctor` and kept speeds all ask here, so that what is predicted is what is
 computed.

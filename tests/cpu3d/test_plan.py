@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 
 import pytest
 from hypothesis import given
@@ -363,6 +364,26 @@ def test_before_the_first_checkpoint_other_settings_are_another_run_in_the_same_
     with_checkpoint(tmp_path)
     with pytest.raises(InputError, match="mode must stay 'patch', got 'whole'"):
         make_plan(phantom_store, tmp_path, HOST, {"mode": "whole"})
+
+
+def test_a_run_that_lost_its_checkpoints_is_still_the_one_that_was_chosen(phantom_store, tmp_path):
+    """Though it was continued by a shorter command meanwhile."""
+    cut_short(phantom_store, tmp_path, filters=8, steps=6)
+    with_checkpoint(tmp_path)
+    again = make_plan(phantom_store, tmp_path, HOST, {"steps": 12})
+    save_plan(again, tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints")
+    config = make_plan(phantom_store, tmp_path, HOST, {}).config
+    assert (config.unet.depth, config.unet.filters, config.steps) == (3, 8, 12)
+
+
+def test_a_run_of_an_earlier_version_that_lost_its_checkpoints_keeps_its_settings(phantom_store, tmp_path):
+    cut_short(phantom_store, tmp_path, filters=8)
+    (tmp_path / "plan.json").unlink()  # that version's has no chosen settings
+    with_checkpoint(tmp_path)
+    save_plan(make_plan(phantom_store, tmp_path, HOST, {}), tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert make_plan(phantom_store, tmp_path, HOST, {}).config.unet.filters == 8
 
 
 # --- What keeps a run from being continued ---
