@@ -118,6 +118,7 @@ class UNet3D(tf.keras.Model):
         for name in config["frozen"]:
             model.get_layer(name).trainable = False
         if "layers" not in config:  # a file from before these were named as Keras' own
+            model.__class__ = UNet3D
             for layer in model.layers:
                 for old in (NormActivation, ShortcutSum):
                     if isinstance(layer, old):
@@ -125,10 +126,14 @@ class UNet3D(tf.keras.Model):
         return model
 
 
-# A program without this project makes of a file what the file says that it holds: a network of
-# Keras' own layers.
-UNet3D.__name__ = "Functional"
-UNet3D.__module__ = tf.keras.Model.__module__.replace("training", "functional")
+@tf.keras.utils.register_keras_serializable("cpu3d")
+class FunctionalUNet3D(UNet3D):
+    """A `UNet3D` that a file names as Keras names a network of its own layers: a program without
+    this project makes of a file what the file says that it holds."""
+
+
+FunctionalUNet3D.__name__ = "Functional"
+FunctionalUNet3D.__module__ = tf.keras.Model.__module__.replace("training", "functional")
 
 
 def build_unet3d(config: UNetConfig, shape: Tuple[int, int, int], batch_size: Optional[int] = None) -> UNet3D:
@@ -141,7 +146,7 @@ def build_unet3d(config: UNetConfig, shape: Tuple[int, int, int], batch_size: Op
     """
     _check_keras()
     image, logits = _built(config, shape, batch_size, _plain)
-    return UNet3D(config, image, logits)
+    return FunctionalUNet3D(config, image, logits)
 
 
 def finest(logits) -> tf.Tensor:

@@ -100,8 +100,16 @@ def test_a_norm_that_keras_lacks_is_saved_for_this_project(image, tmp_path):
     np.testing.assert_array_equal(again(image), model(image))
 
 
-def test_a_configuration_of_an_earlier_version_is_read_with_its_names_of_layers():
-    config = network(NETWORKS["residual"]).get_config()
+def test_a_configuration_of_an_earlier_version_is_read_with_its_names(image, tmp_path):
+    """By them Keras finds the weights in a file, also of a network inside another model."""
+    own = network(NETWORKS["residual"])
+    config = own.get_config()
     before = {name: config[name] for name in ("unet", "shape", "batch_size", "frozen")}
-    names = {type(layer).__name__ for layer in UNet3D.from_config(before).layers}
-    assert {"NormActivation", "ShortcutSum"} <= names
+    model = UNet3D.from_config(before)
+    names = {type(layer).__name__ for layer in (model, *model.layers)}
+    assert {"UNet3D", "NormActivation", "ShortcutSum"} <= names
+    model.set_weights(own.get_weights())
+    entry = tf.keras.Input((*GRID, 1), 1)
+    tf.keras.Model(entry, model(entry)).save(tmp_path / "outer.keras")
+    again = tf.keras.models.load_model(tmp_path / "outer.keras")
+    np.testing.assert_allclose(again(image)[0], own(image)[0], rtol=1e-3, atol=1e-4)
