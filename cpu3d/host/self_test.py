@@ -145,8 +145,8 @@ def _own_errors(tf: Any, dtype: str, residual: bool) -> OwnErrors:
             loss = tf.reduce_mean(tf.sigmoid(logits) ** 2)
         return [logits, *tape.gradient(loss, network.trainable_variables)]
 
-    def error(one: Any, other: Any) -> float:
-        return float(tf.norm(one - other) / tf.norm(other))
+    def error(values: Any, other: Any) -> float:
+        return float(tf.norm(values - other) / tf.norm(other))
 
     def joined(gradients: Sequence[Any]) -> Any:
         return tf.concat([tf.reshape(gradient, [-1]) for gradient in gradients], 0)

@@ -305,7 +305,7 @@ class _Parts:
     component: np.ndarray  # (N,) the index of one that shares a voxel with a part, once a pair
     part: np.ndarray  # (N,) the index of that part
 
-    def found(self, kept: np.ndarray) -> np.ndarray:
+    def detected(self, kept: np.ndarray) -> np.ndarray:
         """(F,) whether each true lesion is found if only the parts of `kept` (P,) are left: the
         connected parts of the truth, then the lesions by the rule of BraTS."""
         components = np.zeros(self.components, bool)
@@ -320,7 +320,7 @@ class _Scores:
     """Scores of all cases under some rules."""
 
     rows: np.ndarray  # (cases, regions from the largest on, 3), the columns as in Means
-    found: np.ndarray  # (F,) whether each true lesion of all cases and regions is found
+    detected: np.ndarray  # (F,) whether each true lesion of all cases and regions is found
 
 
 def choose(cases: Iterable[Answered], regions: Regions) -> Tuple[PostProcessing, Dict[str, Means], Dict[str, Means]]:
@@ -403,7 +403,7 @@ def _parts(label: np.ndarray, truth: np.ndarray, spacing_mm: Spacing, regions: R
 
 def _scores(cases: Sequence[Dict[str, _Parts]], rules: Mapping[str, Sequence[Rule]]) -> _Scores:
     """The scores of the parts that `PostProcessing.paint` leaves under `rules`."""
-    rows, found = [], []
+    rows, detected = [], []
     for case in cases:
         kept: Dict[str, np.ndarray] = {}
         for name, parts in case.items():
@@ -416,8 +416,8 @@ def _scores(cases: Sequence[Dict[str, _Parts]], rules: Mapping[str, Sequence[Rul
             kept[name] = stays
             lesions = matching.lesions(stays)
             rows.append((lesions.dice, lesions.false_positives, matching.dice(stays)))
-            found.append(parts.found(stays))
-    return _Scores(np.reshape(rows, (len(cases), -1, 3)), np.concatenate(found))
+            detected.append(parts.detected(stays))
+    return _Scores(np.reshape(rows, (len(cases), -1, 3)), np.concatenate(detected))
 
 
 def _gains(scores: _Scores, other: _Scores) -> np.ndarray:
@@ -427,7 +427,7 @@ def _gains(scores: _Scores, other: _Scores) -> np.ndarray:
 
 def _is_harmless(scores: _Scores, other: _Scores) -> bool:
     """Whether the mean of no region falls and no true lesion that was found is lost."""
-    return _gains(scores, other).min() >= 0 and not (other.found & ~scores.found).any()
+    return _gains(scores, other).min() >= 0 and not (other.detected & ~scores.detected).any()
 
 
 def _too_few(cases: int) -> str:

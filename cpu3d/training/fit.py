@@ -361,7 +361,7 @@ class Fit:
         better = is_first or mean_dice > self.best
         if not better:
             self.stale_validations += 1
-        elif self.best is not None:  # weights that replace lost ones do not give patience anew
+        elif self.best is not None:  # weights that replace lost ones do not renew the patience
             self.stale_validations = 0
         self.owes_validation = False
         if better:

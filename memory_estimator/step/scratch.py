@@ -60,10 +60,10 @@ def scratch_bytes(ops: Iterable[StepOp], threads: int, instructions: str, l2_byt
         if op.own:
             in_place = op.takes_over == op.reads[0]
             every.append(scratch_of(op.own, threads, instructions, l2_bytes, in_place))
-    total = _mapped(max((one.passing_bytes for one in every), default=0))
+    total = _mapped(max((each.passing_bytes for each in every), default=0))
     counted = 0
-    for count in sorted({one.threads for one in every}):
-        largest = max(one.kept_bytes for one in every if one.threads >= count)
+    for count in sorted({each.threads for each in every}):
+        largest = max(each.kept_bytes for each in every if each.threads >= count)
         total += (count - counted) * _mapped(largest)
         counted = count
     return total
@@ -153,7 +153,7 @@ def _padded_tiles(z: int, rows: Rows, is_gradient: bool) -> int:
 
 
 def _row_bytes(width: int, tiles: int, rows: Rows) -> int:
-    """From one row to the next: an odd number of lines, so that rows spread over the cache."""
+    """From one row to the next: 17 lines above a multiple of 32, so that rows spread over the cache."""
     lines = _parts(rows.streams * width * tiles // rows.unit, 16)
     return LINE_BYTES * (lines + (49 - lines % 32) % 32)
 

@@ -192,7 +192,7 @@ def _compile(compiler: List[str], sets: Sequence[str], scratch: Path, extra: Seq
 
 def _remove_left(folder: Path, at_least_s: float) -> None:
     """Remove what killed builds have left, of at least that age: where nothing can be locked, a
-    young folder may be that of a build that goes on."""
+    young folder may be that of a build that is running."""
     for left in folder.glob("tmp*"):
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime >= at_least_s:

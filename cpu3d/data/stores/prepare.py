@@ -251,7 +251,7 @@ def _holds_split_of(old: Manifest, own: Mapping[str, str], fractions: Fractions,
     """Whether a store has grown from one of the cases `own`, case id -> patient, whose split it
     still holds.
 
-    Of a store that grew before source.json told it this is the only trace.
+    Of a store that grew before source.json held that this is the only trace.
     """
     if not 0 < len(own) < len(old.cases) or seed != old.split_seed:
         return False

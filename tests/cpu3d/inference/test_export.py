@@ -211,6 +211,8 @@ def test_the_program_reads_units_orientation_and_background_as_predict_does(
     )
     about = {"paint": [[{"output": 0, "code": 1}]], "threshold": 0.5, "trained_spacing_mm": [1, 1, 1]}
     about["postprocessing"] = {"cut": [], "remove": []}
+    about["channels"] = ["FLAIR", "T1gd"]
+    about["channel_names"] = {"FLAIR": ["flair"], "T1gd": ["t1gd"]}
     (tmp_path / "export.json").write_text(json.dumps(about))
     segment.main(tmp_path, str(path), str(out))
     np.testing.assert_array_equal(seen[0] != 0, case.image != 0)
