@@ -85,9 +85,9 @@ def build(
     refused: Sequence[Libraries] = (),
 ) -> List[Path]:
     """Compile the pair of libraries for this platform, unless there is one with all instruction
-    sets that the compiler knows, and return it. TensorFlow is not needed. A pair that was built
-    elsewhere stays beside it; pairs of other sources, and what a killed build has left, are
-    removed.
+    sets that the compiler knows, and return it. TensorFlow is not needed. Other pairs of these
+    sources stay beside it; damaged ones, those of other sources, and what a killed build has left,
+    are removed.
 
     `extra` are more options for compiler and linker, `folder` is BUILT by default, `refused` are
     pairs that do not load here. Raises OSError without x86-64 Linux or a compiler, and
@@ -116,7 +116,8 @@ def build(
             for path, name in zip(made, wanted):
                 os.replace(path, name)
         for old in {*folder.glob("*.so")} - {*wanted}:
-            if _digest() not in old.name or f".{platform_name()}." in old.name:
+            # A whole one stays: a process on another host may compute with it.
+            if _digest() not in old.name or not _is_whole(old):
                 with contextlib.suppress(OSError):
                     old.unlink()
         return wanted
