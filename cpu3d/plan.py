@@ -448,10 +448,10 @@ def _with_coarse_steps(plan: Plan, is_begun: bool) -> Plan:
         if is_as_long or saved.coarse_steps < share:
             config = dataclasses.replace(config, coarse_steps=saved.coarse_steps)
         if not is_as_long and saved.coarse_steps < share:
-            reasons["coarse steps"] = (
-                f"coarse steps: {saved.coarse_steps}, as the run was begun, and what is added in full; "
-                f"a new run of {plan.steps} steps would have {share}"
-            )
+            reason = f"coarse steps: {saved.coarse_steps}, as the run was begun, and what is added in full"
+            if config.steps or not config.budget_minutes:  # else the length is not known yet
+                reason += f"; a new run of {plan.steps} steps would have {share}"
+            reasons["coarse steps"] = reason
     return dataclasses.replace(plan, config=config, reasons=reasons)
 
 

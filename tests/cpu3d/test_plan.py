@@ -279,6 +279,9 @@ def test_a_longer_run_that_keeps_its_coarse_steps_says_so(phantom_store, tmp_pat
     printed = " ".join(plan(steps=8400).describe(HOST))
     assert re.search(r"coarse steps: 5, .* 8400 steps would have 7000", printed)
     assert "coarse steps: 5" not in " ".join(plan(steps=6).describe(HOST))
+    of_minutes = " ".join(plan(budget_minutes=30.0).describe(HOST))
+    assert "coarse steps: 5" in of_minutes
+    assert "would have" not in of_minutes, "how many steps fit is not known yet"
 
 
 # --- Before the first checkpoint ---
