@@ -138,7 +138,7 @@ def channel_within(path, about):
 
 
 def channels_of_files(paths, about):
-    """The channels that 3D files' names tell: their ends, or if no end is a channel words within."""
+    """The channels that 3D files' names tell: their ends, or if no end is one, words within."""
     names = [channel_at_end(path, about, len(paths) == 1) for path in paths]
     within = [channel_within(path, about) for path in paths]
     if any(names) or None in within or len(set(within)) < 2:
@@ -227,6 +227,8 @@ def check_grids(paths, files):
     for path, file in zip(paths, files):
         steps = file.affine[:3, :3] * unit_mm(file)
         lengths = np.linalg.norm(steps, axis=0)
+        if sum(n > 1 for n in file.shape[3:]) > 1:
+            sys.exit(f"{path} must be 3D, or 4D with the channels last, got shape {file.shape}")
         apart = np.abs(file.affine[:3] * unit_mm(file) - first.affine[:3] * unit).max()
         if file.shape[:3] != first.shape[:3] or apart > 1e-3:
             sys.exit(f"{path} must have the grid of {paths[0]}; resample it or correct its header")
@@ -248,11 +250,11 @@ def read_image(paths):
         volume = file.get_fdata(dtype=np.float32)
         if not np.isfinite(volume).all():
             print(f"note: {path}: NaN and infinite voxels are made background", file=sys.stderr)
-        if np.mean((volume > -1100) & (volume < -900)) >= 0.05:
-            sys.exit(f"{path} must not be CT, got large parts at the value of air, -1000 HU")
         volume = np.nan_to_num(volume, posinf=0, neginf=0)
-        volume = volume.reshape(*volume.shape[:3], -1)
-        channels += [without_residue(part) for part in np.moveaxis(volume, -1, 0)]
+        parts = np.moveaxis(volume.reshape(*volume.shape[:3], -1), -1, 0)
+        if any(np.mean((part > -1100) & (part < -900)) >= 0.05 for part in parts):
+            sys.exit(f"{path} must not be CT, got large parts at the value of air, -1000 HU")
+        channels += map(without_residue, parts)
     return np.stack(channels, -1), files[0]
 
 

@@ -23,7 +23,8 @@ _NO_CT = "normalisation of CT is not supported yet"
 # A name that says "do not learn this": some of the first words, and else only such as the second.
 _IGNORED = r"ignor\w*|exclud\w*|void|unlabel+ed|unannotated|unknown|undefined|unspecified"
 _IGNORED += r"|do ?n[o']?t (care|use)|(not|non) (annotated|label+ed|used)|no (annotation|label)"
-_FILLING = r"background|label|region|area|class|voxels?|pixels?|value|index|mask|to|be|or|and|the|\d+"
+_FILLING = r"background|label|region|area|class|voxels?|pixels?|value|index|mask|\d+"
+_FILLING += r"|to|be|or|and|the"
 IGNORE_NAME = re.compile(rf"(({_FILLING}) )*({_IGNORED})( ({_IGNORED}|{_FILLING}))*")
 
 

@@ -237,8 +237,8 @@ def taken_by_predict(paths, inputs):
 def taken_by_program(paths, inputs):
     """The same in the program of an export."""
     config = RunConfig(
-        label_names=LABELS, region_codes=REGIONS, regions=tuple(REGIONS), channels=inputs, store_channels=STORE,
-        grid=(8, 8, 8), unet=UNetConfig(channels=len(inputs), outputs=len(REGIONS)),
+        label_names=LABELS, region_codes=REGIONS, regions=tuple(REGIONS), channels=inputs,
+        store_channels=STORE, grid=(8, 8, 8), unet=UNetConfig(channels=len(inputs), outputs=len(REGIONS)),
     )  # fmt: skip
     about = json.loads(json.dumps(contract(config, "float32", "onnx")))
     try:
@@ -249,10 +249,12 @@ def taken_by_program(paths, inputs):
 
 
 FILES = {  # name -> the channel whose voxels it holds
-    "x_flair.nii.gz": "FLAIR", "x_T1_Gd.NII.GZ": "t1gd", "p_T1w_bet.nii.gz": "T1w", "p_T1c_bet.nii.gz": "t1gd",
-    "case_0000.nii.gz": "FLAIR", "case_0001.nii.gz": "T1w", "case_0002.nii.gz": "t1gd", "case_0003.nii.gz": "T2w",
-    "q_0001_t1_bet.nii.gz": "T1w", "q_0001_t1gd_bet.nii.gz": "t1gd", "one.nii.gz": "T1w", "two.nii.gz": "t1gd",
-    "p_0042.nii.gz": "t1gd", "x_t2.nii": "T2w",
+    "x_flair.nii.gz": "FLAIR", "x_T1_Gd.NII.GZ": "t1gd", "x_t2.nii": "T2w",
+    "p_T1w_bet.nii.gz": "T1w", "p_T1c_bet.nii.gz": "t1gd",
+    "q_0001_t1_bet.nii.gz": "T1w", "q_0001_t1gd_bet.nii.gz": "t1gd",
+    "case_0000.nii.gz": "FLAIR", "case_0001.nii.gz": "T1w",
+    "case_0002.nii.gz": "t1gd", "case_0003.nii.gz": "T2w",
+    "one.nii.gz": "T1w", "two.nii.gz": "t1gd", "p_0042.nii.gz": "t1gd",
 }  # fmt: skip
 BOTH = ("T1w", "t1gd")
 
@@ -273,7 +275,7 @@ BOTH = ("T1w", "t1gd")
         (["x_t2.nii", "x_T1_Gd.NII.GZ"], BOTH, None),
     ],
 )
-def test_the_program_of_an_export_takes_and_refuses_the_files_that_predict_does(tmp_path, names, inputs, expected):
+def test_the_program_of_an_export_takes_the_files_that_predict_takes(tmp_path, names, inputs, expected):
     paths = [write_nifti(tmp_path / name, volume(FILES[name])) for name in names]
     assert taken_by_predict(paths, inputs) == expected
     assert taken_by_program(paths, inputs) == expected
@@ -291,8 +293,8 @@ def test_a_list_above_imagests_is_found_from_a_folder_within_it_too(tmp_path, de
         assert taken_by_program([path], inputs) == expected
 
 
-@pytest.mark.parametrize("other", ["shifted", "shape", "metres", "shear"])
-def test_the_program_of_an_export_refuses_grids_that_predict_refuses(tmp_path, other):
+@pytest.mark.parametrize("other", ["shifted", "shape", "metres", "shear", "air"])
+def test_the_program_of_an_export_refuses_grids_and_ct_that_predict_refuses(tmp_path, other):
     image, affine = volume("t1gd"), np.eye(4)
     affines = {
         "shifted": np.array([[1, 0, 0, 5], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]),
@@ -301,7 +303,10 @@ def test_the_program_of_an_export_refuses_grids_that_predict_refuses(tmp_path, o
     }
     first = write_nifti(tmp_path / "x_t1.nii.gz", volume("T1w"), affines.get(other, affine))
     second = affine if other == "shifted" else affines.get(other, affine)
-    image = image[:-1] if other == "shape" else image
+    if other == "shape":
+        image = image[:-1]
+    if other == "air":
+        image = np.where(image == 0, -1000, image)
     paths = [first, write_nifti(tmp_path / "x_t1ce.nii.gz", image, second)]
     with pytest.raises(InputError):
         load_case(find_cases(paths, of_run(*BOTH)).cases[0].files, channels=BOTH)

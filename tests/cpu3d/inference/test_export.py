@@ -244,7 +244,8 @@ def test_the_program_takes_the_same_background_as_predict(kind):
 
 
 @pytest.mark.parametrize(
-    ("trained", "codes", "said"), [(False, (1, 1), True), (False, (0, 0), False), (True, (1, 1), False)]
+    ("trained", "codes", "said"),
+    [(False, (1, 1), True), (False, (0, 0), False), (True, (1, 1), False)],
 )
 def test_the_program_says_if_only_the_image_gives_an_orientation(trained, codes, said):
     image = nibabel.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4))
