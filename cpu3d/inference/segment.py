@@ -104,9 +104,16 @@ def channel_of(name, about):
     return None
 
 
-def word_of(name, about):
-    """The channel that a part of a file's name means, if it is no number."""
-    return None if re.fullmatch(r"[\s_\d-]*", name) else channel_of(name, about)
+def word_of(name, about, before):
+    """The channel that a part of a file's name means, if it is no number; T1 is with contrast if it
+    says so `before`, as in x_ce-gd_T1w."""
+    if re.fullmatch(r"[\s_\d-]*", name):
+        return None
+    agent = r"(^|[\s_.-])(ce-[^\W_]+(?=_|$)|(ce|gd|gad|contrast)$)"
+    channel = channel_of(name, about)
+    if channel == channel_of("t1", about) and re.search(agent, before.rstrip(" _.-"), re.IGNORECASE):
+        return channel_of("t1gd", about)
+    return channel
 
 
 def stem_of(path):
@@ -123,16 +130,19 @@ def channel_at_end(path, about, is_alone):
     if number and (not is_alone or number[1] == "0000"):
         return channel_of(number[1], about)
     starts = [0, *(mark.end() for mark in re.finditer(r"[\s_.-]", stem))]
-    return next(filter(None, (word_of(stem[start:], about) for start in starts)), None)
+    ends = (word_of(stem[start:], about, stem[:start]) for start in starts)
+    return next(filter(None, ends), None)
 
 
 def channel_within(path, about):
     """The only channel that a word, or two in a row, of a 3D file's name tell; else None."""
-    words, found = re.split(r"[\s_.-]", stem_of(path)), []
+    stem, found, start = stem_of(path), [], 0
+    words = re.split(r"[\s_.-]", stem)
     while words:
-        length = 2 if word_of("".join(words[:2]), about) else 1
-        found.append(word_of("".join(words[:length]), about))
-        words = words[length:]
+        length = 2 if word_of("".join(words[:2]), about, "") else 1
+        taken, words = words[:length], words[length:]
+        found.append(word_of("".join(taken), about, stem[:start]))
+        start += sum(len(word) + 1 for word in taken)
     found = [channel for channel in found if channel]
     return found[0] if len(found) == 1 else None
 

@@ -254,6 +254,8 @@ FILES = {  # name -> the channel whose voxels it holds
     "q_0001_t1_bet.nii.gz": "T1w", "q_0001_t1gd_bet.nii.gz": "t1gd",
     "case_0000.nii.gz": "FLAIR", "case_0001.nii.gz": "T1w",
     "case_0002.nii.gz": "t1gd", "case_0003.nii.gz": "T2w",
+    "sub-1_T1w.nii.gz": "T1w", "sub-1_ce-gd_T1w.nii.gz": "t1gd", "y_CE_t1.nii": "t1gd",
+    "sub-2_ce-gd_T1w_bet.nii.gz": "t1gd", "sub-2_flair_bet.nii.gz": "FLAIR",
     "one.nii.gz": "T1w", "two.nii.gz": "t1gd", "p_0042.nii.gz": "t1gd",
 }  # fmt: skip
 BOTH = ("T1w", "t1gd")
@@ -272,6 +274,12 @@ BOTH = ("T1w", "t1gd")
         (["one.nii.gz", "two.nii.gz"], BOTH, [2, 3]),
         (["case_0002.nii.gz", "case_0001.nii.gz"], BOTH, [2, 3]),
         (["case_0003.nii.gz", "case_0001.nii.gz"], BOTH, None),
+        (["sub-1_ce-gd_T1w.nii.gz", "sub-1_T1w.nii.gz"], BOTH, [2, 3]),
+        (["sub-1_ce-gd_T1w.nii.gz"], ("T1w",), None),
+        (["sub-1_ce-gd_T1w.nii.gz"], ("t1gd",), [3]),
+        (["y_CE_t1.nii"], ("t1gd",), [3]),
+        (["sub-2_ce-gd_T1w_bet.nii.gz", "sub-2_flair_bet.nii.gz"], ("FLAIR", "T1w"), None),
+        (["sub-2_ce-gd_T1w_bet.nii.gz", "sub-2_flair_bet.nii.gz"], ("FLAIR", "t1gd"), [1, 3]),
         (["x_t2.nii", "x_T1_Gd.NII.GZ"], BOTH, None),
     ],
 )
