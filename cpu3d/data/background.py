@@ -22,6 +22,9 @@ BORDER_SHARE = 0.5  # of the grid's outermost voxels that must be alike to be ba
 # background of exact zeros, one z-score in thousands is that near to 0 by chance, and stays as it
 # is.
 RESIDUE_SHARE = 0.01
+# Of the voxels below NEAR, those within the tolerance from which on these are a background of their
+# own, also if a crop has few of them at its border. Of scores in a brain one in a hundred is.
+APART_SHARE = 0.5
 
 
 def without_residue(volume: np.ndarray) -> np.ndarray:
@@ -29,19 +32,23 @@ def without_residue(volume: np.ndarray) -> np.ndarray:
     head, and for what they let swing beside its edge: all below 1 % that hangs together with the
     border, if it has both signs.
 
-    Returned as it is if its voxels are whole numbers, if most of its border is not almost 0, as the
-    noise in the air of a scan that is not skull-stripped, or if its background is exactly 0
-    already.
+    Returned as it is if its voxels are whole numbers, if its background is exactly 0 already, or if
+    neither most of its border nor most of what is below 1 % is almost 0, as the noise in the air of
+    a scan that is not skull-stripped.
     """
     if volume.dtype.kind != "f" or np.array_equal(np.rint(volume), volume):
         return volume
     size = np.abs(volume)
     tolerance = _tolerance(volume)
     tiny = size <= tolerance
-    residue = np.count_nonzero(volume[tiny])
-    if _border(tiny).mean() < BORDER_SHARE or residue <= RESIDUE_SHARE * np.count_nonzero(tiny):
+    tiny_voxels = np.count_nonzero(tiny)
+    if np.count_nonzero(volume[tiny]) <= RESIDUE_SHARE * tiny_voxels:
         return volume
-    parts = label(size <= tolerance * NEAR / TOLERANCE)[0]
+    near = size <= tolerance * NEAR / TOLERANCE
+    is_apart = tiny_voxels >= APART_SHARE * np.count_nonzero(near)
+    if not is_apart and _border(tiny).mean() < BORDER_SHARE:
+        return volume
+    parts = label(near)[0]
     is_outside = np.zeros(parts.max() + 1, bool)  # of each part: whether it reaches the border
     is_outside[_border(parts)] = True
     is_outside[0] = False  # in no part

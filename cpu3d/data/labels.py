@@ -20,8 +20,9 @@ THRESHOLD = 0.5  # a voxel belongs to a region from this probability on
 
 SIDES = (
     *(("left", "right"), ("l", "r"), ("lt", "rt"), ("lft", "rgt"), ("lh", "rh")),
-    *(("sinister", "dexter"), ("sin", "dex"), ("sin", "dx")),
+    *(("sinister", "dexter"), ("sin", "dex"), ("sin", "dx"), ("sx", "dx")),
     *(("links", "rechts"), ("linke", "rechte"), ("linker", "rechter"), ("linkes", "rechtes")),
+    *(("li", "re"), ("izq", "der"), ("esq", "dir")),
     *(("gauche", "droit"), ("gauche", "droite")),
     *(("izquierdo", "derecho"), ("izquierda", "derecha")),
     *(("esquerdo", "direito"), ("esquerda", "direita")),
@@ -121,7 +122,7 @@ def _without_side(name: str, side: str) -> Optional[str]:
     text = " ".join(words)
     is_long = len(side) > 3 or not side.isascii()
     if side in words:
-        words.remove(side)
+        words = [word for word in words if word != side]
     elif is_long and side in text:
         words = text.replace(side, " ", 1).split()
     elif len(side) == 1 and len(text) > 3 and text.startswith(side):

@@ -98,6 +98,11 @@ def ras_to_file(geometry: Geometry) -> np.ndarray:
     return orientations.inv_ornt_aff(orientations.axcodes2ornt(geometry.axes), geometry.shape)
 
 
+def is_voxel_size(lengths_mm: Sequence[float]) -> bool:
+    """Whether voxels may be of this size, so that their unit is likely to be right."""
+    return min(lengths_mm) >= LEAST_MM * (1 - 1e-6) and max(lengths_mm) <= MOST_MM * (1 + 1e-6)
+
+
 def is_placed(geometry: Geometry) -> bool:
     """Whether the file gives the patient's orientation. With sform and qform codes of 0 the axes
     are those of the Analyze format, as nibabel and FSL read it: the first to the left, the second
@@ -235,7 +240,7 @@ def _checked_axes(path: Path, affine: np.ndarray, unit: str) -> str:
     if None in axes or abs(np.linalg.det(steps)) <= 1e-6 * np.prod(lengths):
         rule = f"{path} must have an invertible affine"
         raise InputError(f"{rule}, got {affine.tolist()}; correct its header")
-    if lengths.min() < LEAST_MM * (1 - 1e-6) or lengths.max() > MOST_MM * (1 + 1e-6):
+    if not is_voxel_size(lengths):
         sizes = " x ".join(f"{n:.4g}" for n in lengths)
         own = " x ".join(f"{n:.4g}" for n in lengths * PER_MM[unit])
         got = f"{sizes} mm, of {own} in the header's unit, {unit}"

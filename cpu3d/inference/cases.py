@@ -176,13 +176,14 @@ class _Search:
             self.problems.append(f"{rule}, got one of labels; name that of the images")
             return
         volumes = [path for path in volumes_in(folder) if not NO_IMAGE.search(stem_of(path))]
-        whole = [path for path in volumes if self.is_4d(path)]
-        single = [path for path in volumes if path not in whole]
+        is_4d = {path: self.is_4d(path) for path in volumes}
+        whole = [path for path in volumes if is_4d[path]]
+        single = [path for path in volumes if not is_4d[path]]
         names = read_names(single, self.store)
         named = [path for path in single if names[path].channel]
         if named:
             self._add_named(named, names, folder)
-            self.unread += [path for path in volumes if path not in named]
+            self.unread += [path for path in volumes if is_4d[path] or not names[path].channel]
         elif whole:
             for path in whole:
                 self.add_4d(path)

@@ -169,7 +169,7 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
         "inputs": {"image": image, **({"mean": mean, "std": std} if config.is_patch else {})},
         "outputs": {"logits" if config.is_patch else "probabilities": answer},
         "channels": config.channels,
-        "channel_names": {name: _names_of(name, config) for name in config.channels},
+        "channel_names": _channel_names(config),
         "regions": regions,
         "threshold": THRESHOLD,
         "label_names": {str(code): name for code, name in config.label_names.items()},
@@ -189,13 +189,20 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
     }
 
 
-def _names_of(channel: str, config: RunConfig) -> List[str]:
-    """What a channel may be called in a dataset.json and at the end of a file's name, nnU-Net's
-    number included; in lower case, without blanks, - and _."""
-    key = channel_key(channel)
-    names = [name for name, known in CHANNEL_NAMES.items() if known == key] or [key]
-    if channel in config.store_channels:
-        names.append(f"{config.store_channels.index(channel):04d}")
+def _channel_names(config: RunConfig) -> Dict[str, List[str]]:
+    """Channel -> what it may be called in a dataset.json and at the end of a file's name, nnU-Net's
+    number included; in lower case, without blanks, - and _. The network's channels come first;
+    files of the others are not taken for these."""
+    names: Dict[str, List[str]] = {}
+    keys = set()
+    for channel in (*config.channels, *config.store_channels, *CHANNEL_NAMES.values()):
+        key = channel_key(channel)
+        if key in keys:
+            continue
+        keys.add(key)
+        names[channel] = [name for name, known in CHANNEL_NAMES.items() if known == key] or [key]
+        if channel in config.store_channels:
+            names[channel].append(f"{config.store_channels.index(channel):04d}")
     return names
 
 

@@ -83,17 +83,20 @@ def painted(probabilities, about):
 def listed_channels(path):
     """The channels that a dataset.json above an image's imagesTs, or beside it, names."""
     folder = pathlib.Path(path).absolute().parent
-    above = [folder.parent] if folder.name.lower().startswith("images") else []
+    nearby = (folder, folder.parent)
+    above = [place.parent for place in nearby if place.name.lower().startswith("images")]
     for place in (*above, folder):
         if (place / "dataset.json").is_file():
             content = json.loads((place / "dataset.json").read_text(encoding="utf-8-sig"))
+            if not isinstance(content, dict):  # of something else
+                return []
             names = content.get("channel_names") or content.get("modality") or {}
             return [names[number] for number in sorted(names, key=int)]
     return []
 
 
 def channel_of(name, about):
-    """The network's channel that a name means, whatever its case, blanks, - and _; else None."""
+    """The channel that a name means, whatever its case, blanks, - and _; else None."""
     plain = re.sub(r"[\s_-]+", "", name.lower())
     for channel, names in about["channel_names"].items():
         if plain in names:
@@ -101,14 +104,56 @@ def channel_of(name, about):
     return None
 
 
-def channel_of_file(path, about):
-    """The network's channel that a 3D file's name ends in, or its number as in _0002; else None."""
-    stem = re.sub(r"\.nii(\.gz)?$", "", pathlib.Path(path).name, flags=re.IGNORECASE)
-    listed, number = listed_channels(path), re.search(r"_(\d{4})$", stem)
-    if listed and number:
+def word_of(name, about, before):
+    """The channel that a part of a file's name means, if it is no number; T1 is with contrast if it
+    says so `before`, as in x_ce-gd_T1w."""
+    if re.fullmatch(r"[\s_\d-]*", name):
+        return None
+    agent = r"(^|[\s_.-])(ce-[^\W_]+(?=_|$)|(ce|gd|gad|contrast)$)"
+    channel = channel_of(name, about)
+    if channel == channel_of("t1", about) and re.search(agent, before.rstrip(" _.-"), re.IGNORECASE):
+        return channel_of("t1gd", about)
+    return channel
+
+
+def stem_of(path):
+    return re.sub(r"\.nii(\.gz)?$", "", pathlib.Path(path).name, flags=re.IGNORECASE)
+
+
+def channel_at_end(path, about, is_alone):
+    """The channel that a 3D file's name ends in, or its number as in _0002; else None. That of a
+    file alone is of a patient, unless it is 0000 or a list has several channels."""
+    stem, listed = stem_of(path), listed_channels(path)
+    number = re.search(r"_(\d{4})$", stem)
+    if number and listed:
         return channel_of(listed[int(number[1])], about) if int(number[1]) < len(listed) else None
+    if number and (not is_alone or number[1] == "0000"):
+        return channel_of(number[1], about)
     starts = [0, *(mark.end() for mark in re.finditer(r"[\s_.-]", stem))]
-    return next(filter(None, (channel_of(stem[start:], about) for start in starts)), None)
+    ends = (word_of(stem[start:], about, stem[:start]) for start in starts)
+    return next(filter(None, ends), None)
+
+
+def channel_within(path, about):
+    """The only channel that a word, or two in a row, of a 3D file's name tell; else None."""
+    stem, found, start = stem_of(path), [], 0
+    words = re.split(r"[\s_.-]", stem)
+    while words:
+        length = 2 if word_of("".join(words[:2]), about, "") else 1
+        taken, words = words[:length], words[length:]
+        found.append(word_of("".join(taken), about, stem[:start]))
+        start += sum(len(word) + 1 for word in taken)
+    found = [channel for channel in found if channel]
+    return found[0] if len(found) == 1 else None
+
+
+def channels_of_files(paths, about):
+    """The channels that 3D files' names tell: their ends, or if no end is one, words within."""
+    names = [channel_at_end(path, about, len(paths) == 1) for path in paths]
+    within = [channel_within(path, about) for path in paths]
+    if any(names) or None in within or len(set(within)) < 2:
+        return names
+    return within
 
 
 def in_order(image, paths, about):
@@ -117,7 +162,7 @@ def in_order(image, paths, about):
     if len(paths) == 1 and (image.shape[3] > 1 or len(listed) == 1):
         names = [channel_of(name, about) for name in listed]
     else:
-        names, listed = [channel_of_file(path, about) for path in paths], []
+        names, listed = channels_of_files(paths, about), []
     if not any(names) and not listed:
         names = wanted
     if len(names) != image.shape[3] or any(names.count(name) != 1 for name in wanted):
@@ -163,13 +208,14 @@ def without_residue(volume):
     `predict`."""
     size = np.abs(volume)
     largest = np.percentile(size, 99.9)
-    tiny = size <= 1e-4 * largest
+    tiny, near = size <= 1e-4 * largest, size <= 1e-2 * largest
     few = np.count_nonzero(volume[tiny]) <= 0.01 * np.count_nonzero(tiny)
-    if few or border(tiny).mean() < 0.5 or np.array_equal(np.rint(volume), volume):
+    apart = np.count_nonzero(tiny) >= 0.5 * np.count_nonzero(near)
+    if few or not (apart or border(tiny).mean() >= 0.5) or np.array_equal(np.rint(volume), volume):
         return volume
     from scipy import ndimage
 
-    parts = ndimage.label(size <= 1e-2 * largest)[0]
+    parts = ndimage.label(near)[0]
     outside = np.zeros(parts.max() + 1, bool)
     outside[border(parts)] = True
     outside[0] = False
@@ -184,16 +230,41 @@ def border(volume):
     return np.concatenate([side[end].ravel() for side in sides for end in (0, -1)])
 
 
+def check_grids(paths, files):
+    """Stop at files that `predict` refuses: on several grids, of voxels beyond all scanners' in the
+    header's unit, or sheared by more than 45 degrees."""
+    first, unit = files[0], unit_mm(files[0])
+    for path, file in zip(paths, files):
+        steps = file.affine[:3, :3] * unit_mm(file)
+        lengths = np.linalg.norm(steps, axis=0)
+        if sum(n > 1 for n in file.shape[3:]) > 1:
+            sys.exit(f"{path} must be 3D, or 4D with the channels last, got shape {file.shape}")
+        apart = np.abs(file.affine[:3] * unit_mm(file) - first.affine[:3] * unit).max()
+        if file.shape[:3] != first.shape[:3] or apart > 1e-3:
+            sys.exit(f"{path} must have the grid of {paths[0]}; resample it or correct its header")
+        if lengths.min() < 0.01 * (1 - 1e-6) or lengths.max() > 100 * (1 + 1e-6):
+            sys.exit(f"{path} must have voxels of 0.01 to 100 mm, got {lengths}; correct its unit")
+        directions = steps / lengths
+        if np.triu(np.abs(directions.T @ directions), 1).max() > np.sin(np.radians(45)):
+            sys.exit(f"{path} must have axes sheared by at most 45 degrees; resample it")
+
+
 def read_image(paths):
     """The image float32 (X, Y, Z, C) in axes R A S, and its first file."""
     nibabel.Nifti1Header.quaternion_threshold = 1e-5  # for quaternions of length 1 but for rounding
     nibabel.Nifti2Header.quaternion_threshold = 1e-5
     files = [nibabel.load(path) for path in paths]
+    check_grids(paths, files)
     channels = []
-    for file in map(nibabel.as_closest_canonical, files):
-        volume = np.nan_to_num(file.get_fdata(dtype=np.float32), posinf=0, neginf=0)
-        volume = volume.reshape(*volume.shape[:3], -1)
-        channels += [without_residue(part) for part in np.moveaxis(volume, -1, 0)]
+    for path, file in zip(paths, map(nibabel.as_closest_canonical, files)):
+        volume = file.get_fdata(dtype=np.float32)
+        if not np.isfinite(volume).all():
+            print(f"note: {path}: NaN and infinite voxels are made background", file=sys.stderr)
+        volume = np.nan_to_num(volume, posinf=0, neginf=0)
+        parts = np.moveaxis(volume.reshape(*volume.shape[:3], -1), -1, 0)
+        if any(np.mean((part > -1100) & (part < -900)) >= 0.05 for part in parts):
+            sys.exit(f"{path} must not be CT, got large parts at the value of air, -1000 HU")
+        channels += map(without_residue, parts)
     return np.stack(channels, -1), files[0]
 
 
@@ -207,6 +278,9 @@ def notes_on(file, about):
     if not is_placed(file):
         taken = "its first axis is taken to run to the left; left and right may be exchanged"
         yield f"no orientation in the file (its sform and qform codes are 0): {taken}"
+    elif about.get("trained_with_orientation") is False:
+        rule = "an image with orientation, but the network was trained on images without"
+        yield f"{rule}: left and right may be exchanged in the answer"
     canonical = nibabel.as_closest_canonical(file)
     spacing = [float(n) * unit_mm(file) for n in nibabel.affines.voxel_sizes(canonical.affine)]
     trained = about.get("trained_spacing_mm")

@@ -278,9 +278,13 @@ def label_codes(path: Path, label: np.ndarray) -> np.ndarray:
 
 
 def case_notes(record: CaseRecord, channels: Sequence[str]) -> List[str]:
-    """What to say of a case: that its file gives no orientation, and channels whose background is
-    not 0."""
+    """What to say of a case: that its file gives no orientation, channels whose background is not
+    0, and a size of voxels that only a store of an earlier version can have."""
     notes = []
+    if not nifti.is_voxel_size(record.spacing_mm):
+        sizes = " x ".join(f"{length:.4g}" for length in record.spacing_mm)
+        rule = f"voxels of {sizes} mm, as its store was prepared when units were not read"
+        notes.append(f"{rule}: volumes and distances are wrong; prepare a new store")
     if not nifti.is_placed(record.geometry):
         notes.append(nifti.orientation_note(record.geometry))
     names: Dict[str, List[str]] = {}  # value -> channels

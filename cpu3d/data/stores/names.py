@@ -31,6 +31,8 @@ CHANNEL_NAMES = {
 }
 VOLUME_END = re.compile(r"\.nii(\.gz)?$", re.IGNORECASE)
 _MARK = re.compile(r"[\s_.-]")
+# Before T1 at the end of a name: that contrast was given, as in BIDS (sub-1_ce-gd_T1w), or a word.
+_CONTRAST = re.compile(r"(^|[\s_.-])(ce-[^\W_]+(?=_|$)|(ce|gd|gad|contrast)$)", re.IGNORECASE)
 _NUMBERED = re.compile(r"(.+)_(\d{4})")  # as nnU-Net names a file: case, channel
 
 
@@ -92,7 +94,7 @@ def read_name(path: Path, channels: Sequence[str] = ()) -> FileName:
     for start in (0, *(mark.end() for mark in _MARK.finditer(stem))):
         key = channel_key(stem[start:])
         if key in known:
-            return FileName(stem[:start].rstrip(" _.-"), key)
+            return _with_contrast(stem[:start].rstrip(" _.-"), key)
     match = _NUMBERED.fullmatch(stem)
     return FileName(match[1], number=int(match[2])) if match else FileName(stem)
 
@@ -111,17 +113,26 @@ def read_names(paths: Sequence[Path], channels: Sequence[str] = ()) -> Dict[Path
 # --- Private helpers ---
 
 
+def _with_contrast(before: str, key: str) -> FileName:
+    """A name that ends in a channel, of what stands before it: T1 may be T1 with contrast."""
+    if key == CHANNEL_NAMES["t1"] and _CONTRAST.search(before):
+        return FileName(_CONTRAST.sub("", before), CHANNEL_NAMES["t1gd"])
+    return FileName(before, key)
+
+
 def _read_within(path: Path, channels: Sequence[str]) -> FileName:
     """The only channel in a name, in one word or two, and the other words."""
-    words, known, keys, rest = _MARK.split(stem_of(path)), _known_keys(channels), [], []
+    stem, known = stem_of(path), _known_keys(channels)
+    words, found, rest, start = _MARK.split(stem), [], [], 0
     while words:
         length = next((n for n in (2, 1) if channel_key("".join(words[:n])) in known), 0)
+        taken, words = words[: length or 1], words[length or 1 :]
         if length:
-            keys.append(channel_key("".join(words[:length])))
+            found.append(_with_contrast(stem[:start].rstrip(" _.-"), channel_key("".join(taken))))
         else:
-            rest.append(words[0])
-        words = words[length or 1 :]
-    return FileName("_".join(rest), keys[0]) if len(keys) == 1 else FileName(stem_of(path))
+            rest += taken
+        start += sum(len(word) + 1 for word in taken)
+    return FileName("_".join(rest), found[0].channel) if len(found) == 1 else FileName(stem)
 
 
 def _known_keys(channels: Sequence[str]) -> Set[str]:

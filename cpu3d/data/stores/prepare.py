@@ -109,12 +109,12 @@ def prepare(
     if store_dir.resolve() == dataset.folder.resolve():
         raise InputError(f"store {store_dir} must be another folder than the data set, got the same; choose one")
     content = identity(dataset, settings)
+    if finished and not _has_settings(store_dir):
+        _restore_source(store_dir, content, dataset)
     claim = dict(content)
     if finished and has_grown(store_dir):  # from data sets of other names and orders, perhaps
         for name in ("name", "layout", "channels"):
             del claim[name]
-    if finished and not (store_dir / "source.json").exists():
-        _restore_source(store_dir, content, dataset)
     with claimed(store_dir, "store", "source.json", claim):
         if finished:
             return _finished_before(store_dir, dataset, settings, workers, fractions, seed)
@@ -177,11 +177,18 @@ def _finished_before(
         print_summary(store_dir)
     else:
         say(f"Nothing to do: store {store_dir} is finished and unchanged.", stderr=False)
-    if mended.elsewhere:
-        got = f"files of {', '.join(mended.elsewhere)} are lost or damaged"
-        todo = f"run `store append {store_dir}` with the data set that has them"
-        say(f"warning: {got}, and {dataset.folder} does not have them; {todo}")
+    say(*still_lost(store_dir, dataset_dir=dataset.folder, case_ids=mended.elsewhere))
     return manifest
+
+
+def still_lost(store_dir: Path, dataset_dir: Path, case_ids: Sequence[str]) -> List[str]:
+    """The warning that a store has lost files of cases that a data set does not have; none of no
+    cases."""
+    if not case_ids:
+        return []
+    got = f"files of {', '.join(case_ids)} are lost or damaged"
+    todo = f"run `store append {store_dir}` with the data set that has them"
+    return [f"warning: {got}, and {dataset_dir} does not have them; {todo}"]
 
 
 def split_sizes(manifest: Manifest) -> str:
@@ -328,8 +335,8 @@ def note_growth(store_dir: Path) -> None:
 
 
 def _restore_source(store_dir: Path, content: Dict[str, Any], dataset: Dataset) -> None:
-    """Write the lost source.json of a finished store again. Raises InputError if it would not be
-    the store's own."""
+    """Write the lost or damaged source.json of a finished store again. Raises InputError if it would
+    not be the store's own."""
     manifest = open_store(store_dir).manifest
     labels = labels_in_use(manifest.layout, manifest.labels, ())
     own: Dict[str, Any] = {
@@ -346,7 +353,7 @@ def _restore_source(store_dir: Path, content: Dict[str, Any], dataset: Dataset) 
             own["crop"] = False
         if record.zeroed_voxels:
             own["zero_nan"] = True
-    lost = f"store {store_dir}, whose source.json is lost,"
+    lost = f"store {store_dir}, whose source.json is lost or damaged,"
     refuse(
         f"{name} of {lost} must be {value!r}, got {content[name]!r}; give that"
         for name, value in own.items()
@@ -369,6 +376,14 @@ def settings_of(store_dir: Path) -> Settings:
         return read_record(store_dir / "source.json", SCHEMA, made, todo, InputError)
     except FileNotFoundError:
         raise InputError(f"store {store_dir} must hold source.json with its settings, found none; {todo}") from None
+
+
+def _has_settings(store_dir: Path) -> bool:
+    """Whether a store's source.json is there and whole."""
+    with contextlib.suppress(InputError):
+        settings_of(store_dir)
+        return True
+    return False
 
 
 class _BadCase(msgspec.Struct):

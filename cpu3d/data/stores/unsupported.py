@@ -12,7 +12,7 @@ from cpu3d.errors import InputError, refuse
 
 CT_NAMES = {
     *("ct", "cta", "ctp", "cbct", "cect", "ncct", "nect", "ldct", "hrct", "mdct", "msct"),
-    *("petct", "ctscan", "hu", "hounsfield", "кт"),
+    *("dect", "ctac", "petct", "ctscan", "hu", "hounsfield", "кт"),
 }
 CT_WORDS = re.compile(r"comput\w*[\s_-]*((assisted|axial)[\s_-]*)?tomogra|tomodensitom")
 AIR_HU = (-1100, -900)  # air, with noise, and the -1024 that scanners put around their field
@@ -21,9 +21,10 @@ _RULE = "must not be CT, with large parts at -1000 or -1024 as air in Hounsfield
 _NO_CT = "normalisation of CT is not supported yet"
 
 # A name that says "do not learn this": some of the first words, and else only such as the second.
-_IGNORED = r"ignor\w*|void|unlabel+ed|unannotated|unknown|undefined|unspecified"
-_IGNORED += r"|do ?n[o']?t care|(not|non) (annotated|label+ed)|no (annotation|label)"
-_FILLING = r"label|region|area|class|voxels?|pixels?|value|index|mask|to|be|or|and|the|\d+"
+_IGNORED = r"ignor\w*|exclud\w*|void|unlabel+ed|unannotated|unknown|undefined|unspecified"
+_IGNORED += r"|do ?n[o']?t (care|use)|(not|non) (annotated|label+ed|used)|no (annotation|label)"
+_FILLING = r"background|label|region|area|class|voxels?|pixels?|value|index|mask|\d+"
+_FILLING += r"|to|be|or|and|the"
 IGNORE_NAME = re.compile(rf"(({_FILLING}) )*({_IGNORED})( ({_IGNORED}|{_FILLING}))*")
 
 

@@ -96,6 +96,7 @@ def run_append(options: Append) -> int:
     added = case_list(after.cases).chosen(done.new)
     notes = {record.case_id: case_notes(record, after.channels) for record in added}
     say(*lines, *note_lines(notes), stderr=False)
+    say(*prepare.still_lost(folder, options.dataset, done.elsewhere))
     return 0
 
 
@@ -135,6 +136,7 @@ class Appended(NamedTuple):
     known: Tuple[str, ...]  # in the store already, and whole
     repaired: Tuple[str, ...]  # in the store already, with files that were lost and are there again
     bad: Tuple[str, ...]  # left out
+    elsewhere: Tuple[str, ...]  # in the store, with files that are lost, and not in the data set
 
 
 def append(
@@ -200,6 +202,7 @@ def append(
         known=tuple(sorted(whole)),
         repaired=mended.case_ids,
         bad=tuple(sorted(bad)),
+        elsewhere=mended.elsewhere,
     )
 
 

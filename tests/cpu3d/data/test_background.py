@@ -86,6 +86,22 @@ def test_a_few_hot_voxels_do_not_make_the_head_residue():
     assert np.array_equal(cleaned != 0, volume != 0)
 
 
+@pytest.mark.parametrize("unit", [1.0, 1e-3, 1e6])
+def test_residue_in_a_crop_whose_border_is_mostly_head_becomes_0_too(unit):
+    clean = head()[5:15, 4:12, 4:15] * np.float32(unit)
+    border = np.pad(np.zeros(np.subtract(clean.shape, 2), bool), 1, constant_values=True)
+    assert (clean[border] == 0).mean() < 0.3
+    residue = noise(1e-5 * unit)[: clean.shape[0], : clean.shape[1], : clean.shape[2]]
+    dirty = np.where(clean == 0, residue, clean).astype(np.float32)
+    assert np.array_equal(without_residue(dirty), clean)
+    assert border_value(without_residue(dirty)) == 0
+
+
+def test_scores_of_a_crop_without_background_stay_as_they_are():
+    volume = np.random.default_rng(0).normal(0, 1, (64, 64, 64)).astype(np.float32)
+    assert without_residue(volume) is volume
+
+
 def test_a_crop_inside_the_body_stays_as_it_is():
     volume = np.random.default_rng(0).uniform(0, 1000, SHAPE).astype(np.float32)
     assert without_residue(volume) is volume

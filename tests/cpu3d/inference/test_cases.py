@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 
 from cpu3d.data.stores.case import load_case
+from cpu3d.errors import InputError
 from cpu3d.inference import segment
 from cpu3d.inference.cases import find_cases
+from cpu3d.inference.export import contract
+from cpu3d.settings import RunConfig
+from models.config import UNetConfig
 from tests.cpu3d.conftest import LABELS, REGIONS, FakePredictor
 from tests.cpu3d.data.datasets import tiny_image, write_nifti
 
@@ -218,3 +222,100 @@ def test_the_program_of_an_export_finds_channels_by_name(tmp_path):
     for paths in (("x_t1ce.nii.gz", "y.nii.gz"), ("x_t1ce.nii.gz", "x_t1c.nii.gz"), ("a.nii.gz",)):
         with pytest.raises(SystemExit, match="FLAIR, t1gd"):
             segment.in_order(image[..., :2] if len(paths) > 1 else image, paths, about)
+
+
+def taken_by_predict(paths, inputs):
+    """The values of `VALUES` in the network's channels of one case, or None if it is refused."""
+    result = find_cases(paths, of_run(*inputs))
+    if result.problems:
+        return None
+    (case,) = result.cases
+    image = load_case(case.files, channels=case.channels).image
+    return [int(image[..., case.channels.index(name)].max()) // 100 for name in inputs]
+
+
+def taken_by_program(paths, inputs):
+    """The same in the program of an export."""
+    config = RunConfig(
+        label_names=LABELS, region_codes=REGIONS, regions=tuple(REGIONS), channels=inputs,
+        store_channels=STORE, grid=(8, 8, 8), unet=UNetConfig(channels=len(inputs), outputs=len(REGIONS)),
+    )  # fmt: skip
+    about = json.loads(json.dumps(contract(config, "float32", "onnx")))
+    try:
+        image = segment.in_order(segment.read_image(paths)[0], paths, about)
+    except SystemExit:
+        return None
+    return [int(channel.max()) // 100 for channel in np.moveaxis(image, -1, 0)]
+
+
+FILES = {  # name -> the channel whose voxels it holds
+    "x_flair.nii.gz": "FLAIR", "x_T1_Gd.NII.GZ": "t1gd", "x_t2.nii": "T2w",
+    "p_T1w_bet.nii.gz": "T1w", "p_T1c_bet.nii.gz": "t1gd",
+    "q_0001_t1_bet.nii.gz": "T1w", "q_0001_t1gd_bet.nii.gz": "t1gd",
+    "case_0000.nii.gz": "FLAIR", "case_0001.nii.gz": "T1w",
+    "case_0002.nii.gz": "t1gd", "case_0003.nii.gz": "T2w",
+    "sub-1_T1w.nii.gz": "T1w", "sub-1_ce-gd_T1w.nii.gz": "t1gd", "y_CE_t1.nii": "t1gd",
+    "sub-2_ce-gd_T1w_bet.nii.gz": "t1gd", "sub-2_flair_bet.nii.gz": "FLAIR",
+    "one.nii.gz": "T1w", "two.nii.gz": "t1gd", "p_0042.nii.gz": "t1gd",
+}  # fmt: skip
+BOTH = ("T1w", "t1gd")
+
+
+@pytest.mark.parametrize(
+    ("names", "inputs", "expected"),
+    [
+        (["x_flair.nii.gz"], ("t1gd",), None),
+        (["x_T1_Gd.NII.GZ"], ("t1gd",), [3]),
+        (["case_0000.nii.gz"], ("t1gd",), None),
+        (["case_0002.nii.gz"], ("t1gd",), [3]),
+        (["p_0042.nii.gz"], ("t1gd",), [3]),
+        (["p_T1c_bet.nii.gz", "p_T1w_bet.nii.gz"], BOTH, [2, 3]),
+        (["q_0001_t1gd_bet.nii.gz", "q_0001_t1_bet.nii.gz"], BOTH, [2, 3]),
+        (["one.nii.gz", "two.nii.gz"], BOTH, [2, 3]),
+        (["case_0002.nii.gz", "case_0001.nii.gz"], BOTH, [2, 3]),
+        (["case_0003.nii.gz", "case_0001.nii.gz"], BOTH, None),
+        (["sub-1_ce-gd_T1w.nii.gz", "sub-1_T1w.nii.gz"], BOTH, [2, 3]),
+        (["sub-1_ce-gd_T1w.nii.gz"], ("T1w",), None),
+        (["sub-1_ce-gd_T1w.nii.gz"], ("t1gd",), [3]),
+        (["y_CE_t1.nii"], ("t1gd",), [3]),
+        (["sub-2_ce-gd_T1w_bet.nii.gz", "sub-2_flair_bet.nii.gz"], ("FLAIR", "T1w"), None),
+        (["sub-2_ce-gd_T1w_bet.nii.gz", "sub-2_flair_bet.nii.gz"], ("FLAIR", "t1gd"), [1, 3]),
+        (["x_t2.nii", "x_T1_Gd.NII.GZ"], BOTH, None),
+    ],
+)
+def test_the_program_of_an_export_takes_the_files_that_predict_takes(tmp_path, names, inputs, expected):
+    paths = [write_nifti(tmp_path / name, volume(FILES[name])) for name in names]
+    assert taken_by_predict(paths, inputs) == expected
+    assert taken_by_program(paths, inputs) == expected
+
+
+@pytest.mark.parametrize("depth", ["", "site1"])
+def test_a_list_above_imagests_is_found_from_a_folder_within_it_too(tmp_path, depth):
+    folder = listed(tmp_path, ("T1-CE", "flair", "T1", "T2"))
+    (tmp_path / "imagesTs" / depth).mkdir(exist_ok=True)
+    order = ("t1gd", "FLAIR", "T1w", "T2w")
+    path = write_nifti(folder / depth / "a.nii.gz", np.stack([volume(name) for name in order], -1))
+    for inputs in (STORE, BOTH, ("T1w",)):
+        expected = [STORE.index(name) + 1 for name in inputs]
+        assert taken_by_predict([path], inputs) == expected
+        assert taken_by_program([path], inputs) == expected
+
+
+@pytest.mark.parametrize("other", ["shifted", "shape", "metres", "shear", "air"])
+def test_the_program_of_an_export_refuses_grids_and_ct_that_predict_refuses(tmp_path, other):
+    image, affine = volume("t1gd"), np.eye(4)
+    affines = {
+        "shifted": np.array([[1, 0, 0, 5], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]),
+        "metres": np.diag([1000, 1000, 1000, 1]),
+        "shear": np.array([[1, 0, 0, 0], [0, 1, 1.5, 0], [0, 0, 1, 0], [0, 0, 0, 1]]),
+    }
+    first = write_nifti(tmp_path / "x_t1.nii.gz", volume("T1w"), affines.get(other, affine))
+    second = affine if other == "shifted" else affines.get(other, affine)
+    if other == "shape":
+        image = image[:-1]
+    if other == "air":
+        image = np.where(image == 0, -1000, image)
+    paths = [first, write_nifti(tmp_path / "x_t1ce.nii.gz", image, second)]
+    with pytest.raises(InputError):
+        load_case(find_cases(paths, of_run(*BOTH)).cases[0].files, channels=BOTH)
+    assert taken_by_program(paths, BOTH) is None

@@ -110,9 +110,10 @@ def test_the_program_in_usage_md_segments_a_file_as_predict_does_and_export_json
     taken = about["inputs"]["image"]
     assert (taken["dtype"], taken["shape"]) == ("float32", [*config.grid, len(config.channels)])
     numbers = {"FLAIR": "0000", "T1gd": "0001"}
-    assert list(about["channel_names"]) == list(config.channels)
-    for channel, names in about["channel_names"].items():
-        assert {channel.lower(), numbers[channel]} <= set(names)
+    names = about["channel_names"]
+    assert list(names)[: len(config.channels)] == list(config.channels)
+    for channel in ("FLAIR", "T1gd"):
+        assert {channel.lower(), numbers[channel]} <= set(names[channel])
     assert about["paint"] == [[{"output": 0, "code": 1}], [{"output": 1, "code": 2}], [{"output": 2, "code": 3}]]
     assert about["weights_sha256"] == file_sha256(run / "checkpoints/best.npz")
     assert sorted(path.name for path in out.iterdir()) == sorted(["export.json", *about["files"]])
@@ -226,7 +227,7 @@ def test_the_program_reads_units_orientation_and_background_as_predict_does(
     assert (place.unit, ras_spacing_mm(place)) == ("micron", pytest.approx((1, 1, 2)))
 
 
-@pytest.mark.parametrize("kind", ["residue", "air", "scores", "whole"])
+@pytest.mark.parametrize("kind", ["residue", "crop", "air", "scores", "whole"])
 def test_the_program_takes_the_same_background_as_predict(kind):
     rng = np.random.default_rng(0)
     volume = np.zeros((24, 20, 16), np.float32)
@@ -234,11 +235,25 @@ def test_the_program_takes_the_same_background_as_predict(kind):
     noise = rng.normal(0, 1, volume.shape)
     volume = {
         "residue": np.where(volume == 0, 1e-5 * noise, volume),
+        "crop": np.where(volume == 0, 1e-5 * noise, volume)[5:15, 4:12, 4:15],
         "air": np.hypot(volume, 5 * noise),
         "scores": np.where(volume == 0, 0, noise),
         "whole": np.rint(volume),
     }[kind].astype(np.float32)
     np.testing.assert_array_equal(segment.without_residue(volume), without_residue(volume))
+
+
+@pytest.mark.parametrize(
+    ("trained", "codes", "said"),
+    [(False, (1, 1), True), (False, (0, 0), False), (True, (1, 1), False)],
+)
+def test_the_program_says_if_only_the_image_gives_an_orientation(trained, codes, said):
+    image = nibabel.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4))
+    image.set_sform(image.affine, codes[0])
+    image.set_qform(image.affine, codes[1])
+    notes = " ".join(segment.notes_on(image, {"trained_with_orientation": trained}))
+    assert ("trained on images without" in notes) == said
+    assert ("codes are 0" in notes) == (codes == (0, 0))
 
 
 REGIONS = {"all": (1, 2, 3, 4), "left": (1,), "right": (3,), "inner": (2,)}

@@ -162,9 +162,12 @@ def test_a_store_that_grew_before_source_json_told_it_is_known_by_its_split(tmp_
         prepare(tmp_path / "first", store, **{**how, "fractions": (1, 0, 0)})
 
 
-def test_the_settings_of_a_store_come_back_if_prepare_is_given_them(grown, tmp_path):
+@pytest.mark.parametrize("content", [None, "", '{"schema": 1, "na', '{"schema": 1}'])
+def test_the_settings_of_a_store_come_back_if_prepare_is_given_them(grown, tmp_path, content):
     store = grown(crop=True)
     (store / "source.json").unlink()
+    if content is not None:
+        (store / "source.json").write_text(content)
     how = {"fractions": (1, 1, 1), "workers": 1}
     with pytest.raises(InputError, match=r"source\.json .* `prepare` of its first data set"):
         append(store, tmp_path / "first", workers=1)
@@ -175,6 +178,17 @@ def test_the_settings_of_a_store_come_back_if_prepare_is_given_them(grown, tmp_p
     prepare(tmp_path / "first", store, **how, settings=Settings(crop=True))
     lose(store, "image", 4)
     assert append(store, tmp_path / "second", workers=1).repaired == ("BRATS_004",)
+
+
+@pytest.mark.parametrize("command", [PREPARE, APPEND])
+def test_a_lost_case_of_another_data_set_is_named(grown, tmp_path, monkeypatch, capsys, command):
+    store = grown()
+    monkeypatch.chdir(tmp_path)
+    lose(store, "image", 4)
+    assert main([*command, "first"]) == 0
+    assert "BRATS_004 are lost or damaged, and first does not have them" in capsys.readouterr().err
+    assert main([*APPEND, "second"]) == 0
+    assert "are lost" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [PREPARE, APPEND])

@@ -16,7 +16,7 @@ LABELS = {"0": "background", "1": "tumour"}
     ("name", "answer"),
     [
         *[(name, True) for name in ("CT", "ct", "Computed Tomography", "CT_portal", "portalCT")],
-        *[(name, True) for name in ("PET/CT", "ct (HU)")],
+        *[(name, True) for name in ("PET/CT", "ct (HU)", "DECT")],
         *[(name, False) for name in ("CT1", "T1ct", "FLAIR", "contrast", "MRI", "direct")],
     ],
 )
@@ -29,6 +29,7 @@ def test_a_channel_is_ct_by_its_name(name, answer):
     [
         *[(name, True) for name in ("ignore", "Ignore label", "void", "unlabelled", "Don't care")],
         *[(name, True) for name in ("unknown", "not annotated", "void / ignore", "ignore_index")],
+        *[(name, True) for name in ("excluded", "not used", "do not use", "background (ignore)")],
         *[(name, False) for name in ("tumour", "unknown tumour", "avoid", "background")],
     ],
 )
