@@ -136,15 +136,17 @@ def channel_at_end(path, about, is_alone):
 
 def channel_within(path, about):
     """The only channel that a word, or two in a row, of a 3D file's name tell; else None."""
-    stem, found, start = stem_of(path), [], 0
+    stem = stem_of(path)
+    channels = []
+    start = 0
     words = re.split(r"[\s_.-]", stem)
     while words:
         length = 2 if word_of("".join(words[:2]), about, "") else 1
         taken, words = words[:length], words[length:]
-        found.append(word_of("".join(taken), about, stem[:start]))
+        channels.append(word_of("".join(taken), about, stem[:start]))
         start += sum(len(word) + 1 for word in taken)
-    found = [channel for channel in found if channel]
-    return found[0] if len(found) == 1 else None
+    channels = [channel for channel in channels if channel]
+    return channels[0] if len(channels) == 1 else None
 
 
 def channels_of_files(paths, about):

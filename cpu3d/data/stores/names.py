@@ -123,16 +123,19 @@ def _with_contrast(before: str, key: str) -> FileName:
 def _read_within(path: Path, channels: Sequence[str]) -> FileName:
     """The only channel in a name, in one word or two, and the other words."""
     stem, known = stem_of(path), _known_keys(channels)
-    words, found, rest, start = _MARK.split(stem), [], [], 0
+    words = _MARK.split(stem)
+    matches = []
+    rest = []
+    start = 0
     while words:
         length = next((n for n in (2, 1) if channel_key("".join(words[:n])) in known), 0)
         taken, words = words[: length or 1], words[length or 1 :]
         if length:
-            found.append(_with_contrast(stem[:start].rstrip(" _.-"), channel_key("".join(taken))))
+            matches.append(_with_contrast(stem[:start].rstrip(" _.-"), channel_key("".join(taken))))
         else:
             rest += taken
         start += sum(len(word) + 1 for word in taken)
-    return FileName("_".join(rest), found[0].channel) if len(found) == 1 else FileName(stem)
+    return FileName("_".join(rest), matches[0].channel) if len(matches) == 1 else FileName(stem)
 
 
 def _known_keys(channels: Sequence[str]) -> Set[str]:
