@@ -262,7 +262,7 @@ def job_of(config: RunConfig, threads: int, cases: int) -> Job:
     """The run as a job of the estimator. `cases` are volumes an epoch, or patches."""
     engine = installed_engine() if config.engine == AUTO else config.engine
     same = {name: getattr(config, name) for name in ("unet", "batch", "micro_batch", "optimizer")}
-    fed = {"averaged": config.ema > 0, "from_store": True, "resampled": config.augment.resamples, "cases": cases}
+    fed = {"averaged": config.ema > 0, "from_store": True, "resampled": config.augment.needs_volume, "cases": cases}
     return Job(shape=config.grid, engine=engine, threads=threads, **same, **fed)
 
 

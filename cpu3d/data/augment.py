@@ -1,17 +1,31 @@
-"""Augmentation: its settings, and the numbers drawn for a sample, which normalise.py applies.
+"""Augmentation: its settings, and the numbers drawn for a sample, by which native/samples.py makes it.
 
-Gain and offset fold into the normalisation and cost nothing. Rotation and scaling, off by default, are in millimetres,
-so that a rotation does not shear on a grid of unequal spacing.
+Gain and offset fold into the normalisation and cost nothing. Rotation and scaling are in millimetres, so that a
+rotation does not shear on a grid of unequal spacing. The other changes of intensity are those of nnU-Net.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Dict, Sequence, Tuple
+from dataclasses import dataclass, fields
+from typing import Iterator, Optional, Sequence, Tuple
 
 import numpy as np
 
-from cpu3d.data.sampling import random_units
+from cpu3d.data.resolution import growing
+from cpu3d.data.sampling import random_units, random_words
 from memory_estimator.common.schema import option
+
+_KEY, _NOISE_KEY = 0x61756721, 0x6E6F697365  # of the random streams of a sample
+
+# The share of samples that have each change, and of their channels: nnU-Net's (Isensee et al. 2021; nnUNetTrainer and
+# batchgeneratorsv2 of its version 2). There gamma comes in two transforms, of 0.1 for the negative and of 0.3.
+PROBABILITY = {"noise": 0.1, "blur": 0.2, "contrast": 0.15, "low_resolution": 0.25, "gamma": 0.4}
+CHANNEL_PROBABILITY = {"blur": 0.5, "low_resolution": 0.5}  # the others change all channels, each by its own draw
+NEGATIVE_PROBABILITY = 0.25  # of a sample with gamma: that it is the negative's
+BLUR_REACH = 4  # standard deviations of a Gaussian, beyond which it is 0
+
+
+def _augmentation(default: float, words: str, metavar: str) -> float:
+    return option(default, words, metavar, group="augmentation")
 
 
 @dataclass(frozen=True)
@@ -20,29 +34,85 @@ class AugmentConfig:
 
     flip: bool = option(True, "no mirroring, for data whose left and right differ", group="augmentation")
     """Mirror along X, Y and Z, each with probability 1/2; not X if labels pair left and right."""
-    gain: float = 0.1  # multiply each channel by 1 + U(-gain, gain), in normalised units
-    offset: float = 0.1  # add U(-offset, offset) to each channel, in standard deviations
-    rotation_deg: float = option(0.0, "small rotations up to A degrees; they cost time", "A", group="augmentation")
-    """Turn about Z and about X by U(-rotation, rotation) each, in degrees. Costs two resamplings of the volume."""
-    scaling: float = option(0.0, "zoom by up to 1 +- S; it costs time", "S", group="augmentation")
-    """Zoom X and Y by one factor 1 + U(-scaling, scaling), and Z by another. Shares the resamplings of rotation."""
+    gain: float = _augmentation(0.1, "brightness: multiply each channel by up to 1 +- G, normalised; below 1", "G")
+    offset: float = _augmentation(0.1, "add up to +- O standard deviations to each channel; below 10", "O")
+    rotation_deg: float = _augmentation(0.0, "turn about all three axes by up to +- A degrees each; below 45", "A")
+    scaling: float = _augmentation(0.0, "zoom by a factor between 1 / (1 + S) and 1 + S; below 1; nnU-Net: 0.4", "S")
+    contrast: float = _augmentation(
+        0.0, "in 15 of 100 samples, deviations from a channel's mean by up to 1 +- C; below 1; nnU-Net: 0.25", "C"
+    )
+    gamma: float = _augmentation(
+        0.0, "in 40 of 100 samples, an exponent between 1 / (1 + G) and 1 + G; below 4; nnU-Net: 0.5", "G"
+    )
+    noise: float = _augmentation(
+        0.0, "in 10 of 100 samples, Gaussian noise of up to N standard deviations; below 10; nnU-Net: 0.1", "N"
+    )
+    blur: float = _augmentation(
+        0.0, "in 20 of 100 samples, half of the channels blurred by B / 2 to B voxels; below 10; nnU-Net: 1", "B"
+    )
+    low_resolution: float = _augmentation(
+        0.0,
+        "in 25 of 100 samples, half of the channels at a share of 1 - L to 1 of the voxels; below 1; nnU-Net: 0.5",
+        "L",
+    )
+
+    in_planes: bool = False
+    """Whether volumes are turned about Z and X alone, and zoomed along Z by a factor of its own, as by versions before
+    contrast and the settings below it. No sample is made so any more."""
 
     def __post_init__(self):
-        for name, limit in {"gain": 1, "offset": 10, "rotation_deg": 45, "scaling": 0.5}.items():
+        for name, limit in LIMITS.items():
             if not 0 <= getattr(self, name) < limit:
                 raise ValueError(f"augment {name} must be in [0, {limit}), got {getattr(self, name)}; 0 turns it off")
 
     @property
-    def resamples(self) -> bool:
-        """Whether the volume is resampled: the part of augmentation that costs time."""
-        return bool(self.rotation_deg or self.scaling)
+    def needs_volume(self) -> bool:
+        """Whether a change of intensity needs all of a volume at a time, in float32."""
+        return any((self.contrast, self.gamma, self.blur, self.low_resolution))
 
+
+LATER = ("contrast", "gamma", "noise", "blur", "low_resolution", "in_planes")
+"""Settings that runs of earlier versions lack: theirs are off."""
+
+LIMITS = {
+    "gain": 1,
+    "offset": 10,
+    "rotation_deg": 45,
+    "scaling": 1,
+    "contrast": 1,
+    "gamma": 4,
+    "noise": 10,
+    "blur": 10,
+    "low_resolution": 1,
+}
+"""Of each strength the first number that is too large."""
 
 NO_AUGMENT = AugmentConfig(flip=False, gain=0.0, offset=0.0)
 
-FLOATS = ("float32", (None,))
-# Name -> dtype and shape of the arrays that `draw` gives and `Finish` applies.
-DRAWN = {"scale": FLOATS, "shift": FLOATS, "flips": ("bool", (3,)), "planes": ("float32", (2, 4))}
+
+@dataclass(frozen=True)
+class Drawn:
+    """The numbers of one sample. Those of intensity are (C,), one for each channel, or None for no change."""
+
+    scale: np.ndarray  # normalisation with gain and offset in it: value * scale + shift
+    shift: np.ndarray
+    flips: Tuple[bool, bool, bool]  # mirror X, Y, Z, last of all
+    matrix: Optional[np.ndarray] = None  # (3, 3), voxels from the centre: those of the sample -> where they come from
+    noise: Optional[np.ndarray] = None  # standard deviation
+    noise_keys: Optional[np.ndarray] = None  # (C, 2) uint32
+    blur: Optional[np.ndarray] = None  # standard deviation, voxels; 0 for none
+    low_resolution: Optional[np.ndarray] = None  # share of the voxels along each axis; 1 for all
+    contrast: Optional[np.ndarray] = None  # factor; 1 for none
+    gamma: Optional[np.ndarray] = None  # exponent; 1 for none
+    negative: bool = False  # whether gamma is that of the negative image
+
+    def of_channels(self, picked: Sequence[int]) -> "Drawn":
+        """The numbers of some channels."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in given.items():
+            if isinstance(value, np.ndarray) and name != "matrix":
+                given[name] = value[list(picked)]
+        return Drawn(**given)
 
 
 def draw(
@@ -54,35 +124,82 @@ def draw(
     seed: int,
     position: int,
     mirrored: Sequence[int] = (0, 1, 2),
-) -> Dict[str, np.ndarray]:
-    """The arrays of `DRAWN` for the sample at `position`: the same numbers on every machine.
+) -> Drawn:
+    """The numbers for the sample at `position`, the same on every machine.
 
-    scale, shift (C,): normalisation of the case's channels, with the drawn intensity folded into
-    it. flips (3,): mirror X, Y, Z, of which `mirrored` are those that may be. planes (2, 4):
-    inverse maps (m00, m01, m10, m11), output offset -> input offset in voxels of `spacing_mm`, of
-    the turn about Z with the zoom of X and Y, and of the turn about X with the zoom of Z.
+    `scale` and `shift` (C,) are the normalisation of the case's channels, `mirrored` the axes that may be mirrored.
     """
-    units = random_units(seed, position, 0x61756721)
+    units, channels = random_units(seed, position, _KEY), len(scale)
 
-    def within(limit: float) -> float:
-        return (2 * next(units) - 1) * limit
+    def within(limit: float, count: int = channels) -> np.ndarray:
+        return np.array([(2 * next(units) - 1) * limit for _ in range(count)])
+
+    def is_drawn(name: str) -> bool:
+        return next(units) < PROBABILITY[name] and getattr(config, name) > 0
+
+    def in_some_channels(name: str, values: np.ndarray, otherwise: float) -> Optional[np.ndarray]:
+        among = np.array([next(units) < CHANNEL_PROBABILITY[name] for _ in range(channels)])
+        return np.float32(np.where(among, values, otherwise)) if is_drawn(name) and among.any() else None
 
     # Every number is always drawn, so that one option does not shift the others.
     flips = [next(units) < 0.5 and config.flip and axis in mirrored for axis in range(3)]
-    about_z, about_x = (math.radians(within(config.rotation_deg)) for _ in range(2))
-    zoom_xy, zoom_z = (1 + within(config.scaling) for _ in range(2))
-    gain = [1 + within(config.gain) for _ in scale]
-    offset = [within(config.offset) for _ in scale]
-    size_x, size_y, size_z = spacing_mm
-    planes = _inverse(about_z, zoom_xy, zoom_xy, size_y / size_x), _inverse(about_x, 1.0, zoom_z, size_z / size_y)
-    arrays = np.float32(scale * gain), np.float32(shift * gain + offset), np.array(flips), np.float32(planes)
-    return dict(zip(DRAWN, arrays))
+    angles_deg, (zoom,) = within(config.rotation_deg, 3), (1 + config.scaling) ** within(1, 1)
+    gain, offset = 1 + within(config.gain), within(config.offset)
+    noise = np.float32(np.abs(within(config.noise)))
+    contrast = np.float32(1 + within(config.contrast))
+    gamma = np.float32((1 + config.gamma) ** within(1))
+    blur = config.blur * (0.75 + within(0.25))
+    low_resolution = 1 - np.abs(within(config.low_resolution))
+    words = random_words(seed, position, _NOISE_KEY)
+    return Drawn(
+        scale=np.float32(scale * gain),
+        shift=np.float32(shift * gain + offset),
+        flips=tuple(flips),
+        matrix=_inverse(angles_deg, zoom, spacing_mm) if config.rotation_deg or config.scaling else None,
+        noise=noise if is_drawn("noise") else None,
+        noise_keys=_halves(words, channels),
+        blur=in_some_channels("blur", blur, 0),
+        low_resolution=in_some_channels("low_resolution", low_resolution, 1),
+        contrast=contrast if is_drawn("contrast") else None,
+        gamma=gamma if is_drawn("gamma") else None,
+        negative=next(units) < NEGATIVE_PROBABILITY,
+    )
 
 
-def _inverse(angle_rad: float, zoom_first: float, zoom_second: float, ratio: float) -> Tuple[float, ...]:
-    """Rows of the 2x2 matrix, in voxels, from output to input that undoes a zoom after a turn, both in mm.
+def smoothing(voxels: int, blur: float, low_resolution: float) -> np.ndarray:
+    """(voxels, voxels) float32: what a blur, and then a lower resolution, do along an axis. Rows sum to 1.
 
-    `ratio` is a voxel's size along the second axis over the first, taken to six digits: a header may give 0.9999999.
+    A lower resolution takes the nearest of the voxels, and interpolates between those that it has taken.
     """
-    cos, sin, ratio = math.cos(angle_rad), math.sin(angle_rad), float(f"{ratio:.6g}")
-    return cos / zoom_first, sin / zoom_first * ratio, -sin / zoom_second / ratio, cos / zoom_second
+    made, at = np.eye(voxels), np.arange(voxels)
+    if blur:
+        distance = at[:, None] - at[None, :]
+        made = np.exp(-0.5 * (distance / blur) ** 2) * (np.abs(distance) <= math.ceil(BLUR_REACH * blur))
+        made /= made.sum(1, keepdims=True)
+    fewer = max(round(voxels * low_resolution), 1)
+    if fewer < voxels:
+        nearest = ((np.arange(fewer) + 0.5) * voxels / fewer).astype(int)
+        made = growing(voxels, fewer, fewer / voxels) @ made[nearest]
+    return np.float32(made)
+
+
+def _inverse(angles_deg: np.ndarray, zoom: float, spacing_mm: Sequence[float]) -> np.ndarray:
+    """(3, 3) float32, from made voxels to those they come from: undoes turns in mm about X, Y and Z, and a zoom.
+
+    Ratios of sizes are taken to six digits: a header may give 0.9999999.
+    """
+    turn = np.eye(3)
+    for axis, angle in enumerate(np.radians(angles_deg)):
+        one, other = [k for k in range(3) if k != axis]
+        about = np.eye(3)
+        about[one, one] = about[other, other] = math.cos(angle)
+        about[one, other], about[other, one] = -math.sin(angle), math.sin(angle)
+        turn = about @ turn
+    ratio = [[float(f"{made / read:.6g}") for made in spacing_mm] for read in spacing_mm]
+    return np.float32(turn.T / zoom * ratio)
+
+
+def _halves(words: Iterator[int], channels: int) -> np.ndarray:
+    """(channels, 2) uint32, the halves of a word for each channel."""
+    each = [next(words) for _ in range(channels)]
+    return np.array([[word >> 32, word & 0xFFFFFFFF] for word in each], np.uint32).reshape(channels, 2)

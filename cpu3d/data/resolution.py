@@ -11,7 +11,7 @@ import numpy as np
 
 from cpu3d.data.region import Shape3, round_up
 
-TIE = 1e-4  # rounding error of a mask's mean: a mean of 1/2 counts as inside on every engine
+TIE = 1e-4  # rounding error of a mask's mean: a mean of 1/2 counts as inside
 
 
 def network_grid(grid: Shape3, resolution: float, divisor: int) -> Shape3:
@@ -59,13 +59,6 @@ class Resizing:
     def shrink(self, image):
         """Image (N, X, Y, Z, C) of the field -> (N, x, y, z, C) of the network, same dtype, computed in float32."""
         return _along(image, self._down, (1, 2, 3), image.dtype)
-
-    def shrink_pair(self, image, target) -> Tuple:
-        """`shrink` of an image and of a target (N, X, Y, Z, R) uint8 of masks: 1 where the mean is at least 1/2."""
-        import tensorflow as tf
-
-        means = _along(target, self._down, (1, 2, 3), tf.float32)
-        return self.shrink(image), tf.cast(means >= 0.5 - TIE, target.dtype)
 
     def grow(self, logits):
         """Logits (N, x, y, z, R) of the network -> float32 (N, X, Y, Z, R) of the field."""

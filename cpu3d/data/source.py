@@ -6,9 +6,10 @@
     for image, target in volume_dataset(store, split="train", stop=100):
         ...  # image (1, X, Y, Z, C) float32, target (1, X, Y, Z, R) uint8
 
-The tensor *is* the map of a .npy file, and voxels outside the patch or the brain's box are not read. A sample's case,
-place and augmentation are a pure function of the seed and of its position in the endless stream of epochs: `start=k`
-gives what an uninterrupted run gives from sample k on, whatever the threads, the read mode and the store's format.
+Samples are made from the map of a .npy file, and voxels outside the patch or the brain's box are not read. A sample's
+case, place and augmentation are a pure function of the seed and of its position in the endless stream of epochs:
+`start=k` gives what an uninterrupted run gives from sample k on, whatever the threads, the read mode and the store's
+format.
 """
 
 import collections
@@ -20,18 +21,20 @@ import numpy as np
 import tensorflow as tf
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
-from cpu3d.data.files.loader import BOX, labelled, loader, open_reading
+from cpu3d.data.files.loader import labelled, loader, open_reading
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.labels import mirrored_axes
-from cpu3d.data.normalise import Finish, normalise, padded
+from cpu3d.data.native.samples import Form
+from cpu3d.data.normalise import normalise
 from cpu3d.data.region import Shape3, is_integer, require
+from cpu3d.data.resolution import field_of, network_grid, shrinking
 from cpu3d.data.sampling import ALL, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store, case_region, check_names, grid_size, open_store
 from cpu3d.errors import InputError
 from memory_estimator.common.units import by
 
 __all__ = [
-    "Batches", "Finish", "PatchSampling", "Stream", "case_region", "finish_of", "grid_size", "normalise",
+    "Batches", "PatchSampling", "Stream", "case_region", "grid_size", "normalise",
     "open_reading", "open_store", "patch_at", "patch_dataset", "patch_sampling", "volume_dataset",
 ]  # fmt: skip
 
@@ -55,7 +58,6 @@ class Stream:
     read_mode: Union[str, Reader, None] = None
     """One of READ_MODES, or a reader of the store, from `open_reading`, that several datasets share."""
     threads: int = 1  # samples prepared at a time
-    finished: bool = True  # False for raw batches, to which the caller applies `finish_of`
 
     def __post_init__(self):
         stop, step, part = 0 if self.stop is None else self.stop, self.share.batch or 1, self.share.part
@@ -76,6 +78,7 @@ def volume_dataset(
     extent: str = "brain",
     grid: Optional[Shape3] = None,
     multiple: int = 16,
+    resolution: float = 1.0,
     **stream: Any,
 ) -> tf.data.Dataset:
     """Whole volumes of a split as batches `(image, target)`, in an order that is a pure function of the seed.
@@ -84,12 +87,19 @@ def volume_dataset(
     where the voxel is 0. target: (batch, X, Y, Z, R) uint8, 1 inside the region. `stream` are the fields of `Stream`.
 
     `extent` "brain" cuts a box of the same size out of every case, around its brain, large enough to lose no voxel;
-    "full" keeps the whole grid. Both are padded with zeros to a multiple of `multiple`, or to `grid` (X, Y, Z), which
-    must hold as much. Raises InputError for arguments out of range, unknown names, an empty split, cases without
-    labels, and damaged files.
+    "full" keeps the whole grid. Both are averaged down to a share `resolution` of the store's voxels along each axis,
+    a region staying where it fills half of a voxel, and padded with zeros to a multiple of `multiple`, or to `grid`
+    (X, Y, Z), which must hold as much. Raises InputError for arguments out of range, unknown names, an empty split,
+    cases without labels, and damaged files.
     """
-    chosen, size = Stream(**stream), _volume_size(store, grid, extent, multiple)
-    return _dataset(store, chosen, PatchSampling(size, "centre", extent=extent, seed=chosen.seed, shuffle=shuffle))
+    require(("resolution", "above 0 and at most 1", resolution, 0 < resolution <= 1))
+    chosen, size = Stream(**stream), _volume_size(store, grid, extent, multiple, resolution)
+    field, weights = size, None
+    if resolution < 1:
+        field = field_of(size, resolution, at_least=grid_size(store, extent=extent, multiple=1))
+        weights = tuple(shrinking(seen, voxels, resolution) for seen, voxels in zip(size, field))
+    sampling = PatchSampling(field, "centre", extent=extent, seed=chosen.seed, shuffle=shuffle)
+    return _dataset(store, chosen, sampling, size, weights)
 
 
 def patch_dataset(
@@ -104,59 +114,56 @@ def patch_dataset(
 ) -> tf.data.Dataset:
     """Patches of a split's cases as batches `(image, target)` of size `patch_shape`; only their own bytes are read.
 
-    A patch is the crop of its normalised volume, 0 outside of it; rotation and scaling turn it about its own centre. An
-    epoch is one patch of each case. `PatchSampling` describes `sampling` and `foreground`; the rest is as for
-    `volume_dataset`.
+    A patch is the crop of its normalised volume, 0 outside of it; of a volume that is turned and zoomed about the
+    patch's centre, if that is drawn. An epoch is one patch of each case. `PatchSampling` describes `sampling` and
+    `foreground`; the rest is as for `volume_dataset`.
     """
     chosen = Stream(**stream)
     drawn = {"sampling": sampling, "foreground": foreground, "shuffle": shuffle, "seed": chosen.seed, "extent": extent}
-    return _dataset(store, chosen, patch_sampling(store, patch_shape, regions=chosen.regions, **drawn))
+    wanted = patch_sampling(store, patch_shape, regions=chosen.regions, **drawn)
+    return _dataset(store, chosen, wanted, wanted.shape)
 
 
 def patch_sampling(
     store: Store, patch_shape: Shape3, *, regions: Optional[Sequence[str]] = None, **drawn: Any
 ) -> PatchSampling:
     """The rule by which `patch_dataset` draws patches, from its arguments; `drawn` are those of PatchSampling."""
-    return PatchSampling(tuple(patch_shape), codes=finish_of(store, regions=regions).codes, **drawn)
+    return PatchSampling(tuple(patch_shape), codes=_codes(store, regions), **drawn)
 
 
-def finish_of(
-    store: Store,
-    *,
-    regions: Optional[Sequence[str]] = None,
-    augment: AugmentConfig = NO_AUGMENT,
-    dtype: str = "float32",
-) -> Finish:
-    """The function from raw batches of this store (`finished=False`) to `(image, target)`, for the same arguments."""
+def _codes(store: Store, regions: Optional[Sequence[str]]) -> Tuple[Tuple[int, ...], ...]:
+    """Label codes of each wanted region."""
     codes = tuple(store.manifest.regions.values())
-    picked = _pick("regions", regions, tuple(store.manifest.regions))
-    return Finish(tuple(codes[index] for index in picked), dtype, augment.resamples)
+    return tuple(codes[index] for index in _pick("regions", regions, tuple(store.manifest.regions)))
 
 
-def _dataset(store: Store, chosen: Stream, sampling: PatchSampling) -> tf.data.Dataset:
-    """The samples at `start` to `stop`."""
+def _dataset(
+    store: Store,
+    chosen: Stream,
+    sampling: PatchSampling,
+    grid: Shape3,
+    weights: Optional[Tuple[np.ndarray, ...]] = None,
+) -> tf.data.Dataset:
+    """The samples at `start` to `stop`, averaged down to the network's `grid` by `weights`, as `Form` has them."""
     records = labelled(store, chosen.split)
     picked = _pick("channels", chosen.channels, store.manifest.channels)
-    finish = finish_of(store, regions=chosen.regions, augment=chosen.augment, dtype=chosen.dtype)
-    share, size, channels, reader = chosen.share, sampling.shape, len(picked), chosen.read_mode
+    form = Form(grid, picked, _codes(store, chosen.regions), chosen.dtype, weights)
+    share, reader = chosen.share, chosen.read_mode
     stop = len(records) - len(records) % (share.batch or 1) if chosen.stop is None else chosen.stop
     own = share.indices(chosen.start, max(stop, chosen.start))
     if not isinstance(reader, Reader):
         reader = open_reading(store, (chosen.split,), read_mode=reader, share=share)
     mirrored = mirrored_axes(store.manifest.labels.values())
-    load = _keeping_errors(loader(reader, records, sampling, chosen.augment, share, mirrored))
-    shapes = {"bits": (*size, channels), "label": size, "scale": (channels,), "shift": (channels,)}
+    load = _keeping_errors(loader(reader, records, sampling, chosen.augment, form, share=share, mirrored=mirrored))
+    stored_as = tf.uint16 if chosen.dtype == "bfloat16" else tf.float32
 
     @tf.autograph.experimental.do_not_convert  # nothing in it branches on a tensor, and it is traced sooner
     def sample(index):
         # A stateful op would make a deterministic pipeline serial.
-        arrays = tf.numpy_function(load, [index], [dtype for dtype, _ in BOX.values()], stateful=False)
-        box = {name: tf.ensure_shape(array, shape) for array, (name, (_, shape)) in zip(arrays, BOX.items())}
-        box["channels"] = picked
-        if not chosen.finished:
-            return {name: tf.ensure_shape(part, shapes.get(name, part.shape)) for name, part in padded(box).items()}
-        image, target = finish.from_box(box)
-        return tf.ensure_shape(image, (*size, channels)), tf.ensure_shape(target, (*size, len(finish.codes)))
+        image, target = tf.numpy_function(load, [index], [stored_as, tf.uint8], stateful=False)
+        if chosen.dtype == "bfloat16":
+            image = tf.bitcast(image, tf.bfloat16)
+        return tf.ensure_shape(image, (*grid, len(picked))), tf.ensure_shape(target, (*grid, len(form.codes)))
 
     options = tf.data.Options()
     options.autotune.enabled = False  # its memory budget is half of the host's RAM
@@ -168,19 +175,18 @@ def _dataset(store: Store, chosen: Stream, sampling: PatchSampling) -> tf.data.D
     dataset = dataset.map(sample, num_parallel_calls=int(chosen.threads) if chosen.threads > 1 else None)
     if chosen.batch > 1:
         dataset = dataset.batch(chosen.batch, drop_remainder=True)
-    elif chosen.finished:  # batching copies; a batch of one needs only another axis
+    else:  # batching copies; a batch of one needs only another axis
         dataset = dataset.map(lambda image, target: (image[None], target[None]))
-    else:
-        dataset = dataset.map(lambda raw: {name: part[None] for name, part in raw.items()})
     return dataset.prefetch(1).with_options(options)
 
 
-def _volume_size(store: Store, grid: Optional[Sequence[int]], extent: str, multiple: int) -> Shape3:
+def _volume_size(store: Store, grid: Optional[Sequence[int]], extent: str, multiple: int, resolution: float) -> Shape3:
     """The size of every volume: `grid`, or the least for all cases. InputError for a grid that would lose voxels."""
-    fitting = grid_size(store, extent=extent, multiple=multiple)
+    largest = grid_size(store, extent=extent, multiple=1)
+    fitting = network_grid(largest, resolution, multiple)
     if grid is None:
         return fitting
-    least, size = grid_size(store, extent=extent, multiple=1), tuple(grid)
+    least, size = network_grid(largest, resolution, 1), tuple(grid)
     if len(size) != 3 or not all(map(is_integer, size, least)):
         rule = f"grid must be three integers of at least {by(least)}, the largest extent in the store"
         raise InputError(f"{rule}, got {by(size)}; give {by(fitting)}, or take patches (patch_dataset)")

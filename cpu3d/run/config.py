@@ -9,6 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Dict, List, Mapping
 
+from cpu3d.data.augment import LATER
 from cpu3d.errors import InputError, refuse
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_json
@@ -63,6 +64,8 @@ def load_config(run: Path) -> RunConfig:
 def config_from_json(content: Mapping[str, Any]) -> RunConfig:
     """The configuration that `dataclasses.asdict` gave. Raises ValueError or InputError if a setting is missing, as a
     default is not what the run has, or if one is not valid."""
+    if isinstance(content.get("augment"), dict):
+        content = {**content, "augment": _with_later(content["augment"])}
     config = typed(content, RunConfig, "config")
     nested = {f"{part}.{name}" for part in PARTS for name in content.get(part, {})}
     missing = sorted(set(settings_by_name(config)) - set(content) - nested - set(FACTS))
@@ -78,6 +81,17 @@ def config_from_json(content: Mapping[str, Any]) -> RunConfig:
     return config
 
 
+def _with_later(augment: Dict[str, Any]) -> Dict[str, Any]:
+    """The augmentation of a config.json, with what runs of its version did not have turned off. Their rotation and
+    scaling were others."""
+    if set(LATER) & set(augment):
+        return augment
+    later = {**dict.fromkeys(LATER, 0.0), "in_planes": False}
+    if augment.get("rotation_deg") or augment.get("scaling"):
+        later["in_planes"] = True
+    return {**later, **augment}
+
+
 def differences(old: RunConfig, new: RunConfig) -> List[str]:
     """Settings that keep a run of `old` from being continued as `new`, each with both values; of another mode nothing
     else, as other settings follow from it. A micro-batch that batch norm has to keep is compared as it is computed."""
@@ -90,6 +104,9 @@ def differences(old: RunConfig, new: RunConfig) -> List[str]:
     differing = [name for name in names if left.get(name) != right.get(name)]
     chosen = [name for name in differing if name not in FOLLOWING]
     lines = []
+    if old.augment.in_planes:
+        rule = "rotation and scaling must be as the run was begun, in planes, got a version that turns about all axes"
+        lines.append(f"{rule}; continue it with the version that made it, or train into another folder")
     for name in chosen or differing:  # what only follows from a setting is not named beside it
         todo = "take the store that the run was begun on" if name in FOLLOWING else "leave it out"
         if name == "grid" and old.is_patch:

@@ -8,7 +8,7 @@ import tensorflow as tf
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.resolution import Resizing
 from cpu3d.data.sampling import ALL, Share, sample_at
-from cpu3d.data.source import Batches, finish_of, open_reading, patch_dataset, volume_dataset
+from cpu3d.data.source import Batches, open_reading, patch_dataset, volume_dataset
 from cpu3d.data.store import Store, case_region
 from cpu3d.plan import volume_shape
 from cpu3d.settings import RunConfig, left_open
@@ -20,7 +20,7 @@ Inside = Tuple[slice, slice, slice]
 
 
 class Feeds:
-    """The data of a run, at the resolution of the volumes; steps get it at that of the network."""
+    """The data of a run: of steps at the resolution of the network, of validations at that of the volumes."""
 
     def __init__(self, store: Store, config: RunConfig, share: Share = ALL, reader: Optional[Reader] = None):
         """`share` is this worker's part of batches and held-out cases; `reader` is shared with other feeds."""
@@ -49,25 +49,21 @@ class Feeds:
     def training(self, start: int, stop: int, watch: Callable[[str], None] = lambda phase: None) -> "Parts":
         """This worker's micro-batches (image, target) from step `start` to step `stop`, as the network sees them;
         `watch` is called before and after each wait for one."""
-        config, finish = self.config, None
+        config = self.config
         span = {"start": start * config.batch, "stop": stop * config.batch, "seed": config.seed, "batch": config.micro}
         options = {"augment": config.augment, "share": self._share, **span, **self._common}
         if not config.is_patch:
-            dataset = volume_dataset(self._store, split="train", grid=self.volume_shape, **options)
-            finish = self.resizing and tf.function(self.resizing.shrink_pair, autograph=False)
-        else:
-            dataset = patch_dataset(
-                self._store,
-                config.grid,
-                sampling="foreground",
-                foreground=config.foreground,
-                threads=1 if config.device == "cpu" else PREPARING_FOR_A_CARD,
-                finished=False,
-                **options,
-            )
-            finish = finish_of(self._store, regions=config.regions, augment=config.augment, dtype=config.unet.dtype)
-            finish = tf.function(finish, autograph=False)
-        return Parts(dataset, finish, watch)
+            options["resolution"] = config.resolution
+            return Parts(volume_dataset(self._store, split="train", grid=config.grid, **options), watch)
+        dataset = patch_dataset(
+            self._store,
+            config.grid,
+            sampling="foreground",
+            foreground=config.foreground,
+            threads=1 if config.device == "cpu" else PREPARING_FOR_A_CARD,
+            **options,
+        )
+        return Parts(dataset, watch)
 
     def validation(self) -> Iterable[Tuple[tf.Tensor, tf.Tensor]]:
         """This worker's held-out cases (1, X, Y, Z, ...), whole, at their own resolution, not augmented."""
@@ -94,17 +90,17 @@ class Feeds:
 
 
 class Parts:
-    """An iterator over micro-batches that counts the seconds spent waiting for them, and those of `finish`, which turns
-    an element of the dataset into (image, target) on the step's device."""
+    """An iterator over micro-batches that counts the seconds spent waiting for them."""
 
-    def __init__(self, dataset: tf.data.Dataset, finish: Optional[Callable], watch: Callable[[str], None]):
-        self._parts, self._finish, self._watch = Batches(dataset), finish, watch
-        self._waited_s = self._finished_s = 0.0
+    def __init__(self, dataset: tf.data.Dataset, watch: Callable[[str], None]):
+        self._parts, self._watch = Batches(dataset), watch
+        self._waited_s = 0.0
 
-    def spent_s(self) -> Tuple[float, float]:
-        """Seconds of waiting, and of `finish`, since the last call."""
-        spent, self._waited_s, self._finished_s = (self._waited_s, self._finished_s), 0.0, 0.0
-        return spent
+    def waited_s(self) -> float:
+        """Seconds of waiting since the last call."""
+        waited_s = self._waited_s
+        self._waited_s = 0.0
+        return waited_s
 
     def __iter__(self) -> Iterator[Tuple[tf.Tensor, tf.Tensor]]:
         return self
@@ -112,12 +108,7 @@ class Parts:
     def __next__(self) -> Tuple[tf.Tensor, tf.Tensor]:
         self._watch("waiting for data")
         begin = time.perf_counter()
-        raw = next(self._parts)
-        waited = time.perf_counter()
-        self._waited_s += waited - begin
+        part = next(self._parts)
+        self._waited_s += time.perf_counter() - begin
         self._watch("computing")
-        if self._finish is None:
-            return raw
-        part = self._finish(raw) if isinstance(raw, dict) else self._finish(*raw)
-        self._finished_s += time.perf_counter() - waited
         return part

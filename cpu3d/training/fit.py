@@ -288,9 +288,9 @@ class Fit:
         rate = config.rate_at(self.step, self.steps)
         with self._saved_if_a_worker_is_lost():  # at most this step is lost
             outcome, step_s = self._compute(self.learner, parts, rate, wish)
-        waited_s, finished_s = parts.spent_s()
+        waited_s = parts.waited_s()
         if self._observer and self.step >= config.coarse_steps:
-            self._observer.note(step_s - waited_s - finished_s - outcome.exchange_s)
+            self._observer.note(step_s - waited_s - outcome.exchange_s)
         self._guard.stepped(step_s)
         names = self.feeds.case_ids(self.step)
         if not outcome.loss <= HIGHEST_LOSS:

@@ -10,6 +10,7 @@ Hosts that share a checkout may each have a pair of their own there.
 """
 
 import contextlib
+import ctypes
 import hashlib
 import importlib.util
 import os
@@ -34,6 +35,7 @@ OPTIONS = (
     *("-O3", "-std=gnu11", "-fPIC"),
     *("-Wall", "-Wextra", "-Wno-unused-function", "-Wno-unused-parameter"),
 )
+EXACT = ("-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno")  # of `build_library`
 LOCK_WAIT_S = 300.0  # for another process that builds in the same folder
 
 
@@ -115,12 +117,42 @@ def build(
             wanted = [folder / f"{path.name}-{about}.{_checksum(path)}.so" for path in made]
             for path, name in zip(made, wanted):
                 os.replace(path, name)
-        for old in {*folder.glob("*.so")} - {*wanted}:
-            # A whole one stays: a process on another host may compute with it.
-            if _digest() not in old.name or not _is_whole(old):
-                with contextlib.suppress(OSError):
-                    old.unlink()
+        _remove_others(folder, _digest(), wanted)
         return wanted
+
+
+def build_library(sources: Path, name: str) -> Path:
+    """The library, for ctypes, of a folder of C files that are no operations: the one of these
+    sources that loads here, compiled first if there is none, into the folder's `built/`.
+
+    It is for AVX2, the least that operations need, and every product and sum is rounded as it is
+    written, so that all hosts compute the same. Raises as `build`.
+    """
+    check_platform()
+    folder = sources / BUILT.name
+    options = (*OPTIONS, *EXACT, *INSTRUCTION_SETS["avx2"].options)
+    digest = _digest(sources, options)
+
+    def found() -> Optional[Path]:
+        return next(filter(_loads, sorted(folder.glob(f"{name}-{digest}.*.so"))), None)
+
+    if found():
+        return found()
+    compiler = find_compiler()
+    folder.mkdir(exist_ok=True)
+    with _locked(folder) as is_held:
+        _remove_left(folder, at_least_s=0.0 if is_held else LOCK_WAIT_S)
+        if found():
+            return found()
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = Path(scratch) / name
+            files = map(str, sorted(sources.glob("*.c")))
+            command = [*compiler, *options, "-shared", *files, "-o", str(made), "-lm"]
+            subprocess.run(command, check=True)
+            library = folder / f"{name}-{digest}.{platform_name()}.{_checksum(made)}.so"
+            os.replace(made, library)
+        _remove_others(folder, digest, (library,))
+    return library
 
 
 def check_platform() -> None:
@@ -200,16 +232,25 @@ def _remove_left(folder: Path, at_least_s: float) -> None:
                 shutil.rmtree(left)
 
 
+def _remove_others(folder: Path, digest: str, wanted: Sequence[Path]) -> None:
+    """Remove libraries of other sources and damaged ones. A whole one of these stays: a process on
+    another host may compute with it."""
+    for old in {*folder.glob("*.so")} - {*wanted}:
+        if digest not in old.name or not _is_whole(old):
+            with contextlib.suppress(OSError):
+                old.unlink()
+
+
 def _knows(compiler: List[str], options: Sequence[str]) -> bool:
     """Whether a compiler has an instruction set's options; older ones lack the newest."""
     command = [*compiler, *options, "-E", "-x", "c", os.devnull]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def _digest() -> str:
+def _digest(sources: Path = HERE, options: object = (OPTIONS, INSTRUCTION_SETS)) -> str:
     """Of all that libraries are made from but the compiler."""
-    digest = hashlib.sha256(repr((OPTIONS, INSTRUCTION_SETS)).encode())
-    for source in sorted(HERE.glob("*.[ch]")):
+    digest = hashlib.sha256(repr(options).encode())
+    for source in sorted(sources.glob("*.[ch]")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:12]
 
@@ -222,6 +263,14 @@ def _is_whole(path: Path) -> bool:
     """Whether a library is as it was built: a full disk or a broken copy would have changed it."""
     try:
         return path.name.split(".")[-2] == _checksum(path)
+    except OSError:
+        return False
+
+
+def _loads(path: Path) -> bool:
+    """Whether a library is whole, and its platform is ours or an older one."""
+    try:
+        return _is_whole(path) and bool(ctypes.CDLL(str(path)))
     except OSError:
         return False
 

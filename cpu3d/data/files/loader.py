@@ -1,13 +1,14 @@
-"""The data of one sample, as NumPy arrays: a box of a case's arrays and the numbers drawn for it."""
+"""A sample of a stream: the box of a case's arrays and the numbers drawn for it, of which native/samples.py makes it."""
 
 import itertools
 import math
-from typing import Callable, Optional, Sequence, Tuple
+from typing import Callable, Optional, Sequence
 
 import numpy as np
 
-from cpu3d.data.augment import DRAWN, AugmentConfig, draw
+from cpu3d.data.augment import AugmentConfig, draw
 from cpu3d.data.files.reader import READ_MODES, Reader, choose_read_mode, file_system, parts_of
+from cpu3d.data.native.samples import Form, Sample, Stored, make_sample
 from cpu3d.data.normalise import normalisation
 from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Region
@@ -15,16 +16,6 @@ from cpu3d.data.sampling import ALL, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, refuse
 
-# Name -> dtype and shape of the arrays that a loader gives; normalise.py describes each.
-BOX = {
-    "bits": ("int16", (None, None, None, None)),
-    "is_half": ("bool", ()),
-    "label": ("uint8", (None, None, None)),
-    **DRAWN,
-    "start": ("int64", (3,)),
-    "size": ("int64", (3,)),
-    "padding": ("int64", (3, 2)),
-}
 SMALL = 8  # a box of less than 1/SMALL of its array is copied out of the file; a larger one is a map of the array
 
 
@@ -59,15 +50,17 @@ def loader(
     records: Sequence[CaseRecord],
     sampling: PatchSampling,
     augment: AugmentConfig,
+    form: Form,
+    *,
     share: Share,
     mirrored: Sequence[int],
-) -> Callable[[int], Tuple[np.ndarray, ...]]:
-    """Index of a sample of `share` -> the arrays of `BOX`, in that order.
+) -> Callable[[int], Sample]:
+    """Index of a sample of `share` -> its image and target.
 
     Threads may call it, in any order. `mirrored` are the axes along which samples may be mirrored.
     """
 
-    def load(sample: int) -> Tuple[np.ndarray, ...]:
+    def load(sample: int) -> Sample:
         position = share.position(int(sample))
         _, _, index, region = patch_at(position, sampling, records)
         record = records[index]
@@ -79,29 +72,32 @@ def loader(
             position=position,
             mirrored=mirrored,
         )
-        inside = region.overlap(record.box) or Region(region.start, (1, 1, 1))
-        bits, label, at = _arrays(reader, record, inside)
-        box = {
-            **drawn,
-            "bits": bits.view(np.int16),  # float16 as its bits: a dataset has one dtype
-            "is_half": np.bool_(record.image_dtype == "float16"),
-            "label": label,
-            "start": np.int64(at),
-            "size": np.int64(inside.size),
-            "padding": np.int64([inside.start, region.stop]).T - np.int64([region.start, inside.stop]).T,
-        }
-        return tuple(box[name] for name in BOX)
+        needed = region
+        if drawn.matrix is not None and form.shrinking is None:
+            needed = _turned(region, drawn.matrix)
+        return make_sample(_stored(reader, record, region, needed), drawn, form)
 
     return load
 
 
-def _arrays(reader: Reader, record: CaseRecord, inside: Region) -> Tuple[np.ndarray, np.ndarray, Tuple[int, ...]]:
-    """(image, label, first voxel of the region in them): the mapped arrays, or copies of the region."""
-    if not inside.overlap(record.box):  # one voxel of background
-        return np.zeros((1, 1, 1, record.channels), np.int16), np.zeros((1, 1, 1), np.uint8), (0, 0, 0)
+def _turned(region: Region, matrix: np.ndarray) -> Region:
+    """The voxels from which those of a region come that is turned about its centre by a `matrix` of `draw`."""
+    half = (np.array(region.size) - 1) / 2
+    centre, reach = region.start + half, np.abs(matrix) @ half + 1
+    start, stop = np.floor(centre - reach), np.ceil(centre + reach) + 1
+    return Region(tuple(start.astype(int).tolist()), tuple((stop - start).astype(int).tolist()))
+
+
+def _stored(reader: Reader, record: CaseRecord, region: Region, needed: Region) -> Stored:
+    """The stored voxels of a case in `needed`, with their place in `region`."""
+    inside = needed.overlap(record.box)
+    if inside is None:  # one voxel of background
+        return Stored(np.zeros((1, 1, 1, record.channels), np.int16), np.zeros((1, 1, 1), np.uint8), (0, 0, 0))
     starts, stops = ([a - b for a, b in zip(ends, record.stored.start)] for ends in (inside.start, inside.stop))
+    slices = tuple(map(slice, starts, stops))
     mapped = record.format == "npy" and reader.mode == "mmap"
     if mapped and SMALL * math.prod(inside.size) >= math.prod(record.stored.size):
-        return (*(reader.array(record, part) for part in parts_of(record)), tuple(starts))
-    slices = tuple(map(slice, starts, stops))
-    return (*(reader.array(record, part, slices) for part in parts_of(record)), (0, 0, 0))
+        arrays = [reader.array(record, part)[slices] for part in parts_of(record)]
+    else:
+        arrays = [reader.array(record, part, slices) for part in parts_of(record)]
+    return Stored(*arrays, at=tuple(a - b for a, b in zip(inside.start, region.start)))

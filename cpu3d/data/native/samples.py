@@ -1,0 +1,236 @@
+"""Makes a sample of a training from stored voxels, in one pass on one thread: by C, or where none can be built by NumPy.
+
+stored  -> normalised -> averaged down to the network's grid -> turned and zoomed -> intensity -> mirrored -> rounded
+
+Without a drawn turn nothing is interpolated: at full resolution an image's values are those of `normalise.normalise`.
+A target's region is where its mean over a voxel, averaged and interpolated like the image, is at least 1/2.
+"""
+
+import ctypes
+import functools
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, List, Optional, Sequence, Tuple
+
+import numpy as np
+
+from cpu3d.data.augment import Drawn
+from cpu3d.data.files.arrays import aligned_empty
+from cpu3d.data.native import plain
+from cpu3d.data.region import Shape3
+from cpu3d.errors import InputError
+from memory_estimator.host import read_host
+from models.config import DTYPES
+from models.native.build import build_library
+from models.native.instruction_sets import INSTRUCTION_SETS
+
+SOURCES = Path(__file__).resolve().parent
+KINDS = {"int16": 0, "float16": 1, "label": 3}  # as in samples.c
+Sample = Tuple[np.ndarray, np.ndarray]  # image (X, Y, Z, C), target (X, Y, Z, R) uint8
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A box of a case's stored voxels; what is around it is background."""
+
+    image: np.ndarray  # (X, Y, Z, channels of the store) int16 or float16
+    label: np.ndarray  # (X, Y, Z) uint8, codes
+    at: Shape3  # place of its first voxel among the store voxels of the sample; outside of them only for a turn
+
+
+@dataclass(frozen=True)
+class Form:
+    """What all samples of a stream have in common."""
+
+    grid: Shape3  # the network's voxels X, Y, Z
+    channels: Tuple[int, ...]  # those of the store, in the order of the image's last axis
+    codes: Tuple[Tuple[int, ...], ...]  # label codes of each region, in the order of the target's last axis
+    dtype: str = "float32"  # of the image; "bfloat16" is given as its bits, uint16
+    shrinking: Optional[Tuple[np.ndarray, ...]] = None
+    """Weights (grid, store voxels) of each axis, as `resolution.shrinking` gives them; None at full resolution."""
+
+    def __post_init__(self):
+        if self.dtype not in DTYPES:
+            raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}; pick one")
+
+    @property
+    def table(self) -> np.ndarray:
+        """(256, R) uint8: 1 where a code belongs to a region."""
+        return np.array([[code in codes for codes in self.codes] for code in range(256)], np.uint8)
+
+
+def make_sample(stored: Stored, drawn: Drawn, form: Form) -> Sample:
+    """The sample of the numbers that were drawn for it. Threads may call it; C lets others run meanwhile.
+
+    `drawn` are the numbers of all channels of the store. Raises MemoryError.
+    """
+    function = _function()
+    drawn = drawn.of_channels(form.channels)
+    if function is None:
+        return plain.make_sample(stored, drawn, form)
+    image = aligned_empty((*form.grid, len(form.channels)), {"float32": np.float32, "bfloat16": np.uint16}[form.dtype])
+    target = aligned_empty((*form.grid, len(form.codes)), np.uint8)
+    target.fill(0)
+    call = _Call(stored, drawn, form, image, target)  # holds the arrays that C reads
+    if function(ctypes.byref(call.sample)):
+        raise MemoryError(f"a sample of {form.grid} voxels did not fit the memory")
+    return image, target
+
+
+# --- The call: structures as in samples.c ---
+
+
+class _Box(ctypes.Structure):
+    _fields_ = (
+        ("values", ctypes.c_void_p),
+        ("kind", ctypes.c_int),
+        ("strides", ctypes.c_int64 * 3),
+        ("size", ctypes.c_int * 3),
+        ("at", ctypes.c_int * 3),
+        ("channels", ctypes.c_int),
+        ("picked", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("shift", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+    )
+
+
+class _Band(ctypes.Structure):
+    _fields_ = (
+        ("taps", ctypes.c_int),
+        ("size", ctypes.c_int),
+        ("first", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+    )
+
+
+class _Sample(ctypes.Structure):
+    _fields_ = (
+        ("image", _Box),
+        ("label", _Box),
+        ("grid", ctypes.c_int * 3),
+        ("shrinking", ctypes.c_void_p),
+        ("matrix", ctypes.c_void_p),
+        ("flips", ctypes.c_int * 3),
+        ("noise", ctypes.c_void_p),
+        ("noise_keys", ctypes.c_void_p),
+        ("smoothing", ctypes.c_void_p),
+        ("contrast", ctypes.c_void_p),
+        ("gamma", ctypes.c_void_p),
+        ("inverted", ctypes.c_void_p),
+        ("is_bfloat16", ctypes.c_int),
+        ("to_image", ctypes.c_void_p),
+        ("to_target", ctypes.c_void_p),
+    )
+
+
+class _Call:
+    """A sample as C takes it, with the arrays that its pointers lead to."""
+
+    def __init__(self, stored: Stored, drawn: Drawn, form: Form, image: np.ndarray, target: np.ndarray):
+        self._kept: List[Any] = [stored, image, target]
+        picked, scale, shift = np.int32(form.channels), np.float32(drawn.scale), np.float32(drawn.shift)
+        shrinking = None
+        if form.shrinking is not None:
+            shrinking = self._bands(form.shrinking)
+        gamma = drawn.gamma
+        inverted = None if gamma is None else np.full(len(picked), drawn.negative, np.int32)
+        self.sample = _Sample(
+            image=_Box(
+                kind=KINDS[stored.image.dtype.name],
+                channels=len(picked),
+                picked=self._pointer(picked),
+                scale=self._pointer(scale),
+                shift=self._pointer(shift),
+                **self._place(stored.image, stored.at),
+            ),
+            label=_Box(
+                kind=KINDS["label"],
+                channels=len(form.codes),
+                table=self._pointer(form.table),
+                **self._place(stored.label, stored.at),
+            ),
+            grid=(ctypes.c_int * 3)(*form.grid),
+            shrinking=shrinking,
+            matrix=self._pointer(drawn.matrix),
+            flips=(ctypes.c_int * 3)(*drawn.flips),
+            noise=self._pointer(drawn.noise),
+            noise_keys=self._pointer(drawn.noise_keys),
+            smoothing=self._smoothing(drawn, form),
+            contrast=self._pointer(drawn.contrast),
+            gamma=self._pointer(gamma),
+            inverted=self._pointer(inverted),
+            is_bfloat16=form.dtype == "bfloat16",
+            to_image=image.ctypes.data,
+            to_target=target.ctypes.data,
+        )
+
+    def _pointer(self, array: Optional[np.ndarray]) -> Optional[int]:
+        if array is None:
+            return None
+        array = np.ascontiguousarray(array)
+        self._kept.append(array)
+        return array.ctypes.data
+
+    def _place(self, array: np.ndarray, at: Shape3) -> dict:
+        strides = [step // array.itemsize for step in array.strides[:3]]
+        return {
+            "values": array.ctypes.data,
+            "strides": (ctypes.c_int64 * 3)(*strides),
+            "size": (ctypes.c_int * 3)(*array.shape[:3]),
+            "at": (ctypes.c_int * 3)(*at),
+        }
+
+    def _bands(self, matrices: Sequence[Optional[np.ndarray]]) -> int:
+        """Bands of the matrices (to, from), of 0 taps for None."""
+        bands = (_Band * len(matrices))()
+        for band, matrix in zip(bands, matrices):
+            if matrix is not None:
+                first, weights = _narrowed(matrix)
+                band.taps, band.size = weights.shape
+                band.first, band.weights = self._pointer(first), self._pointer(weights)
+        self._kept.append(bands)
+        return ctypes.addressof(bands)
+
+    def _smoothing(self, drawn: Drawn, form: Form) -> Optional[int]:
+        matrices: List[Optional[np.ndarray]] = []
+        for each in plain.smoothings(drawn, form.grid):
+            if each is None:
+                matrices += [None] * 3
+            else:  # the volume is mirrored already
+                matrices += [m[::-1, ::-1] if is_flipped else m for m, is_flipped in zip(each, drawn.flips)]
+        return self._bands(matrices) if any(matrix is not None for matrix in matrices) else None
+
+
+def _narrowed(matrix: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
+    """Of weights (to, from): for each row where its own begin, int32 (to,), and (taps, to) from there on."""
+    used = matrix != 0
+    first = used.argmax(1)
+    stop = matrix.shape[1] - used[:, ::-1].argmax(1)
+    taps = int((stop - first).max())
+    first = np.minimum(first, matrix.shape[1] - taps)
+    weights = np.take_along_axis(matrix, first[:, None] + np.arange(taps), 1).T
+    return np.int32(first), np.ascontiguousarray(weights, np.float32)
+
+
+# --- The library ---
+
+
+@functools.cache
+def _function() -> Optional[Callable]:
+    """`make_sample` of samples.c; None, after a note, if there is no library and none can be built."""
+    try:
+        lacking = sorted(set(INSTRUCTION_SETS["avx2"].needs) - set(read_host().isa))
+        if lacking:
+            raise OSError(f"the CPU lacks {', '.join(lacking)}")
+        library = ctypes.CDLL(str(build_library(SOURCES, "samples")))
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"note: NumPy makes samples, which takes ten times as long or more: {error}", file=sys.stderr)
+        return None
+    return library.make_sample
+
+
+if __name__ == "__main__":
+    _function()
