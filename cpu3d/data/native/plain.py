@@ -84,7 +84,7 @@ def _changed(image: np.ndarray, drawn: Drawn) -> np.ndarray:
         for axis, matrix in enumerate(matrices[channel] or ()):
             volume = _along(volume, matrix, axis)
         values = volume[inside].astype(np.float64)
-        if drawn.contrast is not None:
+        if drawn.contrast is not None and drawn.contrast[channel] != 1:
             changed = values.mean() + drawn.contrast[channel] * (values - values.mean())
             values = np.clip(changed, values.min(), values.max())
         if drawn.gamma is not None and drawn.gamma[channel] != 1:

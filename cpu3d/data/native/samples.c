@@ -729,7 +729,7 @@ static void change_contrast(const float *numbers, float *volume, size_t rows, in
             float made = centre[i] + factor[i] * (values[i] - centre[i]);
             made = made < low[i] ? low[i] : made;
             made = made > high[i] ? high[i] : made;
-            values[i] = values[i] == 0 ? 0 : made;
+            values[i] = either((factor[i] != 1) & (values[i] != 0), made, values[i]);
         }
     }
 }
@@ -761,8 +761,8 @@ static int apply_contrast(const struct sample *sample, float *volume, size_t row
     for (int c = 0; c < channels; c++) {
         values[CENTRE][c] = mean_of(&of[c]);
         values[FACTOR][c] = sample->contrast[c];
-        values[LOW][c] = sample->contrast[c] == 1 ? -INFINITY : of[c].low;
-        values[HIGH][c] = sample->contrast[c] == 1 ? INFINITY : of[c].high;
+        values[LOW][c] = of[c].low;
+        values[HIGH][c] = of[c].high;
     }
     for (int i = 0; i < NUMBERS; i++)
         repeat(numbers + i * row, values[i], sample->grid[Z], channels);
@@ -806,7 +806,7 @@ static int apply_gamma(const struct sample *sample, float *volume, size_t rows, 
     for (size_t r = 0; r < rows; r++) {
         float *restrict value = volume + r * row;
         for (int i = 0; i < row; i++)
-            value[i] = value[i] == 0 ? 0 : onto[i] + factor[i] * (value[i] - from[i]);
+            value[i] = either((factor[i] != 1) & (value[i] != 0), onto[i] + factor[i] * (value[i] - from[i]), value[i]);
     }
     return 0;
 }
