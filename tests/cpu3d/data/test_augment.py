@@ -1,12 +1,15 @@
-"""Augmentation: parameters are numbers, applying them is geometry."""
+"""What is drawn for a sample: numbers that follow from seed and position."""
+
+import dataclasses
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
-from cpu3d.data import normalise as module
-from cpu3d.data.augment import AugmentConfig, draw
-from cpu3d.data.normalise import Finish, padded, resample
+from cpu3d.data.augment import CHANNEL_PROBABILITY, PROBABILITY, AugmentConfig, draw, smoothing
+
+ALL = AugmentConfig(
+    rotation_deg=30, scaling=0.4, contrast=0.25, gamma=0.5, noise=0.1, blur=1.0, low_resolution=0.5
+)
 
 
 def drawn(config, position, seed=1, channels=2, spacing_mm=(1, 1, 1)):
@@ -15,113 +18,99 @@ def drawn(config, position, seed=1, channels=2, spacing_mm=(1, 1, 1)):
 
 
 def test_what_is_drawn_depends_on_seed_and_position_alone():
-    config = AugmentConfig(rotation_deg=10, scaling=0.1)
-    samples, again = ([drawn(config, position) for position in range(50)] for _ in range(2))
+    samples, again = ([drawn(ALL, position) for position in range(50)] for _ in range(2))
     for sample, same in zip(samples, again):
-        np.testing.assert_equal(sample, same)
-        assert np.all(np.abs(sample["scale"] - 1) <= 0.1)
-        assert np.all(np.abs(sample["shift"]) <= 0.1)
-    assert len({sample["planes"].tobytes() for sample in samples}) == 50
-    assert len({tuple(sample["flips"]) for sample in samples}) == 8
+        np.testing.assert_equal(vars(sample), vars(same))
+        assert np.all(np.abs(sample.scale - 1) <= 0.1)
+        assert np.all(np.abs(sample.shift) <= 0.1)
+    assert len({sample.matrix.tobytes() for sample in samples}) == 50
+    assert len({sample.noise_keys.tobytes() for sample in samples}) == 50
+    assert len({sample.flips for sample in samples}) == 8
+    assert drawn(ALL, 3, seed=2).matrix.tobytes() != samples[3].matrix.tobytes()
     # The drawn intensity is applied to normalised values: here to x / 2 - 2.
-    halved = draw(config, np.full(2, 0.5), np.full(2, -2.0), (1, 1, 1), seed=1, position=3)
-    np.testing.assert_allclose(halved["scale"], 0.5 * samples[3]["scale"], rtol=1e-6)
-    np.testing.assert_allclose(halved["shift"], samples[3]["shift"] - 2 * samples[3]["scale"], rtol=1e-6)
-    plain = drawn(AugmentConfig(), 3)
-    for name in ("flips", "scale", "shift"):  # one option does not move the others
-        np.testing.assert_array_equal(plain[name], samples[3][name])
+    halved = draw(ALL, np.full(2, 0.5), np.full(2, -2.0), (1, 1, 1), seed=1, position=3)
+    np.testing.assert_allclose(halved.scale, 0.5 * samples[3].scale, rtol=1e-6)
+    np.testing.assert_allclose(halved.shift, samples[3].shift - 2 * samples[3].scale, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "value"), [("gain", 1), ("offset", -1), ("rotation_deg", 45), ("scaling", 0.5)])
+@pytest.mark.parametrize("left", ["rotation_deg", "contrast", "gamma", "noise", "blur", "low_resolution", "gain"])
+def test_one_option_does_not_move_the_numbers_of_another(left):
+    """Rotation and scaling share a matrix; gain and offset are in both of scale and shift."""
+    of = {"rotation_deg": "matrix", "gain": "scale"}
+    for position in range(20):
+        every = vars(drawn(ALL, position))
+        without = vars(drawn(dataclasses.replace(ALL, **{left: 0.0}), position))
+        assert left in ("rotation_deg", "gain") or without[left] is None
+        for name, value in every.items():
+            if name not in (of.get(left, left), "shift" if left == "gain" else ""):
+                np.testing.assert_equal(without[name], value, err_msg=name)
+
+
+def test_each_change_comes_as_often_as_it_should_and_within_its_range():
+    samples = [drawn(ALL, position, channels=4) for position in range(3000)]
+    ranges = {"noise": (0, 0.1), "blur": (0.5, 1), "contrast": (0.75, 1.25), "gamma": (1 / 1.5, 1.5)}
+    ranges["low_resolution"] = (0.5, 1)
+    for name, (low, high) in ranges.items():
+        values = [getattr(sample, name) for sample in samples if getattr(sample, name) is not None]
+        none_of_four = (1 - CHANNEL_PROBABILITY.get(name, 1)) ** 4
+        assert len(values) / 3000 == pytest.approx(PROBABILITY[name] * (1 - none_of_four), abs=0.03)
+        changed = np.concatenate(values)
+        if name in CHANNEL_PROBABILITY:
+            is_changed = changed != (0 if name == "blur" else 1)
+            assert is_changed.mean() == pytest.approx(CHANNEL_PROBABILITY[name] / (1 - none_of_four), abs=0.05)
+            changed = changed[is_changed]
+        width = high - low
+        assert low <= changed.min() < low + 0.05 * width
+        assert high - 0.05 * width < changed.max() <= high
+    zooms = [1 / np.cbrt(np.linalg.det(sample.matrix.astype(float))) for sample in samples]
+    assert 1 / 1.4 <= min(zooms) < 0.73
+    assert 1.37 < max(zooms) <= 1.4 + 1e-6
+    assert np.mean(np.array(zooms) > 1) == pytest.approx(0.5, abs=0.03)
+    for turn, zoom in zip((sample.matrix for sample in samples[:20]), zooms):  # all axes alike, and turned rigidly
+        np.testing.assert_allclose(turn @ turn.T * zoom**2, np.eye(3), atol=1e-5)
+
+
+def test_without_rotation_and_scaling_nothing_is_turned_and_without_any_nothing_is_drawn():
+    plain = AugmentConfig(flip=False, gain=0, offset=0)
+    for position in range(20):
+        sample = vars(drawn(plain, position))
+        nothing = {name: None for name in ("matrix", "noise", "blur", "low_resolution", "contrast", "gamma")}
+        assert {name: sample[name] for name in nothing} == nothing
+        assert not any(sample["flips"])
+        np.testing.assert_array_equal(sample["scale"], 1)
+        np.testing.assert_array_equal(sample["shift"], 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("gain", 1), ("offset", -1), ("rotation_deg", 45), ("scaling", 1), ("contrast", 1.5), ("gamma", 4)],
+        *[("noise", -0.1), ("blur", 10), ("low_resolution", 1), ("noise", float("nan"))],
+    ],
+)
 def test_an_augmentation_out_of_range_is_refused(name, value):
     with pytest.raises(ValueError, match=rf"augment {name} must be in \[0, .*\), got {value}"):
         AugmentConfig(**{name: value})
 
 
-def sphere(shape, spacing_mm, centre_mm, radius_mm):
-    """(X, Y, Z, 1) float32: 1 where a voxel is within a sphere, whose centre is told from the grid's."""
-    at_mm = [(index - (n - 1) / 2) * size for index, n, size in zip(np.indices(shape), shape, spacing_mm)]
-    return np.float32(sum((at - c) ** 2 for at, c in zip(at_mm, centre_mm)) <= radius_mm**2)[..., None]
-
-
-@pytest.mark.parametrize("position", range(3))
-def test_a_sphere_in_mm_stays_one_on_a_grid_of_1_x_1_x_5_mm(position):
-    shape, spacing_mm, centre_mm = (120, 120, 25), (1, 1, 5), np.array([8.0, 12, -9])
-    of_voxels, of_mm = (
-        drawn(AugmentConfig(rotation_deg=44), position, spacing_mm=size)["planes"] for size in (spacing_mm, (1, 1, 1))
-    )
-    about_z, about_x = np.eye(3), np.eye(3)
-    about_z[:2, :2], about_x[1:, 1:] = of_mm.reshape(2, 2, 2)
-    expected = sphere(shape, spacing_mm, np.linalg.solve(about_z @ about_x, centre_mm), 32) > 0
-    for linear, least in ((True, 0.97), (False, 0.95)):  # an image, a label
-        turned = resample(sphere(shape, spacing_mm, centre_mm, 32), *of_voxels, linear=linear).numpy() > 0.5
-        assert 2 * (turned & expected).sum() / (turned.sum() + expected.sum()) > least
-
-
 @pytest.mark.parametrize("spacing_mm", [(0.7, 0.7, 0.7), (0.9999999, 1, 1.0000001)])
 def test_voxels_of_equal_sides_are_turned_to_the_bit_as_those_of_1_mm(spacing_mm):
-    config = AugmentConfig(rotation_deg=15, scaling=0.1)
-    np.testing.assert_equal(drawn(config, 2, spacing_mm=spacing_mm), drawn(config, 2))
+    np.testing.assert_equal(vars(drawn(ALL, 2, spacing_mm=spacing_mm)), vars(drawn(ALL, 2)))
 
 
-# --- Finishing: the same bits in slabs and at once, in a pipeline and in a step, one by one and in a batch ---
-
-CODES = ((1, 2, 3), (2, 3), (3, 255))
-START, SIZE, PADDING = (1, 0, 2), (9, 7, 6), ((1, 3), (2, 1), (0, 3))
-"""Of a box in its arrays, which are larger; with its padding a sample is 13 x 10 x 9 voxels."""
-
-
-def box(seed=0, *, half=False, flips=None):
-    """A box of arrays that are larger than it, as a loader gives it."""
-    rng = np.random.default_rng(seed)
-    whole = tuple(a + n + 1 for a, n in zip(START, SIZE))
-    bits = rng.integers(-900, 900, (*whole, 4)).astype(np.int16)
-    bits[rng.random((*whole, 4)) < 0.3] = 0
-    if half:
-        bits = (bits / np.float32(300)).astype(np.float16).view(np.int16)
-    label = np.where(rng.random(whole) < 0.1, rng.choice([1, 2, 3, 255], whole), 0).astype(np.uint8)
-    scale, shift = np.array([0.01, 0.02, 0.003, 0.4]), np.array([-1, 0.5, 0.25, 2])
-    drawn = draw(AugmentConfig(rotation_deg=15), scale, shift, (1, 1, 2), seed=seed, position=7)
-    if flips is not None:
-        drawn["flips"] = np.array(flips)
-    arrays = {**drawn, "bits": bits, "is_half": np.array(half), "label": label}
-    arrays.update(start=np.int64(START), size=np.int64(SIZE), padding=np.int64(PADDING))
-    return {"channels": (0, 1, 2, 3), **{name: tf.constant(array) for name, array in arrays.items()}}
+def test_the_numbers_of_some_channels_are_theirs_among_all():
+    every = draw(ALL, np.arange(1.0, 5), np.zeros(4), (1, 1, 1), seed=1, position=3)
+    some = every.of_channels((3, 1))
+    np.testing.assert_array_equal(some.scale, every.scale[[3, 1]])
+    np.testing.assert_array_equal(some.noise_keys, every.noise_keys[[3, 1]])
+    np.testing.assert_array_equal(some.matrix, every.matrix)
 
 
-def same(left, right):
-    """Whether two (image, target) hold the same bits: -0 is not 0, as it would not be in a hash."""
-    bits = [[tf.io.serialize_tensor(part).numpy() for part in pair] for pair in (left, right)]
-    return bits[0] == bits[1]
-
-
-@pytest.mark.parametrize("flips", [(0, 0, 0), (1, 0, 1), (0, 1, 0), (1, 1, 1)])
-@pytest.mark.parametrize(("half", "planes"), [(False, 1), (False, 4), (True, 2), (True, 100)])
-def test_slabs_of_any_thickness_are_the_volume_by_hand(flips, half, planes, monkeypatch):
-    monkeypatch.setattr(module, "SLAB_VALUES", planes * 7 * 6 * 4)
-    sample = box(half=half, flips=np.array(flips, bool))
-    image, target = Finish(CODES).from_box(sample)
-    cut = tuple(slice(a, a + n) for a, n in zip(START, SIZE))
-    bits, label, scale, shift = (sample[name].numpy() for name in ("bits", "label", "scale", "shift"))
-    value = bits[cut].view(np.float16).astype(np.float32) if half else bits[cut].astype(np.float32)
-    mirrored, around = tuple(slice(None, None, -1 if flipped else 1) for flipped in flips), [*PADDING, (0, 0)]
-    expected = np.where(value == 0, np.float32(0), value * scale + shift)
-    np.testing.assert_array_equal(image, np.pad(expected, around)[mirrored])
-    regions = np.stack([np.isin(label[cut], members) for members in CODES], -1)
-    np.testing.assert_array_equal(target, np.pad(regions, around)[mirrored])
-    assert (image.shape, target.dtype) == ((13, 10, 9, 4), tf.uint8)
-
-
-@pytest.mark.parametrize(("dtype", "resamples"), [("float32", True), ("bfloat16", False), ("bfloat16", True)])
-def test_the_same_bits_wherever_it_runs(dtype, resamples):
-    finish = Finish(CODES, dtype, resamples)
-    boxes = [box(0), box(1), box(2, half=True)]
-    single, raws = [finish.from_box(part) for part in boxes], [padded(part) for part in boxes]
-    batch = {name: tf.stack([raw[name] for raw in raws]) for name in raws[0]}
-    together = [tf.stack(parts) for parts in zip(*single)]
-    for run in (finish, tf.function(lambda raw: finish(raw))):
-        assert all(same(run(raw), sample) for raw, sample in zip(raws, single))
-        assert same(run(batch), together)
-    pipeline = tf.data.Dataset.from_tensor_slices(batch)
-    assert all(same(made, sample) for made, sample in zip(pipeline.map(finish), single))
-    assert same(next(iter(pipeline.batch(3).map(finish))), together)
+@pytest.mark.parametrize(("blur", "low_resolution"), [(0, 1), (0.7, 1), (0, 0.5), (0, 0.01), (1.2, 0.6)])
+def test_smoothing_keeps_what_is_constant_and_leaves_a_ramp_where_it_is(blur, low_resolution):
+    weights = smoothing(30, blur, low_resolution)
+    np.testing.assert_allclose(weights.sum(1), 1, atol=1e-6)
+    assert weights.min() >= 0
+    if low_resolution > 0.1:
+        middle = slice(8, -8)
+        np.testing.assert_allclose((weights @ np.arange(30))[middle], np.arange(30)[middle], atol=0.51)

@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,18 +40,6 @@ def test_growing_gives_a_ramp_back_between_the_outermost_centres(resolution):
     inside = (slice(None), *(slice(edge, -edge),) * 3)
     np.testing.assert_allclose(back[inside], ramp[inside], rtol=1e-4, atol=2e-3)
     assert back[0, 0, 0, 0, 0] == pytest.approx(111 * (0.5 / resolution - 0.5), abs=1e-3)  # the first centre's value
-
-
-def test_a_mask_keeps_what_half_a_network_voxel_or_more_holds():
-    mask = np.zeros((1, 4, 4, 4, 2), np.uint8)
-    mask[0, 0, :2, :2, 0] = 1  # 4 of 8
-    mask[0, 2:, 2:, 2:, 1] = 1
-    mask[0, 0, 0, :2, 1] = 1  # 2 of 8
-    image, target = Resizing((2, 2, 2), 0.5).shrink_pair(np.ones((1, 4, 4, 4, 1), np.float32), mask)
-    assert (image.shape, target.dtype) == ((1, 2, 2, 2, 1), tf.uint8)
-    expected = np.zeros((1, 2, 2, 2, 2), np.uint8)
-    expected[0, 0, 0, 0, 0] = expected[0, 1, 1, 1, 1] = 1
-    np.testing.assert_array_equal(target, expected)
 
 
 # --- Boxes ---

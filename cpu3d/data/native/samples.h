@@ -1,0 +1,153 @@
+/* What the files of this folder share: a sample, and what is done to its voxels. */
+#ifndef SAMPLES_H
+#define SAMPLES_H
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+
+enum { X, Y, Z, AXES, HUGE_PAGE = 1 << 21 };
+enum kind { INT16, FLOAT16, FLOAT32, LABEL }; /* as in samples.py */
+
+/* A box of voxels of a grid. Its values become float32: INT16 and FLOAT16 by scale and shift, LABEL
+   by a table of the codes, 1 where a code belongs to the channel, which then is a region. */
+struct box {
+    const void *values; /* of the box's first voxel */
+    int kind;
+    int64_t strides[AXES]; /* in values */
+    int size[AXES];
+    int at[AXES]; /* place of its first voxel in the grid */
+    int channels;
+    const int *picked; /* [channels]: the stored channel of each */
+    const float *scale, *shift; /* [channels] */
+    const uint8_t *table; /* [256][channels] */
+};
+
+/* Weights by which one axis becomes another: voxel i is the sum of `taps` from first[i] on. */
+struct band {
+    int taps, size; /* size: voxels of the axis that is made */
+    const int *first; /* [size] */
+    const float *weights; /* [taps][size] */
+};
+
+struct sample {
+    struct box image, label; /* in the store's grid, which without `shrinking` is the network's */
+    int grid[AXES]; /* the network's */
+    const struct band *shrinking; /* [AXES], or NULL */
+    const float *matrix; /* [AXES][AXES], voxels from the centre: made -> read; or NULL */
+    int flips[AXES];
+    const float *noise; /* [channels], standard deviations; NULL for none, as below */
+    const uint32_t *noise_keys; /* [channels][2] */
+    const struct band *smoothing; /* [channels][AXES], of 0 taps for a channel that stays */
+    const float *contrast; /* [channels], 1 for a channel that stays, as below */
+    const float *gamma;
+    const int *inverted; /* [channels], whether gamma is that of the negative */
+    int is_bfloat16; /* the image; else it is float32 */
+    void *to_image;
+    uint8_t *to_target; /* all 0 */
+};
+
+/* --- Values --- */
+
+ALWAYS_INLINE float from_bits(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+ALWAYS_INLINE uint32_t bits_of(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+/* By integers: TensorFlow's threads take subnormal numbers for 0. */
+ALWAYS_INLINE float from_float16(uint16_t half)
+{
+    uint32_t size = half & 0x7fff;
+    float subnormal = (float)(int)size * 0x1p-24f;
+    float normal = from_bits((size << 13) + (112u << 23));
+    uint32_t bits = bits_of(size < 0x400 ? subnormal : normal);
+    return from_bits(bits | (uint32_t)(half & 0x8000) << 16);
+}
+
+/* A stored value, not yet scaled. */
+ALWAYS_INLINE float value_at(const struct box *box, int kind, int64_t at)
+{
+    if (kind == INT16)
+        return ((const int16_t *)box->values)[at];
+    if (kind == FLOAT16)
+        return from_float16(((const uint16_t *)box->values)[at]);
+    return ((const float *)box->values)[at];
+}
+
+/* Without a branch, which would keep a loop from being computed in vectors. */
+ALWAYS_INLINE float either(int condition, float one, float other)
+{
+    uint32_t mask = -(uint32_t)(condition != 0);
+    return from_bits((bits_of(one) & mask) | (bits_of(other) & ~mask));
+}
+
+/* Rounded to nearest, ties to even. */
+ALWAYS_INLINE uint16_t to_bfloat16(float value)
+{
+    uint32_t bits = bits_of(value);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* values[channels] for each of `voxels`: a loop over a row is then one over all of its values. */
+static inline void repeat(float *row, const float *values, int voxels, int channels)
+{
+    for (int i = 0; i < voxels * channels; i++)
+        row[i] = values[i % channels];
+}
+
+/* Memory for so many, for the caller to free; NULL if there is not enough. Large pages, for which
+   NumPy asks too, come in a tenth of the time. */
+static inline float *floats(size_t count)
+{
+    size_t bytes = (count + !count) * sizeof(float);
+    if (bytes < HUGE_PAGE)
+        return malloc(bytes);
+    void *memory = aligned_alloc(HUGE_PAGE, (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
+    if (memory)
+        madvise(memory, bytes, MADV_HUGEPAGE);
+    return memory;
+}
+
+/* --- Steps; those that may run out of memory return 0, or -1 if they did --- */
+
+/* What makes rows of a box: the box, and its scale and shift repeated along a row. */
+struct rows {
+    struct box box;
+    float *scale, *shift, *spare; /* [size[Z] * channels] */
+};
+
+/* rows.c */
+int begin_rows(struct rows *rows, const struct box *box);
+void end_rows(struct rows *rows);
+/* The box's row at x, y, as float32 [size[Z]][channels]. */
+void stored_row(const struct rows *rows, int x, int y, float *restrict to);
+/* The row at x, y of the sample's grid. Returns whether the box has a part in it; else it is 0. */
+int sample_row(const struct rows *rows, const struct sample *sample, int x, int y, float *to);
+
+/* turn.c: the same of the grid before it is mirrored along X and Y, turned about its centre. */
+int turned_row(const struct rows *rows, const struct sample *sample, int x, int y, float *to);
+
+/* shrink.c: the box on the network's grid, where it reaches; its values are for the caller to
+   free. */
+int shrink(const struct box *box, const struct band *bands, struct box *to);
+
+/* intensity.c: noise in the row at x, y, by the numbers [4][row] of `repeat_noise`; and what needs
+   all of the image: smoothing, contrast, gamma. */
+void repeat_noise(const struct sample *sample, float *numbers);
+void add_noise(const struct sample *sample, int x, int y, const float *numbers, float *row);
+int change_volume(const struct sample *sample, float *volume);
+
+#endif

@@ -1,0 +1,341 @@
+"""A sample by hand: where its voxels come from, what they become, and that C and NumPy say the same."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cpu3d.data.augment import AugmentConfig, Drawn, draw
+from cpu3d.data.native import plain
+from cpu3d.data.native.samples import Form, Stored, make_sample
+from cpu3d.data.resolution import field_of, shrinking
+
+CODES = ((1, 2, 3), (2, 3), (3, 255))
+FIELD, SHAPE, AT = (36, 32, 40), (30, 28, 34), (2, 1, 5)  # of a sample, of the stored box, and its place
+SCALE, SHIFT = np.array([0.01, 0.002, 0.003, 0.004], np.float32), np.array([-1, 0.5, 0.25, 2], np.float32)
+
+
+def stored(*, half=False, seed=0, at=AT):
+    """A box with a brain, background in and around it, and a label."""
+    rng = np.random.default_rng(seed)
+    places = [(index - (n - 1) / 2) / (n / 2) for index, n in zip(np.indices(SHAPE), SHAPE)]
+    brain = sum(place**2 for place in places) < 0.9
+    image = rng.integers(-900, 900, (*SHAPE, 4)) * (brain & (rng.random(SHAPE) < 0.9))[..., None]
+    tumour = sum((place - 0.2) ** 2 for place in places) < 0.2
+    label = np.where(tumour, rng.choice([1, 2, 3, 255], SHAPE), 0).astype(np.uint8)
+    image = (image / 300).astype(np.float16) if half else image.astype(np.int16)
+    return Stored(image, label, at)
+
+
+def form(resolution=1.0, channels=(0, 1, 2, 3), dtype="float32", field=FIELD, codes=CODES):
+    if resolution == 1:
+        return Form(field, channels, codes, dtype)
+    grid = tuple(round(n * resolution) for n in field)
+    assert field_of(grid, resolution) == field
+    return Form(grid, channels, codes, dtype, tuple(shrinking(m, n, resolution) for m, n in zip(grid, field)))
+
+
+def turned(angles_deg=(20, -15, 30), zoom=1.2, spacing_mm=(1, 1, 1)):
+    """The inverse map, in voxels, of turns about X, Y and Z in mm, and a zoom."""
+    matrix = np.eye(3)
+    for axis, angle in enumerate(np.radians(angles_deg)):
+        one, other = (k for k in range(3) if k != axis)
+        about = np.eye(3)
+        about[[one, other], [one, other]] = np.cos(angle)
+        about[one, other], about[other, one] = -np.sin(angle), np.sin(angle)
+        matrix = about @ matrix
+    sizes = np.array(spacing_mm, float)
+    return np.float32(np.linalg.inv(zoom * matrix) * sizes / sizes[:, None])
+
+
+PLAIN = Drawn(SCALE, SHIFT, (False, False, False))
+KEYS = np.random.default_rng(1).integers(0, 2**32, (4, 2), np.uint32)
+DRAWS = {
+    "plain": {},
+    "flips": {"flips": (True, False, True)},
+    "turn": {"matrix": turned(), "flips": (False, True, True)},
+    "noise": {"noise": np.float32([0.1, 0, 0.2, 0.05]), "noise_keys": KEYS, "flips": (True, True, True)},
+    "blur": {"blur": np.float32([0.7, 0, 1.4, 0]), "flips": (True, False, False)},
+    "low resolution": {"low_resolution": np.float32([1, 0.5, 0.71, 1])},
+    "both": {"blur": np.float32([0.7] * 4), "low_resolution": np.float32([0.6] * 4), "flips": (False, True, True)},
+    "contrast": {"contrast": np.float32([0.75, 1, 1.25, 1.1])},
+    "gamma": {"gamma": np.float32([0.67, 1, 1.5, 1.1])},
+    "negative gamma": {"gamma": np.float32([0.67, 1, 1.5, 1.1]), "negative": True},
+}
+
+
+def drawn(*names):
+    return dataclasses.replace(PLAIN, **{name: value for each in names for name, value in DRAWS[each].items()})
+
+
+def as_float32(image):
+    """An image whose values may be bits of bfloat16."""
+    return (image.astype(np.uint32) << 16).view(np.float32) if image.dtype == np.uint16 else image
+
+
+def agree(box, numbers, wanted, atol=1e-4):
+    image, target = make_sample(box, numbers, wanted)
+    simple, simple_target = plain.make_sample(box, numbers.of_channels(wanted.channels), wanted)
+    assert (image.shape, image.dtype) == (simple.shape, simple.dtype)
+    np.testing.assert_allclose(as_float32(image), as_float32(simple), rtol=0.01 * (wanted.dtype != "float32"), atol=atol)
+    np.testing.assert_array_equal(target, simple_target)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("resolution", [1, 0.5, 0.75])
+def test_c_computes_what_numpy_does(name, resolution):
+    agree(stored(), drawn(name), form(resolution))
+
+
+@pytest.mark.parametrize("channels", [(2,), (3, 1), (1, 3, 0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("name", ["plain", "turn"])
+def test_c_computes_what_numpy_does_for_any_channels_of_either_type(channels, half, name):
+    agree(stored(half=half), drawn(name), form(channels=channels))
+    agree(stored(half=half), drawn(name), form(0.5, channels))
+
+
+def test_c_computes_what_numpy_does_with_all_changes_of_intensity_together():
+    numbers = drawn("noise", "both", "contrast", "negative gamma")
+    agree(stored(), numbers, form(), atol=1e-3)  # steep where the share of the range is near 0
+
+
+@pytest.mark.parametrize("name", ["plain", "turn", "gamma"])
+def test_bfloat16_is_float32_rounded_to_nearest_ties_to_even(name):
+    exact, _ = make_sample(stored(), drawn(name), form())
+    rounded, _ = make_sample(stored(), drawn(name), form(dtype="bfloat16"))
+    expected = tf.bitcast(tf.cast(exact, tf.bfloat16), tf.uint16).numpy()
+    np.testing.assert_array_equal(rounded, expected)
+
+
+def test_a_box_is_normalised_and_placed_to_the_bit_as_by_hand():
+    box = stored()
+    image, target = make_sample(box, drawn("flips"), form())
+    value = box.image.astype(np.float32)
+    around = [(a, m - n - a) for a, n, m in zip(AT, SHAPE, FIELD)]
+    expected = np.pad(np.where(value == 0, np.float32(0), value * SCALE + SHIFT), [*around, (0, 0)])
+    np.testing.assert_array_equal(image, expected[::-1, :, ::-1])
+    regions = np.stack([np.isin(box.label, codes) for codes in CODES], -1)
+    np.testing.assert_array_equal(target, np.pad(regions, [*around, (0, 0)])[::-1, :, ::-1])
+
+
+def test_at_half_resolution_a_voxel_is_the_mean_of_eight_and_inside_from_four_on():
+    label = np.zeros((4, 4, 4), np.uint8)
+    label[0, :2, :2] = 1  # 4 of 8
+    label[2:, 2:, 2:] = 3
+    label[0, 0, 2:] = 3  # 2 of 8
+    values = np.random.default_rng(0).integers(1, 99, (4, 4, 4, 4)).astype(np.int16)
+    image, target = make_sample(Stored(values, label, (0, 0, 0)), PLAIN, form(0.5, field=(4, 4, 4)))
+    eight = (values * SCALE + SHIFT).reshape(2, 2, 2, 2, 2, 2, 4)
+    np.testing.assert_allclose(image, eight.mean((1, 3, 5)), atol=1e-5)
+    expected = np.zeros((2, 2, 2, 3), np.uint8)
+    expected[0, 0, 0, 0] = 1
+    expected[1, 1, 1] = 1
+    np.testing.assert_array_equal(target, expected)
+
+
+@pytest.mark.parametrize("names", [("turn",), ("turn", "noise", "both", "contrast", "gamma")])
+@pytest.mark.parametrize("flips", [(True, False, False), (False, True, True), (True, True, True)])
+def test_a_mirrored_sample_is_the_mirror_image_of_the_other(names, flips):
+    one, other = (
+        make_sample(stored(), dataclasses.replace(drawn(*names), flips=mirrored), form(0.5))
+        for mirrored in (flips, (False, False, False))
+    )
+    axes = [axis for axis in range(3) if flips[axis]]
+    np.testing.assert_allclose(one[0], np.flip(other[0], axes), atol=1e-3)
+    np.testing.assert_array_equal(one[1], np.flip(other[1], axes))
+
+
+# --- Turning ---
+
+
+def test_a_quarter_turn_about_each_axis_moves_voxels_to_their_new_places():
+    n = 12
+    values = np.random.default_rng(0).integers(1, 999, (n, n, n, 4)).astype(np.int16)
+    label = (values[..., 0] % 4).astype(np.uint8)
+    wanted = form(field=(n, n, n))
+    for axis, plane in enumerate([(1, 2), (0, 2), (0, 1)]):
+        angles = [90 * (axis == k) for k in range(3)]
+        numbers = dataclasses.replace(PLAIN, matrix=turned(angles, zoom=1))
+        image, target = make_sample(Stored(values, label, (0, 0, 0)), numbers, wanted)
+        np.testing.assert_allclose(image, np.rot90(values, 1, plane) * SCALE + SHIFT, atol=1e-3)
+        np.testing.assert_array_equal(target[..., 0], np.rot90(label, 1, plane) > 0)
+
+
+def blob(shape, centre, radius):
+    """A ball, soft over a voxel, so that its centre of mass is where it should be; and the label of its inner half."""
+    distance = np.sqrt(sum((index - c) ** 2 for index, c in zip(np.indices(shape), centre)))
+    image = np.round(1000 * np.clip(radius + 0.5 - distance, 0, 1)).astype(np.int16)
+    return image, (distance <= radius).astype(np.uint8)
+
+
+def centre_of_mass(volume):
+    return np.array([(index * volume).sum() for index in np.indices(volume.shape)]) / volume.sum()
+
+
+@pytest.mark.parametrize("resolution", [1, 0.5])
+@pytest.mark.parametrize("flips", [(False, False, False), (True, False, True)])
+@pytest.mark.parametrize(
+    ("angles_deg", "zoom"),
+    [((0, 0, 0), 1.0), ((30, 0, 0), 1.0), ((0, 0, -25), 1.3), ((20, -30, 15), 0.75), ((-40, 35, 40), 1.2)],
+)
+def test_image_and_label_go_to_the_same_place_and_it_is_the_one_by_hand(angles_deg, zoom, flips, resolution):
+    field, centre = (64, 56, 72), np.array([38.0, 22.0, 45.0])
+    image, label = blob(field, centre, 8)
+    matrix = None if zoom == 1 and not any(angles_deg) else turned(angles_deg, zoom)
+    numbers = Drawn(np.ones(1, np.float32) / 1000, np.zeros(1, np.float32), flips, matrix)
+    made, target = make_sample(
+        Stored(image[..., None], label, (0, 0, 0)), numbers, form(resolution, (0,), field=field, codes=((1,),))
+    )
+    middle = (np.array(made.shape[:3]) - 1) / 2
+    offset = ((centre + 0.5) * resolution - 0.5) - middle
+    expected = middle + (offset if matrix is None else np.linalg.solve(matrix.astype(float), offset))
+    expected = np.where(flips, 2 * middle - expected, expected)
+    for volume in (made[..., 0], target[..., 0].astype(float)):
+        assert np.abs(centre_of_mass(volume) - expected).max() < 0.2
+        radius = np.cbrt(volume.sum() / (4 / 3 * np.pi))
+        assert radius == pytest.approx(8 * zoom * resolution, abs=0.3)
+
+
+@pytest.mark.parametrize("position", range(3))
+def test_a_ball_in_mm_stays_one_on_a_grid_of_1_x_1_x_5_mm(position):
+    shape, spacing_mm, centre_mm = (120, 120, 25), np.array([1, 1, 5]), np.array([8.0, 12, -9])
+    config = AugmentConfig(flip=False, gain=0, offset=0, rotation_deg=44)
+    of_voxels, of_mm = (
+        draw(config, np.ones(1), np.zeros(1), size, seed=1, position=position) for size in (spacing_mm, (1, 1, 1))
+    )
+
+    def ball(around_mm):
+        places = [(index - (n - 1) / 2) * size for index, n, size in zip(np.indices(shape), shape, spacing_mm)]
+        return sum((place - c) ** 2 for place, c in zip(places, around_mm)) <= 32**2
+
+    given = ball(centre_mm)
+    expected = ball(np.linalg.solve(of_mm.matrix.astype(float), centre_mm))
+    box = Stored(given[..., None].astype(np.int16), given.astype(np.uint8), (0, 0, 0))
+    image, target = make_sample(box, of_voxels, form(1, (0,), field=shape, codes=((1,),)))
+    for inside in (image[..., 0] > 0.5, target[..., 0] > 0):
+        assert 2 * (inside & expected).sum() / (inside.sum() + expected.sum()) > 0.97
+
+
+def test_a_region_is_where_its_interpolated_mean_is_at_least_a_half():
+    """Shifted by a quarter of a voxel along X by a zoom of X alone: between two voxels by 1/4 and 3/4."""
+    label = np.zeros((4, 2, 2), np.uint8)
+    label[2:] = 2
+    label[3] = 3
+    matrix = np.diag([0.5, 1, 1]).astype(np.float32)  # the places along X are 0.75, 1.25, 1.75, 2.25
+    box = Stored(np.zeros((4, 2, 2, 4), np.int16), label, (0, 0, 0))
+    _, target = make_sample(box, dataclasses.replace(PLAIN, matrix=matrix), form(field=(4, 2, 2)))
+    np.testing.assert_array_equal(target[:, 0, 0, 1], [0, 0, 1, 1])  # TC: codes 2 and 3
+    np.testing.assert_array_equal(target[:, 0, 0, 2], [0, 0, 0, 0])  # ET: a quarter of code 3 at most
+
+
+# --- Intensity ---
+
+
+def brain(image):
+    return [image[..., channel][image[..., channel] != 0] for channel in range(image.shape[-1])]
+
+
+@pytest.mark.parametrize("name", ["noise", "blur", "low resolution", "contrast", "gamma", "negative gamma"])
+def test_background_stays_0_and_what_is_not_drawn_stays_as_it_is(name):
+    numbers = dataclasses.replace(drawn(name), flips=PLAIN.flips)
+    image, _ = make_sample(stored(), numbers, form())
+    before, _ = make_sample(stored(), PLAIN, form())
+    assert not image[before == 0].any()
+    for channel in range(4):
+        is_same = all(
+            value is None or value.shape != (4,) or value[channel] == neutral
+            for value, neutral in (
+                (numbers.noise, 0),
+                (numbers.blur, 0),
+                (numbers.low_resolution, 1),
+                (numbers.contrast, 1),
+                (numbers.gamma, 1),
+            )
+        )
+        assert np.array_equal(image[..., channel], before[..., channel]) == is_same
+
+
+@pytest.mark.parametrize("name", ["gamma", "negative gamma"])
+def test_gamma_keeps_mean_and_deviation_and_the_order_of_values(name):
+    image, _ = make_sample(stored(), drawn(name), form())
+    before, _ = make_sample(stored(), PLAIN, form())
+    for channel, (made, given) in enumerate(zip(brain(image), brain(before))):
+        assert made.mean() == pytest.approx(given.mean(), abs=1e-3)
+        assert made.std() == pytest.approx(given.std(), rel=1e-3)
+        assert (np.diff(made[np.argsort(given)]) >= -1e-4).all()
+        exponent = DRAWS[name]["gamma"][channel]
+        if exponent != 1:  # a large exponent moves the middle of the range to its lower end, of the negative's to its upper
+            middle = (given.min() + given.max()) / 2
+            moved = made[np.abs(given - middle).argmin()] - (made.min() + made.max()) / 2
+            assert (moved < 0) == ((exponent > 1) != (name == "negative gamma"))
+
+
+def test_contrast_widens_around_the_mean_within_the_range():
+    image, _ = make_sample(stored(), drawn("contrast"), form())
+    before, _ = make_sample(stored(), PLAIN, form())
+    for made, given, factor in zip(brain(image), brain(before), DRAWS["contrast"]["contrast"]):
+        expected = np.clip(given.mean() + factor * (given - given.mean()), given.min(), given.max())
+        np.testing.assert_allclose(made, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_noise_is_normal_and_of_its_deviation_and_its_own_for_each_key():
+    field = (40, 40, 40)
+    box = Stored(np.full((*field, 4), 500, np.int16), np.zeros(field, np.uint8), (0, 0, 0))
+    numbers = dataclasses.replace(PLAIN, noise=np.float32([0.1, 0.1, 0.2, 0]), noise_keys=KEYS)
+    image, _ = make_sample(box, numbers, form(field=field))
+    noise = image - (500 * SCALE + SHIFT)
+    np.testing.assert_allclose(noise.std((0, 1, 2)), [0.1, 0.1, 0.2, 0], atol=0.001)
+    np.testing.assert_allclose(noise.mean((0, 1, 2)), 0, atol=0.002)
+    unit = (noise[..., 0] / 0.1).ravel()
+    assert (np.abs(unit) < 1).mean() == pytest.approx(0.683, abs=0.01)
+    assert (np.abs(unit) < 2).mean() == pytest.approx(0.954, abs=0.005)
+    assert abs(np.corrcoef(noise[..., 0].ravel(), noise[..., 1].ravel())[0, 1]) < 0.02
+    for axis in range(3):  # neighbours have nothing to do with each other
+        ahead = np.roll(noise[..., 0], 1, axis)
+        assert abs(np.corrcoef(noise[..., 0].ravel(), ahead.ravel())[0, 1]) < 0.02
+
+
+def test_a_blur_spreads_a_voxel_as_a_gaussian():
+    field = (31, 29, 33)
+    values = np.ones((*field, 1), np.int16)
+    values[15, 14, 16] = 1001
+    numbers = Drawn(np.float32([1]), np.float32([0]), PLAIN.flips, blur=np.float32([1.3]))
+    image, _ = make_sample(Stored(values, np.zeros(field, np.uint8), (0, 0, 0)), numbers, form(1, (0,), field=field))
+    spread = image[..., 0] - 1
+    assert spread.sum() == pytest.approx(1000, rel=1e-3)
+    for axis, (index, centre) in enumerate(zip(np.indices(field), (15, 14, 16))):
+        deviation = np.sqrt((spread * (index - centre) ** 2).sum() / spread.sum())
+        assert deviation == pytest.approx(1.3, abs=0.01), axis
+
+
+EMPTY = np.zeros((*SHAPE, 4), np.int16)
+ONE, FLAT = EMPTY.copy(), EMPTY.copy()
+ONE[3, 4, 5] = 700
+FLAT[5:20, 5:20, 5:20] = 100
+
+
+@pytest.mark.parametrize("image", [EMPTY, ONE, FLAT], ids=["background", "one voxel", "constant"])
+@pytest.mark.parametrize("resolution", [1, 0.5])
+@pytest.mark.parametrize("names", [("contrast", "gamma"), ("turn", "noise", "both", "contrast", "negative gamma")])
+def test_every_value_is_a_number_whatever_is_in_the_store(image, resolution, names):
+    for half in (False, True):
+        box = Stored(image.astype(np.float16) if half else image, np.zeros(SHAPE, np.uint8), AT)
+        made, target = make_sample(box, drawn(*names), form(resolution))
+        assert np.isfinite(made).all()
+        assert not target.any()
+        assert (image is not EMPTY) or not made.any()
+
+
+def test_the_least_numbers_of_float16_are_no_background():
+    image = np.zeros((2, 2, 2, 1), np.float16)
+    image[0, 0, 0] = 6e-8  # subnormal, which TensorFlow's threads take for 0 as float32
+    numbers = Drawn(np.float32([1]), np.float32([3]), PLAIN.flips)
+    made = tf.numpy_function(
+        lambda: make_sample(Stored(image, np.zeros((2, 2, 2), np.uint8), (0, 0, 0)), numbers, Form((2, 2, 2), (0,), CODES))[0],
+        [],
+        tf.float32,
+    )
+    assert made[0, 0, 0, 0] == 3
+    assert tf.reduce_sum(made) == 3
