@@ -7,9 +7,7 @@ import pytest
 
 from cpu3d.data.augment import CHANNEL_PROBABILITY, PROBABILITY, AugmentConfig, draw, smoothing
 
-ALL = AugmentConfig(
-    rotation_deg=30, scaling=0.4, contrast=0.25, gamma=0.5, noise=0.1, blur=1.0, low_resolution=0.5
-)
+ALL = AugmentConfig(rotation_deg=30, scaling=0.4, contrast=0.25, gamma=0.5, noise=0.1, blur=1.0, low_resolution=0.5)
 
 
 def drawn(config, position, seed=1, channels=2, spacing_mm=(1, 1, 1)):
@@ -74,7 +72,7 @@ def test_without_rotation_and_scaling_nothing_is_turned_and_without_any_nothing_
     plain = AugmentConfig(flip=False, gain=0, offset=0)
     for position in range(20):
         sample = vars(drawn(plain, position))
-        nothing = {name: None for name in ("matrix", "noise", "blur", "low_resolution", "contrast", "gamma")}
+        nothing = dict.fromkeys(("matrix", "noise", "blur", "low_resolution", "contrast", "gamma"))
         assert {name: sample[name] for name in nothing} == nothing
         assert not any(sample["flips"])
         np.testing.assert_array_equal(sample["scale"], 1)

@@ -14,6 +14,7 @@ from cpu3d.data import source
 from cpu3d.data.augment import AugmentConfig
 from cpu3d.data.records import Geometry, array_path, remake
 from cpu3d.data.region import crop
+from cpu3d.data.resolution import Resizing, network_grid
 from cpu3d.data.sampling import Share
 from cpu3d.data.source import Batches, grid_size, open_store, patch_dataset, volume_dataset
 from cpu3d.data.store import write_store
@@ -24,7 +25,7 @@ from memory_estimator.common.units import by
 from tests.cpu3d.data.datasets import make_record, manifest_of
 
 AUGMENT = AugmentConfig(flip=True, gain=0.2, offset=0.2)
-TURNED = AugmentConfig(rotation_deg=10, scaling=0.1)
+EVERY = AugmentConfig(rotation_deg=30, scaling=0.4, contrast=0.25, gamma=0.5, noise=0.1, blur=1.0, low_resolution=0.5)
 FORMATS = {"b2nd": ("b2nd", False), "cropped": ("npy", True), "cropped b2nd": ("b2nd", True)}
 
 
@@ -74,13 +75,14 @@ def test_a_volume_is_its_case_normalised_over_the_brain(phantom_store, extent):
 KINDS = {
     "volumes": {"seed": 2, "augment": AUGMENT, "dtype": "bfloat16"},
     "patches": {"sampling": "foreground", "augment": AUGMENT, "stop": 6},
-    "turned": {"seed": 2, "augment": TURNED},
-    "raw": {"seed": 2, "finished": False},
+    "every change": {"seed": 2, "augment": EVERY, "stop": 12},
+    "turned patches": {"sampling": "foreground", "augment": EVERY, "stop": 12},
+    "half": {"seed": 2, "augment": EVERY, "resolution": 0.5},
 }
 
 
 def hashes_of(store, kind, extent, read_mode=None):
-    shape = ((20, 30, 17),) * (kind == "patches")
+    shape = ((20, 30, 17),) * ("patches" in kind)
     make = patch_dataset if shape else volume_dataset
     return hashes(make(store, *shape, extent=extent, read_mode=read_mode, **KINDS[kind]))
 
@@ -122,13 +124,13 @@ def test_a_patch_is_the_crop_of_its_normalised_volume_bit_for_bit(phantom_store,
 
 def stream(kind, store, **span):
     """A short stream of a kind."""
-    span = {"stop": 5, "seed": 3, "augment": TURNED if kind == "turned" else AUGMENT, **span}
+    span = {"stop": 5, "seed": 3, "augment": AUGMENT if kind == "volumes" else EVERY, **span}
     if kind == "foreground":
         return patch_dataset(store, (16, 24, 24), sampling=kind, **span)
-    return volume_dataset(store, finished=kind != "raw", dtype="bfloat16", **span)
+    return volume_dataset(store, resolution=0.5 if kind == "half" else 1, dtype="bfloat16", **span)
 
 
-@pytest.mark.parametrize("kind", ["volumes", "turned", "raw", "foreground"])
+@pytest.mark.parametrize("kind", ["volumes", "every change", "half", "foreground"])
 def test_a_restart_at_every_position_with_any_threads_continues_bit_for_bit(phantom_store, kind):
     expected = hashes(stream(kind, phantom_store))
     assert len(set(expected)) == len(expected) == 5
@@ -159,14 +161,80 @@ def test_what_a_seed_draws_never_changes_silently(tmp_path):
         records.append(write_arrays(tmp_path, record, image, label, format_="npy", cropped=False))
     labels, regions = {0: "none", 1: "one", 2: "two"}, {"all": (1, 2), "two": (2,)}
     write_store(tmp_path, manifest_of(records, channels=("A", "B"), labels=labels, regions=regions))
-    store, common = open_store(tmp_path), {"augment": AUGMENT, "finished": False, "seed": 11, "stop": 6}
+    store, common = open_store(tmp_path), {"augment": AUGMENT, "seed": 11, "stop": 6}
     patches = {"sampling": "foreground", "foreground": 0.5, "extent": "full", "batch": 2}
     for expected, dataset in (
-        (311911526, patch_dataset(store, (4, 5, 3), **patches, **common)),
-        (946245552, volume_dataset(store, multiple=4, **common)),
+        (3090442467, patch_dataset(store, (4, 5, 3), **patches, **common)),
+        (125182110, volume_dataset(store, multiple=4, **common)),
     ):
-        parts = [raw[name].numpy().tobytes() for raw in dataset for name in ("bits", "label", "flips")]
-        assert zlib.crc32(b"".join(parts)) == expected
+        parts = [part.numpy() for sample in dataset for part in sample]
+        assert zlib.crc32(b"".join(np.round(part, 3).astype(np.float32).tobytes() for part in parts)) == expected
+
+
+# --- Resolution, channels, and what is outside of a patch ---
+
+
+def test_a_volume_at_half_resolution_is_the_mean_of_two_along_each_axis(phantom_store):
+    full = volume_dataset(phantom_store, multiple=32)
+    half = volume_dataset(phantom_store, multiple=16, resolution=0.5)
+    for (image, target), (small, regions) in zip(full, half):
+        assert small.shape[1:4] == tuple(n // 2 for n in image.shape[1:4])
+        means = []
+        for volume in (image.numpy()[0], target.numpy()[0].astype(np.float32)):
+            x, y, z, last = volume.shape
+            means.append(volume.reshape(x // 2, 2, y // 2, 2, z // 2, 2, last).mean((1, 3, 5)))
+        np.testing.assert_allclose(small[0], means[0], atol=1e-5)
+        np.testing.assert_array_equal(regions[0], means[1] >= 0.5)
+
+
+@pytest.mark.parametrize("resolution", [1 / 3, 0.7])
+def test_at_any_resolution_a_volume_is_what_resizing_makes_of_the_whole_one(phantom_store, resolution):
+    extent = grid_size(phantom_store, extent="brain", multiple=1)
+    grid = network_grid(extent, resolution, 8)
+    resizing = Resizing(grid, resolution, at_least=extent)
+    whole = volume_dataset(phantom_store, grid=resizing.field)
+    for (image, target), (small, regions) in zip(
+        whole, volume_dataset(phantom_store, multiple=8, resolution=resolution)
+    ):
+        np.testing.assert_allclose(small, resizing.shrink(image), atol=1e-5)
+        means = resizing.shrink(tf.cast(target, tf.float32)).numpy()
+        clear = np.abs(means - 0.5) > 1e-3
+        np.testing.assert_array_equal(regions.numpy()[clear], (means > 0.5)[clear])
+
+
+@pytest.mark.parametrize("channels", [("T2w",), ("t1gd", "FLAIR"), ("T2w", "t1gd", "T1w", "FLAIR")])
+def test_some_channels_and_regions_are_those_of_all(phantom_store, channels):
+    places = [phantom_store.manifest.channels.index(name) for name in channels]
+    every = volume_dataset(phantom_store, augment=EVERY, stop=12)
+    some = volume_dataset(phantom_store, augment=EVERY, stop=12, channels=channels, regions=("ET", "WT"))
+    for (image, target), (part, regions) in zip(every, some):
+        np.testing.assert_allclose(part, image.numpy()[..., places], atol=1e-3)
+        np.testing.assert_array_equal(regions, target.numpy()[..., [2, 0]])
+
+
+def test_a_turned_patch_shows_what_is_around_its_box_and_not_0(tmp_path):
+    """All voxels of the case are 100, so those of patches in its middle are, however they are turned."""
+    (tmp_path / "cases").mkdir()
+    shape = (60, 60, 60)
+    image, label = np.full((*shape, 1), 100, np.int16), np.zeros(shape, np.uint8)
+    image[0, 0, 0] = 300
+    geometry = Geometry(shape, tuple(map(tuple, np.eye(4).tolist())), "RAS", 1, 1)
+    record = make_record("a", geometry=geometry, **facts_of(image, label))
+    record = write_arrays(tmp_path, record, image, label, format_="npy", cropped=False)
+    write_store(tmp_path, manifest_of([record], channels=("A",), labels={0: "none", 1: "one"}, regions={"one": (1,)}))
+    config = AugmentConfig(flip=False, gain=0, offset=0, rotation_deg=40)
+    for mode in ("mmap", "pread"):
+        for patch, _ in patch_dataset(
+            open_store(tmp_path), (24, 24, 24), sampling="centre", augment=config, stop=4, read_mode=mode
+        ):
+            np.testing.assert_allclose(patch, patch[0, 12, 12, 12, 0], atol=1e-3)
+
+
+def test_a_patch_as_large_as_a_volume_is_turned_as_it_is(phantom_store):
+    size = grid_size(phantom_store, extent="brain", multiple=16)
+    same = {"augment": EVERY, "stop": 12, "seed": 5}
+    patches = patch_dataset(phantom_store, size, sampling="centre", **same)
+    assert hashes(patches) == hashes(volume_dataset(phantom_store, **same))
 
 
 # --- Failures ---
@@ -231,14 +299,35 @@ def test_a_grid_that_would_lose_voxels_is_refused(phantom_store, extent):
             volume_dataset(phantom_store, extent=extent, grid=grid)
 
 
+@pytest.mark.parametrize("resolution", [0, -0.5, 1.5])
+def test_a_resolution_out_of_range_is_refused(phantom_store, resolution):
+    with pytest.raises(InputError, match=f"resolution must be above 0 and at most 1, got {resolution}"):
+        volume_dataset(phantom_store, resolution=resolution)
+
+
+def test_a_coarse_grid_that_would_lose_voxels_is_refused(phantom_store):
+    least = network_grid(grid_size(phantom_store, extent="brain", multiple=1), 0.5, 1)
+    image, _ = next(iter(volume_dataset(phantom_store, grid=least, resolution=0.5)))
+    assert image.shape[1:4] == least
+    with pytest.raises(InputError, match=f"grid must be three integers of at least {by(least)}"):
+        volume_dataset(phantom_store, grid=(*least[:2], least[2] - 1), resolution=0.5)
+
+
 def test_volumes_whose_labels_pair_left_and_right_are_not_mirrored_along_x(phantom_store):
+    flips_alone = AugmentConfig(gain=0, offset=0)
+
     def flips(store):
-        raw = small_patches(store, augment=AUGMENT, finished=False, split="train", stop=24)
-        return {tuple(batch["flips"].numpy()[0]) for batch in raw}
+        """How volumes of the one case are mirrored: along which axes they are those that are not."""
+        case = next(iter(volume_dataset(store, split="val")))[0][0].numpy()
+        mirrored = {(x, y, z): np.flip(case, [i for i in range(3) if (x, y, z)[i]]) for x, y, z in np.ndindex(2, 2, 2)}
+        found = set()
+        for image, _ in volume_dataset(store, split="val", augment=flips_alone, stop=40):
+            found |= {axes for axes, volume in mirrored.items() if np.array_equal(image[0], volume)}
+        return found
 
     names = ("background", "left kidney", "right kidney", "liver")
     paired = dict(zip(phantom_store.manifest.labels, names))
     store = copy.copy(phantom_store)
     store.manifest = dataclasses.replace(store.manifest, labels=paired)
-    assert {along_x for along_x, *_ in flips(phantom_store)} == {False, True}
-    assert flips(store) == {(False, y, z) for y in (False, True) for z in (False, True)}
+    assert flips(phantom_store) == set(np.ndindex(2, 2, 2))
+    assert flips(store) == {(0, y, z) for y, z in np.ndindex(2, 2)}

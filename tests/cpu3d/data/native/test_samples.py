@@ -78,7 +78,9 @@ def agree(box, numbers, wanted, atol=1e-4):
     image, target = make_sample(box, numbers, wanted)
     simple, simple_target = plain.make_sample(box, numbers.of_channels(wanted.channels), wanted)
     assert (image.shape, image.dtype) == (simple.shape, simple.dtype)
-    np.testing.assert_allclose(as_float32(image), as_float32(simple), rtol=0.01 * (wanted.dtype != "float32"), atol=atol)
+    np.testing.assert_allclose(
+        as_float32(image), as_float32(simple), rtol=0.01 * (wanted.dtype != "float32"), atol=atol
+    )
     np.testing.assert_array_equal(target, simple_target)
 
 
@@ -266,7 +268,9 @@ def test_gamma_keeps_mean_and_deviation_and_the_order_of_values(name):
         assert made.std() == pytest.approx(given.std(), rel=1e-3)
         assert (np.diff(made[np.argsort(given)]) >= -1e-4).all()
         exponent = DRAWS[name]["gamma"][channel]
-        if exponent != 1:  # a large exponent moves the middle of the range to its lower end, of the negative's to its upper
+        if (
+            exponent != 1
+        ):  # a large exponent moves the middle of the range to its lower end, of the negative's to its upper
             middle = (given.min() + given.max()) / 2
             moved = made[np.abs(given - middle).argmin()] - (made.min() + made.max()) / 2
             assert (moved < 0) == ((exponent > 1) != (name == "negative gamma"))
@@ -333,7 +337,9 @@ def test_the_least_numbers_of_float16_are_no_background():
     image[0, 0, 0] = 6e-8  # subnormal, which TensorFlow's threads take for 0 as float32
     numbers = Drawn(np.float32([1]), np.float32([3]), PLAIN.flips)
     made = tf.numpy_function(
-        lambda: make_sample(Stored(image, np.zeros((2, 2, 2), np.uint8), (0, 0, 0)), numbers, Form((2, 2, 2), (0,), CODES))[0],
+        lambda: make_sample(
+            Stored(image, np.zeros((2, 2, 2), np.uint8), (0, 0, 0)), numbers, Form((2, 2, 2), (0,), CODES)
+        )[0],
         [],
         tf.float32,
     )
