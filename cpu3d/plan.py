@@ -262,7 +262,7 @@ def job_of(config: RunConfig, threads: int, cases: int) -> Job:
     """The run as a job of the estimator. `cases` are volumes an epoch, or patches."""
     engine = installed_engine() if config.engine == AUTO else config.engine
     same = {name: getattr(config, name) for name in ("unet", "batch", "micro_batch", "optimizer")}
-    fed = {"averaged": config.ema > 0, "from_store": True, "resampled": config.augment.needs_volume, "cases": cases}
+    fed = {"averaged": config.ema > 0, "from_store": True, "reworked": config.augment.needs_volume, "cases": cases}
     return Job(shape=config.grid, engine=engine, threads=threads, **same, **fed)
 
 
@@ -472,9 +472,10 @@ def _price(
 ) -> planner.Price:
     """The price of jobs as steps of the run, after coarse steps if `coarse` is their estimate."""
     config = plan.config
-    sees_all = config.resolution == 1 and not (config.is_patch and plan.store.manifest.split["val"])
+    sees_less = config.is_patch or config.resolution < 1  # than a validation
+    is_validated = bool(plan.store.manifest.split["val"])
     beside = Beside(
-        volume_shape=None if sees_all else volume_shape(plan.store, config),
+        volume_shape=volume_shape(plan.store, config) if sees_less and is_validated else None,
         resolution=config.resolution,
         copies=bool(config.coarse_steps) + (bool(config.budget_minutes) and not config.steps),
         left_bytes=coarse.allocator_peak_bytes if coarse else 0,

@@ -22,7 +22,6 @@ STORE_NOTE = (
 )
 """Printed with the errors of a job that a store feeds: its pipeline's requests of the allocator are not replayed."""
 
-RESAMPLED_BYTES = 13  # a value of a volume to be rotated, at most: three float32 copies and a mask (data/normalise.py)
 NEXT_BATCH = "input pipeline, next batch"  # the group of the tensors that a store holds ready
 
 RULES: Dict[str, str] = {
@@ -193,12 +192,14 @@ def _with_store(program: Program, job: Job) -> Tuple[Program, Tuple[Component, .
     channels, outputs, value_bytes = job.unet.channels, job.unet.outputs, DTYPE_BYTES[job.unet.dtype]
     image = Tensor("next_image", job.voxels * channels * value_bytes, NEXT_BATCH)
     target = Tensor("next_target", job.voxels * outputs, NEXT_BATCH)
-    volume, slabs = math.prod(job.shape), RESAMPLED_BYTES if job.resampled else 2 * value_bytes
-    prepared = volume * (channels * slabs + 4 + outputs) + (image.bytes + target.bytes if job.micro > 1 else 0)
+    prepared = image.bytes + target.bytes  # before they are copied into a batch
+    if job.reworked:  # all in float32, and one channel once more
+        in_float32 = 4 * channels if value_bytes < 4 else 0
+        prepared += math.prod(job.shape) * (in_float32 + 4)
     files = job.case_bytes or stored_bytes(job.shape, channels)
     largest = max(tensor.bytes for tensor in program.resident if tensor.group == "weights")
     beside = (
-        Component("a volume in preparation", prepared, "derived: slabs, and the volume that they make"),
+        Component("samples in preparation", prepared, "exact: before they are copied into a batch"),
         Component("a case's files", files, "exact: mapped or read; counted, though the kernel may drop mapped pages"),
         Component("saving and restoring", 2 * largest, "exact: the largest variable, as read and as copied"),
     )

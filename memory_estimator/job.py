@@ -63,7 +63,8 @@ class Job:
     threads: int = 1  # threads inside one operation: some scratch is taken once a thread
     averaged: bool = False  # whether an exponential moving average of the weights is kept
     from_store: bool = False  # whether a store feeds the step: one batch ahead and a volume in preparation count too
-    resampled: bool = False  # whether a store's volumes are rotated or scaled, which takes them whole and in float32
+    reworked: bool = False
+    """Whether a store's samples are changed in ways that need them whole and in float32, such as gamma."""
     case_bytes: int = 0  # of a store, the largest case's files; 0 is unknown, and then they are as large as the grid
     cases: int = 0  # training cases, which make an epoch; 0 is unknown
 

@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Optional
 from memory_estimator.accuracy import Accuracy
 from memory_estimator.calibration import HostConstants
 from memory_estimator.common.units import format_bytes, format_seconds
-from memory_estimator.estimate import RESAMPLED_BYTES, STORE_NOTE, Component, Estimate, estimate
+from memory_estimator.estimate import STORE_NOTE, Component, Estimate, estimate
 from memory_estimator.host import Host
 from memory_estimator.job import DTYPE_BYTES, Job
 from memory_estimator.planner import Price
@@ -35,7 +35,7 @@ SAVED = ("weights", "optimizer slots", "averaged weights")  # groups of tensors 
 class Beside:
     """A worker's memory beside the steps of a run, all of it in the upper bound."""
 
-    volume_shape: Optional[Shape3] = None  # of whole volumes; None if the steps see them, or nothing reads them
+    volume_shape: Optional[Shape3] = None  # of whole volumes; None if the steps see them, or nothing is validated
     resolution: float = 1.0  # of the steps' input, as a share of that of the volumes
     copies: int = 0  # of the variables: from before steps were timed, or on another grid
     left_bytes: int = 0  # by coarse steps
@@ -49,9 +49,11 @@ def price_of_run(constants: HostConstants, accuracy: Accuracy, beside: Beside = 
         saved = sum(tensor.bytes for tensor in training_step(job).resident if tensor.group in SAVED)
         copies, shape = beside.copies * saved, beside.volume_shape
         volumes = whole_volume_bytes(job, shape, beside.resolution) if shape else 0
+        averaged = 4 * job.unet.channels * math.prod(job.shape) if beside.resolution < 1 else 0
         records = beside.cases * CASE_BYTES // 2**20 * 2**20  # none for a few hundred cases
         return worker_estimate(estimate(job, constants, accuracy), workers).with_beside(
-            Component("whole volumes", volumes, "derived: of validation, or to be averaged down"),
+            Component("whole volumes", volumes, "derived: of validation"),
+            Component("an averaged volume", averaged, "exact: in float32, of a sample in preparation"),
             Component("variables, once more", copies, "exact: from before the timing, or on another grid"),
             Component("left by coarse steps", beside.left_bytes, "at most: pages too scattered for maps of full size"),
             Component("case records", records, "measured: of each case what is kept in memory"),
@@ -61,17 +63,13 @@ def price_of_run(constants: HostConstants, accuracy: Accuracy, beside: Beside = 
 
 
 def whole_volume_bytes(job: Job, shape: Shape3, resolution: float) -> int:
-    """Bytes of whole volumes of `shape` beside the steps of a `job` that sees less of them, counted and not measured.
-    With patches (resolution 1) a validation alone reads them, with logits and their weights; at a lower resolution the
-    steps too, a micro-batch at a time, rotated in float32 before they are averaged down."""
-    unet, volumes, shrinking = job.unet, 3, 0.0
-    if resolution < 1:
-        volumes = 2 * job.micro + 1
-        shrinking = job.micro * 4 * unet.channels * (1 + resolution)
-        shrinking += RESAMPLED_BYTES * unet.channels if job.resampled else 0
-    volume = unet.channels * DTYPE_BYTES[unet.dtype] + unet.outputs  # in use, ahead, and one in preparation
-    validation = 4 + LOGITS_MAPS * 4 * unet.outputs
-    return round(math.prod(shape) * (volumes * volume + validation + shrinking))
+    """Bytes of the whole volumes of `shape` that a validation has beside the steps of a `job`, which sees less of
+    them, counted and not measured: with logits and their weights, and at a lower resolution averaged down."""
+    unet = job.unet
+    volume = unet.channels * DTYPE_BYTES[unet.dtype] + unet.outputs
+    scored = 4 + LOGITS_MAPS * 4 * unet.outputs
+    averaged = 4 * unet.channels * (1 + resolution) if resolution < 1 else 0
+    return round(math.prod(shape) * (3 * volume + scored + averaged))  # in use, ahead, and one in preparation
 
 
 @dataclass(frozen=True)
