@@ -259,8 +259,12 @@ setup() {
   say "Ready: .venv has Python $version and $requirements."
 }
 
-# build_operations: own operations, unless they are built from these sources; prints one line if they cannot be built.
-build_operations() { [ ! -d "$root/models/native" ] || (cd "$root" && "$venv/bin/python" -m models.native.build) || true; }
+# build_operations: own operations and the maker of samples, unless they are built from these sources; prints a line for
+# each that cannot be built.
+build_operations() {
+  [ ! -d "$root/models/native" ] || (cd "$root" && "$venv/bin/python" -m models.native.build) || true
+  [ ! -d "$root/cpu3d/data/native" ] || (cd "$root" && "$venv/bin/python" -m cpu3d.data.native.samples) || true
+}
 
 # install FILE: the packages of a requirements file, into the environment.
 install() {

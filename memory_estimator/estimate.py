@@ -131,11 +131,13 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
             program = dataclasses.replace(program, after=validation_pass(job))
     line = timeline(program)
     allocator = use(program)
-    small = sum(rounded(tensor.bytes) for tensor in line.peak_tensors if tensor.bytes < SMALL_BYTES)
+    inside = [tensor for tensor in line.peak_tensors if tensor not in program.outside]
+    small = sum(rounded(tensor.bytes) for tensor in inside if tensor.bytes < SMALL_BYTES)
     cpu = (job.threads, constants.instructions, constants.l2_bytes)
     scratch = scratch_bytes(program.ops, *cpu)
     baseline = constants.runtime_bytes(job.engine, program)
-    process_peak = baseline + allocator.resident_bytes + small + scratch
+    outside = sum(tensor.bytes for tensor in program.outside)
+    process_peak = baseline + allocator.resident_bytes + small + scratch + outside
     validation = allocator.validated_bytes - allocator.resident_bytes
     validation += scratch_bytes((*program.ops, *program.after), *cpu) - scratch
     kind, uncovered = accuracy.covering(job, constants.instructions)
@@ -145,7 +147,7 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
     upper_bound = bound(process_peak + validation)
     upper_bound += sum(part.bytes for part in beside)
     beside = (Component("validation", validation, "derived: the allocator replayed through one"), *beside)
-    overhead = allocator.resident_bytes + small - sum(rounded(tensor.bytes) for tensor in line.peak_tensors)
+    overhead = allocator.resident_bytes + small - sum(rounded(tensor.bytes) for tensor in inside)
     around = (
         Component("scratch outside the allocator", scratch, SCRATCH_RULE),
         Component("allocator overhead", overhead, "derived: TensorFlow's allocator replayed"),
@@ -189,19 +191,25 @@ def live_at_peak(line: Timeline) -> List[Component]:
 def _with_store(program: Program, job: Job) -> Tuple[Program, Tuple[Component, ...]]:
     """The program of a run that a store feeds, which is validated too, with the next micro-batch; and memory that is
     held beside it outside of TensorFlow's allocator, or at moments that are not replayed."""
-    channels, outputs, value_bytes = job.unet.channels, job.unet.outputs, DTYPE_BYTES[job.unet.dtype]
+    channels, value_bytes = job.unet.channels, DTYPE_BYTES[job.unet.dtype]
+    volume = math.prod(job.shape)
     image = Tensor("next_image", job.voxels * channels * value_bytes, NEXT_BATCH)
-    target = Tensor("next_target", job.voxels * outputs, NEXT_BATCH)
-    prepared = image.bytes + target.bytes  # before they are copied into a batch
-    if job.reworked:  # all in float32, and one channel once more
-        in_float32 = 4 * channels if value_bytes < 4 else 0
-        prepared += math.prod(job.shape) * (in_float32 + 4)
+    target = Tensor("next_target", job.voxels * job.unet.outputs, NEXT_BATCH)
+    prepared = 0  # a sample alone is the next micro-batch
+    if job.micro > 1:  # samples are copied into one
+        prepared = image.bytes + target.bytes
+    if job.reworked:  # in float32, and one channel once more
+        prepared += 4 * volume * (1 + (channels if value_bytes < 4 else 0))
     files = job.case_bytes or stored_bytes(job.shape, channels)
     largest = max(tensor.bytes for tensor in program.resident if tensor.group == "weights")
     beside = (
-        Component("samples in preparation", prepared, "exact: before they are copied into a batch"),
+        Component("samples in preparation", prepared, "exact: before they are a batch"),
         Component("a case's files", files, "exact: mapped or read; counted, though the kernel may drop mapped pages"),
         Component("saving and restoring", 2 * largest, "exact: the largest variable, as read and as copied"),
     )
     resident = (*program.resident, image, target)
-    return dataclasses.replace(program, resident=resident), beside
+    if job.micro > 1:
+        return dataclasses.replace(program, resident=resident), beside
+    outside = tuple(tensor for tensor in resident if tensor.group in ("input", NEXT_BATCH))
+    before = tuple(op for op in program.before if op.writes and op.writes[0].group != "input")
+    return dataclasses.replace(program, resident=resident, before=before, outside=outside), beside

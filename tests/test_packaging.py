@@ -80,6 +80,9 @@ def test_the_wheel_carries_the_built_operations(wheel, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=nowhere, capture_output=True, text=True, timeout=120)
     usable = "avx2" in Path("/proc/cpuinfo").read_text().split()
     assert done.stdout.split() == [str(tmp_path / "models/native/operations.py"), str(usable)], done.stderr
+    command = [sys.executable, "-m", "cpu3d.data.native.samples"]
+    done = subprocess.run(command, cwd=tmp_path, env=nowhere, capture_output=True, text=True, timeout=120)
+    assert ("note: NumPy makes samples" in done.stderr) != usable
 
 
 WITHOUT_COMPILER = """

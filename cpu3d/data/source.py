@@ -173,7 +173,10 @@ def _dataset(
     options.threading.max_intra_op_parallelism = 1
     dataset = tf.data.Dataset.range(own.start, own.stop)
     dataset = dataset.map(sample, num_parallel_calls=int(chosen.threads) if chosen.threads > 1 else None)
-    dataset = dataset.batch(chosen.batch, drop_remainder=True)  # copies it into TensorFlow's allocator
+    if chosen.batch > 1:
+        dataset = dataset.batch(chosen.batch, drop_remainder=True)
+    else:  # batching copies into TensorFlow's allocator; a batch of one needs only another axis
+        dataset = dataset.map(lambda image, target: (image[None], target[None]))
     return dataset.prefetch(1).with_options(options)
 
 

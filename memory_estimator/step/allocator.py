@@ -33,6 +33,7 @@ def use(program: Program) -> Use:
     allocator, stays = Allocator(), {tensor.name for tensor in program.resident}
     allocator.reserve(region_bytes(program))
     made = {tensor.name for op in program.before for tensor in op.writes}
+    made |= {tensor.name for tensor in program.outside}
     for tensor in program.resident:
         if tensor.name not in made:
             allocator.take(tensor.name, tensor.bytes)

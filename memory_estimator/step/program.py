@@ -58,6 +58,7 @@ class Program:
     ops: Tuple[StepOp, ...]  # the step
     before: Tuple[StepOp, ...] = ()  # run once to make the resident tensors, in an order that shapes the regions
     after: Tuple[StepOp, ...] = ()  # now and then between two steps: a validation
+    outside: Tuple[Tensor, ...] = ()  # resident ones that are not in TensorFlow's allocator: samples
 
 
 @dataclass(frozen=True)

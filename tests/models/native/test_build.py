@@ -1,6 +1,7 @@
 """Building the libraries: by which compiler, when again, and what stays of other builds. The
 compiler is a script."""
 
+import ctypes
 import fcntl
 import os
 import subprocess
@@ -9,7 +10,7 @@ import threading
 
 import pytest
 
-from models.native.build import build, kernels_library
+from models.native.build import build, build_library, kernels_library
 from models.native.instruction_sets import INSTRUCTION_SETS
 
 COMPILER = """#!/bin/sh
@@ -150,6 +151,39 @@ def test_what_a_killed_build_left_is_removed_and_that_of_a_live_one_is_not(compi
     os.close(live)
     thread.join(60)
     assert sorted(built.iterdir()) == sorted(done)
+
+
+SOURCE = "int answer(void) { return %d; }\n"
+
+
+def test_a_library_of_other_sources_is_built_once_and_again_when_they_change_or_it_is_damaged(tmp_path):
+    source = tmp_path / "answer.c"
+    source.write_text(SOURCE % 41)
+    try:
+        first = build_library(tmp_path, "answers")
+    except OSError as error:
+        pytest.skip(str(error))
+    assert ctypes.CDLL(str(first)).answer() == 41
+    made_at = first.stat().st_mtime_ns
+    assert build_library(tmp_path, "answers") == first
+    assert first.stat().st_mtime_ns == made_at
+    source.write_text(SOURCE % 42)
+    second = build_library(tmp_path, "answers")
+    assert ctypes.CDLL(str(second)).answer() == 42
+    assert sorted(second.parent.iterdir()) == [second]
+    second.write_bytes(b"cut")
+    source.write_text(SOURCE % 43)
+    third = build_library(tmp_path, "answers")
+    third.write_bytes(third.read_bytes()[:-1])
+    assert ctypes.CDLL(str(build_library(tmp_path, "answers"))).answer() == 43
+
+
+def test_a_library_whose_sources_do_not_compile_leaves_nothing(compiler, tmp_path):
+    (tmp_path / "answer.c").write_text(SOURCE % 41)
+    compiler.set("REFUSED", "answer.c")
+    with pytest.raises(subprocess.CalledProcessError):
+        build_library(tmp_path, "answers")
+    assert not list((tmp_path / "built").iterdir())
 
 
 SHIM = """

@@ -1,6 +1,9 @@
 """A sample by hand: where its voxels come from, what they become, and that C and NumPy say the same."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -345,3 +348,26 @@ def test_the_least_numbers_of_float16_are_no_background():
     )
     assert made[0, 0, 0, 0] == 3
     assert tf.reduce_sum(made) == 3
+
+
+def test_without_a_compiler_numpy_makes_the_sample_and_a_note_says_so(tmp_path):
+    script = (
+        "import sys, numpy as np\n"
+        "from pathlib import Path\n"
+        "import models.native.build as build\n"
+        "build.importlib.util.find_spec = lambda name: None\n"
+        "from cpu3d.data.native import samples\n"
+        "samples.SOURCES = Path(sys.argv[1])\n"
+        "from tests.cpu3d.data.native.test_samples import drawn, form, stored\n"
+        "for _ in range(2):\n"
+        "    image, target = samples.make_sample(stored(), drawn('turn'), form())\n"
+        "np.savez(sys.argv[2], image=image, target=target)\n"
+    )
+    environment = {**os.environ, "PATH": str(tmp_path), "CC": "", "PYTHONPATH": os.getcwd()}
+    words = [sys.executable, "-c", script, str(tmp_path), str(tmp_path / "made.npz")]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stderr.count("note: NumPy makes samples") == 1
+    made = np.load(tmp_path / "made.npz")
+    image, target = make_sample(stored(), drawn("turn"), form())
+    np.testing.assert_allclose(made["image"], image, atol=1e-4)
+    np.testing.assert_array_equal(made["target"], target)
