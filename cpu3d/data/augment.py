@@ -1,7 +1,9 @@
-"""Augmentation: its settings, and the numbers drawn for a sample, by which native/samples.py makes it.
+"""Augmentation: its settings, and the numbers drawn for a sample, by which native/samples.py makes
+it.
 
-Gain and offset fold into the normalisation and cost nothing. Rotation and scaling are in millimetres, so that a
-rotation does not shear on a grid of unequal spacing. The other changes of intensity are those of nnU-Net.
+Gain and offset fold into the normalisation and cost nothing. Rotation and scaling are in
+millimetres, so that a rotation does not shear on a grid of unequal spacing. The other changes of
+intensity are those of nnU-Net.
 """
 
 import math
@@ -16,10 +18,11 @@ from memory_estimator.common.schema import option
 
 _KEY, _NOISE_KEY = 0x61756721, 0x6E6F697365  # of the random streams of a sample
 
-# The share of samples that have each change, and of their channels: nnU-Net's (Isensee et al. 2021; nnUNetTrainer and
-# batchgeneratorsv2 of its version 2). There gamma comes in two transforms, of 0.1 for the negative and of 0.3.
+# The share of samples that have each change, and of their channels: nnU-Net's (Isensee et al. 2021;
+# nnUNetTrainer and batchgeneratorsv2 of its version 2). There gamma comes in two transforms, of 0.1
+# for the negative and of 0.3.
 PROBABILITY = {"noise": 0.1, "blur": 0.2, "contrast": 0.15, "low_resolution": 0.25, "gamma": 0.4}
-CHANNEL_PROBABILITY = {"blur": 0.5, "low_resolution": 0.5}  # the others change all channels, each by its own draw
+CHANNEL_PROBABILITY = {"blur": 0.5, "low_resolution": 0.5}  # the others change all channels
 NEGATIVE_PROBABILITY = 0.25  # of a sample with gamma: that it is the negative's
 BLUR_REACH = 4  # standard deviations of a Gaussian, beyond which it is 0
 
@@ -34,31 +37,41 @@ class AugmentConfig:
 
     flip: bool = option(True, "no mirroring, for data whose left and right differ", group="augmentation")
     """Mirror along X, Y and Z, each with probability 1/2; not X if labels pair left and right."""
-    gain: float = _augmentation(0.1, "brightness: multiply each channel by up to 1 +- G, normalised; below 1", "G")
-    offset: float = _augmentation(0.1, "add up to +- O standard deviations to each channel; below 10", "O")
-    rotation_deg: float = _augmentation(0.0, "turn about all three axes by up to +- A degrees each; below 45", "A")
-    scaling: float = _augmentation(0.0, "zoom by a factor between 1 / (1 + S) and 1 + S; below 1; nnU-Net: 0.4", "S")
+    gain: float = _augmentation(0.1, "brightness: each channel, normalised, times up to 1 +- G; below 1", "G")
+    offset: float = _augmentation(0.1, "up to +- O standard deviations added to each channel; below 10", "O")
+    rotation_deg: float = _augmentation(
+        0.0, "turn about each of the three axes by up to +- A degrees; below 45; nnU-Net: 30", "A"
+    )
+    scaling: float = _augmentation(0.0, "zoom by 1 / (1 + S) to 1 + S; below 1; nnU-Net: 0.4", "S")
     contrast: float = _augmentation(
-        0.0, "in 15 of 100 samples, deviations from a channel's mean by up to 1 +- C; below 1; nnU-Net: 0.25", "C"
+        0.0,
+        "in 15 of 100 samples deviations from a channel's mean times up to 1 +- C; below 1; nnU-Net: 0.25",
+        "C",
     )
     gamma: float = _augmentation(
-        0.0, "in 40 of 100 samples, an exponent between 1 / (1 + G) and 1 + G; below 4; nnU-Net: 0.5", "G"
+        0.0,
+        "in 40 of 100 samples an exponent of 1 / (1 + G) to 1 + G; below 4; nnU-Net: 0.5",
+        "G",
     )
     noise: float = _augmentation(
-        0.0, "in 10 of 100 samples, Gaussian noise of up to N standard deviations; below 10; nnU-Net: 0.1", "N"
+        0.0,
+        "in 10 of 100 samples noise of up to N standard deviations; below 10; nnU-Net: 0.1",
+        "N",
     )
     blur: float = _augmentation(
-        0.0, "in 20 of 100 samples, half of the channels blurred by B / 2 to B voxels; below 10; nnU-Net: 1", "B"
+        0.0,
+        "in 20 of 100 samples half of the channels blurred by B / 2 to B voxels; below 10; nnU-Net: 1",
+        "B",
     )
     low_resolution: float = _augmentation(
         0.0,
-        "in 25 of 100 samples, half of the channels at a share of 1 - L to 1 of the voxels; below 1; nnU-Net: 0.5",
+        "in 25 of 100 samples half of the channels at 1 - L to 1 of their resolution; below 1; nnU-Net: 0.5",
         "L",
     )
 
     in_planes: bool = False
-    """Whether volumes are turned about Z and X alone, and zoomed along Z by a factor of its own, as by versions before
-    contrast and the settings below it. No sample is made so any more."""
+    """Whether volumes are turned about Z and X alone, and zoomed along Z by a factor of its own, as
+    by versions before contrast and the settings below it. No sample is made so any more."""
 
     def __post_init__(self):
         for name, limit in LIMITS.items():
@@ -92,12 +105,14 @@ NO_AUGMENT = AugmentConfig(flip=False, gain=0.0, offset=0.0)
 
 @dataclass(frozen=True)
 class Drawn:
-    """The numbers of one sample. Those of intensity are (C,), one for each channel, or None for no change."""
+    """The numbers of one sample. Those of intensity are (C,), one for each channel, or None for no
+    change."""
 
     scale: np.ndarray  # normalisation with gain and offset in it: value * scale + shift
     shift: np.ndarray
     flips: Tuple[bool, bool, bool]  # mirror X, Y, Z, last of all
-    matrix: Optional[np.ndarray] = None  # (3, 3), voxels from the centre: those of the sample -> where they come from
+    matrix: Optional[np.ndarray] = None
+    """(3, 3), voxels from the centre: those of the sample -> where they come from."""
     noise: Optional[np.ndarray] = None  # standard deviation
     noise_keys: Optional[np.ndarray] = None  # (C, 2) uint32
     blur: Optional[np.ndarray] = None  # standard deviation, voxels; 0 for none
@@ -127,7 +142,8 @@ def draw(
 ) -> Drawn:
     """The numbers for the sample at `position`, the same on every machine.
 
-    `scale` and `shift` (C,) are the normalisation of the case's channels, `mirrored` the axes that may be mirrored.
+    `scale` and `shift` (C,) are the normalisation of the case's channels, `mirrored` the axes that
+    may be mirrored.
     """
     units, channels = random_units(seed, position, _KEY), len(scale)
 
@@ -139,12 +155,19 @@ def draw(
 
     def in_some_channels(name: str, values: np.ndarray, otherwise: float) -> Optional[np.ndarray]:
         among = np.array([next(units) < CHANNEL_PROBABILITY[name] for _ in range(channels)])
-        return np.float32(np.where(among, values, otherwise)) if is_drawn(name) and among.any() else None
+        if not is_drawn(name) or not among.any():
+            return None
+        return np.float32(np.where(among, values, otherwise))
 
     # Every number is always drawn, so that one option does not shift the others.
     flips = [next(units) < 0.5 and config.flip and axis in mirrored for axis in range(3)]
-    angles_deg, (zoom,) = within(config.rotation_deg, 3), (1 + config.scaling) ** within(1, 1)
-    gain, offset = 1 + within(config.gain), within(config.offset)
+    angles_deg = within(config.rotation_deg, 3)
+    zoom = (1 + config.scaling) ** within(1, 1)[0]
+    matrix = None
+    if config.rotation_deg or config.scaling:
+        matrix = _inverse(angles_deg, zoom, spacing_mm)
+    gain = 1 + within(config.gain)
+    offset = within(config.offset)
     noise = np.float32(np.abs(within(config.noise)))
     contrast = np.float32(1 + within(config.contrast))
     gamma = np.float32((1 + config.gamma) ** within(1))
@@ -155,7 +178,7 @@ def draw(
         scale=np.float32(scale * gain),
         shift=np.float32(shift * gain + offset),
         flips=tuple(flips),
-        matrix=_inverse(angles_deg, zoom, spacing_mm) if config.rotation_deg or config.scaling else None,
+        matrix=matrix,
         noise=noise if is_drawn("noise") else None,
         noise_keys=_halves(words, channels),
         blur=in_some_channels("blur", blur, 0),
@@ -167,14 +190,17 @@ def draw(
 
 
 def smoothing(voxels: int, blur: float, low_resolution: float) -> np.ndarray:
-    """(voxels, voxels) float32: what a blur, and then a lower resolution, do along an axis. Rows sum to 1.
+    """(voxels, voxels) float32: what a blur, and then a lower resolution, do along an axis. Rows sum
+    to 1.
 
-    A lower resolution takes the nearest of the voxels, and interpolates between those that it has taken.
+    A lower resolution takes the nearest of the voxels, and interpolates between those that it has
+    taken.
     """
-    made, at = np.eye(voxels), np.arange(voxels)
+    made = np.eye(voxels)
     if blur:
-        distance = at[:, None] - at[None, :]
-        made = np.exp(-0.5 * (distance / blur) ** 2) * (np.abs(distance) <= math.ceil(BLUR_REACH * blur))
+        distance = np.abs(np.arange(voxels)[:, None] - np.arange(voxels)[None, :])
+        made = np.exp(-0.5 * (distance / blur) ** 2)
+        made[distance > math.ceil(BLUR_REACH * blur)] = 0
         made /= made.sum(1, keepdims=True)
     fewer = max(round(voxels * low_resolution), 1)
     if fewer < voxels:
@@ -184,7 +210,8 @@ def smoothing(voxels: int, blur: float, low_resolution: float) -> np.ndarray:
 
 
 def _inverse(angles_deg: np.ndarray, zoom: float, spacing_mm: Sequence[float]) -> np.ndarray:
-    """(3, 3) float32, from made voxels to those they come from: undoes turns in mm about X, Y and Z, and a zoom.
+    """(3, 3) float32, from made voxels to those they come from: undoes turns in mm about X, Y and Z,
+    and a zoom.
 
     Ratios of sizes are taken to six digits: a header may give 0.9999999.
     """
@@ -201,5 +228,8 @@ def _inverse(angles_deg: np.ndarray, zoom: float, spacing_mm: Sequence[float]) -
 
 def _halves(words: Iterator[int], channels: int) -> np.ndarray:
     """(channels, 2) uint32, the halves of a word for each channel."""
-    each = [next(words) for _ in range(channels)]
-    return np.array([[word >> 32, word & 0xFFFFFFFF] for word in each], np.uint32).reshape(channels, 2)
+    halves = []
+    for _ in range(channels):
+        word = next(words)
+        halves.append([word >> 32, word & 0xFFFFFFFF])
+    return np.array(halves, np.uint32)

@@ -163,6 +163,36 @@ def test_a_store_with_the_same_names_and_other_volumes_is_another_split(phantom_
         decided(changed, tmp_path)
 
 
+def as_of_an_earlier_version(run, **augment):
+    """The config.json of a run from before contrast and the settings below it."""
+    content = json.loads((run / "config.json").read_text())
+    kept = ("flip", "gain", "offset", "rotation_deg", "scaling")
+    content["augment"] = {**{name: content["augment"][name] for name in kept}, **augment}
+    (run / "config.json").write_text(json.dumps(content))
+
+
+def test_a_run_of_an_earlier_version_continues_without_the_changes_of_intensity_that_came_later(
+    phantom_store, tmp_path
+):
+    save_config(decided(phantom_store, tmp_path, **SMALL), tmp_path)
+    as_of_an_earlier_version(tmp_path, gain=0.3)
+    augment = decided(phantom_store, tmp_path).augment
+    assert (augment.gain, augment.flip) == (0.3, True)
+    assert not any(getattr(augment, name) for name in ("contrast", "gamma", "noise", "blur", "low_resolution"))
+    with pytest.raises(InputError, match=r"augment.gamma must stay 0.0, got 0.5"):
+        decided(phantom_store, tmp_path, gamma=0.5)
+
+
+@pytest.mark.parametrize("turned", [{"rotation_deg": 15.0}, {"scaling": 0.2}])
+def test_a_run_of_an_earlier_version_that_turned_otherwise_is_read_and_not_continued(phantom_store, tmp_path, turned):
+    save_config(decided(phantom_store, tmp_path, **SMALL), tmp_path)
+    as_of_an_earlier_version(tmp_path, **turned)
+    ((name, value),) = turned.items()
+    assert getattr(load_config(tmp_path).augment, name) == value
+    with pytest.raises(InputError, match=r"^rotation and scaling must be .*, got .*; continue it with .*$"):
+        decided(phantom_store, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -170,6 +200,7 @@ def test_a_store_with_the_same_names_and_other_volumes_is_another_split(phantom_
         ({"batch": 4, "micro_batch": 3}, "micro_batch must divide the batch of 4, got 3.* 1, 2, 4"),
         ({"batch": 9}, "batch must be at most the 4 training cases, got 9"),
         ({"rotation_deg": 90.0}, "augment rotation_deg must be in"),
+        ({"low_resolution": 1.0}, r"augment low_resolution must be in \[0, 1\), got 1.0"),
         ({"budget_minutes": -1.0}, "budget_minutes must be at least 0, got -1.0"),
         ({"budget_minutes": 1.0, "steps": 3}, "--budget-minutes must .*, got --steps 3"),
         ({"patch": [16, 16, 16]}, "--patch must come with --mode patch, got mode whole"),

@@ -1,4 +1,4 @@
-"""A sample of a stream: the box of a case's arrays and the numbers drawn for it, of which native/samples.py makes it."""
+"""A sample of a stream, made by native/samples.py of a box of a case and of the numbers drawn."""
 
 import itertools
 import math

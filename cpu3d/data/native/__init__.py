@@ -1,1 +1,1 @@
-"""A sample of a training, from stored voxels to the network's image and target: in C, and in NumPy."""
+"""A sample of a training, from stored voxels to image and target: in C, and in NumPy."""

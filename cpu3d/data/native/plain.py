@@ -1,4 +1,4 @@
-"""The sample of samples.c in NumPy, a step at a time, for hosts without a C compiler and for tests."""
+"""The sample of samples.c in NumPy, a step at a time: where there is no C compiler, and in tests."""
 
 from typing import List, Optional, Sequence, Tuple
 
@@ -94,7 +94,7 @@ def _changed(image: np.ndarray, drawn: Drawn) -> np.ndarray:
 
 
 def _with_gamma(values: np.ndarray, exponent: float, negative: bool) -> np.ndarray:
-    """Gamma over the range of values, or over that of their negatives, which keeps mean and deviation."""
+    """Gamma over the range of values or of their negatives, which keeps mean and deviation."""
     low, high = values.min(), values.max()
     if low == high:
         return values
@@ -109,7 +109,8 @@ def _with_gamma(values: np.ndarray, exponent: float, negative: bool) -> np.ndarr
 
 
 def _noise(shape: Shape3, keys: np.ndarray) -> np.ndarray:
-    """Noise of mean 0 and deviation 1: of each voxel a function of the keys and its number, the sum of eight bytes."""
+    """Noise of mean 0 and deviation 1: the sum of eight bytes, which are a function of the keys and
+    of a voxel's number."""
     numbers = np.arange(np.prod(shape), dtype=np.uint64).astype(np.uint32).reshape(shape)
     first = _mixed(_mixed(numbers ^ keys[0]) + keys[1])
     words = np.stack([first, _mixed(first + np.uint32(0x9E3779B9))], -1)
@@ -131,4 +132,5 @@ def _flipped(volume: np.ndarray, flips: Sequence[bool]) -> np.ndarray:
 def _bfloat16_bits(image: np.ndarray) -> np.ndarray:
     """The upper half of each float32, rounded to nearest, ties to even."""
     bits = np.ascontiguousarray(image).view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    last = bits >> np.uint32(16) & np.uint32(1)
+    return ((bits + np.uint32(0x7FFF) + last) >> np.uint32(16)).astype(np.uint16)

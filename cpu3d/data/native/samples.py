@@ -1,9 +1,12 @@
-"""Makes a sample of a training from stored voxels, in one pass on one thread: by C, or where none can be built by NumPy.
+"""Makes a sample of a training from stored voxels, on one thread: by C, or by NumPy where there is
+no library and none can be built.
 
-stored  -> normalised -> averaged down to the network's grid -> turned and zoomed -> intensity -> mirrored -> rounded
+    stored -> normalised -> averaged down to the network's grid -> turned and zoomed
+           -> noise, blur, low resolution, contrast, gamma -> mirrored -> rounded
 
-Without a drawn turn nothing is interpolated: at full resolution an image's values are those of `normalise.normalise`.
-A target's region is where its mean over a voxel, averaged and interpolated like the image, is at least 1/2.
+Without a drawn turn nothing is interpolated: at full resolution an image's values are those of
+`normalise.normalise`. A target's region is where its mean over a voxel, averaged and interpolated
+like the image, is at least 1/2.
 """
 
 import ctypes
@@ -37,7 +40,8 @@ class Stored:
 
     image: np.ndarray  # (X, Y, Z, channels of the store) int16 or float16
     label: np.ndarray  # (X, Y, Z) uint8, codes
-    at: Shape3  # place of its first voxel among the store voxels of the sample; outside of them only for a turn
+    at: Shape3
+    """Place of its first voxel among the store voxels of the sample; outside of them for a turn."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +50,16 @@ class Form:
 
     grid: Shape3  # the network's voxels X, Y, Z
     channels: Tuple[int, ...]  # those of the store, in the order of the image's last axis
-    codes: Tuple[Tuple[int, ...], ...]  # label codes of each region, in the order of the target's last axis
+    codes: Tuple[Tuple[int, ...], ...]  # of each region, in the order of the target's last axis
     dtype: str = "float32"  # of the image; "bfloat16" is given as its bits, uint16
     shrinking: Optional[Tuple[np.ndarray, ...]] = None
-    """Weights (grid, store voxels) of each axis, as `resolution.shrinking` gives them; None at full resolution."""
+    """Weights (grid, store voxels) of each axis, of `resolution.shrinking`; None at full
+    resolution."""
 
     def __post_init__(self):
         if self.dtype not in DTYPES:
-            raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}; pick one")
+            names = ", ".join(DTYPES)
+            raise InputError(f"dtype must be one of {names}, got {self.dtype!r}; pick one")
 
     @property
     def table(self) -> np.ndarray:
@@ -62,7 +68,8 @@ class Form:
 
 
 def make_sample(stored: Stored, drawn: Drawn, form: Form) -> Sample:
-    """The sample of the numbers that were drawn for it. Threads may call it; C lets others run meanwhile.
+    """The sample of the numbers that were drawn for it. Threads may call it; while C computes, others
+    run.
 
     `drawn` are the numbers of all channels of the store. Raises MemoryError.
     """
@@ -70,7 +77,8 @@ def make_sample(stored: Stored, drawn: Drawn, form: Form) -> Sample:
     drawn = drawn.of_channels(form.channels)
     if function is None:
         return plain.make_sample(stored, drawn, form)
-    image = aligned_empty((*form.grid, len(form.channels)), {"float32": np.float32, "bfloat16": np.uint16}[form.dtype])
+    stored_as = np.uint16 if form.dtype == "bfloat16" else np.float32
+    image = aligned_empty((*form.grid, len(form.channels)), stored_as)
     target = aligned_empty((*form.grid, len(form.codes)), np.uint8)
     target.fill(0)
     call = _Call(stored, drawn, form, image, target)  # holds the arrays that C reads
@@ -131,19 +139,18 @@ class _Call:
 
     def __init__(self, stored: Stored, drawn: Drawn, form: Form, image: np.ndarray, target: np.ndarray):
         self._kept: List[Any] = [stored, image, target]
-        picked, scale, shift = np.int32(form.channels), np.float32(drawn.scale), np.float32(drawn.shift)
+        picked = np.int32(form.channels)
         shrinking = None
         if form.shrinking is not None:
             shrinking = self._bands(form.shrinking)
-        gamma = drawn.gamma
-        inverted = None if gamma is None else np.full(len(picked), drawn.negative, np.int32)
+        inverted = np.full(len(picked), drawn.negative, np.int32)
         self.sample = _Sample(
             image=_Box(
                 kind=KINDS[stored.image.dtype.name],
                 channels=len(picked),
                 picked=self._pointer(picked),
-                scale=self._pointer(scale),
-                shift=self._pointer(shift),
+                scale=self._pointer(drawn.scale),
+                shift=self._pointer(drawn.shift),
                 **self._place(stored.image, stored.at),
             ),
             label=_Box(
@@ -160,7 +167,7 @@ class _Call:
             noise_keys=self._pointer(drawn.noise_keys),
             smoothing=self._smoothing(drawn, form),
             contrast=self._pointer(drawn.contrast),
-            gamma=self._pointer(gamma),
+            gamma=self._pointer(drawn.gamma),
             inverted=self._pointer(inverted),
             is_bfloat16=form.dtype == "bfloat16",
             to_image=image.ctypes.data,
@@ -199,13 +206,17 @@ class _Call:
         for each in plain.smoothings(drawn, form.grid):
             if each is None:
                 matrices += [None] * 3
-            else:  # the volume is mirrored already
-                matrices += [m[::-1, ::-1] if is_flipped else m for m, is_flipped in zip(each, drawn.flips)]
-        return self._bands(matrices) if any(matrix is not None for matrix in matrices) else None
+                continue
+            for matrix, is_flipped in zip(each, drawn.flips):  # the volume is mirrored already
+                matrices.append(matrix[::-1, ::-1] if is_flipped else matrix)
+        if all(matrix is None for matrix in matrices):
+            return None
+        return self._bands(matrices)
 
 
 def _narrowed(matrix: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
-    """Of weights (to, from): for each row where its own begin, int32 (to,), and (taps, to) from there on."""
+    """Of weights (to, from): where those of each row begin, int32 (to,), and from there on (taps,
+    to)."""
     used = matrix != 0
     first = used.argmax(1)
     stop = matrix.shape[1] - used[:, ::-1].argmax(1)
@@ -220,14 +231,15 @@ def _narrowed(matrix: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _function() -> Optional[Callable]:
-    """`make_sample` of samples.c; None, after a note, if there is no library and none can be built."""
+    """`make_sample` of samples.c; None, after a note, if there is none and it cannot be built."""
     try:
         lacking = sorted(set(INSTRUCTION_SETS["avx2"].needs) - set(read_host().isa))
         if lacking:
             raise OSError(f"the CPU lacks {', '.join(lacking)}")
         library = ctypes.CDLL(str(build_library(SOURCES, "samples")))
     except (OSError, subprocess.CalledProcessError) as error:
-        print(f"note: NumPy makes samples, which takes ten times as long or more: {error}", file=sys.stderr)
+        note = f"note: NumPy makes samples, which takes ten times as long or more: {error}"
+        print(note, file=sys.stderr)
         return None
     return library.make_sample
 

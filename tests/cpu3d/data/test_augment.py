@@ -46,7 +46,12 @@ def test_one_option_does_not_move_the_numbers_of_another(left):
 
 def test_each_change_comes_as_often_as_it_should_and_within_its_range():
     samples = [drawn(ALL, position, channels=4) for position in range(3000)]
-    ranges = {"noise": (0, 0.1), "blur": (0.5, 1), "contrast": (0.75, 1.25), "gamma": (1 / 1.5, 1.5)}
+    ranges = {
+        "noise": (0, 0.1),
+        "blur": (0.5, 1),
+        "contrast": (0.75, 1.25),
+        "gamma": (1 / 1.5, 1.5),
+    }
     ranges["low_resolution"] = (0.5, 1)
     for name, (low, high) in ranges.items():
         values = [getattr(sample, name) for sample in samples if getattr(sample, name) is not None]
@@ -82,7 +87,14 @@ def test_without_rotation_and_scaling_nothing_is_turned_and_without_any_nothing_
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *[("gain", 1), ("offset", -1), ("rotation_deg", 45), ("scaling", 1), ("contrast", 1.5), ("gamma", 4)],
+        *[
+            ("gain", 1),
+            ("offset", -1),
+            ("rotation_deg", 45),
+            ("scaling", 1),
+            ("contrast", 1.5),
+            ("gamma", 4),
+        ],
         *[("noise", -0.1), ("blur", 10), ("low_resolution", 1), ("noise", float("nan"))],
     ],
 )

@@ -1,4 +1,4 @@
-"""A sample by hand: where its voxels come from, what they become, and that C and NumPy say the same."""
+"""A sample by hand: where its voxels come from, what they become; and in C as in NumPy."""
 
 import dataclasses
 import os
@@ -15,8 +15,11 @@ from cpu3d.data.native.samples import Form, Stored, make_sample
 from cpu3d.data.resolution import field_of, shrinking
 
 CODES = ((1, 2, 3), (2, 3), (3, 255))
-FIELD, SHAPE, AT = (36, 32, 40), (30, 28, 34), (2, 1, 5)  # of a sample, of the stored box, and its place
-SCALE, SHIFT = np.array([0.01, 0.002, 0.003, 0.004], np.float32), np.array([-1, 0.5, 0.25, 2], np.float32)
+FIELD = (36, 32, 40)  # of a sample
+SHAPE = (30, 28, 34)  # of the stored box
+AT = (2, 1, 5)  # its place in the sample
+SCALE = np.array([0.01, 0.002, 0.003, 0.004], np.float32)
+SHIFT = np.array([-1, 0.5, 0.25, 2], np.float32)
 
 
 def stored(*, half=False, seed=0, at=AT):
@@ -36,7 +39,8 @@ def form(resolution=1.0, channels=(0, 1, 2, 3), dtype="float32", field=FIELD, co
         return Form(field, channels, codes, dtype)
     grid = tuple(round(n * resolution) for n in field)
     assert field_of(grid, resolution) == field
-    return Form(grid, channels, codes, dtype, tuple(shrinking(m, n, resolution) for m, n in zip(grid, field)))
+    weights = tuple(shrinking(m, n, resolution) for m, n in zip(grid, field))
+    return Form(grid, channels, codes, dtype, weights)
 
 
 def turned(angles_deg=(20, -15, 30), zoom=1.2, spacing_mm=(1, 1, 1)):
@@ -58,10 +62,18 @@ DRAWS = {
     "plain": {},
     "flips": {"flips": (True, False, True)},
     "turn": {"matrix": turned(), "flips": (False, True, True)},
-    "noise": {"noise": np.float32([0.1, 0, 0.2, 0.05]), "noise_keys": KEYS, "flips": (True, True, True)},
+    "noise": {
+        "noise": np.float32([0.1, 0, 0.2, 0.05]),
+        "noise_keys": KEYS,
+        "flips": (True, True, True),
+    },
     "blur": {"blur": np.float32([0.7, 0, 1.4, 0]), "flips": (True, False, False)},
     "low resolution": {"low_resolution": np.float32([1, 0.5, 0.71, 1])},
-    "both": {"blur": np.float32([0.7] * 4), "low_resolution": np.float32([0.6] * 4), "flips": (False, True, True)},
+    "both": {
+        "blur": np.float32([0.7] * 4),
+        "low_resolution": np.float32([0.6] * 4),
+        "flips": (False, True, True),
+    },
     "contrast": {"contrast": np.float32([0.75, 1, 1.25, 1.1])},
     "gamma": {"gamma": np.float32([0.67, 1, 1.5, 1.1])},
     "negative gamma": {"gamma": np.float32([0.67, 1, 1.5, 1.1]), "negative": True},
@@ -69,7 +81,8 @@ DRAWS = {
 
 
 def drawn(*names):
-    return dataclasses.replace(PLAIN, **{name: value for each in names for name, value in DRAWS[each].items()})
+    numbers = {name: value for each in names for name, value in DRAWS[each].items()}
+    return dataclasses.replace(PLAIN, **numbers)
 
 
 def as_float32(image):
@@ -169,7 +182,7 @@ def test_a_quarter_turn_about_each_axis_moves_voxels_to_their_new_places():
 
 
 def blob(shape, centre, radius):
-    """A ball, soft over a voxel, so that its centre of mass is where it should be; and the label of its inner half."""
+    """A ball, soft over a voxel, so that its centre of mass is where it should be; and its label."""
     distance = np.sqrt(sum((index - c) ** 2 for index, c in zip(np.indices(shape), centre)))
     image = np.round(1000 * np.clip(radius + 0.5 - distance, 0, 1)).astype(np.int16)
     return image, (distance <= radius).astype(np.uint8)
@@ -183,7 +196,13 @@ def centre_of_mass(volume):
 @pytest.mark.parametrize("flips", [(False, False, False), (True, False, True)])
 @pytest.mark.parametrize(
     ("angles_deg", "zoom"),
-    [((0, 0, 0), 1.0), ((30, 0, 0), 1.0), ((0, 0, -25), 1.3), ((20, -30, 15), 0.75), ((-40, 35, 40), 1.2)],
+    [
+        ((0, 0, 0), 1.0),
+        ((30, 0, 0), 1.0),
+        ((0, 0, -25), 1.3),
+        ((20, -30, 15), 0.75),
+        ((-40, 35, 40), 1.2),
+    ],
 )
 def test_image_and_label_go_to_the_same_place_and_it_is_the_one_by_hand(angles_deg, zoom, flips, resolution):
     field, centre = (64, 56, 72), np.array([38.0, 22.0, 45.0])
@@ -191,11 +210,15 @@ def test_image_and_label_go_to_the_same_place_and_it_is_the_one_by_hand(angles_d
     matrix = None if zoom == 1 and not any(angles_deg) else turned(angles_deg, zoom)
     numbers = Drawn(np.ones(1, np.float32) / 1000, np.zeros(1, np.float32), flips, matrix)
     made, target = make_sample(
-        Stored(image[..., None], label, (0, 0, 0)), numbers, form(resolution, (0,), field=field, codes=((1,),))
+        Stored(image[..., None], label, (0, 0, 0)),
+        numbers,
+        form(resolution, (0,), field=field, codes=((1,),)),
     )
     middle = (np.array(made.shape[:3]) - 1) / 2
     offset = ((centre + 0.5) * resolution - 0.5) - middle
-    expected = middle + (offset if matrix is None else np.linalg.solve(matrix.astype(float), offset))
+    if matrix is not None:
+        offset = np.linalg.solve(matrix.astype(float), offset)
+    expected = middle + offset
     expected = np.where(flips, 2 * middle - expected, expected)
     for volume in (made[..., 0], target[..., 0].astype(float)):
         assert np.abs(centre_of_mass(volume) - expected).max() < 0.2
@@ -224,7 +247,7 @@ def test_a_ball_in_mm_stays_one_on_a_grid_of_1_x_1_x_5_mm(position):
 
 
 def test_a_region_is_where_its_interpolated_mean_is_at_least_a_half():
-    """Shifted by a quarter of a voxel along X by a zoom of X alone: between two voxels by 1/4 and 3/4."""
+    """Zoomed along X alone, a voxel is between two by 1/4 and 3/4."""
     label = np.zeros((4, 2, 2), np.uint8)
     label[2:] = 2
     label[3] = 3
@@ -341,7 +364,9 @@ def test_the_least_numbers_of_float16_are_no_background():
     numbers = Drawn(np.float32([1]), np.float32([3]), PLAIN.flips)
     made = tf.numpy_function(
         lambda: make_sample(
-            Stored(image, np.zeros((2, 2, 2), np.uint8), (0, 0, 0)), numbers, Form((2, 2, 2), (0,), CODES)
+            Stored(image, np.zeros((2, 2, 2), np.uint8), (0, 0, 0)),
+            numbers,
+            Form((2, 2, 2), (0,), CODES),
         )[0],
         [],
         tf.float32,
