@@ -130,7 +130,7 @@ def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
                     evidences.append(gather(answers, truth, regions, ras_steps_mm(record.geometry)))
                     del answers  # else they are in memory while the next case is predicted
                     advance()
-            choice = decide_from(evidences, regions)
+            choice = decide_from(evidences, regions, alone=True)
             chosen, before, after = choice.chosen, choice.before, choice.after
         hashes = digest, config.split_hash
         decision = Decision(*hashes, len(records), chosen, before, after, cases_with)

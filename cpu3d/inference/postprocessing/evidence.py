@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Any, Dict, Optional, Sequence, Tuple
 
 import numpy as np
-from scipy import ndimage
 
 from cpu3d.data.labels import region_mask
 from cpu3d.data.region import bounding_box
@@ -22,6 +21,7 @@ from cpu3d.inference.postprocessing.rules import (
     PostProcessing,
     Regions,
     larger_regions,
+    largest_probability,
     removed_by_all,
 )
 from cpu3d.inference.scores import (
@@ -33,6 +33,8 @@ from cpu3d.inference.scores import (
     voxel_mm3,
 )
 from memory_estimator.common.files import typed
+
+FOUND_SHARE = 0.1  # of its voxels: from there on a true lesion counts as found
 
 Pairs = Tuple[Tuple[int, int, int], ...]  # index of a true one, of a part, voxels that they share
 
@@ -95,8 +97,8 @@ class Evidence:
             for other in larger:
                 stays &= kept[other][parts.inside[other]]
             if name in chosen.rules and not chosen.off:
-                left = parts.matching.part_mm3[stays]
-                stays[stays] = ~removed_by_all(chosen.rules[name], left)
+                left = parts.matching.part_mm3[stays], parts.probability[stays]
+                stays[stays] = ~removed_by_all(chosen.rules[name], *left)
             kept[name] = stays
             scores[name] = parts.scores(stays)
         return scores
@@ -121,13 +123,12 @@ class Means:
     dice: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scores(Means):
     """Those of one case, if some of the predicted parts are removed."""
 
-    detected: np.ndarray
-    """(F,) whether each true lesion is found: the connected parts of the truth, then the lesions
-    that count by the rule of BraTS."""
+    found: np.ndarray
+    """(C,) whether FOUND_SHARE of each connected part of the truth, however small, is answered."""
 
 
 def gather(answers: np.ndarray, truth: np.ndarray, regions: Regions, spacing_mm: Spacing) -> Evidence:
@@ -178,22 +179,25 @@ class _Touching:
         lesion, part, shared = np.reshape(parts.lesion_pairs, (-1, 3)).astype(np.int64).T
         counted = lesions * mm3 > LESION_MM3
         self.matching = Matching(lesions, counted, voxels, voxels * mm3, lesion, part, shared)
+        self.probability = np.array(parts.probability, float)
         self.inside = {name: np.array(index, np.int64) for name, index in parts.inside.items()}
-        self.components = len(parts.component_voxels)
+        self.component_voxels = np.array(parts.component_voxels, np.int64)
         pairs = np.reshape(parts.component_pairs, (-1, 3)).astype(np.int64)
-        self.component, self.component_part, _ = pairs.T
+        self.component, self.component_part, self.component_shared = pairs.T
 
     def scores(self, kept: np.ndarray) -> Scores:
         """The scores if only the parts of `kept` (P,) are left."""
         matching = self.matching
-        components = np.zeros(self.components, bool)
-        components[self.component[kept[self.component_part]]] = True
-        lesions = np.zeros(len(matching.truth_voxels), bool)
-        lesions[matching.lesion[kept[matching.part]]] = True
-        detected = np.concatenate([components, lesions & matching.counted])
+        pairs = kept[self.component_part]
+        answered = np.bincount(
+            self.component[pairs],
+            weights=self.component_shared[pairs],
+            minlength=len(self.component_voxels),
+        )
+        found = answered >= FOUND_SHARE * self.component_voxels
         of_lesions = matching.lesions(kept)
         dice = matching.dice(kept)
-        return Scores(of_lesions.dice, float(of_lesions.false_positives), dice, detected)
+        return Scores(of_lesions.dice, float(of_lesions.false_positives), dice, found)
 
 
 def _parts(
@@ -222,10 +226,10 @@ def _parts(
         both = true & (parts > 0)
         pairs, shared = np.unique(np.stack([components[both], parts[both]]), axis=1, return_counts=True)
         answer = answers[box][..., list(regions).index(name)]
-        probability = ndimage.maximum(answer, parts, np.arange(1, parts.max() + 1))
+        probability = largest_probability(answer, parts)
         parts_of[name] = Parts(
             voxels=tuple(matching.part_voxels.tolist()),
-            probability=tuple(round(float(value), 6) for value in probability),
+            probability=tuple(probability.tolist()),
             inside=inside,
             lesion_voxels=tuple(matching.truth_voxels.tolist()),
             lesion_pairs=_pairs(matching.lesion, matching.part, matching.shared_voxels),

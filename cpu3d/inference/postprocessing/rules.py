@@ -4,7 +4,8 @@
     label = chosen.paint(probabilities, regions, spacing_mm)
 
 - *Parts* of a region are connected by 26 neighbours. A rule removes those below a volume in mm3, or
-  below a share of the region's largest part; the latter never removes a whole region.
+  below a share of the region's largest part; the latter never removes a whole region. A small part
+  of which the network is sure may stay.
 - A rule may also remove a whole region, of which too little is left in all: where nothing enhances,
   a network often answers with some voxels of ET (Isensee et al. 2020, "nnU-Net for brain tumor
   segmentation").
@@ -16,9 +17,10 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
+from scipy import ndimage
 
 from cpu3d.data.labels import THRESHOLD, label_from_regions, own_codes, region_mask
 from cpu3d.data.region import bounding_box
@@ -31,42 +33,59 @@ ROUNDING = 1e-9  # sizes are exact to this share only
 
 @dataclass(frozen=True)
 class Rule:
-    """Removes the parts of a region below `mm3` or `share`, and what is left if that is below
-    `region_mm3` in all. Raises ValueError for a bound out of range."""
+    """Removes the small parts of a region, and what is left if that is too little in all. Raises
+    ValueError for a bound out of range."""
 
-    mm3: float = 0.0
-    share: float = 0.0  # of the region's largest part
-    region_mm3: float = 0.0
+    mm3: float = 0.0  # parts below it go
+    share: float = 0.0  # and those below this share of the region's largest part
+    stays_from: Optional[float] = None
+    """Probability: a small part in which a voxel has it or more stays. None: no part does."""
+    region_mm3: float = 0.0  # all that is left goes if it is below this
 
     def __post_init__(self):
         volumes = (self.mm3, self.region_mm3)
         if not (all(0 <= volume < np.inf for volume in volumes) and 0 <= self.share < 1):
-            got = f"{self.mm3}, {self.region_mm3} and {self.share}"
-            raise ValueError(f"a rule must have mm3 and region_mm3 from 0 on and a share from 0 to 1, got {got}")
+            got = f"{self.mm3:g}, {self.region_mm3:g} and {self.share:g}"
+            raise ValueError(f"a rule must have volumes from 0 on and a share below 1, got {got}")
+        if self.stays_from is not None and not 0 < self.stays_from <= 1:
+            got = f"{self.stays_from:g}"
+            raise ValueError(f"stays_from must be a probability above 0 or null, got {got}")
 
     def __str__(self) -> str:
-        bounds = []
+        sizes = []
         if self.mm3:
-            bounds.append(f"{self.mm3:g} mm\u00b3")
+            sizes.append(f"{self.mm3:g} mm\u00b3")
         if self.share:
-            bounds.append(f"{100 * self.share:g} % of its largest part")
+            sizes.append(f"{100 * self.share:g} % of its largest part")
+        text = " or ".join(sizes)
+        if self.stays_from is not None:
+            text += f" without a probability of {self.stays_from:g}"
         if self.region_mm3:
-            bounds.append(f"{self.region_mm3:g} mm\u00b3 in all")
-        return " or ".join(bounds) or "nothing"
+            text += " or " * bool(text)
+            text += f"{self.region_mm3:g} mm\u00b3 in all"
+        return text
 
-    def removed(self, sizes_mm3: np.ndarray) -> np.ndarray:
-        """(P,) which parts of a region of these sizes (P,) go."""
+    def removed(self, sizes_mm3: np.ndarray, probability: np.ndarray) -> np.ndarray:
+        """(P,) which parts of a region go that have these sizes and largest probabilities (P,)."""
         largest = sizes_mm3.max(initial=0.0)
         bound = max(self.mm3, self.share * largest)
         removed = sizes_mm3 < bound * (1 - ROUNDING)
+        if self.stays_from is not None:
+            removed &= probability < self.stays_from
         if sizes_mm3[~removed].sum() < self.region_mm3 * (1 - ROUNDING):
             removed[:] = True
         return removed
 
 
-def removed_by_all(rules: Sequence[Rule], sizes_mm3: np.ndarray) -> np.ndarray:
-    """(P,) which parts of a region of these sizes (P,) each of the rules removes."""
-    return np.logical_and.reduce([rule.removed(sizes_mm3) for rule in rules])
+def removed_by_all(rules: Sequence[Rule], sizes_mm3: np.ndarray, probability: np.ndarray) -> np.ndarray:
+    """(P,) which parts of a region each of the rules removes, by `Rule.removed`."""
+    return np.logical_and.reduce([rule.removed(sizes_mm3, probability) for rule in rules])
+
+
+def largest_probability(answer: np.ndarray, parts: np.ndarray) -> np.ndarray:
+    """(P,) the largest of a region's probabilities `(X, Y, Z)` in each of its `connected_parts`."""
+    numbers = np.arange(1, parts.max(initial=0) + 1)
+    return np.asarray(ndimage.maximum(answer, parts, numbers), np.float64)
 
 
 @dataclass(frozen=True)
@@ -95,7 +114,9 @@ class PostProcessing:
             if name in self.rules:
                 parts = connected_parts(region_mask(label[box], regions[name]))
                 sizes_mm3 = np.bincount(parts.ravel())[1:] * voxel_mm3(spacing_mm)
-                removed = removed_by_all(self.rules[name], sizes_mm3)
+                answer = answers[box][..., list(regions).index(name)]
+                probability = largest_probability(answer, parts)
+                removed = removed_by_all(self.rules[name], sizes_mm3, probability)
                 label[box][np.concatenate([[False], removed])[parts]] = code_below
         return label
 
@@ -138,10 +159,14 @@ RAW = PostProcessing(off="--raw")
 
 
 def gentlest(several: Sequence[PostProcessing]) -> PostProcessing:
-    """The removals that several runs have in common, for their joint answer; off if any of them is, for its reason."""
+    """The removals that several runs have in common, for their joint answer; off if any of them is,
+    for its reason. A rule that asks how sure a network is does not hold for several: where one of
+    them misses a lesion, their mean is less sure of it."""
     off = [each for each in several if each.off]
     if off:
         return off[0]
+    if len(several) > 1:
+        several = [_for_several(each) for each in several]
     names = [name for name in several[0].rules if all(name in each.rules for each in several)]
     rules = {}
     for name in names:
@@ -153,6 +178,18 @@ def gentlest(several: Sequence[PostProcessing]) -> PostProcessing:
             without.setdefault(name, why)
     off = "" if rules or nested else "the runs have no rule in common"
     return PostProcessing(rules, nested, off, without)
+
+
+def _for_several(decided: PostProcessing) -> PostProcessing:
+    """A run's rules, without those that ask how sure its network is."""
+    rules = {}
+    without = dict(decided.without)
+    for name, of_region in decided.rules.items():
+        if any(rule.stays_from is not None for rule in of_region):
+            without[name] = "its rule holds for one network alone"
+        else:
+            rules[name] = of_region
+    return dataclasses.replace(decided, rules=rules, without=without)
 
 
 def reasons(without: Mapping[str, str]) -> str:
