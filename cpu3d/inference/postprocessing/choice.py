@@ -44,6 +44,8 @@ MARGIN = 3  # true lesions must be larger than this many times the bound
 LOST_LESION = 0.5  # lesion-wise Dice of a case that has two lesions and loses one
 SURE = 0.95  # probability
 
+NONE_GAINS = "none gains"
+
 # The bounds that are tried.
 SHARES = (0.001, 0.003, 0.01, 0.03, 0.1)
 REGION_MM3 = (50, 100, 200, 500, 1000)
@@ -112,17 +114,21 @@ class _Jury:
         return bool(cut) and all(is_evident) and is_harmless
 
     def with_rule(self, chosen: PostProcessing, name: str, alone: bool) -> Tuple[PostProcessing, str]:
-        """`chosen` with a rule for a region, and why the last rule that was tried was not taken."""
-        why = ""
+        """`chosen` with a rule for a region, and why there is none if there is none."""
+        tries = []
         if alone:
             unsure = [Rule(share=share, stays_from=SURE) for share in SHARES]
-            chosen, why = self._with_best(chosen, name, unsure, 0.0)
-        small = [Rule(share=share) for share in SHARES]
-        chosen, why_small = self._with_best(chosen, name, small, LOST_LESION)
+            tries.append((unsure, 0.0))
+        tries.append(([Rule(share=share) for share in SHARES], LOST_LESION))
+        reasons_why = []
+        for rules, more_than in tries:
+            chosen, why = self._with_best(chosen, name, rules, more_than)
+            reasons_why.append(why)
         (parts,) = chosen.rules.get(name, (Rule(),))
         whole = [replace(parts, region_mm3=volume) for volume in REGION_MM3]
-        chosen, _ = self._with_best(chosen, name, whole, LOST_LESION)
-        return chosen, why or why_small
+        chosen, why = self._with_best(chosen, name, whole, LOST_LESION)
+        reasons_why.append(why)
+        return chosen, next((why for why in reasons_why if why != NONE_GAINS), NONE_GAINS)
 
     def _with_best(
         self, chosen: PostProcessing, name: str, rules: Iterable[Rule], more_than: float
@@ -131,7 +137,7 @@ class _Jury:
         together must gain `more_than` this in the region, compared with `chosen`."""
         before = self._scores(chosen)
         gains_of: Dict[Rule, Dict[str, float]] = {}
-        why = "none gains"
+        why = NONE_GAINS
         for rule in rules:
             gains = _gains(self._scores(_changed(chosen, name, rule)), before)
             if gains[name] <= 0:

@@ -123,7 +123,7 @@ class PostProcessing:
     def steps(self, regions: Regions) -> Dict[str, Any]:
         """The same changes for a program without this project (`cpu3d.inference.segment`), as
         export.json has them: "cut", the outputs that are 0 outside of larger ones, and "remove",
-        the rules in their order."""
+        the rules in their order, which look at an output's probabilities."""
         names = list(regions)
         cut = []
         remove = []
@@ -133,10 +133,15 @@ class PostProcessing:
                 cut.append({"output": names.index(name), "to": outputs})
         for name, code_below in codes_below(regions).items():
             if name in self.rules and not self.off:
-                below = [dataclasses.asdict(rule) for rule in self.rules[name]]
-                codes = list(regions[name])
-                rule = {"region": name, "codes": codes, "below": below, "becomes": code_below}
-                remove.append(rule)
+                remove.append(
+                    {
+                        "region": name,
+                        "output": names.index(name),
+                        "codes": list(regions[name]),
+                        "below": [dataclasses.asdict(rule) for rule in self.rules[name]],
+                        "becomes": code_below,
+                    }
+                )
         return {"words": self.words, "cut": cut, "remove": remove}
 
     @property
