@@ -100,7 +100,9 @@ class _Jury:
     def __init__(self, evidences: Sequence[Evidence], regions: Regions):
         self.evidences = evidences
         self.regions = regions
-        self.cases_with = {name: sum(evidence.has(name) for evidence in evidences) for name in regions}
+        self.cases_with = {}
+        for name in regions:
+            self.cases_with[name] = sum(evidence.has(name) for evidence in evidences)
 
     def is_nesting_evident(self) -> bool:
         """Whether nested answers gain in each region that nesting cuts, and do no harm."""
@@ -113,22 +115,26 @@ class _Jury:
         is_harmless = min(gains.values()) >= 0 and not _is_lesion_lost(nested, plain)
         return bool(cut) and all(is_evident) and is_harmless
 
-    def with_rule(self, chosen: PostProcessing, name: str, alone: bool) -> Tuple[PostProcessing, str]:
+    def with_rule(
+        self,
+        chosen: PostProcessing,
+        name: str,
+        alone: bool,
+    ) -> Tuple[PostProcessing, str]:
         """`chosen` with a rule for a region, and why there is none if there is none."""
-        tries = []
+        whys = []
         if alone:
             unsure = [Rule(share=share, stays_from=SURE) for share in SHARES]
-            tries.append((unsure, 0.0))
-        tries.append(([Rule(share=share) for share in SHARES], LOST_LESION))
-        reasons_why = []
-        for rules, more_than in tries:
-            chosen, why = self._with_best(chosen, name, rules, more_than)
-            reasons_why.append(why)
+            chosen, why = self._with_best(chosen, name, unsure, 0.0)
+            whys.append(why)
+        small = [Rule(share=share) for share in SHARES]
+        chosen, why = self._with_best(chosen, name, small, LOST_LESION)
+        whys.append(why)
         (parts,) = chosen.rules.get(name, (Rule(),))
         whole = [replace(parts, region_mm3=volume) for volume in REGION_MM3]
         chosen, why = self._with_best(chosen, name, whole, LOST_LESION)
-        reasons_why.append(why)
-        return chosen, next((why for why in reasons_why if why != NONE_GAINS), NONE_GAINS)
+        whys.append(why)
+        return chosen, next((why for why in whys if why != NONE_GAINS), NONE_GAINS)
 
     def _with_best(
         self, chosen: PostProcessing, name: str, rules: Iterable[Rule], more_than: float
@@ -162,7 +168,10 @@ class _Jury:
     def _keeps_lesions(self, chosen: PostProcessing, name: str, rule: Rule, before: Cases) -> bool:
         """Whether a rule for a region, also with larger bounds, leaves all that was found."""
         larger = replace(rule, share=MARGIN * rule.share, region_mm3=MARGIN * rule.region_mm3)
-        return not any(_is_lesion_lost(self._scores(_changed(chosen, name, each)), before) for each in (rule, larger))
+        for each in (rule, larger):
+            if _is_lesion_lost(self._scores(_changed(chosen, name, each)), before):
+                return False
+        return True
 
     def _scores(self, chosen: PostProcessing) -> Cases:
         return [evidence.scores(chosen, self.regions) for evidence in self.evidences]
@@ -187,4 +196,8 @@ def _gains(scores: Cases, before: Cases) -> Dict[str, float]:
 
 def _is_lesion_lost(scores: Cases, before: Cases) -> bool:
     """Whether any true lesion that was found is not found any more."""
-    return any(bool((was[name].found & ~case[name].found).any()) for case, was in zip(scores, before) for name in case)
+    for case, was in zip(scores, before):
+        for name in case:
+            if (was[name].detected & ~case[name].detected).any():
+                return True
+    return False

@@ -1,4 +1,4 @@
-"""The post-processing of a run: decided on its validation cases once it is trained, and kept with it.
+"""The post-processing of a run: decided on its validation cases, and kept with it.
 
 decision = decide(run)                                  # writes run/postprocessing.json
 chosen = postprocessing_of(run, config)                 # as decided, or off and why
@@ -45,7 +45,7 @@ class Decision:
     split_hash: str
     cases: int  # labelled validation cases
     chosen: PostProcessing
-    before: Dict[str, Means]  # region -> means of the raw answers; empty if there were too few cases
+    before: Dict[str, Means]  # region -> means of the raw answers; empty if cases were too few
     after: Dict[str, Means]  # the same after `chosen`
     cases_with: Optional[Dict[str, int]] = None
     """Region -> validation cases that have it. None in a file of an earlier version, whose rules

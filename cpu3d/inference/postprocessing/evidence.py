@@ -34,7 +34,7 @@ from cpu3d.inference.scores import (
 )
 from memory_estimator.common.files import typed
 
-FOUND_SHARE = 0.1  # of its voxels: from there on a true lesion counts as found
+DETECTED_SHARE = 0.1  # of its voxels: from there on a true lesion counts as found
 
 Pairs = Tuple[Tuple[int, int, int], ...]  # index of a true one, of a part, voxels that they share
 
@@ -127,20 +127,25 @@ class Means:
 class Scores(Means):
     """Those of one case, if some of the predicted parts are removed."""
 
-    found: np.ndarray
-    """(C,) whether FOUND_SHARE of each connected part of the truth, however small, is answered."""
+    detected: np.ndarray
+    """(C,) whether DETECTED_SHARE of each connected part of the truth, however small, is there."""
 
 
-def gather(answers: np.ndarray, truth: np.ndarray, regions: Regions, spacing_mm: Spacing) -> Evidence:
+def gather(
+    answers: np.ndarray,
+    truth: np.ndarray,
+    regions: Regions,
+    spacing_mm: Spacing,
+) -> Evidence:
     """The evidence of probabilities `(X, Y, Z, R)` in the order of `regions` beside the true label
     `(X, Y, Z)`. `spacing_mm` is as in `score_region`."""
     plain = PostProcessing().paint(answers, regions, spacing_mm)
     nested = PostProcessing(nested=True).paint(answers, regions, spacing_mm)
-    return Evidence(
-        voxel_mm3(spacing_mm),
-        _parts(plain, answers, truth, spacing_mm, regions),
-        None if np.array_equal(plain, nested) else _parts(nested, answers, truth, spacing_mm, regions),
-    )
+    parts = _parts(plain, answers, truth, spacing_mm, regions)
+    if np.array_equal(plain, nested):
+        return Evidence(voxel_mm3(spacing_mm), parts)
+    nested_parts = _parts(nested, answers, truth, spacing_mm, regions)
+    return Evidence(voxel_mm3(spacing_mm), parts, nested_parts)
 
 
 def evidence_from_json(content: Any, regions: Regions) -> Evidence:
@@ -159,14 +164,22 @@ def evidence_from_json(content: Any, regions: Regions) -> Evidence:
     return evidence
 
 
-def means_of(evidences: Sequence[Evidence], chosen: PostProcessing, regions: Regions) -> Dict[str, Means]:
+def means_of(
+    evidences: Sequence[Evidence],
+    chosen: PostProcessing,
+    regions: Regions,
+) -> Dict[str, Means]:
     """Region, the largest first -> the means over cases, at least one, of the labels that `chosen`
     paints."""
     scores = [evidence.scores(chosen, regions) for evidence in evidences]
     means = {}
     for name in larger_regions(regions):
-        columns = [[getattr(case[name], field.name) for case in scores] for field in dataclasses.fields(Means)]
-        means[name] = Means(*(float(np.mean(column)) for column in columns))
+        of_region = [case[name] for case in scores]
+        means[name] = Means(
+            lesion_dice=float(np.mean([case.lesion_dice for case in of_region])),
+            false_positives=float(np.mean([case.false_positives for case in of_region])),
+            dice=float(np.mean([case.dice for case in of_region])),
+        )
     return means
 
 
@@ -194,10 +207,10 @@ class _Touching:
             weights=self.component_shared[pairs],
             minlength=len(self.component_voxels),
         )
-        found = answered >= FOUND_SHARE * self.component_voxels
+        detected = answered >= DETECTED_SHARE * self.component_voxels
         of_lesions = matching.lesions(kept)
         dice = matching.dice(kept)
-        return Scores(of_lesions.dice, float(of_lesions.false_positives), dice, found)
+        return Scores(of_lesions.dice, float(of_lesions.false_positives), dice, detected)
 
 
 def _parts(
@@ -224,7 +237,8 @@ def _parts(
         matching = match_lesions(true, parts, spacing_mm)
         components = connected_parts(true)
         both = true & (parts > 0)
-        pairs, shared = np.unique(np.stack([components[both], parts[both]]), axis=1, return_counts=True)
+        touching = np.stack([components[both], parts[both]])
+        pairs, shared = np.unique(touching, axis=1, return_counts=True)
         answer = answers[box][..., list(regions).index(name)]
         probability = largest_probability(answer, parts)
         parts_of[name] = Parts(
@@ -240,5 +254,5 @@ def _parts(
 
 
 def _pairs(owner: np.ndarray, part: np.ndarray, shared: np.ndarray) -> Pairs:
-    """Indices (N,) of true ones and of parts, and voxels (N,) that they share, as `Parts` has them."""
+    """Indices (N,) of true ones and of parts, and voxels (N,) that they share, as in `Parts`."""
     return tuple(map(tuple, np.stack([owner, part, shared], axis=1).astype(int).tolist()))

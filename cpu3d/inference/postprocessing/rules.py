@@ -1,4 +1,4 @@
-"""Rules of post-processing: which parts of a region are removed when an answer is painted, and what they become.
+"""Rules of post-processing: which parts of a region are removed from an answer, what they become.
 
     chosen = PostProcessing({"ET": (Rule(region_mm3=200),)})
     label = chosen.paint(probabilities, regions, spacing_mm)
@@ -56,13 +56,13 @@ class Rule:
         if self.mm3:
             sizes.append(f"{self.mm3:g} mm\u00b3")
         if self.share:
-            sizes.append(f"{100 * self.share:g} % of its largest part")
+            sizes.append(f"{100 * self.share:g} % of the largest part")
         text = " or ".join(sizes)
         if self.stays_from is not None:
-            text += f" without a probability of {self.stays_from:g}"
+            text += f" where no probability reaches {self.stays_from:g}"
         if self.region_mm3:
-            text += " or " * bool(text)
-            text += f"{self.region_mm3:g} mm\u00b3 in all"
+            whole = f"{self.region_mm3:g} mm\u00b3 in all"
+            text = f"{text}, or {whole}" if text else whole
         return text
 
     def removed(self, sizes_mm3: np.ndarray, probability: np.ndarray) -> np.ndarray:
@@ -77,7 +77,11 @@ class Rule:
         return removed
 
 
-def removed_by_all(rules: Sequence[Rule], sizes_mm3: np.ndarray, probability: np.ndarray) -> np.ndarray:
+def removed_by_all(
+    rules: Sequence[Rule],
+    sizes_mm3: np.ndarray,
+    probability: np.ndarray,
+) -> np.ndarray:
     """(P,) which parts of a region each of the rules removes, by `Rule.removed`."""
     return np.logical_and.reduce([rule.removed(sizes_mm3, probability) for rule in rules])
 
@@ -146,13 +150,16 @@ class PostProcessing:
 
     @property
     def words(self) -> str:
-        """In a line, such as "removes parts of WT below 1 % of its largest part", or "off: " and why."""
+        """In a line, as "removes parts of WT below 1 % of the largest part" or "off: " and why."""
         if self.off:
             return f"off: {self.off}"
         parts = []
         if self.rules:
-            removed = [f"{name} below {listed(rules)}" for name, rules in self.rules.items()]
-            parts.append(f"removes parts of {', of '.join(removed)}")
+            names: Dict[str, List[str]] = {}
+            for name, rules in self.rules.items():
+                names.setdefault(listed(rules), []).append(name)
+            removed = [f"{listed(regions)} below {text}" for text, regions in names.items()]
+            parts.append(f"removes parts of {'; of '.join(removed)}")
         if self.nested:
             parts.append("cuts each region to the larger regions")
         if self.without:
@@ -207,10 +214,14 @@ def reasons(without: Mapping[str, str]) -> str:
 
 
 def larger_regions(regions: Regions) -> Dict[str, List[str]]:
-    """Region, that of the most codes first -> the regions that hold it and more, the smallest first."""
+    """Region, that of the most codes first -> the regions that hold it and more, the smallest
+    first."""
     members = {name: set(codes) for name, codes in regions.items()}
     names = sorted(regions, key=lambda name: -len(members[name]))
-    return {name: [other for other in reversed(names) if members[other] > members[name]] for name in names}
+    larger = {}
+    for name in names:
+        larger[name] = [other for other in reversed(names) if members[other] > members[name]]
+    return larger
 
 
 def codes_below(regions: Regions) -> Dict[str, int]:
@@ -235,7 +246,8 @@ def codes_below(regions: Regions) -> Dict[str, int]:
 
 
 def _nested(answers: np.ndarray, regions: Regions) -> np.ndarray:
-    """A copy of `answers` with 0 where a voxel is in a region and not in all larger regions that hold it."""
+    """A copy of `answers` with 0 where a voxel is in a region and not in all larger ones that hold
+    it."""
     names = list(regions)
     nested = answers.copy()
     for name, larger in larger_regions(regions).items():

@@ -42,7 +42,11 @@ def unsure(box):
 
 def evidences_of(*pairs, regions=REGIONS):
     """The evidence of cases of (predicted boxes, true boxes)."""
-    return [gather(answers_of(*predicted, regions=regions), label_of(*true), regions, MM) for predicted, true in pairs]
+    evidences = []
+    for predicted, true in pairs:
+        answers = answers_of(*predicted, regions=regions)
+        evidences.append(gather(answers, label_of(*true), regions, MM))
+    return evidences
 
 
 def _slices(corner, size):

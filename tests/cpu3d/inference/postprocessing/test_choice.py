@@ -67,7 +67,7 @@ def test_the_mean_of_several_networks_is_not_asked_how_sure_it_is():
 
 
 @pytest.mark.parametrize(("with_island", "expected"), [(1, {}), (2, {"WT": (Rule(share=0.1),)})])
-def test_parts_of_which_the_network_is_sure_go_if_more_is_gained_than_a_lost_lesion_costs(with_island, expected):
+def test_sure_parts_go_if_more_is_gained_than_a_lost_lesion_costs(with_island, expected):
     """A case with two lesions and a false one loses a third, less than a half: two cases do it."""
     second = (1, (40, 2, 2), (13, 15, 13))  # 2535 voxels: more than three times 10 %
     true = (BIG, second)
@@ -93,7 +93,8 @@ def test_no_rule_takes_a_true_part_that_was_found_however_small_it_is(size):
 def test_a_true_part_counts_as_found_from_a_tenth_of_its_voxels_on(answered, is_lost):
     true = (1, (40, 2, 2), (10, 4, 1))
     part = unsure((1, (40, 2, 2), (answered, 1, 1)))
-    choice = choose(((BIG, part, unsure(ISLAND)), (BIG, true)), *[((BIG, unsure(ISLAND)), (BIG,))] * 3)
+    others = [((BIG, unsure(ISLAND)), (BIG,))] * 3
+    choice = choose(((BIG, part, unsure(ISLAND)), (BIG, true)), *others)
     assert ("WT" in choice.chosen.rules) != is_lost
 
 
@@ -124,7 +125,8 @@ WITHOUT_ET = ((BIG, CORE, FALSE_ET), (BIG, CORE))
 def test_little_of_a_region_that_a_case_lacks_becomes_the_next_larger_region(alone):
     choice = choose(WITH_ET, WITH_ET, WITHOUT_ET, alone=alone)
     assert choice.chosen.rules == {"ET": (Rule(region_mm3=50),)}  # 3 * 100 are more than 216
-    assert choice.before["ET"] == Means(pytest.approx(2 / 3), pytest.approx(1 / 3), pytest.approx(2 / 3))
+    two_thirds = pytest.approx(2 / 3)
+    assert choice.before["ET"] == Means(two_thirds, pytest.approx(1 / 3), two_thirds)
     assert choice.after["ET"] == Means(1, 0, 1)
     painted = choice.chosen.paint(answers_of(BIG, CORE, FALSE_ET), REGIONS, MM)
     np.testing.assert_array_equal(painted, label_of(BIG, CORE))

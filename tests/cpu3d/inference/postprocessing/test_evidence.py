@@ -76,7 +76,10 @@ def test_scores_are_those_of_the_painted_labels(rule, nested):
     means = means_of(evidences, chosen, REGIONS)
     labels = [(truth, chosen.paint(answers, REGIONS, spacing_mm)) for answers, truth in cases]
     for name, codes in REGIONS.items():
-        scores = [score_region(*(region_mask(label, codes) for label in pair), spacing_mm) for pair in labels]
+        scores = []
+        for truth, label in labels:
+            masks = region_mask(truth, codes), region_mask(label, codes)
+            scores.append(score_region(*masks, spacing_mm))
         for metric, mean in dataclasses.asdict(means[name]).items():
             assert mean == pytest.approx(np.mean([case[metric] for case in scores]))
 

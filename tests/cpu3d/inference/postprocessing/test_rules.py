@@ -31,15 +31,18 @@ def test_a_part_that_is_removed_becomes_the_next_larger_region(rules, expected):
         (3, (10, 10, 10), (5, 5, 5)),
     )
     kept = answers.copy()
-    painted = PostProcessing({name: (rule,) for name, rule in rules.items()}).paint(answers, REGIONS, MM)
-    assert tuple(painted[at] for at in ((40, 20, 20), (4, 4, 6), (4, 4, 4), (12, 12, 12))) == expected
+    chosen = PostProcessing({name: (rule,) for name, rule in rules.items()})
+    painted = chosen.paint(answers, REGIONS, MM)
+    places = ((40, 20, 20), (4, 4, 6), (4, 4, 4), (12, 12, 12))
+    assert tuple(painted[at] for at in places) == expected
     np.testing.assert_array_equal(answers, kept)
 
 
 def test_a_bound_is_a_volume_and_parts_touch_at_corners():
     answers = answers_of(BIG, (1, (40, 20, 20), (2, 2, 1)), (1, (42, 22, 21), (2, 2, 1)))
     rule = PostProcessing({"WT": (Rule(mm3=50),)})
-    for spacing_mm, kept in (((1, 1, 6), False), ((1, 1, 6.25), True), ((1, 1, 7), True)):  # 8 voxels: 48, 50, 56 mm3
+    # 8 voxels: 48, 50, 56 mm3
+    for spacing_mm, kept in (((1, 1, 6), False), ((1, 1, 6.25), True), ((1, 1, 7), True)):
         assert rule.paint(answers, REGIONS, spacing_mm)[40, 20, 20] == kept
 
 
