@@ -168,10 +168,8 @@ class _Jury:
     def _keeps_lesions(self, chosen: PostProcessing, name: str, rule: Rule, before: Cases) -> bool:
         """Whether a rule for a region, also with larger bounds, leaves all that was found."""
         larger = replace(rule, share=MARGIN * rule.share, region_mm3=MARGIN * rule.region_mm3)
-        for each in (rule, larger):
-            if _is_lesion_lost(self._scores(_changed(chosen, name, each)), before):
-                return False
-        return True
+        tried = [self._scores(_changed(chosen, name, each)) for each in (rule, larger)]
+        return not any(_is_lesion_lost(scores, before) for scores in tried)
 
     def _scores(self, chosen: PostProcessing) -> Cases:
         return [evidence.scores(chosen, self.regions) for evidence in self.evidences]
