@@ -255,11 +255,13 @@ def test_a_long_run_has_twenty_validations_and_a_short_one_as_many_as_epochs(
 
 def test_a_run_made_longer_has_the_validations_of_its_new_length(phantom_store, tmp_path):
     def again(**settings):
-        return make_plan(phantom_store, tmp_path, HOST, {"depth": 3, **settings}).config
+        return make_plan(phantom_store, tmp_path, HOST, {"depth": 3, **settings})
 
-    save_config(again(epochs=3), tmp_path)
-    assert again(epochs=30).validations == 20
-    assert again(epochs=30, validate_every=2).validations == 0
+    first = again(epochs=3)
+    save_config(first.config, tmp_path)
+    save_plan(first, tmp_path)
+    assert again(epochs=30).config.validations == 20
+    assert again(epochs=30, validate_every=2).config.validations == 0
 
 
 # --- The curriculum ---
