@@ -17,11 +17,11 @@ from statistics import fmean
 from typing import Any, List, Mapping, Sequence, Tuple
 
 from cpu3d.bench.harness import Output, Result
-from cpu3d.compare.run import call
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.phantom import USUAL_SHAPE
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import read_scores, scores_path
+from cpu3d.processes import call
 from cpu3d.report.pictures import Line, chart
 from cpu3d.run.config import load_config
 from cpu3d.run.log import read_events

@@ -6,8 +6,8 @@ from cpu3d.__main__ import main
 from cpu3d.bench import learning
 from cpu3d.bench.learning import learning_table, points_of
 from cpu3d.bench.tables import tables
-from cpu3d.compare.run import RunFailedError
 from cpu3d.errors import DivergedError
+from cpu3d.processes import RunFailedError
 from cpu3d.run.config import load_config
 from cpu3d.util.records import append_record, read_records
 
