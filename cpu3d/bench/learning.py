@@ -10,7 +10,7 @@
 Each seed and fold is a training and an evaluation of the cases that it held out. Nothing is chosen
 by these: the last weights are scored, without post-processing. Without --folds the validation cases
 are scored. What ends is kept in WORKDIR/NAME, so the same command continues after an interruption,
-and other --seeds or --only add to it; to measure settings anew give another --name. A task is
+and other --seeds or --only add to it; to measure settings again give another --name. A task is
 plain, context or small, which are phantoms, or the folder of a real case, which is warped into
 copies. A full step, the unit of cost, has the voxels of a step at full resolution; seconds are of
 steps alone.
@@ -165,7 +165,8 @@ class Study:
         """The study that the options ask for; a task's store is made. Raises InputError for options
         that do not suit the store, and for settings that train would refuse."""
         words = tuple(word for word in options.train if word != "--")
-        settings = read_train_options([word for word in words if word != "--force"])
+        known = [word for word in words if word != "--force"]  # it is no setting
+        settings = read_train_options(known, "what follows --")
         refuse(
             f"options after -- must be without --{name}, got {settings[name]}; use --{name}s"
             for name in OWN
@@ -401,9 +402,9 @@ def _two_settings(files: Sequence[Path], names: Sequence[str]) -> List[Result]:
     problems = []
     for place, records in enumerate(studies):
         path = files[place % len(files)]
-        found = [record for record in records if not names or record["name"] == names[place]]
-        if len(found) == 1:
-            chosen.append(found[0])
+        own = [record for record in records if not names or record["name"] == names[place]]
+        if len(own) == 1:
+            chosen.append(own[0])
             continue
         wanted = f"one study {names[place]}" if names else "one study"
         known = ", ".join(f"{record['name']} on {record['task']}" for record in records) or "none"
@@ -411,7 +412,7 @@ def _two_settings(files: Sequence[Path], names: Sequence[str]) -> List[Result]:
         problems.append(f"{path} must hold {wanted}, got {known}; {todo}")
     refuse(problems)
     if chosen[0]["name"] == chosen[1]["name"]:
-        return [{**one, "name": f"{path.stem}: {one['name']}"} for one, path in zip(chosen, files)]
+        return [{**study, "name": f"{path.stem}: {study['name']}"} for study, path in zip(chosen, files)]
     return chosen
 
 

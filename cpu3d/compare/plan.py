@@ -90,26 +90,27 @@ def parse_variant(name: str, options: str, common: Json) -> Json:
         rule = "have a name of letters, digits, '-', '_' and '.', at most 64"
         raise InputError(f"--variant must {rule}, got {name!r}; choose another, as it names folders")
     try:
-        own = read_train_options(shlex.split(options), f"variant {name}")
+        words = shlex.split(options)
     except ValueError as error:  # a quotation that does not end
-        raise InputError(f"variant {name} must have options of train, got {error}") from None
+        rule = f"variant {name} must have options of train"
+        raise InputError(f"{rule}, got {options!r}: {error}; see `train --help`") from None
+    own = read_train_options(words, f"variant {name}")
     _refuse_settings(f"variant {name}", own, FOR_ALL)
     if own.get("mode", common.get("mode", recipe_config({**common, **own}).mode)) == "whole":
         common = _without(common, OF_PATCHES)
     return {**common, **own}
 
 
-def read_train_options(words: Sequence[str], who: str = "options after --") -> Json:
-    """The settings in words of a command line of `train`. Raises InputError for others, whose
-    message names `who` has them."""
+def read_train_options(words: Sequence[str], who: str) -> Json:
+    """The settings in words of a command line of `train`. Raises InputError for other words; `who`
+    has them, such as "variant whole"."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     add_options(parser, SETTINGS)
     try:
         (settings,) = arguments([SETTINGS], parser.parse_args(words))
     except ValueError as error:
-        rule = f"{who} must be options of train"
-        got = f"{shlex.join(words)}: {error}"
-        raise InputError(f"{rule}, got {got}; see `train --help`") from None
+        got = f"{shlex.join(words)!r}: {error}"
+        raise InputError(f"{who} must have options of train, got {got}; see `train --help`") from None
     return settings
 
 

@@ -278,8 +278,8 @@ def _differences(
     if old.folds or splitting.folds:
         asked = (splitting.split(patients), splitting.folds_of(patients))
         if asked != (old.split, old.folds):
-            given = f"the {len(old.folds)} folds of its --splits" if old.folds else kept
-            differences.append(f"{rule} --splits or --split asks for others than {given}")
+            wanted = f"the {len(old.folds)} folds of its --splits" if old.folds else kept
+            differences.append(f"{rule} --splits or --split asks for others than {wanted}")
     elif splitting.seed != old.split_seed or splitting.split(patients) != old.split:
         differences.append(f"{rule} --split and --seed ask for another split than {kept}")
     return differences

@@ -138,11 +138,11 @@ class Splitting:
         a part empty."""
         folds = []
         problems = []
-        for number, given in enumerate(self.folds, 1):
-            fold = {part: tuple(filter(patients.__contains__, given[part])) for part in FOLD_PARTS}
+        for number, named in enumerate(self.folds, 1):
+            fold = {part: tuple(filter(patients.__contains__, named[part])) for part in FOLD_PARTS}
             for part in FOLD_PARTS:
                 if not fold[part]:
-                    got = f"bad ones; repair one of {listed(given[part])}"
+                    got = f"bad ones; repair one of {listed(named[part])}"
                     problems.append(f"{part} of fold {number} must have cases, got {got}")
             folds.append(fold)
         refuse(problems)
@@ -309,15 +309,15 @@ def with_folds(store: Store, folds: Sequence[str]) -> Store:
 
 def _given(store: Store, folds: Sequence[str]) -> Split:
     """The split of a view of given folds, which were checked when the store was made."""
-    given = store.manifest.folds
-    parts_given = len(given)
+    kept = store.manifest.folds
+    parts_given = len(kept)
     chosen = []
     for fold in folds:
         part, parts = parse_fold(fold)
         if parts != parts_given:
             rule = f"fold must be one of the {parts_given} that store {store.folder} was given"
             raise InputError(f"{rule}, got {fold}; choose I/{parts_given}")
-        chosen.append(given[part - 1])
+        chosen.append(kept[part - 1])
     train = set.intersection(*(set(fold["train"]) for fold in chosen))
     held_out = {case_id for fold in chosen for case_id in fold["val"]}
     view = {"train": train, "val": held_out, "test": store.manifest.split["test"]}
