@@ -26,14 +26,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+from cpu3d.bench.further_cases import further_cases, scored_cases
 from cpu3d.bench.harness import Output, Result
 from cpu3d.bench.learning_results import (
     SHOWN,
-    learning_table,
-    merged,
+    network_of,
     pair_tables,
     paired,
-    regions_table,
+    study_tables,
+    two_settings,
 )
 from cpu3d.compare.plan import read_train_options
 from cpu3d.compare.run import PlannedRun
@@ -52,7 +53,7 @@ from cpu3d.run.summary import numbers, of_kind
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.progress import say
-from cpu3d.util.records import count, listed, read_records
+from cpu3d.util.records import count, listed
 from memory_estimator.common.files import read_json
 from memory_estimator.common.schema import option
 from memory_estimator.common.units import format_seconds
@@ -73,7 +74,7 @@ class Options:
     store: Optional[Path] = option(None, "store of `prepare`", metavar="DIR", one_of="data")
     task: str = option("plain", "plain, context or small, or the folder of a case", one_of="data")
     compare: Tuple[Path, ...] = option(
-        (), help="compare two settings in these records, case by case", metavar="FILE", one_of="data"
+        (), help="compare two settings in these records by case", metavar="FILE", one_of="data"
     )
     folds: Optional[int] = option(
         None, "hold out each of K parts once (default: the store's given folds)", "K", at_least=2
@@ -82,12 +83,15 @@ class Options:
     seeds: Tuple[int, ...] = option((0, 1, 2), "seeds of the runs", metavar="S", at_least=0)
     name: Tuple[str, ...] = option(
         (),
-        "name of these settings (default: the options of train); --compare: of both, baseline first",
+        "name of the settings (default: the options of train); with --compare two, baseline first",
         repeat=True,
     )
     shape: Tuple[int, int, int] = option(USUAL_SHAPE, "voxels of phantoms", metavar=("X", "Y", "Z"))
     cases: Tuple[int, int] = option(
         (8, 4), "of a task: cases to train on, and untouched cases", metavar=("TRAIN", "VAL")
+    )
+    also: Tuple[Path, ...] = option(
+        (), "folders of further labelled cases, scored by the network of each run", metavar="CASE"
     )
     steps: Optional[int] = option(
         None, f"steps of every run (default: {TASK_STEPS} of a task)", at_least=1, metavar="N"
@@ -109,25 +113,28 @@ def run(options: Options, output: Output) -> int:
         return compare(options, output)
     workdir = writable_folder(options.workdir, "workdir").resolve()
     study = Study.of(options, workdir)
+    further = further_cases(options.also, study.store)
     study.claim()
     kept: Dict[Network, Result] = {}
     for network in study.networks:
         if study.path_of(network).is_file():
-            kept[network] = read_json(study.path_of(network))
+            kept[network] = _kept_result(study.path_of(network))
     study.announce(kept)
     failed: Dict[Network, RunFailedError] = {}
     for number, network in enumerate(study.networks, 1):
-        if network not in kept:
-            try:
-                kept[network] = study.measure(network, f"{number}/{len(study.networks)}")
-            except RunFailedError as error:
-                failed[network] = error
-                if len(failed) == len(study.networks):
-                    raise
-                say(f"error: {error}")
+        label = f"{number}/{len(study.networks)} {study.name}, {network}"
+        try:
+            if network not in kept:
+                kept[network] = study.measure(network, label)
+            study.score_further(network, kept[network], further, label)
+        except RunFailedError as error:
+            failed[network] = error
+            if len(failed) == len(study.networks):
+                raise
+            say(f"error: {error}")
     result = study.record([kept[network] for network in study.networks if network in kept])
     result["failed"] = [f"{network} is left out: {error.why}" for network, error in failed.items()]
-    output.publish("learning", result, learning_table([result]), regions_table([result]))
+    output.publish("learning", result, *study_tables([result]))
     return max((error.exit_code for error in failed.values()), default=0)
 
 
@@ -253,10 +260,9 @@ class Study:
         is_timed = plan.config.budget_minutes and not plan.config.steps
         return 0 if is_timed else plan.steps
 
-    def measure(self, network: Network, number: str) -> Result:
+    def measure(self, network: Network, label: str) -> Result:
         """Train and score a network and keep its result. Raises RunFailedError and Interrupted."""
         run = self.folder / network.folder
-        label = f"{number} {self.name}, {network}"
         words = ["--validations", "8", "--keep", "1", *self.options]
         if self.steps:
             words += ["--steps", str(self.steps)]
@@ -271,6 +277,29 @@ class Study:
         write_json(self.path_of(network), result)
         say(f"{label}: {_in_short(result['curve'])}")
         return result
+
+    def score_further(
+        self,
+        network: Network,
+        result: Result,
+        further: Mapping[str, Path],
+        label: str,
+    ) -> None:
+        """Have a network predict those further cases that its result lacks, and add their scores to
+        it. Raises RunFailedError and Interrupted."""
+        curve = result["curve"]
+        scored = {case["case_id"] for case in curve.get("further", ())}
+        todo = {case_id: folder for case_id, folder in further.items() if case_id not in scored}
+        if not todo:
+            return
+        run = self.folder / network.folder
+        out = run / "further"
+        words = ["predict", "--run", str(run), "--weights", "last", "--raw"]
+        words += ["--image", *map(str, todo.values()), "--out", str(out)]
+        call(words, self.log, f"{label}: predict")
+        added = scored_cases(todo, out, list(curve["cases"][0]["regions"]))
+        curve["further"] = [*curve.get("further", ()), *map(_short_case, added)]
+        write_json(self.path_of(network), result)
 
     def path_of(self, network: Network) -> Path:
         """The file of a network's result."""
@@ -353,11 +382,22 @@ def points_of(events: Sequence[Mapping[str, Any]], config: RunConfig) -> List[Re
 
 
 def _short_case(case: Mapping[str, Any]) -> Result:
-    """What a record keeps of a case in scores.json."""
+    """What a record keeps of a scored case."""
     regions = {}
     for region, scores in case["regions"].items():
         regions[region] = {name: scores[name] for name in (*SHOWN, "empty")}
     return {"case_id": case["case_id"], "regions": regions}
+
+
+def _kept_result(path: Path) -> Result:
+    """The result of a network that was measured before. Raises InputError if it is damaged."""
+    try:
+        result = read_json(path)
+        network_of(result["curve"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        rule = f"{path} must be as it was written, got a damaged file"
+        raise InputError(f"{rule}; delete it, and the run is scored again") from None
+    return result
 
 
 def _in_short(curve: Result) -> str:
@@ -375,45 +415,12 @@ def _in_short(curve: Result) -> str:
 
 def compare(options: Options, output: Output) -> int:
     """Print the paired differences of two settings in one or two record files."""
-    pair = paired(*_two_settings(options.compare, options.name))
+    pair = paired(*two_settings(options.compare, options.name))
     if pair.left_out:
         say(f"note: seeds {listed(pair.left_out)} are left out: not all cases are scored in both")
     result = pair.to_json()
     output.publish("differences", result, *pair_tables(result))
     return 0
-
-
-def _two_settings(files: Sequence[Path], names: Sequence[str]) -> List[Result]:
-    """The records of two settings: of these names in one file, or one of each file, whose name then
-    may be left out. Equal names get those of their files before them."""
-    if len(files) > 2:
-        raise InputError(f"--compare must have one or two files, got {len(files)}; leave some out")
-    studies = [merged(read_records(path, "learning"), by_cpu=False) for path in files]
-    if len(files) == 1:
-        known = list(dict.fromkeys(record["name"] for record in studies[0]))
-        names = names or known
-        if len(names) != 2 or names[0] == names[1]:
-            rule = f"--name must choose two of the settings in {files[0]}, {listed(known)}"
-            raise InputError(f"{rule}, got {listed(names)}; the first is the baseline")
-        studies *= 2
-    if len(names) == 1:
-        names = [names[0], names[0]]
-    chosen = []
-    problems = []
-    for place, records in enumerate(studies):
-        path = files[place % len(files)]
-        own = [record for record in records if not names or record["name"] == names[place]]
-        if len(own) == 1:
-            chosen.append(own[0])
-            continue
-        wanted = f"one study {names[place]}" if names else "one study"
-        known = ", ".join(f"{record['name']} on {record['task']}" for record in records) or "none"
-        todo = "choose with --name, and keep studies of other data or steps in other files"
-        problems.append(f"{path} must hold {wanted}, got {known}; {todo}")
-    refuse(problems)
-    if chosen[0]["name"] == chosen[1]["name"]:
-        return [{**study, "name": f"{path.stem}: {study['name']}"} for study, path in zip(chosen, files)]
-    return chosen
 
 
 # --- Private helpers ---

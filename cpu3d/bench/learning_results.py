@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import json
 from collections import defaultdict
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
@@ -20,12 +21,13 @@ from cpu3d.compare.statistics import MEAN, paired_difference, seed_bound
 from cpu3d.errors import InputError, refuse
 from cpu3d.inference.scores import METRICS
 from cpu3d.report.pictures import Line, chart, strips
-from cpu3d.util.records import count, listed
+from cpu3d.util.records import count, listed, read_records
 from memory_estimator.common.table import PALETTE, Table
 from memory_estimator.common.units import format_bytes
 
 # Scores of a case in a record.
 SHOWN = ("dice", "lesion_dice", "lesion_sensitivity", "false_positives")
+FURTHER = "further"  # the key of a curve's cases that are in no fold
 COMPARED = ("dice", "lesion_dice", "false_positives")
 DATA = ("task", "shape", "split_hash", "folds")  # fields of records on the same data, cut alike
 SETTINGS = (*DATA, "name", "steps")
@@ -60,11 +62,11 @@ def network_of(curve: Mapping[str, Any]) -> Tuple[int, str]:
     return curve["seed"], curve.get("fold", "")
 
 
-def cases_of(curve: Mapping[str, Any]) -> Dict[str, Dict[str, Dict[str, Any]]]:
-    """Case id -> region -> scores of a network's untouched cases, with the mean over several
-    regions as one more; none in records from before cases were kept."""
+def cases_of(curve: Mapping[str, Any], kind: str = "cases") -> Dict[str, Dict[str, Dict[str, Any]]]:
+    """Case id -> region -> scores of a network's untouched cases, or of "further" ones, with the
+    mean over several regions as one more; none in records from before cases were kept."""
     cases = {}
-    for case in curve.get("cases", ()):
+    for case in curve.get(kind, ()):
         regions = dict(case["regions"])
         if len(regions) > 1:
             regions[MEAN] = {name: fmean(of[name] for of in regions.values()) for name in SHOWN}
@@ -105,20 +107,27 @@ def learning_table(records: Sequence[Result]) -> Table:
     failed = [f"{record['name']}: {why}" for record in records for why in record.get("failed", ())]
     caption = (
         "Costs of a run: means of steps and seconds; of minutes, with validations, and of memory "
-        "the most. Dice of untouched cases by the last weights: mean over cases and regions, and the "
+        "the most. Dice of untouched cases by the last weights: mean over cases and regions, the "
         "lowest and highest mean of a seed and of a fold."
     )
     return Table(columns, rows, names=2, caption=" ".join([caption, *failed]))
 
 
-def regions_table(records: Sequence[Result]) -> Table:
-    """The scores of the untouched cases, a row for each region of a record that has cases."""
+def study_tables(records: Sequence[Result]) -> List[Table]:
+    """All tables of records, but for those of a kind that none has."""
+    tables = [learning_table(records), regions_table(records), regions_table(records, FURTHER)]
+    return [table for table in tables if table.rows]
+
+
+def regions_table(records: Sequence[Result], kind: str = "cases") -> Table:
+    """The scores of the untouched cases, a row for each region of a record that has cases of this
+    kind."""
     rows = []
     for record in records:
-        cases = [(name, of) for curve in record["curves"] for name, of in cases_of(curve).items()]
-        for region in cases[0][1] if cases else ():
-            values = {name: [of[region][name] for _, of in cases] for name in SHOWN}
-            present = [of[region] for _, of in cases if has_region(of[region])]
+        cases = [of for curve in record["curves"] for of in cases_of(curve, kind).values()]
+        for region in cases[0] if cases else ():
+            values = {name: [of[region][name] for of in cases] for name in SHOWN}
+            present = [of[region] for of in cases if has_region(of[region])]
             row = [record["name"], region, f"{fmean(values['dice']):.3f}"]
             row += [f"{median(values['dice']):.3f}"]
             if region == MEAN:
@@ -134,7 +143,10 @@ def regions_table(records: Sequence[Result]) -> Table:
         "Untouched cases, full grids, without post-processing. A region that a case lacks scores 1 "
         "if nothing is predicted and else 0, as in BraTS; where present: the mean over the others."
     )
-    return Table(columns, rows, names=2, caption=caption)
+    title = ""
+    if kind == FURTHER:
+        title = "Further cases, each scored by the network of each run"
+    return Table(columns, rows, names=2, title=title, caption=caption)
 
 
 def has_region(scores: Mapping[str, Any]) -> bool:
@@ -173,6 +185,7 @@ class Pair:
     """Region -> metric -> scores (2, seeds, cases): of the baseline and of the other."""
     present: Dict[str, np.ndarray]  # region -> (cases,) whether the truth has it
     left_out: List[int]  # seeds for which not all of these cases are scored in both
+    further: Dict[str, Dict[str, Any]]  # region -> metric -> difference of cases in no fold
 
     def difference(self, region: str, metric: str, cases: Any = slice(None)) -> Dict[str, Any]:
         """The `paired_difference` of a score, of all or of chosen cases."""
@@ -201,6 +214,7 @@ class Pair:
             "left_out_seeds": self.left_out,
             "differences": {self.names[1]: every},
             "where_present": {self.names[1]: some},
+            "further": {self.names[1]: self.further},
             "of_folds": of_folds,
         }
 
@@ -249,7 +263,35 @@ def paired(baseline: Result, other: Result) -> Pair:
         values={name: {metric: array(name, metric) for metric in COMPARED} for name in regions},
         present={name: present(name) for name in regions},
         left_out=sorted(set(shared) - set(seeds)),
+        further=_further_differences(baseline, other),
     )
+
+
+def _further_differences(baseline: Result, other: Result) -> Dict[str, Dict[str, Any]]:
+    """Region -> metric -> the difference of the further cases that all shared networks have scored,
+    where each network takes the place of a seed; empty for none."""
+    of_both = []
+    for record in (baseline, other):
+        of_both.append({network_of(own): cases_of(own, FURTHER) for own in record["curves"]})
+    pairs = []
+    for network in sorted(set(of_both[0]) & set(of_both[1])):
+        first, second = (networks[network] for networks in of_both)
+        if first and second:
+            pairs.append((first, second))
+    shared = set.intersection(*(set(cases) for pair in pairs for cases in pair)) if pairs else set()
+    if not shared:
+        return {}
+    names = sorted(shared)
+    differences: Dict[str, Dict[str, Any]] = {}
+    for region in pairs[0][0][names[0]]:
+        differences[region] = {}
+        for metric in COMPARED:
+            scores = [[[of[n][region][metric] for n in names] for of in pair] for pair in pairs]
+            values = np.array(scores, float)  # (networks, settings, cases)
+            better = METRICS[metric].larger_is_better
+            own = paired_difference(values[:, 1], values[:, 0], larger_is_better=better)
+            differences[region][metric] = own
+    return differences
 
 
 class _Scored(NamedTuple):
@@ -269,6 +311,40 @@ def _by_seed(record: Result) -> Dict[int, Dict[str, _Scored]]:
     return dict(table)
 
 
+def two_settings(files: Sequence[Path], names: Sequence[str]) -> List[Result]:
+    """The records of two settings: of these names in one file, or one of each file, whose name then
+    may be left out. Equal names get those of their files before them."""
+    if len(files) > 2:
+        raise InputError(f"--compare must have one or two files, got {len(files)}; leave some out")
+    studies = [merged(read_records(path, "learning"), by_cpu=False) for path in files]
+    if len(files) == 1:
+        known = list(dict.fromkeys(record["name"] for record in studies[0]))
+        names = names or known
+        if len(names) != 2 or names[0] == names[1]:
+            rule = f"--name must choose two of the settings in {files[0]}, {listed(known)}"
+            raise InputError(f"{rule}, got {listed(names)}; the first is the baseline")
+        studies *= 2
+    if len(names) == 1:
+        names = [names[0], names[0]]
+    chosen = []
+    problems = []
+    for place, records in enumerate(studies):
+        path = files[place % len(files)]
+        own = [record for record in records if not names or record["name"] == names[place]]
+        if len(own) == 1:
+            chosen.append(own[0])
+            continue
+        wanted = f"one study {names[place]}" if names else "one study"
+        known = ", ".join(f"{record['name']} on {record['task']}" for record in records) or "none"
+        todo = "choose with --name, and keep studies of other data or steps in other files"
+        problems.append(f"{path} must hold {wanted}, got {known}; {todo}")
+    refuse(problems)
+    if chosen[0]["name"] == chosen[1]["name"]:
+        for path, study in zip(files, chosen):
+            study["name"] = f"{path.stem}: {study['name']}"
+    return chosen
+
+
 def pair_tables(result: Result) -> List[Table]:
     """The tables of a pair's JSON: over all cases, over those that have a region if some lack it,
     and fold by fold."""
@@ -279,6 +355,10 @@ def pair_tables(result: Result) -> List[Table]:
     if any(result["where_present"][name].values()):
         some = {"baseline": result["baseline"], "differences": result["where_present"]}
         tables.append(differences_table(some, f"{name} against {result['baseline']}: {PRESENT}"))
+    if result["further"][name]:
+        some = {"baseline": result["baseline"], "differences": result["further"]}
+        title = f"{name} against {result['baseline']}: further cases, each network as a seed"
+        tables.append(differences_table(some, title))
     if len(next(iter(result["of_folds"].values()))) > 1:
         tables.append(_folds_table(result["of_folds"]))
     return tables

@@ -18,11 +18,10 @@ from cpu3d.bench.kernels import draw_roofline, kernels_table
 from cpu3d.bench.learning_results import (
     draw_learning,
     draw_pair,
-    learning_table,
     merged,
     pair_tables,
     pairs_of,
-    regions_table,
+    study_tables,
 )
 from cpu3d.bench.step import draw_policies, step_table, with_predictions
 from cpu3d.bench.validate import VALIDATION, validation
@@ -111,9 +110,7 @@ def _studies(folder: Path) -> List[Dict[str, Any]]:
 def _learning(path: Path) -> List[str]:
     """The tables of `bench learning`, and the differences of settings on the same data."""
     records = _studies(path.parent)
-    tables = [learning_table(records)]
-    if regions_table(records).rows:
-        tables.append(regions_table(records))
+    tables = study_tables(records)
     for pair in pairs_of(records):
         tables += pair_tables(pair.to_json())
     return [line for table in tables for line in (*table.markdown(), "")]

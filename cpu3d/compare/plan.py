@@ -109,8 +109,9 @@ def read_train_options(words: Sequence[str], who: str) -> Json:
     try:
         (settings,) = arguments([SETTINGS], parser.parse_args(words))
     except ValueError as error:
+        rule = f"{who} must have options of train"
         got = f"{shlex.join(words)!r}: {error}"
-        raise InputError(f"{who} must have options of train, got {got}; see `train --help`") from None
+        raise InputError(f"{rule}, got {got}; see `train --help`") from None
     return settings
 
 

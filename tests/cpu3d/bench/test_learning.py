@@ -16,6 +16,7 @@ from cpu3d.errors import DivergedError, InputError
 from cpu3d.processes import RunFailedError
 from cpu3d.run.config import load_config
 from cpu3d.util.records import append_record, read_records
+from tests.cpu3d.data.datasets import brats_case
 
 NETWORK = ["--filters", "2", "--depth", "2", "--dtype", "float32", "--optimizer", "sgd"]
 
@@ -64,14 +65,21 @@ def test_folds_are_measured_once_and_added_call_by_call(tmp_path, phantom_store,
     options = ["--", *NETWORK, "--steps", "1"]
     assert main([*line, "--only", "2", *options]) == 0
     calls.clear()
+    brats_case(tmp_path / "BraTS2021_00001", "brats2017")
+    line += ["--also", str(tmp_path / "BraTS2021_00001")]
     assert main([*line, "--json", *options]) == 0
-    assert [command[0] for command in calls] == ["train", "evaluate"], "the other fold alone"
+    done = [command[0] for command in calls]
+    assert done == ["train", "evaluate", "predict", "predict"], "the other fold, the case by both"
     both = read_records(file, "learning")[-1]
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["curves"] == both["curves"]
     assert [(curve["seed"], curve["fold"]) for curve in both["curves"]] == [(0, "1/2"), (0, "2/2")]
     scored = sorted(case["case_id"] for curve in both["curves"] for case in curve["cases"])
     split = phantom_store.manifest.split
     assert scored == sorted([*split["train"], *split["val"]]), "each once, and no test case"
+    for curve in both["curves"]:
+        (further,) = curve["further"]
+        assert further["case_id"] == "BraTS2021_00001"
+        assert further["regions"]["ET"]["empty"] in ("", "prediction"), "its code is 4"
     calls.clear()
     assert main([*line, *options]) == 0
     assert calls == []
@@ -113,6 +121,7 @@ def test_what_fails_is_named_and_left_out(tmp_path, phantom_store, calls, monkey
         (["--workdir", "W", "--folds", "2", "--only", "3"], "--only .* one of the 2 folds, got 3"),
         (["--workdir", "W", "--only", "1"], "--only must come with --folds, got 1"),
         (["--workdir", "W", "--folds", "9"], "at most as many parts .*, got 1/9"),
+        (["--workdir", "W", "--also", "W"], "--also .* a labelled case .*, got no case"),
         (["--workdir", "W", "--seeds", "1", "1"], "--seeds must differ, got 1 and 1"),
         (["--workdir", "W", "--name", "a", "--name", "b"], "--name .* once, got a and b"),
     ],
@@ -235,6 +244,14 @@ def test_two_settings_are_compared_on_the_same_cases_seeds_and_folds():
     assert wt["mean"] == pytest.approx(0)
     assert (wt["better"], wt["worse"], wt["equal"]) == (1, 1, 1)
     result = pair.to_json()
+    assert result["further"] == {"b": {}}
+    for study, dice in ((baseline, 0.4), (other, 0.9)):
+        for curve in study["curves"]:
+            curve["further"] = scored(0, "", z=(dice, 0.5))["cases"]
+    further = paired(baseline, other).further
+    assert further["WT"]["dice"]["mean"] == pytest.approx(0.5)
+    assert further["WT"]["dice"]["seeds"] == 3, "the networks of both"
+    assert further["ET"]["dice"]["mean"] == 0
     et = result["differences"]["b"]["ET"]["dice"]
     assert et["mean"] == pytest.approx(1 / 3), "nothing is predicted any more where nothing is"
     assert result["where_present"]["b"]["ET"]["dice"]["mean"] == 0
