@@ -1,6 +1,7 @@
 """Convert a data set of NIfTI volumes into a store, from which training reads at the speed of memory.
 
-Example: ./run.sh prepare --dataset Task01_BrainTumour --store store
+Examples: ./run.sh prepare --dataset Task01_BrainTumour --store store
+          ./run.sh prepare --dataset Task04_Hippocampus --store store --splits splits_final.json
 
 Each case is written whole or not at all: its record is written after its arrays, and the manifest
 of the finished store last. The same command continues after an interruption. source.json names the
