@@ -29,7 +29,7 @@ from cpu3d.host.gpu import Gpu, best_dtype, card_of, check_card, largest_patch, 
 from cpu3d.host.thread_plan import thread_plan
 from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.config import differences, load_config, rate_growth
-from cpu3d.settings import AUTO, RunConfig, chosen_again, left_open, recipe_config, with_settings
+from cpu3d.settings import AUTO, VALIDATIONS, RunConfig, chosen_again, left_open, recipe_config, with_settings
 from cpu3d.util.atomic import write_json
 from memory_estimator import planner
 from memory_estimator.accuracy import Accuracy, load_accuracy
@@ -190,7 +190,7 @@ def make_plan(
         raise InputError(
             f"batch must be at most the {plan.samples_per_epoch} {kind}, got {config.batch}; {_smaller_batch(inputs)}"
         )
-    plan = _with_coarse_steps(plan, is_begun)
+    plan = _with_coarse_steps(_with_validations(plan), is_begun)
     return with_forecast(plan, host, pick=left_open(inputs.settings.get("policy")) is None, force=force)
 
 
@@ -436,6 +436,17 @@ def _with_curriculum(config: RunConfig, inputs: Inputs) -> RunConfig:
         todo = "leave it out" if inputs.saved else "leave it out, or choose a smaller --depth"
         raise InputError(f"{rule}, got half, a grid of {by(coarse)}; {todo}")
     return without
+
+
+def _with_validations(plan: Plan) -> Plan:
+    """The plan with a number of validations, unless a setting says how often there is one."""
+    config = plan.config
+    chosen = {"validations"} if plan.chosen is None else plan.chosen
+    if config.validate_every or ("validations" in chosen and config.validations):
+        return plan
+    epochs = max(plan.steps // plan.steps_per_epoch, 1)
+    config = dataclasses.replace(config, validations=min(epochs, VALIDATIONS))
+    return dataclasses.replace(plan, config=config)
 
 
 def _with_coarse_steps(plan: Plan, is_begun: bool) -> Plan:

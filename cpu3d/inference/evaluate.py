@@ -11,7 +11,7 @@ when all cases are scored. --out names another folder than the run's; several ru
 Several runs predict together, as in `predict`, by the mean of their probabilities. On "val" folds are
 cross-validated instead: each case is predicted by the one run that has not trained on it.
 
-The written label map is scored. Small parts are removed first, as the run decided; --raw keeps them. The store's grid
+The written label map is scored, after the run's post-processing; --raw leaves that out. The store's grid
 is the original one with axes turned, so scores on it are scores on the original grid.
 """
 
@@ -34,7 +34,8 @@ from cpu3d.data.stores.splits import with_fold, with_folds
 from cpu3d.errors import InputError, refuse
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors
-from cpu3d.inference.postprocessing import RAW, PostProcessing, gentlest, postprocessing_of
+from cpu3d.inference.postprocessing.decision import postprocessing_of
+from cpu3d.inference.postprocessing.rules import RAW, PostProcessing, gentlest
 from cpu3d.inference.runs import Inference, RunOptions, load_configs, store_of_run, training_notes
 from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metric_notes, score_region
 from cpu3d.run.checkpoint import BEST, checkpoints

@@ -19,8 +19,8 @@ channel takes each 3D file as a case and ignores files of other modalities.
 Labels are written in the codes of the image's own data set: of the BraTS release whose file names it has, or of the
 dataset.json above its imagesTr or imagesTs; else in those of the run's store. --codes chooses other codes.
 
-Several runs predict together, by the mean of their probabilities; folds must be complete. Small parts of regions are
-removed as the runs decided, if all runs did (`cpu3d.inference.postprocessing`); --raw keeps them.
+Several runs predict together, by the mean of their probabilities; folds must be complete. Answers
+are post-processed as the runs decided, if all did; --raw leaves that out.
 
 <case_id>.json beside <case_id>.nii.gz has the meaning of the codes, volumes in ml, sources with
 their hashes, the runs, and the notes that are printed: an image without orientation, with voxels of
@@ -46,7 +46,8 @@ from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles
 from cpu3d.errors import DoesNotFitError, InputError, refuse
 from cpu3d.inference.cases import STORE, Case, check_exist, find_cases
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors
-from cpu3d.inference.postprocessing import RAW, PostProcessing, gentlest, postprocessing_of
+from cpu3d.inference.postprocessing.decision import postprocessing_of
+from cpu3d.inference.postprocessing.rules import RAW, PostProcessing, gentlest
 from cpu3d.inference.runs import Inference, RunOptions, load_configs, training_notes
 from cpu3d.inference.scores import voxel_mm3
 from cpu3d.pages.viewer import SCORES, ViewedCase, write_case_page

@@ -236,6 +236,32 @@ def test_a_learning_rate_left_open_is_the_optimizer_s_and_a_run_that_continues_m
     assert again(learning_rate=0.02, adam_rate=0.01).adam_rate == 0.01
 
 
+@pytest.mark.parametrize(
+    ("settings", "validations"),
+    [
+        ({"epochs": 100}, 20),
+        ({"epochs": 3}, 3),
+        ({"epochs": 100, "validate_every": 1}, 0),
+        ({"epochs": 100, "validations": 7}, 7),
+        ({"steps": 1}, 1),
+    ],
+)
+def test_a_long_run_has_twenty_validations_and_a_short_one_as_many_as_epochs(
+    phantom_store, tmp_path, settings, validations
+):
+    plan = make_plan(phantom_store, tmp_path, HOST, {"depth": 3, **settings})
+    assert plan.config.validations == validations
+
+
+def test_a_run_made_longer_has_the_validations_of_its_new_length(phantom_store, tmp_path):
+    def again(**settings):
+        return make_plan(phantom_store, tmp_path, HOST, {"depth": 3, **settings}).config
+
+    save_config(again(epochs=3), tmp_path)
+    assert again(epochs=30).validations == 20
+    assert again(epochs=30, validate_every=2).validations == 0
+
+
 # --- The curriculum ---
 
 
