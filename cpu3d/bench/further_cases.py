@@ -41,7 +41,11 @@ def further_cases(folders: Sequence[Path], store: Store) -> Dict[str, Path]:
     return cases
 
 
-def scored_cases(cases: Mapping[str, Path], predictions: Path, regions: Sequence[str]) -> List[Dict[str, Any]]:
+def scored_cases(
+    cases: Mapping[str, Path],
+    predictions: Path,
+    regions: Sequence[str],
+) -> List[Dict[str, Any]]:
     """Each case and its scores, as "cases" of scores.json: of `predictions`/<case_id>.nii.gz, a
     label map in the codes of the case's own label. Raises InputError if these have no such region.
     """

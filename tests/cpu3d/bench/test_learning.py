@@ -126,7 +126,7 @@ def test_what_fails_is_named_and_left_out(tmp_path, phantom_store, calls, monkey
         (["--workdir", "W", "--name", "a", "--name", "b"], "--name .* once, got a and b"),
     ],
 )
-def test_what_does_not_go_together_is_refused(tmp_path, phantom_store, calls, capsys, words, message):
+def test_what_does_not_fit_is_refused(tmp_path, phantom_store, calls, capsys, words, message):
     words = [str(tmp_path) if word == "W" else word for word in words]
     assert main(["bench", "learning", "--store", str(phantom_store.folder), *words]) == 2
     said = capsys.readouterr().err
