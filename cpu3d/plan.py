@@ -43,6 +43,11 @@ from memory_estimator.job import PLAN_SCHEMA, Job, statistics_note, stored_bytes
 from memory_estimator.training import Beside, Forecast, price_of_run
 from models.layer_plan import training_flops
 
+LEAST_COARSE_VOXELS = 64**3
+"""Of a coarse grid, for a curriculum that no setting asks for. On fewer a step takes a third of a full
+one's time or more, as the optimizer's update takes the same on every grid, and what is learnt there is
+lost at full resolution (docs/log.md, hippocampus)."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -422,16 +427,18 @@ def _with_grid(config: RunConfig, inputs: Inputs) -> RunConfig:
 
 def _with_curriculum(config: RunConfig, inputs: Inputs) -> RunConfig:
     """Fill in whether there is a curriculum, and its coarse grid: none if that would leave the deepest level fewer than
-    two voxels along an axis."""
+    two voxels along an axis, and by itself none on a grid so small that coarse steps do not pay."""
     without = dataclasses.replace(config, curriculum="off", coarse_grid=(0, 0, 0))
     if config.curriculum == "off":
         return without
     divisor = config.unet.divisor
     extent = config.grid if config.is_patch else grid_size(inputs.store, extent=config.extent, multiple=1)
     coarse = network_grid(extent, config.resolution / 2, divisor)  # the resolution of patches is 1
-    if min(coarse) >= 2 * divisor:
+    is_possible = min(coarse) >= 2 * divisor
+    pays = math.prod(coarse) >= LEAST_COARSE_VOXELS
+    if is_possible and (pays or config.curriculum == "half"):
         return dataclasses.replace(config, curriculum="half", coarse_grid=coarse)
-    if config.curriculum == "half":
+    if config.curriculum == "half":  # and it is not possible
         rule = f"--curriculum must be off if half of {by(config.grid)} is below {2 * divisor} along an axis"
         todo = "leave it out" if inputs.saved else "leave it out, or choose a smaller --depth"
         raise InputError(f"{rule}, got half, a grid of {by(coarse)}; {todo}")
