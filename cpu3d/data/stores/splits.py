@@ -308,7 +308,8 @@ def with_folds(store: Store, folds: Sequence[str]) -> Store:
 
 
 def _given(store: Store, folds: Sequence[str]) -> Split:
-    """The split of a view of given folds, which were checked when the store was made."""
+    """The split of a view of given folds, which were checked when the store was made. Unlabelled
+    cases, which `store append` may have added, are left out."""
     kept = store.manifest.folds
     parts_given = len(kept)
     chosen = []
@@ -320,7 +321,8 @@ def _given(store: Store, folds: Sequence[str]) -> Split:
         chosen.append(kept[part - 1])
     train = set.intersection(*(set(fold["train"]) for fold in chosen))
     held_out = {case_id for fold in chosen for case_id in fold["val"]}
-    view = {"train": train, "val": held_out, "test": store.manifest.split["test"]}
+    bare = set(store.manifest.unlabelled)
+    view = {"train": train - bare, "val": held_out - bare, "test": store.manifest.split["test"]}
     return {name: tuple(sorted(ids)) for name, ids in view.items()}
 
 

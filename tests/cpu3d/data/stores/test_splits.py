@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import re
 
@@ -6,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpu3d.__main__ import main
-from cpu3d.data.store import open_store
+from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.layouts import UNKNOWN, patient_of
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.splits import (
@@ -242,6 +243,8 @@ def test_given_folds_are_kept_and_a_run_sees_exactly_its_own(tmp_path, dataset, 
     assert with_fold(opened, "1/2").manifest.split == own
     second = {"train": ("b", "c"), "val": ("a",), "test": ("d",)}
     assert with_fold(opened, "2/2").manifest.split == second
+    bare = Store(store, dataclasses.replace(opened.manifest, unlabelled=("b",)))
+    assert with_fold(bare, "2/2").manifest.split["train"] == ("c",)
     with pytest.raises(InputError, match=r"fold must be one of the 2 .*, got 1/3"):
         with_fold(opened, "1/3")
     assert main(command) == 0
