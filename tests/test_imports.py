@@ -54,7 +54,8 @@ def test_commands_and_the_estimator_need_no_tensorflow_and_importing_them_does_n
 
 ORDER = (
     *({"models"}, {"memory_estimator"}, {"errors"}, {"util"}, {"data"}, {"pages"}, {"host"}, {"settings"}, {"run"}),
-    *({"plan"}, {"distributed"}, {"training"}, {"inference"}, {"report"}, {"compare"}, {"bench"}, {"__main__", "demo"}),
+    *({"plan"}, {"distributed"}, {"processes"}, {"training"}, {"inference"}, {"report"}, {"folds"}, {"compare"}),
+    *({"bench"}, {"__main__", "demo"}),
 )
 """Rooms beside each other stand in one set."""
 

@@ -102,7 +102,7 @@ def wait_for_earlier(run: Path, say: Callable[[str], None], most_s: float = 60.0
         if time.monotonic() - began_s > most_s + 3 * max(beat.longest_step_s or 0.0 for beat in left):
             raise InputError(f"run {run} must have no other workers, got {names}; wait for them, or end them")
         if not is_printed:
-            say(f"launch: waiting for {names} of an earlier attempt to end")
+            say(f"waiting for {names} of an earlier attempt to end")
         is_printed = True
         time.sleep(0.2)
 

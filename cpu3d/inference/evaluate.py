@@ -38,6 +38,7 @@ from cpu3d.inference.postprocessing.decision import postprocessing_of
 from cpu3d.inference.postprocessing.rules import RAW, PostProcessing, gentlest
 from cpu3d.inference.runs import Inference, RunOptions, load_configs, store_of_run, training_notes
 from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metric_notes, score_region
+from cpu3d.run.checkpoint import BEST, checkpoints
 from cpu3d.run.config import load_config
 from cpu3d.util.atomic import OLD, replace_files, writable_folder, write_json
 from cpu3d.util.lock import locked
@@ -214,6 +215,31 @@ def read_scores(path: Path) -> Dict[str, Any]:
     if not path.is_file():
         raise InputError(f"run must have scores in {path}, found none; run `evaluate`")
     return read_record(path, SCHEMA, _checked, "run `evaluate` again", InputError)
+
+
+def outdated_scores(run: Path, split: str, tolerance_mm: float, weights: str = "best") -> str:
+    """The reason why a run must be scored again, empty if its scores are of this kind, younger than
+    its weights and of the network applied as it was trained."""
+    path = scores_path(run, split)
+    saved = checkpoints(run)
+    weights_path = run / "checkpoints" / BEST if weights == "best" or not saved else saved[0]
+    try:
+        scores = read_scores(path)
+        is_younger = path.stat().st_mtime >= weights_path.stat().st_mtime
+    except (InputError, FileNotFoundError):
+        return "none that can be read"
+    config = load_config(run)
+    window = list(config.grid) if config.is_patch else None
+    wanted = {
+        "split_hash": config.split_hash,
+        "tolerance_mm": tolerance_mm,
+        "weights": weights,
+        "inference": {**Inference().to_json(), "window": window, "one_pass": not window},
+    }
+    reasons = [f"{name} {scores.get(name)}" for name, value in wanted.items() if scores.get(name) != value]
+    if not is_younger:
+        reasons.append("scores older than the weights")
+    return ", ".join(reasons)
 
 
 def warning(split: str) -> str:
