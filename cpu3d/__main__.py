@@ -36,7 +36,7 @@ COMMANDS = {
 EXPLAINED = (InputError, InstructionSetError)
 """Errors that say what to do."""
 
-AFTER = {"train": "cpu3d.inference.postprocessing"}
+AFTER = {"train": "cpu3d.inference.postprocessing.decision"}
 """Subcommand -> a module whose `after` follows it with the same options: its room is above the subcommand's."""
 
 INSTEAD = {("train", "folds"): "cpu3d.folds"}

@@ -34,7 +34,8 @@ from cpu3d.data.stores.splits import with_fold, with_folds
 from cpu3d.errors import InputError, refuse
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors
-from cpu3d.inference.postprocessing import RAW, PostProcessing, gentlest, postprocessing_of
+from cpu3d.inference.postprocessing.decision import postprocessing_of
+from cpu3d.inference.postprocessing.rules import RAW, PostProcessing, gentlest
 from cpu3d.inference.runs import Inference, RunOptions, load_configs, store_of_run, training_notes
 from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metric_notes, score_region
 from cpu3d.run.checkpoint import BEST, checkpoints

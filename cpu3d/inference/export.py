@@ -37,7 +37,8 @@ from cpu3d.data.windows import OVERLAP, SIGMA_SHARE
 from cpu3d.errors import InputError, refuse
 from cpu3d.host.apply import set_up
 from cpu3d.inference.cases import check_exist, find_cases
-from cpu3d.inference.postprocessing import PostProcessing, postprocessing_of
+from cpu3d.inference.postprocessing.decision import postprocessing_of
+from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.runs import WEIGHTS, store_of_run, training_notes
 from cpu3d.inference.scores import voxel_mm3
 from cpu3d.inference.segment import load_network, painted, probabilities_of, processed

@@ -46,7 +46,8 @@ from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles
 from cpu3d.errors import DoesNotFitError, InputError, refuse
 from cpu3d.inference.cases import STORE, Case, check_exist, find_cases
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors
-from cpu3d.inference.postprocessing import RAW, PostProcessing, gentlest, postprocessing_of
+from cpu3d.inference.postprocessing.decision import postprocessing_of
+from cpu3d.inference.postprocessing.rules import RAW, PostProcessing, gentlest
 from cpu3d.inference.runs import Inference, RunOptions, load_configs, training_notes
 from cpu3d.inference.scores import voxel_mm3
 from cpu3d.pages.viewer import SCORES, ViewedCase, write_case_page

@@ -20,7 +20,8 @@ from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import PREDICTIONS, UNTOUCHED, ranked, read_scores, scores_path, scores_table, warning
-from cpu3d.inference.postprocessing import Decision, PostProcessing, postprocessing_of, read_decision
+from cpu3d.inference.postprocessing.decision import Decision, postprocessing_of, read_decision
+from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.scores import METRICS
 from cpu3d.pages.page import flat, page_file, percent, render_page
 from cpu3d.pages.viewer import SCORES, ViewedCase, viewer

@@ -12,20 +12,13 @@ from cpu3d.data.nifti import read_volume
 from cpu3d.data.records import remake
 from cpu3d.data.store import open_store, write_store
 from cpu3d.errors import InputError
-from cpu3d.inference import evaluate, postprocessing, predict
+from cpu3d.inference import evaluate, predict
 from cpu3d.inference.evaluate import scores_path
-from cpu3d.inference.postprocessing import (
-    FILE,
-    Means,
-    PostProcessing,
-    Rule,
-    after,
-    choose,
-    decide,
-    gentlest,
-    postprocessing_of,
-    read_decision,
-)
+from cpu3d.inference.postprocessing import decision as postprocessing
+from cpu3d.inference.postprocessing.choice import decide_from
+from cpu3d.inference.postprocessing.decision import FILE, after, decide, postprocessing_of, read_decision
+from cpu3d.inference.postprocessing.evidence import Means, gather
+from cpu3d.inference.postprocessing.rules import PostProcessing, Rule, gentlest
 from cpu3d.inference.scores import score_region
 from cpu3d.run.config import load_config, save_config
 from cpu3d.training.train import Options
@@ -42,6 +35,13 @@ def label_of(*parts, shape=SHAPE):
     for code, corner, size in parts:
         label[tuple(slice(at, at + n) for at, n in zip(corner, size))] = code
     return label
+
+
+def choose(made, regions):
+    """The choice on cases of (answers, truth, spacing)."""
+    evidences = [gather(answers, truth, regions, spacing_mm) for answers, truth, spacing_mm in made]
+    choice = decide_from(evidences, regions)
+    return choice.chosen, choice.before, choice.after
 
 
 def answers_of(label, regions=REGIONS):

@@ -11,7 +11,9 @@ import pytest
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import evaluate_split
-from cpu3d.inference.postprocessing import FILE, Decision, Means, PostProcessing, Rule
+from cpu3d.inference.postprocessing.decision import FILE, Decision
+from cpu3d.inference.postprocessing.evidence import Means
+from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
 from cpu3d.inference.scores import METRICS
 from cpu3d.report import report
 from cpu3d.report.report import write_report
