@@ -33,6 +33,7 @@ _RUN = (
     "run folder written by train; several, such as all folds, predict by their mean probabilities, and so does the "
     "folder of `train --folds`"
 )
+_WEIGHTS = f"{WEIGHTS} (default: best; of a folder of folds last)"
 _WINDOW = "slide a window of this size in voxels, also for a run on whole volumes"
 _OVERLAP = "minimum overlap of neighbouring windows, as a share of the window; ignored in one pass"
 _FLIPS = "average the logits over eight mirror images, four if labels are left and right; slower"
@@ -45,9 +46,7 @@ class RunOptions:
 
     run: Tuple[Path, ...] = option(help=_RUN, metavar="DIR")
     some_folds: bool = option(False, help="allow some of the folds to be missing")
-    weights: Optional[str] = option(
-        None, help=f"{WEIGHTS} (default: best; of a folder of folds last)", choices=("best", "last")
-    )
+    weights: Optional[str] = option(None, help=_WEIGHTS, choices=("best", "last"))
     raw: bool = option(False, help="keep small parts that post-processing would remove")
 
 
