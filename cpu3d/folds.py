@@ -43,7 +43,7 @@ from memory_estimator.common.units import format_bytes, format_seconds
 from memory_estimator.host import Host, read_host
 
 FORWARD_SHARE = 1 / 3  # of a step: the backward pass computes each product twice
-SCORE_S = 1.0  # to score a million voxels of a case, all regions, on one core
+SCORE_S = 0.5  # to score a million voxels of a case, all regions, on one core
 START_S = 15.0  # of the processes that train and score a fold, until they compute
 
 Settings = Mapping[str, Any]
@@ -98,12 +98,10 @@ def train_folds(
         new_console().print(table)
     say(f"written: {folder / 'report.html'}")
     if failed:
-        lines = [f"fold {fold} lacks: {error.why}" for fold, error in failed.items()]
-        problem = (
-            f"{count(failed, 'fold')} of {parts} must be repeated, got {listed(lines)}; the same command continues"
-        )
+        lines = [f"fold {fold} without: {error.why}" for fold, error in failed.items()]
+        rule = f"all {parts} folds must be trained and scored, got {listed(lines)}"
         worst = list(failed.values())[-1]
-        raise RunFailedError(problem, worst.exit_code, worst.why)
+        raise RunFailedError(f"{rule}; the same command tries them again", worst.exit_code, worst.why)
 
 
 # --- Private helpers ---
@@ -237,6 +235,9 @@ def _carry_out(
     with guard:
         for number, fold in enumerate(planned):
             label = f"fold {fold.fold}"
+            if fold.is_trained and is_scored(fold.folder):
+                say(f"{label}: trained and scored already")
+                continue
             try:
                 guard.phase(f"training {label}", step=number)
                 options = [*words, "--fold", fold.fold]
@@ -252,8 +253,9 @@ def _carry_out(
                 if len(failed) == len(planned):
                     raise
                 say(f"error: {error}")
-            guard.phase("writing the page", step=number + 1)
-            _publish(folder)
+            _publish(folder)  # also before the others are done
+        guard.phase("writing the page", step=len(planned))
+        _publish(folder)
         for error in list(failed.values())[-1:]:
             guard.note_end(f"{listed(failed)} failed; the others are done", error.exit_code)
     return failed
