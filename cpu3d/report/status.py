@@ -154,9 +154,12 @@ def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
     runs = {fold: fold_folder(folder, fold) for fold in folds.names}
     taken_s = [last_end(run).get("seconds") for run in trained_folds(folder).values()]
     usual_s = median([seconds for seconds in taken_s if seconds]) or folds.training_s
+    statuses = []
     each = []
     for fold, run in runs.items():
-        each.append(_fold_status(fold, run, now, usual_s, folds.beside_s))
+        has_begun = (run / "config.json").is_file() or bool(read_heartbeats(run))
+        statuses.append(run_status(run, now) if has_begun else None)
+        each.append(_fold_status(fold, run, statuses[-1], usual_s, folds.beside_s))
     workers = _workers(folder, read_heartbeats(folder), now)
     worker = workers[0] if workers else WorkerStatus(0, "unknown", "there is no heartbeat")
     is_done = all(fold.state == "scored" for fold in each)
@@ -166,12 +169,13 @@ def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
     is_alive = worker.state in ("running", "starting")
     left_s = [fold.seconds_left for fold in each]
     advice = ""
+    failed = [status for status in statuses if status and not status.is_fine]
     if worker.state == "finished":
         advice = f"`predict --run {folder}` and `evaluate --run {folder}` take the folds together"
+    elif worker.state in ("silent", "stalled"):
+        advice = "when its process has ended, the same command continues"
     elif worker.state not in FINE:
-        advice = "the same command continues"
-        if worker.state in ("silent", "stalled"):
-            advice = f"when its process has ended, {advice}"
+        advice = failed[0].advice if failed else "the same command continues"
     return FoldsStatus(
         folder=str(folder),
         state=worker.state,
@@ -281,11 +285,15 @@ def describe(status: RunStatus) -> Group:
 # --- Private helpers: the state ---
 
 
-def _fold_status(fold: str, run: Path, now: float, usual_s: Optional[float], beside_s: Optional[float]) -> FoldStatus:
-    """The state of a fold; a fold's training usually takes `usual_s`, and its scoring at most
-    `beside_s`."""
-    has_begun = (run / "config.json").is_file() or bool(read_heartbeats(run))
-    status = run_status(run, now) if has_begun else None
+def _fold_status(
+    fold: str,
+    run: Path,
+    status: Optional[RunStatus],
+    usual_s: Optional[float],
+    beside_s: Optional[float],
+) -> FoldStatus:
+    """The state of a fold, by that of its run if it has begun. A fold's training usually takes
+    `usual_s`, and its scoring at most `beside_s`."""
     state = status.state if status else "waiting"
     mean_dice = None
     left_s = None

@@ -113,12 +113,13 @@ def with_fold(store: Store, fold: str) -> Store:
 
 def with_folds(store: Store, folds: Sequence[str]) -> Store:
     """A view of the store with the parts of `folds` of its training and validation cases in "val", the rest in "train".
+    Cases without a label, which can be neither trained nor scored on, are in neither.
 
     Test cases and split hash stay. Raises InputError for text that is no fold, for more parts than patients, and if
     identical images would be in two splits.
     """
     manifest = store.manifest
-    own = {*manifest.split["train"], *manifest.split["val"]}
+    own = {*manifest.split["train"], *manifest.split["val"]} - set(manifest.unlabelled)
     known = list(case_list(manifest.cases).known)
     patients = {case.case_id: case.patient_id for case in known if case.case_id in own}
     held_out = {case_id for fold in folds for case_id in deal(patients, fold, seed=manifest.split_seed)}
