@@ -24,7 +24,7 @@ from cpu3d.host.thread_plan import host_share
 from cpu3d.inference.out_of_fold import EVALUATION, is_scored, read_out_of_fold, write_out_of_fold
 from cpu3d.inference.postprocessing.joint import decide_jointly
 from cpu3d.inference.scores import TOLERANCE_MM
-from cpu3d.plan import Plan, check_fits, make_plan, volume_shape
+from cpu3d.plan import Plan, check_fits, make_plan, read_plan, volume_shape
 from cpu3d.processes import RunFailedError, evaluate_run, is_trained, train_run
 from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
 from cpu3d.run.checkpoint import checkpoints, step_of
@@ -82,7 +82,8 @@ def train_folds(
         if folder.is_dir():  # else nothing may be written yet
             stack.enter_context(locked(folder, "folder of folds"))
         kept = read_folds(folder)
-        chosen = chosen_again(kept.chosen if kept else {}, settings)
+        before = kept.chosen if kept else _chosen_elsewhere(folder, parts)
+        chosen = chosen_again(before, settings)
         store = open_store(store_folder)
         host = host_share(read_host(), 1)
         planned = _plan(store, folder, parts, chosen, host, force=force)
@@ -169,6 +170,16 @@ def _problems(folder: Path, parts: int, settings: Settings) -> List[str]:
         rule = f"--folds must stay {kept.count}, as {folder} was begun, got {parts}"
         problems.append(f"{rule}; leave it so, or choose another folder")
     return problems
+
+
+def _chosen_elsewhere(folder: Path, parts: int) -> Dict[str, Any]:
+    """The settings that were chosen for the first fold that is there, trained before this folder was
+    one of folds."""
+    for part in range(1, parts + 1):
+        chosen = read_plan(fold_folder(folder, f"{part}/{parts}")).get("chosen")
+        if chosen:
+            return {name: value for name, value in chosen.items() if name != "fold"}
+    return {}
 
 
 def _plan(store: Store, folder: Path, parts: int, chosen: Settings, host: Host, *, force: bool) -> List[PlannedFold]:
