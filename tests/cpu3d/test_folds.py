@@ -26,7 +26,7 @@ from cpu3d.inference.postprocessing import decision
 from cpu3d.processes import RunFailedError
 from cpu3d.report.folds import write_folds_report
 from cpu3d.report.status import folds_status
-from cpu3d.run.config import load_config
+from cpu3d.run.config import load_config, save_config
 from cpu3d.run.log import append_event, read_events
 from cpu3d.run.summary import of_kind
 from cpu3d.training import fit
@@ -69,6 +69,7 @@ def carried_out_here(monkeypatch):
         told.calls.append(f"{command[0]} {folder.name}")
         is_cut = len(told.calls) - 1 == told.cut_at
         if folder.name == told.diverges and command[0] == "train":
+            save_config(dataclasses.replace(load_config(folder), epochs=SETTINGS["epochs"]), folder)
             append_event(folder, {"event": "start", "step": 1})
             append_event(folder, {"event": "diverged", "step": 1, "reason": "loss must be finite, got nan"})
             raise RunFailedError("it must succeed", DivergedError.exit_code, "train diverged")
