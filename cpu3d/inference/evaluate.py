@@ -13,7 +13,7 @@ when all cases are scored. --out names another folder than the run's; several ru
 Several runs predict together, as in `predict`, by the mean of their probabilities. On "val" folds are
 cross-validated instead: each case is predicted by the one run that has not trained on it.
 
-The written label map is scored. Small parts are removed first, as the run decided; --raw keeps them. The store's grid
+The written label map is scored, after the run's post-processing; --raw leaves that out. The store's grid
 is the original one with axes turned, so scores on it are scores on the original grid.
 """
 

@@ -8,8 +8,8 @@ float32. OUT/export.json describes it: channels, how to crop and pad, what the o
 from them, weights, versions. OUT/USAGE.md is a short program that does all of it with nibabel. A run on patches is
 exported at its patch's size; the caller slides it over a volume and gives the volume's statistics.
 
-Small parts of regions are removed as `predict` removes them, with the weights that are exported:
-export.json holds the rules, and the program applies them.
+Post-processing is that of `predict` with the weights that are exported: export.json holds the
+rules, and the program applies them.
 
 At the end the files are read back and run on a case: the store's first of test, val or train, or
 --case. The result must be that of `predict`; else the exit code is 1 and no export.json is written.

@@ -20,9 +20,9 @@ channel takes each 3D file as a case and ignores files of other modalities.
 Labels are written in the codes of the image's own data set: of the BraTS release whose file names it has, or of the
 dataset.json above its imagesTr or imagesTs; else in those of the run's store. --codes chooses other codes.
 
-Several runs predict together, by the mean of their probabilities; folds must be complete. The folder of
-`train --folds` stands for all of its folds. Small parts of regions are removed as the runs decided, if all runs did, or
-as the cases of such a folder did (`cpu3d.inference.postprocessing`); --raw keeps them.
+Several runs predict together, by the mean of their probabilities; folds must be complete. The
+folder of `train --folds` stands for all of its folds. Answers are post-processed as the runs
+decided, if all did, or as the cases of such a folder did; --raw leaves that out.
 
 <case_id>.json beside <case_id>.nii.gz has the meaning of the codes, volumes in ml, sources with
 their hashes, the runs, and the notes that are printed: an image without orientation, with voxels of

@@ -47,7 +47,7 @@ class RunOptions:
     run: Tuple[Path, ...] = option(help=_RUN, metavar="DIR")
     some_folds: bool = option(False, help="allow some of the folds to be missing")
     weights: Optional[str] = option(None, help=_WEIGHTS, choices=("best", "last"))
-    raw: bool = option(False, help="keep small parts that post-processing would remove")
+    raw: bool = option(False, help="keep what post-processing would remove")
 
 
 @dataclass(frozen=True)

@@ -188,17 +188,21 @@ def processed(probabilities, about, voxel_mm3):
 
         parts = ndimage.label(np.isin(label, rule["codes"]), np.ones((3, 3, 3)))[0]
         mm3 = np.bincount(parts.ravel())[1:] * float(voxel_mm3)
+        answer = probabilities[..., rule["output"]]
+        sure = np.asarray(ndimage.maximum(answer, parts, np.arange(1, len(mm3) + 1)), float)
         goes = np.ones(len(mm3), bool)
         for bound in rule["below"]:
-            goes &= removed(bound, mm3)
+            goes &= removed(bound, mm3, sure)
         label[np.concatenate([[False], goes])[parts]] = rule["becomes"]
     return label
 
 
-def removed(bound, mm3):
-    """Which parts of a region, of these volumes, a bound removes."""
+def removed(bound, mm3, sure):
+    """Which parts of a region a bound removes; they have these volumes and largest probabilities."""
     largest = mm3.max(initial=0)
     goes = mm3 < max(bound["mm3"], bound["share"] * largest) * (1 - 1e-9)
+    if bound["stays_from"] is not None:
+        goes &= sure < bound["stays_from"]
     if mm3[~goes].sum() < bound["region_mm3"] * (1 - 1e-9):  # what is left of the region
         goes[:] = True
     return goes

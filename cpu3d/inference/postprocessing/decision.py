@@ -1,4 +1,4 @@
-"""The post-processing of a run: decided on its validation cases once it is trained, and kept with it.
+"""The post-processing of a run: decided on its validation cases, and kept with it.
 
 decision = decide(run)                                  # writes run/postprocessing.json
 chosen = postprocessing_of(run, config)                 # as decided, or off and why
@@ -45,7 +45,7 @@ class Decision:
     split_hash: str
     cases: int  # labelled validation cases
     chosen: PostProcessing
-    before: Dict[str, Means]  # region -> means of the raw answers; empty if there were too few cases
+    before: Dict[str, Means]  # region -> means of the raw answers; empty if cases were too few
     after: Dict[str, Means]  # the same after `chosen`
     cases_with: Optional[Dict[str, int]] = None
     """Region -> validation cases that have it. None in a file of an earlier version, whose rules
@@ -130,7 +130,7 @@ def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
                     evidences.append(gather(answers, truth, regions, ras_steps_mm(record.geometry)))
                     del answers  # else they are in memory while the next case is predicted
                     advance()
-            choice = decide_from(evidences, regions)
+            choice = decide_from(evidences, regions, alone=True)
             chosen, before, after = choice.chosen, choice.before, choice.after
         hashes = digest, config.split_hash
         decision = Decision(*hashes, len(records), chosen, before, after, cases_with)

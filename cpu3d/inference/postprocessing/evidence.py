@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Any, Dict, Optional, Sequence, Tuple
 
 import numpy as np
-from scipy import ndimage
 
 from cpu3d.data.labels import region_mask
 from cpu3d.data.region import bounding_box
@@ -22,6 +21,7 @@ from cpu3d.inference.postprocessing.rules import (
     PostProcessing,
     Regions,
     larger_regions,
+    largest_probability,
     removed_by_all,
 )
 from cpu3d.inference.scores import (
@@ -33,6 +33,8 @@ from cpu3d.inference.scores import (
     voxel_mm3,
 )
 from memory_estimator.common.files import typed
+
+DETECTED_SHARE = 0.1  # of its voxels: from there on a true lesion counts as found
 
 Pairs = Tuple[Tuple[int, int, int], ...]  # index of a true one, of a part, voxels that they share
 
@@ -95,8 +97,8 @@ class Evidence:
             for other in larger:
                 stays &= kept[other][parts.inside[other]]
             if name in chosen.rules and not chosen.off:
-                left = parts.matching.part_mm3[stays]
-                stays[stays] = ~removed_by_all(chosen.rules[name], left)
+                left = parts.matching.part_mm3[stays], parts.probability[stays]
+                stays[stays] = ~removed_by_all(chosen.rules[name], *left)
             kept[name] = stays
             scores[name] = parts.scores(stays)
         return scores
@@ -121,25 +123,29 @@ class Means:
     dice: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scores(Means):
     """Those of one case, if some of the predicted parts are removed."""
 
     detected: np.ndarray
-    """(F,) whether each true lesion is found: the connected parts of the truth, then the lesions
-    that count by the rule of BraTS."""
+    """(C,) whether DETECTED_SHARE of each connected part of the truth, however small, is there."""
 
 
-def gather(answers: np.ndarray, truth: np.ndarray, regions: Regions, spacing_mm: Spacing) -> Evidence:
+def gather(
+    answers: np.ndarray,
+    truth: np.ndarray,
+    regions: Regions,
+    spacing_mm: Spacing,
+) -> Evidence:
     """The evidence of probabilities `(X, Y, Z, R)` in the order of `regions` beside the true label
     `(X, Y, Z)`. `spacing_mm` is as in `score_region`."""
     plain = PostProcessing().paint(answers, regions, spacing_mm)
     nested = PostProcessing(nested=True).paint(answers, regions, spacing_mm)
-    return Evidence(
-        voxel_mm3(spacing_mm),
-        _parts(plain, answers, truth, spacing_mm, regions),
-        None if np.array_equal(plain, nested) else _parts(nested, answers, truth, spacing_mm, regions),
-    )
+    parts = _parts(plain, answers, truth, spacing_mm, regions)
+    if np.array_equal(plain, nested):
+        return Evidence(voxel_mm3(spacing_mm), parts)
+    nested_parts = _parts(nested, answers, truth, spacing_mm, regions)
+    return Evidence(voxel_mm3(spacing_mm), parts, nested_parts)
 
 
 def evidence_from_json(content: Any, regions: Regions) -> Evidence:
@@ -158,14 +164,22 @@ def evidence_from_json(content: Any, regions: Regions) -> Evidence:
     return evidence
 
 
-def means_of(evidences: Sequence[Evidence], chosen: PostProcessing, regions: Regions) -> Dict[str, Means]:
+def means_of(
+    evidences: Sequence[Evidence],
+    chosen: PostProcessing,
+    regions: Regions,
+) -> Dict[str, Means]:
     """Region, the largest first -> the means over cases, at least one, of the labels that `chosen`
     paints."""
     scores = [evidence.scores(chosen, regions) for evidence in evidences]
     means = {}
     for name in larger_regions(regions):
-        columns = [[getattr(case[name], field.name) for case in scores] for field in dataclasses.fields(Means)]
-        means[name] = Means(*(float(np.mean(column)) for column in columns))
+        of_region = [case[name] for case in scores]
+        means[name] = Means(
+            lesion_dice=float(np.mean([case.lesion_dice for case in of_region])),
+            false_positives=float(np.mean([case.false_positives for case in of_region])),
+            dice=float(np.mean([case.dice for case in of_region])),
+        )
     return means
 
 
@@ -178,19 +192,22 @@ class _Touching:
         lesion, part, shared = np.reshape(parts.lesion_pairs, (-1, 3)).astype(np.int64).T
         counted = lesions * mm3 > LESION_MM3
         self.matching = Matching(lesions, counted, voxels, voxels * mm3, lesion, part, shared)
+        self.probability = np.array(parts.probability, float)
         self.inside = {name: np.array(index, np.int64) for name, index in parts.inside.items()}
-        self.components = len(parts.component_voxels)
+        self.component_voxels = np.array(parts.component_voxels, np.int64)
         pairs = np.reshape(parts.component_pairs, (-1, 3)).astype(np.int64)
-        self.component, self.component_part, _ = pairs.T
+        self.component, self.component_part, self.component_shared = pairs.T
 
     def scores(self, kept: np.ndarray) -> Scores:
         """The scores if only the parts of `kept` (P,) are left."""
         matching = self.matching
-        components = np.zeros(self.components, bool)
-        components[self.component[kept[self.component_part]]] = True
-        lesions = np.zeros(len(matching.truth_voxels), bool)
-        lesions[matching.lesion[kept[matching.part]]] = True
-        detected = np.concatenate([components, lesions & matching.counted])
+        pairs = kept[self.component_part]
+        answered = np.bincount(
+            self.component[pairs],
+            weights=self.component_shared[pairs],
+            minlength=len(self.component_voxels),
+        )
+        detected = answered >= DETECTED_SHARE * self.component_voxels
         of_lesions = matching.lesions(kept)
         dice = matching.dice(kept)
         return Scores(of_lesions.dice, float(of_lesions.false_positives), dice, detected)
@@ -220,12 +237,13 @@ def _parts(
         matching = match_lesions(true, parts, spacing_mm)
         components = connected_parts(true)
         both = true & (parts > 0)
-        pairs, shared = np.unique(np.stack([components[both], parts[both]]), axis=1, return_counts=True)
+        touching = np.stack([components[both], parts[both]])
+        pairs, shared = np.unique(touching, axis=1, return_counts=True)
         answer = answers[box][..., list(regions).index(name)]
-        probability = ndimage.maximum(answer, parts, np.arange(1, parts.max() + 1))
+        probability = largest_probability(answer, parts)
         parts_of[name] = Parts(
             voxels=tuple(matching.part_voxels.tolist()),
-            probability=tuple(round(float(value), 6) for value in probability),
+            probability=tuple(probability.tolist()),
             inside=inside,
             lesion_voxels=tuple(matching.truth_voxels.tolist()),
             lesion_pairs=_pairs(matching.lesion, matching.part, matching.shared_voxels),
@@ -236,5 +254,5 @@ def _parts(
 
 
 def _pairs(owner: np.ndarray, part: np.ndarray, shared: np.ndarray) -> Pairs:
-    """Indices (N,) of true ones and of parts, and voxels (N,) that they share, as `Parts` has them."""
+    """Indices (N,) of true ones and of parts, and voxels (N,) that they share, as in `Parts`."""
     return tuple(map(tuple, np.stack([owner, part, shared], axis=1).astype(int).tolist()))

@@ -1,10 +1,11 @@
-"""Rules of post-processing: which parts of a region are removed when an answer is painted, and what they become.
+"""Rules of post-processing: which parts of a region are removed from an answer, what they become.
 
     chosen = PostProcessing({"ET": (Rule(region_mm3=200),)})
     label = chosen.paint(probabilities, regions, spacing_mm)
 
 - *Parts* of a region are connected by 26 neighbours. A rule removes those below a volume in mm3, or
-  below a share of the region's largest part; the latter never removes a whole region.
+  below a share of the region's largest part; the latter never removes a whole region. A small part
+  of which the network is sure may stay.
 - A rule may also remove a whole region, of which too little is left in all: where nothing enhances,
   a network often answers with some voxels of ET (Isensee et al. 2020, "nnU-Net for brain tumor
   segmentation").
@@ -16,9 +17,10 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
+from scipy import ndimage
 
 from cpu3d.data.labels import THRESHOLD, label_from_regions, own_codes, region_mask
 from cpu3d.data.region import bounding_box
@@ -31,42 +33,63 @@ ROUNDING = 1e-9  # sizes are exact to this share only
 
 @dataclass(frozen=True)
 class Rule:
-    """Removes the parts of a region below `mm3` or `share`, and what is left if that is below
-    `region_mm3` in all. Raises ValueError for a bound out of range."""
+    """Removes the small parts of a region, and what is left if that is too little in all. Raises
+    ValueError for a bound out of range."""
 
-    mm3: float = 0.0
-    share: float = 0.0  # of the region's largest part
-    region_mm3: float = 0.0
+    mm3: float = 0.0  # parts below it go
+    share: float = 0.0  # and those below this share of the region's largest part
+    stays_from: Optional[float] = None
+    """Probability: a small part in which a voxel has it or more stays. None: no part does."""
+    region_mm3: float = 0.0  # all that is left goes if it is below this
 
     def __post_init__(self):
         volumes = (self.mm3, self.region_mm3)
         if not (all(0 <= volume < np.inf for volume in volumes) and 0 <= self.share < 1):
-            got = f"{self.mm3}, {self.region_mm3} and {self.share}"
-            raise ValueError(f"a rule must have mm3 and region_mm3 from 0 on and a share from 0 to 1, got {got}")
+            got = f"{self.mm3:g}, {self.region_mm3:g} and {self.share:g}"
+            raise ValueError(f"a rule must have volumes from 0 on and a share below 1, got {got}")
+        if self.stays_from is not None and not 0 < self.stays_from <= 1:
+            got = f"{self.stays_from:g}"
+            raise ValueError(f"stays_from must be a probability above 0 or null, got {got}")
 
     def __str__(self) -> str:
-        bounds = []
+        sizes = []
         if self.mm3:
-            bounds.append(f"{self.mm3:g} mm\u00b3")
+            sizes.append(f"{self.mm3:g} mm\u00b3")
         if self.share:
-            bounds.append(f"{100 * self.share:g} % of its largest part")
+            sizes.append(f"{100 * self.share:g} % of the largest part")
+        text = " or ".join(sizes)
+        if self.stays_from is not None:
+            text += f" where no probability reaches {self.stays_from:g}"
         if self.region_mm3:
-            bounds.append(f"{self.region_mm3:g} mm\u00b3 in all")
-        return " or ".join(bounds) or "nothing"
+            whole = f"{self.region_mm3:g} mm\u00b3 in all"
+            text = f"{text}, or {whole}" if text else whole
+        return text
 
-    def removed(self, sizes_mm3: np.ndarray) -> np.ndarray:
-        """(P,) which parts of a region of these sizes (P,) go."""
+    def removed(self, sizes_mm3: np.ndarray, probability: np.ndarray) -> np.ndarray:
+        """(P,) which parts of a region go that have these sizes and largest probabilities (P,)."""
         largest = sizes_mm3.max(initial=0.0)
         bound = max(self.mm3, self.share * largest)
         removed = sizes_mm3 < bound * (1 - ROUNDING)
+        if self.stays_from is not None:
+            removed &= probability < self.stays_from
         if sizes_mm3[~removed].sum() < self.region_mm3 * (1 - ROUNDING):
             removed[:] = True
         return removed
 
 
-def removed_by_all(rules: Sequence[Rule], sizes_mm3: np.ndarray) -> np.ndarray:
-    """(P,) which parts of a region of these sizes (P,) each of the rules removes."""
-    return np.logical_and.reduce([rule.removed(sizes_mm3) for rule in rules])
+def removed_by_all(
+    rules: Sequence[Rule],
+    sizes_mm3: np.ndarray,
+    probability: np.ndarray,
+) -> np.ndarray:
+    """(P,) which parts of a region each of the rules removes, by `Rule.removed`."""
+    return np.logical_and.reduce([rule.removed(sizes_mm3, probability) for rule in rules])
+
+
+def largest_probability(answer: np.ndarray, parts: np.ndarray) -> np.ndarray:
+    """(P,) the largest of a region's probabilities `(X, Y, Z)` in each of its `connected_parts`."""
+    numbers = np.arange(1, parts.max(initial=0) + 1)
+    return np.asarray(ndimage.maximum(answer, parts, numbers), np.float64)
 
 
 @dataclass(frozen=True)
@@ -95,14 +118,16 @@ class PostProcessing:
             if name in self.rules:
                 parts = connected_parts(region_mask(label[box], regions[name]))
                 sizes_mm3 = np.bincount(parts.ravel())[1:] * voxel_mm3(spacing_mm)
-                removed = removed_by_all(self.rules[name], sizes_mm3)
+                answer = answers[box][..., list(regions).index(name)]
+                probability = largest_probability(answer, parts)
+                removed = removed_by_all(self.rules[name], sizes_mm3, probability)
                 label[box][np.concatenate([[False], removed])[parts]] = code_below
         return label
 
     def steps(self, regions: Regions) -> Dict[str, Any]:
         """The same changes for a program without this project (`cpu3d.inference.segment`), as
         export.json has them: "cut", the outputs that are 0 outside of larger ones, and "remove",
-        the rules in their order."""
+        the rules in their order, which look at an output's probabilities."""
         names = list(regions)
         cut = []
         remove = []
@@ -112,21 +137,29 @@ class PostProcessing:
                 cut.append({"output": names.index(name), "to": outputs})
         for name, code_below in codes_below(regions).items():
             if name in self.rules and not self.off:
-                below = [dataclasses.asdict(rule) for rule in self.rules[name]]
-                codes = list(regions[name])
-                rule = {"region": name, "codes": codes, "below": below, "becomes": code_below}
-                remove.append(rule)
+                remove.append(
+                    {
+                        "region": name,
+                        "output": names.index(name),
+                        "codes": list(regions[name]),
+                        "below": [dataclasses.asdict(rule) for rule in self.rules[name]],
+                        "becomes": code_below,
+                    }
+                )
         return {"words": self.words, "cut": cut, "remove": remove}
 
     @property
     def words(self) -> str:
-        """In a line, such as "removes parts of WT below 1 % of its largest part", or "off: " and why."""
+        """In a line, as "removes parts of WT below 1 % of the largest part" or "off: " and why."""
         if self.off:
             return f"off: {self.off}"
         parts = []
         if self.rules:
-            removed = [f"{name} below {listed(rules)}" for name, rules in self.rules.items()]
-            parts.append(f"removes parts of {', of '.join(removed)}")
+            names: Dict[str, List[str]] = {}
+            for name, rules in self.rules.items():
+                names.setdefault(listed(rules), []).append(name)
+            removed = [f"{listed(regions)} below {text}" for text, regions in names.items()]
+            parts.append(f"removes parts of {'; of '.join(removed)}")
         if self.nested:
             parts.append("cuts each region to the larger regions")
         if self.without:
@@ -138,10 +171,14 @@ RAW = PostProcessing(off="--raw")
 
 
 def gentlest(several: Sequence[PostProcessing]) -> PostProcessing:
-    """The removals that several runs have in common, for their joint answer; off if any of them is, for its reason."""
+    """The removals that several runs have in common, for their joint answer; off if any of them is,
+    for its reason. A rule that asks how sure a network is does not hold for several: where one of
+    them misses a lesion, their mean is less sure of it."""
     off = [each for each in several if each.off]
     if off:
         return off[0]
+    if len(several) > 1:
+        several = [_for_several(each) for each in several]
     names = [name for name in several[0].rules if all(name in each.rules for each in several)]
     rules = {}
     for name in names:
@@ -155,6 +192,18 @@ def gentlest(several: Sequence[PostProcessing]) -> PostProcessing:
     return PostProcessing(rules, nested, off, without)
 
 
+def _for_several(decided: PostProcessing) -> PostProcessing:
+    """A run's rules, without those that ask how sure its network is."""
+    rules = {}
+    without = dict(decided.without)
+    for name, of_region in decided.rules.items():
+        if any(rule.stays_from is not None for rule in of_region):
+            without[name] = "its rule holds for one network alone"
+        else:
+            rules[name] = of_region
+    return dataclasses.replace(decided, rules=rules, without=without)
+
+
 def reasons(without: Mapping[str, str]) -> str:
     """Regions and why they have no rule, those of one reason together: "WT and TC (no rule
     gains)"."""
@@ -165,10 +214,14 @@ def reasons(without: Mapping[str, str]) -> str:
 
 
 def larger_regions(regions: Regions) -> Dict[str, List[str]]:
-    """Region, that of the most codes first -> the regions that hold it and more, the smallest first."""
+    """Region, that of the most codes first -> the regions that hold it and more, the smallest
+    first."""
     members = {name: set(codes) for name, codes in regions.items()}
     names = sorted(regions, key=lambda name: -len(members[name]))
-    return {name: [other for other in reversed(names) if members[other] > members[name]] for name in names}
+    larger = {}
+    for name in names:
+        larger[name] = [other for other in reversed(names) if members[other] > members[name]]
+    return larger
 
 
 def codes_below(regions: Regions) -> Dict[str, int]:
@@ -193,7 +246,8 @@ def codes_below(regions: Regions) -> Dict[str, int]:
 
 
 def _nested(answers: np.ndarray, regions: Regions) -> np.ndarray:
-    """A copy of `answers` with 0 where a voxel is in a region and not in all larger regions that hold it."""
+    """A copy of `answers` with 0 where a voxel is in a region and not in all larger ones that hold
+    it."""
     names = list(regions)
     nested = answers.copy()
     for name, larger in larger_regions(regions).items():

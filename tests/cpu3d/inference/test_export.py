@@ -143,6 +143,8 @@ def made_up_answers(seed, regions):
         RULES,
         PostProcessing({"WT": (Rule(mm3=50), Rule(share=0.1)), "ET": (Rule(mm3=100),)}),
         PostProcessing({"TC": (Rule(mm3=30),)}),
+        PostProcessing({"WT": (Rule(share=0.3, stays_from=0.52), Rule(mm3=400))}),
+        PostProcessing({"TC": (Rule(share=0.01, region_mm3=2000),), "ET": (Rule(region_mm3=1e6),)}),
         PostProcessing(nested=True),
         PostProcessing(RULES.rules, nested=True, off="not decided"),
     ],

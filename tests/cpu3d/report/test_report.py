@@ -91,7 +91,7 @@ def test_post_processing_is_shown_before_and_after_or_why_it_is_off(tiny_run, no
     write_json(tiny_run / FILE, {"schema": 1, **dataclasses.asdict(decision)})
     text = read(write_report(tiny_run))[1]
     assert "3 validation cases" in text
-    assert "WT below 1 % of its largest part 0.164 \u2192 0.900 7.00 \u2192 0.00 0.925 \u2192 0.930 3" in text
+    assert "WT below 1 % of the largest part 0.164 \u2192 0.900 7.00 \u2192 0.00 0.925 \u2192 0.930 3" in text
     assert "ET too few" in text
     write_json(tiny_run / FILE, {"schema": 1, **dataclasses.asdict(dataclasses.replace(decision, cases_with=None))})
     assert "Post-processing is off: decided by an earlier version" in read(write_report(tiny_run))[1]
