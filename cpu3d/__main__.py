@@ -40,8 +40,8 @@ AFTER = {"train": "cpu3d.inference.postprocessing.decision"}
 """Subcommand -> a module whose `after` follows it with the same options: its room is above the subcommand's."""
 
 INSTEAD = {("train", "folds"): "cpu3d.folds"}
-"""A subcommand and an option of it -> a module whose `run` takes its place if the option is given, as its room is
-above the subcommand's."""
+"""A subcommand and an option of it -> a module whose `run` takes its place if the option is given,
+as its room is above the subcommand's."""
 
 
 def main(argv: Optional[List[str]] = None) -> int:

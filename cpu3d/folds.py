@@ -1,11 +1,11 @@
-"""Train all folds of a store one after the other, score every case once, and leave one page and one ensemble.
+"""All folds of a store: trained in turn, every case scored once, one page, one ensemble.
 
     train_folds(store, folder, 5, settings={"epochs": 40})
 
 Each fold is an ordinary run, folder/fold-1 to folder/fold-K, trained and scored by processes of its
 own: a fold that is trained, here or elsewhere, is not trained again, a half-trained one continues,
-and current scores are kept. So the same call continues after one that was cut off. A fold that fails
-is named at the end; the others go on.
+and current scores are kept. So the same call continues after one that was cut off. A fold that
+fails is named at the end; the others go on.
 """
 
 import contextlib
@@ -66,12 +66,13 @@ def train_folds(
     force: bool = False,
     mlflow: str = "",
 ) -> None:
-    """Train, or continue, the `parts` folds of a store in `folder`, with the settings of `train`; then
-    score them and decide their post-processing together.
+    """Train, or continue, the `parts` folds of a store in `folder`, with the settings of `train`;
+    then score them and decide their post-processing together.
 
-    Before anything is written it raises InputError, also for settings other than those that the folder
-    was begun with, and, unless `force`, DoesNotFitError. Interrupted after SIGINT and SIGTERM, once the
-    fold that trains is saved. If folds fail, RunFailedError when the others are done.
+    Before anything is written it raises InputError, also for settings other than those that the
+    folder was begun with, and, unless `force`, DoesNotFitError. Interrupted after SIGINT and
+    SIGTERM, once the fold that trains is saved. If folds fail, RunFailedError when the others are
+    done.
     """
     folder = Path(folder)
     settings = dict(settings or {})
@@ -92,7 +93,16 @@ def train_folds(
             writable_folder(folder, "folder of --run")
             stack.enter_context(locked(folder, "folder of folds"))
         longest = planned[0].plan
-        save_folds(folder, Folds(parts, str(store.folder.resolve()), chosen, longest.training_s, _beside_s(longest)))
+        save_folds(
+            folder,
+            Folds(
+                parts,
+                str(store.folder.resolve()),
+                chosen,
+                longest.training_s,
+                _beside_s(longest),
+            ),
+        )
         words = _command_line(chosen, force=force, mlflow=mlflow)
         failed = _carry_out(planned, store.folder.resolve(), folder, words)
     for table in results_tables(gather_folds(folder)):
@@ -102,7 +112,11 @@ def train_folds(
         lines = [f"fold {fold} without: {error.why}" for fold, error in failed.items()]
         rule = f"all {parts} folds must be trained and scored, got {listed(lines)}"
         worst = list(failed.values())[-1]
-        raise RunFailedError(f"{rule}; the same command tries them again", worst.exit_code, worst.why)
+        raise RunFailedError(
+            f"{rule}; the same command tries them again",
+            worst.exit_code,
+            worst.why,
+        )
 
 
 # --- Private helpers ---
@@ -130,7 +144,9 @@ class PlannedFold:
     @property
     def is_changed(self) -> bool:
         """Whether it has begun with other settings, such as higher rates."""
-        return (self.folder / "config.json").is_file() and load_config(self.folder) != self.plan.config
+        return (self.folder / "config.json").is_file() and load_config(
+            self.folder,
+        ) != self.plan.config
 
     @property
     def seconds_left(self) -> Optional[float]:
@@ -157,14 +173,18 @@ def _problems(folder: Path, parts: int, settings: Settings) -> List[str]:
         problems.append(f"--folds must come without --fold, got {settings['fold']}; leave one out")
     if settings.get("patience"):
         rule = f"--patience must be 0 with --folds, got {settings['patience']}"
-        problems.append(f"{rule}: the cases that a fold is scored on would decide when it stops; leave it out")
+        problems.append(
+            f"{rule}: the cases that a fold is scored on would decide when it stops; leave it out",
+        )
     workers = read_cluster(os.environ).workers
     if workers > 1:
         rule = f"train --folds must be one process, got one of {workers} workers"
         todo = "train each fold by all workers with --fold I/K, then repeat --folds alone"
         problems.append(f"{rule}; {todo}")
     if (folder / "config.json").is_file():
-        problems.append(f"--run {folder} must be a folder of folds, got one run; choose another folder")
+        problems.append(
+            f"--run {folder} must be a folder of folds, got one run; choose another folder",
+        )
     kept = read_folds(folder)
     if kept and kept.count != parts:
         rule = f"--folds must stay {kept.count}, as {folder} was begun, got {parts}"
@@ -173,8 +193,8 @@ def _problems(folder: Path, parts: int, settings: Settings) -> List[str]:
 
 
 def _chosen_elsewhere(folder: Path, parts: int) -> Dict[str, Any]:
-    """The settings that were chosen for the first fold that is there, trained before this folder was
-    one of folds."""
+    """The settings that were chosen for the first fold that is there, trained before this folder
+    was one of folds."""
     for part in range(1, parts + 1):
         chosen = read_plan(fold_folder(folder, f"{part}/{parts}")).get("chosen")
         if chosen:
@@ -182,10 +202,18 @@ def _chosen_elsewhere(folder: Path, parts: int) -> Dict[str, Any]:
     return {}
 
 
-def _plan(store: Store, folder: Path, parts: int, chosen: Settings, host: Host, *, force: bool) -> List[PlannedFold]:
-    """The folds as they would be trained now. Raises InputError if the settings do not suit the store,
-    or a fold that has begun, and DoesNotFitError, unless `force`, if one is to be trained that may not
-    fit."""
+def _plan(
+    store: Store,
+    folder: Path,
+    parts: int,
+    chosen: Settings,
+    host: Host,
+    *,
+    force: bool,
+) -> List[PlannedFold]:
+    """The folds as they would be trained now. Raises InputError if the settings do not suit the
+    store, or a fold that has begun, and DoesNotFitError, unless `force`, if one is to be trained
+    that may not fit."""
     gpus = HostGpus()
     planned = []
     for part in range(1, parts + 1):
@@ -199,7 +227,8 @@ def _plan(store: Store, folder: Path, parts: int, chosen: Settings, host: Host, 
     first = planned[0].plan.config
     for other in planned[1:]:
         alike = replace(first, fold=other.fold)
-        refuse(f"fold {other.fold} beside fold 1: {line}" for line in differences(alike, other.plan.config))
+        problems = differences(alike, other.plan.config)
+        refuse(f"fold {other.fold} beside fold 1: {problem}" for problem in problems)
     for fold in planned:
         if not (force or fold.is_trained):
             check_fits(fold.plan, host, gpus)
@@ -235,14 +264,20 @@ def _show(planned: Sequence[PlannedFold], host: Host) -> None:
 
 
 def _carry_out(
-    planned: Sequence[PlannedFold], store: Path, folder: Path, words: Sequence[str]
+    planned: Sequence[PlannedFold],
+    store: Path,
+    folder: Path,
+    words: Sequence[str],
 ) -> Dict[str, RunFailedError]:
-    """Train and score all folds, in their order; returns those that failed. Raises the last error if
-    all fail."""
+    """Train and score all folds, in their order; returns those that failed. Raises the last error
+    if all fail."""
     logs = writable_folder(folder / "logs", "folder of logs")
     failed: Dict[str, RunFailedError] = {}
     guard = Guard(folder, say=say)
-    guard.plan(steps=len(planned), stall_minutes=0)  # a fold may take hours, and has a guard of its own
+    guard.plan(
+        steps=len(planned),
+        stall_minutes=0,
+    )  # a fold may take hours, and has a guard of its own
     with guard:
         for number, fold in enumerate(planned):
             label = f"fold {fold.fold}"
@@ -253,7 +288,15 @@ def _carry_out(
                 guard.phase(f"training {label}", step=number)
                 options = [*words, "--fold", fold.fold]
                 log = logs / f"{fold.folder.name}-train.txt"
-                train_run(fold.folder, store, options, log, label, steps=fold.steps, again=fold.is_changed)
+                train_run(
+                    fold.folder,
+                    store,
+                    options,
+                    log,
+                    label,
+                    steps=fold.steps,
+                    again=fold.is_changed,
+                )
                 if not is_scored(fold.folder):
                     guard.phase(f"scoring {label}", step=number)
                     log = logs / f"{fold.folder.name}-evaluate.txt"
@@ -273,7 +316,7 @@ def _carry_out(
 
 
 def _publish(folder: Path) -> None:
-    """Decide post-processing on the cases that are scored so far, and write their scores and the page."""
+    """Decide post-processing on the cases that are scored; write their scores and the page."""
     answers = read_out_of_fold(folder)
     if answers:
         cases = [evidence for of_fold in answers.evidence.values() for evidence in of_fold.values()]

@@ -39,7 +39,7 @@ def sliding_window(network: Callable[[Any], Any], image: Any, patch: Shape3, ove
 
 
 def window_count(shape: Shape3, patch: Shape3, overlap: float = OVERLAP) -> int:
-    """The number of tiles of a volume of `shape`, which is padded to the patch where it is smaller."""
+    """The number of tiles of a volume of `shape`, padded to the patch where it is smaller."""
     axes = [len(list(_starts(max(n, want), want, overlap))) for n, want in zip(shape, patch)]
     return math.prod(axes)
 

@@ -83,7 +83,7 @@ def run(options: Options) -> int:
     if training.folds:
         loop = f"launch train --fold I/{training.folds} --run {training.run}/fold-I"
         rule = f"launch must train one run, got --folds {training.folds}"
-        todo = f"run `{loop}` for each I, then the same `train --folds` without launch, which scores them"
+        todo = f"run `{loop}` for each I, then the same `train --folds` alone, which scores them"
         raise InputError(f"{rule}; {todo}")
     refuse_folds(training.run)
     topology = read_topology()

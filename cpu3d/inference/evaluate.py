@@ -79,7 +79,9 @@ class Options:
     store: Optional[Path] = option(None, help="store folder, if it was moved", metavar="DIR")
     out: Optional[Path] = option(None, "folder for evaluation/ (default: the run's, which `report` reads)", "DIR")
     tolerance: float = option(TOLERANCE_MM, "tolerance of the surface Dice in mm", "MM", at_least=0, below=math.inf)
-    evidence: bool = option(False, help="also keep what each case says about post-processing, in scores.json")
+    evidence: bool = option(
+        False, help="also keep in scores.json what each case says about post-processing"
+    )
     json: bool = option(False, help="print scores.json instead of a table")
 
 
@@ -88,7 +90,8 @@ OPTIONS = (RunOptions, Options, Inference)
 
 def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     split = options.split
-    together = answering(dataclasses.replace(chosen, run=tuple(folder.resolve() for folder in chosen.run)))
+    named = tuple(folder.resolve() for folder in chosen.run)
+    together = answering(dataclasses.replace(chosen, run=named))
     runs = together.runs
     configs = together.configs
     if len(runs) > 1 and not (options.out or together.folder):
@@ -112,6 +115,9 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     about = origin(runs, configs, predictors)
     for run, ids in zip(about.get("runs", ()), held_out.values()):
         run["held_out"] = ids
+    answers_of = {}
+    for pair, ids in zip(pairs, held_out.values()):
+        answers_of.update(dict.fromkeys(ids, pair))
     predictor, postprocessing = pairs[0]
     with locked(folder, "evaluation"):
         scores = evaluate_split(
@@ -123,7 +129,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
             tolerance_mm=options.tolerance,
             about=about,
             postprocessing=postprocessing,
-            held_out={case_id: pair for pair, ids in zip(pairs, held_out.values()) for case_id in ids},
+            held_out=answers_of,
             evidence=options.evidence,
         )
     if options.json:
@@ -191,7 +197,7 @@ def _scores_json(
         "mean_dice": float(np.mean([case["mean_dice"] for case in cases])),
         "peak_rss_bytes": peak_rss_bytes(),
         "summary": summarise(cases),
-        "worst": [{key: case[key] for key in ("case_id", "mean_dice")} for case in ranked(cases)[:WORST]],
+        "worst": worst_of(cases),
         "cases": cases,
     }
 
@@ -263,7 +269,8 @@ def outdated_scores(run: Path, split: str, tolerance_mm: float, weights: str = "
         "weights": weights,
         "inference": {**Inference().to_json(), "window": window, "one_pass": not window},
     }
-    reasons = [f"{name} {scores.get(name)}" for name, value in wanted.items() if scores.get(name) != value]
+    differing = [name for name, value in wanted.items() if scores.get(name) != value]
+    reasons = [f"{name} {scores.get(name)}" for name in differing]
     if not is_younger:
         reasons.append("scores older than the weights")
     return ", ".join(reasons)
@@ -291,6 +298,11 @@ def summarise(cases: Sequence[Mapping[str, Any]]) -> Dict[str, Dict[str, Any]]:
 def ranked(cases: Sequence[Mapping[str, Any]]) -> List[Mapping[str, Any]]:
     """The "cases" of scores.json from the worst to the best by mean Dice over the regions; ties by case id."""
     return sorted(cases, key=lambda case: (case["mean_dice"], case["case_id"]))
+
+
+def worst_of(cases: Sequence[Mapping[str, Any]]) -> List[Dict[str, Any]]:
+    """The names and scores of the worst of the "cases" of scores.json."""
+    return [{key: case[key] for key in ("case_id", "mean_dice")} for case in ranked(cases)[:WORST]]
 
 
 def scores_table(scores: Mapping[str, Any]) -> Table:
@@ -363,7 +375,7 @@ def _checked(scores: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def _decided(together: Answering, crossed: bool, *, raw: bool) -> List[PostProcessing]:
-    """The post-processing of each run that answers alone, if folds are cross-validated, or of all."""
+    """The post-processing of each run, if folds are cross-validated, or of their joint answer."""
     runs = together.runs
     if raw:
         return [RAW] * len(runs)

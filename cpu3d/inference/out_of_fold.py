@@ -1,6 +1,6 @@
 """Every case of a folder of folds once, by the fold that held it out.
 
-if not is_scored(run): ...                    # have `evaluate` score the cases that the run held out
+if not is_scored(run): ...                    # `evaluate` scores the cases that it held out
 answers = read_out_of_fold(folder)            # of the folds that are scored; None if there are none
 write_out_of_fold(folder, answers)            # folder/evaluation/val, as `evaluate` writes it
 """
@@ -17,12 +17,11 @@ from cpu3d.inference.evaluate import (
     FILES,
     PREDICTIONS,
     SCHEMA,
-    WORST,
     outdated_scores,
-    ranked,
     read_scores,
     scores_path,
     summarise,
+    worst_of,
 )
 from cpu3d.inference.postprocessing.evidence import Evidence, evidence_from_json
 from cpu3d.inference.scores import TOLERANCE_MM
@@ -40,7 +39,7 @@ class OutOfFold:
 
     scores: Dict[str, Any]  # as scores.json has them, of all folds
     held_out: Dict[str, List[str]]  # fold -> its case ids
-    evidence: Dict[str, Dict[str, Evidence]]  # fold -> case id -> what it says about post-processing
+    evidence: Dict[str, Dict[str, Evidence]]  # fold -> case id -> for post-processing
     predictions: Dict[str, Path]  # case id -> its label map
 
 
@@ -56,8 +55,8 @@ def is_scored(run: Path) -> bool:
 
 
 def read_out_of_fold(folder: Path) -> Optional[OutOfFold]:
-    """The answers of all folds that are trained and scored; None if there are none. Raises InputError
-    for a folder that is none of folds."""
+    """The answers of all folds that are trained and scored; None if there are none. Raises
+    InputError for a folder that is none of folds."""
     runs = {fold: run for fold, run in trained_folds(folder).items() if is_scored(run)}
     if not runs:
         return None
@@ -67,14 +66,17 @@ def read_out_of_fold(folder: Path) -> Optional[OutOfFold]:
     predictions = {}
     for fold, run in runs.items():
         ids = []
+        painted = scores_path(run, SPLIT).parent / PREDICTIONS
         for case in scores[fold]["cases"]:
             ids.append(case["case_id"])
             cases.append({name: value for name, value in case.items() if name != "evidence"})
-            predictions[case["case_id"]] = scores_path(run, SPLIT).parent / PREDICTIONS / f"{ids[-1]}.nii.gz"
+            predictions[ids[-1]] = painted / f"{ids[-1]}.nii.gz"
         how = {name: scores[fold][name] for name in ("fold", "inference")}
         origins.append({"run": str(run), **how, "held_out": ids})
     cases.sort(key=lambda case: case["case_id"])
-    first = {name: value for name, value in scores[next(iter(runs))].items() if name not in ("fold", "inference")}
+    first = dict(scores[next(iter(runs))])
+    for name in ("fold", "inference"):  # of this fold alone
+        first.pop(name, None)
     peaks = [each.get("peak_rss_bytes") or 0 for each in scores.values()]
     joined = {
         **first,
@@ -83,7 +85,7 @@ def read_out_of_fold(folder: Path) -> Optional[OutOfFold]:
         "mean_dice": float(np.mean([case["mean_dice"] for case in cases])),
         "peak_rss_bytes": max(peaks),
         "summary": summarise(cases),
-        "worst": [{key: case[key] for key in ("case_id", "mean_dice")} for case in ranked(cases)[:WORST]],
+        "worst": worst_of(cases),
         "cases": cases,
     }
     return OutOfFold(
@@ -107,6 +109,9 @@ def write_out_of_fold(folder: Path, answers: OutOfFold) -> Path:
 
 
 def _evidence(scores: Dict[str, Any]) -> Dict[str, Evidence]:
-    """Case id -> its evidence. Raises KeyError or ValueError if a case has none that can be read."""
-    regions = scores["regions"]
-    return {case["case_id"]: evidence_from_json(case["evidence"], regions) for case in scores["cases"]}
+    """Case id -> its evidence. Raises KeyError or ValueError if a case has none that can be
+    read."""
+    evidence = {}
+    for case in scores["cases"]:
+        evidence[case["case_id"]] = evidence_from_json(case["evidence"], scores["regions"])
+    return evidence

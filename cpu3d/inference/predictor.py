@@ -128,8 +128,8 @@ def load_predictor(run: Path, weights: str = "best", inference: Inference = AS_T
 
 
 def load_weights(config: RunConfig, path: Path) -> Tuple[RunConfig, List[np.ndarray]]:
-    """A run's weights from one of its checkpoints, averaged if the run averages, in Keras' order; and
-    the run as they predict: those of coarse steps on the coarse grid. Raises InputError as
+    """A run's weights from one of its checkpoints, averaged if the run averages, in Keras' order;
+    and the run as they predict: those of coarse steps on the coarse grid. Raises InputError as
     `load_predictor`."""
     arrays, state = load_checkpoint(path)
     model = build_unet3d(config.unet, (config.unet.divisor,) * 3, 1)
@@ -142,7 +142,8 @@ def load_weights(config: RunConfig, path: Path) -> Tuple[RunConfig, List[np.ndar
     todo = f"restore both, or the one that is of another run: {how_to_go_on(path)}"
     refuse(f"{rule}, got {first}; {todo}" for first in differ[:1])
     # The best weights were averaged when they were saved; a whole checkpoint has both.
-    averages = {id(weight): f"average/{place:03d}" for place, weight in enumerate(model.trainable_variables)}
+    trained = enumerate(model.trainable_variables)
+    averages = {id(weight): f"average/{place:03d}" for place, weight in trained}
     taken = []
     for name, weight in zip(names, model.weights):
         average = averages.get(id(weight))

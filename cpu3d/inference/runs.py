@@ -30,8 +30,8 @@ COMMON = ("store_channels", "label_names", "region_codes", "regions", "split_has
 SPACING_SHARE = 0.1  # by which a spacing may differ from the training's before it is said
 GROUP = "inference (default: as the run was trained)"
 _RUN = (
-    "run folder written by train; several, such as all folds, predict by their mean probabilities, and so does the "
-    "folder of `train --folds`"
+    "run folder written by train; several, such as all folds, predict by their mean probabilities, "
+    "and so does the folder of `train --folds`"
 )
 _WEIGHTS = f"{WEIGHTS} (default: best; of a folder of folds last)"
 _WINDOW = "slide a window of this size in voxels, also for a run on whole volumes"
@@ -157,8 +157,8 @@ class Answering:
 
 
 def answering(options: RunOptions) -> Answering:
-    """The runs that are named, or the folds of a folder of folds. Raises InputError as `load_configs`,
-    and for such a folder beside other runs."""
+    """The runs that are named, or the folds of a folder of folds. Raises InputError as
+    `load_configs`, and for such a folder beside other runs."""
     folders = [run for run in options.run if read_folds(run)]
     if not folders:
         configs = load_configs(options.run, some_folds=options.some_folds)
@@ -166,7 +166,8 @@ def answering(options: RunOptions) -> Answering:
     folder = folders[0]
     if len(options.run) > 1:
         got = listed(options.run)
-        raise InputError(f"--run must name a folder of folds alone, got {got}; leave the others out")
+        rule = f"--run must name a folder of folds alone, got {got}"
+        raise InputError(f"{rule}; leave the others out")
     trained = trained_folds(folder)
     lacking = [fold for fold in read_folds(folder).names if fold not in trained]
     if lacking and not (options.some_folds and trained):

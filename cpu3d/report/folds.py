@@ -34,8 +34,8 @@ from memory_estimator.common.table import PALETTE, Table
 from memory_estimator.common.units import by, format_bytes, format_seconds
 
 WEIGHTS_NOTE = (
-    "The folds answer with their last weights, averaged if the run averages: the best ones are chosen by the cases "
-    "that are scored here. So no case has chosen anything that it is scored with."
+    "The folds answer with their last weights, averaged if the run averages: the best ones are "
+    "chosen by the cases that are scored here. So no case has chosen what it is scored with."
 )
 POSTPROCESSED = ("lesion_dice", "false_positives", "dice")  # the METRICS that evidence gives
 
@@ -61,8 +61,9 @@ class FoldsFiles:
 
 
 def write_folds_report(folder: Path, out: Optional[Path] = None) -> Path:
-    """Write the page of a folder of folds to `out`, by default folder/report.html, atomically; returns
-    its path. Raises InputError as `gather_folds`, and when the page cannot be written there."""
+    """Write the page of a folder of folds to `out`, by default folder/report.html, atomically;
+    returns its path. Raises InputError as `gather_folds`, and when the page cannot be written
+    there."""
     files = gather_folds(folder)
     out = out or files.folder / "report.html"
     page_file(out)
@@ -72,12 +73,14 @@ def write_folds_report(folder: Path, out: Optional[Path] = None) -> Path:
 
 
 def gather_folds(folder: Path) -> FoldsFiles:
-    """Read a folder of folds. Raises InputError for one that is none, and for files that are damaged
-    or of another version."""
+    """Read a folder of folds. Raises InputError for one that is none, and for files that are
+    damaged or of another version."""
     folder = Path(folder).resolve()
     folds = read_folds(folder)
     if folds is None:
-        raise InputError(f"folder {folder} must hold a {FILE}, found none; name one of `train --folds`")
+        raise InputError(
+            f"folder {folder} must hold a {FILE}, found none; name one of `train --folds`",
+        )
     runs = {fold: fold_folder(folder, fold) for fold in folds.names}
     begun = {fold: run for fold, run in runs.items() if (run / "config.json").is_file()}
     configs = {fold: load_config(run) for fold, run in begun.items()}
@@ -121,13 +124,17 @@ def folds_table(files: FoldsFiles) -> Table:
         ids = held_out.get(fold, ())
         mean = f"{np.mean([dice[case_id] for case_id in ids]):.3f}" if ids else "-"
         train_s = costs.train_s or costs.steps_s + costs.validation_s + costs.checkpoint_s
-        cells = (f"{costs.steps:,}", format_seconds(train_s or None), format_bytes(costs.peak_rss_bytes))
+        cells = (
+            f"{costs.steps:,}",
+            format_seconds(train_s or None),
+            format_bytes(costs.peak_rss_bytes),
+        )
         rows.append((fold, _state(history), str(len(ids) or "-"), *cells, mean))
     return Table(
         ("fold", "training", "cases scored", "steps", "time", "peak memory", "mean Dice"),
         rows,
         title="Folds",
-        caption="Time is that of all attempts, validations included; scores are of the cases that the fold held out.",
+        caption="Time is of all attempts, with validations; scores are of the cases that it held out.",
         names=2,
     )
 
@@ -147,7 +154,7 @@ def _sections(files: FoldsFiles) -> List[Section]:
     words = [f"The folds together: {files.decision.chosen.words}."] if files.decision else []
     test = [scores_table(files.test)] if files.test else []
     ids = [(fold, ", ".join(ids)) for fold, ids in answers.held_out.items()] if answers else []
-    settings = [(name, value) for config in list(files.configs.values())[:1] for name, value in _settings(config)]
+    settings = _settings(next(iter(files.configs.values()))) if files.configs else []
     return [
         ("The folds", [Table(("", ""), _facts(files), names=2), folds_table(files)]),
         ("Scores of each case by the fold that held it out", scores),
@@ -156,7 +163,13 @@ def _sections(files: FoldsFiles) -> List[Section]:
         ("Cases", cases),
         ("Training, a line a fold", [_curves(files)]),
         ("Host and software", _hosts(files)),
-        ("Settings", [Folded("settings", Table(("", ""), settings, names=2)), Folded("held out", _held_out(ids))]),
+        (
+            "Settings",
+            [
+                Folded("settings", Table(("", ""), settings, names=2)),
+                Folded("held out", _held_out(ids)),
+            ],
+        ),
     ]
 
 
@@ -165,9 +178,16 @@ def _facts(files: FoldsFiles) -> List[Tuple[str, str]]:
     facts = [("folder", str(files.folder))]
     if files.store:
         manifest = files.store.manifest
-        facts.append(("data", f"{manifest.name} ({manifest.layout}), {count(manifest.cases, 'case')}"))
+        facts.append(
+            ("data", f"{manifest.name} ({manifest.layout}), {count(manifest.cases, 'case')}"),
+        )
     if files.answers:
-        facts.append(("scored", f"{count(files.answers.scores['cases'], 'case')}, each once, full original grids"))
+        facts.append(
+            (
+                "scored",
+                f"{count(files.answers.scores['cases'], 'case')}, each once, full original grids",
+            )
+        )
     for config in list(files.configs.values())[:1]:
         sees = f"{by(config.grid, ' x ')}, {config.mode}, resolution {config.resolution:g}"
         facts += [("sees", sees), ("split hash", config.split_hash)]
@@ -206,7 +226,8 @@ def _state(history: History) -> str:
 
 def _dice(answers: Optional[OutOfFold]) -> Dict[str, float]:
     """Case id -> its mean Dice."""
-    return {case["case_id"]: case["mean_dice"] for case in answers.scores["cases"]} if answers else {}
+    cases = answers.scores["cases"] if answers else []
+    return {case["case_id"]: case["mean_dice"] for case in cases}
 
 
 def _scores_table(files: FoldsFiles) -> Table:
@@ -225,20 +246,22 @@ def _scores_table(files: FoldsFiles) -> Table:
             spread = f"{min(means):.{digits}f} to {max(means):.{digits}f}"
             deviation = f"{np.std(means, ddof=1):.{digits}f}" if len(means) > 1 else "-"
             mean = plus_minus(values["mean"], values["std"], digits)
-            rows.append((name, metric.heading, mean, f"{values['median']:.{digits}f}", spread, deviation))
+            rows.append(
+                (name, metric.heading, mean, f"{values['median']:.{digits}f}", spread, deviation),
+            )
             name = ""  # in its first row
     notes = metric_notes(tuple(METRICS), answers.scores["tolerance_mm"])
     return Table(
         ("region", "score", "mean \u00b1 sd", "median", "means of folds", "sd of folds"),
         rows,
-        title=f"{count(of_case, 'case')} of {answers.scores['name']}, out of fold, without post-processing",
+        title=f"{count(of_case, 'case')} of {answers.scores['name']}, without post-processing",
         caption=f"{notes}. mean \u00b1 sd and median: over the cases.",
         names=2,
     )
 
 
 def _crossed(files: FoldsFiles) -> Optional[Tuple[CaseScores, CaseScores]]:
-    """The scores of each case before and after rules of the other folds; None for one fold alone."""
+    """The scores of each case before and after rules of the other folds; None for a single fold."""
     if files.answers is None or len(files.answers.evidence) < 2:
         return None
     return cross_fitted(files.answers.evidence, files.answers.scores["regions"])
@@ -256,17 +279,24 @@ def _postprocessing_table(files: FoldsFiles) -> Optional[Table]:
         removed = "-"
         if decision:
             rules = decision.chosen.rules.get(region)
-            removed = f"below {listed(rules)}" if rules else decision.chosen.without.get(region, "none")
+            removed = decision.chosen.without.get(region, "none")
+            if rules:
+                removed = f"below {listed(rules)}"
         cells = []
         for key in POSTPROCESSED:
             digits = METRICS[key].digits
             means = []
             for scores in (before, after):
-                means.append(np.mean([getattr(regions[region], key) for regions in scores.values()]))
+                values = [getattr(regions[region], key) for regions in scores.values()]
+                means.append(np.mean(values))
             cells.append(f"{means[0]:.{digits}f} \u2192 {means[1]:.{digits}f}")
         rows.append((region, *cells, removed))
     return Table(
-        ("region", *(METRICS[key].label for key in POSTPROCESSED), "parts removed by the folds together"),
+        (
+            "region",
+            *(METRICS[key].label for key in POSTPROCESSED),
+            "parts removed by the folds together",
+        ),
         rows,
         title="Post-processing, each case by rules that the other folds decided",
         caption=f"Means over {count(before, 'case')}, before \u2192 after. "
@@ -294,7 +324,9 @@ def _shown(files: FoldsFiles) -> Part:
         scores[case["case_id"]] = f"Dice {', '.join(each)}"
     predictions = scores_path(files.folder, SPLIT).parent / PREDICTIONS
     regions = files.answers.scores["regions"]
-    return viewer(shown_cases(files.store, scores, regions, {"prediction out of fold": predictions}))
+    return viewer(
+        shown_cases(files.store, scores, regions, {"prediction out of fold": predictions}),
+    )
 
 
 def _curves(files: FoldsFiles) -> Figures:
@@ -306,7 +338,9 @@ def _curves(files: FoldsFiles) -> Figures:
             held_out = history.validations
             validations.append(Line(fold, held_out["step"], held_out["mean_dice"], colour))
         if len(history.steps):
-            losses.append(Line(fold, history.steps["step"], history.steps["loss"], colour, measured=False))
+            losses.append(
+                Line(fold, history.steps["step"], history.steps["loss"], colour, measured=False),
+            )
     figures: Figures = []
     for title, lines, label, y_range in (
         ("Mean Dice of the held-out cases", validations, "Dice", (0, 1)),
@@ -322,9 +356,13 @@ def _hosts(files: FoldsFiles) -> List[Part]:
     seen: Dict[Tuple[Tuple[str, str], ...], Dict[str, None]] = {}
     for fold, history in files.histories.items():
         for start in history.starts:
-            about = {group: start[group] for group in ("host", "versions", "threads") if start.get(group)}
+            groups = ("host", "versions", "threads")
+            about = {group: start[group] for group in groups if start.get(group)}
             seen.setdefault(tuple(flat(about)), {})[fold] = None
-    return [Table(("", ""), list(about), title=f"Folds {listed(folds)}", names=2) for about, folds in seen.items()]
+    tables: List[Part] = []
+    for about, folds in seen.items():
+        tables.append(Table(("", ""), list(about), title=f"Folds {listed(folds)}", names=2))
+    return tables
 
 
 def _settings(config: RunConfig) -> List[Tuple[str, str]]:

@@ -145,12 +145,13 @@ class FoldsStatus:
 
 
 def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
-    """Look at a folder of folds. Raises InputError for one that is none, or with a damaged folds.json."""
+    """Look at a folder of folds. Raises InputError for one that is none, or is damaged."""
     folder = Path(folder)
     now = time.time() if now is None else now
     folds = read_folds(folder)
     if folds is None:
-        raise InputError(f"folder {folder} must be one of `train --folds`, got another; name a run or such a folder")
+        rule = f"folder {folder} must be one of `train --folds`, got another"
+        raise InputError(f"{rule}; name a run or such a folder")
     runs = {fold: fold_folder(folder, fold) for fold in folds.names}
     taken_s = [last_end(run).get("seconds") for run in trained_folds(folder).values()]
     usual_s = median([seconds for seconds in taken_s if seconds]) or folds.training_s
@@ -190,7 +191,7 @@ def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
 
 
 def describe_folds(status: FoldsStatus) -> Group:
-    """The text to print: the folder in a line, its folds in a table, then progress and what to do."""
+    """The text to print: the folder in a line, its folds in a table, progress and what to do."""
     rows = []
     for fold in status.folds:
         of = f" of {fold.steps:,}" if fold.steps else ""
@@ -205,7 +206,8 @@ def describe_folds(status: FoldsStatus) -> Group:
         lines.append(("phase", f"{status.phase}, {format_seconds(round(status.phase_s))}"))
     if status.seconds_left is not None:
         end = datetime.now() + timedelta(seconds=status.seconds_left)
-        lines.append(("left", f"about {format_seconds(round(status.seconds_left))}, until {end:%a %d %b %H:%M}"))
+        left = format_seconds(round(status.seconds_left))
+        lines.append(("left", f"about {left}, until {end:%a %d %b %H:%M}"))
     lines += [("why", status.detail)] if status.detail else []
     lines += [("next", status.advice)] if status.advice else []
     state = _styled(status.state)
@@ -309,7 +311,8 @@ def _fold_status(
         share = status.step / status.steps if status and status.steps else 0.0
         left_s = usual_s * (1 - share) + (beside_s or 0.0)
     step = status.step if status else 0
-    return FoldStatus(fold, str(run), state, step, status.steps if status else None, mean_dice, left_s)
+    steps = status.steps if status else None
+    return FoldStatus(fold, str(run), state, step, steps, mean_dice, left_s)
 
 
 def _workers(run: Path, heartbeats: Mapping[int, Any], now: float) -> List[WorkerStatus]:

@@ -1,7 +1,7 @@
-"""A folder of folds, as `train --folds K` makes it: an ordinary run for each fold, and what is common to them.
+"""A folder of folds, as `train --folds K` makes it: a run for each fold, and what is common.
 
 folds = read_folds(folder)                  # None for any other folder
-runs = trained_folds(folder)                # {"1/5": folder/fold-1, ...}, those trained to their end
+runs = trained_folds(folder)                # {"1/5": folder/fold-1, ...}, those that are done
 path = fold_folder(folder, "2/5")           # folder/fold-2
 """
 
@@ -44,8 +44,8 @@ def save_folds(folder: Path, folds: Folds) -> None:
 
 
 def read_folds(folder: Path) -> Optional[Folds]:
-    """What `save_folds` wrote; None for a folder without it. Raises InputError if it is damaged or of
-    another version."""
+    """What `save_folds` wrote; None for a folder without it. Raises InputError if it is damaged or
+    of another version."""
     path = Path(folder) / FILE
     if not path.is_file():
         return None
@@ -56,7 +56,13 @@ def read_folds(folder: Path) -> Optional[Folds]:
             raise ValueError(f"{folds.count} folds")
         return folds
 
-    return read_record(path, SCHEMA, checked, "delete it and repeat `train --folds` with all its options", InputError)
+    return read_record(
+        path,
+        SCHEMA,
+        checked,
+        "delete it and repeat `train --folds` with all its options",
+        InputError,
+    )
 
 
 def fold_folder(folder: Path, fold: str) -> Path:
@@ -65,13 +71,19 @@ def fold_folder(folder: Path, fold: str) -> Path:
 
 
 def trained_folds(folder: Path) -> Dict[str, Path]:
-    """Fold -> its run, of those that are trained to their end. Raises InputError for a folder that is
-    none of folds."""
+    """Fold -> its run, of those that are trained to their end. Raises InputError for a folder that
+    is none of folds."""
     folds = read_folds(folder)
     if folds is None:
-        raise InputError(f"folder {folder} must hold a {FILE}, found none; name one of `train --folds`")
+        raise InputError(
+            f"folder {folder} must hold a {FILE}, found none; name one of `train --folds`",
+        )
     runs = {fold: fold_folder(folder, fold) for fold in folds.names}
-    return {fold: run for fold, run in runs.items() if last_end(run).get("reason") in FINISHED and checkpoints(run)}
+    trained = {}
+    for fold, run in runs.items():
+        if last_end(run).get("reason") in FINISHED and checkpoints(run):
+            trained[fold] = run
+    return trained
 
 
 def refuse_folds(folder: Path) -> None:

@@ -1,8 +1,8 @@
-"""The post-processing of folds together: decided on the cases of all folds, each answered by the fold that held it out.
+"""The post-processing of folds together, decided on the cases that each of them held out.
 
 decision = decide_jointly(folder, evidences)        # writes folder/postprocessing.json
 chosen = postprocessing_together(answering(options))
-before, after = cross_fitted(evidences, regions)    # what such rules are worth on cases that did not decide them
+before, after = cross_fitted(evidences, regions)    # on cases that did not decide them
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ CaseScores = Dict[str, Dict[str, Scores]]  # case id -> region, the largest firs
 
 
 def decide_jointly(folder: Path, evidences: Sequence[Evidence]) -> Decision:
-    """Decide the post-processing of a folder's trained folds together on the evidence of at least one
-    case, and write it into the folder."""
+    """Decide the post-processing of a folder's trained folds together on the evidence of at least
+    one case, and write it into the folder."""
     runs = list(trained_folds(folder).values())
     config = load_config(runs[0])
     choice = decide_from(evidences, config.codes_by_region)
@@ -51,19 +51,22 @@ def decide_jointly(folder: Path, evidences: Sequence[Evidence]) -> Decision:
 
 
 def postprocessing_together(answering: Answering) -> PostProcessing:
-    """The post-processing of what runs answer together: for a folder of folds as their cases decided,
-    for other runs what each of them decided. Raises InputError as `read_decision`."""
+    """The post-processing of what runs answer together: for a folder of folds as their cases
+    decided, for other runs what each of them decided. Raises InputError as `read_decision`."""
     runs = answering.runs
     folder = answering.folder
     if folder is None:
         pairs = zip(runs, answering.configs)
-        return gentlest([postprocessing_of(run, config, answering.weights) for run, config in pairs])
+        weights = answering.weights
+        return gentlest([postprocessing_of(run, config, weights) for run, config in pairs])
     again = "repeat its `train --folds`"
     decision = read_decision(folder, answering.configs[0])
     if decision is None:
         return PostProcessing(off=f"not decided; {again}")
     if answering.weights != WEIGHTS:
-        return PostProcessing(off=f"decided with the {WEIGHTS} weights, these are the {answering.weights}")
+        return PostProcessing(
+            off=f"decided with the {WEIGHTS} weights, these are the {answering.weights}",
+        )
     try:
         digest = _digest(runs, WEIGHTS)
     except (InputError, OSError):
@@ -73,9 +76,12 @@ def postprocessing_together(answering: Answering) -> PostProcessing:
     return decision.chosen
 
 
-def cross_fitted(evidences: Mapping[str, Mapping[str, Evidence]], regions: Regions) -> Tuple[CaseScores, CaseScores]:
-    """Fold -> case id -> evidence, of at least two folds, as the scores of each case before and after
-    the rules that the cases of the other folds decide."""
+def cross_fitted(
+    evidences: Mapping[str, Mapping[str, Evidence]],
+    regions: Regions,
+) -> Tuple[CaseScores, CaseScores]:
+    """Fold -> case id -> evidence, of at least two folds, as the scores of each case before and
+    after the rules that the cases of the other folds decide."""
     before: CaseScores = {}
     after: CaseScores = {}
     for fold, cases in evidences.items():
