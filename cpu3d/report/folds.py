@@ -134,7 +134,7 @@ def folds_table(files: FoldsFiles) -> Table:
         ("fold", "training", "cases scored", "steps", "time", "peak memory", "mean Dice"),
         rows,
         title="Folds",
-        caption="Time is of all attempts, with validations; scores are of the cases that it held out.",
+        caption="Time is of all attempts, with validations; scores are of the held-out cases.",
         names=2,
     )
 

@@ -210,11 +210,9 @@ def test_the_same_command_continues_wherever_it_was_cut_and_ends_with_the_same_b
     assert caught.value.exit_code == 130
     assert commands.seen() == ALL[: cut_at + 1]
     status = folds_status(folder)
-    assert (status.state, status.is_fine, "continues" in status.advice) == (
-        "interrupted",
-        False,
-        True,
-    )
+    assert (status.state, status.is_fine) == ("interrupted", False)
+    assert "continues" in status.advice
+    assert main(["status", "--run", str(folder), "--json"]) == 1
     commands.cut_at = -1
     train_folds(phantom_store.folder, folder, 2)
     assert commands.seen() == ALL[cut_at:], "what was done is not done again"
@@ -222,7 +220,10 @@ def test_the_same_command_continues_wherever_it_was_cut_and_ends_with_the_same_b
         assert_same_run(folder / name, uncut / name, keep=3)
     first, second = (read_scores(scores_path(each, "val"))["summary"] for each in (folder, uncut))
     assert first == second
-    assert folds_status(folder).state == "finished"
+    done = folds_status(folder)
+    assert (done.state, done.is_fine) == ("finished", True)
+    assert [fold.state for fold in done.folds] == ["scored", "scored"]
+    assert main(["status", "--run", str(folder)]) == 0
 
 
 def test_other_settings_than_the_folds_were_begun_with_are_refused_by_name(

@@ -1,9 +1,11 @@
+import dataclasses
 import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpu3d.data.store import Store
 from cpu3d.data.stores.layouts import UNKNOWN, patient_of
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.splits import TABLE, deal, parse_fold, read_patients, split_cases, with_fold
@@ -144,6 +146,15 @@ def dataset(tmp_path):
 def test_names_of_brats_show_the_patient_in_any_layout(case_id, patient):
     known, rule = patient_of(case_id, "decathlon")
     assert (known, rule == UNKNOWN) == (patient or case_id, patient is None)
+
+
+def test_cases_without_a_label_are_in_no_part_of_a_fold(tiny_store):
+    bare = dataclasses.replace(tiny_store.manifest, unlabelled=("b", "e"))
+    store = Store(tiny_store.folder, bare)
+    views = [with_fold(store, fold).manifest.split for fold in ("1/3", "2/3", "3/3")]
+    assert sorted(sum((view["val"] for view in views), ())) == ["a", "c", "d"]
+    assert all("b" not in view["train"] for view in views)
+    assert {view["test"] for view in views} == {("e", "f")}
 
 
 @pytest.mark.parametrize(
