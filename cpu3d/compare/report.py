@@ -89,7 +89,7 @@ def scores_table(record: Json) -> Table:
     )
 
 
-def differences_table(record: Json) -> Table:
+def differences_table(record: Json, title: str = "") -> Table:
     """Every difference to the baseline; those that count are bold."""
     rows = []
     for variant, regions in record["differences"].items():
@@ -104,7 +104,8 @@ def differences_table(record: Json) -> Table:
                 (region, variant, METRICS[name].label, (Bold if counts(difference) else str)(text), alone, cases)
             )
     columns = ("region", "variant", "score", "difference", "seeds alone", "cases")
-    return Table(columns, rows, title=f"Differences to {record['baseline']}", caption=DIFFERENCES, names=3)
+    title = title or f"Differences to {record['baseline']}"
+    return Table(columns, rows, title=title, caption=DIFFERENCES, names=3)
 
 
 def costs_table(record: Json) -> Table:

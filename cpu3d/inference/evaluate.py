@@ -79,9 +79,7 @@ class Options:
     store: Optional[Path] = option(None, help="store folder, if it was moved", metavar="DIR")
     out: Optional[Path] = option(None, "folder for evaluation/ (default: the run's, which `report` reads)", "DIR")
     tolerance: float = option(TOLERANCE_MM, "tolerance of the surface Dice in mm", "MM", at_least=0, below=math.inf)
-    evidence: bool = option(
-        False, help="also keep in scores.json what each case says about post-processing"
-    )
+    evidence: bool = option(False, help="also keep in scores.json what each case says about post-processing")
     json: bool = option(False, help="print scores.json instead of a table")
 
 
