@@ -46,6 +46,9 @@ FORWARD_SHARE = 1 / 3  # of a step: the backward pass computes each product twic
 SCORE_S = 0.5  # to score a million voxels of a case, all regions, on one core
 START_S = 15.0  # of the processes that train and score a fold, until they compute
 
+# Settings of which a command line takes one.
+EITHER = (("epochs", "steps"), ("validate_every", "validations"))
+
 Settings = Mapping[str, Any]
 
 
@@ -84,7 +87,7 @@ def train_folds(
             stack.enter_context(locked(folder, "folder of folds"))
         kept = read_folds(folder)
         before = kept.chosen if kept else _chosen_elsewhere(folder, parts)
-        chosen = chosen_again(before, settings)
+        chosen = chosen_again(_without_replaced(before, settings), settings)
         store = open_store(store_folder)
         host = host_share(read_host(), 1)
         planned = _plan(store, folder, parts, chosen, host, force=force)
@@ -190,6 +193,14 @@ def _problems(folder: Path, parts: int, settings: Settings) -> List[str]:
         rule = f"--folds must stay {kept.count}, as {folder} was begun, got {parts}"
         problems.append(f"{rule}; leave it so, or choose another folder")
     return problems
+
+
+def _without_replaced(before: Settings, settings: Settings) -> Dict[str, Any]:
+    """The settings of earlier calls, but for those that a command line does not take beside the new
+    ones."""
+    replaced = [other for one, other in EITHER if one in settings]
+    replaced += [one for one, other in EITHER if other in settings]
+    return {name: value for name, value in before.items() if name not in replaced}
 
 
 def _chosen_elsewhere(folder: Path, parts: int) -> Dict[str, Any]:

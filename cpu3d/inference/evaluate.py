@@ -7,8 +7,8 @@
 
 Writes run/evaluation/scores.json and run/evaluation/predictions/<case_id>.nii.gz; for the splits "val" and "train",
 whose scores say less, the same below run/evaluation/val and run/evaluation/train. Earlier scores are replaced only
-when all cases are scored. --out names another folder than the run's; several runs together need it, the folder of
-`train --folds` does not.
+when all cases are scored. --out names another folder than the run's; several runs together need it,
+the folder of `train --folds` does not.
 
 Several runs predict together, as in `predict`, by the mean of their probabilities. On "val" folds are
 cross-validated instead: each case is predicted by the one run that has not trained on it.
@@ -79,7 +79,7 @@ class Options:
     store: Optional[Path] = option(None, help="store folder, if it was moved", metavar="DIR")
     out: Optional[Path] = option(None, "folder for evaluation/ (default: the run's, which `report` reads)", "DIR")
     tolerance: float = option(TOLERANCE_MM, "tolerance of the surface Dice in mm", "MM", at_least=0, below=math.inf)
-    evidence: bool = option(False, help="also keep in scores.json what each case says about post-processing")
+    evidence: bool = option(False, help="also keep in scores.json what decides post-processing")
     json: bool = option(False, help="print scores.json instead of a table")
 
 
@@ -168,8 +168,8 @@ def evaluate_split(
         with bar(f"evaluate {split}", total=len(records)) as advance:
             for record in records:
                 answering = (held_out or {}).get(record.case_id, (predictor, postprocessing))
-                scored = _score(answering, store, record, tolerance_mm, folder / PREDICTIONS, evidence)
-                cases.append(scored)
+                painted = folder / PREDICTIONS
+                cases.append(_score(answering, store, record, tolerance_mm, painted, evidence))
                 advance()
         content = _scores_json(predictor, store, split, about, cases)
         write_json(folder / "scores.json", content)

@@ -5,7 +5,8 @@
 
 Writes run/report.html. The page needs no network and holds its pictures and the slices of three cases, so it can be
 mailed or published with a paper. `report` works with the files that exist, also during a training or before an
-evaluation, and names what is missing. Of the folder of `train --folds` it makes one page of all folds.
+evaluation, and names what is missing. Of the folder of `train --folds` it makes one page of all
+folds.
 """
 
 import contextlib
@@ -194,7 +195,8 @@ def _scores_section(files: RunFiles) -> List[Part]:
     scores = files.scores
     every = " ".join(" ".join(f"{metric.label}: {metric.of.__doc__}".split()) for metric in METRICS.values())
     text = f"Weights \u201c{scores['weights']}\u201d, on the full original grid. {every} Empty masks score as in BraTS."
-    return [scores_table(scores), text, pictures.score_pictures(scores), Folded("Every case", cases_table(scores))]
+    every_case = Folded("Every case", cases_table(scores))
+    return [scores_table(scores), text, pictures.score_pictures(scores), every_case]
 
 
 def _cases(files: RunFiles) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Parts of a report's page, and the page: what the reports of a run, of folds and of a comparison have in common."""
+"""Parts of a page, and the page: what reports of a run, folds and a comparison have in common."""
 
 import contextlib
 from dataclasses import dataclass

@@ -8,8 +8,8 @@
 The exit code is 0 while a run trains and once it has finished, 1 for a run that needs attention: a worker sends no
 heartbeat, hangs, or has ended before the run was done; 2 for a folder that is no run. It reads heartbeats, config.json,
 log.jsonl and checkpoints, on any host that sees the folder, and changes nothing. A worker is alive while its heartbeat
-is younger than a minute. Any file may be missing or half-written; its values are then unknown. Of the folder of
-`train --folds` it prints every fold, and the time left in all.
+is younger than a minute. Any file may be missing or half-written; its values are then unknown.
+Of the folder of `train --folds` it prints every fold, and the time left in all.
 """
 
 import contextlib
@@ -212,7 +212,8 @@ def describe_folds(status: FoldsStatus) -> Group:
     lines += [("next", status.advice)] if status.advice else []
     state = _styled(status.state)
     first = Text.assemble(("folds: ", "bold"), f"{status.folder}: ", (state, state.style))
-    return Group(first, table, *(Text.assemble((f"{name}: ", "bold"), text) for name, text in lines))
+    texts = [Text.assemble((f"{name}: ", "bold"), text) for name, text in lines]
+    return Group(first, table, *texts)
 
 
 def run_status(run: Path, now: Optional[float] = None) -> RunStatus:

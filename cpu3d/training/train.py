@@ -10,9 +10,9 @@ The same command continues an interrupted run; more --epochs, --steps or --budge
 finished one. `launch` starts several processes that train one run together. If TF_CONFIG is set, as
 by Kubernetes, this process is one of them.
 
---folds trains all folds one after the other, each by a process of its own; scores every case once, by
-the fold that has not seen it; decides post-processing on all of them; and writes
-RUN/report.html. `predict --run RUN` and `evaluate --run RUN` then take the folds together. It uses
+--folds trains all folds one after the other, each by a process of its own; scores every case once,
+by the fold that has not seen it; decides post-processing on all of them; and writes RUN/report.html.
+`predict --run RUN` and `evaluate --run RUN` then take the folds together. It uses
 the last weights of each fold, as the best ones are chosen by the cases that are to be scored.
 """
 

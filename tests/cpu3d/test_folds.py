@@ -267,6 +267,20 @@ def test_more_epochs_extend_all_folds_and_their_scores_are_made_again(
         assert load_config(whole_folds / name).epochs == 3
 
 
+def test_a_length_in_steps_takes_the_place_of_one_in_epochs(commands, phantom_store, whole_folds):
+    train_folds(phantom_store.folder, whole_folds, 2, settings={"steps": 7})
+    assert commands.seen() == ALL
+    assert [load_config(whole_folds / name).steps for name in ("fold-1", "fold-2")] == [7, 7]
+
+
+def test_folds_under_a_budget_of_minutes_are_trained_once(commands, phantom_store, tmp_path):
+    settings = {**SETTINGS, "epochs": 50, "budget_minutes": 1e-6}
+    train_folds(phantom_store.folder, tmp_path / "folds", 2, settings=settings)
+    assert commands.seen() == ALL
+    train_folds(phantom_store.folder, tmp_path / "folds", 2)
+    assert commands.seen() == []
+
+
 def test_what_does_not_fit_or_suit_is_refused_before_anything_is_written(
     commands,
     phantom_store,
