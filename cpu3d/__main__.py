@@ -39,6 +39,10 @@ EXPLAINED = (InputError, InstructionSetError)
 AFTER = {"train": "cpu3d.inference.postprocessing.decision"}
 """Subcommand -> a module whose `after` follows it with the same options: its room is above the subcommand's."""
 
+INSTEAD = {("train", "folds"): "cpu3d.folds"}
+"""A subcommand and an option of it -> a module whose `run` takes its place if the option is given,
+as its room is above the subcommand's."""
+
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Run a subcommand; returns the exit code, one of `cpu3d.errors.ENDINGS`."""
@@ -71,6 +75,9 @@ def _run(argv: Sequence[str]) -> int:
     try:
         command, args = parse(argv)
         options = arguments(command.OPTIONS, args, InputError)
+        for (name, option), module in INSTEAD.items():
+            if argv[0] == name and hasattr(args, option):
+                return importlib.import_module(module).run(*options)
         code = command.run(*options)
         if argv[0] in AFTER:
             importlib.import_module(AFTER[argv[0]]).after(*options)

@@ -61,7 +61,7 @@ def train_run(
 
 
 def evaluate_run(run: Path, store: Path, options: Sequence[str], log: Path, label: str) -> None:
-    """Have a run scored; `options` are those of `evaluate` besides its folders. Raises as `call`."""
+    """Have a run scored; `options` are those of `evaluate` besides its folders."""
     command = ["evaluate", "--run", str(run), "--store", str(store), *options]
     call(command, log, f"{label}: evaluate")
 
@@ -77,7 +77,14 @@ def is_trained(run: Path, steps: int) -> bool:
     return end["reason"] == "early stop" or (steps > 0 and end["step"] >= steps)
 
 
-def call(command: Sequence[str], log: Path, label: str, *, run: Optional[Path] = None, steps: int = 0) -> None:
+def call(
+    command: Sequence[str],
+    log: Path,
+    label: str,
+    *,
+    run: Optional[Path] = None,
+    steps: int = 0,
+) -> None:
     """Run `python -m cpu3d command`, its output added to `log`, with a bar of the steps that the
     folder `run` logs.
 
@@ -114,7 +121,8 @@ def call(command: Sequence[str], log: Path, label: str, *, run: Optional[Path] =
         code = child.returncode
         ended = how_ended(code)
         words = last_words(log, begin)
-        problem = f"{label} must succeed, got {ended}; its output is in {log}, which ends:\n  {words}"
+        problem = f"{label} must succeed, got {ended}; its output is in {log}"
+        problem += f", which ends:\n  {words}"
         why = f"{command[0]} ended with {ended}"
         if code == DivergedError.exit_code:
             why = f"{command[0]} diverged"

@@ -275,6 +275,12 @@ class TrainOptions:
 
     store: Path = option(help="store that `prepare` has written", metavar="DIR")
     run: Path = option(help="folder for the run; continued if it exists", metavar="DIR")
+    folds: Optional[int] = option(
+        None,
+        "train all K folds in turn, into RUN/fold-1 to RUN/fold-K, and score each case by the fold that held it out",
+        "K",
+        at_least=2,
+    )
     force: bool = option(False, "train even if the job may not fit the free memory")
     mlflow: str = option("", "also track the run here, such as sqlite:///mlflow.db or http://localhost:5000", "URI")
     """No setting of the run: it may hold a password, which is never written to a file."""

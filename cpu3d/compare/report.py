@@ -19,7 +19,7 @@ from cpu3d.inference.scores import METRICS, metric_notes
 from cpu3d.pages.page import flat
 from cpu3d.pages.viewer import viewer
 from cpu3d.report.pictures import Figures, Line, chart, strips
-from cpu3d.report.report import Section, shown_cases, write_page
+from cpu3d.report.sections import Section, shown_cases, write_page
 from cpu3d.util.progress import say
 from cpu3d.util.records import append_record, count, listed, newest, plus_minus, versions
 from memory_estimator.common.table import PALETTE, Bold, Table, new_console

@@ -75,7 +75,8 @@ def train_and_score(
         try:
             train_run(run.folder, store, options, log, label, steps=run.steps)
             if outdated_scores(run.folder, evaluation.split, evaluation.tolerance_mm):
-                options = ["--split", evaluation.split, "--tolerance", repr(evaluation.tolerance_mm)]
+                options = ["--split", evaluation.split]
+                options += ["--tolerance", repr(evaluation.tolerance_mm)]
                 log = logs / f"{run.folder.name}-evaluate.txt"
                 evaluate_run(run.folder, store, options, log, label)
         except RunFailedError as error:

@@ -290,6 +290,7 @@ def with_fold(store: Store, fold: str) -> Store:
 
 def with_folds(store: Store, folds: Sequence[str]) -> Store:
     """A view of the store with the parts of `folds` of its training and validation cases in "val", the rest in "train".
+    Cases without a label, which can be neither trained nor scored on, are in neither.
 
     Of a store with given folds "train" are the cases that all of `folds` train on. Test cases and
     split hash stay. Raises InputError for text that is no fold, for more parts than patients or
@@ -298,7 +299,7 @@ def with_folds(store: Store, folds: Sequence[str]) -> Store:
     manifest = store.manifest
     if manifest.folds:
         return store.with_split(_given(store, folds))
-    own = {*manifest.split["train"], *manifest.split["val"]}
+    own = {*manifest.split["train"], *manifest.split["val"]} - set(manifest.unlabelled)
     known = list(case_list(manifest.cases).known)
     patients = {case.case_id: case.patient_id for case in known if case.case_id in own}
     held_out = {case_id for fold in folds for case_id in deal(patients, fold, seed=manifest.split_seed)}

@@ -158,6 +158,15 @@ def test_names_of_brats_show_the_patient_in_any_layout(case_id, patient):
     assert (known, rule == UNKNOWN) == (patient or case_id, patient is None)
 
 
+def test_cases_without_a_label_are_in_no_part_of_a_fold(tiny_store):
+    bare = dataclasses.replace(tiny_store.manifest, unlabelled=("b", "e"))
+    store = Store(tiny_store.folder, bare)
+    views = [with_fold(store, fold).manifest.split for fold in ("1/3", "2/3", "3/3")]
+    assert sorted(sum((view["val"] for view in views), ())) == ["a", "c", "d"]
+    assert all("b" not in view["train"] for view in views)
+    assert {view["test"] for view in views} == {("e", "f")}
+
+
 @pytest.mark.parametrize(
     "text", ["case,patient\na,p\nb,p\n\n", "b;p\na;p", "a\tp\nb\tp\nz\tq", "\ufeffa, p\nb ,p\na,p"]
 )
