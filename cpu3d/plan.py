@@ -43,10 +43,9 @@ from memory_estimator.job import PLAN_SCHEMA, Job, statistics_note, stored_bytes
 from memory_estimator.training import Beside, Forecast, price_of_run
 from models.layer_plan import training_flops
 
-LEAST_COARSE_VOXELS = 64**3
-"""Of a coarse grid, for a curriculum that no setting asks for. On fewer a step takes a third of a full
-one's time or more, as the optimizer's update takes the same on every grid, and what is learnt there is
-lost at full resolution (docs/log.md, hippocampus)."""
+LEAST_COARSE_VOXELS = 40**3
+"""Of a coarse grid, for a curriculum that no setting asks for. On 32^3 what is learnt at half
+resolution is lost at full resolution (docs/log.md, hippocampus); 48^3 pays."""
 
 
 @dataclass(frozen=True)

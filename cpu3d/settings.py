@@ -96,7 +96,7 @@ class RunConfig:
     curriculum: str = _training(
         AUTO,
         f"half: the first {COARSE_SHARE} of the steps at half resolution, or on patches of half the edge, the "
-        "others at full resolution; auto: half if half the grid has 64^3 voxels or more, else off",
+        "others at full resolution; auto: half if half the grid has 40^3 voxels or more, else off",
         choices=(AUTO, "off", "half"),
     )
     batch: int = _training(1, "volumes a step, of all workers together", "N", at_least=1, one_of="batch")
